@@ -4,7 +4,7 @@
     python benchmarks/products_in_engines.py --model DIR --rows 8 --sets sets.json --cases 4x1k 8x1k --output a.json
 
 DIR needs a config.json only. sets.json has, by the name of a set, configurations as Python has them, by what they are
-for: {"wide": {"product 4096 1024": "FewRowsConfig(8, 32, 512, 2, 2, 8, 1, 0, True)"}}, where the numbers are
+for: {"wide": {"product 4096 1024": "GemmSmallMConfig(8, 32, 512, 2, 2, 8, 1, 0, True)"}}, where the numbers are
 outputs and inputs, "silu" stands for gates and ups, and an empty set for what is chosen now; --rows is their class.
 {"setting enable_prefix_caching": "False"} is a setting of the engine. The chain of all kernels that the sweep runs is
 not the step of an engine: a set that gained 5% there gained 1.3% here, and lost 4% with another number of sequences.
@@ -29,11 +29,11 @@ from phonograph.bench.engine import bench_decode
 from phonograph.bench.records.output import output_file
 from phonograph.bench.records.record import provenance, write_result
 from phonograph.engine.llm import LLM
-from phonograph.kernels.triton.gemm.gemm_small_m import FewRowsConfig
-from phonograph.kernels.triton.gemm.gemm_tiled import LinearConfig
-from phonograph.kernels.triton.gemm.tuning import ProductConfig, RingConfig
+from phonograph.kernels.triton.gemm.gemm_small_m import GemmSmallMConfig
+from phonograph.kernels.triton.gemm.gemm_tiled import GemmTiledConfig
+from phonograph.kernels.triton.gemm.tuning import ProductConfig, GemmRingConfig
 
-KINDS = {kind.__name__: kind for kind in (FewRowsConfig, RingConfig, LinearConfig)}
+KINDS = {kind.__name__: kind for kind in (GemmSmallMConfig, GemmRingConfig, GemmTiledConfig)}
 
 
 def read_set(name: str, texts: dict[str, str]) -> tuple[Settings, dict[str, object]]:

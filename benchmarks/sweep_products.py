@@ -38,16 +38,16 @@ from phonograph.kernels.triton.attention.decode_plan import make_decode_plan, pl
 from phonograph.kernels.triton.gemm import tuning as product_rules
 from phonograph.kernels.triton.gemm import tuning_grouped
 from phonograph.kernels.triton.gemm.gemm_dispatch import has_fp8_rows
-from phonograph.kernels.triton.gemm.gemm_grouped_small_m import GroupedRowsConfig, takes
-from phonograph.kernels.triton.gemm.gemm_small_m import FewRowsConfig
-from phonograph.kernels.triton.gemm.gemm_tiled import LinearConfig, step_bytes
+from phonograph.kernels.triton.gemm.gemm_grouped_small_m import GemmGroupedSmallMConfig, takes
+from phonograph.kernels.triton.gemm.gemm_small_m import GemmSmallMConfig
+from phonograph.kernels.triton.gemm.gemm_tiled import GemmTiledConfig, step_bytes
 from phonograph.kernels.triton.gemm.tuning import (
     PROCESSORS,
     RING_BYTES,
-    FewRowsRingConfig,
-    IntegerRowConfig,
+    GemmRingSmallMConfig,
+    GemvIntegerConfig,
     ProductConfig,
-    RingConfig,
+    GemmRingConfig,
 )
 from phonograph.kernels.triton.launch.pdl import gluon_usable
 from phonograph.kernels.triton.launch.precompile import compile_only
@@ -261,16 +261,16 @@ def through_shared_memory(rows: int, shape: Shape, *, silu: bool) -> list[Produc
         steps, places = -(-inputs // block_k), product_rules.PROGRAMS // (1 + (room == SHARED[0])) + 8
         for splits in {1} if silu else {max(1, min(8, count // tiles, steps // 2)) for count in (places, places // 2)}:
             if tiles * splits >= 80:
-                found.append(LinearConfig(rows_tile, block_n, block_k, splits, warps, stages, min(512, 2 * block_k)))
+                found.append(GemmTiledConfig(rows_tile, block_n, block_k, splits, warps, stages, min(512, 2 * block_k)))
     # Of equal ones the last stays.
     return list(dict.fromkeys([*found, *rings(rows, shape, silu=silu)][::-1]))[::-1]
 
 
-def rings(rows: int, shape: Shape, *, silu: bool) -> list[RingConfig]:
+def rings(rows: int, shape: Shape, *, silu: bool) -> list[GemmRingConfig]:
     """On Hopper: what fills a program's shared memory or half of it, with programs for all processors, half or twice
     as many, or without split inputs, some more than once. What large layers get comes last."""
     outputs, inputs = shape
-    found: list[RingConfig] = []
+    found: list[GemmRingConfig] = []
     if not gluon_usable() or inputs % 8:
         return found
     rows_tiles = dict.fromkeys(min(rows, one) for one in (16, 32, 64, rows) if rows <= 4 * one)
@@ -284,7 +284,7 @@ def rings(rows: int, shape: Shape, *, silu: bool) -> list[RingConfig]:
             splits = 1 if silu else max(1, min(programs // tiles, steps // 4, 8))
             stages = min(room // step_bytes(rows_tile, block_n, block_k, silu=silu), -(-steps // splits))
             if stages >= 2 and tiles * splits >= 16:
-                found.append(RingConfig(rows_tile, block_n, block_k, splits, stages, lag))
+                found.append(GemmRingConfig(rows_tile, block_n, block_k, splits, stages, lag))
     return found
 
 
@@ -292,7 +292,7 @@ def through_registers(rows: int, shape: Shape, *, silu: bool, most: int) -> list
     """With 24 to 144 registers of a thread for weights and rows on their way, and a program for each processor: `most`
     of up to 500, drawn at random, and what is chosen now, which comes first."""
     outputs, inputs = shape
-    found: list[FewRowsConfig] = []
+    found: list[GemmSmallMConfig] = []
     for block_n, block_k, warps, sums in itertools.product((8, 16, 32), (256, 512, 1024, 2048), (4, 8, 16), (1, 2)):
         share = 32 * warps * sums
         exchanged = 4 * warps * block_n * (1 + silu) * rows
@@ -306,10 +306,10 @@ def through_registers(rows: int, shape: Shape, *, silu: bool, most: int) -> list
             kept = block_n * (1 + silu) * rows * sums // 32
             # Programs that leave a thread 128 registers, where it does with those.
             programs = 16 // warps if 24 + 1.25 * sum(held) + kept <= 128 else 0
-            config = FewRowsConfig(rows, block_n, block_k, ahead, rows_ahead, warps, sums, programs)
+            config = GemmSmallMConfig(rows, block_n, block_k, ahead, rows_ahead, warps, sums, programs)
             found += [config, config._replace(together=True)] if block_k > share else [config]
     now = (product_rules.choose_silu if silu else product_rules.choose)(rows, outputs, inputs)
-    if isinstance(now, FewRowsConfig):
+    if isinstance(now, GemmSmallMConfig):
         first = now
     else:
         usual = (8 if silu else 16, 512, 2, 8, 1)
@@ -344,24 +344,24 @@ def in_groups(rows: int, shape: Shape, weight: Grouped, *, silu: bool, most: int
             registers = block_n * (1 + silu) * columns * weight.bits // 1024 * each * ahead
             steps = -(-inputs // (columns * units))
             if 16 <= registers <= 96 and ahead <= steps and ahead % rows_ahead == 0:
-                found.append(GroupedRowsConfig(rows, block_n, units, ahead, rows_ahead, warps))
+                found.append(GemmGroupedSmallMConfig(rows, block_n, units, ahead, rows_ahead, warps))
     elif not weight.interleaved:
         for block_n, rows_tile, warps, stages in itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4)):
             tiles = -(-outputs // block_n) * -(-rows // rows_tile)
             if rows_tile > rows or stages * (256 * rows_tile + 128 * block_n) > SHARED[0]:
                 continue
             for splits in {1} if silu else {max(1, min(8, programs // tiles)) for programs in (1, 132, 264)}:
-                found.append(LinearConfig(rows_tile, block_n, min(128, weight.group), splits, warps, stages, 0))
+                found.append(GemmTiledConfig(rows_tile, block_n, min(128, weight.group), splits, warps, stages, 0))
     rings: list[ProductConfig] = []
     if weight.interleaved and gluon_usable():
         rings += few_rows_rings(shape, silu=silu) if rows == 8 else light_rings(rows, shape, 4, silu=silu)
     return list(dict.fromkeys([now, *random.Random(0).sample(found, min(most, len(found))), *rings]))
 
 
-def light_rings(rows: int, shape: Shape, bits: int, *, silu: bool) -> list[RingConfig]:
+def light_rings(rows: int, shape: Shape, bits: int, *, silu: bool) -> list[GemmRingConfig]:
     """Rings of one, two or three programs of a multiprocessor, with inputs split over as many programs as places."""
     outputs, inputs = shape
-    found: list[RingConfig] = []
+    found: list[GemmRingConfig] = []
     rows_tiles = [one for one in (8, 16, 32, 64, 128) if one <= rows <= (4 if one >= 64 else 2) * one]
     block_ks, lags = ((256, 128), (0, 1)) if bits == 8 else ((128, 64), (0,))
     for rows_tile, block_n, block_k, places in itertools.product(rows_tiles, (64, 128), block_ks, (1, 2, 3)):
@@ -373,28 +373,28 @@ def light_rings(rows: int, shape: Shape, bits: int, *, silu: bool) -> list[RingC
             splits = 1 if silu else max(1, min(programs // tiles, steps // 4, 8))
             stages = min(room, -(-steps // splits), 8)
             if stages >= 2:
-                found += [RingConfig(rows_tile, block_n, block_k, splits, stages, lag) for lag in lags]
+                found += [GemmRingConfig(rows_tile, block_n, block_k, splits, stages, lag) for lag in lags]
     return list(dict.fromkeys(found))
 
 
-def few_rows_rings(shape: Shape, *, silu: bool) -> list[FewRowsRingConfig]:
+def few_rows_rings(shape: Shape, *, silu: bool) -> list[GemmRingSmallMConfig]:
     """Rings of up to 8 rows with weights of 4 bits in groups of 128, two to six programs of a multiprocessor."""
     outputs, inputs = shape
     tiles_and_warps = ((16, 4, 1, 2), (16, 4, 1, 4), (32, 2, 1, 2), (32, 2, 2, 2), (32, 4, 1, 2), (64, 2, 2, 2))
-    found: list[FewRowsRingConfig] = []
+    found: list[GemmRingSmallMConfig] = []
     for (block_n, units, warps_n, warps_k), places in itertools.product(tiles_and_warps, (2, 3, 4, 5, 6)):
         tiles, steps = -(-outputs // block_n), -(-inputs // (128 * units))
         splits = 1 if silu else max(1, min(132 * places // tiles, steps // 4, 8))
         room = (224_000 // places - 6000) // step_bytes(8, block_n, 128 * units, silu=silu, bits=4)
         stages = min(room, -(-steps // splits), 8)
         if stages >= 2:
-            found.append(FewRowsRingConfig(8, block_n, units, splits, stages, warps_n, warps_k))
+            found.append(GemmRingSmallMConfig(8, block_n, units, splits, stages, warps_n, warps_k))
     return list(dict.fromkeys(found))
 
 
-def integer_rows(shape: Shape, *, silu: bool) -> list[IntegerRowConfig]:
+def integer_rows(shape: Shape, *, silu: bool) -> list[GemvIntegerConfig]:
     """Tiles of one row with weights of 4 bits in groups of 128, two to seven programs of a multiprocessor."""
-    (outputs, inputs), found = shape, list[IntegerRowConfig]()
+    (outputs, inputs), found = shape, list[GemvIntegerConfig]()
     warps = (1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1), (4, 2)
     for block_n, units, (warps_n, warps_k) in itertools.product((16, 32, 64), (1, 2, 4), warps):
         words = block_n * (1 + silu) * units // (2 * warps_n * warps_k)
@@ -406,7 +406,7 @@ def integer_rows(shape: Shape, *, silu: bool) -> list[IntegerRowConfig]:
             most = min(tuning_grouped.integer_stages(block_n, units, each, places, pairs=silu), each, 8)
             if 2 <= places <= 7 and steps >= 2 * splits:
                 found += [
-                    IntegerRowConfig(8, block_n, units, splits, stages, warps_n, warps_k)
+                    GemvIntegerConfig(8, block_n, units, splits, stages, warps_n, warps_k)
                     for stages in (2, 3, 4, 6, 8)
                     if stages <= most
                 ]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from checks.random_weights import DTYPE, FP8, GROUP, marlin_scales, round_to_fp8
-from phonograph.kernels.scaled_products import Fp8Rows, ScaledScratch, max_16_bit_rows
+from phonograph.kernels.fp8_activations import Fp8Rows, ScaledScratch, max_16_bit_rows
 from phonograph.kernels.torch.grouped import Grouped, interleave
 from phonograph.kernels.triton.gemm.gemm_dispatch import linear, make_scratch
 from phonograph.kernels.triton.gemm.gemm_scaled import scaled_product

@@ -16,14 +16,14 @@ from phonograph.models.spec import read_configured_model
 
 pytest.importorskip("triton")
 from phonograph.kernels.triton.gemm import tuning, tuning_grouped
-from phonograph.kernels.triton.gemm.gemm_tiled import LinearConfig
+from phonograph.kernels.triton.gemm.gemm_tiled import GemmTiledConfig
 
 KERNELS = {
-    "GroupedRowsConfig": "gemm_grouped_small_m",
-    "FewRowsRingConfig": "gemm_ring_small_m",
-    "IntegerRowConfig": "gemv_integer",
-    "RingConfig": "gemm_ring",
-    "LinearConfig": "gemm_tiled",
+    "GemmGroupedSmallMConfig": "gemm_grouped_small_m",
+    "GemmRingSmallMConfig": "gemm_ring_small_m",
+    "GemvIntegerConfig": "gemv_integer",
+    "GemmRingConfig": "gemm_ring",
+    "GemmTiledConfig": "gemm_tiled",
 }
 SHAPES = [
     (4608, 3584, False),
@@ -84,7 +84,7 @@ def test_unquantized_weights_and_cpus() -> None:
     kernels = product_kernels(None, 4096, 4096, "bfloat16", KNOWN_DEVICES["h200"])
     for rows in (8, 16, 64, 256):
         config: Any = tuning.choose(tuning.rows_class(rows), 4096, 4096)
-        name = "torch" if config is None else "gemm_tiled" if isinstance(config, LinearConfig) else "gemm_"
+        name = "torch" if config is None else "gemm_tiled" if isinstance(config, GemmTiledConfig) else "gemm_"
         assert name in next(kernel for most, kernel in kernels if most is None or rows <= most)
     assert product_kernels(None, 64, 64, "float32", KNOWN_DEVICES["cpu"]) == ((None, "torch"),)
     assert product_kernels(gptq(4, 128), 64, 128, "float32", KNOWN_DEVICES["h200"])[-1] == (

@@ -22,7 +22,7 @@ from phonograph.kernels.kernel_parts import KERNEL_PARTS, kernel_part
 # 2 us of prepare, a gap of 1, a product of 10, attention from within it to 4 after it, a copy, 3 us of nothing.
 STEP: list[Activity] = [
     (0.0, 2.0, "_prepare_kernel"),
-    (3.0, 13.0, "_rows_kernel"),
+    (3.0, 13.0, "_gemm_tiled_kernel"),
     (9.0, 17.0, "_attention_kernel"),
     (17.0, 18.0, "Memcpy DtoH"),
 ]
@@ -44,7 +44,7 @@ def test_every_microsecond_is_somewhere(longer: int | None) -> None:
     assert found.num_steps == (11 if longer is None else 10)
     assert found.parts_us == {"products": 10.0, "attention": 4.0, "rest": 3.0, "gaps": 4.0}
     assert found.step_us == 21.0
-    assert found.kernels[0] == ("_rows_kernel", 10.0, 1.0)
+    assert found.kernels[0] == ("_gemm_tiled_kernel", 10.0, 1.0)
 
 
 def test_a_library_that_prepares_too_begins_no_step() -> None:
@@ -66,7 +66,7 @@ def test_every_kernel_of_ours_has_a_part() -> None:
 @pytest.mark.parametrize(
     ("name", "part"),
     [
-        ("_ring_kernel", "products"),
+        ("_gemm_ring_kernel", "products"),
         ("_prefill_kernel", "attention"),
         ("nvjet_sm90_tst_96x64_64x10_1x2_h_bz_TNN", "products"),
         ("void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16>", "products"),

@@ -51,12 +51,12 @@ def test_tape_overhead(benchmark_script: Load, demo_llm: LLM) -> None:
 
 def test_sets_of_products_are_read_and_chosen(benchmark_script: Load) -> None:
     pytest.importorskip("triton")
-    from phonograph.kernels.triton.gemm.gemm_small_m import FewRowsConfig
+    from phonograph.kernels.triton.gemm.gemm_small_m import GemmSmallMConfig
     from phonograph.kernels.triton.gemm.tuning import choose, choose_silu
 
     script = benchmark_script("products_in_engines")
-    wide = FewRowsConfig(8, 32, 512, 2, 2, 8, 1, 0, True)
-    named = {"product 4096 1024": f"FewRowsConfig{tuple(wide)}", "silu 3072 1024": "None"}
+    wide = GemmSmallMConfig(8, 32, 512, 2, 2, 8, 1, 0, True)
+    named = {"product 4096 1024": f"GemmSmallMConfig{tuple(wide)}", "silu 3072 1024": "None"}
     before = choose(8, 4096, 1024), choose_silu(8, 3072, 1024)
     products, settings = script.read_set("wide", named | {"setting enable_prefix_caching": "False"})
     assert settings == {"enable_prefix_caching": False}
@@ -66,7 +66,7 @@ def test_sets_of_products_are_read_and_chosen(benchmark_script: Load) -> None:
     for what, text in (
         ("product 4096", "None"),
         ("product 1 2", "FewRows(1)"),
-        ("silu 1 2", "RingConfig(1, x)"),
+        ("silu 1 2", "GemmRingConfig(1, x)"),
         ("setting a", "x"),
     ):
         with pytest.raises(SystemExit, match="set odd: "):

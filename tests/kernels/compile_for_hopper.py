@@ -40,11 +40,11 @@ from phonograph.kernels.triton.gemm.gemm_dispatch import make_scratch
 from phonograph.kernels.triton.gemm.hopper import gemm_ring as ring
 from phonograph.kernels.triton.gemm.hopper import gemv_integer
 from phonograph.kernels.triton.gemm.product import Product
-from phonograph.kernels.triton.gemm.tuning import IntegerRowConfig, RingConfig
+from phonograph.kernels.triton.gemm.tuning import GemvIntegerConfig, GemmRingConfig
 
 _MORE = {
-    "_ring_kernel": {"UTMALDG": "ask"},
-    "_integer_row_kernel": {"UTMALDG": "ask"},
+    "_gemm_ring_kernel": {"UTMALDG": "ask"},
+    "_gemv_integer_kernel": {"UTMALDG": "ask"},
     "_prefill_kernel": {"DEPBAR.LE gsb0, 0x2": "keys", "DEPBAR.LE gsb0, 0x0": "all", "MUFU.EX2": "exp"},
 }
 """Instructions of a kernel that are told, beside those of all."""
@@ -136,7 +136,7 @@ def main() -> None:
         x, out = (torch.empty(20, size, dtype=torch.bfloat16) for size in (1024, 256))
         weight = torch.empty(512, 1024, dtype=torch.bfloat16)
         parts = make_scratch(device)[:2]
-        ring.launch(Product(x, weight, None, out, mode), RingConfig(32, 64, 128, splits, 2), parts)
+        ring.launch(Product(x, weight, None, out, mode), GemmRingConfig(32, 64, 128, splits, 2), parts)
     gemv_integer.pdl_options = lambda: {"PDL": True, "launch_pdl": True}
     for mode, splits in ((0, 1), (1, 3), (2, 1)):
         name = f"mode {mode}"
@@ -144,7 +144,7 @@ def main() -> None:
         scales = torch.empty(512, 8, dtype=torch.bfloat16)
         words = Grouped(torch.empty(512, 128, dtype=torch.int32), scales, None, 4, 128, interleaved=True)
         weight = words if mode == 2 else words.rows(0, 256)
-        config = IntegerRowConfig(8, 64, 2, splits, 2, 2, 1)
+        config = GemvIntegerConfig(8, 64, 2, splits, 2, 2, 1)
         gemv_integer.launch(Product(x, weight.packed_OW, None, out, mode), weight, config, parts)
     report = {name: read_code(kernel.asm["cubin"], _MORE.get(name.split()[0], {})) for name, kernel in kernels.items()}
     print(json.dumps(report))

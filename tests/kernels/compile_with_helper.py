@@ -32,8 +32,8 @@ from triton.runtime.cache import get_cache_manager
 from triton.runtime.jit import JITFunction
 
 from phonograph.kernels.triton.gemm.gemm_dispatch import linear
-from phonograph.kernels.triton.gemm.gemm_small_m import FewRowsConfig
-from phonograph.kernels.triton.gemm.tuning import RingConfig
+from phonograph.kernels.triton.gemm.gemm_small_m import GemmSmallMConfig
+from phonograph.kernels.triton.gemm.tuning import GemmRingConfig
 from phonograph.kernels.triton.launch import compile_helper, precompile
 from phonograph.kernels.triton.sampling.sample import make_sample_scratch, sample
 
@@ -101,10 +101,10 @@ def main() -> None:
             attend()
             choose_tokens()
         x, weight, out = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((8, 256), (64, 256), (8, 64)))
-        linear(x, weight, None, out, config=FewRowsConfig(8, 16, 128, 2, 1, 4, 1, programs=4))
+        linear(x, weight, None, out, config=GemmSmallMConfig(8, 16, 128, 2, 1, 4, 1, programs=4))
         if "few" not in sys.argv:
             # In Triton's other language.
-            linear(x, weight, None, out, config=RingConfig(16, 64, 64, 1, 2))
+            linear(x, weight, None, out, config=GemmRingConfig(16, 64, 64, 1, 2))
         there = compile_helper.helper(1)
         if there is not None:
             there.send(compile_helper.Job("phonograph.kernels.triton.gemm.gemv", "_no_kernel", "", 90, "{}"), Future())

@@ -54,9 +54,9 @@ from phonograph.kernels.triton.launch.pdl import gluon_usable
 
 FOR_HOPPER = (
     "prefill_hopper._prefill_kernel",
-    "gemm_ring._ring_kernel",
-    "gemm_ring_small_m._few_rows_ring_kernel",
-    "gemv_integer._integer_row_kernel",
+    "gemm_ring._gemm_ring_kernel",
+    "gemm_ring_small_m._gemm_ring_small_m_kernel",
+    "gemv_integer._gemv_integer_kernel",
 )
 
 

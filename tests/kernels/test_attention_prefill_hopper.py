@@ -13,7 +13,7 @@ from prefill_problem import Batch, Case, make_plan, run
 
 from phonograph.kernels.triton.attention import prefill as attention_prefill
 from phonograph.kernels.triton.gemm.gemm_dispatch import linear
-from phonograph.kernels.triton.gemm.gemm_tiled import LinearConfig
+from phonograph.kernels.triton.gemm.gemm_tiled import GemmTiledConfig
 
 hopper = pytest.importorskip("phonograph.kernels.triton.attention.prefill_hopper")
 
@@ -178,7 +178,7 @@ def test_keys_that_the_kernel_before_writes(device: torch.device, monkeypatch: p
     x = torch.randn(len(rows), 8192, device=device).to(case.dtype)
 
     def step() -> None:
-        linear(x, weight, None, rows, config=LinearConfig(64, 64, 128, 1, 4, 3, 0))
+        linear(x, weight, None, rows, config=GemmTiledConfig(64, 64, 128, 1, 4, 3, 0))
         batch.attend(plan)
 
     step()

@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 from phonograph.kernels.triton.launch import compile_helper, precompile
 
 KERNELS = {
-    "_plan_kernel", "_attention_kernel", "_few_rows_kernel", "_ring_kernel", "scan_kernel", "filter_kernel",
+    "_plan_kernel", "_attention_kernel", "_gemm_small_m_kernel", "_gemm_ring_kernel", "scan_kernel", "filter_kernel",
 }  # fmt: skip
 
 
@@ -51,7 +51,7 @@ def test_children_compile_and_this_process_loads(tmp_path: Path) -> None:
 
 def test_a_launcher_that_cannot_be_built_is_no_problem_of_the_kernel(tmp_path: Path) -> None:
     done = run(tmp_path, "few", TRITON_LIBCUDA_PATH=str(tmp_path / "nothing"))
-    assert done["told"] == [["_few_rows_kernel", True]] and done["launchers"] == [["_few_rows_kernel", False]]
+    assert done["told"] == [["_gemm_small_m_kernel", True]] and done["launchers"] == [["_gemm_small_m_kernel", False]]
 
 
 def test_launchers_are_loaded_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +76,7 @@ def test_launchers_are_loaded_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> 
 def test_without_its_helper_a_process_compiles_by_itself(tmp_path: Path) -> None:
     done = run(tmp_path, "few", "killed")
     assert done["problems"] and all(problem.startswith("the helper has ended") for _, problem in done["problems"])
-    assert done["told"] == [["_few_rows_kernel", False]]
+    assert done["told"] == [["_gemm_small_m_kernel", False]]
     assert done["restored"] and done["ended"]
 
 

@@ -16,7 +16,7 @@ from far_memory import BORDER, far_tensor, gpu_turn, last_programs, spread
 from kernel_entries import kernel_entries
 
 from phonograph.kernels.cascade_tensors import PrefixCut
-from phonograph.kernels.scaled_products import Fp8Rows
+from phonograph.kernels.fp8_activations import Fp8Rows
 from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.triton.attention import prefill as attention_prefill
 from phonograph.kernels.triton.attention import rope_and_kv_write as rope_kv
@@ -34,11 +34,11 @@ from phonograph.kernels.triton.gemm import gemm_small_m as few_rows
 from phonograph.kernels.triton.gemm import gemm_tiled as row_tiles
 from phonograph.kernels.triton.gemm import gemv
 from phonograph.kernels.triton.gemm.dequantize import dequantize_into
-from phonograph.kernels.triton.gemm.gemm_grouped_small_m import GroupedRowsConfig
-from phonograph.kernels.triton.gemm.gemm_small_m import FewRowsConfig
-from phonograph.kernels.triton.gemm.gemm_tiled import LinearConfig
+from phonograph.kernels.triton.gemm.gemm_grouped_small_m import GemmGroupedSmallMConfig
+from phonograph.kernels.triton.gemm.gemm_small_m import GemmSmallMConfig
+from phonograph.kernels.triton.gemm.gemm_tiled import GemmTiledConfig
 from phonograph.kernels.triton.gemm.product import ADD, SILU, NextNorm, Product, RowSquares
-from phonograph.kernels.triton.gemm.tuning import FewRowsRingConfig, IntegerRowConfig, RingConfig
+from phonograph.kernels.triton.gemm.tuning import GemmRingSmallMConfig, GemvIntegerConfig, GemmRingConfig
 from phonograph.kernels.triton.sampling.bitmask import mask_logits
 from phonograph.kernels.triton.sampling.sample import make_sample_scratch, sample
 from phonograph.kernels.triton.step.prepare import StepLayout, apply_appends, prepare
@@ -101,7 +101,7 @@ def operands(place: Place, device: torch.device) -> tuple[list[torch.Tensor], Ne
 def walk_few_rows(place: Place, device: torch.device) -> list[torch.Tensor]:
     (x, weight, out), norm = operands(place, device)
     norm = norm._replace(squares=RowSquares(torch.zeros(8, 8, device=device), EPS))
-    config = FewRowsConfig(8, 8, 64, 1, 1, 2, 1)
+    config = GemmSmallMConfig(8, 8, 64, 1, 1, 2, 1)
     gated = place(torch.zeros_like(out, memory_format=torch.contiguous_format))
     few_rows.launch(Product(x, weight, None, gated, SILU), config)
     few_rows.launch(Product(x, weight[:64], None, out, ADD, norm=norm), config)
@@ -125,14 +125,14 @@ def walk_in_groups(
 
 
 def walk_grouped_rows(place: Place, device: torch.device) -> list[torch.Tensor]:
-    config = GroupedRowsConfig(8, 16, 2, 1, 1, 2)
+    config = GemmGroupedSmallMConfig(8, 16, 2, 1, 1, 2)
     launch = functools.partial(grouped_rows.launch, config=config)
     return walk_in_groups(place, device, 32, launch, interleaved=False)
 
 
 def walk_row_tiles(place: Place, device: torch.device) -> list[torch.Tensor]:
     (x, weight, out), norm = operands(place, device)
-    config = LinearConfig(16, 64, 64, 1, 4, 2, 0)
+    config = GemmTiledConfig(16, 64, 64, 1, 4, 2, 0)
     gated = place(torch.zeros_like(out, memory_format=torch.contiguous_format))
     row_tiles.launch(Product(x, weight, None, gated, SILU), config, None)
     row_tiles.launch(Product(x, weight[:64], None, out, ADD, norm=norm), config, None)
@@ -146,7 +146,7 @@ def walk_ring(place: Place, device: torch.device) -> list[torch.Tensor]:
     from phonograph.kernels.triton.gemm.hopper import gemm_ring as ring
 
     (x, weight, out), norm = operands(place, device)
-    config = RingConfig(16, 64, 64, 1, 2)
+    config = GemmRingConfig(16, 64, 64, 1, 2)
     gated = place(torch.zeros_like(out, memory_format=torch.contiguous_format))
     ring.launch(Product(x, weight, None, gated, SILU), config, None)
     ring.launch(Product(x, weight[:64], None, out, ADD, norm=norm), config, None)
@@ -156,7 +156,7 @@ def walk_ring(place: Place, device: torch.device) -> list[torch.Tensor]:
 def walk_few_rows_ring(place: Place, device: torch.device) -> list[torch.Tensor]:
     from phonograph.kernels.triton.gemm.hopper import gemm_ring_small_m as ring
 
-    launch = functools.partial(ring.launch, config=FewRowsRingConfig(8, 16, 1, 1, 1, 1, 1), parts=None)
+    launch = functools.partial(ring.launch, config=GemmRingSmallMConfig(8, 16, 1, 1, 1, 1, 1), parts=None)
     return walk_in_groups(place, device, 128, launch, interleaved=True)
 
 
@@ -166,7 +166,7 @@ def walk_integer_row(place: Place, device: torch.device) -> list[torch.Tensor]:
     def launch(product: Product, weight: Grouped) -> None:
         norm = product.norm and product.norm._replace(normed_MN=product.norm.normed_MN[:1])
         one = product._replace(x_MK=product.x_MK[:1], out_MN=product.out_MN[:1], norm=norm)
-        gemv_integer.launch(one, weight, IntegerRowConfig(8, 16, 1, 1, 1, 1, 1), None)
+        gemv_integer.launch(one, weight, GemvIntegerConfig(8, 16, 1, 1, 1, 1, 1), None)
 
     return walk_in_groups(place, device, 128, launch, interleaved=True)
 
@@ -280,12 +280,12 @@ def walk_kv_writes(place: Place, device: torch.device) -> list[torch.Tensor]:
 
 WALKS: dict[str, tuple[Walk, tuple[str, ...]]] = {
     "gemv": (walk_gemv, ("gemv._gemv_kernel",)),
-    "few rows": (walk_few_rows, ("gemm_small_m._few_rows_kernel",)),
-    "few rows, in groups": (walk_grouped_rows, ("gemm_grouped_small_m._grouped_rows_kernel",)),
-    "row tiles": (walk_row_tiles, ("gemm_tiled._rows_kernel",)),
-    "ring": (walk_ring, ("gemm_ring._ring_kernel",)),
-    "few rows, ring": (walk_few_rows_ring, ("gemm_ring_small_m._few_rows_ring_kernel",)),
-    "one row, integers": (walk_integer_row, ("gemv_integer._integer_row_kernel",)),
+    "few rows": (walk_few_rows, ("gemm_small_m._gemm_small_m_kernel",)),
+    "few rows, in groups": (walk_grouped_rows, ("gemm_grouped_small_m._gemm_grouped_small_m_kernel",)),
+    "row tiles": (walk_row_tiles, ("gemm_tiled._gemm_tiled_kernel",)),
+    "ring": (walk_ring, ("gemm_ring._gemm_ring_kernel",)),
+    "few rows, ring": (walk_few_rows_ring, ("gemm_ring_small_m._gemm_ring_small_m_kernel",)),
+    "one row, integers": (walk_integer_row, ("gemv_integer._gemv_integer_kernel",)),
     "sampling": (
         walk_sampling,
         ("scan.scan_kernel", "filter.filter_kernel", "bitmask._mask_kernel"),
@@ -301,9 +301,9 @@ WALKS: dict[str, tuple[Walk, tuple[str, ...]]] = {
 }
 """By name: how rows far apart are compared with rows close together, and the kernels that do."""
 IN_GLUON = {
-    "ring": ("gemm.hopper.gemm_ring", "_ring_kernel"),
-    "few rows, ring": ("gemm.hopper.gemm_ring_small_m", "_few_rows_ring_kernel"),
-    "one row, integers": ("gemm.hopper.gemv_integer", "_integer_row_kernel"),
+    "ring": ("gemm.hopper.gemm_ring", "_gemm_ring_kernel"),
+    "few rows, ring": ("gemm.hopper.gemm_ring_small_m", "_gemm_ring_small_m_kernel"),
+    "one row, integers": ("gemm.hopper.gemv_integer", "_gemv_integer_kernel"),
 }
 """Module and kernel of the walks that need a Hopper GPU, or run on threads."""
 OTHER_TESTS = {

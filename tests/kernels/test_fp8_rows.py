@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from phonograph.kernels.scaled_products import Fp8Rows, Rows
+from phonograph.kernels.fp8_activations import Fp8Rows, Rows
 from phonograph.kernels.triton.elementwise import layers
 from phonograph.kernels.triton.elementwise.fp8_rows import quantize_rows
 

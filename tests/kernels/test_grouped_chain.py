@@ -8,16 +8,16 @@ from grouped_problem import GroupedCase
 from product_problem import random_tensor
 
 from phonograph.kernels.triton.gemm.gemm_dispatch import linear
-from phonograph.kernels.triton.gemm.gemm_grouped_small_m import GroupedRowsConfig
-from phonograph.kernels.triton.gemm.gemm_tiled import LinearConfig
-from phonograph.kernels.triton.gemm.tuning import FewRowsRingConfig, IntegerRowConfig, ProductConfig, RingConfig
+from phonograph.kernels.triton.gemm.gemm_grouped_small_m import GemmGroupedSmallMConfig
+from phonograph.kernels.triton.gemm.gemm_tiled import GemmTiledConfig
+from phonograph.kernels.triton.gemm.tuning import GemmRingSmallMConfig, GemvIntegerConfig, ProductConfig, GemmRingConfig
 
 CONFIGS: dict[str, tuple[int, ProductConfig]] = {
-    "integer-row": (1, IntegerRowConfig(8, 64, 2, 1, 3, 2, 1)),
-    "few-ring": (5, FewRowsRingConfig(8, 32, 4, 1, 2, 1, 2)),
-    "grouped-rows": (5, GroupedRowsConfig(8, 16, 8, 2, 1, 4)),
-    "ring": (12, RingConfig(16, 64, 128, 1, 3)),
-    "tiles": (12, LinearConfig(16, 64, 128, 1, 4, 3, 0)),
+    "integer-row": (1, GemvIntegerConfig(8, 64, 2, 1, 3, 2, 1)),
+    "few-ring": (5, GemmRingSmallMConfig(8, 32, 4, 1, 2, 1, 2)),
+    "grouped-rows": (5, GemmGroupedSmallMConfig(8, 16, 8, 2, 1, 4)),
+    "ring": (12, GemmRingConfig(16, 64, 128, 1, 3)),
+    "tiles": (12, GemmTiledConfig(16, 64, 128, 1, 4, 3, 0)),
 }
 """rows and tiles of each kernel"""
 

@@ -12,8 +12,8 @@ from programs import report_of
 
 from phonograph.kernels.torch.grouped import deinterleave, interleave
 from phonograph.kernels.triton.gemm.gemm_dispatch import linear, linear_silu, takes_squares
-from phonograph.kernels.triton.gemm.gemm_grouped_small_m import GroupedRowsConfig, takes
-from phonograph.kernels.triton.gemm.gemm_tiled import LinearConfig
+from phonograph.kernels.triton.gemm.gemm_grouped_small_m import GemmGroupedSmallMConfig, takes
+from phonograph.kernels.triton.gemm.gemm_tiled import GemmTiledConfig
 from phonograph.kernels.triton.gemm.grouped_operands import MAGIC, bfloat16_terms
 from phonograph.kernels.triton.gemm.tuning import rows_class
 from phonograph.kernels.triton.gemm.tuning_grouped import choose_grouped
@@ -21,11 +21,11 @@ from phonograph.kernels.triton.gemm.tuning_grouped import choose_grouped
 # The interpreter multiplies bfloat16 wrongly.
 DTYPES = [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 CONFIGS = [
-    LinearConfig(16, 32, 32, 2, 4, 3, 0),
-    GroupedRowsConfig(8, 16, 2, 2, 1, 2),
-    GroupedRowsConfig(8, 32, 4, 1, 1, 4),
-    GroupedRowsConfig(16, 16, 4, 3, 1, 1),
-    GroupedRowsConfig(32, 32, 1, 2, 2, 1),
+    GemmTiledConfig(16, 32, 32, 2, 4, 3, 0),
+    GemmGroupedSmallMConfig(8, 16, 2, 2, 1, 2),
+    GemmGroupedSmallMConfig(8, 32, 4, 1, 1, 4),
+    GemmGroupedSmallMConfig(16, 16, 4, 3, 1, 1),
+    GemmGroupedSmallMConfig(32, 32, 1, 2, 2, 1),
 ]
 
 
@@ -66,7 +66,7 @@ def test_products(
     inputs: int,
     group: int,
     kind: str,
-    config: GroupedRowsConfig | LinearConfig,
+    config: GemmGroupedSmallMConfig | GemmTiledConfig,
     dtype: torch.dtype,
     device: torch.device,
 ) -> None:
@@ -79,7 +79,7 @@ def test_products(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("config", CONFIGS[:3:2])
 def test_norm_around_products(
-    config: GroupedRowsConfig | LinearConfig, dtype: torch.dtype, device: torch.device
+    config: GemmGroupedSmallMConfig | GemmTiledConfig, dtype: torch.dtype, device: torch.device
 ) -> None:
     """The norm's division is left to the product that reads the rows."""
     rows = min(config.rows, 9)
@@ -109,7 +109,7 @@ def test_products_by_their_size(rows: int, kind: str, device: torch.device) -> N
 def test_more_rows_of_fp8_with_odd_sizes(pairs: bool, device: torch.device) -> None:
     """One scale an output puts no bound on the columns of a step; tensor cores need 16, the interpreter does not."""
     config = choose_grouped(rows_class(40), 24, 324, 8, 324, pairs)
-    assert isinstance(config, LinearConfig) and config.block_k == 128
+    assert isinstance(config, GemmTiledConfig) and config.block_k == 128
     case = GroupedCase(40, 24, 324, torch.float16, device, group=324, kind="fp8", pairs=pairs)
     if pairs:
         assert linear_silu(case.x, case.grouped, case.bias, case.out)

@@ -12,57 +12,57 @@ from product_problem import poisoned, silu_of
 
 from phonograph.kernels.triton.gemm import gemm_dispatch
 from phonograph.kernels.triton.gemm.gemm_dispatch import linear, linear_add, linear_silu
-from phonograph.kernels.triton.gemm.tuning import FewRowsRingConfig, RingConfig
+from phonograph.kernels.triton.gemm.tuning import GemmRingSmallMConfig, GemmRingConfig
 
 ring = pytest.importorskip("phonograph.kernels.triton.gemm.hopper.gemm_ring")
 few_ring = pytest.importorskip("phonograph.kernels.triton.gemm.hopper.gemm_ring_small_m")
 
 SIZES = [
-    (9, 72, 256, RingConfig(16, 64, 128, 1, 2)),
-    (16, 136, 328, RingConfig(16, 64, 128, 3, 1)),
-    (30, 200, 1000, RingConfig(32, 128, 64, 2, 4)),
-    (61, 264, 384, RingConfig(64, 64, 128, 1, 3)),
-    (50, 72, 640, RingConfig(32, 64, 128, 2, 3)),
+    (9, 72, 256, GemmRingConfig(16, 64, 128, 1, 2)),
+    (16, 136, 328, GemmRingConfig(16, 64, 128, 3, 1)),
+    (30, 200, 1000, GemmRingConfig(32, 128, 64, 2, 4)),
+    (61, 264, 384, GemmRingConfig(64, 64, 128, 1, 3)),
+    (50, 72, 640, GemmRingConfig(32, 64, 128, 2, 3)),
 ]
 """rows, outputs, inputs, config"""
 
 LARGE = [
-    (250, 264, 640, RingConfig(128, 128, 128, 1, 3, 1)),
-    (130, 200, 1024, RingConfig(128, 64, 128, 1, 3, 1)),
-    (200, 1024, 1280, RingConfig(128, 64, 256, 1, 2, 1)),
+    (250, 264, 640, GemmRingConfig(128, 128, 128, 1, 3, 1)),
+    (130, 200, 1024, GemmRingConfig(128, 64, 128, 1, 3, 1)),
+    (200, 1024, 1280, GemmRingConfig(128, 64, 256, 1, 2, 1)),
 ]
 """The same for rows in FP8, of tiles with eight warps."""
 
 FEW = [
-    (1, 72, 256, FewRowsRingConfig(8, 32, 1, 1, 2, 1, 1)),
-    (8, 136, 328, FewRowsRingConfig(8, 16, 2, 2, 1, 1, 2)),
-    (5, 200, 1000, FewRowsRingConfig(8, 64, 4, 2, 2, 2, 4)),
-    (3, 40, 1160, FewRowsRingConfig(8, 32, 2, 1, 3, 2, 1)),
-    (7, 256, 640, FewRowsRingConfig(8, 128, 4, 1, 1, 4, 1)),
+    (1, 72, 256, GemmRingSmallMConfig(8, 32, 1, 1, 2, 1, 1)),
+    (8, 136, 328, GemmRingSmallMConfig(8, 16, 2, 2, 1, 1, 2)),
+    (5, 200, 1000, GemmRingSmallMConfig(8, 64, 4, 2, 2, 2, 4)),
+    (3, 40, 1160, GemmRingSmallMConfig(8, 32, 2, 1, 3, 2, 1)),
+    (7, 256, 640, GemmRingSmallMConfig(8, 128, 4, 1, 1, 4, 1)),
     # A program has two of the three groups.
-    (4, 72, 1536, FewRowsRingConfig(8, 32, 4, 2, 2, 1, 1)),
+    (4, 72, 1536, GemmRingSmallMConfig(8, 32, 4, 2, 2, 1, 1)),
 ]
 """rows, outputs, inputs, config of the kernel for few rows"""
 
-Config = RingConfig | FewRowsRingConfig
+Config = GemmRingConfig | GemmRingSmallMConfig
 
 
 def check(case: tuple[int, int, int, Config], kind: str, dtype: torch.dtype, device: torch.device) -> None:
     rows, outputs, inputs, config = case
     # In the kernel for few rows, a step has columns of one group, or a group for each 128 columns.
-    wide = 128 * config.units if isinstance(config, FewRowsRingConfig) else 256
+    wide = 128 * config.units if isinstance(config, GemmRingSmallMConfig) else 256
     group = 128 if "zeros" in kind else wide
 
     def made(*, pairs: bool = False) -> GroupedCase:
         return GroupedCase(rows, outputs, inputs, dtype, device, group=group, kind=kind, pairs=pairs)
 
-    check_products(made, config, poisoned(device), gated=isinstance(config, FewRowsRingConfig) or config.block_n == 64)
+    check_products(made, config, poisoned(device), gated=isinstance(config, GemmRingSmallMConfig) or config.block_n == 64)
 
 
 def check_norm(dtype: torch.dtype, device: torch.device) -> None:
     # The last tile of 72 outputs has 8 of them.
     for hidden in (128, 72):
-        for rows, config in ((11, RingConfig(16, 64, 128, 1, 3)), (5, FewRowsRingConfig(8, 32, 1, 2, 3, 1, 1))):
+        for rows, config in ((11, GemmRingConfig(16, 64, 128, 1, 3)), (5, GemmRingSmallMConfig(8, 32, 1, 2, 3, 1, 1))):
             first = GroupedCase(rows, hidden, 384, dtype, device, group=128, kind="int4 interleaved")
             second = GroupedCase(rows, 72, hidden, dtype, device, group=128, kind="int4 interleaved with zeros")
             check_norm_between(first, second, config, poisoned(device))
@@ -72,7 +72,7 @@ def check_norm(dtype: torch.dtype, device: torch.device) -> None:
 def threads(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     if device.type != "cpu":
         pytest.skip("the kernel itself is tried here")
-    for module, name in ((ring, "_ring_kernel"), (few_ring, "_few_rows_ring_kernel")):
+    for module, name in ((ring, "_gemm_ring_kernel"), (few_ring, "_gemm_ring_small_m_kernel")):
         monkeypatch.setattr(module, name, gluon_on_threads.launcher(module, name))
 
 
@@ -89,7 +89,7 @@ def test_norm_on_threads(device: torch.device) -> None:
 
 
 def check_fp8(
-    case: tuple[int, int, int, RingConfig],
+    case: tuple[int, int, int, GemmRingConfig],
     dtype: torch.dtype,
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
@@ -125,7 +125,7 @@ def check_fp8(
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("case", SIZES)
 def test_fp8_on_threads(
-    case: tuple[int, int, int, RingConfig], device: torch.device, monkeypatch: pytest.MonkeyPatch
+    case: tuple[int, int, int, GemmRingConfig], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_fp8(case, torch.float16, device, monkeypatch)
 
@@ -135,7 +135,7 @@ def test_fp8_on_threads(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", [*SIZES, *LARGE])
 def test_fp8_on_the_gpu(
-    case: tuple[int, int, int, RingConfig],
+    case: tuple[int, int, int, GemmRingConfig],
     dtype: torch.dtype,
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
@@ -164,7 +164,7 @@ def test_norm_on_the_gpu(device: torch.device) -> None:
 def test_random_sizes_on_the_gpu(seed: int, device: torch.device) -> None:
     rng = random.Random(seed)
     rows = rng.choice([16, 32, 64, 128])
-    config = RingConfig(rows, 64, rng.choice([64, 128]), rng.choice([1, 2, 3, 4]), rng.randint(1, 4))
+    config = GemmRingConfig(rows, 64, rng.choice([64, 128]), rng.choice([1, 2, 3, 4]), rng.randint(1, 4))
     inputs = rng.randint(config.splits * config.block_k // 8, 200) * 8
     kind = "int4 interleaved" + (" with zeros" if seed % 2 else "")
     check((rng.randint(1, 2 * rows), rng.randint(1, 60) * 8, inputs, config), kind, torch.bfloat16, device)
@@ -175,6 +175,6 @@ def test_random_sizes_on_the_gpu(seed: int, device: torch.device) -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_random_sizes_of_few_rows_on_the_gpu(seed: int, device: torch.device) -> None:
     rng = random.Random(seed)
-    config, inputs = random_tiles(rng, FewRowsRingConfig)
+    config, inputs = random_tiles(rng, GemmRingSmallMConfig)
     kind = "int4 interleaved" + (" with zeros" if seed % 2 else "")
     check((rng.randint(1, 8), rng.randint(1, 60) * 8, inputs, config), kind, torch.bfloat16, device)

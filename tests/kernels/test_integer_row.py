@@ -14,23 +14,23 @@ from product_problem import poisoned
 from phonograph.kernels.triton.gemm import tuning_grouped
 from phonograph.kernels.triton.gemm.gemm_dispatch import linear
 from phonograph.kernels.triton.gemm.product import MAX_SQUARE_TILES
-from phonograph.kernels.triton.gemm.tuning import SHARED_BYTES, IntegerRowConfig
+from phonograph.kernels.triton.gemm.tuning import SHARED_BYTES, GemvIntegerConfig
 from phonograph.kernels.triton.gemm.tuning_grouped import choose_grouped
 
 gemv_integer = pytest.importorskip("phonograph.kernels.triton.gemm.hopper.gemv_integer")
 
 SIZES = [
-    (72, 256, 128, IntegerRowConfig(8, 32, 1, 1, 2, 1, 1)),
-    (136, 328, 128, IntegerRowConfig(8, 16, 2, 2, 1, 1, 2)),
-    (200, 1000, 512, IntegerRowConfig(8, 64, 4, 2, 2, 2, 4)),
-    (40, 1160, 128, IntegerRowConfig(8, 32, 2, 1, 3, 2, 1)),
-    (256, 640, 640, IntegerRowConfig(8, 128, 1, 1, 1, 4, 1)),
+    (72, 256, 128, GemvIntegerConfig(8, 32, 1, 1, 2, 1, 1)),
+    (136, 328, 128, GemvIntegerConfig(8, 16, 2, 2, 1, 1, 2)),
+    (200, 1000, 512, GemvIntegerConfig(8, 64, 4, 2, 2, 2, 4)),
+    (40, 1160, 128, GemvIntegerConfig(8, 32, 2, 1, 3, 2, 1)),
+    (256, 640, 640, GemvIntegerConfig(8, 128, 1, 1, 1, 4, 1)),
     # Programs begin in the middle of a group, and have steps of two.
-    (72, 1920, 640, IntegerRowConfig(8, 32, 1, 4, 2, 1, 1)),
+    (72, 1920, 640, GemvIntegerConfig(8, 32, 1, 4, 2, 1, 1)),
 ]
 """outputs, inputs, group, config"""
 KINDS = "int4 interleaved", "int4 interleaved with zeros"
-Size = tuple[int, int, int, IntegerRowConfig]
+Size = tuple[int, int, int, GemvIntegerConfig]
 
 
 def check(size: Size, kind: str, dtype: torch.dtype, device: torch.device) -> None:
@@ -48,7 +48,7 @@ def check_unlike(dtype: torch.dtype, device: torch.device) -> None:
     case.x[0, :128] *= 1e-6
     case.x[0, 128:256] = 0
     case.x[0, 300] = 1000
-    config = IntegerRowConfig(8, 16, 1, 2, 2, 1, 1)
+    config = GemvIntegerConfig(8, 16, 1, 2, 2, 1, 1)
     linear(case.x, case.grouped, None, case.out, scratch=poisoned(device), config=config)
     case.check(case.product(case.x, bias=False))
     small = GroupedCase(1, 72, 384, dtype, device, group=128, kind="int4 interleaved")
@@ -64,7 +64,7 @@ def check_not_finite(dtype: torch.dtype, device: torch.device) -> None:
     for value in (math.nan, math.inf, -math.inf):
         case = GroupedCase(1, 72, 384, dtype, device, group=128, kind="int4 interleaved")
         case.x[0, 200] = value
-        config = IntegerRowConfig(8, 16, 1, 1, 2, 1, 1)
+        config = GemvIntegerConfig(8, 16, 1, 1, 2, 1, 1)
         linear(case.x, case.grouped, None, case.out, scratch=poisoned(device), config=config)
         assert not case.out.isfinite().any()
 
@@ -76,7 +76,7 @@ def check_halves_of_bytes(dtype: torch.dtype, device: torch.device) -> None:
     case.x.fill_(0.5)
     case.x[0, ::128] = 127
     linear(
-        case.x, case.grouped, None, case.out, scratch=poisoned(device), config=IntegerRowConfig(8, 16, 1, 1, 2, 1, 1)
+        case.x, case.grouped, None, case.out, scratch=poisoned(device), config=GemvIntegerConfig(8, 16, 1, 1, 2, 1, 1)
     )  # fmt: skip
     case.check(case.product(case.x, bias=False))
 
@@ -86,14 +86,14 @@ def check_norm(dtype: torch.dtype, device: torch.device) -> None:
     for hidden in (128, 72):
         first = GroupedCase(1, hidden, 384, dtype, device, group=128, kind=KINDS[0])
         second = GroupedCase(1, 72, hidden, dtype, device, group=128, kind=KINDS[1])
-        check_norm_between(first, second, IntegerRowConfig(8, 32, 1, 2, 3, 1, 1), poisoned(device))
+        check_norm_between(first, second, GemvIntegerConfig(8, 32, 1, 2, 3, 1, 1), poisoned(device))
 
 
 @pytest.fixture
 def threads(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     if device.type != "cpu":
         pytest.skip("the kernel itself is tried here")
-    name = "_integer_row_kernel"
+    name = "_gemv_integer_kernel"
     monkeypatch.setattr(gemv_integer, name, gluon_on_threads.launcher(gemv_integer, name))
 
 
@@ -128,7 +128,7 @@ def test_chosen_tiles_fit(hidden: int, intermediate: int, monkeypatch: pytest.Mo
     layers = (2 * hidden, hidden, False), (hidden, hidden, False), (intermediate, hidden, True)
     for outputs, inputs, pairs in (*layers, (hidden, intermediate, False)):
         config = choose_grouped(1, outputs, inputs, 4, 128, pairs, interleaved=True)
-        assert isinstance(config, IntegerRowConfig)
+        assert isinstance(config, GemvIntegerConfig)
         _, block_n, units, splits, stages, _, _ = config
         both, steps = block_n * (1 + pairs), -(-inputs // (128 * units * splits))
         turns = 1 << (steps - 1).bit_length()
@@ -161,7 +161,7 @@ def test_numbers_on_the_gpu(dtype: torch.dtype, device: torch.device) -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_random_sizes_on_the_gpu(seed: int, device: torch.device) -> None:
     rng = random.Random(seed)
-    config, inputs = random_tiles(rng, IntegerRowConfig)
+    config, inputs = random_tiles(rng, GemvIntegerConfig)
     size = rng.randint(1, 60) * 8, inputs, rng.choice([128, 128 * config.units]), config
     check(size, KINDS[seed % 2], torch.bfloat16, device)
 
@@ -182,5 +182,5 @@ def test_random_sizes_on_the_gpu(seed: int, device: torch.device) -> None:
 )
 def test_chosen_tiles_on_the_gpu(outputs: int, inputs: int, pairs: bool, device: torch.device) -> None:
     config = choose_grouped(1, outputs, inputs, 4, 128, pairs, interleaved=True)
-    assert isinstance(config, IntegerRowConfig)
+    assert isinstance(config, GemvIntegerConfig)
     check((outputs, inputs, 128, config), KINDS[0], torch.bfloat16, device)

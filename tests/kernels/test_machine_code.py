@@ -37,10 +37,10 @@ def test_attention_launches_wait_as_they_must_to_run_at_the_same_time(report: Re
 @pytest.mark.long
 def test_a_ring_is_asked_for_before_waiting(report: Report) -> None:
     """Its two places' weights (two tiles each of gates and ups), then the rows; then all of one more step."""
-    rings = {name: launches for name, (_, _, launches) in report.items() if name.startswith("_ring_kernel")}
+    rings = {name: launches for name, (_, _, launches) in report.items() if name.startswith("_gemm_ring_kernel")}
     for mode, tiles in (0, 1), (1, 1), (2, 2):
         before, after = 2 * tiles, 2 + tiles + 1
-        assert rings[f"_ring_kernel mode {mode}"] == ["let", *["ask"] * before, "wait", *["ask"] * after]
+        assert rings[f"_gemm_ring_kernel mode {mode}"] == ["let", *["ask"] * before, "wait", *["ask"] * after]
 
 
 @pytest.mark.long
@@ -50,7 +50,7 @@ def test_words_of_one_row_are_asked_for_before_waiting(report: Report) -> None:
     An exchange between threads, where operands are not in the order of registers, would double the instructions.
     """
     for mode in range(3):
-        count, _, launches = report[f"_integer_row_kernel mode {mode}"]
+        count, _, launches = report[f"_gemv_integer_kernel mode {mode}"]
         assert launches == ["let", "ask", "ask", "wait", "ask"] and count < 1500
 
 

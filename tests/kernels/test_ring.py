@@ -10,22 +10,22 @@ import torch
 from product_problem import Case, check_linear, poisoned, random_tensor
 
 from phonograph.kernels.triton.gemm.gemm_dispatch import linear, make_scratch
-from phonograph.kernels.triton.gemm.tuning import RingConfig
+from phonograph.kernels.triton.gemm.tuning import GemmRingConfig
 
 ring = pytest.importorskip("phonograph.kernels.triton.gemm.hopper.gemm_ring")
 
 SIZES = [
-    (9, 128, 256, RingConfig(16, 64, 64, 1, 2)),
-    (16, 72, 328, RingConfig(16, 64, 64, 3, 2)),
-    (13, 200, 136, RingConfig(16, 128, 64, 1, 6)),
-    (30, 64, 1000, RingConfig(32, 64, 128, 2, 4)),
-    (32, 136, 520, RingConfig(32, 64, 128, 4, 2)),
-    (17, 40, 96, RingConfig(32, 64, 128, 1, 1)),
-    (61, 264, 384, RingConfig(64, 64, 128, 2, 3)),
-    (64, 136, 700, RingConfig(64, 64, 64, 1, 3, lag=1)),
-    (100, 72, 1000, RingConfig(32, 64, 128, 3, 2, lag=1)),
-    (50, 72, 256, RingConfig(32, 64, 64, 2, 3)),
-    (64, 64, 8, RingConfig(16, 64, 128, 1, 1)),
+    (9, 128, 256, GemmRingConfig(16, 64, 64, 1, 2)),
+    (16, 72, 328, GemmRingConfig(16, 64, 64, 3, 2)),
+    (13, 200, 136, GemmRingConfig(16, 128, 64, 1, 6)),
+    (30, 64, 1000, GemmRingConfig(32, 64, 128, 2, 4)),
+    (32, 136, 520, GemmRingConfig(32, 64, 128, 4, 2)),
+    (17, 40, 96, GemmRingConfig(32, 64, 128, 1, 1)),
+    (61, 264, 384, GemmRingConfig(64, 64, 128, 2, 3)),
+    (64, 136, 700, GemmRingConfig(64, 64, 64, 1, 3, lag=1)),
+    (100, 72, 1000, GemmRingConfig(32, 64, 128, 3, 2, lag=1)),
+    (50, 72, 256, GemmRingConfig(32, 64, 64, 2, 3)),
+    (64, 64, 8, GemmRingConfig(16, 64, 128, 1, 1)),
 ]
 """rows, outputs, inputs, config"""
 
@@ -34,14 +34,14 @@ SIZES = [
 def threads(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     if device.type != "cpu":
         pytest.skip("the kernel itself is tried here")
-    monkeypatch.setattr(ring, "_ring_kernel", gluon_on_threads.launcher(ring, "_ring_kernel"))
+    monkeypatch.setattr(ring, "_gemm_ring_kernel", gluon_on_threads.launcher(ring, "_gemm_ring_kernel"))
 
 
-def random_case(seed: int) -> tuple[int, int, int, RingConfig]:
+def random_case(seed: int) -> tuple[int, int, int, GemmRingConfig]:
     rng = random.Random(seed)
     rows = rng.choice([16, 32, 64])
     lag = rng.randint(0, 1)
-    config = RingConfig(rows, 64, rng.choice([64, 128]), rng.choice([1, 2, 3, 4]), rng.randint(1 + lag, 4), lag)
+    config = GemmRingConfig(rows, 64, rng.choice([64, 128]), rng.choice([1, 2, 3, 4]), rng.randint(1 + lag, 4), lag)
     inputs = rng.randint(config.splits * config.block_k // 8, 90) * 8
     return rng.randint(1, rng.choice([1, 2]) * rows), rng.randint(1, 30) * 8, inputs, config
 
@@ -49,7 +49,7 @@ def random_case(seed: int) -> tuple[int, int, int, RingConfig]:
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("rows", "outputs", "inputs", "config"), SIZES)
-def test_on_threads(rows: int, outputs: int, inputs: int, config: RingConfig, bias: bool, device: torch.device) -> None:
+def test_on_threads(rows: int, outputs: int, inputs: int, config: GemmRingConfig, bias: bool, device: torch.device) -> None:
     check_linear(rows, outputs, inputs, torch.float16, device, bias, config, poisoned(device))
 
 
@@ -70,7 +70,7 @@ def test_threads_detect_missing_barriers(broken: str, device: torch.device, monk
     monkeypatch.setattr(gluon_on_threads._Mbarrier, broken, lambda *_, **__: None)
     case = Case(20, 64, 512, torch.float16, device)
     with pytest.raises((AssertionError, gluon_on_threads._Stuck)):
-        linear(case.x, case.weight, None, case.out, config=RingConfig(32, 64, 64, 1, 2))
+        linear(case.x, case.weight, None, case.out, config=GemmRingConfig(32, 64, 64, 1, 2))
         case.check(case.product(case.x, bias=False))
 
 
@@ -82,7 +82,7 @@ def test_rows_that_begin_at_odd_addresses(device: torch.device) -> None:
         x[:, shift : inputs + shift] = case.x
         linear(
             x[:, shift : inputs + shift], case.weight, case.bias, case.out, scratch=poisoned(device),
-            config=RingConfig(32, 64, 64, 2, 6),
+            config=GemmRingConfig(32, 64, 64, 2, 6),
         )  # fmt: skip
         case.check(case.product(case.x, bias=True))
 
@@ -92,7 +92,7 @@ def test_rows_that_begin_at_odd_addresses(device: torch.device) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("rows", "outputs", "inputs", "config"), SIZES)
 def test_on_the_gpu(
-    rows: int, outputs: int, inputs: int, config: RingConfig, dtype: torch.dtype, device: torch.device
+    rows: int, outputs: int, inputs: int, config: GemmRingConfig, dtype: torch.dtype, device: torch.device
 ) -> None:
     check_linear(rows, outputs, inputs, dtype, device, True, config, poisoned(device))
 
@@ -115,15 +115,15 @@ def test_wider_matrices_on_the_gpu(rows: int, device: torch.device) -> None:
         torch.full((len(one), 288), float("nan"), dtype=one.dtype, device=device) for one in (case.x, case.weight)
     )
     x[:, 8:272], weight[:, 16:280] = case.x, case.weight
-    config = RingConfig(16 if rows < 16 else 64, 64, 128, 2, 3)
+    config = GemmRingConfig(16 if rows < 16 else 64, 64, 128, 2, 3)
     linear(x[:, 8:272], weight[:, 16:280], None, case.out, scratch=poisoned(device), config=config)
     case.check(case.product(case.x, bias=False))
 
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("hopper_gpu")
-@pytest.mark.parametrize(("rows", "config"), [(12, RingConfig(16, 64, 128, 4, 6)), (40, RingConfig(64, 64, 128, 3, 4))])
-def test_the_same_result_each_time(rows: int, config: RingConfig, device: torch.device) -> None:
+@pytest.mark.parametrize(("rows", "config"), [(12, GemmRingConfig(16, 64, 128, 4, 6)), (40, GemmRingConfig(64, 64, 128, 3, 4))])
+def test_the_same_result_each_time(rows: int, config: GemmRingConfig, device: torch.device) -> None:
     """Programs arrive in varying order; the order of the sum must not vary."""
     scratch = make_scratch(device)
     x, weight = (random_tensor(n, 8192, dtype=torch.bfloat16, device=device, seed=n) for n in (rows, 2048))

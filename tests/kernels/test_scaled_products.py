@@ -7,7 +7,7 @@ import torch
 from grouped_problem import GroupedCase, scratch_of
 from product_problem import EPS, random_tensor, silu_of
 
-from phonograph.kernels.scaled_products import device_has_scaled_products, max_16_bit_rows, takes_scaled_product
+from phonograph.kernels.fp8_activations import device_has_scaled_products, max_16_bit_rows, takes_scaled_product
 from phonograph.kernels.triton.elementwise.layers import silu_and_mul
 from phonograph.kernels.triton.gemm import gemm_dispatch
 from phonograph.kernels.triton.gemm.gemm_dispatch import (

@@ -24,10 +24,10 @@ from phonograph.kernels.triton.gemm.gemm_dispatch import (
     make_scratch,
     takes_squares,
 )
-from phonograph.kernels.triton.gemm.gemm_small_m import FewRowsConfig
-from phonograph.kernels.triton.gemm.gemm_tiled import LinearConfig
+from phonograph.kernels.triton.gemm.gemm_small_m import GemmSmallMConfig
+from phonograph.kernels.triton.gemm.gemm_tiled import GemmTiledConfig
 from phonograph.kernels.triton.gemm.product import ADD, SILU
-from phonograph.kernels.triton.gemm.tuning import RingConfig, choose, choose_silu, rows_class
+from phonograph.kernels.triton.gemm.tuning import GemmRingConfig, choose, choose_silu, rows_class
 from phonograph.kernels.triton.launch.precompile import compile_only
 
 DENSE = torch.empty(0)
@@ -80,7 +80,7 @@ def test_one_row_of_real_sizes(inputs: int, outputs: int, dtype: torch.dtype, de
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("rows", "small", "large", "percent"),
-    [(1, gemv._gemv_kernel, gemv._large_gemv, 3), (5, few_rows._few_rows_kernel, few_rows._large_few_rows, 7)],
+    [(1, gemv._gemv_kernel, gemv._large_gemv, 3), (5, few_rows._gemm_small_m_kernel, few_rows._large_gemm_small_m, 7)],
     ids=["one", "few"],
 )
 def test_large_layers_of_few_rows_keep_the_l1_cache(
@@ -118,8 +118,8 @@ def test_a_weight_in_the_middle_of_a_larger_matrix(inputs: int, device: torch.de
     case.check(case.product(case.x, bias=False))
 
 
-def _config(rows: int, splits: int, *, block_n: int = 32, block_k: int = 64) -> LinearConfig:
-    return LinearConfig(
+def _config(rows: int, splits: int, *, block_n: int = 32, block_k: int = 64) -> GemmTiledConfig:
+    return GemmTiledConfig(
         rows=rows, block_n=block_n, block_k=block_k, splits=splits, num_warps=4, num_stages=3, prefetch=128
     )
 
@@ -147,15 +147,15 @@ def test_tiles_of_wider_matrices(inputs: int, device: torch.device) -> None:
 
 
 FEW_ROWS = [
-    (2, 45, 320, FewRowsConfig(8, 8, 128, 3, 1, 2, 2)),
-    (13, 40, 264, FewRowsConfig(16, 8, 128, 1, 1, 4, 1, together=True)),
-    (16, 61, 500, FewRowsConfig(16, 16, 256, 2, 2, 2, 2, together=True)),
-    (30, 33, 203, FewRowsConfig(32, 32, 64, 4, 2, 2, 1)),
-    (3, 33, 203, FewRowsConfig(8, 16, 64, 1, 1, 1, 2)),
-    (9, 45, 264, FewRowsConfig(16, 8, 256, 1, 1, 4, 2)),
-    (1, 8, 33, FewRowsConfig(8, 8, 64, 4, 4, 2, 1)),
-    (8, 64, 1000, FewRowsConfig(8, 32, 128, 6, 3, 4, 1, programs=2)),
-    (32, 24, 136, FewRowsConfig(32, 8, 64, 2, 1, 2, 1, together=True)),
+    (2, 45, 320, GemmSmallMConfig(8, 8, 128, 3, 1, 2, 2)),
+    (13, 40, 264, GemmSmallMConfig(16, 8, 128, 1, 1, 4, 1, together=True)),
+    (16, 61, 500, GemmSmallMConfig(16, 16, 256, 2, 2, 2, 2, together=True)),
+    (30, 33, 203, GemmSmallMConfig(32, 32, 64, 4, 2, 2, 1)),
+    (3, 33, 203, GemmSmallMConfig(8, 16, 64, 1, 1, 1, 2)),
+    (9, 45, 264, GemmSmallMConfig(16, 8, 256, 1, 1, 4, 2)),
+    (1, 8, 33, GemmSmallMConfig(8, 8, 64, 4, 4, 2, 1)),
+    (8, 64, 1000, GemmSmallMConfig(8, 32, 128, 6, 3, 4, 1, programs=2)),
+    (32, 24, 136, GemmSmallMConfig(32, 8, 64, 2, 1, 2, 1, together=True)),
 ]
 """rows, outputs, inputs, config"""
 
@@ -164,7 +164,7 @@ FEW_ROWS = [
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("rows", "outputs", "inputs", "config"), FEW_ROWS)
 def test_few_rows(
-    rows: int, outputs: int, inputs: int, config: FewRowsConfig, bias: bool, dtype: torch.dtype, device: torch.device
+    rows: int, outputs: int, inputs: int, config: GemmSmallMConfig, bias: bool, dtype: torch.dtype, device: torch.device
 ) -> None:
     check_linear(rows, outputs, inputs, dtype, device, bias, config, poisoned(device))
 
@@ -176,7 +176,7 @@ def test_few_rows_of_wider_matrices(device: torch.device) -> None:
         torch.full((len(one), 100), float("nan"), dtype=one.dtype, device=device) for one in (case.x, case.weight)
     )
     x[:, 4:76], weight[:, 8:80] = case.x, case.weight
-    linear(x[:, 4:76], weight[:, 8:80], None, case.out, config=FewRowsConfig(8, 8, 64, 2, 2, 2, 1))
+    linear(x[:, 4:76], weight[:, 8:80], None, case.out, config=GemmSmallMConfig(8, 8, 64, 2, 2, 2, 1))
     case.check(case.product(case.x, bias=False))
 
 
@@ -187,7 +187,7 @@ def test_norms_deferred_from_either_kernel_to_the_other(
     """Chosen by size, as in a model: from one with tiles of 8 outputs to one with tiles of 32, and back."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
     padded, scratch = rows_class(rows), poisoned(device)
-    few, other = FewRowsConfig(padded, 8, 64, 2, 1, 2, 1), _config(padded, 3)
+    few, other = GemmSmallMConfig(padded, 8, 64, 2, 1, 2, 1), _config(padded, 3)
     for shape, config in {(48, 200): few, (64, 48): other, (48, 208): other, (72, 48): few}.items():
         monkeypatch.setitem(products.MEASURED, (padded, *shape), config)
     monkeypatch.setitem(products.MEASURED_SILU, (padded, 36, 48), few)
@@ -238,12 +238,12 @@ SMALL_LAYERS, LARGE_LAYERS = [(3072, 2048), *SMALLEST_LAYERS], [(6144, 4096), (4
 def test_weights_go_through_registers_where_that_was_measured() -> None:
     """Up to 8 rows all layers but a head, up to 16 the smallest."""
     for rows, shapes in ((8, SMALL_LAYERS + LARGE_LAYERS), (16, SMALLEST_LAYERS)):
-        assert all(isinstance(choose(rows, *shape), FewRowsConfig) for shape in shapes)
+        assert all(isinstance(choose(rows, *shape), GemmSmallMConfig) for shape in shapes)
     for rows, shapes in ((8, [(14336, 4096), (2048, 2048), (40, 96)]), (16, [(1024, 1024), (40, 96)])):
-        assert all(isinstance(choose_silu(rows, *shape), FewRowsConfig) for shape in shapes)
-    assert not isinstance(choose(16, 6144, 4096), FewRowsConfig)
+        assert all(isinstance(choose_silu(rows, *shape), GemmSmallMConfig) for shape in shapes)
+    assert not isinstance(choose(16, 6144, 4096), GemmSmallMConfig)
     for rows in (8, 16, 32):
-        assert not isinstance(choose(rows, 151936, 1024), FewRowsConfig)
+        assert not isinstance(choose(rows, 151936, 1024), GemmSmallMConfig)
         assert takes_squares(rows, 4096, 1024, DENSE, torch.bfloat16) == (rows <= 16)
         assert not takes_squares(rows, 4096, 1024, DENSE, torch.float16)
 
@@ -252,7 +252,7 @@ def test_weights_go_through_registers_where_that_was_measured() -> None:
 def test_a_ring_is_chosen_where_that_was_measured() -> None:
     """Rings serve 9 to 64 rows, of the smallest layers from 17 on, of small ones up to 128, aligned to 16 bytes,
     no head, and exceptions. They fit the shared memory of a program and the scratch."""
-    chosen = [(config, *sizes, False) for sizes, config in products.MEASURED.items() if isinstance(config, RingConfig)]
+    chosen = [(config, *sizes, False) for sizes, config in products.MEASURED.items() if isinstance(config, GemmRingConfig)]
     assert chosen and all(choose(*sizes) == config for config, *sizes, _ in chosen)
     for rows in (8, 16, 32, 64, 128):
         for outputs, inputs in [*SMALL_LAYERS, *LARGE_LAYERS, (40960, 2048)]:
@@ -260,8 +260,8 @@ def test_a_ring_is_chosen_where_that_was_measured() -> None:
                 weights = outputs * inputs * (1 + pairs)
                 config = (choose_silu if pairs else choose)(rows, outputs, inputs)
                 expected = {8: False, 16: weights >= 1 << 22, 128: weights < 1 << 23}.get(rows, True)
-                assert isinstance(config, RingConfig) == expected
-                if isinstance(config, RingConfig):
+                assert isinstance(config, GemmRingConfig) == expected
+                if isinstance(config, GemmRingConfig):
                     chosen.append((config, rows, outputs, inputs, pairs))
                     lags = weights < 1 << 23 and (rows > 16 or not pairs) and inputs > 128
                     assert config.lag == int(lags)
@@ -275,8 +275,8 @@ def test_a_ring_is_chosen_where_that_was_measured() -> None:
         assert tiles * config.splits * config.block_n * config.rows <= MAX_PARTIALS or config.splits == 1
         assert 1 <= config.stages <= -(-inputs // config.block_k)
     for rows, outputs, inputs in ((8, 4096, 4096), (16, 1024, 3072), (256, 3072, 2048), (32, 151936, 1024)):
-        assert not isinstance(choose(rows, outputs, inputs), RingConfig)
-    assert not isinstance(choose(32, 4096, 2501), RingConfig)
+        assert not isinstance(choose(rows, outputs, inputs), GemmRingConfig)
+    assert not isinstance(choose(32, 4096, 2501), GemmRingConfig)
     assert takes_squares(16, 6144, 4096, DENSE, torch.bfloat16) and not takes_squares(
         32, 6144, 4096, DENSE, torch.bfloat16
     )
@@ -302,9 +302,9 @@ def test_chosen_configurations_fit_the_scratch() -> None:
     sizes = [(rows, *shape) for rows in (8, 16, 32, 64, 128, 256) for shape in shapes]
     for rows, outputs, inputs in [*sizes, *products.MEASURED]:
         config = choose(rows, outputs, inputs)
-        if isinstance(config, RingConfig):
+        if isinstance(config, GemmRingConfig):
             continue  # a test of their own, above
-        if isinstance(config, FewRowsConfig):
+        if isinstance(config, GemmSmallMConfig):
             assert config.rows == rows and config.block_k % (32 * config.num_warps * config.sums) == 0
         elif config is not None:
             assert config.rows == rows or (config.rows in (32, 64) and config.rows < rows)
@@ -318,12 +318,12 @@ def test_as_many_programs_as_processors() -> None:
     for rows in (32, 64, 128):
         for outputs, inputs in [(3072, 2048), (2048, 2048), (4096, 4096), (4608, 3584), (3584, 18944), (512, 1536)]:
             config = choose(rows, outputs, inputs)
-            if isinstance(config, RingConfig):
+            if isinstance(config, GemmRingConfig):
                 continue  # a test of their own, above
             if config is None:
                 assert rows == 128 and outputs * inputs > 1 << 23
                 continue
-            assert isinstance(config, LinearConfig)
+            assert isinstance(config, GemmTiledConfig)
             programs = -(-outputs // config.block_n) * -(-rows // config.rows) * config.splits
             assert programs <= 140 and (programs > 66 or config.splits in (6, 8))
 
@@ -340,7 +340,7 @@ def test_torch_computes_products_without_room_in_shared_memory(
         assert {rows for rows in (32, 64, 128) if products.choose_silu(rows, 14336, 4096) is not None} == served
         assert all(choose(rows, 28672, 4096) is not None for rows in (16, 32, 64))
         narrow = choose(64, 4096, 14336)
-        assert isinstance(narrow, LinearConfig) and narrow.num_stages == min(6, kilobytes // 32)
+        assert isinstance(narrow, GemmTiledConfig) and narrow.num_stages == min(6, kilobytes // 32)
 
 
 def test_an_entry_whose_tiles_have_fewer_rows_than_its_class(

@@ -26,7 +26,7 @@ from triton.runtime.jit import JITFunction
 
 from phonograph.kernels.triton.gemm import gemm_grouped_small_m as few_rows
 from phonograph.kernels.triton.gemm import gemm_tiled
-from phonograph.kernels.triton.gemm.gemm_tiled import LinearConfig
+from phonograph.kernels.triton.gemm.gemm_tiled import GemmTiledConfig
 from phonograph.kernels.triton.gemm.product import ADD, SILU, Product
 
 _META = {"name": "", "shared": 0, "tmem_size": 0, "global_scratch_size": 0, "global_scratch_align": 1}
@@ -62,7 +62,7 @@ def main() -> None:
             weight = case.grouped._replace(order_I=None)
             product = Product(case.x, weight.packed_OW, case.bias, case.out, SILU if pairs else ADD)
             for config in CONFIGS[: 1 if pairs else 2]:
-                if isinstance(config, LinearConfig):
+                if isinstance(config, GemmTiledConfig):
                     one = config._replace(splits=1) if pairs else config
                     gemm_tiled.launch(product, one, None if pairs else parts, weight)
                 else:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from checkpoints import make_checkpoint
 
-from phonograph.kernels.scaled_products import Fp8Rows
+from phonograph.kernels.fp8_activations import Fp8Rows
 from phonograph.models.layers.kernel_set import KernelSet, KVTarget, Stream
 from phonograph.models.layers.linear import WeightAllocator
 from phonograph.models.layers.rotary import rotary_table

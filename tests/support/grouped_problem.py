@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from product_problem import EPS, Case, poisoned, random_tensor, rows_in_memory, silu_of
 
-from phonograph.kernels.scaled_products import ScaledScratch
+from phonograph.kernels.fp8_activations import ScaledScratch
 from phonograph.kernels.torch.grouped import Grouped, dequantize, interleave
 from phonograph.kernels.triton.gemm.gemm_dispatch import (
     LinearScratch,
@@ -18,9 +18,9 @@ from phonograph.kernels.triton.gemm.gemm_dispatch import (
     linear_add_norm,
     linear_silu,
 )
-from phonograph.kernels.triton.gemm.tuning import FewRowsRingConfig, IntegerRowConfig, ProductConfig
+from phonograph.kernels.triton.gemm.tuning import GemmRingSmallMConfig, GemvIntegerConfig, ProductConfig
 
-Tiles = TypeVar("Tiles", FewRowsRingConfig, IntegerRowConfig)
+Tiles = TypeVar("Tiles", GemmRingSmallMConfig, GemvIntegerConfig)
 
 
 def random_tiles(rng: random.Random, kind: type[Tiles]) -> tuple[Tiles, int]:

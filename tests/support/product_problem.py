@@ -4,16 +4,32 @@ from __future__ import annotations
 
 import torch
 
-from phonograph.kernels.triton.gemm.gemm_dispatch import (
-    LinearScratch,
-    linear,
-    linear_add,
-    linear_add_norm,
-    linear_silu,
-    make_scratch,
-    takes_squares,
+from phonograph.kernels.fp8_activations import Rows
+from phonograph.kernels.torch.grouped import Grouped
+from phonograph.kernels.triton.elementwise import layers
+from phonograph.kernels.triton.gemm.bound_product import format_of
+from phonograph.kernels.triton.gemm.choose import choose
+from phonograph.kernels.triton.gemm.product import (
+    ADD,
+    MAX_SQUARE_TILES,
+    SILU,
+    STORE,
+    DeferredNorm,
+    Matrix,
+    NextNorm,
+    Product,
 )
-from phonograph.kernels.triton.gemm.tuning import ProductConfig, choose, rows_class
+from phonograph.kernels.triton.gemm.product_plan import (
+    GemmDevice,
+    GemmRingConfig,
+    GemmSmallMConfig,
+    GemmTiledConfig,
+    KernelConfig,
+    ProductPlan,
+    ProductShape,
+    rows_class,
+)
+from phonograph.kernels.triton.gemm.run import GemmScratch, run
 
 EPS = 1e-5
 
@@ -74,8 +90,111 @@ def silu_of(gate_up: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.silu(gate) * up
 
 
-def poisoned(device: torch.device) -> LinearScratch:
-    scratch = make_scratch(device)
+def gemm_device(scratch: GemmScratch | None = None, *, has_gluon: bool | None = None) -> GemmDevice:
+    """Return the GPU in use, or on a CPU one with the memory of an H200, without FP8 products if `scratch` has no room.
+
+    `has_gluon` replaces whether kernels for Hopper run.
+    """
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
+    found = GemmDevice.with_capability(capability)
+    gluon = torch.cuda.is_available() and found.has_gluon if has_gluon is None else has_gluon
+    without = scratch is None or scratch.scaled is None
+    return found._replace(has_gluon=gluon, capability=(8, 0) if without else capability)
+
+
+def plan_for(
+    x: Rows, weight: Matrix, out_MN: torch.Tensor, scratch: GemmScratch | None, *, gated: bool = False
+) -> ProductPlan:
+    """Return the plan of a product on the device in use."""
+    (num_rows, num_outputs), dtype = out_MN.shape, out_MN.dtype
+    num_inputs = (x if isinstance(x, torch.Tensor) else x.values_MK).shape[1]
+    shape = ProductShape(num_outputs, num_inputs, gated)
+    return choose(shape, format_of(weight, dtype), rows_class(num_rows), gemm_device(scratch))
+
+
+def linear(
+    x: Rows,
+    weight: Matrix,
+    bias_N: torch.Tensor | None,
+    out_MN: torch.Tensor,
+    *,
+    squares: DeferredNorm | None = None,
+    scratch: GemmScratch | None = None,
+    config: KernelConfig | None = None,
+) -> None:
+    """Compute out = x @ weight^T + bias, by the chosen kernel or by another one."""
+    plan = plan_for(x, weight, out_MN, scratch) if config is None else ProductPlan(config)
+    run(plan, Product(x, weight, bias_N, out_MN, STORE, squares), scratch or GemmScratch.make(out_MN.device))
+
+
+def linear_add(
+    x: Rows,
+    weight: Matrix,
+    bias_N: torch.Tensor | None,
+    hidden_MN: torch.Tensor,
+    *,
+    scratch: GemmScratch | None = None,
+    config: KernelConfig | None = None,
+) -> None:
+    """Compute hidden += x @ weight^T + bias, in place."""
+    plan = plan_for(x, weight, hidden_MN, scratch) if config is None else ProductPlan(config)
+    rest = run(plan, Product(x, weight, bias_N, hidden_MN, ADD), scratch or GemmScratch.make(hidden_MN.device))
+    if rest is not None:
+        hidden_MN.add_(rest)
+
+
+def linear_add_norm(
+    x: Rows,
+    weight: Matrix,
+    bias_N: torch.Tensor | None,
+    hidden_MN: torch.Tensor,
+    norm_weight_N: torch.Tensor,
+    eps: float,
+    normed: Rows,
+    *,
+    defer: bool,
+    scratch: GemmScratch,
+    config: KernelConfig | None = None,
+) -> DeferredNorm | None:
+    """Compute hidden += x @ weight^T + bias, then normed = rms_norm(hidden), deferred if that is possible."""
+    plan = plan_for(x, weight, hidden_MN, scratch) if config is None else ProductPlan(config)
+    num_rows, num_outputs = hidden_MN.shape
+    kernel = plan.kernel
+    if defer and isinstance(kernel, GemmSmallMConfig | GemmRingConfig | GemmTiledConfig) and not plan.fp8_rows:
+        tiles = -(-num_outputs // kernel.block_n)
+        if num_rows <= kernel.rows and tiles <= MAX_SQUARE_TILES and not isinstance(weight, Grouped):
+            squares = DeferredNorm(scratch.squares[: tiles * kernel.rows].view(tiles, kernel.rows), eps)
+            norm = NextNorm(norm_weight_N, normed, squares)
+            run(plan, Product(x, weight, bias_N, hidden_MN, ADD, next_norm=norm), scratch)
+            return squares
+    rest = run(plan, Product(x, weight, bias_N, hidden_MN, ADD), scratch)
+    if rest is None:
+        layers.rms_norm(hidden_MN, norm_weight_N, eps, normed)
+    else:
+        layers.add_and_norm(rest, hidden_MN, norm_weight_N, eps, normed)
+    return None
+
+
+def linear_silu(
+    x: Rows,
+    gate_up_2IK: Matrix,
+    bias_2I: torch.Tensor | None,
+    out_MI: torch.Tensor,
+    *,
+    squares: DeferredNorm | None = None,
+    scratch: GemmScratch | None = None,
+    config: KernelConfig | None = None,
+) -> bool:
+    """Compute out = silu(gate) * up; return False, with nothing computed, if the activation is a kernel of its own."""
+    plan = plan_for(x, gate_up_2IK, out_MI, scratch, gated=True) if config is None else ProductPlan(config)
+    if plan.gates_apart:
+        return False
+    run(plan, Product(x, gate_up_2IK, bias_2I, out_MI, SILU, squares), scratch or GemmScratch.make(out_MI.device))
+    return True
+
+
+def poisoned(device: torch.device) -> GemmScratch:
+    scratch = GemmScratch.make(device)
     scratch.partials.fill_(float("nan"))
     scratch.squares.fill_(float("nan"))
     return scratch
@@ -88,8 +207,8 @@ def check_linear(
     dtype: torch.dtype,
     device: torch.device,
     bias: bool,
-    config: ProductConfig | None,
-    scratch: LinearScratch | None,
+    config: KernelConfig | None,
+    scratch: GemmScratch | None,
 ) -> None:
     """Check a product that is stored, one that is added, one with a fused gated activation, and those around a norm."""
     for _ in range(2):  # the second finds what the first left in the scratch
@@ -121,19 +240,21 @@ def check_norm(
     inputs: int,
     dtype: torch.dtype,
     device: torch.device,
-    config: ProductConfig | None,
-    scratch: LinearScratch | None,
+    config: KernelConfig | None,
+    scratch: GemmScratch | None,
 ) -> None:
     """Check a product with a norm behind it and the product that reads it, with a deferred division where possible."""
     case = Case(rows, outputs, inputs, dtype, device)
     hidden, normed = case.residual.clone(), torch.full_like(case.residual, float("nan"))
     norm = random_tensor(outputs, dtype=dtype, device=device, seed=7) * 0.1 + 1
-    defer = config is not None or takes_squares(rows, outputs, outputs, case.weight, dtype)
+    shape, weights = ProductShape(outputs, outputs), format_of(case.weight, dtype)
+    defer = config is not None or choose(shape, weights, rows_class(rows), gemm_device()).defers_norms
     squares = linear_add_norm(
         case.x, case.weight, None, hidden, norm, EPS, normed, defer=defer, scratch=scratch, config=config
     )  # fmt: skip
-    chosen = config or (choose(rows_class(rows), outputs, inputs) if dtype is not torch.float32 and rows > 1 else None)
-    deferred = defer and scratch is not None and chosen is not None
+    plan = plan_for(case.x, case.weight, hidden, scratch) if config is None else ProductPlan(config)
+    chosen = plan.kernel
+    deferred = defer and isinstance(chosen, GemmSmallMConfig | GemmRingConfig | GemmTiledConfig)
     deferred = deferred and rows <= chosen.rows and -(-outputs // chosen.block_n) <= 256
     assert (squares is not None) == deferred
     case.out.copy_(hidden)

@@ -201,19 +201,18 @@ def make_model_parts(plan: EnginePlan, backend: AnyBackend, model: Transformer) 
     kv_caches = allocate_kv_caches(
         plan.attention, num_layers=plan.model.num_layers, num_blocks=plan.memory.num_blocks, device=model.device
     )
-    scale = plan.model.head_size**-0.5
     # Only FP8 caches scale keys and values.
     fp8 = plan.attention.kv_cache_dtype.startswith("float8")
     scales = model.kv_scales if fp8 else KVScales()
     layers = [
         AttentionLayer(
             index=index,
-            scale=scale,
-            window=window,
+            scale=layer.attention.scale,
+            window=layer.attention.window,
             k_scale=scales.keys.get(index),
             v_scale=scales.values.get(index),
             q_scale=scales.queries.get(index),
         )
-        for index, window in enumerate(plan.model.windows)
+        for index, layer in enumerate(plan.model.layers)
     ]
     return ModelParts(model=model, backend=backend, layers=layers, kv_caches=kv_caches)

@@ -12,6 +12,7 @@ from phonograph.core.blocks import blocks_for
 from phonograph.core.device import GIB, DeviceSpec
 from phonograph.errors import MemoryLimitError
 from phonograph.kernels.torch.grouped import TILE
+from phonograph.kernels.triton.gemm.product_plan import GemmDevice
 from phonograph.models.layers.workspace import Workspace
 from phonograph.models.quantization.cpu_weights import CpuProducts
 from phonograph.models.spec import DTYPE_BYTES, ModelSpec
@@ -112,7 +113,7 @@ def plan_memory(
         graphs = estimate_graph_bytes(model, dtype, graph_tokens, min(graph_tokens, max_num_seqs))
     else:
         workspace = Workspace.nbytes(
-            model, limits.max_num_batched_tokens, max_num_seqs, dtype, capability=device.capability
+            model, limits.max_num_batched_tokens, max_num_seqs, dtype, gemm_device=GemmDevice.of(device)
         )
         masks = bitmask_words(model.vocab_size) * 4 * max_num_seqs
         graphs = workspace + masks + num_graphs * model.num_layers * _GRAPH_BYTES_PER_LAYER
@@ -213,11 +214,10 @@ def kv_block_bytes(model: ModelSpec, kv_cache_dtype: str, block_size: int) -> in
 
 def estimate_graph_bytes(model: ModelSpec, dtype: str, tokens: int, rows: int) -> int:
     """Estimate the shared pool: live tensors at the widest point of a layer in the largest graph, and its logits."""
-    heads = model.num_query_heads * model.head_size
-    attention = 2 * heads + 2 * model.num_kv_heads * model.head_size
-    mlp = 3 * model.intermediate_size
-    width = 2 * model.hidden_size + max(attention, mlp)
+    attention = max(layer.attention.qkv.num_outputs + layer.attention.output.num_inputs for layer in model.kinds)
+    feed_forward = max(3 * layer.feed_forward.down.num_inputs for layer in model.kinds)
+    width = 2 * model.hidden_size + max(attention, feed_forward)
     # A quantized product unpacks its weights tile by tile.
-    quantized = model.quantization is not None or model.lm_head_scheme is not None
+    quantized = next(model.quantized_matrices(), None) is not None
     tile = TILE if tokens and quantized else 0
     return DTYPE_BYTES[dtype] * (tile + tokens * width + rows * (model.vocab_size + model.hidden_size))

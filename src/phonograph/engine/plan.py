@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from phonograph.attention.attention_spec import UNBOUNDED, AttentionSpec, KVLayout
+from phonograph.attention.attention_spec import AttentionSpec, KVLayout
 from phonograph.attention.cascade.rule import MIN_PREFIX, MIN_REQUESTS, CascadeRule, cascade_bytes
 from phonograph.attention.selection import Selection, select
 from phonograph.config.engine_config import EngineConfig
@@ -22,11 +22,9 @@ from phonograph.graphs.capture_list import CaptureList, make_capture_list
 from phonograph.graphs.dispatch import Dispatcher
 from phonograph.graphs.modes import GraphMode
 from phonograph.graphs.resolve import Pieces, Resolution, resolve_mode
-from phonograph.kernels.scaled_products import (
-    device_has_scaled_products,
-    max_16_bit_rows,
-    takes_scaled_product,
-)
+from phonograph.kernels.torch.grouped import MAX_GROUPED_ROWS
+from phonograph.kernels.triton.gemm.choose import MAX_16_BIT_ROWS, has_fp8_products, takes_fp8_rows
+from phonograph.kernels.triton.gemm.product_plan import GemmDevice
 from phonograph.models.layers.workspace import quantized_sizes
 from phonograph.models.quantization.cpu_weights import CpuProducts
 from phonograph.models.spec import ModelSpec
@@ -215,14 +213,15 @@ def _check_lm_head(config: EngineConfig, model: ModelSpec, dtype: str, device: D
         raise ConfigError("quantize_lm_head", "fp8", "batch_invariant has no such product; leave one of them out")
     if device.kind == "cpu":
         return
-    if not device_has_scaled_products(device.capability, dtype):
+    gemm_device, weights = GemmDevice.of(device), model.head.weight_format(dtype)
+    if not has_fp8_products(gemm_device, dtype):
         raise ConfigError(
             "quantize_lm_head",
             "fp8",
             f"{device.name} has no product of FP8 in {dtype}; it works with dtype bfloat16 and compute capability 8.9 "
             "or above",
         )
-    if not takes_scaled_product(model.vocab_size, model.hidden_size):
+    if not takes_fp8_rows(model.head.shape, weights, MAX_GROUPED_ROWS, gemm_device):
         raise ConfigError(
             "quantize_lm_head",
             "fp8",
@@ -232,12 +231,14 @@ def _check_lm_head(config: EngineConfig, model: ModelSpec, dtype: str, device: D
 
 def _product_notes(model: ModelSpec, dtype: str, device: DeviceSpec) -> list[str]:
     """Describe the products of FP8 weights with FP8 activations, if the device has these."""
-    _, fp8_inputs = quantized_sizes(model, dtype, device.capability)
+    if device.kind == "cpu":
+        return []
+    _, fp8_inputs = quantized_sizes(model, dtype, GemmDevice.of(device))
     if not fp8_inputs:
         return []
     return [
         "products of FP8 weights: activations are rounded to FP8 activations with one scale a token; without the "
-        f"kernel for Hopper, those of up to {max_16_bit_rows(has_ring=False)} tokens stay in {dtype} (torch._scaled_mm)"
+        f"kernel for Hopper, those of up to {MAX_16_BIT_ROWS} tokens stay in {dtype} (torch._scaled_mm)"
     ]
 
 
@@ -354,7 +355,7 @@ def resolve_attention(config: EngineConfig, model: ModelSpec, device: DeviceSpec
         kv_cache_dtype=KV_CACHE_DTYPES.get(config.kv_cache_dtype, dtype),
         block_size=_block_size(config, device),
         layout=KVLayout(config.kv_cache_layout),
-        windows=tuple(sorted(set(model.windows))) or ((UNBOUNDED, UNBOUNDED),),
+        windows=tuple(sorted({layer.attention.window for layer in model.layers})),
         speculative_tokens=config.num_speculative_tokens,
         cascade=config.cascade_attention,
         batch_invariant=config.batch_invariant,

@@ -1,8 +1,8 @@
-"""Allow-list of config.json: the fields that each model type uses, and fields that may be ignored, with the reason.
+"""Allow-list of config.json: fields that all families use, and fields that may be ignored, with the reason.
 
-`hf_config.py` rejects every other field, so that no checkpoint runs without a feature that its file requires. Defaults
-are those of transformers' configuration classes, and tests compare them. Importing these classes would take as long as
-the rest of a start.
+A family adds its own (`families/`). `hf_config.py` rejects every other field, so that no checkpoint runs without a
+feature that its file requires. Defaults are those of transformers' configuration classes, and tests compare them.
+Importing these classes would take as long as the rest of a start.
 """
 
 from __future__ import annotations
@@ -67,6 +67,9 @@ class Field:
     kind: Kind
 
 
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""Kinds of attention in layer_types."""
+
 LENGTH_FIELDS = (
     "max_sequence_length",
     "max_seq_length",
@@ -78,7 +81,7 @@ LENGTH_FIELDS = (
 )
 """Fields apart from max_position_embeddings that limit the context, as in vLLM; transformers ignores them."""
 
-_COMMON: dict[str, Field] = {
+COMMON: Mapping[str, Field] = {
     "model_type": Field(None, TEXT),
     "architectures": Field(None, TEXTS),
     "vocab_size": Field(32000, POSITIVE_INT),
@@ -104,39 +107,6 @@ _COMMON: dict[str, Field] = {
     "quantization_config": Field(None, ANY),
     **{name: Field(None, POSITIVE_NUMBER.or_null()) for name in LENGTH_FIELDS},
 }
-_LLAMA_EOS = {"bos_token_id": Field(1, INT.or_null()), "eos_token_id": Field(2, ANY)}
-_QWEN: dict[str, Field] = {
-    **_COMMON,
-    "vocab_size": Field(151936, POSITIVE_INT),
-    "intermediate_size": Field(22016, POSITIVE_INT),
-    "num_key_value_heads": Field(32, POSITIVE_INT.or_null()),
-    "max_position_embeddings": Field(32768, POSITIVE_INT),
-    "use_sliding_window": Field(False, FLAG),
-    "sliding_window": Field(4096, INT.or_null()),
-    "max_window_layers": Field(28, INT),
-    "layer_types": Field(None, TEXTS.or_null()),
-}
-FIELDS: Mapping[str, Mapping[str, Field]] = {
-    "llama": {
-        **_COMMON,
-        **_LLAMA_EOS,
-        "attention_bias": Field(False, FLAG),
-        "mlp_bias": Field(False, FLAG),
-    },
-    "mistral": {
-        **_COMMON,
-        **_LLAMA_EOS,
-        "intermediate_size": Field(14336, POSITIVE_INT),
-        "num_key_value_heads": Field(8, POSITIVE_INT),
-        "max_position_embeddings": Field(131072, POSITIVE_INT),
-        "sliding_window": Field(4096, INT.or_null()),
-        "layer_types": Field(None, TEXTS.or_null()),
-    },
-    "qwen2": _QWEN,
-    "qwen3": {**_QWEN, "head_dim": Field(128, POSITIVE_INT), "attention_bias": Field(False, FLAG)},
-}
-"""Used fields by model type."""
-
 FIXED: Mapping[str, tuple[object, ...]] = {
     # null is not True: transformers then attends in both directions.
     "is_causal": (True,),
@@ -159,8 +129,8 @@ _HEADS = "describes classification heads, which a causal language model does not
 _OUTPUTS = "chooses what a call of transformers returns"
 _GENERATION = "a default of generation, which generation_config.json sets"
 _KERNELS = "chooses among kernels that compute the same"
-_UNREAD = "not read by these architectures in transformers"
-_TENSORS = "fixed by the architecture; the tensors of the file must agree with it"
+UNREAD = "not read by these architectures in transformers"
+TENSORS = "fixed by the architecture; the tensors of the file must agree with it"
 _GROUPS: tuple[tuple[str, str], ...] = (
     (
         _BOOKKEEPING,
@@ -189,17 +159,9 @@ _GROUPS: tuple[tuple[str, str], ...] = (
         _KERNELS,
         "attn_implementation experts_implementation use_flash_attn use_flash_attention use_flash_attention_2",
     ),
-    (_UNREAD, "chunk_size_feed_forward is_decoder cross_attention_hidden_size pruned_heads"),
+    (UNREAD, "chunk_size_feed_forward is_decoder cross_attention_hidden_size pruned_heads"),
 )
 IGNORED: Mapping[str, str] = {name: reason for reason, names in _GROUPS for name in names.split()}
 """Fields without effect on any supported model, each with the reason. So are those that begin with an underscore, which
 transformers and tools keep for themselves.
 """
-
-IGNORED_BY_TYPE: Mapping[str, Mapping[str, str]] = {
-    "llama": {"use_sliding_window": _UNREAD, "max_window_layers": _UNREAD},
-    "mistral": {"attention_bias": _TENSORS, "mlp_bias": _TENSORS},
-    "qwen2": {"attention_bias": _TENSORS, "mlp_bias": _TENSORS},
-    "qwen3": {"mlp_bias": _TENSORS},
-}
-"""Fields without effect on one model type, each with the reason."""

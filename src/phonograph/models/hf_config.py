@@ -6,17 +6,16 @@ A field outside the list is rejected. An omitted field has the default of transf
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 from phonograph.errors import ConfigError, ModelError, UnsupportedModelError, shortened
-from phonograph.models.config_fields import FIELDS, FIXED, IGNORED, IGNORED_BY_TYPE
+from phonograph.models.config_fields import FIXED, FULL, IGNORED, SLIDING
+from phonograph.models.families.family import Family
 
-FULL, SLIDING = "full_attention", "sliding_attention"
 
-
-def read_settings(raw: Mapping[str, Any], architecture: str, model_type: str) -> dict[str, Any]:
-    """Return every field that a model of this type uses, by name.
+def read_settings(raw: Mapping[str, Any], architecture: str, family: Family) -> dict[str, Any]:
+    """Return every field that a model of this family uses, by name.
 
     Derived fields are filled in: num_key_value_heads, layer_types, and sliding_window, which is None if no layer has a
     window.
@@ -24,40 +23,36 @@ def read_settings(raw: Mapping[str, Any], architecture: str, model_type: str) ->
     Args:
         raw: content of config.json.
         architecture: name of the architecture, for messages.
-        model_type: model type of the architecture.
+        family: family of the architecture.
 
     Raises:
         UnsupportedModelError: model_type does not match the architecture; a field is not in the allow-list, or requires
             a feature that is not implemented.
         ModelError: a value has the wrong type.
     """
+    model_type = family.model_type
     if raw.get("model_type") != model_type:
         raise UnsupportedModelError(
             f"model_type={raw.get('model_type')!r} and architectures={raw.get('architectures')!r} do not belong "
             f"together; {architecture} has the model_type {model_type!r}"
         )
     for name, value in raw.items():
-        _check(name, value, model_type)
-    settings = {name: raw.get(name, field.default) for name, field in FIELDS[model_type].items()}
+        _check(name, value, family)
+    settings = {name: raw.get(name, field.default) for name, field in family.fields.items()}
     settings["dtype"] = settings["dtype"] or settings["torch_dtype"]
     settings["num_key_value_heads"] = settings["num_key_value_heads"] or settings["num_attention_heads"]
-    if model_type == "llama" and settings["hidden_size"] % settings["num_attention_heads"]:
-        raise ModelError(
-            f"hidden_size={settings['hidden_size']} must be a multiple of "
-            f"num_attention_heads={settings['num_attention_heads']} in a model of type 'llama'"
-        )
     if "sliding_window" in settings:
         _fill_layer_types(settings)
     return settings
 
 
-def check_overrides(overrides: Mapping[str, Any], raw: Mapping[str, Any]) -> None:
-    """Check that each override names a field that is known or in the file.
+def check_overrides(overrides: Mapping[str, Any], raw: Mapping[str, Any], fields: Iterable[str]) -> None:
+    """Check that each override names a field of the file or of a family (`fields`).
 
     Raises:
         ConfigError: there is no such field.
     """
-    known = {*raw, *FIXED, *IGNORED, *(name for fields in FIELDS.values() for name in fields)}
+    known = {*raw, *FIXED, *IGNORED, *fields}
     for name, value in overrides.items():
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
@@ -89,10 +84,10 @@ def _merged(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, A
     return merged
 
 
-def _check(name: str, value: Any, model_type: str) -> None:
+def _check(name: str, value: Any, family: Family) -> None:
     if name.startswith("_"):
         return
-    field = FIELDS[model_type].get(name)
+    field = family.fields.get(name)
     shown = f"{name}={shortened(repr(value))}"
     if field is not None:
         if not field.kind.accepts(value):
@@ -100,10 +95,10 @@ def _check(name: str, value: Any, model_type: str) -> None:
     elif name in FIXED:
         if value not in FIXED[name]:
             raise UnsupportedModelError(f"{shown} is not supported; the default, {FIXED[name][0]!r}, is")
-    elif value is not None and name not in IGNORED and name not in IGNORED_BY_TYPE[model_type]:
+    elif value is not None and name not in IGNORED and name not in family.ignored:
         raise UnsupportedModelError(
-            f"{shown} is a field that models of type {model_type!r} do not have by default, and its effect is not "
-            f"known; if it has none, null takes it out: --hf-overrides '{{\"{name}\": null}}'"
+            f"{shown} is a field that models of type {family.model_type!r} do not have by default, and its effect is "
+            f"not known; if it has none, null takes it out: --hf-overrides '{{\"{name}\": null}}'"
         )
 
 

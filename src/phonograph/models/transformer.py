@@ -11,21 +11,49 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
+from typing import Any, NamedTuple
 
 import torch
 
 from phonograph.kernels.torch.layers import rms_norm
-from phonograph.models.layers.decoder_layer import DecoderLayer
-from phonograph.models.layers.kernel_set import Attend, KernelSet
-from phonograph.models.layers.linear import Linear, NormedLinear, WeightAllocator
+from phonograph.models.layers.kernel_set import Attend, AttentionPart, FeedForwardPart, KernelSet, Step, Stream
+from phonograph.models.layers.layer_weights import LayerWeights
+from phonograph.models.layers.linear import Linear, WeightAllocator
 from phonograph.models.quantization.block_embedding import BlockEmbedding, Embedding
 from phonograph.models.quantization.gguf_blocks import GgufBlocks
 from phonograph.models.quantization.scheme import LinearWeight, QuantizedModule
-from phonograph.models.spec import ModelSpec
+from phonograph.models.spec import LAYERS, ModelSpec
 from phonograph.models.weights.kv_scales import KVScales
 
 Convert = Callable[[LinearWeight, bool], LinearWeight]
 """Conversion of a loaded weight into the form that is multiplied; the second argument is True for the head."""
+
+
+class BoundLayer(NamedTuple):
+    """Parts of a layer."""
+
+    attention: AttentionPart
+    feed_forward: FeedForwardPart
+
+
+class TappedFeedForward:
+    """Feed-forward whose stream is kept in `memory_TE`, such as for draft heads."""
+
+    def __init__(self, part: FeedForwardPart, memory_TE: torch.Tensor) -> None:
+        self._part, self._memory_TE = part, memory_TE
+
+    @property
+    def then(self) -> Any:
+        return self._part.then
+
+    @then.setter
+    def then(self, part: Any) -> None:
+        self._part.then = part
+
+    def __call__(self, stream: Stream) -> Stream:
+        stream = self._part(stream)
+        self._memory_TE[: len(stream.hidden_TE)].copy_(stream.hidden_TE)
+        return stream
 
 
 class Transformer:
@@ -35,10 +63,13 @@ class Transformer:
         parameters: the weights in the model's type, in memory layout, all contiguous.
         quantized: the weights in another format.
         kv_scales: scales of an FP8 KV cache.
+        weights: weights of each layer.
         kernels: set by `bind`, before the first step.
+        layers: parts of each layer, likewise.
     """
 
     kernels: KernelSet
+    layers: list[BoundLayer]
 
     def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
         self.spec = spec
@@ -48,20 +79,32 @@ class Transformer:
         allocate = WeightAllocator(dtype, device)
         self.parameters = allocate.parameters
         self.quantized = allocate.quantized
-        self.layers = [DecoderLayer.make(spec, index, allocate) for index in range(spec.num_layers)]
+        self.weights = [
+            LayerWeights.make(layer, index, spec.hidden_size, allocate) for index, layer in enumerate(spec.layers)
+        ]
         self.final_norm = allocate.tensor(spec.hidden_size)
-        self.lm_head = allocate.linear(spec.hidden_size, spec.vocab_size, bias=False, scheme=spec.lm_head_scheme)
-        if spec.tie_word_embeddings and spec.lm_head_scheme is None:
-            self.embedding_VE: Embedding = self.lm_head.matrix.t()
+        self.lm_head = allocate.linear(spec.head)
+        if spec.tie_word_embeddings and spec.head.scheme is None:
+            self.embedding_VE: Embedding = self.lm_head.matrix_IO.t()
         else:
             self.embedding_VE = allocate.tensor(spec.vocab_size, spec.hidden_size)
         self._eps = torch.tensor(spec.rms_norm_eps, dtype=torch.float32, device=device)
-        self._indices: Sequence[int] = range(spec.num_layers)
+        self._running: Sequence[BoundLayer] = ()
         self._convert: Convert | None = None
 
-    def bind(self, kernels: KernelSet) -> None:
-        """Set the kernel set."""
+    def bind(self, kernels: KernelSet, taps: dict[int, torch.Tensor] | None = None) -> None:
+        """Build the parts by a kernel set. `taps` are memory [T, E] of the outputs of layers that are kept."""
         self.kernels = kernels
+        self.embedding = kernels.embedding(self.embedding_VE)
+        self.layers = [
+            BoundLayer(kernels.attention(layer.attention), kernels.feed_forward(layer.feed_forward))
+            for layer in self.weights
+        ]
+        for index, memory_TE in (taps or {}).items():
+            layer = self.layers[index]
+            self.layers[index] = layer._replace(feed_forward=TappedFeedForward(layer.feed_forward, memory_TE))
+        self._head = kernels.head(self.final_norm, self.lm_head)
+        self._link(self.layers)
 
     def forward(
         self,
@@ -82,38 +125,42 @@ class Transformer:
         Returns:
             The residual stream before the final norm, [T, E], or [P, E] of the rows that are kept.
         """
-        kernels = self.kernels
-        rotary = kernels.rotary(positions_T)
-        stream = kernels.embed(input_ids_T, self.embedding_VE, then=self.layers[0].qkv)
-        for layer, following in self._pairs():
-            attended_TF = kernels.attention(kernels.project(stream, layer.qkv), layer.heads, rotary, attend)
-            if following is None and rows_P is not None:
-                stream, attended_TF = kernels.keep_rows(stream, attended_TF, rows_P)
-            stream = kernels.add(stream, attended_TF, layer.output, then=layer.gate_up)
-            inner = kernels.project_gated(stream, layer.gate_up, then=layer.down)
-            stream = kernels.add(stream, inner, layer.down, then=following)
-        return stream.hidden_TE
-
-    def logits(self, hidden_TE: torch.Tensor, rows_N: torch.Tensor | None = None) -> torch.Tensor:
-        """Return logits [N, V] in the model's dtype, of the rows `rows_N` of `forward`'s result, or of all rows."""
-        return self.kernels.logits(hidden_TE, rows_N, self.final_norm, self.lm_head)
+        step = Step(self.kernels.rotary(positions_T), attend)
+        *before, last = self._running
+        stream = self.embedding(input_ids_T)
+        for layer in before:
+            stream = layer.attention(stream, step)
+            stream = layer.feed_forward(stream)
+        stream = last.attention(stream, step._replace(rows_P=rows_P))
+        return last.feed_forward(stream).hidden_TE
 
     def prompt_logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
         """Return logits [N, V] of any number of rows, with torch's operators, which allocate them."""
         return self.lm_head.product(rms_norm(hidden_NE, self.final_norm, self._eps))
 
+    def logits(self, hidden_TE: torch.Tensor, rows_N: torch.Tensor | None = None) -> torch.Tensor:
+        """Return logits [N, V] in the model's dtype, of the rows `rows_N` of `forward`'s result, or of all rows."""
+        return self._head(hidden_TE, rows_N)
+
     @contextmanager
     def only_layers(self, indices: Sequence[int]) -> Generator[None]:
         """Restrict `forward` to these layers inside the context, to compile its kernels.
 
-        The first, second and last layer, layers with different attention, and neighbours with different formats of
-        weights launch all kernels.
+        Layers of each kind, and neighbours of each pair of kinds, launch all kernels.
         """
-        every, self._indices = self._indices, indices
+        self._link([self.layers[index] for index in indices])
         try:
             yield
         finally:
-            self._indices = every
+            self._link(self.layers)
+
+    def _link(self, layers: Sequence[BoundLayer]) -> None:
+        """Run these layers, and tell each part which one reads its stream."""
+        self._running = layers
+        self.embedding.then = layers[0].attention
+        for layer, following in zip_longest(layers, layers[1:]):
+            layer.attention.then = layer.feed_forward
+            layer.feed_forward.then = None if following is None else following.attention
 
     def destinations(self) -> dict[str, torch.Tensor]:
         """Return the destination of each tensor of a checkpoint by its name: a view of the fused weights.
@@ -124,31 +171,33 @@ class Transformer:
         """
         assert isinstance(self.embedding_VE, torch.Tensor)
         views = {"model.embed_tokens.weight": self.embedding_VE, "model.norm.weight": self.final_norm}
-        if not self.spec.tie_word_embeddings and self.spec.lm_head_scheme is None:
-            views["lm_head.weight"] = self.lm_head.matrix.t()
-        for layer in self.layers:
-            views |= layer.checkpoint_views(self.spec)
+        if not self.spec.tie_word_embeddings:
+            views |= self.lm_head.checkpoint_views()
+        for index, layer in enumerate(self.weights):
+            views |= {f"{LAYERS}.{index}.{name}": view for name, view in layer.checkpoint_views().items()}
         return views
 
     def quantized_modules(self) -> Iterator[QuantizedModule]:
         """Yield the modules of a checkpoint whose weights are in the format of a scheme."""
-        for layer in self.layers:
-            for linear, prefix, parts in layer.matrices(self.spec):
-                first, last = 0, list(parts)[-1]
-                for part, outputs in parts.items():
-                    name = f"{prefix}.{part}"
-                    scheme = self.spec.scheme_of(name)
-                    if scheme is not None:
-                        loaded = self._when_loaded(linear) if part == last else None
-                        yield QuantizedModule(name, scheme, linear.weight, first, outputs, loaded)
-                    first += outputs
+        for index, layer in enumerate(self.weights):
+            for linear in layer.linears:
+                yield from self._quantized_parts(linear, f"{LAYERS}.{index}.")
         if not self._makes_head():
-            yield from self._quantized_head()
+            yield from self._quantized_parts(self.lm_head, "")
+
+    def _quantized_parts(self, linear: Linear, prefix: str) -> Iterator[QuantizedModule]:
+        first, last = 0, linear.spec.parts[-1]
+        for part in linear.spec.parts:
+            if part.scheme is not None:
+                loaded = self._when_loaded(linear) if part is last else None
+                name = prefix + linear.spec.path(part.name)
+                yield QuantizedModule(name, part.scheme, linear.weight, first, part.num_outputs, loaded)
+            first += part.num_outputs
 
     def finish(self) -> None:
         """Make a head in another format from the embedding that it is tied to, which must be there."""
         if self._makes_head():
-            for head in self._quantized_head():
+            for head in self._quantized_parts(self.lm_head, ""):
                 assert isinstance(self.embedding_VE, torch.Tensor)
                 head.load({"weight": self.embedding_VE})
 
@@ -166,18 +215,12 @@ class Transformer:
     def convert_drawn(self, convert: Convert) -> None:
         """Replace the weights in another format, one after another."""
         self.quantized.clear()
-        linears = [linear for layer in self.layers for linear, _, _ in layer.matrices(self.spec)]
-        for linear in (*linears, self.lm_head):
+        for linear in (*(linear for layer in self.weights for linear in layer.linears), self.lm_head):
             linear.weight = convert(linear.weight, linear is self.lm_head)
 
     def _makes_head(self) -> bool:
         """Return True if a head in another format is made from the embedding; a GGUF file has it in blocks."""
-        return self.spec.tie_word_embeddings and not isinstance(self.spec.lm_head_scheme, GgufBlocks)
-
-    def _quantized_head(self) -> Iterator[QuantizedModule]:
-        if self.spec.lm_head_scheme is not None:
-            scheme, loaded = self.spec.lm_head_scheme, self._when_loaded(self.lm_head)
-            yield QuantizedModule("lm_head", scheme, self.lm_head.weight, 0, self.spec.vocab_size, loaded)
+        return self.spec.tie_word_embeddings and not isinstance(self.spec.head.scheme, GgufBlocks)
 
     def _when_loaded(self, linear: Linear) -> Callable[[], None] | None:
         """Return a function that converts a loaded weight, or None if weights stay as they are."""
@@ -189,9 +232,3 @@ class Transformer:
             linear.weight = convert(linear.weight, linear is self.lm_head)
 
         return loaded
-
-    def _pairs(self) -> Iterator[tuple[DecoderLayer, NormedLinear | None]]:
-        """Yield each layer with the product that reads the stream after it, None after the last layer."""
-        # Of a part of the layers, the stream is made for the next one of the part, whose format may be another.
-        for index, following in zip_longest(self._indices, self._indices[1:]):
-            yield self.layers[index], None if following is None else self.layers[following].qkv

@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import torch
 
-from phonograph.models.quantization.scheme import Scheme
 from phonograph.models.transformer import Transformer
 from phonograph.runner.step_attention import StepAttention
 from phonograph.runner.step_inputs import Inputs
@@ -94,25 +93,17 @@ class StepProgram:
     def few_layers(self) -> AbstractContextManager[None]:
         """Return a context in which `run` launches every kernel of its shape, but computes few layers.
 
-        These are the first two layers, the last, one of each kind of attention, and two neighbours for each pair of
-        weight formats, because the kernel before a product depends on its format. The outputs are meaningless.
+        These are layers of each kind, and two neighbours for each pair of kinds, because the kernel before a product
+        depends on the product; of each kind of attention, the first. The outputs are meaningless.
         """
-        layers = self.attention.layers
-        last = len(layers) - 1
-        kinds: dict[tuple[object, ...], int] = {}
+        layers, specs = self.attention.layers, self.model.spec.layers
+        attentions: dict[tuple[object, ...], int] = {}
         for layer in layers:
             # A library may read a layer's scale tensors once, which must not happen in a capture.
             values = (getattr(layer, field.name) for field in fields(layer) if field.name != "index")
             kind = tuple(id(value) if isinstance(value, torch.Tensor) else value for value in values)
-            kinds.setdefault(kind, layer.index)
-        formats = [self._weight_formats(index) for index in range(last + 1)]
-        pairs = {pair: index for index, pair in reversed([*enumerate(pairwise(formats))])}
+            attentions.setdefault(kind, layer.index)
+        last = len(specs) - 1
+        pairs = {(one.kind, other.kind): index for index, (one, other) in reversed([*enumerate(pairwise(specs))])}
         neighbours = {index + side for index in pairs.values() for side in (0, 1)}
-        return self.model.only_layers(sorted({0, min(1, last), last, *kinds.values(), *neighbours}))
-
-    def _weight_formats(self, layer: int) -> tuple[Scheme | None, ...]:
-        """Return the formats of a layer's projections. GGUF files and `ignore` patterns mix them."""
-        spec = self.model.spec
-        return tuple(
-            spec.scheme_of(f"{matrix.prefix}.{part}") for matrix in spec.matrices(layer) for part in matrix.parts
-        )
+        return self.model.only_layers(sorted({0, last, *attentions.values(), *neighbours}))

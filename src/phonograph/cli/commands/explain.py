@@ -220,14 +220,14 @@ def _mode_lines(plan: EnginePlan, chain: list[str]) -> list[str]:
 
 def _model_line(plan: EnginePlan) -> str:
     model = plan.model
-    windows = sorted({left + 1 for left, _ in model.windows if left >= 0})
+    windows = sorted({layer.attention.window[0] + 1 for layer in model.layers if layer.attention.window[0] >= 0})
     return (
         f"{plan.config.model}: {model.architecture}, {model.num_parameters / 1e6:,.1f} million parameters in "
         f"{plan.dtype}, {model.num_layers} layers, {model.num_query_heads} query and {model.num_kv_heads} KV heads of "
         f"size {model.head_size}"
         + (f", sliding window {', '.join(map(str, windows))}" if windows else "")
         + (f"; projections in {model.quantization.name}" if model.quantization is not None else "")
-        + (f"; lm_head in {model.lm_head_scheme.name}" if model.lm_head_scheme is not None else "")
+        + (f"; lm_head in {model.head.scheme.name}" if model.head.scheme is not None else "")
         + f"; {_bytes(plan.memory.weights)} of weights"
         + f"; KV cache in {plan.attention.kv_cache_dtype}"
     )

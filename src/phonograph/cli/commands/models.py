@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
@@ -101,7 +101,7 @@ def _in_4_bits(spec: ModelSpec) -> ModelSpec:
     from phonograph.models.quantization.awq import Awq
     from phonograph.models.quantization.scheme import Quantization
 
-    return replace(spec, quantization=Quantization("awq", Awq(bits=4, group_size=GROUP, zeros=True)))
+    return spec.with_quantization(Quantization("awq", Awq(bits=4, group_size=GROUP, zeros=True)))
 
 
 def _fits(name: str, spec: ModelSpec, dtype: str, device: DeviceSpec) -> bool:

@@ -11,7 +11,7 @@ from phonograph.engine.plan import EnginePlan
 from phonograph.engine.startup.platform import DeviceParts, ModelParts
 from phonograph.graphs.tape.tape import TapeRuntime
 from phonograph.models.layers.rotary import rotary_table
-from phonograph.models.layers.torch_kernels import TorchKernels
+from phonograph.models.layers.torch_parts import TorchKernels
 from phonograph.runner.cpu_inputs import CpuInputs
 from phonograph.runner.cpu_sampling import CpuSampling
 from phonograph.runner.step_attention import StepAttention
@@ -43,7 +43,7 @@ class CpuPlatform:
             block_size=limits.block_size,
         )
         rotary_PD = rotary_table(model.spec, limits.max_model_len, model.dtype, model.device)
-        model.bind(TorchKernels(rotary_PD, model.spec.rms_norm_eps))
+        model.bind(TorchKernels(rotary_PD, model.spec.rms_norm_eps, model.spec.factors))
         attention = StepAttention(parts.backend, parts.layers, parts.kv_caches, inputs.slot_mapping, runtime)
         return DeviceParts(
             runtime=runtime,

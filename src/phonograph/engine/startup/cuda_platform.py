@@ -11,10 +11,11 @@ from phonograph.engine.plan import EnginePlan
 from phonograph.engine.startup.platform import DeviceParts, ModelParts
 from phonograph.graphs.cuda import CudaRuntime
 from phonograph.graphs.runtime import GraphRuntime
+from phonograph.kernels.triton.gemm.product_plan import GemmDevice
 from phonograph.kernels.triton.launch import compile_helper
 from phonograph.kernels.triton.launch.precompile import begin_hashing, compile_only
 from phonograph.models.layers.rotary import rotary_table
-from phonograph.models.layers.triton_kernels import TritonKernels
+from phonograph.models.layers.triton_parts import TritonKernels
 from phonograph.models.layers.workspace import Workspace
 from phonograph.runner.cuda.cuda_inputs import CudaInputs
 from phonograph.runner.cuda.cuda_sampling import RING_DEPTH, CudaSampling
@@ -68,6 +69,7 @@ class CudaPlatform:
         limits, model = plan.limits, parts.model
         device = parts.kv_caches[0].device  # with its index
         spec, batch_invariant = model.spec, plan.attention.batch_invariant
+        gemm_device = GemmDevice.of(plan.device)
         with torch.inference_mode():
             workspace = Workspace.make(
                 spec,
@@ -75,10 +77,18 @@ class CudaPlatform:
                 limits.max_num_seqs,
                 model.dtype,
                 device,
-                capability=plan.device.capability,
+                gemm_device=gemm_device,
             )
             rotary_PD = rotary_table(spec, limits.max_model_len, torch.float32, device)
-            model.bind(TritonKernels(workspace, rotary_PD, spec.rms_norm_eps, batch_invariant=batch_invariant))
+            kernels = TritonKernels(
+                workspace,
+                rotary_PD,
+                spec.rms_norm_eps,
+                device=gemm_device,
+                factors=spec.factors,
+                batch_invariant=batch_invariant,
+            )
+            model.bind(kernels)
             inputs = CudaInputs(
                 max_num_seqs=limits.max_num_seqs,
                 max_num_tokens=limits.max_num_batched_tokens,

@@ -1,10 +1,11 @@
-"""Protocol of a kernel set: the operations of the decoder's forward loop.
+"""Protocols of a kernel set and of the parts of a decoder that it builds.
 
-A kernel set decides on fusion. A norm is computed at once, deferred to the next product, or computed inside it. A
-residual is added inside a product or after it. The loop is the same for all kernel sets.
+A part is a piece of the forward loop bound to a device: it owns its weights and the plans of its products. Fusion is
+its affair: the norm that the next part begins with (`then`) may be computed at once, deferred to the next product, or
+left to it. The loop is the same for all kernel sets.
 
-Shapes: T tokens, N rows that need logits, H query heads, K KV heads, D head size, E hidden size, I intermediate size, V
-vocabulary, F = (H + 2K) * D.
+Shapes: T tokens, N rows that need logits, P rows that are kept in the last layer, H query heads, K KV heads, D head
+size, E hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from phonograph.models.layers.decoder_layer import AttentionHeads
-from phonograph.models.layers.linear import Linear, NormedLinear
+from phonograph.models.layers.layer_weights import AttentionWeights, FeedForwardWeights
+from phonograph.models.layers.linear import Linear
 from phonograph.models.quantization.block_embedding import Embedding
 
 
@@ -59,66 +60,90 @@ class Attend(Protocol):
 
 @dataclass(slots=True)
 class Stream:
-    """The residual stream between two products.
+    """The residual stream between two parts. The next part may overwrite it.
 
     Attributes:
         hidden_TE: the rows.
-        normed_TE: normed rows from the last product, if the kernel set computes them.
-        fp8_rows: normed rows in FP8 (`Fp8Rows`) in place of those in `normed_TE`, if the next product takes them.
-        squares: row sums of squares from the last product, for a deferred norm.
-        is_part: True if the rows are those of `keep_rows`.
+        normed: normed rows for the next part, if the kernel set computes them (`Rows`).
+        norm: deferred norm of `normed`, if there is one.
+        is_part: True if only the rows that are kept in the last layer are left.
     """
 
     hidden_TE: torch.Tensor
-    normed_TE: torch.Tensor | None = None
-    fp8_rows: Any = None
-    squares: Any = None
+    normed: Any = None
+    norm: Any = None
     is_part: bool = False
 
 
+class Step(NamedTuple):
+    """Inputs of a step that all layers share.
+
+    Attributes:
+        rotary: of `KernelSet.rotary`.
+        attend: attention of the step.
+        rows_P: the only rows that are kept after attention, int64; None for all.
+    """
+
+    rotary: Any
+    attend: Attend
+    rows_P: torch.Tensor | None = None
+
+
+class EmbeddingPart(Protocol):
+    """The beginning of the stream.
+
+    Attributes:
+        then: the part that reads the stream next; a model sets it.
+    """
+
+    then: Any
+
+    def __call__(self, input_ids_T: torch.Tensor) -> Stream: ...
+
+
+class AttentionPart(Protocol):
+    """Attention of a layer; `then` as in `EmbeddingPart`."""
+
+    then: Any
+
+    def __call__(self, stream: Stream, step: Step) -> Stream:
+        """Return the stream with the result added, of the rows that are kept. It is valid until the next call."""
+        ...
+
+
+class FeedForwardPart(Protocol):
+    """Feed-forward of a layer; `then` as in `EmbeddingPart`, None after the last layer."""
+
+    then: Any
+
+    def __call__(self, stream: Stream) -> Stream:
+        """Return the stream with the result added. It is valid until the next call."""
+        ...
+
+
+class HeadPart(Protocol):
+    """The final norm and the logits."""
+
+    def __call__(self, hidden_TE: torch.Tensor, rows_N: torch.Tensor | None) -> torch.Tensor:
+        """Return logits [N, V] of the rows `rows_N` of the stream, or of all rows; valid until the next call."""
+        ...
+
+
 class KernelSet(Protocol):
-    """Operations of a decoder on one kind of device. Results are valid until the next call of the same method."""
+    """Builder of a decoder's parts for one kind of device."""
 
     def rotary(self, positions_T: torch.Tensor) -> Any:
-        """Return the input of `attention` that depends on the positions only, once a step."""
+        """Return the input of attention that depends on the positions only, once a step."""
         ...
 
-    def embed(self, input_ids_T: torch.Tensor, embedding_VE: Embedding, then: NormedLinear) -> Stream:
-        """Begin a stream with the embeddings of tokens. `then` is the product that reads the stream first."""
-        ...
+    def embedding(self, embedding_VE: Embedding) -> EmbeddingPart: ...
 
-    def project(self, stream: Stream, layer: NormedLinear) -> torch.Tensor:
-        """Return the fused projection [T, F] of the normed stream."""
-        ...
+    def attention(self, weights: AttentionWeights) -> AttentionPart: ...
 
-    def attention(self, qkv_TF: torch.Tensor, heads: AttentionHeads, rotary: Any, attend: Attend) -> torch.Tensor:
-        """Norm and rotate query and key heads, and attend. Returns [T, H * D]."""
-        ...
+    def feed_forward(self, weights: FeedForwardWeights) -> FeedForwardPart: ...
 
-    def project_gated(self, stream: Stream, layer: NormedLinear, then: Linear) -> Any:
-        """Return silu(gate) * up [T, I] of the normed stream, as `add` takes it with the product `then`.
-
-        The gates are the first outputs of the matrix.
-        """
-        ...
-
-    def add(self, stream: Stream, x: Any, layer: Linear, then: NormedLinear | None) -> Stream:
-        """Add x @ weight + bias to the stream, in place. `then` is the product that reads the stream next, if any.
-
-        `x` is a tensor [T, inputs], or the result of `project_gated`.
-        """
-        ...
+    def head(self, norm_E: torch.Tensor, linear: Linear) -> HeadPart: ...
 
     def leaves_rows_out(self, num_tokens: int) -> bool:
-        """Return True if the last layer computes only the rows that need logits, in a prefill of so many tokens."""
-        ...
-
-    def keep_rows(self, stream: Stream, attended_TF: torch.Tensor, rows_P: torch.Tensor) -> tuple[Stream, torch.Tensor]:
-        """Return these rows of the stream and of attention's output, for the rest of the last layer."""
-        ...
-
-    def logits(
-        self, hidden_TE: torch.Tensor, rows_N: torch.Tensor | None, norm_E: torch.Tensor, head: Linear
-    ) -> torch.Tensor:
-        """Return logits [N, V] of the normed rows `rows_N` of the stream, or of all its rows if that is None."""
+        """Return True if the last layer of a prefill of `num_tokens` computes only the rows that need logits."""
         ...

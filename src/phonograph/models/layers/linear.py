@@ -1,13 +1,13 @@
-"""Layers with weights: a matrix product, and the product of normed rows."""
+"""Weights of a matrix product, and their allocation."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 
-from phonograph.models.quantization.scheme import LinearWeight, Scheme
+from phonograph.models.layer_spec import LayerMatrix
+from phonograph.models.quantization.scheme import LinearWeight
 from phonograph.models.quantization.unquantized import DenseWeight
 
 
@@ -16,15 +16,17 @@ class Linear:
     """Weights of a matrix product: x @ weight + bias.
 
     Attributes:
+        spec: the matrix as a value.
         weight: the matrix, in the format of the model's files until a CPU converts it after loading.
         bias_O: [outputs], or None.
     """
 
+    spec: LayerMatrix
     weight: LinearWeight
     bias_O: torch.Tensor | None = None
 
     @property
-    def matrix(self) -> torch.Tensor:
+    def matrix_IO(self) -> torch.Tensor:
         """The matrix [inputs, outputs] of a layer that is not quantized."""
         assert isinstance(self.weight, DenseWeight), "the layer is quantized"
         return self.weight.matrix_IO
@@ -37,31 +39,20 @@ class Linear:
         """Add x @ weight + bias to `hidden`, in place, by torch's operators."""
         self.weight.add_product(x_TI, self.bias_O, hidden_TO)
 
-    def checkpoint_views(self, prefix: str, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
+    def checkpoint_views(self) -> dict[str, torch.Tensor]:
         """Return views of the outputs by the names of a checkpoint: [size, inputs] matrices and [size] biases.
 
         A quantized layer has views of its biases only; its weights are loaded by its scheme.
-
-        Args:
-            prefix: prefix of the names.
-            sizes: outputs of each part of a fused matrix, in order.
         """
-        counts = list(sizes.values())
+        spec = self.spec
+        counts = [part.num_outputs for part in spec.parts]
+        names = [spec.path(part.name) for part in spec.parts]
         views: dict[str, torch.Tensor] = {}
-        if isinstance(self.weight, DenseWeight):
-            parts = self.matrix.t().split(counts)
-            views |= zip((f"{prefix}.{name}.weight" for name in sizes), parts, strict=True)
+        if spec.scheme is None:
+            views |= zip((f"{name}.weight" for name in names), self.matrix_IO.t().split(counts), strict=True)
         if self.bias_O is not None:
-            views |= zip((f"{prefix}.{name}.bias" for name in sizes), self.bias_O.split(counts), strict=True)
+            views |= zip((f"{name}.bias" for name in names), self.bias_O.split(counts), strict=True)
         return views
-
-
-@dataclass(frozen=True, slots=True)
-class NormedLinear:
-    """A matrix product of normed input: rms_norm(x) @ weight + bias. `norm_I` [inputs] has the weights of the norm."""
-
-    norm_I: torch.Tensor
-    linear: Linear
 
 
 @dataclass(slots=True)
@@ -92,11 +83,12 @@ class WeightAllocator:
             return self.tensor(size_in, size_out)
         return self.tensor(size_out, size_in).t()
 
-    def linear(self, size_in: int, size_out: int, *, bias: bool, scheme: Scheme | None = None) -> Linear:
-        """Return a layer without contents, in the format of `scheme`, or in the model's type."""
+    def linear(self, matrix: LayerMatrix) -> Linear:
+        """Return a layer without contents, in the format of the matrix."""
+        num_outputs, num_inputs, scheme = matrix.num_outputs, matrix.num_inputs, matrix.scheme
         if scheme is None:
-            weight: LinearWeight = DenseWeight(self.matrix(size_in, size_out))
+            weight: LinearWeight = DenseWeight(self.matrix(num_inputs, num_outputs))
         else:
-            weight = scheme.allocate(size_out, size_in, self.empty)
+            weight = scheme.allocate(num_outputs, num_inputs, self.empty)
             self.quantized.append(weight)
-        return Linear(weight, self.tensor(size_out) if bias else None)
+        return Linear(matrix, weight, self.tensor(num_outputs) if matrix.bias else None)

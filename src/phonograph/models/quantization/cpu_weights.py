@@ -5,7 +5,7 @@ Weights are loaded in groups and converted afterwards, one matrix after another.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -58,16 +58,16 @@ class CpuProducts:
     def with_head(self, model: ModelSpec) -> ModelSpec:
         """Return the model with the head in the blocks of its GGUF file, if they are packed."""
         blocks = None if model.quantization is None else model.quantization.head
-        if blocks is None or model.lm_head_scheme is not None or self.form(blocks, model.hidden_size) != "int4":
+        if blocks is None or model.head.scheme is not None or self.form(blocks, model.hidden_size) != "int4":
             return model
-        return replace(model, lm_head_scheme=blocks)
+        return model.with_head_scheme(blocks)
 
     def weight_bytes(self, model: ModelSpec, dtype: str) -> int:
         """Return the bytes of all weights of a model."""
         element, total = DTYPE_BYTES[dtype], model.weight_bytes(dtype)
         for scheme, outputs, inputs in model.quantized_matrices():
             total += self.nbytes(scheme, outputs, inputs, element) - scheme.nbytes(outputs, inputs, element)
-        head = model.lm_head_scheme
+        head = model.head.scheme
         if model.tie_word_embeddings and isinstance(head, GgufBlocks):
             # The embedding stays in the file's blocks.
             row_bytes = head.stored(model.vocab_size, model.hidden_size)["weight"].shape[1]

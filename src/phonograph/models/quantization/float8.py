@@ -16,6 +16,7 @@ import torch
 
 from phonograph.errors import UnsupportedModelError, WeightError
 from phonograph.kernels.torch.grouped import Grouped, dequantize
+from phonograph.kernels.triton.gemm.product_plan import WeightFormat
 from phonograph.models.quantization.grouped_weight import SCALE_DTYPES, GroupedWeight, allocate_by_group, slices
 from phonograph.models.quantization.scheme import Allocate, LinearWeight, Stored
 
@@ -62,7 +63,7 @@ class Fp8:
         group = self._group(inputs)
         values = allocate(outputs, inputs, dtype=FP8)
         # Products with FP8 activations take one scale an output in float32.
-        dtype = torch.float32 if self.has_output_scales(inputs) else None
+        dtype = torch.float32 if group >= inputs else None
         scales = allocate_by_group(allocate, outputs, -(-inputs // group), values.device, dtype)
         return GroupedWeight(Grouped(values, scales, None, 8, group), inputs)
 
@@ -85,11 +86,11 @@ class Fp8:
         weight.write_scales(module, first, scales.reshape(-1, weight.values.scales_OG.shape[1]).expand(outputs, -1))
 
     def nbytes(self, outputs: int, inputs: int, element: int) -> int:
-        scales = 4 if self.has_output_scales(inputs) else -(-inputs // self._group(inputs)) * element
+        scales = 4 if self._group(inputs) >= inputs else -(-inputs // self._group(inputs)) * element
         return outputs * (inputs + scales)
 
-    def has_output_scales(self, inputs: int) -> bool:
-        return self._group(inputs) >= inputs
+    def weight_format(self, inputs: int, dtype: str) -> WeightFormat:
+        return WeightFormat(dtype, 8, self._group(inputs), is_fp8=True)
 
     def _group(self, inputs: int) -> int:
         return self.block[1] if self.scales == "block" else inputs

@@ -11,6 +11,7 @@ import torch
 
 from phonograph.errors import WeightError
 from phonograph.kernels.torch.grouped import Grouped, add_product, interleave, product
+from phonograph.kernels.triton.gemm.product_plan import WeightFormat
 from phonograph.models.quantization.scheme import Allocate
 
 SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -175,8 +176,7 @@ class GroupedScheme:
         zeros = allocate_by_group(allocate, outputs, groups, packed.device, torch.uint8) if self.zeros else None
         order = allocate(inputs, dtype=torch.int64).fill_(-1) if self.ordered else None
         offsets = allocate_by_group(allocate, outputs, groups, packed.device) if self.offsets else None
-        # The kernels of a GPU take whole groups of 128 inputs.
-        interleaved = packed.device.type != "cpu" and self.bits == 4 and group % 128 == 0
+        interleaved = packed.device.type != "cpu" and self.weight_format(inputs, "").interleaved
         values = Grouped(packed, scales, zeros, self.bits, group, order, offsets, interleaved)
         return GroupedWeight(values, inputs)
 
@@ -185,9 +185,10 @@ class GroupedScheme:
         per_output = 4 * self._num_words(inputs) + self.num_groups(inputs) * per_group
         return outputs * per_output + (8 * inputs if self.ordered else 0)
 
-    def has_output_scales(self, inputs: int) -> bool:
-        """Return False: the weights are integers."""
-        return False
+    def weight_format(self, inputs: int, dtype: str) -> WeightFormat:
+        """Return the layout of the weights on a GPU, whose kernels take whole groups of 128 inputs in 4 bits."""
+        group = self.group(inputs)
+        return WeightFormat(dtype, self.bits, group, interleaved=self.bits == 4 and group % 128 == 0)
 
     def describe(self, format_name: str) -> str:
         """Return the format's name with bits and groups."""

@@ -16,6 +16,7 @@ import torch
 
 from phonograph.errors import UnsupportedModelError
 from phonograph.kernels.torch.grouped import Grouped
+from phonograph.kernels.triton.gemm.product_plan import WeightFormat
 
 
 class Stored(NamedTuple):
@@ -93,8 +94,8 @@ class Scheme(Protocol):
         """Return the bytes of a weight in memory; `element` is the size of the model's type."""
         ...
 
-    def has_output_scales(self, inputs: int) -> bool:
-        """Return True if weights are FP8 with one scale an output."""
+    def weight_format(self, inputs: int, dtype: str) -> WeightFormat:
+        """Return the layout of the weights on a GPU; `dtype` is the model's type."""
         ...
 
 

@@ -52,4 +52,4 @@ def match_format(spec: ModelSpec, files: Iterable[Path]) -> ModelSpec:
     if isinstance(quantization.scheme, Gptq):
         quantization = replace(quantization, scheme=found.get(quantization.scheme, quantization.scheme))
     rules = tuple((entry, found.get(one, one) if isinstance(one, Gptq) else one) for entry, one in quantization.rules)
-    return replace(spec, quantization=replace(quantization, rules=rules), notes=tuple(notes))
+    return replace(spec.with_quantization(replace(quantization, rules=rules)), notes=tuple(notes))

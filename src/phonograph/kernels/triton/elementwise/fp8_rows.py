@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from phonograph.kernels.scaled_products import Fp8Rows
+from phonograph.kernels.fp8_activations import Fp8Rows
 from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_options
 
 _LARGEST = tl.constexpr(448.0)

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from phonograph.kernels.scaled_products import Fp8Rows, Rows
+from phonograph.kernels.fp8_activations import Fp8Rows, Rows
 from phonograph.kernels.triton.elementwise.fp8_rows import quantize_row, warps_of_row
 from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_options
 

@@ -50,52 +50,23 @@ def norm_factor(squares, eps, K: tl.constexpr, WARPS: tl.constexpr):
 
 
 @triton.jit
-def constant(pointer, n, valid_n):
-    """Load constants of outputs, [1, n] in float32."""
-    return tl.load(pointer + n, valid_n, other=0.0).to(tl.float32)[None, :]
+def constant(pointer, n, valid_n, AXIS: tl.constexpr = 0):
+    """Load constants of outputs in float32, [1, n], or [n, 1] with AXIS 1."""
+    return tl.expand_dims(tl.load(pointer + n, valid_n, other=0.0).to(tl.float32), AXIS)
 
 
 @triton.jit
-def finish(
-    result,
-    up,
-    factor,
-    bias,
-    up_bias,
-    residual,
-    norm,
-    out_ptrs,
-    normed_ptr,
-    normed_stride,
-    new_squares_ptr,
-    m,
-    n,
-    mask,
-    MODE: tl.constexpr,
-):
-    """Store the rows [m, n] of a product from its sums, and what its next norm needs.
+def finished(result, up, bias, up_bias, residual, MODE: tl.constexpr):
+    """Return the results of a product from its sums, in float32.
 
     Args:
-        result: sums [m, n]; for a gated activation those of the gates.
+        result: sums; for a gated activation the gates'.
         up: sums of the ups, for a gated activation.
-        factor: deferred division of the rows [m, 1], or None.
-        bias: constants of the outputs [1, n], or None.
+        bias: constants of the outputs, or None.
         up_bias: the same for the ups.
         residual: values of `out` that are added.
-        norm: weights of the next norm [1, n], or None.
-        out_ptrs: destination [m, n].
-        normed_ptr: matrix of the normed rows, used with `norm`.
-        normed_stride: its stride.
-        new_squares_ptr: sums of squares of the program's outputs, one for each row; used with `norm`.
-        m: rows.
-        n: outputs.
-        mask: those that exist, [m, n].
         MODE: of `Product`.
     """
-    if factor is not None:
-        result *= factor
-        if MODE == 2:
-            up *= factor
     if bias is not None:
         result += bias
         if MODE == 2:
@@ -104,10 +75,25 @@ def finish(
         result += residual.to(tl.float32)
     elif MODE == 2:
         result = result * tl.sigmoid(result) * up
-    rounded = result.to(out_ptrs.dtype.element_ty)
-    tl.store(out_ptrs, rounded, mask)
-    if norm is not None:
-        value = tl.where(mask, rounded.to(tl.float32), 0.0)
-        tl.store(new_squares_ptr + m, tl.sum(value * value, 1))
-        normed_ptrs = normed_ptr + m.to(tl.int64)[:, None] * normed_stride + n[None, :]
-        tl.store(normed_ptrs, (value * norm).to(normed_ptr.dtype.element_ty), mask)
+    return result
+
+
+@triton.jit
+def store_normed(rounded, norm, normed_ptr, normed_stride, new_squares_ptr, m, n, mask, AXIS: tl.constexpr):
+    """Begin the next norm: store the results times its weights, and sums of the squares of each row.
+
+    Args:
+        rounded: the results as stored, [m, n] or [n, m].
+        norm: weights of the norm, which broadcast to the results.
+        normed_ptr: matrix of the normed rows.
+        normed_stride: its stride.
+        new_squares_ptr: sums of squares of the program's outputs, one for each row.
+        m: rows, in the shape of a slice of the results without the outputs' axis.
+        n: outputs, likewise.
+        mask: results that exist.
+        AXIS: axis of the outputs.
+    """
+    value = tl.where(mask, rounded.to(tl.float32), 0.0)
+    tl.store(new_squares_ptr + m, tl.sum(value * value, AXIS))
+    normed_ptrs = normed_ptr + tl.expand_dims(m.to(tl.int64) * normed_stride, AXIS) + tl.expand_dims(n, 1 - AXIS)
+    tl.store(normed_ptrs, (value * norm).to(normed_ptr.dtype.element_ty), mask)

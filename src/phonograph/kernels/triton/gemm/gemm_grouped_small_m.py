@@ -19,15 +19,12 @@ Shapes are those of `product`; W words, G groups.
 # pyright: reportAssignmentType=false
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-from phonograph.kernels.torch.grouped import Grouped
-from phonograph.kernels.triton.gemm.gemm_epilogue import add_warps, constant, finish, norm_factor, read_squares
+from phonograph.kernels.triton.gemm.gemm_epilogue import add_warps, constant, finished
 from phonograph.kernels.triton.gemm.grouped_operands import (
     BIAS_OF_BFLOAT16,
     BIAS_OF_FLOAT16,
@@ -39,53 +36,23 @@ from phonograph.kernels.triton.gemm.grouped_operands import (
     read_words,
     weights,
 )
-from phonograph.kernels.triton.gemm.product import Product, norm_arguments
-from phonograph.kernels.triton.launch.l1_carveout import LARGE, prefer_l1
+from phonograph.kernels.triton.gemm.product import Product
+from phonograph.kernels.triton.gemm.product_plan import LARGE, GemmGroupedSmallMConfig
+from phonograph.kernels.triton.launch.l1_carveout import prefer_l1
 from phonograph.kernels.triton.launch.pdl import pdl_options
 
 
-class GroupedRowsConfig(NamedTuple):
-    """Tiles of `rows` (8, 16 or 32) padded rows and block_n outputs (a multiple of 16) a program.
-
-    units: products of 128 columns (fewer of 8 bits and in smaller groups) of a step, a multiple of num_warps
-    ahead, rows_ahead: steps whose weights, and whose rows, are in flight at a time; the second divides the first
-    """
-
-    rows: int
-    block_n: int
-    units: int
-    ahead: int
-    rows_ahead: int
-    num_warps: int
-
-
-def takes(weight: Grouped, dtype: torch.dtype) -> bool:
-    """Return True if the kernel multiplies such weights by rows of `dtype`, whose columns are in their order."""
-    if dtype not in (torch.bfloat16, torch.float16):
-        return False
-    if weight.interleaved:
-        return True
-    if weight.is_fp8():
-        num_inputs = weight.packed_OW.shape[1]
-        return num_inputs % 4 == 0 and (weight.group >= num_inputs or weight.group % 64 == 0)
-    if weight.bits == 8:
-        return weight.scales_OG.shape[1] == 1 or weight.group == 32 or weight.group % 64 == 0
-    return weight.group in (32, 64) or weight.group % 128 == 0
-
-
-def launch(product: Product, weight: Grouped, config: GroupedRowsConfig) -> None:
-    """Compute a product of at most `config.rows` rows with `weight` in place of the product's."""
-    x_MK, _, bias_N, out_MN, mode, squares, _ = product
+def launch(product: Product, config: GemmGroupedSmallMConfig) -> None:
+    """Compute a product of at most `config.rows` rows, whose columns are in the order of the weights."""
+    x_MK, weight, bias_N, out_MN, mode, norm, next_norm = product
     num_rows, num_inputs = x_MK.shape
     num_outputs = out_MN.shape[1]
     rows, block_n, units, ahead, rows_ahead, num_warps = config
-    assert num_rows <= rows and block_n % 16 == 0 and units % num_warps == 0 and takes(weight, x_MK.dtype)
+    assert num_rows <= rows and block_n % 16 == 0 and units % num_warps == 0 and ahead % rows_ahead == 0
     assert x_MK.stride(1) == weight.packed_OW.stride(1) == out_MN.stride(1) == 1
-    assert squares is None or squares.sums.shape[1] == rows
-    assert weight.has_equal_strides() and ahead % rows_ahead == 0
-    norm_pointers, eps, normed_stride, square_tiles = norm_arguments(product)
+    assert weight.has_equal_strides() and norm is None and next_norm is None
     words_OW = weight.packed_OW.view(torch.int32)
-    kernel = _large_grouped_rows if 2 * words_OW.numel() >= LARGE else _grouped_rows_kernel
+    kernel = _large_gemm_grouped_small_m if 2 * words_OW.numel() >= LARGE else _gemm_grouped_small_m_kernel
     kernel[(triton.cdiv(num_outputs, block_n),)](
         x_MK,
         words_OW,
@@ -94,15 +61,12 @@ def launch(product: Product, weight: Grouped, config: GroupedRowsConfig) -> None
         weight.offsets_OG,
         bias_N,
         out_MN,
-        *norm_pointers,
         num_rows,
-        eps,
         MAGIC[x_MK.dtype],
         x_MK.stride(0),
         words_OW.stride(0),
         *weight.scales_OG.stride(),
         out_MN.stride(0),
-        normed_stride,
         N=num_outputs,
         K=num_inputs,
         GROUP=weight.group,
@@ -114,7 +78,6 @@ def launch(product: Product, weight: Grouped, config: GroupedRowsConfig) -> None
         UNITS=units,
         AHEAD=ahead,
         ROWS_AHEAD=rows_ahead,
-        SQUARE_TILES=square_tiles,
         MODE=mode,
         **pdl_options(),
         num_warps=num_warps,
@@ -143,7 +106,7 @@ def _with(items, place: tl.constexpr, value):
 
 
 @triton.jit(do_not_specialize=["M", "magic"])
-def _grouped_rows_kernel(
+def _gemm_grouped_small_m_kernel(
     x_ptr,
     packed_ptr,
     scales_ptr,
@@ -151,19 +114,13 @@ def _grouped_rows_kernel(
     offsets_ptr,
     bias_ptr,
     out_ptr,
-    squares_ptr,
-    norm_ptr,
-    normed_ptr,
-    new_squares_ptr,
     M,
-    eps,
     magic,
     x_stride,
     packed_stride,
     output_stride,
     group_stride,
     out_stride,
-    normed_stride,
     N: tl.constexpr,
     K: tl.constexpr,
     GROUP: tl.constexpr,
@@ -175,7 +132,6 @@ def _grouped_rows_kernel(
     UNITS: tl.constexpr,
     AHEAD: tl.constexpr,
     ROWS_AHEAD: tl.constexpr,
-    SQUARE_TILES: tl.constexpr,
     MODE: tl.constexpr,
     PDL: tl.constexpr,
     num_warps: tl.constexpr,
@@ -228,7 +184,6 @@ def _grouped_rows_kernel(
             offsets += (_groups(offsets_ptr, first, step, output_stride, group_stride, SIZES),)
     bias = constant(bias_ptr, n, valid_n) if bias_ptr is not None else None
     up_bias = constant(bias_ptr + N, n, valid_n) if bias_ptr is not None and MODE == 2 else None
-    norm = constant(norm_ptr, n, valid_n) if norm_ptr is not None else None
     scale = constant(scales_ptr, n * output_stride, valid_n) if ONE_SCALE else None
     up_scale = constant(scales_ptr + N * output_stride, n * output_stride, valid_n) if ONE_SCALE and MODE == 2 else None
     if PDL:
@@ -237,9 +192,6 @@ def _grouped_rows_kernel(
     xs = ()
     for step in tl.static_range(ROWS_AHEAD):
         xs += (read_rows(x_ptrs, x_row < M, step, K, EIGHTS, UNITS),)
-    if SQUARE_TILES > 0:
-        squares = read_squares(squares_ptr, m, ROWS, SQUARE_TILES)
-    factor = None
     residual = None
     up = None
     if MODE == 1:
@@ -248,9 +200,6 @@ def _grouped_rows_kernel(
     half = tl.full((UNITS, 16, COLUMNS // 2), 1.0, KIND)
     ones = tl.reshape(tl.join(half, half), (UNITS, 16, COLUMNS))
     sums = tl.zeros((UNITS, OUTPUTS, ROWS), tl.float32)
-    if SQUARE_TILES > 0:
-        # While the input is in flight.
-        factor = norm_factor(squares, eps, K, num_warps)
     # AHEAD steps a turn; those beyond the last read nothing and add zeros. One stage: Triton's own pipeline would bring
     # the operands through shared memory.
     for turn in tl.range((STEPS + AHEAD - 1) // AHEAD, num_stages=1):
@@ -295,25 +244,10 @@ def _grouped_rows_kernel(
         result *= scale
         if MODE == 2:
             up *= up_scale
-    squares_ptr = new_squares_ptr + first // BLOCK_N * ROWS if norm_ptr is not None else None
-    finish(
-        result,
-        up,
-        factor,
-        bias,
-        up_bias,
-        residual,
-        norm,
-        out_ptrs,
-        normed_ptr,
-        normed_stride,
-        squares_ptr,
-        m,
-        n,
-        mask,
-        MODE,
-    )
+    tl.store(out_ptrs, finished(result, up, bias, up_bias, residual, MODE).to(out_ptr.dtype.element_ty), mask)
 
 
-_large_grouped_rows = prefer_l1(triton.jit(do_not_specialize=["M", "magic"])(_grouped_rows_kernel.fn), carveout=7)
+_large_gemm_grouped_small_m = prefer_l1(
+    triton.jit(do_not_specialize=["M", "magic"])(_gemm_grouped_small_m_kernel.fn), carveout=7
+)
 """The same kernel, for layers of as many bytes as `LARGE` weights in 16 bits have."""

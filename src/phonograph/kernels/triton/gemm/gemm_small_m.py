@@ -21,56 +21,40 @@ Shapes are those of `product`.
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-from phonograph.kernels.triton.gemm.gemm_epilogue import add_warps, constant, finish, norm_factor, read_squares
+from phonograph.kernels.triton.gemm.gemm_epilogue import (
+    add_warps,
+    constant,
+    finished,
+    norm_factor,
+    read_squares,
+    store_normed,
+)
 from phonograph.kernels.triton.gemm.product import Product, norm_arguments
-from phonograph.kernels.triton.launch.l1_carveout import LARGE, prefer_l1
+from phonograph.kernels.triton.gemm.product_plan import LARGE, GemmSmallMConfig
+from phonograph.kernels.triton.launch.l1_carveout import prefer_l1
 from phonograph.kernels.triton.launch.pdl import pdl_options
 
 _REGISTERS = 65536
 """Registers of a multiprocessor."""
 
 
-class FewRowsConfig(NamedTuple):
-    """Tiles of `rows` (8, 16 or 32) padded rows, block_n outputs (8, 16, 32) a program and block_k columns a step.
-
-    ahead, rows_ahead: steps whose weights, and whose rows, are in flight at a time
-    sums: partial sums of an output in a warp, because a tensor core's product waits for the one before it in its sum
-    programs: programs that fit the registers of a multiprocessor; 0 leaves it to the compiler
-    together: a warp's columns of a step are neighbours; otherwise warps take turns at every 32
-
-    Sizes are powers of two, block_k is 32 * num_warps * sums or more.
-    """
-
-    rows: int
-    block_n: int
-    block_k: int
-    ahead: int
-    rows_ahead: int
-    num_warps: int
-    sums: int
-    programs: int = 0
-    together: bool = False
-
-
-def launch(product: Product, config: FewRowsConfig) -> None:
+def launch(product: Product, config: GemmSmallMConfig) -> None:
     """Compute a product of at most `config.rows` rows."""
-    x_MK, weight_NK, bias_N, out_MN, mode, squares, _ = product
+    x_MK, weight_NK, bias_N, out_MN, mode, norm, _ = product
     num_rows, num_inputs = x_MK.shape
     num_outputs = out_MN.shape[1]
     rows, block_n, block_k, ahead, rows_ahead, num_warps, sums, programs, together = config
     assert num_rows <= rows and block_n % 8 == 0 and block_k % (32 * num_warps * sums) == 0
     assert weight_NK.shape[1] == num_inputs
     assert x_MK.stride(1) == weight_NK.stride(1) == out_MN.stride(1) == 1
-    assert squares is None or squares.sums.shape[1] == rows
+    assert norm is None or norm.sums.shape[1] == rows
     norm_pointers, eps, normed_stride, square_tiles = norm_arguments(product)
     registers = {"maxnreg": min(255, _REGISTERS // (32 * num_warps * programs) // 8 * 8)} if programs else {}
-    kernel = _large_few_rows if weight_NK.numel() >= LARGE else _few_rows_kernel
+    kernel = _large_gemm_small_m if weight_NK.numel() >= LARGE else _gemm_small_m_kernel
     kernel[(triton.cdiv(num_outputs, block_n),)](
         x_MK,
         weight_NK,
@@ -159,7 +143,7 @@ def _add_products(sums, weight, x, BATCH: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["M"])
-def _few_rows_kernel(
+def _gemm_small_m_kernel(
     x_ptr,
     weight_ptr,
     bias_ptr,
@@ -253,25 +237,16 @@ def _few_rows_kernel(
         result, up = tl.split(tl.permute(tl.reshape(total, (2, BLOCK_N, ROWS)), (2, 1, 0)))
     else:
         result = tl.trans(tl.reshape(total, (BLOCK_N, ROWS)))
-    squares_ptr = new_squares_ptr + first // BLOCK_N * ROWS if norm_ptr is not None else None
-    finish(
-        result,
-        up,
-        factor,
-        bias,
-        up_bias,
-        residual,
-        norm,
-        out_ptrs,
-        normed_ptr,
-        normed_stride,
-        squares_ptr,
-        m,
-        n,
-        mask,
-        MODE,
-    )
+    if SQUARE_TILES > 0:
+        result *= factor
+        if MODE == 2:
+            up *= factor
+    rounded = finished(result, up, bias, up_bias, residual, MODE).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptrs, rounded, mask)
+    if norm_ptr is not None:
+        squares_ptr = new_squares_ptr + first // BLOCK_N * ROWS
+        store_normed(rounded, norm, normed_ptr, normed_stride, squares_ptr, m, n, mask, 1)
 
 
-_large_few_rows = prefer_l1(triton.jit(do_not_specialize=["M"])(_few_rows_kernel.fn), carveout=7)
+_large_gemm_small_m = prefer_l1(triton.jit(do_not_specialize=["M"])(_gemm_small_m_kernel.fn), carveout=7)
 """The same kernel, for layers of `LARGE` weights and more."""

@@ -13,8 +13,6 @@ Shapes are those of `product`.
 # pyright: basic, reportCallIssue=false, reportArgumentType=false
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -22,7 +20,7 @@ from triton.language.extra import cuda as tl_cuda
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from phonograph.kernels.torch.grouped import Grouped
-from phonograph.kernels.triton.gemm.gemm_epilogue import read_squares
+from phonograph.kernels.triton.gemm.gemm_epilogue import constant, finished, read_squares, store_normed
 from phonograph.kernels.triton.gemm.grouped_operands import (
     BIAS_OF_BFLOAT16,
     BIAS_OF_FLOAT16,
@@ -31,52 +29,36 @@ from phonograph.kernels.triton.gemm.grouped_operands import (
     numbers,
 )
 from phonograph.kernels.triton.gemm.product import Parts, Product, norm_arguments
+from phonograph.kernels.triton.gemm.product_plan import GemmTiledConfig
 from phonograph.kernels.triton.launch.pdl import pdl_options
 
 
-class LinearConfig(NamedTuple):
-    """Tiles of block_n weight rows, block_k columns a step and `rows` padded rows.
-
-    splits: programs that share the inputs of a tile
-    prefetch: columns that a program prefetches into the L2 cache before it waits for its input
-    """
-
-    rows: int
-    block_n: int
-    block_k: int
-    splits: int
-    num_warps: int
-    num_stages: int
-    prefetch: int
-
-
-def step_bytes(rows: int, block_n: int, block_k: int, *, silu: bool, bits: int = 16) -> int:
-    """Return the bytes of a step's tiles, with `silu` two of weights: of so many bits, and rows of 16, or 8 for 8."""
-    return (block_n * (1 + silu) * bits + rows * (8 if bits == 8 else 16)) * block_k // 8
-
-
-def takes(weight: Grouped, config: LinearConfig) -> bool:
+def takes(weight: Grouped, config: GemmTiledConfig) -> bool:
     """Return True if a step has columns of one group."""
     return weight.scales_OG.shape[1] == 1 or weight.group % config.block_k == 0
 
 
-def launch(product: Product, config: LinearConfig, parts: Parts | None, weight: Grouped | None = None) -> None:
-    """Compute a product; `parts` is needed if inputs are split, and `weight` replaces the product's."""
-    x_MK, weight_NK, bias_N, out_MN, mode, squares, _ = product
+def launch(product: Product, config: GemmTiledConfig, parts: Parts | None) -> None:
+    """Compute a product; `parts` is needed if inputs are split."""
+    x_MK, weight_NK, bias_N, out_MN, mode, norm, _ = product
+    weight, weight_NK = (product.weight, None) if isinstance(product.weight, Grouped) else (None, product.weight)
     num_rows, num_inputs = x_MK.shape
     num_outputs = out_MN.shape[1]
     rows, block_n, block_k, splits, num_warps, num_stages, prefetch = config
     assert splits == 1 or (parts is not None and mode != 2)
-    assert squares is None or squares.sums.shape[1] == rows
+    assert norm is None or norm.sums.shape[1] == rows
+    assert x_MK.stride(1) == 1
     tiles = triton.cdiv(num_outputs, block_n) * triton.cdiv(num_rows, rows)
     if weight is not None:
         assert takes(weight, config) and weight.has_equal_strides()
         weight_NK = weight.packed_OW.view(torch.int32)
+    else:
+        assert weight_NK.shape[1] == num_inputs and weight_NK.stride(1) == 1
     aligned = rows_aligned(weight_NK) and weight is None
     partials, arrived = parts or (None, None)
     norm_pointers, eps, normed_stride, square_tiles = norm_arguments(product)
     stride = weight_NK.stride(0)
-    _rows_kernel[(tiles, splits)](
+    _gemm_tiled_kernel[(tiles, splits)](
         x_MK,
         TensorDescriptor(weight_NK, list(weight_NK.shape), [stride, 1], [block_n, block_k]) if aligned else None,
         weight_NK,
@@ -230,7 +212,7 @@ def _grouped_tile(words_ptr, word_stride, groups, row, start, SHAPE: tl.constexp
 
 
 @triton.jit(do_not_specialize=["M", "magic"])
-def _rows_kernel(
+def _gemm_tiled_kernel(
     x_ptr,
     weight_desc,
     weight_ptr,
@@ -339,21 +321,20 @@ def _rows_kernel(
         sums *= factor
         up_sums *= factor
     valid_n = n < rows_left
-    if bias_ptr is not None:
-        sums += tl.load(bias_ptr + first + n, valid_n, other=0.0).to(tl.float32)[:, None]
-        if MODE == 2:
-            up_sums += tl.load(bias_ptr + N + first + n, valid_n, other=0.0).to(tl.float32)[:, None]
     out_ptrs = out_ptr + m.to(tl.int64)[None, :] * out_stride + (first + n)[:, None]
     mask = valid_n[:, None] & (m < M)[None, :]
+    bias = None
+    up_bias = None
+    if bias_ptr is not None:
+        bias = constant(bias_ptr + first, n, valid_n, 1)
+        if MODE == 2:
+            up_bias = constant(bias_ptr + N + first, n, valid_n, 1)
+    residual = None
     if MODE == 1:
-        sums += tl.load(out_ptrs, mask, other=0.0).to(tl.float32)
-    elif MODE == 2:
-        sums = sums * tl.sigmoid(sums) * up_sums
-    result = sums.to(out_ptr.dtype.element_ty)
-    tl.store(out_ptrs, result, mask)
+        residual = tl.load(out_ptrs, mask, other=0.0)
+    rounded = finished(sums, up_sums, bias, up_bias, residual, MODE).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptrs, rounded, mask)
     if norm_ptr is not None:
-        value = tl.where(mask, result.to(tl.float32), 0.0)
-        tl.store(new_squares_ptr + first // BLOCK_N * ROWS + tl.arange(0, ROWS), tl.sum(value * value, 0))
-        value *= tl.load(norm_ptr + first + n, valid_n, other=0.0).to(tl.float32)[:, None]
-        normed_ptrs = normed_ptr + m.to(tl.int64)[None, :] * normed_stride + (first + n)[:, None]
-        tl.store(normed_ptrs, value.to(normed_ptr.dtype.element_ty), mask)
+        squares_ptr = new_squares_ptr + first // BLOCK_N * ROWS
+        norm = constant(norm_ptr + first, n, valid_n, 1)
+        store_normed(rounded, norm, normed_ptr + first, normed_stride, squares_ptr, m, n, mask, 0)

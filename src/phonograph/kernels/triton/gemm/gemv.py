@@ -11,40 +11,31 @@ Shapes are those of `product`; sums are float32.
 # pyright: basic, reportCallIssue=false, reportArgumentType=false
 from __future__ import annotations
 
-import functools
-
-import torch
 import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-from phonograph.kernels.triton.gemm.product import SILU, STORE
-from phonograph.kernels.triton.launch.l1_carveout import LARGE, prefer_l1
+from phonograph.kernels.triton.gemm.gemm_epilogue import finished
+from phonograph.kernels.triton.gemm.product import DeferredNorm, Product
+from phonograph.kernels.triton.gemm.product_plan import LARGE, GemvConfig
+from phonograph.kernels.triton.launch.l1_carveout import prefer_l1
 from phonograph.kernels.triton.launch.pdl import pdl_options
 
 
-def gemv(
-    x_1K: torch.Tensor,
-    weight_NK: torch.Tensor,
-    bias_N: torch.Tensor | None,
-    out_1N: torch.Tensor,
-    *,
-    mode: int = STORE,
-    norm_K: torch.Tensor | None = None,
-    eps: float = 0.0,
-) -> None:
-    """Compute a `Product` of one row, or of its rms_norm with weights `norm_K` and `eps`.
+def launch(product: Product, config: GemvConfig) -> None:
+    """Compute a product of one row, or of its rms_norm.
 
     The root mean square is a factor of the whole row, so it is applied to the sums: W(xg)/rms. Each program sums the
     squares for itself while it streams. `x` must not overlap `out`.
     """
+    x_1K, weight_NK, bias_N, out_1N, mode, norm, _ = product
     num_rows, num_inputs = x_1K.shape
     num_outputs = out_1N.shape[1]
-    assert num_rows == 1 and weight_NK.shape[1] == num_inputs
+    assert num_rows == 1 and weight_NK.shape[1] == num_inputs and not isinstance(norm, DeferredNorm)
     assert x_1K.stride(1) == weight_NK.stride(1) == out_1N.stride(1) == 1
-    block_n, block_k, num_warps = _configuration(num_inputs, mode == SILU)
+    norm_K, eps = norm or (None, 0.0)
     kernel = _large_gemv if weight_NK.numel() >= LARGE else _gemv_kernel
-    kernel[(triton.cdiv(num_outputs, block_n),)](
+    kernel[(triton.cdiv(num_outputs, config.block_n),)](
         x_1K,
         norm_K,
         weight_NK,
@@ -54,30 +45,12 @@ def gemv(
         weight_NK.stride(0),
         N=num_outputs,
         K=num_inputs,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
+        BLOCK_N=config.block_n,
+        BLOCK_K=config.block_k,
         MODE=mode,
         **pdl_options(),
-        num_warps=num_warps,
+        num_warps=config.num_warps,
     )
-
-
-@functools.cache
-def _configuration(num_inputs: int, pairs: bool) -> tuple[int, int, int]:
-    """Return weight rows of a program, columns of a step and warps; with `pairs` each output has two weight rows.
-
-    By measurements on an H200. Up to 4096 columns go in one step, with 16 Ki weights a program at most; more columns go
-    in steps of 2048. A step is shorter where more than a quarter of the lanes would idle (in several steps, more than a
-    fifth).
-    """
-    whole = 1 << (num_inputs - 1).bit_length()
-    if whole <= 4096 and whole <= 1.34 * num_inputs:
-        block_k, num_warps = max(32, whole), max(1, whole // 512)
-    else:
-        block_k, num_warps = 2048, 4
-        while block_k > 32 and -(-num_inputs // block_k) * block_k > 1.25 * num_inputs:
-            block_k //= 2
-    return 2 if pairs and block_k > 2048 else 4, block_k, num_warps
 
 
 @triton.jit
@@ -143,14 +116,16 @@ def _gemv_kernel(
         scale = tl.rsqrt(tl.sum(squares, 0) / K + eps)
         result *= scale
         up_result *= scale
+    bias = None
+    up_bias = None
     if bias_ptr is not None:
-        result += tl.load(bias_ptr + n, valid_n, other=0.0).to(tl.float32)
+        bias = tl.load(bias_ptr + n, valid_n, other=0.0).to(tl.float32)
         if MODE == 2:
-            up_result += tl.load(bias_ptr + N + n, valid_n, other=0.0).to(tl.float32)
+            up_bias = tl.load(bias_ptr + N + n, valid_n, other=0.0).to(tl.float32)
+    residual = None
     if MODE == 1:
-        result += tl.load(out_ptr + n, valid_n, other=0.0).to(tl.float32)
-    elif MODE == 2:
-        result = result * tl.sigmoid(result) * up_result
+        residual = tl.load(out_ptr + n, valid_n, other=0.0)
+    result = finished(result, up_result, bias, up_bias, residual, MODE)
     tl.store(out_ptr + n, result.to(out_ptr.dtype.element_ty), valid_n)
 
 

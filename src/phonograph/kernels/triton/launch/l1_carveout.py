@@ -12,9 +12,6 @@ from triton.compiler import CompiledKernel
 _PREFERRED_SHARED_MEMORY_CARVEOUT = 9
 """Attribute number in the driver's CUfunction_attribute."""
 _carveouts: dict[object, int] = {}
-LARGE = 1 << 23
-"""Weights from which a layer takes so long that changing the size of the L1 cache pays: all layers of an 8B model, none
-of a 0.6B one."""
 
 
 def prefer_l1(function: Any, *, carveout: int) -> Any:

@@ -36,6 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from phonograph.kernels.fp8_activations import Fp8Rows
 from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.triton.gemm.grouped_operands import (
     BIAS_OF_BFLOAT16,
@@ -48,15 +49,15 @@ from phonograph.kernels.triton.gemm.hopper.gemm_ring_parts import (
     add_parts,
     ask_for_rows,
     ask_for_weights,
+    constant,
     deferred_factor,
-    finish,
+    finished,
     leave_part,
-    of_outputs,
     read_squares,
     rows_descriptor,
 )
 from phonograph.kernels.triton.gemm.product import Parts, Product, norm_arguments
-from phonograph.kernels.triton.gemm.tuning import RingConfig
+from phonograph.kernels.triton.gemm.product_plan import GemmRingConfig
 from phonograph.kernels.triton.launch.gluon import (
     behind,
     let_next_kernel_start,
@@ -66,23 +67,18 @@ from phonograph.kernels.triton.launch.gluon import (
 from phonograph.kernels.triton.launch.pdl import pdl_options
 
 
-def launch(
-    product: Product,
-    config: RingConfig,
-    parts: Parts | None,
-    grouped: Grouped | None = None,
-    row_scales_M1: torch.Tensor | None = None,
-) -> None:
+def launch(product: Product, config: GemmRingConfig, parts: Parts | None) -> None:
     """Compute a product of rows that begin at multiples of 16 bytes.
 
     Args:
-        product: the product, whose rows have 16 bits, or are FP8.
+        product: rows and weights of 16 bits; rows of 16 bits and interleaved weights of 4; or both in FP8, weights with
+            a scale an output.
         config: the tiles.
         parts: scratch, needed if inputs are split.
-        grouped: interleaved weights of 4 bits, or FP8 weights with one scale an output, in place of the product's.
-        row_scales_M1: scales of FP8 rows, float32, whose weights are FP8 too.
     """
-    x_MK, weight_NK, bias_N, out_MN, mode, _, _ = product
+    x, weight_NK, bias_N, out_MN, mode, _, _ = product
+    x_MK, row_scales_M1 = x if isinstance(x, Fp8Rows) else (x, None)
+    grouped = weight_NK if isinstance(weight_NK, Grouped) else None
     num_rows, num_inputs = x_MK.shape
     num_outputs = out_MN.shape[1]
     rows, block_n, block_k, splits, stages, lag = config
@@ -103,7 +99,7 @@ def launch(
         weight_NK, num_warps, group = grouped.packed_OW, block_n // 16, grouped.group
         tile, weights_kind = [block_n, block_k // 8], gl.int32
     weights_layout = gl.NVMMASharedLayout.get_default_for(tile, weights_kind)
-    _ring_kernel[(triton.cdiv(num_outputs, block_n) * triton.cdiv(num_rows, rows), splits)](
+    _gemm_ring_kernel[(triton.cdiv(num_outputs, block_n) * triton.cdiv(num_rows, rows), splits)](
         rows_descriptor(x_MK, [rows, block_k], rows_layout),
         TensorDescriptor(weight_NK, list(weight_NK.shape), [weight_NK.stride(0), 1], tile, weights_layout),
         *((grouped.scales_OG, grouped.zeros_OG) if grouped is not None else (None, None)),
@@ -137,7 +133,7 @@ def launch(
 _KINDS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e4m3fn: gl.float8e4nv}
 
 
-def takes(weight: Grouped, config: RingConfig) -> bool:
+def takes(weight: Grouped, config: GemmRingConfig) -> bool:
     """Return True if the kernel multiplies such weights with such tiles: 64 or 128 outputs, columns of one group.
 
     With a lag, products would still read registers that the next step's weights are written to.
@@ -196,7 +192,7 @@ def _wait_for_products(STEPS: gl.constexpr, sums, ups, PAIR: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["M"])
-def _ring_kernel(
+def _gemm_ring_kernel(
     x_desc,
     weight_desc,
     scales_ptr,
@@ -276,11 +272,11 @@ def _ring_kernel(
     n = first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, OUT))
     bias, up_bias, norm = None, None, None
     if bias_ptr is not None:
-        bias = of_outputs(bias_ptr, n, N)
+        bias = constant(bias_ptr, n, N)[:, None]
         if MODE == 2:
-            up_bias = of_outputs(bias_ptr + N, n, N)
+            up_bias = constant(bias_ptr + N, n, N)[:, None]
     if norm_ptr is not None:
-        norm = of_outputs(norm_ptr, n, N)
+        norm = constant(norm_ptr, n, N)[:, None]
     if PDL:
         wait_for_kernel_before()
     for place in gl.static_range(STAGES):
@@ -349,21 +345,15 @@ def _ring_kernel(
         result *= gl.load(scales_ptr + n * output_stride, mask=n < N, other=0.0)[:, None] * row_scale
         if MODE == 2:
             up *= gl.load(scales_ptr + (N + n) * output_stride, mask=n < N, other=0.0)[:, None] * row_scale
-    finish(
-        result,
-        up,
-        deferred_factor(squares, eps, K, OUT) if SQUARE_TILES > 0 else None,
-        residual,
-        bias,
-        up_bias,
-        norm,
-        normed_ptr,
-        new_squares_ptr,
-        out_ptrs,
-        normed_stride,
-        m,
-        n,
-        mask,
-        first // BLOCK_N * ROWS,
-        MODE,
-    )
+    if SQUARE_TILES > 0:
+        factor = deferred_factor(squares, eps, K, OUT)
+        result *= factor
+        if MODE == 2:
+            up *= factor
+    rounded = finished(result, up, bias, up_bias, residual, MODE).to(out_ptr.dtype.element_ty)
+    gl.store(out_ptrs, rounded, mask=mask)
+    if norm is not None:
+        value = gl.where(mask, rounded.to(gl.float32), 0.0)
+        gl.store(new_squares_ptr + first // BLOCK_N * ROWS + m, gl.sum(value * value, 0))
+        normed_ptrs = normed_ptr + m.to(gl.int64)[None, :] * normed_stride + n[:, None]
+        gl.store(normed_ptrs, (value * norm).to(normed_ptr.dtype.element_ty), mask=mask)

@@ -24,12 +24,12 @@ UNIT = gl.constexpr(128)
 
 
 def takes(weight: Grouped, units: int) -> bool:
-    """Return True for interleaved words of which a step of so many units has one group, or a group for each unit."""
+    """Return True if the group size is one unit, or a multiple of a step's `units` units, of interleaved words."""
     return weight.interleaved and (weight.group == UNIT.value or weight.group % (UNIT.value * units) == 0)
 
 
 def rows_descriptor(x_MK: torch.Tensor, tile: list[int], layout: Any) -> TensorDescriptor:
-    """Describe rows that the copy engine loads in tiles, and those behind them as far as their memory goes.
+    """Make a TMA descriptor of the rows, extended to the end of the allocation so that no tile is out of bounds.
 
     The copy engine takes 1 to 2 us more of a kernel for a tile with rows that do not exist. A row has no influence on
     the results of others, so that any memory serves, whatever it holds.
@@ -84,9 +84,9 @@ def deferred_factor(squares, eps, K: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def of_outputs(pointer, n, N: gl.constexpr):
-    """Load values of the outputs n, constants of the model. Kernels do so early: they come from memory, not a cache."""
-    return gl.load(pointer + n, mask=n < N, other=0.0)
+def constant(pointer, n, N: gl.constexpr):
+    """Load constants of the outputs n, in float32. Kernels do so early: they come from memory, not from a cache."""
+    return gl.load(pointer + n, mask=n < N, other=0.0).to(gl.float32)
 
 
 @gluon.constexpr_function
@@ -180,61 +180,23 @@ def add_parts(base, zeros, SIZE: gl.constexpr, SPLITS: gl.constexpr, arrived_ptr
 
 
 @gluon.jit
-def finish(
-    result,
-    up,
-    factor,
-    residual,
-    bias,
-    up_bias,
-    norm,
-    normed_ptr,
-    new_squares_ptr,
-    out_ptrs,
-    normed_stride,
-    m,
-    n,
-    mask,
-    tile_squares,
-    MODE: gl.constexpr,
-):
-    """Finish the sums of a product: factor, bias, residual or activation; store them, and begin the norm behind them.
+def finished(result, up, bias, up_bias, residual, MODE: gl.constexpr):
+    """Return the results of a product from its sums, in float32.
 
     Args:
-        result: sums [n, m], of gates if `up` has those of ups.
+        result: sums, of gates if `up` has those of ups.
         up: see `result`.
-        factor: deferred division of the rows [1, m], or None.
-        residual: what is added to the result (`ADD`).
-        bias: of the outputs [n], or None.
-        up_bias: that of the ups.
-        norm: weights of the norm behind the product [n], or None.
-        normed_ptr: rows times those weights.
-        new_squares_ptr: sums of squares of the results.
-        out_ptrs: places of the results.
-        normed_stride: of the rows of `normed`.
-        m: rows.
-        n: outputs.
-        mask: which of the results exist.
-        tile_squares: place of the first row's sum of squares.
+        bias: constants of the outputs, float32, that broadcast to the sums, or None.
+        up_bias: the same for the ups.
+        residual: values that are added to the result (`ADD`).
         MODE: of the product.
     """
-    if factor is not None:
-        result *= factor
-        if MODE == 2:
-            up *= factor
     if bias is not None:
-        result += bias.to(gl.float32)[:, None]
+        result += bias
         if MODE == 2:
-            up += up_bias.to(gl.float32)[:, None]
+            up += up_bias
     if MODE == 1:
         result += residual.to(gl.float32)
     elif MODE == 2:
         result = result / (1 + gl.exp(-result)) * up
-    rounded = result.to(out_ptrs.dtype.element_ty)
-    gl.store(out_ptrs, rounded, mask=mask)
-    if norm is not None:
-        value = gl.where(mask, rounded.to(gl.float32), 0.0)
-        gl.store(new_squares_ptr + tile_squares + m, gl.sum(value * value, 0))
-        value *= norm.to(gl.float32)[:, None]
-        normed_ptrs = normed_ptr + m.to(gl.int64)[None, :] * normed_stride + n[:, None]
-        gl.store(normed_ptrs, value.to(normed_ptr.dtype.element_ty), mask=mask)
+    return result

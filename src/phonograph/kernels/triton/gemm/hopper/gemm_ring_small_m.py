@@ -29,24 +29,21 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.triton.gemm.grouped_operands import BIAS_OF_BFLOAT16, BIAS_OF_FLOAT16, MAGIC, unpacked
 from phonograph.kernels.triton.gemm.hopper.gemm_ring_parts import (
     UNIT,
     add_parts,
     ask_for_rows,
     ask_for_weights,
-    deferred_factor,
-    finish,
+    constant,
+    finished,
     keep,
     leave_part,
-    of_outputs,
-    read_squares,
     rows_descriptor,
     takes,
 )
-from phonograph.kernels.triton.gemm.product import Parts, Product, norm_arguments
-from phonograph.kernels.triton.gemm.tuning import FewRowsRingConfig
+from phonograph.kernels.triton.gemm.product import Parts, Product
+from phonograph.kernels.triton.gemm.product_plan import GemmRingSmallMConfig
 from phonograph.kernels.triton.launch.gluon import (
     behind,
     let_next_kernel_start,
@@ -59,30 +56,28 @@ from phonograph.kernels.triton.launch.pdl import pdl_options
 _KINDS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
-def launch(product: Product, weight: Grouped, config: FewRowsRingConfig, parts: Parts | None) -> None:
+def launch(product: Product, config: GemmRingSmallMConfig, parts: Parts | None) -> None:
     """Compute a product of at most `config.rows` rows, which begin at multiples of 16 bytes.
 
     Args:
-        product: the product.
-        weight: interleaved weights, in place of the product's.
+        product: with interleaved weights.
         config: the tiles.
         parts: scratch, needed if inputs are split.
     """
-    x_MK, _, bias_N, out_MN, mode, squares, _ = product
+    x_MK, weight, bias_N, out_MN, mode, norm, next_norm = product
     num_rows, num_inputs = x_MK.shape
     num_outputs = out_MN.shape[1]
     rows, block_n, units, splits, stages, warps_n, warps_k = config
     assert num_rows <= rows and (splits == 1 or (parts is not None and mode != 2))
     assert takes(weight, units) and weight.has_equal_strides()
     assert units % warps_k == 0 and block_n % (16 * warps_n) == 0
-    assert squares is None or squares.sums.shape[1] == rows
+    assert norm is None and next_norm is None
     partials, arrived = parts or (None, None)
-    norm_pointers, eps, normed_stride, square_tiles = norm_arguments(product)
     words_OW = weight.packed_OW
     words_tile, rows_tile = [block_n, 16 * units], [rows, UNIT.value * units]
     words_layout = gl.NVMMASharedLayout.get_default_for(words_tile, gl.int32)
     rows_layout = gl.NVMMASharedLayout.get_default_for(rows_tile, _KINDS[x_MK.dtype])
-    _few_rows_ring_kernel[(triton.cdiv(num_outputs, block_n), splits)](
+    _gemm_ring_small_m_kernel[(triton.cdiv(num_outputs, block_n), splits)](
         rows_descriptor(x_MK, rows_tile, rows_layout),
         TensorDescriptor(words_OW, list(words_OW.shape), [words_OW.stride(0), 1], words_tile, words_layout),
         weight.scales_OG,
@@ -91,19 +86,15 @@ def launch(product: Product, weight: Grouped, config: FewRowsRingConfig, parts: 
         out_MN,
         partials,
         arrived,
-        *norm_pointers,
         num_rows,
-        eps,
         MAGIC[x_MK.dtype],
         *weight.scales_OG.stride(),
         out_MN.stride(0),
-        normed_stride,
         N=num_outputs,
         K=num_inputs,
         ROWS=rows,
         SPLITS=splits,
         STAGES=stages,
-        SQUARE_TILES=square_tiles,
         MODE=mode,
         WARPS_N=warps_n,
         WARPS_K=warps_k,
@@ -186,7 +177,7 @@ def _scaled(part, column_sums, scales, zeros, turn, HALF: gl.constexpr, BIAS: gl
 
 
 @gluon.jit(do_not_specialize=["M", "magic"])
-def _few_rows_ring_kernel(
+def _gemm_ring_small_m_kernel(
     x_desc,
     words_desc,
     scales_ptr,
@@ -195,23 +186,16 @@ def _few_rows_ring_kernel(
     out_ptr,
     partial_ptr,
     arrived_ptr,
-    squares_ptr,
-    norm_ptr,
-    normed_ptr,
-    new_squares_ptr,
     M,
-    eps,
     magic,
     output_stride,
     group_stride,
     out_stride,
-    normed_stride,
     N: gl.constexpr,
     K: gl.constexpr,
     ROWS: gl.constexpr,
     SPLITS: gl.constexpr,
     STAGES: gl.constexpr,
-    SQUARE_TILES: gl.constexpr,
     MODE: gl.constexpr,
     WARPS_N: gl.constexpr,
     WARPS_K: gl.constexpr,
@@ -258,13 +242,11 @@ def _few_rows_ring_kernel(
     if zeros_ptr is not None:
         zeros = keep(zeros_ptr, *at, N, K, PAIR, BLOCK_N, BLOCK_K, SPLITS, GROUP, WARPS)
     n = first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, OUT))
-    bias, up_bias, norm = None, None, None
+    bias, up_bias = None, None
     if bias_ptr is not None:
-        bias = of_outputs(bias_ptr, n, N)
+        bias = constant(bias_ptr, n, N)[:, None]
         if MODE == 2:
-            up_bias = of_outputs(bias_ptr + N, n, N)
-    if norm_ptr is not None:
-        norm = of_outputs(norm_ptr, n, N)
+            up_bias = constant(bias_ptr + N, n, N)[:, None]
     if PDL:
         wait_for_kernel_before()
     for place in gl.static_range(STAGES):
@@ -276,8 +258,6 @@ def _few_rows_ring_kernel(
     if MODE == 1:
         # Loaded early, used at the end.
         residual = gl.load(out_ptrs, mask=mask, other=0.0)
-    if SQUARE_TILES > 0:
-        squares = read_squares(squares_ptr, SQUARE_TILES, ROWS, WARPS)
 
     sums = gl.zeros([UNITS, BLOCK_N, ROWS], gl.float32, LAYOUT)
     ups = gl.zeros([UNITS, BLOCK_N, ROWS], gl.float32, LAYOUT)
@@ -316,21 +296,5 @@ def _few_rows_ring_kernel(
         if leave_part(base, result, split, SIZE, arrived_ptr, tile) < SPLITS - 1:
             return
         result = add_parts(base, gl.zeros([BLOCK_N, ROWS], gl.float32, OUT), SIZE, SPLITS, arrived_ptr, tile)
-    finish(
-        result,
-        up,
-        deferred_factor(squares, eps, K, OUT) if SQUARE_TILES > 0 else None,
-        residual,
-        bias,
-        up_bias,
-        norm,
-        normed_ptr,
-        new_squares_ptr,
-        out_ptrs,
-        normed_stride,
-        m,
-        n,
-        mask,
-        tile * ROWS,
-        MODE,
-    )
+    rounded = finished(result, up, bias, up_bias, residual, MODE).to(out_ptr.dtype.element_ty)
+    gl.store(out_ptrs, rounded, mask=mask)

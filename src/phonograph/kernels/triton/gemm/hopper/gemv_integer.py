@@ -27,8 +27,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from phonograph.kernels.torch.grouped import Grouped
-from phonograph.kernels.triton.gemm.hopper.gemm_ring_parts import UNIT, add_parts, keep, leave_part, of_outputs, takes
+from phonograph.kernels.triton.gemm.hopper.gemm_ring_parts import (
+    UNIT,
+    add_parts,
+    constant,
+    finished,
+    keep,
+    leave_part,
+    takes,
+)
 from phonograph.kernels.triton.gemm.hopper.integer_operands import (
     BESIDE,
     left,
@@ -38,8 +45,8 @@ from phonograph.kernels.triton.gemm.hopper.integer_operands import (
     sums_layout,
     words_layout,
 )
-from phonograph.kernels.triton.gemm.product import SILU, Parts, Product, norm_arguments
-from phonograph.kernels.triton.gemm.tuning import IntegerRowConfig
+from phonograph.kernels.triton.gemm.product import SILU, Parts, Product
+from phonograph.kernels.triton.gemm.product_plan import GemvIntegerConfig
 from phonograph.kernels.triton.launch.gluon import (
     behind,
     let_next_kernel_start,
@@ -49,29 +56,27 @@ from phonograph.kernels.triton.launch.gluon import (
 from phonograph.kernels.triton.launch.pdl import pdl_options
 
 
-def launch(product: Product, weight: Grouped, config: IntegerRowConfig, parts: Parts | None) -> None:
+def launch(product: Product, config: GemvIntegerConfig, parts: Parts | None) -> None:
     """Compute a product of one row, which begins at a multiple of 16 bytes.
 
     Args:
-        product: the product.
-        weight: interleaved weights of 4 bits, in place of the product's.
+        product: with interleaved weights of 4 bits.
         config: the tiles.
         parts: scratch, needed if inputs are split.
     """
-    x_MK, _, bias_N, out_MN, mode, squares, norm = product
+    x_MK, weight, bias_N, out_MN, mode, norm, next_norm = product
     num_inputs, num_outputs = x_MK.shape[1], out_MN.shape[1]
-    rows, block_n, units, splits, stages, warps_n, warps_k = config
+    block_n, units, splits, stages, warps_n, warps_k = config
     assert len(x_MK) == 1 and x_MK.dtype == out_MN.dtype and (splits == 1 or (parts is not None and mode != SILU))
     assert takes(weight, units) and weight.has_equal_strides()
     assert units % warps_k == 0 and block_n % (16 * warps_n) == 0
-    assert all(one is None or one.sums.shape[1] == rows for one in (squares, norm and norm.squares))
+    assert norm is None and next_norm is None
     partials, arrived = parts or (None, None)
-    norm_pointers, eps, _, square_tiles = norm_arguments(product)
     words_OW, pair = weight.packed_OW, 1 + (mode == SILU)
     stride, tile = words_OW.stride(0), [pair, block_n, 16 * units]
     layout = gl.NVMMASharedLayout.get_default_for(tile, gl.int32)
     shape, strides = [pair, num_outputs, words_OW.shape[1]], [num_outputs * stride, stride, 1]
-    _integer_row_kernel[(triton.cdiv(num_outputs, block_n), splits)](
+    _gemv_integer_kernel[(triton.cdiv(num_outputs, block_n), splits)](
         # Pairs of columns.
         x_MK.view(torch.int32),
         TensorDescriptor(words_OW, shape, strides, tile, layout),
@@ -81,15 +86,11 @@ def launch(product: Product, weight: Grouped, config: IntegerRowConfig, parts: P
         out_MN,
         partials,
         arrived,
-        *norm_pointers,
-        eps,
         *weight.scales_OG.stride(),
         N=num_outputs,
         K=num_inputs,
-        ROWS=rows,
         SPLITS=splits,
         STAGES=stages,
-        SQUARE_TILES=square_tiles,
         MODE=mode,
         UNITS=units,
         WARPS_N=warps_n,
@@ -122,7 +123,7 @@ def _of_row(values, turn, SUMS: gl.constexpr):
 
 
 @gluon.jit
-def _integer_row_kernel(
+def _gemv_integer_kernel(
     x_ptr,
     words_desc,
     scales_ptr,
@@ -131,19 +132,12 @@ def _integer_row_kernel(
     out_ptr,
     partial_ptr,
     arrived_ptr,
-    squares_ptr,
-    norm_ptr,
-    normed_ptr,
-    new_squares_ptr,
-    eps,
     output_stride,
     group_stride,
     N: gl.constexpr,
     K: gl.constexpr,
-    ROWS: gl.constexpr,
     SPLITS: gl.constexpr,
     STAGES: gl.constexpr,
-    SQUARE_TILES: gl.constexpr,
     MODE: gl.constexpr,
     UNITS: gl.constexpr,
     WARPS_N: gl.constexpr,
@@ -192,13 +186,11 @@ def _integer_row_kernel(
         zeros = keep(zeros_ptr, *at, N, K, PAIR, BLOCK_N, BLOCK_K, SPLITS, GROUP, WARPS)
     n = first + gl.arange(0, BLOCK_N, layout=OUT)
     mask = n < N
-    bias, up_bias, norm = None, None, None
+    bias, up_bias = None, None
     if bias_ptr is not None:
-        bias = of_outputs(bias_ptr, n, N).to(gl.float32)
+        bias = constant(bias_ptr, n, N)
         if MODE == 2:
-            up_bias = of_outputs(bias_ptr + N, n, N).to(gl.float32)
-    if norm_ptr is not None:
-        norm = of_outputs(norm_ptr, n, N).to(gl.float32)
+            up_bias = constant(bias_ptr + N, n, N)
     # Steps of a program, as a power of two; two steps' pieces of the row lie behind one another.
     ROW_TURNS: gl.constexpr = max(2, triton.next_power_of_2((STEPS + SPLITS - 1) // SPLITS))
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -215,9 +207,6 @@ def _integer_row_kernel(
     if MODE == 1:
         # Loaded early, used at the end.
         residual = gl.load(out_ptr + n, mask=mask, other=0.0)
-    if SQUARE_TILES > 0:
-        square = gl.arange(0, triton.next_power_of_2(SQUARE_TILES), layout=OUT)
-        squares = gl.load(squares_ptr + square * ROWS, mask=square < SQUARE_TILES, other=0.0)
     pairs_end = gl.minimum(end * BLOCK_K, K) // 2
     put_row(pieces, row_scales, row_sums, x_ptr, begin * (BLOCK_K // 2), pairs_end, WARPS, KIND)
 
@@ -252,22 +241,4 @@ def _integer_row_kernel(
             return
         result = add_parts(base, gl.zeros([BLOCK_N], gl.float32, OUT), BLOCK_N, SPLITS, arrived_ptr, tile)
 
-    if SQUARE_TILES > 0:
-        factor = gl.rsqrt(gl.sum(squares, 0) / K + eps)
-        result *= factor
-        if MODE == 2:
-            up *= factor
-    if bias is not None:
-        result += bias
-        if MODE == 2:
-            up += up_bias
-    if MODE == 1:
-        result += residual.to(gl.float32)
-    elif MODE == 2:
-        result = result / (1 + gl.exp(-result)) * up
-    rounded = result.to(KIND)
-    gl.store(out_ptr + n, rounded, mask=mask)
-    if norm is not None:
-        value = gl.where(mask, rounded.to(gl.float32), 0.0)
-        gl.store(new_squares_ptr + tile * ROWS, gl.sum(value * value, 0))
-        gl.store(normed_ptr + n, (value * norm).to(KIND), mask=mask)
+    gl.store(out_ptr + n, finished(result, up, bias, up_bias, residual, MODE).to(KIND), mask=mask)

@@ -1,0 +1,104 @@
+"""A matrix bound to a device: its products of any number of rows, each by the plan for the rows.
+
+Shapes are those of `product`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from phonograph.kernels.fp8_activations import Rows
+from phonograph.kernels.torch.grouped import Grouped
+from phonograph.kernels.triton.gemm.choose import choose
+from phonograph.kernels.triton.gemm.product import (
+    ADD,
+    MAX_SQUARE_TILES,
+    SILU,
+    STORE,
+    DeferredNorm,
+    Matrix,
+    NextNorm,
+    Norm,
+    Product,
+)
+from phonograph.kernels.triton.gemm.product_plan import (
+    GemmDevice,
+    GemmRingConfig,
+    GemmSmallMConfig,
+    GemmTiledConfig,
+    ProductPlan,
+    ProductShape,
+    WeightFormat,
+    cdiv,
+    rows_class,
+)
+from phonograph.kernels.triton.gemm.run import GemmScratch, run
+
+
+class BoundProduct:
+    """Products with one matrix.
+
+    Args:
+        weight: the matrix.
+        bias_N: constants of the outputs, or None.
+        shape: sizes of the product.
+        weights: format of the matrix.
+        device: GPU that runs it.
+        scratch: scratch of products that follow one another.
+        batch_invariant: the result of a row does not depend on other rows.
+    """
+
+    def __init__(
+        self,
+        weight: Matrix,
+        bias_N: torch.Tensor | None,
+        shape: ProductShape,
+        weights: WeightFormat,
+        *,
+        device: GemmDevice,
+        scratch: GemmScratch,
+        batch_invariant: bool = False,
+    ) -> None:
+        self.scratch = scratch
+        self._weight, self._bias_N = weight, bias_N
+        self._shape, self._weights, self._device = shape, weights, device
+        self._batch_invariant = batch_invariant
+
+    def plan(self, num_rows: int) -> ProductPlan:
+        """Return how products of a number of rows are computed."""
+        rows = rows_class(num_rows)
+        return choose(self._shape, self._weights, rows, self._device, batch_invariant=self._batch_invariant)
+
+    def store(self, x: Rows, out_MN: torch.Tensor, norm: Norm | DeferredNorm | None = None) -> None:
+        """Compute out = x @ weight^T + bias, or, if the plan is gated, out = silu(gate) * up of it."""
+        plan = self.plan(len(out_MN))
+        mode = SILU if self._shape.gated and not plan.gates_apart else STORE
+        run(plan, Product(x, self._weight, self._bias_N, out_MN, mode, norm), self.scratch)
+
+    def add(self, x: Rows, hidden_MN: torch.Tensor, next_norm: NextNorm | None = None) -> torch.Tensor | None:
+        """Compute hidden += x @ weight^T + bias, and begin the next norm.
+
+        Returns:
+            A product in scratch that the caller adds to `hidden`, or None.
+        """
+        product = Product(x, self._weight, self._bias_N, hidden_MN, ADD, next_norm=next_norm)
+        return run(self.plan(len(hidden_MN)), product, self.scratch)
+
+    def deferred_norm(self, num_rows: int, eps: float) -> DeferredNorm | None:
+        """Return the memory of the norm that the product of `num_rows` rows can begin; None if it can not."""
+        plan = self.plan(num_rows)
+        if not plan.defers_norms:
+            return None
+        assert isinstance(plan.kernel, GemmSmallMConfig | GemmRingConfig | GemmTiledConfig)
+        rows, tiles = plan.kernel.rows, cdiv(self._shape.num_outputs, plan.kernel.block_n)
+        if num_rows > rows or tiles > MAX_SQUARE_TILES:
+            return None
+        return DeferredNorm(self.scratch.squares[: tiles * rows].view(tiles, rows), eps)
+
+
+def format_of(weight: Matrix, dtype: torch.dtype) -> WeightFormat:
+    """Return the format of a matrix that rows of `dtype` are multiplied with."""
+    name = str(dtype).removeprefix("torch.")
+    if not isinstance(weight, Grouped):
+        return WeightFormat(name)
+    return WeightFormat(name, weight.bits, weight.group, weight.is_fp8(), weight.interleaved)

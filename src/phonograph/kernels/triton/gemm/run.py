@@ -1,0 +1,197 @@
+"""Launch of matrix products by their plans (`choose`).
+
+Quantized weights whose plan is torch are written out first. Kernels multiply columns in the order of the weights. If
+the inputs have another order, the rows are copied to scratch in that order.
+
+Shapes are those of `product`.
+"""
+
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
+from __future__ import annotations
+
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from phonograph.kernels.fp8_activations import Fp8Rows, ScaledScratch
+from phonograph.kernels.torch.grouped import Grouped
+from phonograph.kernels.triton.elementwise import layers
+from phonograph.kernels.triton.elementwise.fp8_rows import quantize_rows
+from phonograph.kernels.triton.gemm import gemm_grouped_small_m, gemm_small_m, gemm_tiled, gemv
+from phonograph.kernels.triton.gemm.dequantize import dequantize_into
+from phonograph.kernels.triton.gemm.product import ADD, SILU, Matrix, Parts, Product
+from phonograph.kernels.triton.gemm.product_plan import (
+    GemmGroupedSmallMConfig,
+    GemmRingConfig,
+    GemmRingSmallMConfig,
+    GemmSmallMConfig,
+    GemmTiledConfig,
+    GemvConfig,
+    GemvIntegerConfig,
+    KernelConfig,
+    ProductPlan,
+    cdiv,
+)
+
+_Splitting = TypeVar("_Splitting", GemmTiledConfig, GemmRingConfig, GemmRingSmallMConfig, GemvIntegerConfig)
+
+_MAX_TILES = 16384
+MAX_PARTIALS = 1 << 22
+_MAX_SQUARES = 1 << 16
+
+
+class GemmScratch(NamedTuple):
+    """Scratch of products that follow one another on one stream: `Parts`, and sums of squares.
+
+    Attributes:
+        partials: partial sums, float32.
+        arrived: counters of parts, int32.
+        squares: sums of squares of deferred norms, float32.
+        dequantized: room for the numbers of the largest matrix in groups that is written out, and for
+            `MAX_GROUPED_ROWS` rows of its inputs.
+        scaled: room for FP8 activations.
+    """
+
+    partials: torch.Tensor
+    arrived: torch.Tensor
+    squares: torch.Tensor
+    dequantized: torch.Tensor | None = None
+    scaled: ScaledScratch | None = None
+
+    @classmethod
+    def make(cls, device: torch.device) -> GemmScratch:
+        """Make scratch of 16 MiB for partial sums and 256 KiB for sums of squares, with counters of zero."""
+        return cls(
+            torch.zeros(MAX_PARTIALS, dtype=torch.float32, device=device),
+            torch.zeros(_MAX_TILES, dtype=torch.int32, device=device),
+            torch.zeros(_MAX_SQUARES, dtype=torch.float32, device=device),
+        )
+
+
+def run(plan: ProductPlan, product: Product, scratch: GemmScratch) -> torch.Tensor | None:
+    """Compute a product.
+
+    With mode ADD `x` must not overlap `out`, and may be overwritten.
+
+    Returns:
+        None if `out` has the result, or, with mode ADD, a product in scratch that the caller adds to `out`.
+    """
+    if plan.fp8_rows:
+        return _run_fp8(plan, product, scratch)
+    if plan.kernel is not None:
+        _launch(plan.kernel, product, scratch)
+        return None
+    x_MK, weight, bias_N, out_MN, mode, norm, _ = product
+    assert isinstance(x_MK, torch.Tensor) and norm is None and mode != SILU
+    matrix_KN = _written_out(weight, x_MK.shape[1], scratch).t()
+    if mode == ADD:
+        out_MN.addmm_(x_MK, matrix_KN)
+        if bias_N is not None:
+            out_MN.add_(bias_N)
+    elif bias_N is None:
+        torch.mm(x_MK, matrix_KN, out=out_MN)
+    else:
+        torch.addmm(bias_N, x_MK, matrix_KN, out=out_MN)
+    return None
+
+
+def _run_fp8(plan: ProductPlan, product: Product, scratch: GemmScratch) -> torch.Tensor | None:
+    """Compute a product of rows and weights in FP8. The product of two numbers is exact."""
+    x, weight, bias_N, out_MN, mode, _, _ = product
+    assert isinstance(weight, Grouped) and scratch.scaled is not None
+    if isinstance(x, torch.Tensor):
+        rows = scratch.scaled.rows(*x.shape)
+        quantize_rows(x, rows)
+        x = rows
+    if plan.kernel is not None:
+        _launch(plan.kernel, product._replace(x=x), scratch)
+        return None
+    result_MN = scratch.scaled.product_like(out_MN) if mode == ADD else out_MN
+    torch._scaled_mm(
+        x.values_MK,
+        weight.packed_OW.t(),
+        x.scales_M1,
+        weight.scales_OG.t(),
+        bias_N,
+        out_dtype=result_MN.dtype,
+        use_fast_accum=True,
+        out=result_MN,
+    )
+    return result_MN if mode == ADD else None
+
+
+def _launch(kernel: KernelConfig, product: Product, scratch: GemmScratch) -> None:
+    weight = product.weight
+    if isinstance(weight, Grouped) and weight.order_I is not None:
+        product = product._replace(x=_in_order(product.x, weight.order_I, scratch))
+    match _aligned(kernel, product):
+        case GemvConfig() as config:
+            gemv.launch(product, config)
+        case GemmSmallMConfig() as config:
+            gemm_small_m.launch(product, config)
+        case GemmGroupedSmallMConfig() as config:
+            gemm_grouped_small_m.launch(product, config)
+        case GemmTiledConfig(rows, block_n) as config:
+            gemm_tiled.launch(product, *_split(config, rows, block_n, product, scratch))
+        # Gluon is experimental: imported only where it runs.
+        case GemmRingConfig(rows, block_n) as config:
+            from phonograph.kernels.triton.gemm.hopper import gemm_ring
+
+            gemm_ring.launch(product, *_split(config, rows, block_n, product, scratch))
+        case GemmRingSmallMConfig(rows, block_n) as config:
+            from phonograph.kernels.triton.gemm.hopper import gemm_ring_small_m
+
+            gemm_ring_small_m.launch(product, *_split(config, rows, block_n, product, scratch))
+        case GemvIntegerConfig(block_n) as config:
+            from phonograph.kernels.triton.gemm.hopper import gemv_integer
+
+            gemv_integer.launch(product, *_split(config, 1, block_n, product, scratch))
+
+
+def _aligned(kernel: KernelConfig, product: Product) -> KernelConfig:
+    """Return the kernel, or one that takes rows that do not begin at multiples of 16 bytes, if these do not."""
+    weight = product.weight.packed_OW if isinstance(product.weight, Grouped) else product.weight
+    rows = product.x.values_MK if isinstance(product.x, Fp8Rows) else product.x
+    match kernel:
+        case GemmRingConfig(rows_tile, block_n, block_k, splits, stages):
+            if not (gemm_tiled.rows_aligned(weight) and gemm_tiled.rows_aligned(rows)):
+                assert rows is product.x, "FP8 rows lie in scratch, aligned"
+                return GemmTiledConfig(rows_tile, block_n, block_k, splits, 4, min(3, stages), 256)
+        case GemmRingSmallMConfig() | GemvIntegerConfig():
+            if not gemm_tiled.rows_aligned(rows):
+                return GemmGroupedSmallMConfig(8, 16, 8, 1, 1, 4)
+        case _:
+            pass
+    return kernel
+
+
+def _split(
+    config: _Splitting, rows: int, block_n: int, product: Product, scratch: GemmScratch
+) -> tuple[_Splitting, Parts | None]:
+    """Return tiles with the splits that the scratch has room for, and the scratch, which one split does not need."""
+    num_rows, num_outputs = product.out_MN.shape
+    tiles = cdiv(num_outputs, block_n) * cdiv(num_rows, rows)
+    if config.splits == 1:
+        return config, None
+    if product.mode == SILU or tiles > _MAX_TILES or tiles * config.splits * block_n * rows > MAX_PARTIALS:
+        return config._replace(splits=1), None
+    return config, scratch[:2]
+
+
+def _written_out(weight: Matrix, num_inputs: int, scratch: GemmScratch) -> torch.Tensor:
+    """Return the weights [N, K], of a matrix in groups in scratch that the next product may overwrite."""
+    if isinstance(weight, torch.Tensor):
+        return weight
+    assert scratch.dequantized is not None
+    num_outputs = weight.scales_OG.shape[0]
+    matrix_NK = scratch.dequantized[: num_outputs * num_inputs].view(num_outputs, num_inputs)
+    dequantize_into(weight, matrix_NK)
+    return matrix_NK
+
+
+def _in_order(x: torch.Tensor | Fp8Rows, order_K: torch.Tensor, scratch: GemmScratch) -> torch.Tensor:
+    """Return the rows with columns in an order, in scratch that the next product may overwrite."""
+    assert isinstance(x, torch.Tensor) and scratch.dequantized is not None
+    ordered_MK = scratch.dequantized[: x.numel()].view(x.shape)
+    layers.gather_columns(x, order_K, ordered_MK)
+    return ordered_MK

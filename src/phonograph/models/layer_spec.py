@@ -1,0 +1,240 @@
+"""Specification of a decoder layer as plain values: its heads, its feed-forward, its norms and its matrices.
+
+A layer's value has no index and no weights, so that equal layers of a model share one object. What a family of models
+has of its own is said here; kernels, memory and checkpoints follow from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+from phonograph.kernels.triton.gemm.product_plan import ProductShape, WeightFormat
+from phonograph.models.quantization.scheme import Scheme
+
+UNLIMITED = (-1, -1)
+
+
+class MatrixPart(NamedTuple):
+    """A projection of a checkpoint, fused with others of the same input.
+
+    Attributes:
+        name: last component of its name in a checkpoint.
+        num_outputs: its outputs.
+        scheme: its weight format; None for the model's type.
+    """
+
+    name: str
+    num_outputs: int
+    scheme: Scheme | None = None
+
+
+@dataclass(frozen=True)
+class LayerMatrix:
+    """A matrix, in which projections of the same input are fused. Their weights have one layout in memory.
+
+    Attributes:
+        name: name for people.
+        module: components of the projections' names before the last, such as "self_attn"; empty for the head.
+        parts: the projections, in the order of the matrix.
+        num_inputs: inputs of the product.
+        bias: True if the projections have a bias.
+        gated: the product is activation(first half) * second half.
+    """
+
+    name: str
+    module: str
+    parts: tuple[MatrixPart, ...]
+    num_inputs: int
+    bias: bool = False
+    gated: bool = False
+
+    @property
+    def num_outputs(self) -> int:
+        return sum(part.num_outputs for part in self.parts)
+
+    @property
+    def scheme(self) -> Scheme | None:
+        """Weight format of the first part; others have the same layout."""
+        return self.parts[0].scheme
+
+    @property
+    def shape(self) -> ProductShape:
+        return ProductShape(self.num_outputs // (1 + self.gated), self.num_inputs, self.gated)
+
+    def weight_format(self, dtype: str) -> WeightFormat:
+        """Return the layout of the weights on a GPU."""
+        return WeightFormat(dtype) if self.scheme is None else self.scheme.weight_format(self.num_inputs, dtype)
+
+    def nbytes(self, element: int) -> int:
+        """Return the bytes of the weights in memory; `element` is the size of the model's type."""
+        return sum(
+            part.num_outputs * self.num_inputs * element
+            if part.scheme is None
+            else part.scheme.nbytes(part.num_outputs, self.num_inputs, element)
+            for part in self.parts
+        )
+
+    def with_schemes(self, scheme_of: Callable[[str], Scheme | None]) -> LayerMatrix:
+        """Return the matrix with the format of each part, by its name in the layer."""
+        parts = (part._replace(scheme=scheme_of(self.path(part.name))) for part in self.parts)
+        return replace(self, parts=tuple(parts))
+
+    def path(self, part: str) -> str:
+        """Return the name of a part in its layer."""
+        return f"{self.module}.{part}" if self.module else part
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerAttention:
+    """Attention of a layer. Norms are named as in a checkpoint; None for a norm that the layer has not.
+
+    Attributes:
+        num_query_heads: H.
+        num_kv_heads: K, a divisor of H.
+        head_size: D.
+        qkv: matrix of queries, keys and values.
+        output: matrix of the output.
+        window: (left, right) keys next to the query; -1 is unlimited. A `sliding_window` of W keys is (W - 1, 0).
+        scale: factor of the scores.
+        head_norms: True if each query and key head is normed before the rotary embedding.
+        input_norm: norm of the stream before the layer's attention.
+        output_norm: norm of the output before it is added to the stream.
+    """
+
+    num_query_heads: int
+    num_kv_heads: int
+    head_size: int
+    qkv: LayerMatrix
+    output: LayerMatrix
+    window: tuple[int, int]
+    scale: float
+    head_norms: bool
+    input_norm: str | None
+    output_norm: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerFeedForward:
+    """Dense feed-forward of a layer: down(silu(gate) * up).
+
+    Attributes:
+        gate_up: matrix of gates and ups.
+        down: matrix of the output.
+        input_norm: norm of the stream before it; None for none.
+        output_norm: norm of the output before it is added to the stream; None for none.
+    """
+
+    gate_up: LayerMatrix
+    down: LayerMatrix
+    input_norm: str | None
+    output_norm: str | None
+
+
+class LayerSizes(NamedTuple):
+    """Sizes of a layer."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_query_heads: int
+    num_kv_heads: int
+    head_size: int
+
+
+class Factors(NamedTuple):
+    """Factors of a model's embeddings, of what layers add to the stream, and of logits."""
+
+    embedding: float = 1.0
+    residual: float = 1.0
+    logits: float = 1.0
+
+
+NO_FACTORS = Factors()
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """A decoder layer: attention, then the feed-forward, each added to the stream."""
+
+    attention: LayerAttention
+    feed_forward: LayerFeedForward
+
+    @property
+    def matrices(self) -> tuple[LayerMatrix, ...]:
+        """Matrices in the order of the products."""
+        return self.attention.qkv, self.attention.output, self.feed_forward.gate_up, self.feed_forward.down
+
+    def modules(self) -> Iterator[tuple[str, MatrixPart, LayerMatrix]]:
+        """Yield the projections: the name in the layer, the part, and its matrix."""
+        for matrix in self.matrices:
+            for part in matrix.parts:
+                yield matrix.path(part.name), part, matrix
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """Names of the norms of the stream and of outputs, in the order in which they run."""
+        parts = self.attention, self.feed_forward
+        return tuple(name for part in parts for name in (part.input_norm, part.output_norm) if name is not None)
+
+    @cached_property
+    def kind(self) -> tuple[object, ...]:
+        """Everything that kernels depend on: of weight formats only the layout in memory, which several may share."""
+        return self.with_schemes(lambda _: None), *(matrix.weight_format("") for matrix in self.matrices)
+
+    def with_schemes(self, scheme_of: Callable[[str], Scheme | None]) -> LayerSpec:
+        """Return the layer with the weight format of each projection, by its name in the layer."""
+        attention, feed_forward = self.attention, self.feed_forward
+        return LayerSpec(
+            replace(
+                attention,
+                qkv=attention.qkv.with_schemes(scheme_of),
+                output=attention.output.with_schemes(scheme_of),
+            ),
+            replace(
+                feed_forward,
+                gate_up=feed_forward.gate_up.with_schemes(scheme_of),
+                down=feed_forward.down.with_schemes(scheme_of),
+            ),
+        )
+
+
+def decoder_layer(
+    sizes: LayerSizes,
+    *,
+    qkv_bias: bool = False,
+    o_bias: bool = False,
+    mlp_bias: bool = False,
+    head_norms: bool = False,
+    window: tuple[int, int] = UNLIMITED,
+    attention_norms: tuple[str | None, str | None] = ("input_layernorm", None),
+    feed_forward_norms: tuple[str | None, str | None] = ("post_attention_layernorm", None),
+) -> LayerSpec:
+    """Return a layer with the names of Llama. `*_norms` are those before and after attention or feed-forward."""
+    hidden_size, intermediate_size, num_query_heads, num_kv_heads, head_size = sizes
+    q_size, kv_size = num_query_heads * head_size, num_kv_heads * head_size
+    qkv = MatrixPart("q_proj", q_size), MatrixPart("k_proj", kv_size), MatrixPart("v_proj", kv_size)
+    gate_up = MatrixPart("gate_proj", intermediate_size), MatrixPart("up_proj", intermediate_size)
+    output, down = (MatrixPart("o_proj", hidden_size),), (MatrixPart("down_proj", hidden_size),)
+    attention, mlp = "self_attn", "mlp"
+    return LayerSpec(
+        LayerAttention(
+            num_query_heads=num_query_heads,
+            num_kv_heads=num_kv_heads,
+            head_size=head_size,
+            qkv=LayerMatrix("qkv", attention, qkv, hidden_size, bias=qkv_bias),
+            output=LayerMatrix("output", attention, output, q_size, bias=o_bias),
+            window=window,
+            scale=head_size**-0.5,
+            head_norms=head_norms,
+            input_norm=attention_norms[0],
+            output_norm=attention_norms[1],
+        ),
+        LayerFeedForward(
+            gate_up=LayerMatrix("gate and up", mlp, gate_up, hidden_size, bias=mlp_bias, gated=True),
+            down=LayerMatrix("down", mlp, down, intermediate_size, bias=mlp_bias),
+            input_norm=feed_forward_norms[0],
+            output_norm=feed_forward_norms[1],
+        ),
+    )

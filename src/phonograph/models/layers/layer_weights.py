@@ -1,0 +1,100 @@
+"""Weights of one layer of a decoder, and the places of a checkpoint's tensors in them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from phonograph.models.layer_spec import LayerAttention, LayerFeedForward, LayerSpec
+from phonograph.models.layers.linear import Linear, WeightAllocator
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionWeights:
+    """Weights of a layer's attention, next to its specification and the index of the layer.
+
+    Attributes:
+        qkv: queries, keys and values, one matrix with (H + 2K) * D outputs.
+        head_norms: [H + K, D], the query norm's weight for each query head, then the key norm's for each KV head; or
+            None.
+        input_norm: [E], or None; so is `output_norm`.
+    """
+
+    spec: LayerAttention
+    layer: int
+    input_norm: torch.Tensor | None
+    qkv: Linear
+    head_norms: torch.Tensor | None
+    output: Linear
+    output_norm: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeedForwardWeights:
+    """Weights of a layer's feed-forward, next to its specification. Gates and ups are one matrix."""
+
+    spec: LayerFeedForward
+    input_norm: torch.Tensor | None
+    gate_up: Linear
+    down: Linear
+    output_norm: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWeights:
+    """Weights of a layer."""
+
+    attention: AttentionWeights
+    feed_forward: FeedForwardWeights
+
+    @classmethod
+    def make(cls, spec: LayerSpec, layer: int, hidden_size: int, allocate: WeightAllocator) -> LayerWeights:
+        """Allocate the weights without contents. Dummy weights are drawn in this order."""
+        attention, feed_forward = spec.attention, spec.feed_forward
+
+        def norm(name: str | None) -> torch.Tensor | None:
+            return None if name is None else allocate.tensor(hidden_size)
+
+        heads = attention.num_query_heads + attention.num_kv_heads
+        return cls(
+            attention=AttentionWeights(
+                spec=attention,
+                layer=layer,
+                input_norm=norm(attention.input_norm),
+                qkv=allocate.linear(attention.qkv),
+                head_norms=allocate.tensor(heads, attention.head_size) if attention.head_norms else None,
+                output=allocate.linear(attention.output),
+                output_norm=norm(attention.output_norm),
+            ),
+            feed_forward=FeedForwardWeights(
+                spec=feed_forward,
+                input_norm=norm(feed_forward.input_norm),
+                gate_up=allocate.linear(feed_forward.gate_up),
+                down=allocate.linear(feed_forward.down),
+                output_norm=norm(feed_forward.output_norm),
+            ),
+        )
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """The matrices in the order of the products."""
+        return self.attention.qkv, self.attention.output, self.feed_forward.gate_up, self.feed_forward.down
+
+    def checkpoint_views(self) -> dict[str, torch.Tensor]:
+        """Return the destination of each tensor of a checkpoint by its name in the layer: views of fused weights."""
+        views: dict[str, torch.Tensor] = {}
+        for weights in (self.attention, self.feed_forward):
+            for name, norm in (
+                (weights.spec.input_norm, weights.input_norm),
+                (weights.spec.output_norm, weights.output_norm),
+            ):
+                if name is not None and norm is not None:
+                    views[f"{name}.weight"] = norm
+        for linear in self.linears:
+            views |= linear.checkpoint_views()
+        head_norms, num_query_heads = self.attention.head_norms, self.attention.spec.num_query_heads
+        if head_norms is not None:
+            views["self_attn.q_norm.weight"] = head_norms[:num_query_heads]
+            views["self_attn.k_norm.weight"] = head_norms[num_query_heads:]
+        return views

@@ -1,0 +1,138 @@
+"""Parts of torch's operators, for CPUs and as the reference for others. Norms are computed at once.
+
+They call few operators, because each costs two to four microseconds at the tape's replay.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional
+
+from phonograph.kernels.torch.layers import rms_norm, rope, silu_and_mul
+from phonograph.models.layer_spec import NO_FACTORS, Factors
+from phonograph.models.layers.kernel_set import Step, Stream
+from phonograph.models.layers.layer_weights import AttentionWeights, FeedForwardWeights
+from phonograph.models.layers.linear import Linear
+from phonograph.models.quantization.block_embedding import BlockEmbedding, Embedding
+
+
+class Rotary(NamedTuple):
+    """Cosines and sines of each token's angles, in the model's dtype."""
+
+    cos_T11h: torch.Tensor
+    sin_T1h: torch.Tensor
+
+
+class TorchKernels:
+    """Kernel set of torch's operators, which allocate their results.
+
+    Args:
+        rotary_PD: cosines, then sines, of each position's angles, in the model's dtype.
+        eps: epsilon of the norms.
+        factors: of the model.
+    """
+
+    def __init__(self, rotary_PD: torch.Tensor, eps: float, factors: Factors = NO_FACTORS) -> None:
+        self.rotary_PD = rotary_PD
+        self.eps = torch.tensor(eps, dtype=torch.float32, device=rotary_PD.device)
+        self.factors = factors
+
+    def rotary(self, positions_T: torch.Tensor) -> Rotary:
+        cos_Th, sin_Th = torch.index_select(self.rotary_PD, 0, positions_T).chunk(2, -1)
+        return Rotary(cos_Th[:, None, None], sin_Th[:, None])
+
+    def embedding(self, embedding_VE: Embedding) -> TorchEmbedding:
+        return TorchEmbedding(embedding_VE, self.factors.embedding)
+
+    def attention(self, weights: AttentionWeights) -> TorchAttention:
+        return TorchAttention(self, weights)
+
+    def feed_forward(self, weights: FeedForwardWeights) -> TorchFeedForward:
+        return TorchFeedForward(self, weights)
+
+    def head(self, norm_E: torch.Tensor, linear: Linear) -> TorchHead:
+        return TorchHead(self, norm_E, linear)
+
+    def leaves_rows_out(self, num_tokens: int) -> bool:
+        """Return False: a graph's padding rows would compute the last layer again for rows that it saves."""
+        return False
+
+    def normed(self, hidden_TE: torch.Tensor, norm_E: torch.Tensor | None) -> torch.Tensor:
+        """Return the rows, normed if there is a norm."""
+        return hidden_TE if norm_E is None else rms_norm(hidden_TE, norm_E, self.eps)
+
+    def add(self, stream: Stream, x: torch.Tensor, linear: Linear, norm_E: torch.Tensor | None) -> Stream:
+        """Add a product, normed if there is a norm, to the stream, in place."""
+        if norm_E is None and self.factors.residual == 1:
+            linear.add_product(x, stream.hidden_TE)
+        else:
+            stream.hidden_TE.add_(self.normed(linear.product(x), norm_E), alpha=self.factors.residual)
+        return stream
+
+
+class TorchEmbedding:
+    """Embeddings of tokens, from numbers or from the blocks of a GGUF file."""
+
+    def __init__(self, embedding_VE: Embedding, factor: float) -> None:
+        self.then: object = None
+        self._embedding_VE = embedding_VE
+        self._factor = factor
+
+    def __call__(self, input_ids_T: torch.Tensor) -> Stream:
+        if isinstance(self._embedding_VE, BlockEmbedding):
+            hidden_TE = self._embedding_VE.lookup(input_ids_T)
+        else:
+            hidden_TE = functional.embedding(input_ids_T, self._embedding_VE)
+        return Stream(hidden_TE if self._factor == 1 else hidden_TE.mul_(self._factor))
+
+
+class TorchAttention:
+    """Attention of a layer."""
+
+    def __init__(self, kernels: TorchKernels, weights: AttentionWeights) -> None:
+        self.then: object = None
+        self._kernels, self._weights = kernels, weights
+
+    def __call__(self, stream: Stream, step: Step) -> Stream:
+        kernels, weights, spec, rotary = self._kernels, self._weights, self._weights.spec, step.rotary
+        num_query_heads, num_kv_heads = spec.num_query_heads, spec.num_kv_heads
+        qkv_TF = weights.qkv.product(kernels.normed(stream.hidden_TE, weights.input_norm))
+        qkv_TXD = qkv_TF.unflatten(-1, (-1, spec.head_size))
+        qk_TXD, v_TKD = qkv_TXD.split([num_query_heads + num_kv_heads, num_kv_heads], 1)
+        if weights.head_norms is not None:
+            qk_TXD = rms_norm(qk_TXD, weights.head_norms, kernels.eps)
+        q_THD, k_TKD = rope(qk_TXD, rotary.cos_T11h, rotary.sin_T1h).split([num_query_heads, num_kv_heads], 1)
+        out_THD = step.attend(q_THD, k_TKD, v_TKD, weights.layer)
+        attended_TF = out_THD.view(out_THD.shape[0], -1)
+        if step.rows_P is not None:
+            stream = Stream(stream.hidden_TE.index_select(0, step.rows_P))
+            attended_TF = attended_TF.index_select(0, step.rows_P)
+        return kernels.add(stream, attended_TF, weights.output, weights.output_norm)
+
+
+class TorchFeedForward:
+    """Dense feed-forward of a layer."""
+
+    def __init__(self, kernels: TorchKernels, weights: FeedForwardWeights) -> None:
+        self.then: object = None
+        self._kernels, self._weights = kernels, weights
+
+    def __call__(self, stream: Stream) -> Stream:
+        kernels, weights = self._kernels, self._weights
+        gate_up_T2I = weights.gate_up.product(kernels.normed(stream.hidden_TE, weights.input_norm))
+        return kernels.add(stream, silu_and_mul(gate_up_T2I), weights.down, weights.output_norm)
+
+
+class TorchHead:
+    """Final norm and logits."""
+
+    def __init__(self, kernels: TorchKernels, norm_E: torch.Tensor, linear: Linear) -> None:
+        self._kernels, self._norm_E, self._linear = kernels, norm_E, linear
+
+    def __call__(self, hidden_TE: torch.Tensor, rows_N: torch.Tensor | None) -> torch.Tensor:
+        hidden_NE = hidden_TE if rows_N is None else hidden_TE.index_select(0, rows_N)
+        logits_NV = self._linear.product(rms_norm(hidden_NE, self._norm_E, self._kernels.eps))
+        factor = self._kernels.factors.logits
+        return logits_NV if factor == 1 else logits_NV.mul_(factor)
