@@ -43,9 +43,9 @@ from phonograph.kernels.triton.attention.prefill_plan import (
     tile_keys,
 )
 from phonograph.kernels.triton.launch.gluon import (
-    behind,
     let_next_kernel_start,
     make_barriers,
+    next_stage,
     wait_for_kernel_before,
 )
 from phonograph.kernels.triton.launch.pdl import pdl_options
@@ -214,7 +214,7 @@ def _load(
             _bring(cache, keys.index(at), full.index(at), right, column, 1, 2)
             _bring_values(cache, values, full, at, values_row + left_before, values_row + right_before, column_before)
             left_before, right_before, column_before = left, right, column
-            at, turn = behind(at, turn, TILES)
+            at, turn = next_stage(at, turn, TILES)
         number += 1
         item = _item(number, PROGRAMS)
     if gl.program_id(0) < num_items:
@@ -425,7 +425,7 @@ def _attend(
     mbarrier.arrive(turns.index(1 - GROUP_OF_WARPS), count=1)
     logits_MN = warpgroup_mma_wait(0, deps=(logits_MN,))
     _free(empty, at)
-    at, turn = behind(at, turn, TILES)
+    at, turn = next_stage(at, turn, TILES)
     masked = (start < plain) | (start + 2 * SIZE > edge)
     left_MN, right_MN, max_M, half_max_M = _largest(
         logits_MN, max_M, unit, masked, start, position_M, low, high, LEFT, RIGHT, LAYOUT, HALF
@@ -460,7 +460,7 @@ def _attend(
             0, deps=(sums_MD, left_weights, right_weights, left_MN, right_MN)
         )
         _free(empty, at)
-        at, turn = behind(at, turn, TILES)
+        at, turn = next_stage(at, turn, TILES)
         right_MN = gl.exp2(right_MN * unit - half_max_M[:, None])
         sum_MP += _sum_parts(right_MN)
         left_weights = gl.convert_layout(left_MN.to(query_MD.dtype), WEIGHTS)

@@ -1,4 +1,4 @@
-"""Helpers of kernels in Gluon: waiting for the kernel before, barriers of warps, and places in a ring.
+"""Helpers of kernels in Gluon: waits for the predecessor, barriers of warps, and stages of a ring.
 
 Gluon is Triton's language for warps with different work. It is experimental (see `pdl.gluon_usable`), so this module is
 imported only where it runs.
@@ -21,7 +21,7 @@ def let_next_kernel_start():
 
 @gluon.jit
 def wait_for_kernel_before():
-    """Wait until the kernel before has ended and its writes are visible; each group of warps for itself."""
+    """Wait until the predecessor has ended and its writes are visible; each group of warps waits for itself."""
     gl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -29,8 +29,8 @@ def wait_for_kernel_before():
 def make_barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
     """Return NUMBER barriers in shared memory; a phase of each ends with COUNT arrivals."""
     barriers = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
-    for at in gl.static_range(NUMBER):
-        mbarrier.init(barriers.index(at), count=COUNT)
+    for stage in gl.static_range(NUMBER):
+        mbarrier.init(barriers.index(stage), count=COUNT)
     return barriers
 
 
@@ -45,7 +45,7 @@ def powers(first, end):
 
 
 @gluon.jit
-def behind(at, turn, STAGES: gl.constexpr):
-    """Return the next place in a ring, and the parity of its turn."""
-    wraps = at + 1 == STAGES
-    return gl.where(wraps, 0, at + 1), gl.where(wraps, turn ^ 1, turn)
+def next_stage(stage, phase, STAGES: gl.constexpr):
+    """Return the next stage of a ring of STAGES, and the phase of its barriers, 0 or 1 in turn."""
+    wraps = stage + 1 == STAGES
+    return gl.where(wraps, 0, stage + 1), gl.where(wraps, phase ^ 1, phase)

@@ -59,9 +59,9 @@ from phonograph.kernels.triton.gemm.hopper.gemm_ring_parts import (
 from phonograph.kernels.triton.gemm.product import Parts, Product, norm_arguments
 from phonograph.kernels.triton.gemm.product_plan import GemmRingConfig
 from phonograph.kernels.triton.launch.gluon import (
-    behind,
     let_next_kernel_start,
     make_barriers,
+    next_stage,
     wait_for_kernel_before,
 )
 from phonograph.kernels.triton.launch.pdl import pdl_options
@@ -323,7 +323,7 @@ def _gemm_ring_kernel(
             ahead = gl.where(step == begin, end, ahead - 1)
         ask_for_weights(weights, free, weight_desc, full, BYTES, first, ahead, end, N, PAIR)
         ask_for_rows(rows, free, x_desc, full, first_row, ahead, end)
-        place, turn = behind(place, turn, STAGES)
+        place, turn = next_stage(place, turn, STAGES)
     if LAG > 0:
         sums, ups = _wait_for_products(0, sums, ups, PAIR)
         # The ring's memory serves from here on to exchange sums, while other warps may still multiply.

@@ -45,9 +45,9 @@ from phonograph.kernels.triton.gemm.hopper.gemm_ring_parts import (
 from phonograph.kernels.triton.gemm.product import Parts, Product
 from phonograph.kernels.triton.gemm.product_plan import GemmRingSmallMConfig
 from phonograph.kernels.triton.launch.gluon import (
-    behind,
     let_next_kernel_start,
     make_barriers,
+    next_stage,
     powers,
     wait_for_kernel_before,
 )
@@ -273,7 +273,7 @@ def _gemm_ring_small_m_kernel(
         gl.thread_barrier()
         ask_for_weights(ring, place, words_desc, full, BYTES, first, step + STAGES, end, N, PAIR)
         ask_for_rows(rows, place, x_desc, full, 0, step + STAGES, end)
-        place, turn = behind(place, turn, STAGES)
+        place, turn = next_stage(place, turn, STAGES)
         right = _right(x, UNITS, RIGHT)
         # The same for each sixteen outputs of a warp.
         column_sums = _multiply(ones, right, LAYOUT).reshape((UNITS, 1, 16 * WARPS_N, ROWS))

@@ -48,9 +48,9 @@ from phonograph.kernels.triton.gemm.hopper.integer_operands import (
 from phonograph.kernels.triton.gemm.product import SILU, Parts, Product
 from phonograph.kernels.triton.gemm.product_plan import GemvIntegerConfig
 from phonograph.kernels.triton.launch.gluon import (
-    behind,
     let_next_kernel_start,
     make_barriers,
+    next_stage,
     wait_for_kernel_before,
 )
 from phonograph.kernels.triton.launch.pdl import pdl_options
@@ -219,7 +219,7 @@ def _gemv_integer_kernel(
         # All warps have read this place.
         gl.thread_barrier()
         _ask_for_words(ring, place, words_desc, full, first, step + STAGES, end)
-        place, phase = behind(place, phase, STAGES)
+        place, phase = next_stage(place, phase, STAGES)
         row = right(pieces, turn, UNITS, WARPS_N, WARPS_K, RIGHT)
         part = multiply(left(words, UNITS, LEFT), row, SUMS, LAYOUT)
         kept = turn if GROUP == UNIT else step * BLOCK_K // GROUP - first_group
