@@ -153,10 +153,11 @@ def linear_add_norm(
     normed: Rows,
     *,
     defer: bool,
-    scratch: GemmScratch,
+    scratch: GemmScratch | None,
     config: KernelConfig | None = None,
 ) -> DeferredNorm | None:
     """Compute hidden += x @ weight^T + bias, then normed = rms_norm(hidden), deferred if that is possible."""
+    scratch = scratch or GemmScratch.make(hidden_MN.device)
     plan = plan_for(x, weight, hidden_MN, scratch) if config is None else ProductPlan(config)
     num_rows, num_outputs = hidden_MN.shape
     kernel = plan.kernel
