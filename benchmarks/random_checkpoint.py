@@ -64,13 +64,10 @@ def shards(folder: Path, device: str) -> Iterator[dict[str, torch.Tensor]]:
     yield {name: draw(name) for name in dense if not name.startswith("model.layers.")}
     for layer in range(spec.num_layers):
         tensors = {name: draw(name) for name in dense if name.startswith(f"model.layers.{layer}.")}
-        for matrix in spec.matrices(layer):
-            for part, outputs in matrix.parts.items():
-                module = f"{matrix.prefix}.{part}"
-                scheme = spec.scheme_of(module)
-                if scheme is not None:
-                    made = tensors_of(scheme, outputs, matrix.inputs, device)
-                    tensors |= {f"{module}.{end}": tensor for end, tensor in made.items()}
+        for module, part, matrix in spec.layers[layer].modules():
+            if part.scheme is not None:
+                made = tensors_of(part.scheme, part.num_outputs, matrix.num_inputs, device)
+                tensors |= {f"model.layers.{layer}.{module}.{end}": tensor for end, tensor in made.items()}
         yield tensors
 
 

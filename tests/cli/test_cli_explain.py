@@ -127,7 +127,7 @@ def test_products_name_format_bytes_and_kernels(llama: list[str], capsys: pytest
     assert main(["explain", *llama, "--quantization", "fp8"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "FP8" in shown and "gate and up 32 x 28672 x 4096 (3.5 GiB)" in shown
-    assert "to 256 rows by gemm_ring or torch._scaled_mm; more by torch._scaled_mm" in shown
+    assert "to 256 rows by gemm_ring; more by torch._scaled_mm" in shown
     assert "bfloat16: lm_head 128256 x 4096 (1002.0 MiB)" in shown
 
 

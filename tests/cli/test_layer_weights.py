@@ -2,95 +2,85 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
-from phonograph.cli.layer_weights import layer_weights, product_kernels
+from phonograph.cli.layer_weights import Kernels, layer_weights, product_kernels
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.device import KNOWN_DEVICES
+from phonograph.kernels.triton.gemm.choose import choose
+from phonograph.kernels.triton.gemm.product_plan import GemmDevice, rows_class
+from phonograph.models.layer_spec import LayerMatrix, MatrixPart
 from phonograph.models.quantization.float8 import Fp8
 from phonograph.models.quantization.gptq import Gptq
 from phonograph.models.quantization.scheme import Scheme
 from phonograph.models.spec import read_configured_model
 
-pytest.importorskip("triton")
-from phonograph.kernels.triton.gemm import tuning, tuning_grouped
-from phonograph.kernels.triton.gemm.gemm_tiled import GemmTiledConfig
-
-KERNELS = {
-    "GemmGroupedSmallMConfig": "gemm_grouped_small_m",
-    "GemmRingSmallMConfig": "gemm_ring_small_m",
-    "GemvIntegerConfig": "gemv_integer",
-    "GemmRingConfig": "gemm_ring",
-    "GemmTiledConfig": "gemm_tiled",
-}
 SHAPES = [
     (4608, 3584, False),
     (3584, 3584, False),
-    (18944, 3584, True),
+    (2 * 18944, 3584, True),
     (3584, 18944, False),
     (896, 896, False),
-    (896, 4864, False),
     (152064, 3584, False),
 ]
 """outputs, inputs, and whether the weights are of gates and ups"""
+SCHEMES: dict[str, Scheme | None] = {
+    "dense": None,
+    "fp8": Fp8(origin="fp8", scales="channel"),
+    "fp8 blocks": Fp8(origin="fp8", scales="block", block=(128, 128)),
+    **{
+        f"{bits} bits, {group}": Gptq(bits=bits, group_size=group, version=1)
+        for bits, group in ((4, 128), (4, 64), (4, 32), (8, 128), (8, -1))
+    },
+}
 
 
-def gptq(bits: int, group: int) -> Gptq:
-    return Gptq(bits=bits, group_size=group, zeros=False, ordered=False, offsets=False, version=1)
+def matrix(outputs: int, inputs: int, scheme: Scheme | None, *, gated: bool = False) -> LayerMatrix:
+    return LayerMatrix("name", "", (MatrixPart("part", outputs, scheme),), inputs, gated=gated)
 
 
-def named(scheme: Scheme, outputs: int, inputs: int, device: str, rows: int) -> str:
-    kernels = product_kernels(scheme, outputs, inputs, "bfloat16", KNOWN_DEVICES[device])
+def named(kernels: Kernels, rows: int) -> str:
     return next(kernel for most, kernel in kernels if most is None or rows <= most)
 
 
-@pytest.fixture(params=["h200", "rtx5090"])
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    for module in (tuning, tuning_grouped):
-        monkeypatch.setattr(module, "gluon_usable", lambda: request.param == "h200")
-    return request.param
+@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize("device", ["h200", "a100-40gb", "rtx4090", "rtx5090"])
+def test_names_are_those_of_the_plans(device: str, name: str) -> None:
+    """For each number of rows, at both ends of each class."""
+    scheme, dtype, several = SCHEMES[name], "bfloat16", 0
+    for outputs, inputs, gated in SHAPES:
+        one = matrix(outputs, inputs, scheme, gated=gated)
+        kernels = product_kernels(one, dtype, KNOWN_DEVICES[device])
+        several += len(kernels) > 1
+        for rows in (1, 2, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 1000):
+            weights = one.weight_format(dtype)
+            plan = choose(one.shape, weights, rows_class(rows), GemmDevice.of(KNOWN_DEVICES[device]))
+            shown = named(kernels, rows)
+            assert shown.partition(",")[0] == plan.name
+            written_out = scheme is not None and plan.kernel is None and not plan.fp8_rows
+            assert shown.endswith("on weights written out") == written_out
+    assert several == len(SHAPES)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 8, 16, 32, 64, 128, 256, 512])
-@pytest.mark.parametrize(("bits", "group"), [(4, 128), (4, 64), (4, 32), (8, 128), (8, -1)])
-def test_integers(bits: int, group: int, rows: int, device: str) -> None:
-    scheme = gptq(bits, group)
-    for outputs, inputs, pairs in SHAPES:
-        columns = scheme.group(inputs)
-        interleaved = bits == 4 and columns % 128 == 0
-        row_class = 1 if rows == 1 else tuning.rows_class(rows)
-        config = tuning_grouped.choose_grouped(
-            row_class, outputs, inputs, bits, columns, pairs, interleaved=interleaved
-        )
-        wanted = "torch, on weights written out" if config is None else KERNELS[type(config).__name__]
-        assert wanted in named(scheme, outputs * (1 + pairs), inputs, device, rows)
-
-
-@pytest.mark.parametrize("rows", [1, 8, 16, 64, 256, 512])
-def test_fp8(rows: int, device: str) -> None:
-    scheme = Fp8(origin="fp8", scales="channel")
-    for outputs, inputs, pairs in SHAPES:
-        found = named(scheme, outputs * (1 + pairs), inputs, device, rows)
-        if device != "h200" and rows <= 16:
-            assert found == "gemm_grouped_small_m"
-            continue
-        config = tuning.choose_scaled(tuning.rows_class(rows), outputs, inputs, pairs)
-        assert ("torch._scaled_mm" if config is None else "gemm_ring") in found
-
-
-def test_unquantized_weights_and_cpus() -> None:
-    kernels = product_kernels(None, 4096, 4096, "bfloat16", KNOWN_DEVICES["h200"])
-    for rows in (8, 16, 64, 256):
-        config: Any = tuning.choose(tuning.rows_class(rows), 4096, 4096)
-        name = "torch" if config is None else "gemm_tiled" if isinstance(config, GemmTiledConfig) else "gemm_"
-        assert name in next(kernel for most, kernel in kernels if most is None or rows <= most)
-    assert product_kernels(None, 64, 64, "float32", KNOWN_DEVICES["cpu"]) == ((None, "torch"),)
-    assert product_kernels(gptq(4, 128), 64, 128, "float32", KNOWN_DEVICES["h200"])[-1] == (
-        None,
-        "torch, on weights written out",
+def test_kernels_of_each_format_on_hopper() -> None:
+    found = {
+        name: product_kernels(matrix(4608, 3584, one), "bfloat16", KNOWN_DEVICES["h200"])
+        for name, one in SCHEMES.items()
+    }
+    assert found["dense"] == ((1, "gemv"), (8, "gemm_small_m"), (64, "gemm_ring"), (None, "torch"))
+    assert found["fp8"] == ((256, "gemm_ring"), (None, "torch._scaled_mm"))
+    assert found["4 bits, 128"] == (
+        (1, "gemv_integer"),
+        (8, "gemm_ring_small_m"),
+        (256, "gemm_ring"),
+        (None, "torch, on weights written out"),
     )
+
+
+def test_cpus_and_float32() -> None:
+    assert product_kernels(matrix(64, 64, None), "float32", KNOWN_DEVICES["cpu"]) == ((None, "torch"),)
+    written_out = ((None, "torch, on weights written out"),)
+    assert product_kernels(matrix(64, 128, SCHEMES["4 bits, 128"]), "float32", KNOWN_DEVICES["h200"]) == written_out
 
 
 def test_bytes_are_those_of_the_plan() -> None:

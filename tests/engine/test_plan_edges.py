@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from resized import resized
 
 from phonograph.attention.cascade.rule import MIN_REQUESTS, cascade_bytes
 from phonograph.config.engine_config import EngineConfig
@@ -15,6 +16,7 @@ from phonograph.core.device import GIB, known_device
 from phonograph.engine import build, memory
 from phonograph.engine.plan import EnginePlan, make_plan
 from phonograph.errors import ConfigError, MemoryLimitError
+from phonograph.kernels.triton.gemm.product_plan import GemmDevice
 from phonograph.models.layers.workspace import Workspace
 from phonograph.models.quantization.float8 import Fp8
 from phonograph.models.quantization.scheme import Quantization
@@ -22,6 +24,7 @@ from phonograph.models.spec import read_model_spec
 from phonograph.sampling.grammar_masks import bitmask_words
 
 DEMO = read_model_spec("demo")
+INTERMEDIATE_SIZE = DEMO.layers[0].feed_forward.down.num_inputs
 
 
 def plan_of(device: str = "cpu", model: Any = DEMO, **settings: Any) -> EnginePlan:
@@ -72,7 +75,7 @@ def test_a_context_that_fits_whole_is_the_models() -> None:
 
 
 def test_the_share_of_the_card_that_an_error_names_holds_the_weights() -> None:
-    large = replace(DEMO, intermediate_size=DEMO.intermediate_size * 1_500)
+    large = resized(DEMO, intermediate_size=INTERMEDIATE_SIZE * 1_500)
     settings = {"max_num_batched_tokens": 256, "enforce_eager": True}
     with pytest.raises(
         MemoryLimitError, match=r"leave no KV block in gpu_memory_utilization=0.3 of 24.0 GiB; at least"
@@ -107,7 +110,7 @@ def test_a_cpu_claims_no_more_than_its_requests_could_use(monkeypatch: pytest.Mo
 
 def test_a_gpus_workspace_is_that_of_the_largest_step_with_masks_of_all_rows() -> None:
     plan = plan_of("h200", enforce_eager=True, max_num_seqs=100, max_num_batched_tokens=4096)
-    workspace = Workspace.nbytes(DEMO, 4096, 100, plan.dtype)
+    workspace = Workspace.nbytes(DEMO, 4096, 100, plan.dtype, gemm_device=GemmDevice.with_capability((9, 0)))
     assert plan.memory.graphs == workspace + 4 * bitmask_words(DEMO.vocab_size) * 100
 
 
@@ -115,19 +118,19 @@ def test_fp8_activations_take_the_place_of_weights_that_are_written_out() -> Non
     """On devices with FP8 tensor cores, if the weights have one scale an output."""
     settings = {"enforce_eager": True, "max_num_batched_tokens": 4096, "dtype": "bfloat16"}
     channels, blocks = (
-        replace(DEMO, quantization=Quantization("fp8", scheme))
+        DEMO.with_quantization(Quantization("fp8", scheme))
         for scheme in (
             Fp8(origin="FP8", scales="channel"),
             Fp8(origin="FP8", scales="block", block=(128, 128)),
         )
     )
-    largest = 2 * DEMO.intermediate_size * DEMO.hidden_size
+    largest = 2 * INTERMEDIATE_SIZE * DEMO.hidden_size
     graphs = {
         name: [plan_of(device, model, **settings).memory.graphs for model in (DEMO, channels, blocks)]
         for name, device in (("h200", "h200"), ("a100", "a100-40gb"))
     }
     plain, scaled, written = graphs["h200"]
-    assert scaled - plain == 4096 * (max(DEMO.hidden_size, DEMO.intermediate_size) + 4)
+    assert scaled - plain == 4096 * (max(DEMO.hidden_size, INTERMEDIATE_SIZE) + 4)
     assert written - plain == 2 * largest
     plain, scaled, written = graphs["a100"]
     assert scaled - plain == written - plain == 2 * largest
@@ -139,7 +142,7 @@ def test_fp8_activations_take_the_place_of_weights_that_are_written_out() -> Non
 
 def test_a_cascade_takes_its_buffers_on_top() -> None:
     settings = {"attention_backend": "flash_attn", "max_model_len": 1024, "enforce_eager": True}
-    model = replace(DEMO, head_size=64, rope_frequencies=(1.0,) * 32, context_length=4096)
+    model = replace(resized(DEMO, head_size=64), rope_frequencies=(1.0,) * 32, context_length=4096)
     plain = plan_of("h200", model, **settings)
     plan = plan_of("h200", model, cascade_attention=True, **settings)
     capabilities, batches = plan.selection.capabilities, plan.limits.of_batches
@@ -189,7 +192,11 @@ def test_types_of_the_cache(given: str, dtype: str) -> None:
 
 def test_attention_serves_every_window_of_the_model() -> None:
     windows = ((-1, -1), (31, 0)) * (DEMO.num_layers // 2 or 1)
-    assert plan_of(model=replace(DEMO, windows=windows)).attention.windows == ((-1, -1), (31, 0))
+    layers = [
+        replace(layer, attention=replace(layer.attention, window=window))
+        for layer, window in zip(DEMO.layers, windows, strict=True)
+    ]
+    assert plan_of(model=replace(DEMO, layers=tuple(layers))).attention.windows == ((-1, -1), (31, 0))
 
 
 def test_every_part_of_a_cards_memory_lowers_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +250,7 @@ def test_a_request_that_the_card_does_not_hold() -> None:
 
 
 def test_weights_that_the_card_does_not_hold() -> None:
-    large = replace(DEMO, intermediate_size=DEMO.intermediate_size << 14)
+    large = resized(DEMO, intermediate_size=INTERMEDIATE_SIZE << 14)
     assert large.weight_bytes("bfloat16") > 9 * GIB
     small = replace(known_device("a10"), memory=8 * GIB)
     for settings in ({"num_kv_blocks": 8}, {}):

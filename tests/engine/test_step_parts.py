@@ -12,6 +12,7 @@ import torch
 
 from phonograph.attention.backend import AttentionLayer
 from phonograph.core.batch import SlotFailure, StepOutput
+from phonograph.models.layer_spec import LayerSizes, decoder_layer
 from phonograph.models.transformer import Transformer
 from phonograph.runner.step_attention import StepAttention
 from phonograph.runner.step_program import StepProgram
@@ -76,10 +77,12 @@ def test_calls_of_attention(clears_padding: bool, reads_on_host: bool, pieces: b
         ([(-1, -1)], [0]),
         ([(-1, -1)] * 2, [0, 1]),
         ([(-1, -1)] * 5, [0, 1, 4]),
-        ([(-1, -1), (3, 0), (3, 0), (7, 0), (3, 0), (7, 0), (3, 0)], [0, 1, 3, 6]),
+        ([(-1, -1), (3, 0), (3, 0), (7, 0), (3, 0), (7, 0), (3, 0), (3, 0)], [0, 1, 2, 3, 4, 7]),
     ],
 )
-def test_few_layers_are_the_ends_and_one_of_each_kind(windows: list[tuple[int, int]], expected: list[int]) -> None:
+def test_few_layers_are_the_ends_and_each_kind_with_its_neighbours(
+    windows: list[tuple[int, int]], expected: list[int]
+) -> None:
     found: list[Sequence[int]] = []
 
     @contextmanager
@@ -88,15 +91,16 @@ def test_few_layers_are_the_ends_and_one_of_each_kind(windows: list[tuple[int, i
         yield
 
     layers = [AttentionLayer(index=index, scale=1.0, window=window) for index, window in enumerate(windows)]
+    specs = [decoder_layer(LayerSizes(8, 8, 2, 1, 4), window=window) for window in windows]
     program: Any = SimpleNamespace(
         attention=SimpleNamespace(layers=layers),
-        model=SimpleNamespace(only_layers=only_layers),
-        _weight_formats=lambda index: (None,),
+        model=SimpleNamespace(only_layers=only_layers, spec=SimpleNamespace(layers=specs)),
     )
     with StepProgram.few_layers(program):
         assert found == [expected]
     # Scales are told apart by their tensors.
     scales = torch.ones(1), torch.ones(1)
+    program.model.spec.layers = [decoder_layer(LayerSizes(8, 8, 2, 1, 4))] * 5
     program.attention.layers = [
         AttentionLayer(index=index, scale=1.0, k_scale=scales[index == 2], v_scale=scales[0]) for index in range(5)
     ]
@@ -104,12 +108,15 @@ def test_few_layers_are_the_ends_and_one_of_each_kind(windows: list[tuple[int, i
         assert found[1] == [0, 1, 2, 4]
 
 
-def test_all_layers_are_back_after_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    model: Any = SimpleNamespace(_indices=range(5))
+def test_all_layers_are_back_after_few() -> None:
+    layers = [SimpleNamespace(attention=SimpleNamespace(), feed_forward=SimpleNamespace()) for _ in range(5)]
+    model: Any = SimpleNamespace(layers=layers, embedding=SimpleNamespace())
+    model._link = lambda some: Transformer._link(model, some)
     with pytest.raises(ValueError), Transformer.only_layers(model, [0, 4]):
-        assert model._indices == [0, 4]
+        assert model._running == [layers[0], layers[4]]
+        assert layers[0].feed_forward.then is layers[4].attention and layers[4].feed_forward.then is None
         raise ValueError
-    assert model._indices == range(5)
+    assert model._running is layers and layers[0].feed_forward.then is layers[1].attention
 
 
 @pytest.mark.parametrize("bad", [-1, -2, 10, 11])

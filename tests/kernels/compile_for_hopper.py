@@ -40,7 +40,7 @@ from phonograph.kernels.triton.gemm.gemm_dispatch import make_scratch
 from phonograph.kernels.triton.gemm.hopper import gemm_ring as ring
 from phonograph.kernels.triton.gemm.hopper import gemv_integer
 from phonograph.kernels.triton.gemm.product import Product
-from phonograph.kernels.triton.gemm.tuning import GemvIntegerConfig, GemmRingConfig
+from phonograph.kernels.triton.gemm.tuning import GemmRingConfig, GemvIntegerConfig
 
 _MORE = {
     "_gemm_ring_kernel": {"UTMALDG": "ask"},

@@ -38,7 +38,7 @@ from phonograph.kernels.triton.gemm.gemm_grouped_small_m import GemmGroupedSmall
 from phonograph.kernels.triton.gemm.gemm_small_m import GemmSmallMConfig
 from phonograph.kernels.triton.gemm.gemm_tiled import GemmTiledConfig
 from phonograph.kernels.triton.gemm.product import ADD, SILU, NextNorm, Product, RowSquares
-from phonograph.kernels.triton.gemm.tuning import GemmRingSmallMConfig, GemvIntegerConfig, GemmRingConfig
+from phonograph.kernels.triton.gemm.tuning import GemmRingConfig, GemmRingSmallMConfig, GemvIntegerConfig
 from phonograph.kernels.triton.sampling.bitmask import mask_logits
 from phonograph.kernels.triton.sampling.sample import make_sample_scratch, sample
 from phonograph.kernels.triton.step.prepare import StepLayout, apply_appends, prepare

@@ -10,7 +10,7 @@ from product_problem import random_tensor
 from phonograph.kernels.triton.gemm.gemm_dispatch import linear
 from phonograph.kernels.triton.gemm.gemm_grouped_small_m import GemmGroupedSmallMConfig
 from phonograph.kernels.triton.gemm.gemm_tiled import GemmTiledConfig
-from phonograph.kernels.triton.gemm.tuning import GemmRingSmallMConfig, GemvIntegerConfig, ProductConfig, GemmRingConfig
+from phonograph.kernels.triton.gemm.tuning import GemmRingConfig, GemmRingSmallMConfig, GemvIntegerConfig, ProductConfig
 
 CONFIGS: dict[str, tuple[int, ProductConfig]] = {
     "integer-row": (1, GemvIntegerConfig(8, 64, 2, 1, 3, 2, 1)),

@@ -12,7 +12,7 @@ from product_problem import poisoned, silu_of
 
 from phonograph.kernels.triton.gemm import gemm_dispatch
 from phonograph.kernels.triton.gemm.gemm_dispatch import linear, linear_add, linear_silu
-from phonograph.kernels.triton.gemm.tuning import GemmRingSmallMConfig, GemmRingConfig
+from phonograph.kernels.triton.gemm.tuning import GemmRingConfig, GemmRingSmallMConfig
 
 ring = pytest.importorskip("phonograph.kernels.triton.gemm.hopper.gemm_ring")
 few_ring = pytest.importorskip("phonograph.kernels.triton.gemm.hopper.gemm_ring_small_m")
@@ -56,7 +56,9 @@ def check(case: tuple[int, int, int, Config], kind: str, dtype: torch.dtype, dev
     def made(*, pairs: bool = False) -> GroupedCase:
         return GroupedCase(rows, outputs, inputs, dtype, device, group=group, kind=kind, pairs=pairs)
 
-    check_products(made, config, poisoned(device), gated=isinstance(config, GemmRingSmallMConfig) or config.block_n == 64)
+    check_products(
+        made, config, poisoned(device), gated=isinstance(config, GemmRingSmallMConfig) or config.block_n == 64
+    )
 
 
 def check_norm(dtype: torch.dtype, device: torch.device) -> None:

@@ -252,7 +252,9 @@ def test_weights_go_through_registers_where_that_was_measured() -> None:
 def test_a_ring_is_chosen_where_that_was_measured() -> None:
     """Rings serve 9 to 64 rows, of the smallest layers from 17 on, of small ones up to 128, aligned to 16 bytes,
     no head, and exceptions. They fit the shared memory of a program and the scratch."""
-    chosen = [(config, *sizes, False) for sizes, config in products.MEASURED.items() if isinstance(config, GemmRingConfig)]
+    chosen = [
+        (config, *sizes, False) for sizes, config in products.MEASURED.items() if isinstance(config, GemmRingConfig)
+    ]
     assert chosen and all(choose(*sizes) == config for config, *sizes, _ in chosen)
     for rows in (8, 16, 32, 64, 128):
         for outputs, inputs in [*SMALL_LAYERS, *LARGE_LAYERS, (40960, 2048)]:

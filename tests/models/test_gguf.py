@@ -400,7 +400,12 @@ def test_one_value_for_each_layer_is_the_value_of_the_model(qwen2: Path, tmp_pat
     path = tmp_path / "model.gguf"
     write_gguf(path, qwen2, kinds(rest="Q4_0"))
     plain = read_model_spec(path)
-    write_gguf(path, qwen2, kinds(rest="Q4_0"), header={"qwen2.feed_forward_length": [plain.intermediate_size] * 2})
+    write_gguf(
+        path,
+        qwen2,
+        kinds(rest="Q4_0"),
+        header={"qwen2.feed_forward_length": [plain.layers[0].feed_forward.down.num_inputs] * 2},
+    )
     assert read_model_spec(path) == plain
 
 

@@ -1,28 +1,31 @@
-"""Each function of a kernel set: ours in Triton beside torch, on random inputs of odd sizes, over poisoned memory."""
+"""Each part of a kernel set: ours in Triton next to torch, on random inputs of odd sizes, over poisoned memory."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 from checkpoints import make_checkpoint
+from product_problem import gemm_device
+from resized import resized
 
 from phonograph.kernels.fp8_activations import Fp8Rows
-from phonograph.models.layers.kernel_set import KernelSet, KVTarget, Stream
+from phonograph.models.layers.kernel_set import EmbeddingPart, HeadPart, KernelSet, KVTarget, Step, Stream
 from phonograph.models.layers.linear import WeightAllocator
 from phonograph.models.layers.rotary import rotary_table
-from phonograph.models.layers.torch_kernels import TorchKernels
-from phonograph.models.layers.triton_kernels import TritonKernels
+from phonograph.models.layers.torch_parts import TorchKernels
+from phonograph.models.layers.triton_parts import TritonKernels
 from phonograph.models.layers.workspace import Workspace
 from phonograph.models.quantization.awq import Awq
 from phonograph.models.quantization.float8 import Fp8
 from phonograph.models.quantization.gptq import Gptq
 from phonograph.models.quantization.scheme import Quantization, Scheme
 from phonograph.models.spec import read_model_spec
-from phonograph.models.transformer import Transformer
+from phonograph.models.transformer import BoundLayer, Transformer
 
 ROWS = (1, 2, 21)
 MAX_TOKENS, MAX_LOGITS, POSITIONS = 21, 9, 50
@@ -51,10 +54,19 @@ class WritesCache:
         out_THD.copy_(q_THD)
 
 
+class Bound(NamedTuple):
+    """A model's parts on a kernel set."""
+
+    kernels: KernelSet
+    embedding: EmbeddingPart
+    layers: list[BoundLayer]
+    head: HeadPart
+
+
 class Pair:
     """A model of random weights with both kernel sets."""
 
-    def __init__(self, model: Transformer, num_tokens: int = MAX_TOKENS, capability: tuple[int, int] = (0, 0)) -> None:
+    def __init__(self, model: Transformer, num_tokens: int = MAX_TOKENS, *, fp8_rows: bool = False) -> None:
         spec, dtype, device = model.spec, model.dtype, model.device
         generator = torch.Generator().manual_seed(0)
         for weight in model.parameters:
@@ -67,11 +79,18 @@ class Pair:
             if weight.values.zeros_OG is not None:
                 weight.values.zeros_OG.random_(1, 1 << weight.values.bits)
         self.model = model
-        self.workspace = Workspace.make(spec, num_tokens, MAX_LOGITS, dtype, device, capability=capability)
-        self.torch = TorchKernels(rotary_table(spec, POSITIONS, dtype, device), spec.rms_norm_eps)
-        self.triton = TritonKernels(
-            self.workspace, rotary_table(spec, POSITIONS, torch.float32, device), spec.rms_norm_eps
+        gpu = gemm_device()._replace(capability=(9, 0) if fp8_rows else (8, 0))
+        self.workspace = Workspace.make(spec, num_tokens, MAX_LOGITS, dtype, device, gemm_device=gpu)
+        table = rotary_table(spec, POSITIONS, torch.float32, device)
+        self.torch = self._bound(TorchKernels(table.to(dtype), spec.rms_norm_eps, spec.factors))
+        self.triton = self._bound(
+            TritonKernels(self.workspace, table, spec.rms_norm_eps, device=gpu, factors=spec.factors)
         )
+
+    def _bound(self, kernels: KernelSet) -> Bound:
+        model = self.model
+        model.bind(kernels)
+        return Bound(kernels, model.embedding, model.layers, model._head)
 
     def random(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape).to(self.model.device, self.model.dtype)
@@ -80,12 +99,16 @@ class Pair:
         for memory in self.workspace.tensors():
             memory.fill_(torch.nan)
 
-    def streams(self, rows: int) -> Iterator[tuple[KernelSet, Stream]]:
-        """Streams of both sets that begin with the same embeddings, which the first layer's projection reads."""
+    def streams(self, rows: int) -> Iterator[tuple[Bound, Stream, Step, torch.Tensor]]:
+        """Yield both sets with streams of the same embeddings, the inputs of a step, and the cache that it writes."""
         self.poison()
-        ids = torch.randint(self.model.spec.vocab_size, (rows,), dtype=torch.int32).to(self.model.device)
-        for kernels in (self.torch, self.triton):
-            yield kernels, kernels.embed(ids, self.model.embedding_VE, then=self.model.layers[0].qkv)
+        spec, device = self.model.spec, self.model.device
+        self.ids = torch.randint(spec.vocab_size, (rows,), dtype=torch.int32).to(device)
+        self.positions, slots = torch.randint(POSITIONS, (rows,)).to(device), torch.randperm(96)[:rows].to(device)
+        for bound in (self.torch, self.triton):
+            cache = torch.full((2, 6, 16, spec.num_kv_heads, spec.head_size), 7.0).to(device, self.model.dtype)
+            step = Step(bound.kernels.rotary(self.positions), WritesCache(cache, slots))
+            yield bound, bound.embedding(self.ids), step, cache
 
     def check(self, wanted: torch.Tensor, got: torch.Tensor) -> None:
         assert wanted.shape == got.shape and wanted.dtype == got.dtype
@@ -124,35 +147,41 @@ def make_model(
     folder: Path, family: str, dtype: torch.dtype, scheme: Scheme | None, hidden: int = 136, inner: int = 104
 ) -> Transformer:
     make_checkpoint(family, folder)
-    sizes = {"num_query_heads": 6, "num_kv_heads": 2, "vocab_size": 203}
-    quantization = None if scheme is None else Quantization("", scheme)
-    spec = replace(
-        read_model_spec(folder), hidden_size=hidden, intermediate_size=inner, quantization=quantization, **sizes
+    spec = resized(
+        read_model_spec(folder),
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_query_heads=6,
+        num_kv_heads=2,
+        vocab_size=203,
     )
+    spec = spec.with_quantization(None if scheme is None else Quantization("", scheme))
     return Transformer(spec, dtype, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 @pytest.mark.parametrize("rows", ROWS)
-def test_embedding_and_projections_of_normed_rows(pair: Pair, rows: int) -> None:
-    layer = pair.model.layers[0]
-    (torch_set, wanted), (triton_set, got) = pair.streams(rows)
-    assert torch.equal(wanted.hidden_TE, got.hidden_TE)
-    pair.check(torch_set.project(wanted, layer.qkv), triton_set.project(got, layer.qkv))
-
-
-@pytest.mark.parametrize("last", [False, True])
-@pytest.mark.parametrize("rows", ROWS)
-def test_adding_to_the_stream_and_the_gated_projection_behind_it(pair: Pair, rows: int, last: bool) -> None:
-    layer = pair.model.layers[0]
+def test_attention_writes_the_cache_and_adds_to_the_stream(pair: Pair, rows: int) -> None:
     results = []
-    attended = pair.random(rows, layer.output.weight.shape[0])
-    for kernels, begun in pair.streams(rows):
-        stream = kernels.add(begun, attended, layer.output, then=layer.gate_up)
-        inner = kernels.project_gated(stream, layer.gate_up, then=layer.down)
-        results.append((stream.hidden_TE.clone(), inner.clone()))
-        following = None if last else pair.model.layers[1].qkv
-        stream = kernels.add(stream, inner, layer.down, then=following)
-        results[-1] += (stream.hidden_TE, *(() if following is None else (kernels.project(stream, following),)))
+    for bound, stream, step, cache in pair.streams(rows):
+        begun = stream.hidden_TE.clone()
+        results.append((begun, bound.layers[0].attention(stream, step).hidden_TE.clone() - begun, cache))
+    (wanted_begun, *wanted), (begun, *got) = results
+    assert torch.equal(wanted_begun, begun)
+    for one, other in zip(wanted, got, strict=True):
+        pair.check(one, other)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_layers_in_turn(pair: Pair, rows: int) -> None:
+    """Each part begins with the norm that the part before left to it, and the last one has no part after it."""
+    results = []
+    for bound, stream, step, _ in pair.streams(rows):
+        found = [stream.hidden_TE.clone()]
+        for layer in bound.layers:
+            found.append(layer.attention(stream, step).hidden_TE.clone())
+            found.append(layer.feed_forward(stream).hidden_TE.clone())
+        results.append(found[1:])
+    assert len(results[0]) == 2 * pair.model.spec.num_layers
     for wanted, got in zip(*results, strict=True):
         pair.check(wanted, got)
 
@@ -163,19 +192,16 @@ def test_fp8_activations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     lay_as_on_a_gpu(monkeypatch)
     rows, scheme = 40, Fp8(origin="FP8", scales="channel")
     model = make_model(tmp_path, "llama_bias", DTYPES[-1], scheme, hidden=128, inner=96)
-    pair = Pair(model, rows, capability=(9, 0))
+    pair = Pair(model, rows, fp8_rows=True)
     assert not pair.workspace.dequantized.numel()
-    layer, following = model.layers
     results = []
-    for kernels, begun in pair.streams(rows):
-        attended = kernels.project(begun, layer.qkv)[:, : layer.output.weight.shape[0]].clone()
-        stream = kernels.add(begun, attended, layer.output, then=layer.gate_up)
-        inner = kernels.project_gated(stream, layer.gate_up, then=layer.down)
-        gated = inner.values_MK.float() * inner.scales_M1 if isinstance(inner, Fp8Rows) else inner.clone()
-        assert isinstance(inner, Fp8Rows) == (kernels is pair.triton)
-        stream = kernels.add(stream, inner, layer.down, then=following.qkv)
-        results.append([attended, gated, stream.hidden_TE.clone(), kernels.project(stream, following.qkv).clone()])
-        results[-1].append(kernels.add(stream, attended, layer.output, then=None).hidden_TE)
+    for bound, stream, step, _ in pair.streams(rows):
+        found = [stream.hidden_TE.clone()]
+        for layer in bound.layers:
+            found.append(layer.attention(stream, step).hidden_TE.clone())
+            assert isinstance(stream.normed, Fp8Rows) == (bound is pair.triton)
+            found.append(layer.feed_forward(stream).hidden_TE.clone())
+        results.append([after - before for before, after in pairwise(found)])
     for wanted, got in zip(*results, strict=True):
         error = (got.double() - wanted.double()).norm() / wanted.double().norm()
         # The interpreter drops the carry where rounding to FP8 fills the mantissa.
@@ -183,34 +209,17 @@ def test_fp8_activations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert pair.workspace.fp8_rows.float().isfinite().any()
 
 
-@pytest.mark.parametrize("rows", ROWS)
-def test_attention_norms_and_rotates_and_writes_the_cache(pair: Pair, rows: int) -> None:
-    layer, spec = pair.model.layers[0], pair.model.spec
-    device = pair.model.device
-    positions = torch.randint(POSITIONS, (rows,)).to(device)
-    slots = torch.randperm(96)[:rows].to(device)
-    results = []
-    for kernels, stream in pair.streams(rows):
-        cache = torch.full((2, 6, 16, spec.num_kv_heads, spec.head_size), 7.0).to(device, pair.model.dtype)
-        attend = WritesCache(cache, slots)
-        qkv = kernels.project(stream, layer.qkv)
-        results.append((kernels.attention(qkv, layer.heads, kernels.rotary(positions), attend), cache))
-    for wanted, got in zip(*results, strict=True):
-        pair.check(wanted, got)
-
-
 @pytest.mark.parametrize("rows", [13, 21])
 def test_rows_that_are_kept(pair: Pair, rows: int) -> None:
-    layer = pair.model.layers[-1]
     chosen = torch.randperm(rows)[: MAX_LOGITS // 2].to(pair.model.device)
-    attended = pair.random(rows, layer.output.weight.shape[0])
     results = []
-    for kernels, begun in pair.streams(rows):
-        stream, part = kernels.keep_rows(begun, attended, chosen)
-        stream = kernels.add(stream, part, layer.output, then=layer.gate_up)
-        inner = kernels.project_gated(stream, layer.gate_up, then=layer.down)
-        stream = kernels.add(stream, inner, layer.down, then=None)
-        results.append(stream.hidden_TE)
+    for bound, stream, step, _ in pair.streams(rows):
+        *before, last = bound.layers
+        for layer in before:
+            layer.feed_forward(layer.attention(stream, step))
+        kept = last.attention(stream, step._replace(rows_P=chosen))
+        results.append(last.feed_forward(kept).hidden_TE)
+    assert len(results[0]) == len(chosen)
     pair.check(*results)
 
 
@@ -221,7 +230,18 @@ def test_logits(pair: Pair, rows: int, gathered: bool) -> None:
     pair.poison()
     hidden = pair.random(20 if gathered else rows, model.spec.hidden_size)
     chosen = torch.randint(20, (rows,)).to(model.device) if gathered else None
-    wanted, got = (
-        kernels.logits(hidden, chosen, model.final_norm, model.lm_head) for kernels in (pair.torch, pair.triton)
-    )
+    wanted, got = (bound.head(hidden, chosen) for bound in (pair.torch, pair.triton))
     pair.check(wanted, got)
+
+
+def test_outputs_of_layers_are_kept(pair: Pair) -> None:
+    """A tap has the stream after its layer, in memory of its own."""
+    model, rows = pair.model, 5
+    for bound, stream, step, _ in pair.streams(rows):
+        first = bound.layers[0]
+        wanted = first.feed_forward(first.attention(stream, step)).hidden_TE.clone()
+        memory = torch.full((rows + 2, model.spec.hidden_size), torch.nan).to(model.device, model.dtype)
+        model.bind(bound.kernels, {0: memory})
+        hidden = model.forward(pair.ids, pair.positions, step.attend)
+        assert memory[rows:].isnan().all() and not torch.equal(memory[:rows], hidden)
+        pair.check(wanted, memory[:rows])

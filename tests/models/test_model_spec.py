@@ -20,8 +20,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from phonograph.errors import ConfigError, ModelError, UnsupportedModelError
-from phonograph.models.config_fields import FIELDS, FIXED, IGNORED, IGNORED_BY_TYPE
+from phonograph.models.config_fields import FIXED, IGNORED
 from phonograph.models.layers.rope import rope_frequencies
+from phonograph.models.registry import ARCHITECTURES
 from phonograph.models.rope_parameters import read_rope
 from phonograph.models.spec import ModelSpec, read_model_spec
 from phonograph.models.weights import model_files as folder_module
@@ -102,16 +103,19 @@ def test_published_models(tmp_path: Path, config: dict[str, Any], published_para
     assert hash(spec) == hash(pickle.loads(pickle.dumps(spec)))
 
 
+MODEL_TYPES = {family.model_type: family for family in ARCHITECTURES.values()}
+
+
 @pytest.mark.parametrize("name", PUBLIC_CONFIGS)
 def test_public_checkpoints_are_accepted(tmp_path: Path, name: str) -> None:
     config, length = PUBLIC_CONFIGS[name]
     assert read(tmp_path, config).context_length == length
 
 
-@pytest.mark.parametrize("model_type", FIELDS)
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_declared_defaults_are_those_of_transformers(model_type: str) -> None:
     theirs = {field.name: field.default for field in dataclasses.fields(CONFIG_MAPPING[model_type])}
-    ours = {name: field.default for name, field in FIELDS[model_type].items()}
+    ours = {name: field.default for name, field in MODEL_TYPES[model_type].fields.items()}
     shared = theirs.keys() & ours.keys()
     assert {name: ours[name] for name in shared - {"architectures"}} == {
         name: theirs[name] for name in shared - {"architectures"}
@@ -121,9 +125,10 @@ def test_declared_defaults_are_those_of_transformers(model_type: str) -> None:
     assert ours["rope_theta"] == CONFIG_MAPPING[model_type].default_theta
 
 
-@pytest.mark.parametrize("model_type", FIELDS)
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_every_field_of_transformers_is_declared_once(model_type: str) -> None:
-    declared = [*FIELDS[model_type], *FIXED, *IGNORED, *IGNORED_BY_TYPE[model_type]]
+    family = MODEL_TYPES[model_type]
+    declared = [*family.fields, *FIXED, *IGNORED, *family.ignored]
     assert len(declared) == len(set(declared))
     assert {field.name for field in dataclasses.fields(CONFIG_MAPPING[model_type])} <= set(declared)
     assert GenerationConfig._get_default_generation_params().keys() <= set(declared)
@@ -189,16 +194,28 @@ def test_parameters_are_those_of_transformers(family: str, tmp_path: Path) -> No
     assert spec.tensor_shapes() == {name: tuple(tensor.shape) for name, tensor in reference.named_parameters()}
 
 
+def switches(spec: ModelSpec) -> tuple[bool, bool, bool, bool]:
+    """Return which matrices have biases (qkv, output, MLP), and whether heads are normed; all layers agree."""
+    (layer,) = set(spec.layers)
+    qkv, output, gate_up, down = (matrix.bias for matrix in layer.matrices)
+    assert gate_up == down
+    return qkv, output, down, layer.attention.head_norms
+
+
+def windows_of(spec: ModelSpec) -> list[tuple[int, int]]:
+    return [layer.attention.window for layer in spec.layers]
+
+
 def test_fields(tmp_path: Path) -> None:
     spec = read(tmp_path, LLAMA, rms_norm_eps=3e-5)
     assert (spec.num_layers, spec.num_query_heads, spec.num_kv_heads, spec.head_size) == (32, 32, 8, 128)
     assert (spec.rms_norm_eps, spec.context_length, spec.dtype) == (3e-5, 131072, "bfloat16")
-    assert (spec.qkv_bias, spec.o_bias, spec.mlp_bias, spec.qk_norm) == (False, False, False, False)
+    assert switches(spec) == (False, False, False, False)
     biased = read(tmp_path, LLAMA, attention_bias=True, mlp_bias=True)
-    assert (biased.qkv_bias, biased.o_bias, biased.mlp_bias) == (True, True, True)
+    assert switches(biased) == (True, True, True, False)
     qwen2 = read(tmp_path, QWEN2)
-    assert (qwen2.qkv_bias, qwen2.o_bias, qwen2.head_size, qwen2.qk_norm) == (True, False, 128, False)
-    assert read(tmp_path, QWEN3).qk_norm
+    assert switches(qwen2) == (True, False, False, False) and qwen2.head_size == 128
+    assert switches(read(tmp_path, QWEN3)) == (False, False, False, True)
     assert read(tmp_path, {key: value for key, value in LLAMA.items() if key != "torch_dtype"}).dtype == "float32"
 
 
@@ -220,14 +237,15 @@ def test_fields(tmp_path: Path) -> None:
 def test_windows(
     tmp_path: Path, config: dict[str, Any], changes: dict[str, Any], windows: dict[tuple[int, int], int]
 ) -> None:
-    found = read(tmp_path, config, **changes).windows
+    found = windows_of(read(tmp_path, config, **changes))
     assert {window: found.count(window) for window in found} == windows
 
 
 def test_layer_types_decide_layer_by_layer(tmp_path: Path) -> None:
     kinds = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
     spec = read(tmp_path, QWEN3, num_hidden_layers=4, layer_types=kinds, use_sliding_window=True, sliding_window=5)
-    assert spec.windows == ((4, 0), (-1, -1), (-1, -1), (4, 0))
+    assert windows_of(spec) == [(4, 0), (-1, -1), (-1, -1), (4, 0)]
+    assert spec.layers[0] is spec.layers[3] and spec.layers[0] is not spec.layers[1]
 
 
 LLAMA3_SCALING = {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}
@@ -391,7 +409,7 @@ def test_unusable_layer_types(tmp_path: Path, config: dict[str, Any], count: int
     types = [kind] * (config["num_hidden_layers"] + count)
     changes = {"layer_types": types, "sliding_window": None}
     if count == 0 and kind == "full_attention":
-        assert set(read(tmp_path, config, **changes).windows) == {(-1, -1)}
+        assert set(windows_of(read(tmp_path, config, **changes))) == {(-1, -1)}
         return
     with pytest.raises(
         ModelError, match="layer_types" if count or kind == "linear_attention" else "sliding_window=None"
@@ -444,7 +462,7 @@ def test_a_hub_id_downloads_only_needed_files(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     (tmp_path / "config.json").write_text(json.dumps(QWEN3))
-    assert read_model_spec("owner/name-1.5", revision="abc").qk_norm
+    assert switches(read_model_spec("owner/name-1.5", revision="abc"))[3]
     folder_module.model_path("name", weights=True)
     (first, first_settings), (second, second_settings) = asked
     assert (first, first_settings["revision"]) == ("owner/name-1.5", "abc")

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from checkpoints import make_checkpoint
 from kernel_sets import OwnQueries
+from product_problem import gemm_device
+from resized import resized
 
-from phonograph.models.layers import triton_kernels
 from phonograph.models.layers.linear import WeightAllocator
 from phonograph.models.layers.rotary import rotary_table
-from phonograph.models.layers.triton_kernels import TritonKernels
+from phonograph.models.layers.triton_parts import TritonKernels
 from phonograph.models.layers.workspace import Workspace
 from phonograph.models.spec import ModelSpec, read_model_spec
 from phonograph.models.transformer import Transformer
@@ -44,9 +43,10 @@ def bind_triton(
     model: Transformer, max_num_tokens: int, max_num_logits: int = 2, *, batch_invariant: bool = False
 ) -> TritonKernels:
     spec = model.spec
-    workspace = Workspace.make(spec, max_num_tokens, max_num_logits, model.dtype, model.device)
+    gpu = gemm_device()
+    workspace = Workspace.make(spec, max_num_tokens, max_num_logits, model.dtype, model.device, gemm_device=gpu)
     table = rotary_table(spec, max(64, max_num_tokens), torch.float32, model.device)
-    kernels = TritonKernels(workspace, table, spec.rms_norm_eps, batch_invariant=batch_invariant)
+    kernels = TritonKernels(workspace, table, spec.rms_norm_eps, device=gpu, batch_invariant=batch_invariant)
     model.bind(kernels)
     return kernels
 
@@ -95,17 +95,16 @@ def test_few_tokens_of_real_sizes(
     hidden: int, intermediate: int, heads: int, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_checkpoint("qwen3", tmp_path)
-    spec = replace(
+    spec = resized(
         read_model_spec(tmp_path),
         num_layers=3,
-        windows=((-1, -1),) * 3,
         hidden_size=hidden,
         intermediate_size=intermediate,
         num_query_heads=heads,
         num_kv_heads=8,
         head_size=128,
-        rope_frequencies=(1.0,) * 64,
     )
+    spec = replace(spec, rope_frequencies=(1.0,) * 64)
     model = make_fused(spec, device, monkeypatch, max_num_tokens=256)
     compare(model, [1, 2, 8, 13, 29, 64, 256], device)
 
@@ -141,15 +140,3 @@ def test_rows_are_left_out_of_long_steps_only(
     assert leaving(2) == [129, 199, 200, 256], "the weights of 128 take as long as of one"
     assert leaving(100) == [200, 256]
     assert leaving(2, batch_invariant=True) == []
-
-
-@pytest.mark.parametrize(("room", "takes"), [(False, False), (True, False), (True, True)])
-def test_inputs_in_fp8_lie_in_the_scratch(room: bool, takes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only where there is room for them and the product takes them."""
-    scaled = SimpleNamespace(rows=lambda *shape: shape) if room else None
-    kernels: Any = SimpleNamespace(_scratch=SimpleNamespace(scaled=scaled))
-    layer: Any = SimpleNamespace(weight=SimpleNamespace(operand=None))
-    monkeypatch.setattr(triton_kernels, "takes_fp8_rows", lambda *_: takes)
-    rows_TI = torch.zeros(3, 8)
-    found = TritonKernels._input_of(kernels, layer, rows_TI)
-    assert found == (3, 8) if takes else found is rows_TI

@@ -47,7 +47,7 @@ class DenseSequences:
     ) -> torch.Tensor:
         spec = self.decoder.spec
         group = spec.num_query_heads // spec.num_kv_heads
-        left, right = spec.windows[layer]
+        left, right = spec.layers[layer].attention.window
         assert right in (-1, 0)
         out = torch.full(query_THD.shape, torch.nan, dtype=query_THD.dtype)
         start = 0

@@ -6,14 +6,14 @@ import torch
 
 from phonograph.models.layers.kernel_set import KVTarget
 from phonograph.models.layers.rotary import rotary_table
-from phonograph.models.layers.torch_kernels import TorchKernels
+from phonograph.models.layers.torch_parts import TorchKernels
 from phonograph.models.transformer import Transformer
 
 
 def bind_torch(model: Transformer, max_positions: int | None = None) -> Transformer:
     """Let a model run on torch's operators, for positions up to its context length by default."""
     table = rotary_table(model.spec, max_positions or model.spec.context_length, model.dtype, model.device)
-    model.bind(TorchKernels(table, model.spec.rms_norm_eps))
+    model.bind(TorchKernels(table, model.spec.rms_norm_eps, model.spec.factors))
     return model
 
 

@@ -8,15 +8,16 @@ Shapes: T tokens, N rows that need logits, P rows that are kept in the last laye
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 
 from phonograph.kernels.torch.layers import rms_norm
-from phonograph.models.layers.kernel_set import Attend, AttentionPart, FeedForwardPart, KernelSet, Step, Stream
+from phonograph.models.layers.kernel_set import Attend, AttentionPart, FeedForwardPart, KernelSet, Step
 from phonograph.models.layers.layer_weights import LayerWeights
 from phonograph.models.layers.linear import Linear, WeightAllocator
 from phonograph.models.quantization.block_embedding import BlockEmbedding, Embedding
@@ -30,30 +31,11 @@ Convert = Callable[[LinearWeight, bool], LinearWeight]
 
 
 class BoundLayer(NamedTuple):
-    """Parts of a layer."""
+    """Parts of a layer, and memory [T, E] in which its output is kept, or None."""
 
     attention: AttentionPart
     feed_forward: FeedForwardPart
-
-
-class TappedFeedForward:
-    """Feed-forward whose stream is kept in `memory_TE`, such as for draft heads."""
-
-    def __init__(self, part: FeedForwardPart, memory_TE: torch.Tensor) -> None:
-        self._part, self._memory_TE = part, memory_TE
-
-    @property
-    def then(self) -> Any:
-        return self._part.then
-
-    @then.setter
-    def then(self, part: Any) -> None:
-        self._part.then = part
-
-    def __call__(self, stream: Stream) -> Stream:
-        stream = self._part(stream)
-        self._memory_TE[: len(stream.hidden_TE)].copy_(stream.hidden_TE)
-        return stream
+    tap_TE: torch.Tensor | None
 
 
 class Transformer:
@@ -92,17 +74,19 @@ class Transformer:
         self._running: Sequence[BoundLayer] = ()
         self._convert: Convert | None = None
 
-    def bind(self, kernels: KernelSet, taps: dict[int, torch.Tensor] | None = None) -> None:
-        """Build the parts by a kernel set. `taps` are memory [T, E] of the outputs of layers that are kept."""
+    def bind(self, kernels: KernelSet, taps: Mapping[int, torch.Tensor] = MappingProxyType({})) -> None:
+        """Build the parts by a kernel set.
+
+        Args:
+            kernels: the kernel set.
+            taps: memory [T, E] by the index of a layer, in which each step keeps the stream after it (for draft heads).
+        """
         self.kernels = kernels
         self.embedding = kernels.embedding(self.embedding_VE)
         self.layers = [
-            BoundLayer(kernels.attention(layer.attention), kernels.feed_forward(layer.feed_forward))
-            for layer in self.weights
+            BoundLayer(kernels.attention(layer.attention), kernels.feed_forward(layer.feed_forward), taps.get(index))
+            for index, layer in enumerate(self.weights)
         ]
-        for index, memory_TE in (taps or {}).items():
-            layer = self.layers[index]
-            self.layers[index] = layer._replace(feed_forward=TappedFeedForward(layer.feed_forward, memory_TE))
         self._head = kernels.head(self.final_norm, self.lm_head)
         self._link(self.layers)
 
@@ -125,14 +109,14 @@ class Transformer:
         Returns:
             The residual stream before the final norm, [T, E], or [P, E] of the rows that are kept.
         """
-        step = Step(self.kernels.rotary(positions_T), attend)
-        *before, last = self._running
+        step, last = Step(self.kernels.rotary(positions_T), attend), self._running[-1]
         stream = self.embedding(input_ids_T)
-        for layer in before:
-            stream = layer.attention(stream, step)
+        for layer in self._running:
+            stream = layer.attention(stream, step if layer is not last else step._replace(rows_P=rows_P))
             stream = layer.feed_forward(stream)
-        stream = last.attention(stream, step._replace(rows_P=rows_P))
-        return last.feed_forward(stream).hidden_TE
+            if layer.tap_TE is not None:
+                layer.tap_TE[: len(stream.hidden_TE)].copy_(stream.hidden_TE)
+        return stream.hidden_TE
 
     def prompt_logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
         """Return logits [N, V] of any number of rows, with torch's operators, which allocate them."""
