@@ -5,15 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 from grouped_problem import GroupedCase
-from product_problem import random_tensor
+from product_problem import linear, random_tensor
 
-from phonograph.kernels.triton.gemm.gemm_dispatch import linear
-from phonograph.kernels.triton.gemm.gemm_grouped_small_m import GemmGroupedSmallMConfig
-from phonograph.kernels.triton.gemm.gemm_tiled import GemmTiledConfig
-from phonograph.kernels.triton.gemm.tuning import GemmRingSmallMConfig, GemvIntegerConfig, ProductConfig, GemmRingConfig
+from phonograph.kernels.triton.gemm.product_plan import (
+    GemmGroupedSmallMConfig,
+    GemmRingConfig,
+    GemmRingSmallMConfig,
+    GemmTiledConfig,
+    GemvIntegerConfig,
+    KernelConfig,
+)
 
-CONFIGS: dict[str, tuple[int, ProductConfig]] = {
-    "integer-row": (1, GemvIntegerConfig(8, 64, 2, 1, 3, 2, 1)),
+CONFIGS: dict[str, tuple[int, KernelConfig]] = {
+    "integer-row": (1, GemvIntegerConfig(64, 2, 1, 3, 2, 1)),
     "few-ring": (5, GemmRingSmallMConfig(8, 32, 4, 1, 2, 1, 2)),
     "grouped-rows": (5, GemmGroupedSmallMConfig(8, 16, 8, 2, 1, 4)),
     "ring": (12, GemmRingConfig(16, 64, 128, 1, 3)),
