@@ -15,6 +15,7 @@ from phonograph.kernels.triton.gemm.product_plan import (
     GemvIntegerConfig,
     KernelConfig,
 )
+from phonograph.kernels.triton.gemm.run import GemmScratch
 
 CONFIGS: dict[str, tuple[int, KernelConfig]] = {
     "integer-row": (1, GemvIntegerConfig(64, 2, 1, 3, 2, 1)),
@@ -34,12 +35,12 @@ def test_a_chain_replayed_with_other_contents(name: str, device: torch.device) -
     size = 2048
     case = GroupedCase(rows, size, size, torch.bfloat16, device, group=128, kind="int4 interleaved")
     x = torch.zeros(rows, size, dtype=torch.bfloat16, device=device)
-    buffers = [torch.zeros_like(x) for _ in range(8)]
+    buffers, scratch = [torch.zeros_like(x) for _ in range(8)], GemmScratch.make(device)
 
     def chain() -> None:
         before = x
         for buffer in buffers:
-            linear(before, case.grouped, None, buffer, config=config)
+            linear(before, case.grouped, None, buffer, scratch=scratch, config=config)
             before = buffer
 
     chain()
