@@ -13,12 +13,14 @@ from triton.runtime.jit import JITFunction
 
 from phonograph.kernels.triton.gemm import gemm_small_m, gemv
 from phonograph.kernels.triton.gemm.bound_product import BoundProduct
-from phonograph.kernels.triton.gemm.choose import EXCEPTIONS, ExceptionKey, choose
+from phonograph.kernels.triton.gemm.choose import EXCEPTIONS, ExceptionKey, choose, exception_format
 from phonograph.kernels.triton.gemm.product import ADD, SILU, STORE, DeferredNorm, NextNorm, Norm, Product
 from phonograph.kernels.triton.gemm.product_plan import (
     HEAD,
     GemmDevice,
+    GemmGroupedSmallMConfig,
     GemmRingConfig,
+    GemmRingSmallMConfig,
     GemmSmallMConfig,
     GemmTiledConfig,
     GemvConfig,
@@ -352,6 +354,28 @@ def test_exceptions_from_the_rules(exceptions: Exceptions) -> None:
         on_hopper, on_other = rules[key]
         assert key.rows == rows_class(key.rows) and chosen(key, HOPPER) == config != on_hopper
         assert chosen(key, OTHER) == (on_other if isinstance(config, GemmRingConfig) else config)
+
+
+def test_exceptions_of_each_format(exceptions: Exceptions) -> None:
+    """Those in a ring count where it runs; the rule counts elsewhere."""
+    ring, shape = GemmRingConfig(32, 64, 128, 1, 3), ProductShape(4096, 4096)
+    int4 = WeightFormat("bfloat16", bits=4, group=128, interleaved=True)
+    formats = {
+        "dense": (BFLOAT16, ring),
+        "fp8 rows": (FP8, ring),
+        "4 bits": (int4, GemmRingSmallMConfig(32, 32, 4, 1, 2, 1, 2)),
+        "8 bits": (FP8._replace(group=128), GemmGroupedSmallMConfig(32, 16, 8, 2, 1, 8)),
+    }
+    rules = [[choose(shape, weights, 32, gpu) for gpu in (HOPPER, OTHER)] for weights, _ in formats.values()]
+    exceptions.update({ExceptionKey(name, 32, shape): (config, "a test") for name, (_, config) in formats.items()})
+    choose.cache_clear()
+    for name, (on_hopper, on_other) in zip(formats, rules, strict=True):
+        weights, config = formats[name]
+        assert exception_format(shape, weights, 32, HOPPER) == name
+        assert choose(shape, weights, 32, HOPPER) == on_hopper._replace(kernel=config) != on_hopper
+        elsewhere = on_other if name != "8 bits" else on_other._replace(kernel=config)
+        assert choose(shape, weights, 32, OTHER) == elsewhere
+        assert choose(shape, weights, 64, HOPPER).kernel != config
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
