@@ -42,7 +42,7 @@ def launch(product: Product, config: GemmTiledConfig, parts: Parts | None) -> No
     """Compute a product; `parts` is needed if inputs are split."""
     x_MK, matrix, bias_N, out_MN, mode, norm, _ = product
     weight = matrix if isinstance(matrix, Grouped) else None
-    weight_NK: torch.Tensor = matrix if weight is None else weight.packed_OW.view(torch.int32)
+    weight_NK = matrix.packed_OW.view(torch.int32) if isinstance(matrix, Grouped) else matrix
     num_rows, num_inputs = x_MK.shape
     num_outputs = out_MN.shape[1]
     rows, block_n, block_k, splits, num_warps, num_stages, prefetch = config
