@@ -80,7 +80,7 @@ def test_sets_of_products_are_read_and_chosen(benchmark_script: Load) -> None:
 @pytest.mark.parametrize("rows", [1, 8, 16, 64])
 @pytest.mark.parametrize("kind", ["dense", "int4", "fp8", "fp8 blocks"])
 def test_swept_products_can_be_chosen(kind: str, rows: int, benchmark_script: Load) -> None:
-    """What is chosen now is one of those that a sweep tries, and each is chosen while it is tried."""
+    """A sweep tries the kernel that is chosen now, and each of the others is chosen while it is tried."""
     pytest.importorskip("triton")
     from phonograph.kernels.triton.gemm.product_plan import GemmDevice, GemvConfig, ProductShape, WeightFormat
 

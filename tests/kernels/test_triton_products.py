@@ -357,7 +357,7 @@ def test_exceptions_from_the_rules(exceptions: Exceptions) -> None:
 
 
 def test_exceptions_of_each_format(exceptions: Exceptions) -> None:
-    """Those in a ring count where it runs; the rule counts elsewhere."""
+    """Exceptions in a ring count where it runs; the rule counts elsewhere."""
     ring, shape = GemmRingConfig(32, 64, 128, 1, 3), ProductShape(4096, 4096)
     int4 = WeightFormat("bfloat16", bits=4, group=128, interleaved=True)
     formats = {
