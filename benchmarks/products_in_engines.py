@@ -22,16 +22,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sweep_products import Settings, applied
+from sweep_products import Settings, Weights, applied, this_gpu
 
 from phonograph.bench.cases import DecodeCase
 from phonograph.bench.engine import bench_decode
 from phonograph.bench.records.output import output_file
 from phonograph.bench.records.record import provenance, write_result
 from phonograph.engine.llm import LLM
-from phonograph.kernels.triton.gemm.gemm_small_m import GemmSmallMConfig
-from phonograph.kernels.triton.gemm.gemm_tiled import GemmTiledConfig
-from phonograph.kernels.triton.gemm.tuning import ProductConfig, GemmRingConfig
+from phonograph.kernels.triton.gemm.product_plan import (
+    GemmRingConfig,
+    GemmSmallMConfig,
+    GemmTiledConfig,
+    KernelConfig,
+    ProductShape,
+    WeightFormat,
+)
 
 KINDS = {kind.__name__: kind for kind in (GemmSmallMConfig, GemmRingConfig, GemmTiledConfig)}
 
@@ -45,7 +50,8 @@ def read_set(name: str, texts: dict[str, str]) -> tuple[Settings, dict[str, obje
         if match := re.fullmatch(r"setting (\w+)", what):
             settings[match[1]] = read_value(name, text)
         elif match := re.fullmatch(r"(product|silu) (\d+) (\d+)", what):
-            products[match[1], (int(match[2]), int(match[3]))] = read_config(name, text)
+            shape = ProductShape(int(match[2]), int(match[3]), gated=match[1] == "silu")
+            products[shape] = read_config(name, text)
         else:
             raise SystemExit(f"set {name}: {what!r} must be product or silu, then outputs and inputs, or setting NAME")
     return products, settings
@@ -58,7 +64,7 @@ def read_value(name: str, text: str) -> object:
         raise SystemExit(f"set {name}: {text!r} must be a value as Python has it, such as True or 'FULL'") from None
 
 
-def read_config(name: str, text: str) -> ProductConfig | None:
+def read_config(name: str, text: str) -> KernelConfig | None:
     if text == "None":
         return None
     kind, _, values = text.partition("(")
@@ -109,9 +115,10 @@ def main() -> None:
     given: list[tuple[str, dict[str, str]]] = json.loads(arguments.sets.read_text(), object_pairs_hook=list)
     sets = [(name, dict(texts)) for name, texts in given]
     read = [read_set(name, texts) for name, texts in sets]
+    dense = Weights(WeightFormat("bfloat16"), this_gpu())
     rows: list[dict[str, Any]] = []
     for (name, texts), (products, settings) in zip(sets, read, strict=True):
-        with applied(products, arguments.rows):
+        with applied(products, arguments.rows, dense):
             ms = measure(arguments.model, cases, arguments.turns, arguments.device, settings)
         rows.append({"set": name, "ms": ms, "configurations": texts})
         medians = {case: sorted(turns)[len(turns) // 2] for case, turns in ms.items()}

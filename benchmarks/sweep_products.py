@@ -9,10 +9,10 @@ that wins without attention may lose behind it, which leaves a multiprocessor's 
 differ by a few percent must be compared at the clock that each brings about: a GPU at its power limit slows down some
 tens of milliseconds later. So all configurations first run in turn, at one clock, and the best of them then for
 long enough each, there and back, since the last ones run on a warmer chip. Up to 16 rows there are two searches: large
-products through registers need the L1 cache (`few_rows`) and do not mix with those through shared memory, so each kind
-is tried with the others of its kind. One product at a time is blind to what only pays together; rings (`ring`) were
-found by trying whole sets. The result names the entries for `MEASURED` and `MEASURED_SILU` in
-kernels/triton/gemm/tuning.py, for a model with quantized weights those for `MEASURED_GROUPED` in tuning_grouped.py.
+products through registers need the L1 cache (`gemm_small_m`) and do not mix with those through shared memory, so each
+kind is tried with the others of its kind. One product at a time is blind to what only pays together; rings
+(`gemm_ring`) were found by trying whole sets. The result names the entries for `EXCEPTIONS` in
+kernels/triton/gemm/choose.py.
 """
 
 from __future__ import annotations
@@ -25,31 +25,34 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from phonograph.bench.records.output import output_file
 from phonograph.bench.records.record import provenance, write_result
 from phonograph.engine.llm import LLM
-from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.triton.attention.decode import decode_attention
 from phonograph.kernels.triton.attention.decode_plan import make_decode_plan, plan_decode
-from phonograph.kernels.triton.gemm import tuning as product_rules
-from phonograph.kernels.triton.gemm import tuning_grouped
-from phonograph.kernels.triton.gemm.gemm_dispatch import has_fp8_rows
-from phonograph.kernels.triton.gemm.gemm_grouped_small_m import GemmGroupedSmallMConfig, takes
-from phonograph.kernels.triton.gemm.gemm_small_m import GemmSmallMConfig
-from phonograph.kernels.triton.gemm.gemm_tiled import GemmTiledConfig, step_bytes
-from phonograph.kernels.triton.gemm.tuning import (
+from phonograph.kernels.triton.gemm.choose import EXCEPTIONS, ExceptionKey, choose, exception_format
+from phonograph.kernels.triton.gemm.choose_grouped import integer_stages, is_supported
+from phonograph.kernels.triton.gemm.product_plan import (
     PROCESSORS,
+    PROGRAMS,
     RING_BYTES,
-    GemmRingSmallMConfig,
-    GemvIntegerConfig,
-    ProductConfig,
+    GemmDevice,
+    GemmGroupedSmallMConfig,
     GemmRingConfig,
+    GemmRingSmallMConfig,
+    GemmSmallMConfig,
+    GemmTiledConfig,
+    GemvIntegerConfig,
+    KernelConfig,
+    ProductShape,
+    WeightFormat,
+    rows_class,
+    step_bytes,
 )
-from phonograph.kernels.triton.launch.pdl import gluon_usable
 from phonograph.kernels.triton.launch.precompile import compile_only
 from phonograph.models.layers.kernel_set import KVTarget
 
@@ -62,9 +65,27 @@ FINALISTS = 5
 BLOCK = 64
 """Tokens of a KV block."""
 
-Shape = tuple[int, int]
-Settings = dict[tuple[str, Shape], ProductConfig | None]
-"""By ("product" or "silu", (outputs, inputs))."""
+Settings = dict[ProductShape, KernelConfig | None]
+"""Kernels by the sizes of products; None: torch, or the activation as a kernel of its own."""
+
+
+class Weights(NamedTuple):
+    """Format of the matrices that configurations are for, and the GPU."""
+
+    format: WeightFormat
+    device: GemmDevice
+
+    def chosen(self, shape: ProductShape, rows: int) -> KernelConfig | None:
+        plan = choose(shape, self.format, rows, self.device)
+        return None if plan.gates_apart else plan.kernel
+
+    def has_fp8_rows(self, shape: ProductShape, rows: int) -> bool:
+        return choose(shape, self.format, rows, self.device).fp8_rows
+
+
+def this_gpu() -> GemmDevice:
+    """Return the GPU in use; without one an H200, of which a script reads the rules."""
+    return GemmDevice.with_capability(torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0))
 
 
 class Chain:
@@ -109,19 +130,19 @@ class Chain:
         )
         torch.cuda.synchronize()
         self.num_layers = spec.num_layers
-        # None if the weights are not quantized, or in a format that has no products of its own.
-        weight = self.model.layers[0].output.weight.operand
-        self.grouped = weight if isinstance(weight, Grouped) and takes(weight, torch.bfloat16) else None
-        heads = spec.num_query_heads * spec.head_size
+        qkv, output, gate_up, down = spec.layers[0].matrices
+        self.weights = Weights(output.weight_format("bfloat16"), this_gpu())
+        if self.weights.format.bits and not is_supported(self.weights.format, output.num_inputs):
+            raise SystemExit(f"--model {model}: there are no kernels for {self.weights.format}")
         self.shapes = {
-            "qkv": (heads + 2 * spec.num_kv_heads * spec.head_size, spec.hidden_size),
-            "output": (spec.hidden_size, heads),
-            "gate_up": (2 * spec.intermediate_size, spec.hidden_size),
-            "down": (spec.hidden_size, spec.intermediate_size),
+            "qkv": qkv.shape,
+            "output": output.shape,
+            "gate_up": ProductShape(gate_up.num_outputs, gate_up.num_inputs),
+            "down": down.shape,
         }
-        if rows >= 64 and self.grouped is None:
-            self.shapes["head"] = (spec.vocab_size, spec.hidden_size)
-        self.silu_shape = spec.intermediate_size, spec.hidden_size
+        if rows >= 64 and not self.weights.format.bits:
+            self.shapes["head"] = spec.head.shape
+        self.shapes["activation"] = gate_up.shape
 
     def __call__(self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, layer: int) -> torch.Tensor:
         raise NotImplementedError("the model's kernels write the cache themselves")
@@ -149,17 +170,17 @@ class Chain:
             causal=True,
         )
 
-    def compile(self, settings: list[Settings], rows_class: int) -> None:
+    def compile(self, settings: list[Settings], rows: int) -> None:
         with torch.inference_mode(), compile_only():
             for one in settings:
-                with applied(one, rows_class, self.grouped), self.model.only_layers(range(1)):
+                with applied(one, rows, self.weights), self.model.only_layers(range(1)):
                     self.run()
 
-    def graph(self, settings: Settings, rows_class: int, layers: int) -> torch.cuda.CUDAGraph:
+    def graph(self, settings: Settings, rows: int, layers: int) -> torch.cuda.CUDAGraph:
         with (
             torch.inference_mode(),
             torch.cuda.stream(self.stream),
-            applied(settings, rows_class, self.grouped),
+            applied(settings, rows, self.weights),
             self.model.only_layers(range(layers)),
         ):
             self.run()
@@ -213,106 +234,92 @@ class Chain:
 
 
 @contextmanager
-def applied(settings: Settings, rows_class: int, weight: Grouped | None = None) -> Iterator[None]:
-    """Have these chosen, for weights in groups like `weight`, or for those of the model's type."""
-    tables: dict[str, dict[Any, ProductConfig | None]] = {
-        "product": product_rules.MEASURED,
-        "silu": product_rules.MEASURED_SILU,
-        "groups": tuning_grouped.MEASURED_GROUPED,
-        "scaled": product_rules.MEASURED_SCALED,
-    }
-    before = {kind: dict(table) for kind, table in tables.items()}
-    for (kind, shape), config in settings.items():
-        if weight is not None and has_fp8_rows(rows_class, weight):
-            tables["scaled"][rows_class, *shape, kind == "silu"] = config
-        elif weight is not None:
-            tables["groups"][weight.bits, rows_class, *shape, kind == "silu"] = config
-        else:
-            tables[kind][rows_class, *shape] = config
-    product_rules.choose.cache_clear()
-    product_rules.choose_silu.cache_clear()
+def applied(settings: Settings, rows: int, weights: Weights) -> Iterator[None]:
+    """Have these chosen for a class of rows."""
+    before = dict(EXCEPTIONS)
+    for shape, config in settings.items():
+        format = exception_format(shape, weights.format, rows, weights.device)
+        EXCEPTIONS[ExceptionKey(format, rows, shape)] = config, "tried"
+    choose.cache_clear()
     try:
         yield
     finally:
-        for kind, table in tables.items():
-            table.clear()
-            table.update(before[kind])
-        product_rules.choose.cache_clear()
-        product_rules.choose_silu.cache_clear()
+        EXCEPTIONS.clear()
+        EXCEPTIONS.update(before)
+        choose.cache_clear()
 
 
-def through_shared_memory(rows: int, shape: Shape, *, silu: bool) -> list[ProductConfig | None]:
-    """`rows` is a class. None: by torch, or the activation as a kernel of its own.
+def through_shared_memory(rows: int, shape: ProductShape, device: GemmDevice) -> list[KernelConfig | None]:
+    """`rows` are those of a tile. None: by torch, or the activation as a kernel of its own.
 
     As many steps under way as there is room for, of programs that have a multiprocessor to themselves or share it in
     twos; inputs split so that there are as many programs as places, or half.
     """
-    outputs, inputs = shape
-    found: list[ProductConfig | None] = [None]
+    outputs, inputs, gated = shape
+    found: list[KernelConfig | None] = [None]
     blocks = [(64, 64), (64, 128), (128, 64), (128, 128)] if rows > 16 else [(32, 128), (32, 256), (64, 128), (64, 256)]
     rows_tiles = [rows] if rows <= 32 else [one for one in (32, 64, 128) if one <= rows <= 4 * one]
     for rows_tile, (block_n, block_k), room in itertools.product(rows_tiles, blocks, SHARED):
-        sums = block_n * (1 + silu) * rows_tile
+        sums = block_n * (1 + gated) * rows_tile
         warps = 8 if sums > 64 * 128 else 4 if block_n > 32 or rows > 16 else 2
-        stages = min(6, room // step_bytes(rows_tile, block_n, block_k, silu=silu))
+        stages = min(6, room // step_bytes(rows_tile, block_n, block_k, gated=gated))
         tiles = -(-outputs // block_n) * -(-rows // rows_tile)
-        if stages < 3 or sums > 128 * 32 * warps or (silu and tiles < 100):
+        if stages < 3 or sums > 128 * 32 * warps or (gated and tiles < 100):
             continue
-        steps, places = -(-inputs // block_k), product_rules.PROGRAMS // (1 + (room == SHARED[0])) + 8
-        for splits in {1} if silu else {max(1, min(8, count // tiles, steps // 2)) for count in (places, places // 2)}:
+        steps, places = -(-inputs // block_k), PROGRAMS // (1 + (room == SHARED[0])) + 8
+        for splits in {1} if gated else {max(1, min(8, count // tiles, steps // 2)) for count in (places, places // 2)}:
             if tiles * splits >= 80:
                 found.append(GemmTiledConfig(rows_tile, block_n, block_k, splits, warps, stages, min(512, 2 * block_k)))
     # Of equal ones the last stays.
-    return list(dict.fromkeys([*found, *rings(rows, shape, silu=silu)][::-1]))[::-1]
+    return list(dict.fromkeys([*found, *rings(rows, shape, device)][::-1]))[::-1]
 
 
-def rings(rows: int, shape: Shape, *, silu: bool) -> list[GemmRingConfig]:
+def rings(rows: int, shape: ProductShape, device: GemmDevice) -> list[GemmRingConfig]:
     """On Hopper: what fills a program's shared memory or half of it, with programs for all processors, half or twice
     as many, or without split inputs, some more than once. What large layers get comes last."""
-    outputs, inputs = shape
+    outputs, inputs, gated = shape
     found: list[GemmRingConfig] = []
-    if not gluon_usable() or inputs % 8:
+    if not device.has_gluon or inputs % 8:
         return found
     rows_tiles = dict.fromkeys(min(rows, one) for one in (16, 32, 64, rows) if rows <= 4 * one)
     for lag, rows_tile, block_n, block_k, room in itertools.product(
         (1, 0), rows_tiles, (128, 64), (64, 128), (RING_BYTES // 2, RING_BYTES)
     ):
         tiles, steps = -(-outputs // block_n) * -(-rows // rows_tile), -(-inputs // block_k)
-        if block_n * (1 + silu) * rows_tile > 1 << 15:
+        if block_n * (1 + gated) * rows_tile > 1 << 15:
             continue
         for programs in (tiles, PROCESSORS // 2, 2 * PROCESSORS, PROCESSORS):
-            splits = 1 if silu else max(1, min(programs // tiles, steps // 4, 8))
-            stages = min(room // step_bytes(rows_tile, block_n, block_k, silu=silu), -(-steps // splits))
+            splits = 1 if gated else max(1, min(programs // tiles, steps // 4, 8))
+            stages = min(room // step_bytes(rows_tile, block_n, block_k, gated=gated), -(-steps // splits))
             if stages >= 2 and tiles * splits >= 16:
                 found.append(GemmRingConfig(rows_tile, block_n, block_k, splits, stages, lag))
     return found
 
 
-def through_registers(rows: int, shape: Shape, *, silu: bool, most: int) -> list[ProductConfig | None]:
+def through_registers(rows: int, shape: ProductShape, now: KernelConfig | None, most: int) -> list[KernelConfig | None]:
     """With 24 to 144 registers of a thread for weights and rows on their way, and a program for each processor: `most`
-    of up to 500, drawn at random, and what is chosen now, which comes first."""
-    outputs, inputs = shape
+    of up to 500, drawn at random, and what is chosen `now`, which comes first."""
+    outputs, inputs, gated = shape
     found: list[GemmSmallMConfig] = []
     for block_n, block_k, warps, sums in itertools.product((8, 16, 32), (256, 512, 1024, 2048), (4, 8, 16), (1, 2)):
         share = 32 * warps * sums
-        exchanged = 4 * warps * block_n * (1 + silu) * rows
+        exchanged = 4 * warps * block_n * (1 + gated) * rows
         if block_k % share or block_k > inputs or -(-outputs // block_n) < 120 or exchanged > 64 << 10:
             continue
         steps, each = -(-inputs // block_k), block_k // (32 * warps)
         for ahead, rows_ahead in itertools.product((1, 2, 3, 4, 6, 8), (1, 2, 4)):
-            held = block_n * (1 + silu) * each * ahead // 2, rows * each * rows_ahead // 2
+            held = block_n * (1 + gated) * each * ahead // 2, rows * each * rows_ahead // 2
             if rows_ahead > ahead or ahead > steps or not 24 <= held[0] <= 96 or held[1] > 64 or sum(held) > 144:
                 continue
-            kept = block_n * (1 + silu) * rows * sums // 32
+            kept = block_n * (1 + gated) * rows * sums // 32
             # Programs that leave a thread 128 registers, where it does with those.
             programs = 16 // warps if 24 + 1.25 * sum(held) + kept <= 128 else 0
             config = GemmSmallMConfig(rows, block_n, block_k, ahead, rows_ahead, warps, sums, programs)
             found += [config, config._replace(together=True)] if block_k > share else [config]
-    now = (product_rules.choose_silu if silu else product_rules.choose)(rows, outputs, inputs)
     if isinstance(now, GemmSmallMConfig):
         first = now
     else:
-        usual = (8 if silu else 16, 512, 2, 8, 1)
+        usual = (8 if gated else 16, 512, 2, 8, 1)
         of_usual_size = (
             one for one in found if (one.block_n, one.block_k, one.ahead, one.num_warps, one.sums) == usual
         )
@@ -320,190 +327,184 @@ def through_registers(rows: int, shape: Shape, *, silu: bool, most: int) -> list
     return list(dict.fromkeys([first, *random.Random(0).sample(found, min(most, len(found)))]))
 
 
-def in_groups(rows: int, shape: Shape, weight: Grouped, *, silu: bool, most: int) -> list[ProductConfig | None]:
+def in_groups(rows: int, shape: ProductShape, weights: Weights, most: int) -> list[KernelConfig | None]:
     """Products of weights in groups: what is chosen now, `most` of all, drawn at random, and all rings.
 
     A kernel of few rows has 16 to 96 registers of a thread for weights on their way.
     """
-    outputs, inputs = shape
-    if has_fp8_rows(rows, weight):
-        now = product_rules.choose_scaled(rows, outputs, inputs, silu)
-        return list(dict.fromkeys([now, None, *light_rings(rows, shape, 8, silu=silu)]))
-    now = tuning_grouped.choose_grouped(
-        rows, outputs, inputs, weight.bits, weight.group, silu, interleaved=weight.interleaved
-    )
-    if rows == 1 and weight.interleaved and gluon_usable():
-        return list(dict.fromkeys([now, *integer_rows(shape, silu=silu)]))
-    rows, found = max(rows, 8), list[ProductConfig | None]()
-    if rows <= 16 or (rows == 32 and not weight.interleaved):
-        columns = min(64 if weight.bits == 8 else 128, weight.group)
+    outputs, inputs, gated = shape
+    (_, bits, group, _, interleaved), device, now = weights.format, weights.device, weights.chosen(shape, rows)
+    if weights.has_fp8_rows(shape, rows):
+        return list(dict.fromkeys([now, None, *light_rings(max(rows, 8), shape, 8)]))
+    if rows == 1 and interleaved and device.has_gluon:
+        return list(dict.fromkeys([now, *integer_rows(shape)]))
+    rows, found = max(rows, 8), list[KernelConfig | None]()
+    if rows <= 16 or (rows == 32 and not interleaved):
+        columns = min(64 if bits == 8 else 128, group)
         for block_n, warps, each, ahead, rows_ahead in itertools.product(
             (16, 32), (2, 4, 8), (1, 2, 4), (1, 2, 3, 4, 6), (1, 2)
         ):
             units = warps * each
-            registers = block_n * (1 + silu) * columns * weight.bits // 1024 * each * ahead
+            registers = block_n * (1 + gated) * columns * bits // 1024 * each * ahead
             steps = -(-inputs // (columns * units))
             if 16 <= registers <= 96 and ahead <= steps and ahead % rows_ahead == 0:
                 found.append(GemmGroupedSmallMConfig(rows, block_n, units, ahead, rows_ahead, warps))
-    elif not weight.interleaved:
+    elif not interleaved:
         for block_n, rows_tile, warps, stages in itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4)):
             tiles = -(-outputs // block_n) * -(-rows // rows_tile)
             if rows_tile > rows or stages * (256 * rows_tile + 128 * block_n) > SHARED[0]:
                 continue
-            for splits in {1} if silu else {max(1, min(8, programs // tiles)) for programs in (1, 132, 264)}:
-                found.append(GemmTiledConfig(rows_tile, block_n, min(128, weight.group), splits, warps, stages, 0))
-    rings: list[ProductConfig] = []
-    if weight.interleaved and gluon_usable():
-        rings += few_rows_rings(shape, silu=silu) if rows == 8 else light_rings(rows, shape, 4, silu=silu)
+            for splits in {1} if gated else {max(1, min(8, programs // tiles)) for programs in (1, 132, 264)}:
+                found.append(GemmTiledConfig(rows_tile, block_n, min(128, group), splits, warps, stages, 0))
+    rings: list[KernelConfig] = []
+    if interleaved and device.has_gluon:
+        rings += few_rows_rings(shape) if rows == 8 else light_rings(rows, shape, 4)
     return list(dict.fromkeys([now, *random.Random(0).sample(found, min(most, len(found))), *rings]))
 
 
-def light_rings(rows: int, shape: Shape, bits: int, *, silu: bool) -> list[GemmRingConfig]:
+def light_rings(rows: int, shape: ProductShape, bits: int) -> list[GemmRingConfig]:
     """Rings of one, two or three programs of a multiprocessor, with inputs split over as many programs as places."""
-    outputs, inputs = shape
+    outputs, inputs, gated = shape
     found: list[GemmRingConfig] = []
     rows_tiles = [one for one in (8, 16, 32, 64, 128) if one <= rows <= (4 if one >= 64 else 2) * one]
     block_ks, lags = ((256, 128), (0, 1)) if bits == 8 else ((128, 64), (0,))
     for rows_tile, block_n, block_k, places in itertools.product(rows_tiles, (64, 128), block_ks, (1, 2, 3)):
-        if block_n * (1 + silu) * rows_tile > 1 << 14:
+        if block_n * (1 + gated) * rows_tile > 1 << 14:
             continue
         tiles, steps = -(-outputs // block_n) * -(-rows // rows_tile), -(-inputs // block_k)
-        room = RING_BYTES // places // step_bytes(rows_tile, block_n, block_k, silu=silu, bits=bits)
+        room = RING_BYTES // places // step_bytes(rows_tile, block_n, block_k, gated=gated, bits=bits)
         for programs in (132 * places, 132 * places // 2):
-            splits = 1 if silu else max(1, min(programs // tiles, steps // 4, 8))
+            splits = 1 if gated else max(1, min(programs // tiles, steps // 4, 8))
             stages = min(room, -(-steps // splits), 8)
             if stages >= 2:
                 found += [GemmRingConfig(rows_tile, block_n, block_k, splits, stages, lag) for lag in lags]
     return list(dict.fromkeys(found))
 
 
-def few_rows_rings(shape: Shape, *, silu: bool) -> list[GemmRingSmallMConfig]:
+def few_rows_rings(shape: ProductShape) -> list[GemmRingSmallMConfig]:
     """Rings of up to 8 rows with weights of 4 bits in groups of 128, two to six programs of a multiprocessor."""
-    outputs, inputs = shape
+    outputs, inputs, gated = shape
     tiles_and_warps = ((16, 4, 1, 2), (16, 4, 1, 4), (32, 2, 1, 2), (32, 2, 2, 2), (32, 4, 1, 2), (64, 2, 2, 2))
     found: list[GemmRingSmallMConfig] = []
     for (block_n, units, warps_n, warps_k), places in itertools.product(tiles_and_warps, (2, 3, 4, 5, 6)):
         tiles, steps = -(-outputs // block_n), -(-inputs // (128 * units))
-        splits = 1 if silu else max(1, min(132 * places // tiles, steps // 4, 8))
-        room = (224_000 // places - 6000) // step_bytes(8, block_n, 128 * units, silu=silu, bits=4)
+        splits = 1 if gated else max(1, min(132 * places // tiles, steps // 4, 8))
+        room = (224_000 // places - 6000) // step_bytes(8, block_n, 128 * units, gated=gated, bits=4)
         stages = min(room, -(-steps // splits), 8)
         if stages >= 2:
             found.append(GemmRingSmallMConfig(8, block_n, units, splits, stages, warps_n, warps_k))
     return list(dict.fromkeys(found))
 
 
-def integer_rows(shape: Shape, *, silu: bool) -> list[GemvIntegerConfig]:
+def integer_rows(shape: ProductShape) -> list[GemvIntegerConfig]:
     """Tiles of one row with weights of 4 bits in groups of 128, two to seven programs of a multiprocessor."""
-    (outputs, inputs), found = shape, list[GemvIntegerConfig]()
+    (outputs, inputs, gated), found = shape, list[GemvIntegerConfig]()
     warps = (1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1), (4, 2)
     for block_n, units, (warps_n, warps_k) in itertools.product((16, 32, 64), (1, 2, 4), warps):
-        words = block_n * (1 + silu) * units // (2 * warps_n * warps_k)
+        words = block_n * (1 + gated) * units // (2 * warps_n * warps_k)
         if units % warps_k or block_n % (16 * warps_n) or not 8 <= words <= 64:
             continue
         tiles, steps = -(-outputs // block_n), -(-inputs // (128 * units))
-        for splits in (1,) if silu else range(1, 9):
+        for splits in (1,) if gated else range(1, 9):
             places, each = -(-tiles * splits // 132), -(-steps // splits)
-            most = min(tuning_grouped.integer_stages(block_n, units, each, places, pairs=silu), each, 8)
+            most = min(integer_stages(block_n, units, each, places, gated=gated), each, 8)
             if 2 <= places <= 7 and steps >= 2 * splits:
                 found += [
-                    GemvIntegerConfig(8, block_n, units, splits, stages, warps_n, warps_k)
+                    GemvIntegerConfig(block_n, units, splits, stages, warps_n, warps_k)
                     for stages in (2, 3, 4, 6, 8)
                     if stages <= most
                 ]
     return list(dict.fromkeys(found))
 
 
-Trials = list[tuple[str, tuple[str, Shape], list[ProductConfig | None]]]
-"""Name, key and configurations of each product."""
+Trials = list[tuple[str, ProductShape, list[KernelConfig | None]]]
+"""Name, sizes and configurations of each product."""
 
 
 def search(
-    chain: Chain, rows_class: int, trials: Trials, best: Settings, *, seconds: float, layers: int
+    chain: Chain, rows: int, trials: Trials, best: Settings, *, seconds: float, layers: int
 ) -> list[dict[str, Any]]:
     """Try the configurations of one product after another; the other products run with `best`, which is improved."""
     rounds: list[dict[str, Any]] = []
-    for name, key, configs in trials:
+    for name, shape, configs in trials:
         graphs: list[torch.cuda.CUDAGraph] = []
-        ran: list[ProductConfig | None] = []
+        ran: list[KernelConfig | None] = []
         for config in configs:
             try:
-                graphs.append(chain.graph({**best, key: config}, rows_class, layers))
+                graphs.append(chain.graph({**best, shape: config}, rows, layers))
                 ran.append(config)
             except Exception as error:  # a configuration that the device has no room for must not end the search
                 print(f"{name} {config}: {type(error).__name__}: {str(error)[:100]}", file=sys.stderr)
         first = chain.in_turn(graphs, 4)
         order = sorted(range(len(graphs)), key=first.__getitem__)[:FINALISTS]
         finalists = [graphs[index] for index in order]
-        now, *times = chain.sustained([chain.graph(best, rows_class, layers), *finalists], seconds)
+        now, *times = chain.sustained([chain.graph(best, rows, layers), *finalists], seconds)
         ranked = sorted(zip(times, (ran[index] for index in order), strict=True), key=lambda one: one[0])
         fastest, config = ranked[0]
         if fastest < now * (1 - NOISE):
-            best[key] = config
+            best[shape] = config
         top = [{"ms": round(ms, 4), "config": repr(one)} for ms, one in ranked]
-        rounds.append({"product": name, "shape": key[1], "tried": len(ran), "of": len(configs), "ms": now, "top": top})
-        print(f"{rows_class} rows, {name} {key[1]}: {now:.4f} ms, {fastest:.4f} of {len(ran)}", flush=True)
+        rounds.append({"product": name, "shape": shape, "tried": len(ran), "of": len(configs), "ms": now, "top": top})
+        print(f"{rows} rows, {name} {shape[:2]}: {now:.4f} ms, {fastest:.4f} of {len(ran)}", flush=True)
     return rounds
 
 
-def sweep(model: str, rows: int, options: argparse.Namespace) -> dict[str, Any]:
+def sweep(model: str, num_rows: int, options: argparse.Namespace) -> dict[str, Any]:
     """One number of rows: the products in the order of the chain, then the activation."""
-    chain = Chain(model, rows, options.context)
-    alone = rows == 1 and chain.grouped is not None and not has_fp8_rows(1, chain.grouped)
-    rows_class = 1 if alone else product_rules.rows_class(rows)
-    keys = {name: ("product", shape) for name, shape in chain.shapes.items()}
-    keys["activation"] = "silu", chain.silu_shape
-    if chain.grouped is not None:
-        trials: Trials = [
-            (name, key, in_groups(rows_class, key[1], chain.grouped, silu=name == "activation", most=options.most))
-            for name, key in keys.items()
-            if name != "gate_up"
+    chain = Chain(model, num_rows, options.context)
+    weights, rows = chain.weights, rows_class(num_rows)
+    # Most kernels pad one row to eight.
+    tile_rows = max(8, rows)
+    without_gate_up = {name: shape for name, shape in chain.shapes.items() if name != "gate_up"}
+    bests: dict[str, Settings] = {"now": {}}
+    kinds: dict[str, Trials] = {}
+    if weights.format.bits:
+        kinds["groups"] = [
+            (name, shape, in_groups(rows, shape, weights, options.most)) for name, shape in without_gate_up.items()
         ]
-        kinds, bests = {"groups": trials}, {"now": Settings(), "groups": Settings()}
+        bests["groups"] = {}
     else:
-        kinds: dict[str, Trials] = {
-            "shared memory": [
-                (name, key, through_shared_memory(rows_class, key[1], silu=name == "activation"))
-                for name, key in keys.items()
-            ]
-        }
-        bests: dict[str, Settings] = {"now": {}, "shared memory": {}}
-    if rows <= 16 and chain.grouped is None:
-        # What is chosen now may go through registers.
-        bests["shared memory"] = {key: configs[-1] for _, key, configs in kinds["shared memory"]}
-        kinds["registers"] = [
-            (name, key, through_registers(rows_class, key[1], silu=name == "activation", most=options.most))
-            for name, key in keys.items()
-            if name != "gate_up"
+        kinds["shared memory"] = [
+            (name, shape, through_shared_memory(tile_rows, shape, weights.device))
+            for name, shape in chain.shapes.items()
         ]
-        bests["registers"] = {key: configs[0] for _, key, configs in kinds["registers"]}
+        bests["shared memory"] = {}
+    if num_rows <= 16 and not weights.format.bits:
+        # What is chosen now may go through registers.
+        bests["shared memory"] = {shape: configs[-1] for _, shape, configs in kinds["shared memory"]}
+        kinds["registers"] = [
+            (name, shape, through_registers(tile_rows, shape, weights.chosen(shape, rows), options.most))
+            for name, shape in without_gate_up.items()
+        ]
+        bests["registers"] = {shape: configs[0] for _, shape, configs in kinds["registers"]}
     rounds: dict[str, list[dict[str, Any]]] = {}
     for kind, trials in kinds.items():
         longest = max(len(configs) for _, _, configs in trials)
         products = [trial for trial in trials if trial[0] != "activation"]
-        activations = [{key: config} for name, key, configs in trials if name == "activation" for config in configs]
+        activations = [{shape: config} for name, shape, configs in trials if name == "activation" for config in configs]
         base = bests[kind]
         chain.compile(
-            [{**base, **{key: own[index % len(own)] for _, key, own in products}} for index in range(longest)]
+            [{**base, **{shape: own[index % len(own)] for _, shape, own in products}} for index in range(longest)]
             + [{**base, **one} for one in [{}, *activations]],
-            rows_class,
+            rows,
         )
-        found = search(chain, rows_class, trials, base, seconds=options.seconds, layers=options.layers)
+        found = search(chain, rows, trials, base, seconds=options.seconds, layers=options.layers)
         if kind == "registers":
-            found += search(chain, rows_class, trials[::-1], base, seconds=options.seconds, layers=options.layers)
+            found += search(chain, rows, trials[::-1], base, seconds=options.seconds, layers=options.layers)
         rounds[kind] = found
     chains = dict(bests)
     for kind, optional in kinds.items():
-        for name, key, _ in optional:
-            if key in bests[kind]:
-                chains[f"{kind} without {name}"] = {one: bests[kind][one] for one in bests[kind] if one != key}
-    whole = [chain.graph(settings, rows_class, chain.num_layers) for settings in chains.values()]
+        for name, shape, _ in optional:
+            if shape in bests[kind]:
+                chains[f"{kind} without {name}"] = {one: bests[kind][one] for one in bests[kind] if one != shape}
+    whole = [chain.graph(settings, rows, chain.num_layers) for settings in chains.values()]
     ms = dict(zip(chains, (round(one, 4) for one in chain.sustained(whole, 2 * options.seconds)), strict=True))
     entries = {
-        kind: {f"{what} {(rows_class, *shape)}": repr(config) for (what, shape), config in best.items()}
+        kind: {f"{rows} rows, {shape}": repr(config) for shape, config in best.items()}
         for kind, best in bests.items()
         if kind != "now"
     }
-    return {"rows": rows, "context": options.context, "ms": ms, "entries": entries, "rounds": rounds}
+    return {"rows": num_rows, "context": options.context, "ms": ms, "entries": entries, "rounds": rounds}
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 An operator is built from plain weights, which it packs in its own order, as many copies as are wanted.
 """
 
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 from __future__ import annotations
 
 import functools
@@ -14,11 +15,12 @@ from typing import Any
 import torch
 
 from checks.random_weights import DTYPE, FP8, GROUP, marlin_scales, round_to_fp8
-from phonograph.kernels.fp8_activations import Fp8Rows, ScaledScratch, max_16_bit_rows
+from phonograph.kernels.fp8_activations import ScaledScratch
 from phonograph.kernels.torch.grouped import Grouped, interleave
-from phonograph.kernels.triton.gemm.gemm_dispatch import linear, make_scratch
-from phonograph.kernels.triton.gemm.gemm_scaled import scaled_product
-from phonograph.kernels.triton.launch.pdl import gluon_usable
+from phonograph.kernels.triton.gemm.bound_product import BoundProduct, format_of
+from phonograph.kernels.triton.gemm.choose import MAX_16_BIT_ROWS
+from phonograph.kernels.triton.gemm.product_plan import GemmDevice, ProductShape
+from phonograph.kernels.triton.gemm.run import GemmScratch
 
 OURS, MARLIN, MACHETE, CUTLASS, TORCH = "Phonograph", "Marlin", "Machete", "CUTLASS", "torch._scaled_mm"
 UINT4_LESS_8 = (1 << 50) | (8 << 17) | (4 << 8)
@@ -42,7 +44,7 @@ def ours(weight: Grouped, copies: int) -> Operator:
         weight._replace(packed_OW=words, scales_OG=scales.t())
         for words, scales in _copies(copies, weight.packed_OW, weight.scales_OG.t())
     ]
-    scratch = make_scratch(device)._replace(dequantized=torch.empty(outputs * inputs, dtype=DTYPE, device=device))
+    scratch = GemmScratch.make(device)._replace(dequantized=torch.empty(outputs * inputs, dtype=DTYPE, device=device))
 
     def operator(x_MK: torch.Tensor) -> Run:
         num_rows = len(x_MK)
@@ -52,10 +54,13 @@ def ours(weight: Grouped, copies: int) -> Operator:
             torch.empty(num_rows, dtype=torch.float32, device=device),
             torch.empty_like(out_MN).view(-1),
         )
-        room = scratch._replace(scaled=scaled)
+        shape, room = ProductShape(outputs, inputs), scratch._replace(scaled=scaled)
+        products = [
+            BoundProduct(one, None, shape, format_of(one, x_MK.dtype), device=_this_gpu(), scratch=room) for one in held
+        ]
 
         def run(copy: int) -> torch.Tensor:
-            linear(x_MK, held[copy], None, out_MN, scratch=room)
+            products[copy].store(x_MK, out_MN)
             return out_MN
 
         return run
@@ -127,15 +132,25 @@ def cutlass(weight: Grouped, copies: int) -> Operator:
 
 
 def torch_alone(weight: Grouped, copies: int) -> Operator:
-    held = [
-        weight._replace(packed_OW=values, scales_OG=scales)
-        for values, scales in _copies(copies, weight.packed_OW, weight.scales_OG)
-    ]
+    held = _copies(copies, weight.packed_OW, weight.scales_OG)
 
     def operator(x_MK: torch.Tensor) -> Run:
-        rows = Fp8Rows(*round_to_fp8(x_MK))
+        rounded_MK, scales_M1 = round_to_fp8(x_MK)
         out_MN = x_MK.new_empty(len(x_MK), weight.packed_OW.shape[0])
-        return lambda copy: scaled_product(rows, held[copy], None, out_MN)
+
+        def run(copy: int) -> torch.Tensor:
+            values_NK, scales_N1 = held[copy]
+            return torch._scaled_mm(
+                rounded_MK,
+                values_NK.t(),
+                scales_M1,
+                scales_N1.t(),
+                out_dtype=out_MN.dtype,
+                use_fast_accum=True,
+                out=out_MN,
+            )
+
+        return run
 
     return operator
 
@@ -165,8 +180,14 @@ def vllm_operators() -> Any:
 
 def bound_of(name: str, bits: int, num_rows: int) -> float:
     """Return the largest error that an operator may have."""
-    in_16_bits = bits == 4 or (name == OURS and num_rows <= max_16_bit_rows(gluon_usable()))
+    in_16_bits = bits == 4 or (name == OURS and num_rows <= MAX_16_BIT_ROWS and not _this_gpu().has_gluon)
     return ROUNDED_IN_16_BITS if in_16_bits else ROUNDED_TO_FP8
+
+
+def _this_gpu() -> GemmDevice:
+    """Return the GPU in use; without one a GPU on which activations stay in 16 bits."""
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (8, 0)
+    return GemmDevice.with_capability(capability)
 
 
 def _copies(count: int, *tensors: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:

@@ -51,18 +51,22 @@ def test_tape_overhead(benchmark_script: Load, demo_llm: LLM) -> None:
 
 def test_sets_of_products_are_read_and_chosen(benchmark_script: Load) -> None:
     pytest.importorskip("triton")
-    from phonograph.kernels.triton.gemm.gemm_small_m import GemmSmallMConfig
-    from phonograph.kernels.triton.gemm.tuning import choose, choose_silu
+    from phonograph.kernels.triton.gemm.product_plan import GemmSmallMConfig, ProductShape, WeightFormat
 
-    script = benchmark_script("products_in_engines")
-    wide = GemmSmallMConfig(8, 32, 512, 2, 2, 8, 1, 0, True)
+    script, sweep = benchmark_script("products_in_engines"), benchmark_script("sweep_products")
+    dense = sweep.Weights(WeightFormat("bfloat16"), sweep.this_gpu())
+    wide = GemmSmallMConfig(8, 16, 256, 3, 1, 8, 1, 2, True)
     named = {"product 4096 1024": f"GemmSmallMConfig{tuple(wide)}", "silu 3072 1024": "None"}
-    before = choose(8, 4096, 1024), choose_silu(8, 3072, 1024)
+
+    def chosen() -> list[object]:
+        return [dense.chosen(ProductShape(4096, 1024), 8), dense.chosen(ProductShape(3072, 1024, gated=True), 8)]
+
+    before = chosen()
     products, settings = script.read_set("wide", named | {"setting enable_prefix_caching": "False"})
     assert settings == {"enable_prefix_caching": False}
-    with script.applied(products, 8):
-        assert (choose(8, 4096, 1024), choose_silu(8, 3072, 1024)) == (wide, None)
-    assert (choose(8, 4096, 1024), choose_silu(8, 3072, 1024)) == before
+    with script.applied(products, 8, dense):
+        assert chosen() == [wide, None]
+    assert chosen() == before != [wide, None]
     for what, text in (
         ("product 4096", "None"),
         ("product 1 2", "FewRows(1)"),
@@ -71,6 +75,39 @@ def test_sets_of_products_are_read_and_chosen(benchmark_script: Load) -> None:
     ):
         with pytest.raises(SystemExit, match="set odd: "):
             script.read_set("odd", {what: text})
+
+
+@pytest.mark.parametrize("rows", [1, 8, 16, 64])
+@pytest.mark.parametrize("kind", ["dense", "int4", "fp8", "fp8 blocks"])
+def test_swept_products_can_be_chosen(kind: str, rows: int, benchmark_script: Load) -> None:
+    """A sweep tries the kernel that is chosen now, and each of the others is chosen while it is tried."""
+    pytest.importorskip("triton")
+    from phonograph.kernels.triton.gemm.product_plan import GemmDevice, GemvConfig, ProductShape, WeightFormat
+
+    script = benchmark_script("sweep_products")
+    formats = {
+        "dense": WeightFormat("bfloat16"),
+        "int4": WeightFormat("bfloat16", bits=4, group=128, interleaved=True),
+        "fp8": WeightFormat("bfloat16", bits=8, group=1 << 20, is_fp8=True),
+        "fp8 blocks": WeightFormat("bfloat16", bits=8, group=128, is_fp8=True),
+    }
+    weights = script.Weights(formats[kind], GemmDevice((9, 0), 227 << 10, has_gluon=True))
+    for shape in (ProductShape(4608, 3584), ProductShape(18944, 3584, gated=True)):
+        now, configs = weights.chosen(shape, rows), []
+        if kind != "dense":
+            configs = script.in_groups(rows, shape, weights, most=3)
+        elif rows > 16:
+            configs = script.through_shared_memory(rows, shape, weights.device)
+        else:
+            configs = script.through_registers(max(8, rows), shape, now, most=3)
+        assert len(configs) > 3
+        if kind != "dense":
+            assert configs[0] == now
+        for config in configs:
+            with script.applied({shape: config}, rows, weights):
+                assert weights.chosen(shape, rows) == config
+        assert weights.chosen(shape, rows) == now
+        assert isinstance(now, GemvConfig) == (kind == "dense" and rows == 1)
 
 
 def test_cpu_comparison_is_of_the_same_work(benchmark_script: Load, demo_llm: LLM) -> None:

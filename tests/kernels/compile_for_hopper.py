@@ -36,11 +36,10 @@ from phonograph.kernels.triton.attention import decode as attention_decode
 from phonograph.kernels.triton.attention import decode_plan as attention_plan
 from phonograph.kernels.triton.attention import prefill as attention_prefill
 from phonograph.kernels.triton.attention import prefill_hopper as attention_prefill_hopper
-from phonograph.kernels.triton.gemm.gemm_dispatch import make_scratch
-from phonograph.kernels.triton.gemm.hopper import gemm_ring as ring
-from phonograph.kernels.triton.gemm.hopper import gemv_integer
+from phonograph.kernels.triton.gemm.hopper import gemm_ring, gemv_integer
 from phonograph.kernels.triton.gemm.product import Product
-from phonograph.kernels.triton.gemm.tuning import GemmRingConfig, GemvIntegerConfig
+from phonograph.kernels.triton.gemm.product_plan import GemmRingConfig, GemvIntegerConfig
+from phonograph.kernels.triton.gemm.run import GemmScratch
 
 _MORE = {
     "_gemm_ring_kernel": {"UTMALDG": "ask"},
@@ -130,13 +129,13 @@ def main() -> None:
     long = prefill_problem.Case(num_heads=8, head_size=128, block_size=64, dtype=torch.bfloat16)
     name = f"long {long}"
     prefill_problem.Batch(long, device).attend(prefill_problem.make_plan(long, device))
-    ring.pdl_options = lambda: {"PDL": True, "launch_pdl": True}
+    gemm_ring.pdl_options = lambda: {"PDL": True, "launch_pdl": True}
     for mode, splits in ((0, 1), (1, 3), (2, 1)):
         name = f"mode {mode}"
         x, out = (torch.empty(20, size, dtype=torch.bfloat16) for size in (1024, 256))
         weight = torch.empty(512, 1024, dtype=torch.bfloat16)
-        parts = make_scratch(device)[:2]
-        ring.launch(Product(x, weight, None, out, mode), GemmRingConfig(32, 64, 128, splits, 2), parts)
+        parts = GemmScratch.make(device)[:2]
+        gemm_ring.launch(Product(x, weight, None, out, mode), GemmRingConfig(32, 64, 128, splits, 2), parts)
     gemv_integer.pdl_options = lambda: {"PDL": True, "launch_pdl": True}
     for mode, splits in ((0, 1), (1, 3), (2, 1)):
         name = f"mode {mode}"
@@ -144,8 +143,7 @@ def main() -> None:
         scales = torch.empty(512, 8, dtype=torch.bfloat16)
         words = Grouped(torch.empty(512, 128, dtype=torch.int32), scales, None, 4, 128, interleaved=True)
         weight = words if mode == 2 else words.rows(0, 256)
-        config = GemvIntegerConfig(8, 64, 2, splits, 2, 2, 1)
-        gemv_integer.launch(Product(x, weight.packed_OW, None, out, mode), weight, config, parts)
+        gemv_integer.launch(Product(x, weight, None, out, mode), GemvIntegerConfig(64, 2, splits, 2, 2, 1), parts)
     report = {name: read_code(kernel.asm["cubin"], _MORE.get(name.split()[0], {})) for name, kernel in kernels.items()}
     print(json.dumps(report))
 

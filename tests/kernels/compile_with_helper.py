@@ -25,15 +25,14 @@ import triton
 import triton.backends.nvidia.driver as nvidia
 from decode_problem import Case, Problem
 from far_gpu import FarGpu
+from product_problem import linear
 from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime.build import platform_key
 from triton.runtime.cache import get_cache_manager
 from triton.runtime.jit import JITFunction
 
-from phonograph.kernels.triton.gemm.gemm_dispatch import linear
-from phonograph.kernels.triton.gemm.gemm_small_m import GemmSmallMConfig
-from phonograph.kernels.triton.gemm.tuning import GemmRingConfig
+from phonograph.kernels.triton.gemm.product_plan import GemmRingConfig, GemmSmallMConfig
 from phonograph.kernels.triton.launch import compile_helper, precompile
 from phonograph.kernels.triton.sampling.sample import make_sample_scratch, sample
 

@@ -10,10 +10,10 @@ import gluon_on_threads
 import pytest
 import torch
 from prefill_problem import Batch, Case, make_plan, run
+from product_problem import linear
 
 from phonograph.kernels.triton.attention import prefill as attention_prefill
-from phonograph.kernels.triton.gemm.gemm_dispatch import linear
-from phonograph.kernels.triton.gemm.gemm_tiled import GemmTiledConfig
+from phonograph.kernels.triton.gemm.product_plan import GemmTiledConfig
 
 hopper = pytest.importorskip("phonograph.kernels.triton.attention.prefill_hopper")
 

@@ -11,21 +11,17 @@ import numpy as np
 import pytest
 import torch
 from kernel_sets import OwnQueries
+from product_problem import gemm_device, linear, linear_add, linear_add_norm, linear_silu
 
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.kernels.triton.attention import rope_and_kv_write as rope_kv
-from phonograph.kernels.triton.gemm.gemm_dispatch import (
-    linear,
-    linear_add,
-    linear_add_norm,
-    linear_silu,
-    make_scratch,
-)
-from phonograph.kernels.triton.gemm.tuning import BATCH_INVARIANT
+from phonograph.kernels.triton.gemm.choose import BATCH_INVARIANT
+from phonograph.kernels.triton.gemm.run import GemmScratch
 from phonograph.kernels.triton.sampling import sample as sampling
+from phonograph.models.layer_spec import LayerMatrix, LayerSizes, MatrixPart, decoder_layer
 from phonograph.models.layers.linear import WeightAllocator
 from phonograph.models.layers.rotary import rotary_table
-from phonograph.models.layers.triton_kernels import TritonKernels
+from phonograph.models.layers.triton_parts import TritonKernels
 from phonograph.models.layers.workspace import Workspace
 from phonograph.models.spec import read_model_spec
 from phonograph.models.transformer import Transformer
@@ -50,7 +46,7 @@ class Products:
 
         self.weight, self.pairs = (random(rows, inputs) / inputs**0.5 for rows in (outputs, 2 * outputs))
         self.bias, self.x, self.residual = random(outputs), random(MOST, inputs), random(MOST, outputs)
-        self.scratch = make_scratch(device)
+        self.scratch = GemmScratch.make(device)
 
     def run(self, rows: torch.Tensor) -> list[torch.Tensor]:
         """Return the results of each kind of product for these rows in this order."""
@@ -96,7 +92,7 @@ def test_chosen_products_differ(device: torch.device) -> None:
     x, weight = (torch.randn(n, 4096, generator=generator).to(device, torch.bfloat16) for n in (200, 4096))
     outs = [torch.empty(rows, 4096, dtype=torch.bfloat16, device=device) for rows in (1, 8, 200)]
     for out in outs:
-        linear(x[: len(out)], weight, None, out, scratch=make_scratch(device))
+        linear(x[: len(out)], weight, None, out, scratch=GemmScratch.make(device))
     assert not all(torch.equal(out[0], outs[0][0]) for out in outs)
 
 
@@ -196,8 +192,9 @@ def test_the_hosts_sampler_takes_rows_one_by_one(device: torch.device) -> None:
 def test_a_whole_decoder(batch_invariant: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """With attention that looks at its own row only. In float16, as the interpreter multiplies bfloat16 wrongly."""
     demo = read_model_spec("demo")
-    sizes = {"vocab_size": 300, "hidden_size": 128, "intermediate_size": 96, "num_layers": 1}
-    spec = replace(demo, **sizes, windows=demo.windows[:1])
+    layer = decoder_layer(LayerSizes(128, 96, demo.num_query_heads, demo.num_kv_heads, demo.head_size))
+    head = LayerMatrix("lm_head", "", (MatrixPart("lm_head", 300),), 128)
+    spec = replace(demo, vocab_size=300, hidden_size=128, layers=(layer,), head=head)
     with torch.inference_mode():
         monkeypatch.setattr(
             WeightAllocator, "matrix", lambda self, size_in, size_out: self.tensor(size_out, size_in).t()
@@ -207,9 +204,10 @@ def test_a_whole_decoder(batch_invariant: bool, device: torch.device, monkeypatc
         for parameter in model.parameters:
             scale = 1.0 if parameter.dim() == 1 else 0.1
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
-        workspace = Workspace.make(spec, 20, 20, torch.float16, device)
+        gpu = gemm_device()
+        workspace = Workspace.make(spec, 20, 20, torch.float16, device, gemm_device=gpu)
         table = rotary_table(spec, 32, torch.float32, device)
-        model.bind(TritonKernels(workspace, table, spec.rms_norm_eps, batch_invariant=batch_invariant))
+        model.bind(TritonKernels(workspace, table, spec.rms_norm_eps, device=gpu, batch_invariant=batch_invariant))
 
         def run(ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
             tokens = torch.tensor(ids, dtype=torch.int32, device=device)

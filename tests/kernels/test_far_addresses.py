@@ -29,16 +29,18 @@ from phonograph.kernels.triton.attention.prefill_plan import make_prefill_plan
 from phonograph.kernels.triton.attention.quantize_query import quantize_queries
 from phonograph.kernels.triton.elementwise import layers
 from phonograph.kernels.triton.elementwise.fp8_rows import quantize_rows
-from phonograph.kernels.triton.gemm import gemm_grouped_small_m as grouped_rows
-from phonograph.kernels.triton.gemm import gemm_small_m as few_rows
-from phonograph.kernels.triton.gemm import gemm_tiled as row_tiles
-from phonograph.kernels.triton.gemm import gemv
+from phonograph.kernels.triton.gemm import gemm_grouped_small_m, gemm_small_m, gemm_tiled, gemv
 from phonograph.kernels.triton.gemm.dequantize import dequantize_into
-from phonograph.kernels.triton.gemm.gemm_grouped_small_m import GemmGroupedSmallMConfig
-from phonograph.kernels.triton.gemm.gemm_small_m import GemmSmallMConfig
-from phonograph.kernels.triton.gemm.gemm_tiled import GemmTiledConfig
-from phonograph.kernels.triton.gemm.product import ADD, SILU, NextNorm, Product, RowSquares
-from phonograph.kernels.triton.gemm.tuning import GemmRingConfig, GemmRingSmallMConfig, GemvIntegerConfig
+from phonograph.kernels.triton.gemm.product import ADD, SILU, DeferredNorm, NextNorm, Norm, Product
+from phonograph.kernels.triton.gemm.product_plan import (
+    GemmGroupedSmallMConfig,
+    GemmRingConfig,
+    GemmRingSmallMConfig,
+    GemmSmallMConfig,
+    GemmTiledConfig,
+    GemvConfig,
+    GemvIntegerConfig,
+)
 from phonograph.kernels.triton.sampling.bitmask import mask_logits
 from phonograph.kernels.triton.sampling.sample import make_sample_scratch, sample
 from phonograph.kernels.triton.step.prepare import StepLayout, apply_appends, prepare
@@ -82,8 +84,9 @@ def randn(*shape: int, device: torch.device) -> torch.Tensor:
 def walk_gemv(place: Place, device: torch.device) -> list[torch.Tensor]:
     weight, x, norm = place(randn(16, 64, device=device)), randn(1, 64, device=device), randn(64, device=device)
     out, gated = torch.zeros(2, 1, 16, dtype=x.dtype, device=device)
-    gemv.gemv(x, weight, None, out)
-    gemv.gemv(x, weight, None, gated[:, :8], mode=SILU, norm_K=norm, eps=EPS)
+    config = GemvConfig(4, 64, 1)
+    gemv.launch(Product(x, weight, None, out), config)
+    gemv.launch(Product(x, weight, None, gated[:, :8], SILU, Norm(norm, EPS)), config)
     return [out, gated]
 
 
@@ -93,40 +96,37 @@ def operands(place: Place, device: torch.device) -> tuple[list[torch.Tensor], Ne
     norm = NextNorm(
         randn(64, device=device),
         place(torch.zeros(ROWS, 64, dtype=torch.float16, device=device)),
-        RowSquares(torch.zeros(8, 16, device=device), EPS),
+        DeferredNorm(torch.zeros(8, 16, device=device), EPS),
     )
     return tensors, norm
 
 
 def walk_few_rows(place: Place, device: torch.device) -> list[torch.Tensor]:
     (x, weight, out), norm = operands(place, device)
-    norm = norm._replace(squares=RowSquares(torch.zeros(8, 8, device=device), EPS))
+    norm = norm._replace(squares=DeferredNorm(torch.zeros(8, 8, device=device), EPS))
     config = GemmSmallMConfig(8, 8, 64, 1, 1, 2, 1)
     gated = place(torch.zeros_like(out, memory_format=torch.contiguous_format))
-    few_rows.launch(Product(x, weight, None, gated, SILU), config)
-    few_rows.launch(Product(x, weight[:64], None, out, ADD, norm=norm), config)
+    gemm_small_m.launch(Product(x, weight, None, gated, SILU), config)
+    gemm_small_m.launch(Product(x, weight[:64], None, out, ADD, next_norm=norm), config)
     return [out, norm.normed_MN, gated]
 
 
 def walk_in_groups(
-    place: Place, device: torch.device, group: int, launch: Callable[[Product, Grouped], None], *, interleaved: bool
+    place: Place, device: torch.device, group: int, launch: Callable[[Product], None], *, interleaved: bool
 ) -> list[torch.Tensor]:
     """Multiply by weights of 4 bits in three groups."""
-    (_, _, out), norm = operands(place, device)
-    norm = norm._replace(squares=RowSquares(torch.zeros(4, 8, device=device), EPS))
-    x = place(randn(ROWS, 3 * group, device=device))
+    x, out, gated = (place(randn(ROWS, width, device=device)) for width in (3 * group, 64, 64))
     packed = place(torch.randint(-(2**31), 2**31, (128, 3 * group // 8)).to(device, torch.int32))
     scales = place(randn(3, 128, device=device)).t()
     weight = Grouped(packed, scales, None, 4, group, interleaved=interleaved)
-    gated = place(torch.zeros_like(out, memory_format=torch.contiguous_format))
-    launch(Product(x, packed, None, gated, SILU), weight)
-    launch(Product(x, packed[:64], None, out, ADD, norm=norm), weight.rows(0, 64))
-    return [out, norm.normed_MN, gated]
+    launch(Product(x, weight, None, gated, SILU))
+    launch(Product(x, weight.rows(0, 64), None, out, ADD))
+    return [out, gated]
 
 
 def walk_grouped_rows(place: Place, device: torch.device) -> list[torch.Tensor]:
     config = GemmGroupedSmallMConfig(8, 16, 2, 1, 1, 2)
-    launch = functools.partial(grouped_rows.launch, config=config)
+    launch = functools.partial(gemm_grouped_small_m.launch, config=config)
     return walk_in_groups(place, device, 32, launch, interleaved=False)
 
 
@@ -134,39 +134,38 @@ def walk_row_tiles(place: Place, device: torch.device) -> list[torch.Tensor]:
     (x, weight, out), norm = operands(place, device)
     config = GemmTiledConfig(16, 64, 64, 1, 4, 2, 0)
     gated = place(torch.zeros_like(out, memory_format=torch.contiguous_format))
-    row_tiles.launch(Product(x, weight, None, gated, SILU), config, None)
-    row_tiles.launch(Product(x, weight[:64], None, out, ADD, norm=norm), config, None)
+    gemm_tiled.launch(Product(x, weight, None, gated, SILU), config, None)
+    gemm_tiled.launch(Product(x, weight[:64], None, out, ADD, next_norm=norm), config, None)
     # Rows that begin at no multiple of 16 bytes are read by pointers.
     odd = place(torch.zeros_like(out, memory_format=torch.contiguous_format))
-    row_tiles.launch(Product(x[:, :60], weight[:64, 1:61], None, odd), config, None)
+    gemm_tiled.launch(Product(x[:, :60], weight[:64, 1:61], None, odd), config, None)
     return [out, norm.normed_MN, gated, odd]
 
 
 def walk_ring(place: Place, device: torch.device) -> list[torch.Tensor]:
-    from phonograph.kernels.triton.gemm.hopper import gemm_ring as ring
+    from phonograph.kernels.triton.gemm.hopper import gemm_ring
 
     (x, weight, out), norm = operands(place, device)
     config = GemmRingConfig(16, 64, 64, 1, 2)
     gated = place(torch.zeros_like(out, memory_format=torch.contiguous_format))
-    ring.launch(Product(x, weight, None, gated, SILU), config, None)
-    ring.launch(Product(x, weight[:64], None, out, ADD, norm=norm), config, None)
+    gemm_ring.launch(Product(x, weight, None, gated, SILU), config, None)
+    gemm_ring.launch(Product(x, weight[:64], None, out, ADD, next_norm=norm), config, None)
     return [out, norm.normed_MN, gated]
 
 
 def walk_few_rows_ring(place: Place, device: torch.device) -> list[torch.Tensor]:
-    from phonograph.kernels.triton.gemm.hopper import gemm_ring_small_m as ring
+    from phonograph.kernels.triton.gemm.hopper import gemm_ring_small_m
 
-    launch = functools.partial(ring.launch, config=GemmRingSmallMConfig(8, 16, 1, 1, 1, 1, 1), parts=None)
+    launch = functools.partial(gemm_ring_small_m.launch, config=GemmRingSmallMConfig(8, 16, 1, 1, 1, 1, 1), parts=None)
     return walk_in_groups(place, device, 128, launch, interleaved=True)
 
 
 def walk_integer_row(place: Place, device: torch.device) -> list[torch.Tensor]:
     from phonograph.kernels.triton.gemm.hopper import gemv_integer
 
-    def launch(product: Product, weight: Grouped) -> None:
-        norm = product.norm and product.norm._replace(normed_MN=product.norm.normed_MN[:1])
-        one = product._replace(x_MK=product.x_MK[:1], out_MN=product.out_MN[:1], norm=norm)
-        gemv_integer.launch(one, weight, GemvIntegerConfig(8, 16, 1, 1, 1, 1, 1), None)
+    def launch(product: Product) -> None:
+        one = product._replace(x=product.x[:1], out_MN=product.out_MN[:1])
+        gemv_integer.launch(one, GemvIntegerConfig(16, 1, 1, 1, 1, 1), None)
 
     return walk_in_groups(place, device, 128, launch, interleaved=True)
 

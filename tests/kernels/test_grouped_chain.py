@@ -5,15 +5,20 @@ from __future__ import annotations
 import pytest
 import torch
 from grouped_problem import GroupedCase
-from product_problem import random_tensor
+from product_problem import linear, random_tensor
 
-from phonograph.kernels.triton.gemm.gemm_dispatch import linear
-from phonograph.kernels.triton.gemm.gemm_grouped_small_m import GemmGroupedSmallMConfig
-from phonograph.kernels.triton.gemm.gemm_tiled import GemmTiledConfig
-from phonograph.kernels.triton.gemm.tuning import GemmRingConfig, GemmRingSmallMConfig, GemvIntegerConfig, ProductConfig
+from phonograph.kernels.triton.gemm.product_plan import (
+    GemmGroupedSmallMConfig,
+    GemmRingConfig,
+    GemmRingSmallMConfig,
+    GemmTiledConfig,
+    GemvIntegerConfig,
+    KernelConfig,
+)
+from phonograph.kernels.triton.gemm.run import GemmScratch
 
-CONFIGS: dict[str, tuple[int, ProductConfig]] = {
-    "integer-row": (1, GemvIntegerConfig(8, 64, 2, 1, 3, 2, 1)),
+CONFIGS: dict[str, tuple[int, KernelConfig]] = {
+    "integer-row": (1, GemvIntegerConfig(64, 2, 1, 3, 2, 1)),
     "few-ring": (5, GemmRingSmallMConfig(8, 32, 4, 1, 2, 1, 2)),
     "grouped-rows": (5, GemmGroupedSmallMConfig(8, 16, 8, 2, 1, 4)),
     "ring": (12, GemmRingConfig(16, 64, 128, 1, 3)),
@@ -30,12 +35,12 @@ def test_a_chain_replayed_with_other_contents(name: str, device: torch.device) -
     size = 2048
     case = GroupedCase(rows, size, size, torch.bfloat16, device, group=128, kind="int4 interleaved")
     x = torch.zeros(rows, size, dtype=torch.bfloat16, device=device)
-    buffers = [torch.zeros_like(x) for _ in range(8)]
+    buffers, scratch = [torch.zeros_like(x) for _ in range(8)], GemmScratch.make(device)
 
     def chain() -> None:
         before = x
         for buffer in buffers:
-            linear(before, case.grouped, None, buffer, config=config)
+            linear(before, case.grouped, None, buffer, scratch=scratch, config=config)
             before = buffer
 
     chain()

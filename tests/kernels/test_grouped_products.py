@@ -6,17 +6,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from grouped_problem import GroupedCase, check_norm_between, check_products, grouped_scratch
-from product_problem import poisoned, silu_of
+from grouped_problem import GroupedCase, check_products, grouped_scratch
+from product_problem import linear, linear_silu, plan_for, poisoned, silu_of
 from programs import report_of
 
 from phonograph.kernels.torch.grouped import deinterleave, interleave
-from phonograph.kernels.triton.gemm.gemm_dispatch import linear, linear_silu, takes_squares
-from phonograph.kernels.triton.gemm.gemm_grouped_small_m import GemmGroupedSmallMConfig, takes
-from phonograph.kernels.triton.gemm.gemm_tiled import GemmTiledConfig
+from phonograph.kernels.triton.gemm.choose import choose
+from phonograph.kernels.triton.gemm.choose_grouped import is_supported
 from phonograph.kernels.triton.gemm.grouped_operands import MAGIC, bfloat16_terms
-from phonograph.kernels.triton.gemm.tuning import rows_class
-from phonograph.kernels.triton.gemm.tuning_grouped import choose_grouped
+from phonograph.kernels.triton.gemm.product_plan import (
+    GemmDevice,
+    GemmGroupedSmallMConfig,
+    GemmTiledConfig,
+    ProductPlan,
+    ProductShape,
+    WeightFormat,
+)
 
 # The interpreter multiplies bfloat16 wrongly.
 DTYPES = [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
@@ -76,18 +81,6 @@ def test_products(
     check_products(case, config, grouped_scratch(case()))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("config", CONFIGS[:3:2])
-def test_norm_around_products(
-    config: GemmGroupedSmallMConfig | GemmTiledConfig, dtype: torch.dtype, device: torch.device
-) -> None:
-    """The norm's division is left to the product that reads the rows."""
-    rows = min(config.rows, 9)
-    first = GroupedCase(rows, 70, 200, dtype, device, group=64)
-    second = GroupedCase(rows, 37, 70, dtype, device, group=32, kind="int8 reordered with zeros")
-    check_norm_between(first, second, config, grouped_scratch(second))
-
-
 @pytest.mark.parametrize("kind", ["int4 with zeros", "int4 interleaved reordered"])
 @pytest.mark.parametrize("rows", [2, 40, 300])
 def test_products_by_their_size(rows: int, kind: str, device: torch.device) -> None:
@@ -102,15 +95,16 @@ def test_products_by_their_size(rows: int, kind: str, device: torch.device) -> N
     elif case.grouped.order_I is not None:
         around.dequantized[: case.x.numel()] = case.x[:, case.grouped.order_I].flatten()
     assert torch.allclose(scratch.dequantized, around.dequantized, rtol=1e-3, equal_nan=True)
-    assert takes_squares(rows, 40, 256, case.grouped, torch.bfloat16) == (rows == 2)
+    plan = plan_for(case.x, case.grouped, case.out, scratch)
+    assert (plan.kernel is None) == (rows > 256) and not plan.fp8_rows
 
 
 @pytest.mark.parametrize("pairs", [False, True])
 def test_more_rows_of_fp8_with_odd_sizes(pairs: bool, device: torch.device) -> None:
     """One scale an output puts no bound on the columns of a step; tensor cores need 16, the interpreter does not."""
-    config = choose_grouped(rows_class(40), 24, 324, 8, 324, pairs)
-    assert isinstance(config, GemmTiledConfig) and config.block_k == 128
     case = GroupedCase(40, 24, 324, torch.float16, device, group=324, kind="fp8", pairs=pairs)
+    config = plan_for(case.x, case.grouped, case.out, None, gated=pairs).kernel
+    assert isinstance(config, GemmTiledConfig) and config.block_k == 128
     if pairs:
         assert linear_silu(case.x, case.grouped, case.bias, case.out)
         case.check(silu_of(case.product(case.x, bias=True)))
@@ -146,17 +140,26 @@ def test_interleaved_words() -> None:
     assert torch.equal(deinterleave(interleave(drawn)), drawn)
 
 
-def test_weights_that_the_kernel_does_not_take() -> None:
-    weight = GroupedCase(1, 16, 128, torch.float16, torch.device("cpu"), group=128).grouped
-    assert takes(weight, torch.bfloat16) and not takes(weight, torch.float32)
-    assert takes(weight._replace(bits=8, group=40), torch.bfloat16)
-    halves = weight._replace(scales_OG=weight.scales_OG.expand(-1, 2), bits=8)
-    assert takes(halves._replace(group=192), torch.bfloat16)
-    others = weight._replace(group=40), weight._replace(group=192), halves._replace(group=16)
-    assert not any(takes(other, torch.bfloat16) for other in others)
-    fp8 = GroupedCase(1, 16, 130, torch.float16, torch.device("cpu"), group=130, kind="fp8").grouped
-    assert not takes(fp8, torch.bfloat16) and takes(fp8._replace(packed_OW=fp8.packed_OW[:, :128]), torch.bfloat16)
-    assert not takes(fp8._replace(packed_OW=fp8.packed_OW[:, :128], group=48), torch.bfloat16)
+def test_formats_without_kernels() -> None:
+    """Their weights are written out for torch, as all are for rows in 32 bits."""
+    int4 = WeightFormat("bfloat16", bits=4, group=128)
+    int8, fp8 = int4._replace(bits=8), int4._replace(bits=8, is_fp8=True)
+    taken = {
+        int4: [32, 64, 128, 256, 384],
+        int8: [32, 64, 128, 192, 256, 384, 400],
+        fp8: [64, 128, 192, 256, 384, 400],
+    }
+    every = (16, 32, 40, 48, 64, 96, 128, 192, 256, 384, 400)
+    for weights, groups in taken.items():
+        assert [group for group in every if is_supported(weights._replace(group=group), 384)] == groups
+    # A row of FP8 is whole words.
+    assert is_supported(fp8._replace(group=130), 128) and not is_supported(fp8._replace(group=130), 130)
+    device, shape = GemmDevice((8, 0), 163 << 10, has_gluon=False), ProductShape(64, 384)
+    for weights in (int4, int8, fp8):
+        assert choose(shape, weights, 8, device).kernel is not None
+        for other in (weights._replace(group=40), weights._replace(dtype="float32")):
+            assert choose(shape, other, 8, device) == ProductPlan(None)
+            assert choose(shape._replace(gated=True), other, 8, device) == ProductPlan(None, gates_apart=True)
 
 
 @pytest.mark.gpu
@@ -169,8 +172,8 @@ def test_products_of_real_sizes(outputs: int, inputs: int, rows: int, kind: str,
     """As configured for the sizes."""
     group = 128 if "int4" in kind else inputs
     case = GroupedCase(rows, outputs, inputs, torch.bfloat16, device, group=group, kind=kind)
-    assert choose_grouped(rows_class(rows), outputs, inputs, case.grouped.bits, group, False) is not None
     scratch = grouped_scratch(case)
+    assert plan_for(case.x, case.grouped, case.out, scratch).kernel is not None
     linear(case.x, case.grouped, case.bias, case.out, scratch=scratch)
     case.check(case.product(case.x, bias=True))
     if outputs > inputs:

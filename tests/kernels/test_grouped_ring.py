@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import random
 
 import gluon_on_threads
 import pytest
 import torch
-from grouped_problem import GroupedCase, check_norm_between, check_products, random_tiles, scratch_of
+from grouped_problem import GroupedCase, check_products, random_tiles, scratch_of
 from product_problem import poisoned, silu_of
 
-from phonograph.kernels.triton.gemm import gemm_dispatch
-from phonograph.kernels.triton.gemm.gemm_dispatch import linear, linear_add, linear_silu
-from phonograph.kernels.triton.gemm.tuning import GemmRingConfig, GemmRingSmallMConfig
+from phonograph.kernels.triton.gemm.product import ADD, SILU, STORE, Product
+from phonograph.kernels.triton.gemm.product_plan import GemmRingConfig, GemmRingSmallMConfig, ProductPlan
+from phonograph.kernels.triton.gemm.run import run
 
 ring = pytest.importorskip("phonograph.kernels.triton.gemm.hopper.gemm_ring")
 few_ring = pytest.importorskip("phonograph.kernels.triton.gemm.hopper.gemm_ring_small_m")
@@ -61,15 +62,6 @@ def check(case: tuple[int, int, int, Config], kind: str, dtype: torch.dtype, dev
     )
 
 
-def check_norm(dtype: torch.dtype, device: torch.device) -> None:
-    # The last tile of 72 outputs has 8 of them.
-    for hidden in (128, 72):
-        for rows, config in ((11, GemmRingConfig(16, 64, 128, 1, 3)), (5, GemmRingSmallMConfig(8, 32, 1, 2, 3, 1, 1))):
-            first = GroupedCase(rows, hidden, 384, dtype, device, group=128, kind="int4 interleaved")
-            second = GroupedCase(rows, 72, hidden, dtype, device, group=128, kind="int4 interleaved with zeros")
-            check_norm_between(first, second, config, poisoned(device))
-
-
 @pytest.fixture
 def threads(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     if device.type != "cpu":
@@ -85,23 +77,11 @@ def test_on_threads(case: tuple[int, int, int, Config], kind: str, device: torch
     check(case, kind, torch.float16, device)
 
 
-@pytest.mark.usefixtures("threads")
-def test_norm_on_threads(device: torch.device) -> None:
-    check_norm(torch.float16, device)
-
-
-def check_fp8(
-    case: tuple[int, int, int, GemmRingConfig],
-    dtype: torch.dtype,
-    device: torch.device,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def check_fp8(case: tuple[int, int, int, GemmRingConfig], dtype: torch.dtype, device: torch.device) -> None:
     """Check products of rows and weights in FP8, with a scale for each row and each output."""
     rows, outputs, inputs, config = case
-    # On threads, activations of fewer rows stay in 16 bits.
-    rows = rows if device.type == "cuda" else max(rows, 17)
     outputs, inputs = outputs // 16 * 16, inputs // 16 * 16
-    monkeypatch.setattr(gemm_dispatch, "choose_scaled", lambda *_: config)
+    plan = ProductPlan(config, fp8_rows=True)
     scratch = scratch_of(rows, outputs, inputs, dtype, device)
     assert scratch.scaled is not None
 
@@ -112,37 +92,26 @@ def check_fp8(
     def made(*, pairs: bool = False) -> GroupedCase:
         return GroupedCase(rows, outputs, inputs, dtype, device, group=inputs, kind="fp8", pairs=pairs)
 
-    plain = made()
-    linear(plain.x, plain.grouped, plain.bias, plain.out, scratch=scratch)
-    plain.check(wanted(plain))
-    added = made()
+    plain, added, gated = made(), made(), made(pairs=True)
     added.out.copy_(added.residual)
-    linear_add(added.x, added.grouped, added.bias, added.out, scratch=scratch)
-    added.check(wanted(added) + added.residual.double())
-    gated = made(pairs=True)
-    assert linear_silu(gated.x, gated.grouped, gated.bias, gated.out, scratch=scratch)
-    gated.check(silu_of(wanted(gated)))
+    for mode, one in ((STORE, plain), (ADD, added), (SILU, gated)):
+        assert run(plan, Product(one.x, one.grouped, one.bias, one.out, mode), scratch) is None
+        product = wanted(one)
+        one.check(silu_of(product) if mode == SILU else product + one.residual.double() * (mode == ADD))
 
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("case", SIZES)
-def test_fp8_on_threads(
-    case: tuple[int, int, int, GemmRingConfig], device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check_fp8(case, torch.float16, device, monkeypatch)
+def test_fp8_on_threads(case: tuple[int, int, int, GemmRingConfig], device: torch.device) -> None:
+    check_fp8(case, torch.float16, device)
 
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("hopper_gpu")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", [*SIZES, *LARGE])
-def test_fp8_on_the_gpu(
-    case: tuple[int, int, int, GemmRingConfig],
-    dtype: torch.dtype,
-    device: torch.device,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    check_fp8(case, dtype, device, monkeypatch)
+def test_fp8_on_the_gpu(case: tuple[int, int, int, GemmRingConfig], dtype: torch.dtype, device: torch.device) -> None:
+    check_fp8(case, dtype, device)
 
 
 @pytest.mark.gpu
@@ -152,12 +121,6 @@ def test_fp8_on_the_gpu(
 @pytest.mark.parametrize("case", [*SIZES, *FEW])
 def test_on_the_gpu(case: tuple[int, int, int, Config], kind: str, dtype: torch.dtype, device: torch.device) -> None:
     check(case, kind, dtype, device)
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("hopper_gpu")
-def test_norm_on_the_gpu(device: torch.device) -> None:
-    check_norm(torch.bfloat16, device)
 
 
 @pytest.mark.gpu
@@ -177,6 +140,6 @@ def test_random_sizes_on_the_gpu(seed: int, device: torch.device) -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_random_sizes_of_few_rows_on_the_gpu(seed: int, device: torch.device) -> None:
     rng = random.Random(seed)
-    config, inputs = random_tiles(rng, GemmRingSmallMConfig)
+    config, inputs = random_tiles(rng, functools.partial(GemmRingSmallMConfig, 8))
     kind = "int4 interleaved" + (" with zeros" if seed % 2 else "")
     check((rng.randint(1, 8), rng.randint(1, 60) * 8, inputs, config), kind, torch.bfloat16, device)

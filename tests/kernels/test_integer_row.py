@@ -8,25 +8,28 @@ import random
 import gluon_on_threads
 import pytest
 import torch
-from grouped_problem import GroupedCase, check_norm_between, check_products, random_tiles
-from product_problem import poisoned
+from grouped_problem import GroupedCase, check_products, random_tiles
+from product_problem import linear, poisoned
 
-from phonograph.kernels.triton.gemm import tuning_grouped
-from phonograph.kernels.triton.gemm.gemm_dispatch import linear
-from phonograph.kernels.triton.gemm.product import MAX_SQUARE_TILES
-from phonograph.kernels.triton.gemm.tuning import SHARED_BYTES, GemvIntegerConfig
-from phonograph.kernels.triton.gemm.tuning_grouped import choose_grouped
+from phonograph.kernels.triton.gemm.choose_grouped import choose_grouped
+from phonograph.kernels.triton.gemm.product_plan import (
+    SHARED_BYTES,
+    GemmDevice,
+    GemvIntegerConfig,
+    ProductShape,
+    WeightFormat,
+)
 
 gemv_integer = pytest.importorskip("phonograph.kernels.triton.gemm.hopper.gemv_integer")
 
 SIZES = [
-    (72, 256, 128, GemvIntegerConfig(8, 32, 1, 1, 2, 1, 1)),
-    (136, 328, 128, GemvIntegerConfig(8, 16, 2, 2, 1, 1, 2)),
-    (200, 1000, 512, GemvIntegerConfig(8, 64, 4, 2, 2, 2, 4)),
-    (40, 1160, 128, GemvIntegerConfig(8, 32, 2, 1, 3, 2, 1)),
-    (256, 640, 640, GemvIntegerConfig(8, 128, 1, 1, 1, 4, 1)),
+    (72, 256, 128, GemvIntegerConfig(32, 1, 1, 2, 1, 1)),
+    (136, 328, 128, GemvIntegerConfig(16, 2, 2, 1, 1, 2)),
+    (200, 1000, 512, GemvIntegerConfig(64, 4, 2, 2, 2, 4)),
+    (40, 1160, 128, GemvIntegerConfig(32, 2, 1, 3, 2, 1)),
+    (256, 640, 640, GemvIntegerConfig(128, 1, 1, 1, 4, 1)),
     # Programs begin in the middle of a group, and have steps of two.
-    (72, 1920, 640, GemvIntegerConfig(8, 32, 1, 4, 2, 1, 1)),
+    (72, 1920, 640, GemvIntegerConfig(32, 1, 4, 2, 1, 1)),
 ]
 """outputs, inputs, group, config"""
 KINDS = "int4 interleaved", "int4 interleaved with zeros"
@@ -48,7 +51,7 @@ def check_unlike(dtype: torch.dtype, device: torch.device) -> None:
     case.x[0, :128] *= 1e-6
     case.x[0, 128:256] = 0
     case.x[0, 300] = 1000
-    config = GemvIntegerConfig(8, 16, 1, 2, 2, 1, 1)
+    config = GemvIntegerConfig(16, 1, 2, 2, 1, 1)
     linear(case.x, case.grouped, None, case.out, scratch=poisoned(device), config=config)
     case.check(case.product(case.x, bias=False))
     small = GroupedCase(1, 72, 384, dtype, device, group=128, kind="int4 interleaved")
@@ -64,7 +67,7 @@ def check_not_finite(dtype: torch.dtype, device: torch.device) -> None:
     for value in (math.nan, math.inf, -math.inf):
         case = GroupedCase(1, 72, 384, dtype, device, group=128, kind="int4 interleaved")
         case.x[0, 200] = value
-        config = GemvIntegerConfig(8, 16, 1, 1, 2, 1, 1)
+        config = GemvIntegerConfig(16, 1, 1, 2, 1, 1)
         linear(case.x, case.grouped, None, case.out, scratch=poisoned(device), config=config)
         assert not case.out.isfinite().any()
 
@@ -76,17 +79,9 @@ def check_halves_of_bytes(dtype: torch.dtype, device: torch.device) -> None:
     case.x.fill_(0.5)
     case.x[0, ::128] = 127
     linear(
-        case.x, case.grouped, None, case.out, scratch=poisoned(device), config=GemvIntegerConfig(8, 16, 1, 1, 2, 1, 1)
+        case.x, case.grouped, None, case.out, scratch=poisoned(device), config=GemvIntegerConfig(16, 1, 1, 2, 1, 1)
     )  # fmt: skip
     case.check(case.product(case.x, bias=False))
-
-
-def check_norm(dtype: torch.dtype, device: torch.device) -> None:
-    # Four tiles of outputs; three, the last of which has 8 outputs.
-    for hidden in (128, 72):
-        first = GroupedCase(1, hidden, 384, dtype, device, group=128, kind=KINDS[0])
-        second = GroupedCase(1, 72, hidden, dtype, device, group=128, kind=KINDS[1])
-        check_norm_between(first, second, GemvIntegerConfig(8, 32, 1, 2, 3, 1, 1), poisoned(device))
 
 
 @pytest.fixture
@@ -106,11 +101,6 @@ def test_on_threads(size: Size, kind: str, dtype: torch.dtype, device: torch.dev
 
 
 @pytest.mark.usefixtures("threads")
-def test_norm_on_threads(device: torch.device) -> None:
-    check_norm(torch.float16, device)
-
-
-@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_numbers_on_threads(dtype: torch.dtype, device: torch.device) -> None:
     check_unlike(dtype, device)
@@ -118,23 +108,27 @@ def test_numbers_on_threads(dtype: torch.dtype, device: torch.device) -> None:
     check_not_finite(dtype, device)
 
 
+def chosen(shape: ProductShape) -> GemvIntegerConfig:
+    """Return the tiles of one row on Hopper, with groups of 128."""
+    weights = WeightFormat("bfloat16", bits=4, group=128, interleaved=True)
+    config = choose_grouped(1, shape, weights, GemmDevice((9, 0), 227 << 10, has_gluon=True))
+    assert isinstance(config, GemvIntegerConfig)
+    return config
+
+
 @pytest.mark.parametrize(
     ("hidden", "intermediate"), [(896, 4864), (2048, 5632), (3584, 18944), (4096, 14336), (5120, 27648), (8192, 28672)]
 )
-def test_chosen_tiles_fit(hidden: int, intermediate: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program has shared memory for its ring, the row and the scales. A hidden state has a norm behind it, which
-    takes the sums of squares of so many tiles."""
-    monkeypatch.setattr(tuning_grouped, "gluon_usable", lambda: True)
+def test_chosen_tiles_fit(hidden: int, intermediate: int) -> None:
+    """A program has shared memory for its ring, the row and the scales."""
     layers = (2 * hidden, hidden, False), (hidden, hidden, False), (intermediate, hidden, True)
-    for outputs, inputs, pairs in (*layers, (hidden, intermediate, False)):
-        config = choose_grouped(1, outputs, inputs, 4, 128, pairs, interleaved=True)
-        assert isinstance(config, GemvIntegerConfig)
-        _, block_n, units, splits, stages, _, _ = config
-        both, steps = block_n * (1 + pairs), -(-inputs // (128 * units * splits))
+    for shape in (ProductShape(*layer) for layer in (*layers, (hidden, intermediate, False))):
+        config = chosen(shape)
+        block_n, units, splits, stages, _, _ = config
+        both, steps = block_n * (1 + shape.gated), -(-shape.num_inputs // (128 * units * splits))
         turns = 1 << (steps - 1).bit_length()
         used = 64 * both * units * stages + 256 * units * max(2, turns) + 3 * both * units * turns + 2048
         assert used <= SHARED_BYTES - 1024 and 1 <= stages <= steps
-        assert outputs != hidden or outputs <= block_n * MAX_SQUARE_TILES
 
 
 @pytest.mark.gpu
@@ -150,7 +144,6 @@ def test_on_the_gpu(size: Size, kind: str, dtype: torch.dtype, device: torch.dev
 @pytest.mark.usefixtures("hopper_gpu")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_numbers_on_the_gpu(dtype: torch.dtype, device: torch.device) -> None:
-    check_norm(dtype, device)
     check_unlike(dtype, device)
     check_halves_of_bytes(dtype, device)
     check_not_finite(dtype, device)
@@ -181,6 +174,5 @@ def test_random_sizes_on_the_gpu(seed: int, device: torch.device) -> None:
     ],
 )
 def test_chosen_tiles_on_the_gpu(outputs: int, inputs: int, pairs: bool, device: torch.device) -> None:
-    config = choose_grouped(1, outputs, inputs, 4, 128, pairs, interleaved=True)
-    assert isinstance(config, GemvIntegerConfig)
+    config = chosen(ProductShape(outputs, inputs, pairs))
     check((outputs, inputs, 128, config), KINDS[0], torch.bfloat16, device)

@@ -7,10 +7,10 @@ import random
 import gluon_on_threads
 import pytest
 import torch
-from product_problem import Case, check_linear, poisoned, random_tensor
+from product_problem import Case, check_linear, linear, poisoned, random_tensor
 
-from phonograph.kernels.triton.gemm.gemm_dispatch import linear, make_scratch
-from phonograph.kernels.triton.gemm.tuning import GemmRingConfig
+from phonograph.kernels.triton.gemm.product_plan import GemmRingConfig
+from phonograph.kernels.triton.gemm.run import GemmScratch
 
 ring = pytest.importorskip("phonograph.kernels.triton.gemm.hopper.gemm_ring")
 
@@ -129,7 +129,7 @@ def test_wider_matrices_on_the_gpu(rows: int, device: torch.device) -> None:
 )
 def test_the_same_result_each_time(rows: int, config: GemmRingConfig, device: torch.device) -> None:
     """Programs arrive in varying order; the order of the sum must not vary."""
-    scratch = make_scratch(device)
+    scratch = GemmScratch.make(device)
     x, weight = (random_tensor(n, 8192, dtype=torch.bfloat16, device=device, seed=n) for n in (rows, 2048))
     outs = [torch.empty(rows, 2048, dtype=torch.bfloat16, device=device) for _ in range(30)]
     for out in outs:

@@ -5,31 +5,35 @@ from __future__ import annotations
 import pytest
 import torch
 from grouped_problem import GroupedCase, scratch_of
-from product_problem import EPS, random_tensor, silu_of
-
-from phonograph.kernels.fp8_activations import device_has_scaled_products, max_16_bit_rows, takes_scaled_product
-from phonograph.kernels.triton.elementwise.layers import silu_and_mul
-from phonograph.kernels.triton.gemm import gemm_dispatch
-from phonograph.kernels.triton.gemm.gemm_dispatch import (
-    LinearScratch,
+from product_problem import (
+    EPS,
+    gemm_device,
     linear,
     linear_add,
     linear_add_norm,
     linear_silu,
+    plan_for,
+    random_tensor,
+    silu_of,
 )
-from phonograph.kernels.triton.gemm.gemm_scaled import takes
-from phonograph.kernels.triton.gemm.tuning import BATCH_INVARIANT
+
+from phonograph.kernels.triton.elementwise.layers import silu_and_mul
+from phonograph.kernels.triton.gemm.bound_product import format_of
+from phonograph.kernels.triton.gemm.choose import MAX_16_BIT_ROWS, choose, has_fp8_products, takes_fp8_rows
+from phonograph.kernels.triton.gemm.product import Product
+from phonograph.kernels.triton.gemm.product_plan import (
+    GemmDevice,
+    GemmRingConfig,
+    ProductPlan,
+    ProductShape,
+    WeightFormat,
+    rows_class,
+)
+from phonograph.kernels.triton.gemm.run import MAX_PARTIALS, GemmScratch, run
 
 # The interpreter multiplies bfloat16 wrongly.
 DTYPES = [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 SIZES = [(33, 48, 64), (40, 80, 336), (70, 32, 1008), (140, 48, 96)]
-
-
-@pytest.fixture
-def without_ring(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on GPUs other than Hopper's."""
-    monkeypatch.setattr(gemm_dispatch, "gluon_usable", lambda: False)
-    monkeypatch.setattr(gemm_dispatch, "choose_scaled", lambda *_: None)
 
 
 def case_of(
@@ -38,7 +42,7 @@ def case_of(
     return GroupedCase(rows, outputs, inputs, dtype, device, group=inputs, kind="fp8", pairs=pairs)
 
 
-def rounded(scratch: LinearScratch, x: torch.Tensor) -> torch.Tensor:
+def rounded(scratch: GemmScratch, x: torch.Tensor) -> torch.Tensor:
     """Return the activations of the last product in float64, which are close to `x`."""
     assert scratch.scaled is not None
     rows = scratch.scaled.values[: x.numel()].double().view(x.shape) * scratch.scaled.scales_T[: len(x), None].double()
@@ -131,54 +135,104 @@ def test_norm_behind_a_product(rows: int, outputs: int, inputs: int, dtype: torc
     made.check(exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + EPS) * norm.double())
 
 
-@pytest.mark.usefixtures("without_ring")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gated_activation(dtype: torch.dtype, device: torch.device) -> None:
-    """It is a kernel of its own."""
+    """It is a kernel of its own on GPUs other than Hopper's."""
     rows, outputs, inputs = 37, 48, 144
     gated = case_of(rows, outputs, inputs, dtype, device, pairs=True)
     scratch = scratch_of(rows, outputs, inputs, dtype, device)
-    assert not linear_silu(gated.x, gated.grouped, gated.bias, gated.out, scratch=scratch)
+    plan = plan_for(gated.x, gated.grouped, gated.out, scratch, gated=True, has_gluon=False)
+    assert plan == ProductPlan(None, fp8_rows=True, gates_apart=True) and plan.name == "torch._scaled_mm"
     gate_up = torch.full((rows, 2 * outputs), torch.nan, dtype=dtype, device=device)
-    linear(gated.x, gated.grouped, gated.bias, gate_up, scratch=scratch)
+    run(plan, Product(gated.x, gated.grouped, gated.bias, gate_up), scratch)
     silu_and_mul(gate_up, gated.out)
     wanted = silu_of(gated.product(rounded(scratch, gated.x), bias=True))
     check(gated, wanted, silu_of(gated.product(gated.x, bias=True)))
 
 
-@pytest.mark.usefixtures("without_ring")
 @pytest.mark.parametrize(
-    ("rows", "outputs", "inputs", "change"),
+    ("rows", "outputs", "inputs", "group", "batch_invariant"),
     [
-        (max_16_bit_rows(has_ring=False), 48, 64, {}),
-        (40, 40, 64, {}),
-        (40, 48, 72, {}),
-        (40, 48, 128, {"group": 64}),
-        (40, 48, 64, {"config": BATCH_INVARIANT}),
-        (40, 48, 64, {"scaled": None}),
+        (MAX_16_BIT_ROWS, 48, 64, 64, False),
+        (40, 40, 64, 64, False),
+        (40, 48, 72, 72, False),
+        (40, 48, 128, 64, False),
+        (40, 48, 64, 64, True),
     ],
-    ids=["few rows", "outputs", "inputs", "blocks", "given tiles", "no scratch"],
+    ids=["few rows", "outputs", "inputs", "blocks", "batch-invariant"],
 )
 def test_activations_that_stay_in_16_bits(
-    rows: int, outputs: int, inputs: int, change: dict[str, object], device: torch.device
+    rows: int, outputs: int, inputs: int, group: int, batch_invariant: bool, device: torch.device
 ) -> None:
-    config = change.get("config")
-    case = GroupedCase(rows, outputs, inputs, torch.float16, device, group=change.get("group", inputs), kind="fp8")
+    case = GroupedCase(rows, outputs, inputs, torch.float16, device, group=group, kind="fp8")
     scratch = scratch_of(rows, outputs, inputs, torch.float16, device)
-    kept = scratch.scaled
-    linear(
-        case.x, case.grouped, case.bias, case.out,
-        scratch=scratch._replace(scaled=change.get("scaled", kept)), config=config,
-    )  # fmt: skip
+    plan = choose(
+        ProductShape(outputs, inputs),
+        format_of(case.grouped, torch.float16),
+        rows_class(rows),
+        gemm_device(scratch, has_gluon=False),
+        batch_invariant=batch_invariant,
+    )
+    run(plan, Product(case.x, case.grouped, case.bias, case.out), scratch)
     case.check(case.product(case.x, bias=True))
-    assert kept is not None and kept.values.float().isnan().all()
+    assert scratch.scaled is not None and scratch.scaled.values.float().isnan().all()
+
+
+def gpu(*capability: int, has_gluon: bool = False) -> GemmDevice:
+    major, minor = capability
+    return GemmDevice.with_capability((major, minor))._replace(has_gluon=has_gluon)
+
+
+ADA = gpu(8, 9)
+
+
+def test_gpus_with_fp8_products() -> None:
+    assert has_fp8_products(gpu(9, 0), "bfloat16") and has_fp8_products(gpu(8, 9), "bfloat16")
+    assert not has_fp8_products(gpu(8, 6), "bfloat16") and not has_fp8_products(gpu(8, 9), "float16")
+    assert not has_fp8_products(gpu(9, 0), "float32") and not has_fp8_products(gpu(0, 0), "bfloat16")
 
 
 def test_rule() -> None:
-    assert device_has_scaled_products((9, 0), "bfloat16") and device_has_scaled_products((8, 9), "bfloat16")
-    assert not device_has_scaled_products((8, 6), "bfloat16") and not device_has_scaled_products((8, 9), "float16")
-    assert not device_has_scaled_products((9, 0), "float32") and not device_has_scaled_products((0, 0), "bfloat16")
-    assert takes_scaled_product(6144, 4096) and not takes_scaled_product(6144, 4104)
-    assert not takes_scaled_product(16, 1 << 17)
-    weight = case_of(1, 48, 64, torch.float16, torch.device("cpu")).grouped
-    assert takes(weight) and not takes(weight._replace(scales_OG=weight.scales_OG.half()))
+    def takes(
+        *sizes: int,
+        gated: bool = False,
+        rows: int = 32,
+        group: int = 1 << 20,
+        is_fp8: bool = True,
+        device: GemmDevice = ADA,
+    ) -> bool:
+        weights = WeightFormat("bfloat16", bits=8, group=group, is_fp8=is_fp8)
+        return takes_fp8_rows(ProductShape(*sizes, gated), weights, rows, device)
+
+    assert takes(6144, 4096) and not takes(6144, 4104) and not takes(6152, 4096)
+    assert takes(16, 1 << 16) and not takes(16, (1 << 16) + 16)
+    # Gates and ups are one matrix.
+    assert takes(72, 4096, gated=True) and not takes(72, 4096)
+    assert takes(64, 128, group=128) and not takes(64, 256, group=128)
+    assert not takes(64, 128, is_fp8=False) and not takes(64, 128, device=gpu(8, 0))
+    few = [rows for rows in (1, 8, 16, 32, 4096) if takes(64, 128, rows=rows)]
+    assert few == [32, 4096] and takes(64, 128, rows=1, device=gpu(9, 0, has_gluon=True))
+
+
+def test_rings_of_fp8_rows_fit() -> None:
+    """Up to 256 rows go through a ring, wide products up to 64; it has room in the shared memory of a program."""
+    for num_outputs, num_inputs, gated in (
+        (6144, 4096, False),
+        (4096, 4096, False),
+        (14336, 4096, True),
+        (4096, 14336, False),
+        (28672, 4096, False),
+    ):
+        shape, weights = ProductShape(num_outputs, num_inputs, gated), WeightFormat("bfloat16", 8, num_inputs, True)
+        for rows in (1, 8, 16, 32, 64, 128, 256, 512):
+            plan = choose(shape, weights, rows, gpu(9, 0, has_gluon=True))
+            wide = num_outputs == 28672 and not gated
+            assert plan.fp8_rows and not plan.defers_norms
+            assert plan.name == ("gemm_ring" if rows <= (64 if wide else 256) else "torch._scaled_mm")
+            assert plan.gates_apart == (gated and rows == 512)
+            config = plan.kernel
+            if isinstance(config, GemmRingConfig):
+                step = config.block_k * (config.block_n * (1 + gated) + config.rows)
+                assert config.lag < config.stages and step * config.stages + 1024 <= 227 << 10
+                tiles = -(-num_outputs // config.block_n) * -(-rows // config.rows)
+                assert config.splits == 1 or tiles * config.splits * config.block_n * config.rows <= MAX_PARTIALS

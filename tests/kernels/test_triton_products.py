@@ -4,34 +4,40 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from product_problem import EPS, Case, check_linear, poisoned, random_tensor, silu_of
+from product_problem import EPS, Case, check_linear, linear, linear_add, poisoned, random_tensor, silu_of
 from triton.runtime.jit import JITFunction
 
-from phonograph.kernels.triton.gemm import gemm_small_m as few_rows
-from phonograph.kernels.triton.gemm import gemv
-from phonograph.kernels.triton.gemm import tuning as products
-from phonograph.kernels.triton.gemm.gemm_dispatch import (
-    MAX_PARTIALS,
-    linear,
-    linear_add,
-    linear_add_norm,
-    linear_silu,
-    make_scratch,
-    takes_squares,
+from phonograph.kernels.triton.gemm import gemm_small_m, gemv
+from phonograph.kernels.triton.gemm.bound_product import BoundProduct
+from phonograph.kernels.triton.gemm.choose import EXCEPTIONS, ExceptionKey, choose, exception_format
+from phonograph.kernels.triton.gemm.product import ADD, SILU, STORE, DeferredNorm, NextNorm, Norm, Product
+from phonograph.kernels.triton.gemm.product_plan import (
+    HEAD,
+    GemmDevice,
+    GemmGroupedSmallMConfig,
+    GemmRingConfig,
+    GemmRingSmallMConfig,
+    GemmSmallMConfig,
+    GemmTiledConfig,
+    GemvConfig,
+    KernelConfig,
+    ProductShape,
+    WeightFormat,
+    rows_class,
 )
-from phonograph.kernels.triton.gemm.gemm_small_m import GemmSmallMConfig
-from phonograph.kernels.triton.gemm.gemm_tiled import GemmTiledConfig
-from phonograph.kernels.triton.gemm.product import ADD, SILU
-from phonograph.kernels.triton.gemm.tuning import GemmRingConfig, choose, choose_silu, rows_class
+from phonograph.kernels.triton.gemm.run import MAX_PARTIALS, GemmScratch
 from phonograph.kernels.triton.launch.precompile import compile_only
 
-DENSE = torch.empty(0)
-"""Stands for a matrix that is not quantized."""
+BFLOAT16 = WeightFormat("bfloat16")
+FP8 = WeightFormat("bfloat16", bits=8, group=1 << 20, is_fp8=True)
+HOPPER = GemmDevice((9, 0), 227 << 10, has_gluon=True)
+OTHER = HOPPER._replace(has_gluon=False)
+"""Its memory, without kernels for Hopper."""
+Exceptions = dict[ExceptionKey, tuple[KernelConfig | None, str]]
 LARGE = [
     *((torch.bfloat16, *sizes) for sizes in [(4096, 6144), (1024, 4096), (14336, 4096), (18944, 3584), (2501, 300)]),
     *((torch.bfloat16, *sizes) for sizes in [(1024, 6144), (2048, 1024), (3072, 1024), (1024, 3072)]),
@@ -41,24 +47,31 @@ LARGE = [
 """dtype, inputs, outputs. A row of 2501 begins at odd addresses."""
 
 
+def one_row(case: Case, *, bias: bool = False, mode: int = STORE, norm: bool = False) -> None:
+    """Compute a product of one row by its kernel, with the tiles that are chosen."""
+    shape = ProductShape(case.out.shape[1], case.x.shape[1], gated=mode == SILU)
+    config = choose(shape, BFLOAT16, 1, OTHER).kernel
+    assert isinstance(config, GemvConfig)
+    product = Product(case.x, case.weight, case.bias if bias else None, case.out, mode)
+    gemv.launch(product._replace(norm=Norm(case.norm, EPS) if norm else None), config)
+
+
 def _check_gemv(outputs: int, inputs: int, dtype: torch.dtype, device: torch.device, bias: bool) -> None:
     case = Case(1, outputs, inputs, dtype, device)
-    bias_N = case.bias if bias else None
-    gemv.gemv(case.x, case.weight, bias_N, case.out)
+    one_row(case, bias=bias)
     case.check(case.product(case.x, bias=bias))
 
     case = Case(1, outputs, inputs, dtype, device)
-    gemv.gemv(case.x, case.weight, bias_N, case.out, norm_K=case.norm, eps=EPS)
+    one_row(case, bias=bias, norm=True)
     case.check(case.product(case.normed(), bias=bias))
 
     case = Case(1, outputs, inputs, dtype, device)
     case.out.copy_(case.residual)
-    gemv.gemv(case.x, case.weight, bias_N, case.out, mode=ADD)
+    one_row(case, bias=bias, mode=ADD)
     case.check(case.product(case.x, bias=bias) + case.residual.double())
 
     case = Case(1, outputs, inputs, dtype, device, pairs=True)
-    bias_2N = case.bias if bias else None
-    gemv.gemv(case.x, case.weight, bias_2N, case.out, mode=SILU, norm_K=case.norm, eps=EPS)
+    one_row(case, bias=bias, mode=SILU, norm=True)
     case.check(silu_of(case.product(case.normed(), bias=bias)))
 
 
@@ -80,7 +93,10 @@ def test_one_row_of_real_sizes(inputs: int, outputs: int, dtype: torch.dtype, de
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("rows", "small", "large", "percent"),
-    [(1, gemv._gemv_kernel, gemv._large_gemv, 3), (5, few_rows._gemm_small_m_kernel, few_rows._large_gemm_small_m, 7)],
+    [
+        (1, gemv._gemv_kernel, gemv._large_gemv, 3),
+        (5, gemm_small_m._gemm_small_m_kernel, gemm_small_m._large_gemm_small_m, 7),
+    ],
     ids=["one", "few"],
 )
 def test_large_layers_of_few_rows_keep_the_l1_cache(
@@ -114,7 +130,8 @@ def test_a_weight_in_the_middle_of_a_larger_matrix(inputs: int, device: torch.de
     case = Case(1, 10, inputs, torch.float16, device)
     wide = torch.full((10, inputs + 16), float("nan"), dtype=torch.float16, device=device)
     wide[:, :inputs] = case.weight
-    gemv.gemv(case.x, wide[:, :inputs], None, case.out)
+    case.weight = wide[:, :inputs]
+    one_row(case)
     case.check(case.product(case.x, bias=False))
 
 
@@ -180,108 +197,185 @@ def test_few_rows_of_wider_matrices(device: torch.device) -> None:
     case.check(case.product(case.x, bias=False))
 
 
+@pytest.fixture
+def exceptions(monkeypatch: pytest.MonkeyPatch) -> Iterator[Exceptions]:
+    """A table of exceptions that the test fills before it chooses."""
+    table: Exceptions = {}
+    monkeypatch.setattr("phonograph.kernels.triton.gemm.choose.EXCEPTIONS", table)
+    choose.cache_clear()
+    yield table
+    choose.cache_clear()
+
+
 @pytest.mark.parametrize("rows", [3, 12])
 def test_norms_deferred_from_either_kernel_to_the_other(
-    rows: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    rows: int, device: torch.device, exceptions: Exceptions
 ) -> None:
     """Chosen by size, as in a model: from one with tiles of 8 outputs to one with tiles of 32, and back."""
+    # In the interpreter, which multiplies bfloat16 wrongly, by the plans of bfloat16.
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
     padded, scratch = rows_class(rows), poisoned(device)
     few, other = GemmSmallMConfig(padded, 8, 64, 2, 1, 2, 1), _config(padded, 3)
-    for shape, config in {(48, 200): few, (64, 48): other, (48, 208): other, (72, 48): few}.items():
-        monkeypatch.setitem(products.MEASURED, (padded, *shape), config)
-    monkeypatch.setitem(products.MEASURED_SILU, (padded, 36, 48), few)
-    assert takes_squares(rows, 72, 48, DENSE, torch.bfloat16)
+    for sizes, config in {
+        (48, 200): few,
+        (64, 48): other,
+        (48, 208): other,
+        (72, 48): few,
+        (36, 48, True): few,
+    }.items():
+        exceptions[ExceptionKey("dense", padded, ProductShape(*sizes))] = config, "a test"
+
+    def bound(case: Case, *, gated: bool = False) -> BoundProduct:
+        shape = ProductShape(case.out.shape[1], case.x.shape[1], gated)
+        return BoundProduct(case.weight, case.bias, shape, BFLOAT16, device=OTHER, scratch=scratch)
+
     for first_inputs, second_outputs in ((200, 64), (208, 72), (200, 72)):
         case = Case(rows, 48, first_inputs, dtype, device)
         hidden, normed = case.residual.clone(), torch.full_like(case.residual, float("nan"))
         norm = random_tensor(48, dtype=dtype, device=device, seed=7) * 0.1 + 1
-        squares = linear_add_norm(
-            case.x, case.weight, case.bias, hidden, norm, EPS, normed, defer=True, scratch=scratch
-        )  # fmt: skip
+        first = bound(case)
+        squares = first.deferred_norm(rows, EPS)
         assert squares is not None
+        assert first.add(case.x, hidden, NextNorm(norm, normed, squares)) is None
         case.out.copy_(hidden)
         case.check(case.product(case.x, bias=True) + case.residual.double())
         taker = Case(rows, second_outputs, 48, dtype, device)
         wanted = hidden.double() * torch.rsqrt(hidden.double().square().mean(-1, keepdim=True) + EPS) * norm.double()
-        linear(normed, taker.weight, taker.bias, taker.out, squares=squares, scratch=scratch)
+        second = bound(taker)
+        assert second.plan(rows).defers_norms and second.plan(rows).kernel in (few, other)
+        second.store(normed, taker.out, squares)
         taker.check(taker.product(wanted, bias=True))
         taker = Case(rows, 36, 48, dtype, device, pairs=True)
-        assert linear_silu(normed, taker.weight, taker.bias, taker.out, squares=squares, scratch=scratch)
+        bound(taker, gated=True).store(normed, taker.out, squares)
         taker.check(silu_of(taker.product(wanted, bias=True)))
 
 
-@pytest.fixture
-def on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Sizes decide as they do there."""
-    monkeypatch.setattr(products, "gluon_usable", lambda: True)
-    with chosen_anew():
-        yield
+def test_norms_that_are_not_deferred(device: torch.device, exceptions: Exceptions) -> None:
+    """One row, more than 16, more tiles or rows than the sums of squares have room for, and types but bfloat16."""
+    exceptions[ExceptionKey("dense", 16, ProductShape(64, 64))] = _config(8, 1), "a test"
+    scratch = poisoned(device)
 
+    def memory(rows: int, outputs: int = 4096, weights: WeightFormat = BFLOAT16) -> DeferredNorm | None:
+        shape = ProductShape(outputs, 64)
+        unused = torch.empty(0, device=device)
+        return BoundProduct(unused, None, shape, weights, device=OTHER, scratch=scratch).deferred_norm(rows, EPS)
 
-@contextmanager
-def chosen_anew() -> Iterator[None]:
-    choosers = products.choose, products.choose_silu
-    for chooser in choosers:
-        chooser.cache_clear()
-    try:
-        yield
-    finally:
-        for chooser in choosers:
-            chooser.cache_clear()
+    assert [rows for rows in (1, 2, 8, 9, 16, 17, 64) if memory(rows) is not None] == [2, 8, 9, 16]
+    # Tiles of 32 outputs, of which there may be 256.
+    assert memory(4, 32 * 256) is not None and memory(4, 32 * 257) is None
+    assert memory(8, 64) is not None and memory(9, 64) is None
+    assert memory(4, weights=WeightFormat("float16")) is None and memory(4, weights=WeightFormat("float32")) is None
+    assert memory(4, weights=WeightFormat("bfloat16", bits=4, group=64)) is None
 
 
 SMALLEST_LAYERS = [(1024, 3072), (40, 96)]
 SMALL_LAYERS, LARGE_LAYERS = [(3072, 2048), *SMALLEST_LAYERS], [(6144, 4096), (4096, 14336), (4608, 3584)]
 
 
-def test_weights_go_through_registers_where_that_was_measured() -> None:
+def kernel_of(rows: int, *sizes: int, gated: bool = False, device: GemmDevice = OTHER) -> KernelConfig | None:
+    """Return the kernel of a matrix in bfloat16; None: torch, or the activation as a kernel of its own."""
+    plan = choose(ProductShape(*sizes, gated), BFLOAT16, rows, device)
+    return None if plan.gates_apart else plan.kernel
+
+
+@pytest.mark.parametrize("gpu", [HOPPER, OTHER], ids=["hopper", "other"])
+def test_one_row_has_a_kernel_of_its_own(gpu: GemmDevice) -> None:
+    """It norms its row. A language model's head has more outputs than it is good for."""
+    for gated in (False, True):
+        for shape in SMALL_LAYERS + LARGE_LAYERS:
+            plan = choose(ProductShape(*shape, gated), BFLOAT16, 1, gpu)
+            assert isinstance(plan.kernel, GemvConfig) and plan.norms_inside and not plan.defers_norms
+        assert not choose(ProductShape(HEAD, 1024, gated), BFLOAT16, 1, gpu).norms_inside
+    assert kernel_of(1, HEAD, 1024, device=gpu) == kernel_of(8, HEAD, 1024, device=gpu)
+
+
+@pytest.mark.parametrize("gpu", [HOPPER, OTHER], ids=["hopper", "other"])
+def test_weights_go_through_registers_where_that_was_measured(gpu: GemmDevice) -> None:
     """Up to 8 rows all layers but a head, up to 16 the smallest."""
     for rows, shapes in ((8, SMALL_LAYERS + LARGE_LAYERS), (16, SMALLEST_LAYERS)):
-        assert all(isinstance(choose(rows, *shape), GemmSmallMConfig) for shape in shapes)
+        assert all(isinstance(kernel_of(rows, *shape, device=gpu), GemmSmallMConfig) for shape in shapes)
     for rows, shapes in ((8, [(14336, 4096), (2048, 2048), (40, 96)]), (16, [(1024, 1024), (40, 96)])):
-        assert all(isinstance(choose_silu(rows, *shape), GemmSmallMConfig) for shape in shapes)
-    assert not isinstance(choose(16, 6144, 4096), GemmSmallMConfig)
+        assert all(isinstance(kernel_of(rows, *shape, gated=True, device=gpu), GemmSmallMConfig) for shape in shapes)
+    assert not isinstance(kernel_of(16, 6144, 4096, device=gpu), GemmSmallMConfig)
     for rows in (8, 16, 32):
-        assert not isinstance(choose(rows, 151936, 1024), GemmSmallMConfig)
-        assert takes_squares(rows, 4096, 1024, DENSE, torch.bfloat16) == (rows <= 16)
-        assert not takes_squares(rows, 4096, 1024, DENSE, torch.float16)
+        assert not isinstance(kernel_of(rows, 151936, 1024, device=gpu), GemmSmallMConfig)
+        for shape in (ProductShape(4096, 1024), ProductShape(6144, 4096)):
+            assert choose(shape, BFLOAT16, rows, gpu).defers_norms == (rows <= 16)
+            assert not choose(shape, WeightFormat("float16"), rows, gpu).defers_norms
 
 
-@pytest.mark.usefixtures("on_hopper")
 def test_a_ring_is_chosen_where_that_was_measured() -> None:
     """Rings serve 9 to 64 rows, of the smallest layers from 17 on, of small ones up to 128, aligned to 16 bytes,
     no head, and exceptions. They fit the shared memory of a program and the scratch."""
     chosen = [
-        (config, *sizes, False) for sizes, config in products.MEASURED.items() if isinstance(config, GemmRingConfig)
+        (config, key.rows, key.shape) for key, (config, _) in EXCEPTIONS.items() if isinstance(config, GemmRingConfig)
     ]
-    assert chosen and all(choose(*sizes) == config for config, *sizes, _ in chosen)
+    assert chosen and all(choose(shape, BFLOAT16, rows, HOPPER).kernel == config for config, rows, shape in chosen)
     for rows in (8, 16, 32, 64, 128):
         for outputs, inputs in [*SMALL_LAYERS, *LARGE_LAYERS, (40960, 2048)]:
-            for pairs in (False, True):
-                weights = outputs * inputs * (1 + pairs)
-                config = (choose_silu if pairs else choose)(rows, outputs, inputs)
-                expected = {8: False, 16: weights >= 1 << 22, 128: weights < 1 << 23}.get(rows, True)
+            for gated in (False, True):
+                shape = ProductShape(outputs, inputs, gated)
+                config = kernel_of(rows, outputs, inputs, gated=gated, device=HOPPER)
+                expected = {8: False, 16: shape.num_weights >= 1 << 22, 128: shape.num_weights < 1 << 23}.get(
+                    rows, True
+                )
                 assert isinstance(config, GemmRingConfig) == expected
                 if isinstance(config, GemmRingConfig):
-                    chosen.append((config, rows, outputs, inputs, pairs))
-                    lags = weights < 1 << 23 and (rows > 16 or not pairs) and inputs > 128
+                    chosen.append((config, rows, shape))
+                    lags = shape.num_weights < 1 << 23 and (rows > 16 or not gated) and inputs > 128
                     assert config.lag == int(lags)
-    for config, rows, outputs, inputs, pairs in chosen:
+    for config, rows, (outputs, inputs, gated) in chosen:
         assert config.rows in (16, 32, 64, 128, rows) and config.rows <= rows
         assert config.stages > config.lag
-        taken = 2 * config.block_k * (config.block_n * (1 + pairs) + config.rows) * config.stages
+        taken = 2 * config.block_k * (config.block_n * (1 + gated) + config.rows) * config.stages
         assert taken + 1024 <= 227 << 10
         tiles = -(-outputs // config.block_n) * -(-rows // config.rows)
-        assert config.splits == 1 or (not pairs and tiles * config.splits <= 140)
+        assert config.splits == 1 or (not gated and tiles * config.splits <= 140)
         assert tiles * config.splits * config.block_n * config.rows <= MAX_PARTIALS or config.splits == 1
         assert 1 <= config.stages <= -(-inputs // config.block_k)
-    for rows, outputs, inputs in ((8, 4096, 4096), (16, 1024, 3072), (256, 3072, 2048), (32, 151936, 1024)):
-        assert not isinstance(choose(rows, outputs, inputs), GemmRingConfig)
-    assert not isinstance(choose(32, 4096, 2501), GemmRingConfig)
-    assert takes_squares(16, 6144, 4096, DENSE, torch.bfloat16) and not takes_squares(
-        32, 6144, 4096, DENSE, torch.bfloat16
-    )
+    for sizes in ((8, 4096, 4096), (16, 1024, 3072), (256, 3072, 2048), (32, 151936, 1024), (32, 4096, 2501)):
+        assert not isinstance(kernel_of(*sizes, device=HOPPER), GemmRingConfig)
+
+
+def test_exceptions_from_the_rules(exceptions: Exceptions) -> None:
+    """Each gains more than 2%, is not what the rule says, and leaves the rule to devices that it does not run on."""
+
+    def chosen(key: ExceptionKey, gpu: GemmDevice) -> KernelConfig | None:
+        plan = choose(key.shape, BFLOAT16 if key.format == "dense" else FP8, key.rows, gpu)
+        assert plan.fp8_rows == (key.format == "fp8 rows")
+        return plan.kernel
+
+    rules = {key: [chosen(key, gpu) for gpu in (HOPPER, OTHER)] for key in EXCEPTIONS}
+    exceptions.update(EXCEPTIONS)
+    choose.cache_clear()
+    assert exceptions
+    for key, (config, gain) in exceptions.items():
+        assert float(gain.split("%")[0]) > 2, gain
+        on_hopper, on_other = rules[key]
+        assert key.rows == rows_class(key.rows) and chosen(key, HOPPER) == config != on_hopper
+        assert chosen(key, OTHER) == (on_other if isinstance(config, GemmRingConfig) else config)
+
+
+def test_exceptions_of_each_format(exceptions: Exceptions) -> None:
+    """Exceptions in a ring count where it runs; the rule counts elsewhere."""
+    ring, shape = GemmRingConfig(32, 64, 128, 1, 3), ProductShape(4096, 4096)
+    int4 = WeightFormat("bfloat16", bits=4, group=128, interleaved=True)
+    formats = {
+        "dense": (BFLOAT16, ring),
+        "fp8 rows": (FP8, ring),
+        "4 bits": (int4, GemmRingSmallMConfig(32, 32, 4, 1, 2, 1, 2)),
+        "8 bits": (FP8._replace(group=128), GemmGroupedSmallMConfig(32, 16, 8, 2, 1, 8)),
+    }
+    rules = [[choose(shape, weights, 32, gpu) for gpu in (HOPPER, OTHER)] for weights, _ in formats.values()]
+    exceptions.update({ExceptionKey(name, 32, shape): (config, "a test") for name, (_, config) in formats.items()})
+    choose.cache_clear()
+    for name, (on_hopper, on_other) in zip(formats, rules, strict=True):
+        weights, config = formats[name]
+        assert exception_format(shape, weights, 32, HOPPER) == name
+        assert choose(shape, weights, 32, HOPPER) == on_hopper._replace(kernel=config) != on_hopper
+        elsewhere = on_other if name != "8 bits" else on_other._replace(kernel=config)
+        assert choose(shape, weights, 32, OTHER) == elsewhere
+        assert choose(shape, weights, 64, HOPPER).kernel != config
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -290,28 +384,30 @@ def test_chosen_kernels(rows: int, dtype: torch.dtype, device: torch.device) -> 
     check_linear(rows, 40, 96, dtype, device, True, None, None)
 
 
-def test_one_row_of_a_language_models_head(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has more outputs than the kernel for one row is good for."""
+def test_one_row_in_tiles(device: torch.device) -> None:
+    """As of a language model's head."""
     case = Case(1, 40, 96, torch.float16, device)
-    monkeypatch.setattr("phonograph.kernels.triton.gemm.gemm_dispatch.HEAD", 40)
-    monkeypatch.delattr(gemv, "gemv")
-    linear(case.x, case.weight, None, case.out)
+    config = kernel_of(1, HEAD, 96)
+    assert isinstance(config, GemmTiledConfig)
+    linear(case.x, case.weight, None, case.out, config=config)
     case.check(case.product(case.x, bias=False))
 
 
-def test_chosen_configurations_fit_the_scratch() -> None:
+@pytest.mark.parametrize("gpu", [HOPPER, OTHER], ids=["hopper", "other"])
+def test_chosen_configurations_fit_the_scratch(gpu: GemmDevice) -> None:
     shapes = [(4096, 14336), (6144, 4096), (151936, 1024), (256, 256), (3584, 18944), (1024, 3072), (6144, 1024)]
     sizes = [(rows, *shape) for rows in (8, 16, 32, 64, 128, 256) for shape in shapes]
-    for rows, outputs, inputs in [*sizes, *products.MEASURED]:
-        config = choose(rows, outputs, inputs)
+    for rows, outputs, inputs in [*sizes, *((key.rows, *key.shape[:2]) for key in EXCEPTIONS)]:
+        config = kernel_of(rows, outputs, inputs, device=gpu)
         if isinstance(config, GemmRingConfig):
             continue  # a test of their own, above
         if isinstance(config, GemmSmallMConfig):
             assert config.rows == rows and config.block_k % (32 * config.num_warps * config.sums) == 0
         elif config is not None:
+            assert isinstance(config, GemmTiledConfig)
             assert config.rows == rows or (config.rows in (32, 64) and config.rows < rows)
             partials = -(-outputs // config.block_n) * config.block_n * rows * config.splits
-            assert config.splits == 1 or partials <= make_scratch(torch.device("meta")).partials.numel()
+            assert config.splits == 1 or partials <= MAX_PARTIALS
             assert -(-inputs // config.block_k) >= config.splits
 
 
@@ -319,9 +415,7 @@ def test_as_many_programs_as_processors() -> None:
     """Layers of 17 to 128 rows with no more tiles than processors run one program each."""
     for rows in (32, 64, 128):
         for outputs, inputs in [(3072, 2048), (2048, 2048), (4096, 4096), (4608, 3584), (3584, 18944), (512, 1536)]:
-            config = choose(rows, outputs, inputs)
-            if isinstance(config, GemmRingConfig):
-                continue  # a test of their own, above
+            config = kernel_of(rows, outputs, inputs)
             if config is None:
                 assert rows == 128 and outputs * inputs > 1 << 23
                 continue
@@ -330,27 +424,21 @@ def test_as_many_programs_as_processors() -> None:
             assert programs <= 140 and (programs > 66 or config.splits in (6, 8))
 
 
-@pytest.mark.parametrize(("kilobytes", "served"), [(227, {32, 64, 128}), (163, {32, 64, 128}), (99, {64})])
-def test_torch_computes_products_without_room_in_shared_memory(
-    kilobytes: int, served: set[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Products with the gated activation on an H200, an A100 and an RTX 4090; those without fit all three, if with
-    fewer steps under way."""
-    monkeypatch.setattr(products, "shared_memory", lambda: kilobytes << 10)
-    monkeypatch.setattr(products, "gluon_usable", lambda: False)
-    with chosen_anew():
-        assert {rows for rows in (32, 64, 128) if products.choose_silu(rows, 14336, 4096) is not None} == served
-        assert all(choose(rows, 28672, 4096) is not None for rows in (16, 32, 64))
-        narrow = choose(64, 4096, 14336)
-        assert isinstance(narrow, GemmTiledConfig) and narrow.num_stages == min(6, kilobytes // 32)
+@pytest.mark.parametrize(("capability", "served"), [((9, 0), {32, 64, 128}), ((8, 0), {32, 64, 128}), ((8, 9), {64})])
+def test_torch_computes_products_without_room_in_shared_memory(capability: tuple[int, int], served: set[int]) -> None:
+    """Products with the gated activation on an H200 without rings, an A100 and an RTX 4090; those without fit all
+    three, if with fewer steps under way."""
+    gpu = GemmDevice.with_capability(capability)._replace(has_gluon=False)
+    assert {rows for rows in (32, 64, 128) if kernel_of(rows, 14336, 4096, gated=True, device=gpu)} == served
+    assert all(kernel_of(rows, 28672, 4096, device=gpu) for rows in (16, 32, 64))
+    narrow = kernel_of(64, 4096, 14336, device=gpu)
+    assert isinstance(narrow, GemmTiledConfig) and narrow.num_stages == min(6, gpu.shared_bytes // (32 << 10))
 
 
-def test_an_entry_whose_tiles_have_fewer_rows_than_its_class(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_entry_whose_tiles_have_fewer_rows_than_its_class(device: torch.device, exceptions: Exceptions) -> None:
     """Chosen by size, as in a model."""
-    monkeypatch.setitem(products.MEASURED, (32, 56, 104), _config(16, 3))
-    assert choose(32, 56, 104) == _config(16, 3)
+    exceptions[ExceptionKey("dense", 32, ProductShape(56, 104))] = _config(16, 3), "a test"
+    assert kernel_of(32, 56, 104) == _config(16, 3)
     for rows in (17, 32):
         check_linear(rows, 56, 104, torch.float16, device, True, None, poisoned(device))
 
@@ -379,7 +467,7 @@ def test_the_same_result_each_time(rows: int, device: torch.device) -> None:
 @pytest.mark.parametrize("rows", [1, 8, 11, 29, 40])
 def test_a_chain_replayed_with_other_contents(rows: int, device: torch.device) -> None:
     """Each kernel starts before the one before has ended: it must not read what is not written yet."""
-    scratch = make_scratch(device)
+    scratch = GemmScratch.make(device)
     weights = [random_tensor(2048, 2048, dtype=torch.bfloat16, device=device, seed=i) / 2048**0.5 for i in range(8)]
     x = torch.empty(rows, 2048, dtype=torch.bfloat16, device=device)
     buffers = [torch.empty_like(x) for _ in weights]

@@ -24,10 +24,9 @@ from test_grouped_products import CONFIGS, SIZES
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
-from phonograph.kernels.triton.gemm import gemm_grouped_small_m as few_rows
-from phonograph.kernels.triton.gemm import gemm_tiled
-from phonograph.kernels.triton.gemm.gemm_tiled import GemmTiledConfig
+from phonograph.kernels.triton.gemm import gemm_grouped_small_m, gemm_tiled
 from phonograph.kernels.triton.gemm.product import ADD, SILU, Product
+from phonograph.kernels.triton.gemm.product_plan import GemmTiledConfig
 
 _META = {"name": "", "shared": 0, "tmem_size": 0, "global_scratch_size": 0, "global_scratch_align": 1}
 _META |= {"profile_scratch_size": 0, "profile_scratch_align": 1, "num_warps": 4}
@@ -42,7 +41,7 @@ def only_types(_: Any, stages: dict[str, Any], *__: Any) -> None:
 
 def main() -> None:
     triton.runtime.driver.set_active(FarGpu(90))
-    for module in (few_rows, gemm_tiled):
+    for module in (gemm_grouped_small_m, gemm_tiled):
         module.pdl_options = lambda: {"PDL": True, "launch_pdl": True}
     knobs.runtime.add_stages_inspection_hook = only_types
     run, count = JITFunction.run, 0
@@ -60,13 +59,13 @@ def main() -> None:
                 rows, outputs, inputs, torch.bfloat16, torch.device("cpu"), group=group, kind=kind, pairs=pairs
             )
             weight = case.grouped._replace(order_I=None)
-            product = Product(case.x, weight.packed_OW, case.bias, case.out, SILU if pairs else ADD)
+            product = Product(case.x, weight, case.bias, case.out, SILU if pairs else ADD)
             for config in CONFIGS[: 1 if pairs else 2]:
                 if isinstance(config, GemmTiledConfig):
                     one = config._replace(splits=1) if pairs else config
-                    gemm_tiled.launch(product, one, None if pairs else parts, weight)
+                    gemm_tiled.launch(product, one, None if pairs else parts)
                 else:
-                    few_rows.launch(product, weight, config)
+                    gemm_grouped_small_m.launch(product, config)
     print(json.dumps({"kernels": count}))
 
 

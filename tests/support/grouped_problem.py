@@ -7,28 +7,25 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import torch
-from product_problem import EPS, Case, poisoned, random_tensor, rows_in_memory, silu_of
+from product_problem import Case, linear, linear_add, linear_silu, poisoned, random_tensor, rows_in_memory, silu_of
 
 from phonograph.kernels.fp8_activations import ScaledScratch
 from phonograph.kernels.torch.grouped import Grouped, dequantize, interleave
-from phonograph.kernels.triton.gemm.gemm_dispatch import (
-    LinearScratch,
-    linear,
-    linear_add,
-    linear_add_norm,
-    linear_silu,
-)
-from phonograph.kernels.triton.gemm.tuning import GemmRingSmallMConfig, GemvIntegerConfig, ProductConfig
+from phonograph.kernels.triton.gemm.product_plan import KernelConfig
+from phonograph.kernels.triton.gemm.run import GemmScratch
 
-Tiles = TypeVar("Tiles", GemmRingSmallMConfig, GemvIntegerConfig)
+Tiles = TypeVar("Tiles")
 
 
-def random_tiles(rng: random.Random, kind: type[Tiles]) -> tuple[Tiles, int]:
-    """Return tiles for words of 4 bits, and inputs of which each split has a step at least."""
+def random_tiles(rng: random.Random, kind: Callable[..., Tiles]) -> tuple[Tiles, int]:
+    """Return tiles for words of 4 bits, and inputs of which each split has a step at least.
+
+    `kind` is `GemvIntegerConfig`, or `GemmRingSmallMConfig` with its rows.
+    """
     units, warps_k = rng.choice([(1, 1), (2, 1), (2, 2), (4, 2), (4, 4)])
     block_n, warps_n = rng.choice([(16, 1), (32, 1), (32, 2), (64, 2)])
     splits = rng.randint(1, 4)
-    config = kind(8, block_n, units, splits, rng.randint(1, 5), warps_n, warps_k)
+    config = kind(block_n, units, splits, rng.randint(1, 5), warps_n, warps_k)
     return config, rng.randint(splits * units * 16, 600) * 8
 
 
@@ -90,14 +87,14 @@ class GroupedCase(Case):
             self.weight = torch.empty_like(self.weight).index_copy_(1, order_K, self.weight)
 
 
-def grouped_scratch(case: GroupedCase) -> LinearScratch:
+def grouped_scratch(case: GroupedCase) -> GemmScratch:
     """Return poisoned scratch for a product and for those of as many inputs and outputs."""
     size = max(case.weight.numel(), case.x.numel())
     room = torch.full((size,), torch.nan, dtype=case.dtype, device=case.x.device)
     return poisoned(case.x.device)._replace(dequantized=room)
 
 
-def scratch_of(rows: int, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> LinearScratch:
+def scratch_of(rows: int, outputs: int, inputs: int, dtype: torch.dtype, device: torch.device) -> GemmScratch:
     scaled = ScaledScratch(
         torch.full((rows_in_memory(rows) * inputs,), torch.nan, device=device).to(torch.float8_e4m3fn),
         torch.full((rows,), torch.nan, device=device),
@@ -107,7 +104,7 @@ def scratch_of(rows: int, outputs: int, inputs: int, dtype: torch.dtype, device:
 
 
 def check_products(
-    made: Callable[..., GroupedCase], config: ProductConfig, scratch: LinearScratch, *, gated: bool = True
+    made: Callable[..., GroupedCase], config: KernelConfig, scratch: GemmScratch, *, gated: bool = True
 ) -> None:
     """Check a product with a bias, one that is added, and with `gated` one with the activation.
 
@@ -124,18 +121,3 @@ def check_products(
         pairs = made(pairs=True)
         assert linear_silu(pairs.x, pairs.grouped, pairs.bias, pairs.out, scratch=scratch, config=config)
         pairs.check(silu_of(pairs.product(pairs.x, bias=True)))
-
-
-def check_norm_between(first: GroupedCase, second: GroupedCase, config: ProductConfig, scratch: LinearScratch) -> None:
-    """Check that the norm behind the first product leaves its division to the second, which reads its rows."""
-    hidden, normed = first.residual.clone(), torch.full_like(first.residual, torch.nan)
-    norm = random_tensor(hidden.shape[1], dtype=hidden.dtype, device=hidden.device, seed=7) * 0.1 + 1
-    squares = linear_add_norm(
-        first.x, first.grouped, first.bias, hidden, norm, EPS, normed, defer=True, scratch=scratch, config=config
-    )
-    assert squares is not None
-    first.out.copy_(hidden)
-    first.check(first.product(first.x, bias=True) + first.residual.double())
-    wanted = hidden.double() * torch.rsqrt(hidden.double().square().mean(-1, keepdim=True) + EPS) * norm.double()
-    linear(normed, second.grouped, second.bias, second.out, squares=squares, scratch=scratch, config=config)
-    second.check(second.product(wanted, bias=True))

@@ -103,13 +103,19 @@ def gemm_device(scratch: GemmScratch | None = None, *, has_gluon: bool | None = 
 
 
 def plan_for(
-    x: Rows, weight: Matrix, out_MN: torch.Tensor, scratch: GemmScratch | None, *, gated: bool = False
+    x: Rows,
+    weight: Matrix,
+    out_MN: torch.Tensor,
+    scratch: GemmScratch | None,
+    *,
+    gated: bool = False,
+    has_gluon: bool | None = None,
 ) -> ProductPlan:
-    """Return the plan of a product on the device in use."""
+    """Return the plan of a product on the device in use (`gemm_device`)."""
     (num_rows, num_outputs), dtype = out_MN.shape, out_MN.dtype
     num_inputs = (x if isinstance(x, torch.Tensor) else x.values_MK).shape[1]
     shape = ProductShape(num_outputs, num_inputs, gated)
-    return choose(shape, format_of(weight, dtype), rows_class(num_rows), gemm_device(scratch))
+    return choose(shape, format_of(weight, dtype), rows_class(num_rows), gemm_device(scratch, has_gluon=has_gluon))
 
 
 def linear(

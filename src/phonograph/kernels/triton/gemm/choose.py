@@ -28,9 +28,11 @@ from phonograph.kernels.triton.gemm.product_plan import (
     RING_BYTES,
     GemmDevice,
     GemmRingConfig,
+    GemmRingSmallMConfig,
     GemmSmallMConfig,
     GemmTiledConfig,
     GemvConfig,
+    GemvIntegerConfig,
     KernelConfig,
     ProductPlan,
     ProductShape,
@@ -60,11 +62,12 @@ few."""
 _CUDA = tuple(int(part) for part in (torch.version.cuda or "13.0").split(".")[:2])
 
 
+_FP8_ROWS = "fp8 rows"
 _OF_QWEN3 = "10% of the prefill of 200 tokens by Qwen3-0.6B"
 
 
 class ExceptionKey(NamedTuple):
-    """Product whose tiles are not those of a rule: its format ("dense", "fp8 rows" or bits), rows class and sizes."""
+    """Product whose tiles are not those of a rule: its format (`exception_format`), rows class and sizes."""
 
     format: str
     rows: int
@@ -91,22 +94,34 @@ def choose(
     """Return how products of `rows` rows are computed; `rows` is a class (`rows_class`)."""
     if batch_invariant:
         return ProductPlan(BATCH_INVARIANT)
-    if takes_fp8_rows(shape, weights, rows, device):
-        plan = ProductPlan(_excepted("fp8 rows", rows, shape, device, _scaled), fp8_rows=True)
+    format = exception_format(shape, weights, rows, device)
+    if format == _FP8_ROWS:
+        plan = ProductPlan(_excepted(format, rows, shape, device, _scaled), fp8_rows=True)
     elif weights.dtype == "float32":
         plan = ProductPlan(None)
     elif not weights.bits:
-        kernel = _excepted("dense", rows, shape, device, _dense)
+        kernel = _excepted(format, rows, shape, device, _dense)
         deferrable = weights.dtype == "bfloat16" and 1 < rows <= MAX_DEFERRED_ROWS
         plan = ProductPlan(kernel, defers_norms=deferrable and kernel is not None)
     elif is_supported(weights, shape.num_inputs):
-        plan = ProductPlan(choose_grouped(rows, shape, weights, device))
+
+        def in_groups(rows: int, shape: ProductShape, device: GemmDevice) -> KernelConfig | None:
+            return choose_grouped(rows, shape, weights, device)
+
+        plan = ProductPlan(_excepted(format, rows, shape, device, in_groups))
     else:
         plan = ProductPlan(None)
     if plan.kernel is not None or not shape.gated:
         return plan
     both = ProductShape(2 * shape.num_outputs, shape.num_inputs)
     return choose(both, weights, rows, device)._replace(gates_apart=True)
+
+
+def exception_format(shape: ProductShape, weights: WeightFormat, rows: int, device: GemmDevice) -> str:
+    """Return the format of a product in `EXCEPTIONS`: "fp8 rows", "dense", "4 bits" or "8 bits"."""
+    if takes_fp8_rows(shape, weights, rows, device):
+        return _FP8_ROWS
+    return f"{weights.bits} bits" if weights.bits else "dense"
 
 
 def has_fp8_products(device: GemmDevice, dtype: str) -> bool:
@@ -155,7 +170,8 @@ def _fitting(kernel: KernelConfig | None, shape: ProductShape, device: GemmDevic
     if isinstance(kernel, GemmTiledConfig):
         room = device.shared_bytes // step_bytes(kernel.rows, kernel.block_n, kernel.block_k, gated=shape.gated)
         return kernel._replace(num_stages=min(kernel.num_stages, room)) if room >= min(3, kernel.num_stages) else None
-    return kernel if device.has_gluon or not isinstance(kernel, GemmRingConfig) else None
+    in_gluon = isinstance(kernel, GemmRingConfig | GemmRingSmallMConfig | GemvIntegerConfig)
+    return kernel if device.has_gluon or not in_gluon else None
 
 
 def _dense(rows: int, shape: ProductShape, device: GemmDevice) -> KernelConfig | None:

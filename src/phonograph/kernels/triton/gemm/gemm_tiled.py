@@ -40,8 +40,9 @@ def takes(weight: Grouped, config: GemmTiledConfig) -> bool:
 
 def launch(product: Product, config: GemmTiledConfig, parts: Parts | None) -> None:
     """Compute a product; `parts` is needed if inputs are split."""
-    x_MK, weight_NK, bias_N, out_MN, mode, norm, _ = product
-    weight, weight_NK = (product.weight, None) if isinstance(product.weight, Grouped) else (None, product.weight)
+    x_MK, matrix, bias_N, out_MN, mode, norm, _ = product
+    weight = matrix if isinstance(matrix, Grouped) else None
+    weight_NK = matrix.packed_OW.view(torch.int32) if isinstance(matrix, Grouped) else matrix
     num_rows, num_inputs = x_MK.shape
     num_outputs = out_MN.shape[1]
     rows, block_n, block_k, splits, num_warps, num_stages, prefetch = config
@@ -51,7 +52,6 @@ def launch(product: Product, config: GemmTiledConfig, parts: Parts | None) -> No
     tiles = triton.cdiv(num_outputs, block_n) * triton.cdiv(num_rows, rows)
     if weight is not None:
         assert takes(weight, config) and weight.has_equal_strides()
-        weight_NK = weight.packed_OW.view(torch.int32)
     else:
         assert weight_NK.shape[1] == num_inputs and weight_NK.stride(1) == 1
     aligned = rows_aligned(weight_NK) and weight is None

@@ -227,7 +227,7 @@ class WeightFormat(NamedTuple):
 
 
 class ProductPlan(NamedTuple):
-    """How products of a number of rows are computed.
+    """Computation of the products of a number of rows.
 
     Attributes:
         kernel: kernel and tiles; None for torch, which takes quantized weights written out, or with `fp8_rows` as
