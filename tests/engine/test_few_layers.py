@@ -118,7 +118,7 @@ def test_few_layers_see_all_formats_of_weights(name: str, tmp_path: Path) -> Non
     kernels = model.kernels
     few, served = Recorder(kernels), Recorder(kernels)
     model.bind(few)
-    assert len({part.format for layer in model.layers for part in layer}) >= 2
+    assert len({part.format for layer in model.layers for part in layer[:2]}) >= 2
     with runner._program.few_layers():
         assert len(model._running) <= most
     runner.launch_kernels()

@@ -50,6 +50,7 @@ class TableModel:
         self.table[:, EOS] = -5.0
         self.device = device
         self.logits_NV = torch.zeros(SLOTS, VOCAB, device=device)
+        self.spec = SimpleNamespace(layers=(SimpleNamespace(kind=None),))
         self.kernels = SimpleNamespace(leaves_rows_out=lambda num_tokens: num_tokens >= 2 * SLOTS)
         self._hidden = torch.zeros(TOKENS, VOCAB, device=device)
         self._rows = torch.zeros(SLOTS, VOCAB, device=device)
