@@ -26,6 +26,10 @@ def test_skips():
 def test_skips_too():
     pytest.skip("no GPU")
 
+@pytest.mark.index
+def test_skips_as_well():
+    pytest.skip("no index")
+
 def test_warns():
     warnings.warn("deprecated", DeprecationWarning)
 
@@ -57,14 +61,15 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_under_ci_only_tests_marked_gpu_skip(path: Path) -> None:
+def test_under_ci_only_tests_marked_gpu_or_index_skip(path: Path) -> None:
     without = run(path, "-k", "not hangs")
-    assert "Skipped: 1 tests marked gpu, 1 others." in without
-    assert without.splitlines()[-1].count("2 failed, 1 passed, 2 skipped") == 1
+    assert "Skipped: 1 tests marked gpu, 2 others." in without
+    assert without.splitlines()[-1].count("2 failed, 1 passed, 3 skipped") == 1
     output = run(path, "-k", "not hangs", CI="true")
-    assert "Only tests marked `gpu` may skip under CI=true. Skipped: no library" in output
-    assert "Skipped: 1 tests marked gpu, 0 others." in output
-    assert output.splitlines()[-1].count("3 failed, 1 passed, 1 skipped") == 1
+    assert "Only tests marked `gpu` or `index` may skip under CI=true. Skipped: no library" in output
+    assert "NOT RUN: test_some.py::test_skips_as_well. Skipped: no index" in output
+    assert "Skipped: 1 tests marked gpu, 1 others." in output
+    assert output.splitlines()[-1].count("3 failed, 1 passed, 2 skipped") == 1
 
 
 def test_under_ci_no_file_skips_as_a_whole(tmp_path: Path) -> None:
