@@ -131,7 +131,12 @@ class Transformer:
         return views
 
     def quantized_modules(self) -> Iterator[QuantizedModule]:
-        """Yield the modules of a checkpoint whose weights are in the format of a scheme."""
+        """Yield the modules of a checkpoint whose weights are in the format of a scheme.
+
+        The head comes first: a CPU converts it with the most scratch memory, when it holds no other converted weights.
+        """
+        if not self._makes_head():
+            yield from self._quantized_head()
         for layer in self.layers:
             for linear, prefix, parts in layer.matrices(self.spec):
                 first, last = 0, list(parts)[-1]
@@ -142,8 +147,6 @@ class Transformer:
                         loaded = self._when_loaded(linear) if part == last else None
                         yield QuantizedModule(name, scheme, linear.weight, first, outputs, loaded)
                     first += outputs
-        if not self._makes_head():
-            yield from self._quantized_head()
 
     def finish(self) -> None:
         """Make a head in another format from the embedding that it is tied to, which must be there."""
