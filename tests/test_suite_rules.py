@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[1]
 TESTS = """
@@ -89,3 +91,20 @@ def test_a_failure_and_a_hanging_test_are_reported_at_once(path: Path) -> None:
     assert "test_fails failed in call" in at_once and "assert 1 == 2" in at_once
     assert "crashed while running 'test_some.py::test_hangs'" in at_once
     assert at_the_end.splitlines()[-1].count("2 failed, 1 passed") == 1, "the run goes on"
+
+
+def test_workflows_run_scripts_that_exist() -> None:
+    for path in (ROOT / ".github/workflows").glob("*.yml"):
+        workflow = yaml.safe_load(path.read_text(encoding="utf-8"))
+        steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
+        commands = "\n".join(step["run"] for step in steps if "run" in step)
+        scripts = re.findall(r"(?:scripts/|\.ci/)[\w-]+", commands)
+        assert scripts and not [script for script in scripts if not (ROOT / script).exists()], path
+
+
+def test_the_files_of_the_quick_suite_exist() -> None:
+    text = (ROOT / "scripts/test").read_text()
+    lists = re.findall(r"^(?:quick|kernels)=\(.*?\)$", text, flags=re.MULTILINE | re.DOTALL)
+    script = "\n".join([*lists, 'printf "%s\\n" "${quick[@]}" "${kernels[@]}"'])
+    found = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    assert len(found) > 30 and not [path for path in found if not (ROOT / path).exists()]
