@@ -6,6 +6,7 @@ import faulthandler
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -140,6 +141,8 @@ def test_every_block_runs_in_a_fresh_clone(tmp_path: Path) -> None:
             code = shell.wait(timeout=1800)
         finally:
             end_group(shell, (signal.SIGKILL,))
+            # An environment takes more than a gigabyte, which pytest would keep.
+            shutil.rmtree(tmp_path / "phonograph", ignore_errors=True)
         output.seek(0)
         printed = output.read()
     assert code == 0, printed[-4000:]
