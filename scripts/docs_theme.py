@@ -16,6 +16,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 CHART = re.compile(r'<p><img alt="([^"]*)" src="[^"]*plots/(\w+)\.svg" ?/?></p>')
 TABLE = re.compile(r"<table>\n<thead>.*?</table>", flags=re.DOTALL)
+RECORDS = ("notebook/", "performance", "evaluation", "roadmap", "changelog", "contributing", "design/", "architecture")
+"""Pages that a search shows after those for users."""
 NARROW = 3
 """Columns of a table that a phone shows as it is."""
 
@@ -30,6 +32,13 @@ def on_config(config: Any) -> Any:
         config.repo_name = config.repo_url.rpartition("/")[2]
         config.edit_uri = config.repo_url + "/edit/main/docs/"
     return config
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Lower the rank of a page of records in a search."""
+    if page.file.src_uri.startswith(RECORDS):
+        page.meta.setdefault("search", {"boost": 0.1})
+    return markdown
 
 
 def on_page_content(content: str, page: Any, **_: Any) -> str:

@@ -1,4 +1,6 @@
-"""For all tests: those marked `gpu` are skipped where there is no GPU, and a slow machine is no failure.
+"""For all tests: those marked `gpu` are skipped where there is no GPU, those marked `index` where CI is not true.
+
+A slow machine is no failure.
 
 What the output of a run holds, and which tests may skip, is in support/suite_rules.py.
 
@@ -44,6 +46,10 @@ settings.load_profile("phonograph")
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
+    if os.environ.get("CI") != "true":
+        for item in items:
+            if item.get_closest_marker("index"):
+                item.add_marker(pytest.mark.skip(reason="makes an environment with pip; runs under CI=true"))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[1]
 TESTS = """
@@ -25,6 +27,10 @@ def test_skips():
 @pytest.mark.gpu
 def test_skips_too():
     pytest.skip("no GPU")
+
+@pytest.mark.index
+def test_skips_as_well():
+    pytest.skip("no index")
 
 def test_warns():
     warnings.warn("deprecated", DeprecationWarning)
@@ -57,14 +63,15 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_under_ci_only_tests_marked_gpu_skip(path: Path) -> None:
+def test_under_ci_only_tests_marked_gpu_or_index_skip(path: Path) -> None:
     without = run(path, "-k", "not hangs")
-    assert "Skipped: 1 tests marked gpu, 1 others." in without
-    assert without.splitlines()[-1].count("2 failed, 1 passed, 2 skipped") == 1
+    assert "Skipped: 1 tests marked gpu, 2 others." in without
+    assert without.splitlines()[-1].count("2 failed, 1 passed, 3 skipped") == 1
     output = run(path, "-k", "not hangs", CI="true")
-    assert "Only tests marked `gpu` may skip under CI=true. Skipped: no library" in output
-    assert "Skipped: 1 tests marked gpu, 0 others." in output
-    assert output.splitlines()[-1].count("3 failed, 1 passed, 1 skipped") == 1
+    assert "Only tests marked `gpu` or `index` may skip under CI=true. Skipped: no library" in output
+    assert "NOT RUN: test_some.py::test_skips_as_well. Skipped: no index" in output
+    assert "Skipped: 1 tests marked gpu, 1 others." in output
+    assert output.splitlines()[-1].count("3 failed, 1 passed, 2 skipped") == 1
 
 
 def test_under_ci_no_file_skips_as_a_whole(tmp_path: Path) -> None:
@@ -84,3 +91,20 @@ def test_a_failure_and_a_hanging_test_are_reported_at_once(path: Path) -> None:
     assert "test_fails failed in call" in at_once and "assert 1 == 2" in at_once
     assert "crashed while running 'test_some.py::test_hangs'" in at_once
     assert at_the_end.splitlines()[-1].count("2 failed, 1 passed") == 1, "the run goes on"
+
+
+def test_workflows_run_scripts_that_exist() -> None:
+    for path in (ROOT / ".github/workflows").glob("*.yml"):
+        workflow = yaml.safe_load(path.read_text(encoding="utf-8"))
+        steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
+        commands = "\n".join(step["run"] for step in steps if "run" in step)
+        scripts = re.findall(r"(?:scripts/|\.ci/)[\w-]+", commands)
+        assert scripts and not [script for script in scripts if not (ROOT / script).exists()], path
+
+
+def test_the_files_of_the_quick_suite_exist() -> None:
+    text = (ROOT / "scripts/test").read_text()
+    lists = re.findall(r"^(?:quick|kernels)=\(.*?\)$", text, flags=re.MULTILINE | re.DOTALL)
+    script = "\n".join([*lists, 'printf "%s\\n" "${quick[@]}" "${kernels[@]}"'])
+    found = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout.split()
+    assert len(found) > 30 and not [path for path in found if not (ROOT / path).exists()]

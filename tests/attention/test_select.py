@@ -163,6 +163,7 @@ OTHER = Registered(capabilities=Other(), loader=other_backend)
 
 def test_a_part_of_a_split_is_loaded_as_a_part() -> None:
     """A backend may need other tensors where it serves a part of the batch; one without a loader for that has one."""
+    pytest.importorskip("triton")
 
     class Whole(ReferenceBackend): ...
 

@@ -6,6 +6,7 @@ The screenshots are in `build/site-screenshots`; CI keeps them.
 from __future__ import annotations
 
 import base64
+import html
 import os
 import re
 import subprocess
@@ -56,6 +57,29 @@ SEARCHES = {
     "slot": "glossary",
 }
 """Words, and a page that is among the first five results."""
+TASKS = {
+    "offline inference": "llm.generate([",
+    "chat": "phonograph chat demo",
+    "serving": "phonograph serve demo",
+    "chat completions": "reference/endpoints/",
+    "curl": "start/#serve",
+    "openai client": "start/#serve",
+    "streaming": "llm.stream(",
+    "sampling parameters": "reference/api/sampling/",
+    "temperature": "temperature=0",
+    "logprobs": "SamplingParams(logprobs=2)",
+    "json schema": "StructuredOutputs(json=...)",
+    "structured output": "guides/structured-output/",
+    "tool calling": "guides/structured-output/",
+    "quantized gguf": "phonograph chat MODEL.gguf",
+    "context length": "--max-model-len 8192",
+    "threads": "OMP_NUM_THREADS=4",
+    "api key": "--api-key SECRET",
+    "benchmark": "phonograph bench latency demo",
+    "embeddings": "no embeddings",
+    "multiple gpus": "no tensor parallelism",
+}
+"""Tasks of the quickstarts of vLLM and llama.cpp: words, and what the page of tasks has for them."""
 FAULTS = """
 const found = new Set(), wide = document.documentElement.clientWidth, boxes = new Map();
 const box = (element) => {
@@ -232,8 +256,16 @@ def test_faults_are_found(
 
 def test_search_finds_flags_settings_and_tasks(chrome: Chrome, address: str) -> None:
     look(chrome, WIDTHS["desktop"], "light")
-    missed = {words: page for words, page in SEARCHES.items() if not finds(chrome, address, words, page)}
+    pages = SEARCHES | dict.fromkeys(TASKS, "tasks")
+    missed = {words: page for words, page in pages.items() if not finds(chrome, address, words, page)}
     assert missed == {}
+
+
+def test_the_page_of_tasks_is_two_clicks_away_and_has_each_task(site: Path) -> None:
+    home, start = ((site / name / "index.html").read_text() for name in ("", "start"))
+    assert 'href="start/"' in home and 'href="../tasks/"' in start
+    page = html.unescape(re.sub(r"</?(?:span|code)\b[^>]*>", "", (site / "tasks/index.html").read_text()))
+    assert {words: text for words, text in TASKS.items() if text not in page} == {}
 
 
 def finds(chrome: Chrome, address: str, words: str, page: str) -> bool:
@@ -243,7 +275,8 @@ def finds(chrome: Chrome, address: str, words: str, page: str) -> bool:
     chrome.find_element("css selector", "input.md-search__input").send_keys(words)
     until = time.monotonic() + 10
     while time.monotonic() < until:
-        script = "return [...document.querySelectorAll('.md-search-result__link')].map((each) => each.href)"
+        results = ".md-search-result__item > .md-search-result__link"
+        script = f"return [...document.querySelectorAll('{results}')].map((each) => each.href)"
         if any(f"/{page}/" in link for link in chrome.execute_script(script)[:5]):
             return True
         time.sleep(0.1)

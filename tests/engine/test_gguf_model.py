@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -20,6 +21,13 @@ from phonograph.models.weights.gguf_file import read_gguf
 from phonograph.models.weights.loading import begin_loading
 from phonograph.text.tokenizer import Tokenizer
 
+QUESTIONS = (
+    "What is the capital of France?",
+    "Write a sentence about the sea.",
+    "Why is the sky blue?",
+    "How do I boil an egg?",
+    "Name three animals that can fly.",
+)
 NEAR = {"cpu": 1e-2, "cuda": 0.1}
 """Bound of differences of log-probabilities: of rounding in float32, and in float16."""
 
@@ -55,38 +63,40 @@ def transformers_model(file: Path, folder: Path) -> torch.nn.Module:
         return AutoModelForCausalLM.from_pretrained(folder, gguf_file="model.gguf", dtype=torch.float32).eval()
 
 
-def check(file: Path, folder: Path, device: str) -> None:
+def check(file: Path, folder: Path, device: str, questions: Sequence[str], num_tokens: int) -> None:
+    """Compare greedy answers, and the log-probabilities of their tokens, with transformers'."""
     llm = LLM(
         model=str(file),
         device=device,
         dtype="float32" if device == "cpu" else "float16",
         max_model_len=128,
-        max_num_seqs=1,
+        max_num_seqs=len(questions),
         enforce_eager=device == "cpu",
         cpu_products="float32",
     )
-    question = {"role": "user", "content": "What is the capital of France?"}
-    params = SamplingParams(temperature=0.0, max_tokens=5, logprobs=1)
-    (output,) = llm.chat([question], sampling_params=params)
-    answer = output.outputs[0]
-    assert answer.text == "The capital of France is"
-    prompt, tokens = output.prompt_token_ids, answer.token_ids
-    with torch.inference_mode():
-        logits = transformers_model(file, folder)(torch.tensor([prompt + tokens])).logits[0]
-    rows = logits[len(prompt) - 1 : -1].log_softmax(-1)
-    assert rows.argmax(1).tolist() == tokens
-    assert answer.logprobs is not None
-    for row, token, logprobs in zip(rows, tokens, answer.logprobs, strict=True):
-        assert abs(float(row[token]) - logprobs.logprobs[0]) <= NEAR[device]
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, logprobs=1)
+    outputs = llm.chat([[{"role": "user", "content": question}] for question in questions], sampling_params=params)
+    assert outputs[0].outputs[0].text.startswith("The capital of France is")
+    reference = transformers_model(file, folder)
+    for output in outputs:
+        prompt, answer = output.prompt_token_ids, output.outputs[0]
+        with torch.inference_mode():
+            logits = reference(torch.tensor([prompt + answer.token_ids])).logits[0]
+        rows = logits[len(prompt) - 1 : -1].log_softmax(-1)
+        # Each token is the likeliest after those before it: transformers' greedy answer.
+        assert rows.argmax(1).tolist() == answer.token_ids
+        assert answer.logprobs is not None
+        for row, token, logprobs in zip(rows, answer.token_ids, answer.logprobs, strict=True):
+            assert abs(float(row[token]) - logprobs.logprobs[0]) <= NEAR[device]
 
 
 def test_answer(file: Path, tmp_path: Path) -> None:
-    check(file, tmp_path, "cpu")
+    check(file, tmp_path, "cpu", QUESTIONS, 32)
 
 
 @pytest.mark.gpu
 def test_answer_on_a_gpu(file: Path, tmp_path: Path) -> None:
-    check(file, tmp_path, "cuda")
+    check(file, tmp_path, "cuda", QUESTIONS[:1], 5)
 
 
 @pytest.mark.parametrize("operator_rows", [8, 256])

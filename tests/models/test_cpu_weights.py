@@ -123,6 +123,14 @@ def test_gguf(family: str, kind: str, tmp_path: Path) -> None:
     assert isinstance(load(spec, path, INT4, "dummy").lm_head.weight, Int4Weight)
 
 
+def test_the_head_is_converted_first(tmp_path: Path) -> None:
+    """Its scratch memory is the largest, so that it must not come on top of the packed layers."""
+    make_checkpoint("llama2", tmp_path, hidden_size=256, intermediate_size=256, num_attention_heads=4, head_dim=64)
+    write_gguf(tmp_path / "model.gguf", tmp_path, lambda _: "Q8_0")
+    model = load(read_model_spec(tmp_path / "model.gguf"), tmp_path / "model.gguf", INT4)
+    assert next(model.quantized_modules()).name == "lm_head"
+
+
 def test_groups_stay_where_nothing_else_fits(tmp_path: Path) -> None:
     make_checkpoint("qwen2", tmp_path, intermediate_size=112)
     quantize_checkpoint(tmp_path, FORMATS["fp8"])

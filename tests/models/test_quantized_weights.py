@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -397,6 +399,41 @@ def test_settings_without_effect(name: str, settings: dict[str, Any]) -> None:
         replace(before.scheme, zeros_required=False) == after.scheme if name == "awq" else before.scheme == after.scheme
     )  # type: ignore[arg-type]
     assert after.fp8_kv_cache == ("kv_cache_scheme" in settings)
+
+
+AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True}
+EVERY_OBJECT: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    (GPTQ.config | {"dynamic": {"mlp": {"bits": 8}}}, ("dynamic", "mlp")),
+    (GPTQ.config | {"dynamic": {"-:mlp": {}}}, ("dynamic", "-:mlp")),
+    (AUTO_ROUND | {"extra_config": {"mlp": {"bits": 8, "group_size": 64}}}, ("extra_config", "mlp")),
+    (AUTO_ROUND | {"extra_config": {"mlp": {"bits": 16, "data_type": "fp", "sym": None}}}, ("extra_config", "mlp")),
+    (FORMATS["packed"].config, ("config_groups", "group_0")),
+    (FORMATS["packed"].config, ("config_groups", "group_0", "weights")),
+    (FORMATS["packed"].config | {"kv_cache_scheme": FLOAT8_CACHE}, ("kv_cache_scheme",)),
+    (FORMATS["packed"].config | {"sparsity_config": {"format": "dense", "targets": []}}, ("sparsity_config",)),
+]
+"""Configurations with an object among their settings, and the keys that lead to the object."""
+
+
+@pytest.mark.parametrize(("config", "path"), EVERY_OBJECT)
+def test_no_setting_of_an_object_is_dropped(config: dict[str, Any], path: tuple[str, ...]) -> None:
+    assert read_quantization(config)
+    config = copy.deepcopy(config)
+    place = config
+    for key in path:
+        place = place[key]
+    place["turbo"] = "yes"
+    with pytest.raises(UnsupportedModelError, match=f"{re.escape('.'.join(path[-2:]))} has turbo='yes'"):
+        read_quantization(config)
+
+
+def test_an_exception_of_auto_round_has_the_bits_and_groups_of_its_object() -> None:
+    exceptions = {"a": {"bits": 8}, "b": {"group_size": 64}, "c": {"bits": 16, "group_size": 32}}
+    quantization = read_quantization(AUTO_ROUND | {"extra_config": exceptions})
+    schemes: list[Any] = [scheme for _, scheme in quantization.rules]
+    assert [(one.bits, one.group_size) for one in schemes[:2]] == [(8, 32), (4, 64)] and schemes[2] is None
+    with pytest.raises(UnsupportedModelError, match="extra_config.a has bits=3.*supported is 4, 8"):
+        read_quantization(AUTO_ROUND | {"extra_config": {"a": {"bits": 3}}})
 
 
 def test_null_takes_out_a_setting_at_any_depth(tmp_path: Path) -> None:

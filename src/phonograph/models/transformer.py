@@ -162,12 +162,15 @@ class Transformer:
         return views
 
     def quantized_modules(self) -> Iterator[QuantizedModule]:
-        """Yield the modules of a checkpoint whose weights are in the format of a scheme."""
+        """Yield the modules of a checkpoint whose weights are in the format of a scheme.
+
+        The head comes first: a CPU converts it with the most scratch memory, when it holds no other converted weights.
+        """
+        if not self._makes_head():
+            yield from self._quantized_parts(self.lm_head, "")
         for index, layer in enumerate(self.weights):
             for linear in layer.linears:
                 yield from self._quantized_parts(linear, f"{LAYERS}.{index}.")
-        if not self._makes_head():
-            yield from self._quantized_parts(self.lm_head, "")
 
     def _quantized_parts(self, linear: Linear, prefix: str) -> Iterator[QuantizedModule]:
         first, last = 0, linear.spec.parts[-1]

@@ -21,8 +21,7 @@ def read_compressed_tensors(settings: Settings) -> Quantization:
     layout = settings.take("format", None, "text", str)
     fp8_kv_cache = _has_fp8_kv_cache(settings)
     sparsity = settings.take("sparsity_config", None, "an object or null", dict, type(None)) or {}
-    if sparsity.get("format", "dense") != "dense":
-        raise UnsupportedModelError("quantization_config has a sparsity_config; supported is one of format 'dense'")
+    _check_dense(settings.within("sparsity_config", sparsity))
     rules: list[tuple[str, Scheme | None]] = [(entry, None) for entry in settings.names("ignore")]
     groups = settings.take("config_groups", None, "an object", dict)
     if not groups and layout != "dense":
@@ -34,7 +33,6 @@ def read_compressed_tensors(settings: Settings) -> Quantization:
         scheme = _read_group(group, layout)
         rules += [(target, scheme) for target in targets if target != _EVERY]
         every = scheme if _EVERY in targets else every
-    settings.finish()
     lists = ("ignore", "config_groups")
     return Quantization("compressed-tensors", every, tuple(rules), (), lists, fp8_kv_cache=fp8_kv_cache)
 
@@ -50,7 +48,6 @@ def _read_group(group: Settings, layout: str) -> Scheme:
     activations = group.take("input_activations", None, "an object or null", dict, type(None))
     group.one_of("output_activations", None, None)
     weights = group.within("weights", group.take("weights", None, "an object", dict))
-    group.finish()
     if activations is not None and reader is _packed_of:
         raise UnsupportedModelError(
             "quantization_config has input_activations with packed integers; supported are activations in 16 bits"
@@ -59,8 +56,13 @@ def _read_group(group: Settings, layout: str) -> Scheme:
     scheme = reader(weights)
     for name in ("observer", "observer_kwargs", "block_structure", "scale_dtype", "zp_dtype"):
         weights.take(name, None, "any value", str, dict, list, type(None))
-    weights.finish()
     return scheme
+
+
+def _check_dense(sparsity: Settings) -> None:
+    sparsity.one_of("format", "dense", "dense")
+    for name in ("global_sparsity", "ignore", "registry_requires_subclass", "sparsity_structure", "targets"):
+        sparsity.take(name, None, "any value", str, float, int, list, bool, type(None))
 
 
 def _has_fp8_kv_cache(settings: Settings) -> bool:
@@ -78,7 +80,6 @@ def _has_fp8_kv_cache(settings: Settings) -> bool:
     scheme.one_of("strategy", "tensor", "tensor", None)
     for name in ("observer", "observer_kwargs", "scale_dtype", "zp_dtype"):
         scheme.take(name, None, "any value", str, dict, type(None))
-    scheme.finish()
     return True
 
 

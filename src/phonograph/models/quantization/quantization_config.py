@@ -27,15 +27,17 @@ def read_quantization(config: Any) -> Quantization:
     """
     if not isinstance(config, Mapping):
         raise ModelError(f"quantization_config={shortened(repr(config))} must be an object")
-    settings = cast("Mapping[str, Any]", config)
-    method = settings.get("quant_method")
+    method = cast("Mapping[str, Any]", config).get("quant_method")
     reader = _READERS.get(cast("str", method))
     if reader is None:
         raise UnsupportedModelError(
             f"quantization_config has quant_method={method!r}, which is not supported; supported are "
             f"{', '.join(QUANT_METHODS)}"
         )
-    return reader(Settings(settings))
+    settings = Settings(cast("Mapping[str, Any]", config))
+    quantization = reader(settings)
+    settings.finish()
+    return quantization
 
 
 def choose_quantization(in_file: Quantization | None, asked: str | None) -> Quantization | None:
@@ -63,7 +65,6 @@ def _gptq(settings: Settings) -> Quantization:
         raise ModelError(f"quantization_config has checkpoint_format={old!r} and format={new!r}, which mean the same")
     scheme = _gptq_scheme(settings, Gptq(bits=4, group_size=128, version=2 if "gptq_v2" in (old, new) else 1))
     rules, only = _rules_of_dynamic(settings, scheme), settings.names("modules_in_block_to_quantize")
-    settings.finish()
     return Quantization("gptq", scheme, rules, only, ("modules_in_block_to_quantize", "dynamic"))
 
 
@@ -86,7 +87,6 @@ def _rules_of_dynamic(settings: Settings, scheme: Gptq) -> Rules:
         entry = settings.check_entry("dynamic", f"re:{key.removeprefix('+:').removeprefix('-:')}")
         own = settings.within("dynamic", {}).within(key, values)
         rules.append((entry, None if key.startswith("-:") else _gptq_scheme(own, scheme)))
-        own.finish()
     return tuple(rules)
 
 
@@ -106,7 +106,6 @@ def _awq(settings: Settings) -> Quantization:
         zeros_required=settings.take("zero_point", True, "true or false", bool),
     )
     rules, only = _unquantized(settings, "modules_to_not_convert"), settings.names("modules_in_block_to_quantize")
-    settings.finish()
     return Quantization("awq", scheme, rules, only, ("modules_to_not_convert", "modules_in_block_to_quantize"))
 
 
@@ -132,7 +131,6 @@ def _read_fp8(settings: Settings, scheme: Fp8, block: object) -> Quantization:
     settings.one_of("activation_scheme", "dynamic", "dynamic", "static")
     settings.one_of("fmt", "e4m3", "e4m3")
     rules = _unquantized(settings, "modules_to_not_convert") + _unquantized(settings, "ignored_layers")
-    settings.finish()
     scheme = replace(scheme, block=check_block(block) if scheme.scales == "block" else (0, 0))
     return Quantization("fp8", scheme, rules, lists=("modules_to_not_convert", "ignored_layers"))
 
@@ -154,15 +152,18 @@ def _auto_round(settings: Settings) -> Quantization:
     rules: list[tuple[str, Scheme | None]] = []
     for module, values in extra.items():
         own = settings.within("extra_config", {}).within(module, values)
-        bits = own.take("bits", 4, "an integer", int)
-        scheme = None if bits >= _UNQUANTIZED_BITS else base.scheme
-        if scheme is not None:
-            if not isinstance(scheme, Gptq):
-                raise UnsupportedModelError(
-                    f"quantization_config has extra_config for {module}, which gives it settings of its own; supported "
-                    f"are those of packing_format 'auto_round:auto_gptq', and bits=16"
-                )
-            scheme = _gptq_scheme(settings.within("extra_config", {}).within(module, values), scheme)
+        bits = own.take("bits", None, "an integer or null", int, type(None))
+        if bits is not None and bits >= _UNQUANTIZED_BITS:
+            scheme = None
+            for name in ("group_size", "sym", "data_type"):
+                own.take(name, None, "a value of the tool", int, str, bool, type(None))
+        elif isinstance(base.scheme, Gptq):
+            scheme = _gptq_scheme(own, base.scheme if bits is None else replace(base.scheme, bits=bits))
+        else:
+            raise UnsupportedModelError(
+                f"quantization_config has extra_config for {module}, which gives it settings of its own; supported "
+                f"are those of packing_format 'auto_round:auto_gptq', and bits=16"
+            )
         rules.append((settings.check_entry("extra_config", module), scheme))
     return replace(base, method="auto-round", rules=(*rules, *base.rules), lists=("extra_config", *base.lists))
 

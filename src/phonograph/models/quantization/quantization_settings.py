@@ -35,12 +35,16 @@ _WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
 
 
 class Settings:
-    """Settings that are read one after another; `finish` rejects those left. `path` has the keys that lead to them."""
+    """Settings that are read one after another; `finish` rejects those left, also in objects among them.
+
+    `path` has the keys that lead to them.
+    """
 
     def __init__(self, settings: Mapping[str, Any], path: tuple[str, ...] = ("quantization_config",)) -> None:
         self._settings = dict(settings)
         self._path = path
         self._within = ".".join(path[-2:])
+        self._objects: list[Settings] = []
 
     def take(self, name: str, default: Any, works: str, *kinds: type) -> Any:
         """Return a setting of one of these types; raises a ModelError with `works` for another."""
@@ -98,10 +102,12 @@ class Settings:
         """
         if not isinstance(value, Mapping):
             raise ModelError(f"{self._within} has {name}={shortened(repr(value))}; it must be an object")
-        return Settings(cast("Mapping[str, Any]", value), (*self._path, name))
+        settings = Settings(cast("Mapping[str, Any]", value), (*self._path, name))
+        self._objects.append(settings)
+        return settings
 
     def finish(self) -> None:
-        """Reject settings that were not read, unless they have no effect.
+        """Reject settings that were not read, unless they have no effect, here and in each object of `within`.
 
         Raises:
             UnsupportedModelError: the effect of a setting is not known, or not implemented.
@@ -116,3 +122,5 @@ class Settings:
                 f"{self._within} has {name}={shortened(repr(value))}, whose effect is not known or not implemented; if "
                 f"it has none, null takes it out: --hf-overrides '{json.dumps(override)}'"
             )
+        for settings in self._objects:
+            settings.finish()
