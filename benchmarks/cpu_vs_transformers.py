@@ -26,12 +26,12 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
+from demo_tasks.tasks import PROBLEM_TOKENS, problems, recalls
 from phonograph import LLM, SamplingParams
 from phonograph.bench.records.output import output_file
 from phonograph.bench.records.record import provenance, write_result
 from phonograph.bench.run_requests import run_requests
 from phonograph.demo import MODEL_DIRECTORY
-from phonograph.demo.tasks import PROBLEM_TOKENS, problems, recalls
 
 Answer = Callable[[list[list[int]], int | None], list[list[int]]]
 """Prompts and a number of output tokens (None: each to its own end) -> the output tokens of each."""

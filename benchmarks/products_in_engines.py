@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from sweep_products import Settings, applied
 
-from phonograph.bench.cases import DecodeCase
-from phonograph.bench.engine import bench_decode
+from bench.cases import DecodeCase
+from bench.workloads import bench_decode
 from phonograph.bench.records.output import output_file
 from phonograph.bench.records.record import provenance, write_result
 from phonograph.engine.llm import LLM

@@ -20,12 +20,13 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from demo_evaluation.compare import compare
+from demo_evaluation.evaluate import Item, evaluate_demo
+from demo_tasks import tasks
 from phonograph import LLM
-from phonograph.bench.compare import compare
-from phonograph.bench.demo_eval import Item, evaluate_demo
 from phonograph.bench.records.output import output_file
 from phonograph.bench.records.record import provenance, write_result
-from phonograph.demo import MODEL_DIRECTORY, tasks
+from phonograph.demo import MODEL_DIRECTORY
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from quantized_checkpoints import quantized_demo

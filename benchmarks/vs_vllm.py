@@ -141,7 +141,7 @@ class Settings:
             script = self.peer_scripts / "vllm_anchor.py"
             return [sys.executable, str(script), self.model, backend, mode, ",".join(run.suites), str(rows)]
         what = ["startup"] if run.suites == ("startup",) else ["suite", "--suites", ",".join(run.suites)]
-        command = [sys.executable, "-m", "phonograph", "bench", *what, "--model", self.model, "--json"]
+        command = [sys.executable, "-m", "bench", *what, "--model", self.model, "--json"]
         command += ["--load-format", self.load_format, "--dtype", self.dtype, "--output", str(rows), *self.our_flags]
         command += run.our_flags
         return command + (["--max-model-len", str(self.max_model_len)] if self.max_model_len else [])
@@ -149,10 +149,10 @@ class Settings:
     def environment(self, run: Run) -> dict[str, str]:
         environment = dict(os.environ)
         if run.is_ours:
-            if run.backend is not None and self.peer_site is not None:
-                # The libraries that the peer brings, behind whatever we run with.
-                paths = environment.get("PYTHONPATH"), str(self.peer_site)
-                environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+            # The libraries that the peer brings come after everything that we run with.
+            site = str(self.peer_site) if run.backend is not None and self.peer_site is not None else None
+            paths = str(Path(__file__).parent), environment.get("PYTHONPATH"), site
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
             return environment
         if self.peer_site is not None:
             environment["PYTHONPATH"] = str(self.peer_site)

@@ -1,38 +1,39 @@
-"""`phonograph eval`: evaluates the demo model, and compares two evaluations answer by answer."""
+"""Evaluation of the demo model on its held-out tasks, and the comparison of two evaluations answer by answer.
+
+    PYTHONPATH=src:benchmarks:training python -m demo_evaluation --problems 1000 --recalls 300 --output all.json
+    PYTHONPATH=src:benchmarks:training python -m demo_evaluation compare first.json second.json
+
+The first takes the engine's flags. `--model` is demo unless it is given.
+"""
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
-from cyclopts import App, Parameter
+from cyclopts import App, CycloptsError, Parameter
 
+from demo_evaluation.compare import TaskComparison, read_items
+from demo_evaluation.compare import compare as compare_items
+from demo_evaluation.evaluate import TaskResult, evaluate_demo
+from demo_tasks.tasks import EVALUATION_CONTEXT, EVALUATION_SEED
+from phonograph.bench.records.record import provenance, write_result
 from phonograph.cli import show
-from phonograph.cli.examples import epilogue
 from phonograph.cli.options import takes_engine_config
 from phonograph.cli.progress import progress_bar
 from phonograph.cli.show import OUTPUT, Json, note, start
 from phonograph.config.engine_config import EngineConfig
-from phonograph.demo.tasks import EVALUATION_CONTEXT, EVALUATION_SEED
-from phonograph.errors import counted
-
-if TYPE_CHECKING:
-    from phonograph.bench.compare import TaskComparison
-    from phonograph.bench.demo_eval import TaskResult
+from phonograph.errors import PhonographError, counted
 
 PROBLEMS, RECALLS = 100, 30
 """Default numbers of questions: a tenth of the published evaluation's, which takes minutes on a CPU."""
 
-app = App(
-    name="eval",
-    help="Evaluate the demo model, and compare evaluations.",
-    help_format="plaintext",
-    help_epilogue=epilogue("eval"),
-)
+app = App(name="demo_evaluation", help_format="plaintext", version_flags=())
 
 
 def _of_the_demo_model(command: Callable[..., int]) -> Callable[..., int]:
@@ -47,10 +48,10 @@ def _of_the_demo_model(command: Callable[..., int]) -> Callable[..., int]:
     return run
 
 
-@app.command(help_epilogue=epilogue("eval demo"))
+@app.default
 @_of_the_demo_model
 @takes_engine_config
-def demo(
+def evaluate(
     config: EngineConfig,
     *,
     problems: Annotated[int, Parameter(help="Held-out word problems to answer.")] = PROBLEMS,
@@ -65,10 +66,6 @@ def demo(
     as_json: Json = False,
 ) -> int:
     """Answer the demo model's held-out tasks greedily and score them. --model is demo unless given."""
-    # These need torch, which `--help` does not.
-    from phonograph.bench.demo_eval import evaluate_demo
-    from phonograph.bench.records.record import provenance, write_result
-
     origin = provenance()
     llm = start(config)
     with progress_bar() as report:
@@ -96,17 +93,14 @@ def demo(
     return 0
 
 
-@app.command(help_epilogue=epilogue("eval compare"))
+@app.command
 def compare(
-    first: Annotated[Path, Parameter(help="A file that eval demo --output wrote.")],
+    first: Annotated[Path, Parameter(help="A file that --output wrote.")],
     second: Annotated[Path, Parameter(help="Another, of the same questions.")],
     *,
     as_json: Json = False,
 ) -> int:
     """Compare two evaluations answer by answer; exit code 1 where their tokens differ."""
-    from phonograph.bench.compare import compare as compare_items
-    from phonograph.bench.compare import read_items
-
     comparisons = compare_items(read_items(first), read_items(second))
     if as_json:
         show.print_json({"tasks": [asdict(comparison) for comparison in comparisons]})
@@ -177,3 +171,16 @@ def _print_comparisons(comparisons: list[TaskComparison]) -> None:
             for found in task.divergences
         ]
     )
+
+
+def main(tokens: list[str] | None = None) -> int:
+    """Run a command; the exit code is 2 for a user error."""
+    try:
+        return app(tokens, exit_on_error=False, print_error=False, result_action="return_value") or 0
+    except (PhonographError, CycloptsError) as error:
+        print(f"demo_evaluation: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

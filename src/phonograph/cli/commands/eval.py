@@ -1,0 +1,17 @@
+"""`phonograph eval`: lm-evaluation-harness's own command, with the engine as its model."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from phonograph.cli.show import check_installed
+
+
+def eval(*words: Annotated[str, Parameter(allow_leading_hyphen=True, help="Words of the harness's command.")]) -> int:
+    """Run lm-evaluation-harness (extra `eval`) on the offline API. --model_args takes the engine's settings."""
+    check_installed("eval", ["lm_eval"], extra="eval")
+    from phonograph.bench.harness.__main__ import main
+
+    return main(words or ["--help"])
