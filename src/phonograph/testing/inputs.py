@@ -6,6 +6,7 @@ builder runs they hold something else, and only the host copies are of the batch
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -41,13 +42,20 @@ ALL_POISON = Poison()
 class Inputs:
     """The persistent tensors of a step with a few layers, on one device. Layers share the batch, not the cache."""
 
-    def __init__(self, spec: AttentionSpec, device: torch.device, limits: BatchLimits, seed: int) -> None:
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        device: torch.device,
+        limits: BatchLimits,
+        seed: int,
+        windows: Sequence[tuple[int, int]] = (),
+    ) -> None:
         self.spec = spec
         self.device = device
         self.limits = limits
         self.generator = torch.Generator().manual_seed(seed)
         first = make_layer(spec, 0, spec.windows[0], device, self.generator)
-        windows = spec.windows if len(spec.windows) > 1 else spec.windows * 2
+        windows = windows or (spec.windows if len(spec.windows) > 1 else spec.windows * 2)
         self.layers: list[AttentionLayer] = [
             replace(first, index=index, window=window, scale=first.scale * (1 + 0.1 * index))
             for index, window in enumerate(windows)
@@ -106,6 +114,7 @@ class Inputs:
         for target in self.caches:
             target.view(torch.uint8).fill_(_NAN_BYTE if poison.cache else 0)
             target[:, : cache.shape[1]] = cache
+        self.loaded = self.caches[0][:, : cache.shape[1]].clone()
         for out_THD in self.outs_THD:
             out_THD.view(torch.int16).fill_(POISON)
             if not clears_padding:

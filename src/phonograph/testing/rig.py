@@ -18,11 +18,16 @@ from phonograph.testing.inputs import ALL_POISON, Inputs, Poison
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outputs:
-    """Copies of what a run left, by layer: outputs [T, H, D] and LSE [H, T], padding included, and the caches."""
+    """Copies of what a run left, by layer: outputs [T, H, D] and LSE [H, T], padding included, and the caches.
+
+    loaded: the cache before the run, equal in all layers
+    """
 
     outs_THD: list[torch.Tensor]
     lses_HT: list[torch.Tensor]
     caches: list[torch.Tensor]
+    loaded: torch.Tensor
+    quantizes_queries: bool
 
 
 class Rig:
@@ -102,6 +107,8 @@ class Rig:
             outs_THD=[out_THD.to("cpu", copy=True) for out_THD in inputs.outs_THD],
             lses_HT=[lse_HT.to("cpu", copy=True) for lse_HT in inputs.lses_HT or []],
             caches=[cache.to("cpu", copy=True) for cache in inputs.caches],
+            loaded=inputs.loaded.to("cpu", copy=True),
+            quantizes_queries=bool(getattr(self.backend, "quantizes_queries", False)),
         )
         self.runtime.synchronize()
         return copies
