@@ -20,9 +20,9 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from bench.floor import H200
+from bench.result_files import read_records
 from bench.step_trace import PARTS
 from checks.bench_plots import bar_chart, line_chart, panel_chart, roofline_chart, save, stacked_chart
-from phonograph.bench.records.results import read_records
 
 PLOTS = Path("docs/plots")
 CAP = 4.0

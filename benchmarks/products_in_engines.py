@@ -25,9 +25,9 @@ import torch
 from sweep_products import Settings, applied
 
 from bench.cases import DecodeCase
+from bench.result_files import output_file, write_result
 from bench.workloads import bench_decode
-from phonograph.bench.records.output import output_file
-from phonograph.bench.records.record import provenance, write_result
+from phonograph.bench.records.record import provenance
 from phonograph.engine.llm import LLM
 from phonograph.kernels.triton.gemm.gemm_small_m import FewRowsConfig
 from phonograph.kernels.triton.gemm.gemm_tiled import LinearConfig

@@ -38,12 +38,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from bench.result_files import output_file, read_records, write_result
 from checks.bench_versus import OURS, backend_of, compare, summarise
 from checks.peer_log import missing_kernel, peer_choices
 from checks.processes import end_group, gpu_uuid, portable
-from phonograph.bench.records.output import output_file
-from phonograph.bench.records.record import provenance, write_result
-from phonograph.bench.records.results import read_records
+from phonograph.bench.records.record import provenance
 from phonograph.graphs.modes import GraphMode
 
 METRICS = {"decode": "itl_ms", "latency": "ms", "mixed": "s", "throughput": "out_tok_s", "startup": "seconds"}

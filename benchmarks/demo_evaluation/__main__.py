@@ -18,11 +18,12 @@ from typing import Annotated, Any
 
 from cyclopts import App, CycloptsError, Parameter
 
+from bench.result_files import write_result
 from demo_evaluation.compare import TaskComparison, read_items
 from demo_evaluation.compare import compare as compare_items
 from demo_evaluation.evaluate import TaskResult, evaluate_demo
 from demo_tasks.tasks import EVALUATION_CONTEXT, EVALUATION_SEED
-from phonograph.bench.records.record import provenance, write_result
+from phonograph.bench.records.record import provenance
 from phonograph.cli import show
 from phonograph.cli.options import takes_engine_config
 from phonograph.cli.progress import progress_bar

@@ -13,13 +13,14 @@ import pytest
 
 from bench import workloads
 from bench.cases import DecodeCase, MixedCase
+from bench.result_files import read_records
 from bench.workloads import bench_decode, bench_mixed
 from phonograph import LLM, SamplingParams
 from phonograph.bench import cases as bench_cases
 from phonograph.bench import engine
 from phonograph.bench.cases import LatencyCase, Lengths, cases_that_fit, parse_size
 from phonograph.bench.engine import bench_latency, bench_throughput, timed
-from phonograph.bench.records.results import Row, append_record, read_records, summary
+from phonograph.bench.records.results import Row, append_record, summary
 from phonograph.bench.run_requests import Answer, run_requests
 from phonograph.bench.suites import latency_suite, throughput_suite
 from phonograph.errors import ConfigError, RequestError

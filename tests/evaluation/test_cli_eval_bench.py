@@ -13,9 +13,9 @@ from commands import Program, run, run_json
 
 from bench import workloads
 from bench.__main__ import main as bench
+from bench.result_files import output_file, write_result
 from demo_evaluation.__main__ import main as evaluation
-from phonograph.bench.records.output import check_output, output_file
-from phonograph.bench.records.record import write_result
+from phonograph.bench.records.output import check_output
 from phonograph.bench.records.results import append_record
 from phonograph.cli.app import main
 from phonograph.errors import ConfigError

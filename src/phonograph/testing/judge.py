@@ -14,13 +14,13 @@ from phonograph.testing.inputs import POISON, Inputs
 from phonograph.testing.oracle import Array, dense_attention
 from phonograph.testing.rig import Outputs
 
-# Relative errors that rounding explains. The oracle gets the rounded inputs, so what remains is the arithmetic and, in
-# half precision, the rounding of weights and of the result.
+# Relative errors that rounding explains. The oracle gets the rounded inputs, so the arithmetic remains and, in half
+# precision, the rounding of weights and of the result.
 TOLERANCE = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 1.2e-2}
-# Where a backend rounds queries to FP8 the oracle gets them rounded too. What remains are weights rounded likewise,
-# each off by up to 1/16: simulated, a sequence's output is then off by 1.6% on average and by 2.7% at most.
+# If a backend rounds queries to FP8 the oracle gets them rounded too. Weights rounded to FP8 remain, each off by up to
+# 1/16: simulated, a sequence's output is then off by 1.6% on average and by 2.7% at most.
 FP8_QUERY_TOLERANCE = 5e-2
-# A write may divide by a scale or multiply by its reciprocal: one FP8 value in many is then its neighbour.
+# A write may divide by a scale or multiply by its reciprocal. One FP8 value in many is then the neighbouring value.
 _FP8_WRITE_TOLERANCE = 1e-2
 
 
