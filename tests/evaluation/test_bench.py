@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from bench import workloads
-from bench.cases import DecodeCase, MixedCase
+from bench.cases import DECODE_CASES, MIXED_CASES, DecodeCase, MixedCase
 from bench.result_files import read_records
 from bench.workloads import bench_decode, bench_mixed
 from phonograph import LLM, SamplingParams
@@ -169,15 +169,15 @@ def test_a_workload_that_cannot_be(demo_llm: LLM) -> None:
 
 def test_cases_that_fit() -> None:
     fits = {"max_num_seqs": 64, "max_model_len": 8192}
-    cases, left_out = cases_that_fit("cases", bench_cases.DECODE_CASES, requested=False, **fits)
+    cases, left_out = cases_that_fit("cases", DECODE_CASES, requested=False, **fits)
     assert [str(case) for case in cases] == ["1x1024", "8x1024", "32x1024"]
     assert len(left_out) == 4
     assert left_out[0] == "128x1024 left out: needs 128 sequences at once; max_num_seqs=64"
     assert left_out[2] == "1x32768 left out: needs 32865 tokens in a sequence; max_model_len=8192"
     with pytest.raises(ConfigError, match="max_num_seqs=64"):
-        cases_that_fit("cases", bench_cases.DECODE_CASES, requested=True, **fits)
+        cases_that_fit("cases", DECODE_CASES, requested=True, **fits)
     with pytest.raises(ConfigError, match="no published case fits"):
-        cases_that_fit("cases", bench_cases.MIXED_CASES, requested=False, **fits)
+        cases_that_fit("cases", MIXED_CASES, requested=False, **fits)
 
 
 def test_cases_as_they_are_written() -> None:

@@ -115,6 +115,8 @@ def test_bench_startup(capsys: pytest.CaptureFixture[str]) -> None:
         ["bench", "throughput", "--model", "demo", "--input-len", "9-3"],
         ["bench", "latency", "--model", "demo", "--batch-size", "3", "--max-num-seqs", "2", "--enforce-eager"],
         ["bench", "latency"],
+        ["bench", "decode", "demo"],
+        ["eval", "demo", "--problems", "4"],
         ["bench", "latency", "--model", "demo", "--num-iters", "0"],
     ],
 )
