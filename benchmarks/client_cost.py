@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from phonograph.bench.records.output import output_file
-from phonograph.bench.records.record import provenance, write_result
+from bench.result_files import output_file, write_result
+from phonograph.bench.records.record import provenance
 from phonograph.bench.serving import load
 from phonograph.bench.serving.connection import Target
 from phonograph.bench.serving.events import Reply

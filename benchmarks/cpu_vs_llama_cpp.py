@@ -287,7 +287,8 @@ def main() -> None:
     if arguments.serve:
         serve(arguments.serve, arguments)
         return
-    from phonograph.bench.records.record import provenance, write_result
+    from bench.result_files import write_result
+    from phonograph.bench.records.record import provenance
 
     origin = provenance()
     if arguments.products:

@@ -18,20 +18,24 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
+from bench.result_files import output_file, write_result
 from phonograph import LLM, SamplingParams
-from phonograph.bench.records.output import output_file
-from phonograph.bench.records.record import provenance, write_result
+from phonograph.bench.records.record import provenance
 from phonograph.bench.run_requests import run_requests
 from phonograph.demo import MODEL_DIRECTORY
-from phonograph.demo.tasks import PROBLEM_TOKENS, problems, recalls
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
+from demo_tasks.tasks import PROBLEM_TOKENS, problems, recalls
 
 Answer = Callable[[list[list[int]], int | None], list[list[int]]]
 """Prompts and a number of output tokens (None: each to its own end) -> the output tokens of each."""

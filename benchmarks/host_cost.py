@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from phonograph.bench.records.output import output_file
-from phonograph.bench.records.record import provenance, write_result
+from bench.result_files import output_file, write_result
+from phonograph.bench.records.record import provenance
 from phonograph.core.batch import ScheduledBatch, StepOutput
 from phonograph.core.blocks import blocks_for
 from phonograph.core.request import Request

@@ -3,8 +3,8 @@
     python benchmarks/plot_results.py --versus benchmarks/results/vs_vllm.json --attention attention.jsonl ...
 
 --versus is what `vs_vllm.py` wrote: latency over input length, and decode beside its floor. --attention takes files of
-`phonograph bench attention --output`, and files of the same rows by others: kernel time over its floor. Of several
-times for a case of one provider the best is drawn. --steps takes a file of `phonograph bench step --output`: the parts
+`python -m bench attention --output`, and files of the same rows by others: kernel time over its floor. Of several
+times for a case of one provider the best is drawn. --steps takes a file of `python -m bench step --output`: the parts
 of a step, and products and attention under the roofline of an H200. --serving is what `serve_vs_vllm.py` wrote: how
 many times as good our server is, by workload. --products is what `products_beside_vllm.py` wrote: time over rows.
 """
@@ -19,10 +19,10 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
+from bench.floor import H200
+from bench.result_files import read_records
+from bench.step_trace import PARTS
 from checks.bench_plots import bar_chart, line_chart, panel_chart, roofline_chart, save, stacked_chart
-from phonograph.bench.floor import H200
-from phonograph.bench.records.results import read_records
-from phonograph.bench.step_trace import PARTS
 
 PLOTS = Path("docs/plots")
 CAP = 4.0

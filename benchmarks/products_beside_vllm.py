@@ -25,11 +25,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from bench.floor import this_chip
+from bench.result_files import output_file, write_result
 from checks.quantized_operators import BUILDERS, OURS, Operator, Run, bound_of, ours
 from checks.random_weights import DTYPE, fp8_weight, int4_weight, largest_error, reference
-from phonograph.bench.floor import this_chip
-from phonograph.bench.records.output import output_file
-from phonograph.bench.records.record import provenance, write_result
+from phonograph.bench.records.record import provenance
 
 CACHES = 4
 """Times that the copies of the weights exceed the L2 cache."""

@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from sweep_products import Settings, Weights, applied, this_gpu
 
-from phonograph.bench.cases import DecodeCase
-from phonograph.bench.engine import bench_decode
-from phonograph.bench.records.output import output_file
-from phonograph.bench.records.record import provenance, write_result
+from bench.cases import DecodeCase
+from bench.result_files import output_file, write_result
+from bench.workloads import bench_decode
+from phonograph.bench.records.record import provenance
 from phonograph.engine.llm import LLM
 from phonograph.kernels.triton.gemm.product_plan import (
     GemmRingConfig,

@@ -20,15 +20,18 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from bench.result_files import output_file, write_result
 from phonograph import LLM
-from phonograph.bench.compare import compare
-from phonograph.bench.demo_eval import Item, evaluate_demo
-from phonograph.bench.records.output import output_file
-from phonograph.bench.records.record import provenance, write_result
-from phonograph.demo import MODEL_DIRECTORY, tasks
+from phonograph.bench.records.record import provenance
+from phonograph.demo import MODEL_DIRECTORY
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
 from quantized_checkpoints import quantized_demo
+
+from demo_evaluation.compare import compare
+from demo_evaluation.evaluate import Item, evaluate_demo
+from demo_tasks import tasks
 
 STANDARD_ERRORS = 2
 AT_LOAD = "fp8 at load"

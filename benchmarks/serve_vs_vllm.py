@@ -36,13 +36,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from bench.result_files import output_file, read_records, write_result
 from checks.peer_log import missing_kernel, peer_choices
 from checks.processes import ServerProcess, free_port, gpu_memory_mib, gpu_uuid, portable
 from checks.serving import faults, versus
 from checks.serving.generated import make_model_folder
-from phonograph.bench.records.output import output_file
-from phonograph.bench.records.record import provenance, write_result
-from phonograph.bench.records.results import read_records
+from phonograph.bench.records.record import provenance
 from phonograph.bench.serving import load
 from phonograph.bench.serving.connection import Target
 from phonograph.errors import EndpointError

@@ -23,10 +23,10 @@ from typing import Any
 
 import jsonschema
 
+from bench.result_files import output_file, write_result
 from checks.serving.generated import make_model_folder
 from phonograph import LLM, SamplingParams, StructuredOutputs
-from phonograph.bench.records.output import output_file
-from phonograph.bench.records.record import provenance, write_result
+from phonograph.bench.records.record import provenance
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from schemas import random_schema

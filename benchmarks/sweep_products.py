@@ -29,8 +29,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from phonograph.bench.records.output import output_file
-from phonograph.bench.records.record import provenance, write_result
+from bench.result_files import output_file, write_result
+from phonograph.bench.records.record import provenance
 from phonograph.engine.llm import LLM
 from phonograph.kernels.triton.attention.decode import decode_attention
 from phonograph.kernels.triton.attention.decode_plan import make_decode_plan, plan_decode

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench.result_files import output_file, write_result
 from phonograph import LLM
-from phonograph.bench.records.output import output_file
-from phonograph.bench.records.record import provenance, write_result
+from phonograph.bench.records.record import provenance
 from phonograph.graphs.modes import GraphKey, GraphSet
 
 DECODES = [1, 8]

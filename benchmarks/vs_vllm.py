@@ -38,12 +38,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from bench.result_files import output_file, read_records, write_result
 from checks.bench_versus import OURS, backend_of, compare, summarise
 from checks.peer_log import missing_kernel, peer_choices
 from checks.processes import end_group, gpu_uuid, portable
-from phonograph.bench.records.output import output_file
-from phonograph.bench.records.record import provenance, write_result
-from phonograph.bench.records.results import read_records
+from phonograph.bench.records.record import provenance
 from phonograph.graphs.modes import GraphMode
 
 METRICS = {"decode": "itl_ms", "latency": "ms", "mixed": "s", "throughput": "out_tok_s", "startup": "seconds"}
@@ -141,7 +140,7 @@ class Settings:
             script = self.peer_scripts / "vllm_anchor.py"
             return [sys.executable, str(script), self.model, backend, mode, ",".join(run.suites), str(rows)]
         what = ["startup"] if run.suites == ("startup",) else ["suite", "--suites", ",".join(run.suites)]
-        command = [sys.executable, "-m", "phonograph", "bench", *what, "--model", self.model, "--json"]
+        command = [sys.executable, "-m", "bench", *what, "--model", self.model, "--json"]
         command += ["--load-format", self.load_format, "--dtype", self.dtype, "--output", str(rows), *self.our_flags]
         command += run.our_flags
         return command + (["--max-model-len", str(self.max_model_len)] if self.max_model_len else [])
@@ -149,10 +148,10 @@ class Settings:
     def environment(self, run: Run) -> dict[str, str]:
         environment = dict(os.environ)
         if run.is_ours:
-            if run.backend is not None and self.peer_site is not None:
-                # The libraries that the peer brings, behind whatever we run with.
-                paths = environment.get("PYTHONPATH"), str(self.peer_site)
-                environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+            # The libraries that the peer brings come after everything that we run with.
+            site = str(self.peer_site) if run.backend is not None and self.peer_site is not None else None
+            paths = str(Path(__file__).parent), environment.get("PYTHONPATH"), site
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
             return environment
         if self.peer_site is not None:
             environment["PYTHONPATH"] = str(self.peer_site)

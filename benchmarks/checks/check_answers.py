@@ -8,7 +8,7 @@ from pathlib import Path
 
 from checks.checks import Result
 from checks.near_ties import logit_gaps
-from phonograph.bench.compare import Divergence, TaskComparison, compare, read_items
+from demo_evaluation.compare import Divergence, TaskComparison, compare, read_items
 from phonograph.engine.llm import LLM
 
 NEAR_TIE = 0.5

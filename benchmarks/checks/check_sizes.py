@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from demo_tasks.tasks import PROBLEM_TOKENS, problems
 from phonograph.core.sampling_params import SamplingParams
-from phonograph.demo.tasks import PROBLEM_TOKENS, problems
 from phonograph.engine.llm import LLM
 
 PROBLEMS = 60

@@ -49,7 +49,8 @@ Step = tuple[str, Callable[[], Result | Iterator[Result]]]
 
 def run(*command: str, limit: float = STEP_SECONDS, environment: Mapping[str, str] | None = None) -> Finished:
     """Run a program in the checkout with its sources in front, one thread each for torch, and no network."""
-    path = os.pathsep.join(part for part in (str(ROOT / "src"), os.environ.get("PYTHONPATH")) if part)
+    folders = [str(ROOT / folder) for folder in ("src", "benchmarks", "training")]
+    path = os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])])
     settings = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **(environment or {})}
     try:
         done = subprocess.run(
@@ -61,9 +62,9 @@ def run(*command: str, limit: float = STEP_SECONDS, environment: Mapping[str, st
     return Finished(code=done.returncode, out=done.stdout, last_words=" | ".join(lines[-4:])[-2000:])
 
 
-def command_of(*arguments: str) -> list[str]:
-    """Return a command of the package that prints JSON."""
-    return [sys.executable, "-m", "phonograph", *arguments, "--json"]
+def command_of(*arguments: str, program: str = "phonograph") -> list[str]:
+    """Return a command of the package, or of another program, that prints JSON."""
+    return [sys.executable, "-m", program, *arguments, "--json"]
 
 
 def run_json(command: Sequence[str], environment: Mapping[str, str] | None = None) -> tuple[Finished, dict[str, Any]]:
@@ -112,7 +113,7 @@ def verified(name: str, done: Finished, facts: dict[str, Any]) -> Result:
 
 
 def evaluated(name: str, done: Finished, facts: dict[str, Any]) -> Result:
-    """Return the result of `phonograph eval demo`."""
+    """Return the result of `python -m demo_evaluation`."""
     if "tasks" not in facts:
         return Result(name=name, ok=False, text=done.last_words)
     text = ", ".join(f"{task['correct']} of {task['count']} {task['task']} right" for task in facts["tasks"])

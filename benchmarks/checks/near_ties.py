@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from phonograph.bench.compare import Divergence
-from phonograph.bench.demo_eval import Item
+from demo_evaluation.compare import Divergence
+from demo_evaluation.evaluate import Item
+from demo_tasks.tasks import problems, recalls
 from phonograph.core.sampling_params import SamplingParams
-from phonograph.demo.tasks import problems, recalls
 from phonograph.engine.llm import LLM
 from phonograph.errors import UNSET, ConfigError
 

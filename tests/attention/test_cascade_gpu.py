@@ -141,8 +141,8 @@ def test_building_metadata_does_not_synchronize(version: str) -> None:
 @pytest.mark.parametrize("mode", ["FULL", "NONE"])
 def test_the_engine(version: str, mode: str) -> None:
     """A hundred requests share 2048 tokens; their answers begin as they do without cascade."""
+    from demo_tasks.tasks import problems
     from phonograph.core.sampling_params import SamplingParams
-    from phonograph.demo.tasks import problems
     from phonograph.engine.llm import LLM
 
     absent = missing(version) or kernel_missing(version, 64, "bfloat16", torch.device("cuda"))

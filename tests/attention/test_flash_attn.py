@@ -675,7 +675,7 @@ def test_padding_that_is_written_is_noticed(installed: Installed, device: torch.
 
     shape = BatchShape(name="padded", query_lens=(1, 3), seq_lens=(7, 9), padded_reqs=1, padded_tokens=2)
     (result,) = check_backend(Careless, SPEC, device, shapes=[shape])
-    assert result.problem == "rows of no request are not zero"
+    assert result.left or result.dirty
 
 
 @pytest.mark.parametrize("package", ["vllm 2", "vllm 3", "package 2", "interface 3"])

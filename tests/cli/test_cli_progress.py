@@ -66,10 +66,9 @@ FEW = ["--model", "demo", "--max-num-seqs", "2", "--cudagraph-capture-sizes", "1
     ("command", "phase"),
     [
         (["verify", *FEW, "--replays", "20"], "replays: "),
-        (["eval", "demo", *FEW, "--problems", "4", "--recalls", "0"], "problems: "),
-        (["bench", "decode", *FEW, "--cases", "1x20"], "decode cases: "),
+        (["bench", "latency", *FEW, "--input-len", "20"], "latency batches: "),
     ],
-    ids=["verify", "eval", "bench"],
+    ids=["verify", "bench"],
 )
 def test_commands_say_where_they_are(command: list[str], phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The interval is so short that each phase is met."""

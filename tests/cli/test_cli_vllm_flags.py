@@ -23,13 +23,12 @@ def flags_of(*command: str) -> set[str]:
     return {name for argument in found.assemble_argument_collection() for name in argument.names}
 
 
-BENCHES = ("decode", "latency", "mixed", "throughput", "idle", "step", "suite", "attention", "startup", "serve")
+BENCHES = ("latency", "throughput", "serve")
 
 
 @pytest.fixture(scope="module")
 def ours() -> dict[tuple[str, ...], set[str]]:
-    commands = [(name,) for name in COMMANDS if name not in ("bench", "eval")]
-    commands += [("eval", "demo"), ("eval", "compare"), *(("bench", name) for name in BENCHES)]
+    commands = [(name,) for name in COMMANDS if name != "bench"] + [("bench", name) for name in BENCHES]
     return {command: flags_of(*command) for command in commands}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from phonograph.cli.app import main
-from phonograph.cli.commands import chat, eval, generate, verify
+from phonograph.cli.commands import chat, generate, verify
 from phonograph.config.engine_config import EngineConfig
 from phonograph.errors import PhonographError
 
@@ -27,7 +27,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         models.append((config if isinstance(config, EngineConfig) else config[0]).model)
         raise Started("enough")
 
-    for module in (chat, generate, verify, eval):
+    for module in (chat, generate, verify):
         monkeypatch.setattr(module, "start", start)
     monkeypatch.setattr("phonograph.server.http.run.serve", start)
     monkeypatch.setattr("phonograph.cli.commands.bench.start", start)
@@ -45,7 +45,6 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ["generate", "--token-ids", "1,2"],
         ["bench", "latency"],
         ["bench", "throughput"],
-        ["eval", "demo"],
     ],
 )
 def test_the_first_argument_is_the_model(
@@ -55,7 +54,7 @@ def test_the_first_argument_is_the_model(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = 2 if command[0] in ("bench", "eval") else 1
+    words = 2 if command[0] == "bench" else 1
     model = tiny[1]
     assert main([*command[:words], model, *command[words:], "--seed", "3"]) == 2
     assert main([*command, "--model", model]) == 2

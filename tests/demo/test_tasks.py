@@ -14,9 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from phonograph.demo import MODEL_DIRECTORY
-from phonograph.demo.families import FAMILIES
-from phonograph.demo.tasks import (
+from demo_tasks.families import FAMILIES
+from demo_tasks.tasks import (
     EVALUATION_PROBLEMS,
     EVALUATION_SEED,
     Problem,
@@ -31,6 +30,7 @@ from phonograph.demo.tasks import (
     score_problem,
     score_recall,
 )
+from phonograph.demo import MODEL_DIRECTORY
 
 ROOT = Path(__file__).parents[2]
 EQUATION = re.compile(r"(\d+) ([-+*/]) (\d+) = (\d+)\.")
@@ -170,6 +170,15 @@ def test_the_recorded_evaluation_is_of_these_problems_and_this_model() -> None:
     weights = (MODEL_DIRECTORY / "model.safetensors").read_bytes()
     assert recorded["model_sha256"] == hashlib.sha256(weights).hexdigest()
     assert recorded["problems"]["seed"] == EVALUATION_SEED
+
+
+def test_the_held_out_problems_are_kept_as_data() -> None:
+    """The harness's demo tasks read the file; the generator draws the same problems."""
+    file = ROOT / "benchmarks" / "demo_evaluation" / "tasks" / "held_out_problems.jsonl"
+    drawn = problems(EVALUATION_SEED, EVALUATION_PROBLEMS)
+    assert [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] == [
+        {"question": one.question, "worked_answer": one.worked_answer, "answer": one.answer} for one in drawn
+    ]
 
 
 @pytest.mark.parametrize(

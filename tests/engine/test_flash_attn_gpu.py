@@ -7,9 +7,9 @@ import torch
 from alone_in_engine import LIMITS, PARAMS, differing, make_llm
 from flash_kernels import kernel_missing
 
+from demo_tasks.tasks import problems
 from phonograph.attention.flash_attn.providers import missing
 from phonograph.core.sampling_params import SamplingParams
-from phonograph.demo.tasks import problems
 from phonograph.engine.llm import LLM
 
 pytestmark = pytest.mark.gpu

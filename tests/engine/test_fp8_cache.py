@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from demo_tasks.tasks import problems
 from phonograph.attention.selection import select
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.device import known_device
 from phonograph.core.sampling_params import SamplingParams
-from phonograph.demo.tasks import problems
 from phonograph.engine.llm import LLM
 from phonograph.engine.plan import resolve_attention
 from phonograph.errors import BackendError

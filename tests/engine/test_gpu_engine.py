@@ -9,8 +9,8 @@ import pytest
 import torch
 from device_checks import no_wait_or_allocation
 
+from demo_tasks.tasks import problems
 from phonograph.core.sampling_params import SamplingParams
-from phonograph.demo.tasks import problems
 from phonograph.engine.llm import LLM
 from phonograph.engine.metrics.step_record import StepRecord
 from phonograph.engine.outputs import RequestOutput

@@ -9,10 +9,10 @@ import pytest
 from device_checks import no_wait_or_allocation
 from ladders import Ladder
 
+from demo_tasks.tasks import problems
 from phonograph.core.request import Request
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.core.structured_outputs import StructuredOutputs
-from phonograph.demo.tasks import problems
 from phonograph.engine.llm import LLM
 from phonograph.engine.metrics.step_record import StepRecord
 

@@ -11,12 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench import workloads
+from bench.cases import DECODE_CASES, MIXED_CASES, DecodeCase, MixedCase
+from bench.result_files import read_records
+from bench.workloads import bench_decode, bench_mixed
 from phonograph import LLM, SamplingParams
 from phonograph.bench import cases as bench_cases
-from phonograph.bench import engine as bench_engine
-from phonograph.bench.cases import DecodeCase, LatencyCase, Lengths, MixedCase, cases_that_fit, parse_size
-from phonograph.bench.engine import bench_decode, bench_latency, bench_mixed, bench_throughput, timed
-from phonograph.bench.records.results import Row, append_record, read_records, summary
+from phonograph.bench import engine
+from phonograph.bench.cases import LatencyCase, Lengths, cases_that_fit, parse_size
+from phonograph.bench.engine import bench_latency, bench_throughput, timed
+from phonograph.bench.records.results import Row, append_record, summary
 from phonograph.bench.run_requests import Answer, run_requests
 from phonograph.bench.suites import latency_suite, throughput_suite
 from phonograph.errors import ConfigError, RequestError
@@ -59,7 +63,7 @@ def test_prefill_and_decode_are_timed_apart() -> None:
 
     def phases(*answers: Answer) -> dict[str, float]:
         run = SimpleNamespace(answers=answers, seconds=5.0, prompt_tokens=60)
-        return bench_engine._phases([run])  # pyright: ignore[reportArgumentType, reportPrivateUsage]
+        return engine._phases([run])  # pyright: ignore[reportArgumentType, reportPrivateUsage]
 
     assert phases(answered(1.0, 2.0, 3.0), answered(2.0, 3.0, 4.0, 5.0)) == {
         "prefill_ms": 2000.0,
@@ -80,7 +84,7 @@ def test_throughput_of_ragged_requests(longest_first: bool, demo_llm: LLM, monke
         runs.append(params)
         return run_requests(llm, prompts, params, finished)  # pyright: ignore[reportArgumentType]
 
-    monkeypatch.setattr(bench_engine, "run_requests", watched)
+    monkeypatch.setattr(engine, "run_requests", watched)
     lengths = random.Random(1)
     expected_in = [lengths.randrange(2, 41) for _ in range(23)]
     expected_out = [lengths.randrange(3, 10) for _ in range(23)]
@@ -118,7 +122,7 @@ def test_decode_is_timed_without_its_prefill(demo_llm: LLM, monkeypatch: pytest.
         asked.append((prompts, params[0].max_tokens, seconds))
         return seconds
 
-    monkeypatch.setattr(bench_engine, "timed", watched)
+    monkeypatch.setattr(workloads, "timed", watched)
     (row,) = bench_decode(demo_llm, [DecodeCase(4, 50)], _quiet)
     (prompts, *_), *others = asked
     assert [len(prompt) for prompt in prompts] == [50] * 4
@@ -132,8 +136,8 @@ def test_decode_is_timed_without_its_prefill(demo_llm: LLM, monkeypatch: pytest.
 
 
 def test_mixed_counts_the_batches_that_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_engine, "MIXED_SHORT_PROMPTS", 20)
-    monkeypatch.setattr(bench_engine, "MIXED_TOKENS", 20)
+    monkeypatch.setattr(workloads, "MIXED_SHORT_PROMPTS", 20)
+    monkeypatch.setattr(workloads, "MIXED_TOKENS", 20)
     llm = LLM(model="demo", load_format="dummy", max_num_seqs=2, cudagraph_capture_sizes=[1, 2, 8, 512])
     runner = llm.engine.core.runner
     (row,) = bench_mixed(llm, [MixedCase(300)], _quiet)
@@ -165,15 +169,15 @@ def test_a_workload_that_cannot_be(demo_llm: LLM) -> None:
 
 def test_cases_that_fit() -> None:
     fits = {"max_num_seqs": 64, "max_model_len": 8192}
-    cases, left_out = cases_that_fit("cases", bench_cases.DECODE_CASES, requested=False, **fits)
+    cases, left_out = cases_that_fit("cases", DECODE_CASES, requested=False, **fits)
     assert [str(case) for case in cases] == ["1x1024", "8x1024", "32x1024"]
     assert len(left_out) == 4
     assert left_out[0] == "128x1024 left out: needs 128 sequences at once; max_num_seqs=64"
     assert left_out[2] == "1x32768 left out: needs 32865 tokens in a sequence; max_model_len=8192"
     with pytest.raises(ConfigError, match="max_num_seqs=64"):
-        cases_that_fit("cases", bench_cases.DECODE_CASES, requested=True, **fits)
+        cases_that_fit("cases", DECODE_CASES, requested=True, **fits)
     with pytest.raises(ConfigError, match="no published case fits"):
-        cases_that_fit("cases", bench_cases.MIXED_CASES, requested=False, **fits)
+        cases_that_fit("cases", MIXED_CASES, requested=False, **fits)
 
 
 def test_cases_as_they_are_written() -> None:

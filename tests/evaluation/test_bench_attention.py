@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from phonograph.attention.attention_spec import KVLayout
-from phonograph.attention.reference.backend import ReferenceBackend
-from phonograph.bench.attention import (
+from bench.attention import (
     CASES,
     Case,
     bench_attention,
@@ -19,6 +17,8 @@ from phonograph.bench.attention import (
     make_inputs,
     parse_case,
 )
+from phonograph.attention.attention_spec import KVLayout
+from phonograph.attention.reference.backend import ReferenceBackend
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.device import known_device
 from phonograph.engine.plan import EnginePlan, make_plan

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from bench.attention import CASES
+from bench.floor import H200, attention_work, decode_floor, this_chip
 from phonograph.attention.attention_spec import AttentionSpec
-from phonograph.bench.attention import CASES
-from phonograph.bench.floor import H200, attention_work, decode_floor, this_chip
 from phonograph.models.spec import ModelSpec, read_model_spec
 
 HEADS = AttentionSpec(

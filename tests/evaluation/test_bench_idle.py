@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phonograph.bench.idle_trace import idle_between_steps
+from bench.idle_trace import idle_between_steps
 
 
 def test_only_gaps_between_steps_count() -> None:

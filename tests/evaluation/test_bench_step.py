@@ -11,13 +11,13 @@ from xml.etree import ElementTree
 import pytest
 from kernel_entries import kernel_entries
 
-from phonograph.bench.cases import DecodeCase
-from phonograph.bench.floor import H200, decode_floor, decode_work
-from phonograph.bench.idle_trace import Activity
-from phonograph.bench.step_trace import PARTS, bench_step, step_parts
+from bench.cases import DecodeCase
+from bench.floor import H200, decode_floor, decode_work
+from bench.idle_trace import Activity
+from bench.kernel_parts import KERNEL_PARTS, kernel_part
+from bench.step_trace import PARTS, bench_step, step_parts
 from phonograph.engine.llm import LLM
 from phonograph.errors import ConfigError, PhonographError
-from phonograph.kernels.kernel_parts import KERNEL_PARTS, kernel_part
 
 # 2 us of prepare, a gap of 1, a product of 10, attention from within it to 4 after it, a copy, 3 us of nothing.
 STEP: list[Activity] = [

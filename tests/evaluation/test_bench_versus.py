@@ -128,7 +128,7 @@ def test_commands(benchmark_script: Load, tmp_path: Path) -> None:
     default = script.Run.parse("FLASH_ATTN/FULL=mixed")
     assert "CAPTURE_MAX" not in settings.environment(default)
     ours = settings.command(script.Run.parse("ours:NONE=mixed"), rows)
-    assert ours[:4] == [sys.executable, "-m", "phonograph", "bench"]
+    assert ours[:4] == [sys.executable, "-m", "bench", "suite"]
     assert ours[-4:] == ["--seed", "1", "--cudagraph-mode", "NONE"]
     for text in ("ours", "ours=speed", "FLASH_ATTN=decode", "ours=mixed,decode", "a/b/c/d=mixed"):
         with pytest.raises(script.argparse.ArgumentTypeError):
@@ -150,7 +150,10 @@ def test_our_backends_find_the_peers_libraries(
         (None, "ours@flash_attn:3", "ours"),
     ):
         settings = script.Settings(peer_site=site and Path(site), **arguments)
-        assert settings.environment(script.Run.parse(f"{system}=decode"))["PYTHONPATH"] == path
+        assert (
+            settings.environment(script.Run.parse(f"{system}=decode"))["PYTHONPATH"]
+            == f"{script.Path(script.__file__).parent}{os.pathsep}{path}"
+        )
 
 
 def test_commands_of_our_backends(benchmark_script: Load, tmp_path: Path) -> None:

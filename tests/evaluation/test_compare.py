@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from phonograph.bench.compare import compare, read_items
-from phonograph.bench.demo_eval import Item
+from demo_evaluation.compare import compare, read_items
+from demo_evaluation.evaluate import Item
 from phonograph.errors import ConfigError
 
 
@@ -86,7 +86,7 @@ def test_files(tmp_path: Path) -> None:
     assert read_items(path) == items
     for text in ("", "[]", "{}", '{"items": [{"task": "problems"}]}', '{"items": 3}'):
         path.write_text(text)
-        with pytest.raises(ConfigError, match="eval demo --output"):
+        with pytest.raises(ConfigError, match="demo_evaluation --output"):
             read_items(path)
     with pytest.raises(ConfigError, match="nowhere"):
         read_items(tmp_path / "nowhere.json")

@@ -8,10 +8,10 @@ from collections import Counter
 
 import pytest
 
+from demo_evaluation.compare import compare
+from demo_evaluation.evaluate import TaskResult, evaluate_demo
+from demo_tasks.tasks import PROBLEM_TOKENS, RECALL_TOKENS, problems, recalls
 from phonograph import LLM, SamplingParams
-from phonograph.bench.compare import compare
-from phonograph.bench.demo_eval import TaskResult, evaluate_demo
-from phonograph.demo.tasks import PROBLEM_TOKENS, RECALL_TOKENS, problems, recalls
 from phonograph.errors import ConfigError
 from phonograph.graphs.modes import GraphMode
 
@@ -47,7 +47,7 @@ def test_each_item_is_the_models_own_answer_to_its_question(demo_llm: LLM) -> No
 
 
 def test_held_out_scores(demo_llm: LLM) -> None:
-    """A part of the evaluation that `phonograph eval demo` runs whole."""
+    """A part of the evaluation that `python -m demo_evaluation` runs whole."""
     solved, recalled = evaluate_demo(demo_llm, num_problems=60, num_recalls=4)
     print(f"problems {solved.score:.3f} ± {solved.standard_error:.3f}, recalls {recalled.score:.3f}")
     assert solved.score >= 0.90
@@ -118,7 +118,7 @@ def test_invalid_arguments(demo_llm: LLM, asked: dict[str, int], named: str) -> 
 
 def test_standard_error_is_that_of_a_share() -> None:
     def result(num_right: int, count: int) -> TaskResult:
-        from phonograph.bench.demo_eval import Item
+        from demo_evaluation.evaluate import Item
 
         items = [
             Item(task="t", index=i, correct=i < num_right, expected="", text="", num_prompt_tokens=1, token_ids=[])

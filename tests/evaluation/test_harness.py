@@ -13,8 +13,8 @@ pytest.importorskip("lm_eval", reason="lm_eval is not installed: pip install 'ph
 from harness import evaluate
 
 from phonograph import LLM, SamplingParams
-from phonograph.bench.harness.__main__ import main
 from phonograph.bench.harness.adapter import PhonographLM
+from phonograph.cli.app import main
 from phonograph.errors import ConfigError, RequestError
 from phonograph.graphs.modes import GraphMode
 
@@ -108,8 +108,15 @@ def test_unknown_settings_are_refused(adapter: PhonographLM, demo_llm: LLM) -> N
 def test_the_command_reports_an_error_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["run", "--model", "phonograph", "--model_args", "model=nowhere", "--tasks", "arc_easy"]
-    monkeypatch.setattr("sys.argv", ["harness", *arguments])
-    monkeypatch.setattr("lm_eval._cli.harness.HarnessCLI.execute", lambda *_: PhonographLM(pretrained="/nowhere"))
-    assert main() == 2
+    arguments = ["eval", "run", "--model_args", "model=nowhere", "--tasks", "arc_easy"]
+    asked: list[Any] = []
+
+    def execute(_: object, parsed: Any) -> None:
+        asked.append((parsed.model, parsed.tasks))
+        PhonographLM(pretrained="/nowhere")
+
+    monkeypatch.setattr("sys.argv", [])
+    monkeypatch.setattr("lm_eval._cli.harness.HarnessCLI.execute", execute)
+    assert main(arguments) == main([*arguments, "--model", "local-completions"]) == 2
+    assert asked == [("phonograph", ["arc_easy"]), ("local-completions", ["arc_easy"])]
     assert capsys.readouterr().err.splitlines()[-1].startswith("phonograph: error: ")

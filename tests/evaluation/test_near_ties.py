@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from checks.near_ties import logit_gaps
+from demo_evaluation.compare import compare
+from demo_evaluation.evaluate import evaluate_demo
+from demo_tasks.tasks import problems
 from phonograph import LLM
-from phonograph.bench.compare import compare
-from phonograph.bench.demo_eval import evaluate_demo
 from phonograph.core.sampling_params import SamplingParams
-from phonograph.demo.tasks import problems
 from phonograph.errors import ConfigError
 
 

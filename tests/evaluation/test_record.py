@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.result_files import write_result
 from phonograph.bench.records import record
 
 HERE = Path(__file__).parent
@@ -18,7 +19,7 @@ HERE = Path(__file__).parent
 
 def test_a_result_file_says_where_it_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/some/where/bin/phonograph", "bench", "latency", "--input-len", "3 4"])
-    record.write_result(tmp_path / "new" / "result.json", record.provenance(), {"figure": 1.5, "name": "µ"})
+    write_result(tmp_path / "new" / "result.json", record.provenance(), {"figure": 1.5, "name": "µ"})
     text = (tmp_path / "new" / "result.json").read_text(encoding="utf-8")
     assert text.endswith("}\n") and "µ" in text
     found = json.loads(text)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from demo_tasks.tasks import problems
 from phonograph.core.sampling_params import SamplingParams
-from phonograph.demo.tasks import problems
 from phonograph.engine.llm import LLM
 
 Logits = dict[tuple[tuple[int, ...], int], torch.Tensor]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,18 +12,22 @@ import pytest
 from phonograph.cli import progress
 from phonograph.cli.app import main
 
+Program = Callable[[list[str]], int]
 
-def run(capsys: pytest.CaptureFixture[str], *tokens: str, code: int = 0) -> str:
-    """Run a command, check its exit code, and return its standard output."""
-    got = main(list(tokens))
+
+def run(capsys: pytest.CaptureFixture[str], *tokens: str, code: int = 0, program: Program = main) -> str:
+    """Run a command of a program, check its exit code, and return its standard output."""
+    got = program(list(tokens))
     captured = capsys.readouterr()
     assert got == code, captured.err
     return captured.out
 
 
-def run_json(capsys: pytest.CaptureFixture[str], *tokens: str, code: int = 0) -> dict[str, Any]:
+def run_json(
+    capsys: pytest.CaptureFixture[str], *tokens: str, code: int = 0, program: Program = main
+) -> dict[str, Any]:
     """Run a command with --json and return the one object that it prints."""
-    (line,) = run(capsys, *tokens, "--json", code=code).splitlines()
+    (line,) = run(capsys, *tokens, "--json", code=code, program=program).splitlines()
     return json.loads(line)
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from lm_eval import simple_evaluate  # pyright: ignore[reportMissingImports]
 from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
 
-from phonograph.bench.harness.__main__ import TASKS
-
+TASKS = Path(__file__).parents[2] / "benchmarks" / "demo_evaluation" / "tasks"
 BOTH = ["demo_problems", "demo_choices"]
 
 

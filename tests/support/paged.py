@@ -19,8 +19,8 @@ from phonograph.attention.attention_spec import AttentionSpec
 from phonograph.attention.backend import AttentionCall, AttentionLayer, BatchLimits, MakeBackend
 from phonograph.attention.metadata import AttentionMetadata, CommonMetadata, CommonPrefix
 from phonograph.graphs.modes import GraphKey, GraphSet
-from phonograph.testing.conformance import FP8_QUERY_TOLERANCE, rounded_queries
 from phonograph.testing.conformance_batch import make_layer, quantized
+from phonograph.testing.judge import FP8_QUERY_TOLERANCE, rounded_queries
 
 Batch = Sequence[tuple[int, int]]
 """(query length, keys) of each sequence, decodes first."""

@@ -19,8 +19,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from phonograph.demo import MODEL_DIRECTORY
-from phonograph.demo.tasks import (
+from demo_tasks.tasks import (
     EVALUATION_CONTEXT,
     EVALUATION_PROBLEMS,
     EVALUATION_RECALLS,
@@ -32,6 +31,7 @@ from phonograph.demo.tasks import (
     score_problem,
     score_recall,
 )
+from phonograph.demo import MODEL_DIRECTORY
 
 EXAMPLE = "Tom has 12 apples and buys 7 more. How many apples does Tom have?"
 

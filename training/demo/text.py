@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 from tokenizers import Tokenizer
 
-from phonograph.demo.tasks import problem, recall, recall_question, recall_reply
+from demo_tasks.tasks import problem, recall, recall_question, recall_reply
 
 ANSWER_WEIGHT: Final = 255
 """Loss weight of what the assistant says, out of 255."""

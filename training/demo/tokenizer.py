@@ -11,8 +11,8 @@ from pathlib import Path
 from text import SMALL_TALK, SYSTEM_PROMPTS
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from demo_tasks.tasks import problems, recall_reply, recalls
 from phonograph.demo import MODEL_DIRECTORY
-from phonograph.demo.tasks import problems, recall_reply, recalls
 
 SPECIALS = ("<|pad|>", "<|begin|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>", "<|spare|>")
 CHAT_TEMPLATE = (

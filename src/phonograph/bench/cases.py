@@ -5,13 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from phonograph.errors import UNSET, ConfigError
-
-DECODE_TOKENS = 96
-"""Tokens whose time is measured, after a first one."""
-MIXED_TOKENS = 100
-MIXED_SEQS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,30 +51,6 @@ def parse_size(setting: str, text: str) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeCase:
-    """`num_seqs` sequences that decode at once, each after a prompt of `context` tokens."""
-
-    num_seqs: int
-    context: int
-
-    def __str__(self) -> str:
-        return f"{self.num_seqs}x{self.context}"
-
-    @classmethod
-    def parse(cls, text: str) -> DecodeCase:
-        """Parse "8x1024" or "8x1k"."""
-        count, _, context = text.partition("x")
-        if not count.isdecimal() or int(count) < 1:
-            raise ConfigError("cases", text, "must be sequences x tokens of context, such as 8x1024 or 1x32k")
-        return cls(int(count), parse_size("cases", context))
-
-    @property
-    def length(self) -> int:
-        """Tokens of a sequence at its end."""
-        return self.context + 1 + DECODE_TOKENS
-
-
-@dataclass(frozen=True, slots=True)
 class LatencyCase:
     """One batch of `num_seqs` equal requests."""
 
@@ -95,33 +67,18 @@ class LatencyCase:
         return self.input_len + self.output_len
 
 
-@dataclass(frozen=True, slots=True)
-class MixedCase:
-    """A long decode after a prompt of `context` tokens, beside short prompts."""
-
-    context: int
-    num_seqs: int = MIXED_SEQS
-
-    def __str__(self) -> str:
-        return str(self.context)
-
-    @classmethod
-    def parse(cls, text: str) -> MixedCase:
-        """Parse "16384" or "16k"."""
-        return cls(parse_size("cases", text))
+class Case(Protocol):
+    """One row of a workload. `length` is the number of tokens of its longest sequence at the end."""
 
     @property
-    def length(self) -> int:
-        """Tokens of the longest sequence at its end."""
-        return self.context + MIXED_TOKENS
-
-
-AnyCase = DecodeCase | LatencyCase | MixedCase
+    def num_seqs(self) -> int: ...
+    @property
+    def length(self) -> int: ...
 
 
 def cases_that_fit(
-    setting: str, cases: Sequence[AnyCase], *, requested: bool, max_num_seqs: int, max_model_len: int
-) -> tuple[list[AnyCase], list[str]]:
+    setting: str, cases: Sequence[Case], *, requested: bool, max_num_seqs: int, max_model_len: int
+) -> tuple[list[Case], list[str]]:
     """Select the cases that an engine can run.
 
     Args:
@@ -137,7 +94,7 @@ def cases_that_fit(
     Raises:
         ConfigError: a requested case does not fit, or no case fits.
     """
-    fitting: list[AnyCase] = []
+    fitting: list[Case] = []
     left_out: list[str] = []
     for case in cases:
         if case.num_seqs > max_num_seqs:
@@ -155,12 +112,6 @@ def cases_that_fit(
     return fitting, left_out
 
 
-DECODE_CASES = tuple(
-    DecodeCase(*case) for case in ((1, 1024), (8, 1024), (32, 1024), (128, 1024), (256, 512), (1, 32768), (8, 32768))
-)
-IDLE_CASES = (DecodeCase(1, 1024), DecodeCase(256, 512))
-STEP_CASES = (DecodeCase(1, 1024), DecodeCase(32, 1024), DecodeCase(256, 512))
 LATENCY_INPUT_LENS = (500, 1000, 2000, 4000, 8000, 16000)
 LATENCY_OUTPUT_LEN = 4
-MIXED_CASES = tuple(MixedCase(context) for context in (16384, 32768, 65536))
 THROUGHPUT_LENS = Lengths(100, 1023)

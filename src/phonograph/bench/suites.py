@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 from phonograph.bench import cases
-from phonograph.bench.engine import bench_decode, bench_latency, bench_mixed, bench_throughput
-from phonograph.bench.idle_trace import bench_idle
+from phonograph.bench.engine import bench_latency, bench_throughput
 from phonograph.bench.records.results import BenchProgress, Row, check_at_least
-from phonograph.bench.step_trace import bench_step
 from phonograph.config.engine_config import EngineConfig
 from phonograph.engine.llm import LLM
-from phonograph.errors import ConfigError
 from phonograph.models.spec import read_configured_model
 
 Note = Callable[[str], None]
@@ -23,56 +20,16 @@ RunCases = Callable[[LLM, Sequence[Any], BenchProgress], Iterator[Row]]
 
 MAX_MODEL_LEN = 70_000
 GPU_MEMORY_UTILIZATION = 0.85
-SUITES = ("decode", "latency", "mixed", "throughput")
-_CASE_SUITES: Mapping[str, tuple[RunCases, Sequence[cases.AnyCase], Callable[[str], cases.AnyCase]]] = {
-    "decode": (bench_decode, cases.DECODE_CASES, cases.DecodeCase.parse),
-    "mixed": (bench_mixed, cases.MIXED_CASES, cases.MixedCase.parse),
-    "idle": (bench_idle, cases.IDLE_CASES, cases.DecodeCase.parse),
-    "step": (bench_step, cases.STEP_CASES, cases.DecodeCase.parse),
-}
 
 
-def with_published_settings(config: EngineConfig, *, mixed: bool = False) -> EngineConfig:
-    """Fill unset settings with the limits of the published comparison.
-
-    Args:
-        config: configuration of the user.
-        mixed: limit the engine to two sequences, as the mixed workload needs.
-    """
-    settings: dict[str, object] = {"gpu_memory_utilization": GPU_MEMORY_UTILIZATION}
-    if mixed:
-        settings["max_num_seqs"] = cases.MIXED_SEQS
+def with_published_settings(config: EngineConfig, **limits: object) -> EngineConfig:
+    """Fill unset settings with the limits of the published comparison, and with `limits`."""
+    settings = {"gpu_memory_utilization": GPU_MEMORY_UTILIZATION, **limits}
     explicit = {name for name in config.model_fields_set if getattr(config, name) is not None}
     if "max_model_len" not in explicit:
         model = read_configured_model(config, config_only=True)
         settings["max_model_len"] = min(MAX_MODEL_LEN, model.context_length)
     return config.model_copy(update={name: value for name, value in settings.items() if name not in explicit})
-
-
-def check_suites(text: str) -> list[str]:
-    """Parse names of suites that share an engine, separated by commas.
-
-    Raises:
-        ConfigError: a name is unknown or repeated, or mixed is not alone.
-    """
-    names = text.split(",")
-    if not set(names) <= set(SUITES) or len(set(names)) < len(names):
-        raise ConfigError("suites", text, f"must be some of {', '.join(SUITES)}, each once")
-    if "mixed" in names and len(names) > 1:
-        raise ConfigError("suites", text, "mixed runs alone: it limits the engine to two sequences at a time")
-    return names
-
-
-def case_suite(name: str, text: str | None) -> Suite:
-    """Return the workload `name`: decode, mixed, idle or step.
-
-    Args:
-        name: name of the workload.
-        text: cases separated by commas; None is the published ones.
-    """
-    run, published, parse = _CASE_SUITES[name]
-    selected = published if text is None else [parse(case) for case in text.split(",")]
-    return _suite(run, "cases", selected, requested=text is not None)
 
 
 def latency_suite(
@@ -92,7 +49,7 @@ def latency_suite(
     lens = published if text is None else [cases.parse_size("input_len", length) for length in text.split(",")]
     selected = [cases.LatencyCase(length, output_len, batch_size) for length in lens]
     run = partial(bench_latency, num_iters_warmup=num_iters_warmup, num_iters=num_iters)
-    return _suite(run, "input_len", selected, requested=text is not None)
+    return fitting_suite(run, "input_len", selected, requested=text is not None)
 
 
 def throughput_suite(
@@ -118,7 +75,9 @@ def throughput_suite(
     return run
 
 
-def _suite(bench: RunCases, setting: str, selected: Sequence[cases.AnyCase], *, requested: bool) -> Suite:
+def fitting_suite(bench: RunCases, setting: str, selected: Sequence[cases.Case], *, requested: bool) -> Suite:
+    """Return a workload of the selected cases that fit the engine; see `cases_that_fit`."""
+
     def run(llm: LLM, progress: BenchProgress, note: Note) -> Iterator[Row]:
         limits = llm.plan.limits
         fitting, left_out = cases.cases_that_fit(

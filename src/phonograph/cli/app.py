@@ -25,17 +25,14 @@ COMMANDS = {
     "explain": "Print what would run and why, for any device, without weights.",
     "serve": "Serve a model to OpenAI's clients over HTTP.",
     "verify": "Replay every captured graph on random batches and compare with eager.",
-    "eval": "Score the demo model on held-out tasks, and compare such evaluations.",
-    "bench": "Measure published workloads, attention kernels, start-up, idle time.",
+    "eval": "Score a model on tasks of lm-evaluation-harness.",
+    "bench": "Measure latency and throughput of an engine, or load a server.",
     "models": "List known models, their sizes, and which of them fit the memory here.",
     "config": "Print the effective configuration and where each value comes from.",
 }
 """Subcommands by name, each with its line in the help."""
-WITH_SUBCOMMANDS = ("bench", "eval")
 WITH_ENGINE = ("generate", "chat", "verify", "eval", "bench")
 """Commands that start an engine in this process."""
-OTHER_PROCESSES = (("bench", "serve"), ("bench", "startup"))
-"""Commands that measure engines of other processes."""
 INSTALL = "--install-completion"
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -47,8 +44,7 @@ app = App(
     help_epilogue=epilogue(""),
 )
 for _name, _summary in COMMANDS.items():
-    _function = "app" if _name in WITH_SUBCOMMANDS else _name
-    _end = {} if _name in WITH_SUBCOMMANDS else {"help_epilogue": epilogue(_name)}
+    _function, _end = ("app", {}) if _name == "bench" else (_name, {"help_epilogue": epilogue(_name)})
     app.command(f"phonograph.cli.commands.{_name}:{_function}", name=_name, help=_summary, **_end)
 app.register_install_completion_command(
     name=INSTALL,
@@ -123,6 +119,10 @@ def _discard_output() -> None:
 
 def _starts_engine(words: Sequence[str]) -> bool:
     """Return True if this process is likely to start an engine on a GPU."""
-    if tuple(words[:2]) in OTHER_PROCESSES and "--once" not in words:
-        return False
-    return bool(words) and words[0] in WITH_ENGINE and not {"cpu", "--device=cpu"} & set(words)
+    # `bench serve` measures an engine of another process.
+    return (
+        bool(words)
+        and words[0] in WITH_ENGINE
+        and "serve" not in words[1:2]
+        and not {"cpu", "--device=cpu"} & set(words)
+    )

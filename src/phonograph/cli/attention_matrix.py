@@ -1,12 +1,11 @@
 """Every backend in every mode: what a batch of each kind runs as, and why. The same functions decide for an engine.
 
-`phonograph explain --matrix` prints it, and docs/attention-matrix.md is made of it.
+`phonograph explain --matrix` prints it, and `scripts/attention_matrix.py` writes it as a page.
 """
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from phonograph.attention.attention_spec import AttentionSpec
@@ -16,23 +15,17 @@ from phonograph.attention.flash_attn.capabilities import FlashAttention3Capabili
 from phonograph.attention.flashinfer.capabilities import FlashInferCapabilities
 from phonograph.attention.selection import BUILT_IN
 from phonograph.attention.triton.capabilities import TritonCapabilities
-from phonograph.core.device import DeviceSpec, known_device
+from phonograph.core.device import DeviceSpec
 from phonograph.engine.plan import PIECES
 from phonograph.errors import ConfigError
 from phonograph.graphs.modes import GraphMode, Support
-from phonograph.graphs.resolve import Resolution, resolve_mode, without_support
+from phonograph.graphs.resolve import Resolution, resolve_mode
 
-DOCUMENTED = AttentionSpec(
-    num_query_heads=32, num_kv_heads=8, head_size=128, dtype="bfloat16", kv_cache_dtype="bfloat16", block_size=64
-)
-DOCUMENTED_DEVICES = ("a100-80gb", "h200", "b200")
 DRAFTS = 3
 """Speculative tokens of a step in the column of decodes with drafts."""
 BATCHES = ("decode", f"decode with {DRAFTS} drafts", "mixed or prefill")
 MODES = (None, GraphMode.FULL, GraphMode.FULL_AND_PIECEWISE, GraphMode.FULL_DECODE_ONLY, GraphMode.PIECEWISE)
 """The default, and the modes of a request. NONE is eager everywhere."""
-COLUMNS = 118
-"""Width of the page's paragraphs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,16 +64,12 @@ class BackendRows:
         return f"Not batch-invariant: {self.varies}" if self.varies else "Batch-invariant where that is asked for"
 
 
-def make_matrix(
-    spec: AttentionSpec, device: DeviceSpec, backends: Sequence[Capabilities] | None = None
-) -> list[BackendRows]:
-    """Return the matrix of the built-in backends and some pairs of them, or of `backends`."""
-    if backends is None:
-        triton, flash, infer = TritonCapabilities(), FlashAttention3Capabilities(), FlashInferCapabilities()
-        pairs = (SplitCapabilities(triton, flash), SplitCapabilities(infer, flash))
-        backends = [*(one.capabilities for one in BUILT_IN), *pairs]
+def make_matrix(spec: AttentionSpec, device: DeviceSpec) -> list[BackendRows]:
+    """Return the matrix of the built-in backends and some pairs of them."""
+    triton, flash, infer = TritonCapabilities(), FlashAttention3Capabilities(), FlashInferCapabilities()
+    pairs = (SplitCapabilities(triton, flash), SplitCapabilities(infer, flash))
     found: list[BackendRows] = []
-    for backend in backends:
+    for backend in (*(one.capabilities for one in BUILT_IN), *pairs):
         refusals = tuple(backend.why_not(spec, device))
         support = None if refusals else backend.graph_support(spec, device)
         modes = () if support is None else tuple(_mode_rows(backend, spec, device))
@@ -88,43 +77,6 @@ def make_matrix(
             BackendRows(backend=backend.label, varies=backend.varies, refusals=refusals, support=support, modes=modes)
         )
     return found
-
-
-def markdown() -> str:
-    """Return the text of docs/attention-matrix.md."""
-    spec = DOCUMENTED
-    lines = [
-        "# Attention backends and graph modes",
-        "",
-        _paragraph(
-            "Written by `scripts/attention-matrix` from the declarations of the backends; a test compares both. "
-            f"Configuration: {spec.num_query_heads} query and {spec.num_kv_heads} KV heads of size {spec.head_size}, "
-            f"{spec.dtype}, blocks of {spec.block_size}, causal, no window. `phonograph explain --matrix` prints the "
-            "same for any model, and with `--device-name` for any known device."
-        ),
-    ]
-    for name in DOCUMENTED_DEVICES:
-        device = known_device(name)
-        lines += ["", f"## {device.name}, compute capability {'.'.join(map(str, device.capability))}"]
-        for rows in make_matrix(spec, device):
-            lines += ["", f"### {rows.backend}", ""]
-            if rows.support is None:
-                lines.append(_paragraph(f"Refused: {'; '.join(rows.refusals)}."))
-                continue
-            lines += [_paragraph(f"{rows.support.level.name}: {rows.support.reason}."), ""]
-            lines += [_paragraph(f"{rows.invariance}."), ""]
-            lines += [f"| asked | runs as | {' | '.join(BATCHES)} |", f"|---|---|{'---|' * len(BATCHES)}"]
-            for mode in rows.modes:
-                runs = " | ".join(mode.batches[kind] for kind in BATCHES)
-                lines.append(f"| {mode.asked_as} | {mode.runs_as} | {runs} |")
-            steps = (reason for mode in rows.modes for reason in mode.reasons[1:])
-            why = dict.fromkeys(without_support(step, rows.support) for step in steps)
-            lines += ["", *(_paragraph(f"- {text}", "  ") for text in why)] if why else []
-    return "\n".join(lines) + "\n"
-
-
-def _paragraph(text: str, indent: str = "") -> str:
-    return textwrap.fill(text, COLUMNS, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def _mode_rows(backend: Capabilities, spec: AttentionSpec, device: DeviceSpec) -> Iterator[ModeRow]:

@@ -41,12 +41,14 @@ USAGE: Mapping[str, Usage] = {
     "verify": Usage("guides/verify.md", ("verify demo", "verify demo --replays 1000 --verify-seed 1 --json")),
     "models": Usage("guides/weights.md", ("models", "models --device-name rtx4090")),
     "config": Usage("start.md", ("config demo --max-num-seqs 64", "config --config settings.yaml --json")),
-    "eval": Usage(_EVAL, ("eval demo", "eval compare first.json second.json")),
-    "eval demo": Usage(
+    "eval": Usage(
         _EVAL,
-        ("eval demo", "eval demo --problems 1000 --recalls 300 --output all.json", "eval demo --cudagraph-mode NONE"),
+        (
+            "eval run --model_args model=demo --tasks gsm8k --limit 20",
+            "eval run --model_args model=FOLDER,max_num_seqs=64 --tasks arc_easy",
+            "eval ls tasks",
+        ),
     ),
-    "eval compare": Usage(_EVAL, ("eval compare first.json second.json",)),
     "bench": Usage(_BENCH, ("bench latency demo --input-len 500", "bench serve --port 8000")),
     "bench serve": Usage(
         _BENCH,
@@ -56,18 +58,11 @@ USAGE: Mapping[str, Usage] = {
             "bench serve --base-url https://example.com/api --num-prompts 9",
         ),
     ),
-    "bench decode": Usage(_BENCH, ("bench decode demo --cases 1x1k,8x1k",)),
     "bench latency": Usage(_BENCH, ("bench latency demo --input-len 500,2000 --output-len 64",)),
-    "bench mixed": Usage(_BENCH, ("bench mixed demo --cases 4k",)),
     "bench throughput": Usage(
         _BENCH,
         ("bench throughput demo --num-prompts 64 --input-len 100-500",),
     ),
-    "bench idle": Usage(_BENCH, ("bench idle demo --cases 1x1k",)),
-    "bench step": Usage(_BENCH, ("bench step demo --cases 32x1k",)),
-    "bench suite": Usage(_BENCH, ("bench suite demo --suites decode,latency",)),
-    "bench attention": Usage(_BENCH, ("bench attention demo --cases decode_8x1k",)),
-    "bench startup": Usage(_BENCH, ("bench startup demo",)),
 }
 """Usage of the program and of each command, by its words."""
 

@@ -1,4 +1,4 @@
-"""For those who write an attention backend: a conformance suite that runs one as the engine would, and names faults.
+"""Conformance suite for authors of attention backends. It runs a backend as the engine does and names its faults.
 
     report = check_conformance("my_backend", device="cuda")
     assert report.ok, str(report)

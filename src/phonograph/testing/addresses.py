@@ -1,4 +1,4 @@
-"""Finds the tensors that an object holds, so that a buffer that moved can be named."""
+"""Paths and addresses of the tensors in an object, to name a buffer that moved."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _DEPTH = 6
 
 
 def tensors_of(held: object, device: torch.device) -> dict[str, torch.Tensor]:
-    """Return the tensors on `device` in `held`, by their path through fields, attributes and containers."""
+    """Return the tensors of an object on a device, by their path through fields, attributes and containers."""
     found: dict[str, torch.Tensor] = {}
     _walk(held, "", device, found, set(), _DEPTH)
     return found
 
 
 def moved(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> list[str]:
-    """Paths whose tensor is at another address. Both must be held meanwhile, or memory may have been reused."""
+    """Return the paths with a tensor at another address. The caller keeps both alive, so no memory is reused."""
     return [path for path in before if path in after and before[path].data_ptr() != after[path].data_ptr()]
 
 

@@ -1,8 +1,8 @@
-"""Random paged batches made to trip an attention backend.
+"""Random paged batches for attention backends.
 
-They are ragged and of odd sizes, their blocks are scattered, some slots are empty, some tokens are padding. Whatever a
-backend has no business with is poisoned: cache slots that hold no token and padded rows of inputs are NaN, and
-block-table entries beyond a sequence lead to a block of NaN.
+Batches are ragged and of odd sizes, with scattered blocks, empty slots and padding tokens. Everything that a backend
+must not read is NaN: cache slots without a token, padding rows of the inputs, and the block to which block-table
+entries after the end of a sequence point.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _POISON_BLOCK = 0
 class BatchShape:
     """A batch by its lengths. Decodes come first.
 
-    padded_reqs, padded_tokens: empty slots and padding rows after the actual ones
-    causal: None is what the kind of attention implies
+    padded_reqs, padded_tokens: empty slots and padding rows at the end
+    causal: None is the default of the kind of attention
     """
 
     name: str
@@ -54,12 +54,12 @@ class PagedBatch:
 
 
 def shapes_of(spec: AttentionSpec) -> list[BatchShape]:
-    """Return the shapes of `batch_shapes` that the caller of a backend with `spec` may send."""
+    """Return the shapes of `batch_shapes` that a backend with `spec` accepts."""
     return [one for one in batch_shapes(spec.block_size, spec.kind) if one.causal is None or spec.non_causal]
 
 
 def batch_shapes(block_size: int, kind: AttentionKind) -> list[BatchShape]:
-    """Lengths around the borders of blocks, in every mix that a step can have."""
+    """Return batches with lengths around the borders of blocks, in every mix of decodes and prefills."""
     size = block_size
     prefills = BatchShape(name="prefills", query_lens=(5, size + 1, 2 * size + 3), seq_lens=(5, size + 1, 2 * size + 3))
     if kind is not AttentionKind.DECODER:
@@ -101,7 +101,7 @@ def make_layer(
     quantized = spec.kv_cache_dtype.startswith("float8")
     return AttentionLayer(
         index=index,
-        # Neither 1 nor the usual one, so that a backend that ignores it shows.
+        # Neither 1 nor the usual scale, so that a backend that ignores it computes something else.
         scale=1.3 * spec.head_size**-0.5,
         window=window,
         softcap=spec.softcap,
@@ -116,7 +116,7 @@ def make_layer(
 def make_batch(
     spec: AttentionSpec, layer: AttentionLayer, shape: BatchShape, device: torch.device, generator: torch.Generator
 ) -> PagedBatch:
-    """Random contents for `shape`, with the context of each sequence already in the cache."""
+    """Draw the contents of a batch, with the context of each sequence already in the cache."""
     size = spec.block_size
     num_reqs = len(shape.query_lens) + shape.padded_reqs
     num_blocks = [-(-seq_len // size) for seq_len in shape.seq_lens]
@@ -157,7 +157,7 @@ def make_batch(
 
 
 def quantized(rows_NKD: torch.Tensor, scale_K: torch.Tensor | None, spec: AttentionSpec) -> torch.Tensor:
-    """Rows as a cache stores them. They must be in the range of its dtype."""
+    """Return rows as a cache stores them. They must be in the range of its dtype."""
     if scale_K is not None:
         rows_NKD = rows_NKD / scale_K.to(rows_NKD.device)[:, None]
     return rows_NKD.to(getattr(torch, spec.kv_cache_dtype))

@@ -1,4 +1,4 @@
-"""Are a backend's capabilities pure: the same answers each time, with reasons, and without its kernel library?"""
+"""Checks of a backend's capabilities: the same answers each time, with reasons, and without its kernel library."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _HARMLESS = {"phonograph", "torch", "numpy"} | set(sys.stdlib_module_names)
 PLAIN = AttentionSpec(
     num_query_heads=4, num_kv_heads=2, head_size=64, dtype="float16", kv_cache_dtype="float16", block_size=16
 )
-# No kernel has these, so each must be refused, or run.
+# Values that no kernel has. A backend refuses each, or runs it.
 _ODD = (
     replace(PLAIN, head_size=100, block_size=3),
     replace(PLAIN, num_query_heads=5, sinks=True, alibi=True),
@@ -29,7 +29,7 @@ _ODD = (
 
 
 def check_declaration(capabilities: Capabilities, device: DeviceSpec) -> list[Check]:
-    """Asks for every known device, twice."""
+    """Check the answers for every known device, each asked for twice."""
     questions = [(spec, one) for spec in (PLAIN, *_ODD) for one in (device, *KNOWN_DEVICES.values())]
     label = capabilities.label
     try:
@@ -39,19 +39,26 @@ def check_declaration(capabilities: Capabilities, device: DeviceSpec) -> list[Ch
     except Exception as error:  # whatever an answer raises
         text = f"an answer raised {type(error).__name__}: {error}; capabilities answer for any device and configuration"
         return [failed("impure capabilities", label, text)]
-    return [
-        _purity(questions, first, second, label),
-        _named(
-            "imports while answering",
-            label,
+    asked = [f"{spec} on {one.name}" for spec, one in questions]
+    answers = zip(asked, first, second, strict=True)
+    changed = (f"{where} it answered {one}, then {other}" for where, one, other in answers if one != other)
+    refusals = (_refusal_problem(one[0], one[3], where) for where, one in zip(asked, first, strict=True))
+    supports = (_support_problem(one, where) for where, (_, *both, _) in zip(asked, first, strict=True) for one in both)
+    problems = {
+        "impure capabilities": [
+            f"asked twice about {text}; an answer may depend on the configuration and the device only"
+            for text in changed
+        ],
+        "imports while answering": [
             f"answering imported {', '.join(sorted(imported))}; explain asks where no library is installed, so look "
             "for it with importlib.util.find_spec and import it in the loader"
-            if imported
-            else "",
-        ),
-        _reasons(questions, first, label),
-        _supports(questions, first, label),
-    ]
+        ]
+        if imported
+        else [],
+        "refusal without a reason": [text for text in refusals if text],
+        "support without a reason": [text for text in supports if text],
+    }
+    return [failed(name, label, texts[0]) if texts else passed(name, label) for name, texts in problems.items()]
 
 
 _Answer = tuple[Any, Support, Support, str | None]
@@ -66,48 +73,26 @@ def _answer(capabilities: Capabilities, spec: AttentionSpec, device: DeviceSpec)
     )
 
 
-def _purity(
-    questions: list[tuple[AttentionSpec, DeviceSpec]], first: list[_Answer], second: list[_Answer], label: str
-) -> Check:
-    for (spec, device), one, other in zip(questions, first, second, strict=True):
-        if one != other:
-            text = f"asked twice about {spec} on {device.name} it answered {one}, then {other}; an answer may depend on"
-            return failed("impure capabilities", label, f"{text} the configuration and the device only")
-    return passed("impure capabilities", label)
+def _refusal_problem(refusals: object, missing: str | None, where: str) -> str:
+    if not isinstance(refusals, list) or not all(
+        isinstance(reason, str) and reason.strip() for reason in cast(list[object], refusals)
+    ):
+        return f"refusals() is {refusals!r} for {where}; each is a sentence, in a list"
+    empty = missing is not None and not missing.strip()
+    return "missing() is an empty text; None says that all is here" if empty else ""
 
 
-def _reasons(questions: list[tuple[AttentionSpec, DeviceSpec]], answers: list[_Answer], label: str) -> Check:
-    for (spec, device), (refusals, _, _, missing) in zip(questions, answers, strict=True):
-        where = f"for {spec} on {device.name}"
-        if not isinstance(refusals, list) or not all(
-            isinstance(reason, str) and reason.strip() for reason in cast(list[object], refusals)
-        ):
-            return failed(
-                "refusal without a reason", label, f"refusals() is {refusals!r} {where}; each is a sentence, in a list"
-            )
-        if missing is not None and not missing.strip():
-            return failed("refusal without a reason", label, "missing() is an empty text; None says that all is here")
-    return passed("refusal without a reason", label)
-
-
-def _supports(questions: list[tuple[AttentionSpec, DeviceSpec]], answers: list[_Answer], label: str) -> Check:
-    for (spec, device), (_, *supports, _) in zip(questions, answers, strict=True):
-        for support in supports:
-            # A backend need not be type-checked, so an answer may be anything.
-            answer, level = cast(object, support), cast(object, support.level) if hasattr(support, "level") else None
-            if not isinstance(answer, Support) or not isinstance(level, GraphSupport) or not answer.reason.strip():
-                text = f"graph support is {support!r} for {spec} on {device.name}; it is a Support with its reason"
-                return failed("support without a reason", label, text)
-    return passed("support without a reason", label)
-
-
-def _named(name: str, label: str, problem: str) -> Check:
-    return failed(name, label, problem) if problem else passed(name, label)
+def _support_problem(support: object, where: str) -> str:
+    # A backend need not be type-checked, so an answer may be anything.
+    level = getattr(support, "level", None)
+    if isinstance(support, Support) and isinstance(level, GraphSupport) and support.reason.strip():
+        return ""
+    return f"graph support is {support!r} for {where}; it is a Support with its reason"
 
 
 @contextmanager
 def _imports(own: str) -> Generator[set[str]]:
-    """Collect the modules imported meanwhile: those of other packages, and extension modules of package `own`."""
+    """Collect the imports of other packages, and of extension modules of package `own`, inside the `with` block."""
     found: set[str] = set()
     before = set(sys.modules)
     real: Callable[..., Any] = builtins.__import__
@@ -115,7 +100,7 @@ def _imports(own: str) -> Generator[set[str]]:
     def note(name: str, *args: Any, **kwargs: Any) -> Any:
         level = kwargs.get("level", args[3] if len(args) > 3 else 0)
         caller = str((args[0] if args else kwargs.get("globals") or {}).get("__name__", ""))
-        # What torch and the standard library import on their own account is theirs.
+        # Imports by torch and by the standard library do not count.
         if level == 0 and name.split(".")[0] not in _HARMLESS | {own} and caller.split(".")[0] == own:
             found.add(name)
         return real(name, *args, **kwargs)

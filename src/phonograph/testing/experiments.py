@@ -1,7 +1,7 @@
-"""Batches that tell faults apart: each experiment replays a batch that differs from the captured one in one respect.
+"""Experiments that tell faults apart. Each replays a batch that differs from the captured one in one respect.
 
-So when a replay is wrong, what the graph froze has a name. Captured lengths are short wherever the contract allows it:
-a builder only knows that the batch is a real one of the graph's shape.
+A wrong replay therefore names the value that the graph froze. Captured lengths are short wherever the contract allows
+it, because a builder may only rely on the graph's shape.
 """
 
 from __future__ import annotations
@@ -21,10 +21,15 @@ FROZEN, TAIL = "frozen contents", "unzeroed metadata tail"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experiment:
-    """name: the fault that is suspected when the replay of `after` is wrong, and `cause` the sentence about it.
+    """Experiment for one fault.
 
-    captured: what the graph is captured on; before: what is replayed ahead, unjudged
-    skipped:  why this graph cannot have the fault, or ""
+    name: the fault that a wrong replay of `after` suggests
+    cause: a sentence about it
+
+    captured: batch of the capture
+    before: batches that are replayed first, without a check
+    after: batch that is replayed and checked
+    skipped: reason why this graph cannot have the fault, or ""
     """
 
     name: str
@@ -36,7 +41,7 @@ class Experiment:
 
 
 def limits_for(device_type: str) -> BatchLimits:
-    """Odd numbers, a query longer than any tile, and on a GPU contexts that its kernels split."""
+    """Return limits of odd numbers: a query longer than any tile, and on a GPU contexts long enough to be split."""
     return BatchLimits(max_num_seqs=7, max_num_tokens=160, max_model_len=256 if device_type == "cpu" else 2048)
 
 
@@ -77,7 +82,7 @@ def experiments(key: GraphKey, limits: BatchLimits) -> list[Experiment]:
         Experiment(
             name="stale decode count",
             cause="only the share of decodes differs, so the graph froze num_decodes or num_decode_tokens",
-            # Prefills taken for decodes are wrong; decodes taken for prefills would only be slow.
+            # Prefills that run as decodes are wrong; decodes that run as prefills are only slow.
             captured=full if uniform else _with_decodes(key, 3),
             after=full if uniform else _with_decodes(key, 0),
             skipped="a decode graph has nothing but decodes" if uniform else "",
@@ -91,10 +96,10 @@ def experiments(key: GraphKey, limits: BatchLimits) -> list[Experiment]:
         ),
         Experiment(
             name=TAIL,
-            cause="it has fewer sequences than the ones before, so entries of theirs were left behind the present ones "
-            "and acted on; a builder clears the tail of what it refills",
+            cause="it has fewer sequences than the ones before, so entries of theirs stayed after the present ones "
+            "and were used; a builder clears the tail of what it refills",
             captured=full,
-            # In the last of them a mixed graph's rows all belong to the first slot, which `few` fills too.
+            # In `one` all rows of a mixed graph belong to the first slot, which `few` fills too.
             before=(full,) if uniform else (full, one),
             after=few,
         ),
@@ -102,7 +107,7 @@ def experiments(key: GraphKey, limits: BatchLimits) -> list[Experiment]:
 
 
 def random_batches(key: GraphKey, limits: BatchLimits, count: int, seed: int) -> list[BatchShape]:
-    """Ragged batches with padding that fit `key`, decodes first."""
+    """Draw ragged batches with padding that fit `key`, decodes first."""
     rng = np.random.default_rng(seed)
     drawn: list[BatchShape] = []
     for index in range(count):
@@ -122,7 +127,7 @@ def batch(name: str, query_lens: Lengths, seq_lens: Lengths) -> BatchShape:
 
 
 def describe(shape: BatchShape) -> str:
-    """Return a batch with these lengths."""
+    """Describe a batch with its lengths."""
     return f"{shape.name} (queries {_spelled(shape.query_lens)}, sequences {_spelled(shape.seq_lens)})"
 
 
@@ -139,7 +144,7 @@ def _with_decodes(key: GraphKey, count: int) -> BatchShape:
 
 
 def _even(total: int, parts: int) -> list[int]:
-    """`total` in equal parts, the last with what is left."""
+    """Divide `total` into equal parts, the last with the rest."""
     return [total // parts] * (parts - 1) + [total - total // parts * (parts - 1)]
 
 

@@ -1,11 +1,12 @@
-"""Memory with fixed addresses for one batch at a time, as the engine has it, and poisoned wherever a batch has nothing.
+"""Memory with fixed addresses for one batch at a time, as in the engine, with NaN wherever a batch has no data.
 
-As on a GPU, the batch's tensors get their contents at the head of the step, inside the graph (`prepare`). So while a
-builder runs they hold something else, and only the host copies are of the batch.
+As on a GPU, `prepare` fills the batch's tensors at the head of the step, inside the graph. While a builder runs they
+hold something else, and only the host copies are of the batch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,16 +18,16 @@ from phonograph.graphs.modes import GraphKey
 from phonograph.testing.conformance_batch import BatchShape, PagedBatch, make_batch, make_layer
 
 POISON = 0x7FAB
-"""As 16 bits, once or twice: in float16, bfloat16 and float32 a signalling NaN, which no arithmetic makes."""
+"""Bit pattern, repeated in float32: a signalling NaN in float16, bfloat16 and float32, which no arithmetic makes."""
 _NAN_BYTE = 0xFF
-"""Makes a NaN in every format of a cache."""
+"""Repeated byte that is NaN in every format of a cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Poison:
-    """Places that get NaN: cache slots that hold no token, padding rows of the inputs, a graph's scratch.
+    """Places that get NaN: cache slots without a token, padding rows of the inputs, a graph's scratch.
 
-    batch: while a builder runs, the batch's tensors do not hold the batch yet, but an empty one
+    batch: the batch's tensors describe an empty batch while a builder runs
     """
 
     cache: bool = True
@@ -41,13 +42,20 @@ ALL_POISON = Poison()
 class Inputs:
     """The persistent tensors of a step with a few layers, on one device. Layers share the batch, not the cache."""
 
-    def __init__(self, spec: AttentionSpec, device: torch.device, limits: BatchLimits, seed: int) -> None:
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        device: torch.device,
+        limits: BatchLimits,
+        seed: int,
+        windows: Sequence[tuple[int, int]] = (),
+    ) -> None:
         self.spec = spec
         self.device = device
         self.limits = limits
         self.generator = torch.Generator().manual_seed(seed)
         first = make_layer(spec, 0, spec.windows[0], device, self.generator)
-        windows = spec.windows if len(spec.windows) > 1 else spec.windows * 2
+        windows = windows or (spec.windows if len(spec.windows) > 1 else spec.windows * 2)
         self.layers: list[AttentionLayer] = [
             replace(first, index=index, window=window, scale=first.scale * (1 + 0.1 * index))
             for index, window in enumerate(windows)
@@ -63,7 +71,7 @@ class Inputs:
                 ((tokens,), torch.int64),
             )
         )
-        """Inputs of kernels, and the staging tensors that `prepare` copies: starts, lengths, block table, slots."""
+        """Starts, lengths, block table and slots: each as input of kernels, and as staging tensor for `prepare`."""
         heads, kv_heads, size = spec.num_query_heads, spec.num_kv_heads, spec.head_size
         dtype: torch.dtype = getattr(torch, spec.dtype)
         # As in an engine, all three are parts of one projection's rows.
@@ -75,7 +83,7 @@ class Inputs:
         self.lses_HT = [torch.empty(heads, tokens, device=device) for _ in self.layers] if spec.lse else None
 
     def draw(self, shape: BatchShape, key: GraphKey | None) -> PagedBatch:
-        """Random contents for a batch of these lengths, on the CPU, padded to `key`."""
+        """Draw the contents of a batch of these lengths, on the CPU, padded to `key`."""
         if key is not None:
             padded_reqs = key.num_reqs - len(shape.query_lens)
             padded_tokens = key.num_tokens - sum(shape.query_lens)
@@ -93,7 +101,7 @@ class Inputs:
             (common.query_start_loc, common.seq_lens, common.block_table[:, :width], common.slot_mapping),
             strict=True,
         ):
-            # Blocks that a sequence has not lead to block 0, where there is nothing but poison.
+            # Entries after the blocks of a sequence point to block 0, which is all NaN.
             staged.zero_()
             staged[tuple(slice(0, size) for size in values.shape)] = values.to(self.device)
         rows = batch.query.shape[0]
@@ -106,6 +114,7 @@ class Inputs:
         for target in self.caches:
             target.view(torch.uint8).fill_(_NAN_BYTE if poison.cache else 0)
             target[:, : cache.shape[1]] = cache
+        self.loaded = self.caches[0][:, : cache.shape[1]].clone()
         for out_THD in self.outs_THD:
             out_THD.view(torch.int16).fill_(POISON)
             if not clears_padding:
@@ -133,7 +142,7 @@ class Inputs:
             static.copy_(staged)
 
     def _new_cache(self) -> torch.Tensor:
-        """[2, B, S, K, D] in the layout of the spec, with room for the blocks of any batch that is drawn."""
+        """Return a cache [2, B, S, K, D] in the layout of the spec, with room for the blocks of any drawn batch."""
         spec = self.spec
         # As many blocks as make_batch scatters a batch over.
         num_blocks = 1 + 2 * self.limits.max_num_seqs * self.max_blocks

@@ -1,6 +1,6 @@
-"""Attention from its definition, in float64, one head of one sequence at a time: what every backend is compared with.
+"""Attention from its definition, in float64, one head of one sequence at a time. Every backend is compared with it.
 
-It shares no code with any kernel, knows nothing of blocks, tiles or batches, and is as slow as that sounds.
+It shares no code with any kernel, has no blocks, tiles or batches, and is slow.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ Array = NDArray[np.float64]
 def dense_attention(
     query_THD: Array, keys_LKD: Array, values_LKD: Array, layer: AttentionLayer, *, causal: bool
 ) -> tuple[Array, Array]:
-    """Attends T queries of one sequence, the last at position L - 1, to its L keys.
+    """Attend T queries of one sequence, the last at position L - 1, to its L keys.
 
-    Keys and values are as the cache holds them, already multiplied by their scales.
+    Keys and values are read from the cache and multiplied by their scales.
 
     Returns:
         Output [T, H, D] and LSE [H, T]; a query that sees nothing gets zeros and -inf (its head's sink, if any).

@@ -1,4 +1,4 @@
-"""Captures one graph as the engine does, replays it on other batches, and names what it froze."""
+"""Checks of one graph: captured as the engine captures it, and replayed on other batches."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ REFUSED, MOVED, SHAPE, PADDING, UNWRITTEN, EARLY, UNLIKE, RANDOM = (
 )
 _RANDOM_BATCHES = 3
 _PADDING_CAUSE = "forward writes zeros to rows of no request, or declares clears_padding = False"
-# What a wrong run is tried again without, to learn what it read.
+# Trials after a wrong run: each repeats it without one kind of NaN, to learn which memory it read.
 _TRIALS = (
     (PADDING, Poison(padding=False), "it is right without NaN in the padding rows of query, key and value"),
     (
         UNWRITTEN,
         Poison(cache=False),
-        "it is right without NaN in cache slots that hold no token: such keys and values are to be masked before they "
-        "are multiplied, since 0 times NaN is NaN",
+        "it is right without NaN in cache slots without a token: mask their keys and values before they are "
+        "multiplied, because 0 times NaN is NaN",
     ),
     (UNWRITTEN, Poison(scratch=False), "it is right without NaN in the graph's scratch memory"),
     (
         EARLY,
         Poison(batch=False),
-        "it is right where the batch's tensors are written before build runs; on a GPU they are written at the head of "
+        "it is right if the batch's tensors are written before build runs; on a GPU they are written at the head of "
         "the graph, so build is to plan from query_start_loc_cpu and seq_lens_cpu",
     ),
 )
@@ -49,9 +49,9 @@ _TRIALS = (
 
 @dataclass(slots=True)
 class _Found:
-    """Failures by name, and why checks were not made.
+    """Failures by name, and the reasons of checks that were not made.
 
-    root: a failure that would show in every later run too, under a wrong name
+    root: a failure that later runs would repeat under a wrong name
     """
 
     failures: dict[str, str] = field(default_factory=dict[str, str])
@@ -66,7 +66,7 @@ class _Found:
 
 
 def check_graph(make: MakeBackend, inputs: Inputs, key: GraphKey, others: list[GraphKey], where: str) -> list[Check]:
-    """All checks of one graph, beside `others` of the same backend; `where` says which configuration it is of."""
+    """Return all checks of one graph, next to `others` of the same backend; `where` names the configuration."""
     found = _Found()
     directed = experiments(key, inputs.limits)
     full, few = directed[0].captured, directed[-1].after
@@ -101,7 +101,7 @@ def _as_check(name: str, subject: str, found: _Found) -> Check:
 
 
 def _eager(make: MakeBackend, inputs: Inputs, key: GraphKey, shapes: list[BatchShape], found: _Found) -> None:
-    """Each shape on a backend of its own, so that nothing is stale: what is wrong here has to do with no graph."""
+    """Run each shape on a new backend, where nothing is stale. A fault here is not caused by a graph."""
     for shape in shapes:
         drawn = inputs.draw(shape, key)
         rig = Rig(make, inputs)
@@ -143,7 +143,7 @@ def _capture(
         found.fail(
             MOVED,
             f"metadata {', '.join(paths[:4])} has another address in a later build for the same graph, which still "
-            "reads the captured one; what build returns for a graph is to live in buffers that later builds refill",
+            "reads the captured one; build is to return the same buffers for a graph each time, and to refill them",
             is_root=True,
         )
 
@@ -167,7 +167,7 @@ def _direct(make: MakeBackend, inputs: Inputs, key: GraphKey, experiment: Experi
             name, cause = _explained(
                 lambda poison: rig.replay(key, drawn, poison), inputs, drawn, key, only=(UNWRITTEN,)
             ) or (name, cause)
-        # Where lengths do not differ, or the name is another's, all other replays have the fault too.
+        # With equal lengths, or under another name, all other replays have the fault too.
         found.fail(name, f"{text}{verdict.wrong}; {cause}", is_root=name != experiment.name or name == FROZEN)
         return
     _look_at_padding(verdict, text, found)
@@ -177,7 +177,7 @@ def _direct(make: MakeBackend, inputs: Inputs, key: GraphKey, experiment: Experi
 def _random(
     make: MakeBackend, inputs: Inputs, key: GraphKey, shape: BatchShape, others: list[GraphKey], found: _Found
 ) -> None:
-    """Replays among those of other graphs of the same backend, as an engine has them."""
+    """Replay random batches, between replays of other graphs of the same backend, as in an engine."""
     rig = Rig(make, inputs)
     for other in (key, *others):
         rig.capture(other, inputs.draw(_largest(other, inputs) if other != key else shape, other))
@@ -199,7 +199,7 @@ def _random(
 
 
 def _look_at_padding(verdict: Verdict, text: str, found: _Found) -> None:
-    """Rows of no request in a replay, where they were right in an eager run on a new builder."""
+    """Check the padding rows of a replay. They were right in an eager run on a new builder."""
     if PADDING in found.failures:
         return
     if verdict.left:
@@ -207,8 +207,8 @@ def _look_at_padding(verdict: Verdict, text: str, found: _Found) -> None:
     elif verdict.dirty:
         found.fail(
             TAIL,
-            f"{text}rows of no request: {verdict.dirty}; a new builder leaves them zeros, so they were taken for those "
-            "of an earlier, larger batch; a builder clears the tail of what it refills",
+            f"{text}rows of no request: {verdict.dirty}; a new builder leaves them zeros, so the graph took them for "
+            "rows of an earlier, larger batch; a builder clears the tail of what it refills",
         )
 
 
@@ -220,7 +220,7 @@ def _same_as_eager(
         found.fail(
             UNLIKE,
             f"{text}{unlike} from an eager run at the same shape, though within tolerance; the order of additions "
-            "hangs on something frozen, or on what ran before",
+            "depends on something frozen, or on an earlier run",
         )
 
 
@@ -237,7 +237,7 @@ def _explained(
     only: tuple[str, ...] = (PADDING, UNWRITTEN, EARLY),
 ) -> tuple[str, str] | None:
     """Return the name and sentence of the poison without which a wrong run is right, or None."""
-    # A second run that is right as it is says nothing about poison.
+    # If a second run with all NaN is right, the trials say nothing.
     if not judge(inputs, drawn, again(ALL_POISON), key.num_tokens).wrong:
         return None
     for name, poison, cause in _TRIALS:

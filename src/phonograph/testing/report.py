@@ -17,14 +17,13 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One fault that was looked for.
+    """Result for one fault.
 
     Attributes:
         name: the fault, as "stale split count".
         subject: graph or configuration that was checked, or "".
         outcome: the result.
-        text: of a failure the batch that showed it and the suspected cause; the reason why a check is not applicable;
-            else "".
+        text: batch and suspected cause of a failure, or the reason why a check is not applicable; else "".
     """
 
     name: str
@@ -37,15 +36,14 @@ class Check:
         return f"{mark:<7}{self.name:<42} {self.subject:<42} {self.text}".rstrip()
 
 
-def passed(name: str, subject: str, text: str = "") -> Check:
+def passed(name: str, subject: str) -> Check:
     """Return a check that found no fault.
 
     Args:
         name: the fault.
         subject: graph or configuration, or "".
-        text: as in `Check`.
     """
-    return Check(name=name, subject=subject, outcome=Outcome.PASSED, text=text)
+    return Check(name=name, subject=subject, outcome=Outcome.PASSED)
 
 
 def failed(name: str, subject: str, text: str) -> Check:
@@ -77,7 +75,7 @@ class ConformanceReport:
     Attributes:
         backend: label of the backend.
         device: name of the device.
-        checks: in the order in which they were made.
+        checks: in order.
 
     Example:
         ```python

@@ -1,4 +1,4 @@
-"""Runs a backend as the engine does: metadata built before each run, schedule and all layers in one graph."""
+"""Rig that runs a backend as the engine does: metadata before each run, schedule and all layers in one graph."""
 
 from __future__ import annotations
 
@@ -18,15 +18,20 @@ from phonograph.testing.inputs import ALL_POISON, Inputs, Poison
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outputs:
-    """Copies of what a run left, by layer: outputs [T, H, D] and LSE [H, T], padding included, and the caches."""
+    """Copies of the results of a run, by layer: outputs [T, H, D] and LSE [H, T], padding included, and the caches.
+
+    loaded: the cache before the run, equal in all layers
+    """
 
     outs_THD: list[torch.Tensor]
     lses_HT: list[torch.Tensor]
     caches: list[torch.Tensor]
+    loaded: torch.Tensor
+    quantizes_queries: bool
 
 
 class Rig:
-    """One backend and one builder, made anew, with the graphs captured so far."""
+    """A new backend and a new builder, with the graphs captured so far."""
 
     def __init__(self, make: MakeBackend, inputs: Inputs) -> None:
         self.inputs = inputs
@@ -41,7 +46,7 @@ class Rig:
             torch.cuda.synchronize(inputs.device)
 
     def build(self, batch: PagedBatch, key: GraphKey | None, poison: Poison = ALL_POISON) -> AttentionMetadata:
-        """Load a batch and build its metadata, as before any run."""
+        """Load a batch and build its metadata."""
         with torch.inference_mode(), self.runtime.scope():
             common = self.inputs.load(batch, clears_padding=self.clears_padding, poison=poison)
             return self.builder.build(common, key=key)
@@ -50,7 +55,7 @@ class Rig:
         """Capture `key` on a batch of its shape; on a GPU after one eager run, which loads the kernels.
 
         Raises:
-            CaptureError: the backend did what a graph cannot hold.
+            CaptureError: the backend did something that cannot be captured.
         """
         if self.inputs.device.type == "cuda":
             self._run(key, batch, ALL_POISON)
@@ -64,7 +69,7 @@ class Rig:
         return metadata
 
     def replay(self, key: GraphKey, batch: PagedBatch, poison: Poison = ALL_POISON) -> Outputs:
-        """Replays the graph of `key` on another batch, with everything that it must write poisoned."""
+        """Replay the graph of `key` on another batch. All memory that it must write holds NaN before."""
         # Held until the replay is done, as the engine holds it.
         metadata = self.build(batch, key, poison)
         with torch.inference_mode(), self.runtime.scope():
@@ -102,6 +107,8 @@ class Rig:
             outs_THD=[out_THD.to("cpu", copy=True) for out_THD in inputs.outs_THD],
             lses_HT=[lse_HT.to("cpu", copy=True) for lse_HT in inputs.lses_HT or []],
             caches=[cache.to("cpu", copy=True) for cache in inputs.caches],
+            loaded=inputs.loaded.to("cpu", copy=True),
+            quantizes_queries=bool(getattr(self.backend, "quantizes_queries", False)),
         )
         self.runtime.synchronize()
         return copies

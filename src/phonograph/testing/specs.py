@@ -1,4 +1,4 @@
-"""Configurations to try a backend on: a plain one that it accepts, and that one with one thing changed at a time."""
+"""Configurations for a backend: a plain one that it accepts, and variations of it with one change each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from phonograph.core.device import DeviceSpec
 
 SPECULATIVE_TOKENS = 3
 _FULL = (UNBOUNDED, UNBOUNDED)
-# Features that a model may have all at once. In the order in which they are added up.
+# Features that a model may have together, in the order in which `everything` adds them.
 _FEATURES: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 1.5},
     "windows that differ by layer": {"windows": (_FULL, (6, 0))},
@@ -41,7 +41,7 @@ _SINGLE: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variation:
-    """A base configuration with one thing changed, and why the backend refuses it (empty: it accepts)."""
+    """A base configuration with one change, and the backend's refusals of it (empty: it accepts)."""
 
     name: str
     spec: AttentionSpec
@@ -49,9 +49,9 @@ class Variation:
 
 
 def base_specs(capabilities: Capabilities, device: DeviceSpec) -> list[AttentionSpec]:
-    """Return the first plain configuration that the backend accepts, or None."""
+    """Return the first plain configuration that the backend accepts, in a list, or an empty list."""
     dtypes = ("float32", "float16", "bfloat16") if device.kind == "cpu" else ("bfloat16", "float16", "float32")
-    # On the CPU small ones, as they are as telling; on a GPU those that kernels are made for.
+    # Small sizes on the CPU, where they show as much; on a GPU the usual sizes of models first.
     head_sizes = (32, 64, 128, 96, 256) if device.kind == "cpu" else (128, 64, 96, 256, 32)
     for kind, dtype, head_size, block_size in itertools.product(
         AttentionKind, dtypes, head_sizes, (16, 32, 64, 128, 256, 8)
@@ -81,7 +81,7 @@ def variations(base: AttentionSpec, capabilities: Capabilities, device: DeviceSp
 
 
 def everything(base: AttentionSpec, capabilities: Capabilities, device: DeviceSpec) -> Variation:
-    """Return `base` with every feature that the backend accepts beside the earlier ones."""
+    """Return `base` with each feature that the backend accepts together with the earlier ones."""
     names: list[str] = []
     spec = base
     for name, changes in _FEATURES.items():

@@ -1,4 +1,4 @@
-"""The conformance suite: what a backend declares, computes, and still computes once a graph has frozen it."""
+"""The conformance suite: declaration, numerics, capture and replay of a backend."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_conformance(
 
     Args:
         backend: object that an entry point leads to, or the name or label of a registered backend.
-        device: "cpu", "cuda" or None for the GPU where there is one.
+        device: "cpu", "cuda" or None for the GPU if there is one.
         specs: plain configurations to start from; by default one that the backend accepts.
         seed: seed of the batches' contents.
 
@@ -72,14 +72,14 @@ def check_conformance(
             for check in _check_spec(make, registered, base, device_spec, seed):
                 report.checks.append(check)
     except RuntimeError as error:
-        # Not a backend's own: theirs are checks. A kernel may have lost the device, and nothing runs on it any more.
+        # Errors of a backend become checks. Here a kernel may have broken the device, and nothing runs on it any more.
         text = f"nothing could be run after the check before this one: {error}"
         report.checks.append(failed(LOST, capabilities.label, text))
     return report
 
 
 def find_backend(name: str) -> Registered:
-    """Find a registered backend by name or label, in any case; of several versions the first with kernels here.
+    """Find a registered backend by name or label, in any case; of several versions the first that is installed.
 
     Raises:
         BackendError: there is none.
@@ -110,7 +110,7 @@ def _loaded(
     try:
         make = registered.loader()
     except Exception as error:  # whatever another package's import raises
-        text = f"the loader raised {type(error).__name__}: {error}; missing() is to say what is not here"
+        text = f"the loader raised {type(error).__name__}: {error}; missing() is to name the missing library"
         report.checks.append(failed(LOADING, capabilities.label, text))
         return None
     if isinstance(make, type) and make.capabilities.label != capabilities.label:
@@ -128,7 +128,7 @@ def _check_spec(
     capabilities = registered.capabilities
     numerics = check_numerics(make, base, device)
     if numerics.outcome is Outcome.FAILED:
-        # A fault from reading padding or unwritten memory has a name of its own, which these runs find.
+        # The graph checks know faults from reading padding or unwritten memory by name.
         graphs = _check_graphs(make, registered, base, device_spec, seed)
         yield from (one for one in graphs if one.outcome is Outcome.FAILED and one.name in (PADDING, UNWRITTEN))
         yield numerics
@@ -173,7 +173,7 @@ def _check_graphs(
 
 
 def _keys(spec: AttentionSpec, level: GraphSupport, device_type: str) -> list[GraphKey]:
-    """Two sizes of decode graphs, and a mixed one where any batch may be captured; the largest of each set first."""
+    """Return two sizes of decode graphs, and a mixed one if any batch may be captured; the largest of a set first."""
     limits = limits_for(device_type)
     query_len, slots = 1 + spec.speculative_tokens, limits.max_num_seqs
     needed = GraphSupport.UNIFORM_SINGLE_TOKEN_DECODE if query_len == 1 else GraphSupport.UNIFORM_BATCH

@@ -1,18 +1,17 @@
-"""lm-evaluation-harness's own command, which knows `--model phonograph` and the demo tasks."""
+"""lm-evaluation-harness's own command, which knows `--model phonograph`."""
 
 # pyright: basic, reportMissingImports=false
 
 from __future__ import annotations
 
 import sys
-from pathlib import Path
+from collections.abc import Sequence
 
 from phonograph.errors import PhonographError
 
-TASKS = Path(__file__).parent / "tasks"
 
-
-def main() -> int:
+def main(words: Sequence[str]) -> int:
+    """Run the harness's command; `run` has `--model phonograph` unless it names another, or a file of arguments."""
     try:
         from lm_eval.__main__ import cli_evaluate
 
@@ -20,8 +19,9 @@ def main() -> int:
     except ImportError as error:
         print(f"phonograph: error: {error}; pip install 'phonograph[eval]'", file=sys.stderr)
         return 2
-    if "run" in sys.argv[1:2] and not any(word.startswith("--include_path") for word in sys.argv):
-        sys.argv += ["--include_path", str(TASKS)]
+    named = any(word.partition("=")[0] in ("-M", "--model", "-C", "--config") for word in words)
+    model = ["--model", "phonograph"] if words and words[0] == "run" and not named else []
+    sys.argv = ["phonograph eval", *words, *model]
     try:
         cli_evaluate()
     except PhonographError as error:
@@ -31,4 +31,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

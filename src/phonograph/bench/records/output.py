@@ -6,7 +6,6 @@ No import of torch, so that `--help` stays quick.
 from __future__ import annotations
 
 import os
-from argparse import ArgumentTypeError
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,19 +28,6 @@ def check_output(path: Path) -> None:
         path.open("a").close()
         if new:
             path.unlink()
-
-
-def output_file(text: str) -> Path:
-    """Parse and check an option that names a result file, as a type for `argparse`.
-
-    Raises:
-        ArgumentTypeError: the file cannot be written.
-    """
-    try:
-        check_output(Path(text))
-    except ConfigError as error:
-        raise ArgumentTypeError(str(error)) from None
-    return Path(text)
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import platform
 import re
@@ -17,7 +16,6 @@ from typing import Any
 import torch
 
 from phonograph import __version__
-from phonograph.bench.records.output import writing
 from phonograph.core.device import num_cores
 
 _LIBRARIES = ("transformers", "numpy")
@@ -45,17 +43,6 @@ def provenance() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "load_average": round(os.getloadavg()[0], 2),
     }
-
-
-def write_result(path: Path, origin: dict[str, Any], result: dict[str, Any]) -> None:
-    """Write a result after its provenance, `origin`, as indented JSON.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({**origin, **result}, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _program(path: Path) -> list[str]:

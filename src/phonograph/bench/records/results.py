@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,9 +67,3 @@ def append_record(path: Path, record: dict[str, Any]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record, ensure_ascii=False) + "\n")
-
-
-def read_records(paths: Iterable[Path]) -> list[dict[str, Any]]:
-    """Read the records that `append_record` wrote; a missing file has none."""
-    lines = (line for path in paths if path.exists() for line in path.read_text(encoding="utf-8").splitlines())
-    return [json.loads(line) for line in lines if line.strip()]

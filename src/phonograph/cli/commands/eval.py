@@ -1,179 +1,21 @@
-"""`phonograph eval`: evaluates the demo model, and compares two evaluations answer by answer."""
+"""`phonograph eval`: lm-evaluation-harness's own command, with the engine as its model."""
 
 from __future__ import annotations
 
-import functools
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
-from cyclopts import App, Parameter
+from cyclopts import Parameter
 
-from phonograph.cli import show
-from phonograph.cli.examples import epilogue
-from phonograph.cli.options import takes_engine_config
-from phonograph.cli.progress import progress_bar
-from phonograph.cli.show import OUTPUT, Json, note, start
-from phonograph.config.engine_config import EngineConfig
-from phonograph.demo.tasks import EVALUATION_CONTEXT, EVALUATION_SEED
-from phonograph.errors import counted
-
-if TYPE_CHECKING:
-    from phonograph.bench.compare import TaskComparison
-    from phonograph.bench.demo_eval import TaskResult
-
-PROBLEMS, RECALLS = 100, 30
-"""Default numbers of questions: a tenth of the published evaluation's, which takes minutes on a CPU."""
-
-app = App(
-    name="eval",
-    help="Evaluate the demo model, and compare evaluations.",
-    help_format="plaintext",
-    help_epilogue=epilogue("eval"),
-)
+from phonograph.cli.show import check_installed
+from phonograph.errors import ConfigError
 
 
-def _of_the_demo_model(command: Callable[..., int]) -> Callable[..., int]:
-    """Set `--model demo` unless a model is named, since the tasks are those of the demo model."""
+def eval(*words: Annotated[str, Parameter(allow_leading_hyphen=True, help="Words of the harness's command.")]) -> int:
+    """Run lm-evaluation-harness (extra `eval`) on the offline API. --model_args takes the engine's settings."""
+    if words and words[0] in ("demo", "compare"):
+        problem = "is `python -m demo_evaluation` in a checkout; other words go to lm-evaluation-harness, as `run`"
+        raise ConfigError("eval", words[0], problem)
+    check_installed("eval", ["lm_eval"], extra="eval")
+    from phonograph.bench.harness.__main__ import main
 
-    @functools.wraps(command)
-    def run(*arguments: Any, **keywords: Any) -> int:
-        if not arguments:
-            keywords["model"] = keywords.get("model") or "demo"
-        return command(*arguments, **keywords)
-
-    return run
-
-
-@app.command(help_epilogue=epilogue("eval demo"))
-@_of_the_demo_model
-@takes_engine_config
-def demo(
-    config: EngineConfig,
-    *,
-    problems: Annotated[int, Parameter(help="Held-out word problems to answer.")] = PROBLEMS,
-    recalls: Annotated[int, Parameter(help="Recalls from a long context to answer.")] = RECALLS,
-    recall_tokens: Annotated[int, Parameter(help="Tokens of a recall's prompt, at least.")] = EVALUATION_CONTEXT,
-    eval_seed: Annotated[
-        int, Parameter(help="Seed of problems and recalls; --seed is the engine's.")
-    ] = EVALUATION_SEED,
-    output: Annotated[
-        Path | None, OUTPUT, Parameter(help="File for everything: answers, token ids, where it was run.")
-    ] = None,
-    as_json: Json = False,
-) -> int:
-    """Answer the demo model's held-out tasks greedily and score them. --model is demo unless given."""
-    # These need torch, which `--help` does not.
-    from phonograph.bench.demo_eval import evaluate_demo
-    from phonograph.bench.records.record import provenance, write_result
-
-    origin = provenance()
-    llm = start(config)
-    with progress_bar() as report:
-        results = evaluate_demo(
-            llm,
-            num_problems=problems,
-            num_recalls=recalls,
-            recall_tokens=recall_tokens,
-            seed=eval_seed,
-            expect=lambda seconds: note(f"{_questions(problems, recalls)}, about {seconds_text(seconds)}"),
-            progress=lambda task, done, total, correct: report(task, done, total, f"{correct / done:.3f} right"),
-        )
-    facts = {
-        **show.engine_facts(llm),
-        "eval_seed": eval_seed,
-        "recall_tokens": recall_tokens,
-        "tasks": [_task_facts(result) for result in results],
-    }
-    items = [asdict(item) for result in results for item in result.items]
-    save = None if output is None else functools.partial(write_result, output, origin, {**facts, "items": items})
-    show.report({**origin, **facts}, lambda: _print_results(results), as_json=as_json, save=save)
-    if not as_json:
-        steps = sum((result.steps for result in results), Counter[str]())
-        note(f"{llm.plan.resolution.label}, {show.steps_text(steps)}")
-    return 0
-
-
-@app.command(help_epilogue=epilogue("eval compare"))
-def compare(
-    first: Annotated[Path, Parameter(help="A file that eval demo --output wrote.")],
-    second: Annotated[Path, Parameter(help="Another, of the same questions.")],
-    *,
-    as_json: Json = False,
-) -> int:
-    """Compare two evaluations answer by answer; exit code 1 where their tokens differ."""
-    from phonograph.bench.compare import compare as compare_items
-    from phonograph.bench.compare import read_items
-
-    comparisons = compare_items(read_items(first), read_items(second))
-    if as_json:
-        show.print_json({"tasks": [asdict(comparison) for comparison in comparisons]})
-    else:
-        _print_comparisons(comparisons)
-    return int(any(comparison.divergences for comparison in comparisons))
-
-
-def _questions(problems: int, recalls: int) -> str:
-    kinds = (("problem", problems), ("recall", recalls))
-    return " and ".join(counted(count, noun) for noun, count in kinds if count)
-
-
-def seconds_text(seconds: float) -> str:
-    """Return a rough duration: "5 s", "2 min", "1.5 h"."""
-    if seconds < 100:
-        return f"{max(1, round(seconds))} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
-
-
-def _task_facts(result: TaskResult) -> dict[str, Any]:
-    return {
-        "task": result.task,
-        "count": len(result.items),
-        "correct": result.num_correct,
-        "score": result.score,
-        "standard_error": result.standard_error,
-        "prompt_tokens": result.prompt_tokens,
-        "output_tokens": result.output_tokens,
-        "seconds": round(result.seconds, 4),
-        "steps": dict(result.steps),
-    }
-
-
-def _print_results(results: list[TaskResult]) -> None:
-    rows = [
-        (
-            result.task,
-            f"{result.num_correct} of {len(result.items)}",
-            f"{result.score:.4f} ± {result.standard_error:.4f}",
-            str(result.prompt_tokens),
-            str(result.output_tokens),
-            f"{result.seconds:.1f}",
-            f"{result.output_tokens / result.seconds:.0f}",
-        )
-        for result in results
-    ]
-    show.print_table(("task", "right", "score", "tokens in", "out", "seconds", "out/s"), rows)
-
-
-def _print_comparisons(comparisons: list[TaskComparison]) -> None:
-    rows = [
-        (
-            task.task,
-            str(task.count),
-            f"{task.first_score:.4f}",
-            f"{task.second_score:.4f}",
-            f"{task.difference:+.4f} ± {task.standard_error:.4f}",
-            str(len(task.divergences)),
-        )
-        for task in comparisons
-    ]
-    show.print_table(("task", "answers", "first", "second", "difference", "tokens differ in"), rows)
-    show.print_lines(
-        [
-            f"{found.task} {found.index}: from token {found.position} on, {found.first} against {found.second}"
-            for task in comparisons
-            for found in task.divergences
-        ]
-    )
+    return main(words or ["--help"])

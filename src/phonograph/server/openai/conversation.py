@@ -12,17 +12,8 @@ Message = dict[str, Any]
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 KEYS = frozenset(
     {
-        "role",
-        "content",
-        "name",
-        "refusal",
-        "audio",
-        "annotations",
-        "function_call",
-        "tool_calls",
-        "tool_call_id",
-        "reasoning",
-        "reasoning_content",
+        *("role", "content", "name", "refusal", "audio", "annotations", "function_call", "tool_calls", "tool_call_id"),
+        *("reasoning", "reasoning_content"),
     }
 )
 

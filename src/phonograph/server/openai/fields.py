@@ -15,44 +15,20 @@ MAX_STOP_LENGTH = 1024
 
 NO_EFFECT = frozenset(
     {
-        "metadata",
-        "prediction",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "service_tier",
-        "store",
-        "user",
+        *("metadata", "prediction", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"),
+        *("service_tier", "store", "user"),
     }
 )
 """OpenAI fields that do not change the answer. They are accepted, and a header lists them."""
 
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
-    "allowed_token_ids": (),
-    "audio": (),
-    "bad_words": (),
-    "cache_salt": (),
-    "chat_template": (),
-    "documents": (),
-    "function_call": ("none",),
-    "functions": (),
-    "guided_decoding_backend": (),
-    "include_reasoning": (True,),
-    "kv_transfer_params": (),
-    "length_penalty": (1,),
-    "logits_processors": (),
-    "mm_processor_kwargs": (),
-    "modalities": (["text"],),
-    "prompt_embeds": (),
-    "reasoning_effort": ("none",),
-    "return_token_ids": (),
-    "spaces_between_special_tokens": (True,),
-    "suffix": ("",),
-    "truncate_prompt_tokens": (),
-    "use_beam_search": (),
-    "verbosity": ("medium",),
-    "vllm_xargs": (),
-    "web_search_options": (),
+    **dict.fromkeys(("allowed_token_ids", "audio", "bad_words", "cache_salt", "chat_template", "documents"), ()),
+    **dict.fromkeys(("functions", "guided_decoding_backend", "kv_transfer_params", "logits_processors"), ()),
+    **dict.fromkeys(("mm_processor_kwargs", "prompt_embeds", "return_token_ids", "truncate_prompt_tokens"), ()),
+    **dict.fromkeys(("use_beam_search", "vllm_xargs", "web_search_options"), ()),
+    **dict.fromkeys(("function_call", "reasoning_effort"), ("none",)),
+    **dict.fromkeys(("include_reasoning", "spaces_between_special_tokens"), (True,)),
+    **{"length_penalty": (1,), "modalities": (["text"],), "suffix": ("",), "verbosity": ("medium",)},
 }
 """Fields of OpenAI or vLLM that are not served, with neutral values. Null, false, [] and {} are always neutral."""
 

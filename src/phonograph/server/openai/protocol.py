@@ -19,23 +19,9 @@ DEFAULT_MAX_TOKENS = 16
 """Default of completions, as at OpenAI. A chat's answer may fill the context."""
 
 _SAME_NAME = (
-    "n",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "seed",
-    "min_tokens",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "include_stop_str_in_output",
-    "skip_special_tokens",
-    "prompt_logprobs",
+    *("n", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("logit_bias", "seed", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output"),
+    *("skip_special_tokens", "prompt_logprobs"),
 )
 """Fields that have the same name in the engine."""
 

@@ -12,13 +12,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from phonograph.bench.cases import DecodeCase
-from phonograph.bench.floor import decode_work, this_chip
-from phonograph.bench.idle_trace import STEP_KERNEL, Activity, device_activities, steady_decodes
+from bench.cases import DecodeCase
+from bench.floor import decode_work, this_chip
+from bench.idle_trace import STEP_KERNEL, Activity, device_activities, steady_decodes
+from bench.kernel_parts import kernel_part
 from phonograph.bench.records.results import BenchProgress, Row
 from phonograph.engine.llm import LLM
 from phonograph.errors import PhonographError, shortened
-from phonograph.kernels.kernel_parts import kernel_part
 
 TOKENS = 48
 MAX_KERNELS = 12
@@ -84,7 +84,7 @@ def _parts_by_name(names: set[str]) -> dict[str, str]:
     if unknown:
         raise PhonographError(
             f"step report: no part of a step is declared for {', '.join(map(shortened, unknown))}; "
-            "declare it in phonograph/kernels/kernel_parts.py"
+            "declare it in benchmarks/bench/kernel_parts.py"
         )
     return found
 

@@ -1,43 +1,47 @@
-"""The documents of the demo tasks, made from the demo model's families of problems: nothing to download or keep."""
+"""Documents of the demo tasks, from the held-out problems of the demo model's evaluation."""
 
 # pyright: basic, reportMissingImports=false
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from random import Random
 from typing import Any
 
 from datasets import Dataset
 
-from phonograph.demo.tasks import EVALUATION_SEED, Problem
-from phonograph.demo.tasks import problems as draw
-
 COUNT = 200
-"""Documents of each task: the first of those that `phonograph eval demo` asks."""
-CHOICES = 4
+"""Documents of each task: the first problems of the demo model's evaluation."""
+CHOICES, SEED = 4, 20_000
 
 
 def problems(**_: Any) -> dict[str, Dataset]:
     """question, and the number that decides. The harness passes the task's metadata, which has no say."""
-    return _test([{"question": one.question, "answer": str(one.answer)} for one in draw(EVALUATION_SEED, COUNT)])
+    return _test([{"question": one["question"], "answer": str(one["answer"])} for one in _held_out()])
 
 
 def choices(**_: Any) -> dict[str, Dataset]:
     """question, worked answers, and which of them is right."""
-    rng = Random(EVALUATION_SEED)
-    return _test([_choice(one, rng) for one in draw(EVALUATION_SEED, COUNT)])
+    rng = Random(SEED)
+    return _test([_choice(one, rng) for one in _held_out()])
 
 
-def _choice(problem: Problem, rng: Random) -> dict[str, Any]:
-    result = problem.answer
+def _held_out() -> list[dict[str, Any]]:
+    lines = Path(__file__).with_name("held_out_problems.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines[:COUNT]]
+
+
+def _choice(problem: dict[str, Any], rng: Random) -> dict[str, Any]:
+    result = problem["answer"]
     wrong = {result + step for step in (-10, -2, -1, 1, 2, 10) if result + step >= 0}
     results = [result, *rng.sample(sorted(wrong), CHOICES - 1)]
     rng.shuffle(results)
     end = f"{result}. #### {result}"
-    assert problem.worked_answer.endswith(end)
-    begin = problem.worked_answer.removesuffix(end)
+    assert problem["worked_answer"].endswith(end)
+    begin = problem["worked_answer"].removesuffix(end)
     return {
-        "question": problem.question,
+        "question": problem["question"],
         "choices": [f"{begin}{one}. #### {one}" for one in results],
         "gold": results.index(result),
     }

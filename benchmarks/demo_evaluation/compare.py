@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
-from phonograph.bench.demo_eval import Item
+from demo_evaluation.evaluate import Item
 from phonograph.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """First position at which the tokens of two answers differ; None is behind the end of one of them."""
+    """First position at which the tokens of two answers differ; None is after the end of one of them."""
 
     task: str
     index: int
@@ -47,7 +47,7 @@ def read_items(path: Path) -> list[Item]:
     try:
         return [Item(**item) for item in json.loads(path.read_text(encoding="utf-8"))["items"]]
     except (OSError, ValueError, TypeError, KeyError) as error:
-        problem = f"is not the result of an evaluation ({error}); eval demo --output writes one"
+        problem = f"is not the result of an evaluation ({error}); demo_evaluation --output writes one"
         raise ConfigError("file", str(path), problem) from None
 
 

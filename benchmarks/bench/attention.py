@@ -18,11 +18,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from bench.floor import attention_work, this_chip
 from phonograph.attention.attention_spec import UNBOUNDED, AttentionSpec
 from phonograph.attention.backend import AttentionCall, AttentionLayer, BatchLimits
 from phonograph.attention.metadata import CommonMetadata, CommonPrefix
 from phonograph.attention.selection import load
-from phonograph.bench.floor import attention_work, this_chip
 from phonograph.bench.records.results import BenchProgress, Row
 from phonograph.engine.plan import EnginePlan
 from phonograph.errors import ConfigError, PhonographError

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from phonograph.bench.cases import DecodeCase
+from bench.cases import DecodeCase
 from phonograph.bench.engine import greedy, random_prompt, timed
 from phonograph.bench.records.results import BenchProgress, Row
 from phonograph.engine.llm import LLM

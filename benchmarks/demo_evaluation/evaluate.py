@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from demo_tasks import tasks
 from phonograph.bench.run_requests import Answer, run_requests
 from phonograph.core.sampling_params import SamplingParams
-from phonograph.demo import tasks
 from phonograph.engine.llm import LLM
 from phonograph.errors import UNSET, ConfigError
 from phonograph.text.tokenizer import Tokenizer

@@ -12,8 +12,8 @@ from hashlib import blake2b
 from random import Random
 from typing import Final, Literal
 
-from phonograph.demo.families import FAMILIES, Family
-from phonograph.demo.words import COLORS, CONTAINERS, DAYS, FEMALE, MALE, OBJECTS, PLACES, THINGS, filler, pseudo_word
+from demo_tasks.families import FAMILIES, Family
+from demo_tasks.words import COLORS, CONTAINERS, DAYS, FEMALE, MALE, OBJECTS, PLACES, THINGS, filler, pseudo_word
 
 Split = Literal["train", "held-out"]
 
