@@ -72,7 +72,9 @@ def start(folder: Path, sizes: Sequence[int] = (1, 3, 24)) -> tuple[Session, Cou
         cudagraph_capture_sizes=list(sizes),
     )
     model = read_model_spec(folder)
-    engine = build.build_engine(make_plan(config, model, replace(known_device("h200"), capability=(8, 0))), platform=HostPlatform())
+    engine = build.build_engine(
+        make_plan(config, model, replace(known_device("h200"), capability=(8, 0))), platform=HostPlatform()
+    )
     session = Session(engine.core, model, None, 0, GrammarCompiler(lambda: None, tuple(model.eos_token_ids)))
     return session, engine.core.runner.counts
 
