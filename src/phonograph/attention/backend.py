@@ -16,6 +16,7 @@ import torch
 from phonograph.attention.attention_spec import UNBOUNDED, AttentionSpec
 from phonograph.attention.metadata import MetadataBuilder, MetadataT
 from phonograph.core.device import DeviceSpec
+from phonograph.core.limits import Limits
 from phonograph.graphs.modes import GraphKey, Support
 
 
@@ -124,9 +125,7 @@ class Capabilities(ABC):
         """
         return None
 
-    def buffer_bytes(
-        self, spec: AttentionSpec, device: DeviceSpec, limits: BatchLimits, graphs: Sequence[GraphKey]
-    ) -> int:
+    def buffer_bytes(self, spec: AttentionSpec, device: DeviceSpec, limits: Limits, graphs: Sequence[GraphKey]) -> int:
         """Return the bytes of device memory that the backend takes for any batch within `limits` and these graphs.
 
         The KV cache is sized by the rest. A few MB need not be counted.
@@ -139,7 +138,7 @@ class Capabilities(ABC):
 
         Example:
             ```python
-            limits = BatchLimits(max_num_seqs=256, max_num_tokens=8192, max_model_len=131072)
+            limits = Limits(max_num_seqs=256, max_num_batched_tokens=8192, max_model_len=131072)
             print(capabilities.buffer_bytes(spec, device, limits, graphs=[]))
             ```
         """
@@ -186,21 +185,6 @@ class AttentionLayer:
     q_scale: torch.Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchLimits:
-    """The largest batch that a builder's persistent buffers must hold.
-
-    Attributes:
-        max_num_seqs: request slots R.
-        max_num_tokens: tokens T of a step.
-        max_model_len: tokens of a sequence, context included.
-    """
-
-    max_num_seqs: int
-    max_num_tokens: int
-    max_model_len: int
-
-
 class AttentionCall(NamedTuple, Generic[MetadataT]):
     """One layer in one step.
 
@@ -244,7 +228,7 @@ class AttentionBackend(ABC, Generic[MetadataT]):
         spec = AttentionSpec(
             num_query_heads=4, num_kv_heads=2, head_size=64, dtype="float32", kv_cache_dtype="float32", block_size=16
         )
-        limits = BatchLimits(max_num_seqs=2, max_num_tokens=8, max_model_len=64)
+        limits = Limits(max_num_seqs=2, max_num_batched_tokens=8, max_model_len=64)
         backend = ReferenceBackend(spec, torch.device("cpu"), limits)
         starts, lens = np.array([0, 1, 4], dtype=np.int32), np.array([9, 3], dtype=np.int32)
         batch = CommonMetadata(
@@ -284,7 +268,7 @@ class AttentionBackend(ABC, Generic[MetadataT]):
     only_triton: bool = False
     reads_on_host: bool = False
 
-    def __init__(self, spec: AttentionSpec, device: torch.device, limits: BatchLimits) -> None:
+    def __init__(self, spec: AttentionSpec, device: torch.device, limits: Limits) -> None:
         self.spec = spec
         self.device = device
         self.limits = limits
@@ -395,5 +379,5 @@ AnyBackend = AttentionBackend[Any]
 """A backend whose metadata the caller only passes on."""
 AnyCall = AttentionCall[Any]
 """A call whose metadata the caller only passes on."""
-MakeBackend = Callable[[AttentionSpec, torch.device, BatchLimits], AnyBackend]
+MakeBackend = Callable[[AttentionSpec, torch.device, Limits], AnyBackend]
 """A backend's class, or another callable that makes a backend."""

@@ -19,11 +19,12 @@ import numpy as np
 import torch
 
 from phonograph.attention.attention_spec import UNBOUNDED, AttentionSpec
-from phonograph.attention.backend import AttentionCall, AttentionLayer, BatchLimits
+from phonograph.attention.backend import AttentionCall, AttentionLayer
 from phonograph.attention.metadata import CommonMetadata, CommonPrefix
 from phonograph.attention.selection import load
 from phonograph.bench.floor import attention_work, this_chip
 from phonograph.bench.records.results import BenchProgress, Row
+from phonograph.core.limits import Limits
 from phonograph.engine.plan import EnginePlan
 from phonograph.errors import ConfigError, PhonographError
 from phonograph.graphs.modes import GraphKey, GraphSet
@@ -157,9 +158,9 @@ def _measure(plan: EnginePlan, case: Case, *, cascade: bool) -> dict[str, Any]:
     device = torch.device(plan.device.kind)
     key = replace(graph_key(lengths), cascade=cascade)
     spec = replace(plan.attention, speculative_tokens=max(0, key.query_len - 1))
-    limits = BatchLimits(
+    limits = Limits(
         max_num_seqs=max(plan.limits.max_num_seqs, len(lengths)),
-        max_num_tokens=max(plan.limits.max_num_batched_tokens, key.num_tokens),
+        max_num_batched_tokens=max(plan.limits.max_num_batched_tokens, key.num_tokens),
         max_model_len=max(plan.limits.max_model_len, *(length for _, length in lengths)),
     )
     backend = load(plan.selection)(spec, device, limits)

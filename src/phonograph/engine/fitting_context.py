@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from phonograph.core.blocks import blocks_for
-from phonograph.engine.memory import Limits, MemoryPlan
+from phonograph.core.limits import Limits
+from phonograph.engine.memory import MemoryPlan
 from phonograph.errors import MemoryLimitError
 
 SHORTEST = 2

@@ -13,8 +13,9 @@ from phonograph.attention.selection import Selection, select
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.blocks import blocks_for, most_step_tokens
 from phonograph.core.device import DeviceSpec
+from phonograph.core.limits import Limits
 from phonograph.engine.fitting_context import SHORTEST, plan_fitting_context
-from phonograph.engine.memory import Limits, MemoryPlan, gib, plan_memory
+from phonograph.engine.memory import MemoryPlan, gib, plan_memory
 from phonograph.engine.startup.cpu_products import plan_cpu_products
 from phonograph.engine.startup.threads import Threads, plan_threads
 from phonograph.errors import ConfigError
@@ -93,7 +94,6 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
     """
     dtype = _dtype(config, model, device)
     limits = _limits(config, model, device)
-    _check_block_size(limits, model)
     cpu_products = plan_cpu_products(config.cpu_products, model, dtype) if device.kind == "cpu" else None
     if cpu_products is not None:
         model = cpu_products.with_head(model)
@@ -101,6 +101,7 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
     if cpu_products is not None:
         notes.append(f"cpu_products: {cpu_products.reason}")
     attention = resolve_attention(config, model, device)
+    _check_block_size(attention)
     if config.batch_invariant and device.kind == "cpu":
         raise ConfigError(
             "batch_invariant",
@@ -117,7 +118,7 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
     if preferred is not None and config.block_size is None and config.num_kv_blocks is None:
         resized = replace(attention, block_size=preferred[0])
         if not selection.capabilities.why_not(resized, device):
-            attention, limits = resized, replace(limits, block_size=preferred[0])
+            attention = resized
             notes.append(f"block_size {preferred[0]}: {preferred[1]}")
     requested = GraphMode.NONE if config.enforce_eager else config.cudagraph_mode
     support = selection.capabilities.graph_support(attention, device)
@@ -130,25 +131,25 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
 
     def plan_context(max_model_len: int) -> tuple[Limits, MemoryPlan]:
         within = replace(longest, max_model_len=max_model_len)
-        attention_bytes = capabilities.buffer_bytes(attention, device, within.of_batches, graphs)
+        attention_bytes = capabilities.buffer_bytes(attention, device, within, graphs)
         if config.cascade_attention:
-            attention_bytes += cascade_bytes(capabilities, attention, device, within.of_batches, graphs)
+            attention_bytes += cascade_bytes(capabilities, attention, device, within, graphs)
         return within, plan_memory(
             config,
             model,
             device,
             within,
             dtype=dtype,
-            kv_cache_dtype=attention.kv_cache_dtype,
+            attention=attention,
             graph_tokens=graph_tokens,
             num_graphs=len(graphs),
-            attention=attention_bytes,
+            attention_bytes=attention_bytes,
             cpu_products=cpu_products,
         )
 
     if config.max_model_len is None:
-        limits, memory = plan_fitting_context(plan_context, longest.max_model_len, longest.block_size)
-        notes.insert(0, _context_note(limits, memory, model))
+        limits, memory = plan_fitting_context(plan_context, longest.max_model_len, attention.block_size)
+        notes.insert(0, _context_note(limits.max_model_len, attention.block_size, memory, model))
     else:
         limits, memory = plan_context(config.max_model_len)
     if memory.num_blocks < limits.max_num_seqs:
@@ -159,7 +160,7 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
     # The cache and the longest requests bound the tokens of a step.
     most = most_step_tokens(
         num_blocks=memory.num_blocks,
-        block_size=limits.block_size,
+        block_size=attention.block_size,
         max_model_len=limits.max_model_len,
         max_num_seqs=limits.max_num_seqs,
     )
@@ -192,11 +193,11 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
     )
 
 
-def _context_note(limits: Limits, memory: MemoryPlan, model: ModelSpec) -> str:
-    context, source = limits.max_model_len, model.context_source
+def _context_note(context: int, block_size: int, memory: MemoryPlan, model: ModelSpec) -> str:
+    source = model.context_source
     if context == model.context_length:
         return f"max_model_len {context}: {source}"
-    whole = blocks_for(model.context_length, limits.block_size) * memory.block
+    whole = blocks_for(model.context_length, block_size) * memory.block
     return (
         f"max_model_len {context}: the largest that fits the memory; the model's {model.context_length} ({source}) "
         f"needs a KV cache of {gib(whole)} (kv_cache_memory_bytes={whole})"
@@ -266,25 +267,20 @@ def _limits(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Limit
         max_model_len=max_model_len,
         max_num_seqs=seqs,
         max_num_batched_tokens=tokens or max(_DEFAULT_BATCHED_TOKENS[device.kind], seqs),
-        block_size=_block_size(config, device),
     )
 
 
-def _check_block_size(limits: Limits, model: ModelSpec) -> None:
+def _check_block_size(attention: AttentionSpec) -> None:
     """Check that 32-bit offsets, which kernels use within a block, reach all of its elements.
 
     Raises:
         ConfigError: the block is too large.
     """
-    slot = model.num_kv_heads * model.head_size
+    slot = attention.num_kv_heads * attention.head_size
     most = ((1 << 31) - 1) // slot // 16 * 16
-    if limits.block_size > most:
-        problem = f"a block would have {limits.block_size * slot} elements of a layer's keys; {most} or less works"
-        raise ConfigError("block_size", limits.block_size, problem)
-
-
-def _block_size(config: EngineConfig, device: DeviceSpec) -> int:
-    return config.block_size or _DEFAULT_BLOCK_SIZE[device.kind]
+    if attention.block_size > most:
+        problem = f"a block would have {attention.block_size * slot} elements of a layer's keys; {most} or less works"
+        raise ConfigError("block_size", attention.block_size, problem)
 
 
 def _capture_tokens(config: EngineConfig, limits: Limits, device: DeviceSpec) -> int:
@@ -352,7 +348,7 @@ def resolve_attention(config: EngineConfig, model: ModelSpec, device: DeviceSpec
         head_size=model.head_size,
         dtype=dtype,
         kv_cache_dtype=KV_CACHE_DTYPES.get(config.kv_cache_dtype, dtype),
-        block_size=_block_size(config, device),
+        block_size=config.block_size or _DEFAULT_BLOCK_SIZE[device.kind],
         layout=KVLayout(config.kv_cache_layout),
         windows=tuple(sorted(set(model.windows))) or ((UNBOUNDED, UNBOUNDED),),
         speculative_tokens=config.num_speculative_tokens,

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from phonograph.attention.attention_spec import AttentionSpec
-from phonograph.attention.backend import AnyBackend, AttentionCall, AttentionLayer, BatchLimits
+from phonograph.attention.backend import AnyBackend, AttentionCall, AttentionLayer
+from phonograph.core.limits import Limits
 from phonograph.testing.conformance_batch import (
     BatchShape,
     PagedBatch,
@@ -82,9 +83,9 @@ def check_backend(
         shapes: those of `shapes_of` for the spec, unless others are given.
     """
     shapes = shapes or shapes_of(spec)
-    limits = BatchLimits(
+    limits = Limits(
         max_num_seqs=max(len(shape.query_lens) + shape.padded_reqs for shape in shapes),
-        max_num_tokens=max(sum(shape.query_lens) + shape.padded_tokens for shape in shapes),
+        max_num_batched_tokens=max(sum(shape.query_lens) + shape.padded_tokens for shape in shapes),
         max_model_len=max(max(shape.seq_lens, default=1) for shape in shapes),
     )
     backend = backend_class(spec, device, limits)

@@ -135,7 +135,7 @@ def _capture(
     first = tensors_of(captured, inputs.device)
     for other in others:
         rig.build(inputs.draw(_largest(other, inputs), other), other)
-    eager = batch("eager", [inputs.limits.max_num_tokens], [inputs.limits.max_model_len])
+    eager = batch("eager", [inputs.limits.max_num_batched_tokens], [inputs.limits.max_model_len])
     rig.build(inputs.draw(eager, None), None)
     later = rig.build(inputs.draw(_largest(key, inputs), key), key)
     paths = moved(first, tensors_of(later, inputs.device))

@@ -180,5 +180,5 @@ def _keys(spec: AttentionSpec, level: GraphSupport, device_type: str) -> list[Gr
     if level < needed:
         return []
     decodes = [GraphKey(GraphSet.DECODE, size * query_len, size, query_len) for size in (slots, 3)]
-    mixed = [GraphKey(GraphSet.MIXED, limits.max_num_tokens, slots)] if level is GraphSupport.ALWAYS else []
+    mixed = [GraphKey(GraphSet.MIXED, limits.max_num_batched_tokens, slots)] if level is GraphSupport.ALWAYS else []
     return [*decodes, *mixed]

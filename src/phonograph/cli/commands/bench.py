@@ -233,7 +233,7 @@ def _run_suites(config: EngineConfig, suites: dict[str, Suite], output: Path | N
         "max_model_len": limits.max_model_len,
         "max_num_seqs": limits.max_num_seqs,
         "max_num_batched_tokens": limits.max_num_batched_tokens,
-        "kv_cache_tokens": llm.plan.memory.num_blocks * limits.block_size,
+        "kv_cache_tokens": llm.plan.memory.num_blocks * llm.plan.attention.block_size,
     }
     rows: list[Row] = []
     try:
