@@ -19,8 +19,6 @@ from phonograph.models.spec import DTYPE_BYTES, ModelSpec
 from phonograph.sampling.grammar_masks import bitmask_words
 from phonograph.sampling.sampler import Sampler
 
-KV_DTYPE_BYTES = {**DTYPE_BYTES, "float8_e4m3fn": 1, "float8_e5m2": 1}
-
 _CPU_KV_LIMIT = 2 * GIB
 """Limit of the default KV cache on a CPU, where it shares memory with other programs."""
 _LIBRARY_BYTES = 334 << 20
@@ -115,7 +113,7 @@ def plan_memory(
             f"{config.model}: {parts} do not fit {place}; {gib(taken)} and room for the KV cache are needed, at least "
             f"{gib(taken - available)} more; {_SMALLER}"
         )
-    block = kv_block_bytes(model, attention.kv_cache_dtype, block_size)
+    block = model.num_layers * block_size * attention.kv_token_bytes
     blocks_per_request = blocks_for(max_model_len, block_size)
     if config.num_kv_blocks is not None:
         num_blocks, source = config.num_kv_blocks, f"num_kv_blocks={config.num_kv_blocks}"
@@ -185,12 +183,6 @@ def _available(device: DeviceSpec) -> tuple[int, str]:
 def gib(num_bytes: int) -> str:
     """Return a number of bytes in GiB, for a message."""
     return f"{num_bytes / GIB:.1f} GiB"
-
-
-def kv_block_bytes(model: ModelSpec, kv_cache_dtype: str, block_size: int) -> int:
-    """Return the bytes of the keys and values of one block in all layers."""
-    per_token = 2 * model.num_kv_heads * model.head_size * KV_DTYPE_BYTES[kv_cache_dtype]
-    return model.num_layers * block_size * per_token
 
 
 def estimate_graph_bytes(model: ModelSpec, dtype: str, tokens: int, rows: int) -> int:

@@ -56,9 +56,7 @@ def cascade_bytes(
     with_lse = replace(spec, cascade=False, lse=True, non_causal=True)
     cascades = [key for key in graphs if key.cascade]
     parts = sum(capabilities.buffer_bytes(with_lse, device, part, cascades) for part in (prefix, suffixes))
-    output = (
-        suffixes.max_num_batched_tokens * spec.num_query_heads * spec.head_size * (4 if spec.dtype == "float32" else 2)
-    )
+    output = suffixes.max_num_batched_tokens * spec.num_query_heads * spec.head_size * spec.element_bytes
     table = 4 * limits.max_num_seqs * -(-limits.max_model_len // spec.block_size)
     return parts + output + table
 

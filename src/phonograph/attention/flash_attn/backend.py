@@ -47,7 +47,7 @@ class FlashAttentionBackend(GpuBackend[FlashAttentionMetadata]):
         super().__init__(spec, device, limits)
         self._library = make_library(self.capabilities.version, spec)
         self._plan = torch.zeros(plan_length(limits), dtype=torch.int32, device=device)
-        self.quantizes_queries = spec.kv_cache_dtype.startswith("float8")
+        self.quantizes_queries = spec.has_fp8_cache
         if self.quantizes_queries:
             shape = limits.max_num_batched_tokens, spec.num_query_heads, spec.head_size
             self._queries = torch.zeros(shape, dtype=getattr(torch, spec.kv_cache_dtype), device=device)

@@ -100,7 +100,7 @@ class Library:
         arguments = {*cls.arguments, *cls.constants}
         if spec is not None and spec.sinks:
             arguments.add(cls.sink)
-        if spec is not None and spec.kv_cache_dtype.startswith("float8"):
+        if spec is not None and spec.has_fp8_cache:
             arguments.update(cls.descales)
         found = {cls.function: arguments}
         return found | {"get_scheduler_metadata": set(cls.scheduler)} if cls.scheduler else found
@@ -145,7 +145,7 @@ class Library:
             "lse": self.spec.lse,
         }
         arguments = {argument: values[name] for argument, name in self.arguments.items()} | self.constants
-        if self.descales and self.spec.kv_cache_dtype.startswith("float8"):
+        if self.descales and self.spec.has_fp8_cache:
             arguments |= self._factors(layer, common.seq_lens.shape[0])
         if layer.sinks is not None:
             # Converted each time: a tensor kept from a capture would lie in memory that other graphs reuse.

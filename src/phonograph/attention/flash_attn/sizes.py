@@ -49,7 +49,7 @@ def kept_bytes(spec: AttentionSpec, limits: Limits) -> int:
     queries = limits.max_num_batched_tokens * spec.num_query_heads * spec.head_size
     return (
         4 * plan_length(limits)
-        + (queries if spec.kv_cache_dtype.startswith("float8") else 0)
+        + (queries if spec.has_fp8_cache else 0)
         + (4 * limits.max_num_batched_tokens + 4 if spec.lse else 0)
     )
 

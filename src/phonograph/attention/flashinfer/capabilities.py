@@ -76,4 +76,4 @@ class FlashInferCapabilities(DeclaredCapabilities):
 
 def prefill_routine(spec: AttentionSpec, capability: tuple[int, int]) -> str:
     """Return its implementation of prefill: FA3 on Hopper, but not for FP8 caches, which need FP8 queries there."""
-    return "fa3" if capability[0] == 9 and not spec.kv_cache_dtype.startswith("float8") else "fa2"
+    return "fa3" if capability[0] == 9 and not spec.has_fp8_cache else "fa2"
