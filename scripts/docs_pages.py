@@ -26,7 +26,7 @@ from phonograph.cli import options
 from phonograph.cli.app import COMMANDS, WITH_SUBCOMMANDS, app
 from phonograph.config.values import Kind
 from phonograph.config.vllm_flags import ALWAYS, MISSING, NEUTRAL, RENAMED
-from phonograph.models.catalog import HUB_IDS
+from phonograph.files.catalog import HUB_IDS
 from phonograph.models.registry import ARCHITECTURES
 from phonograph.server.http.application import ERRORS, ROUTERS
 from phonograph.server.observe.metrics import EngineCollector

@@ -20,11 +20,11 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from phonograph.errors import ConfigError, ModelError, UnsupportedModelError
+from phonograph.files import model_files as folder_module
 from phonograph.models.config_fields import FIELDS, FIXED, IGNORED, IGNORED_BY_TYPE
 from phonograph.models.layers.rope import rope_frequencies
 from phonograph.models.rope_parameters import read_rope
 from phonograph.models.spec import ModelSpec, read_model_spec
-from phonograph.models.weights import model_files as folder_module
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

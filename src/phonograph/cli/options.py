@@ -20,7 +20,7 @@ from phonograph.config.server_config import ServerConfig
 from phonograph.config.sources import SourcedValue, read_environment, read_file, read_flags
 from phonograph.config.values import Kind
 from phonograph.errors import ConfigError
-from phonograph.models.weights.model_files import names_model
+from phonograph.files.model_files import names_model
 
 P = ParamSpec("P")
 R = TypeVar("R")

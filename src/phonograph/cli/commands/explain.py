@@ -54,7 +54,7 @@ def explain(
     """Print backend, graph mode, graphs, memory and the decision for batches, each with its reason."""
     from phonograph.cli.attention_matrix import make_matrix
     from phonograph.engine.plan import make_plan, resolve_attention
-    from phonograph.models.catalog import catalog_name
+    from phonograph.files.catalog import catalog_name
     from phonograph.models.spec import read_configured_model
 
     if common_prefix and not batch:
