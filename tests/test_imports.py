@@ -197,6 +197,28 @@ def test_folders_and_modules_are_small_and_have_names_of_their_own() -> None:
     assert outgrown(PACKAGE) == []
 
 
+def repeated_classes(package: Path) -> dict[str, list[str]]:
+    """Return the names that several classes of the package have, each with the modules of the classes."""
+    found: dict[str, list[str]] = {}
+    for module, path in modules(package).items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(module)
+    return {name: owners for name, owners in found.items() if len(owners) > 1}
+
+
+def test_classes_have_names_of_their_own() -> None:
+    assert repeated_classes(PACKAGE) == {}
+
+
+def test_a_planted_repeated_class_is_found(tmp_path: Path) -> None:
+    package = tmp_path / "phonograph"
+    for name in ("graphs/tape.py", "text/tape_text.py"):
+        (package / name).parent.mkdir(parents=True)
+        (package / name).write_text("def make():\n    class Tape: ...\n")
+    assert repeated_classes(package) == {"Tape": ["phonograph.graphs.tape", "phonograph.text.tape_text"]}
+
+
 @pytest.mark.parametrize(
     ("files", "lines", "problem"),
     [

@@ -18,7 +18,7 @@ from paged import Batch
 from phonograph.attention.attention_spec import AttentionKind, AttentionSpec, KVLayout
 from phonograph.attention.backend import AttentionCall, MakeBackend
 from phonograph.attention.cascade.backend import CascadeBackend, CascadeMetadata
-from phonograph.attention.cascade.rule import MIN_PREFIX, MIN_REQUESTS, CascadeRule, cascade_bytes, cascade_refusals
+from phonograph.attention.cascade.rule import MIN_PREFIX, MIN_REQUESTS, CascadeTimeRule, cascade_bytes, cascade_refusals
 from phonograph.attention.metadata import AttentionMetadata, CommonMetadata
 from phonograph.attention.reference.backend import ReferenceBackend, ReferenceCapabilities
 from phonograph.attention.selection import load, select
@@ -45,7 +45,7 @@ HALF = llama(cascade=True)
 
 # -- the rule ----------------------------------------------------------------------------------------------------------
 
-LLAMA = CascadeRule(num_query_heads=32, num_kv_heads=8, num_sms=132)
+LLAMA = CascadeTimeRule(num_query_heads=32, num_kv_heads=8, num_sms=132)
 
 
 @pytest.mark.parametrize(
@@ -68,16 +68,25 @@ LLAMA = CascadeRule(num_query_heads=32, num_kv_heads=8, num_sms=132)
         # Keys behind a whole tile count as one.
         (LLAMA, 64, 1, 257, True, "3 with cascade, 12 without"),
         # Split decoding would serve neither of these.
-        (CascadeRule(num_query_heads=8, num_kv_heads=8, num_sms=132), 8, 1, 256, True, "as many KV heads"),
+        (CascadeTimeRule(num_query_heads=8, num_kv_heads=8, num_sms=132), 8, 1, 256, True, "as many KV heads"),
         (LLAMA, 8, 2, 256, True, "more than one token"),
         (LLAMA, 7, 2, 256, False, "fewer than 8"),
         (LLAMA, 8, 2, 240, False, "256 are worth it"),
         # More heads for each KV head than a tile takes.
-        (CascadeRule(num_query_heads=256, num_kv_heads=1, num_sms=1), 8, 1, 256, False, "512 with cascade, 32 without"),
+        (
+            CascadeTimeRule(num_query_heads=256, num_kv_heads=1, num_sms=1),
+            8,
+            1,
+            256,
+            False,
+            "512 with cascade, 32 without",
+        ),
         (replace(LLAMA, num_sms=0), 8, 1, 256, True, "64 with cascade, 128 without"),
     ],
 )
-def test_the_rule(rule: CascadeRule, num_reqs: int, query_len: int, prefix_len: int, taken: bool, words: str) -> None:
+def test_the_rule(
+    rule: CascadeTimeRule, num_reqs: int, query_len: int, prefix_len: int, taken: bool, words: str
+) -> None:
     choice = rule.weigh(num_reqs=num_reqs, query_len=query_len, prefix_len=prefix_len)
     assert choice.taken is taken and words in choice.reason
 

@@ -17,7 +17,7 @@ from phonograph.core.device import known_device
 from phonograph.engine.plan import make_plan
 from phonograph.engine.startup.start import start_engine
 from phonograph.errors import ConfigError
-from phonograph.graphs.dispatch import BatchShape
+from phonograph.graphs.dispatch import StepShape
 from phonograph.models.spec import read_model_spec
 
 
@@ -57,7 +57,7 @@ def test_a_cpu_captures_small_steps_without_padding(
     dispatcher = plan.make_dispatcher()
     most = max([*decode, 0])
     for tokens in decode if most <= 10 else ():
-        decision = dispatcher.decide(BatchShape(num_tokens=tokens, num_reqs=tokens, uniform_query_len=1))
+        decision = dispatcher.decide(StepShape(num_tokens=tokens, num_reqs=tokens, uniform_query_len=1))
         assert decision.key is not None and decision.num_tokens == tokens
 
 

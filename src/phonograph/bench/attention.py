@@ -84,7 +84,7 @@ _PREFIX = re.compile(r"[1-9]\d*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Inputs:
+class AttentionInputs:
     """Tensors of one case. query [T, H, D] is a view of rows that also hold keys and values; kv_caches are equal."""
 
     common: CommonMetadata
@@ -214,7 +214,7 @@ def graph_key(lengths: Lengths) -> GraphKey:
 
 def make_inputs(
     spec: AttentionSpec, lengths: Lengths, device: torch.device, *, num_copies: int, prefix_len: int = 0
-) -> Inputs:
+) -> AttentionInputs:
     """Draw random contents; each sequence has scattered blocks of its own after a prefix of shared blocks."""
     generator = torch.Generator(device).manual_seed(0)
     size, heads, kv_heads = spec.block_size, spec.num_query_heads, spec.num_kv_heads
@@ -252,7 +252,7 @@ def make_inputs(
     rows = torch.randn(
         num_tokens, (heads + 2 * kv_heads) * spec.head_size, generator=generator, device=device, dtype=dtype
     )
-    return Inputs(
+    return AttentionInputs(
         common=common,
         query=rows[:, : heads * spec.head_size].unflatten(1, (heads, spec.head_size)),
         out=torch.empty(num_tokens, heads, spec.head_size, device=device, dtype=dtype),
@@ -291,7 +291,7 @@ def _time(call: Callable[[], None], count: int, *, on_gpu: bool) -> float:
     return statistics.median(milliseconds) / count * 1e3
 
 
-def _error(spec: AttentionSpec, layer: AttentionLayer, inputs: Inputs) -> float:
+def _error(spec: AttentionSpec, layer: AttentionLayer, inputs: AttentionInputs) -> float:
     """Return the relative error of the last rows of the first and the last sequence against float32."""
     common = inputs.common
     group = spec.num_query_heads // spec.num_kv_heads

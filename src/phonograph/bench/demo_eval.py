@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from phonograph.bench.run_requests import Answer, run_requests
+from phonograph.bench.run_requests import TimedAnswer, run_requests
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.demo import tasks
 from phonograph.engine.llm import LLM
@@ -190,7 +190,7 @@ def _evaluate(llm: LLM, task: _Task, progress: EvaluationProgress | None) -> Tas
     items: dict[int, Item] = {}
     correct = 0
 
-    def finished(index: int, answer: Answer) -> None:
+    def finished(index: int, answer: TimedAnswer) -> None:
         nonlocal correct
         question, completion = questions[index], answer.completion
         items[index] = Item(

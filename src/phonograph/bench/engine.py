@@ -19,7 +19,7 @@ import torch
 from phonograph.bench.cases import DECODE_TOKENS, MIXED_TOKENS, DecodeCase, LatencyCase, Lengths, MixedCase
 from phonograph.bench.floor import decode_floor, this_chip
 from phonograph.bench.records.results import BenchProgress, Row, summary
-from phonograph.bench.run_requests import Answer, Run, run_requests
+from phonograph.bench.run_requests import Run, TimedAnswer, run_requests
 from phonograph.core.batch import ScheduledBatch
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.llm import LLM
@@ -253,7 +253,7 @@ def _phase(name: str, seconds: Sequence[float], tokens: Sequence[int]) -> dict[s
     }
 
 
-def _token_times(answers: Sequence[Answer]) -> dict[str, dict[str, float]]:
+def _token_times(answers: Sequence[TimedAnswer]) -> dict[str, dict[str, float]]:
     return {
         "ttft_seconds": summary([answer.ttft for answer in answers]),
         "itl_seconds": summary([gap for answer in answers for gap in answer.itl]),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from phonograph.attention.attention_spec import UNBOUNDED, AttentionSpec, KVLayout
-from phonograph.attention.cascade.rule import MIN_PREFIX, MIN_REQUESTS, CascadeRule, cascade_bytes
+from phonograph.attention.cascade.rule import MIN_PREFIX, MIN_REQUESTS, CascadeTimeRule, cascade_bytes
 from phonograph.attention.selection import Selection, select
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.blocks import blocks_for, most_step_tokens
@@ -61,7 +61,7 @@ class EnginePlan:
 
     def make_dispatcher(self) -> Dispatcher:
         spec = self.attention
-        rule = CascadeRule(
+        rule = CascadeTimeRule(
             num_query_heads=spec.num_query_heads, num_kv_heads=spec.num_kv_heads, num_sms=self.device.num_sms
         )
         return Dispatcher(

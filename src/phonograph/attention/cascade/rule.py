@@ -62,7 +62,7 @@ def cascade_bytes(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CascadeRule:
+class CascadeTimeRule:
     """Comparison of the modelled time of two launches with that of one.
 
     Attributes:

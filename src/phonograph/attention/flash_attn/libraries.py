@@ -71,7 +71,7 @@ class FlashAttentionMetadata(AttentionMetadata):
 FlashAttentionCall = AttentionCall[FlashAttentionMetadata]
 
 
-class Library:
+class FlashAttentionLibrary:
     """FlashAttention of one library, for one KV group.
 
     Attributes:
@@ -198,14 +198,14 @@ _VLLM = _VARLEN | {
 _PLANNED = {"scheduler_metadata": "plan", "num_splits": "num_splits"}
 
 
-class _VllmLibrary(Library):
+class _VllmLibrary(FlashAttentionLibrary):
     """`vllm.vllm_flash_attn`, which has one function for all versions and takes the lengths of the keys."""
 
     def window(self, window: Window) -> list[int]:
         return list(window)
 
 
-class _Scheduling(Library):
+class _Scheduling(FlashAttentionLibrary):
     """Version 3, whose plan is made ahead of time."""
 
     descales = ("q_descale", "k_descale", "v_descale")
@@ -256,7 +256,7 @@ class VllmLibrary4(_VllmLibrary):
     sink = "s_aux"
 
 
-class PackageLibrary2(Library):
+class PackageLibrary2(FlashAttentionLibrary):
     """The package `flash_attn`, version 2. It takes cumulative lengths of the keys, so these are its plan."""
 
     arguments = _VARLEN | {
@@ -297,7 +297,7 @@ class InterfaceLibrary3(_Scheduling):
         return metadata.common.block_table.shape[1] * self.spec.block_size
 
 
-class CuteLibrary4(Library):
+class CuteLibrary4(FlashAttentionLibrary):
     """`flash_attn.cute`, version 4."""
 
     arguments = _VARLEN | {

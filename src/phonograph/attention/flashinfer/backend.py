@@ -17,7 +17,7 @@ from phonograph.attention.backend import AttentionCall, AttentionLayer
 from phonograph.attention.composite.capabilities import decode_part
 from phonograph.attention.flashinfer.capabilities import FlashInferCapabilities, prefill_routine
 from phonograph.attention.flashinfer.host_plans import HostPlan, HostPlans
-from phonograph.attention.flashinfer.library import Library, load_library
+from phonograph.attention.flashinfer.library import FlashInferLibrary, load_library
 from phonograph.attention.flashinfer.planner import Part, Planner
 from phonograph.attention.flashinfer.workspace_sizes import Sizes, splits_mixed
 from phonograph.attention.kv_write import GpuBackend
@@ -65,7 +65,7 @@ class FlashInferMetadataBuilder(MetadataBuilder[FlashInferMetadata]):
     """
 
     def __init__(
-        self, library: Library, spec: AttentionSpec, device: torch.device, limits: Limits, *, splits: bool
+        self, library: FlashInferLibrary, spec: AttentionSpec, device: torch.device, limits: Limits, *, splits: bool
     ) -> None:
         capability, num_sms = _NO_GPU
         if device.type == "cuda":

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from phonograph.cli.attention_matrix import BackendRows
     from phonograph.cli.layer_weights import Kernels, LayerWeights
     from phonograph.engine.plan import EnginePlan
-    from phonograph.graphs.dispatch import BatchShape, Decision
+    from phonograph.graphs.dispatch import Decision, StepShape
     from phonograph.graphs.modes import GraphKey
 
 
@@ -84,7 +84,7 @@ def explain(
         _print(plan, decided)
 
 
-def _shape(plan: EnginePlan, batch: ScheduledBatch, common_prefix: int) -> BatchShape:
+def _shape(plan: EnginePlan, batch: ScheduledBatch, common_prefix: int) -> StepShape:
     """Return a batch whose sequences share this many tokens, of which those computed in full blocks count."""
     from phonograph.runner.runner import shape_of
 

@@ -34,7 +34,7 @@ _WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
 """Settings without effect if they have these values."""
 
 
-class Settings:
+class QuantizationSettings:
     """Settings that are read one after another; `finish` rejects those left. `path` has the keys that lead to them."""
 
     def __init__(self, settings: Mapping[str, Any], path: tuple[str, ...] = ("quantization_config",)) -> None:
@@ -90,7 +90,7 @@ class Settings:
             raise ModelError(f"{self._within} has {shortened(repr(entry))} in {name}{problem}")
         return entry
 
-    def within(self, name: str, value: Any) -> Settings:
+    def within(self, name: str, value: Any) -> QuantizationSettings:
         """Return the settings of an object among these.
 
         Raises:
@@ -98,7 +98,7 @@ class Settings:
         """
         if not isinstance(value, Mapping):
             raise ModelError(f"{self._within} has {name}={shortened(repr(value))}; it must be an object")
-        return Settings(cast("Mapping[str, Any]", value), (*self._path, name))
+        return QuantizationSettings(cast("Mapping[str, Any]", value), (*self._path, name))
 
     def finish(self) -> None:
         """Reject settings that were not read, unless they have no effect.
