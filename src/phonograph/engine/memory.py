@@ -61,7 +61,6 @@ def plan_memory(
     device: DeviceSpec,
     limits: Limits,
     *,
-    dtype: str,
     attention: AttentionSpec,
     attention_bytes: int,
     graph_tokens: int,
@@ -75,8 +74,7 @@ def plan_memory(
         model: sizes of the model.
         device: memory of the device.
         limits: sizes of a step and of a request.
-        dtype: type of the weights.
-        attention: sizes of a KV block.
+        attention: sizes of a KV block, and the dtype of the weights.
         attention_bytes: bytes that the attention backend takes in addition to the KV cache.
         graph_tokens: tokens of the largest graph, 0 without graphs.
         num_graphs: number of graphs.
@@ -87,6 +85,7 @@ def plan_memory(
             device; the message says what fits.
     """
     max_model_len, max_num_seqs, block_size = limits.max_model_len, limits.max_num_seqs, attention.block_size
+    dtype = attention.dtype
     weights = model.weight_bytes(dtype) if cpu_products is None else cpu_products.weight_bytes(model, dtype)
     if device.kind == "cpu":
         graphs = estimate_graph_bytes(model, dtype, graph_tokens, min(graph_tokens, max_num_seqs))
