@@ -201,8 +201,7 @@ def make_model_parts(plan: EnginePlan, backend: AnyBackend, model: Transformer) 
     )
     scale = plan.model.head_size**-0.5
     # Only FP8 caches scale keys and values.
-    fp8 = plan.attention.has_fp8_cache
-    scales = model.kv_scales if fp8 else KVScales()
+    scales = model.kv_scales if plan.attention.has_fp8_cache else KVScales()
     layers = [
         AttentionLayer(
             index=index,

@@ -39,7 +39,7 @@ class Poison:
 ALL_POISON = Poison()
 
 
-class ConformanceInputs:
+class RigInputs:
     """The persistent tensors of a step with a few layers, on one device. Layers share the batch, not the cache."""
 
     def __init__(self, spec: AttentionSpec, device: torch.device, limits: Limits, seed: int) -> None:

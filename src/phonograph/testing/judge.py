@@ -11,7 +11,7 @@ from phonograph.attention.attention_spec import AttentionSpec
 from phonograph.attention.backend import AttentionLayer
 from phonograph.testing.conformance import TOLERANCE
 from phonograph.testing.conformance_batch import PagedBatch, quantized
-from phonograph.testing.inputs import POISON, ConformanceInputs
+from phonograph.testing.inputs import POISON, RigInputs
 from phonograph.testing.oracle import dense_attention
 from phonograph.testing.rig import Outputs
 
@@ -31,7 +31,7 @@ class Verdict:
     dirty: str
 
 
-def judge(inputs: ConformanceInputs, batch: PagedBatch, outputs: Outputs, num_tokens: int) -> Verdict:
+def judge(inputs: RigInputs, batch: PagedBatch, outputs: Outputs, num_tokens: int) -> Verdict:
     """Compare rows up to the padded `num_tokens`; report the first layer with a difference."""
     wrong = left = dirty = ""
     for index, layer in enumerate(inputs.layers):
