@@ -23,6 +23,7 @@ from bench.result_files import output_file, write_result
 from phonograph.bench.records.record import provenance
 from phonograph.core.batch import ScheduledBatch, StepOutput
 from phonograph.core.blocks import blocks_for
+from phonograph.core.limits import Limits
 from phonograph.core.request import Request
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.core import EngineCore
@@ -37,7 +38,7 @@ from phonograph.runner.sequences import Sequences
 from phonograph.runner.steps import CompletedStep
 from phonograph.sampling.failures import SlotFailures
 from phonograph.sampling.sampler import Sampler
-from phonograph.scheduling.scheduler import Scheduler, SchedulerLimits
+from phonograph.scheduling.scheduler import Scheduler
 from phonograph.structured.compiler import GrammarCompiler
 
 T = TypeVar("T")
@@ -65,8 +66,8 @@ class Clock:
 
 
 class TimedScheduler(Scheduler):
-    def __init__(self, limits: SchedulerLimits, clock: Clock) -> None:
-        super().__init__(limits)
+    def __init__(self, limits: Limits, num_blocks: int, clock: Clock) -> None:
+        super().__init__(limits, block_size=BLOCK_SIZE, num_blocks=num_blocks)
         self._clock = clock
 
     def schedule(self) -> ScheduledBatch:
@@ -122,13 +123,8 @@ class Host:
         self._clock = Clock()
         self._runner = HostRunner(num_seqs, self._clock)
         scheduler = TimedScheduler(
-            SchedulerLimits(
-                max_num_seqs=num_seqs,
-                max_num_batched_tokens=MAX_NUM_TOKENS,
-                max_model_len=MAX_MODEL_LEN,
-                block_size=BLOCK_SIZE,
-                num_blocks=num_seqs * (blocks_for(longest, BLOCK_SIZE) + 1),
-            ),
+            Limits(max_num_seqs=num_seqs, max_num_batched_tokens=MAX_NUM_TOKENS, max_model_len=MAX_MODEL_LEN),
+            num_seqs * (blocks_for(longest, BLOCK_SIZE) + 1),
             self._clock,
         )
         model: Any = SimpleNamespace(vocab_size=VOCAB_SIZE, eos_token_ids=(VOCAB_SIZE - 1,))

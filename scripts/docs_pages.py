@@ -24,9 +24,9 @@ from supported_models import formats, hardware_table
 
 from phonograph.cli import options
 from phonograph.cli.app import COMMANDS, app
-from phonograph.config.values import Kind
+from phonograph.config.values import ValueKind
 from phonograph.config.vllm_flags import ALWAYS, MISSING, NEUTRAL, RENAMED
-from phonograph.models.catalog import HUB_IDS
+from phonograph.files.catalog import HUB_IDS
 from phonograph.models.registry import ARCHITECTURES
 from phonograph.server.http.application import ERRORS, ROUTERS
 from phonograph.server.observe.metrics import EngineCollector
@@ -180,7 +180,7 @@ def settings_page() -> str:
     heading = ""
     for name, field in {**options.ENGINE_FIELDS, **options.SERVER_FIELDS}.items():
         heading = options.HEADINGS.get(name, heading)
-        values = next((kind.metavar for kind in field.metadata if isinstance(kind, Kind)), "JSON")
+        values = next((kind.metavar for kind in field.metadata if isinstance(kind, ValueKind)), "JSON")
         default = "required" if field.is_required() else "" if field.default in (None, ()) else f"`{field.default}`"
         names = " ".join(flag(one) for one in (f"--{name.replace('_', '-')}", options.SHORT_NAMES.get(name)) if one)
         tables.setdefault(heading, []).append((names, code(values), default, field.description or ""))

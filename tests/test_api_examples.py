@@ -88,9 +88,14 @@ def test_an_example_of_the_reference_runs(name: str, llm: LLM) -> None:
         exec(code, names)
 
 
-@pytest.mark.parametrize("owner", ["AttentionBackend", "Capabilities"])
-def test_each_method_that_a_backend_implements_has_an_example(owner: str) -> None:
-    assert not [name for name in OBJECTS if name.startswith(f"{owner}.") and name not in EXAMPLES]
+@pytest.mark.parametrize(("owner", "name"), [("AttentionBackend", "backend"), ("Capabilities", "capabilities")])
+def test_the_guide_calls_each_method_that_a_backend_implements(owner: str, name: str) -> None:
+    """Its runnable blocks run in tests/cli/test_documentation.py."""
+    guide = (DOCS_PAGES.parents[1] / "docs" / "guides" / "writing-a-backend.md").read_text(encoding="utf-8")
+    runnable = "".join(re.findall(r"^<!-- runnable -->\n```python\n(.*?)^```$", guide, re.MULTILINE | re.DOTALL))
+    methods = [method.removeprefix(f"{owner}.") for method in OBJECTS if method.startswith(f"{owner}.")]
+    assert len(methods) > 4
+    assert not [method for method in methods if f"{name}.{method}(" not in runnable]
 
 
 def test_docstrings_name_every_argument_and_field() -> None:

@@ -20,10 +20,11 @@ import torch
 
 from bench.floor import attention_work, this_chip
 from phonograph.attention.attention_spec import UNBOUNDED, AttentionSpec
-from phonograph.attention.backend import AttentionCall, AttentionLayer, BatchLimits
+from phonograph.attention.backend import AttentionCall, AttentionLayer
 from phonograph.attention.metadata import CommonMetadata, CommonPrefix
 from phonograph.attention.selection import load
 from phonograph.bench.records.results import BenchProgress, Row
+from phonograph.core.limits import Limits
 from phonograph.engine.plan import EnginePlan
 from phonograph.errors import ConfigError, PhonographError
 from phonograph.graphs.modes import GraphKey, GraphSet
@@ -83,7 +84,7 @@ _PREFIX = re.compile(r"[1-9]\d*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Inputs:
+class AttentionInputs:
     """Tensors of one case. query [T, H, D] is a view of rows that also hold keys and values; kv_caches are equal."""
 
     common: CommonMetadata
@@ -157,9 +158,9 @@ def _measure(plan: EnginePlan, case: Case, *, cascade: bool) -> dict[str, Any]:
     device = torch.device(plan.device.kind)
     key = replace(graph_key(lengths), cascade=cascade)
     spec = replace(plan.attention, speculative_tokens=max(0, key.query_len - 1))
-    limits = BatchLimits(
+    limits = Limits(
         max_num_seqs=max(plan.limits.max_num_seqs, len(lengths)),
-        max_num_tokens=max(plan.limits.max_num_batched_tokens, key.num_tokens),
+        max_num_batched_tokens=max(plan.limits.max_num_batched_tokens, key.num_tokens),
         max_model_len=max(plan.limits.max_model_len, *(length for _, length in lengths)),
     )
     backend = load(plan.selection)(spec, device, limits)
@@ -213,7 +214,7 @@ def graph_key(lengths: Lengths) -> GraphKey:
 
 def make_inputs(
     spec: AttentionSpec, lengths: Lengths, device: torch.device, *, num_copies: int, prefix_len: int = 0
-) -> Inputs:
+) -> AttentionInputs:
     """Draw random contents; each sequence has scattered blocks of its own after a prefix of shared blocks."""
     generator = torch.Generator(device).manual_seed(0)
     size, heads, kv_heads = spec.block_size, spec.num_query_heads, spec.num_kv_heads
@@ -251,7 +252,7 @@ def make_inputs(
     rows = torch.randn(
         num_tokens, (heads + 2 * kv_heads) * spec.head_size, generator=generator, device=device, dtype=dtype
     )
-    return Inputs(
+    return AttentionInputs(
         common=common,
         query=rows[:, : heads * spec.head_size].unflatten(1, (heads, spec.head_size)),
         out=torch.empty(num_tokens, heads, spec.head_size, device=device, dtype=dtype),
@@ -290,7 +291,7 @@ def _time(call: Callable[[], None], count: int, *, on_gpu: bool) -> float:
     return statistics.median(milliseconds) / count * 1e3
 
 
-def _error(spec: AttentionSpec, layer: AttentionLayer, inputs: Inputs) -> float:
+def _error(spec: AttentionSpec, layer: AttentionLayer, inputs: AttentionInputs) -> float:
     """Return the relative error of the last rows of the first and the last sequence against float32."""
     common = inputs.common
     group = spec.num_query_heads // spec.num_kv_heads

@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from phonograph.attention.attention_spec import AttentionSpec
-from phonograph.models.spec import DTYPE_BYTES, ModelSpec
-
-ELEMENT_BYTES = {**DTYPE_BYTES, "float8_e4m3fn": 1, "float8_e5m2": 1}
+from phonograph.models.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,23 +39,23 @@ class Work(NamedTuple):
     num_operations: float
 
 
-def decode_work(model: ModelSpec, *, dtype: str, kv_cache_dtype: str, num_seqs: int, context: int) -> tuple[Work, Work]:
+def decode_work(model: ModelSpec, attention: AttentionSpec, *, num_seqs: int, context: int) -> tuple[Work, Work]:
     """Return the work of one decode step of `num_seqs` sequences: products with all weights, and attention.
 
     An embedding that is not the LM head too is left out, since a step reads one row a sequence of it.
     """
     embedding = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size
     weights = model.num_parameters - embedding
-    pairs = model.num_layers * model.head_size * num_seqs * context
+    pairs = model.num_layers * num_seqs * context
     return (
-        Work(model.weight_bytes(dtype) - embedding * ELEMENT_BYTES[dtype], 2.0 * weights * num_seqs),
-        Work(2 * pairs * model.num_kv_heads * ELEMENT_BYTES[kv_cache_dtype], 4.0 * pairs * model.num_query_heads),
+        Work(model.weight_bytes(attention.dtype) - embedding * attention.element_bytes, 2.0 * weights * num_seqs),
+        Work(pairs * attention.kv_token_bytes, 4.0 * pairs * model.num_query_heads * model.head_size),
     )
 
 
-def decode_floor(chip: Chip, model: ModelSpec, **step: Any) -> float:
+def decode_floor(chip: Chip, model: ModelSpec, attention: AttentionSpec, **step: int) -> float:
     """Return the least seconds of one decode step: the products, then attention. See `decode_work` for `step`."""
-    return sum(chip.seconds(*work) for work in decode_work(model, **step))
+    return sum(chip.seconds(*work) for work in decode_work(model, attention, **step))
 
 
 def attention_work(spec: AttentionSpec, lengths: Sequence[tuple[int, int]], window: tuple[int, int]) -> tuple[int, int]:
@@ -72,9 +70,8 @@ def attention_work(spec: AttentionSpec, lengths: Sequence[tuple[int, int]], wind
     rows = sum(query for query, _ in lengths)
     keys = sum(min(length, query + left) for query, length in lengths)
     pairs = sum(_visible(query, length, left) for query, length in lengths)
-    cache = 2 * keys * spec.num_kv_heads * spec.head_size * ELEMENT_BYTES[spec.kv_cache_dtype]
-    queries = 2 * rows * spec.num_query_heads * spec.head_size * ELEMENT_BYTES[spec.dtype]
-    return int(cache + queries), int(4 * spec.num_query_heads * spec.head_size * pairs)
+    queries = 2 * rows * spec.num_query_heads * spec.head_size * spec.element_bytes
+    return int(keys * spec.kv_token_bytes + queries), int(4 * spec.num_query_heads * spec.head_size * pairs)
 
 
 def _visible(query: int, length: int, left: float) -> float:

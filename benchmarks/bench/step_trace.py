@@ -103,8 +103,7 @@ def bench_step(llm: LLM, cases: Sequence[DecodeCase], progress: BenchProgress) -
         found = step_parts(device_activities(decode))
         work = decode_work(
             plan.model,
-            dtype=plan.dtype,
-            kv_cache_dtype=plan.attention.kv_cache_dtype,
+            plan.attention,
             num_seqs=case.num_seqs,
             context=case.context + TOKENS // 2,
         )

@@ -46,8 +46,7 @@ def bench_decode(llm: LLM, cases: Sequence[DecodeCase], progress: BenchProgress)
             floor = decode_floor(
                 chip,
                 plan.model,
-                dtype=plan.dtype,
-                kv_cache_dtype=plan.attention.kv_cache_dtype,
+                plan.attention,
                 num_seqs=case.num_seqs,
                 context=case.context,
             )

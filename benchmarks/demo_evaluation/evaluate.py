@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from demo_tasks import tasks
-from phonograph.bench.run_requests import Answer, run_requests
+from phonograph.bench.run_requests import TimedAnswer, run_requests
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.llm import LLM
 from phonograph.errors import UNSET, ConfigError
@@ -190,7 +190,7 @@ def _evaluate(llm: LLM, task: _Task, progress: EvaluationProgress | None) -> Tas
     items: dict[int, Item] = {}
     correct = 0
 
-    def finished(index: int, answer: Answer) -> None:
+    def finished(index: int, answer: TimedAnswer) -> None:
         nonlocal correct
         question, completion = questions[index], answer.completion
         items[index] = Item(

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import torch
 
 from phonograph.attention.attention_spec import AttentionKind, AttentionSpec
-from phonograph.attention.backend import AttentionBackend, AttentionCall, AttentionLayer, BatchLimits
+from phonograph.attention.backend import AttentionBackend, AttentionCall, AttentionLayer
 from phonograph.attention.capabilities import Declaration, DeclaredCapabilities
 from phonograph.attention.metadata import AttentionMetadata, CommonMetadata, MetadataBuilder
 from phonograph.attention.selection import Registered
 from phonograph.core.device import DeviceSpec
+from phonograph.core.limits import Limits
 from phonograph.graphs.modes import GraphKey, GraphSet, GraphSupport, Support
 
 SPLIT = 128
@@ -39,9 +40,7 @@ class DenseCapabilities(DeclaredCapabilities):
     def graph_support(self, spec: AttentionSpec, device: DeviceSpec) -> Support:
         return Support(GraphSupport.ALWAYS, "its schedule is made by operators in the graph, its bounds are the key's")
 
-    def buffer_bytes(
-        self, spec: AttentionSpec, device: DeviceSpec, limits: BatchLimits, graphs: Sequence[GraphKey]
-    ) -> int:
+    def buffer_bytes(self, spec: AttentionSpec, device: DeviceSpec, limits: Limits, graphs: Sequence[GraphKey]) -> int:
         """Return the bytes of the temporaries of `forward`, in the largest graph and in the largest eager step.
 
         A graph on a CPU is recorded with the temporaries of all splits. The number of layers is not known here.
@@ -49,7 +48,7 @@ class DenseCapabilities(DeclaredCapabilities):
         rows = [key.num_reqs * (key.query_len if key.graphs is GraphSet.DECODE else key.num_tokens) for key in graphs]
         recorded = -(-limits.max_model_len // SPLIT) if device.kind == "cpu" else 0
         per_row, per_slot = _split_bytes(spec, logits=3)
-        total = limits.max_num_seqs * (limits.max_num_tokens * per_row + per_slot)
+        total = limits.max_num_seqs * (limits.max_num_batched_tokens * per_row + per_slot)
         if rows:
             total += max(rows) * per_row + limits.max_num_seqs * per_slot
             per_row, per_slot = _split_bytes(spec, logits=8)
@@ -85,9 +84,9 @@ class DenseMetadata(AttentionMetadata):
 class DenseMetadataBuilder(MetadataBuilder[DenseMetadata]):
     """Builder with one schedule buffer for all graphs. Each step fills it again."""
 
-    def __init__(self, device: torch.device, limits: BatchLimits) -> None:
+    def __init__(self, device: torch.device, limits: Limits) -> None:
         self._limits = limits
-        self._schedule = torch.zeros(2, limits.max_num_tokens, dtype=torch.int64, device=device)
+        self._schedule = torch.zeros(2, limits.max_num_batched_tokens, dtype=torch.int64, device=device)
 
     def build(self, common: CommonMetadata, *, key: GraphKey | None) -> DenseMetadata:
         sequence_T, place_T = self._schedule[:, : common.slot_mapping.shape[0]]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from phonograph.attention.attention_spec import AttentionSpec
-from phonograph.attention.backend import BatchLimits, Capabilities
+from phonograph.attention.backend import Capabilities
 from phonograph.attention.composite.capabilities import SplitCapabilities
 from phonograph.attention.flash_attn.capabilities import FlashAttention2Capabilities, FlashAttention3Capabilities
 from phonograph.attention.flash_attn.sizes import ACCUMULATOR_BYTES
@@ -21,6 +21,7 @@ from phonograph.attention.reference.backend import ReferenceCapabilities
 from phonograph.attention.triton.capabilities import TritonCapabilities
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.device import DeviceSpec, known_device
+from phonograph.core.limits import Limits
 from phonograph.engine.plan import make_plan
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.models.spec import read_model_spec
@@ -38,8 +39,8 @@ SPEC = AttentionSpec(
     num_query_heads=8, num_kv_heads=2, head_size=64, dtype="bfloat16", kv_cache_dtype="bfloat16", block_size=16
 )
 LLAMA = replace(SPEC, num_query_heads=32, num_kv_heads=8, head_size=128, block_size=64)
-LIMITS = BatchLimits(max_num_seqs=12, max_num_tokens=300, max_model_len=500)
-LARGE = BatchLimits(max_num_seqs=256, max_num_tokens=8192, max_model_len=8192)
+LIMITS = Limits(max_num_seqs=12, max_num_batched_tokens=300, max_model_len=500)
+LARGE = Limits(max_num_seqs=256, max_num_batched_tokens=8192, max_model_len=8192)
 MIB = 1 << 20
 
 
@@ -173,7 +174,7 @@ def test_the_kv_cache_takes_the_rest_of_the_memory() -> None:
     for backend, plan in plans.items():
         memory = plan.memory
         taken = plan.selection.capabilities.buffer_bytes(
-            plan.attention, H200, plan.limits.of_batches, plan.captures.largest_first()
+            plan.attention, H200, plan.limits, plan.captures.largest_first()
         )
         assert memory.attention == taken and (taken > 0) == (backend != "reference")
         room = int(H200.memory * 0.9) - 334 * MIB - memory.weights - memory.graphs - memory.attention - memory.sampling

@@ -252,3 +252,18 @@ def test_our_own_needs_triton(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(triton_capabilities, "find_spec", lambda name, found=found: found)
         missing = TRITON.missing()
         assert missing is reason is None or (missing or "").startswith(reason or "?")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv_cache_dtype", "element_bytes", "kv_bytes", "fp8"),
+    [
+        ("float32", "float32", 4, 4, False),
+        ("bfloat16", "bfloat16", 2, 2, False),
+        ("float16", "float8_e4m3fn", 2, 1, True),
+        ("bfloat16", "float8_e5m2", 2, 1, True),
+    ],
+)
+def test_bytes_of_a_spec(dtype: str, kv_cache_dtype: str, element_bytes: int, kv_bytes: int, fp8: bool) -> None:
+    spec = replace(SPEC, dtype=dtype, kv_cache_dtype=kv_cache_dtype)
+    assert (spec.element_bytes, spec.has_fp8_cache) == (element_bytes, fp8)
+    assert spec.kv_token_bytes == 2 * 8 * 128 * kv_bytes

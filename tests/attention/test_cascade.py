@@ -16,13 +16,14 @@ from fake_flash import CALLS
 from paged import Batch
 
 from phonograph.attention.attention_spec import AttentionKind, AttentionSpec, KVLayout
-from phonograph.attention.backend import AttentionCall, BatchLimits, MakeBackend
+from phonograph.attention.backend import AttentionCall, MakeBackend
 from phonograph.attention.cascade.backend import CascadeBackend, CascadeMetadata
-from phonograph.attention.cascade.rule import MIN_PREFIX, MIN_REQUESTS, CascadeRule, cascade_bytes, cascade_refusals
+from phonograph.attention.cascade.rule import MIN_PREFIX, MIN_REQUESTS, CascadeTimeRule, cascade_bytes, cascade_refusals
 from phonograph.attention.metadata import AttentionMetadata, CommonMetadata
 from phonograph.attention.reference.backend import ReferenceBackend, ReferenceCapabilities
 from phonograph.attention.selection import load, select
 from phonograph.core.device import DeviceSpec, known_device
+from phonograph.core.limits import Limits
 from phonograph.errors import BackendError, ConfigError
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.kernels.cascade_tensors import PrefixCut
@@ -44,7 +45,7 @@ HALF = llama(cascade=True)
 
 # -- the rule ----------------------------------------------------------------------------------------------------------
 
-LLAMA = CascadeRule(num_query_heads=32, num_kv_heads=8, num_sms=132)
+LLAMA = CascadeTimeRule(num_query_heads=32, num_kv_heads=8, num_sms=132)
 
 
 @pytest.mark.parametrize(
@@ -67,16 +68,25 @@ LLAMA = CascadeRule(num_query_heads=32, num_kv_heads=8, num_sms=132)
         # Keys behind a whole tile count as one.
         (LLAMA, 64, 1, 257, True, "3 with cascade, 12 without"),
         # Split decoding would serve neither of these.
-        (CascadeRule(num_query_heads=8, num_kv_heads=8, num_sms=132), 8, 1, 256, True, "as many KV heads"),
+        (CascadeTimeRule(num_query_heads=8, num_kv_heads=8, num_sms=132), 8, 1, 256, True, "as many KV heads"),
         (LLAMA, 8, 2, 256, True, "more than one token"),
         (LLAMA, 7, 2, 256, False, "fewer than 8"),
         (LLAMA, 8, 2, 240, False, "256 are worth it"),
         # More heads for each KV head than a tile takes.
-        (CascadeRule(num_query_heads=256, num_kv_heads=1, num_sms=1), 8, 1, 256, False, "512 with cascade, 32 without"),
+        (
+            CascadeTimeRule(num_query_heads=256, num_kv_heads=1, num_sms=1),
+            8,
+            1,
+            256,
+            False,
+            "512 with cascade, 32 without",
+        ),
         (replace(LLAMA, num_sms=0), 8, 1, 256, True, "64 with cascade, 128 without"),
     ],
 )
-def test_the_rule(rule: CascadeRule, num_reqs: int, query_len: int, prefix_len: int, taken: bool, words: str) -> None:
+def test_the_rule(
+    rule: CascadeTimeRule, num_reqs: int, query_len: int, prefix_len: int, taken: bool, words: str
+) -> None:
     choice = rule.weigh(num_reqs=num_reqs, query_len=query_len, prefix_len=prefix_len)
     assert choice.taken is taken and words in choice.reason
 
@@ -102,12 +112,12 @@ def test_the_bytes_of_a_cascade() -> None:
 
     class Sized(ReferenceCapabilities):
         def buffer_bytes(
-            self, spec: AttentionSpec, device: DeviceSpec, limits: BatchLimits, graphs: Sequence[GraphKey]
+            self, spec: AttentionSpec, device: DeviceSpec, limits: Limits, graphs: Sequence[GraphKey]
         ) -> int:
             assert spec.lse and not spec.cascade and len(graphs) == 1 and graphs[0].cascade
-            return 1_000_000 * limits.max_num_seqs + limits.max_num_tokens
+            return 1_000_000 * limits.max_num_seqs + limits.max_num_batched_tokens
 
-    limits = BatchLimits(max_num_seqs=16, max_num_tokens=4096, max_model_len=1000)
+    limits = Limits(max_num_seqs=16, max_num_batched_tokens=4096, max_model_len=1000)
     graphs = [GraphKey(GraphSet.DECODE, 16, 16, 1), GraphKey(GraphSet.DECODE, 16, 16, 1, cascade=True)]
     spec = replace(HALF, num_query_heads=32, head_size=128, block_size=16, dtype="bfloat16")
     parts = 1_000_000 + 16_000_000 + 2 * 16
@@ -150,7 +160,7 @@ def test_parts_of_a_batch_do_not_cascade() -> None:
 @pytest.mark.parametrize("version", ["2", "3", "4"])
 def test_every_version_is_wrapped(version: str, installed: Installed) -> None:
     installed(f"vllm {version}")
-    limits = BatchLimits(max_num_seqs=8, max_num_tokens=64, max_model_len=512)
+    limits = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=512)
     backend = load(select("flash_attn", version, HALF, H200))(HALF, CPU, limits)
     assert isinstance(backend, CascadeBackend) and backend.capabilities.label == f"flash_attn {version}"
     assert not backend.clears_padding
@@ -296,7 +306,7 @@ def test_arguments_of_the_launches_of_version_2(installed: Installed) -> None:
 
 def test_the_longest_query_over_the_prefix_is_longer_than_any_sequence(installed: Installed) -> None:
     installed("vllm 3")
-    limits = BatchLimits(max_num_seqs=400, max_num_tokens=400, max_model_len=300)
+    limits = Limits(max_num_seqs=400, max_num_batched_tokens=400, max_model_len=300)
     backend = loaded("vllm 3")(SPEC, DEVICE, limits)
     arena = arena_of(loaded("vllm 3"), SPEC)
     common = arena.fill([(1, 20)] * 9, 16)

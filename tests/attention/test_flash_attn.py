@@ -18,12 +18,13 @@ from flash_kernels import kernel_missing
 
 from phonograph.attention import selection as select_module
 from phonograph.attention.attention_spec import AttentionKind, AttentionSpec, KVLayout
-from phonograph.attention.backend import AttentionBackend, AttentionCall, BatchLimits
+from phonograph.attention.backend import AttentionBackend, AttentionCall
 from phonograph.attention.flash_attn.providers import missing, provider_of
 from phonograph.attention.flash_attn.sizes import ACCUMULATOR_BYTES, MAX_SPLITS, split_bound
 from phonograph.attention.metadata import CommonMetadata
 from phonograph.attention.selection import load, select
 from phonograph.core.device import known_device
+from phonograph.core.limits import Limits
 from phonograph.errors import BackendError, ConfigError
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.testing.conformance import check_backend
@@ -181,7 +182,7 @@ def test_a_package_without_factors_for_fp8(package: str, installed: Installed) -
         "interface 3": ("flash_attn_interface.py", "flash_attn_with_kvcache"),
     }[package]
     without_arguments(folder / file, function, ["k_descale", "q_descale"])
-    limits = BatchLimits(max_num_seqs=1, max_num_tokens=1, max_model_len=1)
+    limits = Limits(max_num_seqs=1, max_num_batched_tokens=1, max_model_len=1)
     FlashAttention3Backend(SPEC, torch.device("cpu"), limits)
     with pytest.raises(BackendError) as caught:
         FlashAttention3Backend(FP8, torch.device("cpu"), limits)
@@ -212,7 +213,7 @@ class Step:
 
     def __init__(self, version: str, spec: AttentionSpec, *, slots: int, tokens: int, max_model_len: int = 64) -> None:
         self.spec, self.tokens = spec, tokens
-        limits = BatchLimits(max_num_seqs=slots, max_num_tokens=max(tokens, slots), max_model_len=max_model_len)
+        limits = Limits(max_num_seqs=slots, max_num_batched_tokens=max(tokens, slots), max_model_len=max_model_len)
         self.backend = BACKENDS[version](spec, torch.device("cpu"), limits)
         self.builder = self.backend.make_builder()
         self.starts = torch.zeros(slots + 1, dtype=torch.int32)
@@ -522,7 +523,7 @@ def test_nothing_is_installed(version: str, parts: tuple[str, ...], installed: I
     for part in (f"'flash_attn {version}': cannot run: nothing here provides FlashAttention {version}", *parts):
         assert part in str(caught.value)
     with pytest.raises(ConfigError, match=f"nothing here provides FlashAttention {version}"):
-        BACKENDS[version](HALF, torch.device("cpu"), BatchLimits(max_num_seqs=1, max_num_tokens=1, max_model_len=1))
+        BACKENDS[version](HALF, torch.device("cpu"), Limits(max_num_seqs=1, max_num_batched_tokens=1, max_model_len=1))
 
 
 def test_half_an_installation_is_named(installed: Installed) -> None:
@@ -644,7 +645,7 @@ def test_the_installed_version_is_named(installed: Installed) -> None:
 
 def test_sinks_where_the_library_takes_none(installed: Installed) -> None:
     installed("interface 3")
-    limits = BatchLimits(max_num_seqs=1, max_num_tokens=1, max_model_len=1)
+    limits = Limits(max_num_seqs=1, max_num_batched_tokens=1, max_model_len=1)
     with pytest.raises(BackendError, match="has flash_attn_with_kvcache without the argument s_aux"):
         FlashAttention3Backend(replace(HALF, sinks=True), torch.device("cpu"), limits)
 

@@ -21,10 +21,10 @@ from flash_kernels import skip_unless_runnable
 from paged import Arena, Batch
 
 from phonograph.attention.attention_spec import AttentionKind, AttentionSpec, KVLayout
-from phonograph.attention.backend import BatchLimits
 from phonograph.attention.flash_attn.providers import provider_of
 from phonograph.attention.selection import BUILT_IN, load, select
 from phonograph.core.device import DeviceSpec
+from phonograph.core.limits import Limits
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.testing.conformance import check_backend
 from phonograph.testing.conformance_batch import batch_shapes
@@ -304,7 +304,7 @@ def test_selected_and_loaded(version: str) -> None:
     skip_unless_runnable(version, llama())
     here = DeviceSpec(name="here", kind="cuda", capability=torch.cuda.get_device_capability())
     made = load(select("flash_attn", version, llama(), here, BUILT_IN))
-    limits = BatchLimits(max_num_seqs=2, max_num_tokens=16, max_model_len=64)
+    limits = Limits(max_num_seqs=2, max_num_batched_tokens=16, max_model_len=64)
     backend = made(llama(), torch.device("cuda"), limits)
     parts = (backend.decode, backend.prefill) if isinstance(backend, SplitBackend) else (backend,)
     assert {type(part) for part in parts} == {BACKENDS[version]}

@@ -16,11 +16,12 @@ from paged import Arena, Batch
 
 from phonograph.attention import kv_write as gpu_backend
 from phonograph.attention.attention_spec import AttentionSpec, KVLayout
-from phonograph.attention.backend import BatchLimits, MakeBackend
+from phonograph.attention.backend import MakeBackend
 from phonograph.attention.flashinfer.capabilities import FlashInferCapabilities
 from phonograph.attention.metadata import CommonMetadata
 from phonograph.attention.selection import load, select
 from phonograph.core.device import known_device
+from phonograph.core.limits import Limits
 from phonograph.errors import BackendError, ConfigError
 from phonograph.graphs.modes import GraphKey, GraphSet, GraphSupport
 from phonograph.testing.conformance import check_backend
@@ -185,7 +186,7 @@ def test_every_size_up_to_max_num_seqs(max_num_seqs: int, routine: str) -> None:
     """Sizes at which a peer hung at start-up. All graphs share one builder, and alternate."""
     rng = np.random.default_rng(max_num_seqs)
     spec = replace(TINY, num_query_heads=2, lse=False, speculative_tokens=2)
-    limits = BatchLimits(max_num_seqs=max_num_seqs, max_num_tokens=3 * max_num_seqs, max_model_len=64)
+    limits = Limits(max_num_seqs=max_num_seqs, max_num_batched_tokens=3 * max_num_seqs, max_model_len=64)
     backend = FlashInferBackend(spec, CPU, limits)
     builder = backend.make_builder()
     sizes = sorted({1, max_num_seqs // 2 or 1, max_num_seqs - 1 or 1, max_num_seqs})
@@ -233,7 +234,7 @@ def common(query_lens: list[int], lens: list[int], slots: int, rows: int) -> Com
     )
 
 
-LIMITS = BatchLimits(max_num_seqs=8, max_num_tokens=64, max_model_len=128)
+LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=128)
 
 
 PARTS: list[Batch] = [
@@ -405,7 +406,7 @@ def test_consecutive_steps_have_arrays_of_their_own() -> None:
 def test_workspaces_hold_the_largest_plans(head_size: int, group: int, routine: str) -> None:
     """The stand-in allocates as the library does, and raises where that would; lengths play no part."""
     spec = replace(TINY, num_query_heads=group, num_kv_heads=1, head_size=head_size, speculative_tokens=6)
-    limits = BatchLimits(max_num_seqs=90, max_num_tokens=1000, max_model_len=4096)
+    limits = Limits(max_num_seqs=90, max_num_batched_tokens=1000, max_model_len=4096)
     builder = FlashInferBackend(spec, CPU, limits).make_builder()
     rng = np.random.default_rng(0)
     for slots in (90, 1, 2, 17):

@@ -15,8 +15,9 @@ from attention_specs import llama
 from paged import Arena, Batch
 
 from phonograph.attention.attention_spec import AttentionSpec, KVLayout
-from phonograph.attention.backend import BatchLimits, MakeBackend
+from phonograph.attention.backend import MakeBackend
 from phonograph.attention.flashinfer.capabilities import FlashInferCapabilities, prefill_routine
+from phonograph.core.limits import Limits
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.testing.conformance import check_backend
 
@@ -121,7 +122,7 @@ def test_decode_graphs(name: str, cache: str) -> None:
 ONE_LAUNCH = partial(FlashInferBackend, splits_mixed=False)
 
 
-def split(spec: AttentionSpec, device: torch.device, limits: BatchLimits) -> SplitBackend:
+def split(spec: AttentionSpec, device: torch.device, limits: Limits) -> SplitBackend:
     return SplitBackend(spec, device, limits, decode=ONE_LAUNCH, prefill=ONE_LAUNCH)
 
 

@@ -11,13 +11,14 @@ import torch
 from attention_specs import TINY
 
 from phonograph.attention.attention_spec import AttentionSpec
-from phonograph.attention.backend import BatchLimits, Capabilities
+from phonograph.attention.backend import Capabilities
 from phonograph.attention.composite.capabilities import SplitCapabilities
 from phonograph.attention.flashinfer.capabilities import FlashInferCapabilities
 from phonograph.attention.metadata import CommonMetadata
 from phonograph.attention.selection import load, select
 from phonograph.attention.triton.capabilities import TritonCapabilities
 from phonograph.core.device import known_device
+from phonograph.core.limits import Limits
 from phonograph.errors import BackendError, ConfigError
 from phonograph.graphs.modes import GraphKey, GraphSet, GraphSupport, Support
 from phonograph.testing.conformance import check_backend
@@ -78,7 +79,9 @@ def common(query_lens: list[int], *, slots: int, tokens: int) -> CommonMetadata:
 
 
 def test_the_parts_tensors_stay_where_they_are() -> None:
-    backend = triton_twice(TINY, torch.device("cpu"), BatchLimits(max_num_seqs=8, max_num_tokens=64, max_model_len=64))
+    backend = triton_twice(
+        TINY, torch.device("cpu"), Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=64)
+    )
     builder = backend.make_builder()
     key = GraphKey(GraphSet.MIXED, 6, 8)
     seen: list[list[int]] = []
@@ -96,7 +99,7 @@ def test_the_parts_tensors_stay_where_they_are() -> None:
 
 
 def test_host_copies_are_cut_as_the_tensors_are() -> None:
-    backend = triton_twice(TINY, DEVICE, BatchLimits(max_num_seqs=8, max_num_tokens=64, max_model_len=64))
+    backend = triton_twice(TINY, DEVICE, Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=64))
     whole = common([1, 1, 4, 1], slots=6, tokens=8)
     kept: list[CommonMetadata] = []
 
@@ -167,7 +170,7 @@ def test_selection_by_part() -> None:
     selection = select("prefill=triton, Decode=Triton", None, spec, H100)
     assert selection.capabilities.name == "prefill=triton,decode=triton"
     assert any(reason.startswith("prefill: ") for reason in selection.reasons)
-    made = load(selection)(spec, torch.device("cpu"), BatchLimits(max_num_seqs=2, max_num_tokens=4, max_model_len=8))
+    made = load(selection)(spec, torch.device("cpu"), Limits(max_num_seqs=2, max_num_batched_tokens=4, max_model_len=8))
     assert isinstance(made, SplitBackend) and isinstance(made.prefill, TritonBackend)
     versions = select("prefill=flash_attn,decode=triton", "2", spec, H100)
     assert versions.capabilities.name == "prefill=flash_attn2,decode=triton"

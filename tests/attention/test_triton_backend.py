@@ -11,11 +11,12 @@ import torch
 from attention_specs import TINY, llama
 
 from phonograph.attention.attention_spec import AttentionKind, AttentionSpec, KVLayout
-from phonograph.attention.backend import AttentionCall, AttentionLayer, BatchLimits
+from phonograph.attention.backend import AttentionCall, AttentionLayer
 from phonograph.attention.metadata import CommonMetadata
 from phonograph.attention.selection import load, select
 from phonograph.attention.triton.capabilities import TritonCapabilities
 from phonograph.core.device import known_device
+from phonograph.core.limits import Limits
 from phonograph.graphs.modes import GraphKey, GraphSet, GraphSupport
 from phonograph.testing.conformance import check_backend
 from phonograph.testing.conformance_batch import BatchShape
@@ -89,7 +90,7 @@ def test_when_both_launches_run_at_the_same_time(
     for name in ("prefill_attention", "decode_attention", "merge_prefill"):
         monkeypatch.setattr(f"phonograph.attention.triton.backend.{name}", note(name))
     monkeypatch.setattr("phonograph.kernels.triton.attention.prefill.pdl_usable", lambda: True)
-    limits = BatchLimits(max_num_seqs=32, max_num_tokens=4096, max_model_len=4096)
+    limits = Limits(max_num_seqs=32, max_num_batched_tokens=4096, max_model_len=4096)
     backend = TritonBackend(TINY, torch.device("cpu"), limits)
     metadata = backend.make_builder().build(common(query_lens), key=None)
     query = torch.empty(sum(query_lens), 4, 32)
@@ -202,7 +203,7 @@ def common(query_lens: list[int]) -> CommonMetadata:
 def test_metadata_that_a_graph_freezes(
     key: GraphKey | None, query_lens: list[int], short_query_len: int, has_long: bool
 ) -> None:
-    limits = BatchLimits(max_num_seqs=4, max_num_tokens=64, max_model_len=128)
+    limits = Limits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=128)
     builder = TritonBackend(TINY, torch.device("cpu"), limits).make_builder()
     metadata = builder.build(common(query_lens), key=key)
     assert (metadata.short_query_len, metadata.has_long) == (short_query_len, has_long)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from phonograph.attention.attention_spec import AttentionSpec
-from phonograph.attention.backend import BatchLimits
 from phonograph.attention.flashinfer.workspace_sizes import EAGER_INTEGERS, Sizes
+from phonograph.core.limits import Limits
 from phonograph.graphs.modes import GraphKey, GraphSet
 
 SPEC = AttentionSpec(
     num_query_heads=32, num_kv_heads=8, head_size=128, dtype="bfloat16", kv_cache_dtype="bfloat16", block_size=64
 )
-LIMITS = BatchLimits(max_num_seqs=256, max_num_tokens=8192, max_model_len=8190)
+LIMITS = Limits(max_num_seqs=256, max_num_batched_tokens=8192, max_model_len=8190)
 FA3 = Sizes(spec=SPEC, limits=LIMITS, routine="fa3", num_sms=132)
 FA2 = replace(FA3, routine="fa2")
 

@@ -8,7 +8,7 @@ import pytest
 from commands import run
 
 from phonograph.cli.app import main
-from phonograph.models.catalog import HUB_IDS
+from phonograph.files.catalog import HUB_IDS
 
 GIB = 1024**3
 

@@ -14,6 +14,7 @@ from checkpoints import VOCAB_SIZE, make_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from invariants import check_scheduler
+from scheduling import make_scheduler
 
 from phonograph.core.batch import ScheduledBatch, SlotFailure, StepOutput
 from phonograph.core.request import Request
@@ -24,8 +25,6 @@ from phonograph.engine.metrics.step_record import StepRecord
 from phonograph.errors import PhonographError, RequestError
 from phonograph.graphs.dispatch import Decision
 from phonograph.graphs.modes import GraphMode
-from phonograph.scheduling.limits import SchedulerLimits
-from phonograph.scheduling.scheduler import Scheduler
 
 EOS, NOT_A_NUMBER = 0, 1
 DECISION = Decision(mode=GraphMode.NONE, key=None, num_tokens=16, cause="a test", reason="a test of 16 tokens")
@@ -84,16 +83,9 @@ class FakeRunner:
 
 
 def make_core(lookahead: int, **changes: int) -> tuple[EngineCore, FakeRunner]:
-    values = {
-        "max_num_seqs": 3,
-        "max_num_batched_tokens": 12,
-        "max_model_len": 40,
-        "block_size": 4,
-        "num_blocks": 16,
-        **changes,
-    }
+    values = {"max_num_seqs": 3, "max_num_batched_tokens": 12, "max_model_len": 40, "num_blocks": 16, **changes}
     runner = FakeRunner(lookahead)
-    return EngineCore(Scheduler(SchedulerLimits(**values)), runner), runner
+    return EngineCore(make_scheduler(**values), runner), runner
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scheduling import add, limits, request
+from scheduling import add, make_scheduler, request
 from step_rows import rows_of
 
 from phonograph.core.batch import StepOutput
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.runner.cpu_inputs import CpuInputs
 from phonograph.sampling.failures import SlotFailures
-from phonograph.scheduling.scheduler import Scheduler
 
 cuda_inputs = pytest.importorskip("phonograph.runner.cuda.cuda_inputs")
 
@@ -33,7 +32,7 @@ def test_steps_of_a_scheduler(most_appends: int, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(cuda_inputs, "_MAX_APPENDS", most_appends)
     rng = np.random.default_rng(most_appends)
     on_cpu, on_gpu = CpuInputs(**SIZES), cuda_inputs.CudaInputs(**SIZES, vocab_size=99, device=DEVICE)
-    scheduler = Scheduler(limits(num_blocks=16))
+    scheduler = make_scheduler(num_blocks=16)
     for name in "abcde":
         add(scheduler, request(name, int(rng.integers(1, 30)), max_tokens=int(rng.integers(20, 34))))
     preempted = 0

@@ -15,9 +15,9 @@ from dense import DenseSequences
 from transformers import AutoModelForCausalLM
 
 from phonograph import LLM, SamplingParams
+from phonograph.files.gguf_file import read_gguf
 from phonograph.models.quantization.cpu_weights import CpuProducts
 from phonograph.models.spec import read_model_spec
-from phonograph.models.weights.gguf_file import read_gguf
 from phonograph.models.weights.loading import begin_loading
 from phonograph.text.tokenizer import Tokenizer
 

@@ -55,7 +55,7 @@ LONG = replace(DEMO, context_length=1 << 24, context_source="max_position_embedd
 def test_the_context_is_the_largest_that_one_sequence_has_room_for(device: str, settings: dict[str, Any]) -> None:
     """The context that is chosen fits as a number too, and one block more does not."""
     plan = plan_of(device, LONG, **settings)
-    context, size = plan.limits.max_model_len, plan.limits.block_size
+    context, size = plan.limits.max_model_len, plan.attention.block_size
     assert context % size == 0 and size <= context < LONG.context_length
     assert plan_of(device, LONG, max_model_len=context, **settings).limits == plan.limits
     with pytest.raises(MemoryLimitError, match=f"max_model_len={context + size}"):
@@ -145,7 +145,7 @@ def test_a_cascade_takes_its_buffers_on_top() -> None:
     model = replace(resized(DEMO, head_size=64), rope_frequencies=(1.0,) * 32, context_length=4096)
     plain = plan_of("h200", model, **settings)
     plan = plan_of("h200", model, cascade_attention=True, **settings)
-    capabilities, batches = plan.selection.capabilities, plan.limits.of_batches
+    capabilities, batches = plan.selection.capabilities, plan.limits
     extra = cascade_bytes(capabilities, plan.attention, plan.device, batches, ())
     own = capabilities.buffer_bytes(plan.attention, plan.device, batches, ())
     assert extra > 0 and plan.memory.attention == own + extra

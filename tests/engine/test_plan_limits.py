@@ -18,7 +18,7 @@ from phonograph.core.device import known_device
 from phonograph.engine.plan import make_plan
 from phonograph.engine.startup.start import start_engine
 from phonograph.errors import ConfigError
-from phonograph.graphs.dispatch import BatchShape
+from phonograph.graphs.dispatch import StepShape
 from phonograph.models.spec import read_model_spec
 
 
@@ -58,7 +58,7 @@ def test_a_cpu_captures_small_steps_without_padding(
     dispatcher = plan.make_dispatcher()
     most = max([*decode, 0])
     for tokens in decode if most <= 10 else ():
-        decision = dispatcher.decide(BatchShape(num_tokens=tokens, num_reqs=tokens, uniform_query_len=1))
+        decision = dispatcher.decide(StepShape(num_tokens=tokens, num_reqs=tokens, uniform_query_len=1))
         assert decision.key is not None and decision.num_tokens == tokens
 
 
@@ -107,7 +107,7 @@ def test_verification_without_a_size_left_names_the_sizes() -> None:
 def test_blocks_as_the_backend_likes_them(settings: dict[str, Any], head_size: int, size: int) -> None:
     model = replace(resized(read_model_spec("demo"), head_size=head_size), rope_frequencies=(1.0,) * (head_size // 2))
     plan = make_plan(EngineConfig(model="demo", **settings), model, known_device("h200"))
-    assert plan.limits.block_size == plan.attention.block_size == size
+    assert plan.attention.block_size == size
     assert any(note.startswith("block_size 128: flash_attn 3") for note in plan.notes) == (size == 128)
 
 

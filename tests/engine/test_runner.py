@@ -14,7 +14,7 @@ from host_runtime import CallRuntime
 from phonograph.core.batch import ScheduledBatch
 from phonograph.errors import CaptureError, ReplayError
 from phonograph.graphs.capture_list import make_capture_list
-from phonograph.graphs.dispatch import BatchShape, Dispatcher
+from phonograph.graphs.dispatch import Dispatcher, StepShape
 from phonograph.graphs.modes import GraphKey, GraphMode, GraphSet, GraphSupport, Support
 from phonograph.graphs.resolve import Pieces, resolve_mode
 from phonograph.runner.runner import Runner, shape_of
@@ -184,5 +184,5 @@ def test_shapes_of_batches(query_lens: list[int], num_decodes: int, uniform: int
         slots=[*range(len(query_lens))], query_lens=query_lens, num_decodes=num_decodes, num_tokens=7
     )
     prefixes: Any = SimpleNamespace(find=lambda one: 16 if one is batch else 0)
-    assert shape_of(batch) == BatchShape(num_tokens=7, num_reqs=len(query_lens), uniform_query_len=uniform)
+    assert shape_of(batch) == StepShape(num_tokens=7, num_reqs=len(query_lens), uniform_query_len=uniform)
     assert shape_of(batch, prefixes).prefix_len == (0 if uniform is None else 16)

@@ -6,12 +6,11 @@ import time
 
 import numpy as np
 import pytest
-from scheduling import limits, output_of, request
+from scheduling import make_scheduler, output_of, request
 
 from phonograph.attention.cascade.shared_prefix import SharedPrefixes
 from phonograph.core.batch import BlockAppend, ScheduledBatch
 from phonograph.runner.runner import shape_of
-from phonograph.scheduling.scheduler import Scheduler
 
 SIZE = 4
 
@@ -104,8 +103,8 @@ def test_mixed_batches_have_no_shared_prefix() -> None:
 def test_shared_prefixes_of_scheduled_batches(num_blocks: int) -> None:
     """Prompts that begin alike or not, in steps of a scheduler that may have to preempt."""
     rng = np.random.default_rng(num_blocks)
-    scheduler = Scheduler(
-        limits(max_num_seqs=5, max_num_batched_tokens=24, max_model_len=48, num_blocks=num_blocks, block_size=SIZE)
+    scheduler = make_scheduler(
+        max_num_seqs=5, max_num_batched_tokens=24, max_model_len=48, num_blocks=num_blocks, block_size=SIZE
     )
     prefixes = SharedPrefixes(max_num_seqs=5, max_blocks_per_seq=12, block_size=SIZE)
     tables: dict[int, list[int]] = {}

@@ -11,9 +11,10 @@ import torch
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
 from phonograph.attention.attention_spec import AttentionSpec
-from phonograph.attention.backend import AttentionBackend, AttentionLayer, BatchLimits
+from phonograph.attention.backend import AttentionBackend, AttentionLayer
 from phonograph.attention.metadata import CommonMetadata
 from phonograph.attention.reference.backend import ReferenceBackend
+from phonograph.core.limits import Limits
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.graphs.runtime import GraphRuntime
 from phonograph.graphs.tape.tape import TapeRuntime
@@ -146,7 +147,7 @@ def make_spec(dtype: str) -> AttentionSpec:
     )
 
 
-LIMITS = BatchLimits(max_num_seqs=REQUESTS, max_num_tokens=TOKENS, max_model_len=BLOCK * BLOCKS_PER_SEQ)
+LIMITS = Limits(max_num_seqs=REQUESTS, max_num_batched_tokens=TOKENS, max_model_len=BLOCK * BLOCKS_PER_SEQ)
 
 
 def test_on_the_tape() -> None:

@@ -21,7 +21,7 @@ from phonograph.bench import engine
 from phonograph.bench.cases import LatencyCase, Lengths, cases_that_fit, parse_size
 from phonograph.bench.engine import bench_latency, bench_throughput, timed
 from phonograph.bench.records.results import Row, append_record, summary
-from phonograph.bench.run_requests import Answer, run_requests
+from phonograph.bench.run_requests import TimedAnswer, run_requests
 from phonograph.bench.suites import latency_suite, throughput_suite
 from phonograph.errors import ConfigError, RequestError
 
@@ -58,10 +58,10 @@ def test_latency_of_a_batch(demo_llm: LLM) -> None:
 def test_prefill_and_decode_are_timed_apart() -> None:
     """The second request gets its first token when the first has its second one already."""
 
-    def answered(*times: float) -> Answer:
-        return Answer(output=Any, times=list(times))  # pyright: ignore[reportArgumentType]
+    def answered(*times: float) -> TimedAnswer:
+        return TimedAnswer(output=Any, times=list(times))  # pyright: ignore[reportArgumentType]
 
-    def phases(*answers: Answer) -> dict[str, float]:
+    def phases(*answers: TimedAnswer) -> dict[str, float]:
         run = SimpleNamespace(answers=answers, seconds=5.0, prompt_tokens=60)
         return engine._phases([run])  # pyright: ignore[reportArgumentType, reportPrivateUsage]
 
@@ -224,7 +224,7 @@ def test_every_request_is_reported_when_it_ends(demo_llm: LLM) -> None:
     params = [SamplingParams(temperature=0, max_tokens=length, ignore_eos=True) for length in lengths]
     ended: list[tuple[int, int]] = []
 
-    def finished(place: int, answer: Answer) -> None:
+    def finished(place: int, answer: TimedAnswer) -> None:
         assert answer.output.prompt_token_ids == prompts[place]
         ended.append((place, len(answer.completion.token_ids)))
 

@@ -53,16 +53,14 @@ def llama_8b() -> ModelSpec:
     ],
 )
 def test_decode_floor(llama_8b: ModelSpec, num_seqs: int, context: int, published_ms: float) -> None:
-    floor = decode_floor(
-        H200, llama_8b, dtype="bfloat16", kv_cache_dtype="bfloat16", num_seqs=num_seqs, context=context
-    )
+    floor = decode_floor(H200, llama_8b, HEADS, num_seqs=num_seqs, context=context)
     assert floor * 1e3 == pytest.approx(published_ms, abs=0.07)
 
 
 def test_a_tied_embedding_is_read_as_the_head(llama_8b: ModelSpec) -> None:
-    step = {"dtype": "bfloat16", "kv_cache_dtype": "bfloat16", "num_seqs": 1, "context": 1}
-    tied = decode_floor(H200, replace(llama_8b, tie_word_embeddings=True), **step)
-    assert tied == pytest.approx(decode_floor(H200, llama_8b, **step))
+    step = {"num_seqs": 1, "context": 1}
+    tied = decode_floor(H200, replace(llama_8b, tie_word_embeddings=True), HEADS, **step)
+    assert tied == pytest.approx(decode_floor(H200, llama_8b, HEADS, **step))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from xml.etree import ElementTree
@@ -94,14 +95,15 @@ def test_a_kernel_without_a_part_fails_the_report() -> None:
 
 def test_work_and_floor(demo_llm: LLM) -> None:
     model = demo_llm.plan.model
-    size = {"dtype": "bfloat16", "kv_cache_dtype": "bfloat16", "num_seqs": 7, "context": 100}
-    products, attention = decode_work(model, **size)
+    spec = replace(demo_llm.plan.attention, dtype="bfloat16", kv_cache_dtype="bfloat16")
+    size = {"num_seqs": 7, "context": 100}
+    products, attention = decode_work(model, spec, **size)
     assert products.num_operations == 7 * products.num_bytes
     group = model.num_query_heads / model.num_kv_heads
     assert attention.num_operations == group * attention.num_bytes
     cache = 7 * 100 * model.num_layers * 2 * model.num_kv_heads * model.head_size * 2
     assert attention.num_bytes == cache
-    floor = decode_floor(H200, model, **size)
+    floor = decode_floor(H200, model, spec, **size)
     assert floor == pytest.approx((products.num_bytes + cache) / H200.bandwidth)
 
 

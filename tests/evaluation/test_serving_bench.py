@@ -21,7 +21,7 @@ from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
 from checks.serving.generated import make_tokenizer
-from phonograph.bench.serving.events import Reply, Sample
+from phonograph.bench.serving.events import Reply, TimedSample
 from phonograph.bench.serving.lengths import LONGEST, SHORTEST, sharegpt_like_lengths
 from phonograph.bench.serving.load import Load, arrival_times
 from phonograph.bench.serving.serving_metrics import details, serving_metrics
@@ -123,9 +123,12 @@ def test_a_tokenizer_that_makes_no_text_is_named() -> None:
 
 
 def test_figures_of_known_answers() -> None:
-    first = Sample(times=[0.1, 0.3, 0.7], end=0.7, tokens=3)
+    first = TimedSample(times=[0.1, 0.3, 0.7], end=0.7, tokens=3)
     # Five tokens in two chunks, and one token.
-    second, third = Sample(times=[0.3, 0.9], end=0.9, tokens=5, text="xy"), Sample(times=[0.5], end=0.5, tokens=1)
+    second, third = (
+        TimedSample(times=[0.3, 0.9], end=0.9, tokens=5, text="xy"),
+        TimedSample(times=[0.5], end=0.5, tokens=1),
+    )
     replies = [
         Reply(start=0.0, latency=0.7, prompt_tokens=10, output_tokens=3, cached_tokens=4, samples=[first]),
         Reply(start=0.5, latency=0.9, prompt_tokens=20, output_tokens=5, samples=[second]),
@@ -156,7 +159,7 @@ def test_figures_of_known_answers() -> None:
 
 def test_samples_of_one_request_count_as_samples() -> None:
     """Two samples of one request: TPOT and ITL are of each, as if they were two requests; rates are of both."""
-    fast, slow = Sample(times=[0.1, 0.2, 0.3], end=0.3, tokens=3), Sample(times=[0.1, 0.9], end=0.9, tokens=2)
+    fast, slow = TimedSample(times=[0.1, 0.2, 0.3], end=0.3, tokens=3), TimedSample(times=[0.1, 0.9], end=0.9, tokens=2)
     replies = [Reply(start=0.0, latency=0.9, prompt_tokens=9, output_tokens=5, samples=[fast, slow])]
     found = serving_metrics(Load(replies=replies, seconds=1.0, cpu_seconds=0.0, send_delay=0.0))
     assert (found["mean_tpot_ms"], found["std_tpot_ms"]) == (pytest.approx(450), pytest.approx(350))

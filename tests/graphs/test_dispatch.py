@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from phonograph.errors import ConfigError
 from phonograph.graphs.capture_list import default_decode_sizes, default_mixed_sizes, make_capture_list
-from phonograph.graphs.dispatch import BatchShape, Dispatcher
+from phonograph.graphs.dispatch import Dispatcher, StepShape
 from phonograph.graphs.modes import CascadeChoice, GraphKey, GraphMode, GraphSet, GraphSupport, Support
 from phonograph.graphs.resolve import Pieces, Resolution, resolve_mode
 
@@ -27,9 +27,9 @@ def _dispatcher(mode: GraphMode, *, max_num_seqs: int = 16, tokens: int = 64, li
     return Dispatcher(_resolution(mode), captures, max_num_tokens=tokens)
 
 
-def _shape(*query_lens: int) -> BatchShape:
+def _shape(*query_lens: int) -> StepShape:
     uniform = query_lens[0] if len(set(query_lens)) == 1 else None
-    return BatchShape(num_tokens=sum(query_lens), num_reqs=len(query_lens), uniform_query_len=uniform)
+    return StepShape(num_tokens=sum(query_lens), num_reqs=len(query_lens), uniform_query_len=uniform)
 
 
 @given(
@@ -172,8 +172,8 @@ def _cascading(mode: GraphMode, rule: Rule, *, seqs: int = 24, **more) -> Dispat
     return Dispatcher(_resolution(mode), captures, max_num_tokens=96, cascade=rule)
 
 
-def _sharing(count: int, prefix_len: int, query_len: int = 1) -> BatchShape:
-    return BatchShape(num_tokens=count * query_len, num_reqs=count, uniform_query_len=query_len, prefix_len=prefix_len)
+def _sharing(count: int, prefix_len: int, query_len: int = 1) -> StepShape:
+    return StepShape(num_tokens=count * query_len, num_reqs=count, uniform_query_len=query_len, prefix_len=prefix_len)
 
 
 def test_decode_graphs_of_enough_slots_have_a_cascade_variant() -> None:

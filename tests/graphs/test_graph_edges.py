@@ -11,7 +11,7 @@ import torch
 from phonograph.config.engine_config import EngineConfig
 from phonograph.errors import ConfigError
 from phonograph.graphs.capture_list import make_capture_list
-from phonograph.graphs.dispatch import BatchShape, Dispatcher
+from phonograph.graphs.dispatch import Dispatcher, StepShape
 from phonograph.graphs.modes import CascadeChoice, GraphKey, GraphMode, GraphSet, GraphSupport, Support
 from phonograph.graphs.resolve import Pieces, resolve_mode
 from phonograph.graphs.verification import Drawn, verify
@@ -28,10 +28,10 @@ def test_a_step_as_large_as_they_come_has_a_decision(mode: GraphMode) -> None:
     captures, resolution = dispatcher(mode)
     made = Dispatcher(resolution, captures, max_num_tokens=64)
     for uniform in (None, 64):
-        assert made.decide(BatchShape(num_tokens=64, num_reqs=1, uniform_query_len=uniform)).num_tokens == 64
+        assert made.decide(StepShape(num_tokens=64, num_reqs=1, uniform_query_len=uniform)).num_tokens == 64
     captures, resolution = dispatcher(mode, seqs=64)
     made = Dispatcher(resolution, captures, max_num_tokens=64)
-    assert made.decide(BatchShape(num_tokens=64, num_reqs=64, uniform_query_len=1)).num_tokens == 64
+    assert made.decide(StepShape(num_tokens=64, num_reqs=64, uniform_query_len=1)).num_tokens == 64
 
 
 def test_sizes_that_no_whole_number_of_decodes_has_are_left_out() -> None:
@@ -70,7 +70,7 @@ def test_the_rule_is_asked_about_requests_not_tokens() -> None:
     rule = Rule()
     captures, resolution = dispatcher(GraphMode.FULL, speculative_tokens=2, cascade_reqs=8)
     made = Dispatcher(resolution, captures, max_num_tokens=64, cascade=rule)
-    made.decide(BatchShape(num_tokens=27, num_reqs=9, uniform_query_len=3, prefix_len=512))
+    made.decide(StepShape(num_tokens=27, num_reqs=9, uniform_query_len=3, prefix_len=512))
     assert rule.asked == [(9, 3, 512)]
 
 

@@ -109,7 +109,7 @@ def make_hopper_runner(folder: str) -> Runner:
     plan = make_plan(config, spec, H200)
     meta = torch.device("meta")
     make_runtime: Any = DryRuntime
-    backend = load(plan.selection)(plan.attention, meta, plan.limits.of_batches)
+    backend = load(plan.selection)(plan.attention, meta, plan.limits)
     parts = make_model_parts(plan, backend, Transformer(spec, torch.bfloat16, meta))
     return make_runner(plan, parts, CudaPlatform(meta, make_runtime=make_runtime))
 

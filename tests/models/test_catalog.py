@@ -11,9 +11,9 @@ import pytest
 from phonograph import EngineConfig
 from phonograph.cli.app import main
 from phonograph.errors import ModelError, UnsupportedModelError
-from phonograph.models.catalog import CONFIGS_DIRECTORY, HUB_IDS, catalog_name
+from phonograph.files.catalog import CONFIGS_DIRECTORY, HUB_IDS, catalog_name
+from phonograph.files.model_files import model_path
 from phonograph.models.spec import read_model_spec
-from phonograph.models.weights.model_files import model_path
 from phonograph.text.tokenizer import load_tokenizer
 
 # Parameters of the published checkpoints, as the hub counts them in their safetensors files, tied embeddings once.

@@ -12,7 +12,7 @@ from dense import DenseSequences
 from quantized_checkpoints import FORMATS
 
 from phonograph.errors import UnsupportedModelError
-from phonograph.models.catalog import CONFIGS_DIRECTORY, HUB_IDS
+from phonograph.files.catalog import CONFIGS_DIRECTORY, HUB_IDS
 from phonograph.models.spec import ModelSpec, read_model_spec
 
 CPU = torch.device("cpu")

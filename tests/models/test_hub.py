@@ -12,8 +12,8 @@ from huggingface_hub import errors
 import phonograph.text.tokenizer as tokenizers
 from phonograph.demo import MODEL_DIRECTORY
 from phonograph.errors import ModelError
-from phonograph.models.weights import model_files
-from phonograph.models.weights.model_files import model_path
+from phonograph.files import model_files
+from phonograph.files.model_files import model_path
 from phonograph.text.tokenizer import Tokenizer
 
 LOG_IN = "log in with `hf auth login` or set HF_TOKEN"

@@ -90,7 +90,7 @@ def test_tied_embeddings_are_matched_with_the_files_as_in_transformers(head: str
     decoder = load(tmp_path)
     reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     assert torch.equal(decoder.embedding_VE, reference.model.embed_tokens.weight)
-    head_EV = decoder.lm_head.matrix_IO
+    head_EV = decoder.lm_head.matrix
     assert torch.equal(head_EV.t(), reference.lm_head.weight)
     tied = decoder.embedding_VE.data_ptr() == head_EV.data_ptr()
     assert tied == (head != "different") == decoder.spec.tie_word_embeddings

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from phonograph.models.catalog import HUB_IDS
-from phonograph.models.weights.model_files import is_gguf, names_model
+from phonograph.files.catalog import HUB_IDS
+from phonograph.files.model_files import is_gguf, names_model
 
 
 def test_models_and_other_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,12 +20,12 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from phonograph.errors import ConfigError, ModelError, UnsupportedModelError
+from phonograph.files import model_files as folder_module
 from phonograph.models.config_fields import FIXED, IGNORED
 from phonograph.models.layers.rope import rope_frequencies
 from phonograph.models.registry import ARCHITECTURES
 from phonograph.models.rope_parameters import read_rope
 from phonograph.models.spec import ModelSpec, read_model_spec
-from phonograph.models.weights import model_files as folder_module
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

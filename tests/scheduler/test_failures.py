@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from invariants import check_scheduler
-from scheduling import add, limits, output_of, request, step
+from scheduling import add, make_scheduler, output_of, request, step
 
 from phonograph.core.batch import ScheduledBatch, SlotFailure, StepOutput
 from phonograph.core.request import Request, RequestState
@@ -28,7 +28,7 @@ def num_found(scheduler: Scheduler, tokens: list[int]) -> int:
 
 
 def test_blocks_of_a_failed_prefill_are_not_found_and_those_found_before_stay() -> None:
-    scheduler, shared = Scheduler(limits()), list(range(9))
+    scheduler, shared = make_scheduler(), list(range(9))
     add(scheduler, request("a", shared, max_tokens=1))
     step(scheduler)
     whole = [*shared, *range(20, 27)]
@@ -44,7 +44,7 @@ def test_blocks_of_a_failed_prefill_are_not_found_and_those_found_before_stay() 
 
 
 def test_blocks_of_a_failed_decode_are_not_found() -> None:
-    scheduler, prompt = Scheduler(limits()), list(range(6))
+    scheduler, prompt = make_scheduler(), list(range(6))
     add(scheduler, bad := request("b", prompt))
     for _ in range(9):
         step(scheduler)
@@ -58,7 +58,7 @@ def test_blocks_of_a_failed_decode_are_not_found() -> None:
 @pytest.mark.parametrize("samples", [True, False])
 def test_with_a_step_in_flight(samples: bool) -> None:
     """The failed step may have computed the last chunk of the prompt, or not."""
-    scheduler = Scheduler(limits())
+    scheduler = make_scheduler()
     add(scheduler, bad := request("b", range(12 if samples else 40)), other := request("c", 4))
     first, second = scheduler.schedule(), scheduler.schedule()
     scheduler.update(first, failed(first, bad.slot))
@@ -71,7 +71,7 @@ def test_with_a_step_in_flight(samples: bool) -> None:
 
 
 def test_blocks_given_back_before_the_last_token_failed() -> None:
-    scheduler, prompt = Scheduler(limits()), list(range(10))
+    scheduler, prompt = make_scheduler(), list(range(10))
     add(scheduler, bad := request("b", prompt, max_tokens=1))
     batch = scheduler.schedule()
     scheduler.schedule()
@@ -82,7 +82,7 @@ def test_blocks_given_back_before_the_last_token_failed() -> None:
 
 
 def test_a_failure_that_is_known_after_a_preemption() -> None:
-    scheduler = Scheduler(limits(num_blocks=6, max_num_seqs=2))
+    scheduler = make_scheduler(num_blocks=6, max_num_seqs=2)
     add(scheduler, good := request("a", 8), bad := request("b", range(8), max_tokens=12))
     in_flight = [scheduler.schedule()]
     while bad.state is not RequestState.PREEMPTED:
@@ -100,7 +100,7 @@ def test_a_failure_that_is_known_after_a_preemption() -> None:
 
 
 def test_a_failure_after_a_preempted_request_has_found_its_own_blocks_again() -> None:
-    scheduler = Scheduler(limits(num_blocks=6, max_num_seqs=2))
+    scheduler = make_scheduler(num_blocks=6, max_num_seqs=2)
     add(scheduler, request("a", 8, max_tokens=8), bad := request("b", range(8), max_tokens=12))
     states: list[RequestState] = []
     while not states or states[-1] is not RequestState.RUNNING or RequestState.PREEMPTED not in states:
@@ -113,7 +113,7 @@ def test_a_failure_after_a_preempted_request_has_found_its_own_blocks_again() ->
 
 
 def test_a_late_failure_does_not_end_another_request_of_the_same_id() -> None:
-    scheduler = Scheduler(limits())
+    scheduler = make_scheduler()
     add(scheduler, old := request("a"))
     batch = scheduler.schedule()
     scheduler.abort("a")
@@ -125,7 +125,7 @@ def test_a_late_failure_does_not_end_another_request_of_the_same_id() -> None:
 
 
 def test_requests_that_share_a_failed_block_go_on() -> None:
-    scheduler, prompt = Scheduler(limits()), list(range(8))
+    scheduler, prompt = make_scheduler(), list(range(8))
     add(scheduler, bad := request("b", [*prompt, 50]), other := request("c", [*prompt, 60], max_tokens=9))
     batch = scheduler.schedule()
     assert other.num_cached_tokens == 8
@@ -137,7 +137,7 @@ def test_requests_that_share_a_failed_block_go_on() -> None:
 
 
 def test_fail_ends_waiting_requests_too() -> None:
-    scheduler = Scheduler(limits(max_num_seqs=1))
+    scheduler = make_scheduler(max_num_seqs=1)
     add(scheduler, *(waiting := [request(name) for name in "ab"]))
     step(scheduler)
     assert scheduler.fail("a") and scheduler.fail("b") and not scheduler.fail("b")
@@ -146,7 +146,7 @@ def test_fail_ends_waiting_requests_too() -> None:
 
 
 def test_failures_of_slots_that_have_other_requests_by_now_are_those_of_the_step() -> None:
-    scheduler = Scheduler(limits(max_num_seqs=1))
+    scheduler = make_scheduler(max_num_seqs=1)
     add(scheduler, a := request("a", max_tokens=1), b := request("b", max_tokens=1))
     first, second = scheduler.schedule(), scheduler.schedule()
     assert first.slots == second.slots

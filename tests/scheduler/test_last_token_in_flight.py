@@ -6,7 +6,7 @@ from collections import deque
 
 import pytest
 from invariants import check_scheduler
-from scheduling import EOS, add, limits, output_of, request
+from scheduling import EOS, add, make_scheduler, output_of, request
 
 from phonograph.core.batch import ScheduledBatch, SlotFailure, StepOutput, TokenLogprobs
 from phonograph.core.request import Request, RequestState
@@ -21,7 +21,7 @@ def take(scheduler: Scheduler, batch: ScheduledBatch, token_id: int = 7) -> list
 
 def test_slot_and_blocks_are_the_next_requests() -> None:
     # One slot, and blocks for one prompt.
-    scheduler = Scheduler(limits(max_num_seqs=1, num_blocks=2))
+    scheduler = make_scheduler(max_num_seqs=1, num_blocks=2)
     add(scheduler, a := request("a", 8, max_tokens=1), b := request("b", 8, max_tokens=1))
     first = scheduler.schedule()
     assert a.state is RequestState.RUNNING
@@ -40,7 +40,7 @@ def test_slot_and_blocks_are_the_next_requests() -> None:
 
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_short_requests_beside_a_long_one_cost_a_step_each(lookahead: int) -> None:
-    scheduler = Scheduler(limits(max_num_seqs=2, num_blocks=128, max_model_len=256))
+    scheduler = make_scheduler(max_num_seqs=2, num_blocks=128, max_model_len=256)
     add(scheduler, long := request("long", 10, max_tokens=100))
     add(scheduler, *(request(f"s{number}", [number] * 5, max_tokens=1) for number in range(100)))
     in_flight: deque[ScheduledBatch] = deque()
@@ -59,7 +59,7 @@ def test_short_requests_beside_a_long_one_cost_a_step_each(lookahead: int) -> No
 
 
 def test_decodes_grow_into_its_blocks_instead_of_preempting() -> None:
-    scheduler = Scheduler(limits(max_num_seqs=2, num_blocks=6))
+    scheduler = make_scheduler(max_num_seqs=2, num_blocks=6)
     add(scheduler, a := request("a", 8), b := request("b", 7, max_tokens=5))
     for _ in range(4):
         take(scheduler, scheduler.schedule())
@@ -75,7 +75,7 @@ def test_decodes_grow_into_its_blocks_instead_of_preempting() -> None:
 
 @pytest.mark.parametrize("how", ["eos", "failure", "abort", "stop string"])
 def test_its_last_token_is_dropped_when_an_earlier_one_ends_it(how: str) -> None:
-    scheduler = Scheduler(limits(max_num_seqs=2))
+    scheduler = make_scheduler(max_num_seqs=2)
     add(scheduler, a := request("a", 5, max_tokens=3), other := request("other", 5))
     take(scheduler, scheduler.schedule())
     second, last = scheduler.schedule(), scheduler.schedule()
@@ -104,7 +104,7 @@ def test_its_last_token_is_dropped_when_an_earlier_one_ends_it(how: str) -> None
 
 
 def test_an_id_may_be_used_again_while_the_token_is_in_flight() -> None:
-    scheduler = Scheduler(limits(max_num_seqs=1))
+    scheduler = make_scheduler(max_num_seqs=1)
     add(scheduler, old := request("a", max_tokens=1))
     first = scheduler.schedule()
     assert scheduler.schedule() == ScheduledBatch() and old.state is RequestState.ENDING
@@ -117,7 +117,7 @@ def test_an_id_may_be_used_again_while_the_token_is_in_flight() -> None:
 
 
 def test_all_its_full_blocks_are_found_afterwards() -> None:
-    scheduler = Scheduler(limits())
+    scheduler = make_scheduler()
     add(scheduler, request("a", range(6), max_tokens=7))
     in_flight: deque[ScheduledBatch] = deque()
     while (batch := scheduler.schedule()).slots:
@@ -132,7 +132,7 @@ def test_all_its_full_blocks_are_found_afterwards() -> None:
 
 def test_a_reset_of_the_prefix_cache_between() -> None:
     for schedules in (1, 2):
-        scheduler = Scheduler(limits())
+        scheduler = make_scheduler()
         add(scheduler, request("a", range(12), max_tokens=1))
         first, *_ = [scheduler.schedule() for _ in range(schedules)]
         scheduler.reset_prefix_cache()
@@ -145,7 +145,7 @@ def test_a_reset_of_the_prefix_cache_between() -> None:
 
 
 def test_logprobs_of_two_steps_with_one_slot() -> None:
-    scheduler = Scheduler(limits(max_num_seqs=1))
+    scheduler = make_scheduler(max_num_seqs=1)
     add(scheduler, *(ab := [request(name, 3, max_tokens=1, logprobs=0, prompt_logprobs=0) for name in "ab"]))
     entries = {name: TokenLogprobs(token_ids=[ord(name)], logprobs=[-1.0], ranks=[1]) for name in "abAB"}
     batches = [scheduler.schedule(), scheduler.schedule()]

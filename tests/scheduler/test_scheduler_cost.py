@@ -11,9 +11,9 @@ import time
 import pytest
 
 from phonograph.core.batch import StepOutput
+from phonograph.core.limits import Limits
 from phonograph.core.request import Request
 from phonograph.core.sampling_params import SamplingParams
-from phonograph.scheduling.limits import SchedulerLimits
 from phonograph.scheduling.scheduler import Scheduler
 
 NUM_SEQS = 256
@@ -21,10 +21,8 @@ NUM_SEQS = 256
 
 @pytest.mark.parametrize("together", [False, True], ids=["borders spread", "borders together"])
 def test_cost_of_256_decodes(together: bool) -> None:
-    limits = SchedulerLimits(
-        max_num_seqs=NUM_SEQS, max_num_batched_tokens=8192, max_model_len=4096, block_size=16, num_blocks=16384
-    )
-    scheduler = Scheduler(limits)
+    limits = Limits(max_num_seqs=NUM_SEQS, max_num_batched_tokens=8192, max_model_len=4096)
+    scheduler = Scheduler(limits, block_size=16, num_blocks=16384)
     for number in range(NUM_SEQS):
         prompt = [number] * (100 if together else 100 + number % 16)
         params = SamplingParams(max_tokens=None)

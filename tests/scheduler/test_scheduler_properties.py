@@ -11,17 +11,18 @@ from __future__ import annotations
 import random
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from invariants import check_scheduler
+from scheduling import make_scheduler
 
 from phonograph.core.batch import NewSequence, ScheduledBatch, StepOutput, TokenLogprobs
 from phonograph.core.request import Request, RequestState
 from phonograph.core.sampling_params import SamplingParams
-from phonograph.scheduling.limits import SchedulerLimits
 from phonograph.scheduling.scheduler import Scheduler
 
 VOCAB = 7
@@ -74,8 +75,10 @@ class Row:
 
 
 class SimulatedRunner:
-    def __init__(self, limits: SchedulerLimits) -> None:
-        self.limits = limits
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.limits = scheduler.limits
+        self.block_size = scheduler.block_size
+        self.num_blocks = scheduler.num_blocks
         self.rows: dict[int, Row] = {}
         self.kv: dict[tuple[int, int], int] = {}
 
@@ -87,7 +90,7 @@ class SimulatedRunner:
         for append in batch.appends:
             row = self.rows[append.slot]
             assert append.start == len(row.blocks)
-            assert all(0 <= block_id < self.limits.num_blocks for block_id in append.block_ids)
+            assert all(0 <= block_id < self.num_blocks for block_id in append.block_ids)
             row.blocks.extend(append.block_ids)
         self.check_shape(batch)
         new_slots = {sequence.slot for sequence in batch.new}
@@ -121,7 +124,7 @@ class SimulatedRunner:
         )
 
     def place(self, row: Row, position: int) -> tuple[int, int]:
-        return row.blocks[position // self.limits.block_size], position % self.limits.block_size
+        return row.blocks[position // self.block_size], position % self.block_size
 
     def check_shape(self, batch: ScheduledBatch) -> None:
         assert batch.slots and len(set(batch.slots)) == batch.num_reqs <= self.limits.max_num_seqs
@@ -134,7 +137,7 @@ class SimulatedRunner:
         block_id, offset = place
         for slot, row in self.rows.items():
             if slot != writer and slot not in new_slots and block_id in row.blocks:
-                position = row.blocks.index(block_id) * self.limits.block_size + offset
+                position = row.blocks.index(block_id) * self.block_size + offset
                 assert position >= row.computed, f"slot {writer} writes what slot {slot} reads"
 
     def attend(self, output: StepOutput, slot: int, context: int, query_len: int, samples: bool) -> None:
@@ -163,11 +166,10 @@ def marked(token_id: int, position: int) -> TokenLogprobs:
 class Engine:
     """Scheduler and runner with up to `depth` steps in flight, and what must hold at every step."""
 
-    def __init__(self, limits: SchedulerLimits, depth: int) -> None:
-        self.limits = limits
+    def __init__(self, sizes: dict[str, Any], depth: int) -> None:
         self.depth = depth
-        self.scheduler = Scheduler(limits)
-        self.runner = SimulatedRunner(limits)
+        self.scheduler = make_scheduler(**sizes)
+        self.runner = SimulatedRunner(self.scheduler)
         self.requests: list[Request] = []
         self.in_flight: deque[tuple[ScheduledBatch, StepOutput]] = deque()
 
@@ -220,7 +222,7 @@ class Engine:
 
     def check_outputs(self) -> None:
         for request in self.requests:
-            output, reason, stop_reason = run_alone(request, self.limits.context_len)
+            output, reason, stop_reason = run_alone(request, self.scheduler.context_len)
             if request.finish_reason == "abort" or request.stop_reason == "stop string":
                 assert request.output_token_ids == output[: len(request.output_token_ids)]
             else:
@@ -235,12 +237,12 @@ class Engine:
 
 
 @st.composite
-def limits_of(draw: st.DrawFn) -> SchedulerLimits:
+def sizes_of(draw: st.DrawFn) -> dict[str, Any]:
     """From a pool too small for one context, up to one for two of them: mostly short of blocks."""
     max_num_seqs = draw(st.sampled_from([4, 5, 3, 2, 1]))
     max_model_len = draw(st.sampled_from([30, 40, 20, 7, 2]))
     block_size = draw(st.integers(1, 4))
-    return SchedulerLimits(
+    return dict(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_seqs + draw(st.integers(0, 25)),
         max_model_len=max_model_len,
@@ -289,9 +291,9 @@ def arrivals(draw: st.DrawFn) -> Arrival:
 
 
 class Streams(RuleBasedStateMachine):
-    @initialize(limits=limits_of(), depth=st.sampled_from([1, 2, 2, 3]), first=st.lists(arrivals(), min_size=2))
-    def start(self, limits: SchedulerLimits, depth: int, first: list[Arrival]) -> None:
-        self.engine = Engine(limits, depth)
+    @initialize(sizes=sizes_of(), depth=st.sampled_from([1, 2, 2, 3]), first=st.lists(arrivals(), min_size=2))
+    def start(self, sizes: dict[str, Any], depth: int, first: list[Arrival]) -> None:
+        self.engine = Engine(sizes, depth)
         for arrival in first:
             self.add(arrival)
 
@@ -300,7 +302,7 @@ class Streams(RuleBasedStateMachine):
         self.add(arrival)
 
     def add(self, arrival: Arrival) -> None:
-        prompt = arrival.prompt[: self.engine.limits.context_len - 1] or [1]
+        prompt = arrival.prompt[: self.engine.scheduler.context_len - 1] or [1]
         for index in range(arrival.copies):
             number = len(self.engine.requests)
             self.engine.add(
@@ -365,16 +367,16 @@ TestStreams.settings = settings(
 def test_long_stream_under_pressure(depth: int, enable_prefix_caching: bool, policy: str) -> None:
     """Many requests, few blocks: preemption, eviction and sharing all happen, and no output notices."""
     rng = random.Random(f"{depth} {enable_prefix_caching} {policy}")
-    limits = SchedulerLimits(
+    sizes = dict(
         max_num_seqs=8,
         max_num_batched_tokens=20,
         max_model_len=60,
         block_size=4,
         num_blocks=36,
         enable_prefix_caching=enable_prefix_caching,
-        policy=policy,  # pyright: ignore[reportArgumentType]
+        policy=policy,
     )
-    engine = Engine(limits, depth)
+    engine = Engine(sizes, depth)
     prefixes = [[rng.randrange(VOCAB) for _ in range(24)] for _ in range(3)]
     for number in range(80):
         prompt = rng.choice(prefixes)[: rng.randrange(25)] + [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 9))]

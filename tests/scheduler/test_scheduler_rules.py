@@ -6,18 +6,17 @@ import sys
 
 import pytest
 from invariants import check_scheduler
-from scheduling import EOS, add, limits, output_of, request, step
+from scheduling import EOS, add, make_scheduler, output_of, request, step
 
 from phonograph.core.batch import BlockAppend, ScheduledBatch, StepOutput, TokenLogprobs
 from phonograph.core.request import RequestState
-from phonograph.errors import ConfigError, RequestError
-from phonograph.scheduling.scheduler import Scheduler
+from phonograph.errors import RequestError
 
 # Batches and budgets
 
 
 def test_long_prompt_is_cut_into_chunks_and_sampled_at_its_end_only() -> None:
-    scheduler = Scheduler(limits(max_num_batched_tokens=6))
+    scheduler = make_scheduler(max_num_batched_tokens=6)
     add(scheduler, one := request("a", 14))
     batches = [step(scheduler) for _ in range(4)]
     assert [batch.query_lens for batch in batches] == [[6], [6], [2], [1]]
@@ -31,7 +30,7 @@ def test_long_prompt_is_cut_into_chunks_and_sampled_at_its_end_only() -> None:
 
 
 def test_blocks_of_all_known_tokens_come_at_admission_and_then_one_at_each_border() -> None:
-    scheduler = Scheduler(limits(max_num_batched_tokens=6, num_blocks=8))
+    scheduler = make_scheduler(max_num_batched_tokens=6, num_blocks=8)
     add(scheduler, request("a", 7))
     appends = [step(scheduler).appends for _ in range(8)]
     assert appends[0] == [BlockAppend(slot=0, start=0, block_ids=[0, 1])]
@@ -42,7 +41,7 @@ def test_blocks_of_all_known_tokens_come_at_admission_and_then_one_at_each_borde
 
 
 def test_decodes_come_first_then_running_prompts_then_waiting_ones() -> None:
-    scheduler = Scheduler(limits(max_num_batched_tokens=10))
+    scheduler = make_scheduler(max_num_batched_tokens=10)
     add(scheduler, request("a", 3))
     step(scheduler)
     add(scheduler, request("b", 12), request("c", 2), request("d", 3))
@@ -56,7 +55,7 @@ def test_decodes_come_first_then_running_prompts_then_waiting_ones() -> None:
 
 
 def test_chunk_of_one_token_stands_among_the_decodes() -> None:
-    scheduler = Scheduler(limits(max_num_batched_tokens=6))
+    scheduler = make_scheduler(max_num_batched_tokens=6)
     add(scheduler, request("a", 5), request("b", 4), request("c", 1))
     batch = step(scheduler)
     # The budget leaves one token of b: its shape is a decode's, but it samples nothing.
@@ -68,7 +67,7 @@ def test_chunk_of_one_token_stands_among_the_decodes() -> None:
 
 
 def test_no_more_sequences_than_slots() -> None:
-    scheduler = Scheduler(limits(max_num_seqs=2))
+    scheduler = make_scheduler(max_num_seqs=2)
     add(scheduler, *(request(name, 2, max_tokens=2) for name in "abc"))
     assert step(scheduler).num_reqs == 2
     assert (scheduler.stats.num_running, scheduler.stats.num_waiting) == (2, 1)
@@ -81,14 +80,14 @@ def test_no_more_sequences_than_slots() -> None:
 
 @pytest.mark.parametrize(("policy", "order"), [("fcfs", "cab"), ("priority", "bca")])
 def test_order_of_admission(policy: str, order: str) -> None:
-    scheduler = Scheduler(limits(policy=policy))
+    scheduler = make_scheduler(policy=policy)
     add(scheduler, request("a", arrival=2, priority=1), request("b", arrival=3, priority=-1))
     add(scheduler, request("c", arrival=1, priority=1))
     assert [new.request_id for new in step(scheduler).new] == list(order)
 
 
 def test_empty_batch_keeps_the_freed_slots_for_the_next_one() -> None:
-    scheduler = Scheduler(limits())
+    scheduler = make_scheduler()
     add(scheduler, request("a", max_tokens=1))
     step(scheduler)
     assert scheduler.schedule() == ScheduledBatch()
@@ -116,7 +115,7 @@ def test_empty_batch_keeps_the_freed_slots_for_the_next_one() -> None:
     ],
 )
 def test_ends(params: dict[str, object], token_id: int, length: int, reason: str, stop_reason: int | None) -> None:
-    scheduler = Scheduler(limits(max_model_len=20))
+    scheduler = make_scheduler(max_model_len=20)
     add(scheduler, one := request("a", 5, **params))
     while scheduler.has_unfinished:
         step(scheduler, token_id)
@@ -125,7 +124,7 @@ def test_ends(params: dict[str, object], token_id: int, length: int, reason: str
 
 
 def test_the_blocks_bound_the_context_and_their_last_place_is_used() -> None:
-    scheduler = Scheduler(limits(num_blocks=3))
+    scheduler = make_scheduler(num_blocks=3)
     add(scheduler, one := request("a", 5))
     while scheduler.has_unfinished:
         step(scheduler)
@@ -134,7 +133,7 @@ def test_the_blocks_bound_the_context_and_their_last_place_is_used() -> None:
 
 
 def test_stop_string_ends_by_finish() -> None:
-    scheduler = Scheduler(limits())
+    scheduler = make_scheduler()
     add(scheduler, one := request("a"))
     step(scheduler)
     assert scheduler.finish("a", "stop", "END")
@@ -143,7 +142,7 @@ def test_stop_string_ends_by_finish() -> None:
 
 
 def test_abort_wherever_a_request_stands() -> None:
-    scheduler = Scheduler(limits(max_num_seqs=2, max_num_batched_tokens=8))
+    scheduler = make_scheduler(max_num_seqs=2, max_num_batched_tokens=8)
     add(scheduler, request("decoding", 2), request("prefilling", 12), request("waiting"))
     step(scheduler)
     for name in ("waiting", "prefilling", "decoding"):
@@ -155,7 +154,7 @@ def test_abort_wherever_a_request_stands() -> None:
 
 @pytest.mark.parametrize("end", ["length", "stop", "abort", "failure"])
 def test_a_request_that_has_ended_is_not_kept(end: str) -> None:
-    scheduler = Scheduler(limits(max_num_seqs=2))
+    scheduler = make_scheduler(max_num_seqs=2)
     requests = [request(name, max_tokens=2) for name in "abcdef"]
     before = [sys.getrefcount(one) for one in requests]
     add(scheduler, *requests)
@@ -168,7 +167,7 @@ def test_a_request_that_has_ended_is_not_kept(end: str) -> None:
 
 
 def test_tokens_in_flight_of_an_aborted_request_are_dropped_also_when_its_id_is_used_again() -> None:
-    scheduler = Scheduler(limits())
+    scheduler = make_scheduler()
     add(scheduler, old := request("a"), other := request("b"))
     batch = scheduler.schedule()
     scheduler.abort("a")
@@ -184,7 +183,7 @@ def test_tokens_in_flight_of_an_aborted_request_are_dropped_also_when_its_id_is_
 
 
 def test_worst_rank_is_preempted_and_resumes_with_its_output() -> None:
-    scheduler = Scheduler(limits(num_blocks=9, max_num_batched_tokens=32, enable_prefix_caching=False))
+    scheduler = make_scheduler(num_blocks=9, max_num_batched_tokens=32, enable_prefix_caching=False)
     add(scheduler, a := request("a", 8, max_tokens=12), b := request("b", 8, max_tokens=12))
     while b.state is not RequestState.PREEMPTED:
         step(scheduler)
@@ -201,7 +200,7 @@ def test_worst_rank_is_preempted_and_resumes_with_its_output() -> None:
 
 
 def test_no_more_are_preempted_than_must_be() -> None:
-    scheduler = Scheduler(limits(num_blocks=6))
+    scheduler = make_scheduler(num_blocks=6)
     add(scheduler, *(request(name, 3) for name in "abc"))
     while not scheduler.stats.num_preemptions:
         step(scheduler)
@@ -211,7 +210,7 @@ def test_no_more_are_preempted_than_must_be() -> None:
 
 
 def test_the_lowest_priority_is_preempted_and_resumes_before_later_requests() -> None:
-    scheduler = Scheduler(limits(num_blocks=9, policy="priority", max_num_seqs=2))
+    scheduler = make_scheduler(num_blocks=9, policy="priority", max_num_seqs=2)
     add(scheduler, a := request("a", 8, priority=1, max_tokens=12), b := request("b", 8, priority=0, max_tokens=12))
     step(scheduler)
     add(scheduler, request("c", 8, priority=2, max_tokens=12))
@@ -225,7 +224,7 @@ def test_the_lowest_priority_is_preempted_and_resumes_before_later_requests() ->
 
 
 def test_preempted_request_finds_its_blocks_in_the_prefix_cache() -> None:
-    scheduler = Scheduler(limits(num_blocks=10))
+    scheduler = make_scheduler(num_blocks=10)
     add(scheduler, a := request("a", 8, max_tokens=17), b := request("b", 8, max_tokens=17))
     while b.state is not RequestState.PREEMPTED:
         step(scheduler)
@@ -238,11 +237,11 @@ def test_preempted_request_finds_its_blocks_in_the_prefix_cache() -> None:
 
 
 def test_admission_leaves_every_sequence_a_block_to_grow_into() -> None:
-    scheduler = Scheduler(limits(num_blocks=6))
+    scheduler = make_scheduler(num_blocks=6)
     add(scheduler, request("a", 8), request("b", 9))
     # b needs 3 of the 4 blocks left, which would leave 1 for two sequences.
     assert [new.request_id for new in step(scheduler).new] == ["a"]
-    scheduler = Scheduler(limits(num_blocks=7))
+    scheduler = make_scheduler(num_blocks=7)
     add(scheduler, request("a", 8), request("b", 8))
     assert len(step(scheduler).new) == 2
     for _ in range(4):
@@ -254,7 +253,7 @@ def test_admission_leaves_every_sequence_a_block_to_grow_into() -> None:
 
 
 def test_prompt_seen_before_computes_only_its_last_block() -> None:
-    scheduler = Scheduler(limits())
+    scheduler = make_scheduler()
     add(scheduler, request("a", range(12), max_tokens=1))
     step(scheduler)
     add(scheduler, again := request("b", range(12), max_tokens=1))
@@ -269,7 +268,7 @@ def test_prompt_seen_before_computes_only_its_last_block() -> None:
 
 
 def test_samples_of_one_prompt_share_it_in_the_step_that_computes_it() -> None:
-    scheduler = Scheduler(limits(max_num_batched_tokens=20))
+    scheduler = make_scheduler(max_num_batched_tokens=20)
     add(scheduler, *(request(name, range(13)) for name in "abc"))
     batch = scheduler.schedule()
     assert (batch.slots, batch.query_lens, batch.context_lens) == ([1, 2, 0], [1, 1, 13], [12, 12, 0])
@@ -279,7 +278,7 @@ def test_samples_of_one_prompt_share_it_in_the_step_that_computes_it() -> None:
 
 
 def test_chunk_not_yet_scheduled_is_not_shared() -> None:
-    scheduler = Scheduler(limits(max_num_batched_tokens=10))
+    scheduler = make_scheduler(max_num_batched_tokens=10)
     add(scheduler, request("a", range(30)))
     step(scheduler)
     add(scheduler, b := request("b", range(30)))
@@ -290,7 +289,7 @@ def test_chunk_not_yet_scheduled_is_not_shared() -> None:
 
 
 def test_generated_tokens_are_found_by_the_next_turn() -> None:
-    scheduler = Scheduler(limits())
+    scheduler = make_scheduler()
     add(scheduler, request("a", range(6), max_tokens=7))
     while scheduler.has_unfinished:
         step(scheduler)
@@ -300,7 +299,7 @@ def test_generated_tokens_are_found_by_the_next_turn() -> None:
 
 
 def test_same_block_after_another_prefix_is_not_the_same() -> None:
-    scheduler = Scheduler(limits())
+    scheduler = make_scheduler()
     add(scheduler, request("a", [1, 2, 3, 4, 5, 6, 7, 8, 9], max_tokens=1))
     step(scheduler)
     add(scheduler, b := request("b", [5, 6, 7, 8, 5, 6, 7, 8, 9]), c := request("c", [1, 2, 3, 4, 5, 6, 7, 9, 9]))
@@ -310,7 +309,7 @@ def test_same_block_after_another_prefix_is_not_the_same() -> None:
 
 def test_prompt_logprobs_and_the_setting_keep_out_of_the_cache() -> None:
     for enabled, prompt_logprobs in ((False, None), (True, 0)):
-        scheduler = Scheduler(limits(enable_prefix_caching=enabled))
+        scheduler = make_scheduler(enable_prefix_caching=enabled)
         add(scheduler, request("a", range(12), max_tokens=1))
         step(scheduler)
         add(scheduler, b := request("b", range(12), prompt_logprobs=prompt_logprobs))
@@ -318,7 +317,7 @@ def test_prompt_logprobs_and_the_setting_keep_out_of_the_cache() -> None:
 
 
 def test_reset_forgets_also_blocks_of_running_sequences() -> None:
-    scheduler = Scheduler(limits(max_num_batched_tokens=10))
+    scheduler = make_scheduler(max_num_batched_tokens=10)
     add(scheduler, request("a", range(24)))
     step(scheduler)
     scheduler.reset_prefix_cache()
@@ -337,7 +336,7 @@ def test_reset_forgets_also_blocks_of_running_sequences() -> None:
 
 
 def test_logprobs_reach_their_request() -> None:
-    scheduler = Scheduler(limits())
+    scheduler = make_scheduler()
     add(scheduler, a := request("a", logprobs=0), b := request("b"))
     batch = scheduler.schedule()
     output = output_of(batch)
@@ -347,7 +346,7 @@ def test_logprobs_reach_their_request() -> None:
 
 
 def test_prompt_logprobs_cut_short_by_a_preemption_are_collected_anew() -> None:
-    scheduler = Scheduler(limits(num_blocks=8, max_num_seqs=2, max_num_batched_tokens=2))
+    scheduler = make_scheduler(num_blocks=8, max_num_seqs=2, max_num_batched_tokens=2)
     add(scheduler, request("a", 1, max_tokens=30))
     step(scheduler)
     add(scheduler, b := request("b", range(17), prompt_logprobs=0, max_tokens=5))
@@ -372,7 +371,7 @@ def test_prompt_logprobs_cut_short_by_a_preemption_are_collected_anew() -> None:
 
 
 def test_next_step_is_scheduled_before_the_tokens_of_the_last_are_known() -> None:
-    scheduler = Scheduler(limits())
+    scheduler = make_scheduler()
     add(scheduler, a := request("a", 6, max_tokens=3))
     first, second, third = (scheduler.schedule() for _ in range(3))
     assert [batch.context_lens for batch in (first, second, third)] == [[0], [6], [7]]
@@ -385,7 +384,7 @@ def test_next_step_is_scheduled_before_the_tokens_of_the_last_are_known() -> Non
 
 
 def test_a_step_scheduled_past_a_stop_has_no_effect() -> None:
-    scheduler = Scheduler(limits())
+    scheduler = make_scheduler()
     add(scheduler, a := request("a", 6))
     first, second = scheduler.schedule(), scheduler.schedule()
     assert scheduler.update(first, output_of(first, EOS)) == [a]
@@ -394,7 +393,7 @@ def test_a_step_scheduled_past_a_stop_has_no_effect() -> None:
 
 
 def test_preempted_request_waits_for_its_tokens_in_flight() -> None:
-    scheduler = Scheduler(limits(num_blocks=9, max_num_batched_tokens=32))
+    scheduler = make_scheduler(num_blocks=9, max_num_batched_tokens=32)
     add(scheduler, a := request("a", 8), b := request("b", 8))
     before = scheduler.schedule()
     while (batch := scheduler.schedule()) and b.state is RequestState.RUNNING:
@@ -410,7 +409,7 @@ def test_preempted_request_waits_for_its_tokens_in_flight() -> None:
 
 
 def test_updates_out_of_order_or_of_another_batch_are_our_bugs() -> None:
-    scheduler = Scheduler(limits())
+    scheduler = make_scheduler()
     add(scheduler, request("a", 6))
     _, second = scheduler.schedule(), scheduler.schedule()
     with pytest.raises(AssertionError, match="order"):
@@ -431,7 +430,7 @@ def test_updates_out_of_order_or_of_another_batch_are_our_bugs() -> None:
     ],
 )
 def test_refused_prompts(prompt: int, changes: dict[str, object], message: str) -> None:
-    scheduler = Scheduler(limits(**changes))
+    scheduler = make_scheduler(**changes)
     with pytest.raises(RequestError, match=message):
         scheduler.add(request("a", prompt))
     assert not scheduler.has_unfinished
@@ -439,7 +438,7 @@ def test_refused_prompts(prompt: int, changes: dict[str, object], message: str) 
 
 def test_longest_prompts_that_fit_are_served() -> None:
     for prompt, changes in ((63, {}), (8, {"num_blocks": 2})):
-        scheduler = Scheduler(limits(**changes))
+        scheduler = make_scheduler(**changes)
         add(scheduler, one := request("a", prompt))
         while scheduler.has_unfinished:
             step(scheduler)
@@ -447,24 +446,7 @@ def test_longest_prompts_that_fit_are_served() -> None:
 
 
 def test_id_in_use_is_refused() -> None:
-    scheduler = Scheduler(limits())
+    scheduler = make_scheduler()
     add(scheduler, request("a"))
     with pytest.raises(RequestError, match="request_id='a'.*in use"):
         scheduler.add(request("a"))
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"max_num_seqs": 0},
-        {"max_num_batched_tokens": 3},
-        {"max_model_len": 1},
-        {"block_size": 0},
-        {"num_blocks": 0},
-        {"policy": "lifo"},
-    ],
-)
-def test_refused_limits(changes: dict[str, object]) -> None:
-    ((name, value),) = changes.items()
-    with pytest.raises(ConfigError, match=f"{name}={value!r}: must be"):
-        limits(**changes)

@@ -27,11 +27,11 @@ from phonograph.engine.process.messages import (
     Stop,
 )
 from phonograph.errors import EngineUnavailable, RequestError, RequestFailure
+from phonograph.files.model_files import model_path
 from phonograph.graphs.capture_list import CaptureRetry, make_capture_list
 from phonograph.graphs.modes import GraphKey, GraphSet, GraphSupport, Support
 from phonograph.graphs.resolve import Pieces, resolve_mode
-from phonograph.models.weights.model_files import model_path
-from phonograph.scheduling.limits import SchedulerStats
+from phonograph.scheduling.scheduler_stats import SchedulerStats
 from phonograph.server.http.api_errors import ApiError, api_error
 from phonograph.server.http.error_count import ErrorCounts
 from phonograph.server.observe.graphs import graphs

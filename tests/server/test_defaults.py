@@ -11,7 +11,7 @@ import pytest
 from phonograph.config.engine_config import EngineConfig
 from phonograph.config.server_config import ServerConfig
 from phonograph.errors import ConfigError, ModelError
-from phonograph.models.weights.model_files import model_path
+from phonograph.files.model_files import model_path
 from phonograph.server.http.run import serve, try_chat
 from phonograph.server.openai.defaults import chat_template, sampling_defaults
 from phonograph.text.tokenizer import Tokenizer

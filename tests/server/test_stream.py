@@ -12,7 +12,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.process.calls import Call, Delta, Prompt, Sample
-from phonograph.models.weights.model_files import model_path
+from phonograph.files.model_files import model_path
 from phonograph.server.http.api_errors import invalid
 from phonograph.server.http.error_count import ERRORS, ErrorCount, ErrorCounts
 from phonograph.server.http.stream import SERVERS_SEND, EventStream

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from sentencepiece_like import sentencepiece_like
 
-from phonograph.models.weights.model_files import model_path
+from phonograph.files.model_files import model_path
 from phonograph.server.openai.completion_logprobs import CompletionLogprobs, TokenTexts
 from phonograph.text.tokenizer import Tokenizer
 

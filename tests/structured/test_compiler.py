@@ -15,7 +15,7 @@ from phonograph.core.structured_outputs import Strictness, StructuredOutputs
 from phonograph.errors import RequestError
 from phonograph.structured import compiler as compiler_module
 from phonograph.structured.compiler import CACHE_SIZE, THREADS, GrammarCompiler
-from phonograph.structured.matcher import Library
+from phonograph.structured.matcher import LlguidanceLibrary
 from phonograph.structured.vocabulary import Vocabulary
 
 UNIQUE = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
@@ -78,12 +78,12 @@ def test_a_cancelled_request_leaves_nothing() -> None:
 def test_any_failure_is_the_requests_alone(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     """Panics of the library are no Exception."""
 
-    def of_regex(library: Library, regex: str) -> Any:
+    def of_regex(library: LlguidanceLibrary, regex: str) -> Any:
         if regex == "bad":
             raise error
         return library.of_lark(f"start: /{regex}/")
 
-    monkeypatch.setattr(compiler_module.Library, "of_regex", of_regex)
+    monkeypatch.setattr(compiler_module.LlguidanceLibrary, "of_regex", of_regex)
     compiler = byte_compiler()
     futures = [compiler.request(StructuredOutputs(regex=one)) for one in ("a", *["bad"] * (2 * THREADS), "b")]
     assert futures[0].result(60) and futures[-1].result(60)

@@ -11,7 +11,7 @@ from gbnf_reference import Grammar, languages, random_grammar, written
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from phonograph.structured.gbnf import lark_from_gbnf
-from phonograph.structured.runs import Item, _lead_bytes, _Search
+from phonograph.structured.runs import LarkItem, _lead_bytes, _Search
 
 LIMITS = LLParserLimits(max_items_in_row=20_000)
 PIECES = ("aa", "ab", "ba", "bab", "aba", "bbbb", "aab", "cab", "bé", "éa", "éé", "ü-é", "-é")
@@ -207,7 +207,7 @@ def test_lead_bytes_begin_the_characters_of_a_class() -> None:
 def test_each_set_of_the_search_is_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """A search that comes to its limit in its sets, not only in its rules, ends with no runs."""
     symbol = r"/[\u{61}-\u{7a}]/"
-    rules = {"root": [[Item(symbol, 0, None), Item(symbol)]]}
+    rules = {"root": [[LarkItem(symbol, 0, None), LarkItem(symbol)]]}
     search = _Search(rules)
     search._first("root"), search._follow(("root", 0, 0)), search._follow(("root", 0, 1))
     before = search._work

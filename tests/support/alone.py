@@ -12,8 +12,9 @@ import torch
 from attention_specs import llama
 
 from phonograph.attention.attention_spec import AttentionSpec, KVLayout
-from phonograph.attention.backend import AttentionBackend, AttentionCall, BatchLimits
+from phonograph.attention.backend import AttentionBackend, AttentionCall
 from phonograph.attention.metadata import CommonMetadata
+from phonograph.core.limits import Limits
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.testing.conformance_batch import make_layer, quantized
 
@@ -41,7 +42,7 @@ class Sequences:
     ) -> None:
         self.spec, self.lengths, self.device = spec, lengths, device
         size, self.slots, self.tokens = spec.block_size, len(lengths) + 2, sum(lengths) + 7
-        limits = BatchLimits(max_num_seqs=self.slots, max_num_tokens=self.tokens, max_model_len=max(lengths))
+        limits = Limits(max_num_seqs=self.slots, max_num_batched_tokens=self.tokens, max_model_len=max(lengths))
         self.backend = backend(spec, device, limits)
         self.builder = self.backend.make_builder()
         generator = torch.Generator().manual_seed(sum(lengths))

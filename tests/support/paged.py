@@ -16,8 +16,9 @@ import numpy as np
 import torch
 
 from phonograph.attention.attention_spec import AttentionSpec
-from phonograph.attention.backend import AttentionCall, AttentionLayer, BatchLimits, MakeBackend
+from phonograph.attention.backend import AttentionCall, AttentionLayer, MakeBackend
 from phonograph.attention.metadata import AttentionMetadata, CommonMetadata, CommonPrefix
+from phonograph.core.limits import Limits
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.testing.conformance_batch import make_layer, quantized
 from phonograph.testing.judge import FP8_QUERY_TOLERANCE, rounded_queries
@@ -59,7 +60,7 @@ class Arena:
         self.generator = torch.Generator(device).manual_seed(seed)
         self.rng = np.random.default_rng(seed)
         self.free = np.arange(first_block, num_blocks)
-        limits = BatchLimits(max_num_seqs=num_reqs, max_num_tokens=num_tokens, max_model_len=max_keys)
+        limits = Limits(max_num_seqs=num_reqs, max_num_batched_tokens=num_tokens, max_model_len=max_keys)
         self.backend = backend_class(spec, device, limits)
         self.builder = self.backend.make_builder()
         layer = make_layer(spec, 0, spec.windows[0], device, torch.Generator().manual_seed(seed))

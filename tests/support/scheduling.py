@@ -1,29 +1,28 @@
-"""Requests, limits and steps without a model, for tests of the scheduler."""
+"""Requests, schedulers and steps without a model, for tests of the scheduler."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from invariants import check_scheduler
 
 from phonograph.core.batch import ScheduledBatch, StepOutput
+from phonograph.core.limits import Limits
 from phonograph.core.request import Request
 from phonograph.core.sampling_params import SamplingParams
-from phonograph.scheduling.limits import SchedulerLimits
 from phonograph.scheduling.scheduler import Scheduler
 
 EOS = 99
 
 
-def limits(**changes: object) -> SchedulerLimits:
-    values: dict[str, object] = {
-        "max_num_seqs": 4,
-        "max_num_batched_tokens": 16,
-        "max_model_len": 64,
-        "block_size": 4,
-        "num_blocks": 64,
-    }
-    return SchedulerLimits(**(values | changes))  # pyright: ignore[reportArgumentType]
+def make_scheduler(
+    *, max_model_len: int = 64, max_num_seqs: int = 4, max_num_batched_tokens: int = 16, **changes: Any
+) -> Scheduler:
+    limits = Limits(
+        max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
+    )
+    return Scheduler(limits, **({"block_size": 4, "num_blocks": 64} | changes))
 
 
 def request(

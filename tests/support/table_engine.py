@@ -15,7 +15,7 @@ import pytest
 import torch
 from host_runtime import CallRuntime, HostRing
 from ladders import Ladder
-from scheduling import limits, request
+from scheduling import make_scheduler, request
 
 from phonograph.core.request import Request
 from phonograph.engine.core import EngineCore
@@ -25,7 +25,6 @@ from phonograph.graphs.dispatch import Dispatcher
 from phonograph.graphs.modes import GraphMode, GraphSupport, Support
 from phonograph.graphs.resolve import Pieces, resolve_mode
 from phonograph.sampling.sampler import Sampler
-from phonograph.scheduling.scheduler import Scheduler
 
 pytest.importorskip("phonograph.runner.cuda.cuda_inputs")
 
@@ -106,14 +105,14 @@ def engine_maker() -> MakeEngine:
 
     def made(mode: GraphMode = GraphMode.FULL, **changes: Any) -> Engine:
         model = TableModel(device)
-        bounds = limits(max_num_seqs=SLOTS, max_num_batched_tokens=TOKENS, **changes)
+        scheduler = make_scheduler(max_num_seqs=SLOTS, max_num_batched_tokens=TOKENS, **changes)
         captures = make_capture_list(mode, max_num_seqs=SLOTS, max_num_batched_tokens=TOKENS, max_capture_tokens=8)
         resolution = resolve_mode(mode, Support(GraphSupport.ALWAYS, "test"), Pieces(True, "test"))
         inputs = CudaInputs(
             max_num_seqs=SLOTS,
             max_num_tokens=TOKENS,
-            max_model_len=bounds.max_model_len,
-            block_size=bounds.block_size,
+            max_model_len=scheduler.limits.max_model_len,
+            block_size=scheduler.block_size,
             vocab_size=VOCAB,
             device=device,
         )
@@ -135,7 +134,10 @@ def engine_maker() -> MakeEngine:
             inputs=inputs,
             sample=device_sampler.sample,
         )
-        synthetic: dict[str, Any] = {"max_model_len": bounds.max_model_len, "block_size": bounds.block_size}
+        synthetic: dict[str, Any] = {
+            "max_model_len": scheduler.limits.max_model_len,
+            "block_size": scheduler.block_size,
+        }
         builder: Any = Backend()
         masked = MaskedSampling(
             device_sampler.sample_masked, masks=sampler.grammars, max_rows=SLOTS, vocab_size=VOCAB, device=device
@@ -148,7 +150,7 @@ def engine_maker() -> MakeEngine:
             sequences=Sequences(sampler, max_num_seqs=SLOTS),
             dispatcher=Dispatcher(resolution, captures, max_num_tokens=TOKENS),
             runtime=runtime,
-            synthetic=SyntheticBatches(inputs.load, num_blocks=bounds.num_blocks, vocab_size=VOCAB, **synthetic),
+            synthetic=SyntheticBatches(inputs.load, num_blocks=scheduler.num_blocks, vocab_size=VOCAB, **synthetic),
         )
         if on_gpu:
             from phonograph.engine.startup.cuda_platform import CudaPlatform
@@ -159,7 +161,7 @@ def engine_maker() -> MakeEngine:
         report = runner.capture()
         if not on_gpu:
             runtime.log = ring.log = log
-        core = EngineCore(Scheduler(bounds), runner)
+        core = EngineCore(scheduler, runner)
         records: list[StepRecord] = []
         core.on_step = records.append
         return Engine(core, model, records, log, report.num_graphs, ring)

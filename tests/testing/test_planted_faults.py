@@ -364,7 +364,7 @@ def test_a_device_that_is_lost_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> 
     def lost(*_: object) -> None:
         raise RuntimeError("an illegal memory access was encountered")
 
-    monkeypatch.setattr(suite, "Inputs", lost)
+    monkeypatch.setattr(suite, "RigInputs", lost)
     report = report_of(Sample)
     assert [check.name for check in report.failures] == ["lost device"]
     # What was found before it is kept.

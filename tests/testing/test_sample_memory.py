@@ -10,9 +10,10 @@ import torch
 from phonograph_dense import DenseBackend, DenseCapabilities
 
 from phonograph.attention.attention_spec import AttentionSpec
-from phonograph.attention.backend import AttentionCall, AttentionLayer, BatchLimits
+from phonograph.attention.backend import AttentionCall, AttentionLayer
 from phonograph.attention.metadata import CommonMetadata
 from phonograph.core.device import known_device
+from phonograph.core.limits import Limits
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.graphs.tape.tape import TapeRuntime
 
@@ -20,10 +21,10 @@ CPU = torch.device("cpu")
 SPEC = AttentionSpec(
     num_query_heads=8, num_kv_heads=2, head_size=64, dtype="float32", kv_cache_dtype="float32", block_size=16
 )
-LIMITS = BatchLimits(max_num_seqs=8, max_num_tokens=64, max_model_len=600)
+LIMITS = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=600)
 
 
-def recorded_bytes(spec: AttentionSpec, limits: BatchLimits, key: GraphKey, monkeypatch: pytest.MonkeyPatch) -> int:
+def recorded_bytes(spec: AttentionSpec, limits: Limits, key: GraphKey, monkeypatch: pytest.MonkeyPatch) -> int:
     """Return the bytes of all tensors that a capture of one layer makes, and of the memory that its graph keeps."""
     num_blocks = -(-limits.max_model_len // spec.block_size)
     num_reqs = key.num_reqs if key.graphs is GraphSet.DECODE else 1
@@ -78,7 +79,7 @@ def recorded_bytes(spec: AttentionSpec, limits: BatchLimits, key: GraphKey, monk
     ],
 )
 def test_what_it_says_is_enough_and_not_far_off(
-    key: GraphKey, spec: AttentionSpec, limits: BatchLimits, monkeypatch: pytest.MonkeyPatch
+    key: GraphKey, spec: AttentionSpec, limits: Limits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     capabilities, device = DenseCapabilities(), known_device("cpu")
     eager = capabilities.buffer_bytes(spec, device, limits, ())
@@ -89,7 +90,7 @@ def test_what_it_says_is_enough_and_not_far_off(
 
 
 def test_the_cache_is_sized_by_what_it_leaves() -> None:
-    capabilities, limits = DenseCapabilities(), BatchLimits(max_num_seqs=64, max_num_tokens=512, max_model_len=8192)
+    capabilities, limits = DenseCapabilities(), Limits(max_num_seqs=64, max_num_batched_tokens=512, max_model_len=8192)
     graphs = (GraphKey(GraphSet.MIXED, 512, 64),)
     said = {kind: capabilities.buffer_bytes(SPEC, known_device(kind), limits, graphs) for kind in ("cpu", "h200")}
     assert said["cpu"] > 64 << 30 and 1 << 30 < said["h200"] < 4 << 30

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+import torch
+
 
 class AttentionKind(Enum):
     """Kinds of attention, by the part of a model that has them. The engine runs decoders."""
@@ -84,3 +86,18 @@ class AttentionSpec:
     def windowed(self) -> bool:
         """True if any layer has a window."""
         return any(window != (UNBOUNDED, UNBOUNDED) for window in self.windows)
+
+    @property
+    def has_fp8_cache(self) -> bool:
+        """True if keys and values are rounded to FP8."""
+        return self.kv_cache_dtype.startswith("float8")
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an element of queries and outputs."""
+        return getattr(torch, self.dtype).itemsize
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """Bytes of the keys and values of one token in one layer."""
+        return 2 * self.num_kv_heads * self.head_size * getattr(torch, self.kv_cache_dtype).itemsize

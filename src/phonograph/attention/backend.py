@@ -16,6 +16,7 @@ import torch
 from phonograph.attention.attention_spec import UNBOUNDED, AttentionSpec
 from phonograph.attention.metadata import MetadataBuilder, MetadataT
 from phonograph.core.device import DeviceSpec
+from phonograph.core.limits import Limits
 from phonograph.graphs.modes import GraphKey, Support
 
 
@@ -26,21 +27,6 @@ class Capabilities(ABC):
         name: as users write it in `--attention-backend`.
         version: of the kernel family ("2", "3", "4"), or "".
         varies: reason why outputs depend on the batch even if the spec sets `batch_invariant`, or "" if they do not.
-
-    Example:
-        ```python
-        from phonograph.attention.triton.capabilities import TritonCapabilities
-        from phonograph.core.device import known_device
-        from phonograph.graphs.modes import GraphSupport
-
-        spec = AttentionSpec(
-            num_query_heads=32, num_kv_heads=8, head_size=64, dtype="float16", kv_cache_dtype="float16", block_size=16
-        )
-        device, capabilities = known_device("h200"), TritonCapabilities()
-        assert capabilities.label == "triton"
-        ```
-
-        Examples of the methods continue this one.
     """
 
     name: str
@@ -54,13 +40,6 @@ class Capabilities(ABC):
         Args:
             spec: attention of the group.
             device: device, which need not be in this machine.
-
-        Example:
-            ```python
-            assert not capabilities.refusals(spec, device)
-            for reason in capabilities.refusals(spec, known_device("cpu")):
-                print(reason)
-            ```
         """
 
     def why_not(self, spec: AttentionSpec, device: DeviceSpec) -> list[str]:
@@ -69,13 +48,6 @@ class Capabilities(ABC):
         Args:
             spec: as for `refusals`.
             device: as for `refusals`.
-
-        Example:
-            ```python
-            from dataclasses import replace
-
-            assert not capabilities.why_not(replace(spec, batch_invariant=True), device)
-            ```
         """
         found = self.refusals(spec, device)
         return [*found, f"batch_invariant; {self.varies}"] if spec.batch_invariant and self.varies else found
@@ -87,12 +59,6 @@ class Capabilities(ABC):
         Args:
             spec: as for `refusals`; the backend does not refuse it.
             device: as for `refusals`.
-
-        Example:
-            ```python
-            support = capabilities.graph_support(spec, device)
-            assert support.level is GraphSupport.ALWAYS and support.reason
-            ```
         """
 
     def ragged_support(self, spec: AttentionSpec, device: DeviceSpec) -> Support:
@@ -103,11 +69,6 @@ class Capabilities(ABC):
         Args:
             spec: as for `graph_support`.
             device: as for `graph_support`.
-
-        Example:
-            ```python
-            assert capabilities.ragged_support(spec, device).level is GraphSupport.ALWAYS
-            ```
         """
         return self.graph_support(spec, device)
 
@@ -116,17 +77,10 @@ class Capabilities(ABC):
 
         Args:
             spec: attention of the group, with any block size.
-
-        Example:
-            ```python
-            assert capabilities.preferred_block_size(spec) is None
-            ```
         """
         return None
 
-    def buffer_bytes(
-        self, spec: AttentionSpec, device: DeviceSpec, limits: BatchLimits, graphs: Sequence[GraphKey]
-    ) -> int:
+    def buffer_bytes(self, spec: AttentionSpec, device: DeviceSpec, limits: Limits, graphs: Sequence[GraphKey]) -> int:
         """Return the bytes of device memory that the backend takes for any batch within `limits` and these graphs.
 
         The KV cache is sized by the rest. A few MB need not be counted.
@@ -136,24 +90,11 @@ class Capabilities(ABC):
             device: device, which need not be in this machine.
             limits: the largest batch.
             graphs: keys of the graphs to capture.
-
-        Example:
-            ```python
-            limits = BatchLimits(max_num_seqs=256, max_num_tokens=8192, max_model_len=131072)
-            print(capabilities.buffer_bytes(spec, device, limits, graphs=[]))
-            ```
         """
         return 0
 
     def missing(self) -> str | None:
-        """Return the reason why the backend cannot be loaded in this installation, or None.
-
-        Example:
-            ```python
-            if reason := capabilities.missing():
-                print(reason)
-            ```
-        """
+        """Return the reason why the backend cannot be loaded in this installation, or None."""
         return None
 
     @property
@@ -186,21 +127,6 @@ class AttentionLayer:
     q_scale: torch.Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchLimits:
-    """The largest batch that a builder's persistent buffers must hold.
-
-    Attributes:
-        max_num_seqs: request slots R.
-        max_num_tokens: tokens T of a step.
-        max_model_len: tokens of a sequence, context included.
-    """
-
-    max_num_seqs: int
-    max_num_tokens: int
-    max_model_len: int
-
-
 class AttentionCall(NamedTuple, Generic[MetadataT]):
     """One layer in one step.
 
@@ -229,53 +155,8 @@ class AttentionBackend(ABC, Generic[MetadataT]):
         reads_on_host: True if `schedule` or `write_kv` copies the batch's numbers to the host, which no capture allows.
             Piecewise graphs then contain neither, as they never contain `forward`. Full graphs need `NEVER`.
 
-    The guide `docs/guides/writing-a-backend.md` has a complete backend of 70 lines, `examples/out_of_tree_backend` one
-    with windows, softcap and the LSE.
-
-    Example:
-        A step of two requests in one layer: a decode with 8 tokens in the cache, and a prefill of 3 tokens.
-
-        ```python
-        import numpy as np
-
-        from phonograph.attention.metadata import CommonMetadata
-        from phonograph.attention.reference.backend import ReferenceBackend
-
-        spec = AttentionSpec(
-            num_query_heads=4, num_kv_heads=2, head_size=64, dtype="float32", kv_cache_dtype="float32", block_size=16
-        )
-        limits = BatchLimits(max_num_seqs=2, max_num_tokens=8, max_model_len=64)
-        backend = ReferenceBackend(spec, torch.device("cpu"), limits)
-        starts, lens = np.array([0, 1, 4], dtype=np.int32), np.array([9, 3], dtype=np.int32)
-        batch = CommonMetadata(
-            num_reqs=2,
-            num_decodes=1,
-            num_tokens=4,
-            num_decode_tokens=1,
-            max_query_len=3,
-            max_seq_len=9,
-            query_start_loc=torch.from_numpy(starts),
-            seq_lens=torch.from_numpy(lens),
-            block_table=torch.tensor([[1], [2]], dtype=torch.int32),
-            slot_mapping=torch.tensor([24, 32, 33, 34]),
-            query_start_loc_cpu=starts,
-            seq_lens_cpu=lens,
-        )
-        builder = backend.make_builder()
-        metadata = builder.build(batch, key=None)  # None: an eager step.
-        call = AttentionCall(
-            layer=AttentionLayer(index=0, scale=64**-0.5),
-            kv_cache=torch.zeros(2, 4, 16, 2, 64),
-            metadata=metadata,
-        )
-        query, key, value = torch.randn(4, 4, 64), torch.randn(4, 2, 64), torch.randn(4, 2, 64)
-        output = torch.empty_like(query)
-        backend.schedule(metadata)
-        backend.write_kv(key, value, call)
-        backend.forward(query, call, output)
-        ```
-
-        Examples of the methods continue this one.
+    The guide `docs/guides/writing-a-backend.md` has a complete backend of 70 lines and a step by all methods;
+    `examples/out_of_tree_backend` has windows, softcap and the LSE.
     """
 
     capabilities: Capabilities
@@ -284,21 +165,14 @@ class AttentionBackend(ABC, Generic[MetadataT]):
     only_triton: bool = False
     reads_on_host: bool = False
 
-    def __init__(self, spec: AttentionSpec, device: torch.device, limits: BatchLimits) -> None:
+    def __init__(self, spec: AttentionSpec, device: torch.device, limits: Limits) -> None:
         self.spec = spec
         self.device = device
         self.limits = limits
 
     @abstractmethod
     def make_builder(self) -> MetadataBuilder[MetadataT]:
-        """Make the builder of this backend's metadata. The runner calls it once.
-
-        Example:
-            ```python
-            builder = backend.make_builder()
-            metadata = builder.build(batch, key=None)
-            ```
-        """
+        """Make the builder of this backend's metadata. The runner calls it once."""
 
     @abstractmethod
     def schedule(self, metadata: MetadataT) -> None:
@@ -309,13 +183,6 @@ class AttentionBackend(ABC, Generic[MetadataT]):
 
         Args:
             metadata: of the step, from the builder.
-
-        Example:
-            ```python
-            lens[1] += 1  # The tensor of the batch reads the same memory.
-            starts[2] += 1
-            backend.schedule(metadata)
-            ```
         """
 
     @abstractmethod
@@ -329,12 +196,6 @@ class AttentionBackend(ABC, Generic[MetadataT]):
             key_TKD: rotated keys.
             value_TKD: values.
             call: layer, cache and metadata.
-
-        Example:
-            ```python
-            backend.write_kv(key, value, call)
-            assert call.kv_cache[0, 1, 8].equal(key[0])  # Slot 24 is place 8 of block 1.
-            ```
         """
 
     @abstractmethod
@@ -355,13 +216,6 @@ class AttentionBackend(ABC, Generic[MetadataT]):
             call: layer, cache and metadata.
             out_THD: where the output goes.
             lse_HT: where the LSE goes: float32, natural logarithm, sinks included.
-
-        Example:
-            ```python
-            backend.forward(query, call, output)
-            # The first token of the prefill attends to itself only; two query heads share a KV head.
-            assert output[1].allclose(value[1].repeat_interleave(2, dim=0), atol=1e-5)
-            ```
         """
 
     def forward_lse(
@@ -378,12 +232,6 @@ class AttentionBackend(ABC, Generic[MetadataT]):
 
         Returns:
             The LSE, float32 [H, T].
-
-        Example:
-            ```python
-            lse = backend.forward_lse(query, call, output)
-            assert lse.shape == (4, 4)
-            ```
         """
         num_tokens, num_heads, _ = query_THD.shape
         lse_HT = torch.empty(num_heads, num_tokens, device=query_THD.device)
@@ -395,5 +243,5 @@ AnyBackend = AttentionBackend[Any]
 """A backend whose metadata the caller only passes on."""
 AnyCall = AttentionCall[Any]
 """A call whose metadata the caller only passes on."""
-MakeBackend = Callable[[AttentionSpec, torch.device, BatchLimits], AnyBackend]
+MakeBackend = Callable[[AttentionSpec, torch.device, Limits], AnyBackend]
 """A backend's class, or another callable that makes a backend."""

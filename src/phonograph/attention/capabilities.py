@@ -98,7 +98,7 @@ class Declaration:
             found.append(f"dtype {spec.dtype}; it computes in {_either(self.dtypes)}")
         if spec.kv_cache_dtype not in self.kv_dtypes:
             found.append(f"KV cache dtype {spec.kv_cache_dtype}; it reads {_either(self.kv_dtypes)}")
-        elif spec.kv_cache_dtype != spec.dtype and not spec.kv_cache_dtype.startswith("float8"):
+        elif spec.kv_cache_dtype != spec.dtype and not spec.has_fp8_cache:
             found.append(
                 f"KV cache dtype {spec.kv_cache_dtype} with dtype {spec.dtype}; the cache takes the same dtype, or FP8"
             )

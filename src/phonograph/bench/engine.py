@@ -16,7 +16,7 @@ import torch
 
 from phonograph.bench.cases import LatencyCase, Lengths
 from phonograph.bench.records.results import BenchProgress, Row, summary
-from phonograph.bench.run_requests import Answer, Run, run_requests
+from phonograph.bench.run_requests import Run, TimedAnswer, run_requests
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.llm import LLM
 from phonograph.errors import ConfigError, counted
@@ -162,7 +162,7 @@ def _phase(name: str, seconds: Sequence[float], tokens: Sequence[int]) -> dict[s
     }
 
 
-def _token_times(answers: Sequence[Answer]) -> dict[str, dict[str, float]]:
+def _token_times(answers: Sequence[TimedAnswer]) -> dict[str, dict[str, float]]:
     return {
         "ttft_seconds": summary([answer.ttft for answer in answers]),
         "itl_seconds": summary([gap for answer in answers for gap in answer.itl]),

@@ -14,7 +14,7 @@ from phonograph.engine.outputs import CompletionOutput, RequestOutput
 
 
 @dataclass(slots=True, kw_only=True)
-class Answer:
+class TimedAnswer:
     """One request with one sample.
 
     times: seconds from the start of the run to the end of each step that added tokens
@@ -42,7 +42,7 @@ class Answer:
 class Run:
     """Answers in the order of the prompts, and the number of steps by kind of decision."""
 
-    answers: list[Answer]
+    answers: list[TimedAnswer]
     seconds: float
     steps: Counter[str]
 
@@ -59,7 +59,7 @@ def run_requests(
     llm: LLM,
     prompts: Sequence[Sequence[int]],
     params: Sequence[SamplingParams],
-    on_finish: Callable[[int, Answer], None] | None = None,
+    on_finish: Callable[[int, TimedAnswer], None] | None = None,
 ) -> Run:
     """Queue all prompts at once (n = 1 each) and step until all are answered.
 
@@ -74,11 +74,11 @@ def run_requests(
     """
     session = llm.session
     before = Counter(llm.step_counts)
-    answers: list[Answer] = []
+    answers: list[TimedAnswer] = []
     start = time.perf_counter()
     try:
         for prompt, one in zip(prompts, params, strict=True):
-            answers.append(Answer(output=session.add(list(prompt), one)))
+            answers.append(TimedAnswer(output=session.add(list(prompt), one)))
         places = {answer.output.request_id: place for place, answer in enumerate(answers)}
         while session.has_unfinished:
             changed = session.step()

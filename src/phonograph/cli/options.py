@@ -18,9 +18,9 @@ from pydantic.fields import FieldInfo
 from phonograph.config.engine_config import EngineConfig
 from phonograph.config.server_config import ServerConfig
 from phonograph.config.sources import SourcedValue, read_environment, read_file, read_flags
-from phonograph.config.values import Kind
+from phonograph.config.values import ValueKind
 from phonograph.errors import ConfigError
-from phonograph.models.weights.model_files import names_model
+from phonograph.files.model_files import names_model
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -121,7 +121,7 @@ def _flags(fields: Mapping[str, FieldInfo]) -> Iterator[inspect.Parameter]:
             alias=SHORT_NAMES.get(name),
             group=_group(heading),
             help=field.description,
-            metavar=next((kind.metavar for kind in field.metadata if isinstance(kind, Kind)), "JSON"),
+            metavar=next((kind.metavar for kind in field.metadata if isinstance(kind, ValueKind)), "JSON"),
             show_default=(default.lower() if field.annotation is bool else default) or False,
         )
         annotation = Annotated[bool | None if field.annotation is bool else str | None, parameter]

@@ -1,4 +1,4 @@
-"""Base of the settings objects: frozen, strict, with values read by their `Kind` and errors that name the setting."""
+"""Base of the settings objects: frozen, strict, with values read by their `ValueKind`. Errors name the setting."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Self
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from phonograph.config.sources import SourcedValue, read_environment, read_file, read_flags
-from phonograph.config.values import Kind, unless_null
+from phonograph.config.values import ValueKind, unless_null
 from phonograph.config.vllm_flags import sampling_hint
 from phonograph.errors import UNSET, ConfigError
 
 
 class Settings(BaseModel):
-    """Base of the settings objects. Every field has a `Kind` or reads its value in a validator.
+    """Base of the settings objects. Every field has a `ValueKind` or reads its value in a validator.
 
     Raises:
         ConfigError: a setting is unknown or missing, or its value is invalid.
@@ -63,9 +63,9 @@ class Settings(BaseModel):
         return {name: setting for name, setting in source.items() if name in cls.model_fields}
 
     @classmethod
-    def kind(cls, setting: str) -> Kind:
+    def kind(cls, setting: str) -> ValueKind:
         """Return the kind of a setting's values."""
-        return next(kind for kind in cls.model_fields[setting].metadata if isinstance(kind, Kind))
+        return next(kind for kind in cls.model_fields[setting].metadata if isinstance(kind, ValueKind))
 
     @classmethod
     def bad_value(cls, setting: str, value: object) -> ConfigError:

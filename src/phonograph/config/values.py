@@ -28,7 +28,7 @@ def unless_null(value: object) -> object:
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class ValueKind:
     """Kind of a setting's values, as metadata of a pydantic field.
 
     Attributes:
@@ -59,7 +59,7 @@ class Kind:
             raise ValueError(str(error)) from None
 
 
-def whole(low: int, high: int | None = None) -> Kind:
+def whole(low: int, high: int | None = None) -> ValueKind:
     """Return the kind of integers from `low` to `high`."""
 
     def parse(value: object) -> int:
@@ -70,10 +70,10 @@ def whole(low: int, high: int | None = None) -> Kind:
             raise ValueError("out of range")
         return number
 
-    return Kind(f"a whole number >= {low}" + (f" and <= {high}" if high is not None else ""), parse, "N")
+    return ValueKind(f"a whole number >= {low}" + (f" and <= {high}" if high is not None else ""), parse, "N")
 
 
-def auto_or(kind: Kind, meaning: str) -> Kind:
+def auto_or(kind: ValueKind, meaning: str) -> ValueKind:
     """Return `kind` with auto and -1, vLLM's words for a choice of the engine.
 
     Args:
@@ -86,10 +86,10 @@ def auto_or(kind: Kind, meaning: str) -> Kind:
             return None
         return kind.parse(value)
 
-    return Kind(f"{kind.works}, or auto (or -1) for {meaning}", parse, f"{kind.metavar}|auto")
+    return ValueKind(f"{kind.works}, or auto (or -1) for {meaning}", parse, f"{kind.metavar}|auto")
 
 
-def one_of(literal: object) -> Kind:
+def one_of(literal: object) -> ValueKind:
     """Return the kind of a Literal's strings or numbers; case is ignored."""
     values = {str(value).lower(): value for value in get_args(literal)}
     words = [str(value) for value in values.values()]
@@ -100,7 +100,7 @@ def one_of(literal: object) -> Kind:
             raise ValueError("not one of them")
         return values[text]
 
-    return Kind(f"one of {', '.join(words)}", parse, "|".join(words))
+    return ValueKind(f"one of {', '.join(words)}", parse, "|".join(words))
 
 
 def _parse_text(value: Any) -> str:
@@ -199,12 +199,14 @@ SchedulingPolicy = Literal["fcfs", "priority"]
 Strictness = Literal["strict", "relaxed"]
 FlashAttnVersion = Literal[2, 3, 4]
 
-_text = Kind("text that is not empty", _parse_text, "TEXT")
+_text = ValueKind("text that is not empty", _parse_text, "TEXT")
 Text = Annotated[str, _text]
 OptionalText = Annotated[str | None, _text]
-Texts = Annotated[tuple[str, ...], Kind("texts, as a list or with commas between them", _parse_texts, "TEXT,TEXT,...")]
-Flag = Annotated[bool, Kind("true or false", _parse_flag, "true|false")]
-Fraction = Annotated[float, Kind("a number > 0 and <= 1", _number(lambda number: 0 < number <= 1), "X")]
+Texts = Annotated[
+    tuple[str, ...], ValueKind("texts, as a list or with commas between them", _parse_texts, "TEXT,TEXT,...")
+]
+Flag = Annotated[bool, ValueKind("true or false", _parse_flag, "true|false")]
+Fraction = Annotated[float, ValueKind("a number > 0 and <= 1", _number(lambda number: 0 < number <= 1), "X")]
 Count = Annotated[int, whole(0)]
 Size = Annotated[int, whole(1)]
 OptionalSize = Annotated[int | None, whole(1)]
@@ -213,16 +215,16 @@ OptionalContext = Annotated[int | None, auto_or(whole(1), "the largest that fits
 OptionalSeqs = Annotated[int | None, whole(1, 1 << 17)]
 OptionalStepTokens = Annotated[int | None, whole(1, 1 << 20)]
 OptionalSeed = Annotated[int | None, whole(0, 2**63 - 1)]
-Seconds = Annotated[float, Kind("seconds >= 0", _number(lambda number: number >= 0), "SECONDS")]
+Seconds = Annotated[float, ValueKind("seconds >= 0", _number(lambda number: number >= 0), "SECONDS")]
 _parse_duration = _number(lambda number: number > 0)
-Duration = Annotated[float, Kind("seconds > 0", _parse_duration, "SECONDS")]
-OptionalDuration = Annotated[float | None, Kind("seconds > 0, or null for no limit", _parse_duration, "SECONDS")]
+Duration = Annotated[float, ValueKind("seconds > 0", _parse_duration, "SECONDS")]
+OptionalDuration = Annotated[float | None, ValueKind("seconds > 0, or null for no limit", _parse_duration, "SECONDS")]
 OptionalObject = Annotated[
-    Mapping[str, Any] | None, Kind('a JSON object such as {"rope_theta": 1000000.0}', _parse_object, "JSON")
+    Mapping[str, Any] | None, ValueKind('a JSON object such as {"rope_theta": 1000000.0}', _parse_object, "JSON")
 ]
-_mode = Kind(f"one of {', '.join(GraphMode.__members__)}", _parse_mode, "MODE")
+_mode = ValueKind(f"one of {', '.join(GraphMode.__members__)}", _parse_mode, "MODE")
 OptionalMode = Annotated[GraphMode | None, _mode]
 OptionalSizes = Annotated[
     tuple[int, ...] | None,
-    Kind("whole numbers >= 1, as one number, a list or text such as '1,2,4'", _parse_sizes, "N,N,..."),
+    ValueKind("whole numbers >= 1, as one number, a list or text such as '1,2,4'", _parse_sizes, "N,N,..."),
 ]

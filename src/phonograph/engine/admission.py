@@ -13,7 +13,6 @@ from typing import Any, cast
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.errors import ConfigError, RequestError, counted, shortened
-from phonograph.scheduling.limits import SchedulerLimits
 from phonograph.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -108,19 +107,17 @@ def _unknown_token(token_ids: Sequence[int], vocab_size: int) -> int | None:
     return next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
 
 
-def admit_parameters(params: SamplingParams, prompt_len: int, vocab_size: int, limits: SchedulerLimits) -> None:
+def admit_parameters(params: SamplingParams, prompt_len: int, vocab_size: int, context_len: int) -> None:
     """Check the parameters of a request against the vocabulary and the context length.
 
     Raises:
         RequestError: a token id is outside the vocabulary, or `min_tokens` exceeds the room in the context.
     """
     params.check_vocabulary(vocab_size)
-    room = limits.context_len - prompt_len
+    room = context_len - prompt_len
     # The scheduler refuses a prompt that leaves no room, with an error about the prompt.
     if params.min_tokens > room > 0:
-        problem = (
-            f"at most {counted(room, 'token')} can follow a prompt of {prompt_len} in a context of {limits.context_len}"
-        )
+        problem = f"at most {counted(room, 'token')} can follow a prompt of {prompt_len} in a context of {context_len}"
         raise RequestError("min_tokens", params.min_tokens, problem)
 
 

@@ -22,7 +22,7 @@ from phonograph.engine.process.client import EngineClient, StartProgress, no_pro
 from phonograph.engine.process.messages import Abort, Add, Begin, EngineFacts, Report, SampleUpdate
 from phonograph.engine.process.thread_client import ThreadClient
 from phonograph.errors import EngineUnavailable, PhonographError, RequestError, RequestFailure, shortened
-from phonograph.scheduling.limits import SchedulerStats
+from phonograph.scheduling.scheduler_stats import SchedulerStats
 from phonograph.text.tokenizer import Tokenizer, load_tokenizer
 
 log = logging.getLogger(__name__)

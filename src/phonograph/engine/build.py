@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
 import torch
@@ -33,7 +33,6 @@ from phonograph.runner.sequences import Sequences
 from phonograph.runner.synthetic_batches import SyntheticBatches
 from phonograph.runner.verify_subject import RunnerSubject
 from phonograph.sampling.sampler import Sampler
-from phonograph.scheduling.limits import SchedulerLimits
 from phonograph.scheduling.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
@@ -117,7 +116,7 @@ def build_engine(plan: EnginePlan, report: StartProgress = no_progress, *, platf
 
     with platform.starting():
         # Before the weights, because a library may turn out not to support this model.
-        backend = load(plan.selection)(plan.attention, platform.device, plan.limits.of_batches)
+        backend = load(plan.selection)(plan.attention, platform.device, plan.limits)
         with begin_loading(
             plan.model,
             plan.config.model,
@@ -145,12 +144,11 @@ def build_engine(plan: EnginePlan, report: StartProgress = no_progress, *, platf
     if platform.compiles and not captured.num_graphs:
         report("kernels", 1, 1)
     scheduler = Scheduler(
-        SchedulerLimits(
-            **asdict(plan.limits),
-            num_blocks=plan.memory.num_blocks,
-            enable_prefix_caching=plan.config.enable_prefix_caching,
-            policy=plan.config.scheduling_policy,
-        )
+        plan.limits,
+        block_size=plan.attention.block_size,
+        num_blocks=plan.memory.num_blocks,
+        enable_prefix_caching=plan.config.enable_prefix_caching,
+        policy=plan.config.scheduling_policy,
     )
     return Engine(
         core=EngineCore(scheduler, runner),
@@ -166,8 +164,8 @@ def make_runner(plan: EnginePlan, parts: ModelParts, platform: Platform) -> Runn
     if plan.attention.cascade:
         prefixes = SharedPrefixes(
             max_num_seqs=limits.max_num_seqs,
-            max_blocks_per_seq=blocks_for(limits.max_model_len, limits.block_size),
-            block_size=limits.block_size,
+            max_blocks_per_seq=blocks_for(limits.max_model_len, plan.attention.block_size),
+            block_size=plan.attention.block_size,
         )
     sampler = Sampler(
         max_num_seqs=limits.max_num_seqs,
@@ -188,7 +186,7 @@ def make_runner(plan: EnginePlan, parts: ModelParts, platform: Platform) -> Runn
         synthetic=SyntheticBatches(
             device_parts.inputs.load,
             max_model_len=limits.max_model_len,
-            block_size=limits.block_size,
+            block_size=plan.attention.block_size,
             num_blocks=plan.memory.num_blocks,
             vocab_size=plan.model.vocab_size,
         ),
@@ -202,8 +200,7 @@ def make_model_parts(plan: EnginePlan, backend: AnyBackend, model: Transformer) 
         plan.attention, num_layers=plan.model.num_layers, num_blocks=plan.memory.num_blocks, device=model.device
     )
     # Only FP8 caches scale keys and values.
-    fp8 = plan.attention.kv_cache_dtype.startswith("float8")
-    scales = model.kv_scales if fp8 else KVScales()
+    scales = model.kv_scales if plan.attention.has_fp8_cache else KVScales()
     layers = [
         AttentionLayer(
             index=index,

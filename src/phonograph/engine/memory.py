@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 import psutil
 
-from phonograph.attention.backend import BatchLimits
+from phonograph.attention.attention_spec import AttentionSpec
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.blocks import blocks_for
 from phonograph.core.device import GIB, DeviceSpec
+from phonograph.core.limits import Limits
 from phonograph.errors import MemoryLimitError
 from phonograph.kernels.torch.grouped import TILE
 from phonograph.kernels.triton.gemm.product_plan import GemmDevice
@@ -18,8 +19,6 @@ from phonograph.models.quantization.cpu_weights import CpuProducts
 from phonograph.models.spec import DTYPE_BYTES, ModelSpec
 from phonograph.sampling.grammar_masks import bitmask_words
 from phonograph.sampling.sampler import Sampler
-
-KV_DTYPE_BYTES = {**DTYPE_BYTES, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
 _CPU_KV_LIMIT = 2 * GIB
 """Limit of the default KV cache on a CPU, where it shares memory with other programs."""
@@ -30,25 +29,6 @@ _CONTEXT_BYTES = 620 << 20
 _SMALLER = "a smaller model, fewer bits a weight (quantization) or a device with more memory works"
 _GRAPH_BYTES_PER_LAYER = 40 * 1024
 """Driver memory for the nodes of one layer in one captured CUDA graph."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Sizes of a step and of a request; see EngineConfig."""
-
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    block_size: int
-
-    @property
-    def of_batches(self) -> BatchLimits:
-        """Limits that an attention backend is made for."""
-        return BatchLimits(
-            max_num_seqs=self.max_num_seqs,
-            max_num_tokens=self.max_num_batched_tokens,
-            max_model_len=self.max_model_len,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,11 +62,10 @@ def plan_memory(
     device: DeviceSpec,
     limits: Limits,
     *,
-    dtype: str,
-    kv_cache_dtype: str,
+    attention: AttentionSpec,
+    attention_bytes: int,
     graph_tokens: int,
     num_graphs: int,
-    attention: int,
     cpu_products: CpuProducts | None = None,
 ) -> MemoryPlan:
     """Size the KV cache.
@@ -96,18 +75,18 @@ def plan_memory(
         model: sizes of the model.
         device: memory of the device.
         limits: sizes of a step and of a request.
-        dtype: type of the weights.
-        kv_cache_dtype: type of the keys and values in the cache.
+        attention: sizes of a KV block, and the dtype of the weights.
+        attention_bytes: bytes that the attention backend takes in addition to the KV cache.
         graph_tokens: tokens of the largest graph, 0 without graphs.
         num_graphs: number of graphs.
-        attention: bytes that the attention backend takes beside the KV cache.
         cpu_products: form of quantized weights on a CPU.
 
     Raises:
         MemoryLimitError: one request of max_model_len tokens does not fit, or the configured cache does not fit the
             device; the message says what fits.
     """
-    max_model_len, max_num_seqs, block_size = limits.max_model_len, limits.max_num_seqs, limits.block_size
+    max_model_len, max_num_seqs, block_size = limits.max_model_len, limits.max_num_seqs, attention.block_size
+    dtype = attention.dtype
     weights = model.weight_bytes(dtype) if cpu_products is None else cpu_products.weight_bytes(model, dtype)
     if device.kind == "cpu":
         graphs = estimate_graph_bytes(model, dtype, graph_tokens, min(graph_tokens, max_num_seqs))
@@ -123,7 +102,7 @@ def plan_memory(
         device_type=device.kind,
         logits_bytes=DTYPE_BYTES[dtype],
     )
-    taken = weights + graphs + attention + sampling + (0 if device.kind == "cpu" else _LIBRARY_BYTES)
+    taken = weights + graphs + attention_bytes + sampling + (0 if device.kind == "cpu" else _LIBRARY_BYTES)
     available, place = _available(device)
     parts = (
         f"weights of {gib(weights)}, graphs with their workspace of {gib(graphs)}, attention, sampling and libraries "
@@ -134,7 +113,7 @@ def plan_memory(
             f"{config.model}: {parts} do not fit {place}; {gib(taken)} and room for the KV cache are needed, at least "
             f"{gib(taken - available)} more; {_SMALLER}"
         )
-    block = kv_block_bytes(model, kv_cache_dtype, block_size)
+    block = model.num_layers * block_size * attention.kv_token_bytes
     blocks_per_request = blocks_for(max_model_len, block_size)
     if config.num_kv_blocks is not None:
         num_blocks, source = config.num_kv_blocks, f"num_kv_blocks={config.num_kv_blocks}"
@@ -150,7 +129,7 @@ def plan_memory(
         source = (
             f"gpu_memory_utilization={config.gpu_memory_utilization} of {device.memory / GIB:.1f} GiB, less weights "
             f"({weights / GIB:.1f}), graphs with their workspace ({graphs / GIB:.2f}), attention "
-            f"({attention / GIB:.2f}), sampling ({sampling / GIB:.2f}) and libraries ({_LIBRARY_BYTES / GIB:.1f})"
+            f"({attention_bytes / GIB:.2f}), sampling ({sampling / GIB:.2f}) and libraries ({_LIBRARY_BYTES / GIB:.1f})"
         )
         share = int(device.memory * config.gpu_memory_utilization)
         num_blocks = max(0, (share - taken) // block)
@@ -182,7 +161,7 @@ def plan_memory(
     return MemoryPlan(
         weights=weights,
         graphs=graphs,
-        attention=attention,
+        attention=attention_bytes,
         sampling=sampling,
         block=block,
         num_blocks=num_blocks,
@@ -204,12 +183,6 @@ def _available(device: DeviceSpec) -> tuple[int, str]:
 def gib(num_bytes: int) -> str:
     """Return a number of bytes in GiB, for a message."""
     return f"{num_bytes / GIB:.1f} GiB"
-
-
-def kv_block_bytes(model: ModelSpec, kv_cache_dtype: str, block_size: int) -> int:
-    """Return the bytes of the keys and values of one block in all layers."""
-    per_token = 2 * model.num_kv_heads * model.head_size * KV_DTYPE_BYTES[kv_cache_dtype]
-    return model.num_layers * block_size * per_token
 
 
 def estimate_graph_bytes(model: ModelSpec, dtype: str, tokens: int, rows: int) -> int:

@@ -8,17 +8,18 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from phonograph.attention.attention_spec import AttentionSpec, KVLayout
-from phonograph.attention.cascade.rule import MIN_PREFIX, MIN_REQUESTS, CascadeRule, cascade_bytes
+from phonograph.attention.cascade.rule import MIN_PREFIX, MIN_REQUESTS, CascadeTimeRule
 from phonograph.attention.selection import Selection, select
 from phonograph.config.engine_config import EngineConfig
-from phonograph.core.blocks import blocks_for, most_step_tokens
+from phonograph.core.blocks import blocks_for
 from phonograph.core.device import DeviceSpec
-from phonograph.engine.fitting_context import SHORTEST, plan_fitting_context
-from phonograph.engine.memory import Limits, MemoryPlan, gib, plan_memory
+from phonograph.core.limits import Limits
+from phonograph.engine.graphs_and_cache import SHORTEST, size_graphs_and_cache
+from phonograph.engine.memory import MemoryPlan, gib
 from phonograph.engine.startup.cpu_products import plan_cpu_products
 from phonograph.engine.startup.threads import Threads, plan_threads
 from phonograph.errors import ConfigError
-from phonograph.graphs.capture_list import CaptureList, make_capture_list
+from phonograph.graphs.capture_list import CaptureList
 from phonograph.graphs.dispatch import Dispatcher
 from phonograph.graphs.modes import GraphMode
 from phonograph.graphs.resolve import Pieces, Resolution, resolve_mode
@@ -58,7 +59,7 @@ class EnginePlan:
 
     def make_dispatcher(self) -> Dispatcher:
         spec = self.attention
-        rule = CascadeRule(
+        rule = CascadeTimeRule(
             num_query_heads=spec.num_query_heads, num_kv_heads=spec.num_kv_heads, num_sms=self.device.num_sms
         )
         return Dispatcher(
@@ -69,14 +70,9 @@ class EnginePlan:
         )
 
 
-# Default sizes of a step and a graph. On a CPU a step of 512 tokens already uses all cores.
+# Default sizes of a step. On a CPU a step of 512 tokens already uses all cores.
 _DEFAULT_SEQS = {"cpu": 64, "cuda": 256}
 _DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
-_DEFAULT_CAPTURE_TOKENS = {"cpu": 8, "cuda": 2048}
-_CPU_GRAPHS = (
-    f"graphs of up to {_DEFAULT_CAPTURE_TOKENS['cpu']} tokens: on a CPU padding costs more than larger graphs gain; "
-    "max_cudagraph_capture_size captures more"
-)
 # GPU kernels load keys with the copy engine if a block holds a whole tile of them (docs/performance.md).
 _DEFAULT_BLOCK_SIZE = {"cpu": 16, "cuda": 64}
 
@@ -91,7 +87,6 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
     """
     dtype = _dtype(config, model, device)
     limits = _limits(config, model, device)
-    _check_block_size(limits, model)
     cpu_products = plan_cpu_products(config.cpu_products, model, dtype) if device.kind == "cpu" else None
     if cpu_products is not None:
         model = cpu_products.with_head(model)
@@ -99,6 +94,7 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
     if cpu_products is not None:
         notes.append(f"cpu_products: {cpu_products.reason}")
     attention = resolve_attention(config, model, device)
+    _check_block_size(attention)
     if config.batch_invariant and device.kind == "cpu":
         raise ConfigError(
             "batch_invariant",
@@ -115,61 +111,19 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
     if preferred is not None and config.block_size is None and config.num_kv_blocks is None:
         resized = replace(attention, block_size=preferred[0])
         if not selection.capabilities.why_not(resized, device):
-            attention, limits = resized, replace(limits, block_size=preferred[0])
+            attention = resized
             notes.append(f"block_size {preferred[0]}: {preferred[1]}")
     requested = GraphMode.NONE if config.enforce_eager else config.cudagraph_mode
     support = selection.capabilities.graph_support(attention, device)
     resolution = resolve_mode(requested, support, PIECES, speculative_tokens=config.num_speculative_tokens)
-    replayed = resolution.mode is not GraphMode.NONE
-    graph_tokens = _capture_tokens(config, limits, device) if replayed else 0
-    # The graphs without the limit of the KV cache, whose size depends on the memory that they leave.
-    graphs = _capture_list(config, device, resolution.mode, limits, graph_tokens).largest_first() if replayed else ()
-    capabilities, longest = selection.capabilities, limits
-
-    def plan_context(max_model_len: int) -> tuple[Limits, MemoryPlan]:
-        within = replace(longest, max_model_len=max_model_len)
-        attention_bytes = capabilities.buffer_bytes(attention, device, within.of_batches, graphs)
-        if config.cascade_attention:
-            attention_bytes += cascade_bytes(capabilities, attention, device, within.of_batches, graphs)
-        return within, plan_memory(
-            config,
-            model,
-            device,
-            within,
-            dtype=dtype,
-            kv_cache_dtype=attention.kv_cache_dtype,
-            graph_tokens=graph_tokens,
-            num_graphs=len(graphs),
-            attention=attention_bytes,
-            cpu_products=cpu_products,
-        )
-
-    if config.max_model_len is None:
-        limits, memory = plan_fitting_context(plan_context, longest.max_model_len, longest.block_size)
-        notes.insert(0, _context_note(limits, memory, model))
-    else:
-        limits, memory = plan_context(config.max_model_len)
-    if memory.num_blocks < limits.max_num_seqs:
-        notes.append(
-            f"max_num_seqs {limits.max_num_seqs} -> {memory.num_blocks}: the KV cache has no more blocks than that"
-        )
-        limits = replace(limits, max_num_seqs=memory.num_blocks)
-    # The cache and the longest requests bound the tokens of a step.
-    most = most_step_tokens(
-        num_blocks=memory.num_blocks,
-        block_size=limits.block_size,
-        max_model_len=limits.max_model_len,
-        max_num_seqs=limits.max_num_seqs,
+    limits, captures, memory, sizing = size_graphs_and_cache(
+        config, model, device, limits, attention, selection.capabilities, resolution.mode, cpu_products
     )
+    notes += sizing
+    if config.max_model_len is None:
+        notes.insert(0, _context_note(limits.max_model_len, attention.block_size, memory, model))
     if config.cascade_attention:
         _check_cascade(limits, resolution)
-    captures = _capture_list(config, device, resolution.mode, limits, _capture_tokens(config, limits, device), most)
-    if (
-        device.kind == "cpu"
-        and replayed
-        and (config.cudagraph_capture_sizes or config.max_cudagraph_capture_size) is None
-    ):
-        notes.append(_CPU_GRAPHS)
     threads = plan_threads(model, dtype) if device.kind == "cpu" else None
     if threads is not None:
         notes.append(f"threads {threads.count}: {threads.reason}")
@@ -190,11 +144,11 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
     )
 
 
-def _context_note(limits: Limits, memory: MemoryPlan, model: ModelSpec) -> str:
-    context, source = limits.max_model_len, model.context_source
+def _context_note(context: int, block_size: int, memory: MemoryPlan, model: ModelSpec) -> str:
+    source = model.context_source
     if context == model.context_length:
         return f"max_model_len {context}: {source}"
-    whole = blocks_for(model.context_length, limits.block_size) * memory.block
+    whole = blocks_for(model.context_length, block_size) * memory.block
     return (
         f"max_model_len {context}: the largest that fits the memory; the model's {model.context_length} ({source}) "
         f"needs a KV cache of {gib(whole)} (kv_cache_memory_bytes={whole})"
@@ -267,60 +221,20 @@ def _limits(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Limit
         max_model_len=max_model_len,
         max_num_seqs=seqs,
         max_num_batched_tokens=tokens or max(_DEFAULT_BATCHED_TOKENS[device.kind], seqs),
-        block_size=_block_size(config, device),
     )
 
 
-def _check_block_size(limits: Limits, model: ModelSpec) -> None:
+def _check_block_size(attention: AttentionSpec) -> None:
     """Check that 32-bit offsets, which kernels use within a block, reach all of its elements.
 
     Raises:
         ConfigError: the block is too large.
     """
-    slot = model.num_kv_heads * model.head_size
+    slot = attention.num_kv_heads * attention.head_size
     most = ((1 << 31) - 1) // slot // 16 * 16
-    if limits.block_size > most:
-        problem = f"a block would have {limits.block_size * slot} elements of a layer's keys; {most} or less works"
-        raise ConfigError("block_size", limits.block_size, problem)
-
-
-def _block_size(config: EngineConfig, device: DeviceSpec) -> int:
-    return config.block_size or _DEFAULT_BLOCK_SIZE[device.kind]
-
-
-def _capture_tokens(config: EngineConfig, limits: Limits, device: DeviceSpec) -> int:
-    largest = config.max_cudagraph_capture_size
-    if largest is None:
-        return min(_DEFAULT_CAPTURE_TOKENS[device.kind], limits.max_num_batched_tokens)
-    if largest > limits.max_num_batched_tokens:
-        raise ConfigError(
-            "max_cudagraph_capture_size",
-            largest,
-            f"a step has at most max_num_batched_tokens={limits.max_num_batched_tokens} tokens; lower the one or raise "
-            "the other",
-        )
-    return largest
-
-
-def _capture_list(
-    config: EngineConfig,
-    device: DeviceSpec,
-    mode: GraphMode,
-    limits: Limits,
-    graph_tokens: int,
-    most_step_tokens: int | None = None,
-) -> CaptureList:
-    return make_capture_list(
-        mode,
-        max_num_seqs=limits.max_num_seqs,
-        max_num_batched_tokens=limits.max_num_batched_tokens,
-        max_capture_tokens=graph_tokens,
-        most_step_tokens=most_step_tokens,
-        sizes=config.cudagraph_capture_sizes,
-        speculative_tokens=config.num_speculative_tokens,
-        cascade_reqs=MIN_REQUESTS if config.cascade_attention else None,
-        pads_decodes=device.kind != "cpu",
-    )
+    if attention.block_size > most:
+        problem = f"a block would have {attention.block_size * slot} elements of a layer's keys; {most} or less works"
+        raise ConfigError("block_size", attention.block_size, problem)
 
 
 def _check_cascade(limits: Limits, resolution: Resolution) -> None:
@@ -353,7 +267,7 @@ def resolve_attention(config: EngineConfig, model: ModelSpec, device: DeviceSpec
         head_size=model.head_size,
         dtype=dtype,
         kv_cache_dtype=KV_CACHE_DTYPES.get(config.kv_cache_dtype, dtype),
-        block_size=_block_size(config, device),
+        block_size=config.block_size or _DEFAULT_BLOCK_SIZE[device.kind],
         layout=KVLayout(config.kv_cache_layout),
         windows=tuple(sorted({layer.attention.window for layer in model.layers})),
         speculative_tokens=config.num_speculative_tokens,

@@ -99,7 +99,7 @@ class Session:
             RequestError: the prompt or the parameters cannot be served; nothing has been queued.
         """
         token_ids = admitted_prompt(prompt, self.tokenizer, self._model.vocab_size)
-        admit_parameters(params, len(token_ids), self._model.vocab_size, self.core.scheduler.limits)
+        admit_parameters(params, len(token_ids), self._model.vocab_size, self.core.scheduler.context_len)
         admit_stops(params, self.tokenizer)
         if params.seed is None:
             # Drawn once, so that a preempted request continues with the same seed.

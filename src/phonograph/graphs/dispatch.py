@@ -21,7 +21,7 @@ _KEPT = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchShape:
+class StepShape:
     """Shape of a batch without padding.
 
     Attributes:
@@ -101,7 +101,7 @@ class Dispatcher:
     Example:
         ```python
         dispatcher = llm.plan.make_dispatcher()
-        decision = dispatcher.decide(BatchShape(num_tokens=2, num_reqs=2, uniform_query_len=1))
+        decision = dispatcher.decide(StepShape(num_tokens=2, num_reqs=2, uniform_query_len=1))
         print(decision.mode, decision.key, decision.reason)
         ```
     """
@@ -128,7 +128,7 @@ class Dispatcher:
         self._mixed = [self._choose(tokens, mixed_tiers) for tokens in range(max_num_tokens + 1)]
         self._weighed = lru_cache(maxsize=_KEPT)(self._weigh)
 
-    def decide(self, shape: BatchShape) -> Decision:
+    def decide(self, shape: StepShape) -> Decision:
         """Return the decision for a batch of at most max_num_tokens tokens.
 
         Args:

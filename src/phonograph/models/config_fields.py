@@ -14,14 +14,14 @@ from typing import cast
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class FieldKind:
     """Valid values of a field; `works` describes them in words that follow "must be"."""
 
     works: str
     accepts: Callable[[object], bool]
 
-    def or_null(self) -> Kind:
-        return Kind(f"{self.works} or null", lambda value: value is None or self.accepts(value))
+    def or_null(self) -> FieldKind:
+        return FieldKind(f"{self.works} or null", lambda value: value is None or self.accepts(value))
 
 
 def is_number(value: object) -> bool:
@@ -43,20 +43,20 @@ def _is_list_of_texts(value: object) -> bool:
 
 MOST_LAYERS = 10_000
 """Most layers of a model. A damaged file may have billions, and plans are made layer by layer."""
-POSITIVE_INT = Kind("a positive integer", _is_positive_int)
-LAYERS = Kind(f"a positive integer of at most {MOST_LAYERS}", _is_layer_count)
-POSITIVE_NUMBER = Kind("a positive number", lambda value: is_number(value) and cast("float", value) > 0)
-NUMBER = Kind("a finite number", is_number)
-EPSILON = Kind(
+POSITIVE_INT = FieldKind("a positive integer", _is_positive_int)
+LAYERS = FieldKind(f"a positive integer of at most {MOST_LAYERS}", _is_layer_count)
+POSITIVE_NUMBER = FieldKind("a positive number", lambda value: is_number(value) and cast("float", value) > 0)
+NUMBER = FieldKind("a finite number", is_number)
+EPSILON = FieldKind(
     "a float of 0 or more, with a point or an exponent such as 0.0 or 1e-06",
     lambda value: type(value) is float and math.isfinite(value) and value >= 0,
 )
-FLAG = Kind("true or false", lambda value: isinstance(value, bool))
-TEXT = Kind("text", lambda value: isinstance(value, str))
-TEXTS = Kind("a list of texts", _is_list_of_texts)
-OBJECT = Kind("an object", lambda value: isinstance(value, dict))
-INT = Kind("an integer", lambda value: type(value) is int)
-ANY = Kind("any value", lambda value: True)
+FLAG = FieldKind("true or false", lambda value: isinstance(value, bool))
+TEXT = FieldKind("text", lambda value: isinstance(value, str))
+TEXTS = FieldKind("a list of texts", _is_list_of_texts)
+OBJECT = FieldKind("an object", lambda value: isinstance(value, dict))
+INT = FieldKind("an integer", lambda value: type(value) is int)
+ANY = FieldKind("any value", lambda value: True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Field:
     """A field that defines the model, with the value it has if the file omits it."""
 
     default: object
-    kind: Kind
+    kind: FieldKind
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"

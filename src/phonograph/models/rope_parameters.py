@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from phonograph.errors import ModelError, UnsupportedModelError, shortened
-from phonograph.models.config_fields import FLAG, NUMBER, POSITIVE_INT, POSITIVE_NUMBER, Field, Kind
+from phonograph.models.config_fields import FLAG, NUMBER, POSITIVE_INT, POSITIVE_NUMBER, Field, FieldKind
 
 ORIGINAL = "original_max_position_embeddings"
 _REQUIRED = object()
@@ -40,7 +40,7 @@ to be rotated again, or rotate a part of the head.
 """
 _UNREAD = {ORIGINAL, "finetuned"}
 """Keys that transformers ignores in types without them; published files have them."""
-_WHOLE_HEAD = Kind("1.0, as only whole heads can be rotated", lambda value: value is None or value == 1.0)
+_WHOLE_HEAD = FieldKind("1.0, as only whole heads can be rotated", lambda value: value is None or value == 1.0)
 
 
 @dataclass(frozen=True, slots=True)

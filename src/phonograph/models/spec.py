@@ -17,7 +17,9 @@ from typing import Any, cast
 
 from phonograph.config.engine_config import EngineConfig
 from phonograph.errors import ConfigError, ModelError, UnsupportedModelError, shortened
-from phonograph.models.catalog import CONFIGS_DIRECTORY, HUB_IDS
+from phonograph.files.catalog import CONFIGS_DIRECTORY, HUB_IDS
+from phonograph.files.gguf_file import read_gguf
+from phonograph.files.model_files import is_gguf, model_path
 from phonograph.models.context_length import context_length
 from phonograph.models.end_tokens import read_end_tokens, split_end_tokens
 from phonograph.models.families.family import Family
@@ -36,8 +38,6 @@ from phonograph.models.weights.gguf_config import (
     quantization_of_gguf,
     rope_frequencies_of_gguf,
 )
-from phonograph.models.weights.gguf_file import read_gguf
-from phonograph.models.weights.model_files import is_gguf, model_path
 
 log = logging.getLogger(__name__)
 

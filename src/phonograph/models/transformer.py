@@ -67,7 +67,7 @@ class Transformer:
         self.final_norm = allocate.tensor(spec.hidden_size)
         self.lm_head = allocate.linear(spec.head)
         if spec.tie_word_embeddings and spec.head.scheme is None:
-            self.embedding_VE: Embedding = self.lm_head.matrix_IO.t()
+            self.embedding_VE: Embedding = self.lm_head.matrix.t()
         else:
             self.embedding_VE = allocate.tensor(spec.vocab_size, spec.hidden_size)
         self._eps = torch.tensor(spec.rms_norm_eps, dtype=torch.float32, device=device)

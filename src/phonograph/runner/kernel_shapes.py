@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from phonograph.graphs.capture_list import CaptureList
-from phonograph.graphs.dispatch import BatchShape, Dispatcher
+from phonograph.graphs.dispatch import Dispatcher, StepShape
 from phonograph.graphs.modes import GraphKey, GraphSet
 
 
@@ -34,12 +34,12 @@ def eager_shapes(dispatcher: Dispatcher, *, num_slots: int, most_tokens: int) ->
         GraphKey(GraphSet.DECODE, size, size, 1)
         for size in sizes
         if size <= num_slots
-        and dispatcher.decide(BatchShape(num_tokens=size, num_reqs=size, uniform_query_len=1)).key is None
+        and dispatcher.decide(StepShape(num_tokens=size, num_reqs=size, uniform_query_len=1)).key is None
     ]
     mixed = [
         GraphKey(GraphSet.MIXED, size, num_slots)
         for size in sizes
-        if dispatcher.decide(BatchShape(num_tokens=size, num_reqs=1, uniform_query_len=None)).key is None
+        if dispatcher.decide(StepShape(num_tokens=size, num_reqs=1, uniform_query_len=None)).key is None
     ]
     # The kernels around a cascade are the same for every size.
     cascades = decodes[-1:] if dispatcher.cascade is not None else []

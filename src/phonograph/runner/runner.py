@@ -19,7 +19,7 @@ from phonograph.attention.metadata import AnyBuilder, CommonMetadata
 from phonograph.core.batch import ScheduledBatch
 from phonograph.errors import CaptureError, ReplayError
 from phonograph.graphs.capture_list import CaptureRetry
-from phonograph.graphs.dispatch import BatchShape, Decision, Dispatcher
+from phonograph.graphs.dispatch import Decision, Dispatcher, StepShape
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.graphs.runtime import CapturedGraph, GraphRuntime
 from phonograph.runner.kernel_shapes import eager_shapes, graph_shapes
@@ -218,7 +218,7 @@ class Runner:
         return run
 
 
-def shape_of(batch: ScheduledBatch, prefixes: SharedPrefixes | None = None) -> BatchShape:
+def shape_of(batch: ScheduledBatch, prefixes: SharedPrefixes | None = None) -> StepShape:
     """Return the shape that the dispatcher decides by. `prefixes` finds the common prefix; without it there is none."""
     if batch.num_decodes == batch.num_reqs:
         uniform = 1
@@ -227,7 +227,7 @@ def shape_of(batch: ScheduledBatch, prefixes: SharedPrefixes | None = None) -> B
         uniform = first if all(length == first for length in batch.query_lens) else None
     # Mixed batches do not cascade.
     prefix_len = 0 if prefixes is None or uniform is None else prefixes.find(batch)
-    return BatchShape(
+    return StepShape(
         num_tokens=batch.num_tokens, num_reqs=batch.num_reqs, uniform_query_len=uniform, prefix_len=prefix_len
     )
 

@@ -21,12 +21,14 @@ from bisect import bisect_left, insort
 from collections import deque
 from itertools import compress
 from operator import attrgetter
+from typing import Literal
 
 from phonograph.core.batch import BlockAppend, NewSequence, ScheduledBatch, StepOutput
+from phonograph.core.limits import Limits
 from phonograph.core.request import FinishReason, Request, RequestState
 from phonograph.errors import RequestError
 from phonograph.kv_cache.manager import BlockTable, CacheManager
-from phonograph.scheduling.limits import SchedulerLimits, SchedulerStats
+from phonograph.scheduling.scheduler_stats import SchedulerStats
 
 _RANK = attrgetter("rank")
 
@@ -36,14 +38,33 @@ class Scheduler:
 
     The batches must be run in their order. Every batch with sequences must be passed to `update`, in the same order. A
     batch without sequences (nothing can run, or all that runs is in flight) needs neither.
+
+    Args:
+        limits: what runs at once. A step has a token for every running sequence.
+        block_size: tokens in a KV block.
+        num_blocks: KV blocks.
+        enable_prefix_caching: reuse the blocks of prompts that begin alike.
+        policy: "fcfs" serves by arrival; "priority" by priority, then arrival.
     """
 
-    def __init__(self, limits: SchedulerLimits) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        block_size: int,
+        num_blocks: int,
+        enable_prefix_caching: bool = True,
+        policy: Literal["fcfs", "priority"] = "fcfs",
+    ) -> None:
+        assert limits.max_num_batched_tokens >= limits.max_num_seqs
         self.limits = limits
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self.policy = policy
+        # Maximum tokens of a request: the model's context, or what the blocks hold (the last token needs no block).
+        self.context_len = min(limits.max_model_len, num_blocks * block_size + 1)
         self._cache = CacheManager(
-            num_blocks=limits.num_blocks,
-            block_size=limits.block_size,
-            enable_prefix_caching=limits.enable_prefix_caching,
+            num_blocks=num_blocks, block_size=block_size, enable_prefix_caching=enable_prefix_caching
         )
         self._requests: dict[str, Request] = {}
         self._tables: dict[str, BlockTable] = {}
@@ -75,7 +96,7 @@ class Scheduler:
             num_running=len(self._requests) - self.num_waiting,
             num_waiting=self.num_waiting,
             blocks_used=self._cache.pool.num_used,
-            num_blocks=self.limits.num_blocks,
+            num_blocks=self.num_blocks,
             num_preemptions=self._num_preemptions,
             prefix_queries=self._prefix_queries,
             prefix_hits=self._prefix_hits,
@@ -92,10 +113,9 @@ class Scheduler:
             RequestError: as `check_request`.
         """
         self.check_request(request)
-        limits = self.limits
-        max_tokens = request.params.max_tokens or limits.context_len
-        request.max_len = min(request.prompt_len + max_tokens, limits.context_len)
-        request.rank = (request.priority if limits.policy == "priority" else 0, request.arrival, self._num_added)
+        max_tokens = request.params.max_tokens or self.context_len
+        request.max_len = min(request.prompt_len + max_tokens, self.context_len)
+        request.rank = (request.priority if self.policy == "priority" else 0, request.arrival, self._num_added)
         self._num_added += 1
         self._requests[request.request_id] = request
         self._tables[request.request_id] = BlockTable(request.tokens)
@@ -107,18 +127,16 @@ class Scheduler:
         Raises:
             RequestError: its prompt is empty or too long, or its id is in use.
         """
-        limits = self.limits
+        most = self.limits.max_model_len
         if request.request_id in self._requests:
             raise RequestError("request_id", request.request_id, "is in use by a request that has not ended")
         if not request.prompt_len:
             raise RequestError("prompt", [], "is empty; at least one token is needed")
-        if request.prompt_len >= limits.max_model_len:
-            problem = f"tokens leave no room to generate in a context (max_model_len) of {limits.max_model_len}"
-            raise RequestError(
-                "prompt length", request.prompt_len, f"{problem}; the maximum is {limits.max_model_len - 1}"
-            )
-        if request.prompt_len >= limits.context_len:
-            problem = f"tokens do not fit in the KV cache, which holds {limits.num_blocks * limits.block_size}"
+        if request.prompt_len >= most:
+            problem = f"tokens leave no room to generate in a context (max_model_len) of {most}"
+            raise RequestError("prompt length", request.prompt_len, f"{problem}; the maximum is {most - 1}")
+        if request.prompt_len >= self.context_len:
+            problem = f"tokens do not fit in the KV cache, which holds {self.num_blocks * self.block_size}"
             raise RequestError(
                 "prompt length", request.prompt_len, f"{problem}; shorten the prompt or enlarge the KV cache"
             )
@@ -159,7 +177,7 @@ class Scheduler:
         contexts: list[int] = []
         requests: list[Request] = []
         appends: list[BlockAppend] = []
-        block_size = self.limits.block_size
+        block_size = self.block_size
         for slot, request in self._decoding.items():
             context = request.num_computed
             if context % block_size == 0:
@@ -274,7 +292,7 @@ class Scheduler:
 
     def _make_room(self) -> bool:
         """Preempt until every decode can have the block it needs; return True if no blocks were short."""
-        block_size, pool = self.limits.block_size, self._cache.pool
+        block_size, pool = self.block_size, self._cache.pool
         if pool.num_free >= len(self._decoding):
             return True
         needy = {slot for slot, request in self._decoding.items() if request.num_computed % block_size == 0}

@@ -13,7 +13,7 @@ from phonograph.core.grammar import Grammar, GrammarError
 from phonograph.core.structured_outputs import Strictness, StructuredOutputs
 from phonograph.errors import RequestError, shortened
 from phonograph.structured.gbnf import lark_from_gbnf
-from phonograph.structured.matcher import Library, LibraryGrammar
+from phonograph.structured.matcher import LibraryGrammar, LlguidanceLibrary
 from phonograph.structured.schema import prepared
 from phonograph.structured.vocabulary import Vocabulary
 
@@ -49,7 +49,7 @@ class GrammarCompiler:
         self._eos = eos
         self._strictness = strictness
         self._loading = threading.Lock()
-        self._library: Library | None = None
+        self._library: LlguidanceLibrary | None = None
         self._cache_lock = threading.Lock()
         self._cache: OrderedDict[_Job, LibraryGrammar] = OrderedDict()
         self._threads = ThreadPoolExecutor(THREADS, "grammar")
@@ -109,7 +109,7 @@ class GrammarCompiler:
             return False
 
     @staticmethod
-    def _grammar(library: Library, job: _Job) -> LibraryGrammar:
+    def _grammar(library: LlguidanceLibrary, job: _Job) -> LibraryGrammar:
         if job.kind in ("json", "json_object"):
             refuses_regex = None if job.strict else library.refuses_regex
             source = job.source or '{"type": "object"}'
@@ -126,13 +126,13 @@ class GrammarCompiler:
             return library.of_regex("|".join(map(_literal, json.loads(job.source))))
         return library.of_lark(lark_from_gbnf(job.source) if "::=" in job.source else job.source)
 
-    def _loaded(self) -> Library:
+    def _loaded(self) -> LlguidanceLibrary:
         with self._loading:
             if self._library is None:
                 vocabulary = self._load()
                 if vocabulary is None:
                     raise RequestError("structured_outputs", "...", "needs the model's tokenizer")
-                self._library = Library(vocabulary)
+                self._library = LlguidanceLibrary(vocabulary)
             return self._library
 
 

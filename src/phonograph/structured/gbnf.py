@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 
 from phonograph.errors import quoted
-from phonograph.structured.runs import Item, Rules, deriving, with_runs
+from phonograph.structured.runs import LarkItem, Rules, deriving, with_runs
 
 MAX_COUNT = 1_000_000
 """Largest count of a repetition."""
@@ -43,7 +43,7 @@ def lark_from_gbnf(source: str) -> str:
     return "\n".join(lines)
 
 
-def _lark(item: Item, symbol: str) -> str:
+def _lark(item: LarkItem, symbol: str) -> str:
     return symbol if item[1:] == (1, 1) else f"{symbol}{{{item.low},{'' if item.high is None else item.high}}}"
 
 
@@ -68,7 +68,7 @@ def _parse(source: str) -> Rules:
     """Parse the rules. A group, a literal or a repeated repetition becomes a rule whose name GBNF cannot spell."""
     rules: Rules = {}
     uses = {"root": 1}
-    stack: list[list[list[Item]]] = []
+    stack: list[list[list[LarkItem]]] = []
     position, line = 0, 1
     try:
         while position < len(source):
@@ -90,7 +90,7 @@ def _parse(source: str) -> Rules:
     return rules
 
 
-def _take(token: re.Match[str], place: str, rules: Rules, stack: list[list[list[Item]]]) -> None:
+def _take(token: re.Match[str], place: str, rules: Rules, stack: list[list[list[LarkItem]]]) -> None:
     """Add a token to the rules. The stack has the alternatives of the rule and of its open groups."""
     kind, text = token.lastgroup, token[0]
     if kind == "space":
@@ -109,7 +109,7 @@ def _take(token: re.Match[str], place: str, rules: Rules, stack: list[list[list[
     if kind == "or":
         stack[-1].append([])
     elif kind == "open":
-        items.append(Item(place))
+        items.append(LarkItem(place))
         rules[place] = [[]]
         stack.append(rules[place])
     elif kind == "close":
@@ -117,14 +117,14 @@ def _take(token: re.Match[str], place: str, rules: Rules, stack: list[list[list[
             raise ValueError("a ) closes no (")
         stack.pop()
     elif kind == "name":
-        items.append(Item(text))
+        items.append(LarkItem(text))
     elif kind == "any":
-        items.append(Item(r"/[\u{0}-\u{10ffff}]/"))
+        items.append(LarkItem(r"/[\u{0}-\u{10ffff}]/"))
     elif kind == "class":
-        items.append(Item(f"/[{token['not']}{''.join(_ranges(list(_characters(token['class'])), text))}]/"))
+        items.append(LarkItem(f"/[{token['not']}{''.join(_ranges(list(_characters(token['class'])), text))}]/"))
     elif kind == "literal":
-        rules[place] = [[Item(rf"/[\u{{{code:x}}}-\u{{{code:x}}}]/") for code, _ in _characters(token["literal"])]]
-        items.append(Item(place))
+        rules[place] = [[LarkItem(rf"/[\u{{{code:x}}}-\u{{{code:x}}}]/") for code, _ in _characters(token["literal"])]]
+        items.append(LarkItem(place))
     elif not items:
         raise ValueError(f"{text} has nothing before it to repeat")
     else:
@@ -135,8 +135,8 @@ def _take(token: re.Match[str], place: str, rules: Rules, stack: list[list[list[
         item = items.pop()
         if item[1:] != (1, 1):
             rules[place] = [[item]]
-            item = Item(place)
-        items += [] if high == 0 else [Item(item.symbol, low, high)]
+            item = LarkItem(place)
+        items += [] if high == 0 else [LarkItem(item.symbol, low, high)]
 
 
 def _characters(text: str) -> Iterator[tuple[int, bool]]:

@@ -38,7 +38,7 @@ WHITESPACE = r"[ \n\r\t]{1,40}"
 """White space between JSON tokens, bounded because weak models would otherwise generate it without end."""
 
 
-class Library:
+class LlguidanceLibrary:
     """llguidance, bound to one vocabulary."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from phonograph.core.grammar import Grammar, GrammarError
 from phonograph.errors import shortened
 from phonograph.structured.formats import PATTERNS, noted
-from phonograph.structured.matcher import Library
+from phonograph.structured.matcher import LlguidanceLibrary
 from phonograph.structured.places import NEUTRAL, Schema, resolved
 from phonograph.structured.unions import values_of
 from phonograph.structured.vocabulary import Vocabulary
@@ -180,5 +180,7 @@ def _grammar(pattern: str) -> Grammar:
 
 
 @cache
-def _library() -> Library:
-    return Library(Vocabulary([*(bytes([byte]) for byte in range(_END)), b"<end>"], frozenset(), (_END,), _END + 1))
+def _library() -> LlguidanceLibrary:
+    return LlguidanceLibrary(
+        Vocabulary([*(bytes([byte]) for byte in range(_END)), b"<end>"], frozenset(), (_END,), _END + 1)
+    )

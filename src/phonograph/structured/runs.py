@@ -24,7 +24,7 @@ MAX_WORK = 200_000
 """Steps of the search for sets, about 0.1 s. A grammar that needs more gets no runs."""
 
 
-class Item(NamedTuple):
+class LarkItem(NamedTuple):
     """A rule's name or a character class in Lark's syntax, with its repetition counts."""
 
     symbol: str
@@ -32,7 +32,7 @@ class Item(NamedTuple):
     high: int | None = 1
 
 
-Rules = dict[str, list[list[Item]]]
+Rules = dict[str, list[list[LarkItem]]]
 """Alternatives of each rule by its name."""
 Place = tuple[str, int, int]
 """Rule, alternative and item."""
@@ -74,12 +74,12 @@ def _without_recursion(rules: Rules) -> Rules:
     """Rewrite `x: head x | base | x tail` as `x: head* base tail*`: right recursion costs more with each round."""
     made: Rules = {}
     for name, alternatives in rules.items():
-        itself = Item(name)
+        itself = LarkItem(name)
         tails = [items[1:] for items in alternatives if items[:1] == [itself] and len(items) > 1]
         heads = [items[:-1] for items in alternatives if items[-1:] == [itself] != items[:1]]
         base = [items for items in alternatives if itself not in (*items[:1], *items[-1:])]
         before, after = (
-            [Item(f"{name}{side}", 0, None)] if parts else [] for side, parts in (("<", heads), (">", tails))
+            [LarkItem(f"{name}{side}", 0, None)] if parts else [] for side, parts in (("<", heads), (">", tails))
         )
         made[name] = [[*before, *items, *after] for items in base]
         made |= {f"{name}<": heads} if heads else {}
@@ -104,7 +104,7 @@ def _with_loops(rules: Rules) -> Rules:
     return made
 
 
-def _choices(rules: Rules, name: str) -> Iterator[list[Item]]:
+def _choices(rules: Rules, name: str) -> Iterator[list[LarkItem]]:
     seen, todo = {name}, [name]
     while todo:
         for items in rules[todo.pop()]:
@@ -125,7 +125,7 @@ class _Search:
         self._sites: dict[str, list[Place]] = defaultdict(list)
         self._leads: dict[Place, int] = {}
         self._firsts: dict[str, set[Place]] = {}
-        self.runs: dict[Place, Item] = {}
+        self.runs: dict[Place, LarkItem] = {}
         for name, alternatives in rules.items():
             for number, items in enumerate(alternatives):
                 for index, item in enumerate(items):
@@ -135,7 +135,7 @@ class _Search:
                         continue
                     self._leads[place] = _lead_bytes(item.symbol)
                     if _is_round(place, items):
-                        self.runs[place] = Item(item.symbol, 1, None)
+                        self.runs[place] = LarkItem(item.symbol, 1, None)
                     elif item.high != 1:
                         self.runs[place] = item._replace(low=max(item.low, 1))
         masks = set(self._leads.values())
@@ -146,7 +146,7 @@ class _Search:
         for (name, number, index), run in self.runs.items():
             item = rules[name][number][index]
             counts = "+" if run[1:] == (1, None) else f"{{{run.low},{'' if run.high is None else run.high}}}"
-            rules[name][number][index] = Item(f"{run.symbol[:-1]}{counts}/", min(item.low, 1))
+            rules[name][number][index] = LarkItem(f"{run.symbol[:-1]}{counts}/", min(item.low, 1))
         return rules
 
     def unsafe_runs(self) -> set[Place]:
@@ -241,7 +241,7 @@ class _Search:
             raise TimeoutError
 
 
-def _is_round(place: Place, items: list[Item]) -> bool:
+def _is_round(place: Place, items: list[LarkItem]) -> bool:
     """Return True for a class that is a whole alternative of a loop, so that two of them equal one."""
     return (
         place[0].endswith("*")

@@ -14,9 +14,9 @@ from dataclasses import replace
 import torch
 
 from phonograph.attention.attention_spec import AttentionSpec
-from phonograph.attention.backend import BatchLimits, MakeBackend
+from phonograph.attention.backend import Limits, MakeBackend
 from phonograph.testing.conformance_batch import BatchShape, shapes_of
-from phonograph.testing.inputs import Inputs, Poison
+from phonograph.testing.inputs import Poison, RigInputs
 from phonograph.testing.judge import LayerResult, judge_layers
 from phonograph.testing.rig import Rig
 
@@ -39,12 +39,12 @@ def check_backend(
         seed: seed of the contents.
     """
     shapes = shapes or shapes_of(spec)
-    limits = BatchLimits(
+    limits = Limits(
         max_num_seqs=max(len(shape.query_lens) + shape.padded_reqs for shape in shapes),
-        max_num_tokens=max(sum(shape.query_lens) + shape.padded_tokens for shape in shapes),
+        max_num_batched_tokens=max(sum(shape.query_lens) + shape.padded_tokens for shape in shapes),
         max_model_len=max(max(shape.seq_lens, default=1) for shape in shapes),
     )
-    inputs = Inputs(spec, device, limits, seed, spec.windows)
+    inputs = RigInputs(spec, device, limits, seed, spec.windows)
     rig = Rig(make, inputs)
     results: list[LayerResult] = []
     for shape in shapes:

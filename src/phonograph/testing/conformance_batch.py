@@ -98,7 +98,7 @@ def make_layer(
         values = torch.empty(count).uniform_(low, high, generator=generator)
         return values.to(device) if present else None
 
-    quantized = spec.kv_cache_dtype.startswith("float8")
+    quantized = spec.has_fp8_cache
     return AttentionLayer(
         index=index,
         # Neither 1 nor the usual scale, so that a backend that ignores it computes something else.

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from phonograph.attention.backend import BatchLimits
+from phonograph.core.limits import Limits
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.testing.conformance_batch import BatchShape
 
@@ -40,12 +40,12 @@ class Experiment:
     skipped: str = ""
 
 
-def limits_for(device_type: str) -> BatchLimits:
+def limits_for(device_type: str) -> Limits:
     """Return limits of odd numbers: a query longer than any tile, and on a GPU contexts long enough to be split."""
-    return BatchLimits(max_num_seqs=7, max_num_tokens=160, max_model_len=256 if device_type == "cpu" else 2048)
+    return Limits(max_num_seqs=7, max_num_batched_tokens=160, max_model_len=256 if device_type == "cpu" else 2048)
 
 
-def experiments(key: GraphKey, limits: BatchLimits) -> list[Experiment]:
+def experiments(key: GraphKey, limits: Limits) -> list[Experiment]:
     """Return the directed experiments for a graph, those with the most reliable names first."""
     uniform = key.graphs is GraphSet.DECODE
     longest = limits.max_model_len
@@ -106,7 +106,7 @@ def experiments(key: GraphKey, limits: BatchLimits) -> list[Experiment]:
     ]
 
 
-def random_batches(key: GraphKey, limits: BatchLimits, count: int, seed: int) -> list[BatchShape]:
+def random_batches(key: GraphKey, limits: Limits, count: int, seed: int) -> list[BatchShape]:
     """Draw ragged batches with padding that fit `key`, decodes first."""
     rng = np.random.default_rng(seed)
     drawn: list[BatchShape] = []

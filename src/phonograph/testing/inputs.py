@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from phonograph.attention.attention_spec import AttentionSpec, KVLayout
-from phonograph.attention.backend import AttentionLayer, BatchLimits
+from phonograph.attention.backend import AttentionLayer
 from phonograph.attention.metadata import CommonMetadata
+from phonograph.core.limits import Limits
 from phonograph.graphs.modes import GraphKey
 from phonograph.testing.conformance_batch import BatchShape, PagedBatch, make_batch, make_layer
 
@@ -39,14 +40,14 @@ class Poison:
 ALL_POISON = Poison()
 
 
-class Inputs:
+class RigInputs:
     """The persistent tensors of a step with a few layers, on one device. Layers share the batch, not the cache."""
 
     def __init__(
         self,
         spec: AttentionSpec,
         device: torch.device,
-        limits: BatchLimits,
+        limits: Limits,
         seed: int,
         windows: Sequence[tuple[int, int]] = (),
     ) -> None:
@@ -60,7 +61,7 @@ class Inputs:
             replace(first, index=index, window=window, scale=first.scale * (1 + 0.1 * index))
             for index, window in enumerate(windows)
         ]
-        slots, tokens = limits.max_num_seqs, limits.max_num_tokens
+        slots, tokens = limits.max_num_seqs, limits.max_num_batched_tokens
         self.max_blocks = -(-limits.max_model_len // spec.block_size)
         self._steps = tuple(
             (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))

@@ -10,7 +10,7 @@ import torch
 from phonograph.attention.attention_spec import AttentionSpec
 from phonograph.attention.backend import AttentionLayer
 from phonograph.testing.conformance_batch import PagedBatch, quantized
-from phonograph.testing.inputs import POISON, Inputs
+from phonograph.testing.inputs import POISON, RigInputs
 from phonograph.testing.oracle import Array, dense_attention
 from phonograph.testing.rig import Outputs
 
@@ -72,7 +72,7 @@ class Verdict:
     dirty: str
 
 
-def judge(inputs: Inputs, batch: PagedBatch, outputs: Outputs, num_tokens: int) -> Verdict:
+def judge(inputs: RigInputs, batch: PagedBatch, outputs: Outputs, num_tokens: int) -> Verdict:
     """Compare rows up to the padded `num_tokens`; report the first layer with a difference."""
     results = judge_layers(inputs, batch, outputs, num_tokens)
     return Verdict(
@@ -82,12 +82,12 @@ def judge(inputs: Inputs, batch: PagedBatch, outputs: Outputs, num_tokens: int) 
     )
 
 
-def judge_layers(inputs: Inputs, batch: PagedBatch, outputs: Outputs, num_tokens: int) -> list[LayerResult]:
+def judge_layers(inputs: RigInputs, batch: PagedBatch, outputs: Outputs, num_tokens: int) -> list[LayerResult]:
     """Compare rows up to the padded `num_tokens`, layer by layer."""
     return [_judge_layer(inputs, batch, outputs, num_tokens, index) for index in range(len(inputs.layers))]
 
 
-def _judge_layer(inputs: Inputs, batch: PagedBatch, outputs: Outputs, num_tokens: int, index: int) -> LayerResult:
+def _judge_layer(inputs: RigInputs, batch: PagedBatch, outputs: Outputs, num_tokens: int, index: int) -> LayerResult:
     spec, layer, name = inputs.spec, inputs.layers[index], f"layer {index}"
     out_THD, cache = outputs.outs_THD[index][:num_tokens], outputs.caches[index][:, : outputs.loaded.shape[1]]
     query_THD, tolerance = batch.query, TOLERANCE[spec.dtype]

@@ -11,7 +11,7 @@ from phonograph.graphs.modes import GraphKey
 from phonograph.testing.addresses import moved, tensors_of
 from phonograph.testing.conformance_batch import BatchShape, PagedBatch
 from phonograph.testing.experiments import FROZEN, TAIL, Experiment, batch, describe, experiments, random_batches
-from phonograph.testing.inputs import ALL_POISON, Inputs, Poison
+from phonograph.testing.inputs import ALL_POISON, Poison, RigInputs
 from phonograph.testing.judge import Verdict, difference, judge
 from phonograph.testing.report import Check, failed, not_applicable, passed
 from phonograph.testing.rig import Outputs, Rig
@@ -65,7 +65,7 @@ class _Found:
             self.root = self.root or name
 
 
-def check_graph(make: MakeBackend, inputs: Inputs, key: GraphKey, others: list[GraphKey], where: str) -> list[Check]:
+def check_graph(make: MakeBackend, inputs: RigInputs, key: GraphKey, others: list[GraphKey], where: str) -> list[Check]:
     """Return all checks of one graph, next to `others` of the same backend; `where` names the configuration."""
     found = _Found()
     directed = experiments(key, inputs.limits)
@@ -100,7 +100,7 @@ def _as_check(name: str, subject: str, found: _Found) -> Check:
     return passed(name, subject)
 
 
-def _eager(make: MakeBackend, inputs: Inputs, key: GraphKey, shapes: list[BatchShape], found: _Found) -> None:
+def _eager(make: MakeBackend, inputs: RigInputs, key: GraphKey, shapes: list[BatchShape], found: _Found) -> None:
     """Run each shape on a new backend, where nothing is stale. A fault here is not caused by a graph."""
     for shape in shapes:
         drawn = inputs.draw(shape, key)
@@ -123,7 +123,7 @@ def _eager(make: MakeBackend, inputs: Inputs, key: GraphKey, shapes: list[BatchS
 
 
 def _capture(
-    make: MakeBackend, inputs: Inputs, key: GraphKey, shape: BatchShape, others: list[GraphKey], found: _Found
+    make: MakeBackend, inputs: RigInputs, key: GraphKey, shape: BatchShape, others: list[GraphKey], found: _Found
 ) -> None:
     """Capture, and check that later builds of the key refill the tensors of the graph."""
     rig = Rig(make, inputs)
@@ -135,7 +135,7 @@ def _capture(
     first = tensors_of(captured, inputs.device)
     for other in others:
         rig.build(inputs.draw(_largest(other, inputs), other), other)
-    eager = batch("eager", [inputs.limits.max_num_tokens], [inputs.limits.max_model_len])
+    eager = batch("eager", [inputs.limits.max_num_batched_tokens], [inputs.limits.max_model_len])
     rig.build(inputs.draw(eager, None), None)
     later = rig.build(inputs.draw(_largest(key, inputs), key), key)
     paths = moved(first, tensors_of(later, inputs.device))
@@ -148,7 +148,7 @@ def _capture(
         )
 
 
-def _direct(make: MakeBackend, inputs: Inputs, key: GraphKey, experiment: Experiment, found: _Found) -> None:
+def _direct(make: MakeBackend, inputs: RigInputs, key: GraphKey, experiment: Experiment, found: _Found) -> None:
     rig = Rig(make, inputs)
     rig.capture(key, inputs.draw(experiment.captured, key))
     held = tensors_of([rig.backend, rig.builder], inputs.device)
@@ -175,7 +175,7 @@ def _direct(make: MakeBackend, inputs: Inputs, key: GraphKey, experiment: Experi
 
 
 def _random(
-    make: MakeBackend, inputs: Inputs, key: GraphKey, shape: BatchShape, others: list[GraphKey], found: _Found
+    make: MakeBackend, inputs: RigInputs, key: GraphKey, shape: BatchShape, others: list[GraphKey], found: _Found
 ) -> None:
     """Replay random batches, between replays of other graphs of the same backend, as in an engine."""
     rig = Rig(make, inputs)
@@ -213,7 +213,7 @@ def _look_at_padding(verdict: Verdict, text: str, found: _Found) -> None:
 
 
 def _same_as_eager(
-    make: MakeBackend, inputs: Inputs, key: GraphKey, drawn: PagedBatch, replayed: Outputs, text: str, found: _Found
+    make: MakeBackend, inputs: RigInputs, key: GraphKey, drawn: PagedBatch, replayed: Outputs, text: str, found: _Found
 ) -> None:
     unlike = difference(replayed, Rig(make, inputs).eager(key, drawn), drawn.common.num_tokens)
     if unlike:
@@ -231,7 +231,7 @@ def _judged(rig: Rig, drawn: PagedBatch, outputs: Outputs, key: GraphKey) -> Ver
 
 def _explained(
     again: Callable[[Poison], Outputs],
-    inputs: Inputs,
+    inputs: RigInputs,
     drawn: PagedBatch,
     key: GraphKey,
     only: tuple[str, ...] = (PADDING, UNWRITTEN, EARLY),
@@ -246,7 +246,7 @@ def _explained(
     return None
 
 
-def _largest(key: GraphKey, inputs: Inputs) -> BatchShape:
+def _largest(key: GraphKey, inputs: RigInputs) -> BatchShape:
     """Return a batch that fills a graph, with the longest contexts."""
     each = key.num_tokens // key.num_reqs
     queries = [each] * (key.num_reqs - 1)

@@ -13,7 +13,7 @@ from phonograph.graphs.modes import GraphKey
 from phonograph.graphs.runtime import CapturedGraph, GraphRuntime
 from phonograph.graphs.tape.tape import TapeRuntime
 from phonograph.testing.conformance_batch import PagedBatch
-from phonograph.testing.inputs import ALL_POISON, Inputs, Poison
+from phonograph.testing.inputs import ALL_POISON, Poison, RigInputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class Outputs:
 class Rig:
     """A new backend and a new builder, with the graphs captured so far."""
 
-    def __init__(self, make: MakeBackend, inputs: Inputs) -> None:
+    def __init__(self, make: MakeBackend, inputs: RigInputs) -> None:
         self.inputs = inputs
         self.backend: AnyBackend = make(inputs.spec, inputs.device, inputs.limits)
         self.builder: AnyBuilder = self.backend.make_builder()

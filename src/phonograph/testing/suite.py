@@ -16,7 +16,7 @@ from phonograph.graphs.modes import GraphKey, GraphSet, GraphSupport
 from phonograph.testing.declaration import PLAIN, check_declaration
 from phonograph.testing.experiments import limits_for
 from phonograph.testing.features import NUMERICS, UNDECLARED, check_features, check_numerics
-from phonograph.testing.inputs import Inputs
+from phonograph.testing.inputs import RigInputs
 from phonograph.testing.replays import PADDING, UNWRITTEN, check_graph
 from phonograph.testing.report import Check, ConformanceReport, Outcome, failed, not_applicable, passed
 from phonograph.testing.specs import SPECULATIVE_TOKENS, base_specs, spec_text
@@ -164,7 +164,7 @@ def _check_graphs(
     if not keys:
         yield not_applicable(SUPPORT, f"query length {1 + spec.speculative_tokens}", support.reason)
         return
-    inputs = Inputs(spec, torch.device(device_spec.kind), limits_for(device_spec.kind), seed)
+    inputs = RigInputs(spec, torch.device(device_spec.kind), limits_for(device_spec.kind), seed)
     largest = list({key.graphs: key for key in reversed(keys)}.values())[::-1]
     if only_decodes:
         largest = largest[:1]
@@ -180,5 +180,5 @@ def _keys(spec: AttentionSpec, level: GraphSupport, device_type: str) -> list[Gr
     if level < needed:
         return []
     decodes = [GraphKey(GraphSet.DECODE, size * query_len, size, query_len) for size in (slots, 3)]
-    mixed = [GraphKey(GraphSet.MIXED, limits.max_num_tokens, slots)] if level is GraphSupport.ALWAYS else []
+    mixed = [GraphKey(GraphSet.MIXED, limits.max_num_batched_tokens, slots)] if level is GraphSupport.ALWAYS else []
     return [*decodes, *mixed]

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 
 from phonograph.errors import ModelError, shortened
-from phonograph.models.weights.gguf_file import GgufFile
+from phonograph.files.gguf_file import GgufFile
 from phonograph.text.light_tokenizer import LightTokenizer
 
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4

@@ -11,10 +11,10 @@ from typing import Any, cast
 
 from phonograph.config.engine_config import EngineConfig
 from phonograph.errors import ModelError, RequestError, shortened
-from phonograph.models.catalog import catalog_name
-from phonograph.models.hub import first_line, hub_problem
-from phonograph.models.weights.gguf_file import read_gguf
-from phonograph.models.weights.model_files import DEMO, is_gguf, model_path
+from phonograph.files.catalog import catalog_name
+from phonograph.files.gguf_file import read_gguf
+from phonograph.files.hub import first_line, hub_problem
+from phonograph.files.model_files import DEMO, is_gguf, model_path
 from phonograph.text.detokenizer import TokenBytes, TokenStream
 from phonograph.text.gguf_tokenizer import has_gguf_tokenizer, make_gguf_tokenizer
 from phonograph.text.light_tokenizer import LightTokenizer

@@ -18,9 +18,10 @@ import numpy as np
 import torch
 
 from phonograph.attention.attention_spec import AttentionSpec
-from phonograph.attention.backend import AttentionBackend, AttentionCall, BatchLimits, MakeBackend
+from phonograph.attention.backend import AttentionBackend, AttentionCall, MakeBackend
 from phonograph.attention.cascade.rule import part_limits
 from phonograph.attention.metadata import AnyBuilder, AttentionMetadata, CommonMetadata, CommonPrefix, MetadataBuilder
+from phonograph.core.limits import Limits
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.kernels.cascade_tensors import PrefixCut
 
@@ -106,7 +107,7 @@ class CascadeBackend(AttentionBackend[AttentionMetadata]):
         self,
         spec: AttentionSpec,
         device: torch.device,
-        limits: BatchLimits,
+        limits: Limits,
         *,
         ordinary: MakeBackend,
         part: MakeBackend,
@@ -124,7 +125,7 @@ class CascadeBackend(AttentionBackend[AttentionMetadata]):
         self.quantizes_queries = self._ordinary.quantizes_queries
         self.reads_on_host = self._ordinary.reads_on_host or self._suffix.reads_on_host
         self._cut = PrefixCut.make(limits.max_num_seqs, -(-limits.max_model_len // spec.block_size), device)
-        shape = for_suffixes.max_num_tokens, spec.num_query_heads, spec.head_size
+        shape = for_suffixes.max_num_batched_tokens, spec.num_query_heads, spec.head_size
         self._prefix_out = torch.zeros(shape, dtype=getattr(torch, spec.dtype), device=device)
 
     def make_builder(self) -> CascadeMetadataBuilder:

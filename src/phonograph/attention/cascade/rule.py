@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from phonograph.attention.attention_spec import AttentionKind, AttentionSpec
-from phonograph.attention.backend import BatchLimits, Capabilities
+from phonograph.attention.backend import Capabilities
 from phonograph.core.device import DeviceSpec
+from phonograph.core.limits import Limits
 from phonograph.errors import counted
 from phonograph.graphs.modes import CascadeChoice, GraphKey
 
@@ -37,31 +38,31 @@ def cascade_refusals(spec: AttentionSpec) -> list[str]:
     return found
 
 
-def part_limits(spec: AttentionSpec, limits: BatchLimits) -> tuple[BatchLimits, BatchLimits]:
+def part_limits(spec: AttentionSpec, limits: Limits) -> tuple[Limits, Limits]:
     """Return the limits of the launch over the prefix and of the launch over the suffixes.
 
     Only decodes cascade. Their tokens are one query over the prefix, which may be longer than any sequence.
     """
     num_tokens = limits.max_num_seqs * (1 + spec.speculative_tokens)
-    decodes = replace(limits, max_num_tokens=num_tokens)
+    decodes = replace(limits, max_num_batched_tokens=num_tokens)
     return replace(decodes, max_num_seqs=1, max_model_len=max(limits.max_model_len, num_tokens)), decodes
 
 
 def cascade_bytes(
-    capabilities: Capabilities, spec: AttentionSpec, device: DeviceSpec, limits: BatchLimits, graphs: Sequence[GraphKey]
+    capabilities: Capabilities, spec: AttentionSpec, device: DeviceSpec, limits: Limits, graphs: Sequence[GraphKey]
 ) -> int:
     """Return the bytes that cascade attention takes beside the ordinary backend."""
     prefix, suffixes = part_limits(spec, limits)
     with_lse = replace(spec, cascade=False, lse=True, non_causal=True)
     cascades = [key for key in graphs if key.cascade]
     parts = sum(capabilities.buffer_bytes(with_lse, device, part, cascades) for part in (prefix, suffixes))
-    output = suffixes.max_num_tokens * spec.num_query_heads * spec.head_size * (4 if spec.dtype == "float32" else 2)
+    output = suffixes.max_num_batched_tokens * spec.num_query_heads * spec.head_size * spec.element_bytes
     table = 4 * limits.max_num_seqs * -(-limits.max_model_len // spec.block_size)
     return parts + output + table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CascadeRule:
+class CascadeTimeRule:
     """Comparison of the modelled time of two launches with that of one.
 
     Attributes:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from phonograph.attention.attention_spec import AttentionSpec
-from phonograph.attention.backend import AttentionBackend, AttentionCall, BatchLimits, MakeBackend
+from phonograph.attention.backend import AttentionBackend, AttentionCall, MakeBackend
 from phonograph.attention.composite.capabilities import SplitCapabilities, decode_part
 from phonograph.attention.metadata import (
     AnyBuilder,
@@ -22,6 +22,7 @@ from phonograph.attention.metadata import (
     cut_on_host,
     leading_decodes,
 )
+from phonograph.core.limits import Limits
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.kernels.triton.attention.split_batch import SplitBatch, split_batch
 
@@ -124,7 +125,7 @@ class SplitBackend(AttentionBackend[SplitMetadata]):
         self,
         spec: AttentionSpec,
         device: torch.device,
-        limits: BatchLimits,
+        limits: Limits,
         *,
         decode: MakeBackend,
         prefill: MakeBackend,

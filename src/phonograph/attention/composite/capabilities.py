@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from phonograph.attention.attention_spec import AttentionSpec
-from phonograph.attention.backend import BatchLimits, Capabilities
+from phonograph.attention.backend import Capabilities
 from phonograph.core.device import DeviceSpec
+from phonograph.core.limits import Limits
 from phonograph.errors import ConfigError
 from phonograph.graphs.modes import GraphKey, GraphSet, GraphSupport, Support
 
@@ -64,9 +65,7 @@ class SplitCapabilities(Capabilities):
             return Support(decode.level, parts)
         return Support(GraphSupport.ALWAYS, f"decodes and prefills are two launches in one graph: {parts}")
 
-    def buffer_bytes(
-        self, spec: AttentionSpec, device: DeviceSpec, limits: BatchLimits, graphs: Sequence[GraphKey]
-    ) -> int:
+    def buffer_bytes(self, spec: AttentionSpec, device: DeviceSpec, limits: Limits, graphs: Sequence[GraphKey]) -> int:
         query_len = 1 + spec.speculative_tokens
         decodes = [
             key if key.graphs is not GraphSet.MIXED else decode_part(key.num_tokens, key.num_reqs, query_len)

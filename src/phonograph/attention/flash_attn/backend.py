@@ -12,7 +12,6 @@ from __future__ import annotations
 import torch
 
 from phonograph.attention.attention_spec import AttentionSpec
-from phonograph.attention.backend import BatchLimits
 from phonograph.attention.flash_attn.builders import (
     FlashAttentionMetadataBuilder,
     Version2Builder,
@@ -28,6 +27,7 @@ from phonograph.attention.flash_attn.libraries import FlashAttentionCall, FlashA
 from phonograph.attention.flash_attn.providers import make_library
 from phonograph.attention.flash_attn.sizes import plan_length
 from phonograph.attention.kv_write import GpuBackend
+from phonograph.core.limits import Limits
 from phonograph.errors import BackendError
 from phonograph.kernels.triton.attention.quantize_query import quantize_queries
 
@@ -43,16 +43,16 @@ class FlashAttentionBackend(GpuBackend[FlashAttentionMetadata]):
     clears_padding = False
     builder: type[FlashAttentionMetadataBuilder]
 
-    def __init__(self, spec: AttentionSpec, device: torch.device, limits: BatchLimits) -> None:
+    def __init__(self, spec: AttentionSpec, device: torch.device, limits: Limits) -> None:
         super().__init__(spec, device, limits)
         self._library = make_library(self.capabilities.version, spec)
         self._plan = torch.zeros(plan_length(limits), dtype=torch.int32, device=device)
-        self.quantizes_queries = spec.kv_cache_dtype.startswith("float8")
+        self.quantizes_queries = spec.has_fp8_cache
         if self.quantizes_queries:
-            shape = limits.max_num_tokens, spec.num_query_heads, spec.head_size
+            shape = limits.max_num_batched_tokens, spec.num_query_heads, spec.head_size
             self._queries = torch.zeros(shape, dtype=getattr(torch, spec.kv_cache_dtype), device=device)
         if spec.lse:
-            self._token_numbers = torch.arange(limits.max_num_tokens, dtype=torch.int32, device=device)
+            self._token_numbers = torch.arange(limits.max_num_batched_tokens, dtype=torch.int32, device=device)
             self._no_keys = torch.tensor(-torch.inf, device=device)
 
     def make_builder(self) -> FlashAttentionMetadataBuilder:

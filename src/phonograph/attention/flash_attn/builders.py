@@ -10,10 +10,10 @@ from abc import abstractmethod
 import numpy as np
 
 from phonograph.attention.attention_spec import AttentionSpec
-from phonograph.attention.backend import BatchLimits
 from phonograph.attention.flash_attn.libraries import FlashAttentionMetadata, Launch, Plan
 from phonograph.attention.flash_attn.sizes import plans, split_bound, unbounded_splits_fit
 from phonograph.attention.metadata import CommonMetadata, MetadataBuilder
+from phonograph.core.limits import Limits
 from phonograph.errors import BackendError
 from phonograph.graphs.modes import GraphKey, GraphSet
 
@@ -21,7 +21,7 @@ from phonograph.graphs.modes import GraphKey, GraphSet
 class FlashAttentionMetadataBuilder(MetadataBuilder[FlashAttentionMetadata]):
     """Builder that adds a few numbers to the batch, the same at each build of a key."""
 
-    def __init__(self, spec: AttentionSpec, limits: BatchLimits) -> None:
+    def __init__(self, spec: AttentionSpec, limits: Limits) -> None:
         self.spec = spec
         self.limits = limits
         self._plans: dict[GraphKey | None, Plan] = {}
@@ -96,7 +96,7 @@ class Version3Builder(FlashAttentionMetadataBuilder):
     def launch(self, common: CommonMetadata, key: GraphKey | None) -> Launch:
         if self.spec.batch_invariant:
             longest = self.limits.max_model_len
-            longest_query = min(self.limits.max_num_tokens, longest)
+            longest_query = min(self.limits.max_num_batched_tokens, longest)
             return Launch(max_query_len=longest_query, max_seq_len=longest, num_splits=1)
         num_tokens = common.slot_mapping.shape[0]
         planned = plans(self.spec)

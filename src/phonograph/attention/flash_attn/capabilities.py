@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from phonograph.attention.attention_spec import UNBOUNDED, AttentionKind, AttentionSpec
-from phonograph.attention.backend import BatchLimits
 from phonograph.attention.capabilities import Declaration, DeclaredCapabilities
 from phonograph.attention.flash_attn.providers import missing, provider_of
 from phonograph.attention.flash_attn.sizes import kept_bytes, partial_bytes
 from phonograph.core.device import DeviceSpec
+from phonograph.core.limits import Limits
 from phonograph.graphs.modes import GraphKey, GraphSupport, Support
 
 _MAX_HEADS_WITH_SINKS = 64
@@ -48,9 +48,7 @@ class _FlashAttentionCapabilities(DeclaredCapabilities):
             )
         return found
 
-    def buffer_bytes(
-        self, spec: AttentionSpec, device: DeviceSpec, limits: BatchLimits, graphs: Sequence[GraphKey]
-    ) -> int:
+    def buffer_bytes(self, spec: AttentionSpec, device: DeviceSpec, limits: Limits, graphs: Sequence[GraphKey]) -> int:
         """Return the bytes of the buffers; partial results of version 2, tens of MB, are in the plan's allowance."""
         return kept_bytes(spec, limits)
 
@@ -161,9 +159,7 @@ class FlashAttention3Capabilities(_FlashAttentionCapabilities):
             "prefills take 3 to 9% less time than with blocks of 16, decodes 1 to 3%"
         )
 
-    def buffer_bytes(
-        self, spec: AttentionSpec, device: DeviceSpec, limits: BatchLimits, graphs: Sequence[GraphKey]
-    ) -> int:
+    def buffer_bytes(self, spec: AttentionSpec, device: DeviceSpec, limits: Limits, graphs: Sequence[GraphKey]) -> int:
         return kept_bytes(spec, limits) + partial_bytes(spec, limits, graphs)
 
     def graph_support(self, spec: AttentionSpec, device: DeviceSpec) -> Support:

@@ -71,7 +71,7 @@ class FlashAttentionMetadata(AttentionMetadata):
 FlashAttentionCall = AttentionCall[FlashAttentionMetadata]
 
 
-class Library:
+class FlashAttentionLibrary:
     """FlashAttention of one library, for one KV group.
 
     Attributes:
@@ -100,7 +100,7 @@ class Library:
         arguments = {*cls.arguments, *cls.constants}
         if spec is not None and spec.sinks:
             arguments.add(cls.sink)
-        if spec is not None and spec.kv_cache_dtype.startswith("float8"):
+        if spec is not None and spec.has_fp8_cache:
             arguments.update(cls.descales)
         found = {cls.function: arguments}
         return found | {"get_scheduler_metadata": set(cls.scheduler)} if cls.scheduler else found
@@ -145,7 +145,7 @@ class Library:
             "lse": self.spec.lse,
         }
         arguments = {argument: values[name] for argument, name in self.arguments.items()} | self.constants
-        if self.descales and self.spec.kv_cache_dtype.startswith("float8"):
+        if self.descales and self.spec.has_fp8_cache:
             arguments |= self._factors(layer, common.seq_lens.shape[0])
         if layer.sinks is not None:
             # Converted each time: a tensor kept from a capture would lie in memory that other graphs reuse.
@@ -198,14 +198,14 @@ _VLLM = _VARLEN | {
 _PLANNED = {"scheduler_metadata": "plan", "num_splits": "num_splits"}
 
 
-class _VllmLibrary(Library):
+class _VllmLibrary(FlashAttentionLibrary):
     """`vllm.vllm_flash_attn`, which has one function for all versions and takes the lengths of the keys."""
 
     def window(self, window: Window) -> list[int]:
         return list(window)
 
 
-class _Scheduling(Library):
+class _Scheduling(FlashAttentionLibrary):
     """Version 3, whose plan is made ahead of time."""
 
     descales = ("q_descale", "k_descale", "v_descale")
@@ -256,7 +256,7 @@ class VllmLibrary4(_VllmLibrary):
     sink = "s_aux"
 
 
-class PackageLibrary2(Library):
+class PackageLibrary2(FlashAttentionLibrary):
     """The package `flash_attn`, version 2. It takes cumulative lengths of the keys, so these are its plan."""
 
     arguments = _VARLEN | {
@@ -297,7 +297,7 @@ class InterfaceLibrary3(_Scheduling):
         return metadata.common.block_table.shape[1] * self.spec.block_size
 
 
-class CuteLibrary4(Library):
+class CuteLibrary4(FlashAttentionLibrary):
     """`flash_attn.cute`, version 4."""
 
     arguments = _VARLEN | {

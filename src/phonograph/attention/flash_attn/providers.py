@@ -19,9 +19,9 @@ from typing import Any
 from phonograph.attention.attention_spec import AttentionSpec
 from phonograph.attention.flash_attn.libraries import (
     CuteLibrary4,
+    FlashAttentionLibrary,
     Functions,
     InterfaceLibrary3,
-    Library,
     PackageLibrary2,
     VllmLibrary2,
     VllmLibrary3,
@@ -68,7 +68,7 @@ class Provider:
     version: str
     module: str
     distribution: str
-    library: type[Library]
+    library: type[FlashAttentionLibrary]
     install: str
     files: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
@@ -93,7 +93,7 @@ class Provider:
         return None
 
 
-def _of_vllm(version: str, library: type[Library], file: str, **others: Any) -> Provider:
+def _of_vllm(version: str, library: type[FlashAttentionLibrary], file: str, **others: Any) -> Provider:
     return Provider(
         version=version,
         module="vllm.vllm_flash_attn",
@@ -166,7 +166,7 @@ def missing(version: str) -> str | None:
     return f"nothing here provides FlashAttention {version}: {'; or '.join(reason for reason in reasons if reason)}"
 
 
-def functions_of(version: str, spec: AttentionSpec | None = None) -> tuple[type[Library], Functions]:
+def functions_of(version: str, spec: AttentionSpec | None = None) -> tuple[type[FlashAttentionLibrary], Functions]:
     """Import the provider of `version`, and check its functions' arguments (for `spec`, or for every model).
 
     Raises:
@@ -197,7 +197,7 @@ def functions_of(version: str, spec: AttentionSpec | None = None) -> tuple[type[
     return provider.library, functions
 
 
-def make_library(version: str, spec: AttentionSpec) -> Library:
+def make_library(version: str, spec: AttentionSpec) -> FlashAttentionLibrary:
     """Make the library of `version` for one KV group. Raises as `functions_of` does."""
     library, functions = functions_of(version, spec)
     return library(functions, spec)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from phonograph.attention.attention_spec import AttentionSpec
-from phonograph.attention.backend import BatchLimits
+from phonograph.core.limits import Limits
 from phonograph.graphs.modes import GraphKey, GraphSet
 
 MAX_SPLITS = 32
@@ -36,32 +36,32 @@ def plans(spec: AttentionSpec) -> bool:
     return len(spec.windows) == 1 and not spec.batch_invariant
 
 
-def plan_length(limits: BatchLimits) -> int:
+def plan_length(limits: Limits) -> int:
     """Return the length of the plan's buffer: a semaphore and four numbers for each slot, rounded up to four slots.
 
     It counts tokens if there are more of them than slots, to be safe from other layouts.
     """
-    return 1 + -(-max(limits.max_num_seqs, limits.max_num_tokens) // 4) * 16
+    return 1 + -(-max(limits.max_num_seqs, limits.max_num_batched_tokens) // 4) * 16
 
 
-def kept_bytes(spec: AttentionSpec, limits: BatchLimits) -> int:
+def kept_bytes(spec: AttentionSpec, limits: Limits) -> int:
     """Return the bytes of a backend's buffers: the plan, FP8 queries, and token numbers for the LSE."""
-    queries = limits.max_num_tokens * spec.num_query_heads * spec.head_size
+    queries = limits.max_num_batched_tokens * spec.num_query_heads * spec.head_size
     return (
         4 * plan_length(limits)
-        + (queries if spec.kv_cache_dtype.startswith("float8") else 0)
-        + (4 * limits.max_num_tokens + 4 if spec.lse else 0)
+        + (queries if spec.has_fp8_cache else 0)
+        + (4 * limits.max_num_batched_tokens + 4 if spec.lse else 0)
     )
 
 
-def partial_bytes(spec: AttentionSpec, limits: BatchLimits, graphs: Sequence[GraphKey]) -> int:
+def partial_bytes(spec: AttentionSpec, limits: Limits, graphs: Sequence[GraphKey]) -> int:
     """Return the bytes of version 3's partial results and LSE: in the graphs' shared memory, and in eager steps."""
     if spec.batch_invariant:
         return 0
     whole = [key.num_tokens for key in graphs if key.graphs is not GraphSet.PIECEWISE]
     in_graphs = max((_split_bytes(num_tokens, spec) for num_tokens in whole), default=0) if plans(spec) else 0
     most_splits = MAX_SPLITS if plans(spec) else _HEURISTIC_SPLITS
-    eager = min(ACCUMULATOR_BYTES, most_splits * _accumulator_bytes(limits.max_num_tokens, spec))
+    eager = min(ACCUMULATOR_BYTES, most_splits * _accumulator_bytes(limits.max_num_batched_tokens, spec))
     return in_graphs + eager + eager // spec.head_size
 
 

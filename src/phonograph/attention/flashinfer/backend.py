@@ -13,11 +13,11 @@ import numpy as np
 import torch
 
 from phonograph.attention.attention_spec import AttentionSpec, KVLayout
-from phonograph.attention.backend import AttentionCall, AttentionLayer, BatchLimits
+from phonograph.attention.backend import AttentionCall, AttentionLayer
 from phonograph.attention.composite.capabilities import decode_part
 from phonograph.attention.flashinfer.capabilities import FlashInferCapabilities, prefill_routine
 from phonograph.attention.flashinfer.host_plans import HostPlan, HostPlans
-from phonograph.attention.flashinfer.library import Library, load_library
+from phonograph.attention.flashinfer.library import FlashInferLibrary, load_library
 from phonograph.attention.flashinfer.planner import Part, Planner
 from phonograph.attention.flashinfer.workspace_sizes import Sizes, splits_mixed
 from phonograph.attention.kv_write import GpuBackend
@@ -28,6 +28,7 @@ from phonograph.attention.metadata import (
     cut_on_host,
     leading_decodes,
 )
+from phonograph.core.limits import Limits
 from phonograph.errors import BackendError
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.kernels.triton.attention.page_indices import page_indices
@@ -64,7 +65,7 @@ class FlashInferMetadataBuilder(MetadataBuilder[FlashInferMetadata]):
     """
 
     def __init__(
-        self, library: Library, spec: AttentionSpec, device: torch.device, limits: BatchLimits, *, splits: bool
+        self, library: FlashInferLibrary, spec: AttentionSpec, device: torch.device, limits: Limits, *, splits: bool
     ) -> None:
         capability, num_sms = _NO_GPU
         if device.type == "cuda":
@@ -139,9 +140,7 @@ class FlashInferBackend(GpuBackend[FlashInferMetadata]):
     capabilities = FlashInferCapabilities()
     clears_padding = False
 
-    def __init__(
-        self, spec: AttentionSpec, device: torch.device, limits: BatchLimits, *, splits_mixed: bool = True
-    ) -> None:
+    def __init__(self, spec: AttentionSpec, device: torch.device, limits: Limits, *, splits_mixed: bool = True) -> None:
         super().__init__(spec, device, limits)
         self._splits_mixed = splits_mixed
         self._library = load_library()

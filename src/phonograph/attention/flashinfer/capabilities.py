@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 
 from phonograph.attention.attention_spec import AttentionSpec
-from phonograph.attention.backend import BatchLimits
 from phonograph.attention.capabilities import Declaration, DeclaredCapabilities
 from phonograph.attention.flashinfer.workspace_sizes import Sizes, splits_mixed
 from phonograph.core.device import DeviceSpec
+from phonograph.core.limits import Limits
 from phonograph.graphs.modes import GraphKey, GraphSupport, Support
 
 
@@ -64,9 +64,7 @@ class FlashInferCapabilities(DeclaredCapabilities):
             "at 2048 tokens and 256 slots of 32 heads of 128), so no mixed graphs",
         )
 
-    def buffer_bytes(
-        self, spec: AttentionSpec, device: DeviceSpec, limits: BatchLimits, graphs: Sequence[GraphKey]
-    ) -> int:
+    def buffer_bytes(self, spec: AttentionSpec, device: DeviceSpec, limits: Limits, graphs: Sequence[GraphKey]) -> int:
         routine = prefill_routine(spec, device.capability)
         return Sizes(spec=spec, limits=limits, routine=routine, num_sms=device.num_sms).total(graphs)
 
@@ -78,4 +76,4 @@ class FlashInferCapabilities(DeclaredCapabilities):
 
 def prefill_routine(spec: AttentionSpec, capability: tuple[int, int]) -> str:
     """Return its implementation of prefill: FA3 on Hopper, but not for FP8 caches, which need FP8 queries there."""
-    return "fa3" if capability[0] == 9 and not spec.kv_cache_dtype.startswith("float8") else "fa2"
+    return "fa3" if capability[0] == 9 and not spec.has_fp8_cache else "fa2"

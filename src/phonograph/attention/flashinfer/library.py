@@ -35,7 +35,7 @@ Wrapper = Any
 """Decode or prefill wrapper, with `plan`, `run` and `reset_workspace_buffer` as in `_USED`."""
 
 
-class Library(NamedTuple):
+class FlashInferLibrary(NamedTuple):
     """The installed version and the classes of its wrappers."""
 
     version: str
@@ -43,7 +43,7 @@ class Library(NamedTuple):
     prefill: Callable[..., Wrapper]
 
 
-def load_library() -> Library:
+def load_library() -> FlashInferLibrary:
     """Import the library. That compiles nothing yet.
 
     Raises:
@@ -72,4 +72,4 @@ def load_library() -> Library:
                 f"{PACKAGE} {version}: {name}.{method} does not take {', '.join(lacking)}; the adapter was written for "
                 "0.6.14"
             )
-    return Library(version=version, decode=getattr(module, _DECODE), prefill=getattr(module, _PREFILL))
+    return FlashInferLibrary(version=version, decode=getattr(module, _DECODE), prefill=getattr(module, _PREFILL))

@@ -24,10 +24,10 @@ from typing import Any
 import torch
 
 from phonograph.attention.attention_spec import AttentionSpec
-from phonograph.attention.backend import BatchLimits
 from phonograph.attention.flashinfer.host_plans import Fence, HostPlan
-from phonograph.attention.flashinfer.library import PACKAGE, Library, Wrapper
+from phonograph.attention.flashinfer.library import PACKAGE, FlashInferLibrary, Wrapper
 from phonograph.attention.flashinfer.workspace_sizes import Sizes
+from phonograph.core.limits import Limits
 from phonograph.errors import BackendError
 
 
@@ -48,7 +48,7 @@ class Planner:
     """
 
     def __init__(
-        self, library: Library, spec: AttentionSpec, limits: BatchLimits, device: torch.device, sizes: Sizes
+        self, library: FlashInferLibrary, spec: AttentionSpec, limits: Limits, device: torch.device, sizes: Sizes
     ) -> None:
         self._library, self._spec, self._sizes = library, spec, sizes
         slots = limits.max_num_seqs

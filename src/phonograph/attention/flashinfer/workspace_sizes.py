@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from phonograph.attention.attention_spec import AttentionSpec
-from phonograph.attention.backend import BatchLimits
 from phonograph.attention.composite.capabilities import decode_part
+from phonograph.core.limits import Limits
 from phonograph.graphs.modes import GraphKey, GraphSet
 
 EAGER_INTEGERS = 8 << 20
@@ -47,7 +47,7 @@ class Sizes:
     """
 
     spec: AttentionSpec
-    limits: BatchLimits
+    limits: Limits
     routine: str
     num_sms: int
 

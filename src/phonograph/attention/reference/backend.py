@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import torch
 
 from phonograph.attention.attention_spec import AttentionKind, AttentionSpec
-from phonograph.attention.backend import AttentionBackend, AttentionCall, BatchLimits
+from phonograph.attention.backend import AttentionBackend, AttentionCall
 from phonograph.attention.capabilities import Declaration, DeclaredCapabilities
 from phonograph.attention.metadata import AttentionMetadata, CommonMetadata, MetadataBuilder
 from phonograph.core.device import DeviceSpec
+from phonograph.core.limits import Limits
 from phonograph.graphs.modes import GraphKey, GraphSupport, Support
 from phonograph.kernels.torch.attention import paged as reference
 from phonograph.kernels.torch.attention.schedule import new_handle
@@ -68,7 +69,7 @@ class ReferenceMetadataBuilder(MetadataBuilder[ReferenceMetadata]):
 class ReferenceBackend(AttentionBackend[ReferenceMetadata]):
     capabilities = ReferenceCapabilities()
 
-    def __init__(self, spec: AttentionSpec, device: torch.device, limits: BatchLimits) -> None:
+    def __init__(self, spec: AttentionSpec, device: torch.device, limits: Limits) -> None:
         super().__init__(spec, device, limits)
         self.reads_on_host = device.type != "cpu"
 

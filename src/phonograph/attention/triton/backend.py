@@ -19,10 +19,11 @@ from typing import Any
 import torch
 
 from phonograph.attention.attention_spec import AttentionSpec
-from phonograph.attention.backend import AttentionCall, BatchLimits
+from phonograph.attention.backend import AttentionCall
 from phonograph.attention.kv_write import GpuBackend
 from phonograph.attention.metadata import AttentionMetadata, CommonMetadata, MetadataBuilder
 from phonograph.attention.triton.capabilities import TritonCapabilities
+from phonograph.core.limits import Limits
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.kernels.attention_scratch import MAX_SHORT_QUERY
 from phonograph.kernels.triton.attention.decode import decode_attention
@@ -58,7 +59,7 @@ class TritonMetadata(AttentionMetadata):
 class TritonMetadataBuilder(MetadataBuilder[TritonMetadata]):
     """Builder with one plan for each window, shared by all graphs. Each step computes them for its layers."""
 
-    def __init__(self, spec: AttentionSpec, device: torch.device, limits: BatchLimits) -> None:
+    def __init__(self, spec: AttentionSpec, device: torch.device, limits: Limits) -> None:
         num_sms = _INTERPRETER_SMS
         if device.type == "cuda":
             num_sms = torch.cuda.get_device_properties(device).multi_processor_count
@@ -151,7 +152,7 @@ class TritonBackend(GpuBackend[TritonMetadata]):
 
 
 def _make_plans(
-    spec: AttentionSpec, device: torch.device, limits: BatchLimits, num_sms: int
+    spec: AttentionSpec, device: torch.device, limits: Limits, num_sms: int
 ) -> tuple[DecodePlan, PrefillPlan]:
     sizes: dict[str, Any] = {
         "num_query_heads": spec.num_query_heads,
@@ -162,4 +163,6 @@ def _make_plans(
         "device": device,
     }
     cuts = not spec.batch_invariant
-    return make_decode_plan(**sizes), make_prefill_plan(**sizes, max_num_tokens=limits.max_num_tokens, cuts=cuts)
+    return make_decode_plan(**sizes), make_prefill_plan(
+        **sizes, max_num_tokens=limits.max_num_batched_tokens, cuts=cuts
+    )

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 
 from phonograph.attention.attention_spec import AttentionKind, AttentionSpec
-from phonograph.attention.backend import BatchLimits
 from phonograph.attention.capabilities import Declaration, DeclaredCapabilities
 from phonograph.core.device import DeviceSpec
+from phonograph.core.limits import Limits
 from phonograph.graphs.modes import GraphKey, GraphSupport, Support
 from phonograph.kernels.attention_scratch import decode_partials, prefill_partials
 
@@ -51,9 +51,7 @@ class TritonCapabilities(DeclaredCapabilities):
             )
         return Support(GraphSupport.ALWAYS, reason)
 
-    def buffer_bytes(
-        self, spec: AttentionSpec, device: DeviceSpec, limits: BatchLimits, graphs: Sequence[GraphKey]
-    ) -> int:
+    def buffer_bytes(self, spec: AttentionSpec, device: DeviceSpec, limits: Limits, graphs: Sequence[GraphKey]) -> int:
         """Return the bytes of partial results and their LSE, for each window."""
         heads, kv_heads, size, sms = spec.num_query_heads, spec.num_kv_heads, spec.head_size, device.num_sms
         shapes = (

@@ -12,7 +12,7 @@ from phonograph.bench.serving.connection import Recording
 
 
 @dataclass(slots=True, kw_only=True)
-class Sample:
+class TimedSample:
     """One choice of an answer. Its times are seconds from the start of the request.
 
     times:  arrival of each chunk of output
@@ -52,7 +52,7 @@ class Reply:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
-    samples: list[Sample] = field(default_factory=list[Sample])
+    samples: list[TimedSample] = field(default_factory=list[TimedSample])
     error: str | None = None
 
     @property
@@ -102,11 +102,11 @@ def chunks(recording: Recording) -> Iterator[tuple[float, dict[str, Any]]]:
 def _read(recording: Recording, reply: Reply) -> None:
     usage: dict[str, Any] | None = None
     finished = False
-    samples: dict[int, Sample] = {}
+    samples: dict[int, TimedSample] = {}
     for at, chunk in chunks(recording):
         usage = chunk.get("usage") or usage
         for choice in chunk.get("choices") or ():
-            sample = samples.setdefault(choice.get("index", 0), Sample())
+            sample = samples.setdefault(choice.get("index", 0), TimedSample())
             text, is_output = _output_of(choice)
             sample.text += text
             sample.end = at - recording.start
@@ -126,7 +126,7 @@ def _read(recording: Recording, reply: Reply) -> None:
         _divide_tokens(reply.samples, reply.output_tokens)
 
 
-def _divide_tokens(samples: Sequence[Sample], output_tokens: int) -> None:
+def _divide_tokens(samples: Sequence[TimedSample], output_tokens: int) -> None:
     """Divide the answer's tokens among its samples by chunks; exact if each token is a chunk."""
     for sample in samples:
         # A sample without text, such as an end of sequence alone, counts its last chunk.

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from phonograph.cli.attention_matrix import BackendRows
     from phonograph.cli.layer_weights import Kernels, LayerWeights
     from phonograph.engine.plan import EnginePlan
-    from phonograph.graphs.dispatch import BatchShape, Decision
+    from phonograph.graphs.dispatch import Decision, StepShape
     from phonograph.graphs.modes import GraphKey
 
 
@@ -54,7 +54,7 @@ def explain(
     """Print backend, graph mode, graphs, memory and the decision for batches, each with its reason."""
     from phonograph.cli.attention_matrix import make_matrix
     from phonograph.engine.plan import make_plan, resolve_attention
-    from phonograph.models.catalog import catalog_name
+    from phonograph.files.catalog import catalog_name
     from phonograph.models.spec import read_configured_model
 
     if common_prefix and not batch:
@@ -75,8 +75,7 @@ def explain(
     except BackendError as error:
         hint = f"; --device-name explains it for another device than {device.name}" if device_name is None else ""
         raise BackendError(f"{error}{hint}") from None
-    limits = {name: size for name, size in asdict(plan.limits).items() if name != "block_size"}
-    batches = [read_batch(text, **limits) for text in batch or []]
+    batches = [read_batch(text, **asdict(plan.limits)) for text in batch or []]
     dispatcher = plan.make_dispatcher()
     decided = [(one, dispatcher.decide(_shape(plan, one, common_prefix))) for one in batches]
     if as_json:
@@ -85,11 +84,11 @@ def explain(
         _print(plan, decided)
 
 
-def _shape(plan: EnginePlan, batch: ScheduledBatch, common_prefix: int) -> BatchShape:
+def _shape(plan: EnginePlan, batch: ScheduledBatch, common_prefix: int) -> StepShape:
     """Return a batch whose sequences share this many tokens, of which those computed in full blocks count."""
     from phonograph.runner.runner import shape_of
 
-    shape, size = shape_of(batch), plan.limits.block_size
+    shape, size = shape_of(batch), plan.attention.block_size
     if not common_prefix:
         return shape
     if not plan.config.cascade_attention:
@@ -124,7 +123,7 @@ def _facts(plan: EnginePlan, decided: list[tuple[ScheduledBatch, Decision]]) -> 
         "products": [asdict(one) for one in _layer_weights(plan)],
         "dtype": plan.dtype,
         "kv_cache_dtype": plan.attention.kv_cache_dtype,
-        "limits": asdict(plan.limits),
+        "limits": _limits(plan),
         "attention": {
             "backend": capabilities.name,
             "version": capabilities.version,
@@ -149,12 +148,16 @@ def _facts(plan: EnginePlan, decided: list[tuple[ScheduledBatch, Decision]]) -> 
             "kv_cache": memory.kv_cache,
             "kv_block": memory.block,
             "num_kv_blocks": memory.num_blocks,
-            "num_kv_tokens": memory.num_blocks * plan.limits.block_size,
+            "num_kv_tokens": memory.num_blocks * plan.attention.block_size,
         },
         "threads": None if plan.threads is None else plan.threads.count,
         "notes": plan.notes,
         "batches": [_batch_facts(batch, decision) for batch, decision in decided],
     }
+
+
+def _limits(plan: EnginePlan) -> dict[str, int]:
+    return {**asdict(plan.limits), "block_size": plan.attention.block_size}
 
 
 def _batch_facts(batch: ScheduledBatch, decision: Decision) -> dict[str, Any]:
@@ -189,7 +192,7 @@ def _sections(plan: EnginePlan, decided: list[tuple[ScheduledBatch, Decision]]) 
         ("model", [_model_line(plan)]),
         ("device", [_device_line(plan.device)]),
         ("products", _product_lines(plan)),
-        ("limits", [", ".join(f"{name} {size}" for name, size in asdict(plan.limits).items())]),
+        ("limits", [", ".join(f"{name} {size}" for name, size in _limits(plan).items())]),
         ("attention", _attention_lines(plan)),
         ("support", [support.level.name, f"- {support.reason}"]),
         ("mode", _mode_lines(plan, chain)),
@@ -284,7 +287,7 @@ def _graph_lines(plan: EnginePlan) -> list[str]:
 
 
 def _memory_lines(plan: EnginePlan) -> list[str]:
-    memory, size = plan.memory, plan.limits.block_size
+    memory, size = plan.memory, plan.attention.block_size
     return [
         f"weights {_bytes(memory.weights)}, graphs {_bytes(memory.graphs)} (estimate), attention "
         f"{_bytes(memory.attention)}, sampling {_bytes(memory.sampling)}, KV cache {_bytes(memory.kv_cache)}",

@@ -13,7 +13,7 @@ from phonograph.cli.show import Json, note, print_json
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.device import GIB, KNOWN_DEVICES, DeviceSpec, known_device
 from phonograph.errors import MemoryLimitError, UnsupportedModelError
-from phonograph.models.catalog import HUB_IDS
+from phonograph.files.catalog import HUB_IDS
 
 if TYPE_CHECKING:
     from phonograph.models.spec import ModelSpec

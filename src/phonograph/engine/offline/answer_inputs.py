@@ -57,7 +57,7 @@ def answer_inputs(
     queue = _queue(session, inputs, encode, params, priorities)
     scheduler = session.core.scheduler
     # A step admits at most as many requests as there are slots. By priority, the last may run first.
-    ahead = scheduler.limits.max_num_seqs if scheduler.limits.policy == "fcfs" else len(inputs)
+    ahead = scheduler.limits.max_num_seqs if scheduler.policy == "fcfs" else len(inputs)
     with (
         deferred_interrupts() as interrupted,
         ExitStack() as aborts,

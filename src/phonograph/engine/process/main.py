@@ -19,7 +19,7 @@ FAREWELL_MILLISECONDS = 2000
 """Time for the last messages to be sent when the process ends."""
 
 
-class _Channel:
+class _SocketChannel:
     """The engine's ends of the sockets. ZeroMQ's thread moves the bytes, so a slow server does not delay a step."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], commands: str, messages: str) -> None:
@@ -59,7 +59,7 @@ def run_core(config: EngineConfig, commands: str, messages: str) -> None:
     from phonograph.engine.process.run_engine import run_engine
 
     with zmq.Context() as context:
-        run_engine(config, _Channel(context, commands, messages), owns_process=True)
+        run_engine(config, _SocketChannel(context, commands, messages), owns_process=True)
 
 
 def _end_with_the_server() -> None:

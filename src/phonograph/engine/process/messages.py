@@ -13,7 +13,7 @@ from phonograph.engine.metrics.step_record import StepRecord
 from phonograph.errors import PhonographError, RequestError, RequestFailure
 from phonograph.graphs.capture_list import CaptureList, CaptureRetry
 from phonograph.graphs.resolve import Resolution
-from phonograph.scheduling.limits import SchedulerStats
+from phonograph.scheduling.scheduler_stats import SchedulerStats
 
 
 @dataclass(slots=True)

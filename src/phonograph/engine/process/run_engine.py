@@ -47,7 +47,7 @@ def run_engine(config: EngineConfig, channel: Channel, *, owns_process: bool) ->
 def _facts(engine: Engine, seconds: float) -> EngineFacts:
     plan = engine.plan
     return EngineFacts(
-        context_len=engine.core.scheduler.limits.context_len,
+        context_len=engine.core.scheduler.context_len,
         vocab_size=plan.model.vocab_size,
         max_num_seqs=plan.limits.max_num_seqs,
         scheduling_policy=plan.config.scheduling_policy,
@@ -58,7 +58,7 @@ def _facts(engine: Engine, seconds: float) -> EngineFacts:
         graph_memory_bytes=engine.captured.memory_bytes,
         capture_seconds=engine.captured.seconds,
         capture_retries=engine.captured.retries,
-        block_size=plan.limits.block_size,
+        block_size=plan.attention.block_size,
         notes=(*plan.notes, *map(str, engine.captured.retries)),
         start_seconds=seconds,
         stats=engine.core.scheduler.stats,

@@ -21,7 +21,7 @@ class _Closed(BaseException):
     """Ends the engine's thread at its next message. It is not an `Exception`, so that no handler stops it."""
 
 
-class _Channel:
+class _QueueChannel:
     """The engine's ends of the two queues.
 
     closed: set by the event loop; the thread then ends at its next message
@@ -63,7 +63,7 @@ class ThreadClient:
 
     def __init__(self, config: EngineConfig) -> None:
         self._messages: asyncio.Queue[Message] = asyncio.Queue()
-        self._channel = _Channel(self._messages.put_nowait)
+        self._channel = _QueueChannel(self._messages.put_nowait)
         self._cause: str | None = None
         self._dead = False
         self._callback: Callable[[], None] | None = None

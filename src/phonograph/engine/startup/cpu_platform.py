@@ -40,7 +40,7 @@ class CpuPlatform:
             max_num_seqs=limits.max_num_seqs,
             max_num_tokens=limits.max_num_batched_tokens,
             max_model_len=limits.max_model_len,
-            block_size=limits.block_size,
+            block_size=plan.attention.block_size,
         )
         rotary_PD = rotary_table(model.spec, limits.max_model_len, model.dtype, model.device)
         model.bind(TorchKernels(rotary_PD, model.spec.rms_norm_eps, model.spec.factors))

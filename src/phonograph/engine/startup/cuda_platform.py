@@ -93,7 +93,7 @@ class CudaPlatform:
                 max_num_seqs=limits.max_num_seqs,
                 max_num_tokens=limits.max_num_batched_tokens,
                 max_model_len=limits.max_model_len,
-                block_size=limits.block_size,
+                block_size=plan.attention.block_size,
                 vocab_size=spec.vocab_size,
                 device=device,
             )

@@ -10,12 +10,12 @@ from phonograph.engine.plan import EnginePlan, make_plan
 from phonograph.engine.process.client import StartProgress, no_progress
 from phonograph.engine.startup.early_start import pause_collector, resume_collector
 from phonograph.errors import CaptureError, ConfigError, PhonographError
+from phonograph.files.model_files import model_path
 from phonograph.graphs.modes import GraphMode
 from phonograph.graphs.verification import VerifyReport, verify
 from phonograph.models.spec import read_configured_model
 from phonograph.models.tied_embeddings import match_tied_embeddings
 from phonograph.models.weights.loading import weight_files
-from phonograph.models.weights.model_files import model_path
 
 
 def start_engine(config: EngineConfig, progress: StartProgress = no_progress) -> Engine:

@@ -26,7 +26,7 @@ class Linear:
     bias_O: torch.Tensor | None = None
 
     @property
-    def matrix_IO(self) -> torch.Tensor:
+    def matrix(self) -> torch.Tensor:
         """The matrix [inputs, outputs] of a layer that is not quantized."""
         assert isinstance(self.weight, DenseWeight), "the layer is quantized"
         return self.weight.matrix_IO
@@ -49,7 +49,7 @@ class Linear:
         names = [spec.path(part.name) for part in spec.parts]
         views: dict[str, torch.Tensor] = {}
         if spec.scheme is None:
-            views |= zip((f"{name}.weight" for name in names), self.matrix_IO.t().split(counts), strict=True)
+            views |= zip((f"{name}.weight" for name in names), self.matrix.t().split(counts), strict=True)
         if self.bias_O is not None:
             views |= zip((f"{name}.bias" for name in names), self.bias_O.split(counts), strict=True)
         return views

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from phonograph.errors import ModelError, UnsupportedModelError
 from phonograph.models.quantization.compressed_tensors import IntQuantized, PackQuantized
 from phonograph.models.quantization.float8 import Fp8, check_block
-from phonograph.models.quantization.quantization_settings import Settings
+from phonograph.models.quantization.quantization_settings import QuantizationSettings
 from phonograph.models.quantization.scheme import Quantization, Scheme
 
 
-def read_compressed_tensors(settings: Settings) -> Quantization:
+def read_compressed_tensors(settings: QuantizationSettings) -> Quantization:
     """Return the formats of the modules that each of `config_groups` targets.
 
     Raises:
@@ -37,7 +37,7 @@ def read_compressed_tensors(settings: Settings) -> Quantization:
     return Quantization("compressed-tensors", every, tuple(rules), (), lists, fp8_kv_cache=fp8_kv_cache)
 
 
-def _read_group(group: Settings, layout: str) -> Scheme:
+def _read_group(group: QuantizationSettings, layout: str) -> Scheme:
     """Return the format of a group; `layout` is that of the file, for groups without their own."""
     own = group.one_of("format", None, None, *_LAYOUTS)
     reader = _LAYOUTS.get(own or layout)
@@ -59,13 +59,13 @@ def _read_group(group: Settings, layout: str) -> Scheme:
     return scheme
 
 
-def _check_dense(sparsity: Settings) -> None:
+def _check_dense(sparsity: QuantizationSettings) -> None:
     sparsity.one_of("format", "dense", "dense")
     for name in ("global_sparsity", "ignore", "registry_requires_subclass", "sparsity_structure", "targets"):
         sparsity.take(name, None, "any value", str, float, int, list, bool, type(None))
 
 
-def _has_fp8_kv_cache(settings: Settings) -> bool:
+def _has_fp8_kv_cache(settings: QuantizationSettings) -> bool:
     """Return True if the checkpoint has scales for keys and values in FP8.
 
     Raises:
@@ -83,7 +83,7 @@ def _has_fp8_kv_cache(settings: Settings) -> bool:
     return True
 
 
-def _packed_of(weights: Settings) -> Scheme:
+def _packed_of(weights: QuantizationSettings) -> Scheme:
     bits = weights.one_of("num_bits", None, 4, 8)
     weights.one_of("type", "int", "int")
     size = _group_of(weights, weights.one_of("strategy", None, "group", "channel", None))
@@ -93,7 +93,7 @@ def _packed_of(weights: Settings) -> Scheme:
     return PackQuantized(bits=bits, group_size=size, zeros=zeros, ordered=order in ("group", True))
 
 
-def _int8_of(weights: Settings) -> Scheme:
+def _int8_of(weights: QuantizationSettings) -> Scheme:
     # Integers of 4 bits have a byte each in these files too.
     weights.one_of("num_bits", None, 4, 8)
     weights.one_of("type", "int", "int")
@@ -104,7 +104,7 @@ def _int8_of(weights: Settings) -> Scheme:
     return IntQuantized(bits=8, group_size=size, zeros=zeros, one_scale=strategy == "tensor")
 
 
-def _fp8_of(weights: Settings) -> Scheme:
+def _fp8_of(weights: QuantizationSettings) -> Scheme:
     weights.one_of("num_bits", None, 8)
     weights.one_of("type", None, "float")
     scales = weights.one_of("strategy", None, "tensor", "channel", "block")
@@ -117,7 +117,7 @@ def _fp8_of(weights: Settings) -> Scheme:
     )
 
 
-def _group_of(weights: Settings, strategy: str | None) -> int:
+def _group_of(weights: QuantizationSettings, strategy: str | None) -> int:
     """Return the inputs of a group, -1 for all."""
     size = weights.take("group_size", None, "an integer or null", int, type(None))
     if strategy == "group" and (size is None or size < 1):
@@ -127,7 +127,7 @@ def _group_of(weights: Settings, strategy: str | None) -> int:
 
 _EVERY = "Linear"
 """Target that stands for all projections."""
-_LAYOUTS: dict[str, Callable[[Settings], Scheme]] = {
+_LAYOUTS: dict[str, Callable[[QuantizationSettings], Scheme]] = {
     "pack-quantized": _packed_of,
     "int-quantized": _int8_of,
     "float-quantized": _fp8_of,

@@ -11,7 +11,7 @@ from phonograph.models.quantization.awq import Awq
 from phonograph.models.quantization.compressed_tensors_config import read_compressed_tensors
 from phonograph.models.quantization.float8 import Fp8, Fp8AtLoad, check_block
 from phonograph.models.quantization.gptq import Gptq
-from phonograph.models.quantization.quantization_settings import Settings
+from phonograph.models.quantization.quantization_settings import QuantizationSettings
 from phonograph.models.quantization.scheme import Quantization, Rules, Scheme
 
 
@@ -34,7 +34,7 @@ def read_quantization(config: Any) -> Quantization:
             f"quantization_config has quant_method={method!r}, which is not supported; supported are "
             f"{', '.join(QUANT_METHODS)}"
         )
-    settings = Settings(cast("Mapping[str, Any]", config))
+    settings = QuantizationSettings(cast("Mapping[str, Any]", config))
     quantization = reader(settings)
     settings.finish()
     return quantization
@@ -59,7 +59,7 @@ def choose_quantization(in_file: Quantization | None, asked: str | None) -> Quan
     return Quantization("fp8", Fp8AtLoad(origin="FP8, made at load", scales="channel"))
 
 
-def _gptq(settings: Settings) -> Quantization:
+def _gptq(settings: QuantizationSettings) -> Quantization:
     old, new = (settings.one_of(name, None, None, "gptq", "gptq_v2") for name in ("checkpoint_format", "format"))
     if old and new and old != new:
         raise ModelError(f"quantization_config has checkpoint_format={old!r} and format={new!r}, which mean the same")
@@ -68,7 +68,7 @@ def _gptq(settings: Settings) -> Quantization:
     return Quantization("gptq", scheme, rules, only, ("modules_in_block_to_quantize", "dynamic"))
 
 
-def _gptq_scheme(settings: Settings, default: Gptq) -> Gptq:
+def _gptq_scheme(settings: QuantizationSettings, default: Gptq) -> Gptq:
     """Return the format of these settings; those that are missing have the default's values."""
     return replace(
         default,
@@ -79,7 +79,7 @@ def _gptq_scheme(settings: Settings, default: Gptq) -> Gptq:
     )
 
 
-def _rules_of_dynamic(settings: Settings, scheme: Gptq) -> Rules:
+def _rules_of_dynamic(settings: QuantizationSettings, scheme: Gptq) -> Rules:
     """Return the rules of GPTQModel's `dynamic`: patterns with settings of their own, "-:" for modules in 16 bits."""
     dynamic = settings.take("dynamic", None, "an object or null", dict, type(None)) or {}
     rules: list[tuple[str, Scheme | None]] = []
@@ -90,7 +90,7 @@ def _rules_of_dynamic(settings: Settings, scheme: Gptq) -> Rules:
     return tuple(rules)
 
 
-def _awq(settings: Settings) -> Quantization:
+def _awq(settings: QuantizationSettings) -> Quantization:
     settings.one_of("bits", 4, 4)
     for name in ("version", "format", "checkpoint_format"):
         layout = settings.take(name, "gemm", "text", str)
@@ -109,7 +109,7 @@ def _awq(settings: Settings) -> Quantization:
     return Quantization("awq", scheme, rules, only, ("modules_to_not_convert", "modules_in_block_to_quantize"))
 
 
-def _fp8(settings: Settings) -> Quantization:
+def _fp8(settings: QuantizationSettings) -> Quantization:
     block = settings.take("weight_block_size", None, "two integers or null", list, tuple, type(None))
     scales = "tensor" if block is None else "block"
     # GPTQModel divides by its scales.
@@ -126,7 +126,7 @@ def _fp8(settings: Settings) -> Quantization:
     return _read_fp8(settings, Fp8(origin="FP8", scales=scales, inverse=inverse), block)
 
 
-def _read_fp8(settings: Settings, scheme: Fp8, block: object) -> Quantization:
+def _read_fp8(settings: QuantizationSettings, scheme: Fp8, block: object) -> Quantization:
     """Read the settings that all tools have for FP8."""
     settings.one_of("activation_scheme", "dynamic", "dynamic", "static")
     settings.one_of("fmt", "e4m3", "e4m3")
@@ -135,7 +135,7 @@ def _read_fp8(settings: Settings, scheme: Fp8, block: object) -> Quantization:
     return Quantization("fp8", scheme, rules, lists=("modules_to_not_convert", "ignored_layers"))
 
 
-def _auto_round(settings: Settings) -> Quantization:
+def _auto_round(settings: QuantizationSettings) -> Quantization:
     """Read the format of AutoRound, which packs weights as another tool does and names exceptions in `extra_config`."""
     packing = settings.one_of("packing_format", "auto_round:gptq", *_PACKINGS)
     extra = settings.take("extra_config", None, "an object or null", dict, type(None)) or {}
@@ -168,13 +168,13 @@ def _auto_round(settings: Settings) -> Quantization:
     return replace(base, method="auto-round", rules=(*rules, *base.rules), lists=("extra_config", *base.lists))
 
 
-def _unquantized(settings: Settings, name: str) -> Rules:
+def _unquantized(settings: QuantizationSettings, name: str) -> Rules:
     """Return rules for the modules of a list that are in the model's type."""
     return tuple((entry, None) for entry in settings.names(name))
 
 
 _UNQUANTIZED_BITS = 16
-_PACKINGS: dict[str, Callable[[Settings], Quantization]] = {
+_PACKINGS: dict[str, Callable[[QuantizationSettings], Quantization]] = {
     "auto_round:auto_gptq": _gptq,
     "auto_round:gptq": _gptq,
     "auto_round:auto_awq": _awq,
@@ -183,7 +183,7 @@ _PACKINGS: dict[str, Callable[[Settings], Quantization]] = {
     "auto_round:fp8_static": _fp8,
 }
 """Readers by AutoRound's `packing_format`."""
-_READERS: dict[str, Callable[[Settings], Quantization]] = {
+_READERS: dict[str, Callable[[QuantizationSettings], Quantization]] = {
     "gptq": _gptq,
     "awq": _awq,
     "compressed-tensors": read_compressed_tensors,

@@ -1,4 +1,4 @@
-"""Settings of `quantization_config` in a model's config.json, read one after another."""
+"""QuantizationSettings of `quantization_config` in a model's config.json, read one after another."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TOOLS = (
     "enable_minmax_tuning enable_norm_bias_tuning enable_quanted_input enable_torch_compile lr minmax_lr "
     "gradient_accumulate_steps nsamples scale_dtype seqlen to_quant_block_names"
 )
-"""Settings of the tools that made a checkpoint, without effect on the weights' meaning."""
+"""QuantizationSettings of the tools that made a checkpoint, without effect on the weights' meaning."""
 _WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
     "pack_dtype": ("int32",),
     "method": ("gptq", "awq", "fp8"),
@@ -31,11 +31,11 @@ _WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
     "lm_head": (False,),
     "is_mx_fp": (False,),
 }
-"""Settings without effect if they have these values."""
+"""QuantizationSettings without effect if they have these values."""
 
 
-class Settings:
-    """Settings that are read one after another; `finish` rejects those left, also in objects among them.
+class QuantizationSettings:
+    """QuantizationSettings that are read one after another; `finish` rejects those left, also in objects among them.
 
     `path` has the keys that lead to them.
     """
@@ -44,7 +44,7 @@ class Settings:
         self._settings = dict(settings)
         self._path = path
         self._within = ".".join(path[-2:])
-        self._objects: list[Settings] = []
+        self._objects: list[QuantizationSettings] = []
 
     def take(self, name: str, default: Any, works: str, *kinds: type) -> Any:
         """Return a setting of one of these types; raises a ModelError with `works` for another."""
@@ -94,7 +94,7 @@ class Settings:
             raise ModelError(f"{self._within} has {shortened(repr(entry))} in {name}{problem}")
         return entry
 
-    def within(self, name: str, value: Any) -> Settings:
+    def within(self, name: str, value: Any) -> QuantizationSettings:
         """Return the settings of an object among these.
 
         Raises:
@@ -102,7 +102,7 @@ class Settings:
         """
         if not isinstance(value, Mapping):
             raise ModelError(f"{self._within} has {name}={shortened(repr(value))}; it must be an object")
-        settings = Settings(cast("Mapping[str, Any]", value), (*self._path, name))
+        settings = QuantizationSettings(cast("Mapping[str, Any]", value), (*self._path, name))
         self._objects.append(settings)
         return settings
 

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from phonograph.errors import ModelError, UnsupportedModelError, shortened
+from phonograph.files.gguf_file import GgufFile
 from phonograph.models.quantization.gguf_blocks import FLOATS, GgufBlocks, check_kind, fused_schemes
 from phonograph.models.quantization.scheme import Quantization
-from phonograph.models.weights.gguf_file import GgufFile
 from phonograph.models.weights.gguf_names import FUSED, PARTS, hugging_face_name
 
 ARCHITECTURES: Mapping[str, str] = {

@@ -12,12 +12,12 @@ from functools import partial
 import torch
 
 from phonograph.errors import WeightError
+from phonograph.files.gguf_file import GgufFile, GgufTensor
 from phonograph.models.quantization.block_embedding import BlockEmbedding
 from phonograph.models.quantization.gguf_blocks import FLOATS, dequantize_rows
 from phonograph.models.quantization.scheme import QuantizedModule
 from phonograph.models.transformer import Transformer
 from phonograph.models.weights.gguf_config import ROPE_FACTORS
-from phonograph.models.weights.gguf_file import GgufFile, GgufTensor
 from phonograph.models.weights.gguf_names import gguf_name, hugging_face_name
 from phonograph.models.weights.staging import Copies
 
@@ -64,7 +64,7 @@ def load_gguf(model: Transformer, file: GgufFile, copies: Copies) -> None:
             # A head of the same blocks is packed, and rows are looked up in the file.
             copies.run(partial(_keep_blocks, model, tensors[name]))
             continue
-        tensor, rows, interleaved = tensors[name], tensors[name].rows(), _is_interleaved(name, file)
+        tensor, rows, interleaved = tensors[name], _rows(tensors[name]), _is_interleaved(name, file)
         if tensor.kind in FLOATS:
             if interleaved:
                 view = destination.unflatten(0, (-1, 2, half)).transpose(1, 2)
@@ -92,6 +92,12 @@ def _is_interleaved(name: str, file: GgufFile) -> bool:
     return file.values["general.architecture"] in ("llama", "mistral") and name.split(".")[-2] in ("q_proj", "k_proj")
 
 
+def _rows(tensor: GgufTensor) -> torch.Tensor:
+    """Return the mapped numbers; bytes for types in blocks."""
+    rows = torch.from_numpy(tensor.data)
+    return rows.view(torch.bfloat16) if tensor.kind == "BF16" else rows
+
+
 def _in_halves(rows: torch.Tensor, half: int) -> torch.Tensor:
     """Return interleaved rows of heads in the order of transformers; `half` is 0 for rows that are not interleaved."""
     return rows.unflatten(0, (-1, half, 2)).transpose(1, 2).flatten(0, 2) if half else rows
@@ -103,15 +109,15 @@ def _clear(destination: torch.Tensor) -> None:
 
 
 def _keep_blocks(model: Transformer, tensor: GgufTensor) -> None:
-    model.keep_embedding_blocks(BlockEmbedding(tensor.rows(), tensor.kind, model.dtype))
+    model.keep_embedding_blocks(BlockEmbedding(_rows(tensor), tensor.kind, model.dtype))
 
 
 def _dequantize(name: str, tensor: GgufTensor, half: int, destination: torch.Tensor) -> None:
-    dequantize_rows(_shown(name), tensor.kind, _in_halves(tensor.rows(), half), destination)
+    dequantize_rows(_shown(name), tensor.kind, _in_halves(_rows(tensor), half), destination)
 
 
 def _load(module: QuantizedModule, tensor: GgufTensor, half: int) -> None:
-    module.load({"weight": _in_halves(tensor.rows(), half)})
+    module.load({"weight": _in_halves(_rows(tensor), half)})
 
 
 def _shown(name: str) -> str:

@@ -17,16 +17,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from phonograph.errors import ConfigError, WeightError, shortened
+from phonograph.files.gguf_file import read_gguf
+from phonograph.files.model_files import is_gguf, model_path
 from phonograph.models.quantization.cpu_weights import CpuProducts
 from phonograph.models.quantization.scheme import Stored
 from phonograph.models.spec import ModelSpec
 from phonograph.models.tied_embeddings import match_tied_embeddings
 from phonograph.models.transformer import Transformer
 from phonograph.models.weights.file_format import match_format
-from phonograph.models.weights.gguf_file import read_gguf
 from phonograph.models.weights.gguf_tensors import load_gguf
 from phonograph.models.weights.kv_scales import is_kv_scale, is_unused_scale
-from phonograph.models.weights.model_files import is_gguf, model_path
 from phonograph.models.weights.staging import Copies
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]

@@ -10,7 +10,7 @@ from phonograph.config.engine_config import EngineConfig
 from phonograph.config.server_config import ServerConfig, ToolCallParser
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.errors import ConfigError, ModelError, RequestError, shortened
-from phonograph.models.weights.model_files import model_path
+from phonograph.files.model_files import model_path
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """Fields of generation_config.json that become defaults of requests."""

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from phonograph.demo import MODEL_DIRECTORY
 from phonograph.errors import ModelError, shortened
-from phonograph.models.catalog import CONFIGS_DIRECTORY, HUB_IDS, catalog_name
-from phonograph.models.hub import first_line, hub_problem
+from phonograph.files.catalog import CONFIGS_DIRECTORY, HUB_IDS, catalog_name
+from phonograph.files.hub import first_line, hub_problem
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,166 @@
+"""Sizes that depend on each other: graphs, KV cache, context, and sequences of a step.
+
+Graphs take memory, and the KV cache takes the rest. The cache bounds the context, the sequences and the tokens of a
+step, and these bound the graphs. So memory is planned for the graphs within the configured limits, and the graphs that
+are captured are those within the limits that the cache leaves. These are never more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+from phonograph.attention.attention_spec import AttentionSpec
+from phonograph.attention.backend import Capabilities
+from phonograph.attention.cascade.rule import MIN_REQUESTS, cascade_bytes
+from phonograph.config.engine_config import EngineConfig
+from phonograph.core.blocks import blocks_for, most_step_tokens
+from phonograph.core.device import DeviceSpec
+from phonograph.core.limits import Limits
+from phonograph.engine.memory import MemoryPlan, plan_memory
+from phonograph.errors import ConfigError, MemoryLimitError
+from phonograph.graphs.capture_list import CaptureList, make_capture_list
+from phonograph.graphs.modes import GraphMode
+from phonograph.models.quantization.cpu_weights import CpuProducts
+from phonograph.models.spec import ModelSpec
+
+SHORTEST = 2
+"""Tokens of the shortest context: one of the prompt and one of the output."""
+_DEFAULT_CAPTURE_TOKENS = {"cpu": 8, "cuda": 2048}
+_CPU_GRAPHS = (
+    f"graphs of up to {_DEFAULT_CAPTURE_TOKENS['cpu']} tokens: on a CPU padding costs more than larger graphs gain; "
+    "max_cudagraph_capture_size captures more"
+)
+
+
+class GraphsAndCache(NamedTuple):
+    """Sizes that fit the memory together, and notes on limits that differ from the configured ones."""
+
+    limits: Limits
+    captures: CaptureList
+    memory: MemoryPlan
+    notes: tuple[str, ...]
+
+
+def size_graphs_and_cache(
+    config: EngineConfig,
+    model: ModelSpec,
+    device: DeviceSpec,
+    limits: Limits,
+    attention: AttentionSpec,
+    capabilities: Capabilities,
+    mode: GraphMode,
+    cpu_products: CpuProducts | None,
+) -> GraphsAndCache:
+    """Size graphs, KV cache and limits.
+
+    Args:
+        config: settings of graphs and memory.
+        model: sizes of the model.
+        device: memory of the device.
+        limits: the configured limits; the longest context if none is configured.
+        attention: attention of the model, with the block size.
+        capabilities: those of the selected backend, for its buffers.
+        mode: the resolved mode.
+        cpu_products: form of quantized weights on a CPU.
+
+    Raises:
+        ConfigError: no graph of a configured size can run.
+        MemoryLimitError: weights and one request do not fit the available memory.
+    """
+    graph_tokens = _largest_graph(config, limits, device)
+
+    def captures_within(limits: Limits, most_step_tokens: int | None = None) -> CaptureList:
+        return make_capture_list(
+            mode,
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            max_capture_tokens=graph_tokens,
+            most_step_tokens=most_step_tokens,
+            sizes=config.cudagraph_capture_sizes,
+            speculative_tokens=config.num_speculative_tokens,
+            cascade_reqs=MIN_REQUESTS if config.cascade_attention else None,
+            pads_decodes=device.kind != "cpu",
+        )
+
+    graphs = captures_within(limits).largest_first()
+
+    def plan_context(max_model_len: int) -> tuple[Limits, MemoryPlan]:
+        within = replace(limits, max_model_len=max_model_len)
+        attention_bytes = capabilities.buffer_bytes(attention, device, within, graphs)
+        if config.cascade_attention:
+            attention_bytes += cascade_bytes(capabilities, attention, device, within, graphs)
+        return within, plan_memory(
+            config,
+            model,
+            device,
+            within,
+            attention=attention,
+            attention_bytes=attention_bytes,
+            graph_tokens=0 if mode is GraphMode.NONE else graph_tokens,
+            num_graphs=len(graphs),
+            cpu_products=cpu_products,
+        )
+
+    if config.max_model_len is None:
+        within, memory = _largest_context(plan_context, limits.max_model_len, attention.block_size)
+    else:
+        within, memory = plan_context(limits.max_model_len)
+    notes: list[str] = []
+    if memory.num_blocks < limits.max_num_seqs:
+        notes.append(
+            f"max_num_seqs {limits.max_num_seqs} -> {memory.num_blocks}: the KV cache has no more blocks than that"
+        )
+        within = replace(within, max_num_seqs=memory.num_blocks)
+    configured = (config.cudagraph_capture_sizes or config.max_cudagraph_capture_size) is not None
+    if device.kind == "cpu" and mode is not GraphMode.NONE and not configured:
+        notes.append(_CPU_GRAPHS)
+    # The cache and the longest requests bound the tokens of a step.
+    most = most_step_tokens(
+        num_blocks=memory.num_blocks,
+        block_size=attention.block_size,
+        max_model_len=within.max_model_len,
+        max_num_seqs=within.max_num_seqs,
+    )
+    return GraphsAndCache(within, captures_within(within, most), memory, tuple(notes))
+
+
+def _largest_graph(config: EngineConfig, limits: Limits, device: DeviceSpec) -> int:
+    largest = config.max_cudagraph_capture_size
+    if largest is None:
+        return min(_DEFAULT_CAPTURE_TOKENS[device.kind], limits.max_num_batched_tokens)
+    if largest > limits.max_num_batched_tokens:
+        raise ConfigError(
+            "max_cudagraph_capture_size",
+            largest,
+            f"a step has at most max_num_batched_tokens={limits.max_num_batched_tokens} tokens; lower the one or raise "
+            "the other",
+        )
+    return largest
+
+
+def _largest_context(
+    plan: Callable[[int], tuple[Limits, MemoryPlan]], longest: int, block_size: int
+) -> tuple[Limits, MemoryPlan]:
+    """Return the plan for the largest context of whole blocks that one sequence has room for.
+
+    Buffers of attention backends grow with the context, so the size of the KV cache does not give the answer at once: a
+    binary search over the number of blocks does.
+
+    Raises:
+        MemoryLimitError: not even the shortest context fits.
+    """
+    try:
+        return plan(longest)
+    except MemoryLimitError:
+        pass
+    fitting, refused = blocks_for(min(SHORTEST, longest), block_size), blocks_for(longest, block_size)
+    best = plan(min(fitting * block_size, longest))
+    while refused - fitting > 1:
+        middle = (fitting + refused) // 2
+        try:
+            best, fitting = plan(middle * block_size), middle
+        except MemoryLimitError:
+            refused = middle
+    return best

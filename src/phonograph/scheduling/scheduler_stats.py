@@ -1,0 +1,24 @@
+"""Statistics of the scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerStats:
+    """Gauges of this moment, and counters since the start.
+
+    Attributes:
+        num_running: requests that have started and are not waiting again.
+        prefix_queries: prompt tokens of admitted requests.
+        prefix_hits: those of them found in the prefix cache.
+    """
+
+    num_running: int
+    num_waiting: int
+    blocks_used: int
+    num_blocks: int
+    num_preemptions: int
+    prefix_queries: int
+    prefix_hits: int
