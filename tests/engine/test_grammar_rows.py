@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from ladders import Ladder
-from scheduling import request
 
 from phonograph.core.request import Request
 from phonograph.core.sampling_params import SamplingParams
@@ -60,15 +59,6 @@ def test_outputs_are_those_of_the_host(make: MakeEngine, mode: GraphMode) -> Non
     assert masked and len(masked) < len(engine.records), "both kinds of steps"
     where = "eagerly" if mode is GraphMode.NONE else "in a graph of"
     assert all(f"with a grammar {where}" in record.reason for record in masked)
-
-
-def test_a_chunk_of_a_prompt_has_no_token(make: MakeEngine) -> None:
-    engine = make()
-    engine.model.kernels.leaves_rows_out = lambda num_tokens: False
-    long = request("o", list(range(3, 23)), seed=5, max_tokens=2, temperature=0.7)
-    requests = [ruled("a", 2, temperature=1.0), free("b", max_tokens=3, temperature=0.7), long]
-    engine.run(*requests)
-    assert [one.output_token_ids for one in requests] == [wanted(engine.model, one) for one in requests]
 
 
 def test_requests_that_come_and_go_leave_nothing_to_others(make: MakeEngine) -> None:
