@@ -186,6 +186,20 @@ def test_a_refusal_names_line_and_problem(source: str, message: str) -> None:
     assert str(refusal.value).startswith(message)
 
 
+@pytest.mark.parametrize(
+    ("source", "runs"),
+    [
+        ('root ::= [ab]+ "c" [ab]+', 2),
+        ('root ::= x [a]\nx ::= [ab]+ "c"', 1),
+        ('root ::= [ab]+ x [ab]+\nx ::= "c" | "d"', 2),
+        ('root ::= [ab]+ "c"? [ab]+', 0),
+        ('root ::= [ab]+ x [ab]+\nx ::= "c" | ""', 0),
+    ],
+)
+def test_a_repeated_class_is_one_lexeme_unless_its_characters_may_follow(source: str, runs: int) -> None:
+    assert lark_from_gbnf(source).count("]+/") == runs
+
+
 def test_long_and_deep_grammars_convert_in_linear_time() -> None:
     deep = "root ::= " + "(" * 20_000 + '"a"' + ")" * 20_000
     chain = "root ::= r0\n" + "".join(f"r{index} ::= r{index + 1}\n" for index in range(5_000)) + 'r5000 ::= "a"'
