@@ -304,10 +304,15 @@ def test_the_plan_buffer_holds_the_largest_and_its_tail_is_zeroed(installed: Ins
         assert torch.equal(buffer[:size], call["scheduler_metadata"])
 
 
-def test_a_plan_too_large_is_refused(installed: Installed) -> None:
+def test_a_plan_that_just_fits_is_taken_and_a_larger_one_refused(installed: Installed) -> None:
     installed("vllm 3")
     step = Step("3", SPEC, slots=5, tokens=6)
-    step.backend._library.functions["get_scheduler_metadata"] = lambda **_: torch.zeros(34, dtype=torch.int32)
+    functions = step.backend._library.functions
+    fits = functions["get_scheduler_metadata"] = lambda **_: torch.arange(33, dtype=torch.int32)
+    metadata = step.builder.build(step.fill(BATCHES[0]), key=MIXED)
+    step.backend.schedule(metadata)
+    assert torch.equal(metadata.plan.part, fits())
+    functions["get_scheduler_metadata"] = lambda **_: torch.zeros(34, dtype=torch.int32)
     with pytest.raises(BackendError, match="34 numbers for 5 request slots"):
         step.run(BATCHES[0], MIXED)
 

@@ -303,6 +303,9 @@ def test_wrappers_are_made_once_for_each_shape_and_share_buffers() -> None:
         (GraphKey(GraphSet.DECODE, 8, 2, 4), [4], 2, 8, [(True, 0, 8)]),
         (GraphKey(GraphSet.MIXED, 10, 8), [1, 4], 8, 10, [(True, 0, 8), (True, 0, 10)]),
         (GraphKey(GraphSet.MIXED, 5, 8), [1, 4], 8, 5, [(True, 0, 5), (True, 0, 5)]),
+        # The rows behind a graph's are those of others.
+        (GraphKey(GraphSet.DECODE, 4, 4, 1), [1, 1], 4, 9, [(True, 0, 4)]),
+        (GraphKey(GraphSet.MIXED, 10, 8), [1, 4], 8, 7, [(True, 0, 7), (True, 0, 7)]),
     ],
 )
 def test_parts_of_a_batch_and_their_rows(

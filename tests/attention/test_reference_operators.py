@@ -61,7 +61,13 @@ class Paged:
         return out, lse
 
     def call(
-        self, out: torch.Tensor, lse: torch.Tensor, *, causal: bool = True, sinks: torch.Tensor | None = None
+        self,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        *,
+        causal: bool = True,
+        sinks: torch.Tensor | None = None,
+        k_scale: torch.Tensor | None = None,
     ) -> None:
         reference.schedule(self.starts, self.lens, self.table, NO_SLOTS, self.handle, SIZE)
         reference.attention(
@@ -73,7 +79,7 @@ class Paged:
             lse,
             None,
             sinks,
-            None,
+            k_scale,
             None,
             SCALE,
             -1,
@@ -224,14 +230,18 @@ def test_a_sequence_does_not_feel_its_neighbours() -> None:
         )
 
 
-def test_query_and_output_may_be_strided() -> None:
+@pytest.mark.parametrize("k_scale", [None, torch.tensor([0.5, 2.0])])
+@pytest.mark.parametrize("query_lens", [[1, 1, 6], [1] * 8])
+def test_query_and_output_may_be_strided(query_lens: list[int], k_scale: torch.Tensor | None) -> None:
     """As slices of a joint projection are."""
-    batch = Paged([1, 1, 6], [9, 12, 14])
+    batch = Paged(query_lens, [9, 12, 14, *[10] * 5][: len(query_lens)])
     wide = torch.full((8, HEADS + 4, HEAD_SIZE), torch.nan)
     wide[:, 1 : HEADS + 1] = batch.query
     out, lse = torch.full_like(wide, torch.nan), torch.empty(HEADS, 8)
     batch.query = wide[:, 1 : HEADS + 1]
-    batch.call(out[:, 2 : HEADS + 2], lse)
+    batch.call(out[:, 2 : HEADS + 2], lse, k_scale=k_scale)
+    if k_scale is not None:
+        batch.keys = [keys * k_scale.view(-1, 1).numpy() for keys in batch.keys]
     np.testing.assert_allclose(out[:, 2 : HEADS + 2], batch.expected()[0], atol=3e-6)
     assert out[:, :2].isnan().all()
     assert out[:, HEADS + 2 :].isnan().all()

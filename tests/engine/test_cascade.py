@@ -156,7 +156,7 @@ def test_verification_finds_a_frozen_cut(fault: str, folder: str, monkeypatch: p
     monkeypatch.setattr(cascade, "cut_prefix", cut_prefix)
     report = llm.verify(num_replays=30)
     assert {mismatch.key.cascade for mismatch in report.mismatches} == {True}
-    assert "attended once" in str(report.mismatches[0])
+    assert "+ 0 prefills" in (text := str(report.mismatches[0])) and "attended once" in text and report.num_mixed == 0
 
 
 def test_a_cache_without_room_for_a_prefix_is_captured_all_the_same(folder: str) -> None:

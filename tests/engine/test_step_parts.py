@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import compress
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from phonograph.attention.backend import AttentionLayer
-from phonograph.core.batch import SlotFailure, StepOutput
+from phonograph.core.batch import ScheduledBatch, SlotFailure, StepOutput
 from phonograph.models.layer_spec import LayerSizes, decoder_layer
 from phonograph.models.transformer import Transformer
 from phonograph.runner.step_attention import StepAttention
@@ -117,6 +118,16 @@ def test_all_layers_are_back_after_few() -> None:
         assert layers[0].feed_forward.then is layers[4].attention and layers[4].feed_forward.then is None
         raise ValueError
     assert model._running is layers and layers[0].feed_forward.then is layers[1].attention
+
+
+@pytest.mark.parametrize("samples", [[True, False, True], [False, True, True], [True] * 3, [False] * 3])
+def test_only_rows_that_sample_have_a_token(samples: list[bool]) -> None:
+    cuda_sampling = pytest.importorskip("phonograph.runner.cuda.cuda_sampling")
+    ring = SimpleNamespace(read=lambda ticket: torch.tensor([5, 6, 7, -9]))  # the last one of an earlier step
+    batch, output = ScheduledBatch(slots=[4, 2, 0], samples=samples), StepOutput()
+    assert cuda_sampling.StepInFlight(output, None, batch, ring, 1, 10).result() is output
+    assert output.slots == list(compress([4, 2, 0], samples)) and output.failures == {}
+    assert output.token_ids == list(compress([5, 6, 7], samples))
 
 
 @pytest.mark.parametrize("bad", [-1, -2, 10, 11])

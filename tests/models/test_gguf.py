@@ -336,6 +336,13 @@ def test_headers(header: dict[str, Any], error: type[PhonographError], words: st
         load_model(read_model_spec(path), path, dtype=torch.float32, device=CPU)
 
 
+def test_a_header_whose_sizes_are_no_whole_blocks(qwen2: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(path, qwen2, kinds(rest="Q8_0"), header={"qwen2.feed_forward_length": 100})
+    with pytest.raises(UnsupportedModelError, match="100 inputs are not a multiple of 32, the block of Q8_0"):
+        load_model(read_model_spec(path), path, dtype=torch.float32, device=CPU)
+
+
 @pytest.mark.parametrize(
     ("family", "without"),
     [

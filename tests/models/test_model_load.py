@@ -379,19 +379,23 @@ def test_scales_of_queries(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("scale", "layers", "words"),
+    ("name", "scale", "layers", "words"),
     [
-        (torch.tensor(0.0), None, "above 0"),
-        (torch.tensor(torch.nan), None, "above 0"),
-        (torch.ones(7), None, "one number, or one for each"),
-        (torch.ones(1), 1, "none for the keys of layer 1"),
-        (torch.ones(1), 99, "some for layer"),
+        ("kv_scale", torch.tensor(0.0), None, "above 0"),
+        ("kv_scale", torch.tensor(torch.nan), None, "above 0"),
+        ("kv_scale", torch.ones(7), None, "one number, or one for each"),
+        ("kv_scale", torch.ones(1), 1, "none for the keys of layer 1"),
+        ("kv_scale", torch.ones(1), 99, "some for layer"),
+        ("k_scale", torch.ones(1), None, "none for the values of layer 0"),
+        ("v_scale", torch.ones(1), None, "none for the keys of layer 0"),
     ],
 )
-def test_scales_that_do_not_work(scale: torch.Tensor, layers: int | None, words: str, tmp_path: Path) -> None:
+def test_scales_that_do_not_work(
+    name: str, scale: torch.Tensor, layers: int | None, words: str, tmp_path: Path
+) -> None:
     make_checkpoint("llama3", tmp_path / "plain")
     count = layers if layers is not None else read_model_spec(tmp_path / "plain").num_layers
-    names = [f"model.layers.{layer}.self_attn.kv_scale" for layer in range(count)]
+    names = [f"model.layers.{layer}.self_attn.{name}" for layer in range(count)]
     with pytest.raises(WeightError, match=words):
         load(with_scales(tmp_path, {name: scale.clone() for name in names}))
 

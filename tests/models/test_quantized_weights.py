@@ -21,15 +21,23 @@ from phonograph.config.engine_config import EngineConfig
 from phonograph.errors import ConfigError, ModelError, PhonographError, UnsupportedModelError, WeightError
 from phonograph.kernels.torch.grouped import Grouped, add_product, dequantize, product
 from phonograph.models.layers.linear import WeightAllocator
+from phonograph.models.quantization import awq, compressed_tensors, float8, gptq
 from phonograph.models.quantization.float8 import Fp8
 from phonograph.models.quantization.gptq import Gptq
-from phonograph.models.quantization.grouped_weight import GroupedWeight, unpack
+from phonograph.models.quantization.grouped_weight import GroupedWeight, slices, unpack
 from phonograph.models.quantization.quantization_config import read_quantization
 from phonograph.models.spec import read_configured_model, read_model_spec
 from phonograph.models.weights.loading import begin_loading
 
 CPU = torch.device("cpu")
 GPTQ = FORMATS["gptq"]
+
+
+@pytest.fixture(autouse=True)
+def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Load eight outputs at once, so that matrices have several slices, as large ones do."""
+    for module in (awq, compressed_tensors, float8, gptq):
+        monkeypatch.setattr(module, "slices", lambda count, width: slices(count, 1 << 22))
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -91,6 +91,17 @@ def test_a_body_is_queued_until_its_answer_begins() -> None:
     assert (one.queued, one.answered) == (503, 0)
 
 
+@pytest.mark.parametrize("cuts", [[20], [7, 13], [1] * 20])
+def test_each_byte_is_counted_once_where_a_body_is_longer_than_a_piece(
+    cuts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(body_guard, "PIECE", 4)
+    body, starts = b"[" * 10 + b"]" * 10, [sum(cuts[:index]) for index in range(len(cuts))]
+    pieces = [body[start : start + length] for start, length in zip(starts, cuts, strict=True)]
+    assert Exchange(max_request_fields=10).status(pieces) == 200
+    assert Exchange(max_request_fields=9).status(pieces) == 400
+
+
 def test_the_answer_to_a_refused_body_ends_after_the_rest_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
     pieces = [text(20), *[b" " * 20] * 9]
     one = Exchange(max_request_bytes=30)

@@ -121,6 +121,7 @@ def test_random_grammars_keep_their_language() -> None:
         ('root ::= ("ab" "c"?){2,3} # three\r\n  | # none\n  ""', ["", "abcab", "ababab"], ["ab", "ababababab"]),
         ('a ::= "x" |\n\n "y" root?\nroot ::=\n[z]a', ["zx", "zyzx"], ["x", "z"]),
         ('root ::= "a"?*  "b"{2}{2} "c"{0}', ["bbbb", "aabbbb"], ["bb", "abbbbb"]),
+        ('root ::= "a"?{2,} "b"+{2} "c"{2}?', ["bb", "aaabbb", "bbcc"], ["b", "bbc"]),
         ('root ::= ("a" | "b" root "b")', ["a", "bbabb"], ["bba", "bab" * 2]),
         ('start ::= "a"\nroot ::= start root-2\nroot-2 ::= "b"', ["ab"], ["a"]),
         (r"root ::= [\U00000000-\U0010FFFF]", ["\ue000", "\U0010ffff"], ["aa"]),
@@ -183,6 +184,20 @@ def test_a_refusal_names_line_and_problem(source: str, message: str) -> None:
     with pytest.raises(ValueError) as refusal:
         lark_from_gbnf(source)
     assert str(refusal.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("source", "runs"),
+    [
+        ('root ::= [ab]+ "c" [ab]+', 2),
+        ('root ::= x [a]\nx ::= [ab]+ "c"', 1),
+        ('root ::= [ab]+ x [ab]+\nx ::= "c" | "d"', 2),
+        ('root ::= [ab]+ "c"? [ab]+', 0),
+        ('root ::= [ab]+ x [ab]+\nx ::= "c" | ""', 0),
+    ],
+)
+def test_a_repeated_class_is_one_lexeme_unless_its_characters_may_follow(source: str, runs: int) -> None:
+    assert lark_from_gbnf(source).count("]+/") == runs
 
 
 def test_long_and_deep_grammars_convert_in_linear_time() -> None:

@@ -147,6 +147,11 @@ SCORE = {"properties": {"score": NUMBER}, "required": ["score"]}
             ['{"a": 1, "b": 2}'],
             ['{"a": 2}'],
         ),
+        (
+            {"properties": {"ab": NUMBER, "B": NUMBER}, "propertyNames": {"pattern": "^[a-z]+$"}},
+            ['{"ab": 1, "c": "d"}', '{"c": 1}'],
+            ['{"ab": "d"}', '{"B": 1}', '{"C": 1}'],
+        ),
         ({"propertyNames": False}, ["{}"], ['{"a": 1}']),
         ({"propertyNames": {"enum": ["", "a"], "minLength": 1}}, ['{"a": 1}'], ['{"": 1}']),
     ],

@@ -81,8 +81,6 @@ class SyntheticBatches:
             fair = min(longest, max(0, free) // left * self._block_size)
             context = int((fair + 1) ** rng.random()) - 1 if rng.random() < 0.95 else int(rng.integers(0, longest + 1))
             extra = blocks_for(context + length, self._block_size) - blocks_for(length, self._block_size)
-            if extra > free:
-                context, extra = 0, 0
             free -= extra
             contexts.append(context)
         return self._load(rng, key, query_lens, contexts, prefix)

@@ -71,8 +71,6 @@ def column_group(bits: int, group: int) -> int | None:
         bits: 4 or 8.
         group: inputs of a group.
     """
-    if bits == 8 and group % _PAIR:
-        return None
     columns = group * bits // 4
     return next((size for size in GROUPS if columns % size == 0), None)
 

@@ -141,7 +141,7 @@ class _Parser:
         bracket = body[start : start + 1]
         closers = structure.closers_by_depth.at(depth)
         closer = int(closers[index]) if (index := np.searchsorted(closers, start)) < len(closers) else -1
-        if bracket not in _CLOSING or closer < 0 or body[closer : closer + 1] != _CLOSING[bracket]:
+        if bracket not in _CLOSING or body[closer : closer + 1] != _CLOSING[bracket]:  # b"" if there is no closer
             raise ValueError(f"no value at byte {start}")
         if self._after_space(closer + 1, member.end) != member.end:
             raise ValueError(f"extra data at byte {closer + 1}")
