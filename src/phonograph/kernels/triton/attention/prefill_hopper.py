@@ -42,6 +42,7 @@ from phonograph.kernels.triton.attention.prefill_plan import (
     read_entry,
     tile_keys,
 )
+from phonograph.kernels.triton.attention.tile import in_window, token_and_head
 from phonograph.kernels.triton.launch.gluon import (
     let_next_kernel_start,
     make_barriers,
@@ -267,14 +268,10 @@ def _halves(logits_MN, HALF: gl.constexpr):
 @gluon.jit
 def _masked(logits_MN, first_key, position_M, low, high, LEFT: gl.constexpr, RIGHT: gl.constexpr, LAYOUT: gl.constexpr):
     """Return a tile's logits, with minus infinity for keys that do not exist or are not seen."""
-    N: gl.constexpr = logits_MN.shape[1]
-    key_N = (first_key + gl.arange(0, N, layout=gl.SliceLayout(0, LAYOUT)))[None, :]
-    seen = (key_N >= low) & (key_N < high)
-    if LEFT >= 0:
-        seen = seen & (key_N >= position_M[:, None] - LEFT)
-    if RIGHT >= 0:
-        seen = seen & (key_N <= position_M[:, None] + RIGHT)
-    return gl.where(seen, logits_MN, -_INFINITY)
+    key_N = first_key + gl.arange(0, logits_MN.shape[1], layout=gl.SliceLayout(0, LAYOUT))
+    key_1N = key_N[None, :]
+    seen_MN = in_window((key_1N >= low) & (key_1N < high), key_N, position_M, LEFT, RIGHT)
+    return gl.where(seen_MN, logits_MN, -_INFINITY)
 
 
 @gluon.jit
@@ -497,8 +494,7 @@ def _load_query(
     item, tile, _, _, _, query_start, query_len, _ = told
     row_M = tile * (2 * ROWS) + GROUP_OF_WARPS * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, COPY))
     dim = gl.arange(0, HEAD_SIZE, layout=gl.SliceLayout(0, COPY))
-    token_M = row_M // GROUP
-    head_M = item % KV_HEADS * GROUP + row_M % GROUP
+    token_M, head_M = token_and_head(row_M, item % KV_HEADS, GROUP)
     # 64 bits for the tile's first token, 32 for what lies within the tile.
     first_token = tile * (2 * ROWS) // GROUP
     query = query_THD + (query_start + first_token).to(gl.int64) * stride_token
@@ -582,8 +578,7 @@ def _run(
         )  # fmt: skip
 
         row_M = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
-        token_M = row_M // GROUP
-        head_M = kv_head * GROUP + row_M % GROUP
+        token_M, head_M = token_and_head(row_M, kv_head, GROUP)
         factor_M = gl.where(sum_M > 0, 1.0, 0.0)
         if sinks is not None:  # noqa: SIM102 (one is known when compiled, the other is not)
             if slot < 0:

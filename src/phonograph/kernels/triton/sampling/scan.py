@@ -59,9 +59,28 @@ def row_and_slot(entry, rows_ptr, slots_ptr, listed):
 
 
 @triton.jit
+def parameters_of(row, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, draw_keys_ptr):
+    """Return a row's parameters, and True if it has a temperature and a filter, which `filter_kernel` serves."""
+    temperature = tl.load(temperature_ptr + row)
+    top_k = tl.load(top_k_ptr + row)
+    top_p = tl.load(top_p_ptr + row)
+    min_p = tl.load(min_p_ptr + row)
+    draw_key = tl.load(draw_keys_ptr + row)
+    filtered = (temperature > 0.0) & ((top_k > 0) | (top_p < 1.0) | (min_p > 0.0))
+    return temperature, top_k, top_p, min_p, draw_key, filtered
+
+
+@triton.jit
 def finish(row, slot, token, tokens_ptr, last_token_ptr):
     tl.store(tokens_ptr + row, token)
     tl.store(last_token_ptr + slot, tl.maximum(token, 0))
+
+
+@triton.jit
+def _max_or_nan(values):
+    """Return the largest of the values, NaN if one is."""
+    has_nan = tl.max((values != values).to(tl.int32), 0) > 0
+    return tl.where(has_nan, float("nan"), tl.max(tl.where(values == values, values, float("-inf")), 0))
 
 
 @triton.jit(do_not_specialize=["listed", "blocks"])
@@ -98,16 +117,13 @@ def scan_kernel(
     part = tl.program_id(1)
     parts = tl.num_programs(1)
     row, slot = row_and_slot(entry, rows_ptr, slots_ptr, listed)
-    temperature = tl.load(temperature_ptr + row)
-    top_k = tl.load(top_k_ptr + row)
-    top_p = tl.load(top_p_ptr + row)
-    min_p = tl.load(min_p_ptr + row)
-    draw_key = tl.load(draw_keys_ptr + row)
+    temperature, _, _, _, draw_key, filtered = parameters_of(
+        row, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, draw_keys_ptr
+    )  # fmt: skip
     if slot < 0:
         if (listed == 0) & (part == 0):
             tl.store(tokens_ptr + row, -2)
         return
-    filtered = (temperature > 0.0) & ((top_k > 0) | (top_p < 1.0) | (min_p > 0.0))
     noisy = (temperature > 0.0) & (filtered == 0)
     row_ptr = logits_ptr + row.to(tl.int64) * row_stride
 
@@ -146,8 +162,7 @@ def scan_kernel(
             score = tl.maximum(score, logit)
     part_score = tl.max(score, 0)
     part_token = tl.min(tl.where(score == part_score, token, V), 0)
-    is_nan = tl.max((maximum != maximum).to(tl.int32), 0) > 0
-    part_maximum = tl.where(is_nan, float("nan"), tl.max(tl.where(maximum == maximum, maximum, float("-inf")), 0))
+    part_maximum = _max_or_nan(maximum)
     place = entry * parts + part
     tl.store(part_scores_ptr + place, part_score)
     tl.store(part_tokens_ptr + place, part_token)
@@ -160,8 +175,7 @@ def scan_kernel(
         maxima = tl.load(part_maxima_ptr + places, mask=mask, other=float("-inf"), cache_modifier=".cg")
         scores = tl.load(part_scores_ptr + places, mask=mask, other=float("-inf"), cache_modifier=".cg")
         tokens = tl.load(part_tokens_ptr + places, mask=mask, other=V, cache_modifier=".cg")
-        has_nan = tl.max((maxima != maxima).to(tl.int32), 0) > 0
-        row_max = tl.where(has_nan, float("nan"), tl.max(tl.where(maxima == maxima, maxima, float("-inf")), 0))
+        row_max = _max_or_nan(maxima)
         valid = tl.abs(row_max) < float("inf")
         tl.store(row_max_ptr + entry, row_max)
         # The minimum over parts in which a grammar allows a token.
