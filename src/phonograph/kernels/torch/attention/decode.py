@@ -110,7 +110,7 @@ def _attend(
 def _make_buckets(
     batch: Schedule, left: int, num_heads: int, spacing: int, kv_cache: torch.Tensor, views: CacheViews
 ) -> list[Bucket]:
-    """Return buckets of the batch's decodes, for layers with this left window and rows of queries so far apart."""
+    """Return buckets of the batch's decodes, for layers with this left window and spacing of queries."""
     lens = batch.decode_lens
     visible = lens if left < 0 else np.minimum(lens, left + 1)
     groups = _buckets(visible.tolist(), num_heads)
@@ -184,7 +184,7 @@ def _columns(
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Return the cache row of each (sequence, head, key), flat, and the blocks to gather first, or None.
 
-    lens [R] are keys of each sequence, of which its query sees the last `visible` [R]; table [R, blocks].
+    A query sees the last `visible` [R] of its sequence's `lens` [R] keys; `table` is [R, blocks].
     """
     _, _, block_size, num_kv_heads, head_size = cache_shape
     used: np.ndarray | None = None

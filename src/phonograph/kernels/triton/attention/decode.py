@@ -1,12 +1,21 @@
 """Attention of short queries (decodes, with or without drafts) over the paged cache, in one launch.
 
-Decode is bound by reading the cache, so all programs must read until the end, whatever the batch: `plan_decode` lays
-the keys of the batch end to end and gives each program a range that takes equally long. The query heads of a KV head
-and the tokens of a query are the rows of one tile, so keys are read once for all of them. The softmax is online
-(Milakov and Gimelshein, 2018; Dao et al., FlashAttention, 2022), in base 2.
+Shapes: T tokens, R sequences, H query heads, K KV heads, D head size, B blocks of S slots; M rows of a tile, which are
+(token, query head of one KV head), heads innermost; N keys of a tile.
 
-A unit that is cut between programs leaves normalized partial results with their LSE. The program that completes it
-merges them in order of their keys: no second launch, and results do not depend on which program comes last.
+Algorithm: split keys with a merge by LSE (Flash-Decoding, Dao et al., 2023), divided as in Stream-K (Osama et al.,
+2023).
+1. Decode is bound by reading the cache. `plan_decode` lays the keys of the batch end to end, unit after unit (sequence,
+   KV head, tile of rows), and gives each program a range that takes equally long.
+2. A program runs the online softmax of `tile` over each unit of its range, and writes the rows of whole units.
+3. A unit that is cut between programs leaves normalized partial results with their LSE.
+4. The program that completes the unit merges them in the order of their keys: without a second launch, and with a
+   result that does not depend on which program comes last.
+
+    units     |  sequence 0, KV head 0  | 0, 1 | 0, 2 |   1, 0   |   ...
+    key tiles | t  t  t  t  t  t  t  t  | t  t | t  t | t  t  t  |
+    programs  |   0   |   1   |     2     |     3     |     4    ...
+                  unit (0, 0) is cut in three: programs 0, 1 and 2 leave partial results, and the last of them merges
 """
 
 # pyright: basic, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -14,7 +23,7 @@ merges them in order of their keys: no second launch, and results do not depend 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import torch
 import triton
@@ -49,10 +58,10 @@ from phonograph.kernels.triton.launch.shared_memory import shared_memory
 _MERGE_VALUES = 2048
 # Upper bounds of the bytes of keys and values that a program has in flight, with and without a large tile of queries in
 # shared memory. Each leaves room for exactly two programs on a multiprocessor. With room for three, some
-# multiprocessors would get three and some one, because programs start where those of the kernel before leave.
+# multiprocessors would get three and some one, because a program starts where one of the previous kernel ends.
 _IN_FLIGHT = 80 * 1024, 96 * 1024
 # Upper bound of the other bytes of shared memory.
-_BESIDE = 19 * 1024
+_OTHER_BYTES = 19 * 1024
 _MAX_STAGES = 6
 _NUM_WARPS = 4
 # Keys of each program that are prefetched into the L2 cache before the launch may begin.
@@ -77,7 +86,7 @@ def decode_attention(
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
     causal: bool,
-    beside: bool = False,
+    overlaps_prefill: bool = False,
 ) -> None:
     """Attend the queries of the planned sequences to their keys; padding rows get zeros and an LSE of -inf.
 
@@ -93,19 +102,19 @@ def decode_attention(
         out_THD: contiguous
         lse_HT: [H, T] float32, natural logarithm, or None
         scale: factor of the logits, above 0
-        window: (left, right) keys beside the query; -1 for no bound
+        window: (left, right) keys before and after the query; -1 for no bound
         softcap: of the scaled logits; 0 for none
         alibi_slopes: [H] float32, of the bias added last, or None
         sinks: [H] float32, or None; a sink joins the denominator and the LSE
         k_scale: [K] float32 factors of FP8 keys, or None
         v_scale: [K] float32 factors of FP8 values, or None
-        causal: a query sees no key behind its own
-        beside: the launch before this one is `prefill_attention`, and may run at the same time (`takes_part`)
+        causal: a query sees no key after its own
+        overlaps_prefill: the previous launch is `prefill_attention`, and may run at the same time (`prefill_overlaps`)
     """
     width = plan.partial_out.shape[2]
     small, large = row_tiles(plan.group, width)
     merge_rows = min(max(4 if plan.group <= 4 else 8, 512 // width), plan.partial_out.shape[1])
-    in_flight = min(_IN_FLIGHT[large <= 16], shared_memory() - _BESIDE)
+    in_flight = min(_IN_FLIGHT[large <= 16], shared_memory() - _OTHER_BYTES)
     stages = 1 + in_flight // (2 * plan.block_n * width * kv_cache.element_size())
     stride_kv, stride_block, stride_slot, stride_head, _ = kv_cache.stride()
     _attention_kernel[(plan.programs,)](
@@ -131,7 +140,7 @@ def decode_attention(
         lse_HT.stride(0) if lse_HT is not None else 0,
         scale,
         softcap,
-        int(beside),
+        int(overlaps_prefill),
         PROGRAMS=plan.programs,
         KV_HEADS=plan.num_kv_heads,
         GROUP=plan.group,
@@ -159,68 +168,27 @@ def decode_attention(
     )
 
 
-class _Tensors(NamedTuple):
-    """Operands of the kernel that a launch gives, with their strides and factors."""
-
-    query_THD: Any
-    cache: Any
-    block_table: Any
-    out_THD: Any
-    lse_HT: Any
-    alibi_slopes: Any
-    sinks: Any
-    k_scale: Any
-    v_scale: Any
-    counters: Any
-    partial_out: Any
-    partial_lse: Any
-    stride_kv: Any
-    stride_table: Any
-    stride_lse: Any
-    scale: Any
-    softcap: Any
+# Operands of the kernel, with their strides and factors.
+_Tensors = namedtuple(
+    "_Tensors",
+    "query_THD cache block_table out_THD lse_HT alibi_slopes sinks k_scale v_scale counters partial_out partial_lse "
+    "stride_kv stride_table stride_lse scale softcap",
+)
+# A program's keys of one unit: `first` and `last` are the programs that have keys of the unit, `slot` and `first_slot`
+# the partial results of this one and of the first.
+_Unit = namedtuple(
+    "_Unit",
+    "seq query_start query_len seq_len low kv_head row_tile first_key key_end first last slot first_slot",
+)
+# Constants of the kernel.
+_Shape = namedtuple(
+    "_Shape",
+    "KV_HEADS GROUP HEAD_SIZE WIDTH STRIDE_TOKEN STRIDE_BLOCK STRIDE_SLOT STRIDE_HEAD BLOCK_SIZE SCRATCH_ROWS BLOCK_N "
+    "LEFT RIGHT SOFTCAP STAGES FP8_AT_ONCE",
+)
 
 
-class _Unit(NamedTuple):
-    """A program's part of a unit: keys of one sequence, KV head and tile of rows."""
-
-    seq: Any
-    query_start: Any
-    query_len: Any
-    seq_len: Any
-    low: Any
-    kv_head: Any
-    row_tile: Any
-    first_key: Any
-    key_end: Any
-    first: Any
-    last: Any
-    slot: Any
-    first_slot: Any
-
-
-class _Shape(NamedTuple):
-    """Constants of the kernel."""
-
-    KV_HEADS: Any
-    GROUP: Any
-    HEAD_SIZE: Any
-    WIDTH: Any
-    STRIDE_TOKEN: Any
-    STRIDE_BLOCK: Any
-    STRIDE_SLOT: Any
-    STRIDE_HEAD: Any
-    BLOCK_SIZE: Any
-    SCRATCH_ROWS: Any
-    BLOCK_N: Any
-    LEFT: Any
-    RIGHT: Any
-    SOFTCAP: Any
-    STAGES: Any
-    FP8_AT_ONCE: Any
-
-
-@triton.jit(do_not_specialize=["num_tokens", "num_seqs", "stride_lse", "beside"])
+@triton.jit(do_not_specialize=["num_tokens", "num_seqs", "stride_lse", "overlaps_prefill"])
 def _attention_kernel(
     query_THD,
     cache,
@@ -244,7 +212,7 @@ def _attention_kernel(
     stride_lse,
     scale,
     softcap,
-    beside,
+    overlaps_prefill,
     PROGRAMS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -284,21 +252,19 @@ def _attention_kernel(
     record = read_record(records, program)
     index, chunk, lead, empty, chunk_keys, ranges, seq, query_start, query_len, seq_len = record
     end = tl.load(query_start_loc + num_seqs)
-    # `position` runs over the chunks of the batch, `chunk` over those of the sequence that have keys.
-    own = share_of(program, ranges)
-    position, stop = own[2] + lead, own[3]
+    # `position` counts the chunks of the batch, `chunk` the sequence's chunks that have keys.
+    share = share_of(program, ranges)
+    position, stop = share[2] + lead, share[3]
     if PDL:
         if AHEAD > 0 and position < stop:
             _, start, num_chunks, num_row_tiles = sequence_chunks(
                 query_len, seq_len, chunk_keys, GROUP, SMALL, LARGE, BLOCK_N, LEFT
             )
             base = cache + chunk // num_chunks // num_row_tiles * STRIDE_HEAD
-            _ask_for(
-                base, block_table + seq.to(tl.int64) * stride_table, start + chunk % num_chunks * chunk_keys, seq_len,
-                stride_kv, HEAD_SIZE, STRIDE_BLOCK, STRIDE_SLOT, BLOCK_SIZE, AHEAD,
-            )  # fmt: skip
-        # A launch beside this one has waited for its predecessors before it let this one start (`pdl_wait_first`).
-        pdl_wait_if(beside == 0)
+            table = block_table + seq.to(tl.int64) * stride_table
+            _prefetch(base, table, start + chunk % num_chunks * chunk_keys, seq_len, stride_kv, SHAPE, AHEAD)
+        # A prefill at the same time has waited for its predecessors before it let this kernel start (`pdl_wait_first`).
+        pdl_wait_if(overlaps_prefill == 0)
     while position < stop:
         # Loaded early, used at the end.
         entry = sequences + (index + 1) * SEQUENCE_WORDS
@@ -311,23 +277,23 @@ def _attention_kernel(
             query_len, seq_len, chunk_keys, GROUP, SMALL, LARGE, BLOCK_N, LEFT
         )
         unit = chunk // num_chunks
-        key_chunk, taken, first, last, first_slot, slot = cut_of(position, chunk, own, program, num_chunks, empty)
+        key_chunk, taken, first, last, first_slot, slot = cut_of(position, chunk, share, program, num_chunks, empty)
         kv_head = unit // num_row_tiles
         row_tile = unit % num_row_tiles
         key = start + key_chunk * chunk_keys
         key_end = tl.minimum(key + taken * chunk_keys, seq_len)
         tile_rows = tl.where(query_len * GROUP <= SMALL, SMALL, LARGE)
-        unit_of_work = _Unit(
+        part_of_unit = _Unit(
             seq, query_start, query_len, seq_len, low, kv_head, row_tile, key, key_end, first, last, slot, first_slot
         )
         if SMALL == LARGE or query_len * GROUP <= SMALL:
-            complete = _attend_unit(tensors, unit_of_work, SHAPE, SMALL)
+            complete = _attend_unit(tensors, part_of_unit, SHAPE, SMALL)
         else:
-            complete = _attend_unit(tensors, unit_of_work, SHAPE, LARGE)
+            complete = _attend_unit(tensors, part_of_unit, SHAPE, LARGE)
         if complete != 0:
             first_row = row_tile * tile_rows
             num_rows = tl.minimum(query_len * GROUP - first_row, tile_rows)
-            _merge_unit(tensors, unit_of_work, SHAPE, first_row, num_rows, MERGE_ROWS, PARTS)
+            _merge_unit(tensors, part_of_unit, SHAPE, first_row, num_rows, MERGE_ROWS, PARTS)
             tl.store(counters + first, 0)
 
         position += taken + empty
@@ -353,30 +319,21 @@ def _attention_kernel(
                 tl.store(lse_HT + head * stride_lse.to(tl.int64) + row, float("-inf"))
         row += PROGRAMS
 
-    # A dependent of this kernel also waits for the kernel beside it.
+    # A dependent of this kernel also waits for the prefill.
     if PDL:
-        pdl_wait_if(beside != 0)
+        pdl_wait_if(overlaps_prefill != 0)
 
 
 @triton.jit
-def _ask_for(
-    base,
-    table,
-    first_key,
-    seq_len,
-    stride_kv,
-    HEAD_SIZE: tl.constexpr,
-    STRIDE_BLOCK: tl.constexpr,
-    STRIDE_SLOT: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    AHEAD: tl.constexpr,
-):
-    """Prefetch AHEAD keys and their values into the L2 cache, where values that are not written yet do no harm."""
+def _prefetch(base, table, first_key, seq_len, stride_kv, shape: tl.constexpr, AHEAD: tl.constexpr):
+    """Prefetch AHEAD keys and their values into the L2 cache, where a slot may still be written."""
+    HEAD_SIZE: tl.constexpr = shape.HEAD_SIZE
+    BLOCK_SIZE: tl.constexpr = shape.BLOCK_SIZE
     LINE: tl.constexpr = 1024 // base.dtype.element_ty.primitive_bitwidth
     LINES: tl.constexpr = triton.next_power_of_2(HEAD_SIZE // LINE) if HEAD_SIZE > LINE else 1
     key_N = tl.maximum(tl.minimum(first_key + tl.arange(0, AHEAD), seq_len - 1), 0)
     block_N = tl.load(table + key_N // BLOCK_SIZE)
-    slot_N = block_N.to(tl.int64) * STRIDE_BLOCK + key_N % BLOCK_SIZE * STRIDE_SLOT
+    slot_N = block_N.to(tl.int64) * shape.STRIDE_BLOCK + key_N % BLOCK_SIZE * shape.STRIDE_SLOT
     offset_L = tl.minimum(tl.arange(0, LINES) * LINE, HEAD_SIZE - 1)
     pointer_NL = base + slot_N[:, None] + offset_L[None, :]
     for _ in tl.static_range(2):
@@ -400,9 +357,9 @@ def _attend_unit(tensors, unit, shape: tl.constexpr, BLOCK_M: tl.constexpr):
     ONE_BLOCK: tl.constexpr = BLOCK_SIZE % BLOCK_N == 0
     FP8: tl.constexpr = tensors.cache.dtype.element_ty.primitive_bitwidth == 8
     E5M2: tl.constexpr = tensors.cache.dtype.element_ty == tl.float8e5
-    # With FP8 values, neighbouring elements of the head are moved as one, and have a sum each. Not in Hopper's products
-    # of 64 rows for heads of up to 64: keys and values then share an address with different swizzles, which ptxas 12.8
-    # compiles wrongly (tests/kernels/compile_for_hopper.py).
+    # Neighbouring FP8 values of a head are moved as one, and have a sum each. Not in Hopper's products of 64 rows for
+    # heads of up to 64: keys and values then share an address with different swizzles, which ptxas 12.8 compiles
+    # wrongly (tests/kernels/compile_for_hopper.py).
     PAIRS: tl.constexpr = FP8 and (BLOCK_M < 64 or WIDTH >= 128)
     ALIBI: tl.constexpr = tensors.alibi_slopes is not None
     dim = tl.arange(0, WIDTH)
@@ -534,21 +491,21 @@ def _merge_unit(
         lse_of_M = tensors.partial_lse + first_M
         part_of_MD = tensors.partial_out + first_M[:, None] * WIDTH + dim[None, :]
         # The first partial result may be its program's second.
-        further = (unit.first_slot - 2 * unit.first) * shape.SCRATCH_ROWS
+        first_rows = (unit.first_slot - 2 * unit.first) * shape.SCRATCH_ROWS
         for part in range(0, num_parts, PARTS):
             lses = ()
             parts = ()
             new_max_M = max_M
-            # All loads are issued before the first value is used, and bypass the L1 cache, which does not see other
-            # multiprocessors' writes. Few operations each, because one pass of the compiler takes a time that grows
-            # with their square.
+            # All loads are issued before the first value is used. They bypass the L1 cache, which does not see other
+            # multiprocessors' writes. Each has few operations, because the time of a compiler pass grows with their
+            # square.
             for offset in tl.static_range(PARTS):
                 rows = (part + offset) * (2 * shape.SCRATCH_ROWS)
                 if offset == 0:
-                    rows = tl.where(part == 0, further, rows)
-                there = part + offset < num_parts
-                lse_M = tl.load(lse_of_M + rows, mask=there, other=float("-inf"), cache_modifier=".cg")
-                part_MD = tl.load(part_of_MD + rows * WIDTH, mask=there, other=0.0, cache_modifier=".cg")
+                    rows = tl.where(part == 0, first_rows, rows)
+                exists = part + offset < num_parts
+                lse_M = tl.load(lse_of_M + rows, mask=exists, other=float("-inf"), cache_modifier=".cg")
+                part_MD = tl.load(part_of_MD + rows * WIDTH, mask=exists, other=0.0, cache_modifier=".cg")
                 lses = lses + (lse_M,)
                 parts = parts + (part_MD,)
                 new_max_M = tl.maximum(new_max_M, lse_M)

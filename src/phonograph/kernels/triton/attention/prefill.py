@@ -1,10 +1,20 @@
 """Attention of prefills over the paged cache, in large tiles taken from a work list made on the device.
 
-The grid is fixed (a few persistent programs a multiprocessor). Each program takes the next piece of `prefill_plan`'s
-list, so one captured graph serves any batch. A tile's rows are (token, query head of one KV head). The softmax is
-online (Milakov and Gimelshein, 2018; Dao et al., FlashAttention, 2022), in base 2, and only key tiles at an edge of
-what rows see are masked. Keys come through pointers or, where a tile of them lies in one block, by TMA. Pieces of tiles
-that are cut along the keys leave normalized partial results, which a second kernel merges in a fixed order.
+Shapes: T tokens, R sequences, H query heads, K KV heads, D head size, B blocks of S slots; M rows of a tile, which are
+(token, query head of one KV head), heads innermost; N keys of a tile.
+
+Algorithm: FlashAttention 2 (Dao, 2023) in persistent programs, with the online softmax of `tile`.
+1. The grid is fixed (a few programs a multiprocessor). Each program draws the next piece of `prefill_plan`'s list, so
+   one captured graph serves any batch. A piece is a tile of rows and a range of its keys.
+2. Only key tiles at an edge of what rows see are masked: three loops, and the middle one has no masks.
+3. Keys come through pointers or, where a tile of keys lies in one block, by TMA.
+4. Pieces of tiles that are cut along the keys leave normalized partial results, which a second kernel merges in the
+   order of their keys.
+
+    keys       0        plain             edge      stop
+    first row  . . . m m|x x x x x x x x x|m          m: masked tiles, x: tiles that all rows see whole
+    last row       . m m|x x x x x x x x x|m m m m    .: outside the window
+    pieces     |     program 4     |    program 7   |
 """
 
 # pyright: basic, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -12,7 +22,7 @@ that are cut along the keys leave normalized partial results, which a second ker
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import torch
 import triton
@@ -45,10 +55,10 @@ from phonograph.kernels.triton.launch.shared_memory import shared_memory
 
 _BLOCK_N = 64
 _ROOMY = 160 * 1024
-"""Shared memory of a program from which the configurations of an H200 fit."""
+"""Least shared memory of a program for the configurations of an H200."""
 _MERGE_ROWS = 16
-# Numbers of padded tokens of a step, which its graph fixes: up to which tiles are few, and from which the kernel for
-# Hopper is faster.
+# Padded tokens of a step, which its graph fixes: at most _FEW_TOKENS have few tiles, and from _HOPPER_TOKENS on the
+# kernel for Hopper is faster.
 _FEW_TOKENS = 2560
 _HOPPER_TOKENS = 2000
 
@@ -70,10 +80,10 @@ def prefill_attention(
     v_scale: torch.Tensor | None,
     causal: bool,
 ) -> None:
-    """Attend the queries of the planned sequences to their keys, and writes their rows of the output; one launch.
+    """Attend the queries of the planned sequences to their keys, and write their rows of the output; one launch.
 
-    `merge_prefill` completes tiles that are cut. The arguments are those of `decode_attention`, except that `kv_cache`
-    may have blocks of any size; `causal` and `window` are those of the plan.
+    `merge_prefill` completes tiles that are cut. Arguments are as in `decode_attention`, but blocks of `kv_cache` may
+    have any size, and `causal` and `window` are the plan's.
     """
     num_tokens, _, head_size = query_THD.shape
     _, _, block_size, num_kv_heads, _ = kv_cache.shape
@@ -93,7 +103,7 @@ def prefill_attention(
         and kv_cache.dtype == query_THD.dtype
         and gluon_usable()
     ):
-        # Not every Triton has what it imports.
+        # Imported here, because other versions of Triton lack parts of Gluon.
         from phonograph.kernels.triton.attention.prefill_hopper import attend_on_hopper
 
         attend_on_hopper(
@@ -164,11 +174,11 @@ def prefill_attention(
     )
 
 
-def takes_part(num_tokens: int) -> bool:
-    """Return True if `prefill_attention` lets the next launch run at the same time, at so many padded tokens.
+def prefill_overlaps(num_tokens: int) -> bool:
+    """Return True if `prefill_attention` of that many padded tokens lets the next launch run at the same time.
 
-    It then keeps to the multiprocessors that its plan names. The kernel for Hopper does not: it lets the next launch
-    begin before it has itself waited for its predecessor.
+    It then uses only the multiprocessors that its plan names. The kernel for Hopper does not overlap: it lets the next
+    launch begin before it has itself waited for its predecessor.
     """
     return pdl_usable() and num_tokens < _HOPPER_TOKENS
 
@@ -208,8 +218,9 @@ def merge_prefill(
 def _configuration(width: int, tma: bool, *, few: bool, roomy: bool) -> tuple[int, int, int, int]:
     """Return keys of a tile, warps, stages, and programs of a multiprocessor, by measurements on an H200.
 
-    Two programs of four warps share a multiprocessor: one's softmax runs beside the other's products. Where tiles are
-    few, eight warps end each earlier. Wide heads fill the registers of eight. Without `roomy`, a program fits 99 KiB.
+    Two programs of four warps share a multiprocessor: one's softmax runs during the other's products. Where tiles are
+    few, eight warps end each tile earlier. Wide heads fill the registers of eight warps. Without `roomy`, a program
+    fits 99 KiB.
     """
     if width > 128:
         return (_BLOCK_N, 8, 2, 1) if roomy else (_BLOCK_N // 2, 8, 1, 1)
@@ -221,7 +232,7 @@ def _configuration(width: int, tma: bool, *, few: bool, roomy: bool) -> tuple[in
 def _fits_tma(kv_cache: torch.Tensor, width: int, heads_outside: bool) -> bool:
     """Return True if each key tile lies in one block, and the cache is a matrix of fewer than 2^31 rows.
 
-    Its rows are slots [.., K * D], or heads' slots [.., D] if `heads_outside`.
+    A row is a slot [K * D], or a head of a slot [D] if `heads_outside`.
     """
     _, num_blocks, block_size, num_kv_heads, head_size = kv_cache.shape
     stride_kv, stride_block, _, stride_head, _ = kv_cache.stride()
@@ -236,38 +247,14 @@ def _fits_tma(kv_cache: torch.Tensor, width: int, heads_outside: bool) -> bool:
     )
 
 
-class _Tile(NamedTuple):
-    """Operands of a tile of queries: its rows, the keys that they may see, and the cache."""
-
-    query_MD: Any
-    cache: Any
-    table: Any
-    kv_head: Any
-    low: Any
-    high: Any
-    position_M: Any
-    slope_M: Any
-    factor: Any
-    softcap: Any
-    stride_kv: Any
-    stride_block: Any
-    stride_slot: Any
-    stride_head: Any
-
-
-class _Shape(NamedTuple):
-    """Constants of the kernel."""
-
-    HEAD_SIZE: Any
-    WIDTH: Any
-    BLOCK_SIZE: Any
-    BLOCK_N: Any
-    LEFT: Any
-    RIGHT: Any
-    SOFTCAP: Any
-    ALIBI: Any
-    TMA: Any
-    HEADS_OUTSIDE: Any
+# A tile's rows of queries, the keys [low, high) that some row sees, and the cache.
+_Tile = namedtuple(
+    "_Tile",
+    "query_MD cache table kv_head low high position_M slope_M factor softcap "
+    "stride_kv stride_block stride_slot stride_head",
+)
+# Constants of the kernel.
+_Shape = namedtuple("_Shape", "HEAD_SIZE WIDTH BLOCK_SIZE BLOCK_N LEFT RIGHT SOFTCAP ALIBI TMA HEADS_OUTSIDE")
 
 
 @triton.jit
@@ -439,7 +426,7 @@ def _attention_kernel(
         sums = _attend(sums, (plain, edge), operands, SHAPE, False)
         acc_MD, sum_M, max_M = _attend(sums, (edge, stop), operands, SHAPE, True)
 
-        # A volatile load, so that the compiler does not keep the rows' addresses in registers through the loops above.
+        # A volatile load, so that the compiler does not hold the rows' addresses in registers through the loops above.
         first_row = tl.load(entry + 1, volatile=True) * BLOCK_M
         row_M = first_row + tl.arange(0, BLOCK_M)
         first_token = first_row // GROUP

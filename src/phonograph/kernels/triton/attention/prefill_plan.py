@@ -1,14 +1,21 @@
 """Division of a batch's prefills into pieces of work of about equal length, on the device.
 
-A captured graph has a fixed number of programs but meets any batch: one long prompt, many short ones, a few queries in
-front of a long context. So one small kernel, once a step, reads the batch's lengths and writes the list of pieces that
-the persistent programs of `prefill_attention` take one after another, longest first. Its programs all compute the same
-division, and each lists tiles of its own, so none waits for another.
+Shapes: R sequences, a power of two; N entries of the list.
 
-A *tile* is BLOCK_M rows of one sequence and KV head. Rows count (token, query head of that KV head), heads innermost,
-so that short prompts fill tiles too and the KV heads of a model share one list. The keys of a tile are cut into equal
-*pieces* where that ends earlier: for 16 candidate lengths the kernel estimates the end of the last program, and takes
-the best. Pieces of a cut tile leave partial results, which a second launch merges.
+A captured graph has a fixed number of programs but meets any batch: one long prompt, many short ones, a few queries
+with a long context. So one small kernel, once a step, writes the list for the persistent programs of
+`prefill_attention`. Algorithm: list scheduling, longest first (Graham, 1969).
+1. A *tile* is BLOCK_M rows of one sequence and KV head. Rows are (token, query head of that KV head), heads innermost,
+   so that short prompts fill tiles too, and the KV heads of a model share one list.
+2. The keys of a tile are cut into equal *pieces* where that ends earlier: for 16 candidate lengths the kernel estimates
+   the end of the last program, and takes the best.
+3. The list has the pieces in order of length, longest first. Pieces of a cut tile leave partial results, which a second
+   launch merges.
+4. All programs of the plan compute the same division, and each lists tiles of its own, so none waits for another.
+
+    tiles    | tile 0: 4096 keys        | tile 1: 2048 | tile 2: 512 |
+    pieces   | 0a: 2048   | 0b: 2048    | 1a: 2048     | 2a: 512     |
+    entries  0a 0b 1a 2a, each for every KV head; attention programs draw them in this order
 """
 
 # pyright: basic, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -35,7 +42,7 @@ COUNTER, MULTIPROCESSORS = tl.constexpr(2), tl.constexpr(3)
 
 # Tiles that are read together, and tiles that a program of the plan lists.
 _CHUNK = 256
-_OWN = 32
+_LISTED = 32
 # Costs, in keys of one tile: starting and ending a piece; writing, reading and merging a partial result; and the launch
 # that merges.
 _PIECE_COST = tl.constexpr(64.0)
@@ -43,7 +50,7 @@ _PARTIAL_COST = tl.constexpr(256.0)
 _MERGE_COST = tl.constexpr(128.0)
 _SHORTEST_PIECE = tl.constexpr(SHORTEST_PIECE)
 _CANDIDATES = tl.constexpr(16)
-# A tile of exactly one piece's length is one piece, however the quotient is rounded.
+# A tile of exactly one piece's length is one piece for any rounding of the quotient.
 _ALMOST_ONE = tl.constexpr(1 - 2.0**-20)
 # Pieces of a tile that are written together.
 _PIECES = tl.constexpr(8)
@@ -56,9 +63,9 @@ class PrefillPlan:
     """Work of one step, and scratch for its layers: int32 and float32 tensors that live as long as any graph.
 
     header [4]:       number of entries, number of merges; a counter of the attention kernel, zero between launches;
-                      multiprocessors whose programs take work, all of them unless `plan_decode` writes fewer
-    entries [N, 8]:   sequence, tile, first key, key behind the last, partial slot or -1; the sequence's first query,
-                      queries and keys; each is work for every KV head
+                      multiprocessors whose programs take work: all, unless `plan_decode` writes fewer
+    entries [N, 8]:   sequence, tile, first key, end of keys, partial slot or -1; the sequence's first query, queries
+                      and keys; each is work for every KV head
     merges [N, 8]:    sequence, tile, first partial slot, number of partials
     first_tile [R]:   first tile of each sequence; R a power of two
     partial_out [slots * K, BLOCK_M, D], partial_lse [slots * K, BLOCK_M]: D rounded up to a power of two, base 2
@@ -138,11 +145,11 @@ def plan_prefill(
         query_start_loc: [R+1] int32, cumulative query lengths
         seq_lens: [R] int32, keys of each sequence, the queries' own included
         min_query_len: shortest query served
-        causal: a query sees no key behind its own
-        window: (left, right) keys beside the query; -1 for no bound
+        causal: a query sees no key after its own
+        window: (left, right) keys before and after the query; -1 for no bound
     """
     num_seqs = seq_lens.shape[0]
-    _plan_kernel[(-(-plan.max_tiles // _OWN),)](
+    _plan_kernel[(-(-plan.max_tiles // _LISTED),)](
         query_start_loc,
         seq_lens,
         plan.first_tile,
@@ -160,7 +167,7 @@ def plan_prefill(
         RIGHT=0 if causal else window[1],
         LOG_SEQS=plan.first_tile.shape[0].bit_length() - 1,
         CHUNK=_CHUNK,
-        OWN=_OWN,
+        LISTED=_LISTED,
         CUTS=plan.cuts,
         **pdl_options(),
         num_warps=8,
@@ -216,8 +223,8 @@ def _chunk_of_tiles(
     """Return, for CHUNK tiles: existence, sequence, tile in it, first key (aligned), number of keys from there."""
     index = chunk + tl.arange(0, CHUNK)
     exists = index < num_tiles
-    # The last sequence whose first tile is not behind this one; a sequence without tiles has its successor's first
-    # tile.
+    # The last sequence whose first tile is this one or an earlier one. A sequence without tiles has the first tile of
+    # its successor.
     seq = tl.zeros([CHUNK], tl.int32)
     for bit in tl.static_range(LOG_SEQS):
         candidate = seq + (1 << (LOG_SEQS - 1 - bit))
@@ -252,7 +259,7 @@ def _plan_kernel(
     RIGHT: tl.constexpr,
     LOG_SEQS: tl.constexpr,
     CHUNK: tl.constexpr,
-    OWN: tl.constexpr,
+    LISTED: tl.constexpr,
     CUTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -263,12 +270,12 @@ def _plan_kernel(
     query_len = tl.load(query_start_loc + seq + 1, mask=valid, other=0) - begin
     tiles = tl.where(valid & (query_len >= min_query_len), tl.cdiv(query_len * GROUP, BLOCK_M), 0)
     num_tiles = tl.sum(tiles)
-    first_own = tl.program_id(0) * OWN
-    if first_own == 0:
+    first_listed = tl.program_id(0) * LISTED
+    if first_listed == 0:
         tl.store(header + _NUM_ENTRIES, 0)
         tl.store(header + _NUM_MERGES, 0)
         tl.store(header + COUNTER, 0)
-    if first_own >= num_tiles:
+    if first_listed >= num_tiles:
         return
     # Every program writes the same values, and reads its own.
     tl.store(first_tile + seq, tl.cumsum(tiles) - tiles)
@@ -308,7 +315,7 @@ def _plan_kernel(
         cut += tl.sum(tl.where(pieces > 1, pieces, 0.0), 0)
         num_large += tl.sum(tl.where(large, pieces, 0.0), 0)
         work_large += tl.sum(tl.where(large, own_work, 0.0), 0)
-    # Pieces of more than half the largest one's length cannot follow one another in less time than a round takes.
+    # Two pieces of more than half the largest length, one after the other, take longer than a round.
     rounds = tl.cdiv(num_large.to(tl.int32) * KV_HEADS, programs)
     end = tl.maximum(work * KV_HEADS / programs, rounds * (work_large / tl.maximum(num_large, 1.0)))
     end = tl.maximum(end, length + _PIECE_COST)
@@ -317,19 +324,18 @@ def _plan_kernel(
     end = tl.where(allowed | (candidate == 0), end, float("inf"))
     rate = tl.sum(tl.where(candidate == tl.argmin(end, 0), rate, 0.0))
 
-    # Each of this program's tiles goes behind the pieces of tiles whose pieces are longer, or as long and earlier. Its
-    # partial results and its merge go behind those of earlier tiles.
+    # Sort pieces by length, longest first; equal lengths in tile order. Partial results and merges are in tile order.
     exists, seqs, tile, start, keys = _chunk_of_tiles(
-        first_own, num_tiles, query_start_loc, seq_lens, first_tile, num_seqs,
-        GROUP, BLOCK_M, LEFT, RIGHT, LOG_SEQS, OWN,
+        first_listed, num_tiles, query_start_loc, seq_lens, first_tile, num_seqs,
+        GROUP, BLOCK_M, LEFT, RIGHT, LOG_SEQS, LISTED,
     )  # fmt: skip
-    own = first_own + tl.arange(0, OWN)
+    own = first_listed + tl.arange(0, LISTED)
     pieces = _pieces(keys, rate, exists).to(tl.int32)
     size = keys // tl.maximum(pieces, 1)
     is_cut = pieces > 1
-    place = tl.zeros([OWN], tl.int32)
-    slot = tl.zeros([OWN], tl.int32)
-    merge = tl.zeros([OWN], tl.int32)
+    rank = tl.zeros([LISTED], tl.int32)
+    slot = tl.zeros([LISTED], tl.int32)
+    merge = tl.zeros([LISTED], tl.int32)
     num_entries = 0
     num_merges = 0
     for chunk in range(0, num_tiles, CHUNK):
@@ -343,12 +349,12 @@ def _plan_kernel(
         earlier = (chunk + tl.arange(0, CHUNK))[:, None] < own[None, :]
         longer = other_size[:, None] > size[None, :]
         longer = longer | ((other_size[:, None] == size[None, :]) & earlier)
-        place += tl.sum(tl.where(longer, other_pieces[:, None], 0), 0)
+        rank += tl.sum(tl.where(longer, other_pieces[:, None], 0), 0)
         slot += tl.sum(tl.where(earlier, partials[:, None], 0), 0)
         merge += tl.sum(tl.where(earlier & (partials > 0)[:, None], 1, 0), 0)
         num_entries += tl.sum(other_pieces)
         num_merges += tl.sum((partials > 0).to(tl.int32))
-    if first_own == 0:
+    if first_listed == 0:
         tl.store(header + _NUM_ENTRIES, num_entries)
         tl.store(header + _NUM_MERGES, num_merges)
     merge = merges + merge * ENTRY_WORDS
@@ -370,7 +376,7 @@ def _plan_kernel(
         lower = tl.cdiv(whole * piece + rest * piece // cuts, KEY_STEP) * KEY_STEP
         upper = tl.cdiv(whole * (piece + 1) + rest * (piece + 1) // cuts, KEY_STEP) * KEY_STEP
         upper = tl.minimum(upper, keys)
-        entry = entries + (place[None, :] + piece) * ENTRY_WORDS
+        entry = entries + (rank[None, :] + piece) * ENTRY_WORDS
         tl.store(entry, seqs[None, :], mask=mask)
         tl.store(entry + 1, tile[None, :], mask=mask)
         tl.store(entry + 2, start[None, :] + tl.minimum(lower, keys), mask=mask)

@@ -1,10 +1,15 @@
 """Parts of an attention tile that the kernels for short and for long queries share.
 
-A tile's rows are (token, query head of one KV head), heads innermost, so that keys are read once for all of them. The
-softmax is online (Milakov and Gimelshein, 2018; Dao et al., FlashAttention, 2022) and in base 2: logits, LSE and sinks
-are multiplied by log2(e). A partial result is normalized, and its LSE is its weight in a merge.
+Shapes: T tokens, H query heads; M rows of a tile, N keys, D columns (the head size, rounded up to a power of two).
 
-Shapes: M rows of a tile, N keys, D columns (the head size, rounded up to a power of two), T tokens, H query heads.
+A row is (token, query head of one KV head), heads innermost, so that keys are read once for all rows. The softmax is
+online (Milakov and Gimelshein, 2018; Dao et al., FlashAttention, 2022) and in base 2: logits, LSE and sinks are
+multiplied by log2(e). For each tile of keys:
+
+    logits [M, N] = `score`(Q K^T), -inf outside `in_window`
+    weights, decay, sum, max = `softmax_step`(logits)
+    acc [M, D] = acc * decay + weights V
+    at the end: `add_sink`, `normalize`, then `store_rows`, or a partial result that `merge_parts` weighs by its LSE
 """
 
 # pyright: basic, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false

@@ -1,17 +1,25 @@
 """Second launch of sampling: top-k, top-p and min-p. It ends at once for rows without them.
 
-Nothing is sorted. Every token has a distinct integer that orders the row by falling logit, then by token id. A filter
-keeps all tokens above some integer, which a search finds exactly. So that the search need not read the row repeatedly,
-a first pass over the row, in parts, sums the mass above a few levels below the maximum. The program that finishes last
-copies the tokens above the right level, a small superset of those that are kept, and continues with these alone. If no
-level helps (a nearly flat distribution) it searches the row itself, which is slower.
+Shapes: V vocabulary.
+
+Algorithm: selection by a search for the threshold, without a sort, and Gumbel-max sampling.
+1. Every token has a distinct integer that orders the row by falling logit, then by token id. A filter keeps all tokens
+   from some integer on, and a search of three levels a pass finds this integer exactly.
+2. So that the search need not read the row repeatedly, a first pass over the row, in parts, sums the mass above 15
+   levels below the maximum.
+3. The program that finishes last copies the tokens above the right level, a small superset of the kept tokens, and
+   searches only these. If no level helps (a nearly flat distribution) it searches the row itself, which is slower.
+4. The token is the largest sum of scaled logit and Gumbel noise among the kept tokens.
+
+    row        | part 0 | part 1 | ... | part p |       one program each: sums above the levels
+    last one   | candidates above a level | -> search top-k -> search top-p -> draw
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 # pyright: reportOperatorIssue=false
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import triton
 import triton.language as tl
@@ -20,7 +28,7 @@ from triton.language.extra import cuda as tl_cuda
 from phonograph.kernels.triton.sampling.scan import LOWEST, finish, gumbel, is_last, parameters_of, row_and_slot
 
 _NO_TOKEN = tl.constexpr(-(1 << 62))
-"""Integer below those of all tokens."""
+"""Integer below every token's."""
 
 
 @triton.jit
@@ -38,23 +46,10 @@ def _logit_of(order, ID_BITS: tl.constexpr, KEY_SHIFT: tl.constexpr):
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
-class _Row(NamedTuple):
-    """A row: its logits, the integers of its candidates, their number, and the parameters of `_mass`."""
-
-    row_ptr: Any
-    list_ptr: Any
-    row_max: Any
-    factor: Any
-    log_min_p: Any
-    draw_key: Any
-
-
-class _Shape(NamedTuple):
-    """Tokens of a block, bits of a token id, and the bits of a float32 logit that its dtype does not have."""
-
-    BLOCK: Any
-    ID_BITS: Any
-    KEY_SHIFT: Any
+# A row's logits, its candidates' integers, and the parameters of `_mass` and of the draw.
+_Row = namedtuple("_Row", "row_ptr list_ptr row_max factor log_min_p draw_key")
+# Tokens of a block, bits of a token id, and the low bits of a float32 that the logits' dtype does not have.
+_Shape = namedtuple("_Shape", "BLOCK ID_BITS KEY_SHIFT")
 
 
 @triton.jit
@@ -75,14 +70,14 @@ def _entries(start, count, row, shape: tl.constexpr, LISTED: tl.constexpr):
 
 @triton.jit
 def _mass(logit, row_max, factor, log_min_p):
-    """Return the probability of tokens, times a constant; 0 for those that min-p leaves out."""
+    """Return the probability of tokens, times a constant; 0 for tokens that min-p removes."""
     scaled = (logit - row_max) * factor
     return tl.where(scaled >= log_min_p, tl.exp(scaled), 0.0)
 
 
 @triton.jit
 def _fold(values, BLOCK: tl.constexpr):
-    """Sum over groups of neighbours, most of which belong to one thread."""
+    """Sum over groups of eight neighbours, which mostly belong to one thread."""
     return tl.sum(tl.reshape(values, (BLOCK // 8, 8)), 1)
 
 
@@ -128,7 +123,7 @@ def _search(target, low, high, count, row, shape: tl.constexpr, LISTED: tl.const
 
 @triton.jit
 def _filter_and_draw(low, whole, count, row, top_k, top_p, shape: tl.constexpr, LISTED: tl.constexpr):
-    """Return the token drawn from those that the filters keep, all at or above `low`. `whole` is the row's mass."""
+    """Draw a token from the tokens that the filters keep, all at or above `low`; `whole` is the row's mass."""
     BLOCK: tl.constexpr = shape.BLOCK
     LAST_ID: tl.constexpr = (1 << shape.ID_BITS) - 1
     high = _order(row.row_max, 0, shape.ID_BITS, shape.KEY_SHIFT) + 1
@@ -202,8 +197,8 @@ def filter_kernel(
     if (tl.abs(row_max) < float("inf")) == 0:
         return
 
-    # Levels lie below the maximum, at distances that grow. For top-k the unit is how far the maxima of the row's parts
-    # are spread, and tokens are counted; for top-p it is the temperature, and probabilities are summed.
+    # Levels lie below the maximum, at growing distances. For top-k the unit is the spread of the maxima of the row's
+    # parts, and tokens are counted. For top-p it is the temperature, and probabilities are summed.
     by_count = top_k > 0
     unit = tl.where(by_count, 0.5 * (row_max - row_low), temperature)
     factor = 1.0 / temperature
@@ -258,9 +253,9 @@ def filter_kernel(
                 found = (logit >= bound).to(tl.int32)
                 num_found = tl.sum(found, 0)
                 if num_found > 0:
-                    places = count + tl.cumsum(found, 0) - 1
+                    target = count + tl.cumsum(found, 0) - 1
                     order = _order(logit, ids, ID_BITS, KEY_SHIFT)
-                    tl.store(list_ptr + places, order, mask=(found > 0) & (places < CANDIDATES))
+                    tl.store(list_ptr + target, order, mask=(found > 0) & (target < CANDIDATES))
                     count += num_found
                 logit = next_logit
             tl.debug_barrier()
