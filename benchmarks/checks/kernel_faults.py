@@ -256,8 +256,8 @@ _OTHERS: tuple[Fault, ...] = (
     Fault(
         name="prefill for Hopper: loads do not wait for the kernel before",
         file=HOPPER,
-        old="    if PDL:\n        wait_for_kernel_before()\n    num_items = gl.load(header) * KV_HEADS\n    stage, phase",
-        new="    num_items = gl.load(header) * KV_HEADS\n    stage, phase",
+        old="    if PDL:\n        wait_for_kernel_before()\n    num_items = gl.load(header) * KV_HEADS\n    stage",
+        new="    num_items = gl.load(header) * KV_HEADS\n    stage",
         narrow=(_HOPPER, "-k", "kernel_before"),
         broad=(_HOPPER, "tests/engine/test_gpu_engine.py", "-m", "gpu"),
     ),

@@ -109,8 +109,8 @@ def dequantize(weight: Grouped) -> torch.Tensor:
 def interleave(packed_OW: torch.Tensor) -> torch.Tensor:
     """Return words of 4-bit values in the order of Hopper's tensor cores.
 
-    Word w of four gets columns 8 p + 2 w and 8 p + 2 w + 1 of their 32 columns in its lower and upper half, for p from 0
-    to 3: the part of a tile of weights that one of four threads holds.
+    Word w of four gets columns 8 p + 2 w and 8 p + 2 w + 1 of their 32 columns in its lower and upper half, for p from
+    0 to 3: the part of a tile of weights that one of four threads holds.
 
     Args:
         packed_OW: words with the lowest bits first, a multiple of four of each output.

@@ -51,6 +51,7 @@ from phonograph.kernels.triton.attention.tile import (
     store_rows,
     token_and_head,
 )
+from phonograph.kernels.triton.attention.words import load_words
 from phonograph.kernels.triton.launch.pdl import pdl_options, pdl_wait_if
 from phonograph.kernels.triton.launch.shared_memory import shared_memory
 
@@ -183,8 +184,8 @@ _Unit = namedtuple(
 # Constants of the kernel.
 _Shape = namedtuple(
     "_Shape",
-    "KV_HEADS GROUP HEAD_SIZE WIDTH STRIDE_TOKEN STRIDE_BLOCK STRIDE_SLOT STRIDE_HEAD BLOCK_SIZE SCRATCH_ROWS BLOCK_N "
-    "LEFT RIGHT SOFTCAP STAGES FP8_AT_ONCE",
+    "KV_HEADS GROUP SMALL LARGE HEAD_SIZE WIDTH STRIDE_TOKEN STRIDE_BLOCK STRIDE_SLOT STRIDE_HEAD BLOCK_SIZE "
+    "SCRATCH_ROWS BLOCK_N LEFT RIGHT SOFTCAP STAGES FP8_AT_ONCE",
 )
 
 
@@ -245,8 +246,8 @@ def _attention_kernel(
         partial_out, partial_lse, stride_kv, stride_table, stride_lse, scale, softcap,
     )  # fmt: skip
     SHAPE: tl.constexpr = _Shape(
-        KV_HEADS, GROUP, HEAD_SIZE, WIDTH, STRIDE_TOKEN, STRIDE_BLOCK, STRIDE_SLOT, STRIDE_HEAD, BLOCK_SIZE,
-        SCRATCH_ROWS, BLOCK_N, LEFT, RIGHT, SOFTCAP, STAGES, FP8_AT_ONCE,
+        KV_HEADS, GROUP, SMALL, LARGE, HEAD_SIZE, WIDTH, STRIDE_TOKEN, STRIDE_BLOCK, STRIDE_SLOT, STRIDE_HEAD,
+        BLOCK_SIZE, SCRATCH_ROWS, BLOCK_N, LEFT, RIGHT, SOFTCAP, STAGES, FP8_AT_ONCE,
     )  # fmt: skip
     program = tl.program_id(0)
     record = read_record(records, program)
@@ -257,9 +258,7 @@ def _attention_kernel(
     position, stop = share[2] + lead, share[3]
     if PDL:
         if AHEAD > 0 and position < stop:
-            _, start, num_chunks, num_row_tiles = sequence_chunks(
-                query_len, seq_len, chunk_keys, GROUP, SMALL, LARGE, BLOCK_N, LEFT
-            )
+            _, start, num_chunks, num_row_tiles = sequence_chunks(query_len, seq_len, chunk_keys, SHAPE)
             base = cache + chunk // num_chunks // num_row_tiles * STRIDE_HEAD
             table = block_table + seq.to(tl.int64) * stride_table
             _prefetch(base, table, start + chunk % num_chunks * chunk_keys, seq_len, stride_kv, SHAPE, AHEAD)
@@ -268,14 +267,9 @@ def _attention_kernel(
     while position < stop:
         # Loaded early, used at the end.
         entry = sequences + (index + 1) * SEQUENCE_WORDS
-        next_seq = tl.load(entry)
-        next_start = tl.load(entry + 1)
-        next_len = tl.load(entry + 2)
-        next_keys = tl.load(entry + 3)
+        next_seq, next_start, next_len, next_keys = load_words(entry, SEQUENCE_WORDS)
 
-        low, start, num_chunks, num_row_tiles = sequence_chunks(
-            query_len, seq_len, chunk_keys, GROUP, SMALL, LARGE, BLOCK_N, LEFT
-        )
+        low, start, num_chunks, num_row_tiles = sequence_chunks(query_len, seq_len, chunk_keys, SHAPE)
         unit = chunk // num_chunks
         key_chunk, taken, first, last, first_slot, slot = cut_of(position, chunk, share, program, num_chunks, empty)
         kv_head = unit // num_row_tiles
@@ -325,7 +319,7 @@ def _attention_kernel(
 
 
 @triton.jit
-def _prefetch(base, table, first_key, seq_len, stride_kv, shape: tl.constexpr, AHEAD: tl.constexpr):
+def _prefetch(base, table, first_key, seq_len, stride_kv, shape, AHEAD: tl.constexpr):
     """Prefetch AHEAD keys and their values into the L2 cache, where a slot may still be written."""
     HEAD_SIZE: tl.constexpr = shape.HEAD_SIZE
     BLOCK_SIZE: tl.constexpr = shape.BLOCK_SIZE
@@ -344,7 +338,7 @@ def _prefetch(base, table, first_key, seq_len, stride_kv, shape: tl.constexpr, A
 
 
 @triton.jit
-def _attend_unit(tensors, unit, shape: tl.constexpr, BLOCK_M: tl.constexpr):
+def _attend_unit(tensors, unit, shape, BLOCK_M: tl.constexpr):
     """Attend a unit's rows to its keys from `first_key` to `key_end`; write the result, or a partial one.
 
     Returns 1 if that was the last partial result of the unit, else 0.
@@ -471,7 +465,7 @@ def _attend_unit(tensors, unit, shape: tl.constexpr, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def _merge_unit(
-    tensors, unit, shape: tl.constexpr, first_row, num_rows, ROWS: tl.constexpr, PARTS: tl.constexpr
+    tensors, unit, shape, first_row, num_rows, ROWS: tl.constexpr, PARTS: tl.constexpr
 ):  # fmt: skip
     """Merge a unit's partial results of programs `first` to `last`, PARTS of them and ROWS rows at a time."""
     WIDTH: tl.constexpr = shape.WIDTH

@@ -25,6 +25,7 @@ over keys.
 
 from __future__ import annotations
 
+from collections import namedtuple
 from dataclasses import dataclass
 from functools import partial
 
@@ -40,6 +41,7 @@ from phonograph.kernels.attention_scratch import (
     decode_partials,
     row_tiles,
 )
+from phonograph.kernels.triton.attention.words import load_words, store_words
 from phonograph.kernels.triton.launch.pdl import pdl_options
 
 RECORD_WORDS = tl.constexpr(8)
@@ -171,25 +173,21 @@ def plan_decode(
     )
 
 
+# Query heads of a KV head, rows of the two tiles, keys of a tile, and the left window.
+_Shape = namedtuple("_Shape", "GROUP SMALL LARGE BLOCK_N LEFT")
+
+
 @triton.jit
-def sequence_chunks(
-    query_len,
-    seq_len,
-    chunk,
-    GROUP: tl.constexpr,
-    SMALL: tl.constexpr,
-    LARGE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    LEFT: tl.constexpr,
-):
+def sequence_chunks(query_len, seq_len, chunk, shape):
     """Return a sequence's first visible key, first key of the first chunk, chunks (at least one) and tiles of rows."""
     low = seq_len * 0
-    if LEFT >= 0:
-        low = tl.minimum(tl.maximum(seq_len - query_len - LEFT, 0), seq_len)
-    start = low // BLOCK_N * BLOCK_N
+    if shape.LEFT >= 0:
+        low = tl.minimum(tl.maximum(seq_len - query_len - shape.LEFT, 0), seq_len)
+    start = low // shape.BLOCK_N * shape.BLOCK_N
     chunks = tl.maximum(tl.cdiv(seq_len - start, chunk), 1)
-    rows = query_len * GROUP
-    return low, start, chunks, tl.where(rows <= SMALL, tl.cdiv(rows, SMALL), tl.cdiv(rows, LARGE))
+    rows = query_len * shape.GROUP
+    tiles = tl.where(rows <= shape.SMALL, tl.cdiv(rows, shape.SMALL), tl.cdiv(rows, shape.LARGE))
+    return low, start, chunks, tiles
 
 
 @triton.jit
@@ -200,22 +198,10 @@ def read_record(records, program):
     the word of `share_of`, then the entry itself.
     """
     record = records + program * RECORD_WORDS
-    index = tl.load(record)
-    chunk = tl.load(record + 1)
-    chunk_keys = tl.load(record + 2)
-    ranges = tl.load(record + 3)
-    return (
-        index,
-        chunk // PACKED,
-        chunk % PACKED,
-        chunk_keys % PACKED,
-        chunk_keys // PACKED * PACKED,
-        ranges,
-        tl.load(record + 4),
-        tl.load(record + 5),
-        tl.load(record + 6),
-        tl.load(record + 7),
-    )
+    index, chunk, chunk_keys, ranges, seq, query_start, query_len, seq_len = load_words(record, RECORD_WORDS)
+    first_chunk, lead = chunk // PACKED, chunk % PACKED
+    empty, chunk_keys = chunk_keys % PACKED, chunk_keys // PACKED * PACKED
+    return index, first_chunk, lead, empty, chunk_keys, ranges, seq, query_start, query_len, seq_len
 
 
 @triton.jit
@@ -275,6 +261,7 @@ def _plan_kernel(
     PDL: tl.constexpr,
 ):
     """Write AT_ONCE records a program. Each program sums the batch itself, which is faster than waiting for another."""
+    SHAPE: tl.constexpr = _Shape(GROUP, SMALL, LARGE, BLOCK_N, LEFT)
     if PDL:
         tl_cuda.gdc_wait()
     seq_R = tl.arange(0, SEQS)
@@ -283,7 +270,7 @@ def _plan_kernel(
     len_R = tl.load(query_start_loc + seq_R + 1, mask=valid_R, other=0) - begin_R
     keys_R = tl.load(seq_lens + seq_R, mask=valid_R, other=0)
     served_R = valid_R & (len_R >= 1) & (len_R <= max_query_len)
-    _, _, tiles_R, units_R = sequence_chunks(len_R, keys_R, BLOCK_N, GROUP, SMALL, LARGE, BLOCK_N, LEFT)
+    _, _, tiles_R, units_R = sequence_chunks(len_R, keys_R, BLOCK_N, SHAPE)
     units_R = tl.where(served_R, units_R * KV_HEADS, 0)
     programs = PROGRAMS
     if multiprocessors is not None:
@@ -319,10 +306,7 @@ def _plan_kernel(
     total = tl.sum(chunks_R)
     if tl.program_id(0) == 0:
         entry_R = sequences + (tl.cumsum(served_R.to(tl.int32)) - 1) * SEQUENCE_WORDS
-        tl.store(entry_R, seq_R, mask=served_R)
-        tl.store(entry_R + 1, begin_R, mask=served_R)
-        tl.store(entry_R + 2, len_R, mask=served_R)
-        tl.store(entry_R + 3, keys_R, mask=served_R)
+        store_words(entry_R, (seq_R, begin_R, len_R, keys_R), served_R)
 
     program_P = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
     exists_P = program_P < PROGRAMS
@@ -336,21 +320,17 @@ def _plan_kernel(
     begin_P = tl.load(query_start_loc + seq_P)
     len_P = tl.load(query_start_loc + seq_P + 1) - begin_P
     keys_P = tl.load(seq_lens + seq_P)
-    _, _, chunks_P, _ = sequence_chunks(len_P, keys_P, size * BLOCK_N, GROUP, SMALL, LARGE, BLOCK_N, LEFT)
+    _, _, chunks_P, _ = sequence_chunks(len_P, keys_P, size * BLOCK_N, SHAPE)
     # Chunks of the sequence and of the unit that belong to earlier programs, with empty ones.
     before_P = start_P - first_P
     unit_P = before_P // (chunks_P + empty)
     chunk_P = before_P % (chunks_P + empty)
     record_P = records + program_P * RECORD_WORDS
-    tl.store(record_P, index_P, mask=exists_P)
-    first_chunk_P = unit_P * chunks_P + tl.maximum(chunk_P - empty, 0)
-    tl.store(record_P + 1, first_chunk_P * PACKED + tl.maximum(empty - chunk_P, 0), mask=exists_P)
-    tl.store(record_P + 2, size * BLOCK_N + empty + program_P * 0, mask=exists_P)
-    tl.store(record_P + 3, tl.where(program_P < programs, ranges, 0), mask=exists_P)
-    tl.store(record_P + 4, seq_P, mask=exists_P)
-    tl.store(record_P + 5, begin_P, mask=exists_P)
-    tl.store(record_P + 6, len_P, mask=exists_P)
-    tl.store(record_P + 7, keys_P, mask=exists_P)
+    first_chunk_P = (unit_P * chunks_P + tl.maximum(chunk_P - empty, 0)) * PACKED + tl.maximum(empty - chunk_P, 0)
+    chunk_keys_P = size * BLOCK_N + empty + program_P * 0
+    ranges_P = tl.where(program_P < programs, ranges, 0)
+    record = index_P, first_chunk_P, chunk_keys_P, ranges_P, seq_P, begin_P, len_P, keys_P
+    store_words(record_P, record, exists_P)
     if PDL:
         _fence()
 

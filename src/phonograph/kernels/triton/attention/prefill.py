@@ -50,6 +50,7 @@ from phonograph.kernels.triton.attention.tile import (
     store_rows,
     token_and_head,
 )
+from phonograph.kernels.triton.attention.words import load_words
 from phonograph.kernels.triton.launch.pdl import gluon_usable, pdl_begin, pdl_options, pdl_usable, pdl_wait_first
 from phonograph.kernels.triton.launch.shared_memory import shared_memory
 
@@ -258,7 +259,7 @@ _Shape = namedtuple("_Shape", "HEAD_SIZE WIDTH BLOCK_SIZE BLOCK_N LEFT RIGHT SOF
 
 
 @triton.jit
-def _attend(sums, span, tile, shape: tl.constexpr, MASKED: tl.constexpr):
+def _attend(sums, span, tile, shape, MASKED: tl.constexpr):
     """Add the keys of a span to the running sums, tile by tile; rows see keys of [low, high) only."""
     acc_MD, sum_M, max_M = sums
     start, stop = span
@@ -483,10 +484,7 @@ def _merge_kernel(
         merge = merges + item // (KV_HEADS * STRIPS) * ENTRY_WORDS
         kv_head = item // STRIPS % KV_HEADS
         strip = item % STRIPS * ROWS + tl.arange(0, ROWS)
-        seq = tl.load(merge)
-        tile = tl.load(merge + 1)
-        slot = tl.load(merge + 2)
-        pieces = tl.load(merge + 3)
+        seq, tile, slot, pieces = load_words(merge, 4)
         query_start = tl.load(query_start_loc + seq)
         query_len = tl.load(query_start_loc + seq + 1) - query_start
         row_M = tile * BLOCK_M + strip

@@ -26,6 +26,8 @@ Triton's interpreter does not run Gluon. Without a Hopper GPU, tests compile the
 # pyright: reportOperatorIssue=false, reportRedeclaration=false
 from __future__ import annotations
 
+from collections import namedtuple
+
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -46,7 +48,7 @@ from phonograph.kernels.triton.attention.prefill_plan import (
     read_entry,
     tile_keys,
 )
-from phonograph.kernels.triton.attention.tile import in_window, token_and_head
+from phonograph.kernels.triton.attention.tile import LN_2, LOG2_E, in_window, token_and_head
 from phonograph.kernels.triton.launch.gluon import (
     let_next_kernel_start,
     make_barriers,
@@ -61,8 +63,6 @@ _COLUMNS = 64
 """Columns of one load by the copy engine: 128 bytes, a row of its pattern in shared memory."""
 _TILES = 3
 """Stages of the ring: a tile of keys with the values of the previous tile."""
-_LOG2_E = gl.constexpr(1.4426950408889634)
-_LN_2 = gl.constexpr(0.6931471805599453)
 _WORDS = gl.constexpr(ENTRY_WORDS.value)
 _INFINITY = gl.constexpr(float("inf"))
 _LEAST = gl.constexpr(-3.4028234663852886e38)
@@ -128,6 +128,10 @@ def attend_on_hopper(
     )
 
 
+# Constants of the kernel.
+_Shape = namedtuple("_Shape", "PROGRAMS KV_HEADS GROUP HEAD_SIZE BLOCK_SIZE ROWS LEFT RIGHT HEADS_OUTSIDE PDL")
+
+
 @gluon.jit
 def _item(number, PROGRAMS: gl.constexpr):
     """Return the program's item of the list in a round; rounds alternate their direction."""
@@ -158,22 +162,7 @@ def _read_item(words, stage):
 
 
 @gluon.jit
-def _load(
-    cache,
-    rings,
-    block_table,
-    header,
-    entries,
-    values_row,
-    heads_of_block,
-    stride_table,
-    PROGRAMS: gl.constexpr,
-    KV_HEADS: gl.constexpr,
-    HEAD_SIZE: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
-    HEADS_OUTSIDE: gl.constexpr,
-    PDL: gl.constexpr,
-):
+def _load(cache, rings, block_table, header, entries, values_row, heads_of_block, stride_table, shape):
     """Load the tiles of all of the program's items, end to end, by the copy engine.
 
     Keys come with the values of the previous tile, because their products are issued together.
@@ -182,18 +171,18 @@ def _load(
     TILES: gl.constexpr = words.type.shape[0]
     SIZE: gl.constexpr = values.type.shape[1]
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    BYTES: gl.constexpr = 2 * HEAD_SIZE // cache.block_type.shape[1] * cache.block_type.nbytes
-    if PDL:
+    BYTES: gl.constexpr = 2 * shape.HEAD_SIZE // cache.block_type.shape[1] * cache.block_type.nbytes
+    if shape.PDL:
         wait_for_kernel_before()
-    num_items = gl.load(header) * KV_HEADS
+    num_items = gl.load(header) * shape.KV_HEADS
     stage, phase = 0, 0
     # Rows and columns of the previous tile. The values that come with the first tile are arbitrary, and not used.
     left_before, right_before, column_before = 0, 0, 0
     word_W = gl.arange(0, _WORDS, layout=LANES)
     number, item = 0, gl.program_id(0)
     while item < num_items:
-        entry = entries + item // KV_HEADS * _WORDS
-        kv_head = item % KV_HEADS
+        entry = entries + item // shape.KV_HEADS * _WORDS
+        kv_head = item % shape.KV_HEADS
         table = block_table + gl.load(entry).to(gl.int64) * stride_table
         entry_W = gl.where(word_W == 0, item, gl.load(entry + word_W))
         start = gl.load(entry + 2)
@@ -201,16 +190,16 @@ def _load(
         tiles = _num_tiles(start, stop, SIZE)
         for tile in range(0, tiles):
             key = start + tile * (2 * SIZE)
-            left = gl.load(table + key // BLOCK_SIZE, mask=key < stop, other=0)
+            left = gl.load(table + key // shape.BLOCK_SIZE, mask=key < stop, other=0)
             # After the last key, written keys are loaded again, not an arbitrary block, so that masks remove them.
-            right = gl.load(table + (key + SIZE) // BLOCK_SIZE, mask=key + SIZE < stop, other=left)
-            column = kv_head * HEAD_SIZE
-            if HEADS_OUTSIDE:
+            right = gl.load(table + (key + SIZE) // shape.BLOCK_SIZE, mask=key + SIZE < stop, other=left)
+            column = kv_head * shape.HEAD_SIZE
+            if shape.HEADS_OUTSIDE:
                 left = left * heads_of_block + kv_head
                 right = right * heads_of_block + kv_head
                 column = 0
-            left = left * BLOCK_SIZE + key % BLOCK_SIZE
-            right = right * BLOCK_SIZE + (key + SIZE) % BLOCK_SIZE
+            left = left * shape.BLOCK_SIZE + key % shape.BLOCK_SIZE
+            right = right * shape.BLOCK_SIZE + (key + SIZE) % shape.BLOCK_SIZE
             mbarrier.wait(empty.index(stage), phase ^ 1)
             if tile == 0:
                 words.index(stage).store(entry_W)
@@ -221,7 +210,7 @@ def _load(
             left_before, right_before, column_before = left, right, column
             stage, phase = next_stage(stage, phase, TILES)
         number += 1
-        item = _item(number, PROGRAMS)
+        item = _item(number, shape.PROGRAMS)
     if gl.program_id(0) < num_items:
         mbarrier.wait(empty.index(stage), phase ^ 1)
         words.index(stage).store(gl.full([_WORDS], num_items, gl.int32, LANES))
@@ -269,11 +258,11 @@ def _halves(logits_MN, HALF: gl.constexpr):
 
 
 @gluon.jit
-def _masked(logits_MN, first_key, position_M, low, high, LEFT: gl.constexpr, RIGHT: gl.constexpr, LAYOUT: gl.constexpr):
+def _masked(logits_MN, first_key, position_M, low, high, shape, LAYOUT: gl.constexpr):
     """Return a tile's logits, with minus infinity for keys that do not exist or are not seen."""
     key_N = first_key + gl.arange(0, logits_MN.shape[1], layout=gl.SliceLayout(0, LAYOUT))
     key_1N = key_N[None, :]
-    seen_MN = in_window((key_1N >= low) & (key_1N < high), key_N, position_M, LEFT, RIGHT)
+    seen_MN = in_window((key_1N >= low) & (key_1N < high), key_N, position_M, shape.LEFT, shape.RIGHT)
     return gl.where(seen_MN, logits_MN, -_INFINITY)
 
 
@@ -296,22 +285,11 @@ def _clear(values, stage, first_key, low, high, written):
 
 @gluon.jit
 def _largest(
-    logits_MN,
-    max_M,
-    unit,
-    masked,
-    first_key,
-    position_M,
-    low,
-    high,
-    LEFT: gl.constexpr,
-    RIGHT: gl.constexpr,
-    LAYOUT: gl.constexpr,
-    HALF: gl.constexpr,
-):
+    logits_MN, max_M, unit, masked, first_key, position_M, low, high, shape, LAYOUT: gl.constexpr, HALF: gl.constexpr
+):  # fmt: skip
     """Return a tile's two pieces, masked, and the new running maximum, in the tile's layout and in a piece's."""
     if masked:
-        logits_MN = _masked(logits_MN, first_key, position_M, low, high, LEFT, RIGHT, LAYOUT)
+        logits_MN = _masked(logits_MN, first_key, position_M, low, high, shape, LAYOUT)
     max_M = gl.maximum(max_M, gl.max(logits_MN, 1) * unit)
     left_MN, right_MN = _halves(logits_MN, HALF)
     return left_MN, right_MN, max_M, gl.convert_layout(max_M, gl.SliceLayout(1, HALF), assert_trivial=True)
@@ -388,10 +366,8 @@ def _attend(
     span,
     position_M,
     unit,
+    shape,
     GROUP_OF_WARPS: gl.constexpr,
-    HEAD_SIZE: gl.constexpr,
-    LEFT: gl.constexpr,
-    RIGHT: gl.constexpr,
     LAYOUT: gl.constexpr,
     OUT: gl.constexpr,
 ):
@@ -408,16 +384,16 @@ def _attend(
     HALF: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, SIZE, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
     stage, phase, num_turns = ring_state
-    sums_MD = warpgroup_mma_init(gl.zeros([M, HEAD_SIZE], gl.float32, OUT))
+    sums_MD = warpgroup_mma_init(gl.zeros([M, shape.HEAD_SIZE], gl.float32, OUT))
     max_M = gl.full([M], _LEAST, gl.float32, gl.SliceLayout(1, LAYOUT))
     tiles = _num_tiles(start, stop, SIZE)
     # All rows see all keys from `plain` to `edge`.
     plain = start
-    if LEFT >= 0:
-        plain = last - LEFT
+    if shape.LEFT >= 0:
+        plain = last - shape.LEFT
     edge = stop
-    if RIGHT >= 0:
-        edge = gl.minimum(stop, first + RIGHT + 1)
+    if shape.RIGHT >= 0:
+        edge = gl.minimum(stop, first + shape.RIGHT + 1)
     # Wait for data before the turn, because the turn keeps the other group waiting.
     mbarrier.wait(full.index(stage), phase)
     num_turns = _take_turn(turns, num_turns, GROUP_OF_WARPS)
@@ -428,7 +404,7 @@ def _attend(
     stage, phase = next_stage(stage, phase, TILES)
     masked = (start < plain) | (start + 2 * SIZE > edge)
     left_MN, right_MN, max_M, half_max_M = _largest(
-        logits_MN, max_M, unit, masked, start, position_M, low, high, LEFT, RIGHT, LAYOUT, HALF
+        logits_MN, max_M, unit, masked, start, position_M, low, high, shape, LAYOUT, HALF
     )
     left_MN = gl.exp2(left_MN * unit - half_max_M[:, None])
     right_MN = gl.exp2(right_MN * unit - half_max_M[:, None])
@@ -448,7 +424,7 @@ def _attend(
         logits_MN = warpgroup_mma_wait(2, deps=(logits_MN,))
         masked = (key < plain) | (key + 2 * SIZE > edge)
         left_MN, right_MN, new_max_M, half_max_M = _largest(
-            logits_MN, max_M, unit, masked, key, position_M, low, high, LEFT, RIGHT, LAYOUT, HALF
+            logits_MN, max_M, unit, masked, key, position_M, low, high, shape, LAYOUT, HALF
         )
         decay_M = gl.exp2(max_M - new_max_M)
         max_M = new_max_M
@@ -481,50 +457,31 @@ def _attend(
 
 
 @gluon.jit
-def _load_query(
-    query_THD,
-    num_items,
-    work,
-    stride_token,
-    GROUP_OF_WARPS: gl.constexpr,
-    KV_HEADS: gl.constexpr,
-    GROUP: gl.constexpr,
-    HEAD_SIZE: gl.constexpr,
-    ROWS: gl.constexpr,
-    COPY: gl.constexpr,
-):
+def _load_query(query_THD, num_items, work, stride_token, shape, GROUP_OF_WARPS: gl.constexpr, COPY: gl.constexpr):
     """Return the group's rows of an item, [M, D]; zeros if there is no item."""
     item, tile, _, _, _, query_start, query_len, _ = work
-    row_M = tile * (2 * ROWS) + GROUP_OF_WARPS * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, COPY))
-    dim = gl.arange(0, HEAD_SIZE, layout=gl.SliceLayout(0, COPY))
-    token_M, head_M = token_and_head(row_M, item % KV_HEADS, GROUP)
+    row_M = (
+        tile * (2 * shape.ROWS) + GROUP_OF_WARPS * shape.ROWS + gl.arange(0, shape.ROWS, layout=gl.SliceLayout(1, COPY))
+    )
+    dim = gl.arange(0, shape.HEAD_SIZE, layout=gl.SliceLayout(0, COPY))
+    token_M, head_M = token_and_head(row_M, item % shape.KV_HEADS, shape.GROUP)
     # 64 bits for the tile's first token, 32 for what lies within the tile.
-    first_token = tile * (2 * ROWS) // GROUP
+    first_token = tile * (2 * shape.ROWS) // shape.GROUP
     query = query_THD + (query_start + first_token).to(gl.int64) * stride_token
-    pointers = query + ((token_M - first_token) * stride_token + head_M * HEAD_SIZE)[:, None] + dim[None, :]
+    pointers = query + ((token_M - first_token) * stride_token + head_M * shape.HEAD_SIZE)[:, None] + dim[None, :]
     exists_M = (token_M < query_len) & (item < num_items)
     return gl.load(pointers, mask=exists_M[:, None], other=0.0)
 
 
 @gluon.jit
-def _run(
-    rings,
-    turns,
-    tensors,
-    strides,
-    scale,
-    GROUP_OF_WARPS: gl.constexpr,
-    KV_HEADS: gl.constexpr,
-    GROUP: gl.constexpr,
-    HEAD_SIZE: gl.constexpr,
-    ROWS: gl.constexpr,
-    LEFT: gl.constexpr,
-    RIGHT: gl.constexpr,
-    PDL: gl.constexpr,
-):
+def _run(rings, turns, tensors, strides, scale, shape, GROUP_OF_WARPS: gl.constexpr):
     """Run a group of four warps: its half of the rows of each of the program's items."""
     query_THD, out_THD, lse_HT, sinks, header, entries, partial_out, partial_lse = tensors
     stride_token, stride_lse = strides
+    KV_HEADS: gl.constexpr = shape.KV_HEADS
+    GROUP: gl.constexpr = shape.GROUP
+    HEAD_SIZE: gl.constexpr = shape.HEAD_SIZE
+    ROWS: gl.constexpr = shape.ROWS
     keys, _, words, _, _ = rings
     SIZE: gl.constexpr = keys.type.shape[1]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, SIZE, 16])
@@ -532,7 +489,7 @@ def _run(
     QUERY: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=LAYOUT, k_width=2)
     # Sixteen bytes a thread, along a row.
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_SIZE, HEAD_SIZE // 8], [4, 1], [1, 0])
-    if PDL:
+    if shape.PDL:
         wait_for_kernel_before()
     num_items = gl.load(header) * KV_HEADS
     dim = gl.arange(0, HEAD_SIZE, layout=gl.SliceLayout(0, COPY))
@@ -542,15 +499,12 @@ def _run(
     first_entry = entries + gl.where(item < num_items, item, 0) // KV_HEADS * _WORDS
     _, tile, start, stop, slot, query_start, query_len, seq_len = read_entry(first_entry)
     work = (item, tile, start, stop, slot, query_start, query_len, seq_len)
-    query_MD = _load_query(
-        query_THD, num_items, work, stride_token,
-        GROUP_OF_WARPS, KV_HEADS, GROUP, HEAD_SIZE, ROWS, COPY,
-    )  # fmt: skip
+    query_MD = _load_query(query_THD, num_items, work, stride_token, shape, GROUP_OF_WARPS, COPY)
     while item < num_items:
         kv_head = item % KV_HEADS
         _, tile, start, stop, slot, query_start, query_len, seq_len = work
         # For the whole tile, because its two groups of warps share tiles of keys.
-        low, high, first, last = tile_keys(tile, query_len, seq_len, GROUP, 2 * ROWS, LEFT, RIGHT)
+        low, high, first, last = tile_keys(tile, query_len, seq_len, GROUP, 2 * ROWS, shape.LEFT, shape.RIGHT)
         # An item without keys still has a tile, of an arbitrary block.
         high, written = gl.minimum(high, stop), gl.where(start < stop, seq_len, 0)
         first_row = tile * (2 * ROWS) + GROUP_OF_WARPS * ROWS
@@ -558,34 +512,20 @@ def _run(
         operand_MD = gl.convert_layout(query_MD, QUERY)
         position_M = seq_len - query_len + (first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))) // GROUP
 
+        span = start, stop, low, high, first, last, written
         sums_MD, sum_M, max_M, ring_state = _attend(
-            operand_MD,
-            rings,
-            turns,
-            ring_state,
-            (start, stop, low, high, first, last, written),
-            position_M,
-            scale * _LOG2_E,
-            GROUP_OF_WARPS,
-            HEAD_SIZE,
-            LEFT,
-            RIGHT,
-            LAYOUT,
-            OUT,
+            operand_MD, rings, turns, ring_state, span, position_M, scale * LOG2_E, shape, GROUP_OF_WARPS, LAYOUT, OUT
         )
         # The next item's rows are loaded while this one's are written.
         work = _read_item(words, ring_state[0])
-        query_MD = _load_query(
-            query_THD, num_items, work, stride_token,
-            GROUP_OF_WARPS, KV_HEADS, GROUP, HEAD_SIZE, ROWS, COPY,
-        )  # fmt: skip
+        query_MD = _load_query(query_THD, num_items, work, stride_token, shape, GROUP_OF_WARPS, COPY)
 
         row_M = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
         token_M, head_M = token_and_head(row_M, kv_head, GROUP)
         factor_M = gl.where(sum_M > 0, 1.0, 0.0)
         if sinks is not None:  # noqa: SIM102 (one is known when compiled, the other is not)
             if slot < 0:
-                sink_M = gl.load(sinks + head_M) * _LOG2_E
+                sink_M = gl.load(sinks + head_M) * LOG2_E
                 new_max_M = gl.maximum(max_M, sink_M)
                 factor_M = gl.exp2(max_M - new_max_M)
                 sum_M = sum_M * factor_M + gl.exp2(sink_M - new_max_M)
@@ -596,7 +536,7 @@ def _run(
         if slot < 0:
             if lse_HT is not None:
                 lse_ptrs = lse_HT + head_M.to(gl.int64) * stride_lse + query_start + token_M
-                gl.store(lse_ptrs, lse_M * _LN_2, mask=token_M < query_len)
+                gl.store(lse_ptrs, lse_M * LN_2, mask=token_M < query_len)
             rounded_MD = gl.convert_layout(sums_MD.to(out_THD.dtype.element_ty), COPY)
             copied_M = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, COPY))
             first_token = tile * (2 * ROWS) // GROUP
@@ -646,6 +586,9 @@ def _prefill_kernel(
     """Attend a plan's items; `values_row` is the cache's first row of values, `heads_of_block` its heads with rows."""
     if PDL:
         let_next_kernel_start()
+    SHAPE: gl.constexpr = _Shape(
+        PROGRAMS, KV_HEADS, GROUP, HEAD_SIZE, BLOCK_SIZE, ROWS, LEFT, RIGHT, HEADS_OUTSIDE, PDL
+    )  # fmt: skip
     SIZE: gl.constexpr = cache.block_type.shape[0]
     # Keys and values have the same pattern in shared memory as a box of the copy engine.
     keys = gl.allocate_shared_memory(cache.dtype, [TILES, 2 * SIZE, HEAD_SIZE], cache.layout)
@@ -657,39 +600,14 @@ def _prefill_kernel(
     # The entry of the item whose first keys are in a stage.
     words = gl.allocate_shared_memory(gl.int32, [TILES, _WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     rings = (keys, values, words, full, empty)
-    tensors = (
-        query_THD,
-        out_THD,
-        lse_HT,
-        sinks,
-        header,
-        entries,
-        partial_out,
-        partial_lse,
-    )
+    tensors = (query_THD, out_THD, lse_HT, sinks, header, entries, partial_out, partial_lse)
     strides = (stride_token, stride_lse)
     gl.warp_specialize(
         [
-            (
-                _run,
-                (
-                    rings, turns, tensors, strides, scale, 0, KV_HEADS, GROUP, HEAD_SIZE, ROWS, LEFT, RIGHT, PDL,
-                ),
-            ),
-            (
-                _run,
-                (
-                    rings, turns, tensors, strides, scale, 1, KV_HEADS, GROUP, HEAD_SIZE, ROWS, LEFT, RIGHT, PDL,
-                ),
-            ),
-            (
-                _load,
-                (
-                    cache, rings, block_table, header, entries, values_row, heads_of_block, stride_table,
-                    PROGRAMS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE, HEADS_OUTSIDE, PDL,
-                ),
-            ),
+            (_run, (rings, turns, tensors, strides, scale, SHAPE, 0)),
+            (_run, (rings, turns, tensors, strides, scale, SHAPE, 1)),
+            (_load, (cache, rings, block_table, header, entries, values_row, heads_of_block, stride_table, SHAPE)),
         ],
         [4, 1],
         [240, 24],
-    )  # fmt: skip
+    )

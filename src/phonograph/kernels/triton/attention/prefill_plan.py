@@ -23,6 +23,7 @@ with a long context. So one small kernel, once a step, writes the list for the p
 
 from __future__ import annotations
 
+from collections import namedtuple
 from dataclasses import dataclass
 from functools import partial
 
@@ -31,6 +32,7 @@ import triton
 import triton.language as tl
 
 from phonograph.kernels.attention_scratch import PREFILL_ROWS, SHORTEST_PIECE, prefill_partials, prefill_programs
+from phonograph.kernels.triton.attention.words import load_words, store_words
 from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_options
 
 BLOCK_M = PREFILL_ROWS
@@ -177,15 +179,7 @@ def plan_prefill(
 @triton.jit
 def read_entry(entry):
     """Return sequence, tile, first key, end of keys, partial slot, and the sequence's first query, queries and keys."""
-    seq = tl.load(entry)
-    tile = tl.load(entry + 1)
-    start = tl.load(entry + 2)
-    stop = tl.load(entry + 3)
-    slot = tl.load(entry + 4)
-    query_start = tl.load(entry + 5)
-    query_len = tl.load(entry + 6)
-    seq_len = tl.load(entry + 7)
-    return seq, tile, start, stop, slot, query_start, query_len, seq_len
+    return load_words(entry, ENTRY_WORDS)
 
 
 @triton.jit
@@ -205,36 +199,27 @@ def tile_keys(
     return low, high, first, last
 
 
+# Constants of the plan's kernel.
+_Shape = namedtuple("_Shape", "GROUP BLOCK_M LEFT RIGHT LOG_SEQS")
+
+
 @triton.jit
-def _chunk_of_tiles(
-    chunk,
-    num_tiles,
-    query_start_loc,
-    seq_lens,
-    first_tile,
-    num_seqs,
-    GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
-    LOG_SEQS: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+def _chunk_of_tiles(chunk, num_tiles, query_start_loc, seq_lens, first_tile, num_seqs, shape, CHUNK: tl.constexpr):
     """Return, for CHUNK tiles: existence, sequence, tile in it, first key (aligned), number of keys from there."""
     index = chunk + tl.arange(0, CHUNK)
     exists = index < num_tiles
     # The last sequence whose first tile is this one or an earlier one. A sequence without tiles has the first tile of
     # its successor.
     seq = tl.zeros([CHUNK], tl.int32)
-    for bit in tl.static_range(LOG_SEQS):
-        candidate = seq + (1 << (LOG_SEQS - 1 - bit))
+    for bit in tl.static_range(shape.LOG_SEQS):
+        candidate = seq + (1 << (shape.LOG_SEQS - 1 - bit))
         first = tl.load(first_tile + candidate, mask=candidate < num_seqs, other=2147483647)
         seq = tl.where(first <= index, candidate, seq)
     tile = index - tl.load(first_tile + seq)
     begin = tl.load(query_start_loc + seq, mask=exists, other=0)
     query_len = tl.load(query_start_loc + seq + 1, mask=exists, other=1) - begin
     seq_len = tl.load(seq_lens + seq, mask=exists, other=0)
-    low, high, _first_position, _last_position = tile_keys(tile, query_len, seq_len, GROUP, BLOCK_M, LEFT, RIGHT)
+    low, high, _, _ = tile_keys(tile, query_len, seq_len, shape.GROUP, shape.BLOCK_M, shape.LEFT, shape.RIGHT)
     start = low // KEY_STEP * KEY_STEP
     keys = tl.where(exists, tl.maximum(high - start, 0), 0)
     return exists, seq, tile, start, keys
@@ -263,6 +248,7 @@ def _plan_kernel(
     CUTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    SHAPE: tl.constexpr = _Shape(GROUP, BLOCK_M, LEFT, RIGHT, LOG_SEQS)
     pdl_begin(PDL)
     seq = tl.arange(0, 1 << LOG_SEQS)
     valid = seq < num_seqs
@@ -285,9 +271,8 @@ def _plan_kernel(
     longest = 1
     for chunk in range(0, num_tiles, CHUNK):
         exists, seqs, tile, start, keys = _chunk_of_tiles(
-            chunk, num_tiles, query_start_loc, seq_lens, first_tile, num_seqs,
-            GROUP, BLOCK_M, LEFT, RIGHT, LOG_SEQS, CHUNK,
-        )  # fmt: skip
+            chunk, num_tiles, query_start_loc, seq_lens, first_tile, num_seqs, SHAPE, CHUNK
+        )
         total_keys += tl.sum(keys.to(tl.float32))
         longest = tl.maximum(longest, tl.max(keys))
 
@@ -305,9 +290,8 @@ def _plan_kernel(
     work_large = tl.zeros([_CANDIDATES], tl.float32)
     for chunk in range(0, num_tiles, CHUNK):
         exists, seqs, tile, start, keys = _chunk_of_tiles(
-            chunk, num_tiles, query_start_loc, seq_lens, first_tile, num_seqs,
-            GROUP, BLOCK_M, LEFT, RIGHT, LOG_SEQS, CHUNK,
-        )  # fmt: skip
+            chunk, num_tiles, query_start_loc, seq_lens, first_tile, num_seqs, SHAPE, CHUNK
+        )
         pieces = _pieces(keys[:, None], rate[None, :], exists[:, None])
         own_work = keys[:, None] + _PIECE_COST * pieces
         large = 2 * own_work > (length + _PIECE_COST)[None, :] * pieces
@@ -326,9 +310,8 @@ def _plan_kernel(
 
     # Sort pieces by length, longest first; equal lengths in tile order. Partial results and merges are in tile order.
     exists, seqs, tile, start, keys = _chunk_of_tiles(
-        first_listed, num_tiles, query_start_loc, seq_lens, first_tile, num_seqs,
-        GROUP, BLOCK_M, LEFT, RIGHT, LOG_SEQS, LISTED,
-    )  # fmt: skip
+        first_listed, num_tiles, query_start_loc, seq_lens, first_tile, num_seqs, SHAPE, LISTED
+    )
     own = first_listed + tl.arange(0, LISTED)
     pieces = _pieces(keys, rate, exists).to(tl.int32)
     size = keys // tl.maximum(pieces, 1)
@@ -340,9 +323,8 @@ def _plan_kernel(
     num_merges = 0
     for chunk in range(0, num_tiles, CHUNK):
         other_exists, _, _, _, other_keys = _chunk_of_tiles(
-            chunk, num_tiles, query_start_loc, seq_lens, first_tile, num_seqs,
-            GROUP, BLOCK_M, LEFT, RIGHT, LOG_SEQS, CHUNK,
-        )  # fmt: skip
+            chunk, num_tiles, query_start_loc, seq_lens, first_tile, num_seqs, SHAPE, CHUNK
+        )
         other_pieces = _pieces(other_keys, rate, other_exists).to(tl.int32)
         other_size = other_keys // tl.maximum(other_pieces, 1)
         partials = tl.where(other_pieces > 1, other_pieces, 0)
@@ -358,10 +340,7 @@ def _plan_kernel(
         tl.store(header + _NUM_ENTRIES, num_entries)
         tl.store(header + _NUM_MERGES, num_merges)
     merge = merges + merge * ENTRY_WORDS
-    tl.store(merge, seqs, mask=is_cut)
-    tl.store(merge + 1, tile, mask=is_cut)
-    tl.store(merge + 2, slot, mask=is_cut)
-    tl.store(merge + 3, pieces, mask=is_cut)
+    store_words(merge, (seqs, tile, slot, pieces), is_cut)
     query_start = tl.load(query_start_loc + seqs, mask=exists, other=0)
     query_len = tl.load(query_start_loc + seqs + 1, mask=exists, other=0) - query_start
     seq_len = tl.load(seq_lens + seqs, mask=exists, other=0)
@@ -377,14 +356,10 @@ def _plan_kernel(
         upper = tl.cdiv(whole * (piece + 1) + rest * (piece + 1) // cuts, KEY_STEP) * KEY_STEP
         upper = tl.minimum(upper, keys)
         entry = entries + (rank[None, :] + piece) * ENTRY_WORDS
-        tl.store(entry, seqs[None, :], mask=mask)
-        tl.store(entry + 1, tile[None, :], mask=mask)
-        tl.store(entry + 2, start[None, :] + tl.minimum(lower, keys), mask=mask)
-        tl.store(entry + 3, start[None, :] + upper, mask=mask)
-        tl.store(entry + 4, tl.where(is_cut[None, :], slot[None, :] + piece, -1), mask=mask)
-        tl.store(entry + 5, query_start[None, :], mask=mask)
-        tl.store(entry + 6, query_len[None, :], mask=mask)
-        tl.store(entry + 7, seq_len[None, :], mask=mask)
+        first_key, key_end = start[None, :] + tl.minimum(lower, keys), start[None, :] + upper
+        piece_slot = tl.where(is_cut[None, :], slot[None, :] + piece, -1)
+        span = seqs[None, :], tile[None, :], first_key, key_end, piece_slot
+        store_words(entry, span + (query_start[None, :], query_len[None, :], seq_len[None, :]), mask)
 
 
 @triton.jit

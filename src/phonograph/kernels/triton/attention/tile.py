@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-_LN_2 = tl.constexpr(0.6931471805599453)
+LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
@@ -111,7 +111,7 @@ def store_rows(
     mask_MD = valid_M[:, None] & (dim < HEAD_SIZE)[None, :]
     tl.store(pointer_MD, acc_MD.to(out_THD.dtype.element_ty), mask=mask_MD)
     if lse_HT is not None:
-        tl.store(lse_HT + head_M.to(tl.int64) * stride_lse + query_start + token_M, lse_M * _LN_2, mask=valid_M)
+        tl.store(lse_HT + head_M.to(tl.int64) * stride_lse + query_start + token_M, lse_M * LN_2, mask=valid_M)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ Algorithm: selection by a search for the threshold, without a sort, and Gumbel-m
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
-# pyright: reportOperatorIssue=false
+# pyright: reportOperatorIssue=false, reportAssignmentType=false
 from __future__ import annotations
 
 from collections import namedtuple
@@ -53,7 +53,7 @@ _Shape = namedtuple("_Shape", "BLOCK ID_BITS KEY_SHIFT")
 
 
 @triton.jit
-def _entries(start, count, row, shape: tl.constexpr, LISTED: tl.constexpr):
+def _entries(start, count, row, shape, LISTED: tl.constexpr):
     """Return a block of `_order`'s integers, of the candidates or of the whole row, and the logits.
 
     Integers after the end are below all others.
@@ -82,7 +82,7 @@ def _fold(values, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _sum_from(level, count, row, shape: tl.constexpr, LISTED: tl.constexpr):
+def _sum_from(level, count, row, shape, LISTED: tl.constexpr):
     """Return the mass of all tokens at or above `level`, float64."""
     total = tl.zeros((shape.BLOCK // 8,), tl.float32)
     for start in range(0, count, shape.BLOCK):
@@ -93,7 +93,7 @@ def _sum_from(level, count, row, shape: tl.constexpr, LISTED: tl.constexpr):
 
 
 @triton.jit
-def _search(target, low, high, count, row, shape: tl.constexpr, LISTED: tl.constexpr, BY_MASS: tl.constexpr):
+def _search(target, low, high, count, row, shape, LISTED: tl.constexpr, BY_MASS: tl.constexpr):
     """Return the highest level in [low, high) with at least `target` tokens, or mass, at or above it; else low.
 
     Each pass sums above three levels between the bounds, which leaves a quarter.
@@ -122,7 +122,7 @@ def _search(target, low, high, count, row, shape: tl.constexpr, LISTED: tl.const
 
 
 @triton.jit
-def _filter_and_draw(low, whole, count, row, top_k, top_p, shape: tl.constexpr, LISTED: tl.constexpr):
+def _filter_and_draw(low, whole, count, row, top_k, top_p, shape, LISTED: tl.constexpr):
     """Draw a token from the tokens that the filters keep, all at or above `low`; `whole` is the row's mass."""
     BLOCK: tl.constexpr = shape.BLOCK
     LAST_ID: tl.constexpr = (1 << shape.ID_BITS) - 1
