@@ -47,7 +47,7 @@ class Grouped(NamedTuple):
         return self.packed_OW.shape[1] * self.packed_OW.element_size() * 8 // self.bits
 
     def has_equal_strides(self) -> bool:
-        """Return True if zeros and offsets lie in memory as the scales do, which kernels rely on."""
+        """Return True if zeros and offsets have the strides of the scales, as kernels require."""
         others = (self.zeros_OG, self.offsets_OG)
         return all(other is None or other.stride() == self.scales_OG.stride() for other in others)
 
@@ -80,7 +80,7 @@ class Grouped(NamedTuple):
 
 
 def dequantize(weight: Grouped) -> torch.Tensor:
-    """Return the weights [O, G * group], of FP8 [O, I], in the type of the scales and the order of the groups."""
+    """Return the weights, [O, G * group] or for FP8 [O, I], in the type of the scales and the order of the groups."""
     outputs, groups = weight.scales_OG.shape
     if weight.is_fp8():
         return _dequantize_fp8(weight)
@@ -136,7 +136,7 @@ def deinterleave(packed_OW: torch.Tensor) -> torch.Tensor:
 
 
 def _dequantize_fp8(weight: Grouped) -> torch.Tensor:
-    """Convert by bits: a number of e4m3 is 256 times the float16 whose exponent and mantissa begin with its bits.
+    """Convert by bits: an e4m3 number is 256 times the float16 that has its bits at the head of exponent and mantissa.
 
     A CPU has no instruction for this type, and torch converts one number after another.
     """

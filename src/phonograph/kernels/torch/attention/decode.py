@@ -38,7 +38,7 @@ def decode(
     out_THD: torch.Tensor,
     lse_HT: torch.Tensor | None,
 ) -> None:
-    """Attend the first `num_decodes` queries of the schedule, one a sequence; writes their rows of both outputs."""
+    """Attend the first `num_decodes` queries of the schedule, one a sequence; write their rows of both outputs."""
     batch = state.schedule
     count = batch.num_decodes
     views = state.cache_views(kv_cache)
@@ -86,7 +86,7 @@ def _attend(
     else:
         query_rows = query_RHD.as_strided((*pattern.shape[:1], head_size), (head_size, 1))
     torch.sparse.sampled_addmm(pattern, query_rows, cache.keys_DN, alpha=scoring.scale, beta=0.0, out=pattern)
-    # The scores stay finite for the next layer: its beta is 0, but multiplies what is there.
+    # The scores must stay finite, because the next layer multiplies them by its beta, 0.
     scores_RHL = bucket.scores
     if scoring.softcap > 0.0 or scoring.slopes_H is not None:
         scores_RHL = softcap_(scores_RHL.clone(), scoring.softcap)

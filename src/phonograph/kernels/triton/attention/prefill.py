@@ -11,10 +11,10 @@ Algorithm: FlashAttention 2 (Dao, 2023) in persistent programs, with the online 
 4. Pieces of tiles that are cut along the keys leave normalized partial results, which a second kernel merges in the
    order of their keys.
 
-    keys       0        plain             edge      stop
-    first row  . . . m m|x x x x x x x x x|m          m: masked tiles, x: tiles that all rows see whole
-    last row       . m m|x x x x x x x x x|m m m m    .: outside the window
-    pieces     |     program 4     |    program 7   |
+    keys       start    plain           edge     stop
+    first row  . m m m m|x x x x x x x x|m . . .          x: keys in tiles without masks
+    last row   . . . . m|x x x x x x x x|m m m m          m: seen keys in masked tiles, .: unseen keys
+    pieces     |    program 4    |    program 7   |
 """
 
 # pyright: basic, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -393,7 +393,7 @@ def _attention_kernel(
         token_M, head_M = token_and_head(row_M, kv_head, GROUP)
         valid_M = token_M < query_len
         position_M = seq_len - query_len + token_M
-        # 64 bits for the tile's first token, 32 for what lies within the tile.
+        # 64 bits for the tile's first token, 32 within the tile.
         first_token = tile * BLOCK_M // GROUP
         query = query_THD + (query_start + first_token).to(tl.int64) * stride_token
         pointer_MD = query + ((token_M - first_token) * stride_token + head_M * HEAD_SIZE)[:, None] + dim[None, :]

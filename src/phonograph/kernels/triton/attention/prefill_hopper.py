@@ -465,7 +465,7 @@ def _load_query(query_THD, num_items, work, stride_token, shape, GROUP_OF_WARPS:
     )
     dim = gl.arange(0, shape.HEAD_SIZE, layout=gl.SliceLayout(0, COPY))
     token_M, head_M = token_and_head(row_M, item % shape.KV_HEADS, shape.GROUP)
-    # 64 bits for the tile's first token, 32 for what lies within the tile.
+    # 64 bits for the tile's first token, 32 within the tile.
     first_token = tile * (2 * shape.ROWS) // shape.GROUP
     query = query_THD + (query_start + first_token).to(gl.int64) * stride_token
     pointers = query + ((token_M - first_token) * stride_token + head_M * shape.HEAD_SIZE)[:, None] + dim[None, :]

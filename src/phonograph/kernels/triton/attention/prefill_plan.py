@@ -36,7 +36,7 @@ from phonograph.kernels.triton.attention.words import load_words, store_words
 from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_options
 
 BLOCK_M = PREFILL_ROWS
-# Pieces begin at multiples of this many keys, whatever the tiles of the kernel.
+# Pieces begin at multiples of this many keys, for any tile size of the kernel.
 KEY_STEP = tl.constexpr(128)
 ENTRY_WORDS = tl.constexpr(8)
 _NUM_ENTRIES, _NUM_MERGES = tl.constexpr(0), tl.constexpr(1)

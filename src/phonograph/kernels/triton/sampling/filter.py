@@ -131,7 +131,7 @@ def _filter_and_draw(low, whole, count, row, top_k, top_p, shape, LISTED: tl.con
         low = _search(top_k.to(tl.float64), low, high, count, row, shape, LISTED, False)
         whole = _sum_from(low, count, row, shape, LISTED)
     if top_p < 1.0:
-        # Above 0, so that the best token (of mass 1) is kept however small top_p is.
+        # Above 0, so that the best token (of mass 1) is kept for any top_p.
         target = tl.maximum(top_p.to(tl.float64) * whole, 1e-30)
         low = _search(target, low, high, count, row, shape, LISTED, True)
 
