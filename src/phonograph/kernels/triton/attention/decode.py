@@ -40,6 +40,7 @@ from phonograph.kernels.triton.attention.decode_plan import (
     share_of,
 )
 from phonograph.kernels.triton.attention.fp8 import fp8_in_one_instruction, pairs_apart, rows_in_float16
+from phonograph.kernels.triton.attention.plan_words import load_words
 from phonograph.kernels.triton.attention.tile import (
     LOG2_E,
     add_sink,
@@ -51,7 +52,6 @@ from phonograph.kernels.triton.attention.tile import (
     store_rows,
     token_and_head,
 )
-from phonograph.kernels.triton.attention.words import load_words
 from phonograph.kernels.triton.launch.pdl import pdl_options, pdl_wait_if
 from phonograph.kernels.triton.launch.shared_memory import shared_memory
 

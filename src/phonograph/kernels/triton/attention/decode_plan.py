@@ -41,7 +41,7 @@ from phonograph.kernels.attention_scratch import (
     decode_partials,
     row_tiles,
 )
-from phonograph.kernels.triton.attention.words import load_words, store_words
+from phonograph.kernels.triton.attention.plan_words import load_words, store_words
 from phonograph.kernels.triton.launch.pdl import pdl_options
 
 RECORD_WORDS = tl.constexpr(8)

@@ -30,6 +30,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from phonograph.kernels.triton.attention.fp8 import at_width_of
+from phonograph.kernels.triton.attention.plan_words import load_words
 from phonograph.kernels.triton.attention.prefill_plan import (
     BLOCK_M,
     COUNTER,
@@ -50,7 +51,6 @@ from phonograph.kernels.triton.attention.tile import (
     store_rows,
     token_and_head,
 )
-from phonograph.kernels.triton.attention.words import load_words
 from phonograph.kernels.triton.launch.pdl import gluon_usable, pdl_begin, pdl_options, pdl_usable, pdl_wait_first
 from phonograph.kernels.triton.launch.shared_memory import shared_memory
 

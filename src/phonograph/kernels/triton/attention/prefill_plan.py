@@ -32,7 +32,7 @@ import triton
 import triton.language as tl
 
 from phonograph.kernels.attention_scratch import PREFILL_ROWS, SHORTEST_PIECE, prefill_partials, prefill_programs
-from phonograph.kernels.triton.attention.words import load_words, store_words
+from phonograph.kernels.triton.attention.plan_words import load_words, store_words
 from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_options
 
 BLOCK_M = PREFILL_ROWS
