@@ -251,8 +251,8 @@ def _write_kernel(
     mask = (d < D)[None, :] & (head < K)[:, None]
     slot = tl.load(slots_ptr + token, token < num_slots, other=-1)
     if slot >= 0:
-        pointer = slot_pointer(cache_ptr, slot, S, cache_stride_b, cache_stride_s)
-        pointer += head[:, None] * cache_stride_k + d[None, :]
+        pointer = slot_pointer(cache_ptr, slot, S, cache_stride_b, cache_stride_s) + head[:, None] * cache_stride_k
+        pointer += d[None, :]
         if first_head < K:
             key_pointer = key_ptr + token * key_stride_t + head[:, None] * key_stride_k + d[None, :]
             store_scaled(pointer, tl.load(key_pointer, mask, other=0.0), k_scale_ptr, head, mask, LARGEST)

@@ -169,10 +169,10 @@ def scan_kernel(
     part_score = tl.max(score, 0)
     part_token = tl.min(tl.where(score == part_score, token, V), 0)
     part_maximum = _max_or_nan(maximum)
-    index = entry * parts + part
-    tl.store(part_scores_ptr + index, part_score)
-    tl.store(part_tokens_ptr + index, part_token)
-    tl.store(part_maxima_ptr + index, part_maximum)
+    part_index = entry * parts + part
+    tl.store(part_scores_ptr + part_index, part_score)
+    tl.store(part_tokens_ptr + part_index, part_token)
+    tl.store(part_maxima_ptr + part_index, part_maximum)
 
     if is_last(counters_ptr + 2 * entry, parts):
         index = tl.arange(0, MAX_PARTS)
