@@ -65,7 +65,7 @@ def test_small(spec: AttentionSpec, device: torch.device) -> None:
 )
 def test_divided_multiprocessors(spec: AttentionSpec, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where both launches run at the same time, which these small GPUs of the interpreter do not."""
-    monkeypatch.setattr("phonograph.attention.triton.backend.takes_part", lambda _: True)
+    monkeypatch.setattr("phonograph.attention.triton.backend.prefill_overlaps", lambda _: True)
     more = BatchShape(
         name="more", query_lens=(1, 2, 40, 17, 1), seq_lens=(300, 50, 40, 90, 17), padded_reqs=1, padded_tokens=4
     )
@@ -82,8 +82,8 @@ def test_when_both_launches_run_at_the_same_time(
     launched: list[tuple[str, bool]] = []
 
     def note(name: str) -> Callable[..., None]:
-        def launch(*_: object, beside: bool = False, **others: object) -> None:
-            launched.append((name, beside))
+        def launch(*_: object, overlaps_prefill: bool = False, **others: object) -> None:
+            launched.append((name, overlaps_prefill))
 
         return launch
 

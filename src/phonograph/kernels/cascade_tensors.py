@@ -18,8 +18,8 @@ class PrefixCut:
     Shapes, int32, with N blocks in the longest sequence:
         prefix_starts [2]    0, from the start, and the batch's tokens
         prefix_lens   [1]    keys of the prefix
-        suffix_lens   [R]    keys behind the prefix; 0 in empty slots
-        suffix_table  [R, N] blocks behind the prefix; entries behind a sequence's blocks stay as they are
+        suffix_lens   [R]    keys after the prefix; 0 in empty slots
+        suffix_table  [R, N] blocks after the prefix; entries after a sequence's blocks stay as they are
     """
 
     prefix_starts: torch.Tensor

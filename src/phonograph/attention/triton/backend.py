@@ -28,7 +28,7 @@ from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.kernels.attention_scratch import MAX_SHORT_QUERY
 from phonograph.kernels.triton.attention.decode import decode_attention
 from phonograph.kernels.triton.attention.decode_plan import DecodePlan, make_decode_plan, plan_decode
-from phonograph.kernels.triton.attention.prefill import merge_prefill, prefill_attention, takes_part
+from phonograph.kernels.triton.attention.prefill import merge_prefill, prefill_attention, prefill_overlaps
 from phonograph.kernels.triton.attention.prefill_plan import (
     PrefillPlan,
     make_prefill_plan,
@@ -84,7 +84,7 @@ class TritonMetadataBuilder(MetadataBuilder[TritonMetadata]):
             plans=self._plans,
             short_query_len=short_query_len,
             has_long=has_long,
-            divide=has_long and takes_part(common.slot_mapping.shape[0]),
+            divide=has_long and prefill_overlaps(common.slot_mapping.shape[0]),
         )
 
 
@@ -144,7 +144,7 @@ class TritonBackend(GpuBackend[TritonMetadata]):
             common.seq_lens,
             out_THD,
             lse_HT,
-            beside=metadata.has_long and takes_part(query_THD.shape[0]),
+            overlaps_prefill=metadata.has_long and prefill_overlaps(query_THD.shape[0]),
             **scoring,
         )
         if metadata.has_long:

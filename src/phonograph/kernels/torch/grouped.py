@@ -14,10 +14,8 @@ import torch
 
 TILE = 1 << 19
 """Weights that are unpacked at once: 2 MiB in float32, which stay in a core's cache until they are multiplied."""
-
-
 MAX_GROUPED_ROWS = 256
-"""Rows up to which a GPU multiplies weights in groups by kernels of their own. For more it writes the weights out."""
+"""Most rows for which a GPU multiplies grouped weights by kernels of their own. For more it dequantizes the matrix."""
 
 
 class Grouped(NamedTuple):
@@ -32,7 +30,7 @@ class Grouped(NamedTuple):
         group: inputs of a group.
         order_I: int64, the input of x that each column multiplies; None if they are in order.
         offsets_OG: in the type of the scales; None for 0 everywhere.
-        interleaved: the values of four words lie as `interleave` puts them.
+        interleaved: the values of four words are in the order of `interleave`.
     """
 
     packed_OW: torch.Tensor
@@ -49,7 +47,7 @@ class Grouped(NamedTuple):
         return self.packed_OW.shape[1] * self.packed_OW.element_size() * 8 // self.bits
 
     def has_equal_strides(self) -> bool:
-        """Return True if zeros and offsets lie in memory as the scales do, which kernels rely on."""
+        """Return True if zeros and offsets have the strides of the scales, as kernels require."""
         others = (self.zeros_OG, self.offsets_OG)
         return all(other is None or other.stride() == self.scales_OG.stride() for other in others)
 
@@ -82,7 +80,7 @@ class Grouped(NamedTuple):
 
 
 def dequantize(weight: Grouped) -> torch.Tensor:
-    """Return the weights [O, G * group], of FP8 [O, I], in the type of the scales and the order of the groups."""
+    """Return the weights, [O, G * group] or for FP8 [O, I], in the type of the scales and the order of the groups."""
     outputs, groups = weight.scales_OG.shape
     if weight.is_fp8():
         return _dequantize_fp8(weight)
@@ -109,10 +107,10 @@ def dequantize(weight: Grouped) -> torch.Tensor:
 
 
 def interleave(packed_OW: torch.Tensor) -> torch.Tensor:
-    """Return words of values of 4 bits in the order in which the tensor cores of Hopper take them.
+    """Return words of 4-bit values in the order of Hopper's tensor cores.
 
-    Of the 32 columns of four words, word w gets columns 8 p + 2 w and 8 p + 2 w + 1 in its lower and upper half, for p
-    from 0 to 3: what one of four threads holds of a tile of weights.
+    Word w of four gets columns 8 p + 2 w and 8 p + 2 w + 1 of their 32 columns in its lower and upper half, for p from
+    0 to 3: the part of a tile of weights that one of four threads holds.
 
     Args:
         packed_OW: words with the lowest bits first, a multiple of four of each output.
@@ -138,7 +136,7 @@ def deinterleave(packed_OW: torch.Tensor) -> torch.Tensor:
 
 
 def _dequantize_fp8(weight: Grouped) -> torch.Tensor:
-    """Convert by bits: a number of e4m3 is 256 times the float16 whose exponent and mantissa begin with its bits.
+    """Convert by bits: an e4m3 number is 256 times the float16 that has its bits at the head of exponent and mantissa.
 
     A CPU has no instruction for this type, and torch converts one number after another.
     """

@@ -23,11 +23,11 @@ from phonograph.kernels.torch.grouped import TILE, Grouped
 
 _aten = torch.ops.aten
 BLOCK = 64
-"""Outputs of a block of the layout: 64 with AVX-512, 32 with AVX2. A tail of fewer outputs would lie otherwise."""
+"""Outputs of a block of the layout: 64 with AVX-512, 32 with AVX2. A tail of fewer outputs has another layout."""
 GROUPS = 256, 128, 64, 32
 """Columns that may share a scale."""
 _PAIR = 16
-"""Inputs whose high halves lie side by side."""
+"""Inputs whose high halves are neighbours."""
 _LOW_BITS, _FOUR = torch.tensor(15, dtype=torch.uint8), torch.tensor(4, dtype=torch.uint8)
 _AVERAGED_ROWS = 2
 _FACTORS_211 = torch.tensor([1.0, 2**0.5]).view(2, 1, 1)
@@ -46,8 +46,8 @@ class Int4Packed(NamedTuple):
         outputs: O.
         operator_rows: rows up to which the operator multiplies.
         tile_dtype: type of unpacked tiles.
-        averaged: one or two rows are multiplied twice, the second time by sqrt(2), so that the results are rounded
-            otherwise, and averaged. Two rows take a quarter longer than one, since they share the unpacking.
+        averaged: one or two rows are multiplied twice, the second time scaled by sqrt(2), so that rounding differs, and
+            the results are averaged. Two rows take a quarter longer than one, because they share the unpacking.
     """
 
     packed_PW: torch.Tensor
@@ -120,8 +120,8 @@ def _columns(weight: Grouped) -> tuple[torch.Tensor, torch.Tensor]:
     if weight.bits == 4:
         columns_OK, shifts, factor = torch.stack([bytes_OB & 15, bytes_OB >> 4], -1), 8 - zeros, 1
     else:
-        # A pair means (16 (high - 8) + low - 8) * scale + 17 * offset. Groups of small values get 8 more, so that those
-        # around 128 need no offset, which would be rounded.
+        # A pair means (16 (high - 8) + low - 8) * scale + 17 * offset. Groups of small values get 8 more, so that
+        # values around 128 need no offset, which would be rounded.
         bytes_OGI = bytes_OB.unflatten(1, (groups, -1))
         more_OG = (bytes_OGI.amax(2) < 256 - 8).to(torch.uint8) * 8
         halves = (bytes_OGI + more_OG.unsqueeze(2)).view(len(bytes_OB), -1, _PAIR)

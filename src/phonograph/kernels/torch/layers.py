@@ -1,8 +1,8 @@
 """Norm, rotary embedding and gated activation of the decoder, in torch.
 
 They are written for the tape, where each recorded call costs microseconds at replay: few operators, each with an `out=`
-overload or in place, no host reads and nothing that depends on the data. The formulas are those of transformers, with
-float32 inside the norm.
+overload or in place, no host reads and nothing that depends on the data. The formulas are the same as in transformers,
+with float32 inside the norm.
 
 Shapes: T tokens, H heads, D head size, I intermediate size; `...` is any leading shape.
 """

@@ -22,7 +22,7 @@ _MAX_INT64 = 2**63 - 1
 
 
 def mix64(x: torch.Tensor) -> torch.Tensor:
-    """Mix int64 values in place, bijectively, and returns them. It maps 0 to 0, so a bare counter must not go in."""
+    """Mix int64 values in place, bijectively, and return them. 0 stays 0, so a plain counter is no valid input."""
     shifted = torch.empty_like(x)
     for shift, multiplier in ((30, _MIX_1), (27, _MIX_2), (31, None)):
         # int64 shifts are arithmetic: the mask makes a logical one, without which mixing would lose the sign bit.
@@ -98,8 +98,8 @@ def sample_nucleus(rows: Rows, width: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw like `sample_ranked` for rows without top_k, but from the `width` most likely tokens.
 
     Returns:
-        Token ids, int64 [N], and bool [N]: those tokens reach top_p. Rows that are False need `sample_ranked` over the
-        whole row.
+        Token ids, int64 [N], and bool [N]: the `width` tokens reach top_p. Rows that are False need `sample_ranked`
+        over the whole row.
     """
     values_NK, token_ids_NK = ranked(rows.logits_NV, width)
     scaled_NK = scale(values_NK, rows, torch.float64)
@@ -143,7 +143,7 @@ def ranked(logits_NV: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]
 def filter_ranked(
     scaled_NK: torch.Tensor, top_k_N: torch.Tensor, top_p_N: torch.Tensor, total_N: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Set tokens that top-k, then top-p on the rest, leave out to -inf, in place; returns its argument.
+    """Set tokens that top-k, then top-p on the rest, remove to -inf, in place; return the argument.
 
     Args:
         scaled_NK: float64, descending, as from `scale`

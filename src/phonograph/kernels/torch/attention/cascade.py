@@ -1,6 +1,6 @@
 """Cut and merge of cascade attention in torch, for the CPU: plain operators that a graph records one by one.
 
-The functions are those of `kernels.triton.attention.cascade`.
+The functions have the same names and arguments as in `kernels.triton.attention.cascade`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def cut_prefix(
     cut.prefix_lens.copy_(prefix_len)
     torch.clamp(seq_lens_R - prefix_len, min=0, out=cut.suffix_lens[:num_seqs])
     columns = torch.arange(cut.suffix_table.shape[1], device=prefix_len.device) + prefix_len // block_size
-    # Entries behind a sequence's blocks are never read, so they may be any that exist.
+    # Entries after a sequence's blocks are never read, so any entry that exists will do.
     columns.clamp_(max=num_blocks - 1)
     torch.index_select(block_table_RN, 1, columns, out=cut.suffix_table[:num_seqs])
 

@@ -38,7 +38,7 @@ def decode(
     out_THD: torch.Tensor,
     lse_HT: torch.Tensor | None,
 ) -> None:
-    """Attend the first `num_decodes` queries of the schedule, one a sequence; writes their rows of both outputs."""
+    """Attend the first `num_decodes` queries of the schedule, one a sequence; write their rows of both outputs."""
     batch = state.schedule
     count = batch.num_decodes
     views = state.cache_views(kv_cache)
@@ -86,7 +86,7 @@ def _attend(
     else:
         query_rows = query_RHD.as_strided((*pattern.shape[:1], head_size), (head_size, 1))
     torch.sparse.sampled_addmm(pattern, query_rows, cache.keys_DN, alpha=scoring.scale, beta=0.0, out=pattern)
-    # The scores stay finite for the next layer: its beta is 0, but multiplies what is there.
+    # The scores must stay finite, because the next layer multiplies them by its beta, 0.
     scores_RHL = bucket.scores
     if scoring.softcap > 0.0 or scoring.slopes_H is not None:
         scores_RHL = softcap_(scores_RHL.clone(), scoring.softcap)
@@ -110,7 +110,7 @@ def _attend(
 def _make_buckets(
     batch: Schedule, left: int, num_heads: int, spacing: int, kv_cache: torch.Tensor, views: CacheViews
 ) -> list[Bucket]:
-    """Return buckets of the batch's decodes, for layers with this left window and rows of queries so far apart."""
+    """Return buckets of the batch's decodes, for layers with this left window and spacing of queries."""
     lens = batch.decode_lens
     visible = lens if left < 0 else np.minimum(lens, left + 1)
     groups = _buckets(visible.tolist(), num_heads)
@@ -184,7 +184,7 @@ def _columns(
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Return the cache row of each (sequence, head, key), flat, and the blocks to gather first, or None.
 
-    lens [R] are keys of each sequence, of which its query sees the last `visible` [R]; table [R, blocks].
+    A query sees the last `visible` [R] of its sequence's `lens` [R] keys; `table` is [R, blocks].
     """
     _, _, block_size, num_kv_heads, head_size = cache_shape
     used: np.ndarray | None = None

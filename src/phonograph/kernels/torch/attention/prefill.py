@@ -26,7 +26,7 @@ def prefill(
     out_THD: torch.Tensor,
     lse_HT: torch.Tensor | None,
 ) -> None:
-    """Attend the T queries of one sequence, the last of which stands at position seq_len - 1, to its keys.
+    """Attend the T queries of one sequence, whose last position is seq_len - 1, to its keys.
 
     `block_row` [max_blocks] int32 is the sequence's row of the block table.
     """
@@ -47,7 +47,7 @@ def prefill(
     block_size = kv_cache.shape[2]
     first_block = low // block_size
     gathered = gather_blocks(kv_cache, block_row[first_block : -(-seq_len // block_size)]).flatten(1, 2)
-    # Those of positions low ... seq_len - 1 alone.
+    # Only positions low ... seq_len - 1.
     visible = gathered[:, low - first_block * block_size : seq_len - first_block * block_size]
     keys_KLD, values_KLD = visible.transpose(1, 2)
     full = scoring.left < 0 and scoring.slopes_H is None

@@ -1,7 +1,7 @@
 """Schedule of a step's attention, shared by all layers and made at its head from the batch's tensors.
 
-On a device it would be a work list in memory that attention kernels read. Here it is a Python object, which a tensor of
-one element, the handle, stands for: graphs record the handle's address, as they would that of the list.
+On a device it would be a work list in memory that attention kernels read. Here it is a Python object. A tensor of one
+element, the handle, represents it: graphs record the handle's address, as they would record the list's.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class CacheViews:
 class HandleState:
     """State of one handle: the latest schedule, and the views of each layer's cache by its address.
 
-    Keeps the handle too, so that no other handle gets its address.
+    It holds the handle, so that no other tensor gets its address.
     """
 
     handle: torch.Tensor

@@ -35,7 +35,7 @@ def softcap_(scores: torch.Tensor, cap: float) -> torch.Tensor:
 
 
 def add_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-    """Add sinks to a finished softmax's denominator: scales `out` [..., D] in place, returns the new LSE [...].
+    """Add sinks to a finished softmax's denominator: scale `out` [..., D] in place, return the new LSE [...].
 
     `lse` must be finite; `sinks` broadcasts with it. out / (1 + e^(sink - lse)) is out * sigmoid(lse - sink).
     """
@@ -46,6 +46,6 @@ def add_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torc
 def gather_blocks(kv_cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
     """Copy blocks [N] out of the cache [2, B, S, K, D] as float32 [2, N, S, K, D]."""
     if kv_cache.dtype.itemsize == 1:
-        # Not every one-byte float can be selected from, but its bytes can.
+        # index_select takes not every one-byte float, but its bytes.
         return kv_cache.view(torch.uint8).index_select(1, blocks).view(kv_cache.dtype).float()
     return kv_cache.index_select(1, blocks).float()

@@ -1,6 +1,15 @@
 """Kernels of cascade attention around a backend's launches: cut at the common prefix, and merge of both sides.
 
+Shapes: R slots, N blocks of the longest sequence, T tokens, H query heads, D head size.
+
+Algorithm: cascade inference (FlashInfer, Ye et al., 2024).
+1. `cut_prefix` writes the batch as one sequence of all queries over the prefix, and R sequences over their suffixes.
+2. The backend attends both, with LSE.
+3. `merge_by_lse` weighs both outputs by exp(LSE) and divides by the sum of the weights.
 The length of the prefix is read on the device, so that a captured cut is right for every batch.
+
+    cut: a program a slot     | slot 0 | slot 1 | ...    copies the slot's blocks after the prefix
+    merge: a program a token  | token t, heads 0..h | token t, heads h.. | ...    about 1024 elements each
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -15,7 +24,7 @@ from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_options
 
 _TABLE_BLOCK = 1024
 _MERGED_ELEMENTS = 1024
-"""Elements of the output of a program: few, so that small batches have many programs."""
+"""Output elements of a program: few, so that small batches have many programs."""
 
 
 def cut_prefix(
@@ -27,7 +36,7 @@ def cut_prefix(
     *,
     block_size: int,
 ) -> None:
-    """Cut a batch of R slots behind its common prefix; one launch.
+    """Cut a batch of R slots after its common prefix; one launch.
 
     Args:
         cut: receives the tensors
@@ -84,8 +93,8 @@ def _cut_kernel(
     num_blocks = (suffix_len + BLOCK_SIZE - 1) // BLOCK_SIZE
     for first in range(0, num_blocks, BLOCK):
         column = first + tl.arange(0, BLOCK)
-        here = column < num_blocks
-        tl.store(target + column, tl.load(source + column, mask=here), mask=here)
+        valid = column < num_blocks
+        tl.store(target + column, tl.load(source + column, mask=valid), mask=valid)
     if seq == 0:
         tl.store(prefix_starts + 1, tl.load(query_start_loc + num_seqs))
         tl.store(prefix_lens, prefix_len)
@@ -168,24 +177,24 @@ def _merge_kernel(
     is_head = head < NUM_HEADS
     is_read = is_head & (token < tl.load(num_tokens))
     nothing = float("-inf")
-    one = tl.load(prefix_lse + head * stride_prefix_lse + token, mask=is_read, other=nothing)
-    other = tl.load(suffix_lse + head * stride_suffix_lse + token, mask=is_read, other=nothing)
-    one = tl.where(one == float("inf"), nothing, one)
-    other = tl.where(other == float("inf"), nothing, other)
-    largest = tl.maximum(one, other)
+    prefix = tl.load(prefix_lse + head * stride_prefix_lse + token, mask=is_read, other=nothing)
+    suffix = tl.load(suffix_lse + head * stride_suffix_lse + token, mask=is_read, other=nothing)
+    prefix = tl.where(prefix == float("inf"), nothing, prefix)
+    suffix = tl.where(suffix == float("inf"), nothing, suffix)
+    largest = tl.maximum(prefix, suffix)
     # Where both are -inf the difference would be NaN.
     shift = tl.where(largest == nothing, 0.0, largest)
-    weight_one, weight_other = tl.exp(one - shift), tl.exp(other - shift)
-    total = weight_one + weight_other
+    prefix_weight, suffix_weight = tl.exp(prefix - shift), tl.exp(suffix - shift)
+    total = prefix_weight + suffix_weight
     scale = tl.where(total > 0.0, 1.0 / total, 0.0)
 
-    inside = is_head[:, None] & (column < HEAD_SIZE)[None, :]
-    one_at = prefix_out + token * stride_prefix_token + head[:, None] * stride_prefix_head + column[None, :]
-    out_at = out + token * stride_token + head[:, None] * stride_head + column[None, :]
-    has_one, has_other = (weight_one > 0.0)[:, None], (weight_other > 0.0)[:, None]
-    one_values = tl.load(one_at, mask=inside & has_one, other=0.0).to(tl.float32)
-    other_values = tl.load(out_at, mask=inside & has_other, other=0.0).to(tl.float32)
-    merged = one_values * (weight_one * scale)[:, None] + other_values * (weight_other * scale)[:, None]
-    tl.store(out_at, merged.to(out.dtype.element_ty), mask=inside)
+    mask = is_head[:, None] & (column < HEAD_SIZE)[None, :]
+    prefix_pointer = prefix_out + token * stride_prefix_token + head[:, None] * stride_prefix_head + column[None, :]
+    out_pointer = out + token * stride_token + head[:, None] * stride_head + column[None, :]
+    has_prefix, has_suffix = (prefix_weight > 0.0)[:, None], (suffix_weight > 0.0)[:, None]
+    prefix_values = tl.load(prefix_pointer, mask=mask & has_prefix, other=0.0).to(tl.float32)
+    suffix_values = tl.load(out_pointer, mask=mask & has_suffix, other=0.0).to(tl.float32)
+    merged = prefix_values * (prefix_weight * scale)[:, None] + suffix_values * (suffix_weight * scale)[:, None]
+    tl.store(out_pointer, merged.to(out.dtype.element_ty), mask=mask)
     if lse is not None:
         tl.store(lse + head * stride_lse + token, tl.where(total > 0.0, shift + tl.log(total), nothing), mask=is_head)

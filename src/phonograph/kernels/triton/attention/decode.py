@@ -1,18 +1,29 @@
 """Attention of short queries (decodes, with or without drafts) over the paged cache, in one launch.
 
-Decode is bound by reading the cache, so all programs must read until the end, whatever the batch: `plan_decode` lays
-the keys of the batch end to end and gives each program a range that takes equally long. The query heads of a KV head
-and the tokens of a query are the rows of one tile, so keys are read once for all of them. The softmax is online
-(Milakov and Gimelshein, 2018; Dao et al., FlashAttention, 2022), in base 2.
+Shapes: T tokens, R sequences, H query heads, K KV heads, D head size, B blocks of S slots; M rows of a tile, which are
+(token, query head of one KV head), heads innermost; N keys of a tile.
 
-A unit that is cut between programs leaves normalized partial results with their LSE. The program that completes it
-merges them in order of their keys: no second launch, and results do not depend on which program comes last.
+Algorithm: split keys with a merge by LSE (Flash-Decoding, Dao et al., 2023), divided as in Stream-K (Osama et al.,
+2023).
+1. Decode is bound by reading the cache. `plan_decode` lays the keys of the batch end to end, unit after unit (sequence,
+   KV head, tile of rows), and gives each program a range that takes equally long.
+2. A program runs the online softmax of `tile` over each unit of its range, and writes the rows of whole units.
+3. A unit that is cut between programs leaves normalized partial results with their LSE.
+4. The program that completes the unit merges them in the order of their keys: without a second launch, and with a
+   result that does not depend on which program comes last.
+
+    units     |  sequence 0, KV head 0  | 0, 1 | 0, 2 |   1, 0   |   ...
+    key tiles | t  t  t  t  t  t  t  t  | t  t | t  t | t  t  t  |
+    programs  |   0   |   1   |     2     |     3     |     4    ...
+                  unit (0, 0) is cut in three: programs 0, 1 and 2 leave partial results, and the last of them merges
 """
 
 # pyright: basic, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 # pyright: reportAssignmentType=false, reportArgumentType=false
 
 from __future__ import annotations
+
+from collections import namedtuple
 
 import torch
 import triton
@@ -29,19 +40,29 @@ from phonograph.kernels.triton.attention.decode_plan import (
     share_of,
 )
 from phonograph.kernels.triton.attention.fp8 import fp8_in_one_instruction, pairs_apart, rows_in_float16
+from phonograph.kernels.triton.attention.plan_words import load_words
+from phonograph.kernels.triton.attention.tile import (
+    LOG2_E,
+    add_sink,
+    in_window,
+    merge_parts,
+    normalize,
+    score,
+    softmax_step,
+    store_rows,
+    token_and_head,
+)
 from phonograph.kernels.triton.launch.pdl import pdl_options, pdl_wait_if
 from phonograph.kernels.triton.launch.shared_memory import shared_memory
 
-_LOG2_E = tl.constexpr(1.4426950408889634)
-_LN_2 = tl.constexpr(0.6931471805599453)
 # Values per warp that a merge has in flight; it reads as many programs' results at once as that allows.
 _MERGE_VALUES = 2048
 # Upper bounds of the bytes of keys and values that a program has in flight, with and without a large tile of queries in
 # shared memory. Each leaves room for exactly two programs on a multiprocessor. With room for three, some
-# multiprocessors would get three and some one, because programs start where those of the kernel before leave.
+# multiprocessors would get three and some one, because a program starts where one of the previous kernel ends.
 _IN_FLIGHT = 80 * 1024, 96 * 1024
 # Upper bound of the other bytes of shared memory.
-_BESIDE = 19 * 1024
+_OTHER_BYTES = 19 * 1024
 _MAX_STAGES = 6
 _NUM_WARPS = 4
 # Keys of each program that are prefetched into the L2 cache before the launch may begin.
@@ -66,7 +87,7 @@ def decode_attention(
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
     causal: bool,
-    beside: bool = False,
+    overlaps_prefill: bool = False,
 ) -> None:
     """Attend the queries of the planned sequences to their keys; padding rows get zeros and an LSE of -inf.
 
@@ -82,19 +103,19 @@ def decode_attention(
         out_THD: contiguous
         lse_HT: [H, T] float32, natural logarithm, or None
         scale: factor of the logits, above 0
-        window: (left, right) keys beside the query; -1 for no bound
+        window: (left, right) keys before and after the query; -1 for no bound
         softcap: of the scaled logits; 0 for none
         alibi_slopes: [H] float32, of the bias added last, or None
         sinks: [H] float32, or None; a sink joins the denominator and the LSE
         k_scale: [K] float32 factors of FP8 keys, or None
         v_scale: [K] float32 factors of FP8 values, or None
-        causal: a query sees no key behind its own
-        beside: the launch before this one is `prefill_attention`, and may run at the same time (`takes_part`)
+        causal: a query sees no key after its own
+        overlaps_prefill: the previous launch is `prefill_attention`, and may run at the same time (`prefill_overlaps`)
     """
     width = plan.partial_out.shape[2]
     small, large = row_tiles(plan.group, width)
     merge_rows = min(max(4 if plan.group <= 4 else 8, 512 // width), plan.partial_out.shape[1])
-    in_flight = min(_IN_FLIGHT[large <= 16], shared_memory() - _BESIDE)
+    in_flight = min(_IN_FLIGHT[large <= 16], shared_memory() - _OTHER_BYTES)
     stages = 1 + in_flight // (2 * plan.block_n * width * kv_cache.element_size())
     stride_kv, stride_block, stride_slot, stride_head, _ = kv_cache.stride()
     _attention_kernel[(plan.programs,)](
@@ -120,7 +141,7 @@ def decode_attention(
         lse_HT.stride(0) if lse_HT is not None else 0,
         scale,
         softcap,
-        int(beside),
+        int(overlaps_prefill),
         PROGRAMS=plan.programs,
         KV_HEADS=plan.num_kv_heads,
         GROUP=plan.group,
@@ -148,7 +169,27 @@ def decode_attention(
     )
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_seqs", "stride_lse", "beside"])
+# Operands of the kernel, with their strides and factors.
+_Tensors = namedtuple(
+    "_Tensors",
+    "query_THD cache block_table out_THD lse_HT alibi_slopes sinks k_scale v_scale counters partial_out partial_lse "
+    "stride_kv stride_table stride_lse scale softcap",
+)
+# A program's keys of one unit: `first` and `last` are the programs that have keys of the unit, `slot` and `first_slot`
+# the partial results of this one and of the first.
+_Unit = namedtuple(
+    "_Unit",
+    "seq query_start query_len seq_len low kv_head row_tile first_key key_end first last slot first_slot",
+)
+# Constants of the kernel.
+_Shape = namedtuple(
+    "_Shape",
+    "KV_HEADS GROUP SMALL LARGE HEAD_SIZE WIDTH STRIDE_TOKEN STRIDE_BLOCK STRIDE_SLOT STRIDE_HEAD BLOCK_SIZE "
+    "SCRATCH_ROWS BLOCK_N LEFT RIGHT SOFTCAP STAGES FP8_AT_ONCE",
+)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_seqs", "stride_lse", "overlaps_prefill"])
 def _attention_kernel(
     query_THD,
     cache,
@@ -172,7 +213,7 @@ def _attention_kernel(
     stride_lse,
     scale,
     softcap,
-    beside,
+    overlaps_prefill,
     PROGRAMS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -200,76 +241,53 @@ def _attention_kernel(
     # The plan and the block table are complete before this kernel's predecessor has ended (`plan_decode`).
     if PDL:
         tl_cuda.gdc_launch_dependents()
+    tensors = _Tensors(
+        query_THD, cache, block_table, out_THD, lse_HT, alibi_slopes, sinks, k_scale, v_scale, counters,
+        partial_out, partial_lse, stride_kv, stride_table, stride_lse, scale, softcap,
+    )  # fmt: skip
+    SHAPE: tl.constexpr = _Shape(
+        KV_HEADS, GROUP, SMALL, LARGE, HEAD_SIZE, WIDTH, STRIDE_TOKEN, STRIDE_BLOCK, STRIDE_SLOT, STRIDE_HEAD,
+        BLOCK_SIZE, SCRATCH_ROWS, BLOCK_N, LEFT, RIGHT, SOFTCAP, STAGES, FP8_AT_ONCE,
+    )  # fmt: skip
     program = tl.program_id(0)
     record = read_record(records, program)
     index, chunk, lead, empty, chunk_keys, ranges, seq, query_start, query_len, seq_len = record
     end = tl.load(query_start_loc + num_seqs)
-    # `position` runs over the chunks of the batch, `chunk` over those of the sequence that have keys.
-    own = share_of(program, ranges)
-    position, stop = own[2] + lead, own[3]
+    # `position` counts the chunks of the batch, `chunk` the sequence's chunks that have keys.
+    share = share_of(program, ranges)
+    position, stop = share[2] + lead, share[3]
     if PDL:
         if AHEAD > 0 and position < stop:
-            _, start, num_chunks, num_row_tiles = sequence_chunks(
-                query_len, seq_len, chunk_keys, GROUP, SMALL, LARGE, BLOCK_N, LEFT
-            )
+            _, start, num_chunks, num_row_tiles = sequence_chunks(query_len, seq_len, chunk_keys, SHAPE)
             base = cache + chunk // num_chunks // num_row_tiles * STRIDE_HEAD
-            _ask_for(
-                base, block_table + seq.to(tl.int64) * stride_table, start + chunk % num_chunks * chunk_keys, seq_len,
-                stride_kv, HEAD_SIZE, STRIDE_BLOCK, STRIDE_SLOT, BLOCK_SIZE, AHEAD,
-            )  # fmt: skip
-        # A launch beside this one has waited for its predecessors before it let this one start (`pdl_wait_first`).
-        pdl_wait_if(beside == 0)
+            table = block_table + seq.to(tl.int64) * stride_table
+            _prefetch(base, table, start + chunk % num_chunks * chunk_keys, seq_len, stride_kv, SHAPE, AHEAD)
+        # A prefill at the same time has waited for its predecessors before it let this kernel start (`pdl_wait_first`).
+        pdl_wait_if(overlaps_prefill == 0)
     while position < stop:
         # Loaded early, used at the end.
         entry = sequences + (index + 1) * SEQUENCE_WORDS
-        next_seq = tl.load(entry)
-        next_start = tl.load(entry + 1)
-        next_len = tl.load(entry + 2)
-        next_keys = tl.load(entry + 3)
+        next_seq, next_start, next_len, next_keys = load_words(entry, SEQUENCE_WORDS)
 
-        low, start, num_chunks, num_row_tiles = sequence_chunks(
-            query_len, seq_len, chunk_keys, GROUP, SMALL, LARGE, BLOCK_N, LEFT
-        )
+        low, start, num_chunks, num_row_tiles = sequence_chunks(query_len, seq_len, chunk_keys, SHAPE)
         unit = chunk // num_chunks
-        key_chunk, taken, first, last, first_slot, slot = cut_of(position, chunk, own, program, num_chunks, empty)
+        key_chunk, taken, first, last, first_slot, slot = cut_of(position, chunk, share, program, num_chunks, empty)
         kv_head = unit // num_row_tiles
         row_tile = unit % num_row_tiles
         key = start + key_chunk * chunk_keys
         key_end = tl.minimum(key + taken * chunk_keys, seq_len)
         tile_rows = tl.where(query_len * GROUP <= SMALL, SMALL, LARGE)
-        if SMALL == LARGE:  # noqa: SIM114 (decided when compiled, the next one when run)
-            complete = _segment(
-                query_THD, cache, block_table, out_THD, lse_HT, alibi_slopes, sinks, k_scale, v_scale, counters,
-                partial_out, partial_lse, stride_kv, stride_table, stride_lse, scale, softcap, seq, query_start,
-                query_len, seq_len, low, kv_head, row_tile, key, key_end, slot, first, last,
-                KV_HEADS, GROUP, HEAD_SIZE, WIDTH, STRIDE_TOKEN, STRIDE_BLOCK, STRIDE_SLOT, STRIDE_HEAD, BLOCK_SIZE,
-                SMALL, SCRATCH_ROWS, BLOCK_N, LEFT, RIGHT, SOFTCAP, STAGES, FP8_AT_ONCE,
-            )  # fmt: skip
-        elif query_len * GROUP <= SMALL:
-            complete = _segment(
-                query_THD, cache, block_table, out_THD, lse_HT, alibi_slopes, sinks, k_scale, v_scale, counters,
-                partial_out, partial_lse, stride_kv, stride_table, stride_lse, scale, softcap, seq, query_start,
-                query_len, seq_len, low, kv_head, row_tile, key, key_end, slot, first, last,
-                KV_HEADS, GROUP, HEAD_SIZE, WIDTH, STRIDE_TOKEN, STRIDE_BLOCK, STRIDE_SLOT, STRIDE_HEAD, BLOCK_SIZE,
-                SMALL, SCRATCH_ROWS, BLOCK_N, LEFT, RIGHT, SOFTCAP, STAGES, FP8_AT_ONCE,
-            )  # fmt: skip
+        part_of_unit = _Unit(
+            seq, query_start, query_len, seq_len, low, kv_head, row_tile, key, key_end, first, last, slot, first_slot
+        )
+        if SMALL == LARGE or query_len * GROUP <= SMALL:
+            complete = _attend_unit(tensors, part_of_unit, SHAPE, SMALL)
         else:
-            complete = _segment(
-                query_THD, cache, block_table, out_THD, lse_HT, alibi_slopes, sinks, k_scale, v_scale, counters,
-                partial_out, partial_lse, stride_kv, stride_table, stride_lse, scale, softcap, seq, query_start,
-                query_len, seq_len, low, kv_head, row_tile, key, key_end, slot, first, last,
-                KV_HEADS, GROUP, HEAD_SIZE, WIDTH, STRIDE_TOKEN, STRIDE_BLOCK, STRIDE_SLOT, STRIDE_HEAD, BLOCK_SIZE,
-                LARGE, SCRATCH_ROWS, BLOCK_N, LEFT, RIGHT, SOFTCAP, STAGES, FP8_AT_ONCE,
-            )  # fmt: skip
-
+            complete = _attend_unit(tensors, part_of_unit, SHAPE, LARGE)
         if complete != 0:
             first_row = row_tile * tile_rows
             num_rows = tl.minimum(query_len * GROUP - first_row, tile_rows)
-            _merge(
-                out_THD, lse_HT, sinks, partial_out, partial_lse, stride_lse, query_start, kv_head,
-                first_row, num_rows, first, last, first_slot,
-                KV_HEADS, GROUP, HEAD_SIZE, WIDTH, SCRATCH_ROWS, MERGE_ROWS, PARTS,
-            )  # fmt: skip
+            _merge_unit(tensors, part_of_unit, SHAPE, first_row, num_rows, MERGE_ROWS, PARTS)
             tl.store(counters + first, 0)
 
         position += taken + empty
@@ -295,30 +313,21 @@ def _attention_kernel(
                 tl.store(lse_HT + head * stride_lse.to(tl.int64) + row, float("-inf"))
         row += PROGRAMS
 
-    # A dependent of this kernel also waits for the kernel beside it.
+    # A dependent of this kernel also waits for the prefill.
     if PDL:
-        pdl_wait_if(beside != 0)
+        pdl_wait_if(overlaps_prefill != 0)
 
 
 @triton.jit
-def _ask_for(
-    base,
-    table,
-    first_key,
-    seq_len,
-    stride_kv,
-    HEAD_SIZE: tl.constexpr,
-    STRIDE_BLOCK: tl.constexpr,
-    STRIDE_SLOT: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    AHEAD: tl.constexpr,
-):
-    """Prefetch AHEAD keys and their values into the L2 cache, where values that are not written yet do no harm."""
+def _prefetch(base, table, first_key, seq_len, stride_kv, shape, AHEAD: tl.constexpr):
+    """Prefetch AHEAD keys and their values into the L2 cache, where a slot may still be written."""
+    HEAD_SIZE: tl.constexpr = shape.HEAD_SIZE
+    BLOCK_SIZE: tl.constexpr = shape.BLOCK_SIZE
     LINE: tl.constexpr = 1024 // base.dtype.element_ty.primitive_bitwidth
     LINES: tl.constexpr = triton.next_power_of_2(HEAD_SIZE // LINE) if HEAD_SIZE > LINE else 1
     key_N = tl.maximum(tl.minimum(first_key + tl.arange(0, AHEAD), seq_len - 1), 0)
     block_N = tl.load(table + key_N // BLOCK_SIZE)
-    slot_N = block_N.to(tl.int64) * STRIDE_BLOCK + key_N % BLOCK_SIZE * STRIDE_SLOT
+    slot_N = block_N.to(tl.int64) * shape.STRIDE_BLOCK + key_N % BLOCK_SIZE * shape.STRIDE_SLOT
     offset_L = tl.minimum(tl.arange(0, LINES) * LINE, HEAD_SIZE - 1)
     pointer_NL = base + slot_N[:, None] + offset_L[None, :]
     for _ in tl.static_range(2):
@@ -329,113 +338,75 @@ def _ask_for(
 
 
 @triton.jit
-def _segment(
-    query_THD,
-    cache,
-    block_table,
-    out_THD,
-    lse_HT,
-    alibi_slopes,
-    sinks,
-    k_scale,
-    v_scale,
-    counters,
-    partial_out,
-    partial_lse,
-    stride_kv,
-    stride_table,
-    stride_lse,
-    scale,
-    softcap,
-    seq,
-    query_start,
-    query_len,
-    seq_len,
-    low,
-    kv_head,
-    row_tile,
-    first_key,
-    key_end,
-    slot,
-    first,
-    last,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    STRIDE_TOKEN: tl.constexpr,
-    STRIDE_BLOCK: tl.constexpr,
-    STRIDE_SLOT: tl.constexpr,
-    STRIDE_HEAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    SCRATCH_ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    STAGES: tl.constexpr,
-    FP8_AT_ONCE: tl.constexpr,
-):
-    """Attend one unit's rows to its keys from `first_key` to `key_end`; write the result, or a partial one.
+def _attend_unit(tensors, unit, shape, BLOCK_M: tl.constexpr):
+    """Attend a unit's rows to its keys from `first_key` to `key_end`; write the result, or a partial one.
 
     Returns 1 if that was the last partial result of the unit, else 0.
     """
+    BLOCK_N: tl.constexpr = shape.BLOCK_N
+    BLOCK_SIZE: tl.constexpr = shape.BLOCK_SIZE
+    WIDTH: tl.constexpr = shape.WIDTH
+    HEAD_SIZE: tl.constexpr = shape.HEAD_SIZE
+    LEFT: tl.constexpr = shape.LEFT
     ONE_BLOCK: tl.constexpr = BLOCK_SIZE % BLOCK_N == 0
-    FP8: tl.constexpr = cache.dtype.element_ty.primitive_bitwidth == 8
-    E5M2: tl.constexpr = cache.dtype.element_ty == tl.float8e5
-    # With FP8 values, neighbouring elements of the head are moved as one, and have a sum each. Not in Hopper's products
-    # of 64 rows for heads of up to 64: keys and values then share an address with different swizzles, which ptxas 12.8
-    # compiles wrongly (tests/kernels/compile_for_hopper.py).
+    FP8: tl.constexpr = tensors.cache.dtype.element_ty.primitive_bitwidth == 8
+    E5M2: tl.constexpr = tensors.cache.dtype.element_ty == tl.float8e5
+    # Neighbouring FP8 values of a head are moved as one, and have a sum each. Not in Hopper's products of 64 rows for
+    # heads of up to 64: keys and values then share an address with different swizzles, which ptxas 12.8 compiles
+    # wrongly (tests/kernels/compile_for_hopper.py).
     PAIRS: tl.constexpr = FP8 and (BLOCK_M < 64 or WIDTH >= 128)
+    ALIBI: tl.constexpr = tensors.alibi_slopes is not None
     dim = tl.arange(0, WIDTH)
     half = tl.arange(0, WIDTH // 2)
-    row_M = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    token_M = row_M // GROUP
-    head_M = kv_head * GROUP + row_M % GROUP
-    valid_M = token_M < query_len
-    position_M = seq_len - query_len + token_M
+    row_M = unit.row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    token_M, head_M = token_and_head(row_M, unit.kv_head, shape.GROUP)
+    valid_M = token_M < unit.query_len
+    position_M = unit.seq_len - unit.query_len + token_M
     offset_N = tl.arange(0, BLOCK_N)
-    table = block_table + seq.to(tl.int64) * stride_table
+    table = tensors.block_table + unit.seq.to(tl.int64) * tensors.stride_table
     # Block ids are read one tile ahead, so that no tile waits for them before it requests its keys.
     if ONE_BLOCK:
-        next_block = tl.load(table + first_key // BLOCK_SIZE, mask=first_key < key_end, other=0)
+        next_block = tl.load(table + unit.first_key // BLOCK_SIZE, mask=unit.first_key < unit.key_end, other=0)
     else:
-        key_N = first_key + offset_N
-        next_block = tl.load(table + key_N // BLOCK_SIZE, mask=(key_N >= low) & (key_N < seq_len), other=0)
-    query = query_THD + query_start.to(tl.int64) * STRIDE_TOKEN
+        key_N = unit.first_key + offset_N
+        next_block = tl.load(table + key_N // BLOCK_SIZE, mask=(key_N >= unit.low) & (key_N < unit.seq_len), other=0)
+    query = tensors.query_THD + unit.query_start.to(tl.int64) * shape.STRIDE_TOKEN
     mask_MD = valid_M[:, None] & (dim < HEAD_SIZE)[None, :]
-    query_MD = tl.load(query + (token_M * STRIDE_TOKEN + head_M * HEAD_SIZE)[:, None] + dim[None, :], mask_MD, 0.0)
-    factor = scale
-    if k_scale is not None:
-        factor *= tl.load(k_scale + kv_head)
+    pointer_MD = query + (token_M * shape.STRIDE_TOKEN + head_M * HEAD_SIZE)[:, None] + dim[None, :]
+    query_MD = tl.load(pointer_MD, mask_MD, 0.0)
+    factor = tensors.scale
+    if tensors.k_scale is not None:
+        factor *= tl.load(tensors.k_scale + unit.kv_head)
     if FP8 and query_MD.dtype == tl.bfloat16:
         query_MD, power_M = rows_in_float16(query_MD)
         factor = (factor * power_M)[:, None]
-    if alibi_slopes is not None:
-        slope_M = tl.load(alibi_slopes + head_M) * _LOG2_E
-    base = cache + kv_head * STRIDE_HEAD
+    slope_M = None
+    if ALIBI:
+        slope_M = tl.load(tensors.alibi_slopes + head_M) * LOG2_E
+    base = tensors.cache + unit.kv_head * shape.STRIDE_HEAD
 
     acc_MD = tl.zeros([BLOCK_M, WIDTH // 2 if PAIRS else WIDTH], tl.float32)
     sum_M = tl.zeros([BLOCK_M], tl.float32)
     max_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
     odd_MD = acc_MD
     # From 64 rows on, Hopper's products are asynchronous and hold one tile more.
-    for key in tl.range(first_key, key_end, BLOCK_N, num_stages=STAGES - 1 if BLOCK_M >= 64 else STAGES):
+    STAGES: tl.constexpr = shape.STAGES - 1 if BLOCK_M >= 64 else shape.STAGES
+    for key in tl.range(unit.first_key, unit.key_end, BLOCK_N, num_stages=STAGES):
         key_N = key + offset_N
-        seen_N = key_N < seq_len
+        seen_N = key_N < unit.seq_len
         if LEFT >= 0:
-            seen_N = seen_N & (key_N >= low)
+            seen_N = seen_N & (key_N >= unit.low)
         block = next_block
         ahead = key + BLOCK_N
         if ONE_BLOCK:
-            next_block = tl.load(table + ahead // BLOCK_SIZE, mask=ahead < key_end, other=0)
-            tile = base + block.to(tl.int64) * STRIDE_BLOCK + key % BLOCK_SIZE * STRIDE_SLOT
-            slot_N = offset_N * STRIDE_SLOT
+            next_block = tl.load(table + ahead // BLOCK_SIZE, mask=ahead < unit.key_end, other=0)
+            tile = base + block.to(tl.int64) * shape.STRIDE_BLOCK + key % BLOCK_SIZE * shape.STRIDE_SLOT
+            slot_N = offset_N * shape.STRIDE_SLOT
         else:
             ahead_N = ahead + offset_N
-            next_block = tl.load(table + ahead_N // BLOCK_SIZE, mask=(ahead_N >= low) & (ahead_N < key_end), other=0)
-            slot_N = block.to(tl.int64) * STRIDE_BLOCK + key_N % BLOCK_SIZE * STRIDE_SLOT
+            inside_N = (ahead_N >= unit.low) & (ahead_N < unit.key_end)
+            next_block = tl.load(table + ahead_N // BLOCK_SIZE, mask=inside_N, other=0)
+            slot_N = block.to(tl.int64) * shape.STRIDE_BLOCK + key_N % BLOCK_SIZE * shape.STRIDE_SLOT
             tile = base
         # Unwritten slots may hold NaN, which a weight of zero does not remove.
         mask_ND = seen_N[:, None]
@@ -447,148 +418,95 @@ def _segment(
             mask_ND = seen_N[:, None]
             if WIDTH != HEAD_SIZE:
                 mask_ND = mask_ND & (half < HEAD_SIZE // 2)[None, :]
-            pairs = (tile + stride_kv).to(tl.pointer_type(tl.int16))
+            pairs = (tile + tensors.stride_kv).to(tl.pointer_type(tl.int16))
             value_ND = tl.load(pairs + (slot_N // 2)[:, None] + half[None, :], mask=mask_ND, other=0)
         else:
-            value_ND = tl.load(pointer_ND + stride_kv, mask=mask_ND, other=0.0)
+            value_ND = tl.load(pointer_ND + tensors.stride_kv, mask=mask_ND, other=0.0)
         logits_MN = tl.dot(query_MD, key_ND.to(query_MD.dtype).trans(), input_precision="ieee")
-        if SOFTCAP:
-            # tanh(x) = 1 - 2 / (exp(2x) + 1)
-            exp_MN = tl.exp2(logits_MN * (factor * (2 * _LOG2_E) / softcap))
-            logits_MN = softcap * _LOG2_E * (1.0 - 2.0 / (exp_MN + 1.0))
-        else:
-            logits_MN = logits_MN * (factor * _LOG2_E)
-        if alibi_slopes is not None:
-            logits_MN += slope_M[:, None] * (key_N[None, :] - position_M[:, None]).to(tl.float32)
-        mask_MN = seen_N[None, :]
-        if LEFT >= 0:
-            mask_MN = mask_MN & (key_N[None, :] >= position_M[:, None] - LEFT)
-        if RIGHT >= 0:
-            mask_MN = mask_MN & (key_N[None, :] <= position_M[:, None] + RIGHT)
-        logits_MN = tl.where(mask_MN, logits_MN, float("-inf"))
-        new_max_M = tl.maximum(max_M, tl.max(logits_MN, 1))
-        shift_M = tl.where(new_max_M == float("-inf"), 0.0, new_max_M)
-        weight_MN = tl.exp2(logits_MN - shift_M[:, None])
-        decay_M = tl.exp2(max_M - shift_M)
-        sum_M = sum_M * decay_M + tl.sum(weight_MN, 1)
+        logits_MN, rest = score(logits_MN, factor, tensors.softcap, slope_M, key_N, position_M, shape.SOFTCAP, ALIBI)
+        logits_MN = logits_MN * rest
+        seen_MN = in_window(seen_N[None, :], key_N, position_M, LEFT, shape.RIGHT)
+        logits_MN = tl.where(seen_MN, logits_MN, float("-inf"))
+        weight_MN, decay_M, sum_M, max_M = softmax_step(logits_MN, 1.0, sum_M, max_M, True)
         acc_MD = acc_MD * decay_M[:, None]
         if PAIRS:
-            even_ND, odd_ND = pairs_apart(value_ND, E5M2, FP8_AT_ONCE)
+            even_ND, odd_ND = pairs_apart(value_ND, E5M2, shape.FP8_AT_ONCE)
             odd_MD = odd_MD * decay_M[:, None]
             odd_MD = tl.dot(weight_MN.to(query_MD.dtype), odd_ND.to(query_MD.dtype), odd_MD, input_precision="ieee")
         else:
             even_ND = value_ND
         acc_MD = tl.dot(weight_MN.to(query_MD.dtype), even_ND.to(query_MD.dtype), acc_MD, input_precision="ieee")
-        max_M = new_max_M
 
     if PAIRS:
         acc_MD = tl.reshape(tl.join(acc_MD, odd_MD), (BLOCK_M, WIDTH))
     value_factor = 1.0
-    if v_scale is not None:
-        value_factor = tl.load(v_scale + kv_head)
-    out = out_THD + query_start.to(tl.int64) * (KV_HEADS * GROUP * HEAD_SIZE)
-    complete = slot * 0
-    if first == last:
-        if sinks is not None:
-            sink_M = tl.load(sinks + head_M) * _LOG2_E
-            new_max_M = tl.maximum(max_M, sink_M)
-            decay_M = tl.exp2(max_M - new_max_M)
-            acc_MD = acc_MD * decay_M[:, None]
-            sum_M = sum_M * decay_M + tl.exp2(sink_M - new_max_M)
-            max_M = new_max_M
-        acc_MD = acc_MD * tl.where(sum_M > 0, value_factor / sum_M, 0.0)[:, None]
-        pointer_MD = out + (token_M * (KV_HEADS * GROUP) + head_M)[:, None] * HEAD_SIZE + dim[None, :]
-        tl.store(pointer_MD, acc_MD.to(out_THD.dtype.element_ty), mask=mask_MD)
-        if lse_HT is not None:
-            lse_M = tl.where(sum_M > 0, max_M + tl.log2(sum_M), float("-inf")) * _LN_2
-            tl.store(lse_HT + head_M * stride_lse.to(tl.int64) + query_start + token_M, lse_M, mask=valid_M)
+    if tensors.v_scale is not None:
+        value_factor = tl.load(tensors.v_scale + unit.kv_head)
+    complete = unit.slot * 0
+    if unit.first == unit.last:
+        if tensors.sinks is not None:
+            acc_MD, sum_M, max_M = add_sink(tensors.sinks, head_M, acc_MD, sum_M, max_M)
+        acc_MD, lse_M = normalize(acc_MD, sum_M, max_M, value_factor)
+        store_rows(
+            tensors.out_THD, tensors.lse_HT, tensors.stride_lse, acc_MD, lse_M,
+            unit.query_start, 0, token_M, head_M, valid_M, shape.KV_HEADS * shape.GROUP, HEAD_SIZE,
+        )  # fmt: skip
     else:
-        acc_MD = acc_MD * tl.where(sum_M > 0, value_factor / sum_M, 0.0)[:, None]
-        lse_M = tl.where(sum_M > 0, max_M + tl.log2(sum_M), float("-inf"))
-        scratch_M = slot * SCRATCH_ROWS + tl.arange(0, BLOCK_M)
-        tl.store(partial_out + scratch_M[:, None] * WIDTH + dim[None, :], acc_MD, mask=valid_M[:, None])
-        tl.store(partial_lse + scratch_M, lse_M, mask=valid_M)
+        acc_MD, lse_M = normalize(acc_MD, sum_M, max_M, value_factor)
+        scratch_M = unit.slot * shape.SCRATCH_ROWS + tl.arange(0, BLOCK_M)
+        tl.store(tensors.partial_out + scratch_M[:, None] * WIDTH + dim[None, :], acc_MD, mask=valid_M[:, None])
+        tl.store(tensors.partial_lse + scratch_M, lse_M, mask=valid_M)
         # All threads have written before one of them counts the result.
         tl.debug_barrier()
-        arrived = tl.atomic_add(counters + first, 1)
-        complete = (arrived == last - first).to(tl.int32)
+        arrived = tl.atomic_add(tensors.counters + unit.first, 1)
+        complete = (arrived == unit.last - unit.first).to(tl.int32)
     return complete
 
 
 @triton.jit
-def _merge(
-    out_THD,
-    lse_HT,
-    sinks,
-    partial_out,
-    partial_lse,
-    stride_lse,
-    query_start,
-    kv_head,
-    first_row,
-    num_rows,
-    first,
-    last,
-    first_slot,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    SCRATCH_ROWS: tl.constexpr,
-    ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
-):
+def _merge_unit(
+    tensors, unit, shape, first_row, num_rows, ROWS: tl.constexpr, PARTS: tl.constexpr
+):  # fmt: skip
     """Merge a unit's partial results of programs `first` to `last`, PARTS of them and ROWS rows at a time."""
+    WIDTH: tl.constexpr = shape.WIDTH
     dim = tl.arange(0, WIDTH)
-    num_parts = last - first + 1
-    out = out_THD + query_start.to(tl.int64) * (KV_HEADS * GROUP * HEAD_SIZE)
+    num_parts = unit.last - unit.first + 1
     for strip in range(0, num_rows, ROWS):
         scratch_M = strip + tl.arange(0, ROWS)
-        row_M = first_row + scratch_M
-        token_M = row_M // GROUP
-        head_M = kv_head * GROUP + row_M % GROUP
+        token_M, head_M = token_and_head(first_row + scratch_M, unit.kv_head, shape.GROUP)
         valid_M = scratch_M < num_rows
         max_M = tl.full([ROWS], float("-inf"), tl.float32)
         sum_M = tl.zeros([ROWS], tl.float32)
         acc_MD = tl.zeros([ROWS, WIDTH], tl.float32)
-        if sinks is not None:
-            max_M = tl.load(sinks + head_M, mask=valid_M, other=0.0) * _LOG2_E
+        if tensors.sinks is not None:
+            max_M = tl.load(tensors.sinks + head_M, mask=valid_M, other=0.0) * LOG2_E
             sum_M += 1.0
-        first_M = 2 * first * SCRATCH_ROWS + scratch_M
-        lse_of_M = partial_lse + first_M
-        part_of_MD = partial_out + first_M[:, None] * WIDTH + dim[None, :]
+        first_M = 2 * unit.first * shape.SCRATCH_ROWS + scratch_M
+        lse_of_M = tensors.partial_lse + first_M
+        part_of_MD = tensors.partial_out + first_M[:, None] * WIDTH + dim[None, :]
         # The first partial result may be its program's second.
-        further = (first_slot - 2 * first) * SCRATCH_ROWS
+        first_rows = (unit.first_slot - 2 * unit.first) * shape.SCRATCH_ROWS
         for part in range(0, num_parts, PARTS):
             lses = ()
             parts = ()
             new_max_M = max_M
-            # All loads are issued before the first value is used, and bypass the L1 cache, which does not see other
-            # multiprocessors' writes. Few operations each, because one pass of the compiler takes a time that grows
-            # with their square.
+            # All loads are issued before the first value is used. They bypass the L1 cache, which does not see other
+            # multiprocessors' writes. Each has few operations, because the time of a compiler pass grows with their
+            # square.
             for offset in tl.static_range(PARTS):
-                rows = (part + offset) * (2 * SCRATCH_ROWS)
+                rows = (part + offset) * (2 * shape.SCRATCH_ROWS)
                 if offset == 0:
-                    rows = tl.where(part == 0, further, rows)
-                there = part + offset < num_parts
-                lse_M = tl.load(lse_of_M + rows, mask=there, other=float("-inf"), cache_modifier=".cg")
-                part_MD = tl.load(part_of_MD + rows * WIDTH, mask=there, other=0.0, cache_modifier=".cg")
+                    rows = tl.where(part == 0, first_rows, rows)
+                exists = part + offset < num_parts
+                lse_M = tl.load(lse_of_M + rows, mask=exists, other=float("-inf"), cache_modifier=".cg")
+                part_MD = tl.load(part_of_MD + rows * WIDTH, mask=exists, other=0.0, cache_modifier=".cg")
                 lses = lses + (lse_M,)
                 parts = parts + (part_MD,)
                 new_max_M = tl.maximum(new_max_M, lse_M)
-            shift_M = tl.where(new_max_M == float("-inf"), 0.0, new_max_M)
-            decay_M = tl.exp2(max_M - shift_M)
-            sum_M = sum_M * decay_M
-            acc_MD = acc_MD * decay_M[:, None]
-            for offset in tl.static_range(PARTS):
-                weight_M = tl.exp2(lses[offset] - shift_M)
-                sum_M += weight_M
-                acc_MD += parts[offset] * weight_M[:, None]
+            acc_MD, sum_M = merge_parts(acc_MD, sum_M, max_M, new_max_M, lses, parts)
             max_M = new_max_M
-        acc_MD = acc_MD * tl.where(sum_M > 0, 1.0 / sum_M, 0.0)[:, None]
-        pointer_MD = out + (token_M * (KV_HEADS * GROUP) + head_M)[:, None] * HEAD_SIZE + dim[None, :]
-        mask_MD = valid_M[:, None] & (dim < HEAD_SIZE)[None, :]
-        tl.store(pointer_MD, acc_MD.to(out.dtype.element_ty), mask=mask_MD)
-        if lse_HT is not None:
-            lse_M = tl.where(sum_M > 0, max_M + tl.log2(sum_M), float("-inf")) * _LN_2
-            tl.store(lse_HT + head_M * stride_lse.to(tl.int64) + query_start + token_M, lse_M, mask=valid_M)
+        acc_MD, lse_M = normalize(acc_MD, sum_M, max_M, 1.0)
+        store_rows(
+            tensors.out_THD, tensors.lse_HT, tensors.stride_lse, acc_MD, lse_M,
+            unit.query_start, 0, token_M, head_M, valid_M, shape.KV_HEADS * shape.GROUP, shape.HEAD_SIZE,
+        )  # fmt: skip

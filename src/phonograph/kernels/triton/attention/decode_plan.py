@@ -1,19 +1,23 @@
 """Division of a batch's short queries into ranges of key tiles that take equally long, one a program, on the device.
 
-A captured graph has a fixed number of programs but meets any batch. So all chunks of keys of the batch, by sequence, KV
-head and tile of rows, are laid end to end, and program p of P takes the p-th of P equal ranges (as Stream-K does with
-matrix products: Osama et al., 2023). The kernel here runs once a step, for all layers. It finds the beginning of each
-range, so that a program of `decode_attention` requests its keys after a single read.
+Shapes: R sequences, P programs, C candidate sizes of a chunk.
 
-A *unit* is what one softmax runs over: a sequence, a KV head and a tile of rows, which are (token, query head of that
-KV head), heads innermost. A range holds whole units, except for its first and last. Between two units a program has no
-loads in flight, so where many short sequences meet, equal keys take longer. In a batch of many units a chunk is one
-tile of keys, and a unit is that many chunks behind some empty ones, which count in the ranges. In a batch of few units
-a chunk is as many tiles as give every program at most one chunk, and two at least if a unit has many: the more programs
-have keys of a unit, the longer the last of them merges their results.
+A captured graph has a fixed number of programs but meets any batch. The kernel here runs once a step, for all layers,
+so that a program of `decode_attention` requests its keys after a single read. Algorithm: Stream-K (Osama et al., 2023)
+over keys.
+1. A *unit* is the domain of one softmax: a sequence, a KV head and a tile of rows, which are (token, query head of that
+   KV head), heads innermost. Its keys are cut into *chunks* of whole tiles.
+2. All chunks of the batch are laid end to end, and program p of P takes the p-th of P equal ranges. A range holds whole
+   units, except for its first and last.
+3. In a batch of many units a chunk is one tile. Between two units a program has no loads in flight, so each unit is
+   charged UNIT_COST empty chunks before its own.
+4. In a batch of few units a chunk has the fewest tiles that give every program at most one chunk, and at least two if a
+   unit has many: the more programs have keys of a unit, the longer the last of them merges their results.
+5. Where the launch for long queries runs at the same time, it gets multiprocessors by its share of the work, and the
+   ranges are cut for the programs on the others.
 
-Where the launch for long queries runs at the same time, it gets multiprocessors by its share of the work, and the
-ranges are cut for the programs that fit on the others.
+    chunks    | e e 0 0 0 0 0 0 | e e 1 1 1 | e e 2 2 2 2 |    e: empty, a number: unit
+    programs  |   p0    |   p1    |   p2    |   p3  |          equal ranges, empty chunks included
 """
 
 # pyright: basic, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -21,6 +25,7 @@ ranges are cut for the programs that fit on the others.
 
 from __future__ import annotations
 
+from collections import namedtuple
 from dataclasses import dataclass
 from functools import partial
 
@@ -36,6 +41,7 @@ from phonograph.kernels.attention_scratch import (
     decode_partials,
     row_tiles,
 )
+from phonograph.kernels.triton.attention.plan_words import load_words, store_words
 from phonograph.kernels.triton.launch.pdl import pdl_options
 
 RECORD_WORDS = tl.constexpr(8)
@@ -43,16 +49,16 @@ SEQUENCE_WORDS = tl.constexpr(4)
 _FAR = tl.constexpr(2147483647)
 # A word holds a range's chunks, times this, and the number of ranges that have one more.
 _RANGES = tl.constexpr(1024)
-# Cost of starting and ending a tile of a long query, in its keys, and of one of its keys, in keys of short queries.
-# From measurements on an H200, and some more, because the long queries must not be the last to end.
+# Costs of a long query: of starting and ending a tile, in its keys; of a key, in keys of short queries. From
+# measurements on an H200, rounded up, because the long queries must not be the last to end.
 _TILE_COST = tl.constexpr(448)
 _LONG_COST = tl.constexpr(1.6)
 _PIECE = tl.constexpr(SHORTEST_PIECE)
-# Cost of beginning a unit, in tiles of keys: the last tiles of the unit before, then block ids and queries, must have
+# Cost of beginning a unit, in tiles of keys: the last tiles of the previous unit, then block ids and queries, must have
 # arrived before the first keys are requested.
 UNIT_COST = tl.constexpr(2)
-# Tiles of a unit up to which a chunk may be one tile; chunks of longer units are two or more. A program merges about as
-# many results at a time, and merging the next ones takes longer than a second tile.
+# Largest number of tiles of a unit for which a chunk may be one tile. A program merges about that many results at a
+# time, and merging more takes longer than a second tile.
 _MERGED = tl.constexpr(8)
 # More than UNIT_COST; divides the keys of any chunk. A smaller number shares a word with a multiple of this.
 PACKED = tl.constexpr(8)
@@ -65,7 +71,7 @@ class DecodePlan:
     records [P, 8]:    by program: entry in `sequences`, chunk in that sequence (and empty ones before it in the range),
                        keys of a chunk (and empty chunks before each unit), chunks of a range (and the number of ranges
                        with one more), then the entry itself
-    sequences [R, 4]:  those served, in order: sequence, first token, query length, keys
+    sequences [R, 4]:  the served sequences, in order: sequence, first token, query length, keys
     counters [P]:      partial results that have arrived of the unit that begins in this program and ends in another;
                        zero between launches
     partial_out [2P, rows, D], partial_lse [2P, rows]: results of a range's first and last unit where these are cut; D
@@ -101,7 +107,7 @@ def make_decode_plan(
     ints = partial(torch.zeros, dtype=torch.int32, device=device)
     return DecodePlan(
         records=ints(programs, RECORD_WORDS.value),
-        # One more, because the entry behind the last is read, though not used.
+        # One more, because the entry after the last is read, though not used.
         sequences=ints(triton.next_power_of_2(max_num_seqs) + 1, SEQUENCE_WORDS.value),
         counters=ints(programs),
         partial_out=torch.zeros(slots, rows, width, dtype=torch.float32, device=device),
@@ -134,7 +140,7 @@ def plan_decode(
         query_start_loc: [R+1] int32, cumulative query lengths
         seq_lens: [R] int32, keys of each sequence, the queries' own included
         max_query_len: at most MAX_SHORT_QUERY
-        window: (left, right) keys beside the query; -1 for no bound. The keys ahead of a query do not matter here.
+        window: (left, right) keys before and after the query; -1 for no bound. The right bound does not matter here.
         multiprocessors: [1] int32; receives the number of multiprocessors for the launch for long queries
         divide: that launch runs at the same time, and leaves the other multiprocessors to this one
     """
@@ -167,51 +173,35 @@ def plan_decode(
     )
 
 
+# Query heads of a KV head, rows of the two tiles, keys of a tile, and the left window.
+_Shape = namedtuple("_Shape", "GROUP SMALL LARGE BLOCK_N LEFT")
+
+
 @triton.jit
-def sequence_chunks(
-    query_len,
-    seq_len,
-    chunk,
-    GROUP: tl.constexpr,
-    SMALL: tl.constexpr,
-    LARGE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    LEFT: tl.constexpr,
-):
+def sequence_chunks(query_len, seq_len, chunk, shape):
     """Return a sequence's first visible key, first key of the first chunk, chunks (at least one) and tiles of rows."""
     low = seq_len * 0
-    if LEFT >= 0:
-        low = tl.minimum(tl.maximum(seq_len - query_len - LEFT, 0), seq_len)
-    start = low // BLOCK_N * BLOCK_N
+    if shape.LEFT >= 0:
+        low = tl.minimum(tl.maximum(seq_len - query_len - shape.LEFT, 0), seq_len)
+    start = low // shape.BLOCK_N * shape.BLOCK_N
     chunks = tl.maximum(tl.cdiv(seq_len - start, chunk), 1)
-    rows = query_len * GROUP
-    return low, start, chunks, tl.where(rows <= SMALL, tl.cdiv(rows, SMALL), tl.cdiv(rows, LARGE))
+    rows = query_len * shape.GROUP
+    tiles = tl.where(rows <= shape.SMALL, tl.cdiv(rows, shape.SMALL), tl.cdiv(rows, shape.LARGE))
+    return low, start, chunks, tiles
 
 
 @triton.jit
 def read_record(records, program):
     """Return a program's record, unpacked.
 
-    These are its entry in `sequences`, chunk there, empty chunks before it and before each unit, keys of a chunk, the
-    word of `share_of`, then the entry itself.
+    The values are its entry in `sequences`, chunk there, empty chunks before it and before each unit, keys of a chunk,
+    the word of `share_of`, then the entry itself.
     """
     record = records + program * RECORD_WORDS
-    index = tl.load(record)
-    chunk = tl.load(record + 1)
-    chunk_keys = tl.load(record + 2)
-    ranges = tl.load(record + 3)
-    return (
-        index,
-        chunk // PACKED,
-        chunk % PACKED,
-        chunk_keys % PACKED,
-        chunk_keys // PACKED * PACKED,
-        ranges,
-        tl.load(record + 4),
-        tl.load(record + 5),
-        tl.load(record + 6),
-        tl.load(record + 7),
-    )
+    index, chunk, chunk_keys, ranges, seq, query_start, query_len, seq_len = load_words(record, RECORD_WORDS)
+    first_chunk, lead = chunk // PACKED, chunk % PACKED
+    empty, chunk_keys = chunk_keys % PACKED, chunk_keys // PACKED * PACKED
+    return index, first_chunk, lead, empty, chunk_keys, ranges, seq, query_start, query_len, seq_len
 
 
 @triton.jit
@@ -223,14 +213,14 @@ def share_of(program, ranges):
 
 
 @triton.jit
-def cut_of(position, chunk, own, program, num_chunks, empty):
-    """Return how a program takes part in the unit at a position.
+def cut_of(position, chunk, program_share, program, num_chunks, empty):
+    """Return a program's part of the unit at a position.
 
-    These are the chunk of the unit's keys, the number of chunks that are the program's, the first and last program of
-    its keys, and the slots for partial results of the first of them and of this one. `own` is the program's `share_of`;
-    `num_chunks` are the unit's, without the empty ones before it.
+    The values are the first chunk of the unit's keys that is the program's, the number of its chunks, the first and
+    last program with keys of the unit, and the slots for partial results of the first program and of this one.
+    `program_share` is the program's `share_of`; `num_chunks` are the unit's, without the empty ones before it.
     """
-    share, extra, begin, stop = own
+    share, extra, begin, stop = program_share
     key_chunk = chunk % num_chunks
     taken = tl.minimum(num_chunks - key_chunk, stop - position)
     unit_begin = position - key_chunk
@@ -271,6 +261,7 @@ def _plan_kernel(
     PDL: tl.constexpr,
 ):
     """Write AT_ONCE records a program. Each program sums the batch itself, which is faster than waiting for another."""
+    SHAPE: tl.constexpr = _Shape(GROUP, SMALL, LARGE, BLOCK_N, LEFT)
     if PDL:
         tl_cuda.gdc_wait()
     seq_R = tl.arange(0, SEQS)
@@ -279,7 +270,7 @@ def _plan_kernel(
     len_R = tl.load(query_start_loc + seq_R + 1, mask=valid_R, other=0) - begin_R
     keys_R = tl.load(seq_lens + seq_R, mask=valid_R, other=0)
     served_R = valid_R & (len_R >= 1) & (len_R <= max_query_len)
-    _, _, tiles_R, units_R = sequence_chunks(len_R, keys_R, BLOCK_N, GROUP, SMALL, LARGE, BLOCK_N, LEFT)
+    _, _, tiles_R, units_R = sequence_chunks(len_R, keys_R, BLOCK_N, SHAPE)
     units_R = tl.where(served_R, units_R * KV_HEADS, 0)
     programs = PROGRAMS
     if multiprocessors is not None:
@@ -300,8 +291,8 @@ def _plan_kernel(
         programs = tl.where(divided, PROGRAMS - EACH * used, PROGRAMS)
         if tl.program_id(0) == 0:
             tl.store(multiprocessors, tl.where(divided, used, SMS))
-    # The smallest chunk that leaves no program two: up to half above a fair share, but no more tiles than a unit's end
-    # and a second one's begin cost a program.
+    # The smallest chunk that leaves no program two chunks: up to half above a fair share, but at most as many tiles as
+    # the end of a unit and the beginning of a second one cost a program.
     least = tl.where(tl.max(tl.where(served_R, tiles_R, 0)) > _MERGED, 2, 1)
     fair = tl.maximum(tl.cdiv(tl.sum(tiles_R * units_R), programs), least)
     size_C = fair + tl.cdiv(tl.minimum(fair, 2 * UNIT_COST) * tl.arange(0, 16), 32)
@@ -315,10 +306,7 @@ def _plan_kernel(
     total = tl.sum(chunks_R)
     if tl.program_id(0) == 0:
         entry_R = sequences + (tl.cumsum(served_R.to(tl.int32)) - 1) * SEQUENCE_WORDS
-        tl.store(entry_R, seq_R, mask=served_R)
-        tl.store(entry_R + 1, begin_R, mask=served_R)
-        tl.store(entry_R + 2, len_R, mask=served_R)
-        tl.store(entry_R + 3, keys_R, mask=served_R)
+        store_words(entry_R, (seq_R, begin_R, len_R, keys_R), served_R)
 
     program_P = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
     exists_P = program_P < PROGRAMS
@@ -332,21 +320,17 @@ def _plan_kernel(
     begin_P = tl.load(query_start_loc + seq_P)
     len_P = tl.load(query_start_loc + seq_P + 1) - begin_P
     keys_P = tl.load(seq_lens + seq_P)
-    _, _, chunks_P, _ = sequence_chunks(len_P, keys_P, size * BLOCK_N, GROUP, SMALL, LARGE, BLOCK_N, LEFT)
-    # Chunks of the sequence and of the unit that belong to programs before, with empty ones.
+    _, _, chunks_P, _ = sequence_chunks(len_P, keys_P, size * BLOCK_N, SHAPE)
+    # Chunks of the sequence and of the unit that belong to earlier programs, with empty ones.
     before_P = start_P - first_P
     unit_P = before_P // (chunks_P + empty)
     chunk_P = before_P % (chunks_P + empty)
     record_P = records + program_P * RECORD_WORDS
-    tl.store(record_P, index_P, mask=exists_P)
-    first_chunk_P = unit_P * chunks_P + tl.maximum(chunk_P - empty, 0)
-    tl.store(record_P + 1, first_chunk_P * PACKED + tl.maximum(empty - chunk_P, 0), mask=exists_P)
-    tl.store(record_P + 2, size * BLOCK_N + empty + program_P * 0, mask=exists_P)
-    tl.store(record_P + 3, tl.where(program_P < programs, ranges, 0), mask=exists_P)
-    tl.store(record_P + 4, seq_P, mask=exists_P)
-    tl.store(record_P + 5, begin_P, mask=exists_P)
-    tl.store(record_P + 6, len_P, mask=exists_P)
-    tl.store(record_P + 7, keys_P, mask=exists_P)
+    first_chunk_P = (unit_P * chunks_P + tl.maximum(chunk_P - empty, 0)) * PACKED + tl.maximum(empty - chunk_P, 0)
+    chunk_keys_P = size * BLOCK_N + empty + program_P * 0
+    ranges_P = tl.where(program_P < programs, ranges, 0)
+    record = index_P, first_chunk_P, chunk_keys_P, ranges_P, seq_P, begin_P, len_P, keys_P
+    store_words(record_P, record, exists_P)
     if PDL:
         _fence()
 

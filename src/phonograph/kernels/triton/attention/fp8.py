@@ -1,9 +1,16 @@
 """Conversion of FP8 keys and values to float16, which holds all of them exactly.
 
-Hopper converts two FP8 values to float16 in one instruction, while bfloat16 takes one more for each value, at a quarter
-of the speed. Products need values of neighbouring keys side by side, but the cache has neighbouring elements of the
-head side by side, and the instructions that transpose tiles from shared memory move 16 bits. So pairs of elements are
-moved as one and taken apart in registers, and the even and the odd elements of the head are two products.
+Shapes: M rows of queries, N keys, D head size.
+
+1. Hopper converts two FP8 values to float16 in one instruction. bfloat16 takes one more for each value, at a quarter of
+   the speed, so bfloat16 queries become float16 rows with a power of two each.
+2. Products need the values of neighbouring keys in one register, but the cache has neighbouring elements of a head
+   there, and the instructions that transpose tiles from shared memory move 16 bits.
+3. So pairs of elements are moved as one and split in registers. The even and the odd elements are two products.
+
+    cache, one key   | d0 d1 | d2 d3 | ...    bytes, moved in pairs
+    even product     | d0      d2      ...    float16, first of `pairs_apart`
+    odd product      |    d1      d3   ...    float16, second
 """
 
 # pyright: basic, reportGeneralTypeIssues=false
@@ -24,13 +31,13 @@ def fp8_in_one_instruction() -> bool:
 
 @triton.jit
 def pairs_apart(pairs, E5M2: tl.constexpr, ONE_INSTRUCTION: tl.constexpr):
-    """Split int16 with two FP8 values each into the first (the low byte) and the second, in float16."""
+    """Split int16 words of two FP8 values into the first values (the low bytes) and the second, in float16."""
     if E5M2:
         # The upper half of a float16.
         first = (pairs << 8).to(tl.int16).to(tl.float16, bitcast=True)
         second = (pairs & -256).to(tl.int16).to(tl.float16, bitcast=True)
     elif ONE_INSTRUCTION:
-        # Two instructions a value; the compiler would take four, to mask and shift every byte by itself.
+        # Two instructions a value. The compiler would take four, to mask and shift each byte.
         first, second = tl.inline_asm_elementwise(
             """{
             .reg .b16 a, b;

@@ -1,6 +1,12 @@
 """Page numbers of a batch laid end to end, made from its block table, for libraries with paged KV caches.
 
-A kernel makes them at the head of a step, because the step's block table is known in time only on the device.
+Shapes: R sequences, N blocks of the longest sequence.
+
+A kernel makes them at the head of a step, because the step's block table is known in time only on the device. Each
+program sums the pages of the sequences before its own, which is faster than a scan in a launch of its own.
+
+    programs   | (seq 0, part 0) (seq 0, part 1) | (seq 1, part 0) ...    a part takes every PARTS-th 1024 pages
+    out        | pages of sequence 0             | pages of sequence 1 | ...
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -18,7 +24,7 @@ _MAX_PARTS = 8
 def page_indices(block_table_RN: torch.Tensor, seq_lens_R: torch.Tensor, out: torch.Tensor, *, page_size: int) -> None:
     """Write ceil(seq_len / page_size) entries of each row of the block table to `out`, row after row.
 
-    Sequences without keys have no pages. All int32; entries behind the last page stay as they are.
+    Sequences without keys have no pages. All int32; entries after the last page stay as they are.
     """
     num_reqs, max_pages = block_table_RN.shape
     if num_reqs == 0:
@@ -48,13 +54,13 @@ def _indices_kernel(
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
-    at = tl.arange(0, BLOCK)
+    lane = tl.arange(0, BLOCK)
     start = tl.zeros((), tl.int32)
     for first in range(0, row, BLOCK):
-        lens = tl.load(seq_lens + first + at, mask=first + at < row, other=0)
+        lens = tl.load(seq_lens + first + lane, mask=first + lane < row, other=0)
         start += tl.sum((lens + page_size - 1) // page_size)
     pages = (tl.load(seq_lens + row) + page_size - 1) // page_size
     for first in range(tl.program_id(1) * BLOCK, pages, PARTS * BLOCK):
-        here = first + at < pages
-        page = tl.load(block_table + row.to(tl.int64) * stride + first + at, mask=here)
-        tl.store(out + start + first + at, page, mask=here)
+        valid = first + lane < pages
+        page = tl.load(block_table + row.to(tl.int64) * stride + first + lane, mask=valid)
+        tl.store(out + start + first + lane, page, mask=valid)

@@ -1,10 +1,20 @@
 """Attention of prefills over the paged cache, in large tiles taken from a work list made on the device.
 
-The grid is fixed (a few persistent programs a multiprocessor). Each program takes the next piece of `prefill_plan`'s
-list, so one captured graph serves any batch. A tile's rows are (token, query head of one KV head). The softmax is
-online (Milakov and Gimelshein, 2018; Dao et al., FlashAttention, 2022), in base 2, and only key tiles at an edge of
-what rows see are masked. Keys come through pointers or, where a tile of them lies in one block, by TMA. Pieces of tiles
-that are cut along the keys leave normalized partial results, which a second kernel merges in a fixed order.
+Shapes: T tokens, R sequences, H query heads, K KV heads, D head size, B blocks of S slots; M rows of a tile, which are
+(token, query head of one KV head), heads innermost; N keys of a tile.
+
+Algorithm: FlashAttention 2 (Dao, 2023) in persistent programs, with the online softmax of `tile`.
+1. The grid is fixed (a few programs a multiprocessor). Each program draws the next piece of `prefill_plan`'s list, so
+   one captured graph serves any batch. A piece is a tile of rows and a range of its keys.
+2. Only key tiles at an edge of what rows see are masked: three loops, and the middle one has no masks.
+3. Keys come through pointers or, where a tile of keys lies in one block, by TMA.
+4. Pieces of tiles that are cut along the keys leave normalized partial results, which a second kernel merges in the
+   order of their keys.
+
+    keys       start    plain           edge     stop
+    first row  . m m m m|x x x x x x x x|m . . .          x: keys in tiles without masks
+    last row   . . . . m|x x x x x x x x|m m m m          m: seen keys in masked tiles, .: unseen keys
+    pieces     |    program 4    |    program 7   |
 """
 
 # pyright: basic, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -12,12 +22,15 @@ that are cut along the keys leave normalized partial results, which a second ker
 
 from __future__ import annotations
 
+from collections import namedtuple
+
 import torch
 import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from phonograph.kernels.triton.attention.fp8 import at_width_of
+from phonograph.kernels.triton.attention.plan_words import load_words
 from phonograph.kernels.triton.attention.prefill_plan import (
     BLOCK_M,
     COUNTER,
@@ -27,19 +40,28 @@ from phonograph.kernels.triton.attention.prefill_plan import (
     read_entry,
     tile_keys,
 )
+from phonograph.kernels.triton.attention.tile import (
+    LOG2_E,
+    add_sink,
+    in_window,
+    merge_parts,
+    normalize,
+    score,
+    softmax_step,
+    store_rows,
+    token_and_head,
+)
 from phonograph.kernels.triton.launch.pdl import gluon_usable, pdl_begin, pdl_options, pdl_usable, pdl_wait_first
 from phonograph.kernels.triton.launch.shared_memory import shared_memory
 
 _BLOCK_N = 64
 _ROOMY = 160 * 1024
-"""Shared memory of a program from which the configurations of an H200 fit."""
+"""Least shared memory of a program for the configurations of an H200."""
 _MERGE_ROWS = 16
-# Numbers of padded tokens of a step, which its graph fixes: up to which tiles are few, and from which the kernel for
-# Hopper is faster.
+# Padded tokens of a step, which its graph fixes: at most _FEW_TOKENS have few tiles, and from _HOPPER_TOKENS on the
+# kernel for Hopper is faster.
 _FEW_TOKENS = 2560
 _HOPPER_TOKENS = 2000
-_LOG2_E = tl.constexpr(1.4426950408889634)
-_LN_2 = tl.constexpr(0.6931471805599453)
 
 
 def prefill_attention(
@@ -59,10 +81,10 @@ def prefill_attention(
     v_scale: torch.Tensor | None,
     causal: bool,
 ) -> None:
-    """Attend the queries of the planned sequences to their keys, and writes their rows of the output; one launch.
+    """Attend the queries of the planned sequences to their keys, and write their rows of the output; one launch.
 
-    `merge_prefill` completes tiles that are cut. The arguments are those of `decode_attention`, except that `kv_cache`
-    may have blocks of any size; `causal` and `window` are those of the plan.
+    `merge_prefill` completes tiles that are cut. Arguments are as in `decode_attention`, but blocks of `kv_cache` may
+    have any size, and `causal` and `window` are the plan's.
     """
     num_tokens, _, head_size = query_THD.shape
     _, _, block_size, num_kv_heads, _ = kv_cache.shape
@@ -82,7 +104,7 @@ def prefill_attention(
         and kv_cache.dtype == query_THD.dtype
         and gluon_usable()
     ):
-        # Not every Triton has what it imports.
+        # Imported here, because other versions of Triton lack parts of Gluon.
         from phonograph.kernels.triton.attention.prefill_hopper import attend_on_hopper
 
         attend_on_hopper(
@@ -153,11 +175,11 @@ def prefill_attention(
     )
 
 
-def takes_part(num_tokens: int) -> bool:
-    """Return True if `prefill_attention` lets the next launch run at the same time, at so many padded tokens.
+def prefill_overlaps(num_tokens: int) -> bool:
+    """Return True if `prefill_attention` of that many padded tokens lets the next launch run at the same time.
 
-    It then keeps to the multiprocessors that its plan names. The kernel for Hopper does not: it lets the next launch
-    begin before it has itself waited for its predecessor.
+    It then uses only the multiprocessors that its plan names. The kernel for Hopper does not overlap: it lets the next
+    launch begin before it has itself waited for its predecessor.
     """
     return pdl_usable() and num_tokens < _HOPPER_TOKENS
 
@@ -197,8 +219,9 @@ def merge_prefill(
 def _configuration(width: int, tma: bool, *, few: bool, roomy: bool) -> tuple[int, int, int, int]:
     """Return keys of a tile, warps, stages, and programs of a multiprocessor, by measurements on an H200.
 
-    Two programs of four warps share a multiprocessor: one's softmax runs beside the other's products. Where tiles are
-    few, eight warps end each earlier. Wide heads fill the registers of eight. Without `roomy`, a program fits 99 KiB.
+    Two programs of four warps share a multiprocessor: one's softmax runs during the other's products. Where tiles are
+    few, eight warps end each tile earlier. Wide heads fill the registers of eight warps. Without `roomy`, a program
+    fits 99 KiB.
     """
     if width > 128:
         return (_BLOCK_N, 8, 2, 1) if roomy else (_BLOCK_N // 2, 8, 1, 1)
@@ -210,7 +233,7 @@ def _configuration(width: int, tma: bool, *, few: bool, roomy: bool) -> tuple[in
 def _fits_tma(kv_cache: torch.Tensor, width: int, heads_outside: bool) -> bool:
     """Return True if each key tile lies in one block, and the cache is a matrix of fewer than 2^31 rows.
 
-    Its rows are slots [.., K * D], or heads' slots [.., D] if `heads_outside`.
+    A row is a slot [K * D], or a head of a slot [D] if `heads_outside`.
     """
     _, num_blocks, block_size, num_kv_heads, head_size = kv_cache.shape
     stride_kv, stride_block, _, stride_head, _ = kv_cache.stride()
@@ -225,118 +248,87 @@ def _fits_tma(kv_cache: torch.Tensor, width: int, heads_outside: bool) -> bool:
     )
 
 
+# A tile's rows of queries, the keys [low, high) that some row sees, and the cache.
+_Tile = namedtuple(
+    "_Tile",
+    "query_MD cache table kv_head low high position_M slope_M factor softcap "
+    "stride_kv stride_block stride_slot stride_head",
+)
+# Constants of the kernel.
+_Shape = namedtuple("_Shape", "HEAD_SIZE WIDTH BLOCK_SIZE BLOCK_N LEFT RIGHT SOFTCAP ALIBI TMA HEADS_OUTSIDE")
+
+
 @triton.jit
-def _attend(
-    acc_MD,
-    sum_M,
-    max_M,
-    query_MD,
-    cache,
-    table,
-    kv_head,
-    start,
-    stop,
-    low,
-    high,
-    position_M,
-    slope_M,
-    factor,
-    softcap,
-    stride_kv,
-    stride_block,
-    stride_slot,
-    stride_head,
-    HEAD_SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    ALIBI: tl.constexpr,
-    TMA: tl.constexpr,
-    HEADS_OUTSIDE: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Add the keys from `start` to `stop` to the running sums, tile by tile; rows see keys of [low, high) only."""
+def _attend(sums, span, tile, shape, MASKED: tl.constexpr):
+    """Add the keys of a span to the running sums, tile by tile; rows see keys of [low, high) only."""
+    acc_MD, sum_M, max_M = sums
+    start, stop = span
+    HEAD_SIZE: tl.constexpr = shape.HEAD_SIZE
+    WIDTH: tl.constexpr = shape.WIDTH
+    BLOCK_SIZE: tl.constexpr = shape.BLOCK_SIZE
+    BLOCK_N: tl.constexpr = shape.BLOCK_N
     offset_N = tl.arange(0, BLOCK_N)
     dim = tl.arange(0, WIDTH)
     # Block ids are read one tile ahead, so that no tile waits for them before it requests its keys.
-    if TMA:
-        next_block = tl.load(table + start // BLOCK_SIZE, mask=start < stop, other=0)
+    if shape.TMA:
+        next_block = tl.load(tile.table + start // BLOCK_SIZE, mask=start < stop, other=0)
     else:
-        base = cache + kv_head * stride_head
+        base = tile.cache + tile.kv_head * tile.stride_head
     # Hoisted matrix descriptors would push other values out of the registers.
     for key in tl.range(start, stop, BLOCK_N, disable_licm=True):
         key_N = key + offset_N
-        seen_N = (key_N >= low) & (key_N < high)
-        if TMA:
+        seen_N = (key_N >= tile.low) & (key_N < tile.high)
+        if shape.TMA:
             block = next_block
             ahead = key + BLOCK_N
-            next_block = tl.load(table + ahead // BLOCK_SIZE, mask=ahead < stop, other=0)
-            if HEADS_OUTSIDE:
-                row = (block * (stride_block // stride_head) + kv_head) * BLOCK_SIZE + key % BLOCK_SIZE
+            next_block = tl.load(tile.table + ahead // BLOCK_SIZE, mask=ahead < stop, other=0)
+            if shape.HEADS_OUTSIDE:
+                row = (block * (tile.stride_block // tile.stride_head) + tile.kv_head) * BLOCK_SIZE + key % BLOCK_SIZE
                 column = 0
             else:
                 row = block * BLOCK_SIZE + key % BLOCK_SIZE
-                column = kv_head * HEAD_SIZE
-            key_ND = cache.load([row, column])
-            value_ND = cache.load([row + stride_kv, column])
+                column = tile.kv_head * HEAD_SIZE
+            key_ND = tile.cache.load([row, column])
+            value_ND = tile.cache.load([row + tile.stride_kv, column])
             if MASKED:
                 # Unwritten slots may hold NaN, which a weight of zero does not remove.
-                value_ND = tl.where(seen_N[:, None], at_width_of(value_ND, query_MD.dtype), 0.0)
+                value_ND = tl.where(seen_N[:, None], at_width_of(value_ND, tile.query_MD.dtype), 0.0)
         else:
             if 128 % BLOCK_SIZE == 0 or BLOCK_SIZE % 128 == 0:
                 # A tile begins a block or lies in one, so one load of a block id serves all its keys.
-                block = tl.load(table + key // BLOCK_SIZE, mask=(key + BLOCK_SIZE > low) & (key < high), other=0)
+                inside = (key + BLOCK_SIZE > tile.low) & (key < tile.high)
+                block = tl.load(tile.table + key // BLOCK_SIZE, mask=inside, other=0)
                 for index in tl.static_range(1, BLOCK_N // BLOCK_SIZE):
                     first = key + index * BLOCK_SIZE
-                    inside = (first + BLOCK_SIZE > low) & (first < high)
-                    later = tl.load(table + first // BLOCK_SIZE, mask=inside, other=0)
+                    inside = (first + BLOCK_SIZE > tile.low) & (first < tile.high)
+                    later = tl.load(tile.table + first // BLOCK_SIZE, mask=inside, other=0)
                     block = tl.where(offset_N >= index * BLOCK_SIZE, later, block)
             else:
-                block = tl.load(table + key_N // BLOCK_SIZE, mask=seen_N, other=0)
-            slot_N = block.to(tl.int64) * stride_block + (key_N % BLOCK_SIZE) * stride_slot
+                block = tl.load(tile.table + key_N // BLOCK_SIZE, mask=seen_N, other=0)
+            slot_N = block.to(tl.int64) * tile.stride_block + (key_N % BLOCK_SIZE) * tile.stride_slot
             pointer_ND = base + slot_N[:, None] + dim[None, :]
             if MASKED:
                 mask = seen_N[:, None] & (dim < HEAD_SIZE)[None, :]
                 key_ND = tl.load(pointer_ND, mask=mask, other=0.0)
-                value_ND = tl.load(pointer_ND + stride_kv, mask=mask, other=0.0)
+                value_ND = tl.load(pointer_ND + tile.stride_kv, mask=mask, other=0.0)
             elif WIDTH != HEAD_SIZE:
                 key_ND = tl.load(pointer_ND, mask=(dim < HEAD_SIZE)[None, :], other=0.0)
-                value_ND = tl.load(pointer_ND + stride_kv, mask=(dim < HEAD_SIZE)[None, :], other=0.0)
+                value_ND = tl.load(pointer_ND + tile.stride_kv, mask=(dim < HEAD_SIZE)[None, :], other=0.0)
             else:
                 key_ND = tl.load(pointer_ND)
-                value_ND = tl.load(pointer_ND + stride_kv)
-        key_ND = at_width_of(key_ND, query_MD.dtype)
-        value_ND = at_width_of(value_ND, query_MD.dtype)
-        logits_MN = tl.dot(query_MD, key_ND.T, input_precision="ieee")
-        if SOFTCAP:
-            # tanh(x) = 1 - 2 / (exp(2x) + 1)
-            exp_MN = tl.exp2(logits_MN * (factor * (2 * _LOG2_E) / softcap))
-            logits_MN = softcap * _LOG2_E * (1.0 - 2.0 / (exp_MN + 1.0))
-            unit = 1.0
-        else:
-            unit = factor * _LOG2_E
-        if ALIBI:
-            distance_MN = (key_N[None, :] - position_M[:, None]).to(tl.float32)
-            logits_MN = logits_MN * unit + (slope_M * _LOG2_E)[:, None] * distance_MN
-            unit = 1.0
+                value_ND = tl.load(pointer_ND + tile.stride_kv)
+        key_ND = at_width_of(key_ND, tile.query_MD.dtype)
+        value_ND = at_width_of(value_ND, tile.query_MD.dtype)
+        logits_MN = tl.dot(tile.query_MD, key_ND.T, input_precision="ieee")
+        logits_MN, unit = score(
+            logits_MN, tile.factor, tile.softcap, tile.slope_M, key_N, tile.position_M, shape.SOFTCAP, shape.ALIBI
+        )  # fmt: skip
         if MASKED:
-            mask_MN = seen_N[None, :]
-            if LEFT >= 0:
-                mask_MN = mask_MN & (key_N[None, :] >= position_M[:, None] - LEFT)
-            if RIGHT >= 0:
-                mask_MN = mask_MN & (key_N[None, :] <= position_M[:, None] + RIGHT)
-            logits_MN = tl.where(mask_MN, logits_MN, float("-inf"))
-        new_max_M = tl.maximum(max_M, tl.max(logits_MN, 1) * unit)
-        shift_M = tl.where(new_max_M == float("-inf"), 0.0, new_max_M) if MASKED else new_max_M
-        weight_MN = tl.exp2(logits_MN * unit - shift_M[:, None])
-        decay_M = tl.exp2(max_M - shift_M)
-        sum_M = sum_M * decay_M + tl.sum(weight_MN, 1)
+            seen_MN = in_window(seen_N[None, :], key_N, tile.position_M, shape.LEFT, shape.RIGHT)
+            logits_MN = tl.where(seen_MN, logits_MN, float("-inf"))
+        weight_MN, decay_M, sum_M, max_M = softmax_step(logits_MN, unit, sum_M, max_M, MASKED)
         acc_MD = acc_MD * decay_M[:, None]
-        acc_MD = tl.dot(weight_MN.to(query_MD.dtype), value_ND, acc_MD, input_precision="ieee")
-        max_M = new_max_M
+        acc_MD = tl.dot(weight_MN.to(tile.query_MD.dtype), value_ND, acc_MD, input_precision="ieee")
     return acc_MD, sum_M, max_M
 
 
@@ -382,6 +374,9 @@ def _attention_kernel(
 ):
     pdl_wait_first(PDL)
     ALIBI: tl.constexpr = alibi_slopes is not None
+    SHAPE: tl.constexpr = _Shape(
+        HEAD_SIZE, WIDTH, BLOCK_SIZE, BLOCK_N, LEFT, RIGHT, SOFTCAP, ALIBI, TMA, HEADS_OUTSIDE
+    )  # fmt: skip
     dim = tl.arange(0, WIDTH)
     item = tl.program_id(0)
     programs = tl.minimum(tl.load(header + MULTIPROCESSORS) * SHARE, PROGRAMS)
@@ -395,11 +390,10 @@ def _attention_kernel(
         low, high, first, last = tile_keys(tile, query_len, seq_len, GROUP, BLOCK_M, LEFT, RIGHT)
 
         row_M = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-        token_M = row_M // GROUP
-        head_M = kv_head * GROUP + row_M % GROUP
+        token_M, head_M = token_and_head(row_M, kv_head, GROUP)
         valid_M = token_M < query_len
         position_M = seq_len - query_len + token_M
-        # 64 bits for the tile's first token, 32 for what lies within the tile.
+        # 64 bits for the tile's first token, 32 within the tile.
         first_token = tile * BLOCK_M // GROUP
         query = query_THD + (query_start + first_token).to(tl.int64) * stride_token
         pointer_MD = query + ((token_M - first_token) * stride_token + head_M * HEAD_SIZE)[:, None] + dim[None, :]
@@ -410,64 +404,47 @@ def _attention_kernel(
             factor *= tl.load(k_scale + kv_head)
         slope_M = tl.zeros([BLOCK_M], tl.float32)
         if ALIBI:
-            slope_M = tl.load(alibi_slopes + head_M)
+            slope_M = tl.load(alibi_slopes + head_M) * LOG2_E
         table = block_table + seq.to(tl.int64) * stride_table
 
         acc_MD = tl.zeros([BLOCK_M, WIDTH], tl.float32)
         sum_M = tl.zeros([BLOCK_M], tl.float32)
         max_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        sums = acc_MD, sum_M, max_M
+        operands = _Tile(
+            query_MD, cache, table, kv_head, low, high, position_M, slope_M, factor, softcap,
+            stride_kv, stride_block, stride_slot, stride_head,
+        )  # fmt: skip
         # All rows see the keys from `plain` to `edge`.
         plain = start
         if LEFT >= 0:
             plain = start + tl.cdiv(tl.minimum(tl.maximum(last - LEFT, start), stop) - start, BLOCK_N) * BLOCK_N
-            acc_MD, sum_M, max_M = _attend(
-                acc_MD, sum_M, max_M, query_MD, cache, table, kv_head, start, tl.minimum(plain, stop), low, high,
-                position_M, slope_M, factor, softcap, stride_kv, stride_block, stride_slot, stride_head,
-                HEAD_SIZE, WIDTH, BLOCK_SIZE, BLOCK_N, LEFT, RIGHT, SOFTCAP, ALIBI, TMA, HEADS_OUTSIDE, MASKED=True,
-            )  # fmt: skip
+            sums = _attend(sums, (start, tl.minimum(plain, stop)), operands, SHAPE, True)
         edge = stop
         if RIGHT >= 0:
             edge = tl.minimum(stop, first + RIGHT + 1)
         edge = plain + tl.maximum(edge - plain, 0) // BLOCK_N * BLOCK_N
-        acc_MD, sum_M, max_M = _attend(
-            acc_MD, sum_M, max_M, query_MD, cache, table, kv_head, plain, edge, low, high,
-            position_M, slope_M, factor, softcap, stride_kv, stride_block, stride_slot, stride_head,
-            HEAD_SIZE, WIDTH, BLOCK_SIZE, BLOCK_N, LEFT, RIGHT, SOFTCAP, ALIBI, TMA, HEADS_OUTSIDE, MASKED=False,
-        )  # fmt: skip
-        acc_MD, sum_M, max_M = _attend(
-            acc_MD, sum_M, max_M, query_MD, cache, table, kv_head, edge, stop, low, high,
-            position_M, slope_M, factor, softcap, stride_kv, stride_block, stride_slot, stride_head,
-            HEAD_SIZE, WIDTH, BLOCK_SIZE, BLOCK_N, LEFT, RIGHT, SOFTCAP, ALIBI, TMA, HEADS_OUTSIDE, MASKED=True,
-        )  # fmt: skip
+        sums = _attend(sums, (plain, edge), operands, SHAPE, False)
+        acc_MD, sum_M, max_M = _attend(sums, (edge, stop), operands, SHAPE, True)
 
-        # A volatile load, so that the compiler does not keep the rows' addresses in registers through the loops above.
+        # A volatile load, so that the compiler does not hold the rows' addresses in registers through the loops above.
         first_row = tl.load(entry + 1, volatile=True) * BLOCK_M
         row_M = first_row + tl.arange(0, BLOCK_M)
         first_token = first_row // GROUP
-        token_M = row_M // GROUP
-        head_M = kv_head * GROUP + row_M % GROUP
+        token_M, head_M = token_and_head(row_M, kv_head, GROUP)
         valid_M = token_M < query_len
         value_factor = 1.0
         if v_scale is not None:
             value_factor = tl.load(v_scale + kv_head)
         if sinks is not None:  # noqa: SIM102 (one is known when compiled, the other is not)
             if slot < 0:
-                sink_M = tl.load(sinks + head_M) * _LOG2_E
-                new_max_M = tl.maximum(max_M, sink_M)
-                decay_M = tl.exp2(max_M - new_max_M)
-                acc_MD = acc_MD * decay_M[:, None]
-                sum_M = sum_M * decay_M + tl.exp2(sink_M - new_max_M)
-                max_M = new_max_M
-        acc_MD = acc_MD * tl.where(sum_M > 0, value_factor / sum_M, 0.0)[:, None]
-        lse_M = tl.where(sum_M > 0, max_M + tl.log2(sum_M), float("-inf"))
+                acc_MD, sum_M, max_M = add_sink(sinks, head_M, acc_MD, sum_M, max_M)
+        acc_MD, lse_M = normalize(acc_MD, sum_M, max_M, value_factor)
         if slot < 0:
-            out = out_THD + (query_start + first_token).to(tl.int64) * (KV_HEADS * GROUP * HEAD_SIZE)
-            place_M = (token_M - first_token) * (KV_HEADS * GROUP) + head_M
-            pointer_MD = out + place_M[:, None] * HEAD_SIZE + dim[None, :]
-            mask_MD = valid_M[:, None] & (dim < HEAD_SIZE)[None, :]
-            tl.store(pointer_MD, acc_MD.to(out_THD.dtype.element_ty), mask=mask_MD)
-            if lse_HT is not None:
-                tl.store(lse_HT + head_M.to(tl.int64) * stride_lse + query_start + token_M, lse_M * _LN_2, mask=valid_M)
+            store_rows(
+                out_THD, lse_HT, stride_lse, acc_MD, lse_M,
+                query_start, first_token, token_M, head_M, valid_M, KV_HEADS * GROUP, HEAD_SIZE,
+            )  # fmt: skip
         else:
             row_M = (slot * KV_HEADS + kv_head) * BLOCK_M + tl.arange(0, BLOCK_M)
             tl.store(partial_out + row_M.to(tl.int64)[:, None] * WIDTH + dim[None, :], acc_MD)
@@ -507,41 +484,29 @@ def _merge_kernel(
         merge = merges + item // (KV_HEADS * STRIPS) * ENTRY_WORDS
         kv_head = item // STRIPS % KV_HEADS
         strip = item % STRIPS * ROWS + tl.arange(0, ROWS)
-        seq = tl.load(merge)
-        tile = tl.load(merge + 1)
-        slot = tl.load(merge + 2)
-        pieces = tl.load(merge + 3)
+        seq, tile, slot, pieces = load_words(merge, 4)
         query_start = tl.load(query_start_loc + seq)
         query_len = tl.load(query_start_loc + seq + 1) - query_start
         row_M = tile * BLOCK_M + strip
         first_token = tile * BLOCK_M // GROUP
-        token_M = row_M // GROUP
-        head_M = kv_head * GROUP + row_M % GROUP
+        token_M, head_M = token_and_head(row_M, kv_head, GROUP)
         valid_M = token_M < query_len
 
         max_M = tl.full([ROWS], float("-inf"), tl.float32)
         sum_M = tl.zeros([ROWS], tl.float32)
         acc_MD = tl.zeros([ROWS, WIDTH], tl.float32)
         if sinks is not None:
-            max_M = tl.load(sinks + head_M) * _LOG2_E
+            max_M = tl.load(sinks + head_M) * LOG2_E
             sum_M += 1.0
         for piece in range(pieces):
             partial_M = ((slot + piece) * KV_HEADS + kv_head).to(tl.int64) * BLOCK_M + strip
             lse_M = tl.load(partial_lse + partial_M)
             part_MD = tl.load(partial_out + partial_M[:, None] * WIDTH + dim[None, :])
             new_max_M = tl.maximum(max_M, lse_M)
-            shift_M = tl.where(new_max_M == float("-inf"), 0.0, new_max_M)
-            decay_M = tl.exp2(max_M - shift_M)
-            weight_M = tl.exp2(lse_M - shift_M)
-            sum_M = sum_M * decay_M + weight_M
-            acc_MD = acc_MD * decay_M[:, None] + part_MD * weight_M[:, None]
+            acc_MD, sum_M = merge_parts(acc_MD, sum_M, max_M, new_max_M, (lse_M,), (part_MD,))
             max_M = new_max_M
-        acc_MD = acc_MD * tl.where(sum_M > 0, 1.0 / sum_M, 0.0)[:, None]
-        out = out_THD + (query_start + first_token).to(tl.int64) * (KV_HEADS * GROUP * HEAD_SIZE)
-        place_M = (token_M - first_token) * (KV_HEADS * GROUP) + head_M
-        pointer_MD = out + place_M[:, None] * HEAD_SIZE + dim[None, :]
-        mask_MD = valid_M[:, None] & (dim < HEAD_SIZE)[None, :]
-        tl.store(pointer_MD, acc_MD.to(out_THD.dtype.element_ty), mask=mask_MD)
-        if lse_HT is not None:
-            lse_M = tl.where(sum_M > 0, max_M + tl.log2(sum_M), float("-inf"))
-            tl.store(lse_HT + head_M.to(tl.int64) * stride_lse + query_start + token_M, lse_M * _LN_2, mask=valid_M)
+        acc_MD, lse_M = normalize(acc_MD, sum_M, max_M, 1.0)
+        store_rows(
+            out_THD, lse_HT, stride_lse, acc_MD, lse_M,
+            query_start, first_token, token_M, head_M, valid_M, KV_HEADS * GROUP, HEAD_SIZE,
+        )  # fmt: skip

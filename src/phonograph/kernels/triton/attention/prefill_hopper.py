@@ -1,26 +1,32 @@
 """Attention of prefills for Hopper: the kernel of `prefill`, with warps specialised for loads and for products.
 
-In `prefill` a program's products, its softmax and its loads wait for each other, and only a second program on the
-multiprocessor fills the gaps. Here, as in FlashAttention 3 (Shah et al., 2024), one warp makes the copy engine load
-keys and values, and two groups of four warps take half of a tile's rows each. A group issues the products of a tile's
-keys together with those of the tile before's values. It computes the left half of the tile's weights while the values'
-products run, and the right half while it scales the sums. The groups take turns at the tensor cores, so that one's
-softmax runs beside the other's products.
+Shapes: M rows of a group of warps, N keys of a piece (64, of one block; two pieces are a tile), D head size, W words of
+an entry, P partial sums of a row; others as in `prefill`.
 
-A program takes every PROGRAMS-th piece of the plan's list, alternately from the front and from the back of each round.
-The list is sorted by length, so all programs get equal work without counters or waits. The loading warp reads each
-piece's entry and stores it beside the piece's first keys, so the other warps wait for memory only once.
+Algorithm: FlashAttention 3 (Shah et al., 2024).
+1. One warp makes the copy engine load keys and values into a ring. Two groups of four warps take half of a tile's rows
+   each.
+2. A group issues the products of a tile's keys together with the products of the previous tile's values. It computes
+   the left half of the tile's weights while the values' products run, and the right half while it scales the sums.
+3. The groups take turns at the tensor cores, so that one's softmax runs during the other's products.
+4. A program takes every PROGRAMS-th piece of the plan's list, alternately from the front and from the back of each
+   round. The list is sorted by length, so all programs get equal work without counters or waits.
+5. The loading warp stores each piece's entry with the piece's first keys, so the other warps wait for memory only once.
 
-Triton's interpreter does not run Gluon: without a Hopper GPU tests compile the kernel, and run it on threads
+    loading warp   K0 | K1 V0 | K2 V1 | K3 V2 | ...              one stage of the ring each
+    group 0        Q K0   | softmax 0 | Q K1, W0 V0 | softmax 1 | ...
+    group 1               | Q K0      | softmax 0   | Q K1, W0 V0 | ...
+
+Triton's interpreter does not run Gluon. Without a Hopper GPU, tests compile the kernel and run it on threads
 (`tests/support/gluon_on_threads.py`).
-
-Shapes: M rows of a group, N keys of a piece (64, of one block; two are a tile), D head size; others as in `prefill`.
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false
 # pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportIndexIssue=false
 # pyright: reportOperatorIssue=false, reportRedeclaration=false
 from __future__ import annotations
+
+from collections import namedtuple
 
 import torch
 from triton.experimental import gluon
@@ -42,6 +48,7 @@ from phonograph.kernels.triton.attention.prefill_plan import (
     read_entry,
     tile_keys,
 )
+from phonograph.kernels.triton.attention.tile import LN_2, LOG2_E, in_window, token_and_head
 from phonograph.kernels.triton.launch.gluon import (
     let_next_kernel_start,
     make_barriers,
@@ -51,13 +58,11 @@ from phonograph.kernels.triton.launch.gluon import (
 from phonograph.kernels.triton.launch.pdl import pdl_options
 
 PIECE = 64
-"""Keys of one load by the copy engine. A block has as many, or a multiple."""
+"""Keys of one load by the copy engine. A block has that many, or a multiple."""
 _COLUMNS = 64
-"""Columns of one load by the copy engine: a row of its pattern in shared memory, 128 bytes."""
+"""Columns of one load by the copy engine: 128 bytes, a row of its pattern in shared memory."""
 _TILES = 3
-"""Tiles of keys, each with the values of the tile before, that have a place in the ring."""
-_LOG2_E = gl.constexpr(1.4426950408889634)
-_LN_2 = gl.constexpr(0.6931471805599453)
+"""Stages of the ring: a tile of keys with the values of the previous tile."""
 _WORDS = gl.constexpr(ENTRY_WORDS.value)
 _INFINITY = gl.constexpr(float("inf"))
 _LEAST = gl.constexpr(-3.4028234663852886e38)
@@ -83,7 +88,7 @@ def attend_on_hopper(
 ) -> None:
     """Attend like `prefill.prefill_attention`, for 16-bit tensors, heads of 64 or 128 and plans that cut keys.
 
-    `matrix` are rows and columns of the cache for the copy engine; its rows are slots, or heads' slots if
+    `matrix` is (rows, columns) of the cache for the copy engine. A row is a slot, or a head of a slot if
     `heads_outside`.
     """
     _, _, block_size, num_kv_heads, head_size = kv_cache.shape
@@ -123,140 +128,128 @@ def attend_on_hopper(
     )
 
 
+# Constants of the kernel.
+_Shape = namedtuple("_Shape", "PROGRAMS KV_HEADS GROUP HEAD_SIZE BLOCK_SIZE ROWS LEFT RIGHT HEADS_OUTSIDE PDL")
+
+
 @gluon.jit
-def _item(turn, PROGRAMS: gl.constexpr):
-    """Return the program's item of the list in this turn: rounds alternate their direction."""
+def _item(number, PROGRAMS: gl.constexpr):
+    """Return the program's item of the list in a round; rounds alternate their direction."""
     program = gl.program_id(0)
-    return turn * PROGRAMS + gl.where(turn % 2 == 0, program, PROGRAMS - 1 - program)
+    return number * PROGRAMS + gl.where(number % 2 == 0, program, PROGRAMS - 1 - program)
 
 
 @gluon.jit
 def _num_tiles(start, stop, SIZE: gl.constexpr):
-    """Return the tiles of an item: at least one, because the next item is announced with the last tile's values."""
+    """Return the tiles of an item: at least one, because the next entry comes with the last tile's values."""
     return gl.maximum((stop - start + 2 * SIZE - 1) // (2 * SIZE), 1)
 
 
 @gluon.jit
-def _word(told_W, NUMBER: gl.constexpr, LAYOUT: gl.constexpr):
-    return gl.sum(gl.where(gl.arange(0, _WORDS, layout=LAYOUT) == NUMBER, told_W, 0), 0)
+def _word(entry_W, NUMBER: gl.constexpr, LAYOUT: gl.constexpr):
+    return gl.sum(gl.where(gl.arange(0, _WORDS, layout=LAYOUT) == NUMBER, entry_W, 0), 0)
 
 
 @gluon.jit
-def _told(words, at):
-    """Return the item whose first keys are in this place, and its `read_entry`, without the sequence."""
+def _read_item(words, stage):
+    """Return the item whose first keys are in a stage, and its `read_entry`, without the sequence."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([_WORDS], [32], [4], [0])
-    told_W = words.index(at).load(LAYOUT)
-    item, tile, start = _word(told_W, 0, LAYOUT), _word(told_W, 1, LAYOUT), _word(told_W, 2, LAYOUT)
-    stop, slot, query_start = _word(told_W, 3, LAYOUT), _word(told_W, 4, LAYOUT), _word(told_W, 5, LAYOUT)
-    query_len, seq_len = _word(told_W, 6, LAYOUT), _word(told_W, 7, LAYOUT)
+    entry_W = words.index(stage).load(LAYOUT)
+    item, tile, start = _word(entry_W, 0, LAYOUT), _word(entry_W, 1, LAYOUT), _word(entry_W, 2, LAYOUT)
+    stop, slot, query_start = _word(entry_W, 3, LAYOUT), _word(entry_W, 4, LAYOUT), _word(entry_W, 5, LAYOUT)
+    query_len, seq_len = _word(entry_W, 6, LAYOUT), _word(entry_W, 7, LAYOUT)
     return item, tile, start, stop, slot, query_start, query_len, seq_len
 
 
 @gluon.jit
-def _load(
-    cache,
-    rings,
-    block_table,
-    header,
-    entries,
-    values_row,
-    blocks_of_heads,
-    stride_table,
-    PROGRAMS: gl.constexpr,
-    KV_HEADS: gl.constexpr,
-    HEAD_SIZE: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
-    HEADS_OUTSIDE: gl.constexpr,
-    PDL: gl.constexpr,
-):
+def _load(cache, rings, block_table, header, entries, values_row, heads_of_block, stride_table, shape):
     """Load the tiles of all of the program's items, end to end, by the copy engine.
 
-    Keys come with the values of the tile before, because their products are issued together.
+    Keys come with the values of the previous tile, because their products are issued together.
     """
     keys, values, words, full, empty = rings
     TILES: gl.constexpr = words.type.shape[0]
     SIZE: gl.constexpr = values.type.shape[1]
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    BYTES: gl.constexpr = 2 * HEAD_SIZE // cache.block_type.shape[1] * cache.block_type.nbytes
-    if PDL:
+    BYTES: gl.constexpr = 2 * shape.HEAD_SIZE // cache.block_type.shape[1] * cache.block_type.nbytes
+    if shape.PDL:
         wait_for_kernel_before()
-    num_items = gl.load(header) * KV_HEADS
-    at, turn = 0, 0
-    # Rows and columns of the tile before. The values that come with the first tile are arbitrary, and not used.
+    num_items = gl.load(header) * shape.KV_HEADS
+    stage, phase = 0, 0
+    # Rows and columns of the previous tile. The values that come with the first tile are arbitrary, and not used.
     left_before, right_before, column_before = 0, 0, 0
     word_W = gl.arange(0, _WORDS, layout=LANES)
     number, item = 0, gl.program_id(0)
     while item < num_items:
-        entry = entries + item // KV_HEADS * _WORDS
-        kv_head = item % KV_HEADS
+        entry = entries + item // shape.KV_HEADS * _WORDS
+        kv_head = item % shape.KV_HEADS
         table = block_table + gl.load(entry).to(gl.int64) * stride_table
-        told_W = gl.where(word_W == 0, item, gl.load(entry + word_W))
+        entry_W = gl.where(word_W == 0, item, gl.load(entry + word_W))
         start = gl.load(entry + 2)
         stop = gl.load(entry + 3)
         tiles = _num_tiles(start, stop, SIZE)
         for tile in range(0, tiles):
             key = start + tile * (2 * SIZE)
-            left = gl.load(table + key // BLOCK_SIZE, mask=key < stop, other=0)
-            # Behind the last key, written keys are loaded again, not an arbitrary block, so that masks remove them.
-            right = gl.load(table + (key + SIZE) // BLOCK_SIZE, mask=key + SIZE < stop, other=left)
-            column = kv_head * HEAD_SIZE
-            if HEADS_OUTSIDE:
-                left = left * blocks_of_heads + kv_head
-                right = right * blocks_of_heads + kv_head
+            left = gl.load(table + key // shape.BLOCK_SIZE, mask=key < stop, other=0)
+            # After the last key, written keys are loaded again, not an arbitrary block, so that masks remove them.
+            right = gl.load(table + (key + SIZE) // shape.BLOCK_SIZE, mask=key + SIZE < stop, other=left)
+            column = kv_head * shape.HEAD_SIZE
+            if shape.HEADS_OUTSIDE:
+                left = left * heads_of_block + kv_head
+                right = right * heads_of_block + kv_head
                 column = 0
-            left = left * BLOCK_SIZE + key % BLOCK_SIZE
-            right = right * BLOCK_SIZE + (key + SIZE) % BLOCK_SIZE
-            mbarrier.wait(empty.index(at), turn ^ 1)
+            left = left * shape.BLOCK_SIZE + key % shape.BLOCK_SIZE
+            right = right * shape.BLOCK_SIZE + (key + SIZE) % shape.BLOCK_SIZE
+            mbarrier.wait(empty.index(stage), phase ^ 1)
             if tile == 0:
-                words.index(at).store(told_W)
-            mbarrier.expect(full.index(at), 2 * BYTES)
-            _bring(cache, keys.index(at), full.index(at), left, column, 0, 2)
-            _bring(cache, keys.index(at), full.index(at), right, column, 1, 2)
-            _bring_values(cache, values, full, at, values_row + left_before, values_row + right_before, column_before)
+                words.index(stage).store(entry_W)
+            mbarrier.expect(full.index(stage), 2 * BYTES)
+            _load_piece(cache, keys.index(stage), full.index(stage), left, column, 0, 2)
+            _load_piece(cache, keys.index(stage), full.index(stage), right, column, 1, 2)
+            _load_values(cache, values, full, stage, values_row + left_before, values_row + right_before, column_before)
             left_before, right_before, column_before = left, right, column
-            at, turn = next_stage(at, turn, TILES)
+            stage, phase = next_stage(stage, phase, TILES)
         number += 1
-        item = _item(number, PROGRAMS)
+        item = _item(number, shape.PROGRAMS)
     if gl.program_id(0) < num_items:
-        mbarrier.wait(empty.index(at), turn ^ 1)
-        words.index(at).store(gl.full([_WORDS], num_items, gl.int32, LANES))
-        mbarrier.expect(full.index(at), BYTES)
-        _bring_values(cache, values, full, at, values_row + left_before, values_row + right_before, column_before)
+        mbarrier.wait(empty.index(stage), phase ^ 1)
+        words.index(stage).store(gl.full([_WORDS], num_items, gl.int32, LANES))
+        mbarrier.expect(full.index(stage), BYTES)
+        _load_values(cache, values, full, stage, values_row + left_before, values_row + right_before, column_before)
 
 
 @gluon.jit
-def _bring(cache, to, barrier, row, column, FIRST: gl.constexpr, STEP: gl.constexpr):
-    """Load a piece into every STEP-th box of `to` from FIRST on.
+def _load_piece(cache, memory, barrier, row, column, FIRST: gl.constexpr, STEP: gl.constexpr):
+    """Load a piece into every STEP-th box of `memory` from FIRST on.
 
     Boxes are in the tensor cores' order: all rows of the first columns, then of the next.
     """
     SIZE: gl.constexpr = cache.block_type.shape[0]
     WIDTH: gl.constexpr = cache.block_type.shape[1]
-    NUMBER: gl.constexpr = to.type.shape[1] // WIDTH
-    boxes = to._reinterpret(cache.dtype, [STEP * NUMBER, SIZE, WIDTH], cache.layout)
+    NUMBER: gl.constexpr = memory.type.shape[1] // WIDTH
+    boxes = memory._reinterpret(cache.dtype, [STEP * NUMBER, SIZE, WIDTH], cache.layout)
     for box in gl.static_range(NUMBER):
-        place = boxes.index(FIRST + STEP * box)
-        tma.async_copy_global_to_shared(cache, [row, column + box * WIDTH], barrier, place)
+        tma.async_copy_global_to_shared(cache, [row, column + box * WIDTH], barrier, boxes.index(FIRST + STEP * box))
 
 
 @gluon.jit
-def _bring_values(cache, values, full, at, left, right, column):
-    _bring(cache, values.index(2 * at), full.index(at), left, column, 0, 1)
-    _bring(cache, values.index(2 * at + 1), full.index(at), right, column, 0, 1)
+def _load_values(cache, values, full, stage, left, right, column):
+    _load_piece(cache, values.index(2 * stage), full.index(stage), left, column, 0, 1)
+    _load_piece(cache, values.index(2 * stage + 1), full.index(stage), right, column, 0, 1)
 
 
 @gluon.jit
-def _logits(query_MD, keys, at, LAYOUT: gl.constexpr):
+def _logits(query_MD, keys, stage, LAYOUT: gl.constexpr):
     """Issue the products of a tile's keys."""
     M: gl.constexpr = query_MD.shape[0]
     N: gl.constexpr = keys.type.shape[1]
     zeros = gl.zeros([M, N], gl.float32, LAYOUT)
-    return warpgroup_mma(query_MD, keys.index(at).permute((1, 0)), zeros, is_async=True)
+    return warpgroup_mma(query_MD, keys.index(stage).permute((1, 0)), zeros, is_async=True)
 
 
 @gluon.jit
 def _halves(logits_MN, HALF: gl.constexpr):
-    """Split a tile's logits into those of its two pieces. Nothing moves: a thread has the same columns of both."""
+    """Split a tile's logits by its two pieces. Nothing moves: a thread has the same columns of both."""
     M: gl.constexpr = logits_MN.shape[0]
     N: gl.constexpr = logits_MN.shape[1]
     left_MN, right_MN = gl.split(logits_MN.reshape([M, 2, N // 2]).permute(0, 2, 1))
@@ -265,20 +258,16 @@ def _halves(logits_MN, HALF: gl.constexpr):
 
 
 @gluon.jit
-def _masked(logits_MN, first_key, position_M, low, high, LEFT: gl.constexpr, RIGHT: gl.constexpr, LAYOUT: gl.constexpr):
+def _masked(logits_MN, first_key, position_M, low, high, shape, LAYOUT: gl.constexpr):
     """Return a tile's logits, with minus infinity for keys that do not exist or are not seen."""
-    N: gl.constexpr = logits_MN.shape[1]
-    key_N = (first_key + gl.arange(0, N, layout=gl.SliceLayout(0, LAYOUT)))[None, :]
-    seen = (key_N >= low) & (key_N < high)
-    if LEFT >= 0:
-        seen = seen & (key_N >= position_M[:, None] - LEFT)
-    if RIGHT >= 0:
-        seen = seen & (key_N <= position_M[:, None] + RIGHT)
-    return gl.where(seen, logits_MN, -_INFINITY)
+    key_N = first_key + gl.arange(0, logits_MN.shape[1], layout=gl.SliceLayout(0, LAYOUT))
+    key_1N = key_N[None, :]
+    seen_MN = in_window((key_1N >= low) & (key_1N < high), key_N, position_M, shape.LEFT, shape.RIGHT)
+    return gl.where(seen_MN, logits_MN, -_INFINITY)
 
 
 @gluon.jit
-def _clear(values, at, first_key, low, high, written):
+def _clear(values, stage, first_key, low, high, written):
     """Zero the values of a tile's keys that may not exist: unwritten slots may hold NaN, which no weight removes.
 
     The first `written` keys of a sequence exist, but before `low` they may be freed.
@@ -287,7 +276,7 @@ def _clear(values, at, first_key, low, high, written):
     SIZE: gl.constexpr = values.type.shape[1]
     if (first_key < low) | (first_key + 2 * SIZE > written):
         for half in gl.static_range(2):
-            piece = values.index(2 * at + half)
+            piece = values.index(2 * stage + half)
             key_N = (first_key + half * SIZE + gl.arange(0, SIZE, layout=gl.SliceLayout(1, LAYOUT)))[:, None]
             piece.store(gl.where((key_N >= low) & (key_N < high), piece.load(LAYOUT), 0.0))
         fence_async_shared()
@@ -296,22 +285,11 @@ def _clear(values, at, first_key, low, high, written):
 
 @gluon.jit
 def _largest(
-    logits_MN,
-    max_M,
-    unit,
-    masked,
-    first_key,
-    position_M,
-    low,
-    high,
-    LEFT: gl.constexpr,
-    RIGHT: gl.constexpr,
-    LAYOUT: gl.constexpr,
-    HALF: gl.constexpr,
-):
+    logits_MN, max_M, unit, masked, first_key, position_M, low, high, shape, LAYOUT: gl.constexpr, HALF: gl.constexpr
+):  # fmt: skip
     """Return a tile's two pieces, masked, and the new running maximum, in the tile's layout and in a piece's."""
     if masked:
-        logits_MN = _masked(logits_MN, first_key, position_M, low, high, LEFT, RIGHT, LAYOUT)
+        logits_MN = _masked(logits_MN, first_key, position_M, low, high, shape, LAYOUT)
     max_M = gl.maximum(max_M, gl.max(logits_MN, 1) * unit)
     left_MN, right_MN = _halves(logits_MN, HALF)
     return left_MN, right_MN, max_M, gl.convert_layout(max_M, gl.SliceLayout(1, HALF), assert_trivial=True)
@@ -326,11 +304,11 @@ def _sum_parts(weight_MN):
 
 
 @gluon.jit
-def _before_what_follows(sum_MP):
-    """Return the same sums, four a thread, ordered before the instructions that follow.
+def _order_before(sum_MP):
+    """Order sums, four a thread, before the instructions that follow; return the same sums.
 
-    ptxas moves a wait in front of work that does not need it, but not in front of a store of that work's result. The
-    store here never happens, because sums of powers are not below zero.
+    ptxas moves a wait before work that does not need it, but not before a store of that work's result. The store here
+    never happens, because sums of powers are not below zero.
     """
     return gl.inline_asm_elementwise(
         """
@@ -359,24 +337,24 @@ def _before_what_follows(sum_MP):
 
 
 @gluon.jit
-def _add_values(left_weights, right_weights, values, at, sums_MD):
+def _add_values(left_weights, right_weights, values, stage, sums_MD):
     """Issue the products of a tile's values."""
-    sums_MD = warpgroup_mma(left_weights, values.index(2 * at), sums_MD, is_async=True)
-    return warpgroup_mma(right_weights, values.index(2 * at + 1), sums_MD, is_async=True)
+    sums_MD = warpgroup_mma(left_weights, values.index(2 * stage), sums_MD, is_async=True)
+    return warpgroup_mma(right_weights, values.index(2 * stage + 1), sums_MD, is_async=True)
 
 
 @gluon.jit
-def _take_turn(turns, taken, GROUP_OF_WARPS: gl.constexpr):
+def _take_turn(turns, num_turns, GROUP_OF_WARPS: gl.constexpr):
     """Wait for the other group of warps; the first group begins."""
-    mbarrier.wait(turns.index(GROUP_OF_WARPS), (taken & 1) ^ (1 - GROUP_OF_WARPS))
-    return taken + 1
+    mbarrier.wait(turns.index(GROUP_OF_WARPS), (num_turns & 1) ^ (1 - GROUP_OF_WARPS))
+    return num_turns + 1
 
 
 @gluon.jit
-def _free(empty, at):
-    """Free a tile's place, once all warps have read it."""
+def _free(empty, stage):
+    """Free a stage, once all warps have read it."""
     gl.thread_barrier()
-    mbarrier.arrive(empty.index(at), count=1)
+    mbarrier.arrive(empty.index(stage), count=1)
 
 
 @gluon.jit
@@ -384,21 +362,19 @@ def _attend(
     query_MD,
     rings,
     turns,
-    places,
+    ring_state,
     span,
     position_M,
     unit,
+    shape,
     GROUP_OF_WARPS: gl.constexpr,
-    HEAD_SIZE: gl.constexpr,
-    LEFT: gl.constexpr,
-    RIGHT: gl.constexpr,
     LAYOUT: gl.constexpr,
     OUT: gl.constexpr,
 ):
-    """Attend an item's keys. Return sums [M, D], the weights' sum, the maximum, and the new places in the rings.
+    """Attend an item's keys. Return sums [M, D], the weights' sum, the maximum, and the new state of the ring.
 
-    `span` is the first key and the end, [low, high) that some row sees, positions of the first and last row, and the
-    number of written keys.
+    `span` is the first key, the end, [low, high) that some row sees, positions of the first and last row, and the
+    number of written keys. `ring_state` is the stage, its phase, and the turns that the group has taken.
     """
     start, stop, low, high, first, last, written = span
     keys, values, words, full, empty = rings
@@ -407,28 +383,28 @@ def _attend(
     M: gl.constexpr = query_MD.shape[0]
     HALF: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, SIZE, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
-    at, turn, taken = places
-    sums_MD = warpgroup_mma_init(gl.zeros([M, HEAD_SIZE], gl.float32, OUT))
+    stage, phase, num_turns = ring_state
+    sums_MD = warpgroup_mma_init(gl.zeros([M, shape.HEAD_SIZE], gl.float32, OUT))
     max_M = gl.full([M], _LEAST, gl.float32, gl.SliceLayout(1, LAYOUT))
     tiles = _num_tiles(start, stop, SIZE)
     # All rows see all keys from `plain` to `edge`.
     plain = start
-    if LEFT >= 0:
-        plain = last - LEFT
+    if shape.LEFT >= 0:
+        plain = last - shape.LEFT
     edge = stop
-    if RIGHT >= 0:
-        edge = gl.minimum(stop, first + RIGHT + 1)
+    if shape.RIGHT >= 0:
+        edge = gl.minimum(stop, first + shape.RIGHT + 1)
     # Wait for data before the turn, because the turn keeps the other group waiting.
-    mbarrier.wait(full.index(at), turn)
-    taken = _take_turn(turns, taken, GROUP_OF_WARPS)
-    logits_MN = _logits(query_MD, keys, at, LAYOUT)
+    mbarrier.wait(full.index(stage), phase)
+    num_turns = _take_turn(turns, num_turns, GROUP_OF_WARPS)
+    logits_MN = _logits(query_MD, keys, stage, LAYOUT)
     mbarrier.arrive(turns.index(1 - GROUP_OF_WARPS), count=1)
     logits_MN = warpgroup_mma_wait(0, deps=(logits_MN,))
-    _free(empty, at)
-    at, turn = next_stage(at, turn, TILES)
+    _free(empty, stage)
+    stage, phase = next_stage(stage, phase, TILES)
     masked = (start < plain) | (start + 2 * SIZE > edge)
     left_MN, right_MN, max_M, half_max_M = _largest(
-        logits_MN, max_M, unit, masked, start, position_M, low, high, LEFT, RIGHT, LAYOUT, HALF
+        logits_MN, max_M, unit, masked, start, position_M, low, high, shape, LAYOUT, HALF
     )
     left_MN = gl.exp2(left_MN * unit - half_max_M[:, None])
     right_MN = gl.exp2(right_MN * unit - half_max_M[:, None])
@@ -437,95 +413,75 @@ def _attend(
     right_weights = gl.convert_layout(right_MN.to(query_MD.dtype), WEIGHTS)
     for tile in range(1, tiles):
         key = start + tile * (2 * SIZE)
-        mbarrier.wait(full.index(at), turn)
+        mbarrier.wait(full.index(stage), phase)
         if GROUP_OF_WARPS == 0:
-            # For both groups: the other's turn with these values comes after this one's.
-            _clear(values, at, key - 2 * SIZE, low, high, written)
-        taken = _take_turn(turns, taken, GROUP_OF_WARPS)
-        logits_MN = _logits(query_MD, keys, at, LAYOUT)
-        sums_MD = _add_values(left_weights, right_weights, values, at, sums_MD)
+            # For both groups: the other's turn with these values comes later.
+            _clear(values, stage, key - 2 * SIZE, low, high, written)
+        num_turns = _take_turn(turns, num_turns, GROUP_OF_WARPS)
+        logits_MN = _logits(query_MD, keys, stage, LAYOUT)
+        sums_MD = _add_values(left_weights, right_weights, values, stage, sums_MD)
         mbarrier.arrive(turns.index(1 - GROUP_OF_WARPS), count=1)
         logits_MN = warpgroup_mma_wait(2, deps=(logits_MN,))
         masked = (key < plain) | (key + 2 * SIZE > edge)
         left_MN, right_MN, new_max_M, half_max_M = _largest(
-            logits_MN, max_M, unit, masked, key, position_M, low, high, LEFT, RIGHT, LAYOUT, HALF
+            logits_MN, max_M, unit, masked, key, position_M, low, high, shape, LAYOUT, HALF
         )
         decay_M = gl.exp2(max_M - new_max_M)
         max_M = new_max_M
         left_MN = gl.exp2(left_MN * unit - half_max_M[:, None])
         decay_MP = gl.convert_layout(decay_M, gl.SliceLayout(1, _PARTS), assert_trivial=True)[:, None]
-        sum_MP = _before_what_follows(sum_MP * decay_MP + _sum_parts(left_MN))
+        sum_MP = _order_before(sum_MP * decay_MP + _sum_parts(left_MN))
         # The products of the values end about now.
         done_MD, _, _, left_MN, right_MN = warpgroup_mma_wait(
             0, deps=(sums_MD, left_weights, right_weights, left_MN, right_MN)
         )
-        _free(empty, at)
-        at, turn = next_stage(at, turn, TILES)
+        _free(empty, stage)
+        stage, phase = next_stage(stage, phase, TILES)
         right_MN = gl.exp2(right_MN * unit - half_max_M[:, None])
         sum_MP += _sum_parts(right_MN)
         left_weights = gl.convert_layout(left_MN.to(query_MD.dtype), WEIGHTS)
         right_weights = gl.convert_layout(right_MN.to(query_MD.dtype), WEIGHTS)
         done_MD *= gl.convert_layout(decay_M, gl.SliceLayout(1, OUT))[:, None]
         sums_MD = warpgroup_mma_init(done_MD)
-    # The last values come with the next item's first keys, so the next item frees the place.
-    mbarrier.wait(full.index(at), turn)
+    # The last values come with the next item's first keys, so the next item frees the stage.
+    mbarrier.wait(full.index(stage), phase)
     if GROUP_OF_WARPS == 0:
-        _clear(values, at, start + (tiles - 1) * (2 * SIZE), low, high, written)
-    taken = _take_turn(turns, taken, GROUP_OF_WARPS)
-    sums_MD = _add_values(left_weights, right_weights, values, at, sums_MD)
+        _clear(values, stage, start + (tiles - 1) * (2 * SIZE), low, high, written)
+    num_turns = _take_turn(turns, num_turns, GROUP_OF_WARPS)
+    sums_MD = _add_values(left_weights, right_weights, values, stage, sums_MD)
     mbarrier.arrive(turns.index(1 - GROUP_OF_WARPS), count=1)
     done_MD, _, _ = warpgroup_mma_wait(0, deps=(sums_MD, left_weights, right_weights))
     sums_MD = warpgroup_mma_init(done_MD)
     sum_M = gl.convert_layout(gl.sum(sum_MP, 1), gl.SliceLayout(1, LAYOUT), assert_trivial=True)
-    return warpgroup_mma_wait(0, deps=(sums_MD,)), sum_M, max_M, (at, turn, taken)
+    return warpgroup_mma_wait(0, deps=(sums_MD,)), sum_M, max_M, (stage, phase, num_turns)
 
 
 @gluon.jit
-def _load_query(
-    query_THD,
-    num_items,
-    told,
-    stride_token,
-    GROUP_OF_WARPS: gl.constexpr,
-    KV_HEADS: gl.constexpr,
-    GROUP: gl.constexpr,
-    HEAD_SIZE: gl.constexpr,
-    ROWS: gl.constexpr,
-    COPY: gl.constexpr,
-):
+def _load_query(query_THD, num_items, work, stride_token, shape, GROUP_OF_WARPS: gl.constexpr, COPY: gl.constexpr):
     """Return the group's rows of an item, [M, D]; zeros if there is no item."""
-    item, tile, _, _, _, query_start, query_len, _ = told
-    row_M = tile * (2 * ROWS) + GROUP_OF_WARPS * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, COPY))
-    dim = gl.arange(0, HEAD_SIZE, layout=gl.SliceLayout(0, COPY))
-    token_M = row_M // GROUP
-    head_M = item % KV_HEADS * GROUP + row_M % GROUP
-    # 64 bits for the tile's first token, 32 for what lies within the tile.
-    first_token = tile * (2 * ROWS) // GROUP
+    item, tile, _, _, _, query_start, query_len, _ = work
+    row_M = (
+        tile * (2 * shape.ROWS) + GROUP_OF_WARPS * shape.ROWS + gl.arange(0, shape.ROWS, layout=gl.SliceLayout(1, COPY))
+    )
+    dim = gl.arange(0, shape.HEAD_SIZE, layout=gl.SliceLayout(0, COPY))
+    token_M, head_M = token_and_head(row_M, item % shape.KV_HEADS, shape.GROUP)
+    # 64 bits for the tile's first token, 32 within the tile.
+    first_token = tile * (2 * shape.ROWS) // shape.GROUP
     query = query_THD + (query_start + first_token).to(gl.int64) * stride_token
-    pointers = query + ((token_M - first_token) * stride_token + head_M * HEAD_SIZE)[:, None] + dim[None, :]
-    there_M = (token_M < query_len) & (item < num_items)
-    return gl.load(pointers, mask=there_M[:, None], other=0.0)
+    pointers = query + ((token_M - first_token) * stride_token + head_M * shape.HEAD_SIZE)[:, None] + dim[None, :]
+    exists_M = (token_M < query_len) & (item < num_items)
+    return gl.load(pointers, mask=exists_M[:, None], other=0.0)
 
 
 @gluon.jit
-def _run(
-    rings,
-    turns,
-    tensors,
-    strides,
-    scale,
-    GROUP_OF_WARPS: gl.constexpr,
-    KV_HEADS: gl.constexpr,
-    GROUP: gl.constexpr,
-    HEAD_SIZE: gl.constexpr,
-    ROWS: gl.constexpr,
-    LEFT: gl.constexpr,
-    RIGHT: gl.constexpr,
-    PDL: gl.constexpr,
-):
+def _run(rings, turns, tensors, strides, scale, shape, GROUP_OF_WARPS: gl.constexpr):
     """Run a group of four warps: its half of the rows of each of the program's items."""
     query_THD, out_THD, lse_HT, sinks, header, entries, partial_out, partial_lse = tensors
     stride_token, stride_lse = strides
+    KV_HEADS: gl.constexpr = shape.KV_HEADS
+    GROUP: gl.constexpr = shape.GROUP
+    HEAD_SIZE: gl.constexpr = shape.HEAD_SIZE
+    ROWS: gl.constexpr = shape.ROWS
     keys, _, words, _, _ = rings
     SIZE: gl.constexpr = keys.type.shape[1]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, SIZE, 16])
@@ -533,25 +489,22 @@ def _run(
     QUERY: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=LAYOUT, k_width=2)
     # Sixteen bytes a thread, along a row.
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_SIZE, HEAD_SIZE // 8], [4, 1], [1, 0])
-    if PDL:
+    if shape.PDL:
         wait_for_kernel_before()
     num_items = gl.load(header) * KV_HEADS
     dim = gl.arange(0, HEAD_SIZE, layout=gl.SliceLayout(0, COPY))
-    places = (0, 0, 0)
+    ring_state = (0, 0, 0)
     item = gl.program_id(0)
     # Without work, the values read are arbitrary, and not used.
     first_entry = entries + gl.where(item < num_items, item, 0) // KV_HEADS * _WORDS
     _, tile, start, stop, slot, query_start, query_len, seq_len = read_entry(first_entry)
-    told = (item, tile, start, stop, slot, query_start, query_len, seq_len)
-    query_MD = _load_query(
-        query_THD, num_items, told, stride_token,
-        GROUP_OF_WARPS, KV_HEADS, GROUP, HEAD_SIZE, ROWS, COPY,
-    )  # fmt: skip
+    work = (item, tile, start, stop, slot, query_start, query_len, seq_len)
+    query_MD = _load_query(query_THD, num_items, work, stride_token, shape, GROUP_OF_WARPS, COPY)
     while item < num_items:
         kv_head = item % KV_HEADS
-        _, tile, start, stop, slot, query_start, query_len, seq_len = told
-        # Of the whole tile, because its two groups of warps share tiles of keys.
-        low, high, first, last = tile_keys(tile, query_len, seq_len, GROUP, 2 * ROWS, LEFT, RIGHT)
+        _, tile, start, stop, slot, query_start, query_len, seq_len = work
+        # For the whole tile, because its two groups of warps share tiles of keys.
+        low, high, first, last = tile_keys(tile, query_len, seq_len, GROUP, 2 * ROWS, shape.LEFT, shape.RIGHT)
         # An item without keys still has a tile, of an arbitrary block.
         high, written = gl.minimum(high, stop), gl.where(start < stop, seq_len, 0)
         first_row = tile * (2 * ROWS) + GROUP_OF_WARPS * ROWS
@@ -559,35 +512,20 @@ def _run(
         operand_MD = gl.convert_layout(query_MD, QUERY)
         position_M = seq_len - query_len + (first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))) // GROUP
 
-        sums_MD, sum_M, max_M, places = _attend(
-            operand_MD,
-            rings,
-            turns,
-            places,
-            (start, stop, low, high, first, last, written),
-            position_M,
-            scale * _LOG2_E,
-            GROUP_OF_WARPS,
-            HEAD_SIZE,
-            LEFT,
-            RIGHT,
-            LAYOUT,
-            OUT,
+        span = start, stop, low, high, first, last, written
+        sums_MD, sum_M, max_M, ring_state = _attend(
+            operand_MD, rings, turns, ring_state, span, position_M, scale * LOG2_E, shape, GROUP_OF_WARPS, LAYOUT, OUT
         )
         # The next item's rows are loaded while this one's are written.
-        told = _told(words, places[0])
-        query_MD = _load_query(
-            query_THD, num_items, told, stride_token,
-            GROUP_OF_WARPS, KV_HEADS, GROUP, HEAD_SIZE, ROWS, COPY,
-        )  # fmt: skip
+        work = _read_item(words, ring_state[0])
+        query_MD = _load_query(query_THD, num_items, work, stride_token, shape, GROUP_OF_WARPS, COPY)
 
         row_M = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
-        token_M = row_M // GROUP
-        head_M = kv_head * GROUP + row_M % GROUP
+        token_M, head_M = token_and_head(row_M, kv_head, GROUP)
         factor_M = gl.where(sum_M > 0, 1.0, 0.0)
         if sinks is not None:  # noqa: SIM102 (one is known when compiled, the other is not)
             if slot < 0:
-                sink_M = gl.load(sinks + head_M) * _LOG2_E
+                sink_M = gl.load(sinks + head_M) * LOG2_E
                 new_max_M = gl.maximum(max_M, sink_M)
                 factor_M = gl.exp2(max_M - new_max_M)
                 sum_M = sum_M * factor_M + gl.exp2(sink_M - new_max_M)
@@ -598,21 +536,21 @@ def _run(
         if slot < 0:
             if lse_HT is not None:
                 lse_ptrs = lse_HT + head_M.to(gl.int64) * stride_lse + query_start + token_M
-                gl.store(lse_ptrs, lse_M * _LN_2, mask=token_M < query_len)
+                gl.store(lse_ptrs, lse_M * LN_2, mask=token_M < query_len)
             rounded_MD = gl.convert_layout(sums_MD.to(out_THD.dtype.element_ty), COPY)
             copied_M = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, COPY))
             first_token = tile * (2 * ROWS) // GROUP
-            place_M = (copied_M // GROUP - first_token) * (KV_HEADS * GROUP) + kv_head * GROUP + copied_M % GROUP
+            offset_M = (copied_M // GROUP - first_token) * (KV_HEADS * GROUP) + kv_head * GROUP + copied_M % GROUP
             out = out_THD + (query_start + first_token).to(gl.int64) * (KV_HEADS * GROUP * HEAD_SIZE)
-            out_ptrs = out + place_M[:, None] * HEAD_SIZE + dim[None, :]
+            out_ptrs = out + offset_M[:, None] * HEAD_SIZE + dim[None, :]
             gl.store(out_ptrs, rounded_MD, mask=(copied_M // GROUP < query_len)[:, None])
         else:
-            own = (slot * KV_HEADS + kv_head) * (2 * ROWS) + GROUP_OF_WARPS * ROWS
-            gl.store(partial_lse + own + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)), lse_M)
-            partial_M = own + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
+            scratch_row = (slot * KV_HEADS + kv_head) * (2 * ROWS) + GROUP_OF_WARPS * ROWS
+            gl.store(partial_lse + scratch_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)), lse_M)
+            partial_M = scratch_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, OUT))
             partial_ptrs = partial_out + partial_M.to(gl.int64)[:, None] * HEAD_SIZE
             gl.store(partial_ptrs + gl.arange(0, HEAD_SIZE, layout=gl.SliceLayout(0, OUT))[None, :], sums_MD)
-        item, _, _, _, _, _, _, _ = told
+        item, _, _, _, _, _, _, _ = work
 
 
 @gluon.jit(do_not_specialize=["stride_table", "stride_lse"])
@@ -629,7 +567,7 @@ def _prefill_kernel(
     partial_lse,
     stride_token,
     values_row,
-    blocks_of_heads,
+    heads_of_block,
     stride_table,
     stride_lse,
     scale,
@@ -645,53 +583,31 @@ def _prefill_kernel(
     TILES: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Attend a plan's items. `values_row` is the cache's first row of values; `blocks_of_heads` are heads with rows."""
+    """Attend a plan's items; `values_row` is the cache's first row of values, `heads_of_block` its heads with rows."""
     if PDL:
         let_next_kernel_start()
+    SHAPE: gl.constexpr = _Shape(
+        PROGRAMS, KV_HEADS, GROUP, HEAD_SIZE, BLOCK_SIZE, ROWS, LEFT, RIGHT, HEADS_OUTSIDE, PDL
+    )  # fmt: skip
     SIZE: gl.constexpr = cache.block_type.shape[0]
-    # Matrices of all sizes have the same pattern.
+    # Keys and values have the same pattern in shared memory as a box of the copy engine.
     keys = gl.allocate_shared_memory(cache.dtype, [TILES, 2 * SIZE, HEAD_SIZE], cache.layout)
     values = gl.allocate_shared_memory(cache.dtype, [2 * TILES, SIZE, HEAD_SIZE], cache.layout)
-    # Both groups of warps read a place before it is free.
+    # Both groups of warps read a stage before it is free.
     full, empty = make_barriers(TILES, 1), make_barriers(TILES, 2)
     turns = make_barriers(2, 1)
     fence_async_shared()
-    # The entry of the item whose first keys are in a place.
+    # The entry of the item whose first keys are in a stage.
     words = gl.allocate_shared_memory(gl.int32, [TILES, _WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     rings = (keys, values, words, full, empty)
-    tensors = (
-        query_THD,
-        out_THD,
-        lse_HT,
-        sinks,
-        header,
-        entries,
-        partial_out,
-        partial_lse,
-    )
+    tensors = (query_THD, out_THD, lse_HT, sinks, header, entries, partial_out, partial_lse)
     strides = (stride_token, stride_lse)
     gl.warp_specialize(
         [
-            (
-                _run,
-                (
-                    rings, turns, tensors, strides, scale, 0, KV_HEADS, GROUP, HEAD_SIZE, ROWS, LEFT, RIGHT, PDL,
-                ),
-            ),
-            (
-                _run,
-                (
-                    rings, turns, tensors, strides, scale, 1, KV_HEADS, GROUP, HEAD_SIZE, ROWS, LEFT, RIGHT, PDL,
-                ),
-            ),
-            (
-                _load,
-                (
-                    cache, rings, block_table, header, entries, values_row, blocks_of_heads, stride_table,
-                    PROGRAMS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE, HEADS_OUTSIDE, PDL,
-                ),
-            ),
+            (_run, (rings, turns, tensors, strides, scale, SHAPE, 0)),
+            (_run, (rings, turns, tensors, strides, scale, SHAPE, 1)),
+            (_load, (cache, rings, block_table, header, entries, values_row, heads_of_block, stride_table, SHAPE)),
         ],
         [4, 1],
         [240, 24],
-    )  # fmt: skip
+    )

@@ -1,14 +1,21 @@
 """Division of a batch's prefills into pieces of work of about equal length, on the device.
 
-A captured graph has a fixed number of programs but meets any batch: one long prompt, many short ones, a few queries in
-front of a long context. So one small kernel, once a step, reads the batch's lengths and writes the list of pieces that
-the persistent programs of `prefill_attention` take one after another, longest first. Its programs all compute the same
-division, and each lists tiles of its own, so none waits for another.
+Shapes: R sequences, a power of two; N entries of the list.
 
-A *tile* is BLOCK_M rows of one sequence and KV head. Rows count (token, query head of that KV head), heads innermost,
-so that short prompts fill tiles too and the KV heads of a model share one list. The keys of a tile are cut into equal
-*pieces* where that ends earlier: for 16 candidate lengths the kernel estimates the end of the last program, and takes
-the best. Pieces of a cut tile leave partial results, which a second launch merges.
+A captured graph has a fixed number of programs but meets any batch: one long prompt, many short ones, a few queries
+with a long context. So one small kernel, once a step, writes the list for the persistent programs of
+`prefill_attention`. Algorithm: list scheduling, longest first (Graham, 1969).
+1. A *tile* is BLOCK_M rows of one sequence and KV head. Rows are (token, query head of that KV head), heads innermost,
+   so that short prompts fill tiles too, and the KV heads of a model share one list.
+2. The keys of a tile are cut into equal *pieces* where that ends earlier: for 16 candidate lengths the kernel estimates
+   the end of the last program, and takes the best.
+3. The list has the pieces in order of length, longest first. Pieces of a cut tile leave partial results, which a second
+   launch merges.
+4. All programs of the plan compute the same division, and each lists tiles of its own, so none waits for another.
+
+    tiles    | tile 0: 4096 keys        | tile 1: 2048 | tile 2: 512 |
+    pieces   | 0a: 2048   | 0b: 2048    | 1a: 2048     | 2a: 512     |
+    entries  0a 0b 1a 2a, each for every KV head; attention programs draw them in this order
 """
 
 # pyright: basic, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -16,6 +23,7 @@ the best. Pieces of a cut tile leave partial results, which a second launch merg
 
 from __future__ import annotations
 
+from collections import namedtuple
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,10 +32,11 @@ import triton
 import triton.language as tl
 
 from phonograph.kernels.attention_scratch import PREFILL_ROWS, SHORTEST_PIECE, prefill_partials, prefill_programs
+from phonograph.kernels.triton.attention.plan_words import load_words, store_words
 from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_options
 
 BLOCK_M = PREFILL_ROWS
-# Pieces begin at multiples of this many keys, whatever the tiles of the kernel.
+# Pieces begin at multiples of this many keys, for any tile size of the kernel.
 KEY_STEP = tl.constexpr(128)
 ENTRY_WORDS = tl.constexpr(8)
 _NUM_ENTRIES, _NUM_MERGES = tl.constexpr(0), tl.constexpr(1)
@@ -35,7 +44,7 @@ COUNTER, MULTIPROCESSORS = tl.constexpr(2), tl.constexpr(3)
 
 # Tiles that are read together, and tiles that a program of the plan lists.
 _CHUNK = 256
-_OWN = 32
+_LISTED = 32
 # Costs, in keys of one tile: starting and ending a piece; writing, reading and merging a partial result; and the launch
 # that merges.
 _PIECE_COST = tl.constexpr(64.0)
@@ -43,7 +52,7 @@ _PARTIAL_COST = tl.constexpr(256.0)
 _MERGE_COST = tl.constexpr(128.0)
 _SHORTEST_PIECE = tl.constexpr(SHORTEST_PIECE)
 _CANDIDATES = tl.constexpr(16)
-# A tile of exactly one piece's length is one piece, however the quotient is rounded.
+# A tile of exactly one piece's length is one piece for any rounding of the quotient.
 _ALMOST_ONE = tl.constexpr(1 - 2.0**-20)
 # Pieces of a tile that are written together.
 _PIECES = tl.constexpr(8)
@@ -56,9 +65,9 @@ class PrefillPlan:
     """Work of one step, and scratch for its layers: int32 and float32 tensors that live as long as any graph.
 
     header [4]:       number of entries, number of merges; a counter of the attention kernel, zero between launches;
-                      multiprocessors whose programs take work, all of them unless `plan_decode` writes fewer
-    entries [N, 8]:   sequence, tile, first key, key behind the last, partial slot or -1; the sequence's first query,
-                      queries and keys; each is work for every KV head
+                      multiprocessors whose programs take work: all, unless `plan_decode` writes fewer
+    entries [N, 8]:   sequence, tile, first key, end of keys, partial slot or -1; the sequence's first query, queries
+                      and keys; each is work for every KV head
     merges [N, 8]:    sequence, tile, first partial slot, number of partials
     first_tile [R]:   first tile of each sequence; R a power of two
     partial_out [slots * K, BLOCK_M, D], partial_lse [slots * K, BLOCK_M]: D rounded up to a power of two, base 2
@@ -138,11 +147,11 @@ def plan_prefill(
         query_start_loc: [R+1] int32, cumulative query lengths
         seq_lens: [R] int32, keys of each sequence, the queries' own included
         min_query_len: shortest query served
-        causal: a query sees no key behind its own
-        window: (left, right) keys beside the query; -1 for no bound
+        causal: a query sees no key after its own
+        window: (left, right) keys before and after the query; -1 for no bound
     """
     num_seqs = seq_lens.shape[0]
-    _plan_kernel[(-(-plan.max_tiles // _OWN),)](
+    _plan_kernel[(-(-plan.max_tiles // _LISTED),)](
         query_start_loc,
         seq_lens,
         plan.first_tile,
@@ -160,7 +169,7 @@ def plan_prefill(
         RIGHT=0 if causal else window[1],
         LOG_SEQS=plan.first_tile.shape[0].bit_length() - 1,
         CHUNK=_CHUNK,
-        OWN=_OWN,
+        LISTED=_LISTED,
         CUTS=plan.cuts,
         **pdl_options(),
         num_warps=8,
@@ -170,15 +179,7 @@ def plan_prefill(
 @triton.jit
 def read_entry(entry):
     """Return sequence, tile, first key, end of keys, partial slot, and the sequence's first query, queries and keys."""
-    seq = tl.load(entry)
-    tile = tl.load(entry + 1)
-    start = tl.load(entry + 2)
-    stop = tl.load(entry + 3)
-    slot = tl.load(entry + 4)
-    query_start = tl.load(entry + 5)
-    query_len = tl.load(entry + 6)
-    seq_len = tl.load(entry + 7)
-    return seq, tile, start, stop, slot, query_start, query_len, seq_len
+    return load_words(entry, ENTRY_WORDS)
 
 
 @triton.jit
@@ -198,36 +199,27 @@ def tile_keys(
     return low, high, first, last
 
 
+# Constants of the plan's kernel.
+_Shape = namedtuple("_Shape", "GROUP BLOCK_M LEFT RIGHT LOG_SEQS")
+
+
 @triton.jit
-def _chunk_of_tiles(
-    chunk,
-    num_tiles,
-    query_start_loc,
-    seq_lens,
-    first_tile,
-    num_seqs,
-    GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
-    LOG_SEQS: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
+def _chunk_of_tiles(chunk, num_tiles, query_start_loc, seq_lens, first_tile, num_seqs, shape, CHUNK: tl.constexpr):
     """Return, for CHUNK tiles: existence, sequence, tile in it, first key (aligned), number of keys from there."""
     index = chunk + tl.arange(0, CHUNK)
     exists = index < num_tiles
-    # The last sequence whose first tile is not behind this one; a sequence without tiles has its successor's first
-    # tile.
+    # The last sequence whose first tile is this one or an earlier one. A sequence without tiles has the first tile of
+    # its successor.
     seq = tl.zeros([CHUNK], tl.int32)
-    for bit in tl.static_range(LOG_SEQS):
-        candidate = seq + (1 << (LOG_SEQS - 1 - bit))
+    for bit in tl.static_range(shape.LOG_SEQS):
+        candidate = seq + (1 << (shape.LOG_SEQS - 1 - bit))
         first = tl.load(first_tile + candidate, mask=candidate < num_seqs, other=2147483647)
         seq = tl.where(first <= index, candidate, seq)
     tile = index - tl.load(first_tile + seq)
     begin = tl.load(query_start_loc + seq, mask=exists, other=0)
     query_len = tl.load(query_start_loc + seq + 1, mask=exists, other=1) - begin
     seq_len = tl.load(seq_lens + seq, mask=exists, other=0)
-    low, high, _first_position, _last_position = tile_keys(tile, query_len, seq_len, GROUP, BLOCK_M, LEFT, RIGHT)
+    low, high, _, _ = tile_keys(tile, query_len, seq_len, shape.GROUP, shape.BLOCK_M, shape.LEFT, shape.RIGHT)
     start = low // KEY_STEP * KEY_STEP
     keys = tl.where(exists, tl.maximum(high - start, 0), 0)
     return exists, seq, tile, start, keys
@@ -252,10 +244,11 @@ def _plan_kernel(
     RIGHT: tl.constexpr,
     LOG_SEQS: tl.constexpr,
     CHUNK: tl.constexpr,
-    OWN: tl.constexpr,
+    LISTED: tl.constexpr,
     CUTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    SHAPE: tl.constexpr = _Shape(GROUP, BLOCK_M, LEFT, RIGHT, LOG_SEQS)
     pdl_begin(PDL)
     seq = tl.arange(0, 1 << LOG_SEQS)
     valid = seq < num_seqs
@@ -263,12 +256,12 @@ def _plan_kernel(
     query_len = tl.load(query_start_loc + seq + 1, mask=valid, other=0) - begin
     tiles = tl.where(valid & (query_len >= min_query_len), tl.cdiv(query_len * GROUP, BLOCK_M), 0)
     num_tiles = tl.sum(tiles)
-    first_own = tl.program_id(0) * OWN
-    if first_own == 0:
+    first_listed = tl.program_id(0) * LISTED
+    if first_listed == 0:
         tl.store(header + _NUM_ENTRIES, 0)
         tl.store(header + _NUM_MERGES, 0)
         tl.store(header + COUNTER, 0)
-    if first_own >= num_tiles:
+    if first_listed >= num_tiles:
         return
     # Every program writes the same values, and reads its own.
     tl.store(first_tile + seq, tl.cumsum(tiles) - tiles)
@@ -278,9 +271,8 @@ def _plan_kernel(
     longest = 1
     for chunk in range(0, num_tiles, CHUNK):
         exists, seqs, tile, start, keys = _chunk_of_tiles(
-            chunk, num_tiles, query_start_loc, seq_lens, first_tile, num_seqs,
-            GROUP, BLOCK_M, LEFT, RIGHT, LOG_SEQS, CHUNK,
-        )  # fmt: skip
+            chunk, num_tiles, query_start_loc, seq_lens, first_tile, num_seqs, SHAPE, CHUNK
+        )
         total_keys += tl.sum(keys.to(tl.float32))
         longest = tl.maximum(longest, tl.max(keys))
 
@@ -298,9 +290,8 @@ def _plan_kernel(
     work_large = tl.zeros([_CANDIDATES], tl.float32)
     for chunk in range(0, num_tiles, CHUNK):
         exists, seqs, tile, start, keys = _chunk_of_tiles(
-            chunk, num_tiles, query_start_loc, seq_lens, first_tile, num_seqs,
-            GROUP, BLOCK_M, LEFT, RIGHT, LOG_SEQS, CHUNK,
-        )  # fmt: skip
+            chunk, num_tiles, query_start_loc, seq_lens, first_tile, num_seqs, SHAPE, CHUNK
+        )
         pieces = _pieces(keys[:, None], rate[None, :], exists[:, None])
         own_work = keys[:, None] + _PIECE_COST * pieces
         large = 2 * own_work > (length + _PIECE_COST)[None, :] * pieces
@@ -308,7 +299,7 @@ def _plan_kernel(
         cut += tl.sum(tl.where(pieces > 1, pieces, 0.0), 0)
         num_large += tl.sum(tl.where(large, pieces, 0.0), 0)
         work_large += tl.sum(tl.where(large, own_work, 0.0), 0)
-    # Pieces of more than half the largest one's length cannot follow one another in less time than a round takes.
+    # Two pieces of more than half the largest length, one after the other, take longer than a round.
     rounds = tl.cdiv(num_large.to(tl.int32) * KV_HEADS, programs)
     end = tl.maximum(work * KV_HEADS / programs, rounds * (work_large / tl.maximum(num_large, 1.0)))
     end = tl.maximum(end, length + _PIECE_COST)
@@ -317,45 +308,39 @@ def _plan_kernel(
     end = tl.where(allowed | (candidate == 0), end, float("inf"))
     rate = tl.sum(tl.where(candidate == tl.argmin(end, 0), rate, 0.0))
 
-    # Each of this program's tiles goes behind the pieces of tiles whose pieces are longer, or as long and earlier. Its
-    # partial results and its merge go behind those of earlier tiles.
+    # Sort pieces by length, longest first; equal lengths in tile order. Partial results and merges are in tile order.
     exists, seqs, tile, start, keys = _chunk_of_tiles(
-        first_own, num_tiles, query_start_loc, seq_lens, first_tile, num_seqs,
-        GROUP, BLOCK_M, LEFT, RIGHT, LOG_SEQS, OWN,
-    )  # fmt: skip
-    own = first_own + tl.arange(0, OWN)
+        first_listed, num_tiles, query_start_loc, seq_lens, first_tile, num_seqs, SHAPE, LISTED
+    )
+    own = first_listed + tl.arange(0, LISTED)
     pieces = _pieces(keys, rate, exists).to(tl.int32)
     size = keys // tl.maximum(pieces, 1)
     is_cut = pieces > 1
-    place = tl.zeros([OWN], tl.int32)
-    slot = tl.zeros([OWN], tl.int32)
-    merge = tl.zeros([OWN], tl.int32)
+    rank = tl.zeros([LISTED], tl.int32)
+    slot = tl.zeros([LISTED], tl.int32)
+    merge = tl.zeros([LISTED], tl.int32)
     num_entries = 0
     num_merges = 0
     for chunk in range(0, num_tiles, CHUNK):
         other_exists, _, _, _, other_keys = _chunk_of_tiles(
-            chunk, num_tiles, query_start_loc, seq_lens, first_tile, num_seqs,
-            GROUP, BLOCK_M, LEFT, RIGHT, LOG_SEQS, CHUNK,
-        )  # fmt: skip
+            chunk, num_tiles, query_start_loc, seq_lens, first_tile, num_seqs, SHAPE, CHUNK
+        )
         other_pieces = _pieces(other_keys, rate, other_exists).to(tl.int32)
         other_size = other_keys // tl.maximum(other_pieces, 1)
         partials = tl.where(other_pieces > 1, other_pieces, 0)
         earlier = (chunk + tl.arange(0, CHUNK))[:, None] < own[None, :]
         longer = other_size[:, None] > size[None, :]
         longer = longer | ((other_size[:, None] == size[None, :]) & earlier)
-        place += tl.sum(tl.where(longer, other_pieces[:, None], 0), 0)
+        rank += tl.sum(tl.where(longer, other_pieces[:, None], 0), 0)
         slot += tl.sum(tl.where(earlier, partials[:, None], 0), 0)
         merge += tl.sum(tl.where(earlier & (partials > 0)[:, None], 1, 0), 0)
         num_entries += tl.sum(other_pieces)
         num_merges += tl.sum((partials > 0).to(tl.int32))
-    if first_own == 0:
+    if first_listed == 0:
         tl.store(header + _NUM_ENTRIES, num_entries)
         tl.store(header + _NUM_MERGES, num_merges)
     merge = merges + merge * ENTRY_WORDS
-    tl.store(merge, seqs, mask=is_cut)
-    tl.store(merge + 1, tile, mask=is_cut)
-    tl.store(merge + 2, slot, mask=is_cut)
-    tl.store(merge + 3, pieces, mask=is_cut)
+    store_words(merge, (seqs, tile, slot, pieces), is_cut)
     query_start = tl.load(query_start_loc + seqs, mask=exists, other=0)
     query_len = tl.load(query_start_loc + seqs + 1, mask=exists, other=0) - query_start
     seq_len = tl.load(seq_lens + seqs, mask=exists, other=0)
@@ -370,15 +355,11 @@ def _plan_kernel(
         lower = tl.cdiv(whole * piece + rest * piece // cuts, KEY_STEP) * KEY_STEP
         upper = tl.cdiv(whole * (piece + 1) + rest * (piece + 1) // cuts, KEY_STEP) * KEY_STEP
         upper = tl.minimum(upper, keys)
-        entry = entries + (place[None, :] + piece) * ENTRY_WORDS
-        tl.store(entry, seqs[None, :], mask=mask)
-        tl.store(entry + 1, tile[None, :], mask=mask)
-        tl.store(entry + 2, start[None, :] + tl.minimum(lower, keys), mask=mask)
-        tl.store(entry + 3, start[None, :] + upper, mask=mask)
-        tl.store(entry + 4, tl.where(is_cut[None, :], slot[None, :] + piece, -1), mask=mask)
-        tl.store(entry + 5, query_start[None, :], mask=mask)
-        tl.store(entry + 6, query_len[None, :], mask=mask)
-        tl.store(entry + 7, seq_len[None, :], mask=mask)
+        entry = entries + (rank[None, :] + piece) * ENTRY_WORDS
+        first_key, key_end = start[None, :] + tl.minimum(lower, keys), start[None, :] + upper
+        piece_slot = tl.where(is_cut[None, :], slot[None, :] + piece, -1)
+        span = seqs[None, :], tile[None, :], first_key, key_end, piece_slot
+        store_words(entry, span + (query_start[None, :], query_len[None, :], seq_len[None, :]), mask)
 
 
 @triton.jit

@@ -1,6 +1,10 @@
 """Rounding of queries to FP8, for kernels that take queries of the dtype of their keys.
 
 Shapes: T tokens, H query heads, K KV heads, D head size.
+
+A program takes a power of two of heads of one token, and divides each by the scale of its KV head:
+
+    programs   | token 0: heads 0-7 | token 0: heads 8-15 | ... | token 1: heads 0-7 | ...
 """
 
 # pyright: basic, reportCallIssue=false
@@ -26,7 +30,7 @@ def quantize_queries(query_THD: torch.Tensor, scale_K: torch.Tensor | None, out_
     """
     num_tokens, num_heads, head_size = query_THD.shape
     assert query_THD.stride(2) == 1 and query_THD.stride(1) == head_size and out_THD.is_contiguous()
-    # A power of two that divides all heads, so that none is beyond the last.
+    # A power of two that divides the number of heads, so that a program has no head beyond the last.
     heads = min(_MOST_HEADS, num_heads & -num_heads)
     block = triton.next_power_of_2(head_size)
     _quantize_kernel[(num_tokens, num_heads // heads)](

@@ -1,9 +1,13 @@
 """Norms of heads, rotary embedding and KV write of the fused projection, in one kernel.
 
-Queries are rotated in place; keys are rotated on their way into the cache, and values are copied there. The kernel
-serves all backends, because all share one cache layout.
-
 Shapes: T tokens, H query heads, K KV heads, D head size, F = (H + 2K) * D, B blocks, S block size, P positions.
+
+Rotary embedding is that of Su et al. (2021) on pairs (d, d + D/2). Queries are rotated in place; keys are rotated on
+their way into the cache, and values are copied there. The kernel serves all backends, because all share one cache
+layout. Few tokens are spread over many programs, many tokens over fewer and larger ones.
+
+    a token's heads   | q0 q1 q2 q3 q4 q5 q6 q7 | k0 k1 | v0 v1 |
+    programs          |  0  |  1  |  2  |  3    |   4   |   5   |    2 or 8 heads each, all queries, keys or values
 """
 
 # pyright: basic, reportCallIssue=false
@@ -37,24 +41,24 @@ def rope_and_write_kv(
     clear_TF: torch.Tensor | None = None,
     batch_invariant: bool = False,
 ) -> None:
-    """Normalize and rotates query heads in place; writes keys, treated likewise, and values to their slots.
+    """Normalize and rotate query heads in place; write keys, normalized and rotated too, and values to their slots.
 
     Args:
         qkv_TF: query heads, key heads, value heads
         positions_T: int64
         rotary_PD: float32; cosines, then sines, of each position's D/2 angles (pairs d, d + D/2)
         kv_cache: [2, B, S, K, D] at any strides; an FP8 cache gets value / scale, saturated
-        slot_mapping_T: int64, may be shorter than T; tokens with -1, and those behind it, write nothing, but their
-            queries are rotated
+        slot_mapping_T: int64, may be shorter than T; tokens with -1, and tokens after its end, write nothing, but
+            their queries are rotated
         num_query_heads: H
         num_kv_heads: K
         qk_norm: [H + K, D] weights of the heads' norms, query heads first, or None for no norm
         eps: of the norms
         k_scale: float32 [K], or None for 1
         v_scale: float32 [K], or None for 1
-        clear_TF: [T, H * D], contiguous; gets zeros in the rows of tokens that write nothing, for an attention that
-            leaves such rows alone
-        batch_invariant: one kernel for all numbers of tokens, whose shape decides in which order a norm is summed
+        clear_TF: [T, H * D], contiguous; gets zeros in the rows of tokens that write nothing, for attention that does
+            not write these rows
+        batch_invariant: one kernel for all numbers of tokens, because its shape decides the order of a norm's sum
     """
     num_tokens, head_size = qkv_TF.shape[0], rotary_PD.shape[1]
     heads = _heads_of_a_program(num_query_heads, num_kv_heads, few=num_tokens <= _FEW_TOKENS and not batch_invariant)
@@ -127,10 +131,7 @@ def write_kv(
 
 
 def _heads_of_a_program(num_query_heads: int, num_kv_heads: int, *, few: bool) -> int:
-    """Return a power of two that divides both numbers, so that a program's heads are all queries, keys or values.
-
-    Few tokens are spread over many programs, many tokens over fewer and larger ones.
-    """
+    """Return a power of two that divides both numbers, so that a program's heads are all queries, keys or values."""
     common = math.gcd(num_query_heads, num_kv_heads)
     return min(2 if few else 8, common & -common)
 
@@ -166,27 +167,27 @@ def _rope_kernel(
     first_head = tl.program_id(1) * HEADS
     head = first_head + tl.arange(0, HEADS)
     d = tl.arange(0, HALF)
-    # One mask serves all: columns behind a half exist only if D / 2 is not a power of two.
+    # One mask serves all: columns after a half exist only if D / 2 is not a power of two.
     mask = (d < D // 2)[None, :] & (head < H + 2 * K)[:, None]
-    at = qkv_ptr + token * qkv_stride_t + head[:, None] * D + d[None, :]
+    head_pointer = qkv_ptr + token * qkv_stride_t + head[:, None] * D + d[None, :]
     if norm_ptr is not None:  # constants, so before the wait
-        norm_at = norm_ptr + head[:, None] * D + d[None, :]
+        norm_pointer = norm_ptr + head[:, None] * D + d[None, :]
         norm_mask = mask & (first_head < H + K)
-        first_weight = tl.load(norm_at, norm_mask, other=0.0)
-        second_weight = tl.load(norm_at + D // 2, norm_mask, other=0.0)
+        first_weight = tl.load(norm_pointer, norm_mask, other=0.0)
+        second_weight = tl.load(norm_pointer + D // 2, norm_mask, other=0.0)
     pdl_begin(PDL)
     # Loaded first, because the address of the angles depends on it.
     position = tl.load(positions_ptr + token)
     slot = tl.load(slots_ptr + token, token < num_slots, other=-1)
-    first = tl.load(at, mask, other=0.0)
-    second = tl.load(at + D // 2, mask, other=0.0)
+    first = tl.load(head_pointer, mask, other=0.0)
+    second = tl.load(head_pointer + D // 2, mask, other=0.0)
     dtype = first.dtype
 
     if first_head < H + K:
-        # Every head loads the angles again, because threads would exchange a single row through shared memory.
-        angle_at = tl.broadcast_to((rotary_ptr + position * D + d)[None, :], (HEADS, HALF))
-        cos = tl.load(angle_at, mask, other=0.0)
-        sin = tl.load(angle_at + D // 2, mask, other=0.0)
+        # Every head loads the angles again. Threads would exchange a single row through shared memory.
+        angle_pointer = tl.broadcast_to((rotary_ptr + position * D + d)[None, :], (HEADS, HALF))
+        cos = tl.load(angle_pointer, mask, other=0.0)
+        sin = tl.load(angle_pointer + D // 2, mask, other=0.0)
         x = first.to(tl.float32)
         y = second.to(tl.float32)
         if norm_ptr is not None:
@@ -196,25 +197,25 @@ def _rope_kernel(
         rotated_x = x * cos - y * sin
         rotated_y = y * cos + x * sin
         if first_head < H:
-            tl.store(at, rotated_x.to(dtype), mask)
-            tl.store(at + D // 2, rotated_y.to(dtype), mask)
+            tl.store(head_pointer, rotated_x.to(dtype), mask)
+            tl.store(head_pointer + D // 2, rotated_y.to(dtype), mask)
             if clear_ptr is not None:
-                clear_at = clear_ptr + token * H * D + head[:, None] * D + d[None, :]
+                clear_pointer = clear_ptr + token * H * D + head[:, None] * D + d[None, :]
                 nothing = tl.zeros([HEADS, HALF], clear_ptr.dtype.element_ty)
-                tl.store(clear_at, nothing, mask & (slot < 0))
-                tl.store(clear_at + D // 2, nothing, mask & (slot < 0))
+                tl.store(clear_pointer, nothing, mask & (slot < 0))
+                tl.store(clear_pointer + D // 2, nothing, mask & (slot < 0))
         elif slot >= 0:
             key_head = head - H
-            place = slot_place(cache_ptr, slot, S, cache_stride_b, cache_stride_s)
-            place += key_head[:, None] * cache_stride_k + d[None, :]
-            store_scaled(place, rotated_x, k_scale_ptr, key_head, mask, LARGEST)
-            store_scaled(place + D // 2, rotated_y, k_scale_ptr, key_head, mask, LARGEST)
+            pointer = slot_pointer(cache_ptr, slot, S, cache_stride_b, cache_stride_s)
+            pointer += key_head[:, None] * cache_stride_k + d[None, :]
+            store_scaled(pointer, rotated_x, k_scale_ptr, key_head, mask, LARGEST)
+            store_scaled(pointer + D // 2, rotated_y, k_scale_ptr, key_head, mask, LARGEST)
     elif slot >= 0:
         value_head = head - H - K
-        place = slot_place(cache_ptr + cache_stride_2, slot, S, cache_stride_b, cache_stride_s)
-        place += value_head[:, None] * cache_stride_k + d[None, :]
-        store_scaled(place, first, v_scale_ptr, value_head, mask, LARGEST)
-        store_scaled(place + D // 2, second, v_scale_ptr, value_head, mask, LARGEST)
+        pointer = slot_pointer(cache_ptr + cache_stride_2, slot, S, cache_stride_b, cache_stride_s)
+        pointer += value_head[:, None] * cache_stride_k + d[None, :]
+        store_scaled(pointer, first, v_scale_ptr, value_head, mask, LARGEST)
+        store_scaled(pointer + D // 2, second, v_scale_ptr, value_head, mask, LARGEST)
 
 
 @triton.jit(do_not_specialize=["num_slots"])
@@ -250,29 +251,29 @@ def _write_kernel(
     mask = (d < D)[None, :] & (head < K)[:, None]
     slot = tl.load(slots_ptr + token, token < num_slots, other=-1)
     if slot >= 0:
-        place = (
-            slot_place(cache_ptr, slot, S, cache_stride_b, cache_stride_s) + head[:, None] * cache_stride_k + d[None, :]
-        )
+        pointer = slot_pointer(cache_ptr, slot, S, cache_stride_b, cache_stride_s) + head[:, None] * cache_stride_k
+        pointer += d[None, :]
         if first_head < K:
-            key_at = key_ptr + token * key_stride_t + head[:, None] * key_stride_k + d[None, :]
-            store_scaled(place, tl.load(key_at, mask, other=0.0), k_scale_ptr, head, mask, LARGEST)
+            key_pointer = key_ptr + token * key_stride_t + head[:, None] * key_stride_k + d[None, :]
+            store_scaled(pointer, tl.load(key_pointer, mask, other=0.0), k_scale_ptr, head, mask, LARGEST)
         else:
-            value_at = value_ptr + token * value_stride_t + head[:, None] * value_stride_k + d[None, :]
-            store_scaled(place + cache_stride_2, tl.load(value_at, mask, other=0.0), v_scale_ptr, head, mask, LARGEST)
+            value_pointer = value_ptr + token * value_stride_t + head[:, None] * value_stride_k + d[None, :]
+            value = tl.load(value_pointer, mask, other=0.0)
+            store_scaled(pointer + cache_stride_2, value, v_scale_ptr, head, mask, LARGEST)
 
 
 @triton.jit
-def slot_place(cache_ptr, slot, S: tl.constexpr, stride_b, stride_s):
+def slot_pointer(cache_ptr, slot, S: tl.constexpr, stride_b, stride_s):
     """Return the address of the slot's first head. `slot` is int64, and so is the offset."""
     block = slot // S
     return cache_ptr + block * stride_b + (slot - block * S) * stride_s
 
 
 @triton.jit
-def store_scaled(at, x, scale_ptr, head, mask, LARGEST: tl.constexpr):
+def store_scaled(pointer, x, scale_ptr, head, mask, LARGEST: tl.constexpr):
     """Store x / scale of its head (None for 1), saturated to LARGEST (0: no limit), in the cache's dtype."""
     if scale_ptr is not None:
         x = x.to(tl.float32) / tl.load(scale_ptr + head)[:, None]
     if LARGEST > 0.0:
         x = tl.clamp(x.to(tl.float32), -LARGEST, LARGEST)
-    tl.store(at, x.to(at.dtype.scalar.element_ty), mask)
+    tl.store(pointer, x.to(pointer.dtype.scalar.element_ty), mask)

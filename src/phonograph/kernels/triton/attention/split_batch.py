@@ -1,7 +1,14 @@
 """Split of a batch on the device, so that decodes and prefills can be launched apart inside one graph.
 
-Each part is the whole batch with the other's sequences empty, which every attention kernel takes. So what a graph froze
-(slots, tokens, addresses) stays, while the border between the parts moves from step to step.
+Shapes: R slots.
+
+Each part is the whole batch with the other part's sequences empty, and every attention kernel takes empty sequences. So
+slots, tokens and addresses that a graph froze stay, while the border between the parts moves from step to step. One
+program finds the border, the first sequence of another query length, and writes both parts.
+
+    sequences        | d0  d1  d2 | p0  p1 |
+    decode_starts    | 0   1   2  | 3   3  | 3     tokens; a part's start stays at the border for the other's sequences
+    prefill_starts   | 3   3   3  | 3   40 | 90
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false
@@ -94,6 +101,6 @@ def _split_kernel(
     tl.store(prefill_starts + seq, tl.maximum(start, border), mask=valid)
     tl.store(decode_lens + seq, tl.where(is_decode, seq_len, 0), mask=valid)
     tl.store(prefill_lens + seq, tl.where(is_decode, 0, seq_len), mask=valid)
-    # Behind the last sequence both end.
+    # Both parts end after the last sequence.
     tl.store(decode_starts + num_seqs, border)
     tl.store(prefill_starts + num_seqs, tl.load(query_start_loc + num_seqs))

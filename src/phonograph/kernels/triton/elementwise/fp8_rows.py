@@ -1,8 +1,10 @@
 """Rounding of rows to FP8 (e4m3) with one scale a row, for products on FP8 tensor cores.
 
-The scale is the row's largest magnitude over that of the type. A program takes one row.
-
 Shapes: M rows, K columns.
+
+The scale is the row's largest magnitude divided by 448, the largest of the type. A program takes one row:
+
+    programs   | row 0, K columns | row 1, K columns | ...
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false
@@ -42,7 +44,7 @@ def quantize_rows(x_MK: torch.Tensor, out: Fp8Rows) -> None:
 
 
 def warps_of_row(block: int) -> int:
-    """Return the warps of a program that holds a row of so many elements."""
+    """Return the warps of a program that holds a row of that many elements."""
     return min(16 if block < 1 << 15 else 32, max(1, block // 256))
 
 

@@ -1,11 +1,14 @@
 """Norms, activation, embedding and gathers between a decoder's matrix products, each in one kernel.
 
-The arithmetic is that of `kernels/torch/layers.py`: float32 inside, the normalised value rounded to the model's dtype
-before the weight. A program takes one row, or one piece of it. Results for products with FP8 activations are rounded in
-the same kernel.
-
 Shapes: T tokens, N rows, E hidden size, I intermediate size, V vocabulary. Rows are contiguous. Sizes are constants of
 the model, so they are compiled in; the number of rows is the grid.
+
+The arithmetic is the same as in `kernels/torch/layers.py`: RMSNorm (Zhang and Sennrich, 2019) in float32, with the
+normalised value rounded to the model's dtype before the weight. Results for products with FP8 activations are rounded
+in the same kernel.
+
+    norm, FP8 activation   | row 0 | row 1 | ...                            a program a row, because of its sum or scale
+    activation, gather     | row 0, piece 0 | row 0, piece 1 | row 1, ...   a program 1024 columns
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false
@@ -22,7 +25,7 @@ from phonograph.kernels.triton.elementwise.fp8_rows import quantize_row, warps_o
 from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_options
 
 _PIECE = 1024
-"""Elements of a program: 16 bytes a thread and operand, so that all loads are in flight together."""
+"""Elements of a program: 16 bytes a thread and operand, so that all loads are in flight at the same time."""
 
 
 def embed_and_norm(
@@ -169,7 +172,7 @@ def _norm_kernel(
 
 def silu_and_mul(gate_up_T2I: torch.Tensor, out: Rows) -> None:
     """Compute out = silu(gate) * up; gates are the first I columns, and `out` may overlay them."""
-    # Numbers in FP8 have a scale of their row, so that a program takes a whole row.
+    # FP8 results have one scale a row, so a program takes a whole row.
     values, scales = out if isinstance(out, Fp8Rows) else (out, None)
     num_rows, width = values.shape
     block = triton.next_power_of_2(width)

@@ -127,7 +127,7 @@ _starting = threading.Lock()
 
 
 def start_early() -> None:
-    """Start the helper beside this process's imports, if there is a GPU and kernels may be missing."""
+    """Start the helper during this process's imports, if there is a GPU and kernels may be missing."""
     if Path("/dev/nvidiactl").exists() and importlib.util.find_spec("triton") is not None and not _is_stamped():
         helper(ALONE + 1)
 
@@ -208,7 +208,7 @@ def _compile(job: Job) -> str | None:
 
 
 def _answer(out: int, number: int, compiled: Future[str | None]) -> None:
-    """Write a child's answer, at once: it is shorter than what a pipe takes whole."""
+    """Write a child's answer in one call: it is shorter than the largest atomic write of a pipe."""
     if not compiled.cancelled():
         error = compiled.exception()
         with contextlib.suppress(OSError):  # the engine's process has ended

@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 @gluon.jit
 def let_next_kernel_start():
+    """Let the next kernel start (programmatic dependent launch)."""
     gl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )

@@ -15,15 +15,15 @@ _carveouts: dict[object, int] = {}
 
 
 def prefer_l1(function: Any, *, carveout: int) -> Any:
-    """Mark a kernel that loads past shared memory, so that the bytes in flight have their place in the L1 cache.
+    """Mark a kernel that loads past shared memory, so that its bytes in flight fit the L1 cache.
 
-    A multiprocessor changes its division between kernels, and only if the next kernel cannot run with the present one.
-    Without the mark, the L1 cache would stay as small as attention leaves it.
+    A multiprocessor changes its division only between kernels, and only if the next kernel cannot run with the present
+    division. Without the mark, the L1 cache would stay as small as attention leaves it.
 
     Args:
         function: the kernel
         carveout: per cent of an H200's 228 KB that stay shared memory (3 gives 8 KB, 7 gives 16 KB); no less than the
-            kernel's programs need to run side by side
+            kernel's programs need to run at the same time
     """
     _carveouts[function] = carveout
     return function

@@ -1,12 +1,15 @@
 """Programmatic dependent launch: a kernel may start while its predecessor still ends (CUDA, from Hopper on).
 
-Every kernel of a step begins with `pdl_begin` and is launched with `pdl_options`: it lets the next one start, then
+Every kernel of a step begins with `pdl_begin` and is launched with `pdl_options`: it lets the next kernel start, then
 waits until its predecessor has ended and the writes are visible. Before that it may read only constants of the model
-and the results of the kernels at the head of a step, as `plan_decode` lets no kernel start before it has ended. Because
-every kernel waits, waiting for the predecessor is waiting for all before it.
+and the results of the kernels at the head of a step, because `plan_decode` lets no kernel start before it has ended.
+Every kernel waits, so a kernel that waits for its predecessor waits for all earlier kernels.
 
-Two kernels run side by side if the first begins with `pdl_wait_first` and the second waits at its end: all kernels
-before both have ended when the second starts, and a dependent of the second waits for both.
+Two kernels run at the same time if the first begins with `pdl_wait_first` and the second waits at its end: all earlier
+kernels have ended when the second starts, and a dependent of the second waits for both.
+
+    kernel 0   |====== work ======|
+    kernel 1        | constants   |== work ======|      starts early, waits for kernel 0
 """
 
 # pyright: basic
@@ -28,14 +31,14 @@ def pdl_usable() -> bool:
 
 @functools.cache
 def pdl_options() -> dict[str, bool]:
-    """Return the arguments of a launch that make a kernel wait by itself, or let the device order kernels."""
+    """Return arguments of a launch: with PDL the kernel waits by itself, otherwise the device orders kernels."""
     usable = pdl_usable()
     return {"PDL": usable, "launch_pdl": usable}
 
 
 @functools.cache
 def gluon_usable() -> bool:
-    """Return True on a Hopper GPU, if Triton's Gluon is the version that our kernels are written in.
+    """Return True on a Hopper GPU with the Triton that our Gluon kernels are written for.
 
     Gluon is experimental, and changes from version to version.
     """
@@ -46,7 +49,7 @@ def gluon_usable() -> bool:
 
 @triton.jit
 def pdl_begin(PDL: tl.constexpr):
-    """Let the next kernel start, and wait for the one before."""
+    """Let the next kernel start, and wait for the predecessor."""
     if PDL:
         tl_cuda.gdc_launch_dependents()
         tl_cuda.gdc_wait()
@@ -54,7 +57,7 @@ def pdl_begin(PDL: tl.constexpr):
 
 @triton.jit
 def pdl_wait_if(condition):
-    """Wait for the kernel before if `condition`, without a branch, which would cost registers before a loop."""
+    """Wait for the predecessor if `condition`, without a branch, which would cost registers before a loop."""
     tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.s32 p, $1, 0; @p griddepcontrol.wait; mov.u32 $0, 0; }",
         "=r,r",
@@ -67,7 +70,7 @@ def pdl_wait_if(condition):
 
 @triton.jit
 def pdl_wait_first(PDL: tl.constexpr):
-    """Wait for the kernel before, and only then let the next one start."""
+    """Wait for the predecessor, and only then let the next kernel start."""
     if PDL:
         tl_cuda.gdc_wait()
         tl_cuda.gdc_launch_dependents()

@@ -96,7 +96,7 @@ _loading = threading.Lock()
 
 
 def _load(function: JITFunction[Any], kernel: CompiledKernel) -> None:
-    """Make a kernel ready to launch: builds or loads the C module that launches it, and loads its code.
+    """Make a kernel ready to launch: build or load the C module that launches it, and load its code.
 
     One at a time: all of Triton's launcher modules have one name, and a module that was loaded before fills the module
     that has the name at that moment. Another thread would get a launcher for other arguments.

@@ -1,4 +1,4 @@
-"""Shared memory that a program may have, by which the rings of keys, values and weights are sized."""
+"""Shared memory of a program, from which the rings of keys, values and weights get their sizes."""
 
 # pyright: basic
 from __future__ import annotations

@@ -1,4 +1,11 @@
-"""Masks, in place, the logits of tokens that a grammar does not allow: a bit for each token, 32 to a word."""
+"""Mask of the logits of tokens that a grammar does not allow, in place.
+
+Shapes: N rows of logits, V vocabulary, G masked rows, W words of a row's bitmask (32 tokens each).
+
+Only banned tokens are written. A program tests the bits of 64 words:
+
+    programs   | row 0: words 0-63 | row 0: words 64-127 | ... | row 1: words 0-63 | ...
+"""
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportIndexIssue=false
 from __future__ import annotations
@@ -27,7 +34,7 @@ def _mask_kernel(
     bits = tl.load(bitmask + entry * num_words + words, mask=words < num_words, other=-1)
     tokens = words[:, None] * 32 + tl.arange(0, 32)[None, :]
     banned = ((bits[:, None] >> tl.arange(0, 32)[None, :]) & 1) == 0
-    # Only banned tokens are written: nearly all between the strings of JSON, next to none inside a string.
+    # Only banned tokens are written: nearly all between the strings of JSON, hardly any inside a string.
     nothing = tl.full((WORDS, 32), float("-inf"), logits.dtype.element_ty)
     tl.store(logits + row * stride + tokens, nothing, mask=banned & (tokens < V))
 

@@ -1,21 +1,34 @@
 """Second launch of sampling: top-k, top-p and min-p. It ends at once for rows without them.
 
-Nothing is sorted. Every token has a distinct integer that orders the row by falling logit, then by token id. A filter
-keeps all tokens above some integer, which a search finds exactly. So that the search need not read the row repeatedly,
-a first pass over the row, in parts, sums the mass above a few levels below the maximum. The program that finishes last
-copies the tokens above the right level, a small superset of those that are kept, and continues with these alone. If no
-level helps (a nearly flat distribution) it searches the row itself, which is slower.
+Shapes: V vocabulary.
+
+Algorithm: selection by a search for the threshold, without a sort, and Gumbel-max sampling.
+1. Every token has a distinct integer that orders the row by falling logit, then by token id. A filter keeps all tokens
+   from some integer on, and a search of three levels a pass finds this integer exactly.
+2. So that the search need not read the row repeatedly, a first pass over the row, in parts, sums the mass above 15
+   levels below the maximum.
+3. The program that finishes last copies the tokens above the right level, a small superset of the kept tokens, and
+   searches only these. If no level helps (a nearly flat distribution) it searches the row itself, which is slower.
+4. The token is the largest sum of scaled logit and Gumbel noise among the kept tokens.
+
+    row        | part 0 | part 1 | ... | part p |       one program each: sums above the levels
+    last one   | candidates above a level | -> search top-k -> search top-p -> draw
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
-# pyright: reportOperatorIssue=false
+# pyright: reportOperatorIssue=false, reportAssignmentType=false
 from __future__ import annotations
+
+from collections import namedtuple
 
 import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-from phonograph.kernels.triton.sampling.scan import LOWEST, finish, gumbel, is_last, row_and_slot
+from phonograph.kernels.triton.sampling.scan import LOWEST, finish, gumbel, is_last, parameters_of, row_and_slot
+
+_NO_TOKEN = tl.constexpr(-(1 << 62))
+"""Integer below every token's."""
 
 
 @triton.jit
@@ -33,94 +46,70 @@ def _logit_of(order, ID_BITS: tl.constexpr, KEY_SHIFT: tl.constexpr):
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
+# A row's logits, its candidates' integers, and the parameters of `_mass` and of the draw.
+_Row = namedtuple("_Row", "row_ptr list_ptr row_max factor log_min_p draw_key")
+# Tokens of a block, bits of a token id, and the low bits of a float32 that the logits' dtype does not have.
+_Shape = namedtuple("_Shape", "BLOCK ID_BITS KEY_SHIFT")
+
+
 @triton.jit
-def _entries(
-    start,
-    count,
-    row_ptr,
-    list_ptr,
-    BLOCK: tl.constexpr,
-    ID_BITS: tl.constexpr,
-    KEY_SHIFT: tl.constexpr,
-    LISTED: tl.constexpr,
-):
+def _entries(start, count, row, shape, LISTED: tl.constexpr):
     """Return a block of `_order`'s integers, of the candidates or of the whole row, and the logits.
 
-    Integers behind the end are below all others.
+    Integers after the end are below all others.
     """
-    index = start + tl.arange(0, BLOCK)
+    index = start + tl.arange(0, shape.BLOCK)
     if LISTED:
-        order = tl.load(list_ptr + index, mask=index < count, other=-(1 << 62))
-        logit = tl.where(index < count, _logit_of(order, ID_BITS, KEY_SHIFT), float("-inf"))
+        order = tl.load(row.list_ptr + index, mask=index < count, other=_NO_TOKEN)
+        logit = tl.where(index < count, _logit_of(order, shape.ID_BITS, shape.KEY_SHIFT), float("-inf"))
     else:
-        logit = tl.load(row_ptr + index, mask=index < count, other=float("-inf")).to(tl.float32)
-        order = tl.where(index < count, _order(logit, index, ID_BITS, KEY_SHIFT), -(1 << 62))
+        logit = tl.load(row.row_ptr + index, mask=index < count, other=float("-inf")).to(tl.float32)
+        order = tl.where(index < count, _order(logit, index, shape.ID_BITS, shape.KEY_SHIFT), _NO_TOKEN)
     return order, logit
 
 
 @triton.jit
 def _mass(logit, row_max, factor, log_min_p):
+    """Return the probability of tokens, times a constant; 0 for tokens that min-p removes."""
     scaled = (logit - row_max) * factor
     return tl.where(scaled >= log_min_p, tl.exp(scaled), 0.0)
 
 
 @triton.jit
 def _fold(values, BLOCK: tl.constexpr):
-    """Sum over groups of neighbours, most of which belong to one thread."""
+    """Sum over groups of eight neighbours, which mostly belong to one thread."""
     return tl.sum(tl.reshape(values, (BLOCK // 8, 8)), 1)
 
 
 @triton.jit
-def _sum_from(
-    level,
-    count,
-    row_ptr,
-    list_ptr,
-    row_max,
-    factor,
-    log_min_p,
-    BLOCK: tl.constexpr,
-    ID_BITS: tl.constexpr,
-    KEY_SHIFT: tl.constexpr,
-    LISTED: tl.constexpr,
-):
-    """Return the probability, times a constant, of all tokens at or above `level`, float64."""
-    total = tl.zeros((BLOCK // 8,), tl.float32)
-    for start in range(0, count, BLOCK):
-        order, logit = _entries(start, count, row_ptr, list_ptr, BLOCK, ID_BITS, KEY_SHIFT, LISTED)
-        total += _fold(tl.where(order >= level, _mass(logit, row_max, factor, log_min_p), 0.0), BLOCK)
+def _sum_from(level, count, row, shape, LISTED: tl.constexpr):
+    """Return the mass of all tokens at or above `level`, float64."""
+    total = tl.zeros((shape.BLOCK // 8,), tl.float32)
+    for start in range(0, count, shape.BLOCK):
+        order, logit = _entries(start, count, row, shape, LISTED)
+        weight = _mass(logit, row.row_max, row.factor, row.log_min_p)
+        total += _fold(tl.where(order >= level, weight, 0.0), shape.BLOCK)
     return tl.sum(total.to(tl.float64), 0)
 
 
 @triton.jit
-def _search(
-    target,
-    low,
-    high,
-    count,
-    row_ptr,
-    list_ptr,
-    row_max,
-    factor,
-    log_min_p,
-    BLOCK: tl.constexpr,
-    ID_BITS: tl.constexpr,
-    KEY_SHIFT: tl.constexpr,
-    LISTED: tl.constexpr,
-    BY_MASS: tl.constexpr,
-):
+def _search(target, low, high, count, row, shape, LISTED: tl.constexpr, BY_MASS: tl.constexpr):
     """Return the highest level in [low, high) with at least `target` tokens, or mass, at or above it; else low.
 
     Each pass sums above three levels between the bounds, which leaves a quarter.
     """
+    BLOCK: tl.constexpr = shape.BLOCK
     while high - low > 1:
         width = (high - low + 3) // 4
         sum_1 = tl.zeros((BLOCK // 8,), tl.float32)
         sum_2 = sum_1
         sum_3 = sum_1
         for start in range(0, count, BLOCK):
-            order, logit = _entries(start, count, row_ptr, list_ptr, BLOCK, ID_BITS, KEY_SHIFT, LISTED)
-            weight = _mass(logit, row_max, factor, log_min_p) if BY_MASS else tl.full((BLOCK,), 1.0, tl.float32)
+            order, logit = _entries(start, count, row, shape, LISTED)
+            if BY_MASS:
+                weight = _mass(logit, row.row_max, row.factor, row.log_min_p)
+            else:
+                weight = tl.full((BLOCK,), 1.0, tl.float32)
             sum_1 += _fold(tl.where(order >= low + width, weight, 0.0), BLOCK)
             sum_2 += _fold(tl.where(order >= low + 2 * width, weight, 0.0), BLOCK)
             sum_3 += _fold(tl.where(order >= low + 3 * width, weight, 0.0), BLOCK)
@@ -133,56 +122,33 @@ def _search(
 
 
 @triton.jit
-def _filter_and_draw(
-    low,
-    whole,
-    count,
-    row_ptr,
-    list_ptr,
-    row_max,
-    temperature,
-    top_k,
-    top_p,
-    log_min_p,
-    draw_key,
-    BLOCK: tl.constexpr,
-    ID_BITS: tl.constexpr,
-    KEY_SHIFT: tl.constexpr,
-    LISTED: tl.constexpr,
-):
-    """Return the token drawn from those that the filters keep, all at or above `low`. `whole` is the row's mass."""
-    factor = 1.0 / temperature
-    high = _order(row_max, 0, ID_BITS, KEY_SHIFT) + 1
+def _filter_and_draw(low, whole, count, row, top_k, top_p, shape, LISTED: tl.constexpr):
+    """Draw a token from the tokens that the filters keep, all at or above `low`; `whole` is the row's mass."""
+    BLOCK: tl.constexpr = shape.BLOCK
+    LAST_ID: tl.constexpr = (1 << shape.ID_BITS) - 1
+    high = _order(row.row_max, 0, shape.ID_BITS, shape.KEY_SHIFT) + 1
     if top_k > 0:
-        low = _search(
-            top_k.to(tl.float64), low, high, count, row_ptr, list_ptr, row_max, factor, log_min_p,
-            BLOCK, ID_BITS, KEY_SHIFT, LISTED, False,
-        )  # fmt: skip
-        whole = _sum_from(
-            low, count, row_ptr, list_ptr, row_max, factor, log_min_p, BLOCK, ID_BITS, KEY_SHIFT, LISTED
-        )  # fmt: skip
+        low = _search(top_k.to(tl.float64), low, high, count, row, shape, LISTED, False)
+        whole = _sum_from(low, count, row, shape, LISTED)
     if top_p < 1.0:
-        # Above 0, so that the best token (of mass 1) is kept however small top_p is.
+        # Above 0, so that the best token (of mass 1) is kept for any top_p.
         target = tl.maximum(top_p.to(tl.float64) * whole, 1e-30)
-        low = _search(
-            target, low, high, count, row_ptr, list_ptr, row_max, factor, log_min_p,
-            BLOCK, ID_BITS, KEY_SHIFT, LISTED, True,
-        )  # fmt: skip
+        low = _search(target, low, high, count, row, shape, LISTED, True)
 
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
-    best_order = tl.full((BLOCK,), -(1 << 62), tl.int64)
+    best_order = tl.full((BLOCK,), _NO_TOKEN, tl.int64)
     for start in range(0, count, BLOCK):
-        order, logit = _entries(start, count, row_ptr, list_ptr, BLOCK, ID_BITS, KEY_SHIFT, LISTED)
-        scaled = (logit - row_max) * factor
-        kept = (order >= low) & (scaled >= log_min_p)
+        order, logit = _entries(start, count, row, shape, LISTED)
+        scaled = (logit - row.row_max) * row.factor
+        kept = (order >= low) & (scaled >= row.log_min_p)
         if tl.max(kept.to(tl.int32), 0) > 0:
-            token = (1 << ID_BITS) - 1 - (order & ((1 << ID_BITS) - 1))
-            score = tl.where(kept, scaled + gumbel(draw_key, token), float("-inf"))
+            token = LAST_ID - (order & LAST_ID)
+            score = tl.where(kept, scaled + gumbel(row.draw_key, token), float("-inf"))
             better = score > best
             best_order = tl.where(better, order, best_order)
             best = tl.where(better, score, best)
-    chosen = tl.max(tl.where(best == tl.max(best, 0), best_order, -(1 << 62)), 0)
-    return ((1 << ID_BITS) - 1 - (chosen & ((1 << ID_BITS) - 1))).to(tl.int32)
+    chosen = tl.max(tl.where(best == tl.max(best, 0), best_order, _NO_TOKEN), 0)
+    return (LAST_ID - (chosen & LAST_ID)).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["listed", "blocks"])
@@ -214,16 +180,14 @@ def filter_kernel(
     CANDIDATES: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    SHAPE: tl.constexpr = _Shape(BLOCK, ID_BITS, KEY_SHIFT)
     entry = tl.program_id(0)
     part = tl.program_id(1)
     parts = tl.num_programs(1)
     row, slot = row_and_slot(entry, rows_ptr, slots_ptr, listed)
-    temperature = tl.load(temperature_ptr + row)
-    top_k = tl.load(top_k_ptr + row)
-    top_p = tl.load(top_p_ptr + row)
-    min_p = tl.load(min_p_ptr + row)
-    draw_key = tl.load(draw_keys_ptr + row)
-    filtered = (temperature > 0.0) & ((top_k > 0) | (top_p < 1.0) | (min_p > 0.0))
+    temperature, top_k, top_p, min_p, draw_key, filtered = parameters_of(
+        row, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, draw_keys_ptr
+    )  # fmt: skip
     if PDL:
         tl_cuda.gdc_wait()
     if (slot < 0) | (filtered == 0):
@@ -233,8 +197,8 @@ def filter_kernel(
     if (tl.abs(row_max) < float("inf")) == 0:
         return
 
-    # Levels lie below the maximum, at distances that grow. For top-k the unit is how far the maxima of the row's parts
-    # are spread, and tokens are counted; for top-p it is the temperature, and probabilities are summed.
+    # Levels lie below the maximum, at growing distances. For top-k the unit is the spread of the maxima of the row's
+    # parts, and tokens are counted. For top-p it is the temperature, and probabilities are summed.
     by_count = top_k > 0
     unit = tl.where(by_count, 0.5 * (row_max - row_low), temperature)
     factor = 1.0 / temperature
@@ -289,23 +253,18 @@ def filter_kernel(
                 found = (logit >= bound).to(tl.int32)
                 num_found = tl.sum(found, 0)
                 if num_found > 0:
-                    places = count + tl.cumsum(found, 0) - 1
+                    target = count + tl.cumsum(found, 0) - 1
                     order = _order(logit, ids, ID_BITS, KEY_SHIFT)
-                    tl.store(list_ptr + places, order, mask=(found > 0) & (places < CANDIDATES))
+                    tl.store(list_ptr + target, order, mask=(found > 0) & (target < CANDIDATES))
                     count += num_found
                 logit = next_logit
             tl.debug_barrier()
         else:
             count = V + CANDIDATES
         low = _order(tl.maximum(bound, LOWEST), (1 << ID_BITS) - 1, ID_BITS, KEY_SHIFT)
+        operands = _Row(row_ptr, list_ptr, row_max, factor, log_min_p, draw_key)
         if count <= CANDIDATES:
-            token = _filter_and_draw(
-                low, whole, count, row_ptr, list_ptr, row_max, temperature, top_k, top_p, log_min_p, draw_key,
-                BLOCK, ID_BITS, KEY_SHIFT, True,
-            )  # fmt: skip
+            token = _filter_and_draw(low, whole, count, operands, top_k, top_p, SHAPE, True)
         else:
-            token = _filter_and_draw(
-                low, whole, V, row_ptr, list_ptr, row_max, temperature, top_k, top_p, log_min_p, draw_key,
-                BLOCK, ID_BITS, KEY_SHIFT, False,
-            )  # fmt: skip
+            token = _filter_and_draw(low, whole, V, operands, top_k, top_p, SHAPE, False)
         finish(row, slot, tl.where(token < V, token, -1), tokens_ptr, last_token_ptr)

@@ -1,14 +1,15 @@
 """Sampling inside the graph, with the host sampler's results, so that a step ends without the host.
 
-Two launches, whatever the rows ask for; each program finds out on the device if it has work.
+Shapes: N rows of logits, V vocabulary, R slots, G listed rows.
 
-`scan.py` reads every row once, in parts. It serves greedy rows (the first largest logit) and rows with a temperature
-alone (the largest sum of scaled logit and Gumbel noise). The program that finishes a row last merges its parts.
+There are two launches for any parameters; each program finds out on the device if it has work.
+1. `scan.py` reads every row once, in parts. It serves greedy rows (the first largest logit) and rows with only a
+   temperature (the largest sum of scaled logit and Gumbel noise).
+2. `filter.py` does top-k, top-p and min-p, and ends at once for all other rows.
+Noise and parameters mean the same as in `phonograph.kernels.torch.sampling`: tokens are the same up to the rounding of
+float32 sums.
 
-`filter.py` does top-k, top-p and min-p, and ends at once for all other rows.
-
-Noise and the meaning of the parameters are those of `phonograph.kernels.torch.sampling`: tokens are the same up to the
-rounding of sums of float32. Shapes: N rows of logits, V vocabulary, R slots.
+    programs of both   | row 0, part 0 | row 0, part 1 | ... | row 1, part 0 | ...    the last of a row merges its parts
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportIndexIssue=false
@@ -32,7 +33,7 @@ _FILTER_PROGRAMS = 512
 _MAX_PARTS = 256
 _CANDIDATES = 4096
 _LEVELS = 16
-"""Sums of a part of a row in the first pass: 15 levels, and the whole."""
+"""Sums of a part of a row in the first pass: above 15 levels, and of all tokens."""
 
 
 class SampleScratch(NamedTuple):
@@ -91,7 +92,7 @@ def sample(
     rows_G: torch.Tensor | None = None,
     batch_invariant: bool = False,
 ) -> None:
-    """Chooses a token for each row that has a slot, into `tokens_N` and, for the next step, into its slot's last token.
+    """Choose a token for each row that has a slot, into `tokens_N` and, for the next step, into its slot's last token.
 
     Args:
         logits_NV: bfloat16, float16 or float32; rows contiguous
@@ -104,8 +105,8 @@ def sample(
         scratch: from `make_sample_scratch`
         tokens_N: int32, written; -1 where a row has NaN or +inf, or nothing but -inf
         last_token_R: int32, by slot; receives the token, or 0 where there is none
-        rows_G: int32; the rows to choose for, each once, below 0 for none; tokens of all others stay as they are
-        batch_invariant: a row is cut into as many parts as with the most rows, because top-p goes by the parts' sums
+        rows_G: int32; the rows to sample, each once, below 0 for none; tokens of all other rows stay as they are
+        batch_invariant: a row is always cut into the parts of the largest batch, because top-p depends on their sums
     """
     num_rows, vocab_size = logits_NV.shape
     if rows_G is not None:

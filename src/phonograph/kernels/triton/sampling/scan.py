@@ -1,7 +1,13 @@
 """First launch of sampling: reads each row once, and completes greedy rows and rows with only a temperature.
 
-A greedy row takes the first largest logit, one with a temperature the largest sum of scaled logit and Gumbel noise. The
-program that finishes a row last merges its parts. For rows with filters it finds only the maximum.
+Shapes: V vocabulary.
+
+Algorithm: Gumbel-max sampling (Gumbel, 1954) in one pass.
+1. A greedy row takes the first largest logit, a row with a temperature the largest sum of scaled logit and noise.
+2. Each lane of a program tracks its own maximum and best token; the program reduces them once, at its end.
+3. The program that finishes a row last merges its parts. For rows with filters it finds only the maximum.
+
+    row        | part 0 | part 1 | ... | part p |    one program each, in blocks of 1024 tokens
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -38,7 +44,7 @@ def gumbel(draw_key, token):
 
 @triton.jit
 def is_last(counter, parts):
-    """Return True in a row's last program to come here, which then sees the others' stores. Clears the counter."""
+    """Return True in the last program of a row, which then sees the others' stores. Clears the counter."""
     tl.debug_barrier()
     last = tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1
     if last:
@@ -48,20 +54,39 @@ def is_last(counter, parts):
 
 @triton.jit
 def row_and_slot(entry, rows_ptr, slots_ptr, listed):
-    """Return the row of a program, and its slot, below 0 for none. Scratch memory goes by the entry instead.
+    """Return the row of a program, and its slot, below 0 for none. Scratch memory is indexed by the entry instead.
 
-    `listed` is a value at run time, because one kernel for both takes half as long to compile as two.
+    `listed` is a value at run time, because one kernel for both cases takes half as long to compile as two.
     """
-    given = tl.load(rows_ptr + entry, mask=listed != 0, other=0)
-    row = tl.where(listed != 0, tl.maximum(given, 0), entry)
-    slot = tl.where(given < 0, -1, tl.load(slots_ptr + row))
+    listed_row = tl.load(rows_ptr + entry, mask=listed != 0, other=0)
+    row = tl.where(listed != 0, tl.maximum(listed_row, 0), entry)
+    slot = tl.where(listed_row < 0, -1, tl.load(slots_ptr + row))
     return row, slot
+
+
+@triton.jit
+def parameters_of(row, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, draw_keys_ptr):
+    """Return a row's parameters, and True if it has a temperature and a filter, which `filter_kernel` serves."""
+    temperature = tl.load(temperature_ptr + row)
+    top_k = tl.load(top_k_ptr + row)
+    top_p = tl.load(top_p_ptr + row)
+    min_p = tl.load(min_p_ptr + row)
+    draw_key = tl.load(draw_keys_ptr + row)
+    filtered = (temperature > 0.0) & ((top_k > 0) | (top_p < 1.0) | (min_p > 0.0))
+    return temperature, top_k, top_p, min_p, draw_key, filtered
 
 
 @triton.jit
 def finish(row, slot, token, tokens_ptr, last_token_ptr):
     tl.store(tokens_ptr + row, token)
     tl.store(last_token_ptr + slot, tl.maximum(token, 0))
+
+
+@triton.jit
+def _max_or_nan(values):
+    """Return the largest of the values, NaN if one is."""
+    has_nan = tl.max((values != values).to(tl.int32), 0) > 0
+    return tl.where(has_nan, float("nan"), tl.max(tl.where(values == values, values, float("-inf")), 0))
 
 
 @triton.jit(do_not_specialize=["listed", "blocks"])
@@ -91,27 +116,24 @@ def scan_kernel(
     PDL: tl.constexpr,
 ):
     if PDL:
-        # In this order, so that the filter may read its parameters, which are older than this kernel, before it waits.
+        # In this order, so that the filter may read its parameters before it waits: they are older than this kernel.
         tl_cuda.gdc_wait()
         tl_cuda.gdc_launch_dependents()
     entry = tl.program_id(0)
     part = tl.program_id(1)
     parts = tl.num_programs(1)
     row, slot = row_and_slot(entry, rows_ptr, slots_ptr, listed)
-    temperature = tl.load(temperature_ptr + row)
-    top_k = tl.load(top_k_ptr + row)
-    top_p = tl.load(top_p_ptr + row)
-    min_p = tl.load(min_p_ptr + row)
-    draw_key = tl.load(draw_keys_ptr + row)
+    temperature, _, _, _, draw_key, filtered = parameters_of(
+        row, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, draw_keys_ptr
+    )  # fmt: skip
     if slot < 0:
         if (listed == 0) & (part == 0):
             tl.store(tokens_ptr + row, -2)
         return
-    filtered = (temperature > 0.0) & ((top_k > 0) | (top_p < 1.0) | (min_p > 0.0))
     noisy = (temperature > 0.0) & (filtered == 0)
     row_ptr = logits_ptr + row.to(tl.int64) * row_stride
 
-    # Each lane has its maximum and its best token. Maxima keep a NaN, which the comparisons of scores pass over.
+    # Each lane has its maximum and its best token. Maxima propagate a NaN; comparisons of scores ignore it.
     lane = tl.arange(0, BLOCK)
     maximum = tl.full((BLOCK,), float("-inf"), tl.float32)
     score = tl.full((BLOCK,), float("-inf"), tl.float32)
@@ -146,22 +168,20 @@ def scan_kernel(
             score = tl.maximum(score, logit)
     part_score = tl.max(score, 0)
     part_token = tl.min(tl.where(score == part_score, token, V), 0)
-    is_nan = tl.max((maximum != maximum).to(tl.int32), 0) > 0
-    part_maximum = tl.where(is_nan, float("nan"), tl.max(tl.where(maximum == maximum, maximum, float("-inf")), 0))
-    place = entry * parts + part
-    tl.store(part_scores_ptr + place, part_score)
-    tl.store(part_tokens_ptr + place, part_token)
-    tl.store(part_maxima_ptr + place, part_maximum)
+    part_maximum = _max_or_nan(maximum)
+    part_index = entry * parts + part
+    tl.store(part_scores_ptr + part_index, part_score)
+    tl.store(part_tokens_ptr + part_index, part_token)
+    tl.store(part_maxima_ptr + part_index, part_maximum)
 
     if is_last(counters_ptr + 2 * entry, parts):
         index = tl.arange(0, MAX_PARTS)
         mask = index < parts
-        places = entry * parts + index
-        maxima = tl.load(part_maxima_ptr + places, mask=mask, other=float("-inf"), cache_modifier=".cg")
-        scores = tl.load(part_scores_ptr + places, mask=mask, other=float("-inf"), cache_modifier=".cg")
-        tokens = tl.load(part_tokens_ptr + places, mask=mask, other=V, cache_modifier=".cg")
-        has_nan = tl.max((maxima != maxima).to(tl.int32), 0) > 0
-        row_max = tl.where(has_nan, float("nan"), tl.max(tl.where(maxima == maxima, maxima, float("-inf")), 0))
+        entries = entry * parts + index
+        maxima = tl.load(part_maxima_ptr + entries, mask=mask, other=float("-inf"), cache_modifier=".cg")
+        scores = tl.load(part_scores_ptr + entries, mask=mask, other=float("-inf"), cache_modifier=".cg")
+        tokens = tl.load(part_tokens_ptr + entries, mask=mask, other=V, cache_modifier=".cg")
+        row_max = _max_or_nan(maxima)
         valid = tl.abs(row_max) < float("inf")
         tl.store(row_max_ptr + entry, row_max)
         # The minimum over parts in which a grammar allows a token.

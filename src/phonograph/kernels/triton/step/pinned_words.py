@@ -1,7 +1,9 @@
 """Copies between pinned host memory and the device by a kernel, over the bus.
 
 A step's upload and its tokens are a few hundred bytes. A copy engine is no faster for them, and the device idles while
-the stream passes from the kernels to the engine and back.
+the stream passes from the kernels to the engine and back. A program copies 1024 words:
+
+    programs   | words 0-1023 | words 1024-2047 | ...
 """
 
 # pyright: basic, reportCallIssue=false

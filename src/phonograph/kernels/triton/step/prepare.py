@@ -1,12 +1,16 @@
 """First kernel of every graph: makes a step's inputs on the device from one uploaded buffer.
 
-Last tokens and block tables live on the device by slot, so that a step can start before the host knows what the step
-before sampled. The host uploads a single buffer of int32 words, laid out by `StepLayout`: a few numbers for each row,
-the blocks added to it, and the tokens that only the host has (prompts). One launch turns that into the tensors that the
-step's other kernels read, padded to the graph's shape.
-
 Shapes: R requests (slots), T tokens, A appended blocks, N blocks of the longest sequence. The tensors of a graph are
 padded to R' requests and T' tokens.
+
+1. Last tokens and block tables live on the device by slot, so that a step can start before the host knows the tokens of
+   the previous step.
+2. The host uploads a single buffer of int32 words, laid out by `StepLayout`: a few numbers for each row, the blocks
+   added to it, and the tokens that only the host has (prompts).
+3. One launch makes the tensors that the step's other kernels read, padded to the graph's shape.
+
+    programs   | row 0, chunk 0 | row 0, chunk 1 | ... | row R'-1, chunk 0 | ...
+               a chunk is every chunks-th block of the row's tokens and of its block table; row 0 pads the tokens too
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -35,16 +39,16 @@ _READ_BY_KERNEL = (
 class HostViews(NamedTuple):
     """Fields of a staging buffer as numpy arrays on its memory, by row of the batch.
 
-    header:        int32 [8]: number of requests, of tokens, of decodes, and the length of the prefix that a cascade
-                   attends once; the rest is not read
+    header:        int32 [8]: numbers of requests, of tokens and of decodes, and the length of a cascade's prefix; the
+                   rest is not read
     slots:         int32 [R]
     context_lens:  int32 [R]   tokens computed before this step
     query_starts:  int32 [R+1] running sum of the query lengths, from 0; `num_reqs + 1` entries are read
     token_starts:  int32 [R]   first of the row's tokens in `tokens`; -1 if its one token is the last token of its slot
     append_starts: int32 [R+1] the row's new blocks are `appends[append_starts[r] : append_starts[r + 1]]`
-    append_at:     int32 [R]   entry of the slot's block table for the first of them
-    sample_slots:  int32 [R]   slot whose next token the sampling kernel chooses, or -1; `prepare` sets it to -1 in the
-                               padding rows of the device's copy
+    append_at:     int32 [R]   entry of the slot's block table for the first new block
+    sample_slots:  int32 [R]   slot for the token that the sampling kernel chooses, or -1; `prepare` sets it to -1 in
+                               the padding rows of the device's copy
     temperature, top_p, min_p: float32 [R];  top_k: int32 [R];  draw_keys: int64 [R]; see `sampling.sample`
     appends:       int32 [A]   block ids
     tokens:        int32 [T]   token ids, of the rows with a token_start
@@ -127,7 +131,7 @@ class StepLayout:
         return staging[start : start + 1]
 
     def used_words(self, *, num_appends: int, num_tokens: int) -> int:
-        """Return the words to upload, from the buffer's start, with so many appended blocks and host tokens."""
+        """Return the words to upload, from the buffer's start, with that many appended blocks and host tokens."""
         if num_tokens:
             return self._start("tokens") + num_tokens
         return self._start("appends") + num_appends
@@ -168,7 +172,7 @@ def prepare(
         slot_mapping_T: int64 [>= T']; padding is -1
         query_start_loc: int32 [>= R' + 1]; padding repeats the number of tokens
         seq_lens_R: int32 [>= R']; padding is 0
-        block_table_RN: int32 [>= R', N], by row; entries behind a sequence's blocks stay as they are
+        block_table_RN: int32 [>= R', N], by row; entries after a sequence's blocks stay as they are
         logits_rows_R: int64 [>= R'], the row of each request's last token; padding is 0
     """
     max_blocks = slot_block_table_RN.shape[1]
@@ -256,7 +260,7 @@ def _prepare_kernel(
 ):
     """Program (row, chunk) takes every chunk-th BLOCK of the row's tokens and of its block table.
 
-    Latency is all that counts, so loads come before the stores that they could be ordered behind.
+    Only latency counts, so all loads come before stores that they would have to wait for.
     """
     pdl_begin(PDL)
     row = tl.program_id(0)
@@ -285,18 +289,18 @@ def _prepare_kernel(
         end = tl.maximum(num_blocks, append_at + num_appends)
 
         position = context_len + lane
-        mine = lane < query_len
-        column = tl.where(mine, position // BLOCK_SIZE, end)  # the end is not loaded
+        is_token = lane < query_len
+        column = tl.where(is_token, position // BLOCK_SIZE, end)  # the end is not loaded
         token_block, _ = _load_blocks(column, end, table_row, appends, append_at, num_appends)
-        given = tl.load(staging + TOKENS + token_start + lane, mask=mine & (token_start >= 0), other=0)
+        host_token = tl.load(staging + TOKENS + token_start + lane, mask=is_token & (token_start >= 0), other=0)
         last_token = tl.load(last_token_ptr + slot)
         block_ids, is_new = _load_blocks(lane, end, table_row, appends, append_at, num_appends)
 
         token = query_start + lane
-        tl.store(input_ids_ptr + token, tl.where(token_start >= 0, given, last_token), mask=mine)
-        tl.store(positions_ptr + token, position.to(tl.int64), mask=mine)
+        tl.store(input_ids_ptr + token, tl.where(token_start >= 0, host_token, last_token), mask=is_token)
+        tl.store(positions_ptr + token, position.to(tl.int64), mask=is_token)
         kv_slot = token_block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
-        tl.store(slot_mapping_ptr + token, kv_slot, mask=mine)
+        tl.store(slot_mapping_ptr + token, kv_slot, mask=is_token)
         tl.store(out_row + lane, block_ids, mask=lane < num_blocks)
         tl.store(table_row + lane, block_ids, mask=is_new)
         if chunk == 0:
@@ -327,9 +331,9 @@ def _prepare_kernel(
 
 @triton.jit(do_not_specialize=["num_appends"])
 def _append_kernel(appends_ptr, table_ptr, num_appends, table_stride, BLOCK: tl.constexpr):
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = at < num_appends
-    slot = tl.load(appends_ptr + at, mask=mask, other=0).to(tl.int64)
-    column = tl.load(appends_ptr + num_appends + at, mask=mask, other=0)
-    block_id = tl.load(appends_ptr + 2 * num_appends + at, mask=mask, other=0)
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = index < num_appends
+    slot = tl.load(appends_ptr + index, mask=mask, other=0).to(tl.int64)
+    column = tl.load(appends_ptr + num_appends + index, mask=mask, other=0)
+    block_id = tl.load(appends_ptr + 2 * num_appends + index, mask=mask, other=0)
     tl.store(table_ptr + slot * table_stride + column, block_id, mask=mask)
