@@ -20,7 +20,7 @@ from phonograph.kernels.torch.grouped import Grouped, interleave
 from phonograph.kernels.triton.gemm.bound_product import BoundProduct, format_of
 from phonograph.kernels.triton.gemm.choose import MAX_16_BIT_ROWS
 from phonograph.kernels.triton.gemm.product_plan import GemmDevice, ProductShape
-from phonograph.kernels.triton.gemm.run import GemmScratch
+from phonograph.kernels.triton.gemm.run_product import GemmScratch
 
 OURS, MARLIN, MACHETE, CUTLASS, TORCH = "Phonograph", "Marlin", "Machete", "CUTLASS", "torch._scaled_mm"
 UINT4_LESS_8 = (1 << 50) | (8 << 17) | (4 << 8)

@@ -15,8 +15,8 @@ from quantized_checkpoints import FORMATS
 
 from phonograph import LLM, SamplingParams
 from phonograph.demo import MODEL_DIRECTORY
-from phonograph.models.layers.layer_weights import AttentionWeights, FeedForwardWeights
 from phonograph.models.layers.linear import Linear
+from phonograph.models.layers.part_weights import AttentionWeights, FeedForwardWeights
 
 Format = tuple[Any, ...]
 

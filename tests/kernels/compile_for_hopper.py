@@ -39,7 +39,7 @@ from phonograph.kernels.triton.attention import prefill_hopper as attention_pref
 from phonograph.kernels.triton.gemm.hopper import gemm_ring, gemv_integer
 from phonograph.kernels.triton.gemm.product import Product
 from phonograph.kernels.triton.gemm.product_plan import GemmRingConfig, GemvIntegerConfig
-from phonograph.kernels.triton.gemm.run import GemmScratch
+from phonograph.kernels.triton.gemm.run_product import GemmScratch
 
 _MORE = {
     "_gemm_ring_kernel": {"UTMALDG": "ask"},

@@ -16,7 +16,7 @@ from product_problem import gemm_device, linear, linear_add, linear_add_norm, li
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.kernels.triton.attention import rope_and_kv_write as rope_kv
 from phonograph.kernels.triton.gemm.choose import BATCH_INVARIANT
-from phonograph.kernels.triton.gemm.run import GemmScratch
+from phonograph.kernels.triton.gemm.run_product import GemmScratch
 from phonograph.kernels.triton.sampling import sample as sampling
 from phonograph.models.layer_spec import LayerMatrix, LayerSizes, MatrixPart, decoder_layer
 from phonograph.models.layers.linear import WeightAllocator

@@ -15,7 +15,7 @@ from phonograph.kernels.triton.gemm.product_plan import (
     GemvIntegerConfig,
     KernelConfig,
 )
-from phonograph.kernels.triton.gemm.run import GemmScratch
+from phonograph.kernels.triton.gemm.run_product import GemmScratch
 
 CONFIGS: dict[str, tuple[int, KernelConfig]] = {
     "integer-row": (1, GemvIntegerConfig(64, 2, 1, 3, 2, 1)),

@@ -13,7 +13,7 @@ from product_problem import poisoned, silu_of
 
 from phonograph.kernels.triton.gemm.product import ADD, SILU, STORE, Product
 from phonograph.kernels.triton.gemm.product_plan import GemmRingConfig, GemmRingSmallMConfig, ProductPlan
-from phonograph.kernels.triton.gemm.run import run
+from phonograph.kernels.triton.gemm.run_product import run
 
 ring = pytest.importorskip("phonograph.kernels.triton.gemm.hopper.gemm_ring")
 few_ring = pytest.importorskip("phonograph.kernels.triton.gemm.hopper.gemm_ring_small_m")

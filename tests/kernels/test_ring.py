@@ -10,7 +10,7 @@ import torch
 from product_problem import Case, check_linear, linear, poisoned, random_tensor
 
 from phonograph.kernels.triton.gemm.product_plan import GemmRingConfig
-from phonograph.kernels.triton.gemm.run import GemmScratch
+from phonograph.kernels.triton.gemm.run_product import GemmScratch
 
 ring = pytest.importorskip("phonograph.kernels.triton.gemm.hopper.gemm_ring")
 

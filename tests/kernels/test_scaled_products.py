@@ -29,7 +29,7 @@ from phonograph.kernels.triton.gemm.product_plan import (
     WeightFormat,
     rows_class,
 )
-from phonograph.kernels.triton.gemm.run import MAX_PARTIALS, GemmScratch, run
+from phonograph.kernels.triton.gemm.run_product import MAX_PARTIALS, GemmScratch, run
 
 # The interpreter multiplies bfloat16 wrongly.
 DTYPES = [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]

@@ -29,7 +29,7 @@ from phonograph.kernels.triton.gemm.product_plan import (
     WeightFormat,
     rows_class,
 )
-from phonograph.kernels.triton.gemm.run import MAX_PARTIALS, GemmScratch
+from phonograph.kernels.triton.gemm.run_product import MAX_PARTIALS, GemmScratch
 from phonograph.kernels.triton.launch.precompile import compile_only
 
 BFLOAT16 = WeightFormat("bfloat16")

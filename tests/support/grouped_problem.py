@@ -12,7 +12,7 @@ from product_problem import Case, linear, linear_add, linear_silu, poisoned, ran
 from phonograph.kernels.fp8_activations import ScaledScratch
 from phonograph.kernels.torch.grouped import Grouped, dequantize, interleave
 from phonograph.kernels.triton.gemm.product_plan import KernelConfig
-from phonograph.kernels.triton.gemm.run import GemmScratch
+from phonograph.kernels.triton.gemm.run_product import GemmScratch
 
 Tiles = TypeVar("Tiles")
 

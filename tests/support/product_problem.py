@@ -29,7 +29,7 @@ from phonograph.kernels.triton.gemm.product_plan import (
     ProductShape,
     rows_class,
 )
-from phonograph.kernels.triton.gemm.run import GemmScratch, run
+from phonograph.kernels.triton.gemm.run_product import GemmScratch, run
 
 EPS = 1e-5
 

@@ -18,8 +18,8 @@ import torch
 
 from phonograph.kernels.torch.layers import rms_norm
 from phonograph.models.layers.kernel_set import Attend, AttentionPart, FeedForwardPart, KernelSet, Step
-from phonograph.models.layers.layer_weights import LayerWeights
 from phonograph.models.layers.linear import Linear, WeightAllocator
+from phonograph.models.layers.part_weights import LayerWeights
 from phonograph.models.quantization.block_embedding import BlockEmbedding, Embedding
 from phonograph.models.quantization.gguf_blocks import GgufBlocks
 from phonograph.models.quantization.scheme import LinearWeight, QuantizedModule

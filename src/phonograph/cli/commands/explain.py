@@ -23,7 +23,7 @@ from phonograph.graphs.resolve import without_support
 
 if TYPE_CHECKING:
     from phonograph.cli.attention_matrix import BackendRows
-    from phonograph.cli.layer_weights import Kernels, LayerWeights
+    from phonograph.cli.product_table import Kernels, ProductRow
     from phonograph.engine.plan import EnginePlan
     from phonograph.graphs.dispatch import Decision, StepShape
     from phonograph.graphs.modes import GraphKey
@@ -120,7 +120,7 @@ def _facts(plan: EnginePlan, decided: list[tuple[ScheduledBatch, Decision]]) -> 
     return {
         "model": {"name": plan.config.model, **model, "num_parameters": plan.model.num_parameters},
         "device": asdict(plan.device),
-        "products": [asdict(one) for one in _layer_weights(plan)],
+        "products": [asdict(one) for one in _product_rows(plan)],
         "dtype": plan.dtype,
         "kv_cache_dtype": plan.attention.kv_cache_dtype,
         "limits": _limits(plan),
@@ -236,17 +236,17 @@ def _model_line(plan: EnginePlan) -> str:
     )
 
 
-def _layer_weights(plan: EnginePlan) -> list[LayerWeights]:
+def _product_rows(plan: EnginePlan) -> list[ProductRow]:
     # Needs torch, which --help must not load.
-    from phonograph.cli.layer_weights import layer_weights
+    from phonograph.cli.product_table import product_rows
 
-    return layer_weights(plan.model, plan.dtype, plan.device, plan.cpu_products)
+    return product_rows(plan.model, plan.dtype, plan.device, plan.cpu_products)
 
 
 def _product_lines(plan: EnginePlan) -> list[str]:
     """Return the matrices of each format with their bytes, and what multiplies so many rows."""
     alike: dict[tuple[str, Kernels], list[str]] = {}
-    for one in _layer_weights(plan):
+    for one in _product_rows(plan):
         times = f"{one.count} x " if one.count > 1 else ""
         text = f"{one.layer} {times}{one.outputs} x {one.inputs} ({_bytes(one.nbytes)})"
         alike.setdefault((one.format, one.kernels), []).append(text)

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from phonograph.models.layers.layer_weights import AttentionWeights, FeedForwardWeights
 from phonograph.models.layers.linear import Linear
+from phonograph.models.layers.part_weights import AttentionWeights, FeedForwardWeights
 from phonograph.models.quantization.block_embedding import Embedding
 
 

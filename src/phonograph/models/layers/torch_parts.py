@@ -13,8 +13,8 @@ from torch.nn import functional
 from phonograph.kernels.torch.layers import rms_norm, rope, silu_and_mul
 from phonograph.models.layer_spec import NO_FACTORS, Factors
 from phonograph.models.layers.kernel_set import Step, Stream
-from phonograph.models.layers.layer_weights import AttentionWeights, FeedForwardWeights
 from phonograph.models.layers.linear import Linear
+from phonograph.models.layers.part_weights import AttentionWeights, FeedForwardWeights
 from phonograph.models.quantization.block_embedding import BlockEmbedding, Embedding
 
 

@@ -22,11 +22,11 @@ from phonograph.kernels.triton.elementwise import layers
 from phonograph.kernels.triton.gemm.bound_product import BoundProduct
 from phonograph.kernels.triton.gemm.product import DeferredNorm, NextNorm, Norm
 from phonograph.kernels.triton.gemm.product_plan import GemmDevice
-from phonograph.kernels.triton.gemm.run import GemmScratch
+from phonograph.kernels.triton.gemm.run_product import GemmScratch
 from phonograph.models.layer_spec import NO_FACTORS, Factors
 from phonograph.models.layers.kernel_set import Step, Stream
-from phonograph.models.layers.layer_weights import AttentionWeights, FeedForwardWeights
 from phonograph.models.layers.linear import Linear
+from phonograph.models.layers.part_weights import AttentionWeights, FeedForwardWeights
 from phonograph.models.layers.workspace import Workspace
 from phonograph.models.quantization.block_embedding import Embedding
 

@@ -32,7 +32,7 @@ from phonograph.kernels.triton.gemm.product_plan import (
     cdiv,
     rows_class,
 )
-from phonograph.kernels.triton.gemm.run import GemmScratch, run
+from phonograph.kernels.triton.gemm.run_product import GemmScratch, run
 
 
 class BoundProduct:

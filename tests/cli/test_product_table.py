@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phonograph.cli.layer_weights import Kernels, layer_weights, product_kernels
+from phonograph.cli.product_table import Kernels, product_kernels, product_rows
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.device import KNOWN_DEVICES
 from phonograph.kernels.triton.gemm.choose import choose
@@ -86,7 +86,7 @@ def test_cpus_and_float32() -> None:
 def test_bytes_are_those_of_the_plan() -> None:
     """All but the embedding and norms of the demo model, which are of the model's type."""
     model = read_configured_model(EngineConfig(model="demo"), config_only=True)
-    found = layer_weights(model, "float16", KNOWN_DEVICES["h200"])
+    found = product_rows(model, "float16", KNOWN_DEVICES["h200"])
     assert [one.layer for one in found] == ["qkv", "output", "gate and up", "down", "lm_head"]
     assert all(one.count == model.num_layers for one in found[:-1]) and found[-1].count == 1
     norms = 2 * model.hidden_size * (2 * model.num_layers + 1)

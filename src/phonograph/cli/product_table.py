@@ -25,7 +25,7 @@ Kernels = tuple[tuple[int | None, str], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerWeights:
+class ProductRow:
     """Matrices of a kind of layer that have one format.
 
     Attributes:
@@ -47,11 +47,11 @@ class LayerWeights:
     kernels: Kernels
 
 
-def layer_weights(
+def product_rows(
     model: ModelSpec, dtype: str, device: DeviceSpec, cpu_products: CpuProducts | None = None
-) -> list[LayerWeights]:
+) -> list[ProductRow]:
     """Return the weights of all matrices but the embedding, which is not multiplied unless it is the head too."""
-    found: dict[tuple[str, str], LayerWeights] = {}
+    found: dict[tuple[str, str], ProductRow] = {}
     matrices = [matrix for layer in model.layers for matrix in layer.matrices]
     for matrix in (*matrices, model.head):
         one = _weights(matrix, dtype, device, cpu_products)
@@ -62,12 +62,12 @@ def layer_weights(
     return sorted(found.values(), key=lambda one: order.index(one.layer))
 
 
-def _weights(matrix: LayerMatrix, dtype: str, device: DeviceSpec, cpu_products: CpuProducts | None) -> LayerWeights:
+def _weights(matrix: LayerMatrix, dtype: str, device: DeviceSpec, cpu_products: CpuProducts | None) -> ProductRow:
     element, scheme, inputs = DTYPE_BYTES[dtype], matrix.scheme, matrix.num_inputs
     nbytes = matrix.nbytes(element)
     if scheme is not None and cpu_products is not None:
         nbytes = sum(cpu_products.nbytes(scheme, part.num_outputs, inputs, element) for part in matrix.parts)
-    return LayerWeights(
+    return ProductRow(
         layer=matrix.name,
         count=1,
         outputs=matrix.num_outputs,
