@@ -113,13 +113,11 @@ def sample(
         num_rows = rows_G.shape[0]
     assert logits_NV.stride(1) == 1 and num_rows <= scratch.row_max.shape[0]
     as_if_rows = scratch.row_max.shape[0] if batch_invariant else num_rows
-    parameters = slots_N, temperature_N, top_k_N, top_p_N, min_p_N, draw_keys_N
+    rows = logits_NV, logits_NV.stride(0), slots_N, temperature_N, top_k_N, top_p_N, min_p_N, draw_keys_N
     results = tokens_N, last_token_R, slots_N if rows_G is None else rows_G, int(rows_G is not None)
     parts, blocks = _parts(as_if_rows, vocab_size, _SCAN_BLOCK, _SCAN_PROGRAMS)
     scan_kernel[(num_rows, parts)](
-        logits_NV,
-        logits_NV.stride(0),
-        *parameters,
+        *rows,
         scratch.part_scores,
         scratch.part_tokens,
         scratch.part_maxima,
@@ -136,9 +134,7 @@ def sample(
     )
     parts, blocks = _parts(as_if_rows, vocab_size, _FILTER_BLOCK, _FILTER_PROGRAMS)
     filter_kernel[(num_rows, parts)](
-        logits_NV,
-        logits_NV.stride(0),
-        *parameters,
+        *rows,
         scratch.part_sums,
         scratch.row_max,
         scratch.row_low,

@@ -1,0 +1,139 @@
+"""Compiles all kernels outside `gemm` for Hopper, up to Triton's first stage, and prints their names as JSON.
+
+The interpreter accepts names whose type changes in a branch or a loop, and the compiler does not. A program of its own,
+since the interpreter is chosen when Triton is imported.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pkgutil
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "0"
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
+import decode_problem
+import prefill_problem
+import torch
+import triton
+from far_gpu import FarGpu
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.runtime.jit import JITFunction
+
+import phonograph.kernels.triton
+from phonograph.kernels.cascade_tensors import PrefixCut
+from phonograph.kernels.kernel_parts import KERNEL_PARTS
+from phonograph.kernels.scaled_products import Fp8Rows
+from phonograph.kernels.triton.attention import cascade, page_indices, prefill, quantize_query, split_batch
+from phonograph.kernels.triton.attention import rope_and_kv_write as rope
+from phonograph.kernels.triton.elementwise import fp8_rows, layers
+from phonograph.kernels.triton.sampling import bitmask, sample
+from phonograph.kernels.triton.step import pinned_words, prepare
+
+CPU, BF16, FP8 = torch.device("cpu"), torch.bfloat16, torch.float8_e4m3fn
+ROOMS = ("attention", "sampling", "step", "elementwise")
+
+
+class Accepted(Exception):
+    """Ends a compilation after the first stage."""
+
+
+def accept(*_: Any) -> None:
+    raise Accepted
+
+
+def ints(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+def longs(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int64)
+
+
+def halves(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=BF16)
+
+
+def launch_attention() -> None:
+    for changes in ({}, {"kv_dtype": FP8, "softcap": 9.0, "window": (64, -1), "alibi": True, "sinks": True}):
+        short = decode_problem.Case(batch=((1, 30), (16, 90)), head_size=64, dtype=BF16, num_sms=132, **changes)
+        problem = decode_problem.Problem(short, CPU)
+        problem.run(problem.plan())
+        long = prefill_problem.Case(dtype=BF16, **changes)
+        batch, plan = prefill_problem.Batch(long, CPU), prefill_problem.make_plan(long, CPU)
+        batch.plan(plan)
+        batch.attend(plan)
+    prefill._HOPPER_TOKENS, prefill.gluon_usable = 0, lambda: True
+    long = prefill_problem.Case(head_size=128, block_size=64, dtype=BF16, window=(100, -1), sinks=True)
+    prefill_problem.Batch(long, CPU).attend(prefill_problem.make_plan(long, CPU))
+    cascade.cut_prefix(PrefixCut.make(8, 32, CPU), ints(1), ints(9), ints(8), ints(8, 32), block_size=16)
+    lse = torch.zeros(4, 8)
+    cascade.merge_by_lse(halves(8, 4, 64), lse, halves(8, 4, 64), lse, ints(1), lse)
+    split_batch.split_batch(split_batch.SplitBatch.make(8, CPU), ints(9), ints(8), decode_query_len=1)
+    page_indices.page_indices(ints(8, 32), ints(8), ints(300), page_size=16)
+    quantize_query.quantize_queries(halves(8, 4, 64), torch.zeros(2), halves(8, 4, 64).to(FP8))
+    qkv, cache = halves(8, 8 * 64), halves(2, 4, 16, 2, 64).to(FP8)
+    scales = {"k_scale": torch.zeros(2), "v_scale": torch.zeros(2)}
+    heads = {"num_query_heads": 4, "num_kv_heads": 2, "qk_norm": halves(6, 64), "eps": 1e-6}
+    rope.rope_and_write_kv(qkv, longs(8), torch.zeros(32, 64), cache, longs(8), **heads, **scales)
+    rope.write_kv(halves(8, 2, 64), halves(8, 2, 64), cache, longs(8), **scales)
+
+
+def launch_others() -> None:
+    scratch = sample.make_sample_scratch(8, 32000, CPU)
+    numbers = (torch.zeros(8), ints(8), torch.zeros(8), torch.zeros(8), longs(8))
+    sample.sample(halves(8, 32000), ints(8), *numbers, scratch, ints(8), ints(8))
+    bitmask.mask_logits(halves(4, 1000), ints(4), ints(4, 32))
+    layout = prepare.StepLayout(8, 64, 16)
+    prepare.prepare(
+        ints(layout.num_words), layout, last_token_R=ints(8), slot_block_table_RN=ints(8, 32), block_size=16,
+        num_reqs_padded=8, num_tokens_padded=64, input_ids_T=ints(64), positions_T=longs(64), slot_mapping_T=longs(64),
+        query_start_loc=ints(9), seq_lens_R=ints(8), block_table_RN=ints(8, 32), logits_rows_R=longs(8),
+    )  # fmt: skip
+    prepare.apply_appends(ints(3, 5), ints(8, 32))
+    pinned_words.copy_words(ints(64), ints(64), 64)
+    rounded = Fp8Rows(halves(8, 512).to(FP8), torch.zeros(8, 1))
+    layers.embed_and_norm(ints(8), halves(99, 512), halves(512), 1e-6, halves(8, 512), halves(8, 512))
+    layers.add_and_norm(halves(8, 512), halves(8, 512), halves(512), 1e-6, rounded)
+    layers.silu_and_mul(halves(8, 1024), rounded)
+    layers.gather_rows(halves(8, 512), longs(4), halves(4, 512))
+    layers.gather_columns(halves(8, 512), longs(512), halves(8, 512))
+    fp8_rows.quantize_rows(halves(8, 512), rounded)
+
+
+def kernels_of_rooms() -> list[str]:
+    """Return the names of all kernels in ROOMS."""
+    found: set[str] = set()
+    for room in ROOMS:
+        folder = phonograph.kernels.triton.__path__[0] + f"/{room}"
+        for info in pkgutil.iter_modules([folder], f"phonograph.kernels.triton.{room}."):
+            module = importlib.import_module(info.name)
+            found |= {name for name, value in vars(module).items() if isinstance(value, JITFunction)}
+    return sorted(found & set(KERNEL_PARTS))
+
+
+def main() -> None:
+    triton.runtime.driver.set_active(FarGpu(90))
+    CUDABackend.make_ttgir = CUDABackend.gluon_to_ttgir = accept
+    run = JITFunction.run
+    accepted: set[str] = set()
+
+    def compile_first_stage(self: Any, *args: Any, grid: Any, warmup: bool, **keywords: Any) -> None:
+        try:
+            run(self, *args, grid=grid, warmup=True, **keywords)
+        except Accepted:
+            accepted.add(self.__name__)
+
+    JITFunction.run = compile_first_stage
+    launch_attention()
+    launch_others()
+    print(json.dumps({"accepted": sorted(accepted), "all": kernels_of_rooms()}))
+
+
+if __name__ == "__main__":
+    main()
