@@ -167,6 +167,11 @@ def test_an_empty_sequence_with_queries_and_an_empty_slot_between() -> None:
     assert lse[:, 1:].tolist() == [[float(head)] * 2 for head in range(4)]
     assert not out[0].isnan().any()
 
+    batch = Paged([1, 1, 1], [9, 11, 3])
+    batch.lens[1] = 0
+    out, lse = batch.attend()
+    assert not out[1].any() and out[::2].isfinite().all() and lse[:, 1].tolist() == [-float("inf")] * HEADS
+
     batch = Paged([1, 1, 4], [9, 11, 12])
     expected, _ = batch.expected()
     batch.starts = torch.tensor([0, 1, 1, 5], dtype=torch.int32)
@@ -255,6 +260,18 @@ def write(
     handle = new_handle(key, torch.device("cpu"))
     reference.schedule(nothing, nothing[:0], nothing[:0].view(0, 0), slots, handle, SIZE)
     reference.kv_write(key, value, cache, handle, *scales)
+
+
+@pytest.mark.parametrize("plane", [0, 1])
+def test_a_cache_of_the_models_type_may_have_one_scale(plane: int) -> None:
+    cache = torch.zeros(2, 4, SIZE, KV_HEADS, HEAD_SIZE)
+    rows = torch.randn(2, 3, KV_HEADS, HEAD_SIZE)
+    scales: list[torch.Tensor | None] = [None, None]
+    scales[plane] = torch.tensor([0.5, 4.0])
+    write(rows[0], rows[1], cache, torch.tensor([2 * SIZE + 5, -1, 3]), *scales)
+    rows[plane] /= torch.tensor([[0.5], [4.0]])
+    assert torch.equal(cache[:, 2, 5], rows[:, 0]) and torch.equal(cache[:, 0, 3], rows[:, 2])
+    assert cache.count_nonzero() == 2 * rows[0, :2].numel()
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])

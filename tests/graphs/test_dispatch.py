@@ -125,6 +125,7 @@ def test_every_decode_batch_has_a_graph_for_any_max_num_seqs(max_num_seqs) -> No
 
 
 def test_decode_graphs_of_many_sequences_grow_sparser() -> None:
+    assert default_decode_sizes(0) == []
     assert default_decode_sizes(1024) == [1, 2, 4, *range(8, 1025, 8)]
     sizes = default_decode_sizes(131_072)
     assert sizes == sorted(set(sizes)) and sizes[-1] == 131_072 and len(sizes) < 600

@@ -361,6 +361,8 @@ def test_end_of_sequence_tokens_come_from_both_files(tmp_path: Path) -> None:
         ({"rope_theta": -1}, ModelError, "rope_theta=-1 must be a positive number"),
         ({"rope_theta": None}, ModelError, "rope_theta=None must be a positive number"),
         ({"rope_parameters": {"rope_theta": -1}}, ModelError, "rope_theta=-1 must be a positive number"),
+        # Only the first frequencies are beyond float32.
+        ({"rope_scaling": {"rope_type": "linear", "factor": 1e-39}}, ModelError, "cannot be used: a frequency is not"),
         ({"rope_scaling": {"rope_type": None, "type": "linear"}}, UnsupportedModelError, "rope_type=None.*linear"),
         (
             {"rope_parameters": {"full_attention": {"rope_type": "default"}}},

@@ -57,6 +57,13 @@ def test_a_server_with_a_broken_chat_template_does_not_start() -> None:
         serve(EngineConfig(model="demo"), server, lambda *_: None, lambda _: None)
 
 
+def test_a_model_without_a_tokenizer_is_refused_first(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    server = ServerConfig(chat_template="{% if %}", port=0)
+    with pytest.raises(ModelError, match="has no tokenizer, which a server needs; give one with --tokenizer"):
+        serve(EngineConfig(model=str(tmp_path)), server, lambda *_: None, lambda _: None)
+
+
 def test_a_chat_template_that_fails_when_it_runs_is_logged_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
     tokenizer = Tokenizer.load(model_path("demo"))
     for template in ("{{ messages[0].absent.name }}", "{{ raise_exception('no') }}"):

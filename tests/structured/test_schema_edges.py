@@ -148,6 +148,12 @@ def test_deep_schemas_are_refused_and_crash_nothing(compiler: GrammarCompiler, s
             ["[1, 1]", "[1, 1.0]"],
         ),
         ({"type": "array", "items": {"enum": [1, "a"], "type": "string"}, "uniqueItems": True}, ['["a"]'], ["[1]"]),
+        (
+            {"type": "object", "not": {"required": ["a", "b"]}},
+            ['{"a": 1}', '{"b": 1, "c": 2}', "{}"],
+            ['{"a": 1, "b": 2}', '{"c": 1, "a": 1, "b": 2}'],
+        ),
+        ({"type": "object", "not": {"type": "object", "required": ["a"]}}, ['{"b": 1}', "{}"], ['{"a": 1}']),
         ({**UNIQUE, "maxItems": 1}, ["[7]", "[]"], ["[7, 7]"]),
         ({**UNIQUE, "uniqueItems": False}, ["[7, 7]"], ["7"]),
     ],
