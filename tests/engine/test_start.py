@@ -34,7 +34,10 @@ def test_notes_of_the_weights_are_among_those_of_the_plan(tmp_path: Path) -> Non
     make_checkpoint("llama3", tmp_path)
     file = tmp_path / "model.safetensors"
     save_file({**load_file(file), "model.layers.0.self_attn.prob_scale": torch.ones(1)}, file)
-    llm = LLM(model=str(tmp_path), device="cpu", enforce_eager=True, max_num_seqs=1, max_model_len=64, num_kv_blocks=8)
+    phases = list[str]()
+    settings = {"max_num_seqs": 1, "max_model_len": 64, "num_kv_blocks": 8, "enforce_eager": True}
+    llm = LLM(model=str(tmp_path), device="cpu", progress=lambda phase, *_: phases.append(phase), **settings)
+    assert set(phases) == {"weights"}
     assert "does not use: model.layers.0.self_attn.prob_scale" in llm.plan.notes[-1]
 
 

@@ -42,9 +42,10 @@ def test_batches_of_a_cache_that_is_nearly_too_small(
         assert max(lengths) <= max_model_len
         used = np.concatenate(batch.blocks)
         assert len(set(used)) == len(used) == sum(blocks_for(length, block_size) for length in lengths)
+        return batch
 
     batches = SyntheticBatches(fits, vocab_size=10, **limits)
-    batches.capture_batch(key)
+    assert sum(batches.capture_batch(key).query_lens) == key.num_tokens  # pyright: ignore[reportAttributeAccessIssue]
     rng = np.random.default_rng(seed)
     for _ in range(20):
         batches.random_batch(key, rng)

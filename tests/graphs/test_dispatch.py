@@ -92,6 +92,8 @@ def test_a_captured_size_above_max_num_seqs_never_enters_the_decode_table() -> N
     above = dispatcher.decide(_shape(1, 1, 1, 1, 1))
     assert above.key is not None
     assert (above.key.graphs, above.key.num_tokens) == (GraphSet.MIXED, 8), "a mixed graph serves any batch"
+    assert above.reason.endswith("; 3 of 8 tokens are padding")
+    assert dispatcher.decide(_shape(1, 1, 1, 1)).reason.endswith("; no padding")
 
 
 def test_a_batch_larger_than_the_largest_graph_runs_eagerly_and_says_so() -> None:

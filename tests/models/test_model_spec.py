@@ -413,6 +413,8 @@ def test_unusable_layer_types(tmp_path: Path, config: dict[str, Any], count: int
     if count == 0 and kind == "full_attention":
         assert set(windows_of(read(tmp_path, config, **changes))) == {(-1, -1)}
         return
+    with pytest.raises(ModelError, match="layer_types=.*list of texts"):
+        read(tmp_path, config, layer_types=[*types[:-1], 3])
     with pytest.raises(
         ModelError, match="layer_types" if count or kind == "linear_attention" else "sliding_window=None"
     ):

@@ -122,6 +122,7 @@ def test_random_grammars_keep_their_language() -> None:
         ('a ::= "x" |\n\n "y" root?\nroot ::=\n[z]a', ["zx", "zyzx"], ["x", "z"]),
         ('root ::= "a"?*  "b"{2}{2} "c"{0}', ["bbbb", "aabbbb"], ["bb", "abbbbb"]),
         ('root ::= "a"?{2,} "b"+{2} "c"{2}?', ["bb", "aaabbb", "bbcc"], ["b", "bbc"]),
+        ('root ::= "a" | "b" root "c"', ["a", "bac", "bbacc"], ["ba", "bbac", "bbaccc"]),
         ('root ::= ("a" | "b" root "b")', ["a", "bbabb"], ["bba", "bab" * 2]),
         ('start ::= "a"\nroot ::= start root-2\nroot-2 ::= "b"', ["ab"], ["a"]),
         (r"root ::= [\U00000000-\U0010FFFF]", ["\ue000", "\U0010ffff"], ["aa"]),
