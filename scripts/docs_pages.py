@@ -27,6 +27,7 @@ from phonograph.cli.app import COMMANDS, app
 from phonograph.config.values import ValueKind
 from phonograph.config.vllm_flags import ALWAYS, MISSING, NEUTRAL, RENAMED
 from phonograph.files.catalog import HUB_IDS
+from phonograph.models.hf_config import read_settings
 from phonograph.models.registry import ARCHITECTURES
 from phonograph.server.http.application import ERRORS, ROUTERS
 from phonograph.server.observe.metrics import EngineCollector
@@ -322,15 +323,11 @@ def metrics_page() -> str:
 
 def models_page() -> str:
     """Return the page of supported models, from the registry."""
-    rows = (
-        (
-            f"`{name}`",
-            f"`{one.model_type}`",
-            "yes" if one.qkv_bias is True else "by config.json" if one.qkv_bias else "no",
-            "yes" if one.qk_norm else "no",
-        )
-        for name, one in sorted(ARCHITECTURES.items())
-    )
+    rows: list[tuple[str, str, str, str]] = []
+    for name, one in sorted(ARCHITECTURES.items()):
+        attention = one.layers(read_settings({"model_type": one.model_type}, name, one))[0].attention
+        bias = "by config.json" if "attention_bias" in one.fields else "yes" if attention.qkv.bias else "no"
+        rows.append((f"`{name}`", f"`{one.model_type}`", bias, "yes" if attention.head_norms else "no"))
     catalog = ((f"`{name}`", f"`{hub_id}`") for name, hub_id in HUB_IDS.items())
     return "\n\n".join(
         [

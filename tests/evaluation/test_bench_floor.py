@@ -25,19 +25,7 @@ NO_WINDOW = (-1, -1)
 
 @pytest.fixture(scope="module")
 def llama_8b() -> ModelSpec:
-    return replace(
-        read_model_spec("demo"),
-        num_layers=32,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_query_heads=32,
-        num_kv_heads=8,
-        head_size=128,
-        vocab_size=128256,
-        tie_word_embeddings=False,
-        qkv_bias=False,
-        qk_norm=False,
-    )
+    return read_model_spec("llama-3.1-8b", config_only=True)
 
 
 @pytest.mark.parametrize(

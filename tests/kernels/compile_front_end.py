@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "0"
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+sys.path[:0] = [str(Path(__file__).parents[1] / "support"), str(Path(__file__).parents[2] / "benchmarks")]
 
 import decode_problem
 import prefill_problem
@@ -26,9 +26,9 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import JITFunction
 
 import phonograph.kernels.triton
+from bench.kernel_parts import KERNEL_PARTS
 from phonograph.kernels.cascade_tensors import PrefixCut
-from phonograph.kernels.kernel_parts import KERNEL_PARTS
-from phonograph.kernels.scaled_products import Fp8Rows
+from phonograph.kernels.fp8_activations import Fp8Rows
 from phonograph.kernels.triton.attention import cascade, page_indices, prefill, quantize_query, split_batch
 from phonograph.kernels.triton.attention import rope_and_kv_write as rope
 from phonograph.kernels.triton.elementwise import fp8_rows, layers

@@ -33,7 +33,7 @@ def launch(product: Product, config: GemvConfig) -> None:
     num_outputs = out_1N.shape[1]
     assert num_rows == 1 and weight_NK.shape[1] == num_inputs and not isinstance(norm, DeferredNorm)
     assert x_1K.stride(1) == weight_NK.stride(1) == out_1N.stride(1) == 1
-    norm_K, eps = norm or (None, 0.0)
+    norm_K, eps = (norm.weight_K, norm.eps) if norm is not None else (None, 0.0)
     kernel = _large_gemv if weight_NK.numel() >= LARGE else _gemv_kernel
     kernel[(triton.cdiv(num_outputs, config.block_n),)](
         x_1K,

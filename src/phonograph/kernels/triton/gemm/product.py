@@ -76,10 +76,8 @@ def norm_arguments(product: Product) -> tuple[tuple[torch.Tensor | None, ...], f
     rows, and the tiles of the input's squares, 0 without them.
     """
     sums, eps = product.norm or (None, 0.0)
-    weight, normed, made = product.next_norm or (None, None, None)
-    return (
-        (sums, weight, normed, made.sums if made is not None else None),
-        eps,
-        normed.stride(0) if normed is not None else 0,
-        len(sums) if sums is not None else 0,
-    )
+    tiles, following = len(sums) if sums is not None else 0, product.next_norm
+    if following is None:
+        return (sums, None, None, None), eps, 0, tiles
+    normed_MN = following.normed_MN
+    return (sums, following.weight_N, normed_MN, following.squares.sums), eps, normed_MN.stride(0), tiles
