@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "0"
-sys.path[:0] = [str(Path(__file__).parents[1] / "support"), str(Path(__file__).parents[2] / "benchmarks")]
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import decode_problem
 import prefill_problem
