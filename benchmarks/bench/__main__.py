@@ -10,10 +10,11 @@ from __future__ import annotations
 import sys
 from typing import Annotated
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, Parameter
 
 from bench.attention import bench_attention, default_cases
 from bench.cases import MIXED_SEQS
+from bench.program import run_program
 from bench.startup import bench_startup
 from bench.suites import case_suite, check_suites
 from phonograph.bench.records.record import provenance
@@ -25,7 +26,6 @@ from phonograph.cli.show import Json, Output, note
 from phonograph.config.engine_config import EngineConfig
 from phonograph.engine.build import this_device
 from phonograph.engine.plan import make_plan
-from phonograph.errors import PhonographError
 from phonograph.models.spec import read_configured_model
 
 COLUMNS: bench.Columns = {
@@ -153,11 +153,7 @@ def _run(config: EngineConfig, suites: dict[str, Suite], output: Output, *, as_j
 
 def main(tokens: list[str] | None = None) -> int:
     """Run a command; the exit code is 2 for a user error."""
-    try:
-        return app(tokens, exit_on_error=False, print_error=False, result_action="return_value") or 0
-    except (PhonographError, CycloptsError) as error:
-        print(f"bench: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+    return run_program(app, "bench", tokens)
 
 
 if __name__ == "__main__":

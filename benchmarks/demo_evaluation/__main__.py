@@ -16,8 +16,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
-from cyclopts import App, CycloptsError, Parameter
+from cyclopts import App, Parameter
 
+from bench.program import run_program
 from bench.result_files import write_result
 from demo_evaluation.compare import TaskComparison, read_items
 from demo_evaluation.compare import compare as compare_items
@@ -29,7 +30,7 @@ from phonograph.cli.options import takes_engine_config
 from phonograph.cli.progress import progress_bar
 from phonograph.cli.show import OUTPUT, Json, note, start
 from phonograph.config.engine_config import EngineConfig
-from phonograph.errors import PhonographError, counted
+from phonograph.errors import counted
 
 PROBLEMS, RECALLS = 100, 30
 """Default numbers of questions: a tenth of the published evaluation's, which takes minutes on a CPU."""
@@ -176,11 +177,7 @@ def _print_comparisons(comparisons: list[TaskComparison]) -> None:
 
 def main(tokens: list[str] | None = None) -> int:
     """Run a command; the exit code is 2 for a user error."""
-    try:
-        return app(tokens, exit_on_error=False, print_error=False, result_action="return_value") or 0
-    except (PhonographError, CycloptsError) as error:
-        print(f"demo_evaluation: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+    return run_program(app, "demo_evaluation", tokens)
 
 
 if __name__ == "__main__":

@@ -99,13 +99,12 @@ def integer_stages(block_n: int, units: int, steps: int, places: int, *, gated: 
 
 
 def _integer_row(shape: ProductShape, group: int) -> GemvIntegerConfig | None:
-    """Return the tiles of one row with weights of 4 bits; None where the kernel of few rows is to multiply it.
+    """Return the tiles of one row with weights of 4 bits; None if the kernel of few rows is to multiply it.
 
-    That is for groups that the kernel does not take, and for layers of so many outputs without an activation, such as a
-    head, that it is not faster. There are two or three programs of a multiprocessor. Their rings leave it room where
-    they can: programs of the next kernel begin early, and load their first weights while this one ends. A layer with no
-    more outputs than inputs stands behind attention, beside whose programs it begins if its rings are short, and leaves
-    a sum of squares for each tile to the norm behind it.
+    The kernel does not take all groups, and is not faster for a matrix of many outputs without an activation, such as a
+    head. Two or three programs share a multiprocessor. Their rings are short, so that programs of the next kernel begin
+    early and load their first weights while this one ends. A layer with no more outputs than inputs follows attention,
+    and overlaps its tail if its rings are short.
     """
     (num_outputs, num_inputs, gated), weights = shape, shape.num_weights
     processors = PROGRAMS // 2
