@@ -43,11 +43,12 @@ class NewSequence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockAppend:
-    """Blocks appended to a slot's block table: `block_ids` go to rows `start`, `start + 1`, ..."""
+    """Blocks appended to a slot's block table of a KV group: `block_ids` go to entries `start`, `start + 1`, ..."""
 
     slot: int
     start: int
     block_ids: list[int]
+    group: int = 0
 
 
 @dataclass(slots=True, kw_only=True)

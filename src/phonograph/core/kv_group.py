@@ -1,0 +1,22 @@
+"""Layers of a model whose keys and values share block tables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVGroup:
+    """Layers with one block table for each sequence.
+
+    A page of the pool holds a block of any group: `block_size` tokens in each of the group's layers.
+
+    Attributes:
+        layers: indices of the layers that write keys and values.
+        block_size: tokens of a block.
+        window: keys that a token attends to, itself included; None for all. Blocks behind it may be freed.
+    """
+
+    layers: tuple[int, ...]
+    block_size: int
+    window: int | None = None
