@@ -81,12 +81,7 @@ def cases_that_fit(
 ) -> tuple[list[Case], list[str]]:
     """Select the cases that an engine can run.
 
-    Args:
-        setting: name of the setting in errors.
-        cases: cases to select from.
-        requested: the user named the cases, so that one that does not fit is an error.
-        max_num_seqs: sequences that the engine runs at once.
-        max_model_len: tokens of a sequence that the engine allows.
+    With `requested` the user named the cases by `setting`, so that one that does not fit is an error.
 
     Returns:
         The fitting cases, and one line for each other case.

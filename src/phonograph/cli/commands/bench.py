@@ -99,15 +99,9 @@ def run_suites(
     columns: Columns = COLUMNS,
     **limits: int,
 ) -> int:
-    """Start an engine and run workloads. If a case fails, the rows before it are still reported.
+    """Start an engine and run workloads by name. If a case fails, the rows before it are still reported.
 
-    Args:
-        config: configuration of the user.
-        suites: workloads by name.
-        output: file to append the record to.
-        as_json: print the record instead of tables.
-        columns: fields in the tables, by suite.
-        limits: settings for the workloads where the user has set none, in addition to the published ones.
+    Settings that the user has not set are the published ones and `limits`.
     """
     from phonograph.bench.records.record import provenance
     from phonograph.bench.suites import with_published_settings

@@ -18,10 +18,7 @@ from phonograph.text.tokenizer import load_tokenizer
 def run_engine(config: EngineConfig, channel: Channel, *, owns_process: bool) -> None:
     """Start an engine, report its progress, and execute commands until `Stop`.
 
-    Args:
-        config: configuration of the engine.
-        channel: its end of the connection.
-        owns_process: True if only the engine runs in this process.
+    `owns_process` is True if only the engine runs in this process.
     """
     began = time.perf_counter()
     try:

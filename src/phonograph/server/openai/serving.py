@@ -136,10 +136,7 @@ class Serving:
     ) -> list[list[int]]:
         """Return the token ids of prompts. Prompts that are token ids stay unchanged.
 
-        Args:
-            prompts: texts or token ids.
-            add_special_tokens: add the tokenizer's special tokens to texts.
-            gone: event that is set when the client has disconnected; the remaining prompts are then skipped.
+        When `gone` is set, because the client has disconnected, the remaining prompts are skipped.
 
         Raises:
             ApiError: a prompt is too long, or all together are.
@@ -168,11 +165,8 @@ class Serving:
     ) -> list[int]:
         """Return the token ids of a text. A text with too many characters is rejected without tokenizing it.
 
-        Args:
-            text: the text.
-            add_special_tokens: add the tokenizer's special tokens.
-            whole_context: the tokens must fit the context, not only the limits of a request.
-            field: name of the text in errors.
+        With `whole_context` the tokens must fit the context, not only the limits of a request. `field` is the name of
+        the text in errors.
 
         Raises:
             ApiError: the text is too long, or not valid Unicode.
@@ -216,16 +210,9 @@ class Serving:
         tools: list[dict[str, Any]] | None = None,
         whole_context: bool = True,
     ) -> list[int]:
-        """Return the token ids of a conversation.
+        """Return the token ids of a conversation; the arguments are those of `render_chat` and `encode_text`.
 
-        Args:
-            messages: messages of the request.
-            add_generation_prompt: end with the start of the assistant's answer; by default unless the last message
-                continues.
-            continue_final_message: continue the last message.
-            variables: further variables of the template.
-            tools: functions for the template.
-            whole_context: as for `encode_text`.
+        By default it ends with the start of the assistant's answer, unless the last message continues.
 
         Raises:
             ApiError: a message is wrong, or all together are too long.
@@ -281,10 +268,7 @@ class Serving:
     ) -> Result:
         """Run the work of a request that precedes the engine. A thread does it for a large body or many prompts.
 
-        Args:
-            request: the request.
-            work: called with an event that is set when the client has disconnected.
-            num_prompts: number of texts to tokenize.
+        `work` is called with an event that is set when the client has disconnected.
 
         Raises:
             ApiError: the client has disconnected.
