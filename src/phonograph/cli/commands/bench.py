@@ -151,21 +151,16 @@ def report_rows(
 
 def _print_table(suite: str, columns: Sequence[str], rows: Sequence[Row]) -> None:
     columns = [name for name in columns if any(name in row.facts for row in rows)]
-    phases = list(dict.fromkeys(phase for row in rows for phase in row.facts.get("phases", {})))
     steps = ["what ran"] if any(row.steps for row in rows) else []
     cells = (
         (
             row.case,
             *(_cell(row.facts.get(name)) for name in columns),
-            *(_cell(row.facts["phases"].get(phase)) for phase in phases),
             *(show.steps_text(row.steps) for _ in steps),
         )
         for row in rows
     )
-    show.print_table((suite, *columns, *phases, *steps), cells)
-    for row in rows:
-        if "error" in row.facts:
-            print(f"{row.case}: {row.facts['error']}")
+    show.print_table((suite, *columns, *steps), cells)
 
 
 def _cell(value: object) -> str:
