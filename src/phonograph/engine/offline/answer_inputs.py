@@ -31,15 +31,8 @@ def answer_inputs(
 ) -> list[RequestOutput]:
     """Answer inputs and return one output for each, in their order.
 
-    However the call ends, none of its requests is left in the session.
-
-    Args:
-        session: the engine's requests.
-        inputs: prompts or conversations.
-        encode: turns an input into a prompt.
-        sampling_params: one for all inputs, or one for each.
-        priority: one for each input, or None.
-        use_tqdm: show a progress bar.
+    However the call ends, none of its requests is left in the session. Inputs are prompts or conversations, which
+    `encode` turns into prompts. There is one `sampling_params` for all of them, or one for each.
 
     Raises:
         RequestError: the only input cannot be served, or a parameter is wrong for all. Of several inputs, one that

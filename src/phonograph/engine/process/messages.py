@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from phonograph.core.batch import TokenLogprobs
 from phonograph.core.request import FinishReason
@@ -51,8 +51,7 @@ class Stop:
 Command = Begin | Add | Abort | Stop
 
 
-@dataclass(slots=True)
-class Progress:
+class Progress(NamedTuple):
     """Progress of the start: `done` of `total` in a phase."""
 
     phase: str

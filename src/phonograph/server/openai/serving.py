@@ -31,9 +31,9 @@ from phonograph.server.http.stream import EventStream
 from phonograph.server.observe.metrics import EngineCollector
 from phonograph.server.openai.answers import Answer
 from phonograph.server.openai.completion_logprobs import TokenTexts
-from phonograph.server.openai.conversation import Message, read_messages
+from phonograph.server.openai.conversation import read_messages
 from phonograph.server.openai.fields import Body
-from phonograph.server.openai.protocol import GenerationBody
+from phonograph.server.openai.protocol import ChatBody, GenerationBody, TokenizeBody
 from phonograph.text.tokenizer import Tokenizer
 
 THREADS = 2
@@ -202,15 +202,12 @@ class Serving:
 
     def encode_chat(
         self,
-        messages: list[Message],
+        body: ChatBody | TokenizeBody,
         *,
-        add_generation_prompt: bool | None,
-        continue_final_message: bool | None,
-        variables: Mapping[str, Any] | None,
         tools: list[dict[str, Any]] | None = None,
         whole_context: bool = True,
     ) -> list[int]:
-        """Return the token ids of a conversation; the arguments are those of `render_chat` and `encode_text`.
+        """Return the token ids of a request's conversation, with `tools` in the prompt; see `encode_text`.
 
         By default it ends with the start of the assistant's answer, unless the last message continues.
 
@@ -218,14 +215,13 @@ class Serving:
             ApiError: a message is wrong, or all together are too long.
             RequestError: the chat template rejects them.
         """
+        continues, begins = bool(body.continue_final_message), body.add_generation_prompt
         text = self.tokenizer.render_chat(
-            read_messages(messages, JsonMeter(self.config)),
+            read_messages(body.messages or [], JsonMeter(self.config)),
             template=self.chat_template,
-            add_generation_prompt=not continue_final_message
-            if add_generation_prompt is None
-            else add_generation_prompt,
-            continue_final_message=bool(continue_final_message),
-            variables=variables,
+            add_generation_prompt=not continues if begins is None else begins,
+            continue_final_message=continues,
+            variables=body.chat_template_kwargs,
             tools=tools,
         )
         return self.encode_text(text, whole_context=whole_context, field="messages")
