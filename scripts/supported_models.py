@@ -30,10 +30,19 @@ README = Path(__file__).parents[1] / "README.md"
 BEGIN = "<!-- made by scripts/supported_models.py -->"
 END = "<!-- end -->"
 FAMILIES = {
+    "gemma": "Gemma 1",
+    "gemma2": "Gemma 2",
+    "gemma3_text": "Gemma 3 (text)",
+    "granite": "Granite 3 without experts",
     "llama": "Llama 2 and 3.x, SmolLM2, TinyLlama",
+    "ministral3": "Ministral 3",
     "mistral": "Mistral",
+    "olmo2": "OLMo 2",
+    "olmo3": "OLMo 3",
+    "phi3": "Phi-3, Phi-3.5, Phi-4",
     "qwen2": "Qwen2, Qwen2.5",
     "qwen3": "Qwen3",
+    "smollm3": "SmolLM3",
 }
 """Names of the families by the model type of an architecture."""
 FORMATS = {

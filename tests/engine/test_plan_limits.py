@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +104,7 @@ def test_verification_without_a_size_left_names_the_sizes() -> None:
     ],
 )
 def test_blocks_as_the_backend_likes_them(settings: dict[str, Any], head_size: int, size: int) -> None:
-    model = replace(resized(read_model_spec("demo"), head_size=head_size), rope_frequencies=(1.0,) * (head_size // 2))
+    model = resized(read_model_spec("demo"), head_size=head_size)
     plan = make_plan(EngineConfig(model="demo", **settings), model, known_device("h200"))
     assert plan.attention.block_size == size
     assert any(note.startswith("block_size 128: flash_attn 3") for note in plan.notes) == (size == 128)

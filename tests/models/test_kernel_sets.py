@@ -16,7 +16,7 @@ from resized import resized
 from phonograph.kernels.fp8_activations import Fp8Rows
 from phonograph.models.layers.kernel_set import EmbeddingPart, HeadPart, KernelSet, KVTarget, Step, Stream
 from phonograph.models.layers.linear import WeightAllocator
-from phonograph.models.layers.rotary import rotary_table
+from phonograph.models.layers.rotary import rotary_tables
 from phonograph.models.layers.torch_parts import TorchKernels
 from phonograph.models.layers.triton_parts import TritonKernels
 from phonograph.models.layers.workspace import Workspace
@@ -81,8 +81,9 @@ class Pair:
         self.model = model
         gpu = gemm_device()._replace(capability=(9, 0) if fp8_rows else (8, 0))
         self.workspace = Workspace.make(spec, num_tokens, MAX_LOGITS, dtype, device, gemm_device=gpu)
-        table = rotary_table(spec, POSITIONS, torch.float32, device)
-        self.torch = self._bound(TorchKernels(table.to(dtype), spec.rms_norm_eps, spec.factors))
+        table = rotary_tables(spec, POSITIONS, torch.float32, device)
+        own_table = rotary_tables(spec, POSITIONS, dtype, device)
+        self.torch = self._bound(TorchKernels(own_table, spec.rms_norm_eps, spec.factors))
         self.triton = self._bound(
             TritonKernels(self.workspace, table, spec.rms_norm_eps, device=gpu, factors=spec.factors)
         )

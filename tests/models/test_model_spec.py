@@ -22,7 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from phonograph.errors import ConfigError, ModelError, UnsupportedModelError
 from phonograph.files import model_files as folder_module
 from phonograph.models.config_fields import FIXED, IGNORED
-from phonograph.models.layers.rope import rope_frequencies
+from phonograph.models.layers.rope import rope_table
 from phonograph.models.registry import ARCHITECTURES
 from phonograph.models.rope_parameters import read_rope
 from phonograph.models.spec import ModelSpec, read_model_spec
@@ -122,13 +122,15 @@ def test_declared_defaults_are_those_of_transformers(model_type: str) -> None:
     }
     # Fields that the class lacks are those that its files have, or that the model reads, beside them.
     assert all(ours[name] is None for name in ours.keys() - theirs.keys() - {"rope_theta"})
-    assert ours["rope_theta"] == CONFIG_MAPPING[model_type].default_theta
+    theta = CONFIG_MAPPING[model_type].default_theta
+    assert ours["rope_theta"] == (theta["global"] if isinstance(theta, dict) else theta)
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_every_field_of_transformers_is_declared_once(model_type: str) -> None:
     family = MODEL_TYPES[model_type]
-    declared = [*family.fields, *FIXED, *IGNORED, *family.ignored]
+    # A family has a feature that others must not ask for.
+    declared = [*family.fields, *(FIXED.keys() - family.fields.keys()), *IGNORED, *family.ignored]
     assert len(declared) == len(set(declared))
     assert {field.name for field in dataclasses.fields(CONFIG_MAPPING[model_type])} <= set(declared)
     assert GenerationConfig._get_default_generation_params().keys() <= set(declared)
@@ -265,8 +267,10 @@ LLAMA3_SCALING = {key: value for key, value in LLAMA3_ROPE.items() if key != "ro
 def test_rope_in_both_spellings_is_that_of_transformers(tmp_path: Path, changes: dict[str, Any]) -> None:
     spec = read(tmp_path, LLAMA, **changes)
     reference = LlamaRotaryEmbedding(AutoConfig.from_pretrained(tmp_path))
-    torch.testing.assert_close(torch.tensor(spec.rope_frequencies), reference.inv_freq, rtol=1e-6, atol=0)
-    assert spec.rope_factor == pytest.approx(reference.attention_scaling)
+    rope = spec.layers[0].attention.rope
+    assert rope is not None and all(layer.attention.rope is rope for layer in spec.layers)
+    torch.testing.assert_close(torch.tensor(rope.frequencies), reference.inv_freq, rtol=1e-6, atol=0)
+    assert rope.factor == pytest.approx(reference.attention_scaling)
 
 
 @pytest.mark.parametrize("head_size", [64, 80, 128])
@@ -295,9 +299,9 @@ def test_rotary_formulas_are_those_of_transformers(parameters: dict[str, Any], h
     config.rope_parameters = dict(parameters)
     settings = {"rope_scaling": parameters, "max_position_embeddings": 20000, "original_max_position_embeddings": None}
     expected, expected_factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, torch.device("cpu"))
-    frequencies, factor = rope_frequencies(read_rope({**settings, "rope_theta": None}), head_size)
-    torch.testing.assert_close(torch.tensor(frequencies), expected, rtol=1e-6, atol=0)
-    assert factor == pytest.approx(expected_factor, rel=1e-9)
+    rope = rope_table(read_rope({**settings, "rope_theta": None}), head_size)
+    torch.testing.assert_close(torch.tensor(rope.frequencies), expected, rtol=1e-6, atol=0)
+    assert rope.factor == pytest.approx(expected_factor, rel=1e-9)
 
 
 def test_end_of_sequence_tokens_come_from_both_files(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 
 from phonograph.errors import ModelError, UnsupportedModelError, shortened
 from phonograph.files.gguf_file import GgufFile
+from phonograph.models.layer_spec import RopeTable
 from phonograph.models.quantization.gguf_blocks import FLOATS, GgufBlocks, check_kind, fused_schemes
 from phonograph.models.quantization.scheme import Quantization
 from phonograph.models.weights.gguf_names import FUSED, PARTS, hugging_face_name
@@ -175,22 +176,22 @@ def notes_of_gguf(file: GgufFile, quantization: Quantization | None) -> tuple[st
     return (f"{shown}{more} of the file: dequantized to the model's type while loading, unless a CPU packs the head",)
 
 
-def rope_frequencies_of_gguf(file: GgufFile, frequencies: tuple[float, ...]) -> tuple[float, ...]:
-    """Return the rotary frequencies divided by the numbers of `rope_freqs.weight`, as Llama 3.1 has them, if any.
+def rope_of_gguf(file: GgufFile, rope: RopeTable) -> RopeTable:
+    """Return a rope with frequencies divided by the numbers of `rope_freqs.weight`, as Llama 3.1 has them, if any.
 
     Raises:
         ModelError: the tensor has another type or shape, or a number that is not positive.
     """
     tensor = file.tensors.get(ROPE_FACTORS)
     if tensor is None:
-        return frequencies
-    count = len(frequencies)
+        return rope
+    count = len(rope.frequencies)
     factors = tensor.data if tensor.kind == "F32" and tensor.shape == (count,) else np.zeros(count)
     if not (np.isfinite(factors) & (factors > 0)).all():
         raise ModelError(
             f"tensor {ROPE_FACTORS} {tensor.kind} {list(tensor.shape)} must have {count} positive numbers in F32"
         )
-    return tuple((np.asarray(frequencies, np.float32) / factors).tolist())
+    return rope._replace(frequencies=tuple((np.asarray(rope.frequencies, np.float32) / factors).tolist()))
 
 
 def _check_sizes(file: GgufFile, config: dict[str, Any]) -> None:

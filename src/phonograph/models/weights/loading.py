@@ -21,7 +21,7 @@ from phonograph.files.gguf_file import read_gguf
 from phonograph.files.model_files import is_gguf, model_path
 from phonograph.models.quantization.cpu_weights import CpuProducts
 from phonograph.models.quantization.scheme import Stored
-from phonograph.models.spec import ModelSpec
+from phonograph.models.spec import ModelSpec, is_norm
 from phonograph.models.tied_embeddings import match_tied_embeddings
 from phonograph.models.transformer import Transformer
 from phonograph.models.weights.file_format import match_format
@@ -208,6 +208,8 @@ def _read(model: Transformer, files: dict[Path, list[str]], names: dict[str, str
                         parts[name] = tensor.reshape(packed[name].shape)
                     else:
                         _check(name, tensor, shapes[name], file, model.spec)
+                        if model.spec.norms.offset and is_norm(name):
+                            tensor = tensor.float() + model.spec.norms.offset
                         copies.add(name, destinations[name], tensor)
         except (SafetensorError, OSError) as error:
             raise WeightError(f"{file} is truncated or corrupt ({error}); download it again") from error
@@ -298,5 +300,5 @@ def _draw(model: Transformer, seed: int) -> None:
     for weight in model.quantized:
         weight.draw(DUMMY_STD, generator)
     for name, view in model.destinations().items():
-        if name.endswith("norm.weight"):
+        if is_norm(name):
             view.fill_(1.0)
