@@ -25,6 +25,7 @@ from phonograph.core.device import KNOWN_DEVICES, DeviceSpec
 from phonograph.models.quantization.gguf_blocks import BLOCK_TYPES, FLOATS
 from phonograph.models.quantization.quantization_config import QUANT_METHODS
 from phonograph.models.registry import ARCHITECTURES
+from phonograph.models.wrapper import WRAPPERS
 
 README = Path(__file__).parents[1] / "README.md"
 BEGIN = "<!-- made by scripts/supported_models.py -->"
@@ -45,6 +46,11 @@ FAMILIES = {
     "smollm3": "SmolLM3",
 }
 """Names of the families by the model type of an architecture."""
+WRAPPED = {
+    "gemma3": "Gemma 3 with images: its text model",
+    "mistral3": "Mistral Small 3.1, Ministral 3 with images: their text models",
+}
+"""Names of the models around a text model, by their model type."""
 FORMATS = {
     "gptq": "GPTQ",
     "awq": "AWQ",
@@ -65,6 +71,7 @@ FP8 = replace(SPEC, kv_cache_dtype="float8_e4m3fn")
 def models_table() -> str:
     """Return the table of model families."""
     rows = [(FAMILIES[one.model_type], f"`{name}`") for name, one in sorted(ARCHITECTURES.items())]
+    rows += [(WRAPPED[one.model_type], f"`{name}`") for name, one in sorted(WRAPPERS.items())]
     return _table(("models", "architecture in config.json"), rows)
 
 

@@ -188,6 +188,24 @@ def test_layers_in_turn(pair: Pair, rows: int) -> None:
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("family", ["phi3", "granite", "smollm3", "olmo3", "ministral3", "gemma", "gemma2", "gemma3"])
+def test_parts_of_other_families(family: str, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Partial ropes and none, factors, norms after a layer and over all heads, in float32, GELU, caps of logits."""
+    lay_as_on_a_gpu(monkeypatch)
+    make_checkpoint(family, tmp_path)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    pair = Pair(Transformer(read_model_spec(tmp_path), DTYPES[-1], device))
+    results = []
+    for bound, stream, step, cache in pair.streams(rows):
+        for layer in bound.layers:
+            layer.feed_forward(layer.attention(stream, step))
+        results.append((stream.hidden_TE.clone(), cache, bound.head(stream.hidden_TE, None)))
+    for wanted, got in zip(*results, strict=True):
+        pair.check(wanted, got)
+
+
+@torch.inference_mode()
 def test_fp8_activations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From 17 rows on, with FP8 weights; no matrix is written out. The torch set has activations in 16 bits."""
     lay_as_on_a_gpu(monkeypatch)

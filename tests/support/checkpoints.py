@@ -215,6 +215,13 @@ def make_checkpoint(
     config_class, model_class, settings = FAMILIES[family]
     config = config_class(**{**COMMON, **settings, **overrides})
     model = model_class(config).to(torch.float32).eval()
+    draw_weights(model, family, config.hidden_size, seed)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return model
+
+
+def draw_weights(model: PreTrainedModel, family: str, hidden_size: int, seed: int) -> None:
+    """Draw the weights of a model; other parts than the decoder get some too."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -225,11 +232,9 @@ def make_checkpoint(
             elif name.endswith("bias"):
                 parameter.normal_(0.0, 0.5, generator=generator)
             elif "embed_tokens" in name or "lm_head" in name:
-                parameter.normal_(0.0, LOGITS_STD * config.hidden_size**-0.5, generator=generator)
+                parameter.normal_(0.0, LOGITS_STD * hidden_size**-0.5, generator=generator)
             else:
-                parameter.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator)
-    model.save_pretrained(folder, max_shard_size=max_shard_size)
-    return model
+                parameter.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
 
 
 def load_model(spec: ModelSpec, folder: Path, *, max_positions: int | None = None, **settings: Any) -> Transformer:

@@ -12,6 +12,7 @@ from phonograph.models.families.olmo import OLMO2, OLMO3
 from phonograph.models.families.phi import PHI3
 from phonograph.models.families.qwen import QWEN2, QWEN3
 from phonograph.models.families.smollm import SMOLLM3
+from phonograph.models.wrapper import WRAPPERS
 
 ARCHITECTURES: dict[str, Family] = {
     "Gemma2ForCausalLM": GEMMA2,
@@ -53,7 +54,8 @@ def find_architecture(name: str) -> Family:
             feature = "a mixture of experts"
         reason = "" if feature is None else f" ({feature}, which is not implemented)"
         raise UnsupportedModelError(
-            f"architecture {name!r} is not supported{reason}; supported are {', '.join(sorted(ARCHITECTURES))}"
+            f"architecture {name!r} is not supported{reason}; supported are "
+            f"{', '.join(sorted({*ARCHITECTURES, *WRAPPERS}))}"
         )
     return found
 

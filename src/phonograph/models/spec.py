@@ -46,6 +46,7 @@ from phonograph.models.weights.gguf_config import (
     quantization_of_gguf,
     rope_of_gguf,
 )
+from phonograph.models.wrapper import TEXT_PREFIXES, text_name, unwrapped
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +69,7 @@ class ModelSpec:
         factors: of embeddings, layers and logits.
         quantization: format of quantized projections, or None.
         fp8_kv_cache: True if the configuration says that the checkpoint has scales for keys and values in FP8.
+        wrapper: architecture of the model around this one in the checkpoint, or None.
         notes: decisions while reading, for `explain`.
     """
 
@@ -86,6 +88,7 @@ class ModelSpec:
     factors: Factors = NO_FACTORS
     quantization: Quantization | None = None
     fp8_kv_cache: bool = False
+    wrapper: str | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -130,6 +133,10 @@ class ModelSpec:
     def scheme_of(self, module: str) -> Scheme | None:
         """Return the weight format of a projection, by its name in a checkpoint; None for the model's type."""
         return None if self.quantization is None else self.quantization.scheme_of(module)
+
+    def tensor_name(self, name: str) -> str | None:
+        """Return a name of the checkpoint without the prefixes of a wrapper; None for a tensor of another part."""
+        return name if self.wrapper is None else text_name(name)
 
     def with_tokenizer_end(self, eos_token_id: int | None) -> ModelSpec:
         """Return the model with the tokenizer's end-of-sequence token added, if the vocabulary has it."""
@@ -281,7 +288,8 @@ def read_model_spec(
     path = folder / "config.json"
     if not path.is_file():
         raise ModelError(f"{folder} has no config.json; give the folder of a model in the transformers format")
-    raw = _read_json(path)
+    with _located(path, {}):
+        raw, wrapper = unwrapped(_read_json(path))
     check_overrides(overrides, raw, known_fields())
     raw = with_overrides(raw, overrides)
     with _located(path, overrides):
@@ -302,7 +310,7 @@ def read_model_spec(
         *read_end_tokens(generation.get("eos_token_id"), generation_path),
     )
     with _located(path, overrides):
-        spec = _make_spec(settings, name, family, end_tokens)
+        spec = _make_spec(settings, name, family, end_tokens, wrapper)
     if folder.parent != CONFIGS_DIRECTORY:
         return spec
     note = f"the configuration is that of {HUB_IDS[folder.name]}, as it ships with the package"
@@ -349,7 +357,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     return cast("dict[str, Any]", content)
 
 
-def _make_spec(settings: Mapping[str, Any], name: str, family: Family, end_tokens: tuple[int, ...]) -> ModelSpec:
+def _make_spec(
+    settings: Mapping[str, Any], name: str, family: Family, end_tokens: tuple[int, ...], wrapper: str | None = None
+) -> ModelSpec:
     dtype = settings["dtype"] or "float32"
     if dtype not in DTYPE_BYTES:
         raise UnsupportedModelError(f"dtype={dtype!r} is not supported; supported are {', '.join(DTYPE_BYTES)}")
@@ -360,6 +370,8 @@ def _make_spec(settings: Mapping[str, Any], name: str, family: Family, end_token
     eos_token_ids, note = split_end_tokens(end_tokens, settings["vocab_size"])
     quantized = settings["quantization_config"]
     quantization = None if quantized is None else read_quantization(quantized)
+    if quantization is not None and wrapper is not None:
+        quantization = replace(quantization, prefixes=TEXT_PREFIXES)
     hidden_size, vocab_size = settings["hidden_size"], settings["vocab_size"]
     spec = ModelSpec(
         architecture=name,
@@ -376,6 +388,7 @@ def _make_spec(settings: Mapping[str, Any], name: str, family: Family, end_token
         norms=family.norms,
         factors=family.factors(settings),
         fp8_kv_cache=quantization is not None and quantization.fp8_kv_cache,
+        wrapper=wrapper,
         notes=(*(() if note is None else (note,)), *rope_notes(ropes), *window_notes(settings)),
     )
     # A checkpoint whose weights are in 16 bits may have scales for the KV cache alone.
