@@ -129,7 +129,8 @@ def read_rope(
         if value is _REQUIRED:
             raise ModelError(f"{field}={shortened(repr(raw))} has no {name}, which rope_type {kind!r} needs")
     if ORIGINAL in keys:
-        values[ORIGINAL] = settings[ORIGINAL] or values[ORIGINAL] or settings["max_position_embeddings"]
+        outside = settings[ORIGINAL] if ORIGINAL in _KEYS[kind] else None
+        values[ORIGINAL] = outside or values[ORIGINAL] or settings["max_position_embeddings"]
         if values.get("factor", 1.0) is None:
             values["factor"] = settings["max_position_embeddings"] / values[ORIGINAL]
     return RopeParameters(
@@ -162,6 +163,12 @@ def read_ropes_by_type(
         ModelError: as `read_rope`.
     """
     raw = cast("dict[str, Any]", settings["rope_parameters"] or {})
+    scaling = cast("dict[str, Any]", settings["rope_scaling"] or {})
+    if "type" in scaling and "rope_type" not in scaling:
+        raise UnsupportedModelError(
+            f"rope_scaling={shortened(repr(scaling))} has a type and no rope_type, which readers of this family take "
+            "for no scaling; rope_type is supported"
+        )
     for name, value in raw.items():
         if name not in thetas or not isinstance(value, dict | None):
             raise UnsupportedModelError(
@@ -170,7 +177,12 @@ def read_ropes_by_type(
             )
     found: dict[str, RopeParameters] = {}
     for kind, theta in thetas.items():
-        own = {**(raw.get(kind) or {}), **((settings["rope_scaling"] or {}) if kind == FULL else {})}
+        own = {**(raw.get(kind) or {}), **(scaling if kind == FULL else {})}
+        if own.get("truncate") is False:
+            raise UnsupportedModelError(
+                f"truncate=False in the rope of {kind} is not supported, as transformers ignores it by type of layer; "
+                "true works"
+            )
         inner = {**settings, "rope_scaling": None, "rope_parameters": own, "rope_theta": theta, ORIGINAL: None}
         found[kind] = read_rope(inner, kinds=kinds, where=f".{kind}")
     return found
