@@ -273,6 +273,85 @@ def test_rope_in_both_spellings_is_that_of_transformers(tmp_path: Path, changes:
     assert rope.factor == pytest.approx(reference.attention_scaling)
 
 
+@pytest.mark.parametrize(
+    ("family", "changes", "length"),
+    [
+        # For Gemma 3 max_position_embeddings includes the scaling of full attention.
+        ("gemma3", {}, 512),
+        ("olmo3", {}, 32 * 16),
+        ("ministral3", {}, 32 * 16),
+        ("smollm3", {"max_position_embeddings": 99}, 99),
+    ],
+)
+def test_context_of_several_ropes(family: str, changes: dict[str, Any], length: int, tmp_path: Path) -> None:
+    make_checkpoint(family, tmp_path, **changes)
+    assert read_model_spec(tmp_path).context_length == length
+
+
+def test_ropes_by_layer(tmp_path: Path) -> None:
+    make_checkpoint("smollm3", tmp_path)
+    spec = read_model_spec(tmp_path)
+    assert [layer.attention.rope is None for layer in spec.layers] == [False, True, False]
+    assert spec.layers[0] is spec.layers[2] and len(spec.kinds) == 2
+    with pytest.raises(ModelError, match=r"no_rope_layers=\[1\] must have a number for each of 3 layers"):
+        read_model_spec(tmp_path, hf_overrides={"no_rope_layers": [1]})
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("gemma", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; supported is gelu_pytorch_tanh"),
+        ("gemma2", {"hidden_activation": "silu"}, "hidden_activation='silu'"),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 must be null"),
+        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not supported"),
+        ("gemma3", {"rope_parameters": {"rope_theta": 1.0}}, "rope_theta=1.0 in rope_parameters is not supported"),
+        (
+            "gemma3",
+            {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            "type and no rope_type",
+        ),
+        ("olmo3", {"rope_theta": 1e4}, "rope_theta=10000.0 is not supported, as readers differ"),
+        (
+            "olmo3",
+            {"rope_parameters": {"full_attention": {**YARN, "truncate": False}}},
+            "truncate=False in the rope of full_attention",
+        ),
+        ("olmo3", {"layer_types": ["full_attention", "chunked_attention"]}, "layer_types=.*chunked_attention"),
+        (
+            "phi3",
+            {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            "supported are default, longrope",
+        ),
+        (
+            "phi3",
+            {"rope_parameters": None, "partial_rotary_factor": 1.5},
+            "partial_rotary_factor=1.5 must be a number above 0",
+        ),
+        ("phi3", {"rope_parameters": None, "partial_rotary_factor": 0.2}, "partial_rotary_factor=0.2 leaves 3 of 16"),
+        (
+            "phi3",
+            {"rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [1.0]}},
+            "short_factor in rope_scaling has 1 numbers; the heads have 8 pairs",
+        ),
+        ("granite", {"logits_scaling": 0}, "logits_scaling=0 must be a positive number"),
+        ("ministral3", {"layer_types": ["full_attention"] * 2}, "layer_types=.* is a field that"),
+    ],
+)
+def test_features_that_a_family_has_not(family: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    make_checkpoint(family, tmp_path)
+    with pytest.raises(ModelError, match=message):
+        read_model_spec(tmp_path, hf_overrides=changes)
+
+
+def test_a_window_that_no_layer_has(tmp_path: Path) -> None:
+    """Layer types decide, and a note says so; a model without layer types has the window."""
+    make_checkpoint("gemma2", tmp_path)
+    spec = read_model_spec(tmp_path, hf_overrides={"layer_types": ["full_attention"] * 3})
+    assert {layer.attention.window for layer in spec.layers} == {(-1, -1)}
+    assert spec.notes == ("sliding_window=9 ignored: layer_types has no sliding_attention",)
+    assert not read_model_spec(tmp_path).notes
+
+
 @pytest.mark.parametrize("head_size", [64, 80, 128])
 @pytest.mark.parametrize(
     "parameters",
