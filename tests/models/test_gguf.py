@@ -34,6 +34,24 @@ def kinds(**by_part: str) -> Callable[[str], str]:
     return lambda name: by_part.get(name.split(".")[-2].removesuffix("_proj"), by_part["rest"])
 
 
+GEMMA3 = {
+    **SMALL,
+    "num_hidden_layers": 7,
+    "layer_types": None,
+    "query_pre_attn_scalar": 16,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+}
+GEMMA3_HEADER = {
+    "gemma3.attention.sliding_window": 9,
+    "gemma3.rope.scaling.type": "linear",
+    "gemma3.rope.scaling.factor": 4.0,
+}
+"""A file has neither the pattern of windows, nor the base of the layers with one."""
+
+
 MIXED = kinds(q="Q4_K", k="Q4_K", v="Q6_K", gate="Q5_K", up="Q4_K", embed_tokens="Q6_K", lm_head="Q6_K", rest="Q6_K")
 MIXED_SMALL = kinds(q="Q8_0", k="Q4_1", v="Q5_1", o="Q5_0", gate="Q4_0", up="Q4_1", rest="Q4_0")
 LLAMA3_FACTORS = {"rope_freqs.weight": np.linspace(1, 8, 8)}
@@ -70,10 +88,11 @@ def logits(spec: ModelSpec, path: Path, tokens: list[int]) -> torch.Tensor:
         ("qwen2", LARGE, MIXED, {}),
         ("qwen2", SMALL, kinds(v="F16", up="BF16", rest="Q8_0"), {}),
         ("qwen3", SMALL, kinds(rest="BF16", o="Q4_0", down="F32"), {}),
+        ("gemma3", GEMMA3, kinds(v="Q8_0", rest="Q5_0"), GEMMA3_HEADER),
     ],
 )
 def test_logits_are_those_of_the_weights_that_the_file_means(
-    family: str, sizes: dict[str, int], kind_of: Any, header: dict[str, Any], tmp_path: Path
+    family: str, sizes: dict[str, Any], kind_of: Any, header: dict[str, Any], tmp_path: Path
 ) -> None:
     reference = make_checkpoint(family, tmp_path, seed=len(family), **sizes)
     path = tmp_path / "model.gguf"
@@ -87,6 +106,27 @@ def test_logits_are_those_of_the_weights_that_the_file_means(
     with torch.inference_mode():
         wanted = reference(torch.tensor([tokens])).logits[0]
     assert (got - wanted).norm() <= 1e-4 * wanted.norm()
+
+
+def test_gemma_3_has_what_llama_cpp_adds(tmp_path: Path) -> None:
+    make_checkpoint("gemma3", tmp_path, **GEMMA3)
+    path = tmp_path / "model.gguf"
+
+    def spec_of(**header: Any) -> ModelSpec:
+        keys = {f"gemma3.{name.replace('__', '.')}": value for name, value in header.items()}
+        write_gguf(path, tmp_path, kinds(rest="Q8_0"), header={**GEMMA3_HEADER, **keys})
+        return read_model_spec(path)
+
+    plain = spec_of()
+    assert [layer.attention.window for layer in plain.layers] == [(8, 0)] * 5 + [(-1, -1), (8, 0)]
+    assert plain.context_length == 512 and plain.norms.wide
+    local = spec_of(rope__freq_base_swa=50.0, attention__sliding_window_pattern=6)
+    assert local.layers[0].attention.rope != plain.layers[0].attention.rope
+    assert local.layers[5].attention.rope == plain.layers[5].attention.rope
+    with pytest.raises(UnsupportedModelError, match="sliding_window_pattern=2 is not supported"):
+        spec_of(attention__sliding_window_pattern=2)
+    with pytest.raises(ModelError, match=r"the header has no gemma3\.attention\.sliding_window"):
+        spec_of(attention__sliding_window=None)
 
 
 def frequencies(spec: ModelSpec) -> tuple[float, ...]:
