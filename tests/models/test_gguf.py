@@ -129,6 +129,16 @@ def test_gemma_3_has_what_llama_cpp_adds(tmp_path: Path) -> None:
         spec_of(attention__sliding_window=None)
 
 
+@pytest.mark.parametrize(("num_layers", "scale"), [(7, 32**-0.5), (62, 16**-0.5)])
+def test_the_scale_of_scores_of_gemma_3(num_layers: int, scale: float, tmp_path: Path) -> None:
+    """llama.cpp knows the largest model, which has another scale, by its layers."""
+    sizes = {"intermediate_size": 32, "num_hidden_layers": num_layers, "head_dim": 32}
+    make_checkpoint("gemma3", tmp_path, **{**GEMMA3, **sizes})
+    write_gguf(tmp_path / "model.gguf", tmp_path, kinds(rest="Q8_0"), header=GEMMA3_HEADER)
+    spec = read_model_spec(tmp_path / "model.gguf")
+    assert {layer.attention.scale for layer in spec.layers} == {scale}
+
+
 def frequencies(spec: ModelSpec) -> tuple[float, ...]:
     rope = spec.layers[0].attention.rope
     assert rope is not None

@@ -111,6 +111,17 @@ def test_half_precision_is_no_worse_than_that_of_transformers(family: str, dtype
     assert error < 1.2 * their_error
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_factor_of_embeddings_is_rounded_first(dtype: torch.dtype, tmp_path: Path) -> None:
+    """The root of 96 has more digits than 16 bits hold."""
+    reference = make_checkpoint("gemma2", tmp_path, hidden_size=96)
+    decoder = load_model(read_model_spec(tmp_path), tmp_path, dtype=dtype, device=torch.device("cpu"))
+    ids = torch.arange(VOCAB_SIZE)
+    with torch.inference_mode():
+        expected = reference.to(dtype).get_input_embeddings()(ids)
+        assert torch.equal(decoder.embedding(ids).hidden_TE, expected)
+
+
 @pytest.mark.parametrize(("length", "is_long"), [(30, False), (90, True)])
 def test_longrope_by_length(length: int, is_long: bool, tmp_path: Path) -> None:
     """A table of more positions than the original length has the long factors at every position."""
@@ -163,6 +174,14 @@ LLAMA3 = {key: value for key, value in LLAMA3_ROPE.items() if key not in ("rope_
                 "rope_theta": 3000.0,
                 "rope_local_base_freq": 50.0,
                 "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            },
+        ),
+        # The length outside is that of types that scale by it.
+        (
+            "ministral3",
+            {
+                "rope_scaling": {"rope_theta": 1000.0, "llama_4_scaling_beta": 0.3, ORIGINAL: 16},
+                ORIGINAL: 8,
             },
         ),
         ("olmo3", {"rope_theta": 500000.0, "rope_scaling": {**YARN, ORIGINAL: 32}}),
