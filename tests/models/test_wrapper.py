@@ -103,7 +103,7 @@ def test_the_text_model_is_that_of_transformers(name: str, old: bool, tmp_path: 
 
 
 def test_fields_outside_of_the_text_model(tmp_path: Path) -> None:
-    """Those outside count; overrides are of the text model."""
+    """Fields outside of text_config count; overrides are of the text model."""
     make("mistral", tmp_path)
     (tmp_path / "generation_config.json").unlink()
     change(tmp_path, eos_token_id=[7, 9], dtype="bfloat16")
