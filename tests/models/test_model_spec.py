@@ -15,6 +15,7 @@ import pytest
 import torch
 from checkpoints import FAMILIES, LLAMA3_ROPE, make_checkpoint
 from public_configs import PUBLIC_CONFIGS
+from public_family_configs import FAMILY_CONFIGS
 from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -106,9 +107,9 @@ def test_published_models(tmp_path: Path, config: dict[str, Any], published_para
 MODEL_TYPES = {family.model_type: family for family in ARCHITECTURES.values()}
 
 
-@pytest.mark.parametrize("name", PUBLIC_CONFIGS)
+@pytest.mark.parametrize("name", [*PUBLIC_CONFIGS, *FAMILY_CONFIGS])
 def test_public_checkpoints_are_accepted(tmp_path: Path, name: str) -> None:
-    config, length = PUBLIC_CONFIGS[name]
+    config, length = {**PUBLIC_CONFIGS, **FAMILY_CONFIGS}[name]
     assert read(tmp_path, config).context_length == length
 
 

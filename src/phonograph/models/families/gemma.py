@@ -126,7 +126,7 @@ GEMMA2 = Family(
         "attn_logit_softcapping": Field(50.0, POSITIVE_NUMBER.or_null()),
         "final_logit_softcapping": Field(30.0, POSITIVE_NUMBER.or_null()),
     },
-    ignored={"hidden_act": "hidden_activation says it"},
+    ignored={"hidden_act": "hidden_activation says it", "sliding_window_size": "sliding_window says it"},
     layers=lambda settings: _with_both_norms(settings, head_norms=False),
     layer_types=lambda settings: _types(settings, 2),
     norms=_NORMS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from phonograph.models.config_fields import ANY, COMMON, INT, POSITIVE_INT, Field
+from phonograph.models.config_fields import ANY, COMMON, INT, POSITIVE_INT, TENSORS, UNREAD, Field
 from phonograph.models.families.family import Family, Settings, layer_sizes, windows
 from phonograph.models.layer_spec import LayerSpec, decoder_layer
 from phonograph.models.rope_parameters import PARTIAL, RopeParameters, read_rope
@@ -43,7 +43,10 @@ PHI3 = Family(
         "partial_rotary_factor": PARTIAL,
         "sliding_window": Field(None, POSITIVE_INT.or_null()),
     },
-    ignored={"attention_bias": "fixed by the architecture; the tensors of the file must agree with it"},
+    ignored={
+        **dict.fromkeys(("attention_bias", "mlp_bias", "lm_head_bias"), TENSORS),
+        **dict.fromkeys(("full_attn_mod", "interpolate_factor"), UNREAD),
+    },
     layers=_layers,
     ropes=_ropes,
 )
