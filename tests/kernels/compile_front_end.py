@@ -107,6 +107,9 @@ def launch_others() -> None:
     layers.embed_and_norm(ints(8), halves(99, 512), halves(512), 1e-6, halves(8, 512), halves(8, 512))
     layers.add_and_norm(halves(8, 512), halves(8, 512), halves(512), 1e-6, rounded)
     layers.add_and_norm(halves(8, 512), halves(8, 512), torch.zeros(512), 1e-6, rounded)
+    fused = {"x_weight_E": torch.zeros(512), "factor": 0.5}
+    layers.add_and_norm(halves(8, 512), halves(8, 512), torch.zeros(512), 1e-6, rounded, **fused)
+    layers.add_and_norm(halves(8, 512), halves(8, 512), None, 1e-6, None, **fused)
     layers.silu_and_mul(halves(8, 1024), rounded)
     layers.gelu_tanh_and_mul(halves(8, 1024), rounded)
     layers.gather_rows(halves(8, 512), longs(4), halves(4, 512))

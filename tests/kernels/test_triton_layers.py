@@ -201,6 +201,37 @@ def test_norm_of_all_heads(
     assert torch.equal(memory[:, last:], original[:, last:]), "values stay as they were"
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("factor", [1.0, 0.3])
+@pytest.mark.parametrize("normed_first", [False, True])
+@pytest.mark.parametrize("normed_after", [False, True])
+@pytest.mark.parametrize("width", [64, 200])
+def test_a_norm_before_an_addition(
+    width: int, normed_after: bool, normed_first: bool, factor: float, dtype: torch.dtype, device: torch.device
+) -> None:
+    """The rows that are added may lie where the result goes."""
+    x, hidden = (torch.randn(5, width, device=device).to(dtype) for _ in range(2))
+    weights = [torch.rand(width, device=device) + 0.5 for _ in range(2)]
+
+    def exact_norm(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return rows / (rows.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
+
+    added = exact_norm(x.double(), weights[0]) if normed_first else x.double()
+    wanted = hidden.double() + factor * added
+    layers.add_and_norm(
+        x,
+        hidden,
+        weights[1] if normed_after else None,
+        EPS,
+        x if normed_after else None,
+        x_weight_E=weights[0] if normed_first else None,
+        factor=factor,
+    )
+    assert relative(hidden, wanted) < limit(dtype)
+    if normed_after:
+        assert relative(x, exact_norm(wanted, weights[1])) < limit(dtype)
+
+
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 def test_weights_in_float32(dtype: torch.dtype, device: torch.device) -> None:
     """They are multiplied before the result is rounded, as in the functions of torch."""

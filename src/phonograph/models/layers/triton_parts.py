@@ -124,19 +124,39 @@ class TritonKernels:
         """Return the memory of the stream's normed rows in 16 or 32 bits."""
         return self.workspace.normed_TE[: len(stream.hidden_TE)]
 
-    def begin(self, stream: Stream, begin: NormedInput | None, added_TE: torch.Tensor | None = None) -> Stream:
-        """Add rows to the stream, if there are any, and norm it for the part that reads it next."""
+    def begin(
+        self,
+        stream: Stream,
+        begin: NormedInput | None,
+        added_TE: torch.Tensor | None = None,
+        added_norm_E: torch.Tensor | None = None,
+        factor: float = 1.0,
+    ) -> Stream:
+        """Add rows to the stream, if there are any, and norm it for the part that reads it next.
+
+        The rows are normed first if they have a norm, and multiplied by the factor.
+        """
         hidden_TE = stream.hidden_TE
         stream.norm, stream.normed = None, hidden_TE
         if begin is None or begin.norm_E is None or begin.product.plan(len(hidden_TE)).norms_inside:
-            if added_TE is not None:
+            if added_TE is not None and added_norm_E is None and factor == 1:
                 hidden_TE.add_(added_TE)
+            elif added_TE is not None:
+                layers.add_and_norm(added_TE, hidden_TE, None, self.eps, None, x_weight_E=added_norm_E, factor=factor)
             return stream
         stream.normed = self.input_memory(begin.product, self.normed_memory(stream))
         if added_TE is None:
             layers.rms_norm(hidden_TE, begin.norm_E, self.eps, stream.normed)
         else:
-            layers.add_and_norm(added_TE, hidden_TE, begin.norm_E, self.eps, stream.normed)
+            layers.add_and_norm(
+                added_TE,
+                hidden_TE,
+                begin.norm_E,
+                self.eps,
+                stream.normed,
+                x_weight_E=added_norm_E,
+                factor=factor,
+            )
         return stream
 
     def project(self, stream: Stream, begin: NormedInput, out_TN: torch.Tensor) -> None:
@@ -154,11 +174,7 @@ class TritonKernels:
         if norm_E is not None or self.factors.residual != 1:
             added_TE = self.normed_memory(stream)
             product.store(x, added_TE)
-            if norm_E is not None:
-                layers.rms_norm(added_TE, norm_E, self.eps, added_TE)
-            if self.factors.residual != 1:
-                added_TE.mul_(self.factors.residual)
-            return self.begin(stream, then, added_TE)
+            return self.begin(stream, then, added_TE, norm_E, self.factors.residual)
         deferred = None if stream.is_part else self._deferred_norm(len(hidden_TE), product, then)
         if deferred is None:
             return self.begin(stream, then, product.add(x, hidden_TE))
