@@ -344,6 +344,13 @@ def test_features_that_a_family_has_not(family: str, changes: dict[str, Any], me
         read_model_spec(tmp_path, hf_overrides=changes)
 
 
+@pytest.mark.parametrize(("window", "expected"), [(511, (510, 0)), (512, (-1, -1)), (4096, (-1, -1))])
+def test_a_window_that_holds_the_context_is_none(window: int, expected: tuple[int, int], tmp_path: Path) -> None:
+    make_checkpoint("phi3", tmp_path)
+    spec = read_model_spec(tmp_path, hf_overrides={"sliding_window": window})
+    assert spec.context_length == 512 and {layer.attention.window for layer in spec.layers} == {expected}
+
+
 def test_a_window_that_no_layer_has(tmp_path: Path) -> None:
     """Layer types decide, and a note says so; a model without layer types has the window."""
     make_checkpoint("gemma2", tmp_path)

@@ -248,6 +248,13 @@ class LayerSpec:
         """Return the layer with another rotary embedding."""
         return replace(self, attention=replace(self.attention, rope=rope))
 
+    def within(self, length: int) -> LayerSpec:
+        """Return the layer for sequences of at most `length` tokens: a window that holds them all is none."""
+        left, right = self.attention.window
+        if right != 0 or left + 1 < length:
+            return self
+        return replace(self, attention=replace(self.attention, window=UNLIMITED))
+
     def with_schemes(self, scheme_of: Callable[[str], Scheme | None]) -> LayerSpec:
         """Return the layer with the weight format of each projection, by its name in the layer."""
         attention, feed_forward = self.attention, self.feed_forward

@@ -375,7 +375,7 @@ def _make_spec(
     hidden_size, vocab_size = settings["hidden_size"], settings["vocab_size"]
     spec = ModelSpec(
         architecture=name,
-        layers=with_ropes(layers, tables),
+        layers=with_ropes([layer.within(length) for layer in layers], tables),
         head=LayerMatrix("lm_head", "", (MatrixPart("lm_head", vocab_size),), hidden_size),
         hidden_size=hidden_size,
         vocab_size=vocab_size,

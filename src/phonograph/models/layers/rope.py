@@ -17,12 +17,10 @@ from phonograph.models.rope_parameters import ORIGINAL, RopeParameters
 
 
 def with_ropes(layers: Sequence[LayerSpec], ropes: Sequence[RopeTable | None]) -> tuple[LayerSpec, ...]:
-    """Return layers with these rotary embeddings; equal layers stay one object."""
-    made: dict[tuple[int, RopeTable | None], LayerSpec] = {}
-    for layer, rope in zip(layers, ropes, strict=True):
-        if (id(layer), rope) not in made:
-            made[id(layer), rope] = layer.with_rope(rope)
-    return tuple(made[id(layer), rope] for layer, rope in zip(layers, ropes, strict=True))
+    """Return layers with these rotary embeddings; equal layers are one object."""
+    made: dict[LayerSpec, LayerSpec] = {}
+    found = [layer.with_rope(rope) for layer, rope in zip(layers, ropes, strict=True)]
+    return tuple(made.setdefault(layer, layer) for layer in found)
 
 
 def rope_tables(ropes: Sequence[RopeParameters | None], head_sizes: Iterable[int]) -> list[RopeTable | None]:
