@@ -142,7 +142,7 @@ def test_fp8_activations_take_the_place_of_weights_that_are_written_out() -> Non
 
 def test_a_cascade_takes_its_buffers_on_top() -> None:
     settings = {"attention_backend": "flash_attn", "max_model_len": 1024, "enforce_eager": True}
-    model = replace(resized(DEMO, head_size=64), rope_frequencies=(1.0,) * 32, context_length=4096)
+    model = replace(resized(DEMO, head_size=64), context_length=4096)
     plain = plan_of("h200", model, **settings)
     plan = plan_of("h200", model, cascade_attention=True, **settings)
     capabilities, batches = plan.selection.capabilities, plan.limits

@@ -82,6 +82,11 @@ def launch_attention() -> None:
     scales = {"k_scale": torch.zeros(2), "v_scale": torch.zeros(2)}
     heads = {"num_query_heads": 4, "num_kv_heads": 2, "qk_norm": halves(6, 64), "eps": 1e-6}
     rope.rope_and_write_kv(qkv, longs(8), torch.zeros(32, 64), cache, longs(8), **heads, **scales)
+    for width in (33, 32):
+        heads["qk_norm"] = torch.zeros(6, 64)
+        rope.rope_and_write_kv(qkv, longs(8), torch.zeros(32, width), cache, longs(8), **heads, **scales)
+    rope.rope_and_write_kv(qkv, longs(8), None, cache, longs(8), **heads, **scales)
+    layers.norm_queries_and_keys(qkv, torch.zeros(6, 64), 4, 1e-6)
     rope.write_kv(halves(8, 2, 64), halves(8, 2, 64), cache, longs(8), **scales)
 
 
@@ -101,7 +106,12 @@ def launch_others() -> None:
     rounded = Fp8Rows(halves(8, 512).to(FP8), torch.zeros(8, 1))
     layers.embed_and_norm(ints(8), halves(99, 512), halves(512), 1e-6, halves(8, 512), halves(8, 512))
     layers.add_and_norm(halves(8, 512), halves(8, 512), halves(512), 1e-6, rounded)
+    layers.add_and_norm(halves(8, 512), halves(8, 512), torch.zeros(512), 1e-6, rounded)
+    fused = {"x_weight_E": torch.zeros(512), "factor": 0.5}
+    layers.add_and_norm(halves(8, 512), halves(8, 512), torch.zeros(512), 1e-6, rounded, **fused)
+    layers.add_and_norm(halves(8, 512), halves(8, 512), None, 1e-6, None, **fused)
     layers.silu_and_mul(halves(8, 1024), rounded)
+    layers.gelu_tanh_and_mul(halves(8, 1024), rounded)
     layers.gather_rows(halves(8, 512), longs(4), halves(4, 512))
     layers.gather_columns(halves(8, 512), longs(512), halves(8, 512))
     fp8_rows.quantize_rows(halves(8, 512), rounded)

@@ -274,9 +274,15 @@ def walk_kv_writes(place: Place, device: torch.device) -> list[torch.Tensor]:
     rope_kv.rope_and_write_kv(qkv, torch.tensor([1, 8, 3], device=device), rotary, cache, slots, **arguments)
     key, value = (place(randn(ROWS, 2, 32, device=device)) for _ in range(2))
     rope_kv.write_kv(key, value, cache, slots + 5, None, None)
+    layers.norm_queries_and_keys(qkv, randn(6, 32, device=device), 4, EPS)
     return [qkv, cache.view(torch.uint8)]
 
 
+KV_KERNELS = (
+    "rope_and_kv_write._rope_kernel",
+    "rope_and_kv_write._write_kernel",
+    "layers._joint_norm_kernel",
+)
 WALKS: dict[str, tuple[Walk, tuple[str, ...]]] = {
     "gemv": (walk_gemv, ("gemv._gemv_kernel",)),
     "few rows": (walk_few_rows, ("gemm_small_m._gemm_small_m_kernel",)),
@@ -296,7 +302,7 @@ WALKS: dict[str, tuple[Walk, tuple[str, ...]]] = {
     ),
     "prepare": (walk_prepare, ("prepare._prepare_kernel",)),
     "merge of a cascade": (walk_merge_of_cascade, ("cascade._merge_kernel",)),
-    "KV writes": (walk_kv_writes, ("rope_and_kv_write._rope_kernel", "rope_and_kv_write._write_kernel")),
+    "KV writes": (walk_kv_writes, KV_KERNELS),
 }
 """By name: how rows far apart are compared with rows close together, and the kernels that do."""
 IN_GLUON = {
@@ -311,7 +317,7 @@ OTHER_TESTS = {
     "prefill._merge_kernel",
     "prefill_hopper._prefill_kernel",
     "layers._norm_kernel",
-    "layers._silu_kernel",
+    "layers._activation_kernel",
     "fp8_rows._quantize_rows_kernel",
     "quantize_query._quantize_kernel",
     "dequantize._dequantize_kernel",

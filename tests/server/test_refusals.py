@@ -114,6 +114,11 @@ CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{**USER, "content": [5]}]}, "messages[0].content[0]", "an object with a type"),
     ({"messages": [{**USER, "content": [{"type": "text"}]}]}, "messages[0].content[0].text", "must be a string"),
     ({"messages": [{**USER, "content": [{"type": "image_url"}]}]}, "messages[0].content[0]", "reads text"),
+    (
+        {"messages": [USER, {**USER, "content": [{"type": "text", "text": "a"}, {"type": "input_audio"}]}]},
+        "messages[1].content[1]",
+        "'input_audio' are not supported",
+    ),
     ({"messages": [{**USER, "colour": "red"}]}, "messages[0].colour", "unknown key"),
     ({"messages": [{**USER, "content": "\ud800"}]}, "messages", ""),
     ({"logprobs": 3}, "logprobs", "valid boolean"),

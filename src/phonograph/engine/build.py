@@ -206,6 +206,7 @@ def make_model_parts(plan: EnginePlan, backend: AnyBackend, model: Transformer) 
             index=index,
             scale=layer.attention.scale,
             window=layer.attention.window,
+            softcap=layer.attention.softcap,
             k_scale=scales.keys.get(index),
             v_scale=scales.values.get(index),
             q_scale=scales.queries.get(index),

@@ -18,7 +18,7 @@ from phonograph.engine.graphs_and_cache import SHORTEST, size_graphs_and_cache
 from phonograph.engine.memory import MemoryPlan, gib
 from phonograph.engine.startup.cpu_products import plan_cpu_products
 from phonograph.engine.startup.threads import Threads, plan_threads
-from phonograph.errors import ConfigError
+from phonograph.errors import ConfigError, UnsupportedModelError
 from phonograph.graphs.capture_list import CaptureList
 from phonograph.graphs.dispatch import Dispatcher
 from phonograph.graphs.modes import GraphMode
@@ -259,8 +259,17 @@ def _check_cascade(limits: Limits, resolution: Resolution) -> None:
 
 
 def resolve_attention(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> AttentionSpec:
-    """Return the specification of the attention backend for a configuration."""
+    """Return the specification of the attention backend for a configuration.
+
+    Raises:
+        UnsupportedModelError: layers have several head sizes, numbers of heads or softcaps.
+    """
     dtype = _dtype(config, model, device)
+    for name in ("head_size", "num_query_heads", "num_kv_heads", "softcap"):
+        found = sorted({getattr(layer.attention, name) for layer in model.layers})
+        if len(found) > 1:
+            shown = ", ".join(map(str, found))
+            raise UnsupportedModelError(f"attention layers with several values of {name} ({shown}) are not supported")
     return AttentionSpec(
         num_query_heads=model.num_query_heads,
         num_kv_heads=model.num_kv_heads,
@@ -270,6 +279,7 @@ def resolve_attention(config: EngineConfig, model: ModelSpec, device: DeviceSpec
         block_size=config.block_size or _DEFAULT_BLOCK_SIZE[device.kind],
         layout=KVLayout(config.kv_cache_layout),
         windows=tuple(sorted({layer.attention.window for layer in model.layers})),
+        softcap=model.layers[0].attention.softcap,
         speculative_tokens=config.num_speculative_tokens,
         cascade=config.cascade_attention,
         batch_invariant=config.batch_invariant,

@@ -9,12 +9,54 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+import torch
 
 from phonograph.kernels.triton.gemm.product_plan import ProductShape, WeightFormat
 from phonograph.models.quantization.scheme import Scheme
 
 UNLIMITED = (-1, -1)
+Activation = Literal["silu", "gelu_tanh"]
+"""Activation of gates: x * sigmoid(x), or the approximation of GELU by tanh."""
+
+
+class RopeTable(NamedTuple):
+    """Rotary embedding of a layer: angles of its pairs by position. Layers with equal values share one table.
+
+    Attributes:
+        frequencies: angle per position of each pair (d, d + R/2), with R = 2 * pairs. The head's numbers from R on are
+            not rotated.
+        factor: factor on cos and sin.
+        original_length: positions up to which `frequencies` hold; 0 for no limit. A table of more positions has
+            `long_frequencies` at every position.
+        long_frequencies: frequencies of longer tables.
+        query_beta: scale of queries by position p: 1 + beta * log(1 + floor(p / query_length)); 0 for none.
+        query_length: see `query_beta`.
+    """
+
+    frequencies: tuple[float, ...]
+    factor: float = 1.0
+    original_length: int = 0
+    long_frequencies: tuple[float, ...] = ()
+    query_beta: float = 0.0
+    query_length: int = 0
+
+
+class NormKind(NamedTuple):
+    """Arithmetic of a model's norms.
+
+    Attributes:
+        wide: weights are kept in float32, and x / rms * weight is rounded once. Otherwise x / rms is rounded to the
+            model's type before it is multiplied.
+        offset: number that is added to the weights of a checkpoint in transformers' format.
+    """
+
+    wide: bool = False
+    offset: float = 0.0
+
+
+PLAIN_NORMS = NormKind()
 
 
 class MatrixPart(NamedTuple):
@@ -99,7 +141,10 @@ class LayerAttention:
         output: matrix of the output.
         window: (left, right) keys next to the query; -1 is unlimited. A `sliding_window` of W keys is (W - 1, 0).
         scale: factor of the scores.
-        head_norms: True if each query and key head is normed before the rotary embedding.
+        softcap: cap c of scaled scores s, which become c * tanh(s / c); 0 for none.
+        rope: rotary embedding; None for none.
+        head_norms: True if queries and keys are normed before the rotary embedding.
+        joint_norms: these norms are over all heads of a token together; otherwise each head is normed.
         input_norm: norm of the stream before the layer's attention.
         output_norm: norm of the output before it is added to the stream.
     """
@@ -111,24 +156,29 @@ class LayerAttention:
     output: LayerMatrix
     window: tuple[int, int]
     scale: float
+    softcap: float
+    rope: RopeTable | None
     head_norms: bool
+    joint_norms: bool
     input_norm: str | None
     output_norm: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerFeedForward:
-    """Dense feed-forward of a layer: down(silu(gate) * up).
+    """Dense feed-forward of a layer: down(activation(gate) * up).
 
     Attributes:
         gate_up: matrix of gates and ups.
         down: matrix of the output.
+        activation: of the gates.
         input_norm: norm of the stream before it; None for none.
         output_norm: norm of the output before it is added to the stream; None for none.
     """
 
     gate_up: LayerMatrix
     down: LayerMatrix
+    activation: Activation
     input_norm: str | None
     output_norm: str | None
 
@@ -144,11 +194,22 @@ class LayerSizes(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """Factors of a model's embeddings, of what layers add to the stream, and of logits."""
+    """Factors of a model's embeddings, of what layers add to the stream, and of logits.
+
+    Attributes:
+        softcap: cap c of logits x times their factor, which become c * tanh(x / c); 0 for none.
+        rounds_embedding: the factor of embeddings is rounded to the model's type before it is multiplied.
+    """
 
     embedding: float = 1.0
     residual: float = 1.0
     logits: float = 1.0
+    softcap: float = 0.0
+    rounds_embedding: bool = False
+
+    def of_embedding(self, dtype: torch.dtype) -> float:
+        """Return the factor of embeddings of a model in `dtype`."""
+        return torch.tensor(self.embedding, dtype=dtype).item() if self.rounds_embedding else self.embedding
 
 
 NO_FACTORS = Factors()
@@ -183,6 +244,17 @@ class LayerSpec:
         """Everything that kernels depend on: of weight formats only the layout in memory, which several may share."""
         return self.with_schemes(lambda _: None), *(matrix.weight_format("") for matrix in self.matrices)
 
+    def with_rope(self, rope: RopeTable | None) -> LayerSpec:
+        """Return the layer with another rotary embedding."""
+        return replace(self, attention=replace(self.attention, rope=rope))
+
+    def within(self, length: int) -> LayerSpec:
+        """Return the layer for sequences of at most `length` tokens: a window that holds them all is none."""
+        left, right = self.attention.window
+        if right != 0 or left + 1 < length:
+            return self
+        return replace(self, attention=replace(self.attention, window=UNLIMITED))
+
     def with_schemes(self, scheme_of: Callable[[str], Scheme | None]) -> LayerSpec:
         """Return the layer with the weight format of each projection, by its name in the layer."""
         attention, feed_forward = self.attention, self.feed_forward
@@ -207,15 +279,29 @@ def decoder_layer(
     o_bias: bool = False,
     mlp_bias: bool = False,
     head_norms: bool = False,
+    joint_norms: bool = False,
     window: tuple[int, int] = UNLIMITED,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    activation: Activation = "silu",
+    fused_names: bool = False,
     attention_norms: tuple[str | None, str | None] = ("input_layernorm", None),
     feed_forward_norms: tuple[str | None, str | None] = ("post_attention_layernorm", None),
 ) -> LayerSpec:
-    """Return a layer with the names of Llama. `*_norms` are those before and after attention or feed-forward."""
+    """Return a layer with the names of Llama, without rope, which `ModelSpec` gets from the family's parameters.
+
+    `*_norms` are those before and after attention or feed-forward. The default of `scale` is head_size ** -0.5. With
+    `fused_names` a checkpoint has queries, keys and values in one tensor, and gates and ups in another.
+    """
     hidden_size, intermediate_size, num_query_heads, num_kv_heads, head_size = sizes
     q_size, kv_size = num_query_heads * head_size, num_kv_heads * head_size
     qkv = MatrixPart("q_proj", q_size), MatrixPart("k_proj", kv_size), MatrixPart("v_proj", kv_size)
     gate_up = MatrixPart("gate_proj", intermediate_size), MatrixPart("up_proj", intermediate_size)
+    if fused_names:
+        qkv, gate_up = (
+            (MatrixPart(name, sum(part.num_outputs for part in parts)),)
+            for name, parts in (("qkv_proj", qkv), ("gate_up_proj", gate_up))
+        )
     output, down = (MatrixPart("o_proj", hidden_size),), (MatrixPart("down_proj", hidden_size),)
     attention, mlp = "self_attn", "mlp"
     return LayerSpec(
@@ -226,14 +312,18 @@ def decoder_layer(
             qkv=LayerMatrix("qkv", attention, qkv, hidden_size, bias=qkv_bias),
             output=LayerMatrix("output", attention, output, q_size, bias=o_bias),
             window=window,
-            scale=head_size**-0.5,
+            scale=head_size**-0.5 if scale is None else scale,
+            softcap=softcap,
+            rope=None,
             head_norms=head_norms,
+            joint_norms=joint_norms,
             input_norm=attention_norms[0],
             output_norm=attention_norms[1],
         ),
         LayerFeedForward(
             gate_up=LayerMatrix("gate and up", mlp, gate_up, hidden_size, bias=mlp_bias, gated=True),
             down=LayerMatrix("down", mlp, down, intermediate_size, bias=mlp_bias),
+            activation=activation,
             input_norm=feed_forward_norms[0],
             output_norm=feed_forward_norms[1],
         ),

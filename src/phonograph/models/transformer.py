@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from phonograph.kernels.torch.layers import rms_norm
+from phonograph.models.layers.finish_logits import finish_logits
 from phonograph.models.layers.kernel_set import Attend, AttentionPart, FeedForwardPart, KernelSet, Step
 from phonograph.models.layers.linear import Linear, WeightAllocator
 from phonograph.models.layers.part_weights import LayerWeights
@@ -42,7 +43,7 @@ class Transformer:
     """Weights of a model, allocated without contents, and its forward pass on a kernel set.
 
     Attributes:
-        parameters: the weights in the model's type, in memory layout, all contiguous.
+        parameters: the weights that are not quantized, in memory layout, all contiguous. Norms may be in float32.
         quantized: the weights in another format.
         kv_scales: scales of an FP8 KV cache.
         weights: weights of each layer.
@@ -58,13 +59,13 @@ class Transformer:
         self.dtype = dtype
         self.device = device
         self.kv_scales = KVScales()
-        allocate = WeightAllocator(dtype, device)
+        allocate = WeightAllocator(dtype, device, torch.float32 if spec.norms.wide else dtype)
         self.parameters = allocate.parameters
         self.quantized = allocate.quantized
         self.weights = [
             LayerWeights.make(layer, index, spec.hidden_size, allocate) for index, layer in enumerate(spec.layers)
         ]
-        self.final_norm = allocate.tensor(spec.hidden_size)
+        self.final_norm = allocate.norm(spec.hidden_size)
         self.lm_head = allocate.linear(spec.head)
         if spec.tie_word_embeddings and spec.head.scheme is None:
             self.embedding_VE: Embedding = self.lm_head.matrix.t()
@@ -120,7 +121,7 @@ class Transformer:
 
     def prompt_logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
         """Return logits [N, V] of any number of rows, with torch's operators, which allocate them."""
-        return self.lm_head.product(rms_norm(hidden_NE, self.final_norm, self._eps))
+        return finish_logits(self.lm_head.product(rms_norm(hidden_NE, self.final_norm, self._eps)), self.spec.factors)
 
     def logits(self, hidden_TE: torch.Tensor, rows_N: torch.Tensor | None = None) -> torch.Tensor:
         """Return logits [N, V] in the model's dtype, of the rows `rows_N` of `forward`'s result, or of all rows."""
@@ -150,8 +151,8 @@ class Transformer:
         """Return the destination of each tensor of a checkpoint by its name: a view of the fused weights.
 
         Weights in another format have none; see `quantized_modules`. Views have the shapes of
-        `ModelSpec.tensor_shapes`, except the norms of query and key heads, which are [H, D]
-        and [K, D] for [D] in the checkpoint.
+        `ModelSpec.tensor_shapes`, except the norms of each query and key head, which are
+        [H, D] and [K, D] for [D] in the checkpoint.
         """
         assert isinstance(self.embedding_VE, torch.Tensor)
         views = {"model.embed_tokens.weight": self.embedding_VE, "model.norm.weight": self.final_norm}

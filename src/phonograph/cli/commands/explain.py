@@ -116,7 +116,9 @@ def _device(config: EngineConfig, name: str | None) -> DeviceSpec:
 def _facts(plan: EnginePlan, decided: list[tuple[ScheduledBatch, Decision]]) -> dict[str, Any]:
     capabilities, memory, captures = plan.selection.capabilities, plan.memory, plan.captures
     model = asdict(plan.model)
-    del model["rope_frequencies"], model["rope_factor"]
+    for layer in model["layers"]:
+        rope = layer["attention"]["rope"]
+        layer["attention"]["rope"] = None if rope is None else {"pairs": len(rope.frequencies), "factor": rope.factor}
     return {
         "model": {"name": plan.config.model, **model, "num_parameters": plan.model.num_parameters},
         "device": asdict(plan.device),

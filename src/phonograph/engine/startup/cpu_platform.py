@@ -10,7 +10,7 @@ import torch
 from phonograph.engine.plan import EnginePlan
 from phonograph.engine.startup.platform import DeviceParts, ModelParts
 from phonograph.graphs.tape.tape import TapeRuntime
-from phonograph.models.layers.rotary import rotary_table
+from phonograph.models.layers.rotary import rotary_tables
 from phonograph.models.layers.torch_parts import TorchKernels
 from phonograph.runner.cpu_inputs import CpuInputs
 from phonograph.runner.cpu_sampling import CpuSampling
@@ -42,8 +42,8 @@ class CpuPlatform:
             max_model_len=limits.max_model_len,
             block_size=plan.attention.block_size,
         )
-        rotary_PD = rotary_table(model.spec, limits.max_model_len, model.dtype, model.device)
-        model.bind(TorchKernels(rotary_PD, model.spec.rms_norm_eps, model.spec.factors))
+        rotary = rotary_tables(model.spec, limits.max_model_len, model.dtype, model.device)
+        model.bind(TorchKernels(rotary, model.spec.rms_norm_eps, model.spec.factors))
         attention = StepAttention(parts.backend, parts.layers, parts.kv_caches, inputs.slot_mapping, runtime)
         return DeviceParts(
             runtime=runtime,

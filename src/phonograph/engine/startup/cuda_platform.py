@@ -14,7 +14,7 @@ from phonograph.graphs.runtime import GraphRuntime
 from phonograph.kernels.triton.gemm.product_plan import GemmDevice
 from phonograph.kernels.triton.launch import compile_helper
 from phonograph.kernels.triton.launch.precompile import begin_hashing, compile_only
-from phonograph.models.layers.rotary import rotary_table
+from phonograph.models.layers.rotary import rotary_tables
 from phonograph.models.layers.triton_parts import TritonKernels
 from phonograph.models.layers.workspace import Workspace
 from phonograph.runner.cuda.cuda_inputs import CudaInputs
@@ -79,10 +79,10 @@ class CudaPlatform:
                 device,
                 gemm_device=gemm_device,
             )
-            rotary_PD = rotary_table(spec, limits.max_model_len, torch.float32, device)
+            rotary = rotary_tables(spec, limits.max_model_len, torch.float32, device)
             kernels = TritonKernels(
                 workspace,
-                rotary_PD,
+                rotary,
                 spec.rms_norm_eps,
                 device=gemm_device,
                 factors=spec.factors,

@@ -65,13 +65,18 @@ class WeightAllocator:
 
     dtype: torch.dtype
     device: torch.device
+    norm_dtype: torch.dtype | None = None
     parameters: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
     quantized: list[LinearWeight] = field(default_factory=list[LinearWeight])
 
-    def tensor(self, *shape: int) -> torch.Tensor:
-        tensor = self.empty(*shape)
+    def tensor(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        tensor = self.empty(*shape, dtype=dtype)
         self.parameters.append(tensor)
         return tensor
+
+    def norm(self, *shape: int) -> torch.Tensor:
+        """Return weights of a norm, in `norm_dtype`; None is the model's type."""
+        return self.tensor(*shape, dtype=self.norm_dtype)
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return a tensor that is not in `parameters`."""

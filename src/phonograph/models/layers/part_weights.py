@@ -17,7 +17,7 @@ class AttentionWeights:
     Attributes:
         qkv: queries, keys and values, one matrix with (H + 2K) * D outputs.
         head_norms: [H + K, D], the query norm's weight for each query head, then the key norm's for each KV head; or
-            None.
+            None. Norms over all heads have other weights for each head.
         input_norm: [E], or None; so is `output_norm`.
     """
 
@@ -54,7 +54,7 @@ class LayerWeights:
         attention, feed_forward = spec.attention, spec.feed_forward
 
         def norm(name: str | None) -> torch.Tensor | None:
-            return None if name is None else allocate.tensor(hidden_size)
+            return None if name is None else allocate.norm(hidden_size)
 
         heads = attention.num_query_heads + attention.num_kv_heads
         return cls(
@@ -63,7 +63,7 @@ class LayerWeights:
                 layer=layer,
                 input_norm=norm(attention.input_norm),
                 qkv=allocate.linear(attention.qkv),
-                head_norms=allocate.tensor(heads, attention.head_size) if attention.head_norms else None,
+                head_norms=allocate.norm(heads, attention.head_size) if attention.head_norms else None,
                 output=allocate.linear(attention.output),
                 output_norm=norm(attention.output_norm),
             ),
@@ -95,6 +95,8 @@ class LayerWeights:
             views |= linear.checkpoint_views()
         head_norms, num_query_heads = self.attention.head_norms, self.attention.spec.num_query_heads
         if head_norms is not None:
-            views["self_attn.q_norm.weight"] = head_norms[:num_query_heads]
-            views["self_attn.k_norm.weight"] = head_norms[num_query_heads:]
+            of_queries, of_keys = head_norms[:num_query_heads], head_norms[num_query_heads:]
+            joint = self.attention.spec.joint_norms
+            views["self_attn.q_norm.weight"] = of_queries.view(-1) if joint else of_queries
+            views["self_attn.k_norm.weight"] = of_keys.view(-1) if joint else of_keys
         return views

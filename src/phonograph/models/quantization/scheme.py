@@ -144,6 +144,7 @@ class Quantization:
         lists: settings that `rules` and `only` come from.
         head: format of the blocks of the head in a GGUF file, or None.
         fp8_kv_cache: True if the checkpoint has scales for keys and values in FP8.
+        prefixes: other spellings of the prefix "model." in names and patterns of `rules` and `only`.
     """
 
     method: str
@@ -153,6 +154,7 @@ class Quantization:
     lists: tuple[str, ...] = ()
     fp8_kv_cache: bool = False
     head: Scheme | None = None
+    prefixes: tuple[str, ...] = ()
 
     @property
     def has_schemes(self) -> bool:
@@ -172,9 +174,13 @@ class Quantization:
         """Return the format of a module's weights; None for the model's type."""
         if isinstance(self.scheme, Mapping):
             return self.scheme.get(module)
-        if self.only and not any(_matches(entry, module) for entry in self.only):
+        if self.only and not any(self._matches(entry, module) for entry in self.only):
             return None
-        return next((scheme for entry, scheme in self.rules if _matches(entry, module)), self.scheme)
+        return next((scheme for entry, scheme in self.rules if self._matches(entry, module)), self.scheme)
+
+    def _matches(self, entry: str, module: str) -> bool:
+        inner = module.removeprefix("model.")
+        return _matches(entry, module) or any(_matches(entry, prefix + inner) for prefix in self.prefixes)
 
     def check_parts(self, prefix: str, parts: Iterable[str]) -> None:
         """Check that the parts of a fused matrix have one layout in memory.

@@ -46,7 +46,7 @@ def launch(product: Product, config: GemmTiledConfig, parts: Parts | None) -> No
     num_rows, num_inputs = x_MK.shape
     num_outputs = out_MN.shape[1]
     rows, block_n, block_k, splits, num_warps, num_stages, prefetch = config
-    assert splits == 1 or (parts is not None and mode != 2)
+    assert splits == 1 or (parts is not None and mode < 2)
     assert norm is None or norm.sums.shape[1] == rows
     assert x_MK.stride(1) == 1
     tiles = triton.cdiv(num_outputs, block_n) * triton.cdiv(num_rows, rows)
@@ -273,7 +273,7 @@ def _gemm_tiled_kernel(
             count = tl.minimum(BLOCK_N, rows_left)
             num_bytes = tl.minimum(PREFETCH, K - begin * BLOCK_K) * element_bytes
             _prefetch_rows(start, weight_stride * element_bytes, count, num_bytes)
-            if MODE == 2:
+            if MODE >= 2:
                 up_start = start + weight_stride.to(tl.int64) * N
                 _prefetch_rows(up_start, weight_stride * element_bytes, count, num_bytes)
         tl_cuda.gdc_wait()
@@ -294,7 +294,7 @@ def _gemm_tiled_kernel(
             weight_desc, weight_ptr, weight_stride, groups, first, start_k, rows_left, n, k, SHAPE, x.dtype
         )
         sums = tl.dot(weight, x, sums)
-        if MODE == 2:
+        if MODE >= 2:
             up = _weight_tile(
                 weight_desc, weight_ptr, weight_stride, groups, first + N, start_k, rows_left, n, k, SHAPE, x.dtype
             )
@@ -327,7 +327,7 @@ def _gemm_tiled_kernel(
     up_bias = None
     if bias_ptr is not None:
         bias = constant(bias_ptr + first, n, valid_n, 1)
-        if MODE == 2:
+        if MODE >= 2:
             up_bias = constant(bias_ptr + N + first, n, valid_n, 1)
     residual = None
     if MODE == 1:

@@ -87,7 +87,7 @@ def _gemv_kernel(
     # Constants of the model, loaded before the wait, and one step ahead in the loop.
     mask = valid_n[:, None] & (k < K)[None, :]
     weight = tl.load(weight_ptrs, mask, other=0.0)
-    up = tl.load(up_ptrs, mask, other=0.0) if MODE == 2 else weight
+    up = tl.load(up_ptrs, mask, other=0.0) if MODE >= 2 else weight
     if PDL:
         tl_cuda.gdc_wait()
 
@@ -105,7 +105,7 @@ def _gemv_kernel(
         next_weight = tl.load(weight_ptrs + step + BLOCK_K, ahead_mask, other=0.0)
         sums += _products(weight, x)
         weight = next_weight
-        if MODE == 2:
+        if MODE >= 2:
             next_up = tl.load(up_ptrs + step + BLOCK_K, ahead_mask, other=0.0)
             up_sums += _products(up, x)
             up = next_up
@@ -120,7 +120,7 @@ def _gemv_kernel(
     up_bias = None
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + n, valid_n, other=0.0).to(tl.float32)
-        if MODE == 2:
+        if MODE >= 2:
             up_bias = tl.load(bias_ptr + N + n, valid_n, other=0.0).to(tl.float32)
     residual = None
     if MODE == 1:

@@ -82,7 +82,7 @@ def run(plan: ProductPlan, product: Product, scratch: GemmScratch) -> torch.Tens
         _launch(plan.kernel, product, scratch)
         return None
     x_MK, weight, bias_N, out_MN, mode, norm, _ = product
-    assert isinstance(x_MK, torch.Tensor) and norm is None and mode != SILU
+    assert isinstance(x_MK, torch.Tensor) and norm is None and mode < SILU
     matrix_KN = _written_out(weight, x_MK.shape[1], scratch).t()
     if mode == ADD:
         out_MN.addmm_(x_MK, matrix_KN)
@@ -173,7 +173,7 @@ def _split(
     tiles = cdiv(num_outputs, block_n) * cdiv(num_rows, rows)
     if config.splits == 1:
         return config, None
-    if product.mode == SILU or tiles > _MAX_TILES or tiles * config.splits * block_n * rows > MAX_PARTIALS:
+    if product.mode >= SILU or tiles > _MAX_TILES or tiles * config.splits * block_n * rows > MAX_PARTIALS:
         return config._replace(splits=1), None
     return config, scratch[:2]
 

@@ -82,13 +82,13 @@ def launch(product: Product, config: GemmRingConfig, parts: Parts | None) -> Non
     num_rows, num_inputs = x_MK.shape
     num_outputs = out_MN.shape[1]
     rows, block_n, block_k, splits, stages, lag = config
-    assert splits == 1 or (parts is not None and mode != 2)
+    assert splits == 1 or (parts is not None and mode < 2)
     assert stages > lag
     partials, arrived = parts or (None, None)
     norm_pointers, eps, normed_stride, square_tiles = norm_arguments(product)
     kind = _KINDS[x_MK.dtype]
     rows_layout = gl.NVMMASharedLayout.get_default_for([rows, block_k], kind)
-    num_warps = 8 if block_n * (1 + (mode == 2)) * rows > 8192 else 4
+    num_warps = 8 if block_n * (1 + (mode >= 2)) * rows > 8192 else 4
     tile, weights_kind, group = [block_n, block_k], kind, 0
     if row_scales_M1 is not None:
         assert grouped is not None and grouped.has_output_scales() and kind == gl.float8e4nv
@@ -229,7 +229,7 @@ def _gemm_ring_kernel(
         let_next_kernel_start()
     BLOCK_N: gl.constexpr = weight_desc.block_type.shape[0]
     BLOCK_K: gl.constexpr = x_desc.block_type.shape[1]
-    PAIR: gl.constexpr = 2 if MODE == 2 else 1
+    PAIR: gl.constexpr = 2 if MODE >= 2 else 1
     STEPS: gl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     BYTES: gl.constexpr = PAIR * weight_desc.block_type.nbytes + x_desc.block_type.nbytes
     KIND: gl.constexpr = x_desc.dtype
@@ -267,13 +267,13 @@ def _gemm_ring_kernel(
         group_n = gl.minimum(first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, NUMBERS)), N - 1)
         group_at = begin * BLOCK_K // GROUP * group_stride
         scale, zero = _groups_of(scales_ptr, zeros_ptr, group_n, output_stride, group_at, KIND)
-        if MODE == 2:
+        if MODE >= 2:
             up_scale, up_zero = _groups_of(scales_ptr, zeros_ptr, group_n + N, output_stride, group_at, KIND)
     n = first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, OUT))
     bias, up_bias, norm = None, None, None
     if bias_ptr is not None:
         bias = constant(bias_ptr, n, N)[:, None]
-        if MODE == 2:
+        if MODE >= 2:
             up_bias = constant(bias_ptr + N, n, N)[:, None]
     if norm_ptr is not None:
         norm = constant(norm_ptr, n, N)[:, None]
@@ -306,7 +306,7 @@ def _gemm_ring_kernel(
         else:
             left = weights.index(PAIR * place)
         sums = warpgroup_mma(left, x, sums, is_async=True)
-        if MODE == 2:
+        if MODE >= 2:
             if GROUP > 0:
                 words = weights.index(PAIR * place + 1).load(_words_layout(WARPS, WIDTH))
                 up_left = _numbers(words, up_scale, up_zero, magic, KIND, NUMBERS)
@@ -339,16 +339,16 @@ def _gemm_ring_kernel(
         sums = add_parts(base, gl.zeros([BLOCK_N, ROWS], gl.float32, LAYOUT), SIZE, SPLITS, arrived_ptr, tile)
 
     result = gl.convert_layout(sums, OUT)
-    up = gl.convert_layout(ups, OUT) if MODE == 2 else None
+    up = gl.convert_layout(ups, OUT) if MODE >= 2 else None
     if row_scales_ptr is not None:
         row_scale = gl.load(row_scales_ptr + m, mask=m < M, other=0.0)[None, :]
         result *= gl.load(scales_ptr + n * output_stride, mask=n < N, other=0.0)[:, None] * row_scale
-        if MODE == 2:
+        if MODE >= 2:
             up *= gl.load(scales_ptr + (N + n) * output_stride, mask=n < N, other=0.0)[:, None] * row_scale
     if SQUARE_TILES > 0:
         factor = deferred_factor(squares, eps, K, OUT)
         result *= factor
-        if MODE == 2:
+        if MODE >= 2:
             up *= factor
     rounded = finished(result, up, bias, up_bias, residual, MODE).to(out_ptr.dtype.element_ty)
     gl.store(out_ptrs, rounded, mask=mask)

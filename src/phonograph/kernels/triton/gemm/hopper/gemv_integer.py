@@ -67,12 +67,12 @@ def launch(product: Product, config: GemvIntegerConfig, parts: Parts | None) -> 
     x_MK, weight, bias_N, out_MN, mode, norm, next_norm = product
     num_inputs, num_outputs = x_MK.shape[1], out_MN.shape[1]
     block_n, units, splits, stages, warps_n, warps_k = config
-    assert len(x_MK) == 1 and x_MK.dtype == out_MN.dtype and (splits == 1 or (parts is not None and mode != SILU))
+    assert len(x_MK) == 1 and x_MK.dtype == out_MN.dtype and (splits == 1 or (parts is not None and mode < SILU))
     assert takes(weight, units) and weight.has_equal_strides()
     assert units % warps_k == 0 and block_n % (16 * warps_n) == 0
     assert norm is None and next_norm is None
     partials, arrived = parts or (None, None)
-    words_OW, pair = weight.packed_OW, 1 + (mode == SILU)
+    words_OW, pair = weight.packed_OW, 1 + (mode >= SILU)
     stride, tile = words_OW.stride(0), [pair, block_n, 16 * units]
     layout = gl.NVMMASharedLayout.get_default_for(tile, gl.int32)
     shape, strides = [pair, num_outputs, words_OW.shape[1]], [num_outputs * stride, stride, 1]
@@ -189,7 +189,7 @@ def _gemv_integer_kernel(
     bias, up_bias = None, None
     if bias_ptr is not None:
         bias = constant(bias_ptr, n, N)
-        if MODE == 2:
+        if MODE >= 2:
             up_bias = constant(bias_ptr + N, n, N)
     # Steps of a program, as a power of two; two steps' pieces of the row lie behind one another.
     ROW_TURNS: gl.constexpr = max(2, triton.next_power_of_2((STEPS + SPLITS - 1) // SPLITS))
@@ -231,7 +231,7 @@ def _gemv_integer_kernel(
     total = gl.sum(sums, 0)
     result = gl.sum(gl.where(gl.arange(0, 4, layout=SUM)[None, :] == 0, total, 0.0), 1)
     up = None
-    if MODE == 2:
+    if MODE >= 2:
         result, up = gl.split(result.reshape((2, BLOCK_N)).permute((1, 0)))
         up = gl.convert_layout(up, OUT)
     result = gl.convert_layout(result, OUT)
