@@ -95,7 +95,7 @@ class HostRunner:
             max_num_seqs=num_seqs,
             max_num_tokens=MAX_NUM_TOKENS,
             max_model_len=MAX_MODEL_LEN,
-            block_size=BLOCK_SIZE,
+            block_sizes=(BLOCK_SIZE,),
         )
         self.batch = ScheduledBatch()
         self._clock = clock

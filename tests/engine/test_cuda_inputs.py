@@ -17,7 +17,7 @@ from phonograph.sampling.failures import SlotFailures
 
 cuda_inputs = pytest.importorskip("phonograph.runner.cuda.cuda_inputs")
 
-SIZES: dict[str, Any] = {"max_num_seqs": 4, "max_num_tokens": 16, "max_model_len": 64, "block_size": 4}
+SIZES: dict[str, Any] = {"max_num_seqs": 4, "max_num_tokens": 16, "max_model_len": 64, "block_sizes": (4,)}
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 COUNTS = ("num_reqs", "num_decodes", "num_tokens", "num_decode_tokens", "max_query_len", "max_seq_len")
 
@@ -44,11 +44,11 @@ def test_steps_of_a_scheduler(most_appends: int, monkeypatch: pytest.MonkeyPatch
         for inputs in (on_cpu, on_gpu):
             inputs.take_over(batch, SlotFailures())
         rows = rows_of(batch)
-        wanted = on_cpu.write(rows, key, prefix_len=prefix_len)
+        (wanted,) = on_cpu.write(rows, key, prefix_len=prefix_len)
         with monkeypatch.context() as patch:
             if DEVICE.type == "cpu":
                 patch.setattr(torch, "empty", unpinned)
-            common = on_gpu.write(rows, key, prefix_len=prefix_len, sampling=None)
+            (common,) = on_gpu.write(rows, key, prefix_len=prefix_len, sampling=None)
         num_reqs, num_tokens = (key.num_reqs, key.num_tokens) if key else (batch.num_reqs, batch.num_tokens)
         on_gpu.prepare(num_reqs=num_reqs, num_tokens=num_tokens)
         assert {name: getattr(common, name) for name in COUNTS} == {name: getattr(wanted, name) for name in COUNTS}

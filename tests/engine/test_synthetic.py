@@ -10,6 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from phonograph.core.blocks import blocks_for, most_step_tokens
+from phonograph.core.kv_group import KVGroup
 from phonograph.errors import MemoryLimitError
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.runner.synthetic_batches import SyntheticBatches
@@ -30,9 +31,8 @@ def test_batches_of_a_cache_that_is_nearly_too_small(
     block_size: int, max_model_len: int, max_num_seqs: int, more_blocks: int, share: float, seed: int
 ) -> None:
     per_request = blocks_for(max_model_len, block_size)
-    limits = {"max_model_len": max_model_len, "block_size": block_size}
-    limits["num_blocks"] = max(per_request, max_num_seqs) + more_blocks
-    most = most_step_tokens(max_num_seqs=max_num_seqs, **limits)
+    limits = {"max_model_len": max_model_len, "num_blocks": max(per_request, max_num_seqs) + more_blocks}
+    most = most_step_tokens(max_num_seqs=max_num_seqs, block_sizes=(block_size,), **limits)
     key = GraphKey(GraphSet.MIXED, max(1, round(share * most)), max_num_seqs)
 
     def fits(batch: Any, _: GraphKey) -> Any:
@@ -40,11 +40,11 @@ def test_batches_of_a_cache_that_is_nearly_too_small(
         assert min(batch.query_lens) >= 1 and batch.query_lens == sorted(batch.query_lens)
         lengths = [query + context for query, context in zip(batch.query_lens, batch.context_lens, strict=True)]
         assert max(lengths) <= max_model_len
-        used = np.concatenate(batch.blocks)
+        used = np.concatenate(batch.blocks[0])
         assert len(set(used)) == len(used) == sum(blocks_for(length, block_size) for length in lengths)
         return batch
 
-    batches = SyntheticBatches(fits, vocab_size=10, **limits)
+    batches = SyntheticBatches(fits, vocab_size=10, groups=(KVGroup(layers=(0,), block_size=block_size),), **limits)
     assert sum(batches.capture_batch(key).query_lens) == key.num_tokens  # pyright: ignore[reportAttributeAccessIssue]
     rng = np.random.default_rng(seed)
     for _ in range(20):
@@ -54,7 +54,11 @@ def test_batches_of_a_cache_that_is_nearly_too_small(
 def test_a_batch_that_the_cache_does_not_hold_is_refused_by_name() -> None:
     def batches(num_blocks: int) -> SyntheticBatches:
         return SyntheticBatches(
-            lambda batch, _: batch, vocab_size=10, max_model_len=64, block_size=16, num_blocks=num_blocks
+            lambda batch, _: batch,
+            vocab_size=10,
+            max_model_len=64,
+            groups=(KVGroup(layers=(0,), block_size=16),),
+            num_blocks=num_blocks,
         )
 
     key, cascading = GraphKey(GraphSet.DECODE, 8, 8, 1), GraphKey(GraphSet.DECODE, 8, 8, 1, cascade=True)
@@ -64,5 +68,5 @@ def test_a_batch_that_the_cache_does_not_hold_is_refused_by_name() -> None:
     full, shared = batches(8).capture_batch(cascading), batches(9).capture_batch(cascading)
     assert (full.prefix_len, shared.prefix_len) == (0, 16)
     assert batches(9).capture_batch(key).prefix_len is None
-    assert len({block for blocks in full.blocks for block in blocks}) == 8
-    assert len({blocks[0] for blocks in shared.blocks}) == 1 and len({blocks[1] for blocks in shared.blocks}) == 8
+    assert len({block for blocks in full.blocks[0] for block in blocks}) == 8
+    assert len({blocks[0] for blocks in shared.blocks[0]}) == 1 and len({blocks[1] for blocks in shared.blocks[0]}) == 8

@@ -17,6 +17,7 @@ from host_runtime import CallRuntime, HostRing
 from ladders import Ladder
 from scheduling import make_scheduler, request
 
+from phonograph.core.kv_group import KVGroup
 from phonograph.core.request import Request
 from phonograph.engine.core import EngineCore
 from phonograph.engine.metrics.step_record import StepRecord
@@ -112,7 +113,7 @@ def engine_maker() -> MakeEngine:
             max_num_seqs=SLOTS,
             max_num_tokens=TOKENS,
             max_model_len=scheduler.limits.max_model_len,
-            block_size=scheduler.block_size,
+            block_sizes=(scheduler.block_size,),
             vocab_size=VOCAB,
             device=device,
         )
@@ -130,13 +131,13 @@ def engine_maker() -> MakeEngine:
         table: Any = model
         program = StepProgram(
             model=table,
-            attention=StepAttention(backend, [], [], inputs.slot_mapping, runtime),
+            attention=StepAttention([backend], [], [], inputs.slot_mappings, runtime),
             inputs=inputs,
             sample=device_sampler.sample,
         )
         synthetic: dict[str, Any] = {
             "max_model_len": scheduler.limits.max_model_len,
-            "block_size": scheduler.block_size,
+            "groups": (KVGroup(layers=(), block_size=scheduler.block_size),),
         }
         builder: Any = Backend()
         masked = MaskedSampling(

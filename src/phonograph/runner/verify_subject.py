@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
 from phonograph.attention.metadata import CommonMetadata
+from phonograph.core.kv_group import KVGroup
 from phonograph.graphs.modes import GraphKey
 from phonograph.graphs.verification import Drawn
 from phonograph.runner.runner import Runner
@@ -20,27 +21,43 @@ _BLOCKS_AT_ONCE = 4096
 class RunnerSubject:
     """Collects hidden states, logits, sampled tokens and written keys and values of replays and eager runs.
 
-    It overwrites the whole KV cache, so no request may be in flight.
+    It overwrites the whole KV cache, so no request may be in flight. The page in the place of blocks behind windows is
+    NaN, so that reading one key too many shows.
+
+    Args:
+        runner: the runner.
+        kv_caches: keys and values of each layer.
+        groups: KV groups.
     """
 
-    def __init__(self, runner: Runner, kv_caches: list[torch.Tensor]) -> None:
+    def __init__(self, runner: Runner, kv_caches: Sequence[torch.Tensor], groups: Sequence[KVGroup]) -> None:
         self._runner = runner
+        self._groups = groups
         self._kv_caches = kv_caches
-        self._common: CommonMetadata | None = None
+        # Layers of several groups view the same tensors.
+        self._tensors = list({cache.data_ptr(): cache for cache in kv_caches}.values())
+        self._commons: tuple[CommonMetadata, ...] = ()
+        self._poisoned: int | None = None
+        self._generator = torch.Generator(kv_caches[0].device).manual_seed(0)
         with runner.runtime.scope():
-            generator = torch.Generator(kv_caches[0].device).manual_seed(0)
-            for cache in kv_caches:
+            for cache in self._tensors:
                 for blocks in cache.split(_BLOCKS_AT_ONCE, dim=1):
-                    random = torch.randn(blocks.shape, dtype=torch.float32, device=cache.device, generator=generator)
-                    blocks.copy_(random)
+                    self._fill(blocks)
 
     def graph_keys(self) -> tuple[GraphKey, ...]:
         return self._runner.dispatcher.captures.largest_first()
 
     def prepare(self, key: GraphKey, rng: np.random.Generator) -> Drawn:
+        synthetic = self._runner.synthetic
         with torch.inference_mode(), self._runner.runtime.scope():
-            common = self._runner.synthetic.random_batch(key, rng)
-        self._common = common
+            self._commons = synthetic.random_batch(key, rng)
+            for cache in self._tensors:
+                if self._poisoned is not None:
+                    self._fill(cache[:, self._poisoned])
+                if synthetic.freed_page is not None:
+                    cache[:, synthetic.freed_page] = float("nan")
+            self._poisoned = synthetic.freed_page
+        common = self._commons[0]
         return Drawn(
             num_tokens=common.num_tokens,
             num_decodes=common.num_decodes,
@@ -51,29 +68,53 @@ class RunnerSubject:
         )
 
     def replay(self, key: GraphKey) -> dict[str, torch.Tensor]:
-        return self._results(key, self._runner.replay, poisons=True)
+        results = self._results(key, self._runner.replay, poisons=True)
+        for group, common in enumerate(self._commons):
+            used = zip(common.block_table, self._runner.synthetic.latest.blocks[group], strict=False)
+            table = torch.cat([row[: len(blocks)] for row, blocks in used])
+            results[self._name("block table", group)] = table
+        return results
 
     def eager(self, key: GraphKey) -> dict[str, torch.Tensor]:
-        return self._results(key, self._runner.run_shape, poisons=False)
+        """Run the batch eagerly; block tables are those that were drawn."""
+        results = self._results(key, self._runner.run_shape, poisons=False)
+        device = self._kv_caches[0].device
+        for group, tables in enumerate(self._runner.synthetic.latest.blocks):
+            results[self._name("block table", group)] = torch.from_numpy(np.concatenate(tables)).to(device)
+        return results
 
     def _results(
         self, key: GraphKey, run: Callable[[GraphKey], StepOutputs], *, poisons: bool
     ) -> dict[str, torch.Tensor]:
         """Run the prepared batch and return all outputs, padded rows included: these must be finite too."""
-        runner, common = self._runner, self._common
-        assert common is not None, "prepare() comes first"
+        runner = self._runner
+        assert self._commons, "prepare() comes first"
         with torch.inference_mode(), runner.runtime.scope():
-            slots = common.slot_mapping[: common.num_tokens]
-            size = self._kv_caches[0].shape[2]
-            blocks, offsets = slots // size, slots % size
-            for cache in self._kv_caches:
-                cache[:, blocks, offsets] = float("nan")
+            places = [self._places(group) for group in range(len(self._groups))]
+            for (blocks, offsets), group in zip(places, self._groups, strict=True):
+                for layer in group.layers:
+                    self._kv_caches[layer][:, blocks, offsets] = float("nan")
             if poisons:
                 runner.runtime.poison()
-            runner.prepare(common, key)
+            runner.prepare(self._commons, key)
             outputs = run(key)
-            written = torch.stack([cache[:, blocks, offsets].float() for cache in self._kv_caches])
-            results = {**{name: tensor.clone() for name, tensor in outputs._asdict().items()}, "kv": written}
+            results = {name: tensor.clone() for name, tensor in outputs._asdict().items()}
+            for index, ((blocks, offsets), group) in enumerate(zip(places, self._groups, strict=True)):
+                written = [self._kv_caches[layer][:, blocks, offsets].float() for layer in group.layers]
+                results[self._name("kv", index)] = torch.stack(written)
             # The caller compares them on another stream.
             runner.runtime.synchronize()
             return results
+
+    def _places(self, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the page and the offset in it of each new token's keys and values."""
+        common, size = self._commons[group], self._groups[group].block_size
+        slots = common.slot_mapping[: common.num_tokens]
+        return slots // size, slots % size
+
+    def _name(self, name: str, group: int) -> str:
+        return name if len(self._groups) == 1 else f"{name} of KV group {group}"
+
+    def _fill(self, blocks: torch.Tensor) -> None:
+        random = torch.randn(blocks.shape, dtype=torch.float32, device=blocks.device, generator=self._generator)
+        blocks.copy_(random)
