@@ -92,7 +92,9 @@ def test_padding_is_a_note_and_too_much_of_it_is_refused() -> None:
     kv = grouped(*([WINDOW] * 5 + [SPEC]) * 4, WINDOW, WINDOW)
     assert kv.notes == ["7 KV groups of 4 layers: 2 of 28 places are padding, 7.1% of the KV cache"]
     assert len(kv.groups[kv.group_of_layer[25]].layers) == 2
-    with pytest.raises(UnsupportedModelError, match=r"10 kinds of attention, of 1, .* 45% of the KV cache .* 20% works"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"10 kinds of attention, of 1, .* 45% of the KV cache .* 20% works"
+    ):
         layers_per_group([1] * 9 + [2])
 
 

@@ -113,6 +113,10 @@ class Runner:
         self._program.attention.metadata = self._builder.build(commons, key=key)
         self._prepared_for = key
 
+    def block_table(self, layer: int) -> torch.Tensor:
+        """Return the block table that a layer reads in the step that was prepared."""
+        return self._program.attention.block_table(layer)
+
     def replay(self, key: GraphKey) -> StepOutputs:
         """Replay the graph of `key` on inputs prepared for it. The next step overwrites the outputs.
 

@@ -81,6 +81,10 @@ class StepAttention:
             self._backends[group].clears_padding,
         )
 
+    def block_table(self, layer: int) -> torch.Tensor:
+        """Return the block table that a layer reads in the step that runs next."""
+        return self._metadata(self._groups[layer]).common.block_table
+
     def read(self, q_THD: torch.Tensor, layer: int, out_THD: torch.Tensor) -> None:
         """Attend to the cache, which already has the step's keys and values; write into `out_THD`."""
         if self.pieces:

@@ -14,6 +14,7 @@ from phonograph.graphs.verification import Drawn
 from phonograph.runner.runner import Runner
 from phonograph.runner.step_program import StepOutputs
 
+_NAN_ROWS = "NaN rows, where blocks behind windows are NaN,"
 # Blocks filled at a time: the cache may leave little free memory.
 _BLOCKS_AT_ONCE = 4096
 
@@ -69,18 +70,21 @@ class RunnerSubject:
 
     def replay(self, key: GraphKey) -> dict[str, torch.Tensor]:
         results = self._results(key, self._runner.replay, poisons=True)
-        for group, common in enumerate(self._commons):
-            used = zip(common.block_table, self._runner.synthetic.latest.blocks[group], strict=False)
-            table = torch.cat([row[: len(blocks)] for row, blocks in used])
-            results[self._name("block table", group)] = table
+        for index, tables in enumerate(self._runner.synthetic.latest.blocks):
+            rows = zip(self._table_read(index), tables, strict=False)
+            results[self._name("block table", index)] = torch.cat([row[: len(blocks)] for row, blocks in rows])
+        if self._poisoned is not None:
+            results[_NAN_ROWS] = results["logits"].isnan().any(-1).sum()
         return results
 
     def eager(self, key: GraphKey) -> dict[str, torch.Tensor]:
-        """Run the batch eagerly; block tables are those that were drawn."""
+        """Run the batch eagerly. Its block tables are those that were drawn, and no row may be NaN."""
         results = self._results(key, self._runner.run_shape, poisons=False)
         device = self._kv_caches[0].device
         for group, tables in enumerate(self._runner.synthetic.latest.blocks):
             results[self._name("block table", group)] = torch.from_numpy(np.concatenate(tables)).to(device)
+        if self._poisoned is not None:
+            results[_NAN_ROWS] = torch.zeros((), dtype=torch.int64, device=device)
         return results
 
     def _results(
@@ -105,6 +109,12 @@ class RunnerSubject:
             # The caller compares them on another stream.
             runner.runtime.synchronize()
             return results
+
+    def _table_read(self, group: int) -> torch.Tensor:
+        """Return the block table that the layers of a group read; of several, one that is not the group's own."""
+        expected = self._commons[group].block_table
+        read = (self._runner.block_table(layer) for layer in self._groups[group].layers)
+        return next((table for table in read if table.data_ptr() != expected.data_ptr()), expected)
 
     def _places(self, group: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the page and the offset in it of each new token's keys and values."""
