@@ -20,6 +20,7 @@ class GroupFacts:
     block_size:         tokens of a block
     blocks_per_request: most blocks that a request of full length holds at a time
     backend:            attention backend
+    reasons:            steps of its selection
     """
 
     layers: tuple[int, ...]
@@ -27,6 +28,7 @@ class GroupFacts:
     block_size: int
     blocks_per_request: int
     backend: str
+    reasons: tuple[str, ...]
 
 
 def group_facts(plan: EnginePlan) -> tuple[GroupFacts, ...]:
@@ -39,6 +41,7 @@ def group_facts(plan: EnginePlan) -> tuple[GroupFacts, ...]:
             block_size=group.block_size,
             blocks_per_request=group_pages(group, limits.max_model_len, limits.max_num_batched_tokens),
             backend=selection.capabilities.label,
+            reasons=selection.reasons,
         )
         for group, selection in zip(plan.kv.groups, plan.selections, strict=True)
     )
