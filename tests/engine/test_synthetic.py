@@ -51,6 +51,61 @@ def test_batches_of_a_cache_that_is_nearly_too_small(
         batches.random_batch(key, rng)
 
 
+SLIDING = KVGroup(layers=(0,), block_size=4, window=7)
+
+
+@given(
+    groups=st.lists(
+        st.builds(KVGroup, layers=st.just((0,)), block_size=st.integers(1, 20), window=st.none() | st.integers(1, 50)),
+        min_size=1,
+        max_size=4,
+    ),
+    max_model_len=st.integers(2, 100),
+    more_blocks=st.integers(0, 60),
+    seed=st.integers(0, 1000),
+)
+def test_blocks_behind_windows_are_one_page_that_no_sequence_has(
+    groups: list[KVGroup], max_model_len: int, more_blocks: int, seed: int
+) -> None:
+    num_blocks = 6 * len(groups) + more_blocks
+    sizes = [group.block_size for group in groups]
+    most = most_step_tokens(num_blocks=num_blocks, block_sizes=sizes, max_model_len=max_model_len, max_num_seqs=6)
+    key = GraphKey(GraphSet.MIXED, most, 6)
+
+    def fits(batch: Any, _: GraphKey) -> Any:
+        kept: list[int] = []
+        for group, tables in zip(groups, batch.blocks, strict=True):
+            for table, query, context in zip(tables, batch.query_lens, batch.context_lens, strict=True):
+                assert len(table) == blocks_for(context + query, group.block_size)
+                first = 0 if group.window is None else max(0, context - group.window + 1) // group.block_size
+                assert set(table[:first]) <= {batches.freed_page}
+                kept += table[first:].tolist()
+        assert len(set(kept)) == len(kept) and batches.freed_page not in kept
+        assert all(0 <= page < num_blocks for page in [*kept, batches.freed_page or 0])
+        return batch
+
+    batches = SyntheticBatches(fits, vocab_size=10, groups=groups, max_model_len=max_model_len, num_blocks=num_blocks)
+    assert sum(batches.capture_batch(key).query_lens) == key.num_tokens  # pyright: ignore[reportAttributeAccessIssue]
+    rng = np.random.default_rng(seed)
+    for _ in range(20):
+        batches.random_batch(key, rng)
+
+
+def test_contexts_go_beyond_windows() -> None:
+    """A sliding group bounds no context by its pages."""
+    found: list[int] = []
+
+    def note(batch: Any, _: GraphKey) -> Any:
+        found.append(max(batch.context_lens))
+        return batch
+
+    batches = SyntheticBatches(note, vocab_size=10, groups=[SLIDING], max_model_len=1000, num_blocks=9)
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        batches.random_batch(GraphKey(GraphSet.DECODE, 2, 2, 1), rng)
+    assert max(found) > 500
+
+
 def test_a_batch_that_the_cache_does_not_hold_is_refused_by_name() -> None:
     def batches(num_blocks: int) -> SyntheticBatches:
         return SyntheticBatches(
