@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from phonograph.attention.attention_spec import AttentionSpec
+from phonograph.core.device import known_device
 from phonograph.core.kv_group import KVGroup
 from phonograph.engine.groups.kv_groups import KVGroups, layers_per_group, make_kv_groups
+from phonograph.engine.groups.select_backends import weakest_support
 from phonograph.errors import ConfigError, UnsupportedModelError
+from phonograph.graphs.modes import GraphSupport, Support
 
 SPEC = AttentionSpec(
     num_query_heads=16,
@@ -96,6 +101,27 @@ def test_padding_is_a_note_and_too_much_of_it_is_refused() -> None:
         UnsupportedModelError, match=r"10 kinds of attention, of 1, .* 45% of the KV cache .* 20% works"
     ):
         layers_per_group([1] * 9 + [2])
+
+
+@pytest.mark.parametrize("windowed_first", [False, True])
+def test_the_weakest_group_decides_on_graphs_and_is_named(windowed_first: bool) -> None:
+    layers = [WINDOW, SPEC] if windowed_first else [SPEC, WINDOW]
+    kv = grouped(*layers)
+    strong = Support(GraphSupport.ALWAYS, "lengths are read on the device")
+    weak = Support(GraphSupport.UNIFORM_BATCH, "it plans on the host")
+
+    def selected(windowed: Support, full: Support) -> Any:
+        supports = {WINDOW: windowed, SPEC: full}
+        return {
+            spec: SimpleNamespace(capabilities=SimpleNamespace(graph_support=lambda spec, device: supports[spec]))
+            for spec in kv.members
+        }
+
+    device = known_device("h200")
+    found = weakest_support(kv, selected(strong, weak), device)
+    name = f"KV group {int(windowed_first)} (1 layer, full attention)"
+    assert found == Support(GraphSupport.UNIFORM_BATCH, f"{name}: it plans on the host")
+    assert weakest_support(kv, selected(weak, weak), device) == weak
 
 
 def test_cascade_attention_needs_one_group() -> None:

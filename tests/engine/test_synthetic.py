@@ -106,6 +106,22 @@ def test_contexts_go_beyond_windows() -> None:
     assert max(found) > 500
 
 
+def test_a_page_stays_free_for_the_place_of_blocks_behind_windows() -> None:
+    """A query of four tokens and the window before it may lie in three blocks: all that there are."""
+    found: list[int] = []
+
+    def note(batch: Any, _: GraphKey) -> Any:
+        found.append(len(set(batch.blocks[0][0])))
+        return batch
+
+    group = KVGroup(layers=(0,), block_size=4, window=4)
+    batches = SyntheticBatches(note, vocab_size=10, groups=[group], max_model_len=100, num_blocks=3)
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        batches.random_batch(GraphKey(GraphSet.MIXED, 4, 1), rng)
+    assert max(found) == 2
+
+
 def test_a_batch_that_the_cache_does_not_hold_is_refused_by_name() -> None:
     def batches(num_blocks: int) -> SyntheticBatches:
         return SyntheticBatches(
