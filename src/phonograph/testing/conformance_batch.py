@@ -2,7 +2,8 @@
 
 Batches are ragged and of odd sizes, with scattered blocks, empty slots and padding tokens. Everything that a backend
 must not read is NaN: cache slots without a token, padding rows of the inputs, and the block to which block-table
-entries after the end of a sequence point.
+entries after the end of a sequence point, and those of blocks that are behind the windows of all layers. An engine has
+freed these.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class PagedBatch:
 
     query [T, H, D], key and value [T, K, D]: of the new tokens, not yet in the cache
     kv_cache [2, B, S, K, D]: holds the context, NaN elsewhere
-    slots:    for each sequence the cache slots of all its tokens, the new ones last
+    slots:    for each sequence the cache slots of all its tokens, the new ones last; the block table names no freed ones
     """
 
     common: CommonMetadata
@@ -125,8 +126,9 @@ def make_batch(
     tables = torch.split(scattered[: sum(num_blocks)], num_blocks)
     block_table = torch.full((num_reqs, max(num_blocks, default=0) + 2), _POISON_BLOCK, dtype=torch.int32)
     slots: list[torch.Tensor] = []
-    for index, (table, seq_len) in enumerate(zip(tables, shape.seq_lens, strict=True)):
-        block_table[index, : len(table)] = table
+    for index, (table, seq_len, query_len) in enumerate(zip(tables, shape.seq_lens, shape.query_lens, strict=True)):
+        num_freed = _blocks_freed(spec, seq_len - query_len)
+        block_table[index, num_freed : len(table)] = table[num_freed:]
         slots.append((table[:, None] * size + torch.arange(size)).flatten()[:seq_len])
 
     dtype: torch.dtype = getattr(torch, spec.dtype)
@@ -154,6 +156,12 @@ def make_batch(
         kv_cache=_in_layout(torch.stack(kv_cache).unflatten(1, (total_blocks, size)), spec.layout, device),
         slots=slots,
     )
+
+
+def _blocks_freed(spec: AttentionSpec, context: int) -> int:
+    """Return the leading blocks that no query behind a context attends to in any layer."""
+    lefts = [left for left, _ in spec.windows]
+    return 0 if min(lefts) < 0 else max(0, context - max(lefts)) // spec.block_size
 
 
 def quantized(rows_NKD: torch.Tensor, scale_K: torch.Tensor | None, spec: AttentionSpec) -> torch.Tensor:
