@@ -11,7 +11,7 @@ import torch
 from phonograph.attention.attention_spec import AttentionSpec
 from phonograph.attention.backend import AnyCall, AttentionCall, AttentionLayer
 from phonograph.attention.metadata import CommonMetadata
-from phonograph.attention.reference.backend import ReferenceBackend, ReferenceMetadata
+from phonograph.attention.reference.backend import ReferenceBackend, ReferenceCapabilities, ReferenceMetadata
 from phonograph.testing.conformance import check_backend
 
 SPEC = AttentionSpec(
@@ -142,6 +142,15 @@ def test_values_of_freed_blocks_times_zero_fail() -> None:
     assert all(result.passed for result in check_backend(ReferenceBackend, full_blocks, device))
     results = check_backend(ReadsFreedBlocks, full_blocks, device)
     assert not next(result for result in results if result.name == "one decode").passed
+
+    class Finite(ReferenceCapabilities):
+        skips_freed_blocks = False
+
+    class Declares(ReadsFreedBlocks):
+        capabilities = Finite()
+
+    results = check_backend(Declares, full_blocks, device)
+    assert next(result for result in results if result.name == "one decode").passed
 
 
 def test_a_missing_lse_fails() -> None:

@@ -11,10 +11,11 @@ import torch
 from checkpoints import VOCAB_SIZE, make_checkpoint
 from group_driver import GroupDriver, Hand
 
-from phonograph.attention.reference.backend import ReferenceBackend
+from phonograph.attention.reference.backend import ReferenceBackend, ReferenceCapabilities
 from phonograph.engine import plan
 from phonograph.engine.llm import LLM
 from phonograph.graphs.modes import GraphMode
+from phonograph.runner import kv_pool
 from phonograph.runner.cpu_inputs import CpuInputs
 from phonograph.runner.group_builder import GroupBuilder
 from phonograph.runner.step_attention import StepAttention
@@ -176,3 +177,26 @@ def test_a_group_that_writes_where_another_does(folder: Path, monkeypatch: pytes
 
     monkeypatch.setattr(GroupBuilder, "build", wrong)
     assert "kv of KV group 1" in mismatches(folder)
+
+
+def test_backends_that_need_finite_blocks_get_a_cache_of_zeros(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their kernels multiply values behind a window by 0, which makes NaN of NaN."""
+    original = ReferenceBackend.forward
+
+    def reads_freed_blocks(self: ReferenceBackend, query_THD: torch.Tensor, call: Any, out: Any, *lse: Any) -> None:
+        original(self, query_THD, call, out, *lse)
+        first = call.metadata.common.block_table[:1, 0].long()
+        out += 0 * call.kv_cache[1].index_select(0, first).sum()
+
+    monkeypatch.setattr(ReferenceBackend, "forward", reads_freed_blocks)
+    assert "logits" in mismatches(folder)
+    monkeypatch.setattr(ReferenceCapabilities, "skips_freed_blocks", False)
+    assert mismatches(folder) == set()
+    allocate = kv_pool.allocate_kv_caches
+
+    def allocate_nan(*args: Any, **settings: Any) -> list[torch.Tensor]:
+        return [cache.fill_(torch.nan) for cache in allocate(*args, **settings)]
+
+    monkeypatch.setattr(kv_pool, "allocate_kv_caches", allocate_nan)
+    caches = make_llm(folder).engine.core.runner._program.attention._kv_caches
+    assert len(caches) == 6 and all(cache.isfinite().all() for cache in caches)

@@ -29,12 +29,15 @@ class Capabilities(ABC):
         varies: reason why outputs depend on the batch even if the spec sets `batch_invariant`, or "" if they do not.
         plans_by_lengths: True if the metadata of one KV group serve another of equal attention after `common` is
             replaced, because builder and `schedule` read lengths, but no block table and no slot mapping.
+        skips_freed_blocks: True if blocks behind the windows of all queries may hold NaN. Otherwise a kernel may
+            multiply their values by weights of 0, so the engine and the conformance suite keep them finite.
     """
 
     name: str
     version: str = ""
     varies: str = "it does not say that its results are the same in every batch"
     plans_by_lengths: bool = False
+    skips_freed_blocks: bool = False
 
     @abstractmethod
     def refusals(self, spec: AttentionSpec, device: DeviceSpec) -> list[str]:

@@ -156,7 +156,9 @@ def build_engine(plan: EnginePlan, report: StartProgress = no_progress, *, platf
         core=EngineCore(scheduler, runner),
         plan=plan,
         captured=captured,
-        make_subject=lambda: RunnerSubject(runner, parts.kv_caches, plan.kv.groups),
+        make_subject=lambda: RunnerSubject(
+            runner, parts.kv_caches, plan.kv.groups, poisons_freed=_skip_freed_blocks(plan)
+        ),
     )
 
 
@@ -227,4 +229,15 @@ def make_model_parts(plan: EnginePlan, backends: Sequence[AnyBackend], model: Tr
         for index, layer in enumerate(plan.model.layers)
     ]
     kv_caches = [caches[index] for index in range(len(layers))]
+    if not _skip_freed_blocks(plan):
+        for cache in kv_caches:
+            cache.zero_()
     return ModelParts(model=model, backends=backends, layers=layers, kv_caches=kv_caches)
+
+
+def _skip_freed_blocks(plan: EnginePlan) -> bool:
+    """Return True if no kernel uses what is behind a window, so that it may be NaN, as memory at the start may be."""
+    return all(
+        group.window is None or selection.capabilities.skips_freed_blocks
+        for group, selection in zip(plan.kv.groups, plan.selections, strict=True)
+    )

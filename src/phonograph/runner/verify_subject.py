@@ -22,22 +22,26 @@ _BLOCKS_AT_ONCE = 4096
 class RunnerSubject:
     """Collects hidden states, logits, sampled tokens and written keys and values of replays and eager runs.
 
-    It overwrites the whole KV cache, so no request may be in flight. The page in the place of blocks behind windows is
-    NaN, so that reading one key too many shows.
+    It overwrites the whole KV cache, so no request may be in flight.
 
     Args:
         runner: the runner.
         kv_caches: keys and values of each layer.
         groups: KV groups.
+        poisons_freed: fill the page in the place of blocks behind windows with NaN, so that reading one key too many
+            shows.
     """
 
-    def __init__(self, runner: Runner, kv_caches: Sequence[torch.Tensor], groups: Sequence[KVGroup]) -> None:
+    def __init__(
+        self, runner: Runner, kv_caches: Sequence[torch.Tensor], groups: Sequence[KVGroup], *, poisons_freed: bool
+    ) -> None:
         self._runner = runner
         self._groups = groups
         self._kv_caches = kv_caches
         # Layers of several groups view the same tensors.
         self._tensors = list({cache.data_ptr(): cache for cache in kv_caches}.values())
         self._commons: tuple[CommonMetadata, ...] = ()
+        self._poisons_freed = poisons_freed
         self._poisoned: int | None = None
         self._generator = torch.Generator(kv_caches[0].device).manual_seed(0)
         with runner.runtime.scope():
@@ -52,12 +56,13 @@ class RunnerSubject:
         synthetic = self._runner.synthetic
         with torch.inference_mode(), self._runner.runtime.scope():
             self._commons = synthetic.random_batch(key, rng)
+            freed = synthetic.freed_page if self._poisons_freed else None
             for cache in self._tensors:
                 if self._poisoned is not None:
                     self._fill(cache[:, self._poisoned])
-                if synthetic.freed_page is not None:
-                    cache[:, synthetic.freed_page] = float("nan")
-            self._poisoned = synthetic.freed_page
+                if freed is not None:
+                    cache[:, freed] = float("nan")
+            self._poisoned = freed
         common = self._commons[0]
         return Drawn(
             num_tokens=common.num_tokens,
