@@ -11,7 +11,10 @@ import pytest
 from commands import run
 
 from phonograph.cli.app import main
+from phonograph.config.engine_config import EngineConfig
+from phonograph.core.device import known_device
 from phonograph.engine import plan
+from phonograph.models.spec import read_model_spec
 
 # Sizes of Gemma 3 12B; every sixth layer attends to all keys.
 TWELVE_B = {
@@ -57,6 +60,19 @@ def test_sliding_layers_take_a_window_a_chunk_and_two_blocks_of_each_request(fol
     assert memory["num_kv_blocks"] // per_request * 32768 <= memory["num_kv_tokens"]
     # One group would hold fewer tokens in the same memory.
     assert memory["num_kv_tokens"] > 1.5 * memory["kv_cache"] // (48 * 2 * 8 * 256 * 2)
+
+
+def test_memory_counts_the_buffers_of_each_plan_and_the_tables_of_each_group(folder: str) -> None:
+    device, config = known_device("h200"), EngineConfig(model=folder, max_model_len=32768, max_num_seqs=64)
+    one = plan.make_plan(config, read_model_spec(folder), device)
+    tables = 5 * (8 * 64 * 32768 // 64 + 8 * one.limits.max_num_batched_tokens)
+    capabilities, specs = one.selection.capabilities, list(one.kv.members)
+    buffers = [capabilities.buffer_bytes(spec, device, one.limits, ()) for spec in specs]
+    assert len(specs) == 2 and one.memory.attention == sum(buffers) + tables
+    infer = plan.make_plan(config.model_copy(update={"attention_backend": "flashinfer"}), one.model, device)
+    capabilities, graphs = infer.selection.capabilities, infer.captures.largest_first()
+    windowed, full = (capabilities.buffer_bytes(spec, device, infer.limits, graphs) for spec in specs)
+    assert infer.memory.attention == 5 * windowed + full + tables
 
 
 def test_text_names_the_groups(folder: str, capsys: pytest.CaptureFixture[str]) -> None:

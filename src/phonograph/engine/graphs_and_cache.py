@@ -89,7 +89,7 @@ def size_graphs_and_cache(
 
     def plan_context(max_model_len: int) -> tuple[Limits, MemoryPlan]:
         within = replace(limits, max_model_len=max_model_len)
-        attention_bytes = 0
+        attention_bytes = _more_table_bytes(kv, within)
         for spec, groups in kv.members.items():
             one = capabilities[spec]
             plans = 1 if one.plans_by_lengths else len(groups)
@@ -132,6 +132,12 @@ def size_graphs_and_cache(
         max_num_seqs=within.max_num_seqs,
     )
     return GraphsAndCache(within, captures_within(within, most), memory, tuple(notes))
+
+
+def _more_table_bytes(kv: KVGroups, limits: Limits) -> int:
+    """Return the bytes of the block tables of all KV groups but the first: by slot and by row, and slot mappings."""
+    blocks = blocks_for(limits.max_model_len, min(kv.block_sizes))
+    return (len(kv.groups) - 1) * (2 * 4 * limits.max_num_seqs * blocks + 8 * limits.max_num_batched_tokens)
 
 
 def _largest_graph(config: EngineConfig, limits: Limits, device: DeviceSpec) -> int:
