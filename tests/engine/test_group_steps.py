@@ -130,9 +130,9 @@ def mismatches(folder: Path, **settings: Any) -> set[str]:
     return {one.tensor for one in report.mismatches}
 
 
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_replays_equal_eager_runs(folder: Path, layout: str) -> None:
-    assert mismatches(folder, kv_cache_layout=layout) == set()
+@pytest.mark.parametrize("settings", [{}, {"kv_cache_layout": "HND"}, {"kv_cache_dtype": "fp8"}])
+def test_replays_equal_eager_runs(folder: Path, settings: dict[str, str]) -> None:
+    assert mismatches(folder, **settings) == set()
 
 
 def test_a_window_that_is_one_key_too_wide_reads_a_freed_block(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
