@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,42 @@ def test_prefixes_are_shared_by_group(tmp_path: Path, layout: str) -> None:
     while len(second.tokens) < second.prompt_len + 20:
         driver.step(*([first, second] if len(second.tokens) % 2 else [second]))
     check(reference, first, second)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_operations(tmp_path: Path, seed: int) -> None:
+    """Sequences begin, share prefixes and end in any order; a slot's tables keep what the last sequence left there."""
+    rng = random.Random(seed)
+    layer_types = rng.choices(["sliding_attention", "full_attention"], k=5)
+    window = rng.randint(2, 40)
+    settings = {"num_hidden_layers": 5, "layer_types": layer_types, "sliding_window": window}
+    reference = make_checkpoint("qwen2_window", tmp_path, **settings)
+    llm = make_llm(tmp_path, block_size=rng.choice([2, 4, 8]), num_kv_blocks=600)
+    driver = GroupDriver(llm.engine, chunk=rng.choice([3, 11, 40]), seed=seed)
+    running: list[Hand] = []
+    ended: list[Hand] = []
+    size = driver.groups[0].block_size
+    while len(ended) < 12:
+        parents = [hand for hand in running if hand.computed and hand.computed % size == 0]
+        if parents and len(running) < 4 and rng.random() < 0.8:
+            parent = rng.choice(parents)
+            shared = parent.tokens[: parent.computed]
+            running.append(driver.add(shared + prompt(rng.randrange(1000), rng.randint(1, 30)), parent))
+        elif len(running) < 4 and rng.random() < 0.3:
+            running.append(driver.add(prompt(rng.randrange(1000), rng.randint(1, 70))))
+        for hand in [hand for hand in running if len(hand.tokens) > 120 or rng.random() < 0.02]:
+            running.remove(hand)
+            ended.append(hand)
+            driver.end(hand)
+        # One prompt in progress beside the decodes, as in a schedule.
+        waiting = [hand for hand in running if len(hand.tokens) - hand.computed > 1]
+        batch = [hand for hand in running if hand not in waiting or hand is waiting[0]]
+        if batch:
+            driver.step(*batch)
+    check(reference, *(hand for hand in ended if hand.logprobs))
+    for hand in running:
+        driver.end(hand)
+    assert sorted(driver.free) == list(range(600)), "every page is free at the end"
 
 
 @pytest.fixture(scope="module")

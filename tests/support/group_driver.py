@@ -44,7 +44,8 @@ class GroupDriver:
         generator = torch.Generator().manual_seed(seed)
         self.free = torch.randperm(engine.plan.memory.num_blocks, generator=generator).tolist()
         self.owners: Counter[int] = Counter()
-        self.hands: list[Hand] = []
+        self.free_slots = list(range(engine.plan.limits.max_num_seqs))
+        self.freed_slots: list[int] = []
         self.most_live: Counter[int] = Counter()
         """Most pages of one sequence at a time, by group."""
         for cache in self.caches:
@@ -52,7 +53,7 @@ class GroupDriver:
 
     def add(self, prompt: list[int], parent: Hand | None = None) -> Hand:
         """Add a sequence. With a parent, it begins with the parent's computed tokens, whose pages it shares."""
-        hand = Hand(len(self.hands), list(prompt), len(prompt))
+        hand = Hand(self.free_slots.pop(0), list(prompt), len(prompt))
         if parent is None:
             hand.tables, hand.first_live = [[] for _ in self.groups], [0] * len(self.groups)
         else:
@@ -64,8 +65,14 @@ class GroupDriver:
             for group, (table, first) in enumerate(zip(hand.tables, hand.first_live, strict=True)):
                 self.owners.update(table[first:])
                 hand.pending.append(BlockAppend(slot=hand.slot, start=first, block_ids=table[first:], group=group))
-        self.hands.append(hand)
         return hand
+
+    def end(self, hand: Hand) -> None:
+        """Free a sequence's slot and pages. The slot's block tables keep their entries."""
+        for table, first in zip(hand.tables, hand.first_live, strict=True):
+            self._release(table[first:])
+        self.free_slots.append(hand.slot)
+        self.freed_slots.append(hand.slot)
 
     def step(self, *hands: Hand) -> None:
         """Run a step of these sequences: a chunk of a prompt, or the last token."""
@@ -81,7 +88,9 @@ class GroupDriver:
             num_tokens=sum(query_lens),
             new=[self._new(hand) for hand in order if hand.is_new],
             appends=[append for hand in order for append in self._appends(hand, queries[hand.slot])],
+            freed=self.freed_slots,
         )
+        self.freed_slots = []
         output = self.runner.submit(batch).result()
         assert not output.failures
         sampled = dict(zip(output.slots, output.token_ids, strict=True))
@@ -130,11 +139,14 @@ class GroupDriver:
             if kv.window is None:
                 continue
             first = max(0, hand.computed + 1 - kv.window) // kv.block_size
-            for page in table[hand.first_live[group] : first]:
-                self.owners[page] -= 1
-                if not self.owners[page]:
-                    # The oldest free page is given out last, so that some stay poisoned for long.
-                    self.free.insert(0, page)
-                    for cache in self.caches:
-                        cache[:, page] = torch.nan
+            self._release(table[hand.first_live[group] : first])
             hand.first_live[group] = max(first, hand.first_live[group])
+
+    def _release(self, pages: list[int]) -> None:
+        for page in pages:
+            self.owners[page] -= 1
+            if not self.owners[page]:
+                # The oldest free page is given out last, so that some stay poisoned for long.
+                self.free.insert(0, page)
+                for cache in self.caches:
+                    cache[:, page] = torch.nan
