@@ -54,7 +54,7 @@ def test_sliding_layers_take_a_window_a_chunk_and_two_blocks_of_each_request(fol
     groups, chunk = facts["kv_groups"], facts["limits"]["max_num_batched_tokens"]
     assert [(len(group["layers"]), group["window"]) for group in groups] == [(8, 1024)] * 5 + [(8, None)]
     assert all((group["block_size"], group["backend"]) == (64, "triton") and group["reasons"] for group in groups)
-    assert {group["blocks_per_request"] for group in groups[:5]} == {(1024 + chunk) // 64 + 2}
+    assert {group["blocks_per_request"] for group in groups[:5]} == {(1024 + chunk) // 64 + 1}
     assert groups[5]["blocks_per_request"] == 32768 // 64
     memory = facts["memory"]
     assert memory["kv_block"] == 8 * 64 * 2 * 8 * 256 * 2
@@ -94,7 +94,7 @@ def test_a_group_of_wide_heads_has_its_own_backend_and_decides_on_the_mode(folde
 
 def test_text_names_the_groups(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = " ".join(run(capsys, "explain", folder, *SIZES).split())
-    assert "KV groups 0: 8 layers (0-4, 6-8), window 1024, blocks of 64 tokens, at most 146 a request, triton" in text
+    assert "KV groups 0: 8 layers (0-4, 6-8), window 1024, blocks of 64 tokens, at most 145 a request, triton" in text
     assert "5: 8 layers (5-47 by 6), full attention, blocks of 64 tokens, at most 512 a request, triton" in text
     assert "attention KV groups 0, 1, 2, 3, 4 (8 layers, window 1024): triton - none was asked for" in text
     assert "KV group 5 (8 layers, full attention): triton - none was asked for" in text

@@ -24,25 +24,15 @@ def pages_for_request(groups: Sequence[KVGroup], num_tokens: int, max_num_batche
 
 
 def group_pages(group: KVGroup, num_tokens: int, max_num_batched_tokens: int) -> int:
-    """Return the most pages of one KV group that a request holds at a time; see `pages_for_request`."""
+    """Return the most pages of one KV group that a request holds at a time; see `pages_for_request`.
+
+    A chunk reads the window before its first token and writes its own tokens. These are at most W - 1 + T adjacent
+    tokens, with a window of W and a chunk of T tokens. They begin anywhere in a block.
+    """
     all_tokens = blocks_for(num_tokens, group.block_size)
     if group.window is None:
         return all_tokens
-    return min(all_tokens, blocks_for(group.window + max_num_batched_tokens, group.block_size) + 2)
-
-
-def most_step_tokens(*, num_blocks: int, block_sizes: Sequence[int], max_model_len: int, max_num_seqs: int) -> int:
-    """Return the tokens of the largest step that the cache holds: at most `max_num_seqs` sequences without context.
-
-    Args:
-        num_blocks: pages of the cache; one holds a block of any KV group.
-        block_sizes: tokens of a block, by KV group.
-        max_model_len: tokens of the longest sequence.
-        max_num_seqs: number of sequences.
-    """
-    whole, rest = divmod(num_blocks, sum(blocks_for(max_model_len, size) for size in block_sizes))
-    longest = most_tokens(rest, lambda length: sum(blocks_for(length, size) for size in block_sizes), max_model_len)
-    return min(whole * max_model_len + longest, max_num_seqs * max_model_len)
+    return min(all_tokens, blocks_for(group.window + max_num_batched_tokens - 2, group.block_size) + 1)
 
 
 def most_tokens(num_blocks: int, blocks_of: Callable[[int], int], most: int) -> int:
@@ -61,3 +51,17 @@ def most_tokens(num_blocks: int, blocks_of: Callable[[int], int], most: int) -> 
         else:
             refused = middle
     return fitting
+
+
+def most_step_tokens(*, num_blocks: int, block_sizes: Sequence[int], max_model_len: int, max_num_seqs: int) -> int:
+    """Return the tokens of the largest step that the cache holds: at most `max_num_seqs` sequences without context.
+
+    Args:
+        num_blocks: pages of the cache; one holds a block of any KV group.
+        block_sizes: tokens of a block, by KV group.
+        max_model_len: tokens of the longest sequence.
+        max_num_seqs: number of sequences.
+    """
+    whole, rest = divmod(num_blocks, sum(blocks_for(max_model_len, size) for size in block_sizes))
+    longest = most_tokens(rest, lambda length: sum(blocks_for(length, size) for size in block_sizes), max_model_len)
+    return min(whole * max_model_len + longest, max_num_seqs * max_model_len)
