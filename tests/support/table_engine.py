@@ -112,7 +112,7 @@ def engine_maker() -> MakeEngine:
             max_num_seqs=SLOTS,
             max_num_tokens=TOKENS,
             max_model_len=scheduler.limits.max_model_len,
-            block_size=scheduler.block_size,
+            block_size=scheduler.groups[0].block_size,
             vocab_size=VOCAB,
             device=device,
         )
@@ -136,7 +136,7 @@ def engine_maker() -> MakeEngine:
         )
         synthetic: dict[str, Any] = {
             "max_model_len": scheduler.limits.max_model_len,
-            "block_size": scheduler.block_size,
+            "block_size": scheduler.groups[0].block_size,
         }
         builder: Any = Backend()
         masked = MaskedSampling(
