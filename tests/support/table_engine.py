@@ -17,7 +17,6 @@ from host_runtime import CallRuntime, HostRing
 from ladders import Ladder
 from scheduling import make_scheduler, request
 
-from phonograph.core.kv_group import KVGroup
 from phonograph.core.request import Request
 from phonograph.engine.core import EngineCore
 from phonograph.engine.metrics.step_record import StepRecord
@@ -113,7 +112,7 @@ def engine_maker() -> MakeEngine:
             max_num_seqs=SLOTS,
             max_num_tokens=TOKENS,
             max_model_len=scheduler.limits.max_model_len,
-            block_sizes=(scheduler.block_size,),
+            block_sizes=(scheduler.groups[0].block_size,),
             vocab_size=VOCAB,
             device=device,
         )
@@ -137,7 +136,7 @@ def engine_maker() -> MakeEngine:
         )
         synthetic: dict[str, Any] = {
             "max_model_len": scheduler.limits.max_model_len,
-            "groups": (KVGroup(layers=(), block_size=scheduler.block_size),),
+            "groups": scheduler.groups,
         }
         builder: Any = Backend()
         masked = MaskedSampling(
