@@ -38,11 +38,6 @@ TWELVE_B = {
 SIZES = ["--device-name", "h200", "--max-model-len", "32768", "--max-num-seqs", "64"]
 
 
-@pytest.fixture(autouse=True)
-def several_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "SCHEDULES_GROUPS", True)
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> str:
     (tmp_path / "config.json").write_text(json.dumps(TWELVE_B))

@@ -24,7 +24,7 @@ from quantized_checkpoints import FORMATS, quantize_checkpoint
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.device import known_device
 from phonograph.core.sampling_params import SamplingParams
-from phonograph.engine import build, plan
+from phonograph.engine import build
 from phonograph.engine.outputs import RequestOutput
 from phonograph.engine.plan import make_plan
 from phonograph.engine.session import Session
@@ -150,9 +150,8 @@ def test_a_whole_engine(family: str, tmp_path: Path) -> None:
     assert again.num_cached_tokens == 32 and {"full decode", "full mixed", "eager"} <= set(counts)
 
 
-def test_several_kv_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_kv_groups(tmp_path: Path) -> None:
     """Freed blocks are NaN: no kernel multiplies a weight of 0 by what is behind a window."""
-    monkeypatch.setattr(plan, "SCHEDULES_GROUPS", True)
     types = ["sliding_attention", "full_attention", "sliding_attention"]
     reference = make_checkpoint("qwen2_window", tmp_path, layer_types=types, sliding_window=20, **HEADS)
     engine = start_engine(tmp_path)

@@ -13,7 +13,6 @@ from checkpoints import VOCAB_SIZE, make_checkpoint
 from group_driver import GroupDriver, Hand
 
 from phonograph.attention.reference.backend import ReferenceBackend, ReferenceCapabilities
-from phonograph.engine import plan
 from phonograph.engine.llm import LLM
 from phonograph.graphs.modes import GraphMode
 from phonograph.runner import kv_pool
@@ -26,11 +25,6 @@ MIXED = {
     "layer_types": ["sliding_attention"] * 3 + ["full_attention"] * 2 + ["sliding_attention"],
 }
 NEAR = 1e-4
-
-
-@pytest.fixture(autouse=True)
-def several_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "SCHEDULES_GROUPS", True)
 
 
 def make_llm(folder: Path, **settings: Any) -> LLM:

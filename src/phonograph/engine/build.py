@@ -18,7 +18,6 @@ from phonograph.attention.cascade.shared_prefix import SharedPrefixes
 from phonograph.attention.selection import load
 from phonograph.core.blocks import blocks_for
 from phonograph.core.device import DeviceSpec, known_device
-from phonograph.core.kv_group import KVGroup
 from phonograph.engine.core import EngineCore
 from phonograph.engine.plan import EnginePlan
 from phonograph.engine.process.client import StartProgress, no_progress
@@ -148,7 +147,7 @@ def build_engine(plan: EnginePlan, report: StartProgress = no_progress, *, platf
         report("kernels", 1, 1)
     scheduler = Scheduler(
         plan.limits,
-        groups=(KVGroup(layers=tuple(range(plan.model.num_layers)), block_size=plan.attention.block_size),),
+        groups=plan.kv.groups,
         num_blocks=plan.memory.num_blocks,
         enable_prefix_caching=plan.config.enable_prefix_caching,
         policy=plan.config.scheduling_policy,

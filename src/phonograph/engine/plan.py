@@ -90,8 +90,6 @@ class EnginePlan:
         )
 
 
-SCHEDULES_GROUPS = False
-"""True once the scheduler allocates blocks by KV group. Until then all layers are one group with all their blocks."""
 # Default sizes of a step. On a CPU a step of 512 tokens already uses all cores.
 _DEFAULT_SEQS = {"cpu": 64, "cuda": 256}
 _DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
@@ -306,5 +304,5 @@ def resolve_attention(config: EngineConfig, model: ModelSpec, device: DeviceSpec
         )
 
     specs = [layer_spec(layer.attention) for layer in model.layers]
-    context = _limits(config, model, device).max_model_len if SCHEDULES_GROUPS else 0
+    context = _limits(config, model, device).max_model_len
     return make_kv_groups(specs, max_model_len=context, block_size=config.block_size)
