@@ -95,12 +95,15 @@ def launch_others() -> None:
     numbers = (torch.zeros(8), ints(8), torch.zeros(8), torch.zeros(8), longs(8))
     sample.sample(halves(8, 32000), ints(8), *numbers, scratch, ints(8), ints(8))
     bitmask.mask_logits(halves(4, 1000), ints(4), ints(4, 32))
-    layout = prepare.StepLayout(8, 64, 16)
-    prepare.prepare(
-        ints(layout.num_words), layout, last_token_R=ints(8), slot_block_table_RN=ints(8, 32), block_size=16,
-        num_reqs_padded=8, num_tokens_padded=64, input_ids_T=ints(64), positions_T=longs(64), slot_mapping_T=longs(64),
-        query_start_loc=ints(9), seq_lens_R=ints(8), block_table_RN=ints(8, 32), logits_rows_R=longs(8),
-    )  # fmt: skip
+    for sizes in ((16,), (16, 16), (16, 32, 16)):
+        groups = len(sizes)
+        layout = prepare.StepLayout(8, 64, 16, num_groups=groups)
+        prepare.prepare(
+            ints(layout.num_words), layout, last_token_R=ints(8), slot_block_tables_GRN=ints(groups, 8, 32),
+            block_sizes=sizes, num_reqs_padded=8, num_tokens_padded=64, input_ids_T=ints(64), positions_T=longs(64),
+            slot_mappings_GT=longs(groups, 64), query_start_loc=ints(9), seq_lens_R=ints(8),
+            block_tables_GRN=ints(groups, 8, 32), logits_rows_R=longs(8),
+        )  # fmt: skip
     prepare.apply_appends(ints(3, 5), ints(8, 32))
     pinned_words.copy_words(ints(64), ints(64), 64)
     rounded = Fp8Rows(halves(8, 512).to(FP8), torch.zeros(8, 1))

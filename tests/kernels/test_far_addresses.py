@@ -226,22 +226,23 @@ def walk_prepare(place: Place, device: torch.device) -> list[torch.Tensor]:
     views.header[:3] = ROWS, ROWS, ROWS
     views.slots[:] = 2, 0, 1
     views.context_lens[:] = 20, 30, 47
-    views.query_starts[:] = views.append_starts[:] = np.arange(ROWS + 1)
+    views.query_starts[:] = views.append_starts[0] = np.arange(ROWS + 1)
     views.token_starts[:] = -1
     views.append_at[:] = 1, 2, 3
     views.appends[:ROWS] = 50, 51, 52
     tables = [place(torch.randint(0, 99, (ROWS, 8), dtype=torch.int32).to(device)) for _ in range(2)]
     ints = {name: torch.zeros(8, dtype=torch.int32, device=device) for name in ("input_ids_T", "query_start_loc")}
-    longs = ("positions_T", "slot_mapping_T", "logits_rows_R")
+    longs = ("positions_T", "logits_rows_R")
     outputs = ints | {name: torch.zeros(8, dtype=torch.int64, device=device) for name in longs}
+    outputs["slot_mappings_GT"] = torch.zeros(1, 8, dtype=torch.int64, device=device)
     seq_lens = torch.zeros(8, dtype=torch.int32, device=device)
     prepare(
         torch.from_numpy(staging).to(device),
         layout,
         last_token_R=torch.tensor([7, 8, 9], dtype=torch.int32, device=device),
-        slot_block_table_RN=tables[0],
-        block_table_RN=tables[1],
-        block_size=16,
+        slot_block_tables_GRN=tables[0][None],
+        block_tables_GRN=tables[1][None],
+        block_sizes=(16,),
         num_reqs_padded=ROWS,
         num_tokens_padded=ROWS,
         seq_lens_R=seq_lens,

@@ -115,7 +115,7 @@ def run_suites(
         "max_model_len": plan.limits.max_model_len,
         "max_num_seqs": plan.limits.max_num_seqs,
         "max_num_batched_tokens": plan.limits.max_num_batched_tokens,
-        "kv_cache_tokens": plan.memory.num_blocks * plan.attention.block_size,
+        "kv_cache_tokens": plan.memory.num_tokens,
     }
     rows: list[Row] = []
     try:

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 from phonograph.core.batch import TokenLogprobs
 from phonograph.core.request import FinishReason
 from phonograph.core.sampling_params import SamplingParams
+from phonograph.engine.groups.group_facts import GroupFacts
 from phonograph.engine.metrics.step_record import StepRecord
 from phonograph.errors import PhonographError, RequestError, RequestFailure
 from phonograph.graphs.capture_list import CaptureList, CaptureRetry
@@ -67,6 +68,7 @@ class EngineFacts:
     resolution:  graph mode with its reasons
     captures:    list of the captured graphs; `graph_memory_bytes` and `capture_seconds` are their cost
     capture_retries: graphs captured at the second attempt, with the reasons
+    block_size:  tokens of a KV block of the first group of `kv_groups`
     notes:       decisions that the configuration left open, or that differ from it
     stats:       scheduler statistics before the first step
     """
@@ -83,6 +85,7 @@ class EngineFacts:
     capture_seconds: float
     capture_retries: tuple[CaptureRetry, ...] = ()
     block_size: int
+    kv_groups: tuple[GroupFacts, ...]
     notes: tuple[str, ...]
     start_seconds: float
     stats: SchedulerStats

@@ -7,6 +7,7 @@ import time
 
 from phonograph.config.engine_config import EngineConfig
 from phonograph.engine.build import Engine
+from phonograph.engine.groups.group_facts import group_facts
 from phonograph.engine.process.core_loop import CoreLoop
 from phonograph.engine.process.messages import Begin, Channel, EngineFacts, Progress, StartFailed
 from phonograph.engine.session import Session, grammar_compiler
@@ -49,13 +50,14 @@ def _facts(engine: Engine, seconds: float) -> EngineFacts:
         max_num_seqs=plan.limits.max_num_seqs,
         scheduling_policy=plan.config.scheduling_policy,
         device=plan.device.name,
-        attention_backend=plan.selection.capabilities.label,
+        attention_backend=plan.backends,
         resolution=plan.resolution,
         captures=plan.captures,
         graph_memory_bytes=engine.captured.memory_bytes,
         capture_seconds=engine.captured.seconds,
         capture_retries=engine.captured.retries,
         block_size=plan.attention.block_size,
+        kv_groups=group_facts(plan),
         notes=(*plan.notes, *map(str, engine.captured.retries)),
         start_seconds=seconds,
         stats=engine.core.scheduler.stats,
