@@ -75,6 +75,8 @@ COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"stream_options": {"include_usage": True}}, "stream_options", "stream=true"),
     ({"stream": True, "stream_options": {"more": 1}}, "stream_options.more", "not permitted"),
     ({"priority": 1}, "priority", "--scheduling-policy"),
+    ({"cache_salt": ""}, "cache_salt", "at least 1 character"),
+    ({"cache_salt": 5}, "cache_salt", "valid string"),
     ({"request_id": "x" * 201}, "request_id", "200"),
     ({"request_id": "\udc00"}, "request_id", ""),
     ({"suffix": "."}, "suffix", "not supported"),

@@ -58,7 +58,7 @@ class SequenceTable:
         block_sizes: Sequence[int],
     ) -> None:
         self._tokens = tokens
-        self._salt = b"" if salt is None else sha256(salt.encode()).digest()
+        self._salt = b"" if salt is None else sha256(salt.encode(errors="surrogatepass")).digest()
         self._block_sizes = block_sizes
         # Of the leading full blocks; groups with blocks of equal sizes share them.
         self._digests: dict[int, list[bytes]] = {size: [] for size in block_sizes}

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.admission import Prompt
 from phonograph.engine.offline.interrupts import deferred_interrupts
+from phonograph.engine.offline.prompts import salt_of
 from phonograph.engine.outputs import RequestOutput
 from phonograph.engine.session import Session
 from phonograph.errors import RequestError, shortened
@@ -88,7 +89,7 @@ def _queue(
         prompt: Prompt = []
         try:
             prompt = encode(item)
-            yield session.add(prompt, one, priority=rank)
+            yield session.add(prompt, one, priority=rank, cache_salt=salt_of(item))
         except RequestError as error:
             if len(inputs) == 1:
                 raise

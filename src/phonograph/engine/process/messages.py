@@ -34,6 +34,7 @@ class Add:
     prompts: dict[int, list[int]]
     params: SamplingParams
     priority: int
+    cache_salt: str | None = None
 
 
 @dataclass(slots=True)

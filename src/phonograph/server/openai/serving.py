@@ -247,7 +247,13 @@ class Serving:
     def open(self, request: Request, prompts: list[list[int]], params: SamplingParams, body: GenerationBody) -> Call:
         """Open a call of the engine. It fails when the client disconnects or request_timeout has passed."""
         try:
-            call = self.engine.open(prompts, params, streams=bool(body.stream), priority=body.priority or 0)
+            call = self.engine.open(
+                prompts,
+                params,
+                streams=bool(body.stream),
+                priority=body.priority or 0,
+                cache_salt=body.cache_salt,
+            )
         except EngineUnavailable as error:
             raise api_error(error) from None
         if self.config.request_timeout is not None:
