@@ -32,8 +32,11 @@ END = "<!-- end -->"
 FAMILIES = {
     "llama": "Llama 2 and 3.x, SmolLM2, TinyLlama",
     "mistral": "Mistral",
+    "mixtral": "Mixtral",
     "qwen2": "Qwen2, Qwen2.5",
+    "qwen2_moe": "Qwen1.5-MoE, Qwen2-MoE",
     "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3-MoE",
 }
 """Names of the families by the model type of an architecture."""
 FORMATS = {

@@ -26,6 +26,7 @@ from phonograph.graphs.resolve import Pieces, Resolution, resolve_mode
 from phonograph.kernels.torch.grouped import MAX_GROUPED_ROWS
 from phonograph.kernels.triton.gemm.choose import MAX_16_BIT_ROWS, has_fp8_products, takes_fp8_rows
 from phonograph.kernels.triton.gemm.product_plan import GemmDevice
+from phonograph.models.layer_spec import LayerExperts
 from phonograph.models.layers.workspace import quantized_sizes
 from phonograph.models.quantization.cpu_weights import CpuProducts
 from phonograph.models.spec import ModelSpec
@@ -103,6 +104,8 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
         )
     if config.batch_invariant and model.quantization is not None:
         raise ConfigError("batch_invariant", True, f"weights in {model.quantization.name} have no such products")
+    if config.batch_invariant and any(isinstance(layer.feed_forward, LayerExperts) for layer in model.kinds):
+        raise ConfigError("batch_invariant", True, "mixtures of experts have no such products; leave it out")
     _check_lm_head(config, model, dtype, device)
     version = None if config.flash_attn_version is None else str(config.flash_attn_version)
     selection = select(config.attention_backend, version, attention, device)

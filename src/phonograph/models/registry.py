@@ -5,13 +5,18 @@ from __future__ import annotations
 from phonograph.errors import UnsupportedModelError
 from phonograph.models.families.family import Family
 from phonograph.models.families.llama import LLAMA, MISTRAL
+from phonograph.models.families.mixtral import MIXTRAL
 from phonograph.models.families.qwen import QWEN2, QWEN3
+from phonograph.models.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
 
 ARCHITECTURES: dict[str, Family] = {
     "LlamaForCausalLM": LLAMA,
     "MistralForCausalLM": MISTRAL,
+    "MixtralForCausalLM": MIXTRAL,
     "Qwen2ForCausalLM": QWEN2,
+    "Qwen2MoeForCausalLM": QWEN2_MOE,
     "Qwen3ForCausalLM": QWEN3,
+    "Qwen3MoeForCausalLM": QWEN3_MOE,
 }
 
 
@@ -23,8 +28,7 @@ def find_architecture(name: str) -> Family:
     """
     found = ARCHITECTURES.get(name)
     if found is None:
-        experts = "moe" in name.lower() or "mixtral" in name.lower()
-        reason = " (a mixture of experts, which is not implemented)" if experts else ""
+        reason = " (a mixture of experts of this family is not implemented)" if "moe" in name.lower() else ""
         raise UnsupportedModelError(
             f"architecture {name!r} is not supported{reason}; supported are {', '.join(sorted(ARCHITECTURES))}"
         )

@@ -24,7 +24,7 @@ from phonograph.models.context_length import context_length
 from phonograph.models.end_tokens import read_end_tokens, split_end_tokens
 from phonograph.models.families.family import Family
 from phonograph.models.hf_config import check_overrides, read_settings, with_overrides
-from phonograph.models.layer_spec import NO_FACTORS, Factors, LayerMatrix, LayerSpec, MatrixPart
+from phonograph.models.layer_spec import NO_FACTORS, Factors, LayerExperts, LayerMatrix, LayerSpec, MatrixPart
 from phonograph.models.layers.rope import rope_frequencies
 from phonograph.models.quantization.float8 import Fp8Head
 from phonograph.models.quantization.quantization_config import choose_quantization, read_quantization
@@ -142,8 +142,9 @@ class ModelSpec:
         for index, layer in enumerate(self.layers):
             made = layer.with_schemes(partial(_scheme_in, quantization, f"{LAYERS}.{index}."))
             if quantization is not None:
-                for matrix in layer.matrices:
-                    quantization.check_parts(f"{LAYERS}.{index}.{matrix.module}", [part.name for part in matrix.parts])
+                for matrix in filter(lambda matrix: matrix.quantizable, layer.matrices):
+                    names = [name.removeprefix(f"{matrix.module}.") for name, _ in matrix.projections()]
+                    quantization.check_parts(f"{LAYERS}.{index}.{matrix.module}", names)
             layers.append(equal.setdefault(made, made))
         spec = replace(self, layers=tuple(layers), quantization=quantization)
         for scheme, outputs, inputs in spec._quantized_parts():
@@ -170,6 +171,8 @@ class ModelSpec:
                     shapes[f"{prefix}.{name}.weight"] = (part.num_outputs, matrix.num_inputs)
                 if matrix.bias:
                     shapes[f"{prefix}.{name}.bias"] = (part.num_outputs,)
+            if isinstance(layer.feed_forward, LayerExperts) and layer.feed_forward.choice_bias is not None:
+                shapes[f"{prefix}.{layer.feed_forward.choice_bias}"] = (layer.feed_forward.routing.num_experts,)
             if layer.attention.head_norms:
                 for name in ("q_norm", "k_norm"):
                     shapes[f"{prefix}.self_attn.{name}.weight"] = (layer.attention.head_size,)
