@@ -126,12 +126,14 @@ class Inputs(Protocol):
     positions:   int64 [T]
     logits_rows: int64 [R], row of the residual stream that has the logits of each request
     query_start_loc: int32 [R+1], see `CommonMetadata`
+    num_reqs:    int32 [1], requests of the step without padding
     """
 
     input_ids: torch.Tensor
     positions: torch.Tensor
     logits_rows: torch.Tensor
     query_start_loc: torch.Tensor
+    num_reqs: torch.Tensor
 
     def take_over(self, batch: ScheduledBatch, failures: SlotFailures) -> None:
         """Load the sequences that start with this step.

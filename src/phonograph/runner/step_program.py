@@ -82,7 +82,8 @@ class StepProgram:
         if model.kernels.leaves_rows_out(num_tokens) and not every_row and not all_hidden:
             # Padding rows have arbitrary contents.
             rows = inputs.logits_rows
-            hidden_TE = model.forward(input_ids_T, positions_T, self.attention, rows, num_rows)[:num_logits]
+            hidden_TE = model.forward(input_ids_T, positions_T, self.attention, rows, num_rows, inputs.num_reqs)
+            hidden_TE = hidden_TE[:num_logits]
             gathered = False
         else:
             hidden_TE = model.forward(input_ids_T, positions_T, self.attention, num_rows=num_rows)

@@ -70,6 +70,7 @@ class CudaInputs:
         self.sample_scratch = make_sample_scratch(max_num_seqs, vocab_size, device)
         self.sampling = self._layout.sampling_views(self._staging)
         self._prefix_len = self._layout.prefix_len(self._staging)
+        self.num_reqs = self._layout.num_reqs(self._staging)
         self._uploads = [_Upload(self._layout, device) for _ in range(_UPLOADS)]
         self._next = 0
         self._views: dict[tuple[int, int], PaddedViews] = {}
