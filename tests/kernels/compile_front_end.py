@@ -32,14 +32,15 @@ from bench.kernel_parts import KERNEL_PARTS
 from phonograph.kernels.cascade_tensors import PrefixCut
 from phonograph.kernels.fp8_activations import Fp8Rows
 from phonograph.kernels.routing import Routing
+from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.triton.attention import cascade, page_indices, prefill, quantize_query, split_batch
 from phonograph.kernels.triton.attention import rope_and_kv_write as rope
 from phonograph.kernels.triton.elementwise import fp8_rows, layers
 from phonograph.kernels.triton.experts.expert_lists import ExpertLists
+from phonograph.kernels.triton.experts.expert_plan import expert_config
 from phonograph.kernels.triton.experts.expert_products import (
     add_results,
     down_products,
-    expert_config,
     gate_up_products,
 )
 from phonograph.kernels.triton.experts.route import route
@@ -133,6 +134,9 @@ def launch_experts() -> None:
         gate_up, down = halves(num_experts * 2 * inner, width), halves(num_experts * width, inner)
         gate_up_products(x, gate_up, lists, routing, config, halves(pairs, inner), halves(num_experts * 2 * inner))
         down_products(halves(pairs, inner), down, lists, routing, config, halves(pairs, width))
+        grouped = Grouped(ints(num_experts * width, inner // 8), halves(num_experts * width, 1), None, 4, inner)
+        for weight in (grouped, grouped._replace(packed_OW=halves(num_experts * width, inner).to(FP8), bits=8)):
+            down_products(halves(pairs, inner), weight, lists, routing, config, halves(pairs, width))
         shared, norm = (x, lists.shared_T), (halves(width), 1e-6, x)
         add_results(halves(pairs, width), x, routing.top_k, num_rows=real, shared=shared, norm=norm)
 

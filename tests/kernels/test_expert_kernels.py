@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from phonograph.kernels.routing import Routing
-from phonograph.kernels.torch.grouped import dequantize
 from phonograph.kernels.torch.route import route as torch_route
 from phonograph.kernels.triton.experts import expert_products
-from phonograph.kernels.triton.experts.expert_lists import LARGE_TILE, ONE_LAUNCH_TOKENS, TILE, ExpertLists
-from phonograph.kernels.triton.experts.expert_products import ExpertConfig, ExpertTile
+from phonograph.kernels.triton.experts.expert_lists import LARGE_TILE, TILE, ExpertLists
+from phonograph.kernels.triton.experts.expert_plan import ExpertConfig, ExpertTile
 from phonograph.kernels.triton.experts.route import route
 
 ROUTINGS = {
@@ -68,11 +67,11 @@ def test_routes(name: str, num_tokens: int, count: int, device: torch.device) ->
     problem = Problem(num_tokens, ROUTINGS[name], device)
     problem.x_TE[count:] = torch.nan
     problem.route(num_rows=torch.tensor([count], dtype=torch.int32, device=device))
-    self_check(problem, count)
+    check_choice(problem, count)
     problem.check_lists(count, TILE)
 
 
-def self_check(problem: Problem, count: int) -> None:
+def check_choice(problem: Problem, count: int) -> None:
     lists, routing = problem.lists, problem.routing
     logits = (problem.x_TE.double() @ problem.router_OE.double().t()).float()
     experts, weights = torch_route(logits[:count, : routing.num_experts], routing, problem.bias_X)
@@ -88,7 +87,7 @@ def test_two_launches(name: str, device: torch.device, monkeypatch: pytest.Monke
     num_tokens = 3 * LARGE_TILE + 5
     problem = Problem(num_tokens, ROUTINGS[name], device)
     problem.route(block=32)
-    self_check(problem, num_tokens)
+    check_choice(problem, num_tokens)
     problem.check_lists(num_tokens, 32)
 
 
@@ -178,7 +177,3 @@ def test_products(
     assert (hidden.double() - wanted).norm() <= limit * wanted.norm()
     wanted = hidden.double() * torch.rsqrt(hidden.double().square().mean(-1, keepdim=True) + 1e-5) * weight.double()
     assert (normed.double() - wanted).norm() <= limit * wanted.norm()
-
-
-def test_one_launch_has_few_tiles() -> None:
-    assert ONE_LAUNCH_TOKENS % TILE == 0 and dequantize is not None

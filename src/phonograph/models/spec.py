@@ -27,6 +27,7 @@ from phonograph.models.hf_config import check_overrides, read_settings, with_ove
 from phonograph.models.layer_spec import NO_FACTORS, Factors, LayerExperts, LayerMatrix, LayerSpec, MatrixPart
 from phonograph.models.layers.rope import rope_frequencies
 from phonograph.models.quantization.float8 import Fp8Head
+from phonograph.models.quantization.grouped_weight import GroupedScheme
 from phonograph.models.quantization.quantization_config import choose_quantization, read_quantization
 from phonograph.models.quantization.scheme import Quantization, Scheme
 from phonograph.models.registry import find_architecture, known_fields
@@ -145,6 +146,16 @@ class ModelSpec:
                 for matrix in filter(lambda matrix: matrix.quantizable, layer.matrices):
                     names = [name.removeprefix(f"{matrix.module}.") for name, _ in matrix.projections()]
                     quantization.check_parts(f"{LAYERS}.{index}.{matrix.module}", names)
+            for matrix in made.matrices:
+                if (
+                    matrix.num_experts is not None
+                    and isinstance(matrix.scheme, GroupedScheme)
+                    and matrix.scheme.ordered
+                ):
+                    raise UnsupportedModelError(
+                        f"{LAYERS}.{index}.{matrix.module} is in {matrix.scheme.name}, with an order for each expert, "
+                        "which is not supported; quantize the model without desc_act (actorder)"
+                    )
             layers.append(equal.setdefault(made, made))
         spec = replace(self, layers=tuple(layers), quantization=quantization)
         for scheme, outputs, inputs in spec._quantized_parts():

@@ -11,10 +11,10 @@ import torch
 
 from phonograph.kernels.triton.elementwise import layers
 from phonograph.kernels.triton.experts.expert_lists import ExpertLists
+from phonograph.kernels.triton.experts.expert_plan import expert_config
 from phonograph.kernels.triton.experts.expert_products import (
     add_results,
     down_products,
-    expert_config,
     fitted,
     gate_up_products,
 )

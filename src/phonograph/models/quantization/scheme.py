@@ -196,11 +196,13 @@ class Quantization:
         # Types of GGUF files that differ have the same layout.
         several = not isinstance(self.scheme, Mapping) and len(set(schemes.values())) > 1
         if several or (None in schemes.values() and any(schemes.values())):
-            # Experts have many parts; the first of each format shows the difference.
-            shown = {scheme: part for part, scheme in reversed(schemes.items())} if len(schemes) > _MOST_SHOWN else {}
-            first = {part: scheme for scheme, part in reversed(shown.items())} or schemes
+            shown: dict[object, str] = {}
+            for part, scheme in schemes.items():
+                # Experts have many parts; the first of each format shows the difference.
+                shown.setdefault(scheme if len(schemes) > _MOST_SHOWN else part, part)
             formats = ", ".join(
-                f"{part} is {scheme.name if scheme else 'in 16 bits'}" for part, scheme in first.items()
+                f"{part} is {scheme.name if scheme else 'in 16 bits'}"
+                for part, scheme in ((part, schemes[part]) for part in shown.values())
             )
             raise UnsupportedModelError(
                 f"quantization_config gives the parts of {prefix} several formats: {formats}; they run as one matrix, "

@@ -19,8 +19,6 @@ of `expert_lists`.
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -28,57 +26,11 @@ import triton.language as tl
 from phonograph.kernels.routing import Routing
 from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.triton.experts.expert_lists import ExpertLists, max_items
+from phonograph.kernels.triton.experts.expert_plan import ExpertConfig, ExpertTile
 from phonograph.kernels.triton.gemm.gemm_tiled import grouped_tile
 from phonograph.kernels.triton.gemm.grouped_operands import MAGIC
 from phonograph.kernels.triton.gemm.product import Matrix
 from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_options
-
-
-class ExpertTile(NamedTuple):
-    """Tile of a product, and its launch.
-
-    Attributes:
-        block_n: outputs.
-        block_k: inputs of a step; a divisor of a group's.
-        num_warps: warps of a program.
-        num_stages: steps in flight.
-        programs: most programs; 0 for one a tile of the bound.
-    """
-
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-    programs: int = 0
-
-
-class ExpertConfig(NamedTuple):
-    """Launch of a layer's experts for a class of tokens.
-
-    Attributes:
-        block: most pairs of an item.
-        gate_up: tile of the first product; it has as many outputs of gates as of ups.
-        down: tile of the second.
-    """
-
-    block: int
-    gate_up: ExpertTile
-    down: ExpertTile
-
-
-_CONFIGS = (
-    (4, ExpertConfig(16, ExpertTile(32, 128, 4, 4), ExpertTile(32, 128, 4, 4))),
-    (16, ExpertConfig(32, ExpertTile(64, 128, 4, 3), ExpertTile(64, 128, 4, 3))),
-    (48, ExpertConfig(64, ExpertTile(64, 64, 4, 4, 528), ExpertTile(128, 64, 4, 4, 528))),
-    (None, ExpertConfig(128, ExpertTile(64, 64, 8, 4, 264), ExpertTile(128, 64, 8, 4, 264))),
-)
-"""Configurations by the largest mean number of an expert's pairs, if all experts have as many."""
-
-
-def expert_config(num_tokens: int, routing: Routing) -> ExpertConfig:
-    """Return the launch of a layer's experts for T tokens."""
-    mean = num_tokens * routing.top_k / routing.num_experts
-    return next(config for most, config in _CONFIGS if most is None or mean <= most)
 
 
 def fitted(config: ExpertConfig, gate_up: Matrix, down: Matrix) -> ExpertConfig:
@@ -333,6 +285,7 @@ def add_results(
         weight_E,
         normed_TE,
         eps,
+        results_PE.stride(0),
         hidden_TE.stride(0),
         WIDTH=width,
         BLOCK=block,
@@ -354,6 +307,7 @@ def _add_kernel(
     norm_ptr,
     normed_ptr,
     eps,
+    results_stride,
     hidden_stride,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -374,7 +328,7 @@ def _add_kernel(
         valid = exists & (row < tl.load(num_rows_ptr))
     total = tl.zeros((BLOCK,), tl.float32)
     for j in tl.static_range(TOP_K):
-        total += tl.load(results_ptr + (row * TOP_K + j) * WIDTH + column, valid, other=0.0).to(tl.float32)
+        total += tl.load(results_ptr + (row * TOP_K + j) * results_stride + column, valid, other=0.0).to(tl.float32)
     if shared_ptr is not None:
         shared = tl.load(shared_ptr + row * WIDTH + column, valid, other=0.0).to(tl.float32)
         if shared_weights_ptr is not None:

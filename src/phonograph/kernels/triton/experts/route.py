@@ -135,8 +135,8 @@ def _in_top_groups(choice, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GP: t
     total = tl.where(group[None, :] < GROUPS, tl.reshape(total, (ROWS, GP)), float("-inf"))
     chosen = tl.zeros((ROWS, GP), tl.int32)
     for _ in range(TOP_GROUPS):
-        _, at = _best(total, group, GP)
-        hit = group[None, :] == at[:, None]
+        _, best = _best(total, group, GP)
+        hit = group[None, :] == best[:, None]
         chosen = tl.where(hit, 1, chosen)
         total = tl.where(hit, float("-inf"), total)
     return tl.reshape(tl.broadcast_to(chosen[:, :, None], (ROWS, GP, SP)), (ROWS, GP * SP)) > 0
