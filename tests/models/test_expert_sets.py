@@ -14,7 +14,7 @@ from phonograph.models.layers.kernel_set import KernelSet
 from phonograph.models.layers.linear import WeightAllocator
 from phonograph.models.layers.rotary import rotary_table
 from phonograph.models.layers.torch_parts import TorchKernels
-from phonograph.models.layers.triton_parts import TritonKernels
+from phonograph.models.layers.triton_parts import TritonExperts, TritonKernels
 from phonograph.models.layers.workspace import Workspace
 from phonograph.models.quantization.awq import Awq
 from phonograph.models.quantization.float8 import Fp8
@@ -67,7 +67,14 @@ class Sets:
         model.bind(kernels)
         positions = torch.zeros(len(ids), dtype=torch.int64, device=ids.device)
         num_rows, num_kept = (torch.tensor([n], dtype=torch.int32, device=ids.device) for n in (real, KEPT))
-        return model.forward(ids, positions, OwnQueries(model), kept, num_rows, num_kept).clone()
+        hidden = model.forward(ids, positions, OwnQueries(model), kept, num_rows, num_kept).clone()
+        part = model.layers[-1].feed_forward
+        if isinstance(part, TritonExperts):
+            # Padding has no experts.
+            experts = part._experts._lists.experts_Tk[: len(hidden)]
+            routed = torch.arange(len(hidden), device=ids.device) < (real if kept is None else KEPT)
+            assert torch.equal((experts >= 0).all(1), routed) and torch.equal((experts >= 0).any(1), routed)
+        return hidden
 
 
 @pytest.fixture(params=CASES, ids=lambda case: " ".join(map(str, case)))
