@@ -41,9 +41,12 @@ FAMILIES = {
     "olmo2": "OLMo 2",
     "olmo3": "OLMo 3",
     "phi3": "Phi-3, Phi-3.5, Phi-4",
+    "mixtral": "Mixtral",
     "qwen2": "Qwen2, Qwen2.5",
+    "qwen2_moe": "Qwen1.5-MoE, Qwen2-MoE",
     "qwen3": "Qwen3",
     "smollm3": "SmolLM3",
+    "qwen3_moe": "Qwen3-MoE",
 }
 """Names of the families by the model type of an architecture."""
 WRAPPED = {

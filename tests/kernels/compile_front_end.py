@@ -7,6 +7,7 @@ since the interpreter is chosen when Triton is imported.
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import os
 import pkgutil
@@ -30,14 +31,24 @@ import phonograph.kernels.triton
 from bench.kernel_parts import KERNEL_PARTS
 from phonograph.kernels.cascade_tensors import PrefixCut
 from phonograph.kernels.fp8_activations import Fp8Rows
+from phonograph.kernels.routing import Routing
+from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.triton.attention import cascade, page_indices, prefill, quantize_query, split_batch
 from phonograph.kernels.triton.attention import rope_and_kv_write as rope
 from phonograph.kernels.triton.elementwise import fp8_rows, layers
+from phonograph.kernels.triton.experts.expert_lists import ExpertLists
+from phonograph.kernels.triton.experts.expert_plan import expert_config
+from phonograph.kernels.triton.experts.expert_products import (
+    add_results,
+    down_products,
+    gate_up_products,
+)
+from phonograph.kernels.triton.experts.route import route
 from phonograph.kernels.triton.sampling import bitmask, sample
 from phonograph.kernels.triton.step import pinned_words, prepare
 
 CPU, BF16, FP8 = torch.device("cpu"), torch.bfloat16, torch.float8_e4m3fn
-ROOMS = ("attention", "sampling", "step", "elementwise")
+ROOMS = ("attention", "sampling", "step", "elementwise", "experts")
 
 
 class Accepted(Exception):
@@ -120,6 +131,29 @@ def launch_others() -> None:
     fp8_rows.quantize_rows(halves(8, 512), rounded)
 
 
+def launch_experts() -> None:
+    routings = (
+        Routing(128, 8),
+        Routing(24, 4, sigmoid=True, num_groups=4, top_groups=2),
+    )
+    for routing, tokens in itertools.product(routings, (1, 700)):
+        width, inner, pairs, num_experts = 256, 128, tokens * routing.top_k, routing.num_experts
+        words = torch.zeros(ExpertLists.num_words(tokens, routing))
+        lists = ExpertLists.over(words, tokens, routing, ExpertLists.counters(CPU))
+        x, real = halves(tokens, width), ints(1)
+        config = expert_config(tokens, routing)
+        bias = torch.zeros(num_experts) if routing.sigmoid else None
+        route(x, halves(num_experts + 1, width), routing, lists, block=config.block, choice_bias_X=bias, num_rows=real)
+        gate_up, down = halves(num_experts * 2 * inner, width), halves(num_experts * width, inner)
+        gate_up_products(x, gate_up, lists, routing, config, halves(pairs, inner), halves(num_experts * 2 * inner))
+        down_products(halves(pairs, inner), down, lists, routing, config, halves(pairs, width))
+        grouped = Grouped(ints(num_experts * width, inner // 8), halves(num_experts * width, 1), None, 4, inner)
+        for weight in (grouped, grouped._replace(packed_OW=halves(num_experts * width, inner).to(FP8), bits=8)):
+            down_products(halves(pairs, inner), weight, lists, routing, config, halves(pairs, width))
+        shared, norm = (x, lists.shared_T), (halves(width), 1e-6, x)
+        add_results(halves(pairs, width), x, routing.top_k, num_rows=real, shared=shared, norm=norm)
+
+
 def kernels_of_rooms() -> list[str]:
     """Return the names of all kernels in ROOMS."""
     found: set[str] = set()
@@ -146,6 +180,7 @@ def main() -> None:
     JITFunction.run = compile_first_stage
     launch_attention()
     launch_others()
+    launch_experts()
     print(json.dumps({"accepted": sorted(accepted), "all": kernels_of_rooms()}))
 
 

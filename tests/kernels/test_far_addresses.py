@@ -17,6 +17,7 @@ from kernel_entries import kernel_entries
 
 from phonograph.kernels.cascade_tensors import PrefixCut
 from phonograph.kernels.fp8_activations import Fp8Rows
+from phonograph.kernels.routing import Routing
 from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.triton.attention import prefill as attention_prefill
 from phonograph.kernels.triton.attention import rope_and_kv_write as rope_kv
@@ -29,6 +30,14 @@ from phonograph.kernels.triton.attention.prefill_plan import make_prefill_plan
 from phonograph.kernels.triton.attention.quantize_query import quantize_queries
 from phonograph.kernels.triton.elementwise import layers
 from phonograph.kernels.triton.elementwise.fp8_rows import quantize_rows
+from phonograph.kernels.triton.experts.expert_lists import ExpertLists
+from phonograph.kernels.triton.experts.expert_plan import ExpertConfig, ExpertTile
+from phonograph.kernels.triton.experts.expert_products import (
+    add_results,
+    down_products,
+    gate_up_products,
+)
+from phonograph.kernels.triton.experts.route import route
 from phonograph.kernels.triton.gemm import gemm_grouped_small_m, gemm_small_m, gemm_tiled, gemv
 from phonograph.kernels.triton.gemm.dequantize import dequantize_into
 from phonograph.kernels.triton.gemm.product import ADD, SILU, DeferredNorm, NextNorm, Norm, Product
@@ -284,6 +293,24 @@ KV_KERNELS = (
     "rope_and_kv_write._write_kernel",
     "layers._joint_norm_kernel",
 )
+
+
+def walk_experts(place: Place, device: torch.device) -> list[torch.Tensor]:
+    routing, width, inner = Routing(3, 2), 32, 16
+    lists = ExpertLists.over(
+        torch.zeros(ExpertLists.num_words(ROWS, routing), device=device), ROWS, routing, ExpertLists.counters(device)
+    )
+    x, hidden = (place(randn(ROWS, width, device=device)) for _ in range(2))
+    route(x, place(randn(3, width, device=device)), routing, lists, block=16)
+    config = ExpertConfig(16, ExpertTile(16, 16, 1, 1), ExpertTile(16, 16, 1, 1))
+    inner_rows, results = (place(randn(2 * ROWS, size, device=device)) for size in (inner, width))
+    gate_up, down = place(randn(6 * inner, width, device=device)), place(randn(3 * width, inner, device=device))
+    gate_up_products(x, gate_up, lists, routing, config, inner_rows)
+    down_products(inner_rows, down, lists, routing, config, results)
+    add_results(results, hidden, 2)
+    return [inner_rows, results, hidden, lists.experts_Tk, lists.weights_Tk]
+
+
 WALKS: dict[str, tuple[Walk, tuple[str, ...]]] = {
     "gemv": (walk_gemv, ("gemv._gemv_kernel",)),
     "few rows": (walk_few_rows, ("gemm_small_m._gemm_small_m_kernel",)),
@@ -292,6 +319,10 @@ WALKS: dict[str, tuple[Walk, tuple[str, ...]]] = {
     "ring": (walk_ring, ("gemm_ring._gemm_ring_kernel",)),
     "few rows, ring": (walk_few_rows_ring, ("gemm_ring_small_m._gemm_ring_small_m_kernel",)),
     "one row, integers": (walk_integer_row, ("gemv_integer._gemv_integer_kernel",)),
+    "experts": (
+        walk_experts,
+        ("route._route_kernel", "expert_products._expert_kernel", "expert_products._add_kernel"),
+    ),
     "sampling": (
         walk_sampling,
         ("scan.scan_kernel", "filter.filter_kernel", "bitmask._mask_kernel"),
@@ -327,6 +358,7 @@ WITHOUT_ROWS = {
     "decode_plan._plan_kernel",
     "prefill_plan._plan_kernel",
     "split_batch._split_kernel",
+    "route._list_kernel",
     "pinned_words._copy_kernel",
 }
 """Kernels whose tensors have one dimension, or rows of a few words that a step's tiles number."""

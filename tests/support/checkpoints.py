@@ -26,6 +26,8 @@ from transformers import (
     Ministral3ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
     Olmo3Config,
@@ -35,8 +37,12 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
@@ -204,6 +210,44 @@ FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
     ),
 }
 
+EXPERT_FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
+    # Each second layer has experts; a shared expert with a gate; weights are not renormalised.
+    "qwen2_moe": (
+        Qwen2MoeConfig,
+        Qwen2MoeForCausalLM,
+        {
+            "num_key_value_heads": 2,
+            "decoder_sparse_step": 2,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+        },
+    ),
+    # More experts than most steps have tokens; the first layer is dense.
+    "qwen3_moe": (
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "mlp_only_layers": [0],
+            "num_hidden_layers": 3,
+            "moe_intermediate_size": 20,
+            "num_experts": 12,
+            "num_experts_per_tok": 4,
+            "norm_topk_prob": True,
+        },
+    ),
+    # Names of their own, a window, one expert a token.
+    "mixtral": (
+        MixtralConfig,
+        MixtralForCausalLM,
+        {"num_key_value_heads": 2, "sliding_window": 9, "num_local_experts": 4, "num_experts_per_tok": 1},
+    ),
+}
+"""Families with experts. Of random seeds, some have two logits of a router that differ by rounding only."""
+
 
 def make_checkpoint(
     family: str, folder: Path, *, seed: int = 0, max_shard_size: str = "5GB", **overrides: Any
@@ -212,7 +256,7 @@ def make_checkpoint(
 
     `overrides` are settings of its configuration; `max_shard_size` splits the file, as in save_pretrained.
     """
-    config_class, model_class, settings = FAMILIES[family]
+    config_class, model_class, settings = (FAMILIES | EXPERT_FAMILIES)[family]
     config = config_class(**{**COMMON, **settings, **overrides})
     model = model_class(config).to(torch.float32).eval()
     draw_weights(model, family, config.hidden_size, seed)

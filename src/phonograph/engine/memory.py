@@ -14,6 +14,7 @@ from phonograph.engine.groups.kv_groups import KVGroups
 from phonograph.errors import MemoryLimitError
 from phonograph.kernels.torch.grouped import TILE
 from phonograph.kernels.triton.gemm.product_plan import GemmDevice
+from phonograph.models.layer_spec import LayerExperts, LayerFeedForward
 from phonograph.models.layers.workspace import Workspace
 from phonograph.models.quantization.cpu_weights import CpuProducts
 from phonograph.models.spec import DTYPE_BYTES, ModelSpec
@@ -201,9 +202,17 @@ def gib(num_bytes: int) -> str:
 def estimate_graph_bytes(model: ModelSpec, dtype: str, tokens: int, rows: int) -> int:
     """Estimate the shared pool: live tensors at the widest point of a layer in the largest graph, and its logits."""
     attention = max(layer.attention.qkv.num_outputs + layer.attention.output.num_inputs for layer in model.kinds)
-    feed_forward = max(3 * layer.feed_forward.down.num_inputs for layer in model.kinds)
+    feed_forward = max(_feed_forward_width(layer.feed_forward) for layer in model.kinds)
     width = 2 * model.hidden_size + max(attention, feed_forward)
     # A quantized product unpacks its weights tile by tile.
     quantized = next(model.quantized_matrices(), None) is not None
     tile = TILE if tokens and quantized else 0
     return DTYPE_BYTES[dtype] * (tile + tokens * width + rows * (model.vocab_size + model.hidden_size))
+
+
+def _feed_forward_width(spec: LayerFeedForward | LayerExperts) -> int:
+    """Return the numbers of a token next to the stream. The experts' operator has its own memory outside the pool."""
+    if isinstance(spec, LayerFeedForward):
+        return 3 * spec.down.num_inputs
+    shared = 0 if spec.shared is None else _feed_forward_width(spec.shared) + spec.down.expert_outputs
+    return 2 * spec.down.expert_outputs + spec.router.num_outputs + shared

@@ -20,12 +20,13 @@ from phonograph.engine.groups.select_backends import select_backends, weakest_su
 from phonograph.engine.memory import MemoryPlan, gib
 from phonograph.engine.startup.cpu_products import plan_cpu_products
 from phonograph.engine.startup.threads import Threads, plan_threads
-from phonograph.errors import ConfigError
+from phonograph.errors import ConfigError, UnsupportedModelError
 from phonograph.graphs.capture_list import CaptureList
 from phonograph.graphs.dispatch import Dispatcher
 from phonograph.graphs.modes import GraphMode
 from phonograph.graphs.resolve import Pieces, Resolution, resolve_mode
 from phonograph.kernels.torch.grouped import MAX_GROUPED_ROWS
+from phonograph.kernels.triton.experts.expert_plan import why_not
 from phonograph.kernels.triton.gemm.choose import MAX_16_BIT_ROWS, has_fp8_products, takes_fp8_rows
 from phonograph.kernels.triton.gemm.product_plan import GemmDevice
 from phonograph.models.layer_spec import LayerAttention
@@ -124,6 +125,7 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
         )
     if config.batch_invariant and model.quantization is not None:
         raise ConfigError("batch_invariant", True, f"weights in {model.quantization.name} have no such products")
+    _check_experts(config, model, dtype, device)
     _check_lm_head(config, model, dtype, device)
     kv, selected, sized = select_backends(config, kv, device)
     notes += [*sized, *kv.notes]
@@ -174,6 +176,22 @@ def _context_note(limits: Limits, kv: KVGroups, memory: MemoryPlan, model: Model
         f"max_model_len {context}: the largest that fits the memory; the model's {model.context_length} ({source}) "
         f"needs a KV cache of {gib(whole)} (kv_cache_memory_bytes={whole})"
     )
+
+
+def _check_experts(config: EngineConfig, model: ModelSpec, dtype: str, device: DeviceSpec) -> None:
+    """Check that experts have products on the device.
+
+    Raises:
+        ConfigError: batch_invariant, for which they have none.
+        UnsupportedModelError: they have none in their weight format.
+    """
+    experts = [matrix for layer in model.kinds for matrix in layer.matrices if matrix.num_experts is not None]
+    if experts and config.batch_invariant:
+        raise ConfigError("batch_invariant", True, "mixtures of experts have no such products; leave it out")
+    for matrix in experts if device.kind == "cuda" else ():
+        reason = why_not(matrix.weight_format(dtype))
+        if reason is not None:
+            raise UnsupportedModelError(f"{config.model}: {reason}")
 
 
 def _check_lm_head(config: EngineConfig, model: ModelSpec, dtype: str, device: DeviceSpec) -> None:

@@ -47,6 +47,10 @@ def _is_list_of_texts(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(item, str) for item in cast("list[object]", value))
 
 
+def _is_list_of_ints(value: object) -> bool:
+    return isinstance(value, list) and all(type(item) is int for item in cast("list[object]", value))
+
+
 MOST_LAYERS = 10_000
 """Most layers of a model. A damaged file may have billions, and plans are made layer by layer."""
 POSITIVE_INT = FieldKind("a positive integer", _is_positive_int)
@@ -61,11 +65,9 @@ EPSILON = FieldKind(
 FLAG = FieldKind("true or false", lambda value: isinstance(value, bool))
 TEXT = FieldKind("text", lambda value: isinstance(value, str))
 TEXTS = FieldKind("a list of texts", _is_list_of_texts)
+INTS = FieldKind("a list of integers", _is_list_of_ints)
+NULL = FieldKind("null", lambda value: value is None)
 OBJECT = FieldKind("an object", lambda value: isinstance(value, dict))
-INTS = FieldKind(
-    "a list of integers",
-    lambda value: isinstance(value, list) and all(type(item) is int for item in cast("list[object]", value)),
-)
 INT = FieldKind("an integer", lambda value: type(value) is int)
 ANY = FieldKind("any value", lambda value: True)
 
@@ -136,7 +138,7 @@ FIXED: Mapping[str, tuple[object, ...]] = {
 """Fields of features that are not implemented, with the values that disable the feature; the first is the default."""
 
 _BOOKKEEPING = "bookkeeping of the tools that wrote the file"
-_TRAINING = "has an effect in training only"
+TRAINING = "has an effect in training only"
 _HEADS = "describes classification heads, which a causal language model does not have"
 _OUTPUTS = "chooses what a call of transformers returns"
 _GENERATION = "a default of generation, which generation_config.json sets"
@@ -150,7 +152,7 @@ _GROUPS: tuple[tuple[str, str], ...] = (
         "unsloth_version tokenizer_class torchscript tensor_parallel_size bos_token eos_token pad_token unk_token",
     ),
     (
-        _TRAINING,
+        TRAINING,
         "attention_dropout attn_pdrop classifier_dropout dropout embd_pdrop hidden_dropout resid_pdrop "
         "initializer_range initializer_factor pretraining_tp gradient_checkpointing neftune_noise_alpha "
         "use_bfloat16 tf_legacy_loss label_smoothing",

@@ -8,9 +8,11 @@ from phonograph.models.families.gemma import GEMMA, GEMMA2, GEMMA3
 from phonograph.models.families.granite import GRANITE
 from phonograph.models.families.llama import LLAMA, MISTRAL
 from phonograph.models.families.ministral import MINISTRAL3
+from phonograph.models.families.mixtral import MIXTRAL
 from phonograph.models.families.olmo import OLMO2, OLMO3
 from phonograph.models.families.phi import PHI3
 from phonograph.models.families.qwen import QWEN2, QWEN3
+from phonograph.models.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from phonograph.models.families.smollm import SMOLLM3
 from phonograph.models.wrapper import WRAPPERS
 
@@ -25,9 +27,12 @@ ARCHITECTURES: dict[str, Family] = {
     "Olmo2ForCausalLM": OLMO2,
     "Olmo3ForCausalLM": OLMO3,
     "Phi3ForCausalLM": PHI3,
+    "MixtralForCausalLM": MIXTRAL,
     "Qwen2ForCausalLM": QWEN2,
+    "Qwen2MoeForCausalLM": QWEN2_MOE,
     "Qwen3ForCausalLM": QWEN3,
     "SmolLM3ForCausalLM": SMOLLM3,
+    "Qwen3MoeForCausalLM": QWEN3_MOE,
 }
 _REFUSED = {
     "Deepseek": "multi-head latent attention",
@@ -50,8 +55,8 @@ def find_architecture(name: str) -> Family:
     found = ARCHITECTURES.get(name)
     if found is None:
         feature = next((feature for start, feature in _REFUSED.items() if name.startswith(start)), None)
-        if feature is None and ("moe" in name.lower() or "mixtral" in name.lower()):
-            feature = "a mixture of experts"
+        if feature is None and "moe" in name.lower():
+            feature = "a mixture of experts of this family"
         reason = "" if feature is None else f" ({feature}, which is not implemented)"
         raise UnsupportedModelError(
             f"architecture {name!r} is not supported{reason}; supported are "

@@ -5,7 +5,6 @@ Defaults and older spellings of config.json have transformers' meaning (`hf_conf
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -13,13 +12,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from phonograph.config.engine_config import EngineConfig
 from phonograph.errors import ConfigError, ModelError, UnsupportedModelError, shortened
 from phonograph.files.catalog import CONFIGS_DIRECTORY, HUB_IDS
 from phonograph.files.gguf_file import read_gguf
-from phonograph.files.model_files import is_gguf, model_path
+from phonograph.files.model_files import is_gguf, model_path, read_json
 from phonograph.models.context_length import context_length, rope_notes
 from phonograph.models.end_tokens import read_end_tokens, split_end_tokens
 from phonograph.models.families.family import Family
@@ -28,6 +27,7 @@ from phonograph.models.layer_spec import (
     NO_FACTORS,
     PLAIN_NORMS,
     Factors,
+    LayerExperts,
     LayerMatrix,
     LayerSpec,
     MatrixPart,
@@ -36,6 +36,7 @@ from phonograph.models.layer_spec import (
 )
 from phonograph.models.layers.rope import rope_tables, with_ropes
 from phonograph.models.quantization.float8 import Fp8Head
+from phonograph.models.quantization.grouped_weight import GroupedScheme
 from phonograph.models.quantization.quantization_config import choose_quantization, read_quantization
 from phonograph.models.quantization.scheme import Quantization, Scheme
 from phonograph.models.registry import find_architecture, known_fields
@@ -159,8 +160,16 @@ class ModelSpec:
         for index, layer in enumerate(self.layers):
             made = layer.with_schemes(partial(_scheme_in, quantization, f"{LAYERS}.{index}."))
             if quantization is not None:
-                for matrix in layer.matrices:
-                    quantization.check_parts(f"{LAYERS}.{index}.{matrix.module}", [part.name for part in matrix.parts])
+                for matrix in filter(lambda matrix: matrix.quantizable, layer.matrices):
+                    names = [name.removeprefix(f"{matrix.module}.") for name, _ in matrix.projections()]
+                    quantization.check_parts(f"{LAYERS}.{index}.{matrix.module}", names)
+            for matrix in made.matrices:
+                scheme = matrix.scheme
+                if matrix.num_experts is not None and isinstance(scheme, GroupedScheme) and scheme.ordered:
+                    raise UnsupportedModelError(
+                        f"{LAYERS}.{index}.{matrix.module} is in {scheme.name}, with an order for each expert, "
+                        "which is not supported; quantize the model without desc_act (actorder)"
+                    )
             layers.append(equal.setdefault(made, made))
         spec = replace(self, layers=tuple(layers), quantization=quantization)
         for scheme, outputs, inputs in spec._quantized_parts():
@@ -174,11 +183,7 @@ class ModelSpec:
 
     def with_head_scheme(self, scheme: Scheme) -> ModelSpec:
         """Return the model with its head in another format."""
-
-        def of_head(name: str) -> Scheme:
-            return scheme
-
-        return replace(self, head=self.head.with_schemes(of_head))
+        return replace(self, head=self.head.with_schemes(lambda _: scheme))
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return name and shape of every tensor that a checkpoint must have, but those of quantized matrices."""
@@ -192,6 +197,8 @@ class ModelSpec:
                     shapes[f"{prefix}.{name}.weight"] = (part.num_outputs, matrix.num_inputs)
                 if matrix.bias:
                     shapes[f"{prefix}.{name}.bias"] = (part.num_outputs,)
+            if isinstance(layer.feed_forward, LayerExperts) and layer.feed_forward.choice_bias is not None:
+                shapes[f"{prefix}.{layer.feed_forward.choice_bias}"] = (layer.feed_forward.routing.num_experts,)
             if layer.attention.head_norms:
                 attention = layer.attention
                 for name, heads in (("q_norm", attention.num_query_heads), ("k_norm", attention.num_kv_heads)):
@@ -289,7 +296,7 @@ def read_model_spec(
     if not path.is_file():
         raise ModelError(f"{folder} has no config.json; give the folder of a model in the transformers format")
     with _located(path, {}):
-        raw, wrapper = unwrapped(_read_json(path))
+        raw, wrapper = unwrapped(read_json(path))
     check_overrides(overrides, raw, known_fields())
     raw = with_overrides(raw, overrides)
     with _located(path, overrides):
@@ -304,7 +311,7 @@ def read_model_spec(
         family = find_architecture(name)
         settings = read_settings(raw, name, family)
     generation_path = folder / "generation_config.json"
-    generation = _read_json(generation_path) if generation_path.is_file() else {}
+    generation = read_json(generation_path) if generation_path.is_file() else {}
     end_tokens = (
         *read_end_tokens(settings["eos_token_id"], path),
         *read_end_tokens(generation.get("eos_token_id"), generation_path),
@@ -345,16 +352,6 @@ def _located(path: Path, overrides: Mapping[str, Any]) -> Generator[None]:
     except ModelError as error:
         where = f"{path} with hf_overrides={shortened(repr(overrides))}" if overrides else str(path)
         raise type(error)(f"{where}: {error}") from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content: object = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} is not readable JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{path} must hold a JSON object, not {type(content).__name__}")
-    return cast("dict[str, Any]", content)
 
 
 def _make_spec(

@@ -151,6 +151,8 @@ class Inputs(Protocol):
     logits_rows: int64 [R], row of the residual stream that has the logits of each request
     query_start_loc, seq_lens: as in `CommonMetadata`, for the largest step
     block_tables, slot_mappings: likewise, of each KV group
+    query_start_loc: int32 [R+1], see `CommonMetadata`
+    num_reqs:    int32 [1], requests of the step without padding
     """
 
     input_ids: torch.Tensor
@@ -160,6 +162,7 @@ class Inputs(Protocol):
     seq_lens: torch.Tensor
     block_tables: tuple[torch.Tensor, ...]
     slot_mappings: tuple[torch.Tensor, ...]
+    num_reqs: torch.Tensor
 
     def take_over(self, batch: ScheduledBatch, failures: SlotFailures) -> None:
         """Load the sequences that start with this step.

@@ -12,10 +12,11 @@ from torch.nn import functional
 
 from phonograph.kernels.torch.layers import gelu_tanh_and_mul, rms_norm, rope, silu_and_mul
 from phonograph.models.layer_spec import NO_FACTORS, Factors, RopeTable
+from phonograph.models.layers.experts import Experts
 from phonograph.models.layers.finish_logits import finish_logits
 from phonograph.models.layers.kernel_set import Step, Stream
 from phonograph.models.layers.linear import Linear
-from phonograph.models.layers.part_weights import AttentionWeights, FeedForwardWeights
+from phonograph.models.layers.part_weights import AttentionWeights, ExpertsWeights, FeedForwardWeights
 from phonograph.models.layers.rotary import RotaryTables
 from phonograph.models.quantization.block_embedding import BlockEmbedding, Embedding
 
@@ -64,6 +65,9 @@ class TorchKernels:
 
     def feed_forward(self, weights: FeedForwardWeights) -> TorchFeedForward:
         return TorchFeedForward(self, weights)
+
+    def experts(self, weights: ExpertsWeights) -> TorchExperts:
+        return TorchExperts(self, weights)
 
     def head(self, norm_E: torch.Tensor, linear: Linear) -> TorchHead:
         return TorchHead(self, norm_E, linear)
@@ -126,7 +130,7 @@ class TorchAttention:
         out_THD = step.attend(q_THD, k_TKD, v_TKD, weights.layer)
         attended_TF = out_THD.view(out_THD.shape[0], -1)
         if step.rows_P is not None:
-            stream = Stream(stream.hidden_TE.index_select(0, step.rows_P))
+            stream = Stream(stream.hidden_TE.index_select(0, step.rows_P), num_rows=step.num_kept)
             attended_TF = attended_TF.index_select(0, step.rows_P)
         return kernels.add(stream, attended_TF, weights.output, weights.output_norm)
 
@@ -155,6 +159,27 @@ class TorchFeedForward:
         gate_up_T2I = weights.gate_up.product(kernels.normed(stream.hidden_TE, weights.input_norm))
         inner_TI = _ACTIVATIONS[weights.spec.activation](gate_up_T2I)
         return kernels.add(stream, inner_TI, weights.down, weights.output_norm)
+
+
+class TorchExperts:
+    """Experts of a layer, and its shared expert."""
+
+    def __init__(self, kernels: TorchKernels, weights: ExpertsWeights) -> None:
+        self.then: object = None
+        self._kernels, self._weights, self._experts = kernels, weights, Experts(weights)
+
+    def __call__(self, stream: Stream) -> Stream:
+        kernels, weights, spec = self._kernels, self._weights, self._weights.spec
+        normed_TE = kernels.normed(stream.hidden_TE, weights.input_norm)
+        logits_TX = weights.router.product(normed_TE)
+        added_TE = self._experts(normed_TE, logits_TX, stream.num_rows)
+        if weights.shared is not None:
+            shared_TE = weights.shared.down.product(silu_and_mul(weights.shared.gate_up.product(normed_TE)))
+            if spec.shared_gate:
+                shared_TE.mul_(logits_TX[:, spec.routing.num_experts :].sigmoid())
+            added_TE.add_(shared_TE)
+        stream.hidden_TE.add_(kernels.normed(added_TE, weights.output_norm), alpha=kernels.factors.residual)
+        return stream
 
 
 class TorchHead:

@@ -27,8 +27,9 @@ from phonograph.models.layer_spec import NO_FACTORS, Activation, Factors
 from phonograph.models.layers.finish_logits import finish_logits
 from phonograph.models.layers.kernel_set import Step, Stream
 from phonograph.models.layers.linear import Linear
-from phonograph.models.layers.part_weights import AttentionWeights, FeedForwardWeights
+from phonograph.models.layers.part_weights import AttentionWeights, ExpertsWeights, FeedForwardWeights
 from phonograph.models.layers.rotary import RotaryTables
+from phonograph.models.layers.triton_experts import ExpertKernels
 from phonograph.models.layers.workspace import Workspace
 from phonograph.models.quantization.block_embedding import Embedding
 
@@ -37,10 +38,17 @@ _ACTIVATIONS = {"silu": layers.silu_and_mul, "gelu_tanh": layers.gelu_tanh_and_m
 
 
 class NormedInput(NamedTuple):
-    """Beginning of a part: the norm of the stream, or None, and the product that reads the normed rows."""
+    """Beginning of a part: the norm of the stream, or None, and the product that reads the normed rows.
+
+    Without a product, the part reads rows in the model's type, normed before.
+    """
 
     norm_E: torch.Tensor | None
-    product: BoundProduct
+    product: BoundProduct | None
+
+    def norms_inside(self, num_rows: int) -> bool:
+        """Return True if the product norms its rows itself."""
+        return self.product is not None and self.product.plan(num_rows).norms_inside
 
 
 class TritonKernels:
@@ -86,6 +94,9 @@ class TritonKernels:
     def feed_forward(self, weights: FeedForwardWeights) -> TritonFeedForward:
         return TritonFeedForward(self, weights)
 
+    def experts(self, weights: ExpertsWeights) -> TritonExperts:
+        return TritonExperts(self, weights)
+
     def head(self, norm_E: torch.Tensor, linear: Linear) -> TritonHead:
         return TritonHead(self, norm_E, self.bind(linear))
 
@@ -113,9 +124,9 @@ class TritonKernels:
             batch_invariant=self.batch_invariant,
         )
 
-    def input_memory(self, product: BoundProduct, rows_TI: torch.Tensor) -> Rows:
+    def input_memory(self, product: BoundProduct | None, rows_TI: torch.Tensor) -> Rows:
         """Return the memory of a product's input: room for FP8 if it takes that, or `rows_TI`."""
-        if not product.plan(len(rows_TI)).fp8_rows:
+        if product is None or not product.plan(len(rows_TI)).fp8_rows:
             return rows_TI
         assert self._scratch.scaled is not None
         return self._scratch.scaled.rows(*rows_TI.shape)
@@ -123,6 +134,15 @@ class TritonKernels:
     def normed_memory(self, stream: Stream) -> torch.Tensor:
         """Return the memory of the stream's normed rows in 16 or 32 bits."""
         return self.workspace.normed_TE[: len(stream.hidden_TE)]
+
+    def fused_norm(self, stream: Stream, begin: NormedInput | None) -> tuple[torch.Tensor, float, torch.Tensor] | None:
+        """Return weights, epsilon and memory of the next part's norm, if a kernel can compute it with a sum."""
+        if begin is None or begin.norm_E is None or begin.norms_inside(len(stream.hidden_TE)):
+            return None
+        memory = self.input_memory(begin.product, self.normed_memory(stream))
+        if not isinstance(memory, torch.Tensor) or begin.norm_E.dtype != memory.dtype:
+            return None
+        return begin.norm_E, self.eps, memory
 
     def begin(
         self,
@@ -138,7 +158,7 @@ class TritonKernels:
         """
         hidden_TE = stream.hidden_TE
         stream.norm, stream.normed = None, hidden_TE
-        if begin is None or begin.norm_E is None or begin.product.plan(len(hidden_TE)).norms_inside:
+        if begin is None or begin.norm_E is None or begin.norms_inside(len(hidden_TE)):
             if added_TE is not None and added_norm_E is None and factor == 1:
                 hidden_TE.add_(added_TE)
             elif added_TE is not None:
@@ -162,7 +182,8 @@ class TritonKernels:
     def project(self, stream: Stream, begin: NormedInput, out_TN: torch.Tensor) -> None:
         """Compute a part's first product, of the normed stream."""
         norm = stream.norm
-        if begin.norm_E is not None and begin.product.plan(len(out_TN)).norms_inside:
+        assert begin.product is not None
+        if begin.norm_E is not None and begin.norms_inside(len(out_TN)):
             norm = Norm(begin.norm_E, self.eps)
         begin.product.store(stream.normed, out_TN, norm)
 
@@ -185,7 +206,9 @@ class TritonKernels:
 
     def _deferred_norm(self, num_rows: int, product: BoundProduct, then: NormedInput | None) -> DeferredNorm | None:
         """Return the memory of a norm that `product` begins and the next part's first product ends, or None."""
-        if then is None or then.norm_E is None or not then.product.plan(num_rows).defers_norms:
+        if then is None or then.norm_E is None or then.product is None:
+            return None
+        if not then.product.plan(num_rows).defers_norms:
             return None
         return product.deferred_norm(num_rows, self.eps)
 
@@ -210,7 +233,7 @@ class TritonEmbedding:
             return kernels.begin(stream, then.begin)
         normed = kernels.input_memory(then.begin.product, kernels.normed_memory(stream))
         layers.embed_and_norm(input_ids_T, self._embedding_VE, norm_E, kernels.eps, hidden_TE, normed)
-        stream.normed = hidden_TE if then.begin.product.plan(len(hidden_TE)).norms_inside else normed
+        stream.normed = hidden_TE if then.begin.norms_inside(len(hidden_TE)) else normed
         return stream
 
 
@@ -218,7 +241,7 @@ class TritonAttention:
     """Attention of a layer."""
 
     def __init__(self, kernels: TritonKernels, weights: AttentionWeights) -> None:
-        self.then: TritonFeedForward | None = None
+        self.then: TritonFeedForward | TritonExperts | None = None
         self.begin = NormedInput(weights.input_norm, kernels.bind(weights.qkv))
         self._output = kernels.bind(weights.output)
         self._kernels, self._weights = kernels, weights
@@ -231,7 +254,7 @@ class TritonAttention:
         kernels.project(stream, self.begin, qkv_TF)
         attended_TF = self._attend(qkv_TF, step)
         if step.rows_P is not None:
-            stream, attended_TF = self._keep_rows(stream, attended_TF, step.rows_P)
+            stream, attended_TF = self._keep_rows(stream, attended_TF, step.rows_P, step.num_kept)
         then = None if self.then is None else self.then.begin
         return kernels.add(stream, attended_TF, self._output, self._weights.output_norm, then)
 
@@ -267,7 +290,7 @@ class TritonAttention:
         return out_TF
 
     def _keep_rows(
-        self, stream: Stream, attended_TF: torch.Tensor, rows_P: torch.Tensor
+        self, stream: Stream, attended_TF: torch.Tensor, rows_P: torch.Tensor, num_kept: torch.Tensor | None
     ) -> tuple[Stream, torch.Tensor]:
         """Return these rows of the stream and of attention's output, in memory that was the projection's and norm's."""
         space, count = self._kernels.workspace, rows_P.shape[0]
@@ -275,7 +298,7 @@ class TritonAttention:
         hidden_PE = space.normed_TE[count : 2 * count]
         layers.gather_rows(attended_TF, rows_P, attended_PF)
         layers.gather_rows(stream.hidden_TE, rows_P, hidden_PE)
-        return Stream(hidden_PE, is_part=True), attended_PF
+        return Stream(hidden_PE, is_part=True, num_rows=num_kept), attended_PF
 
 
 class TritonFeedForward:
@@ -294,6 +317,7 @@ class TritonFeedForward:
         gate_up_T2I = kernels.workspace.shared[: num_rows * 2 * width].view(num_rows, 2 * width)
         inner_TI = gate_up_T2I[:, :width]
         inner: Rows = inner_TI
+        assert self.begin.product is not None
         if self.begin.product.plan(num_rows).gates_apart:
             kernels.project(stream, self.begin, gate_up_T2I)
             inner = kernels.input_memory(self._down, inner_TI)
@@ -302,6 +326,39 @@ class TritonFeedForward:
             kernels.project(stream, self.begin, inner_TI)
         then = None if self.then is None else self.then.begin
         return kernels.add(stream, inner, self._down, self._weights.output_norm, then)
+
+
+class TritonExperts:
+    """Experts of a layer, and its shared expert."""
+
+    def __init__(self, kernels: TritonKernels, weights: ExpertsWeights) -> None:
+        self.then: TritonAttention | None = None
+        self.begin = NormedInput(weights.input_norm, None)
+        self._kernels, self._weights = kernels, weights
+        shared = (
+            None
+            if weights.shared is None
+            else (kernels.bind(weights.shared.gate_up), kernels.bind(weights.shared.down))
+        )
+        self._experts = ExpertKernels(weights, kernels.workspace, shared)
+
+    def __call__(self, stream: Stream) -> Stream:
+        kernels, weights, hidden_TE = self._kernels, self._weights, stream.hidden_TE
+        then = None if self.then is None else self.then.begin
+        self._experts.run(stream.normed, stream.num_rows)
+        if weights.output_norm is not None:
+            added_TE = kernels.normed_memory(stream)
+            self._experts.add(added_TE, stream.num_rows, added=False)
+            layers.rms_norm(added_TE, weights.output_norm, kernels.eps, added_TE)
+            if kernels.factors.residual != 1:
+                added_TE.mul_(kernels.factors.residual)
+            return kernels.begin(stream, then, added_TE)
+        normed = kernels.fused_norm(stream, then)
+        self._experts.add(hidden_TE, stream.num_rows, factor=kernels.factors.residual, norm=normed)
+        if normed is None:
+            return kernels.begin(stream, then)
+        stream.norm, stream.normed = None, normed[2]
+        return stream
 
 
 class TritonHead:

@@ -57,6 +57,10 @@ class LinearWeight(Protocol):
         """Add x @ weight + bias to `hidden`, in place, by torch's operators."""
         ...
 
+    def rows(self, first: int, last: int) -> LinearWeight:
+        """Return the weights of the outputs from `first` up to `last`, in the same memory."""
+        ...
+
     def draw(self, std: float, generator: torch.Generator) -> None:
         """Fill the weights with random numbers of about this standard deviation."""
         ...
@@ -99,6 +103,8 @@ class Scheme(Protocol):
         ...
 
 
+_MOST_SHOWN = 3
+"""Parts of a matrix that an error names one by one."""
 Rules = tuple[tuple[str, Scheme | None], ...]
 """Formats of some modules, each with the name or pattern that the rule is for; None for the model's type."""
 
@@ -196,8 +202,13 @@ class Quantization:
         # Types of GGUF files that differ have the same layout.
         several = not isinstance(self.scheme, Mapping) and len(set(schemes.values())) > 1
         if several or (None in schemes.values() and any(schemes.values())):
+            shown: dict[object, str] = {}
+            for part, scheme in schemes.items():
+                # Experts have many parts; the first of each format shows the difference.
+                shown.setdefault(scheme if len(schemes) > _MOST_SHOWN else part, part)
             formats = ", ".join(
-                f"{part} is {scheme.name if scheme else 'in 16 bits'}" for part, scheme in schemes.items()
+                f"{part} is {scheme.name if scheme else 'in 16 bits'}"
+                for part, scheme in ((part, schemes[part]) for part in shown.values())
             )
             raise UnsupportedModelError(
                 f"quantization_config gives the parts of {prefix} several formats: {formats}; they run as one matrix, "

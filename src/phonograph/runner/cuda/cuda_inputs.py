@@ -79,6 +79,7 @@ class CudaInputs:
         self.sampling = self._layout.sampling_views(self._staging)
         self._prefix_len = self._layout.prefix_len(self._staging)
         self._uploads = [_Upload(self._layout, device, self._block_sizes) for _ in range(_UPLOADS)]
+        self.num_reqs = self._layout.num_reqs(self._staging)
         self._next = 0
         self._views: dict[tuple[int, int], PaddedViews] = {}
         # By slot: token ids that the host has, and their number.

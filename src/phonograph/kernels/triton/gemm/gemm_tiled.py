@@ -167,7 +167,7 @@ def _weight_tile(
     BITS: tl.constexpr = SHAPE[2]
     if BITS > 0:
         row = first + tl.minimum(n, rows_left - 1)
-        tile = _grouped_tile(weight_ptr, weight_stride, groups, row, start, SHAPE, KIND)
+        tile = grouped_tile(weight_ptr, weight_stride, groups, row, start, SHAPE, KIND)
     elif weight_desc is not None:
         tile = weight_desc.load([first, start])
     else:
@@ -180,7 +180,7 @@ def _weight_tile(
 
 
 @triton.jit
-def _grouped_tile(words_ptr, word_stride, groups, row, start, SHAPE: tl.constexpr, KIND: tl.constexpr):
+def grouped_tile(words_ptr, word_stride, groups, row, start, SHAPE: tl.constexpr, KIND: tl.constexpr):
     """Load weights in groups at rows `row` and the columns of a tile from `start` on; see `_weight_tile`."""
     scales_ptr, zeros_ptr, offsets_ptr, output_stride, group_stride, magic = groups
     K: tl.constexpr = SHAPE[0]

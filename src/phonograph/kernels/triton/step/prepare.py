@@ -137,6 +137,11 @@ class StepLayout:
         start = self._start("header") + _PREFIX_LEN
         return staging[start : start + 1]
 
+    def num_reqs(self, staging: torch.Tensor) -> torch.Tensor:
+        """Return the number of requests in the staging buffer on the device, [1] int32."""
+        start = self._start("header")
+        return staging[start : start + 1]
+
     def used_words(self, *, num_appends: int, num_tokens: int) -> int:
         """Return the words to upload, from the buffer's start, with that many appended blocks and host tokens."""
         if num_tokens:
