@@ -24,10 +24,9 @@ from phonograph.models.context_length import context_length
 from phonograph.models.end_tokens import read_end_tokens, split_end_tokens
 from phonograph.models.families.family import Family
 from phonograph.models.hf_config import check_overrides, read_settings, with_overrides
-from phonograph.models.layer_spec import NO_FACTORS, Factors, LayerExperts, LayerMatrix, LayerSpec, MatrixPart
+from phonograph.models.layer_spec import NO_FACTORS, Factors, LayerMatrix, LayerSpec, MatrixPart
 from phonograph.models.layers.rope import rope_frequencies
 from phonograph.models.quantization.float8 import Fp8Head
-from phonograph.models.quantization.grouped_weight import GroupedScheme
 from phonograph.models.quantization.quantization_config import choose_quantization, read_quantization
 from phonograph.models.quantization.scheme import Quantization, Scheme
 from phonograph.models.registry import find_architecture, known_fields
@@ -143,19 +142,8 @@ class ModelSpec:
         for index, layer in enumerate(self.layers):
             made = layer.with_schemes(partial(_scheme_in, quantization, f"{LAYERS}.{index}."))
             if quantization is not None:
-                for matrix in filter(lambda matrix: matrix.quantizable, layer.matrices):
-                    names = [name.removeprefix(f"{matrix.module}.") for name, _ in matrix.projections()]
-                    quantization.check_parts(f"{LAYERS}.{index}.{matrix.module}", names)
-            for matrix in made.matrices:
-                if (
-                    matrix.num_experts is not None
-                    and isinstance(matrix.scheme, GroupedScheme)
-                    and matrix.scheme.ordered
-                ):
-                    raise UnsupportedModelError(
-                        f"{LAYERS}.{index}.{matrix.module} is in {matrix.scheme.name}, with an order for each expert, "
-                        "which is not supported; quantize the model without desc_act (actorder)"
-                    )
+                for matrix in layer.matrices:
+                    quantization.check_parts(f"{LAYERS}.{index}.{matrix.module}", matrix.quantized_names)
             layers.append(equal.setdefault(made, made))
         spec = replace(self, layers=tuple(layers), quantization=quantization)
         for scheme, outputs, inputs in spec._quantized_parts():
@@ -182,8 +170,7 @@ class ModelSpec:
                     shapes[f"{prefix}.{name}.weight"] = (part.num_outputs, matrix.num_inputs)
                 if matrix.bias:
                     shapes[f"{prefix}.{name}.bias"] = (part.num_outputs,)
-            if isinstance(layer.feed_forward, LayerExperts) and layer.feed_forward.choice_bias is not None:
-                shapes[f"{prefix}.{layer.feed_forward.choice_bias}"] = (layer.feed_forward.routing.num_experts,)
+            shapes |= {f"{prefix}.{name}": shape for name, shape in layer.feed_forward.other_shapes.items()}
             if layer.attention.head_norms:
                 for name in ("q_norm", "k_norm"):
                     shapes[f"{prefix}.self_attn.{name}.weight"] = (layer.attention.head_size,)
