@@ -89,7 +89,7 @@ CONFIGS: list[tuple[str, dict[str, Any], type[PhonographError], str]] = [
         "qwen3_moe",
         {"quantization_config": GPTQ | {"desc_act": True}},
         UnsupportedModelError,
-        "model.layers.1.mlp.experts is in GPTQ, .* order for each expert, .* without desc_act",
+        "mlp.experts is in GPTQ, .* order for each expert, .* without desc_act",
     ),
 ]
 

@@ -27,7 +27,6 @@ from phonograph.models.layer_spec import (
     NO_FACTORS,
     PLAIN_NORMS,
     Factors,
-    LayerExperts,
     LayerMatrix,
     LayerSpec,
     MatrixPart,
@@ -36,7 +35,6 @@ from phonograph.models.layer_spec import (
 )
 from phonograph.models.layers.rope import rope_tables, with_ropes
 from phonograph.models.quantization.float8 import Fp8Head
-from phonograph.models.quantization.grouped_weight import GroupedScheme
 from phonograph.models.quantization.quantization_config import choose_quantization, read_quantization
 from phonograph.models.quantization.scheme import Quantization, Scheme
 from phonograph.models.registry import find_architecture, known_fields
@@ -160,16 +158,8 @@ class ModelSpec:
         for index, layer in enumerate(self.layers):
             made = layer.with_schemes(partial(_scheme_in, quantization, f"{LAYERS}.{index}."))
             if quantization is not None:
-                for matrix in filter(lambda matrix: matrix.quantizable, layer.matrices):
-                    names = [name.removeprefix(f"{matrix.module}.") for name, _ in matrix.projections()]
-                    quantization.check_parts(f"{LAYERS}.{index}.{matrix.module}", names)
-            for matrix in made.matrices:
-                scheme = matrix.scheme
-                if matrix.num_experts is not None and isinstance(scheme, GroupedScheme) and scheme.ordered:
-                    raise UnsupportedModelError(
-                        f"{LAYERS}.{index}.{matrix.module} is in {scheme.name}, with an order for each expert, "
-                        "which is not supported; quantize the model without desc_act (actorder)"
-                    )
+                for matrix in layer.matrices:
+                    quantization.check_parts(f"{LAYERS}.{index}.{matrix.module}", matrix.quantized_names)
             layers.append(equal.setdefault(made, made))
         spec = replace(self, layers=tuple(layers), quantization=quantization)
         for scheme, outputs, inputs in spec._quantized_parts():
@@ -197,8 +187,7 @@ class ModelSpec:
                     shapes[f"{prefix}.{name}.weight"] = (part.num_outputs, matrix.num_inputs)
                 if matrix.bias:
                     shapes[f"{prefix}.{name}.bias"] = (part.num_outputs,)
-            if isinstance(layer.feed_forward, LayerExperts) and layer.feed_forward.choice_bias is not None:
-                shapes[f"{prefix}.{layer.feed_forward.choice_bias}"] = (layer.feed_forward.routing.num_experts,)
+            shapes |= {f"{prefix}.{name}": shape for name, shape in layer.feed_forward.other_shapes.items()}
             if layer.attention.head_norms:
                 attention = layer.attention
                 for name, heads in (("q_norm", attention.num_query_heads), ("k_norm", attention.num_kv_heads)):
