@@ -160,6 +160,8 @@ def test_salts_resets_and_failures_hold_in_every_group(groups: list[KVGroup]) ->
     tables = [compute(cache, prompt, salt)[0] for salt in (None, "a", "b")]
     assert [compute(cache, prompt, salt)[1] for salt in (None, "a", "b", "c")] == [16, 16, 16, 0]
     cache.forget(tables[1])
+    for index in range(len(groups)):
+        assert all(cache.pool.find(key) is None for key in tables[1].keys(index, 0, 5))
     assert [compute(cache, prompt, salt)[1] for salt in (None, "a", "b")] == [16, 0, 16]
 
     running = cache.make_table(lambda start, stop: list(range(start, stop)), 20, "new")

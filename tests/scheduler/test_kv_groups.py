@@ -10,6 +10,7 @@ from phonograph.core.batch import ScheduledBatch
 from phonograph.core.blocks import pages_for_request
 from phonograph.core.kv_group import KVGroup
 from phonograph.errors import RequestError
+from phonograph.kv_cache.manager import CacheManager
 from phonograph.kv_cache.tables import FREED
 from phonograph.scheduling.scheduler import Scheduler
 
@@ -27,7 +28,7 @@ def test_a_sliding_group_gets_blocks_by_chunk_and_a_full_group_at_admission() ->
     # The second chunk begins at token 10 and reads from token 5 on: the block of tokens 0 to 3 is free before it.
     assert sent(second) == [(1, 3, 2)]
     assert sent(third) == [(1, 5, 3)]
-    table = scheduler._tables["a"].groups[1]
+    table = scheduler._blocks.tables["a"].groups[1]
     assert table.block_ids[:3] == [FREED] * 3 and table.first == 3
     # Token 29 reads from token 24 on. Nothing is sent for freed blocks.
     assert sent(step(scheduler)) == []
@@ -107,14 +108,13 @@ def test_decodes_leave_the_prompt_in_progress_what_is_promised_to_it() -> None:
     assert scheduler.stats.num_preemptions > 0
 
 
-@pytest.mark.parametrize("method", ["_promised", "most_promised"])
+@pytest.mark.parametrize("method", ["promised", "most_promised"])
 def test_a_promise_that_is_ignored_is_noticed(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = crowd()
-    if method == "_promised":
-        monkeypatch.setattr(Scheduler, "_promised", lambda scheduler: 0)
+    if method == "promised":
+        monkeypatch.setattr(CacheManager, "promised", lambda *_: 0)
     else:
-        scheduler._cache.most_promised = 0
-        monkeypatch.setattr(Scheduler, "_growth", lambda scheduler: 0)
+        scheduler._blocks.cache.most_promised = 0
     with pytest.raises(AssertionError, match="promised to the prompt in progress"):
         while scheduler.has_unfinished:
             step(scheduler)
