@@ -69,21 +69,11 @@ class RequestBlocks:
         """Take all blocks from a request; its full blocks stay in the prefix cache."""
         self.cache.free(self.publish(request))
 
-    def free_behind(self, request: Request) -> SequenceTable:
-        """Publish the full blocks, free those that the request's next step does not read; return the block tables."""
-        table = self.publish(request)
-        if self._windows:
-            self.cache.free_behind(table, request.num_computed)
-        return table
-
-    def free_behind_prompts(self, requests: Iterable[Request]) -> None:
-        """Free what is behind the windows of sequences whose prompt the last step completed.
-
-        Later they free it at block boundaries, but a chunk may be much longer than a block.
-        """
+    def free_behind(self, requests: Iterable[Request]) -> None:
+        """Publish the full blocks of requests, and free those that their next step does not read."""
         if self._windows:
             for request in requests:
-                self.free_behind(request)
+                self.cache.free_behind(self.publish(request), request.num_computed)
 
     def extend(self, request: Request, num_tokens: int, appends: list[BlockAppend], *, is_new: bool = False) -> None:
         """Take the blocks for the leading `num_tokens` tokens, after those behind the windows are freed.
@@ -94,15 +84,16 @@ class RequestBlocks:
             appends: gets the new blocks, or all blocks of a request that starts.
             is_new: the request starts.
         """
-        table = self.free_behind(request)
-        fresh = self.cache.extend(table, num_tokens)
-        slot = request.slot
+        table = self.publish(request)
+        if self._windows:
+            self.cache.free_behind(table, request.num_computed)
+        fresh = self.cache.extend(table, num_tokens, request.slot)
         if is_new:
-            for group, one in enumerate(table.groups):
-                appends.append(BlockAppend(slot=slot, start=one.first, block_ids=one.held, group=group))
-        else:
-            for group, start, block_ids in fresh:
-                appends.append(BlockAppend(slot=slot, start=start, block_ids=block_ids, group=group))
+            fresh = [
+                BlockAppend(slot=request.slot, start=one.first, block_ids=one.held, group=group)
+                for group, one in enumerate(table.groups)
+            ]
+        appends += fresh
 
     def suffices(self, num_decodes: int, prefilling: Request | None) -> bool:
         """Return True if enough blocks are free whatever the decodes need, without a look at each of them."""
@@ -111,14 +102,12 @@ class RequestBlocks:
 
     def needs(self, decodes: Collection[Request]) -> dict[str, int]:
         """Free what is behind the windows of decodes; return the blocks that each needs, if any, by request id."""
-        needs: dict[str, int] = {}
-        for request in decodes:
-            context = request.num_computed
-            if context % self.step == 0:
-                if self._windows:
-                    self.free_behind(request)
-                needs[request.request_id] = sum(context % group.block_size == 0 for group in self.groups)
-        return needs
+        at_boundary = [request for request in decodes if request.num_computed % self.step == 0]
+        self.free_behind(at_boundary)
+        return {
+            request.request_id: sum(request.num_computed % group.block_size == 0 for group in self.groups)
+            for request in at_boundary
+        }
 
     def num_unpromised(self, prefilling: Request | None) -> int:
         """Return the number of free blocks, less those that are promised to the prompt in progress."""

@@ -2,28 +2,23 @@
 
 Continuous batching with chunked prefill under one token budget. In each step every running sequence that is past its
 prompt gets one token. Then the prompt in progress gets a chunk of the remaining budget. Then waiting requests are
-admitted in order of rank, while slots, blocks and budget last, so that only the last one stays in progress. If there
-are too few blocks for the decodes, the running sequence of the worst rank loses its blocks and waits again with its
-output (preemption by recompute).
+admitted in order of rank, while slots, blocks and budget last, so that only the last one stays in progress. If blocks
+are short for the decodes, the running sequence of the worst rank loses its blocks and waits again with its output.
 
-Blocks come from one pool for all KV groups. In a full group a sequence gets the blocks of all its known tokens at
-admission. In a sliding group it gets the blocks of each chunk when the chunk is scheduled, after those behind the
-window are freed. So at admission enough blocks must be free for the largest chunk, too, and those that the prompt in
-progress has not yet taken stay *promised* to it: decodes preempt rather than take them. After its prompt a sequence
-needs one block for each group in which its last block is full. It first frees what is behind its window.
+Blocks come from one pool for all KV groups. A sequence gets the blocks of all its known tokens at admission in a full
+group. In a sliding group it gets those of a chunk with the chunk, after those behind the window are freed. So admission
+asks for the blocks of the largest chunk too. What the prompt in progress has not taken yet is *promised* to it: decodes
+preempt rather than take it. Later a sequence needs a block in each group in which its last block is full.
 
 Every request ends:
 
-1. A running sequence computes at least one token in each step in which it is not preempted. The budget suffices,
-   because a step has a token for every sequence. A decode gets its blocks, because decodes are preempted until those of
-   the others are free. A chunk of a prompt gets its blocks from the promise, which holds at all times: taking a block
-   makes it smaller by one, freeing an own block larger by one, and freeing a shared block, which may stay in use,
-   leaves it unchanged. Nothing is admitted while a prompt is in progress, so its blocks do not become shared.
-2. The running sequence of the best rank is preempted only if it runs alone. Alone it always fits: then all blocks in
-   use are its own, at most `pages_for_request` of its tokens, and `context_len` is the length of the longest request
-   for which the pool has so many. Its admission is not refused either, because what admission asks for is no more.
-3. When it ends, another sequence has the best rank. A waiting request is overtaken only by requests of better rank. If
-   nothing runs, the first waiting request is admitted, by 2.
+1. A running sequence that is not preempted computes a token or more in each step. The budget has a token for every
+   sequence. Preemption frees the blocks that decodes need. A chunk's blocks are promised, and always free: to take a
+   block makes the promise smaller by one, to free an own block larger by one, and to free a shared block, which may
+   stay in use, leaves it. Nothing is admitted while a prompt is in progress, so its own blocks stay its own.
+2. The running sequence of the best rank is preempted only if it runs alone. Alone it always fits, and is admitted:
+   all blocks in use are its own, at most `pages_for_request` of its tokens, which bounds `context_len`.
+3. When it ends, another sequence has the best rank. A waiting request is overtaken only by requests of better rank.
 
 Steps may overlap. `schedule` counts a step as computed at once, so it can be called again before `update` has brought
 that step's tokens, which are then only on the device. Updates come in the order of the schedules. Slot and blocks of a
@@ -188,7 +183,8 @@ class Scheduler:
     def schedule(self) -> ScheduledBatch:
         """Return the next step. For running decodes the cost is a short loop, with more to do at block boundaries."""
         self._release_ending()
-        self._blocks.free_behind_prompts(one for one in self._prefilled if one.state is RequestState.RUNNING)
+        # Later they free blocks at block boundaries, but a chunk may be much longer than a block.
+        self._blocks.free_behind(one for one in self._prefilled if one.state is RequestState.RUNNING)
         self._prefilled.clear()
         may_admit = self._make_room()
         slots: list[int] = []
