@@ -70,7 +70,11 @@ class RequestBlocks:
         self.cache.free(self.publish(request))
 
     def free_behind(self, requests: Iterable[Request]) -> None:
-        """Publish the full blocks of requests, and free those that their next step does not read."""
+        """Publish the full blocks of requests, and free those that their next step does not read.
+
+        A decode frees blocks at block boundaries, and once after its prompt, whose chunk may be much longer than a
+        block.
+        """
         if self._windows:
             for request in requests:
                 self.cache.free_behind(self.publish(request), request.num_computed)

@@ -75,8 +75,7 @@ class Scheduler:
         self.num_blocks = num_blocks
         self.policy = policy
         self._blocks = RequestBlocks(limits, groups, num_blocks=num_blocks, enable_prefix_caching=enable_prefix_caching)
-        # Maximum tokens of a request: the model's context, or what the blocks hold.
-        self.context_len = self._blocks.longest_request
+        self.context_len = self._blocks.longest_request  # the model's context, or what the blocks hold
         self._requests: dict[str, Request] = {}
         self._waiting: list[Request] = []  # sorted by rank
         # Running sequences: the decodes by slot, and the sequence whose prompt is in progress.
@@ -183,7 +182,6 @@ class Scheduler:
     def schedule(self) -> ScheduledBatch:
         """Return the next step. For running decodes the cost is a short loop, with more to do at block boundaries."""
         self._release_ending()
-        # Later they free blocks at block boundaries, but a chunk may be much longer than a block.
         self._blocks.free_behind(one for one in self._prefilled if one.state is RequestState.RUNNING)
         self._prefilled.clear()
         may_admit = self._make_room()
@@ -306,12 +304,11 @@ class Scheduler:
 
     def _make_room(self) -> bool:
         """Preempt until every decode can have the blocks it needs; return True if no blocks were short."""
-        blocks = self._blocks
-        if blocks.suffices(len(self._decoding), self._prefilling):
+        blocks, decodes = self._blocks, self._decoding.values()
+        if blocks.suffices(len(decodes), self._prefilling):
             return True
-        needs = blocks.needs(self._decoding.values())
-        needed = sum(needs.values())
-        were_short = blocks.num_unpromised(self._prefilling) < blocks.growth(self._decoding.values())
+        needs = blocks.needs(decodes)
+        needed, were_short = sum(needs.values()), blocks.num_unpromised(self._prefilling) < blocks.growth(decodes)
         while needed > blocks.num_unpromised(self._prefilling):
             victim = max(self._running, key=_RANK)
             needed -= needs.pop(victim.request_id, 0)
