@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from struct import pack
-from typing import NamedTuple
 
 FREED = -1
 """Entry of a block table whose block was freed behind the window. The device's table keeps the id of the block."""
@@ -89,11 +88,3 @@ class SequenceTable:
             return digests[start:stop]
         suffix = bytes([group])
         return [digest + suffix for digest in digests[start:stop]]
-
-
-class BlockAllocation(NamedTuple):
-    """Blocks appended to the table of a KV group, from entry `start` on."""
-
-    group: int
-    start: int
-    block_ids: list[int]
