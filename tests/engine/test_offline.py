@@ -153,9 +153,9 @@ def test_of_several_prompts_only_the_one_of_another_shape_is_refused(llm: LLM, w
     assert all(len(output.outputs[0].token_ids) == 5 for output in (outputs[0], outputs[2]))
 
 
-@pytest.mark.parametrize("messages", [None, 3, "Hello", [3], ["Hello"], [["Hello"]]])
+@pytest.mark.parametrize("messages", [None, 3, "Hello", [3], ["Hello"], [["Hello"]], [[]], [TURN, 3], [[TURN, 3]]])
 def test_conversations_of_other_shapes_are_refused(llm: LLM, messages: Any) -> None:
-    with pytest.raises(RequestError, match="messages="):
+    with pytest.raises(RequestError, match="messages=.* must be a list of messages"):
         llm.chat(messages, SHORT)
     assert not llm.session.has_unfinished
 
