@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 
-from phonograph import LLM, EngineConfig, SamplingParams
+from phonograph import LLM, AsyncLLM, EngineConfig, SamplingParams
 from phonograph.errors import ConfigError, RequestError
 
 TEXT = "Tom has 12 apples"
@@ -168,3 +169,13 @@ def test_the_model_is_the_first_argument(llm: LLM, tmp_path: Path) -> None:
         LLM()
     with pytest.raises(TypeError, match="multiple values for argument 'model'"):
         LLM("demo", model="demo")  # pyright: ignore[reportCallIssue]
+
+
+@pytest.mark.parametrize("kind", [LLM, AsyncLLM])
+def test_defaults_in_docstrings_are_those_of_the_parameters(kind: type) -> None:
+    found: set[str] = set()
+    for name, method in inspect.getmembers(kind, inspect.isfunction):
+        for parameter, value in re.findall(r"(?m)^ +(\w+): .*defaults to (\w+)\.$", method.__doc__ or ""):
+            assert str(inspect.signature(method).parameters[parameter].default) == value, (name, parameter)
+            found.add(parameter)
+    assert found >= ({"num_replays", "use_tqdm", "seed"} if kind is LLM else {"priority"})
