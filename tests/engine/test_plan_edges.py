@@ -16,11 +16,14 @@ from phonograph.core.device import GIB, known_device
 from phonograph.engine import build, memory
 from phonograph.engine.plan import EnginePlan, make_plan
 from phonograph.errors import ConfigError, MemoryLimitError
+from phonograph.kernels.torch.grouped import TILE
 from phonograph.kernels.triton.gemm.product_plan import GemmDevice
+from phonograph.models.layer_spec import LayerSpec
 from phonograph.models.layers.workspace import Workspace
 from phonograph.models.quantization.float8 import Fp8
+from phonograph.models.quantization.gptq import Gptq
 from phonograph.models.quantization.scheme import Quantization
-from phonograph.models.spec import read_model_spec
+from phonograph.models.spec import ModelSpec, read_model_spec
 from phonograph.sampling.grammar_masks import bitmask_words
 
 DEMO = read_model_spec("demo")
@@ -290,3 +293,30 @@ def test_memory_that_torch_caches_is_free(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(build.torch.cuda, name, lambda *_, value=value: value)
     device = build.this_device("cuda")
     assert (device.memory, device.free) == (80 * GIB, 68 * GIB)
+
+
+@pytest.mark.parametrize("device", ["cpu", "h200"])
+@pytest.mark.parametrize("sizes", [{"intermediate_size": 8 * INTERMEDIATE_SIZE}, {"num_query_heads": 64}])
+def test_graphs_have_room_for_the_widest_layer(device: str, sizes: dict[str, int]) -> None:
+    """A narrow layer before or after it changes nothing."""
+    wide = resized(DEMO, **sizes)
+    first, last = (replace(wide, layers=layers) for layers in (_mixed(wide, DEMO), _mixed(DEMO, wide)))
+    plain, whole, *mixed = (plan_of(device, model).memory.graphs for model in (DEMO, wide, first, last))
+    assert plain < whole and mixed == [whole, whole]
+
+
+def _mixed(first: ModelSpec, last: ModelSpec) -> tuple[LayerSpec, ...]:
+    return (*first.layers[:1], *last.layers[1:])
+
+
+def test_a_cpus_graphs_are_a_layer_at_its_widest_with_the_logits_of_all_requests() -> None:
+    """Weights of 4 bits have a tile in addition, which no eager step needs."""
+    settings = {"max_num_seqs": 6, "cudagraph_capture_sizes": [4, 24]}
+    attention, vocab_size = DEMO.layers[0].attention, DEMO.vocab_size
+    heads = (2 * attention.num_query_heads + 2 * attention.num_kv_heads) * attention.head_size
+    width = 2 * DEMO.hidden_size + max(heads, 3 * INTERMEDIATE_SIZE)
+    numbers = 24 * width + 6 * (vocab_size + DEMO.hidden_size)
+    assert plan_of(**settings).memory.graphs == 4 * numbers
+    packed = DEMO.with_quantization(Quantization("gptq", Gptq(bits=4, group_size=32, version=1)))
+    assert plan_of(model=packed, **settings).memory.graphs == 4 * (numbers + TILE)
+    assert plan_of(model=packed, enforce_eager=True).memory.graphs == 0

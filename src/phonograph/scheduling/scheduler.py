@@ -281,7 +281,7 @@ class Scheduler:
             tokens = request.output_token_ids
             tokens.append(token_id)
             news.append(request)
-            if all_logprobs and slot in all_logprobs:
+            if slot in all_logprobs:
                 request.logprobs.append(all_logprobs[slot])
             if token_id in request.end_token_ids and len(tokens) >= request.params.min_tokens:
                 stop_reason = token_id if token_id in request.params.stop_token_ids else None
