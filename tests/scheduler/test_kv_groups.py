@@ -142,3 +142,22 @@ def test_requests_that_fit_by_their_windows_run_together() -> None:
     for _ in range(20):
         assert len(step(scheduler).slots) == 4
     assert scheduler.stats.num_preemptions == 0
+
+
+def test_a_block_may_be_behind_the_window_before_its_tokens_are_known() -> None:
+    """With steps in flight it is freed without a digest, and later blocks of the request are found as ever."""
+    scheduler = make_scheduler(groups=[sliding_group(1, 2)], max_num_seqs=1)
+    add(scheduler, one := request("a", 3, max_tokens=12))
+    in_flight: list[ScheduledBatch] = []
+    while not one.finished:
+        batch = scheduler.schedule()
+        check_scheduler(scheduler)
+        if batch.slots:
+            in_flight.append(batch)
+        if len(in_flight) > 5 or not batch.slots:
+            oldest = in_flight.pop(0)
+            scheduler.update(oldest, output_of(oldest))
+    add(scheduler, again := request("b", [*one.prompt_token_ids, *one.output_token_ids, 5]))
+    step(scheduler)
+    # A window of one token needs no block before the boundary.
+    assert again.num_cached_tokens == 14
