@@ -14,8 +14,8 @@ from phonograph.engine.groups.kv_groups import KVGroups
 from phonograph.errors import MemoryLimitError
 from phonograph.kernels.torch.grouped import TILE
 from phonograph.kernels.triton.gemm.product_plan import GemmDevice
-from phonograph.models.expert_spec import LayerExperts
 from phonograph.models.layer_spec import FeedForward, LayerFeedForward
+from phonograph.models.layers.expert_spec import LayerExperts
 from phonograph.models.layers.workspace import Workspace
 from phonograph.models.quantization.cpu_weights import CpuProducts
 from phonograph.models.spec import DTYPE_BYTES, ModelSpec

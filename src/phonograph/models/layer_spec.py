@@ -192,7 +192,7 @@ class LayerAttention:
 
 
 class FeedForward(Protocol):
-    """Feed-forward of a layer: dense, or experts (`expert_spec`). It is a frozen dataclass."""
+    """Feed-forward of a layer: dense, or experts (`layers.expert_spec`). It is a frozen dataclass."""
 
     @property
     def input_norm(self) -> str | None: ...

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from phonograph.models.expert_spec import LayerExperts
 from phonograph.models.layer_spec import FeedForward, LayerAttention, LayerFeedForward, LayerSpec
+from phonograph.models.layers.expert_spec import LayerExperts
 from phonograph.models.layers.linear import Linear, WeightAllocator
 
 

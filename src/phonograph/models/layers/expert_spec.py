@@ -1,4 +1,4 @@
-"""Specification of a layer's experts as plain values, next to the dense feed-forward of `layer_spec`."""
+"""Specification of a layer's experts as plain values, next to the dense feed-forward of `models.layer_spec`."""
 
 from __future__ import annotations
 
