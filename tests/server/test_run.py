@@ -52,20 +52,13 @@ def record(*arguments: Any) -> logging.LogRecord:
         ("/v1/graphs", None),
         ("/health/more", "/health/more"),
         ("/" + 199 * "a", "/" + 199 * "a"),
-        ("/" + 200 * "a", "/" + 198 * "a" + "..."),
+        ("/" + 200 * "a", "/" + 199 * "a" + "..."),
     ],
 )
 def test_the_access_log_has_neither_polls_nor_long_paths(path: str, shown: str | None) -> None:
     entry = record("127.0.0.1:5", "GET", path, "1.1", 200)
     assert run.AccessLogFilter().filter(entry) == (shown is not None)
-    if shown is not None:
-        assert (
-            isinstance(entry.args, tuple)
-            and entry.args[:2] == ("127.0.0.1:5", "GET")
-            and entry.args[3:] == ("1.1", 200)
-        )
-        assert len(str(entry.args[2])) <= 203 and str(entry.args[2])[:190] == shown[:190]
-        assert (entry.args[2] == path) == (len(path) <= 200)
+    assert not shown or entry.args == ("127.0.0.1:5", "GET", shown, "1.1", 200)
 
 
 def test_other_records_are_logged_as_they_are() -> None:
