@@ -1,4 +1,4 @@
-"""Kernels of experts against float64: random routings, odd sizes, padding, and memory that nobody may read as NaN."""
+"""Kernels of experts against float64: random routings, odd sizes, padding, and NaN in memory that no kernel may read."""
 
 from __future__ import annotations
 
