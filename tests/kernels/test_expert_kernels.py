@@ -1,4 +1,4 @@
-"""Kernels of experts against float64: random routings, odd sizes, padding, and NaN in memory that no kernel may read."""
+"""Kernels of experts against float64: random routings, odd sizes, padding, and NaN in memory that they must not read."""
 
 from __future__ import annotations
 
