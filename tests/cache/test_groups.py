@@ -199,3 +199,12 @@ def test_admission_asks_for_the_chunks_to_come() -> None:
     assert cache.admit(table, 40, reserve=1, reuse=True) is None and is_empty(table)
     assert cache.admit(table, 40, reserve=0, reuse=True) == 0
     assert cache.pool.num_free == 5 == cache.promised(table, 40) == cache.most_promised
+
+
+@pytest.mark.parametrize(("num_blocks", "wanted"), [(7, None), (8, 16)])
+def test_admission_counts_no_shared_block_of_a_sliding_group_as_a_gain(num_blocks: int, wanted: int | None) -> None:
+    cache = manager([sliding_group(9)], num_blocks=num_blocks)
+    compute(cache, list(range(17)))
+    assert cache.pool.num_used == 3
+    again = cache.make_table(lambda start, stop: list(range(start, stop)), 40, None)
+    assert cache.admit(again, 40, reserve=0, reuse=True) == wanted

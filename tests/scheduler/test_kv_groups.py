@@ -161,3 +161,14 @@ def test_a_block_may_be_behind_the_window_before_its_tokens_are_known() -> None:
     step(scheduler)
     # A window of one token needs no block before the boundary.
     assert again.num_cached_tokens == 14
+
+
+@pytest.mark.parametrize(("num_blocks", "together"), [(5, 1), (6, 2)])
+def test_admission_leaves_sequences_shorter_than_the_window_a_block_to_grow_into(
+    num_blocks: int, together: int
+) -> None:
+    scheduler = make_scheduler(groups=[sliding_group(40)], num_blocks=num_blocks, max_num_seqs=2)
+    add(scheduler, request("a", 7))
+    step(scheduler)
+    add(scheduler, request("b", 7))
+    assert len(step(scheduler).slots) == together
