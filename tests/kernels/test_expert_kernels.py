@@ -1,4 +1,4 @@
-"""Kernels of experts against float64: random routings, odd sizes, padding, and memory that nobody may read as NaN."""
+"""Kernels of experts against float64: random routings, odd sizes, padding, and memory without contents is NaN."""
 
 from __future__ import annotations
 

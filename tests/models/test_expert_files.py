@@ -144,7 +144,7 @@ def test_refused_by_a_plan(tmp_path: Path) -> None:
 
 
 def test_products_of_experts_are_named() -> None:
-    """Of Qwen3-30B-A3B: 48 layers of 128 experts."""
+    """Qwen3-30B-A3B has 48 layers of 128 experts."""
     model = read_model_spec("qwen3-30b-a3b", config_only=True)
     rows = {one.layer: one for one in product_rows(model, "bfloat16", known_device("h200"))}
     gate_up, down, router = (rows[name] for name in ("experts' gate and up", "experts' down", "router"))
