@@ -1,4 +1,4 @@
-"""Kernels of experts against float64: random routings, odd sizes, padding, and NaN in memory that they must not read."""
+"""Kernels of experts against float64: random routings, odd sizes, padding, and memory without contents is NaN."""
 
 from __future__ import annotations
 
