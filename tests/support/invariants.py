@@ -19,7 +19,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
     waiting, running = scheduler._waiting, scheduler._running
     ending = [request for request in requests.values() if request.state is RequestState.ENDING]
     assert all(request.state is RequestState.RUNNING for request in running)
-    assert all(request.slot == -1 and tables[request.request_id].is_empty for request in ending)
+    assert all(request.slot == -1 and is_empty(tables[request.request_id]) for request in ending)
     assert all(any(request in batch for _, batch in scheduler._in_flight) for request in ending)
     assert all(request.slot == slot for slot, request in scheduler._decoding.items())
     slots = [request.slot for request in running]
@@ -28,12 +28,16 @@ def check_scheduler(scheduler: Scheduler) -> None:
     )
     assert waiting == sorted(waiting, key=lambda request: request.rank)
     for request in waiting:
-        assert request.slot == -1 and not request.num_computed and tables[request.request_id].is_empty
+        assert request.slot == -1 and not request.num_computed and is_empty(tables[request.request_id])
     assert {id(request) for request in requests.values()} == {id(r) for r in (*waiting, *running, *ending)}
     assert len(requests) == len(waiting) + len(running) + len(ending)
     assert tables.keys() == requests.keys()
     check_groups(scheduler)
     check_cache(scheduler._blocks.cache, ((table, requests[key].num_computed) for key, table in tables.items()))
+
+
+def is_empty(table: SequenceTable) -> bool:
+    return not any(one.block_ids for one in table.groups)
 
 
 def check_groups(scheduler: Scheduler) -> None:

@@ -65,10 +65,6 @@ class SequenceTable:
         self.prompt_len = prompt_len
         self.num_found = sys.maxsize
 
-    @property
-    def is_empty(self) -> bool:
-        return not any(one.block_ids for one in self.groups)
-
     def num_named(self, group: int) -> int:
         """Return the number of leading blocks of a group whose digests are computed."""
         return len(self._digests[self._block_sizes[group]])
