@@ -113,7 +113,8 @@ def run_all(device: torch.device) -> None:
     words.test_both_ways(1025, True, device)
     layers.test_norms(5, 200, dtype, device)
     layers.test_gathered_rows(3, 2500, dtype, device)
-    layers.test_activation(3, 2500, dtype, device)
+    for gelu in (False, True):
+        layers.test_activation(3, 2500, gelu, dtype, device)
     fp8_rows.test_rows(1008, dtype, device)
     products.test_one_row_with_every_epilogue(13, 200, True, torch.float16, device)
     for rows, outputs, inputs, padded, splits in ((5, 31, 263, 8, 3), (21, 33, 256, 16, 1), (3, 45, 320, 8, 3)):
