@@ -41,10 +41,6 @@ def check_scheduler(scheduler: Scheduler) -> None:
     check_cache(scheduler._blocks.cache, ((table, requests[key].num_computed) for key, table in tables.items()))
 
 
-def is_empty(table: SequenceTable) -> bool:
-    return not any(one.block_ids for one in table.groups)
-
-
 def check_groups(scheduler: Scheduler) -> None:
     """Assert that no request holds more blocks than planned, and that the prompt in progress can take its blocks."""
     limits, tables = scheduler.limits, scheduler._blocks.tables
