@@ -140,7 +140,8 @@ def run_all(device: torch.device) -> None:
         for rows, outputs, inputs, config in test_ring.SIZES[1:8:2]:
             check_linear(rows, outputs, inputs, torch.bfloat16, device, True, config, poisoned(device))
         hopper_prefill.check(hopper_prefill.CASES["cut"], device)
-    test_prepare.test_steps_of_mixed_batches(device)
+    for sizes in ((4,), (4, 8, 2)):
+        test_prepare.test_steps_of_mixed_batches(device, sizes)
     test_prepare.test_appends_ahead(device)
     test_split_batch.test_cut(5, 1)
     page_indices.check(7, 1100, 16, device)
