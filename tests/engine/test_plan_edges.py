@@ -14,7 +14,7 @@ from phonograph.attention.cascade.rule import MIN_REQUESTS, cascade_bytes
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.device import GIB, known_device
 from phonograph.engine import build, memory
-from phonograph.engine.plan import EnginePlan, make_plan
+from phonograph.engine.plan import EnginePlan, _check_block_size, make_plan
 from phonograph.errors import ConfigError, MemoryLimitError
 from phonograph.kernels.torch.grouped import TILE
 from phonograph.kernels.triton.gemm.product_plan import GemmDevice
@@ -320,3 +320,48 @@ def test_a_cpus_graphs_are_a_layer_at_its_widest_with_the_logits_of_all_requests
     packed = DEMO.with_quantization(Quantization("gptq", Gptq(bits=4, group_size=32, version=1)))
     assert plan_of(model=packed, **settings).memory.graphs == 4 * (numbers + TILE)
     assert plan_of(model=packed, enforce_eager=True).memory.graphs == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "has_gpu", "found"),
+    [
+        ("cpu", False, "cpu"),
+        ("cpu", True, "cpu"),
+        ("auto", False, "cpu"),
+        ("auto", True, "cuda"),
+        ("cuda", True, "cuda"),
+        ("cuda", False, None),
+    ],
+)
+def test_the_device_of_this_machine(
+    kind: str, has_gpu: bool, found: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = SimpleNamespace(name="here", major=9, minor=0, multi_processor_count=132, total_memory=80 * GIB)
+    fakes = {"current_device": 0, "get_device_properties": facts, "mem_get_info": (10 * GIB, 80 * GIB)}
+    fakes |= {"is_available": has_gpu, "memory_reserved": 0, "memory_allocated": 0}
+    for name, value in fakes.items():
+        monkeypatch.setattr(build.torch.cuda, name, lambda *_, value=value: value)
+    if found is None:
+        with pytest.raises(ConfigError, match="device='cuda': torch sees no CUDA device here; cpu or auto works"):
+            build.this_device(kind)
+    else:
+        assert build.this_device(kind).kind == found
+
+
+def test_blocks_that_offsets_of_32_bits_reach() -> None:
+    attention = plan_of().attention
+    slot = attention.num_kv_heads * attention.head_size
+    most = 2**31 // slot - 16
+    _check_block_size(replace(attention, block_size=most))
+    with pytest.raises(ConfigError, match=f"block_size={most + 16}: .*have {2**31} elements .*; {most} or less works"):
+        _check_block_size(replace(attention, block_size=most + 16))
+
+
+def test_a_context_may_be_as_long_as_the_models() -> None:
+    model = replace(DEMO, context_length=640, context_source="max_position_embeddings 640")
+    assert plan_of(model=model, max_model_len=640).limits.max_model_len == 640
+    with pytest.raises(
+        ConfigError, match=r"max_model_len=641: exceeds the model's context length of 640 \(max_position_embeddings 640"
+    ):
+        plan_of(model=model, max_model_len=641)
+    assert plan_of(model=model, max_model_len=2).limits.max_model_len == 2

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import resource
 import socket
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from phonograph.config.server_config import ServerConfig
-from phonograph.errors import ConfigError
+from phonograph.errors import ConfigError, RequestError
 from phonograph.server.http import run
 
 INFINITY = resource.RLIM_INFINITY
@@ -76,3 +77,25 @@ def test_addresses_that_cannot_be_bound_are_named() -> None:
             run._bound(ServerConfig(host="127.0.0.1", port=port))
     with pytest.raises(ConfigError, match="host='no.such.host.invalid': is not an address of this machine"):
         run._bound(ServerConfig(host="no.such.host.invalid", port=0))
+
+
+@pytest.mark.parametrize(
+    ("template", "has_template", "warns"),
+    [(None, False, False), (None, True, True), ("mine", False, True), ("mine", True, True)],
+)
+def test_a_template_that_fails_is_a_warning(
+    template: str | None, has_template: bool, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The one that the server uses; completions need none."""
+    used: list[str | None] = []
+
+    def encode_chat(messages: Any, *, template: str | None) -> None:
+        used.append(template)
+        raise RequestError("messages", messages, "the chat template rejects them")
+
+    tokenizer = SimpleNamespace(has_chat_template=has_template, encode_chat=encode_chat)
+    serving: Any = SimpleNamespace(chat_template=template, tokenizer=tokenizer)
+    with caplog.at_level(logging.WARNING):
+        run.try_chat(serving)
+    assert used == [template] * warns
+    assert ("chats may fail: messages=" in caplog.text) == warns
