@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
+from phonograph.kernels import routing as rules
 from phonograph.kernels.routing import Routing
 from phonograph.kernels.triton.experts.expert_lists import (
     LARGE_TILE,
@@ -32,8 +33,7 @@ from phonograph.kernels.triton.experts.expert_lists import (
 from phonograph.kernels.triton.gemm.product_plan import rows_class
 from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_options
 
-LEAST = tl.constexpr(-3.0e38)
-"""Score in place of one that is not a number."""
+LEAST = tl.constexpr(rules.LEAST)
 _EXPERTS, _INPUTS = 32, 128
 """Experts, and least inputs, of a program of a split product."""
 
