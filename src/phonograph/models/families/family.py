@@ -28,6 +28,11 @@ def _windows_above(settings: Settings) -> list[str]:
     return [SLIDING if layer >= first else FULL for layer in range(num_layers)]
 
 
+def full_every(settings: Settings, count: int) -> list[str]:
+    """Return types of which the last of each `count` layers has full attention, and the others a window."""
+    return [SLIDING if (layer + 1) % count else FULL for layer in range(settings["num_hidden_layers"])]
+
+
 def _one_rope(settings: Settings) -> Sequence[RopeParameters | None]:
     """Return the same rope for each layer."""
     return (read_rope(settings),) * settings["num_hidden_layers"]
