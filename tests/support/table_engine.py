@@ -66,7 +66,7 @@ class TableModel:
         attend: object,
         rows: torch.Tensor | None = None,
         num_rows: torch.Tensor | None = None,
-        num_reqs: torch.Tensor | None = None,
+        num_kept: torch.Tensor | None = None,
     ) -> torch.Tensor:
         hidden = torch.index_select(self.table, 0, input_ids, out=self._hidden[: len(input_ids)])
         return hidden if rows is None else torch.index_select(hidden, 0, rows, out=self._rows)
