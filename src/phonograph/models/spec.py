@@ -69,6 +69,7 @@ class ModelSpec:
         quantization: format of quantized projections, or None.
         fp8_kv_cache: True if the configuration says that the checkpoint has scales for keys and values in FP8.
         wrapper: architecture of the model around this one in the checkpoint, or None.
+        skipped: beginnings of the names of tensors in the checkpoint that are not of this model.
         notes: decisions while reading, for `explain`.
     """
 
@@ -88,6 +89,7 @@ class ModelSpec:
     quantization: Quantization | None = None
     fp8_kv_cache: bool = False
     wrapper: str | None = None
+    skipped: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
@@ -135,7 +137,7 @@ class ModelSpec:
 
     def tensor_name(self, name: str) -> str | None:
         """Return a name of the checkpoint without the prefixes of a wrapper; None for a tensor of another part."""
-        return name if self.wrapper is None else text_name(name)
+        return None if name.startswith(self.skipped) else name if self.wrapper is None else text_name(name)
 
     def with_tokenizer_end(self, eos_token_id: int | None) -> ModelSpec:
         """Return the model with the tokenizer's end-of-sequence token added, if the vocabulary has it."""
@@ -375,6 +377,7 @@ def _make_spec(
         factors=family.factors(settings),
         fp8_kv_cache=quantization is not None and quantization.fp8_kv_cache,
         wrapper=wrapper,
+        skipped=family.skipped(settings),
         notes=(*(() if note is None else (note,)), *rope_notes(ropes), *window_notes(settings)),
     )
     # A checkpoint whose weights are in 16 bits may have scales for the KV cache alone.

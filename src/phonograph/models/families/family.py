@@ -51,6 +51,7 @@ class Family:
         layer_types: function that returns the kind of each layer if the file names none; for families with windows.
         norms: arithmetic of the norms.
         factors: function that returns the factors of a configuration.
+        skipped: function that returns the beginnings of names of tensors that are not of the model.
     """
 
     model_type: str
@@ -61,6 +62,7 @@ class Family:
     layer_types: Callable[[Settings], list[str]] = _windows_above
     norms: NormKind = PLAIN_NORMS
     factors: Callable[[Settings], Factors] = lambda _: NO_FACTORS
+    skipped: Callable[[Settings], tuple[str, ...]] = lambda _: ()
 
 
 def layer_sizes(settings: Settings, activations: tuple[str, ...] = SILU, field: str = "hidden_act") -> LayerSizes:
