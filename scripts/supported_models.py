@@ -34,6 +34,7 @@ FAMILIES = {
     "gemma": "Gemma 1",
     "gemma2": "Gemma 2",
     "gemma3_text": "Gemma 3 (text)",
+    "gemma4_text": "Gemma 4 (text)",
     "glm4_moe": "GLM-4.5, 4.6, 4.7 (without multi-token prediction)",
     "granite": "Granite 3 without experts",
     "llama": "Llama 2 and 3.x, SmolLM2, TinyLlama",
@@ -53,6 +54,7 @@ FAMILIES = {
 """Names of the families by the model type of an architecture."""
 WRAPPED = {
     "gemma3": "Gemma 3 with images: its text model",
+    "gemma4": "Gemma 4 with images or sound: its text model",
     "mistral3": "Mistral Small 3.1, Ministral 3 with images: their text models",
 }
 """Names of the models around a text model, by their model type."""

@@ -97,6 +97,8 @@ def launch_attention() -> None:
         heads["qk_norm"] = torch.zeros(6, 64)
         rope.rope_and_write_kv(qkv, longs(8), torch.zeros(32, width), cache, longs(8), **heads, **scales)
     rope.rope_and_write_kv(qkv, longs(8), None, cache, longs(8), **heads, **scales)
+    values = {"value_norms": True, "keys_are_values": True, "pairs_in_halves": True}
+    rope.rope_and_write_kv(qkv, longs(8), torch.zeros(32, 16), cache, longs(8), **heads, **scales, **values)
     layers.norm_queries_and_keys(qkv, torch.zeros(6, 64), 4, 1e-6)
     rope.write_kv(halves(8, 2, 64), halves(8, 2, 64), cache, longs(8), **scales)
 
@@ -124,6 +126,7 @@ def launch_others() -> None:
     fused = {"x_weight_E": torch.zeros(512), "factor": 0.5}
     layers.add_and_norm(halves(8, 512), halves(8, 512), torch.zeros(512), 1e-6, rounded, **fused)
     layers.add_and_norm(halves(8, 512), halves(8, 512), None, 1e-6, None, **fused)
+    layers.add_and_norm(halves(8, 512), halves(8, 512), None, 1e-6, None, **fused, scalar=halves(1))
     layers.silu_and_mul(halves(8, 1024), rounded)
     layers.gelu_tanh_and_mul(halves(8, 1024), rounded)
     layers.gather_rows(halves(8, 512), longs(4), halves(4, 512))

@@ -183,6 +183,69 @@ def test_rope_of_a_part(size: int, pairs: int, scaled: bool, dtype: torch.dtype,
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("keys_are_values", [False, True])
+@pytest.mark.parametrize("value_norms", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "heads", "kv_heads", "size", "pairs"),
+    [(1, 4, 2, 512, 64), (3, 6, 2, 40, 5), (17, 5, 1, 64, 32), (5, 8, 8, 24, 0)],
+)
+def test_pairs_in_halves_and_values(
+    tokens: int,
+    heads: int,
+    kv_heads: int,
+    size: int,
+    pairs: int,
+    value_norms: bool,
+    keys_are_values: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """The first pairs of a head rotate, half a head apart. Values are normed, and may be the keys as given."""
+    torch.manual_seed(size + tokens)
+    given = heads + kv_heads * (1 if keys_are_values else 2)
+    memory = torch.randn(tokens, given * size + 3, device=device).to(dtype)
+    qkv, original = memory[:, :-3], memory.clone()
+    rows = original[:, :-3].double().unflatten(-1, (-1, size))
+    angles, positions = torch.rand(9, pairs, device=device) * 6, torch.randint(0, 9, (tokens,), device=device)
+    table = torch.cat((angles.cos(), angles.sin()), -1) if pairs else None
+    norm = torch.rand(heads + kv_heads, size, device=device) + 0.5
+    cache = poison(2, 2, 16, kv_heads, size, dtype=dtype, device=device)
+    slots = torch.randperm(32, device=device)[:tokens]
+    rope_kv.rope_and_write_kv(
+        qkv,
+        positions,
+        table,
+        cache,
+        slots,
+        num_query_heads=heads,
+        num_kv_heads=kv_heads,
+        qk_norm=norm,
+        eps=EPS,
+        value_norms=value_norms,
+        keys_are_values=keys_are_values,
+        pairs_in_halves=True,
+        k_scale=None,
+        v_scale=None,
+    )
+
+    def exact_norm(x: torch.Tensor) -> torch.Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt()
+
+    values = rows[:, -kv_heads:]
+    qk = exact_norm(rows[:, : heads + kv_heads]) * norm.double()
+    cos, sin = angles[positions][:, None].double().cos(), angles[positions][:, None].double().sin()
+    wanted, half = qk.clone(), size // 2
+    wanted[..., :pairs] = qk[..., :pairs] * cos - qk[..., half : half + pairs] * sin
+    wanted[..., half : half + pairs] = qk[..., half : half + pairs] * cos + qk[..., :pairs] * sin
+    assert relative(qkv[:, : heads * size], wanted[:, :heads].flatten(1)) < limit(dtype)
+    assert torch.equal(memory[:, heads * size :], original[:, heads * size :])
+    blocks, offsets = slots // 16, slots % 16
+    assert relative(cache[0, blocks, offsets], wanted[:, heads:]) < limit(dtype)
+    assert relative(cache[1, blocks, offsets], exact_norm(values) if value_norms else values) < limit(dtype)
+    assert int(cache.isfinite().sum()) == 2 * tokens * kv_heads * size
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 64), (3, 3, 40), (5, 1, 24)])
 def test_norm_of_all_heads(
@@ -205,9 +268,16 @@ def test_norm_of_all_heads(
 @pytest.mark.parametrize("factor", [1.0, 0.3])
 @pytest.mark.parametrize("normed_first", [False, True])
 @pytest.mark.parametrize("normed_after", [False, True])
+@pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("width", [64, 200])
 def test_a_norm_before_an_addition(
-    width: int, normed_after: bool, normed_first: bool, factor: float, dtype: torch.dtype, device: torch.device
+    width: int,
+    scaled: bool,
+    normed_after: bool,
+    normed_first: bool,
+    factor: float,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> None:
     """The rows that are added may lie where the result goes."""
     x, hidden = (torch.randn(5, width, device=device).to(dtype) for _ in range(2))
@@ -217,7 +287,8 @@ def test_a_norm_before_an_addition(
         return rows / (rows.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
 
     added = exact_norm(x.double(), weights[0]) if normed_first else x.double()
-    wanted = hidden.double() + factor * added
+    scalar = (torch.rand(1, device=device) + 0.5).to(dtype) if scaled else None
+    wanted = (hidden.double() + factor * added) * (1.0 if scalar is None else scalar.double())
     layers.add_and_norm(
         x,
         hidden,
@@ -226,6 +297,7 @@ def test_a_norm_before_an_addition(
         x if normed_after else None,
         x_weight_E=weights[0] if normed_first else None,
         factor=factor,
+        scalar=scalar,
     )
     assert relative(hidden, wanted) < limit(dtype)
     if normed_after:

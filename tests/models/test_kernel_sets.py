@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -36,19 +37,20 @@ DTYPES = [torch.float32, torch.bfloat16 if torch.cuda.is_available() else torch.
 
 
 class WritesCache:
-    """Attention whose output is the query, beside a cache that is written by slot."""
+    """Attention whose output is the query, beside a cache of each layer that is written by slot."""
 
-    def __init__(self, cache: torch.Tensor, slots_T: torch.Tensor) -> None:
-        self._cache = cache
+    def __init__(self, caches: list[torch.Tensor], slots_T: torch.Tensor) -> None:
+        self._caches = caches
         self._slots_T = slots_T
 
     def __call__(self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, layer: int) -> torch.Tensor:
-        block, offset = self._slots_T // self._cache.shape[2], self._slots_T % self._cache.shape[2]
-        self._cache[0, block, offset], self._cache[1, block, offset] = k_TKD, v_TKD
+        cache = self._caches[layer]
+        block, offset = self._slots_T // cache.shape[2], self._slots_T % cache.shape[2]
+        cache[0, block, offset], cache[1, block, offset] = k_TKD, v_TKD
         return q_THD.contiguous()
 
     def kv_target(self, layer: int, num_tokens: int) -> KVTarget:
-        return KVTarget(self._cache, self._slots_T[:num_tokens], None, None, clears_padding=True)
+        return KVTarget(self._caches[layer], self._slots_T[:num_tokens], None, None, clears_padding=True)
 
     def read(self, q_THD: torch.Tensor, layer: int, out_THD: torch.Tensor) -> None:
         out_THD.copy_(q_THD)
@@ -101,15 +103,18 @@ class Pair:
             memory.fill_(torch.nan)
 
     def streams(self, rows: int) -> Iterator[tuple[Bound, Stream, Step, torch.Tensor]]:
-        """Yield both sets with streams of the same embeddings, the inputs of a step, and the cache that it writes."""
+        """Yield both sets with streams of the same embeddings, the inputs of a step, and the caches that it writes."""
         self.poison()
         spec, device = self.model.spec, self.model.device
         self.ids = torch.randint(spec.vocab_size, (rows,), dtype=torch.int32).to(device)
         self.positions, slots = torch.randint(POSITIONS, (rows,)).to(device), torch.randperm(96)[:rows].to(device)
         for bound in (self.torch, self.triton):
-            cache = torch.full((2, 6, 16, spec.num_kv_heads, spec.head_size), 7.0).to(device, self.model.dtype)
-            step = Step(bound.kernels.rotary(self.positions), WritesCache(cache, slots))
-            yield bound, bound.embedding(self.ids), step, cache
+            shapes = [(2, 6, 16, one.attention.num_kv_heads, one.attention.head_size) for one in spec.layers]
+            memory = torch.full((sum(map(math.prod, shapes)),), 7.0).to(device, self.model.dtype)
+            parts = memory.split([math.prod(shape) for shape in shapes])
+            caches = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+            step = Step(bound.kernels.rotary(self.positions), WritesCache(caches, slots))
+            yield bound, bound.embedding(self.ids), step, memory
 
     def check(self, wanted: torch.Tensor, got: torch.Tensor) -> None:
         assert wanted.shape == got.shape and wanted.dtype == got.dtype
@@ -189,9 +194,16 @@ def test_layers_in_turn(pair: Pair, rows: int) -> None:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("rows", [1, 5])
-@pytest.mark.parametrize("family", ["phi3", "granite", "smollm3", "olmo3", "ministral3", "gemma", "gemma2", "gemma3"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("phi3", "granite", "smollm3", "olmo3", "ministral3", "gemma", "gemma2", "gemma3"),
+        *("gemma4", "gemma4_values"),
+    ],
+)
 def test_parts_of_other_families(family: str, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Partial ropes and none, factors, norms after a layer and over all heads, in float32, GELU, caps of logits."""
+    """Partial ropes and none, factors, norms after a layer and over all heads, in float32, GELU, caps of logits; heads
+    by layer, norms of values, values that are keys, and factors of the stream."""
     lay_as_on_a_gpu(monkeypatch)
     make_checkpoint(family, tmp_path)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

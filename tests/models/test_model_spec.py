@@ -122,7 +122,7 @@ def test_declared_defaults_are_those_of_transformers(model_type: str) -> None:
         name: theirs[name] for name in shared - {"architectures"}
     }
     # Fields that the class lacks are those that its files have, or that the model reads, beside them.
-    assert all(ours[name] is None for name in ours.keys() - theirs.keys() - {"rope_theta"})
+    assert all(ours[name] is None for name in ours.keys() - theirs.keys() - {"rope_theta", "global_head_dim"})
     theta = CONFIG_MAPPING[model_type].default_theta
     assert ours["rope_theta"] == (theta["global"] if isinstance(theta, dict) else theta)
 
@@ -194,7 +194,10 @@ def test_a_start_without_a_tokenizer_does_without_transformers() -> None:
 def test_parameters_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     reference = make_checkpoint(family, tmp_path)
     spec = read_model_spec(tmp_path)
-    assert spec.tensor_shapes() == {name: tuple(tensor.shape) for name, tensor in reference.named_parameters()}
+    tensors = {**dict(reference.named_parameters()), **reference.state_dict()}
+    if spec.tie_word_embeddings:
+        del tensors["lm_head.weight"]
+    assert spec.tensor_shapes() == {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def switches(spec: ModelSpec) -> tuple[bool, bool, bool, bool]:
@@ -335,6 +338,40 @@ def test_ropes_by_layer(tmp_path: Path) -> None:
             "short_factor in rope_scaling has 1 numbers; the heads have 8 pairs",
         ),
         ("granite", {"logits_scaling": 0}, "logits_scaling=0 must be a positive number"),
+        (
+            "gemma4",
+            {"use_bidirectional_attention": "all"},
+            "use_bidirectional_attention='all' must be null or 'vision'",
+        ),
+        ("gemma4", {"layer_types": ["full_attention"] * 2 + ["sliding_attention"]}, "layer_types=.* ends with sliding"),
+        ("gemma4", {"per_layer_config": None, "global_head_dim": 31}, "global_head_dim=31 must be even"),
+        (
+            "gemma4",
+            {"per_layer_config": None, "num_global_key_value_heads": 3},
+            "num_attention_heads=4 must be a multiple of num_global_key_value_heads=3",
+        ),
+        ("gemma4", {"per_layer_config": {"3": {"head_dim": 8}}}, r"per_layer_config\['3'\] names no layer; .* 0 to 2"),
+        ("gemma4", {"per_layer_config": {"2": 8}}, r"per_layer_config\['2'\]=8 must be an object"),
+        ("gemma4", {"per_layer_config": {"2": {"head_dim": "8"}}}, r"head_dim='8' in per_layer_config\['2'\] must be"),
+        ("gemma4", {"per_layer_config": {"2": {"head_dim": 7}}}, r"per_layer_config\['2'\].head_dim=7 must be even"),
+        ("gemma4", {"per_layer_config": {"2": {"rms_norm_eps": 1e-3}}}, "rms_norm_eps=0.001 .* is not supported"),
+        ("gemma4", {"per_layer_config": {"1": {"head_dim": 8}}}, "gives layers with sliding_attention several sizes"),
+        (
+            "gemma4",
+            {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}},
+            "has no sliding_attention with a rope",
+        ),
+        (
+            "gemma4",
+            {
+                "rope_parameters": {
+                    "full_attention": {"rope_theta": 1.0, "partial_rotary_factor": 0.5},
+                    "sliding_attention": {"rope_theta": 1.0},
+                }
+            },
+            "partial_rotary_factor=0.5 in rope_parameters.full_attention of rope_type 'default' must be 1.0",
+        ),
+        ("gemma4", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling=.* must be null"),
         ("ministral3", {"layer_types": ["full_attention"] * 2}, "layer_types=.* is a field that"),
     ],
 )
@@ -349,6 +386,47 @@ def test_a_window_that_holds_the_context_is_none(window: int, expected: tuple[in
     make_checkpoint("phi3", tmp_path)
     spec = read_model_spec(tmp_path, hf_overrides={"sliding_window": window})
     assert spec.context_length == 512 and {layer.attention.window for layer in spec.layers} == {expected}
+
+
+def test_heads_of_gemma_4_in_both_spellings(tmp_path: Path) -> None:
+    """per_layer_config is transformers' form of the fields of full layers, which older files have."""
+    make_checkpoint("gemma4", tmp_path)
+    spec, path = read_model_spec(tmp_path), tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    assert config.pop("per_layer_config") == {"2": {"head_dim": 32, "num_key_value_heads": 1}}
+    path.write_text(json.dumps({**config, "global_head_dim": 32, "num_global_key_value_heads": 1}))
+    assert read_model_spec(tmp_path) == spec
+    sliding, full = (layer.attention for layer in spec.layers[1:])
+    assert spec.layers[0] is spec.layers[1] and len(spec.kinds) == 2
+    assert (sliding.head_size, sliding.num_kv_heads, sliding.window) == (16, 2, (8, 0))
+    assert (full.head_size, full.num_kv_heads, full.window) == (32, 1, (-1, -1))
+    assert [part.name for part in full.qkv.parts] == ["q_proj", "k_proj"]
+    # Only a model whose values are its keys has KV heads of its own in full layers.
+    other = read_model_spec(tmp_path, hf_overrides={"attention_k_eq_v": False}).layers[2].attention
+    assert other.num_kv_heads == 2 and not other.keys_are_values
+    path.write_text(json.dumps({**config, "per_layer_config": {"02": {"head_dim": 8}}}))
+    assert read_model_spec(tmp_path).layers[2].attention.head_size == 8
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"partial_rotary_factor": 0.25},
+        {"partial_rotary_factor": 0.3, "factor": 3.0},
+        {"partial_rotary_factor": 1.0},
+        {},
+    ],
+)
+def test_proportional_ropes_are_those_of_transformers(rope: dict[str, Any], tmp_path: Path) -> None:
+    rope = {"rope_type": "proportional", "rope_theta": 5000.0, **rope}
+    ropes = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}
+    reference = make_checkpoint("gemma4", tmp_path, rope_parameters=ropes, global_head_dim=64)
+    table = read_model_spec(tmp_path).layers[-1].attention.rope
+    expected = reference.model.rotary_emb.full_attention_inv_freq
+    assert table is not None and table.distance in (0, 32)
+    found = torch.nn.functional.pad(torch.tensor(table.frequencies), (0, 32 - len(table.frequencies)))
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    assert (table.distance == 32) == (len(table.frequencies) < 32)
 
 
 def test_a_window_that_no_layer_has(tmp_path: Path) -> None:

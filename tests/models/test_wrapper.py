@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
     PreTrainedModel,
@@ -36,8 +38,16 @@ TOWER = {
     "image_size": 28,
     "patch_size": 14,
 }
+AUDIO = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "subsampling_conv_channels": [4, 2],
+    "output_proj_dims": 16,
+}
 WRAPPED: dict[str, tuple[type, type, str, str, bool]] = {
     "gemma3": (Gemma3Config, Gemma3ForConditionalGeneration, "gemma3", "siglip_vision_model", True),
+    "gemma4": (Gemma4Config, Gemma4ForConditionalGeneration, "gemma4", "gemma4_vision", True),
     "mistral": (Mistral3Config, Mistral3ForConditionalGeneration, "mistral", "pixtral", False),
     "ministral3": (Mistral3Config, Mistral3ForConditionalGeneration, "ministral3", "pixtral", False),
 }
@@ -48,9 +58,12 @@ def make(name: str, folder: Path) -> PreTrainedModel:
     """Write a checkpoint, and return transformers' model of it."""
     config_class, model_class, family, tower, tied = WRAPPED[name]
     text_class, _, settings = FAMILIES[family]
-    text = text_class(**{**COMMON, **settings})
+    # Gemma 4's class of several parts needs a padding token.
+    padding = {"pad_token_id": 0} if name == "gemma4" else {}
+    text = text_class(**{**COMMON, **settings, **padding})
     vision = {**TOWER, "model_type": tower}
-    config = config_class(text_config=text.to_dict(), vision_config=vision, tie_word_embeddings=tied)
+    sound = {"audio_config": AUDIO} if name == "gemma4" else {}
+    config = config_class(text_config=text.to_dict(), vision_config=vision, tie_word_embeddings=tied, **sound)
     model = model_class(config).to(torch.float32).eval()
     draw_weights(model, family, text.hidden_size, seed=0)
     model.save_pretrained(folder)
@@ -91,7 +104,8 @@ def test_the_text_model_is_that_of_transformers(name: str, old: bool, tmp_path: 
     with begin_loading(spec, tmp_path, dtype=torch.float32, device=CPU) as loading:
         (note,) = loading.notes
     counts = [int(part.rsplit(" ", 1)[1]) for part in note.rpartition(": ")[2].split(", ")]
-    assert "skipped" in note and "vision_tower" in note and "multi_modal_projector" in note
+    parts = ("vision_tower", "embed_vision", "audio_tower") if name == "gemma4" else ("multi_modal_projector",)
+    assert "skipped" in note and all(part in note for part in parts)
     assert sum(counts) == others > 2
     sequences = DenseSequences(load_model(spec, tmp_path, dtype=torch.float32, device=CPU))
     prompt = torch.randint(3, VOCAB_SIZE, (50,)).tolist()

@@ -16,6 +16,8 @@ from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     GemmaConfig,
     GemmaForCausalLM,
     Glm4MoeConfig,
@@ -83,6 +85,17 @@ LLAMA3_ROPE = {
 ROPE = {"rope_type": "default", "rope_theta": 5000.0}
 YARN_ROPE = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 16, "rope_theta": 5000.0}
 GEMMA = {"num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True, "pad_token_id": None}
+GEMMA4 = {
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "sliding_window": 9,
+    "global_head_dim": 32,
+    "hidden_size_per_layer_input": 0,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 5000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    },
+}
 
 FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
     # Many query heads as KV heads, as Llama 2.
@@ -212,6 +225,32 @@ FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
             },
         },
     ),
+    # Wider heads in the full layers, on fewer KV heads; their values are their keys.
+    "gemma4": (
+        Gemma4TextConfig,
+        Gemma4ForCausalLM,
+        {
+            **GEMMA,
+            **GEMMA4,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "final_logit_softcapping": 5.0,
+        },
+    ),
+    # Values of their own everywhere, biases, and ropes of whole heads.
+    "gemma4_values": (
+        Gemma4TextConfig,
+        Gemma4ForCausalLM,
+        {
+            **GEMMA,
+            **GEMMA4,
+            "attention_bias": True,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 5000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
 }
 
 EXPERT_FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
@@ -298,7 +337,7 @@ def draw_weights(model: PreTrainedModel, family: str, hidden_size: int, seed: in
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight"):
                 parameter.uniform_(0.5, 1.5, generator=generator)
-                if "gemma" in family:
+                if "gemma" in family and "gemma4" not in family:
                     parameter.sub_(1.0)
             elif name.endswith("bias"):
                 parameter.normal_(0.0, 0.5, generator=generator)
@@ -309,6 +348,8 @@ def draw_weights(model: PreTrainedModel, family: str, hidden_size: int, seed: in
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0.0, 0.2, generator=generator)
+            elif name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5, generator=generator)
 
 
 def load_model(spec: ModelSpec, folder: Path, *, max_positions: int | None = None, **settings: Any) -> Transformer:

@@ -19,11 +19,10 @@ class DenseSequences:
 
     def add(self, *, prefix_of: int | None = None, prefix_len: int = 0) -> int:
         """Add a sequence; its first `prefix_len` tokens are taken from the cache of another."""
-        spec = self.decoder.spec
         if prefix_of is None:
-            empty = torch.empty(0, spec.num_kv_heads, spec.head_size, dtype=torch.float64)
-            self.keys.append([empty] * spec.num_layers)
-            self.values.append([empty] * spec.num_layers)
+            layers = [layer.attention for layer in self.decoder.spec.layers]
+            for kept in (self.keys, self.values):
+                kept.append([torch.empty(0, one.num_kv_heads, one.head_size, dtype=torch.float64) for one in layers])
         else:
             self.keys.append([key[:prefix_len].clone() for key in self.keys[prefix_of]])
             self.values.append([value[:prefix_len].clone() for value in self.values[prefix_of]])
@@ -46,8 +45,8 @@ class DenseSequences:
         self, query_THD: torch.Tensor, key_TKD: torch.Tensor, value_TKD: torch.Tensor, layer: int
     ) -> torch.Tensor:
         spec = self.decoder.spec
-        group = spec.num_query_heads // spec.num_kv_heads
         attention = spec.layers[layer].attention
+        group = attention.num_query_heads // attention.num_kv_heads
         left, right = attention.window
         assert right in (-1, 0)
         out = torch.full(query_THD.shape, torch.nan, dtype=query_THD.dtype)

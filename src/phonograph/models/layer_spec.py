@@ -28,6 +28,7 @@ class RopeTable(NamedTuple):
         frequencies: angle per position of each pair (d, d + R/2), with R = 2 * pairs. The head's numbers from R on are
             not rotated.
         factor: factor on cos and sin.
+        distance: distance of a pair's numbers, if it is not R/2 but half a head: pairs (d, d + distance).
         original_length: positions up to which `frequencies` hold; 0 for no limit. A table of more positions has
             `long_frequencies` at every position.
         long_frequencies: frequencies of longer tables.
@@ -37,6 +38,7 @@ class RopeTable(NamedTuple):
 
     frequencies: tuple[float, ...]
     factor: float = 1.0
+    distance: int = 0
     original_length: int = 0
     long_frequencies: tuple[float, ...] = ()
     query_beta: float = 0.0
@@ -164,7 +166,7 @@ class LayerAttention:
         num_query_heads: H.
         num_kv_heads: K, a divisor of H.
         head_size: D.
-        qkv: matrix of queries, keys and values.
+        qkv: matrix of queries, keys and values; without values if they are the keys.
         output: matrix of the output.
         window: (left, right) keys next to the query; -1 is unlimited. A `sliding_window` of W keys is (W - 1, 0).
         scale: factor of the scores.
@@ -172,6 +174,8 @@ class LayerAttention:
         rope: rotary embedding; None for none.
         head_norms: True if queries and keys are normed before the rotary embedding.
         joint_norms: these norms are over all heads of a token together; otherwise each head is normed.
+        value_norms: True if each head of values is normed, without weights.
+        keys_are_values: True if values are the keys as they are before their norm and the rotary embedding.
         input_norm: norm of the stream before the layer's attention.
         output_norm: norm of the output before it is added to the stream.
     """
@@ -187,6 +191,8 @@ class LayerAttention:
     rope: RopeTable | None
     head_norms: bool
     joint_norms: bool
+    value_norms: bool
+    keys_are_values: bool
     input_norm: str | None
     output_norm: str | None
 
@@ -276,10 +282,17 @@ NO_FACTORS = Factors()
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """A decoder layer: attention, then the feed-forward, each added to the stream."""
+    """A decoder layer: attention, then the feed-forward, each added to the stream.
+
+    Attributes:
+        attention: of the layer.
+        feed_forward: of the layer.
+        scalar: name of the tensor with one number, the factor of the stream after the layer; None for none.
+    """
 
     attention: LayerAttention
     feed_forward: FeedForward
+    scalar: str | None = None
 
     @property
     def matrices(self) -> tuple[LayerMatrix, ...]:
@@ -317,13 +330,14 @@ class LayerSpec:
     def with_schemes(self, scheme_of: Callable[[str], Scheme | None]) -> LayerSpec:
         """Return the layer with the weight format of each projection, by its name in the layer."""
         attention = self.attention
-        return LayerSpec(
-            replace(
+        return replace(
+            self,
+            attention=replace(
                 attention,
                 qkv=attention.qkv.with_schemes(scheme_of),
                 output=attention.output.with_schemes(scheme_of),
             ),
-            self.feed_forward.with_schemes(scheme_of),
+            feed_forward=self.feed_forward.with_schemes(scheme_of),
         )
 
 
@@ -335,6 +349,8 @@ def decoder_layer(
     mlp_bias: bool = False,
     head_norms: bool = False,
     joint_norms: bool = False,
+    value_norms: bool = False,
+    keys_are_values: bool = False,
     window: tuple[int, int] = UNLIMITED,
     scale: float | None = None,
     softcap: float = 0.0,
@@ -342,6 +358,7 @@ def decoder_layer(
     fused_names: bool = False,
     attention_norms: tuple[str | None, str | None] = ("input_layernorm", None),
     feed_forward_norms: tuple[str | None, str | None] = ("post_attention_layernorm", None),
+    scalar: str | None = None,
 ) -> LayerSpec:
     """Return a layer with the names of Llama, without rope, which `ModelSpec` gets from the family's parameters.
 
@@ -350,7 +367,9 @@ def decoder_layer(
     """
     hidden_size, intermediate_size, num_query_heads, num_kv_heads, head_size = sizes
     q_size, kv_size = num_query_heads * head_size, num_kv_heads * head_size
-    qkv = MatrixPart("q_proj", q_size), MatrixPart("k_proj", kv_size), MatrixPart("v_proj", kv_size)
+    qkv = (MatrixPart("q_proj", q_size), MatrixPart("k_proj", kv_size), MatrixPart("v_proj", kv_size))
+    if keys_are_values:
+        qkv = qkv[:2]
     gate_up = MatrixPart("gate_proj", intermediate_size), MatrixPart("up_proj", intermediate_size)
     if fused_names:
         qkv, gate_up = (
@@ -372,6 +391,8 @@ def decoder_layer(
             rope=None,
             head_norms=head_norms,
             joint_norms=joint_norms,
+            value_norms=value_norms,
+            keys_are_values=keys_are_values,
             input_norm=attention_norms[0],
             output_norm=attention_norms[1],
         ),
@@ -382,4 +403,5 @@ def decoder_layer(
             input_norm=feed_forward_norms[0],
             output_norm=feed_forward_norms[1],
         ),
+        scalar,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from phonograph.errors import UnsupportedModelError
 from phonograph.models.families.family import Family
 from phonograph.models.families.gemma import GEMMA, GEMMA2, GEMMA3
+from phonograph.models.families.gemma4 import GEMMA4
 from phonograph.models.families.glm_moe import GLM4_MOE
 from phonograph.models.families.granite import GRANITE
 from phonograph.models.families.llama import LLAMA, MISTRAL
@@ -21,6 +22,7 @@ from phonograph.models.wrapper import WRAPPERS
 ARCHITECTURES: dict[str, Family] = {
     "Gemma2ForCausalLM": GEMMA2,
     "Gemma3ForCausalLM": GEMMA3,
+    "Gemma4ForCausalLM": GEMMA4,
     "GemmaForCausalLM": GEMMA,
     "Glm4MoeForCausalLM": GLM4_MOE,
     "GraniteForCausalLM": GRANITE,

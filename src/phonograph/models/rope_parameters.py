@@ -25,6 +25,9 @@ from phonograph.models.config_fields import (
 
 ORIGINAL = "original_max_position_embeddings"
 _REQUIRED = object()
+_SHARE = FieldKind("a number above 0 and at most 1", lambda value: is_number(value) and 0 < cast("float", value) <= 1)
+PARTIAL = Field(None, _SHARE.or_null())
+"""Field of the rotated share of a head, in families that have it."""
 _KEYS: dict[str, dict[str, Field]] = {
     "default": {},
     "linear": {"factor": Field(_REQUIRED, POSITIVE_NUMBER)},
@@ -51,6 +54,7 @@ _KEYS: dict[str, dict[str, Field]] = {
         "long_factor": Field(_REQUIRED, POSITIVE_NUMBERS),
         "attention_factor": Field(None, NUMBER.or_null()),
     },
+    "proportional": {"factor": Field(1.0, POSITIVE_NUMBER), "partial_rotary_factor": PARTIAL},
 }
 """Keys of each supported type. Other types choose frequencies by the sequence length, so that cached keys would have
 to be rotated again.
@@ -62,9 +66,6 @@ BETA = "llama_4_scaling_beta"
 _UNREAD = {ORIGINAL, "finetuned"}
 """Keys that transformers ignores in types without them; published files have them."""
 _WHOLE_HEAD = FieldKind("1.0, as this family rotates whole heads", lambda value: value is None or value == 1.0)
-_SHARE = FieldKind("a number above 0 and at most 1", lambda value: is_number(value) and 0 < cast("float", value) <= 1)
-PARTIAL = Field(None, _SHARE.or_null())
-"""Field of the rotated share of a head, in families that have it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class RopeParameters:
     """Rotary parameters.
 
     Attributes:
-        kind: default, linear, llama3, yarn or longrope.
+        kind: default, linear, llama3, yarn, longrope or proportional.
         values: every key of the kind; ORIGINAL and factor are filled in.
         field: field of config.json with the parameters, for messages.
         raw: content of that field.

@@ -190,6 +190,8 @@ class ModelSpec:
                 if matrix.bias:
                     shapes[f"{prefix}.{name}.bias"] = (part.num_outputs,)
             shapes |= {f"{prefix}.{name}": shape for name, shape in layer.feed_forward.other_shapes.items()}
+            if layer.scalar is not None:
+                shapes[f"{prefix}.{layer.scalar}"] = (1,)
             if layer.attention.head_norms:
                 attention = layer.attention
                 for name, heads in (("q_norm", attention.num_query_heads), ("k_norm", attention.num_kv_heads)):

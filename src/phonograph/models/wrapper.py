@@ -33,6 +33,16 @@ WRAPPERS: Mapping[str, Wrapper] = {
         {"gemma3_text": "Gemma3ForCausalLM"},
         frozenset({"image_token_index", "boi_token_index", "eoi_token_index", "mm_tokens_per_image"}),
     ),
+    "Gemma4ForConditionalGeneration": Wrapper(
+        "gemma4",
+        {"gemma4_text": "Gemma4ForCausalLM"},
+        frozenset(
+            {
+                *("audio_config", "audio_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index"),
+                *("boi_token_id", "eoi_token_id", "image_token_id", "video_token_id", "vision_soft_tokens_per_image"),
+            }
+        ),
+    ),
     "Mistral3ForConditionalGeneration": Wrapper(
         "mistral3",
         {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"},

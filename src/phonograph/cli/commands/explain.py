@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from phonograph.engine.plan import EnginePlan
     from phonograph.graphs.dispatch import Decision, StepShape
     from phonograph.graphs.modes import GraphKey
+    from phonograph.models.spec import ModelSpec
 
 
 @takes_engine_config
@@ -252,14 +253,22 @@ def _model_line(plan: EnginePlan) -> str:
     windows = sorted({layer.attention.window[0] + 1 for layer in model.layers if layer.attention.window[0] >= 0})
     return (
         f"{plan.config.model}: {model.architecture}, {model.num_parameters / 1e6:,.1f} million parameters in "
-        f"{plan.dtype}, {model.num_layers} layers, {model.num_query_heads} query and {model.num_kv_heads} KV heads of "
-        f"size {model.head_size}"
+        f"{plan.dtype}, {model.num_layers} layers, {_heads(model)}"
         + (f", sliding window {', '.join(map(str, windows))}" if windows else "")
         + (f"; projections in {model.quantization.name}" if model.quantization is not None else "")
         + (f"; lm_head in {model.head.scheme.name}" if model.head.scheme is not None else "")
         + f"; {_bytes(plan.memory.weights)} of weights"
         + f"; KV cache in {plan.attention.kv_cache_dtype}"
     )
+
+
+def _heads(model: ModelSpec) -> str:
+    """Return the numbers of heads and their sizes, which layers may differ in."""
+    kinds = dict.fromkeys(
+        f"{one.num_query_heads} query and {one.num_kv_heads} KV heads of size {one.head_size}"
+        for one in (layer.attention for layer in model.layers)
+    )
+    return " or ".join(kinds)
 
 
 def _product_rows(plan: EnginePlan) -> list[ProductRow]:

@@ -13,12 +13,12 @@ import torch
 from torch.nn import functional
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: torch.Tensor) -> torch.Tensor:
     """Compute x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019, arXiv:1910.07467).
 
     Args:
         x: [..., N]
-        weight: broadcasts against x: [N], or [H, N] for a norm of each head; of x's dtype or float32
+        weight: broadcasts against x: [N], or [H, N] for a norm of each head; of x's dtype or float32; None for 1
         eps: float32 scalar on the same device; a Python number would take three more operators
 
     Returns:
@@ -30,6 +30,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> torch.
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype)
     inverse_rms = torch.addcmul(eps, length, length, value=1.0 / x.shape[-1]).rsqrt_()
     normal = torch.mul(x, inverse_rms)
+    if weight is None:
+        return normal if normal.dtype == x.dtype else normal.to(x.dtype)
     if normal.dtype == x.dtype:
         return normal.mul_(weight)
     if weight.dtype is torch.float32:

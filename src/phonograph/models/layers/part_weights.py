@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -34,13 +34,18 @@ class AttentionWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeedForwardWeights:
-    """Weights of a layer's feed-forward, next to its specification. Gates and ups are one matrix."""
+    """Weights of a layer's feed-forward, next to its specification. Gates and ups are one matrix.
+
+    Attributes:
+        scalar: [1], factor of the stream after it, or None.
+    """
 
     spec: LayerFeedForward
     input_norm: torch.Tensor | None
     gate_up: Linear
     down: Linear
     output_norm: torch.Tensor | None
+    scalar: torch.Tensor | None = None
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -58,6 +63,7 @@ class ExpertsWeights:
         gate_up: gates and ups of all experts, one matrix with X * 2I outputs.
         down: one matrix with X * E outputs.
         shared: the shared expert, or None.
+        scalar: [1], factor of the stream after them, or None.
     """
 
     spec: LayerExperts
@@ -68,6 +74,7 @@ class ExpertsWeights:
     down: Linear
     shared: FeedForwardWeights | None
     output_norm: torch.Tensor | None
+    scalar: torch.Tensor | None = None
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -77,8 +84,9 @@ class ExpertsWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """Weights of a layer."""
+    """Weights of a layer, next to its specification."""
 
+    spec: LayerSpec
     attention: AttentionWeights
     feed_forward: FeedForwardWeights | ExpertsWeights
 
@@ -92,6 +100,7 @@ class LayerWeights:
 
         heads = attention.num_query_heads + attention.num_kv_heads
         return cls(
+            spec=spec,
             attention=AttentionWeights(
                 spec=attention,
                 layer=layer,
@@ -101,7 +110,10 @@ class LayerWeights:
                 output=allocate.linear(attention.output),
                 output_norm=norm(attention.output_norm),
             ),
-            feed_forward=_any_feed_forward(feed_forward, norm, allocate),
+            feed_forward=replace(
+                _any_feed_forward(feed_forward, norm, allocate),
+                scalar=None if spec.scalar is None else allocate.tensor(1),
+            ),
         )
 
     @property
@@ -121,6 +133,8 @@ class LayerWeights:
                     views[f"{name}.weight"] = norm
         for linear in self.linears:
             views |= linear.checkpoint_views()
+        if self.spec.scalar is not None and self.feed_forward.scalar is not None:
+            views[self.spec.scalar] = self.feed_forward.scalar
         if isinstance(self.feed_forward, ExpertsWeights) and self.feed_forward.choice_bias is not None:
             assert self.feed_forward.spec.choice_bias is not None
             views[self.feed_forward.spec.choice_bias] = self.feed_forward.choice_bias

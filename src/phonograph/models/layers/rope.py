@@ -45,18 +45,21 @@ def rope_table(rope: RopeParameters, head_size: int) -> RopeTable:
         ModelError: the parameters have no finite result.
     """
     problem = "a frequency is not finite"
-    size = int(head_size * rope.share)
+    proportional = rope.kind == "proportional"
+    size = 2 * int(rope.share * head_size // 2) if proportional else int(head_size * rope.share)
     if not size or size % 2:
         raise ModelError(
             f"partial_rotary_factor={rope.share!r} leaves {size} of {head_size} numbers of a head; an even number of 2 "
             "or more is rotated"
         )
     try:
-        wavelengths = rope.theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
+        # Those of the whole head, if pairs are the first of it.
+        whole = head_size if proportional else size
+        wavelengths = rope.theta ** (torch.arange(0, size, 2, dtype=torch.float32) / whole)
         factor, long_frequencies, original = 1.0, torch.empty(0), 0
         if rope.kind == "default":
             frequencies = 1.0 / wavelengths
-        elif rope.kind == "linear":
+        elif rope.kind in ("linear", "proportional"):
             frequencies = 1.0 / wavelengths / rope.values["factor"]
         elif rope.kind == "llama3":
             frequencies = _llama3(1.0 / wavelengths, rope.values)
@@ -72,6 +75,7 @@ def rope_table(rope: RopeParameters, head_size: int) -> RopeTable:
             return RopeTable(
                 frequencies=tuple(frequencies.tolist()),
                 factor=float(factor),
+                distance=head_size // 2 if size < whole else 0,
                 original_length=original,
                 long_frequencies=tuple(long_frequencies.tolist()),
                 query_beta=rope.query_beta,

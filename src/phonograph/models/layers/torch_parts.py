@@ -54,6 +54,10 @@ class TorchKernels:
         rows = torch.index_select(table_PX, 0, positions_T)
         pairs = len(rope.frequencies)
         cos_Th, sin_Th = rows[:, : 2 * pairs].chunk(2, -1) if rope.query_beta else rows.chunk(2, -1)
+        if rope.distance:
+            # Pairs between the rotated ones and half a head have an angle of 0.
+            others = rope.distance - pairs
+            cos_Th, sin_Th = functional.pad(cos_Th, (0, others), value=1.0), functional.pad(sin_Th, (0, others))
         scale_T11 = rows[:, -1, None, None] if rope.query_beta else None
         return Rotary(cos_Th[:, None, None], sin_Th[:, None], scale_T11)
 
@@ -80,12 +84,21 @@ class TorchKernels:
         """Return the rows, normed if there is a norm."""
         return hidden_TE if norm_E is None else rms_norm(hidden_TE, norm_E, self.eps)
 
-    def add(self, stream: Stream, x: torch.Tensor, linear: Linear, norm_E: torch.Tensor | None) -> Stream:
-        """Add a product, normed if there is a norm, to the stream, in place."""
+    def add(
+        self,
+        stream: Stream,
+        x: torch.Tensor,
+        linear: Linear,
+        norm_E: torch.Tensor | None,
+        scalar: torch.Tensor | None = None,
+    ) -> Stream:
+        """Add a product, normed if there is a norm, to the stream, in place, and multiply the sum by the scalar."""
         if norm_E is None and self.factors.residual == 1:
             linear.add_product(x, stream.hidden_TE)
         else:
             stream.hidden_TE.add_(self.normed(linear.product(x), norm_E), alpha=self.factors.residual)
+        if scalar is not None:
+            stream.hidden_TE.mul_(scalar)
         return stream
 
 
@@ -118,7 +131,9 @@ class TorchAttention:
         num_query_heads, num_kv_heads = spec.num_query_heads, spec.num_kv_heads
         qkv_TF = weights.qkv.product(kernels.normed(stream.hidden_TE, weights.input_norm))
         qkv_TXD = qkv_TF.unflatten(-1, (-1, spec.head_size))
-        qk_TXD, v_TKD = qkv_TXD.split([num_query_heads + num_kv_heads, num_kv_heads], 1)
+        qk_TXD, v_TKD = qkv_TXD[:, : num_query_heads + num_kv_heads], qkv_TXD[:, -num_kv_heads:]
+        if spec.value_norms:
+            v_TKD = rms_norm(v_TKD, None, kernels.eps)
         if weights.head_norms is not None:
             qk_TXD = self._normed(qk_TXD, weights.head_norms)
         rotary: Rotary | None = None if self._table is None else step.rotary[self._table]
@@ -158,7 +173,7 @@ class TorchFeedForward:
         kernels, weights = self._kernels, self._weights
         gate_up_T2I = weights.gate_up.product(kernels.normed(stream.hidden_TE, weights.input_norm))
         inner_TI = _ACTIVATIONS[weights.spec.activation](gate_up_T2I)
-        return kernels.add(stream, inner_TI, weights.down, weights.output_norm)
+        return kernels.add(stream, inner_TI, weights.down, weights.output_norm, weights.scalar)
 
 
 class TorchExperts:

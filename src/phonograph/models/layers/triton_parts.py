@@ -151,18 +151,29 @@ class TritonKernels:
         added_TE: torch.Tensor | None = None,
         added_norm_E: torch.Tensor | None = None,
         factor: float = 1.0,
+        scalar: torch.Tensor | None = None,
     ) -> Stream:
         """Add rows to the stream, if there are any, and norm it for the part that reads it next.
 
-        The rows are normed first if they have a norm, and multiplied by the factor.
+        The rows are normed first if they have a norm, and multiplied by the factor; the sum is multiplied by the
+        scalar.
         """
         hidden_TE = stream.hidden_TE
         stream.norm, stream.normed = None, hidden_TE
         if begin is None or begin.norm_E is None or begin.norms_inside(len(hidden_TE)):
-            if added_TE is not None and added_norm_E is None and factor == 1:
+            if added_TE is not None and added_norm_E is None and factor == 1 and scalar is None:
                 hidden_TE.add_(added_TE)
             elif added_TE is not None:
-                layers.add_and_norm(added_TE, hidden_TE, None, self.eps, None, x_weight_E=added_norm_E, factor=factor)
+                layers.add_and_norm(
+                    added_TE,
+                    hidden_TE,
+                    None,
+                    self.eps,
+                    None,
+                    x_weight_E=added_norm_E,
+                    factor=factor,
+                    scalar=scalar,
+                )
             return stream
         stream.normed = self.input_memory(begin.product, self.normed_memory(stream))
         if added_TE is None:
@@ -176,6 +187,7 @@ class TritonKernels:
                 stream.normed,
                 x_weight_E=added_norm_E,
                 factor=factor,
+                scalar=scalar,
             )
         return stream
 
@@ -188,14 +200,23 @@ class TritonKernels:
         begin.product.store(stream.normed, out_TN, norm)
 
     def add(
-        self, stream: Stream, x: Rows, product: BoundProduct, norm_E: torch.Tensor | None, then: NormedInput | None
+        self,
+        stream: Stream,
+        x: Rows,
+        product: BoundProduct,
+        norm_E: torch.Tensor | None,
+        then: NormedInput | None,
+        scalar: torch.Tensor | None = None,
     ) -> Stream:
-        """Add a part's last product, normed if it has a norm, to the stream, and norm it for the part that follows."""
+        """Add a part's last product, normed if it has a norm, to the stream, and norm it for the part that follows.
+
+        The sum is multiplied by the scalar, if there is one.
+        """
         hidden_TE = stream.hidden_TE
-        if norm_E is not None or self.factors.residual != 1:
+        if norm_E is not None or self.factors.residual != 1 or scalar is not None:
             added_TE = self.normed_memory(stream)
             product.store(x, added_TE)
-            return self.begin(stream, then, added_TE, norm_E, self.factors.residual)
+            return self.begin(stream, then, added_TE, norm_E, self.factors.residual, scalar)
         deferred = None if stream.is_part else self._deferred_norm(len(hidden_TE), product, then)
         if deferred is None:
             return self.begin(stream, then, product.add(x, hidden_TE))
@@ -243,6 +264,7 @@ class TritonAttention:
     def __init__(self, kernels: TritonKernels, weights: AttentionWeights) -> None:
         self.then: TritonFeedForward | TritonExperts | None = None
         self.begin = NormedInput(weights.input_norm, kernels.bind(weights.qkv))
+        self._widths = weights.qkv.spec.num_outputs, weights.output.spec.num_inputs
         self._output = kernels.bind(weights.output)
         self._kernels, self._weights = kernels, weights
         rope = weights.spec.rope
@@ -250,18 +272,17 @@ class TritonAttention:
 
     def __call__(self, stream: Stream, step: Step) -> Stream:
         kernels = self._kernels
-        qkv_TF = kernels.workspace.qkv_TF[: len(stream.hidden_TE)]
+        qkv_TF, attended_TF = kernels.workspace.attention_memory(len(stream.hidden_TE), self._widths)
         kernels.project(stream, self.begin, qkv_TF)
-        attended_TF = self._attend(qkv_TF, step)
+        self._attend(qkv_TF, attended_TF, step)
         if step.rows_P is not None:
             stream, attended_TF = self._keep_rows(stream, attended_TF, step.rows_P, step.num_kept)
         then = None if self.then is None else self.then.begin
         return kernels.add(stream, attended_TF, self._output, self._weights.output_norm, then)
 
-    def _attend(self, qkv_TF: torch.Tensor, step: Step) -> torch.Tensor:
-        """Norm and rotate query and key heads, and attend. Returns [T, H * D]."""
+    def _attend(self, qkv_TF: torch.Tensor, out_TF: torch.Tensor, step: Step) -> None:
+        """Norm and rotate query and key heads, and attend into [T, H * D]."""
         kernels, weights, spec, num_tokens = self._kernels, self._weights, self._weights.spec, len(qkv_TF)
-        out_TF = kernels.workspace.attention_TF[:num_tokens]
         target = step.attend.kv_target(weights.layer, num_tokens)
         head_norms = weights.head_norms
         if spec.joint_norms and head_norms is not None:
@@ -277,6 +298,9 @@ class TritonAttention:
             num_kv_heads=spec.num_kv_heads,
             qk_norm=head_norms,
             eps=kernels.eps,
+            value_norms=spec.value_norms,
+            keys_are_values=spec.keys_are_values,
+            pairs_in_halves=spec.rope is not None and spec.rope.distance > 0,
             k_scale=target.k_scale,
             v_scale=target.v_scale,
             clear_TF=None if target.clears_padding else out_TF,
@@ -287,14 +311,13 @@ class TritonAttention:
             (num_tokens, spec.num_query_heads, spec.head_size), (qkv_TF.stride(0), spec.head_size, 1)
         )
         step.attend.read(q_THD, weights.layer, out_TF.unflatten(-1, (-1, spec.head_size)))
-        return out_TF
 
     def _keep_rows(
         self, stream: Stream, attended_TF: torch.Tensor, rows_P: torch.Tensor, num_kept: torch.Tensor | None
     ) -> tuple[Stream, torch.Tensor]:
         """Return these rows of the stream and of attention's output, in memory that was the projection's and norm's."""
         space, count = self._kernels.workspace, rows_P.shape[0]
-        attended_PF = space.qkv_TF[:count, : attended_TF.shape[1]]
+        attended_PF = space.attention_memory(count, self._widths)[0][:, : attended_TF.shape[1]]
         hidden_PE = space.normed_TE[count : 2 * count]
         layers.gather_rows(attended_TF, rows_P, attended_PF)
         layers.gather_rows(stream.hidden_TE, rows_P, hidden_PE)
@@ -325,7 +348,7 @@ class TritonFeedForward:
         else:
             kernels.project(stream, self.begin, inner_TI)
         then = None if self.then is None else self.then.begin
-        return kernels.add(stream, inner, self._down, self._weights.output_norm, then)
+        return kernels.add(stream, inner, self._down, self._weights.output_norm, then, self._weights.scalar)
 
 
 class TritonExperts:

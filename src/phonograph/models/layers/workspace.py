@@ -30,7 +30,7 @@ class Workspace:
 
     Attributes:
         shared: intermediates of attention or of the MLP.
-        qkv_TF: fused projection, in `shared`; so is `attention_TF`.
+        qkv_TF: the widest fused projection, in `shared`; so is `attention_TF`.
         rows_NE: normed rows that need logits.
         dequantized: scratch for one dequantized matrix, or for rows in the order of a matrix (act-order).
         fp8_rows: one product's activations in FP8; empty if there are no such products. So is `fp8_scales_T`.
@@ -109,6 +109,15 @@ class Workspace:
             "fp8_scales": (num_tokens, min(fp8_inputs, 1), torch.float32),
             "routing": (1, words, torch.float32),
         }
+
+    def attention_memory(self, num_tokens: int, widths: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the memory of a fused projection and of the attention's output, of a layer with these widths."""
+        qkv, attention = widths
+        after = self.attention_TF.view(-1)
+        return (
+            self.shared[: num_tokens * qkv].view(num_tokens, qkv),
+            after[: num_tokens * attention].view(num_tokens, attention),
+        )
 
     def scaled_scratch(self) -> ScaledScratch | None:
         """Return the scratch of products with FP8 activations; None if there are none."""

@@ -306,6 +306,7 @@ def _draw(model: Transformer, seed: int) -> None:
         parameter.normal_(0.0, DUMMY_STD, generator=generator)
     for weight in model.quantized:
         weight.draw(DUMMY_STD, generator)
+    scalars = {layer.scalar for layer in model.spec.kinds}
     for name, view in model.destinations().items():
-        if is_norm(name):
+        if is_norm(name) or name.rpartition(".")[2] in scalars:
             view.fill_(1.0)

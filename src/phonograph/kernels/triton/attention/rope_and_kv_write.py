@@ -3,9 +3,10 @@
 Shapes: T tokens, H query heads, K KV heads, D head size, F = (H + 2K) * D, B blocks, S block size, P positions.
 
 Rotary embedding is that of Su et al. (2021) on pairs (d, d + R/2) of the first R numbers of a head, which are all for
-most models and none for some layers. Queries are rotated in place; keys are rotated on
-their way into the cache, and values are copied there. The kernel serves all backends, because all share one cache
-layout. Few tokens are spread over many programs, many tokens over fewer and larger ones.
+most models and none for some layers; or on the first R/2 pairs (d, d + D/2). Queries are rotated in place; keys are
+rotated on their way into the cache, and values are copied there, normed for some models. The kernel serves all
+backends, because all share one cache layout. Few tokens are spread over many programs, many tokens over fewer and
+larger ones.
 
     a token's heads   | q0 q1 q2 q3 q4 q5 q6 q7 | k0 k1 | v0 v1 |
     programs          |  0  |  1  |  2  |  3    |   4   |   5   |    2 or 8 heads each, all queries, keys or values
@@ -38,6 +39,9 @@ def rope_and_write_kv(
     num_kv_heads: int,
     qk_norm: torch.Tensor | None,
     eps: float,
+    value_norms: bool = False,
+    keys_are_values: bool = False,
+    pairs_in_halves: bool = False,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
     clear_TF: torch.Tensor | None = None,
@@ -46,10 +50,10 @@ def rope_and_write_kv(
     """Normalize and rotate query heads in place; write keys, normalized and rotated too, and values to their slots.
 
     Args:
-        qkv_TF: query heads, key heads, value heads
+        qkv_TF: query heads, key heads, value heads; without value heads if keys are values
         positions_T: int64
-        rotary_PX: float32; cosines, then sines, of each position's R/2 angles (pairs d, d + R/2); then a scale of the
-            position's queries if the width is odd; None for no rotation
+        rotary_PX: float32; cosines, then sines, of each position's R/2 angles; then a scale of the position's queries
+            if the width is odd; None for no rotation
         kv_cache: [2, B, S, K, D] at any strides; an FP8 cache gets value / scale, saturated
         slot_mapping_T: int64, may be shorter than T; tokens with -1, and tokens after its end, write nothing, but
             their queries are rotated
@@ -58,6 +62,9 @@ def rope_and_write_kv(
         qk_norm: [H + K, D] weights of the heads' norms, query heads first, or None for no norm; float32 weights are
             multiplied before the result is rounded
         eps: of the norms
+        value_norms: each head of values is normed, without weights
+        keys_are_values: values are the keys before their norm and rotation
+        pairs_in_halves: the pairs are (d, d + D/2), and not (d, d + R/2)
         k_scale: float32 [K], or None for 1
         v_scale: float32 [K], or None for 1
         clear_TF: [T, H * D], contiguous; gets zeros in the rows of tokens that write nothing, for attention that does
@@ -88,6 +95,9 @@ def rope_and_write_kv(
         D=head_size,
         PAIRS=width // 2,
         SCALED=width % 2 == 1,
+        IN_HALVES=pairs_in_halves,
+        VALUE_NORMS=value_norms,
+        KEYS_ARE_VALUES=keys_are_values,
         HALF=half,
         S=kv_cache.shape[2],
         HEADS=heads,
@@ -167,6 +177,9 @@ def _rope_kernel(
     D: tl.constexpr,
     PAIRS: tl.constexpr,
     SCALED: tl.constexpr,
+    IN_HALVES: tl.constexpr,
+    VALUE_NORMS: tl.constexpr,
+    KEYS_ARE_VALUES: tl.constexpr,
     HALF: tl.constexpr,
     S: tl.constexpr,
     HEADS: tl.constexpr,
@@ -177,7 +190,7 @@ def _rope_kernel(
     first_head = tl.program_id(1) * HEADS
     head = first_head + tl.arange(0, HEADS)
     pair = tl.arange(0, HALF)
-    if PAIRS == 0 or PAIRS == D // 2:
+    if PAIRS == 0 or PAIRS == D // 2 or IN_HALVES:
         d = pair
         other = D // 2
     else:
@@ -186,7 +199,11 @@ def _rope_kernel(
         other = tl.where(pair < PAIRS, PAIRS, D // 2 - PAIRS)[None, :]
     # One mask serves all: columns after a half exist only if D / 2 is not a power of two.
     mask = (pair < D // 2)[None, :] & (head < H + 2 * K)[:, None]
-    head_pointer = qkv_ptr + token * qkv_stride_t + head[:, None] * D + d[None, :]
+    source_head = head
+    if KEYS_ARE_VALUES:  # noqa: SIM102 (one is known when compiled, the other is not)
+        if first_head >= H + K:
+            source_head = head - K
+    head_pointer = qkv_ptr + token * qkv_stride_t + source_head[:, None] * D + d[None, :]
     if norm_ptr is not None:  # constants, so before the wait
         norm_pointer = norm_ptr + head[:, None] * D + d[None, :]
         norm_mask = mask & (first_head < H + K)
@@ -244,6 +261,12 @@ def _rope_kernel(
         value_head = head - H - K
         pointer = slot_pointer(cache_ptr + cache_stride_2, slot, S, cache_stride_b, cache_stride_s)
         pointer += value_head[:, None] * cache_stride_k + d[None, :]
+        if VALUE_NORMS:
+            wide_first = first.to(tl.float32)
+            wide_second = second.to(tl.float32)
+            inverse = tl.rsqrt((tl.sum(wide_first * wide_first, 1) + tl.sum(wide_second * wide_second, 1)) / D + eps)
+            first = (wide_first * inverse[:, None]).to(dtype)
+            second = (wide_second * inverse[:, None]).to(dtype)
         store_scaled(pointer, first, v_scale_ptr, value_head, mask, LARGEST)
         store_scaled(pointer + other, second, v_scale_ptr, value_head, mask, LARGEST)
 

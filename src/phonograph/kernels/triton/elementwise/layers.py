@@ -54,8 +54,9 @@ def add_and_norm(
     *,
     x_weight_E: torch.Tensor | None = None,
     factor: float = 1.0,
+    scalar: torch.Tensor | None = None,
 ) -> None:
-    """Compute hidden += factor * y, in place, and normed = rms_norm(hidden).
+    """Compute hidden = (hidden + factor * y) * scalar, in place, and normed = rms_norm(hidden).
 
     Args:
         x_TE: the rows y, or those whose norm y is; may overlay `normed`.
@@ -65,8 +66,20 @@ def add_and_norm(
         normed: result, or None.
         x_weight_E: weights of the norm of `x_TE`; None for y = x.
         factor: factor of y.
+        scalar: [1], factor of the sum; None for 1.
     """
-    _norm(hidden_TE, None, weight_E, eps, hidden_TE, normed, added=x_TE, added_weight=x_weight_E, factor=factor)
+    _norm(
+        hidden_TE,
+        None,
+        weight_E,
+        eps,
+        hidden_TE,
+        normed,
+        added=x_TE,
+        added_weight=x_weight_E,
+        factor=factor,
+        scalar=scalar,
+    )
 
 
 def gather_and_norm(
@@ -106,13 +119,14 @@ def _norm(
     added: torch.Tensor | None = None,
     added_weight: torch.Tensor | None = None,
     factor: float = 1.0,
+    scalar: torch.Tensor | None = None,
 ) -> None:
     values, scales = out if isinstance(out, Fp8Rows) else (out, None)
     num_rows, width = source.shape if values is None else values.shape
     block = triton.next_power_of_2(width)
     _norm_kernel[(num_rows,)](
-        source, rows, added, added_weight, weight, kept, values, scales, eps, FACTOR=factor, WIDTH=width, BLOCK=block,
-        **pdl_options(), num_warps=min(16, max(1, block // 256)),
+        source, rows, added, added_weight, scalar, weight, kept, values, scales, eps, FACTOR=factor, WIDTH=width,
+        BLOCK=block, **pdl_options(), num_warps=min(16, max(1, block // 256)),
     )  # fmt: skip
 
 
@@ -174,6 +188,7 @@ def _norm_kernel(
     rows_ptr,
     added_ptr,
     added_weight_ptr,
+    scalar_ptr,
     weight_ptr,
     kept_ptr,
     out_ptr,
@@ -192,6 +207,8 @@ def _norm_kernel(
         weight = tl.load(weight_ptr + column, valid, other=0.0)
     if added_weight_ptr is not None:
         added_weight = tl.load(added_weight_ptr + column, valid, other=0.0)
+    if scalar_ptr is not None:
+        scalar = tl.load(scalar_ptr)
     pdl_begin(PDL)
     source = row
     if rows_ptr is not None:
@@ -205,6 +222,8 @@ def _norm_kernel(
         if FACTOR != 1.0:
             added *= FACTOR
         x = (x.to(tl.float32) + added).to(x.dtype)
+    if scalar_ptr is not None:
+        x = x * scalar
     if kept_ptr is not None:
         tl.store(kept_ptr + row * WIDTH + column, x, valid)
     if weight_ptr is not None:
