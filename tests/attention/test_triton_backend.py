@@ -136,7 +136,15 @@ def test_layouts(block_size: int, layout: KVLayout, kind: AttentionKind, device:
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_size", "block_size"),
-    [(28, 4, 128, 32), (4, 4, 64, 128), (71, 1, 64, 16), (4, 4, 32, 256), (14, 2, 72, 48), (16, 8, 256, 64)],
+    [
+        (28, 4, 128, 32),
+        (4, 4, 64, 128),
+        (71, 1, 64, 16),
+        (4, 4, 32, 256),
+        (14, 2, 72, 48),
+        (16, 8, 256, 64),
+        (32, 4, 512, 64),
+    ],
 )
 def test_sizes(heads: int, kv_heads: int, head_size: int, block_size: int, device: torch.device) -> None:
     spec = replace(HALF, num_query_heads=heads, num_kv_heads=kv_heads, head_size=head_size, block_size=block_size)
@@ -154,6 +162,7 @@ def test_selection() -> None:
     [
         replace(HALF, block_size=8),
         replace(HALF, head_size=260),
+        replace(HALF, head_size=520),
         replace(HALF, head_size=100),
         replace(HALF, dtype="float32", kv_cache_dtype="float32"),
         replace(HALF, kind=AttentionKind.ENCODER_DECODER),

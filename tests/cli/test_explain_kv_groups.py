@@ -16,7 +16,7 @@ from phonograph.config.engine_config import EngineConfig
 from phonograph.core.device import known_device
 from phonograph.engine import plan
 from phonograph.graphs.modes import GraphMode
-from phonograph.models.spec import read_model_spec
+from phonograph.models.spec import ModelSpec, read_model_spec
 
 # Sizes of Gemma 3 12B; every sixth layer attends to all keys.
 TWELVE_B = {
@@ -73,16 +73,26 @@ def test_memory_counts_the_buffers_of_each_plan_and_the_tables_of_each_group(fol
 
 
 def test_a_group_of_wide_heads_has_its_own_backend_and_decides_on_the_mode(folder: str) -> None:
-    """Heads of 512, which no GPU kernel here takes; a block has half the tokens of other blocks."""
+    """Heads of 640, which no GPU kernel here takes. Those of 512 run in our kernels; a block has half the tokens of
+    other blocks."""
     config = EngineConfig(model=folder, max_model_len=4096, max_num_seqs=8)
     model = read_model_spec(folder)
-    layers = tuple(
-        replace(layer, attention=replace(layer.attention, head_size=512)) if layer.attention.window[0] < 0 else layer
-        for layer in model.layers
-    )
-    one = plan.make_plan(config, replace(model, layers=layers), known_device("h200"))
+
+    def with_heads(size: int) -> ModelSpec:
+        layers = tuple(
+            replace(layer, attention=replace(layer.attention, head_size=size))
+            if layer.attention.window[0] < 0
+            else layer
+            for layer in model.layers
+        )
+        return replace(model, layers=layers)
+
+    wide = plan.make_plan(config, with_heads(512), known_device("h200"))
+    assert wide.backends == "triton" and wide.kv.block_sizes == (128,) * 5 + (64,)
+    assert wide.resolution.mode is GraphMode.FULL
+    one = plan.make_plan(config, with_heads(640), known_device("h200"))
     assert [selection.capabilities.label for selection in one.selections] == ["triton"] * 5 + ["reference"]
-    assert one.backends == "triton, reference" and one.kv.block_sizes == (128,) * 5 + (64,)
+    assert one.backends == "triton, reference" and one.kv.block_sizes == (160,) * 5 + (64,)
     assert one.resolution.mode is GraphMode.PIECEWISE
     assert "KV group 5 (8 layers, full attention): on cuda its operators copy" in one.resolution.support.reason
 

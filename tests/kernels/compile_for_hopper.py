@@ -40,6 +40,7 @@ from phonograph.kernels.triton.gemm.hopper import gemm_ring, gemv_integer
 from phonograph.kernels.triton.gemm.product import Product
 from phonograph.kernels.triton.gemm.product_plan import GemmRingConfig, GemvIntegerConfig
 from phonograph.kernels.triton.gemm.run_product import GemmScratch
+from phonograph.kernels.triton.launch.shared_memory import shared_memory
 
 _MORE = {
     "_gemm_ring_kernel": {"UTMALDG": "ask"},
@@ -110,6 +111,7 @@ def main() -> None:
         {"kv_dtype": torch.float8_e4m3fn},
         {"kv_dtype": torch.float8_e5m2, "head_size": 64},
         {"kv_dtype": torch.float8_e4m3fn, "head_size": 32, "dtype": torch.float16},
+        {"head_size": 512},
     ):
         case = Case(**{**vars(drafts), **changes})
         name = str(case)
@@ -126,9 +128,10 @@ def main() -> None:
         prefill_problem.Batch(long, device).attend(prefill_problem.make_plan(long, device))
     attention_prefill._HOPPER_TOKENS = 1 << 30
     attention_prefill.pdl_options = lambda: {"PDL": True, "launch_pdl": True}
-    long = prefill_problem.Case(num_heads=8, head_size=128, block_size=64, dtype=torch.bfloat16)
-    name = f"long {long}"
-    prefill_problem.Batch(long, device).attend(prefill_problem.make_plan(long, device))
+    for head_size in (128, 512):
+        long = prefill_problem.Case(num_heads=8, head_size=head_size, block_size=64, dtype=torch.bfloat16)
+        name = f"long {long}"
+        prefill_problem.Batch(long, device).attend(prefill_problem.make_plan(long, device))
     gemm_ring.pdl_options = lambda: {"PDL": True, "launch_pdl": True}
     for mode, splits in ((0, 1), (1, 3), (2, 1), (3, 1)):
         name = f"mode {mode}"
@@ -144,6 +147,9 @@ def main() -> None:
         words = Grouped(torch.empty(512, 128, dtype=torch.int32), scales, None, 4, 128, interleaved=True)
         weight = words if mode >= 2 else words.rows(0, 256)
         gemv_integer.launch(Product(x, weight, None, out, mode), GemvIntegerConfig(64, 2, splits, 2, 2, 1), parts)
+    limit = shared_memory()
+    too_large = {name: size for name, kernel in kernels.items() if (size := kernel.metadata.shared) > limit}
+    assert not too_large, f"of {limit} bytes of shared memory: {too_large}"
     report = {name: read_code(kernel.asm["cubin"], _MORE.get(name.split()[0], {})) for name, kernel in kernels.items()}
     print(json.dumps(report))
 

@@ -58,9 +58,14 @@ def compile_attention(capability: int) -> dict[str, int]:
     JITFunction.run = only_compile
     device = torch.device("cpu")
     # Heads of one query head each have the smallest tile of queries, and the longest ring.
-    for head_size, num_heads, kv_dtype in ((256, 2, None), (256, 8, _FP8), (8, 8, None), (128, 2, None))[
-        : _few(capability)
-    ]:
+    for head_size, num_heads, kv_dtype in (
+        (512, 2, None),
+        (256, 2, None),
+        (256, 8, _FP8),
+        (8, 8, None),
+        (128, 2, None),
+        (512, 8, _FP8),
+    )[: _few(capability)]:
         case = decode_problem.Case(
             batch=((1, 30), (16, 90)),
             num_query_heads=num_heads,
@@ -73,10 +78,12 @@ def compile_attention(capability: int) -> dict[str, int]:
         problem.run(problem.plan())
     for few, head_size, block_size in (
         (False, 128, 64),
+        (True, 512, 16),
         (True, 256, 16),
         (True, 8, 16),
         (True, 128, 64),
         (True, 256, 64),
+        (True, 512, 64),
     )[: _few(capability)]:
         attention_prefill._FEW_TOKENS = few << 30
         long = prefill_problem.Case(num_heads=8, head_size=head_size, block_size=block_size, dtype=_BFLOAT16)
@@ -87,7 +94,7 @@ def compile_attention(capability: int) -> dict[str, int]:
 
 
 def _few(capability: int) -> int | None:
-    return None if capability == 86 else 2
+    return None if capability == 86 else 3
 
 
 def main() -> None:

@@ -31,6 +31,11 @@ SMALL = [
     Case(batch=QUERIES[:4], softcap=2.5, alibi=True, sinks=True, hnd=True),
     Case(batch=RAGGED, head_size=72, max_query_len=1, sinks=True),
     Case(batch=((1, 150), (1, 20)), head_size=256, max_query_len=1),
+    # Heads of 512, and of a size between: tiles of 16 rows and 16 keys.
+    Case(batch=((1, 150), (1, 1), (0, 0), (1, 33)), head_size=512, max_query_len=1, num_sms=3),
+    Case(batch=((1, 90), (5, 47), (17, 40)), head_size=512, num_query_heads=6, dtype=torch.float16, sinks=True),
+    Case(batch=((1, 90), (16, 60)), head_size=328, num_query_heads=9, num_kv_heads=1, window=(40, 0), block_size=48),
+    Case(batch=((1, 90), (3, 60)), head_size=512, dtype=torch.float16, kv_dtype=torch.float8_e5m2, num_sms=1),
     Case(batch=RAGGED, head_size=64, dtype=torch.float16, max_query_len=1),
     Case(batch=QUERIES[:4], head_size=8, dtype=torch.float16),
     Case(batch=QUERIES[:4], head_size=8, dtype=torch.float16, kv_dtype=torch.float8_e5m2),

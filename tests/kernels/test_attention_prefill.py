@@ -1,4 +1,4 @@
-"""Prefill attention against its definition in float32, and the work list against what it must cover.
+"""Prefill attention against its definition in float64, and the work list against what it must cover.
 
 Shapes: T tokens, R slots, H query heads, K KV heads, D head size, B blocks, S block size, L keys of a sequence.
 """
@@ -12,9 +12,9 @@ import pytest
 import torch
 from prefill_problem import MIN_QUERY_LEN, RAGGED, Batch, Case, make_plan, run
 
+from phonograph.kernels.attention_scratch import PREFILL_ROWS
 from phonograph.kernels.triton.attention import prefill as attention_prefill
 from phonograph.kernels.triton.attention.prefill_plan import (
-    BLOCK_M,
     PrefillPlan,
     make_prefill_plan,
     multiprocessors_of,
@@ -65,6 +65,30 @@ def test_wide_heads_where_shared_memory_is_small(
 ) -> None:
     monkeypatch.setattr(attention_prefill, "shared_memory", lambda: 99 * 1024)
     run(Case(head_size=256, block_size=block_size, window=(70, -1)), device, 5e-3)
+
+
+WIDE = {
+    "float32": Case(head_size=512, dtype=torch.float32),
+    "float16 in blocks of a key tile": Case(head_size=512, block_size=64, num_heads=6),
+    "a size between, window, sinks": Case(
+        head_size=328, dtype=torch.float32, block_size=48, window=(20, 0), sinks=True, num_heads=3, num_kv_heads=1
+    ),
+    "FP8": Case(head_size=512, kv_dtype=torch.float8_e5m2),
+    "keys in several pieces": Case(
+        batch=((20, 1100), (18, 18)), head_size=512, dtype=torch.float32, num_heads=2, num_kv_heads=1, num_sms=4
+    ),
+}
+
+
+@pytest.mark.parametrize("roomy", [True, False])
+@pytest.mark.parametrize("name", WIDE)
+def test_heads_wider_than_256(name: str, roomy: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles have 64 rows, and 32 keys, or 16 where shared memory is small."""
+    if not roomy:
+        monkeypatch.setattr(attention_prefill, "shared_memory", lambda: 99 * 1024)
+    case = WIDE[name]
+    plan = run(case, device, 1e-5 if case.dtype == torch.float32 else 5e-3)
+    assert plan.rows == 64 and (int(plan.header[1]) > 0) == ("pieces" in name)
 
 
 @pytest.mark.parametrize(
@@ -176,15 +200,15 @@ def check_list(plan: PrefillPlan, batch: tuple[tuple[int, int], ...], *, causal:
         (seq, tile)
         for seq, (query_len, _) in enumerate(batch)
         if query_len >= MIN_QUERY_LEN
-        for tile in range(-(-query_len * group // BLOCK_M))
+        for tile in range(-(-query_len * group // PREFILL_ROWS))
     ]
     assert sorted(pieces) == expected
     merges = {(seq, tile): (slot, count) for seq, tile, slot, count, *_ in plan.merges[:num_merges].tolist()}
     slots: set[int] = set()
     for (seq, tile), parts in pieces.items():
         query_len, keys = batch[seq]
-        first = keys - query_len + tile * BLOCK_M // group
-        last = keys - query_len + (min((tile + 1) * BLOCK_M, query_len * group) - 1) // group
+        first = keys - query_len + tile * PREFILL_ROWS // group
+        last = keys - query_len + (min((tile + 1) * PREFILL_ROWS, query_len * group) - 1) // group
         low = max(0, first - window[0]) if window[0] >= 0 else 0
         right = 0 if causal else window[1]
         high = min(keys, last + right + 1) if right >= 0 else keys

@@ -15,6 +15,7 @@ import torch
 from far_memory import BORDER, far_tensor, gpu_turn, last_programs, spread
 from kernel_entries import kernel_entries
 
+from phonograph.kernels.attention_scratch import PREFILL_ROWS
 from phonograph.kernels.cascade_tensors import PrefixCut
 from phonograph.kernels.fp8_activations import Fp8Rows
 from phonograph.kernels.routing import Routing
@@ -550,8 +551,8 @@ def test_the_end_of_a_long_prompt(
     fused = far_tensor(num_tokens, heads + 2, size, dtype=torch.float16, device=device)
     out = far_tensor(num_tokens, heads, size, dtype=torch.float16, device=device)
     lse = torch.empty(heads, num_tokens, device=device)
-    tile = num_tokens * heads // attention_prefill.BLOCK_M - 1
-    tokens = slice(num_tokens - attention_prefill.BLOCK_M // heads, num_tokens)
+    tile = num_tokens * heads // PREFILL_ROWS - 1
+    tokens = slice(num_tokens - PREFILL_ROWS // heads, num_tokens)
     fused[tokens] = randn(8, heads + 2, size, device=device)
     out[tokens] = torch.nan
     start = (num_tokens - 1) // 128 * 128 - 128

@@ -18,7 +18,7 @@ def report() -> Report:
 @pytest.mark.long
 def test_no_register_is_read_before_it_is_written(report: Report) -> None:
     attention = [name for name in report if name.startswith("_attention_kernel") and " long " not in name]
-    assert len(attention) == 4 and all(report[name][0] > 1000 for name in attention)
+    assert len(attention) == 5 and all(report[name][0] > 1000 for name in attention)
     assert len([one for one in report if one.startswith("_prefill_kernel")]) == 2
     assert {name: unwritten for name, (_, unwritten, _) in report.items() if unwritten} == {}
 
@@ -30,8 +30,8 @@ def test_attention_launches_wait_as_they_must_to_run_at_the_same_time(report: Re
     launches = {name: launches for name, (_, _, launches) in report.items()}
     long = [name for name in launches if name.startswith("_attention_kernel long")]
     short = [name for name in launches if name.startswith("_attention_kernel") and name not in long]
-    assert [launches[name] for name in long] == [["wait", "let"]]
-    assert [launches[name] for name in short] == [["let", "wait", "wait"]] * 4
+    assert [launches[name] for name in long] == [["wait", "let"]] * 2
+    assert [launches[name] for name in short] == [["let", "wait", "wait"]] * 5
 
 
 @pytest.mark.long
@@ -70,7 +70,7 @@ def test_half_of_a_tiles_exponentials_run_beside_later_products(report: Report) 
 @pytest.mark.long
 def test_attention_fits_the_shared_memory_of_other_gpus() -> None:
     report = report_of(Path(__file__).with_name("compile_for_others.py"))
-    assert {capability: len(found) for capability, (_, found) in report.items()} == {"80": 4, "86": 9, "120": 4}
+    assert {capability: len(found) for capability, (_, found) in report.items()} == {"80": 6, "86": 13, "120": 6}
     for capability, (limit, found) in report.items():
         assert {name: size for name, size in found.items() if size > limit} == {}, capability
         # The rings are as long as they may be: none is left short for fear of the limit.

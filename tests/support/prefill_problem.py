@@ -1,4 +1,4 @@
-"""Batches of prefills for the attention kernel of long queries, and what it should come to, in float32.
+"""Batches of prefills for the attention kernel of long queries, and what it should come to, in float64.
 
 Shapes: T tokens, R slots, H query heads, K KV heads, D head size, B blocks, S block size, L keys of a sequence.
 """
@@ -76,7 +76,7 @@ class Batch:
             first += needed[row]
             table[row, : len(ids)] = ids
             values = torch.randn(2, keys, kv_heads, size, device=device).to(kv_dtype)
-            self.dense.append(values.float())
+            self.dense.append(values.double())
             for index, block_id in enumerate(ids.tolist()):
                 part = values[:, index * block : (index + 1) * block]
                 self.kv_cache[:, block_id, : part.shape[1]] = part
@@ -122,17 +122,17 @@ class Batch:
             if query_len < MIN_QUERY_LEN:
                 continue
             written[rows] = True
-            expected, lse_HT = reference(self, self.query_THD[rows].float(), keys_2LKD)
-            got = self.out_THD[rows].float()
+            expected, lse_HT = reference(self, self.query_THD[rows].double(), keys_2LKD)
+            got = self.out_THD[rows].double()
             assert torch.isfinite(got).all()
             assert (got - expected).norm() <= tolerance * expected.norm()
-            torch.testing.assert_close(self.lse_HT[:, rows], lse_HT, rtol=tolerance, atol=tolerance)
+            torch.testing.assert_close(self.lse_HT[:, rows].double(), lse_HT, rtol=tolerance, atol=tolerance)
         assert self.out_THD[~written].isnan().all()
         assert self.lse_HT[:, ~written].isnan().all()
 
 
 def reference(batch: Batch, query_THD: torch.Tensor, keys_2LKD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output [T, H, D] and LSE [H, T] of one sequence, in float32."""
+    """Output [T, H, D] and LSE [H, T] of one sequence, in float64."""
     case, tensors = batch.case, batch.tensors
     group = case.num_heads // case.num_kv_heads
     keys_LKD, values_LKD = keys_2LKD
@@ -157,7 +157,7 @@ def reference(batch: Batch, query_THD: torch.Tensor, keys_2LKD: torch.Tensor) ->
     logits_HTL = logits_HTL.masked_fill(~seen, -torch.inf)
     terms = logits_HTL
     if tensors["sinks"] is not None:
-        terms = torch.cat([logits_HTL, tensors["sinks"][:, None, None].expand(-1, num_tokens, 1)], -1)
+        terms = torch.cat([logits_HTL, tensors["sinks"].double()[:, None, None].expand(-1, num_tokens, 1)], -1)
     lse_HT = terms.logsumexp(-1)
     weights = torch.exp(logits_HTL - lse_HT[..., None])
     return (weights @ values_HLD).transpose(0, 1), lse_HT

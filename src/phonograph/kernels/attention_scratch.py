@@ -5,7 +5,7 @@ from __future__ import annotations
 MAX_SHORT_QUERY = 16
 """Longest query, in tokens, that `decode_attention` serves; longer ones fill the tiles of `prefill_attention`."""
 PREFILL_ROWS = 128
-"""Rows of a prefill's tile."""
+"""Rows of a prefill's tile, for heads of up to 256 (`prefill_rows`)."""
 SHORTEST_PIECE = 512
 """Least keys of a piece that a prefill's tile is cut into."""
 DECODE_PROGRAMS = 2
@@ -20,7 +20,7 @@ def tile_width(head_size: int) -> int:
 
 def row_tiles(group: int, width: int) -> tuple[int, int]:
     """Return the rows of the tile for queries that fit the smallest one, and for all others up to MAX_SHORT_QUERY."""
-    most = 64 if width <= 128 else 32
+    most = 64 if width <= 128 else 32 if width <= 256 else 16
     small = min(tile_width(group), most)
     return small, min(max(tile_width(MAX_SHORT_QUERY * group), small), most)
 
@@ -29,6 +29,16 @@ def decode_partials(group: int, head_size: int, num_sms: int) -> tuple[int, int,
     """Return slots, rows and columns of the partial results of the launch for short queries."""
     width = tile_width(head_size)
     return 2 * DECODE_PROGRAMS * num_sms, row_tiles(group, width)[1], width
+
+
+def key_tile(width: int) -> int:
+    """Return the keys of a tile of the launch for short queries, so that two programs fit a multiprocessor."""
+    return 64 if width <= 128 else 32 if width <= 256 else 16
+
+
+def prefill_rows(head_size: int) -> int:
+    """Return the rows of a prefill's tile. Sums of 128 rows of 512 numbers take all registers of a multiprocessor."""
+    return PREFILL_ROWS if tile_width(head_size) <= 256 else PREFILL_ROWS // 2
 
 
 def prefill_programs(head_size: int, num_sms: int) -> int:
@@ -43,4 +53,4 @@ def prefill_partials(num_kv_heads: int, head_size: int, num_sms: int, *, cuts: b
     """
     programs = _PARTIALS_PER_PROGRAM * prefill_programs(head_size, num_sms)
     slots = max(8, -(-programs // num_kv_heads)) if cuts else 1
-    return slots * num_kv_heads, PREFILL_ROWS, tile_width(head_size)
+    return slots * num_kv_heads, prefill_rows(head_size), tile_width(head_size)

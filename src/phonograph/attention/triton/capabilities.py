@@ -14,6 +14,13 @@ from phonograph.kernels.attention_scratch import decode_partials, prefill_partia
 
 
 class TritonCapabilities(DeclaredCapabilities):
+    """Capabilities of the kernels for short and for long queries.
+
+    Long queries with heads of 64 and 128 have a kernel of their own on Hopper. Its ring has three stages of 128 keys
+    and values, 768 KiB with heads of 512, and a multiprocessor has 227 KiB: the other kernel, in tiles of 64 rows and
+    32 keys, takes these.
+    """
+
     name = "triton"
     varies = ""
     plans_by_lengths = True
@@ -22,7 +29,7 @@ class TritonCapabilities(DeclaredCapabilities):
         min_capability=(8, 0),
         kv_dtypes=("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
         head_size_multiple=8,
-        max_head_size=256,
+        max_head_size=512,
         block_size_multiple=16,
         kinds=(AttentionKind.DECODER, AttentionKind.ENCODER_ONLY),
         windows=True,

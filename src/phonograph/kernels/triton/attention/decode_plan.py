@@ -36,9 +36,10 @@ from triton.language.extra import cuda as tl_cuda
 
 from phonograph.kernels.attention_scratch import (
     DECODE_PROGRAMS,
-    PREFILL_ROWS,
     SHORTEST_PIECE,
     decode_partials,
+    key_tile,
+    prefill_rows,
     row_tiles,
 )
 from phonograph.kernels.triton.attention.plan_words import load_words, store_words
@@ -116,7 +117,7 @@ def make_decode_plan(
         group=group,
         head_size=head_size,
         programs=programs,
-        block_n=64 if width <= 128 else 32,
+        block_n=key_tile(width),
     )
 
 
@@ -164,7 +165,7 @@ def plan_decode(
         GROUP=plan.group,
         SMALL=small,
         LARGE=large,
-        LONG=PREFILL_ROWS,
+        LONG=prefill_rows(plan.head_size),
         EACH=DECODE_PROGRAMS,
         BLOCK_N=plan.block_n,
         LEFT=window[0],

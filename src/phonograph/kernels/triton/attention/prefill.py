@@ -32,7 +32,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from phonograph.kernels.triton.attention.fp8 import at_width_of
 from phonograph.kernels.triton.attention.plan_words import load_words
 from phonograph.kernels.triton.attention.prefill_plan import (
-    BLOCK_M,
     COUNTER,
     ENTRY_WORDS,
     MULTIPROCESSORS,
@@ -160,7 +159,7 @@ def prefill_attention(
         HEAD_SIZE=head_size,
         WIDTH=width,
         BLOCK_SIZE=block_size,
-        BLOCK_M=BLOCK_M,
+        BLOCK_M=plan.rows,
         BLOCK_N=block_n,
         LEFT=window[0],
         RIGHT=right,
@@ -209,7 +208,7 @@ def merge_prefill(
         GROUP=plan.group,
         HEAD_SIZE=out_THD.shape[2],
         WIDTH=plan.partial_out.shape[-1],
-        BLOCK_M=BLOCK_M,
+        BLOCK_M=plan.rows,
         ROWS=_MERGE_ROWS,
         **pdl_options(),
         num_warps=4,
@@ -221,8 +220,10 @@ def _configuration(width: int, tma: bool, *, few: bool, roomy: bool) -> tuple[in
 
     Two programs of four warps share a multiprocessor: one's softmax runs during the other's products. Where tiles are
     few, eight warps end each tile earlier. Wide heads fill the registers of eight warps. Without `roomy`, a program
-    fits 99 KiB.
+    fits 99 KiB. Heads wider than 256 were not measured: their tiles are the largest that fit.
     """
+    if width > 256:
+        return (_BLOCK_N // 2, 8, 2, 1) if roomy else (_BLOCK_N // 4, 8, 1, 1)
     if width > 128:
         return (_BLOCK_N, 8, 2, 1) if roomy else (_BLOCK_N // 2, 8, 1, 1)
     if not tma:

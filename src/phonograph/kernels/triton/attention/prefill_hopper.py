@@ -42,7 +42,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from phonograph.kernels.triton.attention.prefill_plan import (
-    BLOCK_M,
     ENTRY_WORDS,
     PrefillPlan,
     read_entry,
@@ -117,7 +116,7 @@ def attend_on_hopper(
         GROUP=plan.group,
         HEAD_SIZE=head_size,
         BLOCK_SIZE=block_size,
-        ROWS=BLOCK_M // 2,
+        ROWS=plan.rows // 2,
         LEFT=window[0],
         RIGHT=0 if causal else window[1],
         HEADS_OUTSIDE=heads_outside,

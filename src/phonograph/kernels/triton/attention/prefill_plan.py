@@ -5,8 +5,8 @@ Shapes: R sequences, a power of two; N entries of the list.
 A captured graph has a fixed number of programs but meets any batch: one long prompt, many short ones, a few queries
 with a long context. So one small kernel, once a step, writes the list for the persistent programs of
 `prefill_attention`. Algorithm: list scheduling, longest first (Graham, 1969).
-1. A *tile* is BLOCK_M rows of one sequence and KV head. Rows are (token, query head of that KV head), heads innermost,
-   so that short prompts fill tiles too, and the KV heads of a model share one list.
+1. A *tile* is M rows (128, or 64 of heads wider than 256) of one sequence and KV head. Rows are (token, query head of
+   that KV head), heads innermost, so that short prompts fill tiles too, and the KV heads of a model share one list.
 2. The keys of a tile are cut into equal *pieces* where that ends earlier: for 16 candidate lengths the kernel estimates
    the end of the last program, and takes the best.
 3. The list has the pieces in order of length, longest first. Pieces of a cut tile leave partial results, which a second
@@ -31,11 +31,10 @@ import torch
 import triton
 import triton.language as tl
 
-from phonograph.kernels.attention_scratch import PREFILL_ROWS, SHORTEST_PIECE, prefill_partials, prefill_programs
+from phonograph.kernels.attention_scratch import SHORTEST_PIECE, prefill_partials, prefill_programs, prefill_rows
 from phonograph.kernels.triton.attention.plan_words import load_words, store_words
 from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_options
 
-BLOCK_M = PREFILL_ROWS
 # Pieces begin at multiples of this many keys, for any tile size of the kernel.
 KEY_STEP = tl.constexpr(128)
 ENTRY_WORDS = tl.constexpr(8)
@@ -70,7 +69,7 @@ class PrefillPlan:
                       and keys; each is work for every KV head
     merges [N, 8]:    sequence, tile, first partial slot, number of partials
     first_tile [R]:   first tile of each sequence; R a power of two
-    partial_out [slots * K, BLOCK_M, D], partial_lse [slots * K, BLOCK_M]: D rounded up to a power of two, base 2
+    partial_out [slots * K, M, D], partial_lse [slots * K, M]: D rounded up to a power of two, base 2
     programs:         upper bound of the attention kernel's, which the cuts suit
     cuts:             keys are cut; otherwise a row's result does not depend on the batch
     """
@@ -89,6 +88,11 @@ class PrefillPlan:
     max_slots: int
     cuts: bool
 
+    @property
+    def rows(self) -> int:
+        """Rows of a tile."""
+        return self.partial_out.shape[1]
+
 
 def make_prefill_plan(
     *,
@@ -103,7 +107,7 @@ def make_prefill_plan(
 ) -> PrefillPlan:
     """Make the persistent tensors for batches of up to `max_num_seqs` sequences and `max_num_tokens` query tokens."""
     group = num_query_heads // num_kv_heads
-    max_tiles = max_num_tokens * group // BLOCK_M + max_num_seqs
+    max_tiles = max_num_tokens * group // prefill_rows(head_size) + max_num_seqs
     partials = prefill_partials(num_kv_heads, head_size, num_sms, cuts=cuts)
     max_slots = partials[0] // num_kv_heads
     ints = partial(torch.zeros, dtype=torch.int32, device=device)
@@ -164,7 +168,7 @@ def plan_prefill(
         plan.max_slots,
         KV_HEADS=plan.num_kv_heads,
         GROUP=plan.group,
-        BLOCK_M=BLOCK_M,
+        BLOCK_M=plan.rows,
         LEFT=window[0],
         RIGHT=0 if causal else window[1],
         LOG_SEQS=plan.first_tile.shape[0].bit_length() - 1,
