@@ -72,6 +72,26 @@ def test_five_modes_with_prefixes_found_again(reference: tuple[Any, str], mode: 
     check_all_pages_free(llm)
 
 
+@pytest.mark.parametrize("mode", GraphMode)
+def test_gemma_4_in_five_modes(mode: GraphMode, tmp_path: Path) -> None:
+    """Groups of two block sizes, layers that read another's pages, values that are keys, embeddings in layers."""
+    model = make_checkpoint("gemma4_shared", tmp_path, attention_k_eq_v=True, num_global_key_value_heads=1)
+    llm = make_llm(str(tmp_path), cudagraph_mode=mode, num_kv_blocks=70)
+    facts = group_facts(llm.plan)
+    assert [(group.layers, group.readers, group.window) for group in facts] == [
+        ((0,), (), 9),
+        ((1,), (3, 4), 9),
+        ((2,), (5,), None),
+    ]
+    (shared,) = prompts(0, 60)
+    asked = [shared + tail for tail in prompts(1, 1, 9, 40)] + prompts(2, 3, 75)
+    first = llm.generate(asked, GREEDY)
+    again = llm.generate(asked, GREEDY)
+    check(model, [*first, *again])
+    assert any(output.num_cached_tokens >= 48 for output in again)
+    check_all_pages_free(llm)
+
+
 @pytest.mark.parametrize("num_blocks", [75, 90])
 def test_preempted_requests(reference: tuple[Any, str], num_blocks: int) -> None:
     model, folder = reference

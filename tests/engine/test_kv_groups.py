@@ -124,6 +124,33 @@ def test_the_weakest_group_decides_on_graphs_and_is_named(windowed_first: bool) 
     assert weakest_support(kv, selected(weak, weak), device) == weak
 
 
+def test_layers_that_read_the_pages_of_others() -> None:
+    """They take no place in a page, and are in the group of the layer that they read."""
+    wide = replace(SPEC, head_size=512)
+    layers, sources = [WINDOW, WINDOW, wide, WINDOW, wide], [None, None, None, 1, 2]
+    kv = make_kv_groups(layers, max_model_len=32768, sources=sources)
+    assert [(group.layers, group.readers) for group in kv.groups] == [((0,), ()), ((1,), (3,)), ((2,), (4,))]
+    assert kv.group_of_layer == [0, 1, 2, 1, 2] and kv.block_sizes == (128, 128, 64)
+    assert kv.page_bytes == 64 * wide.kv_token_bytes and not kv.notes
+    # A window as long as the context hides no key.
+    one = make_kv_groups([WINDOW, WINDOW], max_model_len=512, sources=[None, 0])
+    assert one.groups == (KVGroup(layers=(0,), block_size=64, readers=(1,)),)
+
+
+@pytest.mark.parametrize(
+    ("sources", "problem"),
+    [
+        ([None, 2, None], "layer 1 reads the keys and values of layer 2, which is not before it"),
+        ([None, 1, None], "layer 1 .* of layer 1, which is not before it"),
+        ([None, 0, 1], "layer 2 .* of layer 1, which has none of its own"),
+        ([None, None, 0], "layer 2 .* of layer 0, which has attention of another kind; an earlier layer .* works"),
+    ],
+)
+def test_sources_that_cannot_be_read(sources: list[int | None], problem: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=problem):
+        make_kv_groups([WINDOW, WINDOW, SPEC], max_model_len=32768, sources=sources)
+
+
 def test_cascade_attention_needs_one_group() -> None:
     layers = [replace(spec, cascade=True) for spec in (WINDOW, SPEC)]
     with pytest.raises(

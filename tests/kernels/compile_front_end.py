@@ -35,7 +35,7 @@ from phonograph.kernels.routing import Routing
 from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.triton.attention import cascade, page_indices, prefill, quantize_query, split_batch
 from phonograph.kernels.triton.attention import rope_and_kv_write as rope
-from phonograph.kernels.triton.elementwise import fp8_rows, layers
+from phonograph.kernels.triton.elementwise import fp8_rows, layer_embeddings, layers
 from phonograph.kernels.triton.experts.expert_lists import ExpertLists
 from phonograph.kernels.triton.experts.expert_plan import expert_config
 from phonograph.kernels.triton.experts.expert_products import (
@@ -121,6 +121,10 @@ def launch_others() -> None:
     pinned_words.copy_words(ints(64), ints(64), 64)
     rounded = Fp8Rows(halves(8, 512).to(FP8), torch.zeros(8, 1))
     layers.embed_and_norm(ints(8), halves(99, 512), halves(512), 1e-6, halves(8, 512), halves(8, 512))
+    table = halves(100, 3 * 40)
+    layer_embeddings.add_table(halves(8, 3 * 40), ints(8), table, torch.zeros(40), 1e-6, (4.0, 0.25, 0.5))
+    for rows in (None, longs(8)):
+        layer_embeddings.gate_embedding(halves(8, 40), halves(9, 3 * 40), 2, rows)
     layers.add_and_norm(halves(8, 512), halves(8, 512), halves(512), 1e-6, rounded)
     layers.add_and_norm(halves(8, 512), halves(8, 512), torch.zeros(512), 1e-6, rounded)
     fused = {"x_weight_E": torch.zeros(512), "factor": 0.5}

@@ -29,7 +29,7 @@ from phonograph.kernels.triton.attention.page_indices import page_indices
 from phonograph.kernels.triton.attention.prefill import merge_prefill, prefill_attention
 from phonograph.kernels.triton.attention.prefill_plan import make_prefill_plan
 from phonograph.kernels.triton.attention.quantize_query import quantize_queries
-from phonograph.kernels.triton.elementwise import layers
+from phonograph.kernels.triton.elementwise import layer_embeddings, layers
 from phonograph.kernels.triton.elementwise.fp8_rows import quantize_rows
 from phonograph.kernels.triton.experts.expert_lists import ExpertLists
 from phonograph.kernels.triton.experts.expert_plan import ExpertConfig, ExpertTile
@@ -289,6 +289,14 @@ def walk_kv_writes(place: Place, device: torch.device) -> list[torch.Tensor]:
     return [qkv, cache.view(torch.uint8)]
 
 
+def walk_layer_embeddings(place: Place, device: torch.device) -> list[torch.Tensor]:
+    projected, table, gates = (place(randn(ROWS, 32, device=device)) for _ in range(3))
+    ids = torch.tensor([2, 0, 1], device=device)
+    layer_embeddings.add_table(projected, ids, table, randn(16, device=device), EPS, (4.0, 0.25, 0.5))
+    layer_embeddings.gate_embedding(gates[:, :32], projected, 0, ids)
+    return [projected, gates]
+
+
 KV_KERNELS = (
     "rope_and_kv_write._rope_kernel",
     "rope_and_kv_write._write_kernel",
@@ -336,6 +344,10 @@ WALKS: dict[str, tuple[Walk, tuple[str, ...]]] = {
     "prepare": (walk_prepare, ("prepare._prepare_kernel",)),
     "merge of a cascade": (walk_merge_of_cascade, ("cascade._merge_kernel",)),
     "KV writes": (walk_kv_writes, KV_KERNELS),
+    "embeddings in layers": (
+        walk_layer_embeddings,
+        ("layer_embeddings._add_table_kernel", "layer_embeddings._gate_kernel"),
+    ),
 }
 """By name: how rows far apart are compared with rows close together, and the kernels that do."""
 IN_GLUON = {

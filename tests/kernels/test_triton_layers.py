@@ -8,7 +8,7 @@ import torch
 from phonograph.kernels.torch.layers import rms_norm as reference_norm
 from phonograph.kernels.torch.layers import rope as reference_rope
 from phonograph.kernels.triton.attention import rope_and_kv_write as rope_kv
-from phonograph.kernels.triton.elementwise import layers
+from phonograph.kernels.triton.elementwise import layer_embeddings, layers
 
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 EPS = 1e-5
@@ -302,6 +302,26 @@ def test_a_norm_before_an_addition(
     assert relative(hidden, wanted) < limit(dtype)
     if normed_after:
         assert relative(x, exact_norm(wanted, weights[1])) < limit(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("size", "num_layers"), [(12, 3), (256, 2), (40, 1)])
+def test_embeddings_in_layers(size: int, num_layers: int, dtype: torch.dtype, device: torch.device) -> None:
+    torch.manual_seed(size)
+    tokens, width, factors = 5, size * num_layers, (size**0.5, 0.125, 2**-0.5)
+    projected, table = (torch.randn(rows, width, device=device).to(dtype) for rows in (tokens, 9))
+    ids, norm = torch.randint(9, (tokens,), dtype=torch.int32, device=device), torch.rand(size, device=device) + 0.5
+    rows = projected.double().unflatten(-1, (-1, size)) * factors[1]
+    normed = rows / (rows.square().mean(-1, keepdim=True) + EPS).sqrt() * norm.double()
+    wanted = (normed.flatten(1) + factors[0] * table[ids].double()) * factors[2]
+    layer_embeddings.add_table(projected, ids, table, norm, EPS, factors)
+    assert relative(projected, wanted) < limit(dtype)
+    for chosen in (None, torch.tensor([4, 0], device=device)):
+        gates = torch.randn(tokens if chosen is None else 2, size, device=device).to(dtype)
+        embedding = projected[:, -size:] if chosen is None else projected[chosen, -size:]
+        wanted = torch.nn.functional.gelu(gates.double(), approximate="tanh") * embedding.double()
+        layer_embeddings.gate_embedding(gates, projected, num_layers - 1, chosen)
+        assert relative(gates, wanted) < limit(dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])

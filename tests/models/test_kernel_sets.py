@@ -15,7 +15,15 @@ from product_problem import gemm_device
 from resized import resized
 
 from phonograph.kernels.fp8_activations import Fp8Rows
-from phonograph.models.layers.kernel_set import EmbeddingPart, HeadPart, KernelSet, KVTarget, Step, Stream
+from phonograph.models.layers.kernel_set import (
+    EmbeddingPart,
+    HeadPart,
+    KernelSet,
+    KVTarget,
+    LayerEmbeddingsPart,
+    Step,
+    Stream,
+)
 from phonograph.models.layers.linear import WeightAllocator
 from phonograph.models.layers.rotary import rotary_tables
 from phonograph.models.layers.torch_parts import TorchKernels
@@ -43,10 +51,13 @@ class WritesCache:
         self._caches = caches
         self._slots_T = slots_T
 
-    def __call__(self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, layer: int) -> torch.Tensor:
+    def __call__(
+        self, q_THD: torch.Tensor, k_TKD: torch.Tensor | None, v_TKD: torch.Tensor | None, layer: int
+    ) -> torch.Tensor:
         cache = self._caches[layer]
         block, offset = self._slots_T // cache.shape[2], self._slots_T % cache.shape[2]
-        cache[0, block, offset], cache[1, block, offset] = k_TKD, v_TKD
+        if k_TKD is not None:
+            cache[0, block, offset], cache[1, block, offset] = k_TKD, v_TKD
         return q_THD.contiguous()
 
     def kv_target(self, layer: int, num_tokens: int) -> KVTarget:
@@ -61,6 +72,7 @@ class Bound(NamedTuple):
 
     kernels: KernelSet
     embedding: EmbeddingPart
+    layer_embeddings: LayerEmbeddingsPart | None
     layers: list[BoundLayer]
     head: HeadPart
 
@@ -93,7 +105,7 @@ class Pair:
     def _bound(self, kernels: KernelSet) -> Bound:
         model = self.model
         model.bind(kernels)
-        return Bound(kernels, model.embedding, model.layers, model._head)
+        return Bound(kernels, model.embedding, model._layer_embeddings, model.layers, model._head)
 
     def random(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape).to(self.model.device, self.model.dtype)
@@ -113,8 +125,10 @@ class Pair:
             memory = torch.full((sum(map(math.prod, shapes)),), 7.0).to(device, self.model.dtype)
             parts = memory.split([math.prod(shape) for shape in shapes])
             caches = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-            step = Step(bound.kernels.rotary(self.positions), WritesCache(caches, slots))
-            yield bound, bound.embedding(self.ids), step, memory
+            stream = bound.embedding(self.ids)
+            embeddings = None if bound.layer_embeddings is None else bound.layer_embeddings(self.ids, stream)
+            step = Step(bound.kernels.rotary(self.positions), WritesCache(caches, slots), embeddings_TX=embeddings)
+            yield bound, stream, step, memory
 
     def check(self, wanted: torch.Tensor, got: torch.Tensor) -> None:
         assert wanted.shape == got.shape and wanted.dtype == got.dtype
@@ -198,7 +212,7 @@ def test_layers_in_turn(pair: Pair, rows: int) -> None:
     "family",
     [
         *("phi3", "granite", "smollm3", "olmo3", "ministral3", "gemma", "gemma2", "gemma3"),
-        *("gemma4", "gemma4_values"),
+        *("gemma4", "gemma4_values", "gemma4_shared"),
     ],
 )
 def test_parts_of_other_families(family: str, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,9 +226,33 @@ def test_parts_of_other_families(family: str, rows: int, tmp_path: Path, monkeyp
     for bound, stream, step, cache in pair.streams(rows):
         for layer in bound.layers:
             layer.feed_forward(layer.attention(stream, step))
+            if layer.embedding is not None:
+                layer.embedding(stream, step)
         results.append((stream.hidden_TE.clone(), cache, bound.head(stream.hidden_TE, None)))
     for wanted, got in zip(*results, strict=True):
         pair.check(wanted, got)
+
+
+@torch.inference_mode()
+def test_rows_that_are_kept_have_their_own_embeddings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lay_as_on_a_gpu(monkeypatch)
+    make_checkpoint("gemma4_shared", tmp_path)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    pair = Pair(Transformer(read_model_spec(tmp_path), DTYPES[0], device))
+    rows, chosen = 13, torch.tensor([12, 3, 7], device=device)
+    found = []
+    for kept in (None, chosen):
+        torch.manual_seed(5)
+        for bound, begun, step, _ in pair.streams(rows):
+            stream = begun
+            for layer in bound.layers:
+                own = step._replace(rows_P=kept if layer is bound.layers[-1] else None)
+                stream = layer.feed_forward(layer.attention(stream, own))
+                assert layer.embedding is not None
+                stream = layer.embedding(stream, own)
+            found.append(stream.hidden_TE.clone() if kept is not None else stream.hidden_TE[chosen].clone())
+    for other in found[1:]:
+        pair.check(found[0], other)
 
 
 @torch.inference_mode()

@@ -13,7 +13,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
-from checkpoints import FAMILIES, LLAMA3_ROPE, make_checkpoint
+from checkpoints import FAMILIES, LLAMA3_ROPE, VOCAB_SIZE, make_checkpoint
 from public_configs import PUBLIC_CONFIGS
 from public_family_configs import FAMILY_CONFIGS
 from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig, LlamaConfig
@@ -371,6 +371,18 @@ def test_ropes_by_layer(tmp_path: Path) -> None:
             },
             "partial_rotary_factor=0.5 in rope_parameters.full_attention of rope_type 'default' must be 1.0",
         ),
+        ("gemma4", {"num_kv_shared_layers": 3}, "num_kv_shared_layers=3 must be below num_hidden_layers=3"),
+        ("gemma4", {"num_kv_shared_layers": -1}, "num_kv_shared_layers=-1 must be an integer of 0 or more"),
+        (
+            "gemma4",
+            {"num_kv_shared_layers": 1},
+            "num_kv_shared_layers=1: layer 2 has full_attention, and none of the 2",
+        ),
+        (
+            "gemma4_shared",
+            {"vocab_size_per_layer_input": 99},
+            "vocab_size_per_layer_input=99 must be at least vocab_si",
+        ),
         ("gemma4", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling=.* must be null"),
         ("ministral3", {"layer_types": ["full_attention"] * 2}, "layer_types=.* is a field that"),
     ],
@@ -406,6 +418,16 @@ def test_heads_of_gemma_4_in_both_spellings(tmp_path: Path) -> None:
     assert other.num_kv_heads == 2 and not other.keys_are_values
     path.write_text(json.dumps({**config, "per_layer_config": {"02": {"head_dim": 8}}}))
     assert read_model_spec(tmp_path).layers[2].attention.head_size == 8
+
+
+def test_layers_of_gemma_4_that_share(tmp_path: Path) -> None:
+    make_checkpoint("gemma4_shared", tmp_path)
+    spec = read_model_spec(tmp_path)
+    assert [layer.attention.kv_layer for layer in spec.layers] == [None, None, None, 1, 1, 2]
+    assert spec.layers[3] is spec.layers[4] and len(spec.kinds) == 4
+    assert [layer.feed_forward.down.num_inputs for layer in spec.layers] == [88] * 3 + [176] * 3
+    assert [part.name for part in spec.layers[5].attention.qkv.parts] == ["q_proj"]
+    assert spec.layer_embeddings == (VOCAB_SIZE + 2, 12)
 
 
 @pytest.mark.parametrize(

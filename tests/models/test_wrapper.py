@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import COMMON, FAMILIES, VOCAB_SIZE, draw_weights, load_model
+from checkpoints import COMMON, FAMILIES, VOCAB_SIZE, draw_weights, load_model, make_checkpoint
 from dense import DenseSequences
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -114,6 +114,32 @@ def test_the_text_model_is_that_of_transformers(name: str, old: bool, tmp_path: 
         expected = reference(torch.tensor([prompt])).logits[0]
     assert expected.std() > 0.5
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_tensors_of_layers_that_read_anothers_keys(wrapped: bool, tmp_path: Path) -> None:
+    """Published files have projections of keys and values for layers that use none; they are skipped with a note."""
+    make_checkpoint("gemma4_shared", tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    for name in ("k_proj", "v_proj", "k_norm"):
+        tensors[f"model.layers.3.self_attn.{name}.weight"] = torch.ones(32, 64)
+    if wrapped:
+        text = json.loads((tmp_path / "config.json").read_text())
+        outer = {"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4", "text_config": text}
+        (tmp_path / "config.json").write_text(json.dumps(outer))
+        tensors = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+    save_file(tensors, path, {"format": "pt"})
+    with begin_loading(read_model_spec(tmp_path), tmp_path, dtype=torch.float32, device=CPU) as loading:
+        (note,) = loading.notes
+        loading.finish()
+    assert "skipped" in note and " 3" in note
+    # Those of a layer with keys of its own are no others.
+    first = next(name for name in tensors if "layers.0.self_attn.k_proj" in name)
+    tensors[first.replace("k_proj", "v_norm")] = torch.ones(16)
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(WeightError, match=r"layers\.0\.self_attn\.v_norm\.weight in .* is not part of this Gemma4"):
+        load_model(read_model_spec(tmp_path), tmp_path, dtype=torch.float32, device=CPU)
 
 
 def test_fields_outside_of_the_text_model(tmp_path: Path) -> None:

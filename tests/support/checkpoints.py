@@ -251,6 +251,21 @@ FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
             },
         },
     ),
+    # The last three of six layers read the keys of others, in wider feed-forwards; embeddings in each layer.
+    "gemma4_shared": (
+        Gemma4TextConfig,
+        Gemma4ForCausalLM,
+        {
+            **GEMMA,
+            **GEMMA4,
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "hidden_size_per_layer_input": 12,
+            "vocab_size_per_layer_input": VOCAB_SIZE + 2,
+        },
+    ),
 }
 
 EXPERT_FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {

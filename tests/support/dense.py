@@ -42,7 +42,7 @@ class DenseSequences:
         return list(logits.split([num_tokens for _, num_tokens in self._step]))
 
     def _attention(
-        self, query_THD: torch.Tensor, key_TKD: torch.Tensor, value_TKD: torch.Tensor, layer: int
+        self, query_THD: torch.Tensor, key_TKD: torch.Tensor | None, value_TKD: torch.Tensor | None, layer: int
     ) -> torch.Tensor:
         spec = self.decoder.spec
         attention = spec.layers[layer].attention
@@ -54,10 +54,12 @@ class DenseSequences:
         for sequence, num_tokens in self._step:
             rows = slice(start, start + num_tokens)
             start += num_tokens
-            self.keys[sequence][layer] = torch.cat([self.keys[sequence][layer], key_TKD[rows].double()])
-            self.values[sequence][layer] = torch.cat([self.values[sequence][layer], value_TKD[rows].double()])
-            keys = self.keys[sequence][layer].repeat_interleave(group, dim=1)
-            values = self.values[sequence][layer].repeat_interleave(group, dim=1)
+            if key_TKD is not None and value_TKD is not None:
+                self.keys[sequence][layer] = torch.cat([self.keys[sequence][layer], key_TKD[rows].double()])
+                self.values[sequence][layer] = torch.cat([self.values[sequence][layer], value_TKD[rows].double()])
+            source = layer if attention.kv_layer is None else attention.kv_layer
+            keys = self.keys[sequence][source].repeat_interleave(group, dim=1)
+            values = self.values[sequence][source].repeat_interleave(group, dim=1)
             scores = torch.einsum("thd,lhd->htl", query_THD[rows].double(), keys) * attention.scale
             if attention.softcap:
                 scores = attention.softcap * torch.tanh(scores / attention.softcap)

@@ -22,9 +22,10 @@ def group_lines(plan: EnginePlan) -> list[str]:
         return []
     lines: list[str] = []
     for index, group in enumerate(group_facts(plan)):
+        reads = f", read by {counted(len(group.readers), 'more')} ({compact(group.readers)})" if group.readers else ""
         lines.append(
-            f"{index}: {counted(len(group.layers), 'layer')} ({compact(group.layers)}), {window_name(group.window)}, "
-            f"blocks of {counted(group.block_size, 'token')}, at most {group.blocks_per_request} a request, "
-            f"{group.backend}"
+            f"{index}: {counted(len(group.layers), 'layer')} ({compact(group.layers)}{reads}), "
+            f"{window_name(group.window)}, blocks of {counted(group.block_size, 'token')}, at most "
+            f"{group.blocks_per_request} a request, {group.backend}"
         )
     return lines

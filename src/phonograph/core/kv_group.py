@@ -14,9 +14,11 @@ class KVGroup:
     Attributes:
         layers: indices of the layers that write keys and values.
         block_size: tokens of a block.
+        readers: indices of the layers that write none and read those of a layer of the group.
         window: keys that a token attends to, itself included; None for all. Blocks behind it may be freed.
     """
 
     layers: tuple[int, ...]
     block_size: int
     window: int | None = None
+    readers: tuple[int, ...] = ()

@@ -217,19 +217,23 @@ def make_model_parts(plan: EnginePlan, backends: Sequence[AnyBackend], model: Tr
     caches = allocate_kv_pool(plan.kv.groups, plan.kv.specs, num_pages=plan.memory.num_blocks, device=model.device)
     # Only FP8 caches scale keys and values.
     scales = model.kv_scales if plan.attention.has_fp8_cache else KVScales()
+    sources = [
+        index if layer.attention.kv_layer is None else layer.attention.kv_layer
+        for index, layer in enumerate(plan.model.layers)
+    ]
     layers = [
         AttentionLayer(
             index=index,
             scale=layer.attention.scale,
             window=layer.attention.window,
             softcap=layer.attention.softcap,
-            k_scale=scales.keys.get(index),
-            v_scale=scales.values.get(index),
+            k_scale=scales.keys.get(sources[index]),
+            v_scale=scales.values.get(sources[index]),
             q_scale=scales.queries.get(index),
         )
         for index, layer in enumerate(plan.model.layers)
     ]
-    kv_caches = [caches[index] for index in range(len(layers))]
+    kv_caches = [caches[source] for source in sources]
     if not _skip_freed_blocks(plan):
         for cache in kv_caches:
             cache.zero_()

@@ -324,4 +324,5 @@ def resolve_attention(config: EngineConfig, model: ModelSpec, device: DeviceSpec
 
     specs = [layer_spec(layer.attention) for layer in model.layers]
     context = _limits(config, model, device).max_model_len
-    return make_kv_groups(specs, max_model_len=context, block_size=config.block_size)
+    sources = [layer.attention.kv_layer for layer in model.layers]
+    return make_kv_groups(specs, max_model_len=context, block_size=config.block_size, sources=sources)

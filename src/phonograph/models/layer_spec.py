@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import torch
 
-from phonograph.kernels.triton.gemm.product_plan import ProductShape, WeightFormat
+from phonograph.models.layer_matrix import LayerMatrix, MatrixPart
 from phonograph.models.quantization.scheme import Scheme
 
 UNLIMITED = (-1, -1)
@@ -45,6 +45,21 @@ class RopeTable(NamedTuple):
     query_length: int = 0
 
 
+class LayerEmbeddings(NamedTuple):
+    """Embeddings of a token in all layers, from a table of its own and from the token's embedding.
+
+    With token t, its embedding x of E numbers and L layers, those of P numbers in layer l are
+    (sqrt(P) * table[t] + norm(projection(x) / sqrt(E)))[l] / sqrt(2).
+
+    Attributes:
+        vocab_size: rows of the table.
+        size: P.
+    """
+
+    vocab_size: int
+    size: int
+
+
 class NormKind(NamedTuple):
     """Arithmetic of a model's norms.
 
@@ -59,103 +74,6 @@ class NormKind(NamedTuple):
 
 
 PLAIN_NORMS = NormKind()
-
-
-class MatrixPart(NamedTuple):
-    """A projection of a checkpoint, fused with others of the same input.
-
-    Attributes:
-        name: last component of its name in a checkpoint.
-        num_outputs: its outputs.
-        scheme: its weight format; None for the model's type.
-    """
-
-    name: str
-    num_outputs: int
-    scheme: Scheme | None = None
-
-
-@dataclass(frozen=True)
-class LayerMatrix:
-    """A matrix, in which projections of the same input are fused. Their weights have one layout in memory.
-
-    Attributes:
-        name: name for people.
-        module: components of the projections' names before the last, such as "self_attn"; empty for the head.
-        parts: the projections, in the order of the matrix.
-        num_inputs: inputs of the product.
-        bias: True if the projections have a bias.
-        gated: the product is activation(first half) * second half.
-        num_experts: experts that have a matrix of these parts each, one after another; None for a matrix of its own.
-            Their names have the number of the expert between `module` and the part.
-        quantizable: False for weights that are in the model's type in every file.
-    """
-
-    name: str
-    module: str
-    parts: tuple[MatrixPart, ...]
-    num_inputs: int
-    bias: bool = False
-    gated: bool = False
-    num_experts: int | None = None
-    quantizable: bool = True
-
-    @property
-    def num_outputs(self) -> int:
-        """Outputs, of all experts together."""
-        return self.expert_outputs * (self.num_experts or 1)
-
-    @property
-    def expert_outputs(self) -> int:
-        """Outputs of one product."""
-        return sum(part.num_outputs for part in self.parts)
-
-    @property
-    def scheme(self) -> Scheme | None:
-        """Weight format of the first part; others have the same layout."""
-        return self.parts[0].scheme
-
-    @property
-    def shape(self) -> ProductShape:
-        """Sizes of one product."""
-        return ProductShape(self.expert_outputs // (1 + self.gated), self.num_inputs, self.gated)
-
-    def weight_format(self, dtype: str) -> WeightFormat:
-        """Return the layout of the weights on a GPU."""
-        return WeightFormat(dtype) if self.scheme is None else self.scheme.weight_format(self.num_inputs, dtype)
-
-    def nbytes(self, element: int) -> int:
-        """Return the bytes of the weights in memory; `element` is the size of the model's type."""
-        return (self.num_experts or 1) * sum(
-            part.num_outputs * self.num_inputs * element
-            if part.scheme is None
-            else part.scheme.nbytes(part.num_outputs, self.num_inputs, element)
-            for part in self.parts
-        )
-
-    def with_schemes(self, scheme_of: Callable[[str], Scheme | None]) -> LayerMatrix:
-        """Return the matrix with the format of each part, by its name in the layer; all experts have one format."""
-        if not self.quantizable:
-            return self
-        parts = (part._replace(scheme=scheme_of(self.path(part.name))) for part in self.parts)
-        return replace(self, parts=tuple(parts))
-
-    def path(self, part: str, expert: int = 0) -> str:
-        """Return the name of a part in its layer."""
-        name = part if self.num_experts is None else f"{expert}.{part}"
-        return f"{self.module}.{name}" if self.module else name
-
-    @property
-    def quantized_names(self) -> tuple[str, ...]:
-        """Names in the module of the projections that a file may have in another format."""
-        names = (name.removeprefix(f"{self.module}.") for name, _ in self.projections())
-        return tuple(names) if self.quantizable else ()
-
-    def projections(self) -> Iterator[tuple[str, MatrixPart]]:
-        """Yield the name in the layer and the part of each projection, in the order of the matrix."""
-        for expert in range(self.num_experts or 1):
-            for part in self.parts:
-                yield self.path(part.name, expert), part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,6 +94,8 @@ class LayerAttention:
         joint_norms: these norms are over all heads of a token together; otherwise each head is normed.
         value_norms: True if each head of values is normed, without weights.
         keys_are_values: True if values are the keys as they are before their norm and the rotary embedding.
+        kv_layer: index of an earlier layer whose keys and values the layer reads, so that it has and writes none; None
+            for its own.
         input_norm: norm of the stream before the layer's attention.
         output_norm: norm of the output before it is added to the stream.
     """
@@ -193,8 +113,14 @@ class LayerAttention:
     joint_norms: bool
     value_norms: bool
     keys_are_values: bool
+    kv_layer: int | None
     input_norm: str | None
     output_norm: str | None
+
+    @property
+    def num_key_heads(self) -> int:
+        """Heads of keys in `qkv`."""
+        return self.num_kv_heads if self.kv_layer is None else 0
 
 
 class FeedForward(Protocol):
@@ -248,6 +174,25 @@ class LayerFeedForward:
         return replace(self, gate_up=self.gate_up.with_schemes(scheme_of), down=self.down.with_schemes(scheme_of))
 
 
+@dataclass(frozen=True, kw_only=True)
+class LayerEmbedding:
+    """Embedding of a token in a layer, added after the feed-forward: output(activation(gate(stream)) * embedding).
+
+    Attributes:
+        gate: matrix of the gates, whose outputs are the numbers of the embedding.
+        output: matrix of what is added.
+        output_norm: norm of it.
+    """
+
+    gate: LayerMatrix
+    output: LayerMatrix
+    output_norm: str
+
+    def with_schemes(self, scheme_of: Callable[[str], Scheme | None]) -> LayerEmbedding:
+        """Return it with the weight format of each projection, by its name in the layer."""
+        return replace(self, gate=self.gate.with_schemes(scheme_of), output=self.output.with_schemes(scheme_of))
+
+
 class LayerSizes(NamedTuple):
     """Sizes of a layer."""
 
@@ -287,17 +232,20 @@ class LayerSpec:
     Attributes:
         attention: of the layer.
         feed_forward: of the layer.
+        embedding: the layer's embedding of the token, or None.
         scalar: name of the tensor with one number, the factor of the stream after the layer; None for none.
     """
 
     attention: LayerAttention
     feed_forward: FeedForward
+    embedding: LayerEmbedding | None = None
     scalar: str | None = None
 
     @property
     def matrices(self) -> tuple[LayerMatrix, ...]:
         """Matrices in the order of the products."""
-        return self.attention.qkv, self.attention.output, *self.feed_forward.matrices
+        embedding = () if self.embedding is None else (self.embedding.gate, self.embedding.output)
+        return self.attention.qkv, self.attention.output, *self.feed_forward.matrices, *embedding
 
     def modules(self) -> Iterator[tuple[str, MatrixPart, LayerMatrix]]:
         """Yield the projections: the name in the layer, the part, and its matrix."""
@@ -309,7 +257,8 @@ class LayerSpec:
     def norms(self) -> tuple[str, ...]:
         """Names of the norms of the stream and of outputs, in the order in which they run."""
         parts = self.attention, self.feed_forward
-        return tuple(name for part in parts for name in (part.input_norm, part.output_norm) if name is not None)
+        names = [name for part in parts for name in (part.input_norm, part.output_norm) if name is not None]
+        return (*names, *(() if self.embedding is None else (self.embedding.output_norm,)))
 
     @cached_property
     def kind(self) -> tuple[object, ...]:
@@ -338,6 +287,7 @@ class LayerSpec:
                 output=attention.output.with_schemes(scheme_of),
             ),
             feed_forward=self.feed_forward.with_schemes(scheme_of),
+            embedding=None if self.embedding is None else self.embedding.with_schemes(scheme_of),
         )
 
 
@@ -351,6 +301,7 @@ def decoder_layer(
     joint_norms: bool = False,
     value_norms: bool = False,
     keys_are_values: bool = False,
+    kv_layer: int | None = None,
     window: tuple[int, int] = UNLIMITED,
     scale: float | None = None,
     softcap: float = 0.0,
@@ -358,17 +309,21 @@ def decoder_layer(
     fused_names: bool = False,
     attention_norms: tuple[str | None, str | None] = ("input_layernorm", None),
     feed_forward_norms: tuple[str | None, str | None] = ("post_attention_layernorm", None),
+    embedding_size: int = 0,
     scalar: str | None = None,
 ) -> LayerSpec:
     """Return a layer with the names of Llama, without rope, which `ModelSpec` gets from the family's parameters.
 
     `*_norms` are those before and after attention or feed-forward. The default of `scale` is head_size ** -0.5. With
     `fused_names` a checkpoint has queries, keys and values in one tensor, and gates and ups in another.
+    `embedding_size` are the numbers of the layer's embedding of a token; 0 for none.
     """
     hidden_size, intermediate_size, num_query_heads, num_kv_heads, head_size = sizes
     q_size, kv_size = num_query_heads * head_size, num_kv_heads * head_size
     qkv = (MatrixPart("q_proj", q_size), MatrixPart("k_proj", kv_size), MatrixPart("v_proj", kv_size))
-    if keys_are_values:
+    if kv_layer is not None:
+        qkv = qkv[:1]
+    elif keys_are_values:
         qkv = qkv[:2]
     gate_up = MatrixPart("gate_proj", intermediate_size), MatrixPart("up_proj", intermediate_size)
     if fused_names:
@@ -393,6 +348,7 @@ def decoder_layer(
             joint_norms=joint_norms,
             value_norms=value_norms,
             keys_are_values=keys_are_values,
+            kv_layer=kv_layer,
             input_norm=attention_norms[0],
             output_norm=attention_norms[1],
         ),
@@ -403,5 +359,15 @@ def decoder_layer(
             input_norm=feed_forward_norms[0],
             output_norm=feed_forward_norms[1],
         ),
+        _layer_embedding(hidden_size, embedding_size) if embedding_size else None,
         scalar,
+    )
+
+
+def _layer_embedding(hidden_size: int, size: int) -> LayerEmbedding:
+    gate, output = (MatrixPart("per_layer_input_gate", size),), (MatrixPart("per_layer_projection", hidden_size),)
+    return LayerEmbedding(
+        gate=LayerMatrix("gate of the layer's embedding", "", gate, hidden_size),
+        output=LayerMatrix("layer's embedding", "", output, size),
+        output_norm="post_per_layer_input_norm",
     )

@@ -23,13 +23,13 @@ from phonograph.models.context_length import context_length, rope_notes
 from phonograph.models.end_tokens import read_end_tokens, split_end_tokens
 from phonograph.models.families.family import Family
 from phonograph.models.hf_config import check_overrides, read_settings, window_notes, with_overrides
+from phonograph.models.layer_matrix import LayerMatrix, MatrixPart
 from phonograph.models.layer_spec import (
     NO_FACTORS,
     PLAIN_NORMS,
     Factors,
-    LayerMatrix,
+    LayerEmbeddings,
     LayerSpec,
-    MatrixPart,
     NormKind,
     RopeTable,
 )
@@ -66,6 +66,7 @@ class ModelSpec:
         eos_token_ids: from config.json and generation_config.json, within the vocabulary.
         norms: arithmetic of the norms.
         factors: of embeddings, layers and logits.
+        layer_embeddings: embeddings of a token in all layers, or None.
         quantization: format of quantized projections, or None.
         fp8_kv_cache: True if the configuration says that the checkpoint has scales for keys and values in FP8.
         wrapper: architecture of the model around this one in the checkpoint, or None.
@@ -86,6 +87,7 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...]
     norms: NormKind = PLAIN_NORMS
     factors: Factors = NO_FACTORS
+    layer_embeddings: LayerEmbeddings | None = None
     quantization: Quantization | None = None
     fp8_kv_cache: bool = False
     wrapper: str | None = None
@@ -137,7 +139,8 @@ class ModelSpec:
 
     def tensor_name(self, name: str) -> str | None:
         """Return a name of the checkpoint without the prefixes of a wrapper; None for a tensor of another part."""
-        return None if name.startswith(self.skipped) else name if self.wrapper is None else text_name(name)
+        found = name if self.wrapper is None else text_name(name)
+        return None if found is None or found.startswith(self.skipped) else found
 
     def with_tokenizer_end(self, eos_token_id: int | None) -> ModelSpec:
         """Return the model with the tokenizer's end-of-sequence token added, if the vocabulary has it."""
@@ -181,6 +184,11 @@ class ModelSpec:
         """Return name and shape of every tensor that a checkpoint must have, but those of quantized matrices."""
         hidden = self.hidden_size
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, hidden)}
+        if self.layer_embeddings is not None:
+            vocab_size, size = self.layer_embeddings
+            shapes["model.embed_tokens_per_layer.weight"] = (vocab_size, self.num_layers * size)
+            shapes["model.per_layer_model_projection.weight"] = (self.num_layers * size, hidden)
+            shapes["model.per_layer_projection_norm.weight"] = (size,)
         for index, layer in enumerate(self.layers):
             prefix = f"{LAYERS}.{index}"
             shapes |= {f"{prefix}.{norm}.weight": (hidden,) for norm in layer.norms}
@@ -194,7 +202,9 @@ class ModelSpec:
                 shapes[f"{prefix}.{layer.scalar}"] = (1,)
             if layer.attention.head_norms:
                 attention = layer.attention
-                for name, heads in (("q_norm", attention.num_query_heads), ("k_norm", attention.num_kv_heads)):
+                for name, heads in (("q_norm", attention.num_query_heads), ("k_norm", attention.num_key_heads)):
+                    if not heads:
+                        continue
                     width = attention.head_size * (heads if attention.joint_norms else 1)
                     shapes[f"{prefix}.self_attn.{name}.weight"] = (width,)
         shapes["model.norm.weight"] = (hidden,)
@@ -377,6 +387,7 @@ def _make_spec(
         eos_token_ids=eos_token_ids,
         norms=family.norms,
         factors=family.factors(settings),
+        layer_embeddings=family.layer_embeddings(settings),
         fp8_kv_cache=quantization is not None and quantization.fp8_kv_cache,
         wrapper=wrapper,
         skipped=family.skipped(settings),

@@ -18,9 +18,16 @@ import torch
 
 from phonograph.kernels.torch.layers import rms_norm
 from phonograph.models.layers.finish_logits import finish_logits
-from phonograph.models.layers.kernel_set import Attend, AttentionPart, FeedForwardPart, KernelSet, Step
+from phonograph.models.layers.kernel_set import (
+    Attend,
+    AttentionPart,
+    FeedForwardPart,
+    KernelSet,
+    LayerEmbeddingPart,
+    Step,
+)
 from phonograph.models.layers.linear import Linear, WeightAllocator
-from phonograph.models.layers.part_weights import ExpertsWeights, LayerWeights
+from phonograph.models.layers.part_weights import ExpertsWeights, LayerEmbeddingsWeights, LayerWeights
 from phonograph.models.quantization.block_embedding import BlockEmbedding, Embedding
 from phonograph.models.quantization.gguf_blocks import GgufBlocks
 from phonograph.models.quantization.scheme import LinearWeight, QuantizedModule
@@ -41,6 +48,7 @@ class BoundLayer(NamedTuple):
 
     attention: AttentionPart
     feed_forward: FeedForwardPart
+    embedding: LayerEmbeddingPart | None
     tap_TE: torch.Tensor | None
 
 
@@ -70,6 +78,11 @@ class Transformer:
         self.weights = [
             LayerWeights.make(layer, index, spec.hidden_size, allocate) for index, layer in enumerate(spec.layers)
         ]
+        self.layer_embeddings = (
+            None
+            if spec.layer_embeddings is None
+            else LayerEmbeddingsWeights.make(spec.layer_embeddings, spec.num_layers, spec.hidden_size, allocate)
+        )
         self.final_norm = allocate.norm(spec.hidden_size)
         self.lm_head = allocate.linear(spec.head)
         if spec.tie_word_embeddings and spec.head.scheme is None:
@@ -89,8 +102,16 @@ class Transformer:
         """
         self.kernels = kernels
         self.embedding = kernels.embedding(self.embedding_VE)
+        self._layer_embeddings = (
+            None if self.layer_embeddings is None else kernels.layer_embeddings(self.layer_embeddings)
+        )
         self.layers = [
-            BoundLayer(kernels.attention(layer.attention), _feed_forward(kernels, layer), taps.get(index))
+            BoundLayer(
+                kernels.attention(layer.attention),
+                _feed_forward(kernels, layer),
+                None if layer.embedding is None else kernels.layer_embedding(layer.embedding),
+                taps.get(index),
+            )
             for index, layer in enumerate(self.weights)
         ]
         self._head = kernels.head(self.final_norm, self.lm_head)
@@ -122,11 +143,15 @@ class Transformer:
         step, last = Step(self.kernels.rotary(positions_T), attend), self._running[-1]
         stream = self.embedding(input_ids_T)
         stream.num_rows = num_rows
+        if self._layer_embeddings is not None:
+            step = step._replace(embeddings_TX=self._layer_embeddings(input_ids_T, stream))
         for layer in self._running:
-            stream = layer.attention(
-                stream, step if layer is not last else step._replace(rows_P=rows_P, num_kept=num_kept)
-            )
+            if layer is last:
+                step = step._replace(rows_P=rows_P, num_kept=num_kept)
+            stream = layer.attention(stream, step)
             stream = layer.feed_forward(stream)
+            if layer.embedding is not None:
+                stream = layer.embedding(stream, step)
             if layer.tap_TE is not None:
                 layer.tap_TE[: len(stream.hidden_TE)].copy_(stream.hidden_TE)
         return stream.hidden_TE
@@ -156,8 +181,11 @@ class Transformer:
         self._running = layers
         self.embedding.then = layers[0].attention
         for layer, following in zip_longest(layers, layers[1:]):
+            after = None if following is None else following.attention
             layer.attention.then = layer.feed_forward
-            layer.feed_forward.then = None if following is None else following.attention
+            layer.feed_forward.then = after if layer.embedding is None else layer.embedding
+            if layer.embedding is not None:
+                layer.embedding.then = after
 
     def destinations(self) -> dict[str, torch.Tensor]:
         """Return the destination of each tensor of a checkpoint by its name: a view of the fused weights.
@@ -170,6 +198,8 @@ class Transformer:
         views = {"model.embed_tokens.weight": self.embedding_VE, "model.norm.weight": self.final_norm}
         if not self.spec.tie_word_embeddings:
             views |= self.lm_head.checkpoint_views()
+        if self.layer_embeddings is not None:
+            views |= {f"model.{name}": view for name, view in self.layer_embeddings.checkpoint_views().items()}
         for index, layer in enumerate(self.weights):
             views |= {f"{LAYERS}.{index}.{name}": view for name, view in layer.checkpoint_views().items()}
         return views

@@ -53,12 +53,14 @@ class StepAttention:
         for group in self._planning:
             self._run_in_piece(group, functools.partial(self._schedule, group))
 
-    def __call__(self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, layer: int) -> torch.Tensor:
-        """Write keys and values to the cache and attend. Return a new, contiguous [T, H, D].
+    def __call__(
+        self, q_THD: torch.Tensor, k_TKD: torch.Tensor | None, v_TKD: torch.Tensor | None, layer: int
+    ) -> torch.Tensor:
+        """Write keys and values to the cache, if there are any, and attend. Return a new, contiguous [T, H, D].
 
         Args:
             q_THD: rotated queries; a view is allowed if each head is contiguous.
-            k_TKD: rotated keys, likewise.
+            k_TKD: rotated keys, likewise; None for a layer that reads another's.
             v_TKD: values, likewise.
             layer: index of the layer.
         """
@@ -66,7 +68,8 @@ class StepAttention:
         group = self._groups[layer]
         if not self._backends[group].clears_padding:
             out_THD.zero_()
-        self._run_in_piece(group, functools.partial(self._write, layer), k_TKD, v_TKD)
+        if k_TKD is not None and v_TKD is not None:
+            self._run_in_piece(group, functools.partial(self._write, layer), k_TKD, v_TKD)
         self.read(q_THD, layer, out_THD)
         return out_THD
 

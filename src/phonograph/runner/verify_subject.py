@@ -118,7 +118,8 @@ class RunnerSubject:
     def _table_read(self, group: int) -> torch.Tensor:
         """Return the block table that the layers of a group read; of several, one that is not the group's own."""
         expected = self._commons[group].block_table
-        read = (self._runner.block_table(layer) for layer in self._groups[group].layers)
+        layers = (*self._groups[group].layers, *self._groups[group].readers)
+        read = (self._runner.block_table(layer) for layer in layers)
         return next((table for table in read if table.data_ptr() != expected.data_ptr()), expected)
 
     def _places(self, group: int) -> tuple[torch.Tensor, torch.Tensor]:

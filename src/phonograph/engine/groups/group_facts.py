@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 class GroupFacts:
     """One KV group.
 
-    layers:             its layers
+    layers:             its layers that write keys and values
+    readers:            layers that read those of another of its layers
     window:             keys that a token attends to, itself included; None for all
     block_size:         tokens of a block
     blocks_per_request: most blocks that a request of full length holds at a time
@@ -24,6 +25,7 @@ class GroupFacts:
     """
 
     layers: tuple[int, ...]
+    readers: tuple[int, ...]
     window: int | None
     block_size: int
     blocks_per_request: int
@@ -37,6 +39,7 @@ def group_facts(plan: EnginePlan) -> tuple[GroupFacts, ...]:
     return tuple(
         GroupFacts(
             layers=group.layers,
+            readers=group.readers,
             window=group.window,
             block_size=group.block_size,
             blocks_per_request=group_pages(group, limits.max_model_len, limits.max_num_batched_tokens),

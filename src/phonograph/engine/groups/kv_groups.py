@@ -43,7 +43,7 @@ class KVGroups:
     @property
     def group_of_layer(self) -> list[int]:
         """Group of each layer."""
-        found = {layer: index for index, group in enumerate(self.groups) for layer in group.layers}
+        found = {layer: index for index, group in enumerate(self.groups) for layer in (*group.layers, *group.readers)}
         return [found[layer] for layer in range(len(found))]
 
     @property
@@ -104,7 +104,13 @@ def window_name(window: int | None) -> str:
     return "full attention" if window is None else f"window {window}"
 
 
-def make_kv_groups(layers: Sequence[AttentionSpec], *, max_model_len: int, block_size: int | None = None) -> KVGroups:
+def make_kv_groups(
+    layers: Sequence[AttentionSpec],
+    *,
+    max_model_len: int,
+    block_size: int | None = None,
+    sources: Sequence[int | None] | None = None,
+) -> KVGroups:
     """Group the layers of a model.
 
     A window that is at least as long as the context never hides a key, so it makes no sliding group.
@@ -113,13 +119,19 @@ def make_kv_groups(layers: Sequence[AttentionSpec], *, max_model_len: int, block
         layers: attention of each layer, with its window as the only one. All have the default block size.
         max_model_len: tokens of the longest sequence.
         block_size: configured block size; None for the default, which grows until pages are equal.
+        sources: for each layer the one whose keys and values it reads, None for its own; None if all have their own.
 
     Raises:
         ConfigError: the configured block size makes pages of several sizes, or cascade attention meets several groups.
-        UnsupportedModelError: the layers do not divide into groups of equal pages.
+        UnsupportedModelError: the layers do not divide into groups of equal pages, or a layer reads the keys of one
+            that has none, is later, or has other attention.
     """
+    readers = _readers(layers, sources or [None] * len(layers))
+    reading = {layer for found in readers.values() for layer in found}
     kinds: dict[AttentionSpec, list[int]] = {}
     for index, spec in enumerate(layers):
+        if index in reading:
+            continue
         kinds.setdefault(replace(spec, windows=(_effective(spec.windows[0], max_model_len),)), []).append(index)
     most = layers_per_group([len(indices) for indices in kinds.values()])
     sizes = _block_sizes([kind.kv_token_bytes for kind in kinds], next(iter(kinds)).block_size, block_size)
@@ -129,7 +141,8 @@ def make_kv_groups(layers: Sequence[AttentionSpec], *, max_model_len: int, block
         window = None if kind.windows[0] == _UNLIMITED else kind.windows[0][0] + 1
         for first in range(0, len(indices), most):
             members = tuple(indices[first : first + most])
-            groups.append(KVGroup(layers=members, block_size=size, window=window))
+            reads = tuple(sorted(reader for member in members for reader in readers.get(member, ())))
+            groups.append(KVGroup(layers=members, block_size=size, window=window, readers=reads))
             windows = tuple(sorted({layers[index].windows[0] for index in indices}))
             specs.append(replace(kind, block_size=size, windows=windows))
     made = KVGroups(groups=tuple(groups), specs=tuple(specs), layers_per_page=most)
@@ -138,6 +151,28 @@ def make_kv_groups(layers: Sequence[AttentionSpec], *, max_model_len: int, block
         problem = f"needs one KV group of full attention, and this model has {len(groups)}: {names}; leave it out"
         raise ConfigError("cascade_attention", True, problem)
     return made
+
+
+def _readers(layers: Sequence[AttentionSpec], sources: Sequence[int | None]) -> dict[int, list[int]]:
+    """Return the layers that read the keys and values of each layer, beside itself."""
+    found: dict[int, list[int]] = {}
+    for index, (spec, source) in enumerate(zip(layers, sources, strict=True)):
+        if source is None:
+            continue
+        problem = None
+        if not 0 <= source < index:
+            problem = "is not before it"
+        elif sources[source] is not None:
+            problem = "has none of its own"
+        elif layers[source] != spec:
+            problem = "has attention of another kind"
+        if problem is not None:
+            raise UnsupportedModelError(
+                f"layer {index} reads the keys and values of layer {source}, which {problem}; an earlier layer with "
+                "its own keys, and with equal heads and window, works"
+            )
+        found.setdefault(source, []).append(index)
+    return found
 
 
 def layers_per_group(counts: Sequence[int]) -> int:

@@ -8,7 +8,16 @@ from typing import Any
 
 from phonograph.errors import ModelError, UnsupportedModelError
 from phonograph.models.config_fields import FULL, SLIDING, Field
-from phonograph.models.layer_spec import NO_FACTORS, PLAIN_NORMS, UNLIMITED, Factors, LayerSizes, LayerSpec, NormKind
+from phonograph.models.layer_spec import (
+    NO_FACTORS,
+    PLAIN_NORMS,
+    UNLIMITED,
+    Factors,
+    LayerEmbeddings,
+    LayerSizes,
+    LayerSpec,
+    NormKind,
+)
 from phonograph.models.rope_parameters import RopeParameters, read_rope
 
 _MOST_HEAD_SIZE = 1 << 16
@@ -51,6 +60,7 @@ class Family:
         layer_types: function that returns the kind of each layer if the file names none; for families with windows.
         norms: arithmetic of the norms.
         factors: function that returns the factors of a configuration.
+        layer_embeddings: function that returns the embeddings of a token in all layers, or None.
         skipped: function that returns the beginnings of names of tensors that are not of the model.
     """
 
@@ -62,6 +72,7 @@ class Family:
     layer_types: Callable[[Settings], list[str]] = _windows_above
     norms: NormKind = PLAIN_NORMS
     factors: Callable[[Settings], Factors] = lambda _: NO_FACTORS
+    layer_embeddings: Callable[[Settings], LayerEmbeddings | None] = lambda _: None
     skipped: Callable[[Settings], tuple[str, ...]] = lambda _: ()
 
 

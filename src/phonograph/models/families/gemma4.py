@@ -1,7 +1,8 @@
 """Gemma 4: full layers have heads of their own, of which a part rotates, and their values may be their keys.
 
 Norms have weights w in float32, and one without weights is over values. The stream is multiplied by a number after each
-layer.
+layer. In the small models the last layers read the keys and values of earlier ones, and each layer has an embedding of
+the token.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from phonograph.models.config_fields import (
     FieldKind,
 )
 from phonograph.models.families.family import GELU_TANH, Family, Settings, full_every, layer_sizes, windows
-from phonograph.models.layer_spec import Factors, LayerSpec, NormKind, decoder_layer
+from phonograph.models.layer_spec import Factors, LayerEmbeddings, LayerSpec, NormKind, decoder_layer
 from phonograph.models.rope_parameters import RopeParameters, read_ropes_by_type
 
 
@@ -47,27 +48,78 @@ def _layers(settings: Settings) -> tuple[LayerSpec, ...]:
             f"{FULL} works"
         )
     sizes = layer_sizes(settings, GELU_TANH, "hidden_activation")
+    wide = 2 * sizes.intermediate_size if settings["use_double_wide_mlp"] else sizes.intermediate_size
     made: dict[object, LayerSpec] = {}
     layers: list[LayerSpec] = []
-    for kind, window, heads in zip(types, windows(settings), _heads(settings), strict=True):
-        key = kind, heads
+    of_layers = zip(types, windows(settings), _heads(settings), _sources(settings), strict=True)
+    for kind, window, heads, source in of_layers:
+        key = kind, heads, source
         if key not in made:
             made[key] = decoder_layer(
-                sizes._replace(num_kv_heads=heads.num_kv_heads, head_size=heads.head_size),
+                sizes._replace(
+                    intermediate_size=sizes.intermediate_size if source is None else wide,
+                    num_kv_heads=heads.num_kv_heads,
+                    head_size=heads.head_size,
+                ),
                 qkv_bias=bias,
                 o_bias=bias,
                 head_norms=True,
-                value_norms=True,
-                keys_are_values=settings["attention_k_eq_v"] and kind == FULL,
+                value_norms=source is None,
+                keys_are_values=settings["attention_k_eq_v"] and kind == FULL and source is None,
+                kv_layer=source,
                 window=window,
                 scale=1.0,
                 activation="gelu_tanh",
                 attention_norms=("input_layernorm", "post_attention_layernorm"),
                 feed_forward_norms=("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+                embedding_size=settings["hidden_size_per_layer_input"],
                 scalar="layer_scalar",
             )
         layers.append(made[key])
     return tuple(layers)
+
+
+def _sources(settings: Settings) -> list[int | None]:
+    """Return for each layer the one whose keys and values it reads: the last of its type before those that share.
+
+    Raises:
+        ModelError: no layer is left that has keys.
+        UnsupportedModelError: a type has no layer before those that share.
+    """
+    types, shared = cast("list[str]", settings["layer_types"]), settings["num_kv_shared_layers"]
+    first = len(types) - shared
+    if first <= 0:
+        raise ModelError(f"num_kv_shared_layers={shared} must be below num_hidden_layers={len(types)}")
+    last = {kind: index for index, kind in enumerate(types[:first])}
+    for index, kind in enumerate(types[first:], first):
+        if kind not in last:
+            raise UnsupportedModelError(
+                f"num_kv_shared_layers={shared}: layer {index} has {kind}, and none of the {first} layers before those "
+                "that share keys and values has it"
+            )
+    return [None if index < first else last[kind] for index, kind in enumerate(types)]
+
+
+def _unused_tensors(settings: Settings) -> tuple[str, ...]:
+    """Return beginnings of tensors that published files have for layers that read another's keys and values."""
+    shared = [index for index, source in enumerate(_sources(settings)) if source is not None]
+    return tuple(
+        f"model.layers.{index}.self_attn.{name}."
+        for index in shared
+        for name in ("k_proj", "v_proj", "k_norm", "v_norm")
+    )
+
+
+def _layer_embeddings(settings: Settings) -> LayerEmbeddings | None:
+    size, vocab_size = settings["hidden_size_per_layer_input"], settings["vocab_size_per_layer_input"]
+    if not size:
+        return None
+    if vocab_size < settings["vocab_size"]:
+        raise ModelError(
+            f"vocab_size_per_layer_input={vocab_size} must be at least vocab_size={settings['vocab_size']}, as each "
+            "token has an embedding in each layer"
+        )
+    return LayerEmbeddings(vocab_size, size)
 
 
 def _heads(settings: Settings) -> list[_Heads]:
@@ -160,8 +212,7 @@ def _default_types(settings: Settings) -> list[str]:
 
 _TEXT_IS_CAUSAL = FieldKind("null or 'vision', with which text is causal", lambda value: value in (None, "vision"))
 _NULL_SCALING = FieldKind("null; rope_parameters has the ropes of this family", lambda value: value is None)
-_NONE_SHARED = FieldKind("0: layers that share keys and values are not implemented", lambda value: value == 0)
-_NO_INPUTS = FieldKind("0: embeddings of layers are not implemented", lambda value: value == 0)
+_COUNT = FieldKind("an integer of 0 or more", lambda value: type(value) is int and value >= 0)
 _NO_EXPERTS = FieldKind("false: experts of this family are not implemented", lambda value: value is False)
 
 GEMMA4 = Family(
@@ -191,14 +242,14 @@ GEMMA4 = Family(
         "layer_types": Field(None, TEXTS.or_null()),
         "final_logit_softcapping": Field(None, POSITIVE_NUMBER.or_null()),
         "use_bidirectional_attention": Field(None, _TEXT_IS_CAUSAL),
-        "num_kv_shared_layers": Field(0, _NONE_SHARED),
-        "hidden_size_per_layer_input": Field(256, _NO_INPUTS),
+        "num_kv_shared_layers": Field(0, _COUNT),
+        "use_double_wide_mlp": Field(False, FLAG),
+        "hidden_size_per_layer_input": Field(256, _COUNT),
+        "vocab_size_per_layer_input": Field(262144, _COUNT),
         "enable_moe_block": Field(False, _NO_EXPERTS),
     },
     ignored={
         "hidden_act": "hidden_activation says it",
-        "vocab_size_per_layer_input": "hidden_size_per_layer_input is 0",
-        "use_double_wide_mlp": "num_kv_shared_layers is 0",
         **dict.fromkeys(("num_experts", "top_k_experts", "moe_intermediate_size"), "enable_moe_block is false"),
     },
     layers=_layers,
@@ -210,4 +261,6 @@ GEMMA4 = Family(
         softcap=settings["final_logit_softcapping"] or 0.0,
         rounds_embedding=True,
     ),
+    layer_embeddings=_layer_embeddings,
+    skipped=_unused_tensors,
 )

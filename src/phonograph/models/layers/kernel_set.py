@@ -16,7 +16,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from phonograph.models.layers.linear import Linear
-from phonograph.models.layers.part_weights import AttentionWeights, ExpertsWeights, FeedForwardWeights
+from phonograph.models.layers.part_weights import (
+    AttentionWeights,
+    ExpertsWeights,
+    FeedForwardWeights,
+    LayerEmbeddingsWeights,
+    LayerEmbeddingWeights,
+)
 from phonograph.models.quantization.block_embedding import Embedding
 
 
@@ -45,8 +51,13 @@ class Attend(Protocol):
     the cache in one launch.
     """
 
-    def __call__(self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, layer: int) -> torch.Tensor:
-        """Return the output, contiguous [T, H, D]. The inputs may be views whose heads are contiguous."""
+    def __call__(
+        self, q_THD: torch.Tensor, k_TKD: torch.Tensor | None, v_TKD: torch.Tensor | None, layer: int
+    ) -> torch.Tensor:
+        """Return the output, contiguous [T, H, D]. The inputs may be views whose heads are contiguous.
+
+        Without keys and values nothing is written: the layer reads those of another.
+        """
         ...
 
     def kv_target(self, layer: int, num_tokens: int) -> KVTarget:
@@ -85,12 +96,14 @@ class Step(NamedTuple):
         attend: attention of the step.
         rows_P: the only rows that are kept after attention, int64; None for all.
         num_kept: int32 [1] on the device, number of `rows_P` that are not padding; None for all.
+        embeddings_TX: [T, L * P], embeddings of all tokens in all layers; None if the model has none.
     """
 
     rotary: Any
     attend: Attend
     rows_P: torch.Tensor | None = None
     num_kept: torch.Tensor | None = None
+    embeddings_TX: torch.Tensor | None = None
 
 
 class EmbeddingPart(Protocol):
@@ -125,6 +138,24 @@ class FeedForwardPart(Protocol):
         ...
 
 
+class LayerEmbeddingPart(Protocol):
+    """A layer's embedding of a token; `then` as in `FeedForwardPart`."""
+
+    then: Any
+
+    def __call__(self, stream: Stream, step: Step) -> Stream:
+        """Return the stream with the result added. It is valid until the next call."""
+        ...
+
+
+class LayerEmbeddingsPart(Protocol):
+    """Embeddings of tokens in all layers."""
+
+    def __call__(self, input_ids_T: torch.Tensor, stream: Stream) -> torch.Tensor:
+        """Return [T, L * P], valid during the step, for the stream that begins with the tokens' embeddings."""
+        ...
+
+
 class HeadPart(Protocol):
     """The final norm and the logits."""
 
@@ -147,6 +178,10 @@ class KernelSet(Protocol):
     def feed_forward(self, weights: FeedForwardWeights) -> FeedForwardPart: ...
 
     def experts(self, weights: ExpertsWeights) -> FeedForwardPart: ...
+
+    def layer_embedding(self, weights: LayerEmbeddingWeights) -> LayerEmbeddingPart: ...
+
+    def layer_embeddings(self, weights: LayerEmbeddingsWeights) -> LayerEmbeddingsPart: ...
 
     def head(self, norm_E: torch.Tensor, linear: Linear) -> HeadPart: ...
 

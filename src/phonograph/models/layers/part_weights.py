@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
-from phonograph.models.layer_spec import FeedForward, LayerAttention, LayerFeedForward, LayerSpec
+from phonograph.models.layer_matrix import LayerMatrix, MatrixPart
+from phonograph.models.layer_spec import (
+    FeedForward,
+    LayerAttention,
+    LayerEmbedding,
+    LayerEmbeddings,
+    LayerFeedForward,
+    LayerSpec,
+)
 from phonograph.models.layers.expert_spec import LayerExperts
 from phonograph.models.layers.linear import Linear, WeightAllocator
 
@@ -19,7 +28,7 @@ class AttentionWeights:
     Attributes:
         qkv: queries, keys and values, one matrix with (H + 2K) * D outputs.
         head_norms: [H + K, D], the query norm's weight for each query head, then the key norm's for each KV head; or
-            None. Norms over all heads have other weights for each head.
+            None. Norms over all heads have other weights for each head. Without keys of its own, a layer has [H, D].
         input_norm: [E], or None; so is `output_norm`.
     """
 
@@ -83,12 +92,83 @@ class ExpertsWeights:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayerEmbeddingWeights:
+    """Weights of a layer's embedding of a token.
+
+    Attributes:
+        layer: index of the layer.
+        scalar: [1], factor of the stream after it, or None.
+    """
+
+    spec: LayerEmbedding
+    layer: int
+    gate: Linear
+    output: Linear
+    output_norm: torch.Tensor
+    scalar: torch.Tensor | None
+
+
+class LayerEmbeddingFactors(NamedTuple):
+    """Factors of what the table has, of the projection before its norm, and of their sum."""
+
+    found: float
+    projected: float
+    both: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerEmbeddingsWeights:
+    """Weights of all layers' embeddings of a token.
+
+    Attributes:
+        table_VX: [vocabulary, L * P].
+        projection: [L * P, E], of the token's embedding.
+        norm_P: norm of its result in each layer.
+    """
+
+    spec: LayerEmbeddings
+    table_VX: torch.Tensor
+    projection: Linear
+    norm_P: torch.Tensor
+
+    @classmethod
+    def make(
+        cls, spec: LayerEmbeddings, num_layers: int, hidden_size: int, allocate: WeightAllocator
+    ) -> LayerEmbeddingsWeights:
+        """Allocate the weights without contents."""
+        size = num_layers * spec.size
+        part = (MatrixPart("per_layer_model_projection", size),)
+        matrix = LayerMatrix("layers' embeddings", "", part, hidden_size, quantizable=False)
+        return cls(
+            spec=spec,
+            table_VX=allocate.tensor(spec.vocab_size, size),
+            projection=allocate.linear(matrix),
+            norm_P=allocate.norm(spec.size),
+        )
+
+    def factors(self) -> LayerEmbeddingFactors:
+        """Return the factors in the model's type, as transformers rounds them."""
+        found = torch.tensor(self.spec.size**0.5, dtype=self.table_VX.dtype).item()
+        return LayerEmbeddingFactors(found, self.projection.spec.num_inputs**-0.5, 2**-0.5)
+
+    def checkpoint_views(self) -> dict[str, torch.Tensor]:
+        """Return the destination of each tensor of a checkpoint by its name in the model."""
+        return {
+            "embed_tokens_per_layer.weight": self.table_VX,
+            "per_layer_projection_norm.weight": self.norm_P,
+            **self.projection.checkpoint_views(),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
     """Weights of a layer, next to its specification."""
 
     spec: LayerSpec
     attention: AttentionWeights
     feed_forward: FeedForwardWeights | ExpertsWeights
+    embedding: LayerEmbeddingWeights | None
+    scalar: torch.Tensor | None
 
     @classmethod
     def make(cls, spec: LayerSpec, layer: int, hidden_size: int, allocate: WeightAllocator) -> LayerWeights:
@@ -98,28 +178,37 @@ class LayerWeights:
         def norm(name: str | None) -> torch.Tensor | None:
             return None if name is None else allocate.norm(hidden_size)
 
-        heads = attention.num_query_heads + attention.num_kv_heads
-        return cls(
-            spec=spec,
-            attention=AttentionWeights(
-                spec=attention,
-                layer=layer,
-                input_norm=norm(attention.input_norm),
-                qkv=allocate.linear(attention.qkv),
-                head_norms=allocate.norm(heads, attention.head_size) if attention.head_norms else None,
-                output=allocate.linear(attention.output),
-                output_norm=norm(attention.output_norm),
-            ),
-            feed_forward=replace(
-                _any_feed_forward(feed_forward, norm, allocate),
-                scalar=None if spec.scalar is None else allocate.tensor(1),
-            ),
+        heads = attention.num_query_heads + attention.num_key_heads
+        of_attention = AttentionWeights(
+            spec=attention,
+            layer=layer,
+            input_norm=norm(attention.input_norm),
+            qkv=allocate.linear(attention.qkv),
+            head_norms=allocate.norm(heads, attention.head_size) if attention.head_norms else None,
+            output=allocate.linear(attention.output),
+            output_norm=norm(attention.output_norm),
         )
+        of_feed_forward = _any_feed_forward(feed_forward, norm, allocate)
+        scalar = None if spec.scalar is None else allocate.tensor(1)
+        embedding = None
+        if spec.embedding is not None:
+            embedding = LayerEmbeddingWeights(
+                spec=spec.embedding,
+                layer=layer,
+                gate=allocate.linear(spec.embedding.gate),
+                output=allocate.linear(spec.embedding.output),
+                output_norm=allocate.norm(hidden_size),
+                scalar=scalar,
+            )
+        elif scalar is not None:
+            of_feed_forward = replace(of_feed_forward, scalar=scalar)
+        return cls(spec=spec, attention=of_attention, feed_forward=of_feed_forward, embedding=embedding, scalar=scalar)
 
     @property
     def linears(self) -> tuple[Linear, ...]:
         """The matrices in the order of the products."""
-        return self.attention.qkv, self.attention.output, *self.feed_forward.linears
+        embedding = () if self.embedding is None else (self.embedding.gate, self.embedding.output)
+        return self.attention.qkv, self.attention.output, *self.feed_forward.linears, *embedding
 
     def checkpoint_views(self) -> dict[str, torch.Tensor]:
         """Return the destination of each tensor of a checkpoint by its name in the layer: views of fused weights."""
@@ -133,8 +222,10 @@ class LayerWeights:
                     views[f"{name}.weight"] = norm
         for linear in self.linears:
             views |= linear.checkpoint_views()
-        if self.spec.scalar is not None and self.feed_forward.scalar is not None:
-            views[self.spec.scalar] = self.feed_forward.scalar
+        if self.spec.scalar is not None and self.scalar is not None:
+            views[self.spec.scalar] = self.scalar
+        if self.embedding is not None:
+            views[f"{self.embedding.spec.output_norm}.weight"] = self.embedding.output_norm
         if isinstance(self.feed_forward, ExpertsWeights) and self.feed_forward.choice_bias is not None:
             assert self.feed_forward.spec.choice_bias is not None
             views[self.feed_forward.spec.choice_bias] = self.feed_forward.choice_bias
@@ -143,7 +234,8 @@ class LayerWeights:
             of_queries, of_keys = head_norms[:num_query_heads], head_norms[num_query_heads:]
             joint = self.attention.spec.joint_norms
             views["self_attn.q_norm.weight"] = of_queries.view(-1) if joint else of_queries
-            views["self_attn.k_norm.weight"] = of_keys.view(-1) if joint else of_keys
+            if self.attention.spec.kv_layer is None:
+                views["self_attn.k_norm.weight"] = of_keys.view(-1) if joint else of_keys
         return views
 
 

@@ -16,7 +16,13 @@ from phonograph.models.layers.experts import Experts
 from phonograph.models.layers.finish_logits import finish_logits
 from phonograph.models.layers.kernel_set import Step, Stream
 from phonograph.models.layers.linear import Linear
-from phonograph.models.layers.part_weights import AttentionWeights, ExpertsWeights, FeedForwardWeights
+from phonograph.models.layers.part_weights import (
+    AttentionWeights,
+    ExpertsWeights,
+    FeedForwardWeights,
+    LayerEmbeddingsWeights,
+    LayerEmbeddingWeights,
+)
 from phonograph.models.layers.rotary import RotaryTables
 from phonograph.models.quantization.block_embedding import BlockEmbedding, Embedding
 
@@ -73,6 +79,12 @@ class TorchKernels:
     def experts(self, weights: ExpertsWeights) -> TorchExperts:
         return TorchExperts(self, weights)
 
+    def layer_embedding(self, weights: LayerEmbeddingWeights) -> TorchLayerEmbedding:
+        return TorchLayerEmbedding(self, weights)
+
+    def layer_embeddings(self, weights: LayerEmbeddingsWeights) -> TorchLayerEmbeddings:
+        return TorchLayerEmbeddings(self, weights)
+
     def head(self, norm_E: torch.Tensor, linear: Linear) -> TorchHead:
         return TorchHead(self, norm_E, linear)
 
@@ -128,18 +140,20 @@ class TorchAttention:
 
     def __call__(self, stream: Stream, step: Step) -> Stream:
         kernels, weights, spec = self._kernels, self._weights, self._weights.spec
-        num_query_heads, num_kv_heads = spec.num_query_heads, spec.num_kv_heads
+        num_query_heads = spec.num_query_heads
         qkv_TF = weights.qkv.product(kernels.normed(stream.hidden_TE, weights.input_norm))
         qkv_TXD = qkv_TF.unflatten(-1, (-1, spec.head_size))
-        qk_TXD, v_TKD = qkv_TXD[:, : num_query_heads + num_kv_heads], qkv_TXD[:, -num_kv_heads:]
-        if spec.value_norms:
+        num_key_heads = spec.num_key_heads
+        qk_TXD = qkv_TXD[:, : num_query_heads + num_key_heads]
+        v_TKD = qkv_TXD[:, -num_key_heads:] if num_key_heads else None
+        if v_TKD is not None and spec.value_norms:
             v_TKD = rms_norm(v_TKD, None, kernels.eps)
         if weights.head_norms is not None:
             qk_TXD = self._normed(qk_TXD, weights.head_norms)
         rotary: Rotary | None = None if self._table is None else step.rotary[self._table]
         if rotary is not None:
             qk_TXD = rope(qk_TXD, rotary.cos_T11h, rotary.sin_T1h)
-        q_THD, k_TKD = qk_TXD.split([num_query_heads, num_kv_heads], 1)
+        q_THD, k_TKD = qk_TXD[:, :num_query_heads], qk_TXD[:, num_query_heads:] if num_key_heads else None
         if rotary is not None and rotary.query_scale_T11 is not None:
             q_THD = torch.mul(q_THD, rotary.query_scale_T11)
         out_THD = step.attend(q_THD, k_TKD, v_TKD, weights.layer)
@@ -154,7 +168,7 @@ class TorchAttention:
         spec, eps = self._weights.spec, self._kernels.eps
         if not spec.joint_norms:
             return rms_norm(qk_TXD, weights_XD, eps)
-        counts = [spec.num_query_heads, spec.num_kv_heads]
+        counts = [spec.num_query_heads, spec.num_key_heads]
         normed = (
             rms_norm(x_TXD.flatten(1), weight_XD.view(-1), eps).unflatten(1, (-1, spec.head_size))
             for x_TXD, weight_XD in zip(qk_TXD.split(counts, 1), weights_XD.split(counts), strict=True)
@@ -195,6 +209,39 @@ class TorchExperts:
             added_TE.add_(shared_TE)
         stream.hidden_TE.add_(kernels.normed(added_TE, weights.output_norm), alpha=kernels.factors.residual)
         return stream
+
+
+class TorchLayerEmbedding:
+    """Embedding of a token in a layer."""
+
+    def __init__(self, kernels: TorchKernels, weights: LayerEmbeddingWeights) -> None:
+        self.then: object = None
+        self._kernels, self._weights = kernels, weights
+
+    def __call__(self, stream: Stream, step: Step) -> Stream:
+        kernels, weights = self._kernels, self._weights
+        assert step.embeddings_TX is not None
+        size = weights.gate.spec.num_outputs
+        embedding_TP = step.embeddings_TX[:, weights.layer * size : (weights.layer + 1) * size]
+        if step.rows_P is not None:
+            embedding_TP = embedding_TP.index_select(0, step.rows_P)
+        gate_TP = functional.gelu(weights.gate.product(stream.hidden_TE), approximate="tanh").mul_(embedding_TP)
+        return kernels.add(stream, gate_TP, weights.output, weights.output_norm, weights.scalar)
+
+
+class TorchLayerEmbeddings:
+    """Embeddings of tokens in all layers."""
+
+    def __init__(self, kernels: TorchKernels, weights: LayerEmbeddingsWeights) -> None:
+        self._kernels, self._weights = kernels, weights
+        self._factors = weights.factors()
+
+    def __call__(self, input_ids_T: torch.Tensor, stream: Stream) -> torch.Tensor:
+        weights, factors = self._weights, self._factors
+        projected_TX = weights.projection.product(stream.hidden_TE).mul_(factors.projected)
+        normed_TLP = rms_norm(projected_TX.unflatten(-1, (-1, weights.spec.size)), weights.norm_P, self._kernels.eps)
+        found_TX = functional.embedding(input_ids_T, weights.table_VX).mul_(factors.found)
+        return found_TX.add_(normed_TLP.flatten(1)).mul_(factors.both)
 
 
 class TorchHead:

@@ -1,8 +1,4 @@
-"""Parts of Triton kernels: few, fused launches over static memory.
-
-Nothing is allocated. Every intermediate is a slice of one workspace for the largest step, so that all graphs share it
-and its size is known in advance. A step of one token is limited by reading the weights once: its norms, activation and
-residual additions are inside the matrix products.
+"""Parts of Triton kernels: few, fused launches over static memory (`triton_stream`).
 
 A batch-invariant kernel set has neither that path nor products chosen by the number of rows. Every step runs the same
 kernels, each of which computes a row independently of its position.
@@ -12,232 +8,35 @@ Shapes are those of `workspace`.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from phonograph.kernels.fp8_activations import Rows
 from phonograph.kernels.triton.attention.rope_and_kv_write import rope_and_write_kv
 from phonograph.kernels.triton.elementwise import layers
+from phonograph.kernels.triton.elementwise.layer_embeddings import add_table, gate_embedding
 from phonograph.kernels.triton.gemm.bound_product import BoundProduct
-from phonograph.kernels.triton.gemm.product import DeferredNorm, NextNorm, Norm
-from phonograph.kernels.triton.gemm.product_plan import GemmDevice
-from phonograph.kernels.triton.gemm.run_product import GemmScratch
-from phonograph.models.layer_spec import NO_FACTORS, Activation, Factors
 from phonograph.models.layers.finish_logits import finish_logits
 from phonograph.models.layers.kernel_set import Step, Stream
 from phonograph.models.layers.linear import Linear
-from phonograph.models.layers.part_weights import AttentionWeights, ExpertsWeights, FeedForwardWeights
-from phonograph.models.layers.rotary import RotaryTables
+from phonograph.models.layers.part_weights import (
+    AttentionWeights,
+    ExpertsWeights,
+    FeedForwardWeights,
+    LayerEmbeddingsWeights,
+    LayerEmbeddingWeights,
+)
 from phonograph.models.layers.triton_experts import ExpertKernels
-from phonograph.models.layers.workspace import Workspace
+from phonograph.models.layers.triton_stream import NormedInput, StreamKernels
 from phonograph.models.quantization.block_embedding import Embedding
 
 _FEW_TOKENS = 128
 _ACTIVATIONS = {"silu": layers.silu_and_mul, "gelu_tanh": layers.gelu_tanh_and_mul}
 
 
-class NormedInput(NamedTuple):
-    """Beginning of a part: the norm of the stream, or None, and the product that reads the normed rows.
-
-    Without a product, the part reads rows in the model's type, normed before.
-    """
-
-    norm_E: torch.Tensor | None
-    product: BoundProduct | None
-
-    def norms_inside(self, num_rows: int) -> bool:
-        """Return True if the product norms its rows itself."""
-        return self.product is not None and self.product.plan(num_rows).norms_inside
-
-
-class TritonKernels:
-    """Kernel set of Triton kernels, on a CUDA device.
-
-    Args:
-        workspace: intermediates of the largest step.
-        rotary: tables of the ropes, float32.
-        eps: epsilon of the norms.
-        device: GPU that products are planned for.
-        factors: of the model.
-        batch_invariant: make each token's result independent, bit by bit, of other tokens; 16-bit weights only.
-    """
-
-    def __init__(
-        self,
-        workspace: Workspace,
-        rotary: RotaryTables,
-        eps: float,
-        *,
-        device: GemmDevice,
-        factors: Factors = NO_FACTORS,
-        batch_invariant: bool = False,
-    ) -> None:
-        self.workspace, self.tables, self.eps, self.factors = workspace, rotary, eps, factors
-        self.batch_invariant = batch_invariant
-        self._device = device
-        self._scratch = GemmScratch.make(rotary.device)._replace(
-            dequantized=workspace.dequantized, scaled=workspace.scaled_scratch()
-        )
-
-    def rotary(self, positions_T: torch.Tensor) -> torch.Tensor:
-        """Return the positions: the kernel reads the tables itself."""
-        return positions_T
-
-    def embedding(self, embedding_VE: Embedding) -> TritonEmbedding:
-        assert isinstance(embedding_VE, torch.Tensor)
-        return TritonEmbedding(self, embedding_VE)
-
-    def attention(self, weights: AttentionWeights) -> TritonAttention:
-        return TritonAttention(self, weights)
-
-    def feed_forward(self, weights: FeedForwardWeights) -> TritonFeedForward:
-        return TritonFeedForward(self, weights)
-
-    def experts(self, weights: ExpertsWeights) -> TritonExperts:
-        return TritonExperts(self, weights)
-
-    def head(self, norm_E: torch.Tensor, linear: Linear) -> TritonHead:
-        return TritonHead(self, norm_E, self.bind(linear))
-
-    def leaves_rows_out(self, num_tokens: int) -> bool:
-        """Return True if the last layer computes only the rows that need logits.
-
-        It then always computes as many rows as there can be, so that all such steps run the same kernels. This only
-        pays if these are at most half the tokens, and if there are enough tokens that products are not limited by
-        reading the weights.
-        """
-        most_logits = self.workspace.logits_NV.shape[0]
-        return not self.batch_invariant and num_tokens > _FEW_TOKENS and num_tokens >= 2 * most_logits
-
-    def bind(self, linear: Linear, activation: Activation = "silu") -> BoundProduct:
-        """Return the products of a matrix; `activation` is for gates."""
-        dtype = str(self.workspace.hidden_TE.dtype).removeprefix("torch.")
-        return BoundProduct(
-            linear.weight.operand,
-            linear.bias_O,
-            linear.spec.shape,
-            linear.spec.weight_format(dtype),
-            device=self._device,
-            scratch=self._scratch,
-            activation=activation,
-            batch_invariant=self.batch_invariant,
-        )
-
-    def input_memory(self, product: BoundProduct | None, rows_TI: torch.Tensor) -> Rows:
-        """Return the memory of a product's input: room for FP8 if it takes that, or `rows_TI`."""
-        if product is None or not product.plan(len(rows_TI)).fp8_rows:
-            return rows_TI
-        assert self._scratch.scaled is not None
-        return self._scratch.scaled.rows(*rows_TI.shape)
-
-    def normed_memory(self, stream: Stream) -> torch.Tensor:
-        """Return the memory of the stream's normed rows in 16 or 32 bits."""
-        return self.workspace.normed_TE[: len(stream.hidden_TE)]
-
-    def fused_norm(self, stream: Stream, begin: NormedInput | None) -> tuple[torch.Tensor, float, torch.Tensor] | None:
-        """Return weights, epsilon and memory of the next part's norm, if a kernel can compute it with a sum."""
-        if begin is None or begin.norm_E is None or begin.norms_inside(len(stream.hidden_TE)):
-            return None
-        memory = self.input_memory(begin.product, self.normed_memory(stream))
-        if not isinstance(memory, torch.Tensor) or begin.norm_E.dtype != memory.dtype:
-            return None
-        return begin.norm_E, self.eps, memory
-
-    def begin(
-        self,
-        stream: Stream,
-        begin: NormedInput | None,
-        added_TE: torch.Tensor | None = None,
-        added_norm_E: torch.Tensor | None = None,
-        factor: float = 1.0,
-        scalar: torch.Tensor | None = None,
-    ) -> Stream:
-        """Add rows to the stream, if there are any, and norm it for the part that reads it next.
-
-        The rows are normed first if they have a norm, and multiplied by the factor; the sum is multiplied by the
-        scalar.
-        """
-        hidden_TE = stream.hidden_TE
-        stream.norm, stream.normed = None, hidden_TE
-        if begin is None or begin.norm_E is None or begin.norms_inside(len(hidden_TE)):
-            if added_TE is not None and added_norm_E is None and factor == 1 and scalar is None:
-                hidden_TE.add_(added_TE)
-            elif added_TE is not None:
-                layers.add_and_norm(
-                    added_TE,
-                    hidden_TE,
-                    None,
-                    self.eps,
-                    None,
-                    x_weight_E=added_norm_E,
-                    factor=factor,
-                    scalar=scalar,
-                )
-            return stream
-        stream.normed = self.input_memory(begin.product, self.normed_memory(stream))
-        if added_TE is None:
-            layers.rms_norm(hidden_TE, begin.norm_E, self.eps, stream.normed)
-        else:
-            layers.add_and_norm(
-                added_TE,
-                hidden_TE,
-                begin.norm_E,
-                self.eps,
-                stream.normed,
-                x_weight_E=added_norm_E,
-                factor=factor,
-                scalar=scalar,
-            )
-        return stream
-
-    def project(self, stream: Stream, begin: NormedInput, out_TN: torch.Tensor) -> None:
-        """Compute a part's first product, of the normed stream."""
-        norm = stream.norm
-        assert begin.product is not None
-        if begin.norm_E is not None and begin.norms_inside(len(out_TN)):
-            norm = Norm(begin.norm_E, self.eps)
-        begin.product.store(stream.normed, out_TN, norm)
-
-    def add(
-        self,
-        stream: Stream,
-        x: Rows,
-        product: BoundProduct,
-        norm_E: torch.Tensor | None,
-        then: NormedInput | None,
-        scalar: torch.Tensor | None = None,
-    ) -> Stream:
-        """Add a part's last product, normed if it has a norm, to the stream, and norm it for the part that follows.
-
-        The sum is multiplied by the scalar, if there is one.
-        """
-        hidden_TE = stream.hidden_TE
-        if norm_E is not None or self.factors.residual != 1 or scalar is not None:
-            added_TE = self.normed_memory(stream)
-            product.store(x, added_TE)
-            return self.begin(stream, then, added_TE, norm_E, self.factors.residual, scalar)
-        deferred = None if stream.is_part else self._deferred_norm(len(hidden_TE), product, then)
-        if deferred is None:
-            return self.begin(stream, then, product.add(x, hidden_TE))
-        assert then is not None and then.norm_E is not None
-        stream.normed, stream.norm = self.normed_memory(stream), deferred
-        product.add(x, hidden_TE, NextNorm(then.norm_E, stream.normed, deferred))
-        return stream
-
-    def _deferred_norm(self, num_rows: int, product: BoundProduct, then: NormedInput | None) -> DeferredNorm | None:
-        """Return the memory of a norm that `product` begins and the next part's first product ends, or None."""
-        if then is None or then.norm_E is None or then.product is None:
-            return None
-        if not then.product.plan(num_rows).defers_norms:
-            return None
-        return product.deferred_norm(num_rows, self.eps)
-
-
 class TritonEmbedding:
     """Embeddings of tokens."""
 
-    def __init__(self, kernels: TritonKernels, embedding_VE: torch.Tensor) -> None:
+    def __init__(self, kernels: StreamKernels, embedding_VE: torch.Tensor) -> None:
         self.then: TritonAttention | None = None
         self._kernels, self._embedding_VE = kernels, embedding_VE
 
@@ -261,7 +60,7 @@ class TritonEmbedding:
 class TritonAttention:
     """Attention of a layer."""
 
-    def __init__(self, kernels: TritonKernels, weights: AttentionWeights) -> None:
+    def __init__(self, kernels: StreamKernels, weights: AttentionWeights) -> None:
         self.then: TritonFeedForward | TritonExperts | None = None
         self.begin = NormedInput(weights.input_norm, kernels.bind(weights.qkv))
         self._widths = weights.qkv.spec.num_outputs, weights.output.spec.num_inputs
@@ -295,7 +94,7 @@ class TritonAttention:
             target.kv_cache,
             target.slot_mapping,
             num_query_heads=spec.num_query_heads,
-            num_kv_heads=spec.num_kv_heads,
+            num_kv_heads=spec.num_key_heads,
             qk_norm=head_norms,
             eps=kernels.eps,
             value_norms=spec.value_norms,
@@ -327,8 +126,8 @@ class TritonAttention:
 class TritonFeedForward:
     """Dense feed-forward of a layer."""
 
-    def __init__(self, kernels: TritonKernels, weights: FeedForwardWeights) -> None:
-        self.then: TritonAttention | None = None
+    def __init__(self, kernels: StreamKernels, weights: FeedForwardWeights) -> None:
+        self.then: TritonAttention | TritonLayerEmbedding | None = None
         self.begin = NormedInput(weights.input_norm, kernels.bind(weights.gate_up, weights.spec.activation))
         self._down = kernels.bind(weights.down)
         self._kernels, self._weights = kernels, weights
@@ -354,8 +153,8 @@ class TritonFeedForward:
 class TritonExperts:
     """Experts of a layer, and its shared expert."""
 
-    def __init__(self, kernels: TritonKernels, weights: ExpertsWeights) -> None:
-        self.then: TritonAttention | None = None
+    def __init__(self, kernels: StreamKernels, weights: ExpertsWeights) -> None:
+        self.then: TritonAttention | TritonLayerEmbedding | None = None
         self.begin = NormedInput(weights.input_norm, None)
         self._kernels, self._weights = kernels, weights
         shared = (
@@ -384,10 +183,45 @@ class TritonExperts:
         return stream
 
 
+class TritonLayerEmbedding:
+    """Embedding of a token in a layer."""
+
+    def __init__(self, kernels: StreamKernels, weights: LayerEmbeddingWeights) -> None:
+        self.then: TritonAttention | None = None
+        self.begin = NormedInput(None, kernels.bind(weights.gate))
+        self._output = kernels.bind(weights.output)
+        self._kernels, self._weights = kernels, weights
+
+    def __call__(self, stream: Stream, step: Step) -> Stream:
+        kernels, weights, num_rows = self._kernels, self._weights, len(stream.hidden_TE)
+        assert step.embeddings_TX is not None
+        size = weights.gate.spec.num_outputs
+        gate_TP = kernels.workspace.shared[: num_rows * size].view(num_rows, size)
+        kernels.project(stream, self.begin, gate_TP)
+        gate_embedding(gate_TP, step.embeddings_TX, weights.layer, step.rows_P)
+        then = None if self.then is None else self.then.begin
+        return kernels.add(stream, gate_TP, self._output, weights.output_norm, then, weights.scalar)
+
+
+class TritonLayerEmbeddings:
+    """Embeddings of tokens in all layers."""
+
+    def __init__(self, kernels: StreamKernels, weights: LayerEmbeddingsWeights) -> None:
+        self._kernels, self._weights, self._factors = kernels, weights, weights.factors()
+        self._projection = kernels.bind(weights.projection)
+
+    def __call__(self, input_ids_T: torch.Tensor, stream: Stream) -> torch.Tensor:
+        kernels, weights = self._kernels, self._weights
+        embeddings_TX = kernels.workspace.embeddings_TX[: len(input_ids_T)]
+        self._projection.store(stream.hidden_TE, embeddings_TX)
+        add_table(embeddings_TX, input_ids_T, weights.table_VX, weights.norm_P, kernels.eps, self._factors)
+        return embeddings_TX
+
+
 class TritonHead:
     """Final norm and logits."""
 
-    def __init__(self, kernels: TritonKernels, norm_E: torch.Tensor, product: BoundProduct) -> None:
+    def __init__(self, kernels: StreamKernels, norm_E: torch.Tensor, product: BoundProduct) -> None:
         self._kernels, self._norm_E, self._product = kernels, norm_E, product
 
     def __call__(self, hidden_TE: torch.Tensor, rows_N: torch.Tensor | None) -> torch.Tensor:
@@ -399,3 +233,43 @@ class TritonHead:
             layers.gather_and_norm(hidden_TE, rows_N, self._norm_E, kernels.eps, rows_NE)
         self._product.store(rows_NE, logits_NV)
         return finish_logits(logits_NV, kernels.factors)
+
+
+class TritonKernels(StreamKernels):
+    """Kernel set of Triton kernels, on a CUDA device. Its arguments are those of `StreamKernels`."""
+
+    def rotary(self, positions_T: torch.Tensor) -> torch.Tensor:
+        """Return the positions: the kernel reads the tables itself."""
+        return positions_T
+
+    def embedding(self, embedding_VE: Embedding) -> TritonEmbedding:
+        assert isinstance(embedding_VE, torch.Tensor)
+        return TritonEmbedding(self, embedding_VE)
+
+    def attention(self, weights: AttentionWeights) -> TritonAttention:
+        return TritonAttention(self, weights)
+
+    def feed_forward(self, weights: FeedForwardWeights) -> TritonFeedForward:
+        return TritonFeedForward(self, weights)
+
+    def experts(self, weights: ExpertsWeights) -> TritonExperts:
+        return TritonExperts(self, weights)
+
+    def layer_embedding(self, weights: LayerEmbeddingWeights) -> TritonLayerEmbedding:
+        return TritonLayerEmbedding(self, weights)
+
+    def layer_embeddings(self, weights: LayerEmbeddingsWeights) -> TritonLayerEmbeddings:
+        return TritonLayerEmbeddings(self, weights)
+
+    def head(self, norm_E: torch.Tensor, linear: Linear) -> TritonHead:
+        return TritonHead(self, norm_E, self.bind(linear))
+
+    def leaves_rows_out(self, num_tokens: int) -> bool:
+        """Return True if the last layer computes only the rows that need logits.
+
+        It then always computes as many rows as there can be, so that all such steps run the same kernels. This only
+        pays if these are at most half the tokens, and if there are enough tokens that products are not limited by
+        reading the weights.
+        """
+        most_logits = self.workspace.logits_NV.shape[0]
+        return not self.batch_invariant and num_tokens > _FEW_TOKENS and num_tokens >= 2 * most_logits

@@ -19,7 +19,8 @@ from phonograph.kernels.torch.grouped import MAX_GROUPED_ROWS
 from phonograph.kernels.triton.experts.expert_lists import ExpertLists
 from phonograph.kernels.triton.gemm.choose import choose
 from phonograph.kernels.triton.gemm.product_plan import GemmDevice
-from phonograph.models.layer_spec import FeedForward, LayerFeedForward, LayerMatrix
+from phonograph.models.layer_matrix import LayerMatrix
+from phonograph.models.layer_spec import FeedForward, LayerFeedForward
 from phonograph.models.layers.expert_spec import LayerExperts
 from phonograph.models.spec import ModelSpec
 
@@ -34,6 +35,7 @@ class Workspace:
         rows_NE: normed rows that need logits.
         dequantized: scratch for one dequantized matrix, or for rows in the order of a matrix (act-order).
         fp8_rows: one product's activations in FP8; empty if there are no such products. So is `fp8_scales_T`.
+        embeddings_TX: embeddings of the tokens in all layers; empty if there are none.
         routing: lists of experts (`ExpertLists`); empty if there are none.
         arrived: counters of programs that route, or None.
     """
@@ -48,6 +50,7 @@ class Workspace:
     dequantized: torch.Tensor
     fp8_rows: torch.Tensor
     fp8_scales_T: torch.Tensor
+    embeddings_TX: torch.Tensor
     routing: torch.Tensor
     arrived: torch.Tensor | None
 
@@ -79,6 +82,7 @@ class Workspace:
             dequantized=made["dequantized"].view(-1),
             fp8_rows=made["fp8_rows"].view(-1),
             fp8_scales_T=made["fp8_scales"].view(-1),
+            embeddings_TX=made["embeddings"],
             routing=made["routing"].view(-1),
             arrived=ExpertLists.counters(device) if made["routing"].numel() else None,
         )
@@ -97,16 +101,18 @@ class Workspace:
         experts = [one for one in feed_forwards if isinstance(one, LayerExperts)]
         feed_forward = max(map(_feed_forward_width, feed_forwards))
         words = max((ExpertLists.num_words(num_tokens, one.routing) for one in experts), default=0)
+        embedded = 0 if spec.layer_embeddings is None else spec.layer_embeddings.size
         written_out, fp8_inputs = quantized_sizes(spec, str(dtype).removeprefix("torch."), gemm_device)
         return {
             "hidden": (num_tokens, spec.hidden_size, dtype),
             "normed": (num_tokens, spec.hidden_size, dtype),
-            "shared": (num_tokens, max(sum(_attention_widths(spec)), feed_forward, spec.hidden_size), dtype),
+            "shared": (num_tokens, max(sum(_attention_widths(spec)), feed_forward, spec.hidden_size, embedded), dtype),
             "rows": (num_logits, spec.hidden_size, dtype),
             "logits": (num_logits, spec.vocab_size, dtype),
             "dequantized": (1, written_out, dtype),
             "fp8_rows": (num_tokens, fp8_inputs, torch.float8_e4m3fn),
             "fp8_scales": (num_tokens, min(fp8_inputs, 1), torch.float32),
+            "embeddings": (num_tokens, spec.num_layers * embedded, dtype),
             "routing": (1, words, torch.float32),
         }
 

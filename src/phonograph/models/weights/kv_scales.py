@@ -44,10 +44,12 @@ class KVScales:
         match = _NAMES.fullmatch(name)
         assert match is not None
         which = "kv" if match["both"] else next(filter(None, match.group("projection", "q", "k", "v", "any")))
-        num_heads = spec.num_kv_heads
-        per_query_head = which == "q" and tensor.numel() == spec.num_query_heads
+        layer = int(match["layer"])
+        attention = spec.layers[min(layer, spec.num_layers - 1)].attention
+        num_heads = attention.num_kv_heads
+        per_query_head = which == "q" and tensor.numel() == attention.num_query_heads
         if tensor.numel() not in (1, num_heads) and not per_query_head:
-            heads = f"{num_heads} KV heads" + (f" or {spec.num_query_heads} query heads" if which == "q" else "")
+            heads = f"{num_heads} KV heads" + (f" or {attention.num_query_heads} query heads" if which == "q" else "")
             raise WeightError(
                 f"tensor {name} has {tensor.numel()} numbers; a scale has one number, or one for each of {heads}"
             )
@@ -56,7 +58,6 @@ class KVScales:
             raise WeightError(f"tensor {name} is {scale.tolist()}; scales must be finite and above 0")
         scale = scale.view(num_heads, -1).amax(1) if per_query_head else scale.expand(num_heads)
         scale = scale.contiguous().to(device)
-        layer = int(match["layer"])
         for letter, part, scales in (
             ("q", "queries", self.queries),
             ("k", "keys", self.keys),
@@ -72,20 +73,23 @@ class KVScales:
                 )
             scales[layer] = scale
 
-    def check(self, num_layers: int) -> None:
+    def check(self, spec: ModelSpec) -> None:
         """Check that all layers have scales for keys and values, or none has any; and the same for queries.
+
+        Layers that read another's keys and values need none for these.
 
         Raises:
             WeightError: only some have.
         """
-        layers = set(range(num_layers))
-        for name, scales, wanted in (
-            ("keys", self.keys, self.keys or self.values),
-            ("values", self.values, self.keys or self.values),
-            ("queries", self.queries, self.queries),
+        layers = set(range(spec.num_layers))
+        writers = {index for index, layer in enumerate(spec.layers) if layer.attention.kv_layer is None}
+        for name, scales, wanted, needed in (
+            ("keys", self.keys, self.keys or self.values, writers),
+            ("values", self.values, self.keys or self.values, writers),
+            ("queries", self.queries, self.queries, layers),
         ):
-            if wanted and scales.keys() != layers:
-                absent = sorted(layers - scales.keys())
+            if wanted and not needed <= scales.keys() <= layers:
+                absent = sorted(needed - scales.keys())
                 problem = f"none for the {name} of layer {absent[0]}" if absent else f"some for layer {max(scales)}"
                 raise WeightError(f"the checkpoint has scales of an FP8 KV cache, but {problem}; it is incomplete")
 

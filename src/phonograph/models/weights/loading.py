@@ -219,7 +219,7 @@ def _read(model: Transformer, files: dict[Path, list[str]], names: dict[str, str
                         copies.add(name, destinations[name], tensor)
         except (SafetensorError, OSError) as error:
             raise WeightError(f"{file} is truncated or corrupt ({error}); download it again") from error
-    model.kv_scales.check(model.spec.num_layers)
+    model.kv_scales.check(model.spec)
     expected = {name: list(shape) for name, shape in shapes.items()}
     expected |= {name: list(stored.shape) for name, stored in packed.items() if stored.required}
     missing = [name for name in expected if name not in written]

@@ -1,0 +1,193 @@
+"""Products of Triton kernels and norms of the stream, from which the parts of a decoder are made.
+
+Nothing is allocated. Every intermediate is a slice of one workspace for the largest step, so that all graphs share it
+and its size is known in advance. A step of one token is limited by reading the weights once: its norms, activation and
+residual additions are inside the matrix products.
+
+Shapes are those of `workspace`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from phonograph.kernels.fp8_activations import Rows
+from phonograph.kernels.triton.elementwise import layers
+from phonograph.kernels.triton.gemm.bound_product import BoundProduct
+from phonograph.kernels.triton.gemm.product import DeferredNorm, NextNorm, Norm
+from phonograph.kernels.triton.gemm.product_plan import GemmDevice
+from phonograph.kernels.triton.gemm.run_product import GemmScratch
+from phonograph.models.layer_spec import NO_FACTORS, Activation, Factors
+from phonograph.models.layers.kernel_set import Stream
+from phonograph.models.layers.linear import Linear
+from phonograph.models.layers.rotary import RotaryTables
+from phonograph.models.layers.workspace import Workspace
+
+
+class NormedInput(NamedTuple):
+    """Beginning of a part: the norm of the stream, or None, and the product that reads the normed rows.
+
+    Without a product, the part reads rows in the model's type, normed before.
+    """
+
+    norm_E: torch.Tensor | None
+    product: BoundProduct | None
+
+    def norms_inside(self, num_rows: int) -> bool:
+        """Return True if the product norms its rows itself."""
+        return self.product is not None and self.product.plan(num_rows).norms_inside
+
+
+class StreamKernels:
+    """Kernels between the parts: products, and norms of the stream.
+
+    Args:
+        workspace: intermediates of the largest step.
+        rotary: tables of the ropes, float32.
+        eps: epsilon of the norms.
+        device: GPU that products are planned for.
+        factors: of the model.
+        batch_invariant: make each token's result independent, bit by bit, of other tokens; 16-bit weights only.
+    """
+
+    def __init__(
+        self,
+        workspace: Workspace,
+        rotary: RotaryTables,
+        eps: float,
+        *,
+        device: GemmDevice,
+        factors: Factors = NO_FACTORS,
+        batch_invariant: bool = False,
+    ) -> None:
+        self.workspace, self.tables, self.eps, self.factors = workspace, rotary, eps, factors
+        self.batch_invariant = batch_invariant
+        self._device = device
+        self._scratch = GemmScratch.make(rotary.device)._replace(
+            dequantized=workspace.dequantized, scaled=workspace.scaled_scratch()
+        )
+
+    def bind(self, linear: Linear, activation: Activation = "silu") -> BoundProduct:
+        """Return the products of a matrix; `activation` is for gates."""
+        dtype = str(self.workspace.hidden_TE.dtype).removeprefix("torch.")
+        return BoundProduct(
+            linear.weight.operand,
+            linear.bias_O,
+            linear.spec.shape,
+            linear.spec.weight_format(dtype),
+            device=self._device,
+            scratch=self._scratch,
+            activation=activation,
+            batch_invariant=self.batch_invariant,
+        )
+
+    def input_memory(self, product: BoundProduct | None, rows_TI: torch.Tensor) -> Rows:
+        """Return the memory of a product's input: room for FP8 if it takes that, or `rows_TI`."""
+        if product is None or not product.plan(len(rows_TI)).fp8_rows:
+            return rows_TI
+        assert self._scratch.scaled is not None
+        return self._scratch.scaled.rows(*rows_TI.shape)
+
+    def normed_memory(self, stream: Stream) -> torch.Tensor:
+        """Return the memory of the stream's normed rows in 16 or 32 bits."""
+        return self.workspace.normed_TE[: len(stream.hidden_TE)]
+
+    def fused_norm(self, stream: Stream, begin: NormedInput | None) -> tuple[torch.Tensor, float, torch.Tensor] | None:
+        """Return weights, epsilon and memory of the next part's norm, if a kernel can compute it with a sum."""
+        if begin is None or begin.norm_E is None or begin.norms_inside(len(stream.hidden_TE)):
+            return None
+        memory = self.input_memory(begin.product, self.normed_memory(stream))
+        if not isinstance(memory, torch.Tensor) or begin.norm_E.dtype != memory.dtype:
+            return None
+        return begin.norm_E, self.eps, memory
+
+    def begin(
+        self,
+        stream: Stream,
+        begin: NormedInput | None,
+        added_TE: torch.Tensor | None = None,
+        added_norm_E: torch.Tensor | None = None,
+        factor: float = 1.0,
+        scalar: torch.Tensor | None = None,
+    ) -> Stream:
+        """Add rows to the stream, if there are any, and norm it for the part that reads it next.
+
+        The rows are normed first if they have a norm, and multiplied by the factor; the sum is multiplied by the
+        scalar.
+        """
+        hidden_TE = stream.hidden_TE
+        stream.norm, stream.normed = None, hidden_TE
+        if begin is None or begin.norm_E is None or begin.norms_inside(len(hidden_TE)):
+            if added_TE is not None and added_norm_E is None and factor == 1 and scalar is None:
+                hidden_TE.add_(added_TE)
+            elif added_TE is not None:
+                layers.add_and_norm(
+                    added_TE,
+                    hidden_TE,
+                    None,
+                    self.eps,
+                    None,
+                    x_weight_E=added_norm_E,
+                    factor=factor,
+                    scalar=scalar,
+                )
+            return stream
+        stream.normed = self.input_memory(begin.product, self.normed_memory(stream))
+        if added_TE is None:
+            layers.rms_norm(hidden_TE, begin.norm_E, self.eps, stream.normed)
+        else:
+            layers.add_and_norm(
+                added_TE,
+                hidden_TE,
+                begin.norm_E,
+                self.eps,
+                stream.normed,
+                x_weight_E=added_norm_E,
+                factor=factor,
+                scalar=scalar,
+            )
+        return stream
+
+    def project(self, stream: Stream, begin: NormedInput, out_TN: torch.Tensor) -> None:
+        """Compute a part's first product, of the normed stream."""
+        norm = stream.norm
+        assert begin.product is not None
+        if begin.norm_E is not None and begin.norms_inside(len(out_TN)):
+            norm = Norm(begin.norm_E, self.eps)
+        begin.product.store(stream.normed, out_TN, norm)
+
+    def add(
+        self,
+        stream: Stream,
+        x: Rows,
+        product: BoundProduct,
+        norm_E: torch.Tensor | None,
+        then: NormedInput | None,
+        scalar: torch.Tensor | None = None,
+    ) -> Stream:
+        """Add a part's last product, normed if it has a norm, to the stream, and norm it for the part that follows.
+
+        The sum is multiplied by the scalar, if there is one.
+        """
+        hidden_TE = stream.hidden_TE
+        if norm_E is not None or self.factors.residual != 1 or scalar is not None:
+            added_TE = self.normed_memory(stream)
+            product.store(x, added_TE)
+            return self.begin(stream, then, added_TE, norm_E, self.factors.residual, scalar)
+        deferred = None if stream.is_part else self._deferred_norm(len(hidden_TE), product, then)
+        if deferred is None:
+            return self.begin(stream, then, product.add(x, hidden_TE))
+        assert then is not None and then.norm_E is not None
+        stream.normed, stream.norm = self.normed_memory(stream), deferred
+        product.add(x, hidden_TE, NextNorm(then.norm_E, stream.normed, deferred))
+        return stream
+
+    def _deferred_norm(self, num_rows: int, product: BoundProduct, then: NormedInput | None) -> DeferredNorm | None:
+        """Return the memory of a norm that `product` begins and the next part's first product ends, or None."""
+        if then is None or then.norm_E is None or then.product is None:
+            return None
+        if not then.product.plan(num_rows).defers_norms:
+            return None
+        return product.deferred_norm(num_rows, self.eps)
