@@ -326,6 +326,21 @@ EXPERT_FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
             "attention_bias": True,
         },
     ),
+    # Experts beside the dense feed-forward; heads as in the dense model.
+    "gemma4_moe": (
+        Gemma4TextConfig,
+        Gemma4ForCausalLM,
+        {
+            **GEMMA,
+            **GEMMA4,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "enable_moe_block": True,
+            "moe_intermediate_size": 24,
+            "num_experts": 7,
+            "top_k_experts": 3,
+        },
+    ),
 }
 """Families with experts. Of random seeds, some have two logits of a router that differ by rounding only."""
 
@@ -350,7 +365,7 @@ def draw_weights(model: PreTrainedModel, family: str, hidden_size: int, seed: in
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("norm.weight"):
+            if name.endswith(("norm.weight", "norm_1.weight", "norm_2.weight", "router.scale", "per_expert_scale")):
                 parameter.uniform_(0.5, 1.5, generator=generator)
                 if "gemma" in family and "gemma4" not in family:
                     parameter.sub_(1.0)

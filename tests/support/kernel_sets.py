@@ -25,17 +25,18 @@ class OwnQueries:
 
     def __init__(self, model: Transformer) -> None:
         self.layers: list[int] = []
-        spec = model.spec
-        shape = (2, 1, 16, spec.num_kv_heads, spec.head_size)
-        self._cache = torch.zeros(shape, dtype=model.dtype, device=model.device)
+        shapes = [(2, 1, 16, one.attention.num_kv_heads, one.attention.head_size) for one in model.spec.layers]
+        self._caches = [torch.zeros(shape, dtype=model.dtype, device=model.device) for shape in shapes]
         self._slots = torch.full((1,), -1, dtype=torch.int64, device=model.device)
 
-    def __call__(self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, layer: int) -> torch.Tensor:
+    def __call__(
+        self, q_THD: torch.Tensor, k_TKD: torch.Tensor | None, v_TKD: torch.Tensor | None, layer: int
+    ) -> torch.Tensor:
         self.layers.append(layer)
         return q_THD.contiguous()
 
     def kv_target(self, layer: int, num_tokens: int) -> KVTarget:
-        return KVTarget(self._cache, self._slots, None, None, clears_padding=True)
+        return KVTarget(self._caches[layer], self._slots, None, None, clears_padding=True)
 
     def read(self, q_THD: torch.Tensor, layer: int, out_THD: torch.Tensor) -> None:
         self.layers.append(layer)

@@ -23,6 +23,7 @@ class Routing(NamedTuple):
         num_groups: groups of consecutive experts, of which only `top_groups` are chosen from. The score of a group is
             the sum of its two highest.
         top_groups: see `num_groups`.
+        logit_factor: factor of the logits.
     """
 
     num_experts: int
@@ -32,3 +33,4 @@ class Routing(NamedTuple):
     scale: float = 1.0
     num_groups: int = 1
     top_groups: int = 1
+    logit_factor: float = 1.0

@@ -38,6 +38,8 @@ class LayerMatrix:
         num_experts: experts that have a matrix of these parts each, one after another; None for a matrix of its own.
             Their names have the number of the expert between `module` and the part.
         quantizable: False for weights that are in the model's type in every file.
+        stacked: a checkpoint has the matrices of all experts in one tensor [experts, outputs, inputs], whose name is
+            that of the part.
     """
 
     name: str
@@ -48,6 +50,7 @@ class LayerMatrix:
     gated: bool = False
     num_experts: int | None = None
     quantizable: bool = True
+    stacked: bool = False
 
     @property
     def num_outputs(self) -> int:
@@ -91,7 +94,7 @@ class LayerMatrix:
 
     def path(self, part: str, expert: int = 0) -> str:
         """Return the name of a part in its layer."""
-        name = part if self.num_experts is None else f"{expert}.{part}"
+        name = part if self.num_experts is None or self.stacked else f"{expert}.{part}"
         return f"{self.module}.{name}" if self.module else name
 
     @property
@@ -102,6 +105,14 @@ class LayerMatrix:
 
     def projections(self) -> Iterator[tuple[str, MatrixPart]]:
         """Yield the name in the layer and the part of each projection, in the order of the matrix."""
-        for expert in range(self.num_experts or 1):
+        for expert in range(1 if self.stacked else self.num_experts or 1):
             for part in self.parts:
                 yield self.path(part.name, expert), part
+
+    def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield the name in the layer and the shape of each tensor of weights that have no format."""
+        for name, part in self.projections():
+            if part.scheme is None and self.stacked:
+                yield name, (self.num_experts or 1, part.num_outputs, self.num_inputs)
+            elif part.scheme is None:
+                yield f"{name}.weight", (part.num_outputs, self.num_inputs)

@@ -136,6 +136,9 @@ class FeedForward(Protocol):
     def matrices(self) -> tuple[LayerMatrix, ...]: ...
 
     @property
+    def norms(self) -> tuple[str | None, ...]: ...
+
+    @property
     def other_shapes(self) -> Mapping[str, tuple[int, ...]]: ...
 
     def with_schemes(self, scheme_of: Callable[[str], Scheme | None]) -> FeedForward: ...
@@ -163,6 +166,11 @@ class LayerFeedForward:
     def matrices(self) -> tuple[LayerMatrix, ...]:
         """Matrices in the order of the products."""
         return self.gate_up, self.down
+
+    @property
+    def norms(self) -> tuple[str | None, ...]:
+        """Names of the norms."""
+        return self.input_norm, self.output_norm
 
     @property
     def other_shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -256,9 +264,9 @@ class LayerSpec:
     @property
     def norms(self) -> tuple[str, ...]:
         """Names of the norms of the stream and of outputs, in the order in which they run."""
-        parts = self.attention, self.feed_forward
-        names = [name for part in parts for name in (part.input_norm, part.output_norm) if name is not None]
-        return (*names, *(() if self.embedding is None else (self.embedding.output_norm,)))
+        attention = self.attention.input_norm, self.attention.output_norm
+        embedding = None if self.embedding is None else self.embedding.output_norm
+        return tuple(name for name in (*attention, *self.feed_forward.norms, embedding) if name is not None)
 
     @cached_property
     def kind(self) -> tuple[object, ...]:

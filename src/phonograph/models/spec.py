@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -192,9 +193,9 @@ class ModelSpec:
         for index, layer in enumerate(self.layers):
             prefix = f"{LAYERS}.{index}"
             shapes |= {f"{prefix}.{norm}.weight": (hidden,) for norm in layer.norms}
+            for matrix in layer.matrices:
+                shapes |= {f"{prefix}.{name}": shape for name, shape in matrix.tensors()}
             for name, part, matrix in layer.modules():
-                if part.scheme is None:
-                    shapes[f"{prefix}.{name}.weight"] = (part.num_outputs, matrix.num_inputs)
                 if matrix.bias:
                     shapes[f"{prefix}.{name}.bias"] = (part.num_outputs,)
             shapes |= {f"{prefix}.{name}": shape for name, shape in layer.feed_forward.other_shapes.items()}
@@ -234,8 +235,8 @@ class ModelSpec:
 
 
 def is_norm(name: str) -> bool:
-    """Return True for the name of a norm's weights in a checkpoint."""
-    return name.endswith("norm.weight")
+    """Return True for the name of a norm's weights in a checkpoint; a router may have one of its input."""
+    return re.search(r"norm(_\d)?\.weight$|\.router\.scale$", name) is not None
 
 
 def _scheme_in(quantization: Quantization | None, prefix: str, name: str) -> Scheme | None:

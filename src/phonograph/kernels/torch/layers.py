@@ -67,3 +67,7 @@ def gelu_tanh_and_mul(gate_up_T2I: torch.Tensor) -> torch.Tensor:
     """Compute gelu(gate) * up as `silu_and_mul`, with the approximation by tanh (Hendrycks 2016, arXiv:1606.08415)."""
     gate_TI, up_TI = gate_up_T2I.chunk(2, -1)
     return functional.gelu(gate_TI, approximate="tanh").mul_(up_TI)
+
+
+ACTIVATIONS = {"silu": silu_and_mul, "gelu_tanh": gelu_tanh_and_mul}
+"""Activations of gates by their names in a model's specification."""

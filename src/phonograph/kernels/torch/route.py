@@ -11,7 +11,10 @@ from phonograph.kernels.routing import LEAST, Routing
 
 
 def route(
-    logits_TX: torch.Tensor, routing: Routing, bias_X: torch.Tensor | None = None
+    logits_TX: torch.Tensor,
+    routing: Routing,
+    bias_X: torch.Tensor | None = None,
+    expert_scale_X: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the experts of each token, int64 [T, k], highest score first, and their weights, float32 [T, k].
 
@@ -19,8 +22,11 @@ def route(
         logits_TX: logits of the router.
         routing: rule of the choice.
         bias_X: float32, added to the scores for the choice only.
+        expert_scale_X: float32, factor of each expert's weight.
     """
     logits_TX = logits_TX.float()
+    if routing.logit_factor != 1:
+        logits_TX = logits_TX * routing.logit_factor
     scores_TX = logits_TX.sigmoid() if routing.sigmoid else logits_TX.softmax(-1)
     choice_TX = scores_TX if routing.sigmoid else logits_TX
     if bias_X is not None:
@@ -36,4 +42,6 @@ def route(
     weights_Tk = scores_TX.gather(1, experts_Tk)
     if routing.renormalised:
         weights_Tk = weights_Tk / weights_Tk.sum(-1, keepdim=True)
+    if expert_scale_X is not None:
+        weights_Tk = weights_Tk * expert_scale_X[experts_Tk]
     return experts_Tk, weights_Tk * routing.scale

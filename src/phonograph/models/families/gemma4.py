@@ -2,7 +2,7 @@
 
 Norms have weights w in float32, and one without weights is over values. The stream is multiplied by a number after each
 layer. In the small models the last layers read the keys and values of earlier ones, and each layer has an embedding of
-the token.
+the token. In another, experts run beside the dense feed-forward.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from phonograph.models.config_fields import (
     FieldKind,
 )
 from phonograph.models.families.family import GELU_TANH, Family, Settings, full_every, layer_sizes, windows
+from phonograph.models.families.gemma4_experts import EXPERT_FIELDS, with_experts_beside
 from phonograph.models.layer_spec import Factors, LayerEmbeddings, LayerSpec, NormKind, decoder_layer
 from phonograph.models.rope_parameters import RopeParameters, read_ropes_by_type
 
@@ -75,6 +76,8 @@ def _layers(settings: Settings) -> tuple[LayerSpec, ...]:
                 embedding_size=settings["hidden_size_per_layer_input"],
                 scalar="layer_scalar",
             )
+            if settings["enable_moe_block"]:
+                made[key] = with_experts_beside(made[key], settings)
         layers.append(made[key])
     return tuple(layers)
 
@@ -213,7 +216,6 @@ def _default_types(settings: Settings) -> list[str]:
 _TEXT_IS_CAUSAL = FieldKind("null or 'vision', with which text is causal", lambda value: value in (None, "vision"))
 _NULL_SCALING = FieldKind("null; rope_parameters has the ropes of this family", lambda value: value is None)
 _COUNT = FieldKind("an integer of 0 or more", lambda value: type(value) is int and value >= 0)
-_NO_EXPERTS = FieldKind("false: experts of this family are not implemented", lambda value: value is False)
 
 GEMMA4 = Family(
     model_type="gemma4_text",
@@ -246,11 +248,11 @@ GEMMA4 = Family(
         "use_double_wide_mlp": Field(False, FLAG),
         "hidden_size_per_layer_input": Field(256, _COUNT),
         "vocab_size_per_layer_input": Field(262144, _COUNT),
-        "enable_moe_block": Field(False, _NO_EXPERTS),
+        "enable_moe_block": Field(False, FLAG),
+        **{name: Field(None, POSITIVE_INT.or_null()) for name in EXPERT_FIELDS},
     },
     ignored={
         "hidden_act": "hidden_activation says it",
-        **dict.fromkeys(("num_experts", "top_k_experts", "moe_intermediate_size"), "enable_moe_block is false"),
     },
     layers=_layers,
     ropes=_ropes,

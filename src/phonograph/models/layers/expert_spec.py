@@ -9,7 +9,7 @@ from typing import NamedTuple
 from phonograph.errors import UnsupportedModelError
 from phonograph.kernels.routing import Routing
 from phonograph.models.layer_matrix import LayerMatrix, MatrixPart
-from phonograph.models.layer_spec import LayerFeedForward, LayerSpec
+from phonograph.models.layer_spec import Activation, LayerFeedForward, LayerSpec
 from phonograph.models.quantization.grouped_weight import GroupedScheme
 from phonograph.models.quantization.scheme import Scheme
 
@@ -25,9 +25,15 @@ class LayerExperts:
         choice_bias: name of the tensor, float32 [X], that is added to the scores for the choice; None for none.
         gate_up: matrix of the experts' gates and ups.
         down: matrix of the experts' outputs.
-        shared: feed-forward of every token next to that of its experts, without norms; None for none.
+        shared: feed-forward of every token next to that of its experts; None for none. It may have norms of its own:
+            of the stream before it, in place of `input_norm`, and of its result.
         input_norm: norm of the stream before it; None for none.
         output_norm: norm of the output before it is added to the stream; None for none.
+        activation: of the experts' gates.
+        router_norm: name of the weights of a norm of the stream before the router, in place of `input_norm`; None for
+            none.
+        expert_scale: name of the tensor, [X], with the factor of each expert's weight; None for none.
+        sum_norm: norm of the sum of a token's experts, before that of a shared expert is added; None for none.
     """
 
     routing: Routing
@@ -38,6 +44,10 @@ class LayerExperts:
     shared: LayerFeedForward | None
     input_norm: str | None
     output_norm: str | None
+    activation: Activation = "silu"
+    router_norm: str | None = None
+    expert_scale: str | None = None
+    sum_norm: str | None = None
 
     @property
     def matrices(self) -> tuple[LayerMatrix, ...]:
@@ -53,7 +63,15 @@ class LayerExperts:
     @property
     def other_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shapes of tensors of a checkpoint that are neither projections nor norms, by name in the layer."""
-        return {} if self.choice_bias is None else {self.choice_bias: (self.routing.num_experts,)}
+        num_experts, hidden_size = self.routing.num_experts, self.router.num_inputs
+        shapes = ((self.choice_bias, num_experts), (self.router_norm, hidden_size), (self.expert_scale, num_experts))
+        return {name: (size,) for name, size in shapes if name is not None}
+
+    @property
+    def norms(self) -> tuple[str | None, ...]:
+        """Names of the norms."""
+        shared = () if self.shared is None else self.shared.norms
+        return self.input_norm, self.sum_norm, *shared, self.output_norm
 
     def with_schemes(self, scheme_of: Callable[[str], Scheme | None]) -> LayerExperts:
         """Return the experts with the weight format of each projection, by its name in the layer.

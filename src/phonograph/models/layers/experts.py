@@ -13,7 +13,7 @@ import weakref
 import torch
 
 from phonograph.kernels.torch.expert_products import add_experts
-from phonograph.kernels.torch.layers import silu_and_mul
+from phonograph.kernels.torch.layers import ACTIVATIONS
 from phonograph.kernels.torch.route import route
 from phonograph.models.layers.linear import Linear
 from phonograph.models.layers.part_weights import ExpertsWeights
@@ -57,11 +57,12 @@ def _experts(
     weights = _weights[handle.data_ptr()][1]
     routing, count = weights.spec.routing, len(x_TE) if num_rows is None else int(num_rows)
     logits_TX = logits_TX[:count, : routing.num_experts]
-    experts_Tk, weights_Tk = route(logits_TX, routing, weights.choice_bias)
+    experts_Tk, weights_Tk = route(logits_TX, routing, weights.choice_bias, weights.expert_scale)
+    activation = ACTIVATIONS[weights.spec.activation]
     total_TE = torch.zeros(out_TE.shape, dtype=torch.float32, device=out_TE.device)
 
     def feed_forward(expert: int, rows_NE: torch.Tensor) -> torch.Tensor:
-        return _product(weights.down, expert, silu_and_mul(_product(weights.gate_up, expert, rows_NE)))
+        return _product(weights.down, expert, activation(_product(weights.gate_up, expert, rows_NE)))
 
     add_experts(x_TE[:count], experts_Tk, weights_Tk, routing.num_experts, feed_forward, total_TE)
     out_TE.copy_(total_TE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -49,7 +50,9 @@ class Linear:
         counts = [part.num_outputs for _, part in spec.projections()]
         views: dict[str, torch.Tensor] = {}
         if spec.scheme is None:
-            views |= zip((f"{name}.weight" for name in names), self.matrix.t().split(counts), strict=True)
+            tensors = list(spec.tensors())
+            rows = self.matrix.t().split([math.prod(shape[:-1]) for _, shape in tensors])
+            views |= {name: own.view(shape) for (name, shape), own in zip(tensors, rows, strict=True)}
         if self.bias_O is not None:
             views |= zip((f"{name}.bias" for name in names), self.bias_O.split(counts), strict=True)
         return views

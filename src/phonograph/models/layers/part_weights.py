@@ -72,6 +72,8 @@ class ExpertsWeights:
         gate_up: gates and ups of all experts, one matrix with X * 2I outputs.
         down: one matrix with X * E outputs.
         shared: the shared expert, or None.
+        router_norm: [E], or None; so is `sum_norm`.
+        expert_scale: float32 [X], or None.
         scalar: [1], factor of the stream after them, or None.
     """
 
@@ -83,12 +85,26 @@ class ExpertsWeights:
     down: Linear
     shared: FeedForwardWeights | None
     output_norm: torch.Tensor | None
+    router_norm: torch.Tensor | None = None
+    expert_scale: torch.Tensor | None = None
+    sum_norm: torch.Tensor | None = None
     scalar: torch.Tensor | None = None
 
     @property
     def linears(self) -> tuple[Linear, ...]:
         """The matrices in the order of the products."""
         return self.router, self.gate_up, self.down, *(() if self.shared is None else self.shared.linears)
+
+    def own_views(self) -> dict[str, torch.Tensor]:
+        """Return the destination of each tensor that only experts have, by its name in the layer."""
+        spec = self.spec
+        named = (
+            (spec.choice_bias, self.choice_bias),
+            (spec.router_norm, self.router_norm),
+            (spec.expert_scale, self.expert_scale),
+            (None if spec.sum_norm is None else f"{spec.sum_norm}.weight", self.sum_norm),
+        )
+        return {name: tensor for name, tensor in named if name is not None and tensor is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,7 +229,11 @@ class LayerWeights:
     def checkpoint_views(self) -> dict[str, torch.Tensor]:
         """Return the destination of each tensor of a checkpoint by its name in the layer: views of fused weights."""
         views: dict[str, torch.Tensor] = {}
-        for weights in (self.attention, self.feed_forward):
+        parts: list[AttentionWeights | FeedForwardWeights | ExpertsWeights] = [self.attention, self.feed_forward]
+        if isinstance(self.feed_forward, ExpertsWeights):
+            views |= self.feed_forward.own_views()
+            parts += [] if self.feed_forward.shared is None else [self.feed_forward.shared]
+        for weights in parts:
             for name, norm in (
                 (weights.spec.input_norm, weights.input_norm),
                 (weights.spec.output_norm, weights.output_norm),
@@ -226,9 +246,6 @@ class LayerWeights:
             views[self.spec.scalar] = self.scalar
         if self.embedding is not None:
             views[f"{self.embedding.spec.output_norm}.weight"] = self.embedding.output_norm
-        if isinstance(self.feed_forward, ExpertsWeights) and self.feed_forward.choice_bias is not None:
-            assert self.feed_forward.spec.choice_bias is not None
-            views[self.feed_forward.spec.choice_bias] = self.feed_forward.choice_bias
         head_norms, num_query_heads = self.attention.head_norms, self.attention.spec.num_query_heads
         if head_norms is not None:
             of_queries, of_keys = head_norms[:num_query_heads], head_norms[num_query_heads:]
@@ -260,10 +277,10 @@ def _feed_forward(spec: LayerFeedForward, norm: _Norm, allocate: WeightAllocator
 
 
 def _experts(spec: LayerExperts, norm: _Norm, allocate: WeightAllocator) -> ExpertsWeights:
-    choice_bias = None
-    if spec.choice_bias is not None:
-        choice_bias = allocate.empty(spec.routing.num_experts, dtype=torch.float32)
-        allocate.parameters.append(choice_bias)
+    def by_expert(name: str | None) -> torch.Tensor | None:
+        return None if name is None else allocate.tensor(spec.routing.num_experts, dtype=torch.float32)
+
+    choice_bias = by_expert(spec.choice_bias)
     return ExpertsWeights(
         spec=spec,
         input_norm=norm(spec.input_norm),
@@ -273,4 +290,7 @@ def _experts(spec: LayerExperts, norm: _Norm, allocate: WeightAllocator) -> Expe
         down=allocate.linear(spec.down),
         shared=None if spec.shared is None else _feed_forward(spec.shared, norm, allocate),
         output_norm=norm(spec.output_norm),
+        router_norm=norm(spec.router_norm),
+        expert_scale=by_expert(spec.expert_scale),
+        sum_norm=norm(spec.sum_norm),
     )

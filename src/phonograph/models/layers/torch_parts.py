@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
-from phonograph.kernels.torch.layers import gelu_tanh_and_mul, rms_norm, rope, silu_and_mul
+from phonograph.kernels.torch.layers import ACTIVATIONS, rms_norm, rope
 from phonograph.models.layer_spec import NO_FACTORS, Factors, RopeTable
 from phonograph.models.layers.experts import Experts
 from phonograph.models.layers.finish_logits import finish_logits
@@ -33,9 +33,6 @@ class Rotary(NamedTuple):
     cos_T11h: torch.Tensor
     sin_T1h: torch.Tensor
     query_scale_T11: torch.Tensor | None
-
-
-_ACTIVATIONS = {"silu": silu_and_mul, "gelu_tanh": gelu_tanh_and_mul}
 
 
 class TorchKernels:
@@ -186,7 +183,7 @@ class TorchFeedForward:
     def __call__(self, stream: Stream) -> Stream:
         kernels, weights = self._kernels, self._weights
         gate_up_T2I = weights.gate_up.product(kernels.normed(stream.hidden_TE, weights.input_norm))
-        inner_TI = _ACTIVATIONS[weights.spec.activation](gate_up_T2I)
+        inner_TI = ACTIVATIONS[weights.spec.activation](gate_up_T2I)
         return kernels.add(stream, inner_TI, weights.down, weights.output_norm, weights.scalar)
 
 
@@ -199,15 +196,21 @@ class TorchExperts:
 
     def __call__(self, stream: Stream) -> Stream:
         kernels, weights, spec = self._kernels, self._weights, self._weights.spec
-        normed_TE = kernels.normed(stream.hidden_TE, weights.input_norm)
-        logits_TX = weights.router.product(normed_TE)
-        added_TE = self._experts(normed_TE, logits_TX, stream.num_rows)
-        if weights.shared is not None:
-            shared_TE = weights.shared.down.product(silu_and_mul(weights.shared.gate_up.product(normed_TE)))
+        hidden_TE, shared = stream.hidden_TE, weights.shared
+        normed_TE = kernels.normed(hidden_TE, weights.input_norm)
+        own_TE = normed_TE if weights.router_norm is None else kernels.normed(hidden_TE, weights.router_norm)
+        logits_TX = weights.router.product(own_TE)
+        added_TE = kernels.normed(self._experts(normed_TE, logits_TX, stream.num_rows), weights.sum_norm)
+        if shared is not None:
+            own_TE = normed_TE if shared.input_norm is None else kernels.normed(hidden_TE, shared.input_norm)
+            inner_TI = ACTIVATIONS[shared.spec.activation](shared.gate_up.product(own_TE))
+            shared_TE = kernels.normed(shared.down.product(inner_TI), shared.output_norm)
             if spec.shared_gate:
                 shared_TE.mul_(logits_TX[:, spec.routing.num_experts :].sigmoid())
             added_TE.add_(shared_TE)
-        stream.hidden_TE.add_(kernels.normed(added_TE, weights.output_norm), alpha=kernels.factors.residual)
+        hidden_TE.add_(kernels.normed(added_TE, weights.output_norm), alpha=kernels.factors.residual)
+        if weights.scalar is not None:
+            hidden_TE.mul_(weights.scalar)
         return stream
 
 

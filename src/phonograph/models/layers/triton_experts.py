@@ -29,8 +29,9 @@ class _Memory(NamedTuple):
 
     inner_PI: torch.Tensor
     results_PE: torch.Tensor
-    gate_up: torch.Tensor | None
-    shared_TE: torch.Tensor | None
+    gate_up: torch.Tensor
+    shared_TE: torch.Tensor
+    normed_TE: torch.Tensor
 
 
 class ExpertKernels:
@@ -40,22 +41,28 @@ class ExpertKernels:
         weights: of the experts.
         workspace: intermediates of the largest step.
         shared: products of the shared expert, or None.
+        eps: epsilon of the norms.
     """
 
     def __init__(
-        self, weights: ExpertsWeights, workspace: Workspace, shared: tuple[BoundProduct, BoundProduct] | None
+        self,
+        weights: ExpertsWeights,
+        workspace: Workspace,
+        shared: tuple[BoundProduct, BoundProduct] | None,
+        eps: float,
     ) -> None:
-        self._weights, self._spec, self._shared = weights, weights.spec, shared
+        self._weights, self._spec, self._shared, self._eps = weights, weights.spec, shared, eps
         self._space = workspace.shared
         assert workspace.arrived is not None
         routing, num_tokens = weights.spec.routing, len(workspace.hidden_TE)
         self._lists = ExpertLists.over(workspace.routing, num_tokens, routing, workspace.arrived)
 
-    def run(self, x_TE: torch.Tensor, num_rows: torch.Tensor | None) -> None:
+    def run(self, hidden_TE: torch.Tensor, x_TE: torch.Tensor, num_rows: torch.Tensor | None) -> None:
         """Compute the results of all rows' experts, and of the shared expert, for `add`.
 
         Args:
-            x_TE: normed rows.
+            hidden_TE: rows of the stream.
+            x_TE: the same, normed.
             num_rows: int32 [1], number of rows that are not padding; None for all.
         """
         weights, routing, lists = self._weights, self._spec.routing, self._lists
@@ -65,19 +72,24 @@ class ExpertKernels:
         router = weights.router.weight.operand
         assert isinstance(router, torch.Tensor)
         route(
-            x_TE,
+            self._normed(hidden_TE, x_TE, weights.router_norm, memory),
             router,
             routing,
             lists,
             block=config.block,
             router_bias_O=weights.router.bias_O,
             choice_bias_X=weights.choice_bias,
+            expert_scale_X=weights.expert_scale,
             num_rows=num_rows,
         )
-        gate_up_products(x_TE, gate_up, lists, routing, config, memory.inner_PI, weights.gate_up.bias_O)
+        gelu = self._spec.activation == "gelu_tanh"
+        gate_up_products(x_TE, gate_up, lists, routing, config, memory.inner_PI, weights.gate_up.bias_O, gelu=gelu)
         down_products(memory.inner_PI, down, lists, routing, config, memory.results_PE, weights.down.bias_O)
-        if self._shared is not None:
+        if self._shared is not None and weights.shared is not None:
+            x_TE = self._normed(hidden_TE, x_TE, weights.shared.input_norm, memory)
             self._run_shared(*self._shared, x_TE, memory)
+            if weights.shared.output_norm is not None:
+                layers.rms_norm(memory.shared_TE, weights.shared.output_norm, self._eps, memory.shared_TE)
 
     def add(
         self,
@@ -91,7 +103,7 @@ class ExpertKernels:
         """Add the results of `run` to `hidden`; the arguments are those of `add_results`."""
         memory = self._memory(len(hidden_TE))
         shared = None
-        if memory.shared_TE is not None:
+        if self._shared is not None and self._spec.sum_norm is None:
             shared = memory.shared_TE, self._lists.shared_T if self._spec.shared_gate else None
         add_results(
             memory.results_PE,
@@ -104,13 +116,26 @@ class ExpertKernels:
             norm=norm,
         )
 
+    def shared_memory(self, num_tokens: int) -> torch.Tensor:
+        """Return the results [T, E] of the shared expert of `run`."""
+        return self._memory(num_tokens).shared_TE
+
+    def _normed(
+        self, hidden_TE: torch.Tensor, x_TE: torch.Tensor, norm_E: torch.Tensor | None, memory: _Memory
+    ) -> torch.Tensor:
+        """Return rows of the stream by a norm of their own, or `x_TE` if there is none."""
+        if norm_E is None:
+            return x_TE
+        layers.rms_norm(hidden_TE, norm_E, self._eps, memory.normed_TE)
+        return memory.normed_TE
+
     def _run_shared(self, gate_up: BoundProduct, down: BoundProduct, x_TE: torch.Tensor, memory: _Memory) -> None:
-        assert memory.gate_up is not None and memory.shared_TE is not None
         gate_up_T2I = memory.gate_up
         inner_TI = gate_up_T2I[:, : gate_up_T2I.shape[1] // 2]
         if gate_up.plan(len(x_TE)).gates_apart:
             gate_up.store(x_TE, gate_up_T2I)
-            layers.silu_and_mul(gate_up_T2I, inner_TI)
+            assert self._spec.shared is not None
+            layers.ACTIVATIONS[self._spec.shared.activation](gate_up_T2I, inner_TI)
         else:
             gate_up.store(x_TE, inner_TI)
         down.store(inner_TI, memory.shared_TE)
@@ -122,4 +147,4 @@ class ExpertKernels:
             count = num_tokens * rows
             views.append(self._space[start : start + count * width].view(count, width))
             start += count * width
-        return _Memory(*views, *([None] * (4 - len(views))))
+        return _Memory(*views)

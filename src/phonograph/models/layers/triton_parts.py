@@ -30,7 +30,6 @@ from phonograph.models.layers.triton_stream import NormedInput, StreamKernels
 from phonograph.models.quantization.block_embedding import Embedding
 
 _FEW_TOKENS = 128
-_ACTIVATIONS = {"silu": layers.silu_and_mul, "gelu_tanh": layers.gelu_tanh_and_mul}
 
 
 class TritonEmbedding:
@@ -143,7 +142,7 @@ class TritonFeedForward:
         if self.begin.product.plan(num_rows).gates_apart:
             kernels.project(stream, self.begin, gate_up_T2I)
             inner = kernels.input_memory(self._down, inner_TI)
-            _ACTIVATIONS[self._weights.spec.activation](gate_up_T2I, inner)
+            layers.ACTIVATIONS[self._weights.spec.activation](gate_up_T2I, inner)
         else:
             kernels.project(stream, self.begin, inner_TI)
         then = None if self.then is None else self.then.begin
@@ -160,14 +159,23 @@ class TritonExperts:
         shared = (
             None
             if weights.shared is None
-            else (kernels.bind(weights.shared.gate_up), kernels.bind(weights.shared.down))
+            else (
+                kernels.bind(weights.shared.gate_up, weights.shared.spec.activation),
+                kernels.bind(weights.shared.down),
+            )
         )
-        self._experts = ExpertKernels(weights, kernels.workspace, shared)
+        self._experts = ExpertKernels(weights, kernels.workspace, shared, kernels.eps)
 
     def __call__(self, stream: Stream) -> Stream:
         kernels, weights, hidden_TE = self._kernels, self._weights, stream.hidden_TE
         then = None if self.then is None else self.then.begin
-        self._experts.run(stream.normed, stream.num_rows)
+        self._experts.run(hidden_TE, stream.normed, stream.num_rows)
+        if weights.sum_norm is not None:
+            added_TE, shared_TE = kernels.normed_memory(stream), self._experts.shared_memory(len(hidden_TE))
+            self._experts.add(added_TE, stream.num_rows, added=False)
+            layers.rms_norm(added_TE, weights.sum_norm, kernels.eps, added_TE)
+            layers.add_and_norm(shared_TE, added_TE, weights.output_norm, kernels.eps, shared_TE)
+            return kernels.begin(stream, then, shared_TE, None, kernels.factors.residual, weights.scalar)
         if weights.output_norm is not None:
             added_TE = kernels.normed_memory(stream)
             self._experts.add(added_TE, stream.num_rows, added=False)

@@ -137,13 +137,14 @@ class Workspace:
 def expert_memory(spec: LayerExperts) -> list[tuple[int, int]]:
     """Return the slices of `shared` that experts take, as the rows of a token and their width.
 
-    These are inner rows and results of its experts, then gates and ups and the result of a shared expert.
+    These are inner rows and results of its experts, then gates and ups and the result of a shared expert, then a norm
+    of the stream for the router or the shared expert. What an expert has not takes none.
     """
     top_k, hidden_size = spec.routing.top_k, spec.down.expert_outputs
-    sizes = [(top_k, spec.down.num_inputs), (top_k, hidden_size)]
-    if spec.shared is not None:
-        sizes += [(1, spec.shared.gate_up.num_outputs), (1, hidden_size)]
-    return sizes
+    shared = (0, 0) if spec.shared is None else (spec.shared.gate_up.num_outputs, hidden_size)
+    has_norm = spec.router_norm is not None or (spec.shared is not None and spec.shared.input_norm is not None)
+    widths = *shared, hidden_size if has_norm else 0
+    return [(top_k, spec.down.num_inputs), (top_k, hidden_size), *((1, width) for width in widths)]
 
 
 def _feed_forward_width(spec: FeedForward) -> int:

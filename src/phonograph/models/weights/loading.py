@@ -36,6 +36,8 @@ Progress = Callable[[int, int], None]
 
 INDEX_FILE = "model.safetensors.index.json"
 DUMMY_STD = 0.02
+ONES = (".layer_scalar", ".per_expert_scale")
+"""Endings of names of factors, which are 1 in random weights."""
 OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack")
 
 
@@ -306,7 +308,6 @@ def _draw(model: Transformer, seed: int) -> None:
         parameter.normal_(0.0, DUMMY_STD, generator=generator)
     for weight in model.quantized:
         weight.draw(DUMMY_STD, generator)
-    scalars = {layer.scalar for layer in model.spec.kinds}
     for name, view in model.destinations().items():
-        if is_norm(name) or name.rpartition(".")[2] in scalars:
+        if is_norm(name) or name.endswith(ONES):
             view.fill_(1.0)

@@ -290,6 +290,10 @@ def gelu_tanh_and_mul(gate_up_T2I: torch.Tensor, out: Rows) -> None:
     _activate(gate_up_T2I, out, gelu=True)
 
 
+ACTIVATIONS = {"silu": silu_and_mul, "gelu_tanh": gelu_tanh_and_mul}
+"""Activations of gates by their names in a model's specification."""
+
+
 def _activate(gate_up_T2I: torch.Tensor, out: Rows, *, gelu: bool) -> None:
     # FP8 results have one scale a row, so a program takes a whole row.
     values, scales = out if isinstance(out, Fp8Rows) else (out, None)

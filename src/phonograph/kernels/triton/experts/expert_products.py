@@ -25,6 +25,7 @@ import triton.language as tl
 
 from phonograph.kernels.routing import Routing
 from phonograph.kernels.torch.grouped import Grouped
+from phonograph.kernels.triton.elementwise.layers import gelu_slope
 from phonograph.kernels.triton.experts.expert_lists import ExpertLists, max_items
 from phonograph.kernels.triton.experts.expert_plan import ExpertConfig, ExpertTile
 from phonograph.kernels.triton.gemm.gemm_tiled import weight_tile
@@ -55,8 +56,10 @@ def gate_up_products(
     config: ExpertConfig,
     inner_PI: torch.Tensor,
     bias: torch.Tensor | None = None,
+    *,
+    gelu: bool = False,
 ) -> None:
-    """Write silu(gate) * up of each pair, in the order of the items.
+    """Write silu(gate) * up of each pair, or gelu(gate) * up by tanh, in the order of the items.
 
     Args:
         x_TE: rows.
@@ -66,8 +69,9 @@ def gate_up_products(
         config: launch.
         inner_PI: receives the results; rows after the last pair stay as they are.
         bias: [X * 2I].
+        gelu: the activation is GELU.
     """
-    _launch(x_TE, matrix, lists, routing, config.block, config.gate_up, inner_PI, bias, gated=True)
+    _launch(x_TE, matrix, lists, routing, config.block, config.gate_up, inner_PI, bias, gated=True, gelu=gelu)
 
 
 def down_products(
@@ -104,6 +108,7 @@ def _launch(
     bias: torch.Tensor | None,
     *,
     gated: bool,
+    gelu: bool = False,
 ) -> None:
     weight = matrix if isinstance(matrix, Grouped) else None
     words = matrix.packed_OW.view(torch.int32) if isinstance(matrix, Grouped) else matrix
@@ -140,6 +145,7 @@ def _launch(
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
         GATED=gated,
+        GELU=gelu,
         BITS=weight.bits if weight is not None else 0,
         INTERLEAVED=weight is not None and weight.interleaved,
         GROUP=weight.group if weight is not None else 0,
@@ -176,6 +182,7 @@ def _expert_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GATED: tl.constexpr,
+    GELU: tl.constexpr,
     BITS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     GROUP: tl.constexpr,
@@ -226,7 +233,10 @@ def _expert_kernel(
             if GATED:
                 up_sums += tl.load(bias_ptr + weight_row + N + n, valid_n, other=0.0).to(tl.float32)[:, None]
         if GATED:
-            result = sums * tl.sigmoid(sums) * up_sums
+            slope = sums
+            if GELU:
+                slope = gelu_slope(sums)
+            result = sums * tl.sigmoid(slope) * up_sums
             out_row = start + m
         else:
             result = sums * tl.load(weights_ptr + pair, valid_m, other=0.0)[None, :]

@@ -47,6 +47,7 @@ def route(
     block: int,
     router_bias_O: torch.Tensor | None = None,
     choice_bias_X: torch.Tensor | None = None,
+    expert_scale_X: torch.Tensor | None = None,
     num_rows: torch.Tensor | None = None,
 ) -> None:
     """Choose the experts of each row, and list the work of the experts.
@@ -59,6 +60,7 @@ def route(
         block: most pairs of an item, at least `TILE`.
         router_bias_O: added to the logits.
         choice_bias_X: float32, added to the scores for the choice only.
+        expert_scale_X: float32, factor of each expert's weight.
         num_rows: int32 [1], number of rows that are not padding; None for all. Padding has no pairs.
     """
     num_tokens, width = x_TE.shape
@@ -82,6 +84,7 @@ def route(
         router_OE,
         router_bias_O,
         choice_bias_X,
+        expert_scale_X,
         num_rows,
         *lists,
         num_tokens,
@@ -97,6 +100,7 @@ def route(
         SIGMOID=routing.sigmoid,
         RENORMALISED=routing.renormalised,
         SCALE=routing.scale,
+        LOGIT_FACTOR=routing.logit_factor,
         GROUPS=routing.num_groups,
         TOP_GROUPS=routing.top_groups,
         GP=triton.next_power_of_2(routing.num_groups),
@@ -166,6 +170,7 @@ def _route_kernel(
     router_ptr,
     router_bias_ptr,
     choice_bias_ptr,
+    expert_scale_ptr,
     num_rows_ptr,
     experts_ptr,
     weights_ptr,
@@ -192,6 +197,7 @@ def _route_kernel(
     SIGMOID: tl.constexpr,
     RENORMALISED: tl.constexpr,
     SCALE: tl.constexpr,
+    LOGIT_FACTOR: tl.constexpr,
     GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
     GP: tl.constexpr,
@@ -237,6 +243,8 @@ def _route_kernel(
         logits += tl.load(ptrs, mask, other=0.0, cache_modifier=".cg")
     if router_bias_ptr is not None:
         logits += tl.load(router_bias_ptr + expert, exists, other=0.0).to(tl.float32)[None, :]
+    if LOGIT_FACTOR != 1.0:
+        logits *= LOGIT_FACTOR
     if SIGMOID:
         score = tl.sigmoid(logits)
         choice = score
@@ -265,6 +273,8 @@ def _route_kernel(
         weights = tl.where(column == j, tl.sum(tl.where(hit, score, 0.0), 1)[:, None], weights)
     if RENORMALISED:
         weights = weights / tl.sum(weights, 1)[:, None]
+    if expert_scale_ptr is not None:
+        weights *= tl.load(expert_scale_ptr + experts)
     own = (row < T)[:, None] & (column < K)
     tl.store(experts_ptr + row[:, None] * K + column, tl.where(valid[:, None], experts, -1), own)
     tl.store(weights_ptr + row[:, None] * K + column, weights * SCALE, own)
