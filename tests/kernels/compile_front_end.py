@@ -153,6 +153,9 @@ def launch_experts() -> None:
         route(x, halves(num_experts + 1, width), routing, lists, block=config.block, choice_bias_X=bias, num_rows=real)
         gate_up, down = halves(num_experts * 2 * inner, width), halves(num_experts * width, inner)
         gate_up_products(x, gate_up, lists, routing, config, halves(pairs, inner), halves(num_experts * 2 * inner))
+        factors, scale = routing._replace(logit_factor=0.1), torch.zeros(num_experts)
+        route(x, halves(num_experts, width), factors, lists, block=config.block, expert_scale_X=scale)
+        gate_up_products(x, gate_up, lists, routing, config, halves(pairs, inner), gelu=True)
         down_products(halves(pairs, inner), down, lists, routing, config, halves(pairs, width))
         grouped = Grouped(ints(num_experts * width, inner // 8), halves(num_experts * width, 1), None, 4, inner)
         for weight in (grouped, grouped._replace(packed_OW=halves(num_experts * width, inner).to(FP8), bits=8)):

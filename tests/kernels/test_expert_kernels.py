@@ -83,6 +83,23 @@ def check_choice(problem: Problem, count: int) -> None:
     torch.testing.assert_close(lists.shared_T[:count], logits[:count, -1].sigmoid(), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("sigmoid", [False, True])
+def test_factors_of_logits_and_of_experts(sigmoid: bool, device: torch.device) -> None:
+    """Logits are multiplied before the scores, and weights by a factor of each expert after they are renormalised."""
+    problem = Problem(TILE + 3, Routing(7, 3, sigmoid=sigmoid, logit_factor=0.2, scale=1.5), device)
+    scale_X = torch.rand(7, device=device) + 0.5
+    problem.route(choice_bias_X=None, expert_scale_X=scale_X)
+    logits = (problem.x_TE.double() @ problem.router_OE.double().t())[:, :7] * 0.2
+    scores = logits.sigmoid() if sigmoid else logits.softmax(-1)
+    weights, experts = scores.topk(3)
+    weights = weights / weights.sum(-1, keepdim=True) * scale_X[experts] * 1.5
+    assert problem.lists.experts_Tk.tolist() == experts.tolist()
+    torch.testing.assert_close(problem.lists.weights_Tk.double(), weights, rtol=1e-4, atol=1e-6)
+    found = torch_route(logits.float() / 0.2, problem.routing, None, scale_X)
+    assert found[0].tolist() == experts.tolist()
+    torch.testing.assert_close(found[1].double(), weights, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("name", ["few", "many", "odd groups"])
 def test_two_launches(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("phonograph.kernels.triton.experts.route.ONE_LAUNCH_TOKENS", 4)
@@ -114,7 +131,7 @@ def test_ties_and_logits_that_are_no_numbers(name: str, device: torch.device) ->
 
 
 def reference(
-    x_TE: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, lists: ExpertLists, count: int
+    x_TE: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, lists: ExpertLists, count: int, *, gelu: bool = False
 ) -> torch.Tensor:
     """Return the sums of the experts' results in float64, [count, E]; unchosen experts are not multiplied."""
     num_experts = gate_up.shape[0]
@@ -123,7 +140,8 @@ def reference(
         rows, ranks = (lists.experts_Tk[:count] == expert).nonzero(as_tuple=True)
         if len(rows):
             gate, up = (x_TE[rows].double() @ gate_up[expert].double().t()).chunk(2, -1)
-            result = (gate * gate.sigmoid() * up) @ down[expert].double().t()
+            gate = torch.nn.functional.gelu(gate, approximate="tanh") if gelu else gate * gate.sigmoid()
+            result = (gate * up) @ down[expert].double().t()
             total.index_add_(0, rows, result * lists.weights_Tk[rows, ranks].double().unsqueeze(1))
     return total
 
@@ -141,7 +159,7 @@ def test_products(
     name: str, num_tokens: int, count: int, config: ExpertConfig, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Scratch, padding rows, and experts without tokens are NaN; the norm that follows is computed."""
-    width, inner, routing = 50, 27, ROUTINGS[name]
+    width, inner, routing, gelu = 50, 27, ROUTINGS[name], name == "many"
     problem = Problem(num_tokens, routing, device, width)
     x_TE = problem.x_TE = problem.x_TE.to(dtype)
     problem.router_OE = problem.router_OE.to(dtype)
@@ -157,14 +175,14 @@ def test_products(
     pairs = num_tokens * routing.top_k
     inner_PI = torch.full((pairs, inner), torch.nan, dtype=dtype, device=device)
     results_PE = torch.full((pairs, width), torch.nan, dtype=dtype, device=device)
-    expert_products.gate_up_products(x_TE, gate_up.flatten(0, 1), lists, routing, config, inner_PI)
+    expert_products.gate_up_products(x_TE, gate_up.flatten(0, 1), lists, routing, config, inner_PI, gelu=gelu)
     expert_products.down_products(inner_PI, down.flatten(0, 1), lists, routing, config, results_PE)
     hidden = torch.randn(num_tokens, width).to(device, dtype)
     shared = torch.randn(num_tokens, width).to(device, dtype)
     shared[count:] = torch.nan
     weight, normed = torch.randn(width).to(device, dtype), torch.full_like(hidden, torch.nan)
     wanted = hidden.double()
-    wanted[:count] += 0.5 * reference(x_TE, gate_up, down, lists, count)
+    wanted[:count] += 0.5 * reference(x_TE, gate_up, down, lists, count, gelu=gelu)
     wanted[:count] += 0.5 * shared[:count].double() * lists.shared_T[:count].double().unsqueeze(1)
     expert_products.add_results(
         results_PE,

@@ -371,6 +371,12 @@ def test_ropes_by_layer(tmp_path: Path) -> None:
             },
             "partial_rotary_factor=0.5 in rope_parameters.full_attention of rope_type 'default' must be 1.0",
         ),
+        ("gemma4", {"enable_moe_block": True}, "num_experts=None must be a positive integer, as enable_moe_block=True"),
+        (
+            "gemma4",
+            {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 5, "moe_intermediate_size": 8},
+            "top_k_experts=5 must be at most num_experts=4",
+        ),
         ("gemma4", {"num_kv_shared_layers": 3}, "num_kv_shared_layers=3 must be below num_hidden_layers=3"),
         ("gemma4", {"num_kv_shared_layers": -1}, "num_kv_shared_layers=-1 must be an integer of 0 or more"),
         (

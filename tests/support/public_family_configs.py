@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from gemma4_configs import DENSE, EXPERTS, SMALL
+
 _COMMON: dict[str, Any] = {
     "attention_bias": False,
     "attention_dropout": 0.0,
@@ -374,4 +376,7 @@ FAMILY_CONFIGS: dict[str, tuple[dict[str, Any], int]] = {
         },
         262144,
     ),
+    "google/gemma-4-31B-it": (DENSE, 262144),
+    "google/gemma-4-26B-A4B-it": (EXPERTS, 262144),
+    "google/gemma-4-E2B-it": (SMALL, 131072),
 }

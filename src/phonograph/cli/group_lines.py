@@ -22,7 +22,7 @@ def group_lines(plan: EnginePlan) -> list[str]:
         return []
     lines: list[str] = []
     for index, group in enumerate(group_facts(plan)):
-        reads = f", read by {counted(len(group.readers), 'more')} ({compact(group.readers)})" if group.readers else ""
+        reads = f", read by {len(group.readers)} more ({compact(group.readers)})" if group.readers else ""
         lines.append(
             f"{index}: {counted(len(group.layers), 'layer')} ({compact(group.layers)}{reads}), "
             f"{window_name(group.window)}, blocks of {counted(group.block_size, 'token')}, at most "

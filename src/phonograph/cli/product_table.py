@@ -12,7 +12,7 @@ from phonograph.core.device import DeviceSpec
 from phonograph.kernels.torch.grouped import MAX_GROUPED_ROWS
 from phonograph.kernels.triton.gemm.choose import choose
 from phonograph.kernels.triton.gemm.product_plan import GemmDevice
-from phonograph.models.layer_matrix import LayerMatrix
+from phonograph.models.layers.matrix_spec import LayerMatrix
 from phonograph.models.quantization.cpu_weights import CpuProducts
 from phonograph.models.quantization.scheme import Scheme
 from phonograph.models.spec import DTYPE_BYTES, ModelSpec
@@ -26,7 +26,7 @@ Kernels = tuple[tuple[int | None, str], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProductRow:
-    """Matrices of a kind of layer that have one format.
+    """Matrices of a kind of layer that have one size and one format.
 
     Attributes:
         layer: kind of layer.
@@ -51,13 +51,14 @@ def product_rows(
     model: ModelSpec, dtype: str, device: DeviceSpec, cpu_products: CpuProducts | None = None
 ) -> list[ProductRow]:
     """Return the weights of all matrices but the embedding, which is not multiplied unless it is the head too."""
-    found: dict[tuple[str, str], ProductRow] = {}
+    found: dict[tuple[str, str, int, int], ProductRow] = {}
     matrices = [matrix for layer in model.layers for matrix in layer.matrices]
     for matrix in (*matrices, model.head):
         one = _weights(matrix, dtype, device, cpu_products)
-        before = found.get((one.layer, one.format))
+        key = one.layer, one.format, one.outputs, one.inputs
+        before = found.get(key)
         count, nbytes = (0, 0) if before is None else (before.count, before.nbytes)
-        found[one.layer, one.format] = replace(one, count=count + one.count, nbytes=nbytes + one.nbytes)
+        found[key] = replace(one, count=count + one.count, nbytes=nbytes + one.nbytes)
     order = [*dict.fromkeys(matrix.name for matrix in (*matrices, model.head))]
     return sorted(found.values(), key=lambda one: order.index(one.layer))
 

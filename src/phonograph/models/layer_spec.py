@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import torch
 
-from phonograph.models.layer_matrix import LayerMatrix, MatrixPart
+from phonograph.models.layers.matrix_spec import LayerMatrix, MatrixPart
 from phonograph.models.quantization.scheme import Scheme
 
 UNLIMITED = (-1, -1)

@@ -24,7 +24,6 @@ from phonograph.models.context_length import context_length, rope_notes
 from phonograph.models.end_tokens import read_end_tokens, split_end_tokens
 from phonograph.models.families.family import Family
 from phonograph.models.hf_config import check_overrides, read_settings, window_notes, with_overrides
-from phonograph.models.layer_matrix import LayerMatrix, MatrixPart
 from phonograph.models.layer_spec import (
     NO_FACTORS,
     PLAIN_NORMS,
@@ -34,6 +33,7 @@ from phonograph.models.layer_spec import (
     NormKind,
     RopeTable,
 )
+from phonograph.models.layers.matrix_spec import LayerMatrix, MatrixPart
 from phonograph.models.layers.rope import rope_tables, with_ropes
 from phonograph.models.quantization.float8 import Fp8Head
 from phonograph.models.quantization.quantization_config import choose_quantization, read_quantization

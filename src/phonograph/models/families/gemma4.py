@@ -8,9 +8,11 @@ the token. In another, experts run beside the dense feed-forward.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 from phonograph.errors import ModelError, UnsupportedModelError, shortened
+from phonograph.kernels.routing import Routing
 from phonograph.models.config_fields import (
     ANY,
     COMMON,
@@ -27,9 +29,20 @@ from phonograph.models.config_fields import (
     FieldKind,
 )
 from phonograph.models.families.family import GELU_TANH, Family, Settings, full_every, layer_sizes, windows
-from phonograph.models.families.gemma4_experts import EXPERT_FIELDS, with_experts_beside
-from phonograph.models.layer_spec import Factors, LayerEmbeddings, LayerSpec, NormKind, decoder_layer
+from phonograph.models.layer_spec import (
+    Factors,
+    LayerEmbeddings,
+    LayerFeedForward,
+    LayerSpec,
+    NormKind,
+    decoder_layer,
+)
+from phonograph.models.layers.expert_spec import LayerExperts
+from phonograph.models.layers.matrix_spec import LayerMatrix, MatrixPart
 from phonograph.models.rope_parameters import RopeParameters, read_ropes_by_type
+
+_EXPERT_FIELDS = ("num_experts", "top_k_experts", "moe_intermediate_size")
+"""Fields that a model with experts has."""
 
 
 class _Heads(NamedTuple):
@@ -77,9 +90,49 @@ def _layers(settings: Settings) -> tuple[LayerSpec, ...]:
                 scalar="layer_scalar",
             )
             if settings["enable_moe_block"]:
-                made[key] = with_experts_beside(made[key], settings)
+                made[key] = _with_experts(made[key], settings)
         layers.append(made[key])
     return tuple(layers)
+
+
+def _with_experts(layer: LayerSpec, settings: Settings) -> LayerSpec:
+    """Return the layer with experts, whose sum is added to its feed-forward's before the last norm.
+
+    Raises:
+        ModelError: a number is missing, or a token has more experts than there are.
+    """
+    for field in _EXPERT_FIELDS:
+        if settings[field] is None:
+            raise ModelError(f"{field}=None must be a positive integer, as enable_moe_block=True")
+    num_experts, top_k, size = (settings[field] for field in _EXPERT_FIELDS)
+    if top_k > num_experts:
+        raise ModelError(f"top_k_experts={top_k} must be at most num_experts={num_experts}")
+    dense, hidden_size = layer.feed_forward, layer.attention.qkv.num_inputs
+    assert isinstance(dense, LayerFeedForward)
+
+    def experts(name: str, part: str, outputs: int, inputs: int, *, gated: bool = False) -> LayerMatrix:
+        parts = (MatrixPart(part, outputs),)
+        return LayerMatrix(
+            name, "experts", parts, inputs, gated=gated, num_experts=num_experts, quantizable=False, stacked=True
+        )
+
+    return replace(
+        layer,
+        feed_forward=LayerExperts(
+            routing=Routing(num_experts, top_k, logit_factor=hidden_size**-0.5),
+            router=LayerMatrix("router", "router", (MatrixPart("proj", num_experts),), hidden_size, quantizable=False),
+            choice_bias=None,
+            gate_up=experts("experts' gate and up", "gate_up_proj", 2 * size, hidden_size, gated=True),
+            down=experts("experts' down", "down_proj", hidden_size, size),
+            shared=replace(dense, output_norm="post_feedforward_layernorm_1"),
+            input_norm="pre_feedforward_layernorm_2",
+            output_norm=dense.output_norm,
+            activation=dense.activation,
+            router_norm="router.scale",
+            expert_scale="router.per_expert_scale",
+            sum_norm="post_feedforward_layernorm_2",
+        ),
+    )
 
 
 def _sources(settings: Settings) -> list[int | None]:
@@ -249,7 +302,7 @@ GEMMA4 = Family(
         "hidden_size_per_layer_input": Field(256, _COUNT),
         "vocab_size_per_layer_input": Field(262144, _COUNT),
         "enable_moe_block": Field(False, FLAG),
-        **{name: Field(None, POSITIVE_INT.or_null()) for name in EXPERT_FIELDS},
+        **{name: Field(None, POSITIVE_INT.or_null()) for name in _EXPERT_FIELDS},
     },
     ignored={
         "hidden_act": "hidden_activation says it",

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from phonograph.errors import UnsupportedModelError
 from phonograph.kernels.routing import Routing
-from phonograph.models.layer_matrix import LayerMatrix, MatrixPart
 from phonograph.models.layer_spec import Activation, LayerFeedForward, LayerSpec
+from phonograph.models.layers.matrix_spec import LayerMatrix, MatrixPart
 from phonograph.models.quantization.grouped_weight import GroupedScheme
 from phonograph.models.quantization.scheme import Scheme
 

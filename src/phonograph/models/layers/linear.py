@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from phonograph.models.layer_matrix import LayerMatrix
+from phonograph.models.layers.matrix_spec import LayerMatrix
 from phonograph.models.quantization.scheme import LinearWeight
 from phonograph.models.quantization.unquantized import DenseWeight
 

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import torch
 
-from phonograph.models.layer_matrix import LayerMatrix, MatrixPart
 from phonograph.models.layer_spec import (
     FeedForward,
     LayerAttention,
@@ -19,6 +18,7 @@ from phonograph.models.layer_spec import (
 )
 from phonograph.models.layers.expert_spec import LayerExperts
 from phonograph.models.layers.linear import Linear, WeightAllocator
+from phonograph.models.layers.matrix_spec import LayerMatrix, MatrixPart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
