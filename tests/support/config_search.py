@@ -31,10 +31,10 @@ VOCAB_SIZE = 37
 PROMPT_LEN = 80
 FAMILIES = (
     *("llama2", "mistral", "qwen2", "qwen3", "phi3", "granite", "smollm3", "olmo2", "olmo3", "ministral3"),
-    *("gemma", "gemma2", "gemma3"),
+    *("gemma", "gemma2", "gemma3", "gemma4"),
 )
-BIASES = ("llama2", "qwen3", "granite", "smollm3", "olmo2", "olmo3", "gemma", "gemma2", "gemma3")
-TYPED_ROPES = ("olmo3", "gemma3")
+BIASES = ("llama2", "qwen3", "granite", "smollm3", "olmo2", "olmo3", "gemma", "gemma2", "gemma3", "gemma4")
+TYPED_ROPES = ("olmo3", "gemma3", "gemma4")
 ABSENT = object()
 ORIGINAL = "original_max_position_embeddings"
 
@@ -134,6 +134,11 @@ OWN_FIELDS: dict[str, dict[str, Draw]] = {
         "rope_local_base_freq": one_of(30.0, 1e4),
         "use_bidirectional_attention": one_of(False, None, True),
     },
+    "gemma4": {
+        "final_logit_softcapping": one_of(None, 2.0),
+        "use_bidirectional_attention": one_of(None, None, "vision", "vision", "vision", "all"),
+        "hidden_activation": one_of(*["gelu_pytorch_tanh"] * 4, "gelu"),
+    },
 }
 """Fields of single families."""
 ROPE_KEYS: dict[str, dict[str, Draw]] = {
@@ -216,6 +221,12 @@ def draw_case(seed: int) -> Case:
         shape["sliding_window"] = rng.choice([None, 7])
     if family in ("olmo3", "gemma2", "gemma3"):
         shape |= {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}
+    if family == "gemma4":
+        shape |= {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+        shape |= {"sliding_window": 7, "num_kv_shared_layers": rng.choice([0, 0, 1, 2])}
+        shape |= {"num_global_key_value_heads": rng.choice([None, 1]), "use_double_wide_mlp": rng.random() < 0.5}
+        shape |= {"global_head_dim": rng.choice([8, 16]), "hidden_size_per_layer_input": rng.choice([0, 6])}
+        shape |= {"attention_k_eq_v": rng.random() < 0.5, "vocab_size_per_layer_input": VOCAB_SIZE}
     if family == "gemma2":
         shape |= {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}
     if family == "smollm3" and rng.random() < 0.5:
@@ -223,7 +234,7 @@ def draw_case(seed: int) -> Case:
     if "qwen" in family and rng.random() < 0.5:
         shape |= {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": rng.choice([0, 1, 2])}
     changes = _draw_rope(rng, shape.get("head_dim", 32 // heads) // 2, family)
-    if shape.get("sliding_window") and family not in ("phi3", "ministral3") and rng.random() < 0.5:
+    if shape.get("sliding_window") and family not in ("phi3", "ministral3", "gemma4") and rng.random() < 0.5:
         own = family in ("olmo3", "gemma2", "gemma3", "smollm3") and rng.random() < 0.5
         changes["layer_types"] = ABSENT if own else rng.sample(["full_attention", "sliding_attention"], 2)
     for name in rng.sample(sorted(FIELDS), rng.choice([0, 0, 0, 1, 1, 2, 4])):
@@ -235,7 +246,23 @@ def draw_case(seed: int) -> Case:
     return Case(family, shape, changes, head)
 
 
+def _draw_gemma4_ropes(rng: random.Random) -> dict[str, Any]:
+    """Draw the ropes of both types of layers; now and then one is missing, or of a type without parameters."""
+    full: dict[str, Any] = {"rope_type": rng.choice(["proportional", "proportional", "default"])}
+    if full["rope_type"] == "proportional":
+        keys = {"partial_rotary_factor": one_of(ABSENT, 0.25, 0.5, 1.0, 0.01), "factor": one_of(ABSENT, ABSENT, 2.0)}
+        full |= {name: draw(rng) for name, draw in keys.items()}
+    full["rope_theta"] = rng.choice([500.0, 1e6, 1e6, ABSENT])
+    ropes = {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": 300.0}}
+    if rng.random() < 0.1:
+        del ropes[rng.choice(sorted(ropes))]
+    found = {kind: {name: value for name, value in rope.items() if value is not ABSENT} for kind, rope in ropes.items()}
+    return {} if rng.random() < 0.2 else {"rope_parameters": found}
+
+
 def _draw_rope(rng: random.Random, num_pairs: int, family: str) -> dict[str, Any]:
+    if family == "gemma4":
+        return _draw_gemma4_ropes(rng)
     kinds = ["default", "longrope"] if family == "phi3" else ["default", "linear", "llama3", "yarn", "yarn"]
     kind = rng.choice([*kinds, *ROPE_KEYS] if rng.random() < 0.8 else kinds)
     rope = {"rope_type": kind, **{name: draw(rng) for name, draw in ROPE_KEYS[kind].items()}}
