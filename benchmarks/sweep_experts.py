@@ -89,7 +89,7 @@ class Layer:
         self.hidden, self.normed, self.norm = halves(num_tokens, hidden), halves(num_tokens, hidden), halves(hidden)
         self.inner, self.results = halves(pairs, inner), halves(pairs, hidden)
         words = torch.zeros(ExpertLists.num_words(num_tokens, routing), device="cuda")
-        counters = ExpertLists.counters(torch.device("cuda"))
+        counters = ExpertLists.counters(num_tokens, torch.device("cuda"))
         self.lists = ExpertLists.over(words, num_tokens, routing, counters)
         self.real = torch.tensor([num_tokens], dtype=torch.int32, device="cuda")
 

@@ -320,8 +320,8 @@ _EXPERTS: tuple[Fault, ...] = (
     Fault(
         name="experts: padding rows route",
         file="experts/route.py",
-        old="tl.where(valid[:, None], chosen, 0)",
-        new="chosen",
+        old="(valid[:, None] & allowed & (keys == _NO_KEY))",
+        new="(allowed & (keys == _NO_KEY))",
         narrow=_EXPERT_TESTS[:1],
         broad=_EXPERT_TESTS,
     ),
@@ -336,7 +336,7 @@ _EXPERTS: tuple[Fault, ...] = (
     Fault(
         name="experts: two tiles sort their pairs to one place",
         file="experts/route.py",
-        old="        earlier += tl.sum(tl.where((tile < before)[:, None], counts, 0), 0)\n",
+        old="        earlier += tl.sum(tl.where((tile < own)[:, None], counts, 0), 0)\n",
         new="",
         narrow=(*_EXPERT_TESTS[1:2], "-k", "2048"),
         broad=_EXPERT_TESTS,

@@ -136,10 +136,10 @@ def launch_experts() -> None:
         Routing(128, 8),
         Routing(24, 4, sigmoid=True, num_groups=4, top_groups=2),
     )
-    for routing, tokens in itertools.product(routings, (1, 700)):
+    for routing, tokens in itertools.product(routings, (1, 200, 700)):
         width, inner, pairs, num_experts = 256, 128, tokens * routing.top_k, routing.num_experts
         words = torch.zeros(ExpertLists.num_words(tokens, routing))
-        lists = ExpertLists.over(words, tokens, routing, ExpertLists.counters(CPU))
+        lists = ExpertLists.over(words, tokens, routing, ExpertLists.counters(tokens, CPU))
         x, real = halves(tokens, width), ints(1)
         config = expert_config(tokens, routing)
         bias = torch.zeros(num_experts) if routing.sigmoid else None

@@ -30,7 +30,7 @@ ROUTINGS = {
 def make_lists(num_tokens: int, routing: Routing, device: torch.device) -> ExpertLists:
     """Return lists whose contents are NaN."""
     words = torch.full((ExpertLists.num_words(num_tokens, routing),), torch.nan, device=device)
-    return ExpertLists.over(words, num_tokens, routing, ExpertLists.counters(device))
+    return ExpertLists.over(words, num_tokens, routing, ExpertLists.counters(num_tokens, device))
 
 
 class Problem:

@@ -80,7 +80,7 @@ class Workspace:
             fp8_rows=made["fp8_rows"].view(-1),
             fp8_scales_T=made["fp8_scales"].view(-1),
             routing=made["routing"].view(-1),
-            arrived=ExpertLists.counters(device) if made["routing"].numel() else None,
+            arrived=ExpertLists.counters(num_tokens, device) if made["routing"].numel() else None,
         )
 
     @classmethod
