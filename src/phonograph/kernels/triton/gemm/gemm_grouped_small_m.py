@@ -19,7 +19,6 @@ Shapes are those of `product`; W words, G groups.
 # pyright: reportAssignmentType=false
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
@@ -29,59 +28,24 @@ from phonograph.kernels.triton.gemm.grouped_operands import (
     BIAS_OF_BFLOAT16,
     BIAS_OF_FLOAT16,
     BIAS_OF_INT8,
-    MAGIC,
     columns,
     read_groups,
     read_rows,
     read_words,
     weights,
 )
+from phonograph.kernels.triton.gemm.launch_product import launch_product
 from phonograph.kernels.triton.gemm.product import Product
 from phonograph.kernels.triton.gemm.product_plan import LARGE, GemmGroupedSmallMConfig
 from phonograph.kernels.triton.launch.l1_carveout import prefer_l1
-from phonograph.kernels.triton.launch.pdl import pdl_options
 
 
 def launch(product: Product, config: GemmGroupedSmallMConfig) -> None:
     """Compute a product of at most `config.rows` rows, whose columns are in the order of the weights."""
-    x_MK, weight, bias_N, out_MN, mode, norm, next_norm = product
-    num_rows, num_inputs = x_MK.shape
-    num_outputs = out_MN.shape[1]
     rows, block_n, units, ahead, rows_ahead, num_warps = config
-    assert num_rows <= rows and block_n % 16 == 0 and units % num_warps == 0 and ahead % rows_ahead == 0
-    assert x_MK.stride(1) == weight.packed_OW.stride(1) == out_MN.stride(1) == 1
-    assert weight.has_equal_strides() and norm is None and next_norm is None
-    words_OW = weight.packed_OW.view(torch.int32)
-    kernel = _large_gemm_grouped_small_m if 2 * words_OW.numel() >= LARGE else _gemm_grouped_small_m_kernel
-    kernel[(triton.cdiv(num_outputs, block_n),)](
-        x_MK,
-        words_OW,
-        weight.scales_OG,
-        weight.zeros_OG,
-        weight.offsets_OG,
-        bias_N,
-        out_MN,
-        num_rows,
-        MAGIC[x_MK.dtype],
-        x_MK.stride(0),
-        words_OW.stride(0),
-        *weight.scales_OG.stride(),
-        out_MN.stride(0),
-        N=num_outputs,
-        K=num_inputs,
-        GROUP=weight.group,
-        BITS=weight.bits,
-        INTERLEAVED=weight.interleaved,
-        INT8=weight.is_int8(),
-        ROWS=rows,
-        BLOCK_N=block_n,
-        UNITS=units,
-        AHEAD=ahead,
-        ROWS_AHEAD=rows_ahead,
-        MODE=mode,
-        **pdl_options(),
-        num_warps=num_warps,
-    )
+    assert len(product.rows) <= rows and block_n % 16 == 0 and units % num_warps == 0 and ahead % rows_ahead == 0
+    kernel = _large_gemm_grouped_small_m if 2 * product.matrix.numel() >= LARGE else _gemm_grouped_small_m_kernel
+    launch_product(kernel, product, config)
 
 
 @triton.jit
@@ -108,7 +72,7 @@ def _with(items, place: tl.constexpr, value):
 @triton.jit(do_not_specialize=["M", "magic"])
 def _gemm_grouped_small_m_kernel(
     x_ptr,
-    packed_ptr,
+    weight_ptr,
     scales_ptr,
     zeros_ptr,
     offsets_ptr,
@@ -117,7 +81,7 @@ def _gemm_grouped_small_m_kernel(
     M,
     magic,
     x_stride,
-    packed_stride,
+    weight_stride,
     output_stride,
     group_stride,
     out_stride,
@@ -165,7 +129,7 @@ def _gemm_grouped_small_m_kernel(
     tile = tl.arange(0, OUTPUTS // 8)[None, :]
     row = first + eight + tile % (BLOCK_N // 8) * 8
     valid_row = row < N
-    packed_ptrs = packed_ptr + (row + tile // (BLOCK_N // 8) * N).to(tl.int64) * packed_stride
+    weight_ptrs = weight_ptr + (row + tile // (BLOCK_N // 8) * N).to(tl.int64) * weight_stride
     x_row = eight + 8 * tl.arange(0, ROWS // 8)[None, :]
     x_ptrs = x_ptr + x_row.to(tl.int64) * x_stride
 
@@ -175,7 +139,7 @@ def _gemm_grouped_small_m_kernel(
     zeros = ()
     offsets = ()
     for step in tl.static_range(AHEAD):
-        words += (read_words(packed_ptrs, valid_row, step, COUNT, WORDS, UNITS),)
+        words += (read_words(weight_ptrs, valid_row, step, COUNT, WORDS, UNITS),)
         if not ONE_SCALE:
             scales += (_groups(scales_ptr, first, step, output_stride, group_stride, SIZES),)
         if zeros_ptr is not None:
@@ -221,7 +185,7 @@ def _gemm_grouped_small_m_kernel(
                         sums += offsets[place].to(tl.float32) * ones_sums
                 sums += part * scales[place].to(tl.float32)
             next_step = (turn + 1) * AHEAD + place
-            words = _with(words, place, read_words(packed_ptrs, valid_row, next_step, COUNT, WORDS, UNITS))
+            words = _with(words, place, read_words(weight_ptrs, valid_row, next_step, COUNT, WORDS, UNITS))
             if not ONE_SCALE:
                 values = _groups(scales_ptr, first, next_step, output_stride, group_stride, SIZES)
                 scales = _with(scales, place, values)

@@ -33,10 +33,10 @@ from phonograph.kernels.triton.gemm.gemm_epilogue import (
     read_squares,
     store_normed,
 )
-from phonograph.kernels.triton.gemm.product import Product, norm_arguments
+from phonograph.kernels.triton.gemm.launch_product import launch_product
+from phonograph.kernels.triton.gemm.product import Product
 from phonograph.kernels.triton.gemm.product_plan import LARGE, GemmSmallMConfig
 from phonograph.kernels.triton.launch.l1_carveout import prefer_l1
-from phonograph.kernels.triton.launch.pdl import pdl_options
 
 _REGISTERS = 65536
 """Registers of a multiprocessor."""
@@ -44,44 +44,11 @@ _REGISTERS = 65536
 
 def launch(product: Product, config: GemmSmallMConfig) -> None:
     """Compute a product of at most `config.rows` rows."""
-    x_MK, weight_NK, bias_N, out_MN, mode, norm, _ = product
-    num_rows, num_inputs = x_MK.shape
-    num_outputs = out_MN.shape[1]
-    rows, block_n, block_k, ahead, rows_ahead, num_warps, sums, programs, together = config
-    assert num_rows <= rows and block_n % 8 == 0 and block_k % (32 * num_warps * sums) == 0
-    assert weight_NK.shape[1] == num_inputs
-    assert x_MK.stride(1) == weight_NK.stride(1) == out_MN.stride(1) == 1
-    assert norm is None or norm.sums.shape[1] == rows
-    norm_pointers, eps, normed_stride, square_tiles = norm_arguments(product)
+    rows, block_n, block_k, _, _, num_warps, sums, programs, _ = config
+    assert len(product.rows) <= rows and block_n % 8 == 0 and block_k % (32 * num_warps * sums) == 0
     registers = {"maxnreg": min(255, _REGISTERS // (32 * num_warps * programs) // 8 * 8)} if programs else {}
-    kernel = _large_gemm_small_m if weight_NK.numel() >= LARGE else _gemm_small_m_kernel
-    kernel[(triton.cdiv(num_outputs, block_n),)](
-        x_MK,
-        weight_NK,
-        bias_N,
-        out_MN,
-        *norm_pointers,
-        num_rows,
-        eps,
-        x_MK.stride(0),
-        weight_NK.stride(0),
-        out_MN.stride(0),
-        normed_stride,
-        N=num_outputs,
-        K=num_inputs,
-        ROWS=rows,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        AHEAD=ahead,
-        ROWS_AHEAD=rows_ahead,
-        BATCH=sums * num_warps,
-        TOGETHER=together,
-        SQUARE_TILES=square_tiles,
-        MODE=mode,
-        **pdl_options(),
-        num_warps=num_warps,
-        **registers,
-    )
+    kernel = _large_gemm_small_m if product.matrix.numel() >= LARGE else _gemm_small_m_kernel
+    launch_product(kernel, product, config, BATCH=sums * num_warps, **registers)
 
 
 @triton.jit

@@ -25,12 +25,11 @@ from phonograph.kernels.triton.gemm.grouped_operands import (
     BIAS_OF_BFLOAT16,
     BIAS_OF_FLOAT16,
     BIAS_OF_INT8,
-    MAGIC,
     numbers,
 )
-from phonograph.kernels.triton.gemm.product import Parts, Product, norm_arguments
+from phonograph.kernels.triton.gemm.launch_product import launch_product
+from phonograph.kernels.triton.gemm.product import Parts, Product
 from phonograph.kernels.triton.gemm.product_plan import GemmTiledConfig
-from phonograph.kernels.triton.launch.pdl import pdl_options
 
 
 def takes(weight: Grouped, config: GemmTiledConfig) -> bool:
@@ -40,59 +39,12 @@ def takes(weight: Grouped, config: GemmTiledConfig) -> bool:
 
 def launch(product: Product, config: GemmTiledConfig, parts: Parts | None) -> None:
     """Compute a product; `parts` is needed if inputs are split."""
-    x_MK, matrix, bias_N, out_MN, mode, norm, _ = product
-    weight = matrix if isinstance(matrix, Grouped) else None
-    weight_NK = matrix.packed_OW.view(torch.int32) if isinstance(matrix, Grouped) else matrix
-    num_rows, num_inputs = x_MK.shape
-    num_outputs = out_MN.shape[1]
-    rows, block_n, block_k, splits, num_warps, num_stages, prefetch = config
-    assert splits == 1 or (parts is not None and mode != 2)
-    assert norm is None or norm.sums.shape[1] == rows
-    assert x_MK.stride(1) == 1
-    tiles = triton.cdiv(num_outputs, block_n) * triton.cdiv(num_rows, rows)
-    if weight is not None:
-        assert takes(weight, config) and weight.has_equal_strides()
-    else:
-        assert weight_NK.shape[1] == num_inputs and weight_NK.stride(1) == 1
-    aligned = rows_aligned(weight_NK) and weight is None
-    partials, arrived = parts or (None, None)
-    norm_pointers, eps, normed_stride, square_tiles = norm_arguments(product)
-    stride = weight_NK.stride(0)
-    _gemm_tiled_kernel[(tiles, splits)](
-        x_MK,
-        TensorDescriptor(weight_NK, list(weight_NK.shape), [stride, 1], [block_n, block_k]) if aligned else None,
-        weight_NK,
-        *((weight.scales_OG, weight.zeros_OG, weight.offsets_OG) if weight is not None else (None, None, None)),
-        bias_N,
-        out_MN,
-        partials,
-        arrived,
-        *norm_pointers,
-        num_rows,
-        eps,
-        MAGIC[x_MK.dtype] if weight is not None else 0,
-        x_MK.stride(0),
-        stride,
-        *(weight.scales_OG.stride() if weight is not None else (0, 0)),
-        out_MN.stride(0),
-        normed_stride,
-        N=num_outputs,
-        K=num_inputs,
-        ROWS=rows,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        SPLITS=splits,
-        SQUARE_TILES=square_tiles,
-        PREFETCH=prefetch if aligned else 0,
-        MODE=mode,
-        BITS=weight.bits if weight is not None else 0,
-        INTERLEAVED=weight is not None and weight.interleaved,
-        GROUP=weight.group if weight is not None else 0,
-        INT8=weight is not None and weight.is_int8(),
-        **pdl_options(),
-        num_warps=num_warps,
-        num_stages=num_stages,
-    )
+    matrix, grouped, block = product.matrix, product.grouped, [config.block_n, config.block_k]
+    assert grouped is None or takes(grouped, config)
+    aligned = rows_aligned(matrix) and grouped is None
+    desc = TensorDescriptor(matrix, list(matrix.shape), [matrix.stride(0), 1], block) if aligned else None
+    prefetch = config.prefetch if aligned else 0
+    launch_product(_gemm_tiled_kernel, product, config, parts, weight_desc=desc, PREFETCH=prefetch)
 
 
 def rows_aligned(matrix: torch.Tensor) -> bool:

@@ -16,10 +16,10 @@ import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
 from phonograph.kernels.triton.gemm.gemm_epilogue import finished
-from phonograph.kernels.triton.gemm.product import DeferredNorm, Product
+from phonograph.kernels.triton.gemm.launch_product import launch_product
+from phonograph.kernels.triton.gemm.product import Product
 from phonograph.kernels.triton.gemm.product_plan import LARGE, GemvConfig
 from phonograph.kernels.triton.launch.l1_carveout import prefer_l1
-from phonograph.kernels.triton.launch.pdl import pdl_options
 
 
 def launch(product: Product, config: GemvConfig) -> None:
@@ -28,29 +28,8 @@ def launch(product: Product, config: GemvConfig) -> None:
     The root mean square is a factor of the whole row, so it is applied to the sums: W(xg)/rms. Each program sums the
     squares for itself while it streams. `x` must not overlap `out`.
     """
-    x_1K, weight_NK, bias_N, out_1N, mode, norm, _ = product
-    num_rows, num_inputs = x_1K.shape
-    num_outputs = out_1N.shape[1]
-    assert num_rows == 1 and weight_NK.shape[1] == num_inputs and not isinstance(norm, DeferredNorm)
-    assert x_1K.stride(1) == weight_NK.stride(1) == out_1N.stride(1) == 1
-    norm_K, eps = (norm.weight_K, norm.eps) if norm is not None else (None, 0.0)
-    kernel = _large_gemv if weight_NK.numel() >= LARGE else _gemv_kernel
-    kernel[(triton.cdiv(num_outputs, config.block_n),)](
-        x_1K,
-        norm_K,
-        weight_NK,
-        bias_N,
-        out_1N,
-        eps,
-        weight_NK.stride(0),
-        N=num_outputs,
-        K=num_inputs,
-        BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k,
-        MODE=mode,
-        **pdl_options(),
-        num_warps=config.num_warps,
-    )
+    assert len(product.rows) == 1
+    launch_product(_large_gemv if product.matrix.numel() >= LARGE else _gemv_kernel, product, config)
 
 
 @triton.jit

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from phonograph.kernels.fp8_activations import Fp8Rows
 from phonograph.kernels.torch.grouped import Grouped
 
 STORE, ADD, SILU = 0, 1, 2
@@ -68,16 +69,22 @@ class Product(NamedTuple):
     norm: Any = None
     next_norm: NextNorm | None = None
 
+    @property
+    def rows(self) -> torch.Tensor:
+        """Rows, [M, K]; of FP8 the numbers without their scales."""
+        return self.x.values_MK if isinstance(self.x, Fp8Rows) else self.x
 
-def norm_arguments(product: Product) -> tuple[tuple[torch.Tensor | None, ...], float, int, int]:
-    """Return a kernel's arguments for deferred norms.
+    @property
+    def row_scales(self) -> torch.Tensor | None:
+        """Scales of FP8 rows, [M, 1]."""
+        return self.x.scales_M1 if isinstance(self.x, Fp8Rows) else None
 
-    They are pointers (squares of the input, weights, normed rows, squares of the result), eps, the stride of the normed
-    rows, and the tiles of the input's squares, 0 without them.
-    """
-    sums, eps = product.norm or (None, 0.0)
-    tiles, following = len(sums) if sums is not None else 0, product.next_norm
-    if following is None:
-        return (sums, None, None, None), eps, 0, tiles
-    normed_MN = following.normed_MN
-    return (sums, following.weight_N, normed_MN, following.squares.sums), eps, normed_MN.stride(0), tiles
+    @property
+    def grouped(self) -> Grouped | None:
+        """Weights, if they are in groups."""
+        return self.weight if isinstance(self.weight, Grouped) else None
+
+    @property
+    def matrix(self) -> torch.Tensor:
+        """Weights in memory: numbers, or words of 32 bits."""
+        return self.weight.packed_OW.view(torch.int32) if isinstance(self.weight, Grouped) else self.weight

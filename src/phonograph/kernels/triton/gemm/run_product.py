@@ -14,7 +14,6 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from phonograph.kernels.fp8_activations import Fp8Rows, ScaledScratch
-from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.triton.elementwise import layers
 from phonograph.kernels.triton.elementwise.fp8_rows import quantize_rows
 from phonograph.kernels.triton.gemm import gemm_grouped_small_m, gemm_small_m, gemm_tiled, gemv
@@ -82,7 +81,7 @@ def run(plan: ProductPlan, product: Product, scratch: GemmScratch) -> torch.Tens
         _launch(plan.kernel, product, scratch)
         return None
     x_MK, weight, bias_N, out_MN, mode, norm, _ = product
-    assert isinstance(x_MK, torch.Tensor) and norm is None and mode != SILU
+    assert product.row_scales is None and norm is None and mode != SILU
     matrix_KN = _written_out(weight, x_MK.shape[1], scratch).t()
     if mode == ADD:
         out_MN.addmm_(x_MK, matrix_KN)
@@ -98,11 +97,10 @@ def run(plan: ProductPlan, product: Product, scratch: GemmScratch) -> torch.Tens
 def _run_fp8(plan: ProductPlan, product: Product, scratch: GemmScratch) -> torch.Tensor | None:
     """Compute a product of rows and weights in FP8. The product of two numbers is exact."""
     x, weight, bias_N, out_MN, mode, _, _ = product
-    assert isinstance(weight, Grouped) and scratch.scaled is not None
-    if isinstance(x, torch.Tensor):
-        rows = scratch.scaled.rows(*x.shape)
-        quantize_rows(x, rows)
-        x = rows
+    assert scratch.scaled is not None
+    if product.row_scales is None:
+        x = scratch.scaled.rows(*product.rows.shape)
+        quantize_rows(product.rows, x)
     if plan.kernel is not None:
         _launch(plan.kernel, product._replace(x=x), scratch)
         return None
@@ -121,8 +119,8 @@ def _run_fp8(plan: ProductPlan, product: Product, scratch: GemmScratch) -> torch
 
 
 def _launch(kernel: KernelConfig, product: Product, scratch: GemmScratch) -> None:
-    weight = product.weight
-    if isinstance(weight, Grouped) and weight.order_I is not None:
+    weight = product.grouped
+    if weight is not None and weight.order_I is not None:
         product = product._replace(x=_in_order(product.x, weight.order_I, scratch))
     match _aligned(kernel, product):
         case GemvConfig() as config:
@@ -150,12 +148,11 @@ def _launch(kernel: KernelConfig, product: Product, scratch: GemmScratch) -> Non
 
 def _aligned(kernel: KernelConfig, product: Product) -> KernelConfig:
     """Return the kernel, or one that takes rows that do not begin at multiples of 16 bytes, if these do not."""
-    weight = product.weight.packed_OW if isinstance(product.weight, Grouped) else product.weight
-    rows = product.x.values_MK if isinstance(product.x, Fp8Rows) else product.x
+    rows = product.rows
     match kernel:
         case GemmRingConfig(rows_tile, block_n, block_k, splits, stages):
-            if not (gemm_tiled.rows_aligned(weight) and gemm_tiled.rows_aligned(rows)):
-                assert rows is product.x, "FP8 rows lie in scratch, aligned"
+            if not (gemm_tiled.rows_aligned(product.matrix) and gemm_tiled.rows_aligned(rows)):
+                assert product.row_scales is None, "FP8 rows lie in scratch, aligned"
                 return GemmTiledConfig(rows_tile, block_n, block_k, splits, 4, min(3, stages), 256)
         case GemmRingSmallMConfig() | GemvIntegerConfig():
             if not gemm_tiled.rows_aligned(rows):

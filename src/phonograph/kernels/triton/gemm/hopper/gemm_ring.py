@@ -25,7 +25,6 @@ Shapes are those of `product`.
 from __future__ import annotations
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -36,12 +35,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from phonograph.kernels.fp8_activations import Fp8Rows
 from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.triton.gemm.grouped_operands import (
     BIAS_OF_BFLOAT16,
     BIAS_OF_FLOAT16,
-    MAGIC,
     in_order,
     unpacked,
 )
@@ -56,7 +53,8 @@ from phonograph.kernels.triton.gemm.hopper.gemm_ring_parts import (
     read_squares,
     rows_descriptor,
 )
-from phonograph.kernels.triton.gemm.product import Parts, Product, norm_arguments
+from phonograph.kernels.triton.gemm.launch_product import launch_product
+from phonograph.kernels.triton.gemm.product import SILU, Parts, Product
 from phonograph.kernels.triton.gemm.product_plan import GemmRingConfig
 from phonograph.kernels.triton.launch.gluon import (
     let_next_kernel_start,
@@ -64,7 +62,6 @@ from phonograph.kernels.triton.launch.gluon import (
     next_stage,
     wait_for_kernel_before,
 )
-from phonograph.kernels.triton.launch.pdl import pdl_options
 
 
 def launch(product: Product, config: GemmRingConfig, parts: Parts | None) -> None:
@@ -76,56 +73,30 @@ def launch(product: Product, config: GemmRingConfig, parts: Parts | None) -> Non
         config: the tiles.
         parts: scratch, needed if inputs are split.
     """
-    x, weight_NK, bias_N, out_MN, mode, _, _ = product
-    x_MK, row_scales_M1 = x if isinstance(x, Fp8Rows) else (x, None)
-    grouped = weight_NK if isinstance(weight_NK, Grouped) else None
-    num_rows, num_inputs = x_MK.shape
-    num_outputs = out_MN.shape[1]
-    rows, block_n, block_k, splits, stages, lag = config
-    assert splits == 1 or (parts is not None and mode != 2)
+    x_MK, weight, matrix = product.rows, product.grouped, product.matrix
+    rows, block_n, block_k, _, stages, lag = config
     assert stages > lag
-    partials, arrived = parts or (None, None)
-    norm_pointers, eps, normed_stride, square_tiles = norm_arguments(product)
     kind = _KINDS[x_MK.dtype]
-    rows_layout = gl.NVMMASharedLayout.get_default_for([rows, block_k], kind)
-    num_warps = 8 if block_n * (1 + (mode == 2)) * rows > 8192 else 4
+    num_warps = 8 if block_n * (1 + (product.mode == SILU)) * rows > 8192 else 4
     tile, weights_kind, group = [block_n, block_k], kind, 0
-    if row_scales_M1 is not None:
-        assert grouped is not None and grouped.has_output_scales() and kind == gl.float8e4nv
-        weight_NK = grouped.packed_OW
-    elif grouped is not None:
-        assert takes(grouped, config) and grouped.has_equal_strides()
+    if product.row_scales is not None:
+        assert weight is not None and weight.has_output_scales() and kind == gl.float8e4nv
+        matrix = weight.packed_OW
+    elif weight is not None:
+        assert takes(weight, config)
         # Each warp has 16 outputs of a tile, whose weights no other warp unpacks.
-        weight_NK, num_warps, group = grouped.packed_OW, block_n // 16, grouped.group
-        tile, weights_kind = [block_n, block_k // 8], gl.int32
+        num_warps, group, tile, weights_kind = block_n // 16, weight.group, [block_n, block_k // 8], gl.int32
+    rows_layout = gl.NVMMASharedLayout.get_default_for([rows, block_k], kind)
     weights_layout = gl.NVMMASharedLayout.get_default_for(tile, weights_kind)
-    _gemm_ring_kernel[(triton.cdiv(num_outputs, block_n) * triton.cdiv(num_rows, rows), splits)](
-        rows_descriptor(x_MK, [rows, block_k], rows_layout),
-        TensorDescriptor(weight_NK, list(weight_NK.shape), [weight_NK.stride(0), 1], tile, weights_layout),
-        *((grouped.scales_OG, grouped.zeros_OG) if grouped is not None else (None, None)),
-        row_scales_M1,
-        bias_N,
-        out_MN,
-        partials,
-        arrived,
-        *norm_pointers,
-        num_rows,
-        eps,
-        MAGIC[x_MK.dtype] if group else 0,
-        *(grouped.scales_OG.stride() if grouped is not None else (0, 0)),
-        out_MN.stride(0),
-        normed_stride,
-        N=num_outputs,
-        K=num_inputs,
-        ROWS=rows,
-        SPLITS=splits,
-        STAGES=stages,
-        SQUARE_TILES=square_tiles,
-        MODE=mode,
-        LAG=lag,
-        WARPS=num_warps,
+    launch_product(
+        _gemm_ring_kernel,
+        product,
+        config,
+        parts,
+        x_desc=rows_descriptor(x_MK, [rows, block_k], rows_layout),
+        weight_desc=TensorDescriptor(matrix, list(matrix.shape), [matrix.stride(0), 1], tile, weights_layout),
         GROUP=group,
-        **pdl_options(),
+        WARPS=num_warps,
         num_warps=num_warps,
     )
 

@@ -22,14 +22,13 @@ Shapes are those of `product`. A unit has 128 columns, the k of a product of the
 from __future__ import annotations
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from phonograph.kernels.triton.gemm.grouped_operands import BIAS_OF_BFLOAT16, BIAS_OF_FLOAT16, MAGIC, unpacked
+from phonograph.kernels.triton.gemm.grouped_operands import BIAS_OF_BFLOAT16, BIAS_OF_FLOAT16, unpacked
 from phonograph.kernels.triton.gemm.hopper.gemm_ring_parts import (
     UNIT,
     add_parts,
@@ -42,6 +41,7 @@ from phonograph.kernels.triton.gemm.hopper.gemm_ring_parts import (
     rows_descriptor,
     takes,
 )
+from phonograph.kernels.triton.gemm.launch_product import launch_product
 from phonograph.kernels.triton.gemm.product import Parts, Product
 from phonograph.kernels.triton.gemm.product_plan import GemmRingSmallMConfig
 from phonograph.kernels.triton.launch.gluon import (
@@ -51,7 +51,6 @@ from phonograph.kernels.triton.launch.gluon import (
     powers,
     wait_for_kernel_before,
 )
-from phonograph.kernels.triton.launch.pdl import pdl_options
 
 _KINDS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
@@ -64,42 +63,21 @@ def launch(product: Product, config: GemmRingSmallMConfig, parts: Parts | None) 
         config: the tiles.
         parts: scratch, needed if inputs are split.
     """
-    x_MK, weight, bias_N, out_MN, mode, norm, next_norm = product
-    num_rows, num_inputs = x_MK.shape
-    num_outputs = out_MN.shape[1]
-    rows, block_n, units, splits, stages, warps_n, warps_k = config
-    assert num_rows <= rows and (splits == 1 or (parts is not None and mode != 2))
-    assert takes(weight, units) and weight.has_equal_strides()
+    x_MK, words_OW = product.rows, product.matrix
+    rows, block_n, units, _, _, warps_n, warps_k = config
+    assert len(x_MK) <= rows and takes(product.weight, units)
     assert units % warps_k == 0 and block_n % (16 * warps_n) == 0
-    assert norm is None and next_norm is None
-    partials, arrived = parts or (None, None)
-    words_OW = weight.packed_OW
     words_tile, rows_tile = [block_n, 16 * units], [rows, UNIT.value * units]
     words_layout = gl.NVMMASharedLayout.get_default_for(words_tile, gl.int32)
     rows_layout = gl.NVMMASharedLayout.get_default_for(rows_tile, _KINDS[x_MK.dtype])
-    _gemm_ring_small_m_kernel[(triton.cdiv(num_outputs, block_n), splits)](
-        rows_descriptor(x_MK, rows_tile, rows_layout),
-        TensorDescriptor(words_OW, list(words_OW.shape), [words_OW.stride(0), 1], words_tile, words_layout),
-        weight.scales_OG,
-        weight.zeros_OG,
-        bias_N,
-        out_MN,
-        partials,
-        arrived,
-        num_rows,
-        MAGIC[x_MK.dtype],
-        *weight.scales_OG.stride(),
-        out_MN.stride(0),
-        N=num_outputs,
-        K=num_inputs,
-        ROWS=rows,
-        SPLITS=splits,
-        STAGES=stages,
-        MODE=mode,
-        WARPS_N=warps_n,
-        WARPS_K=warps_k,
-        GROUP=weight.group,
-        **pdl_options(),
+    words_strides = [words_OW.stride(0), 1]
+    launch_product(
+        _gemm_ring_small_m_kernel,
+        product,
+        config,
+        parts,
+        x_desc=rows_descriptor(x_MK, rows_tile, rows_layout),
+        words_desc=TensorDescriptor(words_OW, list(words_OW.shape), words_strides, words_tile, words_layout),
         num_warps=warps_n * warps_k,
     )
 

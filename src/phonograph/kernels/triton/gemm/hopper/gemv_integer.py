@@ -45,6 +45,7 @@ from phonograph.kernels.triton.gemm.hopper.integer_operands import (
     sums_layout,
     words_layout,
 )
+from phonograph.kernels.triton.gemm.launch_product import launch_product
 from phonograph.kernels.triton.gemm.product import SILU, Parts, Product
 from phonograph.kernels.triton.gemm.product_plan import GemvIntegerConfig
 from phonograph.kernels.triton.launch.gluon import (
@@ -53,7 +54,6 @@ from phonograph.kernels.triton.launch.gluon import (
     next_stage,
     wait_for_kernel_before,
 )
-from phonograph.kernels.triton.launch.pdl import pdl_options
 
 
 def launch(product: Product, config: GemvIntegerConfig, parts: Parts | None) -> None:
@@ -64,39 +64,20 @@ def launch(product: Product, config: GemvIntegerConfig, parts: Parts | None) -> 
         config: the tiles.
         parts: scratch, needed if inputs are split.
     """
-    x_MK, weight, bias_N, out_MN, mode, norm, next_norm = product
-    num_inputs, num_outputs = x_MK.shape[1], out_MN.shape[1]
-    block_n, units, splits, stages, warps_n, warps_k = config
-    assert len(x_MK) == 1 and x_MK.dtype == out_MN.dtype and (splits == 1 or (parts is not None and mode != SILU))
-    assert takes(weight, units) and weight.has_equal_strides()
+    x_1K, out_1N, words_OW = product.rows, product.out_MN, product.matrix
+    block_n, units, _, _, warps_n, warps_k = config
+    assert len(x_1K) == 1 and x_1K.dtype == out_1N.dtype and takes(product.weight, units)
     assert units % warps_k == 0 and block_n % (16 * warps_n) == 0
-    assert norm is None and next_norm is None
-    partials, arrived = parts or (None, None)
-    words_OW, pair = weight.packed_OW, 1 + (mode == SILU)
-    stride, tile = words_OW.stride(0), [pair, block_n, 16 * units]
+    pair, num_outputs, stride = 1 + (product.mode == SILU), out_1N.shape[1], words_OW.stride(0)
+    tile, shape = [pair, block_n, 16 * units], [pair, num_outputs, words_OW.shape[1]]
     layout = gl.NVMMASharedLayout.get_default_for(tile, gl.int32)
-    shape, strides = [pair, num_outputs, words_OW.shape[1]], [num_outputs * stride, stride, 1]
-    _gemv_integer_kernel[(triton.cdiv(num_outputs, block_n), splits)](
-        # Pairs of columns.
-        x_MK.view(torch.int32),
-        TensorDescriptor(words_OW, shape, strides, tile, layout),
-        weight.scales_OG,
-        weight.zeros_OG,
-        bias_N,
-        out_MN,
-        partials,
-        arrived,
-        *weight.scales_OG.stride(),
-        N=num_outputs,
-        K=num_inputs,
-        SPLITS=splits,
-        STAGES=stages,
-        MODE=mode,
-        UNITS=units,
-        WARPS_N=warps_n,
-        WARPS_K=warps_k,
-        GROUP=weight.group,
-        **pdl_options(),
+    launch_product(
+        _gemv_integer_kernel,
+        product,
+        config,
+        parts,
+        x_ptr=x_1K.view(torch.int32),  # pairs of columns
+        words_desc=TensorDescriptor(words_OW, shape, [num_outputs * stride, stride, 1], tile, layout),
         num_warps=warps_n * warps_k,
     )
 
