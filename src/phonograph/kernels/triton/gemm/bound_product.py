@@ -5,6 +5,8 @@ Shapes are those of `product`.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from phonograph.kernels.fp8_activations import Rows
@@ -60,14 +62,13 @@ class BoundProduct:
         batch_invariant: bool = False,
     ) -> None:
         self.scratch = scratch
-        self._weight, self._bias_N = weight, bias_N
-        self._shape, self._weights, self._device = shape, weights, device
-        self._batch_invariant = batch_invariant
+        self._weight, self._bias_N, self._shape = weight, bias_N, shape
+        options = {"device": device, "batch_invariant": batch_invariant}
+        self._plan_of_class = functools.cache(functools.partial(choose, shape, weights, **options))
 
     def plan(self, num_rows: int) -> ProductPlan:
         """Return how products of a number of rows are computed."""
-        rows = rows_class(num_rows)
-        return choose(self._shape, self._weights, rows, self._device, batch_invariant=self._batch_invariant)
+        return self._plan_of_class(rows_class(num_rows))
 
     def store(self, x: Rows, out_MN: torch.Tensor, norm: Norm | DeferredNorm | None = None) -> None:
         """Compute out = x @ weight^T + bias, or, if the plan is gated, out = silu(gate) * up of it."""

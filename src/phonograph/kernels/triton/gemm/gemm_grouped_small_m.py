@@ -156,11 +156,9 @@ def _gemm_grouped_small_m_kernel(
     xs = ()
     for step in tl.static_range(ROWS_AHEAD):
         xs += (read_rows(x_ptrs, x_row < M, step, K, EIGHTS, UNITS),)
-    residual = None
     up = None
-    if MODE == 1:
-        # Loaded early, used at the end.
-        residual = tl.load(out_ptrs, mask, other=0.0)
+    # Loaded early, used at the end.
+    residual = tl.load(out_ptrs, mask, other=0.0) if MODE == 1 else None
     half = tl.full((UNITS, 16, COLUMNS // 2), 1.0, KIND)
     ones = tl.reshape(tl.join(half, half), (UNITS, 16, COLUMNS))
     sums = tl.zeros((UNITS, OUTPUTS, ROWS), tl.float32)
@@ -208,7 +206,7 @@ def _gemm_grouped_small_m_kernel(
         result *= scale
         if MODE == 2:
             up *= up_scale
-    tl.store(out_ptrs, finished(result, up, bias, up_bias, residual, MODE).to(out_ptr.dtype.element_ty), mask)
+    tl.store(out_ptrs, finished(result, up, None, bias, up_bias, residual, MODE).to(out_ptr.dtype.element_ty), mask)
 
 
 _large_gemm_grouped_small_m = prefer_l1(

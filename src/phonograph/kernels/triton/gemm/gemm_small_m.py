@@ -175,11 +175,9 @@ def _gemm_small_m_kernel(
     if SQUARE_TILES > 0:
         squares = read_squares(squares_ptr, m, ROWS, SQUARE_TILES)
     factor = None
-    residual = None
     up = None
-    if MODE == 1:
-        # Loaded early, used at the end.
-        residual = tl.load(out_ptrs, mask, other=0.0)
+    # Loaded early, used at the end.
+    residual = tl.load(out_ptrs, mask, other=0.0) if MODE == 1 else None
     sums = tl.zeros((BATCH, 8 * tiles, ROWS) if tiles > 1 else (BATCH, max(ROWS, 16), 8), tl.float32)
     for step in tl.static_range(steps):
         if PDL and (step == 0 or step + min(AHEAD, ROWS_AHEAD) <= steps):
@@ -204,11 +202,7 @@ def _gemm_small_m_kernel(
         result, up = tl.split(tl.permute(tl.reshape(total, (2, BLOCK_N, ROWS)), (2, 1, 0)))
     else:
         result = tl.trans(tl.reshape(total, (BLOCK_N, ROWS)))
-    if SQUARE_TILES > 0:
-        result *= factor
-        if MODE == 2:
-            up *= factor
-    rounded = finished(result, up, bias, up_bias, residual, MODE).to(out_ptr.dtype.element_ty)
+    rounded = finished(result, up, factor, bias, up_bias, residual, MODE).to(out_ptr.dtype.element_ty)
     tl.store(out_ptrs, rounded, mask)
     if norm_ptr is not None:
         squares_ptr = new_squares_ptr + first // BLOCK_N * ROWS

@@ -275,16 +275,10 @@ def _gemm_tiled_kernel(
     valid_n = n < rows_left
     out_ptrs = out_ptr + m.to(tl.int64)[None, :] * out_stride + (first + n)[:, None]
     mask = valid_n[:, None] & (m < M)[None, :]
-    bias = None
-    up_bias = None
-    if bias_ptr is not None:
-        bias = constant(bias_ptr + first, n, valid_n, 1)
-        if MODE == 2:
-            up_bias = constant(bias_ptr + N + first, n, valid_n, 1)
-    residual = None
-    if MODE == 1:
-        residual = tl.load(out_ptrs, mask, other=0.0)
-    rounded = finished(sums, up_sums, bias, up_bias, residual, MODE).to(out_ptr.dtype.element_ty)
+    bias = constant(bias_ptr + first, n, valid_n, 1) if bias_ptr is not None else None
+    up_bias = constant(bias_ptr + N + first, n, valid_n, 1) if bias_ptr is not None and MODE == 2 else None
+    residual = tl.load(out_ptrs, mask, other=0.0) if MODE == 1 else None
+    rounded = finished(sums, up_sums, None, bias, up_bias, residual, MODE).to(out_ptr.dtype.element_ty)
     tl.store(out_ptrs, rounded, mask)
     if norm_ptr is not None:
         squares_ptr = new_squares_ptr + first // BLOCK_N * ROWS

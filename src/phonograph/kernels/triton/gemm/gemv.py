@@ -91,20 +91,13 @@ def _gemv_kernel(
 
     result = tl.sum(sums, 1)
     up_result = tl.sum(up_sums, 1)
-    if norm_ptr is not None:
-        scale = tl.rsqrt(tl.sum(squares, 0) / K + eps)
-        result *= scale
-        up_result *= scale
-    bias = None
-    up_bias = None
-    if bias_ptr is not None:
-        bias = tl.load(bias_ptr + n, valid_n, other=0.0).to(tl.float32)
-        if MODE == 2:
-            up_bias = tl.load(bias_ptr + N + n, valid_n, other=0.0).to(tl.float32)
-    residual = None
-    if MODE == 1:
-        residual = tl.load(out_ptr + n, valid_n, other=0.0)
-    result = finished(result, up_result, bias, up_bias, residual, MODE)
+    factor = tl.rsqrt(tl.sum(squares, 0) / K + eps) if norm_ptr is not None else None
+    bias = tl.load(bias_ptr + n, valid_n, other=0.0).to(tl.float32) if bias_ptr is not None else None
+    up_bias = (
+        tl.load(bias_ptr + N + n, valid_n, other=0.0).to(tl.float32) if bias_ptr is not None and MODE == 2 else None
+    )
+    residual = tl.load(out_ptr + n, valid_n, other=0.0) if MODE == 1 else None
+    result = finished(result, up_result, factor, bias, up_bias, residual, MODE)
     tl.store(out_ptr + n, result.to(out_ptr.dtype.element_ty), valid_n)
 
 

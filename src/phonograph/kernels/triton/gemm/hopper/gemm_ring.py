@@ -241,13 +241,9 @@ def _gemm_ring_kernel(
         if MODE == 2:
             up_scale, up_zero = _groups_of(scales_ptr, zeros_ptr, group_n + N, output_stride, group_at, KIND)
     n = first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, OUT))
-    bias, up_bias, norm = None, None, None
-    if bias_ptr is not None:
-        bias = constant(bias_ptr, n, N)[:, None]
-        if MODE == 2:
-            up_bias = constant(bias_ptr + N, n, N)[:, None]
-    if norm_ptr is not None:
-        norm = constant(norm_ptr, n, N)[:, None]
+    bias = constant(bias_ptr, n, N)[:, None] if bias_ptr is not None else None
+    up_bias = constant(bias_ptr + N, n, N)[:, None] if bias_ptr is not None and MODE == 2 else None
+    norm = constant(norm_ptr, n, N)[:, None] if norm_ptr is not None else None
     if PDL:
         wait_for_kernel_before()
     for place in gl.static_range(STAGES):
@@ -255,10 +251,8 @@ def _gemm_ring_kernel(
     m = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, OUT))
     mask = (n < N)[:, None] & (m < M)[None, :]
     out_ptrs = out_ptr + m.to(gl.int64)[None, :] * out_stride + n[:, None]
-    residual = None
-    if MODE == 1:
-        # Loaded early, used at the end.
-        residual = gl.load(out_ptrs, mask=mask, other=0.0)
+    # Loaded early, used at the end.
+    residual = gl.load(out_ptrs, mask=mask, other=0.0) if MODE == 1 else None
     if SQUARE_TILES > 0:
         squares = read_squares(squares_ptr, SQUARE_TILES, ROWS, WARPS)
 

@@ -181,16 +181,7 @@ def add_parts(base, zeros, SIZE: gl.constexpr, SPLITS: gl.constexpr, arrived_ptr
 
 @gluon.jit
 def finished(result, up, bias, up_bias, residual, MODE: gl.constexpr):
-    """Return the results of a product from its sums, in float32.
-
-    Args:
-        result: sums, of gates if `up` has those of ups.
-        up: see `result`.
-        bias: constants of the outputs, float32, that broadcast to the sums, or None.
-        up_bias: the same for the ups.
-        residual: values that are added to the result (`ADD`).
-        MODE: of the product.
-    """
+    """Return the results of a product from its sums, in float32, as `gemm_epilogue.finished` does."""
     if bias is not None:
         result += bias
         if MODE == 2:

@@ -220,11 +220,8 @@ def _gemm_ring_small_m_kernel(
     if zeros_ptr is not None:
         zeros = keep(zeros_ptr, *at, N, K, PAIR, BLOCK_N, BLOCK_K, SPLITS, GROUP, WARPS)
     n = first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, OUT))
-    bias, up_bias = None, None
-    if bias_ptr is not None:
-        bias = constant(bias_ptr, n, N)[:, None]
-        if MODE == 2:
-            up_bias = constant(bias_ptr + N, n, N)[:, None]
+    bias = constant(bias_ptr, n, N)[:, None] if bias_ptr is not None else None
+    up_bias = constant(bias_ptr + N, n, N)[:, None] if bias_ptr is not None and MODE == 2 else None
     if PDL:
         wait_for_kernel_before()
     for place in gl.static_range(STAGES):
@@ -232,10 +229,8 @@ def _gemm_ring_small_m_kernel(
     m = gl.arange(0, ROWS, layout=gl.SliceLayout(0, OUT))
     mask = (n < N)[:, None] & (m < M)[None, :]
     out_ptrs = out_ptr + m.to(gl.int64)[None, :] * out_stride + n[:, None]
-    residual = None
-    if MODE == 1:
-        # Loaded early, used at the end.
-        residual = gl.load(out_ptrs, mask=mask, other=0.0)
+    # Loaded early, used at the end.
+    residual = gl.load(out_ptrs, mask=mask, other=0.0) if MODE == 1 else None
 
     sums = gl.zeros([UNITS, BLOCK_N, ROWS], gl.float32, LAYOUT)
     ups = gl.zeros([UNITS, BLOCK_N, ROWS], gl.float32, LAYOUT)

@@ -167,11 +167,8 @@ def _gemv_integer_kernel(
         zeros = keep(zeros_ptr, *at, N, K, PAIR, BLOCK_N, BLOCK_K, SPLITS, GROUP, WARPS)
     n = first + gl.arange(0, BLOCK_N, layout=OUT)
     mask = n < N
-    bias, up_bias = None, None
-    if bias_ptr is not None:
-        bias = constant(bias_ptr, n, N)
-        if MODE == 2:
-            up_bias = constant(bias_ptr + N, n, N)
+    bias = constant(bias_ptr, n, N) if bias_ptr is not None else None
+    up_bias = constant(bias_ptr + N, n, N) if bias_ptr is not None and MODE == 2 else None
     # Steps of a program, as a power of two; two steps' pieces of the row lie behind one another.
     ROW_TURNS: gl.constexpr = max(2, triton.next_power_of_2((STEPS + SPLITS - 1) // SPLITS))
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -184,10 +181,8 @@ def _gemv_integer_kernel(
         row_sums = gl.allocate_shared_memory(gl.float32, [ROW_TURNS, UNITS], FLAT)
     if PDL:
         wait_for_kernel_before()
-    residual = None
-    if MODE == 1:
-        # Loaded early, used at the end.
-        residual = gl.load(out_ptr + n, mask=mask, other=0.0)
+    # Loaded early, used at the end.
+    residual = gl.load(out_ptr + n, mask=mask, other=0.0) if MODE == 1 else None
     pairs_end = gl.minimum(end * BLOCK_K, K) // 2
     put_row(pieces, row_scales, row_sums, x_ptr, begin * (BLOCK_K // 2), pairs_end, WARPS, KIND)
 
