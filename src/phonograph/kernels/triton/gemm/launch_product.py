@@ -29,19 +29,22 @@ def launch_product(
         kernel: the kernel.
         product: the product.
         config: the tiles.
-        parts: scratch, needed if inputs are split.
+        parts: scratch; if it is too small, or with a gated activation, inputs are not split.
         others: arguments that only this kernel has, or that replace the usual ones, and options of Triton.
     """
     names, tiles = kernel.arg_names, config._asdict()
-    rows, splits = tiles.get("rows", 1), tiles.get("splits", 1)
     x_MK, matrix, out_MN, mode = product.rows, product.matrix, product.out_MN, product.mode
-    (num_rows, num_inputs), num_outputs = x_MK.shape, out_MN.shape[1]
-    assert splits == 1 or (parts is not None and mode != SILU)
+    (num_rows, num_inputs), num_outputs, rows = x_MK.shape, out_MN.shape[1], tiles.get("rows", 1)
+    num_tiles, splits = cdiv(num_outputs, config.block_n) * cdiv(num_rows, rows), tiles.get("splits", 1)
+    if splits > 1 and (mode == SILU or not _has_room(parts, num_tiles, splits * config.block_n * rows)):
+        splits = 1
     assert x_MK.stride(1) == matrix.stride(1) == out_MN.stride(1) == 1
-    partials, arrived = parts or (None, None)
+    # Another kernel, without the code for parts.
+    partials, arrived = parts if parts is not None and splits > 1 else (None, None)
     arguments = {
         **tiles,
         **{name.upper(): value for name, value in tiles.items()},
+        "SPLITS": splits,
         **_group_arguments(product),
         **_norm_arguments(product, rows),
         "x_ptr": x_MK,
@@ -65,8 +68,12 @@ def launch_product(
     assert product.next_norm is None or "normed_ptr" in names
     assert product.grouped is None or "scales_ptr" in names
     given = {name: arguments[name] for name in (*names, *_OPTIONS) if name in arguments}
-    grid = cdiv(num_outputs, config.block_n) * cdiv(num_rows, rows), splits
-    kernel[grid](**given, **pdl_options())
+    kernel[num_tiles, splits](**given, **pdl_options())
+
+
+def _has_room(parts: Parts | None, num_tiles: int, tile_size: int) -> bool:
+    """Return True if scratch has room for the partial sums of tiles of a size, and a counter for each."""
+    return parts is not None and num_tiles <= parts[1].numel() and num_tiles * tile_size <= parts[0].numel()
 
 
 def _group_arguments(product: Product) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from phonograph.kernels.fp8_activations import Fp8Rows
+from phonograph.kernels.fp8_activations import numbers_and_scales
 from phonograph.kernels.torch.grouped import Grouped
 
 STORE, ADD, SILU = 0, 1, 2
@@ -72,12 +72,12 @@ class Product(NamedTuple):
     @property
     def rows(self) -> torch.Tensor:
         """Rows, [M, K]; of FP8 the numbers without their scales."""
-        return self.x.values_MK if isinstance(self.x, Fp8Rows) else self.x
+        return numbers_and_scales(self.x)[0]
 
     @property
     def row_scales(self) -> torch.Tensor | None:
         """Scales of FP8 rows, [M, 1]."""
-        return self.x.scales_M1 if isinstance(self.x, Fp8Rows) else None
+        return numbers_and_scales(self.x)[1]
 
     @property
     def grouped(self) -> Grouped | None:
@@ -87,4 +87,5 @@ class Product(NamedTuple):
     @property
     def matrix(self) -> torch.Tensor:
         """Weights in memory: numbers, or words of 32 bits."""
-        return self.weight.packed_OW.view(torch.int32) if isinstance(self.weight, Grouped) else self.weight
+        weight = self.grouped
+        return weight.packed_OW.view(torch.int32) if weight is not None else self.weight

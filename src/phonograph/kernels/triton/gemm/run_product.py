@@ -9,7 +9,7 @@ Shapes are those of `product`.
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 from __future__ import annotations
 
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 
@@ -18,7 +18,7 @@ from phonograph.kernels.triton.elementwise import layers
 from phonograph.kernels.triton.elementwise.fp8_rows import quantize_rows
 from phonograph.kernels.triton.gemm import gemm_grouped_small_m, gemm_small_m, gemm_tiled, gemv
 from phonograph.kernels.triton.gemm.dequantize import dequantize_into
-from phonograph.kernels.triton.gemm.product import ADD, SILU, Matrix, Parts, Product
+from phonograph.kernels.triton.gemm.product import ADD, SILU, Matrix, Product
 from phonograph.kernels.triton.gemm.product_plan import (
     GemmGroupedSmallMConfig,
     GemmRingConfig,
@@ -29,10 +29,7 @@ from phonograph.kernels.triton.gemm.product_plan import (
     GemvIntegerConfig,
     KernelConfig,
     ProductPlan,
-    cdiv,
 )
-
-_Splitting = TypeVar("_Splitting", GemmTiledConfig, GemmRingConfig, GemmRingSmallMConfig, GemvIntegerConfig)
 
 _MAX_TILES = 16384
 MAX_PARTIALS = 1 << 22
@@ -122,6 +119,7 @@ def _launch(kernel: KernelConfig, product: Product, scratch: GemmScratch) -> Non
     weight = product.grouped
     if weight is not None and weight.order_I is not None:
         product = product._replace(x=_in_order(product.x, weight.order_I, scratch))
+    parts = scratch[:2]
     match _aligned(kernel, product):
         case GemvConfig() as config:
             gemv.launch(product, config)
@@ -129,21 +127,21 @@ def _launch(kernel: KernelConfig, product: Product, scratch: GemmScratch) -> Non
             gemm_small_m.launch(product, config)
         case GemmGroupedSmallMConfig() as config:
             gemm_grouped_small_m.launch(product, config)
-        case GemmTiledConfig(rows, block_n) as config:
-            gemm_tiled.launch(product, *_split(config, rows, block_n, product, scratch))
+        case GemmTiledConfig() as config:
+            gemm_tiled.launch(product, config, parts)
         # Gluon is experimental: imported only where it runs.
-        case GemmRingConfig(rows, block_n) as config:
+        case GemmRingConfig() as config:
             from phonograph.kernels.triton.gemm.hopper import gemm_ring
 
-            gemm_ring.launch(product, *_split(config, rows, block_n, product, scratch))
-        case GemmRingSmallMConfig(rows, block_n) as config:
+            gemm_ring.launch(product, config, parts)
+        case GemmRingSmallMConfig() as config:
             from phonograph.kernels.triton.gemm.hopper import gemm_ring_small_m
 
-            gemm_ring_small_m.launch(product, *_split(config, rows, block_n, product, scratch))
-        case GemvIntegerConfig(block_n) as config:
+            gemm_ring_small_m.launch(product, config, parts)
+        case GemvIntegerConfig() as config:
             from phonograph.kernels.triton.gemm.hopper import gemv_integer
 
-            gemv_integer.launch(product, *_split(config, 1, block_n, product, scratch))
+            gemv_integer.launch(product, config, parts)
 
 
 def _aligned(kernel: KernelConfig, product: Product) -> KernelConfig:
@@ -160,19 +158,6 @@ def _aligned(kernel: KernelConfig, product: Product) -> KernelConfig:
         case _:
             pass
     return kernel
-
-
-def _split(
-    config: _Splitting, rows: int, block_n: int, product: Product, scratch: GemmScratch
-) -> tuple[_Splitting, Parts | None]:
-    """Return tiles with the splits that the scratch has room for, and the scratch, which one split does not need."""
-    num_rows, num_outputs = product.out_MN.shape
-    tiles = cdiv(num_outputs, block_n) * cdiv(num_rows, rows)
-    if config.splits == 1:
-        return config, None
-    if product.mode == SILU or tiles > _MAX_TILES or tiles * config.splits * block_n * rows > MAX_PARTIALS:
-        return config._replace(splits=1), None
-    return config, scratch[:2]
 
 
 def _written_out(weight: Matrix, num_inputs: int, scratch: GemmScratch) -> torch.Tensor:
