@@ -10,7 +10,6 @@ import functools
 import torch
 
 from phonograph.kernels.fp8_activations import Rows
-from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.triton.gemm.choose import choose
 from phonograph.kernels.triton.gemm.product import (
     ADD,
@@ -95,11 +94,3 @@ class BoundProduct:
         if num_rows > rows or tiles > MAX_SQUARE_TILES:
             return None
         return DeferredNorm(self.scratch.squares[: tiles * rows].view(tiles, rows), eps)
-
-
-def format_of(weight: Matrix, dtype: torch.dtype) -> WeightFormat:
-    """Return the format of a matrix that rows of `dtype` are multiplied with."""
-    name = str(dtype).removeprefix("torch.")
-    if not isinstance(weight, Grouped):
-        return WeightFormat(name)
-    return WeightFormat(name, weight.bits, weight.group, weight.is_fp8(), weight.interleaved)

@@ -16,6 +16,7 @@ import torch
 
 from phonograph.kernels.fp8_activations import numbers_and_scales
 from phonograph.kernels.torch.grouped import Grouped
+from phonograph.kernels.triton.gemm.product_plan import WeightFormat
 
 STORE, ADD, SILU = 0, 1, 2
 MAX_SQUARE_TILES = 256
@@ -24,6 +25,14 @@ Parts = tuple[torch.Tensor, torch.Tensor]
 """Partial sums of programs that share a tile, float32, and how many have arrived, int32, zero between products."""
 Matrix = torch.Tensor | Grouped
 """Weights of a product: [outputs, inputs] in the type of the rows, or in groups."""
+
+
+def format_of(weight: Matrix, dtype: torch.dtype) -> WeightFormat:
+    """Return the format of a matrix that rows of `dtype` are multiplied with."""
+    name = str(dtype).removeprefix("torch.")
+    if not isinstance(weight, Grouped):
+        return WeightFormat(name)
+    return WeightFormat(name, weight.bits, weight.group, weight.is_fp8(), weight.interleaved)
 
 
 class Norm(NamedTuple):
