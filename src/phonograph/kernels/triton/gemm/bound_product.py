@@ -1,6 +1,6 @@
 """A matrix bound to a device: its products of any number of rows, each by the plan for the rows.
 
-Shapes are those of `product`.
+Shapes: M rows, N outputs, K inputs (`product`).
 """
 
 from __future__ import annotations

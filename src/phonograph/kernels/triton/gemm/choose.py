@@ -63,7 +63,7 @@ _OF_QWEN3 = "10% of the prefill of 200 tokens by Qwen3-0.6B"
 
 
 class ExceptionKey(NamedTuple):
-    """Product whose tiles are not those of a rule: bits of its weights, 0 for 16-bit weights, rows class and sizes."""
+    """Product with other tiles than its rule gives: bits of its weights, 0 for 16-bit weights, rows class and sizes."""
 
     bits: int
     rows: int
@@ -79,8 +79,8 @@ EXCEPTIONS: dict[ExceptionKey, tuple[KernelConfig | None, str]] = {
         "2.5% of a decode step of Llama-3.1-8B with 128 sequences",
     ),
 }
-"""Exceptions from the rules, each with its gain on an H200; of 2% or less it goes. None: torch, or the activation as a
-kernel of its own. Where the kernel does not run, the rule counts."""
+"""Exceptions from the rules, each with its gain on an H200; of 2% or less it goes. None: torch, or the activation in
+another kernel. Where the kernel does not run, the rule counts."""
 
 
 @functools.cache

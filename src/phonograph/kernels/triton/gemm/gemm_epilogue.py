@@ -1,6 +1,6 @@
 """Parts that product kernels share: deferred norms, sums over the warps of a program, and the end of a product.
 
-Shapes: m rows of a program, n outputs of a program; others are those of `product`.
+Shapes: m rows and n outputs of a program; M rows, N outputs, K inputs of a product.
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false

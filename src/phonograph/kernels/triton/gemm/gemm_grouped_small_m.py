@@ -1,18 +1,20 @@
-"""Matrix products of a few rows with weights in groups, of 4 or 8 bits, nearly as fast as memory.
+"""Matrix products of up to 32 rows with weights of 4 or 8 bits in groups.
 
-Like `gemm_small_m`, a program holds its first weights in registers before it waits for its input, and operands go from
-memory to the tensor cores without an exchange between threads: a sum over columns does not depend on their order, so
-that each thread passes the columns that it read.
+Shapes: M rows, padded to ROWS; N outputs, K inputs, G groups of inputs, W words of 32 bits of an output; a unit is the
+columns of one product of the tensor cores: 128, or one smaller group (64 columns, or 32, of 8 bits). A step is UNITS.
 
-Weights of 4 bits are multiplied as bias + weight (`grouped_operands`). A product with ones gives the sum of the rows'
-columns, times which the bias and the group's zero are taken off afterwards, and the group's scale multiplies the rest.
-So a weight costs less than one instruction. Integers of 8 bits are multiplied less 128, so that only zeros other than
-that need the product with ones.
+Algorithm: `gemm_small_m`, with weights that become numbers by bit operations, as in Marlin (Frantar et al., 2024).
+1. A program loads AHEAD steps of words and scales into registers before it waits for its input. Units are dealt to its
+   warps, and `add_warps` adds their sums.
+2. Weights of 4 bits are multiplied as bias + weight (`grouped_operands`), less than one instruction for each weight.
+3. A product of x with ones gives the columns' sum: out = scale * (sum of x (bias + weight) - (bias + zero) * sum of x).
+4. Integers of 8 bits are multiplied less 128, so only zeros other than 128 need the product with ones. One scale for
+   all inputs is applied once, at the end.
 
-A product of the tensor cores covers the columns of one group, or 128 of them (64 of 8 bits). The columns are dealt to
-the warps of a program, whose sums are added at the end.
-
-Shapes are those of `product`; W words, G groups.
+    K ->        group 0 = unit 0   unit 1   ...    | next step
+    16 outputs  [ warp 0         ][ warp 1 ][ ... ]|[ warp 0 ]   words of AHEAD steps are in registers
+    x           [ 128 columns    ][        ][     ]|
+    scales      [ one for an output and a group  ]     added over the warps at the end
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -109,14 +111,14 @@ def _gemm_grouped_small_m_kernel(
     WORDS: tl.constexpr = COLUMNS * BITS // 128
     EIGHTS: tl.constexpr = COLUMNS // 32
     LAST: tl.constexpr = (K + COLUMNS - 1) // COLUMNS
-    # Words of a row; those of 4 bits have whole groups.
+    # Words of a row; words of 4-bit weights have whole groups.
     COUNT: tl.constexpr = 4 * WORDS * LAST if BITS == 4 else (K + 3) // 4
     # Zeros of integers are subtracted unit by unit.
     HAS_ZEROS: tl.constexpr = BITS == 4 or zeros_ptr is not None
     NEEDS_ONES: tl.constexpr = HAS_ZEROS or offsets_ptr is not None
     ONE_SCALE: tl.constexpr = GROUP >= K and not NEEDS_ONES
     STEPS: tl.constexpr = (LAST + UNITS - 1) // UNITS
-    # With a gated activation the rows of the ups follow those of the gates.
+    # With a gated activation the rows of the ups follow the rows of the gates.
     OUTPUTS: tl.constexpr = 2 * BLOCK_N if MODE == 2 else BLOCK_N
     SIZES: tl.constexpr = (N, K, GROUP, COLUMNS, UNITS, BLOCK_N, OUTPUTS)
     first = tl.program_id(0) * BLOCK_N
@@ -212,4 +214,4 @@ def _gemm_grouped_small_m_kernel(
 _large_gemm_grouped_small_m = prefer_l1(
     triton.jit(do_not_specialize=["M", "magic"])(_gemm_grouped_small_m_kernel.fn), carveout=7
 )
-"""The same kernel, for layers of as many bytes as `LARGE` weights in 16 bits have."""
+"""The same kernel, for layers from the bytes of `LARGE` weights in 16 bits on."""

@@ -1,21 +1,25 @@
-"""Matrix products of a few rows that, like those of one row, are nearly as fast as memory.
+"""Matrix products of up to 32 rows, with weights in registers.
 
-As in `gemv`, a program holds the first of its weights in registers before it waits for its input, so that memory does
-not idle between kernels. It sums over all inputs of its few outputs, so that programs have nothing to add.
+Shapes: M rows, padded to ROWS; N outputs, K inputs; a program has BLOCK_N outputs and takes BLOCK_K inputs a step.
 
-Operands go from memory to the tensor cores without an exchange between threads. The tensor cores want a thread to hold
-pairs of columns that lie eight apart; memory wants it to read 16 bytes in a row. A sum over columns does not depend on
-their order, so each thread passes the eight columns that it read, of rows and weights alike. The side of 16 of the
-tensor cores' tile is for the weights, the side of 8 for the rows; with eight rows of weights it is the other way round.
-The inputs are dealt to the warps of a program: the product is a batch of products, one or more a warp, which are added
-at the end.
+Algorithm: split-K inside one program (slice-K of NVIDIA's CUTLASS), by `mma.m16n8k16`.
+1. As in `gemv`, a program loads its first AHEAD steps of weights into registers before it waits for its input.
+2. The steps' columns are dealt to the warps; each warp computes its own product, and `add_warps` adds them at the end.
+   Programs have nothing to add.
+3. A thread reads 16 bytes of a row, which are eight neighbouring columns, where the tensor cores want pairs of columns
+   that lie eight apart. A sum over columns does not depend on their order, so the thread passes the eight columns that
+   it read, of rows and weights alike, and threads exchange nothing.
+4. Weights take the side of 16 of the tensor cores' tile, rows the side of 8; with BLOCK_N 8 the reverse.
+
+    K ->          warp 0  warp 1  ...  warp 7 | warp 0  warp 1 ...
+    8 weight rows [32 cols][32 cols]  [32    ] [        next step ]   a warp's 32 columns: 4 threads x 8
+    8 rows of x   [the same columns          ] [                  ]
+    sums            s0   +   s1   +   +  s7      -> outputs [ROWS, BLOCK_N]
 
 Loads in flight have their place in the L1 cache, and so have the rows, which all programs of a multiprocessor read. So
 large layers prefer L1 cache to shared memory (`prefer_l1`). A multiprocessor changes the division only when it is
-empty. Behind a kernel that needs much shared memory, and leaves registers for this one's programs, the division stays,
+empty. After a kernel that needs much shared memory and leaves registers for this one's programs, the division stays,
 and this kernel takes twice the time. So either all large layers of a step run here, or none.
-
-Shapes are those of `product`.
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false

@@ -1,13 +1,18 @@
 """Matrix products of tiles of rows, through Triton's pipeline, on every GPU and for every size.
 
-The weights are the long side of the tensor cores' tile (out^T = W x^T), the rows their short one, padded to a class.
-Each program keeps several tiles of weights in flight, and prefetches its first ones into the L2 cache before it waits
-for its input. Narrow layers have fewer tiles than the GPU has processors, so their inputs are split over programs too.
-The program that arrives last adds the partial sums in a fixed order, so that results do not depend on timing.
+Shapes: M rows in tiles of ROWS, N outputs in tiles of BLOCK_N, K inputs in steps of BLOCK_K; SPLITS programs a tile.
 
-Weights in groups are loaded as words, and become numbers of the rows' type before the tensor cores take them.
+Algorithm: tiled GEMM of Triton's tutorial on matrix multiplication, transposed, with split-K.
+1. The weights are the long side of the tensor cores' tile, the rows the short side: out^T = W x^T.
+2. A program prefetches its first weights into the L2 cache before it waits for its input; then Triton's pipeline
+   (`num_stages`) keeps several steps in flight. Weights in groups are loaded as words and become numbers of x's type.
+3. Narrow layers have fewer tiles than the GPU has multiprocessors, so SPLITS programs share the inputs of a tile. The
+   program that arrives last adds the partial sums in a fixed order: results do not depend on timing.
 
-Shapes are those of `product`.
+              K ->   split 0     split 1
+    N tile 0  |  [ program 0,0 | program 0,1 ]  -> parts in scratch; the last to arrive adds part 0, then part 1
+    N tile 1  |  [ program 1,0 | program 1,1 ]
+              M: tiles of the same weights are neighbours in the grid, so that the second finds them in the L2 cache
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false
@@ -56,7 +61,7 @@ def rows_aligned(matrix: torch.Tensor) -> bool:
 def _prefetch_rows(pointer, stride_bytes, count, num_bytes):
     """Prefetch `num_bytes` (a multiple of 16) of each of `count` rows into the L2 cache, without waiting.
 
-    One thread requests a row. The hardware takes such requests one lane after another, so warps share them.
+    One thread requests a row. The hardware takes these requests one lane after another, so warps share them.
     """
     tl.inline_asm_elementwise(
         """
@@ -101,7 +106,7 @@ def _weight_tile(
     """Load weights [n, k] at rows `first` + n and columns `start` + k, as numbers of KIND.
 
     Args:
-        weight_desc: descriptor of a matrix of such numbers, or None.
+        weight_desc: descriptor of a matrix of numbers, or None for words and for unaligned rows.
         weight_ptr: the matrix, or the words of weights in groups.
         weight_stride: of its rows.
         groups: pointers of scales, zeros and offsets, their strides of outputs and groups, and `MAGIC`.

@@ -1,11 +1,18 @@
-"""Matrix products of one row, which are all that a decode step of one sequence consists of.
+"""Matrix products of one row: all products of a decode step of one sequence.
 
-Such a product is as fast as memory, if memory never idles. It idles between kernels: the last programs drain while the
-next kernel waits for their results. Weights do not depend on results, so each program loads its first weights before it
-waits for the kernel before (programmatic dependent launch). The norm before a product, the gated activation and the
-residual add happen inside it, which leaves few kernels to drain between.
+Shapes: N outputs, K inputs; a program has BLOCK_N outputs and takes BLOCK_K inputs a step. Sums are float32.
 
-Shapes are those of `product`; sums are float32.
+Algorithm: GEMV with whole rows of weights, started early by programmatic dependent launch (CUDA programming guide).
+1. The product is bound by reading weights. Weights do not depend on results, so each program loads its first step
+   before it waits for its predecessor, and memory does not idle between kernels.
+2. Each thread multiplies eight columns of a weight row and of x, and sums them; one step is loaded ahead.
+3. The row's norm is a factor of the sums, W(xg) / rms, and each program sums the squares while it streams.
+4. Activation and residual are applied to the sums, so that a step has few kernels to start.
+
+                  K ->   step 0   step 1   step 2
+    program 0   N   |  [ 4 rows: loaded, multiplied, summed over K ]  -> 4 outputs
+    program 1   |   |  [ 4 rows                                     ]  -> 4 outputs
+    x [1, K]           read by every program, from the L2 cache
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false

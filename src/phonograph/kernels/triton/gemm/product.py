@@ -20,7 +20,7 @@ from phonograph.kernels.triton.gemm.product_plan import WeightFormat
 
 STORE, ADD, SILU = 0, 1, 2
 MAX_SQUARE_TILES = 256
-"""Sums of squares of a row, all of which each program that takes the row reads."""
+"""Most sums of squares of a row; each program that takes the row reads all of them."""
 Parts = tuple[torch.Tensor, torch.Tensor]
 """Partial sums of programs that share a tile, float32, and how many have arrived, int32, zero between products."""
 Matrix = torch.Tensor | Grouped

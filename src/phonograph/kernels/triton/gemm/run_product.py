@@ -3,7 +3,7 @@
 Quantized weights whose plan is torch are written out first. Kernels multiply columns in the order of the weights. If
 the inputs have another order, the rows are copied to scratch in that order.
 
-Shapes are those of `product`.
+Shapes: M rows, N outputs, K inputs (`product`).
 """
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false

@@ -1,22 +1,23 @@
-"""Matrix products of 9 to 256 rows on Hopper, nearly as fast as memory.
+"""Matrix products of 9 to 256 rows on Hopper, through a ring of tiles in shared memory.
 
-Rows and weights have 16 bits, or both are FP8, or rows have 16 bits and weights 4.
+Shapes: M rows in tiles of ROWS, N outputs in tiles of BLOCK_N, K inputs in steps of BLOCK_K; SPLITS programs a tile;
+the ring has STAGES places of a step. Rows and weights have 16 bits, or both are FP8, or weights have 4 bits.
 
-Up to 8 rows, a program holds its first weights in registers before it waits for its input (`gemm_small_m`). More rows
-would need as many loads there as the weights. Here the copy engine brings both to shared memory, into a ring of tiles
-that is as large as there is room for. A program requests the weights of the whole ring before it waits for its input,
-and the rows after that. Loads in flight need neither registers nor warps, so four warps do.
+Algorithm: TMA and `wgmma` with a ring of barriers, as in CUTLASS's kernels for Hopper, but without a producer warp.
+1. A program requests the weights of its whole ring before it waits for its input, and the rows after that. Loads in
+   flight need neither registers nor warps, so four warps do; `gemm_small_m` has no registers for more than 32 rows.
+2. Each step waits for its place, multiplies out^T = W x^T (weights are the long side), and requests the step that takes
+   the place next. With LAG 1 the request waits until the next products run, so that the tensor cores never wait.
+3. Each thread unpacks the 4-bit words of its part of the tile into registers, from which the tensor cores take weights;
+   other programs of the multiprocessor unpack meanwhile.
+4. Split inputs are added by the program that arrives last, in a fixed order.
 
-The weights are the long side of the tensor cores' tile (out^T = W x^T), the rows their short one. Narrow layers split
-their inputs over programs; the last one to arrive adds the parts in a fixed order.
-
-Interleaved weights of 4 bits (`Grouped`) come as words, which each thread makes the numbers of that it holds of the
-tile: the tensor cores take the weights from registers. Other programs of the multiprocessor unpack theirs meanwhile.
+    ring     | place 0 | place 1 | place 2 |      each: weights [BLOCK_N, BLOCK_K] (two if gated) and rows
+    step     |    0    |    1    |    2    |    requested before the wait (weights), after it (rows)
+             |    3    |    4    | ...          requested when the products of steps 0 and 1 have ended
 
 Triton's interpreter does not run Gluon: without a Hopper GPU tests compile the kernel, and run it on threads
 (`tests/support/gluon_on_threads.py`).
-
-Shapes are those of `product`.
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false
@@ -105,7 +106,7 @@ _KINDS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e
 
 
 def takes(weight: Grouped, config: GemmRingConfig) -> bool:
-    """Return True if the kernel multiplies such weights with such tiles: 64 or 128 outputs, columns of one group.
+    """Return True if a tile has 64 or 128 outputs and lies in one group of interleaved words.
 
     With a lag, products would still read registers that the next step's weights are written to.
     """
@@ -135,7 +136,7 @@ def _numbers(words, scale, zero, magic, KIND: gl.constexpr, NUMBERS: gl.constexp
     """
     values = in_order(unpacked(words, magic, 4, KIND))
     values = gl.convert_layout(values.reshape((words.shape[0], 8 * words.shape[1])), NUMBERS, assert_trivial=True)
-    # Differences of such small integers are exact.
+    # Differences of small integers are exact.
     return (values - zero) * scale
 
 
@@ -154,7 +155,7 @@ def _groups_of(scales_ptr, zeros_ptr, n, output_stride, group_at, KIND: gl.const
 
 @gluon.jit
 def _wait_for_products(STEPS: gl.constexpr, sums, ups, PAIR: gl.constexpr):
-    """Until at most those of the last STEPS steps are under way."""
+    """Wait until the products of at most STEPS steps are in flight."""
     if PAIR == 2:
         sums, ups = warpgroup_mma_wait(2 * STEPS, deps=(sums, ups))
     else:
@@ -265,7 +266,7 @@ def _gemm_ring_kernel(
         if GROUP > 0:
             words = weights.index(PAIR * place).load(_words_layout(WARPS, WIDTH))
             left = _numbers(words, scale, zero, magic, KIND, NUMBERS)
-            # Of the next step, beyond the last one of its own.
+            # Of the next step; the last step repeats its groups.
             group_at = gl.minimum(step + 1, STEPS - 1) * BLOCK_K // GROUP * group_stride
             scale, zero = _groups_of(scales_ptr, zeros_ptr, group_n, output_stride, group_at, KIND)
         else:

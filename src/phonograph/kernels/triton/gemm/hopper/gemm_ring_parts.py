@@ -1,6 +1,6 @@
 """Parts that kernels of products through a ring share: the rows' descriptor, requests to the copy engine, and the end.
 
-Shapes are those of `product`.
+Shapes: M rows, N outputs, K inputs (`product`); m rows and n outputs of a program.
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
@@ -91,7 +91,7 @@ def constant(pointer, n, N: gl.constexpr):
 
 @gluon.constexpr_function
 def _turns(steps, splits, block_k, group):
-    """Return the steps of a program if each has groups of its own, or the groups of a program, as a power of two."""
+    """Return a program's steps, or its groups if a group is longer than a step, rounded up to a power of two."""
     most = -(-steps // splits)
     if group > UNIT.value:
         most = most * block_k // group + 2
@@ -120,8 +120,8 @@ def keep(
 
     Args:
         pointer: of the first output and group.
-        first: first output of the program, of BLOCK_N; with PAIR == 2, the ups N behind them follow.
-        first_group: first group of the program. Behind the last one of K its values are repeated.
+        first: first output of the program, of BLOCK_N; with PAIR == 2 the ups follow, N outputs further.
+        first_group: first group of the program. Groups after the last one of K repeat its values.
         output_stride: from one output to the next.
         group_stride: from one group to the next.
         N: outputs.

@@ -1,19 +1,20 @@
 """Matrix products of up to 8 rows with weights of 4 bits on Hopper, through a ring in shared memory.
 
-`gemm_grouped_small_m` holds the weights under way in registers, and the compiler requests the next ones only behind
-the products of a step. Here the copy engine brings words and rows to a ring of tiles, as in `gemm_ring`, while the
-tensor cores work: large layers are faster. Small ones are not, as a program begins and ends later.
+Shapes: M rows, padded to ROWS; N outputs in tiles of BLOCK_N, K inputs in steps of UNITS units of 128 columns, SPLITS
+programs a tile.
 
-The words are interleaved (`Grouped`). A thread reads four words of an output and the rows' 32 columns that they
-multiply, which are operands of the tensor cores without an exchange between threads (`grouped_operands`). Weights are
-multiplied as bias + weight. A product with ones gives the sums of the rows' columns, times which the bias and a group's
-zero are taken off, and the group's scale multiplies the rest. A program keeps the scales and zeros of all its groups in
-shared memory from its start.
+Algorithm: the arithmetic of `gemm_grouped_small_m` (after Marlin, Frantar et al., 2024) on the ring of `gemm_ring`.
+1. In registers the compiler requests the next words only after a step's products. Here the copy engine brings words
+   and rows while the tensor cores work: large layers are faster; small ones are not, as programs begin and end later.
+2. Words are interleaved (`Grouped`): a thread reads four words of an output and the 32 columns that they multiply,
+   which are operands of the tensor cores (`mma.m16n8k16`) without an exchange between threads.
+3. Weights are multiplied as bias + weight; a product with ones gives the columns' sums, to subtract bias and zeros.
+   Scales and zeros of all groups of a program are in shared memory from its start.
+4. Outputs and columns of a step are dealt to WARPS_N x WARPS_K warps. Split inputs are added by the last program.
 
-The outputs and the columns of a step are dealt to the warps of a program, whose sums are added at the end. Long inputs
-are split over programs; the last one to arrive adds the parts in a fixed order.
-
-Shapes are those of `product`. A unit has 128 columns, the k of a product of the tensor cores' tiles.
+    K ->              unit 0    unit 1    unit 2    unit 3   | next step
+    outputs  0 to 15  [ k 0 ]   [ k 1 ]   [ k 0 ]   [ k 1 ]  |   WARPS_K 2: units in turns
+    outputs 16 to 31  [ the same warps, or WARPS_N 2: two others ]
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false

@@ -1,18 +1,23 @@
 """Products of one row with weights of 4 bits on Hopper, by the tensor cores' products of integers.
 
-With one row, `gemm_ring_small_m` waits for its instructions more than for memory: seven of them make numbers in 16 bits
-of the eight weights of a word, which is one product of the tensor cores. Here the weights become bytes, by three
-instructions, and a product takes two words. The row becomes integers of 16 bits, which are two bytes each
-(`integer_operands`). Each program makes those of its columns itself, when the kernel before has ended.
+Shapes: N outputs in tiles of BLOCK_N, K inputs in steps of UNITS units of 128 columns, SPLITS programs a tile; BOTH_N
+outputs of a program, gates and then ups.
 
-Words come through a ring in shared memory, as in `gemm_ring_small_m`: gates and ups by one request. The outputs and the
-columns of a step are dealt to the warps of a program, whose sums are added at the end. Long inputs are split over
-programs; the last one to arrive adds the parts in a fixed order.
+Algorithm: products of integers with a scale for each vector, after LLM.int8() (Dettmers et al., 2022), here with two
+bytes for each number of the row, on the ring of `gemm_ring`.
+1. With one row, `gemm_ring_small_m` waits for its instructions more than for memory: seven for the eight weights of a
+   word, one product of the tensor cores. Here weights become bytes by three, and a product takes two words.
+2. The row becomes integers of 16 bits, which are two bytes each (`integer_operands`). Each program makes the integers
+   of its columns itself, when its predecessor has ended.
+3. Words come through a ring in shared memory, gates and ups by one request.
+4. Outputs and columns are dealt to WARPS_N x WARPS_K warps. Split inputs are added by the program that arrives last.
 
-More rows would each take as many bytes of shared memory again, which programs of the next kernel then do not find. With
-two, the kernel is slower than `gemm_ring_small_m`.
+    K ->       unit 0: scale, 128 integers    unit 1 ...
+    x          [ high bytes | low bytes ]     two columns of the right operand
+    W [N, K]   [ 16 (weight - 8), bytes ]     high * 256 + low, exact, times both scales, summed in float32
 
-Shapes are those of `product`. A unit has 128 columns.
+More rows would each take as much shared memory again, which programs of the next kernel would not find. With two, the
+kernel is slower than `gemm_ring_small_m`.
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false
@@ -37,7 +42,7 @@ from phonograph.kernels.triton.gemm.hopper.gemm_ring_parts import (
     takes,
 )
 from phonograph.kernels.triton.gemm.hopper.integer_operands import (
-    BESIDE,
+    PIECES,
     left,
     multiply,
     put_row,
@@ -130,7 +135,7 @@ def _gemv_integer_kernel(
         let_next_kernel_start()
     PAIR: gl.constexpr = words_desc.block_type.shape[0]
     BLOCK_N: gl.constexpr = words_desc.block_type.shape[1]
-    # Outputs of a program: gates, and ups behind them.
+    # Outputs of a program: gates, and then ups.
     BOTH_N: gl.constexpr = PAIR * BLOCK_N
     BLOCK_K: gl.constexpr = UNITS * UNIT
     STEPS: gl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
@@ -169,12 +174,12 @@ def _gemv_integer_kernel(
     mask = n < N
     bias = constant(bias_ptr, n, N) if bias_ptr is not None else None
     up_bias = constant(bias_ptr + N, n, N) if bias_ptr is not None and MODE == 2 else None
-    # Steps of a program, as a power of two; two steps' pieces of the row lie behind one another.
+    # Steps of a program, as a power of two; the pieces of two steps lie one after another.
     ROW_TURNS: gl.constexpr = max(2, triton.next_power_of_2((STEPS + SPLITS - 1) // SPLITS))
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     PIECE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    # What is read behind the last piece must be memory of the program.
-    pieces = gl.allocate_shared_memory(gl.int8, [2 * ROW_TURNS * UNITS + BESIDE, 2, 64], PIECE)
+    # Reads after the last piece must hit memory of the program.
+    pieces = gl.allocate_shared_memory(gl.int8, [2 * ROW_TURNS * UNITS + PIECES, 2, 64], PIECE)
     row_scales = gl.allocate_shared_memory(gl.float32, [ROW_TURNS, UNITS], FLAT)
     row_sums = None
     if zeros_ptr is not None:
