@@ -21,6 +21,8 @@ Algorithm: `gemm_small_m`, with weights that become numbers by bit operations, a
 # pyright: reportAssignmentType=false
 from __future__ import annotations
 
+from collections import namedtuple
+
 import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
@@ -41,6 +43,8 @@ from phonograph.kernels.triton.gemm.product import Product
 from phonograph.kernels.triton.gemm.product_plan import LARGE, GemmGroupedSmallMConfig
 from phonograph.kernels.triton.launch.l1_carveout import prefer_l1
 
+_Sizes = namedtuple("_Sizes", "N K GROUP COLUMNS UNITS BLOCK_N OUTPUTS")
+
 
 def launch(product: Product, config: GemmGroupedSmallMConfig) -> None:
     """Compute a product of at most `config.rows` rows, whose columns are in the order of the weights."""
@@ -51,18 +55,11 @@ def launch(product: Product, config: GemmGroupedSmallMConfig) -> None:
 
 
 @triton.jit
-def _groups(pointer, first, step, output_stride, group_stride, SIZES: tl.constexpr):
-    """Load the scales or zeros of a step's units, [units, outputs, 1]; beyond the last group its own."""
-    N: tl.constexpr = SIZES[0]
-    K: tl.constexpr = SIZES[1]
-    GROUP: tl.constexpr = SIZES[2]
-    COLUMNS: tl.constexpr = SIZES[3]
-    UNITS: tl.constexpr = SIZES[4]
-    BLOCK_N: tl.constexpr = SIZES[5]
-    OUTPUTS: tl.constexpr = SIZES[6]
-    unit = step * UNITS + tl.arange(0, UNITS)[:, None, None]
-    group_at = tl.minimum(unit * COLUMNS // GROUP, (K - 1) // GROUP).to(tl.int64) * group_stride
-    return read_groups(pointer, first, output_stride, group_at, N, BLOCK_N, 0, OUTPUTS)
+def _groups(pointer, first, step, output_stride, group_stride, sizes: tl.constexpr):
+    """Load the scales or zeros of a step's units, [units, outputs, 1]; units after the last group repeat its values."""
+    unit = step * sizes.UNITS + tl.arange(0, sizes.UNITS)[:, None, None]
+    group_at = tl.minimum(unit * sizes.COLUMNS // sizes.GROUP, (sizes.K - 1) // sizes.GROUP).to(tl.int64) * group_stride
+    return read_groups(pointer, first, output_stride, group_at, sizes.N, sizes.BLOCK_N, 0, sizes.OUTPUTS)
 
 
 @triton.jit
@@ -120,7 +117,7 @@ def _gemm_grouped_small_m_kernel(
     STEPS: tl.constexpr = (LAST + UNITS - 1) // UNITS
     # With a gated activation the rows of the ups follow the rows of the gates.
     OUTPUTS: tl.constexpr = 2 * BLOCK_N if MODE == 2 else BLOCK_N
-    SIZES: tl.constexpr = (N, K, GROUP, COLUMNS, UNITS, BLOCK_N, OUTPUTS)
+    SIZES: tl.constexpr = _Sizes(N, K, GROUP, COLUMNS, UNITS, BLOCK_N, OUTPUTS)
     first = tl.program_id(0) * BLOCK_N
     n = first + tl.arange(0, BLOCK_N)
     m = tl.arange(0, ROWS)

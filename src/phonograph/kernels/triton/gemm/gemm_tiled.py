@@ -18,6 +18,8 @@ Algorithm: tiled GEMM of Triton's tutorial on matrix multiplication, transposed,
 # pyright: basic, reportCallIssue=false, reportArgumentType=false
 from __future__ import annotations
 
+from collections import namedtuple
+
 import torch
 import triton
 import triton.language as tl
@@ -35,6 +37,9 @@ from phonograph.kernels.triton.gemm.grouped_operands import (
 from phonograph.kernels.triton.gemm.launch_product import launch_product
 from phonograph.kernels.triton.gemm.product import Parts, Product
 from phonograph.kernels.triton.gemm.product_plan import GemmTiledConfig
+
+_Shape = namedtuple("_Shape", "K BLOCK_K BITS GROUP INTERLEAVED INT8")
+"""Constants of a tile: columns of a row and of a tile, `Grouped` bits and group, its order, and its type."""
 
 
 def takes(weight: Grouped, config: GemmTiledConfig) -> bool:
@@ -91,7 +96,7 @@ def _prefetch_rows(pointer, stride_bytes, count, num_bytes):
 
 @triton.jit
 def _weight_tile(
-    weight_desc,
+    desc,
     weight_ptr,
     weight_stride,
     groups,
@@ -106,7 +111,7 @@ def _weight_tile(
     """Load weights [n, k] at rows `first` + n and columns `start` + k, as numbers of KIND.
 
     Args:
-        weight_desc: descriptor of a matrix of numbers, or None for words and for unaligned rows.
+        desc: descriptor of a matrix of numbers, or None for words and for unaligned rows.
         weight_ptr: the matrix, or the words of weights in groups.
         weight_stride: of its rows.
         groups: pointers of scales, zeros and offsets, their strides of outputs and groups, and `MAGIC`.
@@ -115,23 +120,19 @@ def _weight_tile(
         rows_left: rows from `first` on.
         n: rows of the tile.
         k: columns of the tile.
-        SHAPE: columns of a row and of a tile; bits and inputs of a group, 0 for a matrix of numbers; True if words are
-            interleaved; True for integers of 8 bits.
+        SHAPE: `_Shape`; bits and inputs of a group are 0 for a matrix of numbers.
         KIND: type of the numbers.
     """
-    K: tl.constexpr = SHAPE[0]
-    BLOCK_K: tl.constexpr = SHAPE[1]
-    BITS: tl.constexpr = SHAPE[2]
-    if BITS > 0:
+    if SHAPE.BITS > 0:
         row = first + tl.minimum(n, rows_left - 1)
         tile = _grouped_tile(weight_ptr, weight_stride, groups, row, start, SHAPE, KIND)
-    elif weight_desc is not None:
-        tile = weight_desc.load([first, start])
+    elif desc is not None:
+        tile = desc.load([first, start])
     else:
         pointers = weight_ptr + (first + n).to(tl.int64)[:, None] * weight_stride + (start + k)[None, :]
         mask = (n < rows_left)[:, None]
-        if K % BLOCK_K != 0:
-            mask = mask & (start + k < K)[None, :]
+        if SHAPE.K % SHAPE.BLOCK_K != 0:
+            mask = mask & (start + k < SHAPE.K)[None, :]
         tile = tl.load(pointers, mask, other=0.0)
     return tile
 
@@ -140,29 +141,24 @@ def _weight_tile(
 def _grouped_tile(words_ptr, word_stride, groups, row, start, SHAPE: tl.constexpr, KIND: tl.constexpr):
     """Load weights in groups at rows `row` and the columns of a tile from `start` on; see `_weight_tile`."""
     scales_ptr, zeros_ptr, offsets_ptr, output_stride, group_stride, magic = groups
-    K: tl.constexpr = SHAPE[0]
-    BLOCK_K: tl.constexpr = SHAPE[1]
-    BITS: tl.constexpr = SHAPE[2]
-    GROUP: tl.constexpr = SHAPE[3]
-    INTERLEAVED: tl.constexpr = SHAPE[4]
-    INT8: tl.constexpr = SHAPE[5]
-    COUNT: tl.constexpr = 32 // BITS
-    word = start // COUNT + tl.arange(0, BLOCK_K // COUNT)[None, :]
+    COUNT: tl.constexpr = 32 // SHAPE.BITS
+    word = start // COUNT + tl.arange(0, SHAPE.BLOCK_K // COUNT)[None, :]
     row = row.to(tl.int64)[:, None]
-    if BITS == 4 or K % BLOCK_K == 0:
+    if SHAPE.BITS == 4 or SHAPE.K % SHAPE.BLOCK_K == 0:
         words = tl.load(words_ptr + row * word_stride + word)
     else:
-        words = tl.load(words_ptr + row * word_stride + word, word < (K + COUNT - 1) // COUNT, other=0)
-    at = row * output_stride + (start // GROUP).to(tl.int64) * group_stride
+        words = tl.load(words_ptr + row * word_stride + word, word < (SHAPE.K + COUNT - 1) // COUNT, other=0)
+    at = row * output_stride + (start // SHAPE.GROUP).to(tl.int64) * group_stride
     scale = tl.load(scales_ptr + at).to(KIND)
     BIAS_OF_INT4: tl.constexpr = BIAS_OF_BFLOAT16 if tl.bfloat16 == KIND else BIAS_OF_FLOAT16
-    BIAS: tl.constexpr = BIAS_OF_INT8 if INT8 else BIAS_OF_INT4
+    BIAS: tl.constexpr = BIAS_OF_INT8 if SHAPE.INT8 else BIAS_OF_INT4
+    MIDDLE: tl.constexpr = BIAS + 8 if SHAPE.BITS == 4 else None
     if zeros_ptr is not None:
         zero = (tl.load(zeros_ptr + at).to(tl.float32) + BIAS).to(KIND)
-        values = numbers(words, magic, zero, scale, BITS, INTERLEAVED, KIND, INT8)
+        values = numbers(words, magic, zero, scale, SHAPE.BITS, SHAPE.INTERLEAVED, KIND, SHAPE.INT8)
     else:
         # A constant: a variable would make the numbers float32.
-        values = numbers(words, magic, BIAS + 8 if BITS == 4 else None, scale, BITS, INTERLEAVED, KIND, INT8)
+        values = numbers(words, magic, MIDDLE, scale, SHAPE.BITS, SHAPE.INTERLEAVED, KIND, SHAPE.INT8)
     if offsets_ptr is not None:
         values += tl.load(offsets_ptr + at).to(KIND)
     return values
@@ -239,7 +235,7 @@ def _gemm_tiled_kernel(
         # Loaded early, used at the end.
         squares = read_squares(squares_ptr, tl.arange(0, ROWS), ROWS, SQUARE_TILES)
     groups = (scales_ptr, zeros_ptr, offsets_ptr, output_stride, group_stride, magic)
-    SHAPE: tl.constexpr = (K, BLOCK_K, BITS, GROUP, INTERLEAVED, INT8)
+    SHAPE: tl.constexpr = _Shape(K, BLOCK_K, BITS, GROUP, INTERLEAVED, INT8)
     x_ptrs = x_ptr + m.to(tl.int64)[:, None] * x_stride + k[None, :]
     sums = tl.zeros((BLOCK_N, ROWS), tl.float32)
     up_sums = tl.zeros((BLOCK_N, ROWS), tl.float32)

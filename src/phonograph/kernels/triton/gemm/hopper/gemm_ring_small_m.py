@@ -32,6 +32,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from phonograph.kernels.triton.gemm.grouped_operands import BIAS_OF_BFLOAT16, BIAS_OF_FLOAT16, unpacked
 from phonograph.kernels.triton.gemm.hopper.gemm_ring_parts import (
     UNIT,
+    GroupSizes,
     add_parts,
     ask_for_rows,
     ask_for_weights,
@@ -216,10 +217,9 @@ def _gemm_ring_small_m_kernel(
         ask_for_weights(ring, place, words_desc, full, BYTES, first, begin + place, end, N, PAIR)
     first_group = begin * BLOCK_K // GROUP
     at = first, first_group, output_stride, group_stride
-    scales = keep(scales_ptr, *at, N, K, PAIR, BLOCK_N, BLOCK_K, SPLITS, GROUP, WARPS)
-    zeros = None
-    if zeros_ptr is not None:
-        zeros = keep(zeros_ptr, *at, N, K, PAIR, BLOCK_N, BLOCK_K, SPLITS, GROUP, WARPS)
+    SIZES: gl.constexpr = GroupSizes(N, K, PAIR, BLOCK_N, BLOCK_K, SPLITS, GROUP, WARPS)
+    scales = keep(scales_ptr, *at, SIZES)
+    zeros = keep(zeros_ptr, *at, SIZES) if zeros_ptr is not None else None
     n = first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, OUT))
     bias = constant(bias_ptr, n, N)[:, None] if bias_ptr is not None else None
     up_bias = constant(bias_ptr + N, n, N)[:, None] if bias_ptr is not None and MODE == 2 else None

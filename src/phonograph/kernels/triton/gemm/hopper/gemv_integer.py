@@ -34,6 +34,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from phonograph.kernels.triton.gemm.hopper.gemm_ring_parts import (
     UNIT,
+    GroupSizes,
     add_parts,
     constant,
     finished,
@@ -166,10 +167,9 @@ def _gemv_integer_kernel(
         _ask_for_words(ring, place, words_desc, full, first, begin + place, end)
     first_group = begin * BLOCK_K // GROUP
     at = first, first_group, output_stride, group_stride
-    scales = keep(scales_ptr, *at, N, K, PAIR, BLOCK_N, BLOCK_K, SPLITS, GROUP, WARPS)
-    zeros = None
-    if zeros_ptr is not None:
-        zeros = keep(zeros_ptr, *at, N, K, PAIR, BLOCK_N, BLOCK_K, SPLITS, GROUP, WARPS)
+    SIZES: gl.constexpr = GroupSizes(N, K, PAIR, BLOCK_N, BLOCK_K, SPLITS, GROUP, WARPS)
+    scales = keep(scales_ptr, *at, SIZES)
+    zeros = keep(zeros_ptr, *at, SIZES) if zeros_ptr is not None else None
     n = first + gl.arange(0, BLOCK_N, layout=OUT)
     mask = n < N
     bias = constant(bias_ptr, n, N) if bias_ptr is not None else None
