@@ -5,7 +5,7 @@ Shapes: M rows, N outputs, K inputs (`product`).
 
 from __future__ import annotations
 
-import functools
+from functools import cache, partial
 
 import torch
 
@@ -62,12 +62,11 @@ class BoundProduct:
     ) -> None:
         self.scratch = scratch
         self._weight, self._bias_N, self._shape = weight, bias_N, shape
-        options = {"device": device, "batch_invariant": batch_invariant}
-        self._plan_of_class = functools.cache(functools.partial(choose, shape, weights, **options))
+        self._plans = cache(partial(choose, shape, weights, device=device, batch_invariant=batch_invariant))
 
     def plan(self, num_rows: int) -> ProductPlan:
         """Return how products of a number of rows are computed."""
-        return self._plan_of_class(rows_class(num_rows))
+        return self._plans(rows_class(num_rows))
 
     def store(self, x: Rows, out_MN: torch.Tensor, norm: Norm | DeferredNorm | None = None) -> None:
         """Compute out = x @ weight^T + bias, or, if the plan is gated, out = silu(gate) * up of it."""

@@ -18,7 +18,7 @@ Algorithm: `gemm_small_m`, with weights that become numbers by bit operations, a
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
-# pyright: reportAssignmentType=false
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 from collections import namedtuple

@@ -15,7 +15,8 @@ Algorithm: tiled GEMM of Triton's tutorial on matrix multiplication, transposed,
               M: tiles of the same weights are neighbours in the grid, so that the second finds them in the L2 cache
 """
 
-# pyright: basic, reportCallIssue=false, reportArgumentType=false
+# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false
 from __future__ import annotations
 
 from collections import namedtuple
