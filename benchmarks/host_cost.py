@@ -23,6 +23,7 @@ from bench.result_files import output_file, write_result
 from phonograph.bench.records.record import provenance
 from phonograph.core.batch import ScheduledBatch, StepOutput
 from phonograph.core.blocks import blocks_for
+from phonograph.core.kv_group import KVGroup
 from phonograph.core.limits import Limits
 from phonograph.core.request import Request
 from phonograph.core.sampling_params import SamplingParams
@@ -67,7 +68,7 @@ class Clock:
 
 class TimedScheduler(Scheduler):
     def __init__(self, limits: Limits, num_blocks: int, clock: Clock) -> None:
-        super().__init__(limits, block_size=BLOCK_SIZE, num_blocks=num_blocks)
+        super().__init__(limits, groups=[KVGroup(layers=(0,), block_size=BLOCK_SIZE)], num_blocks=num_blocks)
         self._clock = clock
 
     def schedule(self) -> ScheduledBatch:
@@ -95,7 +96,7 @@ class HostRunner:
             max_num_seqs=num_seqs,
             max_num_tokens=MAX_NUM_TOKENS,
             max_model_len=MAX_MODEL_LEN,
-            block_size=BLOCK_SIZE,
+            block_sizes=(BLOCK_SIZE,),
         )
         self.batch = ScheduledBatch()
         self._clock = clock

@@ -25,17 +25,35 @@ from phonograph.core.device import KNOWN_DEVICES, DeviceSpec
 from phonograph.models.quantization.gguf_blocks import BLOCK_TYPES, FLOATS
 from phonograph.models.quantization.quantization_config import QUANT_METHODS
 from phonograph.models.registry import ARCHITECTURES
+from phonograph.models.wrapper import WRAPPERS
 
 README = Path(__file__).parents[1] / "README.md"
 BEGIN = "<!-- made by scripts/supported_models.py -->"
 END = "<!-- end -->"
 FAMILIES = {
+    "gemma": "Gemma 1",
+    "gemma2": "Gemma 2",
+    "gemma3_text": "Gemma 3 (text)",
+    "granite": "Granite 3 without experts",
     "llama": "Llama 2 and 3.x, SmolLM2, TinyLlama",
+    "ministral3": "Ministral 3",
     "mistral": "Mistral",
+    "olmo2": "OLMo 2",
+    "olmo3": "OLMo 3",
+    "phi3": "Phi-3, Phi-3.5, Phi-4",
+    "mixtral": "Mixtral",
     "qwen2": "Qwen2, Qwen2.5",
+    "qwen2_moe": "Qwen1.5-MoE, Qwen2-MoE",
     "qwen3": "Qwen3",
+    "smollm3": "SmolLM3",
+    "qwen3_moe": "Qwen3-MoE",
 }
 """Names of the families by the model type of an architecture."""
+WRAPPED = {
+    "gemma3": "Gemma 3 with images: its text model",
+    "mistral3": "Mistral Small 3.1, Ministral 3 with images: their text models",
+}
+"""Names of the models around a text model, by their model type."""
 FORMATS = {
     "gptq": "GPTQ",
     "awq": "AWQ",
@@ -56,6 +74,7 @@ FP8 = replace(SPEC, kv_cache_dtype="float8_e4m3fn")
 def models_table() -> str:
     """Return the table of model families."""
     rows = [(FAMILIES[one.model_type], f"`{name}`") for name, one in sorted(ARCHITECTURES.items())]
+    rows += [(WRAPPED[one.model_type], f"`{name}`") for name, one in sorted(WRAPPERS.items())]
     return _table(("models", "architecture in config.json"), rows)
 
 

@@ -67,8 +67,10 @@ PROTOCOLS = {
     "capabilities.py": "attention/",
     "cascade.py": "kernels/",
     "decode.py": "kernels/",
+    "expert_products.py": "kernels/",
     "layers.py": "kernels/",
     "prefill.py": "kernels/",
+    "route.py": "kernels/",
 }
 """Names that several modules have because they implement one protocol, and below which folder: the contract of
 attention and its backends, and two sets of kernels with the same functions."""

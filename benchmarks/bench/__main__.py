@@ -22,7 +22,7 @@ from phonograph.bench.suites import Suite, latency_suite, throughput_suite, with
 from phonograph.cli.commands import bench
 from phonograph.cli.options import takes_engine_config
 from phonograph.cli.progress import progress_bar
-from phonograph.cli.show import Json, Output, note
+from phonograph.cli.show import Json, Output, note, print_table
 from phonograph.config.engine_config import EngineConfig
 from phonograph.engine.build import this_device
 from phonograph.engine.plan import make_plan
@@ -125,7 +125,10 @@ def attention(
         "attention_backend": plan.selection.capabilities.label,
     }
     bench.report_rows({**origin, **facts}, rows, output, as_json=as_json, columns=COLUMNS)
-    return 1 if any("error" in row.facts for row in rows) else 0
+    failed = [row for row in rows if "error" in row.facts]
+    for row in failed if not as_json else ():
+        print(f"{row.case}: {row.facts['error']}")
+    return 1 if failed else 0
 
 
 @app.command
@@ -143,6 +146,9 @@ def startup(
         rows = bench_startup(config, progress)
     facts = {**origin, "model": config.model, "load_format": config.load_format}
     bench.report_rows(facts, rows, output, as_json=as_json, columns=COLUMNS)
+    phases = list(rows[0].facts["phases"])
+    if not as_json:
+        print_table(("seconds", *phases), [(row.case, *map(str, row.facts["phases"].values())) for row in rows])
     return 0
 
 

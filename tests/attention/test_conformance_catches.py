@@ -11,7 +11,7 @@ import torch
 from phonograph.attention.attention_spec import AttentionSpec
 from phonograph.attention.backend import AnyCall, AttentionCall, AttentionLayer
 from phonograph.attention.metadata import CommonMetadata
-from phonograph.attention.reference.backend import ReferenceBackend, ReferenceMetadata
+from phonograph.attention.reference.backend import ReferenceBackend, ReferenceCapabilities, ReferenceMetadata
 from phonograph.testing.conformance import check_backend
 
 SPEC = AttentionSpec(
@@ -124,6 +124,33 @@ def test_the_right_one_passes() -> None:
 def test_the_wrong_one_fails(wrong: str) -> None:
     results = check_backend(WRONG[wrong], SPEC, torch.device("cpu"))
     assert not all(result.passed for result in results)
+
+
+def test_values_of_freed_blocks_times_zero_fail() -> None:
+    """A kernel may read the table's entry of a freed block, but no weight of 0 makes its NaN harmless."""
+
+    class ReadsFreedBlocks(ReferenceBackend):
+        def forward(self, query: Any, call: AnyCall, out: Any, *lse: Any) -> None:
+            super().forward(query, call, out, *lse)
+            common = call.metadata.common
+            for row, table in enumerate(common.block_table):
+                start, end = common.query_start_loc[row : row + 2].tolist()
+                out[start:end] += 0 * call.kv_cache[1, table[0]].float().sum()
+
+    full_blocks = replace(SPEC, kv_cache_dtype="float32", windows=((6, 0),))
+    device = torch.device("cpu")
+    assert all(result.passed for result in check_backend(ReferenceBackend, full_blocks, device))
+    results = check_backend(ReadsFreedBlocks, full_blocks, device)
+    assert not next(result for result in results if result.name == "one decode").passed
+
+    class Finite(ReferenceCapabilities):
+        skips_freed_blocks = False
+
+    class Declares(ReadsFreedBlocks):
+        capabilities = Finite()
+
+    results = check_backend(Declares, full_blocks, device)
+    assert next(result for result in results if result.name == "one decode").passed
 
 
 def test_a_missing_lse_fails() -> None:

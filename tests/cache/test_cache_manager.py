@@ -5,22 +5,37 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from invariants import check_cache
+from scheduling import full_group
 
-from phonograph.kv_cache.manager import BlockTable, CacheManager
+from phonograph.kv_cache.manager import CacheManager
+from phonograph.kv_cache.tables import SequenceTable
 
 SIZE = 3
 
 
-def table_of(token_ids: list[int]) -> BlockTable:
-    return BlockTable(lambda start, stop: token_ids[start:stop])
+class OneGroup(CacheManager):
+    """A cache manager with one full KV group."""
+
+    def __init__(self, num_blocks: int, enable_prefix_caching: bool) -> None:
+        groups = [full_group(SIZE)]
+        super().__init__(
+            groups, num_blocks=num_blocks, max_num_batched_tokens=8, enable_prefix_caching=enable_prefix_caching
+        )
+
+    def table_of(self, token_ids: list[int]) -> SequenceTable:
+        return self.make_table(lambda start, stop: token_ids[start:stop], len(token_ids), None)
 
 
-def manager(num_blocks: int = 16, *, enable_prefix_caching: bool = True) -> CacheManager:
-    return CacheManager(num_blocks=num_blocks, block_size=SIZE, enable_prefix_caching=enable_prefix_caching)
+def manager(num_blocks: int = 16, *, enable_prefix_caching: bool = True) -> OneGroup:
+    return OneGroup(num_blocks, enable_prefix_caching)
 
 
-def admit(cache: CacheManager, token_ids: list[int], *, reuse: bool = True) -> tuple[BlockTable, int]:
-    table = table_of(token_ids)
+def blocks(table: SequenceTable) -> list[int]:
+    return table.groups[0].block_ids
+
+
+def admit(cache: OneGroup, token_ids: list[int], *, reuse: bool = True) -> tuple[SequenceTable, int]:
+    table = cache.table_of(token_ids)
     cached = cache.admit(table, len(token_ids), reserve=0, reuse=reuse)
     assert cached is not None
     return table, cached
@@ -31,16 +46,16 @@ def admit(cache: CacheManager, token_ids: list[int], *, reuse: bool = True) -> t
 def test_the_longest_published_prefix_is_found(prompts: list[list[int]]) -> None:
     cache = manager(200)
     published: set[tuple[int, ...]] = set()
-    tables: list[tuple[BlockTable, int]] = []
+    tables: list[tuple[SequenceTable, int]] = []
     contents: dict[int, tuple[int, ...]] = {}
     for token_ids in prompts:
         table, cached = admit(cache, token_ids)
         prefixes = [tuple(token_ids[:end]) for end in range(SIZE, len(token_ids) + 1, SIZE)]
         known = [prefix for prefix in prefixes if prefix in published and len(prefix) < len(token_ids)]
         assert cached == max((len(prefix) for prefix in known), default=0)
-        for block_id, prefix in zip(table.block_ids, prefixes, strict=False):
+        for block_id, prefix in zip(blocks(table), prefixes, strict=False):
             assert contents.setdefault(block_id, prefix) == prefix
-        assert len(table.block_ids) == -(-len(token_ids) // SIZE)
+        assert len(blocks(table)) == -(-len(token_ids) // SIZE)
         cache.publish(table, len(token_ids))
         published.update(prefixes)
         tables.append((table, len(token_ids)))
@@ -51,12 +66,12 @@ def test_admission_counts_found_blocks_that_are_free_as_taken() -> None:
     cache = manager(4)
     first, _ = admit(cache, [1] * 7)
     cache.publish(first, 7)
-    again = table_of([1] * 10)
+    again = cache.table_of([1] * 10)
     # While they are held, two of its four blocks cost nothing; one is left free, so a reserve of 1 is refused.
     assert cache.admit(again, 10, reserve=0, reuse=True) is None
     cache.free(first)
     assert cache.admit(again, 10, reserve=1, reuse=True) is None
-    assert again.block_ids == [] and cache.pool.num_free == 4
+    assert blocks(again) == [] and cache.pool.num_free == 4
     assert cache.admit(again, 10, reserve=0, reuse=True) == 6
     assert cache.pool.num_free == 0
 
@@ -65,10 +80,10 @@ def test_found_blocks_are_not_evicted_to_make_room_for_the_rest() -> None:
     cache = manager(4)
     first, _ = admit(cache, [1] * 12)
     cache.publish(first, 12)
-    old = list(first.block_ids)
+    old = list(blocks(first))
     cache.free(first)
     again, cached = admit(cache, [1] * 6 + [2] * 6)
-    assert cached == 6 and again.block_ids[:2] == old[:2]
+    assert cached == 6 and blocks(again)[:2] == old[:2]
     check_cache(cache, [(again, 6)])
 
 
@@ -76,7 +91,7 @@ def test_nothing_is_found_or_published_when_switched_off() -> None:
     cache = manager(enable_prefix_caching=False)
     first, _ = admit(cache, [1] * 7)
     cache.publish(first, 7)
-    assert first.digests == [] and first.num_published == 0
+    assert not first.num_named(0) and not first.groups[0].num_published
     assert admit(cache, [1] * 7)[1] == 0
 
 
@@ -88,14 +103,14 @@ def test_reuse_can_be_refused_by_one_sequence_that_still_publishes() -> None:
     assert cached == 0
     cache.publish(second, 7)
     third, cached = admit(cache, [1] * 7)
-    assert cached == 6 and third.block_ids[:2] == [first.block_ids[0], second.block_ids[1]]
+    assert cached == 6 and blocks(third)[:2] == [blocks(first)[0], blocks(second)[1]]
 
 
 def test_reset_forgets_blocks_and_those_computed_from_them_later() -> None:
     cache = manager()
     running, _ = admit(cache, [1] * 7)
     young, _ = admit(cache, [2] * 7)
-    waiting = table_of([1] * 7)
+    waiting = cache.table_of([1] * 7)
     cache.publish(running, 4)
     cache.publish(young, 2)
     cache.reset([running, young, waiting])
@@ -106,4 +121,4 @@ def test_reset_forgets_blocks_and_those_computed_from_them_later() -> None:
     assert cache.admit(waiting, 7, reserve=0, reuse=True) == 0
     cache.publish(waiting, 7)
     last, cached = admit(cache, [1] * 7)
-    assert cached == 6 and last.block_ids[:2] == waiting.block_ids[:2]
+    assert cached == 6 and blocks(last)[:2] == blocks(waiting)[:2]

@@ -163,6 +163,7 @@ def test_a_request_that_is_left_ends_and_no_other(
         (([5], "greedy"), "must be SamplingParams"),
         (([5], None, ""), "must be a string of 1 to 256 characters"),
         (({"text": "a"},), "is not supported"),
+        (({"prompt": "a", "cache_salt": ""},), "cache_salt=.*non-empty"),
     ],
 )
 def test_arguments_that_make_no_request_are_refused(loop: Loop, arguments: Any, says: str) -> None:

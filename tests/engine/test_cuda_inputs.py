@@ -10,14 +10,15 @@ import torch
 from scheduling import add, make_scheduler, request
 from step_rows import rows_of
 
-from phonograph.core.batch import StepOutput
+from phonograph.core.batch import BlockAppend, NewSequence, ScheduledBatch, StepOutput
+from phonograph.core.sampling_params import SamplingParams
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.runner.cpu_inputs import CpuInputs
 from phonograph.sampling.failures import SlotFailures
 
 cuda_inputs = pytest.importorskip("phonograph.runner.cuda.cuda_inputs")
 
-SIZES: dict[str, Any] = {"max_num_seqs": 4, "max_num_tokens": 16, "max_model_len": 64, "block_size": 4}
+SIZES: dict[str, Any] = {"max_num_seqs": 4, "max_num_tokens": 16, "max_model_len": 64, "block_sizes": (4,)}
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 COUNTS = ("num_reqs", "num_decodes", "num_tokens", "num_decode_tokens", "max_query_len", "max_seq_len")
 
@@ -44,11 +45,11 @@ def test_steps_of_a_scheduler(most_appends: int, monkeypatch: pytest.MonkeyPatch
         for inputs in (on_cpu, on_gpu):
             inputs.take_over(batch, SlotFailures())
         rows = rows_of(batch)
-        wanted = on_cpu.write(rows, key, prefix_len=prefix_len)
+        (wanted,) = on_cpu.write(rows, key, prefix_len=prefix_len)
         with monkeypatch.context() as patch:
             if DEVICE.type == "cpu":
                 patch.setattr(torch, "empty", unpinned)
-            common = on_gpu.write(rows, key, prefix_len=prefix_len, sampling=None)
+            (common,) = on_gpu.write(rows, key, prefix_len=prefix_len, sampling=None)
         num_reqs, num_tokens = (key.num_reqs, key.num_tokens) if key else (batch.num_reqs, batch.num_tokens)
         on_gpu.prepare(num_reqs=num_reqs, num_tokens=num_tokens)
         assert {name: getattr(common, name) for name in COUNTS} == {name: getattr(wanted, name) for name in COUNTS}
@@ -70,3 +71,56 @@ def test_steps_of_a_scheduler(most_appends: int, monkeypatch: pytest.MonkeyPatch
         on_gpu.last_token[slots] = torch.tensor(tokens, dtype=torch.int32, device=DEVICE)
         scheduler.update(batch, StepOutput(slots=slots, token_ids=tokens))
     assert preempted, "sequences are loaded again with their output"
+
+
+@pytest.mark.parametrize("most_appends", [2, 4096])
+@pytest.mark.parametrize("sizes", [(4, 4), (4, 8, 2)])
+def test_steps_of_several_groups(most_appends: int, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sliding group's first blocks may be missing: its appends then begin behind them."""
+    monkeypatch.setattr(cuda_inputs, "_MAX_APPENDS", most_appends)
+    rng = np.random.default_rng(most_appends + len(sizes))
+    settings = SIZES | {"block_sizes": sizes}
+    on_cpu, on_gpu = CpuInputs(**settings), cuda_inputs.CudaInputs(**settings, vocab_size=99, device=DEVICE)
+    for _ in range(12):
+        slots = rng.permutation(4)[: rng.integers(1, 5)].tolist()
+        query_lens = sorted(rng.integers(1, 5, len(slots)).tolist())
+        context_lens = [int(rng.integers(0, 65 - length)) for length in query_lens]
+        token_ids = {slot: rng.integers(0, 99, 64).tolist() for slot in slots}
+        batch = ScheduledBatch(
+            slots=slots,
+            query_lens=query_lens,
+            context_lens=context_lens,
+            samples=[True] * len(slots),
+            num_decodes=query_lens.count(1),
+            num_tokens=sum(query_lens),
+            new=[new_sequence(slot, token_ids[slot]) for slot in slots],
+            appends=[
+                BlockAppend(slot=slot, start=start, block_ids=rng.integers(0, 999, end - start).tolist(), group=group)
+                for slot, query, context in zip(slots, query_lens, context_lens, strict=True)
+                for group, size in enumerate(sizes)
+                for start, end in [(max(0, context - 9 * group) // size, -(-(context + query) // size))]
+            ],
+        )
+        rng.shuffle(batch.appends)
+        for inputs in (on_cpu, on_gpu):
+            inputs.take_over(batch, SlotFailures())
+        rows, key = rows_of(batch), GraphKey(GraphSet.MIXED, 16, 4)
+        wanted = on_cpu.write(rows, key, prefix_len=None)
+        with monkeypatch.context() as patch:
+            if DEVICE.type == "cpu":
+                patch.setattr(torch, "empty", unpinned)
+            commons = on_gpu.write(rows, key, prefix_len=None, sampling=None)
+        on_gpu.prepare(num_reqs=4, num_tokens=16)
+        assert len(commons) == len(sizes)
+        for group, size in enumerate(sizes):
+            assert commons[group].slot_mapping.tolist() == wanted[group].slot_mapping.tolist()
+            for row, seq_len in enumerate(wanted[0].seq_lens.tolist()):
+                used = -(-seq_len // size)
+                got, expected = commons[group].block_table[row, :used], wanted[group].block_table[row, :used]
+                assert got.tolist() == expected.tolist()
+
+
+def new_sequence(slot: int, token_ids: list[int]) -> NewSequence:
+    return NewSequence(
+        slot=slot, request_id=str(slot), token_ids=token_ids, prompt_len=64, num_computed=0, params=SamplingParams()
+    )

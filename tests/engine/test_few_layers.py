@@ -16,7 +16,7 @@ from quantized_checkpoints import FORMATS
 from phonograph import LLM, SamplingParams
 from phonograph.demo import MODEL_DIRECTORY
 from phonograph.models.layers.linear import Linear
-from phonograph.models.layers.part_weights import AttentionWeights, FeedForwardWeights
+from phonograph.models.layers.part_weights import AttentionWeights, ExpertsWeights, FeedForwardWeights
 
 Format = tuple[Any, ...]
 
@@ -59,6 +59,9 @@ class Recorder:
     def feed_forward(self, weights: FeedForwardWeights) -> RecordedPart:
         return RecordedPart(self._kernels.feed_forward(weights), [weights.gate_up, weights.down], self.seen)
 
+    def experts(self, weights: ExpertsWeights) -> RecordedPart:
+        return RecordedPart(self._kernels.experts(weights), [*weights.linears], self.seen)
+
 
 def gguf(folder: Path) -> Path:
     """Write a file like those of type Q4_K_M: the first, the last and every third layer have other types."""
@@ -90,12 +93,25 @@ def uniform(folder: Path) -> Path:
     return MODEL_DIRECTORY
 
 
+def with_experts(folder: Path) -> Path:
+    """Write a configuration whose layers 0 and 4 are dense."""
+    shutil.copytree(MODEL_DIRECTORY, folder / "model")
+    path = folder / "model" / "config.json"
+    config = json.loads(path.read_text())
+    kept = {name: config[name] for name in ("vocab_size", "hidden_size", "num_attention_heads", "eos_token_id")}
+    sizes = {"num_hidden_layers": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    names = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 16}
+    path.write_text(json.dumps({**kept, **sizes, **names, "mlp_only_layers": [0, 4]}))
+    return folder / "model"
+
+
 MODELS: dict[str, tuple[Callable[[Path], Path], int]] = {
     # with the most layers that are run
     "GGUF": (gguf, 8),
     "a dense layer": (with_dense_layers("re:.*layers[.]4[.].*"), 6),
     "a dense down projection": (with_dense_layers("model.layers.3.mlp.down_proj"), 6),
     "dense layers at both ends": (with_dense_layers("re:.*layers[.][017][.].*"), 6),
+    "experts": (with_experts, 6),
     "one format": (uniform, 3),
 }
 

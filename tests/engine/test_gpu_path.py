@@ -11,11 +11,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from checkpoints import VOCAB_SIZE, make_checkpoint
+from group_driver import GroupDriver
 from host_runtime import CallRuntime, HostRing
 from quantized_checkpoints import FORMATS, quantize_checkpoint
 
@@ -59,7 +61,7 @@ def matrices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WeightAllocator, "matrix", lambda self, size_in, size_out: self.tensor(size_out, size_in).t())
 
 
-def start(folder: Path, sizes: Sequence[int] = (1, 3, 24)) -> tuple[Session, Counter[str]]:
+def start_engine(folder: Path, sizes: Sequence[int] = (1, 3, 24), **settings: Any) -> build.Engine:
     config = EngineConfig(
         model=str(folder),
         device="cuda",
@@ -70,11 +72,15 @@ def start(folder: Path, sizes: Sequence[int] = (1, 3, 24)) -> tuple[Session, Cou
         num_kv_blocks=40,
         block_size=16,
         cudagraph_capture_sizes=list(sizes),
+        **settings,
     )
-    model = read_model_spec(folder)
-    engine = build.build_engine(
-        make_plan(config, model, replace(known_device("h200"), capability=(8, 0))), platform=HostPlatform()
-    )
+    device = replace(known_device("h200"), capability=(8, 0))
+    return build.build_engine(make_plan(config, read_model_spec(folder), device), platform=HostPlatform())
+
+
+def start(folder: Path, sizes: Sequence[int] = (1, 3, 24)) -> tuple[Session, Counter[str]]:
+    engine = start_engine(folder, sizes)
+    model = engine.plan.model
     session = Session(engine.core, model, None, 0, GrammarCompiler(lambda: None, tuple(model.eos_token_ids)))
     return session, engine.core.runner.counts
 
@@ -122,7 +128,7 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", ["llama_bias", "qwen3"])
+@pytest.mark.parametrize("family", ["llama_bias", "qwen3", "gemma2", "qwen2_moe"])
 def test_a_whole_engine(family: str, tmp_path: Path) -> None:
     """Chunks, mixed batches, prefixes found again, more requests than slots, samples, scored prompts."""
     reference = make_checkpoint(family, tmp_path, **HEADS)
@@ -142,6 +148,28 @@ def test_a_whole_engine(family: str, tmp_path: Path) -> None:
     for output in (first, *more, again):
         check(reference, output)
     assert again.num_cached_tokens == 32 and {"full decode", "full mixed", "eager"} <= set(counts)
+
+
+def test_several_kv_groups(tmp_path: Path) -> None:
+    """Freed blocks are NaN: no kernel multiplies a weight of 0 by what is behind a window."""
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    reference = make_checkpoint("qwen2_window", tmp_path, layer_types=types, sliding_window=20, **HEADS)
+    engine = start_engine(tmp_path)
+    assert [group.window for group in engine.plan.kv.groups] == [20, 20, None]
+    driver = GroupDriver(engine, chunk=24)
+    long = driver.add(prompt(0, 59))
+    while long.computed < long.prompt_len:
+        driver.step(long)
+    short = driver.add(prompt(1, 23))
+    for _ in range(8):
+        driver.step(long, short)
+    for hand in (long, short):
+        completion = SimpleNamespace(token_ids=hand.tokens[hand.prompt_len :], logprobs=None)
+        output: Any = SimpleNamespace(
+            prompt_token_ids=hand.tokens[: hand.prompt_len], outputs=[completion], prompt_logprobs=None
+        )
+        check(reference, output)
+    assert long.first_live == [3, 3, 0] and {"full decode", "full mixed"} <= set(driver.runner.counts)
 
 
 @pytest.mark.parametrize("name", ["gptq order", "packed zeros"])

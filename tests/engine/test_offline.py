@@ -129,6 +129,8 @@ def test_arguments_without_effect_are_refused_by_name(llm: LLM, arguments: Any, 
         ({"prompt": [1]}, "must be text"),
         ({"prompt_token_ids": "x"}, "must be a list of token ids"),
         ({"prompt_token_ids": 3}, "must be a list of token ids"),
+        ({"prompt": "x", "cache_salt": ""}, "cache_salt=\"''\": must be a non-empty string"),
+        ({"prompt": "x", "cache_salt": 7}, "cache_salt='7': must be a non-empty string"),
         ({"prompt": "x", "multi_modal_data": {"image": 1}}, r"prompt\['multi_modal_data'\]=.*is not supported"),
     ],
 )
@@ -136,6 +138,19 @@ def test_prompts_of_other_shapes_are_refused(llm: LLM, prompt: Any, says: str) -
     with pytest.raises(RequestError, match=says):
         llm.generate(prompt, SHORT)
     assert not llm.session.has_unfinished
+
+
+def test_prompts_of_unlike_salts_share_no_prefix(llm: LLM) -> None:
+    prompt = [3 + position * position % 1999 for position in range(40)]
+    wanted = expected(llm, prompt)
+    cached: list[int] = []
+    for salt in ("a", "b", "a", "\udc00", "\udc00", None):
+        (output,) = llm.generate({"prompt_token_ids": prompt, "cache_salt": salt}, SHORT)
+        cached.append(output.num_cached_tokens)
+        assert output.outputs[0].token_ids == wanted
+    assert cached == [0, 0, 32, 0, 32, 32]
+    *_, streamed = llm.stream({"prompt_token_ids": prompt, "cache_salt": "salt-c"}, SHORT)
+    assert streamed.num_cached_tokens == 0
 
 
 @pytest.mark.parametrize("prompts", [["x"], [[1, 2]], [{"prompt": "x"}]])

@@ -17,7 +17,7 @@ from phonograph.config.engine_config import EngineConfig
 from phonograph.core.device import known_device
 from phonograph.engine.plan import make_plan
 from phonograph.engine.startup.start import start_engine
-from phonograph.errors import ConfigError
+from phonograph.errors import ConfigError, UnsupportedModelError
 from phonograph.graphs.dispatch import StepShape
 from phonograph.models.spec import read_model_spec
 
@@ -105,10 +105,20 @@ def test_verification_without_a_size_left_names_the_sizes() -> None:
     ],
 )
 def test_blocks_as_the_backend_likes_them(settings: dict[str, Any], head_size: int, size: int) -> None:
-    model = replace(resized(read_model_spec("demo"), head_size=head_size), rope_frequencies=(1.0,) * (head_size // 2))
+    model = resized(read_model_spec("demo"), head_size=head_size)
     plan = make_plan(EngineConfig(model="demo", **settings), model, known_device("h200"))
     assert plan.attention.block_size == size
     assert any(note.startswith("block_size 128: flash_attn 3") for note in plan.notes) == (size == 128)
+
+
+def test_layers_of_several_softcaps_are_refused(tmp_path: Path) -> None:
+    make_checkpoint("gemma2", tmp_path)
+    model = read_model_spec(tmp_path)
+    assert make_plan(EngineConfig(model="demo"), model, known_device("cpu")).attention.softcap == 2.0
+    first, *others = model.layers
+    changed = replace(first, attention=replace(first.attention, softcap=7.0))
+    with pytest.raises(UnsupportedModelError, match=r"several values of softcap \(2.0, 7.0\)"):
+        make_plan(EngineConfig(model="demo"), replace(model, layers=(changed, *others)), known_device("cpu"))
 
 
 def test_a_block_is_no_larger_than_kernels_can_address() -> None:

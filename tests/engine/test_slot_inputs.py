@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from step_rows import rows_of
 
@@ -29,10 +31,11 @@ def new(slot: int, token_ids: list[int], num_computed: int = 0) -> NewSequence:
 
 
 def test_a_step_behind_a_longer_one_padded_to_its_graph() -> None:
-    inputs = CpuInputs(max_num_seqs=4, max_num_tokens=16, max_model_len=32, block_size=4)
+    inputs = CpuInputs(max_num_seqs=4, max_num_tokens=16, max_model_len=32, block_sizes=(4,))
 
     def write(batch: ScheduledBatch, key: GraphKey | None, prefix_len: int | None = None) -> CommonMetadata:
-        return inputs.write(rows_of(batch), key, prefix_len=prefix_len)
+        (common,) = inputs.write(rows_of(batch), key, prefix_len=prefix_len)
+        return common
 
     first = ScheduledBatch(
         slots=[0, 1, 2],
@@ -79,7 +82,7 @@ def test_a_step_behind_a_longer_one_padded_to_its_graph() -> None:
 
 
 def test_a_context_is_not_longer_than_the_model() -> None:
-    sizes = {"block_size": 16, "max_model_len": 40, "max_num_seqs": 9}
+    sizes: dict[str, Any] = {"block_sizes": (16,), "max_model_len": 40, "max_num_seqs": 9}
     assert most_step_tokens(num_blocks=2, **sizes) == 32
     assert most_step_tokens(num_blocks=3, **sizes) == 40
     assert most_step_tokens(num_blocks=5, **sizes) == 40 + 32

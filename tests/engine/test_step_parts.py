@@ -57,10 +57,10 @@ def test_calls_of_attention(clears_padding: bool, reads_on_host: bool, pieces: b
     layers = [AttentionLayer(index=index, scale=1.0) for index in range(2)]
     caches = [torch.zeros(1), torch.ones(1)]
     slots = torch.arange(9)
-    made: Any = (backend, layers, caches, slots, Runtime(backend))
+    made: Any = ([backend], layers, caches, [slots], Runtime(backend))
     attend = StepAttention(*made)
     attend.pieces = pieces
-    attend.metadata = "m"  # pyright: ignore[reportAttributeAccessIssue]
+    attend.metadata = ["m"]  # pyright: ignore[reportAttributeAccessIssue]
     q_THD, k_TKD = torch.full((3, 2, 4), torch.nan), torch.zeros(3, 1, 4)
     attend.schedule()
     out_THD = attend(q_THD, k_TKD, k_TKD, 1)

@@ -10,6 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from phonograph.core.blocks import blocks_for, most_step_tokens
+from phonograph.core.kv_group import KVGroup
 from phonograph.errors import MemoryLimitError
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.runner.synthetic_batches import SyntheticBatches
@@ -30,9 +31,8 @@ def test_batches_of_a_cache_that_is_nearly_too_small(
     block_size: int, max_model_len: int, max_num_seqs: int, more_blocks: int, share: float, seed: int
 ) -> None:
     per_request = blocks_for(max_model_len, block_size)
-    limits = {"max_model_len": max_model_len, "block_size": block_size}
-    limits["num_blocks"] = max(per_request, max_num_seqs) + more_blocks
-    most = most_step_tokens(max_num_seqs=max_num_seqs, **limits)
+    limits = {"max_model_len": max_model_len, "num_blocks": max(per_request, max_num_seqs) + more_blocks}
+    most = most_step_tokens(max_num_seqs=max_num_seqs, block_sizes=(block_size,), **limits)
     key = GraphKey(GraphSet.MIXED, max(1, round(share * most)), max_num_seqs)
 
     def fits(batch: Any, _: GraphKey) -> Any:
@@ -40,21 +40,96 @@ def test_batches_of_a_cache_that_is_nearly_too_small(
         assert min(batch.query_lens) >= 1 and batch.query_lens == sorted(batch.query_lens)
         lengths = [query + context for query, context in zip(batch.query_lens, batch.context_lens, strict=True)]
         assert max(lengths) <= max_model_len
-        used = np.concatenate(batch.blocks)
+        used = np.concatenate(batch.blocks[0])
         assert len(set(used)) == len(used) == sum(blocks_for(length, block_size) for length in lengths)
         return batch
 
-    batches = SyntheticBatches(fits, vocab_size=10, **limits)
+    batches = SyntheticBatches(fits, vocab_size=10, groups=(KVGroup(layers=(0,), block_size=block_size),), **limits)
     assert sum(batches.capture_batch(key).query_lens) == key.num_tokens  # pyright: ignore[reportAttributeAccessIssue]
     rng = np.random.default_rng(seed)
     for _ in range(20):
         batches.random_batch(key, rng)
 
 
+SLIDING = KVGroup(layers=(0,), block_size=4, window=7)
+
+
+@given(
+    groups=st.lists(
+        st.builds(KVGroup, layers=st.just((0,)), block_size=st.integers(1, 20), window=st.none() | st.integers(1, 50)),
+        min_size=1,
+        max_size=4,
+    ),
+    max_model_len=st.integers(2, 100),
+    more_blocks=st.integers(0, 60),
+    seed=st.integers(0, 1000),
+)
+def test_blocks_behind_windows_are_one_page_that_no_sequence_has(
+    groups: list[KVGroup], max_model_len: int, more_blocks: int, seed: int
+) -> None:
+    num_blocks = 6 * len(groups) + more_blocks
+    sizes = [group.block_size for group in groups]
+    most = most_step_tokens(num_blocks=num_blocks, block_sizes=sizes, max_model_len=max_model_len, max_num_seqs=6)
+    key = GraphKey(GraphSet.MIXED, most, 6)
+
+    def fits(batch: Any, _: GraphKey) -> Any:
+        kept: list[int] = []
+        for group, tables in zip(groups, batch.blocks, strict=True):
+            for table, query, context in zip(tables, batch.query_lens, batch.context_lens, strict=True):
+                assert len(table) == blocks_for(context + query, group.block_size)
+                first = 0 if group.window is None else max(0, context - group.window + 1) // group.block_size
+                assert set(table[:first]) <= {batches.freed_page}
+                kept += table[first:].tolist()
+        assert len(set(kept)) == len(kept) and batches.freed_page not in kept
+        assert all(0 <= page < num_blocks for page in [*kept, batches.freed_page or 0])
+        return batch
+
+    batches = SyntheticBatches(fits, vocab_size=10, groups=groups, max_model_len=max_model_len, num_blocks=num_blocks)
+    assert sum(batches.capture_batch(key).query_lens) == key.num_tokens  # pyright: ignore[reportAttributeAccessIssue]
+    rng = np.random.default_rng(seed)
+    for _ in range(20):
+        batches.random_batch(key, rng)
+
+
+def test_contexts_go_beyond_windows() -> None:
+    """A sliding group bounds no context by its pages."""
+    found: list[int] = []
+
+    def note(batch: Any, _: GraphKey) -> Any:
+        found.append(max(batch.context_lens))
+        return batch
+
+    batches = SyntheticBatches(note, vocab_size=10, groups=[SLIDING], max_model_len=1000, num_blocks=9)
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        batches.random_batch(GraphKey(GraphSet.DECODE, 2, 2, 1), rng)
+    assert max(found) > 500
+
+
+def test_a_page_stays_free_for_the_place_of_blocks_behind_windows() -> None:
+    """A query of four tokens and the window before it may lie in three blocks: all that there are."""
+    found: list[int] = []
+
+    def note(batch: Any, _: GraphKey) -> Any:
+        found.append(len(set(batch.blocks[0][0])))
+        return batch
+
+    group = KVGroup(layers=(0,), block_size=4, window=4)
+    batches = SyntheticBatches(note, vocab_size=10, groups=[group], max_model_len=100, num_blocks=3)
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        batches.random_batch(GraphKey(GraphSet.MIXED, 4, 1), rng)
+    assert max(found) == 2
+
+
 def test_a_batch_that_the_cache_does_not_hold_is_refused_by_name() -> None:
     def batches(num_blocks: int) -> SyntheticBatches:
         return SyntheticBatches(
-            lambda batch, _: batch, vocab_size=10, max_model_len=64, block_size=16, num_blocks=num_blocks
+            lambda batch, _: batch,
+            vocab_size=10,
+            max_model_len=64,
+            groups=(KVGroup(layers=(0,), block_size=16),),
+            num_blocks=num_blocks,
         )
 
     key, cascading = GraphKey(GraphSet.DECODE, 8, 8, 1), GraphKey(GraphSet.DECODE, 8, 8, 1, cascade=True)
@@ -64,5 +139,5 @@ def test_a_batch_that_the_cache_does_not_hold_is_refused_by_name() -> None:
     full, shared = batches(8).capture_batch(cascading), batches(9).capture_batch(cascading)
     assert (full.prefix_len, shared.prefix_len) == (0, 16)
     assert batches(9).capture_batch(key).prefix_len is None
-    assert len({block for blocks in full.blocks for block in blocks}) == 8
-    assert len({blocks[0] for blocks in shared.blocks}) == 1 and len({blocks[1] for blocks in shared.blocks}) == 8
+    assert len({block for blocks in full.blocks[0] for block in blocks}) == 8
+    assert len({blocks[0] for blocks in shared.blocks[0]}) == 1 and len({blocks[1] for blocks in shared.blocks[0]}) == 8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from sentencepiece_like import END, sentencepiece_like
 
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.demo import MODEL_DIRECTORY
+from phonograph.engine.outputs import CompletionOutput
 from phonograph.errors import ModelError, RequestError
 from phonograph.text.output_text import TextBuilder
 from phonograph.text.tokenizer import Tokenizer
@@ -128,3 +130,13 @@ def test_tokenizer_errors_name_a_remedy(tmp_path) -> None:
         Tokenizer.load(tmp_path)
     with pytest.raises(RequestError, match="chat template rejects"):
         TOKENIZER.encode_chat([{"content": "no role"}])
+
+
+def test_an_output_shows_and_pickles_all_of_its_fields() -> None:
+    output = CompletionOutput(1, "it's", [5, 6], "stop", 6, [])
+    shown = (
+        "CompletionOutput(index=1, text=\"it's\", token_ids=[5, 6], finish_reason='stop', stop_reason=6, logprobs=[])"
+    )
+    assert repr(output) == shown
+    assert pickle.loads(pickle.dumps(output)) == output == eval(shown)
+    assert output != CompletionOutput(1, "it's", [5, 6], "stop", 7, [])

@@ -64,7 +64,7 @@ class Step:
         shape = (2, REQUESTS * BLOCKS_PER_SEQ, BLOCK, KV_HEADS, HEAD_SIZE)
         caches = [torch.full(shape, torch.nan, dtype=dtype, device=device) for _ in range(LAYERS)]
         layers = [AttentionLayer(index=index, scale=HEAD_SIZE**-0.5) for index in range(LAYERS)]
-        self.attention = StepAttention(backend, layers, caches, self.slots, runtime)
+        self.attention = StepAttention([backend], layers, caches, [self.slots], runtime)
 
     def write(self, query_lens: list[int]) -> list[torch.Tensor]:
         """Write random sequences, all new, decodes first. Returns the token ids of each."""
@@ -92,7 +92,7 @@ class Step:
             query_start_loc_cpu=starts,
             seq_lens_cpu=np.array(query_lens, np.int32),
         )
-        self.attention.metadata = self.builder.build(common, key=KEY)
+        self.attention.metadata = [self.builder.build(common, key=KEY)]
         return sequences
 
     def run(self) -> tuple[torch.Tensor, ...]:

@@ -23,6 +23,7 @@ from phonograph.bench.engine import bench_latency, bench_throughput, timed
 from phonograph.bench.records.results import Row, append_record, summary
 from phonograph.bench.run_requests import TimedAnswer, run_requests
 from phonograph.bench.suites import latency_suite, throughput_suite
+from phonograph.core.limits import Limits
 from phonograph.errors import ConfigError, RequestError
 
 
@@ -168,16 +169,16 @@ def test_a_workload_that_cannot_be(demo_llm: LLM) -> None:
 
 
 def test_cases_that_fit() -> None:
-    fits = {"max_num_seqs": 64, "max_model_len": 8192}
-    cases, left_out = cases_that_fit("cases", DECODE_CASES, requested=False, **fits)
+    limits = Limits(max_num_seqs=64, max_model_len=8192, max_num_batched_tokens=8192)
+    cases, left_out = cases_that_fit("cases", DECODE_CASES, limits, requested=False)
     assert [str(case) for case in cases] == ["1x1024", "8x1024", "32x1024"]
     assert len(left_out) == 4
     assert left_out[0] == "128x1024 left out: needs 128 sequences at once; max_num_seqs=64"
     assert left_out[2] == "1x32768 left out: needs 32865 tokens in a sequence; max_model_len=8192"
     with pytest.raises(ConfigError, match="max_num_seqs=64"):
-        cases_that_fit("cases", DECODE_CASES, requested=True, **fits)
+        cases_that_fit("cases", DECODE_CASES, limits, requested=True)
     with pytest.raises(ConfigError, match="no published case fits"):
-        cases_that_fit("cases", MIXED_CASES, requested=False, **fits)
+        cases_that_fit("cases", MIXED_CASES, limits, requested=False)
 
 
 def test_cases_as_they_are_written() -> None:

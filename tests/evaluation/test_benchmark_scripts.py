@@ -34,7 +34,7 @@ def test_host_cost_is_measured_on_full_batches(benchmark_script: Load) -> None:
     last = batches[-1]
     assert host.inputs.positions[:5].tolist() == last.context_lens
     assert host.inputs.input_ids[:5].tolist() == [7 + slot for slot in last.slots]
-    assert host.inputs.slot_mapping[:5].min() >= 0
+    assert host.inputs.slot_mappings[0][:5].min() >= 0
 
 
 def test_tape_overhead(benchmark_script: Load, demo_llm: LLM) -> None:

@@ -131,18 +131,18 @@ def main() -> None:
     name = f"long {long}"
     prefill_problem.Batch(long, device).attend(prefill_problem.make_plan(long, device))
     launch_product.pdl_options = lambda: {"PDL": True, "launch_pdl": True}
-    for mode, splits in ((0, 1), (1, 3), (2, 1)):
+    for mode, splits in ((0, 1), (1, 3), (2, 1), (3, 1)):
         name = f"mode {mode}"
         x, out = (torch.empty(20, size, dtype=torch.bfloat16) for size in (1024, 256))
         weight = torch.empty(512, 1024, dtype=torch.bfloat16)
         parts = GemmScratch.make(device)[:2]
         gemm_ring.launch(Product(x, weight, None, out, mode), GemmRingConfig(32, 64, 128, splits, 2), parts)
-    for mode, splits in ((0, 1), (1, 3), (2, 1)):
+    for mode, splits in ((0, 1), (1, 3), (2, 1), (3, 1)):
         name = f"mode {mode}"
         x, out = (torch.empty(1, size, dtype=torch.bfloat16) for size in (1024, 256))
         scales = torch.empty(512, 8, dtype=torch.bfloat16)
         words = Grouped(torch.empty(512, 128, dtype=torch.int32), scales, None, 4, 128, interleaved=True)
-        weight = words if mode == 2 else words.rows(0, 256)
+        weight = words if mode >= 2 else words.rows(0, 256)
         gemv_integer.launch(Product(x, weight, None, out, mode), GemvIntegerConfig(64, 2, splits, 2, 2, 1), parts)
     report = {name: read_code(kernel.asm["cubin"], _MORE.get(name.split()[0], {})) for name, kernel in kernels.items()}
     print(json.dumps(report))

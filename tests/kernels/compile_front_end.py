@@ -7,6 +7,7 @@ since the interpreter is chosen when Triton is imported.
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import os
 import pkgutil
@@ -30,14 +31,24 @@ import phonograph.kernels.triton
 from bench.kernel_parts import KERNEL_PARTS
 from phonograph.kernels.cascade_tensors import PrefixCut
 from phonograph.kernels.fp8_activations import Fp8Rows
+from phonograph.kernels.routing import Routing
+from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.triton.attention import cascade, page_indices, prefill, quantize_query, split_batch
 from phonograph.kernels.triton.attention import rope_and_kv_write as rope
 from phonograph.kernels.triton.elementwise import fp8_rows, layers
+from phonograph.kernels.triton.experts.expert_lists import ExpertLists
+from phonograph.kernels.triton.experts.expert_plan import expert_config
+from phonograph.kernels.triton.experts.expert_products import (
+    add_results,
+    down_products,
+    gate_up_products,
+)
+from phonograph.kernels.triton.experts.route import route
 from phonograph.kernels.triton.sampling import bitmask, sample
 from phonograph.kernels.triton.step import pinned_words, prepare
 
 CPU, BF16, FP8 = torch.device("cpu"), torch.bfloat16, torch.float8_e4m3fn
-ROOMS = ("attention", "sampling", "step", "elementwise")
+ROOMS = ("attention", "sampling", "step", "elementwise", "experts")
 
 
 class Accepted(Exception):
@@ -82,6 +93,11 @@ def launch_attention() -> None:
     scales = {"k_scale": torch.zeros(2), "v_scale": torch.zeros(2)}
     heads = {"num_query_heads": 4, "num_kv_heads": 2, "qk_norm": halves(6, 64), "eps": 1e-6}
     rope.rope_and_write_kv(qkv, longs(8), torch.zeros(32, 64), cache, longs(8), **heads, **scales)
+    for width in (33, 32):
+        heads["qk_norm"] = torch.zeros(6, 64)
+        rope.rope_and_write_kv(qkv, longs(8), torch.zeros(32, width), cache, longs(8), **heads, **scales)
+    rope.rope_and_write_kv(qkv, longs(8), None, cache, longs(8), **heads, **scales)
+    layers.norm_queries_and_keys(qkv, torch.zeros(6, 64), 4, 1e-6)
     rope.write_kv(halves(8, 2, 64), halves(8, 2, 64), cache, longs(8), **scales)
 
 
@@ -90,21 +106,52 @@ def launch_others() -> None:
     numbers = (torch.zeros(8), ints(8), torch.zeros(8), torch.zeros(8), longs(8))
     sample.sample(halves(8, 32000), ints(8), *numbers, scratch, ints(8), ints(8))
     bitmask.mask_logits(halves(4, 1000), ints(4), ints(4, 32))
-    layout = prepare.StepLayout(8, 64, 16)
-    prepare.prepare(
-        ints(layout.num_words), layout, last_token_R=ints(8), slot_block_table_RN=ints(8, 32), block_size=16,
-        num_reqs_padded=8, num_tokens_padded=64, input_ids_T=ints(64), positions_T=longs(64), slot_mapping_T=longs(64),
-        query_start_loc=ints(9), seq_lens_R=ints(8), block_table_RN=ints(8, 32), logits_rows_R=longs(8),
-    )  # fmt: skip
+    for sizes in ((16,), (16, 16), (16, 32, 16)):
+        groups = len(sizes)
+        layout = prepare.StepLayout(8, 64, 16, num_groups=groups)
+        prepare.prepare(
+            ints(layout.num_words), layout, last_token_R=ints(8), slot_block_tables_GRN=ints(groups, 8, 32),
+            block_sizes=sizes, num_reqs_padded=8, num_tokens_padded=64, input_ids_T=ints(64), positions_T=longs(64),
+            slot_mappings_GT=longs(groups, 64), query_start_loc=ints(9), seq_lens_R=ints(8),
+            block_tables_GRN=ints(groups, 8, 32), logits_rows_R=longs(8),
+        )  # fmt: skip
     prepare.apply_appends(ints(3, 5), ints(8, 32))
     pinned_words.copy_words(ints(64), ints(64), 64)
     rounded = Fp8Rows(halves(8, 512).to(FP8), torch.zeros(8, 1))
     layers.embed_and_norm(ints(8), halves(99, 512), halves(512), 1e-6, halves(8, 512), halves(8, 512))
     layers.add_and_norm(halves(8, 512), halves(8, 512), halves(512), 1e-6, rounded)
+    layers.add_and_norm(halves(8, 512), halves(8, 512), torch.zeros(512), 1e-6, rounded)
+    fused = {"x_weight_E": torch.zeros(512), "factor": 0.5}
+    layers.add_and_norm(halves(8, 512), halves(8, 512), torch.zeros(512), 1e-6, rounded, **fused)
+    layers.add_and_norm(halves(8, 512), halves(8, 512), None, 1e-6, None, **fused)
     layers.silu_and_mul(halves(8, 1024), rounded)
+    layers.gelu_tanh_and_mul(halves(8, 1024), rounded)
     layers.gather_rows(halves(8, 512), longs(4), halves(4, 512))
     layers.gather_columns(halves(8, 512), longs(512), halves(8, 512))
     fp8_rows.quantize_rows(halves(8, 512), rounded)
+
+
+def launch_experts() -> None:
+    routings = (
+        Routing(128, 8),
+        Routing(24, 4, sigmoid=True, num_groups=4, top_groups=2),
+    )
+    for routing, tokens in itertools.product(routings, (1, 700)):
+        width, inner, pairs, num_experts = 256, 128, tokens * routing.top_k, routing.num_experts
+        words = torch.zeros(ExpertLists.num_words(tokens, routing))
+        lists = ExpertLists.over(words, tokens, routing, ExpertLists.counters(CPU))
+        x, real = halves(tokens, width), ints(1)
+        config = expert_config(tokens, routing)
+        bias = torch.zeros(num_experts) if routing.sigmoid else None
+        route(x, halves(num_experts + 1, width), routing, lists, block=config.block, choice_bias_X=bias, num_rows=real)
+        gate_up, down = halves(num_experts * 2 * inner, width), halves(num_experts * width, inner)
+        gate_up_products(x, gate_up, lists, routing, config, halves(pairs, inner), halves(num_experts * 2 * inner))
+        down_products(halves(pairs, inner), down, lists, routing, config, halves(pairs, width))
+        grouped = Grouped(ints(num_experts * width, inner // 8), halves(num_experts * width, 1), None, 4, inner)
+        for weight in (grouped, grouped._replace(packed_OW=halves(num_experts * width, inner).to(FP8), bits=8)):
+            down_products(halves(pairs, inner), weight, lists, routing, config, halves(pairs, width))
+        shared, norm = (x, lists.shared_T), (halves(width), 1e-6, x)
+        add_results(halves(pairs, width), x, routing.top_k, num_rows=real, shared=shared, norm=norm)
 
 
 def kernels_of_rooms() -> list[str]:
@@ -133,6 +180,7 @@ def main() -> None:
     JITFunction.run = compile_first_stage
     launch_attention()
     launch_others()
+    launch_experts()
     print(json.dumps({"accepted": sorted(accepted), "all": kernels_of_rooms()}))
 
 

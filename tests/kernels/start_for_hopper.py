@@ -27,11 +27,10 @@ import triton
 from far_gpu import FarGpu
 from triton.runtime.jit import JITFunction
 
-from phonograph.attention.selection import load
 from phonograph.attention.triton import backend as triton_backend
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.device import known_device
-from phonograph.engine.build import make_model_parts, make_runner
+from phonograph.engine.build import make_backends, make_model_parts, make_runner
 from phonograph.engine.plan import make_plan
 from phonograph.engine.startup.cuda_platform import CudaPlatform
 from phonograph.graphs.modes import GraphKey, GraphSet
@@ -109,8 +108,7 @@ def make_hopper_runner(folder: str) -> Runner:
     plan = make_plan(config, spec, H200)
     meta = torch.device("meta")
     make_runtime: Any = DryRuntime
-    backend = load(plan.selection)(plan.attention, meta, plan.limits)
-    parts = make_model_parts(plan, backend, Transformer(spec, torch.bfloat16, meta))
+    parts = make_model_parts(plan, make_backends(plan, meta), Transformer(spec, torch.bfloat16, meta))
     return make_runner(plan, parts, CudaPlatform(meta, make_runtime=make_runtime))
 
 
@@ -136,9 +134,9 @@ def main() -> None:
     def run_eagerly() -> None:
         for num_tokens in EAGER_TOKENS:
             slots = runner._sequences.max_num_seqs
-            common = runner.synthetic.capture_batch(GraphKey(GraphSet.MIXED, num_tokens, slots))
-            runner.prepare(common, None)
-            runner._run_eager(common)
+            commons = runner.synthetic.capture_batch(GraphKey(GraphSet.MIXED, num_tokens, slots))
+            runner.prepare(commons, None)
+            runner._run_eager(commons[0])
 
     with torch.inference_mode():
         found = {"few": few, "every": every, "captured": launched(capture_all), "eager": launched(run_eagerly)}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from kernel_sets import OwnQueries
-from product_problem import gemm_device, linear, linear_add, linear_add_norm, linear_silu
+from product_problem import gemm_device, linear, linear_add, linear_add_norm, linear_gated
 
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.kernels.triton.attention import rope_and_kv_write as rope_kv
@@ -20,7 +20,7 @@ from phonograph.kernels.triton.gemm.run_product import GemmScratch
 from phonograph.kernels.triton.sampling import sample as sampling
 from phonograph.models.layer_spec import LayerMatrix, LayerSizes, MatrixPart, decoder_layer
 from phonograph.models.layers.linear import WeightAllocator
-from phonograph.models.layers.rotary import rotary_table
+from phonograph.models.layers.rotary import rotary_tables
 from phonograph.models.layers.triton_parts import TritonKernels
 from phonograph.models.layers.workspace import Workspace
 from phonograph.models.spec import read_model_spec
@@ -56,7 +56,7 @@ class Products:
         added, hidden = residual.clone(), residual.clone()
         linear(x, self.weight, self.bias, out, **fixed)
         linear_add(x, self.weight, None, added, **fixed)
-        assert linear_silu(x, self.pairs, None, silu, **fixed)
+        assert linear_gated(x, self.pairs, None, silu, **fixed)
         assert not linear_add_norm(x, self.weight, None, hidden, self.bias, EPS, normed, defer=False, **fixed)
         return [out, added, silu, hidden, normed]
 
@@ -206,7 +206,7 @@ def test_a_whole_decoder(batch_invariant: bool, device: torch.device, monkeypatc
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
         gpu = gemm_device()
         workspace = Workspace.make(spec, 20, 20, torch.float16, device, gemm_device=gpu)
-        table = rotary_table(spec, 32, torch.float32, device)
+        table = rotary_tables(spec, 32, torch.float32, device)
         model.bind(TritonKernels(workspace, table, spec.rms_norm_eps, device=gpu, batch_invariant=batch_invariant))
 
         def run(ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,6 +17,7 @@ from kernel_entries import kernel_entries
 
 from phonograph.kernels.cascade_tensors import PrefixCut
 from phonograph.kernels.fp8_activations import Fp8Rows
+from phonograph.kernels.routing import Routing
 from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.triton.attention import prefill as attention_prefill
 from phonograph.kernels.triton.attention import rope_and_kv_write as rope_kv
@@ -29,6 +30,14 @@ from phonograph.kernels.triton.attention.prefill_plan import make_prefill_plan
 from phonograph.kernels.triton.attention.quantize_query import quantize_queries
 from phonograph.kernels.triton.elementwise import layers
 from phonograph.kernels.triton.elementwise.fp8_rows import quantize_rows
+from phonograph.kernels.triton.experts.expert_lists import ExpertLists
+from phonograph.kernels.triton.experts.expert_plan import ExpertConfig, ExpertTile
+from phonograph.kernels.triton.experts.expert_products import (
+    add_results,
+    down_products,
+    gate_up_products,
+)
+from phonograph.kernels.triton.experts.route import route
 from phonograph.kernels.triton.gemm import gemm_grouped_small_m, gemm_small_m, gemm_tiled, gemv
 from phonograph.kernels.triton.gemm.dequantize import dequantize_into
 from phonograph.kernels.triton.gemm.product import ADD, SILU, DeferredNorm, NextNorm, Norm, Product
@@ -226,22 +235,23 @@ def walk_prepare(place: Place, device: torch.device) -> list[torch.Tensor]:
     views.header[:3] = ROWS, ROWS, ROWS
     views.slots[:] = 2, 0, 1
     views.context_lens[:] = 20, 30, 47
-    views.query_starts[:] = views.append_starts[:] = np.arange(ROWS + 1)
+    views.query_starts[:] = views.append_starts[0] = np.arange(ROWS + 1)
     views.token_starts[:] = -1
     views.append_at[:] = 1, 2, 3
     views.appends[:ROWS] = 50, 51, 52
     tables = [place(torch.randint(0, 99, (ROWS, 8), dtype=torch.int32).to(device)) for _ in range(2)]
     ints = {name: torch.zeros(8, dtype=torch.int32, device=device) for name in ("input_ids_T", "query_start_loc")}
-    longs = ("positions_T", "slot_mapping_T", "logits_rows_R")
+    longs = ("positions_T", "logits_rows_R")
     outputs = ints | {name: torch.zeros(8, dtype=torch.int64, device=device) for name in longs}
+    outputs["slot_mappings_GT"] = torch.zeros(1, 8, dtype=torch.int64, device=device)
     seq_lens = torch.zeros(8, dtype=torch.int32, device=device)
     prepare(
         torch.from_numpy(staging).to(device),
         layout,
         last_token_R=torch.tensor([7, 8, 9], dtype=torch.int32, device=device),
-        slot_block_table_RN=tables[0],
-        block_table_RN=tables[1],
-        block_size=16,
+        slot_block_tables_GRN=tables[0][None],
+        block_tables_GRN=tables[1][None],
+        block_sizes=(16,),
         num_reqs_padded=ROWS,
         num_tokens_padded=ROWS,
         seq_lens_R=seq_lens,
@@ -274,7 +284,31 @@ def walk_kv_writes(place: Place, device: torch.device) -> list[torch.Tensor]:
     rope_kv.rope_and_write_kv(qkv, torch.tensor([1, 8, 3], device=device), rotary, cache, slots, **arguments)
     key, value = (place(randn(ROWS, 2, 32, device=device)) for _ in range(2))
     rope_kv.write_kv(key, value, cache, slots + 5, None, None)
+    layers.norm_queries_and_keys(qkv, randn(6, 32, device=device), 4, EPS)
     return [qkv, cache.view(torch.uint8)]
+
+
+KV_KERNELS = (
+    "rope_and_kv_write._rope_kernel",
+    "rope_and_kv_write._write_kernel",
+    "layers._joint_norm_kernel",
+)
+
+
+def walk_experts(place: Place, device: torch.device) -> list[torch.Tensor]:
+    routing, width, inner = Routing(3, 2), 32, 16
+    lists = ExpertLists.over(
+        torch.zeros(ExpertLists.num_words(ROWS, routing), device=device), ROWS, routing, ExpertLists.counters(device)
+    )
+    x, hidden = (place(randn(ROWS, width, device=device)) for _ in range(2))
+    route(x, place(randn(3, width, device=device)), routing, lists, block=16)
+    config = ExpertConfig(16, ExpertTile(16, 16, 1, 1), ExpertTile(16, 16, 1, 1))
+    inner_rows, results = (place(randn(2 * ROWS, size, device=device)) for size in (inner, width))
+    gate_up, down = place(randn(6 * inner, width, device=device)), place(randn(3 * width, inner, device=device))
+    gate_up_products(x, gate_up, lists, routing, config, inner_rows)
+    down_products(inner_rows, down, lists, routing, config, results)
+    add_results(results, hidden, 2)
+    return [inner_rows, results, hidden, lists.experts_Tk, lists.weights_Tk]
 
 
 WALKS: dict[str, tuple[Walk, tuple[str, ...]]] = {
@@ -285,6 +319,10 @@ WALKS: dict[str, tuple[Walk, tuple[str, ...]]] = {
     "ring": (walk_ring, ("gemm_ring._gemm_ring_kernel",)),
     "few rows, ring": (walk_few_rows_ring, ("gemm_ring_small_m._gemm_ring_small_m_kernel",)),
     "one row, integers": (walk_integer_row, ("gemv_integer._gemv_integer_kernel",)),
+    "experts": (
+        walk_experts,
+        ("route._route_kernel", "expert_products._expert_kernel", "expert_products._add_kernel"),
+    ),
     "sampling": (
         walk_sampling,
         ("scan.scan_kernel", "filter.filter_kernel", "bitmask._mask_kernel"),
@@ -296,7 +334,7 @@ WALKS: dict[str, tuple[Walk, tuple[str, ...]]] = {
     ),
     "prepare": (walk_prepare, ("prepare._prepare_kernel",)),
     "merge of a cascade": (walk_merge_of_cascade, ("cascade._merge_kernel",)),
-    "KV writes": (walk_kv_writes, ("rope_and_kv_write._rope_kernel", "rope_and_kv_write._write_kernel")),
+    "KV writes": (walk_kv_writes, KV_KERNELS),
 }
 """By name: how rows far apart are compared with rows close together, and the kernels that do."""
 IN_GLUON = {
@@ -311,7 +349,7 @@ OTHER_TESTS = {
     "prefill._merge_kernel",
     "prefill_hopper._prefill_kernel",
     "layers._norm_kernel",
-    "layers._silu_kernel",
+    "layers._activation_kernel",
     "fp8_rows._quantize_rows_kernel",
     "quantize_query._quantize_kernel",
     "dequantize._dequantize_kernel",
@@ -320,6 +358,7 @@ WITHOUT_ROWS = {
     "decode_plan._plan_kernel",
     "prefill_plan._plan_kernel",
     "split_batch._split_kernel",
+    "route._list_kernel",
     "pinned_words._copy_kernel",
 }
 """Kernels whose tensors have one dimension, or rows of a few words that a step's tiles number."""

@@ -66,12 +66,13 @@ def test_norms_and_activation_round_their_results(width: int, dtype: torch.dtype
 
     def results(out: Callable[[int], Rows]) -> list[tuple[Rows, torch.Tensor]]:
         kept, sums = torch.zeros_like(table[:3]), hidden.clone()
-        embedded, normed, added, gated = out(3), out(5), out(5), out(5)
+        embedded, normed, added, gated, gelu = out(3), out(5), out(5), out(5), out(5)
         layers.embed_and_norm(ids, table, weight, 1e-5, kept, embedded)
         layers.rms_norm(x, weight, 1e-5, normed)
         layers.add_and_norm(x, sums, weight, 1e-5, added)
         layers.silu_and_mul(gate_up, gated)
-        return [(embedded, kept), (normed, x), (added, sums), (gated, x)]
+        layers.gelu_tanh_and_mul(gate_up, gelu)
+        return [(embedded, kept), (normed, x), (added, sums), (gated, x), (gelu, x)]
 
     def room(rows: int) -> Fp8Rows:
         values = torch.zeros(rows, width, dtype=torch.float8_e4m3fn, device=device)

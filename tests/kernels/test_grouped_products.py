@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from grouped_problem import GroupedCase, check_products, grouped_scratch
-from product_problem import linear, linear_silu, plan_for, poisoned, silu_of
+from product_problem import gelu_of, linear, linear_gated, plan_for, poisoned, silu_of
 from programs import report_of
 
 from phonograph.kernels.torch.grouped import deinterleave, interleave
 from phonograph.kernels.triton.gemm.choose import choose
 from phonograph.kernels.triton.gemm.choose_grouped import is_supported
 from phonograph.kernels.triton.gemm.grouped_operands import MAGIC, bfloat16_terms
+from phonograph.kernels.triton.gemm.product import GELU
 from phonograph.kernels.triton.gemm.product_plan import (
     GemmDevice,
     GemmGroupedSmallMConfig,
@@ -106,8 +107,8 @@ def test_more_rows_of_fp8_with_odd_sizes(pairs: bool, device: torch.device) -> N
     config = plan_for(case.x, case.grouped, case.out, None, gated=pairs).kernel
     assert isinstance(config, GemmTiledConfig) and config.block_k == 128
     if pairs:
-        assert linear_silu(case.x, case.grouped, case.bias, case.out)
-        case.check(silu_of(case.product(case.x, bias=True)))
+        assert linear_gated(case.x, case.grouped, case.bias, case.out, mode=GELU)
+        case.check(gelu_of(case.product(case.x, bias=True)))
     else:
         linear(case.x, case.grouped, case.bias, case.out, scratch=poisoned(device))
         case.check(case.product(case.x, bias=True))
@@ -178,7 +179,7 @@ def test_products_of_real_sizes(outputs: int, inputs: int, rows: int, kind: str,
     case.check(case.product(case.x, bias=True))
     if outputs > inputs:
         gated = GroupedCase(rows, outputs, inputs, torch.bfloat16, device, group=group, kind=kind, pairs=True)
-        assert linear_silu(gated.x, gated.grouped, gated.bias, gated.out, scratch=scratch)
+        assert linear_gated(gated.x, gated.grouped, gated.bias, gated.out, scratch=scratch)
         gated.check(silu_of(gated.product(gated.x, bias=True)))
 
 

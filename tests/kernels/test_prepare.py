@@ -20,20 +20,21 @@ POISON = -77
 class Sequences:
     """The host's slot table, and the same state as a device has it, grown by random batches."""
 
-    def __init__(self, *, slots: int, max_tokens: int, max_len: int, block_size: int, device: torch.device) -> None:
-        self.rng = np.random.default_rng(slots * max_len + block_size)
-        self.inputs = CpuInputs(
-            max_num_seqs=slots, max_num_tokens=max_tokens, max_model_len=max_len, block_size=block_size
-        )
+    def __init__(
+        self, *, slots: int, max_tokens: int, max_len: int, sizes: tuple[int, ...], device: torch.device
+    ) -> None:
+        self.rng = np.random.default_rng(slots * max_len + sum(sizes))
+        self.sizes, self.groups = sizes, range(len(sizes))
+        self.inputs = CpuInputs(max_num_seqs=slots, max_num_tokens=max_tokens, max_model_len=max_len, block_sizes=sizes)
         self.inputs.token_ids[:] = self.rng.integers(0, 1000, self.inputs.token_ids.shape)
         self.max_len = max_len
         self.computed = np.zeros(slots, np.int64)
-        self.num_blocks = np.zeros(slots, np.int64)
+        self.num_blocks = np.zeros((len(sizes), slots), np.int64)
         self.next_block = 1
-        self.layout = StepLayout(slots, max_tokens, max_appends=slots * blocks_for(max_len, block_size))
-        max_blocks = self.inputs.slot_blocks.shape[1]
+        max_appends = slots * sum(blocks_for(max_len, size) for size in sizes)
+        self.layout = StepLayout(slots, max_tokens, max_appends=max_appends, num_groups=len(sizes))
         self.device = device
-        self.slot_blocks = torch.full((slots, max_blocks), POISON, dtype=torch.int32, device=device)
+        self.slot_blocks = torch.full(self.inputs.slot_blocks.shape, POISON, dtype=torch.int32, device=device)
         self.last_token = torch.full((slots,), POISON, dtype=torch.int32, device=device)
 
     def draw(
@@ -44,15 +45,16 @@ class Sequences:
         appends: list[BlockAppend] = []
         for slot, query_len in zip(slots, query_lens, strict=True):
             if self.computed[slot] + query_len > self.max_len:  # a new sequence in this slot
-                self.computed[slot] = self.num_blocks[slot] = 0
-            needed = blocks_for(int(self.computed[slot]) + query_len, self.inputs.block_size) + ahead
-            needed = min(needed, self.inputs.slot_blocks.shape[1])
-            if needed > self.num_blocks[slot]:
-                start, count = int(self.num_blocks[slot]), needed - int(self.num_blocks[slot])
-                ids = list(range(self.next_block, self.next_block + count))
-                appends.append(BlockAppend(slot=slot, start=start, block_ids=ids))
-                self.next_block += count
-                self.num_blocks[slot] = needed
+                self.computed[slot] = self.num_blocks[:, slot] = 0
+            for group, size in enumerate(self.sizes):
+                needed = blocks_for(int(self.computed[slot]) + query_len, size) + ahead
+                needed = min(needed, self.inputs.slot_blocks.shape[2])
+                start = int(self.num_blocks[group, slot])
+                if needed > start:
+                    ids = list(range(self.next_block, self.next_block + needed - start))
+                    appends.append(BlockAppend(slot=slot, start=start, block_ids=ids, group=group))
+                    self.next_block += len(ids)
+                    self.num_blocks[group, slot] = needed
         batch = ScheduledBatch(
             slots=slots,
             query_lens=query_lens,
@@ -75,7 +77,8 @@ class Sequences:
         views.slots[:rows] = views.sample_slots[:rows] = batch.slots
         views.context_lens[:rows] = batch.context_lens
         views.query_starts[: rows + 1] = np.cumsum([0, *batch.query_lens])
-        appends = {append.slot: append for append in batch.appends}
+        views.block_sizes[:] = self.sizes[: len(views.block_sizes)]
+        appends = {(append.group, append.slot): append for append in batch.appends}
         num_tokens = num_appends = 0
         for row, (slot, context, length) in enumerate(
             zip(batch.slots, batch.context_lens, batch.query_lens, strict=True)
@@ -88,13 +91,15 @@ class Sequences:
                 views.token_starts[row] = num_tokens
                 views.tokens[num_tokens : num_tokens + length] = tokens
                 num_tokens += length
-            views.append_starts[row] = num_appends
-            if slot in appends:
-                ids = appends[slot].block_ids
-                views.append_at[row] = appends[slot].start
-                views.appends[num_appends : num_appends + len(ids)] = ids
-                num_appends += len(ids)
-        views.append_starts[rows] = num_appends
+        for group in self.groups:
+            for row, slot in enumerate(batch.slots):
+                views.append_starts[group, row] = num_appends
+                if (group, slot) in appends:
+                    ids = appends[group, slot].block_ids
+                    views.append_at[group, row] = appends[group, slot].start
+                    views.appends[num_appends : num_appends + len(ids)] = ids
+                    num_appends += len(ids)
+            views.append_starts[group, rows] = num_appends
         used = self.layout.used_words(num_appends=num_appends, num_tokens=num_tokens)
         assert (staging[used:] == POISON).all()
         return torch.from_numpy(staging).to(self.device)
@@ -111,50 +116,54 @@ class Sequences:
         batch, kept = self.draw(query_lens, ahead=ahead, slots=slots)
         self.inputs.take_over(batch, SlotFailures())
         key = GraphKey(GraphSet.MIXED, num_tokens, num_reqs)
-        for array in (self.inputs.input_ids_np, self.inputs.positions_np, self.inputs.slot_mapping_np):
+        for array in (self.inputs.input_ids_np, self.inputs.positions_np, self.inputs.slot_mappings_np):
             array[:] = POISON
         for array in (self.inputs.query_start_loc_np, self.inputs.seq_lens_np, self.inputs.logits_rows_np):
             array[:] = POISON
         self.inputs.write(rows_of(batch), key, prefix_len=None)
         staging = self.upload(batch, kept)
-        names = ("input_ids", "positions", "slot_mapping", "query_start_loc", "seq_lens", "block_table", "logits_rows")
+        names = ("input_ids", "positions", "query_start_loc", "seq_lens", "logits_rows")
         expected = {name: getattr(self.inputs, name) for name in names}
+        for name in ("slot_mappings", "block_tables"):
+            expected[name] = torch.stack(getattr(self.inputs, name))
         got = {name: torch.full_like(tensor, POISON).to(self.device) for name, tensor in expected.items()}
         prepare(
             staging,
             self.layout,
             last_token_R=self.last_token,
-            slot_block_table_RN=self.slot_blocks,
-            block_size=self.inputs.block_size,
+            slot_block_tables_GRN=self.slot_blocks,
+            block_sizes=self.sizes,
             num_reqs_padded=num_reqs,
             num_tokens_padded=num_tokens,
             input_ids_T=got["input_ids"],
             positions_T=got["positions"],
-            slot_mapping_T=got["slot_mapping"],
+            slot_mappings_GT=got["slot_mappings"],
             query_start_loc=got["query_start_loc"],
             seq_lens_R=got["seq_lens"],
-            block_table_RN=got["block_table"],
+            block_tables_GRN=got["block_tables"],
             logits_rows_R=got["logits_rows"],
         )
-        for name in names:
-            if name != "block_table":
-                assert torch.equal(got[name].cpu(), expected[name]), name
-        blocks = got["block_table"].cpu()
+        for name in (*names, "slot_mappings"):
+            assert torch.equal(got[name].cpu(), expected[name]), name
+        blocks = got["block_tables"].cpu()
         state = self.slot_blocks.cpu()
-        for row, slot in enumerate(batch.slots):
-            used = blocks_for(batch.context_lens[row] + batch.query_lens[row], self.inputs.block_size)
-            assert torch.equal(blocks[row, :used], expected["block_table"][row, :used])
-            assert (blocks[row, used:] == POISON).all()
-            held = int(self.num_blocks[slot])
-            assert state[slot, :held].tolist() == self.inputs.slot_blocks[slot, :held].tolist()
-        assert (blocks[batch.num_reqs :] == POISON).all()
+        for group, size in enumerate(self.sizes):
+            for row, slot in enumerate(batch.slots):
+                used = blocks_for(batch.context_lens[row] + batch.query_lens[row], size)
+                assert torch.equal(blocks[group, row, :used], expected["block_tables"][group, row, :used])
+                assert (blocks[group, row, used:] == POISON).all()
+                held = int(self.num_blocks[group, slot])
+                assert state[group, slot, :held].tolist() == self.inputs.slot_blocks[group, slot, :held].tolist()
+        assert (blocks[:, batch.num_reqs :] == POISON).all()
         sampled = self.layout.sampling_views(staging).sample_slots.cpu().tolist()
         assert sampled[:num_reqs] == batch.slots + [-1] * (num_reqs - batch.num_reqs)
         assert sampled[num_reqs:] == [POISON] * (len(sampled) - num_reqs)
 
 
-def test_steps_of_mixed_batches(device: torch.device) -> None:
-    sequences = Sequences(slots=6, max_tokens=64, max_len=80, block_size=4, device=device)
+@pytest.mark.parametrize("sizes", [(4,), (4, 4), (4, 8, 2)])
+def test_steps_of_mixed_batches(device: torch.device, sizes: tuple[int, ...]) -> None:
+    """Tables of several KV groups, of equal or unlike blocks, come from one launch."""
+    sequences = Sequences(slots=6, max_tokens=64, max_len=80, sizes=sizes, device=device)
     sequences.check([1], num_reqs=1, num_tokens=1)
     sequences.check([1, 1, 1, 30], num_reqs=6, num_tokens=40)
     sequences.check([64], num_reqs=6, num_tokens=64)
@@ -163,9 +172,10 @@ def test_steps_of_mixed_batches(device: torch.device) -> None:
     sequences.check([1, 1, 1], num_reqs=5, num_tokens=5)
 
 
-def test_long_query_and_table(device: torch.device) -> None:
+@pytest.mark.parametrize("sizes", [(1,), (1, 3)])
+def test_long_query_and_table(device: torch.device, sizes: tuple[int, ...]) -> None:
     """Several programs share the tokens of one request and its block table."""
-    sequences = Sequences(slots=2, max_tokens=1500, max_len=1600, block_size=1, device=device)
+    sequences = Sequences(slots=2, max_tokens=1500, max_len=1600, sizes=sizes, device=device)
     sequences.check([1, 1300], num_reqs=2, num_tokens=1500)
     sequences.check([600], num_reqs=1, num_tokens=700)
     sequences.check([1, 1], num_reqs=2, num_tokens=2, ahead=300)
@@ -173,7 +183,7 @@ def test_long_query_and_table(device: torch.device) -> None:
 
 def test_programs_take_several_parts_of_a_long_table(device: torch.device) -> None:
     """With many requests a row has one program, which takes its table 256 blocks at a time."""
-    sequences = Sequences(slots=520, max_tokens=64, max_len=700, block_size=1, device=device)
+    sequences = Sequences(slots=520, max_tokens=64, max_len=700, sizes=(1,), device=device)
     sequences.check([5, 1], num_reqs=520, num_tokens=6, ahead=600, slots=[3, 7])
     sequences.computed[[3, 7]] = 590
     sequences.check([40, 1], num_reqs=520, num_tokens=41, slots=[7, 3])
@@ -181,13 +191,13 @@ def test_programs_take_several_parts_of_a_long_table(device: torch.device) -> No
 
 def test_a_long_query_with_a_short_table(device: torch.device) -> None:
     """As many programs as the tokens need."""
-    sequences = Sequences(slots=2, max_tokens=1500, max_len=1600, block_size=64, device=device)
+    sequences = Sequences(slots=2, max_tokens=1500, max_len=1600, sizes=(64,), device=device)
     sequences.check([1, 1300], num_reqs=2, num_tokens=1500)
 
 
 def test_new_blocks_in_further_chunks_of_a_table_are_kept(device: torch.device) -> None:
     """A request of a batch padded to 300 has three programs, each for 256 entries at a time of its table."""
-    sequences = Sequences(slots=300, max_tokens=300, max_len=1600, block_size=1, device=device)
+    sequences = Sequences(slots=300, max_tokens=300, max_len=1600, sizes=(1,), device=device)
     sequences.check([1, 1], num_reqs=300, num_tokens=300, ahead=900)
 
 
@@ -224,7 +234,7 @@ def test_appends_ahead(device: torch.device) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("block_size", [16, 64])
 def test_large_steps(device: torch.device, block_size: int) -> None:
-    sequences = Sequences(slots=300, max_tokens=8192, max_len=20000, block_size=block_size, device=device)
+    sequences = Sequences(slots=300, max_tokens=8192, max_len=20000, sizes=(block_size,), device=device)
     sequences.check([8192], num_reqs=300, num_tokens=8192)
     sequences.check([1] * 256, num_reqs=256, num_tokens=256)
     sequences.check([1] * 100 + [5000, 3000], num_reqs=300, num_tokens=8192)

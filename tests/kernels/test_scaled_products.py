@@ -11,7 +11,7 @@ from product_problem import (
     linear,
     linear_add,
     linear_add_norm,
-    linear_silu,
+    linear_gated,
     plan_for,
     random_tensor,
     silu_of,
@@ -108,7 +108,7 @@ def test_gated_products_of_real_sizes(device: torch.device) -> None:
     for rows in (1, 13, 33, 100, 250):
         gated = case_of(rows, 14336, 4096, torch.bfloat16, device, pairs=True)
         scratch = scratch_of(rows, 28672, 4096, torch.bfloat16, device)
-        assert linear_silu(gated.x, gated.grouped, gated.bias, gated.out, scratch=scratch)
+        assert linear_gated(gated.x, gated.grouped, gated.bias, gated.out, scratch=scratch)
         wanted = silu_of(gated.product(rounded(scratch, gated.x), bias=True))
         check(gated, wanted, silu_of(gated.product(gated.x, bias=True)))
 

@@ -74,15 +74,18 @@ def test_gathered_columns(rows: int, width: int, dtype: torch.dtype, device: tor
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gelu", [False, True])
 @pytest.mark.parametrize(("rows", "width"), [(1, 100), (3, 2500), (9, 64)])
-def test_activation(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+def test_activation(rows: int, width: int, gelu: bool, dtype: torch.dtype, device: torch.device) -> None:
     torch.manual_seed(width)
     gate_up = (4 * torch.randn(rows, 2 * width, device=device)).to(dtype)
     out = poison(rows, width, dtype=dtype, device=device)
-    layers.silu_and_mul(gate_up, out)
+    activate = layers.gelu_tanh_and_mul if gelu else layers.silu_and_mul
+    activate(gate_up, out)
     gate, up = gate_up.double().chunk(2, -1)
-    assert relative(out, torch.nn.functional.silu(gate) * up) < limit(dtype)
-    layers.silu_and_mul(gate_up, gate_up[:, :width])
+    wanted = torch.nn.functional.gelu(gate, approximate="tanh") if gelu else torch.nn.functional.silu(gate)
+    assert relative(out, wanted * up) < limit(dtype)
+    activate(gate_up, gate_up[:, :width])
     assert torch.equal(gate_up[:, :width], out) and torch.equal(gate_up[:, width:].double(), up)
 
 
@@ -151,10 +154,100 @@ def test_rope_and_kv_write(
     assert int(again.isfinite().sum()) == 2 * len(written) * kv_heads * size
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize(("size", "pairs"), [(64, 32), (64, 16), (40, 5), (48, 0)])
+def test_rope_of_a_part(size: int, pairs: int, scaled: bool, dtype: torch.dtype, device: torch.device) -> None:
+    """The rest of a head is normed, by weights in float32, and not rotated; queries may have a scale by position."""
+    torch.manual_seed(size + pairs)
+    tokens, heads, kv_heads = 5, 4, 2
+    qkv = torch.randn(tokens, (heads + 2 * kv_heads) * size, device=device).to(dtype)
+    original = qkv.double().unflatten(-1, (-1, size))
+    angles, scales = torch.rand(9, pairs, device=device) * 6, torch.rand(9, 1, device=device) + 0.5
+    table = torch.cat((angles.cos(), angles.sin(), *([scales] if scaled else [])), -1) if pairs else None
+    positions = torch.randint(0, 9, (tokens,), device=device)
+    norm = torch.rand(heads + kv_heads, size, device=device) + 0.5
+    cache = poison(2, 1, 16, kv_heads, size, dtype=dtype, device=device)
+    slots = torch.randperm(16, device=device)[:tokens]
+    kv_write(qkv, positions, table, cache, slots, norm, None, None)
+    qk = original[:, :-kv_heads]
+    qk = qk / (qk.square().mean(-1, keepdim=True) + EPS).sqrt() * norm.double()
+    cos, sin = angles[positions][:, None].double().cos(), angles[positions][:, None].double().sin()
+    first, second, rest = qk[..., :pairs], qk[..., pairs : 2 * pairs], qk[..., 2 * pairs :]
+    wanted = torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)
+    factor = scales[positions].double()[:, None] if table is not None and scaled else 1.0
+    assert relative(qkv[:, : heads * size], (wanted[:, :heads] * factor).flatten(1)) < limit(dtype)
+    assert relative(cache[0, 0, slots], wanted[:, heads:]) < limit(dtype)
+    assert torch.equal(cache[1, 0, slots].double(), original[:, -kv_heads:])
+    assert int(cache.isfinite().sum()) == 2 * tokens * kv_heads * size
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 64), (3, 3, 40), (5, 1, 24)])
+def test_norm_of_all_heads(
+    heads: int, kv_heads: int, size: int, wide: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    torch.manual_seed(size)
+    memory = torch.randn(3, (heads + 2 * kv_heads) * size + 7, device=device).to(dtype)
+    qkv, original = memory[:, :-7], memory.clone()
+    weights = (torch.rand(heads + kv_heads, size, device=device) + 0.5).to(torch.float32 if wide else dtype)
+    layers.norm_queries_and_keys(qkv, weights, heads, EPS)
+    first, last = heads * size, (heads + kv_heads) * size
+    for part, weight in ((slice(0, first), weights[:heads]), (slice(first, last), weights[heads:])):
+        x = original[:, part].double()
+        wanted = x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double().flatten()
+        assert relative(memory[:, part], wanted) < limit(dtype)
+    assert torch.equal(memory[:, last:], original[:, last:]), "values stay as they were"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("factor", [1.0, 0.3])
+@pytest.mark.parametrize("normed_first", [False, True])
+@pytest.mark.parametrize("normed_after", [False, True])
+@pytest.mark.parametrize("width", [64, 200])
+def test_a_norm_before_an_addition(
+    width: int, normed_after: bool, normed_first: bool, factor: float, dtype: torch.dtype, device: torch.device
+) -> None:
+    """The rows that are added may lie where the result goes."""
+    x, hidden = (torch.randn(5, width, device=device).to(dtype) for _ in range(2))
+    weights = [torch.rand(width, device=device) + 0.5 for _ in range(2)]
+
+    def exact_norm(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return rows / (rows.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
+
+    added = exact_norm(x.double(), weights[0]) if normed_first else x.double()
+    wanted = hidden.double() + factor * added
+    layers.add_and_norm(
+        x,
+        hidden,
+        weights[1] if normed_after else None,
+        EPS,
+        x if normed_after else None,
+        x_weight_E=weights[0] if normed_first else None,
+        factor=factor,
+    )
+    assert relative(hidden, wanted) < limit(dtype)
+    if normed_after:
+        assert relative(x, exact_norm(wanted, weights[1])) < limit(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_weights_in_float32(dtype: torch.dtype, device: torch.device) -> None:
+    """They are multiplied before the result is rounded, as in the functions of torch."""
+    x = torch.randn(5, 200, device=device).to(dtype)
+    weight, out = torch.rand(200, device=device) + 0.5, poison(5, 200, dtype=dtype, device=device)
+    layers.rms_norm(x, weight, EPS, out)
+    exact = reference_norm(x.float(), weight, torch.tensor(EPS, device=device)).to(dtype)
+    assert float((out != exact).float().mean()) < 0.01
+    reference = reference_norm(x, weight, torch.tensor(EPS, device=device))
+    assert reference.dtype == dtype and float((reference != exact).float().mean()) < 0.01
+
+
 def kv_write(
     qkv: torch.Tensor,
     positions: torch.Tensor,
-    rotary: torch.Tensor,
+    rotary: torch.Tensor | None,
     cache: torch.Tensor,
     slots: torch.Tensor,
     norm: torch.Tensor | None,

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from product_problem import EPS, Case, check_linear, linear, linear_add, poisoned, random_tensor, silu_of
+from product_problem import EPS, Case, check_linear, gelu_of, linear, linear_add, poisoned, random_tensor, silu_of
 from triton.runtime.jit import JITFunction
 
 from phonograph.kernels.triton.gemm import gemm_small_m, gemv
 from phonograph.kernels.triton.gemm.bound_product import BoundProduct
 from phonograph.kernels.triton.gemm.choose import EXCEPTIONS, ExceptionKey, choose
-from phonograph.kernels.triton.gemm.product import ADD, SILU, STORE, DeferredNorm, NextNorm, Norm, Product
+from phonograph.kernels.triton.gemm.product import ADD, GELU, SILU, STORE, DeferredNorm, NextNorm, Norm, Product
 from phonograph.kernels.triton.gemm.product_plan import (
     HEAD,
     GemmDevice,
@@ -49,7 +49,7 @@ LARGE = [
 
 def one_row(case: Case, *, bias: bool = False, mode: int = STORE, norm: bool = False) -> None:
     """Compute a product of one row by its kernel, with the tiles that are chosen."""
-    shape = ProductShape(case.out.shape[1], case.x.shape[1], gated=mode == SILU)
+    shape = ProductShape(case.out.shape[1], case.x.shape[1], gated=mode >= SILU)
     config = choose(shape, BFLOAT16, 1, OTHER).kernel
     assert isinstance(config, GemvConfig)
     product = Product(case.x, case.weight, case.bias if bias else None, case.out, mode)
@@ -73,6 +73,9 @@ def _check_gemv(outputs: int, inputs: int, dtype: torch.dtype, device: torch.dev
     case = Case(1, outputs, inputs, dtype, device, pairs=True)
     one_row(case, bias=bias, mode=SILU, norm=True)
     case.check(silu_of(case.product(case.normed(), bias=bias)))
+    case = Case(1, outputs, inputs, dtype, device, pairs=True)
+    one_row(case, bias=bias, mode=GELU)
+    case.check(gelu_of(case.product(case.x, bias=bias)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -34,6 +34,24 @@ def kinds(**by_part: str) -> Callable[[str], str]:
     return lambda name: by_part.get(name.split(".")[-2].removesuffix("_proj"), by_part["rest"])
 
 
+GEMMA3 = {
+    **SMALL,
+    "num_hidden_layers": 7,
+    "layer_types": None,
+    "query_pre_attn_scalar": 16,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+}
+GEMMA3_HEADER = {
+    "gemma3.attention.sliding_window": 9,
+    "gemma3.rope.scaling.type": "linear",
+    "gemma3.rope.scaling.factor": 4.0,
+}
+"""A file has neither the pattern of windows, nor the base of the layers with one."""
+
+
 MIXED = kinds(q="Q4_K", k="Q4_K", v="Q6_K", gate="Q5_K", up="Q4_K", embed_tokens="Q6_K", lm_head="Q6_K", rest="Q6_K")
 MIXED_SMALL = kinds(q="Q8_0", k="Q4_1", v="Q5_1", o="Q5_0", gate="Q4_0", up="Q4_1", rest="Q4_0")
 LLAMA3_FACTORS = {"rope_freqs.weight": np.linspace(1, 8, 8)}
@@ -70,10 +88,11 @@ def logits(spec: ModelSpec, path: Path, tokens: list[int]) -> torch.Tensor:
         ("qwen2", LARGE, MIXED, {}),
         ("qwen2", SMALL, kinds(v="F16", up="BF16", rest="Q8_0"), {}),
         ("qwen3", SMALL, kinds(rest="BF16", o="Q4_0", down="F32"), {}),
+        ("gemma3", GEMMA3, kinds(v="Q8_0", rest="Q5_0"), GEMMA3_HEADER),
     ],
 )
 def test_logits_are_those_of_the_weights_that_the_file_means(
-    family: str, sizes: dict[str, int], kind_of: Any, header: dict[str, Any], tmp_path: Path
+    family: str, sizes: dict[str, Any], kind_of: Any, header: dict[str, Any], tmp_path: Path
 ) -> None:
     reference = make_checkpoint(family, tmp_path, seed=len(family), **sizes)
     path = tmp_path / "model.gguf"
@@ -89,17 +108,54 @@ def test_logits_are_those_of_the_weights_that_the_file_means(
     assert (got - wanted).norm() <= 1e-4 * wanted.norm()
 
 
+def test_gemma_3_has_what_llama_cpp_adds(tmp_path: Path) -> None:
+    make_checkpoint("gemma3", tmp_path, **GEMMA3)
+    path = tmp_path / "model.gguf"
+
+    def spec_of(**header: Any) -> ModelSpec:
+        keys = {f"gemma3.{name.replace('__', '.')}": value for name, value in header.items()}
+        write_gguf(path, tmp_path, kinds(rest="Q8_0"), header={**GEMMA3_HEADER, **keys})
+        return read_model_spec(path)
+
+    plain = spec_of()
+    assert [layer.attention.window for layer in plain.layers] == [(8, 0)] * 5 + [(-1, -1), (8, 0)]
+    assert plain.context_length == 512 and plain.norms.wide
+    local = spec_of(rope__freq_base_swa=50.0, attention__sliding_window_pattern=6)
+    assert local.layers[0].attention.rope != plain.layers[0].attention.rope
+    assert local.layers[5].attention.rope == plain.layers[5].attention.rope
+    with pytest.raises(UnsupportedModelError, match="sliding_window_pattern=2 is not supported"):
+        spec_of(attention__sliding_window_pattern=2)
+    with pytest.raises(ModelError, match=r"the header has no gemma3\.attention\.sliding_window"):
+        spec_of(attention__sliding_window=None)
+
+
+@pytest.mark.parametrize(("num_layers", "scale"), [(7, 32**-0.5), (62, 16**-0.5)])
+def test_the_scale_of_scores_of_gemma_3(num_layers: int, scale: float, tmp_path: Path) -> None:
+    """llama.cpp knows the largest model, which has another scale, by its layers."""
+    sizes = {"intermediate_size": 32, "num_hidden_layers": num_layers, "head_dim": 32}
+    make_checkpoint("gemma3", tmp_path, **{**GEMMA3, **sizes})
+    write_gguf(tmp_path / "model.gguf", tmp_path, kinds(rest="Q8_0"), header=GEMMA3_HEADER)
+    spec = read_model_spec(tmp_path / "model.gguf")
+    assert {layer.attention.scale for layer in spec.layers} == {scale}
+
+
+def frequencies(spec: ModelSpec) -> tuple[float, ...]:
+    rope = spec.layers[0].attention.rope
+    assert rope is not None
+    return rope.frequencies
+
+
 def test_rotary_factors_are_those_of_llama_3(tmp_path: Path) -> None:
     """The conversion of llama.cpp stores Llama 3.1's scaling as numbers that divide the frequencies."""
     make_checkpoint("llama3", tmp_path, **SMALL)
-    wanted = read_model_spec(tmp_path).rope_frequencies
+    wanted = frequencies(read_model_spec(tmp_path))
     plain = [5000.0 ** (-index / 8) for index in range(8)]
     factors = np.array(plain) / np.array(wanted)
     path = tmp_path / "a" / "model.gguf"
     path.parent.mkdir()
     write_gguf(path, tmp_path, kinds(rest="Q4_0"), tensors={"rope_freqs.weight": factors})
     spec = read_model_spec(path.parent)
-    assert np.allclose(spec.rope_frequencies, wanted, rtol=1e-6) and spec.context_length == 512
+    assert np.allclose(frequencies(spec), wanted, rtol=1e-6) and spec.context_length == 512
     write_gguf(path, tmp_path, kinds(rest="Q4_0"), tensors={"rope_freqs.weight": factors[:3]})
     with pytest.raises(ModelError, match="rope_freqs.weight F32 .3. must have 8"):
         read_model_spec(path)
@@ -131,7 +187,7 @@ def test_scaling_of_positions(header: dict[str, Any], scaling: Any, qwen2: Path,
     write_gguf(path, qwen2, kinds(rest="Q4_0"), header=keys)
     got = read_model_spec(path)
     wanted = read_model_spec(qwen2, hf_overrides={"rope_scaling": scaling})
-    assert got.rope_frequencies == wanted.rope_frequencies and got.rope_factor == wanted.rope_factor
+    assert got.layers[0].attention.rope == wanted.layers[0].attention.rope
     assert got.context_length == wanted.context_length
 
 

@@ -16,7 +16,7 @@ from resized import resized
 from phonograph.kernels.fp8_activations import Fp8Rows
 from phonograph.models.layers.kernel_set import EmbeddingPart, HeadPart, KernelSet, KVTarget, Step, Stream
 from phonograph.models.layers.linear import WeightAllocator
-from phonograph.models.layers.rotary import rotary_table
+from phonograph.models.layers.rotary import rotary_tables
 from phonograph.models.layers.torch_parts import TorchKernels
 from phonograph.models.layers.triton_parts import TritonKernels
 from phonograph.models.layers.workspace import Workspace
@@ -81,8 +81,9 @@ class Pair:
         self.model = model
         gpu = gemm_device()._replace(capability=(9, 0) if fp8_rows else (8, 0))
         self.workspace = Workspace.make(spec, num_tokens, MAX_LOGITS, dtype, device, gemm_device=gpu)
-        table = rotary_table(spec, POSITIONS, torch.float32, device)
-        self.torch = self._bound(TorchKernels(table.to(dtype), spec.rms_norm_eps, spec.factors))
+        table = rotary_tables(spec, POSITIONS, torch.float32, device)
+        own_table = rotary_tables(spec, POSITIONS, dtype, device)
+        self.torch = self._bound(TorchKernels(own_table, spec.rms_norm_eps, spec.factors))
         self.triton = self._bound(
             TritonKernels(self.workspace, table, spec.rms_norm_eps, device=gpu, factors=spec.factors)
         )
@@ -182,6 +183,24 @@ def test_layers_in_turn(pair: Pair, rows: int) -> None:
             found.append(layer.feed_forward(stream).hidden_TE.clone())
         results.append(found[1:])
     assert len(results[0]) == 2 * pair.model.spec.num_layers
+    for wanted, got in zip(*results, strict=True):
+        pair.check(wanted, got)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("family", ["phi3", "granite", "smollm3", "olmo3", "ministral3", "gemma", "gemma2", "gemma3"])
+def test_parts_of_other_families(family: str, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Partial ropes and none, factors, norms after a layer and over all heads, in float32, GELU, caps of logits."""
+    lay_as_on_a_gpu(monkeypatch)
+    make_checkpoint(family, tmp_path)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    pair = Pair(Transformer(read_model_spec(tmp_path), DTYPES[-1], device))
+    results = []
+    for bound, stream, step, cache in pair.streams(rows):
+        for layer in bound.layers:
+            layer.feed_forward(layer.attention(stream, step))
+        results.append((stream.hidden_TE.clone(), cache, bound.head(stream.hidden_TE, None)))
     for wanted, got in zip(*results, strict=True):
         pair.check(wanted, got)
 

@@ -47,6 +47,19 @@ def test_destinations_cover_every_weight_once(family: str, tmp_path: Path) -> No
     assert num_weights == sum(view.numel() for view in destinations.values())
 
 
+@pytest.mark.parametrize("family", ["gemma3", "olmo2"])
+def test_norms_in_float32_are_counted(family: str, tmp_path: Path) -> None:
+    make_checkpoint(family, tmp_path)
+    spec = read_model_spec(tmp_path)
+    model = Transformer(spec, torch.bfloat16, CPU)
+    heads = 0 if family == "olmo2" else sum(weights.attention.head_norms.nbytes for weights in model.weights)
+    # Norms of each head are stored once a head.
+    stored = sum(4 * 2 * spec.head_size for _ in spec.layers) if heads else 0
+    assert model.final_norm.dtype is torch.float32
+    taken = sum(parameter.nbytes for parameter in model.parameters) - heads + stored
+    assert spec.weight_bytes("bfloat16") == taken
+
+
 @pytest.mark.parametrize("max_shard_size", ["30KB", "5GB"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_are_in_their_places(max_shard_size: str, dtype: torch.dtype, tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def test_other_rotary_scalings(rope: dict[str, object], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("family", ["llama3", "qwen3"])
+@pytest.mark.parametrize("family", ["llama3", "qwen3", "olmo2", "gemma3"])
 def test_half_precision_is_no_worse_than_that_of_transformers(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
     reference, _ = load_both(family, tmp_path)
     prompt = random_tokens(50)
@@ -109,6 +109,36 @@ def test_half_precision_is_no_worse_than_that_of_transformers(family: str, dtype
     assert actual.dtype == dtype
     error, their_error = (actual - exact).square().mean().sqrt(), (theirs - exact).square().mean().sqrt()
     assert error < 1.2 * their_error
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_factor_of_embeddings_is_rounded_first(dtype: torch.dtype, tmp_path: Path) -> None:
+    """The root of 96 has more digits than 16 bits hold."""
+    reference = make_checkpoint("gemma2", tmp_path, hidden_size=96)
+    decoder = load_model(read_model_spec(tmp_path), tmp_path, dtype=dtype, device=torch.device("cpu"))
+    ids = torch.arange(VOCAB_SIZE)
+    with torch.inference_mode():
+        expected = reference.to(dtype).get_input_embeddings()(ids)
+        assert torch.equal(decoder.embedding(ids).hidden_TE, expected)
+
+
+@pytest.mark.parametrize(("length", "is_long"), [(30, False), (90, True)])
+def test_longrope_by_length(length: int, is_long: bool, tmp_path: Path) -> None:
+    """A table of more positions than the original length has the long factors at every position."""
+    factors = {"short_factor": [1.0, 1.3, 1.1, 2.0], "long_factor": [1.5, 4.0, 3.0, 2.5]}
+    parameters = {"rope_type": "longrope", "rope_theta": 1000.0, "partial_rotary_factor": 0.5, **factors}
+    settings = {"rope_parameters": parameters, ORIGINAL: 40, "max_position_embeddings": 160}
+    reference = make_checkpoint("phi3", tmp_path, **settings)
+    spec = read_model_spec(tmp_path)
+    assert spec.context_length == 160 and "longrope: max_model_len of 40 or less" in spec.notes[0]
+    decoder = load_model(
+        spec, tmp_path, dtype=torch.float32, device=torch.device("cpu"), max_positions=length if is_long else 40
+    )
+    sequences, prompt = DenseSequences(decoder), random_tokens(length)
+    with torch.no_grad():
+        expected = reference(torch.tensor([prompt])).logits[0]
+    (actual,) = sequences.step([(sequences.add(), prompt)])
+    torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE)
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0}
@@ -127,6 +157,34 @@ LLAMA3 = {key: value for key, value in LLAMA3_ROPE.items() if key not in ("rope_
         ("qwen3", {"rope_theta": 1000.0, "rope_scaling": {**YARN, ORIGINAL: 64}, ORIGINAL: 32}),
         ("llama2", {"rope_theta": 1000.0, "rope_scaling": LLAMA3, ORIGINAL: 32}),
         ("qwen2", {"head_dim": 32}),
+        # Older files of Phi-3, Gemma 3 and OLMo 3.
+        (
+            "phi3",
+            {
+                "partial_rotary_factor": 0.25,
+                "rope_scaling": {"type": "longrope", "short_factor": [1.0, 2.0], "long_factor": [3.0, 4.0]},
+                ORIGINAL: 64,
+            },
+        ),
+        (
+            "gemma3",
+            {
+                "layer_types": None,
+                "sliding_window_pattern": 2,
+                "rope_theta": 3000.0,
+                "rope_local_base_freq": 50.0,
+                "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            },
+        ),
+        # The length outside is that of types that scale by it.
+        (
+            "ministral3",
+            {
+                "rope_scaling": {"rope_theta": 1000.0, "llama_4_scaling_beta": 0.3, ORIGINAL: 16},
+                ORIGINAL: 8,
+            },
+        ),
+        ("olmo3", {"rope_theta": 500000.0, "rope_scaling": {**YARN, ORIGINAL: 32}}),
     ],
 )
 def test_config_files_build_the_model_of_transformers(family: str, changes: dict[str, Any], tmp_path: Path) -> None:

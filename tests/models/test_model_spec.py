@@ -15,6 +15,7 @@ import pytest
 import torch
 from checkpoints import FAMILIES, LLAMA3_ROPE, make_checkpoint
 from public_configs import PUBLIC_CONFIGS
+from public_family_configs import FAMILY_CONFIGS
 from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -22,7 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from phonograph.errors import ConfigError, ModelError, UnsupportedModelError
 from phonograph.files import model_files as folder_module
 from phonograph.models.config_fields import FIXED, IGNORED
-from phonograph.models.layers.rope import rope_frequencies
+from phonograph.models.layers.rope import rope_table
 from phonograph.models.registry import ARCHITECTURES
 from phonograph.models.rope_parameters import read_rope
 from phonograph.models.spec import ModelSpec, read_model_spec
@@ -106,9 +107,9 @@ def test_published_models(tmp_path: Path, config: dict[str, Any], published_para
 MODEL_TYPES = {family.model_type: family for family in ARCHITECTURES.values()}
 
 
-@pytest.mark.parametrize("name", PUBLIC_CONFIGS)
+@pytest.mark.parametrize("name", [*PUBLIC_CONFIGS, *FAMILY_CONFIGS])
 def test_public_checkpoints_are_accepted(tmp_path: Path, name: str) -> None:
-    config, length = PUBLIC_CONFIGS[name]
+    config, length = {**PUBLIC_CONFIGS, **FAMILY_CONFIGS}[name]
     assert read(tmp_path, config).context_length == length
 
 
@@ -122,13 +123,15 @@ def test_declared_defaults_are_those_of_transformers(model_type: str) -> None:
     }
     # Fields that the class lacks are those that its files have, or that the model reads, beside them.
     assert all(ours[name] is None for name in ours.keys() - theirs.keys() - {"rope_theta"})
-    assert ours["rope_theta"] == CONFIG_MAPPING[model_type].default_theta
+    theta = CONFIG_MAPPING[model_type].default_theta
+    assert ours["rope_theta"] == (theta["global"] if isinstance(theta, dict) else theta)
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_every_field_of_transformers_is_declared_once(model_type: str) -> None:
     family = MODEL_TYPES[model_type]
-    declared = [*family.fields, *FIXED, *IGNORED, *family.ignored]
+    # A family has a feature that others must not ask for.
+    declared = [*family.fields, *(FIXED.keys() - family.fields.keys()), *IGNORED, *family.ignored]
     assert len(declared) == len(set(declared))
     assert {field.name for field in dataclasses.fields(CONFIG_MAPPING[model_type])} <= set(declared)
     assert GenerationConfig._get_default_generation_params().keys() <= set(declared)
@@ -265,8 +268,96 @@ LLAMA3_SCALING = {key: value for key, value in LLAMA3_ROPE.items() if key != "ro
 def test_rope_in_both_spellings_is_that_of_transformers(tmp_path: Path, changes: dict[str, Any]) -> None:
     spec = read(tmp_path, LLAMA, **changes)
     reference = LlamaRotaryEmbedding(AutoConfig.from_pretrained(tmp_path))
-    torch.testing.assert_close(torch.tensor(spec.rope_frequencies), reference.inv_freq, rtol=1e-6, atol=0)
-    assert spec.rope_factor == pytest.approx(reference.attention_scaling)
+    rope = spec.layers[0].attention.rope
+    assert rope is not None and all(layer.attention.rope is rope for layer in spec.layers)
+    torch.testing.assert_close(torch.tensor(rope.frequencies), reference.inv_freq, rtol=1e-6, atol=0)
+    assert rope.factor == pytest.approx(reference.attention_scaling)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "length"),
+    [
+        # For Gemma 3 max_position_embeddings includes the scaling of full attention.
+        ("gemma3", {}, 512),
+        ("olmo3", {}, 32 * 16),
+        ("ministral3", {}, 32 * 16),
+        ("smollm3", {"max_position_embeddings": 99}, 99),
+    ],
+)
+def test_context_of_several_ropes(family: str, changes: dict[str, Any], length: int, tmp_path: Path) -> None:
+    make_checkpoint(family, tmp_path, **changes)
+    assert read_model_spec(tmp_path).context_length == length
+
+
+def test_ropes_by_layer(tmp_path: Path) -> None:
+    make_checkpoint("smollm3", tmp_path)
+    spec = read_model_spec(tmp_path)
+    assert [layer.attention.rope is None for layer in spec.layers] == [False, True, False]
+    assert spec.layers[0] is spec.layers[2] and len(spec.kinds) == 2
+    with pytest.raises(ModelError, match=r"no_rope_layers=\[1\] must have a number for each of 3 layers"):
+        read_model_spec(tmp_path, hf_overrides={"no_rope_layers": [1]})
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("gemma", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported; supported is gelu_pytorch_tanh"),
+        ("gemma2", {"hidden_activation": "silu"}, "hidden_activation='silu'"),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 must be null"),
+        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not supported"),
+        ("gemma3", {"rope_parameters": {"rope_theta": 1.0}}, "rope_theta=1.0 in rope_parameters is not supported"),
+        (
+            "gemma3",
+            {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            "type and no rope_type",
+        ),
+        ("olmo3", {"rope_theta": 1e4}, "rope_theta=10000.0 is not supported, as readers differ"),
+        (
+            "olmo3",
+            {"rope_parameters": {"full_attention": {**YARN, "truncate": False}}},
+            "truncate=False in the rope of full_attention",
+        ),
+        ("olmo3", {"layer_types": ["full_attention", "chunked_attention"]}, "layer_types=.*chunked_attention"),
+        (
+            "phi3",
+            {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            "supported are default, longrope",
+        ),
+        (
+            "phi3",
+            {"rope_parameters": None, "partial_rotary_factor": 1.5},
+            "partial_rotary_factor=1.5 must be a number above 0",
+        ),
+        ("phi3", {"rope_parameters": None, "partial_rotary_factor": 0.2}, "partial_rotary_factor=0.2 leaves 3 of 16"),
+        (
+            "phi3",
+            {"rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [1.0]}},
+            "short_factor in rope_scaling has 1 numbers; the heads have 8 pairs",
+        ),
+        ("granite", {"logits_scaling": 0}, "logits_scaling=0 must be a positive number"),
+        ("ministral3", {"layer_types": ["full_attention"] * 2}, "layer_types=.* is a field that"),
+    ],
+)
+def test_features_that_a_family_has_not(family: str, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    make_checkpoint(family, tmp_path)
+    with pytest.raises(ModelError, match=message):
+        read_model_spec(tmp_path, hf_overrides=changes)
+
+
+@pytest.mark.parametrize(("window", "expected"), [(511, (510, 0)), (512, (-1, -1)), (4096, (-1, -1))])
+def test_a_window_that_holds_the_context_is_none(window: int, expected: tuple[int, int], tmp_path: Path) -> None:
+    make_checkpoint("phi3", tmp_path)
+    spec = read_model_spec(tmp_path, hf_overrides={"sliding_window": window})
+    assert spec.context_length == 512 and {layer.attention.window for layer in spec.layers} == {expected}
+
+
+def test_a_window_that_no_layer_has(tmp_path: Path) -> None:
+    """Layer types decide, and a note says so; a model without layer types has the window."""
+    make_checkpoint("gemma2", tmp_path)
+    spec = read_model_spec(tmp_path, hf_overrides={"layer_types": ["full_attention"] * 3})
+    assert {layer.attention.window for layer in spec.layers} == {(-1, -1)}
+    assert spec.notes == ("sliding_window=9 ignored: layer_types has no sliding_attention",)
+    assert not read_model_spec(tmp_path).notes
 
 
 @pytest.mark.parametrize("head_size", [64, 80, 128])
@@ -295,9 +386,9 @@ def test_rotary_formulas_are_those_of_transformers(parameters: dict[str, Any], h
     config.rope_parameters = dict(parameters)
     settings = {"rope_scaling": parameters, "max_position_embeddings": 20000, "original_max_position_embeddings": None}
     expected, expected_factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, torch.device("cpu"))
-    frequencies, factor = rope_frequencies(read_rope({**settings, "rope_theta": None}), head_size)
-    torch.testing.assert_close(torch.tensor(frequencies), expected, rtol=1e-6, atol=0)
-    assert factor == pytest.approx(expected_factor, rel=1e-9)
+    rope = rope_table(read_rope({**settings, "rope_theta": None}), head_size)
+    torch.testing.assert_close(torch.tensor(rope.frequencies), expected, rtol=1e-6, atol=0)
+    assert rope.factor == pytest.approx(expected_factor, rel=1e-9)
 
 
 def test_end_of_sequence_tokens_come_from_both_files(tmp_path: Path) -> None:

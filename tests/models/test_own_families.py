@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from phonograph import LLM, SamplingParams
 from phonograph.demo import MODEL_DIRECTORY
 from phonograph.models.layers.linear import WeightAllocator
-from phonograph.models.layers.rotary import rotary_table
+from phonograph.models.layers.rotary import rotary_tables
 from phonograph.models.layers.torch_parts import TorchKernels
 from phonograph.models.layers.triton_parts import TritonKernels
 from phonograph.models.layers.workspace import Workspace
@@ -90,7 +90,7 @@ def test_layers_are_the_formula(folder: Path, kernel_set: str, rows: int, monkey
         monkeypatch.setattr(WeightAllocator, "matrix", lambda self, ins, outs: self.tensor(outs, ins).t())
     spec = read_model_spec(folder)
     model = load_model(spec, folder, dtype=torch.float32, device=device)
-    table = rotary_table(spec, 64, torch.float32, device)
+    table = rotary_tables(spec, 64, torch.float32, device)
     if kernel_set == "torch":
         model.bind(TorchKernels(table, EPS, spec.factors))
     else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from product_problem import gemm_device
 from resized import resized
 
 from phonograph.models.layers.linear import WeightAllocator
-from phonograph.models.layers.rotary import rotary_table
+from phonograph.models.layers.rotary import rotary_tables
 from phonograph.models.layers.triton_parts import TritonKernels
 from phonograph.models.layers.workspace import Workspace
 from phonograph.models.spec import ModelSpec, read_model_spec
@@ -45,7 +44,7 @@ def bind_triton(
     spec = model.spec
     gpu = gemm_device()
     workspace = Workspace.make(spec, max_num_tokens, max_num_logits, model.dtype, model.device, gemm_device=gpu)
-    table = rotary_table(spec, max(64, max_num_tokens), torch.float32, model.device)
+    table = rotary_tables(spec, max(64, max_num_tokens), torch.float32, model.device)
     kernels = TritonKernels(workspace, table, spec.rms_norm_eps, device=gpu, batch_invariant=batch_invariant)
     model.bind(kernels)
     return kernels
@@ -104,7 +103,6 @@ def test_few_tokens_of_real_sizes(
         num_kv_heads=8,
         head_size=128,
     )
-    spec = replace(spec, rope_frequencies=(1.0,) * 64)
     model = make_fused(spec, device, monkeypatch, max_num_tokens=256)
     compare(model, [1, 2, 8, 13, 29, 64, 256], device)
 

@@ -9,6 +9,7 @@ import statistics
 import time
 
 import pytest
+from scheduling import full_group
 
 from phonograph.core.batch import StepOutput
 from phonograph.core.limits import Limits
@@ -22,7 +23,7 @@ NUM_SEQS = 256
 @pytest.mark.parametrize("together", [False, True], ids=["borders spread", "borders together"])
 def test_cost_of_256_decodes(together: bool) -> None:
     limits = Limits(max_num_seqs=NUM_SEQS, max_num_batched_tokens=8192, max_model_len=4096)
-    scheduler = Scheduler(limits, block_size=16, num_blocks=16384)
+    scheduler = Scheduler(limits, groups=[full_group(16)], num_blocks=16384)
     for number in range(NUM_SEQS):
         prompt = [number] * (100 if together else 100 + number % 16)
         params = SamplingParams(max_tokens=None)

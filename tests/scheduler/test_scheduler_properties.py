@@ -1,16 +1,14 @@
-"""Random request streams through the scheduler and a simulated runner that believes nothing but the batches.
+"""Random request streams through the scheduler and a simulated runner, with one to four KV groups.
 
-The runner keeps its rows from ScheduledBatch alone. Its keys and values are, as real ones are, a function of all the
-tokens up to their position; what it samples is a function of the keys and values it read. So whatever is wrongly
-shared, overwritten, forgotten or computed in the wrong place shows, at the latest in the output, which must be that of
-the request run alone.
+Each output must be that of the request run alone. Each page that a step reads must hold what the sequence wrote there.
 """
 
 from __future__ import annotations
 
 import random
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -18,40 +16,25 @@ from hypothesis import HealthCheck, event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from invariants import check_scheduler
-from scheduling import make_scheduler
+from scheduling import full_group, make_scheduler, sliding_group
+from simulated_runner import VOCAB, SimulatedRunner, histories_of, marked, next_history, next_token
 
-from phonograph.core.batch import NewSequence, ScheduledBatch, StepOutput, TokenLogprobs
+from phonograph.core.batch import ScheduledBatch, SlotFailure, StepOutput
+from phonograph.core.blocks import pages_for_request
+from phonograph.core.kv_group import KVGroup
 from phonograph.core.request import Request, RequestState
 from phonograph.core.sampling_params import SamplingParams
-from phonograph.scheduling.scheduler import Scheduler
 
-VOCAB = 7
 EOS = 0
 
 
-def next_history(history: int, token_id: int) -> int:
-    return hash((history, token_id))
-
-
-def next_token(histories: list[int], sample_index: int) -> int:
-    """Depends on all that is attended to and on the request's own sample index."""
-    return (hash((tuple(histories), sample_index)) >> 11) % VOCAB
-
-
-def histories_of(token_ids: list[int]) -> list[int]:
-    histories: list[int] = []
-    for token_id in token_ids:
-        histories.append(next_history(histories[-1] if histories else 1, token_id))
-    return histories
-
-
-def run_alone(request: Request, context_len: int) -> tuple[list[int], str, int | None]:
+def run_alone(request: Request, context_len: int, windows: Sequence[int | None]) -> tuple[list[int], str, int | None]:
     """Output, finish and stop reason by the rules of SamplingParams, without blocks, batches or slots."""
     params = request.params
-    histories = histories_of(request.prompt_token_ids)
+    histories = histories_of(request.prompt_token_ids, request.cache_salt)
     output: list[int] = []
     while True:
-        token_id = next_token(histories, request.sample_index)
+        token_id = next_token(histories, windows, request.sample_index)
         output.append(token_id)
         histories.append(next_history(histories[-1], token_id))
         if len(output) >= params.min_tokens:
@@ -61,106 +44,6 @@ def run_alone(request: Request, context_len: int) -> tuple[list[int], str, int |
                 return output, "stop", None
         if len(output) == params.max_tokens or request.prompt_len + len(output) == context_len:
             return output, "length", None
-
-
-@dataclass
-class Row:
-    token_ids: list[int]
-    histories: list[int]
-    prompt_len: int
-    computed: int
-    params: SamplingParams
-    sample_index: int
-    blocks: list[int] = field(default_factory=list)
-
-
-class SimulatedRunner:
-    def __init__(self, scheduler: Scheduler) -> None:
-        self.limits = scheduler.limits
-        self.block_size = scheduler.block_size
-        self.num_blocks = scheduler.num_blocks
-        self.rows: dict[int, Row] = {}
-        self.kv: dict[tuple[int, int], int] = {}
-
-    def run(self, batch: ScheduledBatch) -> StepOutput:
-        for slot in batch.freed:
-            del self.rows[slot]
-        for sequence in batch.new:
-            self.load(sequence)
-        for append in batch.appends:
-            row = self.rows[append.slot]
-            assert append.start == len(row.blocks)
-            assert all(0 <= block_id < self.num_blocks for block_id in append.block_ids)
-            row.blocks.extend(append.block_ids)
-        self.check_shape(batch)
-        new_slots = {sequence.slot for sequence in batch.new}
-        written: set[tuple[int, int]] = set()
-        for slot, query_len, context in zip(batch.slots, batch.query_lens, batch.context_lens, strict=True):
-            row = self.rows[slot]
-            assert context == row.computed, "the batch and the runner disagree on what is computed"
-            for position in range(context, context + query_len):
-                place = self.place(row, position)
-                assert place not in written, "written by two sequences in one step"
-                written.add(place)
-                self.check_unread(slot, place, new_slots)
-                self.kv[place] = row.histories[position]
-            row.computed += query_len
-        output = StepOutput()
-        for slot, query_len, context, samples in zip(
-            batch.slots, batch.query_lens, batch.context_lens, batch.samples, strict=True
-        ):
-            self.attend(output, slot, context, query_len, samples)
-        return output
-
-    def load(self, sequence: NewSequence) -> None:
-        assert sequence.slot not in self.rows and 0 <= sequence.slot < self.limits.max_num_seqs
-        self.rows[sequence.slot] = Row(
-            token_ids=list(sequence.token_ids),
-            histories=histories_of(sequence.token_ids),
-            prompt_len=sequence.prompt_len,
-            computed=sequence.num_computed,
-            params=sequence.params,
-            sample_index=sequence.sample_index,
-        )
-
-    def place(self, row: Row, position: int) -> tuple[int, int]:
-        return row.blocks[position // self.block_size], position % self.block_size
-
-    def check_shape(self, batch: ScheduledBatch) -> None:
-        assert batch.slots and len(set(batch.slots)) == batch.num_reqs <= self.limits.max_num_seqs
-        assert sum(batch.query_lens) == batch.num_tokens <= self.limits.max_num_batched_tokens
-        assert all(query_len == 1 for query_len in batch.query_lens[: batch.num_decodes])
-        assert all(query_len > 1 for query_len in batch.query_lens[batch.num_decodes :])
-
-    def check_unread(self, writer: int, place: tuple[int, int], new_slots: set[int]) -> None:
-        """Check that no other sequence has computed `place`; a new one may have found it in the cache."""
-        block_id, offset = place
-        for slot, row in self.rows.items():
-            if slot != writer and slot not in new_slots and block_id in row.blocks:
-                position = row.blocks.index(block_id) * self.block_size + offset
-                assert position >= row.computed, f"slot {writer} writes what slot {slot} reads"
-
-    def attend(self, output: StepOutput, slot: int, context: int, query_len: int, samples: bool) -> None:
-        row = self.rows[slot]
-        end = context + query_len
-        seen = [self.kv[self.place(row, position)] for position in range(end)]
-        assert seen == row.histories[:end], "attended to keys and values of something else"
-        assert samples == (end == len(row.token_ids))
-        if row.params.prompt_logprobs is not None and context < row.prompt_len - 1:
-            positions = range(context + 1, min(end + 1, row.prompt_len))
-            output.prompt_logprobs[slot] = [marked(row.token_ids[position], position) for position in positions]
-        if samples:
-            token_id = next_token(seen, row.sample_index)
-            output.slots.append(slot)
-            output.token_ids.append(token_id)
-            if row.params.logprobs is not None:
-                output.logprobs[slot] = marked(token_id, len(row.token_ids))
-            row.token_ids.append(token_id)
-            row.histories.append(next_history(row.histories[-1], token_id))
-
-
-def marked(token_id: int, position: int) -> TokenLogprobs:
-    return TokenLogprobs(token_ids=[token_id], logprobs=[-0.5], ranks=[position])
 
 
 class Engine:
@@ -174,6 +57,7 @@ class Engine:
         self.in_flight: deque[tuple[ScheduledBatch, StepOutput]] = deque()
 
     def add(self, request: Request) -> None:
+        self.runner.salts[request.request_id] = request.cache_salt
         self.scheduler.add(request)
         self.requests.append(request)
 
@@ -202,7 +86,8 @@ class Engine:
         before = {id(request): len(request.output_token_ids) for request in self.requests}
         news = self.scheduler.update(batch, output)
         grown = [request for request in self.requests if len(request.output_token_ids) > before[id(request)]]
-        assert {id(request) for request in news} == {id(request) for request in grown}
+        failed = [request for request in news if request.failure]
+        assert {id(request) for request in news} == {id(request) for request in grown + failed}
         self.check()
 
     def check(self) -> None:
@@ -222,7 +107,7 @@ class Engine:
 
     def check_outputs(self) -> None:
         for request in self.requests:
-            output, reason, stop_reason = run_alone(request, self.scheduler.context_len)
+            output, reason, stop_reason = run_alone(request, self.scheduler.context_len, self.runner.windows)
             if request.finish_reason == "abort" or request.stop_reason == "stop string":
                 assert request.output_token_ids == output[: len(request.output_token_ids)]
             else:
@@ -237,17 +122,32 @@ class Engine:
 
 
 @st.composite
+def groups_of(draw: st.DrawFn) -> list[KVGroup]:
+    """One to four groups; windows are shorter and longer than blocks, chunks and prompts."""
+    size = draw(st.integers(1, 4))
+    kinds = draw(st.lists(st.sampled_from([None, 1, 2, 3, 5, 8, 13, 30]), max_size=3))
+    factors = st.sampled_from([1, 1, 2, 3])
+    first = draw(st.sampled_from([None, None, 4]))
+    return [
+        sliding_group(window, size * draw(factors)) if window else full_group(size * draw(factors))
+        for window in (first, *kinds)
+    ]
+
+
+@st.composite
 def sizes_of(draw: st.DrawFn) -> dict[str, Any]:
     """From a pool too small for one context, up to one for two of them: mostly short of blocks."""
     max_num_seqs = draw(st.sampled_from([4, 5, 3, 2, 1]))
-    max_model_len = draw(st.sampled_from([30, 40, 20, 7, 2]))
-    block_size = draw(st.integers(1, 4))
+    max_model_len = draw(st.sampled_from([30, 40, 20, 60, 7, 2]))
+    groups = draw(groups_of())
+    longest_chunk = max_num_seqs + draw(st.sampled_from([1, 0, 3, 8, 25]))
+    pages = pages_for_request(groups, max_model_len, longest_chunk)
     return dict(
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_seqs + draw(st.integers(0, 25)),
+        max_num_batched_tokens=longest_chunk,
         max_model_len=max_model_len,
-        block_size=block_size,
-        num_blocks=max(1, int(draw(st.sampled_from([1.0, 1.3, 2.0, 0.5, 0.1])) * max_model_len / block_size)),
+        groups=groups,
+        num_blocks=max(len(groups), int(draw(st.sampled_from([1.0, 1.3, 2.0, 0.7, 0.1])) * pages)),
         enable_prefix_caching=draw(st.sampled_from([True, True, False])),
         policy=draw(st.sampled_from(["fcfs", "priority"])),
     )
@@ -275,11 +175,12 @@ class Arrival:
     priority: int
     copies: int
     late: bool
+    salt: str | None
 
 
 @st.composite
 def arrivals(draw: st.DrawFn) -> Arrival:
-    seed, shared_len = draw(st.integers(0, 1)), draw(st.sampled_from([8, 4, 13, 20, 0]))
+    seed, shared_len = draw(st.integers(0, 1)), draw(st.sampled_from([8, 4, 13, 20, 30, 0]))
     shared = [(seed + position * position) % VOCAB for position in range(shared_len)]
     return Arrival(
         prompt=shared + draw(st.lists(st.integers(0, VOCAB - 1), max_size=4)),
@@ -287,6 +188,7 @@ def arrivals(draw: st.DrawFn) -> Arrival:
         priority=draw(st.integers(-1, 1)),
         copies=draw(st.sampled_from([3, 2, 5, 1])),
         late=draw(st.booleans()),
+        salt=draw(st.sampled_from([None, None, "a"])),
     )
 
 
@@ -314,6 +216,7 @@ class Streams(RuleBasedStateMachine):
                     arrival=number - 2.5 if arrival.late else number,
                     eos_token_ids=(EOS,),
                     sample_index=index,
+                    cache_salt=arrival.salt,
                 )
             )
 
@@ -330,6 +233,16 @@ class Streams(RuleBasedStateMachine):
             self.engine.scheduler.reset_prefix_cache()
         if self.engine.in_flight:
             self.engine.update()
+
+    @rule(which=st.integers(0, 99))
+    def fail(self, which: int) -> None:
+        """A step reports a failure of one of its sequences."""
+        if not self.engine.in_flight:
+            return
+        batch, output = self.engine.in_flight[0]
+        slot = batch.slots[which % len(batch.slots)]
+        output.failures[slot] = SlotFailure("sampling", "a test")
+        self.engine.update()
 
     @rule(which=st.integers(0, 99), by_stop_string=st.booleans())
     def end(self, which: int, by_stop_string: bool) -> None:

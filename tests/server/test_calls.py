@@ -60,6 +60,7 @@ FACTS = EngineFacts(
     graph_memory_bytes=1000,
     capture_seconds=0.5,
     block_size=16,
+    kv_groups=(),
     notes=(),
     start_seconds=0.0,
     stats=STATS,

@@ -207,3 +207,16 @@ def test_fields_without_effect_are_named(server: Server) -> None:
 def test_best_of_equal_to_n_has_no_effect(client: OpenAI, n: int | None, best_of: int | None) -> None:
     answer = client.completions.create(model="demo", prompt="The", n=n, best_of=best_of, max_tokens=2)
     assert len(answer.choices) == (n or 1)
+
+
+def test_cached_prefixes_are_shared_by_requests_of_one_salt(client: OpenAI) -> None:
+    prompt = [7 + position * position % 1999 for position in range(40)]
+
+    def cached(**extra: str) -> int | None:
+        answer = client.completions.create(prompt=prompt, extra_body=extra, **GREEDY)
+        assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
+        return answer.usage.prompt_tokens_details.cached_tokens
+
+    salts = ("a", "b", "a", "b")
+    assert [cached(cache_salt=salt) for salt in salts] == [0, 0, 32, 32]
+    assert cached() == 0 and cached() == 32

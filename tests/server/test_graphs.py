@@ -19,6 +19,9 @@ def steps_after(server: Server, number: int) -> list[dict[str, Any]]:
 def test_the_resolution_and_the_graphs(server: Server) -> None:
     answer = server.get("/v1/graphs").json()
     assert answer["model"] == "demo" and answer["device"] == "cpu" and answer["attention_backend"] == "reference"
+    (group,) = answer["kv_groups"]
+    assert group["layers"] == list(range(8)) and group["window"] is None and group["backend"] == "reference"
+    assert group["block_size"] == answer["engine"]["kv_block_size"] and group["reasons"]
     assert answer["support"]["level"] == "ALWAYS" and answer["support"]["reason"]
     resolution = answer["resolution"]
     assert resolution["asked"] is None and resolution["mode"] == "FULL"

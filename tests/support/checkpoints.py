@@ -12,15 +12,39 @@ from typing import Any
 import torch
 from kernel_sets import bind_torch
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GemmaForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Ministral3Config,
+    Ministral3ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 from phonograph.models.spec import ModelSpec
@@ -51,6 +75,10 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 32,
     "rope_theta": 5000.0,
 }
+
+ROPE = {"rope_type": "default", "rope_theta": 5000.0}
+YARN_ROPE = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 16, "rope_theta": 5000.0}
+GEMMA = {"num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True, "pad_token_id": None}
 
 FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
     # Many query heads as KV heads, as Llama 2.
@@ -96,7 +124,129 @@ FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
         Qwen3ForCausalLM,
         {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True},
     ),
+    # Fused names, and half of each head rotated.
+    "phi3": (
+        Phi3Config,
+        Phi3ForCausalLM,
+        {"num_key_value_heads": 2, "pad_token_id": None, "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}},
+    ),
+    "granite": (
+        GraniteConfig,
+        GraniteForCausalLM,
+        {
+            "num_key_value_heads": 2,
+            "attention_multiplier": 0.4,
+            "embedding_multiplier": 7.0,
+            "residual_multiplier": 0.3,
+            "logits_scaling": 0.5,
+        },
+    ),
+    # A layer without rope between two with it, and a window on that layer.
+    "smollm3": (
+        SmolLM3Config,
+        SmolLM3ForCausalLM,
+        {
+            "num_key_value_heads": 2,
+            "num_hidden_layers": 3,
+            "no_rope_layers": [1, 0, 1],
+            "use_sliding_window": True,
+            "sliding_window": 9,
+            "pad_token_id": None,
+            "rope_parameters": ROPE,
+        },
+    ),
+    "olmo2": (Olmo2Config, Olmo2ForCausalLM, {"num_key_value_heads": 2, "rope_parameters": ROPE}),
+    "olmo3": (
+        Olmo3Config,
+        Olmo3ForCausalLM,
+        {
+            "num_key_value_heads": 2,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "sliding_window": 9,
+            "rope_parameters": {"full_attention": YARN_ROPE, "sliding_attention": {"rope_type": "default"}},
+        },
+    ),
+    # Queries are scaled from the 16th position on.
+    "ministral3": (
+        Ministral3Config,
+        Ministral3ForCausalLM,
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "pad_token_id": None,
+            "rope_parameters": {**YARN_ROPE, "llama_4_scaling_beta": 0.3},
+        },
+    ),
+    "gemma": (GemmaConfig, GemmaForCausalLM, {**GEMMA, "head_dim": 32}),
+    "gemma2": (
+        Gemma2Config,
+        Gemma2ForCausalLM,
+        {
+            **GEMMA,
+            "num_hidden_layers": 3,
+            "sliding_window": 9,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 5.0,
+            # Other implementations of attention leave the cap out.
+            "attn_implementation": "eager",
+        },
+    ),
+    # Linear scaling of the layers with full attention alone.
+    "gemma3": (
+        Gemma3TextConfig,
+        Gemma3ForCausalLM,
+        {
+            **GEMMA,
+            "num_hidden_layers": 3,
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "query_pre_attn_scalar": 24,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
 }
+
+EXPERT_FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
+    # Each second layer has experts; a shared expert with a gate; weights are not renormalised.
+    "qwen2_moe": (
+        Qwen2MoeConfig,
+        Qwen2MoeForCausalLM,
+        {
+            "num_key_value_heads": 2,
+            "decoder_sparse_step": 2,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+        },
+    ),
+    # More experts than most steps have tokens; the first layer is dense.
+    "qwen3_moe": (
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "mlp_only_layers": [0],
+            "num_hidden_layers": 3,
+            "moe_intermediate_size": 20,
+            "num_experts": 12,
+            "num_experts_per_tok": 4,
+            "norm_topk_prob": True,
+        },
+    ),
+    # Names of their own, a window, one expert a token.
+    "mixtral": (
+        MixtralConfig,
+        MixtralForCausalLM,
+        {"num_key_value_heads": 2, "sliding_window": 9, "num_local_experts": 4, "num_experts_per_tok": 1},
+    ),
+}
+"""Families with experts. Of random seeds, some have two logits of a router that differ by rounding only."""
 
 
 def make_checkpoint(
@@ -106,22 +256,29 @@ def make_checkpoint(
 
     `overrides` are settings of its configuration; `max_shard_size` splits the file, as in save_pretrained.
     """
-    config_class, model_class, settings = FAMILIES[family]
+    config_class, model_class, settings = (FAMILIES | EXPERT_FAMILIES)[family]
     config = config_class(**{**COMMON, **settings, **overrides})
     model = model_class(config).to(torch.float32).eval()
+    draw_weights(model, family, config.hidden_size, seed)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return model
+
+
+def draw_weights(model: PreTrainedModel, family: str, hidden_size: int, seed: int) -> None:
+    """Draw the weights of a model; other parts than the decoder get some too."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight"):
                 parameter.uniform_(0.5, 1.5, generator=generator)
+                if "gemma" in family:
+                    parameter.sub_(1.0)
             elif name.endswith("bias"):
                 parameter.normal_(0.0, 0.5, generator=generator)
             elif "embed_tokens" in name or "lm_head" in name:
-                parameter.normal_(0.0, LOGITS_STD * config.hidden_size**-0.5, generator=generator)
+                parameter.normal_(0.0, LOGITS_STD * hidden_size**-0.5, generator=generator)
             else:
-                parameter.normal_(0.0, parameter.shape[1] ** -0.5, generator=generator)
-    model.save_pretrained(folder, max_shard_size=max_shard_size)
-    return model
+                parameter.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
 
 
 def load_model(spec: ModelSpec, folder: Path, *, max_positions: int | None = None, **settings: Any) -> Transformer:

@@ -29,7 +29,12 @@ from phonograph.models.spec import read_model_spec
 TOLERANCE = 1e-3
 VOCAB_SIZE = 37
 PROMPT_LEN = 80
-FAMILIES = ("llama2", "mistral", "qwen2", "qwen3")
+FAMILIES = (
+    *("llama2", "mistral", "qwen2", "qwen3", "phi3", "granite", "smollm3", "olmo2", "olmo3", "ministral3"),
+    *("gemma", "gemma2", "gemma3"),
+)
+BIASES = ("llama2", "qwen3", "granite", "smollm3", "olmo2", "olmo3", "gemma", "gemma2", "gemma3")
+TYPED_ROPES = ("olmo3", "gemma3")
 ABSENT = object()
 ORIGINAL = "original_max_position_embeddings"
 
@@ -102,6 +107,35 @@ FIELDS: dict[str, Draw] = {
     "model_type": one_of("llama", "mistral", "qwen2", "qwen3", "granite", "ministral", None),
     "architectures": one_of(None, [], ["LlamaForCausalLM"], ["MistralForCausalLM"]),
 }
+OWN_FIELDS: dict[str, dict[str, Draw]] = {
+    "granite": {
+        "attention_multiplier": one_of(0.5, 1, 0.1),
+        "embedding_multiplier": one_of(3.0, 12),
+        "residual_multiplier": one_of(0.3, 2),
+        "logits_scaling": one_of(8.0, 0.5, 0),
+    },
+    "smollm3": {
+        "no_rope_layers": one_of([1, 0], [0, 0], [1], [0, 1, 1], None),
+        "no_rope_layer_interval": one_of(1, 2, 3, 0),
+    },
+    "phi3": {"partial_rotary_factor": one_of(0.5, 0.25, 1.0, 0), ORIGINAL: one_of(16, 4096)},
+    "gemma": {"hidden_activation": one_of("gelu_pytorch_tanh", None)},
+    "gemma2": {
+        "query_pre_attn_scalar": one_of(4, 24),
+        "attn_logit_softcapping": one_of(None, 3.0, 0.5),
+        "final_logit_softcapping": one_of(None, 2.0),
+        "hidden_activation": one_of("gelu_pytorch_tanh", "gelu"),
+    },
+    "gemma3": {
+        "query_pre_attn_scalar": one_of(4, 24),
+        "final_logit_softcapping": one_of(None, 2.0),
+        "attn_logit_softcapping": one_of(None, 2.0),
+        "sliding_window_pattern": one_of(1, 2, 6),
+        "rope_local_base_freq": one_of(30.0, 1e4),
+        "use_bidirectional_attention": one_of(False, None, True),
+    },
+}
+"""Fields of single families."""
 ROPE_KEYS: dict[str, dict[str, Draw]] = {
     "default": {},
     "linear": {"factor": one_of(1.0, 2.0, 4, 0.5)},
@@ -170,28 +204,40 @@ def draw_case(seed: int) -> Case:
         "num_key_value_heads": rng.choice([1, 2, heads]),
         "max_position_embeddings": rng.choice([16, 32, 64, 512]),
         "tie_word_embeddings": rng.random() < 0.3,
+        "pad_token_id": None,
     }
-    if family != "qwen2" or rng.random() < 0.2:
+    if family not in ("qwen2", "phi3", "granite", "olmo2") or rng.random() < 0.2:
         shape["head_dim"] = rng.choice([8, 16])
-    if family in ("llama2", "qwen3"):
+    if family in BIASES:
         shape["attention_bias"] = rng.random() < 0.3
-    if family == "llama2":
+    if family in ("llama2", "granite", "smollm3"):
         shape["mlp_bias"] = rng.random() < 0.3
-    if family == "mistral":
+    if family in ("mistral", "phi3", "ministral3"):
         shape["sliding_window"] = rng.choice([None, 7])
+    if family in ("olmo3", "gemma2", "gemma3"):
+        shape |= {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}
+    if family == "gemma2":
+        shape |= {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}
+    if family == "smollm3" and rng.random() < 0.5:
+        shape |= {"use_sliding_window": True, "sliding_window": 7, "no_rope_layers": [0, 1]}
     if "qwen" in family and rng.random() < 0.5:
         shape |= {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": rng.choice([0, 1, 2])}
-    changes = _draw_rope(rng, shape.get("head_dim", 32 // heads) // 2)
-    if shape.get("sliding_window") and rng.random() < 0.5:
-        changes["layer_types"] = rng.sample(["full_attention", "sliding_attention"], 2)
+    changes = _draw_rope(rng, shape.get("head_dim", 32 // heads) // 2, family)
+    if shape.get("sliding_window") and family not in ("phi3", "ministral3") and rng.random() < 0.5:
+        own = family in ("olmo3", "gemma2", "gemma3", "smollm3") and rng.random() < 0.5
+        changes["layer_types"] = ABSENT if own else rng.sample(["full_attention", "sliding_attention"], 2)
     for name in rng.sample(sorted(FIELDS), rng.choice([0, 0, 0, 1, 1, 2, 4])):
         changes[name] = FIELDS[name](rng)
+    fields = OWN_FIELDS.get(family, {})
+    for name in rng.sample(sorted(fields), rng.randrange(len(fields) + 1)):
+        changes[name] = fields[name](rng)
     head = rng.choice([None, "equal", "different", "alone"]) if shape["tie_word_embeddings"] else None
     return Case(family, shape, changes, head)
 
 
-def _draw_rope(rng: random.Random, num_pairs: int) -> dict[str, Any]:
-    kind = rng.choice(["default", "linear", "llama3", "yarn", "yarn", *ROPE_KEYS])
+def _draw_rope(rng: random.Random, num_pairs: int, family: str) -> dict[str, Any]:
+    kinds = ["default", "longrope"] if family == "phi3" else ["default", "linear", "llama3", "yarn", "yarn"]
+    kind = rng.choice([*kinds, *ROPE_KEYS] if rng.random() < 0.8 else kinds)
     rope = {"rope_type": kind, **{name: draw(rng) for name, draw in ROPE_KEYS[kind].items()}}
     rope = {name: value[:num_pairs] if isinstance(value, list) else value for name, value in rope.items()}
     if rng.random() < 0.3:
@@ -206,11 +252,17 @@ def _draw_rope(rng: random.Random, num_pairs: int) -> dict[str, Any]:
         changes["rope_theta"] = rng.choice([0, -1, 1, None, "10000"])
     if rng.random() < 0.3:
         changes[ORIGINAL] = rng.choice([8, 16, 24])
+    if family == "ministral3":
+        rope |= {"llama_4_scaling_beta": rng.choice([0.2, 0.2, 0, ABSENT]), ORIGINAL: rng.choice([8, 16, 16, ABSENT])}
     rope = {name: value for name, value in rope.items() if value is not ABSENT}
     spelling = rng.choice(["rope_scaling", "rope_scaling", "rope_parameters", "both", "none"])
     if spelling in ("rope_scaling", "both"):
         changes["rope_scaling"] = rope
     changes["rope_parameters"] = {"rope_parameters": rope, "both": {"rope_theta": 777.0}}.get(spelling, ABSENT)
+    if family in TYPED_ROPES and spelling in ("rope_parameters", "none") and rng.random() < 0.8:
+        changes["rope_parameters"] = {"full_attention": rope, "sliding_attention": rng.choice([None, {}, rope])}
+    if family == "olmo3" and rng.random() < 0.8:
+        changes["rope_theta"] = ABSENT
     return changes
 
 
@@ -231,7 +283,7 @@ def check_case(case: Case, folder: Path, seed: int) -> str:
     if case.head is not None:
         _write_head(folder / "model.safetensors", case.head)
     prompt = torch.randint(VOCAB_SIZE, (PROMPT_LEN,), generator=torch.Generator().manual_seed(seed)).tolist()
-    expected = _transformers_logits(folder, prompt)
+    expected = _transformers_logits(folder, prompt, case.family)
     try:
         spec = read_model_spec(folder)
         decoder = load_model(
@@ -243,7 +295,8 @@ def check_case(case: Case, folder: Path, seed: int) -> str:
         text = str(error).removeprefix(f"{path}: ")
         # Rotary keys may be named alone: "factor=0 in rope_scaling ...".
         rope = case.changes.get("rope_scaling") or case.changes.get("rope_parameters")
-        names = [*case.changes, *(rope if isinstance(rope, dict) else ())]
+        ropes = [rope, *rope.values()] if isinstance(rope, dict) else []
+        names = [*case.changes, *(key for one in ropes if isinstance(one, dict) for key in one)]
         named = [name for name in names if re.search(rf"\b{name}=|^{name.removesuffix('s')} ", text)]
         assert named, f"refused without the name of a changed field: {error}"
         return f"refused {named[0]}"
@@ -276,11 +329,15 @@ def _write_head(file: Path, head: str) -> None:
     save_file(tensors, file, {"format": "pt"})
 
 
-def _transformers_logits(folder: Path, prompt: list[int]) -> torch.Tensor | None:
+def _transformers_logits(folder: Path, prompt: list[int], family: str) -> torch.Tensor | None:
     """Return logits [tokens, V] of the model that transformers makes of a folder; None where it fails."""
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
+    # Other implementations leave the cap of scores out.
+    settings = {"attn_implementation": "eager"} if family == "gemma2" else {}
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, output_loading_info=True, **settings
+        )
         if any(report.values()):
             return None
         with torch.no_grad():

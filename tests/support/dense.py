@@ -47,7 +47,8 @@ class DenseSequences:
     ) -> torch.Tensor:
         spec = self.decoder.spec
         group = spec.num_query_heads // spec.num_kv_heads
-        left, right = spec.layers[layer].attention.window
+        attention = spec.layers[layer].attention
+        left, right = attention.window
         assert right in (-1, 0)
         out = torch.full(query_THD.shape, torch.nan, dtype=query_THD.dtype)
         start = 0
@@ -58,7 +59,9 @@ class DenseSequences:
             self.values[sequence][layer] = torch.cat([self.values[sequence][layer], value_TKD[rows].double()])
             keys = self.keys[sequence][layer].repeat_interleave(group, dim=1)
             values = self.values[sequence][layer].repeat_interleave(group, dim=1)
-            scores = torch.einsum("thd,lhd->htl", query_THD[rows].double(), keys) * spec.head_size**-0.5
+            scores = torch.einsum("thd,lhd->htl", query_THD[rows].double(), keys) * attention.scale
+            if attention.softcap:
+                scores = attention.softcap * torch.tanh(scores / attention.softcap)
             query_positions = self.lengths[sequence] + torch.arange(num_tokens)[:, None]
             key_positions = torch.arange(len(keys))[None]
             hidden = key_positions > query_positions

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
+import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from phonograph.files.gguf_file import read_gguf
 
 NAMES = {
     "model.embed_tokens": "token_embd",
@@ -27,13 +32,22 @@ NAMES = {
 RANDOM = {"Q4_K": (144, {0: 2e-4, 2: 1.5e-3}), "Q5_K": (176, {0: 1e-4, 2: 1.5e-3}), "Q6_K": (210, {208: 4e-5})}
 
 
-def own_name(name: str) -> str:
+BOTH_NORMS = {
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_attention_layernorm": "post_attention_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+"""Names in files of Gemma 3."""
+
+
+def own_name(name: str, architecture: str = "") -> str:
     """Return llama.cpp's name of a tensor."""
     module, _, end = name.rpartition(".")
     if not module.startswith("model.layers."):
         return f"{NAMES[module]}.{end}"
     _, _, layer, rest = module.split(".", 3)
-    return f"blk.{layer}.{NAMES[rest]}.{end}"
+    names = {**NAMES, **BOTH_NORMS} if architecture == "gemma3" else NAMES
+    return f"blk.{layer}.{names[rest]}.{end}"
 
 
 def interleaved(rows: np.ndarray, heads: int) -> np.ndarray:
@@ -81,7 +95,8 @@ def write_gguf(
     """
     config = json.loads((folder / "config.json").read_text())
     heads = config["num_attention_heads"]
-    arch = {"mistral": "llama"}.get(config["model_type"], config["model_type"])
+    arch = {"mistral": "llama", "gemma3_text": "gemma3"}.get(config["model_type"], config["model_type"])
+    rope = config.get("rope_parameters") or config
     head_size = config.get("head_dim") or config["hidden_size"] // heads
     keys = {
         f"{arch}.context_length": config["max_position_embeddings"],
@@ -93,7 +108,7 @@ def write_gguf(
         f"{arch}.attention.key_length": head_size,
         f"{arch}.attention.value_length": head_size,
         f"{arch}.attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
-        f"{arch}.rope.freq_base": float((config.get("rope_parameters") or config)["rope_theta"]),
+        f"{arch}.rope.freq_base": float(rope.get("full_attention", rope)["rope_theta"]),
         f"{arch}.rope.dimension_count": head_size,
         **(header or {}),
     }
@@ -114,12 +129,15 @@ def write_gguf(
         array, parts = tensor.float().numpy(), name.split(".")
         count = {"q_proj": heads, "k_proj": config["num_key_value_heads"]}.get(parts[-2], 0) if arch == "llama" else 0
         array = interleaved(array, count) if count else array
+        # Norms of Gemma are stored as the weights that are multiplied.
+        offset = 1 if arch == "gemma3" and array.ndim == 1 else 0
+        array = array + offset
         kind = kind_of(name) if array.ndim > 1 else "F32"
         data = random_blocks(kind, array.shape, seed) if kind in RANDOM else gguf.quants.quantize(array, Kind[kind])
         if name != without:
-            writer.add_tensor(own_name(name), data, raw_dtype=Kind[kind])
+            writer.add_tensor(own_name(name, arch), data, raw_dtype=Kind[kind])
         numbers = gguf.quants.dequantize(data, Kind[kind]).astype(np.float32)
-        meant[name] = torch.from_numpy(halved(numbers, count) if count else numbers)
+        meant[name] = torch.from_numpy(halved(numbers, count) if count else numbers - offset)
     for name, array in (tensors or {}).items():
         writer.add_tensor(name, array.astype(np.float32))
     writer.write_header_to_file()
@@ -150,3 +168,26 @@ def tokenizer_header(folder: Path, pre: str) -> dict[str, Any]:
         "tokenizer.ggml.add_bos_token": False,
         "tokenizer.chat_template": names["chat_template"],
     }
+
+
+def transformers_model(file: Path, folder: Path) -> torch.nn.Module:
+    """Load the model by transformers.
+
+    From a copy without the vocabulary, which takes its reader seconds, and with one table of names for all modules.
+    """
+    whole = read_gguf(file)
+    architecture = whole.values["general.architecture"]
+    writer = gguf.GGUFWriter(folder / "model.gguf", architecture)
+    writer.add_vocab_size(whole.tensors["token_embd.weight"].shape[0])
+    for key, value in whole.values.items():
+        if key.startswith(f"{architecture}.") and key != f"{architecture}.vocab_size":
+            (writer.add_uint32 if isinstance(value, int) else writer.add_float32)(key, value)
+    for name, tensor in whole.tensors.items():
+        writer.add_tensor(name, tensor.data, raw_dtype=gguf.GGMLQuantizationType[tensor.kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map))
+        return AutoModelForCausalLM.from_pretrained(folder, gguf_file="model.gguf", dtype=torch.float32).eval()

@@ -7,10 +7,21 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import torch
-from product_problem import Case, linear, linear_add, linear_silu, poisoned, random_tensor, rows_in_memory, silu_of
+from product_problem import (
+    Case,
+    gelu_of,
+    linear,
+    linear_add,
+    linear_gated,
+    poisoned,
+    random_tensor,
+    rows_in_memory,
+    silu_of,
+)
 
 from phonograph.kernels.fp8_activations import ScaledScratch
 from phonograph.kernels.torch.grouped import Grouped, dequantize, interleave
+from phonograph.kernels.triton.gemm.product import GELU, SILU
 from phonograph.kernels.triton.gemm.product_plan import KernelConfig
 from phonograph.kernels.triton.gemm.run_product import GemmScratch
 
@@ -106,7 +117,7 @@ def scratch_of(rows: int, outputs: int, inputs: int, dtype: torch.dtype, device:
 def check_products(
     made: Callable[..., GroupedCase], config: KernelConfig, scratch: GemmScratch, *, gated: bool = True
 ) -> None:
-    """Check a product with a bias, one that is added, and with `gated` one with the activation.
+    """Check a product with a bias, one that is added, and with `gated` one with each activation.
 
     `made` returns a new case, with `pairs=True` one of gates and ups.
     """
@@ -118,6 +129,9 @@ def check_products(
     linear_add(added.x, added.grouped, None, added.out, scratch=scratch, config=config)
     added.check(added.product(added.x, bias=False) + added.residual.double())
     if gated:
-        pairs = made(pairs=True)
-        assert linear_silu(pairs.x, pairs.grouped, pairs.bias, pairs.out, scratch=scratch, config=config)
-        pairs.check(silu_of(pairs.product(pairs.x, bias=True)))
+        for mode, wanted in ((SILU, silu_of), (GELU, gelu_of)):
+            pairs = made(pairs=True)
+            assert linear_gated(
+                pairs.x, pairs.grouped, pairs.bias, pairs.out, scratch=scratch, config=config, mode=mode
+            )
+            pairs.check(wanted(pairs.product(pairs.x, bias=True)))

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from phonograph.core.blocks import blocks_for, group_pages
 from phonograph.core.request import RequestState
 from phonograph.kv_cache.block_pool import BlockPool
-from phonograph.kv_cache.manager import BlockTable, CacheManager
+from phonograph.kv_cache.manager import CacheManager
+from phonograph.kv_cache.tables import FREED, SequenceTable
 from phonograph.scheduling.scheduler import Scheduler
 
 
@@ -17,7 +19,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
     waiting, running = scheduler._waiting, scheduler._running
     ending = [request for request in requests.values() if request.state is RequestState.ENDING]
     assert all(request.state is RequestState.RUNNING for request in running)
-    assert all(request.slot == -1 and not tables[request.request_id].block_ids for request in ending)
+    assert all(request.slot == -1 and tables[request.request_id].is_empty for request in ending)
     assert all(any(request in batch for _, batch in scheduler._in_flight) for request in ending)
     assert all(request.slot == slot for slot, request in scheduler._decoding.items())
     slots = [request.slot for request in running]
@@ -26,16 +28,46 @@ def check_scheduler(scheduler: Scheduler) -> None:
     )
     assert waiting == sorted(waiting, key=lambda request: request.rank)
     for request in waiting:
-        assert request.slot == -1 and not request.num_computed and not tables[request.request_id].block_ids
+        assert request.slot == -1 and not request.num_computed and tables[request.request_id].is_empty
     assert {id(request) for request in requests.values()} == {id(r) for r in (*waiting, *running, *ending)}
     assert len(requests) == len(waiting) + len(running) + len(ending)
     assert tables.keys() == requests.keys()
+    check_groups(scheduler)
     check_cache(scheduler._cache, ((table, requests[key].num_computed) for key, table in tables.items()))
 
 
-def check_cache(cache: CacheManager, tables: Iterable[tuple[BlockTable, int]]) -> None:
+def check_groups(scheduler: Scheduler) -> None:
+    """Assert that no request holds more blocks than planned, and that the prompt in progress can take its blocks."""
+    limits, tables = scheduler.limits, scheduler._tables
+    for request in scheduler._decoding.values():
+        # The step that reads the chunk may not have run before the next schedule.
+        chunk = limits.max_num_batched_tokens if request in scheduler._prefilled else 1
+        for group, one in zip(scheduler.groups, tables[request.request_id].groups, strict=True):
+            assert len(one.held) <= group_pages(group, limits.max_model_len, chunk), "blocks behind a window are held"
+    request = scheduler._prefilling
+    if request is None:
+        return
+    pool, promised = scheduler._cache.pool, 0
+    for group, one in zip(scheduler.groups, tables[request.request_id].groups, strict=True):
+        most = group_pages(group, request.num_tokens, limits.max_num_batched_tokens)
+        assert len(one.held) <= most, "a prompt holds more blocks than planned"
+        rest = min(most, blocks_for(request.num_tokens, group.block_size) - one.first)
+        if group.window is not None:
+            promised += max(0, rest - sum(pool._references[block_id] == 1 for block_id in one.held))
+    assert promised <= pool.num_free, "decodes took blocks that are promised to the prompt in progress"
+
+
+def check_cache(cache: CacheManager, tables: Iterable[tuple[SequenceTable, int]]) -> None:
     """Assert the pool's invariants. tables: all there are, each with the number of its tokens computed."""
-    check_pool(cache.pool, [(table.block_ids, computed // cache._block_size) for table, computed in tables])
+    held: list[tuple[list[int], int]] = []
+    for table, computed in tables:
+        for group, one in zip(cache._groups, table.groups, strict=True):
+            assert one.block_ids[: one.first] == [FREED] * one.first, (
+                "entries before the first held block are not freed"
+            )
+            assert FREED not in one.held, "a held entry is marked as freed"
+            held.append((one.held, computed // group.block_size - one.first))
+    check_pool(cache.pool, held)
 
 
 def check_pool(pool: BlockPool, tables: Iterable[tuple[Sequence[int], int]]) -> None:

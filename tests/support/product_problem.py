@@ -10,6 +10,7 @@ from phonograph.kernels.triton.elementwise import layers
 from phonograph.kernels.triton.gemm.choose import choose
 from phonograph.kernels.triton.gemm.product import (
     ADD,
+    GELU,
     MAX_SQUARE_TILES,
     SILU,
     STORE,
@@ -88,6 +89,11 @@ class Case:
 def silu_of(gate_up: torch.Tensor) -> torch.Tensor:
     gate, up = gate_up.chunk(2, -1)
     return torch.nn.functional.silu(gate) * up
+
+
+def gelu_of(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return torch.nn.functional.gelu(gate, approximate="tanh") * up
 
 
 def gemm_device(scratch: GemmScratch | None = None, *, has_gluon: bool | None = None) -> GemmDevice:
@@ -182,7 +188,7 @@ def linear_add_norm(
     return None
 
 
-def linear_silu(
+def linear_gated(
     x: Rows,
     gate_up_2IK: Matrix,
     bias_2I: torch.Tensor | None,
@@ -191,12 +197,13 @@ def linear_silu(
     squares: DeferredNorm | None = None,
     scratch: GemmScratch | None = None,
     config: KernelConfig | None = None,
+    mode: int = SILU,
 ) -> bool:
-    """Compute out = silu(gate) * up; return False, with nothing computed, if the activation is a kernel of its own."""
+    """Compute out = activation(gate) * up; return False, with nothing computed, if it takes a kernel of its own."""
     plan = plan_for(x, gate_up_2IK, out_MI, scratch, gated=True) if config is None else ProductPlan(config)
     if plan.gates_apart:
         return False
-    run(plan, Product(x, gate_up_2IK, bias_2I, out_MI, SILU, squares), scratch or GemmScratch.make(out_MI.device))
+    run(plan, Product(x, gate_up_2IK, bias_2I, out_MI, mode, squares), scratch or GemmScratch.make(out_MI.device))
     return True
 
 
@@ -231,7 +238,7 @@ def check_linear(
     case.check(case.product(case.x, bias=bias) + case.residual.double())
 
     case = Case(rows, outputs, inputs, dtype, device, pairs=True)
-    if linear_silu(case.x, case.weight, case.bias if bias else None, case.out, scratch=scratch, config=config):
+    if linear_gated(case.x, case.weight, case.bias if bias else None, case.out, scratch=scratch, config=config):
         case.check(silu_of(case.product(case.x, bias=bias)))
     else:
         assert config is None and case.out.isnan().all()
@@ -272,5 +279,7 @@ def check_norm(
     linear(normed, taker.weight, taker.bias, taker.out, squares=squares, scratch=scratch, config=config)
     taker.check(taker.product(wanted, bias=True))
     taker = Case(rows, outputs, outputs, dtype, device, pairs=True)
-    if linear_silu(normed, taker.weight, taker.bias, taker.out, squares=squares, scratch=scratch, config=config):
-        taker.check(silu_of(taker.product(wanted, bias=True)))
+    if linear_gated(
+        normed, taker.weight, taker.bias, taker.out, squares=squares, scratch=scratch, config=config, mode=GELU
+    ):
+        taker.check(gelu_of(taker.product(wanted, bias=True)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from phonograph.models.layer_spec import LayerMatrix, LayerSizes, LayerSpec, MatrixPart, decoder_layer
+from phonograph.models.layer_spec import LayerMatrix, LayerSizes, LayerSpec, MatrixPart, RopeTable, decoder_layer
 from phonograph.models.spec import ModelSpec
 
 
@@ -33,13 +33,18 @@ def _resized(layer: LayerSpec, sizes: dict[str, int]) -> LayerSpec:
         attention.num_kv_heads,
         attention.head_size,
     )
-    return decoder_layer(
+    made = decoder_layer(
         before._replace(**sizes),
         qkv_bias=attention.qkv.bias,
         o_bias=attention.output.bias,
         mlp_bias=feed_forward.down.bias,
         head_norms=attention.head_norms,
+        joint_norms=attention.joint_norms,
+        softcap=attention.softcap,
+        activation=feed_forward.activation,
         window=attention.window,
         attention_norms=(attention.input_norm, attention.output_norm),
         feed_forward_norms=(feed_forward.input_norm, feed_forward.output_norm),
     )
+    same = made.attention.head_size == attention.head_size
+    return made.with_rope(attention.rope if same else RopeTable((1.0,) * (made.attention.head_size // 2)))

@@ -8,6 +8,7 @@ from typing import Any
 from invariants import check_scheduler
 
 from phonograph.core.batch import ScheduledBatch, StepOutput
+from phonograph.core.kv_group import KVGroup
 from phonograph.core.limits import Limits
 from phonograph.core.request import Request
 from phonograph.core.sampling_params import SamplingParams
@@ -16,13 +17,27 @@ from phonograph.scheduling.scheduler import Scheduler
 EOS = 99
 
 
+def full_group(block_size: int = 4) -> KVGroup:
+    return KVGroup(layers=(0,), block_size=block_size)
+
+
+def sliding_group(window: int, block_size: int = 4) -> KVGroup:
+    return KVGroup(layers=(0,), block_size=block_size, window=window)
+
+
 def make_scheduler(
-    *, max_model_len: int = 64, max_num_seqs: int = 4, max_num_batched_tokens: int = 16, **changes: Any
+    *,
+    max_model_len: int = 64,
+    max_num_seqs: int = 4,
+    max_num_batched_tokens: int = 16,
+    block_size: int = 4,
+    **changes: Any,
 ) -> Scheduler:
+    """Return a scheduler for one full KV group, unless other `groups` are given."""
     limits = Limits(
         max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
     )
-    return Scheduler(limits, **({"block_size": 4, "num_blocks": 64} | changes))
+    return Scheduler(limits, **({"groups": [full_group(block_size)], "num_blocks": 64} | changes))
 
 
 def request(

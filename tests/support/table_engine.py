@@ -112,7 +112,7 @@ def engine_maker() -> MakeEngine:
             max_num_seqs=SLOTS,
             max_num_tokens=TOKENS,
             max_model_len=scheduler.limits.max_model_len,
-            block_size=scheduler.block_size,
+            block_sizes=(scheduler.groups[0].block_size,),
             vocab_size=VOCAB,
             device=device,
         )
@@ -130,13 +130,13 @@ def engine_maker() -> MakeEngine:
         table: Any = model
         program = StepProgram(
             model=table,
-            attention=StepAttention(backend, [], [], inputs.slot_mapping, runtime),
+            attention=StepAttention([backend], [], [], inputs.slot_mappings, runtime),
             inputs=inputs,
             sample=device_sampler.sample,
         )
         synthetic: dict[str, Any] = {
             "max_model_len": scheduler.limits.max_model_len,
-            "block_size": scheduler.block_size,
+            "groups": scheduler.groups,
         }
         builder: Any = Backend()
         masked = MaskedSampling(

@@ -27,11 +27,17 @@ class Capabilities(ABC):
         name: as users write it in `--attention-backend`.
         version: of the kernel family ("2", "3", "4"), or "".
         varies: reason why outputs depend on the batch even if the spec sets `batch_invariant`, or "" if they do not.
+        plans_by_lengths: True if the metadata of one KV group serve another of equal attention after `common` is
+            replaced, because builder and `schedule` read lengths, but no block table and no slot mapping.
+        skips_freed_blocks: True if blocks behind the windows of all queries may hold NaN. Otherwise a kernel may
+            multiply their values by weights of 0, so the engine and the conformance suite keep them finite.
     """
 
     name: str
     version: str = ""
     varies: str = "it does not say that its results are the same in every batch"
+    plans_by_lengths: bool = False
+    skips_freed_blocks: bool = False
 
     @abstractmethod
     def refusals(self, spec: AttentionSpec, device: DeviceSpec) -> list[str]:
@@ -141,7 +147,7 @@ class AttentionCall(NamedTuple, Generic[MetadataT]):
 
 
 class AttentionBackend(ABC, Generic[MetadataT]):
-    """Attention of one KV group. One instance serves all its layers.
+    """Attention of the KV groups with one spec. One instance serves all their layers.
 
     Host work in `forward` counts: with piecewise graphs it runs for every layer of every step.
 
@@ -172,7 +178,7 @@ class AttentionBackend(ABC, Generic[MetadataT]):
 
     @abstractmethod
     def make_builder(self) -> MetadataBuilder[MetadataT]:
-        """Make the builder of this backend's metadata. The runner calls it once."""
+        """Make the builder of this backend's metadata. The runner calls it once for each KV group with its own plan."""
 
     @abstractmethod
     def schedule(self, metadata: MetadataT) -> None:

@@ -43,7 +43,8 @@ class CommonMetadata:
         max_query_len, max_seq_len: tokens of the longest query, and of the longest sequence.
         query_start_loc: [R+1] int32, cumulative query lengths; empty slots repeat the last value.
         seq_lens: [R] int32, context + query length; 0 in empty slots.
-        block_table: [R, max_blocks_per_seq] int32.
+        block_table: [R, max_blocks_per_seq] int32. Each entry is a valid block id, also behind a sequence's end and
+            behind a window, where the block may belong to another sequence.
         slot_mapping: [T] int64, where each token's key and value go; -1 writes nothing.
         query_start_loc_cpu, seq_lens_cpu: host copies, for backends that plan on the host.
         causal: a query attends to no later token.

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from phonograph.core.limits import Limits
 from phonograph.errors import UNSET, ConfigError
 
 
@@ -77,16 +78,11 @@ class Case(Protocol):
 
 
 def cases_that_fit(
-    setting: str, cases: Sequence[Case], *, requested: bool, max_num_seqs: int, max_model_len: int
+    setting: str, cases: Sequence[Case], limits: Limits, *, requested: bool
 ) -> tuple[list[Case], list[str]]:
     """Select the cases that an engine can run.
 
-    Args:
-        setting: name of the setting in errors.
-        cases: cases to select from.
-        requested: the user named the cases, so that one that does not fit is an error.
-        max_num_seqs: sequences that the engine runs at once.
-        max_model_len: tokens of a sequence that the engine allows.
+    With `requested` the user named the cases by `setting`, so that one that does not fit is an error.
 
     Returns:
         The fitting cases, and one line for each other case.
@@ -97,10 +93,10 @@ def cases_that_fit(
     fitting: list[Case] = []
     left_out: list[str] = []
     for case in cases:
-        if case.num_seqs > max_num_seqs:
-            problem = f"needs {case.num_seqs} sequences at once; max_num_seqs={max_num_seqs}"
-        elif case.length > max_model_len:
-            problem = f"needs {case.length} tokens in a sequence; max_model_len={max_model_len}"
+        if case.num_seqs > limits.max_num_seqs:
+            problem = f"needs {case.num_seqs} sequences at once; max_num_seqs={limits.max_num_seqs}"
+        elif case.length > limits.max_model_len:
+            problem = f"needs {case.length} tokens in a sequence; max_model_len={limits.max_model_len}"
         else:
             fitting.append(case)
             continue

@@ -66,15 +66,9 @@ def bench_throughput(
 ) -> Iterator[Row]:
     """Measure the output tokens a second of random requests that are all queued at the start and never end early.
 
-    Args:
-        llm: the engine.
-        num_prompts: requests.
-        input_len: tokens of a prompt.
-        output_len: tokens to generate.
-        progress: callback after each request.
-        longest_first: queue the requests of the most output tokens first. Then the last to end began early, and prompts
-            can be spread over the steps in which the first decode: `max_num_batched_tokens` little above
-            `max_num_seqs`.
+    With `longest_first` the requests of the most output tokens are queued first. Then the last to end began early, and
+    prompts can be spread over the steps in which the first decode: `max_num_batched_tokens` little above
+    `max_num_seqs`.
 
     Raises:
         ConfigError: the longest request does not fit the engine.

@@ -63,11 +63,7 @@ def run_requests(
 ) -> Run:
     """Queue all prompts at once (n = 1 each) and step until all are answered.
 
-    Args:
-        llm: the engine.
-        prompts: token ids of each prompt.
-        params: parameters of each prompt.
-        on_finish: callback with the index of a prompt and its complete answer.
+    `on_finish` is called with the index of a prompt and its complete answer.
 
     Raises:
         RequestError: a prompt cannot be served; the queued ones have been aborted.

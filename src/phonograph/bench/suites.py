@@ -79,14 +79,7 @@ def fitting_suite(bench: RunCases, setting: str, selected: Sequence[cases.Case],
     """Return a workload of the selected cases that fit the engine; see `cases_that_fit`."""
 
     def run(llm: LLM, progress: BenchProgress, note: Note) -> Iterator[Row]:
-        limits = llm.plan.limits
-        fitting, left_out = cases.cases_that_fit(
-            setting,
-            selected,
-            requested=requested,
-            max_num_seqs=limits.max_num_seqs,
-            max_model_len=limits.max_model_len,
-        )
+        fitting, left_out = cases.cases_that_fit(setting, selected, llm.plan.limits, requested=requested)
         for line in left_out:
             note(line)
         return bench(llm, fitting, progress)

@@ -54,10 +54,7 @@ app.register_install_completion_command(
 
 
 def main(tokens: Sequence[str] | None = None) -> int:
-    """Run a command.
-
-    Args:
-        tokens: words of the command line; the process's arguments by default.
+    """Run a command, by default the process's arguments.
 
     Returns:
         The exit code: 2 for a user error, 128 + SIGPIPE if the reader of the output is gone.

@@ -30,7 +30,7 @@ class ProductRow:
 
     Attributes:
         layer: kind of layer.
-        count: number of matrices.
+        count: number of matrices; each expert has one.
         outputs: of a matrix.
         inputs: of a matrix.
         format: format of the weights.
@@ -57,20 +57,20 @@ def product_rows(
         one = _weights(matrix, dtype, device, cpu_products)
         before = found.get((one.layer, one.format))
         count, nbytes = (0, 0) if before is None else (before.count, before.nbytes)
-        found[one.layer, one.format] = replace(one, count=count + 1, nbytes=nbytes + one.nbytes)
-    order = [matrix.name for matrix in (*model.layers[0].matrices, model.head)]
+        found[one.layer, one.format] = replace(one, count=count + one.count, nbytes=nbytes + one.nbytes)
+    order = [*dict.fromkeys(matrix.name for matrix in (*matrices, model.head))]
     return sorted(found.values(), key=lambda one: order.index(one.layer))
 
 
 def _weights(matrix: LayerMatrix, dtype: str, device: DeviceSpec, cpu_products: CpuProducts | None) -> ProductRow:
     element, scheme, inputs = DTYPE_BYTES[dtype], matrix.scheme, matrix.num_inputs
-    nbytes = matrix.nbytes(element)
+    nbytes, count = matrix.nbytes(element), matrix.num_experts or 1
     if scheme is not None and cpu_products is not None:
-        nbytes = sum(cpu_products.nbytes(scheme, part.num_outputs, inputs, element) for part in matrix.parts)
+        nbytes = count * sum(cpu_products.nbytes(scheme, part.num_outputs, inputs, element) for part in matrix.parts)
     return ProductRow(
         layer=matrix.name,
-        count=1,
-        outputs=matrix.num_outputs,
+        count=count,
+        outputs=matrix.expert_outputs,
         inputs=inputs,
         format=dtype if scheme is None else scheme.name,
         nbytes=nbytes,
@@ -84,6 +84,10 @@ def product_kernels(
     """Return what multiplies a matrix on a device, by the largest number of rows."""
     if device.kind == "cpu":
         return _cpu_kernels(matrix.scheme, matrix.num_inputs, dtype, cpu_products)
+    if matrix.num_experts is not None:
+        return ((None, "expert_products"),)
+    if not matrix.quantizable:
+        return ((None, "route"),)
     weights, gemm_device = matrix.weight_format(dtype), GemmDevice.of(device)
     names: dict[int | None, str] = {}
     for rows in _ROWS:

@@ -119,7 +119,7 @@ def engine_facts(llm: LLM) -> dict[str, Any]:
         "model": llm.config.model,
         "dtype": plan.dtype,
         "device": plan.device.name,
-        "attention_backend": plan.selection.capabilities.label,
+        "attention_backend": plan.backends,
         "mode": mode_facts(plan),
         "start_seconds": round(llm.start_seconds, 4),
     }

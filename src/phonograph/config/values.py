@@ -76,9 +76,7 @@ def whole(low: int, high: int | None = None) -> ValueKind:
 def auto_or(kind: ValueKind, meaning: str) -> ValueKind:
     """Return `kind` with auto and -1, vLLM's words for a choice of the engine.
 
-    Args:
-        kind: of other values.
-        meaning: what the engine chooses, in words that follow "auto (or -1) for".
+    `meaning` is what the engine chooses, in words that follow "auto (or -1) for".
     """
 
     def parse(value: object) -> object:

@@ -116,12 +116,7 @@ _SWITCHES = frozenset(
 
 
 def is_neutral(name: str, value: object) -> bool:
-    """Return True if a setting of vLLM with this value changes nothing here.
-
-    Args:
-        name: a setting or a flag.
-        value: its value, or the text of it.
-    """
+    """Return True if a setting or flag of vLLM with this value, or the text of it, changes nothing here."""
     flag = _flag(name)
     if unless_null(value) is None:
         return flag in NEUTRAL or flag in MISSING or flag in ALWAYS or flag in RENAMED
@@ -152,12 +147,7 @@ def without_neutral(words: Sequence[str], unknown: str) -> list[str] | None:
 
 
 def explain_setting(name: str, known: Container[str]) -> str | None:
-    """Return the problem with a setting of vLLM, for an error that names it; None for other settings.
-
-    Args:
-        name: the setting.
-        known: the settings here.
-    """
+    """Return the problem with a setting of vLLM, for an error that names it; None for other settings."""
     flag = _flag(name)
     ours = RENAMED.get(flag, "").removeprefix("--").replace("-", "_")
     if ours in known:
@@ -174,12 +164,7 @@ def _flag(name: str) -> str:
 
 
 def explain_flag(flag: str, known: Container[str]) -> str | None:
-    """Return one sentence about a flag of vLLM; None for other flags.
-
-    Args:
-        flag: the flag as typed, perhaps with =value.
-        known: flags of the command.
-    """
+    """Return one sentence about a flag of vLLM as typed, perhaps with =value; None for other flags."""
     name = _flag(flag.split("=", 1)[0])
     positive = name.replace("--no-", "--", 1)
     ours = RENAMED.get(name)
@@ -196,9 +181,7 @@ def explain_flag(flag: str, known: Container[str]) -> str | None:
 def sampling_hint(name: str, known: Iterable[str]) -> str | None:
     """Return a hint for an unknown setting or flag that is like a sampling parameter; None for others.
 
-    Args:
-        name: the setting or flag as typed.
-        known: settings or flags that may be meant instead.
+    `known` are the settings or flags that may be meant instead.
     """
     asked = _flag(name.partition("=")[0])
     flags = {_flag(one): one for one in (*SAMPLING, *known)}

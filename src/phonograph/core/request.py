@@ -37,6 +37,7 @@ class Request:
         arrival: time on any clock; earlier is served earlier.
         eos_token_ids: the model's end-of-sequence tokens.
         sample_index: index of this sample among `params.n`.
+        cache_salt: cached prefixes are shared only with requests of the same salt.
         output_token_ids: generated tokens, with `logprobs` beside them if requested.
         prompt_logprobs: computed positions of the prompt, if requested.
         finish_reason: set when FINISHED.
@@ -59,6 +60,7 @@ class Request:
     eos_token_ids: Collection[int] = ()
     sample_index: int = 0
     grammar: Grammar | None = None
+    cache_salt: str | None = None
 
     state: RequestState = RequestState.WAITING
     output_token_ids: list[int] = field(default_factory=list[int])

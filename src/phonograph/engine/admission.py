@@ -121,6 +121,17 @@ def admit_parameters(params: SamplingParams, prompt_len: int, vocab_size: int, c
         raise RequestError("min_tokens", params.min_tokens, problem)
 
 
+def admit_cache_salt(cache_salt: object) -> None:
+    """Check the salt of a request's cached prefixes.
+
+    Raises:
+        RequestError: it is neither None nor a non-empty string.
+    """
+    if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
+        problem = "must be a non-empty string; without it cached prefixes are shared with all requests without a salt"
+        raise RequestError("cache_salt", shortened(repr(cache_salt)), problem)
+
+
 def admit_names(request_id: object, priority: object) -> None:
     """Check the id and the priority of a request.
 

@@ -6,12 +6,13 @@ A platform makes the parts that depend on the device.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
 import torch
 
+from phonograph.attention.attention_spec import AttentionSpec
 from phonograph.attention.backend import AnyBackend, AttentionLayer
 from phonograph.attention.cascade.shared_prefix import SharedPrefixes
 from phonograph.attention.selection import load
@@ -27,7 +28,8 @@ from phonograph.graphs.modes import GraphKey
 from phonograph.models.transformer import Transformer
 from phonograph.models.weights.kv_scales import KVScales
 from phonograph.models.weights.loading import begin_loading
-from phonograph.runner.kv_pool import allocate_kv_caches
+from phonograph.runner.group_builder import GroupBuilder
+from phonograph.runner.kv_pool import allocate_kv_pool
 from phonograph.runner.runner import CaptureReport, Runner
 from phonograph.runner.sequences import Sequences
 from phonograph.runner.synthetic_batches import SyntheticBatches
@@ -116,7 +118,7 @@ def build_engine(plan: EnginePlan, report: StartProgress = no_progress, *, platf
 
     with platform.starting():
         # Before the weights, because a library may turn out not to support this model.
-        backend = load(plan.selection)(plan.attention, platform.device, plan.limits)
+        backends = make_backends(plan, platform.device)
         with begin_loading(
             plan.model,
             plan.config.model,
@@ -130,7 +132,7 @@ def build_engine(plan: EnginePlan, report: StartProgress = no_progress, *, platf
         ) as loading:
             if plan.config.load_format == "dummy":
                 report("weights", 1, 1)
-            parts = make_model_parts(plan, backend, loading.model)
+            parts = make_model_parts(plan, backends, loading.model)
             runner = make_runner(plan, parts, platform)
             if platform.compiles:
                 report("kernels", 0, 1)
@@ -145,7 +147,7 @@ def build_engine(plan: EnginePlan, report: StartProgress = no_progress, *, platf
         report("kernels", 1, 1)
     scheduler = Scheduler(
         plan.limits,
-        block_size=plan.attention.block_size,
+        groups=plan.kv.groups,
         num_blocks=plan.memory.num_blocks,
         enable_prefix_caching=plan.config.enable_prefix_caching,
         policy=plan.config.scheduling_policy,
@@ -154,7 +156,9 @@ def build_engine(plan: EnginePlan, report: StartProgress = no_progress, *, platf
         core=EngineCore(scheduler, runner),
         plan=plan,
         captured=captured,
-        make_subject=lambda: RunnerSubject(runner, parts.kv_caches),
+        make_subject=lambda: RunnerSubject(
+            runner, parts.kv_caches, plan.kv.groups, poisons_freed=_skip_freed_blocks(plan)
+        ),
     )
 
 
@@ -177,7 +181,7 @@ def make_runner(plan: EnginePlan, parts: ModelParts, platform: Platform) -> Runn
     device_parts = platform.make_parts(plan, parts, sampler)
     return Runner(
         program=device_parts.program,
-        builder=parts.backend.make_builder(),
+        builder=GroupBuilder(parts.backends),
         inputs=device_parts.inputs,
         sampling=device_parts.sampling,
         sequences=Sequences(sampler, max_num_seqs=limits.max_num_seqs),
@@ -186,7 +190,7 @@ def make_runner(plan: EnginePlan, parts: ModelParts, platform: Platform) -> Runn
         synthetic=SyntheticBatches(
             device_parts.inputs.load,
             max_model_len=limits.max_model_len,
-            block_size=plan.attention.block_size,
+            groups=plan.kv.groups,
             num_blocks=plan.memory.num_blocks,
             vocab_size=plan.model.vocab_size,
         ),
@@ -194,11 +198,23 @@ def make_runner(plan: EnginePlan, parts: ModelParts, platform: Platform) -> Runn
     )
 
 
-def make_model_parts(plan: EnginePlan, backend: AnyBackend, model: Transformer) -> ModelParts:
+def make_backends(plan: EnginePlan, device: torch.device) -> list[AnyBackend]:
+    """Make the attention backend of each KV group; groups of equal attention have the same one.
+
+    Raises:
+        ConfigError: a library is missing.
+        BackendError: an adapter does not fit its library.
+    """
+    made: dict[AttentionSpec, AnyBackend] = {}
+    for spec, selection in zip(plan.kv.specs, plan.selections, strict=True):
+        if spec not in made:
+            made[spec] = load(selection)(spec, device, plan.limits)
+    return [made[spec] for spec in plan.kv.specs]
+
+
+def make_model_parts(plan: EnginePlan, backends: Sequence[AnyBackend], model: Transformer) -> ModelParts:
     """Allocate the KV cache, and collect the parts that all devices share."""
-    kv_caches = allocate_kv_caches(
-        plan.attention, num_layers=plan.model.num_layers, num_blocks=plan.memory.num_blocks, device=model.device
-    )
+    caches = allocate_kv_pool(plan.kv.groups, plan.kv.specs, num_pages=plan.memory.num_blocks, device=model.device)
     # Only FP8 caches scale keys and values.
     scales = model.kv_scales if plan.attention.has_fp8_cache else KVScales()
     layers = [
@@ -206,10 +222,23 @@ def make_model_parts(plan: EnginePlan, backend: AnyBackend, model: Transformer) 
             index=index,
             scale=layer.attention.scale,
             window=layer.attention.window,
+            softcap=layer.attention.softcap,
             k_scale=scales.keys.get(index),
             v_scale=scales.values.get(index),
             q_scale=scales.queries.get(index),
         )
         for index, layer in enumerate(plan.model.layers)
     ]
-    return ModelParts(model=model, backend=backend, layers=layers, kv_caches=kv_caches)
+    kv_caches = [caches[index] for index in range(len(layers))]
+    if not _skip_freed_blocks(plan):
+        for cache in kv_caches:
+            cache.zero_()
+    return ModelParts(model=model, backends=backends, layers=layers, kv_caches=kv_caches)
+
+
+def _skip_freed_blocks(plan: EnginePlan) -> bool:
+    """Return True if no kernel uses what is behind a window, so that it may be NaN, as memory at the start may be."""
+    return all(
+        group.window is None or selection.capabilities.skips_freed_blocks
+        for group, selection in zip(plan.kv.groups, plan.selections, strict=True)
+    )

@@ -7,7 +7,7 @@ are captured are those within the limits that the cache leaves. These are never 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from phonograph.config.engine_config import EngineConfig
 from phonograph.core.blocks import blocks_for, most_step_tokens
 from phonograph.core.device import DeviceSpec
 from phonograph.core.limits import Limits
+from phonograph.engine.groups.kv_groups import KVGroups
 from phonograph.engine.memory import MemoryPlan, plan_memory
 from phonograph.errors import ConfigError, MemoryLimitError
 from phonograph.graphs.capture_list import CaptureList, make_capture_list
@@ -48,8 +49,8 @@ def size_graphs_and_cache(
     model: ModelSpec,
     device: DeviceSpec,
     limits: Limits,
-    attention: AttentionSpec,
-    capabilities: Capabilities,
+    kv: KVGroups,
+    capabilities: Mapping[AttentionSpec, Capabilities],
     mode: GraphMode,
     cpu_products: CpuProducts | None,
 ) -> GraphsAndCache:
@@ -60,8 +61,8 @@ def size_graphs_and_cache(
         model: sizes of the model.
         device: memory of the device.
         limits: the configured limits; the longest context if none is configured.
-        attention: attention of the model, with the block size.
-        capabilities: those of the selected backend, for its buffers.
+        kv: KV groups, with their attention and block sizes.
+        capabilities: those of the selected backend of each attention, for its buffers.
         mode: the resolved mode.
         cpu_products: form of quantized weights on a CPU.
 
@@ -88,15 +89,19 @@ def size_graphs_and_cache(
 
     def plan_context(max_model_len: int) -> tuple[Limits, MemoryPlan]:
         within = replace(limits, max_model_len=max_model_len)
-        attention_bytes = capabilities.buffer_bytes(attention, device, within, graphs)
-        if config.cascade_attention:
-            attention_bytes += cascade_bytes(capabilities, attention, device, within, graphs)
+        attention_bytes = _more_table_bytes(kv, within)
+        for spec, groups in kv.members.items():
+            one = capabilities[spec]
+            plans = 1 if one.plans_by_lengths else len(groups)
+            attention_bytes += plans * one.buffer_bytes(spec, device, within, graphs)
+            if config.cascade_attention:
+                attention_bytes += cascade_bytes(one, spec, device, within, graphs)
         return within, plan_memory(
             config,
             model,
             device,
             within,
-            attention=attention,
+            kv=kv,
             attention_bytes=attention_bytes,
             graph_tokens=0 if mode is GraphMode.NONE else graph_tokens,
             num_graphs=len(graphs),
@@ -104,26 +109,35 @@ def size_graphs_and_cache(
         )
 
     if config.max_model_len is None:
-        within, memory = _largest_context(plan_context, limits.max_model_len, attention.block_size)
+        within, memory = _largest_context(plan_context, limits.max_model_len, kv.block_sizes[0])
     else:
         within, memory = plan_context(limits.max_model_len)
     notes: list[str] = []
-    if memory.num_blocks < limits.max_num_seqs:
-        notes.append(
-            f"max_num_seqs {limits.max_num_seqs} -> {memory.num_blocks}: the KV cache has no more blocks than that"
-        )
-        within = replace(within, max_num_seqs=memory.num_blocks)
+    # A sequence has a block in each group.
+    most_seqs = memory.num_blocks // len(kv.groups)
+    if most_seqs < limits.max_num_seqs:
+        why = "the KV cache has no more blocks than that"
+        if len(kv.groups) > 1:
+            why = f"the KV cache has {memory.num_blocks} blocks, and a sequence takes one of each KV group"
+        notes.append(f"max_num_seqs {limits.max_num_seqs} -> {most_seqs}: {why}")
+        within = replace(within, max_num_seqs=most_seqs)
     configured = (config.cudagraph_capture_sizes or config.max_cudagraph_capture_size) is not None
     if device.kind == "cpu" and mode is not GraphMode.NONE and not configured:
         notes.append(_CPU_GRAPHS)
     # The cache and the longest requests bound the tokens of a step.
     most = most_step_tokens(
         num_blocks=memory.num_blocks,
-        block_size=attention.block_size,
+        block_sizes=kv.block_sizes,
         max_model_len=within.max_model_len,
         max_num_seqs=within.max_num_seqs,
     )
     return GraphsAndCache(within, captures_within(within, most), memory, tuple(notes))
+
+
+def _more_table_bytes(kv: KVGroups, limits: Limits) -> int:
+    """Return the bytes of the block tables of all KV groups but the first: by slot and by row, and slot mappings."""
+    blocks = blocks_for(limits.max_model_len, min(kv.block_sizes))
+    return (len(kv.groups) - 1) * (2 * 4 * limits.max_num_seqs * blocks + 8 * limits.max_num_batched_tokens)
 
 
 def _largest_graph(config: EngineConfig, limits: Limits, device: DeviceSpec) -> int:

@@ -22,6 +22,7 @@ from phonograph.engine.offline.prompts import (
     plain_prompt,
     prompt_list,
     refuse_unsupported,
+    salt_of,
 )
 from phonograph.engine.outputs import RequestOutput
 from phonograph.engine.plan import EnginePlan
@@ -117,7 +118,8 @@ class LLM:
         Names and order of the arguments are vLLM's.
 
         Args:
-            prompts: one or a list: text, token ids, `{"prompt": text}` or `{"prompt_token_ids": token_ids}`.
+            prompts: one or a list: text, token ids, `{"prompt": text}` or `{"prompt_token_ids": token_ids}`. A mapping
+                may have a `cache_salt`: cached prefixes are shared only with prompts of the same salt.
             sampling_params: one for all prompts, or one for each; defaults to `SamplingParams()`.
             use_tqdm: show a progress bar on stderr if that is a terminal; defaults to True.
             lora_request: not supported; must be None.
@@ -244,7 +246,7 @@ class LLM:
         """
         plain = plain_prompt(prompt)
         with self._calls.held("stream"):
-            output = self.session.add(plain, sampling_params or SamplingParams())
+            output = self.session.add(plain, sampling_params or SamplingParams(), cache_salt=salt_of(prompt))
         try:
             # Other calls may step the session in between, so the result of one step does not tell what changed.
             seen = 0

@@ -6,14 +6,15 @@ from dataclasses import dataclass
 
 import psutil
 
-from phonograph.attention.attention_spec import AttentionSpec
 from phonograph.config.engine_config import EngineConfig
-from phonograph.core.blocks import blocks_for
+from phonograph.core.blocks import most_tokens, pages_for_request
 from phonograph.core.device import GIB, DeviceSpec
 from phonograph.core.limits import Limits
+from phonograph.engine.groups.kv_groups import KVGroups
 from phonograph.errors import MemoryLimitError
 from phonograph.kernels.torch.grouped import TILE
 from phonograph.kernels.triton.gemm.product_plan import GemmDevice
+from phonograph.models.layer_spec import LayerExperts, LayerFeedForward
 from phonograph.models.layers.workspace import Workspace
 from phonograph.models.quantization.cpu_weights import CpuProducts
 from phonograph.models.spec import DTYPE_BYTES, ModelSpec
@@ -37,9 +38,10 @@ class MemoryPlan:
 
     graphs:    estimate for all captured graphs: on a CPU their shared pool, on a GPU their nodes and the static
         workspace (shared with eager steps), with room for the masks of all rows
-    attention: buffers of the attention backend
+    attention: buffers of the attention backends, and tables of further KV groups
     sampling:  state and temporaries of rows that no kernel samples, such as counts of penalties
-    block:     one KV block in all layers
+    block:     one KV block in all layers of a group
+    num_tokens: tokens that the cache holds, in sequences of full length if there are windows or several groups
     note:      source of the size of the KV cache
     """
 
@@ -49,6 +51,7 @@ class MemoryPlan:
     sampling: int
     block: int
     num_blocks: int
+    num_tokens: int
     note: str
 
     @property
@@ -62,7 +65,7 @@ def plan_memory(
     device: DeviceSpec,
     limits: Limits,
     *,
-    attention: AttentionSpec,
+    kv: KVGroups,
     attention_bytes: int,
     graph_tokens: int,
     num_graphs: int,
@@ -75,7 +78,7 @@ def plan_memory(
         model: sizes of the model.
         device: memory of the device.
         limits: sizes of a step and of a request.
-        attention: sizes of a KV block, and the dtype of the weights.
+        kv: KV groups; their attention has the dtype of the weights.
         attention_bytes: bytes that the attention backend takes in addition to the KV cache.
         graph_tokens: tokens of the largest graph, 0 without graphs.
         num_graphs: number of graphs.
@@ -85,8 +88,8 @@ def plan_memory(
         MemoryLimitError: one request of max_model_len tokens does not fit, or the configured cache does not fit the
             device; the message says what fits.
     """
-    max_model_len, max_num_seqs, block_size = limits.max_model_len, limits.max_num_seqs, attention.block_size
-    dtype = attention.dtype
+    max_model_len, max_num_seqs = limits.max_model_len, limits.max_num_seqs
+    dtype = kv.specs[0].dtype
     weights = model.weight_bytes(dtype) if cpu_products is None else cpu_products.weight_bytes(model, dtype)
     if device.kind == "cpu":
         graphs = estimate_graph_bytes(model, dtype, graph_tokens, min(graph_tokens, max_num_seqs))
@@ -113,8 +116,12 @@ def plan_memory(
             f"{config.model}: {parts} do not fit {place}; {gib(taken)} and room for the KV cache are needed, at least "
             f"{gib(taken - available)} more; {_SMALLER}"
         )
-    block = model.num_layers * block_size * attention.kv_token_bytes
-    blocks_per_request = blocks_for(max_model_len, block_size)
+    block = kv.page_bytes
+
+    def blocks_of(num_tokens: int) -> int:
+        return pages_for_request(kv.groups, num_tokens, limits.max_num_batched_tokens)
+
+    blocks_per_request = blocks_of(max_model_len)
     if config.num_kv_blocks is not None:
         num_blocks, source = config.num_kv_blocks, f"num_kv_blocks={config.num_kv_blocks}"
     elif config.kv_cache_memory_bytes is not None:
@@ -141,10 +148,11 @@ def plan_memory(
                 f"of {gib(device.memory)}; at least {gib(taken + block - share)} more are needed; {remedy}"
             )
     if num_blocks < blocks_per_request:
-        fits = num_blocks * block_size
+        fits = most_tokens(num_blocks, blocks_of, max_model_len)
+        sizes = " and ".join(map(str, dict.fromkeys(kv.block_sizes)))
         raise MemoryLimitError(
             f"max_model_len={config.max_model_len or 'auto'}: one request of {max_model_len} tokens needs "
-            f"{blocks_per_request} KV blocks of {block_size} tokens ({blocks_per_request * block} bytes), and {source} "
+            f"{blocks_per_request} KV blocks of {sizes} tokens ({blocks_per_request * block} bytes), and {source} "
             f"gives {num_blocks}; "
             + (f"lower max_model_len to {fits} or grant more memory" if fits >= 2 else "grant more memory")
         )
@@ -157,7 +165,12 @@ def plan_memory(
             what_fits += f", as with gpu_memory_utilization={1000 * available // device.memory / 1000}"
         cache = f"{source.partition(' ')[0]}: a KV cache of {gib(num_blocks * block)}"
         raise MemoryLimitError(f"{cache} does not fit beside {parts} in {place}; {what_fits}")
-    note = f"KV cache of {num_blocks} blocks ({num_blocks * block_size} tokens) from {source}"
+    if kv.grows_with_tokens:
+        num_tokens = num_blocks * kv.block_sizes[0]
+    else:
+        whole, rest = divmod(num_blocks, blocks_per_request)
+        num_tokens = whole * max_model_len + most_tokens(rest, blocks_of, max_model_len)
+    note = f"KV cache of {num_blocks} blocks ({num_tokens} tokens) from {source}"
     return MemoryPlan(
         weights=weights,
         graphs=graphs,
@@ -165,6 +178,7 @@ def plan_memory(
         sampling=sampling,
         block=block,
         num_blocks=num_blocks,
+        num_tokens=num_tokens,
         note=note,
     )
 
@@ -188,9 +202,17 @@ def gib(num_bytes: int) -> str:
 def estimate_graph_bytes(model: ModelSpec, dtype: str, tokens: int, rows: int) -> int:
     """Estimate the shared pool: live tensors at the widest point of a layer in the largest graph, and its logits."""
     attention = max(layer.attention.qkv.num_outputs + layer.attention.output.num_inputs for layer in model.kinds)
-    feed_forward = max(3 * layer.feed_forward.down.num_inputs for layer in model.kinds)
+    feed_forward = max(_feed_forward_width(layer.feed_forward) for layer in model.kinds)
     width = 2 * model.hidden_size + max(attention, feed_forward)
     # A quantized product unpacks its weights tile by tile.
     quantized = next(model.quantized_matrices(), None) is not None
     tile = TILE if tokens and quantized else 0
     return DTYPE_BYTES[dtype] * (tile + tokens * width + rows * (model.vocab_size + model.hidden_size))
+
+
+def _feed_forward_width(spec: LayerFeedForward | LayerExperts) -> int:
+    """Return the numbers of a token next to the stream. The experts' operator has its own memory outside the pool."""
+    if isinstance(spec, LayerFeedForward):
+        return 3 * spec.down.num_inputs
+    shared = 0 if spec.shared is None else _feed_forward_width(spec.shared) + spec.down.expert_outputs
+    return 2 * spec.down.expert_outputs + spec.router.num_outputs + shared

@@ -10,6 +10,9 @@ from phonograph.core.request import FinishReason
 from phonograph.errors import RequestError, RequestFailure
 from phonograph.text.output_text import TextBuilder
 
+_FIELDS = ("index", "text", "token_ids", "finish_reason", "stop_reason", "logprobs")
+"""Arguments of a CompletionOutput, in order."""
+
 
 class CompletionOutput:
     """One sample of a prompt. The engine appends tokens, and `update` turns them into text.
@@ -78,7 +81,7 @@ class CompletionOutput:
         self.finish_reason, self.stop_reason = finish_reason, stop_reason
 
     def _values(self) -> tuple[Any, ...]:
-        return self.index, self.text, self.token_ids, self.finish_reason, self.stop_reason, self.logprobs
+        return tuple(getattr(self, name) for name in _FIELDS)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, CompletionOutput) and self._values() == other._values()
@@ -89,10 +92,8 @@ class CompletionOutput:
         return CompletionOutput, self._values()
 
     def __repr__(self) -> str:
-        return (
-            f"CompletionOutput(index={self.index}, text={self.text!r}, token_ids={self.token_ids}, "
-            f"finish_reason={self.finish_reason!r}, stop_reason={self.stop_reason!r}, logprobs={self.logprobs})"
-        )
+        fields = zip(_FIELDS, self._values(), strict=True)
+        return f"CompletionOutput({', '.join(f'{name}={value!r}' for name, value in fields)})"
 
 
 @dataclass(slots=True, kw_only=True)

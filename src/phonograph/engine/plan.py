@@ -5,27 +5,31 @@ The engine starts from an `EnginePlan`, and `explain` prints one. Making a plan 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from phonograph.attention.attention_spec import AttentionSpec, KVLayout
 from phonograph.attention.cascade.rule import MIN_PREFIX, MIN_REQUESTS, CascadeTimeRule
-from phonograph.attention.selection import Selection, select
+from phonograph.attention.selection import Selection
 from phonograph.config.engine_config import EngineConfig
-from phonograph.core.blocks import blocks_for
+from phonograph.core.blocks import pages_for_request
 from phonograph.core.device import DeviceSpec
 from phonograph.core.limits import Limits
 from phonograph.engine.graphs_and_cache import SHORTEST, size_graphs_and_cache
+from phonograph.engine.groups.kv_groups import KVGroups, make_kv_groups
+from phonograph.engine.groups.select_backends import select_backends, weakest_support
 from phonograph.engine.memory import MemoryPlan, gib
 from phonograph.engine.startup.cpu_products import plan_cpu_products
 from phonograph.engine.startup.threads import Threads, plan_threads
-from phonograph.errors import ConfigError
+from phonograph.errors import ConfigError, UnsupportedModelError
 from phonograph.graphs.capture_list import CaptureList
 from phonograph.graphs.dispatch import Dispatcher
 from phonograph.graphs.modes import GraphMode
 from phonograph.graphs.resolve import Pieces, Resolution, resolve_mode
 from phonograph.kernels.torch.grouped import MAX_GROUPED_ROWS
+from phonograph.kernels.triton.experts.expert_plan import why_not
 from phonograph.kernels.triton.gemm.choose import MAX_16_BIT_ROWS, has_fp8_products, takes_fp8_rows
 from phonograph.kernels.triton.gemm.product_plan import GemmDevice
+from phonograph.models.layer_spec import LayerAttention
 from phonograph.models.layers.workspace import quantized_sizes
 from phonograph.models.quantization.cpu_weights import CpuProducts
 from phonograph.models.spec import ModelSpec
@@ -41,6 +45,8 @@ class EnginePlan:
     threads: threads of the operators on a CPU; None on a GPU
     cpu_products: products of quantized weights on a CPU; None on a GPU, and without such weights
     notes:   limits, memory and threads that the configuration left open, or that differ from it
+    kv:      KV groups of the model
+    selections: backend of each KV group
     """
 
     config: EngineConfig
@@ -48,14 +54,29 @@ class EnginePlan:
     model: ModelSpec
     dtype: str
     limits: Limits
-    attention: AttentionSpec
-    selection: Selection
+    kv: KVGroups
+    selections: tuple[Selection, ...]
     resolution: Resolution
     captures: CaptureList
     memory: MemoryPlan
     threads: Threads | None
     cpu_products: CpuProducts | None
     notes: tuple[str, ...]
+
+    @property
+    def attention(self) -> AttentionSpec:
+        """Attention of the first KV group. Data types and settings are the same in all groups."""
+        return self.kv.specs[0]
+
+    @property
+    def selection(self) -> Selection:
+        """Backend of the first KV group."""
+        return self.selections[0]
+
+    @property
+    def backends(self) -> str:
+        """Labels of the backends of all KV groups."""
+        return ", ".join(dict.fromkeys(one.capabilities.label for one in self.selections))
 
     def make_dispatcher(self) -> Dispatcher:
         spec = self.attention
@@ -93,8 +114,9 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
     notes = _product_notes(model, dtype, device)
     if cpu_products is not None:
         notes.append(f"cpu_products: {cpu_products.reason}")
-    attention = resolve_attention(config, model, device)
-    _check_block_size(attention)
+    kv = resolve_attention(config, model, device)
+    for attention in kv.members:
+        _check_block_size(attention)
     if config.batch_invariant and device.kind == "cpu":
         raise ConfigError(
             "batch_invariant",
@@ -103,25 +125,26 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
         )
     if config.batch_invariant and model.quantization is not None:
         raise ConfigError("batch_invariant", True, f"weights in {model.quantization.name} have no such products")
+    _check_experts(config, model, dtype, device)
     _check_lm_head(config, model, dtype, device)
-    version = None if config.flash_attn_version is None else str(config.flash_attn_version)
-    selection = select(config.attention_backend, version, attention, device)
-    preferred = selection.capabilities.preferred_block_size(attention)
-    # A configured number of blocks refers to the default block size.
-    if preferred is not None and config.block_size is None and config.num_kv_blocks is None:
-        resized = replace(attention, block_size=preferred[0])
-        if not selection.capabilities.why_not(resized, device):
-            attention = resized
-            notes.append(f"block_size {preferred[0]}: {preferred[1]}")
+    kv, selected, sized = select_backends(config, kv, device)
+    notes += [*sized, *kv.notes]
     requested = GraphMode.NONE if config.enforce_eager else config.cudagraph_mode
-    support = selection.capabilities.graph_support(attention, device)
+    support = weakest_support(kv, selected, device)
     resolution = resolve_mode(requested, support, PIECES, speculative_tokens=config.num_speculative_tokens)
     limits, captures, memory, sizing = size_graphs_and_cache(
-        config, model, device, limits, attention, selection.capabilities, resolution.mode, cpu_products
+        config,
+        model,
+        device,
+        limits,
+        kv,
+        {spec: selection.capabilities for spec, selection in selected.items()},
+        resolution.mode,
+        cpu_products,
     )
     notes += sizing
     if config.max_model_len is None:
-        notes.insert(0, _context_note(limits.max_model_len, attention.block_size, memory, model))
+        notes.insert(0, _context_note(limits, kv, memory, model))
     if config.cascade_attention:
         _check_cascade(limits, resolution)
     threads = plan_threads(model, dtype) if device.kind == "cpu" else None
@@ -133,8 +156,8 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
         model=model,
         dtype=dtype,
         limits=limits,
-        attention=attention,
-        selection=selection,
+        kv=kv,
+        selections=tuple(selected[spec] for spec in kv.specs),
         resolution=resolution,
         captures=captures,
         memory=memory,
@@ -144,15 +167,31 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
     )
 
 
-def _context_note(context: int, block_size: int, memory: MemoryPlan, model: ModelSpec) -> str:
-    source = model.context_source
+def _context_note(limits: Limits, kv: KVGroups, memory: MemoryPlan, model: ModelSpec) -> str:
+    context, source = limits.max_model_len, model.context_source
     if context == model.context_length:
         return f"max_model_len {context}: {source}"
-    whole = blocks_for(model.context_length, block_size) * memory.block
+    whole = pages_for_request(kv.groups, model.context_length, limits.max_num_batched_tokens) * memory.block
     return (
         f"max_model_len {context}: the largest that fits the memory; the model's {model.context_length} ({source}) "
         f"needs a KV cache of {gib(whole)} (kv_cache_memory_bytes={whole})"
     )
+
+
+def _check_experts(config: EngineConfig, model: ModelSpec, dtype: str, device: DeviceSpec) -> None:
+    """Check that experts have products on the device.
+
+    Raises:
+        ConfigError: batch_invariant, for which they have none.
+        UnsupportedModelError: they have none in their weight format.
+    """
+    experts = [matrix for layer in model.kinds for matrix in layer.matrices if matrix.num_experts is not None]
+    if experts and config.batch_invariant:
+        raise ConfigError("batch_invariant", True, "mixtures of experts have no such products; leave it out")
+    for matrix in experts if device.kind == "cuda" else ():
+        reason = why_not(matrix.weight_format(dtype))
+        if reason is not None:
+            raise UnsupportedModelError(f"{config.model}: {reason}")
 
 
 def _check_lm_head(config: EngineConfig, model: ModelSpec, dtype: str, device: DeviceSpec) -> None:
@@ -258,19 +297,31 @@ def _check_cascade(limits: Limits, resolution: Resolution) -> None:
     raise ConfigError("cascade_attention", True, problem)
 
 
-def resolve_attention(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> AttentionSpec:
-    """Return the specification of the attention backend for a configuration."""
+def resolve_attention(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> KVGroups:
+    """Return the KV groups of a model, with the specification of the attention of each.
+
+    Raises:
+        ConfigError: as `make_kv_groups`, or limits that do not fit the model.
+        UnsupportedModelError: as `make_kv_groups`.
+    """
     dtype = _dtype(config, model, device)
-    return AttentionSpec(
-        num_query_heads=model.num_query_heads,
-        num_kv_heads=model.num_kv_heads,
-        head_size=model.head_size,
-        dtype=dtype,
-        kv_cache_dtype=KV_CACHE_DTYPES.get(config.kv_cache_dtype, dtype),
-        block_size=config.block_size or _DEFAULT_BLOCK_SIZE[device.kind],
-        layout=KVLayout(config.kv_cache_layout),
-        windows=tuple(sorted({layer.attention.window for layer in model.layers})),
-        speculative_tokens=config.num_speculative_tokens,
-        cascade=config.cascade_attention,
-        batch_invariant=config.batch_invariant,
-    )
+
+    def layer_spec(layer: LayerAttention) -> AttentionSpec:
+        return AttentionSpec(
+            num_query_heads=layer.num_query_heads,
+            num_kv_heads=layer.num_kv_heads,
+            head_size=layer.head_size,
+            dtype=dtype,
+            kv_cache_dtype=KV_CACHE_DTYPES.get(config.kv_cache_dtype, dtype),
+            block_size=config.block_size or _DEFAULT_BLOCK_SIZE[device.kind],
+            layout=KVLayout(config.kv_cache_layout),
+            windows=(layer.window,),
+            softcap=layer.softcap,
+            speculative_tokens=config.num_speculative_tokens,
+            cascade=config.cascade_attention,
+            batch_invariant=config.batch_invariant,
+        )
+
+    specs = [layer_spec(layer.attention) for layer in model.layers]
+    context = _limits(config, model, device).max_model_len
+    return make_kv_groups(specs, max_model_len=context, block_size=config.block_size)

@@ -18,7 +18,14 @@ from phonograph.config.engine_config import EngineConfig
 from phonograph.core.grammar import Grammar
 from phonograph.core.request import Request
 from phonograph.core.sampling_params import SamplingParams
-from phonograph.engine.admission import Prompt, admit_names, admit_parameters, admit_stops, admitted_prompt
+from phonograph.engine.admission import (
+    Prompt,
+    admit_cache_salt,
+    admit_names,
+    admit_parameters,
+    admit_stops,
+    admitted_prompt,
+)
 from phonograph.engine.core import EngineCore
 from phonograph.engine.outputs import CompletionOutput, RequestOutput
 from phonograph.errors import RequestError, RequestFailure, cause_text, counted, shortened
@@ -88,7 +95,13 @@ class Session:
         return self.core.has_work or bool(self._compiling)
 
     def add(
-        self, prompt: Prompt, params: SamplingParams, *, request_id: str | None = None, priority: int = 0
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
     ) -> RequestOutput:
         """Queue a request, and return the output that later steps fill.
 
@@ -106,12 +119,13 @@ class Session:
             params = params.with_checked(seed=self._seeds.getrandbits(63))
         request_id = f"request-{next(self._ids)}" if request_id is None else request_id
         admit_names(request_id, priority)
+        admit_cache_salt(cache_salt)
         output = RequestOutput(
             request_id=request_id,
             prompt=prompt if isinstance(prompt, str) else None,
             prompt_token_ids=token_ids,
         )
-        samples = [self._sample(output, params, index, priority) for index in range(params.n)]
+        samples = [self._sample(output, params, index, priority, cache_salt) for index in range(params.n)]
         if any(sample.request.request_id in self._samples for sample in samples):
             raise RequestError("request_id", request_id, "is in use by a request that has not ended")
         if params.structured_outputs is None:
@@ -246,7 +260,9 @@ class Session:
                     entry.grammar.cancel()
         self._compiling = [entry for entry in self._compiling if entry.samples]
 
-    def _sample(self, output: RequestOutput, params: SamplingParams, index: int, priority: int) -> _Sample:
+    def _sample(
+        self, output: RequestOutput, params: SamplingParams, index: int, priority: int, cache_salt: str | None
+    ) -> _Sample:
         request = Request(
             request_id=_sample_id(output, index),
             prompt_token_ids=output.prompt_token_ids,
@@ -255,6 +271,7 @@ class Session:
             priority=priority,
             eos_token_ids=self._model.eos_token_ids,
             sample_index=index,
+            cache_salt=cache_salt,
         )
         # The output shares the request's lists, which grow in place.
         completion = CompletionOutput(

@@ -41,12 +41,7 @@ _NAMES_BY_HUB_ID = {hub_id.lower(): name for name, hub_id in HUB_IDS.items()}
 
 
 def catalog_name(model: str | Path, *, hub_ids: bool = False) -> str | None:
-    """Return the catalog name of a model, or None. Case is ignored.
-
-    Args:
-        model: a name, a hub id or a path.
-        hub_ids: match hub ids of the catalog too.
-    """
+    """Return the catalog name of a model, or None. Case is ignored. With `hub_ids` its hub id names it too."""
     text = str(model).lower()
     if text in HUB_IDS:
         return text

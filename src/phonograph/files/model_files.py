@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import json
 import logging
 import os
 import re
 from functools import cache
 from pathlib import Path
+from typing import Any, cast
 
 from phonograph.demo import MODEL_DIRECTORY
 from phonograph.errors import ModelError, shortened
@@ -132,3 +134,18 @@ def _gguf_file(folder: Path) -> Path | None:
         names = ", ".join(file.name for file in files)
         raise ModelError(f"model {str(folder)!r} has {len(files)} GGUF files; give the path of one: {names}")
     return files[0]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file.
+
+    Raises:
+        ModelError: the file is not readable, is not JSON, or holds another value.
+    """
+    try:
+        content: object = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} is not readable JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} must hold a JSON object, not {type(content).__name__}")
+    return cast("dict[str, Any]", content)

@@ -2,7 +2,7 @@
 
 A block is in exactly one of three states: used (at least one reference), evictable (free, but its contents have a
 digest and can be found by it) or blank (free and without a digest). Blank blocks are allocated first, then evictable
-ones, least recently used first.
+ones, least recently used first. A block that is unlikely to be found again may be released to be evicted first.
 
 The pool only counts references. The caller ensures that a block is written only by the sequence that allocated it,
 until it is full; that it is named only once full; and that only named blocks are shared. So a shared block is never
@@ -38,6 +38,9 @@ class BlockPool:
     def is_used(self, block_id: int) -> bool:
         return self._references[block_id] > 0
 
+    def num_references(self, block_id: int) -> int:
+        return self._references[block_id]
+
     def allocate(self) -> int:
         """Return a free block with one reference and forget its contents. The caller has checked `num_free`."""
         if self._blank:
@@ -58,11 +61,15 @@ class BlockPool:
                 del self._evictable[block_id]
             self._references[block_id] += 1
 
-    def release(self, block_ids: Sequence[int]) -> None:
+    def release(self, block_ids: Sequence[int], *, evict_first: bool = False) -> None:
         """Drop a reference to each block of a table.
 
         Starts at the tail, so that the tail of a chain is evicted before its head: a head without its tail can still be
         used, a tail without its head cannot be found.
+
+        Args:
+            block_ids: blocks in the order of their tokens.
+            evict_first: evict them before all blocks that are free now.
         """
         for block_id in reversed(block_ids):
             references = self._references[block_id] - 1
@@ -73,6 +80,8 @@ class BlockPool:
                     self._blank.append(block_id)
                 else:
                     self._evictable[block_id] = None
+                    if evict_first:
+                        self._evictable.move_to_end(block_id, last=False)
 
     def name(self, block_id: int, digest: bytes) -> None:
         """Make a used, full block findable. If another block has the same contents, that one keeps the digest."""
@@ -83,6 +92,12 @@ class BlockPool:
 
     def find(self, digest: bytes) -> int | None:
         return self._block_of.get(digest)
+
+    def touch(self, digest: bytes) -> None:
+        """Make a free block with this digest, if any, the last to be evicted."""
+        block_id = self._block_of.get(digest)
+        if block_id is not None and not self._references[block_id]:
+            self._evictable.move_to_end(block_id)
 
     def unname(self, digest: bytes) -> None:
         """Remove a digest from its block, if any; a used block stays used."""

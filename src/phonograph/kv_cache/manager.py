@@ -4,56 +4,81 @@ A full block is named by a digest of its tokens and of the block before it, so t
 the first token on. SHA-256 makes collisions infeasible even for a malicious user, so tokens are not compared again.
 (Hash chains over blocks: Kwon et al., "Efficient Memory Management for Large Language Model Serving with
 PagedAttention", 2023.)
+
+Digests start from a salt, so that requests with unlike salts share nothing, and a digest belongs to one KV group. With
+several groups a prefix can be used if each group has the blocks that the tokens after it read: a full group all, a
+sliding group those of the last window. Blocks behind a window keep their digest while they are free. Most of them are
+evicted first, because few prompts end there. Some are kept as long as other blocks:
+
+- the window at the end of the prompt, and one block before it, for the next turn of a conversation and for an edited
+  last turn;
+- the window at the end of a prefix that other sequences share with this one. It is known when a full group has more of
+  the prefix than the sliding groups have. (Pan et al., "Marconi: Prefix Caching for the Era of Hybrid LLMs", 2025, keep
+  states of hybrid models at branches for the same reason.)
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from hashlib import sha256
-from struct import pack
+from collections.abc import Callable, Iterable, Sequence
+from math import lcm
 
+from phonograph.core.blocks import blocks_for, group_pages
+from phonograph.core.kv_group import KVGroup
 from phonograph.kv_cache.block_pool import BlockPool
-
-
-@dataclass(slots=True, eq=False)
-class BlockTable:
-    """Blocks of one sequence, empty while it waits.
-
-    Attributes:
-        tokens: returns the sequence's known tokens from start to stop; called when blocks are named.
-        digests: digests of the leading full blocks computed so far.
-        num_published: leading blocks that are in the prefix cache.
-        num_found: leading blocks that other sequences computed, at every admission.
-    """
-
-    tokens: Callable[[int, int], list[int]]
-    block_ids: list[int] = field(default_factory=list[int])
-    digests: list[bytes] = field(default_factory=list[bytes])
-    num_published: int = 0
-    num_found: int = sys.maxsize
+from phonograph.kv_cache.groups import BlockGroup, FullGroup, SlidingGroup
+from phonograph.kv_cache.tables import FREED, BlockAllocation, SequenceTable
 
 
 class CacheManager:
-    """Allocator of blocks for sequences, with the prefix cache.
+    """Allocator of blocks for sequences, with the prefix cache. One pool serves all KV groups.
 
     A block is published when its last token is scheduled, and may be found by the next admission, even into the same
     step. It is read only after it is written, because steps run in the order of their schedules, and each layer writes
     the keys and values of the whole batch before it attends. Therefore every scheduled batch must be run, or `reset`
     called.
+
+    A block behind the window of a sequence is freed when the next step of that sequence is scheduled, not when the step
+    that reads it for the last time is. So another sequence gets it in that next step at the earliest and writes it only
+    after the earlier steps have read it, as steps run in order.
     """
 
-    def __init__(self, *, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
+    def __init__(
+        self,
+        groups: Sequence[KVGroup],
+        *,
+        num_blocks: int,
+        max_num_batched_tokens: int,
+        enable_prefix_caching: bool,
+    ) -> None:
         self.pool = BlockPool(num_blocks)
-        self._block_size = block_size
         self._enable_prefix_caching = enable_prefix_caching
+        self._groups: tuple[BlockGroup, ...] = tuple(
+            FullGroup(group) if group.window is None else SlidingGroup(group, max_num_batched_tokens)
+            for group in groups
+        )
+        windows = [group.window for group in groups]
+        self._full = [index for index, window in enumerate(windows) if window is None]
+        self._sliding = [index for index, window in enumerate(windows) if window is not None]
+        # A prefix ends at a block's end in every group.
+        self._step = lcm(*(group.block_size for group in groups))
+        self.most_promised = sum(
+            group_pages(group, sys.maxsize, max_num_batched_tokens) for group in groups if group.window is not None
+        )
+        """Limit of `promised`."""
 
-    def admit(self, table: BlockTable, num_tokens: int, *, reserve: int, reuse: bool) -> int | None:
-        """Fill an empty table with blocks for `num_tokens` tokens, or do nothing if too few blocks are free.
+    def make_table(self, tokens: Callable[[int, int], list[int]], prompt_len: int, salt: str | None) -> SequenceTable:
+        """Return the empty block tables of a sequence; see `SequenceTable`."""
+        return SequenceTable(tokens, prompt_len, salt, [group.block_size for group in self._groups])
+
+    def admit(self, table: SequenceTable, num_tokens: int, *, reserve: int, reuse: bool) -> int | None:
+        """Fill an empty table with cached blocks and those that full groups need, or do nothing if blocks are short.
+
+        Blocks are short unless enough are free for all tokens in full groups, and in sliding groups for all chunks to
+        come; see `promised`.
 
         Args:
-            table: block table of the sequence.
+            table: block tables of the sequence.
             num_tokens: known tokens.
             reserve: blocks that must stay free.
             reuse: take cached blocks. The last token's block is never taken, because sampling needs that token's
@@ -62,59 +87,113 @@ class CacheManager:
         Returns:
             The number of tokens whose keys and values are in the blocks already, or None if blocks are short.
         """
-        pool, size = self.pool, self._block_size
+        pool = self.pool
         if pool.num_free <= reserve:
             return None
-        found: list[int] = []
+        matched, num_cached = 0, 0
         if reuse and self._enable_prefix_caching:
-            num_reusable = (num_tokens - 1) // size
-            self._extend_digests(table, num_reusable)
-            for digest in table.digests[:num_reusable]:
-                block_id = pool.find(digest)
-                if block_id is None:
-                    break
-                found.append(block_id)
-        num_fresh = -(-num_tokens // size) - len(found)
-        num_idle = sum(not pool.is_used(block_id) for block_id in found)
-        if num_fresh + num_idle + reserve > pool.num_free:
+            matched, num_cached = self._longest_prefix(table, num_tokens)
+        found: list[tuple[int, list[int]]] = []
+        needed = reserve
+        for index, group in enumerate(self._groups):
+            first = group.first_block(num_cached)
+            keys = table.keys(index, first, num_cached // group.block_size)
+            block_ids = [block_id for key in keys if (block_id := pool.find(key)) is not None]
+            found.append((first, block_ids))
+            needed += group.most_blocks(num_tokens, first)
+            if index in self._full:
+                needed -= sum(map(pool.is_used, block_ids))
+        if needed > pool.num_free:
             return None
-        pool.share(found)  # before allocation, which may evict found blocks
-        table.block_ids = found + [pool.allocate() for _ in range(num_fresh)]
-        table.num_published = len(found)
-        table.num_found = min(table.num_found, len(found))
-        return len(found) * size
+        for _, block_ids in found:
+            pool.share(block_ids)  # before allocation, which may evict found blocks
+        for group, one, (first, block_ids) in zip(self._groups, table.groups, found, strict=True):
+            fresh = group.blocks_at_admission(num_tokens, num_cached) - first - len(block_ids)
+            one.first = first
+            one.block_ids = [FREED] * first + block_ids + [pool.allocate() for _ in range(fresh)]
+            one.num_published = num_cached // group.block_size
+        table.num_found = min(table.num_found, num_cached)
+        if self._enable_prefix_caching:
+            self._choose_kept(table, matched, num_cached)
+        return num_cached
 
-    def grow(self, table: BlockTable) -> int:
-        """Append a block and return it. The caller has checked that one is free."""
-        block_id = self.pool.allocate()
-        table.block_ids.append(block_id)
-        return block_id
+    def extend(self, table: SequenceTable, num_tokens: int) -> list[BlockAllocation]:
+        """Append the blocks that are missing for the leading `num_tokens` tokens; return those of each group with some.
 
-    def publish(self, table: BlockTable, num_tokens: int) -> None:
+        The caller has checked that enough are free.
+        """
+        allocations: list[BlockAllocation] = []
+        for index, (group, one) in enumerate(zip(self._groups, table.groups, strict=True)):
+            start = len(one.block_ids)
+            block_ids = [self.pool.allocate() for _ in range(blocks_for(num_tokens, group.block_size) - start)]
+            if block_ids:
+                one.block_ids += block_ids
+                allocations.append(BlockAllocation(index, start, block_ids))
+        return allocations
+
+    def free_behind(self, table: SequenceTable, num_computed: int) -> None:
+        """Free the blocks that no token after the first `num_computed` ones reads.
+
+        Call it only when the step that begins there is scheduled: the step before may read these blocks.
+        """
+        for index in self._sliding:
+            one = table.groups[index]
+            for entry in range(one.first, self._groups[index].first_block(num_computed)):
+                is_kept = any(entry in kept for kept in one.kept)
+                self.pool.release([one.block_ids[entry]], evict_first=not is_kept)
+                one.block_ids[entry] = FREED
+                one.first = entry + 1
+
+    def promised(self, table: SequenceTable, num_tokens: int) -> int:
+        """Return the free blocks that a sequence may still take in sliding groups for its first `num_tokens` tokens.
+
+        Blocks that it shares do not count as its own, because they may stay in use when it frees them. While it
+        computes its prompt nothing else is admitted, so that it shares no further ones.
+        """
+        count = 0
+        for index in self._sliding:
+            one = table.groups[index]
+            own = sum(self.pool.num_references(block_id) == 1 for block_id in one.held)
+            count += max(0, self._groups[index].most_blocks(num_tokens, one.first) - own)
+        return count
+
+    def publish(self, table: SequenceTable, num_tokens: int) -> None:
         """Make the full blocks of the leading `num_tokens` tokens findable. The tokens are known and scheduled."""
-        num_full = num_tokens // self._block_size
-        if num_full <= table.num_published or not self._enable_prefix_caching:
+        if not self._enable_prefix_caching:
             return
-        self._extend_digests(table, num_full)
-        for index in range(table.num_published, num_full):
-            self.pool.name(table.block_ids[index], table.digests[index])
-        table.num_published = num_full
+        for index, (group, one) in enumerate(zip(self._groups, table.groups, strict=True)):
+            num_full = num_tokens // group.block_size
+            if num_full <= one.num_published:
+                continue
+            start = max(one.num_published, one.first)
+            keys = table.keys(index, start, num_full)
+            for block_id, key in zip(one.block_ids[start:num_full], keys, strict=True):
+                self.pool.name(block_id, key)
+            one.num_published = num_full
 
-    def free(self, table: BlockTable) -> None:
-        """Release the blocks; published ones can be found until they are evicted."""
-        self.pool.release(table.block_ids)
-        table.block_ids = []
+    def free(self, table: SequenceTable) -> None:
+        """Release the blocks; published ones can be found until they are evicted, those that are kept last."""
+        for index in (*self._full, *self._sliding):
+            one = table.groups[index]
+            self.pool.release(one.held)
+            one.block_ids, one.first = [], 0
+        for index in self._sliding:
+            for kept in table.groups[index].kept:
+                for key in table.keys(index, kept.start, kept.stop):
+                    self.pool.touch(key)
 
-    def forget(self, table: BlockTable) -> None:
+    def forget(self, table: SequenceTable) -> None:
         """Remove the blocks that a sequence computed from the prefix cache, and publish no more of them.
 
         Includes blocks that it released before. Sequences that share such a block keep it.
         """
-        for digest in table.digests[table.num_found : table.num_published]:
-            self.pool.unname(digest)
-        table.num_published = sys.maxsize
+        for index, (group, one) in enumerate(zip(self._groups, table.groups, strict=True)):
+            num_published = min(one.num_published, table.num_named(index))
+            for key in table.keys(index, table.num_found // group.block_size, num_published):
+                self.pool.unname(key)
+            one.num_published = sys.maxsize
 
-    def reset(self, tables: Iterable[BlockTable]) -> None:
+    def reset(self, tables: Iterable[SequenceTable]) -> None:
         """Forget all cached prefixes, at any time.
 
         Args:
@@ -123,15 +202,33 @@ class CacheManager:
         """
         self.pool.forget()
         for table in tables:
-            table.num_published = sys.maxsize
+            for one in table.groups:
+                one.num_published = sys.maxsize
 
-    def _extend_digests(self, table: BlockTable, num_full: int) -> None:
-        size, digests = self._block_size, table.digests
-        if len(digests) >= num_full:
-            return
-        token_ids = table.tokens(len(digests) * size, num_full * size)
-        layout = f"{size}q"
-        parent = digests[-1] if digests else b""
-        for start in range(0, len(token_ids), size):
-            parent = sha256(parent + pack(layout, *token_ids[start : start + size])).digest()
-            digests.append(parent)
+    def _longest_prefix(self, table: SequenceTable, num_tokens: int) -> tuple[int, int]:
+        """Return the tokens of the longest prefix in all full groups, and of the longest in all groups."""
+        prefix = (num_tokens - 1) // self._step * self._step
+
+        def is_cached(index: int) -> Callable[[int], bool]:
+            keys = table.keys(index, 0, prefix // self._groups[index].block_size)
+            return lambda block: self.pool.find(keys[block]) is not None
+
+        for index in self._full:
+            prefix = self._groups[index].longest_prefix(prefix, self._step, is_cached(index))
+        matched = prefix
+        lookups = [(self._groups[index], is_cached(index)) for index in self._sliding]
+        before = -1
+        while prefix != before:
+            before = prefix
+            for group, lookup in lookups:
+                prefix = group.longest_prefix(prefix, self._step, lookup)
+        return matched, prefix
+
+    def _choose_kept(self, table: SequenceTable, matched: int, num_cached: int) -> None:
+        """Choose the windows that are kept: at the prompt's end, with a block before, and at the ends of prefixes."""
+        end = (table.prompt_len - 1) // self._step * self._step
+        for index in self._sliding:
+            group = self._groups[index]
+            spans = ((max(0, end - self._step), end), (matched, matched), (num_cached, num_cached))
+            kept = [range(group.first_block(start), stop // group.block_size) for start, stop in spans]
+            table.groups[index].kept = list(filter(None, kept))

@@ -37,8 +37,18 @@ def _is_layer_count(value: object) -> bool:
     return type(value) is int and 0 < value <= MOST_LAYERS
 
 
+def _are_positive_numbers(value: object) -> bool:
+    return isinstance(value, list) and all(
+        is_number(item) and cast("float", item) > 0 for item in cast("list[object]", value)
+    )
+
+
 def _is_list_of_texts(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(item, str) for item in cast("list[object]", value))
+
+
+def _is_list_of_ints(value: object) -> bool:
+    return isinstance(value, list) and all(type(item) is int for item in cast("list[object]", value))
 
 
 MOST_LAYERS = 10_000
@@ -46,6 +56,7 @@ MOST_LAYERS = 10_000
 POSITIVE_INT = FieldKind("a positive integer", _is_positive_int)
 LAYERS = FieldKind(f"a positive integer of at most {MOST_LAYERS}", _is_layer_count)
 POSITIVE_NUMBER = FieldKind("a positive number", lambda value: is_number(value) and cast("float", value) > 0)
+POSITIVE_NUMBERS = FieldKind("a list of positive numbers", _are_positive_numbers)
 NUMBER = FieldKind("a finite number", is_number)
 EPSILON = FieldKind(
     "a float of 0 or more, with a point or an exponent such as 0.0 or 1e-06",
@@ -54,6 +65,8 @@ EPSILON = FieldKind(
 FLAG = FieldKind("true or false", lambda value: isinstance(value, bool))
 TEXT = FieldKind("text", lambda value: isinstance(value, str))
 TEXTS = FieldKind("a list of texts", _is_list_of_texts)
+INTS = FieldKind("a list of integers", _is_list_of_ints)
+NULL = FieldKind("null", lambda value: value is None)
 OBJECT = FieldKind("an object", lambda value: isinstance(value, dict))
 INT = FieldKind("an integer", lambda value: type(value) is int)
 ANY = FieldKind("any value", lambda value: True)
@@ -116,6 +129,7 @@ FIXED: Mapping[str, tuple[object, ...]] = {
     "partial_rotary_factor": (1.0, None),
     "rope_interleaved": (False, None),
     "use_mrope": (False, None),
+    "use_bidirectional_attention": (False, None),
     "use_qk_norm": (False, None),
     "qk_layernorm": (False, None),
     "per_layer_config": ({}, None),
@@ -124,7 +138,7 @@ FIXED: Mapping[str, tuple[object, ...]] = {
 """Fields of features that are not implemented, with the values that disable the feature; the first is the default."""
 
 _BOOKKEEPING = "bookkeeping of the tools that wrote the file"
-_TRAINING = "has an effect in training only"
+TRAINING = "has an effect in training only"
 _HEADS = "describes classification heads, which a causal language model does not have"
 _OUTPUTS = "chooses what a call of transformers returns"
 _GENERATION = "a default of generation, which generation_config.json sets"
@@ -138,7 +152,7 @@ _GROUPS: tuple[tuple[str, str], ...] = (
         "unsloth_version tokenizer_class torchscript tensor_parallel_size bos_token eos_token pad_token unk_token",
     ),
     (
-        _TRAINING,
+        TRAINING,
         "attention_dropout attn_pdrop classifier_dropout dropout embd_pdrop hidden_dropout resid_pdrop "
         "initializer_range initializer_factor pretraining_tp gradient_checkpointing neftune_noise_alpha "
         "use_bfloat16 tf_legacy_loss label_smoothing",
@@ -157,7 +171,8 @@ _GROUPS: tuple[tuple[str, str], ...] = (
     ),
     (
         _KERNELS,
-        "attn_implementation experts_implementation use_flash_attn use_flash_attention use_flash_attention_2",
+        "attn_implementation cache_implementation experts_implementation use_flash_attn use_flash_attention "
+        "use_flash_attention_2",
     ),
     (UNREAD, "chunk_size_feed_forward is_decoder cross_attention_hidden_size pruned_heads"),
 )

@@ -42,7 +42,7 @@ def read_settings(raw: Mapping[str, Any], architecture: str, family: Family) -> 
     settings["dtype"] = settings["dtype"] or settings["torch_dtype"]
     settings["num_key_value_heads"] = settings["num_key_value_heads"] or settings["num_attention_heads"]
     if "sliding_window" in settings:
-        _fill_layer_types(settings)
+        _fill_layer_types(settings, family)
     return settings
 
 
@@ -102,15 +102,22 @@ def _check(name: str, value: Any, family: Family) -> None:
         )
 
 
-def _fill_layer_types(settings: dict[str, Any]) -> None:
-    """Set the kind of each layer. Mistral has the window on every layer, Qwen from max_window_layers on."""
+def window_notes(settings: Mapping[str, Any]) -> list[str]:
+    """Return a note on a window that no layer has."""
+    window = settings.get("sliding_window")
+    if window is None or SLIDING in settings["layer_types"]:
+        return []
+    return [f"sliding_window={window} ignored: layer_types has no {SLIDING}"]
+
+
+def _fill_layer_types(settings: dict[str, Any], family: Family) -> None:
+    """Set the kind of each layer, by the family's rule if the file names none."""
     if not settings.get("use_sliding_window", True):
         settings["sliding_window"] = None
     window, num_layers = settings["sliding_window"], settings["num_hidden_layers"]
-    types = cast("list[str] | None", settings["layer_types"])
+    types = cast("list[str] | None", settings.get("layer_types"))
     if types is None:
-        first = num_layers if window is None else settings.get("max_window_layers", 0)
-        types = [SLIDING if layer >= first else FULL for layer in range(num_layers)]
+        types = family.layer_types(settings)
     if len(types) != num_layers or not {FULL, SLIDING} >= set(types):
         raise UnsupportedModelError(
             f"layer_types={shortened(repr(types))} must name {FULL} or {SLIDING} for each of {num_layers} layers"

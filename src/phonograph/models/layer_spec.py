@@ -9,12 +9,55 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
+import torch
+
+from phonograph.kernels.routing import Routing
 from phonograph.kernels.triton.gemm.product_plan import ProductShape, WeightFormat
 from phonograph.models.quantization.scheme import Scheme
 
 UNLIMITED = (-1, -1)
+Activation = Literal["silu", "gelu_tanh"]
+"""Activation of gates: x * sigmoid(x), or the approximation of GELU by tanh."""
+
+
+class RopeTable(NamedTuple):
+    """Rotary embedding of a layer: angles of its pairs by position. Layers with equal values share one table.
+
+    Attributes:
+        frequencies: angle per position of each pair (d, d + R/2), with R = 2 * pairs. The head's numbers from R on are
+            not rotated.
+        factor: factor on cos and sin.
+        original_length: positions up to which `frequencies` hold; 0 for no limit. A table of more positions has
+            `long_frequencies` at every position.
+        long_frequencies: frequencies of longer tables.
+        query_beta: scale of queries by position p: 1 + beta * log(1 + floor(p / query_length)); 0 for none.
+        query_length: see `query_beta`.
+    """
+
+    frequencies: tuple[float, ...]
+    factor: float = 1.0
+    original_length: int = 0
+    long_frequencies: tuple[float, ...] = ()
+    query_beta: float = 0.0
+    query_length: int = 0
+
+
+class NormKind(NamedTuple):
+    """Arithmetic of a model's norms.
+
+    Attributes:
+        wide: weights are kept in float32, and x / rms * weight is rounded once. Otherwise x / rms is rounded to the
+            model's type before it is multiplied.
+        offset: number that is added to the weights of a checkpoint in transformers' format.
+    """
+
+    wide: bool = False
+    offset: float = 0.0
+
+
+PLAIN_NORMS = NormKind()
 
 
 class MatrixPart(NamedTuple):
@@ -42,6 +85,9 @@ class LayerMatrix:
         num_inputs: inputs of the product.
         bias: True if the projections have a bias.
         gated: the product is activation(first half) * second half.
+        num_experts: experts that have a matrix of these parts each, one after another; None for a matrix of its own.
+            Their names have the number of the expert between `module` and the part.
+        quantizable: False for weights that are in the model's type in every file.
     """
 
     name: str
@@ -50,9 +96,17 @@ class LayerMatrix:
     num_inputs: int
     bias: bool = False
     gated: bool = False
+    num_experts: int | None = None
+    quantizable: bool = True
 
     @property
     def num_outputs(self) -> int:
+        """Outputs, of all experts together."""
+        return self.expert_outputs * (self.num_experts or 1)
+
+    @property
+    def expert_outputs(self) -> int:
+        """Outputs of one product."""
         return sum(part.num_outputs for part in self.parts)
 
     @property
@@ -62,7 +116,8 @@ class LayerMatrix:
 
     @property
     def shape(self) -> ProductShape:
-        return ProductShape(self.num_outputs // (1 + self.gated), self.num_inputs, self.gated)
+        """Sizes of one product."""
+        return ProductShape(self.expert_outputs // (1 + self.gated), self.num_inputs, self.gated)
 
     def weight_format(self, dtype: str) -> WeightFormat:
         """Return the layout of the weights on a GPU."""
@@ -70,7 +125,7 @@ class LayerMatrix:
 
     def nbytes(self, element: int) -> int:
         """Return the bytes of the weights in memory; `element` is the size of the model's type."""
-        return sum(
+        return (self.num_experts or 1) * sum(
             part.num_outputs * self.num_inputs * element
             if part.scheme is None
             else part.scheme.nbytes(part.num_outputs, self.num_inputs, element)
@@ -78,13 +133,22 @@ class LayerMatrix:
         )
 
     def with_schemes(self, scheme_of: Callable[[str], Scheme | None]) -> LayerMatrix:
-        """Return the matrix with the format of each part, by its name in the layer."""
+        """Return the matrix with the format of each part, by its name in the layer; all experts have one format."""
+        if not self.quantizable:
+            return self
         parts = (part._replace(scheme=scheme_of(self.path(part.name))) for part in self.parts)
         return replace(self, parts=tuple(parts))
 
-    def path(self, part: str) -> str:
+    def path(self, part: str, expert: int = 0) -> str:
         """Return the name of a part in its layer."""
-        return f"{self.module}.{part}" if self.module else part
+        name = part if self.num_experts is None else f"{expert}.{part}"
+        return f"{self.module}.{name}" if self.module else name
+
+    def projections(self) -> Iterator[tuple[str, MatrixPart]]:
+        """Yield the name in the layer and the part of each projection, in the order of the matrix."""
+        for expert in range(self.num_experts or 1):
+            for part in self.parts:
+                yield self.path(part.name, expert), part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +163,10 @@ class LayerAttention:
         output: matrix of the output.
         window: (left, right) keys next to the query; -1 is unlimited. A `sliding_window` of W keys is (W - 1, 0).
         scale: factor of the scores.
-        head_norms: True if each query and key head is normed before the rotary embedding.
+        softcap: cap c of scaled scores s, which become c * tanh(s / c); 0 for none.
+        rope: rotary embedding; None for none.
+        head_norms: True if queries and keys are normed before the rotary embedding.
+        joint_norms: these norms are over all heads of a token together; otherwise each head is normed.
         input_norm: norm of the stream before the layer's attention.
         output_norm: norm of the output before it is added to the stream.
     """
@@ -111,26 +178,86 @@ class LayerAttention:
     output: LayerMatrix
     window: tuple[int, int]
     scale: float
+    softcap: float
+    rope: RopeTable | None
     head_norms: bool
+    joint_norms: bool
     input_norm: str | None
     output_norm: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerFeedForward:
-    """Dense feed-forward of a layer: down(silu(gate) * up).
+    """Dense feed-forward of a layer: down(activation(gate) * up).
 
     Attributes:
         gate_up: matrix of gates and ups.
         down: matrix of the output.
+        activation: of the gates.
         input_norm: norm of the stream before it; None for none.
         output_norm: norm of the output before it is added to the stream; None for none.
     """
 
     gate_up: LayerMatrix
     down: LayerMatrix
+    activation: Activation
     input_norm: str | None
     output_norm: str | None
+
+    @property
+    def matrices(self) -> tuple[LayerMatrix, ...]:
+        """Matrices in the order of the products."""
+        return self.gate_up, self.down
+
+    def with_schemes(self, scheme_of: Callable[[str], Scheme | None]) -> LayerFeedForward:
+        """Return the feed-forward with the weight format of each projection, by its name in the layer."""
+        return replace(self, gate_up=self.gate_up.with_schemes(scheme_of), down=self.down.with_schemes(scheme_of))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerExperts:
+    """Feed-forward of a layer by experts: the weighted sum of those of a token's experts, and of a shared expert.
+
+    Attributes:
+        routing: rule that chooses a token's experts.
+        router: matrix of the X logits. With a gate of the shared expert it has one more output, the logit of the gate,
+            whose sigmoid is the weight of the shared expert.
+        choice_bias: name of the tensor, float32 [X], that is added to the scores for the choice; None for none.
+        gate_up: matrix of the experts' gates and ups.
+        down: matrix of the experts' outputs.
+        shared: feed-forward of every token next to that of its experts, without norms; None for none.
+        input_norm: norm of the stream before it; None for none.
+        output_norm: norm of the output before it is added to the stream; None for none.
+    """
+
+    routing: Routing
+    router: LayerMatrix
+    choice_bias: str | None
+    gate_up: LayerMatrix
+    down: LayerMatrix
+    shared: LayerFeedForward | None
+    input_norm: str | None
+    output_norm: str | None
+
+    @property
+    def matrices(self) -> tuple[LayerMatrix, ...]:
+        """Matrices in the order of the products."""
+        shared = () if self.shared is None else self.shared.matrices
+        return self.router, self.gate_up, self.down, *shared
+
+    @property
+    def shared_gate(self) -> bool:
+        """True if the shared expert has a gate."""
+        return self.router.num_outputs > self.routing.num_experts
+
+    def with_schemes(self, scheme_of: Callable[[str], Scheme | None]) -> LayerExperts:
+        """Return the experts with the weight format of each projection, by its name in the layer."""
+        return replace(
+            self,
+            gate_up=self.gate_up.with_schemes(scheme_of),
+            down=self.down.with_schemes(scheme_of),
+            shared=None if self.shared is None else self.shared.with_schemes(scheme_of),
+        )
 
 
 class LayerSizes(NamedTuple):
@@ -144,11 +271,22 @@ class LayerSizes(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """Factors of a model's embeddings, of what layers add to the stream, and of logits."""
+    """Factors of a model's embeddings, of what layers add to the stream, and of logits.
+
+    Attributes:
+        softcap: cap c of logits x times their factor, which become c * tanh(x / c); 0 for none.
+        rounds_embedding: the factor of embeddings is rounded to the model's type before it is multiplied.
+    """
 
     embedding: float = 1.0
     residual: float = 1.0
     logits: float = 1.0
+    softcap: float = 0.0
+    rounds_embedding: bool = False
+
+    def of_embedding(self, dtype: torch.dtype) -> float:
+        """Return the factor of embeddings of a model in `dtype`."""
+        return torch.tensor(self.embedding, dtype=dtype).item() if self.rounds_embedding else self.embedding
 
 
 NO_FACTORS = Factors()
@@ -159,18 +297,18 @@ class LayerSpec:
     """A decoder layer: attention, then the feed-forward, each added to the stream."""
 
     attention: LayerAttention
-    feed_forward: LayerFeedForward
+    feed_forward: LayerFeedForward | LayerExperts
 
     @property
     def matrices(self) -> tuple[LayerMatrix, ...]:
         """Matrices in the order of the products."""
-        return self.attention.qkv, self.attention.output, self.feed_forward.gate_up, self.feed_forward.down
+        return self.attention.qkv, self.attention.output, *self.feed_forward.matrices
 
     def modules(self) -> Iterator[tuple[str, MatrixPart, LayerMatrix]]:
         """Yield the projections: the name in the layer, the part, and its matrix."""
         for matrix in self.matrices:
-            for part in matrix.parts:
-                yield matrix.path(part.name), part, matrix
+            for name, part in matrix.projections():
+                yield name, part, matrix
 
     @property
     def norms(self) -> tuple[str, ...]:
@@ -183,20 +321,27 @@ class LayerSpec:
         """Everything that kernels depend on: of weight formats only the layout in memory, which several may share."""
         return self.with_schemes(lambda _: None), *(matrix.weight_format("") for matrix in self.matrices)
 
+    def with_rope(self, rope: RopeTable | None) -> LayerSpec:
+        """Return the layer with another rotary embedding."""
+        return replace(self, attention=replace(self.attention, rope=rope))
+
+    def within(self, length: int) -> LayerSpec:
+        """Return the layer for sequences of at most `length` tokens: a window that holds them all is none."""
+        left, right = self.attention.window
+        if right != 0 or left + 1 < length:
+            return self
+        return replace(self, attention=replace(self.attention, window=UNLIMITED))
+
     def with_schemes(self, scheme_of: Callable[[str], Scheme | None]) -> LayerSpec:
         """Return the layer with the weight format of each projection, by its name in the layer."""
-        attention, feed_forward = self.attention, self.feed_forward
+        attention = self.attention
         return LayerSpec(
             replace(
                 attention,
                 qkv=attention.qkv.with_schemes(scheme_of),
                 output=attention.output.with_schemes(scheme_of),
             ),
-            replace(
-                feed_forward,
-                gate_up=feed_forward.gate_up.with_schemes(scheme_of),
-                down=feed_forward.down.with_schemes(scheme_of),
-            ),
+            self.feed_forward.with_schemes(scheme_of),
         )
 
 
@@ -207,15 +352,29 @@ def decoder_layer(
     o_bias: bool = False,
     mlp_bias: bool = False,
     head_norms: bool = False,
+    joint_norms: bool = False,
     window: tuple[int, int] = UNLIMITED,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    activation: Activation = "silu",
+    fused_names: bool = False,
     attention_norms: tuple[str | None, str | None] = ("input_layernorm", None),
     feed_forward_norms: tuple[str | None, str | None] = ("post_attention_layernorm", None),
 ) -> LayerSpec:
-    """Return a layer with the names of Llama. `*_norms` are those before and after attention or feed-forward."""
+    """Return a layer with the names of Llama, without rope, which `ModelSpec` gets from the family's parameters.
+
+    `*_norms` are those before and after attention or feed-forward. The default of `scale` is head_size ** -0.5. With
+    `fused_names` a checkpoint has queries, keys and values in one tensor, and gates and ups in another.
+    """
     hidden_size, intermediate_size, num_query_heads, num_kv_heads, head_size = sizes
     q_size, kv_size = num_query_heads * head_size, num_kv_heads * head_size
     qkv = MatrixPart("q_proj", q_size), MatrixPart("k_proj", kv_size), MatrixPart("v_proj", kv_size)
     gate_up = MatrixPart("gate_proj", intermediate_size), MatrixPart("up_proj", intermediate_size)
+    if fused_names:
+        qkv, gate_up = (
+            (MatrixPart(name, sum(part.num_outputs for part in parts)),)
+            for name, parts in (("qkv_proj", qkv), ("gate_up_proj", gate_up))
+        )
     output, down = (MatrixPart("o_proj", hidden_size),), (MatrixPart("down_proj", hidden_size),)
     attention, mlp = "self_attn", "mlp"
     return LayerSpec(
@@ -226,15 +385,91 @@ def decoder_layer(
             qkv=LayerMatrix("qkv", attention, qkv, hidden_size, bias=qkv_bias),
             output=LayerMatrix("output", attention, output, q_size, bias=o_bias),
             window=window,
-            scale=head_size**-0.5,
+            scale=head_size**-0.5 if scale is None else scale,
+            softcap=softcap,
+            rope=None,
             head_norms=head_norms,
+            joint_norms=joint_norms,
             input_norm=attention_norms[0],
             output_norm=attention_norms[1],
         ),
         LayerFeedForward(
             gate_up=LayerMatrix("gate and up", mlp, gate_up, hidden_size, bias=mlp_bias, gated=True),
             down=LayerMatrix("down", mlp, down, intermediate_size, bias=mlp_bias),
+            activation=activation,
             input_norm=feed_forward_norms[0],
             output_norm=feed_forward_norms[1],
+        ),
+    )
+
+
+class ExpertNames(NamedTuple):
+    """Names of a layer's experts in a checkpoint.
+
+    Attributes:
+        module: module of the router and the experts.
+        gate, up, down: projections of an expert.
+        shared: name of the shared expert in the module.
+        shared_gate: name of its gate.
+    """
+
+    module: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    shared: str = "shared_expert"
+    shared_gate: str = "shared_expert_gate"
+
+
+EXPERT_NAMES = ExpertNames()
+
+
+def with_experts(
+    layer: LayerSpec,
+    routing: Routing,
+    intermediate_size: int,
+    *,
+    names: ExpertNames = EXPERT_NAMES,
+    shared: LayerFeedForward | None = None,
+    shared_gate: bool = False,
+    choice_bias: bool = False,
+) -> LayerSpec:
+    """Return a layer with experts in place of its dense feed-forward, and that one's norms.
+
+    Args:
+        layer: dense layer.
+        routing: rule that chooses a token's experts.
+        intermediate_size: of an expert.
+        names: names in a checkpoint.
+        shared: dense feed-forward that becomes the shared expert; None for none.
+        shared_gate: the shared expert has a gate.
+        choice_bias: a checkpoint has a bias for the choice.
+    """
+    dense, hidden_size, num_experts = layer.feed_forward, layer.attention.qkv.num_inputs, routing.num_experts
+    gates = (MatrixPart("gate", num_experts), *((MatrixPart(names.shared_gate, 1),) if shared_gate else ()))
+    gate_up = MatrixPart(names.gate, intermediate_size), MatrixPart(names.up, intermediate_size)
+    down, experts = (MatrixPart(names.down, hidden_size),), f"{names.module}.experts"
+    if shared is not None:
+        module = f"{names.module}.{names.shared}"
+        shared = replace(
+            shared,
+            gate_up=replace(shared.gate_up, name="shared gate and up", module=module),
+            down=replace(shared.down, name="shared down", module=module),
+            input_norm=None,
+            output_norm=None,
+        )
+    return replace(
+        layer,
+        feed_forward=LayerExperts(
+            routing=routing,
+            router=LayerMatrix("router", names.module, gates, hidden_size, quantizable=False),
+            choice_bias=f"{names.module}.gate.e_score_correction_bias" if choice_bias else None,
+            gate_up=LayerMatrix(
+                "experts' gate and up", experts, gate_up, hidden_size, gated=True, num_experts=num_experts
+            ),
+            down=LayerMatrix("experts' down", experts, down, intermediate_size, num_experts=num_experts),
+            shared=shared,
+            input_norm=dense.input_norm,
+            output_norm=dense.output_norm,
         ),
     )

@@ -4,15 +4,46 @@ from __future__ import annotations
 
 from phonograph.errors import UnsupportedModelError
 from phonograph.models.families.family import Family
+from phonograph.models.families.gemma import GEMMA, GEMMA2, GEMMA3
+from phonograph.models.families.granite import GRANITE
 from phonograph.models.families.llama import LLAMA, MISTRAL
+from phonograph.models.families.ministral import MINISTRAL3
+from phonograph.models.families.mixtral import MIXTRAL
+from phonograph.models.families.olmo import OLMO2, OLMO3
+from phonograph.models.families.phi import PHI3
 from phonograph.models.families.qwen import QWEN2, QWEN3
+from phonograph.models.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
+from phonograph.models.families.smollm import SMOLLM3
+from phonograph.models.wrapper import WRAPPERS
 
 ARCHITECTURES: dict[str, Family] = {
+    "Gemma2ForCausalLM": GEMMA2,
+    "Gemma3ForCausalLM": GEMMA3,
+    "GemmaForCausalLM": GEMMA,
+    "GraniteForCausalLM": GRANITE,
     "LlamaForCausalLM": LLAMA,
+    "Ministral3ForCausalLM": MINISTRAL3,
     "MistralForCausalLM": MISTRAL,
+    "Olmo2ForCausalLM": OLMO2,
+    "Olmo3ForCausalLM": OLMO3,
+    "Phi3ForCausalLM": PHI3,
+    "MixtralForCausalLM": MIXTRAL,
     "Qwen2ForCausalLM": QWEN2,
+    "Qwen2MoeForCausalLM": QWEN2_MOE,
     "Qwen3ForCausalLM": QWEN3,
+    "SmolLM3ForCausalLM": SMOLLM3,
+    "Qwen3MoeForCausalLM": QWEN3_MOE,
 }
+_REFUSED = {
+    "Deepseek": "multi-head latent attention",
+    "KimiLinear": "linear attention with state",
+    "Mistral4": "multi-head latent attention",
+    "Glm4MoeLite": "multi-head latent attention",
+    "GlmMoeDsa": "sparse attention over latent keys",
+    "Llama4": "chunked attention",
+    "Gemma3n": "AltUp and Laurel blocks",
+}
+"""Features of architectures, by the beginning of their names, that are not implemented."""
 
 
 def find_architecture(name: str) -> Family:
@@ -23,10 +54,13 @@ def find_architecture(name: str) -> Family:
     """
     found = ARCHITECTURES.get(name)
     if found is None:
-        experts = "moe" in name.lower() or "mixtral" in name.lower()
-        reason = " (a mixture of experts, which is not implemented)" if experts else ""
+        feature = next((feature for start, feature in _REFUSED.items() if name.startswith(start)), None)
+        if feature is None and "moe" in name.lower():
+            feature = "a mixture of experts of this family"
+        reason = "" if feature is None else f" ({feature}, which is not implemented)"
         raise UnsupportedModelError(
-            f"architecture {name!r} is not supported{reason}; supported are {', '.join(sorted(ARCHITECTURES))}"
+            f"architecture {name!r} is not supported{reason}; supported are "
+            f"{', '.join(sorted({*ARCHITECTURES, *WRAPPERS}))}"
         )
     return found
 

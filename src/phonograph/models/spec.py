@@ -5,39 +5,49 @@ Defaults and older spellings of config.json have transformers' meaning (`hf_conf
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from phonograph.config.engine_config import EngineConfig
 from phonograph.errors import ConfigError, ModelError, UnsupportedModelError, shortened
 from phonograph.files.catalog import CONFIGS_DIRECTORY, HUB_IDS
 from phonograph.files.gguf_file import read_gguf
-from phonograph.files.model_files import is_gguf, model_path
-from phonograph.models.context_length import context_length
+from phonograph.files.model_files import is_gguf, model_path, read_json
+from phonograph.models.context_length import context_length, rope_notes
 from phonograph.models.end_tokens import read_end_tokens, split_end_tokens
 from phonograph.models.families.family import Family
-from phonograph.models.hf_config import check_overrides, read_settings, with_overrides
-from phonograph.models.layer_spec import NO_FACTORS, Factors, LayerMatrix, LayerSpec, MatrixPart
-from phonograph.models.layers.rope import rope_frequencies
+from phonograph.models.hf_config import check_overrides, read_settings, window_notes, with_overrides
+from phonograph.models.layer_spec import (
+    NO_FACTORS,
+    PLAIN_NORMS,
+    Factors,
+    LayerExperts,
+    LayerMatrix,
+    LayerSpec,
+    MatrixPart,
+    NormKind,
+    RopeTable,
+)
+from phonograph.models.layers.rope import rope_tables, with_ropes
 from phonograph.models.quantization.float8 import Fp8Head
+from phonograph.models.quantization.grouped_weight import GroupedScheme
 from phonograph.models.quantization.quantization_config import choose_quantization, read_quantization
 from phonograph.models.quantization.scheme import Quantization, Scheme
 from phonograph.models.registry import find_architecture, known_fields
-from phonograph.models.rope_parameters import read_rope
 from phonograph.models.weights.gguf_config import (
     config_of_gguf,
     end_tokens_of_gguf,
     notes_of_gguf,
     quantization_of_gguf,
-    rope_frequencies_of_gguf,
+    rope_of_gguf,
 )
+from phonograph.models.wrapper import TEXT_PREFIXES, text_name, unwrapped
 
 log = logging.getLogger(__name__)
 
@@ -54,13 +64,13 @@ class ModelSpec:
         layers: the layers; equal ones are one object.
         head: matrix of the logits.
         context_length: positions that the model serves; `context_source` describes the fields that determine it.
-        rope_frequencies: angle per position of each of the head_size / 2 pairs.
-        rope_factor: factor on cos and sin.
         dtype: type in the configuration, as torch names it.
         eos_token_ids: from config.json and generation_config.json, within the vocabulary.
+        norms: arithmetic of the norms.
         factors: of embeddings, layers and logits.
         quantization: format of quantized projections, or None.
         fp8_kv_cache: True if the configuration says that the checkpoint has scales for keys and values in FP8.
+        wrapper: architecture of the model around this one in the checkpoint, or None.
         notes: decisions while reading, for `explain`.
     """
 
@@ -73,13 +83,13 @@ class ModelSpec:
     context_source: str
     rms_norm_eps: float
     tie_word_embeddings: bool
-    rope_frequencies: tuple[float, ...]
-    rope_factor: float
     dtype: str
     eos_token_ids: tuple[int, ...]
+    norms: NormKind = PLAIN_NORMS
     factors: Factors = NO_FACTORS
     quantization: Quantization | None = None
     fp8_kv_cache: bool = False
+    wrapper: str | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -113,13 +123,21 @@ class ModelSpec:
     def weight_bytes(self, dtype: str) -> int:
         """Return the bytes of all weights, of which those that are not quantized are in `dtype`."""
         element = DTYPE_BYTES[dtype]
-        dense = sum(math.prod(shape) for shape in self.tensor_shapes().values()) * element
+        shapes = self.tensor_shapes()
+        dense = sum(math.prod(shape) for shape in shapes.values()) * element
+        if self.norms.wide:
+            norms = sum(math.prod(shape) for name, shape in shapes.items() if is_norm(name))
+            dense += norms * (DTYPE_BYTES["float32"] - element)
         matrices = self.quantized_matrices()
         return dense + sum(scheme.nbytes(outputs, inputs, element) for scheme, outputs, inputs in matrices)
 
     def scheme_of(self, module: str) -> Scheme | None:
         """Return the weight format of a projection, by its name in a checkpoint; None for the model's type."""
         return None if self.quantization is None else self.quantization.scheme_of(module)
+
+    def tensor_name(self, name: str) -> str | None:
+        """Return a name of the checkpoint without the prefixes of a wrapper; None for a tensor of another part."""
+        return name if self.wrapper is None else text_name(name)
 
     def with_tokenizer_end(self, eos_token_id: int | None) -> ModelSpec:
         """Return the model with the tokenizer's end-of-sequence token added, if the vocabulary has it."""
@@ -142,21 +160,30 @@ class ModelSpec:
         for index, layer in enumerate(self.layers):
             made = layer.with_schemes(partial(_scheme_in, quantization, f"{LAYERS}.{index}."))
             if quantization is not None:
-                for matrix in layer.matrices:
-                    quantization.check_parts(f"{LAYERS}.{index}.{matrix.module}", [part.name for part in matrix.parts])
+                for matrix in filter(lambda matrix: matrix.quantizable, layer.matrices):
+                    names = [name.removeprefix(f"{matrix.module}.") for name, _ in matrix.projections()]
+                    quantization.check_parts(f"{LAYERS}.{index}.{matrix.module}", names)
+            for matrix in made.matrices:
+                scheme = matrix.scheme
+                if matrix.num_experts is not None and isinstance(scheme, GroupedScheme) and scheme.ordered:
+                    raise UnsupportedModelError(
+                        f"{LAYERS}.{index}.{matrix.module} is in {scheme.name}, with an order for each expert, "
+                        "which is not supported; quantize the model without desc_act (actorder)"
+                    )
             layers.append(equal.setdefault(made, made))
         spec = replace(self, layers=tuple(layers), quantization=quantization)
         for scheme, outputs, inputs in spec._quantized_parts():
             scheme.stored(outputs, inputs)
         return spec
 
+    def with_ropes(self, change: Callable[[RopeTable], RopeTable]) -> ModelSpec:
+        """Return the model with changed rotary embeddings."""
+        ropes = [layer.attention.rope for layer in self.layers]
+        return replace(self, layers=with_ropes(self.layers, [None if one is None else change(one) for one in ropes]))
+
     def with_head_scheme(self, scheme: Scheme) -> ModelSpec:
         """Return the model with its head in another format."""
-
-        def of_head(name: str) -> Scheme:
-            return scheme
-
-        return replace(self, head=self.head.with_schemes(of_head))
+        return replace(self, head=self.head.with_schemes(lambda _: scheme))
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return name and shape of every tensor that a checkpoint must have, but those of quantized matrices."""
@@ -170,9 +197,13 @@ class ModelSpec:
                     shapes[f"{prefix}.{name}.weight"] = (part.num_outputs, matrix.num_inputs)
                 if matrix.bias:
                     shapes[f"{prefix}.{name}.bias"] = (part.num_outputs,)
+            if isinstance(layer.feed_forward, LayerExperts) and layer.feed_forward.choice_bias is not None:
+                shapes[f"{prefix}.{layer.feed_forward.choice_bias}"] = (layer.feed_forward.routing.num_experts,)
             if layer.attention.head_norms:
-                for name in ("q_norm", "k_norm"):
-                    shapes[f"{prefix}.self_attn.{name}.weight"] = (layer.attention.head_size,)
+                attention = layer.attention
+                for name, heads in (("q_norm", attention.num_query_heads), ("k_norm", attention.num_kv_heads)):
+                    width = attention.head_size * (heads if attention.joint_norms else 1)
+                    shapes[f"{prefix}.self_attn.{name}.weight"] = (width,)
         shapes["model.norm.weight"] = (hidden,)
         if not self.tie_word_embeddings and self.head.scheme is None:
             shapes["lm_head.weight"] = (self.vocab_size, hidden)
@@ -197,6 +228,11 @@ class ModelSpec:
         yield from self._quantized_parts()
         if self.head.scheme is not None:
             yield self.head.scheme, self.vocab_size, self.hidden_size
+
+
+def is_norm(name: str) -> bool:
+    """Return True for the name of a norm's weights in a checkpoint."""
+    return name.endswith("norm.weight")
 
 
 def _scheme_in(quantization: Quantization | None, prefix: str, name: str) -> Scheme | None:
@@ -259,7 +295,8 @@ def read_model_spec(
     path = folder / "config.json"
     if not path.is_file():
         raise ModelError(f"{folder} has no config.json; give the folder of a model in the transformers format")
-    raw = _read_json(path)
+    with _located(path, {}):
+        raw, wrapper = unwrapped(read_json(path))
     check_overrides(overrides, raw, known_fields())
     raw = with_overrides(raw, overrides)
     with _located(path, overrides):
@@ -274,13 +311,13 @@ def read_model_spec(
         family = find_architecture(name)
         settings = read_settings(raw, name, family)
     generation_path = folder / "generation_config.json"
-    generation = _read_json(generation_path) if generation_path.is_file() else {}
+    generation = read_json(generation_path) if generation_path.is_file() else {}
     end_tokens = (
         *read_end_tokens(settings["eos_token_id"], path),
         *read_end_tokens(generation.get("eos_token_id"), generation_path),
     )
     with _located(path, overrides):
-        spec = _make_spec(settings, name, family, end_tokens)
+        spec = _make_spec(settings, name, family, end_tokens, wrapper)
     if folder.parent != CONFIGS_DIRECTORY:
         return spec
     note = f"the configuration is that of {HUB_IDS[folder.name]}, as it ships with the package"
@@ -301,8 +338,7 @@ def _read_gguf_spec(path: Path, overrides: dict[str, Any]) -> ModelSpec:
             raise UnsupportedModelError("a GGUF file has no quantization_config; its tensors say their formats")
         quantization = quantization_of_gguf(file)
         spec = replace(
-            spec.with_quantization(quantization),
-            rope_frequencies=rope_frequencies_of_gguf(file, spec.rope_frequencies),
+            spec.with_ropes(partial(rope_of_gguf, file)).with_quantization(quantization),
             notes=(*spec.notes, *notes_of_gguf(file, quantization)),
         )
     return spec
@@ -318,31 +354,25 @@ def _located(path: Path, overrides: Mapping[str, Any]) -> Generator[None]:
         raise type(error)(f"{where}: {error}") from error
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content: object = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} is not readable JSON ({error})") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{path} must hold a JSON object, not {type(content).__name__}")
-    return cast("dict[str, Any]", content)
-
-
-def _make_spec(settings: Mapping[str, Any], name: str, family: Family, end_tokens: tuple[int, ...]) -> ModelSpec:
+def _make_spec(
+    settings: Mapping[str, Any], name: str, family: Family, end_tokens: tuple[int, ...], wrapper: str | None = None
+) -> ModelSpec:
     dtype = settings["dtype"] or "float32"
     if dtype not in DTYPE_BYTES:
         raise UnsupportedModelError(f"dtype={dtype!r} is not supported; supported are {', '.join(DTYPE_BYTES)}")
+    ropes = family.ropes(settings)
     layers = family.layers(settings)
-    rope = read_rope(settings)
-    frequencies, factor = rope_frequencies(rope, layers[0].attention.head_size)
-    length, source = context_length(settings, rope)
+    tables = rope_tables(ropes, [layer.attention.head_size for layer in layers])
+    length, source = context_length(settings, ropes)
     eos_token_ids, note = split_end_tokens(end_tokens, settings["vocab_size"])
     quantized = settings["quantization_config"]
     quantization = None if quantized is None else read_quantization(quantized)
+    if quantization is not None and wrapper is not None:
+        quantization = replace(quantization, prefixes=TEXT_PREFIXES)
     hidden_size, vocab_size = settings["hidden_size"], settings["vocab_size"]
     spec = ModelSpec(
         architecture=name,
-        layers=layers,
+        layers=with_ropes([layer.within(length) for layer in layers], tables),
         head=LayerMatrix("lm_head", "", (MatrixPart("lm_head", vocab_size),), hidden_size),
         hidden_size=hidden_size,
         vocab_size=vocab_size,
@@ -350,13 +380,13 @@ def _make_spec(settings: Mapping[str, Any], name: str, family: Family, end_token
         context_source=source,
         rms_norm_eps=settings["rms_norm_eps"],
         tie_word_embeddings=settings["tie_word_embeddings"],
-        rope_frequencies=frequencies,
-        rope_factor=factor,
         dtype=dtype,
         eos_token_ids=eos_token_ids,
+        norms=family.norms,
         factors=family.factors(settings),
         fp8_kv_cache=quantization is not None and quantization.fp8_kv_cache,
-        notes=() if note is None else (note,),
+        wrapper=wrapper,
+        notes=(*(() if note is None else (note,)), *rope_notes(ropes), *window_notes(settings)),
     )
     # A checkpoint whose weights are in 16 bits may have scales for the KV cache alone.
     return spec.with_quantization(quantization if quantization is not None and quantization.has_schemes else None)

@@ -30,8 +30,9 @@ def match_tied_embeddings(spec: ModelSpec, files: Iterable[Path]) -> tuple[Model
     for file in files:
         try:
             with safe_open(file, framework="pt", device="cpu") as tensors:
-                names = {EMBEDDING, HEAD}.intersection(tensors.keys())
-                found |= {name: cast("torch.Tensor", tensors.get_tensor(name)) for name in names}
+                own = {spec.tensor_name(name): name for name in cast("list[str]", tensors.keys())}
+                names = {EMBEDDING, HEAD}.intersection(own)
+                found |= {name: cast("torch.Tensor", tensors.get_tensor(own[name])) for name in names}
         except (SafetensorError, OSError):
             continue
     if HEAD not in found:

@@ -17,9 +17,10 @@ from typing import NamedTuple
 import torch
 
 from phonograph.kernels.torch.layers import rms_norm
+from phonograph.models.layers.finish_logits import finish_logits
 from phonograph.models.layers.kernel_set import Attend, AttentionPart, FeedForwardPart, KernelSet, Step
 from phonograph.models.layers.linear import Linear, WeightAllocator
-from phonograph.models.layers.part_weights import LayerWeights
+from phonograph.models.layers.part_weights import ExpertsWeights, LayerWeights
 from phonograph.models.quantization.block_embedding import BlockEmbedding, Embedding
 from phonograph.models.quantization.gguf_blocks import GgufBlocks
 from phonograph.models.quantization.scheme import LinearWeight, QuantizedModule
@@ -28,6 +29,11 @@ from phonograph.models.weights.kv_scales import KVScales
 
 Convert = Callable[[LinearWeight, bool], LinearWeight]
 """Conversion of a loaded weight into the form that is multiplied; the second argument is True for the head."""
+
+
+def _feed_forward(kernels: KernelSet, layer: LayerWeights) -> FeedForwardPart:
+    weights = layer.feed_forward
+    return kernels.experts(weights) if isinstance(weights, ExpertsWeights) else kernels.feed_forward(weights)
 
 
 class BoundLayer(NamedTuple):
@@ -42,7 +48,7 @@ class Transformer:
     """Weights of a model, allocated without contents, and its forward pass on a kernel set.
 
     Attributes:
-        parameters: the weights in the model's type, in memory layout, all contiguous.
+        parameters: the weights that are not quantized, in memory layout, all contiguous. Norms may be in float32.
         quantized: the weights in another format.
         kv_scales: scales of an FP8 KV cache.
         weights: weights of each layer.
@@ -58,13 +64,13 @@ class Transformer:
         self.dtype = dtype
         self.device = device
         self.kv_scales = KVScales()
-        allocate = WeightAllocator(dtype, device)
+        allocate = WeightAllocator(dtype, device, torch.float32 if spec.norms.wide else dtype)
         self.parameters = allocate.parameters
         self.quantized = allocate.quantized
         self.weights = [
             LayerWeights.make(layer, index, spec.hidden_size, allocate) for index, layer in enumerate(spec.layers)
         ]
-        self.final_norm = allocate.tensor(spec.hidden_size)
+        self.final_norm = allocate.norm(spec.hidden_size)
         self.lm_head = allocate.linear(spec.head)
         if spec.tie_word_embeddings and spec.head.scheme is None:
             self.embedding_VE: Embedding = self.lm_head.matrix.t()
@@ -84,7 +90,7 @@ class Transformer:
         self.kernels = kernels
         self.embedding = kernels.embedding(self.embedding_VE)
         self.layers = [
-            BoundLayer(kernels.attention(layer.attention), kernels.feed_forward(layer.feed_forward), taps.get(index))
+            BoundLayer(kernels.attention(layer.attention), _feed_forward(kernels, layer), taps.get(index))
             for index, layer in enumerate(self.weights)
         ]
         self._head = kernels.head(self.final_norm, self.lm_head)
@@ -96,6 +102,8 @@ class Transformer:
         positions_T: torch.Tensor,
         attend: Attend,
         rows_P: torch.Tensor | None = None,
+        num_rows: torch.Tensor | None = None,
+        num_kept: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run all layers. Call it in inference mode.
 
@@ -105,14 +113,19 @@ class Transformer:
             attend: attention of this step.
             rows_P: the only rows that the caller reads, int64. The last layer computes only these after its attention.
                 For steps for which `kernels.leaves_rows_out` is True.
+            num_rows: int32 [1], number of tokens that are not padding; None for all. Padding has no experts.
+            num_kept: the same for `rows_P`.
 
         Returns:
             The residual stream before the final norm, [T, E], or [P, E] of the rows that are kept.
         """
         step, last = Step(self.kernels.rotary(positions_T), attend), self._running[-1]
         stream = self.embedding(input_ids_T)
+        stream.num_rows = num_rows
         for layer in self._running:
-            stream = layer.attention(stream, step if layer is not last else step._replace(rows_P=rows_P))
+            stream = layer.attention(
+                stream, step if layer is not last else step._replace(rows_P=rows_P, num_kept=num_kept)
+            )
             stream = layer.feed_forward(stream)
             if layer.tap_TE is not None:
                 layer.tap_TE[: len(stream.hidden_TE)].copy_(stream.hidden_TE)
@@ -120,7 +133,7 @@ class Transformer:
 
     def prompt_logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
         """Return logits [N, V] of any number of rows, with torch's operators, which allocate them."""
-        return self.lm_head.product(rms_norm(hidden_NE, self.final_norm, self._eps))
+        return finish_logits(self.lm_head.product(rms_norm(hidden_NE, self.final_norm, self._eps)), self.spec.factors)
 
     def logits(self, hidden_TE: torch.Tensor, rows_N: torch.Tensor | None = None) -> torch.Tensor:
         """Return logits [N, V] in the model's dtype, of the rows `rows_N` of `forward`'s result, or of all rows."""
@@ -150,8 +163,8 @@ class Transformer:
         """Return the destination of each tensor of a checkpoint by its name: a view of the fused weights.
 
         Weights in another format have none; see `quantized_modules`. Views have the shapes of
-        `ModelSpec.tensor_shapes`, except the norms of query and key heads, which are [H, D]
-        and [K, D] for [D] in the checkpoint.
+        `ModelSpec.tensor_shapes`, except the norms of each query and key head, which are
+        [H, D] and [K, D] for [D] in the checkpoint.
         """
         assert isinstance(self.embedding_VE, torch.Tensor)
         views = {"model.embed_tokens.weight": self.embedding_VE, "model.norm.weight": self.final_norm}
@@ -173,12 +186,12 @@ class Transformer:
                 yield from self._quantized_parts(linear, f"{LAYERS}.{index}.")
 
     def _quantized_parts(self, linear: Linear, prefix: str) -> Iterator[QuantizedModule]:
-        first, last = 0, linear.spec.parts[-1]
-        for part in linear.spec.parts:
+        first = 0
+        for name, part in linear.spec.projections():
             if part.scheme is not None:
-                loaded = self._when_loaded(linear) if part is last else None
-                name = prefix + linear.spec.path(part.name)
-                yield QuantizedModule(name, part.scheme, linear.weight, first, part.num_outputs, loaded)
+                is_last = first + part.num_outputs == linear.spec.num_outputs
+                loaded = self._when_loaded(linear) if is_last else None
+                yield QuantizedModule(prefix + name, part.scheme, linear.weight, first, part.num_outputs, loaded)
             first += part.num_outputs
 
     def finish(self) -> None:

@@ -6,6 +6,8 @@ number of vectorized NumPy calls, however many requests there are.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -13,49 +15,57 @@ from phonograph.attention.metadata import CommonMetadata, CommonPrefix
 from phonograph.core.batch import ScheduledBatch
 from phonograph.core.blocks import blocks_for
 from phonograph.graphs.modes import GraphKey
-from phonograph.runner.step_inputs import KernelRows, PaddedViews, StepRows, SyntheticBatch, metadata_of
+from phonograph.runner.step_inputs import KernelRows, StepRows, SyntheticBatch, metadata_of, padded_views
 from phonograph.sampling.failures import SlotFailures
 
 
 class CpuInputs:
     """Static inputs of all graphs in host memory, sized for the largest step.
 
-    Shapes, with T = max_num_tokens, R = max_num_seqs and N the blocks of the longest sequence:
-        input_ids       [T]    int32
-        positions       [T]    int64
-        slot_mapping    [T]    int64   -1 writes nothing
-        query_start_loc [R+1]  int32
-        seq_lens        [R]    int32
-        block_table     [R, N] int32
-        logits_rows     [R]    int64   row of `hidden` that has the logits of request r
-        prefix_len      [1]    int32   tokens of the prefix that a cascade attends once
+    Shapes, with T = max_num_tokens, R = max_num_seqs and, for each of G KV groups, N blocks of the longest sequence in
+    the group with the smallest blocks:
+        input_ids       [T]       int32
+        positions       [T]       int64
+        slot_mappings   [G, T]    int64   -1 writes nothing
+        query_start_loc [R+1]     int32
+        seq_lens        [R]       int32
+        block_tables    [G, R, N] int32
+        logits_rows     [R]       int64   row of `hidden` that has the logits of request r
+        prefix_len      [1]       int32   tokens of the prefix that a cascade attends once
+        num_reqs        [1]       int32   requests of the step without padding
 
     Each has a NumPy view of the same name with the suffix `_np`, through which it is written.
 
-    State of the sequences by slot: token_ids [R, max_model_len], slot_blocks [R, N].
+    State of the sequences by slot: token_ids [R, max_model_len], slot_blocks [G, R, N].
     """
 
-    def __init__(self, *, max_num_seqs: int, max_num_tokens: int, max_model_len: int, block_size: int) -> None:
-        self.block_size = block_size
+    def __init__(
+        self, *, max_num_seqs: int, max_num_tokens: int, max_model_len: int, block_sizes: Sequence[int]
+    ) -> None:
+        self.block_sizes = tuple(block_sizes)
+        most_blocks = blocks_for(max_model_len, min(block_sizes))
         self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
-        self.slot_blocks = np.zeros((max_num_seqs, blocks_for(max_model_len, block_size)), np.int32)
+        # Zeros, as each entry must be a page: kernels may read one that a sliding group never filled.
+        self.slot_blocks = np.zeros((len(block_sizes), max_num_seqs, most_blocks), np.int32)
         self._num_tokens = [0] * max_num_seqs
         self.input_ids_np = np.zeros(max_num_tokens, np.int32)
         self.positions_np = np.zeros(max_num_tokens, np.int64)
-        self.slot_mapping_np = np.full(max_num_tokens, -1, np.int64)
+        self.slot_mappings_np = np.full((len(block_sizes), max_num_tokens), -1, np.int64)
         self.query_start_loc_np = np.zeros(max_num_seqs + 1, np.int32)
         self.seq_lens_np = np.zeros(max_num_seqs, np.int32)
-        self.block_table_np = np.zeros_like(self.slot_blocks)
+        self.block_tables_np = np.zeros_like(self.slot_blocks)
         self.logits_rows_np = np.zeros(max_num_seqs, np.int64)
         self.prefix_len_np = np.zeros(1, np.int32)
+        self.num_reqs_np = np.zeros(1, np.int32)
         self.input_ids = torch.from_numpy(self.input_ids_np)
         self.positions = torch.from_numpy(self.positions_np)
-        self.slot_mapping = torch.from_numpy(self.slot_mapping_np)
+        self.slot_mappings = torch.from_numpy(self.slot_mappings_np).unbind()
         self.query_start_loc = torch.from_numpy(self.query_start_loc_np)
         self.seq_lens = torch.from_numpy(self.seq_lens_np)
-        self.block_table = torch.from_numpy(self.block_table_np)
+        self.block_tables = torch.from_numpy(self.block_tables_np).unbind()
         self.logits_rows = torch.from_numpy(self.logits_rows_np)
         self.prefix_len = torch.from_numpy(self.prefix_len_np)
+        self.num_reqs = torch.from_numpy(self.num_reqs_np)
         # query_start_loc of a batch of single tokens.
         self._counting = np.arange(max_num_seqs + 1, dtype=np.int32)
 
@@ -71,7 +81,8 @@ class CpuInputs:
 
     def _append_blocks(self, batch: ScheduledBatch) -> None:
         for append in batch.appends:
-            self.slot_blocks[append.slot, append.start : append.start + len(append.block_ids)] = append.block_ids
+            end = append.start + len(append.block_ids)
+            self.slot_blocks[append.group, append.slot, append.start : end] = append.block_ids
 
     def append_tokens(self, slots: list[int], token_ids: list[int]) -> None:
         """Append one sampled token to each slot."""
@@ -88,12 +99,13 @@ class CpuInputs:
 
     def write(
         self, rows: StepRows, key: GraphKey | None, *, prefix_len: int | None, sampling: KernelRows | None = None
-    ) -> CommonMetadata:
+    ) -> tuple[CommonMetadata, ...]:
         """Write one step and return its metadata; see `Inputs.write`."""
         batch, slots, context_lens = rows.batch, rows.slots, rows.context_lens
         num_reqs, num_tokens = batch.num_reqs, batch.num_tokens
         query_start_loc, seq_lens = self.query_start_loc_np, self.seq_lens_np
         query_start_loc[0] = 0
+        self.num_reqs_np[0] = num_reqs
         if batch.num_decodes == num_reqs:
             query_start_loc[1 : num_reqs + 1] = self._counting[1 : num_reqs + 1]
             seq_lens[:num_reqs] = context_lens + 1
@@ -106,10 +118,14 @@ class CpuInputs:
             positions = np.arange(num_tokens) + starts
         self.positions_np[:num_tokens] = positions
         self.input_ids_np[:num_tokens] = self.token_ids[token_slots, positions]
-        block, offset = np.divmod(positions, self.block_size)
-        self.slot_mapping_np[:num_tokens] = self.slot_blocks[token_slots, block] * self.block_size + offset
-        num_blocks = blocks_for(int(seq_lens[:num_reqs].max()), self.block_size)
-        self.block_table_np[:num_reqs, :num_blocks] = self.slot_blocks[slots, :num_blocks]
+        longest = int(seq_lens[:num_reqs].max())
+        for size, blocks, table, mapping in zip(
+            self.block_sizes, self.slot_blocks, self.block_tables_np, self.slot_mappings_np, strict=True
+        ):
+            block, offset = np.divmod(positions, size)
+            mapping[:num_tokens] = blocks[token_slots, block] * size + offset
+            num_blocks = blocks_for(longest, size)
+            table[:num_reqs, :num_blocks] = blocks[slots, :num_blocks]
         # Empty slots have no query and no keys; padding tokens write to no cache slot.
         padded_reqs, padded_tokens = (num_reqs, num_tokens) if key is None else (key.num_reqs, key.num_tokens)
         self.logits_rows_np[:num_reqs] = query_start_loc[1 : num_reqs + 1] - 1
@@ -120,19 +136,14 @@ class CpuInputs:
         if padded_tokens > num_tokens:
             self.input_ids_np[num_tokens:padded_tokens] = 0
             self.positions_np[num_tokens:padded_tokens] = 0
-            self.slot_mapping_np[num_tokens:padded_tokens] = -1
+            self.slot_mappings_np[:, num_tokens:padded_tokens] = -1
         if prefix_len is not None:
             self.prefix_len_np[0] = prefix_len
-        views = PaddedViews(
-            self.query_start_loc[: padded_reqs + 1],
-            self.seq_lens[:padded_reqs],
-            self.block_table[:padded_reqs],
-            self.slot_mapping[:padded_tokens],
-        )
+        views = padded_views(self, padded_reqs, padded_tokens)
         prefix = None if prefix_len is None else CommonPrefix(num_tokens=prefix_len, length=self.prefix_len)
         return metadata_of(rows, views, query_start_loc[: padded_reqs + 1], seq_lens[:padded_reqs], prefix)
 
-    def load(self, batch: SyntheticBatch, key: GraphKey) -> CommonMetadata:
+    def load(self, batch: SyntheticBatch, key: GraphKey) -> tuple[CommonMetadata, ...]:
         """Write a synthetic batch; see `Inputs.load`."""
         rows = batch.rows()
         self._append_blocks(rows.batch)

@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from phonograph.attention.cascade.shared_prefix import SharedPrefixes
-from phonograph.attention.metadata import AnyBuilder, CommonMetadata
+from phonograph.attention.metadata import CommonMetadata
 from phonograph.core.batch import ScheduledBatch
 from phonograph.errors import CaptureError, ReplayError
 from phonograph.graphs.capture_list import CaptureRetry
 from phonograph.graphs.dispatch import Decision, Dispatcher, StepShape
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.graphs.runtime import CapturedGraph, GraphRuntime
+from phonograph.runner.group_builder import GroupBuilder
 from phonograph.runner.kernel_shapes import eager_shapes, graph_shapes
 from phonograph.runner.sequences import Sequences
 from phonograph.runner.step_inputs import Inputs
@@ -59,7 +60,7 @@ class Runner:
         self,
         *,
         program: StepProgram,
-        builder: AnyBuilder,
+        builder: GroupBuilder,
         inputs: Inputs,
         sampling: Sampling,
         sequences: Sequences,
@@ -94,10 +95,10 @@ class Runner:
             decision, prefix_len = self._decide(batch, scores_prompts)
             rows = self._sequences.rows(batch)
             plan = self._sampling.plan(rows)
-            common = self._inputs.write(rows, decision.key, prefix_len=prefix_len, sampling=plan.in_step)
-            self.prepare(common, decision.key)
+            commons = self._inputs.write(rows, decision.key, prefix_len=prefix_len, sampling=plan.in_step)
+            self.prepare(commons, decision.key)
             if decision.key is None:
-                outputs = self._run_eager(common, all_hidden=scores_prompts)
+                outputs = self._run_eager(commons[0], all_hidden=scores_prompts)
             else:
                 outputs = self.replay(decision.key)
             step = self._sampling.finish(rows, plan, outputs, decision, failures)
@@ -107,10 +108,14 @@ class Runner:
                 step.output.prompt_logprobs = scores
             return step
 
-    def prepare(self, common: CommonMetadata, key: GraphKey | None) -> None:
-        """Build the attention metadata of inputs written for `key` (None for an eager step)."""
-        self._program.attention.metadata = self._builder.build(common, key=key)
+    def prepare(self, commons: Sequence[CommonMetadata], key: GraphKey | None) -> None:
+        """Build the attention metadata of inputs written for `key` (None for an eager step), by KV group."""
+        self._program.attention.metadata = self._builder.build(commons, key=key)
         self._prepared_for = key
+
+    def block_table(self, layer: int) -> torch.Tensor:
+        """Return the block table that a layer reads in the step that was prepared."""
+        return self._program.attention.block_table(layer)
 
     def replay(self, key: GraphKey) -> StepOutputs:
         """Replay the graph of `key` on inputs prepared for it. The next step overwrites the outputs.
@@ -144,9 +149,9 @@ class Runner:
                 self.run_shape(key)
             most = self.synthetic.most_tokens(num_slots)
             for key in eager_shapes(self.dispatcher, num_slots=num_slots, most_tokens=most):
-                common = self.synthetic.capture_batch(key)
-                self.prepare(common, None)
-                self._run_eager(common)
+                commons = self.synthetic.capture_batch(key)
+                self.prepare(commons, None)
+                self._run_eager(commons[0])
             self._sampling.launch()
 
     def capture(self, progress: CaptureProgress | None = None) -> CaptureReport:

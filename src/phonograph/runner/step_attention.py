@@ -1,4 +1,4 @@
-"""Attention as the model calls it: KV write and attention of one backend over the paged cache."""
+"""Attention as the model calls it: KV write and attention of a layer by the backend of its KV group."""
 
 from __future__ import annotations
 
@@ -11,35 +11,47 @@ from phonograph.attention.backend import AnyBackend, AnyCall, AttentionCall, Att
 from phonograph.attention.metadata import AttentionMetadata
 from phonograph.graphs.runtime import GraphRuntime
 from phonograph.models.layers.kernel_set import KVTarget
+from phonograph.runner.group_builder import plan_sources
 
 
 class StepAttention:
     """The `Attend` of a step program. Any model code may call it, also inside a capture.
 
-    metadata:     of the step that runs next; set before the step runs
-    slot_mapping: int64 [T], static: cache slot of each token of the step
-    pieces:       True while a step runs whose capture is split at each call of attention
+    metadata: of each KV group in the step that runs next; set before the step runs
+    pieces:   True while a step runs whose capture is split at each call of attention
+
+    Args:
+        backends: backend of each KV group; groups of equal attention have the same object.
+        layers: parameters of the layers.
+        kv_caches: keys and values of each layer.
+        slot_mappings: int64 [T] of each group, static: cache slot of each token of the step.
+        runtime: calls attention between the pieces of graphs.
+        groups: KV group of each layer; None if there is one.
     """
 
     def __init__(
         self,
-        backend: AnyBackend,
+        backends: Sequence[AnyBackend],
         layers: Sequence[AttentionLayer],
         kv_caches: Sequence[torch.Tensor],
-        slot_mapping: torch.Tensor,
+        slot_mappings: Sequence[torch.Tensor],
         runtime: GraphRuntime,
+        groups: Sequence[int] | None = None,
     ) -> None:
-        self.metadata: AttentionMetadata | None = None
+        self.metadata: Sequence[AttentionMetadata] | None = None
         self.pieces = False
         self.layers = layers
-        self._backend = backend
+        self._groups = groups or [0] * len(layers)
+        self._backends = backends
+        self._planning = list(dict.fromkeys(plan_sources(backends)))
         self._kv_caches = kv_caches
-        self._slot_mapping = slot_mapping
+        self._slot_mappings = slot_mappings
         self._runtime = runtime
 
     def schedule(self) -> None:
-        """Compute the attention schedule that all layers of the step share."""
-        self._run_in_piece(self._schedule)
+        """Compute the attention schedules that all layers of the step share."""
+        for group in self._planning:
+            self._run_in_piece(group, functools.partial(self._schedule, group))
 
     def __call__(self, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, layer: int) -> torch.Tensor:
         """Write keys and values to the cache and attend. Return a new, contiguous [T, H, D].
@@ -51,22 +63,27 @@ class StepAttention:
             layer: index of the layer.
         """
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
-        if not self._backend.clears_padding:
+        group = self._groups[layer]
+        if not self._backends[group].clears_padding:
             out_THD.zero_()
-        self._run_in_piece(functools.partial(self._write, layer), k_TKD, v_TKD)
+        self._run_in_piece(group, functools.partial(self._write, layer), k_TKD, v_TKD)
         self.read(q_THD, layer, out_THD)
         return out_THD
 
     def kv_target(self, layer: int, num_tokens: int) -> KVTarget:
         """Return the destination of a layer's keys and values, for a kernel that writes them itself."""
-        values = self.layers[layer]
+        values, group = self.layers[layer], self._groups[layer]
         return KVTarget(
             self._kv_caches[layer],
-            self._slot_mapping[:num_tokens],
+            self._slot_mappings[group][:num_tokens],
             values.k_scale,
             values.v_scale,
-            self._backend.clears_padding,
+            self._backends[group].clears_padding,
         )
+
+    def block_table(self, layer: int) -> torch.Tensor:
+        """Return the block table that a layer reads in the step that runs next."""
+        return self._metadata(self._groups[layer]).common.block_table
 
     def read(self, q_THD: torch.Tensor, layer: int, out_THD: torch.Tensor) -> None:
         """Attend to the cache, which already has the step's keys and values; write into `out_THD`."""
@@ -75,24 +92,26 @@ class StepAttention:
         else:
             self._read(layer, q_THD, out_THD)
 
-    def _run_in_piece(self, function: Callable[..., None], *tensors: torch.Tensor) -> None:
-        """Run what pieces of graphs contain, unless the backend reads on the host there."""
-        if self.pieces and self._backend.reads_on_host:
+    def _run_in_piece(self, group: int, function: Callable[..., None], *tensors: torch.Tensor) -> None:
+        """Run what pieces of graphs contain, unless the group's backend reads on the host there."""
+        if self.pieces and self._backends[group].reads_on_host:
             self._runtime.eager_call(function, *tensors)
         else:
             function(*tensors)
 
-    def _schedule(self) -> None:
-        assert self.metadata is not None, "the step's attention metadata is built before it runs"
-        self._backend.schedule(self.metadata)
+    def _schedule(self, group: int) -> None:
+        self._backends[group].schedule(self._metadata(group))
 
     def _write(self, layer: int, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> None:
-        self._backend.write_kv(k_TKD, v_TKD, self._call(layer))
+        self._backends[self._groups[layer]].write_kv(k_TKD, v_TKD, self._call(layer))
 
     def _read(self, layer: int, q_THD: torch.Tensor, out_THD: torch.Tensor) -> None:
-        self._backend.forward(q_THD, self._call(layer), out_THD)
+        self._backends[self._groups[layer]].forward(q_THD, self._call(layer), out_THD)
 
     def _call(self, layer: int) -> AnyCall:
         # Created at each call: between pieces `_read` runs again at each replay, with that step's metadata.
+        return AttentionCall(self.layers[layer], self._kv_caches[layer], self._metadata(self._groups[layer]))
+
+    def _metadata(self, group: int) -> AttentionMetadata:
         assert self.metadata is not None, "the step's attention metadata is built before it runs"
-        return AttentionCall(self.layers[layer], self._kv_caches[layer], self.metadata)
+        return self.metadata[group]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -44,12 +44,13 @@ class KernelRows(NamedTuple):
 class SyntheticBatch:
     """Sequences for capture and verification, decodes first. All new tokens are concatenated in `token_ids`.
 
+    blocks: block table of each sequence, by KV group
     prefix_len: leading tokens whose blocks all sequences share, attended once; None if the step does not cascade
     """
 
     query_lens: list[int]
     context_lens: list[int]
-    blocks: list[np.ndarray]
+    blocks: list[list[np.ndarray]]
     token_ids: np.ndarray
     prefix_len: int | None = None
 
@@ -63,7 +64,11 @@ class SyntheticBatch:
             samples=[True] * num_reqs,
             num_decodes=sum(length == 1 for length in self.query_lens),
             num_tokens=len(self.token_ids),
-            appends=[BlockAppend(slot=row, start=0, block_ids=ids.tolist()) for row, ids in enumerate(self.blocks)],
+            appends=[
+                BlockAppend(slot=row, start=0, block_ids=ids.tolist(), group=group)
+                for group, tables in enumerate(self.blocks)
+                for row, ids in enumerate(tables)
+            ],
         )
         return rows_of(batch, np.zeros(num_reqs, np.int64))
 
@@ -84,18 +89,32 @@ def rows_of(batch: ScheduledBatch, prompt_lens: np.ndarray) -> StepRows:
 
 
 class PaddedViews(NamedTuple):
-    """Attention inputs at one padded shape; see `CommonMetadata`."""
+    """Attention inputs at one padded shape; see `CommonMetadata`.
+
+    block_tables: of each KV group
+    slot_mappings: likewise
+    """
 
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
-    block_table: torch.Tensor
-    slot_mapping: torch.Tensor
+    block_tables: tuple[torch.Tensor, ...]
+    slot_mappings: tuple[torch.Tensor, ...]
+
+
+def padded_views(inputs: Inputs, num_reqs: int, num_tokens: int) -> PaddedViews:
+    """Return the views of inputs at a padded shape."""
+    return PaddedViews(
+        inputs.query_start_loc[: num_reqs + 1],
+        inputs.seq_lens[:num_reqs],
+        tuple(table[:num_reqs] for table in inputs.block_tables),
+        tuple(mapping[:num_tokens] for mapping in inputs.slot_mappings),
+    )
 
 
 def metadata_of(
     rows: StepRows, views: PaddedViews, starts_cpu: np.ndarray, lens_cpu: np.ndarray, prefix: CommonPrefix | None
-) -> CommonMetadata:
-    """Return the attention metadata of a step.
+) -> tuple[CommonMetadata, ...]:
+    """Return the attention metadata of a step, for each KV group.
 
     Args:
         rows: the step.
@@ -105,7 +124,7 @@ def metadata_of(
         prefix: common prefix that the step attends once, or None.
     """
     num_reqs, num_decodes = rows.batch.num_reqs, rows.batch.num_decodes
-    return CommonMetadata(
+    first = CommonMetadata(
         num_reqs=num_reqs,
         num_decodes=num_decodes,
         num_tokens=rows.batch.num_tokens,
@@ -113,10 +132,15 @@ def metadata_of(
         max_query_len=max(rows.batch.query_lens),
         max_seq_len=int(lens_cpu[:num_reqs].max()),
         query_start_loc_cpu=starts_cpu,
+        query_start_loc=views.query_start_loc,
+        seq_lens=views.seq_lens,
+        block_table=views.block_tables[0],
+        slot_mapping=views.slot_mappings[0],
         seq_lens_cpu=lens_cpu,
         prefix=prefix,
-        **views._asdict(),
     )
+    others = zip(views.block_tables[1:], views.slot_mappings[1:], strict=True)
+    return first, *(replace(first, block_table=table, slot_mapping=mapping) for table, mapping in others)
 
 
 class Inputs(Protocol):
@@ -125,11 +149,20 @@ class Inputs(Protocol):
     input_ids:   int32 [T]
     positions:   int64 [T]
     logits_rows: int64 [R], row of the residual stream that has the logits of each request
+    query_start_loc, seq_lens: as in `CommonMetadata`, for the largest step
+    block_tables, slot_mappings: likewise, of each KV group
+    query_start_loc: int32 [R+1], see `CommonMetadata`
+    num_reqs:    int32 [1], requests of the step without padding
     """
 
     input_ids: torch.Tensor
     positions: torch.Tensor
     logits_rows: torch.Tensor
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_tables: tuple[torch.Tensor, ...]
+    slot_mappings: tuple[torch.Tensor, ...]
+    num_reqs: torch.Tensor
 
     def take_over(self, batch: ScheduledBatch, failures: SlotFailures) -> None:
         """Load the sequences that start with this step.
@@ -143,8 +176,8 @@ class Inputs(Protocol):
 
     def write(
         self, rows: StepRows, key: GraphKey | None, *, prefix_len: int | None, sampling: KernelRows | None
-    ) -> CommonMetadata:
-        """Write one step, and return the metadata that views its inputs.
+    ) -> tuple[CommonMetadata, ...]:
+        """Write one step, and return the metadata that views its inputs, for each KV group.
 
         Args:
             rows: the step.
@@ -154,7 +187,7 @@ class Inputs(Protocol):
         """
         ...
 
-    def load(self, batch: SyntheticBatch, key: GraphKey) -> CommonMetadata:
+    def load(self, batch: SyntheticBatch, key: GraphKey) -> tuple[CommonMetadata, ...]:
         """Write a synthetic batch, padded to `key`. It overwrites the state of the slots it uses."""
         ...
 

@@ -77,12 +77,16 @@ class StepProgram:
         self.attention.pieces = pieces
         self.attention.schedule()
         input_ids_T, positions_T = inputs.input_ids[:num_tokens], inputs.positions[:num_tokens]
+        # Its last entry is the number of tokens, after the padded requests too.
+        num_rows = inputs.query_start_loc[num_reqs : num_reqs + 1]
         if model.kernels.leaves_rows_out(num_tokens) and not every_row and not all_hidden:
             # Padding rows have arbitrary contents.
-            hidden_TE = model.forward(input_ids_T, positions_T, self.attention, inputs.logits_rows)[:num_logits]
+            rows = inputs.logits_rows
+            hidden_TE = model.forward(input_ids_T, positions_T, self.attention, rows, num_rows, inputs.num_reqs)
+            hidden_TE = hidden_TE[:num_logits]
             gathered = False
         else:
-            hidden_TE = model.forward(input_ids_T, positions_T, self.attention)
+            hidden_TE = model.forward(input_ids_T, positions_T, self.attention, num_rows=num_rows)
             # Gathered rows are normed by a separate kernel.
             gathered = not every_row or self._batch_invariant
         rows_N = inputs.logits_rows[:num_logits] if gathered else None

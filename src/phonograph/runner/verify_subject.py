@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
 from phonograph.attention.metadata import CommonMetadata
+from phonograph.core.kv_group import KVGroup
 from phonograph.graphs.modes import GraphKey
 from phonograph.graphs.verification import Drawn
 from phonograph.runner.runner import Runner
 from phonograph.runner.step_program import StepOutputs
 
+_NAN_ROWS = "NaN rows, where blocks behind windows are NaN,"
 # Blocks filled at a time: the cache may leave little free memory.
 _BLOCKS_AT_ONCE = 4096
 
@@ -21,26 +23,47 @@ class RunnerSubject:
     """Collects hidden states, logits, sampled tokens and written keys and values of replays and eager runs.
 
     It overwrites the whole KV cache, so no request may be in flight.
+
+    Args:
+        runner: the runner.
+        kv_caches: keys and values of each layer.
+        groups: KV groups.
+        poisons_freed: fill the page in the place of blocks behind windows with NaN, so that reading one key too many
+            shows.
     """
 
-    def __init__(self, runner: Runner, kv_caches: list[torch.Tensor]) -> None:
+    def __init__(
+        self, runner: Runner, kv_caches: Sequence[torch.Tensor], groups: Sequence[KVGroup], *, poisons_freed: bool
+    ) -> None:
         self._runner = runner
+        self._groups = groups
         self._kv_caches = kv_caches
-        self._common: CommonMetadata | None = None
+        # Layers of several groups view the same tensors.
+        self._tensors = list({cache.data_ptr(): cache for cache in kv_caches}.values())
+        self._commons: tuple[CommonMetadata, ...] = ()
+        self._poisons_freed = poisons_freed
+        self._poisoned: int | None = None
+        self._generator = torch.Generator(kv_caches[0].device).manual_seed(0)
         with runner.runtime.scope():
-            generator = torch.Generator(kv_caches[0].device).manual_seed(0)
-            for cache in kv_caches:
+            for cache in self._tensors:
                 for blocks in cache.split(_BLOCKS_AT_ONCE, dim=1):
-                    random = torch.randn(blocks.shape, dtype=torch.float32, device=cache.device, generator=generator)
-                    blocks.copy_(random)
+                    self._fill(blocks)
 
     def graph_keys(self) -> tuple[GraphKey, ...]:
         return self._runner.dispatcher.captures.largest_first()
 
     def prepare(self, key: GraphKey, rng: np.random.Generator) -> Drawn:
+        synthetic = self._runner.synthetic
         with torch.inference_mode(), self._runner.runtime.scope():
-            common = self._runner.synthetic.random_batch(key, rng)
-        self._common = common
+            self._commons = synthetic.random_batch(key, rng)
+            freed = synthetic.freed_page if self._poisons_freed else None
+            for cache in self._tensors:
+                if self._poisoned is not None:
+                    self._fill(cache[:, self._poisoned])
+                if freed is not None:
+                    cache[:, freed] = float("nan")
+            self._poisoned = freed
+        common = self._commons[0]
         return Drawn(
             num_tokens=common.num_tokens,
             num_decodes=common.num_decodes,
@@ -51,29 +74,62 @@ class RunnerSubject:
         )
 
     def replay(self, key: GraphKey) -> dict[str, torch.Tensor]:
-        return self._results(key, self._runner.replay, poisons=True)
+        results = self._results(key, self._runner.replay, poisons=True)
+        for index, tables in enumerate(self._runner.synthetic.latest.blocks):
+            rows = zip(self._table_read(index), tables, strict=False)
+            results[self._name("block table", index)] = torch.cat([row[: len(blocks)] for row, blocks in rows])
+        if self._poisoned is not None:
+            results[_NAN_ROWS] = results["logits"].isnan().any(-1).sum()
+        return results
 
     def eager(self, key: GraphKey) -> dict[str, torch.Tensor]:
-        return self._results(key, self._runner.run_shape, poisons=False)
+        """Run the batch eagerly. Its block tables are those that were drawn, and no row may be NaN."""
+        results = self._results(key, self._runner.run_shape, poisons=False)
+        device = self._kv_caches[0].device
+        for group, tables in enumerate(self._runner.synthetic.latest.blocks):
+            results[self._name("block table", group)] = torch.from_numpy(np.concatenate(tables)).to(device)
+        if self._poisoned is not None:
+            results[_NAN_ROWS] = torch.zeros((), dtype=torch.int64, device=device)
+        return results
 
     def _results(
         self, key: GraphKey, run: Callable[[GraphKey], StepOutputs], *, poisons: bool
     ) -> dict[str, torch.Tensor]:
         """Run the prepared batch and return all outputs, padded rows included: these must be finite too."""
-        runner, common = self._runner, self._common
-        assert common is not None, "prepare() comes first"
+        runner = self._runner
+        assert self._commons, "prepare() comes first"
         with torch.inference_mode(), runner.runtime.scope():
-            slots = common.slot_mapping[: common.num_tokens]
-            size = self._kv_caches[0].shape[2]
-            blocks, offsets = slots // size, slots % size
-            for cache in self._kv_caches:
-                cache[:, blocks, offsets] = float("nan")
+            places = [self._places(group) for group in range(len(self._groups))]
+            for (blocks, offsets), group in zip(places, self._groups, strict=True):
+                for layer in group.layers:
+                    self._kv_caches[layer][:, blocks, offsets] = float("nan")
             if poisons:
                 runner.runtime.poison()
-            runner.prepare(common, key)
+            runner.prepare(self._commons, key)
             outputs = run(key)
-            written = torch.stack([cache[:, blocks, offsets].float() for cache in self._kv_caches])
-            results = {**{name: tensor.clone() for name, tensor in outputs._asdict().items()}, "kv": written}
+            results = {name: tensor.clone() for name, tensor in outputs._asdict().items()}
+            for index, ((blocks, offsets), group) in enumerate(zip(places, self._groups, strict=True)):
+                written = [self._kv_caches[layer][:, blocks, offsets].float() for layer in group.layers]
+                results[self._name("kv", index)] = torch.stack(written)
             # The caller compares them on another stream.
             runner.runtime.synchronize()
             return results
+
+    def _table_read(self, group: int) -> torch.Tensor:
+        """Return the block table that the layers of a group read; of several, one that is not the group's own."""
+        expected = self._commons[group].block_table
+        read = (self._runner.block_table(layer) for layer in self._groups[group].layers)
+        return next((table for table in read if table.data_ptr() != expected.data_ptr()), expected)
+
+    def _places(self, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the page and the offset in it of each new token's keys and values."""
+        common, size = self._commons[group], self._groups[group].block_size
+        slots = common.slot_mapping[: common.num_tokens]
+        return slots // size, slots % size
+
+    def _name(self, name: str, group: int) -> str:
+        return name if len(self._groups) == 1 else f"{name} of KV group {group}"
+
+    def _fill(self, blocks: torch.Tensor) -> None:
+        random = torch.randn(blocks.shape, dtype=torch.float32, device=blocks.device, generator=self._generator)
+        blocks.copy_(random)

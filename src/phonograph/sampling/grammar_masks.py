@@ -59,13 +59,9 @@ class GrammarMasks:
     def fill(self, slots: Sequence[int], bitmask_RW: np.ndarray, failures: SlotFailures) -> None:
         """Write the masks of these slots into the first rows of a bitmask, int32 [rows, words].
 
-        A slot without a matcher, or whose output has ended, allows every token, and its token is dropped. If the first
-        rows take long, threads share the others.
-
-        Args:
-            slots: the slots, by row.
-            bitmask_RW: destination.
-            failures: receives the slots whose matcher raises; they have no grammar from then on.
+        A slot without a matcher, or whose output has ended, allows every token, and its token is dropped. A slot whose
+        matcher raises is added to `failures`, and has no grammar from then on. If the first rows take long, threads
+        share the others.
         """
         began = time.perf_counter()
         for row, slot in enumerate(slots):

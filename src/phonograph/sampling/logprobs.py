@@ -88,12 +88,8 @@ def step_prompt_logprobs(
 ) -> dict[int, list[TokenLogprobs]]:
     """Return by slot the log-probabilities of the prompt tokens in a step's chunks, for requests that ask for them.
 
-    Args:
-        batch: the step.
-        live: sequence of each slot.
-        hidden_TE: as in `prompt_logprobs`, rows of the whole batch.
-        logits_fn: as in `prompt_logprobs`.
-        failures: receives the slots whose work raises.
+    `live` has the sequence of each slot, and `hidden_TE` the rows of the whole batch. A slot whose work raises is added
+    to `failures`.
     """
 
     def score(slot: int, hidden_TE: torch.Tensor, targets: list[int], top: int) -> None:

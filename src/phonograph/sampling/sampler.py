@@ -182,9 +182,7 @@ class Sampler:
     def needs_logits(self, slots_N: np.ndarray, draws_N: np.ndarray) -> np.ndarray:
         """Return the rows that no kernel supports (penalties, bias, min_tokens, logprobs): bool [N].
 
-        Args:
-            slots_N: slots, int64.
-            draws_N: tokens that each request has generated, int64.
+        Slots, and the tokens that each request has generated, are int64.
         """
         return (
             self._penalized[slots_N]

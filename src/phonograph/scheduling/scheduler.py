@@ -2,32 +2,53 @@
 
 Continuous batching with chunked prefill under one token budget. In each step every running sequence that is past its
 prompt gets one token. Then the prompt in progress gets a chunk of the remaining budget. Then waiting requests are
-admitted in order of rank, while slots, blocks and budget last, so that only the last one stays in progress. A sequence
-gets the blocks of all its known tokens at admission, so that only decodes need further blocks. If there are none left,
-the running sequence of the worst rank loses its blocks and waits again with its output (preemption by recompute).
+admitted in order of rank, while slots, blocks and budget last, so that only the last one stays in progress. If there
+are too few blocks for the decodes, the running sequence of the worst rank loses its blocks and waits again with its
+output (preemption by recompute).
 
-Every request ends. The running sequence of the best rank is preempted only if it runs alone, and alone it always fits,
-because the pool bounds its length. It computes at least one token in each step (budget >= sequences). When it ends,
-another sequence has the best rank. A waiting request is overtaken only by requests of better rank.
+Blocks come from one pool for all KV groups. In a full group a sequence gets the blocks of all its known tokens at
+admission. In a sliding group it gets the blocks of each chunk when the chunk is scheduled, after those behind the
+window are freed. So at admission enough blocks must be free for the largest chunk, too, and those that the prompt in
+progress has not yet taken stay *promised* to it: decodes preempt rather than take them. After its prompt a sequence
+needs one block for each group in which its last block is full. It first frees what is behind its window.
+
+Every request ends:
+
+1. A running sequence computes at least one token in each step in which it is not preempted. The budget suffices,
+   because a step has a token for every sequence. A decode gets its blocks, because decodes are preempted until those of
+   the others are free. A chunk of a prompt gets its blocks from the promise, which holds at all times: taking a block
+   makes it smaller by one, freeing an own block larger by one, and freeing a shared block, which may stay in use,
+   leaves it unchanged. Nothing is admitted while a prompt is in progress, so its blocks do not become shared.
+2. The running sequence of the best rank is preempted only if it runs alone. Alone it always fits: then all blocks in
+   use are its own, at most `pages_for_request` of its tokens, and `context_len` is the length of the longest request
+   for which the pool has so many. Its admission is not refused either, because what admission asks for is no more.
+3. When it ends, another sequence has the best rank. A waiting request is overtaken only by requests of better rank. If
+   nothing runs, the first waiting request is admitted, by 2.
 
 Steps may overlap. `schedule` counts a step as computed at once, so it can be called again before `update` has brought
 that step's tokens, which are then only on the device. Updates come in the order of the schedules. Slot and blocks of a
-request whose last token is in flight are free for the next step, because steps run in order.
+request whose last token is in flight are free for the next step, because steps run in order. For the same reason a
+block behind a window may be written by the step whose schedule frees it: all steps that read it come before.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Sequence
 from itertools import compress
+from math import gcd
 from operator import attrgetter
 from typing import Literal
 
 from phonograph.core.batch import BlockAppend, NewSequence, ScheduledBatch, StepOutput
+from phonograph.core.blocks import most_tokens, pages_for_request
+from phonograph.core.kv_group import KVGroup
 from phonograph.core.limits import Limits
 from phonograph.core.request import FinishReason, Request, RequestState
 from phonograph.errors import RequestError
-from phonograph.kv_cache.manager import BlockTable, CacheManager
+from phonograph.kv_cache.manager import CacheManager
+from phonograph.kv_cache.tables import SequenceTable
 from phonograph.scheduling.scheduler_stats import SchedulerStats
 
 _RANK = attrgetter("rank")
@@ -41,8 +62,8 @@ class Scheduler:
 
     Args:
         limits: what runs at once. A step has a token for every running sequence.
-        block_size: tokens in a KV block.
-        num_blocks: KV blocks.
+        groups: KV groups of the model.
+        num_blocks: KV blocks, each of any group.
         enable_prefix_caching: reuse the blocks of prompts that begin alike.
         policy: "fcfs" serves by arrival; "priority" by priority, then arrival.
     """
@@ -51,28 +72,41 @@ class Scheduler:
         self,
         limits: Limits,
         *,
-        block_size: int,
+        groups: Sequence[KVGroup],
         num_blocks: int,
         enable_prefix_caching: bool = True,
         policy: Literal["fcfs", "priority"] = "fcfs",
     ) -> None:
         assert limits.max_num_batched_tokens >= limits.max_num_seqs
         self.limits = limits
-        self.block_size = block_size
+        self.groups = tuple(groups)
         self.num_blocks = num_blocks
         self.policy = policy
         # Maximum tokens of a request: the model's context, or what the blocks hold (the last token needs no block).
-        self.context_len = min(limits.max_model_len, num_blocks * block_size + 1)
-        self._cache = CacheManager(
-            num_blocks=num_blocks, block_size=block_size, enable_prefix_caching=enable_prefix_caching
+        longest = most_tokens(
+            num_blocks,
+            lambda length: pages_for_request(groups, length, limits.max_num_batched_tokens),
+            limits.max_model_len - 1,
         )
+        self.context_len = longest + 1
+        self._cache = CacheManager(
+            groups,
+            num_blocks=num_blocks,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            enable_prefix_caching=enable_prefix_caching,
+        )
+        # A decode may need blocks when its length is a multiple of this.
+        self._block_step = gcd(*(group.block_size for group in groups))
+        self._num_full = sum(group.window is None for group in groups)
+        self._windows = Counter(group.window for group in groups if group.window is not None)
         self._requests: dict[str, Request] = {}
-        self._tables: dict[str, BlockTable] = {}
+        self._tables: dict[str, SequenceTable] = {}
         self._waiting: list[Request] = []  # sorted by rank
         # Running sequences: the decodes by slot, and the sequence whose prompt is in progress.
         self._decoding: dict[int, Request] = {}
         self._prefilling: Request | None = None
         self._last_scheduled: list[Request] = []  # their last token is in the latest batch
+        self._prefilled: list[Request] = []  # the end of their prompt is in the latest batch
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self._freed: list[int] = []  # since the last batch
         self._in_flight: deque[tuple[ScheduledBatch, list[Request]]] = deque()
@@ -118,7 +152,9 @@ class Scheduler:
         request.rank = (request.priority if self.policy == "priority" else 0, request.arrival, self._num_added)
         self._num_added += 1
         self._requests[request.request_id] = request
-        self._tables[request.request_id] = BlockTable(request.tokens)
+        self._tables[request.request_id] = self._cache.make_table(
+            request.tokens, request.prompt_len, request.cache_salt
+        )
         insort(self._waiting, request, key=_RANK)
 
     def check_request(self, request: Request) -> None:
@@ -136,7 +172,7 @@ class Scheduler:
             problem = f"tokens leave no room to generate in a context (max_model_len) of {most}"
             raise RequestError("prompt length", request.prompt_len, f"{problem}; the maximum is {most - 1}")
         if request.prompt_len >= self.context_len:
-            problem = f"tokens do not fit in the KV cache, which holds {self.num_blocks * self.block_size}"
+            problem = f"tokens do not fit in the KV cache, which holds {self.context_len - 1}"
             raise RequestError(
                 "prompt length", request.prompt_len, f"{problem}; shorten the prompt or enlarge the KV cache"
             )
@@ -172,17 +208,17 @@ class Scheduler:
     def schedule(self) -> ScheduledBatch:
         """Return the next step. For running decodes the cost is a short loop, with more to do at block boundaries."""
         self._release_ending()
+        self._free_behind_prompts()
         may_admit = self._make_room()
         slots: list[int] = []
         contexts: list[int] = []
         requests: list[Request] = []
         appends: list[BlockAppend] = []
-        block_size = self.block_size
+        block_step = self._block_step
         for slot, request in self._decoding.items():
             context = request.num_computed
-            if context % block_size == 0:
-                table = self._publish(request)
-                appends.append(BlockAppend(slot=slot, start=len(table.block_ids), block_ids=[self._cache.grow(table)]))
+            if context % block_step == 0:
+                self._extend(self._free_behind(request), slot, context + 1, appends)
             request.num_computed = context + 1
             if context + 2 == request.max_len:
                 self._last_scheduled.append(request)
@@ -200,17 +236,20 @@ class Scheduler:
                 if request is None:
                     break
                 new.append(self._new_sequence(request))
-                block_ids = self._tables[request.request_id].block_ids.copy()
-                appends.append(BlockAppend(slot=request.slot, start=0, block_ids=block_ids))
+                is_new = True
+            else:
+                is_new = False
             context = request.num_computed
             query_len = min(request.num_tokens - context, budget)
             budget -= query_len
+            self._extend(self._free_behind(request), request.slot, context + query_len, appends, is_new=is_new)
             request.num_computed = context + query_len
             self._publish(request)
             complete = request.num_computed == request.num_tokens
             if complete:
                 self._prefilling = None
                 self._decoding[request.slot] = request
+                self._prefilled.append(request)
                 if request.num_computed + 1 == request.max_len:
                     self._last_scheduled.append(request)
             if query_len > 1:
@@ -290,23 +329,60 @@ class Scheduler:
                 request.state = RequestState.ENDING
         self._last_scheduled.clear()
 
+    def _free_behind_prompts(self) -> None:
+        """Free what is behind the windows of sequences whose prompt the last step completed.
+
+        Later they free it at block boundaries, but a chunk may be much longer than a block.
+        """
+        if self._windows:
+            for request in self._prefilled:
+                if request.state is RequestState.RUNNING:
+                    self._free_behind(request)
+        self._prefilled.clear()
+
     def _make_room(self) -> bool:
-        """Preempt until every decode can have the block it needs; return True if no blocks were short."""
-        block_size, pool = self.block_size, self._cache.pool
-        if pool.num_free >= len(self._decoding):
+        """Preempt until every decode can have the blocks it needs; return True if no blocks were short."""
+        pool, cache = self._cache.pool, self._cache
+        if pool.num_free >= len(self._decoding) * len(self.groups) + cache.most_promised:
             return True
-        needy = {slot for slot, request in self._decoding.items() if request.num_computed % block_size == 0}
-        while len(needy) > pool.num_free:
+        needs: dict[int, int] = {}
+        for slot, request in self._decoding.items():
+            context = request.num_computed
+            if context % self._block_step == 0:
+                if self._windows:
+                    self._free_behind(request)
+                needs[slot] = sum(context % group.block_size == 0 for group in self.groups)
+        needed, were_short = sum(needs.values()), pool.num_free - self._promised() < self._growth()
+        while needed > pool.num_free - self._promised():
             victim = max(self._running, key=_RANK)
-            needy.discard(victim.slot)
+            needed -= needs.pop(victim.slot, 0)
             self._release(victim)
             victim.state = RequestState.PREEMPTED
             insort(self._waiting, victim, key=_RANK)
             self._num_preemptions += 1
-        return False
+            were_short = True
+        return not were_short
+
+    def _promised(self) -> int:
+        """Return the free blocks that are promised to the prompt in progress."""
+        request = self._prefilling
+        if request is None or not self._windows:
+            return 0
+        return self._cache.promised(self._tables[request.request_id], request.num_tokens)
+
+    def _growth(self) -> int:
+        """Return the blocks that the decodes may soon need.
+
+        One for each in each group. Past the window a sequence frees as many blocks of a sliding group as it takes.
+        """
+        count = len(self._decoding) * self._num_full
+        for window, num_groups in self._windows.items():
+            young = sum(request.num_computed < window for request in self._decoding.values())
+            count += num_groups * young
+        return count
 
     def _admit(self) -> Request | None:
-        """Give the first waiting request a slot and the blocks of all its tokens, if they are free."""
+        """Give the first waiting request a slot and blocks, if there are enough for all its tokens."""
         if not self._waiting or not self._free_slots:
             return None
         request = self._waiting[0]
@@ -317,8 +393,8 @@ class Scheduler:
         whole = request.params.prompt_logprobs is not None and len(request.prompt_logprobs) < request.prompt_len - 1
         if whole:
             request.prompt_logprobs.clear()
-        # Each sequence may soon need another block. Without these in reserve, admission would cause preemption.
-        reserve = len(self._decoding) + 1 if self._decoding else 0
+        # Each sequence may soon need further blocks. Without these in reserve, admission would cause preemption.
+        reserve = self._growth() + len(self.groups) if self._decoding else 0
         table = self._tables[request.request_id]
         num_cached = self._cache.admit(table, request.num_tokens, reserve=reserve, reuse=not whole)
         if num_cached is None:
@@ -348,8 +424,27 @@ class Scheduler:
             grammar=request.grammar,
         )
 
-    def _publish(self, request: Request) -> BlockTable:
-        """Put the full blocks whose tokens are scheduled and known into the prefix cache; return the block table."""
+    def _free_behind(self, request: Request) -> SequenceTable:
+        """Publish the full blocks, free those that the request's next step does not read; return the block tables."""
+        table = self._publish(request)
+        if self._windows:
+            self._cache.free_behind(table, request.num_computed)
+        return table
+
+    def _extend(
+        self, table: SequenceTable, slot: int, num_tokens: int, appends: list[BlockAppend], *, is_new: bool = False
+    ) -> None:
+        """Take the blocks of the leading `num_tokens` tokens, and append them, or all of a new sequence, to a batch."""
+        fresh = self._cache.extend(table, num_tokens)
+        if is_new:
+            for group, one in enumerate(table.groups):
+                appends.append(BlockAppend(slot=slot, start=one.first, block_ids=one.held, group=group))
+        else:
+            for group, start, block_ids in fresh:
+                appends.append(BlockAppend(slot=slot, start=start, block_ids=block_ids, group=group))
+
+    def _publish(self, request: Request) -> SequenceTable:
+        """Put the full blocks whose tokens are scheduled and known into the prefix cache; return the block tables."""
         table = self._tables[request.request_id]
         self._cache.publish(table, min(request.num_computed, request.num_tokens))
         return table

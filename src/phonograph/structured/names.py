@@ -34,8 +34,7 @@ _END = 256
 def write_names(found: list[tuple[Schema, Schema, int]]) -> list[str]:
     """Rewrite the names of schemas, in place; return a warning for each format of names that is not enforced.
 
-    Args:
-        found: each schema with its resource and its depth.
+    Each schema comes with its resource and its depth.
 
     Raises:
         GrammarError: a pattern whose names are all listed would become too large.

@@ -31,12 +31,7 @@ def check_backend(
 ) -> list[LayerResult]:
     """Run each batch shape, without a graph, through a layer of each window of `spec`.
 
-    Args:
-        make: class of the backend, or another factory.
-        spec: configuration, which the backend must not refuse.
-        device: device of the tensors.
-        shapes: batches to run; by default the ones of `shapes_of`.
-        seed: seed of the contents.
+    The backend must not refuse `spec`. The shapes are by default those of `shapes_of`.
     """
     shapes = shapes or shapes_of(spec)
     limits = Limits(

@@ -1,8 +1,9 @@
 """Random paged batches for attention backends.
 
 Batches are ragged and of odd sizes, with scattered blocks, empty slots and padding tokens. Everything that a backend
-must not read is NaN: cache slots without a token, padding rows of the inputs, and the block to which block-table
-entries after the end of a sequence point.
+must not read is NaN: cache slots without a token, padding rows of the inputs, and two blocks. Entries of the block
+table after the end of a sequence name the first; entries of blocks that an engine has freed, because they are behind
+the windows of all layers, name the second.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from phonograph.attention.backend import AttentionLayer
 from phonograph.attention.metadata import CommonMetadata
 
 _POISON_BLOCK = 0
+FREED_BLOCK = 1
+"""Block in the place of those that are behind the windows of all layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +45,7 @@ class PagedBatch:
 
     query [T, H, D], key and value [T, K, D]: of the new tokens, not yet in the cache
     kv_cache [2, B, S, K, D]: holds the context, NaN elsewhere
-    slots:    for each sequence the cache slots of all its tokens, the new ones last
+    slots:    for each sequence the cache slots of all its tokens, the new ones last; freed ones are not in the table
     """
 
     common: CommonMetadata
@@ -120,13 +123,15 @@ def make_batch(
     size = spec.block_size
     num_reqs = len(shape.query_lens) + shape.padded_reqs
     num_blocks = [-(-seq_len // size) for seq_len in shape.seq_lens]
-    total_blocks = 1 + 2 * sum(num_blocks)
-    scattered = 1 + torch.randperm(total_blocks - 1, generator=generator)
+    total_blocks = 2 + 2 * sum(num_blocks)
+    scattered = 2 + torch.randperm(total_blocks - 2, generator=generator)
     tables = torch.split(scattered[: sum(num_blocks)], num_blocks)
     block_table = torch.full((num_reqs, max(num_blocks, default=0) + 2), _POISON_BLOCK, dtype=torch.int32)
     slots: list[torch.Tensor] = []
-    for index, (table, seq_len) in enumerate(zip(tables, shape.seq_lens, strict=True)):
-        block_table[index, : len(table)] = table
+    for index, (table, seq_len, query_len) in enumerate(zip(tables, shape.seq_lens, shape.query_lens, strict=True)):
+        num_freed = _blocks_freed(spec, seq_len - query_len)
+        block_table[index, :num_freed] = FREED_BLOCK
+        block_table[index, num_freed : len(table)] = table[num_freed:]
         slots.append((table[:, None] * size + torch.arange(size)).flatten()[:seq_len])
 
     dtype: torch.dtype = getattr(torch, spec.dtype)
@@ -154,6 +159,12 @@ def make_batch(
         kv_cache=_in_layout(torch.stack(kv_cache).unflatten(1, (total_blocks, size)), spec.layout, device),
         slots=slots,
     )
+
+
+def _blocks_freed(spec: AttentionSpec, context: int) -> int:
+    """Return the leading blocks that no query behind a context attends to in any layer."""
+    lefts = [left for left, _ in spec.windows]
+    return 0 if min(lefts) < 0 else max(0, context - max(lefts)) // spec.block_size
 
 
 def quantized(rows_NKD: torch.Tensor, scale_K: torch.Tensor | None, spec: AttentionSpec) -> torch.Tensor:

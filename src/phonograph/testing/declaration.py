@@ -14,12 +14,10 @@ from phonograph.attention.attention_spec import AttentionSpec
 from phonograph.attention.backend import Capabilities
 from phonograph.core.device import KNOWN_DEVICES, DeviceSpec
 from phonograph.graphs.modes import GraphSupport, Support
-from phonograph.testing.report import Check, failed, passed
+from phonograph.testing.report import Check, Outcome
+from phonograph.testing.specs import PLAIN
 
 _HARMLESS = {"phonograph", "torch", "numpy"} | set(sys.stdlib_module_names)
-PLAIN = AttentionSpec(
-    num_query_heads=4, num_kv_heads=2, head_size=64, dtype="float16", kv_cache_dtype="float16", block_size=16
-)
 # Values that no kernel has. A backend refuses each, or runs it.
 _ODD = (
     replace(PLAIN, head_size=100, block_size=3),
@@ -38,7 +36,7 @@ def check_declaration(capabilities: Capabilities, device: DeviceSpec) -> list[Ch
         second = [_answer(capabilities, *question) for question in questions]
     except Exception as error:  # whatever an answer raises
         text = f"an answer raised {type(error).__name__}: {error}; capabilities answer for any device and configuration"
-        return [failed("impure capabilities", label, text)]
+        return [Check("impure capabilities", label, Outcome.FAILED, text)]
     asked = [f"{spec} on {one.name}" for spec, one in questions]
     answers = zip(asked, first, second, strict=True)
     changed = (f"{where} it answered {one}, then {other}" for where, one, other in answers if one != other)
@@ -58,7 +56,10 @@ def check_declaration(capabilities: Capabilities, device: DeviceSpec) -> list[Ch
         "refusal without a reason": [text for text in refusals if text],
         "support without a reason": [text for text in supports if text],
     }
-    return [failed(name, label, texts[0]) if texts else passed(name, label) for name, texts in problems.items()]
+    return [
+        Check(name, label, Outcome.FAILED, texts[0]) if texts else Check(name, label, Outcome.PASSED)
+        for name, texts in problems.items()
+    ]
 
 
 _Answer = tuple[Any, Support, Support, str | None]

@@ -12,7 +12,7 @@ from phonograph.attention.backend import Capabilities, MakeBackend
 from phonograph.core.device import DeviceSpec
 from phonograph.testing.conformance import check_backend
 from phonograph.testing.conformance_batch import BatchShape, shapes_of
-from phonograph.testing.report import Check, failed, not_applicable, passed
+from phonograph.testing.report import Check, Outcome
 from phonograph.testing.specs import everything, spec_text, variations
 
 NUMERICS = "wrong numerics"
@@ -22,9 +22,10 @@ UNDECLARED = "undeclared feature"
 def check_numerics(make: MakeBackend, base: AttentionSpec, device: torch.device) -> Check:
     """Check the plain configuration on every batch of the suite, eagerly and without padding."""
     problem = _problem(make, base, device, shapes_of(base))
-    if problem:
-        return failed(NUMERICS, spec_text(base), f"{problem}; nothing is asked of it here beyond plain attention")
-    return passed(NUMERICS, spec_text(base))
+    if not problem:
+        return Check(NUMERICS, spec_text(base), Outcome.PASSED)
+    text = f"{problem}; nothing is asked of it here beyond plain attention"
+    return Check(NUMERICS, spec_text(base), Outcome.FAILED, text)
 
 
 def check_features(
@@ -42,7 +43,7 @@ def check_features(
     for variation in varied:
         name = f"{UNDECLARED}: {variation.name}"
         if variation.refusals:
-            checks.append(not_applicable(name, "", f"refused: {'; '.join(variation.refusals)}"))
+            checks.append(Check(name, "", Outcome.NOT_APPLICABLE, f"refused: {'; '.join(variation.refusals)}"))
             continue
         checks.append(_check(make, name, variation.name, variation.spec, device))
     if any(check.name.startswith(UNDECLARED) and check.text.startswith("accepted") for check in checks):
@@ -67,12 +68,9 @@ def _compile(make: MakeBackend, specs: Sequence[AttentionSpec], device: torch.de
 def _check(make: MakeBackend, name: str, feature: str, spec: AttentionSpec, device: torch.device) -> Check:
     problem = _problem(make, spec, device, _shapes(spec))
     if not problem:
-        return passed(name, "")
-    return failed(
-        name,
-        "",
-        f"accepted, but not computed: {feature}: {problem}; refusals() is to name it, with the reason",
-    )
+        return Check(name, "", Outcome.PASSED)
+    text = f"accepted, but not computed: {feature}: {problem}; refusals() is to name it, with the reason"
+    return Check(name, "", Outcome.FAILED, text)
 
 
 def _shapes(spec: AttentionSpec) -> list[BatchShape]:

@@ -16,7 +16,7 @@ from phonograph.attention.backend import AttentionLayer
 from phonograph.attention.metadata import CommonMetadata
 from phonograph.core.limits import Limits
 from phonograph.graphs.modes import GraphKey
-from phonograph.testing.conformance_batch import BatchShape, PagedBatch, make_batch, make_layer
+from phonograph.testing.conformance_batch import FREED_BLOCK, BatchShape, PagedBatch, make_batch, make_layer
 
 POISON = 0x7FAB
 """Bit pattern, repeated in float32: a signalling NaN in float16, bfloat16 and float32, which no arithmetic makes."""
@@ -93,8 +93,17 @@ class RigInputs:
         on_host = replace(layer, k_scale=_host(layer.k_scale), v_scale=_host(layer.v_scale))
         return make_batch(self.spec, on_host, shape, torch.device("cpu"), self.generator)
 
-    def load(self, batch: PagedBatch, *, clears_padding: bool, poison: Poison = ALL_POISON) -> CommonMetadata:
-        """Write a batch where `prepare` reads it; return its metadata, whose tensors the step fills."""
+    def load(
+        self, batch: PagedBatch, *, clears_padding: bool, skips_freed: bool = True, poison: Poison = ALL_POISON
+    ) -> CommonMetadata:
+        """Write a batch where `prepare` reads it; return its metadata, whose tensors the step fills.
+
+        Args:
+            batch: the batch.
+            clears_padding: False if the caller must zero the padding rows of outputs.
+            skips_freed: False if blocks behind windows must be finite.
+            poison: memory that holds NaN.
+        """
         common = batch.common
         width = min(self.max_blocks, common.block_table.shape[1])
         for (_, staged), values in zip(
@@ -110,6 +119,9 @@ class RigInputs:
         self._qkv_THD.fill_(torch.nan if poison.padding else 0.0)
         self._qkv_THD[:rows] = (contents if poison.padding else contents.nan_to_num(0.0)).to(self.device)
         cache = batch.kv_cache.to(self.device)
+        if not skips_freed:
+            cache = cache.clone()
+            cache[:, FREED_BLOCK] = 1.0
         if not poison.cache:
             cache = cache.float().nan_to_num(0.0).to(cache.dtype)
         for target in self.caches:
@@ -146,7 +158,7 @@ class RigInputs:
         """Return a cache [2, B, S, K, D] in the layout of the spec, with room for the blocks of any drawn batch."""
         spec = self.spec
         # `make_batch` scatters a batch over this number of blocks.
-        num_blocks = 1 + 2 * self.limits.max_num_seqs * self.max_blocks
+        num_blocks = 2 + 2 * self.limits.max_num_seqs * self.max_blocks
         dtype: torch.dtype = getattr(torch, spec.kv_cache_dtype)
         middle = (spec.block_size, spec.num_kv_heads)
         if spec.layout is KVLayout.HND:

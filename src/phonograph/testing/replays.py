@@ -13,7 +13,7 @@ from phonograph.testing.conformance_batch import BatchShape, PagedBatch
 from phonograph.testing.experiments import FROZEN, TAIL, Experiment, batch, describe, experiments, random_batches
 from phonograph.testing.inputs import ALL_POISON, Poison, RigInputs
 from phonograph.testing.judge import Verdict, difference, judge
-from phonograph.testing.report import Check, failed, not_applicable, passed
+from phonograph.testing.report import Check, Outcome
 from phonograph.testing.rig import Outputs, Rig
 
 REFUSED, MOVED, SHAPE, PADDING, UNWRITTEN, EARLY, UNLIKE, RANDOM = (
@@ -94,10 +94,10 @@ def check_graph(make: MakeBackend, inputs: RigInputs, key: GraphKey, others: lis
 
 def _as_check(name: str, subject: str, found: _Found) -> Check:
     if name in found.failures:
-        return failed(name, subject, found.failures[name])
+        return Check(name, subject, Outcome.FAILED, found.failures[name])
     if name in found.skipped:
-        return not_applicable(name, subject, found.skipped[name])
-    return passed(name, subject)
+        return Check(name, subject, Outcome.NOT_APPLICABLE, found.skipped[name])
+    return Check(name, subject, Outcome.PASSED)
 
 
 def _eager(make: MakeBackend, inputs: RigInputs, key: GraphKey, shapes: list[BatchShape], found: _Found) -> None:

@@ -15,7 +15,7 @@ class Outcome(Enum):
     NOT_APPLICABLE = "not applicable"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Check:
     """Result for one fault.
 
@@ -36,38 +36,6 @@ class Check:
         return f"{mark:<7}{self.name:<42} {self.subject:<42} {self.text}".rstrip()
 
 
-def passed(name: str, subject: str) -> Check:
-    """Return a check that found no fault.
-
-    Args:
-        name: the fault.
-        subject: graph or configuration, or "".
-    """
-    return Check(name=name, subject=subject, outcome=Outcome.PASSED)
-
-
-def failed(name: str, subject: str, text: str) -> Check:
-    """Return a check that found its fault.
-
-    Args:
-        name: the fault.
-        subject: graph or configuration, or "".
-        text: as in `Check`.
-    """
-    return Check(name=name, subject=subject, outcome=Outcome.FAILED, text=text)
-
-
-def not_applicable(name: str, subject: str, text: str) -> Check:
-    """Return a check that the backend's declaration leaves out.
-
-    Args:
-        name: the fault.
-        subject: graph or configuration, or "".
-        text: as in `Check`.
-    """
-    return Check(name=name, subject=subject, outcome=Outcome.NOT_APPLICABLE, text=text)
-
-
 @dataclass(slots=True, kw_only=True)
 class ConformanceReport:
     """Results of the suite for one backend. `str` makes a table.
@@ -80,7 +48,8 @@ class ConformanceReport:
     Example:
         ```python
         report = ConformanceReport(backend="my_backend", device="cpu")
-        report.checks.append(failed("stale split count", "decode[8 tokens, 8 slots]", "a batch of longer sequences"))
+        check = Check("stale split count", "decode[8 tokens, 8 slots]", Outcome.FAILED, "a batch of longer sequences")
+        report.checks.append(check)
         assert not report.ok and report.failures[0].name == "stale split count"
         ```
     """

@@ -48,7 +48,12 @@ class Rig:
     def build(self, batch: PagedBatch, key: GraphKey | None, poison: Poison = ALL_POISON) -> AttentionMetadata:
         """Load a batch and build its metadata."""
         with torch.inference_mode(), self.runtime.scope():
-            common = self.inputs.load(batch, clears_padding=self.clears_padding, poison=poison)
+            common = self.inputs.load(
+                batch,
+                clears_padding=self.clears_padding,
+                skips_freed=self.backend.capabilities.skips_freed_blocks,
+                poison=poison,
+            )
             return self.builder.build(common, key=key)
 
     def capture(self, key: GraphKey, batch: PagedBatch) -> AttentionMetadata:

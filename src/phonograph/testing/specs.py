@@ -10,6 +10,9 @@ from phonograph.attention.attention_spec import UNBOUNDED, AttentionKind, Attent
 from phonograph.attention.backend import Capabilities
 from phonograph.core.device import DeviceSpec
 
+PLAIN = AttentionSpec(
+    num_query_heads=4, num_kv_heads=2, head_size=64, dtype="float16", kv_cache_dtype="float16", block_size=16
+)
 SPECULATIVE_TOKENS = 3
 _FULL = (UNBOUNDED, UNBOUNDED)
 # Features that a model may have together, in the order in which `everything` adds them.
@@ -56,15 +59,7 @@ def base_specs(capabilities: Capabilities, device: DeviceSpec) -> list[Attention
     for kind, dtype, head_size, block_size in itertools.product(
         AttentionKind, dtypes, head_sizes, (16, 32, 64, 128, 256, 8)
     ):
-        spec = AttentionSpec(
-            num_query_heads=4,
-            num_kv_heads=2,
-            head_size=head_size,
-            dtype=dtype,
-            kv_cache_dtype=dtype,
-            block_size=block_size,
-            kind=kind,
-        )
+        spec = replace(PLAIN, head_size=head_size, dtype=dtype, kv_cache_dtype=dtype, block_size=block_size, kind=kind)
         if not capabilities.refusals(spec, device):
             return [spec]
     return []

@@ -13,13 +13,13 @@ from phonograph.attention.selection import Registered, registered_backends
 from phonograph.core.device import DeviceSpec
 from phonograph.errors import BackendError
 from phonograph.graphs.modes import GraphKey, GraphSet, GraphSupport
-from phonograph.testing.declaration import PLAIN, check_declaration
+from phonograph.testing.declaration import check_declaration
 from phonograph.testing.experiments import limits_for
 from phonograph.testing.features import NUMERICS, UNDECLARED, check_features, check_numerics
 from phonograph.testing.inputs import RigInputs
 from phonograph.testing.replays import PADDING, UNWRITTEN, check_graph
-from phonograph.testing.report import Check, ConformanceReport, Outcome, failed, not_applicable, passed
-from phonograph.testing.specs import SPECULATIVE_TOKENS, base_specs, spec_text
+from phonograph.testing.report import Check, ConformanceReport, Outcome
+from phonograph.testing.specs import PLAIN, SPECULATIVE_TOKENS, base_specs, spec_text
 
 MISSING, REFUSES, LOADING, SUPPORT, LOST = "missing", "refuses everything", "loading", "graph support", "lost device"
 
@@ -64,9 +64,11 @@ def check_conformance(
     if not report.ok:
         return report
     bases = list(specs) or base_specs(capabilities, device_spec)
-    make = _loaded(registered, bases, device_spec, report)
-    if make is None:
+    make = _loaded(registered, bases, device_spec)
+    if isinstance(make, Check):
+        report.checks.append(make)
         return report
+    report.checks.append(Check(LOADING, capabilities.label, Outcome.PASSED))
     try:
         for base in bases:
             for check in _check_spec(make, registered, base, device_spec, seed):
@@ -74,7 +76,7 @@ def check_conformance(
     except RuntimeError as error:
         # Errors of a backend become checks. Here a kernel may have broken the device, and nothing runs on it any more.
         text = f"nothing could be run after the check before this one: {error}"
-        report.checks.append(failed(LOST, capabilities.label, text))
+        report.checks.append(Check(LOST, capabilities.label, Outcome.FAILED, text))
     return report
 
 
@@ -92,32 +94,25 @@ def find_backend(name: str) -> Registered:
     return next((one for one in found if one.capabilities.missing() is None), found[0])
 
 
-def _loaded(
-    registered: Registered, bases: list[AttentionSpec], device: DeviceSpec, report: ConformanceReport
-) -> MakeBackend | None:
-    """Return the factory of the backend, or None with the reason in the report."""
+def _loaded(registered: Registered, bases: list[AttentionSpec], device: DeviceSpec) -> MakeBackend | Check:
+    """Return the factory of the backend, or the failed check that says why there is none."""
     capabilities = registered.capabilities
-    missing = capabilities.missing()
+    label, missing = capabilities.label, capabilities.missing()
     refusals = [(one, capabilities.refusals(one, device)) for one in bases or [PLAIN]]
     refused = [f"{spec_text(one)}: {'; '.join(reasons)}" for one, reasons in refusals if reasons]
     if missing is not None:
-        report.checks.append(failed(MISSING, capabilities.label, f"nothing can be run here: {missing}"))
-        return None
+        return Check(MISSING, label, Outcome.FAILED, f"nothing can be run here: {missing}")
     if refused or not bases:
         text = ". ".join(refused) or "no configuration that was tried is accepted"
-        report.checks.append(failed(REFUSES, capabilities.label, f"on {device.name}: {text}"))
-        return None
+        return Check(REFUSES, label, Outcome.FAILED, f"on {device.name}: {text}")
     try:
         make = registered.loader()
     except Exception as error:  # whatever another package's import raises
         text = f"the loader raised {type(error).__name__}: {error}; missing() is to name the missing library"
-        report.checks.append(failed(LOADING, capabilities.label, text))
-        return None
-    if isinstance(make, type) and make.capabilities.label != capabilities.label:
-        text = f"the loader's class is {make.capabilities.label}, registered is {capabilities.label}"
-        report.checks.append(failed(LOADING, capabilities.label, text))
-        return None
-    report.checks.append(passed(LOADING, capabilities.label))
+        return Check(LOADING, label, Outcome.FAILED, text)
+    if isinstance(make, type) and make.capabilities.label != label:
+        text = f"the loader's class is {make.capabilities.label}, registered is {label}"
+        return Check(LOADING, label, Outcome.FAILED, text)
     return make
 
 
@@ -132,7 +127,7 @@ def _check_spec(
         graphs = _check_graphs(make, registered, base, device_spec, seed)
         yield from (one for one in graphs if one.outcome is Outcome.FAILED and one.name in (PADDING, UNWRITTEN))
         yield numerics
-        yield not_applicable(UNDECLARED, "", f"not tried: {NUMERICS} would show in it too")
+        yield Check(UNDECLARED, "", Outcome.NOT_APPLICABLE, f"not tried: {NUMERICS} would show in it too")
         return
     yield numerics
     checks, most = check_features(make, capabilities, base, device_spec, device)
@@ -157,12 +152,12 @@ def _check_graphs(
 ) -> Iterator[Check]:
     """Return the largest graph of each kind that the declared level allows; with all features the last kind only."""
     if spec.kind is not AttentionKind.DECODER:
-        yield not_applicable(SUPPORT, spec.kind.value, "graphs are captured of decoders")
+        yield Check(SUPPORT, spec.kind.value, Outcome.NOT_APPLICABLE, "graphs are captured of decoders")
         return
     support = registered.capabilities.graph_support(spec, device_spec)
     keys = _keys(spec, support.level, device_spec.kind)
     if not keys:
-        yield not_applicable(SUPPORT, f"query length {1 + spec.speculative_tokens}", support.reason)
+        yield Check(SUPPORT, f"query length {1 + spec.speculative_tokens}", Outcome.NOT_APPLICABLE, support.reason)
         return
     inputs = RigInputs(spec, torch.device(device_spec.kind), limits_for(device_spec.kind), seed)
     largest = list({key.graphs: key for key in reversed(keys)}.values())[::-1]

@@ -198,12 +198,7 @@ class Tokenizer:
         return cast("str | None", self._backend.id_to_token(token_id))
 
     def stream(self, *, skip_special_tokens: bool, after: Sequence[int] = ()) -> TokenStream:
-        """Return a decoder that takes tokens one by one.
-
-        Args:
-            skip_special_tokens: omit special tokens from the text.
-            after: tokens whose text the stream continues. A special token ends a text, and the next token begins one.
-        """
+        """Return a decoder that takes tokens one by one; see `TokenStream`."""
         return TokenStream(self.token_bytes, self.special_token_ids, skips_special=skip_special_tokens, after=after)
 
 

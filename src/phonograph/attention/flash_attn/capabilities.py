@@ -120,6 +120,7 @@ class FlashAttention2Capabilities(_FlashAttentionCapabilities):
 class FlashAttention3Capabilities(_FlashAttentionCapabilities):
     version = "3"
     varies = ""
+    plans_by_lengths = True
     declared = Declaration(
         capabilities=(9,),
         kv_dtypes=("float16", "bfloat16", "float8_e4m3fn"),
@@ -185,6 +186,7 @@ class FlashAttention3Capabilities(_FlashAttentionCapabilities):
 class FlashAttention4Capabilities(_FlashAttentionCapabilities):
     version = "4"
     varies = "no runs of it were ever compared bit by bit"
+    plans_by_lengths = True
     declared = Declaration(
         capabilities=(9, 10),
         head_sizes=(64, 96, 128),

@@ -16,6 +16,8 @@ from phonograph.kernels.attention_scratch import decode_partials, prefill_partia
 class TritonCapabilities(DeclaredCapabilities):
     name = "triton"
     varies = ""
+    plans_by_lengths = True
+    skips_freed_blocks = True
     declared = Declaration(
         min_capability=(8, 0),
         kv_dtypes=("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),

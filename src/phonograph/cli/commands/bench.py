@@ -99,15 +99,9 @@ def run_suites(
     columns: Columns = COLUMNS,
     **limits: int,
 ) -> int:
-    """Start an engine and run workloads. If a case fails, the rows before it are still reported.
+    """Start an engine and run workloads by name. If a case fails, the rows before it are still reported.
 
-    Args:
-        config: configuration of the user.
-        suites: workloads by name.
-        output: file to append the record to.
-        as_json: print the record instead of tables.
-        columns: fields in the tables, by suite.
-        limits: settings for the workloads where the user has set none, in addition to the published ones.
+    Settings that the user has not set are the published ones and `limits`.
     """
     from phonograph.bench.records.record import provenance
     from phonograph.bench.suites import with_published_settings
@@ -121,7 +115,7 @@ def run_suites(
         "max_model_len": plan.limits.max_model_len,
         "max_num_seqs": plan.limits.max_num_seqs,
         "max_num_batched_tokens": plan.limits.max_num_batched_tokens,
-        "kv_cache_tokens": plan.memory.num_blocks * plan.attention.block_size,
+        "kv_cache_tokens": plan.memory.num_tokens,
     }
     rows: list[Row] = []
     try:
@@ -157,21 +151,16 @@ def report_rows(
 
 def _print_table(suite: str, columns: Sequence[str], rows: Sequence[Row]) -> None:
     columns = [name for name in columns if any(name in row.facts for row in rows)]
-    phases = list(dict.fromkeys(phase for row in rows for phase in row.facts.get("phases", {})))
     steps = ["what ran"] if any(row.steps for row in rows) else []
     cells = (
         (
             row.case,
             *(_cell(row.facts.get(name)) for name in columns),
-            *(_cell(row.facts["phases"].get(phase)) for phase in phases),
             *(show.steps_text(row.steps) for _ in steps),
         )
         for row in rows
     )
-    show.print_table((suite, *columns, *phases, *steps), cells)
-    for row in rows:
-        if "error" in row.facts:
-            print(f"{row.case}: {row.facts['error']}")
+    show.print_table((suite, *columns, *steps), cells)
 
 
 def _cell(value: object) -> str:

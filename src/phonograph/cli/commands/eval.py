@@ -1,13 +1,16 @@
 """`phonograph eval`: lm-evaluation-harness's own command, with the engine as its model."""
 
+# pyright: reportMissingImports=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 from cyclopts import Parameter
 
 from phonograph.cli.show import check_installed
-from phonograph.errors import ConfigError
+from phonograph.errors import ConfigError, PhonographError
 
 
 def eval(*words: Annotated[str, Parameter(allow_leading_hyphen=True, help="Words of the harness's command.")]) -> int:
@@ -16,6 +19,16 @@ def eval(*words: Annotated[str, Parameter(allow_leading_hyphen=True, help="Words
         problem = "is `python -m demo_evaluation` in a checkout; other words go to lm-evaluation-harness, as `run`"
         raise ConfigError("eval", words[0], problem)
     check_installed("eval", ["lm_eval"], extra="eval")
-    from phonograph.bench.harness.__main__ import main
+    try:
+        from lm_eval.__main__ import cli_evaluate
 
-    return main(words or ["--help"])
+        import phonograph.bench.harness.adapter  # registers the model  # noqa: F401  # pyright: ignore[reportUnusedImport]
+    except ImportError as error:
+        raise PhonographError(f"{error}; pip install 'phonograph[eval]'") from error
+    words = words or ("--help",)
+    # `run` has `--model phonograph` unless it names another, or a file of arguments.
+    named = any(word.partition("=")[0] in ("-M", "--model", "-C", "--config") for word in words)
+    model = ["--model", "phonograph"] if words[0] == "run" and not named else []
+    sys.argv = ["phonograph eval", *words, *model]
+    cli_evaluate()
+    return 0

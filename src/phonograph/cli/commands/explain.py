@@ -22,6 +22,7 @@ from phonograph.errors import BackendError, ConfigError
 from phonograph.graphs.resolve import without_support
 
 if TYPE_CHECKING:
+    from phonograph.attention.selection import Selection
     from phonograph.cli.attention_matrix import BackendRows
     from phonograph.cli.product_table import Kernels, ProductRow
     from phonograph.engine.plan import EnginePlan
@@ -53,6 +54,7 @@ def explain(
 ) -> None:
     """Print backend, graph mode, graphs, memory and the decision for batches, each with its reason."""
     from phonograph.cli.attention_matrix import make_matrix
+    from phonograph.cli.group_lines import group_names
     from phonograph.engine.plan import make_plan, resolve_attention
     from phonograph.files.catalog import catalog_name
     from phonograph.models.spec import read_configured_model
@@ -68,7 +70,10 @@ def explain(
     if matrix:
         if batch:
             raise ConfigError("batch", " ".join(batch), "the matrix has its own kinds of batches; give one of the two")
-        _show_matrix(make_matrix(resolve_attention(config, model, device), device), as_json=as_json)
+        kv = resolve_attention(config, model, device)
+        matrices = {spec: make_matrix(spec, device) for spec in kv.members}
+        titles = [group_names(kv, kv.members[spec]) for spec in matrices] if len(matrices) > 1 else [""]
+        _show_matrices(dict(zip(titles, matrices.values(), strict=True)), as_json=as_json)
         return
     try:
         plan = make_plan(config, model, device)
@@ -114,9 +119,13 @@ def _device(config: EngineConfig, name: str | None) -> DeviceSpec:
 
 
 def _facts(plan: EnginePlan, decided: list[tuple[ScheduledBatch, Decision]]) -> dict[str, Any]:
+    from phonograph.engine.groups.group_facts import group_facts
+
     capabilities, memory, captures = plan.selection.capabilities, plan.memory, plan.captures
     model = asdict(plan.model)
-    del model["rope_frequencies"], model["rope_factor"]
+    for layer in model["layers"]:
+        rope = layer["attention"]["rope"]
+        layer["attention"]["rope"] = None if rope is None else {"pairs": len(rope.frequencies), "factor": rope.factor}
     return {
         "model": {"name": plan.config.model, **model, "num_parameters": plan.model.num_parameters},
         "device": asdict(plan.device),
@@ -148,8 +157,9 @@ def _facts(plan: EnginePlan, decided: list[tuple[ScheduledBatch, Decision]]) -> 
             "kv_cache": memory.kv_cache,
             "kv_block": memory.block,
             "num_kv_blocks": memory.num_blocks,
-            "num_kv_tokens": memory.num_blocks * plan.attention.block_size,
+            "num_kv_tokens": memory.num_tokens,
         },
+        "kv_groups": [asdict(group) for group in group_facts(plan)],
         "threads": None if plan.threads is None else plan.threads.count,
         "notes": plan.notes,
         "batches": [_batch_facts(batch, decision) for batch, decision in decided],
@@ -185,6 +195,8 @@ def _print(plan: EnginePlan, decided: list[tuple[ScheduledBatch, Decision]]) -> 
 
 
 def _sections(plan: EnginePlan, decided: list[tuple[ScheduledBatch, Decision]]) -> list[tuple[str, list[str]]]:
+    from phonograph.cli.group_lines import group_lines
+
     support = plan.resolution.support
     # The chain repeats why the support is what it is; here that stands right above it.
     chain = [without_support(str(reason), support) for reason in plan.resolution.reasons]
@@ -193,6 +205,7 @@ def _sections(plan: EnginePlan, decided: list[tuple[ScheduledBatch, Decision]]) 
         ("device", [_device_line(plan.device)]),
         ("products", _product_lines(plan)),
         ("limits", [", ".join(f"{name} {size}" for name, size in _limits(plan).items())]),
+        ("KV groups", group_lines(plan)),
         ("attention", _attention_lines(plan)),
         ("support", [support.level.name, f"- {support.reason}"]),
         ("mode", _mode_lines(plan, chain)),
@@ -204,8 +217,21 @@ def _sections(plan: EnginePlan, decided: list[tuple[ScheduledBatch, Decision]]) 
 
 
 def _attention_lines(plan: EnginePlan) -> list[str]:
-    """Return the backend and the steps to it. On a CPU one line stands for all backends that only run on a GPU."""
-    selection = plan.selection
+    """Return the backend of each KV group and the steps to it."""
+    from phonograph.cli.group_lines import group_names
+
+    members = plan.kv.members
+    if len(members) == 1:
+        return _selection_lines(plan, plan.selection)
+    lines: list[str] = []
+    for groups in members.values():
+        label, *reasons = _selection_lines(plan, plan.selections[groups[0]])
+        lines += [f"{group_names(plan.kv, groups)}: {label}", *reasons]
+    return lines
+
+
+def _selection_lines(plan: EnginePlan, selection: Selection) -> list[str]:
+    """Return a backend and the steps to it. On a CPU one line stands for all backends that only run on a GPU."""
     label = selection.capabilities.label
     kernels = [name for name, why in selection.rejected.items() if any(text.startswith("device ") for text in why)]
     if plan.device.kind != "cpu" or not kernels:
@@ -287,20 +313,28 @@ def _graph_lines(plan: EnginePlan) -> list[str]:
 
 
 def _memory_lines(plan: EnginePlan) -> list[str]:
-    memory, size = plan.memory, plan.attention.block_size
+    memory, size = plan.memory, " and ".join(map(str, dict.fromkeys(plan.kv.block_sizes)))
     return [
         f"weights {_bytes(memory.weights)}, graphs {_bytes(memory.graphs)} (estimate), attention "
         f"{_bytes(memory.attention)}, sampling {_bytes(memory.sampling)}, KV cache {_bytes(memory.kv_cache)}",
-        f"{memory.num_blocks} KV blocks of {size} tokens and {_bytes(memory.block)} each: "
-        f"{memory.num_blocks * size} tokens",
+        f"{memory.num_blocks} KV blocks of {size} tokens and {_bytes(memory.block)} each: {memory.num_tokens} tokens",
     ]
 
 
-def _show_matrix(matrix: list[BackendRows], *, as_json: bool) -> None:
+def _show_matrices(matrices: dict[str, list[BackendRows]], *, as_json: bool) -> None:
+    """Print the matrix of each distinct attention, by the names of its KV groups; the only one has no name."""
     if as_json:
-        print_json({"backends": [_backend_facts(rows) for rows in matrix]})
+        facts = {title: [_backend_facts(rows) for rows in matrix] for title, matrix in matrices.items()}
+        print_json({"backends": facts[""]} if "" in facts else {"kv_groups": facts})
         return
     console = Console()
+    for title, matrix in matrices.items():
+        if title:
+            console.print(f"\n{title}", style="bold underline", markup=False)
+        _show_matrix(console, matrix)
+
+
+def _show_matrix(console: Console, matrix: list[BackendRows]) -> None:
     for rows in matrix:
         console.print(f"\n{rows.backend}", style="bold", markup=False)
         if rows.support is None:

@@ -29,14 +29,9 @@ class RequestLog:
         self.output_lens = Histogram(TOKENS)
 
     def grown(self, prompt: Prompt, sample: Sample, num_new: int, *, made: float, seen: float) -> None:
-        """Record new tokens of a sample, and its end if it ended.
+        """Record new tokens of a sample, which has them already, and its end if it ended.
 
-        Args:
-            prompt: prompt of the sample.
-            sample: the sample, with its new tokens.
-            num_new: number of new tokens.
-            made: time at which the engine had them.
-            seen: time at which their text was assembled.
+        The engine had them at the time `made`, and their text was assembled at `seen`.
         """
         if num_new:
             self.num_output_tokens += num_new

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.admission import Prompt
 from phonograph.engine.offline.interrupts import deferred_interrupts
+from phonograph.engine.offline.prompts import salt_of
 from phonograph.engine.outputs import RequestOutput
 from phonograph.engine.session import Session
 from phonograph.errors import RequestError, shortened
@@ -31,15 +32,8 @@ def answer_inputs(
 ) -> list[RequestOutput]:
     """Answer inputs and return one output for each, in their order.
 
-    However the call ends, none of its requests is left in the session.
-
-    Args:
-        session: the engine's requests.
-        inputs: prompts or conversations.
-        encode: turns an input into a prompt.
-        sampling_params: one for all inputs, or one for each.
-        priority: one for each input, or None.
-        use_tqdm: show a progress bar.
+    However the call ends, none of its requests is left in the session. Inputs are prompts or conversations, which
+    `encode` turns into prompts. There is one `sampling_params` for all of them, or one for each.
 
     Raises:
         RequestError: the only input cannot be served, or a parameter is wrong for all. Of several inputs, one that
@@ -95,7 +89,7 @@ def _queue(
         prompt: Prompt = []
         try:
             prompt = encode(item)
-            yield session.add(prompt, one, priority=rank)
+            yield session.add(prompt, one, priority=rank, cache_salt=salt_of(item))
         except RequestError as error:
             if len(inputs) == 1:
                 raise

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any, cast
 
-from phonograph.engine.admission import Prompt
+from phonograph.engine.admission import Prompt, admit_cache_salt
 from phonograph.errors import RequestError, shortened
 from phonograph.text.tokenizer import ChatMessage
 
 PromptInput = Prompt | Mapping[str, Any]
-"""Text, token ids, or a mapping with one of `prompt` (text) and `prompt_token_ids`."""
+"""Text, token ids, or a mapping with one of `prompt` (text) and `prompt_token_ids`, and perhaps a `cache_salt`."""
 _KEYS = ("prompt", "prompt_token_ids")
 _CONVERSATION = 'must be a list of messages such as {"role": "user", "content": "Hello"}'
 _ONE = "is a list of prompts, and one prompt is taken here; only `LLM.generate` takes a list"
@@ -68,7 +68,7 @@ def plain_prompt(prompt: object) -> Prompt:
         if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], (str, Mapping, list, tuple)):
             raise RequestError("prompt", prompt, _ONE)
         return cast("Prompt", prompt)
-    entries = {name: value for name, value in prompt.items() if value is not None}
+    entries = {name: value for name, value in prompt.items() if value is not None and name != "cache_salt"}
     for name, value in entries.items():
         if name not in _KEYS:
             raise RequestError(f"prompt[{name!r}]", shortened(repr(value)), "is not supported; leave it out")
@@ -79,6 +79,17 @@ def plain_prompt(prompt: object) -> Prompt:
         problem = "must be text" if name == "prompt" else "must be a list of token ids"
         raise RequestError(name, shortened(repr(value)), problem)
     return cast("Prompt", value)
+
+
+def salt_of(prompt: object) -> str | None:
+    """Return the salt of a prompt's cached prefixes, if it has one.
+
+    Raises:
+        RequestError: it is not a non-empty string.
+    """
+    cache_salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+    admit_cache_salt(cache_salt)
+    return cache_salt
 
 
 def refuse_unsupported(**arguments: object) -> None:

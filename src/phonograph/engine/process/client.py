@@ -61,7 +61,7 @@ def started(message: Message, progress: StartProgress) -> EngineFacts | None:
         PhonographError: the engine could not start.
     """
     if isinstance(message, Progress):
-        progress(message.phase, message.done, message.total)
+        progress(*message)
         return None
     if isinstance(message, StartFailed):
         raise message.error

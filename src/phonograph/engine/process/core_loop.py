@@ -40,7 +40,7 @@ class _Adding:
     def __init__(self, command: Add) -> None:
         self.keys = list(command.prompts)
         self.left = dict(command.prompts)
-        self.params, self.priority = command.params, command.priority
+        self.params, self.priority, self.cache_salt = command.params, command.priority, command.cache_salt
 
 
 class CoreLoop:
@@ -106,7 +106,7 @@ class CoreLoop:
         self, key: int, token_ids: list[int], call: _Adding, refused: dict[int, RequestError | RequestFailure]
     ) -> None:
         try:
-            output = self._session.add(token_ids, call.params, priority=call.priority)
+            output = self._session.add(token_ids, call.params, priority=call.priority, cache_salt=call.cache_salt)
         except Exception as error:
             refused[key] = self._error_of(f"prompt {key}", error)
             call.left.clear()

@@ -42,13 +42,7 @@ class _SocketChannel:
 
 
 def run_core(config: EngineConfig, commands: str, messages: str) -> None:
-    """Run the engine's process. The exit code is not 0 only if a step failed.
-
-    Args:
-        config: configuration of the engine.
-        commands: address of the socket from which commands come.
-        messages: address of the socket to which messages go.
-    """
+    """Run the engine's process between the sockets at two addresses. The exit code is not 0 only if a step failed."""
     # Ctrl-C reaches both processes; the server ends this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from phonograph.core.batch import TokenLogprobs
 from phonograph.core.request import FinishReason
 from phonograph.core.sampling_params import SamplingParams
+from phonograph.engine.groups.group_facts import GroupFacts
 from phonograph.engine.metrics.step_record import StepRecord
 from phonograph.errors import PhonographError, RequestError, RequestFailure
 from phonograph.graphs.capture_list import CaptureList, CaptureRetry
@@ -33,6 +34,7 @@ class Add:
     prompts: dict[int, list[int]]
     params: SamplingParams
     priority: int
+    cache_salt: str | None = None
 
 
 @dataclass(slots=True)
@@ -51,8 +53,7 @@ class Stop:
 Command = Begin | Add | Abort | Stop
 
 
-@dataclass(slots=True)
-class Progress:
+class Progress(NamedTuple):
     """Progress of the start: `done` of `total` in a phase."""
 
     phase: str
@@ -68,6 +69,7 @@ class EngineFacts:
     resolution:  graph mode with its reasons
     captures:    list of the captured graphs; `graph_memory_bytes` and `capture_seconds` are their cost
     capture_retries: graphs captured at the second attempt, with the reasons
+    block_size:  tokens of a KV block of the first group of `kv_groups`
     notes:       decisions that the configuration left open, or that differ from it
     stats:       scheduler statistics before the first step
     """
@@ -84,6 +86,7 @@ class EngineFacts:
     capture_seconds: float
     capture_retries: tuple[CaptureRetry, ...] = ()
     block_size: int
+    kv_groups: tuple[GroupFacts, ...]
     notes: tuple[str, ...]
     start_seconds: float
     stats: SchedulerStats

@@ -7,6 +7,7 @@ import time
 
 from phonograph.config.engine_config import EngineConfig
 from phonograph.engine.build import Engine
+from phonograph.engine.groups.group_facts import group_facts
 from phonograph.engine.process.core_loop import CoreLoop
 from phonograph.engine.process.messages import Begin, Channel, EngineFacts, Progress, StartFailed
 from phonograph.engine.session import Session, grammar_compiler
@@ -18,10 +19,7 @@ from phonograph.text.tokenizer import load_tokenizer
 def run_engine(config: EngineConfig, channel: Channel, *, owns_process: bool) -> None:
     """Start an engine, report its progress, and execute commands until `Stop`.
 
-    Args:
-        config: configuration of the engine.
-        channel: its end of the connection.
-        owns_process: True if only the engine runs in this process.
+    `owns_process` is True if only the engine runs in this process.
     """
     began = time.perf_counter()
     try:
@@ -52,13 +50,14 @@ def _facts(engine: Engine, seconds: float) -> EngineFacts:
         max_num_seqs=plan.limits.max_num_seqs,
         scheduling_policy=plan.config.scheduling_policy,
         device=plan.device.name,
-        attention_backend=plan.selection.capabilities.label,
+        attention_backend=plan.backends,
         resolution=plan.resolution,
         captures=plan.captures,
         graph_memory_bytes=engine.captured.memory_bytes,
         capture_seconds=engine.captured.seconds,
         capture_retries=engine.captured.retries,
         block_size=plan.attention.block_size,
+        kv_groups=group_facts(plan),
         notes=(*plan.notes, *map(str, engine.captured.retries)),
         start_seconds=seconds,
         stats=engine.core.scheduler.stats,

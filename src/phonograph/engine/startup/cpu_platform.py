@@ -8,13 +8,12 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from phonograph.engine.plan import EnginePlan
-from phonograph.engine.startup.platform import DeviceParts, ModelParts
+from phonograph.engine.startup.platform import DeviceParts, ModelParts, make_step_attention
 from phonograph.graphs.tape.tape import TapeRuntime
-from phonograph.models.layers.rotary import rotary_table
+from phonograph.models.layers.rotary import rotary_tables
 from phonograph.models.layers.torch_parts import TorchKernels
 from phonograph.runner.cpu_inputs import CpuInputs
 from phonograph.runner.cpu_sampling import CpuSampling
-from phonograph.runner.step_attention import StepAttention
 from phonograph.runner.step_program import StepProgram
 from phonograph.sampling.sampler import Sampler
 
@@ -40,11 +39,11 @@ class CpuPlatform:
             max_num_seqs=limits.max_num_seqs,
             max_num_tokens=limits.max_num_batched_tokens,
             max_model_len=limits.max_model_len,
-            block_size=plan.attention.block_size,
+            block_sizes=plan.kv.block_sizes,
         )
-        rotary_PD = rotary_table(model.spec, limits.max_model_len, model.dtype, model.device)
-        model.bind(TorchKernels(rotary_PD, model.spec.rms_norm_eps, model.spec.factors))
-        attention = StepAttention(parts.backend, parts.layers, parts.kv_caches, inputs.slot_mapping, runtime)
+        rotary = rotary_tables(model.spec, limits.max_model_len, model.dtype, model.device)
+        model.bind(TorchKernels(rotary, model.spec.rms_norm_eps, model.spec.factors))
+        attention = make_step_attention(plan, parts, inputs, runtime)
         return DeviceParts(
             runtime=runtime,
             inputs=inputs,

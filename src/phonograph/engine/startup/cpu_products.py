@@ -42,11 +42,6 @@ class Measured:
 def plan_cpu_products(setting: str, model: ModelSpec, dtype: str) -> CpuProducts | None:
     """Return the products of a model's quantized weights, or None if it has none.
 
-    Args:
-        setting: "auto", "int4" or "float32".
-        model: the model.
-        dtype: the model's type.
-
     Raises:
         ConfigError: "int4" has no operator here.
     """

@@ -8,13 +8,13 @@ from contextlib import contextmanager
 import torch
 
 from phonograph.engine.plan import EnginePlan
-from phonograph.engine.startup.platform import DeviceParts, ModelParts
+from phonograph.engine.startup.platform import DeviceParts, ModelParts, make_step_attention
 from phonograph.graphs.cuda import CudaRuntime
 from phonograph.graphs.runtime import GraphRuntime
 from phonograph.kernels.triton.gemm.product_plan import GemmDevice
 from phonograph.kernels.triton.launch import compile_helper
 from phonograph.kernels.triton.launch.precompile import begin_hashing, compile_only
-from phonograph.models.layers.rotary import rotary_table
+from phonograph.models.layers.rotary import rotary_tables
 from phonograph.models.layers.triton_parts import TritonKernels
 from phonograph.models.layers.workspace import Workspace
 from phonograph.runner.cuda.cuda_inputs import CudaInputs
@@ -22,7 +22,6 @@ from phonograph.runner.cuda.cuda_sampling import RING_DEPTH, CudaSampling
 from phonograph.runner.cuda.device_sampler import DeviceSampler
 from phonograph.runner.cuda.masked_sampling import MaskedSampling
 from phonograph.runner.cuda.token_ring import TokenRing
-from phonograph.runner.step_attention import StepAttention
 from phonograph.runner.step_program import StepProgram
 from phonograph.sampling.sampler import Sampler
 
@@ -79,10 +78,10 @@ class CudaPlatform:
                 device,
                 gemm_device=gemm_device,
             )
-            rotary_PD = rotary_table(spec, limits.max_model_len, torch.float32, device)
+            rotary = rotary_tables(spec, limits.max_model_len, torch.float32, device)
             kernels = TritonKernels(
                 workspace,
-                rotary_PD,
+                rotary,
                 spec.rms_norm_eps,
                 device=gemm_device,
                 factors=spec.factors,
@@ -93,7 +92,7 @@ class CudaPlatform:
                 max_num_seqs=limits.max_num_seqs,
                 max_num_tokens=limits.max_num_batched_tokens,
                 max_model_len=limits.max_model_len,
-                block_size=plan.attention.block_size,
+                block_sizes=plan.kv.block_sizes,
                 vocab_size=spec.vocab_size,
                 device=device,
             )
@@ -112,7 +111,7 @@ class CudaPlatform:
             inputs=inputs,
             program=StepProgram(
                 model=model,
-                attention=StepAttention(parts.backend, parts.layers, parts.kv_caches, inputs.slot_mapping, runtime),
+                attention=make_step_attention(plan, parts, inputs, runtime),
                 inputs=inputs,
                 sample=device_sampler.sample,
                 batch_invariant=batch_invariant,

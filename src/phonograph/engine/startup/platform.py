@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,6 +13,7 @@ from phonograph.attention.backend import AnyBackend, AttentionLayer
 from phonograph.engine.plan import EnginePlan
 from phonograph.graphs.runtime import GraphRuntime
 from phonograph.models.transformer import Transformer
+from phonograph.runner.step_attention import StepAttention
 from phonograph.runner.step_inputs import Inputs
 from phonograph.runner.step_program import StepProgram
 from phonograph.runner.steps import Sampling
@@ -21,10 +22,10 @@ from phonograph.sampling.sampler import Sampler
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelParts:
-    """Model, attention backend and layers, and the KV cache of each layer."""
+    """Model, attention backend of each KV group, attention and KV cache of each layer."""
 
     model: Transformer
-    backend: AnyBackend
+    backends: Sequence[AnyBackend]
     layers: list[AttentionLayer]
     kv_caches: list[torch.Tensor]
 
@@ -59,3 +60,10 @@ class Platform(Protocol):
     def make_parts(self, plan: EnginePlan, parts: ModelParts, sampler: Sampler) -> DeviceParts:
         """Bind the model to its kernels, and make the parts within the plan's limits."""
         ...
+
+
+def make_step_attention(plan: EnginePlan, parts: ModelParts, inputs: Inputs, runtime: GraphRuntime) -> StepAttention:
+    """Make the attention that the model calls, over the tables of the inputs."""
+    return StepAttention(
+        parts.backends, parts.layers, parts.kv_caches, inputs.slot_mappings, runtime, plan.kv.group_of_layer
+    )

@@ -47,11 +47,7 @@ class _Call:
 
 
 class TapeRuntime:
-    """GraphRuntime of the CPU.
-
-    Args:
-        num_threads: threads of torch's operators within `scope`; None for torch's number.
-    """
+    """GraphRuntime of the CPU. `num_threads` are those of torch's operators within `scope`; None for torch's number."""
 
     runs_captured = True
 

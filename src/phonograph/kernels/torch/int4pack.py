@@ -132,6 +132,16 @@ def _columns(weight: Grouped) -> tuple[torch.Tensor, torch.Tensor]:
     return columns_OK.flatten(1), offsets_OG / factor
 
 
+def blocks(weight: Int4Packed, first: int, last: int) -> Int4Packed:
+    """Return the blocks that have the outputs from `first` up to `last`, cut after `last`: a view with its own scales.
+
+    The operator takes scales without gaps.
+    """
+    start, end = first // BLOCK * BLOCK, -(-last // BLOCK) * BLOCK
+    scales_GP2 = weight.scales_GP2[:, start:end].contiguous()
+    return weight._replace(packed_PW=weight.packed_PW[start:end], scales_GP2=scales_GP2, outputs=last - start)
+
+
 def unpack(weight: Int4Packed) -> torch.Tensor:
     """Return the weights, float32 [inputs, outputs]."""
     tiles = _Tiles(weight, weight.packed_PW.shape[0])

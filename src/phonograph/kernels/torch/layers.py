@@ -18,28 +18,34 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor) -> torch.
 
     Args:
         x: [..., N]
-        weight: broadcasts against x: [N], or [H, N] for a norm of each head
+        weight: broadcasts against x: [N], or [H, N] for a norm of each head; of x's dtype or float32
         eps: float32 scalar on the same device; a Python number would take three more operators
 
     Returns:
-        A new tensor of x's shape and dtype. The normalised value is rounded to that dtype before the weight.
+        A new tensor of x's shape and dtype. The normalised value is rounded to that dtype before the weight, unless the
+        weight is in float32.
     """
     # Naming the dtype that x already has would cost a quarter of the call.
     dtype = None if x.dtype is torch.float32 else torch.float32
     length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype)
     inverse_rms = torch.addcmul(eps, length, length, value=1.0 / x.shape[-1]).rsqrt_()
     normal = torch.mul(x, inverse_rms)
-    if normal.dtype != x.dtype:
-        normal = normal.to(x.dtype)
-    return normal.mul_(weight)
+    if normal.dtype == x.dtype:
+        return normal.mul_(weight)
+    if weight.dtype is torch.float32:
+        return normal.mul_(weight).to(x.dtype)
+    return normal.to(x.dtype).mul_(weight)
 
 
 def rope(x_THD: torch.Tensor, cos_T11h: torch.Tensor, sin_T1h: torch.Tensor) -> torch.Tensor:
-    """Rotate pairs (d, d + D/2) of each head by its token's angles (Su et al. 2021, arXiv:2104.09864).
+    """Rotate pairs (d, d + h) of each head by its token's angles (Su et al. 2021, arXiv:2104.09864).
 
-    `cos_T11h`, `sin_T1h` are the h = D/2 cosines and sines of each token, in x's dtype. `x_THD` may be a strided view;
-    query and key heads go through one call. Returns a new, contiguous [T, H, D].
+    `cos_T11h`, `sin_T1h` are the h cosines and sines of each token, in x's dtype. Numbers of a head from 2h on are
+    copied. `x_THD` may be a strided view; query and key heads go through one call. Returns a new, contiguous [T, H, D].
     """
+    rotated = 2 * cos_T11h.shape[-1]
+    if rotated < x_THD.shape[-1]:
+        return torch.cat([rope(x_THD[..., :rotated], cos_T11h, sin_T1h), x_THD[..., rotated:]], -1)
     x_TH2h = x_THD.unflatten(-1, (2, -1))
     out_TH2h = torch.mul(x_TH2h, cos_T11h)
     first_THh, second_THh = x_TH2h.unbind(2)
@@ -53,3 +59,9 @@ def silu_and_mul(gate_up_T2I: torch.Tensor) -> torch.Tensor:
     """Compute silu(gate) * up of the fused projection [T, 2I], gates first. Returns a new [T, I]."""
     gate_TI, up_TI = gate_up_T2I.chunk(2, -1)
     return functional.silu(gate_TI).mul_(up_TI)
+
+
+def gelu_tanh_and_mul(gate_up_T2I: torch.Tensor) -> torch.Tensor:
+    """Compute gelu(gate) * up as `silu_and_mul`, with the approximation by tanh (Hendrycks 2016, arXiv:1606.08415)."""
+    gate_TI, up_TI = gate_up_T2I.chunk(2, -1)
+    return functional.gelu(gate_TI, approximate="tanh").mul_(up_TI)

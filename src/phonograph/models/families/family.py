@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from phonograph.errors import ModelError, UnsupportedModelError
-from phonograph.models.config_fields import FULL, Field
-from phonograph.models.layer_spec import NO_FACTORS, UNLIMITED, Factors, LayerSizes, LayerSpec
+from phonograph.models.config_fields import FULL, SLIDING, Field
+from phonograph.models.layer_spec import NO_FACTORS, PLAIN_NORMS, UNLIMITED, Factors, LayerSizes, LayerSpec, NormKind
+from phonograph.models.rope_parameters import RopeParameters, read_rope
 
 _MOST_HEAD_SIZE = 1 << 16
 """Largest head size; larger numbers are of damaged files, and a rotary embedding has a frequency for each pair."""
 
+SILU, GELU_TANH = ("silu", "swish"), ("gelu_pytorch_tanh",)
+"""Names of activations in config.json."""
+
 Settings = Mapping[str, Any]
 """Fields of config.json with their defaults."""
+
+
+def _windows_above(settings: Settings) -> list[str]:
+    """Return types with the window on every layer, or, as in Qwen, from max_window_layers on."""
+    window, num_layers = settings["sliding_window"], settings["num_hidden_layers"]
+    first = num_layers if window is None else settings.get("max_window_layers", 0)
+    return [SLIDING if layer >= first else FULL for layer in range(num_layers)]
+
+
+def _one_rope(settings: Settings) -> Sequence[RopeParameters | None]:
+    """Return the same rope for each layer."""
+    return (read_rope(settings),) * settings["num_hidden_layers"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +41,10 @@ class Family:
         model_type: model type in config.json.
         fields: fields of config.json that define a model, with their defaults.
         ignored: fields without effect on this family, each with the reason.
-        layers: function that returns the layers of a configuration, without weight formats.
+        layers: function that returns the layers of a configuration, without weight formats and ropes.
+        ropes: function that returns the rope of each layer, None for none; equal ones are one object.
+        layer_types: function that returns the kind of each layer if the file names none; for families with windows.
+        norms: arithmetic of the norms.
         factors: function that returns the factors of a configuration.
     """
 
@@ -33,18 +52,26 @@ class Family:
     fields: Mapping[str, Field]
     ignored: Mapping[str, str] = field(default_factory=dict[str, str])
     layers: Callable[[Settings], tuple[LayerSpec, ...]]
+    ropes: Callable[[Settings], Sequence[RopeParameters | None]] = _one_rope
+    layer_types: Callable[[Settings], list[str]] = _windows_above
+    norms: NormKind = PLAIN_NORMS
     factors: Callable[[Settings], Factors] = lambda _: NO_FACTORS
 
 
-def layer_sizes(settings: Settings) -> LayerSizes:
+def layer_sizes(settings: Settings, activations: tuple[str, ...] = SILU, field: str = "hidden_act") -> LayerSizes:
     """Return the sizes of a layer.
+
+    Args:
+        settings: of the model.
+        activations: activations of the family, by their names in the file.
+        field: field with the activation.
 
     Raises:
         ModelError: the numbers do not go together.
-        UnsupportedModelError: the activation is not implemented.
+        UnsupportedModelError: the activation is another one.
     """
-    if settings["hidden_act"] not in ("silu", "swish"):
-        raise UnsupportedModelError(f"hidden_act={settings['hidden_act']!r} is not supported; supported is silu")
+    if settings[field] not in activations:
+        raise UnsupportedModelError(f"{field}={settings[field]!r} is not supported; supported is {activations[0]}")
     num_query_heads, num_kv_heads = settings["num_attention_heads"], settings["num_key_value_heads"]
     head_size = settings["head_dim"] or settings["hidden_size"] // num_query_heads
     if num_query_heads % num_kv_heads:

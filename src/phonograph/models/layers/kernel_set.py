@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from phonograph.models.layers.linear import Linear
-from phonograph.models.layers.part_weights import AttentionWeights, FeedForwardWeights
+from phonograph.models.layers.part_weights import AttentionWeights, ExpertsWeights, FeedForwardWeights
 from phonograph.models.quantization.block_embedding import Embedding
 
 
@@ -67,12 +67,14 @@ class Stream:
         normed: normed rows for the next part, if the kernel set computes them (`Rows`).
         norm: deferred norm of `normed`, if there is one.
         is_part: True if only the rows that are kept in the last layer are left.
+        num_rows: int32 [1] on the device, number of rows that are not padding; None for all.
     """
 
     hidden_TE: torch.Tensor
     normed: Any = None
     norm: Any = None
     is_part: bool = False
+    num_rows: torch.Tensor | None = None
 
 
 class Step(NamedTuple):
@@ -82,11 +84,13 @@ class Step(NamedTuple):
         rotary: of `KernelSet.rotary`.
         attend: attention of the step.
         rows_P: the only rows that are kept after attention, int64; None for all.
+        num_kept: int32 [1] on the device, number of `rows_P` that are not padding; None for all.
     """
 
     rotary: Any
     attend: Attend
     rows_P: torch.Tensor | None = None
+    num_kept: torch.Tensor | None = None
 
 
 class EmbeddingPart(Protocol):
@@ -141,6 +145,8 @@ class KernelSet(Protocol):
     def attention(self, weights: AttentionWeights) -> AttentionPart: ...
 
     def feed_forward(self, weights: FeedForwardWeights) -> FeedForwardPart: ...
+
+    def experts(self, weights: ExpertsWeights) -> FeedForwardPart: ...
 
     def head(self, norm_E: torch.Tensor, linear: Linear) -> HeadPart: ...
 

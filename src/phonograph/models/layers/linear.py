@@ -45,8 +45,8 @@ class Linear:
         A quantized layer has views of its biases only; its weights are loaded by its scheme.
         """
         spec = self.spec
-        counts = [part.num_outputs for part in spec.parts]
-        names = [spec.path(part.name) for part in spec.parts]
+        names = [name for name, _ in spec.projections()]
+        counts = [part.num_outputs for _, part in spec.projections()]
         views: dict[str, torch.Tensor] = {}
         if spec.scheme is None:
             views |= zip((f"{name}.weight" for name in names), self.matrix.t().split(counts), strict=True)
@@ -65,13 +65,18 @@ class WeightAllocator:
 
     dtype: torch.dtype
     device: torch.device
+    norm_dtype: torch.dtype | None = None
     parameters: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
     quantized: list[LinearWeight] = field(default_factory=list[LinearWeight])
 
-    def tensor(self, *shape: int) -> torch.Tensor:
-        tensor = self.empty(*shape)
+    def tensor(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        tensor = self.empty(*shape, dtype=dtype)
         self.parameters.append(tensor)
         return tensor
+
+    def norm(self, *shape: int) -> torch.Tensor:
+        """Return weights of a norm, in `norm_dtype`; None is the model's type."""
+        return self.tensor(*shape, dtype=self.norm_dtype)
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return a tensor that is not in `parameters`."""
@@ -86,8 +91,11 @@ class WeightAllocator:
     def linear(self, matrix: LayerMatrix) -> Linear:
         """Return a layer without contents, in the format of the matrix."""
         num_outputs, num_inputs, scheme = matrix.num_outputs, matrix.num_inputs, matrix.scheme
-        if scheme is None:
-            weight: LinearWeight = DenseWeight(self.matrix(num_inputs, num_outputs))
+        if scheme is None and matrix.num_experts is not None:
+            # The weights of an expert are in one place on a CPU too.
+            weight: LinearWeight = DenseWeight(self.tensor(num_outputs, num_inputs).t())
+        elif scheme is None:
+            weight = DenseWeight(self.matrix(num_inputs, num_outputs))
         else:
             weight = scheme.allocate(num_outputs, num_inputs, self.empty)
             self.quantized.append(weight)

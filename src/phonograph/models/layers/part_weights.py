@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from phonograph.models.layer_spec import LayerAttention, LayerFeedForward, LayerSpec
+from phonograph.models.layer_spec import LayerAttention, LayerExperts, LayerFeedForward, LayerSpec
 from phonograph.models.layers.linear import Linear, WeightAllocator
 
 
@@ -17,7 +18,7 @@ class AttentionWeights:
     Attributes:
         qkv: queries, keys and values, one matrix with (H + 2K) * D outputs.
         head_norms: [H + K, D], the query norm's weight for each query head, then the key norm's for each KV head; or
-            None.
+            None. Norms over all heads have other weights for each head.
         input_norm: [E], or None; so is `output_norm`.
     """
 
@@ -40,13 +41,45 @@ class FeedForwardWeights:
     down: Linear
     output_norm: torch.Tensor | None
 
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """The matrices in the order of the products."""
+        return self.gate_up, self.down
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsWeights:
+    """Weights of a layer's experts, next to their specification.
+
+    Attributes:
+        router: logits of the experts, and of the gate of a shared expert.
+        choice_bias: float32 [X], or None.
+        gate_up: gates and ups of all experts, one matrix with X * 2I outputs.
+        down: one matrix with X * E outputs.
+        shared: the shared expert, or None.
+    """
+
+    spec: LayerExperts
+    input_norm: torch.Tensor | None
+    router: Linear
+    choice_bias: torch.Tensor | None
+    gate_up: Linear
+    down: Linear
+    shared: FeedForwardWeights | None
+    output_norm: torch.Tensor | None
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """The matrices in the order of the products."""
+        return self.router, self.gate_up, self.down, *(() if self.shared is None else self.shared.linears)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
     """Weights of a layer."""
 
     attention: AttentionWeights
-    feed_forward: FeedForwardWeights
+    feed_forward: FeedForwardWeights | ExpertsWeights
 
     @classmethod
     def make(cls, spec: LayerSpec, layer: int, hidden_size: int, allocate: WeightAllocator) -> LayerWeights:
@@ -54,7 +87,7 @@ class LayerWeights:
         attention, feed_forward = spec.attention, spec.feed_forward
 
         def norm(name: str | None) -> torch.Tensor | None:
-            return None if name is None else allocate.tensor(hidden_size)
+            return None if name is None else allocate.norm(hidden_size)
 
         heads = attention.num_query_heads + attention.num_kv_heads
         return cls(
@@ -63,23 +96,19 @@ class LayerWeights:
                 layer=layer,
                 input_norm=norm(attention.input_norm),
                 qkv=allocate.linear(attention.qkv),
-                head_norms=allocate.tensor(heads, attention.head_size) if attention.head_norms else None,
+                head_norms=allocate.norm(heads, attention.head_size) if attention.head_norms else None,
                 output=allocate.linear(attention.output),
                 output_norm=norm(attention.output_norm),
             ),
-            feed_forward=FeedForwardWeights(
-                spec=feed_forward,
-                input_norm=norm(feed_forward.input_norm),
-                gate_up=allocate.linear(feed_forward.gate_up),
-                down=allocate.linear(feed_forward.down),
-                output_norm=norm(feed_forward.output_norm),
-            ),
+            feed_forward=_experts(feed_forward, norm, allocate)
+            if isinstance(feed_forward, LayerExperts)
+            else _feed_forward(feed_forward, norm, allocate),
         )
 
     @property
     def linears(self) -> tuple[Linear, ...]:
         """The matrices in the order of the products."""
-        return self.attention.qkv, self.attention.output, self.feed_forward.gate_up, self.feed_forward.down
+        return self.attention.qkv, self.attention.output, *self.feed_forward.linears
 
     def checkpoint_views(self) -> dict[str, torch.Tensor]:
         """Return the destination of each tensor of a checkpoint by its name in the layer: views of fused weights."""
@@ -93,8 +122,43 @@ class LayerWeights:
                     views[f"{name}.weight"] = norm
         for linear in self.linears:
             views |= linear.checkpoint_views()
+        if isinstance(self.feed_forward, ExpertsWeights) and self.feed_forward.choice_bias is not None:
+            assert self.feed_forward.spec.choice_bias is not None
+            views[self.feed_forward.spec.choice_bias] = self.feed_forward.choice_bias
         head_norms, num_query_heads = self.attention.head_norms, self.attention.spec.num_query_heads
         if head_norms is not None:
-            views["self_attn.q_norm.weight"] = head_norms[:num_query_heads]
-            views["self_attn.k_norm.weight"] = head_norms[num_query_heads:]
+            of_queries, of_keys = head_norms[:num_query_heads], head_norms[num_query_heads:]
+            joint = self.attention.spec.joint_norms
+            views["self_attn.q_norm.weight"] = of_queries.view(-1) if joint else of_queries
+            views["self_attn.k_norm.weight"] = of_keys.view(-1) if joint else of_keys
         return views
+
+
+_Norm = Callable[[str | None], torch.Tensor | None]
+
+
+def _feed_forward(spec: LayerFeedForward, norm: _Norm, allocate: WeightAllocator) -> FeedForwardWeights:
+    return FeedForwardWeights(
+        spec=spec,
+        input_norm=norm(spec.input_norm),
+        gate_up=allocate.linear(spec.gate_up),
+        down=allocate.linear(spec.down),
+        output_norm=norm(spec.output_norm),
+    )
+
+
+def _experts(spec: LayerExperts, norm: _Norm, allocate: WeightAllocator) -> ExpertsWeights:
+    choice_bias = None
+    if spec.choice_bias is not None:
+        choice_bias = allocate.empty(spec.routing.num_experts, dtype=torch.float32)
+        allocate.parameters.append(choice_bias)
+    return ExpertsWeights(
+        spec=spec,
+        input_norm=norm(spec.input_norm),
+        router=allocate.linear(spec.router),
+        choice_bias=choice_bias,
+        gate_up=allocate.linear(spec.gate_up),
+        down=allocate.linear(spec.down),
+        shared=None if spec.shared is None else _feed_forward(spec.shared, norm, allocate),
+        output_norm=norm(spec.output_norm),
+    )

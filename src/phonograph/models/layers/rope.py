@@ -6,36 +6,77 @@ Importing transformers' functions takes seconds; tests compare the results.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
 from phonograph.errors import ModelError
-from phonograph.models.rope_parameters import RopeParameters
+from phonograph.models.layer_spec import LayerSpec, RopeTable
+from phonograph.models.rope_parameters import ORIGINAL, RopeParameters
 
 
-def rope_frequencies(rope: RopeParameters, head_size: int) -> tuple[tuple[float, ...], float]:
-    """Return the angle per position of each of the head_size / 2 pairs, and the factor on cos and sin.
+def with_ropes(layers: Sequence[LayerSpec], ropes: Sequence[RopeTable | None]) -> tuple[LayerSpec, ...]:
+    """Return layers with these rotary embeddings; equal layers are one object."""
+    made: dict[LayerSpec, LayerSpec] = {}
+    found = [layer.with_rope(rope) for layer, rope in zip(layers, ropes, strict=True)]
+    return tuple(made.setdefault(layer, layer) for layer in found)
 
-    The angles are exact float32 values.
+
+def rope_tables(ropes: Sequence[RopeParameters | None], head_sizes: Iterable[int]) -> list[RopeTable | None]:
+    """Return the rotary embedding of each layer; equal parameters are one object.
+
+    Raises:
+        ModelError: as `rope_table`.
+    """
+    made: dict[tuple[int, int], RopeTable] = {}
+    found: list[RopeTable | None] = []
+    for rope, head_size in zip(ropes, head_sizes, strict=True):
+        if rope is not None and (id(rope), head_size) not in made:
+            made[id(rope), head_size] = rope_table(rope, head_size)
+        found.append(None if rope is None else made[id(rope), head_size])
+    return found
+
+
+def rope_table(rope: RopeParameters, head_size: int) -> RopeTable:
+    """Return the rotary embedding of heads. The angles are exact float32 values.
 
     Raises:
         ModelError: the parameters have no finite result.
     """
     problem = "a frequency is not finite"
+    size = int(head_size * rope.share)
+    if not size or size % 2:
+        raise ModelError(
+            f"partial_rotary_factor={rope.share!r} leaves {size} of {head_size} numbers of a head; an even number of 2 "
+            "or more is rotated"
+        )
     try:
-        wavelengths = rope.theta ** (torch.arange(0, head_size, 2, dtype=torch.float32) / head_size)
-        factor = 1.0
+        wavelengths = rope.theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
+        factor, long_frequencies, original = 1.0, torch.empty(0), 0
         if rope.kind == "default":
             frequencies = 1.0 / wavelengths
         elif rope.kind == "linear":
             frequencies = 1.0 / wavelengths / rope.values["factor"]
         elif rope.kind == "llama3":
             frequencies = _llama3(1.0 / wavelengths, rope.values)
+        elif rope.kind == "longrope":
+            original = rope.values[ORIGINAL]
+            frequencies, long_frequencies = (
+                1.0 / (_factors(rope, name, size // 2) * wavelengths) for name in ("short_factor", "long_factor")
+            )
+            factor = _longrope_factor(rope.values)
         else:
             frequencies, factor = _yarn(wavelengths, rope.theta, rope.values)
-        if math.isfinite(factor) and bool(frequencies.isfinite().all()):
-            return tuple(frequencies.tolist()), float(factor)
+        if math.isfinite(factor) and bool(frequencies.isfinite().all() and long_frequencies.isfinite().all()):
+            return RopeTable(
+                frequencies=tuple(frequencies.tolist()),
+                factor=float(factor),
+                original_length=original,
+                long_frequencies=tuple(long_frequencies.tolist()),
+                query_beta=rope.query_beta,
+                query_length=rope.values[ORIGINAL] if rope.query_beta else 0,
+            )
     except (ValueError, ZeroDivisionError, OverflowError) as error:
         problem = str(error)
     raise ModelError(f"{rope.field}={rope.raw!r} with rope_theta={rope.theta!r} cannot be used: {problem}")
@@ -75,6 +116,22 @@ def _yarn(wavelengths: torch.Tensor, theta: float, values: dict[str, Any]) -> tu
     kept = 1 - interpolated
     frequencies = 1.0 / (scale * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept
     return frequencies, _yarn_factor(values, scale)
+
+
+def _factors(rope: RopeParameters, name: str, count: int) -> torch.Tensor:
+    """Return LongRoPE's factors of wavelengths."""
+    factors = rope.values[name]
+    if len(factors) != count:
+        raise ModelError(f"{name} in {rope.field} has {len(factors)} numbers; the heads have {count} pairs that rotate")
+    return torch.tensor(factors, dtype=torch.float32)
+
+
+def _longrope_factor(values: dict[str, Any]) -> float:
+    """Return the factor of LongRoPE (Ding et al. 2024, arXiv 2402.13753) on cos and sin."""
+    if values["attention_factor"] is not None:
+        return values["attention_factor"]
+    scale, length = values["factor"], values["original_max_position_embeddings"]
+    return 1.0 if scale <= 1 else math.sqrt(1 + math.log(scale) / math.log(length))
 
 
 def _yarn_factor(values: dict[str, Any], scale: float) -> float:

@@ -10,47 +10,64 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
-from phonograph.kernels.torch.layers import rms_norm, rope, silu_and_mul
-from phonograph.models.layer_spec import NO_FACTORS, Factors
+from phonograph.kernels.torch.layers import gelu_tanh_and_mul, rms_norm, rope, silu_and_mul
+from phonograph.models.layer_spec import NO_FACTORS, Factors, RopeTable
+from phonograph.models.layers.experts import Experts
+from phonograph.models.layers.finish_logits import finish_logits
 from phonograph.models.layers.kernel_set import Step, Stream
 from phonograph.models.layers.linear import Linear
-from phonograph.models.layers.part_weights import AttentionWeights, FeedForwardWeights
+from phonograph.models.layers.part_weights import AttentionWeights, ExpertsWeights, FeedForwardWeights
+from phonograph.models.layers.rotary import RotaryTables
 from phonograph.models.quantization.block_embedding import BlockEmbedding, Embedding
 
 
 class Rotary(NamedTuple):
-    """Cosines and sines of each token's angles, in the model's dtype."""
+    """Cosines and sines of each token's angles, and the scale of its queries or None, in the model's dtype."""
 
     cos_T11h: torch.Tensor
     sin_T1h: torch.Tensor
+    query_scale_T11: torch.Tensor | None
+
+
+_ACTIVATIONS = {"silu": silu_and_mul, "gelu_tanh": gelu_tanh_and_mul}
 
 
 class TorchKernels:
     """Kernel set of torch's operators, which allocate their results.
 
     Args:
-        rotary_PD: cosines, then sines, of each position's angles, in the model's dtype.
+        rotary: tables of the ropes, in the model's dtype.
         eps: epsilon of the norms.
         factors: of the model.
     """
 
-    def __init__(self, rotary_PD: torch.Tensor, eps: float, factors: Factors = NO_FACTORS) -> None:
-        self.rotary_PD = rotary_PD
-        self.eps = torch.tensor(eps, dtype=torch.float32, device=rotary_PD.device)
+    def __init__(self, rotary: RotaryTables, eps: float, factors: Factors = NO_FACTORS) -> None:
+        self.tables = rotary
+        self.eps = torch.tensor(eps, dtype=torch.float32, device=rotary.device)
         self.factors = factors
 
-    def rotary(self, positions_T: torch.Tensor) -> Rotary:
-        cos_Th, sin_Th = torch.index_select(self.rotary_PD, 0, positions_T).chunk(2, -1)
-        return Rotary(cos_Th[:, None, None], sin_Th[:, None])
+    def rotary(self, positions_T: torch.Tensor) -> list[Rotary]:
+        return [self._rotary(rope, table_PX, positions_T) for rope, table_PX in self.tables.tables.items()]
+
+    @staticmethod
+    def _rotary(rope: RopeTable, table_PX: torch.Tensor, positions_T: torch.Tensor) -> Rotary:
+        rows = torch.index_select(table_PX, 0, positions_T)
+        pairs = len(rope.frequencies)
+        cos_Th, sin_Th = rows[:, : 2 * pairs].chunk(2, -1) if rope.query_beta else rows.chunk(2, -1)
+        scale_T11 = rows[:, -1, None, None] if rope.query_beta else None
+        return Rotary(cos_Th[:, None, None], sin_Th[:, None], scale_T11)
 
     def embedding(self, embedding_VE: Embedding) -> TorchEmbedding:
-        return TorchEmbedding(embedding_VE, self.factors.embedding)
+        return TorchEmbedding(embedding_VE, self.factors.of_embedding(embedding_VE.dtype))
 
     def attention(self, weights: AttentionWeights) -> TorchAttention:
         return TorchAttention(self, weights)
 
     def feed_forward(self, weights: FeedForwardWeights) -> TorchFeedForward:
         return TorchFeedForward(self, weights)
+
+    def experts(self, weights: ExpertsWeights) -> TorchExperts:
+        return TorchExperts(self, weights)
 
     def head(self, norm_E: torch.Tensor, linear: Linear) -> TorchHead:
         return TorchHead(self, norm_E, linear)
@@ -94,22 +111,40 @@ class TorchAttention:
     def __init__(self, kernels: TorchKernels, weights: AttentionWeights) -> None:
         self.then: object = None
         self._kernels, self._weights = kernels, weights
+        self._table = kernels.tables.number(weights.spec.rope)
 
     def __call__(self, stream: Stream, step: Step) -> Stream:
-        kernels, weights, spec, rotary = self._kernels, self._weights, self._weights.spec, step.rotary
+        kernels, weights, spec = self._kernels, self._weights, self._weights.spec
         num_query_heads, num_kv_heads = spec.num_query_heads, spec.num_kv_heads
         qkv_TF = weights.qkv.product(kernels.normed(stream.hidden_TE, weights.input_norm))
         qkv_TXD = qkv_TF.unflatten(-1, (-1, spec.head_size))
         qk_TXD, v_TKD = qkv_TXD.split([num_query_heads + num_kv_heads, num_kv_heads], 1)
         if weights.head_norms is not None:
-            qk_TXD = rms_norm(qk_TXD, weights.head_norms, kernels.eps)
-        q_THD, k_TKD = rope(qk_TXD, rotary.cos_T11h, rotary.sin_T1h).split([num_query_heads, num_kv_heads], 1)
+            qk_TXD = self._normed(qk_TXD, weights.head_norms)
+        rotary: Rotary | None = None if self._table is None else step.rotary[self._table]
+        if rotary is not None:
+            qk_TXD = rope(qk_TXD, rotary.cos_T11h, rotary.sin_T1h)
+        q_THD, k_TKD = qk_TXD.split([num_query_heads, num_kv_heads], 1)
+        if rotary is not None and rotary.query_scale_T11 is not None:
+            q_THD = torch.mul(q_THD, rotary.query_scale_T11)
         out_THD = step.attend(q_THD, k_TKD, v_TKD, weights.layer)
         attended_TF = out_THD.view(out_THD.shape[0], -1)
         if step.rows_P is not None:
-            stream = Stream(stream.hidden_TE.index_select(0, step.rows_P))
+            stream = Stream(stream.hidden_TE.index_select(0, step.rows_P), num_rows=step.num_kept)
             attended_TF = attended_TF.index_select(0, step.rows_P)
         return kernels.add(stream, attended_TF, weights.output, weights.output_norm)
+
+    def _normed(self, qk_TXD: torch.Tensor, weights_XD: torch.Tensor) -> torch.Tensor:
+        """Return the normed queries and keys."""
+        spec, eps = self._weights.spec, self._kernels.eps
+        if not spec.joint_norms:
+            return rms_norm(qk_TXD, weights_XD, eps)
+        counts = [spec.num_query_heads, spec.num_kv_heads]
+        normed = (
+            rms_norm(x_TXD.flatten(1), weight_XD.view(-1), eps).unflatten(1, (-1, spec.head_size))
+            for x_TXD, weight_XD in zip(qk_TXD.split(counts, 1), weights_XD.split(counts), strict=True)
+        )
+        return torch.cat(list(normed), 1)
 
 
 class TorchFeedForward:
@@ -122,7 +157,29 @@ class TorchFeedForward:
     def __call__(self, stream: Stream) -> Stream:
         kernels, weights = self._kernels, self._weights
         gate_up_T2I = weights.gate_up.product(kernels.normed(stream.hidden_TE, weights.input_norm))
-        return kernels.add(stream, silu_and_mul(gate_up_T2I), weights.down, weights.output_norm)
+        inner_TI = _ACTIVATIONS[weights.spec.activation](gate_up_T2I)
+        return kernels.add(stream, inner_TI, weights.down, weights.output_norm)
+
+
+class TorchExperts:
+    """Experts of a layer, and its shared expert."""
+
+    def __init__(self, kernels: TorchKernels, weights: ExpertsWeights) -> None:
+        self.then: object = None
+        self._kernels, self._weights, self._experts = kernels, weights, Experts(weights)
+
+    def __call__(self, stream: Stream) -> Stream:
+        kernels, weights, spec = self._kernels, self._weights, self._weights.spec
+        normed_TE = kernels.normed(stream.hidden_TE, weights.input_norm)
+        logits_TX = weights.router.product(normed_TE)
+        added_TE = self._experts(normed_TE, logits_TX, stream.num_rows)
+        if weights.shared is not None:
+            shared_TE = weights.shared.down.product(silu_and_mul(weights.shared.gate_up.product(normed_TE)))
+            if spec.shared_gate:
+                shared_TE.mul_(logits_TX[:, spec.routing.num_experts :].sigmoid())
+            added_TE.add_(shared_TE)
+        stream.hidden_TE.add_(kernels.normed(added_TE, weights.output_norm), alpha=kernels.factors.residual)
+        return stream
 
 
 class TorchHead:
@@ -134,5 +191,4 @@ class TorchHead:
     def __call__(self, hidden_TE: torch.Tensor, rows_N: torch.Tensor | None) -> torch.Tensor:
         hidden_NE = hidden_TE if rows_N is None else hidden_TE.index_select(0, rows_N)
         logits_NV = self._linear.product(rms_norm(hidden_NE, self._norm_E, self._kernels.eps))
-        factor = self._kernels.factors.logits
-        return logits_NV if factor == 1 else logits_NV.mul_(factor)
+        return finish_logits(logits_NV, self._kernels.factors)

@@ -16,9 +16,10 @@ import torch
 
 from phonograph.kernels.fp8_activations import ScaledScratch
 from phonograph.kernels.torch.grouped import MAX_GROUPED_ROWS
+from phonograph.kernels.triton.experts.expert_lists import ExpertLists
 from phonograph.kernels.triton.gemm.choose import choose
 from phonograph.kernels.triton.gemm.product_plan import GemmDevice
-from phonograph.models.layer_spec import LayerMatrix
+from phonograph.models.layer_spec import LayerExperts, LayerMatrix
 from phonograph.models.spec import ModelSpec
 
 
@@ -32,6 +33,8 @@ class Workspace:
         rows_NE: normed rows that need logits.
         dequantized: scratch for one dequantized matrix, or for rows in the order of a matrix (act-order).
         fp8_rows: one product's activations in FP8; empty if there are no such products. So is `fp8_scales_T`.
+        routing: lists of experts (`ExpertLists`); empty if there are none.
+        arrived: counters of programs that route, or None.
     """
 
     hidden_TE: torch.Tensor
@@ -44,6 +47,8 @@ class Workspace:
     dequantized: torch.Tensor
     fp8_rows: torch.Tensor
     fp8_scales_T: torch.Tensor
+    routing: torch.Tensor
+    arrived: torch.Tensor | None
 
     @classmethod
     def make(
@@ -73,6 +78,8 @@ class Workspace:
             dequantized=made["dequantized"].view(-1),
             fp8_rows=made["fp8_rows"].view(-1),
             fp8_scales_T=made["fp8_scales"].view(-1),
+            routing=made["routing"].view(-1),
+            arrived=ExpertLists.counters(device) if made["routing"].numel() else None,
         )
 
     @classmethod
@@ -85,7 +92,15 @@ class Workspace:
         spec: ModelSpec, num_tokens: int, num_logits: int, dtype: torch.dtype, gemm_device: GemmDevice
     ) -> dict[str, tuple[int, int, torch.dtype]]:
         """Return the shapes and types of the allocations; "shared" serves attention and the MLP."""
-        gate_up = max(layer.feed_forward.gate_up.num_outputs for layer in spec.kinds)
+        feed_forwards = [layer.feed_forward for layer in spec.kinds]
+        experts = [one for one in feed_forwards if isinstance(one, LayerExperts)]
+        gate_up = max(
+            sum(rows * width for rows, width in expert_memory(one))
+            if isinstance(one, LayerExperts)
+            else one.gate_up.num_outputs
+            for one in feed_forwards
+        )
+        words = max((ExpertLists.num_words(num_tokens, one.routing) for one in experts), default=0)
         written_out, fp8_inputs = quantized_sizes(spec, str(dtype).removeprefix("torch."), gemm_device)
         return {
             "hidden": (num_tokens, spec.hidden_size, dtype),
@@ -96,6 +111,7 @@ class Workspace:
             "dequantized": (1, written_out, dtype),
             "fp8_rows": (num_tokens, fp8_inputs, torch.float8_e4m3fn),
             "fp8_scales": (num_tokens, min(fp8_inputs, 1), torch.float32),
+            "routing": (1, words, torch.float32),
         }
 
     def scaled_scratch(self) -> ScaledScratch | None:
@@ -103,7 +119,20 @@ class Workspace:
         return ScaledScratch(self.fp8_rows, self.fp8_scales_T, self.shared) if self.fp8_rows.numel() else None
 
     def tensors(self) -> list[torch.Tensor]:
-        return [getattr(self, field.name) for field in fields(self)]
+        """Return all memory whose contents need not outlive a step."""
+        return [getattr(self, field.name) for field in fields(self) if field.name != "arrived"]
+
+
+def expert_memory(spec: LayerExperts) -> list[tuple[int, int]]:
+    """Return the slices of `shared` that experts take, as the rows of a token and their width.
+
+    These are inner rows and results of its experts, then gates and ups and the result of a shared expert.
+    """
+    top_k, hidden_size = spec.routing.top_k, spec.down.expert_outputs
+    sizes = [(top_k, spec.down.num_inputs), (top_k, hidden_size)]
+    if spec.shared is not None:
+        sizes += [(1, spec.shared.gate_up.num_outputs), (1, hidden_size)]
+    return sizes
 
 
 def _attention_widths(spec: ModelSpec) -> tuple[int, int]:
@@ -115,7 +144,8 @@ def _attention_widths(spec: ModelSpec) -> tuple[int, int]:
 def quantized_sizes(spec: ModelSpec, dtype: str, device: GemmDevice) -> tuple[int, int]:
     """Return the elements of the scratch for a dequantized matrix, and of the widest row of FP8 activations."""
     matrices = {matrix for layer in spec.kinds for matrix in layer.matrices} | {spec.head}
-    quantized = [matrix for matrix in matrices if matrix.scheme is not None]
+    # Experts have kernels of their own, which write no matrix out.
+    quantized = [matrix for matrix in matrices if matrix.scheme is not None and matrix.num_experts is None]
     with_fp8_rows = [matrix for matrix in quantized if _has_fp8_rows(matrix, dtype, device)]
     others = [matrix for matrix in quantized if matrix not in with_fp8_rows]
     return (

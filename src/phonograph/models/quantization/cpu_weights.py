@@ -119,15 +119,17 @@ class Int4Weight:
         packed: the weights.
         inputs: inputs of the product.
         order_I: int64, the input of x that each column multiplies; None if they are in order.
+        before: outputs of the first block that are not part of the weight.
     """
 
     packed: Int4Packed
     inputs: int
     order_I: torch.Tensor | None
+    before: int = 0
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.inputs, self.packed.outputs
+        return self.inputs, self.packed.outputs - self.before
 
     @property
     def device(self) -> torch.device:
@@ -138,13 +140,17 @@ class Int4Weight:
         raise NotImplementedError("kernels of a GPU do not take weights packed for a CPU")
 
     def product(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
-        out_TO = int4pack.product(self._ordered(x_TI), self.packed)
+        out_TO = int4pack.product(self._ordered(x_TI), self.packed)[:, self.before :]
         return out_TO if bias_O is None else out_TO.add_(bias_O)
 
     def add_product(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None, hidden_TO: torch.Tensor) -> None:
+        assert not self.before
         int4pack.add_product(self._ordered(x_TI), self.packed, hidden_TO)
         if bias_O is not None:
             hidden_TO.add_(bias_O)
+
+    def rows(self, first: int, last: int) -> Int4Weight:
+        return Int4Weight(int4pack.blocks(self.packed, first, last), self.inputs, self.order_I, first % int4pack.BLOCK)
 
     def draw(self, std: float, generator: torch.Generator) -> None:
         raise NotImplementedError("weights are packed after they are drawn")

@@ -48,6 +48,9 @@ class GroupedWeight:
     def add_product(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None, hidden_TO: torch.Tensor) -> None:
         add_product(x_TI, self.values, bias_O, hidden_TO)
 
+    def rows(self, first: int, last: int) -> GroupedWeight:
+        return GroupedWeight(self.values.rows(first, last), self.inputs)
+
     def draw(self, std: float, generator: torch.Generator) -> None:
         values = self.values
         if values.is_fp8():

@@ -57,6 +57,10 @@ class LinearWeight(Protocol):
         """Add x @ weight + bias to `hidden`, in place, by torch's operators."""
         ...
 
+    def rows(self, first: int, last: int) -> LinearWeight:
+        """Return the weights of the outputs from `first` up to `last`, in the same memory."""
+        ...
+
     def draw(self, std: float, generator: torch.Generator) -> None:
         """Fill the weights with random numbers of about this standard deviation."""
         ...
@@ -99,6 +103,8 @@ class Scheme(Protocol):
         ...
 
 
+_MOST_SHOWN = 3
+"""Parts of a matrix that an error names one by one."""
 Rules = tuple[tuple[str, Scheme | None], ...]
 """Formats of some modules, each with the name or pattern that the rule is for; None for the model's type."""
 
@@ -144,6 +150,7 @@ class Quantization:
         lists: settings that `rules` and `only` come from.
         head: format of the blocks of the head in a GGUF file, or None.
         fp8_kv_cache: True if the checkpoint has scales for keys and values in FP8.
+        prefixes: other spellings of the prefix "model." in names and patterns of `rules` and `only`.
     """
 
     method: str
@@ -153,6 +160,7 @@ class Quantization:
     lists: tuple[str, ...] = ()
     fp8_kv_cache: bool = False
     head: Scheme | None = None
+    prefixes: tuple[str, ...] = ()
 
     @property
     def has_schemes(self) -> bool:
@@ -172,9 +180,13 @@ class Quantization:
         """Return the format of a module's weights; None for the model's type."""
         if isinstance(self.scheme, Mapping):
             return self.scheme.get(module)
-        if self.only and not any(_matches(entry, module) for entry in self.only):
+        if self.only and not any(self._matches(entry, module) for entry in self.only):
             return None
-        return next((scheme for entry, scheme in self.rules if _matches(entry, module)), self.scheme)
+        return next((scheme for entry, scheme in self.rules if self._matches(entry, module)), self.scheme)
+
+    def _matches(self, entry: str, module: str) -> bool:
+        inner = module.removeprefix("model.")
+        return _matches(entry, module) or any(_matches(entry, prefix + inner) for prefix in self.prefixes)
 
     def check_parts(self, prefix: str, parts: Iterable[str]) -> None:
         """Check that the parts of a fused matrix have one layout in memory.
@@ -190,8 +202,13 @@ class Quantization:
         # Types of GGUF files that differ have the same layout.
         several = not isinstance(self.scheme, Mapping) and len(set(schemes.values())) > 1
         if several or (None in schemes.values() and any(schemes.values())):
+            shown: dict[object, str] = {}
+            for part, scheme in schemes.items():
+                # Experts have many parts; the first of each format shows the difference.
+                shown.setdefault(scheme if len(schemes) > _MOST_SHOWN else part, part)
             formats = ", ".join(
-                f"{part} is {scheme.name if scheme else 'in 16 bits'}" for part, scheme in schemes.items()
+                f"{part} is {scheme.name if scheme else 'in 16 bits'}"
+                for part, scheme in ((part, schemes[part]) for part in shown.values())
             )
             raise UnsupportedModelError(
                 f"quantization_config gives the parts of {prefix} several formats: {formats}; they run as one matrix, "

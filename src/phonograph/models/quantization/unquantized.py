@@ -39,5 +39,8 @@ class DenseWeight:
         if bias_O is not None:
             hidden_TO.add_(bias_O)
 
+    def rows(self, first: int, last: int) -> DenseWeight:
+        return DenseWeight(self.matrix_IO[:, first:last])
+
     def draw(self, std: float, generator: torch.Generator) -> None:
         self.matrix_IO.t().normal_(0.0, std, generator=generator)

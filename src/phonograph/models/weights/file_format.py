@@ -33,7 +33,7 @@ def match_format(spec: ModelSpec, files: Iterable[Path]) -> ModelSpec:
         try:
             with safe_open(file, framework="pt", device="cpu") as tensors:
                 for name in cast("list[str]", tensors.keys()):
-                    module, _, end = name.rpartition(".")
+                    module, _, end = (spec.tensor_name(name) or "").rpartition(".")
                     scheme = spec.scheme_of(module) if end in ("qzeros", "g_idx") else None
                     if isinstance(scheme, Gptq):
                         tensor = cast("torch.Tensor", tensors.get_tensor(name))

@@ -12,8 +12,10 @@ import numpy as np
 
 from phonograph.errors import ModelError, UnsupportedModelError, shortened
 from phonograph.files.gguf_file import GgufFile
+from phonograph.models.layer_spec import RopeTable
 from phonograph.models.quantization.gguf_blocks import FLOATS, GgufBlocks, check_kind, fused_schemes
 from phonograph.models.quantization.scheme import Quantization
+from phonograph.models.registry import find_architecture
 from phonograph.models.weights.gguf_names import FUSED, PARTS, hugging_face_name
 
 ARCHITECTURES: Mapping[str, str] = {
@@ -21,6 +23,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "mistral": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
 }
 """Architectures by `general.architecture`. Files of Mistral models mostly say "llama"."""
 ROPE_FACTORS = "rope_freqs.weight"
@@ -31,6 +34,8 @@ _END_TEXTS = (
     "<\uff5cend\u2581of\u2581sentence\uff5c>"
 )
 """Texts of tokens at which llama.cpp ends a text or a turn, whatever the header says (`src/llama-vocab.cpp`)."""
+_LAYERS_OF_27B = 62
+"""Layers by which llama.cpp knows Gemma 3 27B, whose scale of scores is another one."""
 _END_KEYS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 _REQUIRED = object()
 
@@ -53,6 +58,7 @@ _KEYS: Mapping[str, _Key] = {
     "attention.layer_norm_rms_epsilon": _Key("rms_norm_eps", float, _REQUIRED),
     "attention.key_length": _Key("head_dim", int),
     "rope.freq_base": _Key("rope_theta", float, 10000.0),
+    "rope.freq_base_swa": _Key("rope_local_base_freq", float),
 }
 _SCALING: Mapping[str, _Key] = {
     "rope.scaling.factor": _Key("factor", float),
@@ -75,6 +81,7 @@ _FIXED: Mapping[str, Callable[[Any, dict[str, Any]], bool]] = {
     "rope.scaling.yarn_attn_factor": lambda value, config: value == 1,
     "rope.scaling.yarn_ext_factor": lambda value, config: value == 1,
     "attention.sliding_window": lambda value, config: value == config.get("sliding_window", 0),
+    "attention.sliding_window_pattern": lambda value, config: value == config.get("sliding_window_pattern"),
     "expert_count": lambda value, config: value == 0,
     "expert_used_count": lambda value, config: value == 0,
     "use_parallel_residual": lambda value, config: value is False,
@@ -99,13 +106,14 @@ def config_of_gguf(file: GgufFile) -> dict[str, Any]:
     architecture = ARCHITECTURES[name]
     config: dict[str, Any] = {
         "architectures": [architecture],
-        "model_type": architecture.removesuffix("ForCausalLM").lower(),
+        "model_type": find_architecture(architecture).model_type,
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "dtype": _dtype(file),
         "vocab_size": _vocab_size(file),
     }
     for switch, parts in _BIASES.items():
-        config[switch] = any(f".{part}.bias" in name for name in file.tensors for part in parts)
+        if any(f".{part}.bias" in name for name in file.tensors for part in parts):
+            config[switch] = True
     for key, entry in _KEYS.items():
         value = _read(file, f"{name}.{key}", entry)
         if value is not None:
@@ -117,8 +125,20 @@ def config_of_gguf(file: GgufFile) -> dict[str, Any]:
     window = _read(file, f"{name}.attention.sliding_window", _Key("sliding_window", int))
     if window and config["model_type"] == "llama":
         config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
+    if name == "gemma3":
+        config |= _of_gemma3(config, _read(file, f"{name}.attention.sliding_window", _Key("", int, _REQUIRED)))
     _check_keys(file, name, config)
     return config
+
+
+def _of_gemma3(config: Mapping[str, Any], window: int) -> dict[str, Any]:
+    """Return fields of Gemma 3 that a file does not have, as llama.cpp has them (`src/llama-model.cpp`)."""
+    head_size, share = _head_size(dict(config)), config["hidden_size"] // config["num_attention_heads"]
+    return {
+        "sliding_window": window,
+        "sliding_window_pattern": 6,
+        "query_pre_attn_scalar": share if config["num_hidden_layers"] == _LAYERS_OF_27B else head_size,
+    }
 
 
 def end_tokens_of_gguf(file: GgufFile) -> tuple[int, ...]:
@@ -145,7 +165,7 @@ def quantization_of_gguf(file: GgufFile) -> Quantization | None:
     fused: dict[str, dict[str, str]] = {}
     for own_name, tensor in file.tensors.items():
         check_kind(own_name, tensor.kind)
-        module, _, end = hugging_face_name(own_name).rpartition(".")
+        module, _, end = hugging_face_name(own_name, _architecture(file)).rpartition(".")
         prefix, _, part = module.rpartition(".")
         if end == "weight" and part in PARTS:
             fused.setdefault(f"{prefix}.{FUSED.get(part, part)}", {})[module] = tensor.kind
@@ -166,7 +186,10 @@ def notes_of_gguf(file: GgufFile, quantization: Quantization | None) -> tuple[st
         name: tensor.kind
         for name, tensor in file.tensors.items()
         if tensor.kind not in FLOATS
-        and (quantization is None or not quantization.scheme_of(hugging_face_name(name).removesuffix(".weight")))
+        and (
+            quantization is None
+            or not quantization.scheme_of(hugging_face_name(name, _architecture(file)).removesuffix(".weight"))
+        )
     }
     if not converted:
         return ()
@@ -175,22 +198,22 @@ def notes_of_gguf(file: GgufFile, quantization: Quantization | None) -> tuple[st
     return (f"{shown}{more} of the file: dequantized to the model's type while loading, unless a CPU packs the head",)
 
 
-def rope_frequencies_of_gguf(file: GgufFile, frequencies: tuple[float, ...]) -> tuple[float, ...]:
-    """Return the rotary frequencies divided by the numbers of `rope_freqs.weight`, as Llama 3.1 has them, if any.
+def rope_of_gguf(file: GgufFile, rope: RopeTable) -> RopeTable:
+    """Return a rope with frequencies divided by the numbers of `rope_freqs.weight`, as Llama 3.1 has them, if any.
 
     Raises:
         ModelError: the tensor has another type or shape, or a number that is not positive.
     """
     tensor = file.tensors.get(ROPE_FACTORS)
     if tensor is None:
-        return frequencies
-    count = len(frequencies)
+        return rope
+    count = len(rope.frequencies)
     factors = tensor.data if tensor.kind == "F32" and tensor.shape == (count,) else np.zeros(count)
     if not (np.isfinite(factors) & (factors > 0)).all():
         raise ModelError(
             f"tensor {ROPE_FACTORS} {tensor.kind} {list(tensor.shape)} must have {count} positive numbers in F32"
         )
-    return tuple((np.asarray(frequencies, np.float32) / factors).tolist())
+    return rope._replace(frequencies=tuple((np.asarray(rope.frequencies, np.float32) / factors).tolist()))
 
 
 def _check_sizes(file: GgufFile, config: dict[str, Any]) -> None:
@@ -249,6 +272,10 @@ def _check_keys(file: GgufFile, name: str, config: dict[str, Any]) -> None:
             raise UnsupportedModelError(f"{key}={shortened(repr(value))} is a key whose effect is not implemented")
         if not _FIXED[own](value, config):
             raise UnsupportedModelError(f"{key}={shortened(repr(value))} is not supported with the model's other sizes")
+
+
+def _architecture(file: GgufFile) -> str:
+    return str(file.values["general.architecture"])
 
 
 def _vocab_size(file: GgufFile) -> int:

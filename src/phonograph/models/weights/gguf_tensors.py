@@ -33,26 +33,31 @@ def load_gguf(model: Transformer, file: GgufFile, copies: Copies) -> None:
             in blocks.
     """
     modules, half = list(model.quantized_modules()), model.spec.head_size // 2
+    architecture = str(file.values["general.architecture"])
     shapes = model.spec.tensor_shapes()
     shapes |= {f"{module.name}.weight": (module.outputs, module.weight.shape[0]) for module in modules}
-    tensors = {hugging_face_name(name): tensor for name, tensor in file.tensors.items() if name not in _USED_ELSEWHERE}
+    tensors = {
+        hugging_face_name(name, architecture): tensor
+        for name, tensor in file.tensors.items()
+        if name not in _USED_ELSEWHERE
+    }
     ties_blocks = model.spec.tie_word_embeddings and "lm_head.weight" in shapes
     if ties_blocks and _EMBEDDING in tensors:
         tensors.setdefault("lm_head.weight", tensors[_EMBEDDING])
     for name, tensor in tensors.items():
+        shown = f"tensor {_shown(name, architecture)} in {file.path}"
         if name not in shapes:
             raise WeightError(
-                f"tensor {_shown(name)} in {file.path} is not part of this {model.spec.architecture}; it has a feature "
-                "that is not implemented"
+                f"{shown} is not part of this {model.spec.architecture}; it has a feature that is not implemented"
             )
         if tensor.shape != shapes[name]:
             raise WeightError(
-                f"tensor {_shown(name)} in {file.path} has shape {list(tensor.shape)}; the header's sizes of the model "
-                f"ask for {list(shapes[name])}"
+                f"{shown} has shape {list(tensor.shape)}; the header's sizes of the model ask for {list(shapes[name])}"
             )
         if tensor.kind not in FLOATS and len(tensor.shape) != 2:
-            raise WeightError(f"tensor {_shown(name)} in {file.path} is not a matrix, and has the type {tensor.kind}")
-    missing = [gguf_name(name) for name in shapes if name not in tensors and not name.endswith(".bias")]
+            raise WeightError(f"{shown} is not a matrix, and has the type {tensor.kind}")
+    required = [name for name in shapes if not name.endswith(".bias")]
+    missing = [gguf_name(name, architecture) for name in required if name not in tensors]
     if missing:
         more = f"; missing are {len(missing)} tensors" if len(missing) > 1 else ""
         raise WeightError(f"tensor {missing[0]} is not in {file.path}{more}; download it again")
@@ -72,7 +77,9 @@ def load_gguf(model: Transformer, file: GgufFile, copies: Copies) -> None:
             else:
                 copies.add(name, destination, rows)
         else:
-            copies.run(partial(_dequantize, name, tensor, half if interleaved else 0, destination))
+            copies.run(
+                partial(_dequantize, _shown(name, architecture), tensor, half if interleaved else 0, destination)
+            )
     while modules:
         # A weight that a CPU converts is freed with its last part.
         module = modules.pop(0)
@@ -113,13 +120,13 @@ def _keep_blocks(model: Transformer, tensor: GgufTensor) -> None:
 
 
 def _dequantize(name: str, tensor: GgufTensor, half: int, destination: torch.Tensor) -> None:
-    dequantize_rows(_shown(name), tensor.kind, _in_halves(_rows(tensor), half), destination)
+    dequantize_rows(name, tensor.kind, _in_halves(_rows(tensor), half), destination)
 
 
 def _load(module: QuantizedModule, tensor: GgufTensor, half: int) -> None:
     module.load({"weight": _in_halves(_rows(tensor), half)})
 
 
-def _shown(name: str) -> str:
+def _shown(name: str, architecture: str) -> str:
     """Return a name as the file has it."""
-    return gguf_name(name) if name.startswith(("model.", "lm_head.")) else name
+    return gguf_name(name, architecture) if name.startswith(("model.", "lm_head.")) else name

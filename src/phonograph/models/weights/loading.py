@@ -21,13 +21,14 @@ from phonograph.files.gguf_file import read_gguf
 from phonograph.files.model_files import is_gguf, model_path
 from phonograph.models.quantization.cpu_weights import CpuProducts
 from phonograph.models.quantization.scheme import Stored
-from phonograph.models.spec import ModelSpec
+from phonograph.models.spec import ModelSpec, is_norm
 from phonograph.models.tied_embeddings import match_tied_embeddings
 from phonograph.models.transformer import Transformer
 from phonograph.models.weights.file_format import match_format
 from phonograph.models.weights.gguf_tensors import load_gguf
 from phonograph.models.weights.kv_scales import is_kv_scale, is_unused_scale
 from phonograph.models.weights.staging import Copies
+from phonograph.models.wrapper import skipped_note
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 Progress = Callable[[int, int], None]
@@ -182,13 +183,18 @@ def _read(model: Transformer, files: dict[Path, list[str]], names: dict[str, str
     parts: dict[str, torch.Tensor] = {}
     written: dict[str, Path] = {}
     unused: list[str] = []
+    skipped: list[str] = []
     for file, indexed_names in files.items():
         try:
             with safe_open(file, framework="pt", device="cpu") as tensors:
                 for own_name in cast("list[str]", tensors.keys()):
-                    name = names.get(own_name, own_name)
+                    text_name = model.spec.tensor_name(own_name)
+                    if text_name is None:
+                        skipped.append(own_name)
+                        continue
+                    name = names.get(text_name, text_name)
                     if is_kv_scale(name):
-                        tensor = cast("torch.Tensor", tensors.get_tensor(name))
+                        tensor = cast("torch.Tensor", tensors.get_tensor(own_name))
                         model.kv_scales.take(name, tensor, file, model.spec, model.device)
                         continue
                     if name not in shapes and name not in packed:
@@ -208,6 +214,8 @@ def _read(model: Transformer, files: dict[Path, list[str]], names: dict[str, str
                         parts[name] = tensor.reshape(packed[name].shape)
                     else:
                         _check(name, tensor, shapes[name], file, model.spec)
+                        if model.spec.norms.offset and is_norm(name):
+                            tensor = tensor.float() + model.spec.norms.offset
                         copies.add(name, destinations[name], tensor)
         except (SafetensorError, OSError) as error:
             raise WeightError(f"{file} is truncated or corrupt ({error}); download it again") from error
@@ -216,7 +224,7 @@ def _read(model: Transformer, files: dict[Path, list[str]], names: dict[str, str
     expected |= {name: list(stored.shape) for name, stored in packed.items() if stored.required}
     missing = [name for name in expected if name not in written]
     if missing:
-        indexed = [file.name for file, names in files.items() if missing[0] in names]
+        indexed = [file.name for file, names in files.items() if missing[0] in map(model.spec.tensor_name, names)]
         raise WeightError(
             f"tensor {missing[0]} {expected[missing[0]]} is in none of {_some([file.name for file in files])}"
             f"{f' ({INDEX_FILE} says {indexed[0]})' if indexed else ''}; missing are {_some(missing)}"
@@ -227,7 +235,8 @@ def _read(model: Transformer, files: dict[Path, list[str]], names: dict[str, str
         module, ends = modules.pop(0)
         own = {end: parts[f"{module.name}.{end}"] for end in ends if f"{module.name}.{end}" in parts}
         copies.run(partial(module.load, own))
-    return [f"tensors of the checkpoint that the model does not use: {_some(unused)}"] if unused else []
+    notes = [f"tensors of the checkpoint that the model does not use: {_some(unused)}"] if unused else []
+    return [*notes, skipped_note(skipped)] if skipped else notes
 
 
 def _check_packed(name: str, tensor: torch.Tensor, stored: Stored, file: Path, spec: ModelSpec) -> None:
@@ -298,5 +307,5 @@ def _draw(model: Transformer, seed: int) -> None:
     for weight in model.quantized:
         weight.draw(DUMMY_STD, generator)
     for name, view in model.destinations().items():
-        if name.endswith("norm.weight"):
+        if is_norm(name):
             view.fill_(1.0)

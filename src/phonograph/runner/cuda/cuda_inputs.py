@@ -7,7 +7,7 @@ from both. Graphs freeze the addresses of these tensors, so they are allocated o
 
 from __future__ import annotations
 
-from operator import itemgetter
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from phonograph.graphs.modes import GraphKey
 from phonograph.kernels.triton.sampling.sample import make_sample_scratch
 from phonograph.kernels.triton.step.prepare import StepLayout, apply_appends, prepare
 from phonograph.runner.cuda.pinned import PinnedWords
-from phonograph.runner.step_inputs import KernelRows, PaddedViews, StepRows, SyntheticBatch, metadata_of
+from phonograph.runner.step_inputs import KernelRows, PaddedViews, StepRows, SyntheticBatch, metadata_of, padded_views
 from phonograph.sampling.failures import SlotFailures
 from phonograph.sampling.sampler import KernelParameters
 
@@ -32,9 +32,9 @@ _UPLOADS = 4
 class CudaInputs:
     """Device state by slot, the inputs of a step, and the uploads that change them.
 
-    The prepare kernel writes, with T = max_num_tokens, R = max_num_seqs and NB the blocks of the longest sequence:
-    input_ids [T] int32, positions [T] and slot_mapping [T] int64, query_start_loc [R+1], seq_lens [R] and block_table
-    [R, NB] int32, logits_rows [R] int64.
+    The prepare kernel writes, with T = max_num_tokens, R = max_num_seqs and, for each of G KV groups, N blocks of the
+    longest sequence in the group with the smallest blocks: input_ids [T] int32, positions [T] and slot_mappings [G, T]
+    int64, query_start_loc [R+1], seq_lens [R] and block_tables [G, R, N] int32, logits_rows [R] int64.
 
     Sampling reads `sampling`, and writes tokens [R] and last_token [R] (by slot), both int32.
     """
@@ -45,32 +45,41 @@ class CudaInputs:
         max_num_seqs: int,
         max_num_tokens: int,
         max_model_len: int,
-        block_size: int,
+        block_sizes: Sequence[int],
         vocab_size: int,
         device: torch.device,
     ) -> None:
-        max_blocks = blocks_for(max_model_len, block_size)
-        self._block_size = block_size
-        self._layout = StepLayout(max_num_seqs=max_num_seqs, max_num_tokens=max_num_tokens, max_appends=_MAX_APPENDS)
+        num_groups, max_blocks = len(block_sizes), blocks_for(max_model_len, min(block_sizes))
+        self._block_sizes = tuple(block_sizes)
+        self._layout = StepLayout(
+            max_num_seqs=max_num_seqs,
+            max_num_tokens=max_num_tokens,
+            max_appends=_MAX_APPENDS,
+            num_groups=num_groups,
+        )
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         self._staging = zeros(self._layout.num_words)
-        self._slot_block_table = zeros(max_num_seqs, max_blocks)
+        # Zeros, as each entry must be a page: kernels may read one that a sliding group never filled.
+        self._slot_block_tables = zeros(num_groups, max_num_seqs, max_blocks)
         self.last_token = zeros(max_num_seqs)
         self.tokens = zeros(max_num_seqs)
         self.input_ids = zeros(max_num_tokens)
         self.positions = zeros(max_num_tokens, dtype=torch.int64)
-        self.slot_mapping = zeros(max_num_tokens, dtype=torch.int64)
+        self._slot_mappings = zeros(num_groups, max_num_tokens, dtype=torch.int64)
+        self.slot_mappings = self._slot_mappings.unbind()
         self.query_start_loc = zeros(max_num_seqs + 1)
         self.seq_lens = zeros(max_num_seqs)
-        self.block_table = zeros(max_num_seqs, max_blocks)
+        self._block_tables = zeros(num_groups, max_num_seqs, max_blocks)
+        self.block_tables = self._block_tables.unbind()
         self.logits_rows = zeros(max_num_seqs, dtype=torch.int64)
         self.sample_scratch = make_sample_scratch(max_num_seqs, vocab_size, device)
         self.sampling = self._layout.sampling_views(self._staging)
         self._prefix_len = self._layout.prefix_len(self._staging)
-        self._uploads = [_Upload(self._layout, device) for _ in range(_UPLOADS)]
+        self._uploads = [_Upload(self._layout, device, self._block_sizes) for _ in range(_UPLOADS)]
+        self.num_reqs = self._layout.num_reqs(self._staging)
         self._next = 0
         self._views: dict[tuple[int, int], PaddedViews] = {}
         # By slot: token ids that the host has, and their number.
@@ -89,7 +98,7 @@ class CudaInputs:
 
     def write(
         self, rows: StepRows, key: GraphKey | None, *, prefix_len: int | None, sampling: KernelRows | None
-    ) -> CommonMetadata:
+    ) -> tuple[CommonMetadata, ...]:
         """Send one step and return its metadata; see `Inputs.write`."""
         slots, context_lens, query_lens = rows.batch.slots, rows.context_lens, rows.query_lens
         # Other rows are one token each: the last token of the slot.
@@ -99,7 +108,7 @@ class CudaInputs:
         }
         return self._send(rows, key, known, prefix_len, sampling)
 
-    def load(self, batch: SyntheticBatch, key: GraphKey) -> CommonMetadata:
+    def load(self, batch: SyntheticBatch, key: GraphKey) -> tuple[CommonMetadata, ...]:
         """Send a synthetic batch with greedy sampling, and prepare it, so that its slot mapping is on the device."""
         rows = batch.rows()
         num_reqs = rows.batch.num_reqs
@@ -122,16 +131,16 @@ class CudaInputs:
             self._staging,
             self._layout,
             last_token_R=self.last_token,
-            slot_block_table_RN=self._slot_block_table,
-            block_size=self._block_size,
+            slot_block_tables_GRN=self._slot_block_tables,
+            block_sizes=self._block_sizes,
             num_reqs_padded=num_reqs,
             num_tokens_padded=num_tokens,
             input_ids_T=self.input_ids,
             positions_T=self.positions,
-            slot_mapping_T=self.slot_mapping,
+            slot_mappings_GT=self._slot_mappings,
             query_start_loc=self.query_start_loc,
             seq_lens_R=self.seq_lens,
-            block_table_RN=self.block_table,
+            block_tables_GRN=self._block_tables,
             logits_rows_R=self.logits_rows,
         )
 
@@ -142,7 +151,7 @@ class CudaInputs:
         known: dict[int, np.ndarray],
         prefix_len: int | None,
         sampling: KernelRows | None,
-    ) -> CommonMetadata:
+    ) -> tuple[CommonMetadata, ...]:
         """Upload a step; `known` has the token ids of rows that do not continue from their slot's last token."""
         upload = self._uploads[self._next % _UPLOADS]
         self._next += 1
@@ -179,20 +188,25 @@ class CudaInputs:
     def _append(self, upload: _Upload, rows: StepRows) -> int:
         """Write the appended blocks of the rows. Return the number of blocks that travel in this upload."""
         views, most, num_reqs = upload.views, self._layout.max_appends, len(rows.slots)
-        views.append_starts[: num_reqs + 1] = 0
+        views.append_starts[:, : num_reqs + 1] = 0
         num_appended = 0
         if rows.batch.appends:
             row_of = {slot: row for row, slot in enumerate(rows.slots.tolist())}
-            for row, append in sorted(((row_of[item.slot], item) for item in rows.batch.appends), key=itemgetter(0)):
+            counts = views.append_starts[:, 1 : num_reqs + 1]
+            # In the order of the areas: by group, then by row.
+            for append in sorted(rows.batch.appends, key=lambda one: (one.group, row_of[one.slot])):
                 end = num_appended + len(append.block_ids)
                 if end > most:
                     self._append_ahead(append)
                     continue
-                views.append_at[row] = append.start
-                views.append_starts[row + 1] = len(append.block_ids)
+                row = row_of[append.slot]
+                views.append_at[append.group, row] = append.start
+                counts[append.group, row] = len(append.block_ids)
                 views.appends[num_appended:end] = append.block_ids
                 num_appended = end
-            np.cumsum(views.append_starts[: num_reqs + 1], out=views.append_starts[: num_reqs + 1])
+            ends = np.cumsum(counts).reshape(counts.shape)
+            views.append_starts[:, 1 : num_reqs + 1] = ends
+            views.append_starts[1:, 0] = ends[:-1, -1]
         return num_appended
 
     def _append_ahead(self, append: BlockAppend) -> None:
@@ -202,11 +216,11 @@ class CudaInputs:
         triples[0] = append.slot
         triples[1] = torch.arange(append.start, append.start + count)
         triples[2] = torch.tensor(append.block_ids)
-        apply_appends(triples.to(self._staging.device, non_blocking=True), self._slot_block_table)
+        apply_appends(triples.to(self._staging.device, non_blocking=True), self._slot_block_tables[append.group])
 
     def _metadata(
         self, rows: StepRows, key: GraphKey | None, prefix_len: int | None, query_starts: np.ndarray
-    ) -> CommonMetadata:
+    ) -> tuple[CommonMetadata, ...]:
         num_reqs, num_tokens = rows.batch.num_reqs, rows.batch.num_tokens
         padded_reqs, padded_tokens = (num_reqs, num_tokens) if key is None else (key.num_reqs, key.num_tokens)
         starts_cpu = np.full(padded_reqs + 1, num_tokens, np.int32)
@@ -215,12 +229,7 @@ class CudaInputs:
         lens_cpu[:num_reqs] = rows.context_lens + rows.query_lens
         views = self._views.get((padded_reqs, padded_tokens))
         if views is None:
-            views = PaddedViews(
-                self.query_start_loc[: padded_reqs + 1],
-                self.seq_lens[:padded_reqs],
-                self.block_table[:padded_reqs],
-                self.slot_mapping[:padded_tokens],
-            )
+            views = padded_views(self, padded_reqs, padded_tokens)
             if key is not None:  # eager shapes are too many to keep
                 self._views[padded_reqs, padded_tokens] = views
         prefix = None if prefix_len is None else CommonPrefix(num_tokens=prefix_len, length=self._prefix_len)
@@ -230,6 +239,7 @@ class CudaInputs:
 class _Upload(PinnedWords):
     """The words of one step, with views of their fields."""
 
-    def __init__(self, layout: StepLayout, device: torch.device) -> None:
+    def __init__(self, layout: StepLayout, device: torch.device, block_sizes: Sequence[int]) -> None:
         super().__init__(layout.num_words, device)
         self.views = layout.host_views(self.words.numpy())
+        self.views.block_sizes[:] = block_sizes[: len(self.views.block_sizes)]

@@ -21,10 +21,6 @@ HEADERS = {
 router = APIRouter(include_in_schema=False)
 
 
-def _response(path: Path) -> Response:
-    return Response(path.read_bytes(), media_type=TYPES[path.suffix], headers=HEADERS)
-
-
 FILES = {"/": "index.html"} | {
     f"/page/{path.name}": path.name for path in sorted(FOLDER.iterdir()) if path.suffix != ".html"
 }
@@ -34,7 +30,7 @@ PATHS = frozenset(FILES)
 def _add(url: str, path: Path) -> None:
     @router.get(url)
     async def page() -> Response:  # pyright: ignore[reportUnusedFunction]
-        return _response(path)
+        return Response(path.read_bytes(), media_type=TYPES[path.suffix], headers=HEADERS)
 
 
 for _url, _name in FILES.items():

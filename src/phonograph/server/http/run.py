@@ -49,11 +49,7 @@ MAX_PATH = 200
 def serve(engine: EngineConfig, server: ServerConfig, progress: StartProgress, ready: Callable[[str], None]) -> int:
     """Serve until SIGINT, SIGTERM or the engine's death; return the exit code, 1 after a death.
 
-    Args:
-        engine: configuration of the engine.
-        server: configuration of the server.
-        progress: called with the progress of the engine's start.
-        ready: called with one line that names the address and the model.
+    `ready` is called with one line that names the address and the model.
 
     Raises:
         PhonographError: the server could not start.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
@@ -49,6 +50,7 @@ async def graphs(
             "seconds": facts.capture_seconds,
             "retries": [{**_graph(retry.key), "reason": retry.reason} for retry in facts.capture_retries],
         },
+        "kv_groups": [asdict(group) for group in facts.kv_groups],
         "notes": facts.notes,
         "engine": {**_engine(engine), "errors": {"refused": errors.refused, "failed": errors.failed}},
         "decisions": [_tally(tally) for tally in log.tallies],

@@ -39,13 +39,7 @@ def _prepared(serving: Serving, body: ChatBody) -> tuple[ToolChoice | None, list
     tools = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
     if tools is not None and tools.form == "parsed" and not serving.config.enable_auto_tool_choice:
         raise invalid("tool_choice", "tool_choice auto needs a server with --enable-auto-tool-choice")
-    prompt = serving.encode_chat(
-        body.messages,
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-        variables=body.chat_template_kwargs,
-        tools=None if tools is None else tools.tools,
-    )
+    prompt = serving.encode_chat(body, tools=None if tools is None else tools.tools)
     field = "max_tokens" if body.max_tokens is not None else "max_completion_tokens"
     params = body.sampling_params(
         serving.defaults,

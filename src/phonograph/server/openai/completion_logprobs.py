@@ -85,13 +85,10 @@ class CompletionLogprobs:
         top: int,
         echoed: Sequence[int] = (),
     ) -> dict[str, Any]:
-        """Return the log-probabilities of tokens, with one position for each.
+        """Return the log-probabilities of tokens, with one position for each: None for the first token of a prompt.
 
-        Args:
-            token_ids: the tokens.
-            positions: log-probabilities of each; None for the first token of a prompt.
-            top: number of likely tokens to list at each position; positions may have more.
-            echoed: offsets of the tokens of the prompt, with which `token_ids` begin.
+        At most `top` likely tokens are listed, of which positions may have more. `echoed` are the offsets of the
+        prompt's tokens, with which `token_ids` begin.
         """
         offsets = [*echoed]
         for token_id in token_ids[len(echoed) :]:

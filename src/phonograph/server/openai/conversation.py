@@ -21,9 +21,7 @@ KEYS = frozenset(
 def read_messages(messages: list[Message], meter: JsonMeter) -> list[Message]:
     """Return the messages with plain text as content, without null fields.
 
-    Args:
-        messages: messages of the request.
-        meter: limits the arguments of tool calls, which are JSON text within the JSON of the body.
+    The meter limits the arguments of tool calls, which are JSON text within the JSON of the body.
 
     Raises:
         ApiError: a message has an unknown role or key, or content that is not text; or arguments hold too many items.

@@ -67,6 +67,7 @@ class GenerationBody(StructuredFields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: int | None = None
+    cache_salt: Annotated[str, Field(min_length=1)] | None = None
     request_id: Annotated[str, Field(max_length=200)] | None = None
 
     @property

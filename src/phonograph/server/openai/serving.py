@@ -31,9 +31,9 @@ from phonograph.server.http.stream import EventStream
 from phonograph.server.observe.metrics import EngineCollector
 from phonograph.server.openai.answers import Answer
 from phonograph.server.openai.completion_logprobs import TokenTexts
-from phonograph.server.openai.conversation import Message, read_messages
+from phonograph.server.openai.conversation import read_messages
 from phonograph.server.openai.fields import Body
-from phonograph.server.openai.protocol import GenerationBody
+from phonograph.server.openai.protocol import ChatBody, GenerationBody, TokenizeBody
 from phonograph.text.tokenizer import Tokenizer
 
 THREADS = 2
@@ -136,10 +136,7 @@ class Serving:
     ) -> list[list[int]]:
         """Return the token ids of prompts. Prompts that are token ids stay unchanged.
 
-        Args:
-            prompts: texts or token ids.
-            add_special_tokens: add the tokenizer's special tokens to texts.
-            gone: event that is set when the client has disconnected; the remaining prompts are then skipped.
+        When `gone` is set, because the client has disconnected, the remaining prompts are skipped.
 
         Raises:
             ApiError: a prompt is too long, or all together are.
@@ -168,11 +165,8 @@ class Serving:
     ) -> list[int]:
         """Return the token ids of a text. A text with too many characters is rejected without tokenizing it.
 
-        Args:
-            text: the text.
-            add_special_tokens: add the tokenizer's special tokens.
-            whole_context: the tokens must fit the context, not only the limits of a request.
-            field: name of the text in errors.
+        With `whole_context` the tokens must fit the context, not only the limits of a request. `field` is the name of
+        the text in errors.
 
         Raises:
             ApiError: the text is too long, or not valid Unicode.
@@ -208,37 +202,26 @@ class Serving:
 
     def encode_chat(
         self,
-        messages: list[Message],
+        body: ChatBody | TokenizeBody,
         *,
-        add_generation_prompt: bool | None,
-        continue_final_message: bool | None,
-        variables: Mapping[str, Any] | None,
         tools: list[dict[str, Any]] | None = None,
         whole_context: bool = True,
     ) -> list[int]:
-        """Return the token ids of a conversation.
+        """Return the token ids of a request's conversation, with `tools` in the prompt; see `encode_text`.
 
-        Args:
-            messages: messages of the request.
-            add_generation_prompt: end with the start of the assistant's answer; by default unless the last message
-                continues.
-            continue_final_message: continue the last message.
-            variables: further variables of the template.
-            tools: functions for the template.
-            whole_context: as for `encode_text`.
+        By default it ends with the start of the assistant's answer, unless the last message continues.
 
         Raises:
             ApiError: a message is wrong, or all together are too long.
             RequestError: the chat template rejects them.
         """
+        continues, begins = bool(body.continue_final_message), body.add_generation_prompt
         text = self.tokenizer.render_chat(
-            read_messages(messages, JsonMeter(self.config)),
+            read_messages(body.messages or [], JsonMeter(self.config)),
             template=self.chat_template,
-            add_generation_prompt=not continue_final_message
-            if add_generation_prompt is None
-            else add_generation_prompt,
-            continue_final_message=bool(continue_final_message),
-            variables=variables,
+            add_generation_prompt=not continues if begins is None else begins,
+            continue_final_message=continues,
+            variables=body.chat_template_kwargs,
             tools=tools,
         )
         return self.encode_text(text, whole_context=whole_context, field="messages")
@@ -264,7 +247,13 @@ class Serving:
     def open(self, request: Request, prompts: list[list[int]], params: SamplingParams, body: GenerationBody) -> Call:
         """Open a call of the engine. It fails when the client disconnects or request_timeout has passed."""
         try:
-            call = self.engine.open(prompts, params, streams=bool(body.stream), priority=body.priority or 0)
+            call = self.engine.open(
+                prompts,
+                params,
+                streams=bool(body.stream),
+                priority=body.priority or 0,
+                cache_salt=body.cache_salt,
+            )
         except EngineUnavailable as error:
             raise api_error(error) from None
         if self.config.request_timeout is not None:
@@ -281,10 +270,7 @@ class Serving:
     ) -> Result:
         """Run the work of a request that precedes the engine. A thread does it for a large body or many prompts.
 
-        Args:
-            request: the request.
-            work: called with an event that is set when the client has disconnected.
-            num_prompts: number of texts to tokenize.
+        `work` is called with an event that is set when the client has disconnected.
 
         Raises:
             ApiError: the client has disconnected.

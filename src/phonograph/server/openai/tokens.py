@@ -26,13 +26,7 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
 
 def _tokens(serving: Serving, body: TokenizeBody) -> dict[str, Any]:
     if body.messages is not None:
-        token_ids = serving.encode_chat(
-            body.messages,
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=body.continue_final_message,
-            variables=body.chat_template_kwargs,
-            whole_context=False,
-        )
+        token_ids = serving.encode_chat(body, whole_context=False)
     else:
         assert body.prompt is not None
         token_ids = serving.encode_text(

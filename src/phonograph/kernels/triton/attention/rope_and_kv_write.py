@@ -2,7 +2,8 @@
 
 Shapes: T tokens, H query heads, K KV heads, D head size, F = (H + 2K) * D, B blocks, S block size, P positions.
 
-Rotary embedding is that of Su et al. (2021) on pairs (d, d + D/2). Queries are rotated in place; keys are rotated on
+Rotary embedding is that of Su et al. (2021) on pairs (d, d + R/2) of the first R numbers of a head, which are all for
+most models and none for some layers. Queries are rotated in place; keys are rotated on
 their way into the cache, and values are copied there. The kernel serves all backends, because all share one cache
 layout. Few tokens are spread over many programs, many tokens over fewer and larger ones.
 
@@ -19,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from phonograph.kernels.triton.elementwise.layers import weighted
 from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_options
 
 _FEW_TOKENS = 16
@@ -28,7 +30,7 @@ LARGEST_FP8 = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 def rope_and_write_kv(
     qkv_TF: torch.Tensor,
     positions_T: torch.Tensor,
-    rotary_PD: torch.Tensor,
+    rotary_PX: torch.Tensor | None,
     kv_cache: torch.Tensor,
     slot_mapping_T: torch.Tensor,
     *,
@@ -46,13 +48,15 @@ def rope_and_write_kv(
     Args:
         qkv_TF: query heads, key heads, value heads
         positions_T: int64
-        rotary_PD: float32; cosines, then sines, of each position's D/2 angles (pairs d, d + D/2)
+        rotary_PX: float32; cosines, then sines, of each position's R/2 angles (pairs d, d + R/2); then a scale of the
+            position's queries if the width is odd; None for no rotation
         kv_cache: [2, B, S, K, D] at any strides; an FP8 cache gets value / scale, saturated
         slot_mapping_T: int64, may be shorter than T; tokens with -1, and tokens after its end, write nothing, but
             their queries are rotated
         num_query_heads: H
         num_kv_heads: K
-        qk_norm: [H + K, D] weights of the heads' norms, query heads first, or None for no norm
+        qk_norm: [H + K, D] weights of the heads' norms, query heads first, or None for no norm; float32 weights are
+            multiplied before the result is rounded
         eps: of the norms
         k_scale: float32 [K], or None for 1
         v_scale: float32 [K], or None for 1
@@ -60,13 +64,15 @@ def rope_and_write_kv(
             not write these rows
         batch_invariant: one kernel for all numbers of tokens, because its shape decides the order of a norm's sum
     """
-    num_tokens, head_size = qkv_TF.shape[0], rotary_PD.shape[1]
+    num_tokens, head_size = qkv_TF.shape[0], kv_cache.shape[4]
+    width = 0 if rotary_PX is None else rotary_PX.shape[1]
+    assert width <= head_size + 1
     heads = _heads_of_a_program(num_query_heads, num_kv_heads, few=num_tokens <= _FEW_TOKENS and not batch_invariant)
     half = triton.next_power_of_2(head_size // 2)
     _rope_kernel[(num_tokens, (num_query_heads + 2 * num_kv_heads) // heads)](
         qkv_TF,
         positions_T,
-        rotary_PD,
+        rotary_PX,
         qk_norm,
         kv_cache,
         slot_mapping_T,
@@ -80,6 +86,8 @@ def rope_and_write_kv(
         H=num_query_heads,
         K=num_kv_heads,
         D=head_size,
+        PAIRS=width // 2,
+        SCALED=width % 2 == 1,
         HALF=half,
         S=kv_cache.shape[2],
         HEADS=heads,
@@ -157,6 +165,8 @@ def _rope_kernel(
     H: tl.constexpr,
     K: tl.constexpr,
     D: tl.constexpr,
+    PAIRS: tl.constexpr,
+    SCALED: tl.constexpr,
     HALF: tl.constexpr,
     S: tl.constexpr,
     HEADS: tl.constexpr,
@@ -166,56 +176,76 @@ def _rope_kernel(
     token = tl.program_id(0).to(tl.int64)
     first_head = tl.program_id(1) * HEADS
     head = first_head + tl.arange(0, HEADS)
-    d = tl.arange(0, HALF)
+    pair = tl.arange(0, HALF)
+    if PAIRS == 0 or PAIRS == D // 2:
+        d = pair
+        other = D // 2
+    else:
+        # Numbers that are not rotated are pairs too: (d, d + D/2 - R/2), from R on.
+        d = tl.where(pair < PAIRS, pair, pair + PAIRS)
+        other = tl.where(pair < PAIRS, PAIRS, D // 2 - PAIRS)[None, :]
     # One mask serves all: columns after a half exist only if D / 2 is not a power of two.
-    mask = (d < D // 2)[None, :] & (head < H + 2 * K)[:, None]
+    mask = (pair < D // 2)[None, :] & (head < H + 2 * K)[:, None]
     head_pointer = qkv_ptr + token * qkv_stride_t + head[:, None] * D + d[None, :]
     if norm_ptr is not None:  # constants, so before the wait
         norm_pointer = norm_ptr + head[:, None] * D + d[None, :]
         norm_mask = mask & (first_head < H + K)
         first_weight = tl.load(norm_pointer, norm_mask, other=0.0)
-        second_weight = tl.load(norm_pointer + D // 2, norm_mask, other=0.0)
+        second_weight = tl.load(norm_pointer + other, norm_mask, other=0.0)
     pdl_begin(PDL)
     # Loaded first, because the address of the angles depends on it.
     position = tl.load(positions_ptr + token)
     slot = tl.load(slots_ptr + token, token < num_slots, other=-1)
     first = tl.load(head_pointer, mask, other=0.0)
-    second = tl.load(head_pointer + D // 2, mask, other=0.0)
+    second = tl.load(head_pointer + other, mask, other=0.0)
     dtype = first.dtype
 
     if first_head < H + K:
-        # Every head loads the angles again. Threads would exchange a single row through shared memory.
-        angle_pointer = tl.broadcast_to((rotary_ptr + position * D + d)[None, :], (HEADS, HALF))
-        cos = tl.load(angle_pointer, mask, other=0.0)
-        sin = tl.load(angle_pointer + D // 2, mask, other=0.0)
+        row_pointer = rotary_ptr
+        if rotary_ptr is not None:
+            row_pointer = rotary_ptr + position * (2 * PAIRS + (1 if SCALED else 0))
+            # Every head loads the angles again. Threads would exchange a single row through shared memory.
+            angle_pointer = tl.broadcast_to((row_pointer + pair)[None, :], (HEADS, HALF))
+            angle_mask = mask
+            if PAIRS != D // 2:
+                angle_mask = mask & (pair < PAIRS)[None, :]
+            cos = tl.load(angle_pointer, angle_mask, other=1.0)
+            sin = tl.load(angle_pointer + PAIRS, angle_mask, other=0.0)
         x = first.to(tl.float32)
         y = second.to(tl.float32)
         if norm_ptr is not None:
             inverse = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / D + eps)[:, None]
-            x = ((x * inverse).to(dtype) * first_weight).to(tl.float32)
-            y = ((y * inverse).to(dtype) * second_weight).to(tl.float32)
-        rotated_x = x * cos - y * sin
-        rotated_y = y * cos + x * sin
+            x = weighted(x * inverse, first_weight, dtype).to(tl.float32)
+            y = weighted(y * inverse, second_weight, dtype).to(tl.float32)
+        rotated_x = x
+        rotated_y = y
+        if rotary_ptr is not None:
+            rotated_x = x * cos - y * sin
+            rotated_y = y * cos + x * sin
         if first_head < H:
+            if SCALED:
+                scale = tl.load(row_pointer + 2 * PAIRS)
+                rotated_x *= scale
+                rotated_y *= scale
             tl.store(head_pointer, rotated_x.to(dtype), mask)
-            tl.store(head_pointer + D // 2, rotated_y.to(dtype), mask)
+            tl.store(head_pointer + other, rotated_y.to(dtype), mask)
             if clear_ptr is not None:
                 clear_pointer = clear_ptr + token * H * D + head[:, None] * D + d[None, :]
                 nothing = tl.zeros([HEADS, HALF], clear_ptr.dtype.element_ty)
                 tl.store(clear_pointer, nothing, mask & (slot < 0))
-                tl.store(clear_pointer + D // 2, nothing, mask & (slot < 0))
+                tl.store(clear_pointer + other, nothing, mask & (slot < 0))
         elif slot >= 0:
             key_head = head - H
             pointer = slot_pointer(cache_ptr, slot, S, cache_stride_b, cache_stride_s)
             pointer += key_head[:, None] * cache_stride_k + d[None, :]
             store_scaled(pointer, rotated_x, k_scale_ptr, key_head, mask, LARGEST)
-            store_scaled(pointer + D // 2, rotated_y, k_scale_ptr, key_head, mask, LARGEST)
+            store_scaled(pointer + other, rotated_y, k_scale_ptr, key_head, mask, LARGEST)
     elif slot >= 0:
         value_head = head - H - K
         pointer = slot_pointer(cache_ptr + cache_stride_2, slot, S, cache_stride_b, cache_stride_s)
         pointer += value_head[:, None] * cache_stride_k + d[None, :]
         store_scaled(pointer, first, v_scale_ptr, value_head, mask, LARGEST)
-        store_scaled(pointer + D // 2, second, v_scale_ptr, value_head, mask, LARGEST)
+        store_scaled(pointer + other, second, v_scale_ptr, value_head, mask, LARGEST)
 
 
 @triton.jit(do_not_specialize=["num_slots"])

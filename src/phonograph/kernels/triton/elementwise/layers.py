@@ -45,9 +45,28 @@ def rms_norm(x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float, out: Rows) 
     _norm(x_TE, None, weight_E, eps, None, out)
 
 
-def add_and_norm(x_TE: torch.Tensor, hidden_TE: torch.Tensor, weight_E: torch.Tensor, eps: float, normed: Rows) -> None:
-    """Compute hidden += x, in place, and normed = rms_norm(hidden)."""
-    _norm(hidden_TE, None, weight_E, eps, hidden_TE, normed, added=x_TE)
+def add_and_norm(
+    x_TE: torch.Tensor,
+    hidden_TE: torch.Tensor,
+    weight_E: torch.Tensor | None,
+    eps: float,
+    normed: Rows | None,
+    *,
+    x_weight_E: torch.Tensor | None = None,
+    factor: float = 1.0,
+) -> None:
+    """Compute hidden += factor * y, in place, and normed = rms_norm(hidden).
+
+    Args:
+        x_TE: the rows y, or those whose norm y is; may overlay `normed`.
+        hidden_TE: the stream.
+        weight_E: weights of the norm of the sum; None for no norm, and nothing in `normed`.
+        eps: of both norms.
+        normed: result, or None.
+        x_weight_E: weights of the norm of `x_TE`; None for y = x.
+        factor: factor of y.
+    """
+    _norm(hidden_TE, None, weight_E, eps, hidden_TE, normed, added=x_TE, added_weight=x_weight_E, factor=factor)
 
 
 def gather_and_norm(
@@ -79,20 +98,36 @@ def _gather(kernel: Any, source: torch.Tensor, index: torch.Tensor, out: torch.T
 def _norm(
     source: torch.Tensor,
     rows: torch.Tensor | None,
-    weight: torch.Tensor,
+    weight: torch.Tensor | None,
     eps: float,
     kept: torch.Tensor | None,
-    out: Rows,
+    out: Rows | None,
     *,
     added: torch.Tensor | None = None,
+    added_weight: torch.Tensor | None = None,
+    factor: float = 1.0,
 ) -> None:
-    values, scales = numbers_and_scales(out)
-    num_rows, width = values.shape
+    values, scales = (None, None) if out is None else numbers_and_scales(out)
+    num_rows, width = source.shape if values is None else values.shape
     block = triton.next_power_of_2(width)
     _norm_kernel[(num_rows,)](
-        source, rows, added, weight, kept, values, scales, eps, WIDTH=width, BLOCK=block, **pdl_options(),
-        num_warps=min(16, max(1, block // 256)),
+        source, rows, added, added_weight, weight, kept, values, scales, eps, FACTOR=factor, WIDTH=width, BLOCK=block,
+        **pdl_options(), num_warps=min(16, max(1, block // 256)),
     )  # fmt: skip
+
+
+@triton.jit
+def weighted(normal, weight, dtype: tl.constexpr):
+    """Return float32 numbers times weights, in `dtype`. They are rounded first if the weights are in `dtype`."""
+    if weight.dtype == dtype:
+        return normal.to(dtype) * weight
+    return (normal * weight).to(dtype)
+
+
+@triton.jit
+def gelu_slope(x):
+    """Return y such that x * sigmoid(y) is GELU's approximation by tanh (Hendrycks 2016, arXiv:1606.08415)."""
+    return 1.5957691216057308 * (x + 0.044715 * x * x * x)
 
 
 @triton.jit
@@ -138,11 +173,13 @@ def _norm_kernel(
     source_ptr,
     rows_ptr,
     added_ptr,
+    added_weight_ptr,
     weight_ptr,
     kept_ptr,
     out_ptr,
     scales_ptr,
     eps,
+    FACTOR: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -150,54 +187,119 @@ def _norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     valid = column < WIDTH
-    weight = tl.load(weight_ptr + column, valid, other=0.0)  # a constant, so before the wait
+    # Constants, so before the wait.
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + column, valid, other=0.0)
+    if added_weight_ptr is not None:
+        added_weight = tl.load(added_weight_ptr + column, valid, other=0.0)
     pdl_begin(PDL)
     source = row
     if rows_ptr is not None:
         source = tl.load(rows_ptr + row).to(tl.int64)
     x = tl.load(source_ptr + source * WIDTH + column, valid, other=0.0)
     if added_ptr is not None:
-        added = tl.load(added_ptr + row * WIDTH + column, valid, other=0.0)
-        x = (x.to(tl.float32) + added.to(tl.float32)).to(x.dtype)
+        added = tl.load(added_ptr + row * WIDTH + column, valid, other=0.0).to(tl.float32)
+        if added_weight_ptr is not None:
+            added_inverse = tl.rsqrt(tl.sum(added * added, 0) / WIDTH + eps)
+            added = weighted(added * added_inverse, added_weight, x.dtype).to(tl.float32)
+        if FACTOR != 1.0:
+            added *= FACTOR
+        x = (x.to(tl.float32) + added).to(x.dtype)
     if kept_ptr is not None:
         tl.store(kept_ptr + row * WIDTH + column, x, valid)
+    if weight_ptr is not None:
+        wide = x.to(tl.float32)
+        inverse = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
+        out = weighted(wide * inverse, weight, x.dtype)
+        if scales_ptr is not None:
+            out, scale = quantize_row(out.to(tl.float32), out_ptr.dtype.element_ty)
+            tl.store(scales_ptr + row, scale)
+        tl.store(out_ptr + row * WIDTH + column, out, valid)
+
+
+def norm_queries_and_keys(qkv_TF: torch.Tensor, weights_XD: torch.Tensor, num_query_heads: int, eps: float) -> None:
+    """Norm a token's queries together, and its keys together, in place.
+
+    Args:
+        qkv_TF: query heads, key heads, value heads; rows at any stride.
+        weights_XD: [H + K, D] weights, query heads first.
+        num_query_heads: H.
+        eps: of the norms.
+    """
+    heads, head_size = weights_XD.shape
+    queries, keys = num_query_heads * head_size, (heads - num_query_heads) * head_size
+    block = triton.next_power_of_2(max(queries, keys))
+    _joint_norm_kernel[(qkv_TF.shape[0], 2)](
+        qkv_TF, weights_XD, eps, qkv_TF.stride(0), QUERIES=queries, KEYS=keys, BLOCK=block, **pdl_options(),
+        num_warps=min(16, max(1, block // 256)),
+    )  # fmt: skip
+
+
+@triton.jit
+def _joint_norm_kernel(
+    qkv_ptr,
+    weight_ptr,
+    eps,
+    qkv_stride,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    is_keys = tl.program_id(1)
+    width = QUERIES + is_keys * (KEYS - QUERIES)
+    column = tl.arange(0, BLOCK)
+    valid = column < width
+    column += is_keys * QUERIES
+    weight = tl.load(weight_ptr + column, valid, other=0.0)  # a constant, so before the wait
+    pdl_begin(PDL)
+    pointer = qkv_ptr + tl.program_id(0).to(tl.int64) * qkv_stride + column
+    x = tl.load(pointer, valid, other=0.0)
     wide = x.to(tl.float32)
-    inverse = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
-    out = (wide * inverse).to(x.dtype) * weight
-    if scales_ptr is not None:
-        out, scale = quantize_row(out.to(tl.float32), out_ptr.dtype.element_ty)
-        tl.store(scales_ptr + row, scale)
-    tl.store(out_ptr + row * WIDTH + column, out, valid)
+    inverse = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
+    out = weighted(wide * inverse, weight, x.dtype)
+    tl.store(pointer, out, valid)
 
 
 def silu_and_mul(gate_up_T2I: torch.Tensor, out: Rows) -> None:
     """Compute out = silu(gate) * up; gates are the first I columns, and `out` may overlay them."""
+    _activate(gate_up_T2I, out, gelu=False)
+
+
+def gelu_tanh_and_mul(gate_up_T2I: torch.Tensor, out: Rows) -> None:
+    """Compute out = gelu(gate) * up, with the approximation by tanh; as `silu_and_mul`."""
+    _activate(gate_up_T2I, out, gelu=True)
+
+
+def _activate(gate_up_T2I: torch.Tensor, out: Rows, *, gelu: bool) -> None:
     # FP8 results have one scale a row, so a program takes a whole row.
     values, scales = numbers_and_scales(out)
     num_rows, width = values.shape
     block = triton.next_power_of_2(width)
     if scales is None:
         block = min(_PIECE if num_rows > 8 else 256, block)
-    _silu_kernel[(num_rows, triton.cdiv(width, block))](
+    _activation_kernel[(num_rows, triton.cdiv(width, block))](
         gate_up_T2I,
         values,
         scales,
         values.stride(0),
         WIDTH=width,
         BLOCK=block,
+        GELU=gelu,
         **pdl_options(),
         num_warps=warps_of_row(block),
     )
 
 
 @triton.jit
-def _silu_kernel(
+def _activation_kernel(
     gate_up_ptr,
     out_ptr,
     scales_ptr,
     out_stride,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    GELU: tl.constexpr,
     PDL: tl.constexpr,
 ):
     pdl_begin(PDL)
@@ -207,8 +309,11 @@ def _silu_kernel(
     gate = tl.load(gate_up_ptr + row * 2 * WIDTH + column, valid, other=0.0)
     up = tl.load(gate_up_ptr + row * 2 * WIDTH + WIDTH + column, valid, other=0.0)
     wide = gate.to(tl.float32)
+    slope = wide
+    if GELU:
+        slope = gelu_slope(wide)
     # The activation is rounded before the product, as torch does it.
-    out = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype) * up
+    out = (wide / (1.0 + tl.exp(-slope))).to(gate.dtype) * up
     if scales_ptr is not None:
         out, scale = quantize_row(out.to(tl.float32), out_ptr.dtype.element_ty)
         tl.store(scales_ptr + row, scale)

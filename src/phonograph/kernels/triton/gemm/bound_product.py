@@ -13,6 +13,7 @@ from phonograph.kernels.fp8_activations import Rows
 from phonograph.kernels.triton.gemm.choose import choose
 from phonograph.kernels.triton.gemm.product import (
     ADD,
+    GELU,
     MAX_SQUARE_TILES,
     SILU,
     STORE,
@@ -46,6 +47,7 @@ class BoundProduct:
         weights: format of the matrix.
         device: GPU that runs it.
         scratch: scratch of products that follow one another.
+        activation: of the gates of a gated product, "silu" or "gelu_tanh".
         batch_invariant: the result of a row does not depend on other rows.
     """
 
@@ -58,10 +60,12 @@ class BoundProduct:
         *,
         device: GemmDevice,
         scratch: GemmScratch,
+        activation: str = "silu",
         batch_invariant: bool = False,
     ) -> None:
         self.scratch = scratch
         self._weight, self._bias_N, self._shape = weight, bias_N, shape
+        self._gated = GELU if activation == "gelu_tanh" else SILU
         self._plans = cache(partial(choose, shape, weights, device=device, batch_invariant=batch_invariant))
 
     def plan(self, num_rows: int) -> ProductPlan:
@@ -69,9 +73,9 @@ class BoundProduct:
         return self._plans(rows_class(num_rows))
 
     def store(self, x: Rows, out_MN: torch.Tensor, norm: Norm | DeferredNorm | None = None) -> None:
-        """Compute out = x @ weight^T + bias, or, if the plan is gated, out = silu(gate) * up of it."""
+        """Compute out = x @ weight^T + bias, or, if the plan is gated, out = activation(gate) * up of it."""
         plan = self.plan(len(out_MN))
-        mode = SILU if self._shape.gated and not plan.gates_apart else STORE
+        mode = self._gated if self._shape.gated and not plan.gates_apart else STORE
         run(plan, Product(x, self._weight, self._bias_N, out_MN, mode, norm), self.scratch)
 
     def add(self, x: Rows, hidden_MN: torch.Tensor, next_norm: NextNorm | None = None) -> torch.Tensor | None:

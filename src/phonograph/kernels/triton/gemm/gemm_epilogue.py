@@ -70,16 +70,19 @@ def finished(result, up, factor, bias, up_bias, residual, MODE: tl.constexpr):
     """
     if factor is not None:
         result *= factor
-        if MODE == 2:
+        if MODE >= 2:
             up *= factor
     if bias is not None:
         result += bias
-        if MODE == 2:
+        if MODE >= 2:
             up += up_bias
     if MODE == 1:
         result += residual.to(tl.float32)
     elif MODE == 2:
         result = result * tl.sigmoid(result) * up
+    elif MODE == 3:
+        # The approximation by tanh, as `elementwise.layers.gelu_slope`.
+        result = result * tl.sigmoid(1.5957691216057308 * (result + 0.044715 * result * result * result)) * up
     return result
 
 

@@ -116,7 +116,7 @@ def _gemm_grouped_small_m_kernel(
     ONE_SCALE: tl.constexpr = GROUP >= K and not NEEDS_ONES
     STEPS: tl.constexpr = (LAST + UNITS - 1) // UNITS
     # With a gated activation the rows of the ups follow the rows of the gates.
-    OUTPUTS: tl.constexpr = 2 * BLOCK_N if MODE == 2 else BLOCK_N
+    OUTPUTS: tl.constexpr = 2 * BLOCK_N if MODE >= 2 else BLOCK_N
     SIZES: tl.constexpr = _Sizes(N, K, GROUP, COLUMNS, UNITS, BLOCK_N, OUTPUTS)
     first = tl.program_id(0) * BLOCK_N
     n = first + tl.arange(0, BLOCK_N)
@@ -146,9 +146,9 @@ def _gemm_grouped_small_m_kernel(
         if offsets_ptr is not None:
             offsets += (_groups(offsets_ptr, first, step, output_stride, group_stride, SIZES),)
     bias = constant(bias_ptr, n, valid_n) if bias_ptr is not None else None
-    up_bias = constant(bias_ptr + N, n, valid_n) if bias_ptr is not None and MODE == 2 else None
+    up_bias = constant(bias_ptr + N, n, valid_n) if bias_ptr is not None and MODE >= 2 else None
     scale = constant(scales_ptr, n * output_stride, valid_n) if ONE_SCALE else None
-    up_scale = constant(scales_ptr + N * output_stride, n * output_stride, valid_n) if ONE_SCALE and MODE == 2 else None
+    up_scale = constant(scales_ptr + N * output_stride, n * output_stride, valid_n) if ONE_SCALE and MODE >= 2 else None
     if PDL:
         tl_cuda.gdc_wait()
 
@@ -197,13 +197,13 @@ def _gemm_grouped_small_m_kernel(
             xs = _with(xs, place % ROWS_AHEAD, values)
 
     total = add_warps(sums, UNITS, num_warps)
-    if MODE == 2:
+    if MODE >= 2:
         result, up = tl.split(tl.permute(tl.reshape(total, (2, BLOCK_N, ROWS)), (2, 1, 0)))
     else:
         result = tl.trans(tl.reshape(total, (BLOCK_N, ROWS)))
     if ONE_SCALE:
         result *= scale
-        if MODE == 2:
+        if MODE >= 2:
             up *= up_scale
     tl.store(out_ptrs, finished(result, up, None, bias, up_bias, residual, MODE).to(out_ptr.dtype.element_ty), mask)
 

@@ -148,7 +148,7 @@ def _gemm_small_m_kernel(
     steps: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     # Rows of weights, in groups of eight; with a gated activation the ups follow the gates.
     eights: tl.constexpr = BLOCK_N // 8
-    tiles: tl.constexpr = 2 * eights if MODE == 2 else eights
+    tiles: tl.constexpr = 2 * eights if MODE >= 2 else eights
     first = tl.program_id(0) * BLOCK_N
     n = first + tl.arange(0, BLOCK_N)
     m = tl.arange(0, ROWS)
@@ -168,7 +168,7 @@ def _gemm_small_m_kernel(
     for step in tl.static_range(min(AHEAD, steps)):
         weights += (_read(weight_ptrs, valid_weight, step, K, BLOCK_K, BATCH, TOGETHER, "evict_first"),)
     bias = constant(bias_ptr, n, valid_n) if bias_ptr is not None else None
-    up_bias = constant(bias_ptr + N, n, valid_n) if bias_ptr is not None and MODE == 2 else None
+    up_bias = constant(bias_ptr + N, n, valid_n) if bias_ptr is not None and MODE >= 2 else None
     norm = constant(norm_ptr, n, valid_n) if norm_ptr is not None else None
     if PDL:
         tl_cuda.gdc_wait()
@@ -202,7 +202,7 @@ def _gemm_small_m_kernel(
     total = add_warps(sums, BATCH, num_warps)
     if tiles == 1:
         result = tl.reshape(total, (ROWS, 8))
-    elif MODE == 2:
+    elif MODE >= 2:
         result, up = tl.split(tl.permute(tl.reshape(total, (2, BLOCK_N, ROWS)), (2, 1, 0)))
     else:
         result = tl.trans(tl.reshape(total, (BLOCK_N, ROWS)))

@@ -39,7 +39,7 @@ from phonograph.kernels.triton.gemm.launch_product import launch_product
 from phonograph.kernels.triton.gemm.product import Parts, Product
 from phonograph.kernels.triton.gemm.product_plan import GemmTiledConfig
 
-_Shape = namedtuple("_Shape", "K BLOCK_K BITS GROUP INTERLEAVED INT8")
+TileShape = namedtuple("TileShape", "K BLOCK_K BITS GROUP INTERLEAVED INT8")
 """Constants of a tile: columns of a row and of a tile, `Grouped` bits and group, its order, and its type."""
 
 
@@ -121,12 +121,12 @@ def _weight_tile(
         rows_left: rows from `first` on.
         n: rows of the tile.
         k: columns of the tile.
-        SHAPE: `_Shape`; bits and inputs of a group are 0 for a matrix of numbers.
+        SHAPE: `TileShape`; bits and inputs of a group are 0 for a matrix of numbers.
         KIND: type of the numbers.
     """
     if SHAPE.BITS > 0:
         row = first + tl.minimum(n, rows_left - 1)
-        tile = _grouped_tile(weight_ptr, weight_stride, groups, row, start, SHAPE, KIND)
+        tile = grouped_tile(weight_ptr, weight_stride, groups, row, start, SHAPE, KIND)
     elif desc is not None:
         tile = desc.load([first, start])
     else:
@@ -139,7 +139,7 @@ def _weight_tile(
 
 
 @triton.jit
-def _grouped_tile(words_ptr, word_stride, groups, row, start, SHAPE: tl.constexpr, KIND: tl.constexpr):
+def grouped_tile(words_ptr, word_stride, groups, row, start, SHAPE: tl.constexpr, KIND: tl.constexpr):
     """Load weights in groups at rows `row` and the columns of a tile from `start` on; see `_weight_tile`."""
     scales_ptr, zeros_ptr, offsets_ptr, output_stride, group_stride, magic = groups
     COUNT: tl.constexpr = 32 // SHAPE.BITS
@@ -227,7 +227,7 @@ def _gemm_tiled_kernel(
             count = tl.minimum(BLOCK_N, rows_left)
             num_bytes = tl.minimum(PREFETCH, K - begin * BLOCK_K) * element_bytes
             _prefetch_rows(start, weight_stride * element_bytes, count, num_bytes)
-            if MODE == 2:
+            if MODE >= 2:
                 up_start = start + weight_stride.to(tl.int64) * N
                 _prefetch_rows(up_start, weight_stride * element_bytes, count, num_bytes)
         tl_cuda.gdc_wait()
@@ -236,7 +236,7 @@ def _gemm_tiled_kernel(
         # Loaded early, used at the end.
         squares = read_squares(squares_ptr, tl.arange(0, ROWS), ROWS, SQUARE_TILES)
     groups = (scales_ptr, zeros_ptr, offsets_ptr, output_stride, group_stride, magic)
-    SHAPE: tl.constexpr = _Shape(K, BLOCK_K, BITS, GROUP, INTERLEAVED, INT8)
+    SHAPE: tl.constexpr = TileShape(K, BLOCK_K, BITS, GROUP, INTERLEAVED, INT8)
     x_ptrs = x_ptr + m.to(tl.int64)[:, None] * x_stride + k[None, :]
     sums = tl.zeros((BLOCK_N, ROWS), tl.float32)
     up_sums = tl.zeros((BLOCK_N, ROWS), tl.float32)
@@ -248,7 +248,7 @@ def _gemm_tiled_kernel(
             weight_desc, weight_ptr, weight_stride, groups, first, start_k, rows_left, n, k, SHAPE, x.dtype
         )
         sums = tl.dot(weight, x, sums)
-        if MODE == 2:
+        if MODE >= 2:
             up = _weight_tile(
                 weight_desc, weight_ptr, weight_stride, groups, first + N, start_k, rows_left, n, k, SHAPE, x.dtype
             )
@@ -278,7 +278,7 @@ def _gemm_tiled_kernel(
     out_ptrs = out_ptr + m.to(tl.int64)[None, :] * out_stride + (first + n)[:, None]
     mask = valid_n[:, None] & (m < M)[None, :]
     bias = constant(bias_ptr + first, n, valid_n, 1) if bias_ptr is not None else None
-    up_bias = constant(bias_ptr + N + first, n, valid_n, 1) if bias_ptr is not None and MODE == 2 else None
+    up_bias = constant(bias_ptr + N + first, n, valid_n, 1) if bias_ptr is not None and MODE >= 2 else None
     residual = tl.load(out_ptrs, mask, other=0.0) if MODE == 1 else None
     rounded = finished(sums, up_sums, None, bias, up_bias, residual, MODE).to(out_ptr.dtype.element_ty)
     tl.store(out_ptrs, rounded, mask)

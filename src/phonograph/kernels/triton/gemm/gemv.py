@@ -73,7 +73,7 @@ def _gemv_kernel(
     # Constants of the model, loaded before the wait, and one step ahead in the loop.
     mask = valid_n[:, None] & (k < K)[None, :]
     weight = tl.load(weight_ptrs, mask, other=0.0)
-    up = tl.load(up_ptrs, mask, other=0.0) if MODE == 2 else weight
+    up = tl.load(up_ptrs, mask, other=0.0) if MODE >= 2 else weight
     if PDL:
         tl_cuda.gdc_wait()
 
@@ -91,7 +91,7 @@ def _gemv_kernel(
         next_weight = tl.load(weight_ptrs + step + BLOCK_K, ahead_mask, other=0.0)
         sums += _products(weight, x)
         weight = next_weight
-        if MODE == 2:
+        if MODE >= 2:
             next_up = tl.load(up_ptrs + step + BLOCK_K, ahead_mask, other=0.0)
             up_sums += _products(up, x)
             up = next_up
@@ -101,7 +101,7 @@ def _gemv_kernel(
     factor = tl.rsqrt(tl.sum(squares, 0) / K + eps) if norm_ptr is not None else None
     bias = tl.load(bias_ptr + n, valid_n, other=0.0).to(tl.float32) if bias_ptr is not None else None
     up_bias = (
-        tl.load(bias_ptr + N + n, valid_n, other=0.0).to(tl.float32) if bias_ptr is not None and MODE == 2 else None
+        tl.load(bias_ptr + N + n, valid_n, other=0.0).to(tl.float32) if bias_ptr is not None and MODE >= 2 else None
     )
     residual = tl.load(out_ptr + n, valid_n, other=0.0) if MODE == 1 else None
     result = finished(result, up_result, factor, bias, up_bias, residual, MODE)

@@ -36,7 +36,7 @@ def launch_product(
     x_MK, matrix, out_MN, mode = product.rows, product.matrix, product.out_MN, product.mode
     (num_rows, num_inputs), num_outputs, rows = x_MK.shape, out_MN.shape[1], tiles.get("rows", 1)
     num_tiles, splits = cdiv(num_outputs, config.block_n) * cdiv(num_rows, rows), tiles.get("splits", 1)
-    if splits > 1 and (mode == SILU or not _has_room(parts, num_tiles, splits * config.block_n * rows)):
+    if splits > 1 and (mode >= SILU or not _has_room(parts, num_tiles, splits * config.block_n * rows)):
         splits = 1
     assert x_MK.stride(1) == matrix.stride(1) == out_MN.stride(1) == 1
     # Another kernel, without the code for parts.

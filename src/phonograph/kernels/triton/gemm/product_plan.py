@@ -196,7 +196,7 @@ class ProductShape(NamedTuple):
     Attributes:
         num_outputs: of the result.
         num_inputs: of a row.
-        gated: the result is silu(gate) * up, of a matrix with 2 * num_outputs outputs.
+        gated: the result is activation(gate) * up, of a matrix with 2 * num_outputs outputs.
     """
 
     num_outputs: int

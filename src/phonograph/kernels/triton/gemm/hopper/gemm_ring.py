@@ -78,7 +78,7 @@ def launch(product: Product, config: GemmRingConfig, parts: Parts | None) -> Non
     rows, block_n, block_k, _, stages, lag = config
     assert stages > lag
     kind = _KINDS[x_MK.dtype]
-    num_warps = 8 if block_n * (1 + (product.mode == SILU)) * rows > 8192 else 4
+    num_warps = 8 if block_n * (1 + (product.mode >= SILU)) * rows > 8192 else 4
     tile, weights_kind, group = [block_n, block_k], kind, 0
     if product.row_scales is not None:
         assert weight is not None and weight.has_output_scales() and kind == gl.float8e4nv
@@ -201,7 +201,7 @@ def _gemm_ring_kernel(
         let_next_kernel_start()
     BLOCK_N: gl.constexpr = weight_desc.block_type.shape[0]
     BLOCK_K: gl.constexpr = x_desc.block_type.shape[1]
-    PAIR: gl.constexpr = 2 if MODE == 2 else 1
+    PAIR: gl.constexpr = 2 if MODE >= 2 else 1
     STEPS: gl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     BYTES: gl.constexpr = PAIR * weight_desc.block_type.nbytes + x_desc.block_type.nbytes
     KIND: gl.constexpr = x_desc.dtype
@@ -239,11 +239,11 @@ def _gemm_ring_kernel(
         group_n = gl.minimum(first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, NUMBERS)), N - 1)
         group_at = begin * BLOCK_K // GROUP * group_stride
         scale, zero = _groups_of(scales_ptr, zeros_ptr, group_n, output_stride, group_at, KIND)
-        if MODE == 2:
+        if MODE >= 2:
             up_scale, up_zero = _groups_of(scales_ptr, zeros_ptr, group_n + N, output_stride, group_at, KIND)
     n = first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, OUT))
     bias = constant(bias_ptr, n, N)[:, None] if bias_ptr is not None else None
-    up_bias = constant(bias_ptr + N, n, N)[:, None] if bias_ptr is not None and MODE == 2 else None
+    up_bias = constant(bias_ptr + N, n, N)[:, None] if bias_ptr is not None and MODE >= 2 else None
     norm = constant(norm_ptr, n, N)[:, None] if norm_ptr is not None else None
     if PDL:
         wait_for_kernel_before()
@@ -272,7 +272,7 @@ def _gemm_ring_kernel(
         else:
             left = weights.index(PAIR * place)
         sums = warpgroup_mma(left, x, sums, is_async=True)
-        if MODE == 2:
+        if MODE >= 2:
             if GROUP > 0:
                 words = weights.index(PAIR * place + 1).load(_words_layout(WARPS, WIDTH))
                 up_left = _numbers(words, up_scale, up_zero, magic, KIND, NUMBERS)
@@ -305,16 +305,16 @@ def _gemm_ring_kernel(
         sums = add_parts(base, gl.zeros([BLOCK_N, ROWS], gl.float32, LAYOUT), SIZE, SPLITS, arrived_ptr, tile)
 
     result = gl.convert_layout(sums, OUT)
-    up = gl.convert_layout(ups, OUT) if MODE == 2 else None
+    up = gl.convert_layout(ups, OUT) if MODE >= 2 else None
     if row_scales_ptr is not None:
         row_scale = gl.load(row_scales_ptr + m, mask=m < M, other=0.0)[None, :]
         result *= gl.load(scales_ptr + n * output_stride, mask=n < N, other=0.0)[:, None] * row_scale
-        if MODE == 2:
+        if MODE >= 2:
             up *= gl.load(scales_ptr + (N + n) * output_stride, mask=n < N, other=0.0)[:, None] * row_scale
     if SQUARE_TILES > 0:
         factor = deferred_factor(squares, eps, K, OUT)
         result *= factor
-        if MODE == 2:
+        if MODE >= 2:
             up *= factor
     rounded = finished(result, up, bias, up_bias, residual, MODE).to(out_ptr.dtype.element_ty)
     gl.store(out_ptrs, rounded, mask=mask)

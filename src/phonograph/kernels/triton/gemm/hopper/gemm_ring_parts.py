@@ -171,10 +171,13 @@ def finished(result, up, bias, up_bias, residual, MODE: gl.constexpr):
     """Return the results of a product from its sums, in float32, as `gemm_epilogue.finished` does."""
     if bias is not None:
         result += bias
-        if MODE == 2:
+        if MODE >= 2:
             up += up_bias
     if MODE == 1:
         result += residual.to(gl.float32)
     elif MODE == 2:
         result = result / (1 + gl.exp(-result)) * up
+    elif MODE == 3:
+        # The approximation of GELU by tanh, as `elementwise.layers.gelu_slope`.
+        result = result / (1 + gl.exp(-1.5957691216057308 * (result + 0.044715 * result * result * result))) * up
     return result

@@ -187,7 +187,7 @@ def _gemm_ring_small_m_kernel(
     BLOCK_N: gl.constexpr = words_desc.block_type.shape[0]
     BLOCK_K: gl.constexpr = x_desc.block_type.shape[1]
     UNITS: gl.constexpr = BLOCK_K // UNIT
-    PAIR: gl.constexpr = 2 if MODE == 2 else 1
+    PAIR: gl.constexpr = 2 if MODE >= 2 else 1
     STEPS: gl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     BYTES: gl.constexpr = PAIR * words_desc.block_type.nbytes + x_desc.block_type.nbytes
     KIND: gl.constexpr = x_desc.dtype
@@ -222,7 +222,7 @@ def _gemm_ring_small_m_kernel(
     zeros = keep(zeros_ptr, *at, SIZES) if zeros_ptr is not None else None
     n = first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, OUT))
     bias = constant(bias_ptr, n, N)[:, None] if bias_ptr is not None else None
-    up_bias = constant(bias_ptr + N, n, N)[:, None] if bias_ptr is not None and MODE == 2 else None
+    up_bias = constant(bias_ptr + N, n, N)[:, None] if bias_ptr is not None and MODE >= 2 else None
     if PDL:
         wait_for_kernel_before()
     for place in gl.static_range(STAGES):
@@ -241,7 +241,7 @@ def _gemm_ring_small_m_kernel(
         mbarrier.wait(full.index(place), turn)
         x = rows.index(place).load(_rows_layout(WARPS_N, WARPS_K, ROWS, BLOCK_K))
         words = ring.index(PAIR * place).load(_words_layout(WARPS_N, WARPS_K, BLOCK_N, 16 * UNITS))
-        if MODE == 2:
+        if MODE >= 2:
             up_words = ring.index(PAIR * place + 1).load(_words_layout(WARPS_N, WARPS_K, BLOCK_N, 16 * UNITS))
         # All warps have read this place.
         gl.thread_barrier()
@@ -256,12 +256,12 @@ def _gemm_ring_small_m_kernel(
         kept = step - begin if GROUP == UNIT else step * BLOCK_K // GROUP - first_group
         part = _multiply(_left(words, magic, UNITS, KIND, LEFT), right, LAYOUT)
         sums += _scaled(part, column_sums, scales, zeros, kept, 0, BIAS, LAYOUT)
-        if MODE == 2:
+        if MODE >= 2:
             part = _multiply(_left(up_words, magic, UNITS, KIND, LEFT), right, LAYOUT)
             ups += _scaled(part, column_sums, scales, zeros, kept, 1, BIAS, LAYOUT)
 
     result = gl.convert_layout(gl.sum(sums, 0), OUT)
-    up = gl.convert_layout(gl.sum(ups, 0), OUT) if MODE == 2 else None
+    up = gl.convert_layout(gl.sum(ups, 0), OUT) if MODE >= 2 else None
     if SPLITS > 1:
         SIZE: gl.constexpr = BLOCK_N * ROWS
         within_n = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, OUT))

@@ -74,7 +74,7 @@ def launch(product: Product, config: GemvIntegerConfig, parts: Parts | None) -> 
     block_n, units, _, _, warps_n, warps_k = config
     assert len(x_1K) == 1 and x_1K.dtype == out_1N.dtype and takes(product.weight, units)
     assert units % warps_k == 0 and block_n % (16 * warps_n) == 0
-    pair, num_outputs, stride = 1 + (product.mode == SILU), out_1N.shape[1], words_OW.stride(0)
+    pair, num_outputs, stride = 1 + (product.mode >= SILU), out_1N.shape[1], words_OW.stride(0)
     tile, shape = [pair, block_n, 16 * units], [pair, num_outputs, words_OW.shape[1]]
     layout = gl.NVMMASharedLayout.get_default_for(tile, gl.int32)
     launch_product(
@@ -173,7 +173,7 @@ def _gemv_integer_kernel(
     n = first + gl.arange(0, BLOCK_N, layout=OUT)
     mask = n < N
     bias = constant(bias_ptr, n, N) if bias_ptr is not None else None
-    up_bias = constant(bias_ptr + N, n, N) if bias_ptr is not None and MODE == 2 else None
+    up_bias = constant(bias_ptr + N, n, N) if bias_ptr is not None and MODE >= 2 else None
     # Steps of a program, as a power of two; the pieces of two steps lie one after another.
     ROW_TURNS: gl.constexpr = max(2, triton.next_power_of_2((STEPS + SPLITS - 1) // SPLITS))
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -212,7 +212,7 @@ def _gemv_integer_kernel(
     total = gl.sum(sums, 0)
     result = gl.sum(gl.where(gl.arange(0, 4, layout=SUM)[None, :] == 0, total, 0.0), 1)
     up = None
-    if MODE == 2:
+    if MODE >= 2:
         result, up = gl.split(result.reshape((2, BLOCK_N)).permute((1, 0)))
         up = gl.convert_layout(up, OUT)
     result = gl.convert_layout(result, OUT)

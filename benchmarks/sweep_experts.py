@@ -1,0 +1,205 @@
+"""Times the experts of one layer on this GPU, kernel by kernel, beside the floor of memory; finds tiles with --sweep.
+
+    python benchmarks/sweep_experts.py --model qwen3-30b-a3b --tokens 1 8 32 128 256 2048
+    python benchmarks/sweep_experts.py --model gpt-oss-20b --format int4 --tokens 8 --sweep gate_up
+
+A graph has several layers with weights of their own, so that the L2 cache has none of them at the next replay; random
+rows route nearly independently. The floor is the bytes of the experts that were chosen, and of the router, over 4.33
+TB/s. A sweep tries all candidates for one product, the others as `expert_plan` says, and prints the best; the block of
+pairs belongs to both products. The results name the entries of `_CONFIGS` in kernels/triton/experts/expert_plan.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from triton.runtime.errors import OutOfResources
+
+from bench.result_files import output_file, write_result
+from phonograph.bench.records.record import provenance
+from phonograph.kernels.routing import Routing
+from phonograph.kernels.torch.grouped import Grouped
+from phonograph.kernels.triton.experts.expert_lists import ExpertLists
+from phonograph.kernels.triton.experts.expert_plan import ExpertConfig, ExpertTile, expert_config
+from phonograph.kernels.triton.experts.expert_products import add_results, down_products, fitted, gate_up_products
+from phonograph.kernels.triton.experts.route import route
+from phonograph.kernels.triton.gemm.product import Matrix
+
+BYTES_PER_US = 4.33e6
+REPLAYS = 20
+
+
+class Model(NamedTuple):
+    """Sizes of a layer's experts."""
+
+    routing: Routing
+    hidden_size: int
+    intermediate_size: int
+
+
+MODELS = {
+    "qwen3-30b-a3b": Model(Routing(128, 8), 2048, 768),
+    "gpt-oss-20b": Model(Routing(32, 4), 2880, 2880),
+    "mixtral-8x7b": Model(Routing(8, 2), 4096, 14336),
+    "olmoe-7b": Model(Routing(64, 8, renormalised=False), 2048, 1024),
+}
+FORMATS = ("bf16", "fp8", "fp8-128", "int4", "int8")
+
+
+def matrix(outputs: int, inputs: int, kind: str) -> Matrix:
+    """Return random weights of a format, as they lie on a GPU."""
+    if kind == "bf16":
+        return torch.empty(outputs, inputs, dtype=torch.bfloat16, device="cuda").normal_(0, inputs**-0.5)
+    group = inputs if kind == "fp8" else 128 if inputs % 128 == 0 else 32
+    dtype = torch.float32 if kind == "fp8" else torch.bfloat16
+    scales = torch.full((inputs // group, outputs), inputs**-0.5, dtype=dtype, device="cuda").t()
+    if kind.startswith("fp8"):
+        values = torch.empty(outputs, inputs, dtype=torch.bfloat16, device="cuda").normal_().to(torch.float8_e4m3fn)
+        return Grouped(values, scales, None, 8, group)
+    bits = int(kind.removeprefix("int"))
+    words = torch.randint(-(2**31), 2**31, (outputs, inputs * bits // 32), device="cuda").to(torch.int32)
+    return Grouped(words, scales / (1 << (bits - 1)), None, bits, group, interleaved=bits == 4 and group % 128 == 0)
+
+
+def nbytes(weight: Matrix) -> int:
+    tensors = weight if isinstance(weight, Grouped) else (weight,)
+    return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
+
+
+class Layer:
+    """Experts of a layer with random weights, and the memory of a step of T tokens."""
+
+    def __init__(self, model: Model, num_tokens: int, kind: str) -> None:
+        routing, hidden, inner = model
+        pairs = num_tokens * routing.top_k
+        self.routing = routing
+
+        def halves(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_()
+
+        self.x, self.router = halves(num_tokens, hidden), halves(routing.num_experts, hidden)
+        self.gate_up = matrix(routing.num_experts * 2 * inner, hidden, kind)
+        self.down = matrix(routing.num_experts * hidden, inner, kind)
+        self.hidden, self.normed, self.norm = halves(num_tokens, hidden), halves(num_tokens, hidden), halves(hidden)
+        self.inner, self.results = halves(pairs, inner), halves(pairs, hidden)
+        words = torch.zeros(ExpertLists.num_words(num_tokens, routing), device="cuda")
+        counters = ExpertLists.counters(torch.device("cuda"))
+        self.lists = ExpertLists.over(words, num_tokens, routing, counters)
+        self.real = torch.tensor([num_tokens], dtype=torch.int32, device="cuda")
+
+    def calls(self, config: ExpertConfig) -> dict[str, Callable[[], None]]:
+        routing, lists, config = self.routing, self.lists, fitted(config, self.gate_up, self.down)
+        norm = self.norm, 1e-6, self.normed
+        return {
+            "route": lambda: route(self.x, self.router, routing, lists, block=config.block, num_rows=self.real),
+            "gate_up": lambda: gate_up_products(self.x, self.gate_up, lists, routing, config, self.inner),
+            "down": lambda: down_products(self.inner, self.down, lists, routing, config, self.results),
+            "add": lambda: add_results(self.results, self.hidden, routing.top_k, num_rows=self.real, norm=norm),
+        }
+
+    def floor_us(self) -> tuple[float, int]:
+        """Return the microseconds that reading the chosen experts takes at least, and their number, after a route."""
+        chosen = len(self.lists.experts_Tk.unique())
+        weights = (nbytes(self.gate_up) + nbytes(self.down)) * chosen / self.routing.num_experts
+        return (weights + self.router.nbytes) / BYTES_PER_US, chosen
+
+
+def microseconds(calls: list[Callable[[], None]], each: int) -> float:
+    """Return the time of one of `each` parts of the calls, which run in order as one graph."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for call in calls:
+                call()
+        times: list[float] = []
+        for _ in range(REPLAYS):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) * 1e3 / each)
+    return statistics.median(times)
+
+
+def measure(layers: list[Layer], config: ExpertConfig) -> dict[str, float]:
+    """Return the times of all kernels of a layer, and of each alone, in microseconds."""
+    of_layers = [layer.calls(config) for layer in layers]
+    whole = microseconds([call for calls in of_layers for call in calls.values()], len(layers))
+    alone = {name: microseconds([calls[name] for calls in of_layers], len(layers)) for name in of_layers[0]}
+    return {"all": whole, **alone}
+
+
+def candidates(config: ExpertConfig, product: str) -> Iterator[ExpertConfig]:
+    """Yield configurations with all tiles of one product, or with all blocks."""
+    if product == "block":
+        yield from (config._replace(block=block) for block in (16, 32, 64, 128))
+        return
+    for block_n, block_k, warps, stages, programs in itertools.product(
+        (16, 32, 64, 128), (32, 64, 128, 256), (2, 4, 8), (2, 3, 4, 6), (0, 132, 264, 528)
+    ):
+        yield config._replace(**{product: ExpertTile(block_n, block_k, warps, stages, programs)})
+
+
+def sweep(layers: list[Layer], config: ExpertConfig, product: str, most: int) -> list[tuple[float, ExpertConfig]]:
+    """Return times and configurations, best first."""
+    kernel = "all" if product == "block" else product
+    found: list[tuple[float, ExpertConfig]] = []
+    tried = [*candidates(config, product)]
+    for one in tried[:: max(1, len(tried) // most)]:
+        calls = [layer.calls(one) for layer in layers]
+        try:
+            chosen = [call for of in calls for name, call in of.items() if kernel in ("all", name)]
+            for of in calls:
+                of["route"]()
+            found.append((microseconds(chosen, len(layers)), one))
+        except OutOfResources:
+            continue
+    return sorted(found, key=lambda pair: pair[0])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="qwen3-30b-a3b")
+    parser.add_argument("--format", choices=FORMATS, default="bf16")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 32, 128, 256, 2048])
+    parser.add_argument("--layers", type=int, default=4, help="in a graph, with weights of their own")
+    parser.add_argument("--sweep", choices=("gate_up", "down", "block"), help="try candidates for this")
+    parser.add_argument("--most", type=int, default=200, help="candidates that are tried")
+    parser.add_argument("--output", type=output_file)
+    options = parser.parse_args()
+    origin = provenance()
+    rows: list[dict[str, Any]] = []
+    for num_tokens in options.tokens:
+        layers = [Layer(MODELS[options.model], num_tokens, options.format) for _ in range(options.layers)]
+        config = expert_config(num_tokens, layers[0].routing)
+        times = {name: round(time, 2) for name, time in measure(layers, config).items()}
+        floor, chosen = layers[0].floor_us()
+        row = {"tokens": num_tokens, "experts": chosen, "floor": round(floor, 2), **times, "config": repr(config)}
+        row["of floor"] = round(times["all"] / floor, 2)
+        if options.sweep is not None:
+            best = sweep(layers, config, options.sweep, options.most)
+            row["best"] = [(round(time, 2), repr(one)) for time, one in best[:5]]
+        rows.append(row)
+        print("  ".join(f"{key} {value}" for key, value in row.items() if key != "best"), flush=True)
+        for time, one in row.get("best", ()):
+            print(f"    {time}  {one}", flush=True)
+        del layers
+        torch.cuda.empty_cache()
+    if options.output is not None:
+        write_result(options.output, origin, {"model": options.model, "format": options.format, "rows": rows})
+    print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""KV groups of a model: layers that share block tables, over pages of equal bytes.
+
+Layers of equal attention form a kind. A layer with a window needs the keys of the window only, so its pages behind the
+window are freed, which takes a block table of its own. One pool of pages serves all groups: every group has the same
+number of layers, and its blocks have as many tokens as make its page as large as the others'.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from phonograph.attention.attention_spec import UNBOUNDED, AttentionSpec
+from phonograph.core.kv_group import KVGroup
+from phonograph.errors import ConfigError, UnsupportedModelError, counted
+
+_UNLIMITED = (UNBOUNDED, UNBOUNDED)
+_MOST_GROUPS = 10
+"""Largest number of groups. Each has a block table that every step copies."""
+_MOST_WASTE = 0.2
+"""Largest share of the pool that may be padding."""
+_MOST_BLOCK = 1024
+"""Tokens of the largest block that the default block size grows to."""
+_GRANULE = 16
+"""Divisor of the block sizes that GPU kernels take."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVGroups:
+    """Groups of a model.
+
+    Attributes:
+        groups: layers, block size and window of each.
+        specs: attention of each, with its block size and the windows of its layers.
+        layers_per_page: layers of a page; a group may have fewer.
+    """
+
+    groups: tuple[KVGroup, ...]
+    specs: tuple[AttentionSpec, ...]
+    layers_per_page: int
+
+    @property
+    def group_of_layer(self) -> list[int]:
+        """Group of each layer."""
+        found = {layer: index for index, group in enumerate(self.groups) for layer in group.layers}
+        return [found[layer] for layer in range(len(found))]
+
+    @property
+    def block_sizes(self) -> tuple[int, ...]:
+        """Tokens of a block in each group."""
+        return tuple(group.block_size for group in self.groups)
+
+    @property
+    def grows_with_tokens(self) -> bool:
+        """True if each token of a sequence takes its share of a block to the end: one group without a window."""
+        return len(self.groups) == 1 and self.groups[0].window is None
+
+    @property
+    def members(self) -> dict[AttentionSpec, list[int]]:
+        """Groups of each distinct specification."""
+        found: dict[AttentionSpec, list[int]] = {}
+        for index, spec in enumerate(self.specs):
+            found.setdefault(spec, []).append(index)
+        return found
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page: a block of any group."""
+        return self.layers_per_page * self.groups[0].block_size * self.specs[0].kv_token_bytes
+
+    @property
+    def waste(self) -> float:
+        """Share of the pool that no layer uses, if all groups have as many pages."""
+        places = len(self.groups) * self.layers_per_page
+        return 1 - sum(len(group.layers) for group in self.groups) / places
+
+    @property
+    def notes(self) -> list[str]:
+        """Note on the padding, if there is any."""
+        if not self.waste:
+            return []
+        places = len(self.groups) * self.layers_per_page
+        padding = places - sum(len(group.layers) for group in self.groups)
+        return [
+            f"{len(self.groups)} KV groups of {self.layers_per_page} layers: {padding} of {places} places are padding, "
+            f"{self.waste:.1%} of the KV cache"
+        ]
+
+
+def group_name(index: int, group: KVGroup) -> str:
+    """Return the name of a group in messages."""
+    window = "full attention" if group.window is None else f"window {group.window}"
+    return f"KV group {index} ({counted(len(group.layers), 'layer')}, {window})"
+
+
+def make_kv_groups(layers: Sequence[AttentionSpec], *, max_model_len: int, block_size: int | None = None) -> KVGroups:
+    """Group the layers of a model.
+
+    A window that is at least as long as the context never hides a key, so it makes no sliding group.
+
+    Args:
+        layers: attention of each layer, with its window as the only one. All have the default block size.
+        max_model_len: tokens of the longest sequence.
+        block_size: configured block size; None for the default, which grows until pages are equal.
+
+    Raises:
+        ConfigError: the configured block size makes pages of several sizes, or cascade attention meets several groups.
+        UnsupportedModelError: the layers do not divide into groups of equal pages.
+    """
+    kinds: dict[AttentionSpec, list[int]] = {}
+    for index, spec in enumerate(layers):
+        kinds.setdefault(replace(spec, windows=(_effective(spec.windows[0], max_model_len),)), []).append(index)
+    most = layers_per_group([len(indices) for indices in kinds.values()])
+    sizes = _block_sizes([kind.kv_token_bytes for kind in kinds], next(iter(kinds)).block_size, block_size)
+    groups: list[KVGroup] = []
+    specs: list[AttentionSpec] = []
+    for (kind, indices), size in zip(kinds.items(), sizes, strict=True):
+        window = None if kind.windows[0] == _UNLIMITED else kind.windows[0][0] + 1
+        for first in range(0, len(indices), most):
+            members = tuple(indices[first : first + most])
+            groups.append(KVGroup(layers=members, block_size=size, window=window))
+            windows = tuple(sorted({layers[index].windows[0] for index in indices}))
+            specs.append(replace(kind, block_size=size, windows=windows))
+    made = KVGroups(groups=tuple(groups), specs=tuple(specs), layers_per_page=most)
+    if len(groups) > 1 and layers[0].cascade:
+        names = ", ".join(group_name(index, group) for index, group in enumerate(groups))
+        problem = f"needs one KV group of full attention, and this model has {len(groups)}: {names}; leave it out"
+        raise ConfigError("cascade_attention", True, problem)
+    return made
+
+
+def layers_per_group(counts: Sequence[int]) -> int:
+    """Return the number of layers of each group, for kinds of that many layers.
+
+    A kind of c layers takes c / n groups of n layers, rounded up, and the last one is padded. The rule takes the n with
+    the least padding that makes at most 10 groups, because the cost of a step grows with the groups; of equal ones the
+    largest, which makes the fewest groups. For 40 and 8 layers n is 8, without padding; for 52 and 10 it is 13: five
+    groups with 3 places of padding, where 31 groups of two layers had none.
+
+    Raises:
+        UnsupportedModelError: more than a fifth of the pool would be padding.
+    """
+    total = sum(counts)
+    if len(counts) == 1:
+        return total
+
+    def num_groups(size: int) -> int:
+        return sum(-(-count // size) for count in counts)
+
+    sizes = [size for size in range(1, max(counts) + 1) if num_groups(size) <= _MOST_GROUPS]
+    best = min(sizes, key=lambda size: (num_groups(size) * size, -size), default=0)
+    if not best or 1 - total / (num_groups(best) * best) > _MOST_WASTE:
+        wasted = f" {1 - total / (num_groups(best) * best):.0%} of the KV cache would be padding;" if best else ""
+        raise UnsupportedModelError(
+            f"its layers have {len(counts)} kinds of attention, of {', '.join(map(str, counts))} layers, which do not "
+            f"divide into {_MOST_GROUPS} KV groups of equal size or fewer:{wasted} at most {_MOST_WASTE:.0%} works"
+        )
+    return best
+
+
+def _effective(window: tuple[int, int], max_model_len: int) -> tuple[int, int]:
+    """Return the window, or an unlimited one if it never hides a key of a causal sequence."""
+    left, right = window
+    return _UNLIMITED if right <= 0 and (left == UNBOUNDED or left + 1 >= max_model_len) else window
+
+
+def _block_sizes(token_bytes: Sequence[int], default: int, configured: int | None) -> list[int]:
+    """Return the tokens of a block of each kind, so that a layer's blocks have equal bytes.
+
+    The kind with the widest tokens has the block size of the configuration, others have more tokens in a block.
+    """
+    widest, base = max(token_bytes), configured or default
+    granule = _GRANULE if base % _GRANULE == 0 else 1
+    # base * widest / size is a multiple of the granule for each size.
+    step = math.lcm(*(granule * size // math.gcd(granule * size, widest) for size in token_bytes))
+    if configured is None:
+        base = -(-base // step) * step
+        if base * widest // min(token_bytes) > _MOST_BLOCK:
+            raise UnsupportedModelError(
+                f"tokens of its layers take {', '.join(map(str, sorted(set(token_bytes))))} bytes of KV cache; blocks "
+                f"of equal bytes would have more than {_MOST_BLOCK} tokens"
+            )
+    elif base % step:
+        raise ConfigError(
+            "block_size",
+            base,
+            f"makes no pages of equal bytes for layers with {' and '.join(map(str, sorted(set(token_bytes))))} bytes a "
+            f"token; multiples of {step} work",
+        )
+    return [base * widest // size for size in token_bytes]

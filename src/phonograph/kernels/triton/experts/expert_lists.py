@@ -1,0 +1,105 @@
+"""Result of routing on a GPU: the experts of each token, and the work that they make for the experts' products.
+
+A pair is one of a token's experts; pair p belongs to token p // k. Sorted by expert, pairs become items: at most
+`block` pairs of one expert, which one tile of a product computes. All sizes are bounds that depend on shapes only, so
+that a graph needs no knowledge of counts.
+
+    pairs       | expert 2: p0 p5 p9 | expert 3: p1 | expert 7: p2 p3 ... |      in the order of the tokens
+    items       | 2, 0, 3            | 3, 3, 1      | 7, 4, block | 7, 4 + block, rest |      expert, first, pairs
+
+Shapes: T tokens, X experts, k experts of a token.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from phonograph.kernels.routing import Routing
+from phonograph.kernels.triton.gemm.product_plan import cdiv
+
+ONE_LAUNCH_TOKENS = 256
+"""Most tokens that one launch routes. The program that arrives last makes the lists."""
+TILE, LARGE_TILE = 16, 32
+"""Tokens of a program of one launch, and of two."""
+PROGRAMS = 64
+"""Programs that the router's product of few tokens is split over."""
+
+
+class ExpertLists(NamedTuple):
+    """Memory of one routing, for up to T tokens. Contents before a routing do not matter, but those of `arrived`.
+
+    Attributes:
+        experts_Tk: int32, highest score first; -1 for padding.
+        weights_Tk: float32, of each expert's result.
+        shared_T: float32, weight of the shared expert.
+        pairs_P: int32 [T * k], sorted by expert.
+        items_I3: int32, expert, first of its pairs in `pairs_P`, and number of pairs.
+        num_items: int32 [1].
+        counts_NX: int32 [tiles, X], tokens of each tile by expert.
+        partials: float32, logits of parts of the inputs.
+        arrived: int32, counters of programs, zero between launches.
+    """
+
+    experts_Tk: torch.Tensor
+    weights_Tk: torch.Tensor
+    shared_T: torch.Tensor
+    pairs_P: torch.Tensor
+    items_I3: torch.Tensor
+    num_items: torch.Tensor
+    counts_NX: torch.Tensor
+    partials: torch.Tensor
+    arrived: torch.Tensor
+
+    @staticmethod
+    def num_words(num_tokens: int, routing: Routing) -> int:
+        """Return the words of 32 bits of the memory."""
+        return sum(rows * width for rows, width in _shapes(num_tokens, routing))
+
+    @classmethod
+    def over(cls, words: torch.Tensor, num_tokens: int, routing: Routing, arrived: torch.Tensor) -> ExpertLists:
+        """Return the lists of T tokens in `words`, float32, with `counters` of zeros."""
+        views: list[torch.Tensor] = []
+        start = 0
+        for rows, width in _shapes(num_tokens, routing):
+            views.append(words[start : start + rows * width].view(rows, width))
+            start += rows * width
+        experts, weights, shared, pairs, items, num_items, counts, partials = views
+        return cls(
+            experts.view(torch.int32),
+            weights,
+            shared.view(-1),
+            pairs.view(torch.int32).view(-1),
+            items.view(torch.int32),
+            num_items.view(torch.int32).view(-1),
+            counts.view(torch.int32),
+            partials.view(-1),
+            arrived,
+        )
+
+    @staticmethod
+    def counters(device: torch.device) -> torch.Tensor:
+        """Return counters of zero."""
+        return torch.zeros(1 + ONE_LAUNCH_TOKENS // TILE, dtype=torch.int32, device=device)
+
+
+def max_items(num_tokens: int, routing: Routing, block: int) -> int:
+    """Return the most items of T tokens: each expert has one that is not full."""
+    pairs = num_tokens * routing.top_k
+    return min(pairs, routing.num_experts) + pairs // block
+
+
+def _shapes(num_tokens: int, routing: Routing) -> list[tuple[int, int]]:
+    pairs, outputs = num_tokens * routing.top_k, routing.num_experts + 1
+    tiles = cdiv(num_tokens, TILE)
+    return [
+        (num_tokens, routing.top_k),
+        (num_tokens, routing.top_k),
+        (1, num_tokens),
+        (1, pairs),
+        (max_items(num_tokens, routing, TILE), 3),
+        (1, 1),
+        (tiles, routing.num_experts),
+        (max(num_tokens, PROGRAMS * TILE), outputs),
+    ]

@@ -1,0 +1,69 @@
+"""Tiles of the experts' products by the number of tokens, and the weight formats that they take.
+
+The tiles are guesses that `benchmarks/bench/experts.py` measures on a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from phonograph.kernels.routing import Routing
+from phonograph.kernels.triton.gemm.product_plan import WeightFormat
+
+
+class ExpertTile(NamedTuple):
+    """Tile of a product, and its launch.
+
+    Attributes:
+        block_n: outputs.
+        block_k: inputs of a step; a divisor of a group's.
+        num_warps: warps of a program.
+        num_stages: steps in flight.
+        programs: most programs; 0 for one a tile of the bound.
+    """
+
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    programs: int = 0
+
+
+class ExpertConfig(NamedTuple):
+    """Launch of a layer's experts for a class of tokens.
+
+    Attributes:
+        block: most pairs of an item.
+        gate_up: tile of the first product; it has as many outputs of gates as of ups.
+        down: tile of the second.
+    """
+
+    block: int
+    gate_up: ExpertTile
+    down: ExpertTile
+
+
+_CONFIGS = (
+    (4, ExpertConfig(16, ExpertTile(32, 128, 4, 4), ExpertTile(32, 128, 4, 4))),
+    (16, ExpertConfig(32, ExpertTile(64, 128, 4, 3), ExpertTile(64, 128, 4, 3))),
+    (48, ExpertConfig(64, ExpertTile(64, 64, 4, 4, 528), ExpertTile(128, 64, 4, 4, 528))),
+    (None, ExpertConfig(128, ExpertTile(64, 64, 8, 4, 264), ExpertTile(128, 64, 8, 4, 264))),
+)
+"""Configurations by the largest mean number of an expert's pairs, if all experts have as many."""
+
+
+def expert_config(num_tokens: int, routing: Routing) -> ExpertConfig:
+    """Return the launch of a layer's experts for T tokens."""
+    mean = num_tokens * routing.top_k / routing.num_experts
+    return next(config for most, config in _CONFIGS if most is None or mean <= most)
+
+
+def why_not(weights: WeightFormat) -> str | None:
+    """Return the reason why the kernels cannot multiply weights of a format, or None."""
+    if not weights.bits:
+        return None
+    if weights.dtype == "float32":
+        return "a GPU multiplies quantized experts in bfloat16 and float16 only; choose one of these as dtype"
+    if weights.group % 16:
+        return f"groups of {weights.group} inputs are not a multiple of 16, which a GPU's kernels of experts need"
+    return None

@@ -1,0 +1,82 @@
+"""OLMo 2 and OLMo 3: norms after attention and feed-forward, and of queries and keys over all heads together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from phonograph.errors import UnsupportedModelError
+from phonograph.models.config_fields import (
+    ANY,
+    COMMON,
+    FLAG,
+    FULL,
+    INT,
+    POSITIVE_INT,
+    POSITIVE_NUMBER,
+    SLIDING,
+    TEXTS,
+    Field,
+)
+from phonograph.models.families.family import Family, Settings, layer_sizes, windows
+from phonograph.models.layer_spec import LayerSpec, NormKind, decoder_layer
+from phonograph.models.rope_parameters import RopeParameters, read_ropes_by_type
+
+_THETA = 500000.0
+
+
+def _layers(settings: Settings) -> tuple[LayerSpec, ...]:
+    sizes, bias = layer_sizes(settings), settings["attention_bias"]
+    return tuple(
+        decoder_layer(
+            sizes,
+            qkv_bias=bias,
+            o_bias=bias,
+            head_norms=True,
+            joint_norms=True,
+            window=window,
+            attention_norms=(None, "post_attention_layernorm"),
+            feed_forward_norms=(None, "post_feedforward_layernorm"),
+        )
+        for window in windows(settings)
+    )
+
+
+def _layer_types(settings: Settings) -> list[str]:
+    return [FULL if (layer + 1) % 4 == 0 else SLIDING for layer in range(settings["num_hidden_layers"])]
+
+
+def _ropes(settings: Settings) -> Sequence[RopeParameters]:
+    """Return ropes by type of layer, of which older files scale that of full attention."""
+    theta = settings["rope_theta"]
+    if theta != _THETA:
+        raise UnsupportedModelError(
+            f"rope_theta={theta!r} is not supported, as readers differ on the base of layers with a window; "
+            "rope_parameters can give one for each type of layer"
+        )
+    ropes = read_ropes_by_type(settings, {FULL: _THETA, SLIDING: _THETA})
+    return [ropes[kind] for kind in settings["layer_types"]]
+
+
+_FIELDS = {
+    **COMMON,
+    "vocab_size": Field(50304, POSITIVE_INT),
+    "rms_norm_eps": Field(1e-5, COMMON["rms_norm_eps"].kind),
+    "eos_token_id": Field(50279, ANY),
+    "pad_token_id": Field(1, INT.or_null()),
+    "attention_bias": Field(False, FLAG),
+}
+_NORMS = NormKind(wide=True)
+OLMO2 = Family(model_type="olmo2", fields=_FIELDS, layers=_layers, norms=_NORMS)
+OLMO3 = Family(
+    model_type="olmo3",
+    fields={
+        **_FIELDS,
+        "rope_theta": Field(_THETA, POSITIVE_NUMBER.or_null()),
+        "sliding_window": Field(4096, POSITIVE_INT.or_null()),
+        "layer_types": Field(None, TEXTS.or_null()),
+    },
+    layers=_layers,
+    ropes=_ropes,
+    layer_types=_layer_types,
+    norms=_NORMS,
+)

@@ -1,0 +1,83 @@
+"""Experts of a layer as one operator of torch, for CPUs and as the reference for others.
+
+The tape records the operator as one call and runs it at each replay, so that it may read on the host which experts have
+tokens. Weights have any format, which no operator takes as an argument; the operator finds them by a handle.
+
+Shapes: T tokens, X experts, k experts of a token, E hidden size.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from phonograph.kernels.torch.expert_products import add_experts
+from phonograph.kernels.torch.layers import silu_and_mul
+from phonograph.kernels.torch.route import route
+from phonograph.models.layers.linear import Linear
+from phonograph.models.layers.part_weights import ExpertsWeights
+
+_library = torch.library.Library("phonograph", "FRAGMENT")
+_library.define("experts(Tensor x, Tensor logits, Tensor? num_rows, Tensor handle, Tensor(a!) out) -> ()")
+
+
+class Experts:
+    """Experts of a layer, without their shared expert."""
+
+    def __init__(self, weights: ExpertsWeights) -> None:
+        device = weights.gate_up.weight.device
+        self._handle = torch.zeros(1, dtype=torch.int64, device=device)
+        # The dictionary holds the handle, so that no other tensor gets its address.
+        _weights[self._handle.data_ptr()] = self._handle, weights
+        weakref.finalize(self, _weights.pop, self._handle.data_ptr())
+
+    def __call__(
+        self, x_TE: torch.Tensor, logits_TX: torch.Tensor, num_rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the weighted sum of each token's experts, a new [T, E].
+
+        Args:
+            x_TE: input of the experts.
+            logits_TX: logits of the router; columns after the X first are not read.
+            num_rows: int32 [1], number of rows that are not padding; None for all. The result of padding is 0.
+        """
+        out_TE = torch.empty_like(x_TE)
+        torch.ops.phonograph.experts.default(x_TE, logits_TX, num_rows, self._handle, out_TE)
+        return out_TE
+
+
+def _experts(
+    x_TE: torch.Tensor,
+    logits_TX: torch.Tensor,
+    num_rows: torch.Tensor | None,
+    handle: torch.Tensor,
+    out_TE: torch.Tensor,
+) -> None:
+    weights = _weights[handle.data_ptr()][1]
+    routing, count = weights.spec.routing, len(x_TE) if num_rows is None else int(num_rows)
+    logits_TX = logits_TX[:count, : routing.num_experts]
+    experts_Tk, weights_Tk = route(logits_TX, routing, weights.choice_bias)
+    total_TE = torch.zeros(out_TE.shape, dtype=torch.float32, device=out_TE.device)
+
+    def feed_forward(expert: int, rows_NE: torch.Tensor) -> torch.Tensor:
+        return _product(weights.down, expert, silu_and_mul(_product(weights.gate_up, expert, rows_NE)))
+
+    add_experts(x_TE[:count], experts_Tk, weights_Tk, routing.num_experts, feed_forward, total_TE)
+    out_TE.copy_(total_TE)
+
+
+def _product(linear: Linear, expert: int, x_NI: torch.Tensor) -> torch.Tensor:
+    """Return the product of an expert's matrix."""
+    outputs = linear.spec.expert_outputs
+    first, last = expert * outputs, (expert + 1) * outputs
+    bias_O = None if linear.bias_O is None else linear.bias_O[first:last]
+    return linear.weight.rows(first, last).product(x_NI, bias_O)
+
+
+_weights: dict[int, tuple[torch.Tensor, ExpertsWeights]] = {}
+"""By the address of the handle."""
+for _device in ("CPU", "CUDA"):
+    _library.impl("experts", _experts, _device)
+# The tape's replay, which is on a CPU, calls the function without torch's dispatch.
+torch.ops.phonograph.experts.default.python_function = _experts  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,0 +1,125 @@
+"""Experts of a layer on a GPU, over the static memory of the workspace.
+
+Shapes: T tokens, k experts of a token, P = T * k pairs, E hidden size, I intermediate size of an expert.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from phonograph.kernels.triton.elementwise import layers
+from phonograph.kernels.triton.experts.expert_lists import ExpertLists
+from phonograph.kernels.triton.experts.expert_plan import expert_config
+from phonograph.kernels.triton.experts.expert_products import (
+    add_results,
+    down_products,
+    fitted,
+    gate_up_products,
+)
+from phonograph.kernels.triton.experts.route import route
+from phonograph.kernels.triton.gemm.bound_product import BoundProduct
+from phonograph.models.layers.part_weights import ExpertsWeights
+from phonograph.models.layers.workspace import Workspace, expert_memory
+
+
+class _Memory(NamedTuple):
+    """Slices of a step of T tokens in the workspace."""
+
+    inner_PI: torch.Tensor
+    results_PE: torch.Tensor
+    gate_up: torch.Tensor | None
+    shared_TE: torch.Tensor | None
+
+
+class ExpertKernels:
+    """Launches of a layer's experts.
+
+    Args:
+        weights: of the experts.
+        workspace: intermediates of the largest step.
+        shared: products of the shared expert, or None.
+    """
+
+    def __init__(
+        self, weights: ExpertsWeights, workspace: Workspace, shared: tuple[BoundProduct, BoundProduct] | None
+    ) -> None:
+        self._weights, self._spec, self._shared = weights, weights.spec, shared
+        self._space = workspace.shared
+        assert workspace.arrived is not None
+        routing, num_tokens = weights.spec.routing, len(workspace.hidden_TE)
+        self._lists = ExpertLists.over(workspace.routing, num_tokens, routing, workspace.arrived)
+
+    def run(self, x_TE: torch.Tensor, num_rows: torch.Tensor | None) -> None:
+        """Compute the results of all rows' experts, and of the shared expert, for `add`.
+
+        Args:
+            x_TE: normed rows.
+            num_rows: int32 [1], number of rows that are not padding; None for all.
+        """
+        weights, routing, lists = self._weights, self._spec.routing, self._lists
+        gate_up, down = weights.gate_up.weight.operand, weights.down.weight.operand
+        config = fitted(expert_config(len(x_TE), routing), gate_up, down)
+        memory = self._memory(len(x_TE))
+        router = weights.router.weight.operand
+        assert isinstance(router, torch.Tensor)
+        route(
+            x_TE,
+            router,
+            routing,
+            lists,
+            block=config.block,
+            router_bias_O=weights.router.bias_O,
+            choice_bias_X=weights.choice_bias,
+            num_rows=num_rows,
+        )
+        gate_up_products(x_TE, gate_up, lists, routing, config, memory.inner_PI, weights.gate_up.bias_O)
+        down_products(memory.inner_PI, down, lists, routing, config, memory.results_PE, weights.down.bias_O)
+        if self._shared is not None:
+            self._run_shared(*self._shared, x_TE, memory)
+
+    def add(
+        self,
+        hidden_TE: torch.Tensor,
+        num_rows: torch.Tensor | None,
+        *,
+        added: bool = True,
+        factor: float = 1.0,
+        norm: tuple[torch.Tensor, float, torch.Tensor] | None = None,
+    ) -> None:
+        """Add the results of `run` to `hidden`; the arguments are those of `add_results`."""
+        memory = self._memory(len(hidden_TE))
+        shared = None
+        if memory.shared_TE is not None:
+            shared = memory.shared_TE, self._lists.shared_T if self._spec.shared_gate else None
+        add_results(
+            memory.results_PE,
+            hidden_TE,
+            self._spec.routing.top_k,
+            added=added,
+            factor=factor,
+            num_rows=num_rows,
+            shared=shared,
+            norm=norm,
+        )
+
+    def _run_shared(self, gate_up: BoundProduct, down: BoundProduct, x_TE: torch.Tensor, memory: _Memory) -> None:
+        assert memory.gate_up is not None and memory.shared_TE is not None
+        gate_up_T2I = memory.gate_up
+        inner_TI = gate_up_T2I[:, : gate_up_T2I.shape[1] // 2]
+        if gate_up.plan(len(x_TE)).gates_apart:
+            gate_up.store(x_TE, gate_up_T2I)
+            layers.silu_and_mul(gate_up_T2I, inner_TI)
+        else:
+            gate_up.store(x_TE, inner_TI)
+        down.store(inner_TI, memory.shared_TE)
+
+    def _memory(self, num_tokens: int) -> _Memory:
+        start = 0
+        views: list[torch.Tensor] = []
+        for rows, width in expert_memory(self._spec):
+            count = num_tokens * rows
+            views.append(self._space[start : start + count * width].view(count, width))
+            start += count * width
+        return _Memory(*views, *([None] * (4 - len(views))))

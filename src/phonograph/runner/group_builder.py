@@ -1,0 +1,50 @@
+"""Attention metadata of a step for all KV groups, with one plan for groups of equal attention.
+
+A plan of most backends depends on lengths and windows only. Groups with one backend then share a plan: the metadata of
+later groups differ from the first one's in block table and slot mapping.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from phonograph.attention.backend import AnyBackend
+from phonograph.attention.metadata import AttentionMetadata, CommonMetadata
+from phonograph.graphs.modes import GraphKey
+
+
+def plan_sources(backends: Sequence[AnyBackend]) -> list[int]:
+    """Return, for each KV group, the group whose plan it uses: itself, or the first one with its backend."""
+    sources: list[int] = []
+    for group, backend in enumerate(backends):
+        first = next(other for other in range(group + 1) if backends[other] is backend)
+        sources.append(first if first != group and backend.capabilities.plans_by_lengths else group)
+    return sources
+
+
+class GroupBuilder:
+    """Builder of the metadata of each KV group.
+
+    Args:
+        backends: backend of each group; groups of equal attention have the same object.
+    """
+
+    def __init__(self, backends: Sequence[AnyBackend]) -> None:
+        self._sources = plan_sources(backends)
+        self._builders = {group: backends[group].make_builder() for group in dict.fromkeys(self._sources)}
+
+    def build(self, commons: Sequence[CommonMetadata], *, key: GraphKey | None) -> tuple[AttentionMetadata, ...]:
+        """Build the metadata of the step that runs next. The runner calls it exactly once for each step.
+
+        Args:
+            commons: the batch, with the block table and the slot mapping of each group.
+            key: the graph that will be captured or replayed; None for an eager step.
+        """
+        made: list[AttentionMetadata] = []
+        for group, (source, common) in enumerate(zip(self._sources, commons, strict=True)):
+            if source == group:
+                made.append(self._builders[group].build(common, key=key))
+            else:
+                made.append(replace(made[source], common=common))
+        return tuple(made)

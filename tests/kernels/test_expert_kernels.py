@@ -1,0 +1,179 @@
+"""Kernels of experts against float64: random routings, odd sizes, padding, and memory that nobody may read as NaN."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from phonograph.kernels.routing import Routing
+from phonograph.kernels.torch.route import route as torch_route
+from phonograph.kernels.triton.experts import expert_products
+from phonograph.kernels.triton.experts.expert_lists import LARGE_TILE, TILE, ExpertLists
+from phonograph.kernels.triton.experts.expert_plan import ExpertConfig, ExpertTile
+from phonograph.kernels.triton.experts.route import route
+
+ROUTINGS = {
+    "few": Routing(5, 2),
+    "one": Routing(4, 1, renormalised=False),
+    "all": Routing(6, 6, scale=2.5),
+    "many": Routing(40, 8),
+    "groups": Routing(24, 5, sigmoid=True, scale=1.5, num_groups=4, top_groups=2),
+    "odd groups": Routing(15, 4, sigmoid=True, num_groups=3, top_groups=2),
+    "sigmoid": Routing(9, 3, sigmoid=True, renormalised=False),
+}
+
+
+def make_lists(num_tokens: int, routing: Routing, device: torch.device) -> ExpertLists:
+    """Return lists whose contents are NaN."""
+    words = torch.full((ExpertLists.num_words(num_tokens, routing),), torch.nan, device=device)
+    return ExpertLists.over(words, num_tokens, routing, ExpertLists.counters(device))
+
+
+class Problem:
+    """Rows, a router whose logits are apart, and lists."""
+
+    def __init__(self, num_tokens: int, routing: Routing, device: torch.device, width: int = 50) -> None:
+        self.routing, self.device = routing, device
+        self.x_TE = torch.randn(num_tokens, width).to(device)
+        self.router_OE = torch.randn(routing.num_experts + 1, width).to(device)
+        self.lists = make_lists(num_tokens, routing, device)
+        self.bias_X = torch.randn(routing.num_experts).to(device) * 0.1 if routing.sigmoid else None
+
+    def route(self, block: int = TILE, **options: Any) -> None:
+        options.setdefault("choice_bias_X", self.bias_X)
+        route(self.x_TE, self.router_OE, self.routing, self.lists, block=block, **options)
+
+    def check_lists(self, count: int, block: int) -> None:
+        """Check that pairs and items are those of the experts of the first `count` tokens."""
+        lists, k = self.lists, self.routing.top_k
+        experts = lists.experts_Tk[:count].flatten().cpu()
+        order = experts.sort(stable=True).indices
+        assert lists.pairs_P[: count * k].tolist() == order.tolist()
+        wanted: list[list[int]] = []
+        start = 0
+        for expert in range(self.routing.num_experts):
+            pairs = int((experts == expert).sum())
+            wanted += [[expert, start + first, min(block, pairs - first)] for first in range(0, pairs, block)]
+            start += pairs
+        assert lists.items_I3[: int(lists.num_items)].tolist() == wanted
+        assert not lists.arrived.any()
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+@pytest.mark.parametrize(("num_tokens", "count"), [(1, 1), (7, 7), (TILE + 3, TILE), (50, 33)])
+def test_routes(name: str, num_tokens: int, count: int, device: torch.device) -> None:
+    problem = Problem(num_tokens, ROUTINGS[name], device)
+    problem.x_TE[count:] = torch.nan
+    problem.route(num_rows=torch.tensor([count], dtype=torch.int32, device=device))
+    check_choice(problem, count)
+    problem.check_lists(count, TILE)
+
+
+def check_choice(problem: Problem, count: int) -> None:
+    lists, routing = problem.lists, problem.routing
+    logits = (problem.x_TE.double() @ problem.router_OE.double().t()).float()
+    experts, weights = torch_route(logits[:count, : routing.num_experts], routing, problem.bias_X)
+    assert lists.experts_Tk[:count].tolist() == experts.tolist()
+    assert (lists.experts_Tk[count:] == -1).all()
+    torch.testing.assert_close(lists.weights_Tk[:count], weights, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(lists.shared_T[:count], logits[:count, -1].sigmoid(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["few", "many", "odd groups"])
+def test_two_launches(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phonograph.kernels.triton.experts.route.ONE_LAUNCH_TOKENS", 4)
+    num_tokens = 3 * LARGE_TILE + 5
+    problem = Problem(num_tokens, ROUTINGS[name], device)
+    problem.route(block=32)
+    check_choice(problem, num_tokens)
+    problem.check_lists(num_tokens, 32)
+
+
+@pytest.mark.parametrize("name", ["many", "odd groups"])
+def test_ties_and_logits_that_are_no_numbers(name: str, device: torch.device) -> None:
+    """Equal scores go to the lower expert. Without any number, the choice is still of different experts."""
+    problem = Problem(5, ROUTINGS[name], device)
+    routing = problem.routing
+    problem.router_OE[: routing.num_experts] = problem.router_OE[0]
+    problem.x_TE[1] = torch.nan
+    problem.x_TE[2] = torch.inf
+    problem.route(choice_bias_X=None)
+    lowest = [*range(routing.top_k)]
+    assert problem.lists.experts_Tk.tolist() == [lowest] * 5
+    problem.check_lists(5, TILE)
+    # One expert is not a number, and comes last.
+    problem.router_OE[0] = torch.nan
+    problem.x_TE[:] = torch.randn(5, 50)
+    problem.route(choice_bias_X=None)
+    assert (problem.lists.experts_Tk != 0).all()
+    assert all(len(set(row)) == routing.top_k for row in problem.lists.experts_Tk.tolist())
+
+
+def reference(
+    x_TE: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, lists: ExpertLists, count: int
+) -> torch.Tensor:
+    """Return the sums of the experts' results in float64, [count, E]; unchosen experts are not multiplied."""
+    num_experts = gate_up.shape[0]
+    total = torch.zeros(count, x_TE.shape[1], dtype=torch.float64, device=x_TE.device)
+    for expert in range(num_experts):
+        rows, ranks = (lists.experts_Tk[:count] == expert).nonzero(as_tuple=True)
+        if len(rows):
+            gate, up = (x_TE[rows].double() @ gate_up[expert].double().t()).chunk(2, -1)
+            result = (gate * gate.sigmoid() * up) @ down[expert].double().t()
+            total.index_add_(0, rows, result * lists.weights_Tk[rows, ranks].double().unsqueeze(1))
+    return total
+
+
+TILES = (
+    ExpertConfig(16, ExpertTile(16, 32, 1, 1), ExpertTile(32, 16, 1, 1)),
+    ExpertConfig(32, ExpertTile(32, 16, 1, 1, 3), ExpertTile(16, 32, 1, 1, 5)),
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("config", TILES)
+@pytest.mark.parametrize(("name", "num_tokens", "count"), [("few", 1, 1), ("many", 9, 7), ("one", 70, 70)])
+def test_products(
+    name: str, num_tokens: int, count: int, config: ExpertConfig, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Scratch, padding rows, and experts without tokens are NaN; the norm that follows is computed."""
+    width, inner, routing = 50, 27, ROUTINGS[name]
+    problem = Problem(num_tokens, routing, device, width)
+    x_TE = problem.x_TE = problem.x_TE.to(dtype)
+    problem.router_OE = problem.router_OE.to(dtype)
+    x_TE[count:] = torch.nan
+    real = torch.tensor([count], dtype=torch.int32, device=device)
+    problem.route(block=config.block, num_rows=real)
+    lists, num_experts = problem.lists, routing.num_experts
+    gate_up = (torch.randn(num_experts, 2 * inner, width) / width**0.5).to(device, dtype)
+    down = (torch.randn(num_experts, width, inner) / inner**0.5).to(device, dtype)
+    chosen = set(lists.experts_Tk[:count].flatten().tolist())
+    for expert in set(range(num_experts)) - chosen:
+        gate_up[expert], down[expert] = torch.nan, torch.nan
+    pairs = num_tokens * routing.top_k
+    inner_PI = torch.full((pairs, inner), torch.nan, dtype=dtype, device=device)
+    results_PE = torch.full((pairs, width), torch.nan, dtype=dtype, device=device)
+    expert_products.gate_up_products(x_TE, gate_up.flatten(0, 1), lists, routing, config, inner_PI)
+    expert_products.down_products(inner_PI, down.flatten(0, 1), lists, routing, config, results_PE)
+    hidden = torch.randn(num_tokens, width).to(device, dtype)
+    shared = torch.randn(num_tokens, width).to(device, dtype)
+    shared[count:] = torch.nan
+    weight, normed = torch.randn(width).to(device, dtype), torch.full_like(hidden, torch.nan)
+    wanted = hidden.double()
+    wanted[:count] += 0.5 * reference(x_TE, gate_up, down, lists, count)
+    wanted[:count] += 0.5 * shared[:count].double() * lists.shared_T[:count].double().unsqueeze(1)
+    expert_products.add_results(
+        results_PE,
+        hidden,
+        routing.top_k,
+        factor=0.5,
+        num_rows=real,
+        shared=(shared, lists.shared_T),
+        norm=(weight, 1e-5, normed),
+    )
+    limit = 1e-5 if dtype == torch.float32 else 4e-3
+    assert (hidden.double() - wanted).norm() <= limit * wanted.norm()
+    wanted = hidden.double() * torch.rsqrt(hidden.double().square().mean(-1, keepdim=True) + 1e-5) * weight.double()
+    assert (normed.double() - wanted).norm() <= limit * wanted.norm()

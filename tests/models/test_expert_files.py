@@ -1,0 +1,156 @@
+"""Files of models with experts: quantized ones, and those that are refused, each with the name and what would work."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import load_model, make_checkpoint
+from dense import DenseSequences
+from quantized_checkpoints import FORMATS, quantize_checkpoint
+from safetensors.torch import load_file, save_file
+
+from phonograph.cli.product_table import product_rows
+from phonograph.config.engine_config import EngineConfig
+from phonograph.core.device import known_device
+from phonograph.engine.plan import make_plan
+from phonograph.errors import ConfigError, ModelError, PhonographError, UnsupportedModelError, WeightError
+from phonograph.models.quantization.cpu_weights import CpuProducts, Int4Weight
+from phonograph.models.spec import read_model_spec
+
+CPU = torch.device("cpu")
+EXPERT = "model.layers.1.mlp.experts.3.up_proj"
+TOKENS = [5, 99, 3, 3, 42, 17, 200, 8, 1]
+PACKED = CpuProducts(int4=True, dequantize=False, operator_rows=4, reason="a test")
+
+
+def logits(folder: Path, **settings: Any) -> torch.Tensor:
+    sequences = DenseSequences(load_model(read_model_spec(folder), folder, dtype=torch.float32, device=CPU, **settings))
+    return sequences.step([(sequences.add(), TOKENS)])[0]
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq", "packed 8 bits", "int8 channel", "fp8", "fp8 blocks"])
+def test_quantized_experts_are_those_of_the_file(name: str, tmp_path: Path) -> None:
+    """The router stays as it is."""
+    make_checkpoint("qwen2_moe", tmp_path, moe_intermediate_size=40)
+    plain = (tmp_path / "config.json").read_text()
+    meant = quantize_checkpoint(tmp_path, FORMATS[name])
+    found = logits(tmp_path)
+    spec = read_model_spec(tmp_path)
+    assert spec.layers[1].feed_forward.router.scheme is None and spec.layers[1].feed_forward.down.scheme is not None
+    model = load_model(spec, tmp_path, dtype=torch.float32, device=CPU)
+    measured = sum(tensor.nbytes for weight in model.quantized for tensor in weight.values if torch.is_tensor(tensor))
+    measured += sum(parameter.nbytes for parameter in model.parameters)
+    assert measured == spec.weight_bytes("float32")
+    save_file({key: value.float().contiguous() for key, value in meant.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(plain)
+    wanted = logits(tmp_path)
+    assert (found - wanted).norm() <= 1e-4 * wanted.norm()
+
+
+@torch.inference_mode()
+def test_experts_packed_for_a_cpu(tmp_path: Path) -> None:
+    """Experts that begin within a block of outputs: their products are a slice of the whole matrix's."""
+    make_checkpoint("qwen2_moe", tmp_path, moe_intermediate_size=40)
+    quantize_checkpoint(tmp_path, FORMATS["gptq"])
+    model = load_model(read_model_spec(tmp_path), tmp_path, dtype=torch.float32, device=CPU, cpu_products=PACKED)
+    linear = model.weights[1].feed_forward.gate_up
+    assert isinstance(linear.weight, Int4Weight) and linear.weight.shape == (64, 6 * 80)
+    for rows in (1, 9):
+        x = torch.randn(rows, 64)
+        whole = linear.weight.product(x, None)
+        for first in range(0, 6 * 80, 80):
+            one = linear.weight.rows(first, first + 80)
+            assert one.shape == (64, 80) and torch.equal(one.product(x, None), whole[:, first : first + 80])
+
+
+def changed(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+GPTQ = FORMATS["gptq"].config
+CONFIGS: list[tuple[str, dict[str, Any], type[PhonographError], str]] = [
+    ("qwen2_moe", {"num_experts_per_tok": 7}, ModelError, "num_experts_per_tok=7 must be at most num_experts=6"),
+    ("mixtral", {"num_experts_per_tok": 5}, ModelError, "num_experts_per_tok=5 must be at most num_local_experts=4"),
+    ("qwen3_moe", {"num_experts_per_tok": 0}, ModelError, "num_experts_per_tok=0 must be a positive integer"),
+    ("qwen2_moe", {"use_sliding_window": True}, ModelError, "use_sliding_window=True must be false"),
+    ("qwen3_moe", {"mlp_only_layers": "0"}, ModelError, "mlp_only_layers='0' must be a list of integers"),
+    (
+        "qwen3_moe",
+        {"quantization_config": GPTQ | {"dynamic": {"-:.*experts[.]3[.].*": {}}}},
+        UnsupportedModelError,
+        r"0.gate_proj is GPTQ, 4 bits, groups of 32, symmetric, 3.gate_proj is in 16 bits; they run as one matrix",
+    ),
+    (
+        "qwen3_moe",
+        {"quantization_config": GPTQ | {"desc_act": True}},
+        UnsupportedModelError,
+        "model.layers.1.mlp.experts is in GPTQ, .* order for each expert, .* without desc_act",
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "changes", "error", "message"), CONFIGS)
+def test_refused_configurations(
+    family: str, changes: dict[str, Any], error: type[PhonographError], message: str, tmp_path: Path
+) -> None:
+    make_checkpoint(family, tmp_path)
+    changed(tmp_path, **changes)
+    with pytest.raises(error, match=message):
+        read_model_spec(tmp_path)
+
+
+def test_refused_tensors(tmp_path: Path) -> None:
+    """An expert's tensor that is missing, twice, of another shape, or beyond the experts."""
+    make_checkpoint("qwen3_moe", tmp_path)
+    path, name = tmp_path / "model.safetensors", f"{EXPERT}.weight"
+    whole = load_file(path)
+
+    def refused(tensors: dict[str, torch.Tensor], message: str) -> None:
+        save_file(tensors, path)
+        with pytest.raises(WeightError, match=message):
+            logits(tmp_path)
+
+    refused({key: value for key, value in whole.items() if key != name}, f"tensor {name} .* is in none of")
+    refused(whole | {name: torch.zeros(3, 64)}, rf"tensor {name} .* has shape \[3, 64\].* expects \[20, 64\]")
+    refused(
+        whole | {name.replace(".3.", ".12."): whole[name].clone()}, "experts.12.up_proj.weight .* is not part of this"
+    )
+    save_file({name: whole[name]}, tmp_path / "more.safetensors")
+    path.rename(tmp_path / "first.safetensors")
+    save_file(whole, tmp_path / "first.safetensors")
+    with pytest.raises(WeightError, match=f"tensor {name} is in both .*first.safetensors and .*more.safetensors"):
+        logits(tmp_path)
+
+
+def test_refused_by_a_plan(tmp_path: Path) -> None:
+    make_checkpoint(
+        "qwen3_moe", tmp_path, hidden_size=48, num_attention_heads=3, num_key_value_heads=1, moe_intermediate_size=24
+    )
+    gpu = known_device("h200")
+    with pytest.raises(ConfigError, match="batch_invariant=True: mixtures of experts have no such products"):
+        make_plan(EngineConfig(model=str(tmp_path), batch_invariant=True), read_model_spec(tmp_path), gpu)
+    for config, dtype, message in (
+        (GPTQ, "float32", "quantized experts in bfloat16 and float16 only"),
+        (GPTQ | {"group_size": 24}, "bfloat16", "groups of 24 inputs are not a multiple of 16"),
+    ):
+        changed(tmp_path, quantization_config=config)
+        with pytest.raises(UnsupportedModelError, match=message):
+            make_plan(EngineConfig(model=str(tmp_path), dtype=dtype), read_model_spec(tmp_path), gpu)
+
+
+def test_products_of_experts_are_named() -> None:
+    """Of Qwen3-30B-A3B: 48 layers of 128 experts."""
+    model = read_model_spec("qwen3-30b-a3b", config_only=True)
+    rows = {one.layer: one for one in product_rows(model, "bfloat16", known_device("h200"))}
+    gate_up, down, router = (rows[name] for name in ("experts' gate and up", "experts' down", "router"))
+    assert (gate_up.count, gate_up.outputs, gate_up.inputs) == (48 * 128, 1536, 2048)
+    assert (down.count, down.outputs, down.inputs, down.nbytes) == (48 * 128, 2048, 768, 48 * 128 * 2 * 2048 * 768)
+    assert (router.count, router.outputs) == (48, 128)
+    assert gate_up.kernels == ((None, "expert_products"),) and router.kernels == ((None, "route"),)
+    assert sum(one.nbytes for one in rows.values()) == pytest.approx(model.weight_bytes("bfloat16"), rel=0.02)
+    assert model.num_parameters == 30_532_122_624

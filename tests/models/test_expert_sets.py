@@ -1,0 +1,103 @@
+"""Models with experts on both kernel sets: padding, poisoned memory, rows that are kept, and all weight formats."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import EXPERT_FAMILIES, make_checkpoint
+from kernel_sets import OwnQueries
+from product_problem import gemm_device
+
+from phonograph.models.layers.kernel_set import KernelSet
+from phonograph.models.layers.linear import WeightAllocator
+from phonograph.models.layers.rotary import rotary_table
+from phonograph.models.layers.torch_parts import TorchKernels
+from phonograph.models.layers.triton_parts import TritonExperts, TritonKernels
+from phonograph.models.layers.workspace import Workspace
+from phonograph.models.quantization.awq import Awq
+from phonograph.models.quantization.float8 import Fp8
+from phonograph.models.quantization.gptq import Gptq
+from phonograph.models.quantization.scheme import Quantization, Scheme
+from phonograph.models.spec import read_model_spec
+from phonograph.models.transformer import Transformer
+
+MAX_TOKENS, REAL, KEPT = 21, 17, 4
+FLOAT16 = torch.bfloat16 if torch.cuda.is_available() else torch.float16
+# A rounding may choose another expert of two whose logits are close, so that few numbers of some rows differ much.
+LIMITS = {torch.float32: 3e-5, FLOAT16: 2e-2}
+SCHEMES: dict[str, Scheme] = {
+    "int4": Gptq(bits=4, group_size=32, version=1),
+    "int4 with zeros": Awq(bits=4, group_size=16, zeros=True),
+    "fp8 blocks": Fp8(origin="FP8", scales="block", block=(16, 32)),
+    "fp8 channels": Fp8(origin="FP8", scales="channel"),
+    "int8": Gptq(bits=8, group_size=32, zeros=True, version=2),
+}
+CASES = [(family, dtype, None) for family in EXPERT_FAMILIES for dtype in (torch.float32, FLOAT16)]
+CASES += [("qwen2_moe", FLOAT16, scheme) for scheme in SCHEMES]
+
+
+class Sets:
+    """A model of random weights that runs on either kernel set."""
+
+    def __init__(self, folder: Path, family: str, dtype: torch.dtype, scheme: Scheme | None) -> None:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        sizes = {} if family == "mixtral" else {"moe_intermediate_size": 32}
+        make_checkpoint(family, folder, seed=2, **sizes)
+        spec = read_model_spec(folder).with_quantization(None if scheme is None else Quantization("", scheme))
+        self.model = model = Transformer(spec, dtype, device)
+        generator = torch.Generator().manual_seed(5)
+        for weight in model.parameters:
+            drawn = torch.randn(weight.shape, generator=generator)
+            weight.copy_(drawn / weight.shape[1] ** 0.5 if weight.dim() == 2 else drawn * 0.2 + 1)
+        for weight in model.quantized:
+            weight.draw(weight.shape[0] ** -0.5, torch.Generator(device).manual_seed(1))
+        table = rotary_table(spec, 8, torch.float32, device)
+        self.workspace = Workspace.make(spec, MAX_TOKENS, 9, dtype, device, gemm_device=gemm_device())
+        self.sets: tuple[KernelSet, ...] = (
+            TorchKernels(table.to(dtype), spec.rms_norm_eps, spec.factors),
+            TritonKernels(self.workspace, table, spec.rms_norm_eps, device=gemm_device(), factors=spec.factors),
+        )
+
+    def run(self, kernels: KernelSet, ids: torch.Tensor, real: int, kept: torch.Tensor | None = None) -> torch.Tensor:
+        for memory in self.workspace.tensors():
+            memory.fill_(torch.nan)
+        model = self.model
+        model.bind(kernels)
+        positions = torch.zeros(len(ids), dtype=torch.int64, device=ids.device)
+        num_rows, num_kept = (torch.tensor([n], dtype=torch.int32, device=ids.device) for n in (real, KEPT))
+        hidden = model.forward(ids, positions, OwnQueries(model), kept, num_rows, num_kept).clone()
+        part = model.layers[-1].feed_forward
+        if isinstance(part, TritonExperts):
+            # Padding has no experts.
+            experts = part._experts._lists.experts_Tk[: len(hidden)]
+            routed = torch.arange(len(hidden), device=ids.device) < (real if kept is None else KEPT)
+            assert torch.equal((experts >= 0).all(1), routed) and torch.equal((experts >= 0).any(1), routed)
+        return hidden
+
+
+@pytest.fixture(params=CASES, ids=lambda case: " ".join(map(str, case)))
+def sets(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sets:
+    family, dtype, scheme = request.param
+    monkeypatch.setattr(WeightAllocator, "matrix", lambda self, ins, outs: self.tensor(outs, ins).t())
+    with torch.inference_mode():
+        return Sets(tmp_path, family, dtype, None if scheme is None else SCHEMES[scheme])
+
+
+@torch.inference_mode()
+def test_layers_in_turn(sets: Sets) -> None:
+    device, spec = sets.model.device, sets.model.spec
+    for rows, real in ((1, 1), (MAX_TOKENS, REAL)):
+        ids = (torch.arange(rows, dtype=torch.int32, device=device) * 37 + 5) % spec.vocab_size
+        wanted, found = (sets.run(kernels, ids, real)[:real].double() for kernels in sets.sets)
+        assert (found - wanted).norm() <= LIMITS[sets.model.dtype] * wanted.norm()
+
+
+@torch.inference_mode()
+def test_rows_that_are_kept(sets: Sets) -> None:
+    device, spec = sets.model.device, sets.model.spec
+    ids = (torch.arange(MAX_TOKENS, dtype=torch.int32, device=device) * 37 + 5) % spec.vocab_size
+    kept = torch.tensor([3, 0, 16, 7, 20, 20], device=device)
+    wanted, found = (sets.run(kernels, ids, REAL, kept)[:KEPT].double() for kernels in sets.sets)
+    assert (found - wanted).norm() <= LIMITS[sets.model.dtype] * wanted.norm()

@@ -1,0 +1,180 @@
+"""A runner without a model, for tests of the scheduler. It believes nothing but the batches.
+
+Its rows and block tables come from ScheduledBatch alone. Its keys and values are, as real ones are, a function of all
+the tokens up to their position; what it samples is a function of the keys and values it read in all KV groups. A page
+that a group writes loses what another group wrote. So whatever is wrongly shared, overwritten, freed, forgotten or
+computed in the wrong place shows, at the latest in the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from phonograph.core.batch import BlockAppend, NewSequence, ScheduledBatch, StepOutput, TokenLogprobs
+from phonograph.core.sampling_params import SamplingParams
+from phonograph.scheduling.scheduler import Scheduler
+
+VOCAB = 7
+
+
+def next_history(history: int, token_id: int) -> int:
+    return hash((history, token_id))
+
+
+def next_token(histories: list[int], windows: Sequence[int | None], sample_index: int) -> int:
+    """Depends on all that is attended to and on the request's own sample index."""
+    seen = tuple(tuple(histories[-(window or len(histories)) :]) for window in windows)
+    return (hash((seen, sample_index)) >> 11) % VOCAB
+
+
+def histories_of(token_ids: list[int], salt: str | None = None) -> list[int]:
+    histories: list[int] = []
+    for token_id in token_ids:
+        histories.append(
+            next_history(histories[-1] if histories else hash((1, salt and salt.encode().hex())), token_id)
+        )
+    return histories
+
+
+def marked(token_id: int, position: int) -> TokenLogprobs:
+    return TokenLogprobs(token_ids=[token_id], logprobs=[-0.5], ranks=[position])
+
+
+@dataclass
+class Row:
+    """lengths: entries of the block table of each group that the sequence has filled"""
+
+    token_ids: list[int]
+    histories: list[int]
+    prompt_len: int
+    computed: int
+    params: SamplingParams
+    sample_index: int
+    lengths: list[int]
+
+
+class SimulatedRunner:
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.limits = scheduler.limits
+        self.groups = scheduler.groups
+        self.num_blocks = scheduler.num_blocks
+        self.windows = [group.window for group in self.groups]
+        self.rows: dict[int, Row] = {}
+        # Entries stay when a sequence ends and when a block is freed, as on a device; each is a page at all times.
+        most = [-(-self.limits.max_model_len // group.block_size) for group in self.groups]
+        self.tables = [[[0] * count for _ in range(self.limits.max_num_seqs)] for count in most]
+        self.kv: list[dict[tuple[int, int], int]] = [{} for _ in range(self.num_blocks)]
+        self.salts: dict[str, str | None] = {}
+
+    def run(self, batch: ScheduledBatch) -> StepOutput:
+        for slot in batch.freed:
+            del self.rows[slot]
+        for sequence in batch.new:
+            self.load(sequence)
+        new_slots = {sequence.slot for sequence in batch.new}
+        self.append(batch.appends, new_slots)
+        self.check_shape(batch)
+        written: set[tuple[int, int, int]] = set()
+        for slot, query_len, context in zip(batch.slots, batch.query_lens, batch.context_lens, strict=True):
+            row = self.rows[slot]
+            assert context == row.computed, "the batch and the runner disagree on what is computed"
+            for group in range(len(self.groups)):
+                self.write(slot, group, context, query_len, written)
+        pages = {(page, group) for page, group, _ in written}
+        assert len({page for page, _ in pages}) == len(pages), "two groups write a page in one step"
+        self.check_unread(batch, {page for page, _ in pages}, new_slots)
+        output = StepOutput()
+        for slot, query_len, context, samples in zip(
+            batch.slots, batch.query_lens, batch.context_lens, batch.samples, strict=True
+        ):
+            self.rows[slot].computed += query_len
+            self.attend(output, slot, context, query_len, samples)
+        return output
+
+    def load(self, sequence: NewSequence) -> None:
+        assert sequence.slot not in self.rows and 0 <= sequence.slot < self.limits.max_num_seqs
+        self.rows[sequence.slot] = Row(
+            token_ids=list(sequence.token_ids),
+            histories=histories_of(sequence.token_ids, self.salts.get(sequence.request_id)),
+            prompt_len=sequence.prompt_len,
+            computed=sequence.num_computed,
+            params=sequence.params,
+            sample_index=sequence.sample_index,
+            lengths=[0] * len(self.groups),
+        )
+
+    def append(self, appends: list[BlockAppend], new_slots: set[int]) -> None:
+        targets = [(append.slot, append.group) for append in appends]
+        assert len(set(targets)) == len(targets), "a table gets two appends in one step"
+        assert all((slot, group) in targets for slot in new_slots for group in range(len(self.groups)))
+        for append in appends:
+            row = self.rows[append.slot]
+            if append.slot not in new_slots:
+                assert append.start == row.lengths[append.group] and append.block_ids
+            assert all(0 <= block_id < self.num_blocks for block_id in append.block_ids)
+            end = append.start + len(append.block_ids)
+            self.tables[append.group][append.slot][append.start : end] = append.block_ids
+            row.lengths[append.group] = end
+
+    def first_key(self, group: int, position: int) -> int:
+        window = self.windows[group]
+        return 0 if window is None else max(0, position - window + 1)
+
+    def place(self, slot: int, group: int, position: int) -> tuple[int, int]:
+        size = self.groups[group].block_size
+        assert position // size < self.rows[slot].lengths[group], "a token without a block"
+        return self.tables[group][slot][position // size], position % size
+
+    def write(self, slot: int, group: int, context: int, query_len: int, written: set[tuple[int, int, int]]) -> None:
+        for position in range(context, context + query_len):
+            page, offset = self.place(slot, group, position)
+            assert (page, group, offset) not in written, "written by two sequences in one step"
+            written.add((page, group, offset))
+            if any(owner != group for owner, _ in self.kv[page]):
+                self.kv[page] = {}
+            self.kv[page][group, offset] = self.rows[slot].histories[position]
+
+    def check_shape(self, batch: ScheduledBatch) -> None:
+        assert batch.slots and len(set(batch.slots)) == batch.num_reqs <= self.limits.max_num_seqs
+        assert sum(batch.query_lens) == batch.num_tokens <= self.limits.max_num_batched_tokens
+        assert all(query_len == 1 for query_len in batch.query_lens[: batch.num_decodes])
+        assert all(query_len > 1 for query_len in batch.query_lens[batch.num_decodes :])
+
+    def check_unread(self, batch: ScheduledBatch, pages: set[int], new_slots: set[int]) -> None:
+        """Check that no page that sequences read keys of, computed before, is written.
+
+        A new sequence may have found blocks that another computes in this step.
+        """
+        for slot, row in self.rows.items():
+            if slot in new_slots:
+                continue
+            for group, kv_group in enumerate(self.groups):
+                full = range(
+                    self.first_key(group, row.computed) // kv_group.block_size, row.computed // kv_group.block_size
+                )
+                for entry in full:
+                    page = self.tables[group][slot][entry]
+                    assert page not in pages, f"page {page} is written while slot {slot} reads it"
+
+    def attend(self, output: StepOutput, slot: int, context: int, query_len: int, samples: bool) -> None:
+        row = self.rows[slot]
+        end = context + query_len
+        for group in range(len(self.groups)):
+            first = self.first_key(group, context)
+            for position in range(first, end):
+                page, offset = self.place(slot, group, position)
+                seen = self.kv[page].get((group, offset))
+                assert seen == row.histories[position], "attended to keys and values of something else"
+        assert samples == (end == len(row.token_ids))
+        if row.params.prompt_logprobs is not None and context < row.prompt_len - 1:
+            positions = range(context + 1, min(end + 1, row.prompt_len))
+            output.prompt_logprobs[slot] = [marked(row.token_ids[position], position) for position in positions]
+        if samples:
+            token_id = next_token(row.histories[:end], self.windows, row.sample_index)
+            output.slots.append(slot)
+            output.token_ids.append(token_id)
+            if row.params.logprobs is not None:
+                output.logprobs[slot] = marked(token_id, len(row.token_ids))
+            row.token_ids.append(token_id)
+            row.histories.append(next_history(row.histories[-1], token_id))
