@@ -154,7 +154,8 @@ def test_flash_attention_2_says_when_it_folds() -> None:
     ragged = FA2.ragged_support(SPEC, known_device("h100"))
     assert ragged.level is GraphSupport.ALWAYS and "query length above 1" in ragged.reason
     # A layer without a window still folds, so a window must be in all of them.
-    assert "folds the 4" in support(FA2, windows=((-1, -1), (7, 0)))[1]
+    for unlimited in ((-1, -1), (-1, 0)):
+        assert "folds the 4" in support(FA2, windows=(unlimited, (7, 0)))[1]
 
 
 @pytest.mark.parametrize(
@@ -162,6 +163,7 @@ def test_flash_attention_2_says_when_it_folds() -> None:
     [
         ({"num_kv_heads": 32}, "as many KV heads as query heads"),
         ({"windows": WINDOWS}, "a window in every layer"),
+        ({"windows": ((0, -1), (-1, 1))}, "a window in every layer"),
         ({"alibi": True}, "ALiBi"),
         ({"alibi": True, "windows": WINDOWS}, "a window in every layer and ALiBi"),
     ],

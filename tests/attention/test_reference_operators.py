@@ -11,7 +11,7 @@ import torch
 from phonograph.attention.backend import AttentionLayer
 from phonograph.graphs.tape.tape import TapeRuntime
 from phonograph.kernels.torch.attention import paged as reference
-from phonograph.kernels.torch.attention.schedule import new_handle, states
+from phonograph.kernels.torch.attention.schedule import new_handle, states, view_cache
 from phonograph.testing.oracle import dense_attention
 
 SIZE, KV_HEADS, HEADS, HEAD_SIZE = 8, 2, 4, 16
@@ -316,3 +316,35 @@ def test_no_two_handles_have_one_address_while_their_owners_live() -> None:
     assert all(address in states for address in addresses)
     del owners
     assert not any(address in states for address in addresses)
+
+
+@pytest.mark.parametrize(
+    ("block", "token", "head", "number", "viewed"),
+    [
+        (256, 32, 16, 1, True),
+        (400, 48, 16, 1, True),
+        (512, 64, 32, 1, True),
+        (257, 32, 16, 1, False),
+        (400, 33, 16, 1, False),
+        (400, 48, 17, 1, False),
+        (800, 96, 48, 2, False),
+    ],
+)
+def test_a_cache_is_viewed_as_rows_if_its_strides_are_whole_rows(
+    block: int, token: int, head: int, number: int, viewed: bool
+) -> None:
+    """The views end with the last row of the cache, where its memory may end too."""
+    shape, strides = (2, 3, SIZE, KV_HEADS, HEAD_SIZE), (3 * block + 5, block, token, head, number)
+    length = 1 + sum((count - 1) * stride for count, stride in zip(shape, strides, strict=True))
+    cache = torch.arange(2.0 + length).as_strided(shape, strides, 2)
+    views = view_cache(cache)
+    assert (views.key_tokens is None) == (views.value_tokens is None) == (not cache.is_contiguous())
+    if not viewed:
+        assert views.keys_DN is None and views.values_ND is None
+        return
+    assert views.keys_DN is not None and views.values_ND is not None
+    for place in ((0, 0, 0), (0, 0, 1), (1, 2, 0), (2, SIZE - 1, KV_HEADS - 1)):
+        row = (place[0] * block + place[1] * token + place[2] * head) // HEAD_SIZE
+        assert torch.equal(views.keys_DN[:, row], cache[0][place])
+        assert torch.equal(views.values_ND[row], cache[1][place])
+    assert views.keys_DN.shape[1] == views.values_ND.shape[0] == row + 1

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from contextlib import aclosing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -303,3 +304,32 @@ def test_the_example_needs_no_package_of_the_server() -> None:
     lines = result.stdout.splitlines()
     texts = ["".join(eval(line[3:]) for line in lines if line.startswith(f"{number}: ")) for number in (0, 1)]
     assert "19" in texts[0] and "26" in texts[1]
+
+
+def test_other_tasks_run_while_many_calls_get_their_tokens() -> None:
+    """After each 32 calls, and without a delay."""
+    seen: list[int] = []
+    moments: list[int] = []
+
+    class Client:
+        async def receive(self) -> list[Any]:
+            if moments:
+                raise RuntimeError("there is no more")
+            return [{number: SimpleNamespace(on_change=lambda: seen.append(1)) for number in range(70)}]
+
+    async def note() -> None:
+        while True:
+            moments.append(len(seen))
+            await asyncio.sleep(0)
+
+    async def run() -> None:
+        llm: Any = AsyncLLM("demo", **SETTINGS)
+        llm._take = lambda report, changed: changed.update(report)
+        receiving = asyncio.create_task(llm._receive(Client()))
+        noting = asyncio.create_task(note())
+        await asyncio.wait_for(receiving, 0.9)
+        noting.cancel()
+        assert llm.death is not None and "there is no more" in llm.death
+
+    asyncio.run(run())
+    assert sorted({*moments}) == [32, 64, 70]

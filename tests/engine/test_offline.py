@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 
-from phonograph import LLM, EngineConfig, SamplingParams
+from phonograph import LLM, AsyncLLM, EngineConfig, SamplingParams
 from phonograph.errors import ConfigError, RequestError
 
 TEXT = "Tom has 12 apples"
@@ -168,9 +169,9 @@ def test_of_several_prompts_only_the_one_of_another_shape_is_refused(llm: LLM, w
     assert all(len(output.outputs[0].token_ids) == 5 for output in (outputs[0], outputs[2]))
 
 
-@pytest.mark.parametrize("messages", [None, 3, "Hello", [3], ["Hello"], [["Hello"]]])
+@pytest.mark.parametrize("messages", [None, 3, "Hello", [3], ["Hello"], [["Hello"]], [[]], [TURN, 3], [[TURN, 3]]])
 def test_conversations_of_other_shapes_are_refused(llm: LLM, messages: Any) -> None:
-    with pytest.raises(RequestError, match="messages="):
+    with pytest.raises(RequestError, match="messages=.* must be a list of messages"):
         llm.chat(messages, SHORT)
     assert not llm.session.has_unfinished
 
@@ -183,3 +184,13 @@ def test_the_model_is_the_first_argument(llm: LLM, tmp_path: Path) -> None:
         LLM()
     with pytest.raises(TypeError, match="multiple values for argument 'model'"):
         LLM("demo", model="demo")  # pyright: ignore[reportCallIssue]
+
+
+@pytest.mark.parametrize("kind", [LLM, AsyncLLM])
+def test_defaults_in_docstrings_are_those_of_the_parameters(kind: type) -> None:
+    found: set[str] = set()
+    for name, method in inspect.getmembers(kind, inspect.isfunction):
+        for parameter, value in re.findall(r"(?m)^ +(\w+): .*defaults to (\w+)\.$", method.__doc__ or ""):
+            assert str(inspect.signature(method).parameters[parameter].default) == value, (name, parameter)
+            found.add(parameter)
+    assert found >= ({"num_replays", "use_tqdm", "seed"} if kind is LLM else {"priority"})

@@ -14,13 +14,16 @@ from phonograph.attention.cascade.rule import MIN_REQUESTS, cascade_bytes
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.device import GIB, known_device
 from phonograph.engine import build, memory
-from phonograph.engine.plan import EnginePlan, make_plan
+from phonograph.engine.plan import EnginePlan, _check_block_size, make_plan
 from phonograph.errors import ConfigError, MemoryLimitError
+from phonograph.kernels.torch.grouped import TILE
 from phonograph.kernels.triton.gemm.product_plan import GemmDevice
+from phonograph.models.layer_spec import LayerSpec
 from phonograph.models.layers.workspace import Workspace
 from phonograph.models.quantization.float8 import Fp8
+from phonograph.models.quantization.gptq import Gptq
 from phonograph.models.quantization.scheme import Quantization
-from phonograph.models.spec import read_model_spec
+from phonograph.models.spec import ModelSpec, read_model_spec
 from phonograph.sampling.grammar_masks import bitmask_words
 
 DEMO = read_model_spec("demo")
@@ -290,3 +293,75 @@ def test_memory_that_torch_caches_is_free(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(build.torch.cuda, name, lambda *_, value=value: value)
     device = build.this_device("cuda")
     assert (device.memory, device.free) == (80 * GIB, 68 * GIB)
+
+
+@pytest.mark.parametrize("device", ["cpu", "h200"])
+@pytest.mark.parametrize("sizes", [{"intermediate_size": 8 * INTERMEDIATE_SIZE}, {"num_query_heads": 64}])
+def test_graphs_have_room_for_the_widest_layer(device: str, sizes: dict[str, int]) -> None:
+    """A narrow layer before or after it changes nothing."""
+    wide = resized(DEMO, **sizes)
+    first, last = (replace(wide, layers=layers) for layers in (_mixed(wide, DEMO), _mixed(DEMO, wide)))
+    plain, whole, *mixed = (plan_of(device, model).memory.graphs for model in (DEMO, wide, first, last))
+    assert plain < whole and mixed == [whole, whole]
+
+
+def _mixed(first: ModelSpec, last: ModelSpec) -> tuple[LayerSpec, ...]:
+    return (*first.layers[:1], *last.layers[1:])
+
+
+def test_a_cpus_graphs_are_a_layer_at_its_widest_with_the_logits_of_all_requests() -> None:
+    """Weights of 4 bits have a tile in addition, which no eager step needs."""
+    settings = {"max_num_seqs": 6, "cudagraph_capture_sizes": [4, 24]}
+    attention, vocab_size = DEMO.layers[0].attention, DEMO.vocab_size
+    heads = (2 * attention.num_query_heads + 2 * attention.num_kv_heads) * attention.head_size
+    width = 2 * DEMO.hidden_size + max(heads, 3 * INTERMEDIATE_SIZE)
+    numbers = 24 * width + 6 * (vocab_size + DEMO.hidden_size)
+    assert plan_of(**settings).memory.graphs == 4 * numbers
+    packed = DEMO.with_quantization(Quantization("gptq", Gptq(bits=4, group_size=32, version=1)))
+    assert plan_of(model=packed, **settings).memory.graphs == 4 * (numbers + TILE)
+    assert plan_of(model=packed, enforce_eager=True).memory.graphs == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "has_gpu", "found"),
+    [
+        ("cpu", False, "cpu"),
+        ("cpu", True, "cpu"),
+        ("auto", False, "cpu"),
+        ("auto", True, "cuda"),
+        ("cuda", True, "cuda"),
+        ("cuda", False, None),
+    ],
+)
+def test_the_device_of_this_machine(
+    kind: str, has_gpu: bool, found: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = SimpleNamespace(name="here", major=9, minor=0, multi_processor_count=132, total_memory=80 * GIB)
+    fakes = {"current_device": 0, "get_device_properties": facts, "mem_get_info": (10 * GIB, 80 * GIB)}
+    fakes |= {"is_available": has_gpu, "memory_reserved": 0, "memory_allocated": 0}
+    for name, value in fakes.items():
+        monkeypatch.setattr(build.torch.cuda, name, lambda *_, value=value: value)
+    if found is None:
+        with pytest.raises(ConfigError, match="device='cuda': torch sees no CUDA device here; cpu or auto works"):
+            build.this_device(kind)
+    else:
+        assert build.this_device(kind).kind == found
+
+
+def test_blocks_that_offsets_of_32_bits_reach() -> None:
+    attention = plan_of().attention
+    slot = attention.num_kv_heads * attention.head_size
+    most = 2**31 // slot - 16
+    _check_block_size(replace(attention, block_size=most))
+    with pytest.raises(ConfigError, match=f"block_size={most + 16}: .*have {2**31} elements .*; {most} or less works"):
+        _check_block_size(replace(attention, block_size=most + 16))
+
+
+def test_a_context_may_be_as_long_as_the_models() -> None:
+    model = replace(DEMO, context_length=640, context_source="max_position_embeddings 640")
+    assert plan_of(model=model, max_model_len=640).limits.max_model_len == 640
+    with pytest.raises(
+        ConfigError, match=r"max_model_len=641: exceeds the model's context length of 640 \(max_position_embeddings 640"
+    ):
+        plan_of(model=model, max_model_len=641)
+    assert plan_of(model=model, max_model_len=2).limits.max_model_len == 2

@@ -17,7 +17,7 @@ from phonograph.config.engine_config import EngineConfig
 from phonograph.core.device import known_device
 from phonograph.engine.plan import make_plan
 from phonograph.engine.startup.start import start_engine
-from phonograph.errors import ConfigError, UnsupportedModelError
+from phonograph.errors import ConfigError
 from phonograph.graphs.dispatch import StepShape
 from phonograph.models.spec import read_model_spec
 
@@ -111,14 +111,17 @@ def test_blocks_as_the_backend_likes_them(settings: dict[str, Any], head_size: i
     assert any(note.startswith("block_size 128: flash_attn 3") for note in plan.notes) == (size == 128)
 
 
-def test_layers_of_several_softcaps_are_refused(tmp_path: Path) -> None:
+def test_layers_of_several_softcaps_have_groups_of_their_own(tmp_path: Path) -> None:
     make_checkpoint("gemma2", tmp_path)
     model = read_model_spec(tmp_path)
     assert make_plan(EngineConfig(model="demo"), model, known_device("cpu")).attention.softcap == 2.0
     first, *others = model.layers
     changed = replace(first, attention=replace(first.attention, softcap=7.0))
-    with pytest.raises(UnsupportedModelError, match=r"several values of softcap \(2.0, 7.0\)"):
-        make_plan(EngineConfig(model="demo"), replace(model, layers=(changed, *others)), known_device("cpu"))
+    plan = make_plan(EngineConfig(model="demo"), replace(model, layers=(changed, *others)), known_device("cpu"))
+    softcaps = {
+        layer: spec.softcap for group, spec in zip(plan.kv.groups, plan.kv.specs, strict=True) for layer in group.layers
+    }
+    assert softcaps == {0: 7.0, 1: 2.0, 2: 2.0}
 
 
 def test_a_block_is_no_larger_than_kernels_can_address() -> None:

@@ -186,3 +186,21 @@ def test_shapes_of_batches(query_lens: list[int], num_decodes: int, uniform: int
     prefixes: Any = SimpleNamespace(find=lambda one: 16 if one is batch else 0)
     assert shape_of(batch) == StepShape(num_tokens=7, num_reqs=len(query_lens), uniform_query_len=uniform)
     assert shape_of(batch, prefixes).prefix_len == (0 if uniform is None else 16)
+
+
+@pytest.mark.parametrize(
+    ("key", "every"),
+    [
+        (GraphKey(GraphSet.DECODE, 8, 8, 1), True),
+        (GraphKey(GraphSet.DECODE, 8, 4, 2), False),
+        (GraphKey(GraphSet.MIXED, 8, 8), False),
+        (GraphKey(GraphSet.PIECEWISE, 8, 8), False),
+    ],
+)
+@pytest.mark.parametrize("leaves_rows_out", [True, False])
+def test_graphs_lack_rows_where_not_every_token_is_a_last_one(
+    key: GraphKey, every: bool, leaves_rows_out: bool
+) -> None:
+    kernels = SimpleNamespace(leaves_rows_out=lambda num_tokens: leaves_rows_out and num_tokens == 8)
+    runner: Any = SimpleNamespace(_program=SimpleNamespace(model=SimpleNamespace(kernels=kernels)))
+    assert Runner._leaves_rows_out(runner, key) == (leaves_rows_out and not every)

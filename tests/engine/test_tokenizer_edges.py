@@ -19,6 +19,7 @@ from phonograph.config.engine_config import EngineConfig
 from phonograph.demo import MODEL_DIRECTORY
 from phonograph.engine.admission import admitted_token_ids
 from phonograph.errors import ModelError, RequestError
+from phonograph.text.light_tokenizer import LightTokenizer
 from phonograph.text.tokenizer import Tokenizer, load_tokenizer
 
 
@@ -122,3 +123,23 @@ def test_a_chat_is_encoded_as_transformers_encodes_it() -> None:
     for options in ({"add_generation_prompt": True}, {"continue_final_message": True, "add_generation_prompt": False}):
         expected = theirs.apply_chat_template(chat, tokenize=True, return_dict=True, **options)["input_ids"]
         assert Tokenizer(theirs).encode_chat(chat, **options) == list(expected)
+
+
+def test_libraries_get_a_tokenizer_of_transformers() -> None:
+    """Whatever the engine itself uses."""
+    theirs = of_demo()
+    assert Tokenizer(theirs).hugging_face is theirs
+    light = LightTokenizer(theirs.backend_tokenizer, {"eos_token": theirs.eos_token}, theirs.chat_template)
+    found = Tokenizer(light).hugging_face
+    assert isinstance(found, PreTrainedTokenizerFast) and found.eos_token_id == theirs.eos_token_id
+    assert found.chat_template == theirs.chat_template and Tokenizer(light).hugging_face is found
+
+
+@pytest.mark.parametrize("count", [8192, 8193])
+@pytest.mark.parametrize("skip", [True, False])
+def test_long_outputs_are_decoded_as_short_ones_are(count: int, skip: bool) -> None:
+    tokenizer = Tokenizer(of_demo())
+    text = tokenizer.encode("Tom has 12 apples. ", add_special_tokens=False)
+    token_ids = [*(text * count)[: count - 1], tokenizer.eos_token_id]
+    wanted = tokenizer.hugging_face.decode(token_ids, skip_special_tokens=skip)
+    assert tokenizer.decode(token_ids, skip_special_tokens=skip) == wanted

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from checks.mutants.rooms import ROOMS, own_tests, sources_of
+from checks.mutants.rooms import ROOMS, all_tests, own_tests, sources_of
 from checks.mutants.rules import faults_of
 
 ROOT = Path(__file__).parents[2]
@@ -71,6 +71,12 @@ def test_every_fault_of_the_core_can_be_parsed_and_keeps_the_lines() -> None:
                 planted = fault.planted(source)
                 ast.parse(planted)
                 assert planted != source and planted.count("\n") == source.count("\n") and fault.line in fault.span
+
+
+def test_modules_that_only_a_gpu_runs_are_left_out() -> None:
+    names = {Path(module).stem for module in all_tests(ROOT)}
+    assert names >= {"test_gpu_path", "test_containment_gpu_path", "test_flash_attn", "test_mutants"}
+    assert names.isdisjoint({"test_gpu_engine", "test_quantized_backends", "test_cascade_gpu"})
 
 
 SOURCE = """\

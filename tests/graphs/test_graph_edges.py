@@ -126,3 +126,37 @@ def test_the_version_may_stand_beside_the_backend_auto() -> None:
 def test_null_in_compilation_config_is_as_if_absent() -> None:
     config = EngineConfig(model="demo", cudagraph_mode="FULL", compilation_config={"cudagraph_mode": None})
     assert config.cudagraph_mode is GraphMode.FULL
+
+
+def test_each_size_that_is_left_out_is_named_once() -> None:
+    """With the limit that leaves it out, and without sizes that a graph has."""
+    wide = {"seqs": 64, "tokens": 64, "speculative_tokens": 3}
+    captures, _ = dispatcher(GraphMode.FULL, sizes=(4, 6, 64, 96), **wide)
+    assert captures.notes == (
+        "no decode graph of 6, 96 tokens: a decode batch has at most max_num_seqs=64 sequences of 4 tokens, and a step "
+        "at most max_num_batched_tokens=64 tokens",
+        "no mixed graph of 96 tokens: a step has at most max_num_batched_tokens=64 tokens",
+    )
+    captures, _ = dispatcher(GraphMode.FULL, sizes=(4, 64), **wide)
+    assert [note.partition(":")[0] for note in captures.notes] == ["no decode graph of more than 64 tokens"]
+    captures, _ = dispatcher(GraphMode.FULL, sizes=(2, 16, 17), most_step_tokens=16)
+    assert captures.notes == (
+        "no decode graph of 17 tokens: a decode batch has at most max_num_seqs=16 sequences of 1 token",
+        "no mixed graph of 17 tokens: a step has at most 16 tokens where requests have full length",
+    )
+    captures, _ = dispatcher(GraphMode.FULL, sizes=(2, 16), most_step_tokens=64)
+    assert captures.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "problem"),
+    [
+        ((), "=\\[\\]: name at least one size"),
+        ((0, 4), "=0: a size must be from 1 to 64"),
+        ((65, 99), "=65: a size must be from 1 to 64"),
+    ],
+)
+def test_sizes_without_a_graph_are_refused(sizes: tuple[int, ...], problem: str) -> None:
+    with pytest.raises(ConfigError, match=f"cudagraph_capture_sizes{problem}"):
+        dispatcher(GraphMode.FULL, sizes=sizes)
+    assert dispatcher(GraphMode.FULL, sizes=(64, 65))[0].mixed[-1].num_tokens == 64

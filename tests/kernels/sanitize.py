@@ -30,6 +30,7 @@ import test_attention_decode as decode
 import test_attention_prefill_hopper as hopper_prefill
 import test_cascade as cascade
 import test_dequantize as dequantized
+import test_expert_kernels as experts
 import test_fp8_rows as fp8_rows
 import test_grouped_products as grouped_products
 import test_grouped_ring
@@ -113,8 +114,12 @@ def run_all(device: torch.device) -> None:
     words.test_both_ways(1025, True, device)
     layers.test_norms(5, 200, dtype, device)
     layers.test_gathered_rows(3, 2500, dtype, device)
-    layers.test_activation(3, 2500, dtype, device)
+    for gelu in (False, True):
+        layers.test_activation(3, 2500, gelu, dtype, device)
     fp8_rows.test_rows(1008, dtype, device)
+    experts.test_routes("many", 50, 33, device)
+    for config in experts.TILES:
+        experts.test_products("many", 9, 7, config, torch.float16, device)
     products.test_one_row_with_every_epilogue(13, 200, True, torch.float16, device)
     for rows, outputs, inputs, padded, splits in ((5, 31, 263, 8, 3), (21, 33, 256, 16, 1), (3, 45, 320, 8, 3)):
         products.test_tiles_of_rows(rows, outputs, inputs, padded, splits, device)
@@ -135,7 +140,8 @@ def run_all(device: torch.device) -> None:
         for rows, outputs, inputs, config in test_ring.SIZES[1:8:2]:
             check_linear(rows, outputs, inputs, torch.bfloat16, device, True, config, poisoned(device))
         hopper_prefill.check(hopper_prefill.CASES["cut"], device)
-    test_prepare.test_steps_of_mixed_batches(device)
+    for sizes in ((4,), (4, 8, 2)):
+        test_prepare.test_steps_of_mixed_batches(device, sizes)
     test_prepare.test_appends_ahead(device)
     test_split_batch.test_cut(5, 1)
     page_indices.check(7, 1100, 16, device)

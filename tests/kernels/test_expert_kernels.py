@@ -1,4 +1,4 @@
-"""Kernels of experts against float64: random routings, odd sizes, padding, and memory that nobody may read as NaN."""
+"""Kernels of experts against float64: random routings, odd sizes, padding, and memory without contents is NaN."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import torch
 from phonograph.kernels.routing import Routing
 from phonograph.kernels.torch.route import route as torch_route
 from phonograph.kernels.triton.experts import expert_products
+from phonograph.kernels.triton.experts import route as route_module
 from phonograph.kernels.triton.experts.expert_lists import LARGE_TILE, TILE, ExpertLists
-from phonograph.kernels.triton.experts.expert_plan import ExpertConfig, ExpertTile
+from phonograph.kernels.triton.experts.expert_plan import ExpertConfig, ExpertTile, expert_config
 from phonograph.kernels.triton.experts.route import route
+from phonograph.kernels.triton.gemm.product_plan import rows_class
 
 ROUTINGS = {
     "few": Routing(5, 2),
@@ -177,3 +179,38 @@ def test_products(
     assert (hidden.double() - wanted).norm() <= limit * wanted.norm()
     wanted = hidden.double() * torch.rsqrt(hidden.double().square().mean(-1, keepdim=True) + 1e-5) * weight.double()
     assert (normed.double() - wanted).norm() <= limit * wanted.norm()
+
+
+class Recorded:
+    """A kernel that notes its constants instead of running."""
+
+    def __init__(self, seen: list[tuple[Any, ...]]) -> None:
+        self._seen = seen
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *arguments, **constants: self._seen.append(tuple(sorted(constants.items())))
+
+
+def test_kernels_go_by_the_magnitude_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shapes that are compiled before serving have each magnitude once (`kernel_shapes`)."""
+    seen: list[tuple[Any, ...]] = []
+    for module, name in (
+        (route_module, "_route_kernel"),
+        (route_module, "_list_kernel"),
+        (expert_products, "_expert_kernel"),
+    ):
+        monkeypatch.setattr(module, name, Recorded(seen))
+    routing = ROUTINGS["many"]
+    x_TE, out = torch.zeros(2048, 512), torch.zeros(2048 * routing.top_k, 16)
+    router, gate_up = torch.zeros(40, 512), torch.zeros(40 * 32, 512)
+    lists = make_lists(2048, routing, torch.device("cpu"))
+    by_class: dict[int, set[tuple[Any, ...]]] = {}
+    for tokens in range(1, 2049, 5):
+        seen.clear()
+        config = expert_config(tokens, routing)
+        route(x_TE[:tokens], router, routing, lists, block=config.block)
+        inner = out[: tokens * routing.top_k]
+        expert_products.gate_up_products(x_TE[:tokens], gate_up, lists, routing, config, inner)
+        by_class.setdefault(rows_class(tokens), set()).add(tuple(seen))
+    assert len(by_class) == 10 and all(len(kernels) == 1 for kernels in by_class.values())
+    assert len({kernel for kernels in by_class.values() for kernel in kernels}) > 3

@@ -112,3 +112,13 @@ def test_averaged_products_are_nearer(rows: int) -> None:
     hidden = torch.zeros(rows, 640)
     int4pack.add_product(x, averaged, hidden)
     assert torch.equal(hidden, int4pack.product(x, averaged))
+
+
+@pytest.mark.parametrize("inputs", [8192, 8224, 12_288])
+def test_tiles_of_very_wide_products_have_one_block(inputs: int) -> None:
+    """More inputs than a tile has room for, with one block of outputs."""
+    assert int4pack.TILE // inputs // int4pack.BLOCK * int4pack.BLOCK <= int4pack.BLOCK
+    weight = weights(4, 32, inputs, 70, zeros=False, offsets=False)
+    x = torch.randn(5, inputs)
+    wanted = x.double() @ exact(weight, inputs).t()
+    assert (int4pack.product(x, int4pack.pack(weight, 4, torch.float32)) - wanted).norm() <= 1e-2 * wanted.norm()

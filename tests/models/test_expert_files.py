@@ -20,6 +20,7 @@ from phonograph.engine.plan import make_plan
 from phonograph.errors import ConfigError, ModelError, PhonographError, UnsupportedModelError, WeightError
 from phonograph.models.quantization.cpu_weights import CpuProducts, Int4Weight
 from phonograph.models.spec import read_model_spec
+from phonograph.models.weights.loading import begin_loading
 
 CPU = torch.device("cpu")
 EXPERT = "model.layers.1.mlp.experts.3.up_proj"
@@ -79,6 +80,10 @@ CONFIGS: list[tuple[str, dict[str, Any], type[PhonographError], str]] = [
     ("qwen3_moe", {"num_experts_per_tok": 0}, ModelError, "num_experts_per_tok=0 must be a positive integer"),
     ("qwen2_moe", {"use_sliding_window": True}, ModelError, "use_sliding_window=True must be false"),
     ("qwen3_moe", {"mlp_only_layers": "0"}, ModelError, "mlp_only_layers='0' must be a list of integers"),
+    ("olmoe", {"clip_qkv": 8.0}, ModelError, "clip_qkv=8.0 must be null"),
+    ("glm4_moe", {"n_group": 5}, ModelError, "n_group=5 must divide n_routed_experts=12 into groups of two or more"),
+    ("glm4_moe", {"topk_group": 4}, ModelError, "topk_group=4 must be at most n_group=3"),
+    ("glm4_moe", {"num_experts_per_tok": 9}, ModelError, "num_experts_per_tok=9 must be at most the 8 experts"),
     (
         "qwen3_moe",
         {"quantization_config": GPTQ | {"dynamic": {"-:.*experts[.]3[.].*": {}}}},
@@ -89,7 +94,7 @@ CONFIGS: list[tuple[str, dict[str, Any], type[PhonographError], str]] = [
         "qwen3_moe",
         {"quantization_config": GPTQ | {"desc_act": True}},
         UnsupportedModelError,
-        "model.layers.1.mlp.experts is in GPTQ, .* order for each expert, .* without desc_act",
+        "mlp.experts is in GPTQ, .* order for each expert, .* without desc_act",
     ),
 ]
 
@@ -127,6 +132,28 @@ def test_refused_tensors(tmp_path: Path) -> None:
         logits(tmp_path)
 
 
+def test_layers_after_the_last_are_skipped(tmp_path: Path) -> None:
+    """Layers of multi-token prediction have no part here; other layers are refused."""
+    make_checkpoint("glm4_moe", tmp_path)
+    path = tmp_path / "model.safetensors"
+    wanted = logits(tmp_path)
+    save_file(load_file(path) | {"model.layers.3.eh_proj.weight": torch.zeros(4, 8)}, path)
+    with begin_loading(read_model_spec(tmp_path), tmp_path, dtype=torch.float32, device=CPU) as loading:
+        assert loading.notes[-1].endswith("skipped: model.layers.3 1")
+    assert torch.equal(logits(tmp_path), wanted)
+    save_file(load_file(path) | {"model.layers.4.eh_proj.weight": torch.zeros(4, 8)}, path)
+    with pytest.raises(WeightError, match="model.layers.4.eh_proj.weight .* is not part of this"):
+        logits(tmp_path)
+
+
+def test_half_of_a_head_is_rotated_by_default(tmp_path: Path) -> None:
+    make_checkpoint("glm4_moe", tmp_path)
+    wanted = read_model_spec(tmp_path).layers[0].attention.rope
+    assert wanted is not None and len(wanted.frequencies) == 4
+    changed(tmp_path, rope_parameters=None, partial_rotary_factor=None)
+    assert read_model_spec(tmp_path).layers[0].attention.rope == wanted
+
+
 def test_refused_by_a_plan(tmp_path: Path) -> None:
     make_checkpoint(
         "qwen3_moe", tmp_path, hidden_size=48, num_attention_heads=3, num_key_value_heads=1, moe_intermediate_size=24
@@ -144,7 +171,7 @@ def test_refused_by_a_plan(tmp_path: Path) -> None:
 
 
 def test_products_of_experts_are_named() -> None:
-    """Of Qwen3-30B-A3B: 48 layers of 128 experts."""
+    """Qwen3-30B-A3B has 48 layers of 128 experts."""
     model = read_model_spec("qwen3-30b-a3b", config_only=True)
     rows = {one.layer: one for one in product_rows(model, "bfloat16", known_device("h200"))}
     gate_up, down, router = (rows[name] for name in ("experts' gate and up", "experts' down", "router"))

@@ -12,7 +12,7 @@ from product_problem import gemm_device
 
 from phonograph.models.layers.kernel_set import KernelSet
 from phonograph.models.layers.linear import WeightAllocator
-from phonograph.models.layers.rotary import rotary_table
+from phonograph.models.layers.rotary import rotary_tables
 from phonograph.models.layers.torch_parts import TorchKernels
 from phonograph.models.layers.triton_parts import TritonExperts, TritonKernels
 from phonograph.models.layers.workspace import Workspace
@@ -43,7 +43,7 @@ class Sets:
 
     def __init__(self, folder: Path, family: str, dtype: torch.dtype, scheme: Scheme | None) -> None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        sizes = {} if family == "mixtral" else {"moe_intermediate_size": 32}
+        sizes = {} if family in ("mixtral", "olmoe") else {"moe_intermediate_size": 32}
         make_checkpoint(family, folder, seed=2, **sizes)
         spec = read_model_spec(folder).with_quantization(None if scheme is None else Quantization("", scheme))
         self.model = model = Transformer(spec, dtype, device)
@@ -53,11 +53,11 @@ class Sets:
             weight.copy_(drawn / weight.shape[1] ** 0.5 if weight.dim() == 2 else drawn * 0.2 + 1)
         for weight in model.quantized:
             weight.draw(weight.shape[0] ** -0.5, torch.Generator(device).manual_seed(1))
-        table = rotary_table(spec, 8, torch.float32, device)
+        tables = [rotary_tables(spec, 8, its, device) for its in (dtype, torch.float32)]
         self.workspace = Workspace.make(spec, MAX_TOKENS, 9, dtype, device, gemm_device=gemm_device())
         self.sets: tuple[KernelSet, ...] = (
-            TorchKernels(table.to(dtype), spec.rms_norm_eps, spec.factors),
-            TritonKernels(self.workspace, table, spec.rms_norm_eps, device=gemm_device(), factors=spec.factors),
+            TorchKernels(tables[0], spec.rms_norm_eps, spec.factors),
+            TritonKernels(self.workspace, tables[1], spec.rms_norm_eps, device=gemm_device(), factors=spec.factors),
         )
 
     def run(self, kernels: KernelSet, ids: torch.Tensor, real: int, kept: torch.Tensor | None = None) -> torch.Tensor:

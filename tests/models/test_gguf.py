@@ -459,17 +459,33 @@ def test_ends_of_turns(
     assert set(read_model_spec(path).eos_token_ids) == ends
 
 
-def test_one_value_for_each_layer_is_the_value_of_the_model(qwen2: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [1, 2])
+def test_one_value_for_each_layer_is_the_value_of_the_model(count: int, qwen2: Path, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     write_gguf(path, qwen2, kinds(rest="Q4_0"))
     plain = read_model_spec(path)
-    write_gguf(
-        path,
-        qwen2,
-        kinds(rest="Q4_0"),
-        header={"qwen2.feed_forward_length": [plain.layers[0].feed_forward.down.num_inputs] * 2},
-    )
+    sizes = [plain.layers[0].feed_forward.down.num_inputs] * count
+    write_gguf(path, qwen2, kinds(rest="Q4_0"), header={"qwen2.feed_forward_length": sizes})
     assert read_model_spec(path) == plain
+    write_gguf(path, qwen2, kinds(rest="Q4_0"), header={"qwen2.feed_forward_length": [*sizes, 160]})
+    with pytest.raises(UnsupportedModelError, match="feed_forward_length=.*160.* supported is one number"):
+        read_model_spec(path)
+
+
+@pytest.mark.parametrize(
+    ("types", "dtype"),
+    [
+        (kinds(rest="F16"), "float16"),
+        (kinds(o="F32", rest="F16"), "float16"),
+        (kinds(rest="F32"), "bfloat16"),
+        (kinds(rest="BF16"), "bfloat16"),
+        (kinds(o="F16", rest="BF16"), "bfloat16"),
+        (kinds(o="F16", rest="Q8_0"), "bfloat16"),
+    ],
+)
+def test_a_model_in_float16_alone_stays_in_it(types: Any, dtype: str, qwen2: Path, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "model.gguf", qwen2, types)
+    assert read_model_spec(tmp_path).dtype == dtype
 
 
 @pytest.mark.parametrize("number", [float("inf"), float("nan")])

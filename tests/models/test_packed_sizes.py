@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from quantized_checkpoints import FORMATS, Format, quantize_checkpoint
 
 from phonograph.errors import PhonographError, UnsupportedModelError
 from phonograph.kernels.torch.grouped import dequantize
+from phonograph.models.quantization.gptq import Gptq
 from phonograph.models.quantization.quantization_config import read_quantization
 from phonograph.models.quantization.scheme import Scheme
 from phonograph.models.spec import read_model_spec
@@ -91,3 +93,29 @@ def test_each_module_counts_once_in_the_progress_of_loading(tmp_path: Path) -> N
     )
     total = len(spec.tensor_shapes()) + 7 * spec.num_layers
     assert steps[-1] == (total, total) and {of for _, of in steps} == {total}
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_zeros_of_gptq_are_those_of_the_file(bits: int) -> None:
+    """Zeros that are all the middle need no tensor, in both conventions; one that differs does."""
+    scheme = Gptq(bits=bits, group_size=32, version=1)
+    for middle in ((1 << (bits - 1)) - 1, 1 << (bits - 1)):
+        word = int.from_bytes(bytes([middle | middle << 4 if bits == 4 else middle]) * 4, "little", signed=True)
+        words = torch.full((3, 5), word, dtype=torch.int32)
+        assert scheme.with_tensor("qzeros", words) == scheme
+        words[2, 4] ^= 1
+        assert scheme.with_tensor("qzeros", words) == replace(scheme, zeros=True)
+    assert scheme.with_tensor("qzeros", torch.zeros(3, 5, dtype=torch.int32)).zeros
+    asymmetric = replace(scheme, zeros=True)
+    assert asymmetric.with_tensor("qzeros", words) is asymmetric
+
+
+@pytest.mark.parametrize("group_size", [32, -1])
+def test_the_order_of_gptq_is_that_of_the_file(group_size: int) -> None:
+    scheme = Gptq(bits=4, group_size=group_size, version=1)
+    order_I = torch.arange(96, dtype=torch.int32) // (96 if group_size < 0 else group_size)
+    for order in (order_I, order_I[None]):
+        assert scheme.with_tensor("g_idx", order) == scheme
+    order_I[-1] += 1
+    assert scheme.with_tensor("g_idx", order_I) == replace(scheme, ordered=True)
+    assert scheme.with_tensor("scales", order_I) == scheme

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 
+import numpy as np
 import pytest
 import torch
 
@@ -288,7 +289,7 @@ def test_seeds() -> None:
 
 def test_a_cleared_slot_keeps_nothing() -> None:
     logits = random_logits(1, 64, 13)
-    sampler = make_sampler(64, 1)
+    sampler = make_sampler(64, 2)
     used = SamplingParams(
         temperature=2.0, top_k=3, min_p=0.2, logprobs=4, repetition_penalty=3.0, logit_bias={5: 90.0}, min_tokens=9
     )
@@ -296,6 +297,11 @@ def test_a_cleared_slot_keeps_nothing() -> None:
     sampler.sample(logits, [0], [1])
     sampler.clear(0)
     sampler.clear(0)
+    slot, draw = np.array([0]), np.array([0])
+    assert not sampler.needs_logits(slot, draw)[0] and not sampler.kernel_parameters(slot, draw).temperature_N[0]
+    sampler.load(1, SamplingParams(temperature=1.0), [], [], [], 0)
+    sampled = sampler.sample(logits.expand(2, -1), [0, 1], [0, 0])
+    assert sampled.token_ids[0] == int(logits.argmax()) and sampled.logprobs == {}
     sampler.load(0, SamplingParams(temperature=0), [], [], [], 0)
     sampled = sampler.sample(logits, [0], [0])
     assert sampled.token_ids == [int(logits.argmax())]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,10 @@ from phonograph.core.blocks import pages_for_request
 from phonograph.core.kv_group import KVGroup
 from phonograph.core.request import Request, RequestState
 from phonograph.core.sampling_params import SamplingParams
+from phonograph.kv_cache.groups import SlidingGroup
+from phonograph.kv_cache.manager import CacheManager
+from phonograph.kv_cache.tables import SequenceTable
+from phonograph.scheduling.request_blocks import RequestBlocks
 
 EOS = 0
 
@@ -274,20 +278,18 @@ TestStreams.settings = settings(
 )
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("enable_prefix_caching", [True, False])
-@pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_long_stream_under_pressure(depth: int, enable_prefix_caching: bool, policy: str) -> None:
-    """Many requests, few blocks: preemption, eviction and sharing all happen, and no output notices."""
-    rng = random.Random(f"{depth} {enable_prefix_caching} {policy}")
+ONE = [full_group()]
+MIXED = [full_group(), sliding_group(40), sliding_group(3, 8), sliding_group(1, 2)]
+SLIDING = [sliding_group(30), sliding_group(50)]
+
+
+def long_stream(
+    groups: list[KVGroup], num_blocks: int, *, depth: int = 2, seed: str = "", budget: int = 20, **changes: Any
+) -> Engine:
+    """Run many requests with few blocks: preemption, eviction and sharing all happen, and no output notices."""
+    rng = random.Random(f"{depth} {seed}")
     sizes = dict(
-        max_num_seqs=8,
-        max_num_batched_tokens=20,
-        max_model_len=60,
-        block_size=4,
-        num_blocks=36,
-        enable_prefix_caching=enable_prefix_caching,
-        policy=policy,
+        max_num_seqs=8, max_num_batched_tokens=budget, max_model_len=60, groups=groups, num_blocks=num_blocks, **changes
     )
     engine = Engine(sizes, depth)
     prefixes = [[rng.randrange(VOCAB) for _ in range(24)] for _ in range(3)]
@@ -316,6 +318,83 @@ def test_long_stream_under_pressure(depth: int, enable_prefix_caching: bool, pol
             assert engine.scheduler.abort(rng.choice(engine.live()).request_id)
     engine.drain()
     engine.check_outputs()
+    return engine
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("enable_prefix_caching", [True, False])
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize(
+    ("groups", "num_blocks"), [(ONE, 36), (MIXED, 52), (SLIDING, 40)], ids=["one", "mixed", "sliding"]
+)
+def test_long_stream_under_pressure(
+    groups: list[KVGroup], num_blocks: int, depth: int, enable_prefix_caching: bool, policy: str
+) -> None:
+    engine = long_stream(
+        groups,
+        num_blocks,
+        depth=depth,
+        seed=f"{enable_prefix_caching} {policy}",
+        enable_prefix_caching=enable_prefix_caching,
+        policy=policy,
+    )
     stats = engine.scheduler.stats
     assert stats.num_preemptions > 0
     assert (stats.prefix_hits > 0) == enable_prefix_caching
+
+
+def window_off_by_one(patch: pytest.MonkeyPatch) -> None:
+    first_block = SlidingGroup.first_block
+    patch.setattr(SlidingGroup, "first_block", lambda group, computed: first_block(group, computed + 1))
+
+
+def freed_one_step_early(patch: pytest.MonkeyPatch) -> None:
+    """Blocks behind the window of the next step are freed by the schedule of the step that still reads them."""
+    publish = RequestBlocks.publish
+
+    def publish_and_free(blocks: RequestBlocks, request: Request) -> SequenceTable:
+        table = publish(blocks, request)
+        blocks.cache.free_behind(table, request.num_computed)
+        return table
+
+    patch.setattr(RequestBlocks, "publish", publish_and_free)
+
+
+def freed_twice(patch: pytest.MonkeyPatch) -> None:
+    free_behind = CacheManager.free_behind
+
+    def free_again(cache: CacheManager, table: SequenceTable, num_computed: int) -> None:
+        before = [(one.first, list(one.block_ids)) for one in table.groups]
+        free_behind(cache, table, num_computed)
+        for one, (first, block_ids) in zip(table.groups, before, strict=True):
+            one.first, one.block_ids = first, block_ids
+
+    patch.setattr(CacheManager, "free_behind", free_again)
+
+
+def groups_share_digests(patch: pytest.MonkeyPatch) -> None:
+    keys = SequenceTable.keys
+    patch.setattr(SequenceTable, "keys", lambda table, group, start, stop: keys(table, 0, start, stop))
+
+
+def chunks_are_not_reserved(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SlidingGroup, "most_blocks", lambda group, num_tokens, first: 0)
+
+
+@pytest.mark.parametrize(
+    ("plant", "says"),
+    [
+        (window_off_by_one, "is written while|attended to|two groups write"),
+        (freed_one_step_early, "is written while|attended to|two groups write|written by two"),
+        (freed_twice, "freed twice|references|are held"),
+        (groups_share_digests, "attended to|has a name|twice"),
+        (chunks_are_not_reserved, "promised|dictionary is empty"),
+    ],
+)
+def test_planted_fault_is_found(plant: Callable[[pytest.MonkeyPatch], None], says: str) -> None:
+    same_sizes = [full_group(), sliding_group(5), sliding_group(20)]
+    with pytest.MonkeyPatch.context() as patch:
+        plant(patch)
+        with pytest.raises((AssertionError, KeyError), match=says):
+            for seed in range(20):
+                long_stream(same_sizes, 60, seed=str(seed), budget=9)

@@ -140,3 +140,13 @@ def test_encodings_are_held_and_contents_are_notes(compiler: Any) -> None:
     ):
         grammar = compiled(compiler, json={**text, **content, "contentSchema": inner})
         assert grammar.warnings == warnings and takes(grammar, '"[1"')
+
+
+@pytest.mark.parametrize("form", ["email", "hostname"])
+def test_a_format_with_a_longest_text_keeps_a_lower_maximum(compiler: Any, form: str) -> None:
+    for most, length in ((9, 9), (300, 253), (None, 253)):
+        bounds = {} if most is None else {"maxLength": most}
+        grammar = compiled(compiler, json={"type": "string", "format": form, **bounds})
+        for count in (length - 2, length, length + 2):
+            text = "a." * (count // 2) + "a" if form == "hostname" else "a@a" + ".a" * (count // 2 - 1)
+            assert len(text) == count and takes(grammar, f'"{text}"') == (count <= length)

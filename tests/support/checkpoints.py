@@ -18,6 +18,8 @@ from transformers import (
     Gemma3TextConfig,
     GemmaConfig,
     GemmaForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     LlamaConfig,
@@ -32,6 +34,8 @@ from transformers import (
     Olmo2ForCausalLM,
     Olmo3Config,
     Olmo3ForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     PreTrainedModel,
@@ -245,6 +249,29 @@ EXPERT_FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
         MixtralForCausalLM,
         {"num_key_value_heads": 2, "sliding_window": 9, "num_local_experts": 4, "num_experts_per_tok": 1},
     ),
+    "olmoe": (
+        OlmoeConfig,
+        OlmoeForCausalLM,
+        {"num_key_value_heads": 2, "num_experts": 8, "num_experts_per_tok": 3, "pad_token_id": None},
+    ),
+    # Groups, a bias for the choice, a shared expert without a gate, half of each head rotated.
+    "glm4_moe": (
+        Glm4MoeConfig,
+        Glm4MoeForCausalLM,
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "num_hidden_layers": 3,
+            "moe_intermediate_size": 24,
+            "n_routed_experts": 12,
+            "num_experts_per_tok": 3,
+            "n_group": 3,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+            "use_qk_norm": True,
+            "attention_bias": True,
+        },
+    ),
 }
 """Families with experts. Of random seeds, some have two logits of a router that differ by rounding only."""
 
@@ -279,6 +306,9 @@ def draw_weights(model: PreTrainedModel, family: str, hidden_size: int, seed: in
                 parameter.normal_(0.0, LOGITS_STD * hidden_size**-0.5, generator=generator)
             else:
                 parameter.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.2, generator=generator)
 
 
 def load_model(spec: ModelSpec, folder: Path, *, max_positions: int | None = None, **settings: Any) -> Transformer:

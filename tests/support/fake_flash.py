@@ -167,6 +167,7 @@ def vllm_varlen(
     s_aux: Any = None,
 ) -> Any:
     CALLS.append(dict(locals()))
+    assert fa_version in (2, 3, 4), "the library has no other version"
     if fa_version == 2:
         assert s_aux is None and num_splits == 0 and scheduler_metadata is None
     else:

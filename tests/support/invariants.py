@@ -13,13 +13,18 @@ from phonograph.kv_cache.tables import FREED, SequenceTable
 from phonograph.scheduling.scheduler import Scheduler
 
 
+def is_empty(table: SequenceTable) -> bool:
+    """Return True for a sequence without blocks."""
+    return not any(one.block_ids for one in table.groups)
+
+
 def check_scheduler(scheduler: Scheduler) -> None:
     """Assert the invariants of slots, queues and blocks."""
-    requests, tables = scheduler._requests, scheduler._tables
+    requests, tables = scheduler._requests, scheduler._blocks.tables
     waiting, running = scheduler._waiting, scheduler._running
     ending = [request for request in requests.values() if request.state is RequestState.ENDING]
     assert all(request.state is RequestState.RUNNING for request in running)
-    assert all(request.slot == -1 and tables[request.request_id].is_empty for request in ending)
+    assert all(request.slot == -1 and is_empty(tables[request.request_id]) for request in ending)
     assert all(any(request in batch for _, batch in scheduler._in_flight) for request in ending)
     assert all(request.slot == slot for slot, request in scheduler._decoding.items())
     slots = [request.slot for request in running]
@@ -28,17 +33,17 @@ def check_scheduler(scheduler: Scheduler) -> None:
     )
     assert waiting == sorted(waiting, key=lambda request: request.rank)
     for request in waiting:
-        assert request.slot == -1 and not request.num_computed and tables[request.request_id].is_empty
+        assert request.slot == -1 and not request.num_computed and is_empty(tables[request.request_id])
     assert {id(request) for request in requests.values()} == {id(r) for r in (*waiting, *running, *ending)}
     assert len(requests) == len(waiting) + len(running) + len(ending)
     assert tables.keys() == requests.keys()
     check_groups(scheduler)
-    check_cache(scheduler._cache, ((table, requests[key].num_computed) for key, table in tables.items()))
+    check_cache(scheduler._blocks.cache, ((table, requests[key].num_computed) for key, table in tables.items()))
 
 
 def check_groups(scheduler: Scheduler) -> None:
     """Assert that no request holds more blocks than planned, and that the prompt in progress can take its blocks."""
-    limits, tables = scheduler.limits, scheduler._tables
+    limits, tables = scheduler.limits, scheduler._blocks.tables
     for request in scheduler._decoding.values():
         # The step that reads the chunk may not have run before the next schedule.
         chunk = limits.max_num_batched_tokens if request in scheduler._prefilled else 1
@@ -47,7 +52,7 @@ def check_groups(scheduler: Scheduler) -> None:
     request = scheduler._prefilling
     if request is None:
         return
-    pool, promised = scheduler._cache.pool, 0
+    pool, promised = scheduler._blocks.cache.pool, 0
     for group, one in zip(scheduler.groups, tables[request.request_id].groups, strict=True):
         most = group_pages(group, request.num_tokens, limits.max_num_batched_tokens)
         assert len(one.held) <= most, "a prompt holds more blocks than planned"

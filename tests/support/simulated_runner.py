@@ -29,12 +29,11 @@ def next_token(histories: list[int], windows: Sequence[int | None], sample_index
 
 
 def histories_of(token_ids: list[int], salt: str | None = None) -> list[int]:
-    histories: list[int] = []
+    # Of integers only, whose hashes are the same in each run.
+    histories = [hash((1, *(salt or "").encode()))]
     for token_id in token_ids:
-        histories.append(
-            next_history(histories[-1] if histories else hash((1, salt and salt.encode().hex())), token_id)
-        )
-    return histories
+        histories.append(next_history(histories[-1], token_id))
+    return histories[1:]
 
 
 def marked(token_id: int, position: int) -> TokenLogprobs:

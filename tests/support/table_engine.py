@@ -60,7 +60,13 @@ class TableModel:
         return nullcontext()
 
     def forward(
-        self, input_ids: torch.Tensor, positions: object, attend: object, rows: torch.Tensor | None = None
+        self,
+        input_ids: torch.Tensor,
+        positions: object,
+        attend: object,
+        rows: torch.Tensor | None = None,
+        num_rows: torch.Tensor | None = None,
+        num_kept: torch.Tensor | None = None,
     ) -> torch.Tensor:
         hidden = torch.index_select(self.table, 0, input_ids, out=self._hidden[: len(input_ids)])
         return hidden if rows is None else torch.index_select(hidden, 0, rows, out=self._rows)

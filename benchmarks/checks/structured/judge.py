@@ -142,4 +142,6 @@ def ecma_pattern(pattern: str) -> Any:
             inside = part == "["
         return (_INSIDE if inside else _OUTSIDE).get(part, part)
 
+    # The library matches any character by this class, which has none.
+    pattern = pattern.replace(r"[^\s\S]", "(?!)")
     return regex.compile(re.sub(r"\\.|[\[\]$]", translated, pattern, flags=re.DOTALL))

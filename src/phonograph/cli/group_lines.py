@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from phonograph.cli.show import compact
 from phonograph.engine.groups.group_facts import group_facts
-from phonograph.engine.groups.kv_groups import KVGroups, group_name
+from phonograph.engine.groups.kv_groups import KVGroups, group_name, window_name
 from phonograph.engine.plan import EnginePlan
 from phonograph.errors import counted
 
@@ -22,9 +22,9 @@ def group_lines(plan: EnginePlan) -> list[str]:
         return []
     lines: list[str] = []
     for index, group in enumerate(group_facts(plan)):
-        window = "full attention" if group.window is None else f"window {group.window}"
         lines.append(
-            f"{index}: {counted(len(group.layers), 'layer')} ({compact(group.layers)}), {window}, blocks of "
-            f"{counted(group.block_size, 'token')}, at most {group.blocks_per_request} a request, {group.backend}"
+            f"{index}: {counted(len(group.layers), 'layer')} ({compact(group.layers)}), {window_name(group.window)}, "
+            f"blocks of {counted(group.block_size, 'token')}, at most {group.blocks_per_request} a request, "
+            f"{group.backend}"
         )
     return lines

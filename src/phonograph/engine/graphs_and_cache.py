@@ -103,7 +103,7 @@ def size_graphs_and_cache(
             within,
             kv=kv,
             attention_bytes=attention_bytes,
-            graph_tokens=0 if mode is GraphMode.NONE else graph_tokens,
+            graph_tokens=graphs[0].num_tokens if graphs else 0,
             num_graphs=len(graphs),
             cpu_products=cpu_products,
         )

@@ -14,7 +14,8 @@ from phonograph.engine.groups.kv_groups import KVGroups
 from phonograph.errors import MemoryLimitError
 from phonograph.kernels.torch.grouped import TILE
 from phonograph.kernels.triton.gemm.product_plan import GemmDevice
-from phonograph.models.layer_spec import LayerExperts, LayerFeedForward
+from phonograph.models.layer_spec import FeedForward, LayerFeedForward
+from phonograph.models.layers.expert_spec import LayerExperts
 from phonograph.models.layers.workspace import Workspace
 from phonograph.models.quantization.cpu_weights import CpuProducts
 from phonograph.models.spec import DTYPE_BYTES, ModelSpec
@@ -210,9 +211,10 @@ def estimate_graph_bytes(model: ModelSpec, dtype: str, tokens: int, rows: int) -
     return DTYPE_BYTES[dtype] * (tile + tokens * width + rows * (model.vocab_size + model.hidden_size))
 
 
-def _feed_forward_width(spec: LayerFeedForward | LayerExperts) -> int:
+def _feed_forward_width(spec: FeedForward) -> int:
     """Return the numbers of a token next to the stream. The experts' operator has its own memory outside the pool."""
-    if isinstance(spec, LayerFeedForward):
-        return 3 * spec.down.num_inputs
-    shared = 0 if spec.shared is None else _feed_forward_width(spec.shared) + spec.down.expert_outputs
-    return 2 * spec.down.expert_outputs + spec.router.num_outputs + shared
+    if isinstance(spec, LayerExperts):
+        shared = 0 if spec.shared is None else _feed_forward_width(spec.shared) + spec.down.expert_outputs
+        return 2 * spec.down.expert_outputs + spec.router.num_outputs + shared
+    assert isinstance(spec, LayerFeedForward)
+    return 3 * spec.down.num_inputs

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+LEAST = -3.0e38
+"""Score in place of one that is not a number."""
+
 
 class Routing(NamedTuple):
     """Choice of a token's experts from the logits of a router, and the weights of their results.

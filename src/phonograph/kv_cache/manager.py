@@ -23,11 +23,12 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from math import lcm
 
+from phonograph.core.batch import BlockAppend
 from phonograph.core.blocks import blocks_for, group_pages
 from phonograph.core.kv_group import KVGroup
 from phonograph.kv_cache.block_pool import BlockPool
 from phonograph.kv_cache.groups import BlockGroup, FullGroup, SlidingGroup
-from phonograph.kv_cache.tables import FREED, BlockAllocation, SequenceTable
+from phonograph.kv_cache.tables import FREED, SequenceTable
 
 
 class CacheManager:
@@ -57,11 +58,12 @@ class CacheManager:
             FullGroup(group) if group.window is None else SlidingGroup(group, max_num_batched_tokens)
             for group in groups
         )
+        self._sizes = [group.block_size for group in groups]
         windows = [group.window for group in groups]
         self._full = [index for index, window in enumerate(windows) if window is None]
         self._sliding = [index for index, window in enumerate(windows) if window is not None]
         # A prefix ends at a block's end in every group.
-        self._step = lcm(*(group.block_size for group in groups))
+        self._step = lcm(*self._sizes)
         self.most_promised = sum(
             group_pages(group, sys.maxsize, max_num_batched_tokens) for group in groups if group.window is not None
         )
@@ -69,7 +71,7 @@ class CacheManager:
 
     def make_table(self, tokens: Callable[[int, int], list[int]], prompt_len: int, salt: str | None) -> SequenceTable:
         """Return the empty block tables of a sequence; see `SequenceTable`."""
-        return SequenceTable(tokens, prompt_len, salt, [group.block_size for group in self._groups])
+        return SequenceTable(tokens, prompt_len, salt, self._sizes)
 
     def admit(self, table: SequenceTable, num_tokens: int, *, reserve: int, reuse: bool) -> int | None:
         """Fill an empty table with cached blocks and those that full groups need, or do nothing if blocks are short.
@@ -117,19 +119,20 @@ class CacheManager:
             self._choose_kept(table, matched, num_cached)
         return num_cached
 
-    def extend(self, table: SequenceTable, num_tokens: int) -> list[BlockAllocation]:
-        """Append the blocks that are missing for the leading `num_tokens` tokens; return those of each group with some.
+    def extend(self, table: SequenceTable, num_tokens: int, slot: int = -1) -> list[BlockAppend]:
+        """Append the blocks that are missing for the leading `num_tokens` tokens; return them for the runner's slot.
 
         The caller has checked that enough are free.
         """
-        allocations: list[BlockAllocation] = []
-        for index, (group, one) in enumerate(zip(self._groups, table.groups, strict=True)):
+        appends: list[BlockAppend] = []
+        for index, one in enumerate(table.groups):
             start = len(one.block_ids)
-            block_ids = [self.pool.allocate() for _ in range(blocks_for(num_tokens, group.block_size) - start)]
-            if block_ids:
+            missing = blocks_for(num_tokens, self._sizes[index]) - start
+            if missing > 0:
+                block_ids = [self.pool.allocate() for _ in range(missing)]
                 one.block_ids += block_ids
-                allocations.append(BlockAllocation(index, start, block_ids))
-        return allocations
+                appends.append(BlockAppend(slot=slot, start=start, block_ids=block_ids, group=index))
+        return appends
 
     def free_behind(self, table: SequenceTable, num_computed: int) -> None:
         """Free the blocks that no token after the first `num_computed` ones reads.
@@ -161,15 +164,13 @@ class CacheManager:
         """Make the full blocks of the leading `num_tokens` tokens findable. The tokens are known and scheduled."""
         if not self._enable_prefix_caching:
             return
-        for index, (group, one) in enumerate(zip(self._groups, table.groups, strict=True)):
-            num_full = num_tokens // group.block_size
-            if num_full <= one.num_published:
-                continue
-            start = max(one.num_published, one.first)
-            keys = table.keys(index, start, num_full)
-            for block_id, key in zip(one.block_ids[start:num_full], keys, strict=True):
-                self.pool.name(block_id, key)
-            one.num_published = num_full
+        for index, one in enumerate(table.groups):
+            num_full = num_tokens // self._sizes[index]
+            if num_full > one.num_published:
+                start = max(one.num_published, one.first)
+                for number, key in enumerate(table.keys(index, start, num_full), start):
+                    self.pool.name(one.block_ids[number], key)
+                one.num_published = num_full
 
     def free(self, table: SequenceTable) -> None:
         """Release the blocks; published ones can be found until they are evicted, those that are kept last."""

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from struct import pack
-from typing import NamedTuple
 
 FREED = -1
 """Entry of a block table whose block was freed behind the window. The device's table keeps the id of the block."""
@@ -66,10 +65,6 @@ class SequenceTable:
         self.prompt_len = prompt_len
         self.num_found = sys.maxsize
 
-    @property
-    def is_empty(self) -> bool:
-        return not any(one.block_ids for one in self.groups)
-
     def num_named(self, group: int) -> int:
         """Return the number of leading blocks of a group whose digests are computed."""
         return len(self._digests[self._block_sizes[group]])
@@ -89,11 +84,3 @@ class SequenceTable:
             return digests[start:stop]
         suffix = bytes([group])
         return [digest + suffix for digest in digests[start:stop]]
-
-
-class BlockAllocation(NamedTuple):
-    """Blocks appended to the table of a KV group, from entry `start` on."""
-
-    group: int
-    start: int
-    block_ids: list[int]

@@ -47,10 +47,6 @@ def _is_list_of_texts(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(item, str) for item in cast("list[object]", value))
 
 
-def _is_list_of_ints(value: object) -> bool:
-    return isinstance(value, list) and all(type(item) is int for item in cast("list[object]", value))
-
-
 MOST_LAYERS = 10_000
 """Most layers of a model. A damaged file may have billions, and plans are made layer by layer."""
 POSITIVE_INT = FieldKind("a positive integer", _is_positive_int)
@@ -65,9 +61,12 @@ EPSILON = FieldKind(
 FLAG = FieldKind("true or false", lambda value: isinstance(value, bool))
 TEXT = FieldKind("text", lambda value: isinstance(value, str))
 TEXTS = FieldKind("a list of texts", _is_list_of_texts)
-INTS = FieldKind("a list of integers", _is_list_of_ints)
 NULL = FieldKind("null", lambda value: value is None)
 OBJECT = FieldKind("an object", lambda value: isinstance(value, dict))
+INTS = FieldKind(
+    "a list of integers",
+    lambda value: isinstance(value, list) and all(type(item) is int for item in cast("list[object]", value)),
+)
 INT = FieldKind("an integer", lambda value: type(value) is int)
 ANY = FieldKind("any value", lambda value: True)
 

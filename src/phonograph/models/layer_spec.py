@@ -6,14 +6,13 @@ has of its own is said here; kernels, memory and checkpoints follow from it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 
-from phonograph.kernels.routing import Routing
 from phonograph.kernels.triton.gemm.product_plan import ProductShape, WeightFormat
 from phonograph.models.quantization.scheme import Scheme
 
@@ -144,6 +143,12 @@ class LayerMatrix:
         name = part if self.num_experts is None else f"{expert}.{part}"
         return f"{self.module}.{name}" if self.module else name
 
+    @property
+    def quantized_names(self) -> tuple[str, ...]:
+        """Names in the module of the projections that a file may have in another format."""
+        names = (name.removeprefix(f"{self.module}.") for name, _ in self.projections())
+        return tuple(names) if self.quantizable else ()
+
     def projections(self) -> Iterator[tuple[str, MatrixPart]]:
         """Yield the name in the layer and the part of each projection, in the order of the matrix."""
         for expert in range(self.num_experts or 1):
@@ -186,6 +191,24 @@ class LayerAttention:
     output_norm: str | None
 
 
+class FeedForward(Protocol):
+    """Feed-forward of a layer: dense, or experts (`layers.expert_spec`). It is a frozen dataclass."""
+
+    @property
+    def input_norm(self) -> str | None: ...
+
+    @property
+    def output_norm(self) -> str | None: ...
+
+    @property
+    def matrices(self) -> tuple[LayerMatrix, ...]: ...
+
+    @property
+    def other_shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+
+    def with_schemes(self, scheme_of: Callable[[str], Scheme | None]) -> FeedForward: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerFeedForward:
     """Dense feed-forward of a layer: down(activation(gate) * up).
@@ -209,55 +232,14 @@ class LayerFeedForward:
         """Matrices in the order of the products."""
         return self.gate_up, self.down
 
+    @property
+    def other_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shapes of tensors of a checkpoint that are neither projections nor norms, by name in the layer."""
+        return {}
+
     def with_schemes(self, scheme_of: Callable[[str], Scheme | None]) -> LayerFeedForward:
         """Return the feed-forward with the weight format of each projection, by its name in the layer."""
         return replace(self, gate_up=self.gate_up.with_schemes(scheme_of), down=self.down.with_schemes(scheme_of))
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerExperts:
-    """Feed-forward of a layer by experts: the weighted sum of those of a token's experts, and of a shared expert.
-
-    Attributes:
-        routing: rule that chooses a token's experts.
-        router: matrix of the X logits. With a gate of the shared expert it has one more output, the logit of the gate,
-            whose sigmoid is the weight of the shared expert.
-        choice_bias: name of the tensor, float32 [X], that is added to the scores for the choice; None for none.
-        gate_up: matrix of the experts' gates and ups.
-        down: matrix of the experts' outputs.
-        shared: feed-forward of every token next to that of its experts, without norms; None for none.
-        input_norm: norm of the stream before it; None for none.
-        output_norm: norm of the output before it is added to the stream; None for none.
-    """
-
-    routing: Routing
-    router: LayerMatrix
-    choice_bias: str | None
-    gate_up: LayerMatrix
-    down: LayerMatrix
-    shared: LayerFeedForward | None
-    input_norm: str | None
-    output_norm: str | None
-
-    @property
-    def matrices(self) -> tuple[LayerMatrix, ...]:
-        """Matrices in the order of the products."""
-        shared = () if self.shared is None else self.shared.matrices
-        return self.router, self.gate_up, self.down, *shared
-
-    @property
-    def shared_gate(self) -> bool:
-        """True if the shared expert has a gate."""
-        return self.router.num_outputs > self.routing.num_experts
-
-    def with_schemes(self, scheme_of: Callable[[str], Scheme | None]) -> LayerExperts:
-        """Return the experts with the weight format of each projection, by its name in the layer."""
-        return replace(
-            self,
-            gate_up=self.gate_up.with_schemes(scheme_of),
-            down=self.down.with_schemes(scheme_of),
-            shared=None if self.shared is None else self.shared.with_schemes(scheme_of),
-        )
 
 
 class LayerSizes(NamedTuple):
@@ -297,7 +279,7 @@ class LayerSpec:
     """A decoder layer: attention, then the feed-forward, each added to the stream."""
 
     attention: LayerAttention
-    feed_forward: LayerFeedForward | LayerExperts
+    feed_forward: FeedForward
 
     @property
     def matrices(self) -> tuple[LayerMatrix, ...]:
@@ -399,77 +381,5 @@ def decoder_layer(
             activation=activation,
             input_norm=feed_forward_norms[0],
             output_norm=feed_forward_norms[1],
-        ),
-    )
-
-
-class ExpertNames(NamedTuple):
-    """Names of a layer's experts in a checkpoint.
-
-    Attributes:
-        module: module of the router and the experts.
-        gate, up, down: projections of an expert.
-        shared: name of the shared expert in the module.
-        shared_gate: name of its gate.
-    """
-
-    module: str = "mlp"
-    gate: str = "gate_proj"
-    up: str = "up_proj"
-    down: str = "down_proj"
-    shared: str = "shared_expert"
-    shared_gate: str = "shared_expert_gate"
-
-
-EXPERT_NAMES = ExpertNames()
-
-
-def with_experts(
-    layer: LayerSpec,
-    routing: Routing,
-    intermediate_size: int,
-    *,
-    names: ExpertNames = EXPERT_NAMES,
-    shared: LayerFeedForward | None = None,
-    shared_gate: bool = False,
-    choice_bias: bool = False,
-) -> LayerSpec:
-    """Return a layer with experts in place of its dense feed-forward, and that one's norms.
-
-    Args:
-        layer: dense layer.
-        routing: rule that chooses a token's experts.
-        intermediate_size: of an expert.
-        names: names in a checkpoint.
-        shared: dense feed-forward that becomes the shared expert; None for none.
-        shared_gate: the shared expert has a gate.
-        choice_bias: a checkpoint has a bias for the choice.
-    """
-    dense, hidden_size, num_experts = layer.feed_forward, layer.attention.qkv.num_inputs, routing.num_experts
-    gates = (MatrixPart("gate", num_experts), *((MatrixPart(names.shared_gate, 1),) if shared_gate else ()))
-    gate_up = MatrixPart(names.gate, intermediate_size), MatrixPart(names.up, intermediate_size)
-    down, experts = (MatrixPart(names.down, hidden_size),), f"{names.module}.experts"
-    if shared is not None:
-        module = f"{names.module}.{names.shared}"
-        shared = replace(
-            shared,
-            gate_up=replace(shared.gate_up, name="shared gate and up", module=module),
-            down=replace(shared.down, name="shared down", module=module),
-            input_norm=None,
-            output_norm=None,
-        )
-    return replace(
-        layer,
-        feed_forward=LayerExperts(
-            routing=routing,
-            router=LayerMatrix("router", names.module, gates, hidden_size, quantizable=False),
-            choice_bias=f"{names.module}.gate.e_score_correction_bias" if choice_bias else None,
-            gate_up=LayerMatrix(
-                "experts' gate and up", experts, gate_up, hidden_size, gated=True, num_experts=num_experts
-            ),
-            down=LayerMatrix("experts' down", experts, down, intermediate_size, num_experts=num_experts),
-            shared=shared,
-            input_norm=dense.input_norm,
-            output_norm=dense.output_norm,
         ),
     )

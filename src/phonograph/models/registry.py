@@ -5,11 +5,13 @@ from __future__ import annotations
 from phonograph.errors import UnsupportedModelError
 from phonograph.models.families.family import Family
 from phonograph.models.families.gemma import GEMMA, GEMMA2, GEMMA3
+from phonograph.models.families.glm_moe import GLM4_MOE
 from phonograph.models.families.granite import GRANITE
 from phonograph.models.families.llama import LLAMA, MISTRAL
 from phonograph.models.families.ministral import MINISTRAL3
 from phonograph.models.families.mixtral import MIXTRAL
 from phonograph.models.families.olmo import OLMO2, OLMO3
+from phonograph.models.families.olmoe import OLMOE
 from phonograph.models.families.phi import PHI3
 from phonograph.models.families.qwen import QWEN2, QWEN3
 from phonograph.models.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
@@ -20,12 +22,14 @@ ARCHITECTURES: dict[str, Family] = {
     "Gemma2ForCausalLM": GEMMA2,
     "Gemma3ForCausalLM": GEMMA3,
     "GemmaForCausalLM": GEMMA,
+    "Glm4MoeForCausalLM": GLM4_MOE,
     "GraniteForCausalLM": GRANITE,
     "LlamaForCausalLM": LLAMA,
     "Ministral3ForCausalLM": MINISTRAL3,
     "MistralForCausalLM": MISTRAL,
     "Olmo2ForCausalLM": OLMO2,
     "Olmo3ForCausalLM": OLMO3,
+    "OlmoeForCausalLM": OLMOE,
     "Phi3ForCausalLM": PHI3,
     "MixtralForCausalLM": MIXTRAL,
     "Qwen2ForCausalLM": QWEN2,

@@ -27,7 +27,6 @@ from phonograph.models.layer_spec import (
     NO_FACTORS,
     PLAIN_NORMS,
     Factors,
-    LayerExperts,
     LayerMatrix,
     LayerSpec,
     MatrixPart,
@@ -36,7 +35,6 @@ from phonograph.models.layer_spec import (
 )
 from phonograph.models.layers.rope import rope_tables, with_ropes
 from phonograph.models.quantization.float8 import Fp8Head
-from phonograph.models.quantization.grouped_weight import GroupedScheme
 from phonograph.models.quantization.quantization_config import choose_quantization, read_quantization
 from phonograph.models.quantization.scheme import Quantization, Scheme
 from phonograph.models.registry import find_architecture, known_fields
@@ -71,6 +69,7 @@ class ModelSpec:
         quantization: format of quantized projections, or None.
         fp8_kv_cache: True if the configuration says that the checkpoint has scales for keys and values in FP8.
         wrapper: architecture of the model around this one in the checkpoint, or None.
+        skipped: beginnings of the names of tensors in the checkpoint that are not of this model.
         notes: decisions while reading, for `explain`.
     """
 
@@ -90,6 +89,7 @@ class ModelSpec:
     quantization: Quantization | None = None
     fp8_kv_cache: bool = False
     wrapper: str | None = None
+    skipped: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
@@ -137,7 +137,7 @@ class ModelSpec:
 
     def tensor_name(self, name: str) -> str | None:
         """Return a name of the checkpoint without the prefixes of a wrapper; None for a tensor of another part."""
-        return name if self.wrapper is None else text_name(name)
+        return None if name.startswith(self.skipped) else name if self.wrapper is None else text_name(name)
 
     def with_tokenizer_end(self, eos_token_id: int | None) -> ModelSpec:
         """Return the model with the tokenizer's end-of-sequence token added, if the vocabulary has it."""
@@ -160,16 +160,8 @@ class ModelSpec:
         for index, layer in enumerate(self.layers):
             made = layer.with_schemes(partial(_scheme_in, quantization, f"{LAYERS}.{index}."))
             if quantization is not None:
-                for matrix in filter(lambda matrix: matrix.quantizable, layer.matrices):
-                    names = [name.removeprefix(f"{matrix.module}.") for name, _ in matrix.projections()]
-                    quantization.check_parts(f"{LAYERS}.{index}.{matrix.module}", names)
-            for matrix in made.matrices:
-                scheme = matrix.scheme
-                if matrix.num_experts is not None and isinstance(scheme, GroupedScheme) and scheme.ordered:
-                    raise UnsupportedModelError(
-                        f"{LAYERS}.{index}.{matrix.module} is in {scheme.name}, with an order for each expert, "
-                        "which is not supported; quantize the model without desc_act (actorder)"
-                    )
+                for matrix in layer.matrices:
+                    quantization.check_parts(f"{LAYERS}.{index}.{matrix.module}", matrix.quantized_names)
             layers.append(equal.setdefault(made, made))
         spec = replace(self, layers=tuple(layers), quantization=quantization)
         for scheme, outputs, inputs in spec._quantized_parts():
@@ -197,8 +189,7 @@ class ModelSpec:
                     shapes[f"{prefix}.{name}.weight"] = (part.num_outputs, matrix.num_inputs)
                 if matrix.bias:
                     shapes[f"{prefix}.{name}.bias"] = (part.num_outputs,)
-            if isinstance(layer.feed_forward, LayerExperts) and layer.feed_forward.choice_bias is not None:
-                shapes[f"{prefix}.{layer.feed_forward.choice_bias}"] = (layer.feed_forward.routing.num_experts,)
+            shapes |= {f"{prefix}.{name}": shape for name, shape in layer.feed_forward.other_shapes.items()}
             if layer.attention.head_norms:
                 attention = layer.attention
                 for name, heads in (("q_norm", attention.num_query_heads), ("k_norm", attention.num_kv_heads)):
@@ -386,6 +377,7 @@ def _make_spec(
         factors=family.factors(settings),
         fp8_kv_cache=quantization is not None and quantization.fp8_kv_cache,
         wrapper=wrapper,
+        skipped=family.skipped(settings),
         notes=(*(() if note is None else (note,)), *rope_notes(ropes), *window_notes(settings)),
     )
     # A checkpoint whose weights are in 16 bits may have scales for the KV cache alone.

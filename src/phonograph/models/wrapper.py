@@ -115,8 +115,10 @@ def text_name(name: str) -> str | None:
 
 
 def skipped_note(names: Iterable[str]) -> str:
-    """Return a note that counts tensors of other parts."""
-    parts = (_OTHER_PARTS.match(name) for name in names)
-    counts = Counter(part[0].removesuffix(".") for part in parts if part is not None)
+    """Return a note that counts tensors of other parts, and of layers after those that run."""
+    counts = Counter[str]()
+    for name in names:
+        part = _OTHER_PARTS.match(name)
+        counts[".".join(name.split(".")[:3]) if part is None else part[0].removesuffix(".")] += 1
     shown = ", ".join(f"{part} {count}" for part, count in sorted(counts.items()))
     return f"tensors of other parts than the text model skipped: {shown}"

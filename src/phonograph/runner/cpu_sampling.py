@@ -39,8 +39,6 @@ class CpuSampling:
             slots, logits_NV, draws = batch.slots, outputs.logits[: batch.num_reqs], rows.draws
         else:
             chosen = np.flatnonzero(rows.samples)
-            if not chosen.size:
-                return CompletedStep(output, decision)
             slots = [batch.slots[row] for row in chosen.tolist()]
             logits_NV, draws = outputs.logits[torch.from_numpy(chosen)], rows.draws[chosen]
         sampled = self._sampler.sample(logits_NV, slots, draws)

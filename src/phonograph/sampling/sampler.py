@@ -215,8 +215,6 @@ class Sampler:
             output_lens: tokens that each request has generated, the index of this draw.
         """
         assert logits_NV.shape == (len(slots), self.vocab_size), (logits_NV.shape, len(slots), self.vocab_size)
-        if not slots:
-            return Sampled(token_ids=[])
         by_row = np.asarray(slots, dtype=np.int64)
         if self._plain[by_row].all():
             max_N, tokens_N = logits_NV.max(dim=-1)

@@ -2,28 +2,23 @@
 
 Continuous batching with chunked prefill under one token budget. In each step every running sequence that is past its
 prompt gets one token. Then the prompt in progress gets a chunk of the remaining budget. Then waiting requests are
-admitted in order of rank, while slots, blocks and budget last, so that only the last one stays in progress. If there
-are too few blocks for the decodes, the running sequence of the worst rank loses its blocks and waits again with its
-output (preemption by recompute).
+admitted in order of rank, while slots, blocks and budget last, so that only the last one stays in progress. If blocks
+are short for the decodes, the running sequence of the worst rank loses its blocks and waits again with its output.
 
-Blocks come from one pool for all KV groups. In a full group a sequence gets the blocks of all its known tokens at
-admission. In a sliding group it gets the blocks of each chunk when the chunk is scheduled, after those behind the
-window are freed. So at admission enough blocks must be free for the largest chunk, too, and those that the prompt in
-progress has not yet taken stay *promised* to it: decodes preempt rather than take them. After its prompt a sequence
-needs one block for each group in which its last block is full. It first frees what is behind its window.
+Blocks come from one pool for all KV groups. A sequence gets the blocks of all its known tokens at admission in a full
+group. In a sliding group it gets those of a chunk with the chunk, after those behind the window are freed. So admission
+asks for the blocks of the largest chunk too. What the prompt in progress has not taken yet is *promised* to it: decodes
+preempt rather than take it. Later a sequence needs a block in each group in which its last block is full.
 
 Every request ends:
 
-1. A running sequence computes at least one token in each step in which it is not preempted. The budget suffices,
-   because a step has a token for every sequence. A decode gets its blocks, because decodes are preempted until those of
-   the others are free. A chunk of a prompt gets its blocks from the promise, which holds at all times: taking a block
-   makes it smaller by one, freeing an own block larger by one, and freeing a shared block, which may stay in use,
-   leaves it unchanged. Nothing is admitted while a prompt is in progress, so its blocks do not become shared.
-2. The running sequence of the best rank is preempted only if it runs alone. Alone it always fits: then all blocks in
-   use are its own, at most `pages_for_request` of its tokens, and `context_len` is the length of the longest request
-   for which the pool has so many. Its admission is not refused either, because what admission asks for is no more.
-3. When it ends, another sequence has the best rank. A waiting request is overtaken only by requests of better rank. If
-   nothing runs, the first waiting request is admitted, by 2.
+1. A running sequence that is not preempted computes a token or more in each step. The budget has a token for every
+   sequence. Preemption frees the blocks that decodes need. A chunk's blocks are promised, and always free: to take a
+   block makes the promise smaller by one, to free an own block larger by one, and to free a shared block, which may
+   stay in use, leaves it. Nothing is admitted while a prompt is in progress, so its own blocks stay its own.
+2. The running sequence of the best rank is preempted only if it runs alone. Alone it always fits, and is admitted:
+   all blocks in use are its own, at most `pages_for_request` of its tokens, which bounds `context_len`.
+3. When it ends, another sequence has the best rank. A waiting request is overtaken only by requests of better rank.
 
 Steps may overlap. `schedule` counts a step as computed at once, so it can be called again before `update` has brought
 that step's tokens, which are then only on the device. Updates come in the order of the schedules. Slot and blocks of a
@@ -34,21 +29,18 @@ block behind a window may be written by the step whose schedule frees it: all st
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from itertools import compress
-from math import gcd
 from operator import attrgetter
 from typing import Literal
 
 from phonograph.core.batch import BlockAppend, NewSequence, ScheduledBatch, StepOutput
-from phonograph.core.blocks import most_tokens, pages_for_request
 from phonograph.core.kv_group import KVGroup
 from phonograph.core.limits import Limits
 from phonograph.core.request import FinishReason, Request, RequestState
 from phonograph.errors import RequestError
-from phonograph.kv_cache.manager import CacheManager
-from phonograph.kv_cache.tables import SequenceTable
+from phonograph.scheduling.request_blocks import RequestBlocks
 from phonograph.scheduling.scheduler_stats import SchedulerStats
 
 _RANK = attrgetter("rank")
@@ -82,25 +74,9 @@ class Scheduler:
         self.groups = tuple(groups)
         self.num_blocks = num_blocks
         self.policy = policy
-        # Maximum tokens of a request: the model's context, or what the blocks hold (the last token needs no block).
-        longest = most_tokens(
-            num_blocks,
-            lambda length: pages_for_request(groups, length, limits.max_num_batched_tokens),
-            limits.max_model_len - 1,
-        )
-        self.context_len = longest + 1
-        self._cache = CacheManager(
-            groups,
-            num_blocks=num_blocks,
-            max_num_batched_tokens=limits.max_num_batched_tokens,
-            enable_prefix_caching=enable_prefix_caching,
-        )
-        # A decode may need blocks when its length is a multiple of this.
-        self._block_step = gcd(*(group.block_size for group in groups))
-        self._num_full = sum(group.window is None for group in groups)
-        self._windows = Counter(group.window for group in groups if group.window is not None)
+        self._blocks = RequestBlocks(limits, groups, num_blocks=num_blocks, enable_prefix_caching=enable_prefix_caching)
+        self.context_len = self._blocks.longest_request  # the model's context, or what the blocks hold
         self._requests: dict[str, Request] = {}
-        self._tables: dict[str, SequenceTable] = {}
         self._waiting: list[Request] = []  # sorted by rank
         # Running sequences: the decodes by slot, and the sequence whose prompt is in progress.
         self._decoding: dict[int, Request] = {}
@@ -129,7 +105,7 @@ class Scheduler:
         return SchedulerStats(
             num_running=len(self._requests) - self.num_waiting,
             num_waiting=self.num_waiting,
-            blocks_used=self._cache.pool.num_used,
+            blocks_used=self._blocks.cache.pool.num_used,
             num_blocks=self.num_blocks,
             num_preemptions=self._num_preemptions,
             prefix_queries=self._prefix_queries,
@@ -152,9 +128,7 @@ class Scheduler:
         request.rank = (request.priority if self.policy == "priority" else 0, request.arrival, self._num_added)
         self._num_added += 1
         self._requests[request.request_id] = request
-        self._tables[request.request_id] = self._cache.make_table(
-            request.tokens, request.prompt_len, request.cache_salt
-        )
+        self._blocks.add(request)
         insort(self._waiting, request, key=_RANK)
 
     def check_request(self, request: Request) -> None:
@@ -197,28 +171,29 @@ class Scheduler:
         request = self._requests.get(request_id)
         if request is None:
             return False
-        self._cache.forget(self._tables[request_id])
+        self._blocks.cache.forget(self._blocks.tables[request_id])
         self._finish(request, "abort", None)
         return True
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes. Running sequences continue, but what they compute is not found by others."""
-        self._cache.reset(self._tables.values())
+        self._blocks.cache.reset(self._blocks.tables.values())
 
     def schedule(self) -> ScheduledBatch:
         """Return the next step. For running decodes the cost is a short loop, with more to do at block boundaries."""
         self._release_ending()
-        self._free_behind_prompts()
+        self._blocks.free_behind(one for one in self._prefilled if one.state is RequestState.RUNNING)
+        self._prefilled.clear()
         may_admit = self._make_room()
         slots: list[int] = []
         contexts: list[int] = []
         requests: list[Request] = []
         appends: list[BlockAppend] = []
-        block_step = self._block_step
+        block_step = self._blocks.step
         for slot, request in self._decoding.items():
             context = request.num_computed
             if context % block_step == 0:
-                self._extend(self._free_behind(request), slot, context + 1, appends)
+                self._blocks.extend(request, context + 1, appends)
             request.num_computed = context + 1
             if context + 2 == request.max_len:
                 self._last_scheduled.append(request)
@@ -231,20 +206,18 @@ class Scheduler:
         prefills: list[tuple[Request, int, int, bool]] = []
         while budget:
             request = self._prefilling
+            is_new = request is None
             if request is None:
                 request = self._admit() if may_admit else None
                 if request is None:
                     break
                 new.append(self._new_sequence(request))
-                is_new = True
-            else:
-                is_new = False
             context = request.num_computed
             query_len = min(request.num_tokens - context, budget)
             budget -= query_len
-            self._extend(self._free_behind(request), request.slot, context + query_len, appends, is_new=is_new)
+            self._blocks.extend(request, context + query_len, appends, is_new=is_new)
             request.num_computed = context + query_len
-            self._publish(request)
+            self._blocks.publish(request)
             complete = request.num_computed == request.num_tokens
             if complete:
                 self._prefilling = None
@@ -308,7 +281,7 @@ class Scheduler:
             tokens = request.output_token_ids
             tokens.append(token_id)
             news.append(request)
-            if all_logprobs and slot in all_logprobs:
+            if slot in all_logprobs:
                 request.logprobs.append(all_logprobs[slot])
             if token_id in request.end_token_ids and len(tokens) >= request.params.min_tokens:
                 stop_reason = token_id if token_id in request.params.stop_token_ids else None
@@ -329,57 +302,22 @@ class Scheduler:
                 request.state = RequestState.ENDING
         self._last_scheduled.clear()
 
-    def _free_behind_prompts(self) -> None:
-        """Free what is behind the windows of sequences whose prompt the last step completed.
-
-        Later they free it at block boundaries, but a chunk may be much longer than a block.
-        """
-        if self._windows:
-            for request in self._prefilled:
-                if request.state is RequestState.RUNNING:
-                    self._free_behind(request)
-        self._prefilled.clear()
-
     def _make_room(self) -> bool:
         """Preempt until every decode can have the blocks it needs; return True if no blocks were short."""
-        pool, cache = self._cache.pool, self._cache
-        if pool.num_free >= len(self._decoding) * len(self.groups) + cache.most_promised:
+        blocks, decodes = self._blocks, self._decoding.values()
+        if blocks.suffices(len(decodes), self._prefilling):
             return True
-        needs: dict[int, int] = {}
-        for slot, request in self._decoding.items():
-            context = request.num_computed
-            if context % self._block_step == 0:
-                if self._windows:
-                    self._free_behind(request)
-                needs[slot] = sum(context % group.block_size == 0 for group in self.groups)
-        needed, were_short = sum(needs.values()), pool.num_free - self._promised() < self._growth()
-        while needed > pool.num_free - self._promised():
+        needs = blocks.needs(decodes)
+        needed, were_short = sum(needs.values()), blocks.num_unpromised(self._prefilling) < blocks.growth(decodes)
+        while needed > blocks.num_unpromised(self._prefilling):
             victim = max(self._running, key=_RANK)
-            needed -= needs.pop(victim.slot, 0)
+            needed -= needs.pop(victim.request_id, 0)
             self._release(victim)
             victim.state = RequestState.PREEMPTED
             insort(self._waiting, victim, key=_RANK)
             self._num_preemptions += 1
             were_short = True
         return not were_short
-
-    def _promised(self) -> int:
-        """Return the free blocks that are promised to the prompt in progress."""
-        request = self._prefilling
-        if request is None or not self._windows:
-            return 0
-        return self._cache.promised(self._tables[request.request_id], request.num_tokens)
-
-    def _growth(self) -> int:
-        """Return the blocks that the decodes may soon need.
-
-        One for each in each group. Past the window a sequence frees as many blocks of a sliding group as it takes.
-        """
-        count = len(self._decoding) * self._num_full
-        for window, num_groups in self._windows.items():
-            young = sum(request.num_computed < window for request in self._decoding.values())
-            count += num_groups * young
-        return count
 
     def _admit(self) -> Request | None:
         """Give the first waiting request a slot and blocks, if there are enough for all its tokens."""
@@ -393,10 +331,7 @@ class Scheduler:
         whole = request.params.prompt_logprobs is not None and len(request.prompt_logprobs) < request.prompt_len - 1
         if whole:
             request.prompt_logprobs.clear()
-        # Each sequence may soon need further blocks. Without these in reserve, admission would cause preemption.
-        reserve = self._growth() + len(self.groups) if self._decoding else 0
-        table = self._tables[request.request_id]
-        num_cached = self._cache.admit(table, request.num_tokens, reserve=reserve, reuse=not whole)
+        num_cached = self._blocks.admit(request, self._decoding.values(), reuse=not whole)
         if num_cached is None:
             return None
         del self._waiting[0]
@@ -424,34 +359,9 @@ class Scheduler:
             grammar=request.grammar,
         )
 
-    def _free_behind(self, request: Request) -> SequenceTable:
-        """Publish the full blocks, free those that the request's next step does not read; return the block tables."""
-        table = self._publish(request)
-        if self._windows:
-            self._cache.free_behind(table, request.num_computed)
-        return table
-
-    def _extend(
-        self, table: SequenceTable, slot: int, num_tokens: int, appends: list[BlockAppend], *, is_new: bool = False
-    ) -> None:
-        """Take the blocks of the leading `num_tokens` tokens, and append them, or all of a new sequence, to a batch."""
-        fresh = self._cache.extend(table, num_tokens)
-        if is_new:
-            for group, one in enumerate(table.groups):
-                appends.append(BlockAppend(slot=slot, start=one.first, block_ids=one.held, group=group))
-        else:
-            for group, start, block_ids in fresh:
-                appends.append(BlockAppend(slot=slot, start=start, block_ids=block_ids, group=group))
-
-    def _publish(self, request: Request) -> SequenceTable:
-        """Put the full blocks whose tokens are scheduled and known into the prefix cache; return the block tables."""
-        table = self._tables[request.request_id]
-        self._cache.publish(table, min(request.num_computed, request.num_tokens))
-        return table
-
     def _release(self, request: Request) -> None:
         """Take slot and blocks from a running request; its full blocks stay in the prefix cache."""
-        self._cache.free(self._publish(request))
+        self._blocks.free(request)
         request.num_computed = 0
         if request is self._prefilling:
             self._prefilling = None
@@ -466,7 +376,7 @@ class Scheduler:
             self._release(request)
         elif request.state is not RequestState.ENDING:
             del self._waiting[bisect_left(self._waiting, request.rank, key=_RANK)]
-        del self._requests[request.request_id], self._tables[request.request_id]
+        del self._requests[request.request_id], self._blocks.tables[request.request_id]
         request.state = RequestState.FINISHED
         request.finish_reason = reason
         request.stop_reason = stop_reason

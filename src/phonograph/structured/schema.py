@@ -28,7 +28,7 @@ MOST_PATTERNS = 10
 MOST_LISTS = 400
 """Most lists that `uniqueItems` expands to."""
 _EXACT = 2**53
-"""Largest magnitude at which integers are exact in floating point, the type of the library's bounds."""
+"""Largest magnitude at which integers are exact in floating point, the type of the library's numbers."""
 _STEP = 1e-9
 """Distance to an exclusive bound below which a number counts as equal to it."""
 _NEVER = 2**31
@@ -141,8 +141,9 @@ class _Prepass:
             if _is_number(bound := schema.get(key)) and bound % 1 == 0 and bound - (side < 0) in self._floors:
                 schema[key] = bound + side * max(_STEP, math.ulp(bound))
         for key in ("const", "enum"):
-            if any(not -(2**63) <= one < 2**64 for one in _integers(schema.get(key))):
-                raise GrammarError(f"{key} has an integer beyond 64 bits; write it as a string")
+            # The library would write the nearest number in floating point, and crash near -2^63.
+            if any(abs(one) > _EXACT for one in _integers(schema.get(key))):
+                raise GrammarError(f"{key} has an integer beyond 2^53; write it as a string")
         unit = schema.get("multipleOf")
         if _is_number(unit) and unit > 0:
             multiples.append(Fraction(repr(unit)).numerator)

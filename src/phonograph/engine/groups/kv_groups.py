@@ -72,26 +72,36 @@ class KVGroups:
     @property
     def waste(self) -> float:
         """Share of the pool that no layer uses, if all groups have as many pages."""
-        places = len(self.groups) * self.layers_per_page
-        return 1 - sum(len(group.layers) for group in self.groups) / places
+        return self._padding / self._places
+
+    @property
+    def _places(self) -> int:
+        """Layers that the pages of all groups have room for."""
+        return len(self.groups) * self.layers_per_page
+
+    @property
+    def _padding(self) -> int:
+        return self._places - sum(len(group.layers) for group in self.groups)
 
     @property
     def notes(self) -> list[str]:
         """Note on the padding, if there is any."""
-        if not self.waste:
+        if not self._padding:
             return []
-        places = len(self.groups) * self.layers_per_page
-        padding = places - sum(len(group.layers) for group in self.groups)
         return [
-            f"{len(self.groups)} KV groups of {self.layers_per_page} layers: {padding} of {places} places are padding, "
-            f"{self.waste:.1%} of the KV cache"
+            f"{len(self.groups)} KV groups of {self.layers_per_page} layers: {self._padding} of {self._places} places "
+            f"are padding, {self.waste:.1%} of the KV cache"
         ]
 
 
 def group_name(index: int, group: KVGroup) -> str:
     """Return the name of a group in messages."""
-    window = "full attention" if group.window is None else f"window {group.window}"
-    return f"KV group {index} ({counted(len(group.layers), 'layer')}, {window})"
+    return f"KV group {index} ({counted(len(group.layers), 'layer')}, {window_name(group.window)})"
+
+
+def window_name(window: int | None) -> str:
+    """Return the name of a group's window in messages."""
+    return "full attention" if window is None else f"window {window}"
 
 
 def make_kv_groups(layers: Sequence[AttentionSpec], *, max_model_len: int, block_size: int | None = None) -> KVGroups:

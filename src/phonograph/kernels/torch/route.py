@@ -7,10 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from phonograph.kernels.routing import Routing
-
-LEAST = -3.0e38
-"""Score in place of one that is not a number."""
+from phonograph.kernels.routing import LEAST, Routing
 
 
 def route(

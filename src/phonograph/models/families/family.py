@@ -28,6 +28,11 @@ def _windows_above(settings: Settings) -> list[str]:
     return [SLIDING if layer >= first else FULL for layer in range(num_layers)]
 
 
+def full_every(settings: Settings, count: int) -> list[str]:
+    """Return types of which the last of each `count` layers has full attention, and the others a window."""
+    return [SLIDING if (layer + 1) % count else FULL for layer in range(settings["num_hidden_layers"])]
+
+
 def _one_rope(settings: Settings) -> Sequence[RopeParameters | None]:
     """Return the same rope for each layer."""
     return (read_rope(settings),) * settings["num_hidden_layers"]
@@ -46,6 +51,7 @@ class Family:
         layer_types: function that returns the kind of each layer if the file names none; for families with windows.
         norms: arithmetic of the norms.
         factors: function that returns the factors of a configuration.
+        skipped: function that returns the beginnings of names of tensors that are not of the model.
     """
 
     model_type: str
@@ -56,6 +62,7 @@ class Family:
     layer_types: Callable[[Settings], list[str]] = _windows_above
     norms: NormKind = PLAIN_NORMS
     factors: Callable[[Settings], Factors] = lambda _: NO_FACTORS
+    skipped: Callable[[Settings], tuple[str, ...]] = lambda _: ()
 
 
 def layer_sizes(settings: Settings, activations: tuple[str, ...] = SILU, field: str = "hidden_act") -> LayerSizes:

@@ -23,7 +23,7 @@ from phonograph.models.config_fields import (
     Field,
     FieldKind,
 )
-from phonograph.models.families.family import GELU_TANH, Family, Settings, layer_sizes, windows
+from phonograph.models.families.family import GELU_TANH, Family, Settings, full_every, layer_sizes, windows
 from phonograph.models.layer_spec import Factors, LayerSpec, NormKind, decoder_layer
 from phonograph.models.rope_parameters import RopeParameters, read_ropes_by_type
 
@@ -62,11 +62,6 @@ def _ropes(settings: Settings) -> Sequence[RopeParameters]:
     found = read_ropes_by_type(settings, thetas)
     ropes = {kind: replace(rope, extends=False) for kind, rope in found.items()}
     return [ropes[kind] for kind in settings["layer_types"]]
-
-
-def _types(settings: Settings, pattern: int) -> list[str]:
-    """Return types of which one in `pattern` has full attention."""
-    return [SLIDING if (layer + 1) % pattern else FULL for layer in range(settings["num_hidden_layers"])]
 
 
 def _factors(settings: Settings) -> Factors:
@@ -128,7 +123,7 @@ GEMMA2 = Family(
     },
     ignored={"hidden_act": "hidden_activation says it", "sliding_window_size": "sliding_window says it"},
     layers=lambda settings: _with_both_norms(settings, head_norms=False),
-    layer_types=lambda settings: _types(settings, 2),
+    layer_types=lambda settings: full_every(settings, 2),
     norms=_NORMS,
     factors=_factors,
 )
@@ -147,7 +142,7 @@ GEMMA3 = Family(
     ignored={"hidden_act": "hidden_activation says it"},
     layers=lambda settings: _with_both_norms(settings, head_norms=True),
     ropes=_ropes,
-    layer_types=lambda settings: _types(settings, settings["sliding_window_pattern"] or 6),
+    layer_types=lambda settings: full_every(settings, settings["sliding_window_pattern"] or 6),
     norms=_NORMS,
     factors=_factors,
 )

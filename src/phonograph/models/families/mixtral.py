@@ -16,7 +16,8 @@ from phonograph.models.config_fields import (
 from phonograph.models.families.family import Family, Settings
 from phonograph.models.families.llama import MISTRAL
 from phonograph.models.families.softmax_experts import EXPERT_LOSS, softmax_routing
-from phonograph.models.layer_spec import ExpertNames, LayerSpec, with_experts
+from phonograph.models.layer_spec import LayerSpec
+from phonograph.models.layers.expert_spec import ExpertNames, with_experts
 
 _NAMES = ExpertNames("block_sparse_moe", "w1", "w3", "w2")
 

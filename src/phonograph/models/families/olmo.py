@@ -17,7 +17,7 @@ from phonograph.models.config_fields import (
     TEXTS,
     Field,
 )
-from phonograph.models.families.family import Family, Settings, layer_sizes, windows
+from phonograph.models.families.family import Family, Settings, full_every, layer_sizes, windows
 from phonograph.models.layer_spec import LayerSpec, NormKind, decoder_layer
 from phonograph.models.rope_parameters import RopeParameters, read_ropes_by_type
 
@@ -39,10 +39,6 @@ def _layers(settings: Settings) -> tuple[LayerSpec, ...]:
         )
         for window in windows(settings)
     )
-
-
-def _layer_types(settings: Settings) -> list[str]:
-    return [FULL if (layer + 1) % 4 == 0 else SLIDING for layer in range(settings["num_hidden_layers"])]
 
 
 def _ropes(settings: Settings) -> Sequence[RopeParameters]:
@@ -77,6 +73,6 @@ OLMO3 = Family(
     },
     layers=_layers,
     ropes=_ropes,
-    layer_types=_layer_types,
+    layer_types=lambda settings: full_every(settings, 4),
     norms=_NORMS,
 )

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from phonograph.models.layer_spec import LayerAttention, LayerExperts, LayerFeedForward, LayerSpec
+from phonograph.models.layer_spec import FeedForward, LayerAttention, LayerFeedForward, LayerSpec
+from phonograph.models.layers.expert_spec import LayerExperts
 from phonograph.models.layers.linear import Linear, WeightAllocator
 
 
@@ -100,9 +101,7 @@ class LayerWeights:
                 output=allocate.linear(attention.output),
                 output_norm=norm(attention.output_norm),
             ),
-            feed_forward=_experts(feed_forward, norm, allocate)
-            if isinstance(feed_forward, LayerExperts)
-            else _feed_forward(feed_forward, norm, allocate),
+            feed_forward=_any_feed_forward(feed_forward, norm, allocate),
         )
 
     @property
@@ -135,6 +134,13 @@ class LayerWeights:
 
 
 _Norm = Callable[[str | None], torch.Tensor | None]
+
+
+def _any_feed_forward(spec: FeedForward, norm: _Norm, allocate: WeightAllocator) -> FeedForwardWeights | ExpertsWeights:
+    if isinstance(spec, LayerExperts):
+        return _experts(spec, norm, allocate)
+    assert isinstance(spec, LayerFeedForward)
+    return _feed_forward(spec, norm, allocate)
 
 
 def _feed_forward(spec: LayerFeedForward, norm: _Norm, allocate: WeightAllocator) -> FeedForwardWeights:

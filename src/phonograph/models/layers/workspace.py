@@ -19,7 +19,8 @@ from phonograph.kernels.torch.grouped import MAX_GROUPED_ROWS
 from phonograph.kernels.triton.experts.expert_lists import ExpertLists
 from phonograph.kernels.triton.gemm.choose import choose
 from phonograph.kernels.triton.gemm.product_plan import GemmDevice
-from phonograph.models.layer_spec import LayerExperts, LayerMatrix
+from phonograph.models.layer_spec import FeedForward, LayerFeedForward, LayerMatrix
+from phonograph.models.layers.expert_spec import LayerExperts
 from phonograph.models.spec import ModelSpec
 
 
@@ -94,18 +95,13 @@ class Workspace:
         """Return the shapes and types of the allocations; "shared" serves attention and the MLP."""
         feed_forwards = [layer.feed_forward for layer in spec.kinds]
         experts = [one for one in feed_forwards if isinstance(one, LayerExperts)]
-        gate_up = max(
-            sum(rows * width for rows, width in expert_memory(one))
-            if isinstance(one, LayerExperts)
-            else one.gate_up.num_outputs
-            for one in feed_forwards
-        )
+        feed_forward = max(map(_feed_forward_width, feed_forwards))
         words = max((ExpertLists.num_words(num_tokens, one.routing) for one in experts), default=0)
         written_out, fp8_inputs = quantized_sizes(spec, str(dtype).removeprefix("torch."), gemm_device)
         return {
             "hidden": (num_tokens, spec.hidden_size, dtype),
             "normed": (num_tokens, spec.hidden_size, dtype),
-            "shared": (num_tokens, max(sum(_attention_widths(spec)), gate_up, spec.hidden_size), dtype),
+            "shared": (num_tokens, max(sum(_attention_widths(spec)), feed_forward, spec.hidden_size), dtype),
             "rows": (num_logits, spec.hidden_size, dtype),
             "logits": (num_logits, spec.vocab_size, dtype),
             "dequantized": (1, written_out, dtype),
@@ -133,6 +129,14 @@ def expert_memory(spec: LayerExperts) -> list[tuple[int, int]]:
     if spec.shared is not None:
         sizes += [(1, spec.shared.gate_up.num_outputs), (1, hidden_size)]
     return sizes
+
+
+def _feed_forward_width(spec: FeedForward) -> int:
+    """Return the numbers of a token in `shared`."""
+    if isinstance(spec, LayerExperts):
+        return sum(rows * width for rows, width in expert_memory(spec))
+    assert isinstance(spec, LayerFeedForward)
+    return spec.gate_up.num_outputs
 
 
 def _attention_widths(spec: ModelSpec) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from phonograph.kernels.routing import Routing
-from phonograph.kernels.triton.gemm.product_plan import WeightFormat
+from phonograph.kernels.triton.gemm.product_plan import WeightFormat, rows_class
 
 
 class ExpertTile(NamedTuple):
@@ -53,8 +53,8 @@ _CONFIGS = (
 
 
 def expert_config(num_tokens: int, routing: Routing) -> ExpertConfig:
-    """Return the launch of a layer's experts for T tokens."""
-    mean = num_tokens * routing.top_k / routing.num_experts
+    """Return the launch of a layer's experts for T tokens, which is one for each `rows_class`."""
+    mean = rows_class(num_tokens) * routing.top_k / routing.num_experts
     return next(config for most, config in _CONFIGS if most is None or mean <= most)
 
 

@@ -28,7 +28,7 @@ from phonograph.kernels.routing import Routing
 from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.triton.experts.expert_lists import ExpertLists, max_items
 from phonograph.kernels.triton.experts.expert_plan import ExpertConfig, ExpertTile
-from phonograph.kernels.triton.gemm.gemm_tiled import TileShape, grouped_tile
+from phonograph.kernels.triton.gemm.gemm_tiled import TileShape, weight_tile
 from phonograph.kernels.triton.gemm.grouped_operands import MAGIC
 from phonograph.kernels.triton.gemm.product import Matrix
 from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_options
@@ -151,22 +151,6 @@ def _launch(
     )
 
 
-@triton.jit
-def _tile(weight_ptr, weight_stride, groups, first, start, rows_left, n, k, SHAPE: tl.constexpr, KIND: tl.constexpr):
-    """Load weights [n, k] at rows `first` + n and columns `start` + k; see `gemm_tiled`."""
-    if SHAPE.BITS > 0:
-        row = first + tl.minimum(n, rows_left - 1)
-        start += (first * 0).to(tl.int32)  # the interpreter's loops have numbers of Python
-        tile = grouped_tile(weight_ptr, weight_stride, groups, row, start, SHAPE, KIND)
-    else:
-        pointers = weight_ptr + (first + n).to(tl.int64)[:, None] * weight_stride + (start + k)[None, :]
-        mask = (n < rows_left)[:, None]
-        if SHAPE.K % SHAPE.BLOCK_K != 0:
-            mask = mask & (start + k < SHAPE.K)[None, :]
-        tile = tl.load(pointers, mask, other=0.0)
-    return tile
-
-
 @triton.jit(do_not_specialize=["magic"])
 def _expert_kernel(
     x_ptr,
@@ -228,10 +212,15 @@ def _expert_kernel(
             if K % BLOCK_K != 0:
                 x_mask = x_mask & (start_k + k < K)[None, :]
             x = tl.load(x_ptrs + start_k, x_mask, other=0.0).trans()
-            weight = _tile(weight_ptr, weight_stride, groups, weight_row, start_k, rows_left, n, k, SHAPE, KIND)
+            column = start_k + (weight_row * 0).to(tl.int32)  # the interpreter's loops have numbers of Python
+            weight = weight_tile(
+                None, weight_ptr, weight_stride, groups, weight_row, column, rows_left, n, k, SHAPE, KIND
+            )  # fmt: skip
             sums = tl.dot(weight, x, sums, input_precision="ieee")
             if GATED:
-                up = _tile(weight_ptr, weight_stride, groups, weight_row + N, start_k, rows_left, n, k, SHAPE, KIND)
+                up = weight_tile(
+                    None, weight_ptr, weight_stride, groups, weight_row + N, column, rows_left, n, k, SHAPE, KIND
+                )  # fmt: skip
                 up_sums = tl.dot(up, x, up_sums, input_precision="ieee")
         if bias_ptr is not None:
             sums += tl.load(bias_ptr + weight_row + n, valid_n, other=0.0).to(tl.float32)[:, None]

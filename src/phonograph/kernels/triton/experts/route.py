@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
+from phonograph.kernels import routing as rules
 from phonograph.kernels.routing import Routing
 from phonograph.kernels.triton.experts.expert_lists import (
     LARGE_TILE,
@@ -29,10 +30,10 @@ from phonograph.kernels.triton.experts.expert_lists import (
     TILE,
     ExpertLists,
 )
+from phonograph.kernels.triton.gemm.product_plan import rows_class
 from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_options
 
-LEAST = tl.constexpr(-3.0e38)
-"""Score in place of one that is not a number."""
+LEAST = tl.constexpr(rules.LEAST)
 _EXPERTS, _INPUTS = 32, 128
 """Experts, and least inputs, of a program of a split product."""
 
@@ -68,7 +69,7 @@ def route(
     tiles = triton.cdiv(num_tokens, tile)
     expert_parts = triton.cdiv(outputs, _EXPERTS) if one_launch else 1
     # More tiles keep the GPU busy without parts of the inputs.
-    input_parts = _input_parts(tiles * expert_parts, width) if one_launch else 1
+    input_parts = _input_parts(num_tokens, expert_parts, width) if one_launch else 1
     group_size = routing.num_experts // routing.num_groups
     shape = {
         "X": routing.num_experts,
@@ -109,8 +110,9 @@ def route(
         _list_kernel[(tiles,)](*lists, num_tokens, **shape, BLOCK=block, **pdl_options(), num_warps=4)
 
 
-def _input_parts(programs: int, width: int) -> int:
-    """Return the parts of the inputs: few different numbers, because each is a kernel of its own."""
+def _input_parts(num_tokens: int, expert_parts: int, width: int) -> int:
+    """Return the parts of the inputs, one number for each `rows_class`: each is a kernel of its own."""
+    programs = triton.cdiv(rows_class(num_tokens), TILE) * expert_parts
     wanted = min(PROGRAMS // programs, width // _INPUTS)
     return 16 if wanted >= 16 else 4 if wanted >= 4 else 1
 

@@ -96,7 +96,7 @@ def _prefetch_rows(pointer, stride_bytes, count, num_bytes):
 
 
 @triton.jit
-def _weight_tile(
+def weight_tile(
     desc,
     weight_ptr,
     weight_stride,
@@ -140,7 +140,7 @@ def _weight_tile(
 
 @triton.jit
 def grouped_tile(words_ptr, word_stride, groups, row, start, SHAPE: tl.constexpr, KIND: tl.constexpr):
-    """Load weights in groups at rows `row` and the columns of a tile from `start` on; see `_weight_tile`."""
+    """Load weights in groups at rows `row` and the columns of a tile from `start` on; see `weight_tile`."""
     scales_ptr, zeros_ptr, offsets_ptr, output_stride, group_stride, magic = groups
     COUNT: tl.constexpr = 32 // SHAPE.BITS
     word = start // COUNT + tl.arange(0, SHAPE.BLOCK_K // COUNT)[None, :]
@@ -244,12 +244,12 @@ def _gemm_tiled_kernel(
         start_k = step * BLOCK_K
         x_mask = (m < M)[:, None] if K % BLOCK_K == 0 else (m < M)[:, None] & (start_k + k < K)[None, :]
         x = tl.load(x_ptrs + start_k, x_mask, other=0.0).trans()
-        weight = _weight_tile(
+        weight = weight_tile(
             weight_desc, weight_ptr, weight_stride, groups, first, start_k, rows_left, n, k, SHAPE, x.dtype
         )
         sums = tl.dot(weight, x, sums)
         if MODE >= 2:
-            up = _weight_tile(
+            up = weight_tile(
                 weight_desc, weight_ptr, weight_stride, groups, first + N, start_k, rows_left, n, k, SHAPE, x.dtype
             )
             up_sums = tl.dot(up, x, up_sums)

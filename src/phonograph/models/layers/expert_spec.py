@@ -1,0 +1,147 @@
+"""Specification of a layer's experts as plain values, next to the dense feed-forward of `models.layer_spec`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from phonograph.errors import UnsupportedModelError
+from phonograph.kernels.routing import Routing
+from phonograph.models.layer_spec import LayerFeedForward, LayerMatrix, LayerSpec, MatrixPart
+from phonograph.models.quantization.grouped_weight import GroupedScheme
+from phonograph.models.quantization.scheme import Scheme
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerExperts:
+    """Feed-forward of a layer by experts: the weighted sum of those of a token's experts, and of a shared expert.
+
+    Attributes:
+        routing: rule that chooses a token's experts.
+        router: matrix of the X logits. With a gate of the shared expert it has one more output, the logit of the gate,
+            whose sigmoid is the weight of the shared expert.
+        choice_bias: name of the tensor, float32 [X], that is added to the scores for the choice; None for none.
+        gate_up: matrix of the experts' gates and ups.
+        down: matrix of the experts' outputs.
+        shared: feed-forward of every token next to that of its experts, without norms; None for none.
+        input_norm: norm of the stream before it; None for none.
+        output_norm: norm of the output before it is added to the stream; None for none.
+    """
+
+    routing: Routing
+    router: LayerMatrix
+    choice_bias: str | None
+    gate_up: LayerMatrix
+    down: LayerMatrix
+    shared: LayerFeedForward | None
+    input_norm: str | None
+    output_norm: str | None
+
+    @property
+    def matrices(self) -> tuple[LayerMatrix, ...]:
+        """Matrices in the order of the products."""
+        shared = () if self.shared is None else self.shared.matrices
+        return self.router, self.gate_up, self.down, *shared
+
+    @property
+    def shared_gate(self) -> bool:
+        """True if the shared expert has a gate."""
+        return self.router.num_outputs > self.routing.num_experts
+
+    @property
+    def other_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shapes of tensors of a checkpoint that are neither projections nor norms, by name in the layer."""
+        return {} if self.choice_bias is None else {self.choice_bias: (self.routing.num_experts,)}
+
+    def with_schemes(self, scheme_of: Callable[[str], Scheme | None]) -> LayerExperts:
+        """Return the experts with the weight format of each projection, by its name in the layer.
+
+        Raises:
+            UnsupportedModelError: the format has an order of inputs, which each expert has of its own.
+        """
+        gate_up, down = self.gate_up.with_schemes(scheme_of), self.down.with_schemes(scheme_of)
+        for matrix in (gate_up, down):
+            if isinstance(matrix.scheme, GroupedScheme) and matrix.scheme.ordered:
+                raise UnsupportedModelError(
+                    f"{matrix.module} is in {matrix.scheme.name}, with an order for each expert, which is not "
+                    "supported; quantize the model without desc_act (actorder)"
+                )
+        return replace(
+            self,
+            gate_up=gate_up,
+            down=down,
+            shared=None if self.shared is None else self.shared.with_schemes(scheme_of),
+        )
+
+
+class ExpertNames(NamedTuple):
+    """Names of a layer's experts in a checkpoint.
+
+    Attributes:
+        module: module of the router and the experts.
+        gate, up, down: projections of an expert.
+        shared: name of the shared expert in the module.
+        shared_gate: name of its gate.
+    """
+
+    module: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    shared: str = "shared_expert"
+    shared_gate: str = "shared_expert_gate"
+
+
+EXPERT_NAMES = ExpertNames()
+
+
+def with_experts(
+    layer: LayerSpec,
+    routing: Routing,
+    intermediate_size: int,
+    *,
+    names: ExpertNames = EXPERT_NAMES,
+    shared: LayerFeedForward | None = None,
+    shared_gate: bool = False,
+    choice_bias: bool = False,
+) -> LayerSpec:
+    """Return a layer with experts in place of its dense feed-forward, and that one's norms.
+
+    Args:
+        layer: dense layer.
+        routing: rule that chooses a token's experts.
+        intermediate_size: of an expert.
+        names: names in a checkpoint.
+        shared: dense feed-forward that becomes the shared expert; None for none.
+        shared_gate: the shared expert has a gate.
+        choice_bias: a checkpoint has a bias for the choice.
+    """
+    dense, hidden_size, num_experts = layer.feed_forward, layer.attention.qkv.num_inputs, routing.num_experts
+    gates = (MatrixPart("gate", num_experts), *((MatrixPart(names.shared_gate, 1),) if shared_gate else ()))
+    gate_up = MatrixPart(names.gate, intermediate_size), MatrixPart(names.up, intermediate_size)
+    down, experts = (MatrixPart(names.down, hidden_size),), f"{names.module}.experts"
+    if shared is not None:
+        module = f"{names.module}.{names.shared}"
+        shared = replace(
+            shared,
+            gate_up=replace(shared.gate_up, name="shared gate and up", module=module),
+            down=replace(shared.down, name="shared down", module=module),
+            input_norm=None,
+            output_norm=None,
+        )
+    return replace(
+        layer,
+        feed_forward=LayerExperts(
+            routing=routing,
+            router=LayerMatrix("router", names.module, gates, hidden_size, quantizable=False),
+            choice_bias=f"{names.module}.gate.e_score_correction_bias" if choice_bias else None,
+            gate_up=LayerMatrix(
+                "experts' gate and up", experts, gate_up, hidden_size, gated=True, num_experts=num_experts
+            ),
+            down=LayerMatrix("experts' down", experts, down, intermediate_size, num_experts=num_experts),
+            shared=shared,
+            input_norm=dense.input_norm,
+            output_norm=dense.output_norm,
+        ),
+    )

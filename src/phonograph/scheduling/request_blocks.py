@@ -1,0 +1,132 @@
+"""The blocks of requests: which they need for a step, which are promised, and what a batch appends to block tables."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from math import gcd
+
+from phonograph.core.batch import BlockAppend
+from phonograph.core.blocks import most_tokens, pages_for_request
+from phonograph.core.kv_group import KVGroup
+from phonograph.core.limits import Limits
+from phonograph.core.request import Request
+from phonograph.kv_cache.manager import CacheManager
+from phonograph.kv_cache.tables import SequenceTable
+
+
+class RequestBlocks:
+    """Block tables of the scheduler's requests, by request id, over one cache for all KV groups.
+
+    Attributes:
+        step: a decode may need blocks only when the number of its computed tokens is a multiple of this.
+    """
+
+    def __init__(
+        self, limits: Limits, groups: Sequence[KVGroup], *, num_blocks: int, enable_prefix_caching: bool
+    ) -> None:
+        self.groups = tuple(groups)
+        self.cache = CacheManager(
+            groups,
+            num_blocks=num_blocks,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            enable_prefix_caching=enable_prefix_caching,
+        )
+        self.tables: dict[str, SequenceTable] = {}
+        self.step = gcd(*(group.block_size for group in groups))
+        self._limits = limits
+        self._num_full = sum(group.window is None for group in groups)
+        self._windows = Counter(group.window for group in groups if group.window is not None)
+
+    @property
+    def longest_request(self) -> int:
+        """Tokens of the longest request that fits alone; its last token needs no block."""
+        limits = self._limits
+
+        def pages(num_tokens: int) -> int:
+            return pages_for_request(self.groups, num_tokens, limits.max_num_batched_tokens)
+
+        return 1 + most_tokens(self.cache.pool.num_blocks, pages, limits.max_model_len - 1)
+
+    def add(self, request: Request) -> None:
+        """Give a request empty block tables."""
+        self.tables[request.request_id] = self.cache.make_table(request.tokens, request.prompt_len, request.cache_salt)
+
+    def admit(self, request: Request, decodes: Collection[Request], *, reuse: bool) -> int | None:
+        """Admit a request beside running decodes; see `CacheManager.admit`."""
+        # Each sequence may soon need further blocks. Without these in reserve, admission would cause preemption.
+        growth = self.growth(decodes)
+        reserve = growth + len(self.groups) if decodes else 0
+        return self.cache.admit(self.tables[request.request_id], request.num_tokens, reserve=reserve, reuse=reuse)
+
+    def publish(self, request: Request) -> SequenceTable:
+        """Put the full blocks whose tokens are scheduled and known into the prefix cache; return the block tables."""
+        table = self.tables[request.request_id]
+        self.cache.publish(table, min(request.num_computed, request.num_tokens))
+        return table
+
+    def free(self, request: Request) -> None:
+        """Take all blocks from a request; its full blocks stay in the prefix cache."""
+        self.cache.free(self.publish(request))
+
+    def free_behind(self, requests: Iterable[Request]) -> None:
+        """Publish the full blocks of requests, and free those that their next step does not read.
+
+        A decode frees blocks at block boundaries, and once after its prompt, whose chunk may be much longer than a
+        block.
+        """
+        if self._windows:
+            for request in requests:
+                self.cache.free_behind(self.publish(request), request.num_computed)
+
+    def extend(self, request: Request, num_tokens: int, appends: list[BlockAppend], *, is_new: bool = False) -> None:
+        """Take the blocks for the leading `num_tokens` tokens, after those behind the windows are freed.
+
+        Args:
+            request: a running request.
+            num_tokens: its tokens that are computed with the next step.
+            appends: gets the new blocks, or all blocks of a request that starts.
+            is_new: the request starts.
+        """
+        table = self.publish(request)
+        if self._windows:
+            self.cache.free_behind(table, request.num_computed)
+        fresh = self.cache.extend(table, num_tokens, request.slot)
+        if is_new:
+            fresh = [
+                BlockAppend(slot=request.slot, start=one.first, block_ids=one.held, group=group)
+                for group, one in enumerate(table.groups)
+            ]
+        appends += fresh
+
+    def suffices(self, num_decodes: int, prefilling: Request | None) -> bool:
+        """Return True if enough blocks are free whatever the decodes need, without a look at each of them."""
+        most_promised = 0 if prefilling is None else self.cache.most_promised
+        return self.cache.pool.num_free >= num_decodes * len(self.groups) + most_promised
+
+    def needs(self, decodes: Collection[Request]) -> dict[str, int]:
+        """Free what is behind the windows of decodes; return the blocks that each needs, if any, by request id."""
+        at_boundary = [request for request in decodes if request.num_computed % self.step == 0]
+        self.free_behind(at_boundary)
+        return {
+            request.request_id: sum(request.num_computed % group.block_size == 0 for group in self.groups)
+            for request in at_boundary
+        }
+
+    def num_unpromised(self, prefilling: Request | None) -> int:
+        """Return the number of free blocks, less those that are promised to the prompt in progress."""
+        num_free = self.cache.pool.num_free
+        if prefilling is None or not self._windows:
+            return num_free
+        return num_free - self.cache.promised(self.tables[prefilling.request_id], prefilling.num_tokens)
+
+    def growth(self, decodes: Collection[Request]) -> int:
+        """Return the blocks that decodes may soon need.
+
+        One for each in each group. Past the window a sequence frees as many blocks of a sliding group as it takes.
+        """
+        lengths = [request.num_computed for request in decodes]
+        count = len(lengths) * self._num_full
+        for window, num_groups in self._windows.items():
+            count += num_groups * sum(length < window for length in lengths)
+        return count
