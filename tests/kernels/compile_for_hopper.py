@@ -36,6 +36,7 @@ from phonograph.kernels.triton.attention import decode as attention_decode
 from phonograph.kernels.triton.attention import decode_plan as attention_plan
 from phonograph.kernels.triton.attention import prefill as attention_prefill
 from phonograph.kernels.triton.attention import prefill_hopper as attention_prefill_hopper
+from phonograph.kernels.triton.gemm import launch_product
 from phonograph.kernels.triton.gemm.hopper import gemm_ring, gemv_integer
 from phonograph.kernels.triton.gemm.product import Product
 from phonograph.kernels.triton.gemm.product_plan import GemmRingConfig, GemvIntegerConfig
@@ -129,14 +130,13 @@ def main() -> None:
     long = prefill_problem.Case(num_heads=8, head_size=128, block_size=64, dtype=torch.bfloat16)
     name = f"long {long}"
     prefill_problem.Batch(long, device).attend(prefill_problem.make_plan(long, device))
-    gemm_ring.pdl_options = lambda: {"PDL": True, "launch_pdl": True}
+    launch_product.pdl_options = lambda: {"PDL": True, "launch_pdl": True}
     for mode, splits in ((0, 1), (1, 3), (2, 1), (3, 1)):
         name = f"mode {mode}"
         x, out = (torch.empty(20, size, dtype=torch.bfloat16) for size in (1024, 256))
         weight = torch.empty(512, 1024, dtype=torch.bfloat16)
         parts = GemmScratch.make(device)[:2]
         gemm_ring.launch(Product(x, weight, None, out, mode), GemmRingConfig(32, 64, 128, splits, 2), parts)
-    gemv_integer.pdl_options = lambda: {"PDL": True, "launch_pdl": True}
     for mode, splits in ((0, 1), (1, 3), (2, 1), (3, 1)):
         name = f"mode {mode}"
         x, out = (torch.empty(1, size, dtype=torch.bfloat16) for size in (1024, 256))

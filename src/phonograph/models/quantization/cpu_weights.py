@@ -42,7 +42,8 @@ class CpuProducts:
 
     def form(self, scheme: Scheme, inputs: int) -> Form:
         """Return the form of weights of a format."""
-        if self.int4 and isinstance(scheme, GroupedScheme) and _packs(scheme.bits, scheme.group(inputs)):
+        weights = scheme.weight_format(inputs, self.tile_dtype)
+        if self.int4 and not weights.is_fp8 and _packs(weights.bits, weights.group):
             return "int4"
         return "dequantized" if self.dequantize else "groups"
 

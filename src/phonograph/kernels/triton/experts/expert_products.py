@@ -16,7 +16,8 @@ Shapes: T tokens, X experts, k experts of a token, P = T * k pairs, E hidden siz
 of `expert_lists`.
 """
 
-# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false
 from __future__ import annotations
 
 import torch
@@ -27,7 +28,7 @@ from phonograph.kernels.routing import Routing
 from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.triton.experts.expert_lists import ExpertLists, max_items
 from phonograph.kernels.triton.experts.expert_plan import ExpertConfig, ExpertTile
-from phonograph.kernels.triton.gemm.gemm_tiled import weight_tile
+from phonograph.kernels.triton.gemm.gemm_tiled import TileShape, weight_tile
 from phonograph.kernels.triton.gemm.grouped_operands import MAGIC
 from phonograph.kernels.triton.gemm.product import Matrix
 from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_options
@@ -188,7 +189,7 @@ def _expert_kernel(
     m = tl.arange(0, ROWS)
     k = tl.arange(0, BLOCK_K)
     groups = (scales_ptr, zeros_ptr, offsets_ptr, output_stride, group_stride, magic)
-    SHAPE: tl.constexpr = (K, BLOCK_K, BITS, GROUP, INTERLEAVED, INT8)
+    SHAPE: tl.constexpr = TileShape(K, BLOCK_K, BITS, GROUP, INTERLEAVED, INT8)
     KIND: tl.constexpr = x_ptr.dtype.element_ty
     num_tiles = tl.load(num_items_ptr) * column_tiles
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):

@@ -1,6 +1,6 @@
 """Parts that product kernels share: deferred norms, sums over the warps of a program, and the end of a product.
 
-Shapes: m rows of a program, n outputs of a program; others are those of `product`.
+Shapes: m rows and n outputs of a program; M rows, N outputs, K inputs of a product.
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -56,17 +56,22 @@ def constant(pointer, n, valid_n, AXIS: tl.constexpr = 0):
 
 
 @triton.jit
-def finished(result, up, bias, up_bias, residual, MODE: tl.constexpr):
+def finished(result, up, factor, bias, up_bias, residual, MODE: tl.constexpr):
     """Return the results of a product from its sums, in float32.
 
     Args:
         result: sums; for a gated activation the gates'.
         up: sums of the ups, for a gated activation.
+        factor: factors of the rows, of a norm, or None.
         bias: constants of the outputs, or None.
         up_bias: the same for the ups.
         residual: values of `out` that are added.
         MODE: of `Product`.
     """
+    if factor is not None:
+        result *= factor
+        if MODE >= 2:
+            up *= factor
     if bias is not None:
         result += bias
         if MODE >= 2:
