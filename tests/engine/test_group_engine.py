@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.groups.group_facts import group_facts
 from phonograph.engine.llm import LLM
 from phonograph.graphs.modes import GraphMode
+from phonograph.runner.group_builder import GroupBuilder
 
 TYPES = ["sliding_attention"] * 3 + ["full_attention"] * 2 + ["sliding_attention"]
 MIXED = {"num_hidden_layers": 6, "layer_types": TYPES, "sliding_window": 11}
@@ -129,3 +131,38 @@ def test_a_request_takes_the_planned_pages(reference: tuple[Any, str], block_siz
         most = max(most, llm.engine.core.scheduler.stats.blocks_used)
     # A sliding group saves a block if the chunk begins at the border of one.
     assert planned - len(facts) <= most <= planned
+
+
+def _other_tables(self: GroupBuilder, commons: Any, *, key: Any) -> Any:
+    second = commons[1]
+    tables = replace(commons[0], block_table=second.block_table), replace(second, block_table=commons[0].block_table)
+    return RIGHT_BUILD(self, [*tables, *commons[2:]], key=key)
+
+
+def _other_slots(self: GroupBuilder, commons: Any, *, key: Any) -> Any:
+    return RIGHT_BUILD(self, [replace(common, slot_mapping=commons[-1].slot_mapping) for common in commons], key=key)
+
+
+RIGHT_BUILD = GroupBuilder.build
+
+
+@pytest.mark.parametrize(
+    ("fault", "build", "window"),
+    [
+        ("a group reads another's block table", _other_tables, 11),
+        ("groups write to the pages of the last", _other_slots, 11),
+        ("a window is too long by one", RIGHT_BUILD, 12),
+        ("a window is too short by one", RIGHT_BUILD, 10),
+    ],
+)
+def test_planted_faults(
+    reference: tuple[Any, str], monkeypatch: pytest.MonkeyPatch, fault: str, build: Any, window: int
+) -> None:
+    """Each of these faults changes tokens, so that the tests above see it."""
+    model, folder = reference
+    monkeypatch.setattr(GroupBuilder, "build", build)
+    llm = make_llm(folder, hf_overrides={"sliding_window": window})
+    outputs = llm.generate(prompts(7, 60, 75, 90), GREEDY)
+    with pytest.raises(AssertionError):
+        assert all(output.outputs for output in outputs)  # logits that are not numbers end a request
+        check(model, outputs)
