@@ -18,6 +18,7 @@ from phonograph.config.engine_config import EngineConfig
 from phonograph.core.device import known_device
 from phonograph.engine.plan import make_plan
 from phonograph.errors import ConfigError, ModelError, PhonographError, UnsupportedModelError, WeightError
+from phonograph.models.layers.expert_spec import LayerExperts
 from phonograph.models.quantization.cpu_weights import CpuProducts, Int4Weight
 from phonograph.models.spec import read_model_spec
 from phonograph.models.weights.loading import begin_loading
@@ -107,6 +108,14 @@ def test_refused_configurations(
     changed(tmp_path, **changes)
     with pytest.raises(error, match=message):
         read_model_spec(tmp_path)
+
+
+def test_counts_of_zero(tmp_path: Path) -> None:
+    """GLM-4 without a shared expert, and with experts from the first layer on."""
+    make_checkpoint("glm4_moe", tmp_path)
+    changed(tmp_path, n_shared_experts=0, first_k_dense_replace=0)
+    (kind,) = read_model_spec(tmp_path).kinds
+    assert isinstance(kind.feed_forward, LayerExperts) and kind.feed_forward.shared is None
 
 
 def test_refused_tensors(tmp_path: Path) -> None:
