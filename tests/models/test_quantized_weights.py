@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from phonograph.config.engine_config import EngineConfig
 from phonograph.errors import ConfigError, ModelError, PhonographError, UnsupportedModelError, WeightError
+from phonograph.kernels.torch import grouped
 from phonograph.kernels.torch.grouped import Grouped, add_product, dequantize, product
 from phonograph.models.layers.linear import WeightAllocator
 from phonograph.models.quantization import awq, compressed_tensors, float8, gptq
@@ -346,6 +347,21 @@ def test_projections_that_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedModelError, match=r"parts of model.layers.0.self_attn.*k_proj is in 16 bits"):
         read_model_spec(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("bits", "group", "interleaved"), [(4, 128, True), (4, 256, True), (4, 64, False), (8, 128, False)]
+)
+def test_only_whole_groups_of_128_in_4_bits_are_interleaved(bits: int, group: int, interleaved: bool) -> None:
+    scheme = Gptq(bits=bits, group_size=group, ordered=False, version=1)
+    assert scheme.weight_format(512, "bfloat16").interleaved == interleaved
+
+
+def test_a_row_above_the_size_of_a_tile_is_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = Grouped(torch.zeros(5, 8, dtype=torch.int32), torch.zeros(5, 2), None, 4, 32)
+    for size, wanted in ((63, [1, 2, 3, 4, 5]), (64, [1, 2, 3, 4, 5]), (130, [2, 4, 5])):
+        monkeypatch.setattr(grouped, "TILE", size)
+        assert [last for _, last in weight.tiles()] == wanted
 
 
 def test_words_in_the_order_of_a_gpu() -> None:

@@ -80,6 +80,11 @@ def test_refused_in_any_case(compiler: GrammarCompiler, schema: Any, says: str) 
             '{"a": 1}',
         ),
         ({"propertyNames": {"not": {}}, "type": "object"}, "propertyNames", "{}"),
+        (
+            {"dependencies": {"a": ["b"], "c": {"required": ["d"]}}, "type": "object"},
+            "dependencies cannot be enforced",
+            '{"a": 1, "c": 1}',
+        ),
         ({"unevaluatedProperties": False, "type": "object"}, "unevaluatedProperties cannot be enforced", '{"a": 1}'),
     ],
 )
@@ -176,6 +181,7 @@ def test_objects_are_closed_where_nothing_says_or_needs_others(compiler: Grammar
         ({**plain, "required": ["b"]}, '{"b": 1}', False),
         ({**plain, "minProperties": 2, "required": ["a"]}, '{"a": 1, "b": 1}', False),
         ({"allOf": [plain, {"type": "object", "properties": {"b": {}}}]}, '{"a": 1, "b": 1}', False),
+        ({"allOf": [plain]}, '{"b": 1}', True),
         ({"anyOf": [{"properties": {"b": {}}}], **plain}, '{"b": 1, "a": 1}', False),
         ({**base, "allOf": [{"$ref": "#/$defs/base"}, {"required": ["y"]}]}, '{"x": {"a": 1}, "y": null}', False),
         ({"type": "object"}, '{"b": 1}', False),
