@@ -5,7 +5,7 @@ item (`expert_lists`). Programs take tiles in turn, until the items end; their n
 only, so most programs of a decode step end at once. As in `gemm_tiled`, the weights are the long side of the tensor
 cores' tile (out^T = W x^T), and weights in groups become numbers of the rows' type.
 
-    gate_up  | item 0: outputs 0.. | item 0: outputs 64.. | ... | item 1: outputs 0.. | ...   silu(gate) * up, by place
+    gate_up  | item 0: outputs 0.. | item 0: outputs 64.. | ... | item 1: outputs 0.. | ...   activation, by place
     down     | the same                                                                       times weight, by pair
     add      | row 0 | row 1 | ...                                                            one sum a row, then a norm
 
@@ -27,9 +27,10 @@ from phonograph.kernels.routing import Routing
 from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.triton.experts.expert_lists import ExpertLists, max_items
 from phonograph.kernels.triton.experts.expert_plan import ExpertConfig, ExpertTile
+from phonograph.kernels.triton.gemm.gemm_epilogue import activated
 from phonograph.kernels.triton.gemm.gemm_tiled import weight_tile
 from phonograph.kernels.triton.gemm.grouped_operands import MAGIC
-from phonograph.kernels.triton.gemm.product import Matrix
+from phonograph.kernels.triton.gemm.product import SILU, STORE, Matrix
 from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_options
 
 
@@ -55,8 +56,10 @@ def gate_up_products(
     config: ExpertConfig,
     inner_PI: torch.Tensor,
     bias: torch.Tensor | None = None,
+    *,
+    mode: int = SILU,
 ) -> None:
-    """Write silu(gate) * up of each pair, in the order of the items.
+    """Write activation(gate) * up of each pair, in the order of the items.
 
     Args:
         x_TE: rows.
@@ -66,8 +69,9 @@ def gate_up_products(
         config: launch.
         inner_PI: receives the results; rows after the last pair stay as they are.
         bias: [X * 2I].
+        mode: activation, as in `Product`.
     """
-    _launch(x_TE, matrix, lists, routing, config.block, config.gate_up, inner_PI, bias, gated=True)
+    _launch(x_TE, matrix, lists, routing, config.block, config.gate_up, inner_PI, bias, mode)
 
 
 def down_products(
@@ -90,7 +94,7 @@ def down_products(
         results_PE: receives the results; rows of padding stay as they are.
         bias: [X * E].
     """
-    _launch(inner_PI, matrix, lists, routing, config.block, config.down, results_PE, bias, gated=False)
+    _launch(inner_PI, matrix, lists, routing, config.block, config.down, results_PE, bias, STORE)
 
 
 def _launch(
@@ -102,14 +106,13 @@ def _launch(
     tile: ExpertTile,
     out: torch.Tensor,
     bias: torch.Tensor | None,
-    *,
-    gated: bool,
+    mode: int,
 ) -> None:
     weight = matrix if isinstance(matrix, Grouped) else None
     words = matrix.packed_OW.view(torch.int32) if isinstance(matrix, Grouped) else matrix
     num_pairs, num_outputs = out.shape
     num_inputs = x.shape[1]
-    rows = routing.num_experts * num_outputs * (1 + gated)
+    rows = routing.num_experts * num_outputs * (1 + (mode >= SILU))
     assert words.shape[0] == rows and words.stride(1) == x.stride(1) == out.stride(1) == 1
     if weight is None:
         assert words.shape[1] == num_inputs
@@ -139,7 +142,7 @@ def _launch(
         ROWS=block,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
-        GATED=gated,
+        MODE=mode,
         BITS=weight.bits if weight is not None else 0,
         INTERLEAVED=weight is not None and weight.interleaved,
         GROUP=weight.group if weight is not None else 0,
@@ -175,13 +178,14 @@ def _expert_kernel(
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    GATED: tl.constexpr,
+    MODE: tl.constexpr,
     BITS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     GROUP: tl.constexpr,
     INT8: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    GATED: tl.constexpr = MODE >= 2
     pdl_begin(PDL)
     column_tiles: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     n = tl.arange(0, BLOCK_N)
@@ -226,7 +230,7 @@ def _expert_kernel(
             if GATED:
                 up_sums += tl.load(bias_ptr + weight_row + N + n, valid_n, other=0.0).to(tl.float32)[:, None]
         if GATED:
-            result = sums * tl.sigmoid(sums) * up_sums
+            result = activated(sums, up_sums, MODE)
             out_row = start + m
         else:
             result = sums * tl.load(weights_ptr + pair, valid_m, other=0.0)[None, :]
