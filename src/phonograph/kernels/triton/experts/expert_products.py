@@ -25,6 +25,7 @@ import triton.language as tl
 
 from phonograph.kernels.routing import Routing
 from phonograph.kernels.torch.grouped import Grouped
+from phonograph.kernels.triton.elementwise.layers import weighted
 from phonograph.kernels.triton.experts.expert_lists import ExpertLists, max_items
 from phonograph.kernels.triton.experts.expert_plan import ExpertConfig, ExpertTile
 from phonograph.kernels.triton.gemm.gemm_epilogue import activated
@@ -260,7 +261,8 @@ def add_results(
         factor: of what is added.
         num_rows: int32 [1], number of rows that are not padding; None for all. The sums of padding are 0.
         shared: results [T, E] of a shared expert, and their weights [T] in float32, None for 1.
-        norm: weights, epsilon, and memory [T, E] that receives the norm of `hidden`.
+        norm: weights, of the type of `hidden` or float32, epsilon, and memory [T, E] that receives the norm of
+            `hidden`.
     """
     num_tokens, width = hidden_TE.shape
     shared_TE, shared_T = (None, None) if shared is None else shared
@@ -334,4 +336,4 @@ def _add_kernel(
     if norm_ptr is not None:
         wide = tl.where(exists, rounded.to(tl.float32), 0.0)
         inverse = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
-        tl.store(normed_ptr + row * WIDTH + column, (wide * inverse).to(rounded.dtype) * norm, exists)
+        tl.store(normed_ptr + row * WIDTH + column, weighted(wide * inverse, norm, rounded.dtype), exists)
