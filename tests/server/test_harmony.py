@@ -117,7 +117,7 @@ def test_a_prompt_has_all_parts(harmony: Harmony) -> None:
         {"role": "user", "content": "Weather? <|end|>"},
         {
             "role": "assistant",
-            "content": None,
+            "content": "I look.",
             "reasoning_content": "A call.",
             "tool_calls": [{"id": "c1", "function": {"name": "weather", "arguments": {"city": "Ürümqi"}}}],
         },
@@ -129,12 +129,13 @@ def test_a_prompt_has_all_parts(harmony: Harmony) -> None:
         assert part in text
     assert text.endswith(
         "<|start|>assistant<|channel|>analysis<|message|>A call.<|end|>"
+        "<|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
         '<|start|>assistant to=functions.weather<|channel|>commentary <|constrain|>json<|message|>{"city": "Ürümqi"}'
         "<|call|><|start|>functions.weather to=assistant<|channel|>commentary<|message|>Sun<|end|><|start|>assistant"
     )
     # The text of a user does not end a message.
     (end,) = token_ids(harmony, "<|end|>")
-    assert ids.count(end) == 5 and text.count("<|end|>") == 6
+    assert ids.count(end) == 6 and text.count("<|end|>") == 7
     # The reasoning of an answered turn is left out.
     again = harmony.encode([*messages, {"role": "assistant", "content": "Sunny."}, {"role": "user", "content": "Ok"}])
     assert "A call." not in harmony.encoding.decode(again)
@@ -203,6 +204,13 @@ def test_answers_of_the_endpoint(harmony: Harmony) -> None:
         assert "".join(delta.get("reasoning_content", "") for delta in shown) == reasoning
         arguments = (call["function"]["arguments"] for delta in shown for call in delta.get("tool_calls", []))
         assert "".join(arguments) == calls[0][1] and chunks[-1]["finish_reason"] == "tool_calls"
+    # The end of an answer without channels is what shows that it has none.
+    sample = Sample(0, None, SamplingParams(detokenize=False), [1])
+    answer = ChatAnswer(serving, SimpleNamespace(samples=[sample]), body, None)  # type: ignore[arg-type]
+    ids = token_ids(harmony, "Just text")
+    sample.grow(ids, None, "length", None)
+    *_, last = answer.choices(sample, Delta("", ids, []))
+    assert last["delta"] == {"content": "Just text"} and last["finish_reason"] == "length"
 
 
 def test_a_conversation_for_the_engine(harmony: Harmony) -> None:
