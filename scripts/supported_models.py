@@ -35,6 +35,7 @@ FAMILIES = {
     "gemma2": "Gemma 2",
     "gemma3_text": "Gemma 3 (text)",
     "glm4_moe": "GLM-4.5, 4.6, 4.7 (without multi-token prediction)",
+    "gpt_oss": "gpt-oss",
     "granite": "Granite 3 without experts",
     "llama": "Llama 2 and 3.x, SmolLM2, TinyLlama",
     "ministral3": "Ministral 3",

@@ -23,10 +23,10 @@ MIXED = {"num_hidden_layers": 6, "layer_types": TYPES, "sliding_window": 11}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
-    folder = tmp_path_factory.mktemp("qwen2_window")
-    return make_checkpoint("qwen2_window", folder, **MIXED), str(folder)
+@pytest.fixture(scope="module", params=["qwen2_window", "gpt_oss"])
+def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
+    folder = tmp_path_factory.mktemp(request.param)
+    return make_checkpoint(request.param, folder, **MIXED), str(folder)
 
 
 def make_llm(folder: str, **settings: Any) -> LLM:
@@ -71,6 +71,26 @@ def test_five_modes_with_prefixes_found_again(reference: tuple[Any, str], mode: 
     check(model, [*first, *again])
     assert all(output.num_cached_tokens >= 56 for output in again[:3])
     assert again[4].num_cached_tokens >= 64
+    check_all_pages_free(llm)
+
+
+@pytest.mark.parametrize("window", [3, 8, 21, 70, 300])
+def test_windows_beside_sinks(window: int, tmp_path: Path) -> None:
+    """Windows below and above a block of 8, a chunk of 32, the prompts and the context, whose layers all have sinks."""
+    model = make_checkpoint("gpt_oss", tmp_path, num_hidden_layers=4, sliding_window=window)
+    llm = make_llm(str(tmp_path))
+    assert [group.window for group in llm.plan.kv.groups] == ([None] if window == 300 else [window, None])
+    asked = prompts(7, 60, 5, 41)
+    for _ in range(2):
+        outputs = llm.generate(asked, replace(GREEDY, logprobs=VOCAB_SIZE))
+        check(model, outputs)
+        for output in outputs:
+            tokens = torch.tensor(output.prompt_token_ids + output.outputs[0].token_ids)
+            with torch.inference_mode():
+                expected = model(tokens.unsqueeze(0)).logits[0, len(output.prompt_token_ids) - 1 : -1].log_softmax(-1)
+            for row, expected_V in zip(output.outputs[0].logprobs, expected, strict=True):
+                found = torch.tensor(row.logprobs)
+                torch.testing.assert_close(found, expected_V[row.token_ids], rtol=0, atol=1e-4)
     check_all_pages_free(llm)
 
 

@@ -44,6 +44,7 @@ from phonograph.kernels.triton.experts.expert_products import (
     gate_up_products,
 )
 from phonograph.kernels.triton.experts.route import route
+from phonograph.kernels.triton.gemm.product import CLAMPED_SWIGLU, GELU, SILU
 from phonograph.kernels.triton.sampling import bitmask, sample
 from phonograph.kernels.triton.step import pinned_words, prepare
 
@@ -143,15 +144,21 @@ def launch_experts() -> None:
         x, real = halves(tokens, width), ints(1)
         config = expert_config(tokens, routing)
         bias = torch.zeros(num_experts) if routing.sigmoid else None
-        route(x, halves(num_experts + 1, width), routing, lists, block=config.block, choice_bias_X=bias, num_rows=real)
+        of_route = {"choice_bias_X": bias, "router_bias_O": halves(num_experts + 1), "num_rows": real}
+        route(x, halves(num_experts + 1, width), routing, lists, block=config.block, **of_route)
         gate_up, down = halves(num_experts * 2 * inner, width), halves(num_experts * width, inner)
-        gate_up_products(x, gate_up, lists, routing, config, halves(pairs, inner), halves(num_experts * 2 * inner))
-        down_products(halves(pairs, inner), down, lists, routing, config, halves(pairs, width))
+        for mode in (SILU, GELU, CLAMPED_SWIGLU):
+            biases = halves(num_experts * 2 * inner)
+            gate_up_products(x, gate_up, lists, routing, config, halves(pairs, inner), biases, mode=mode)
+        biases = halves(num_experts * width)
+        down_products(halves(pairs, inner), down, lists, routing, config, halves(pairs, width), biases)
         grouped = Grouped(ints(num_experts * width, inner // 8), halves(num_experts * width, 1), None, 4, inner)
         for weight in (grouped, grouped._replace(packed_OW=halves(num_experts * width, inner).to(FP8), bits=8)):
             down_products(halves(pairs, inner), weight, lists, routing, config, halves(pairs, width))
-        shared, norm = (x, lists.shared_T), (halves(width), 1e-6, x)
-        add_results(halves(pairs, width), x, routing.top_k, num_rows=real, shared=shared, norm=norm)
+        shared = x, lists.shared_T
+        for weights in (halves(width), torch.zeros(width)):
+            norm = weights, 1e-6, x
+            add_results(halves(pairs, width), x, routing.top_k, num_rows=real, shared=shared, norm=norm)
 
 
 def kernels_of_rooms() -> list[str]:

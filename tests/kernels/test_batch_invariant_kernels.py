@@ -18,7 +18,8 @@ from phonograph.kernels.triton.attention import rope_and_kv_write as rope_kv
 from phonograph.kernels.triton.gemm.choose import BATCH_INVARIANT
 from phonograph.kernels.triton.gemm.run_product import GemmScratch
 from phonograph.kernels.triton.sampling import sample as sampling
-from phonograph.models.layer_spec import LayerMatrix, LayerSizes, MatrixPart, decoder_layer
+from phonograph.models.layer_spec import LayerSizes, decoder_layer
+from phonograph.models.layers.layer_matrix import LayerMatrix, MatrixPart
 from phonograph.models.layers.linear import WeightAllocator
 from phonograph.models.layers.rotary import rotary_tables
 from phonograph.models.layers.triton_parts import TritonKernels

@@ -43,7 +43,7 @@ class Sets:
 
     def __init__(self, folder: Path, family: str, dtype: torch.dtype, scheme: Scheme | None) -> None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        sizes = {} if family in ("mixtral", "olmoe") else {"moe_intermediate_size": 32}
+        sizes = {} if family in ("mixtral", "olmoe", "gpt_oss") else {"moe_intermediate_size": 32}
         make_checkpoint(family, folder, seed=2, **sizes)
         spec = read_model_spec(folder).with_quantization(None if scheme is None else Quantization("", scheme))
         self.model = model = Transformer(spec, dtype, device)

@@ -190,7 +190,7 @@ def test_a_start_without_a_tokenizer_does_without_transformers() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "gpt_oss"])
 def test_parameters_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     reference = make_checkpoint(family, tmp_path)
     spec = read_model_spec(tmp_path)

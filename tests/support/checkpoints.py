@@ -20,6 +20,8 @@ from transformers import (
     GemmaForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
     LlamaConfig,
@@ -272,6 +274,22 @@ EXPERT_FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
             "attention_bias": True,
         },
     ),
+    # Sinks, a window on every other layer, biases everywhere, tensors of all experts together.
+    "gpt_oss": (
+        GptOssConfig,
+        GptOssForCausalLM,
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "intermediate_size": 40,
+            "num_hidden_layers": 3,
+            "sliding_window": 9,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "pad_token_id": None,
+            "rope_parameters": {**YARN_ROPE, "truncate": False},
+        },
+    ),
 }
 """Families with experts. Of random seeds, some have two logits of a router that differ by rounding only."""
 
@@ -300,6 +318,13 @@ def draw_weights(model: PreTrainedModel, family: str, hidden_size: int, seed: in
                 parameter.uniform_(0.5, 1.5, generator=generator)
                 if "gemma" in family:
                     parameter.sub_(1.0)
+            elif name.endswith("sinks"):
+                parameter.normal_(0.0, 2.0, generator=generator)
+            elif name.endswith("gate_up_proj") and family == "gpt_oss":
+                # Many gates and ups are beyond their limits.
+                parameter.normal_(0.0, 5 * hidden_size**-0.5, generator=generator)
+            elif name.endswith("down_proj") and family == "gpt_oss":
+                parameter.normal_(0.0, 0.1 * parameter.shape[1] ** -0.5, generator=generator)
             elif name.endswith("bias"):
                 parameter.normal_(0.0, 0.5, generator=generator)
             elif "embed_tokens" in name or "lm_head" in name:

@@ -223,6 +223,7 @@ def make_model_parts(plan: EnginePlan, backends: Sequence[AnyBackend], model: Tr
             scale=layer.attention.scale,
             window=layer.attention.window,
             softcap=layer.attention.softcap,
+            sinks=model.weights[index].attention.sinks,
             k_scale=scales.keys.get(index),
             v_scale=scales.values.get(index),
             q_scale=scales.queries.get(index),

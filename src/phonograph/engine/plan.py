@@ -317,6 +317,7 @@ def resolve_attention(config: EngineConfig, model: ModelSpec, device: DeviceSpec
             layout=KVLayout(config.kv_cache_layout),
             windows=(layer.window,),
             softcap=layer.softcap,
+            sinks=layer.sinks,
             speculative_tokens=config.num_speculative_tokens,
             cascade=config.cascade_attention,
             batch_invariant=config.batch_invariant,

@@ -13,12 +13,14 @@ from typing import Literal, NamedTuple, Protocol
 
 import torch
 
-from phonograph.kernels.triton.gemm.product_plan import ProductShape, WeightFormat
+from phonograph.models.layers.layer_matrix import LayerMatrix, MatrixPart
 from phonograph.models.quantization.scheme import Scheme
 
 UNLIMITED = (-1, -1)
 Activation = Literal["silu", "gelu_tanh"]
 """Activation of gates: x * sigmoid(x), or the approximation of GELU by tanh."""
+ExpertActivation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
+"""Activation of experts' gates and ups: one of `Activation`, or that of `clamped_swiglu_and_mul`."""
 
 
 class RopeTable(NamedTuple):
@@ -57,103 +59,8 @@ class NormKind(NamedTuple):
 
 
 PLAIN_NORMS = NormKind()
-
-
-class MatrixPart(NamedTuple):
-    """A projection of a checkpoint, fused with others of the same input.
-
-    Attributes:
-        name: last component of its name in a checkpoint.
-        num_outputs: its outputs.
-        scheme: its weight format; None for the model's type.
-    """
-
-    name: str
-    num_outputs: int
-    scheme: Scheme | None = None
-
-
-@dataclass(frozen=True)
-class LayerMatrix:
-    """A matrix, in which projections of the same input are fused. Their weights have one layout in memory.
-
-    Attributes:
-        name: name for people.
-        module: components of the projections' names before the last, such as "self_attn"; empty for the head.
-        parts: the projections, in the order of the matrix.
-        num_inputs: inputs of the product.
-        bias: True if the projections have a bias.
-        gated: the product is activation(first half) * second half.
-        num_experts: experts that have a matrix of these parts each, one after another; None for a matrix of its own.
-            Their names have the number of the expert between `module` and the part.
-        quantizable: False for weights that are in the model's type in every file.
-    """
-
-    name: str
-    module: str
-    parts: tuple[MatrixPart, ...]
-    num_inputs: int
-    bias: bool = False
-    gated: bool = False
-    num_experts: int | None = None
-    quantizable: bool = True
-
-    @property
-    def num_outputs(self) -> int:
-        """Outputs, of all experts together."""
-        return self.expert_outputs * (self.num_experts or 1)
-
-    @property
-    def expert_outputs(self) -> int:
-        """Outputs of one product."""
-        return sum(part.num_outputs for part in self.parts)
-
-    @property
-    def scheme(self) -> Scheme | None:
-        """Weight format of the first part; others have the same layout."""
-        return self.parts[0].scheme
-
-    @property
-    def shape(self) -> ProductShape:
-        """Sizes of one product."""
-        return ProductShape(self.expert_outputs // (1 + self.gated), self.num_inputs, self.gated)
-
-    def weight_format(self, dtype: str) -> WeightFormat:
-        """Return the layout of the weights on a GPU."""
-        return WeightFormat(dtype) if self.scheme is None else self.scheme.weight_format(self.num_inputs, dtype)
-
-    def nbytes(self, element: int) -> int:
-        """Return the bytes of the weights in memory; `element` is the size of the model's type."""
-        return (self.num_experts or 1) * sum(
-            part.num_outputs * self.num_inputs * element
-            if part.scheme is None
-            else part.scheme.nbytes(part.num_outputs, self.num_inputs, element)
-            for part in self.parts
-        )
-
-    def with_schemes(self, scheme_of: Callable[[str], Scheme | None]) -> LayerMatrix:
-        """Return the matrix with the format of each part, by its name in the layer; all experts have one format."""
-        if not self.quantizable:
-            return self
-        parts = (part._replace(scheme=scheme_of(self.path(part.name))) for part in self.parts)
-        return replace(self, parts=tuple(parts))
-
-    def path(self, part: str, expert: int = 0) -> str:
-        """Return the name of a part in its layer."""
-        name = part if self.num_experts is None else f"{expert}.{part}"
-        return f"{self.module}.{name}" if self.module else name
-
-    @property
-    def quantized_names(self) -> tuple[str, ...]:
-        """Names in the module of the projections that a file may have in another format."""
-        names = (name.removeprefix(f"{self.module}.") for name, _ in self.projections())
-        return tuple(names) if self.quantizable else ()
-
-    def projections(self) -> Iterator[tuple[str, MatrixPart]]:
-        """Yield the name in the layer and the part of each projection, in the order of the matrix."""
-        for expert in range(self.num_experts or 1):
-            for part in self.parts:
-                yield self.path(part.name, expert), part
+SINKS = "self_attn.sinks"
+"""Name of the sinks of a layer's heads."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +76,7 @@ class LayerAttention:
         window: (left, right) keys next to the query; -1 is unlimited. A `sliding_window` of W keys is (W - 1, 0).
         scale: factor of the scores.
         softcap: cap c of scaled scores s, which become c * tanh(s / c); 0 for none.
+        sinks: each query head has a sink: one more score in the denominator of the softmax, without a value.
         rope: rotary embedding; None for none.
         head_norms: True if queries and keys are normed before the rotary embedding.
         joint_norms: these norms are over all heads of a token together; otherwise each head is normed.
@@ -184,11 +92,17 @@ class LayerAttention:
     window: tuple[int, int]
     scale: float
     softcap: float
+    sinks: bool
     rope: RopeTable | None
     head_norms: bool
     joint_norms: bool
     input_norm: str | None
     output_norm: str | None
+
+    @property
+    def other_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shapes of tensors of a checkpoint that are neither projections nor norms, by name in the layer."""
+        return {SINKS: (self.num_query_heads,)} if self.sinks else {}
 
 
 class FeedForward(Protocol):
@@ -286,6 +200,11 @@ class LayerSpec:
         """Matrices in the order of the products."""
         return self.attention.qkv, self.attention.output, *self.feed_forward.matrices
 
+    @property
+    def other_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shapes of tensors that are neither projections nor norms, by name in the layer; they are kept in float32."""
+        return {**self.attention.other_shapes, **self.feed_forward.other_shapes}
+
     def modules(self) -> Iterator[tuple[str, MatrixPart, LayerMatrix]]:
         """Yield the projections: the name in the layer, the part, and its matrix."""
         for matrix in self.matrices:
@@ -338,6 +257,7 @@ def decoder_layer(
     window: tuple[int, int] = UNLIMITED,
     scale: float | None = None,
     softcap: float = 0.0,
+    sinks: bool = False,
     activation: Activation = "silu",
     fused_names: bool = False,
     attention_norms: tuple[str | None, str | None] = ("input_layernorm", None),
@@ -369,6 +289,7 @@ def decoder_layer(
             window=window,
             scale=head_size**-0.5 if scale is None else scale,
             softcap=softcap,
+            sinks=sinks,
             rope=None,
             head_norms=head_norms,
             joint_norms=joint_norms,

@@ -6,6 +6,7 @@ from phonograph.errors import UnsupportedModelError
 from phonograph.models.families.family import Family
 from phonograph.models.families.gemma import GEMMA, GEMMA2, GEMMA3
 from phonograph.models.families.glm_moe import GLM4_MOE
+from phonograph.models.families.gpt_oss import GPT_OSS
 from phonograph.models.families.granite import GRANITE
 from phonograph.models.families.llama import LLAMA, MISTRAL
 from phonograph.models.families.ministral import MINISTRAL3
@@ -23,6 +24,7 @@ ARCHITECTURES: dict[str, Family] = {
     "Gemma3ForCausalLM": GEMMA3,
     "GemmaForCausalLM": GEMMA,
     "Glm4MoeForCausalLM": GLM4_MOE,
+    "GptOssForCausalLM": GPT_OSS,
     "GraniteForCausalLM": GRANITE,
     "LlamaForCausalLM": LLAMA,
     "Ministral3ForCausalLM": MINISTRAL3,

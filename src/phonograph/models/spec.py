@@ -23,16 +23,8 @@ from phonograph.models.context_length import context_length, rope_notes
 from phonograph.models.end_tokens import read_end_tokens, split_end_tokens
 from phonograph.models.families.family import Family
 from phonograph.models.hf_config import check_overrides, read_settings, window_notes, with_overrides
-from phonograph.models.layer_spec import (
-    NO_FACTORS,
-    PLAIN_NORMS,
-    Factors,
-    LayerMatrix,
-    LayerSpec,
-    MatrixPart,
-    NormKind,
-    RopeTable,
-)
+from phonograph.models.layer_spec import NO_FACTORS, PLAIN_NORMS, Factors, LayerSpec, NormKind, RopeTable
+from phonograph.models.layers.layer_matrix import LayerMatrix, MatrixPart
 from phonograph.models.layers.rope import rope_tables, with_ropes
 from phonograph.models.quantization.float8 import Fp8Head
 from phonograph.models.quantization.quantization_config import choose_quantization, read_quantization
@@ -125,9 +117,11 @@ class ModelSpec:
         element = DTYPE_BYTES[dtype]
         shapes = self.tensor_shapes()
         dense = sum(math.prod(shape) for shape in shapes.values()) * element
+        # These are in float32.
+        others = sum(math.prod(shape) for layer in self.layers for shape in layer.other_shapes.values())
         if self.norms.wide:
-            norms = sum(math.prod(shape) for name, shape in shapes.items() if is_norm(name))
-            dense += norms * (DTYPE_BYTES["float32"] - element)
+            others += sum(math.prod(shape) for name, shape in shapes.items() if is_norm(name))
+        dense += others * (DTYPE_BYTES["float32"] - element)
         matrices = self.quantized_matrices()
         return dense + sum(scheme.nbytes(outputs, inputs, element) for scheme, outputs, inputs in matrices)
 
@@ -186,10 +180,10 @@ class ModelSpec:
             shapes |= {f"{prefix}.{norm}.weight": (hidden,) for norm in layer.norms}
             for name, part, matrix in layer.modules():
                 if part.scheme is None:
-                    shapes[f"{prefix}.{name}.weight"] = (part.num_outputs, matrix.num_inputs)
+                    shapes[f"{prefix}.{matrix.weight_name(name)}"] = matrix.weight_shape(part)
                 if matrix.bias:
-                    shapes[f"{prefix}.{name}.bias"] = (part.num_outputs,)
-            shapes |= {f"{prefix}.{name}": shape for name, shape in layer.feed_forward.other_shapes.items()}
+                    shapes[f"{prefix}.{matrix.bias_name(name)}"] = matrix.bias_shape(part)
+            shapes |= {f"{prefix}.{name}": shape for name, shape in layer.other_shapes.items()}
             if layer.attention.head_norms:
                 attention = layer.attention
                 for name, heads in (("q_norm", attention.num_query_heads), ("k_norm", attention.num_kv_heads)):

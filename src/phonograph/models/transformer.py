@@ -164,7 +164,7 @@ class Transformer:
 
         Weights in another format have none; see `quantized_modules`. Views have the shapes of
         `ModelSpec.tensor_shapes`, except the norms of each query and key head, which are
-        [H, D] and [K, D] for [D] in the checkpoint.
+        [H, D] and [K, D] for [D] in the checkpoint, and stacked experts, whose outputs have two dimensions.
         """
         assert isinstance(self.embedding_VE, torch.Tensor)
         views = {"model.embed_tokens.weight": self.embedding_VE, "model.norm.weight": self.final_norm}

@@ -255,6 +255,7 @@ def _model_line(plan: EnginePlan) -> str:
         f"{plan.dtype}, {model.num_layers} layers, {model.num_query_heads} query and {model.num_kv_heads} KV heads of "
         f"size {model.head_size}"
         + (f", sliding window {', '.join(map(str, windows))}" if windows else "")
+        + (", attention sinks" if any(layer.attention.sinks for layer in model.layers) else "")
         + (f"; projections in {model.quantization.name}" if model.quantization is not None else "")
         + (f"; lm_head in {model.head.scheme.name}" if model.head.scheme is not None else "")
         + f"; {_bytes(plan.memory.weights)} of weights"

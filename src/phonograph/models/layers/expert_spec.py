@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from phonograph.errors import UnsupportedModelError
 from phonograph.kernels.routing import Routing
-from phonograph.models.layer_spec import LayerFeedForward, LayerMatrix, LayerSpec, MatrixPart
+from phonograph.models.layer_spec import ExpertActivation, LayerFeedForward, LayerSpec
+from phonograph.models.layers.layer_matrix import ExpertStack, LayerMatrix, MatrixPart
 from phonograph.models.quantization.grouped_weight import GroupedScheme
 from phonograph.models.quantization.scheme import Scheme
 
@@ -24,6 +25,7 @@ class LayerExperts:
         choice_bias: name of the tensor, float32 [X], that is added to the scores for the choice; None for none.
         gate_up: matrix of the experts' gates and ups.
         down: matrix of the experts' outputs.
+        activation: of the experts' gates and ups.
         shared: feed-forward of every token next to that of its experts, without norms; None for none.
         input_norm: norm of the stream before it; None for none.
         output_norm: norm of the output before it is added to the stream; None for none.
@@ -34,6 +36,7 @@ class LayerExperts:
     choice_bias: str | None
     gate_up: LayerMatrix
     down: LayerMatrix
+    activation: ExpertActivation
     shared: LayerFeedForward | None
     input_norm: str | None
     output_norm: str | None
@@ -83,6 +86,7 @@ class ExpertNames(NamedTuple):
         gate, up, down: projections of an expert.
         shared: name of the shared expert in the module.
         shared_gate: name of its gate.
+        router: name of the router in the module.
     """
 
     module: str = "mlp"
@@ -91,6 +95,7 @@ class ExpertNames(NamedTuple):
     down: str = "down_proj"
     shared: str = "shared_expert"
     shared_gate: str = "shared_expert_gate"
+    router: str = "gate"
 
 
 EXPERT_NAMES = ExpertNames()
@@ -102,6 +107,9 @@ def with_experts(
     intermediate_size: int,
     *,
     names: ExpertNames = EXPERT_NAMES,
+    activation: ExpertActivation = "silu",
+    bias: bool = False,
+    stacks: tuple[ExpertStack, ExpertStack] | None = None,
     shared: LayerFeedForward | None = None,
     shared_gate: bool = False,
     choice_bias: bool = False,
@@ -113,13 +121,20 @@ def with_experts(
         routing: rule that chooses a token's experts.
         intermediate_size: of an expert.
         names: names in a checkpoint.
+        activation: of the experts' gates and ups.
+        bias: the router and the experts have biases.
+        stacks: layouts of the tensors of gates and ups, whose name is `names.gate`, and of outputs; None if each expert
+            has tensors of its own.
         shared: dense feed-forward that becomes the shared expert; None for none.
         shared_gate: the shared expert has a gate.
         choice_bias: a checkpoint has a bias for the choice.
     """
     dense, hidden_size, num_experts = layer.feed_forward, layer.attention.qkv.num_inputs, routing.num_experts
-    gates = (MatrixPart("gate", num_experts), *((MatrixPart(names.shared_gate, 1),) if shared_gate else ()))
+    gates = (MatrixPart(names.router, num_experts), *((MatrixPart(names.shared_gate, 1),) if shared_gate else ()))
     gate_up = MatrixPart(names.gate, intermediate_size), MatrixPart(names.up, intermediate_size)
+    gate_up_stack, down_stack = stacks or (None, None)
+    if stacks is not None:
+        gate_up = (MatrixPart(names.gate, 2 * intermediate_size),)
     down, experts = (MatrixPart(names.down, hidden_size),), f"{names.module}.experts"
     if shared is not None:
         module = f"{names.module}.{names.shared}"
@@ -134,12 +149,28 @@ def with_experts(
         layer,
         feed_forward=LayerExperts(
             routing=routing,
-            router=LayerMatrix("router", names.module, gates, hidden_size, quantizable=False),
-            choice_bias=f"{names.module}.gate.e_score_correction_bias" if choice_bias else None,
+            router=LayerMatrix("router", names.module, gates, hidden_size, bias=bias, quantizable=False),
+            choice_bias=f"{names.module}.{names.router}.e_score_correction_bias" if choice_bias else None,
             gate_up=LayerMatrix(
-                "experts' gate and up", experts, gate_up, hidden_size, gated=True, num_experts=num_experts
+                "experts' gate and up",
+                experts,
+                gate_up,
+                hidden_size,
+                bias=bias,
+                gated=True,
+                num_experts=num_experts,
+                stack=gate_up_stack,
             ),
-            down=LayerMatrix("experts' down", experts, down, intermediate_size, num_experts=num_experts),
+            down=LayerMatrix(
+                "experts' down",
+                experts,
+                down,
+                intermediate_size,
+                bias=bias,
+                num_experts=num_experts,
+                stack=down_stack,
+            ),
+            activation=activation,
             shared=shared,
             input_norm=dense.input_norm,
             output_norm=dense.output_norm,

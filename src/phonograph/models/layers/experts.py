@@ -13,13 +13,15 @@ import weakref
 import torch
 
 from phonograph.kernels.torch.expert_products import add_experts
-from phonograph.kernels.torch.layers import silu_and_mul
+from phonograph.kernels.torch.layers import clamped_swiglu_and_mul, gelu_tanh_and_mul, silu_and_mul
 from phonograph.kernels.torch.route import route
 from phonograph.models.layers.linear import Linear
 from phonograph.models.layers.part_weights import ExpertsWeights
 
 _library = torch.library.Library("phonograph", "FRAGMENT")
 _library.define("experts(Tensor x, Tensor logits, Tensor? num_rows, Tensor handle, Tensor(a!) out) -> ()")
+
+_ACTIVATIONS = {"silu": silu_and_mul, "gelu_tanh": gelu_tanh_and_mul, "clamped_swiglu": clamped_swiglu_and_mul}
 
 
 class Experts:
@@ -58,10 +60,11 @@ def _experts(
     routing, count = weights.spec.routing, len(x_TE) if num_rows is None else int(num_rows)
     logits_TX = logits_TX[:count, : routing.num_experts]
     experts_Tk, weights_Tk = route(logits_TX, routing, weights.choice_bias)
+    activation = _ACTIVATIONS[weights.spec.activation]
     total_TE = torch.zeros(out_TE.shape, dtype=torch.float32, device=out_TE.device)
 
     def feed_forward(expert: int, rows_NE: torch.Tensor) -> torch.Tensor:
-        return _product(weights.down, expert, silu_and_mul(_product(weights.gate_up, expert, rows_NE)))
+        return _product(weights.down, expert, activation(_product(weights.gate_up, expert, rows_NE)))
 
     add_experts(x_TE[:count], experts_Tk, weights_Tk, routing.num_experts, feed_forward, total_TE)
     out_TE.copy_(total_TE)

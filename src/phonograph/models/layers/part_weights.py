@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from phonograph.models.layer_spec import FeedForward, LayerAttention, LayerFeedForward, LayerSpec
+from phonograph.models.layer_spec import SINKS, FeedForward, LayerAttention, LayerFeedForward, LayerSpec
 from phonograph.models.layers.expert_spec import LayerExperts
 from phonograph.models.layers.linear import Linear, WeightAllocator
 
@@ -20,6 +20,7 @@ class AttentionWeights:
         qkv: queries, keys and values, one matrix with (H + 2K) * D outputs.
         head_norms: [H + K, D], the query norm's weight for each query head, then the key norm's for each KV head; or
             None. Norms over all heads have other weights for each head.
+        sinks: float32 [H], or None.
         input_norm: [E], or None; so is `output_norm`.
     """
 
@@ -28,6 +29,7 @@ class AttentionWeights:
     input_norm: torch.Tensor | None
     qkv: Linear
     head_norms: torch.Tensor | None
+    sinks: torch.Tensor | None
     output: Linear
     output_norm: torch.Tensor | None
 
@@ -98,6 +100,7 @@ class LayerWeights:
                 input_norm=norm(attention.input_norm),
                 qkv=allocate.linear(attention.qkv),
                 head_norms=allocate.norm(heads, attention.head_size) if attention.head_norms else None,
+                sinks=allocate.tensor(attention.num_query_heads, dtype=torch.float32) if attention.sinks else None,
                 output=allocate.linear(attention.output),
                 output_norm=norm(attention.output_norm),
             ),
@@ -124,6 +127,8 @@ class LayerWeights:
         if isinstance(self.feed_forward, ExpertsWeights) and self.feed_forward.choice_bias is not None:
             assert self.feed_forward.spec.choice_bias is not None
             views[self.feed_forward.spec.choice_bias] = self.feed_forward.choice_bias
+        if self.attention.sinks is not None:
+            views[SINKS] = self.attention.sinks
         head_norms, num_query_heads = self.attention.head_norms, self.attention.spec.num_query_heads
         if head_norms is not None:
             of_queries, of_keys = head_norms[:num_query_heads], head_norms[num_query_heads:]
@@ -156,8 +161,7 @@ def _feed_forward(spec: LayerFeedForward, norm: _Norm, allocate: WeightAllocator
 def _experts(spec: LayerExperts, norm: _Norm, allocate: WeightAllocator) -> ExpertsWeights:
     choice_bias = None
     if spec.choice_bias is not None:
-        choice_bias = allocate.empty(spec.routing.num_experts, dtype=torch.float32)
-        allocate.parameters.append(choice_bias)
+        choice_bias = allocate.tensor(spec.routing.num_experts, dtype=torch.float32)
     return ExpertsWeights(
         spec=spec,
         input_norm=norm(spec.input_norm),

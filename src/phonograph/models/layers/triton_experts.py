@@ -20,8 +20,12 @@ from phonograph.kernels.triton.experts.expert_products import (
 )
 from phonograph.kernels.triton.experts.route import route
 from phonograph.kernels.triton.gemm.bound_product import BoundProduct
+from phonograph.kernels.triton.gemm.product import CLAMPED_SWIGLU, GELU, SILU
 from phonograph.models.layers.part_weights import ExpertsWeights
 from phonograph.models.layers.workspace import Workspace, expert_memory
+
+_MODES = {"silu": SILU, "gelu_tanh": GELU, "clamped_swiglu": CLAMPED_SWIGLU}
+"""Modes of the first product by the activation."""
 
 
 class _Memory(NamedTuple):
@@ -74,7 +78,8 @@ class ExpertKernels:
             choice_bias_X=weights.choice_bias,
             num_rows=num_rows,
         )
-        gate_up_products(x_TE, gate_up, lists, routing, config, memory.inner_PI, weights.gate_up.bias_O)
+        mode = _MODES[self._spec.activation]
+        gate_up_products(x_TE, gate_up, lists, routing, config, memory.inner_PI, weights.gate_up.bias_O, mode=mode)
         down_products(memory.inner_PI, down, lists, routing, config, memory.results_PE, weights.down.bias_O)
         if self._shared is not None:
             self._run_shared(*self._shared, x_TE, memory)

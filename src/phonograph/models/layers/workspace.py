@@ -19,8 +19,9 @@ from phonograph.kernels.torch.grouped import MAX_GROUPED_ROWS
 from phonograph.kernels.triton.experts.expert_lists import ExpertLists
 from phonograph.kernels.triton.gemm.choose import choose
 from phonograph.kernels.triton.gemm.product_plan import GemmDevice
-from phonograph.models.layer_spec import FeedForward, LayerFeedForward, LayerMatrix
+from phonograph.models.layer_spec import FeedForward, LayerFeedForward
 from phonograph.models.layers.expert_spec import LayerExperts
+from phonograph.models.layers.layer_matrix import LayerMatrix
 from phonograph.models.spec import ModelSpec
 
 

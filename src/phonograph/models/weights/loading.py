@@ -216,7 +216,11 @@ def _read(model: Transformer, files: dict[Path, list[str]], names: dict[str, str
                         _check(name, tensor, shapes[name], file, model.spec)
                         if model.spec.norms.offset and is_norm(name):
                             tensor = tensor.float() + model.spec.norms.offset
-                        copies.add(name, destinations[name], tensor)
+                        destination = destinations[name]
+                        if tensor.numel() == destination.numel():
+                            # Outputs of stacked experts lie in another order in memory: a view has more dimensions.
+                            tensor = tensor.view(destination.shape)
+                        copies.add(name, destination, tensor)
         except (SafetensorError, OSError) as error:
             raise WeightError(f"{file} is truncated or corrupt ({error}); download it again") from error
     model.kv_scales.check(model.spec.num_layers)

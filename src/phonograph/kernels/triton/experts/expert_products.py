@@ -5,7 +5,7 @@ item (`expert_lists`). Programs take tiles in turn, until the items end; their n
 only, so most programs of a decode step end at once. As in `gemm_tiled`, the weights are the long side of the tensor
 cores' tile (out^T = W x^T), and weights in groups become numbers of the rows' type.
 
-    gate_up  | item 0: outputs 0.. | item 0: outputs 64.. | ... | item 1: outputs 0.. | ...   silu(gate) * up, by place
+    gate_up  | item 0: outputs 0.. | item 0: outputs 64.. | ... | item 1: outputs 0.. | ...   activation, by place
     down     | the same                                                                       times weight, by pair
     add      | row 0 | row 1 | ...                                                            one sum a row, then a norm
 
@@ -26,11 +26,13 @@ import triton.language as tl
 
 from phonograph.kernels.routing import Routing
 from phonograph.kernels.torch.grouped import Grouped
+from phonograph.kernels.triton.elementwise.layers import weighted
 from phonograph.kernels.triton.experts.expert_lists import ExpertLists, max_items
 from phonograph.kernels.triton.experts.expert_plan import ExpertConfig, ExpertTile
+from phonograph.kernels.triton.gemm.gemm_epilogue import activated
 from phonograph.kernels.triton.gemm.gemm_tiled import TileShape, weight_tile
 from phonograph.kernels.triton.gemm.grouped_operands import MAGIC
-from phonograph.kernels.triton.gemm.product import Matrix
+from phonograph.kernels.triton.gemm.product import SILU, STORE, Matrix
 from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_options
 
 
@@ -56,8 +58,10 @@ def gate_up_products(
     config: ExpertConfig,
     inner_PI: torch.Tensor,
     bias: torch.Tensor | None = None,
+    *,
+    mode: int = SILU,
 ) -> None:
-    """Write silu(gate) * up of each pair, in the order of the items.
+    """Write activation(gate) * up of each pair, in the order of the items.
 
     Args:
         x_TE: rows.
@@ -67,8 +71,9 @@ def gate_up_products(
         config: launch.
         inner_PI: receives the results; rows after the last pair stay as they are.
         bias: [X * 2I].
+        mode: activation, as in `Product`.
     """
-    _launch(x_TE, matrix, lists, routing, config.block, config.gate_up, inner_PI, bias, gated=True)
+    _launch(x_TE, matrix, lists, routing, config.block, config.gate_up, inner_PI, bias, mode)
 
 
 def down_products(
@@ -91,7 +96,7 @@ def down_products(
         results_PE: receives the results; rows of padding stay as they are.
         bias: [X * E].
     """
-    _launch(inner_PI, matrix, lists, routing, config.block, config.down, results_PE, bias, gated=False)
+    _launch(inner_PI, matrix, lists, routing, config.block, config.down, results_PE, bias, STORE)
 
 
 def _launch(
@@ -103,14 +108,13 @@ def _launch(
     tile: ExpertTile,
     out: torch.Tensor,
     bias: torch.Tensor | None,
-    *,
-    gated: bool,
+    mode: int,
 ) -> None:
     weight = matrix if isinstance(matrix, Grouped) else None
     words = matrix.packed_OW.view(torch.int32) if isinstance(matrix, Grouped) else matrix
     num_pairs, num_outputs = out.shape
     num_inputs = x.shape[1]
-    rows = routing.num_experts * num_outputs * (1 + gated)
+    rows = routing.num_experts * num_outputs * (1 + (mode >= SILU))
     assert words.shape[0] == rows and words.stride(1) == x.stride(1) == out.stride(1) == 1
     if weight is None:
         assert words.shape[1] == num_inputs
@@ -140,7 +144,7 @@ def _launch(
         ROWS=block,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
-        GATED=gated,
+        MODE=mode,
         BITS=weight.bits if weight is not None else 0,
         INTERLEAVED=weight is not None and weight.interleaved,
         GROUP=weight.group if weight is not None else 0,
@@ -176,13 +180,14 @@ def _expert_kernel(
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    GATED: tl.constexpr,
+    MODE: tl.constexpr,
     BITS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     GROUP: tl.constexpr,
     INT8: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    GATED: tl.constexpr = MODE >= 2
     pdl_begin(PDL)
     column_tiles: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     n = tl.arange(0, BLOCK_N)
@@ -227,7 +232,7 @@ def _expert_kernel(
             if GATED:
                 up_sums += tl.load(bias_ptr + weight_row + N + n, valid_n, other=0.0).to(tl.float32)[:, None]
         if GATED:
-            result = sums * tl.sigmoid(sums) * up_sums
+            result = activated(sums, up_sums, MODE)
             out_row = start + m
         else:
             result = sums * tl.load(weights_ptr + pair, valid_m, other=0.0)[None, :]
@@ -257,7 +262,8 @@ def add_results(
         factor: of what is added.
         num_rows: int32 [1], number of rows that are not padding; None for all. The sums of padding are 0.
         shared: results [T, E] of a shared expert, and their weights [T] in float32, None for 1.
-        norm: weights, epsilon, and memory [T, E] that receives the norm of `hidden`.
+        norm: weights, of the type of `hidden` or float32, epsilon, and memory [T, E] that receives the norm of
+            `hidden`.
     """
     num_tokens, width = hidden_TE.shape
     shared_TE, shared_T = (None, None) if shared is None else shared
@@ -331,4 +337,4 @@ def _add_kernel(
     if norm_ptr is not None:
         wide = tl.where(exists, rounded.to(tl.float32), 0.0)
         inverse = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
-        tl.store(normed_ptr + row * WIDTH + column, (wide * inverse).to(rounded.dtype) * norm, exists)
+        tl.store(normed_ptr + row * WIDTH + column, weighted(wide * inverse, norm, rounded.dtype), exists)

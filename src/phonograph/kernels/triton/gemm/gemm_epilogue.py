@@ -9,6 +9,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from phonograph.kernels.torch.layers import SWIGLU_LIMIT, SWIGLU_SLOPE
+
+LIMIT, SLOPE = tl.constexpr(SWIGLU_LIMIT), tl.constexpr(SWIGLU_SLOPE)
+
 
 @triton.jit
 def _add_halves(x):
@@ -78,11 +82,23 @@ def finished(result, up, factor, bias, up_bias, residual, MODE: tl.constexpr):
             up += up_bias
     if MODE == 1:
         result += residual.to(tl.float32)
-    elif MODE == 2:
-        result = result * tl.sigmoid(result) * up
+    elif MODE >= 2:
+        result = activated(result, up, MODE)
+    return result
+
+
+@triton.jit
+def activated(gate, up, MODE: tl.constexpr):
+    """Return activation(gate) * up in float32, by the mode of `Product`."""
+    if MODE == 2:
+        result = gate * tl.sigmoid(gate) * up
     elif MODE == 3:
         # The approximation by tanh, as `elementwise.layers.gelu_slope`.
-        result = result * tl.sigmoid(1.5957691216057308 * (result + 0.044715 * result * result * result)) * up
+        result = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)) * up
+    else:
+        gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.clamp(up, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        result = gate * tl.sigmoid(SLOPE * gate) * (up + 1)
     return result
 
 

@@ -18,7 +18,7 @@ from phonograph.kernels.fp8_activations import numbers_and_scales
 from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.triton.gemm.product_plan import WeightFormat
 
-STORE, ADD, SILU, GELU = 0, 1, 2, 3
+STORE, ADD, SILU, GELU, CLAMPED_SWIGLU = 0, 1, 2, 3, 4
 MAX_SQUARE_TILES = 256
 """Most sums of squares of a row; each program that takes the row reads all of them."""
 Parts = tuple[torch.Tensor, torch.Tensor]
@@ -64,8 +64,8 @@ class Product(NamedTuple):
     """x @ weight^T + bias, summed in float32.
 
     x: `Rows`; each kernel takes one of its types, and of `weight`, a `Matrix`
-    mode: STORE writes it to `out`, ADD adds it to `out`, SILU and GELU write activation(gate) * up; their
-        weights are [2N, K], gates first
+    mode: STORE writes it to `out`, ADD adds it to `out`, the others write activation(gate) * up; their weights are
+        [2N, K], gates first
     norm: `Norm` or `DeferredNorm` of the rows of `x` that the kernel computes, or ends; None for none
     next_norm: norm of the result that the kernel begins
     """
