@@ -132,7 +132,8 @@ def test_tiles_are_those_of_the_format() -> None:
     }
     weight = weight_for_gpu(file, torch.device("cpu"))
     for tokens in (1, 8, 32, 128, 256, 2048, 8192):
-        config = fitted(expert_config(tokens, Routing(32, 4)), weight, weight)
+        config = expert_config(tokens, Routing(32, 4), fp4=True)
+        assert fitted(config, weight, weight) == config
         for tile in (config.gate_up, config.down):
             assert tile.block_k % 128 == 0 and tile.block_n >= 64 and tile.num_warps == tile.block_n // 16
 

@@ -42,9 +42,7 @@ def _fitted(tile: ExpertTile, matrix: Matrix) -> ExpertTile:
     if not isinstance(matrix, Grouped):
         return tile
     if matrix.is_fp4():
-        # A warp makes operands of 16 outputs in its registers; fewer than 64 outputs would pass through shared memory.
-        block_n = max(64, tile.block_n)
-        return tile._replace(block_n=block_n, block_k=max(128, tile.block_k), num_warps=block_n // 16)
+        return tile._replace(block_k=max(128, tile.block_k))
     block_k = tile.block_k
     while matrix.group % block_k:
         block_k //= 2
