@@ -138,6 +138,40 @@ def test_tiles_are_those_of_the_format() -> None:
             assert tile.block_k % 128 == 0 and tile.block_n >= 64 and tile.num_warps == tile.block_n // 16
 
 
+@pytest.mark.parametrize(
+    ("routing", "hidden", "inner", "num_tokens", "dtype"),
+    [
+        (Routing(3, 2), 160, 96, 3, torch.float16),
+        *(
+            pytest.param(Routing(32, 4), 2880, 2880, tokens, torch.bfloat16, marks=pytest.mark.gpu)
+            for tokens in (1, 8, 128, 256, 2048)
+        ),
+    ],
+)
+def test_layers_are_those_of_dense_weights(
+    routing: Routing, hidden: int, inner: int, num_tokens: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """With the configurations of models, at the sizes of gpt-oss-20b on a GPU; every weight is exact in the type."""
+    config = expert_config(num_tokens, routing, fp4=True)
+    x_TE = torch.randn(num_tokens, hidden).to(device, dtype)
+    lists = routed(x_TE, routing, config.block, num_tokens)
+    found: list[list[torch.Tensor]] = [[], []]
+    inner_PI = torch.full((num_tokens * routing.top_k, inner), torch.nan, dtype=dtype, device=device)
+    for outputs, inputs, launch, rows in (
+        (2 * inner, hidden, gate_up_products, x_TE),
+        (hidden, inner, down_products, inner_PI),
+    ):
+        weight = weight_for_gpu(random_file(routing.num_experts, outputs, inputs), device)
+        dense = torch.cat([dequantize(weight.rows(*rows)) for rows in weight.tiles()]).to(dtype)
+        for results, matrix in zip(found, (weight, dense), strict=True):
+            out = torch.full((len(inner_PI), outputs // (1 + (rows is x_TE))), torch.nan, dtype=dtype, device=device)
+            launch(rows, matrix, lists, routing, config, out)
+            results.append(out.double())
+        inner_PI.copy_(found[1][0])
+    for one, other in zip(*found, strict=True):
+        assert (one - other).norm() <= 6e-3 * other.norm()
+
+
 def test_order_of_a_gpu(device: torch.device) -> None:
     file = random_file(3, 40, 160, exponents=(27, 161))
     assert torch.equal(dequantize(weight_for_gpu(file, device)).double().cpu(), meant(file).flatten(0, 1))

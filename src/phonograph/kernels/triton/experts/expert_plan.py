@@ -56,7 +56,8 @@ _FP4_CONFIGS = (
     (48, ExpertConfig(64, ExpertTile(64, 128, 4, 4, 528), ExpertTile(128, 128, 8, 4, 528))),
     (None, ExpertConfig(128, ExpertTile(64, 128, 4, 3, 264), ExpertTile(128, 128, 8, 3, 264))),
 )
-"""The same for FP4. Warps make operands of 16 outputs in registers; tiles of less than 64 pass through shared memory."""
+"""The same for FP4. A warp makes operands of 16 outputs in registers; tiles of fewer than 64 outputs would pass through
+shared memory."""
 
 
 def expert_config(num_tokens: int, routing: Routing, *, fp4: bool = False) -> ExpertConfig:
