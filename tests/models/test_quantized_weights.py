@@ -652,6 +652,8 @@ def test_groups_whose_scale_is_zero(name: str, dtype: torch.dtype, tmp_path: Pat
         ("model.layers.1.mlp.up_proj", "model.layers.1.mlp.up_proj", True),
         ("re:.*layers\\.1\\.", "model.layers.1.mlp.up_proj", True),
         ("re:up_proj", "model.layers.1.mlp.up_proj", False),
+        ("model.layers.*.mlp", "model.layers.1.mlp.up_proj", True),
+        ("layers.*.mlp", "model.layers.1.mlp.up_proj", False),
     ],
 )
 def test_names_of_modules(entry: str, module: str, matches: bool) -> None:

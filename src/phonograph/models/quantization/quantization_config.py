@@ -180,8 +180,8 @@ def _unquantized(settings: QuantizationSettings, name: str) -> Rules:
 
     transformers takes entries for patterns of the beginning of a name. One with a star is no name.
     """
-    entries = settings.names(name)
-    return tuple((settings.check_entry(name, f"re:{entry}") if "*" in entry else entry, None) for entry in entries)
+    entries = (f"re:{entry}" if "*" in entry and entry[:3] != "re:" else entry for entry in settings.names(name))
+    return tuple((settings.check_entry(name, entry), None) for entry in entries)
 
 
 _UNQUANTIZED_BITS = 16
