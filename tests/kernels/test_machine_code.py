@@ -61,13 +61,13 @@ def test_numbers_of_fp4_are_made_where_they_are_multiplied(report: Report) -> No
     One instruction scales two codes: of a tile of 64 outputs and 128 inputs, 32 in each thread of four warps.
     """
     experts = {name: words for name, (_, _, words) in report.items() if name.startswith("_expert_kernel")}
-    assert len(experts) == 8
+    assert len(experts) == 3
     for name, words in experts.items():
         tiles = 2 if name.endswith("True") else 1
         loop = words[words.index("product") : len(words) - words[::-1].index("product")]
         assert words.count("spill") == loop.count("exchange") == 0, name
         assert words.count("scale") == 32 * tiles, name
-        # In the loop: rows of 16 bytes too, and for each tile a word of exponents a row.
+        # Rows are copied too; each tile has a word of exponents a row.
         assert words.count("copy 16") >= 2 * tiles and words.count("copy 4") >= tiles, name
 
 

@@ -54,7 +54,7 @@ _FP4_CONFIGS = (
     (4, ExpertConfig(16, ExpertTile(64, 128, 4, 4), ExpertTile(64, 128, 4, 4))),
     (16, ExpertConfig(32, ExpertTile(64, 128, 4, 4), ExpertTile(64, 128, 4, 4))),
     (48, ExpertConfig(64, ExpertTile(64, 128, 4, 4, 528), ExpertTile(128, 128, 8, 4, 528))),
-    (None, ExpertConfig(128, ExpertTile(64, 128, 4, 3, 264), ExpertTile(128, 128, 8, 3, 264))),
+    (None, ExpertConfig(128, ExpertTile(64, 128, 4, 2, 264), ExpertTile(128, 128, 8, 2, 264))),
 )
 """The same for FP4. A warp makes operands of 16 outputs in registers; tiles of fewer than 64 outputs would pass through
 shared memory."""
