@@ -63,6 +63,7 @@ FORMATS = {
     "compressed-tensors": "compressed-tensors",
     "fp8": "FP8",
     "auto-round": "AutoRound",
+    "mxfp4": "MXFP4 (experts)",
 }
 """Names of the weight formats by `quant_method`."""
 COLUMNS = 118

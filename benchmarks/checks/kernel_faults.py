@@ -349,6 +349,22 @@ _EXPERTS: tuple[Fault, ...] = (
         narrow=(*_EXPERT_TESTS[1:2], "-k", "2048"),
         broad=_EXPERT_TESTS,
     ),
+    Fault(
+        name="experts: sums of FP4 lack their factor",
+        file="experts/expert_tile.py",
+        old="        sums *= FACTOR\n",
+        new="        pass\n",
+        narrow=(f"{_TESTS}/test_expert_fp4.py",),
+        broad=(f"{_TESTS}/test_expert_fp4.py", *_EXPERT_TESTS),
+    ),
+    Fault(
+        name="experts: a scale of FP4 is that of the next group",
+        file="experts/expert_tile.py",
+        old="exponents, 1, KIND), _power_of_two(exponents, 3, KIND)",
+        new="exponents, 3, KIND), _power_of_two(exponents, 1, KIND)",
+        narrow=(f"{_TESTS}/test_expert_fp4.py",),
+        broad=(f"{_TESTS}/test_expert_fp4.py", *_EXPERT_TESTS),
+    ),
 )
 
 FAULTS: tuple[Fault, ...] = _PRODUCTS + _OTHERS + _EXPERTS

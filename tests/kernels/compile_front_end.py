@@ -41,6 +41,7 @@ from phonograph.kernels.triton.experts.expert_plan import expert_config
 from phonograph.kernels.triton.experts.expert_products import (
     add_results,
     down_products,
+    fitted,
     gate_up_products,
 )
 from phonograph.kernels.triton.experts.route import route
@@ -155,6 +156,11 @@ def launch_experts() -> None:
         grouped = Grouped(ints(num_experts * width, inner // 8), halves(num_experts * width, 1), None, 4, inner)
         for weight in (grouped, grouped._replace(packed_OW=halves(num_experts * width, inner).to(FP8), bits=8)):
             down_products(halves(pairs, inner), weight, lists, routing, config, halves(pairs, width))
+        fp4 = Grouped(
+            ints(num_experts * width, inner // 8), ints(num_experts * width, 1), None, 4, 32, interleaved=True
+        )
+        whole = fitted(config, fp4, fp4)
+        down_products(halves(pairs, inner), fp4, lists, routing, whole, halves(pairs, width))
         shared = x, lists.shared_T
         for weights in (halves(width), torch.zeros(width)):
             norm = weights, 1e-6, x

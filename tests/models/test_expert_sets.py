@@ -16,9 +16,11 @@ from phonograph.models.layers.rotary import rotary_tables
 from phonograph.models.layers.torch_parts import TorchKernels
 from phonograph.models.layers.triton_parts import TritonExperts, TritonKernels
 from phonograph.models.layers.workspace import Workspace
+from phonograph.models.quantization import mxfp4
 from phonograph.models.quantization.awq import Awq
 from phonograph.models.quantization.float8 import Fp8
 from phonograph.models.quantization.gptq import Gptq
+from phonograph.models.quantization.mxfp4 import Mxfp4Scheme
 from phonograph.models.quantization.scheme import Quantization, Scheme
 from phonograph.models.spec import read_model_spec
 from phonograph.models.transformer import Transformer
@@ -33,6 +35,7 @@ SCHEMES: dict[str, Scheme] = {
     "fp8 blocks": Fp8(origin="FP8", scales="block", block=(16, 32)),
     "fp8 channels": Fp8(origin="FP8", scales="channel"),
     "int8": Gptq(bits=8, group_size=32, zeros=True, version=2),
+    "mxfp4": Mxfp4Scheme(),
 }
 CASES = [(family, dtype, None) for family in EXPERT_FAMILIES for dtype in (torch.float32, FLOAT16)]
 CASES += [("qwen2_moe", FLOAT16, scheme) for scheme in SCHEMES]
@@ -45,7 +48,9 @@ class Sets:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         sizes = {} if family in ("mixtral", "olmoe", "gpt_oss") else {"moe_intermediate_size": 32}
         make_checkpoint(family, folder, seed=2, **sizes)
-        spec = read_model_spec(folder).with_quantization(None if scheme is None else Quantization("", scheme))
+        only = ("mlp.experts",) if isinstance(scheme, Mxfp4Scheme) else ()
+        quantization = None if scheme is None else Quantization("", scheme, only=only)
+        spec = read_model_spec(folder).with_quantization(quantization)
         self.model = model = Transformer(spec, dtype, device)
         generator = torch.Generator().manual_seed(5)
         for weight in model.parameters:
@@ -80,6 +85,7 @@ class Sets:
 @pytest.fixture(params=CASES, ids=lambda case: " ".join(map(str, case)))
 def sets(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sets:
     family, dtype, scheme = request.param
+    monkeypatch.setattr(mxfp4, "_in_order_of_gpu", lambda _: True)
     monkeypatch.setattr(WeightAllocator, "matrix", lambda self, ins, outs: self.tensor(outs, ins).t())
     with torch.inference_mode():
         return Sets(tmp_path, family, dtype, None if scheme is None else SCHEMES[scheme])

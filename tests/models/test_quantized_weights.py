@@ -654,6 +654,14 @@ def test_groups_whose_scale_is_zero(name: str, dtype: torch.dtype, tmp_path: Pat
         load_model(read_model_spec(tmp_path), tmp_path, dtype=dtype, device=CPU)
 
 
+@pytest.mark.parametrize("method", ["fp8", "awq"])
+def test_names_with_a_star_are_patterns(method: str) -> None:
+    """transformers takes entries of modules_to_not_convert for patterns of the beginning of a name."""
+    for entry, matches in (("model.layers.*.mlp", True), ("layers.*.mlp", False), ("re:.*.mlp", True)):
+        ignoring = read_quantization(FORMATS[method].config | {"modules_to_not_convert": [entry]})
+        assert (ignoring.scheme_of("model.layers.1.mlp.up_proj") is None) == matches
+
+
 @pytest.mark.parametrize(
     ("entry", "module", "matches"),
     [

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.triton.elementwise import layers
 from phonograph.kernels.triton.experts.expert_lists import ExpertLists
 from phonograph.kernels.triton.experts.expert_plan import expert_config
@@ -64,7 +65,8 @@ class ExpertKernels:
         """
         weights, routing, lists = self._weights, self._spec.routing, self._lists
         gate_up, down = weights.gate_up.weight.operand, weights.down.weight.operand
-        config = fitted(expert_config(len(x_TE), routing), gate_up, down)
+        is_fp4 = isinstance(gate_up, Grouped) and gate_up.is_fp4()
+        config = fitted(expert_config(len(x_TE), routing, fp4=is_fp4), gate_up, down)
         memory = self._memory(len(x_TE))
         router = weights.router.weight.operand
         assert isinstance(router, torch.Tensor)

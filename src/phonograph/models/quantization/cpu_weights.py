@@ -87,7 +87,7 @@ class CpuProducts:
         if not isinstance(weight, GroupedWeight):
             return weight
         values = weight.values
-        if self.int4 and not values.is_fp8() and _packs(values.bits, values.group):
+        if self.int4 and not (values.is_fp8() or values.is_fp4()) and _packs(values.bits, values.group):
             packed = int4pack.pack(values, self.operator_rows, getattr(torch, self.tile_dtype), averaged=is_head)
             return Int4Weight(packed, weight.inputs, values.order_I)
         return DenseWeight(_dequantized(weight, dtype)) if self.dequantize else weight

@@ -179,7 +179,7 @@ def _read(model: Transformer, files: dict[Path, list[str]], names: dict[str, str
     shapes = model.spec.tensor_shapes()
     destinations = model.destinations()
     modules = [(module, module.stored()) for module in model.quantized_modules()]
-    packed = {f"{module.name}.{end}": stored for module, ends in modules for end, stored in ends.items()}
+    packed = {module.tensor_name(end): stored for module, ends in modules for end, stored in ends.items()}
     parts: dict[str, torch.Tensor] = {}
     written: dict[str, Path] = {}
     unused: list[str] = []
@@ -237,7 +237,7 @@ def _read(model: Transformer, files: dict[Path, list[str]], names: dict[str, str
     while modules:
         # A weight that a CPU converts is freed with its last part.
         module, ends = modules.pop(0)
-        own = {end: parts[f"{module.name}.{end}"] for end in ends if f"{module.name}.{end}" in parts}
+        own = {end: parts[module.tensor_name(end)] for end in ends if module.tensor_name(end) in parts}
         copies.run(partial(module.load, own))
     notes = [f"tensors of the checkpoint that the model does not use: {_some(unused)}"] if unused else []
     return [*notes, skipped_note(skipped)] if skipped else notes

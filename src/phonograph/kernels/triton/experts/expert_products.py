@@ -29,21 +29,24 @@ from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.triton.elementwise.layers import weighted
 from phonograph.kernels.triton.experts.expert_lists import ExpertLists, max_items
 from phonograph.kernels.triton.experts.expert_plan import ExpertConfig, ExpertTile
+from phonograph.kernels.triton.experts.expert_tile import expert_tile, whole_sums
 from phonograph.kernels.triton.gemm.gemm_epilogue import activated
-from phonograph.kernels.triton.gemm.gemm_tiled import TileShape, weight_tile
+from phonograph.kernels.triton.gemm.gemm_tiled import TileShape
 from phonograph.kernels.triton.gemm.grouped_operands import MAGIC
 from phonograph.kernels.triton.gemm.product import SILU, STORE, Matrix
 from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_options
 
 
 def fitted(config: ExpertConfig, gate_up: Matrix, down: Matrix) -> ExpertConfig:
-    """Return the configuration with steps that have columns of one group of quantized weights."""
+    """Return the configuration with steps that have columns of one group of weights, or whole words of FP4."""
     return config._replace(gate_up=_fitted(config.gate_up, gate_up), down=_fitted(config.down, down))
 
 
 def _fitted(tile: ExpertTile, matrix: Matrix) -> ExpertTile:
     if not isinstance(matrix, Grouped):
         return tile
+    if matrix.is_fp4():
+        return tile._replace(block_k=max(128, tile.block_k))
     block_k = tile.block_k
     while matrix.group % block_k:
         block_k //= 2
@@ -118,6 +121,8 @@ def _launch(
     assert words.shape[0] == rows and words.stride(1) == x.stride(1) == out.stride(1) == 1
     if weight is None:
         assert words.shape[1] == num_inputs
+    elif weight.is_fp4():
+        assert weight.interleaved and words.stride(0) == num_inputs // 8 and not tile.block_k % 128
     else:
         assert weight.order_I is None and weight.has_equal_strides() and not weight.group % tile.block_k
     column_tiles = triton.cdiv(num_outputs, tile.block_n)
@@ -196,6 +201,8 @@ def _expert_kernel(
     groups = (scales_ptr, zeros_ptr, offsets_ptr, output_stride, group_stride, magic)
     SHAPE: tl.constexpr = TileShape(K, BLOCK_K, BITS, GROUP, INTERLEAVED, INT8)
     KIND: tl.constexpr = x_ptr.dtype.element_ty
+    # Exponents are in int32.
+    FP4: tl.constexpr = BITS == 4 and scales_ptr.dtype.element_ty == tl.int32
     num_tiles = tl.load(num_items_ptr) * column_tiles
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         item = items_ptr + tile // column_tiles * 3
@@ -218,15 +225,17 @@ def _expert_kernel(
                 x_mask = x_mask & (start_k + k < K)[None, :]
             x = tl.load(x_ptrs + start_k, x_mask, other=0.0).trans()
             column = start_k + (weight_row * 0).to(tl.int32)  # the interpreter's loops have numbers of Python
-            weight = weight_tile(
-                None, weight_ptr, weight_stride, groups, weight_row, column, rows_left, n, k, SHAPE, KIND
+            weight = expert_tile(
+                weight_ptr, weight_stride, groups, weight_row, column, rows_left, n, k, SHAPE, KIND, FP4
             )  # fmt: skip
             sums = tl.dot(weight, x, sums, input_precision="ieee")
             if GATED:
-                up = weight_tile(
-                    None, weight_ptr, weight_stride, groups, weight_row + N, column, rows_left, n, k, SHAPE, KIND
+                up = expert_tile(
+                    weight_ptr, weight_stride, groups, weight_row + N, column, rows_left, n, k, SHAPE, KIND, FP4
                 )  # fmt: skip
                 up_sums = tl.dot(up, x, up_sums, input_precision="ieee")
+        sums = whole_sums(sums, KIND, FP4)
+        up_sums = whole_sums(up_sums, KIND, FP4)
         if bias_ptr is not None:
             sums += tl.load(bias_ptr + weight_row + n, valid_n, other=0.0).to(tl.float32)[:, None]
             if GATED:

@@ -104,7 +104,7 @@ def _pair(words, magic, at: tl.constexpr, KIND: tl.constexpr):
         bits = (words << (6 - 4 * at)) & 0x03C003C0 | magic
     else:
         bits = (words >> (4 * at - 6)) & 0x03C003C0 | magic
-    return _halves(bits, KIND)
+    return halves(bits, KIND)
 
 
 @triton.jit
@@ -114,9 +114,9 @@ def _fp8_pair(words, at: tl.constexpr, KIND: tl.constexpr):
     if tl.bfloat16 == KIND:
         # The exponent's bias is 127, of e4m3 7.
         moved = (bits & -0x7FFF8000) | ((bits >> 4) & 0x07F007F0)
-        return _halves(moved, KIND) * 2.0**120
+        return halves(moved, KIND) * 2.0**120
     moved = (bits & -0x7FFF8000) | ((bits >> 1) & 0x3F803F80)
-    return _halves(moved, KIND) * 2.0**8
+    return halves(moved, KIND) * 2.0**8
 
 
 @triton.jit
@@ -124,10 +124,10 @@ def _int8_pair(words, magic, at: tl.constexpr, KIND: tl.constexpr):
     """Return weights `at` and `at + 2` of each word in the type KIND, less 128, in a new last dimension."""
     if tl.bfloat16 == KIND:
         low, high = bfloat16_terms(words, magic, at)
-        values = _halves(low, KIND) - _halves(high, KIND)
+        values = halves(low, KIND) - halves(high, KIND)
     else:
         # The bits of 1024 + weight, where magic has the bits of 16.
-        values = _halves((words >> (8 * at)) & 0x00FF00FF | (magic + 0x18001800), KIND) - 1152.0
+        values = halves((words >> (8 * at)) & 0x00FF00FF | (magic + 0x18001800), KIND) - 1152.0
     return values
 
 
@@ -142,7 +142,7 @@ def bfloat16_terms(words, magic, at: tl.constexpr):
 
 
 @triton.jit
-def _halves(bits, KIND: tl.constexpr):
+def halves(bits, KIND: tl.constexpr):
     """Return the lower and the upper half of each word as numbers, in a new last dimension."""
     low = (bits & 0xFFFF).to(tl.uint16).to(KIND, bitcast=True)
     high = ((bits >> 16) & 0xFFFF).to(tl.uint16).to(KIND, bitcast=True)
