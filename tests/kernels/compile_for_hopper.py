@@ -164,7 +164,7 @@ def main() -> None:
         name = f"tokens {tokens} gated {gated}"
         pairs, outputs = tokens * routing.top_k, 32 * size * (1 + gated)
         words = torch.empty(ExpertLists.num_words(tokens, routing))
-        lists = ExpertLists.over(words, tokens, routing, ExpertLists.counters(device))
+        lists = ExpertLists.over(words, tokens, routing, ExpertLists.counters(tokens, device))
         exponents = torch.empty(23, outputs, dtype=torch.int32).t()
         weight = Grouped(torch.empty(outputs, size // 8, dtype=torch.int32), exponents, None, 4, 32, interleaved=True)
         config = expert_config(tokens, routing, fp4=True)

@@ -26,7 +26,7 @@ TILES = (
 def routed(x_TE: torch.Tensor, routing: Routing, block: int, count: int) -> ExpertLists:
     """Return the lists of `count` rows, of memory that is NaN."""
     words = torch.full((ExpertLists.num_words(len(x_TE), routing),), torch.nan, device=x_TE.device)
-    lists = ExpertLists.over(words, len(x_TE), routing, ExpertLists.counters(x_TE.device))
+    lists = ExpertLists.over(words, len(x_TE), routing, ExpertLists.counters(len(x_TE), x_TE.device))
     router = torch.randn(routing.num_experts, x_TE.shape[1]).to(x_TE) / x_TE.shape[1] ** 0.5
     real = torch.tensor([count], dtype=torch.int32, device=x_TE.device)
     route(x_TE, router, routing, lists, block=block, num_rows=real)
