@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 
 from phonograph.kernels.triton.gemm.product_plan import ProductShape, WeightFormat
+from phonograph.models.expert_tensors import ExpertTensors
 from phonograph.models.quantization.scheme import Scheme
 
 UNLIMITED = (-1, -1)
@@ -86,6 +87,8 @@ class LayerMatrix:
         gated: the product is activation(first half) * second half.
         num_experts: experts that have a matrix of these parts each, one after another; None for a matrix of its own.
             Their names have the number of the expert between `module` and the part.
+        fused: layout of a checkpoint's tensors that have the single part of all experts; None if each expert has its
+            tensors.
         quantizable: False for weights that are in the model's type in every file.
     """
 
@@ -96,6 +99,7 @@ class LayerMatrix:
     bias: bool = False
     gated: bool = False
     num_experts: int | None = None
+    fused: ExpertTensors | None = None
     quantizable: bool = True
 
     @property
@@ -140,7 +144,7 @@ class LayerMatrix:
 
     def path(self, part: str, expert: int = 0) -> str:
         """Return the name of a part in its layer."""
-        name = part if self.num_experts is None else f"{expert}.{part}"
+        name = part if self.num_experts is None or self.fused is not None else f"{expert}.{part}"
         return f"{self.module}.{name}" if self.module else name
 
     @property
@@ -150,10 +154,18 @@ class LayerMatrix:
         return tuple(names) if self.quantizable else ()
 
     def projections(self) -> Iterator[tuple[str, MatrixPart]]:
-        """Yield the name in the layer and the part of each projection, in the order of the matrix."""
+        """Yield the name in the layer and the part of each projection of a checkpoint, in the order of the matrix."""
+        if self.fused is not None:
+            (part,) = self.parts
+            yield self.path(part.name), part._replace(num_outputs=self.num_outputs)
+            return
         for expert in range(self.num_experts or 1):
             for part in self.parts:
                 yield self.path(part.name, expert), part
+
+    def tensor_shape(self, *rows_shape: int) -> tuple[int, ...]:
+        """Return the shape in a checkpoint of a tensor of a projection, which has a row for each output."""
+        return rows_shape if self.fused is None else self.fused.shape(rows_shape)
 
 
 @dataclass(frozen=True, kw_only=True)

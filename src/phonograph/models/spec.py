@@ -186,9 +186,9 @@ class ModelSpec:
             shapes |= {f"{prefix}.{norm}.weight": (hidden,) for norm in layer.norms}
             for name, part, matrix in layer.modules():
                 if part.scheme is None:
-                    shapes[f"{prefix}.{name}.weight"] = (part.num_outputs, matrix.num_inputs)
+                    shapes[f"{prefix}.{name}.weight"] = matrix.tensor_shape(part.num_outputs, matrix.num_inputs)
                 if matrix.bias:
-                    shapes[f"{prefix}.{name}.bias"] = (part.num_outputs,)
+                    shapes[f"{prefix}.{name}.bias"] = matrix.tensor_shape(part.num_outputs)
             shapes |= {f"{prefix}.{name}": shape for name, shape in layer.feed_forward.other_shapes.items()}
             if layer.attention.head_norms:
                 attention = layer.attention

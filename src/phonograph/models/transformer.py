@@ -191,7 +191,9 @@ class Transformer:
             if part.scheme is not None:
                 is_last = first + part.num_outputs == linear.spec.num_outputs
                 loaded = self._when_loaded(linear) if is_last else None
-                yield QuantizedModule(prefix + name, part.scheme, linear.weight, first, part.num_outputs, loaded)
+                yield QuantizedModule(
+                    prefix + name, part.scheme, linear.weight, first, part.num_outputs, loaded, linear.spec.fused
+                )
             first += part.num_outputs
 
     def finish(self) -> None:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from phonograph.errors import UnsupportedModelError
 from phonograph.kernels.routing import Routing
+from phonograph.models.expert_tensors import ExpertTensors
 from phonograph.models.layer_spec import LayerFeedForward, LayerMatrix, LayerSpec, MatrixPart
 from phonograph.models.quantization.grouped_weight import GroupedScheme
 from phonograph.models.quantization.scheme import Scheme
@@ -58,7 +59,8 @@ class LayerExperts:
         """Return the experts with the weight format of each projection, by its name in the layer.
 
         Raises:
-            UnsupportedModelError: the format has an order of inputs, which each expert has of its own.
+            UnsupportedModelError: the format has an order of inputs, which each expert has of its own; or a tensor of
+                the format, which has all experts, has no row for each output.
         """
         gate_up, down = self.gate_up.with_schemes(scheme_of), self.down.with_schemes(scheme_of)
         for matrix in (gate_up, down):
@@ -67,6 +69,7 @@ class LayerExperts:
                     f"{matrix.module} is in {matrix.scheme.name}, with an order for each expert, which is not "
                     "supported; quantize the model without desc_act (actorder)"
                 )
+            _check_fused(matrix)
         return replace(
             self,
             gate_up=gate_up,
@@ -75,21 +78,38 @@ class LayerExperts:
         )
 
 
+def _check_fused(matrix: LayerMatrix) -> None:
+    """Check that tensors of all experts have a row for each output, which is what loading takes apart."""
+    scheme = matrix.scheme
+    if matrix.fused is None or scheme is None:
+        return
+    for name, part in matrix.projections():
+        stored = scheme.stored(part.num_outputs, matrix.num_inputs)
+        if any(one.shape[:1] != (part.num_outputs,) for one in stored.values()):
+            raise UnsupportedModelError(
+                f"{name} has all experts in one tensor, which is not supported in {scheme.name}; leave these modules "
+                "in 16 bits (ignore, modules_to_not_convert)"
+            )
+
+
 class ExpertNames(NamedTuple):
     """Names of a layer's experts in a checkpoint.
 
     Attributes:
         module: module of the router and the experts.
-        gate, up, down: projections of an expert.
-        shared: name of the shared expert in the module.
+        router: name of the router.
+        gate, up, down: projections of an expert. With an `up` of None, `gate` has gates and then ups of all experts in
+            one tensor, and `down` all outputs, both next to the router.
+        shared: name of the shared expert in the module; None if it is outside, under the name that it has.
         shared_gate: name of its gate.
     """
 
     module: str = "mlp"
+    router: str = "gate"
     gate: str = "gate_proj"
-    up: str = "up_proj"
+    up: str | None = "up_proj"
     down: str = "down_proj"
-    shared: str = "shared_expert"
+    shared: str | None = "shared_expert"
     shared_gate: str = "shared_expert_gate"
 
 
@@ -118,11 +138,16 @@ def with_experts(
         choice_bias: a checkpoint has a bias for the choice.
     """
     dense, hidden_size, num_experts = layer.feed_forward, layer.attention.qkv.num_inputs, routing.num_experts
-    gates = (MatrixPart("gate", num_experts), *((MatrixPart(names.shared_gate, 1),) if shared_gate else ()))
-    gate_up = MatrixPart(names.gate, intermediate_size), MatrixPart(names.up, intermediate_size)
-    down, experts = (MatrixPart(names.down, hidden_size),), f"{names.module}.experts"
+    gates = (MatrixPart(names.router, num_experts), *((MatrixPart(names.shared_gate, 1),) if shared_gate else ()))
+    if names.up is None:
+        gate_up: tuple[MatrixPart, ...] = (MatrixPart(names.gate, 2 * intermediate_size),)
+        experts, fused = names.module, ExpertTensors(num_experts)
+    else:
+        gate_up = MatrixPart(names.gate, intermediate_size), MatrixPart(names.up, intermediate_size)
+        experts, fused = f"{names.module}.experts", None
+    down = (MatrixPart(names.down, hidden_size),)
     if shared is not None:
-        module = f"{names.module}.{names.shared}"
+        module = shared.gate_up.module if names.shared is None else f"{names.module}.{names.shared}"
         shared = replace(
             shared,
             gate_up=replace(shared.gate_up, name="shared gate and up", module=module),
@@ -137,9 +162,9 @@ def with_experts(
             router=LayerMatrix("router", names.module, gates, hidden_size, quantizable=False),
             choice_bias=f"{names.module}.gate.e_score_correction_bias" if choice_bias else None,
             gate_up=LayerMatrix(
-                "experts' gate and up", experts, gate_up, hidden_size, gated=True, num_experts=num_experts
+                "experts' gate and up", experts, gate_up, hidden_size, gated=True, num_experts=num_experts, fused=fused
             ),
-            down=LayerMatrix("experts' down", experts, down, intermediate_size, num_experts=num_experts),
+            down=LayerMatrix("experts' down", experts, down, intermediate_size, num_experts=num_experts, fused=fused),
             shared=shared,
             input_norm=dense.input_norm,
             output_norm=dense.output_norm,

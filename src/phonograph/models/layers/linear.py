@@ -42,6 +42,7 @@ class Linear:
     def checkpoint_views(self) -> dict[str, torch.Tensor]:
         """Return views of the outputs by the names of a checkpoint: [size, inputs] matrices and [size] biases.
 
+        Those of all experts in one tensor have its layout.
         A quantized layer has views of its biases only; its weights are loaded by its scheme.
         """
         spec = self.spec
@@ -52,7 +53,7 @@ class Linear:
             views |= zip((f"{name}.weight" for name in names), self.matrix.t().split(counts), strict=True)
         if self.bias_O is not None:
             views |= zip((f"{name}.bias" for name in names), self.bias_O.split(counts), strict=True)
-        return views
+        return views if spec.fused is None else {name: spec.fused.view(rows) for name, rows in views.items()}
 
 
 @dataclass(slots=True)

@@ -17,6 +17,7 @@ import torch
 from phonograph.errors import UnsupportedModelError
 from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.triton.gemm.product_plan import WeightFormat
+from phonograph.models.expert_tensors import ExpertTensors
 
 
 class Stored(NamedTuple):
@@ -113,7 +114,8 @@ Rules = tuple[tuple[str, Scheme | None], ...]
 class QuantizedModule:
     """A projection of a checkpoint, and its place in a fused weight: `outputs` from `first` on.
 
-    `loaded` is called after the last part of a weight is loaded; parts are loaded in order.
+    `loaded` is called after the last part of a weight is loaded; parts are loaded in order. `fused` is the layout of
+    tensors that have the part of all experts, or None.
     """
 
     name: str
@@ -122,16 +124,24 @@ class QuantizedModule:
     first: int
     outputs: int
     loaded: Callable[[], None] | None = None
+    fused: ExpertTensors | None = None
 
     def stored(self) -> dict[str, Stored]:
         """Return the tensors of the checkpoint by the ends of their names."""
         inputs, _ = self.weight.shape
-        return self.scheme.stored(self.outputs, inputs)
+        stored, fused = self.scheme.stored(self.outputs, inputs), self.fused
+        return (
+            stored
+            if fused is None
+            else {end: one._replace(shape=fused.shape(one.shape)) for end, one in stored.items()}
+        )
 
     @torch.inference_mode()
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Convert the module's tensors, on the device of the weight; raises WeightError as `Scheme.load`."""
         there = {end: tensor.to(self.weight.device) for end, tensor in tensors.items()}
+        if self.fused is not None:
+            there = {end: self.fused.rows(tensor) for end, tensor in there.items()}
         self.scheme.load(self.name, there, self.weight, self.first)
         if self.loaded is not None:
             self.loaded()
