@@ -43,8 +43,9 @@ class Sets:
 
     def __init__(self, folder: Path, family: str, dtype: torch.dtype, scheme: Scheme | None) -> None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        sizes = {} if family in ("mixtral", "olmoe") else {"moe_intermediate_size": 32}
-        make_checkpoint(family, folder, seed=2, **sizes)
+        sizes = {"moe_intermediate_size": 32, "intermediate_size": 32}
+        own = {name: size for name, size in sizes.items() if EXPERT_FAMILIES[family][2].get(name)}
+        make_checkpoint(family, folder, seed=2, **own)
         spec = read_model_spec(folder).with_quantization(None if scheme is None else Quantization("", scheme))
         self.model = model = Transformer(spec, dtype, device)
         generator = torch.Generator().manual_seed(5)
