@@ -327,10 +327,10 @@ def _read_gguf_spec(path: Path, overrides: dict[str, Any]) -> ModelSpec:
         spec = _make_spec(settings, name, family, end_tokens_of_gguf(file))
         if spec.quantization is not None:
             raise UnsupportedModelError("a GGUF file has no quantization_config; its tensors say their formats")
-        quantization = quantization_of_gguf(file)
+        quantization = quantization_of_gguf(file, spec.layers)
         spec = replace(
             spec.with_ropes(partial(rope_of_gguf, file)).with_quantization(quantization),
-            notes=(*spec.notes, *notes_of_gguf(file, quantization)),
+            notes=(*spec.notes, *notes_of_gguf(file, quantization, spec.layers)),
         )
     return spec
 

@@ -190,7 +190,7 @@ class Transformer:
         for name, part in linear.spec.projections():
             if part.scheme is not None:
                 is_last = first + part.num_outputs == linear.spec.num_outputs
-                loaded = self._when_loaded(linear) if is_last else None
+                loaded = self.when_loaded(linear) if is_last else None
                 yield QuantizedModule(
                     prefix + name, part.scheme, linear.weight, first, part.num_outputs, loaded, linear.spec.fused
                 )
@@ -224,7 +224,7 @@ class Transformer:
         """Return True if a head in another format is made from the embedding; a GGUF file has it in blocks."""
         return self.spec.tie_word_embeddings and not isinstance(self.spec.head.scheme, GgufBlocks)
 
-    def _when_loaded(self, linear: Linear) -> Callable[[], None] | None:
+    def when_loaded(self, linear: Linear) -> Callable[[], None] | None:
         """Return a function that converts a loaded weight, or None if weights stay as they are."""
         convert = self._convert
         if convert is None:
