@@ -36,6 +36,7 @@ from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.triton.attention import cascade, page_indices, prefill, quantize_query, split_batch
 from phonograph.kernels.triton.attention import rope_and_kv_write as rope
 from phonograph.kernels.triton.elementwise import fp8_rows, layers
+from phonograph.kernels.triton.experts.count_pairs import count_pairs
 from phonograph.kernels.triton.experts.expert_lists import ExpertLists
 from phonograph.kernels.triton.experts.expert_plan import expert_config
 from phonograph.kernels.triton.experts.expert_products import (
@@ -144,6 +145,7 @@ def launch_experts() -> None:
         config = expert_config(tokens, routing)
         bias = torch.zeros(num_experts) if routing.sigmoid else None
         route(x, halves(num_experts + 1, width), routing, lists, block=config.block, choice_bias_X=bias, num_rows=real)
+        count_pairs(lists.experts_Tk, longs(num_experts))
         gate_up, down = halves(num_experts * 2 * inner, width), halves(num_experts * width, inner)
         gate_up_products(x, gate_up, lists, routing, config, halves(pairs, inner), halves(num_experts * 2 * inner))
         down_products(halves(pairs, inner), down, lists, routing, config, halves(pairs, width))

@@ -118,6 +118,7 @@ def run_all(device: torch.device) -> None:
         layers.test_activation(3, 2500, gelu, dtype, device)
     fp8_rows.test_rows(1008, dtype, device)
     experts.test_routes("many", 50, 33, device)
+    experts.test_counts_of_pairs(70, 33, device)
     for config in experts.TILES:
         experts.test_products("many", 9, 7, config, torch.float16, device)
     products.test_one_row_with_every_epilogue(13, 200, True, torch.float16, device)
