@@ -14,8 +14,8 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 
 from phonograph.kernels.triton.gemm.product_plan import ProductShape, WeightFormat
-from phonograph.models.expert_tensors import ExpertTensors
 from phonograph.models.quantization.scheme import Scheme
+from phonograph.models.weights.expert_tensors import ExpertTensors
 
 UNLIMITED = (-1, -1)
 Activation = Literal["silu", "gelu_tanh"]

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from phonograph.errors import UnsupportedModelError
 from phonograph.kernels.routing import Routing
-from phonograph.models.expert_tensors import ExpertTensors
 from phonograph.models.layer_spec import LayerFeedForward, LayerMatrix, LayerSpec, MatrixPart
 from phonograph.models.quantization.grouped_weight import GroupedScheme
 from phonograph.models.quantization.scheme import Scheme
+from phonograph.models.weights.expert_tensors import ExpertTensors
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ import torch
 from phonograph.errors import UnsupportedModelError
 from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.triton.gemm.product_plan import WeightFormat
-from phonograph.models.expert_tensors import ExpertTensors
+from phonograph.models.weights.expert_tensors import ExpertTensors
 
 
 class Stored(NamedTuple):
