@@ -29,6 +29,7 @@ KERNEL_PARTS = {
     "_add_kernel": "rest",
     "_append_kernel": "rest",
     "_copy_kernel": "rest",
+    "_count_kernel": "rest",
     "_gather_kernel": "rest",
     "_list_kernel": "rest",
     "_mask_kernel": "rest",

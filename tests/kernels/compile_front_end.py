@@ -36,6 +36,7 @@ from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.triton.attention import cascade, page_indices, prefill, quantize_query, split_batch
 from phonograph.kernels.triton.attention import rope_and_kv_write as rope
 from phonograph.kernels.triton.elementwise import fp8_rows, layers
+from phonograph.kernels.triton.experts.count_pairs import count_pairs
 from phonograph.kernels.triton.experts.expert_lists import ExpertLists
 from phonograph.kernels.triton.experts.expert_plan import expert_config
 from phonograph.kernels.triton.experts.expert_products import (
@@ -147,6 +148,7 @@ def launch_experts() -> None:
         bias = torch.zeros(num_experts) if routing.sigmoid else None
         of_route = {"choice_bias_X": bias, "router_bias_O": halves(num_experts + 1), "num_rows": real}
         route(x, halves(num_experts + 1, width), routing, lists, block=config.block, **of_route)
+        count_pairs(lists.experts_Tk, longs(num_experts))
         gate_up, down = halves(num_experts * 2 * inner, width), halves(num_experts * width, inner)
         for mode in (SILU, GELU, CLAMPED_SWIGLU):
             biases = halves(num_experts * 2 * inner)

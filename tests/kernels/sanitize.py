@@ -120,6 +120,7 @@ def run_all(device: torch.device) -> None:
         layers.test_activation(3, 2500, gelu, dtype, device)
     fp8_rows.test_rows(1008, dtype, device)
     experts.test_routes("many", 50, 33, device)
+    experts.test_counts_of_pairs(70, 33, device)
     for config in experts.TILES:
         experts.test_products("many", 9, 7, config, torch.float16, device, experts.CLAMPED_SWIGLU)
     for config in experts_fp4.TILES:

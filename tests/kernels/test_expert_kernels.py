@@ -11,6 +11,7 @@ from phonograph.kernels.routing import Routing
 from phonograph.kernels.torch.route import route as torch_route
 from phonograph.kernels.triton.experts import expert_products
 from phonograph.kernels.triton.experts import route as route_module
+from phonograph.kernels.triton.experts.count_pairs import count_pairs
 from phonograph.kernels.triton.experts.expert_lists import LARGE_TILE, TILE, ExpertLists
 from phonograph.kernels.triton.experts.expert_plan import ExpertConfig, ExpertTile, expert_config
 from phonograph.kernels.triton.experts.route import route
@@ -72,6 +73,20 @@ def test_routes(name: str, num_tokens: int, count: int, device: torch.device) ->
     problem.route(num_rows=torch.tensor([count], dtype=torch.int32, device=device))
     check_choice(problem, count)
     problem.check_lists(count, TILE)
+
+
+@pytest.mark.parametrize(("num_tokens", "count"), [(1, 1), (7, 0), (70, 33)])
+def test_counts_of_pairs(num_tokens: int, count: int, device: torch.device) -> None:
+    """Padding counts nothing, and counts of several steps add up, beyond 32 bits too."""
+    routing = ROUTINGS["many"]
+    problem = Problem(num_tokens, routing, device)
+    problem.route(num_rows=torch.tensor([count], dtype=torch.int32, device=device))
+    before = torch.arange(routing.num_experts, device=device) + 2**33
+    load_X = before.clone()
+    for _ in range(2):
+        count_pairs(problem.lists.experts_Tk, load_X)
+    chosen = problem.lists.experts_Tk[:count].flatten().long()
+    assert (load_X - before).tolist() == (2 * torch.bincount(chosen, minlength=routing.num_experts)).tolist()
 
 
 def check_choice(problem: Problem, count: int) -> None:

@@ -19,10 +19,11 @@ from phonograph.config.engine_config import EngineConfig
 from phonograph.core.device import known_device
 from phonograph.engine.plan import make_plan
 from phonograph.errors import ConfigError, ModelError, PhonographError, UnsupportedModelError, WeightError
+from phonograph.kernels.torch.grouped import dequantize
 from phonograph.kernels.torch.layers import rms_norm
 from phonograph.models.layers.expert_spec import LayerExperts
 from phonograph.models.quantization.cpu_weights import CpuProducts, Int4Weight
-from phonograph.models.spec import read_model_spec
+from phonograph.models.spec import read_configured_model, read_model_spec
 from phonograph.models.weights.loading import begin_loading
 
 CPU = torch.device("cpu")
@@ -120,6 +121,25 @@ CONFIGS: list[tuple[str, dict[str, Any], type[PhonographError], str]] = [
         r"0.gate_proj is GPTQ, 4 bits, groups of 32, symmetric, 3.gate_proj is in 16 bits; they run as one matrix",
     ),
     (
+        "granitemoe",
+        {"quantization_config": GPTQ},
+        UnsupportedModelError,
+        "block_sparse_moe.input_linear has all experts in one tensor, which is not supported in GPTQ, 4 bits",
+    ),
+    ("granite4_moe", {"num_experts_per_tok": 0}, ModelError, "num_experts_per_tok=0 must be positive"),
+    ("granite4_moe", {"num_experts_per_tok": 9}, ModelError, "num_experts_per_tok=9 must be at most num_local_exp.*=8"),
+    (
+        "granite4_moe",
+        {"layer_types": ["attention"]},
+        ModelError,
+        r"layer_types=\['attention'\] must have a type for each",
+    ),
+    ("granite4_moe", {"normalization_function": "layernorm"}, ModelError, "'layernorm' must be rmsnorm or null"),
+    *(
+        ("granite4_moe", {"layer_types": types}, UnsupportedModelError, "layer_types=.* state .Mamba., which are not")
+        for types in (None, ["mamba", "attention"], ["linear_attention", "full_attention"])
+    ),
+    (
         "qwen3_moe",
         {"quantization_config": GPTQ | {"desc_act": True}},
         UnsupportedModelError,
@@ -191,6 +211,21 @@ def test_refused_tensors_of_all_experts(tmp_path: Path) -> None:
             logits(tmp_path)
 
 
+def test_tensors_of_all_experts(tmp_path: Path) -> None:
+    """One tensor has the gates and ups of all experts: its errors have its name and its shape."""
+    make_checkpoint("granitemoe", tmp_path)
+    path, name = tmp_path / "model.safetensors", "model.layers.1.block_sparse_moe.input_linear.weight"
+    whole = load_file(path)
+    for tensors, message in (
+        ({key: value for key, value in whole.items() if key != name}, rf"tensor {name} \[6, 48, 64\] is in none of"),
+        (whole | {name: torch.zeros(5, 48, 64)}, rf"tensor {name} .* shape \[5, 48, 64\].* expects \[6, 48, 64\]"),
+        (whole | {name: torch.zeros(6 * 48, 64)}, rf"tensor {name} .* shape \[288, 64\].* expects \[6, 48, 64\]"),
+    ):
+        save_file(tensors, path)
+        with pytest.raises(WeightError, match=message):
+            logits(tmp_path)
+
+
 def test_gpt_oss_without_rotary_parameters_has_those_of_transformers(tmp_path: Path) -> None:
     make_checkpoint("gpt_oss", tmp_path, rope_parameters=None, max_position_embeddings=131072)
     written = read_model_spec(tmp_path)
@@ -199,6 +234,21 @@ def test_gpt_oss_without_rotary_parameters_has_those_of_transformers(tmp_path: P
     assert read == written and read.context_length == 131072
     changed(tmp_path, rope_parameters={})
     assert read_model_spec(tmp_path).layers[0].attention.rope != written.layers[0].attention.rope
+
+
+def test_tensors_of_all_experts_become_fp8(tmp_path: Path) -> None:
+    """Each output has a scale, as in a matrix of one expert; a wrong shape is refused with that of the file."""
+    make_checkpoint("granitemoe", tmp_path)
+    path, name = tmp_path / "model.safetensors", "model.layers.0.block_sparse_moe.input_linear.weight"
+    spec = read_configured_model(EngineConfig(model=str(tmp_path), quantization="fp8"), config_only=False)
+    model, whole = load_model(spec, tmp_path, dtype=torch.float32, device=CPU), load_file(path)
+    weights = model.weights[0].feed_forward.gate_up.weight
+    assert weights.values.scales_OG.shape == (6 * 48, 1)
+    found, wanted = dequantize(weights.values).unflatten(0, (6, 48)), whole[name]
+    assert (found - wanted).abs().max() <= 2**-4 * wanted.abs().max() and found[5].std() > 0.05
+    save_file(whole | {name: torch.zeros(6 * 48, 64)}, path)
+    with pytest.raises(WeightError, match=rf"tensor {name} .* shape \[288, 64\].* ask for \[6, 48, 64\]"):
+        load_model(spec, tmp_path, dtype=torch.float32, device=CPU)
 
 
 def test_layers_after_the_last_are_skipped(tmp_path: Path) -> None:
@@ -228,7 +278,7 @@ def test_refused_by_a_plan(tmp_path: Path) -> None:
         "qwen3_moe", tmp_path, hidden_size=48, num_attention_heads=3, num_key_value_heads=1, moe_intermediate_size=24
     )
     gpu = known_device("h200")
-    with pytest.raises(ConfigError, match="batch_invariant=True: mixtures of experts have no such products"):
+    with pytest.raises(ConfigError, match="batch_invariant=True: mixtures of experts .* as their tiles depend"):
         make_plan(EngineConfig(model=str(tmp_path), batch_invariant=True), read_model_spec(tmp_path), gpu)
     for config, dtype, message in (
         (GPTQ, "float32", "quantized experts in bfloat16 and float16 only"),

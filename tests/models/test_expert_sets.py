@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from checkpoints import EXPERT_FAMILIES, make_checkpoint
 from kernel_sets import OwnQueries
 from product_problem import gemm_device
 
+from phonograph.kernels.triton.experts.count_pairs import count_pairs
+from phonograph.models.layers import triton_experts
 from phonograph.models.layers.kernel_set import KernelSet
 from phonograph.models.layers.linear import WeightAllocator
 from phonograph.models.layers.rotary import rotary_tables
@@ -46,8 +49,9 @@ class Sets:
 
     def __init__(self, folder: Path, family: str, dtype: torch.dtype, scheme: Scheme | None) -> None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        sizes = {} if family in ("mixtral", "olmoe", "gpt_oss") else {"moe_intermediate_size": 32}
-        make_checkpoint(family, folder, seed=2, **sizes)
+        sizes = {"moe_intermediate_size": 32, "intermediate_size": 32}
+        own = {name: size for name, size in sizes.items() if EXPERT_FAMILIES[family][2].get(name)}
+        make_checkpoint(family, folder, seed=2, **own)
         only = ("mlp.experts",) if isinstance(scheme, Mxfp4Scheme) else ()
         quantization = None if scheme is None else Quantization("", scheme, only=only)
         spec = read_model_spec(folder).with_quantization(quantization)
@@ -107,3 +111,29 @@ def test_rows_that_are_kept(sets: Sets) -> None:
     kept = torch.tensor([3, 0, 16, 7, 20, 20], device=device)
     wanted, found = (sets.run(kernels, ids, REAL, kept)[:KEPT].double() for kernels in sets.sets)
     assert (found - wanted).norm() <= LIMITS[sets.model.dtype] * wanted.norm()
+
+
+@torch.inference_mode()
+def test_both_sets_count_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of padding count nothing. Without counters no kernel counts."""
+    monkeypatch.setattr(WeightAllocator, "matrix", lambda self, ins, outs: self.tensor(outs, ins).t())
+    sets = Sets(tmp_path, "qwen2_moe", torch.float32, None)
+    launched: list[int] = []
+
+    def seen(experts_Tk: torch.Tensor, load_X: torch.Tensor) -> None:
+        launched.append(len(experts_Tk))
+        count_pairs(experts_Tk, load_X)
+
+    monkeypatch.setattr(triton_experts, "count_pairs", seen)
+    ids = torch.arange(MAX_TOKENS, dtype=torch.int32, device=sets.model.device) * 3
+    kept = torch.tensor([3, 0, 16, 7, 20, 20], device=sets.model.device)
+    loads: list[list[int]] = []
+    for counts, rows in itertools.product((False, True), (None, kept)):
+        for kernels in sets.sets:
+            if counts:
+                sets.model.count_expert_load()
+            sets.run(kernels, ids, REAL, rows)
+            loads += [load_X.tolist() for load_X in sets.model.expert_load.values()]
+    assert launched == [MAX_TOKENS, len(kept)]
+    assert loads[0] == loads[1] and sum(loads[0]) == 3 * REAL
+    assert loads[2] == loads[3] and sum(loads[2]) == 3 * KEPT

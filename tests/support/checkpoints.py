@@ -24,6 +24,12 @@ from transformers import (
     GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    GraniteMoeConfig,
+    GraniteMoeForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
+    GraniteMoeSharedConfig,
+    GraniteMoeSharedForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Ministral3Config,
@@ -84,6 +90,19 @@ LLAMA3_ROPE = {
 
 ROPE = {"rope_type": "default", "rope_theta": 5000.0}
 YARN_ROPE = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 16, "rope_theta": 5000.0}
+GRANITE = {
+    "num_key_value_heads": 2,
+    "attention_multiplier": 0.4,
+    "embedding_multiplier": 7.0,
+    "residual_multiplier": 0.3,
+    "logits_scaling": 0.5,
+}
+GRANITE_HYBRID = {
+    **GRANITE,
+    "shared_intermediate_size": 40,
+    "layer_types": ["full_attention", "full_attention"],
+    "mamba_n_heads": 8,
+}
 GEMMA = {"num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True, "pad_token_id": None}
 
 FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
@@ -136,16 +155,12 @@ FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
         Phi3ForCausalLM,
         {"num_key_value_heads": 2, "pad_token_id": None, "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}},
     ),
-    "granite": (
-        GraniteConfig,
-        GraniteForCausalLM,
-        {
-            "num_key_value_heads": 2,
-            "attention_multiplier": 0.4,
-            "embedding_multiplier": 7.0,
-            "residual_multiplier": 0.3,
-            "logits_scaling": 0.5,
-        },
+    "granite": (GraniteConfig, GraniteForCausalLM, GRANITE),
+    # Dense, with gates and ups in one tensor.
+    "granite4": (
+        GraniteMoeHybridConfig,
+        GraniteMoeHybridForCausalLM,
+        {**GRANITE_HYBRID, "num_local_experts": 0, "num_experts_per_tok": 0, "position_embedding_type": "rope"},
     ),
     # A layer without rope between two with it, and a window on that layer.
     "smollm3": (
@@ -255,6 +270,29 @@ EXPERT_FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
         OlmoeConfig,
         OlmoeForCausalLM,
         {"num_key_value_heads": 2, "num_experts": 8, "num_experts_per_tok": 3, "pad_token_id": None},
+    ),
+    # All experts of a layer in one tensor.
+    "granitemoe": (
+        GraniteMoeConfig,
+        GraniteMoeForCausalLM,
+        {**GRANITE, "intermediate_size": 24, "num_local_experts": 6, "num_experts_per_tok": 3},
+    ),
+    "granitemoeshared": (
+        GraniteMoeSharedConfig,
+        GraniteMoeSharedForCausalLM,
+        {
+            **GRANITE,
+            "intermediate_size": 24,
+            "shared_intermediate_size": 40,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    # Without rotary embedding.
+    "granite4_moe": (
+        GraniteMoeHybridConfig,
+        GraniteMoeHybridForCausalLM,
+        {**GRANITE_HYBRID, "intermediate_size": 24, "num_local_experts": 8, "num_experts_per_tok": 3},
     ),
     # Groups, a bias for the choice, a shared expert without a gate, half of each head rotated.
     "glm4_moe": (

@@ -7,7 +7,7 @@ from phonograph.models.families.family import Family
 from phonograph.models.families.gemma import GEMMA, GEMMA2, GEMMA3
 from phonograph.models.families.glm_moe import GLM4_MOE
 from phonograph.models.families.gpt_oss import GPT_OSS
-from phonograph.models.families.granite import GRANITE
+from phonograph.models.families.granite import GRANITE, GRANITE_MOE, GRANITE_MOE_HYBRID, GRANITE_MOE_SHARED
 from phonograph.models.families.llama import LLAMA, MISTRAL
 from phonograph.models.families.ministral import MINISTRAL3
 from phonograph.models.families.mixtral import MIXTRAL
@@ -26,6 +26,9 @@ ARCHITECTURES: dict[str, Family] = {
     "Glm4MoeForCausalLM": GLM4_MOE,
     "GptOssForCausalLM": GPT_OSS,
     "GraniteForCausalLM": GRANITE,
+    "GraniteMoeForCausalLM": GRANITE_MOE,
+    "GraniteMoeHybridForCausalLM": GRANITE_MOE_HYBRID,
+    "GraniteMoeSharedForCausalLM": GRANITE_MOE_SHARED,
     "LlamaForCausalLM": LLAMA,
     "Ministral3ForCausalLM": MINISTRAL3,
     "MistralForCausalLM": MISTRAL,

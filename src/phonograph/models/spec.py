@@ -180,9 +180,12 @@ class ModelSpec:
             shapes |= {f"{prefix}.{norm}.weight": (hidden,) for norm in layer.norms}
             for name, part, matrix in layer.modules():
                 if part.scheme is None:
-                    shapes[f"{prefix}.{matrix.weight_name(name)}"] = matrix.weight_shape(part)
+                    shapes[f"{prefix}.{matrix.tensor_name(name, 'weight')}"] = matrix.tensor_shape(
+                        "weight", part.num_outputs, matrix.num_inputs
+                    )
                 if matrix.bias:
-                    shapes[f"{prefix}.{matrix.bias_name(name)}"] = matrix.bias_shape(part)
+                    bias = matrix.tensor_name(name, "bias")
+                    shapes[f"{prefix}.{bias}"] = matrix.tensor_shape("bias", part.num_outputs)
             shapes |= {f"{prefix}.{name}": shape for name, shape in layer.other_shapes.items()}
             if layer.attention.head_norms:
                 attention = layer.attention
@@ -321,10 +324,10 @@ def _read_gguf_spec(path: Path, overrides: dict[str, Any]) -> ModelSpec:
         spec = _make_spec(settings, name, family, end_tokens_of_gguf(file))
         if spec.quantization is not None:
             raise UnsupportedModelError("a GGUF file has no quantization_config; its tensors say their formats")
-        quantization = quantization_of_gguf(file)
+        quantization = quantization_of_gguf(file, spec.layers)
         spec = replace(
             spec.with_ropes(partial(rope_of_gguf, file)).with_quantization(quantization),
-            notes=(*spec.notes, *notes_of_gguf(file, quantization)),
+            notes=(*spec.notes, *notes_of_gguf(file, quantization, spec.layers)),
         )
     return spec
 

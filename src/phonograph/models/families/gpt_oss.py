@@ -22,11 +22,10 @@ from phonograph.models.families.family import Family, Settings, layer_sizes, win
 from phonograph.models.families.softmax_experts import EXPERT_LOSS, softmax_routing
 from phonograph.models.layer_spec import LayerSpec, NormKind, decoder_layer
 from phonograph.models.layers.expert_spec import ExpertNames, with_experts
-from phonograph.models.layers.layer_matrix import ExpertStack
 from phonograph.models.rope_parameters import ORIGINAL, RopeParameters, read_rope
+from phonograph.models.weights.expert_tensors import ExpertTensors
 
 _NAMES = ExpertNames(gate="gate_up_proj", down="down_proj", router="router")
-_STACKS = ExpertStack(input_major=True, interleaved=True), ExpertStack(input_major=True)
 _ROPE: dict[str, Any] = {
     "rope_type": "yarn",
     "factor": 32.0,
@@ -45,6 +44,7 @@ _LIMIT = FieldKind(
 def _layers(settings: Settings) -> tuple[LayerSpec, ...]:
     sizes, bias = layer_sizes(settings), settings["attention_bias"]
     routing = softmax_routing(settings, "num_local_experts", "num_experts", renormalised=True)
+    fused = ExpertTensors(routing.num_experts, input_major=True, bare=True)
 
     def layer(window: tuple[int, int]) -> LayerSpec:
         dense = decoder_layer(sizes, qkv_bias=bias, o_bias=bias, window=window, sinks=True)
@@ -55,7 +55,7 @@ def _layers(settings: Settings) -> tuple[LayerSpec, ...]:
             names=_NAMES,
             activation="clamped_swiglu",
             bias=True,
-            stacks=_STACKS,
+            fused=(fused._replace(interleaved=True), fused),
         )
 
     return tuple(map(layer, windows(settings)))

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from phonograph.kernels.triton.gemm.product_plan import ProductShape, WeightFormat
 from phonograph.models.quantization.scheme import Scheme
+from phonograph.models.weights.expert_tensors import ExpertTensors
 
 
 class MatrixPart(NamedTuple):
@@ -24,18 +25,6 @@ class MatrixPart(NamedTuple):
     scheme: Scheme | None = None
 
 
-class ExpertStack(NamedTuple):
-    """Layout of the one tensor in which a checkpoint has a matrix of all experts, and of the tensor of its biases.
-
-    Attributes:
-        input_major: the tensor is [X, inputs, outputs]; otherwise [X, outputs, inputs].
-        interleaved: outputs of the two halves of an expert's matrix lie in turn: gate, up, gate, up.
-    """
-
-    input_major: bool = False
-    interleaved: bool = False
-
-
 @dataclass(frozen=True)
 class LayerMatrix:
     """A matrix, in which projections of the same input are fused. Their weights have one layout in memory.
@@ -49,8 +38,8 @@ class LayerMatrix:
         gated: the product is activation(first half) * second half.
         num_experts: experts that have a matrix of these parts each, one after another; None for a matrix of its own.
             Their names have the number of the expert between `module` and the part.
-        stack: layout of the tensor with the weights of all experts, whose name has no number; None if each expert has
-            tensors of its own. A stacked matrix has one part.
+        fused: layout of a checkpoint's tensors that have the single part of all experts, and no number in their names;
+            None if each expert has its tensors.
         quantizable: False for weights that are in the model's type in every file.
     """
 
@@ -61,7 +50,7 @@ class LayerMatrix:
     bias: bool = False
     gated: bool = False
     num_experts: int | None = None
-    stack: ExpertStack | None = None
+    fused: ExpertTensors | None = None
     quantizable: bool = True
 
     @property
@@ -106,7 +95,7 @@ class LayerMatrix:
 
     def path(self, part: str, expert: int = 0) -> str:
         """Return the name of a part in its layer."""
-        name = part if self.num_experts is None or self.stack is not None else f"{expert}.{part}"
+        name = part if self.num_experts is None or self.fused is not None else f"{expert}.{part}"
         return f"{self.module}.{name}" if self.module else name
 
     @property
@@ -118,9 +107,9 @@ class LayerMatrix:
     def projections(self) -> Iterator[tuple[str, MatrixPart]]:
         """Yield the name in the layer and the part of each projection, in the order of the matrix.
 
-        The part of a stacked matrix is that of all experts together.
+        A fused part is that of all experts together.
         """
-        if self.stack is not None:
+        if self.fused is not None:
             (part,) = self.parts
             yield self.path(part.name), part._replace(num_outputs=self.num_outputs)
             return
@@ -128,21 +117,10 @@ class LayerMatrix:
             for part in self.parts:
                 yield self.path(part.name, expert), part
 
-    def weight_name(self, projection: str) -> str:
-        """Return the name of the weights of a projection that is not quantized."""
-        return f"{projection}.weight" if self.stack is None else projection
+    def tensor_name(self, projection: str, kind: str) -> str:
+        """Return the name of a tensor of a projection, such as its "weight" or its "bias"."""
+        return f"{projection}.{kind}" if self.fused is None else self.fused.name(projection, kind)
 
-    def bias_name(self, projection: str) -> str:
-        """Return the name of the biases of a projection."""
-        return f"{projection}.bias" if self.stack is None else f"{projection}_bias"
-
-    def weight_shape(self, part: MatrixPart) -> tuple[int, ...]:
-        """Return the shape of the weights of one of `projections` in a checkpoint, if they are not quantized."""
-        if self.stack is None:
-            return part.num_outputs, self.num_inputs
-        sizes = self.expert_outputs, self.num_inputs
-        return self.num_experts or 1, *(reversed(sizes) if self.stack.input_major else sizes)
-
-    def bias_shape(self, part: MatrixPart) -> tuple[int, ...]:
-        """Return the shape of the biases of one of `projections`."""
-        return (part.num_outputs,) if self.stack is None else (self.num_experts or 1, self.expert_outputs)
+    def tensor_shape(self, kind: str, *rows_shape: int) -> tuple[int, ...]:
+        """Return the shape in a checkpoint of a tensor of a projection, which has a row for each output."""
+        return rows_shape if self.fused is None else self.fused.shape(kind, rows_shape)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from phonograph.models.layers.layer_matrix import ExpertStack, LayerMatrix
+from phonograph.models.layers.layer_matrix import LayerMatrix
 from phonograph.models.quantization.scheme import LinearWeight
 from phonograph.models.quantization.unquantized import DenseWeight
 
@@ -42,34 +42,19 @@ class Linear:
     def checkpoint_views(self) -> dict[str, torch.Tensor]:
         """Return views of the outputs by the names of a checkpoint: [size, inputs] matrices and [size] biases.
 
-        Views of stacked experts have the numbers of the checkpoint's tensors in the same order, and one dimension more.
+        Those of all experts in one tensor have the numbers of the checkpoint's tensor in the same order, and maybe one
+        dimension more.
         A quantized layer has views of its biases only; its weights are loaded by its scheme.
         """
         spec = self.spec
-        if spec.stack is not None:
-            return self._stacked_views(spec.stack)
-        names = [name for name, _ in spec.projections()]
+        whole = {} if spec.scheme is not None else {"weight": self.matrix.t()}
+        if self.bias_O is not None:
+            whole["bias"] = self.bias_O
+        views: dict[str, torch.Tensor] = {}
         counts = [part.num_outputs for _, part in spec.projections()]
-        views: dict[str, torch.Tensor] = {}
-        if spec.scheme is None:
-            views |= zip(map(spec.weight_name, names), self.matrix.t().split(counts), strict=True)
-        if self.bias_O is not None:
-            views |= zip(map(spec.bias_name, names), self.bias_O.split(counts), strict=True)
-        return views
-
-    def _stacked_views(self, stack: ExpertStack) -> dict[str, torch.Tensor]:
-        ((name, _),) = self.spec.projections()
-        views: dict[str, torch.Tensor] = {}
-        halves = 2 if stack.interleaved else 1
-        by_expert = self.spec.num_experts or 1, halves, self.spec.expert_outputs // halves
-        if self.spec.scheme is None:
-            # [experts, halves, outputs of a half, inputs] in memory.
-            weights = self.matrix.t().unflatten(0, by_expert)
-            views[self.spec.weight_name(name)] = (
-                weights.permute(0, 3, 2, 1) if stack.input_major else weights.transpose(1, 2)
-            )
-        if self.bias_O is not None:
-            views[self.spec.bias_name(name)] = self.bias_O.unflatten(0, by_expert).transpose(1, 2)
+        for kind, outputs in whole.items():
+            for (name, _), rows in zip(spec.projections(), outputs.split(counts), strict=True):
+                views[spec.tensor_name(name, kind)] = rows if spec.fused is None else spec.fused.view(kind, rows)
         return views
 
 

@@ -11,6 +11,7 @@ import torch
 
 from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.triton.elementwise import layers
+from phonograph.kernels.triton.experts.count_pairs import count_pairs
 from phonograph.kernels.triton.experts.expert_lists import ExpertLists
 from phonograph.kernels.triton.experts.expert_plan import expert_config
 from phonograph.kernels.triton.experts.expert_products import (
@@ -45,12 +46,17 @@ class ExpertKernels:
         weights: of the experts.
         workspace: intermediates of the largest step.
         shared: products of the shared expert, or None.
+        load_X: int64, counters of each expert's pairs; None launches no kernel that counts.
     """
 
     def __init__(
-        self, weights: ExpertsWeights, workspace: Workspace, shared: tuple[BoundProduct, BoundProduct] | None
+        self,
+        weights: ExpertsWeights,
+        workspace: Workspace,
+        shared: tuple[BoundProduct, BoundProduct] | None,
+        load_X: torch.Tensor | None = None,
     ) -> None:
-        self._weights, self._spec, self._shared = weights, weights.spec, shared
+        self._weights, self._spec, self._shared, self._load_X = weights, weights.spec, shared, load_X
         self._space = workspace.shared
         assert workspace.arrived is not None
         routing, num_tokens = weights.spec.routing, len(workspace.hidden_TE)
@@ -80,6 +86,8 @@ class ExpertKernels:
             choice_bias_X=weights.choice_bias,
             num_rows=num_rows,
         )
+        if self._load_X is not None:
+            count_pairs(lists.experts_Tk[: len(x_TE)], self._load_X)
         mode = _MODES[self._spec.activation]
         gate_up_products(x_TE, gate_up, lists, routing, config, memory.inner_PI, weights.gate_up.bias_O, mode=mode)
         down_products(memory.inner_PI, down, lists, routing, config, memory.results_PE, weights.down.bias_O)

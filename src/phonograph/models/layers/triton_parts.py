@@ -94,8 +94,8 @@ class TritonKernels:
     def feed_forward(self, weights: FeedForwardWeights) -> TritonFeedForward:
         return TritonFeedForward(self, weights)
 
-    def experts(self, weights: ExpertsWeights) -> TritonExperts:
-        return TritonExperts(self, weights)
+    def experts(self, weights: ExpertsWeights, load_X: torch.Tensor | None = None) -> TritonExperts:
+        return TritonExperts(self, weights, load_X)
 
     def head(self, norm_E: torch.Tensor, linear: Linear) -> TritonHead:
         return TritonHead(self, norm_E, self.bind(linear))
@@ -331,7 +331,7 @@ class TritonFeedForward:
 class TritonExperts:
     """Experts of a layer, and its shared expert."""
 
-    def __init__(self, kernels: TritonKernels, weights: ExpertsWeights) -> None:
+    def __init__(self, kernels: TritonKernels, weights: ExpertsWeights, load_X: torch.Tensor | None) -> None:
         self.then: TritonAttention | None = None
         self.begin = NormedInput(weights.input_norm, None)
         self._kernels, self._weights = kernels, weights
@@ -340,7 +340,7 @@ class TritonExperts:
             if weights.shared is None
             else (kernels.bind(weights.shared.gate_up), kernels.bind(weights.shared.down))
         )
-        self._experts = ExpertKernels(weights, kernels.workspace, shared)
+        self._experts = ExpertKernels(weights, kernels.workspace, shared, load_X)
 
     def __call__(self, stream: Stream) -> Stream:
         kernels, weights, hidden_TE = self._kernels, self._weights, stream.hidden_TE

@@ -17,6 +17,7 @@ import torch
 from phonograph.errors import UnsupportedModelError
 from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.triton.gemm.product_plan import WeightFormat
+from phonograph.models.weights.expert_tensors import ExpertTensors
 
 
 class Stored(NamedTuple):
@@ -113,12 +114,8 @@ Rules = tuple[tuple[str, Scheme | None], ...]
 class QuantizedModule:
     """A projection of a checkpoint, and its place in a fused weight: `outputs` from `first` on.
 
-    Attributes:
-        loaded: function that is called after the last part of a weight is loaded; parts are loaded in order.
-        num_experts: experts whose projections are stacked: each tensor has them as its first dimension, and its name
-            ends in "_" and the end of the format. None for a projection of its own.
-        interleaved: outputs of the two halves of a stacked projection lie in turn in the file: gate, up, gate, up. In
-            memory all of the first half come first.
+    `loaded` is called after the last part of a weight is loaded; parts are loaded in order. `fused` is the layout of
+    tensors that have the part of all experts, or None.
     """
 
     name: str
@@ -127,38 +124,29 @@ class QuantizedModule:
     first: int
     outputs: int
     loaded: Callable[[], None] | None = None
-    num_experts: int | None = None
-    interleaved: bool = False
+    fused: ExpertTensors | None = None
 
     def stored(self) -> dict[str, Stored]:
         """Return the tensors of the checkpoint by the ends of their names."""
         inputs, _ = self.weight.shape
-        if self.num_experts is None:
-            return self.scheme.stored(self.outputs, inputs)
-        of_expert = self.scheme.stored(self.outputs // self.num_experts, inputs)
-        return {end: stored._replace(shape=(self.num_experts, *stored.shape)) for end, stored in of_expert.items()}
+        stored = self.scheme.stored(self.outputs, inputs)
+        if self.fused is None:
+            return stored
+        return {kind: one._replace(shape=self.fused.shape(kind, one.shape)) for kind, one in stored.items()}
 
-    def tensor_name(self, end: str) -> str:
+    def tensor_name(self, kind: str) -> str:
         """Return the name of a tensor of the checkpoint."""
-        return f"{self.name}{'.' if self.num_experts is None else '_'}{end}"
+        return f"{self.name}.{kind}" if self.fused is None else self.fused.name(self.name, kind)
 
     @torch.inference_mode()
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Convert the module's tensors, on the device of the weight; raises WeightError as `Scheme.load`."""
-        there = {end: tensor.to(self.weight.device) for end, tensor in tensors.items()}
-        if self.num_experts is None:
-            self.scheme.load(self.name, there, self.weight, self.first)
-        else:
-            outputs = self.outputs // self.num_experts
-            for expert in range(self.num_experts):
-                own = {end: self._halves_apart(tensor[expert]) for end, tensor in there.items()}
-                self.scheme.load(f"expert {expert} of {self.name}", own, self.weight, self.first + expert * outputs)
+        there = {kind: tensor.to(self.weight.device) for kind, tensor in tensors.items()}
+        if self.fused is not None:
+            there = {kind: self.fused.rows(kind, tensor) for kind, tensor in there.items()}
+        self.scheme.load(self.name, there, self.weight, self.first)
         if self.loaded is not None:
             self.loaded()
-
-    def _halves_apart(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of an expert with the outputs of the first half first."""
-        return torch.cat([tensor[0::2], tensor[1::2]]) if self.interleaved else tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from phonograph.models.spec import ModelSpec, is_norm
 from phonograph.models.tied_embeddings import match_tied_embeddings
 from phonograph.models.transformer import Transformer
 from phonograph.models.weights.file_format import match_format
-from phonograph.models.weights.gguf_tensors import load_gguf
+from phonograph.models.weights.gguf_tensors import load_gguf, num_copies
 from phonograph.models.weights.kv_scales import is_kv_scale, is_unused_scale
 from phonograph.models.weights.staging import Copies
 from phonograph.models.wrapper import skipped_note
@@ -102,7 +102,10 @@ def begin_loading(
     convert = None if cpu_products is None else partial(cpu_products.convert, dtype=dtype)
     if convert is not None and not drawn:
         model.convert_quantized(convert)
-    num_tensors = len(spec.tensor_shapes()) + sum(1 for _ in model.quantized_modules())
+    if location is not None and is_gguf(location):
+        num_tensors = num_copies(model)
+    else:
+        num_tensors = len(spec.tensor_shapes()) + sum(1 for _ in model.quantized_modules())
 
     def report(num_there: int) -> None:
         if progress is not None:
