@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +26,8 @@ from phonograph.models.quantization.cpu_weights import CpuProducts
 from phonograph.models.quantization.grouped_weight import GroupedWeight
 from phonograph.models.quantization.mxfp4 import Mxfp4Scheme
 from phonograph.models.quantization.quantization_config import read_quantization
-from phonograph.models.quantization.scheme import QuantizedModule
 from phonograph.models.quantization.unquantized import DenseWeight
-from phonograph.models.spec import LAYERS, read_model_spec
-from phonograph.models.transformer import Transformer
-from phonograph.models.weights.expert_tensors import ExpertTensors
+from phonograph.models.spec import read_model_spec
 
 CPU = torch.device("cpu")
 TOKENS = [5, 99, 3, 3, 42, 17, 200, 8, 1]
@@ -42,42 +38,18 @@ FORMS = {
 }
 
 
-def stacked(model: Transformer) -> Iterator[QuantizedModule]:
-    """Yield the modules of experts as gpt-oss has them: stacked, gates and ups in turn."""
-    for index, layer in enumerate(model.weights):
-        for linear in layer.linears:
-            spec = linear.spec
-            if spec.num_experts is not None and spec.scheme is not None:
-                name = f"{LAYERS}.{index}.{spec.module}.{'gate_up_proj' if spec.gated else 'down_proj'}"
-                yield QuantizedModule(
-                    name,
-                    spec.scheme,
-                    linear.weight,
-                    0,
-                    spec.num_outputs,
-                    model.when_loaded(linear),
-                    ExpertTensors(spec.num_experts, interleaved=spec.gated, bare=True),
-                )
-
-
 def make_file(folder: Path, **settings: Any) -> dict[str, torch.Tensor]:
-    """Write a checkpoint of Qwen3-MoE whose experts are in MXFP4; return its tensors with what they mean."""
-    make_checkpoint("qwen3_moe", folder, moe_intermediate_size=32, num_experts=6)
+    """Write a checkpoint of gpt-oss whose experts are in MXFP4; return its tensors with what they mean."""
+    make_checkpoint("gpt_oss", folder, intermediate_size=32)
     tensors = load_file(folder / "model.safetensors")
     whole = dict(tensors)
-    for layer in (1, 2):
-        prefix = f"model.layers.{layer}.mlp.experts"
+    for layer in range(3):
         for name, outputs, inputs in (("gate_up_proj", 64, 64), ("down_proj", 64, 32)):
+            module = f"model.layers.{layer}.mlp.experts.{name}"
             file = random_file(6, outputs, inputs)
-            tensors |= {f"{prefix}.{name}_{end}": tensor for end, tensor in file.items()}
-            weights = meant(file).float()
-            for expert in range(6):
-                parts = {"down_proj": weights[expert]}
-                if name == "gate_up_proj":
-                    parts = {"gate_proj": weights[expert, 0::2], "up_proj": weights[expert, 1::2]}
-                for part, matrix in parts.items():
-                    del tensors[f"{prefix}.{expert}.{part}.weight"]
-                    whole[f"{prefix}.{expert}.{part}.weight"] = matrix.contiguous()
+            del tensors[module]
+            tensors |= {f"{module}_{end}": tensor for end, tensor in file.items()}
+            whole[module] = meant(file).float().transpose(1, 2).contiguous()
     save_file(tensors, folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
     written = json.loads(Mxfp4Config(**settings).to_json_string(use_diff=False))
@@ -99,7 +71,6 @@ def test_a_file_is_what_transformers_reads(form: type, tmp_path: Path, monkeypat
     quantized = {matrix.name for layer in spec.layers for matrix in layer.matrices if matrix.scheme is not None}
     assert quantized == {"experts' gate and up", "experts' down"}
     assert spec.quantization is not None and spec.quantization.name == "MXFP4, groups of 32"
-    monkeypatch.setattr(Transformer, "quantized_modules", stacked)
     found = [logits(tmp_path), logits(tmp_path, cpu_products=FORMS[form])]
     model = load_model(spec, tmp_path, dtype=torch.float32, device=CPU)
     measured = sum(tensor.nbytes for weight in model.quantized for tensor in weight.values if torch.is_tensor(tensor))
@@ -119,10 +90,9 @@ def test_a_file_is_what_transformers_reads(form: type, tmp_path: Path, monkeypat
         assert (one - wanted).norm() <= 1e-5 * wanted.norm()
 
 
-def test_refused_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_tensors(tmp_path: Path) -> None:
     """Tensors that are missing, of another size or type, not of the model, or not numbers, each by name."""
     make_file(tmp_path)
-    monkeypatch.setattr(Transformer, "quantized_modules", stacked)
     path = tmp_path / "model.safetensors"
     file, blocks, scales = load_file(path), f"{EXPERTS}.gate_up_proj_blocks", f"{EXPERTS}.down_proj_scales"
 
@@ -197,7 +167,7 @@ def test_scales_that_only_a_cpu_multiplies(monkeypatch: pytest.MonkeyPatch) -> N
 
 REFUSED: list[tuple[dict[str, Any], type[PhonographError], str]] = [
     (
-        {"moe_intermediate_size": 48},
+        {"intermediate_size": 48},
         UnsupportedModelError,
         "a scale for each 32 inputs, and 48 is not a multiple of 32",
     ),
@@ -245,8 +215,8 @@ def test_plan_and_dummy_weights(tmp_path: Path) -> None:
     make_file(tmp_path)
     spec = read_model_spec(tmp_path)
     plain = spec.with_quantization(None)
-    weights = 2 * 6 * 32 * 64 * 3
-    exponents = 2 * 6 * 64 * 4 * 2
+    weights = 3 * 6 * 32 * 64 * 3
+    exponents = 3 * 6 * 64 * 4 * 2
     assert plain.weight_bytes("bfloat16") - spec.weight_bytes("bfloat16") == weights * 2 - weights // 2 - exponents
     for dtype, message in (("bfloat16", None), ("float32", "quantized experts in bfloat16 and float16 only")):
         config = EngineConfig(model=str(tmp_path), dtype=dtype)
