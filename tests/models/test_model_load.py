@@ -400,6 +400,7 @@ def test_scales_of_queries(name: str, tmp_path: Path) -> None:
         ("kv_scale", torch.ones(1), 1, "none for the keys of layer 1"),
         ("kv_scale", torch.ones(1), 99, "some for layer"),
         ("k_scale", torch.ones(1), None, "none for the values of layer 0"),
+        ("k_scale", torch.ones(1), 1, "none for the keys of layer 1"),
         ("v_scale", torch.ones(1), None, "none for the keys of layer 0"),
     ],
 )

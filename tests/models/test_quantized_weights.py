@@ -27,6 +27,7 @@ from phonograph.models.quantization.float8 import Fp8
 from phonograph.models.quantization.gptq import Gptq
 from phonograph.models.quantization.grouped_weight import GroupedWeight, slices, unpack
 from phonograph.models.quantization.quantization_config import read_quantization
+from phonograph.models.quantization.scheme import Quantization
 from phonograph.models.spec import read_configured_model, read_model_spec
 from phonograph.models.weights.loading import begin_loading
 
@@ -685,6 +686,15 @@ def test_names_of_modules(entry: str, module: str, matches: bool) -> None:
     assert (ignoring.scheme_of(module) is None) == matches
     only = read_quantization(GPTQ.config | {"modules_in_block_to_quantize": [["o_proj"], [entry]]})
     assert (only.scheme_of(module) is not None) == matches
+
+
+@pytest.mark.parametrize(("parts", "named"), [("abc", ["a", "b", "c"]), ("abcd", ["a", "b"])])
+def test_each_of_three_parts_is_named_and_of_more_each_format(parts: str, named: list[str]) -> None:
+    quantization = Quantization("fp8", Fp8(origin="FP8", scales="channel"), rules=(("a", None),))
+    quantization.check_parts("m", "bcd")
+    with pytest.raises(UnsupportedModelError, match="the parts of m several formats: a is in 16 bits, b is") as refusal:
+        quantization.check_parts("m", parts)
+    assert re.findall(r"\b(\w) is ", str(refusal.value)) == named
 
 
 @pytest.mark.parametrize(

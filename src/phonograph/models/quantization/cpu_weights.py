@@ -59,7 +59,7 @@ class CpuProducts:
     def with_head(self, model: ModelSpec) -> ModelSpec:
         """Return the model with the head in the blocks of its GGUF file, if they are packed."""
         blocks = None if model.quantization is None else model.quantization.head
-        if blocks is None or model.head.scheme is not None or self.form(blocks, model.hidden_size) != "int4":
+        if blocks is None or self.form(blocks, model.hidden_size) != "int4":
             return model
         return model.with_head_scheme(blocks)
 

@@ -81,7 +81,7 @@ class KVScales:
         layers = set(range(num_layers))
         for name, scales, wanted in (
             ("keys", self.keys, self.keys or self.values),
-            ("values", self.values, self.keys or self.values),
+            ("values", self.values, self.keys),
             ("queries", self.queries, self.queries),
         ):
             if wanted and scales.keys() != layers:
