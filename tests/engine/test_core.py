@@ -72,7 +72,7 @@ class FakeRunner:
             if samples:
                 token_id = (hash(tuple(row)) >> 7) % 23
                 output.slots.append(slot)
-                output.token_ids.append(token_id)
+                output.token_ids.append([token_id])
                 if token_id == NOT_A_NUMBER:
                     output.failures[slot] = SlotFailure("sampling", "a test")
                 row.append(token_id)

@@ -340,9 +340,9 @@ def test_logprobs_reach_their_request() -> None:
     add(scheduler, a := request("a", logprobs=0), b := request("b"))
     batch = scheduler.schedule()
     output = output_of(batch)
-    output.logprobs[0] = TokenLogprobs(token_ids=[7], logprobs=[-1.5], ranks=[2])
+    output.logprobs[0] = [TokenLogprobs(token_ids=[7], logprobs=[-1.5], ranks=[2])]
     scheduler.update(batch, output)
-    assert a.logprobs == [output.logprobs[0]] and b.logprobs == []
+    assert a.logprobs == output.logprobs[0] and b.logprobs == []
 
 
 def test_prompt_logprobs_cut_short_by_a_preemption_are_collected_anew() -> None:
@@ -415,7 +415,7 @@ def test_updates_out_of_order_or_of_another_batch_are_our_bugs() -> None:
     with pytest.raises(AssertionError, match="order"):
         scheduler.update(second, output_of(second))
     with pytest.raises(AssertionError, match="output"):
-        scheduler.update(second, StepOutput(slots=[3], token_ids=[7]))
+        scheduler.update(second, StepOutput(slots=[3], token_ids=[[7]]))
 
 
 # Refusals

@@ -57,7 +57,7 @@ def request(
 
 def output_of(batch: ScheduledBatch, token_id: int = 7) -> StepOutput:
     slots = [slot for slot, samples in zip(batch.slots, batch.samples, strict=True) if samples]
-    return StepOutput(slots=slots, token_ids=[token_id] * len(slots))
+    return StepOutput(slots=slots, token_ids=[[token_id] for _ in slots])
 
 
 def step(scheduler: Scheduler, token_id: int = 7) -> ScheduledBatch:

@@ -172,8 +172,8 @@ class SimulatedRunner:
         if samples:
             token_id = next_token(row.histories[:end], self.windows, row.sample_index)
             output.slots.append(slot)
-            output.token_ids.append(token_id)
+            output.token_ids.append([token_id])
             if row.params.logprobs is not None:
-                output.logprobs[slot] = marked(token_id, len(row.token_ids))
+                output.logprobs[slot] = [marked(token_id, len(row.token_ids))]
             row.token_ids.append(token_id)
             row.histories.append(next_history(row.histories[-1], token_id))

@@ -106,19 +106,19 @@ class SlotFailure(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class StepOutput:
-    """Result of a step. Only sequences with `samples` set have a token.
+    """Result of a step. Only sequences with `samples` set have tokens.
 
     Attributes:
-        slots: slots with a sampled token, in batch order.
-        token_ids: the token of each of these slots.
+        slots: slots with sampled tokens, in batch order.
+        token_ids: the tokens of each of these slots, in the order of their positions, at least one. A prefill has one.
         failures: by slot, sequences that must end; their tokens are invalid.
-        logprobs: by slot, for requests with `logprobs`.
+        logprobs: by slot, one entry a token, for requests with `logprobs`.
         prompt_logprobs: by slot, positions of this step's chunk, for requests with `prompt_logprobs`. The first
             position of a prompt has none.
     """
 
     slots: list[int] = field(default_factory=list[int])
-    token_ids: list[int] = field(default_factory=list[int])
+    token_ids: list[list[int]] = field(default_factory=list[list[int]])
     failures: dict[int, SlotFailure] = field(default_factory=dict[int, SlotFailure])
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict[int, TokenLogprobs])
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict[int, list[TokenLogprobs]])
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict[int, list[TokenLogprobs]])

@@ -45,7 +45,7 @@ class CpuSampling:
         failures.by_slot.update(sampled.failures)
         take_tokens(output, slots, sampled.token_ids, self._sampler.vocab_size)
         self._inputs.append_tokens(slots, output.token_ids)
-        output.logprobs = sampled.logprobs
+        output.logprobs = {slot: [entry] for slot, entry in sampled.logprobs.items()}
         return CompletedStep(output, decision)
 
     def launch(self) -> None:

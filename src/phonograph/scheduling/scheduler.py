@@ -261,10 +261,11 @@ class Scheduler:
     def update(self, batch: ScheduledBatch, output: StepOutput) -> list[Request]:
         """Take the tokens of the oldest batch in flight, and end the requests that are complete.
 
-        Tokens of requests that ended meanwhile are dropped.
+        Tokens after the end of a request are dropped: those of a request that ended meanwhile, and the rest of a run
+        after a token that ends it.
 
         Returns:
-            The requests that failed, then those that got a token, each in batch order; those that ended are `finished`.
+            The requests that failed, then those that got tokens, each in batch order; those that ended are `finished`.
         """
         scheduled, requests = self._in_flight.popleft()
         assert scheduled is batch, "batches must be updated in the order in which they were scheduled"
@@ -275,19 +276,22 @@ class Scheduler:
         all_logprobs = output.logprobs
         finished = RequestState.FINISHED
         sampled = compress(requests, batch.samples)
-        for request, slot, token_id in zip(sampled, output.slots, output.token_ids, strict=True):
+        for request, slot, run in zip(sampled, output.slots, output.token_ids, strict=True):
             if request.state is finished:
                 continue
-            tokens = request.output_token_ids
-            tokens.append(token_id)
             news.append(request)
+            tokens = request.output_token_ids
+            for token_id in run:
+                tokens.append(token_id)
+                if token_id in request.end_token_ids and len(tokens) >= request.params.min_tokens:
+                    stop_reason = token_id if token_id in request.params.stop_token_ids else None
+                    self._finish(request, "stop", stop_reason)
+                    break
+                if request.prompt_len + len(tokens) == request.max_len:
+                    self._finish(request, "length", None)
+                    break
             if slot in all_logprobs:
-                request.logprobs.append(all_logprobs[slot])
-            if token_id in request.end_token_ids and len(tokens) >= request.params.min_tokens:
-                stop_reason = token_id if token_id in request.params.stop_token_ids else None
-                self._finish(request, "stop", stop_reason)
-            elif request.prompt_len + len(tokens) == request.max_len:
-                self._finish(request, "length", None)
+                request.logprobs += all_logprobs[slot][: len(tokens) - len(request.logprobs)]
         return news
 
     def _release_ending(self) -> None:
