@@ -50,6 +50,7 @@ class _Sample:
     request: Request
     completion: CompletionOutput
     parent: RequestOutput
+    prompt_reported: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -214,7 +215,7 @@ class Session:
             if not request.finished:
                 self.core.scheduler.finish(request.request_id, completion.finish_reason, completion.stop_reason)
             self._close(sample)
-        elif len(request.output_token_ids) == 1:
+        elif not sample.prompt_reported:
             self._report_prompt(sample)
 
     def _queue(self, samples: list[_Sample], grammar: Grammar | None) -> None:
@@ -291,6 +292,7 @@ class Session:
     @staticmethod
     def _report_prompt(sample: _Sample) -> None:
         """Copy the facts about the prompt to the output. All are known once the first token has come."""
+        sample.prompt_reported = True
         request, output = sample.request, sample.parent
         output.num_cached_tokens = max(output.num_cached_tokens, request.num_cached_tokens)
         known = output.prompt_logprobs
