@@ -67,10 +67,9 @@ def test_steps_of_a_scheduler(most_appends: int, monkeypatch: pytest.MonkeyPatch
             assert (common.prefix.num_tokens, common.prefix.length.tolist()) == (prefix_len, [prefix_len])
         slots = [slot for slot, samples in zip(batch.slots, batch.samples, strict=True) if samples]
         tokens = rng.integers(100, 1000, len(slots)).tolist()
-        runs = [[token] for token in tokens]
-        on_cpu.append_tokens(slots, runs)
+        on_cpu.append_tokens(slots, tokens)
         on_gpu.last_token[slots] = torch.tensor(tokens, dtype=torch.int32, device=DEVICE)
-        scheduler.update(batch, StepOutput(slots=slots, token_ids=runs))
+        scheduler.update(batch, StepOutput(slots=slots, token_ids=[[token] for token in tokens]))
     assert preempted, "sequences are loaded again with their output"
 
 

@@ -135,7 +135,7 @@ def test_only_rows_that_sample_have_a_token(samples: list[bool]) -> None:
 def test_tokens_outside_the_vocabulary_fail_their_slots(bad: int, place: int) -> None:
     right = [0, 9, 5]
     output = StepOutput()
-    take_tokens(output, [4, 2, 7], right, 10)
+    assert take_tokens(output, [4, 2, 7], right, 10) == right
     assert (output.slots, output.token_ids, output.failures) == ([4, 2, 7], [[0], [9], [5]], {})
     tokens = [*right[:place], bad, *right[place + 1 :]]
     slot = output.slots[place]

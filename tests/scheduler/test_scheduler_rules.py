@@ -54,15 +54,15 @@ def test_decodes_come_first_then_running_prompts_then_waiting_ones() -> None:
     assert batch.num_tokens == 9
 
 
-def test_chunk_of_one_token_stands_among_the_decodes() -> None:
+def test_chunk_of_one_token_is_a_prefill_before_the_longer_ones() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=6)
     add(scheduler, request("a", 5), request("b", 4), request("c", 1))
     batch = step(scheduler)
-    # The budget leaves one token of b: its shape is a decode's, but it samples nothing.
-    assert (batch.slots, batch.query_lens, batch.num_decodes) == ([1, 0], [1, 5], 1)
+    # The budget leaves one token of b: its shape is a decode's, but it is a part of a prompt.
+    assert (batch.slots, batch.query_lens, batch.num_decodes) == ([1, 0], [1, 5], 0)
     assert batch.samples == [False, True]
     batch = step(scheduler)
-    assert (batch.slots, batch.query_lens, batch.num_decodes) == ([0, 2, 1], [1, 1, 3], 2)
+    assert (batch.slots, batch.query_lens, batch.num_decodes) == ([0, 2, 1], [1, 1, 3], 1)
     assert batch.samples == [True, True, True]
 
 
@@ -263,7 +263,7 @@ def test_prompt_seen_before_computes_only_its_last_block() -> None:
     assert batch.new[0].num_computed == 8
     add(scheduler, request("c", range(13), max_tokens=1))
     batch = step(scheduler)
-    assert (batch.context_lens, batch.query_lens, batch.num_decodes) == ([12], [1], 1)
+    assert (batch.context_lens, batch.query_lens, batch.num_decodes) == ([12], [1], 0)
     assert (scheduler.stats.prefix_queries, scheduler.stats.prefix_hits) == (37, 20)
 
 

@@ -4,8 +4,9 @@ Data flows one way: Request -> ScheduledBatch -> (runner: metadata, decision, lo
 requests and blocks. The runner knows slots, the rows of its per-request state, and sees requests only through these
 types, so that neither imports the other.
 
-A batch is ordered decodes first (query length 1), then prefills; `num_decodes` is the boundary. Kernels and graphs
-depend on that order.
+A batch is ordered by kind: decodes first, which continue their output, then prefills; `num_decodes` is the boundary. A
+decode has one token, or several if it verifies drafts. A prefill may have one token as well; such prefills come before
+the longer ones.
 """
 
 from __future__ import annotations
@@ -57,9 +58,11 @@ class ScheduledBatch:
 
     Attributes:
         slots: runner slot of each sequence.
-        query_lens: tokens to compute in this step, >= 1.
-        context_lens: tokens computed before this step; seq_len is context_len + query_len.
+        query_lens: tokens to compute in this step, >= 1. Of a decode, all but the first are drafts.
+        context_lens: tokens computed before this step; seq_len is context_len + query_len. An upper bound for a decode
+            while a step with drafts of it is in flight.
         samples: True if the step reaches the last known token, so that a next token is sampled.
+        num_decode_tokens: tokens of the decodes, of the `num_tokens` of all sequences.
         freed: slots to clear before `new` is loaded (finished, aborted or preempted sequences).
     """
 
@@ -68,6 +71,7 @@ class ScheduledBatch:
     context_lens: list[int] = field(default_factory=list[int])
     samples: list[bool] = field(default_factory=list[bool])
     num_decodes: int = 0
+    num_decode_tokens: int = 0
     num_tokens: int = 0
     new: list[NewSequence] = field(default_factory=list[NewSequence])
     appends: list[BlockAppend] = field(default_factory=list[BlockAppend])

@@ -149,13 +149,14 @@ class Session:
         The list may be empty while there is more to do, because results can come with a later step.
         """
         changed = {id(output): output for output in self._take_compiled()} if self._compiling else {}
-        samples = self._samples
+        samples, take = self._samples, self._take
         for request in self.core.step():
             sample = samples.get(request.request_id)
             if sample is None:  # another sample of its request has failed in this step
                 continue
-            changed[id(sample.parent)] = sample.parent
-            self._contain(sample.parent, self._take, sample)
+            parent = sample.parent
+            changed[id(parent)] = parent
+            self._contain(parent, take, sample)
         return list(changed.values())
 
     def fail(self, output: RequestOutput, error: RequestError | RequestFailure) -> None:

@@ -84,17 +84,15 @@ class CpuInputs:
             end = append.start + len(append.block_ids)
             self.slot_blocks[append.group, append.slot, append.start : end] = append.block_ids
 
-    def append_tokens(self, slots: list[int], token_ids: list[list[int]]) -> None:
-        """Append the sampled tokens of each slot."""
+    def append_tokens(self, slots: list[int], token_ids: list[int]) -> None:
+        """Append one sampled token to each slot."""
         num_tokens, max_model_len = self._num_tokens, self.token_ids.shape[1]
-        for slot, run in zip(slots, token_ids, strict=True):
+        for slot, token_id in zip(slots, token_ids, strict=True):
             end = num_tokens[slot]
-            for token_id in run:
-                # A sequence at the end of its context samples a token that no step reads.
-                if end < max_model_len:
-                    self.token_ids[slot, end] = token_id
-                end += 1
-            num_tokens[slot] = end
+            # A sequence at the end of its context samples a token that no step reads.
+            if end < max_model_len:
+                self.token_ids[slot, end] = token_id
+            num_tokens[slot] = end + 1
 
     def prepare(self, *, num_reqs: int, num_tokens: int) -> None:
         """Do nothing: the host has written all inputs before the step."""
@@ -108,7 +106,7 @@ class CpuInputs:
         query_start_loc, seq_lens = self.query_start_loc_np, self.seq_lens_np
         query_start_loc[0] = 0
         self.num_reqs_np[0] = num_reqs
-        if batch.num_decodes == num_reqs:
+        if num_tokens == num_reqs:
             query_start_loc[1 : num_reqs + 1] = self._counting[1 : num_reqs + 1]
             seq_lens[:num_reqs] = context_lens + 1
             positions, token_slots = context_lens, slots
