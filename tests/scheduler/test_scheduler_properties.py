@@ -367,7 +367,7 @@ def long_stream(
             if len(engine.in_flight) == depth:
                 engine.update()
             engine.schedule()
-        if rng.random() < 0.1:
+        if rng.random() < 0.1 and engine.live():
             assert engine.scheduler.abort(rng.choice(engine.live()).request_id)
     engine.drain()
     engine.check_outputs()
