@@ -324,8 +324,8 @@ class AsyncLLM:
         sample = prompt.samples[index]
         if sample.finish_reason is not None:
             return
-        sample.grow(token_ids, logprobs, finish_reason, stop_reason)
-        self.requests.grown(prompt, sample, len(token_ids), made=made, seen=seen)
+        num_new = sample.grow(token_ids, logprobs, finish_reason, stop_reason)
+        self.requests.grown(prompt, sample, num_new, made=made, seen=seen)
         call.touch(prompt, sample)
         if sample.finish_reason is not None:
             self.num_open -= 1
