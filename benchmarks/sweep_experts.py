@@ -1,7 +1,7 @@
 """Times the experts of one layer on this GPU, kernel by kernel, beside the floor of memory; finds tiles with --sweep.
 
     python benchmarks/sweep_experts.py --model qwen3-30b-a3b --tokens 1 8 32 128 256 2048
-    python benchmarks/sweep_experts.py --model gpt-oss-20b --format int4 --tokens 8 --sweep gate_up
+    python benchmarks/sweep_experts.py --model gpt-oss-20b --format mxfp4 --tokens 8 --sweep gate_up
 
 A graph has several layers with weights of their own, so that the L2 cache has none of them at the next replay; random
 rows route nearly independently. The floor is the bytes of the experts that were chosen, and of the router, over 4.33
@@ -30,6 +30,7 @@ from phonograph.kernels.triton.experts.expert_plan import ExpertConfig, ExpertTi
 from phonograph.kernels.triton.experts.expert_products import add_results, down_products, fitted, gate_up_products
 from phonograph.kernels.triton.experts.route import route
 from phonograph.kernels.triton.gemm.product import Matrix
+from phonograph.models.quantization.mxfp4 import Mxfp4Scheme
 
 BYTES_PER_US = 4.33e6
 REPLAYS = 20
@@ -49,13 +50,19 @@ MODELS = {
     "mixtral-8x7b": Model(Routing(8, 2), 4096, 14336),
     "olmoe-7b": Model(Routing(64, 8, renormalised=False), 2048, 1024),
 }
-FORMATS = ("bf16", "fp8", "fp8-128", "int4", "int8")
+FORMATS = ("bf16", "fp8", "fp8-128", "int4", "int8", "mxfp4")
 
 
 def matrix(outputs: int, inputs: int, kind: str) -> Matrix:
     """Return random weights of a format, as they lie on a GPU."""
     if kind == "bf16":
         return torch.empty(outputs, inputs, dtype=torch.bfloat16, device="cuda").normal_(0, inputs**-0.5)
+    if kind == "mxfp4":
+        weight = Mxfp4Scheme().allocate(
+            outputs, inputs, lambda *shape, dtype: torch.empty(shape, dtype=dtype, device="cuda")
+        )
+        weight.draw(inputs**-0.5, torch.Generator("cuda").manual_seed(1))
+        return weight.values
     group = inputs if kind == "fp8" else 128 if inputs % 128 == 0 else 32
     dtype = torch.float32 if kind == "fp8" else torch.bfloat16
     scales = torch.full((inputs // group, outputs), inputs**-0.5, dtype=dtype, device="cuda").t()
@@ -89,7 +96,7 @@ class Layer:
         self.hidden, self.normed, self.norm = halves(num_tokens, hidden), halves(num_tokens, hidden), halves(hidden)
         self.inner, self.results = halves(pairs, inner), halves(pairs, hidden)
         words = torch.zeros(ExpertLists.num_words(num_tokens, routing), device="cuda")
-        counters = ExpertLists.counters(torch.device("cuda"))
+        counters = ExpertLists.counters(num_tokens, torch.device("cuda"))
         self.lists = ExpertLists.over(words, num_tokens, routing, counters)
         self.real = torch.tensor([num_tokens], dtype=torch.int32, device="cuda")
 
@@ -155,7 +162,8 @@ def sweep(layers: list[Layer], config: ExpertConfig, product: str, most: int) ->
     """Return times and configurations, best first."""
     kernel = "all" if product == "block" else product
     found: list[tuple[float, ExpertConfig]] = []
-    tried = [*candidates(config, product)]
+    matrices = layers[0].gate_up, layers[0].down
+    tried = [*dict.fromkeys(fitted(one, *matrices) for one in candidates(config, product))]
     for one in tried[:: max(1, len(tried) // most)]:
         calls = [layer.calls(one) for layer in layers]
         try:
@@ -182,7 +190,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for num_tokens in options.tokens:
         layers = [Layer(MODELS[options.model], num_tokens, options.format) for _ in range(options.layers)]
-        config = expert_config(num_tokens, layers[0].routing)
+        config = expert_config(num_tokens, layers[0].routing, fp4=options.format == "mxfp4")
         times = {name: round(time, 2) for name, time in measure(layers, config).items()}
         floor, chosen = layers[0].floor_us()
         row = {"tokens": num_tokens, "experts": chosen, "floor": round(floor, 2), **times, "config": repr(config)}

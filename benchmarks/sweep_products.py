@@ -34,7 +34,7 @@ from phonograph.bench.records.record import provenance
 from phonograph.engine.llm import LLM
 from phonograph.kernels.triton.attention.decode import decode_attention
 from phonograph.kernels.triton.attention.decode_plan import make_decode_plan, plan_decode
-from phonograph.kernels.triton.gemm.choose import EXCEPTIONS, ExceptionKey, choose, exception_format
+from phonograph.kernels.triton.gemm.choose import EXCEPTIONS, ExceptionKey, choose
 from phonograph.kernels.triton.gemm.choose_grouped import integer_stages, is_supported
 from phonograph.kernels.triton.gemm.product_plan import (
     PROCESSORS,
@@ -238,8 +238,7 @@ def applied(settings: Settings, rows: int, weights: Weights) -> Iterator[None]:
     """Have these chosen for a class of rows."""
     before = dict(EXCEPTIONS)
     for shape, config in settings.items():
-        format = exception_format(shape, weights.format, rows, weights.device)
-        EXCEPTIONS[ExceptionKey(format, rows, shape)] = config, "tried"
+        EXCEPTIONS[ExceptionKey(weights.format.bits, rows, shape)] = config, "tried"
     choose.cache_clear()
     try:
         yield

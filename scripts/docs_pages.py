@@ -27,6 +27,7 @@ from phonograph.cli.app import COMMANDS, app
 from phonograph.config.values import ValueKind
 from phonograph.config.vllm_flags import ALWAYS, MISSING, NEUTRAL, RENAMED
 from phonograph.files.catalog import HUB_IDS
+from phonograph.models.config_fields import FULL
 from phonograph.models.hf_config import read_settings
 from phonograph.models.registry import ARCHITECTURES
 from phonograph.server.http.application import ERRORS, ROUTERS
@@ -325,7 +326,11 @@ def models_page() -> str:
     """Return the page of supported models, from the registry."""
     rows: list[tuple[str, str, str, str]] = []
     for name, one in sorted(ARCHITECTURES.items()):
-        attention = one.layers(read_settings({"model_type": one.model_type}, name, one))[0].attention
+        config: dict[str, object] = {"model_type": one.model_type, "num_hidden_layers": 1}
+        # Some families have no layers by default that are implemented.
+        if "layer_types" in one.fields and one.fields["layer_types"].kind.accepts([FULL]):
+            config["layer_types"] = [FULL]
+        attention = one.layers(read_settings(config, name, one))[0].attention
         bias = "by config.json" if "attention_bias" in one.fields else "yes" if attention.qkv.bias else "no"
         rows.append((f"`{name}`", f"`{one.model_type}`", bias, "yes" if attention.head_norms else "no"))
     catalog = ((f"`{name}`", f"`{hub_id}`") for name, hub_id in HUB_IDS.items())

@@ -36,7 +36,11 @@ FAMILIES = {
     "gemma3_text": "Gemma 3 (text)",
     "gemma4_text": "Gemma 4 (text)",
     "glm4_moe": "GLM-4.5, 4.6, 4.7 (without multi-token prediction)",
-    "granite": "Granite 3 without experts",
+    "gpt_oss": "gpt-oss",
+    "granite": "Granite 3",
+    "granitemoe": "Granite 3 MoE, PowerMoE",
+    "granitemoehybrid": "Granite 4 without Mamba layers",
+    "granitemoeshared": "Granite MoE with a shared expert",
     "llama": "Llama 2 and 3.x, SmolLM2, TinyLlama",
     "ministral3": "Ministral 3",
     "mistral": "Mistral",
@@ -64,6 +68,7 @@ FORMATS = {
     "compressed-tensors": "compressed-tensors",
     "fp8": "FP8",
     "auto-round": "AutoRound",
+    "mxfp4": "MXFP4 (experts)",
 }
 """Names of the weight formats by `quant_method`."""
 COLUMNS = 118

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 
 from phonograph.attention.attention_spec import AttentionSpec
+from phonograph.kernels.routing import Routing
+from phonograph.models.layers.expert_spec import LayerExperts
 from phonograph.models.spec import ModelSpec
 
 
@@ -42,15 +44,30 @@ class Work(NamedTuple):
 def decode_work(model: ModelSpec, attention: AttentionSpec, *, num_seqs: int, context: int) -> tuple[Work, Work]:
     """Return the work of one decode step of `num_seqs` sequences: products with all weights, and attention.
 
-    An embedding that is not the LM head too is left out, since a step reads one row a sequence of it.
+    An embedding that is not the LM head too is left out, since a step reads one row a sequence of it. Of experts, the
+    expected number of different ones is read, as if each token chose at random.
     """
     embedding = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size
-    weights = model.num_parameters - embedding
+    num_bytes = float(model.weight_bytes(attention.dtype) - embedding * attention.element_bytes)
+    weights = float(model.num_parameters - embedding)
+    for layer in model.layers:
+        experts = layer.feed_forward
+        if isinstance(experts, LayerExperts):
+            routing = experts.routing
+            unread = 1 - expected_experts(routing, num_seqs) / routing.num_experts
+            for matrix in (experts.gate_up, experts.down):
+                num_bytes -= unread * matrix.nbytes(attention.element_bytes)
+                weights -= (1 - routing.top_k / routing.num_experts) * matrix.num_outputs * matrix.num_inputs
     pairs = model.num_layers * num_seqs * context
     return (
-        Work(model.weight_bytes(attention.dtype) - embedding * attention.element_bytes, 2.0 * weights * num_seqs),
+        Work(num_bytes, 2.0 * weights * num_seqs),
         Work(pairs * attention.kv_token_bytes, 4.0 * pairs * model.num_query_heads * model.head_size),
     )
+
+
+def expected_experts(routing: Routing, num_tokens: int) -> float:
+    """Return the expected number of different experts of tokens that choose at random: X * (1 - (1 - k / X) ** T)."""
+    return routing.num_experts * (1 - (1 - routing.top_k / routing.num_experts) ** num_tokens)
 
 
 def decode_floor(chip: Chip, model: ModelSpec, attention: AttentionSpec, **step: int) -> float:

@@ -30,6 +30,7 @@ KERNEL_PARTS = {
     "_add_table_kernel": "rest",
     "_append_kernel": "rest",
     "_copy_kernel": "rest",
+    "_count_kernel": "rest",
     "_gate_kernel": "rest",
     "_gather_kernel": "rest",
     "_list_kernel": "rest",

@@ -17,8 +17,9 @@ import torch
 from checks.random_weights import DTYPE, FP8, GROUP, marlin_scales, round_to_fp8
 from phonograph.kernels.fp8_activations import ScaledScratch
 from phonograph.kernels.torch.grouped import Grouped, interleave
-from phonograph.kernels.triton.gemm.bound_product import BoundProduct, format_of
+from phonograph.kernels.triton.gemm.bound_product import BoundProduct
 from phonograph.kernels.triton.gemm.choose import MAX_16_BIT_ROWS
+from phonograph.kernels.triton.gemm.product import format_of
 from phonograph.kernels.triton.gemm.product_plan import GemmDevice, ProductShape
 from phonograph.kernels.triton.gemm.run_product import GemmScratch
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from commands import run
+from public_family_configs import FAMILY_CONFIGS
 
 from phonograph.cli.app import main
 from phonograph.config.engine_config import EngineConfig
@@ -121,6 +122,29 @@ def test_a_plan_of_one_window_serves_each_group(folder: str, run_json: Any) -> N
     assert {group["backend"] for group in infer["kv_groups"]} == {"flashinfer"}
     (flash,) = run_json("explain", folder, *SIZES, "--attention-backend", "flash_attn", "--flash-attn-version", "3")
     assert "ahead-of-time schedule is made inside the graph" in flash["support"]["reason"]
+
+
+def test_backends_without_sinks_refuse_with_the_group_and_the_reason(
+    tmp_path: Path, run_json: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """gpt-oss-20b: every head has a sink, 64 of them, which FlashAttention 3 takes."""
+    config, _ = FAMILY_CONFIGS["openai/gpt-oss-20b"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (facts,) = run_json("explain", str(tmp_path), *SIZES)
+    groups = facts["kv_groups"]
+    assert [(group["window"], group["backend"]) for group in groups] == [(128, "triton"), (None, "triton")]
+    assert facts["mode"]["resolved"] == "FULL"
+    assert "attention sinks" in run(capsys, "explain", str(tmp_path), *SIZES)
+    (flash,) = run_json("explain", str(tmp_path), *SIZES, "--attention-backend", "flash_attn")
+    assert {group["backend"] for group in flash["kv_groups"]} == {"flash_attn 3"}
+    for flags, reason in (
+        (["--attention-backend", "flashinfer"], "attention sinks; its kernels have none"),
+        (["--attention-backend", "flash_attn", "--flash-attn-version", "2"], "attention sinks; its kernels have none"),
+        (["--cascade-attention"], "needs one KV group of full attention, and this model has 2"),
+    ):
+        assert main(["explain", str(tmp_path), *SIZES, *flags]) == 2
+        error = " ".join(capsys.readouterr().err.split())
+        assert reason in error and "KV group 0 (12 layers, window 128)" in error, error
 
 
 @pytest.mark.parametrize(

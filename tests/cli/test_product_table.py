@@ -9,7 +9,7 @@ from phonograph.config.engine_config import EngineConfig
 from phonograph.core.device import KNOWN_DEVICES
 from phonograph.kernels.triton.gemm.choose import choose
 from phonograph.kernels.triton.gemm.product_plan import GemmDevice, rows_class
-from phonograph.models.layers.matrix_spec import LayerMatrix, MatrixPart
+from phonograph.models.layers.layer_matrix import LayerMatrix, MatrixPart
 from phonograph.models.quantization.float8 import Fp8
 from phonograph.models.quantization.gptq import Gptq
 from phonograph.models.quantization.scheme import Scheme

@@ -19,6 +19,7 @@ VALUES: dict[str, tuple[str, Any]] = {
     "api_key": ("one, two", ("one", "two")),
     "served_model_name": ("a", ("a",)),
     "chat_template": ("chat.jinja", "chat.jinja"),
+    "chat_format": ("HARMONY", "harmony"),
     "generation_config": ("NONE", "none"),
     "max_logprobs": ("0", 0),
     "enable_auto_tool_choice": ("true", True),

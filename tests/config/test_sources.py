@@ -70,6 +70,7 @@ SETTINGS: dict[str, st.SearchStrategy[Any]] = {
     "enforce_eager": st.booleans(),
     "verify_graphs": st.booleans(),
     "batch_invariant": st.booleans(),
+    "expert_load_metrics": st.booleans(),
     "compilation_config": st.fixed_dictionaries({}, optional={"cudagraph_mode": st.sampled_from(["FULL", "none"])}),
 }
 some_settings = st.builds(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import subprocess
 import sys
 import time
@@ -13,10 +14,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import zmq
 
 from phonograph import LLM, AsyncLLM, SamplingParams, StructuredOutputs
 from phonograph.engine.build import Engine
 from phonograph.engine.outputs import RequestOutput
+from phonograph.engine.process.messages import Report
 from phonograph.engine.process.process_client import ProcessClient
 from phonograph.engine.process.thread_client import ThreadClient
 from phonograph.engine.startup import start
@@ -333,3 +336,33 @@ def test_other_tasks_run_while_many_calls_get_their_tokens() -> None:
 
     asyncio.run(run())
     assert sorted({*moments}) == [32, 64, 70]
+
+
+class Socket:
+    """Messages as a socket has them."""
+
+    def __init__(self, messages: list[Any]) -> None:
+        self._messages = [pickle.dumps(message) for message in messages]
+
+    async def recv(self, flags: int = 0) -> bytes:
+        if not self._messages:
+            raise zmq.Again
+        return self._messages.pop(0)
+
+
+def queue_of(messages: list[Any]) -> asyncio.Queue[Any]:
+    queue: asyncio.Queue[Any] = asyncio.Queue()
+    for message in messages:
+        queue.put_nowait(message)
+    return queue
+
+
+@pytest.mark.parametrize(("client", "messages_of"), [(ThreadClient, queue_of), (ProcessClient, Socket)])
+@pytest.mark.parametrize("count", [1, 7, 8, 9, 20])
+def test_a_client_returns_eight_reports_at_once(client: Any, messages_of: Any, count: int) -> None:
+    """More would keep the event loop from other tasks, however many the engine has sent."""
+    connection = object.__new__(client)
+    stats: Any = None
+    connection._messages = messages_of([Report(stats, number) for number in range(count)])
+    reports = asyncio.run(connection.receive())
+    assert [report.num_steps for report in reports] == list(range(min(count, 8)))

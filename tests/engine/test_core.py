@@ -72,7 +72,7 @@ class FakeRunner:
             if samples:
                 token_id = (hash(tuple(row)) >> 7) % 23
                 output.slots.append(slot)
-                output.token_ids.append(token_id)
+                output.token_ids.append([token_id])
                 if token_id == NOT_A_NUMBER:
                     output.failures[slot] = SlotFailure("sampling", "a test")
                 row.append(token_id)
@@ -177,18 +177,18 @@ def test_so_many_steps_are_in_flight_and_no_more(lookahead: int) -> None:
 
 @pytest.mark.parametrize("lookahead", [0, 1, 3])
 def test_each_step_is_reported_once_with_its_time(lookahead: int) -> None:
-    """The prompt of 20 tokens takes two steps of 12 at most, the first of which brings no token."""
+    """The prompt of 20 tokens takes two steps of 12 at most, and the second one has a decode."""
     core, runner = make_core(lookahead)
     records: list[StepRecord] = []
     core.on_step = records.append
     began = time.monotonic()
-    ask(core, "a", [5] * 20, 3)
     ask(core, "b", [6], 2)
+    ask(core, "a", [5] * 20, 3)
     while core.has_work:
         core.step()
         time.sleep(0.001)
     assert [(record.num_decodes, record.num_decodes + len(record.prefill_lens)) for record in records] == runner.shapes
-    assert [record.num_tokens for record in records][:2] == [12, 9]
+    assert [record.num_tokens for record in records][:2] == [12, 10]
     assert [record.kind for record in records][:3] == ["prefill", "mixed", "decode"]
     assert {(record.graph, record.mode, record.graph_tokens, record.cause, record.reason) for record in records} == {
         ("eager", "NONE", 16, "a test", "a test of 16 tokens")

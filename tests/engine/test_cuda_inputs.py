@@ -69,7 +69,7 @@ def test_steps_of_a_scheduler(most_appends: int, monkeypatch: pytest.MonkeyPatch
         tokens = rng.integers(100, 1000, len(slots)).tolist()
         on_cpu.append_tokens(slots, tokens)
         on_gpu.last_token[slots] = torch.tensor(tokens, dtype=torch.int32, device=DEVICE)
-        scheduler.update(batch, StepOutput(slots=slots, token_ids=tokens))
+        scheduler.update(batch, StepOutput(slots=slots, token_ids=[[token] for token in tokens]))
     assert preempted, "sequences are loaded again with their output"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,17 @@ from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.groups.group_facts import group_facts
 from phonograph.engine.llm import LLM
 from phonograph.graphs.modes import GraphMode
+from phonograph.runner.group_builder import GroupBuilder
 
 TYPES = ["sliding_attention"] * 3 + ["full_attention"] * 2 + ["sliding_attention"]
 MIXED = {"num_hidden_layers": 6, "layer_types": TYPES, "sliding_window": 11}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
-    folder = tmp_path_factory.mktemp("qwen2_window")
-    return make_checkpoint("qwen2_window", folder, **MIXED), str(folder)
+@pytest.fixture(scope="module", params=["qwen2_window", "gpt_oss"])
+def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
+    folder = tmp_path_factory.mktemp(request.param)
+    return make_checkpoint(request.param, folder, **MIXED), str(folder)
 
 
 def make_llm(folder: str, **settings: Any) -> LLM:
@@ -92,6 +94,26 @@ def test_gemma_4_in_five_modes(mode: GraphMode, tmp_path: Path) -> None:
     check_all_pages_free(llm)
 
 
+@pytest.mark.parametrize("window", [3, 8, 21, 70, 300])
+def test_windows_beside_sinks(window: int, tmp_path: Path) -> None:
+    """Windows below and above a block of 8, a chunk of 32, the prompts and the context, whose layers all have sinks."""
+    model = make_checkpoint("gpt_oss", tmp_path, num_hidden_layers=4, sliding_window=window)
+    llm = make_llm(str(tmp_path))
+    assert [group.window for group in llm.plan.kv.groups] == ([None] if window == 300 else [window, None])
+    asked = prompts(7, 60, 5, 41)
+    for _ in range(2):
+        outputs = llm.generate(asked, replace(GREEDY, logprobs=VOCAB_SIZE))
+        check(model, outputs)
+        for output in outputs:
+            tokens = torch.tensor(output.prompt_token_ids + output.outputs[0].token_ids)
+            with torch.inference_mode():
+                expected = model(tokens.unsqueeze(0)).logits[0, len(output.prompt_token_ids) - 1 : -1].log_softmax(-1)
+            for row, expected_V in zip(output.outputs[0].logprobs, expected, strict=True):
+                found = torch.tensor(row.logprobs)
+                torch.testing.assert_close(found, expected_V[row.token_ids], rtol=0, atol=1e-4)
+    check_all_pages_free(llm)
+
+
 @pytest.mark.parametrize("num_blocks", [75, 90])
 def test_preempted_requests(reference: tuple[Any, str], num_blocks: int) -> None:
     model, folder = reference
@@ -149,3 +171,38 @@ def test_a_request_takes_the_planned_pages(reference: tuple[Any, str], block_siz
         most = max(most, llm.engine.core.scheduler.stats.blocks_used)
     # A sliding group saves a block if the chunk begins at the border of one.
     assert planned - len(facts) <= most <= planned
+
+
+def _other_tables(self: GroupBuilder, commons: Any, *, key: Any) -> Any:
+    second = commons[1]
+    tables = replace(commons[0], block_table=second.block_table), replace(second, block_table=commons[0].block_table)
+    return RIGHT_BUILD(self, [*tables, *commons[2:]], key=key)
+
+
+def _other_slots(self: GroupBuilder, commons: Any, *, key: Any) -> Any:
+    return RIGHT_BUILD(self, [replace(common, slot_mapping=commons[-1].slot_mapping) for common in commons], key=key)
+
+
+RIGHT_BUILD = GroupBuilder.build
+
+
+@pytest.mark.parametrize(
+    ("fault", "build", "window"),
+    [
+        ("a group reads another's block table", _other_tables, 11),
+        ("groups write to the pages of the last", _other_slots, 11),
+        ("a window is too long by one", RIGHT_BUILD, 12),
+        ("a window is too short by one", RIGHT_BUILD, 10),
+    ],
+)
+def test_planted_faults(
+    reference: tuple[Any, str], monkeypatch: pytest.MonkeyPatch, fault: str, build: Any, window: int
+) -> None:
+    """Each of these faults changes tokens, so that the tests above see it."""
+    model, folder = reference
+    monkeypatch.setattr(GroupBuilder, "build", build)
+    llm = make_llm(folder, hf_overrides={"sliding_window": window})
+    outputs = llm.generate(prompts(7, 60, 75, 90), GREEDY)
+    with pytest.raises(AssertionError):
+        assert all(output.outputs for output in outputs)  # logits that are not numbers end a request
+        check(model, outputs)

@@ -127,7 +127,7 @@ def test_only_rows_that_sample_have_a_token(samples: list[bool]) -> None:
     batch, output = ScheduledBatch(slots=[4, 2, 0], samples=samples), StepOutput()
     assert cuda_sampling.StepInFlight(output, None, batch, ring, 1, 10).result() is output
     assert output.slots == list(compress([4, 2, 0], samples)) and output.failures == {}
-    assert output.token_ids == list(compress([5, 6, 7], samples))
+    assert output.token_ids == list(compress([[5], [6], [7]], samples))
 
 
 @pytest.mark.parametrize("bad", [-1, -2, 10, 11])
@@ -135,12 +135,12 @@ def test_only_rows_that_sample_have_a_token(samples: list[bool]) -> None:
 def test_tokens_outside_the_vocabulary_fail_their_slots(bad: int, place: int) -> None:
     right = [0, 9, 5]
     output = StepOutput()
-    take_tokens(output, [4, 2, 7], right, 10)
-    assert (output.slots, output.token_ids, output.failures) == ([4, 2, 7], right, {})
+    assert take_tokens(output, [4, 2, 7], right, 10) == right
+    assert (output.slots, output.token_ids, output.failures) == ([4, 2, 7], [[0], [9], [5]], {})
     tokens = [*right[:place], bad, *right[place + 1 :]]
     slot = output.slots[place]
     take_tokens(output, [4, 2, 7], tokens, 10)
-    assert output.token_ids == [*right[:place], 0, *right[place + 1 :]] and [*output.failures] == [slot]
+    assert output.token_ids == [[0 if token == bad else token] for token in tokens] and [*output.failures] == [slot]
     assert output.failures[slot].no_token == (bad == -1)
     assert bad == -1 or output.failures[slot].problem == f"the device returned {bad}; token ids are 0 to 9"
     first = SlotFailure("before", "a test")

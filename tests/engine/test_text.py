@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sentencepiece_like import END, sentencepiece_like
 
+from phonograph.core.batch import TokenLogprobs
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.demo import MODEL_DIRECTORY
 from phonograph.engine.outputs import CompletionOutput
@@ -123,6 +124,35 @@ def test_any_text_streams_without_taking_back_and_stops_first(text: str, stop: l
     else:
         assert whole.startswith(builder.text + builder.stopped)
         assert not any(one in builder.text for one in stop)
+
+
+@given(
+    text=st.text("ab #=1é😀", min_size=1, max_size=40),
+    stop=st.lists(st.text("ab #=1é", min_size=1, max_size=4), max_size=3),
+    min_tokens=st.sampled_from([0, 0, 3, 9]),
+    data=st.data(),
+)
+def test_runs_of_tokens_give_the_output_of_single_tokens(
+    text: str, stop: list[str], min_tokens: int, data: st.DataObject
+) -> None:
+    """A stop string may end in the middle of a run; the tokens after it are dropped with their log-probabilities."""
+    token_ids = TOKENIZER.encode(text)
+    positions = [TokenLogprobs([token_id], [-1.0], [place]) for place, token_id in enumerate(token_ids)]
+    params = SamplingParams(stop=stop, min_tokens=min_tokens)
+    cuts = data.draw(st.sets(st.integers(1, len(token_ids))))
+    outputs: list[CompletionOutput] = []
+    for ends in (range(1, len(token_ids) + 1), sorted({*cuts, len(token_ids)})):
+        output = CompletionOutput(0, TextBuilder(TOKENIZER, params, ()), [], logprobs=[])
+        start = 0
+        for end in ends:
+            output.token_ids += token_ids[start:end]
+            output.logprobs += positions[start:end]
+            output.update("length" if end == len(token_ids) else None, None)
+            start = end
+            if output.finish_reason is not None:
+                break
+        outputs.append(output)
+    assert outputs[0] == outputs[1] and outputs[0].token_ids == token_ids[: len(outputs[0].token_ids)]
 
 
 def test_tokenizer_errors_name_a_remedy(tmp_path) -> None:

@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 
 from bench.attention import CASES
-from bench.floor import H200, attention_work, decode_floor, this_chip
+from bench.floor import H200, attention_work, decode_floor, decode_work, expected_experts, this_chip
 from phonograph.attention.attention_spec import AttentionSpec
+from phonograph.kernels.routing import Routing
 from phonograph.models.spec import ModelSpec, read_model_spec
 
 HEADS = AttentionSpec(
@@ -43,6 +44,31 @@ def llama_8b() -> ModelSpec:
 def test_decode_floor(llama_8b: ModelSpec, num_seqs: int, context: int, published_ms: float) -> None:
     floor = decode_floor(H200, llama_8b, HEADS, num_seqs=num_seqs, context=context)
     assert floor * 1e3 == pytest.approx(published_ms, abs=0.07)
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "context", "published_ms"),
+    [(1, 1024, 1.43), (8, 1024, 6.15), (32, 1024, 13.0), (128, 1024, 16.9), (256, 512, 16.9)],
+)
+def test_decode_floor_of_experts(num_seqs: int, context: int, published_ms: float) -> None:
+    """Qwen3-30B-A3B: a step reads the experts that its tokens choose, each once."""
+    heads = replace(HEADS, num_kv_heads=4)
+    model = read_model_spec("qwen3-30b-a3b", config_only=True)
+    floor = decode_floor(H200, model, heads, num_seqs=num_seqs, context=context)
+    assert floor * 1e3 == pytest.approx(published_ms, rel=0.03)
+
+
+def test_work_of_experts_against_counting() -> None:
+    """The bytes are the mean of random choices; the operations are those of each token's experts."""
+    routing = Routing(num_experts=7, top_k=3)
+    rng = random.Random(0)
+    counts = [len({expert for _ in range(4) for expert in rng.sample(range(7), 3)}) for _ in range(20_000)]
+    assert expected_experts(routing, 4) == pytest.approx(sum(counts) / len(counts), rel=0.01)
+    model = read_model_spec("qwen3-30b-a3b", config_only=True)
+    (one, _), (many, _) = (decode_work(model, HEADS, num_seqs=rows, context=1) for rows in (1, 10**6))
+    expert = 3 * 2048 * 768
+    assert many.num_bytes - one.num_bytes == pytest.approx(2 * 48 * 120 * expert)
+    assert many.num_operations / 10**6 == one.num_operations == pytest.approx(one.num_bytes)
 
 
 def test_a_tied_embedding_is_read_as_the_head(llama_8b: ModelSpec) -> None:

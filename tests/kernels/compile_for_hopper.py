@@ -6,7 +6,8 @@ a read can be seen in the machine code, and only there. A program of its own, si
 run kernels in, is chosen when Triton is imported. Prints JSON: by kernel how many instructions, those that read what
 nothing wrote, and in order those that wait for the kernel before ("wait"), that let the next begin ("let") and, of
 products through a ring, that have the copy engine bring something ("ask"); of the attention of long prompts those that
-wait for the products of keys ("keys") or all of them ("all"), and exponentials ("exp").
+wait for the products of keys ("keys") or all of them ("all"), and exponentials ("exp"); of experts the instructions
+that `_MORE` names.
 """
 
 from __future__ import annotations
@@ -31,11 +32,16 @@ from far_gpu import FarGpu
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
+from phonograph.kernels.routing import Routing
 from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.triton.attention import decode as attention_decode
 from phonograph.kernels.triton.attention import decode_plan as attention_plan
 from phonograph.kernels.triton.attention import prefill as attention_prefill
 from phonograph.kernels.triton.attention import prefill_hopper as attention_prefill_hopper
+from phonograph.kernels.triton.experts import expert_products
+from phonograph.kernels.triton.experts.expert_lists import ExpertLists
+from phonograph.kernels.triton.experts.expert_plan import expert_config
+from phonograph.kernels.triton.gemm import launch_product
 from phonograph.kernels.triton.gemm.hopper import gemm_ring, gemv_integer
 from phonograph.kernels.triton.gemm.product import Product
 from phonograph.kernels.triton.gemm.product_plan import GemmRingConfig, GemvIntegerConfig
@@ -45,6 +51,15 @@ from phonograph.kernels.triton.launch.shared_memory import shared_memory
 _MORE = {
     "_gemm_ring_kernel": {"UTMALDG": "ask"},
     "_gemv_integer_kernel": {"UTMALDG": "ask"},
+    "_expert_kernel": {
+        "HGMMA": "product",
+        "HMUL2": "scale",
+        "HFMA2": "scale",
+        "LDGSTS.E.BYPASS.128": "copy 16",
+        "LDGSTS.E [": "copy 4",
+        "STS": "exchange",
+        "STL": "spill",
+    },
     "_prefill_kernel": {"DEPBAR.LE gsb0, 0x2": "keys", "DEPBAR.LE gsb0, 0x0": "all", "MUFU.EX2": "exp"},
 }
 """Instructions of a kernel that are told, beside those of all."""
@@ -64,7 +79,7 @@ def read_code(cubin: bytes, more: dict[str, str]) -> tuple[int, list[str], list[
     lines = [match[1].strip() for match in re.finditer(r"^\s*/\*[0-9a-f]{4,}\*/\s*([^;]*);", found, re.MULTILINE)]
     written, unwritten = {_ZERO}, list[str]()
     words = {"PREEXIT": "let", "ACQBULK": "wait"} | more
-    launches = [words[found[0]] for line in lines if (found := re.search("|".join(words), line))]
+    launches = [words[found[0]] for line in lines if (found := re.search("|".join(map(re.escape, words)), line))]
     for line in lines:
         match = re.match(r"(?:@!?U?P\w+ )?([A-Z0-9_.]+)\s*(.*)", line)
         if match is None:
@@ -132,14 +147,13 @@ def main() -> None:
         long = prefill_problem.Case(num_heads=8, head_size=head_size, block_size=64, dtype=torch.bfloat16)
         name = f"long {long}"
         prefill_problem.Batch(long, device).attend(prefill_problem.make_plan(long, device))
-    gemm_ring.pdl_options = lambda: {"PDL": True, "launch_pdl": True}
+    launch_product.pdl_options = lambda: {"PDL": True, "launch_pdl": True}
     for mode, splits in ((0, 1), (1, 3), (2, 1), (3, 1)):
         name = f"mode {mode}"
         x, out = (torch.empty(20, size, dtype=torch.bfloat16) for size in (1024, 256))
         weight = torch.empty(512, 1024, dtype=torch.bfloat16)
         parts = GemmScratch.make(device)[:2]
         gemm_ring.launch(Product(x, weight, None, out, mode), GemmRingConfig(32, 64, 128, splits, 2), parts)
-    gemv_integer.pdl_options = lambda: {"PDL": True, "launch_pdl": True}
     for mode, splits in ((0, 1), (1, 3), (2, 1), (3, 1)):
         name = f"mode {mode}"
         x, out = (torch.empty(1, size, dtype=torch.bfloat16) for size in (1024, 256))
@@ -147,6 +161,19 @@ def main() -> None:
         words = Grouped(torch.empty(512, 128, dtype=torch.int32), scales, None, 4, 128, interleaved=True)
         weight = words if mode >= 2 else words.rows(0, 256)
         gemv_integer.launch(Product(x, weight, None, out, mode), GemvIntegerConfig(64, 2, splits, 2, 2, 1), parts)
+    expert_products.pdl_options = lambda: {"PDL": True, "launch_pdl": True}
+    routing, size = Routing(32, 4), 2880
+    for tokens, gated in ((1, True), (1, False), (2048, True)):
+        name = f"tokens {tokens} gated {gated}"
+        pairs, outputs = tokens * routing.top_k, 32 * size * (1 + gated)
+        words = torch.empty(ExpertLists.num_words(tokens, routing))
+        lists = ExpertLists.over(words, tokens, routing, ExpertLists.counters(tokens, device))
+        exponents = torch.empty(23, outputs, dtype=torch.int32).t()
+        weight = Grouped(torch.empty(outputs, size // 8, dtype=torch.int32), exponents, None, 4, 32, interleaved=True)
+        config = expert_config(tokens, routing, fp4=True)
+        rows, out = (torch.empty(count, size, dtype=torch.bfloat16) for count in (tokens if gated else pairs, pairs))
+        launch = expert_products.gate_up_products if gated else expert_products.down_products
+        launch(rows, weight, lists, routing, config, out)
     limit = shared_memory()
     too_large = {name: size for name, kernel in kernels.items() if (size := kernel.metadata.shared) > limit}
     assert not too_large, f"of {limit} bytes of shared memory: {too_large}"

@@ -36,14 +36,17 @@ from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.triton.attention import cascade, page_indices, prefill, quantize_query, split_batch
 from phonograph.kernels.triton.attention import rope_and_kv_write as rope
 from phonograph.kernels.triton.elementwise import fp8_rows, layer_embeddings, layers
+from phonograph.kernels.triton.experts.count_pairs import count_pairs
 from phonograph.kernels.triton.experts.expert_lists import ExpertLists
 from phonograph.kernels.triton.experts.expert_plan import expert_config
 from phonograph.kernels.triton.experts.expert_products import (
     add_results,
     down_products,
+    fitted,
     gate_up_products,
 )
 from phonograph.kernels.triton.experts.route import route
+from phonograph.kernels.triton.gemm.product import CLAMPED_SWIGLU, GELU, SILU
 from phonograph.kernels.triton.sampling import bitmask, sample
 from phonograph.kernels.triton.step import pinned_words, prepare
 
@@ -143,25 +146,36 @@ def launch_experts() -> None:
         Routing(128, 8),
         Routing(24, 4, sigmoid=True, num_groups=4, top_groups=2),
     )
-    for routing, tokens in itertools.product(routings, (1, 700)):
+    for routing, tokens in itertools.product(routings, (1, 200, 700)):
         width, inner, pairs, num_experts = 256, 128, tokens * routing.top_k, routing.num_experts
         words = torch.zeros(ExpertLists.num_words(tokens, routing))
-        lists = ExpertLists.over(words, tokens, routing, ExpertLists.counters(CPU))
+        lists = ExpertLists.over(words, tokens, routing, ExpertLists.counters(tokens, CPU))
         x, real = halves(tokens, width), ints(1)
         config = expert_config(tokens, routing)
         bias = torch.zeros(num_experts) if routing.sigmoid else None
-        route(x, halves(num_experts + 1, width), routing, lists, block=config.block, choice_bias_X=bias, num_rows=real)
+        of_route = {"choice_bias_X": bias, "router_bias_O": halves(num_experts + 1), "num_rows": real}
+        route(x, halves(num_experts + 1, width), routing, lists, block=config.block, **of_route)
+        count_pairs(lists.experts_Tk, longs(num_experts))
         gate_up, down = halves(num_experts * 2 * inner, width), halves(num_experts * width, inner)
-        gate_up_products(x, gate_up, lists, routing, config, halves(pairs, inner), halves(num_experts * 2 * inner))
         factors, scale = routing._replace(logit_factor=0.1), torch.zeros(num_experts)
         route(x, halves(num_experts, width), factors, lists, block=config.block, expert_scale_X=scale)
-        gate_up_products(x, gate_up, lists, routing, config, halves(pairs, inner), gelu=True)
-        down_products(halves(pairs, inner), down, lists, routing, config, halves(pairs, width))
+        for mode in (SILU, GELU, CLAMPED_SWIGLU):
+            biases = halves(num_experts * 2 * inner)
+            gate_up_products(x, gate_up, lists, routing, config, halves(pairs, inner), biases, mode=mode)
+        biases = halves(num_experts * width)
+        down_products(halves(pairs, inner), down, lists, routing, config, halves(pairs, width), biases)
         grouped = Grouped(ints(num_experts * width, inner // 8), halves(num_experts * width, 1), None, 4, inner)
         for weight in (grouped, grouped._replace(packed_OW=halves(num_experts * width, inner).to(FP8), bits=8)):
             down_products(halves(pairs, inner), weight, lists, routing, config, halves(pairs, width))
-        shared, norm = (x, lists.shared_T), (halves(width), 1e-6, x)
-        add_results(halves(pairs, width), x, routing.top_k, num_rows=real, shared=shared, norm=norm)
+        fp4 = Grouped(
+            ints(num_experts * width, inner // 8), ints(num_experts * width, 1), None, 4, 32, interleaved=True
+        )
+        whole = fitted(config, fp4, fp4)
+        down_products(halves(pairs, inner), fp4, lists, routing, whole, halves(pairs, width))
+        shared = x, lists.shared_T
+        for weights in (halves(width), torch.zeros(width)):
+            norm = weights, 1e-6, x
+            add_results(halves(pairs, width), x, routing.top_k, num_rows=real, shared=shared, norm=norm)
 
 
 def kernels_of_rooms() -> list[str]:

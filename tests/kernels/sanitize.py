@@ -30,6 +30,7 @@ import test_attention_decode as decode
 import test_attention_prefill_hopper as hopper_prefill
 import test_cascade as cascade
 import test_dequantize as dequantized
+import test_expert_fp4 as experts_fp4
 import test_expert_kernels as experts
 import test_fp8_rows as fp8_rows
 import test_grouped_products as grouped_products
@@ -50,6 +51,7 @@ from product_problem import check_linear, poisoned
 from triton.runtime.jit import KernelInterface
 
 from phonograph.kernels import triton as kernels
+from phonograph.kernels.routing import Routing
 from phonograph.kernels.triton.elementwise import layers as elementwise
 from phonograph.kernels.triton.launch.pdl import gluon_usable
 
@@ -118,8 +120,11 @@ def run_all(device: torch.device) -> None:
         layers.test_activation(3, 2500, gelu, dtype, device)
     fp8_rows.test_rows(1008, dtype, device)
     experts.test_routes("many", 50, 33, device)
+    experts.test_counts_of_pairs(70, 33, device)
     for config in experts.TILES:
-        experts.test_products("many", 9, 7, config, torch.float16, device)
+        experts.test_products("many", 9, 7, config, torch.float16, device, experts.CLAMPED_SWIGLU)
+    for config in experts_fp4.TILES:
+        experts_fp4.test_products(Routing(5, 2), 9, 7, dtype, config, device)
     products.test_one_row_with_every_epilogue(13, 200, True, torch.float16, device)
     for rows, outputs, inputs, padded, splits in ((5, 31, 263, 8, 3), (21, 33, 256, 16, 1), (3, 45, 320, 8, 3)):
         products.test_tiles_of_rows(rows, outputs, inputs, padded, splits, device)

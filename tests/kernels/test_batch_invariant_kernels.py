@@ -19,8 +19,8 @@ from phonograph.kernels.triton.gemm.choose import BATCH_INVARIANT
 from phonograph.kernels.triton.gemm.run_product import GemmScratch
 from phonograph.kernels.triton.sampling import sample as sampling
 from phonograph.models.layer_spec import LayerSizes, decoder_layer
+from phonograph.models.layers.layer_matrix import LayerMatrix, MatrixPart
 from phonograph.models.layers.linear import WeightAllocator
-from phonograph.models.layers.matrix_spec import LayerMatrix, MatrixPart
 from phonograph.models.layers.rotary import rotary_tables
 from phonograph.models.layers.triton_parts import TritonKernels
 from phonograph.models.layers.workspace import Workspace

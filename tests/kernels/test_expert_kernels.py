@@ -11,9 +11,11 @@ from phonograph.kernels.routing import Routing
 from phonograph.kernels.torch.route import route as torch_route
 from phonograph.kernels.triton.experts import expert_products
 from phonograph.kernels.triton.experts import route as route_module
+from phonograph.kernels.triton.experts.count_pairs import count_pairs
 from phonograph.kernels.triton.experts.expert_lists import LARGE_TILE, TILE, ExpertLists
 from phonograph.kernels.triton.experts.expert_plan import ExpertConfig, ExpertTile, expert_config
 from phonograph.kernels.triton.experts.route import route
+from phonograph.kernels.triton.gemm.product import CLAMPED_SWIGLU, GELU, SILU
 from phonograph.kernels.triton.gemm.product_plan import rows_class
 
 ROUTINGS = {
@@ -30,7 +32,7 @@ ROUTINGS = {
 def make_lists(num_tokens: int, routing: Routing, device: torch.device) -> ExpertLists:
     """Return lists whose contents are NaN."""
     words = torch.full((ExpertLists.num_words(num_tokens, routing),), torch.nan, device=device)
-    return ExpertLists.over(words, num_tokens, routing, ExpertLists.counters(device))
+    return ExpertLists.over(words, num_tokens, routing, ExpertLists.counters(num_tokens, device))
 
 
 class Problem:
@@ -71,6 +73,20 @@ def test_routes(name: str, num_tokens: int, count: int, device: torch.device) ->
     problem.route(num_rows=torch.tensor([count], dtype=torch.int32, device=device))
     check_choice(problem, count)
     problem.check_lists(count, TILE)
+
+
+@pytest.mark.parametrize(("num_tokens", "count"), [(1, 1), (7, 0), (70, 33)])
+def test_counts_of_pairs(num_tokens: int, count: int, device: torch.device) -> None:
+    """Padding counts nothing, and counts of several steps add up, beyond 32 bits too."""
+    routing = ROUTINGS["many"]
+    problem = Problem(num_tokens, routing, device)
+    problem.route(num_rows=torch.tensor([count], dtype=torch.int32, device=device))
+    before = torch.arange(routing.num_experts, device=device) + 2**33
+    load_X = before.clone()
+    for _ in range(2):
+        count_pairs(problem.lists.experts_Tk, load_X)
+    chosen = problem.lists.experts_Tk[:count].flatten().long()
+    assert (load_X - before).tolist() == (2 * torch.bincount(chosen, minlength=routing.num_experts)).tolist()
 
 
 def check_choice(problem: Problem, count: int) -> None:
@@ -130,18 +146,33 @@ def test_ties_and_logits_that_are_no_numbers(name: str, device: torch.device) ->
     assert all(len(set(row)) == routing.top_k for row in problem.lists.experts_Tk.tolist())
 
 
+def activated(gate: torch.Tensor, up: torch.Tensor, mode: int) -> torch.Tensor:
+    if mode == CLAMPED_SWIGLU:
+        gate, up = gate.minimum(torch.tensor(7.0)), up.maximum(torch.tensor(-7.0)).minimum(torch.tensor(7.0))
+        return (up + 1) * gate / (1 + (-1.702 * gate).exp())
+    return up * (torch.nn.functional.gelu(gate, approximate="tanh") if mode == GELU else gate * gate.sigmoid())
+
+
 def reference(
-    x_TE: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, lists: ExpertLists, count: int, *, gelu: bool = False
+    x_TE: torch.Tensor,
+    matrices: tuple[torch.Tensor, ...],
+    biases: tuple[torch.Tensor | None, ...],
+    mode: int,
+    lists: ExpertLists,
+    count: int,
 ) -> torch.Tensor:
-    """Return the sums of the experts' results in float64, [count, E]; unchosen experts are not multiplied."""
+    """Return the sums of the experts' results in float64, [count, E]; unchosen experts are not multiplied.
+
+    Each of the matrices, and of the biases, has the experts in its first dimension.
+    """
+    (gate_up, down), (gate_up_bias, down_bias) = matrices, ((0.0,) * 99 if bias is None else bias for bias in biases)
     num_experts = gate_up.shape[0]
     total = torch.zeros(count, x_TE.shape[1], dtype=torch.float64, device=x_TE.device)
     for expert in range(num_experts):
         rows, ranks = (lists.experts_Tk[:count] == expert).nonzero(as_tuple=True)
         if len(rows):
-            gate, up = (x_TE[rows].double() @ gate_up[expert].double().t()).chunk(2, -1)
-            gate = torch.nn.functional.gelu(gate, approximate="tanh") if gelu else gate * gate.sigmoid()
-            result = (gate * up) @ down[expert].double().t()
+            gate, up = (x_TE[rows].double() @ gate_up[expert].double().t() + gate_up_bias[expert]).chunk(2, -1)
+            result = activated(gate, up, mode) @ down[expert].double().t() + down_bias[expert]
             total.index_add_(0, rows, result * lists.weights_Tk[rows, ranks].double().unsqueeze(1))
     return total
 
@@ -152,14 +183,18 @@ TILES = (
 )
 
 
+@pytest.mark.parametrize("mode", [SILU, GELU, CLAMPED_SWIGLU])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("config", TILES)
 @pytest.mark.parametrize(("name", "num_tokens", "count"), [("few", 1, 1), ("many", 9, 7), ("one", 70, 70)])
 def test_products(
-    name: str, num_tokens: int, count: int, config: ExpertConfig, dtype: torch.dtype, device: torch.device
+    name: str, num_tokens: int, count: int, config: ExpertConfig, dtype: torch.dtype, device: torch.device, mode: int
 ) -> None:
-    """Scratch, padding rows, and experts without tokens are NaN; the norm that follows is computed."""
-    width, inner, routing, gelu = 50, 27, ROUTINGS[name], name == "many"
+    """Scratch, padding rows, and experts without tokens are NaN; the norm that follows is computed.
+
+    Experts with the clamped activation have biases, and many of their gates and ups are beyond the limits.
+    """
+    width, inner, routing = 50, 27, ROUTINGS[name]
     problem = Problem(num_tokens, routing, device, width)
     x_TE = problem.x_TE = problem.x_TE.to(dtype)
     problem.router_OE = problem.router_OE.to(dtype)
@@ -167,22 +202,27 @@ def test_products(
     real = torch.tensor([count], dtype=torch.int32, device=device)
     problem.route(block=config.block, num_rows=real)
     lists, num_experts = problem.lists, routing.num_experts
-    gate_up = (torch.randn(num_experts, 2 * inner, width) / width**0.5).to(device, dtype)
+    clamped = mode == CLAMPED_SWIGLU
+    gate_up = (torch.randn(num_experts, 2 * inner, width) * (1 + 5 * clamped) / width**0.5).to(device, dtype)
     down = (torch.randn(num_experts, width, inner) / inner**0.5).to(device, dtype)
+    biases = tuple(torch.randn(num_experts, size).to(device, dtype) if clamped else None for size in (2 * inner, width))
     chosen = set(lists.experts_Tk[:count].flatten().tolist())
     for expert in set(range(num_experts)) - chosen:
-        gate_up[expert], down[expert] = torch.nan, torch.nan
+        for tensor in (gate_up, down, *(bias for bias in biases if bias is not None)):
+            tensor[expert] = torch.nan
     pairs = num_tokens * routing.top_k
     inner_PI = torch.full((pairs, inner), torch.nan, dtype=dtype, device=device)
     results_PE = torch.full((pairs, width), torch.nan, dtype=dtype, device=device)
-    expert_products.gate_up_products(x_TE, gate_up.flatten(0, 1), lists, routing, config, inner_PI, gelu=gelu)
-    expert_products.down_products(inner_PI, down.flatten(0, 1), lists, routing, config, results_PE)
+    flat = [None if bias is None else bias.flatten() for bias in biases]
+    expert_products.gate_up_products(x_TE, gate_up.flatten(0, 1), lists, routing, config, inner_PI, flat[0], mode=mode)
+    expert_products.down_products(inner_PI, down.flatten(0, 1), lists, routing, config, results_PE, flat[1])
     hidden = torch.randn(num_tokens, width).to(device, dtype)
     shared = torch.randn(num_tokens, width).to(device, dtype)
     shared[count:] = torch.nan
-    weight, normed = torch.randn(width).to(device, dtype), torch.full_like(hidden, torch.nan)
+    weight = torch.randn(width).to(device, torch.float32 if clamped else dtype)
+    normed = torch.full_like(hidden, torch.nan)
     wanted = hidden.double()
-    wanted[:count] += 0.5 * reference(x_TE, gate_up, down, lists, count, gelu=gelu)
+    wanted[:count] += 0.5 * reference(x_TE, (gate_up, down), biases, mode, lists, count)
     wanted[:count] += 0.5 * shared[:count].double() * lists.shared_T[:count].double().unsqueeze(1)
     expert_products.add_results(
         results_PE,
@@ -197,6 +237,21 @@ def test_products(
     assert (hidden.double() - wanted).norm() <= limit * wanted.norm()
     wanted = hidden.double() * torch.rsqrt(hidden.double().square().mean(-1, keepdim=True) + 1e-5) * weight.double()
     assert (normed.double() - wanted).norm() <= limit * wanted.norm()
+
+
+def test_no_number_is_hidden_by_limits(device: torch.device) -> None:
+    """Each gate or up that is not a number makes a result that is none."""
+    routing, width, inner = ROUTINGS["all"], 50, 27
+    problem = Problem(2, routing, device, width)
+    problem.route()
+    gate_up = torch.randn(routing.num_experts, 2 * inner, width, device=device)
+    gate_up[2, 5], gate_up[4, inner + 11] = torch.nan, torch.nan
+    inner_PI = torch.zeros(2 * routing.top_k, inner, device=device)
+    expert_products.gate_up_products(
+        problem.x_TE, gate_up.flatten(0, 1), problem.lists, routing, TILES[0], inner_PI, mode=CLAMPED_SWIGLU
+    )
+    # Each expert has both tokens.
+    assert inner_PI.isnan().nonzero().tolist() == [[4, 5], [5, 5], [8, 11], [9, 11]]
 
 
 class Recorded:

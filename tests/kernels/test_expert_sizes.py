@@ -32,7 +32,7 @@ def test_layer(name: str, num_tokens: int) -> None:
     x[count:] = torch.nan
     real = torch.tensor([count], dtype=torch.int32, device="cuda")
     words = torch.full((ExpertLists.num_words(num_tokens, routing),), torch.nan, device="cuda")
-    lists = ExpertLists.over(words, num_tokens, routing, ExpertLists.counters(torch.device("cuda")))
+    lists = ExpertLists.over(words, num_tokens, routing, ExpertLists.counters(num_tokens, torch.device("cuda")))
     config = expert_config(num_tokens, routing)
     route(x, router, routing, lists, block=config.block, num_rows=real)
     logits = (x[:count].double() @ router.double().t()).float()

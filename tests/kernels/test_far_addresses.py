@@ -307,7 +307,10 @@ KV_KERNELS = (
 def walk_experts(place: Place, device: torch.device) -> list[torch.Tensor]:
     routing, width, inner = Routing(3, 2), 32, 16
     lists = ExpertLists.over(
-        torch.zeros(ExpertLists.num_words(ROWS, routing), device=device), ROWS, routing, ExpertLists.counters(device)
+        torch.zeros(ExpertLists.num_words(ROWS, routing), device=device),
+        ROWS,
+        routing,
+        ExpertLists.counters(ROWS, device),
     )
     x, hidden = (place(randn(ROWS, width, device=device)) for _ in range(2))
     route(x, place(randn(3, width, device=device)), routing, lists, block=16)

@@ -55,6 +55,23 @@ def test_words_of_one_row_are_asked_for_before_waiting(report: Report) -> None:
 
 
 @pytest.mark.long
+def test_numbers_of_fp4_are_made_where_they_are_multiplied(report: Report) -> None:
+    """No register is spilled, words are copied 16 bytes at a time, and numbers are not exchanged between threads.
+
+    One instruction scales two codes: of a tile of 64 outputs and 128 inputs, 32 in each thread of four warps.
+    """
+    experts = {name: words for name, (_, _, words) in report.items() if name.startswith("_expert_kernel")}
+    assert len(experts) == 3
+    for name, words in experts.items():
+        tiles = 2 if name.endswith("True") else 1
+        loop = words[words.index("product") : len(words) - words[::-1].index("product")]
+        assert words.count("spill") == loop.count("exchange") == 0, name
+        assert words.count("scale") == 32 * tiles, name
+        # Rows are copied too; each tile has a word of exponents a row.
+        assert words.count("copy 16") >= 2 * tiles and words.count("copy 4") >= tiles, name
+
+
+@pytest.mark.long
 def test_half_of_a_tiles_exponentials_run_beside_later_products(report: Report) -> None:
     """The compiler could move all of them before the wait for the values' products, or behind it: 5% slower. Those of
     heads of 64 are half as long, and less need to run beside them."""

@@ -31,3 +31,10 @@ def check(rows: int, columns: int, page_size: int, device: torch.device) -> None
     wanted = torch.cat([row[: math.ceil(length / page_size)] for row, length in zip(table, lens, strict=True)])
     assert torch.equal(out[: len(wanted)].cpu(), wanted)
     assert (out[len(wanted) :] == -7).all()
+
+
+def test_a_batch_without_sequences_launches_nothing(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device refuses a grid of no programs."""
+    monkeypatch.delattr(pages, "_indices_kernel")
+    none = torch.zeros(0, 4, dtype=torch.int32, device=device)
+    page_indices(none, none[:, 0], none[:, 0], page_size=16)

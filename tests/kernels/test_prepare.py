@@ -211,7 +211,7 @@ def test_layout_views_share_memory_and_are_aligned() -> None:
     views = layout.sampling_views(staging)
     host = layout.host_views(words)
     host.header[:4] = 5, 7, 3, 4096
-    assert layout.prefix_len(staging).tolist() == [4096]
+    assert layout.prefix_len(staging).tolist() == [4096] and layout.num_reqs(staging).tolist() == [5]
     for name, tensor in views._asdict().items():
         assert tensor.tolist() == getattr(host, name).tolist()
     assert views.draw_keys.dtype == torch.int64

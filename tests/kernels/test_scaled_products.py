@@ -18,9 +18,8 @@ from product_problem import (
 )
 
 from phonograph.kernels.triton.elementwise.layers import silu_and_mul
-from phonograph.kernels.triton.gemm.bound_product import format_of
 from phonograph.kernels.triton.gemm.choose import MAX_16_BIT_ROWS, choose, has_fp8_products, takes_fp8_rows
-from phonograph.kernels.triton.gemm.product import Product
+from phonograph.kernels.triton.gemm.product import Product, format_of
 from phonograph.kernels.triton.gemm.product_plan import (
     GemmDevice,
     GemmRingConfig,

@@ -13,7 +13,7 @@ from triton.runtime.jit import JITFunction
 
 from phonograph.kernels.triton.gemm import gemm_small_m, gemv
 from phonograph.kernels.triton.gemm.bound_product import BoundProduct
-from phonograph.kernels.triton.gemm.choose import EXCEPTIONS, ExceptionKey, choose, exception_format
+from phonograph.kernels.triton.gemm.choose import EXCEPTIONS, ExceptionKey, choose
 from phonograph.kernels.triton.gemm.product import ADD, GELU, SILU, STORE, DeferredNorm, NextNorm, Norm, Product
 from phonograph.kernels.triton.gemm.product_plan import (
     HEAD,
@@ -226,7 +226,7 @@ def test_norms_deferred_from_either_kernel_to_the_other(
         (72, 48): few,
         (36, 48, True): few,
     }.items():
-        exceptions[ExceptionKey("dense", padded, ProductShape(*sizes))] = config, "a test"
+        exceptions[ExceptionKey(0, padded, ProductShape(*sizes))] = config, "a test"
 
     def bound(case: Case, *, gated: bool = False) -> BoundProduct:
         shape = ProductShape(case.out.shape[1], case.x.shape[1], gated)
@@ -255,7 +255,7 @@ def test_norms_deferred_from_either_kernel_to_the_other(
 
 def test_norms_that_are_not_deferred(device: torch.device, exceptions: Exceptions) -> None:
     """One row, more than 16, more tiles or rows than the sums of squares have room for, and types but bfloat16."""
-    exceptions[ExceptionKey("dense", 16, ProductShape(64, 64))] = _config(8, 1), "a test"
+    exceptions[ExceptionKey(0, 16, ProductShape(64, 64))] = _config(8, 1), "a test"
     scratch = poisoned(device)
 
     def memory(rows: int, outputs: int = 4096, weights: WeightFormat = BFLOAT16) -> DeferredNorm | None:
@@ -344,8 +344,7 @@ def test_exceptions_from_the_rules(exceptions: Exceptions) -> None:
     """Each gains more than 2%, is not what the rule says, and leaves the rule to devices that it does not run on."""
 
     def chosen(key: ExceptionKey, gpu: GemmDevice) -> KernelConfig | None:
-        plan = choose(key.shape, BFLOAT16 if key.format == "dense" else FP8, key.rows, gpu)
-        assert plan.fp8_rows == (key.format == "fp8 rows")
+        plan = choose(key.shape, FP8 if key.bits else BFLOAT16, key.rows, gpu)
         return plan.kernel
 
     rules = {key: [chosen(key, gpu) for gpu in (HOPPER, OTHER)] for key in EXCEPTIONS}
@@ -361,22 +360,20 @@ def test_exceptions_from_the_rules(exceptions: Exceptions) -> None:
 
 def test_exceptions_of_each_format(exceptions: Exceptions) -> None:
     """Exceptions in a ring count where it runs; the rule counts elsewhere."""
-    ring, shape = GemmRingConfig(32, 64, 128, 1, 3), ProductShape(4096, 4096)
+    ring, small = GemmRingConfig(32, 64, 128, 1, 3), GemmGroupedSmallMConfig(32, 16, 8, 2, 1, 8)
     int4 = WeightFormat("bfloat16", bits=4, group=128, interleaved=True)
-    formats = {
-        "dense": (BFLOAT16, ring),
-        "fp8 rows": (FP8, ring),
-        "4 bits": (int4, GemmRingSmallMConfig(32, 32, 4, 1, 2, 1, 2)),
-        "8 bits": (FP8._replace(group=128), GemmGroupedSmallMConfig(32, 16, 8, 2, 1, 8)),
-    }
-    rules = [[choose(shape, weights, 32, gpu) for gpu in (HOPPER, OTHER)] for weights, _ in formats.values()]
-    exceptions.update({ExceptionKey(name, 32, shape): (config, "a test") for name, (_, config) in formats.items()})
+    cases: list[tuple[WeightFormat, ProductShape, KernelConfig]] = [
+        (BFLOAT16, ProductShape(4096, 4096), ring),
+        (FP8, ProductShape(4096, 4096), ring),
+        (int4, ProductShape(4096, 4096), GemmRingSmallMConfig(32, 32, 4, 1, 2, 1, 2)),
+        (FP8._replace(group=128), ProductShape(4096, 2048), small),
+    ]
+    rules = [[choose(shape, weights, 32, gpu) for gpu in (HOPPER, OTHER)] for weights, shape, _ in cases]
+    exceptions.update({ExceptionKey(one.bits, 32, shape): (config, "a test") for one, shape, config in cases})
     choose.cache_clear()
-    for name, (on_hopper, on_other) in zip(formats, rules, strict=True):
-        weights, config = formats[name]
-        assert exception_format(shape, weights, 32, HOPPER) == name
+    for (weights, shape, config), (on_hopper, on_other) in zip(cases, rules, strict=True):
         assert choose(shape, weights, 32, HOPPER) == on_hopper._replace(kernel=config) != on_hopper
-        elsewhere = on_other if name != "8 bits" else on_other._replace(kernel=config)
+        elsewhere = on_other._replace(kernel=config) if config == small else on_other
         assert choose(shape, weights, 32, OTHER) == elsewhere
         assert choose(shape, weights, 64, HOPPER).kernel != config
 
@@ -440,7 +437,7 @@ def test_torch_computes_products_without_room_in_shared_memory(capability: tuple
 
 def test_an_entry_whose_tiles_have_fewer_rows_than_its_class(device: torch.device, exceptions: Exceptions) -> None:
     """Chosen by size, as in a model."""
-    exceptions[ExceptionKey("dense", 32, ProductShape(56, 104))] = _config(16, 3), "a test"
+    exceptions[ExceptionKey(0, 32, ProductShape(56, 104))] = _config(16, 3), "a test"
     assert kernel_of(32, 56, 104) == _config(16, 3)
     for rows in (17, 32):
         check_linear(rows, 56, 104, torch.float16, device, True, None, poisoned(device))

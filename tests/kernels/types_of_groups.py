@@ -24,7 +24,7 @@ from test_grouped_products import CONFIGS, SIZES
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
-from phonograph.kernels.triton.gemm import gemm_grouped_small_m, gemm_tiled
+from phonograph.kernels.triton.gemm import gemm_grouped_small_m, gemm_tiled, launch_product
 from phonograph.kernels.triton.gemm.product import ADD, SILU, Product
 from phonograph.kernels.triton.gemm.product_plan import GemmTiledConfig
 
@@ -41,8 +41,7 @@ def only_types(_: Any, stages: dict[str, Any], *__: Any) -> None:
 
 def main() -> None:
     triton.runtime.driver.set_active(FarGpu(90))
-    for module in (gemm_grouped_small_m, gemm_tiled):
-        module.pdl_options = lambda: {"PDL": True, "launch_pdl": True}
+    launch_product.pdl_options = lambda: {"PDL": True, "launch_pdl": True}
     knobs.runtime.add_stages_inspection_hook = only_types
     run, count = JITFunction.run, 0
 

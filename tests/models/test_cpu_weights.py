@@ -121,6 +121,8 @@ def test_gguf(family: str, kind: str, tmp_path: Path) -> None:
     exact = load(spec, path, FLOAT32)
     assert (logits(exact, tokens) - wanted).norm() <= 1e-4 * wanted.norm()
     assert isinstance(load(spec, path, INT4, "dummy").lm_head.weight, Int4Weight)
+    # A head that is not packed is dequantized as it is read, and an embedding with it.
+    assert FLOAT32.with_head(spec) == GROUPS.with_head(spec) == spec != INT4.with_head(spec)
 
 
 def test_the_head_is_converted_first(tmp_path: Path) -> None:

@@ -12,14 +12,18 @@ from checkpoints import load_model, make_checkpoint
 from dense import DenseSequences
 from quantized_checkpoints import FORMATS, quantize_checkpoint
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from phonograph.cli.product_table import product_rows
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.device import known_device
 from phonograph.engine.plan import make_plan
 from phonograph.errors import ConfigError, ModelError, PhonographError, UnsupportedModelError, WeightError
+from phonograph.kernels.torch.grouped import dequantize
+from phonograph.kernels.torch.layers import rms_norm
+from phonograph.models.layers.expert_spec import LayerExperts
 from phonograph.models.quantization.cpu_weights import CpuProducts, Int4Weight
-from phonograph.models.spec import read_model_spec
+from phonograph.models.spec import read_configured_model, read_model_spec
 from phonograph.models.weights.loading import begin_loading
 
 CPU = torch.device("cpu")
@@ -50,6 +54,27 @@ def test_quantized_experts_are_those_of_the_file(name: str, tmp_path: Path) -> N
     (tmp_path / "config.json").write_text(plain)
     wanted = logits(tmp_path)
     assert (found - wanted).norm() <= 1e-4 * wanted.norm()
+
+
+@pytest.mark.parametrize(("family", "settings"), [("olmoe", {}), ("gpt_oss", {}), ("glm4_moe", {"use_qk_norm": False})])
+def test_bytes_in_16_bits(family: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    """Norms of some families, sinks and biases of a choice are in float32."""
+    make_checkpoint(family, tmp_path, **settings)
+    spec = read_model_spec(tmp_path)
+    model = load_model(spec, tmp_path, dtype=torch.bfloat16, device=CPU)
+    assert sum(parameter.nbytes for parameter in model.parameters) == spec.weight_bytes("bfloat16")
+
+
+@torch.inference_mode()
+def test_norms_of_gpt_oss_round_once(tmp_path: Path) -> None:
+    make_checkpoint("gpt_oss", tmp_path)
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    model = load_model(read_model_spec(tmp_path), tmp_path, dtype=torch.bfloat16, device=CPU)
+    model.final_norm.copy_(reference.model.norm.weight)  # as in a file of 16 bits
+    x = torch.randn(300, 64).bfloat16()
+    found, wanted = rms_norm(x, model.final_norm, torch.tensor(model.spec.rms_norm_eps)), reference.model.norm(x)
+    # Sums of squares in another order may change single bits.
+    assert (found != wanted).float().mean() < 0.005
 
 
 @torch.inference_mode()
@@ -84,11 +109,35 @@ CONFIGS: list[tuple[str, dict[str, Any], type[PhonographError], str]] = [
     ("glm4_moe", {"n_group": 5}, ModelError, "n_group=5 must divide n_routed_experts=12 into groups of two or more"),
     ("glm4_moe", {"topk_group": 4}, ModelError, "topk_group=4 must be at most n_group=3"),
     ("glm4_moe", {"num_experts_per_tok": 9}, ModelError, "num_experts_per_tok=9 must be at most the 8 experts"),
+    ("gpt_oss", {"num_experts_per_tok": 7}, ModelError, "num_experts_per_tok=7 must be at most num_local_experts=6"),
+    ("gpt_oss", {"swiglu_limit": 6.0}, ModelError, "swiglu_limit=6.0 must be 7.0 or null"),
+    ("gpt_oss", {"sliding_window": None}, ModelError, "sliding_window=None must be a positive integer"),
+    ("gpt_oss", {"layer_types": ["chunked_attention"] * 3}, UnsupportedModelError, "layer_types=.*chunked_attention"),
+    ("gpt_oss", {"head_dim": None}, ModelError, "head_dim=None must be a positive integer"),
     (
         "qwen3_moe",
         {"quantization_config": GPTQ | {"dynamic": {"-:.*experts[.]3[.].*": {}}}},
         UnsupportedModelError,
         r"0.gate_proj is GPTQ, 4 bits, groups of 32, symmetric, 3.gate_proj is in 16 bits; they run as one matrix",
+    ),
+    (
+        "granitemoe",
+        {"quantization_config": GPTQ},
+        UnsupportedModelError,
+        "block_sparse_moe.input_linear has all experts in one tensor, which is not supported in GPTQ, 4 bits",
+    ),
+    ("granite4_moe", {"num_experts_per_tok": 0}, ModelError, "num_experts_per_tok=0 must be positive"),
+    ("granite4_moe", {"num_experts_per_tok": 9}, ModelError, "num_experts_per_tok=9 must be at most num_local_exp.*=8"),
+    (
+        "granite4_moe",
+        {"layer_types": ["attention"]},
+        ModelError,
+        r"layer_types=\['attention'\] must have a type for each",
+    ),
+    ("granite4_moe", {"normalization_function": "layernorm"}, ModelError, "'layernorm' must be rmsnorm or null"),
+    *(
+        ("granite4_moe", {"layer_types": types}, UnsupportedModelError, "layer_types=.* state .Mamba., which are not")
+        for types in (None, ["mamba", "attention"], ["linear_attention", "full_attention"])
     ),
     (
         "qwen3_moe",
@@ -107,6 +156,14 @@ def test_refused_configurations(
     changed(tmp_path, **changes)
     with pytest.raises(error, match=message):
         read_model_spec(tmp_path)
+
+
+def test_counts_of_zero(tmp_path: Path) -> None:
+    """GLM-4 without a shared expert, and with experts from the first layer on."""
+    make_checkpoint("glm4_moe", tmp_path)
+    changed(tmp_path, n_shared_experts=0, first_k_dense_replace=0)
+    (kind,) = read_model_spec(tmp_path).kinds
+    assert isinstance(kind.feed_forward, LayerExperts) and kind.feed_forward.shared is None
 
 
 def test_refused_tensors(tmp_path: Path) -> None:
@@ -130,6 +187,68 @@ def test_refused_tensors(tmp_path: Path) -> None:
     save_file(whole, tmp_path / "first.safetensors")
     with pytest.raises(WeightError, match=f"tensor {name} is in both .*first.safetensors and .*more.safetensors"):
         logits(tmp_path)
+
+
+def test_refused_tensors_of_all_experts(tmp_path: Path) -> None:
+    """A tensor of all experts that is missing, of another shape, or next to one of a single expert; missing sinks."""
+    make_checkpoint("gpt_oss", tmp_path)
+    path, layer = tmp_path / "model.safetensors", "model.layers.1."
+    name, whole = f"{layer}mlp.experts.gate_up_proj", load_file(path)
+    cases: list[tuple[str, torch.Tensor | None, str]] = [
+        (name, None, rf"tensor {name} \[6, 64, 80\] is in none of"),
+        (f"{name}_bias", None, rf"tensor {name}_bias \[6, 80\] is in none of"),
+        (f"{layer}mlp.router.bias", None, r"tensor .*router.bias \[6\] is in none of"),
+        (f"{layer}self_attn.sinks", None, r"tensor .*self_attn.sinks \[4\] is in none of"),
+        # As many numbers, in the order of other families.
+        (name, torch.zeros(6, 80, 64), rf"tensor {name} .* has shape \[6, 80, 64\].* expects \[6, 64, 80\]"),
+        (f"{layer}mlp.experts.0.gate_proj.weight", torch.zeros(40, 64), "experts.0.gate_proj.weight .* is not part"),
+        (f"{name}_blocks", torch.zeros(6, 80, 2, 16), f"tensor {name}_blocks .* is not part of this GptOss"),
+    ]
+    for changed_name, tensor, message in cases:
+        kept = {key: value for key, value in whole.items() if key != changed_name}
+        save_file(kept | ({} if tensor is None else {changed_name: tensor}), path)
+        with pytest.raises(WeightError, match=message):
+            logits(tmp_path)
+
+
+def test_tensors_of_all_experts(tmp_path: Path) -> None:
+    """One tensor has the gates and ups of all experts: its errors have its name and its shape."""
+    make_checkpoint("granitemoe", tmp_path)
+    path, name = tmp_path / "model.safetensors", "model.layers.1.block_sparse_moe.input_linear.weight"
+    whole = load_file(path)
+    for tensors, message in (
+        ({key: value for key, value in whole.items() if key != name}, rf"tensor {name} \[6, 48, 64\] is in none of"),
+        (whole | {name: torch.zeros(5, 48, 64)}, rf"tensor {name} .* shape \[5, 48, 64\].* expects \[6, 48, 64\]"),
+        (whole | {name: torch.zeros(6 * 48, 64)}, rf"tensor {name} .* shape \[288, 64\].* expects \[6, 48, 64\]"),
+    ):
+        save_file(tensors, path)
+        with pytest.raises(WeightError, match=message):
+            logits(tmp_path)
+
+
+def test_gpt_oss_without_rotary_parameters_has_those_of_transformers(tmp_path: Path) -> None:
+    make_checkpoint("gpt_oss", tmp_path, rope_parameters=None, max_position_embeddings=131072)
+    written = read_model_spec(tmp_path)
+    changed(tmp_path, rope_parameters=None, swiglu_limit=7.0)
+    read = read_model_spec(tmp_path)
+    assert read == written and read.context_length == 131072
+    changed(tmp_path, rope_parameters={})
+    assert read_model_spec(tmp_path).layers[0].attention.rope != written.layers[0].attention.rope
+
+
+def test_tensors_of_all_experts_become_fp8(tmp_path: Path) -> None:
+    """Each output has a scale, as in a matrix of one expert; a wrong shape is refused with that of the file."""
+    make_checkpoint("granitemoe", tmp_path)
+    path, name = tmp_path / "model.safetensors", "model.layers.0.block_sparse_moe.input_linear.weight"
+    spec = read_configured_model(EngineConfig(model=str(tmp_path), quantization="fp8"), config_only=False)
+    model, whole = load_model(spec, tmp_path, dtype=torch.float32, device=CPU), load_file(path)
+    weights = model.weights[0].feed_forward.gate_up.weight
+    assert weights.values.scales_OG.shape == (6 * 48, 1)
+    found, wanted = dequantize(weights.values).unflatten(0, (6, 48)), whole[name]
+    assert (found - wanted).abs().max() <= 2**-4 * wanted.abs().max() and found[5].std() > 0.05
+    save_file(whole | {name: torch.zeros(6 * 48, 64)}, path)
+    with pytest.raises(WeightError, match=rf"tensor {name} .* shape \[288, 64\].* ask for \[6, 48, 64\]"):
+        load_model(spec, tmp_path, dtype=torch.float32, device=CPU)
 
 
 def test_layers_after_the_last_are_skipped(tmp_path: Path) -> None:
@@ -159,7 +278,7 @@ def test_refused_by_a_plan(tmp_path: Path) -> None:
         "qwen3_moe", tmp_path, hidden_size=48, num_attention_heads=3, num_key_value_heads=1, moe_intermediate_size=24
     )
     gpu = known_device("h200")
-    with pytest.raises(ConfigError, match="batch_invariant=True: mixtures of experts have no such products"):
+    with pytest.raises(ConfigError, match="batch_invariant=True: mixtures of experts .* as their tiles depend"):
         make_plan(EngineConfig(model=str(tmp_path), batch_invariant=True), read_model_spec(tmp_path), gpu)
     for config, dtype, message in (
         (GPTQ, "float32", "quantized experts in bfloat16 and float16 only"),

@@ -11,6 +11,7 @@ import torch
 from checkpoints import EXPERT_FAMILIES, load_model, make_checkpoint
 from dense import DenseSequences
 from kernel_sets import OwnQueries
+from router_gaps import LEAST_GAP, router_gaps
 from transformers import PreTrainedModel
 
 from phonograph import LLM, SamplingParams
@@ -21,33 +22,7 @@ from phonograph.models.layers.part_weights import ExpertsWeights
 from phonograph.models.spec import read_model_spec
 
 VOCAB_SIZE = read_model_spec("demo").vocab_size
-TOLERANCE, LEAST_GAP, PROMPT, ANSWER = 1e-4, 1e-3, 30, 128
-
-
-def least_gap(reference: PreTrainedModel, tokens: torch.Tensor) -> float:
-    """Return the smallest difference between the last chosen and the first other logit of all routers."""
-    if reference.config.model_type == "glm4_moe":  # has no such output; its first seed is clear enough
-        return torch.inf
-    if reference.config.model_type == "gemma4_text":
-        routers, k = gemma4_logits(reference, tokens), reference.config.top_k_experts
-    else:
-        with torch.no_grad():
-            routers = reference(tokens, output_router_logits=True).router_logits
-        k = reference.config.num_experts_per_tok
-    gaps = [-logits.topk(k + 1).values.diff()[:, k - 1].amin() for logits in routers]
-    return float(min(gaps))
-
-
-def gemma4_logits(reference: PreTrainedModel, tokens: torch.Tensor) -> list[torch.Tensor]:
-    """Return the logits of all routers up to a constant of each token; the model's output has none."""
-    found: list[torch.Tensor] = []
-    for layer in reference.model.layers:
-        layer.router.register_forward_hook(lambda module, inputs, outputs: found.append(outputs[0].log()))
-    with torch.no_grad():
-        reference(tokens)
-    for layer in reference.model.layers:
-        layer.router._forward_hooks.clear()
-    return found
+TOLERANCE, PROMPT, ANSWER = 1e-4, 30, 128
 
 
 def checkpoint(family: str, folder: Path, **overrides: Any) -> tuple[PreTrainedModel, torch.Tensor]:
@@ -57,7 +32,9 @@ def checkpoint(family: str, folder: Path, **overrides: Any) -> tuple[PreTrainedM
         reference = make_checkpoint(family, folder, seed=seed, vocab_size=VOCAB_SIZE, **overrides)
         prompt = torch.randint(VOCAB_SIZE, (1, PROMPT), generator=generator)
         tokens = reference.generate(prompt, max_new_tokens=ANSWER, do_sample=False, eos_token_id=None)
-        if least_gap(reference, tokens) > LEAST_GAP:
+        with router_gaps(reference) as gap, torch.no_grad():
+            reference(tokens)
+        if LEAST_GAP < gap() < torch.inf:
             return reference, tokens[0]
     raise AssertionError
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -10,15 +11,19 @@ from checkpoints import EXPERT_FAMILIES, make_checkpoint
 from kernel_sets import OwnQueries
 from product_problem import gemm_device
 
+from phonograph.kernels.triton.experts.count_pairs import count_pairs
+from phonograph.models.layers import triton_experts
 from phonograph.models.layers.kernel_set import KernelSet
 from phonograph.models.layers.linear import WeightAllocator
 from phonograph.models.layers.rotary import rotary_tables
 from phonograph.models.layers.torch_parts import TorchKernels
 from phonograph.models.layers.triton_parts import TritonExperts, TritonKernels
 from phonograph.models.layers.workspace import Workspace
+from phonograph.models.quantization import mxfp4
 from phonograph.models.quantization.awq import Awq
 from phonograph.models.quantization.float8 import Fp8
 from phonograph.models.quantization.gptq import Gptq
+from phonograph.models.quantization.mxfp4 import Mxfp4Scheme
 from phonograph.models.quantization.scheme import Quantization, Scheme
 from phonograph.models.spec import read_model_spec
 from phonograph.models.transformer import Transformer
@@ -33,6 +38,7 @@ SCHEMES: dict[str, Scheme] = {
     "fp8 blocks": Fp8(origin="FP8", scales="block", block=(16, 32)),
     "fp8 channels": Fp8(origin="FP8", scales="channel"),
     "int8": Gptq(bits=8, group_size=32, zeros=True, version=2),
+    "mxfp4": Mxfp4Scheme(),
 }
 CASES = [(family, dtype, None) for family in EXPERT_FAMILIES for dtype in (torch.float32, FLOAT16)]
 CASES += [("qwen2_moe", FLOAT16, scheme) for scheme in SCHEMES]
@@ -43,9 +49,12 @@ class Sets:
 
     def __init__(self, folder: Path, family: str, dtype: torch.dtype, scheme: Scheme | None) -> None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        sizes = {} if family in ("mixtral", "olmoe") else {"moe_intermediate_size": 32}
-        make_checkpoint(family, folder, seed=2, **sizes)
-        spec = read_model_spec(folder).with_quantization(None if scheme is None else Quantization("", scheme))
+        sizes = {"moe_intermediate_size": 32, "intermediate_size": 32}
+        own = {name: size for name, size in sizes.items() if EXPERT_FAMILIES[family][2].get(name)}
+        make_checkpoint(family, folder, seed=2, **own)
+        only = ("mlp.experts",) if isinstance(scheme, Mxfp4Scheme) else ()
+        quantization = None if scheme is None else Quantization("", scheme, only=only)
+        spec = read_model_spec(folder).with_quantization(quantization)
         self.model = model = Transformer(spec, dtype, device)
         generator = torch.Generator().manual_seed(5)
         for weight in model.parameters:
@@ -80,6 +89,7 @@ class Sets:
 @pytest.fixture(params=CASES, ids=lambda case: " ".join(map(str, case)))
 def sets(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sets:
     family, dtype, scheme = request.param
+    monkeypatch.setattr(mxfp4, "_in_order_of_gpu", lambda _: True)
     monkeypatch.setattr(WeightAllocator, "matrix", lambda self, ins, outs: self.tensor(outs, ins).t())
     with torch.inference_mode():
         return Sets(tmp_path, family, dtype, None if scheme is None else SCHEMES[scheme])
@@ -101,3 +111,29 @@ def test_rows_that_are_kept(sets: Sets) -> None:
     kept = torch.tensor([3, 0, 16, 7, 20, 20], device=device)
     wanted, found = (sets.run(kernels, ids, REAL, kept)[:KEPT].double() for kernels in sets.sets)
     assert (found - wanted).norm() <= LIMITS[sets.model.dtype] * wanted.norm()
+
+
+@torch.inference_mode()
+def test_both_sets_count_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of padding count nothing. Without counters no kernel counts."""
+    monkeypatch.setattr(WeightAllocator, "matrix", lambda self, ins, outs: self.tensor(outs, ins).t())
+    sets = Sets(tmp_path, "qwen2_moe", torch.float32, None)
+    launched: list[int] = []
+
+    def seen(experts_Tk: torch.Tensor, load_X: torch.Tensor) -> None:
+        launched.append(len(experts_Tk))
+        count_pairs(experts_Tk, load_X)
+
+    monkeypatch.setattr(triton_experts, "count_pairs", seen)
+    ids = torch.arange(MAX_TOKENS, dtype=torch.int32, device=sets.model.device) * 3
+    kept = torch.tensor([3, 0, 16, 7, 20, 20], device=sets.model.device)
+    loads: list[list[int]] = []
+    for counts, rows in itertools.product((False, True), (None, kept)):
+        for kernels in sets.sets:
+            if counts:
+                sets.model.count_expert_load()
+            sets.run(kernels, ids, REAL, rows)
+            loads += [load_X.tolist() for load_X in sets.model.expert_load.values()]
+    assert launched == [MAX_TOKENS, len(kept)]
+    assert loads[0] == loads[1] and sum(loads[0]) == 3 * REAL
+    assert loads[2] == loads[3] and sum(loads[2]) == 3 * KEPT

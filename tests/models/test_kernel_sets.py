@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from phonograph.models.layers.kernel_set import (
 from phonograph.models.layers.linear import WeightAllocator
 from phonograph.models.layers.rotary import rotary_tables
 from phonograph.models.layers.torch_parts import TorchKernels
-from phonograph.models.layers.triton_parts import TritonKernels
+from phonograph.models.layers.triton_parts import NormedInput, TritonKernels
 from phonograph.models.layers.workspace import Workspace
 from phonograph.models.quantization.awq import Awq
 from phonograph.models.quantization.float8 import Fp8
@@ -301,6 +302,23 @@ def test_logits(pair: Pair, rows: int, gathered: bool) -> None:
     chosen = torch.randint(20, (rows,)).to(model.device) if gathered else None
     wanted, got = (bound.head(hidden, chosen) for bound in (pair.torch, pair.triton))
     pair.check(wanted, got)
+
+
+@pytest.mark.parametrize("begins", [False, True])
+@pytest.mark.parametrize("ends", [None, False, True])
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_a_norm_is_deferred_if_the_products_before_and_after_it_can(
+    has_norm: bool, ends: bool | None, begins: bool
+) -> None:
+    """`ends` is None for a part without a product."""
+    memory, kernels, product, then = object(), *(MagicMock() for _ in range(3))
+    product.deferred_norm.return_value = memory if begins else None
+    then.plan.return_value.defers_norms = ends
+    begin = NormedInput(torch.ones(1) if has_norm else None, None if ends is None else then)
+    found = TritonKernels._deferred_norm(kernels, 5, product, begin)
+    assert found is (memory if has_norm and ends and begins else None)
+    assert TritonKernels._deferred_norm(kernels, 5, product, None) is None
+    assert {call.args for call in then.plan.call_args_list} <= {(5,)}
 
 
 def test_outputs_of_layers_are_kept(pair: Pair) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import FAMILIES, load_model, make_checkpoint
+from checkpoints import EXPERT_FAMILIES, FAMILIES, load_model, make_checkpoint
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -32,7 +32,7 @@ def load(folder: Path, **settings: Any) -> Transformer:
     return load_model(read_model_spec(folder), folder, **{"dtype": torch.float32, "device": CPU, **settings})
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *EXPERT_FAMILIES])
 def test_destinations_cover_every_weight_once(family: str, tmp_path: Path) -> None:
     make_checkpoint(family, tmp_path)
     decoder = Transformer(read_model_spec(tmp_path), torch.float32, CPU)
@@ -400,6 +400,7 @@ def test_scales_of_queries(name: str, tmp_path: Path) -> None:
         ("kv_scale", torch.ones(1), 1, "none for the keys of layer 1"),
         ("kv_scale", torch.ones(1), 99, "some for layer"),
         ("k_scale", torch.ones(1), None, "none for the values of layer 0"),
+        ("k_scale", torch.ones(1), 1, "none for the keys of layer 1"),
         ("v_scale", torch.ones(1), None, "none for the keys of layer 0"),
     ],
 )

@@ -190,7 +190,7 @@ def test_a_start_without_a_tokenizer_does_without_transformers() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "gpt_oss"])
 def test_parameters_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     reference = make_checkpoint(family, tmp_path)
     spec = read_model_spec(tmp_path)
@@ -311,6 +311,11 @@ def test_ropes_by_layer(tmp_path: Path) -> None:
         ("gemma3", {"rope_parameters": {"rope_theta": 1.0}}, "rope_theta=1.0 in rope_parameters is not supported"),
         (
             "gemma3",
+            {"rope_parameters": {"sliding_attention": {"rope_type": "su"}}},
+            "rope_type='su' in rope_parameters.sliding_attention=",
+        ),
+        (
+            "gemma3",
             {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}},
             "type and no rope_type",
         ),
@@ -331,6 +336,12 @@ def test_ropes_by_layer(tmp_path: Path) -> None:
             {"rope_parameters": None, "partial_rotary_factor": 1.5},
             "partial_rotary_factor=1.5 must be a number above 0",
         ),
+        (
+            "phi3",
+            {"rope_parameters": None, "partial_rotary_factor": 0},
+            "partial_rotary_factor=0 must be a number above",
+        ),
+        ("phi3", {"partial_rotary_factor": "0.5"}, "partial_rotary_factor='0.5' must be a number above 0"),
         ("phi3", {"rope_parameters": None, "partial_rotary_factor": 0.2}, "partial_rotary_factor=0.2 leaves 3 of 16"),
         (
             "phi3",
@@ -497,6 +508,44 @@ def test_rotary_formulas_are_those_of_transformers(parameters: dict[str, Any], h
     assert rope.factor == pytest.approx(expected_factor, rel=1e-9)
 
 
+@pytest.mark.parametrize(
+    ("parameters", "outside", "length"),
+    [
+        (YARN, None, 8192),
+        (YARN, 1000, 1000),
+        ({"rope_type": "yarn", "factor": 2.0}, 1000, 1000),
+        ({"rope_type": "yarn", "factor": 2.0}, None, 20000),
+        ({"rope_type": "default", "original_max_position_embeddings": 500, "llama_4_scaling_beta": 0.1}, 1000, 500),
+        ({"rope_type": "default", "llama_4_scaling_beta": 0.1}, 1000, 20000),
+    ],
+)
+def test_the_length_before_scaling(parameters: dict[str, Any], outside: int | None, length: int) -> None:
+    """The number outside of the parameters takes precedence, for types of which it is a parameter."""
+    settings = {
+        **{"rope_scaling": None, "rope_parameters": parameters, "rope_theta": 1e4},
+        **{"max_position_embeddings": 20000, "original_max_position_embeddings": outside},
+    }
+    rope = read_rope(settings, has_beta=True)
+    assert rope.values["original_max_position_embeddings"] == length
+    assert rope.query_beta == parameters.get("llama_4_scaling_beta", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("inside", "outside", "share"), [(0.5, 0.25, 0.5), (None, 0.25, 0.25), (0.5, None, 0.5), (None, None, 1.0)]
+)
+def test_the_rotated_share_of_a_head(inside: float | None, outside: float | None, share: float) -> None:
+    """The number in the parameters takes precedence."""
+    settings = {"rope_scaling": None, "rope_parameters": {"partial_rotary_factor": inside}, "rope_theta": 1e4}
+    assert read_rope({**settings, "partial_rotary_factor": outside}).share == share
+
+
+@pytest.mark.parametrize("share", [1.0, 1, None])
+def test_a_share_of_whole_heads_is_harmless(share: float | None, tmp_path: Path) -> None:
+    parameters = {**YARN, "rope_theta": 1e4}
+    whole = read(tmp_path, LLAMA, rope_parameters={**parameters, "partial_rotary_factor": share})
+    assert whole == read(tmp_path, LLAMA, rope_parameters=parameters)
+
+
 def test_end_of_sequence_tokens_come_from_both_files(tmp_path: Path) -> None:
     assert read(tmp_path, LLAMA).eos_token_ids == (128009,)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [128001, 128009]}))
@@ -561,6 +610,8 @@ def test_end_of_sequence_tokens_come_from_both_files(tmp_path: Path) -> None:
         # Only the first frequencies are beyond float32.
         ({"rope_scaling": {"rope_type": "linear", "factor": 1e-39}}, ModelError, "cannot be used: a frequency is not"),
         ({"rope_scaling": {"rope_type": None, "type": "linear"}}, UnsupportedModelError, "rope_type=None.*linear"),
+        ({"rope_scaling": {"rope_type": ["linear"]}}, UnsupportedModelError, r"rope_type=\['linear'\] in rope_scaling"),
+        ({"rope_scaling": {**YARN, "llama_4_scaling_beta": 0.1}}, UnsupportedModelError, "llama_4_scaling_beta=0.1"),
         (
             {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
             UnsupportedModelError,

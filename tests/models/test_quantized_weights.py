@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from phonograph.config.engine_config import EngineConfig
 from phonograph.errors import ConfigError, ModelError, PhonographError, UnsupportedModelError, WeightError
+from phonograph.kernels.torch import grouped
 from phonograph.kernels.torch.grouped import Grouped, add_product, dequantize, product
 from phonograph.models.layers.linear import WeightAllocator
 from phonograph.models.quantization import awq, compressed_tensors, float8, gptq
@@ -26,6 +27,7 @@ from phonograph.models.quantization.float8 import Fp8
 from phonograph.models.quantization.gptq import Gptq
 from phonograph.models.quantization.grouped_weight import GroupedWeight, slices, unpack
 from phonograph.models.quantization.quantization_config import read_quantization
+from phonograph.models.quantization.scheme import Quantization
 from phonograph.models.spec import read_configured_model, read_model_spec
 from phonograph.models.weights.loading import begin_loading
 
@@ -348,6 +350,21 @@ def test_projections_that_are_left_out(tmp_path: Path) -> None:
         read_model_spec(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("bits", "group", "interleaved"), [(4, 128, True), (4, 256, True), (4, 64, False), (8, 128, False)]
+)
+def test_only_whole_groups_of_128_in_4_bits_are_interleaved(bits: int, group: int, interleaved: bool) -> None:
+    scheme = Gptq(bits=bits, group_size=group, ordered=False, version=1)
+    assert scheme.weight_format(512, "bfloat16").interleaved == interleaved
+
+
+def test_a_row_above_the_size_of_a_tile_is_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = Grouped(torch.zeros(5, 8, dtype=torch.int32), torch.zeros(5, 2), None, 4, 32)
+    for size, wanted in ((63, [1, 2, 3, 4, 5]), (64, [1, 2, 3, 4, 5]), (130, [2, 4, 5])):
+        monkeypatch.setattr(grouped, "TILE", size)
+        assert [last for _, last in weight.tiles()] == wanted
+
+
 def test_words_in_the_order_of_a_gpu() -> None:
     """Reordered inputs of whole groups are interleaved like others; the words hold what they hold on a CPU."""
     outputs, inputs = 16, 256
@@ -638,6 +655,14 @@ def test_groups_whose_scale_is_zero(name: str, dtype: torch.dtype, tmp_path: Pat
         load_model(read_model_spec(tmp_path), tmp_path, dtype=dtype, device=CPU)
 
 
+@pytest.mark.parametrize("method", ["fp8", "awq"])
+def test_names_with_a_star_are_patterns(method: str) -> None:
+    """transformers takes entries of modules_to_not_convert for patterns of the beginning of a name."""
+    for entry, matches in (("model.layers.*.mlp", True), ("layers.*.mlp", False), ("re:.*.mlp", True)):
+        ignoring = read_quantization(FORMATS[method].config | {"modules_to_not_convert": [entry]})
+        assert (ignoring.scheme_of("model.layers.1.mlp.up_proj") is None) == matches
+
+
 @pytest.mark.parametrize(
     ("entry", "module", "matches"),
     [
@@ -661,6 +686,15 @@ def test_names_of_modules(entry: str, module: str, matches: bool) -> None:
     assert (ignoring.scheme_of(module) is None) == matches
     only = read_quantization(GPTQ.config | {"modules_in_block_to_quantize": [["o_proj"], [entry]]})
     assert (only.scheme_of(module) is not None) == matches
+
+
+@pytest.mark.parametrize(("parts", "named"), [("abc", ["a", "b", "c"]), ("abcd", ["a", "b"])])
+def test_each_of_three_parts_is_named_and_of_more_each_format(parts: str, named: list[str]) -> None:
+    quantization = Quantization("fp8", Fp8(origin="FP8", scales="channel"), rules=(("a", None),))
+    quantization.check_parts("m", "bcd")
+    with pytest.raises(UnsupportedModelError, match="the parts of m several formats: a is in 16 bits, b is") as refusal:
+        quantization.check_parts("m", parts)
+    assert re.findall(r"\b(\w) is ", str(refusal.value)) == named
 
 
 @pytest.mark.parametrize(

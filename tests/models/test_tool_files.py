@@ -15,7 +15,7 @@ import torch
 from checkpoints import load_model
 from dense import DenseSequences
 from safetensors.torch import load_file
-from transformers import AutoRoundConfig, AwqConfig, FineGrainedFP8Config, GPTQConfig
+from transformers import AutoRoundConfig, AwqConfig, FineGrainedFP8Config, GPTQConfig, Mxfp4Config
 from transformers.utils import quantization_config as classes
 
 from phonograph.errors import ModelError, UnsupportedModelError
@@ -53,6 +53,8 @@ READ = [
     FineGrainedFP8Config(activation_scheme="static", weight_block_size=None, modules_to_not_convert=["lm_head"]),
     AutoRoundConfig(),
     AutoRoundConfig(bits=8, group_size=32, sym=False),
+    Mxfp4Config(),
+    Mxfp4Config(modules_to_not_convert=["model.layers.*.self_attn", "lm_head"]),
 ]
 """Configurations of transformers that are read."""
 ARGUMENTS: dict[str, dict[str, Any]] = {"GPTQConfig": {"bits": 4}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from phonograph.core.batch import NewSequence, ScheduledBatch, SlotFailure, TokenLogprobs
 from phonograph.core.sampling_params import SamplingParams
+from phonograph.runner.sequences import Sequences
 from phonograph.sampling.failures import SlotFailures
 from phonograph.sampling.logprobs import prompt_logprobs, step_prompt_logprobs, token_logprobs
 from phonograph.sampling.sampler import Sampler
@@ -134,3 +136,31 @@ def test_a_step_reports_the_prompt_tokens_of_its_chunks_only() -> None:
     for slot, start, first in ((1, 1, 1), (2, 4, 6)):
         for place, entry in enumerate(found[slot]):
             check(entry, hidden[start + place], live[slot].token_ids[first + place], sizes[slot][3] or 0)
+
+
+@pytest.mark.parametrize("top", [None, 0])
+@pytest.mark.parametrize("prompt_len", [1, 2, 5])
+def test_a_step_scores_prompts_exactly_where_a_chunk_predicts_one_of_their_tokens(
+    prompt_len: int, top: int | None
+) -> None:
+    """Next to a prompt without log-probabilities, for chunks of one token from any position on."""
+    new = [
+        NewSequence(
+            slot=slot,
+            request_id="r",
+            token_ids=list(range(8)),
+            prompt_len=prompt_len,
+            num_computed=0,
+            params=SamplingParams(prompt_logprobs=top if slot else None),
+        )
+        for slot in (0, 1)
+    ]
+    failures, sequences = SlotFailures(), Sequences(MagicMock(spec=Sampler), max_num_seqs=2)
+    sequences.take_over(ScheduledBatch(new=new), failures)
+    for context_len in range(7):
+        batch = ScheduledBatch(slots=[0, 1], query_lens=[1, 1], context_lens=[0, context_len])
+        found = sequences.prompt_logprobs(batch, torch.randn(2, 30), lambda rows: rows, failures)
+        assert sequences.scores_prompts(batch) == bool(found) == (top is not None and context_len + 1 < prompt_len)
+    sequences.take_over(ScheduledBatch(freed=[1]), failures)
+    assert not sequences.scores_prompts(ScheduledBatch(slots=[1], query_lens=[1], context_lens=[0]))
+    assert not failures.by_slot

@@ -82,11 +82,13 @@ def test_its_last_token_is_dropped_when_an_earlier_one_ends_it(how: str) -> None
     after = scheduler.schedule()
     assert a.state is RequestState.ENDING and after.slots == [other.slot]
     if how == "eos":
-        scheduler.update(second, StepOutput(slots=second.slots, token_ids=[EOS, 7]))
+        scheduler.update(second, StepOutput(slots=second.slots, token_ids=[[EOS], [7]]))
         expected = [7, EOS], "stop", None
     elif how == "failure":
         failure = SlotFailure("sampling", "a test")
-        scheduler.update(second, StepOutput(slots=second.slots, token_ids=[0, 7], failures={second.slots[0]: failure}))
+        scheduler.update(
+            second, StepOutput(slots=second.slots, token_ids=[[0], [7]], failures={second.slots[0]: failure})
+        )
         assert a.failure == failure
         expected = [7], "abort", None
     else:
@@ -151,7 +153,7 @@ def test_logprobs_of_two_steps_with_one_slot() -> None:
     batches = [scheduler.schedule(), scheduler.schedule()]
     for name, batch in zip("ab", batches, strict=True):
         output = output_of(batch)
-        output.logprobs[0] = entries[name]
+        output.logprobs[0] = [entries[name]]
         output.prompt_logprobs[0] = [entries[name.upper()]] * 2
         scheduler.update(batch, output)
     for name, one in zip("ab", ab, strict=True):

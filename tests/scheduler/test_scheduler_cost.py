@@ -38,7 +38,7 @@ def test_cost_of_256_decodes(together: bool) -> None:
         batch = scheduler.schedule()
         scheduled = time.perf_counter()
         slots = [slot for slot, samples in zip(batch.slots, batch.samples, strict=True) if samples]
-        output = StepOutput(slots=slots, token_ids=[1000 + slot for slot in slots])
+        output = StepOutput(slots=slots, token_ids=[[1000 + slot] for slot in slots])
         ran = time.perf_counter()
         assert len(scheduler.update(batch, output)) == len(slots)
         if batch.num_decodes == NUM_SEQS:

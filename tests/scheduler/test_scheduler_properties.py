@@ -1,13 +1,18 @@
 """Random request streams through the scheduler and a simulated runner, with one to four KV groups.
 
-Each output must be that of the request run alone. Each page that a step reads must hold what the sequence wrote there.
+A step accepts one to eight tokens of each decode. Each output must be that of the request run alone. Each page that a
+step reads must hold what the sequence wrote there.
 """
 
 from __future__ import annotations
+import __future__
 
+import inspect
 import random
+import struct
+import textwrap
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +32,9 @@ from phonograph.core.sampling_params import SamplingParams
 from phonograph.kv_cache.groups import SlidingGroup
 from phonograph.kv_cache.manager import CacheManager
 from phonograph.kv_cache.tables import SequenceTable
+from phonograph.scheduling import scheduler as scheduler_module
 from phonograph.scheduling.request_blocks import RequestBlocks
+from phonograph.scheduling.scheduler import Scheduler
 
 EOS = 0
 
@@ -50,13 +57,27 @@ def run_alone(request: Request, context_len: int, windows: Sequence[int | None])
             return output, "length", None
 
 
-class Engine:
-    """Scheduler and runner with up to `depth` steps in flight, and what must hold at every step."""
+class RandomDepths:
+    """Drafts of each decode: none, the most, or a random number, for some steps each."""
 
-    def __init__(self, sizes: dict[str, Any], depth: int) -> None:
+    def __init__(self, most: int, seed: int) -> None:
+        self.most = most
+        self.rng = random.Random(seed)
+        self.num_drafts = 0
+
+    def choose(self, decodes: Collection[Request]) -> list[int]:
+        low, high = self.rng.choice([(0, 0), (self.most, self.most), (0, self.most), (0, self.most)])
+        return [self.rng.randint(low, high) for _ in decodes]
+
+
+class Engine:
+    """Scheduler and runner with up to `depth` steps submitted, and what must hold at every step."""
+
+    def __init__(self, sizes: dict[str, Any], depth: int, *, most_drafts: int = 0, seed: int = 0) -> None:
         self.depth = depth
-        self.scheduler = make_scheduler(**sizes)
-        self.runner = SimulatedRunner(self.scheduler)
+        self.drafts = RandomDepths(most_drafts, seed) if most_drafts else None
+        self.scheduler = make_scheduler(drafts=self.drafts, **sizes)
+        self.runner = SimulatedRunner(self.scheduler, seed)
         self.requests: list[Request] = []
         self.in_flight: deque[tuple[ScheduledBatch, StepOutput]] = deque()
 
@@ -71,14 +92,16 @@ class Engine:
     def schedule(self) -> bool:
         running = [request for request in self.requests if request.state is RequestState.RUNNING]
         best = min(running, key=lambda request: request.rank, default=None)
-        before = best.num_computed if best else 0
+        before = best.min_computed if best else 0
         batch = self.scheduler.schedule()
         if best:
             # What "every request ends" rests on.
-            last_in_flight = best.state is RequestState.ENDING and before == best.max_len - 1
-            progress = best.state is RequestState.RUNNING and best.num_computed > before
+            last_in_flight = best.state is RequestState.ENDING and before >= best.max_len - 1
+            progress = best.state is RequestState.RUNNING and best.min_computed > before
             assert progress or last_in_flight, "the best-ranked sequence makes no progress"
         if batch.slots:
+            if self.drafts is not None:
+                self.drafts.num_drafts += batch.num_decode_tokens - batch.num_decodes
             self.in_flight.append((batch, self.runner.run(batch)))
         else:
             assert self.in_flight or not self.live(), "nothing runs although requests wait"
@@ -99,6 +122,21 @@ class Engine:
         stats = self.scheduler.stats
         assert stats.num_running + stats.num_waiting == len(self.live())
         assert self.scheduler.has_unfinished == bool(self.live())
+        self.check_bounds()
+
+    def check_bounds(self) -> None:
+        """Compare the bounds with the steps in flight, and with the runner, which runs a step when it is scheduled."""
+        for slot, request in self.scheduler._decoding.items():
+            fewest = most = request.num_tokens - 1
+            for batch, requests in self.scheduler._in_flight:
+                place = requests.index(request) if request in requests else -1
+                if place >= 0 and batch.samples[place]:
+                    fewest += 1
+                    most += batch.query_lens[place] if place < batch.num_decodes else 1
+            bounds = (request.min_computed, request.max_computed)
+            assert bounds == (min(fewest, request.max_len - 1), most), "bounds of other steps"
+            computed = self.runner.rows[slot].computed
+            assert bounds[0] <= computed <= bounds[1], "bounds that do not hold"
 
     def drain(self) -> None:
         steps_allowed = 10 + (1 + len(self.live())) * sum(request.max_len for request in self.live())
@@ -144,7 +182,7 @@ def sizes_of(draw: st.DrawFn) -> dict[str, Any]:
     max_num_seqs = draw(st.sampled_from([4, 5, 3, 2, 1]))
     max_model_len = draw(st.sampled_from([30, 40, 20, 60, 7, 2]))
     groups = draw(groups_of())
-    longest_chunk = max_num_seqs + draw(st.sampled_from([1, 0, 3, 8, 25]))
+    longest_chunk = max_num_seqs + draw(st.sampled_from([8, 1, 0, 3, 25, 40]))
     pages = pages_for_request(groups, max_model_len, longest_chunk)
     return dict(
         max_num_seqs=max_num_seqs,
@@ -197,9 +235,15 @@ def arrivals(draw: st.DrawFn) -> Arrival:
 
 
 class Streams(RuleBasedStateMachine):
-    @initialize(sizes=sizes_of(), depth=st.sampled_from([1, 2, 2, 3]), first=st.lists(arrivals(), min_size=2))
-    def start(self, sizes: dict[str, Any], depth: int, first: list[Arrival]) -> None:
-        self.engine = Engine(sizes, depth)
+    @initialize(
+        sizes=sizes_of(),
+        depth=st.sampled_from([1, 2, 2, 3]),
+        most_drafts=st.sampled_from([7, 3, 1, 0]),
+        seed=st.integers(0, 999),
+        first=st.lists(arrivals(), min_size=2),
+    )
+    def start(self, sizes: dict[str, Any], depth: int, most_drafts: int, seed: int, first: list[Arrival]) -> None:
+        self.engine = Engine(sizes, depth, most_drafts=most_drafts, seed=seed)
         for arrival in first:
             self.add(arrival)
 
@@ -269,7 +313,8 @@ class Streams(RuleBasedStateMachine):
             self.engine.drain()
             self.engine.check_outputs()
             stats = self.engine.scheduler.stats
-            event(f"preempted: {stats.num_preemptions > 0}, prefix hits: {stats.prefix_hits > 0}")
+            num_drafts = self.engine.drafts.num_drafts if self.engine.drafts else 0
+            event(f"preempted: {stats.num_preemptions > 0}, found: {stats.prefix_hits > 0}, drafts: {num_drafts > 0}")
 
 
 TestStreams = Streams.TestCase
@@ -284,14 +329,21 @@ SLIDING = [sliding_group(30), sliding_group(50)]
 
 
 def long_stream(
-    groups: list[KVGroup], num_blocks: int, *, depth: int = 2, seed: str = "", budget: int = 20, **changes: Any
+    groups: list[KVGroup],
+    num_blocks: int,
+    *,
+    depth: int = 2,
+    seed: str = "",
+    budget: int = 20,
+    most_drafts: int = 0,
+    **changes: Any,
 ) -> Engine:
     """Run many requests with few blocks: preemption, eviction and sharing all happen, and no output notices."""
     rng = random.Random(f"{depth} {seed}")
     sizes = dict(
         max_num_seqs=8, max_num_batched_tokens=budget, max_model_len=60, groups=groups, num_blocks=num_blocks, **changes
     )
-    engine = Engine(sizes, depth)
+    engine = Engine(sizes, depth, most_drafts=most_drafts, seed=rng.randrange(1000))
     prefixes = [[rng.randrange(VOCAB) for _ in range(24)] for _ in range(3)]
     for number in range(80):
         prompt = rng.choice(prefixes)[: rng.randrange(25)] + [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 9))]
@@ -299,7 +351,8 @@ def long_stream(
             request_id=str(number),
             prompt_token_ids=prompt,
             params=SamplingParams(
-                max_tokens=rng.randrange(1, 40),
+                max_tokens=(max_tokens := rng.randrange(1, 40)),
+                min_tokens=max_tokens // 2 if most_drafts and number % 3 == 0 else 0,
                 ignore_eos=rng.random() < 0.7,
                 prompt_logprobs=rng.choice([None, None, 0]),
                 logprobs=0,
@@ -314,7 +367,7 @@ def long_stream(
             if len(engine.in_flight) == depth:
                 engine.update()
             engine.schedule()
-        if rng.random() < 0.1:
+        if rng.random() < 0.1 and engine.live():
             assert engine.scheduler.abort(rng.choice(engine.live()).request_id)
     engine.drain()
     engine.check_outputs()
@@ -341,6 +394,16 @@ def test_long_stream_under_pressure(
     stats = engine.scheduler.stats
     assert stats.num_preemptions > 0
     assert (stats.prefix_hits > 0) == enable_prefix_caching
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("groups", "num_blocks"), [(ONE, 28), (MIXED, 52), (SLIDING, 40)], ids=["one", "mixed", "sliding"]
+)
+def test_long_stream_of_steps_with_several_tokens(groups: list[KVGroup], num_blocks: int, depth: int) -> None:
+    engine = long_stream(groups, num_blocks, depth=depth, seed="drafts", most_drafts=7)
+    assert engine.scheduler.stats.num_preemptions > 0 and engine.scheduler.stats.prefix_hits > 0
+    assert engine.drafts is not None and engine.drafts.num_drafts > 500
 
 
 def window_off_by_one(patch: pytest.MonkeyPatch) -> None:
@@ -398,3 +461,107 @@ def test_planted_fault_is_found(plant: Callable[[pytest.MonkeyPatch], None], say
         with pytest.raises((AssertionError, KeyError), match=says):
             for seed in range(20):
                 long_stream(same_sizes, 60, seed=str(seed), budget=9)
+
+
+def replace_in(patch: pytest.MonkeyPatch, owner: Any, name: str, *changes: tuple[str, str]) -> None:
+    """Replace pieces of the source of a function."""
+    function = getattr(owner, name)
+    source = textwrap.dedent(inspect.getsource(function))
+    for old, new in changes:
+        assert old in source, f"{name} has no {old!r}"
+        source = source.replace(old, new)
+    scope = dict(function.__globals__)
+    exec(compile(source, "planted", "exec", flags=__future__.annotations.compiler_flag), scope)
+    patch.setattr(owner, name, scope[name])
+
+
+def published_before_its_tokens_are_accepted(patch: pytest.MonkeyPatch) -> None:
+    replace_in(patch, RequestBlocks, "publish", ("request.num_computed", "request.max_computed"))
+
+
+def published_before_its_last_token_is_scheduled(patch: pytest.MonkeyPatch) -> None:
+    replace_in(patch, RequestBlocks, "publish", ("request.num_computed", "request.num_tokens"))
+
+
+def rejected_drafts_count_as_computed(patch: pytest.MonkeyPatch) -> None:
+    replace_in(patch, scheduler_module, "correct_bounds", ("len(run) - 1", "query_len - 1"))
+
+
+def rejected_drafts_stay_in_the_upper_bound(patch: pytest.MonkeyPatch) -> None:
+    replace_in(patch, scheduler_module, "correct_bounds", ("query_len - len(run)", "0"))
+
+
+def the_last_token_counts_as_computed(patch: pytest.MonkeyPatch) -> None:
+    replace_in(patch, scheduler_module, "correct_bounds", ("request.max_len - 1)", "request.max_len)"))
+
+
+def ended_by_the_upper_bound(patch: pytest.MonkeyPatch) -> None:
+    replace_in(patch, Scheduler, "schedule", ("least + 1 ==", "request.max_computed + 1 >="))
+
+
+def scheduled_although_the_end_is_certain(patch: pytest.MonkeyPatch) -> None:
+    replace_in(patch, scheduler_module, "correct_bounds", ("ending.append(request)", "pass"))
+
+
+def windows_freed_by_the_upper_bound(patch: pytest.MonkeyPatch) -> None:
+    for name in ("extend", "free_behind"):
+        replace_in(patch, RequestBlocks, name, ("request.min_computed", "request.max_computed"))
+
+
+def blocks_up_to_the_lower_bound(patch: pytest.MonkeyPatch) -> None:
+    replace_in(patch, Scheduler, "schedule", ("min(request.max_computed + 1,", "min(request.min_computed + 1,"))
+
+
+def blocks_without_those_of_drafts(patch: pytest.MonkeyPatch) -> None:
+    replace_in(patch, Scheduler, "schedule", ("(request.max_computed + 1,", "(request.max_computed + 1 - depth,"))
+
+
+def needs_of_one_token(patch: pytest.MonkeyPatch) -> None:
+    replace_in(patch, RequestBlocks, "needs", ("min(last + 1,", "min(request.max_computed + 1,"))
+
+
+def bounds_apart_by_more_than_a_chunk(patch: pytest.MonkeyPatch) -> None:
+    change = ("limits.max_num_batched_tokens - 1 - between", "limits.max_num_batched_tokens")
+    replace_in(patch, scheduler_module, "granted_depths", change)
+
+
+def ordered_by_length(patch: pytest.MonkeyPatch) -> None:
+    replace_in(patch, Scheduler, "schedule", ("num_decodes=num_decodes", "num_decodes=query_lens.count(1)"))
+
+
+def end_tokens_only_at_the_end_of_a_run(patch: pytest.MonkeyPatch) -> None:
+    change = ("if token_id in request.end_token_ids", "if token_id is run[-1] and token_id in request.end_token_ids")
+    replace_in(patch, Scheduler, "update", change)
+
+
+def min_tokens_counted_after_the_run(patch: pytest.MonkeyPatch) -> None:
+    replace_in(patch, Scheduler, "update", ("len(tokens) >=", "len(tokens) + len(run) - 1 >="))
+
+
+@pytest.mark.parametrize(
+    ("plant", "says"),
+    [
+        (published_before_its_tokens_are_accepted, "pack expected|out of range|has a name"),
+        (published_before_its_last_token_is_scheduled, "out of range|has a name"),
+        (rejected_drafts_count_as_computed, "bounds of other"),
+        (rejected_drafts_stay_in_the_upper_bound, "bounds of other"),
+        (the_last_token_counts_as_computed, "bounds of other"),
+        (ended_by_the_upper_bound, "not in flight|makes no progress"),
+        (scheduled_although_the_end_is_certain, "bounds of other|is written while"),
+        (windows_freed_by_the_upper_bound, "attended to|is written while|written by two|two groups write"),
+        (blocks_up_to_the_lower_bound, "without a block"),
+        (blocks_without_those_of_drafts, "without a block"),
+        (needs_of_one_token, "dictionary is empty|promised"),
+        (bounds_apart_by_more_than_a_chunk, "blocks behind a window|makes no progress"),
+        (ordered_by_length, "other kind|miscounted"),
+        (end_tokens_only_at_the_end_of_a_run, "assert"),
+        (min_tokens_counted_after_the_run, "assert"),
+    ],
+)
+def test_planted_fault_of_several_tokens_is_found(plant: Callable[[pytest.MonkeyPatch], None], says: str) -> None:
+    groups = [full_group(), sliding_group(5), sliding_group(20)]
+    with pytest.MonkeyPatch.context() as patch:
+        plant(patch)
+        with pytest.raises((AssertionError, KeyError, IndexError, struct.error), match=says):
+            for seed in range(20):
+                long_stream(groups, 90, depth=3, seed=str(seed), budget=16 if seed % 2 else 44, most_drafts=7)

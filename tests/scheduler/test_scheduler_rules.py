@@ -54,15 +54,15 @@ def test_decodes_come_first_then_running_prompts_then_waiting_ones() -> None:
     assert batch.num_tokens == 9
 
 
-def test_chunk_of_one_token_stands_among_the_decodes() -> None:
+def test_chunk_of_one_token_is_a_prefill_before_the_longer_ones() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=6)
     add(scheduler, request("a", 5), request("b", 4), request("c", 1))
     batch = step(scheduler)
-    # The budget leaves one token of b: its shape is a decode's, but it samples nothing.
-    assert (batch.slots, batch.query_lens, batch.num_decodes) == ([1, 0], [1, 5], 1)
+    # The budget leaves one token of b: its shape is a decode's, but it is a part of a prompt.
+    assert (batch.slots, batch.query_lens, batch.num_decodes) == ([1, 0], [1, 5], 0)
     assert batch.samples == [False, True]
     batch = step(scheduler)
-    assert (batch.slots, batch.query_lens, batch.num_decodes) == ([0, 2, 1], [1, 1, 3], 2)
+    assert (batch.slots, batch.query_lens, batch.num_decodes) == ([0, 2, 1], [1, 1, 3], 1)
     assert batch.samples == [True, True, True]
 
 
@@ -263,7 +263,7 @@ def test_prompt_seen_before_computes_only_its_last_block() -> None:
     assert batch.new[0].num_computed == 8
     add(scheduler, request("c", range(13), max_tokens=1))
     batch = step(scheduler)
-    assert (batch.context_lens, batch.query_lens, batch.num_decodes) == ([12], [1], 1)
+    assert (batch.context_lens, batch.query_lens, batch.num_decodes) == ([12], [1], 0)
     assert (scheduler.stats.prefix_queries, scheduler.stats.prefix_hits) == (37, 20)
 
 
@@ -340,9 +340,9 @@ def test_logprobs_reach_their_request() -> None:
     add(scheduler, a := request("a", logprobs=0), b := request("b"))
     batch = scheduler.schedule()
     output = output_of(batch)
-    output.logprobs[0] = TokenLogprobs(token_ids=[7], logprobs=[-1.5], ranks=[2])
+    output.logprobs[0] = [TokenLogprobs(token_ids=[7], logprobs=[-1.5], ranks=[2])]
     scheduler.update(batch, output)
-    assert a.logprobs == [output.logprobs[0]] and b.logprobs == []
+    assert a.logprobs == output.logprobs[0] and b.logprobs == []
 
 
 def test_prompt_logprobs_cut_short_by_a_preemption_are_collected_anew() -> None:
@@ -415,7 +415,7 @@ def test_updates_out_of_order_or_of_another_batch_are_our_bugs() -> None:
     with pytest.raises(AssertionError, match="order"):
         scheduler.update(second, output_of(second))
     with pytest.raises(AssertionError, match="output"):
-        scheduler.update(second, StepOutput(slots=[3], token_ids=[7]))
+        scheduler.update(second, StepOutput(slots=[3], token_ids=[[7]]))
 
 
 # Refusals

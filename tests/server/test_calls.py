@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
+from phonograph.core.batch import TokenLogprobs
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.async_llm import AsyncLLM
 from phonograph.engine.process.calls import Call, Sample
@@ -36,6 +37,7 @@ from phonograph.server.http.api_errors import ApiError, api_error
 from phonograph.server.http.error_count import ErrorCounts
 from phonograph.server.observe.graphs import graphs
 from phonograph.server.observe.metrics import EngineCollector
+from phonograph.server.openai.answers import usage_of
 from phonograph.text.tokenizer import Tokenizer
 
 STATS = SchedulerStats(
@@ -166,12 +168,37 @@ def test_a_stop_string_ends_the_sample_in_the_engine_too(tokenizer: Tokenizer) -
     in_loop(tokenizer, body)
 
 
+def test_tokens_after_a_stop_string_are_dropped_and_not_counted(tokenizer: Tokenizer) -> None:
+    async def body(bench: Bench) -> None:
+        call = bench.open(stop=[" 12"], logprobs=0)
+        (key,) = bench.process.sent[0].prompts
+        ids = bench.ids("Tom has 12 apples and pears")
+        positions = [TokenLogprobs([token_id], [-0.5], [1]) for token_id in ids]
+        num_kept = len(bench.ids("Tom has 12"))
+        bench.process.report((key, 0, ids[:1], positions[:1], None, None))
+        await call.wait()
+        (sample,) = call.take_changed()
+        assert sample.take().token_ids == ids[:1]
+        # The engine ends the sample by its length in the same step.
+        bench.process.report((key, 0, ids[1:], positions[1:], "length", None))
+        await call.wait()
+        delta = sample.take()
+        assert (delta.text, sample.finish_reason, sample.stop_reason) == (" has", "stop", " 12")
+        assert (delta.token_ids, delta.logprobs) == (ids[1:num_kept], positions[1:num_kept])
+        assert sample.token_ids == ids[:num_kept] and usage_of(call)["completion_tokens"] == num_kept
+        requests = bench.engine.requests
+        assert (requests.num_output_tokens, requests.inter_token.count) == (num_kept, num_kept - 1)
+        assert requests.output_lens.total == num_kept
+
+    in_loop(tokenizer, body)
+
+
 def test_failures_stay_with_their_call(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     grow = Sample.grow
 
-    def broken(sample: Sample, token_ids: list[int], *rest: Any) -> None:
+    def broken(sample: Sample, token_ids: list[int], *rest: Any) -> int:
         assert token_ids != [666]
-        grow(sample, token_ids, *rest)
+        return grow(sample, token_ids, *rest)
 
     monkeypatch.setattr(Sample, "grow", broken)
 

@@ -79,7 +79,9 @@ def test_how_many_are_shown(server: Server) -> None:
 
 
 def record(number: int, *, num_decodes: int = 1) -> StepRecord:
-    return StepRecord(float(number), 0.5, num_decodes, [], "full decode", "FULL", 4, 4, "a cause", "a reason")
+    return StepRecord(
+        float(number), 0.5, num_decodes, num_decodes, [], "full decode", "FULL", 4, 4, "a cause", "a reason"
+    )
 
 
 def test_the_latest_steps_are_kept() -> None:

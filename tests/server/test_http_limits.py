@@ -5,9 +5,12 @@ The numbers without a setting are written out: clients meet them.
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
+from uvicorn import Config
+from uvicorn.server import ServerState
 
 from phonograph.config.server_config import ServerConfig
 from phonograph.errors import EngineUnavailable, RequestError, RequestFailure
@@ -96,6 +99,80 @@ def test_headers_of_65536_bytes(value: int, is_taken: bool) -> None:
     protocol.on_header(b"a-name", b"")
     protocol.on_header(b"", b"v" * value)
     assert [(error.status, error.code) for error in refusals] == [(431, "headers_too_large")] * (not is_taken)
+
+
+class Transport(asyncio.Transport):
+    """A connection whose client reads nothing."""
+
+    def write(self, data: Any) -> None: ...
+
+    def is_closing(self) -> bool:
+        return False
+
+    def close(self) -> None: ...
+
+    def pause_reading(self) -> None: ...
+
+    def resume_reading(self) -> None: ...
+
+
+class Connection:
+    """A connection to a server, each answer of which waits until its path is taken off `waits`."""
+
+    def __init__(self, *waits: str) -> None:
+        config = Config(self._answer, lifespan="off", log_config=None, ws="none")
+        self.waits = {*waits}
+        self.protocol = http_protocol(ServerConfig())(config=config, server_state=ServerState(), app_state={})
+        self.protocol.connection_made(Transport())
+
+    def send(self, path: str, body: bytes, first: int = 0) -> str | None:
+        """Send a request with the first bytes of its body, then the others; return the refusal's message."""
+        head = b"POST %s HTTP/1.1\r\ncontent-length: %d\r\n\r\n" % (path.encode(), len(body))
+        self.protocol.data_received(head + body[:first])
+        assert self.protocol._refusal is None
+        self.protocol.data_received(body[first:])
+        return None if self.protocol._refusal is None else self.protocol._refusal.message
+
+    def close(self) -> None:
+        self.waits.clear()
+        self.protocol.connection_lost(None)
+
+    async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
+        while scope["path"] in self.waits:
+            await asyncio.sleep(0)
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body"})
+
+
+@pytest.mark.parametrize("first", [0, 1, 30_000, 65_536])
+@pytest.mark.parametrize("length", [65_536, 65_537])
+def test_65536_bytes_may_follow_an_unanswered_request(length: int, first: int) -> None:
+    """The body of a second request, whose first bytes come with its headers."""
+
+    async def refusal() -> str | None:
+        connection = Connection("/a")
+        connection.send("/a", b"")
+        found = connection.send("/b", b"b" * length, first)
+        connection.close()
+        return found
+
+    says = "more than 65536 bytes follow an unanswered request"
+    assert asyncio.run(refusal()) == (says if length > 65_536 else None)
+
+
+def test_bytes_that_follow_a_request_count_until_it_is_answered() -> None:
+    async def refusals() -> list[str | None]:
+        connection = Connection("/a", "/b")
+        found = [connection.send("/a", b""), connection.send("/b", b"b" * 40_000)]
+        connection.waits.remove("/a")
+        while connection.protocol.pipeline:
+            await asyncio.sleep(0)
+        found += [connection.send("/c", b"c" * 40_000), connection.send("/d", b"d" * 40_000)]
+        connection.close()
+        return found
+
+    *before, last = asyncio.run(refusals())
+    assert before == [None] * 3 and last is not None
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jsonschema
@@ -43,6 +44,13 @@ def test_errors_match_the_openapi_document(server: Server, document: dict[str, A
     assert [answer.status_code for answer in answers] == [400, 404, 400, 400, 404, 405]
     for answer in answers:
         jsonschema.validate(answer.json(), {**document, "$ref": "#/components/schemas/ErrorAnswer"})
+
+
+@pytest.mark.parametrize(("path", "servers"), [(None, None), ("/llm", [{"url": "/llm"}])])
+def test_the_document_names_the_path_behind_a_proxy(
+    serve_with: Callable[..., Server], path: str | None, servers: list[dict[str, str]] | None
+) -> None:
+    assert serve_with(root_path=path).get("/openapi.json").json().get("servers") == servers
 
 
 def test_bodies_have_no_other_fields(server: Server, document: dict[str, Any]) -> None:

@@ -22,8 +22,16 @@ from transformers import (
     GemmaForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    GraniteMoeConfig,
+    GraniteMoeForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
+    GraniteMoeSharedConfig,
+    GraniteMoeSharedForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Ministral3Config,
@@ -84,6 +92,19 @@ LLAMA3_ROPE = {
 
 ROPE = {"rope_type": "default", "rope_theta": 5000.0}
 YARN_ROPE = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 16, "rope_theta": 5000.0}
+GRANITE = {
+    "num_key_value_heads": 2,
+    "attention_multiplier": 0.4,
+    "embedding_multiplier": 7.0,
+    "residual_multiplier": 0.3,
+    "logits_scaling": 0.5,
+}
+GRANITE_HYBRID = {
+    **GRANITE,
+    "shared_intermediate_size": 40,
+    "layer_types": ["full_attention", "full_attention"],
+    "mamba_n_heads": 8,
+}
 GEMMA = {"num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True, "pad_token_id": None}
 GEMMA4 = {
     "num_hidden_layers": 3,
@@ -147,16 +168,12 @@ FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
         Phi3ForCausalLM,
         {"num_key_value_heads": 2, "pad_token_id": None, "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}},
     ),
-    "granite": (
-        GraniteConfig,
-        GraniteForCausalLM,
-        {
-            "num_key_value_heads": 2,
-            "attention_multiplier": 0.4,
-            "embedding_multiplier": 7.0,
-            "residual_multiplier": 0.3,
-            "logits_scaling": 0.5,
-        },
+    "granite": (GraniteConfig, GraniteForCausalLM, GRANITE),
+    # Dense, with gates and ups in one tensor.
+    "granite4": (
+        GraniteMoeHybridConfig,
+        GraniteMoeHybridForCausalLM,
+        {**GRANITE_HYBRID, "num_local_experts": 0, "num_experts_per_tok": 0, "position_embedding_type": "rope"},
     ),
     # A layer without rope between two with it, and a window on that layer.
     "smollm3": (
@@ -308,6 +325,29 @@ EXPERT_FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
         OlmoeForCausalLM,
         {"num_key_value_heads": 2, "num_experts": 8, "num_experts_per_tok": 3, "pad_token_id": None},
     ),
+    # All experts of a layer in one tensor.
+    "granitemoe": (
+        GraniteMoeConfig,
+        GraniteMoeForCausalLM,
+        {**GRANITE, "intermediate_size": 24, "num_local_experts": 6, "num_experts_per_tok": 3},
+    ),
+    "granitemoeshared": (
+        GraniteMoeSharedConfig,
+        GraniteMoeSharedForCausalLM,
+        {
+            **GRANITE,
+            "intermediate_size": 24,
+            "shared_intermediate_size": 40,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    # Without rotary embedding.
+    "granite4_moe": (
+        GraniteMoeHybridConfig,
+        GraniteMoeHybridForCausalLM,
+        {**GRANITE_HYBRID, "intermediate_size": 24, "num_local_experts": 8, "num_experts_per_tok": 3},
+    ),
     # Groups, a bias for the choice, a shared expert without a gate, half of each head rotated.
     "glm4_moe": (
         Glm4MoeConfig,
@@ -341,6 +381,22 @@ EXPERT_FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
             "top_k_experts": 3,
         },
     ),
+    # Sinks, a window on every other layer, biases everywhere, tensors of all experts together.
+    "gpt_oss": (
+        GptOssConfig,
+        GptOssForCausalLM,
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "intermediate_size": 40,
+            "num_hidden_layers": 3,
+            "sliding_window": 9,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "pad_token_id": None,
+            "rope_parameters": {**YARN_ROPE, "truncate": False},
+        },
+    ),
 }
 """Families with experts. Of random seeds, some have two logits of a router that differ by rounding only."""
 
@@ -369,6 +425,13 @@ def draw_weights(model: PreTrainedModel, family: str, hidden_size: int, seed: in
                 parameter.uniform_(0.5, 1.5, generator=generator)
                 if "gemma" in family and "gemma4" not in family:
                     parameter.sub_(1.0)
+            elif name.endswith("sinks"):
+                parameter.normal_(0.0, 2.0, generator=generator)
+            elif name.endswith("gate_up_proj") and family == "gpt_oss":
+                # Many gates and ups are beyond their limits.
+                parameter.normal_(0.0, 5 * hidden_size**-0.5, generator=generator)
+            elif name.endswith("down_proj") and family == "gpt_oss":
+                parameter.normal_(0.0, 0.1 * parameter.shape[1] ** -0.5, generator=generator)
             elif name.endswith("bias"):
                 parameter.normal_(0.0, 0.5, generator=generator)
             elif "embed_tokens" in name or "lm_head" in name:

@@ -2,7 +2,8 @@
 
 A case is a checkpoint that transformers wrote, whose config.json is then changed: fields of transformers' classes and
 others, values in and out of range, rotary parameters in their older and newer spellings. Prompts are longer than most
-`max_position_embeddings`, as some rotary types behave by length.
+`max_position_embeddings`, as some rotary types behave by length. Weights of routers are drawn until each choice of
+experts is clear, as a rounding would decide the others.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from typing import Any
 
 import torch
 import transformers
-from checkpoints import load_model, make_checkpoint
+from checkpoints import EXPERT_FAMILIES, load_model, make_checkpoint
 from dense import DenseSequences
+from router_gaps import LEAST_GAP, router_gaps
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -31,9 +33,18 @@ VOCAB_SIZE = 37
 PROMPT_LEN = 80
 FAMILIES = (
     *("llama2", "mistral", "qwen2", "qwen3", "phi3", "granite", "smollm3", "olmo2", "olmo3", "ministral3"),
-    *("gemma", "gemma2", "gemma3", "gemma4"),
+    *("gemma", "gemma2", "gemma3", "gemma4", "granite4", *EXPERT_FAMILIES),
 )
-BIASES = ("llama2", "qwen3", "granite", "smollm3", "olmo2", "olmo3", "gemma", "gemma2", "gemma3", "gemma4")
+BIASES = (
+    *("llama2", "qwen3", "granite", "smollm3", "olmo2", "olmo3", "gemma", "gemma2", "gemma3", "gemma4", "granite4"),
+    *("qwen3_moe", "olmoe", "granitemoe", "granitemoeshared", "granite4_moe", "glm4_moe"),
+)
+NO_HEAD_SIZE = (
+    *("qwen2", "phi3", "granite", "olmo2", "granite4", "qwen2_moe", "mixtral", "olmoe"),
+    *("granitemoe", "granitemoeshared", "granite4_moe"),
+)
+"""Families whose files have no size of heads."""
+MOST_DRAWS = 40
 TYPED_ROPES = ("olmo3", "gemma3", "gemma4")
 ABSENT = object()
 ORIGINAL = "original_max_position_embeddings"
@@ -107,12 +118,43 @@ FIELDS: dict[str, Draw] = {
     "model_type": one_of("llama", "mistral", "qwen2", "qwen3", "granite", "ministral", None),
     "architectures": one_of(None, [], ["LlamaForCausalLM"], ["MistralForCausalLM"]),
 }
+GRANITE: dict[str, Draw] = {
+    "attention_multiplier": one_of(0.5, 1, 0.1),
+    "embedding_multiplier": one_of(3.0, 12),
+    "residual_multiplier": one_of(0.3, 2),
+    "logits_scaling": one_of(8.0, 0.5, 0),
+}
+GRANITE4: dict[str, Draw] = {
+    **GRANITE,
+    "position_embedding_type": one_of("rope", "nope", None),
+    "layer_types": one_of(["attention"] * 2, ["attention", "full_attention"], ["attention", "mamba"]),
+    "normalization_function": one_of("rmsnorm", None),
+    "mamba_conv_bias": one_of(True, False),
+    "mamba_chunk_size": one_of(64),
+}
+EXPERTS: dict[str, Draw] = {
+    "num_experts_per_tok": one_of(1, 2, 2, 3, 3, 3, 4, 20, 0),
+    "router_aux_loss_coef": one_of(0.01, 0.5),
+    "output_router_logits": one_of(True, False, False, False),
+}
 OWN_FIELDS: dict[str, dict[str, Draw]] = {
-    "granite": {
-        "attention_multiplier": one_of(0.5, 1, 0.1),
-        "embedding_multiplier": one_of(3.0, 12),
-        "residual_multiplier": one_of(0.3, 2),
-        "logits_scaling": one_of(8.0, 0.5, 0),
+    "granite": GRANITE,
+    "granite4": GRANITE4,
+    "granitemoe": {**GRANITE, **EXPERTS},
+    "granitemoeshared": {**GRANITE, **EXPERTS},
+    "granite4_moe": {**GRANITE4, **EXPERTS},
+    "qwen2_moe": {**EXPERTS, "norm_topk_prob": one_of(True, False), "qkv_bias": one_of(True, True, True, False)},
+    "qwen3_moe": {**EXPERTS, "norm_topk_prob": one_of(True, False), "shared_expert_intermediate_size": one_of(8)},
+    "mixtral": {**EXPERTS, "router_jitter_noise": one_of(0.0, 0.5)},
+    "olmoe": {**EXPERTS, "norm_topk_prob": one_of(True, False), "clip_qkv": one_of(None, None, 0.5)},
+    "glm4_moe": {
+        **EXPERTS,
+        "norm_topk_prob": one_of(True, False),
+        "n_group": one_of(1, 2, 3, 4, 5),
+        "topk_group": one_of(1, 2, 3),
+        "routed_scaling_factor": one_of(1.0, 2.5, 0.5),
+        "num_nextn_predict_layers": one_of(0, 1),
+        "use_qk_norm": one_of(True, True, True, False),
     },
     "smollm3": {
         "no_rope_layers": one_of([1, 0], [0, 0], [1], [0, 1, 1], None),
@@ -211,13 +253,13 @@ def draw_case(seed: int) -> Case:
         "tie_word_embeddings": rng.random() < 0.3,
         "pad_token_id": None,
     }
-    if family not in ("qwen2", "phi3", "granite", "olmo2") or rng.random() < 0.2:
+    if family not in NO_HEAD_SIZE or rng.random() < 0.2:
         shape["head_dim"] = rng.choice([8, 16])
     if family in BIASES:
         shape["attention_bias"] = rng.random() < 0.3
     if family in ("llama2", "granite", "smollm3"):
         shape["mlp_bias"] = rng.random() < 0.3
-    if family in ("mistral", "phi3", "ministral3"):
+    if family in ("mistral", "phi3", "ministral3", "mixtral"):
         shape["sliding_window"] = rng.choice([None, 7])
     if family in ("olmo3", "gemma2", "gemma3"):
         shape |= {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}
@@ -231,10 +273,12 @@ def draw_case(seed: int) -> Case:
         shape |= {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}
     if family == "smollm3" and rng.random() < 0.5:
         shape |= {"use_sliding_window": True, "sliding_window": 7, "no_rope_layers": [0, 1]}
-    if "qwen" in family and rng.random() < 0.5:
+    if family == "qwen2_moe":
+        shape |= {"decoder_sparse_step": rng.choice([1, 2]), "mlp_only_layers": rng.choice([[], [0]])}
+    if family in ("qwen2", "qwen3") and rng.random() < 0.5:
         shape |= {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": rng.choice([0, 1, 2])}
     changes = _draw_rope(rng, shape.get("head_dim", 32 // heads) // 2, family)
-    if shape.get("sliding_window") and family not in ("phi3", "ministral3", "gemma4") and rng.random() < 0.5:
+    if shape.get("sliding_window") and family not in ("phi3", "ministral3", "mixtral", "gemma4") and rng.random() < 0.5:
         own = family in ("olmo3", "gemma2", "gemma3", "smollm3") and rng.random() < 0.5
         changes["layer_types"] = ABSENT if own else rng.sample(["full_attention", "sliding_attention"], 2)
     for name in rng.sample(sorted(FIELDS), rng.choice([0, 0, 0, 1, 1, 2, 4])):
@@ -303,14 +347,19 @@ def check_case(case: Case, folder: Path, seed: int) -> str:
         AssertionError: the logits differ, a refusal names no field of the case, or transformers' logits are not finite
             and the case is not refused.
     """
-    make_checkpoint(case.family, folder, seed=seed, **case.shape)
     path = folder / "config.json"
-    config = {**json.loads(path.read_text()), **case.changes}
-    path.write_text(json.dumps({name: value for name, value in config.items() if value is not ABSENT}))
-    if case.head is not None:
-        _write_head(folder / "model.safetensors", case.head)
     prompt = torch.randint(VOCAB_SIZE, (PROMPT_LEN,), generator=torch.Generator().manual_seed(seed)).tolist()
-    expected = _transformers_logits(folder, prompt, case.family)
+    for draw in range(MOST_DRAWS):
+        make_checkpoint(case.family, folder, seed=seed + 10_000 * draw, **case.shape)
+        config = {**json.loads(path.read_text()), **case.changes}
+        path.write_text(json.dumps({name: value for name, value in config.items() if value is not ABSENT}))
+        if case.head is not None:
+            _write_head(folder / "model.safetensors", case.head)
+        expected, gap = _transformers_logits(folder, prompt, case.family)
+        if expected is None or gap > LEAST_GAP or not expected.isfinite().all():
+            break
+    else:
+        raise AssertionError(f"no weights of {MOST_DRAWS} draws have routers that choose clearly")
     try:
         spec = read_model_spec(folder)
         decoder = load_model(
@@ -356,8 +405,10 @@ def _write_head(file: Path, head: str) -> None:
     save_file(tensors, file, {"format": "pt"})
 
 
-def _transformers_logits(folder: Path, prompt: list[int], family: str) -> torch.Tensor | None:
-    """Return logits [tokens, V] of the model that transformers makes of a folder; None where it fails."""
+def _transformers_logits(folder: Path, prompt: list[int], family: str) -> tuple[torch.Tensor | None, float]:
+    """Return logits [tokens, V] of the model that transformers makes of a folder, None where it fails, and the least
+    gap of its routers.
+    """
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     # Other implementations leave the cap of scores out.
     settings = {"attn_implementation": "eager"} if family == "gemma2" else {}
@@ -366,9 +417,9 @@ def _transformers_logits(folder: Path, prompt: list[int], family: str) -> torch.
             folder, dtype=torch.float32, output_loading_info=True, **settings
         )
         if any(report.values()):
-            return None
-        with torch.no_grad():
+            return None, torch.inf
+        with torch.no_grad(), router_gaps(model) as gap:
             output = model(torch.tensor([prompt]))
-        return (output[0] if isinstance(output, tuple) else output.logits)[0]
+        return (output.logits if hasattr(output, "logits") else output[0])[0], gap()
     except Exception:
-        return None
+        return None, torch.inf

@@ -68,6 +68,10 @@ class DenseSequences:
             hidden = key_positions > query_positions
             if left >= 0:
                 hidden |= key_positions < query_positions - left
-            weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+            scores = scores.masked_fill(hidden, -torch.inf)
+            sinks = self.decoder.weights[layer].attention.sinks
+            if sinks is not None:
+                scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, num_tokens, 1)], -1)
+            weights = scores.softmax(-1)[..., : len(keys)]
             out[rows] = torch.einsum("htl,lhd->thd", weights, values).to(out.dtype)
         return out

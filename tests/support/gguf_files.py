@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -40,6 +41,79 @@ BOTH_NORMS = {
 """Names in files of Gemma 3."""
 
 
+ARCHITECTURES = {
+    "mistral": "llama",
+    "mixtral": "llama",
+    "gemma3_text": "gemma3",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+    "granitemoeshared": "granitemoe",
+    # Files of Granite 4 without layers that have a state.
+    "granitemoehybrid": "granite",
+}
+"""llama.cpp's architectures by the model type, where they have other names."""
+EXPERT_PARTS = {
+    **{f"{part}_proj": part for part in ("gate", "up", "down")},
+    **{"w1": "gate", "w3": "up", "w2": "down"},
+}
+ROUTERS = ("mlp.gate", "block_sparse_moe.gate", "block_sparse_moe.router.layer")
+INTERLEAVED = ("llama", "granite", "granitemoe")
+_EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
+_FUSED = re.compile(r"model\.layers\.(\d+)\.(shared_mlp|block_sparse_moe)\.(input|output)_linear\.weight")
+
+
+def expert_header(config: dict[str, Any], arch: str) -> dict[str, Any]:
+    """Return the keys of models with experts, and of Granite."""
+    count = config.get("num_experts") or config.get("num_local_experts")
+    keys: dict[str, Any] = {}
+    if count:
+        keys |= {"expert_count": count, "expert_used_count": config["num_experts_per_tok"]}
+        keys |= {
+            key: config[field]
+            for field, key in {
+                "moe_intermediate_size": "expert_feed_forward_length",
+                "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+                "shared_intermediate_size": "expert_shared_feed_forward_length",
+            }.items()
+            if config.get(field)
+        }
+    if "granite" in arch:
+        keys |= {
+            "attention.scale": config["attention_multiplier"],
+            "embedding_scale": config["embedding_multiplier"],
+            "residual_scale": config["residual_multiplier"],
+            "logit_scale": config["logits_scaling"],
+        }
+    return {f"{arch}.{key}": value for key, value in keys.items()}
+
+
+def stacked(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, str]]:
+    """Return views by llama.cpp's names of a layer's experts, each with a name of one part in a checkpoint.
+
+    Tensors of single experts are replaced by views of one tensor, and gates and ups in one tensor are two views.
+    """
+    found: dict[str, tuple[torch.Tensor, str]] = {}
+    groups: dict[tuple[str, str], dict[int, str]] = {}
+    for name, tensor in tensors.items():
+        if (match := _EXPERT.fullmatch(name)) is not None:
+            groups.setdefault((match[1], EXPERT_PARTS[match[3]]), {})[int(match[2])] = name
+        elif (match := _FUSED.fullmatch(name)) is not None:
+            routed = any("router" in other for other in tensors)
+            end = "_exps" if match[2] == "block_sparse_moe" else "_shexp" if routed else ""
+            pieces = (
+                {"down": tensor}
+                if match[3] == "output"
+                else dict(zip(("gate", "up"), tensor.chunk(2, -2), strict=True))
+            )
+            for part, piece in pieces.items():
+                found[f"blk.{match[1]}.ffn_{part}{end}.weight"] = piece, f"{match[2]}.{part}_proj.weight"
+    for (layer, part), names in groups.items():
+        whole = torch.stack([tensors[names[expert]] for expert in range(len(names))])
+        tensors |= {names[expert]: rows for expert, rows in enumerate(whole)}
+        found[f"blk.{layer}.ffn_{part}_exps.weight"] = whole, f"experts.{part}_proj.weight"
+    return found
+
+
 def own_name(name: str, architecture: str = "") -> str:
     """Return llama.cpp's name of a tensor."""
     module, _, end = name.rpartition(".")
@@ -47,6 +121,9 @@ def own_name(name: str, architecture: str = "") -> str:
         return f"{NAMES[module]}.{end}"
     _, _, layer, rest = module.split(".", 3)
     names = {**NAMES, **BOTH_NORMS} if architecture == "gemma3" else NAMES
+    names |= dict.fromkeys(ROUTERS, "ffn_gate_inp")
+    names |= {f"mlp.shared_expert.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")}
+    names["mlp.shared_expert_gate"] = "ffn_gate_inp_shexp"
     return f"blk.{layer}.{names[rest]}.{end}"
 
 
@@ -60,15 +137,15 @@ def halved(rows: np.ndarray, heads: int) -> np.ndarray:
     return rows.reshape(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
-def random_blocks(kind: str, shape: tuple[int, int], seed: int) -> np.ndarray:
+def random_blocks(kind: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
     """Return rows of random blocks of a type that the package reads but does not write."""
     size, halves = RANDOM[kind]
     rng = np.random.default_rng(seed)
-    blocks = rng.integers(0, 256, (shape[0], shape[1] // 256, size), dtype=np.uint8)
+    blocks = rng.integers(0, 256, (*shape[:-1], shape[-1] // 256, size), dtype=np.uint8)
     for place, scale in halves.items():
-        numbers = (rng.uniform(0.5, 1.5, blocks.shape[:2]) * scale).astype(np.float16)
-        blocks[:, :, place : place + 2] = numbers[..., None].view(np.uint8)
-    return blocks.reshape(shape[0], -1)
+        numbers = (rng.uniform(0.5, 1.5, blocks.shape[:-1]) * scale).astype(np.float16)
+        blocks[..., place : place + 2] = numbers[..., None].view(np.uint8)
+    return blocks.reshape(*shape[:-1], -1)
 
 
 def write_gguf(
@@ -85,17 +162,18 @@ def write_gguf(
     Args:
         path: the file.
         folder: checkpoint in transformers' format.
-        kind_of: type of a matrix by its name in the checkpoint; norms and biases are in F32.
+        kind_of: type of a matrix by its name in the checkpoint, without the number of an expert; norms, biases and
+            routers are in F32.
         header: further keys; None leaves out the key.
         tensors: further tensors, in F32.
-        without: a tensor to leave out, by its name in the checkpoint.
+        without: a tensor to leave out, by its name in the checkpoint or in the file.
 
     Returns:
         The weights that the file means, by their names in the checkpoint.
     """
     config = json.loads((folder / "config.json").read_text())
     heads = config["num_attention_heads"]
-    arch = {"mistral": "llama", "gemma3_text": "gemma3"}.get(config["model_type"], config["model_type"])
+    arch = ARCHITECTURES.get(config["model_type"], config["model_type"])
     rope = config.get("rope_parameters") or config
     head_size = config.get("head_dim") or config["hidden_size"] // heads
     keys = {
@@ -110,6 +188,7 @@ def write_gguf(
         f"{arch}.attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
         f"{arch}.rope.freq_base": float(rope.get("full_attention", rope)["rope_theta"]),
         f"{arch}.rope.dimension_count": head_size,
+        **expert_header(config, arch),
         **(header or {}),
     }
     writer = gguf.GGUFWriter(path, arch)
@@ -125,19 +204,25 @@ def write_gguf(
         elif value is not None:
             writer.add_array(key, value)
     meant = load_file(folder / "model.safetensors")
-    for seed, (name, tensor) in enumerate(meant.items()):
-        array, parts = tensor.float().numpy(), name.split(".")
-        count = {"q_proj": heads, "k_proj": config["num_key_value_heads"]}.get(parts[-2], 0) if arch == "llama" else 0
+    meant = {name: tensor.float() for name, tensor in meant.items()}
+    of_experts = stacked(meant)
+    inside = {name for name in meant if _EXPERT.fullmatch(name) or _FUSED.fullmatch(name)}
+    plain = {own_name(name, arch): (tensor, name) for name, tensor in meant.items() if name not in inside}
+    for seed, (own, (tensor, name)) in enumerate({**plain, **of_experts}.items()):
+        array, parts = tensor.numpy(), name.split(".")
+        count = {"q_proj": heads, "k_proj": config["num_key_value_heads"]}.get(parts[-2], 0)
+        count = count if arch in INTERLEAVED else 0
         array = interleaved(array, count) if count else array
         # Norms of Gemma are stored as the weights that are multiplied.
         offset = 1 if arch == "gemma3" and array.ndim == 1 else 0
         array = array + offset
-        kind = kind_of(name) if array.ndim > 1 else "F32"
+        # llama.cpp leaves routers as they are.
+        kind = kind_of(name) if array.ndim > 1 and "ffn_gate_inp" not in own else "F32"
         data = random_blocks(kind, array.shape, seed) if kind in RANDOM else gguf.quants.quantize(array, Kind[kind])
-        if name != without:
-            writer.add_tensor(own_name(name, arch), data, raw_dtype=Kind[kind])
+        if without not in (name, own):
+            writer.add_tensor(own, data.squeeze(0) if own.endswith("inp_shexp.weight") else data, raw_dtype=Kind[kind])
         numbers = gguf.quants.dequantize(data, Kind[kind]).astype(np.float32)
-        meant[name] = torch.from_numpy(halved(numbers, count) if count else numbers - offset)
+        tensor.copy_(torch.from_numpy(halved(numbers, count) if count else numbers - offset))
     for name, array in (tensors or {}).items():
         writer.add_tensor(name, array.astype(np.float32))
     writer.write_header_to_file()

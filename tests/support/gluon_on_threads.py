@@ -398,6 +398,10 @@ def _surroundings(given: dict[str, Any], known: dict[int, dict[str, Any]]) -> di
     return names
 
 
+def _parameters(function: Any) -> tuple[str, ...]:
+    return function.__code__.co_varnames[: function.__code__.co_argcount]
+
+
 def launcher(module: types.ModuleType, name: str) -> Any:
     """In place of the module's kernel of this name, what runs it so.
 
@@ -413,14 +417,14 @@ def launcher(module: types.ModuleType, name: str) -> Any:
         return Descriptor(value) if hasattr(value, "block_shape") else value
 
     class Grid:
+        arg_names = _parameters(getattr(module, name).fn)
+
         def __getitem__(self, grid: tuple[int] | tuple[int, int]) -> Callable[..., None]:
             def launch(*arguments: Any, **keywords: Any) -> None:
                 kernel = names[name]
-                given = list(map(convert, arguments))
-                # The rest are constants, in the kernel's order, or options of the launch.
-                given += [
-                    keywords[key] for key in kernel.__code__.co_varnames[len(given) : kernel.__code__.co_argcount]
-                ]
+                # Other keywords are options of the launch.
+                given = [*arguments, *(keywords[key] for key in _parameters(kernel)[len(arguments) :])]
+                given = [convert(value) for value in given]
                 failed: list[BaseException] = []
                 programs = itertools.product(range(grid[0]), range(grid[1] if len(grid) > 1 else 1))
                 threads = [_Thread(program, failed, kernel, tuple(given)) for program in programs]

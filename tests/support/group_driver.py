@@ -98,9 +98,9 @@ class GroupDriver:
             hand.computed += queries[hand.slot]
             hand.is_new = False
             if hand.slot in sampled:
-                hand.tokens.append(sampled[hand.slot])
+                hand.tokens += sampled[hand.slot]
                 scores = torch.full((self.vocab_size,), torch.nan, dtype=torch.float64)
-                row = output.logprobs[hand.slot]
+                (row,) = output.logprobs[hand.slot]
                 scores[row.token_ids] = torch.tensor(row.logprobs, dtype=torch.float64)
                 hand.logprobs.append(scores)
             self._free(hand)

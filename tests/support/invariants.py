@@ -25,7 +25,8 @@ def check_scheduler(scheduler: Scheduler) -> None:
     ending = [request for request in requests.values() if request.state is RequestState.ENDING]
     assert all(request.state is RequestState.RUNNING for request in running)
     assert all(request.slot == -1 and is_empty(tables[request.request_id]) for request in ending)
-    assert all(any(request in batch for _, batch in scheduler._in_flight) for request in ending)
+    for request in ending:
+        assert any(request in batch for _, batch in scheduler._in_flight), "its last token is not in flight"
     assert all(request.slot == slot for slot, request in scheduler._decoding.items())
     slots = [request.slot for request in running]
     assert sorted(slots + scheduler._free_slots) == list(range(scheduler.limits.max_num_seqs)), (
@@ -33,20 +34,23 @@ def check_scheduler(scheduler: Scheduler) -> None:
     )
     assert waiting == sorted(waiting, key=lambda request: request.rank)
     for request in waiting:
-        assert request.slot == -1 and not request.num_computed and is_empty(tables[request.request_id])
+        assert request.slot == -1 and not request.max_computed and is_empty(tables[request.request_id])
     assert {id(request) for request in requests.values()} == {id(r) for r in (*waiting, *running, *ending)}
     assert len(requests) == len(waiting) + len(running) + len(ending)
     assert tables.keys() == requests.keys()
     check_groups(scheduler)
-    check_cache(scheduler._blocks.cache, ((table, requests[key].num_computed) for key, table in tables.items()))
+    for request in running:
+        assert 0 <= request.min_computed <= request.max_computed, "the bounds of the computed tokens are crossed"
+    known = {key: min(request.min_computed, request.num_tokens) for key, request in requests.items()}
+    check_cache(scheduler._blocks.cache, ((table, known[key]) for key, table in tables.items()))
 
 
 def check_groups(scheduler: Scheduler) -> None:
     """Assert that no request holds more blocks than planned, and that the prompt in progress can take its blocks."""
     limits, tables = scheduler.limits, scheduler._blocks.tables
     for request in scheduler._decoding.values():
-        # The step that reads the chunk may not have run before the next schedule.
-        chunk = limits.max_num_batched_tokens if request in scheduler._prefilled else 1
+        # The step that reads the chunk may not have run before the next schedule. Drafts are at most a chunk.
+        chunk = limits.max_num_batched_tokens if scheduler._drafts or request in scheduler._prefilled else 1
         for group, one in zip(scheduler.groups, tables[request.request_id].groups, strict=True):
             assert len(one.held) <= group_pages(group, limits.max_model_len, chunk), "blocks behind a window are held"
     request = scheduler._prefilling
@@ -63,7 +67,7 @@ def check_groups(scheduler: Scheduler) -> None:
 
 
 def check_cache(cache: CacheManager, tables: Iterable[tuple[SequenceTable, int]]) -> None:
-    """Assert the pool's invariants. tables: all there are, each with the number of its tokens computed."""
+    """Assert the pool's invariants. tables: all there are, each with the number of its tokens known and computed."""
     held: list[tuple[list[int], int]] = []
     for table, computed in tables:
         for group, one in zip(cache._groups, table.groups, strict=True):

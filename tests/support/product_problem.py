@@ -7,7 +7,6 @@ import torch
 from phonograph.kernels.fp8_activations import Rows
 from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.triton.elementwise import layers
-from phonograph.kernels.triton.gemm.bound_product import format_of
 from phonograph.kernels.triton.gemm.choose import choose
 from phonograph.kernels.triton.gemm.product import (
     ADD,
@@ -19,6 +18,7 @@ from phonograph.kernels.triton.gemm.product import (
     Matrix,
     NextNorm,
     Product,
+    format_of,
 )
 from phonograph.kernels.triton.gemm.product_plan import (
     GemmDevice,

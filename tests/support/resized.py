@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from phonograph.models.layer_spec import LayerSizes, LayerSpec, RopeTable, decoder_layer
-from phonograph.models.layers.matrix_spec import LayerMatrix, MatrixPart
+from phonograph.models.layers.layer_matrix import LayerMatrix, MatrixPart
 from phonograph.models.spec import ModelSpec
 
 

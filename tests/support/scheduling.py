@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from invariants import check_scheduler
@@ -15,6 +15,16 @@ from phonograph.core.sampling_params import SamplingParams
 from phonograph.scheduling.scheduler import Scheduler
 
 EOS = 99
+
+
+class FixedDepths:
+    """As many drafts for each decode in each step, as far as the scheduler grants them."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+
+    def choose(self, decodes: Collection[Request]) -> list[int]:
+        return [self.most] * len(decodes)
 
 
 def full_group(block_size: int = 4) -> KVGroup:
@@ -57,7 +67,7 @@ def request(
 
 def output_of(batch: ScheduledBatch, token_id: int = 7) -> StepOutput:
     slots = [slot for slot, samples in zip(batch.slots, batch.samples, strict=True) if samples]
-    return StepOutput(slots=slots, token_ids=[token_id] * len(slots))
+    return StepOutput(slots=slots, token_ids=[[token_id] for _ in slots])
 
 
 def step(scheduler: Scheduler, token_id: int = 7) -> ScheduledBatch:

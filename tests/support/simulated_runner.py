@@ -4,10 +4,14 @@ Its rows and block tables come from ScheduledBatch alone. Its keys and values ar
 the tokens up to their position; what it samples is a function of the keys and values it read in all KV groups. A page
 that a group writes loses what another group wrote. So whatever is wrongly shared, overwritten, freed, forgotten or
 computed in the wrong place shows, at the latest in the output.
+
+A decode continues from the state of its row, as on a device: its context in the batch is an upper bound only. Of its
+1 + d tokens a random number is accepted, at least one. The keys and values of the others belong to no sequence.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +20,10 @@ from phonograph.core.sampling_params import SamplingParams
 from phonograph.scheduling.scheduler import Scheduler
 
 VOCAB = 7
+REJECTED = -1
+"""Key and value of a token that was not accepted."""
+BEYOND = VOCAB + 1
+"""Token sampled after the end of its request."""
 
 
 def next_history(history: int, token_id: int) -> int:
@@ -42,11 +50,18 @@ def marked(token_id: int, position: int) -> TokenLogprobs:
 
 @dataclass
 class Row:
-    """lengths: entries of the block table of each group that the sequence has filled"""
+    """One sequence.
+
+    num_loaded: tokens with which it started; it is a prefill until they are computed
+    max_len: tokens at which it ends; it writes nothing at and after position `max_len` - 1
+    lengths: entries of the block table of each group that the sequence has filled
+    """
 
     token_ids: list[int]
     histories: list[int]
     prompt_len: int
+    num_loaded: int
+    max_len: int
     computed: int
     params: SamplingParams
     sample_index: int
@@ -54,8 +69,10 @@ class Row:
 
 
 class SimulatedRunner:
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, seed: int = 0) -> None:
         self.limits = scheduler.limits
+        self.context_len = scheduler.context_len
+        self.rng = random.Random(seed)
         self.groups = scheduler.groups
         self.num_blocks = scheduler.num_blocks
         self.windows = [group.window for group in self.groups]
@@ -75,21 +92,46 @@ class SimulatedRunner:
         self.append(batch.appends, new_slots)
         self.check_shape(batch)
         written: set[tuple[int, int, int]] = set()
-        for slot, query_len, context in zip(batch.slots, batch.query_lens, batch.context_lens, strict=True):
+        # The accepted tokens of each decode, and the end of the keys and values that are right after this step.
+        runs: dict[int, list[int]] = {}
+        ends: dict[int, int] = {}
+        for index, (slot, query_len, context) in enumerate(
+            zip(batch.slots, batch.query_lens, batch.context_lens, strict=True)
+        ):
             row = self.rows[slot]
-            assert context == row.computed, "the batch and the runner disagree on what is computed"
+            assert (index < batch.num_decodes) == (row.computed >= row.num_loaded), "a sequence of the other kind"
+            start, stop = row.computed, row.computed + query_len
+            if index < batch.num_decodes:
+                assert context >= start, "the context of a decode is no upper bound"
+                runs[slot] = self.accept(row, query_len)
+                stop = max(start, min(stop, row.max_len - 1))
+            else:
+                assert context == start, "the batch and the runner disagree on what is computed"
+            ends[slot] = len(row.token_ids) - 1 if slot in runs else stop
             for group in range(len(self.groups)):
-                self.write(slot, group, context, query_len, written)
+                self.write(slot, group, range(start, stop), ends[slot], written)
         pages = {(page, group) for page, group, _ in written}
         assert len({page for page, _ in pages}) == len(pages), "two groups write a page in one step"
         self.check_unread(batch, {page for page, _ in pages}, new_slots)
         output = StepOutput()
-        for slot, query_len, context, samples in zip(
-            batch.slots, batch.query_lens, batch.context_lens, batch.samples, strict=True
-        ):
-            self.rows[slot].computed += query_len
-            self.attend(output, slot, context, query_len, samples)
+        for slot, samples in zip(batch.slots, batch.samples, strict=True):
+            row = self.rows[slot]
+            start, row.computed = row.computed, ends[slot]
+            self.attend(slot, start, ends[slot])
+            self.answer(output, slot, start, samples, runs.get(slot))
         return output
+
+    def accept(self, row: Row, query_len: int) -> list[int]:
+        """Append the tokens that a decode gets in this step, and return them."""
+        run: list[int] = []
+        for _ in range(self.rng.choice([1, query_len, self.rng.randint(1, query_len)])):
+            if len(row.token_ids) == row.max_len:
+                run.append(BEYOND)
+                continue
+            run.append(next_token(row.histories, self.windows, row.sample_index))
+            row.token_ids.append(run[-1])
+            row.histories.append(next_history(row.histories[-1], run[-1]))
+        return run
 
     def load(self, sequence: NewSequence) -> None:
         assert sequence.slot not in self.rows and 0 <= sequence.slot < self.limits.max_num_seqs
@@ -97,6 +139,8 @@ class SimulatedRunner:
             token_ids=list(sequence.token_ids),
             histories=histories_of(sequence.token_ids, self.salts.get(sequence.request_id)),
             prompt_len=sequence.prompt_len,
+            num_loaded=len(sequence.token_ids),
+            max_len=min(sequence.prompt_len + (sequence.params.max_tokens or self.context_len), self.context_len),
             computed=sequence.num_computed,
             params=sequence.params,
             sample_index=sequence.sample_index,
@@ -125,20 +169,24 @@ class SimulatedRunner:
         assert position // size < self.rows[slot].lengths[group], "a token without a block"
         return self.tables[group][slot][position // size], position % size
 
-    def write(self, slot: int, group: int, context: int, query_len: int, written: set[tuple[int, int, int]]) -> None:
-        for position in range(context, context + query_len):
+    def write(self, slot: int, group: int, positions: range, end: int, written: set[tuple[int, int, int]]) -> None:
+        """Write keys and values; those at and after `end` are of rejected tokens."""
+        for position in positions:
             page, offset = self.place(slot, group, position)
             assert (page, group, offset) not in written, "written by two sequences in one step"
             written.add((page, group, offset))
             if any(owner != group for owner, _ in self.kv[page]):
                 self.kv[page] = {}
-            self.kv[page][group, offset] = self.rows[slot].histories[position]
+            self.kv[page][group, offset] = self.rows[slot].histories[position] if position < end else REJECTED
 
     def check_shape(self, batch: ScheduledBatch) -> None:
         assert batch.slots and len(set(batch.slots)) == batch.num_reqs <= self.limits.max_num_seqs
         assert sum(batch.query_lens) == batch.num_tokens <= self.limits.max_num_batched_tokens
-        assert all(query_len == 1 for query_len in batch.query_lens[: batch.num_decodes])
-        assert all(query_len > 1 for query_len in batch.query_lens[batch.num_decodes :])
+        num_decode_tokens = sum(batch.query_lens[: batch.num_decodes])
+        assert num_decode_tokens == batch.num_decode_tokens, "tokens of decodes are miscounted"
+        assert all(query_len >= 1 for query_len in batch.query_lens) and all(batch.samples[: batch.num_decodes])
+        are_long = [query_len > 1 for query_len in batch.query_lens[batch.num_decodes :]]
+        assert are_long == sorted(are_long), "a prefill of one token comes after a longer one"
 
     def check_unread(self, batch: ScheduledBatch, pages: set[int], new_slots: set[int]) -> None:
         """Check that no page that sequences read keys of, computed before, is written.
@@ -156,24 +204,31 @@ class SimulatedRunner:
                     page = self.tables[group][slot][entry]
                     assert page not in pages, f"page {page} is written while slot {slot} reads it"
 
-    def attend(self, output: StepOutput, slot: int, context: int, query_len: int, samples: bool) -> None:
+    def attend(self, slot: int, start: int, end: int) -> None:
+        """Check the keys and values that the accepted tokens from `start` to `end` read."""
         row = self.rows[slot]
-        end = context + query_len
         for group in range(len(self.groups)):
-            first = self.first_key(group, context)
-            for position in range(first, end):
+            for position in range(self.first_key(group, start), end):
                 page, offset = self.place(slot, group, position)
                 seen = self.kv[page].get((group, offset))
                 assert seen == row.histories[position], "attended to keys and values of something else"
-        assert samples == (end == len(row.token_ids))
-        if row.params.prompt_logprobs is not None and context < row.prompt_len - 1:
-            positions = range(context + 1, min(end + 1, row.prompt_len))
+
+    def answer(self, output: StepOutput, slot: int, start: int, samples: bool, run: list[int] | None) -> None:
+        """Add the results of a sequence; `run` has the tokens of a decode."""
+        row, end = self.rows[slot], self.rows[slot].computed
+        if run is None:
+            assert samples == (end == len(row.token_ids))
+        if row.params.prompt_logprobs is not None and start < row.prompt_len - 1:
+            positions = range(start + 1, min(end + 1, row.prompt_len))
             output.prompt_logprobs[slot] = [marked(row.token_ids[position], position) for position in positions]
-        if samples:
-            token_id = next_token(row.histories[:end], self.windows, row.sample_index)
-            output.slots.append(slot)
-            output.token_ids.append(token_id)
-            if row.params.logprobs is not None:
-                output.logprobs[slot] = marked(token_id, len(row.token_ids))
-            row.token_ids.append(token_id)
-            row.histories.append(next_history(row.histories[-1], token_id))
+        if not samples:
+            return
+        if run is None:
+            run = [next_token(row.histories, self.windows, row.sample_index)]
+            row.token_ids += run
+            row.histories.append(next_history(row.histories[-1], run[0]))
+        output.slots.append(slot)
+        output.token_ids.append(run)
+        if row.params.logprobs is not None:
+            first = row.num_loaded if start < row.num_loaded else start + 1
+            output.logprobs[slot] = [marked(token_id, first + place) for place, token_id in enumerate(run)]

@@ -38,7 +38,8 @@ class CommonMetadata:
     the graph; an eager step may have no padding.
 
     Attributes:
-        num_reqs, num_decodes: sequences, and those of one query token.
+        num_reqs, num_decodes: sequences, and those that continue their output. These have one query token, or as many
+            as the specification allows with speculation. Prefills may have one too.
         num_tokens, num_decode_tokens: their query tokens.
         max_query_len, max_seq_len: tokens of the longest query, and of the longest sequence.
         query_start_loc: [R+1] int32, cumulative query lengths; empty slots repeat the last value.

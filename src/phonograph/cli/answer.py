@@ -23,19 +23,21 @@ class StreamedAnswer:
     Attributes:
         output: the output; None if interrupted before the first token.
         interrupted: True if Ctrl-C ended it.
-        ttft: seconds to the first token.
+        ttft: seconds to the first tokens.
+        num_first: number of the tokens that came first, at one time.
         seconds: seconds to the last token.
     """
 
     output: RequestOutput | None = None
     interrupted: bool = False
     ttft: float = 0.0
+    num_first: int = 1
     seconds: float = 0.0
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens per second after the first token; None if there is only one."""
-        later = 0 if self.output is None else len(self.output.outputs[0].token_ids) - 1
+        """Tokens per second after the first ones; None if there are no others."""
+        later = 0 if self.output is None else len(self.output.outputs[0].token_ids) - self.num_first
         return later / (self.seconds - self.ttft) if later > 0 and self.seconds > self.ttft else None
 
 
@@ -57,6 +59,7 @@ def stream_answer(
             answer.seconds = time.perf_counter() - began
             if answer.output is None:
                 answer.output, answer.ttft = output, answer.seconds
+                answer.num_first = len(output.outputs[0].token_ids)
             text = output.outputs[0].text
             if len(text) > shown:
                 show(text[shown:])

@@ -12,7 +12,7 @@ from phonograph.core.device import DeviceSpec
 from phonograph.kernels.torch.grouped import MAX_GROUPED_ROWS
 from phonograph.kernels.triton.gemm.choose import choose
 from phonograph.kernels.triton.gemm.product_plan import GemmDevice
-from phonograph.models.layers.matrix_spec import LayerMatrix
+from phonograph.models.layers.layer_matrix import LayerMatrix
 from phonograph.models.quantization.cpu_weights import CpuProducts
 from phonograph.models.quantization.scheme import Scheme
 from phonograph.models.spec import DTYPE_BYTES, ModelSpec

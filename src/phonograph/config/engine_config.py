@@ -119,6 +119,11 @@ class EngineConfig(Settings):
         default=False,
         description="Make a request's tokens independent, bit by bit, of other requests; slower, and on a GPU only.",
     )
+    expert_load_metrics: values.Flag = Field(
+        default=False,
+        description="Count the tokens of each expert for /metrics, in models with experts; on a GPU one more launch in "
+        "each of their layers.",
+    )
     cudagraph_mode: values.OptionalMode = Field(
         default=None, description=f"Batches that run as CUDA graphs: {', '.join(GraphMode.__members__)}."
     )

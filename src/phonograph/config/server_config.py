@@ -12,6 +12,7 @@ from phonograph.config.base import Settings
 LogLevel = Literal["critical", "error", "warning", "info", "debug"]
 GenerationConfig = Literal["auto", "none"]
 ToolCallParser = Literal["hermes", "llama3_json"]
+ChatFormat = Literal["template", "harmony"]
 
 
 class ServerConfig(Settings):
@@ -45,6 +46,10 @@ class ServerConfig(Settings):
     )
     chat_template: values.OptionalText = Field(
         default=None, description="Chat template, or its file; default: the model's."
+    )
+    chat_format: Annotated[ChatFormat, values.one_of(ChatFormat)] = Field(
+        default="template",
+        description="Format of chats: template, or harmony for gpt-oss, which needs the extra harmony.",
     )
     generation_config: Annotated[GenerationConfig, values.one_of(GenerationConfig)] = Field(
         default="auto", description="Use the sampling defaults of the model: auto, or none."

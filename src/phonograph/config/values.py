@@ -186,7 +186,7 @@ def _read_scalars(value: Any) -> Any:
 
 
 DType = Literal["auto", "float32", "float16", "bfloat16"]
-QuantizationMethod = Literal["gptq", "awq", "compressed-tensors", "fp8", "auto-round"]
+QuantizationMethod = Literal["gptq", "awq", "compressed-tensors", "fp8", "auto-round", "mxfp4"]
 HeadFormat = Literal["fp8"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 CpuProductsChoice = Literal["auto", "int4", "float32"]

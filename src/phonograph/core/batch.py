@@ -4,8 +4,9 @@ Data flows one way: Request -> ScheduledBatch -> (runner: metadata, decision, lo
 requests and blocks. The runner knows slots, the rows of its per-request state, and sees requests only through these
 types, so that neither imports the other.
 
-A batch is ordered decodes first (query length 1), then prefills; `num_decodes` is the boundary. Kernels and graphs
-depend on that order.
+A batch is ordered by kind: decodes first, which continue their output, then prefills; `num_decodes` is the boundary. A
+decode has one token, or several if it verifies drafts. A prefill may have one token as well; such prefills come before
+the longer ones.
 """
 
 from __future__ import annotations
@@ -57,9 +58,11 @@ class ScheduledBatch:
 
     Attributes:
         slots: runner slot of each sequence.
-        query_lens: tokens to compute in this step, >= 1.
-        context_lens: tokens computed before this step; seq_len is context_len + query_len.
+        query_lens: tokens to compute in this step, >= 1. Of a decode, all but the first are drafts.
+        context_lens: tokens computed before this step; seq_len is context_len + query_len. An upper bound for a decode
+            while a step with drafts of it is in flight.
         samples: True if the step reaches the last known token, so that a next token is sampled.
+        num_decode_tokens: tokens of the decodes, of the `num_tokens` of all sequences.
         freed: slots to clear before `new` is loaded (finished, aborted or preempted sequences).
     """
 
@@ -68,6 +71,7 @@ class ScheduledBatch:
     context_lens: list[int] = field(default_factory=list[int])
     samples: list[bool] = field(default_factory=list[bool])
     num_decodes: int = 0
+    num_decode_tokens: int = 0
     num_tokens: int = 0
     new: list[NewSequence] = field(default_factory=list[NewSequence])
     appends: list[BlockAppend] = field(default_factory=list[BlockAppend])
@@ -106,19 +110,19 @@ class SlotFailure(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class StepOutput:
-    """Result of a step. Only sequences with `samples` set have a token.
+    """Result of a step. Only sequences with `samples` set have tokens.
 
     Attributes:
-        slots: slots with a sampled token, in batch order.
-        token_ids: the token of each of these slots.
+        slots: slots with sampled tokens, in batch order.
+        token_ids: the tokens of each of these slots, in the order of their positions, at least one. A prefill has one.
         failures: by slot, sequences that must end; their tokens are invalid.
-        logprobs: by slot, for requests with `logprobs`.
+        logprobs: by slot, one entry a token, for requests with `logprobs`.
         prompt_logprobs: by slot, positions of this step's chunk, for requests with `prompt_logprobs`. The first
             position of a prompt has none.
     """
 
     slots: list[int] = field(default_factory=list[int])
-    token_ids: list[int] = field(default_factory=list[int])
+    token_ids: list[list[int]] = field(default_factory=list[list[int]])
     failures: dict[int, SlotFailure] = field(default_factory=dict[int, SlotFailure])
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict[int, TokenLogprobs])
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict[int, list[TokenLogprobs]])
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict[int, list[TokenLogprobs]])

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
-from phonograph.core.batch import SlotFailure, TokenLogprobs
+from phonograph.core.batch import NewSequence, SlotFailure, TokenLogprobs
 from phonograph.core.grammar import Grammar
 from phonograph.core.sampling_params import SamplingParams
 
@@ -44,7 +44,8 @@ class Request:
         stop_reason: stop token or stop string that ended the request.
         failure: set when FINISHED because of an error.
         num_cached_tokens: prompt tokens found in the prefix cache at the first admission.
-        num_computed: tokens whose keys and values are written or being written.
+        min_computed, max_computed: bounds of the tokens whose keys and values are right when all scheduled steps have
+            run. They differ while a step with drafts is in flight.
         slot: row of the runner's state while RUNNING, else -1.
         end_token_ids: tokens that end the output: stop_token_ids, and end-of-sequence unless it is ignored.
         rank: order of service, smallest first: priority, arrival, order of `Scheduler.add`, which sets it.
@@ -70,7 +71,8 @@ class Request:
     stop_reason: int | str | None = None
     failure: SlotFailure | None = None
     num_cached_tokens: int = 0
-    num_computed: int = 0
+    min_computed: int = 0
+    max_computed: int = 0
     slot: int = -1
 
     prompt_len: int = field(init=False)
@@ -89,8 +91,27 @@ class Request:
         return self.prompt_len + len(self.output_token_ids)
 
     @property
+    def num_computed(self) -> int:
+        """Number of known tokens whose keys and values are right when all scheduled steps have run."""
+        return min(self.min_computed, self.num_tokens)
+
+    @property
     def finished(self) -> bool:
         return self.state is RequestState.FINISHED
+
+    def new_sequence(self) -> NewSequence:
+        """Return the load of the request's slot."""
+        return NewSequence(
+            slot=self.slot,
+            request_id=self.request_id,
+            token_ids=self.tokens(0, self.num_tokens),
+            prompt_len=self.prompt_len,
+            num_computed=self.num_computed,
+            params=self.params,
+            end_token_ids=tuple(self.end_token_ids),
+            sample_index=self.sample_index,
+            grammar=self.grammar,
+        )
 
     def tokens(self, start: int, stop: int) -> list[int]:
         """Return a copy of the known tokens from `start` to `stop` of prompt and output concatenated."""

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -118,6 +118,7 @@ class AsyncLLM:
             await self.close()
             raise
         self.stats = self.facts.stats
+        self.expert_load: Mapping[int, Sequence[int]] = {}
         client.send(Begin(None if self.tokenizer is None else self.tokenizer.eos_token_id))
         self._receiver = asyncio.create_task(self._receive(client), name="engine-reports")
         client.on_death(lambda: self._end(client.end()))
@@ -292,6 +293,7 @@ class AsyncLLM:
     def _take(self, report: Report, changed: dict[int, Call]) -> None:
         """Apply a report to the calls, and add those that grew to `changed`."""
         self.stats, self.num_steps = report.stats, report.num_steps
+        self.expert_load = report.expert_load or self.expert_load
         now = time.monotonic()
         self.steps.take(report.steps)
         for key, error in report.refused.items():
@@ -322,8 +324,8 @@ class AsyncLLM:
         sample = prompt.samples[index]
         if sample.finish_reason is not None:
             return
-        sample.grow(token_ids, logprobs, finish_reason, stop_reason)
-        self.requests.grown(prompt, sample, len(token_ids), made=made, seen=seen)
+        num_new = sample.grow(token_ids, logprobs, finish_reason, stop_reason)
+        self.requests.grown(prompt, sample, num_new, made=made, seen=seen)
         call.touch(prompt, sample)
         if sample.finish_reason is not None:
             self.num_open -= 1

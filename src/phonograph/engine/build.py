@@ -132,6 +132,8 @@ def build_engine(plan: EnginePlan, report: StartProgress = no_progress, *, platf
         ) as loading:
             if plan.config.load_format == "dummy":
                 report("weights", 1, 1)
+            if plan.config.expert_load_metrics:
+                loading.model.count_expert_load()
             parts = make_model_parts(plan, backends, loading.model)
             runner = make_runner(plan, parts, platform)
             if platform.compiles:
@@ -141,6 +143,9 @@ def build_engine(plan: EnginePlan, report: StartProgress = no_progress, *, platf
             loading.finish()
             plan = replace(plan, notes=(*plan.notes, *loading.notes))
             captured = runner.capture(captured_one)
+    for load_X in parts.model.expert_load.values():
+        # Captures and the steps before them counted synthetic batches.
+        load_X.zero_()
     for retry in captured.retries:
         log.warning("%s", retry)
     if platform.compiles and not captured.num_graphs:
@@ -153,7 +158,7 @@ def build_engine(plan: EnginePlan, report: StartProgress = no_progress, *, platf
         policy=plan.config.scheduling_policy,
     )
     return Engine(
-        core=EngineCore(scheduler, runner),
+        core=EngineCore(scheduler, runner, parts.model.expert_load),
         plan=plan,
         captured=captured,
         make_subject=lambda: RunnerSubject(
@@ -227,6 +232,7 @@ def make_model_parts(plan: EnginePlan, backends: Sequence[AnyBackend], model: Tr
             scale=layer.attention.scale,
             window=layer.attention.window,
             softcap=layer.attention.softcap,
+            sinks=model.weights[index].attention.sinks,
             k_scale=scales.keys.get(sources[index]),
             v_scale=scales.values.get(sources[index]),
             q_scale=scales.queries.get(index),

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+import torch
 
 from phonograph.core.batch import ScheduledBatch
 from phonograph.core.request import Request
@@ -21,12 +24,16 @@ from phonograph.scheduling.scheduler import Scheduler
 class EngineCore:
     """Scheduler and runner. Not thread-safe: one thread drives it.
 
+    expert_load: counters of experts on the device, by the index of a layer; see `Transformer`
     on_step: called with the record of each step whose results were taken
     """
 
-    def __init__(self, scheduler: Scheduler, runner: StepRunner) -> None:
+    def __init__(
+        self, scheduler: Scheduler, runner: StepRunner, expert_load: Mapping[int, torch.Tensor] = MappingProxyType({})
+    ) -> None:
         self.scheduler = scheduler
         self.runner = runner
+        self.expert_load = expert_load
         self.on_step: Callable[[StepRecord], None] | None = None
         self._in_flight: deque[tuple[ScheduledBatch, PendingStep, float]] = deque()
         self._last_taken = 0.0

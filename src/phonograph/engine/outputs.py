@@ -64,6 +64,8 @@ class CompletionOutput:
     def update(self, finish_reason: FinishReason | None, stop_reason: int | str | None) -> None:
         """Turn new tokens into text and store the reasons. A stop string in the text ends the sample first.
 
+        Tokens after the one that completes a stop string are removed from the lists, with their log-probabilities.
+
         Args:
             finish_reason: as the engine reports it; None while the sample grows.
             stop_reason: stop token that ended the sample, or None.
@@ -74,8 +76,11 @@ class CompletionOutput:
             if finish_reason is not None:
                 text.finish()
             if text.stopped is not None:
-                # The same token may have reached max_tokens; the stop string has precedence.
+                # The same run of tokens may have reached max_tokens; the stop string has precedence.
                 finish_reason, stop_reason = "stop", text.stopped
+                del self.token_ids[text.num_tokens :]
+                if self.logprobs is not None:
+                    del self.logprobs[text.num_tokens :]
             if finish_reason is not None:
                 self._text = text.text
         self.finish_reason, self.stop_reason = finish_reason, stop_reason

@@ -179,15 +179,20 @@ def _context_note(limits: Limits, kv: KVGroups, memory: MemoryPlan, model: Model
 
 
 def _check_experts(config: EngineConfig, model: ModelSpec, dtype: str, device: DeviceSpec) -> None:
-    """Check that experts have products on the device.
+    """Check that experts have products on the device, and that there are experts to count.
 
     Raises:
-        ConfigError: batch_invariant, for which they have none.
+        ConfigError: batch_invariant, for which they have none; or expert_load_metrics without experts.
         UnsupportedModelError: they have none in their weight format.
     """
     experts = [matrix for layer in model.kinds for matrix in layer.matrices if matrix.num_experts is not None]
     if experts and config.batch_invariant:
-        raise ConfigError("batch_invariant", True, "mixtures of experts have no such products; leave it out")
+        problem = (
+            "mixtures of experts have no such products, as their tiles depend on the number of tokens; leave it out"
+        )
+        raise ConfigError("batch_invariant", True, problem)
+    if config.expert_load_metrics and not experts:
+        raise ConfigError("expert_load_metrics", True, f"{model.architecture} has no experts; leave it out")
     for matrix in experts if device.kind == "cuda" else ():
         reason = why_not(matrix.weight_format(dtype))
         if reason is not None:
@@ -317,6 +322,7 @@ def resolve_attention(config: EngineConfig, model: ModelSpec, device: DeviceSpec
             layout=KVLayout(config.kv_cache_layout),
             windows=(layer.window,),
             softcap=layer.softcap,
+            sinks=layer.sinks,
             speculative_tokens=config.num_speculative_tokens,
             cascade=config.cascade_attention,
             batch_invariant=config.batch_invariant,

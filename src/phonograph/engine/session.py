@@ -50,6 +50,7 @@ class _Sample:
     request: Request
     completion: CompletionOutput
     parent: RequestOutput
+    prompt_reported: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -148,13 +149,14 @@ class Session:
         The list may be empty while there is more to do, because results can come with a later step.
         """
         changed = {id(output): output for output in self._take_compiled()} if self._compiling else {}
-        samples = self._samples
+        samples, take = self._samples, self._take
         for request in self.core.step():
             sample = samples.get(request.request_id)
             if sample is None:  # another sample of its request has failed in this step
                 continue
-            changed[id(sample.parent)] = sample.parent
-            self._contain(sample.parent, self._take, sample)
+            parent = sample.parent
+            changed[id(parent)] = parent
+            self._contain(parent, take, sample)
         return list(changed.values())
 
     def fail(self, output: RequestOutput, error: RequestError | RequestFailure) -> None:
@@ -214,7 +216,7 @@ class Session:
             if not request.finished:
                 self.core.scheduler.finish(request.request_id, completion.finish_reason, completion.stop_reason)
             self._close(sample)
-        elif len(request.output_token_ids) == 1:
+        elif not sample.prompt_reported:
             self._report_prompt(sample)
 
     def _queue(self, samples: list[_Sample], grammar: Grammar | None) -> None:
@@ -291,6 +293,7 @@ class Session:
     @staticmethod
     def _report_prompt(sample: _Sample) -> None:
         """Copy the facts about the prompt to the output. All are known once the first token has come."""
+        sample.prompt_reported = True
         request, output = sample.request, sample.parent
         output.num_cached_tokens = max(output.num_cached_tokens, request.num_cached_tokens)
         known = output.prompt_logprobs

@@ -23,6 +23,11 @@ Rows = torch.Tensor | Fp8Rows
 """Activations: in 16 or 32 bits, or in FP8."""
 
 
+def numbers_and_scales(rows: Rows) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the numbers of rows, and the scales of rows in FP8."""
+    return rows if isinstance(rows, Fp8Rows) else (rows, None)
+
+
 class ScaledScratch(NamedTuple):
     """Scratch of products with FP8 activations.
 

@@ -34,10 +34,10 @@ from phonograph.kv_cache.tables import FREED, SequenceTable
 class CacheManager:
     """Allocator of blocks for sequences, with the prefix cache. One pool serves all KV groups.
 
-    A block is published when its last token is scheduled, and may be found by the next admission, even into the same
-    step. It is read only after it is written, because steps run in the order of their schedules, and each layer writes
-    the keys and values of the whole batch before it attends. Therefore every scheduled batch must be run, or `reset`
-    called.
+    A block is published when its last token is known and scheduled, and may be found by the next admission, even into
+    the same step. It is read only after it is written, because steps run in the order of their schedules, and each
+    layer writes the keys and values of the whole batch before it attends. Therefore every scheduled batch must be run,
+    or `reset` called.
 
     A block behind the window of a sequence is freed when the next step of that sequence is scheduled, not when the step
     that reads it for the last time is. So another sequence gets it in that next step at the earliest and writes it only
@@ -134,10 +134,15 @@ class CacheManager:
                 appends.append(BlockAppend(slot=slot, start=start, block_ids=block_ids, group=index))
         return appends
 
+    def num_missing(self, table: SequenceTable, num_tokens: int) -> int:
+        """Return the number of blocks that `extend` would append."""
+        sizes = zip(table.groups, self._sizes, strict=True)
+        return sum(max(0, blocks_for(num_tokens, size) - len(one.block_ids)) for one, size in sizes)
+
     def free_behind(self, table: SequenceTable, num_computed: int) -> None:
         """Free the blocks that no token after the first `num_computed` ones reads.
 
-        Call it only when the step that begins there is scheduled: the step before may read these blocks.
+        Call it only when a step that begins there or later is scheduled: the step before may read these blocks.
         """
         for index in self._sliding:
             one = table.groups[index]
@@ -161,7 +166,10 @@ class CacheManager:
         return count
 
     def publish(self, table: SequenceTable, num_tokens: int) -> None:
-        """Make the full blocks of the leading `num_tokens` tokens findable. The tokens are known and scheduled."""
+        """Make the full blocks of the leading `num_tokens` tokens findable.
+
+        The tokens are known and scheduled. Drafts are not known until a step has accepted them.
+        """
         if not self._enable_prefix_caching:
             return
         for index, one in enumerate(table.groups):

@@ -68,6 +68,7 @@ INTS = FieldKind(
     lambda value: isinstance(value, list) and all(type(item) is int for item in cast("list[object]", value)),
 )
 INT = FieldKind("an integer", lambda value: type(value) is int)
+COUNT = FieldKind("an integer of 0 or more", lambda value: type(value) is int and value >= 0)
 ANY = FieldKind("any value", lambda value: True)
 
 

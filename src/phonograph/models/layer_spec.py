@@ -13,12 +13,14 @@ from typing import Literal, NamedTuple, Protocol
 
 import torch
 
-from phonograph.models.layers.matrix_spec import LayerMatrix, MatrixPart
+from phonograph.models.layers.layer_matrix import LayerMatrix, MatrixPart
 from phonograph.models.quantization.scheme import Scheme
 
 UNLIMITED = (-1, -1)
 Activation = Literal["silu", "gelu_tanh"]
 """Activation of gates: x * sigmoid(x), or the approximation of GELU by tanh."""
+ExpertActivation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
+"""Activation of experts' gates and ups: one of `Activation`, or that of `clamped_swiglu_and_mul`."""
 
 
 class RopeTable(NamedTuple):
@@ -74,6 +76,8 @@ class NormKind(NamedTuple):
 
 
 PLAIN_NORMS = NormKind()
+SINKS = "self_attn.sinks"
+"""Name of the sinks of a layer's heads."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +93,7 @@ class LayerAttention:
         window: (left, right) keys next to the query; -1 is unlimited. A `sliding_window` of W keys is (W - 1, 0).
         scale: factor of the scores.
         softcap: cap c of scaled scores s, which become c * tanh(s / c); 0 for none.
+        sinks: each query head has a sink: one more score in the denominator of the softmax, without a value.
         rope: rotary embedding; None for none.
         head_norms: True if queries and keys are normed before the rotary embedding.
         joint_norms: these norms are over all heads of a token together; otherwise each head is normed.
@@ -108,6 +113,7 @@ class LayerAttention:
     window: tuple[int, int]
     scale: float
     softcap: float
+    sinks: bool
     rope: RopeTable | None
     head_norms: bool
     joint_norms: bool
@@ -121,6 +127,11 @@ class LayerAttention:
     def num_key_heads(self) -> int:
         """Heads of keys in `qkv`."""
         return self.num_kv_heads if self.kv_layer is None else 0
+
+    @property
+    def other_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shapes of tensors of a checkpoint that are neither projections nor norms, by name in the layer."""
+        return {SINKS: (self.num_query_heads,)} if self.sinks else {}
 
 
 class FeedForward(Protocol):
@@ -255,6 +266,11 @@ class LayerSpec:
         embedding = () if self.embedding is None else (self.embedding.gate, self.embedding.output)
         return self.attention.qkv, self.attention.output, *self.feed_forward.matrices, *embedding
 
+    @property
+    def other_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shapes of tensors that are neither projections nor norms, by name in the layer; they are kept in float32."""
+        return {**self.attention.other_shapes, **self.feed_forward.other_shapes}
+
     def modules(self) -> Iterator[tuple[str, MatrixPart, LayerMatrix]]:
         """Yield the projections: the name in the layer, the part, and its matrix."""
         for matrix in self.matrices:
@@ -313,6 +329,7 @@ def decoder_layer(
     window: tuple[int, int] = UNLIMITED,
     scale: float | None = None,
     softcap: float = 0.0,
+    sinks: bool = False,
     activation: Activation = "silu",
     fused_names: bool = False,
     attention_norms: tuple[str | None, str | None] = ("input_layernorm", None),
@@ -351,6 +368,7 @@ def decoder_layer(
             window=window,
             scale=head_size**-0.5 if scale is None else scale,
             softcap=softcap,
+            sinks=sinks,
             rope=None,
             head_norms=head_norms,
             joint_norms=joint_norms,

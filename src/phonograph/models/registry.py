@@ -7,12 +7,12 @@ from phonograph.models.families.family import Family
 from phonograph.models.families.gemma import GEMMA, GEMMA2, GEMMA3
 from phonograph.models.families.gemma4 import GEMMA4
 from phonograph.models.families.glm_moe import GLM4_MOE
-from phonograph.models.families.granite import GRANITE
+from phonograph.models.families.gpt_oss import GPT_OSS
+from phonograph.models.families.granite import GRANITE, GRANITE_MOE, GRANITE_MOE_HYBRID, GRANITE_MOE_SHARED
 from phonograph.models.families.llama import LLAMA, MISTRAL
 from phonograph.models.families.ministral import MINISTRAL3
 from phonograph.models.families.mixtral import MIXTRAL
-from phonograph.models.families.olmo import OLMO2, OLMO3
-from phonograph.models.families.olmoe import OLMOE
+from phonograph.models.families.olmo import OLMO2, OLMO3, OLMOE
 from phonograph.models.families.phi import PHI3
 from phonograph.models.families.qwen import QWEN2, QWEN3
 from phonograph.models.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
@@ -25,7 +25,11 @@ ARCHITECTURES: dict[str, Family] = {
     "Gemma4ForCausalLM": GEMMA4,
     "GemmaForCausalLM": GEMMA,
     "Glm4MoeForCausalLM": GLM4_MOE,
+    "GptOssForCausalLM": GPT_OSS,
     "GraniteForCausalLM": GRANITE,
+    "GraniteMoeForCausalLM": GRANITE_MOE,
+    "GraniteMoeHybridForCausalLM": GRANITE_MOE_HYBRID,
+    "GraniteMoeSharedForCausalLM": GRANITE_MOE_SHARED,
     "LlamaForCausalLM": LLAMA,
     "Ministral3ForCausalLM": MINISTRAL3,
     "MistralForCausalLM": MISTRAL,

@@ -111,7 +111,7 @@ def read_rope(
     raw = cast("dict[str, Any]", settings[field] or {})
     kind = raw.get("rope_type", raw.get("type", "default"))
     field += where
-    if not isinstance(kind, str) or kind not in kinds:
+    if kind not in kinds:
         raise UnsupportedModelError(
             f"rope_type={kind!r} in {field}={shortened(repr(raw))} is not supported; supported are {', '.join(kinds)}"
         )

@@ -33,7 +33,7 @@ from phonograph.models.layer_spec import (
     NormKind,
     RopeTable,
 )
-from phonograph.models.layers.matrix_spec import LayerMatrix, MatrixPart
+from phonograph.models.layers.layer_matrix import LayerMatrix, MatrixPart
 from phonograph.models.layers.rope import rope_tables, with_ropes
 from phonograph.models.quantization.float8 import Fp8Head
 from phonograph.models.quantization.quantization_config import choose_quantization, read_quantization
@@ -128,9 +128,11 @@ class ModelSpec:
         element = DTYPE_BYTES[dtype]
         shapes = self.tensor_shapes()
         dense = sum(math.prod(shape) for shape in shapes.values()) * element
+        # These are in float32.
+        others = sum(math.prod(shape) for layer in self.layers for shape in layer.other_shapes.values())
         if self.norms.wide:
-            norms = sum(math.prod(shape) for name, shape in shapes.items() if is_norm(name))
-            dense += norms * (DTYPE_BYTES["float32"] - element)
+            others += sum(math.prod(shape) for name, shape in shapes.items() if is_norm(name))
+        dense += others * (DTYPE_BYTES["float32"] - element)
         matrices = self.quantized_matrices()
         return dense + sum(scheme.nbytes(outputs, inputs, element) for scheme, outputs, inputs in matrices)
 
@@ -195,10 +197,7 @@ class ModelSpec:
             shapes |= {f"{prefix}.{norm}.weight": (hidden,) for norm in layer.norms}
             for matrix in layer.matrices:
                 shapes |= {f"{prefix}.{name}": shape for name, shape in matrix.tensors()}
-            for name, part, matrix in layer.modules():
-                if matrix.bias:
-                    shapes[f"{prefix}.{name}.bias"] = (part.num_outputs,)
-            shapes |= {f"{prefix}.{name}": shape for name, shape in layer.feed_forward.other_shapes.items()}
+            shapes |= {f"{prefix}.{name}": shape for name, shape in layer.other_shapes.items()}
             if layer.scalar is not None:
                 shapes[f"{prefix}.{layer.scalar}"] = (1,)
             if layer.attention.head_norms:
@@ -340,10 +339,10 @@ def _read_gguf_spec(path: Path, overrides: dict[str, Any]) -> ModelSpec:
         spec = _make_spec(settings, name, family, end_tokens_of_gguf(file))
         if spec.quantization is not None:
             raise UnsupportedModelError("a GGUF file has no quantization_config; its tensors say their formats")
-        quantization = quantization_of_gguf(file)
+        quantization = quantization_of_gguf(file, spec.layers)
         spec = replace(
             spec.with_ropes(partial(rope_of_gguf, file)).with_quantization(quantization),
-            notes=(*spec.notes, *notes_of_gguf(file, quantization)),
+            notes=(*spec.notes, *notes_of_gguf(file, quantization, spec.layers)),
         )
     return spec
 

@@ -38,9 +38,9 @@ Convert = Callable[[LinearWeight, bool], LinearWeight]
 """Conversion of a loaded weight into the form that is multiplied; the second argument is True for the head."""
 
 
-def _feed_forward(kernels: KernelSet, layer: LayerWeights) -> FeedForwardPart:
+def _feed_forward(kernels: KernelSet, layer: LayerWeights, load_X: torch.Tensor | None) -> FeedForwardPart:
     weights = layer.feed_forward
-    return kernels.experts(weights) if isinstance(weights, ExpertsWeights) else kernels.feed_forward(weights)
+    return kernels.experts(weights, load_X) if isinstance(weights, ExpertsWeights) else kernels.feed_forward(weights)
 
 
 class BoundLayer(NamedTuple):
@@ -60,6 +60,8 @@ class Transformer:
         quantized: the weights in another format.
         kv_scales: scales of an FP8 KV cache.
         weights: weights of each layer.
+        expert_load: int64 [X], by the index of a layer: pairs of a token and an expert that were computed since the
+            start. Empty unless `count_expert_load` was called.
         kernels: set by `bind`, before the first step.
         layers: parts of each layer, likewise.
     """
@@ -90,8 +92,17 @@ class Transformer:
         else:
             self.embedding_VE = allocate.tensor(spec.vocab_size, spec.hidden_size)
         self._eps = torch.tensor(spec.rms_norm_eps, dtype=torch.float32, device=device)
+        self.expert_load: dict[int, torch.Tensor] = {}
         self._running: Sequence[BoundLayer] = ()
         self._convert: Convert | None = None
+
+    def count_expert_load(self) -> None:
+        """Count the pairs of each expert in each step. Call it before `bind`."""
+        self.expert_load = {
+            index: torch.zeros(layer.feed_forward.spec.routing.num_experts, dtype=torch.int64, device=self.device)
+            for index, layer in enumerate(self.weights)
+            if isinstance(layer.feed_forward, ExpertsWeights)
+        }
 
     def bind(self, kernels: KernelSet, taps: Mapping[int, torch.Tensor] = MappingProxyType({})) -> None:
         """Build the parts by a kernel set.
@@ -108,7 +119,7 @@ class Transformer:
         self.layers = [
             BoundLayer(
                 kernels.attention(layer.attention),
-                _feed_forward(kernels, layer),
+                _feed_forward(kernels, layer, self.expert_load.get(index)),
                 None if layer.embedding is None else kernels.layer_embedding(layer.embedding),
                 taps.get(index),
             )
@@ -192,7 +203,7 @@ class Transformer:
 
         Weights in another format have none; see `quantized_modules`. Views have the shapes of
         `ModelSpec.tensor_shapes`, except the norms of each query and key head, which are
-        [H, D] and [K, D] for [D] in the checkpoint.
+        [H, D] and [K, D] for [D] in the checkpoint, and stacked experts, whose outputs have two dimensions.
         """
         assert isinstance(self.embedding_VE, torch.Tensor)
         views = {"model.embed_tokens.weight": self.embedding_VE, "model.norm.weight": self.final_norm}
@@ -220,8 +231,10 @@ class Transformer:
         for name, part in linear.spec.projections():
             if part.scheme is not None:
                 is_last = first + part.num_outputs == linear.spec.num_outputs
-                loaded = self._when_loaded(linear) if is_last else None
-                yield QuantizedModule(prefix + name, part.scheme, linear.weight, first, part.num_outputs, loaded)
+                loaded = self.when_loaded(linear) if is_last else None
+                yield QuantizedModule(
+                    prefix + name, part.scheme, linear.weight, first, part.num_outputs, loaded, linear.spec.fused
+                )
             first += part.num_outputs
 
     def finish(self) -> None:
@@ -252,7 +265,7 @@ class Transformer:
         """Return True if a head in another format is made from the embedding; a GGUF file has it in blocks."""
         return self.spec.tie_word_embeddings and not isinstance(self.spec.head.scheme, GgufBlocks)
 
-    def _when_loaded(self, linear: Linear) -> Callable[[], None] | None:
+    def when_loaded(self, linear: Linear) -> Callable[[], None] | None:
         """Return a function that converts a loaded weight, or None if weights stay as they are."""
         convert = self._convert
         if convert is None:

@@ -106,7 +106,7 @@ class CpuInputs:
         query_start_loc, seq_lens = self.query_start_loc_np, self.seq_lens_np
         query_start_loc[0] = 0
         self.num_reqs_np[0] = num_reqs
-        if batch.num_decodes == num_reqs:
+        if num_tokens == num_reqs:
             query_start_loc[1 : num_reqs + 1] = self._counting[1 : num_reqs + 1]
             seq_lens[:num_reqs] = context_lens + 1
             positions, token_slots = context_lens, slots

@@ -43,9 +43,9 @@ class CpuSampling:
             logits_NV, draws = outputs.logits[torch.from_numpy(chosen)], rows.draws[chosen]
         sampled = self._sampler.sample(logits_NV, slots, draws)
         failures.by_slot.update(sampled.failures)
-        take_tokens(output, slots, sampled.token_ids, self._sampler.vocab_size)
-        self._inputs.append_tokens(slots, output.token_ids)
-        output.logprobs = sampled.logprobs
+        token_ids = take_tokens(output, slots, sampled.token_ids, self._sampler.vocab_size)
+        self._inputs.append_tokens(slots, token_ids)
+        output.logprobs = {slot: [entry] for slot, entry in sampled.logprobs.items()}
         return CompletedStep(output, decision)
 
     def launch(self) -> None:

@@ -225,7 +225,7 @@ class Runner:
 
 def shape_of(batch: ScheduledBatch, prefixes: SharedPrefixes | None = None) -> StepShape:
     """Return the shape that the dispatcher decides by. `prefixes` finds the common prefix; without it there is none."""
-    if batch.num_decodes == batch.num_reqs:
+    if batch.num_tokens == batch.num_reqs:
         uniform = 1
     else:
         first = batch.query_lens[0]

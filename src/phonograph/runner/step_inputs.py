@@ -56,13 +56,14 @@ class SyntheticBatch:
 
     def rows(self) -> StepRows:
         """Return the step that computes the batch, with sequence i in slot i."""
-        num_reqs = len(self.query_lens)
+        num_reqs, num_decodes = len(self.query_lens), self.query_lens.count(1)
         batch = ScheduledBatch(
             slots=[*range(num_reqs)],
             query_lens=self.query_lens,
             context_lens=self.context_lens,
             samples=[True] * num_reqs,
-            num_decodes=sum(length == 1 for length in self.query_lens),
+            num_decodes=num_decodes,
+            num_decode_tokens=num_decodes,
             num_tokens=len(self.token_ids),
             appends=[
                 BlockAppend(slot=row, start=0, block_ids=ids.tolist(), group=group)

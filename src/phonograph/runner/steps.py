@@ -114,18 +114,21 @@ class CompletedStep:
         return self.output
 
 
-def take_tokens(output: StepOutput, slots: list[int], token_ids: list[int], vocab_size: int) -> None:
-    """Store the tokens of a step in its output. Slots whose token is outside the vocabulary fail.
+def take_tokens(output: StepOutput, slots: list[int], token_ids: list[int], vocab_size: int) -> list[int]:
+    """Store the tokens of a step in its output, one for each slot. Slots whose token is outside the vocabulary fail.
 
     Args:
         output: receives them.
         slots: as in `StepOutput`.
-        token_ids: as in `StepOutput`; -1 if there was no token to choose.
+        token_ids: token of each slot; -1 if there was none to choose.
         vocab_size: token ids are below it.
+
+    Returns:
+        The token of each slot, 0 in place of those outside the vocabulary.
     """
-    output.slots, output.token_ids = slots, token_ids
+    stored = token_ids
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
-        output.token_ids = [token_id if 0 <= token_id < vocab_size else 0 for token_id in token_ids]
+        stored = [token_id if 0 <= token_id < vocab_size else 0 for token_id in token_ids]
         for slot, token_id in zip(slots, token_ids, strict=True):
             if token_id == -1:
                 failure = SlotFailure("sampling", NO_TOKEN, no_token=True)
@@ -135,3 +138,6 @@ def take_tokens(output: StepOutput, slots: list[int], token_ids: list[int], voca
             else:
                 continue
             output.failures.setdefault(slot, failure)
+    output.slots = slots
+    output.token_ids = [[token_id] for token_id in stored]
+    return stored

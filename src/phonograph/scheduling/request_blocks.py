@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 from math import gcd
 
 from phonograph.core.batch import BlockAppend
-from phonograph.core.blocks import most_tokens, pages_for_request
+from phonograph.core.blocks import blocks_for, most_tokens, pages_for_request
 from phonograph.core.kv_group import KVGroup
 from phonograph.core.limits import Limits
 from phonograph.core.request import Request
@@ -19,11 +19,17 @@ class RequestBlocks:
     """Block tables of the scheduler's requests, by request id, over one cache for all KV groups.
 
     Attributes:
-        step: a decode may need blocks only when the number of its computed tokens is a multiple of this.
+        step: a decode may need blocks only when one of its tokens has a position that is a multiple of this.
     """
 
     def __init__(
-        self, limits: Limits, groups: Sequence[KVGroup], *, num_blocks: int, enable_prefix_caching: bool
+        self,
+        limits: Limits,
+        groups: Sequence[KVGroup],
+        *,
+        num_blocks: int,
+        enable_prefix_caching: bool,
+        most_drafts: int,
     ) -> None:
         self.groups = tuple(groups)
         self.cache = CacheManager(
@@ -35,8 +41,11 @@ class RequestBlocks:
         self.tables: dict[str, SequenceTable] = {}
         self.step = gcd(*(group.block_size for group in groups))
         self._limits = limits
-        self._num_full = sum(group.window is None for group in groups)
-        self._windows = Counter(group.window for group in groups if group.window is not None)
+        # The most blocks that a decode takes in a step, by window.
+        self._step_blocks: Counter[int | None] = Counter()
+        for group in groups:
+            self._step_blocks[group.window] += blocks_for(1 + most_drafts, group.block_size)
+        self._slides = any(group.window is not None for group in groups)
 
     @property
     def longest_request(self) -> int:
@@ -56,13 +65,13 @@ class RequestBlocks:
         """Admit a request beside running decodes; see `CacheManager.admit`."""
         # Each sequence may soon need further blocks. Without these in reserve, admission would cause preemption.
         growth = self.growth(decodes)
-        reserve = growth + len(self.groups) if decodes else 0
+        reserve = growth + self._step_blocks.total() if decodes else 0
         return self.cache.admit(self.tables[request.request_id], request.num_tokens, reserve=reserve, reuse=reuse)
 
     def publish(self, request: Request) -> SequenceTable:
         """Put the full blocks whose tokens are scheduled and known into the prefix cache; return the block tables."""
         table = self.tables[request.request_id]
-        self.cache.publish(table, min(request.num_computed, request.num_tokens))
+        self.cache.publish(table, request.num_computed)
         return table
 
     def free(self, request: Request) -> None:
@@ -75,9 +84,9 @@ class RequestBlocks:
         A decode frees blocks at block boundaries, and once after its prompt, whose chunk may be much longer than a
         block.
         """
-        if self._windows:
+        if self._slides:
             for request in requests:
-                self.cache.free_behind(self.publish(request), request.num_computed)
+                self.cache.free_behind(self.publish(request), request.min_computed)
 
     def extend(self, request: Request, num_tokens: int, appends: list[BlockAppend], *, is_new: bool = False) -> None:
         """Take the blocks for the leading `num_tokens` tokens, after those behind the windows are freed.
@@ -89,8 +98,8 @@ class RequestBlocks:
             is_new: the request starts.
         """
         table = self.publish(request)
-        if self._windows:
-            self.cache.free_behind(table, request.num_computed)
+        if self._slides:
+            self.cache.free_behind(table, request.min_computed)
         fresh = self.cache.extend(table, num_tokens, request.slot)
         if is_new:
             fresh = [
@@ -102,31 +111,39 @@ class RequestBlocks:
     def suffices(self, num_decodes: int, prefilling: Request | None) -> bool:
         """Return True if enough blocks are free whatever the decodes need, without a look at each of them."""
         most_promised = 0 if prefilling is None else self.cache.most_promised
-        return self.cache.pool.num_free >= num_decodes * len(self.groups) + most_promised
+        return self.cache.pool.num_free >= num_decodes * self._step_blocks.total() + most_promised
 
-    def needs(self, decodes: Collection[Request]) -> dict[str, int]:
-        """Free what is behind the windows of decodes; return the blocks that each needs, if any, by request id."""
-        at_boundary = [request for request in decodes if request.num_computed % self.step == 0]
-        self.free_behind(at_boundary)
-        return {
-            request.request_id: sum(request.num_computed % group.block_size == 0 for group in self.groups)
-            for request in at_boundary
-        }
+    def needs(self, decodes: Iterable[Request], depths: Iterable[int]) -> dict[str, int]:
+        """Free what is behind the windows of decodes; return the blocks that each needs, if any, by request id.
+
+        Args:
+            decodes: running requests past their prompts.
+            depths: drafts of each in the next step.
+        """
+        needs: dict[str, int] = {}
+        for request, depth in zip(decodes, depths, strict=False):
+            last = request.max_computed + depth
+            if last % self.step <= depth:
+                self.free_behind([request])
+                table = self.tables[request.request_id]
+                needs[request.request_id] = self.cache.num_missing(table, min(last + 1, request.max_len - 1))
+        return needs
 
     def num_unpromised(self, prefilling: Request | None) -> int:
         """Return the number of free blocks, less those that are promised to the prompt in progress."""
         num_free = self.cache.pool.num_free
-        if prefilling is None or not self._windows:
+        if prefilling is None or not self._slides:
             return num_free
         return num_free - self.cache.promised(self.tables[prefilling.request_id], prefilling.num_tokens)
 
     def growth(self, decodes: Collection[Request]) -> int:
         """Return the blocks that decodes may soon need.
 
-        One for each in each group. Past the window a sequence frees as many blocks of a sliding group as it takes.
+        Those of a step for each in each group. Past the window a sequence frees as many blocks of a sliding group as it
+        takes.
         """
-        lengths = [request.num_computed for request in decodes]
-        count = len(lengths) * self._num_full
-        for window, num_groups in self._windows.items():
-            count += num_groups * sum(length < window for length in lengths)
+        lengths = [request.min_computed for request in decodes]
+        count = 0
+        for window, num_blocks in self._step_blocks.items():
+            count += num_blocks * (len(lengths) if window is None else sum(length < window for length in lengths))
         return count

@@ -1,29 +1,37 @@
 """The scheduler: selects the sequences of each step, their token counts, slots and blocks.
 
 Continuous batching with chunked prefill under one token budget. In each step every running sequence that is past its
-prompt gets one token. Then the prompt in progress gets a chunk of the remaining budget. Then waiting requests are
-admitted in order of rank, while slots, blocks and budget last, so that only the last one stays in progress. If blocks
-are short for the decodes, the running sequence of the worst rank loses its blocks and waits again with its output.
+prompt gets one token, and drafts where a proposer has some. Then the prompt in progress gets a chunk of the remaining
+budget. Then waiting requests are admitted in order of rank, while slots, blocks and budget last, so that only the last
+one stays in progress. If blocks are short for the decodes, the running sequence of the worst rank loses its blocks and
+waits again with its output.
 
 Blocks come from one pool for all KV groups. A sequence gets the blocks of all its known tokens at admission in a full
 group. In a sliding group it gets those of a chunk with the chunk, after those behind the window are freed. So admission
 asks for the blocks of the largest chunk too. What the prompt in progress has not taken yet is *promised* to it: decodes
-preempt rather than take it. Later a sequence needs a block in each group in which its last block is full.
+preempt rather than take it. Later a sequence needs a block in each group in which its last block is full. If blocks are
+short, drafts are left out before a sequence is preempted.
 
 Every request ends:
 
 1. A running sequence that is not preempted computes a token or more in each step. The budget has a token for every
-   sequence. Preemption frees the blocks that decodes need. A chunk's blocks are promised, and always free: to take a
-   block makes the promise smaller by one, to free an own block larger by one, and to free a shared block, which may
-   stay in use, leaves it. Nothing is admitted while a prompt is in progress, so its own blocks stay its own.
-2. The running sequence of the best rank is preempted only if it runs alone. Alone it always fits, and is admitted:
-   all blocks in use are its own, at most `pages_for_request` of its tokens, which bounds `context_len`.
+   sequence, which drafts leave to it. Preemption frees the blocks that decodes need. A chunk's blocks are promised, and
+   always free: to take a block makes the promise smaller by one, to free an own block larger by one, and to free a
+   shared block, which may stay in use, leaves it. Nothing is admitted while a prompt is in progress, so its own blocks
+   stay its own.
+2. The running sequence of the best rank is preempted only if it runs alone. Alone it always fits, and is admitted: all
+   blocks in use are its own, at most `pages_for_request` of its tokens, which bounds `context_len`.
 3. When it ends, another sequence has the best rank. A waiting request is overtaken only by requests of better rank.
 
 Steps may overlap. `schedule` counts a step as computed at once, so it can be called again before `update` has brought
 that step's tokens, which are then only on the device. Updates come in the order of the schedules. Slot and blocks of a
 request whose last token is in flight are free for the next step, because steps run in order. For the same reason a
 block behind a window may be written by the step whose schedule frees it: all steps that read it come before.
+
+A step with drafts accepts one token or more. Until it is updated, a request has two bounds of its computed tokens. It
+gets blocks up to the upper bound. Blocks behind a window are freed, and the end is foreseen, by the lower bound alone.
+Blocks are published when all their tokens are known. A runner writes nothing at and after position `max_len` - 1, and
+what it computes after the end of a request is dropped.
 """
 
 from __future__ import annotations
@@ -31,7 +39,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
-from itertools import compress
+from itertools import compress, repeat
 from operator import attrgetter
 from typing import Literal
 
@@ -40,8 +48,11 @@ from phonograph.core.kv_group import KVGroup
 from phonograph.core.limits import Limits
 from phonograph.core.request import FinishReason, Request, RequestState
 from phonograph.errors import RequestError
+from phonograph.scheduling.check_prompt import check_prompt
+from phonograph.scheduling.draft_depths import DraftDepths, granted_depths
 from phonograph.scheduling.request_blocks import RequestBlocks
 from phonograph.scheduling.scheduler_stats import SchedulerStats
+from phonograph.scheduling.step_results import correct_bounds, take_logprobs, take_prompt_logprobs
 
 _RANK = attrgetter("rank")
 
@@ -58,6 +69,7 @@ class Scheduler:
         num_blocks: KV blocks, each of any group.
         enable_prefix_caching: reuse the blocks of prompts that begin alike.
         policy: "fcfs" serves by arrival; "priority" by priority, then arrival.
+        drafts: chooses the drafts of each decode; None for none.
     """
 
     def __init__(
@@ -68,20 +80,28 @@ class Scheduler:
         num_blocks: int,
         enable_prefix_caching: bool = True,
         policy: Literal["fcfs", "priority"] = "fcfs",
+        drafts: DraftDepths | None = None,
     ) -> None:
         assert limits.max_num_batched_tokens >= limits.max_num_seqs
         self.limits = limits
         self.groups = tuple(groups)
         self.num_blocks = num_blocks
         self.policy = policy
-        self._blocks = RequestBlocks(limits, groups, num_blocks=num_blocks, enable_prefix_caching=enable_prefix_caching)
+        self._drafts = drafts
+        self._blocks = RequestBlocks(
+            limits,
+            groups,
+            num_blocks=num_blocks,
+            enable_prefix_caching=enable_prefix_caching,
+            most_drafts=0 if drafts is None else drafts.most,
+        )
         self.context_len = self._blocks.longest_request  # the model's context, or what the blocks hold
         self._requests: dict[str, Request] = {}
         self._waiting: list[Request] = []  # sorted by rank
         # Running sequences: the decodes by slot, and the sequence whose prompt is in progress.
         self._decoding: dict[int, Request] = {}
         self._prefilling: Request | None = None
-        self._last_scheduled: list[Request] = []  # their last token is in the latest batch
+        self._last_scheduled: list[Request] = []  # their last token is in the latest batch or an earlier one
         self._prefilled: list[Request] = []  # the end of their prompt is in the latest batch
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self._freed: list[int] = []  # since the last batch
@@ -137,19 +157,9 @@ class Scheduler:
         Raises:
             RequestError: its prompt is empty or too long, or its id is in use.
         """
-        most = self.limits.max_model_len
         if request.request_id in self._requests:
             raise RequestError("request_id", request.request_id, "is in use by a request that has not ended")
-        if not request.prompt_len:
-            raise RequestError("prompt", [], "is empty; at least one token is needed")
-        if request.prompt_len >= most:
-            problem = f"tokens leave no room to generate in a context (max_model_len) of {most}"
-            raise RequestError("prompt length", request.prompt_len, f"{problem}; the maximum is {most - 1}")
-        if request.prompt_len >= self.context_len:
-            problem = f"tokens do not fit in the KV cache, which holds {self.context_len - 1}"
-            raise RequestError(
-                "prompt length", request.prompt_len, f"{problem}; shorten the prompt or enlarge the KV cache"
-            )
+        check_prompt(request.prompt_len, max_model_len=self.limits.max_model_len, context_len=self.context_len)
 
     def abort(self, request_id: str) -> bool:
         """End a request in any state; return False if the id is unknown (it has ended already)."""
@@ -184,24 +194,27 @@ class Scheduler:
         self._release_ending()
         self._blocks.free_behind(one for one in self._prefilled if one.state is RequestState.RUNNING)
         self._prefilled.clear()
-        may_admit = self._make_room()
-        slots: list[int] = []
-        contexts: list[int] = []
-        requests: list[Request] = []
+        depths, may_admit = self._make_room()
+        slots = list(self._decoding)
+        requests = list(self._decoding.values())
+        contexts = [request.max_computed for request in requests]
         appends: list[BlockAppend] = []
         block_step = self._blocks.step
-        for slot, request in self._decoding.items():
-            context = request.num_computed
-            if context % block_step == 0:
-                self._blocks.extend(request, context + 1, appends)
-            request.num_computed = context + 1
-            if context + 2 == request.max_len:
+        for request, depth in zip(requests, depths, strict=False):
+            request.max_computed += depth
+            self._blocks.extend(request, min(request.max_computed + 1, request.max_len - 1), appends)
+        for request in requests:
+            most = request.max_computed
+            if most % block_step == 0:
+                self._blocks.extend(request, min(most + 1, request.max_len - 1), appends)
+            request.max_computed = most + 1
+            request.min_computed = least = request.min_computed + 1
+            if least + 1 == request.max_len:
                 self._last_scheduled.append(request)
-            slots.append(slot)
-            contexts.append(context)
-            requests.append(request)
-        samples = [True] * len(slots)
-        budget = self.limits.max_num_batched_tokens - len(slots)
+        num_decodes, num_decode_tokens = len(slots), len(slots) + sum(depths)
+        query_lens = [1 + depth for depth in depths] or [1] * num_decodes
+        samples = [True] * num_decodes
+        budget = self.limits.max_num_batched_tokens - num_decode_tokens
         new: list[NewSequence] = []
         prefills: list[tuple[Request, int, int, bool]] = []
         while budget:
@@ -211,31 +224,24 @@ class Scheduler:
                 request = self._admit() if may_admit else None
                 if request is None:
                     break
-                new.append(self._new_sequence(request))
-            context = request.num_computed
+                new.append(request.new_sequence())
+            context = request.max_computed
             query_len = min(request.num_tokens - context, budget)
             budget -= query_len
             self._blocks.extend(request, context + query_len, appends, is_new=is_new)
-            request.num_computed = context + query_len
+            request.min_computed = request.max_computed = context + query_len
             self._blocks.publish(request)
-            complete = request.num_computed == request.num_tokens
+            complete = context + query_len == request.num_tokens
             if complete:
                 self._prefilling = None
                 self._decoding[request.slot] = request
                 self._prefilled.append(request)
-                if request.num_computed + 1 == request.max_len:
+                if request.num_tokens + 1 == request.max_len:
                     self._last_scheduled.append(request)
-            if query_len > 1:
-                prefills.append((request, context, query_len, complete))
-            else:
-                slots.append(request.slot)
-                contexts.append(context)
-                samples.append(complete)
-                requests.append(request)
+            prefills.append((request, context, query_len, complete))
 
-        num_decodes = len(slots)
-        query_lens = [1] * num_decodes
-        for request, context, query_len, complete in prefills:
+        # Prefills of one token come first: many backends take them together with decodes of one token.
+        for request, context, query_len, complete in sorted(prefills, key=lambda prefill: prefill[2] > 1):
             slots.append(request.slot)
             query_lens.append(query_len)
             contexts.append(context)
@@ -249,6 +255,7 @@ class Scheduler:
             context_lens=contexts,
             samples=samples,
             num_decodes=num_decodes,
+            num_decode_tokens=num_decode_tokens,
             num_tokens=self.limits.max_num_batched_tokens - budget,
             new=new,
             appends=appends,
@@ -261,33 +268,38 @@ class Scheduler:
     def update(self, batch: ScheduledBatch, output: StepOutput) -> list[Request]:
         """Take the tokens of the oldest batch in flight, and end the requests that are complete.
 
-        Tokens of requests that ended meanwhile are dropped.
+        Tokens after the end of a request are dropped: those of a request that ended meanwhile, and the rest of a run
+        after a token that ends it.
 
         Returns:
-            The requests that failed, then those that got a token, each in batch order; those that ended are `finished`.
+            The requests that failed, then those that got tokens, each in batch order; those that ended are `finished`.
         """
         scheduled, requests = self._in_flight.popleft()
         assert scheduled is batch, "batches must be updated in the order in which they were scheduled"
         assert output.slots == list(compress(batch.slots, batch.samples)), "an output is not that of its batch"
         if output.prompt_logprobs:
-            self._take_prompt_logprobs(batch, requests, output)
+            take_prompt_logprobs(batch, requests, output)
         news = self._take_failures(batch, requests, output) if output.failures else []
-        all_logprobs = output.logprobs
+        if batch.num_decode_tokens > batch.num_decodes:
+            self._last_scheduled += correct_bounds(batch, requests, output)
+        scored = take_logprobs(batch, requests, output) if output.logprobs else ()
         finished = RequestState.FINISHED
-        sampled = compress(requests, batch.samples)
-        for request, slot, token_id in zip(sampled, output.slots, output.token_ids, strict=True):
+        for request, run in zip(compress(requests, batch.samples), output.token_ids, strict=True):
             if request.state is finished:
                 continue
-            tokens = request.output_token_ids
-            tokens.append(token_id)
             news.append(request)
-            if slot in all_logprobs:
-                request.logprobs.append(all_logprobs[slot])
-            if token_id in request.end_token_ids and len(tokens) >= request.params.min_tokens:
-                stop_reason = token_id if token_id in request.params.stop_token_ids else None
-                self._finish(request, "stop", stop_reason)
-            elif request.prompt_len + len(tokens) == request.max_len:
-                self._finish(request, "length", None)
+            tokens = request.output_token_ids
+            for token_id in run:
+                tokens.append(token_id)
+                if token_id in request.end_token_ids and len(tokens) >= request.params.min_tokens:
+                    stop_reason = token_id if token_id in request.params.stop_token_ids else None
+                    self._finish(request, "stop", stop_reason)
+                    break
+                if request.prompt_len + len(tokens) == request.max_len:
+                    self._finish(request, "length", None)
+                    break
+        for request in scored:
+            del request.logprobs[len(request.output_token_ids) :]
         return news
 
     def _release_ending(self) -> None:
@@ -302,13 +314,23 @@ class Scheduler:
                 request.state = RequestState.ENDING
         self._last_scheduled.clear()
 
-    def _make_room(self) -> bool:
-        """Preempt until every decode can have the blocks it needs; return True if no blocks were short."""
+    def _make_room(self) -> tuple[list[int], bool]:
+        """Leave drafts out and preempt until every decode can have the blocks it needs.
+
+        Returns:
+            The drafts of each decode, or an empty list if there are none; and True if no blocks were short.
+        """
         blocks, decodes = self._blocks, self._decoding.values()
+        depths: list[int] = []
+        if self._drafts is not None and decodes:
+            depths = granted_depths(self._drafts.choose(decodes), decodes, self.limits)
         if blocks.suffices(len(decodes), self._prefilling):
-            return True
-        needs = blocks.needs(decodes)
+            return depths, True
+        needs = blocks.needs(decodes, depths or repeat(0))
         needed, were_short = sum(needs.values()), blocks.num_unpromised(self._prefilling) < blocks.growth(decodes)
+        if any(depths) and needed > blocks.num_unpromised(self._prefilling):
+            depths, were_short = [], True
+            needed = sum((needs := blocks.needs(decodes, repeat(0))).values())
         while needed > blocks.num_unpromised(self._prefilling):
             victim = max(self._running, key=_RANK)
             needed -= needs.pop(victim.request_id, 0)
@@ -316,8 +338,8 @@ class Scheduler:
             victim.state = RequestState.PREEMPTED
             insort(self._waiting, victim, key=_RANK)
             self._num_preemptions += 1
-            were_short = True
-        return not were_short
+            depths, were_short = [], True
+        return depths, not were_short
 
     def _admit(self) -> Request | None:
         """Give the first waiting request a slot and blocks, if there are enough for all its tokens."""
@@ -335,7 +357,7 @@ class Scheduler:
         if num_cached is None:
             return None
         del self._waiting[0]
-        request.num_computed = num_cached
+        request.min_computed = request.max_computed = num_cached
         if not resumed:
             request.num_cached_tokens = num_cached
             self._prefix_queries += request.prompt_len
@@ -345,24 +367,10 @@ class Scheduler:
         self._prefilling = request
         return request
 
-    @staticmethod
-    def _new_sequence(request: Request) -> NewSequence:
-        return NewSequence(
-            slot=request.slot,
-            request_id=request.request_id,
-            token_ids=request.tokens(0, request.num_tokens),
-            prompt_len=request.prompt_len,
-            num_computed=request.num_computed,
-            params=request.params,
-            end_token_ids=tuple(request.end_token_ids),
-            sample_index=request.sample_index,
-            grammar=request.grammar,
-        )
-
     def _release(self, request: Request) -> None:
         """Take slot and blocks from a running request; its full blocks stay in the prefix cache."""
         self._blocks.free(request)
-        request.num_computed = 0
+        request.min_computed = request.max_computed = 0
         if request is self._prefilling:
             self._prefilling = None
         else:
@@ -390,10 +398,3 @@ class Scheduler:
                 self.fail(request.request_id)
                 failed.append(request)
         return failed
-
-    @staticmethod
-    def _take_prompt_logprobs(batch: ScheduledBatch, requests: list[Request], output: StepOutput) -> None:
-        for slot, request in zip(batch.slots, requests, strict=True):
-            # A request resumed after a preemption computes its prompt again; complete logprobs are kept.
-            if slot in output.prompt_logprobs and len(request.prompt_logprobs) < request.prompt_len - 1:
-                request.prompt_logprobs.extend(output.prompt_logprobs[slot])

@@ -95,8 +95,8 @@ class _Prepass:
             if self._closes and id(schema) not in merged:
                 _close(schema)
             self._check_counts(schema)
-            reference = schema.get("$ref")
-            if isinstance(reference, str) and _name_of(self._root, resource, reference) not in addresses:
+            reference = schema.get("$ref", "")
+            if _name_of(self._root, resource, reference) not in addresses:
                 self._drop(schema, "$ref", f"the reference {shortened(reference, 100)}, which leads elsewhere,")
         self._check_patterns([schema for schema, _, _ in found if id(schema) in merged])
         # The library combines the multiples of merged schemas.

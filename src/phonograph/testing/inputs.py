@@ -157,7 +157,7 @@ class RigInputs:
     def _new_cache(self) -> torch.Tensor:
         """Return a cache [2, B, S, K, D] in the layout of the spec, with room for the blocks of any drawn batch."""
         spec = self.spec
-        # As many blocks as make_batch scatters a batch over.
+        # `make_batch` scatters a batch over this number of blocks.
         num_blocks = 2 + 2 * self.limits.max_num_seqs * self.max_blocks
         dtype: torch.dtype = getattr(torch, spec.kv_cache_dtype)
         middle = (spec.block_size, spec.num_kv_heads)

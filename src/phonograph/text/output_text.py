@@ -12,14 +12,22 @@ from phonograph.text.tokenizer import Tokenizer
 class TextBuilder:
     """Text of one sample, in constant time a token.
 
-    Text that may be the beginning of a stop string is withheld. `stopped` is the stop string that ended the sample, or
-    None. `prompt_token_ids` are the tokens that the sample continues.
+    Text that may be the beginning of a stop string is withheld.
+
+    Args:
+        tokenizer: decodes the tokens.
+        params: stop strings and their rules.
+        prompt_token_ids: tokens that the sample continues.
+
+    Attributes:
+        stopped: stop string that ended the sample, or None.
+        num_tokens: number of decoded tokens. The token that completes the stop string is the last one.
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: Sequence[int]) -> None:
         self._stream = tokenizer.stream(skip_special_tokens=params.skip_special_tokens, after=prompt_token_ids)
         self._params = params
-        self._num_tokens = 0
+        self.num_tokens = 0
         self._final = StringIO()  # its position stays at the end
         self._withheld = ""
         self._longest = max((len(stop) for stop in params.stop), default=1) - 1
@@ -43,15 +51,15 @@ class TextBuilder:
     def push(self, token_ids: list[int]) -> None:
         """Take all output tokens so far, decode the new ones, and search for stop strings after each token."""
         if not self._params.stop:
-            for token_id in token_ids[self._num_tokens :]:
+            for token_id in token_ids[self.num_tokens :]:
                 self._final.write(self._stream.push(token_id))
-            self._num_tokens = len(token_ids)
+            self.num_tokens = len(token_ids)
             return
-        while self._num_tokens < len(token_ids) and self.stopped is None:
+        while self.num_tokens < len(token_ids) and self.stopped is None:
             searched = len(self._withheld)
-            self._withheld += self._stream.push(token_ids[self._num_tokens])
-            self._num_tokens += 1
-            if self._num_tokens > self._params.min_tokens:
+            self._withheld += self._stream.push(token_ids[self.num_tokens])
+            self.num_tokens += 1
+            if self.num_tokens > self._params.min_tokens:
                 self._find_stop(searched)
         if self.stopped is None:
             self._release(len(self._withheld) - self._stop_prefix_length())
@@ -66,7 +74,7 @@ class TextBuilder:
         searched = len(self._withheld)
         rest = self._stream.finish()
         self._withheld += rest
-        if rest and self._num_tokens > self._params.min_tokens:
+        if rest and self.num_tokens > self._params.min_tokens:
             self._find_stop(searched)
         if self.stopped is None:
             self._release(len(self._withheld))

@@ -255,6 +255,7 @@ def _model_line(plan: EnginePlan) -> str:
         f"{plan.config.model}: {model.architecture}, {model.num_parameters / 1e6:,.1f} million parameters in "
         f"{plan.dtype}, {model.num_layers} layers, {_heads(model)}"
         + (f", sliding window {', '.join(map(str, windows))}" if windows else "")
+        + (", attention sinks" if any(layer.attention.sinks for layer in model.layers) else "")
         + (f"; projections in {model.quantization.name}" if model.quantization is not None else "")
         + (f"; lm_head in {model.head.scheme.name}" if model.head.scheme is not None else "")
         + f"; {_bytes(plan.memory.weights)} of weights"

@@ -18,7 +18,8 @@ class StepRecord(NamedTuple):
 
     ended:        seconds of `time.monotonic`, which all processes of a machine share
     seconds:      from the time the step had the device to itself until its results were taken
-    num_decodes:  sequences with a query of one token
+    num_decodes:  sequences that continued their output
+    num_decode_tokens: their tokens
     prefill_lens: tokens of each of the other sequences
     graph:        short name of the decision, such as "full mixed" or "eager"
     mode:         FULL, PIECEWISE or NONE
@@ -31,6 +32,7 @@ class StepRecord(NamedTuple):
     ended: float
     seconds: float
     num_decodes: int
+    num_decode_tokens: int
     prefill_lens: list[int]
     graph: str
     mode: str
@@ -42,7 +44,7 @@ class StepRecord(NamedTuple):
     @property
     def num_tokens(self) -> int:
         """Tokens without padding."""
-        return self.num_decodes + sum(self.prefill_lens)
+        return self.num_decode_tokens + sum(self.prefill_lens)
 
     @property
     def kind(self) -> BatchKind:
@@ -57,6 +59,7 @@ def record_of(batch: ScheduledBatch, decision: Decision, began: float, ended: fl
         ended,
         ended - began,
         batch.num_decodes,
+        batch.num_decode_tokens,
         batch.query_lens[batch.num_decodes :],
         decision.label,
         decision.mode.value,

@@ -49,12 +49,18 @@ class Sample(CompletionOutput):
         logprobs: list[TokenLogprobs] | None,
         finish_reason: FinishReason | None,
         stop_reason: int | str | None,
-    ) -> None:
-        """Apply an update of the engine. A stop string in the text ends the sample, whatever the update says."""
+    ) -> int:
+        """Apply an update of the engine. A stop string in the text ends the sample, whatever the update says.
+
+        Returns:
+            The number of new tokens, without those after a stop string.
+        """
+        before = len(self.token_ids)
         self.token_ids += token_ids
         if self.logprobs is not None:
             self.logprobs += logprobs or ()
         self.update(finish_reason, stop_reason)
+        return len(self.token_ids) - before
 
     def take(self) -> Delta:
         """Return what is new since the last call."""

@@ -15,6 +15,8 @@ from phonograph.errors import RequestError, RequestFailure, cause_text
 
 log = logging.getLogger(__name__)
 
+EXPERT_LOAD_SECONDS = 1.0
+"""Least time between two readings of the counters of experts while requests run."""
 COMMAND_SECONDS = 0.002
 """Time for commands between two steps, so that new requests, of one call or of many, do not delay running ones."""
 
@@ -53,6 +55,7 @@ class CoreLoop:
         self._by_output: dict[int, _Open] = {}
         self._adding: deque[_Adding] = deque()
         self._num_steps = 0
+        self._expert_load_read = 0.0
         self._steps: list[StepRecord] = []
         session.core.on_step = lambda record: self._steps.append(record)
 
@@ -132,7 +135,9 @@ class CoreLoop:
     def _report(self, changed: list[RequestOutput], refused: dict[int, RequestError | RequestFailure]) -> None:
         steps, self._steps = self._steps, []
         stats = self._session.core.scheduler.stats
-        report = Report(stats=stats, num_steps=self._num_steps, refused=refused, steps=steps)
+        report = Report(
+            stats=stats, num_steps=self._num_steps, refused=refused, steps=steps, expert_load=self._expert_load()
+        )
         for output in changed:
             opened = self._by_output[id(output)]
             if output.error is None:
@@ -145,6 +150,14 @@ class CoreLoop:
             if output.finished:
                 self._forget(opened)
         self._channel.send(report)
+
+    def _expert_load(self) -> dict[int, list[int]] | None:
+        """Read the counters of experts, which waits for the device: once in a while, and after the last request."""
+        load, now = self._session.core.expert_load, time.monotonic()
+        if not load or (self._session.has_unfinished and now < self._expert_load_read + EXPERT_LOAD_SECONDS):
+            return None
+        self._expert_load_read = now
+        return {layer: load_X.tolist() for layer, load_X in load.items()}
 
     @staticmethod
     def _report_output(opened: _Open, report: Report) -> None:

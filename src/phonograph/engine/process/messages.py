@@ -123,6 +123,7 @@ class Report:
     refused: by key, prompts that cannot be served, or for which work failed
     stats:   scheduler statistics after `num_steps` steps
     steps:   steps whose results were taken since the last report
+    expert_load: pairs of each expert since the start, by the index of a layer; None if they were not read
     time:    time of the report in seconds of `time.monotonic`, which the processes of a machine share
     """
 
@@ -132,6 +133,7 @@ class Report:
     prompts: dict[int, PromptFacts] = field(default_factory=dict[int, PromptFacts])
     refused: dict[int, RequestError | RequestFailure] = field(default_factory=dict[int, RequestError | RequestFailure])
     steps: list[StepRecord] = field(default_factory=list[StepRecord])
+    expert_load: dict[int, list[int]] | None = None
     time: float = field(default_factory=time.monotonic)
 
 

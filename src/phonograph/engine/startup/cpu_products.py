@@ -19,7 +19,6 @@ from phonograph.errors import ConfigError
 from phonograph.kernels.torch import int4pack
 from phonograph.kernels.torch.grouped import Grouped
 from phonograph.models.quantization.cpu_weights import CpuProducts
-from phonograph.models.quantization.grouped_weight import GroupedScheme
 from phonograph.models.spec import ModelSpec
 
 _INPUTS, _OUTPUTS = 576, 1536
@@ -53,7 +52,7 @@ def plan_cpu_products(setting: str, model: ModelSpec, dtype: str) -> CpuProducts
         reason = f"cpu_products=float32; weights are dequantized to {dtype} at load"
         return CpuProducts(int4=False, dequantize=True, reason=reason)
     missing = None
-    if not any(isinstance(scheme, GroupedScheme) for scheme in schemes):
+    if all(scheme.weight_format(inputs, dtype).is_fp8 for scheme, _, inputs in model.quantized_matrices()):
         missing = "the formats of the weights have no packed form"
     else:
         missing = int4pack.missing()

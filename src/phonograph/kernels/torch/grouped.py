@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import torch
 
+from phonograph.kernels.torch.fp4 import BIAS, dequantize_fp4, gather
+
 TILE = 1 << 19
 """Weights that are unpacked at once: 2 MiB in float32, which stay in a core's cache until they are multiplied."""
 MAX_GROUPED_ROWS = 256
@@ -19,18 +21,20 @@ MAX_GROUPED_ROWS = 256
 
 
 class Grouped(NamedTuple):
-    """Weights: (value - zero) * scale + offset of integers, or value * scale of FP8.
+    """Weights: (value - zero) * scale + offset of integers, or value * scale of FP8 and FP4.
 
     Attributes:
         packed_OW: int32, values along the inputs, lowest bits first, with whole groups, so that I is rounded up; or
             [O, I] in float8_e4m3fn, which has no zeros.
-        scales_OG: in the type of the products; of FP8 with one scale an output in float32.
+        scales_OG: in the type of the products; of FP8 with one scale an output in float32; of FP4 int32, four exponents
+            of groups a word (`fp4`).
         zeros_OG: uint8, or None for 2 ** (bits - 1) everywhere.
         bits: 4 or 8 of a value.
         group: inputs of a group.
         order_I: int64, the input of x that each column multiplies; None if they are in order.
         offsets_OG: in the type of the scales; None for 0 everywhere.
-        interleaved: the values of four words are in the order of `interleave`.
+        interleaved: the values of four words are in the order of `interleave`. Those of FP4 are then in that of
+            `fp4.spread`, and exponents have `fp4.BIAS`.
     """
 
     packed_OW: torch.Tensor
@@ -55,6 +59,10 @@ class Grouped(NamedTuple):
         """Return True for weights in FP8, False for integers."""
         return self.packed_OW.dtype == torch.float8_e4m3fn
 
+    def is_fp4(self) -> bool:
+        """Return True for weights in FP4."""
+        return self.scales_OG.dtype == torch.int32
+
     def is_int8(self) -> bool:
         """Return True for integers of 8 bits."""
         return self.bits == 8 and not self.is_fp8()
@@ -74,18 +82,25 @@ class Grouped(NamedTuple):
 
     def tiles(self) -> list[tuple[int, int]]:
         """Return the first and the last output, exclusive, of each tile of about `TILE` weights."""
-        outputs, groups = self.scales_OG.shape
-        step = max(1, TILE // (groups * self.group))
+        outputs = self.scales_OG.shape[0]
+        step = max(1, TILE // self.columns())
         return [(first, min(first + step, outputs)) for first in range(0, outputs, step)]
 
 
 def dequantize(weight: Grouped) -> torch.Tensor:
-    """Return the weights, [O, G * group] or for FP8 [O, I], in the type of the scales and the order of the groups."""
+    """Return the weights, [O, G * group] or for FP8 [O, I], in the order of the groups.
+
+    They are in the type of the scales, and those of FP4 in bfloat16.
+    """
     outputs, groups = weight.scales_OG.shape
     if weight.is_fp8():
         return _dequantize_fp8(weight)
     packed_OW = weight.packed_OW
-    bytes_OB = (deinterleave(packed_OW) if weight.interleaved else packed_OW).view(torch.uint8)
+    if weight.interleaved:
+        packed_OW = deinterleave(gather(packed_OW) if weight.is_fp4() else packed_OW)
+    if weight.is_fp4():
+        return dequantize_fp4(packed_OW, weight.scales_OG, BIAS if weight.interleaved else 0)
+    bytes_OB = packed_OW.view(torch.uint8)
     width = bytes_OB.shape[1] * 8 // weight.bits
     values = torch.empty(outputs, width, dtype=weight.scales_OG.dtype, device=weight.scales_OG.device)
     if weight.bits == 8:

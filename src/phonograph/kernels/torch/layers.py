@@ -12,6 +12,9 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+SWIGLU_LIMIT, SWIGLU_SLOPE = 7.0, 1.702
+"""Limit of gates and ups, and slope of the sigmoid, in `clamped_swiglu_and_mul`."""
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: torch.Tensor) -> torch.Tensor:
     """Compute x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019, arXiv:1910.07467).
@@ -69,5 +72,16 @@ def gelu_tanh_and_mul(gate_up_T2I: torch.Tensor) -> torch.Tensor:
     return functional.gelu(gate_TI, approximate="tanh").mul_(up_TI)
 
 
-ACTIVATIONS = {"silu": silu_and_mul, "gelu_tanh": gelu_tanh_and_mul}
+def clamped_swiglu_and_mul(gate_up_T2I: torch.Tensor) -> torch.Tensor:
+    """Compute gate * sigmoid(1.702 * gate) * (up + 1) of clamped gates and ups, gates first; as `silu_and_mul`.
+
+    Gates are at most 7, ups between -7 and 7 (gpt-oss, arXiv:2508.10925).
+    """
+    gate_TI, up_TI = gate_up_T2I.chunk(2, -1)
+    gate_TI = gate_TI.clamp(max=SWIGLU_LIMIT)
+    up_TI = up_TI.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+    return torch.sigmoid(gate_TI * SWIGLU_SLOPE).mul_(gate_TI).mul_(up_TI.add_(1))
+
+
+ACTIVATIONS = {"silu": silu_and_mul, "gelu_tanh": gelu_tanh_and_mul, "clamped_swiglu": clamped_swiglu_and_mul}
 """Activations of gates by their names in a model's specification."""

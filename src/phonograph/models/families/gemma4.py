@@ -38,8 +38,9 @@ from phonograph.models.layer_spec import (
     decoder_layer,
 )
 from phonograph.models.layers.expert_spec import LayerExperts
-from phonograph.models.layers.matrix_spec import LayerMatrix, MatrixPart
+from phonograph.models.layers.layer_matrix import LayerMatrix, MatrixPart
 from phonograph.models.rope_parameters import RopeParameters, read_ropes_by_type
+from phonograph.models.weights.expert_tensors import ExpertTensors
 
 _EXPERT_FIELDS = ("num_experts", "top_k_experts", "moe_intermediate_size")
 """Fields that a model with experts has."""
@@ -112,8 +113,9 @@ def _with_experts(layer: LayerSpec, settings: Settings) -> LayerSpec:
 
     def experts(name: str, part: str, outputs: int, inputs: int, *, gated: bool = False) -> LayerMatrix:
         parts = (MatrixPart(part, outputs),)
+        fused = ExpertTensors(num_experts, bare=True)
         return LayerMatrix(
-            name, "experts", parts, inputs, gated=gated, num_experts=num_experts, quantizable=False, stacked=True
+            name, "experts", parts, inputs, gated=gated, num_experts=num_experts, fused=fused, quantizable=False
         )
 
     return replace(

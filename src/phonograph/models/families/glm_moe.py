@@ -11,13 +11,13 @@ from phonograph.errors import ModelError
 from phonograph.kernels.routing import Routing
 from phonograph.models.config_fields import (
     COMMON,
+    COUNT,
     FLAG,
     INT,
     POSITIVE_INT,
     POSITIVE_NUMBER,
     TENSORS,
     Field,
-    FieldKind,
 )
 from phonograph.models.families.family import Family, Settings, layer_sizes
 from phonograph.models.families.softmax_experts import EXPERT_LOSS
@@ -25,7 +25,6 @@ from phonograph.models.layer_spec import LayerFeedForward, LayerSpec, decoder_la
 from phonograph.models.layers.expert_spec import ExpertNames, with_experts
 from phonograph.models.rope_parameters import PARTIAL, RopeParameters, read_rope
 
-_COUNT = FieldKind("an integer of 0 or more", lambda value: type(value) is int and value >= 0)
 _SHARE = 0.5
 _NAMES = ExpertNames(shared="shared_experts")
 
@@ -98,13 +97,13 @@ GLM4_MOE = Family(
         "partial_rotary_factor": PARTIAL,
         "moe_intermediate_size": Field(1408, POSITIVE_INT),
         "num_experts_per_tok": Field(8, POSITIVE_INT),
-        "n_shared_experts": Field(1, _COUNT),
+        "n_shared_experts": Field(1, COUNT),
         "n_routed_experts": Field(128, POSITIVE_INT),
         "num_local_experts": Field(None, POSITIVE_INT.or_null()),
         "routed_scaling_factor": Field(1.0, POSITIVE_NUMBER),
         "n_group": Field(1, POSITIVE_INT),
         "topk_group": Field(1, POSITIVE_INT),
-        "first_k_dense_replace": Field(1, _COUNT),
+        "first_k_dense_replace": Field(1, COUNT),
         "norm_topk_prob": Field(True, FLAG),
         "num_nextn_predict_layers": Field(None, INT.or_null()),
         "num_mtp_layers": Field(1, INT.or_null()),

@@ -19,7 +19,7 @@ from phonograph.models.families.softmax_experts import EXPERT_LOSS, softmax_rout
 from phonograph.models.layer_spec import LayerSpec
 from phonograph.models.layers.expert_spec import ExpertNames, with_experts
 
-_NAMES = ExpertNames("block_sparse_moe", "w1", "w3", "w2")
+_NAMES = ExpertNames("block_sparse_moe", gate="w1", up="w3", down="w2")
 
 
 def _mixtral(settings: Settings) -> tuple[LayerSpec, ...]:

@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 from phonograph.errors import UnsupportedModelError
 from phonograph.kernels.routing import Routing
-from phonograph.models.layer_spec import Activation, LayerFeedForward, LayerSpec
-from phonograph.models.layers.matrix_spec import LayerMatrix, MatrixPart
+from phonograph.models.layer_spec import ExpertActivation, LayerFeedForward, LayerSpec
+from phonograph.models.layers.layer_matrix import LayerMatrix, MatrixPart
 from phonograph.models.quantization.grouped_weight import GroupedScheme
 from phonograph.models.quantization.scheme import Scheme
+from phonograph.models.weights.expert_tensors import ExpertTensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,11 +26,11 @@ class LayerExperts:
         choice_bias: name of the tensor, float32 [X], that is added to the scores for the choice; None for none.
         gate_up: matrix of the experts' gates and ups.
         down: matrix of the experts' outputs.
+        activation: of the experts' gates and ups.
         shared: feed-forward of every token next to that of its experts; None for none. It may have norms of its own:
             of the stream before it, in place of `input_norm`, and of its result.
         input_norm: norm of the stream before it; None for none.
         output_norm: norm of the output before it is added to the stream; None for none.
-        activation: of the experts' gates.
         router_norm: name of the weights of a norm of the stream before the router, in place of `input_norm`; None for
             none.
         expert_scale: name of the tensor, [X], with the factor of each expert's weight; None for none.
@@ -41,10 +42,10 @@ class LayerExperts:
     choice_bias: str | None
     gate_up: LayerMatrix
     down: LayerMatrix
+    activation: ExpertActivation
     shared: LayerFeedForward | None
     input_norm: str | None
     output_norm: str | None
-    activation: Activation = "silu"
     router_norm: str | None = None
     expert_scale: str | None = None
     sum_norm: str | None = None
@@ -77,7 +78,8 @@ class LayerExperts:
         """Return the experts with the weight format of each projection, by its name in the layer.
 
         Raises:
-            UnsupportedModelError: the format has an order of inputs, which each expert has of its own.
+            UnsupportedModelError: the format has an order of inputs, which each expert has of its own; or a tensor of
+                the format, which has all experts, has no row for each output.
         """
         gate_up, down = self.gate_up.with_schemes(scheme_of), self.down.with_schemes(scheme_of)
         for matrix in (gate_up, down):
@@ -86,6 +88,7 @@ class LayerExperts:
                     f"{matrix.module} is in {matrix.scheme.name}, with an order for each expert, which is not "
                     "supported; quantize the model without desc_act (actorder)"
                 )
+            _check_fused(matrix)
         return replace(
             self,
             gate_up=gate_up,
@@ -94,21 +97,39 @@ class LayerExperts:
         )
 
 
+def _check_fused(matrix: LayerMatrix) -> None:
+    """Check that tensors of all experts have a row for each output, which is what loading takes apart."""
+    scheme = matrix.scheme
+    if matrix.fused is None or scheme is None:
+        return
+    for name, part in matrix.projections():
+        stored = scheme.stored(part.num_outputs, matrix.num_inputs)
+        if any(one.shape[:1] != (part.num_outputs,) for one in stored.values()):
+            raise UnsupportedModelError(
+                f"{name} has all experts in one tensor, which is not supported in {scheme.name}; leave these modules "
+                "in 16 bits (ignore, modules_to_not_convert)"
+            )
+
+
 class ExpertNames(NamedTuple):
     """Names of a layer's experts in a checkpoint.
 
     Attributes:
         module: module of the router and the experts.
-        gate, up, down: projections of an expert.
-        shared: name of the shared expert in the module.
+        router: name of the router in the module.
+        experts: module of the experts in the module; empty if they are next to the router.
+        gate, up, down: projections of an expert. Tensors of all experts have gates and ups under the name of the gate.
+        shared: name of the shared expert in the module; None if it is outside, under the name that it has.
         shared_gate: name of its gate.
     """
 
     module: str = "mlp"
+    router: str = "gate"
+    experts: str = "experts"
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
-    shared: str = "shared_expert"
+    shared: str | None = "shared_expert"
     shared_gate: str = "shared_expert_gate"
 
 
@@ -121,6 +142,9 @@ def with_experts(
     intermediate_size: int,
     *,
     names: ExpertNames = EXPERT_NAMES,
+    activation: ExpertActivation = "silu",
+    bias: bool = False,
+    fused: tuple[ExpertTensors, ExpertTensors] | None = None,
     shared: LayerFeedForward | None = None,
     shared_gate: bool = False,
     choice_bias: bool = False,
@@ -132,16 +156,23 @@ def with_experts(
         routing: rule that chooses a token's experts.
         intermediate_size: of an expert.
         names: names in a checkpoint.
+        activation: of the experts' gates and ups.
+        bias: the router and the experts have biases.
+        fused: layouts of the tensors of gates and ups and of outputs; None if each expert has tensors of its own.
         shared: dense feed-forward that becomes the shared expert; None for none.
         shared_gate: the shared expert has a gate.
         choice_bias: a checkpoint has a bias for the choice.
     """
     dense, hidden_size, num_experts = layer.feed_forward, layer.attention.qkv.num_inputs, routing.num_experts
-    gates = (MatrixPart("gate", num_experts), *((MatrixPart(names.shared_gate, 1),) if shared_gate else ()))
+    gates = (MatrixPart(names.router, num_experts), *((MatrixPart(names.shared_gate, 1),) if shared_gate else ()))
     gate_up = MatrixPart(names.gate, intermediate_size), MatrixPart(names.up, intermediate_size)
-    down, experts = (MatrixPart(names.down, hidden_size),), f"{names.module}.experts"
+    if fused is not None:
+        gate_up = (MatrixPart(names.gate, 2 * intermediate_size),)
+    gate_up_tensors, down_tensors = fused or (None, None)
+    down = (MatrixPart(names.down, hidden_size),)
+    experts = ".".join(filter(None, (names.module, names.experts)))
     if shared is not None:
-        module = f"{names.module}.{names.shared}"
+        module = shared.gate_up.module if names.shared is None else f"{names.module}.{names.shared}"
         shared = replace(
             shared,
             gate_up=replace(shared.gate_up, name="shared gate and up", module=module),
@@ -153,12 +184,28 @@ def with_experts(
         layer,
         feed_forward=LayerExperts(
             routing=routing,
-            router=LayerMatrix("router", names.module, gates, hidden_size, quantizable=False),
-            choice_bias=f"{names.module}.gate.e_score_correction_bias" if choice_bias else None,
+            router=LayerMatrix("router", names.module, gates, hidden_size, bias=bias, quantizable=False),
+            choice_bias=f"{names.module}.{names.router}.e_score_correction_bias" if choice_bias else None,
             gate_up=LayerMatrix(
-                "experts' gate and up", experts, gate_up, hidden_size, gated=True, num_experts=num_experts
+                "experts' gate and up",
+                experts,
+                gate_up,
+                hidden_size,
+                bias=bias,
+                gated=True,
+                num_experts=num_experts,
+                fused=gate_up_tensors,
             ),
-            down=LayerMatrix("experts' down", experts, down, intermediate_size, num_experts=num_experts),
+            down=LayerMatrix(
+                "experts' down",
+                experts,
+                down,
+                intermediate_size,
+                bias=bias,
+                num_experts=num_experts,
+                fused=down_tensors,
+            ),
+            activation=activation,
             shared=shared,
             input_norm=dense.input_norm,
             output_norm=dense.output_norm,

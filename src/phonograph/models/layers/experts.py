@@ -23,13 +23,18 @@ _library.define("experts(Tensor x, Tensor logits, Tensor? num_rows, Tensor handl
 
 
 class Experts:
-    """Experts of a layer, without their shared expert."""
+    """Experts of a layer, without their shared expert.
 
-    def __init__(self, weights: ExpertsWeights) -> None:
+    Args:
+        weights: of the experts.
+        load_X: int64, counters of each expert's pairs, or None.
+    """
+
+    def __init__(self, weights: ExpertsWeights, load_X: torch.Tensor | None = None) -> None:
         device = weights.gate_up.weight.device
         self._handle = torch.zeros(1, dtype=torch.int64, device=device)
         # The dictionary holds the handle, so that no other tensor gets its address.
-        _weights[self._handle.data_ptr()] = self._handle, weights
+        _weights[self._handle.data_ptr()] = self._handle, weights, load_X
         weakref.finalize(self, _weights.pop, self._handle.data_ptr())
 
     def __call__(
@@ -54,11 +59,13 @@ def _experts(
     handle: torch.Tensor,
     out_TE: torch.Tensor,
 ) -> None:
-    weights = _weights[handle.data_ptr()][1]
+    _, weights, load_X = _weights[handle.data_ptr()]
     routing, count = weights.spec.routing, len(x_TE) if num_rows is None else int(num_rows)
     logits_TX = logits_TX[:count, : routing.num_experts]
     experts_Tk, weights_Tk = route(logits_TX, routing, weights.choice_bias, weights.expert_scale)
     activation = ACTIVATIONS[weights.spec.activation]
+    if load_X is not None:
+        load_X[: routing.num_experts] += torch.bincount(experts_Tk.flatten(), minlength=routing.num_experts)
     total_TE = torch.zeros(out_TE.shape, dtype=torch.float32, device=out_TE.device)
 
     def feed_forward(expert: int, rows_NE: torch.Tensor) -> torch.Tensor:
@@ -76,7 +83,7 @@ def _product(linear: Linear, expert: int, x_NI: torch.Tensor) -> torch.Tensor:
     return linear.weight.rows(first, last).product(x_NI, bias_O)
 
 
-_weights: dict[int, tuple[torch.Tensor, ExpertsWeights]] = {}
+_weights: dict[int, tuple[torch.Tensor, ExpertsWeights, torch.Tensor | None]] = {}
 """By the address of the handle."""
 for _device in ("CPU", "CUDA"):
     _library.impl("experts", _experts, _device)

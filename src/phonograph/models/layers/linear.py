@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 import torch
 
-from phonograph.models.layers.matrix_spec import LayerMatrix
+from phonograph.models.layers.layer_matrix import LayerMatrix
 from phonograph.models.quantization.scheme import LinearWeight
 from phonograph.models.quantization.unquantized import DenseWeight
 
@@ -43,18 +42,19 @@ class Linear:
     def checkpoint_views(self) -> dict[str, torch.Tensor]:
         """Return views of the outputs by the names of a checkpoint: [size, inputs] matrices and [size] biases.
 
+        Those of all experts in one tensor have the numbers of the checkpoint's tensor in the same order, and maybe one
+        dimension more.
         A quantized layer has views of its biases only; its weights are loaded by its scheme.
         """
         spec = self.spec
-        names = [name for name, _ in spec.projections()]
-        counts = [part.num_outputs for _, part in spec.projections()]
-        views: dict[str, torch.Tensor] = {}
-        if spec.scheme is None:
-            tensors = list(spec.tensors())
-            rows = self.matrix.t().split([math.prod(shape[:-1]) for _, shape in tensors])
-            views |= {name: own.view(shape) for (name, shape), own in zip(tensors, rows, strict=True)}
+        whole = {} if spec.scheme is not None else {"weight": self.matrix.t()}
         if self.bias_O is not None:
-            views |= zip((f"{name}.bias" for name in names), self.bias_O.split(counts), strict=True)
+            whole["bias"] = self.bias_O
+        views: dict[str, torch.Tensor] = {}
+        counts = [part.num_outputs for _, part in spec.projections()]
+        for kind, outputs in whole.items():
+            for (name, _), rows in zip(spec.projections(), outputs.split(counts), strict=True):
+                views[spec.tensor_name(name, kind)] = rows if spec.fused is None else spec.fused.view(kind, rows)
         return views
 
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from phonograph.models.layer_spec import (
+    SINKS,
     FeedForward,
     LayerAttention,
     LayerEmbedding,
@@ -17,8 +18,8 @@ from phonograph.models.layer_spec import (
     LayerSpec,
 )
 from phonograph.models.layers.expert_spec import LayerExperts
+from phonograph.models.layers.layer_matrix import LayerMatrix, MatrixPart
 from phonograph.models.layers.linear import Linear, WeightAllocator
-from phonograph.models.layers.matrix_spec import LayerMatrix, MatrixPart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +30,7 @@ class AttentionWeights:
         qkv: queries, keys and values, one matrix with (H + 2K) * D outputs.
         head_norms: [H + K, D], the query norm's weight for each query head, then the key norm's for each KV head; or
             None. Norms over all heads have other weights for each head. Without keys of its own, a layer has [H, D].
+        sinks: float32 [H], or None.
         input_norm: [E], or None; so is `output_norm`.
     """
 
@@ -37,6 +39,7 @@ class AttentionWeights:
     input_norm: torch.Tensor | None
     qkv: Linear
     head_norms: torch.Tensor | None
+    sinks: torch.Tensor | None
     output: Linear
     output_norm: torch.Tensor | None
 
@@ -201,6 +204,7 @@ class LayerWeights:
             input_norm=norm(attention.input_norm),
             qkv=allocate.linear(attention.qkv),
             head_norms=allocate.norm(heads, attention.head_size) if attention.head_norms else None,
+            sinks=allocate.tensor(attention.num_query_heads, dtype=torch.float32) if attention.sinks else None,
             output=allocate.linear(attention.output),
             output_norm=norm(attention.output_norm),
         )
@@ -246,6 +250,11 @@ class LayerWeights:
             views[self.spec.scalar] = self.scalar
         if self.embedding is not None:
             views[f"{self.embedding.spec.output_norm}.weight"] = self.embedding.output_norm
+        if isinstance(self.feed_forward, ExpertsWeights) and self.feed_forward.choice_bias is not None:
+            assert self.feed_forward.spec.choice_bias is not None
+            views[self.feed_forward.spec.choice_bias] = self.feed_forward.choice_bias
+        if self.attention.sinks is not None:
+            views[SINKS] = self.attention.sinks
         head_norms, num_query_heads = self.attention.head_norms, self.attention.spec.num_query_heads
         if head_norms is not None:
             of_queries, of_keys = head_norms[:num_query_heads], head_norms[num_query_heads:]

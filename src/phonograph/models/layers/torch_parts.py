@@ -73,8 +73,8 @@ class TorchKernels:
     def feed_forward(self, weights: FeedForwardWeights) -> TorchFeedForward:
         return TorchFeedForward(self, weights)
 
-    def experts(self, weights: ExpertsWeights) -> TorchExperts:
-        return TorchExperts(self, weights)
+    def experts(self, weights: ExpertsWeights, load_X: torch.Tensor | None = None) -> TorchExperts:
+        return TorchExperts(self, weights, load_X)
 
     def layer_embedding(self, weights: LayerEmbeddingWeights) -> TorchLayerEmbedding:
         return TorchLayerEmbedding(self, weights)
@@ -190,9 +190,9 @@ class TorchFeedForward:
 class TorchExperts:
     """Experts of a layer, and its shared expert."""
 
-    def __init__(self, kernels: TorchKernels, weights: ExpertsWeights) -> None:
+    def __init__(self, kernels: TorchKernels, weights: ExpertsWeights, load_X: torch.Tensor | None) -> None:
         self.then: object = None
-        self._kernels, self._weights, self._experts = kernels, weights, Experts(weights)
+        self._kernels, self._weights, self._experts = kernels, weights, Experts(weights, load_X)
 
     def __call__(self, stream: Stream) -> Stream:
         kernels, weights, spec = self._kernels, self._weights, self._weights.spec

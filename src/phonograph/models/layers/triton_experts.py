@@ -9,7 +9,9 @@ from typing import NamedTuple
 
 import torch
 
+from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.triton.elementwise import layers
+from phonograph.kernels.triton.experts.count_pairs import count_pairs
 from phonograph.kernels.triton.experts.expert_lists import ExpertLists
 from phonograph.kernels.triton.experts.expert_plan import expert_config
 from phonograph.kernels.triton.experts.expert_products import (
@@ -20,8 +22,12 @@ from phonograph.kernels.triton.experts.expert_products import (
 )
 from phonograph.kernels.triton.experts.route import route
 from phonograph.kernels.triton.gemm.bound_product import BoundProduct
+from phonograph.kernels.triton.gemm.product import CLAMPED_SWIGLU, GELU, SILU
 from phonograph.models.layers.part_weights import ExpertsWeights
 from phonograph.models.layers.workspace import Workspace, expert_memory
+
+_MODES = {"silu": SILU, "gelu_tanh": GELU, "clamped_swiglu": CLAMPED_SWIGLU}
+"""Modes of the first product by the activation."""
 
 
 class _Memory(NamedTuple):
@@ -42,6 +48,7 @@ class ExpertKernels:
         workspace: intermediates of the largest step.
         shared: products of the shared expert, or None.
         eps: epsilon of the norms.
+        load_X: int64, counters of each expert's pairs; None launches no kernel that counts.
     """
 
     def __init__(
@@ -50,8 +57,10 @@ class ExpertKernels:
         workspace: Workspace,
         shared: tuple[BoundProduct, BoundProduct] | None,
         eps: float,
+        load_X: torch.Tensor | None = None,
     ) -> None:
         self._weights, self._spec, self._shared, self._eps = weights, weights.spec, shared, eps
+        self._load_X = load_X
         self._space = workspace.shared
         assert workspace.arrived is not None
         routing, num_tokens = weights.spec.routing, len(workspace.hidden_TE)
@@ -67,7 +76,8 @@ class ExpertKernels:
         """
         weights, routing, lists = self._weights, self._spec.routing, self._lists
         gate_up, down = weights.gate_up.weight.operand, weights.down.weight.operand
-        config = fitted(expert_config(len(x_TE), routing), gate_up, down)
+        is_fp4 = isinstance(gate_up, Grouped) and gate_up.is_fp4()
+        config = fitted(expert_config(len(x_TE), routing, fp4=is_fp4), gate_up, down)
         memory = self._memory(len(x_TE))
         router = weights.router.weight.operand
         assert isinstance(router, torch.Tensor)
@@ -82,8 +92,10 @@ class ExpertKernels:
             expert_scale_X=weights.expert_scale,
             num_rows=num_rows,
         )
-        gelu = self._spec.activation == "gelu_tanh"
-        gate_up_products(x_TE, gate_up, lists, routing, config, memory.inner_PI, weights.gate_up.bias_O, gelu=gelu)
+        if self._load_X is not None:
+            count_pairs(lists.experts_Tk[: len(x_TE)], self._load_X)
+        mode = _MODES[self._spec.activation]
+        gate_up_products(x_TE, gate_up, lists, routing, config, memory.inner_PI, weights.gate_up.bias_O, mode=mode)
         down_products(memory.inner_PI, down, lists, routing, config, memory.results_PE, weights.down.bias_O)
         if self._shared is not None and weights.shared is not None:
             x_TE = self._normed(hidden_TE, x_TE, weights.shared.input_norm, memory)

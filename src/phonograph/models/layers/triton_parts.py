@@ -152,7 +152,7 @@ class TritonFeedForward:
 class TritonExperts:
     """Experts of a layer, and its shared expert."""
 
-    def __init__(self, kernels: StreamKernels, weights: ExpertsWeights) -> None:
+    def __init__(self, kernels: StreamKernels, weights: ExpertsWeights, load_X: torch.Tensor | None) -> None:
         self.then: TritonAttention | TritonLayerEmbedding | None = None
         self.begin = NormedInput(weights.input_norm, None)
         self._kernels, self._weights = kernels, weights
@@ -164,7 +164,7 @@ class TritonExperts:
                 kernels.bind(weights.shared.down),
             )
         )
-        self._experts = ExpertKernels(weights, kernels.workspace, shared, kernels.eps)
+        self._experts = ExpertKernels(weights, kernels.workspace, shared, kernels.eps, load_X)
 
     def __call__(self, stream: Stream) -> Stream:
         kernels, weights, hidden_TE = self._kernels, self._weights, stream.hidden_TE
@@ -260,8 +260,8 @@ class TritonKernels(StreamKernels):
     def feed_forward(self, weights: FeedForwardWeights) -> TritonFeedForward:
         return TritonFeedForward(self, weights)
 
-    def experts(self, weights: ExpertsWeights) -> TritonExperts:
-        return TritonExperts(self, weights)
+    def experts(self, weights: ExpertsWeights, load_X: torch.Tensor | None = None) -> TritonExperts:
+        return TritonExperts(self, weights, load_X)
 
     def layer_embedding(self, weights: LayerEmbeddingWeights) -> TritonLayerEmbedding:
         return TritonLayerEmbedding(self, weights)

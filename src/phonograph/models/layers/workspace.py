@@ -21,7 +21,7 @@ from phonograph.kernels.triton.gemm.choose import choose
 from phonograph.kernels.triton.gemm.product_plan import GemmDevice
 from phonograph.models.layer_spec import FeedForward, LayerFeedForward
 from phonograph.models.layers.expert_spec import LayerExperts
-from phonograph.models.layers.matrix_spec import LayerMatrix
+from phonograph.models.layers.layer_matrix import LayerMatrix
 from phonograph.models.spec import ModelSpec
 
 
@@ -84,7 +84,7 @@ class Workspace:
             fp8_scales_T=made["fp8_scales"].view(-1),
             embeddings_TX=made["embeddings"],
             routing=made["routing"].view(-1),
-            arrived=ExpertLists.counters(device) if made["routing"].numel() else None,
+            arrived=ExpertLists.counters(num_tokens, device) if made["routing"].numel() else None,
         )
 
     @classmethod

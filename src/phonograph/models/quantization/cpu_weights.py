@@ -42,7 +42,8 @@ class CpuProducts:
 
     def form(self, scheme: Scheme, inputs: int) -> Form:
         """Return the form of weights of a format."""
-        if self.int4 and isinstance(scheme, GroupedScheme) and _packs(scheme.bits, scheme.group(inputs)):
+        weights = scheme.weight_format(inputs, self.tile_dtype)
+        if self.int4 and not weights.is_fp8 and _packs(weights.bits, weights.group):
             return "int4"
         return "dequantized" if self.dequantize else "groups"
 
@@ -58,7 +59,7 @@ class CpuProducts:
     def with_head(self, model: ModelSpec) -> ModelSpec:
         """Return the model with the head in the blocks of its GGUF file, if they are packed."""
         blocks = None if model.quantization is None else model.quantization.head
-        if blocks is None or model.head.scheme is not None or self.form(blocks, model.hidden_size) != "int4":
+        if blocks is None or self.form(blocks, model.hidden_size) != "int4":
             return model
         return model.with_head_scheme(blocks)
 
@@ -86,7 +87,7 @@ class CpuProducts:
         if not isinstance(weight, GroupedWeight):
             return weight
         values = weight.values
-        if self.int4 and not values.is_fp8() and _packs(values.bits, values.group):
+        if self.int4 and not (values.is_fp8() or values.is_fp4()) and _packs(values.bits, values.group):
             packed = int4pack.pack(values, self.operator_rows, getattr(torch, self.tile_dtype), averaged=is_head)
             return Int4Weight(packed, weight.inputs, values.order_I)
         return DenseWeight(_dequantized(weight, dtype)) if self.dequantize else weight

@@ -10,6 +10,7 @@ from threading import Lock
 import torch
 
 from phonograph.errors import WeightError
+from phonograph.kernels.torch import fp4
 from phonograph.kernels.torch.grouped import Grouped, add_product, interleave, product
 from phonograph.kernels.triton.gemm.product_plan import WeightFormat
 from phonograph.models.quantization.scheme import Allocate
@@ -59,6 +60,11 @@ class GroupedWeight:
             values.scales_OG.fill_(std)
             return
         values.packed_OW.random_(-(2**31), 2**31, generator=generator)
+        if values.is_fp4():
+            deviation = math.sqrt(sum(code * code for code in fp4.CODES) / len(fp4.CODES))
+            exponent = round(math.log2(std / deviation)) + fp4.OFFSET + (fp4.BIAS if values.interleaved else 0)
+            values.scales_OG.fill_(int.from_bytes(bytes([exponent] * 4), "little", signed=True))
+            return
         _centre(values.packed_OW, values.bits)
         # Standard deviation of values that are uniform over all integers of this number of bits.
         values.scales_OG.fill_(std / ((1 << values.bits) / math.sqrt(12)))
@@ -103,6 +109,12 @@ class GroupedWeight:
         into[:, : packed_OW.shape[1]].copy_(packed_OW)
         self._order_words(into)
 
+    def write_bytes(self, first: int, packed_OB: torch.Tensor) -> None:
+        """Fill outputs from `first` on with the bytes of words that have the lowest bits first."""
+        into = self.values.packed_OW[first : first + packed_OB.shape[0]]
+        into.view(torch.uint8).copy_(packed_OB)
+        self._order_words(into)
+
     def write_values(self, first: int, values_OI: torch.Tensor) -> None:
         """Fill outputs from `first` on with unpacked integers, uint8."""
         into = self.values.packed_OW[first : first + values_OI.shape[0]]
@@ -117,7 +129,8 @@ class GroupedWeight:
     def _order_words(self, packed_OW: torch.Tensor) -> None:
         """Put words with the lowest bits first into the order of the weight, in place."""
         if self.values.interleaved:
-            packed_OW.copy_(interleave(packed_OW))
+            words = interleave(packed_OW)
+            packed_OW.copy_(fp4.spread(words) if self.values.is_fp4() else words)
 
     def write_order(self, module: str, group_I: torch.Tensor) -> torch.Tensor:
         """Set the order of the inputs from the group of each input, and return it.

@@ -11,6 +11,7 @@ from phonograph.models.quantization.awq import Awq
 from phonograph.models.quantization.compressed_tensors_config import read_compressed_tensors
 from phonograph.models.quantization.float8 import Fp8, Fp8AtLoad, check_block
 from phonograph.models.quantization.gptq import Gptq
+from phonograph.models.quantization.mxfp4 import Mxfp4Scheme
 from phonograph.models.quantization.quantization_settings import QuantizationSettings
 from phonograph.models.quantization.scheme import Quantization, Rules, Scheme
 
@@ -168,9 +169,19 @@ def _auto_round(settings: QuantizationSettings) -> Quantization:
     return replace(base, method="auto-round", rules=(*rules, *base.rules), lists=("extra_config", *base.lists))
 
 
+def _mxfp4(settings: QuantizationSettings) -> Quantization:
+    """Read the format of gpt-oss, in which experts are quantized only."""
+    name = "modules_to_not_convert"
+    return Quantization("mxfp4", Mxfp4Scheme(), _unquantized(settings, name), ("mlp.experts",), (name,))
+
+
 def _unquantized(settings: QuantizationSettings, name: str) -> Rules:
-    """Return rules for the modules of a list that are in the model's type."""
-    return tuple((entry, None) for entry in settings.names(name))
+    """Return rules for the modules of a list that are in the model's type.
+
+    transformers takes entries for patterns of the beginning of a name. One with a star is no name.
+    """
+    entries = (f"re:{entry}" if "*" in entry and entry[:3] != "re:" else entry for entry in settings.names(name))
+    return tuple((settings.check_entry(name, entry), None) for entry in entries)
 
 
 _UNQUANTIZED_BITS = 16
@@ -189,6 +200,7 @@ _READERS: dict[str, Callable[[QuantizationSettings], Quantization]] = {
     "compressed-tensors": read_compressed_tensors,
     "fp8": _fp8,
     "auto-round": _auto_round,
+    "mxfp4": _mxfp4,
 }
 QUANT_METHODS = tuple(_READERS)
 """Values of `quant_method` that are supported."""

@@ -17,6 +17,7 @@ import torch
 from phonograph.errors import UnsupportedModelError
 from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.triton.gemm.product_plan import WeightFormat
+from phonograph.models.weights.expert_tensors import ExpertTensors
 
 
 class Stored(NamedTuple):
@@ -113,7 +114,8 @@ Rules = tuple[tuple[str, Scheme | None], ...]
 class QuantizedModule:
     """A projection of a checkpoint, and its place in a fused weight: `outputs` from `first` on.
 
-    `loaded` is called after the last part of a weight is loaded; parts are loaded in order.
+    `loaded` is called after the last part of a weight is loaded; parts are loaded in order. `fused` is the layout of
+    tensors that have the part of all experts, or None.
     """
 
     name: str
@@ -122,16 +124,26 @@ class QuantizedModule:
     first: int
     outputs: int
     loaded: Callable[[], None] | None = None
+    fused: ExpertTensors | None = None
 
     def stored(self) -> dict[str, Stored]:
         """Return the tensors of the checkpoint by the ends of their names."""
         inputs, _ = self.weight.shape
-        return self.scheme.stored(self.outputs, inputs)
+        stored = self.scheme.stored(self.outputs, inputs)
+        if self.fused is None:
+            return stored
+        return {kind: one._replace(shape=self.fused.shape(kind, one.shape)) for kind, one in stored.items()}
+
+    def tensor_name(self, kind: str) -> str:
+        """Return the name of a tensor of the checkpoint."""
+        return f"{self.name}.{kind}" if self.fused is None else self.fused.name(self.name, kind)
 
     @torch.inference_mode()
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Convert the module's tensors, on the device of the weight; raises WeightError as `Scheme.load`."""
-        there = {end: tensor.to(self.weight.device) for end, tensor in tensors.items()}
+        there = {kind: tensor.to(self.weight.device) for kind, tensor in tensors.items()}
+        if self.fused is not None:
+            there = {kind: self.fused.rows(kind, tensor) for kind, tensor in there.items()}
         self.scheme.load(self.name, there, self.weight, self.first)
         if self.loaded is not None:
             self.loaded()

@@ -5,17 +5,18 @@ Keys of the architecture outside the lists here are rejected, so that no file ru
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from phonograph.errors import ModelError, UnsupportedModelError, shortened
 from phonograph.files.gguf_file import GgufFile
-from phonograph.models.layer_spec import RopeTable
-from phonograph.models.quantization.gguf_blocks import FLOATS, GgufBlocks, check_kind, fused_schemes
+from phonograph.models.layer_spec import LayerSpec, RopeTable
+from phonograph.models.quantization.gguf_blocks import FLOATS, check_kind, fused_schemes
 from phonograph.models.quantization.scheme import Quantization
 from phonograph.models.registry import find_architecture
+from phonograph.models.weights.gguf_experts import expert_pieces, expert_schemes
 from phonograph.models.weights.gguf_names import FUSED, PARTS, hugging_face_name
 
 ARCHITECTURES: Mapping[str, str] = {
@@ -24,8 +25,15 @@ ARCHITECTURES: Mapping[str, str] = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
+    "qwen2moe": "Qwen2MoeForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+    "granite": "GraniteForCausalLM",
+    "granitemoe": "GraniteMoeForCausalLM",
 }
-"""Architectures by `general.architecture`. Files of Mistral models mostly say "llama"."""
+"""Architectures by `general.architecture`. Files of Mistral and Mixtral models mostly say "llama"."""
+INTERLEAVED = frozenset({"llama", "mistral", "granite", "granitemoe"})
+"""Architectures whose files have the two halves of each head of queries and keys interleaved."""
 ROPE_FACTORS = "rope_freqs.weight"
 _END_TEXTS = (
     "<|im_end|> <|endoftext|> <|eot_id|> <|eom_id|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> </s> "
@@ -66,6 +74,39 @@ _SCALING: Mapping[str, _Key] = {
     "rope.scaling.yarn_beta_fast": _Key("beta_fast", float),
     "rope.scaling.yarn_beta_slow": _Key("beta_slow", float),
 }
+_USED = {"expert_used_count": _Key("num_experts_per_tok", int, _REQUIRED)}
+_GRANITE = {
+    "attention.scale": _Key("attention_multiplier", float, _REQUIRED),
+    "embedding_scale": _Key("embedding_multiplier", float, _REQUIRED),
+    "residual_scale": _Key("residual_multiplier", float, _REQUIRED),
+    "logit_scale": _Key("logits_scaling", float, _REQUIRED),
+}
+_MIXTRAL = {"expert_count": _Key("num_local_experts", int), **_USED}
+_OWN_KEYS: Mapping[str, Mapping[str, _Key]] = {
+    "qwen2moe": {
+        "expert_count": _Key("num_experts", int, _REQUIRED),
+        **_USED,
+        "expert_feed_forward_length": _Key("moe_intermediate_size", int, _REQUIRED),
+        "expert_shared_feed_forward_length": _Key("shared_expert_intermediate_size", int, _REQUIRED),
+    },
+    "qwen3moe": {
+        "expert_count": _Key("num_experts", int, _REQUIRED),
+        **_USED,
+        "expert_feed_forward_length": _Key("moe_intermediate_size", int, _REQUIRED),
+    },
+    "olmoe": {"expert_count": _Key("num_experts", int, _REQUIRED), **_USED},
+    "granite": _GRANITE,
+    "granitemoe": {
+        **_GRANITE,
+        "expert_count": _Key("num_local_experts", int, _REQUIRED),
+        **_USED,
+        "expert_shared_feed_forward_length": _Key("shared_intermediate_size", int),
+    },
+}
+"""Keys of single architectures."""
+_RENORMALISED = {"qwen2moe": False, "qwen3moe": True, "olmoe": False}
+"""Fields norm_topk_prob, which files do not have: llama.cpp's graphs of these architectures fix it."""
+_SOFTMAX = 1
 _BIASES: Mapping[str, tuple[str, ...]] = {
     "attention_bias": ("attn_q", "attn_k", "attn_v", "attn_output"),
     "mlp_bias": ("ffn_gate", "ffn_up", "ffn_down"),
@@ -75,7 +116,8 @@ _FIXED: Mapping[str, Callable[[Any, dict[str, Any]], bool]] = {
     "vocab_size": lambda value, config: value == config["vocab_size"],
     "attention.value_length": lambda value, config: value == _head_size(config),
     "rope.dimension_count": lambda value, config: value == _head_size(config),
-    "rope.scaling.finetuned": lambda value, config: True,
+    # For Granite false means that no layer has a rope.
+    "rope.scaling.finetuned": lambda value, config: value is True or "granite" not in config["model_type"],
     "rope.scaling.type": lambda value, config: value in ("none", "linear", "yarn"),
     "rope.scaling.attn_factor": lambda value, config: value == 1,
     "rope.scaling.yarn_attn_factor": lambda value, config: value == 1,
@@ -84,6 +126,10 @@ _FIXED: Mapping[str, Callable[[Any, dict[str, Any]], bool]] = {
     "attention.sliding_window_pattern": lambda value, config: value == config.get("sliding_window_pattern"),
     "expert_count": lambda value, config: value == 0,
     "expert_used_count": lambda value, config: value == 0,
+    "expert_feed_forward_length": lambda value, config: value == config["intermediate_size"],
+    "expert_gating_func": lambda value, config: value == _SOFTMAX,
+    "expert_weights_norm": lambda value, config: value is config.get("norm_topk_prob", True),
+    "expert_weights_scale": lambda value, config: value == 1,
     "use_parallel_residual": lambda value, config: value is False,
     "attention.causal": lambda value, config: value is True,
     "tensor_data_layout": lambda value, config: True,
@@ -114,17 +160,26 @@ def config_of_gguf(file: GgufFile) -> dict[str, Any]:
     for switch, parts in _BIASES.items():
         if any(f".{part}.bias" in name for name in file.tensors for part in parts):
             config[switch] = True
-    for key, entry in _KEYS.items():
+    if name in ("llama", "mistral") and file.values.get(f"{name}.expert_count"):
+        config |= {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+    keys = _keys_of(name, config)
+    for key, entry in keys.items():
         value = _read(file, f"{name}.{key}", entry)
         if value is not None:
             config[entry.field] = value
+    if name in _RENORMALISED:
+        config["norm_topk_prob"] = _RENORMALISED[name]
+    if config.get("shared_intermediate_size"):
+        config |= {"architectures": ["GraniteMoeSharedForCausalLM"], "model_type": "granitemoeshared"}
     # Qwen3's default is another one; llama.cpp's is this.
     config.setdefault("head_dim", _head_size(config))
     _check_sizes(file, config)
     _read_scaling(file, name, config)
     window = _read(file, f"{name}.attention.sliding_window", _Key("sliding_window", int))
     if window and config["model_type"] == "llama":
-        config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
+        config |= {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+    if window and config["model_type"] in ("mistral", "mixtral"):
+        config["sliding_window"] = window
     if name == "gemma3":
         config |= _of_gemma3(config, _read(file, f"{name}.attention.sliding_window", _Key("", int, _REQUIRED)))
     _check_keys(file, name, config)
@@ -153,7 +208,7 @@ def end_tokens_of_gguf(file: GgufFile) -> tuple[int, ...]:
     return tuple(dict.fromkeys(token for token in (*named, *found.values()) if type(token) is int))
 
 
-def quantization_of_gguf(file: GgufFile) -> Quantization | None:
+def quantization_of_gguf(file: GgufFile, layers: Sequence[LayerSpec]) -> Quantization | None:
     """Return the weight format of each projection that is in blocks; None if there are none.
 
     A fused matrix with parts in floating point is in the model's type as a whole.
@@ -161,7 +216,7 @@ def quantization_of_gguf(file: GgufFile) -> Quantization | None:
     Raises:
         UnsupportedModelError: a tensor has a type that is not supported.
     """
-    schemes: dict[str, GgufBlocks] = {}
+    schemes = expert_schemes({name: tensor.kind for name, tensor in file.tensors.items()}, layers)
     fused: dict[str, dict[str, str]] = {}
     for own_name, tensor in file.tensors.items():
         check_kind(own_name, tensor.kind)
@@ -180,16 +235,18 @@ def quantization_of_gguf(file: GgufFile) -> Quantization | None:
     return Quantization("gguf", schemes, head=in_blocks) if schemes else None
 
 
-def notes_of_gguf(file: GgufFile, quantization: Quantization | None) -> tuple[str, ...]:
+def notes_of_gguf(file: GgufFile, quantization: Quantization | None, layers: Sequence[LayerSpec]) -> tuple[str, ...]:
     """Return a note on the tensors whose blocks become numbers in the model's type."""
+    pieces = expert_pieces(layers)
+
+    def module(name: str) -> str:
+        piece = pieces.get(name)
+        return hugging_face_name(name, _architecture(file)).removesuffix(".weight") if piece is None else piece.module
+
     converted = {
         name: tensor.kind
         for name, tensor in file.tensors.items()
-        if tensor.kind not in FLOATS
-        and (
-            quantization is None
-            or not quantization.scheme_of(hugging_face_name(name, _architecture(file)).removesuffix(".weight"))
-        )
+        if tensor.kind not in FLOATS and (quantization is None or not quantization.scheme_of(module(name)))
     }
     if not converted:
         return ()
@@ -266,12 +323,17 @@ def _check_keys(file: GgufFile, name: str, config: dict[str, Any]) -> None:
     """Reject keys of features that are not implemented."""
     for key, value in file.values.items():
         own = key.removeprefix(f"{name}.")
-        if own == key or own in _KEYS or own in _SCALING or own == "rope.scale_linear":
+        if own == key or own in _keys_of(name, config) or own in _SCALING or own == "rope.scale_linear":
             continue
         if own not in _FIXED:
             raise UnsupportedModelError(f"{key}={shortened(repr(value))} is a key whose effect is not implemented")
         if not _FIXED[own](value, config):
             raise UnsupportedModelError(f"{key}={shortened(repr(value))} is not supported with the model's other sizes")
+
+
+def _keys_of(name: str, config: Mapping[str, Any]) -> Mapping[str, _Key]:
+    """Return the keys that are read from files of an architecture."""
+    return {**_KEYS, **(_MIXTRAL if config["model_type"] == "mixtral" else _OWN_KEYS.get(name, {}))}
 
 
 def _architecture(file: GgufFile) -> str:

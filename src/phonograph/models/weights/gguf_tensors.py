@@ -7,17 +7,21 @@ a file lacks are 0.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 import torch
 
 from phonograph.errors import WeightError
 from phonograph.files.gguf_file import GgufFile, GgufTensor
 from phonograph.models.quantization.block_embedding import BlockEmbedding
-from phonograph.models.quantization.gguf_blocks import FLOATS, dequantize_rows
+from phonograph.models.quantization.gguf_blocks import FLOATS, GgufBlocks, dequantize_rows
 from phonograph.models.quantization.scheme import QuantizedModule
 from phonograph.models.transformer import Transformer
-from phonograph.models.weights.gguf_config import ROPE_FACTORS
+from phonograph.models.weights.gguf_config import INTERLEAVED, ROPE_FACTORS
+from phonograph.models.weights.gguf_experts import ExpertPiece, expert_modules, expert_pieces
 from phonograph.models.weights.gguf_names import gguf_name, hugging_face_name
 from phonograph.models.weights.staging import Copies
 
@@ -32,10 +36,12 @@ def load_gguf(model: Transformer, file: GgufFile, copies: Copies) -> None:
         WeightError: a tensor that is not a bias is missing; a tensor is unexpected, or has another shape; a vector is
             in blocks.
     """
-    modules, half = list(model.quantized_modules()), model.spec.head_size // 2
-    architecture = str(file.values["general.architecture"])
-    shapes = model.spec.tensor_shapes()
+    pieces, of_experts = expert_pieces(model.spec.layers), expert_modules(model.spec.layers)
+    modules = [module for module in model.quantized_modules() if module.name not in of_experts]
+    architecture, half = str(file.values["general.architecture"]), model.spec.head_size // 2
+    shapes = _without(model.spec.tensor_shapes(), of_experts)
     shapes |= {f"{module.name}.weight": (module.outputs, module.weight.shape[0]) for module in modules}
+    shapes |= {name: piece.shape for name, piece in pieces.items()}
     tensors = {
         hugging_face_name(name, architecture): tensor
         for name, tensor in file.tensors.items()
@@ -50,18 +56,19 @@ def load_gguf(model: Transformer, file: GgufFile, copies: Copies) -> None:
             raise WeightError(
                 f"{shown} is not part of this {model.spec.architecture}; it has a feature that is not implemented"
             )
-        if tensor.shape != shapes[name]:
+        # A matrix of one output may be a vector.
+        if tensor.shape not in (shapes[name], shapes[name][1:] if shapes[name][0] == 1 else None):
             raise WeightError(
                 f"{shown} has shape {list(tensor.shape)}; the header's sizes of the model ask for {list(shapes[name])}"
             )
-        if tensor.kind not in FLOATS and len(tensor.shape) != 2:
+        if tensor.kind not in FLOATS and len(tensor.shape) < 2:
             raise WeightError(f"{shown} is not a matrix, and has the type {tensor.kind}")
     required = [name for name in shapes if not name.endswith(".bias")]
-    missing = [gguf_name(name, architecture) for name in required if name not in tensors]
+    missing = [_shown(name, architecture) for name in required if name not in tensors]
     if missing:
         more = f"; missing are {len(missing)} tensors" if len(missing) > 1 else ""
         raise WeightError(f"tensor {missing[0]} is not in {file.path}{more}; download it again")
-    for name, destination in model.destinations().items():
+    for name, destination in _without(model.destinations(), of_experts).items():
         if name not in tensors:
             copies.run(partial(_clear, destination))
             continue
@@ -80,23 +87,80 @@ def load_gguf(model: Transformer, file: GgufFile, copies: Copies) -> None:
             copies.run(
                 partial(_dequantize, _shown(name, architecture), tensor, half if interleaved else 0, destination)
             )
+    for name, piece in pieces.items():
+        _load_piece(model, name, piece, tensors[name], copies)
+        _release(model, file)
     while modules:
         # A weight that a CPU converts is freed with its last part.
         module = modules.pop(0)
         name = f"{module.name}.weight"
         copies.run(partial(_load, module, tensors[name], half if _is_interleaved(name, file) else 0))
-        if model.device.type == "cpu":
-            # Pages that were read would count as memory of this process.
-            file.release()
+        _release(model, file)
+
+
+def num_copies(model: Transformer) -> int:
+    """Return the number of copies that `load_gguf` starts."""
+    of_experts = expert_modules(model.spec.layers)
+    modules = sum(module.name not in of_experts for module in model.quantized_modules())
+    shapes = _without(model.spec.tensor_shapes(), of_experts)
+    return len(shapes) + modules + len(expert_pieces(model.spec.layers))
+
+
+_Value = TypeVar("_Value")
+
+
+def _without(by_name: Mapping[str, _Value], modules: set[str]) -> dict[str, _Value]:
+    """Return the tensors of other modules than these."""
+    return {name: value for name, value in by_name.items() if name.rpartition(".")[0] not in modules}
+
+
+def _release(model: Transformer, file: GgufFile) -> None:
+    if model.device.type == "cpu":
+        # Pages that were read would count as memory of this process.
+        file.release()
+
+
+def _load_piece(model: Transformer, name: str, piece: ExpertPiece, tensor: GgufTensor, copies: Copies) -> None:
+    """Start to load a piece of a matrix of experts."""
+    weights = model.weights[piece.layer].feed_forward
+    linear, experts = weights.linears[piece.place], piece.matrix.num_experts or 1
+    rows = _rows(tensor).view(experts, piece.outputs, -1)
+    if linear.spec.scheme is not None:
+        copies.run(partial(_load_blocks, model, name, piece, tensor.kind, rows))
+        return
+    into = linear.matrix.t().unflatten(0, (experts, -1))[:, piece.first : piece.first + piece.outputs]
+    if tensor.kind in FLOATS:
+        copies.add(name, into, rows)
+    else:
+        copies.run(partial(_dequantize_experts, name, tensor.kind, rows, into))
+
+
+@torch.inference_mode()
+def _load_blocks(model: Transformer, name: str, piece: ExpertPiece, kind: str, rows: torch.Tensor) -> None:
+    linear = model.weights[piece.layer].feed_forward.linears[piece.place]
+    assert isinstance(linear.spec.scheme, GgufBlocks)
+    # Pieces of several types have one layout in memory.
+    scheme, outputs = replace(linear.spec.scheme, kind=kind), linear.spec.expert_outputs
+    for expert, own_rows in enumerate(rows):
+        there = own_rows.to(linear.weight.device)
+        scheme.load(name.removesuffix(".weight"), {"weight": there}, linear.weight, expert * outputs + piece.first)
+    loaded = model.when_loaded(linear)
+    if loaded is not None and piece.first + piece.outputs == outputs:
+        loaded()
+
+
+def _dequantize_experts(name: str, kind: str, rows: torch.Tensor, into: torch.Tensor) -> None:
+    for own_rows, destination in zip(rows, into, strict=True):
+        dequantize_rows(name, kind, own_rows, destination)
 
 
 def _is_interleaved(name: str, file: GgufFile) -> bool:
     """Return True if the file has the outputs of a tensor in another order.
 
-    Models of llama.cpp's architecture "llama" rotate neighbouring numbers of a head, so that their files interleave the
-    two halves of each head of queries and keys.
+    Models of some of llama.cpp's architectures rotate neighbouring numbers of a head, so that their files interleave
+    the two halves of each head of queries and keys.
     """
-    return file.values["general.architecture"] in ("llama", "mistral") and name.split(".")[-2] in ("q_proj", "k_proj")
+    return file.values["general.architecture"] in INTERLEAVED and name.split(".")[-2] in ("q_proj", "k_proj")
 
 
 def _rows(tensor: GgufTensor) -> torch.Tensor:

@@ -85,7 +85,7 @@ class KVScales:
         writers = {index for index, layer in enumerate(spec.layers) if layer.attention.kv_layer is None}
         for name, scales, wanted, needed in (
             ("keys", self.keys, self.keys or self.values, writers),
-            ("values", self.values, self.keys or self.values, writers),
+            ("values", self.values, self.keys, writers),
             ("queries", self.queries, self.queries, layers),
         ):
             if wanted and not needed <= scales.keys() <= layers:

@@ -25,7 +25,7 @@ from phonograph.models.spec import ModelSpec, is_norm
 from phonograph.models.tied_embeddings import match_tied_embeddings
 from phonograph.models.transformer import Transformer
 from phonograph.models.weights.file_format import match_format
-from phonograph.models.weights.gguf_tensors import load_gguf
+from phonograph.models.weights.gguf_tensors import load_gguf, num_copies
 from phonograph.models.weights.kv_scales import is_kv_scale, is_unused_scale
 from phonograph.models.weights.staging import Copies
 from phonograph.models.wrapper import skipped_note
@@ -104,7 +104,10 @@ def begin_loading(
     convert = None if cpu_products is None else partial(cpu_products.convert, dtype=dtype)
     if convert is not None and not drawn:
         model.convert_quantized(convert)
-    num_tensors = len(spec.tensor_shapes()) + sum(1 for _ in model.quantized_modules())
+    if location is not None and is_gguf(location):
+        num_tensors = num_copies(model)
+    else:
+        num_tensors = len(spec.tensor_shapes()) + sum(1 for _ in model.quantized_modules())
 
     def report(num_there: int) -> None:
         if progress is not None:
@@ -181,7 +184,7 @@ def _read(model: Transformer, files: dict[Path, list[str]], names: dict[str, str
     shapes = model.spec.tensor_shapes()
     destinations = model.destinations()
     modules = [(module, module.stored()) for module in model.quantized_modules()]
-    packed = {f"{module.name}.{end}": stored for module, ends in modules for end, stored in ends.items()}
+    packed = {module.tensor_name(end): stored for module, ends in modules for end, stored in ends.items()}
     parts: dict[str, torch.Tensor] = {}
     written: dict[str, Path] = {}
     unused: list[str] = []
@@ -218,7 +221,11 @@ def _read(model: Transformer, files: dict[Path, list[str]], names: dict[str, str
                         _check(name, tensor, shapes[name], file, model.spec)
                         if model.spec.norms.offset and is_norm(name):
                             tensor = tensor.float() + model.spec.norms.offset
-                        copies.add(name, destinations[name], tensor)
+                        destination = destinations[name]
+                        if tensor.numel() == destination.numel():
+                            # Outputs of stacked experts lie in another order in memory: a view has more dimensions.
+                            tensor = tensor.view(destination.shape)
+                        copies.add(name, destination, tensor)
         except (SafetensorError, OSError) as error:
             raise WeightError(f"{file} is truncated or corrupt ({error}); download it again") from error
     model.kv_scales.check(model.spec)
@@ -235,7 +242,7 @@ def _read(model: Transformer, files: dict[Path, list[str]], names: dict[str, str
     while modules:
         # A weight that a CPU converts is freed with its last part.
         module, ends = modules.pop(0)
-        own = {end: parts[f"{module.name}.{end}"] for end in ends if f"{module.name}.{end}" in parts}
+        own = {end: parts[module.tensor_name(end)] for end in ends if module.tensor_name(end) in parts}
         copies.run(partial(module.load, own))
     notes = [f"tensors of the checkpoint that the model does not use: {_some(unused)}"] if unused else []
     return [*notes, skipped_note(skipped)] if skipped else notes

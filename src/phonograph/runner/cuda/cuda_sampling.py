@@ -113,7 +113,7 @@ class CudaSampling:
         rows_P = torch.from_numpy(chosen).to(device)
         sampled = self._sampler.sample(logits_NV[rows_P], slots, rows.draws[chosen])
         output.failures.update(sampled.failures)
-        output.logprobs = sampled.logprobs
+        output.logprobs = {slot: [entry] for slot, entry in sampled.logprobs.items()}
         token_ids = torch.tensor(sampled.token_ids, dtype=torch.int32, device=device)
         self._inputs.last_token[torch.tensor(slots, device=device)] = token_ids.clamp(min=0)
         outputs.tokens[rows_P] = token_ids

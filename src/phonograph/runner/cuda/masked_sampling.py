@@ -96,7 +96,7 @@ class MaskedSampling:
             The step's decision, with the masked sampling added to its cause and reason.
         """
         num_rows = len(rows)
-        size = self.sizes[min((num_rows - 1).bit_length(), len(self.sizes) - 1)]
+        size = self.sizes[(num_rows - 1).bit_length()]
         upload = self._uploads[self._next % _UPLOADS]
         self._next += 1
         upload.wait()

@@ -46,11 +46,12 @@ def make_app(serving: Serving) -> FastAPI:
     app = FastAPI(
         title="Phonograph",
         version=__version__,
-        root_path=config.root_path or "",
         docs_url=None,
         redoc_url=None,
         responses=ERRORS,
     )
+    # As an argument it is deprecated. uvicorn's setting expects a proxy that removes the path.
+    app.root_path = config.root_path or ""
     app.state.serving = serving
     for router in ROUTERS:
         app.include_router(router)

@@ -27,6 +27,7 @@ from phonograph.server.http.application import make_app
 from phonograph.server.http.http_protocol import http_protocol
 from phonograph.server.http.starting import Starting
 from phonograph.server.openai.defaults import chat_template, check_tools, sampling_defaults
+from phonograph.server.openai.harmony import load_harmony
 from phonograph.server.openai.serving import Serving
 from phonograph.text.tokenizer import has_tokenizer
 
@@ -79,7 +80,10 @@ async def _serve(
                 defaults = await asyncio.to_thread(sampling_defaults, engine_config, config)
                 started = AsyncLLM(config=engine_config, client=ProcessClient, progress=report)
                 engine = await running.enter_async_context(started)
-                serving = Serving(engine, config, engine_config.model, defaults, template)
+                harmony = None
+                if config.chat_format == "harmony":
+                    harmony = await asyncio.to_thread(load_harmony, engine.facts.vocab_size)
+                serving = Serving(engine, config, engine_config.model, defaults, template, harmony)
                 http = _Server(serving)
                 await asyncio.to_thread(try_chat, serving)
                 # All present objects stay. Without them, collections are too short for clients to notice.
@@ -97,6 +101,8 @@ def try_chat(serving: Serving) -> None:
 
     It is not an error: the template may accept other messages, and completions need none.
     """
+    if serving.harmony is not None:
+        return
     if serving.chat_template is None and not serving.tokenizer.has_chat_template:
         return
     try:

@@ -102,7 +102,7 @@ def _tally(tally: StepTally) -> dict[str, Any]:
 
 
 def _step(number: int, step: StepRecord, epoch_offset: float) -> dict[str, Any]:
-    """Return one step. `decodes` are sequences of one token, `prefills` the tokens of each other sequence."""
+    """Return one step. `decodes` are sequences that continue their output, `prefills` the tokens of each other one."""
     return {
         "number": number,
         "time": step.ended + epoch_offset,

@@ -40,6 +40,7 @@ class EngineCollector(Collector):
         yield from self._scheduler()
         yield from self._requests()
         yield from self._steps()
+        yield from self._experts()
 
     def _scheduler(self) -> Iterator[Metric]:
         stats = self._engine.stats
@@ -108,6 +109,23 @@ class EngineCollector(Collector):
         yield self._gauge("phonograph:graph_memory_bytes", "Memory of the graphs in bytes.", facts.graph_memory_bytes)
         yield self._gauge("phonograph:start_seconds", "Duration of the engine's start in seconds.", facts.start_seconds)
         yield self._gauge("phonograph:engine_up", "1 while the engine runs.", int(self._engine.death is None))
+
+    def _experts(self) -> Iterator[Metric]:
+        """Yield the load of experts, with `expert_load_metrics` only."""
+        load = self._engine.expert_load
+        if not load:
+            return
+        pairs = self._family(
+            CounterMetricFamily,
+            "phonograph:expert_tokens",
+            "Tokens of each expert by layer, without padding; with expert_load_metrics only.",
+            "layer",
+            "expert",
+        )
+        for layer, counts in load.items():
+            for expert, count in enumerate(counts):
+                pairs.add_metric([self._model_name, str(layer), str(expert)], count)
+        yield pairs
 
     def _family(self, kind: type[Family], name: str, text: str, *labels: str) -> Family:
         return kind(name, text, labels=("model_name", *labels))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -14,6 +15,7 @@ from phonograph.server.http.api_errors import invalid
 from phonograph.server.http.json_route import JsonRoute
 from phonograph.server.openai.answers import ANSWERS, answer_head, usage_of
 from phonograph.server.openai.completion_logprobs import chat_content, prompt_positions
+from phonograph.server.openai.harmony import HarmonyReader, check_harmony
 from phonograph.server.openai.protocol import ChatBody
 from phonograph.server.openai.serving import Serving, respond
 from phonograph.server.openai.tool_answers import CallReader
@@ -37,7 +39,12 @@ async def create_chat_completion(body: ChatBody, request: Request) -> Response:
 def _prepared(serving: Serving, body: ChatBody) -> tuple[ToolChoice | None, list[int], SamplingParams]:
     """Return the tools, token ids and sampling parameters of a request, all checked."""
     tools = read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
-    if tools is not None and tools.form == "parsed" and not serving.config.enable_auto_tool_choice:
+    if serving.harmony is not None:
+        check_harmony(body, tools)
+    elif body.reasoning_effort not in (None, "none"):
+        problem = "reasoning_effort is not supported by this server, which has no --chat-format harmony"
+        raise invalid("reasoning_effort", problem, code="unsupported_parameter")
+    elif tools is not None and tools.form == "parsed" and not serving.config.enable_auto_tool_choice:
         raise invalid("tool_choice", "tool_choice auto needs a server with --enable-auto-tool-choice")
     prompt = serving.encode_chat(body, tools=None if tools is None else tools.tools)
     field = "max_tokens" if body.max_tokens is not None else "max_completion_tokens"
@@ -48,6 +55,8 @@ def _prepared(serving: Serving, body: ChatBody) -> tuple[ToolChoice | None, list
         max_logprobs=serving.config.max_logprobs,
         structured=None if tools is None else tools.structured,
     )
+    if serving.harmony is not None:
+        params = replace(params, stop_token_ids=(*params.stop_token_ids, *serving.harmony.stop_token_ids))
     return tools, prompt, params
 
 
@@ -62,7 +71,7 @@ class ChatAnswer:
         self._body = body
         self._tools = tools
         self._begun: set[int] = set()
-        self._readers: dict[int, CallReader] = {}
+        self._readers: dict[int, CallReader | HarmonyReader] = {}
 
     def whole(self) -> dict[str, Any]:
         choices = [
@@ -91,8 +100,11 @@ class ChatAnswer:
         # Tokens without text, such as parts of a character, have chunks too: clients count and time chunks.
         content: dict[str, Any] = {"content": delta.text} if delta.text or delta.token_ids else {}
         reader = self._reader(sample)
-        if reader is not None:
-            content = reader.delta(delta.text, ended=sample.finish_reason is not None)
+        ended = sample.finish_reason is not None
+        if isinstance(reader, HarmonyReader):
+            content = reader.delta(delta.token_ids, ended=ended)
+        elif reader is not None:
+            content = reader.delta(delta.text, ended=ended)
         if content or (delta.logprobs and self._body.logprobs) or sample.finish_reason is not None:
             found.append({"index": sample.index, "delta": content, **self._rest(sample, delta.logprobs)})
         return found
@@ -110,12 +122,17 @@ class ChatAnswer:
 
     def _message(self, sample: Sample) -> dict[str, Any]:
         reader = self._reader(sample)
+        if isinstance(reader, HarmonyReader):
+            return reader.message(sample.token_ids)
         return {"content": sample.text} if reader is None else reader.message(sample.text)
 
-    def _reader(self, sample: Sample) -> CallReader | None:
-        """Return the reader of tool calls of a sample, or None without tools."""
-        if self._tools is None:
-            return None
+    def _reader(self, sample: Sample) -> CallReader | HarmonyReader | None:
+        """Return the reader of tool calls of a sample, or of its channels; None without tools and channels."""
+        harmony, tools = self._serving.harmony, self._tools
         if sample.index not in self._readers:
-            self._readers[sample.index] = CallReader(self._tools, self._serving.config.tool_call_parser)
-        return self._readers[sample.index]
+            if harmony is not None:
+                names = () if tools is None else [tool["function"]["name"] for tool in tools.tools]
+                self._readers[sample.index] = harmony.reader(names, parallel=tools is None or tools.parallel)
+            elif tools is not None:
+                self._readers[sample.index] = CallReader(tools, self._serving.config.tool_call_parser)
+        return self._readers.get(sample.index)

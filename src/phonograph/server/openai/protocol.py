@@ -175,6 +175,7 @@ class ChatBody(GenerationBody):
     tools: list[Any] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
 
     def names(self) -> dict[str, str]:
         # Without a field for structured output, it comes from forced calls.

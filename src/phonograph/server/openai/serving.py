@@ -33,6 +33,7 @@ from phonograph.server.openai.answers import Answer
 from phonograph.server.openai.completion_logprobs import TokenTexts
 from phonograph.server.openai.conversation import read_messages
 from phonograph.server.openai.fields import Body
+from phonograph.server.openai.harmony import MOST_CHARACTERS, Harmony
 from phonograph.server.openai.protocol import ChatBody, GenerationBody, TokenizeBody
 from phonograph.text.tokenizer import Tokenizer
 
@@ -53,6 +54,7 @@ class Serving:
     root:          name of the model in the engine's configuration
     defaults:      sampling parameters of the model
     chat_template: replaces the model's template
+    harmony:       format of chats in place of templates, or None
     errors:        counts of error answers
     started:       start time in seconds since the epoch
     """
@@ -62,6 +64,7 @@ class Serving:
     root: str
     defaults: Mapping[str, Any]
     chat_template: str | None
+    harmony: Harmony | None = None
     texts: TokenTexts = field(init=False)
     registry: CollectorRegistry = field(init=False)
     errors: ErrorCounts = field(default_factory=ErrorCounts)
@@ -216,6 +219,8 @@ class Serving:
             RequestError: the chat template rejects them.
         """
         continues, begins = bool(body.continue_final_message), body.add_generation_prompt
+        if self.harmony is not None:
+            return self._encode_harmony(self.harmony, body, tools, whole_context=whole_context)
         text = self.tokenizer.render_chat(
             read_messages(body.messages or [], JsonMeter(self.config)),
             template=self.chat_template,
@@ -225,6 +230,28 @@ class Serving:
             tools=tools,
         )
         return self.encode_text(text, whole_context=whole_context, field="messages")
+
+    def _encode_harmony(
+        self,
+        harmony: Harmony,
+        body: ChatBody | TokenizeBody,
+        tools: list[dict[str, Any]] | None,
+        *,
+        whole_context: bool,
+    ) -> list[int]:
+        for name in ("continue_final_message", "chat_template_kwargs"):
+            if getattr(body, name):
+                raise invalid(name, f"{name} is not supported with chat_format=harmony, which has no template")
+        messages = read_messages(body.messages or [], JsonMeter(self.config))
+        most = self.engine.facts.context_len if whole_context else self.config.max_request_token_ids
+        # A token has at most as many characters as the longest one of the vocabulary.
+        if sum(len(message["content"] or "") for message in messages) > most * MOST_CHARACTERS:
+            self._check_length("messages", most + 1, most)
+        effort = getattr(body, "reasoning_effort", None)
+        begins = body.add_generation_prompt is not False
+        token_ids = harmony.encode(messages, tools=tools, effort=effort, begins=begins)
+        self._check_length("messages", len(token_ids), most)
+        return token_ids
 
     def max_tokens(self, prompts: list[list[int]], requested: int | None, *, field: str) -> int | None:
         """Check the number of tokens to generate against the context, and return it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterable
 from typing import Any
 
 from phonograph.config.server_config import ToolCallParser
@@ -26,19 +27,13 @@ class CallReader:
         """Return the delta of new text; empty if there is nothing to show."""
         found = self._read(text, ended)
         delta: dict[str, Any] = {"content": found.content} if found.content else {}
-        calls = [_written(call) for call in found.calls]
+        calls = [written_call(call) for call in found.calls]
         return {**delta, "tool_calls": calls} if calls else delta
 
     def message(self, text: str) -> dict[str, Any]:
         """Return content and calls of the whole text."""
         found = self._read(text, ended=True)
-        calls: list[dict[str, Any]] = []
-        for delta in found.calls:
-            if delta.name is not None:
-                calls.append(_written(delta))
-                del calls[-1]["index"]
-            else:
-                calls[-1]["function"]["arguments"] += delta.arguments
+        calls = joined_calls(found.calls)
         return {"content": found.content or None, "tool_calls": calls} if calls else {"content": found.content}
 
     def _read(self, text: str, ended: bool) -> Found:
@@ -62,7 +57,20 @@ def _parser(choice: ToolChoice, name: ToolCallParser | None) -> ToolParser:
     return Hermes(names) if name == "hermes" else JsonCalls(names)
 
 
-def _written(delta: ToolDelta) -> dict[str, Any]:
+def joined_calls(deltas: Iterable[ToolDelta]) -> list[dict[str, Any]]:
+    """Return whole calls from their deltas."""
+    calls: list[dict[str, Any]] = []
+    for delta in deltas:
+        if delta.name is not None:
+            calls.append(written_call(delta))
+            del calls[-1]["index"]
+        else:
+            calls[-1]["function"]["arguments"] += delta.arguments
+    return calls
+
+
+def written_call(delta: ToolDelta) -> dict[str, Any]:
+    """Return a delta in OpenAI's format."""
     if delta.name is None:
         return {"index": delta.index, "function": {"arguments": delta.arguments}}
     return {

@@ -1,6 +1,6 @@
 """Reference attention in torch: every feature, float32 inside, the oracle of all other backends.
 
-Attention, its schedule and the KV write are each one opaque operator. A graph records such an operator as a single call
+Attention, its schedule and the KV write are each one opaque operator. A graph records an operator as a single call
 with frozen Python arguments, and runs it again on the same tensors with other contents, as it would a device kernel. So
 the operators take only tensors of the batch, and read their contents when they run.
 

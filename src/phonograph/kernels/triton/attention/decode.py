@@ -55,7 +55,7 @@ from phonograph.kernels.triton.attention.tile import (
 from phonograph.kernels.triton.launch.pdl import pdl_options, pdl_wait_if
 from phonograph.kernels.triton.launch.shared_memory import shared_memory
 
-# Values per warp that a merge has in flight; it reads as many programs' results at once as that allows.
+# Values per warp that a merge has in flight; they limit how many programs' results it reads at once.
 _MERGE_VALUES = 2048
 # Upper bounds of the bytes of keys and values that a program has in flight, with and without a large tile of queries in
 # shared memory. Each leaves room for exactly two programs on a multiprocessor. With room for three, some

@@ -292,8 +292,8 @@ def _plan_kernel(
         programs = tl.where(divided, PROGRAMS - EACH * used, PROGRAMS)
         if tl.program_id(0) == 0:
             tl.store(multiprocessors, tl.where(divided, used, SMS))
-    # The smallest chunk that leaves no program two chunks: up to half above a fair share, but at most as many tiles as
-    # the end of a unit and the beginning of a second one cost a program.
+    # The smallest chunk that leaves no program two chunks: up to half above a fair share, but at most the number
+    # of tiles that take as long as the end of a unit and the beginning of the next.
     least = tl.where(tl.max(tl.where(served_R, tiles_R, 0)) > _MERGED, 2, 1)
     fair = tl.maximum(tl.cdiv(tl.sum(tiles_R * units_R), programs), least)
     size_C = fair + tl.cdiv(tl.minimum(fair, 2 * UNIT_COST) * tl.arange(0, 16), 32)

@@ -3,7 +3,7 @@
 Shapes: R sequences, N blocks of the longest sequence.
 
 A kernel makes them at the head of a step, because the step's block table is known in time only on the device. Each
-program sums the pages of the sequences before its own, which is faster than a scan in a launch of its own.
+program sums the pages of the sequences before its own, which is faster than a scan in a separate launch.
 
     programs   | (seq 0, part 0) (seq 0, part 1) | (seq 1, part 0) ...    a part takes every PARTS-th 1024 pages
     out        | pages of sequence 0             | pages of sequence 1 | ...

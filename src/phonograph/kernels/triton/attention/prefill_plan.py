@@ -281,8 +281,8 @@ def _plan_kernel(
         longest = tl.maximum(longest, tl.max(keys))
 
     programs = programs_each * tl.load(header + MULTIPROCESSORS)
-    # Costs of candidate lengths of a piece: no cuts, then the longest tile in as many pieces as it has even shares of
-    # the work, and more.
+    # Costs of candidate lengths of a piece: no cuts, then the longest tile in one piece for each even share of the
+    # work that it has, and in more.
     candidate = tl.arange(0, _CANDIDATES)
     fewest = tl.maximum((longest.to(tl.float32) * programs / tl.maximum(total_keys * KV_HEADS, 1.0)).to(tl.int32), 1)
     parts = tl.where(candidate == 0, 1, fewest + (candidate - 1) * tl.maximum(fewest // 8, 1))

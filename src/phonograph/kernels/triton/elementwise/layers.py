@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from phonograph.kernels.fp8_activations import Fp8Rows, Rows
+from phonograph.kernels.fp8_activations import Rows, numbers_and_scales
 from phonograph.kernels.triton.elementwise.fp8_rows import quantize_row, warps_of_row
 from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_options
 
@@ -121,7 +121,7 @@ def _norm(
     factor: float = 1.0,
     scalar: torch.Tensor | None = None,
 ) -> None:
-    values, scales = out if isinstance(out, Fp8Rows) else (out, None)
+    values, scales = (None, None) if out is None else numbers_and_scales(out)
     num_rows, width = source.shape if values is None else values.shape
     block = triton.next_power_of_2(width)
     _norm_kernel[(num_rows,)](
@@ -296,7 +296,7 @@ ACTIVATIONS = {"silu": silu_and_mul, "gelu_tanh": gelu_tanh_and_mul}
 
 def _activate(gate_up_T2I: torch.Tensor, out: Rows, *, gelu: bool) -> None:
     # FP8 results have one scale a row, so a program takes a whole row.
-    values, scales = out if isinstance(out, Fp8Rows) else (out, None)
+    values, scales = numbers_and_scales(out)
     num_rows, width = values.shape
     block = triton.next_power_of_2(width)
     if scales is None:

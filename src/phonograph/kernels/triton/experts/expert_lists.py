@@ -23,8 +23,10 @@ ONE_LAUNCH_TOKENS = 256
 """Most tokens that one launch routes. The program that arrives last makes the lists."""
 TILE, LARGE_TILE = 16, 32
 """Tokens of a program of one launch, and of two."""
-PROGRAMS = 64
-"""Programs that the router's product of few tokens is split over."""
+EXPERTS = 32
+"""Experts of a program of the router's product."""
+PROGRAMS = 256
+"""Most programs that the router's product is split over by its inputs."""
 
 
 class ExpertLists(NamedTuple):
@@ -37,7 +39,8 @@ class ExpertLists(NamedTuple):
         pairs_P: int32 [T * k], sorted by expert.
         items_I3: int32, expert, first of its pairs in `pairs_P`, and number of pairs.
         num_items: int32 [1].
-        counts_NX: int32 [tiles, X], tokens of each tile by expert.
+        masks_NX: int32 [tiles, X], by expert the bits of a tile's tokens that have it.
+        starts_NX: int32 [tiles, X], place in `pairs_P` of the expert's first pair of a tile.
         partials: float32, logits of parts of the inputs.
         arrived: int32, counters of programs, zero between launches.
     """
@@ -48,7 +51,8 @@ class ExpertLists(NamedTuple):
     pairs_P: torch.Tensor
     items_I3: torch.Tensor
     num_items: torch.Tensor
-    counts_NX: torch.Tensor
+    masks_NX: torch.Tensor
+    starts_NX: torch.Tensor
     partials: torch.Tensor
     arrived: torch.Tensor
 
@@ -65,7 +69,7 @@ class ExpertLists(NamedTuple):
         for rows, width in _shapes(num_tokens, routing):
             views.append(words[start : start + rows * width].view(rows, width))
             start += rows * width
-        experts, weights, shared, pairs, items, num_items, counts, partials = views
+        experts, weights, shared, pairs, items, num_items, masks, starts, partials = views
         return cls(
             experts.view(torch.int32),
             weights,
@@ -73,15 +77,17 @@ class ExpertLists(NamedTuple):
             pairs.view(torch.int32).view(-1),
             items.view(torch.int32),
             num_items.view(torch.int32).view(-1),
-            counts.view(torch.int32),
+            masks.view(torch.int32),
+            starts.view(torch.int32),
             partials.view(-1),
             arrived,
         )
 
     @staticmethod
-    def counters(device: torch.device) -> torch.Tensor:
-        """Return counters of zero."""
-        return torch.zeros(1 + ONE_LAUNCH_TOKENS // TILE, dtype=torch.int32, device=device)
+    def counters(num_tokens: int, device: torch.device) -> torch.Tensor:
+        """Return counters of zero for up to T tokens: of tiles, and of each tile's parts."""
+        tiles = max(cdiv(min(num_tokens, ONE_LAUNCH_TOKENS), TILE), cdiv(num_tokens, LARGE_TILE))
+        return torch.zeros(1 + tiles, dtype=torch.int32, device=device)
 
 
 def max_items(num_tokens: int, routing: Routing, block: int) -> int:
@@ -101,5 +107,6 @@ def _shapes(num_tokens: int, routing: Routing) -> list[tuple[int, int]]:
         (max_items(num_tokens, routing, TILE), 3),
         (1, 1),
         (tiles, routing.num_experts),
-        (max(num_tokens, PROGRAMS * TILE), outputs),
+        (tiles, routing.num_experts),
+        (max(num_tokens, PROGRAMS * LARGE_TILE // cdiv(outputs, EXPERTS)), outputs),
     ]

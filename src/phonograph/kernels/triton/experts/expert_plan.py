@@ -50,12 +50,20 @@ _CONFIGS = (
     (None, ExpertConfig(128, ExpertTile(64, 64, 8, 4, 264), ExpertTile(128, 64, 8, 4, 264))),
 )
 """Configurations by the largest mean number of an expert's pairs, if all experts have as many."""
+_FP4_CONFIGS = (
+    (4, ExpertConfig(16, ExpertTile(64, 128, 4, 4), ExpertTile(64, 128, 4, 4))),
+    (16, ExpertConfig(32, ExpertTile(64, 128, 4, 4), ExpertTile(64, 128, 4, 4))),
+    (48, ExpertConfig(64, ExpertTile(64, 128, 4, 4, 528), ExpertTile(128, 128, 8, 4, 528))),
+    (None, ExpertConfig(128, ExpertTile(64, 128, 4, 2, 264), ExpertTile(128, 128, 8, 2, 264))),
+)
+"""The same for FP4. A warp makes operands of 16 outputs in registers; tiles of fewer than 64 outputs would pass through
+shared memory."""
 
 
-def expert_config(num_tokens: int, routing: Routing) -> ExpertConfig:
+def expert_config(num_tokens: int, routing: Routing, *, fp4: bool = False) -> ExpertConfig:
     """Return the launch of a layer's experts for T tokens, which is one for each `rows_class`."""
     mean = rows_class(num_tokens) * routing.top_k / routing.num_experts
-    return next(config for most, config in _CONFIGS if most is None or mean <= most)
+    return next(config for most, config in (_FP4_CONFIGS if fp4 else _CONFIGS) if most is None or mean <= most)
 
 
 def why_not(weights: WeightFormat) -> str | None:

@@ -5,7 +5,7 @@ item (`expert_lists`). Programs take tiles in turn, until the items end; their n
 only, so most programs of a decode step end at once. As in `gemm_tiled`, the weights are the long side of the tensor
 cores' tile (out^T = W x^T), and weights in groups become numbers of the rows' type.
 
-    gate_up  | item 0: outputs 0.. | item 0: outputs 64.. | ... | item 1: outputs 0.. | ...   silu(gate) * up, by place
+    gate_up  | item 0: outputs 0.. | item 0: outputs 64.. | ... | item 1: outputs 0.. | ...   activation, by place
     down     | the same                                                                       times weight, by pair
     add      | row 0 | row 1 | ...                                                            one sum a row, then a norm
 
@@ -16,7 +16,8 @@ Shapes: T tokens, X experts, k experts of a token, P = T * k pairs, E hidden siz
 of `expert_lists`.
 """
 
-# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false
 from __future__ import annotations
 
 import torch
@@ -25,23 +26,27 @@ import triton.language as tl
 
 from phonograph.kernels.routing import Routing
 from phonograph.kernels.torch.grouped import Grouped
-from phonograph.kernels.triton.elementwise.layers import gelu_slope
+from phonograph.kernels.triton.elementwise.layers import weighted
 from phonograph.kernels.triton.experts.expert_lists import ExpertLists, max_items
 from phonograph.kernels.triton.experts.expert_plan import ExpertConfig, ExpertTile
-from phonograph.kernels.triton.gemm.gemm_tiled import weight_tile
+from phonograph.kernels.triton.experts.expert_tile import expert_tile, whole_sums
+from phonograph.kernels.triton.gemm.gemm_epilogue import activated
+from phonograph.kernels.triton.gemm.gemm_tiled import TileShape
 from phonograph.kernels.triton.gemm.grouped_operands import MAGIC
-from phonograph.kernels.triton.gemm.product import Matrix
+from phonograph.kernels.triton.gemm.product import SILU, STORE, Matrix
 from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_options
 
 
 def fitted(config: ExpertConfig, gate_up: Matrix, down: Matrix) -> ExpertConfig:
-    """Return the configuration with steps that have columns of one group of quantized weights."""
+    """Return the configuration with steps that have columns of one group of weights, or whole words of FP4."""
     return config._replace(gate_up=_fitted(config.gate_up, gate_up), down=_fitted(config.down, down))
 
 
 def _fitted(tile: ExpertTile, matrix: Matrix) -> ExpertTile:
     if not isinstance(matrix, Grouped):
         return tile
+    if matrix.is_fp4():
+        return tile._replace(block_k=max(128, tile.block_k))
     block_k = tile.block_k
     while matrix.group % block_k:
         block_k //= 2
@@ -57,9 +62,9 @@ def gate_up_products(
     inner_PI: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    gelu: bool = False,
+    mode: int = SILU,
 ) -> None:
-    """Write silu(gate) * up of each pair, or gelu(gate) * up by tanh, in the order of the items.
+    """Write activation(gate) * up of each pair, in the order of the items.
 
     Args:
         x_TE: rows.
@@ -69,9 +74,9 @@ def gate_up_products(
         config: launch.
         inner_PI: receives the results; rows after the last pair stay as they are.
         bias: [X * 2I].
-        gelu: the activation is GELU.
+        mode: activation, as in `Product`.
     """
-    _launch(x_TE, matrix, lists, routing, config.block, config.gate_up, inner_PI, bias, gated=True, gelu=gelu)
+    _launch(x_TE, matrix, lists, routing, config.block, config.gate_up, inner_PI, bias, mode)
 
 
 def down_products(
@@ -94,7 +99,7 @@ def down_products(
         results_PE: receives the results; rows of padding stay as they are.
         bias: [X * E].
     """
-    _launch(inner_PI, matrix, lists, routing, config.block, config.down, results_PE, bias, gated=False)
+    _launch(inner_PI, matrix, lists, routing, config.block, config.down, results_PE, bias, STORE)
 
 
 def _launch(
@@ -106,18 +111,18 @@ def _launch(
     tile: ExpertTile,
     out: torch.Tensor,
     bias: torch.Tensor | None,
-    *,
-    gated: bool,
-    gelu: bool = False,
+    mode: int,
 ) -> None:
     weight = matrix if isinstance(matrix, Grouped) else None
     words = matrix.packed_OW.view(torch.int32) if isinstance(matrix, Grouped) else matrix
     num_pairs, num_outputs = out.shape
     num_inputs = x.shape[1]
-    rows = routing.num_experts * num_outputs * (1 + gated)
+    rows = routing.num_experts * num_outputs * (1 + (mode >= SILU))
     assert words.shape[0] == rows and words.stride(1) == x.stride(1) == out.stride(1) == 1
     if weight is None:
         assert words.shape[1] == num_inputs
+    elif weight.is_fp4():
+        assert weight.interleaved and words.stride(0) == num_inputs // 8 and not tile.block_k % 128
     else:
         assert weight.order_I is None and weight.has_equal_strides() and not weight.group % tile.block_k
     column_tiles = triton.cdiv(num_outputs, tile.block_n)
@@ -144,8 +149,7 @@ def _launch(
         ROWS=block,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
-        GATED=gated,
-        GELU=gelu,
+        MODE=mode,
         BITS=weight.bits if weight is not None else 0,
         INTERLEAVED=weight is not None and weight.interleaved,
         GROUP=weight.group if weight is not None else 0,
@@ -181,22 +185,24 @@ def _expert_kernel(
     ROWS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    GATED: tl.constexpr,
-    GELU: tl.constexpr,
+    MODE: tl.constexpr,
     BITS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     GROUP: tl.constexpr,
     INT8: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    GATED: tl.constexpr = MODE >= 2
     pdl_begin(PDL)
     column_tiles: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     n = tl.arange(0, BLOCK_N)
     m = tl.arange(0, ROWS)
     k = tl.arange(0, BLOCK_K)
     groups = (scales_ptr, zeros_ptr, offsets_ptr, output_stride, group_stride, magic)
-    SHAPE: tl.constexpr = (K, BLOCK_K, BITS, GROUP, INTERLEAVED, INT8)
+    SHAPE: tl.constexpr = TileShape(K, BLOCK_K, BITS, GROUP, INTERLEAVED, INT8)
     KIND: tl.constexpr = x_ptr.dtype.element_ty
+    # Exponents are in int32.
+    FP4: tl.constexpr = BITS == 4 and scales_ptr.dtype.element_ty == tl.int32
     num_tiles = tl.load(num_items_ptr) * column_tiles
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         item = items_ptr + tile // column_tiles * 3
@@ -219,24 +225,23 @@ def _expert_kernel(
                 x_mask = x_mask & (start_k + k < K)[None, :]
             x = tl.load(x_ptrs + start_k, x_mask, other=0.0).trans()
             column = start_k + (weight_row * 0).to(tl.int32)  # the interpreter's loops have numbers of Python
-            weight = weight_tile(
-                None, weight_ptr, weight_stride, groups, weight_row, column, rows_left, n, k, SHAPE, KIND
+            weight = expert_tile(
+                weight_ptr, weight_stride, groups, weight_row, column, rows_left, n, k, SHAPE, KIND, FP4
             )  # fmt: skip
             sums = tl.dot(weight, x, sums, input_precision="ieee")
             if GATED:
-                up = weight_tile(
-                    None, weight_ptr, weight_stride, groups, weight_row + N, column, rows_left, n, k, SHAPE, KIND
+                up = expert_tile(
+                    weight_ptr, weight_stride, groups, weight_row + N, column, rows_left, n, k, SHAPE, KIND, FP4
                 )  # fmt: skip
                 up_sums = tl.dot(up, x, up_sums, input_precision="ieee")
+        sums = whole_sums(sums, KIND, FP4)
+        up_sums = whole_sums(up_sums, KIND, FP4)
         if bias_ptr is not None:
             sums += tl.load(bias_ptr + weight_row + n, valid_n, other=0.0).to(tl.float32)[:, None]
             if GATED:
                 up_sums += tl.load(bias_ptr + weight_row + N + n, valid_n, other=0.0).to(tl.float32)[:, None]
         if GATED:
-            slope = sums
-            if GELU:
-                slope = gelu_slope(sums)
-            result = sums * tl.sigmoid(slope) * up_sums
+            result = activated(sums, up_sums, MODE)
             out_row = start + m
         else:
             result = sums * tl.load(weights_ptr + pair, valid_m, other=0.0)[None, :]
@@ -266,7 +271,8 @@ def add_results(
         factor: of what is added.
         num_rows: int32 [1], number of rows that are not padding; None for all. The sums of padding are 0.
         shared: results [T, E] of a shared expert, and their weights [T] in float32, None for 1.
-        norm: weights, epsilon, and memory [T, E] that receives the norm of `hidden`.
+        norm: weights, of the type of `hidden` or float32, epsilon, and memory [T, E] that receives the norm of
+            `hidden`.
     """
     num_tokens, width = hidden_TE.shape
     shared_TE, shared_T = (None, None) if shared is None else shared
@@ -340,4 +346,4 @@ def _add_kernel(
     if norm_ptr is not None:
         wide = tl.where(exists, rounded.to(tl.float32), 0.0)
         inverse = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
-        tl.store(normed_ptr + row * WIDTH + column, (wide * inverse).to(rounded.dtype) * norm, exists)
+        tl.store(normed_ptr + row * WIDTH + column, weighted(wide * inverse, norm, rounded.dtype), exists)

@@ -1,12 +1,13 @@
 """Routing of tokens to experts: the router's product, the choice, and the lists of work for the experts' products.
 
-Up to `ONE_LAUNCH_TOKENS` tokens take one launch. The product of a tile of tokens is split over experts and inputs. The
-program of a tile that arrives last adds the parts in a fixed order and chooses; the last of all tiles makes the lists.
-More tokens take two launches: one program a tile computes all logits and chooses, then one program a tile sorts its
-pairs, after it has added the counts of all tiles.
+The product of a tile of tokens is split over experts and inputs. The program of a tile that arrives last adds the parts
+in a fixed order and chooses; it keeps a mask for each expert, with the bit of each token that has the expert. A pair's
+place in the lists follows from masks alone: the pairs of lower experts, those of the expert in lower tiles, and the
+bits below its own. Up to `ONE_LAUNCH_TOKENS` tokens, the last program of all makes the lists of all tiles; for more
+tokens a second launch has one program a tile.
 
     one launch     | tile 0: part 0, part 1, ... last chooses | tile 1 ... | last of all makes the lists
-    two launches   | tile 0 | tile 1 | ...      then      | lists of tile 0 | lists of tile 1 | ...
+    two launches   | tile 0: part 0, part 1, ... last chooses | tile 1 ... |   then   | lists of tile 0 | of tile 1 ...
 
 Results depend neither on timing nor on the order of programs. Equal scores go to the lower expert. A logit that is not
 a number comes last, so that a token always has k different experts, and only the weights of its own row are wrong.
@@ -24,6 +25,7 @@ import triton.language as tl
 from phonograph.kernels import routing as rules
 from phonograph.kernels.routing import Routing
 from phonograph.kernels.triton.experts.expert_lists import (
+    EXPERTS,
     LARGE_TILE,
     ONE_LAUNCH_TOKENS,
     PROGRAMS,
@@ -31,11 +33,18 @@ from phonograph.kernels.triton.experts.expert_lists import (
     ExpertLists,
 )
 from phonograph.kernels.triton.gemm.product_plan import rows_class
-from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_options
+from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_let_next_start, pdl_options, pdl_wait
 
 LEAST = tl.constexpr(rules.LEAST)
-_EXPERTS, _INPUTS = 32, 128
-"""Experts, and least inputs, of a program of a split product."""
+_NO_KEY = tl.constexpr(-(1 << 63))
+"""Key of what cannot be chosen."""
+_LAST = tl.constexpr((1 << 31) - 1)
+_INPUTS = 128
+"""Inputs of a step of the product, and least inputs of a program."""
+MOST_TILES = tl.constexpr(ONE_LAUNCH_TOKENS // TILE)
+"""Tiles whose masks a program reads at once."""
+_PAIRS = 2048
+"""Most pairs that a program places at once."""
 
 
 def route(
@@ -64,21 +73,16 @@ def route(
         num_rows: int32 [1], number of rows that are not padding; None for all. Padding has no pairs.
     """
     num_tokens, width = x_TE.shape
-    outputs = router_OE.shape[0]
+    outputs, top_k = router_OE.shape[0], routing.top_k
     assert block >= TILE and x_TE.stride(1) == router_OE.stride(1) == 1
     one_launch = num_tokens <= ONE_LAUNCH_TOKENS
     tile = TILE if one_launch else LARGE_TILE
-    tiles = triton.cdiv(num_tokens, tile)
-    expert_parts = triton.cdiv(outputs, _EXPERTS) if one_launch else 1
-    # More tiles keep the GPU busy without parts of the inputs.
-    input_parts = _input_parts(num_tokens, expert_parts, width) if one_launch else 1
-    group_size = routing.num_experts // routing.num_groups
-    shape = {
-        "X": routing.num_experts,
-        "K": routing.top_k,
-        "TILE": tile,
-        "XP": triton.next_power_of_2(routing.num_experts),
-    }
+    tiles, rows = triton.cdiv(num_tokens, tile), rows_class(num_tokens)
+    expert_parts = triton.cdiv(outputs, EXPERTS)
+    input_parts = _input_parts(triton.cdiv(rows, tile) * expert_parts, width)
+    shape = {"X": routing.num_experts, "K": top_k, "TILE": tile, "XP": triton.next_power_of_2(routing.num_experts)}
+    pairs = triton.next_power_of_2((rows if one_launch else tile) * top_k)
+    lists_shape = {"BLOCK": block, "PAIRS": min(pairs, _PAIRS), **pdl_options(), "num_warps": 4}
     _route_kernel[(tiles, expert_parts * input_parts)](
         x_TE,
         router_OE,
@@ -93,10 +97,10 @@ def route(
         **shape,
         OUTPUTS=outputs,
         E=width,
-        SPLIT_O=_EXPERTS if one_launch else max(16, triton.next_power_of_2(outputs)),
+        SPLIT_O=EXPERTS,
         INPUT_PARTS=input_parts,
         PARTS=expert_parts * input_parts,
-        BLOCK_E=64 if one_launch else 32,
+        BLOCK_E=_INPUTS,
         SIGMOID=routing.sigmoid,
         RENORMALISED=routing.renormalised,
         SCALE=routing.scale,
@@ -104,19 +108,17 @@ def route(
         GROUPS=routing.num_groups,
         TOP_GROUPS=routing.top_groups,
         GP=triton.next_power_of_2(routing.num_groups),
-        SP=triton.next_power_of_2(group_size),
-        BLOCK=block,
+        SP=triton.next_power_of_2(routing.num_experts // routing.num_groups),
         ONE_LAUNCH=one_launch,
-        **pdl_options(),
-        num_warps=4,
+        ONE_TILE=rows <= tile,
+        **lists_shape,
     )
     if not one_launch:
-        _list_kernel[(tiles,)](*lists, num_tokens, **shape, BLOCK=block, **pdl_options(), num_warps=4)
+        _list_kernel[(tiles,)](*lists, num_tokens, **shape, **lists_shape)
 
 
-def _input_parts(num_tokens: int, expert_parts: int, width: int) -> int:
-    """Return the parts of the inputs, one number for each `rows_class`: each is a kernel of its own."""
-    programs = triton.cdiv(rows_class(num_tokens), TILE) * expert_parts
+def _input_parts(programs: int, width: int) -> int:
+    """Return the parts of the inputs of a product of so many programs; each number is a kernel of its own."""
     wanted = min(PROGRAMS // programs, width // _INPUTS)
     return 16 if wanted >= 16 else 4 if wanted >= 4 else 1
 
@@ -149,19 +151,22 @@ def _in_top_groups(choice, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GP: t
 
 
 @triton.jit
-def _partial_logits(x_ptr, router_ptr, x_stride, router_stride, row, valid, output, begin, end, shape):
-    """Return the logits [rows, outputs] of the inputs from `begin` up to `end`."""
-    OUTPUTS: tl.constexpr = shape[0]
-    BLOCK_E: tl.constexpr = shape[1]
-    x_ptrs = x_ptr + row.to(tl.int64)[:, None] * x_stride
-    router_ptrs = router_ptr + output.to(tl.int64)[None, :] * router_stride
-    sums = tl.zeros((row.shape[0], output.shape[0]), tl.float32)
-    for start in range(begin, end, BLOCK_E):
-        e = start + tl.arange(0, BLOCK_E)
-        x = tl.load(x_ptrs + e[None, :], valid[:, None] & (e < end)[None, :], other=0.0)
-        router = tl.load(router_ptrs + e[:, None], (output < OUTPUTS)[None, :] & (e < end)[:, None], other=0.0)
-        sums = tl.dot(x, router, sums, input_precision="ieee")
-    return sums
+def _keys(choice, place, allowed):
+    """Return keys [r, n], int64, in the order of scores, and of equal ones the lower place first."""
+    # What is not a number comes last. No score is -0.0, because sums begin with 0.0.
+    bits = tl.where(choice >= LEAST, choice, LEAST).to(tl.int32, bitcast=True)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    keys = (ordered.to(tl.int64) << 32) | (place ^ _LAST)[None, :].to(tl.int64)
+    return tl.where(allowed, keys, _NO_KEY)
+
+
+@triton.jit
+def _num_bits(mask):
+    """Return the number of bits of a uint32 that are 1."""
+    mask = mask - ((mask >> 1) & 0x55555555)
+    mask = (mask & 0x33333333) + ((mask >> 2) & 0x33333333)
+    mask = (mask + (mask >> 4)) & 0x0F0F0F0F
+    return ((mask * 0x01010101) >> 24).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -178,7 +183,8 @@ def _route_kernel(
     pairs_ptr,
     items_ptr,
     num_items_ptr,
-    counts_ptr,
+    masks_ptr,
+    starts_ptr,
     partials_ptr,
     arrived_ptr,
     T,
@@ -202,29 +208,42 @@ def _route_kernel(
     TOP_GROUPS: tl.constexpr,
     GP: tl.constexpr,
     SP: tl.constexpr,
-    BLOCK: tl.constexpr,
     ONE_LAUNCH: tl.constexpr,
+    ONE_TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PAIRS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    pdl_begin(PDL)
+    pdl_let_next_start(PDL)
     tile = tl.program_id(0)
     part = tl.program_id(1)
+    output = part // INPUT_PARTS * SPLIT_O + tl.arange(0, SPLIT_O)
+    steps: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
+    begin = part % INPUT_PARTS * steps // INPUT_PARTS * BLOCK_E
+    end = tl.minimum((part % INPUT_PARTS + 1) * steps // INPUT_PARTS * BLOCK_E, E)
+    router_ptrs = router_ptr + output.to(tl.int64)[None, :] * router_stride
+    is_output = (output < OUTPUTS)[None, :]
+    e = begin + tl.arange(0, BLOCK_E)
+    # Weights are constants, so the first step's come before the wait.
+    router = tl.load(router_ptrs + e[:, None], is_output & (e < end)[:, None], other=0.0)
+    pdl_wait(PDL)
     row = tile * TILE + tl.arange(0, TILE)
     num_rows = T
     if num_rows_ptr is not None:
         num_rows = tl.minimum(tl.load(num_rows_ptr), T)
     valid = row < num_rows
-    output = part // INPUT_PARTS * SPLIT_O + tl.arange(0, SPLIT_O)
-    steps: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
-    begin = part % INPUT_PARTS * steps // INPUT_PARTS * BLOCK_E
-    end = tl.minimum((part % INPUT_PARTS + 1) * steps // INPUT_PARTS * BLOCK_E, E)
-    sums = _partial_logits(
-        x_ptr, router_ptr, x_stride, router_stride, row, valid, output, begin, end, (OUTPUTS, BLOCK_E)
-    )  # fmt: skip
+    x_ptrs = x_ptr + row.to(tl.int64)[:, None] * x_stride
+    x = tl.load(x_ptrs + e[None, :], valid[:, None] & (e < end)[None, :], other=0.0)
+    sums = tl.dot(x, router, input_precision="ieee")
+    for start in range(begin + BLOCK_E, end, BLOCK_E):
+        e = start + tl.arange(0, BLOCK_E)
+        x = tl.load(x_ptrs + e[None, :], valid[:, None] & (e < end)[None, :], other=0.0)
+        router = tl.load(router_ptrs + e[:, None], is_output & (e < end)[:, None], other=0.0)
+        sums = tl.dot(x, router, sums, input_precision="ieee")
     # Logits pass through memory, which puts groups of experts into the order of `_in_top_groups`.
     size = T * OUTPUTS
     at = part % INPUT_PARTS * size + row[:, None] * OUTPUTS + output[None, :]
-    tl.store(partials_ptr + at, sums, valid[:, None] & (output < OUTPUTS)[None, :])
+    tl.store(partials_ptr + at, sums, valid[:, None] & is_output)
     tl.debug_barrier()
     if PARTS > 1:
         arrived = tl.atomic_add(arrived_ptr + 1 + tile, 1, sem="acq_rel", scope="gpu")
@@ -237,7 +256,7 @@ def _route_kernel(
     exists = (place % SP < X // GROUPS) & (place // SP < GROUPS)
     mask = valid[:, None] & exists[None, :]
     logits = tl.zeros((TILE, GP * SP), tl.float32)
-    for other in range(INPUT_PARTS):
+    for other in tl.static_range(INPUT_PARTS):
         # Bypasses the L1 cache, which may hold older values.
         ptrs = partials_ptr + other * size + row[:, None] * OUTPUTS + expert[None, :]
         logits += tl.load(ptrs, mask, other=0.0, cache_modifier=".cg")
@@ -255,22 +274,21 @@ def _route_kernel(
         choice = logits
     if choice_bias_ptr is not None:
         choice += tl.load(choice_bias_ptr + expert, exists, other=0.0)[None, :]
-    choice = tl.where(choice >= LEAST, choice, LEAST)
-    choice = tl.where(exists[None, :], choice, float("-inf"))
+    allowed = tl.broadcast_to(exists[None, :], choice.shape)
     if GROUPS > 1:
-        choice = tl.where(_in_top_groups(choice, GROUPS, TOP_GROUPS, GP, SP), choice, float("-inf"))
+        choice = tl.where(choice >= LEAST, choice, LEAST)
+        by_group = tl.where(allowed, choice, float("-inf"))
+        allowed = allowed & _in_top_groups(by_group, GROUPS, TOP_GROUPS, GP, SP)
 
     column = tl.arange(0, triton.next_power_of_2(K))[None, :]
-    experts = tl.zeros((TILE, triton.next_power_of_2(K)), tl.int32)
-    weights = tl.zeros((TILE, triton.next_power_of_2(K)), tl.float32)
-    chosen = tl.zeros((TILE, GP * SP), tl.int32)
+    keys = _keys(choice, place, allowed)
+    places = tl.zeros((TILE, triton.next_power_of_2(K)), tl.int32)
     for j in range(K):
-        _, best = _best(choice, expert, X)
-        hit = (expert[None, :] == best[:, None]) & exists[None, :]
-        chosen = tl.where(hit, 1, chosen)
-        choice = tl.where(hit, float("-inf"), choice)
-        experts = tl.where(column == j, best[:, None], experts)
-        weights = tl.where(column == j, tl.sum(tl.where(hit, score, 0.0), 1)[:, None], weights)
+        best = tl.max(keys, 1)
+        keys = tl.where(keys == best[:, None], _NO_KEY, keys)
+        places = tl.where(column == j, ((best & _LAST) ^ _LAST).to(tl.int32)[:, None], places)
+    experts = places // SP * (X // GROUPS) + places % SP
+    weights = tl.where(column < K, tl.gather(score, places, 1), 0.0)
     if RENORMALISED:
         weights = weights / tl.sum(weights, 1)[:, None]
     if expert_scale_ptr is not None:
@@ -280,72 +298,88 @@ def _route_kernel(
     tl.store(weights_ptr + row[:, None] * K + column, weights * SCALE, own)
     if OUTPUTS > X:
         gate = tl.zeros((TILE,), tl.float32)
-        for other in range(INPUT_PARTS):
+        for other in tl.static_range(INPUT_PARTS):
             gate += tl.load(partials_ptr + other * size + row * OUTPUTS + X, valid, other=0.0, cache_modifier=".cg")
         if router_bias_ptr is not None:
             gate += tl.load(router_bias_ptr + X).to(tl.float32)
         tl.store(shared_ptr + row, tl.sigmoid(gate), valid)
-    count = tl.sum(tl.where(valid[:, None], chosen, 0), 0)
-    tl.store(counts_ptr + tile * X + expert, count, exists)
+    chosen = (valid[:, None] & allowed & (keys == _NO_KEY)).to(tl.uint32)
+    mask = tl.sum(chosen << tl.arange(0, TILE).to(tl.uint32)[:, None], 0)
+    tl.store(masks_ptr + tile * X + expert, mask.to(tl.int32, bitcast=True), exists)
     if ONE_LAUNCH:
         tl.debug_barrier()
-        if tl.atomic_add(arrived_ptr, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
+        tiles = tl.num_programs(0)
+        last = True
+        if not ONE_TILE:
+            last = tl.atomic_add(arrived_ptr, 1, sem="acq_rel", scope="gpu") == tiles - 1
+        if last:
             tl.store(arrived_ptr, 0)
-            tiles = tl.num_programs(0)
-            offset = _offsets(counts_ptr, items_ptr, num_items_ptr, tiles, tiles, True, (X, XP, BLOCK))
-            for each in range(0, tiles):
-                offset += _sort(experts_ptr, pairs_ptr, offset, each, T, (XP, K, TILE))
+            _list_tiles(
+                experts_ptr, pairs_ptr, items_ptr, num_items_ptr, masks_ptr, starts_ptr, tiles, T,
+                (X, K, TILE, XP, BLOCK, PAIRS, 1 if ONE_TILE else MOST_TILES),
+            )  # fmt: skip
 
 
 @triton.jit
-def _offsets(counts_ptr, items_ptr, num_items_ptr, before, tiles, writes_items, shape):
-    """Return the place of each expert's first pair [XP], after its pairs of the tiles up to `before`.
-
-    With `before` equal to `tiles` no pairs are skipped. Writes the items too if `writes_items`.
-    """
+def _list_tiles(
+    experts_ptr, pairs_ptr, items_ptr, num_items_ptr, masks_ptr, starts_ptr, tiles, T, shape
+):  # fmt: skip
+    """Write the items, and the pairs of all tiles."""
     X: tl.constexpr = shape[0]
-    XP: tl.constexpr = shape[1]
-    BLOCK: tl.constexpr = shape[2]
-    expert = tl.arange(0, XP)
-    total = tl.zeros((XP,), tl.int32)
-    earlier = tl.zeros((XP,), tl.int32)
-    for start in range(0, tiles, 16):
-        tile = start + tl.arange(0, 16)
-        mask = (tile < tiles)[:, None] & (expert < X)[None, :]
-        counts = tl.load(counts_ptr + tile[:, None] * X + expert[None, :], mask, other=0, cache_modifier=".cg")
-        total += tl.sum(counts, 0)
-        earlier += tl.sum(tl.where((tile < before)[:, None], counts, 0), 0)
+    K: tl.constexpr = shape[1]
+    XP: tl.constexpr = shape[3]
+    PAIRS: tl.constexpr = shape[5]
+    TILES: tl.constexpr = shape[6]
+    tile, expert = tl.arange(0, TILES), tl.arange(0, XP)
+    at = tile[:, None] * X + expert[None, :]
+    has = (tile < tiles)[:, None] & (expert < X)[None, :]
+    counts = _counts(masks_ptr + at, has)
+    total = tl.sum(counts, 0)
     first = tl.cumsum(total, 0) - total
-    if writes_items:
-        blocks = (total + BLOCK - 1) // BLOCK
-        item = tl.cumsum(blocks, 0) - blocks
-        for block in range(0, tl.max(blocks, 0)):
-            ptrs = items_ptr + (item + block) * 3
-            has = block < blocks
-            tl.store(ptrs, expert, has)
-            tl.store(ptrs + 1, first + block * BLOCK, has)
-            tl.store(ptrs + 2, tl.minimum(total - block * BLOCK, BLOCK), has)
-        tl.store(num_items_ptr, tl.sum(blocks, 0))
-    return first + tl.where(before < tiles, earlier, 0)
+    _write_items(first, total, items_ptr, num_items_ptr, shape)
+    tl.store(starts_ptr + at, first[None, :] + tl.cumsum(counts, 0) - counts, has)
+    tl.debug_barrier()
+    for begin in range(0, T * K, PAIRS):
+        _write_pairs(experts_ptr, pairs_ptr, masks_ptr, starts_ptr, begin, T * K, shape)
 
 
 @triton.jit
-def _sort(experts_ptr, pairs_ptr, offset, tile, T, shape):
-    """Write the pairs of a tile from `offset` [XP] on, and return their numbers [XP]."""
-    XP: tl.constexpr = shape[0]
+def _counts(ptrs, has):
+    """Return the bits of masks in memory, which other programs wrote."""
+    return _num_bits(tl.load(ptrs, has, other=0, cache_modifier=".cg").to(tl.uint32, bitcast=True))
+
+
+@triton.jit
+def _write_items(first, total, items_ptr, num_items_ptr, shape):
+    """Write the items of experts with `total` [XP] pairs from `first` on."""
+    BLOCK: tl.constexpr = shape[4]
+    expert = tl.arange(0, shape[3])
+    blocks = (total + BLOCK - 1) // BLOCK
+    item = tl.cumsum(blocks, 0) - blocks
+    for block in range(0, tl.max(blocks, 0)):
+        ptrs = items_ptr + (item + block) * 3
+        has = block < blocks
+        tl.store(ptrs, expert, has)
+        tl.store(ptrs + 1, first + block * BLOCK, has)
+        tl.store(ptrs + 2, tl.minimum(total - block * BLOCK, BLOCK), has)
+    tl.store(num_items_ptr, tl.sum(blocks, 0))
+
+
+@triton.jit
+def _write_pairs(experts_ptr, pairs_ptr, masks_ptr, starts_ptr, begin, end, shape):
+    """Write the pairs from `begin` on to their places: those of the expert in the tile, after those of lower rows."""
+    X: tl.constexpr = shape[0]
     K: tl.constexpr = shape[1]
     TILE: tl.constexpr = shape[2]
-    row = tile * TILE + tl.arange(0, TILE)
-    expert = tl.arange(0, XP)
-    # One more than the number of the expert among those of the token; 0 for none.
-    rank = tl.zeros((TILE, XP), tl.int32)
-    for j in range(K):
-        chosen = tl.load(experts_ptr + row * K + j, row < T, other=-1, cache_modifier=".cg")
-        rank = tl.where(chosen[:, None] == expert[None, :], j + 1, rank)
-    has = (rank > 0).to(tl.int32)
-    place = offset[None, :] + tl.cumsum(has, 0) - 1
-    tl.store(pairs_ptr + place, row[:, None] * K + rank - 1, has > 0)
-    return tl.sum(has, 0)
+    pair = begin + tl.arange(0, shape[5])
+    row = pair // K
+    expert = tl.load(experts_ptr + pair, pair < end, other=-1, cache_modifier=".cg")
+    has = expert >= 0
+    at = row // TILE * X + expert
+    mask = tl.load(masks_ptr + at, has, other=0, cache_modifier=".cg").to(tl.uint32, bitcast=True)
+    start = tl.load(starts_ptr + at, has, other=0, cache_modifier=".cg")
+    bit = tl.full(row.shape, 1, tl.uint32) << (row % TILE).to(tl.uint32)
+    tl.store(pairs_ptr + start + _num_bits(mask & (bit - 1)), pair, has)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -356,7 +390,8 @@ def _list_kernel(
     pairs_ptr,
     items_ptr,
     num_items_ptr,
-    counts_ptr,
+    masks_ptr,
+    starts_ptr,
     partials_ptr,
     arrived_ptr,
     T,
@@ -365,10 +400,26 @@ def _list_kernel(
     TILE: tl.constexpr,
     XP: tl.constexpr,
     BLOCK: tl.constexpr,
+    PAIRS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     pdl_begin(PDL)
-    tile = tl.program_id(0)
-    tiles = tl.num_programs(0)
-    offset = _offsets(counts_ptr, items_ptr, num_items_ptr, tile, tiles, tile == 0, (X, XP, BLOCK))
-    _sort(experts_ptr, pairs_ptr, offset, tile, T, (XP, K, TILE))
+    own, tiles = tl.program_id(0), tl.num_programs(0)
+    shape: tl.constexpr = (X, K, TILE, XP, BLOCK, PAIRS)
+    expert = tl.arange(0, XP)
+    total = tl.zeros((XP,), tl.int32)
+    earlier = tl.zeros((XP,), tl.int32)
+    for start in range(0, tiles, MOST_TILES):
+        tile = start + tl.arange(0, MOST_TILES)
+        has = (tile < tiles)[:, None] & (expert < X)[None, :]
+        counts = _counts(masks_ptr + tile[:, None] * X + expert[None, :], has)
+        total += tl.sum(counts, 0)
+        earlier += tl.sum(tl.where((tile < own)[:, None], counts, 0), 0)
+    first = tl.cumsum(total, 0) - total
+    if own == 0:
+        _write_items(first, total, items_ptr, num_items_ptr, shape)
+    tl.store(starts_ptr + own * X + expert, first + earlier, expert < X)
+    tl.debug_barrier()
+    begin, end = own * TILE * K, tl.minimum((own + 1) * TILE, T) * K
+    for place in range(begin, end, PAIRS):
+        _write_pairs(experts_ptr, pairs_ptr, masks_ptr, starts_ptr, place, end, shape)

@@ -1,14 +1,15 @@
 """A matrix bound to a device: its products of any number of rows, each by the plan for the rows.
 
-Shapes are those of `product`.
+Shapes: M rows, N outputs, K inputs (`product`).
 """
 
 from __future__ import annotations
 
+from functools import cache, partial
+
 import torch
 
 from phonograph.kernels.fp8_activations import Rows
-from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.triton.gemm.choose import choose
 from phonograph.kernels.triton.gemm.product import (
     ADD,
@@ -63,15 +64,13 @@ class BoundProduct:
         batch_invariant: bool = False,
     ) -> None:
         self.scratch = scratch
-        self._weight, self._bias_N = weight, bias_N
-        self._shape, self._weights, self._device = shape, weights, device
+        self._weight, self._bias_N, self._shape = weight, bias_N, shape
         self._gated = GELU if activation == "gelu_tanh" else SILU
-        self._batch_invariant = batch_invariant
+        self._plans = cache(partial(choose, shape, weights, device=device, batch_invariant=batch_invariant))
 
     def plan(self, num_rows: int) -> ProductPlan:
         """Return how products of a number of rows are computed."""
-        rows = rows_class(num_rows)
-        return choose(self._shape, self._weights, rows, self._device, batch_invariant=self._batch_invariant)
+        return self._plans(rows_class(num_rows))
 
     def store(self, x: Rows, out_MN: torch.Tensor, norm: Norm | DeferredNorm | None = None) -> None:
         """Compute out = x @ weight^T + bias, or, if the plan is gated, out = activation(gate) * up of it."""
@@ -98,11 +97,3 @@ class BoundProduct:
         if num_rows > rows or tiles > MAX_SQUARE_TILES:
             return None
         return DeferredNorm(self.scratch.squares[: tiles * rows].view(tiles, rows), eps)
-
-
-def format_of(weight: Matrix, dtype: torch.dtype) -> WeightFormat:
-    """Return the format of a matrix that rows of `dtype` are multiplied with."""
-    name = str(dtype).removeprefix("torch.")
-    if not isinstance(weight, Grouped):
-        return WeightFormat(name)
-    return WeightFormat(name, weight.bits, weight.group, weight.is_fp8(), weight.interleaved)

@@ -13,7 +13,6 @@ the sizes; they are what won on an H200. The rules of weights in groups are in `
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -60,31 +59,28 @@ MAX_16_BIT_ROWS = 16
 few."""
 
 _CUDA = tuple(int(part) for part in (torch.version.cuda or "13.0").split(".")[:2])
-
-
-_FP8_ROWS = "fp8 rows"
 _OF_QWEN3 = "10% of the prefill of 200 tokens by Qwen3-0.6B"
 
 
 class ExceptionKey(NamedTuple):
-    """Product whose tiles are not those of a rule: its format (`exception_format`), rows class and sizes."""
+    """Product with other tiles than its rule gives: bits of its weights, 0 for 16-bit weights, rows class and sizes."""
 
-    format: str
+    bits: int
     rows: int
     shape: ProductShape
 
 
 EXCEPTIONS: dict[ExceptionKey, tuple[KernelConfig | None, str]] = {
-    ExceptionKey("dense", 256, ProductShape(4096, 1024)): (GemmRingConfig(128, 64, 64, 1, 8, 1), _OF_QWEN3),
-    ExceptionKey("dense", 256, ProductShape(1024, 2048)): (GemmRingConfig(32, 64, 128, 1, 8, 1), _OF_QWEN3),
-    ExceptionKey("dense", 256, ProductShape(1024, 3072)): (GemmRingConfig(64, 64, 128, 1, 6, 1), _OF_QWEN3),
-    ExceptionKey("dense", 128, ProductShape(14336, 4096, gated=True)): (
+    ExceptionKey(0, 256, ProductShape(4096, 1024)): (GemmRingConfig(128, 64, 64, 1, 8, 1), _OF_QWEN3),
+    ExceptionKey(0, 256, ProductShape(1024, 2048)): (GemmRingConfig(32, 64, 128, 1, 8, 1), _OF_QWEN3),
+    ExceptionKey(0, 256, ProductShape(1024, 3072)): (GemmRingConfig(64, 64, 128, 1, 6, 1), _OF_QWEN3),
+    ExceptionKey(0, 128, ProductShape(14336, 4096, gated=True)): (
         GemmTiledConfig(128, 128, 64, 1, 8, 4, 0),
         "2.5% of a decode step of Llama-3.1-8B with 128 sequences",
     ),
 }
-"""Exceptions from the rules, each with its gain on an H200; of 2% or less it goes. None: torch, or the activation as a
-kernel of its own. Where the kernel does not run, the rule counts."""
+"""Exceptions from the rules, each with its gain on an H200; of 2% or less it goes. None: torch, or the activation in
+another kernel. Where the kernel does not run, the rule counts."""
 
 
 @functools.cache
@@ -94,34 +90,32 @@ def choose(
     """Return how products of `rows` rows are computed; `rows` is a class (`rows_class`)."""
     if batch_invariant:
         return ProductPlan(BATCH_INVARIANT)
-    format = exception_format(shape, weights, rows, device)
-    if format == _FP8_ROWS:
-        plan = ProductPlan(_excepted(format, rows, shape, device, _scaled), fp8_rows=True)
-    elif weights.dtype == "float32":
-        plan = ProductPlan(None)
-    elif not weights.bits:
-        kernel = _excepted(format, rows, shape, device, _dense)
-        deferrable = weights.dtype == "bfloat16" and 1 < rows <= MAX_DEFERRED_ROWS
-        plan = ProductPlan(kernel, defers_norms=deferrable and kernel is not None)
-    elif is_supported(weights, shape.num_inputs):
-
-        def in_groups(rows: int, shape: ProductShape, device: GemmDevice) -> KernelConfig | None:
-            return choose_grouped(rows, shape, weights, device)
-
-        plan = ProductPlan(_excepted(format, rows, shape, device, in_groups))
-    else:
-        plan = ProductPlan(None)
-    if plan.kernel is not None or not shape.gated:
-        return plan
+    fp8_rows = takes_fp8_rows(shape, weights, rows, device)
+    kernel = _kernel(shape, weights, rows, device, fp8_rows=fp8_rows)
+    deferrable = not weights.bits and weights.dtype == "bfloat16" and 1 < rows <= MAX_DEFERRED_ROWS
+    if kernel is not None or not shape.gated:
+        return ProductPlan(kernel, fp8_rows, defers_norms=deferrable and kernel is not None)
     both = ProductShape(2 * shape.num_outputs, shape.num_inputs)
     return choose(both, weights, rows, device)._replace(gates_apart=True)
 
 
-def exception_format(shape: ProductShape, weights: WeightFormat, rows: int, device: GemmDevice) -> str:
-    """Return the format of a product in `EXCEPTIONS`: "fp8 rows", "dense", "4 bits" or "8 bits"."""
-    if takes_fp8_rows(shape, weights, rows, device):
-        return _FP8_ROWS
-    return f"{weights.bits} bits" if weights.bits else "dense"
+def _kernel(
+    shape: ProductShape, weights: WeightFormat, rows: int, device: GemmDevice, *, fp8_rows: bool
+) -> KernelConfig | None:
+    """Return the kernel of `EXCEPTIONS`, or that of the rule for the format; None for torch."""
+    if weights.dtype == "float32":
+        return None
+    key = ExceptionKey(weights.bits, rows, shape)
+    if key in EXCEPTIONS:
+        kernel, _ = EXCEPTIONS[key]
+        fitting = _fitting(kernel, shape, device)
+        if kernel is None or fitting is not None:
+            return fitting
+    if fp8_rows:
+        return _scaled(rows, shape, device)
+    if not weights.bits:
+        return _dense(rows, shape, device)
+    return choose_grouped(rows, shape, weights, device) if is_supported(weights, shape.num_inputs) else None
 
 
 def has_fp8_products(device: GemmDevice, dtype: str) -> bool:
@@ -146,23 +140,6 @@ def takes_fp8_rows(shape: ProductShape, weights: WeightFormat, rows: int, device
         and shape.num_inputs <= _SCALED_MAX_INPUTS
         and has_fp8_products(device, weights.dtype)
     )
-
-
-def _excepted(
-    format: str,
-    rows: int,
-    shape: ProductShape,
-    device: GemmDevice,
-    rule: Callable[[int, ProductShape, GemmDevice], KernelConfig | None],
-) -> KernelConfig | None:
-    """Return the kernel of `EXCEPTIONS`, or that of the rule."""
-    key = ExceptionKey(format, rows, shape)
-    if key in EXCEPTIONS:
-        kernel, _ = EXCEPTIONS[key]
-        fitting = _fitting(kernel, shape, device)
-        if kernel is None or fitting is not None:
-            return fitting
-    return rule(rows, shape, device)
 
 
 def _fitting(kernel: KernelConfig | None, shape: ProductShape, device: GemmDevice) -> KernelConfig | None:

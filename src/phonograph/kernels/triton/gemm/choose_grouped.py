@@ -30,7 +30,7 @@ _MANY = 1 << 25
 
 
 def is_supported(weights: WeightFormat, num_inputs: int) -> bool:
-    """Return True if kernels multiply weights in such groups; others are written out for torch."""
+    """Return True if kernels multiply weights in these groups; others are written out for torch."""
     _, bits, group, is_fp8, interleaved = weights
     if interleaved:
         return True
@@ -101,7 +101,7 @@ def integer_stages(block_n: int, units: int, steps: int, places: int, *, gated: 
 def _integer_row(shape: ProductShape, group: int) -> GemvIntegerConfig | None:
     """Return the tiles of one row with weights of 4 bits; None if the kernel of few rows is to multiply it.
 
-    The kernel does not take all groups, and is not faster for a matrix of many outputs without an activation, such as a
+    The kernel does not take all groups, and is not faster for a matrix of many outputs without an activation, like a
     head. Two or three programs share a multiprocessor. Their rings are short, so that programs of the next kernel begin
     early and load their first weights while this one ends. A layer with no more outputs than inputs follows attention,
     and overlaps its tail if its rings are short.
@@ -131,7 +131,7 @@ def _grouped_few_ring(shape: ProductShape, group: int) -> GemmRingSmallMConfig |
     """Return the ring of up to 8 rows with weights of 4 bits; None for layers that are faster through registers.
 
     All programs have a place from the start, about five of a multiprocessor. Inputs of large layers are split so that
-    each multiprocessor has as many programs as the others: with six of some and five of most, a sixth of the time is
+    all multiprocessors have the same number of programs: with six of some and five of most, a sixth of the time is
     lost. Layers of fewer weights pay if there are two programs of 16 outputs for each multiprocessor.
     """
     num_outputs, num_inputs, gated = shape
@@ -161,7 +161,7 @@ def _grouped_few_ring(shape: ProductShape, group: int) -> GemmRingSmallMConfig |
 
 
 def _grouped_ring(rows: int, shape: ProductShape) -> GemmRingConfig:
-    """Return the ring of weights of 4 bits: two to four programs of a multiprocessor, if there are tiles for so many.
+    """Return the ring of weights of 4 bits: two to four programs of a multiprocessor, if there are enough tiles.
 
     Up to 32 rows two programs are enough, if their rings hold most of their steps. From 65 rows on tiles have half the
     rows, unless inputs are long.

@@ -1,8 +1,13 @@
 """Weights of 4 or 8 bits in groups, written out in the type of the products.
 
-The layout is that of `kernels.torch.grouped`.
+Shapes: I inputs, O outputs, G groups of inputs, W words of 32 bits of an output's weights. The layout is that of
+`kernels.torch.grouped`.
 
-Shapes: I inputs, O outputs, G groups of inputs, W words of 32 bits of an output's weights.
+Algorithm: a program takes BLOCK_O outputs and BLOCK_W words, shifts the values out of each word, subtracts the zero,
+multiplies by the group's scale, adds the offset, and stores the columns in the order of the inputs.
+
+            W ->  program 0,0     program 0,1
+    16 O    |    [ 512 columns ][ 512 columns ]  ->  out [O, I]
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportOperatorIssue=false

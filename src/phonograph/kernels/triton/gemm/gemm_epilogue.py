@@ -1,6 +1,6 @@
 """Parts that product kernels share: deferred norms, sums over the warps of a program, and the end of a product.
 
-Shapes: m rows of a program, n outputs of a program; others are those of `product`.
+Shapes: m rows and n outputs of a program; M rows, N outputs, K inputs of a product.
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from phonograph.kernels.torch.layers import SWIGLU_LIMIT, SWIGLU_SLOPE
+
+LIMIT, SLOPE = tl.constexpr(SWIGLU_LIMIT), tl.constexpr(SWIGLU_SLOPE)
 
 
 @triton.jit
@@ -56,28 +60,45 @@ def constant(pointer, n, valid_n, AXIS: tl.constexpr = 0):
 
 
 @triton.jit
-def finished(result, up, bias, up_bias, residual, MODE: tl.constexpr):
+def finished(result, up, factor, bias, up_bias, residual, MODE: tl.constexpr):
     """Return the results of a product from its sums, in float32.
 
     Args:
         result: sums; for a gated activation the gates'.
         up: sums of the ups, for a gated activation.
+        factor: factors of the rows, of a norm, or None.
         bias: constants of the outputs, or None.
         up_bias: the same for the ups.
         residual: values of `out` that are added.
         MODE: of `Product`.
     """
+    if factor is not None:
+        result *= factor
+        if MODE >= 2:
+            up *= factor
     if bias is not None:
         result += bias
         if MODE >= 2:
             up += up_bias
     if MODE == 1:
         result += residual.to(tl.float32)
-    elif MODE == 2:
-        result = result * tl.sigmoid(result) * up
+    elif MODE >= 2:
+        result = activated(result, up, MODE)
+    return result
+
+
+@triton.jit
+def activated(gate, up, MODE: tl.constexpr):
+    """Return activation(gate) * up in float32, by the mode of `Product`."""
+    if MODE == 2:
+        result = gate * tl.sigmoid(gate) * up
     elif MODE == 3:
         # The approximation by tanh, as `elementwise.layers.gelu_slope`.
-        result = result * tl.sigmoid(1.5957691216057308 * (result + 0.044715 * result * result * result)) * up
+        result = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)) * up
+    else:
+        gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.clamp(up, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        result = gate * tl.sigmoid(SLOPE * gate) * (up + 1)
     return result
 
 

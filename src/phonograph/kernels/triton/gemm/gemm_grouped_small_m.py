@@ -1,25 +1,28 @@
-"""Matrix products of a few rows with weights in groups, of 4 or 8 bits, nearly as fast as memory.
+"""Matrix products of up to 32 rows with weights of 4 or 8 bits in groups.
 
-Like `gemm_small_m`, a program holds its first weights in registers before it waits for its input, and operands go from
-memory to the tensor cores without an exchange between threads: a sum over columns does not depend on their order, so
-that each thread passes the columns that it read.
+Shapes: M rows, padded to ROWS; N outputs, K inputs, G groups of inputs, W words of 32 bits of an output; a unit is the
+columns of one product of the tensor cores: 128, or one smaller group (64 columns, or 32, of 8 bits). A step is UNITS.
 
-Weights of 4 bits are multiplied as bias + weight (`grouped_operands`). A product with ones gives the sum of the rows'
-columns, times which the bias and the group's zero are taken off afterwards, and the group's scale multiplies the rest.
-So a weight costs less than one instruction. Integers of 8 bits are multiplied less 128, so that only zeros other than
-that need the product with ones.
+Algorithm: `gemm_small_m`, with weights that become numbers by bit operations, as in Marlin (Frantar et al., 2024).
+1. A program loads AHEAD steps of words and scales into registers before it waits for its input. Units are dealt to its
+   warps, and `add_warps` adds their sums.
+2. Weights of 4 bits are multiplied as bias + weight (`grouped_operands`), less than one instruction for each weight.
+3. A product of x with ones gives the columns' sum: out = scale * (sum of x (bias + weight) - (bias + zero) * sum of x).
+4. Integers of 8 bits are multiplied less 128, so only zeros other than 128 need the product with ones. One scale for
+   all inputs is applied once, at the end.
 
-A product of the tensor cores covers the columns of one group, or 128 of them (64 of 8 bits). The columns are dealt to
-the warps of a program, whose sums are added at the end.
-
-Shapes are those of `product`; W words, G groups.
+    K ->        group 0 = unit 0   unit 1   ...    | next step
+    16 outputs  [ warp 0         ][ warp 1 ][ ... ]|[ warp 0 ]   words of AHEAD steps are in registers
+    x           [ 128 columns    ][        ][     ]|
+    scales      [ one for an output and a group  ]     added over the warps at the end
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
-# pyright: reportAssignmentType=false
+# pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
-import torch
+from collections import namedtuple
+
 import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
@@ -29,74 +32,34 @@ from phonograph.kernels.triton.gemm.grouped_operands import (
     BIAS_OF_BFLOAT16,
     BIAS_OF_FLOAT16,
     BIAS_OF_INT8,
-    MAGIC,
     columns,
     read_groups,
     read_rows,
     read_words,
     weights,
 )
+from phonograph.kernels.triton.gemm.launch_product import launch_product
 from phonograph.kernels.triton.gemm.product import Product
 from phonograph.kernels.triton.gemm.product_plan import LARGE, GemmGroupedSmallMConfig
 from phonograph.kernels.triton.launch.l1_carveout import prefer_l1
-from phonograph.kernels.triton.launch.pdl import pdl_options
+
+_Sizes = namedtuple("_Sizes", "N K GROUP COLUMNS UNITS BLOCK_N OUTPUTS")
 
 
 def launch(product: Product, config: GemmGroupedSmallMConfig) -> None:
     """Compute a product of at most `config.rows` rows, whose columns are in the order of the weights."""
-    x_MK, weight, bias_N, out_MN, mode, norm, next_norm = product
-    num_rows, num_inputs = x_MK.shape
-    num_outputs = out_MN.shape[1]
     rows, block_n, units, ahead, rows_ahead, num_warps = config
-    assert num_rows <= rows and block_n % 16 == 0 and units % num_warps == 0 and ahead % rows_ahead == 0
-    assert x_MK.stride(1) == weight.packed_OW.stride(1) == out_MN.stride(1) == 1
-    assert weight.has_equal_strides() and norm is None and next_norm is None
-    words_OW = weight.packed_OW.view(torch.int32)
-    kernel = _large_gemm_grouped_small_m if 2 * words_OW.numel() >= LARGE else _gemm_grouped_small_m_kernel
-    kernel[(triton.cdiv(num_outputs, block_n),)](
-        x_MK,
-        words_OW,
-        weight.scales_OG,
-        weight.zeros_OG,
-        weight.offsets_OG,
-        bias_N,
-        out_MN,
-        num_rows,
-        MAGIC[x_MK.dtype],
-        x_MK.stride(0),
-        words_OW.stride(0),
-        *weight.scales_OG.stride(),
-        out_MN.stride(0),
-        N=num_outputs,
-        K=num_inputs,
-        GROUP=weight.group,
-        BITS=weight.bits,
-        INTERLEAVED=weight.interleaved,
-        INT8=weight.is_int8(),
-        ROWS=rows,
-        BLOCK_N=block_n,
-        UNITS=units,
-        AHEAD=ahead,
-        ROWS_AHEAD=rows_ahead,
-        MODE=mode,
-        **pdl_options(),
-        num_warps=num_warps,
-    )
+    assert len(product.rows) <= rows and block_n % 16 == 0 and units % num_warps == 0 and ahead % rows_ahead == 0
+    kernel = _large_gemm_grouped_small_m if 2 * product.matrix.numel() >= LARGE else _gemm_grouped_small_m_kernel
+    launch_product(kernel, product, config)
 
 
 @triton.jit
-def _groups(pointer, first, step, output_stride, group_stride, SIZES: tl.constexpr):
-    """Load the scales or zeros of a step's units, [units, outputs, 1]; beyond the last group its own."""
-    N: tl.constexpr = SIZES[0]
-    K: tl.constexpr = SIZES[1]
-    GROUP: tl.constexpr = SIZES[2]
-    COLUMNS: tl.constexpr = SIZES[3]
-    UNITS: tl.constexpr = SIZES[4]
-    BLOCK_N: tl.constexpr = SIZES[5]
-    OUTPUTS: tl.constexpr = SIZES[6]
-    unit = step * UNITS + tl.arange(0, UNITS)[:, None, None]
-    group_at = tl.minimum(unit * COLUMNS // GROUP, (K - 1) // GROUP).to(tl.int64) * group_stride
-    return read_groups(pointer, first, output_stride, group_at, N, BLOCK_N, 0, OUTPUTS)
+def _groups(pointer, first, step, output_stride, group_stride, sizes: tl.constexpr):
+    """Load the scales or zeros of a step's units, [units, outputs, 1]; units after the last group repeat its values."""
+    unit = step * sizes.UNITS + tl.arange(0, sizes.UNITS)[:, None, None]
+    group_at = tl.minimum(unit * sizes.COLUMNS // sizes.GROUP, (sizes.K - 1) // sizes.GROUP).to(tl.int64) * group_stride
+    return read_groups(pointer, first, output_stride, group_at, sizes.N, sizes.BLOCK_N, 0, sizes.OUTPUTS)
 
 
 @triton.jit
@@ -108,7 +71,7 @@ def _with(items, place: tl.constexpr, value):
 @triton.jit(do_not_specialize=["M", "magic"])
 def _gemm_grouped_small_m_kernel(
     x_ptr,
-    packed_ptr,
+    weight_ptr,
     scales_ptr,
     zeros_ptr,
     offsets_ptr,
@@ -117,7 +80,7 @@ def _gemm_grouped_small_m_kernel(
     M,
     magic,
     x_stride,
-    packed_stride,
+    weight_stride,
     output_stride,
     group_stride,
     out_stride,
@@ -145,16 +108,16 @@ def _gemm_grouped_small_m_kernel(
     WORDS: tl.constexpr = COLUMNS * BITS // 128
     EIGHTS: tl.constexpr = COLUMNS // 32
     LAST: tl.constexpr = (K + COLUMNS - 1) // COLUMNS
-    # Words of a row; those of 4 bits have whole groups.
+    # Words of a row; words of 4-bit weights have whole groups.
     COUNT: tl.constexpr = 4 * WORDS * LAST if BITS == 4 else (K + 3) // 4
     # Zeros of integers are subtracted unit by unit.
     HAS_ZEROS: tl.constexpr = BITS == 4 or zeros_ptr is not None
     NEEDS_ONES: tl.constexpr = HAS_ZEROS or offsets_ptr is not None
     ONE_SCALE: tl.constexpr = GROUP >= K and not NEEDS_ONES
     STEPS: tl.constexpr = (LAST + UNITS - 1) // UNITS
-    # With a gated activation the rows of the ups follow those of the gates.
+    # With a gated activation the rows of the ups follow the rows of the gates.
     OUTPUTS: tl.constexpr = 2 * BLOCK_N if MODE >= 2 else BLOCK_N
-    SIZES: tl.constexpr = (N, K, GROUP, COLUMNS, UNITS, BLOCK_N, OUTPUTS)
+    SIZES: tl.constexpr = _Sizes(N, K, GROUP, COLUMNS, UNITS, BLOCK_N, OUTPUTS)
     first = tl.program_id(0) * BLOCK_N
     n = first + tl.arange(0, BLOCK_N)
     m = tl.arange(0, ROWS)
@@ -165,7 +128,7 @@ def _gemm_grouped_small_m_kernel(
     tile = tl.arange(0, OUTPUTS // 8)[None, :]
     row = first + eight + tile % (BLOCK_N // 8) * 8
     valid_row = row < N
-    packed_ptrs = packed_ptr + (row + tile // (BLOCK_N // 8) * N).to(tl.int64) * packed_stride
+    weight_ptrs = weight_ptr + (row + tile // (BLOCK_N // 8) * N).to(tl.int64) * weight_stride
     x_row = eight + 8 * tl.arange(0, ROWS // 8)[None, :]
     x_ptrs = x_ptr + x_row.to(tl.int64) * x_stride
 
@@ -175,7 +138,7 @@ def _gemm_grouped_small_m_kernel(
     zeros = ()
     offsets = ()
     for step in tl.static_range(AHEAD):
-        words += (read_words(packed_ptrs, valid_row, step, COUNT, WORDS, UNITS),)
+        words += (read_words(weight_ptrs, valid_row, step, COUNT, WORDS, UNITS),)
         if not ONE_SCALE:
             scales += (_groups(scales_ptr, first, step, output_stride, group_stride, SIZES),)
         if zeros_ptr is not None:
@@ -192,11 +155,9 @@ def _gemm_grouped_small_m_kernel(
     xs = ()
     for step in tl.static_range(ROWS_AHEAD):
         xs += (read_rows(x_ptrs, x_row < M, step, K, EIGHTS, UNITS),)
-    residual = None
     up = None
-    if MODE == 1:
-        # Loaded early, used at the end.
-        residual = tl.load(out_ptrs, mask, other=0.0)
+    # Loaded early, used at the end.
+    residual = tl.load(out_ptrs, mask, other=0.0) if MODE == 1 else None
     half = tl.full((UNITS, 16, COLUMNS // 2), 1.0, KIND)
     ones = tl.reshape(tl.join(half, half), (UNITS, 16, COLUMNS))
     sums = tl.zeros((UNITS, OUTPUTS, ROWS), tl.float32)
@@ -221,7 +182,7 @@ def _gemm_grouped_small_m_kernel(
                         sums += offsets[place].to(tl.float32) * ones_sums
                 sums += part * scales[place].to(tl.float32)
             next_step = (turn + 1) * AHEAD + place
-            words = _with(words, place, read_words(packed_ptrs, valid_row, next_step, COUNT, WORDS, UNITS))
+            words = _with(words, place, read_words(weight_ptrs, valid_row, next_step, COUNT, WORDS, UNITS))
             if not ONE_SCALE:
                 values = _groups(scales_ptr, first, next_step, output_stride, group_stride, SIZES)
                 scales = _with(scales, place, values)
@@ -244,10 +205,10 @@ def _gemm_grouped_small_m_kernel(
         result *= scale
         if MODE >= 2:
             up *= up_scale
-    tl.store(out_ptrs, finished(result, up, bias, up_bias, residual, MODE).to(out_ptr.dtype.element_ty), mask)
+    tl.store(out_ptrs, finished(result, up, None, bias, up_bias, residual, MODE).to(out_ptr.dtype.element_ty), mask)
 
 
 _large_gemm_grouped_small_m = prefer_l1(
     triton.jit(do_not_specialize=["M", "magic"])(_gemm_grouped_small_m_kernel.fn), carveout=7
 )
-"""The same kernel, for layers of as many bytes as `LARGE` weights in 16 bits have."""
+"""The same kernel, for layers from the bytes of `LARGE` weights in 16 bits on."""

@@ -1,21 +1,25 @@
-"""Matrix products of a few rows that, like those of one row, are nearly as fast as memory.
+"""Matrix products of up to 32 rows, with weights in registers.
 
-As in `gemv`, a program holds the first of its weights in registers before it waits for its input, so that memory does
-not idle between kernels. It sums over all inputs of its few outputs, so that programs have nothing to add.
+Shapes: M rows, padded to ROWS; N outputs, K inputs; a program has BLOCK_N outputs and takes BLOCK_K inputs a step.
 
-Operands go from memory to the tensor cores without an exchange between threads. The tensor cores want a thread to hold
-pairs of columns that lie eight apart; memory wants it to read 16 bytes in a row. A sum over columns does not depend on
-their order, so each thread passes the eight columns that it read, of rows and weights alike. The side of 16 of the
-tensor cores' tile is for the weights, the side of 8 for the rows; with eight rows of weights it is the other way round.
-The inputs are dealt to the warps of a program: the product is a batch of products, one or more a warp, which are added
-at the end.
+Algorithm: split-K inside one program (slice-K of NVIDIA's CUTLASS), by `mma.m16n8k16`.
+1. As in `gemv`, a program loads its first AHEAD steps of weights into registers before it waits for its input.
+2. The steps' columns are dealt to the warps; each warp computes its own product, and `add_warps` adds them at the end.
+   Programs have nothing to add.
+3. A thread reads 16 bytes of a row, which are eight neighbouring columns, where the tensor cores want pairs of columns
+   that lie eight apart. A sum over columns does not depend on their order, so the thread passes the eight columns that
+   it read, of rows and weights alike, and threads exchange nothing.
+4. Weights take the side of 16 of the tensor cores' tile, rows the side of 8; with BLOCK_N 8 the reverse.
+
+    K ->          warp 0  warp 1  ...  warp 7 | warp 0  warp 1 ...
+    8 weight rows [32 cols][32 cols]  [32    ] [        next step ]   a warp's 32 columns: 4 threads x 8
+    8 rows of x   [the same columns          ] [                  ]
+    sums            s0   +   s1   +   +  s7      -> outputs [ROWS, BLOCK_N]
 
 Loads in flight have their place in the L1 cache, and so have the rows, which all programs of a multiprocessor read. So
 large layers prefer L1 cache to shared memory (`prefer_l1`). A multiprocessor changes the division only when it is
-empty. Behind a kernel that needs much shared memory, and leaves registers for this one's programs, the division stays,
+empty. After a kernel that needs much shared memory and leaves registers for this one's programs, the division stays,
 and this kernel takes twice the time. So either all large layers of a step run here, or none.
-
-Shapes are those of `product`.
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -33,10 +37,10 @@ from phonograph.kernels.triton.gemm.gemm_epilogue import (
     read_squares,
     store_normed,
 )
-from phonograph.kernels.triton.gemm.product import Product, norm_arguments
+from phonograph.kernels.triton.gemm.launch_product import launch_product
+from phonograph.kernels.triton.gemm.product import Product
 from phonograph.kernels.triton.gemm.product_plan import LARGE, GemmSmallMConfig
 from phonograph.kernels.triton.launch.l1_carveout import prefer_l1
-from phonograph.kernels.triton.launch.pdl import pdl_options
 
 _REGISTERS = 65536
 """Registers of a multiprocessor."""
@@ -44,44 +48,11 @@ _REGISTERS = 65536
 
 def launch(product: Product, config: GemmSmallMConfig) -> None:
     """Compute a product of at most `config.rows` rows."""
-    x_MK, weight_NK, bias_N, out_MN, mode, norm, _ = product
-    num_rows, num_inputs = x_MK.shape
-    num_outputs = out_MN.shape[1]
-    rows, block_n, block_k, ahead, rows_ahead, num_warps, sums, programs, together = config
-    assert num_rows <= rows and block_n % 8 == 0 and block_k % (32 * num_warps * sums) == 0
-    assert weight_NK.shape[1] == num_inputs
-    assert x_MK.stride(1) == weight_NK.stride(1) == out_MN.stride(1) == 1
-    assert norm is None or norm.sums.shape[1] == rows
-    norm_pointers, eps, normed_stride, square_tiles = norm_arguments(product)
+    rows, block_n, block_k, _, _, num_warps, sums, programs, _ = config
+    assert len(product.rows) <= rows and block_n % 8 == 0 and block_k % (32 * num_warps * sums) == 0
     registers = {"maxnreg": min(255, _REGISTERS // (32 * num_warps * programs) // 8 * 8)} if programs else {}
-    kernel = _large_gemm_small_m if weight_NK.numel() >= LARGE else _gemm_small_m_kernel
-    kernel[(triton.cdiv(num_outputs, block_n),)](
-        x_MK,
-        weight_NK,
-        bias_N,
-        out_MN,
-        *norm_pointers,
-        num_rows,
-        eps,
-        x_MK.stride(0),
-        weight_NK.stride(0),
-        out_MN.stride(0),
-        normed_stride,
-        N=num_outputs,
-        K=num_inputs,
-        ROWS=rows,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        AHEAD=ahead,
-        ROWS_AHEAD=rows_ahead,
-        BATCH=sums * num_warps,
-        TOGETHER=together,
-        SQUARE_TILES=square_tiles,
-        MODE=mode,
-        **pdl_options(),
-        num_warps=num_warps,
-        **registers,
-    )
+    kernel = _large_gemm_small_m if product.matrix.numel() >= LARGE else _gemm_small_m_kernel
+    launch_product(kernel, product, config, BATCH=sums * num_warps, **registers)
 
 
 @triton.jit
@@ -208,11 +179,9 @@ def _gemm_small_m_kernel(
     if SQUARE_TILES > 0:
         squares = read_squares(squares_ptr, m, ROWS, SQUARE_TILES)
     factor = None
-    residual = None
     up = None
-    if MODE == 1:
-        # Loaded early, used at the end.
-        residual = tl.load(out_ptrs, mask, other=0.0)
+    # Loaded early, used at the end.
+    residual = tl.load(out_ptrs, mask, other=0.0) if MODE == 1 else None
     sums = tl.zeros((BATCH, 8 * tiles, ROWS) if tiles > 1 else (BATCH, max(ROWS, 16), 8), tl.float32)
     for step in tl.static_range(steps):
         if PDL and (step == 0 or step + min(AHEAD, ROWS_AHEAD) <= steps):
@@ -237,11 +206,7 @@ def _gemm_small_m_kernel(
         result, up = tl.split(tl.permute(tl.reshape(total, (2, BLOCK_N, ROWS)), (2, 1, 0)))
     else:
         result = tl.trans(tl.reshape(total, (BLOCK_N, ROWS)))
-    if SQUARE_TILES > 0:
-        result *= factor
-        if MODE >= 2:
-            up *= factor
-    rounded = finished(result, up, bias, up_bias, residual, MODE).to(out_ptr.dtype.element_ty)
+    rounded = finished(result, up, factor, bias, up_bias, residual, MODE).to(out_ptr.dtype.element_ty)
     tl.store(out_ptrs, rounded, mask)
     if norm_ptr is not None:
         squares_ptr = new_squares_ptr + first // BLOCK_N * ROWS

@@ -1,17 +1,25 @@
 """Matrix products of tiles of rows, through Triton's pipeline, on every GPU and for every size.
 
-The weights are the long side of the tensor cores' tile (out^T = W x^T), the rows their short one, padded to a class.
-Each program keeps several tiles of weights in flight, and prefetches its first ones into the L2 cache before it waits
-for its input. Narrow layers have fewer tiles than the GPU has processors, so their inputs are split over programs too.
-The program that arrives last adds the partial sums in a fixed order, so that results do not depend on timing.
+Shapes: M rows in tiles of ROWS, N outputs in tiles of BLOCK_N, K inputs in steps of BLOCK_K; SPLITS programs a tile.
 
-Weights in groups are loaded as words, and become numbers of the rows' type before the tensor cores take them.
+Algorithm: tiled GEMM of Triton's tutorial on matrix multiplication, transposed, with split-K.
+1. The weights are the long side of the tensor cores' tile, the rows the short side: out^T = W x^T.
+2. A program prefetches its first weights into the L2 cache before it waits for its input; then Triton's pipeline
+   (`num_stages`) keeps several steps in flight. Weights in groups are loaded as words and become numbers of x's type.
+3. Narrow layers have fewer tiles than the GPU has multiprocessors, so SPLITS programs share the inputs of a tile. The
+   program that arrives last adds the partial sums in a fixed order: results do not depend on timing.
 
-Shapes are those of `product`.
+              K ->   split 0     split 1
+    N tile 0  |  [ program 0,0 | program 0,1 ]  -> parts in scratch; the last to arrive adds part 0, then part 1
+    N tile 1  |  [ program 1,0 | program 1,1 ]
+              M: tiles of the same weights are neighbours in the grid, so that the second finds them in the L2 cache
 """
 
-# pyright: basic, reportCallIssue=false, reportArgumentType=false
+# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportAssignmentType=false
 from __future__ import annotations
+
+from collections import namedtuple
 
 import torch
 import triton
@@ -25,12 +33,14 @@ from phonograph.kernels.triton.gemm.grouped_operands import (
     BIAS_OF_BFLOAT16,
     BIAS_OF_FLOAT16,
     BIAS_OF_INT8,
-    MAGIC,
     numbers,
 )
-from phonograph.kernels.triton.gemm.product import Parts, Product, norm_arguments
+from phonograph.kernels.triton.gemm.launch_product import launch_product
+from phonograph.kernels.triton.gemm.product import Parts, Product
 from phonograph.kernels.triton.gemm.product_plan import GemmTiledConfig
-from phonograph.kernels.triton.launch.pdl import pdl_options
+
+TileShape = namedtuple("TileShape", "K BLOCK_K BITS GROUP INTERLEAVED INT8")
+"""Constants of a tile: columns of a row and of a tile, `Grouped` bits and group, its order, and its type."""
 
 
 def takes(weight: Grouped, config: GemmTiledConfig) -> bool:
@@ -40,59 +50,12 @@ def takes(weight: Grouped, config: GemmTiledConfig) -> bool:
 
 def launch(product: Product, config: GemmTiledConfig, parts: Parts | None) -> None:
     """Compute a product; `parts` is needed if inputs are split."""
-    x_MK, matrix, bias_N, out_MN, mode, norm, _ = product
-    weight = matrix if isinstance(matrix, Grouped) else None
-    weight_NK = matrix.packed_OW.view(torch.int32) if isinstance(matrix, Grouped) else matrix
-    num_rows, num_inputs = x_MK.shape
-    num_outputs = out_MN.shape[1]
-    rows, block_n, block_k, splits, num_warps, num_stages, prefetch = config
-    assert splits == 1 or (parts is not None and mode < 2)
-    assert norm is None or norm.sums.shape[1] == rows
-    assert x_MK.stride(1) == 1
-    tiles = triton.cdiv(num_outputs, block_n) * triton.cdiv(num_rows, rows)
-    if weight is not None:
-        assert takes(weight, config) and weight.has_equal_strides()
-    else:
-        assert weight_NK.shape[1] == num_inputs and weight_NK.stride(1) == 1
-    aligned = rows_aligned(weight_NK) and weight is None
-    partials, arrived = parts or (None, None)
-    norm_pointers, eps, normed_stride, square_tiles = norm_arguments(product)
-    stride = weight_NK.stride(0)
-    _gemm_tiled_kernel[(tiles, splits)](
-        x_MK,
-        TensorDescriptor(weight_NK, list(weight_NK.shape), [stride, 1], [block_n, block_k]) if aligned else None,
-        weight_NK,
-        *((weight.scales_OG, weight.zeros_OG, weight.offsets_OG) if weight is not None else (None, None, None)),
-        bias_N,
-        out_MN,
-        partials,
-        arrived,
-        *norm_pointers,
-        num_rows,
-        eps,
-        MAGIC[x_MK.dtype] if weight is not None else 0,
-        x_MK.stride(0),
-        stride,
-        *(weight.scales_OG.stride() if weight is not None else (0, 0)),
-        out_MN.stride(0),
-        normed_stride,
-        N=num_outputs,
-        K=num_inputs,
-        ROWS=rows,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        SPLITS=splits,
-        SQUARE_TILES=square_tiles,
-        PREFETCH=prefetch if aligned else 0,
-        MODE=mode,
-        BITS=weight.bits if weight is not None else 0,
-        INTERLEAVED=weight is not None and weight.interleaved,
-        GROUP=weight.group if weight is not None else 0,
-        INT8=weight is not None and weight.is_int8(),
-        **pdl_options(),
-        num_warps=num_warps,
-        num_stages=num_stages,
-    )
+    matrix, grouped, block = product.matrix, product.grouped, [config.block_n, config.block_k]
+    assert grouped is None or takes(grouped, config)
+    aligned = rows_aligned(matrix) and grouped is None
+    desc = TensorDescriptor(matrix, list(matrix.shape), [matrix.stride(0), 1], block) if aligned else None
+    prefetch = config.prefetch if aligned else 0
+    launch_product(_gemm_tiled_kernel, product, config, parts, weight_desc=desc, PREFETCH=prefetch)
 
 
 def rows_aligned(matrix: torch.Tensor) -> bool:
@@ -104,7 +67,7 @@ def rows_aligned(matrix: torch.Tensor) -> bool:
 def _prefetch_rows(pointer, stride_bytes, count, num_bytes):
     """Prefetch `num_bytes` (a multiple of 16) of each of `count` rows into the L2 cache, without waiting.
 
-    One thread requests a row. The hardware takes such requests one lane after another, so warps share them.
+    One thread requests a row. The hardware takes these requests one lane after another, so warps share them.
     """
     tl.inline_asm_elementwise(
         """
@@ -134,7 +97,7 @@ def _prefetch_rows(pointer, stride_bytes, count, num_bytes):
 
 @triton.jit
 def weight_tile(
-    weight_desc,
+    desc,
     weight_ptr,
     weight_stride,
     groups,
@@ -149,7 +112,7 @@ def weight_tile(
     """Load weights [n, k] at rows `first` + n and columns `start` + k, as numbers of KIND.
 
     Args:
-        weight_desc: descriptor of a matrix of such numbers, or None.
+        desc: descriptor of a matrix of numbers, or None for words and for unaligned rows.
         weight_ptr: the matrix, or the words of weights in groups.
         weight_stride: of its rows.
         groups: pointers of scales, zeros and offsets, their strides of outputs and groups, and `MAGIC`.
@@ -158,23 +121,19 @@ def weight_tile(
         rows_left: rows from `first` on.
         n: rows of the tile.
         k: columns of the tile.
-        SHAPE: columns of a row and of a tile; bits and inputs of a group, 0 for a matrix of numbers; True if words are
-            interleaved; True for integers of 8 bits.
+        SHAPE: `TileShape`; bits and inputs of a group are 0 for a matrix of numbers.
         KIND: type of the numbers.
     """
-    K: tl.constexpr = SHAPE[0]
-    BLOCK_K: tl.constexpr = SHAPE[1]
-    BITS: tl.constexpr = SHAPE[2]
-    if BITS > 0:
+    if SHAPE.BITS > 0:
         row = first + tl.minimum(n, rows_left - 1)
         tile = grouped_tile(weight_ptr, weight_stride, groups, row, start, SHAPE, KIND)
-    elif weight_desc is not None:
-        tile = weight_desc.load([first, start])
+    elif desc is not None:
+        tile = desc.load([first, start])
     else:
         pointers = weight_ptr + (first + n).to(tl.int64)[:, None] * weight_stride + (start + k)[None, :]
         mask = (n < rows_left)[:, None]
-        if K % BLOCK_K != 0:
-            mask = mask & (start + k < K)[None, :]
+        if SHAPE.K % SHAPE.BLOCK_K != 0:
+            mask = mask & (start + k < SHAPE.K)[None, :]
         tile = tl.load(pointers, mask, other=0.0)
     return tile
 
@@ -183,29 +142,24 @@ def weight_tile(
 def grouped_tile(words_ptr, word_stride, groups, row, start, SHAPE: tl.constexpr, KIND: tl.constexpr):
     """Load weights in groups at rows `row` and the columns of a tile from `start` on; see `weight_tile`."""
     scales_ptr, zeros_ptr, offsets_ptr, output_stride, group_stride, magic = groups
-    K: tl.constexpr = SHAPE[0]
-    BLOCK_K: tl.constexpr = SHAPE[1]
-    BITS: tl.constexpr = SHAPE[2]
-    GROUP: tl.constexpr = SHAPE[3]
-    INTERLEAVED: tl.constexpr = SHAPE[4]
-    INT8: tl.constexpr = SHAPE[5]
-    COUNT: tl.constexpr = 32 // BITS
-    word = start // COUNT + tl.arange(0, BLOCK_K // COUNT)[None, :]
+    COUNT: tl.constexpr = 32 // SHAPE.BITS
+    word = start // COUNT + tl.arange(0, SHAPE.BLOCK_K // COUNT)[None, :]
     row = row.to(tl.int64)[:, None]
-    if BITS == 4 or K % BLOCK_K == 0:
+    if SHAPE.BITS == 4 or SHAPE.K % SHAPE.BLOCK_K == 0:
         words = tl.load(words_ptr + row * word_stride + word)
     else:
-        words = tl.load(words_ptr + row * word_stride + word, word < (K + COUNT - 1) // COUNT, other=0)
-    at = row * output_stride + (start // GROUP).to(tl.int64) * group_stride
+        words = tl.load(words_ptr + row * word_stride + word, word < (SHAPE.K + COUNT - 1) // COUNT, other=0)
+    at = row * output_stride + (start // SHAPE.GROUP).to(tl.int64) * group_stride
     scale = tl.load(scales_ptr + at).to(KIND)
     BIAS_OF_INT4: tl.constexpr = BIAS_OF_BFLOAT16 if tl.bfloat16 == KIND else BIAS_OF_FLOAT16
-    BIAS: tl.constexpr = BIAS_OF_INT8 if INT8 else BIAS_OF_INT4
+    BIAS: tl.constexpr = BIAS_OF_INT8 if SHAPE.INT8 else BIAS_OF_INT4
+    MIDDLE: tl.constexpr = BIAS + 8 if SHAPE.BITS == 4 else None
     if zeros_ptr is not None:
         zero = (tl.load(zeros_ptr + at).to(tl.float32) + BIAS).to(KIND)
-        values = numbers(words, magic, zero, scale, BITS, INTERLEAVED, KIND, INT8)
+        values = numbers(words, magic, zero, scale, SHAPE.BITS, SHAPE.INTERLEAVED, KIND, SHAPE.INT8)
     else:
         # A constant: a variable would make the numbers float32.
-        values = numbers(words, magic, BIAS + 8 if BITS == 4 else None, scale, BITS, INTERLEAVED, KIND, INT8)
+        values = numbers(words, magic, MIDDLE, scale, SHAPE.BITS, SHAPE.INTERLEAVED, KIND, SHAPE.INT8)
     if offsets_ptr is not None:
         values += tl.load(offsets_ptr + at).to(KIND)
     return values
@@ -282,7 +236,7 @@ def _gemm_tiled_kernel(
         # Loaded early, used at the end.
         squares = read_squares(squares_ptr, tl.arange(0, ROWS), ROWS, SQUARE_TILES)
     groups = (scales_ptr, zeros_ptr, offsets_ptr, output_stride, group_stride, magic)
-    SHAPE: tl.constexpr = (K, BLOCK_K, BITS, GROUP, INTERLEAVED, INT8)
+    SHAPE: tl.constexpr = TileShape(K, BLOCK_K, BITS, GROUP, INTERLEAVED, INT8)
     x_ptrs = x_ptr + m.to(tl.int64)[:, None] * x_stride + k[None, :]
     sums = tl.zeros((BLOCK_N, ROWS), tl.float32)
     up_sums = tl.zeros((BLOCK_N, ROWS), tl.float32)
@@ -323,16 +277,10 @@ def _gemm_tiled_kernel(
     valid_n = n < rows_left
     out_ptrs = out_ptr + m.to(tl.int64)[None, :] * out_stride + (first + n)[:, None]
     mask = valid_n[:, None] & (m < M)[None, :]
-    bias = None
-    up_bias = None
-    if bias_ptr is not None:
-        bias = constant(bias_ptr + first, n, valid_n, 1)
-        if MODE >= 2:
-            up_bias = constant(bias_ptr + N + first, n, valid_n, 1)
-    residual = None
-    if MODE == 1:
-        residual = tl.load(out_ptrs, mask, other=0.0)
-    rounded = finished(sums, up_sums, bias, up_bias, residual, MODE).to(out_ptr.dtype.element_ty)
+    bias = constant(bias_ptr + first, n, valid_n, 1) if bias_ptr is not None else None
+    up_bias = constant(bias_ptr + N + first, n, valid_n, 1) if bias_ptr is not None and MODE >= 2 else None
+    residual = tl.load(out_ptrs, mask, other=0.0) if MODE == 1 else None
+    rounded = finished(sums, up_sums, None, bias, up_bias, residual, MODE).to(out_ptr.dtype.element_ty)
     tl.store(out_ptrs, rounded, mask)
     if norm_ptr is not None:
         squares_ptr = new_squares_ptr + first // BLOCK_N * ROWS

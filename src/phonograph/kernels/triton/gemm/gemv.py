@@ -1,11 +1,18 @@
-"""Matrix products of one row, which are all that a decode step of one sequence consists of.
+"""Matrix products of one row: all products of a decode step of one sequence.
 
-Such a product is as fast as memory, if memory never idles. It idles between kernels: the last programs drain while the
-next kernel waits for their results. Weights do not depend on results, so each program loads its first weights before it
-waits for the kernel before (programmatic dependent launch). The norm before a product, the gated activation and the
-residual add happen inside it, which leaves few kernels to drain between.
+Shapes: N outputs, K inputs; a program has BLOCK_N outputs and takes BLOCK_K inputs a step. Sums are float32.
 
-Shapes are those of `product`; sums are float32.
+Algorithm: GEMV with whole rows of weights, started early by programmatic dependent launch (CUDA programming guide).
+1. The product is bound by reading weights. Weights do not depend on results, so each program loads its first step
+   before it waits for its predecessor, and memory does not idle between kernels.
+2. Each thread multiplies eight columns of a weight row and of x, and sums them; one step is loaded ahead.
+3. The row's norm is a factor of the sums, W(xg) / rms, and each program sums the squares while it streams.
+4. Activation and residual are applied to the sums, so that a step has few kernels to start.
+
+                  K ->   step 0   step 1   step 2
+    program 0   N   |  [ 4 rows: loaded, multiplied, summed over K ]  -> 4 outputs
+    program 1   |   |  [ 4 rows                                     ]  -> 4 outputs
+    x [1, K]           read by every program, from the L2 cache
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false
@@ -16,10 +23,10 @@ import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
 from phonograph.kernels.triton.gemm.gemm_epilogue import finished
-from phonograph.kernels.triton.gemm.product import DeferredNorm, Product
+from phonograph.kernels.triton.gemm.launch_product import launch_product
+from phonograph.kernels.triton.gemm.product import Product
 from phonograph.kernels.triton.gemm.product_plan import LARGE, GemvConfig
 from phonograph.kernels.triton.launch.l1_carveout import prefer_l1
-from phonograph.kernels.triton.launch.pdl import pdl_options
 
 
 def launch(product: Product, config: GemvConfig) -> None:
@@ -28,29 +35,8 @@ def launch(product: Product, config: GemvConfig) -> None:
     The root mean square is a factor of the whole row, so it is applied to the sums: W(xg)/rms. Each program sums the
     squares for itself while it streams. `x` must not overlap `out`.
     """
-    x_1K, weight_NK, bias_N, out_1N, mode, norm, _ = product
-    num_rows, num_inputs = x_1K.shape
-    num_outputs = out_1N.shape[1]
-    assert num_rows == 1 and weight_NK.shape[1] == num_inputs and not isinstance(norm, DeferredNorm)
-    assert x_1K.stride(1) == weight_NK.stride(1) == out_1N.stride(1) == 1
-    norm_K, eps = (norm.weight_K, norm.eps) if norm is not None else (None, 0.0)
-    kernel = _large_gemv if weight_NK.numel() >= LARGE else _gemv_kernel
-    kernel[(triton.cdiv(num_outputs, config.block_n),)](
-        x_1K,
-        norm_K,
-        weight_NK,
-        bias_N,
-        out_1N,
-        eps,
-        weight_NK.stride(0),
-        N=num_outputs,
-        K=num_inputs,
-        BLOCK_N=config.block_n,
-        BLOCK_K=config.block_k,
-        MODE=mode,
-        **pdl_options(),
-        num_warps=config.num_warps,
-    )
+    assert len(product.rows) == 1
+    launch_product(_large_gemv if product.matrix.numel() >= LARGE else _gemv_kernel, product, config)
 
 
 @triton.jit
@@ -112,20 +98,13 @@ def _gemv_kernel(
 
     result = tl.sum(sums, 1)
     up_result = tl.sum(up_sums, 1)
-    if norm_ptr is not None:
-        scale = tl.rsqrt(tl.sum(squares, 0) / K + eps)
-        result *= scale
-        up_result *= scale
-    bias = None
-    up_bias = None
-    if bias_ptr is not None:
-        bias = tl.load(bias_ptr + n, valid_n, other=0.0).to(tl.float32)
-        if MODE >= 2:
-            up_bias = tl.load(bias_ptr + N + n, valid_n, other=0.0).to(tl.float32)
-    residual = None
-    if MODE == 1:
-        residual = tl.load(out_ptr + n, valid_n, other=0.0)
-    result = finished(result, up_result, bias, up_bias, residual, MODE)
+    factor = tl.rsqrt(tl.sum(squares, 0) / K + eps) if norm_ptr is not None else None
+    bias = tl.load(bias_ptr + n, valid_n, other=0.0).to(tl.float32) if bias_ptr is not None else None
+    up_bias = (
+        tl.load(bias_ptr + N + n, valid_n, other=0.0).to(tl.float32) if bias_ptr is not None and MODE >= 2 else None
+    )
+    residual = tl.load(out_ptr + n, valid_n, other=0.0) if MODE == 1 else None
+    result = finished(result, up_result, factor, bias, up_bias, residual, MODE)
     tl.store(out_ptr + n, result.to(out_ptr.dtype.element_ty), valid_n)
 
 

@@ -4,7 +4,7 @@ A word of eight weights of 4 bits becomes four pairs of the model's type by one 
 the bits of a weight are put into the mantissa of a constant, which makes the number bias + weight. A word of four
 weights in FP8 becomes two pairs: sign, exponent and mantissa are moved to their places in the model's type, which makes
 the weight times a power of two, by which it is multiplied. A word of four integers of 8 bits becomes two pairs of
-differences of such numbers, which are the integers less 128.
+differences of two numbers, which are the integers less 128.
 
 Shapes: r rows of eight outputs or of eight rows of the input; a unit has the columns of one product of the tensor
 cores.
@@ -104,7 +104,7 @@ def _pair(words, magic, at: tl.constexpr, KIND: tl.constexpr):
         bits = (words << (6 - 4 * at)) & 0x03C003C0 | magic
     else:
         bits = (words >> (4 * at - 6)) & 0x03C003C0 | magic
-    return _halves(bits, KIND)
+    return halves(bits, KIND)
 
 
 @triton.jit
@@ -114,9 +114,9 @@ def _fp8_pair(words, at: tl.constexpr, KIND: tl.constexpr):
     if tl.bfloat16 == KIND:
         # The exponent's bias is 127, of e4m3 7.
         moved = (bits & -0x7FFF8000) | ((bits >> 4) & 0x07F007F0)
-        return _halves(moved, KIND) * 2.0**120
+        return halves(moved, KIND) * 2.0**120
     moved = (bits & -0x7FFF8000) | ((bits >> 1) & 0x3F803F80)
-    return _halves(moved, KIND) * 2.0**8
+    return halves(moved, KIND) * 2.0**8
 
 
 @triton.jit
@@ -124,10 +124,10 @@ def _int8_pair(words, magic, at: tl.constexpr, KIND: tl.constexpr):
     """Return weights `at` and `at + 2` of each word in the type KIND, less 128, in a new last dimension."""
     if tl.bfloat16 == KIND:
         low, high = bfloat16_terms(words, magic, at)
-        values = _halves(low, KIND) - _halves(high, KIND)
+        values = halves(low, KIND) - halves(high, KIND)
     else:
-        # The bits of 1024 + weight, where magic has those of 16.
-        values = _halves((words >> (8 * at)) & 0x00FF00FF | (magic + 0x18001800), KIND) - 1152.0
+        # The bits of 1024 + weight, where magic has the bits of 16.
+        values = halves((words >> (8 * at)) & 0x00FF00FF | (magic + 0x18001800), KIND) - 1152.0
     return values
 
 
@@ -142,7 +142,7 @@ def bfloat16_terms(words, magic, at: tl.constexpr):
 
 
 @triton.jit
-def _halves(bits, KIND: tl.constexpr):
+def halves(bits, KIND: tl.constexpr):
     """Return the lower and the upper half of each word as numbers, in a new last dimension."""
     low = (bits & 0xFFFF).to(tl.uint16).to(KIND, bitcast=True)
     high = ((bits >> 16) & 0xFFFF).to(tl.uint16).to(KIND, bitcast=True)
@@ -203,7 +203,7 @@ def numbers(
         zero: zeros plus the bias [n, 1], in KIND, or one number for all; of integers only, None for 0.
         scale: scales [n, 1] in KIND.
         BITS: of a weight.
-        INTERLEAVED: the words are those of `kernels.torch.grouped.interleave`.
+        INTERLEAVED: the words are in the order of `kernels.torch.grouped.interleave`.
         KIND: type of the result.
         INT8: of `unpacked`.
     """
@@ -212,7 +212,7 @@ def numbers(
         values = in_order(values)
     values = tl.reshape(values, (words.shape[0], 32 // BITS * words.shape[1]))
     if zero is not None:
-        # Differences of such small integers are exact.
+        # Differences of small integers are exact.
         values -= zero
     return values * scale
 
@@ -222,7 +222,7 @@ def _left(values, BITS: tl.constexpr):
     """Return [8, units, r, 4, eights, 2, 2, 2], whose last dimensions are eight columns, as an operand [units, 8 r, k].
 
     The order of k is that in which the tensor cores want what each thread has: four numbers, which are two pairs, then
-    those of the next thread.
+    the numbers of the next thread.
     """
     UNITS: tl.constexpr = values.shape[1]
     R: tl.constexpr = values.shape[2]

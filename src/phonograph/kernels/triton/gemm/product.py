@@ -14,15 +14,25 @@ from typing import Any, NamedTuple
 
 import torch
 
+from phonograph.kernels.fp8_activations import numbers_and_scales
 from phonograph.kernels.torch.grouped import Grouped
+from phonograph.kernels.triton.gemm.product_plan import WeightFormat
 
-STORE, ADD, SILU, GELU = 0, 1, 2, 3
+STORE, ADD, SILU, GELU, CLAMPED_SWIGLU = 0, 1, 2, 3, 4
 MAX_SQUARE_TILES = 256
-"""Sums of squares of a row, all of which each program that takes the row reads."""
+"""Most sums of squares of a row; each program that takes the row reads all of them."""
 Parts = tuple[torch.Tensor, torch.Tensor]
 """Partial sums of programs that share a tile, float32, and how many have arrived, int32, zero between products."""
 Matrix = torch.Tensor | Grouped
 """Weights of a product: [outputs, inputs] in the type of the rows, or in groups."""
+
+
+def format_of(weight: Matrix, dtype: torch.dtype) -> WeightFormat:
+    """Return the format of a matrix that rows of `dtype` are multiplied with."""
+    name = str(dtype).removeprefix("torch.")
+    if not isinstance(weight, Grouped):
+        return WeightFormat(name)
+    return WeightFormat(name, weight.bits, weight.group, weight.is_fp8(), weight.interleaved)
 
 
 class Norm(NamedTuple):
@@ -54,8 +64,8 @@ class Product(NamedTuple):
     """x @ weight^T + bias, summed in float32.
 
     x: `Rows`; each kernel takes one of its types, and of `weight`, a `Matrix`
-    mode: STORE writes it to `out`, ADD adds it to `out`, SILU and GELU write activation(gate) * up; their
-        weights are [2N, K], gates first
+    mode: STORE writes it to `out`, ADD adds it to `out`, the others write activation(gate) * up; their weights are
+        [2N, K], gates first
     norm: `Norm` or `DeferredNorm` of the rows of `x` that the kernel computes, or ends; None for none
     next_norm: norm of the result that the kernel begins
     """
@@ -68,16 +78,23 @@ class Product(NamedTuple):
     norm: Any = None
     next_norm: NextNorm | None = None
 
+    @property
+    def rows(self) -> torch.Tensor:
+        """Rows, [M, K]; of FP8 the numbers without their scales."""
+        return numbers_and_scales(self.x)[0]
 
-def norm_arguments(product: Product) -> tuple[tuple[torch.Tensor | None, ...], float, int, int]:
-    """Return a kernel's arguments for deferred norms.
+    @property
+    def row_scales(self) -> torch.Tensor | None:
+        """Scales of FP8 rows, [M, 1]."""
+        return numbers_and_scales(self.x)[1]
 
-    They are pointers (squares of the input, weights, normed rows, squares of the result), eps, the stride of the normed
-    rows, and the tiles of the input's squares, 0 without them.
-    """
-    sums, eps = product.norm or (None, 0.0)
-    tiles, following = len(sums) if sums is not None else 0, product.next_norm
-    if following is None:
-        return (sums, None, None, None), eps, 0, tiles
-    normed_MN = following.normed_MN
-    return (sums, following.weight_N, normed_MN, following.squares.sums), eps, normed_MN.stride(0), tiles
+    @property
+    def grouped(self) -> Grouped | None:
+        """Weights, if they are in groups."""
+        return self.weight if isinstance(self.weight, Grouped) else None
+
+    @property
+    def matrix(self) -> torch.Tensor:
+        """Weights in memory: numbers, or words of 32 bits."""
+        weight = self.grouped
+        return weight.packed_OW.view(torch.int32) if weight is not None else self.weight

@@ -111,7 +111,7 @@ class GemmTiledConfig(NamedTuple):
 
 
 class GemmRingConfig(NamedTuple):
-    """Tiles of the ring on Hopper, like those of `GemmTiledConfig`.
+    """Tiles of the ring on Hopper; fields as in `GemmTiledConfig`.
 
     stages: steps of a program that have a place in its ring
     lag: steps that are still multiplied while a program requests the next ones, 0 or 1. With 1 the tensor cores never
@@ -234,7 +234,7 @@ class ProductPlan(NamedTuple):
             they are (`torch._scaled_mm`).
         fp8_rows: rows are FP8 with a scale each.
         defers_norms: norms before and after the product may be deferred (`product.DeferredNorm`).
-        gates_apart: a gated product is computed without its activation, which is a kernel of its own.
+        gates_apart: a gated product is computed without its activation, which another kernel applies.
     """
 
     kernel: KernelConfig | None

@@ -5,7 +5,7 @@ help. The helper imports the compiler once and forks a pool of children. They fi
 kernels and with the C modules that launch them, and the engine's process loads both from there. Where a child fails,
 the engine's process compiles the kernel itself, and so raises the child's error.
 
-The helper is a program of its own (`python -m phonograph.kernels.triton.launch.compile_helper`), because a process
+The helper is a separate program (`python -m phonograph.kernels.triton.launch.compile_helper`), because a process
 started by `multiprocessing` imports the user's script again. It ends when its standard input does. Requests and answers
 are pickles.
 """

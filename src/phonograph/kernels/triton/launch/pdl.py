@@ -56,6 +56,20 @@ def pdl_begin(PDL: tl.constexpr):
 
 
 @triton.jit
+def pdl_let_next_start(PDL: tl.constexpr):
+    """Let the next kernel start. `pdl_wait` follows, after what needs no predecessor."""
+    if PDL:
+        tl_cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def pdl_wait(PDL: tl.constexpr):
+    """Wait for the predecessor."""
+    if PDL:
+        tl_cuda.gdc_wait()
+
+
+@triton.jit
 def pdl_wait_if(condition):
     """Wait for the predecessor if `condition`, without a branch, which would cost registers before a loop."""
     tl.inline_asm_elementwise(

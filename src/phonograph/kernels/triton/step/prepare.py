@@ -31,7 +31,7 @@ _HEADER = 8
 _PREFIX_LEN = 3
 """Word of the header that `cascade.cut_prefix` reads."""
 _ALIGN = 4
-"""Words to which each field is aligned: 16 bytes, which the int64 draw keys need too."""
+"""Alignment of fields, in words: 16 bytes, which is enough for the int64 draw keys."""
 _READ_BY_KERNEL = (
     "slots", "context_lens", "query_starts", "token_starts", "append_starts", "append_at", "sample_slots",
     "block_sizes", "appends", "tokens",

@@ -1,22 +1,23 @@
-"""Matrix products of 9 to 256 rows on Hopper, nearly as fast as memory.
+"""Matrix products of 9 to 256 rows on Hopper, through a ring of tiles in shared memory.
 
-Rows and weights have 16 bits, or both are FP8, or rows have 16 bits and weights 4.
+Shapes: M rows in tiles of ROWS, N outputs in tiles of BLOCK_N, K inputs in steps of BLOCK_K; SPLITS programs a tile;
+the ring has STAGES places of a step. Rows and weights have 16 bits, or both are FP8, or weights have 4 bits.
 
-Up to 8 rows, a program holds its first weights in registers before it waits for its input (`gemm_small_m`). More rows
-would need as many loads there as the weights. Here the copy engine brings both to shared memory, into a ring of tiles
-that is as large as there is room for. A program requests the weights of the whole ring before it waits for its input,
-and the rows after that. Loads in flight need neither registers nor warps, so four warps do.
+Algorithm: TMA and `wgmma` with a ring of barriers, as in CUTLASS's kernels for Hopper, but without a producer warp.
+1. A program requests the weights of its whole ring before it waits for its input, and the rows after that. Loads in
+   flight need neither registers nor warps, so four warps do; `gemm_small_m` has no registers for more than 32 rows.
+2. Each step waits for its place, multiplies out^T = W x^T (weights are the long side), and requests the step that takes
+   the place next. With LAG 1 the request waits until the next products run, so that the tensor cores never wait.
+3. Each thread unpacks the 4-bit words of its part of the tile into registers, from which the tensor cores take weights;
+   other programs of the multiprocessor unpack meanwhile.
+4. Split inputs are added by the program that arrives last, in a fixed order.
 
-The weights are the long side of the tensor cores' tile (out^T = W x^T), the rows their short one. Narrow layers split
-their inputs over programs; the last one to arrive adds the parts in a fixed order.
-
-Interleaved weights of 4 bits (`Grouped`) come as words, which each thread makes the numbers of that it holds of the
-tile: the tensor cores take the weights from registers. Other programs of the multiprocessor unpack theirs meanwhile.
+    ring     | place 0 | place 1 | place 2 |      each: weights [BLOCK_N, BLOCK_K] (two if gated) and rows
+    step     |    0    |    1    |    2    |    requested before the wait (weights), after it (rows)
+             |    3    |    4    | ...          requested when the products of steps 0 and 1 have ended
 
 Triton's interpreter does not run Gluon: without a Hopper GPU tests compile the kernel, and run it on threads
 (`tests/support/gluon_on_threads.py`).
-
-Shapes are those of `product`.
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false
@@ -25,7 +26,6 @@ Shapes are those of `product`.
 from __future__ import annotations
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -36,12 +36,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from phonograph.kernels.fp8_activations import Fp8Rows
 from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.triton.gemm.grouped_operands import (
     BIAS_OF_BFLOAT16,
     BIAS_OF_FLOAT16,
-    MAGIC,
     in_order,
     unpacked,
 )
@@ -56,7 +54,8 @@ from phonograph.kernels.triton.gemm.hopper.gemm_ring_parts import (
     read_squares,
     rows_descriptor,
 )
-from phonograph.kernels.triton.gemm.product import Parts, Product, norm_arguments
+from phonograph.kernels.triton.gemm.launch_product import launch_product
+from phonograph.kernels.triton.gemm.product import SILU, Parts, Product
 from phonograph.kernels.triton.gemm.product_plan import GemmRingConfig
 from phonograph.kernels.triton.launch.gluon import (
     let_next_kernel_start,
@@ -64,7 +63,6 @@ from phonograph.kernels.triton.launch.gluon import (
     next_stage,
     wait_for_kernel_before,
 )
-from phonograph.kernels.triton.launch.pdl import pdl_options
 
 
 def launch(product: Product, config: GemmRingConfig, parts: Parts | None) -> None:
@@ -76,56 +74,30 @@ def launch(product: Product, config: GemmRingConfig, parts: Parts | None) -> Non
         config: the tiles.
         parts: scratch, needed if inputs are split.
     """
-    x, weight_NK, bias_N, out_MN, mode, _, _ = product
-    x_MK, row_scales_M1 = x if isinstance(x, Fp8Rows) else (x, None)
-    grouped = weight_NK if isinstance(weight_NK, Grouped) else None
-    num_rows, num_inputs = x_MK.shape
-    num_outputs = out_MN.shape[1]
-    rows, block_n, block_k, splits, stages, lag = config
-    assert splits == 1 or (parts is not None and mode < 2)
+    x_MK, weight, matrix = product.rows, product.grouped, product.matrix
+    rows, block_n, block_k, _, stages, lag = config
     assert stages > lag
-    partials, arrived = parts or (None, None)
-    norm_pointers, eps, normed_stride, square_tiles = norm_arguments(product)
     kind = _KINDS[x_MK.dtype]
-    rows_layout = gl.NVMMASharedLayout.get_default_for([rows, block_k], kind)
-    num_warps = 8 if block_n * (1 + (mode >= 2)) * rows > 8192 else 4
+    num_warps = 8 if block_n * (1 + (product.mode >= SILU)) * rows > 8192 else 4
     tile, weights_kind, group = [block_n, block_k], kind, 0
-    if row_scales_M1 is not None:
-        assert grouped is not None and grouped.has_output_scales() and kind == gl.float8e4nv
-        weight_NK = grouped.packed_OW
-    elif grouped is not None:
-        assert takes(grouped, config) and grouped.has_equal_strides()
+    if product.row_scales is not None:
+        assert weight is not None and weight.has_output_scales() and kind == gl.float8e4nv
+        matrix = weight.packed_OW
+    elif weight is not None:
+        assert takes(weight, config)
         # Each warp has 16 outputs of a tile, whose weights no other warp unpacks.
-        weight_NK, num_warps, group = grouped.packed_OW, block_n // 16, grouped.group
-        tile, weights_kind = [block_n, block_k // 8], gl.int32
+        num_warps, group, tile, weights_kind = block_n // 16, weight.group, [block_n, block_k // 8], gl.int32
+    rows_layout = gl.NVMMASharedLayout.get_default_for([rows, block_k], kind)
     weights_layout = gl.NVMMASharedLayout.get_default_for(tile, weights_kind)
-    _gemm_ring_kernel[(triton.cdiv(num_outputs, block_n) * triton.cdiv(num_rows, rows), splits)](
-        rows_descriptor(x_MK, [rows, block_k], rows_layout),
-        TensorDescriptor(weight_NK, list(weight_NK.shape), [weight_NK.stride(0), 1], tile, weights_layout),
-        *((grouped.scales_OG, grouped.zeros_OG) if grouped is not None else (None, None)),
-        row_scales_M1,
-        bias_N,
-        out_MN,
-        partials,
-        arrived,
-        *norm_pointers,
-        num_rows,
-        eps,
-        MAGIC[x_MK.dtype] if group else 0,
-        *(grouped.scales_OG.stride() if grouped is not None else (0, 0)),
-        out_MN.stride(0),
-        normed_stride,
-        N=num_outputs,
-        K=num_inputs,
-        ROWS=rows,
-        SPLITS=splits,
-        STAGES=stages,
-        SQUARE_TILES=square_tiles,
-        MODE=mode,
-        LAG=lag,
-        WARPS=num_warps,
+    launch_product(
+        _gemm_ring_kernel,
+        product,
+        config,
+        parts,
+        x_desc=rows_descriptor(x_MK, [rows, block_k], rows_layout),
+        weight_desc=TensorDescriptor(matrix, list(matrix.shape), [matrix.stride(0), 1], tile, weights_layout),
         GROUP=group,
-        **pdl_options(),
+        WARPS=num_warps,
         num_warps=num_warps,
     )
 
@@ -134,7 +106,7 @@ _KINDS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float8_e
 
 
 def takes(weight: Grouped, config: GemmRingConfig) -> bool:
-    """Return True if the kernel multiplies such weights with such tiles: 64 or 128 outputs, columns of one group.
+    """Return True if a tile has 64 or 128 outputs and lies in one group of interleaved words.
 
     With a lag, products would still read registers that the next step's weights are written to.
     """
@@ -164,7 +136,7 @@ def _numbers(words, scale, zero, magic, KIND: gl.constexpr, NUMBERS: gl.constexp
     """
     values = in_order(unpacked(words, magic, 4, KIND))
     values = gl.convert_layout(values.reshape((words.shape[0], 8 * words.shape[1])), NUMBERS, assert_trivial=True)
-    # Differences of such small integers are exact.
+    # Differences of small integers are exact.
     return (values - zero) * scale
 
 
@@ -183,7 +155,7 @@ def _groups_of(scales_ptr, zeros_ptr, n, output_stride, group_at, KIND: gl.const
 
 @gluon.jit
 def _wait_for_products(STEPS: gl.constexpr, sums, ups, PAIR: gl.constexpr):
-    """Until at most those of the last STEPS steps are under way."""
+    """Wait until the products of at most STEPS steps are in flight."""
     if PAIR == 2:
         sums, ups = warpgroup_mma_wait(2 * STEPS, deps=(sums, ups))
     else:
@@ -270,13 +242,9 @@ def _gemm_ring_kernel(
         if MODE >= 2:
             up_scale, up_zero = _groups_of(scales_ptr, zeros_ptr, group_n + N, output_stride, group_at, KIND)
     n = first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, OUT))
-    bias, up_bias, norm = None, None, None
-    if bias_ptr is not None:
-        bias = constant(bias_ptr, n, N)[:, None]
-        if MODE >= 2:
-            up_bias = constant(bias_ptr + N, n, N)[:, None]
-    if norm_ptr is not None:
-        norm = constant(norm_ptr, n, N)[:, None]
+    bias = constant(bias_ptr, n, N)[:, None] if bias_ptr is not None else None
+    up_bias = constant(bias_ptr + N, n, N)[:, None] if bias_ptr is not None and MODE >= 2 else None
+    norm = constant(norm_ptr, n, N)[:, None] if norm_ptr is not None else None
     if PDL:
         wait_for_kernel_before()
     for place in gl.static_range(STAGES):
@@ -284,10 +252,8 @@ def _gemm_ring_kernel(
     m = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(0, OUT))
     mask = (n < N)[:, None] & (m < M)[None, :]
     out_ptrs = out_ptr + m.to(gl.int64)[None, :] * out_stride + n[:, None]
-    residual = None
-    if MODE == 1:
-        # Loaded early, used at the end.
-        residual = gl.load(out_ptrs, mask=mask, other=0.0)
+    # Loaded early, used at the end.
+    residual = gl.load(out_ptrs, mask=mask, other=0.0) if MODE == 1 else None
     if SQUARE_TILES > 0:
         squares = read_squares(squares_ptr, SQUARE_TILES, ROWS, WARPS)
 
@@ -300,7 +266,7 @@ def _gemm_ring_kernel(
         if GROUP > 0:
             words = weights.index(PAIR * place).load(_words_layout(WARPS, WIDTH))
             left = _numbers(words, scale, zero, magic, KIND, NUMBERS)
-            # Of the next step, beyond the last one of its own.
+            # Of the next step; the last step repeats its groups.
             group_at = gl.minimum(step + 1, STEPS - 1) * BLOCK_K // GROUP * group_stride
             scale, zero = _groups_of(scales_ptr, zeros_ptr, group_n, output_stride, group_at, KIND)
         else:

@@ -1,6 +1,6 @@
 """Parts that kernels of products through a ring share: the rows' descriptor, requests to the copy engine, and the end.
 
-Shapes are those of `product`.
+Shapes: M rows, N outputs, K inputs (`product`); m rows and n outputs of a program.
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
@@ -8,6 +8,7 @@ Shapes are those of `product`.
 # pyright: reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false
 from __future__ import annotations
 
+from collections import namedtuple
 from typing import Any
 
 import torch
@@ -21,6 +22,9 @@ from phonograph.kernels.torch.grouped import Grouped
 
 UNIT = gl.constexpr(128)
 """Columns of a unit, the smallest group of interleaved words that the kernels of few rows take."""
+
+GroupSizes = namedtuple("GroupSizes", "N K PAIR BLOCK_N BLOCK_K SPLITS GROUP WARPS")
+"""Sizes that scales and zeros depend on, as constants: 2 in PAIR for gates and ups, columns of a group, warps."""
 
 
 def takes(weight: Grouped, units: int) -> bool:
@@ -91,7 +95,7 @@ def constant(pointer, n, N: gl.constexpr):
 
 @gluon.constexpr_function
 def _turns(steps, splits, block_k, group):
-    """Return the steps of a program if each has groups of its own, or the groups of a program, as a power of two."""
+    """Return a program's steps, or its groups if a group is longer than a step, rounded up to a power of two."""
     most = -(-steps // splits)
     if group > UNIT.value:
         most = most * block_k // group + 2
@@ -99,54 +103,37 @@ def _turns(steps, splits, block_k, group):
 
 
 @gluon.jit
-def keep(
-    pointer,
-    first,
-    first_group,
-    output_stride,
-    group_stride,
-    N: gl.constexpr,
-    K: gl.constexpr,
-    PAIR: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    SPLITS: gl.constexpr,
-    GROUP: gl.constexpr,
-    WARPS: gl.constexpr,
-):
+def keep(pointer, first, first_group, output_stride, group_stride, SIZES: gl.constexpr):
     """Copy scales or zeros of a program's outputs to shared memory, and return them, [turns, groups, outputs].
 
     Turns are the program's steps, or its groups if those are larger than steps, rounded up to a power of two.
 
     Args:
         pointer: of the first output and group.
-        first: first output of the program, of BLOCK_N; with PAIR == 2, the ups N behind them follow.
-        first_group: first group of the program. Behind the last one of K its values are repeated.
+        first: first output of the program; with PAIR == 2 the ups follow, N outputs further.
+        first_group: first group of the program. Groups after the last one of K repeat its values.
         output_stride: from one output to the next.
         group_stride: from one group to the next.
-        N: outputs.
-        K: inputs.
-        PAIR: see `first`.
-        BLOCK_N: see `first`.
-        BLOCK_K: columns of a step.
-        SPLITS: programs that share the inputs.
-        GROUP: columns of a group.
-        WARPS: of the program.
+        SIZES: `GroupSizes`.
     """
-    TURNS: gl.constexpr = _turns((K + BLOCK_K - 1) // BLOCK_K, SPLITS, BLOCK_K, GROUP)
-    GROUPS: gl.constexpr = TURNS * (BLOCK_K // UNIT if GROUP == UNIT else 1)
+    N: gl.constexpr = SIZES.N
+    BLOCK_N: gl.constexpr = SIZES.BLOCK_N
+    GROUP: gl.constexpr = SIZES.GROUP
+    BOTH_N: gl.constexpr = SIZES.PAIR * BLOCK_N
+    TURNS: gl.constexpr = _turns((SIZES.K + SIZES.BLOCK_K - 1) // SIZES.BLOCK_K, SIZES.SPLITS, SIZES.BLOCK_K, GROUP)
+    GROUPS: gl.constexpr = TURNS * (SIZES.BLOCK_K // UNIT if GROUP == UNIT else 1)
     # Eight outputs of a group a thread.
-    OF_GROUP: gl.constexpr = min(32, PAIR * BLOCK_N // 8)
-    READ: gl.constexpr = gl.BlockedLayout([1, 8], [32 // OF_GROUP, OF_GROUP], [WARPS, 1], [1, 0])
-    group = gl.minimum(first_group + gl.arange(0, GROUPS, layout=gl.SliceLayout(1, READ)), (K - 1) // GROUP)
-    at = gl.arange(0, PAIR * BLOCK_N, layout=gl.SliceLayout(0, READ))
+    OF_GROUP: gl.constexpr = min(32, BOTH_N // 8)
+    READ: gl.constexpr = gl.BlockedLayout([1, 8], [32 // OF_GROUP, OF_GROUP], [SIZES.WARPS, 1], [1, 0])
+    group = gl.minimum(first_group + gl.arange(0, GROUPS, layout=gl.SliceLayout(1, READ)), (SIZES.K - 1) // GROUP)
+    at = gl.arange(0, BOTH_N, layout=gl.SliceLayout(0, READ))
     output = gl.minimum(first + at % BLOCK_N, N - 1) + at // BLOCK_N * N
     values = gl.load(
         pointer + group.to(gl.int64)[:, None] * group_stride + output.to(gl.int64)[None, :] * output_stride
     )
     LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    kept = gl.allocate_shared_memory(values.dtype, [TURNS, GROUPS // TURNS, PAIR * BLOCK_N], LAYOUT)
-    kept._reinterpret(values.dtype, [GROUPS, PAIR * BLOCK_N], LAYOUT).store(values)
+    kept = gl.allocate_shared_memory(values.dtype, [TURNS, GROUPS // TURNS, BOTH_N], LAYOUT)
+    kept._reinterpret(values.dtype, [GROUPS, BOTH_N], LAYOUT).store(values)
     return kept
 
 
@@ -181,16 +168,7 @@ def add_parts(base, zeros, SIZE: gl.constexpr, SPLITS: gl.constexpr, arrived_ptr
 
 @gluon.jit
 def finished(result, up, bias, up_bias, residual, MODE: gl.constexpr):
-    """Return the results of a product from its sums, in float32.
-
-    Args:
-        result: sums, of gates if `up` has those of ups.
-        up: see `result`.
-        bias: constants of the outputs, float32, that broadcast to the sums, or None.
-        up_bias: the same for the ups.
-        residual: values that are added to the result (`ADD`).
-        MODE: of the product.
-    """
+    """Return the results of a product from its sums, in float32, as `gemm_epilogue.finished` does."""
     if bias is not None:
         result += bias
         if MODE >= 2:

@@ -1,19 +1,20 @@
 """Matrix products of up to 8 rows with weights of 4 bits on Hopper, through a ring in shared memory.
 
-`gemm_grouped_small_m` holds the weights under way in registers, and the compiler requests the next ones only behind
-the products of a step. Here the copy engine brings words and rows to a ring of tiles, as in `gemm_ring`, while the
-tensor cores work: large layers are faster. Small ones are not, as a program begins and ends later.
+Shapes: M rows, padded to ROWS; N outputs in tiles of BLOCK_N, K inputs in steps of UNITS units of 128 columns, SPLITS
+programs a tile.
 
-The words are interleaved (`Grouped`). A thread reads four words of an output and the rows' 32 columns that they
-multiply, which are operands of the tensor cores without an exchange between threads (`grouped_operands`). Weights are
-multiplied as bias + weight. A product with ones gives the sums of the rows' columns, times which the bias and a group's
-zero are taken off, and the group's scale multiplies the rest. A program keeps the scales and zeros of all its groups in
-shared memory from its start.
+Algorithm: the arithmetic of `gemm_grouped_small_m` (after Marlin, Frantar et al., 2024) on the ring of `gemm_ring`.
+1. In registers the compiler requests the next words only after a step's products. Here the copy engine brings words
+   and rows while the tensor cores work: large layers are faster; small ones are not, as programs begin and end later.
+2. Words are interleaved (`Grouped`): a thread reads four words of an output and the 32 columns that they multiply,
+   which are operands of the tensor cores (`mma.m16n8k16`) without an exchange between threads.
+3. Weights are multiplied as bias + weight; a product with ones gives the columns' sums, to subtract bias and zeros.
+   Scales and zeros of all groups of a program are in shared memory from its start.
+4. Outputs and columns of a step are dealt to WARPS_N x WARPS_K warps. Split inputs are added by the last program.
 
-The outputs and the columns of a step are dealt to the warps of a program, whose sums are added at the end. Long inputs
-are split over programs; the last one to arrive adds the parts in a fixed order.
-
-Shapes are those of `product`. A unit has 128 columns, the k of a product of the tensor cores' tiles.
+    K ->              unit 0    unit 1    unit 2    unit 3   | next step
+    outputs  0 to 15  [ k 0 ]   [ k 1 ]   [ k 0 ]   [ k 1 ]  |   WARPS_K 2: units in turns
+    outputs 16 to 31  [ the same warps, or WARPS_N 2: two others ]
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false
@@ -22,16 +23,16 @@ Shapes are those of `product`. A unit has 128 columns, the k of a product of the
 from __future__ import annotations
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from phonograph.kernels.triton.gemm.grouped_operands import BIAS_OF_BFLOAT16, BIAS_OF_FLOAT16, MAGIC, unpacked
+from phonograph.kernels.triton.gemm.grouped_operands import BIAS_OF_BFLOAT16, BIAS_OF_FLOAT16, unpacked
 from phonograph.kernels.triton.gemm.hopper.gemm_ring_parts import (
     UNIT,
+    GroupSizes,
     add_parts,
     ask_for_rows,
     ask_for_weights,
@@ -42,6 +43,7 @@ from phonograph.kernels.triton.gemm.hopper.gemm_ring_parts import (
     rows_descriptor,
     takes,
 )
+from phonograph.kernels.triton.gemm.launch_product import launch_product
 from phonograph.kernels.triton.gemm.product import Parts, Product
 from phonograph.kernels.triton.gemm.product_plan import GemmRingSmallMConfig
 from phonograph.kernels.triton.launch.gluon import (
@@ -51,7 +53,6 @@ from phonograph.kernels.triton.launch.gluon import (
     powers,
     wait_for_kernel_before,
 )
-from phonograph.kernels.triton.launch.pdl import pdl_options
 
 _KINDS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
@@ -64,42 +65,21 @@ def launch(product: Product, config: GemmRingSmallMConfig, parts: Parts | None) 
         config: the tiles.
         parts: scratch, needed if inputs are split.
     """
-    x_MK, weight, bias_N, out_MN, mode, norm, next_norm = product
-    num_rows, num_inputs = x_MK.shape
-    num_outputs = out_MN.shape[1]
-    rows, block_n, units, splits, stages, warps_n, warps_k = config
-    assert num_rows <= rows and (splits == 1 or (parts is not None and mode < 2))
-    assert takes(weight, units) and weight.has_equal_strides()
+    x_MK, words_OW = product.rows, product.matrix
+    rows, block_n, units, _, _, warps_n, warps_k = config
+    assert len(x_MK) <= rows and takes(product.weight, units)
     assert units % warps_k == 0 and block_n % (16 * warps_n) == 0
-    assert norm is None and next_norm is None
-    partials, arrived = parts or (None, None)
-    words_OW = weight.packed_OW
     words_tile, rows_tile = [block_n, 16 * units], [rows, UNIT.value * units]
     words_layout = gl.NVMMASharedLayout.get_default_for(words_tile, gl.int32)
     rows_layout = gl.NVMMASharedLayout.get_default_for(rows_tile, _KINDS[x_MK.dtype])
-    _gemm_ring_small_m_kernel[(triton.cdiv(num_outputs, block_n), splits)](
-        rows_descriptor(x_MK, rows_tile, rows_layout),
-        TensorDescriptor(words_OW, list(words_OW.shape), [words_OW.stride(0), 1], words_tile, words_layout),
-        weight.scales_OG,
-        weight.zeros_OG,
-        bias_N,
-        out_MN,
-        partials,
-        arrived,
-        num_rows,
-        MAGIC[x_MK.dtype],
-        *weight.scales_OG.stride(),
-        out_MN.stride(0),
-        N=num_outputs,
-        K=num_inputs,
-        ROWS=rows,
-        SPLITS=splits,
-        STAGES=stages,
-        MODE=mode,
-        WARPS_N=warps_n,
-        WARPS_K=warps_k,
-        GROUP=weight.group,
-        **pdl_options(),
+    words_strides = [words_OW.stride(0), 1]
+    launch_product(
+        _gemm_ring_small_m_kernel,
+        product,
+        config,
+        parts,
+        x_desc=rows_descriptor(x_MK, rows_tile, rows_layout),
+        words_desc=TensorDescriptor(words_OW, list(words_OW.shape), words_strides, words_tile, words_layout),
         num_warps=warps_n * warps_k,
     )
 
@@ -237,16 +217,12 @@ def _gemm_ring_small_m_kernel(
         ask_for_weights(ring, place, words_desc, full, BYTES, first, begin + place, end, N, PAIR)
     first_group = begin * BLOCK_K // GROUP
     at = first, first_group, output_stride, group_stride
-    scales = keep(scales_ptr, *at, N, K, PAIR, BLOCK_N, BLOCK_K, SPLITS, GROUP, WARPS)
-    zeros = None
-    if zeros_ptr is not None:
-        zeros = keep(zeros_ptr, *at, N, K, PAIR, BLOCK_N, BLOCK_K, SPLITS, GROUP, WARPS)
+    SIZES: gl.constexpr = GroupSizes(N, K, PAIR, BLOCK_N, BLOCK_K, SPLITS, GROUP, WARPS)
+    scales = keep(scales_ptr, *at, SIZES)
+    zeros = keep(zeros_ptr, *at, SIZES) if zeros_ptr is not None else None
     n = first + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, OUT))
-    bias, up_bias = None, None
-    if bias_ptr is not None:
-        bias = constant(bias_ptr, n, N)[:, None]
-        if MODE >= 2:
-            up_bias = constant(bias_ptr + N, n, N)[:, None]
+    bias = constant(bias_ptr, n, N)[:, None] if bias_ptr is not None else None
+    up_bias = constant(bias_ptr + N, n, N)[:, None] if bias_ptr is not None and MODE >= 2 else None
     if PDL:
         wait_for_kernel_before()
     for place in gl.static_range(STAGES):
@@ -254,10 +230,8 @@ def _gemm_ring_small_m_kernel(
     m = gl.arange(0, ROWS, layout=gl.SliceLayout(0, OUT))
     mask = (n < N)[:, None] & (m < M)[None, :]
     out_ptrs = out_ptr + m.to(gl.int64)[None, :] * out_stride + n[:, None]
-    residual = None
-    if MODE == 1:
-        # Loaded early, used at the end.
-        residual = gl.load(out_ptrs, mask=mask, other=0.0)
+    # Loaded early, used at the end.
+    residual = gl.load(out_ptrs, mask=mask, other=0.0) if MODE == 1 else None
 
     sums = gl.zeros([UNITS, BLOCK_N, ROWS], gl.float32, LAYOUT)
     ups = gl.zeros([UNITS, BLOCK_N, ROWS], gl.float32, LAYOUT)

@@ -1,18 +1,23 @@
 """Products of one row with weights of 4 bits on Hopper, by the tensor cores' products of integers.
 
-With one row, `gemm_ring_small_m` waits for its instructions more than for memory: seven of them make numbers in 16 bits
-of the eight weights of a word, which is one product of the tensor cores. Here the weights become bytes, by three
-instructions, and a product takes two words. The row becomes integers of 16 bits, which are two bytes each
-(`integer_operands`). Each program makes those of its columns itself, when the kernel before has ended.
+Shapes: N outputs in tiles of BLOCK_N, K inputs in steps of UNITS units of 128 columns, SPLITS programs a tile; BOTH_N
+outputs of a program, gates and then ups.
 
-Words come through a ring in shared memory, as in `gemm_ring_small_m`: gates and ups by one request. The outputs and the
-columns of a step are dealt to the warps of a program, whose sums are added at the end. Long inputs are split over
-programs; the last one to arrive adds the parts in a fixed order.
+Algorithm: products of integers with a scale for each vector, after LLM.int8() (Dettmers et al., 2022), here with two
+bytes for each number of the row, on the ring of `gemm_ring`.
+1. With one row, `gemm_ring_small_m` waits for its instructions more than for memory: seven for the eight weights of a
+   word, one product of the tensor cores. Here weights become bytes by three, and a product takes two words.
+2. The row becomes integers of 16 bits, which are two bytes each (`integer_operands`). Each program makes the integers
+   of its columns itself, when its predecessor has ended.
+3. Words come through a ring in shared memory, gates and ups by one request.
+4. Outputs and columns are dealt to WARPS_N x WARPS_K warps. Split inputs are added by the program that arrives last.
 
-More rows would each take as many bytes of shared memory again, which programs of the next kernel then do not find. With
-two, the kernel is slower than `gemm_ring_small_m`.
+    K ->       unit 0: scale, 128 integers    unit 1 ...
+    x          [ high bytes | low bytes ]     two columns of the right operand
+    W [N, K]   [ 16 (weight - 8), bytes ]     high * 256 + low, exact, times both scales, summed in float32
 
-Shapes are those of `product`. A unit has 128 columns.
+More rows would each take as much shared memory again, which programs of the next kernel would not find. With two, the
+kernel is slower than `gemm_ring_small_m`.
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false
@@ -29,6 +34,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from phonograph.kernels.triton.gemm.hopper.gemm_ring_parts import (
     UNIT,
+    GroupSizes,
     add_parts,
     constant,
     finished,
@@ -37,7 +43,7 @@ from phonograph.kernels.triton.gemm.hopper.gemm_ring_parts import (
     takes,
 )
 from phonograph.kernels.triton.gemm.hopper.integer_operands import (
-    BESIDE,
+    PIECES,
     left,
     multiply,
     put_row,
@@ -45,6 +51,7 @@ from phonograph.kernels.triton.gemm.hopper.integer_operands import (
     sums_layout,
     words_layout,
 )
+from phonograph.kernels.triton.gemm.launch_product import launch_product
 from phonograph.kernels.triton.gemm.product import SILU, Parts, Product
 from phonograph.kernels.triton.gemm.product_plan import GemvIntegerConfig
 from phonograph.kernels.triton.launch.gluon import (
@@ -53,7 +60,6 @@ from phonograph.kernels.triton.launch.gluon import (
     next_stage,
     wait_for_kernel_before,
 )
-from phonograph.kernels.triton.launch.pdl import pdl_options
 
 
 def launch(product: Product, config: GemvIntegerConfig, parts: Parts | None) -> None:
@@ -64,39 +70,20 @@ def launch(product: Product, config: GemvIntegerConfig, parts: Parts | None) -> 
         config: the tiles.
         parts: scratch, needed if inputs are split.
     """
-    x_MK, weight, bias_N, out_MN, mode, norm, next_norm = product
-    num_inputs, num_outputs = x_MK.shape[1], out_MN.shape[1]
-    block_n, units, splits, stages, warps_n, warps_k = config
-    assert len(x_MK) == 1 and x_MK.dtype == out_MN.dtype and (splits == 1 or (parts is not None and mode < SILU))
-    assert takes(weight, units) and weight.has_equal_strides()
+    x_1K, out_1N, words_OW = product.rows, product.out_MN, product.matrix
+    block_n, units, _, _, warps_n, warps_k = config
+    assert len(x_1K) == 1 and x_1K.dtype == out_1N.dtype and takes(product.weight, units)
     assert units % warps_k == 0 and block_n % (16 * warps_n) == 0
-    assert norm is None and next_norm is None
-    partials, arrived = parts or (None, None)
-    words_OW, pair = weight.packed_OW, 1 + (mode >= SILU)
-    stride, tile = words_OW.stride(0), [pair, block_n, 16 * units]
+    pair, num_outputs, stride = 1 + (product.mode >= SILU), out_1N.shape[1], words_OW.stride(0)
+    tile, shape = [pair, block_n, 16 * units], [pair, num_outputs, words_OW.shape[1]]
     layout = gl.NVMMASharedLayout.get_default_for(tile, gl.int32)
-    shape, strides = [pair, num_outputs, words_OW.shape[1]], [num_outputs * stride, stride, 1]
-    _gemv_integer_kernel[(triton.cdiv(num_outputs, block_n), splits)](
-        # Pairs of columns.
-        x_MK.view(torch.int32),
-        TensorDescriptor(words_OW, shape, strides, tile, layout),
-        weight.scales_OG,
-        weight.zeros_OG,
-        bias_N,
-        out_MN,
-        partials,
-        arrived,
-        *weight.scales_OG.stride(),
-        N=num_outputs,
-        K=num_inputs,
-        SPLITS=splits,
-        STAGES=stages,
-        MODE=mode,
-        UNITS=units,
-        WARPS_N=warps_n,
-        WARPS_K=warps_k,
-        GROUP=weight.group,
-        **pdl_options(),
+    launch_product(
+        _gemv_integer_kernel,
+        product,
+        config,
+        parts,
+        x_ptr=x_1K.view(torch.int32),  # pairs of columns
+        words_desc=TensorDescriptor(words_OW, shape, [num_outputs * stride, stride, 1], tile, layout),
         num_warps=warps_n * warps_k,
     )
 
@@ -149,7 +136,7 @@ def _gemv_integer_kernel(
         let_next_kernel_start()
     PAIR: gl.constexpr = words_desc.block_type.shape[0]
     BLOCK_N: gl.constexpr = words_desc.block_type.shape[1]
-    # Outputs of a program: gates, and ups behind them.
+    # Outputs of a program: gates, and then ups.
     BOTH_N: gl.constexpr = PAIR * BLOCK_N
     BLOCK_K: gl.constexpr = UNITS * UNIT
     STEPS: gl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
@@ -180,33 +167,27 @@ def _gemv_integer_kernel(
         _ask_for_words(ring, place, words_desc, full, first, begin + place, end)
     first_group = begin * BLOCK_K // GROUP
     at = first, first_group, output_stride, group_stride
-    scales = keep(scales_ptr, *at, N, K, PAIR, BLOCK_N, BLOCK_K, SPLITS, GROUP, WARPS)
-    zeros = None
-    if zeros_ptr is not None:
-        zeros = keep(zeros_ptr, *at, N, K, PAIR, BLOCK_N, BLOCK_K, SPLITS, GROUP, WARPS)
+    SIZES: gl.constexpr = GroupSizes(N, K, PAIR, BLOCK_N, BLOCK_K, SPLITS, GROUP, WARPS)
+    scales = keep(scales_ptr, *at, SIZES)
+    zeros = keep(zeros_ptr, *at, SIZES) if zeros_ptr is not None else None
     n = first + gl.arange(0, BLOCK_N, layout=OUT)
     mask = n < N
-    bias, up_bias = None, None
-    if bias_ptr is not None:
-        bias = constant(bias_ptr, n, N)
-        if MODE >= 2:
-            up_bias = constant(bias_ptr + N, n, N)
-    # Steps of a program, as a power of two; two steps' pieces of the row lie behind one another.
+    bias = constant(bias_ptr, n, N) if bias_ptr is not None else None
+    up_bias = constant(bias_ptr + N, n, N) if bias_ptr is not None and MODE >= 2 else None
+    # Steps of a program, as a power of two; the pieces of two steps lie one after another.
     ROW_TURNS: gl.constexpr = max(2, triton.next_power_of_2((STEPS + SPLITS - 1) // SPLITS))
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     PIECE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    # What is read behind the last piece must be memory of the program.
-    pieces = gl.allocate_shared_memory(gl.int8, [2 * ROW_TURNS * UNITS + BESIDE, 2, 64], PIECE)
+    # Reads after the last piece must hit memory of the program.
+    pieces = gl.allocate_shared_memory(gl.int8, [2 * ROW_TURNS * UNITS + PIECES, 2, 64], PIECE)
     row_scales = gl.allocate_shared_memory(gl.float32, [ROW_TURNS, UNITS], FLAT)
     row_sums = None
     if zeros_ptr is not None:
         row_sums = gl.allocate_shared_memory(gl.float32, [ROW_TURNS, UNITS], FLAT)
     if PDL:
         wait_for_kernel_before()
-    residual = None
-    if MODE == 1:
-        # Loaded early, used at the end.
-        residual = gl.load(out_ptr + n, mask=mask, other=0.0)
+    # Loaded early, used at the end.
+    residual = gl.load(out_ptr + n, mask=mask, other=0.0) if MODE == 1 else None
     pairs_end = gl.minimum(end * BLOCK_K, K) // 2
     put_row(pieces, row_scales, row_sums, x_ptr, begin * (BLOCK_K // 2), pairs_end, WARPS, KIND)
 

@@ -9,8 +9,8 @@ rounds each number by 2**-9 of itself. The sums of products are exact.
 
 The row's bytes lie in shared memory in pieces: 64 bytes of high ones, then 64 of low ones, for half of the words of a
 unit of 128 columns. A thread reads 16 bytes at a time, which belong to two of its four words. The tensor cores take
-eight columns where a row has two, so that the threads of the others read pieces behind. Their sums are not used. The
-pieces of four halves of units, of two steps, lie behind one another for this, then those of the next unit.
+eight columns where a row has two, so that the threads of the others read the pieces that follow, and their sums are not
+used. For this the pieces of four halves of a unit, of two steps, lie one after another, then the next unit's.
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportAssignmentType=false
@@ -25,8 +25,8 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from phonograph.kernels.triton.gemm.hopper.gemm_ring_parts import UNIT
 from phonograph.kernels.triton.launch.gluon import powers
 
-BESIDE = gl.constexpr(4)
-"""Pieces of a unit that lie behind one another."""
+PIECES = gl.constexpr(4)
+"""Consecutive pieces of a unit."""
 _LARGEST = gl.constexpr(32512.0)
 """Largest integer of a row, 127 * 256: its high byte is still one when the low one is rounded up to the next."""
 _MAGIC = gl.constexpr(12582912.0)
@@ -173,7 +173,7 @@ def put_row(pieces, scales, sums, x_ptr, column, end, WARPS: gl.constexpr, KIND:
         sums: 16 times their sums of integers, like `scales`; None if no weights have zeros.
         x_ptr: the row, in pairs of columns.
         column: first pair.
-        end: pair behind the last.
+        end: pair after the last.
         WARPS: of the program.
         KIND: type of the row.
     """
@@ -205,7 +205,7 @@ def put_row(pieces, scales, sums, x_ptr, column, end, WARPS: gl.constexpr, KIND:
 def _columns(pieces, half, UNITS: gl.constexpr, WARPS_N: gl.constexpr, WARPS_K: gl.constexpr):
     """Return the bytes for half of each unit's words, [units, 8, 64]; `half` counts two for each step."""
     LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    piece = pieces.index(half // BESIDE * (UNITS * BESIDE) + half % BESIDE)
+    piece = pieces.index(half // PIECES * (UNITS * PIECES) + half % PIECES)
     return piece._reinterpret(gl.int8, [UNITS, 8, 64], LAYOUT).load(_pieces_layout(WARPS_N, WARPS_K, UNITS))
 
 

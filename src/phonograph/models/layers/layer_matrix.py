@@ -1,4 +1,4 @@
-"""Matrices of a decoder layer as plain values: projections of a checkpoint with the same input, fused into one."""
+"""Matrix of a layer as a plain value: its projections, and their names and shapes in a checkpoint."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from phonograph.kernels.triton.gemm.product_plan import ProductShape, WeightFormat
 from phonograph.models.quantization.scheme import Scheme
+from phonograph.models.weights.expert_tensors import ExpertTensors
 
 
 class MatrixPart(NamedTuple):
@@ -37,9 +38,9 @@ class LayerMatrix:
         gated: the product is activation(first half) * second half.
         num_experts: experts that have a matrix of these parts each, one after another; None for a matrix of its own.
             Their names have the number of the expert between `module` and the part.
+        fused: layout of a checkpoint's tensors that have the single part of all experts, and no number in their names;
+            None if each expert has its tensors.
         quantizable: False for weights that are in the model's type in every file.
-        stacked: a checkpoint has the matrices of all experts in one tensor [experts, outputs, inputs], whose name is
-            that of the part.
     """
 
     name: str
@@ -49,8 +50,8 @@ class LayerMatrix:
     bias: bool = False
     gated: bool = False
     num_experts: int | None = None
+    fused: ExpertTensors | None = None
     quantizable: bool = True
-    stacked: bool = False
 
     @property
     def num_outputs(self) -> int:
@@ -94,7 +95,7 @@ class LayerMatrix:
 
     def path(self, part: str, expert: int = 0) -> str:
         """Return the name of a part in its layer."""
-        name = part if self.num_experts is None or self.stacked else f"{expert}.{part}"
+        name = part if self.num_experts is None or self.fused is not None else f"{expert}.{part}"
         return f"{self.module}.{name}" if self.module else name
 
     @property
@@ -104,15 +105,27 @@ class LayerMatrix:
         return tuple(names) if self.quantizable else ()
 
     def projections(self) -> Iterator[tuple[str, MatrixPart]]:
-        """Yield the name in the layer and the part of each projection, in the order of the matrix."""
-        for expert in range(1 if self.stacked else self.num_experts or 1):
+        """Yield the name in the layer and the part of each projection, in the order of the matrix.
+
+        A fused part is that of all experts together.
+        """
+        if self.fused is not None:
+            (part,) = self.parts
+            yield self.path(part.name), part._replace(num_outputs=self.num_outputs)
+            return
+        for expert in range(self.num_experts or 1):
             for part in self.parts:
                 yield self.path(part.name, expert), part
 
+    def tensor_name(self, projection: str, kind: str) -> str:
+        """Return the name of a tensor of a projection, such as its "weight" or its "bias"."""
+        return f"{projection}.{kind}" if self.fused is None else self.fused.name(projection, kind)
+
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yield the name in the layer and the shape of each tensor of weights that have no format."""
+        """Yield the name in the layer and the shape in a checkpoint of weights without a format, and of biases."""
         for name, part in self.projections():
-            if part.scheme is None and self.stacked:
-                yield name, (self.num_experts or 1, part.num_outputs, self.num_inputs)
-            elif part.scheme is None:
-                yield f"{name}.weight", (part.num_outputs, self.num_inputs)
+            rows = {} if part.scheme is not None else {"weight": (part.num_outputs, self.num_inputs)}
+            if self.bias:
+                rows["bias"] = (part.num_outputs,)
+            for kind, shape in rows.items():
+                yield self.tensor_name(name, kind), shape if self.fused is None else self.fused.shape(kind, shape)

@@ -1,0 +1,102 @@
+"""Tensors of GGUF files for the router, the experts and the shared expert of a layer.
+
+A file has one tensor of all experts for gates, one for ups and one for outputs, whatever the names in transformers'
+checkpoints are. Each is a piece of a matrix of the model: some rows of each expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from phonograph.models.layer_spec import LayerMatrix, LayerSpec
+from phonograph.models.layers.expert_spec import LayerExperts
+from phonograph.models.quantization.gguf_blocks import FLOATS, GgufBlocks, fused_schemes
+
+
+class ExpertPiece(NamedTuple):
+    """Rows of a matrix that one tensor of a file has.
+
+    Attributes:
+        layer: index of the layer.
+        place: place of the matrix in `LayerExperts.matrices`.
+        matrix: the matrix.
+        first: first row, in each expert.
+        outputs: rows, of each expert.
+    """
+
+    layer: int
+    place: int
+    matrix: LayerMatrix
+    first: int
+    outputs: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the tensor."""
+        experts = () if self.matrix.num_experts is None else (self.matrix.num_experts,)
+        return *experts, self.outputs, self.matrix.num_inputs
+
+    @property
+    def module(self) -> str:
+        """Name of the matrix's first projection in a checkpoint of transformers."""
+        return f"model.layers.{self.layer}.{next(self.matrix.projections())[0]}"
+
+
+def expert_pieces(layers: Sequence[LayerSpec]) -> dict[str, ExpertPiece]:
+    """Return the pieces by the names of their tensors, in the order of the matrices' rows."""
+    return {
+        f"blk.{index}.{name}.weight": ExpertPiece(index, place, experts.matrices[place], first, outputs)
+        for index, layer in enumerate(layers)
+        if isinstance(experts := layer.feed_forward, LayerExperts)
+        for place, name, first, outputs in _pieces_of(experts)
+    }
+
+
+def expert_modules(layers: Sequence[LayerSpec]) -> set[str]:
+    """Return the names of the pieces' projections in checkpoints of transformers."""
+    return {
+        f"model.layers.{index}.{name}"
+        for index, layer in enumerate(layers)
+        if isinstance(layer.feed_forward, LayerExperts)
+        for matrix in layer.feed_forward.matrices
+        for name, _ in matrix.projections()
+    }
+
+
+def expert_schemes(kinds: Mapping[str, str], layers: Sequence[LayerSpec]) -> dict[str, GgufBlocks]:
+    """Return the weight format of each projection of a matrix whose pieces are all in blocks.
+
+    Args:
+        kinds: types of the file's tensors by their names.
+        layers: layers of the model.
+    """
+    matrices: dict[tuple[int, int], list[str]] = {}
+    pieces = expert_pieces(layers)
+    for name, piece in pieces.items():
+        matrices.setdefault((piece.layer, piece.place), []).append(name)
+    schemes: dict[str, GgufBlocks] = {}
+    for (layer, _), names in matrices.items():
+        matrix = pieces[names[0]].matrix
+        own_kinds = [kinds[name] for name in names if name in kinds]
+        # Loading reports missing pieces.
+        if not matrix.quantizable or len(own_kinds) < len(names) or not FLOATS.keys().isdisjoint(own_kinds):
+            continue
+        by_kind = fused_schemes(own_kinds)
+        for index, (name, _) in enumerate(matrix.projections()):
+            schemes[f"model.layers.{layer}.{name}"] = by_kind[own_kinds[index % len(matrix.parts)]]
+    return schemes
+
+
+def _pieces_of(experts: LayerExperts) -> Iterator[tuple[int, str, int, int]]:
+    """Yield the place of the matrix, the name of the tensor, and the first and the number of its rows."""
+    num_experts = experts.routing.num_experts
+    yield 0, "ffn_gate_inp", 0, num_experts
+    if experts.shared_gate:
+        yield 0, "ffn_gate_inp_shexp", num_experts, 1
+    for place, end in ((1, "exps"), (3, "shexp")):
+        if place < len(experts.matrices):
+            half = experts.matrices[place].expert_outputs // 2
+            yield place, f"ffn_gate_{end}", 0, half
+            yield place, f"ffn_up_{end}", half, half
+            yield place + 1, f"ffn_down_{end}", 0, experts.matrices[place + 1].expert_outputs

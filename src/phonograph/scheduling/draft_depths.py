@@ -1,0 +1,47 @@
+"""Number of draft tokens of each request in a step: the wish of a proposer, and the limits of the scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Protocol
+
+from phonograph.core.limits import Limits
+from phonograph.core.request import Request
+
+
+class DraftDepths(Protocol):
+    """Chooses how many draft tokens each decode verifies in the next step.
+
+    A decode with d drafts has 1 + d tokens in the step, which accepts 1 to 1 + d of them.
+
+    Attributes:
+        most: largest depth.
+    """
+
+    most: int
+
+    def choose(self, decodes: Collection[Request]) -> Sequence[int]:
+        """Return the depth of each decode, 0 to `most`."""
+        ...
+
+
+def granted_depths(depths: Sequence[int], decodes: Collection[Request], limits: Limits) -> list[int]:
+    """Return the depths that a step can have.
+
+    - The budget has a token for each sequence, decode or not. Drafts share what is left.
+    - Tokens at and after the last position of a request are of no use, even if all steps in flight accept only one.
+    - The tokens between both bounds of a request are at most a chunk, so that a sliding group has blocks for them.
+
+    Args:
+        depths: depth of each decode as chosen.
+        decodes: running requests past their prompts, in the order of the step.
+        limits: what runs at once.
+    """
+    room = limits.max_num_batched_tokens - limits.max_num_seqs
+    granted: list[int] = []
+    for depth, request in zip(depths, decodes, strict=True):
+        useful = request.max_len - 2 - request.min_computed
+        between = request.max_computed - request.min_computed
+        granted.append(max(0, min(depth, room, useful, limits.max_num_batched_tokens - 1 - between)))
+        room -= granted[-1]
+    return granted

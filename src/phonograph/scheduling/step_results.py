@@ -1,0 +1,64 @@
+"""Results of a step that change requests without ending them."""
+
+from __future__ import annotations
+
+from phonograph.core.batch import ScheduledBatch, StepOutput
+from phonograph.core.request import Request, RequestState
+
+
+def correct_bounds(batch: ScheduledBatch, requests: list[Request], output: StepOutput) -> list[Request]:
+    """Correct the bounds of decodes whose step with drafts is known.
+
+    Args:
+        batch: the step.
+        requests: its requests, in batch order.
+        output: its result.
+
+    Returns:
+        The requests that end with the steps in flight, whatever these accept.
+    """
+    ending: list[Request] = []
+    decodes = zip(requests[: batch.num_decodes], batch.query_lens, output.token_ids, strict=False)
+    for request, query_len, run in decodes:
+        if request.state is not RequestState.RUNNING:
+            continue
+        assert 1 <= len(run) <= query_len, "a step accepted more tokens than it had"
+        # The last token is never computed, even if steps in flight come after it.
+        request.min_computed = min(request.min_computed + len(run) - 1, request.max_len - 1)
+        request.max_computed -= query_len - len(run)
+        if request.min_computed + 1 == request.max_len:
+            ending.append(request)
+    return ending
+
+
+def take_logprobs(batch: ScheduledBatch, requests: list[Request], output: StepOutput) -> list[Request]:
+    """Append the log-probabilities of a step's tokens to their requests, also of those after the end of a request.
+
+    Args:
+        batch: the step.
+        requests: its requests, in batch order.
+        output: its result.
+
+    Returns:
+        The requests that got any. Those that had ended get none.
+    """
+    scored: list[Request] = []
+    for slot, request in zip(batch.slots, requests, strict=True):
+        if slot in output.logprobs and not request.finished:
+            request.logprobs += output.logprobs[slot]
+            scored.append(request)
+    return scored
+
+
+def take_prompt_logprobs(batch: ScheduledBatch, requests: list[Request], output: StepOutput) -> None:
+    """Append the log-probabilities of prompt tokens to their requests.
+
+    Args:
+        batch: the step.
+        requests: its requests, in batch order.
+        output: its result.
+    """
+    for slot, request in zip(batch.slots, requests, strict=True):
+        # A request resumed after a preemption computes its prompt again; complete logprobs are kept.
+        if slot in output.prompt_logprobs and len(request.prompt_logprobs) < request.prompt_len - 1:
+            request.prompt_logprobs.extend(output.prompt_logprobs[slot])
