@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from phonograph.models.spec import read_model_spec
 
 TOLERANCE = 1e-4
+UNSCALED_TOLERANCE = 3e-4
+"""Tolerance of Gemma 4: its attention scores are not scaled down, so that their rounding counts for more."""
 ORIGINAL = "original_max_position_embeddings"
 
 
@@ -65,7 +67,8 @@ def test_logits_of_a_ragged_chunked_run_with_a_cached_prefix(family: str, tmp_pa
         actual = torch.cat(got[i])
         assert len(actual) == len(prompt) - (shared if i == 4 else 0)
         assert expected.std() > 0.5
-        torch.testing.assert_close(actual, expected[-len(actual) :], rtol=0, atol=TOLERANCE)
+        tolerance = UNSCALED_TOLERANCE if "gemma4" in family else TOLERANCE
+        torch.testing.assert_close(actual, expected[-len(actual) :], rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -209,7 +209,6 @@ def test_lists_of_quantization_in_either_spelling() -> None:
         ("DeepseekV3ForCausalLM", "multi-head latent attention"),
         ("Llama4ForConditionalGeneration", "chunked attention"),
         ("Gemma3nForConditionalGeneration", "AltUp"),
-        ("GraniteMoeForCausalLM", "experts of this family"),
     ],
 )
 def test_architectures_that_are_refused_by_their_feature(name: str, reason: str) -> None:

@@ -33,7 +33,8 @@ VOCAB_SIZE = 37
 PROMPT_LEN = 80
 FAMILIES = (
     *("llama2", "mistral", "qwen2", "qwen3", "phi3", "granite", "smollm3", "olmo2", "olmo3", "ministral3"),
-    *("gemma", "gemma2", "gemma3", "gemma4", "granite4", *EXPERT_FAMILIES),
+    *("gemma", "gemma2", "gemma3", "gemma4", "granite4"),
+    *(family for family in EXPERT_FAMILIES if family != "gemma4_moe"),  # its fields are those of gemma4
 )
 BIASES = (
     *("llama2", "qwen3", "granite", "smollm3", "olmo2", "olmo3", "gemma", "gemma2", "gemma3", "gemma4", "granite4"),

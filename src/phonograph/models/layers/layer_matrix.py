@@ -124,7 +124,9 @@ class LayerMatrix:
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the name in the layer and the shape in a checkpoint of weights without a format, and of biases."""
         for name, part in self.projections():
-            rows = {} if part.scheme is not None else {"weight": (part.num_outputs, self.num_inputs)}
+            rows: dict[str, tuple[int, ...]] = (
+                {} if part.scheme is not None else {"weight": (part.num_outputs, self.num_inputs)}
+            )
             if self.bias:
                 rows["bias"] = (part.num_outputs,)
             for kind, shape in rows.items():
