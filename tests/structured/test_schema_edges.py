@@ -16,6 +16,9 @@ from phonograph.structured.compiler import GrammarCompiler
 from phonograph.structured.places import MAX_DEPTH
 
 UNIQUE = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+PAIRS = {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True}
+TWENTY = {"type": "array", "items": {"enum": [*range(20)]}, "uniqueItems": True}
+ONE_NAME = {"type": "object", "properties": {"a": {}}, "required": ["a"]}
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +46,12 @@ def compiler() -> GrammarCompiler:
             {"allOf": [{"multipleOf": 0.97}, {"properties": {"a": {"multipleOf": 1.1}}}]},
             "common multiple is above 1024",
         ),
+        ({"allOf": [{"multipleOf": -97}, {"multipleOf": 89}]}, "common multiple is above 1024"),
+        ({"allOf": [{"multipleOf": 97}, {"multipleOf": 89}, {"multipleOf": 0}]}, "common multiple is above 1024"),
+        ({"const": -(2**53) - 1}, "const has an integer beyond 2^53"),
+        ({"multipleOf": 0}, "invalid multiple"),
+        ({"type": "object", "required": "a"}, "Expected array for 'required'"),
+        ({"type": "object", "properties": ["a"]}, "properties must be an object"),
         ({"type": "nope"}, "nope"),
         ({"required": [[]]}, "Expected string for 'required'"),
     ],
@@ -71,10 +80,27 @@ def test_refused_in_any_case(compiler: GrammarCompiler, schema: Any, says: str) 
         ({"$ref": "other.json#/a"}, "the reference other.json#/a, which leads elsewhere, cannot be enforced", "1"),
         ({"multipleOf": 1025}, "multipleOf 1025, above 1024, cannot be enforced", "1"),
         ({"multipleOf": 10.27}, "multipleOf 10.27, above 1024, cannot be enforced", "1"),
+        ({"multipleOf": -1025}, "multipleOf -1025, above 1024, cannot be enforced", "1"),
+        ({"allOf": [{"multipleOf": 1025}, {"type": "integer"}]}, "multipleOf 1025, above 1024, cannot be", "1"),
+        # The items' values are known, but not those of all lists.
+        ({"items": {"enum": [1, 2]}, "uniqueItems": True}, "uniqueItems cannot be enforced", "3"),
+        ({**PAIRS, "type": ["array", "null"]}, "uniqueItems cannot be enforced", "null"),
+        ({**PAIRS, "prefixItems": [{"const": 5}]}, "uniqueItems cannot be enforced", "[5, 1, 1]"),
+        ({**PAIRS, "contains": {"const": 1}}, "uniqueItems", "[2, 2]"),
+        ({**PAIRS, "enum": [[1, 1]]}, "uniqueItems cannot be enforced", "[1, 1]"),
+        ({"type": "array", "items": True, "uniqueItems": True}, "uniqueItems cannot be enforced", '["a", "a"]'),
+        ({"type": "array", "items": {"enum": [*range(9)]}, "uniqueItems": True}, "uniqueItems cannot be", "[8, 8]"),
         ({"minimum": 2**53 + 2}, "minimum beyond 2^53 cannot be enforced", "1"),
         ({"exclusiveMaximum": -(2**70)}, "exclusiveMaximum beyond 2^53 cannot be enforced", "1"),
         ({"exclusiveMinimum": 2**70}, "exclusiveMinimum beyond 2^53 cannot be enforced", "1"),
         ({"type": "object", "minProperties": 2}, "minProperties where names are open cannot be enforced", "{}"),
+        (
+            {**ONE_NAME, "additionalProperties": True, "minProperties": 3},
+            "minProperties where names are open cannot be enforced",
+            '{"a": 1}',
+        ),
+        ({**ONE_NAME, "not": {"required": ["a"], "minProperties": 2}}, "not cannot be enforced", '{"a": 1}'),
+        ({**ONE_NAME, "not": {"type": "array", "required": ["a"]}}, "not cannot be enforced", '{"a": 1}'),
         (
             {"properties": {"a": {}, "b": {}}, "minProperties": 2, "type": "object"},
             "minProperties where names are optional cannot be enforced",
@@ -142,6 +168,8 @@ def test_deep_schemas_are_refused_and_crash_nothing(compiler: GrammarCompiler, s
         ({"type": "integer", "maximum": 2**70, "minimum": -5}, ["-5", "123456"], ["-6"]),
         ({"type": "integer", "exclusiveMinimum": -(2**70), "exclusiveMaximum": 5}, ["-7", "4"], ["5"]),
         ({"type": "integer", "exclusiveMaximum": 2**70, "maximum": 5}, ["-7", "5"], ["6"]),
+        ({"type": "integer", "const": 2**53}, [str(2**53)], ["1"]),
+        ({"allOf": [{"multipleOf": 1024}, {"multipleOf": -512}]}, ["2048"], ["512"]),
         # Multiples of different values have no common one.
         ({"items": {"multipleOf": 97}, "prefixItems": [{"multipleOf": 89}], "type": "array"}, ["[89, 97]"], ["[97]"]),
         ({"type": "integer", "enum": [1, "a", 2.5, 3.0]}, ["1"], ['"a"', "2.5"]),
@@ -158,6 +186,27 @@ def test_deep_schemas_are_refused_and_crash_nothing(compiler: GrammarCompiler, s
             ["[1, 1]", "[1, 1.0]"],
         ),
         ({"type": "array", "items": {"enum": [1, "a"], "type": "string"}, "uniqueItems": True}, ['["a"]'], ["[1]"]),
+        ({"type": "array", "items": {"enum": ["a", "bb"], "maxLength": 1}, "uniqueItems": True}, ['["a"]'], ['["bb"]']),
+        ({"type": "string", "uniqueItems": True}, ['"a"'], ["[1]"]),
+        ({**PAIRS, "minItems": 1, "maxItems": 1}, ["[1]", "[2]"], ["[]", "[1, 2]"]),
+        ({**PAIRS, "minItems": 2, "maxItems": 9}, ["[1, 2]", "[2, 1]"], ["[1]", "[1, 2, 1]"]),
+        # 400 lists of twenty values, and one more; then only those in order.
+        ({**TWENTY, "minItems": 1, "maxItems": 2}, ["[1, 2]", "[2, 1]"], ["[]", "[1, 1]"]),
+        ({**TWENTY, "maxItems": 2}, ["[]", "[1, 2]"], ["[2, 1]", "[1, 1]"]),
+        ({**ONE_NAME, "additionalProperties": True, "minProperties": 2}, ['{"a": 1, "b": 1}'], ['{"a": 1}']),
+        ({**ONE_NAME, "additionalProperties": True, "maxProperties": 1}, ['{"a": 1}'], ['{"a": 1, "b": 1}']),
+        (
+            {"type": "object", "properties": {"a": {}, "b": {}}, "required": ["a"], "minProperties": 2},
+            ['{"a": 1, "b": 1}'],
+            ['{"a": 1}', '{"a": 1, "c": 1}'],
+        ),
+        ({"type": ["object", "null"], "not": {"required": ["a"]}}, ["{}"], ["null", '{"a": 1}']),
+        ({"type": ["object", "null"], "not": {"type": "object", "required": ["a"]}}, ["{}", "null"], ['{"a": 1}']),
+        (
+            {"type": "object", "allOf": [{"required": ["b"]}], "not": {"required": ["a"]}},
+            ['{"b": 1}'],
+            ["{}", '{"b": 1, "a": 1}'],
+        ),
         (
             {"type": "object", "not": {"required": ["a", "b"]}},
             ['{"a": 1}', '{"b": 1, "c": 2}', "{}"],
@@ -187,6 +236,9 @@ def test_objects_are_closed_where_nothing_says_or_needs_others(compiler: Grammar
         ({**plain, "minProperties": 2, "required": ["a"]}, '{"a": 1, "b": 1}', False),
         ({"allOf": [plain, {"type": "object", "properties": {"b": {}}}]}, '{"a": 1, "b": 1}', False),
         ({"allOf": [plain]}, '{"b": 1}', True),
+        ({"anyOf": [plain], "title": "a"}, '{"b": 1}', True),
+        ({"anyOf": [plain], "required": ["b"]}, '{"b": 1}', False),
+        ({"properties": {"x": plain}, "patternProperties": {"^x": {"type": "object"}}}, '{"x": {"b": 1}}', False),
         ({"anyOf": [{"properties": {"b": {}}}], **plain}, '{"b": 1, "a": 1}', False),
         ({**base, "allOf": [{"$ref": "#/$defs/base"}, {"required": ["y"]}]}, '{"x": {"a": 1}, "y": null}', False),
         ({"type": "object"}, '{"b": 1}', False),

@@ -138,15 +138,15 @@ class _Prepass:
                     schema[inclusive] = inner_of(limit, schema.get(inclusive, limit))
         for key, side in (("exclusiveMinimum", 1), ("exclusiveMaximum", -1)):
             # The library includes an integer exclusive bound if the other bound is less than 1 away.
-            if _is_number(bound := schema.get(key)) and bound % 1 == 0 and bound - (side < 0) in self._floors:
+            if _is_number(bound := schema.get(key)) and bound - (side < 0) in self._floors:
                 schema[key] = bound + side * max(_STEP, math.ulp(bound))
         for key in ("const", "enum"):
             # The library would write the nearest number in floating point, and crash near -2^63.
             if any(abs(one) > _EXACT for one in _integers(schema.get(key))):
                 raise GrammarError(f"{key} has an integer beyond 2^53; write it as a string")
         unit = schema.get("multipleOf")
-        if _is_number(unit) and unit > 0:
-            multiples.append(Fraction(repr(unit)).numerator)
+        if _is_number(unit) and unit:  # the library takes -3 for 3, and refuses 0
+            multiples.append(Fraction(repr(abs(unit))).numerator)
             if multiples[-1] > MOST_MULTIPLE:
                 self._drop(schema, "multipleOf", f"multipleOf {shortened(str(unit), 30)}, above {MOST_MULTIPLE},")
                 multiples.pop()
