@@ -59,7 +59,7 @@ class Recorder:
     def feed_forward(self, weights: FeedForwardWeights) -> RecordedPart:
         return RecordedPart(self._kernels.feed_forward(weights), [weights.gate_up, weights.down], self.seen)
 
-    def experts(self, weights: ExpertsWeights) -> RecordedPart:
+    def experts(self, weights: ExpertsWeights, load_X: object = None) -> RecordedPart:
         return RecordedPart(self._kernels.experts(weights), [*weights.linears], self.seen)
 
 

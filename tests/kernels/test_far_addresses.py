@@ -375,6 +375,7 @@ WITHOUT_ROWS = {
     "prefill_plan._plan_kernel",
     "split_batch._split_kernel",
     "route._list_kernel",
+    "count_pairs._count_kernel",
     "pinned_words._copy_kernel",
 }
 """Kernels whose tensors have one dimension, or rows of a few words that a step's tiles number."""

@@ -28,7 +28,7 @@ def streamed(kind: str, ends: list[int]) -> list[dict[str, Any]]:
     params = SamplingParams(max_tokens=90, stop=[" 7"], logprobs=1)
     sample = Sample(0, TOKENIZER, params, [5, 6])
     call = Call([Prompt(0, [5, 6], [sample], num_growing=1)], streams=True, end=lambda _: None)
-    serving: Any = SimpleNamespace(names=["m"], tokenizer=TOKENIZER, texts=TokenTexts(TOKENIZER))
+    serving: Any = SimpleNamespace(names=["m"], tokenizer=TOKENIZER, texts=TokenTexts(TOKENIZER), harmony=None)
     answer: Any
     if kind == "chat":
         messages = [{"role": "user", "content": "x"}]

@@ -67,7 +67,7 @@ def test_a_model_without_a_tokenizer_is_refused_first(tmp_path: Path) -> None:
 def test_a_chat_template_that_fails_when_it_runs_is_logged_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
     tokenizer = Tokenizer.load(model_path("demo"))
     for template in ("{{ messages[0].absent.name }}", "{{ raise_exception('no') }}"):
-        try_chat(SimpleNamespace(tokenizer=tokenizer, chat_template=template))  # pyright: ignore[reportArgumentType]
-    try_chat(SimpleNamespace(tokenizer=tokenizer, chat_template=None))  # pyright: ignore[reportArgumentType]
+        try_chat(SimpleNamespace(tokenizer=tokenizer, chat_template=template, harmony=None))  # pyright: ignore[reportArgumentType]
+    try_chat(SimpleNamespace(tokenizer=tokenizer, chat_template=None, harmony=None))  # pyright: ignore[reportArgumentType]
     first, second = (record.getMessage() for record in caplog.records)
     assert first.startswith("chats may fail: ") and "absent" in first and second.endswith("no")

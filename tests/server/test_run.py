@@ -94,7 +94,7 @@ def test_a_template_that_fails_is_a_warning(
         raise RequestError("messages", messages, "the chat template rejects them")
 
     tokenizer = SimpleNamespace(has_chat_template=has_template, encode_chat=encode_chat)
-    serving: Any = SimpleNamespace(chat_template=template, tokenizer=tokenizer)
+    serving: Any = SimpleNamespace(chat_template=template, tokenizer=tokenizer, harmony=None)
     with caplog.at_level(logging.WARNING):
         run.try_chat(serving)
     assert used == [template] * warns
