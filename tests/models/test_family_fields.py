@@ -224,6 +224,12 @@ def glm(experts: int, groups: int, top_groups: int, top_k: int) -> dict[str, int
         ("Qwen2ForCausalLM", {"head_dim": 2}, {"head_dim": 3}, "head_dim=3 must be positive and even"),
         (
             "Qwen2ForCausalLM",
+            {"head_dim": None, "hidden_size": 8},
+            {"head_dim": None, "hidden_size": 2},
+            "head_dim=0 must be positive and even",
+        ),
+        (
+            "Qwen2ForCausalLM",
             {"hidden_size": 66, "num_key_value_heads": 4},
             {"num_key_value_heads": 3},
             "must be a multiple of num_key_value_heads=3",

@@ -21,11 +21,11 @@ _ROPE: dict[str, Any] = {
     "mscale": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
-"""Parameters of files without any."""
+"""Parameters of files without any; `rope_scaling` takes precedence."""
 
 
 def _ropes(settings: Settings) -> Sequence[RopeParameters]:
-    if not settings["rope_scaling"] and settings["rope_parameters"] is None:
+    if settings["rope_parameters"] is None:
         settings = {**settings, "rope_parameters": _ROPE}
     return (read_rope(settings, has_beta=True),) * settings["num_hidden_layers"]
 
