@@ -110,12 +110,20 @@ def test_few_layers_are_the_ends_and_each_kind_with_its_neighbours(
 
 
 def test_all_layers_are_back_after_few() -> None:
-    layers = [SimpleNamespace(attention=SimpleNamespace(), feed_forward=SimpleNamespace()) for _ in range(5)]
+    layers = [
+        SimpleNamespace(
+            attention=SimpleNamespace(),
+            feed_forward=SimpleNamespace(),
+            embedding=SimpleNamespace() if index == 4 else None,
+        )
+        for index in range(5)
+    ]
     model: Any = SimpleNamespace(layers=layers, embedding=SimpleNamespace())
     model._link = lambda some: Transformer._link(model, some)
     with pytest.raises(ValueError), Transformer.only_layers(model, [0, 4]):
         assert model._running == [layers[0], layers[4]]
-        assert layers[0].feed_forward.then is layers[4].attention and layers[4].feed_forward.then is None
+        assert layers[0].feed_forward.then is layers[4].attention
+        assert layers[4].feed_forward.then is layers[4].embedding and layers[4].embedding.then is None
         raise ValueError
     assert model._running is layers and layers[0].feed_forward.then is layers[1].attention
 
