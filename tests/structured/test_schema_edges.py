@@ -173,6 +173,18 @@ def test_deep_schemas_are_refused_and_crash_nothing(compiler: GrammarCompiler, s
     assert takes(compiled(compiler, json={"type": "array", "items": {"type": "null"}}), "[null]")
 
 
+@pytest.mark.parametrize("depth", [MAX_DEPTH, MAX_DEPTH + 1])
+def test_schemas_are_nested_120_deep_at_most(compiler: GrammarCompiler, depth: int) -> None:
+    schema: dict[str, Any] = {"type": "null"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    if depth == MAX_DEPTH == 120:
+        assert takes(compiled(compiler, json=schema), "[[]]")
+        return
+    with pytest.raises(RequestError, match="nested more than 120 deep"):
+        compiled(compiler, json=schema)
+
+
 @pytest.mark.parametrize(
     ("schema", "right", "wrong"),
     [
@@ -183,7 +195,8 @@ def test_deep_schemas_are_refused_and_crash_nothing(compiler: GrammarCompiler, s
         ({"type": "integer", "minimum": 2**53}, [str(2**53)], [str(2**53 - 1)]),
         ({"type": "integer", "maximum": -(2**53)}, [str(-(2**53))], [str(1 - 2**53)]),
         ({"type": "integer", "maximum": 2**70, "minimum": -5}, ["-5", "123456"], ["-6"]),
-        ({"type": "integer", "exclusiveMinimum": -(2**70), "exclusiveMaximum": 5}, ["-7", "4"], ["5"]),
+        ({"type": "integer", "exclusiveMinimum": -(2**70), "exclusiveMaximum": 5}, ["-7", "4"], ["5", f"-{2**53 + 1}"]),
+        ({"type": "number", "exclusiveMinimum": 0}, ["0.0000000001"], ["0", "-0.1"]),
         ({"type": "integer", "exclusiveMaximum": 2**70, "maximum": 5}, ["-7", "5"], ["6"]),
         ({"type": "integer", "const": 2**53}, [str(2**53)], ["1"]),
         ({"allOf": [{"multipleOf": 1024}, {"multipleOf": -512}]}, ["2048"], ["512"]),
