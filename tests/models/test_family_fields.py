@@ -23,6 +23,7 @@ SMALL = {
 }
 COUNT = ARCHITECTURES["Glm4MoeForCausalLM"].fields["n_shared_experts"].kind
 LONGROPE = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 128}
+LINEAR = {"rope_type": "linear", "factor": 3.0}
 YARN = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e6}
 
 
@@ -149,6 +150,19 @@ def test_layers_of_prediction_that_are_skipped(changes: dict[str, Any], count: i
             {"num_hidden_layers": 6, "rope_local_base_freq": 10000.0},
             {"num_hidden_layers": 6, "rope_theta": 10000.0},
         ),
+        *(
+            (
+                "Gemma3ForCausalLM",
+                {"num_hidden_layers": 6, **one},
+                {"num_hidden_layers": 6, "rope_parameters": {"full_attention": LINEAR}},
+                {"num_hidden_layers": 6},
+            )
+            for one in (
+                {"rope_scaling": LINEAR},
+                {"rope_scaling": {**LINEAR, "type": "default", "other": None}},
+                {"rope_parameters": {"full_attention": LINEAR, "sliding_attention": None}},
+            )
+        ),
         (
             "Ministral3ForCausalLM",
             {},
@@ -242,6 +256,15 @@ def glm(experts: int, groups: int, top_groups: int, top_k: int) -> dict[str, int
             "must have a number for each of 4 layers",
         ),
         ("Olmo3ForCausalLM", {"rope_theta": 5e5}, {"rope_theta": 5e4}, "rope_theta=50000.0 is not supported"),
+        *(
+            (
+                "Gemma3ForCausalLM",
+                {"rope_parameters": {"full_attention": {}}},
+                {"rope_parameters": wrong},
+                "is not supp",
+            )
+            for wrong in ({"chunked_attention": LINEAR}, {"chunked_attention": None}, {"full_attention": 3})
+        ),
         ("GemmaForCausalLM", {}, {"hidden_act": "silu"}, "hidden_act='silu' is not supported"),
     ],
 )

@@ -18,6 +18,7 @@ from phonograph.structured.places import MAX_DEPTH
 UNIQUE = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
 PAIRS = {"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True}
 TWENTY = {"type": "array", "items": {"enum": [*range(20)]}, "uniqueItems": True}
+OPEN = {"additionalProperties": True}
 ONE_NAME = {"type": "object", "properties": {"a": {}}, "required": ["a"]}
 
 
@@ -51,6 +52,8 @@ def compiler() -> GrammarCompiler:
         ({"const": -(2**53) - 1}, "const has an integer beyond 2^53"),
         ({"multipleOf": 0}, "invalid multiple"),
         ({"type": "object", "required": "a"}, "Expected array for 'required'"),
+        ({"type": "object", "properties": {"a": {}}, "required": None}, "Expected array for 'required'"),
+        ({**ONE_NAME, "additionalProperties": False, "minProperties": 3}, "Unsatisfiable"),
         ({"type": "object", "properties": ["a"]}, "properties must be an object"),
         ({"type": "nope"}, "nope"),
         ({"required": [[]]}, "Expected string for 'required'"),
@@ -85,6 +88,14 @@ def test_refused_in_any_case(compiler: GrammarCompiler, schema: Any, says: str) 
         # The items' values are known, but not those of all lists.
         ({"items": {"enum": [1, 2]}, "uniqueItems": True}, "uniqueItems cannot be enforced", "3"),
         ({**PAIRS, "type": ["array", "null"]}, "uniqueItems cannot be enforced", "null"),
+        (
+            {
+                **{"$id": "https://a.example/a", "type": "array", "uniqueItems": True},
+                **{"items": {"$ref": "#/$defs/v", "maxLength": 1}, "$defs": {"v": {"enum": ["a", "bb"]}}},
+            },
+            "uniqueItems cannot be enforced",
+            '["a", "a"]',
+        ),
         ({**PAIRS, "prefixItems": [{"const": 5}]}, "uniqueItems cannot be enforced", "[5, 1, 1]"),
         ({**PAIRS, "contains": {"const": 1}}, "uniqueItems", "[2, 2]"),
         ({**PAIRS, "enum": [[1, 1]]}, "uniqueItems cannot be enforced", "[1, 1]"),
@@ -95,10 +106,16 @@ def test_refused_in_any_case(compiler: GrammarCompiler, schema: Any, says: str) 
         ({"exclusiveMinimum": 2**70}, "exclusiveMinimum beyond 2^53 cannot be enforced", "1"),
         ({"type": "object", "minProperties": 2}, "minProperties where names are open cannot be enforced", "{}"),
         (
-            {**ONE_NAME, "additionalProperties": True, "minProperties": 3},
+            {**ONE_NAME, **OPEN, "minProperties": 3},
             "minProperties where names are open cannot be enforced",
             '{"a": 1}',
         ),
+        (
+            {"type": "object", "properties": {"a": {}, "b": {}}, "required": ["a"], "minProperties": 2} | OPEN,
+            "minProperties where names are open cannot be enforced",
+            '{"a": 1}',
+        ),
+        ({**ONE_NAME, "not": {"required": "a"}}, "not cannot be enforced", '{"a": 1}'),
         ({**ONE_NAME, "not": {"required": ["a"], "minProperties": 2}}, "not cannot be enforced", '{"a": 1}'),
         ({**ONE_NAME, "not": {"type": "array", "required": ["a"]}}, "not cannot be enforced", '{"a": 1}'),
         (
@@ -156,6 +173,18 @@ def test_deep_schemas_are_refused_and_crash_nothing(compiler: GrammarCompiler, s
     assert takes(compiled(compiler, json={"type": "array", "items": {"type": "null"}}), "[null]")
 
 
+@pytest.mark.parametrize("depth", [MAX_DEPTH, MAX_DEPTH + 1])
+def test_schemas_are_nested_120_deep_at_most(compiler: GrammarCompiler, depth: int) -> None:
+    schema: dict[str, Any] = {"type": "null"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    if depth == MAX_DEPTH == 120:
+        assert takes(compiled(compiler, json=schema), "[[]]")
+        return
+    with pytest.raises(RequestError, match="nested more than 120 deep"):
+        compiled(compiler, json=schema)
+
+
 @pytest.mark.parametrize(
     ("schema", "right", "wrong"),
     [
@@ -166,7 +195,8 @@ def test_deep_schemas_are_refused_and_crash_nothing(compiler: GrammarCompiler, s
         ({"type": "integer", "minimum": 2**53}, [str(2**53)], [str(2**53 - 1)]),
         ({"type": "integer", "maximum": -(2**53)}, [str(-(2**53))], [str(1 - 2**53)]),
         ({"type": "integer", "maximum": 2**70, "minimum": -5}, ["-5", "123456"], ["-6"]),
-        ({"type": "integer", "exclusiveMinimum": -(2**70), "exclusiveMaximum": 5}, ["-7", "4"], ["5"]),
+        ({"type": "integer", "exclusiveMinimum": -(2**70), "exclusiveMaximum": 5}, ["-7", "4"], ["5", f"-{2**53 + 1}"]),
+        ({"type": "number", "exclusiveMinimum": 0}, ["0.0000000001"], ["0", "-0.1"]),
         ({"type": "integer", "exclusiveMaximum": 2**70, "maximum": 5}, ["-7", "5"], ["6"]),
         ({"type": "integer", "const": 2**53}, [str(2**53)], ["1"]),
         ({"allOf": [{"multipleOf": 1024}, {"multipleOf": -512}]}, ["2048"], ["512"]),
@@ -193,8 +223,14 @@ def test_deep_schemas_are_refused_and_crash_nothing(compiler: GrammarCompiler, s
         # 400 lists of twenty values, and one more; then only those in order.
         ({**TWENTY, "minItems": 1, "maxItems": 2}, ["[1, 2]", "[2, 1]"], ["[]", "[1, 1]"]),
         ({**TWENTY, "maxItems": 2}, ["[]", "[1, 2]"], ["[2, 1]", "[1, 1]"]),
-        ({**ONE_NAME, "additionalProperties": True, "minProperties": 2}, ['{"a": 1, "b": 1}'], ['{"a": 1}']),
-        ({**ONE_NAME, "additionalProperties": True, "maxProperties": 1}, ['{"a": 1}'], ['{"a": 1, "b": 1}']),
+        ({**ONE_NAME, **OPEN, "minProperties": 2}, ['{"a": 1, "b": 1}'], ['{"a": 1}']),
+        ({**ONE_NAME, **OPEN, "maxProperties": 1}, ['{"a": 1}'], ['{"a": 1, "b": 1}']),
+        ({**ONE_NAME, **OPEN, "maxProperties": 3}, ['{"a": 1, "b": 1, "c": 1}'], ['{"a": 1, "b": 1, "c": 1, "d": 1}']),
+        (
+            {**ONE_NAME, "patternProperties": {"^x+$": {}}, "additionalProperties": False, "maxProperties": 1},
+            ['{"a": 1}'],
+            ['{"a": 1, "x": 1}'],
+        ),
         (
             {"type": "object", "properties": {"a": {}, "b": {}}, "required": ["a"], "minProperties": 2},
             ['{"a": 1, "b": 1}'],

@@ -164,7 +164,6 @@ class _Prepass:
                     schema.update(text) if together is None else together.append(text)
                 elif "string" in str(schema.get("type", "string")):
                     self.warnings += noted(key, form)
-        schema.pop("contentSchema", None)
         pattern = schema.get("pattern")
         if pattern == _DECIMAL[0]:
             schema["pattern"] = _DECIMAL[1]
