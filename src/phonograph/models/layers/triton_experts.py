@@ -22,11 +22,10 @@ from phonograph.kernels.triton.experts.expert_products import (
 )
 from phonograph.kernels.triton.experts.route import route
 from phonograph.kernels.triton.gemm.bound_product import BoundProduct
-from phonograph.kernels.triton.gemm.product import CLAMPED_SWIGLU, GELU, SILU
+from phonograph.kernels.triton.gemm.product import GATED_MODES
 from phonograph.models.layers.part_weights import ExpertsWeights
 from phonograph.models.layers.workspace import Workspace, expert_memory
 
-_MODES = {"silu": SILU, "gelu_tanh": GELU, "clamped_swiglu": CLAMPED_SWIGLU}
 """Modes of the first product by the activation."""
 
 
@@ -94,7 +93,7 @@ class ExpertKernels:
         )
         if self._load_X is not None:
             count_pairs(lists.experts_Tk[: len(x_TE)], self._load_X)
-        mode = _MODES[self._spec.activation]
+        mode = GATED_MODES[self._spec.activation]
         gate_up_products(x_TE, gate_up, lists, routing, config, memory.inner_PI, weights.gate_up.bias_O, mode=mode)
         down_products(memory.inner_PI, down, lists, routing, config, memory.results_PE, weights.down.bias_O)
         if self._shared is not None and weights.shared is not None:

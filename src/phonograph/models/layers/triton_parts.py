@@ -176,13 +176,10 @@ class TritonExperts:
             layers.rms_norm(added_TE, weights.sum_norm, kernels.eps, added_TE)
             layers.add_and_norm(shared_TE, added_TE, weights.output_norm, kernels.eps, shared_TE)
             return kernels.begin(stream, then, shared_TE, None, kernels.factors.residual, weights.scalar)
-        if weights.output_norm is not None:
+        if weights.output_norm is not None or weights.scalar is not None:
             added_TE = kernels.normed_memory(stream)
             self._experts.add(added_TE, stream.num_rows, added=False)
-            layers.rms_norm(added_TE, weights.output_norm, kernels.eps, added_TE)
-            if kernels.factors.residual != 1:
-                added_TE.mul_(kernels.factors.residual)
-            return kernels.begin(stream, then, added_TE)
+            return kernels.begin(stream, then, added_TE, weights.output_norm, kernels.factors.residual, weights.scalar)
         normed = kernels.fused_norm(stream, then)
         self._experts.add(hidden_TE, stream.num_rows, factor=kernels.factors.residual, norm=normed)
         if normed is None:

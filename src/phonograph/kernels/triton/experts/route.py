@@ -2,8 +2,8 @@
 
 The product of a tile of tokens is split over experts and inputs. The program of a tile that arrives last adds the parts
 in a fixed order and chooses; it keeps a mask for each expert, with the bit of each token that has the expert. A pair's
-place in the lists follows from masks alone: the pairs of lower experts, those of the expert in lower tiles, and the
-bits below its own. Up to `ONE_LAUNCH_TOKENS` tokens, the last program of all makes the lists of all tiles; for more
+place in the lists follows from masks alone: pairs of lower experts, pairs of the expert in lower tiles, and the bits
+below its own. Up to `ONE_LAUNCH_TOKENS` tokens, the last program of all makes the lists of all tiles; for more
 tokens a second launch has one program a tile.
 
     one launch     | tile 0: part 0, part 1, ... last chooses | tile 1 ... | last of all makes the lists
@@ -12,7 +12,7 @@ tokens a second launch has one program a tile.
 Results depend neither on timing nor on the order of programs. Equal scores go to the lower expert. A logit that is not
 a number comes last, so that a token always has k different experts, and only the weights of its own row are wrong.
 
-Shapes: T tokens, E hidden size, X experts, k experts of a token; others are those of `expert_lists`.
+Shapes: T tokens, E hidden size, X experts, k experts of a token; see `expert_lists` for others.
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -114,11 +114,24 @@ def route(
         **lists_shape,
     )
     if not one_launch:
-        _list_kernel[(tiles,)](*lists, num_tokens, **shape, **lists_shape)
+        _list_kernel[(tiles,)](
+            lists.experts_Tk,
+            lists.pairs_P,
+            lists.items_I3,
+            lists.num_items,
+            lists.masks_NX,
+            lists.starts_NX,
+            num_tokens,
+            **shape,
+            **lists_shape,
+        )
 
 
 def _input_parts(programs: int, width: int) -> int:
-    """Return the parts of the inputs of a product of so many programs; each number is a kernel of its own."""
+    """Return into how many parts the inputs are split, for a product of so many programs.
+
+    Each number is compiled as a separate kernel.
+    """
     wanted = min(PROGRAMS // programs, width // _INPUTS)
     return 16 if wanted >= 16 else 4 if wanted >= 4 else 1
 
@@ -153,8 +166,8 @@ def _in_top_groups(choice, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GP: t
 @triton.jit
 def _keys(choice, place, allowed):
     """Return keys [r, n], int64, in the order of scores, and of equal ones the lower place first."""
-    # What is not a number comes last. No score is -0.0, because sums begin with 0.0.
-    bits = tl.where(choice >= LEAST, choice, LEAST).to(tl.int32, bitcast=True)
+    # No score is -0.0, because sums begin with 0.0.
+    bits = choice.to(tl.int32, bitcast=True)
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     keys = (ordered.to(tl.int64) << 32) | (place ^ _LAST)[None, :].to(tl.int64)
     return tl.where(allowed, keys, _NO_KEY)
@@ -275,8 +288,8 @@ def _route_kernel(
     if choice_bias_ptr is not None:
         choice += tl.load(choice_bias_ptr + expert, exists, other=0.0)[None, :]
     allowed = tl.broadcast_to(exists[None, :], choice.shape)
+    choice = tl.where(choice >= LEAST, choice, LEAST)  # what is not a number comes last
     if GROUPS > 1:
-        choice = tl.where(choice >= LEAST, choice, LEAST)
         by_group = tl.where(allowed, choice, float("-inf"))
         allowed = allowed & _in_top_groups(by_group, GROUPS, TOP_GROUPS, GP, SP)
 
@@ -367,7 +380,10 @@ def _write_items(first, total, items_ptr, num_items_ptr, shape):
 
 @triton.jit
 def _write_pairs(experts_ptr, pairs_ptr, masks_ptr, starts_ptr, begin, end, shape):
-    """Write the pairs from `begin` on to their places: those of the expert in the tile, after those of lower rows."""
+    """Write the pairs from `begin` on to their places.
+
+    A pair comes after the pairs of the same expert in lower tiles, and in lower rows of its tile.
+    """
     X: tl.constexpr = shape[0]
     K: tl.constexpr = shape[1]
     TILE: tl.constexpr = shape[2]
@@ -385,15 +401,11 @@ def _write_pairs(experts_ptr, pairs_ptr, masks_ptr, starts_ptr, begin, end, shap
 @triton.jit(do_not_specialize=["T"])
 def _list_kernel(
     experts_ptr,
-    weights_ptr,
-    shared_ptr,
     pairs_ptr,
     items_ptr,
     num_items_ptr,
     masks_ptr,
     starts_ptr,
-    partials_ptr,
-    arrived_ptr,
     T,
     X: tl.constexpr,
     K: tl.constexpr,

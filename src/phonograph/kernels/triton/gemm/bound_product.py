@@ -13,9 +13,8 @@ from phonograph.kernels.fp8_activations import Rows
 from phonograph.kernels.triton.gemm.choose import choose
 from phonograph.kernels.triton.gemm.product import (
     ADD,
-    GELU,
+    GATED_MODES,
     MAX_SQUARE_TILES,
-    SILU,
     STORE,
     DeferredNorm,
     Matrix,
@@ -65,7 +64,7 @@ class BoundProduct:
     ) -> None:
         self.scratch = scratch
         self._weight, self._bias_N, self._shape = weight, bias_N, shape
-        self._gated = GELU if activation == "gelu_tanh" else SILU
+        self._gated = GATED_MODES[activation]
         self._plans = cache(partial(choose, shape, weights, device=device, batch_invariant=batch_invariant))
 
     def plan(self, num_rows: int) -> ProductPlan:

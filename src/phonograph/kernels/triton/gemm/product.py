@@ -19,6 +19,8 @@ from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.triton.gemm.product_plan import WeightFormat
 
 STORE, ADD, SILU, GELU, CLAMPED_SWIGLU = 0, 1, 2, 3, 4
+GATED_MODES = {"silu": SILU, "gelu_tanh": GELU, "clamped_swiglu": CLAMPED_SWIGLU}
+"""Modes of gated products by the activation of their gates in a model's specification."""
 MAX_SQUARE_TILES = 256
 """Most sums of squares of a row; each program that takes the row reads all of them."""
 Parts = tuple[torch.Tensor, torch.Tensor]
