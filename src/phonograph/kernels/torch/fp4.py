@@ -25,7 +25,7 @@ SHIFT = 32
 FACTOR = 2.0**SHIFT
 """Factor of sums of a GPU's products in bfloat16."""
 BIAS = 126 - SHIFT
-"""Number that is added to exponents on a GPU, which makes them those of the scales times 2^126 / FACTOR in bfloat16."""
+"""Number that is added to exponents on a GPU. They are then the exponents of scale * 2^126 / FACTOR in bfloat16."""
 LARGEST = 254 - BIAS
 """Largest exponent on a GPU. Weights above 2^-100 are exact there; smaller ones may be rounded to 0."""
 _PAIRS = torch.tensor([(CODES[byte & 15], CODES[byte >> 4]) for byte in range(256)], dtype=torch.bfloat16)

@@ -33,8 +33,8 @@ class Grouped(NamedTuple):
         group: inputs of a group.
         order_I: int64, the input of x that each column multiplies; None if they are in order.
         offsets_OG: in the type of the scales; None for 0 everywhere.
-        interleaved: the values of four words are in the order of `interleave`. Those of FP4 are then in that of
-            `fp4.spread`, and exponents have `fp4.BIAS`.
+        interleaved: the values of four words are in the order of `interleave`. Values of FP4 are then in the order
+            of `fp4.spread`, and exponents have `fp4.BIAS`.
     """
 
     packed_OW: torch.Tensor
@@ -90,7 +90,7 @@ class Grouped(NamedTuple):
 def dequantize(weight: Grouped) -> torch.Tensor:
     """Return the weights, [O, G * group] or for FP8 [O, I], in the order of the groups.
 
-    They are in the type of the scales, and those of FP4 in bfloat16.
+    They are in the type of the scales, or in bfloat16 for FP4.
     """
     outputs, groups = weight.scales_OG.shape
     if weight.is_fp8():

@@ -1,4 +1,4 @@
-"""Counts of the pairs of each expert, added to those of earlier steps.
+"""Counts of the pairs of each expert, added to the counts of earlier steps.
 
 Each pair adds 1 to the counter of its expert. Sums of integers are exact in any order.
 

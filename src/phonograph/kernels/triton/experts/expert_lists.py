@@ -30,7 +30,7 @@ PROGRAMS = 256
 
 
 class ExpertLists(NamedTuple):
-    """Memory of one routing, for up to T tokens. Contents before a routing do not matter, but those of `arrived`.
+    """Memory of one routing, for up to T tokens. Only `arrived` must have its contents before a routing.
 
     Attributes:
         experts_Tk: int32, highest score first; -1 for padding.

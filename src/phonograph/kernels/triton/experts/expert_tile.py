@@ -1,4 +1,4 @@
-"""Tiles of experts' weights as operands of the tensor cores, in every format; those of FP4 are made here.
+"""Tiles of experts' weights as operands of the tensor cores, in every format. Tiles of FP4 are made here.
 
 A word of FP4 has eight codes of one row, in the order of `grouped.interleave` and `fp4.spread`: one shift and one
 logical operation bring the bits of two codes to their places in two numbers of bfloat16, which are the codes times
@@ -39,7 +39,7 @@ def expert_tile(
     KIND: tl.constexpr,
     FP4: tl.constexpr,
 ):
-    """Load weights [n, k]; the arguments are those of `weight_tile`. FP4 lacks the factor of `whole_sums`."""
+    """Load weights [n, k]; arguments as of `weight_tile`. FP4 lacks the factor of `whole_sums`."""
     if FP4:
         row = (first + tl.minimum(n, rows_left - 1)).to(tl.int64)[:, None]
         scales_ptrs = groups[0] + row * groups[3]
@@ -92,7 +92,7 @@ def _fp4_tile(
     scale = tl.broadcast_to(tl.reshape(tl.join(even, odd), (N, BLOCK_K // 32, 1)), (N, BLOCK_K // 32, 4))
     scale = tl.reshape(scale, (N, BLOCK_K // 8, 1))
     even = tl.join(_pair(words, 0, KIND) * scale, _pair(words, 2, KIND) * scale)
-    # Two products become one instruction; those of code 3 only with a sum, which is in the instruction too.
+    # Two products become one instruction. For code 3 this needs a sum, which is in the instruction too.
     odd = tl.join(_pair(words, 1, KIND) * scale, _pair(words, 3, KIND) * scale + 0.0)
     return tl.reshape(in_order(tl.join(even, odd)), (N, BLOCK_K))
 
