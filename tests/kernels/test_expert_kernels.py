@@ -12,7 +12,7 @@ from phonograph.kernels.torch.route import route as torch_route
 from phonograph.kernels.triton.experts import expert_products
 from phonograph.kernels.triton.experts import route as route_module
 from phonograph.kernels.triton.experts.count_pairs import count_pairs
-from phonograph.kernels.triton.experts.expert_lists import LARGE_TILE, TILE, ExpertLists
+from phonograph.kernels.triton.experts.expert_lists import EXPERTS, LARGE_TILE, TILE, ExpertLists
 from phonograph.kernels.triton.experts.expert_plan import ExpertConfig, ExpertTile, expert_config
 from phonograph.kernels.triton.experts.route import route
 from phonograph.kernels.triton.gemm.product import CLAMPED_SWIGLU, GELU, SILU
@@ -124,6 +124,27 @@ def test_two_launches(name: str, device: torch.device, monkeypatch: pytest.Monke
     problem.route(block=32)
     check_choice(problem, num_tokens)
     problem.check_lists(num_tokens, 32)
+
+
+def test_memory_of_routers_without_a_gate(device: torch.device) -> None:
+    """Their outputs may be in fewer parts than those with a gate, so that inputs are in more of them."""
+    routing = Routing(EXPERTS, 4)
+    problem = Problem(10 * LARGE_TILE, routing, device, width=2048)
+    words = torch.full((ExpertLists.num_words(10 * LARGE_TILE, routing) + 1024,), torch.nan, device=device)
+    problem.lists = ExpertLists.over(words[:-1024], 10 * LARGE_TILE, routing, problem.lists.arrived)
+    problem.router_OE = problem.router_OE[:EXPERTS]
+    problem.route(block=32)
+    problem.check_lists(10 * LARGE_TILE, 32)
+    assert words[-1024:].isnan().all()
+
+
+def test_lists_begin_where_16_bytes_may_be_read() -> None:
+    """Otherwise kernels would be compiled for each number of tokens."""
+    for tokens in (1, 3, 17, 250):
+        routing = Routing(5, 3)
+        words = torch.zeros(ExpertLists.num_words(tokens, routing))
+        lists = ExpertLists.over(words, tokens, routing, torch.zeros(1))
+        assert all((part.data_ptr() - words.data_ptr()) % 16 == 0 for part in lists[:-1])
 
 
 @pytest.mark.parametrize("name", ["many", "odd groups"])

@@ -59,7 +59,7 @@ class ExpertLists(NamedTuple):
     @staticmethod
     def num_words(num_tokens: int, routing: Routing) -> int:
         """Return the words of 32 bits of the memory."""
-        return sum(rows * width for rows, width in _shapes(num_tokens, routing))
+        return sum(_aligned(rows * width) for rows, width in _shapes(num_tokens, routing))
 
     @classmethod
     def over(cls, words: torch.Tensor, num_tokens: int, routing: Routing, arrived: torch.Tensor) -> ExpertLists:
@@ -68,7 +68,7 @@ class ExpertLists(NamedTuple):
         start = 0
         for rows, width in _shapes(num_tokens, routing):
             views.append(words[start : start + rows * width].view(rows, width))
-            start += rows * width
+            start += _aligned(rows * width)
         experts, weights, shared, pairs, items, num_items, masks, starts, partials = views
         return cls(
             experts.view(torch.int32),
@@ -96,6 +96,11 @@ def max_items(num_tokens: int, routing: Routing, block: int) -> int:
     return min(pairs, routing.num_experts) + pairs // block
 
 
+def _aligned(words: int) -> int:
+    """Return the words up to the next address that kernels may take 16 bytes from, so that one kernel serves all T."""
+    return cdiv(words, 4) * 4
+
+
 def _shapes(num_tokens: int, routing: Routing) -> list[tuple[int, int]]:
     pairs, outputs = num_tokens * routing.top_k, routing.num_experts + 1
     tiles = cdiv(num_tokens, TILE)
@@ -108,5 +113,6 @@ def _shapes(num_tokens: int, routing: Routing) -> list[tuple[int, int]]:
         (1, 1),
         (tiles, routing.num_experts),
         (tiles, routing.num_experts),
-        (max(num_tokens, PROGRAMS * LARGE_TILE // cdiv(outputs, EXPERTS)), outputs),
+        # A router without a gate has one output less, and may be in fewer parts of experts.
+        (max(num_tokens, PROGRAMS * LARGE_TILE // cdiv(routing.num_experts, EXPERTS)), outputs),
     ]

@@ -80,6 +80,7 @@ def route(
     tiles, rows = triton.cdiv(num_tokens, tile), rows_class(num_tokens)
     expert_parts = triton.cdiv(outputs, EXPERTS)
     input_parts = _input_parts(triton.cdiv(rows, tile) * expert_parts, width)
+    assert input_parts * num_tokens * outputs <= lists.partials.numel()
     shape = {"X": routing.num_experts, "K": top_k, "TILE": tile, "XP": triton.next_power_of_2(routing.num_experts)}
     pairs = triton.next_power_of_2((rows if one_launch else tile) * top_k)
     lists_shape = {"BLOCK": block, "PAIRS": min(pairs, _PAIRS), **pdl_options(), "num_warps": 4}
