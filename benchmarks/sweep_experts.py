@@ -27,7 +27,8 @@ from phonograph.kernels.routing import Routing
 from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.triton.experts.expert_lists import ExpertLists
 from phonograph.kernels.triton.experts.expert_plan import ExpertConfig, ExpertTile, expert_config
-from phonograph.kernels.triton.experts.expert_products import add_results, down_products, fitted, gate_up_products
+from phonograph.kernels.triton.experts.expert_products import down_products, fitted, gate_up_products
+from phonograph.kernels.triton.experts.expert_results import add_results
 from phonograph.kernels.triton.experts.route import route
 from phonograph.kernels.triton.gemm.product import Matrix
 from phonograph.models.quantization.mxfp4 import Mxfp4Scheme

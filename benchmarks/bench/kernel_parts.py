@@ -18,6 +18,7 @@ KERNEL_PARTS = {
     "_split_kernel": "attention",
     "_dequantize_kernel": "products",
     "_expert_kernel": "products",
+    "expert_few_rows_kernel": "products",
     "_gemm_small_m_kernel": "products",
     "_gemm_ring_small_m_kernel": "products",
     "_gather_columns_kernel": "products",

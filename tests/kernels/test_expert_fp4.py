@@ -12,14 +12,16 @@ from phonograph.kernels.routing import Routing
 from phonograph.kernels.torch import fp4
 from phonograph.kernels.torch.grouped import dequantize
 from phonograph.kernels.triton.experts.expert_lists import ExpertLists
-from phonograph.kernels.triton.experts.expert_plan import ExpertConfig, ExpertTile, expert_config
+from phonograph.kernels.triton.experts.expert_plan import ExpertConfig, ExpertTile, FewRowsTile, expert_config
 from phonograph.kernels.triton.experts.expert_products import down_products, fitted, gate_up_products
-from phonograph.kernels.triton.experts.expert_tile import _power_of_two, fp4_bits
+from phonograph.kernels.triton.experts.expert_tile import fp4_bits, power_of_two
 from phonograph.kernels.triton.experts.route import route
 
 TILES = (
     ExpertConfig(16, ExpertTile(16, 128, 1, 1), ExpertTile(32, 256, 1, 1)),
-    ExpertConfig(32, ExpertTile(32, 256, 1, 1, 3), ExpertTile(16, 128, 1, 1, 5)),
+    ExpertConfig(32, ExpertTile(32, 256, 1, 1), ExpertTile(16, 128, 1, 1)),
+    ExpertConfig(8, FewRowsTile(16, 1, 2, 1), FewRowsTile(32, 2, 1, 2)),
+    ExpertConfig(16, FewRowsTile(32, 4, 1, 4), ExpertTile(32, 256, 1, 1)),
 )
 
 
@@ -39,7 +41,11 @@ def routed(x_TE: torch.Tensor, routing: Routing, block: int, count: int) -> Expe
     [
         (Routing(5, 2), 1, 1, TILES[0]),
         (Routing(5, 2), 1, 1, TILES[1]),
+        (Routing(5, 2), 1, 1, TILES[2]),
         (Routing(15, 4), 9, 7, TILES[0]),
+        (Routing(15, 4), 9, 7, TILES[2]),
+        (Routing(3, 1, renormalised=False), 50, 50, TILES[2]),
+        (Routing(3, 1, renormalised=False), 50, 50, TILES[3]),
         (Routing(3, 1, renormalised=False), 50, 50, TILES[1]),
     ],
 )
@@ -105,7 +111,7 @@ def _parts_kernel(words_ptr, exponents_ptr, bits_ptr, scales_ptr, W: tl.constexp
     exponents = tl.load(exponents_ptr + at)
     for code in tl.static_range(4):
         tl.store(bits_ptr + code * W + at, fp4_bits(words, code))
-        scale = _power_of_two(exponents, code, tl.bfloat16)
+        scale = power_of_two((exponents >> (8 * code)) & 255, tl.bfloat16)
         tl.store(scales_ptr + code * W + at, scale.to(tl.uint16, bitcast=True).to(tl.int32))
 
 
@@ -135,7 +141,10 @@ def test_tiles_are_those_of_the_format() -> None:
         config = expert_config(tokens, Routing(32, 4), fp4=True)
         assert fitted(config, weight, weight) == config
         for tile in (config.gate_up, config.down):
-            assert tile.block_k % 128 == 0 and tile.block_n >= 64 and tile.num_warps == tile.block_n // 16
+            if isinstance(tile, FewRowsTile):
+                assert tile.block_n % 16 == 0 == tile.units % tile.num_warps
+            else:
+                assert tile.block_k % 128 == 0 and tile.block_n >= 64 and tile.num_warps == tile.block_n // 16
 
 
 @pytest.mark.parametrize(
@@ -153,6 +162,7 @@ def test_layers_are_those_of_dense_weights(
 ) -> None:
     """With the configurations of models, at the sizes of gpt-oss-20b on a GPU; every weight is exact in the type."""
     config = expert_config(num_tokens, routing, fp4=True)
+    configs = config, expert_config(num_tokens, routing)._replace(block=config.block)
     x_TE = torch.randn(num_tokens, hidden).to(device, dtype)
     lists = routed(x_TE, routing, config.block, num_tokens)
     found: list[list[torch.Tensor]] = [[], []]
@@ -163,7 +173,7 @@ def test_layers_are_those_of_dense_weights(
     ):
         weight = weight_for_gpu(random_file(routing.num_experts, outputs, inputs), device)
         dense = torch.cat([dequantize(weight.rows(*rows)) for rows in weight.tiles()]).to(dtype)
-        for results, matrix in zip(found, (weight, dense), strict=True):
+        for results, matrix, config in zip(found, (weight, dense), configs, strict=True):
             out = torch.full((len(inner_PI), outputs // (1 + (rows is x_TE))), torch.nan, dtype=dtype, device=device)
             launch(rows, matrix, lists, routing, config, out)
             results.append(out.double())

@@ -9,7 +9,7 @@ import torch
 
 from phonograph.kernels.routing import Routing
 from phonograph.kernels.torch.route import route as torch_route
-from phonograph.kernels.triton.experts import expert_products
+from phonograph.kernels.triton.experts import expert_products, expert_results
 from phonograph.kernels.triton.experts import route as route_module
 from phonograph.kernels.triton.experts.count_pairs import count_pairs
 from phonograph.kernels.triton.experts.expert_lists import EXPERTS, LARGE_TILE, TILE, ExpertLists
@@ -199,8 +199,8 @@ def reference(
 
 
 TILES = (
-    ExpertConfig(16, ExpertTile(16, 32, 1, 1), ExpertTile(32, 16, 1, 1)),
-    ExpertConfig(32, ExpertTile(32, 16, 1, 1, 3), ExpertTile(16, 32, 1, 1, 5)),
+    ExpertConfig(8, ExpertTile(16, 32, 1, 1), ExpertTile(32, 16, 1, 1)),
+    ExpertConfig(32, ExpertTile(32, 16, 1, 1), ExpertTile(16, 32, 1, 1)),
 )
 
 
@@ -245,7 +245,7 @@ def test_products(
     wanted = hidden.double()
     wanted[:count] += 0.5 * reference(x_TE, (gate_up, down), biases, mode, lists, count)
     wanted[:count] += 0.5 * shared[:count].double() * lists.shared_T[:count].double().unsqueeze(1)
-    expert_products.add_results(
+    expert_results.add_results(
         results_PE,
         hidden,
         routing.top_k,

@@ -9,7 +9,8 @@ from phonograph.kernels.routing import Routing
 from phonograph.kernels.torch.route import route as torch_route
 from phonograph.kernels.triton.experts.expert_lists import ExpertLists
 from phonograph.kernels.triton.experts.expert_plan import expert_config
-from phonograph.kernels.triton.experts.expert_products import add_results, down_products, gate_up_products
+from phonograph.kernels.triton.experts.expert_products import down_products, gate_up_products
+from phonograph.kernels.triton.experts.expert_results import add_results
 from phonograph.kernels.triton.experts.route import route
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

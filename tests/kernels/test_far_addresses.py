@@ -33,11 +33,8 @@ from phonograph.kernels.triton.elementwise import layer_embeddings, layers
 from phonograph.kernels.triton.elementwise.fp8_rows import quantize_rows
 from phonograph.kernels.triton.experts.expert_lists import ExpertLists
 from phonograph.kernels.triton.experts.expert_plan import ExpertConfig, ExpertTile
-from phonograph.kernels.triton.experts.expert_products import (
-    add_results,
-    down_products,
-    gate_up_products,
-)
+from phonograph.kernels.triton.experts.expert_products import down_products, gate_up_products
+from phonograph.kernels.triton.experts.expert_results import add_results
 from phonograph.kernels.triton.experts.route import route
 from phonograph.kernels.triton.gemm import gemm_grouped_small_m, gemm_small_m, gemm_tiled, gemv
 from phonograph.kernels.triton.gemm.dequantize import dequantize_into
@@ -333,7 +330,7 @@ WALKS: dict[str, tuple[Walk, tuple[str, ...]]] = {
     "one row, integers": (walk_integer_row, ("gemv_integer._gemv_integer_kernel",)),
     "experts": (
         walk_experts,
-        ("route._route_kernel", "expert_products._expert_kernel", "expert_products._add_kernel"),
+        ("route._route_kernel", "expert_products._expert_kernel", "expert_results._add_kernel"),
     ),
     "sampling": (
         walk_sampling,

@@ -14,12 +14,8 @@ from phonograph.kernels.triton.elementwise import layers
 from phonograph.kernels.triton.experts.count_pairs import count_pairs
 from phonograph.kernels.triton.experts.expert_lists import ExpertLists
 from phonograph.kernels.triton.experts.expert_plan import expert_config
-from phonograph.kernels.triton.experts.expert_products import (
-    add_results,
-    down_products,
-    fitted,
-    gate_up_products,
-)
+from phonograph.kernels.triton.experts.expert_products import down_products, fitted, gate_up_products
+from phonograph.kernels.triton.experts.expert_results import add_results
 from phonograph.kernels.triton.experts.route import route
 from phonograph.kernels.triton.gemm.bound_product import BoundProduct
 from phonograph.kernels.triton.gemm.product import GATED_MODES

@@ -23,6 +23,8 @@ ONE_LAUNCH_TOKENS = 256
 """Most tokens that one launch routes. The program that arrives last makes the lists."""
 TILE, LARGE_TILE = 16, 32
 """Tokens of a program of one launch, and of two."""
+LEAST_BLOCK = 8
+"""Least pairs of a whole item."""
 EXPERTS = 32
 """Experts of a program of the router's product."""
 PROGRAMS = 256
@@ -109,7 +111,7 @@ def _shapes(num_tokens: int, routing: Routing) -> list[tuple[int, int]]:
         (num_tokens, routing.top_k),
         (1, num_tokens),
         (1, pairs),
-        (max_items(num_tokens, routing, TILE), 3),
+        (max_items(num_tokens, routing, LEAST_BLOCK), 3),
         (1, 1),
         (tiles, routing.num_experts),
         (tiles, routing.num_experts),

@@ -1,6 +1,6 @@
 """Tiles of the experts' products by the number of tokens, and the weight formats that they take.
 
-The tiles are guesses that `benchmarks/bench/experts.py` measures on a GPU.
+`benchmarks/sweep_experts.py` measures them on a GPU.
 """
 
 from __future__ import annotations
@@ -19,14 +19,28 @@ class ExpertTile(NamedTuple):
         block_k: inputs of a step; a divisor of a group's.
         num_warps: warps of a program.
         num_stages: steps in flight.
-        programs: most programs; 0 for one a tile of the bound.
     """
 
     block_n: int
     block_k: int
     num_warps: int
     num_stages: int
-    programs: int = 0
+
+
+class FewRowsTile(NamedTuple):
+    """Tile of a product by `expert_few_rows`.
+
+    Attributes:
+        block_n: outputs, a multiple of 16.
+        units: of a step, a multiple of the warps.
+        ahead: steps whose words are in registers.
+        num_warps: warps of a program.
+    """
+
+    block_n: int
+    units: int
+    ahead: int
+    num_warps: int
 
 
 class ExpertConfig(NamedTuple):
@@ -39,25 +53,27 @@ class ExpertConfig(NamedTuple):
     """
 
     block: int
-    gate_up: ExpertTile
-    down: ExpertTile
+    gate_up: ExpertTile | FewRowsTile
+    down: ExpertTile | FewRowsTile
 
 
 _CONFIGS = (
-    (4, ExpertConfig(16, ExpertTile(32, 128, 4, 4), ExpertTile(32, 128, 4, 4))),
-    (16, ExpertConfig(32, ExpertTile(64, 128, 4, 3), ExpertTile(64, 128, 4, 3))),
-    (48, ExpertConfig(64, ExpertTile(64, 64, 4, 4, 528), ExpertTile(128, 64, 4, 4, 528))),
-    (None, ExpertConfig(128, ExpertTile(64, 64, 8, 4, 264), ExpertTile(128, 64, 8, 4, 264))),
+    (4, ExpertConfig(16, ExpertTile(32, 128, 2, 4), ExpertTile(64, 128, 4, 3))),
+    (8, ExpertConfig(16, ExpertTile(64, 128, 4, 3), ExpertTile(128, 128, 4, 3))),
+    (24, ExpertConfig(32, ExpertTile(64, 128, 4, 5), ExpertTile(128, 64, 4, 5))),
+    (48, ExpertConfig(64, ExpertTile(64, 64, 4, 4), ExpertTile(128, 64, 4, 4))),
+    (None, ExpertConfig(128, ExpertTile(128, 64, 8, 4), ExpertTile(128, 64, 4, 3))),
 )
 """Configurations by the largest mean number of an expert's pairs, if all experts have as many."""
 _FP4_CONFIGS = (
-    (4, ExpertConfig(16, ExpertTile(64, 128, 4, 4), ExpertTile(64, 128, 4, 4))),
+    (4, ExpertConfig(8, FewRowsTile(16, 8, 1, 8), FewRowsTile(16, 8, 1, 8))),
+    (8, ExpertConfig(16, FewRowsTile(32, 8, 1, 8), FewRowsTile(32, 8, 1, 8))),
     (16, ExpertConfig(32, ExpertTile(64, 128, 4, 4), ExpertTile(64, 128, 4, 4))),
-    (48, ExpertConfig(64, ExpertTile(64, 128, 4, 4, 528), ExpertTile(128, 128, 8, 4, 528))),
-    (None, ExpertConfig(128, ExpertTile(64, 128, 4, 2, 264), ExpertTile(128, 128, 8, 2, 264))),
+    (48, ExpertConfig(64, ExpertTile(64, 128, 4, 4), ExpertTile(128, 128, 8, 4))),
+    (None, ExpertConfig(128, ExpertTile(64, 128, 4, 2), ExpertTile(128, 128, 8, 2))),
 )
-"""The same for FP4. A warp makes operands of 16 outputs in registers; tiles of fewer than 64 outputs would pass through
-shared memory."""
+"""The same for FP4. A warp makes operands of 16 outputs in registers; an `ExpertTile` of fewer than 64 outputs would
+pass through shared memory."""
 
 
 def expert_config(num_tokens: int, routing: Routing, *, fp4: bool = False) -> ExpertConfig:

@@ -87,20 +87,31 @@ def _fp4_tile(
     N: tl.constexpr = words.shape[0]
     # Operations of which none has a number of a column: past one, the compiler would not bring words into the order of
     # the tensor cores, and would exchange numbers.
-    even = tl.join(_power_of_two(exponents, 0, KIND), _power_of_two(exponents, 2, KIND))
-    odd = tl.join(_power_of_two(exponents, 1, KIND), _power_of_two(exponents, 3, KIND))
+    even = tl.join(power_of_two(exponents & 255, KIND), power_of_two((exponents >> 16) & 255, KIND))
+    odd = tl.join(power_of_two((exponents >> 8) & 255, KIND), power_of_two((exponents >> 24) & 255, KIND))
     scale = tl.broadcast_to(tl.reshape(tl.join(even, odd), (N, BLOCK_K // 32, 1)), (N, BLOCK_K // 32, 4))
     scale = tl.reshape(scale, (N, BLOCK_K // 8, 1))
-    even = tl.join(_pair(words, 0, KIND) * scale, _pair(words, 2, KIND) * scale)
-    # Two products become one instruction. For code 3 this needs a sum, which is in the instruction too.
-    odd = tl.join(_pair(words, 1, KIND) * scale, _pair(words, 3, KIND) * scale + 0.0)
-    return tl.reshape(in_order(tl.join(even, odd)), (N, BLOCK_K))
+    return tl.reshape(in_order(fp4_numbers(words, scale, KIND)), (N, BLOCK_K))
 
 
 @triton.jit
-def _power_of_two(exponents, at: tl.constexpr, KIND: tl.constexpr):
-    """Return the factor of codes with the exponent in byte `at` of each word."""
-    exponent = (exponents >> (8 * at)) & 255
+def fp4_numbers(words, scale, KIND: tl.constexpr):
+    """Return the codes of each word times its scale, in new last dimensions of two, as `unpacked` orders them.
+
+    Args:
+        words: int32.
+        scale: of KIND, with a new last dimension of 1.
+        KIND: type of the result, which lacks the factor of `whole_sums`.
+    """
+    even = tl.join(_pair(words, 0, KIND) * scale, _pair(words, 2, KIND) * scale)
+    # Two products become one instruction. For code 3 this needs a sum, which is in the instruction too.
+    odd = tl.join(_pair(words, 1, KIND) * scale, _pair(words, 3, KIND) * scale + 0.0)
+    return tl.join(even, odd)
+
+
+@triton.jit
+def power_of_two(exponent, KIND: tl.constexpr):
+    """Return the factor of codes with a stored exponent, int32."""
     if tl.bfloat16 == KIND:
         value = (exponent << 7).to(tl.uint16).to(KIND, bitcast=True)
     else:

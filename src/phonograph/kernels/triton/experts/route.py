@@ -27,6 +27,7 @@ from phonograph.kernels.routing import Routing
 from phonograph.kernels.triton.experts.expert_lists import (
     EXPERTS,
     LARGE_TILE,
+    LEAST_BLOCK,
     ONE_LAUNCH_TOKENS,
     PROGRAMS,
     TILE,
@@ -66,7 +67,7 @@ def route(
         router_OE: weights of the router, O = X, or X + 1 if the last output is the gate of a shared expert.
         routing: rule of the choice.
         lists: receives the result.
-        block: most pairs of an item, at least `TILE`.
+        block: most pairs of an item, at least `LEAST_BLOCK`.
         router_bias_O: added to the logits.
         choice_bias_X: float32, added to the scores for the choice only.
         expert_scale_X: float32, factor of each expert's weight.
@@ -74,7 +75,7 @@ def route(
     """
     num_tokens, width = x_TE.shape
     outputs, top_k = router_OE.shape[0], routing.top_k
-    assert block >= TILE and x_TE.stride(1) == router_OE.stride(1) == 1
+    assert block >= LEAST_BLOCK and x_TE.stride(1) == router_OE.stride(1) == 1
     one_launch = num_tokens <= ONE_LAUNCH_TOKENS
     tile = TILE if one_launch else LARGE_TILE
     tiles, rows = triton.cdiv(num_tokens, tile), rows_class(num_tokens)

@@ -1,0 +1,130 @@
+"""Products of experts with few rows each and weights of FP4, whose words stay in registers.
+
+A tile is some outputs of one item, as in `expert_products`, and its warps share the inputs, as in
+`gemm_grouped_small_m`: tensor cores of registers take 8 rows, where those of shared memory work for 64 outputs as long
+as for many rows. A thread reads 16 bytes of a row, which are four words of one group of 32 inputs, and the group's
+exponent.
+
+    K ->        unit 0    unit 1    ...      | next step
+    16 outputs  [ warp 0 ][ warp 1 ][ ... ]  | [ warp 0 ]      words and exponents of AHEAD steps are in registers
+    x           [ 128 columns ][ ...    ]                      sums are added over the warps at the end
+
+Shapes: those of `expert_products`; r rows of eight outputs or eight rows; a unit has 128 inputs.
+"""
+
+# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportGeneralTypeIssues=false
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from phonograph.kernels.triton.experts.expert_results import write_results
+from phonograph.kernels.triton.experts.expert_tile import fp4_numbers, power_of_two, whole_sums
+from phonograph.kernels.triton.gemm.gemm_epilogue import add_warps
+from phonograph.kernels.triton.gemm.grouped_operands import as_left, columns, read_rows, read_words
+from phonograph.kernels.triton.launch.pdl import pdl_begin
+
+
+@triton.jit
+def _read_exponents(row_ptrs, unit_stride, step, UNITS: tl.constexpr, LAST: tl.constexpr):
+    """Load the exponents of a step's units for the rows [8, r], as [8, units, r, 4]; LAST is the last unit."""
+    unit = tl.minimum(step * UNITS + tl.arange(0, UNITS), LAST).to(tl.int64)
+    byte = unit[:, None] * (4 * unit_stride) + tl.arange(0, 4)[None, :]
+    pointers = row_ptrs[:, None, :, None] + byte[None, :, None, :]
+    # A thread reads one byte, that of its words: the compiler would read four, and exchange them.
+    return tl.load(tl.multiple_of(pointers, [1, 1, 1, 1]))
+
+
+@triton.jit
+def _weights(words, exponents, KIND: tl.constexpr):
+    """Return words [8, units, r, 16] as a left operand [units, 8 r, 128]."""
+    UNITS: tl.constexpr = words.shape[1]
+    R: tl.constexpr = words.shape[2]
+    scale = power_of_two(exponents.to(tl.int32), KIND)
+    scale = tl.reshape(tl.broadcast_to(scale[:, :, :, :, None], (8, UNITS, R, 4, 4)), (8, UNITS, R, 16, 1))
+    return as_left(tl.reshape(fp4_numbers(words, scale, KIND), (8, UNITS, R, 4, 4, 2, 2, 2)), 4)
+
+
+@triton.jit
+def expert_few_rows_kernel(
+    x_ptr,
+    weight_ptr,
+    exponents_ptr,
+    bias_ptr,
+    out_ptr,
+    weights_ptr,
+    pairs_ptr,
+    items_ptr,
+    num_items_ptr,
+    x_stride,
+    output_stride,
+    unit_stride,
+    out_stride,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    TOP_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    UNITS: tl.constexpr,
+    AHEAD: tl.constexpr,
+    MODE: tl.constexpr,
+    PDL: tl.constexpr,
+    num_warps: tl.constexpr,
+):
+    GATED: tl.constexpr = MODE >= 2
+    KIND: tl.constexpr = x_ptr.dtype.element_ty
+    LAST: tl.constexpr = (K + 127) // 128 - 1
+    TURNS: tl.constexpr = (LAST + UNITS * AHEAD) // (UNITS * AHEAD)
+    # With a gated activation the rows of the ups follow the rows of the gates.
+    OUTPUTS: tl.constexpr = 2 * BLOCK_N if GATED else BLOCK_N
+    column_tiles: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    eight = tl.arange(0, 8)[:, None]
+    eights = tl.arange(0, OUTPUTS // 8)[None, :]
+    m_eight = eight + 8 * tl.arange(0, ROWS // 8)[None, :]
+    m = tl.arange(0, ROWS)
+    pdl_begin(PDL)
+    tile = tl.program_id(0)
+    if tile >= tl.load(num_items_ptr) * column_tiles:
+        return
+    item = items_ptr + tile // column_tiles * 3
+    expert = tl.load(item).to(tl.int64)
+    start = tl.load(item + 1)
+    count = tl.load(item + 2)
+    first = tile % column_tiles * BLOCK_N
+    row = first + eight + eights % (BLOCK_N // 8) * 8
+    valid_row = row < N
+    weight_row = expert * (2 * N if GATED else N)
+    rows = weight_row + tl.minimum(row, N - 1) + eights // (BLOCK_N // 8) * N
+    word_ptrs = weight_ptr + rows * (K // 8)
+    byte_ptrs = exponents_ptr.to(tl.pointer_type(tl.uint8)) + rows * (4 * output_stride)
+    words = ()
+    exponents = ()
+    for step in tl.static_range(AHEAD):
+        words += (read_words(word_ptrs, valid_row, step, K // 8, 4, UNITS),)
+        exponents += (_read_exponents(byte_ptrs, unit_stride, step, UNITS, LAST),)
+    x_row = start + m_eight
+    if GATED:
+        x_row = tl.load(pairs_ptr + x_row, m_eight < count, other=0) // TOP_K
+    x_ptrs = x_ptr + x_row.to(tl.int64) * x_stride
+    sums = tl.zeros((UNITS, OUTPUTS, ROWS), tl.float32)
+    # One stage: Triton's own pipeline would bring the operands through shared memory.
+    for turn in tl.range(TURNS, num_stages=1):
+        for place in tl.static_range(AHEAD):
+            now = turn * AHEAD + place
+            right = columns(read_rows(x_ptrs, m_eight < count, now, K, 4, UNITS), 4, True)
+            sums = tl.dot(_weights(words[place], exponents[place], KIND), right, sums, input_precision="ieee")
+            next_words = read_words(word_ptrs, valid_row, now + AHEAD, K // 8, 4, UNITS)
+            words = words[:place] + (next_words,) + words[place + 1 :]
+            values = _read_exponents(byte_ptrs, unit_stride, now + AHEAD, UNITS, LAST)
+            exponents = exponents[:place] + (values,) + exponents[place + 1 :]
+    total = whole_sums(add_warps(sums, UNITS, num_warps), KIND, True)
+    up = None
+    if GATED:
+        total, up = tl.split(tl.permute(tl.reshape(total, (2, BLOCK_N, ROWS)), (1, 2, 0)))
+    else:
+        total = tl.reshape(total, (BLOCK_N, ROWS))
+    pair = tl.load(pairs_ptr + start + m, m < count, other=0)
+    write_results(
+        total, up, bias_ptr, weights_ptr, out_ptr, out_stride, weight_row + first, (start, count, pair), first, N, MODE
+    )
