@@ -51,6 +51,15 @@ from phonograph.kernels.triton.launch.shared_memory import shared_memory
 _MORE = {
     "_gemm_ring_kernel": {"UTMALDG": "ask"},
     "_gemv_integer_kernel": {"UTMALDG": "ask"},
+    "expert_few_rows_kernel": {
+        "HMMA": "product",
+        "HMUL2": "scale",
+        "HFMA2": "scale",
+        "LDG.E.EF.128": "read 16",
+        "STS": "exchange",
+        "SHFL": "exchange",
+        "STL": "spill",
+    },
     "_expert_kernel": {
         "HGMMA": "product",
         "HMUL2": "scale",
@@ -163,7 +172,7 @@ def main() -> None:
         gemv_integer.launch(Product(x, weight, None, out, mode), GemvIntegerConfig(64, 2, splits, 2, 2, 1), parts)
     expert_products.pdl_options = lambda: {"PDL": True, "launch_pdl": True}
     routing, size = Routing(32, 4), 2880
-    for tokens, gated in ((1, True), (1, False), (2048, True)):
+    for tokens, gated in ((1, True), (32, False), (128, True), (128, False), (2048, True)):
         name = f"tokens {tokens} gated {gated}"
         pairs, outputs = tokens * routing.top_k, 32 * size * (1 + gated)
         words = torch.empty(ExpertLists.num_words(tokens, routing))

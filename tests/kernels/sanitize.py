@@ -121,10 +121,11 @@ def run_all(device: torch.device) -> None:
     fp8_rows.test_rows(1008, dtype, device)
     experts.test_routes("many", 50, 33, device)
     experts.test_counts_of_pairs(70, 33, device)
+    experts.test_memory_of_routers_without_a_gate(device)
     for config in experts.TILES:
         experts.test_products("many", 9, 7, config, torch.float16, device, experts.CLAMPED_SWIGLU)
     for config in experts_fp4.TILES:
-        experts_fp4.test_products(Routing(5, 2), 9, 7, dtype, config, device)
+        experts_fp4.test_products(Routing(5, 2), 9, 7, config, dtype, device)
     products.test_one_row_with_every_epilogue(13, 200, True, torch.float16, device)
     for rows, outputs, inputs, padded, splits in ((5, 31, 263, 8, 3), (21, 33, 256, 16, 1), (3, 45, 320, 8, 3)):
         products.test_tiles_of_rows(rows, outputs, inputs, padded, splits, device)

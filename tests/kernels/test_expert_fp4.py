@@ -53,7 +53,7 @@ def test_products(
     routing: Routing, num_tokens: int, count: int, config: ExpertConfig, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Inputs end within a tile, and within a word of exponents. Padding and experts without tokens are NaN."""
-    width, inner, num_experts = 160, 96, routing.num_experts
+    width, inner, num_experts = 192, 64, routing.num_experts
     x_TE = torch.randn(num_tokens, width).to(device, dtype)
     x_TE[count:] = torch.nan
     lists = routed(x_TE, routing, config.block, count)
@@ -90,7 +90,7 @@ def test_products(
 )
 def test_every_code_and_scale_is_exact(dtype: torch.dtype, exponents: tuple[int, int], device: torch.device) -> None:
     """Rows of the identity have the weights for products."""
-    routing, inputs, outputs = Routing(1, 1), 160, 48
+    routing, inputs, outputs = Routing(1, 1), 192, 48
     file = random_file(1, outputs, inputs, exponents=exponents)
     scales = torch.arange(*exponents, dtype=torch.uint8)
     file["scales"].view(-1)[: len(scales)] = scales
@@ -121,7 +121,7 @@ def test_bits_of_bfloat16(device: torch.device) -> None:
     file["scales"].view(-1)[:161] = torch.arange(161, dtype=torch.uint8)
     weight = weight_for_gpu(file, device)
     bits, scales = (torch.empty(4, 1024, dtype=torch.int32, device=device) for _ in range(2))
-    words = weight.packed_OW.flatten()
+    words = fp4.from_blocks(weight.packed_OW).flatten()
     _parts_kernel[(1,)](words, weight.scales_OG.repeat_interleave(16, 0).flatten().contiguous(), bits, scales, W=1024)
     pairs = bits.contiguous().view(torch.bfloat16).view(4, 64, 4, 4, 2).double()
     factors = scales.to(torch.int16).view(torch.bfloat16).view(4, 64, 16)[:, :, 0].double()
@@ -150,7 +150,7 @@ def test_tiles_are_those_of_the_format() -> None:
 @pytest.mark.parametrize(
     ("routing", "hidden", "inner", "num_tokens", "dtype"),
     [
-        (Routing(3, 2), 160, 96, 3, torch.float16),
+        (Routing(3, 2), 192, 64, 3, torch.float16),
         *(
             pytest.param(Routing(32, 4), 2880, 2880, tokens, torch.bfloat16, marks=pytest.mark.gpu)
             for tokens in (1, 8, 128, 256, 2048)
@@ -183,5 +183,5 @@ def test_layers_are_those_of_dense_weights(
 
 
 def test_order_of_a_gpu(device: torch.device) -> None:
-    file = random_file(3, 40, 160, exponents=(27, 161))
+    file = random_file(3, 40, 192, exponents=(27, 161))
     assert torch.equal(dequantize(weight_for_gpu(file, device)).double().cpu(), meant(file).flatten(0, 1))

@@ -72,6 +72,18 @@ def test_numbers_of_fp4_are_made_where_they_are_multiplied(report: Report) -> No
 
 
 @pytest.mark.long
+def test_numbers_of_few_rows_stay_in_registers(report: Report) -> None:
+    """Words are read 16 bytes at a time, and neither they nor exponents pass to another thread before the products."""
+    experts = {name: words for name, (_, _, words) in report.items() if name.startswith("expert_few_rows_kernel")}
+    assert len(experts) == 2
+    for name, words in experts.items():
+        until = words[: len(words) - words[::-1].index("product")]
+        assert words.count("spill") == until.count("exchange") == 0, name
+        # 16 bytes are 32 codes, of which one instruction scales two; words are read ahead of the loop, and in it.
+        assert words.count("scale") == 8 * words.count("read 16") > 0, name
+
+
+@pytest.mark.long
 def test_half_of_a_tiles_exponentials_run_beside_later_products(report: Report) -> None:
     """The compiler could move all of them before the wait for the values' products, or behind it: 5% slower. Those of
     heads of 64 are half as long, and less need to run beside them."""

@@ -49,7 +49,8 @@ class Sets:
 
     def __init__(self, folder: Path, family: str, dtype: torch.dtype, scheme: Scheme | None) -> None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        sizes = {"moe_intermediate_size": 32, "intermediate_size": 32}
+        inner = 64 if isinstance(scheme, Mxfp4Scheme) else 32
+        sizes = {"moe_intermediate_size": inner, "intermediate_size": inner}
         own = {name: size for name, size in sizes.items() if EXPERT_FAMILIES[family][2].get(name)}
         make_checkpoint(family, folder, seed=2, **own)
         only = ("mlp.experts",) if isinstance(scheme, Mxfp4Scheme) else ()

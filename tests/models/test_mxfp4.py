@@ -38,13 +38,13 @@ FORMS = {
 }
 
 
-def make_file(folder: Path, **settings: Any) -> dict[str, torch.Tensor]:
+def make_file(folder: Path, inner: int = 32, **settings: Any) -> dict[str, torch.Tensor]:
     """Write a checkpoint of gpt-oss whose experts are in MXFP4; return its tensors with what they mean."""
-    make_checkpoint("gpt_oss", folder, intermediate_size=32)
+    make_checkpoint("gpt_oss", folder, intermediate_size=inner)
     tensors = load_file(folder / "model.safetensors")
     whole = dict(tensors)
     for layer in range(3):
-        for name, outputs, inputs in (("gate_up_proj", 64, 64), ("down_proj", 64, 32)):
+        for name, outputs, inputs in (("gate_up_proj", 2 * inner, 64), ("down_proj", 64, inner)):
             module = f"model.layers.{layer}.mlp.experts.{name}"
             file = random_file(6, outputs, inputs)
             del tensors[module]
@@ -66,7 +66,7 @@ def logits(folder: Path, **settings: Any) -> torch.Tensor:
 def test_a_file_is_what_transformers_reads(form: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the order of a GPU too, and as a CPU holds it."""
     names = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
-    whole = make_file(tmp_path, modules_to_not_convert=names)
+    whole = make_file(tmp_path, 64, modules_to_not_convert=names)
     spec = read_model_spec(tmp_path)
     quantized = {matrix.name for layer in spec.layers for matrix in layer.matrices if matrix.scheme is not None}
     assert quantized == {"experts' gate and up", "experts' down"}
@@ -152,9 +152,9 @@ def test_codes_are_those_of_transformers() -> None:
 
 def test_scales_that_only_a_cpu_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mxfp4, "_in_order_of_gpu", lambda _: True)
-    weight = Mxfp4Scheme().allocate(4, 32, torch.empty)
+    weight = Mxfp4Scheme().allocate(8, 64, torch.empty)
     for exponent in (160, 161):
-        file = random_file(4, 32, exponents=(exponent, exponent + 1))
+        file = random_file(8, 64, exponents=(exponent, exponent + 1))
         if exponent == 160:
             Mxfp4Scheme().load("a module", file, weight, 0)
             assert torch.equal(dequantize(weight.values).double(), meant({k: v[None] for k, v in file.items()})[0])
@@ -163,6 +163,15 @@ def test_scales_that_only_a_cpu_multiplies(monkeypatch: pytest.MonkeyPatch) -> N
                 WeightError, match=r"scales up to 2\^34; a GPU multiplies scales up to 2\^33, and device"
             ):
                 Mxfp4Scheme().load("a module", file, weight, 0)
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(12, 64), (8, 96)])
+def test_sizes_that_only_a_cpu_multiplies(outputs: int, inputs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU reads whole blocks."""
+    Mxfp4Scheme().allocate(outputs, inputs, torch.empty)
+    monkeypatch.setattr(mxfp4, "_in_order_of_gpu", lambda _: True)
+    with pytest.raises(UnsupportedModelError, match=f"not {outputs} and {inputs}; use device cpu"):
+        Mxfp4Scheme().allocate(outputs, inputs, torch.empty)
 
 
 REFUSED: list[tuple[dict[str, Any], type[PhonographError], str]] = [

@@ -3,9 +3,9 @@
 The format is that of the OCP Microscaling Formats Specification 1.0. A word of 32 bits has eight codes, or the
 exponents of four groups, lowest bits first. Every weight below 2^128 is exact in bfloat16; others are infinite.
 
-On a GPU, codes lie as `spread` puts them. A number that is made of a code's bits is the weight times 2^-126, which the
-scale makes up for. It would be infinite above 2; so exponents are stored `BIAS` lower than they would be for that, and
-kernels multiply their sums by `FACTOR`.
+On a GPU, codes lie as `spread` puts them, and words as `in_blocks` does. A number that is made of a code's bits is the
+weight times 2^-126, which the scale makes up for. It would be infinite above 2; so exponents are stored `BIAS` lower
+than they would be for that, and kernels multiply their sums by `FACTOR`.
 
 Shapes: O outputs, I inputs, G groups, W words of an output's codes, S words of its exponents.
 """
@@ -28,6 +28,8 @@ BIAS = 126 - SHIFT
 """Number that is added to exponents on a GPU. They are then the exponents of scale * 2^126 / FACTOR in bfloat16."""
 LARGEST = 254 - BIAS
 """Largest exponent on a GPU. Weights above 2^-100 are exact there; smaller ones may be rounded to 0."""
+ROWS_OF_BLOCK, WORDS_OF_BLOCK = 8, 8
+"""Outputs and words of an output whose words lie one after another on a GPU."""
 _PAIRS = torch.tensor([(CODES[byte & 15], CODES[byte >> 4]) for byte in range(256)], dtype=torch.bfloat16)
 """Numbers of the two codes of each byte."""
 _MOVES = (
@@ -84,6 +86,22 @@ def gather(packed_OW: torch.Tensor) -> torch.Tensor:
     for bits, left in _MOVES:
         found |= _moved(packed_OW, bits << left if left > 0 else bits >> -left, -left)
     return found
+
+
+def in_blocks(packed_OW: torch.Tensor) -> torch.Tensor:
+    """Return words of which each block of outputs and words is 256 bytes in a row, which a warp reads at once.
+
+    Rows of 32 bytes, in their place, would ask the L2 cache for a line with each two rows of a block.
+    """
+    blocks = packed_OW.unflatten(1, (-1, WORDS_OF_BLOCK)).unflatten(0, (-1, ROWS_OF_BLOCK))
+    return blocks.transpose(1, 2).reshape(packed_OW.shape)
+
+
+def from_blocks(packed_OW: torch.Tensor) -> torch.Tensor:
+    """Return the words from the result of `in_blocks`."""
+    outputs, words = packed_OW.shape
+    blocks = packed_OW.reshape(-1, words // WORDS_OF_BLOCK, ROWS_OF_BLOCK, WORDS_OF_BLOCK)
+    return blocks.transpose(1, 2).reshape(outputs, words)
 
 
 def _moved(words: torch.Tensor, bits: int, left: int) -> torch.Tensor:

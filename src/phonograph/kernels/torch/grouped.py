@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from phonograph.kernels.torch.fp4 import BIAS, dequantize_fp4, gather
+from phonograph.kernels.torch.fp4 import BIAS, ROWS_OF_BLOCK, dequantize_fp4, from_blocks, gather
 
 TILE = 1 << 19
 """Weights that are unpacked at once: 2 MiB in float32, which stay in a core's cache until they are multiplied."""
@@ -34,7 +34,7 @@ class Grouped(NamedTuple):
         order_I: int64, the input of x that each column multiplies; None if they are in order.
         offsets_OG: in the type of the scales; None for 0 everywhere.
         interleaved: the values of four words are in the order of `interleave`. Values of FP4 are then in the order
-            of `fp4.spread`, and exponents have `fp4.BIAS`.
+            of `fp4.spread` and words in that of `fp4.in_blocks`, and exponents have `fp4.BIAS`.
     """
 
     packed_OW: torch.Tensor
@@ -72,7 +72,7 @@ class Grouped(NamedTuple):
         return self.is_fp8() and self.scales_OG.shape[1] == 1 and self.scales_OG.dtype == torch.float32
 
     def rows(self, first: int, last: int) -> Grouped:
-        """Return the outputs from `first` up to `last`, as views."""
+        """Return the outputs from `first` up to `last`, as views. On a GPU, FP4 has whole blocks of them (`fp4`)."""
         return self._replace(
             packed_OW=self.packed_OW[first:last],
             scales_OG=self.scales_OG[first:last],
@@ -83,7 +83,7 @@ class Grouped(NamedTuple):
     def tiles(self) -> list[tuple[int, int]]:
         """Return the first and the last output, exclusive, of each tile of about `TILE` weights."""
         outputs = self.scales_OG.shape[0]
-        step = max(1, TILE // self.columns())
+        step = max(1, TILE // self.columns() // ROWS_OF_BLOCK) * ROWS_OF_BLOCK
         return [(first, min(first + step, outputs)) for first in range(0, outputs, step)]
 
 
@@ -97,7 +97,7 @@ def dequantize(weight: Grouped) -> torch.Tensor:
         return _dequantize_fp8(weight)
     packed_OW = weight.packed_OW
     if weight.interleaved:
-        packed_OW = deinterleave(gather(packed_OW) if weight.is_fp4() else packed_OW)
+        packed_OW = deinterleave(gather(from_blocks(packed_OW)) if weight.is_fp4() else packed_OW)
     if weight.is_fp4():
         return dequantize_fp4(packed_OW, weight.scales_OG, BIAS if weight.interleaved else 0)
     bytes_OB = packed_OW.view(torch.uint8)

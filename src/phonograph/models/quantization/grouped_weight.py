@@ -130,7 +130,7 @@ class GroupedWeight:
         """Put words with the lowest bits first into the order of the weight, in place."""
         if self.values.interleaved:
             words = interleave(packed_OW)
-            packed_OW.copy_(fp4.spread(words) if self.values.is_fp4() else words)
+            packed_OW.copy_(fp4.in_blocks(fp4.spread(words)) if self.values.is_fp4() else words)
 
     def write_order(self, module: str, group_I: torch.Tensor) -> torch.Tensor:
         """Set the order of the inputs from the group of each input, and return it.

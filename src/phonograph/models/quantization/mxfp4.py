@@ -48,6 +48,11 @@ class Mxfp4Scheme:
         words = fp4.num_exponent_words(inputs // fp4.GROUP)
         exponents = allocate_by_group(allocate, outputs, words, packed.device, torch.int32)
         values = Grouped(packed, exponents, None, 4, fp4.GROUP, interleaved=_in_order_of_gpu(packed.device))
+        if values.interleaved and (outputs % fp4.ROWS_OF_BLOCK or packed.shape[1] % fp4.WORDS_OF_BLOCK):
+            raise UnsupportedModelError(
+                f"a GPU multiplies MXFP4 whose outputs are a multiple of {fp4.ROWS_OF_BLOCK} and whose inputs of "
+                f"{8 * fp4.WORDS_OF_BLOCK}, not {outputs} and {inputs}; use device cpu"
+            )
         return GroupedWeight(values, inputs)
 
     def load(self, module: str, tensors: Mapping[str, torch.Tensor], weight: LinearWeight, first: int) -> None:

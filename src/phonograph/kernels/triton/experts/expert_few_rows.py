@@ -22,8 +22,18 @@ import triton.language as tl
 from phonograph.kernels.triton.experts.expert_results import write_results
 from phonograph.kernels.triton.experts.expert_tile import fp4_numbers, power_of_two, whole_sums
 from phonograph.kernels.triton.gemm.gemm_epilogue import add_warps
-from phonograph.kernels.triton.gemm.grouped_operands import as_left, columns, read_rows, read_words
 from phonograph.kernels.triton.launch.pdl import pdl_begin
+
+
+@triton.jit
+def _read_words(row_ptrs, valid_row, step, UNITS: tl.constexpr, COUNT: tl.constexpr):
+    """Load the words of a step's units for the rows [8, r], as [8, units, r, 16]. COUNT is the words of a row."""
+    unit = step * UNITS + tl.arange(0, UNITS)[:, None]
+    word = tl.arange(0, 16)[None, :]
+    # A thread reads no more of a row than it multiplies, instead of 32 bytes that it would pass on.
+    place = tl.max_contiguous(unit * 128 + (word // 8 * 64 + word % 8), [1, 4])
+    mask = valid_row[:, None, :, None] & (unit * 16 + word < COUNT)[None, :, None, :]
+    return tl.load(row_ptrs[:, None, :, None] + place[None, :, None, :], mask, other=0, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -43,7 +53,28 @@ def _weights(words, exponents, KIND: tl.constexpr):
     R: tl.constexpr = words.shape[2]
     scale = power_of_two(exponents.to(tl.int32), KIND)
     scale = tl.reshape(tl.broadcast_to(scale[:, :, :, :, None], (8, UNITS, R, 4, 4)), (8, UNITS, R, 16, 1))
-    return as_left(tl.reshape(fp4_numbers(words, scale, KIND), (8, UNITS, R, 4, 4, 2, 2, 2)), 4)
+    # Dimensions of two after that of the threads: pair of words, word, half, pair of codes, code.
+    values = tl.reshape(fp4_numbers(words, scale, KIND), (8, UNITS, R, 4, 2, 2, 2, 2, 2))
+    return tl.reshape(tl.permute(values, (1, 2, 0, 4, 7, 5, 3, 8, 6)), (UNITS, 8 * R, 128))
+
+
+@triton.jit
+def _read_rows(row_ptrs, step, K: tl.constexpr, UNITS: tl.constexpr):
+    """Load a step's columns of the rows [8, r] as a right operand [units, 128, 8 r], in the order of `_weights`.
+
+    Each of four threads has the 32 columns of a group, 16 bytes for each code of its words. In that order the registers
+    of two words lie side by side in one operand. Columns after the last repeat others, because their weights are 0.
+    """
+    R: tl.constexpr = row_ptrs.shape[1]
+    code = tl.arange(0, 4)[:, None]
+    at = tl.arange(0, 32)[None, :]
+    unit = step * UNITS + tl.arange(0, UNITS)[:, None, None]
+    group = tl.minimum(unit * 4 + at // 8, K // 32 - 1)
+    column = tl.max_contiguous(group * 32 + (code * 8 + at % 8), [1, 1, 8])
+    rows = tl.load(row_ptrs[:, None, :, None, None] + column[None, :, None, :, :])
+    values = tl.reshape(rows, (8, UNITS, R, 2, 2, 4, 2, 2, 2))
+    values = tl.permute(values, (1, 2, 0, 6, 3, 7, 5, 4, 8))
+    return tl.permute(tl.reshape(values, (UNITS, 8 * R, 128)), (0, 2, 1))
 
 
 @triton.jit
@@ -85,36 +116,38 @@ def expert_few_rows_kernel(
     m = tl.arange(0, ROWS)
     pdl_begin(PDL)
     tile = tl.program_id(0)
-    if tile >= tl.load(num_items_ptr) * column_tiles:
-        return
     item = items_ptr + tile // column_tiles * 3
     expert = tl.load(item).to(tl.int64)
     start = tl.load(item + 1)
     count = tl.load(item + 2)
+    # Later than the item, which may be none: both come from memory at once.
+    if tile >= tl.load(num_items_ptr) * column_tiles:
+        return
     first = tile % column_tiles * BLOCK_N
     row = first + eight + eights % (BLOCK_N // 8) * 8
     valid_row = row < N
     weight_row = expert * (2 * N if GATED else N)
     rows = weight_row + tl.minimum(row, N - 1) + eights // (BLOCK_N // 8) * N
-    word_ptrs = weight_ptr + rows * (K // 8)
+    word_ptrs = weight_ptr + (rows // 8 * K + eight * 8)
     byte_ptrs = exponents_ptr.to(tl.pointer_type(tl.uint8)) + rows * (4 * output_stride)
     words = ()
     exponents = ()
     for step in tl.static_range(AHEAD):
-        words += (read_words(word_ptrs, valid_row, step, K // 8, 4, UNITS),)
+        words += (_read_words(word_ptrs, valid_row, step, UNITS, K // 8),)
         exponents += (_read_exponents(byte_ptrs, unit_stride, step, UNITS, LAST),)
-    x_row = start + m_eight
+    # Places after the item's last have its row, whose results are not stored.
+    x_row = start + tl.minimum(m_eight, count - 1)
     if GATED:
-        x_row = tl.load(pairs_ptr + x_row, m_eight < count, other=0) // TOP_K
+        x_row = tl.load(pairs_ptr + x_row) // TOP_K
     x_ptrs = x_ptr + x_row.to(tl.int64) * x_stride
     sums = tl.zeros((UNITS, OUTPUTS, ROWS), tl.float32)
     # One stage: Triton's own pipeline would bring the operands through shared memory.
     for turn in tl.range(TURNS, num_stages=1):
         for place in tl.static_range(AHEAD):
             now = turn * AHEAD + place
-            right = columns(read_rows(x_ptrs, m_eight < count, now, K, 4, UNITS), 4, True)
+            right = _read_rows(x_ptrs, now, K, UNITS)
             sums = tl.dot(_weights(words[place], exponents[place], KIND), right, sums, input_precision="ieee")
-            next_words = read_words(word_ptrs, valid_row, now + AHEAD, K // 8, 4, UNITS)
+            next_words = _read_words(word_ptrs, valid_row, now + AHEAD, UNITS, K // 8)
             words = words[:place] + (next_words,) + words[place + 1 :]
             values = _read_exponents(byte_ptrs, unit_stride, now + AHEAD, UNITS, LAST)
             exponents = exponents[:place] + (values,) + exponents[place + 1 :]

@@ -66,11 +66,11 @@ _CONFIGS = (
 )
 """Configurations by the largest mean number of an expert's pairs, if all experts have as many."""
 _FP4_CONFIGS = (
-    (4, ExpertConfig(8, FewRowsTile(16, 8, 1, 8), FewRowsTile(16, 8, 1, 8))),
-    (8, ExpertConfig(16, FewRowsTile(32, 8, 1, 8), FewRowsTile(32, 8, 1, 8))),
-    (16, ExpertConfig(32, ExpertTile(64, 128, 4, 4), ExpertTile(64, 128, 4, 4))),
-    (48, ExpertConfig(64, ExpertTile(64, 128, 4, 4), ExpertTile(128, 128, 8, 4))),
-    (None, ExpertConfig(128, ExpertTile(64, 128, 4, 2), ExpertTile(128, 128, 8, 2))),
+    (0.25, ExpertConfig(8, FewRowsTile(32, 4, 1, 4), FewRowsTile(16, 4, 2, 2))),
+    (4, ExpertConfig(8, FewRowsTile(16, 4, 1, 4), FewRowsTile(32, 4, 1, 4))),
+    (8, ExpertConfig(16, FewRowsTile(16, 2, 1, 2), FewRowsTile(32, 2, 1, 2))),
+    (48, ExpertConfig(32, ExpertTile(64, 128, 4, 3), ExpertTile(64, 128, 4, 4))),
+    (None, ExpertConfig(128, ExpertTile(64, 128, 4, 3), ExpertTile(128, 128, 8, 4))),
 )
 """The same for FP4. A warp makes operands of 16 outputs in registers; an `ExpertTile` of fewer than 64 outputs would
 pass through shared memory."""

@@ -118,7 +118,7 @@ def _launch(
     if weight is None:
         assert words.shape[1] == num_inputs
     elif weight.is_fp4():
-        assert weight.interleaved and words.stride(0) == num_inputs // 8
+        assert weight.interleaved and words.stride(0) == num_inputs // 8 and num_outputs % 8 == num_inputs % 64 == 0
     else:
         assert weight.order_I is None and weight.has_equal_strides()
     programs = triton.cdiv(num_outputs, tile.block_n) * max_items(num_pairs // routing.top_k, routing, block)
@@ -213,12 +213,13 @@ def _expert_kernel(
     # Exponents are in int32.
     FP4: tl.constexpr = BITS == 4 and scales_ptr.dtype.element_ty == tl.int32
     tile = tl.program_id(0)
-    if tile >= tl.load(num_items_ptr) * column_tiles:
-        return
     item = items_ptr + tile // column_tiles * 3
     expert = tl.load(item).to(tl.int64)
     start = tl.load(item + 1)
     count = tl.load(item + 2)
+    # Later than the item, which may be none: both come from memory at once.
+    if tile >= tl.load(num_items_ptr) * column_tiles:
+        return
     valid_m = m < count
     pair = tl.load(pairs_ptr + start + m, valid_m, other=0)
     x_row = pair // TOP_K if GATED else start + m

@@ -24,7 +24,17 @@ from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_options
 
 @triton.jit
 def write_results(
-    sums, up_sums, bias_ptr, weights_ptr, out_ptr, out_stride, bias_row, item, first, N: tl.constexpr, MODE: tl.constexpr
+    sums,
+    up_sums,
+    bias_ptr,
+    weights_ptr,
+    out_ptr,
+    out_stride,
+    bias_row,
+    item,
+    first,
+    N: tl.constexpr,
+    MODE: tl.constexpr,
 ):
     """Write the results of an item's pairs from the sums of products.
 

@@ -64,18 +64,18 @@ def _fp4_tile(
     """Load FP4 at rows `row` [n, 1] and the columns of a tile from `start` on, as numbers [n, BLOCK_K] of KIND.
 
     Args:
-        words_ptr: words of K // 8 a row, whose number is a constant so that the compiler knows that 16 bytes may be
-            read at once.
+        words_ptr: words of K // 8 a row, in the order of `fp4.in_blocks`. Their number is a constant so that the
+            compiler knows that 16 bytes may be read at once.
         scales_ptrs: words of exponents of the rows [n, 1].
         scale_stride: from one of them to that of the next 128 columns.
-        row: int64.
+        row: int64, from a multiple of 8 on.
         start: a multiple of BLOCK_K.
-        K: columns of a row, a multiple of 32.
+        K: columns of a row, a multiple of 64.
         BLOCK_K: a multiple of 128.
         KIND: type of the result.
     """
     word = start // 8 + tl.arange(0, BLOCK_K // 8)[None, :]
-    words_ptrs = words_ptr + row * (K // 8) + word
+    words_ptrs = words_ptr + (row // 8 * K + row % 8 * 8) + (word // 8 * 64 + word % 8)
     scale_word = start // 128 + tl.arange(0, BLOCK_K // 128)[None, :]
     scales_ptrs += scale_word.to(tl.int64) * scale_stride
     if K % BLOCK_K == 0:

@@ -181,7 +181,7 @@ def weights(words, magic, BITS: tl.constexpr, KIND: tl.constexpr, INT8: tl.const
     # Eights of columns that a thread has in a row.
     EIGHTS: tl.constexpr = words.shape[3] // BITS
     values = unpacked(words, magic, BITS, KIND, INT8)
-    return as_left(tl.reshape(values, (8, UNITS, R, 4, EIGHTS, 2, 2, 2)), BITS)
+    return _left(tl.reshape(values, (8, UNITS, R, 4, EIGHTS, 2, 2, 2)), BITS)
 
 
 @triton.jit
@@ -218,7 +218,7 @@ def numbers(
 
 
 @triton.jit
-def as_left(values, BITS: tl.constexpr):
+def _left(values, BITS: tl.constexpr):
     """Return [8, units, r, 4, eights, 2, 2, 2], whose last dimensions are eight columns, as an operand [units, 8 r, k].
 
     The order of k is that in which the tensor cores want what each thread has: four numbers, which are two pairs, then
@@ -246,4 +246,4 @@ def columns(rows, BITS: tl.constexpr, INTERLEAVED: tl.constexpr):
         values = tl.reshape(values, (8, UNITS, R, 4, 4, 2, 2, 2))
     else:
         values = tl.permute(tl.reshape(rows, (8, UNITS, R, EIGHTS, 4, 2, 2, 2)), (0, 1, 2, 4, 3, 5, 6, 7))
-    return tl.permute(as_left(values, BITS), (0, 2, 1))
+    return tl.permute(_left(values, BITS), (0, 2, 1))
