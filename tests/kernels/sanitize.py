@@ -36,6 +36,7 @@ import test_fp8_rows as fp8_rows
 import test_grouped_products as grouped_products
 import test_grouped_ring
 import test_integer_row
+import test_layer_embeddings as layer_embeddings
 import test_masked_sampling as masked
 import test_page_indices as page_indices
 import test_prepare
@@ -118,6 +119,9 @@ def run_all(device: torch.device) -> None:
     layers.test_gathered_rows(3, 2500, dtype, device)
     for gelu in (False, True):
         layers.test_activation(3, 2500, gelu, dtype, device)
+    layer_embeddings.test_embeddings_of_all_layers(5, 40, dtype, device)
+    layer_embeddings.test_gates_of_a_layer(True, dtype, device)
+    layer_embeddings.test_joint_norms(3, 5, dtype, device)
     fp8_rows.test_rows(1008, dtype, device)
     experts.test_routes("many", 50, 33, device)
     experts.test_counts_of_pairs(70, 33, device)
