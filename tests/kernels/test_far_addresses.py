@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from far_memory import BORDER, far_tensor, gpu_turn, last_programs, spread
+from fp4_weights import random_file, weight_for_gpu
 from kernel_entries import kernel_entries
 
 from phonograph.kernels.attention_scratch import PREFILL_ROWS
@@ -32,7 +33,7 @@ from phonograph.kernels.triton.attention.quantize_query import quantize_queries
 from phonograph.kernels.triton.elementwise import layer_embeddings, layers
 from phonograph.kernels.triton.elementwise.fp8_rows import quantize_rows
 from phonograph.kernels.triton.experts.expert_lists import ExpertLists
-from phonograph.kernels.triton.experts.expert_plan import ExpertConfig, ExpertTile
+from phonograph.kernels.triton.experts.expert_plan import ExpertConfig, ExpertTile, FewRowsTile
 from phonograph.kernels.triton.experts.expert_products import down_products, gate_up_products
 from phonograph.kernels.triton.experts.expert_results import add_results
 from phonograph.kernels.triton.experts.route import route
@@ -320,6 +321,22 @@ def walk_experts(place: Place, device: torch.device) -> list[torch.Tensor]:
     return [inner_rows, results, hidden, lists.experts_Tk, lists.weights_Tk]
 
 
+def walk_few_rows_of_experts(place: Place, device: torch.device) -> list[torch.Tensor]:
+    """Words of FP4 lie one after another; exponents of outputs may lie apart."""
+    routing, size, dtype = Routing(3, 2), 64, torch.float16
+    words = torch.zeros(ExpertLists.num_words(ROWS, routing), device=device)
+    lists = ExpertLists.over(words, ROWS, routing, ExpertLists.counters(ROWS, device))
+    x = place(randn(ROWS, size, device=device).to(dtype))
+    route(x, place(randn(3, size, device=device).to(dtype)), routing, lists, block=8)
+    config = ExpertConfig(8, FewRowsTile(16, 1, 1, 1), FewRowsTile(16, 1, 1, 1))
+    inner_rows, results = (place(randn(2 * ROWS, size, device=device).to(dtype)) for _ in range(2))
+    gate_up, down = (weight_for_gpu(random_file(3, outputs, size), device) for outputs in (2 * size, size))
+    gate_up, down = (weight._replace(scales_OG=place(weight.scales_OG)) for weight in (gate_up, down))
+    gate_up_products(x, gate_up, lists, routing, config, inner_rows)
+    down_products(inner_rows, down, lists, routing, config, results)
+    return [inner_rows, results]
+
+
 WALKS: dict[str, tuple[Walk, tuple[str, ...]]] = {
     "gemv": (walk_gemv, ("gemv._gemv_kernel",)),
     "few rows": (walk_few_rows, ("gemm_small_m._gemm_small_m_kernel",)),
@@ -332,6 +349,7 @@ WALKS: dict[str, tuple[Walk, tuple[str, ...]]] = {
         walk_experts,
         ("route._route_kernel", "expert_products._expert_kernel", "expert_results._add_kernel"),
     ),
+    "experts with few rows": (walk_few_rows_of_experts, ("expert_few_rows.expert_few_rows_kernel",)),
     "sampling": (
         walk_sampling,
         ("scan.scan_kernel", "filter.filter_kernel", "bitmask._mask_kernel"),
