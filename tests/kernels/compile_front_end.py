@@ -38,7 +38,7 @@ from phonograph.kernels.triton.attention import rope_and_kv_write as rope
 from phonograph.kernels.triton.elementwise import fp8_rows, layer_embeddings, layers
 from phonograph.kernels.triton.experts.count_pairs import count_pairs
 from phonograph.kernels.triton.experts.expert_lists import ExpertLists
-from phonograph.kernels.triton.experts.expert_plan import expert_config
+from phonograph.kernels.triton.experts.expert_plan import FewRowsTile, expert_config
 from phonograph.kernels.triton.experts.expert_products import down_products, fitted, gate_up_products
 from phonograph.kernels.triton.experts.expert_results import add_results
 from phonograph.kernels.triton.experts.route import route
@@ -168,6 +168,8 @@ def launch_experts() -> None:
         )
         whole = fitted(config, fp4, fp4)
         down_products(halves(pairs, inner), fp4, lists, routing, whole, halves(pairs, width))
+        few = config._replace(down=FewRowsTile(16, 4, 1, 4))
+        down_products(halves(pairs, inner), fp4, lists, routing, few, halves(pairs, width))
         shared = x, lists.shared_T
         for weights in (halves(width), torch.zeros(width)):
             norm = weights, 1e-6, x
