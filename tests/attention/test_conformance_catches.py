@@ -153,6 +153,28 @@ def test_values_of_freed_blocks_times_zero_fail() -> None:
     assert next(result for result in results if result.name == "one decode").passed
 
 
+def test_host_lengths_taken_for_exact_fail() -> None:
+    """A backend that plans with the host's lengths must say so; then the suite gives it exact ones."""
+
+    class ReadsHostLengths(ReferenceBackend):
+        def forward(self, query: Any, call: AnyCall, out: Any, *lse: Any) -> None:
+            super().forward(query, call, out, *lse)
+            common = call.metadata.common
+            exact = common.seq_lens.tolist() == common.seq_lens_cpu[: len(common.seq_lens)].tolist()
+            out += 0.0 if exact else 1.0
+
+    class Exact(ReferenceCapabilities):
+        takes_length_bounds = False
+
+    class Declares(ReadsHostLengths):
+        capabilities = Exact()
+
+    device = torch.device("cpu")
+    found = {result.name: result.passed for result in check_backend(ReadsHostLengths, SPEC, device)}
+    assert not found["one decode"]
+    assert all(result.passed for result in check_backend(Declares, SPEC, device))
+
+
 def test_a_missing_lse_fails() -> None:
     class NoLse(ReferenceBackend):
         def forward(self, query: Any, call: AnyCall, out: Any, *lse: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ cuda_inputs = pytest.importorskip("phonograph.runner.cuda.cuda_inputs")
 
 SIZES: dict[str, Any] = {"max_num_seqs": 4, "max_num_tokens": 16, "max_model_len": 64, "block_sizes": (4,)}
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-COUNTS = ("num_reqs", "num_decodes", "num_tokens", "num_decode_tokens", "max_query_len", "max_seq_len")
+COUNTS = ("num_reqs", "num_decodes", "num_tokens", "num_decode_tokens", "max_query_len")
 
 
 def unpinned(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
@@ -49,14 +50,19 @@ def test_steps_of_a_scheduler(most_appends: int, monkeypatch: pytest.MonkeyPatch
         with monkeypatch.context() as patch:
             if DEVICE.type == "cpu":
                 patch.setattr(torch, "empty", unpinned)
-            (common,) = on_gpu.write(rows, key, prefix_len=prefix_len, sampling=None)
+            # The host's lengths of decodes may be upper bounds, which the device does not read.
+            more = np.where(np.arange(batch.num_reqs) < batch.num_decodes, rng.integers(0, 9, batch.num_reqs), 0)
+            bounds = replace(rows, context_lens=rows.context_lens + more)
+            (common,) = on_gpu.write(bounds, key, prefix_len=prefix_len, sampling=None)
         num_reqs, num_tokens = (key.num_reqs, key.num_tokens) if key else (batch.num_reqs, batch.num_tokens)
         on_gpu.prepare(num_reqs=num_reqs, num_tokens=num_tokens)
         assert {name: getattr(common, name) for name in COUNTS} == {name: getattr(wanted, name) for name in COUNTS}
         for name in ("query_start_loc", "seq_lens", "slot_mapping"):
             assert getattr(common, name).tolist() == getattr(wanted, name).tolist(), name
-        for name in ("query_start_loc_cpu", "seq_lens_cpu"):
-            assert np.array_equal(getattr(common, name), getattr(wanted, name)), name
+        assert np.array_equal(common.query_start_loc_cpu, wanted.query_start_loc_cpu)
+        assert np.array_equal(common.seq_lens_cpu[: batch.num_reqs] - more, wanted.seq_lens_cpu[: batch.num_reqs])
+        assert not common.seq_lens_cpu[batch.num_reqs :].any()
+        assert common.max_seq_len == common.seq_lens_cpu.max()
         for name, count in (("input_ids", num_tokens), ("positions", num_tokens), ("logits_rows", num_reqs)):
             assert getattr(on_gpu, name)[:count].tolist() == getattr(on_cpu, name)[:count].tolist(), name
         for row, seq_len in enumerate(wanted.seq_lens.tolist()):
@@ -68,7 +74,11 @@ def test_steps_of_a_scheduler(most_appends: int, monkeypatch: pytest.MonkeyPatch
         slots = [slot for slot, samples in zip(batch.slots, batch.samples, strict=True) if samples]
         tokens = rng.integers(100, 1000, len(slots)).tolist()
         on_cpu.append_tokens(slots, tokens)
-        on_gpu.last_token[slots] = torch.tensor(tokens, dtype=torch.int32, device=DEVICE)
+        on_gpu.state.last_token[slots] = torch.tensor(tokens, dtype=torch.int32, device=DEVICE)
+        seq_lens = dict(zip(batch.slots, wanted.seq_lens.tolist(), strict=False))
+        on_gpu.state.num_computed[slots] = torch.tensor([seq_lens[slot] for slot in slots], dtype=torch.int32).to(
+            DEVICE
+        )
         scheduler.update(batch, StepOutput(slots=slots, token_ids=[[token] for token in tokens]))
     assert preempted, "sequences are loaded again with their output"
 
@@ -91,7 +101,6 @@ def test_steps_of_several_groups(most_appends: int, sizes: tuple[int, ...], monk
             query_lens=query_lens,
             context_lens=context_lens,
             samples=[True] * len(slots),
-            num_decodes=query_lens.count(1),
             num_tokens=sum(query_lens),
             new=[new_sequence(slot, token_ids[slot]) for slot in slots],
             appends=[

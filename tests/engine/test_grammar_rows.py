@@ -20,7 +20,7 @@ from phonograph.sampling.sampler import Sampler
 
 pytest.importorskip("phonograph.runner.cuda.cuda_inputs")
 
-from table_engine import EOS, SLOTS, VOCAB, MakeEngine, engine_maker, free, ruled, wanted
+from table_engine import EOS, SLOTS, VOCAB, MakeEngine, engine_maker, free, row_of, ruled, wanted
 
 from phonograph.runner.cuda.masked_sampling import MaskedSampling
 
@@ -89,7 +89,7 @@ def test_a_preempted_output_goes_on_where_it_was(make: MakeEngine) -> None:
 def test_rows_of_one_bad_model_end_alone(make: MakeEngine) -> None:
     engine = make()
     bad, good = ruled("a", 9), ruled("b", 9)
-    engine.model.table[wanted(engine.model, bad)[2]] = float("nan")
+    engine.model.table[row_of(wanted(engine.model, bad)[2], len(bad.prompt_token_ids) + 2)] = float("nan")
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     engine.run(bad, good)

@@ -45,6 +45,7 @@ from phonograph.kernels.triton.experts.route import route
 from phonograph.kernels.triton.gemm.product import CLAMPED_SWIGLU, GELU, SILU
 from phonograph.kernels.triton.sampling import bitmask, sample
 from phonograph.kernels.triton.step import pinned_words, prepare
+from phonograph.kernels.triton.step.step_layout import SlotState, StepLayout
 
 CPU, BF16, FP8 = torch.device("cpu"), torch.bfloat16, torch.float8_e4m3fn
 ROOMS = ("attention", "sampling", "step", "elementwise", "experts")
@@ -105,16 +106,16 @@ def launch_attention() -> None:
 def launch_others() -> None:
     scratch = sample.make_sample_scratch(8, 32000, CPU)
     numbers = (torch.zeros(8), ints(8), torch.zeros(8), torch.zeros(8), longs(8))
-    sample.sample(halves(8, 32000), ints(8), *numbers, scratch, ints(8), ints(8))
+    sample.sample(halves(8, 32000), ints(8), *numbers, scratch, *(ints(8) for _ in range(4)))
     bitmask.mask_logits(halves(4, 1000), ints(4), ints(4, 32))
     for sizes in ((16,), (16, 16), (16, 32, 16)):
         groups = len(sizes)
-        layout = prepare.StepLayout(8, 64, 16, num_groups=groups)
+        layout = StepLayout(8, 64, 16, num_groups=groups)
+        state = SlotState.make(num_groups=groups, max_num_seqs=8, max_blocks=32, device=CPU)
         prepare.prepare(
-            ints(layout.num_words), layout, last_token_R=ints(8), slot_block_tables_GRN=ints(groups, 8, 32),
-            block_sizes=sizes, num_reqs_padded=8, num_tokens_padded=64, input_ids_T=ints(64), positions_T=longs(64),
-            slot_mappings_GT=longs(groups, 64), query_start_loc=ints(9), seq_lens_R=ints(8),
-            block_tables_GRN=ints(groups, 8, 32), logits_rows_R=longs(8),
+            ints(layout.num_words), layout, state, block_sizes=sizes, num_reqs_padded=8, num_tokens_padded=64,
+            input_ids_T=ints(64), positions_T=longs(64), slot_mappings_GT=longs(groups, 64), query_start_loc=ints(9),
+            seq_lens_R=ints(8), block_tables_GRN=ints(groups, 8, 32), logits_rows_R=longs(8),
         )  # fmt: skip
     prepare.apply_appends(ints(3, 5), ints(8, 32))
     pinned_words.copy_words(ints(64), ints(64), 64)

@@ -52,6 +52,7 @@ def choose_tokens() -> None:
     sample(
         torch.zeros(rows, vocab_size, dtype=torch.bfloat16), integers, torch.ones(rows), integers, torch.ones(rows),
         torch.zeros(rows), integers.long(), make_sample_scratch(rows, vocab_size, device), integers, integers,
+        integers, integers,
     )  # fmt: skip
 
 

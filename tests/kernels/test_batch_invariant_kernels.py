@@ -143,7 +143,7 @@ def test_sums_of_the_sampler(batch_invariant: bool, device: torch.device, monkey
         sampler = Sampler(max_num_seqs=6, vocab_size=vocab, device=torch.device("cpu"), seed=1)
         for slot in range(rows):
             sampler.load(slot, params, [], [], [], 0)
-        drawn = sampler.kernel_parameters(np.arange(rows), np.zeros(rows, np.int64))
+        drawn = sampler.kernel_parameters(np.arange(rows))
         scratch = sampling.make_sample_scratch(3, vocab, device)
         scratch.part_sums.zero_()
         tokens, last = (torch.zeros(6, dtype=torch.int32, device=device) for _ in range(2))
@@ -154,6 +154,8 @@ def test_sums_of_the_sampler(batch_invariant: bool, device: torch.device, monkey
             scratch,
             tokens,
             last,
+            last,
+            torch.zeros(rows, dtype=torch.int32, device=device),
             batch_invariant=batch_invariant,
         )
         return tokens[:1].tolist(), scratch.row_low[0].clone(), scratch.part_sums[:2].clone()

@@ -51,7 +51,8 @@ from phonograph.kernels.triton.gemm.product_plan import (
 )
 from phonograph.kernels.triton.sampling.bitmask import mask_logits
 from phonograph.kernels.triton.sampling.sample import make_sample_scratch, sample
-from phonograph.kernels.triton.step.prepare import StepLayout, apply_appends, prepare
+from phonograph.kernels.triton.step.prepare import apply_appends, prepare
+from phonograph.kernels.triton.step.step_layout import SlotState, StepLayout
 
 Place = Callable[..., torch.Tensor]
 """Copies a tensor: as it is, or with its rows far apart."""
@@ -195,6 +196,8 @@ def walk_sampling(place: Place, device: torch.device) -> list[torch.Tensor]:
         make_sample_scratch(ROWS, 3000, device),
         tokens,
         last_token,
+        last_token,
+        last_token,
     )
     return [tokens, logits]
 
@@ -233,9 +236,8 @@ def walk_prepare(place: Place, device: torch.device) -> list[torch.Tensor]:
     views = layout.host_views(staging)
     views.header[:3] = ROWS, ROWS, ROWS
     views.slots[:] = 2, 0, 1
-    views.context_lens[:] = 20, 30, 47
     views.query_starts[:] = views.append_starts[0] = np.arange(ROWS + 1)
-    views.token_starts[:] = -1
+    views.token_starts[:] = views.start_at[:] = -1
     views.append_at[:] = 1, 2, 3
     views.appends[:ROWS] = 50, 51, 52
     tables = [place(torch.randint(0, 99, (ROWS, 8), dtype=torch.int32).to(device)) for _ in range(2)]
@@ -244,11 +246,11 @@ def walk_prepare(place: Place, device: torch.device) -> list[torch.Tensor]:
     outputs = ints | {name: torch.zeros(8, dtype=torch.int64, device=device) for name in longs}
     outputs["slot_mappings_GT"] = torch.zeros(1, 8, dtype=torch.int64, device=device)
     seq_lens = torch.zeros(8, dtype=torch.int32, device=device)
+    last_token, num_computed = torch.tensor([[7, 8, 9], [30, 47, 20]], dtype=torch.int32, device=device)
     prepare(
         torch.from_numpy(staging).to(device),
         layout,
-        last_token_R=torch.tensor([7, 8, 9], dtype=torch.int32, device=device),
-        slot_block_tables_GRN=tables[0][None],
+        SlotState(last_token, num_computed, torch.zeros(ROWS, 8, dtype=torch.int32, device=device), tables[0][None]),
         block_tables_GRN=tables[1][None],
         block_sizes=(16,),
         num_reqs_padded=ROWS,

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from phonograph.core.sampling_params import SamplingParams
+from phonograph.kernels.torch.sampling import draw_keys as draw_keys_of
 from phonograph.kernels.torch.sampling import mask_tokens
 from phonograph.kernels.triton.sampling.bitmask import mask_logits
 from phonograph.kernels.triton.sampling.sample import make_sample_scratch, sample
@@ -66,7 +67,8 @@ def test_rows_listed_get_the_tokens_of_the_host(
     for row, slot in enumerate(slots):
         grammar = Allowed(words[row]) if row in ruled else None
         sampler.load(slot, SamplingParams(seed=row, **settings), [], [], [], 0, grammar)
-    given = sampler.kernel_parameters(np.array(slots), np.zeros(rows, np.int64))
+    given = sampler.kernel_parameters(np.array(slots))
+    draw_keys = draw_keys_of(torch.from_numpy(given.stream_keys_N), torch.zeros(rows, dtype=torch.int64))
     expected = sampler.sample(logits.cpu(), slots, [0] * rows).token_ids
 
     def to_device(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
@@ -75,6 +77,7 @@ def test_rows_listed_get_the_tokens_of_the_host(
     listed = to_device(np.array([4, -1, 1, 2]), torch.int32)
     tokens = torch.full((rows,), -5, dtype=torch.int32, device=device)
     last_token = torch.full((rows + 2,), -7, dtype=torch.int32, device=device)
+    num_computed = torch.full_like(last_token, -9)
     # Room for more rows than are listed, or fewer than the logits have.
     scratch = make_sample_scratch(9 if batch_invariant else 4, vocab, device)
     mask_logits(logits, listed, to_device(words[[4, 0, 1, 2]], torch.int32))
@@ -85,16 +88,18 @@ def test_rows_listed_get_the_tokens_of_the_host(
         to_device(given.top_k_N, torch.int32),
         to_device(given.top_p_N, torch.float32),
         to_device(given.min_p_N, torch.float32),
-        to_device(given.draw_keys_N, torch.int64),
+        draw_keys.to(device),
         scratch,
         tokens,
         last_token,
+        num_computed,
+        torch.arange(rows, dtype=torch.int32, device=device) + 50,
         rows_G=listed,
         batch_invariant=batch_invariant,
     )
     assert tokens.tolist() == [expected[row] if row in ruled else -5 for row in range(rows)]
-    wanted = [-7] * (rows + 2)
+    wanted, lengths = [-7] * (rows + 2), [-9] * (rows + 2)
     for row in ruled:
-        wanted[slots[row]] = expected[row]
-    assert last_token.tolist() == wanted
+        wanted[slots[row]], lengths[slots[row]] = expected[row], row + 50
+    assert last_token.tolist() == wanted and num_computed.tolist() == lengths
     assert not scratch.counters.any(), "the next launch finds them as this one did"

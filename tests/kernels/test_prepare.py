@@ -10,7 +10,9 @@ from step_rows import rows_of
 from phonograph.core.batch import BlockAppend, ScheduledBatch
 from phonograph.core.blocks import blocks_for
 from phonograph.graphs.modes import GraphKey, GraphSet
-from phonograph.kernels.triton.step.prepare import StepLayout, apply_appends, prepare
+from phonograph.kernels.torch.sampling import draw_keys
+from phonograph.kernels.triton.step.prepare import apply_appends, prepare
+from phonograph.kernels.triton.step.step_layout import SlotState, StepLayout
 from phonograph.runner.cpu_inputs import CpuInputs
 from phonograph.sampling.failures import SlotFailures
 
@@ -34,8 +36,13 @@ class Sequences:
         max_appends = slots * sum(blocks_for(max_len, size) for size in sizes)
         self.layout = StepLayout(slots, max_tokens, max_appends=max_appends, num_groups=len(sizes))
         self.device = device
-        self.slot_blocks = torch.full(self.inputs.slot_blocks.shape, POISON, dtype=torch.int32, device=device)
-        self.last_token = torch.full((slots,), POISON, dtype=torch.int32, device=device)
+        shapes = (slots,), (slots,), (slots, 8), self.inputs.slot_blocks.shape
+        self.state = SlotState(*(torch.full(shape, POISON, dtype=torch.int32, device=device) for shape in shapes))
+        # By slot: what a sequence began with.
+        self.parameters = self.rng.uniform(0, 1, (slots, 3)).astype(np.float32)
+        self.top_k, self.prompt_lens = self.rng.integers(0, 9, slots), self.rng.integers(0, max_len, slots)
+        self.stream_keys = self.rng.integers(-(2**63), 2**63, slots)
+        self.started: set[int] = set()
 
     def draw(
         self, query_lens: list[int], *, ahead: int = 0, slots: list[int] | None = None
@@ -46,6 +53,7 @@ class Sequences:
         for slot, query_len in zip(slots, query_lens, strict=True):
             if self.computed[slot] + query_len > self.max_len:  # a new sequence in this slot
                 self.computed[slot] = self.num_blocks[:, slot] = 0
+                self.started.discard(slot)
             for group, size in enumerate(self.sizes):
                 needed = blocks_for(int(self.computed[slot]) + query_len, size) + ahead
                 needed = min(needed, self.inputs.slot_blocks.shape[2])
@@ -75,19 +83,25 @@ class Sequences:
         rows = batch.num_reqs
         views.header[:3] = rows, batch.num_tokens, batch.num_decodes
         views.slots[:rows] = views.sample_slots[:rows] = batch.slots
-        views.context_lens[:rows] = batch.context_lens
         views.query_starts[: rows + 1] = np.cumsum([0, *batch.query_lens])
         views.block_sizes[:] = self.sizes[: len(views.block_sizes)]
         appends = {(append.group, append.slot): append for append in batch.appends}
-        num_tokens = num_appends = 0
+        views.start_at[:rows] = -1
+        num_tokens = num_appends = num_starts = 0
         for row, (slot, context, length) in enumerate(
             zip(batch.slots, batch.context_lens, batch.query_lens, strict=True)
         ):
             tokens = self.inputs.token_ids[slot, context : context + length]
-            if length == 1 and kept[slot]:
+            if length == 1 and kept[slot] and slot in self.started:
                 views.token_starts[row] = -1
-                self.last_token[slot] = int(tokens[0])
+                self.state.last_token[slot], self.state.num_computed[slot] = int(tokens[0]), context
             else:
+                views.context_lens[row] = context
+                if slot not in self.started:
+                    self.started.add(slot)
+                    views.start_at[row] = num_starts
+                    self.start(views.starts[num_starts], slot)
+                    num_starts += 1
                 views.token_starts[row] = num_tokens
                 views.tokens[num_tokens : num_tokens + length] = tokens
                 num_tokens += length
@@ -102,7 +116,23 @@ class Sequences:
             views.append_starts[group, rows] = num_appends
         used = self.layout.used_words(num_appends=num_appends, num_tokens=num_tokens)
         assert (staging[used:] == POISON).all()
+        staging[used:] = 0
         return torch.from_numpy(staging).to(self.device)
+
+    def start(self, words: np.ndarray, slot: int) -> None:
+        words.view(np.float32)[[0, 2, 3]] = self.parameters[slot]
+        words[[1, 6]] = self.top_k[slot], self.prompt_lens[slot]
+        words.view(np.int64)[2] = self.stream_keys[slot]
+
+    def check_sampling(self, staging: torch.Tensor, batch: ScheduledBatch) -> None:
+        """Each row has what its sequence began with, and the key of its draw."""
+        slots, found = batch.slots, self.layout.sampling_views(staging.cpu())
+        for name, column in (("temperature", 0), ("top_p", 1), ("min_p", 2)):
+            assert getattr(found, name)[: len(slots)].tolist() == self.parameters[slots, column].tolist(), name
+        assert found.top_k[: len(slots)].tolist() == self.top_k[slots].tolist()
+        draws = np.array(batch.context_lens) + batch.query_lens - self.prompt_lens[slots]
+        wanted = draw_keys(torch.from_numpy(self.stream_keys[slots]), torch.from_numpy(draws))
+        assert torch.equal(found.draw_keys[: len(slots)], wanted)
 
     def check(
         self,
@@ -130,8 +160,7 @@ class Sequences:
         prepare(
             staging,
             self.layout,
-            last_token_R=self.last_token,
-            slot_block_tables_GRN=self.slot_blocks,
+            self.state,
             block_sizes=self.sizes,
             num_reqs_padded=num_reqs,
             num_tokens_padded=num_tokens,
@@ -146,7 +175,8 @@ class Sequences:
         for name in (*names, "slot_mappings"):
             assert torch.equal(got[name].cpu(), expected[name]), name
         blocks = got["block_tables"].cpu()
-        state = self.slot_blocks.cpu()
+        state = self.state.block_tables.cpu()
+        self.check_sampling(staging, batch)
         for group, size in enumerate(self.sizes):
             for row, slot in enumerate(batch.slots):
                 used = blocks_for(batch.context_lens[row] + batch.query_lens[row], size)
@@ -202,7 +232,7 @@ def test_new_blocks_in_further_chunks_of_a_table_are_kept(device: torch.device) 
 
 
 def test_layout_views_share_memory_and_are_aligned() -> None:
-    layout = StepLayout(max_num_seqs=5, max_num_tokens=7, max_appends=3)
+    layout = StepLayout(max_num_seqs=5, max_num_tokens=7, max_appends=3, num_groups=2)
     words = np.zeros(layout.num_words, np.int32)
     for number, view in enumerate(layout.host_views(words), start=1):
         assert not view.any()  # no field overlaps those before it
@@ -212,8 +242,11 @@ def test_layout_views_share_memory_and_are_aligned() -> None:
     host = layout.host_views(words)
     host.header[:4] = 5, 7, 3, 4096
     assert layout.prefix_len(staging).tolist() == [4096] and layout.num_reqs(staging).tolist() == [5]
-    for name, tensor in views._asdict().items():
-        assert tensor.tolist() == getattr(host, name).tolist()
+    for name in ("slots", "sample_slots"):
+        assert getattr(views, name).tolist() == getattr(host, name).tolist()
+    for name in ("temperature", "top_k", "top_p", "min_p", "draw_keys"):
+        assert not getattr(views, name).any() and getattr(views, name).shape == (5,), "no field of the host's"
+    assert host.starts.shape == (5, 8) and host.append_starts.shape == (2, 6)
     assert views.draw_keys.dtype == torch.int64
     assert all(where.start % 4 == 0 for _, where in layout.fields.values())
     assert layout.used_words(num_appends=0, num_tokens=7) <= layout.num_words

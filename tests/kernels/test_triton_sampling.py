@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from phonograph.core.sampling_params import SamplingParams
+from phonograph.kernels.torch.sampling import draw_keys as draw_keys_of
 from phonograph.kernels.triton.sampling.sample import SampleScratch, make_sample_scratch, sample
 from phonograph.sampling.sampler import Sampler
 
@@ -55,9 +56,11 @@ def _both(
     sampler = Sampler(max_num_seqs=rows + 1, vocab_size=vocab, device=torch.device("cpu"), seed=1)
     for slot, each in zip(slots, params, strict=True):
         sampler.load(slot, each, [], [], [], 0)
-    parameters = sampler.kernel_parameters(np.array(slots), np.full(rows, draw))
+    parameters = sampler.kernel_parameters(np.array(slots))
+    draw_keys = draw_keys_of(torch.from_numpy(parameters.stream_keys_N), torch.full((rows,), draw))
     tokens = torch.full((rows + 1,), POISON, dtype=torch.int32, device=device)
     last_token = torch.full((rows + 2,), POISON, dtype=torch.int32, device=device)
+    num_computed = torch.full_like(last_token, POISON)
 
     def to_device(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
         return torch.from_numpy(array).to(device, dtype)
@@ -70,11 +73,15 @@ def _both(
         to_device(parameters.top_k_N, torch.int32),
         to_device(parameters.top_p_N, torch.float32),
         to_device(parameters.min_p_N, torch.float32),
-        to_device(parameters.draw_keys_N, torch.int64),
+        draw_keys.to(device),
         scratch,
         tokens[:rows],
         last_token,
+        num_computed,
+        torch.arange(rows, dtype=torch.int32, device=device) + 3,
     )
+    lengths = num_computed.tolist()
+    assert [lengths[slot] for slot in slots] == [*range(3, rows + 3)] and lengths[0] == lengths[-1] == POISON
     host = sampler.sample(logits.cpu(), slots, [draw] * rows).token_ids
     got = tokens.tolist()
     last = last_token.tolist()
@@ -218,6 +225,8 @@ def test_rows_that_do_not_sample(device: torch.device) -> None:
         _scratch(3, 100, device),
         tokens,
         last_token,
+        last_token,
+        torch.zeros(3, dtype=torch.int32, device=device),
     )
     assert tokens.tolist() == [-2] * 3
     assert last_token.tolist() == [POISON] * 3

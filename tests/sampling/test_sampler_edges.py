@@ -77,13 +77,3 @@ def test_which_rows_need_logits() -> None:
     slots = np.arange(6)
     assert sampler.needs_logits(slots, np.full(6, 2)).tolist() == [False, True, True, True, True, False]
     assert sampler.needs_logits(slots, np.full(6, 3)).tolist() == [False, False, True, True, True, False]
-
-
-def test_a_greedy_row_beside_takes_no_key_from_a_draw() -> None:
-    sampler = make_sampler(50, 2)
-    for slot, temperature in enumerate((0.0, 1.0)):
-        sampler.load(slot, SamplingParams(temperature=temperature, seed=5), [], [], [], 0)
-    slots, draws = np.arange(2), np.array([4, 4])
-    both = sampler.kernel_parameters(slots, draws).draw_keys_N[1]
-    assert both == sampler.kernel_parameters(slots[1:], draws[1:]).draw_keys_N[0]
-    assert both != sampler.kernel_parameters(slots, draws + 1).draw_keys_N[1]

@@ -41,8 +41,13 @@ from phonograph.runner.synthetic_batches import SyntheticBatches
 VOCAB, EOS, SLOTS, TOKENS = 100, 99, 5, 16
 
 
+def row_of(token: Any, position: Any) -> Any:
+    """Return the row of the table that has the logits behind a token at a position."""
+    return (token + 7 * position) % VOCAB
+
+
 class TableModel:
-    """Logits of the next token are a row of a table, that of the token before."""
+    """Logits of the next token are a row of a table, by the token before and its position."""
 
     def __init__(self, device: torch.device) -> None:
         self.table = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(1)).to(device)
@@ -62,13 +67,14 @@ class TableModel:
     def forward(
         self,
         input_ids: torch.Tensor,
-        positions: object,
+        positions: torch.Tensor,
         attend: object,
         rows: torch.Tensor | None = None,
         num_rows: torch.Tensor | None = None,
         num_kept: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        hidden = torch.index_select(self.table, 0, input_ids, out=self._hidden[: len(input_ids)])
+        index = row_of(input_ids, positions)
+        hidden = torch.index_select(self.table, 0, index, out=self._hidden[: len(input_ids)])
         return hidden if rows is None else torch.index_select(hidden, 0, rows, out=self._rows)
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
@@ -191,7 +197,8 @@ def wanted(model: TableModel, one: Request) -> list[int]:
     sampler.load(0, one.params, one.prompt_token_ids, [], [EOS], 0, one.grammar)
     table, last, output = model.table.cpu(), one.prompt_token_ids[-1], list[int]()
     while len(output) < (one.params.max_tokens or 100):
-        (last,) = sampler.sample(table[last][None], [0], [len(output)]).token_ids
+        row = row_of(last, len(one.prompt_token_ids) + len(output) - 1)
+        (last,) = sampler.sample(table[row][None], [0], [len(output)]).token_ids
         output.append(last)
         if last == EOS:
             break

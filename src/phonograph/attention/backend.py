@@ -31,6 +31,8 @@ class Capabilities(ABC):
             replaced, because builder and `schedule` read lengths, but no block table and no slot mapping.
         skips_freed_blocks: True if blocks behind the windows of all queries may hold NaN. Otherwise a kernel may
             multiply their values by weights of 0, so the engine and the conformance suite keep them finite.
+        takes_length_bounds: True if the host's lengths of decodes may be upper bounds, as they are while a step that
+            verifies drafts is in flight. Otherwise the host must know them before it plans a step.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Capabilities(ABC):
     varies: str = "it does not say that its results are the same in every batch"
     plans_by_lengths: bool = False
     skips_freed_blocks: bool = False
+    takes_length_bounds: bool = False
 
     @abstractmethod
     def refusals(self, spec: AttentionSpec, device: DeviceSpec) -> list[str]:

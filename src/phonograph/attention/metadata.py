@@ -47,7 +47,8 @@ class CommonMetadata:
         block_table: [R, max_blocks_per_seq] int32. Each entry is a valid block id, also behind a sequence's end and
             behind a window, where the block may belong to another sequence.
         slot_mapping: [T] int64, where each token's key and value go; -1 writes nothing.
-        query_start_loc_cpu, seq_lens_cpu: host copies, for backends that plan on the host.
+        query_start_loc_cpu, seq_lens_cpu: host copies, for backends that plan on the host. For backends with
+            `takes_length_bounds`, lengths of decodes may be upper bounds, and so may `max_seq_len`.
         causal: a query attends to no later token.
         prefix: what cascade attention attends once; None if the step does not cascade.
     """

@@ -34,10 +34,13 @@ class StepRows:
 
 
 class KernelRows(NamedTuple):
-    """Rows that the step's own kernels sample, bool [N], and the sampling parameters of all rows."""
+    """Rows that the step's own kernels sample, bool [N], and the sampling parameters of the sequences that start.
+
+    The parameters are in the order of `ScheduledBatch.new`.
+    """
 
     samples: np.ndarray
-    parameters: KernelParameters
+    starts: KernelParameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,13 +52,13 @@ class Sampled:
 
 
 class KernelParameters(NamedTuple):
-    """Parameters by row. Temperature 0 is greedy, top_k 0 keeps all; draw keys are int64."""
+    """Parameters of some slots. Temperature 0 is greedy, top_k 0 keeps all; stream keys are int64."""
 
     temperature_N: np.ndarray
     top_k_N: np.ndarray
     top_p_N: np.ndarray
     min_p_N: np.ndarray
-    draw_keys_N: np.ndarray
+    stream_keys_N: np.ndarray
 
 
 class Sampler:
@@ -191,18 +191,14 @@ class Sampler:
             | (self._logprobs[slots_N] >= 0)
         )
 
-    def kernel_parameters(self, slots_N: np.ndarray, draws_N: np.ndarray) -> KernelParameters:
-        """Return the parameters with which a kernel draws for these rows as `sample` does."""
-        temperature_N = self._temperature[slots_N]
-        keys_N = self._stream_key[slots_N]
-        if temperature_N.any():  # a greedy batch draws nothing
-            keys_N = sampling.draw_keys(torch.from_numpy(keys_N), torch.from_numpy(draws_N)).numpy()
+    def kernel_parameters(self, slots_N: np.ndarray) -> KernelParameters:
+        """Return the parameters with which a kernel draws for these slots as `sample` does."""
         return KernelParameters(
-            temperature_N=temperature_N,
+            temperature_N=self._temperature[slots_N],
             top_k_N=self._top_k[slots_N],
             top_p_N=self._top_p[slots_N],
             min_p_N=self._min_p[slots_N],
-            draw_keys_N=keys_N,
+            stream_keys_N=self._stream_key[slots_N],
         )
 
     @torch.inference_mode()

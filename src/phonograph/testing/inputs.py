@@ -94,7 +94,13 @@ class RigInputs:
         return make_batch(self.spec, on_host, shape, torch.device("cpu"), self.generator)
 
     def load(
-        self, batch: PagedBatch, *, clears_padding: bool, skips_freed: bool = True, poison: Poison = ALL_POISON
+        self,
+        batch: PagedBatch,
+        *,
+        clears_padding: bool,
+        skips_freed: bool = True,
+        bounds_lengths: bool = False,
+        poison: Poison = ALL_POISON,
     ) -> CommonMetadata:
         """Write a batch where `prepare` reads it; return its metadata, whose tensors the step fills.
 
@@ -102,6 +108,7 @@ class RigInputs:
             batch: the batch.
             clears_padding: False if the caller must zero the padding rows of outputs.
             skips_freed: False if blocks behind windows must be finite.
+            bounds_lengths: True if the host's lengths of decodes are upper bounds.
             poison: memory that holds NaN.
         """
         common = batch.common
@@ -141,6 +148,8 @@ class RigInputs:
             self.prepare()
         starts, lens, table, slots = (static for static, _ in self._steps)
         num_slots = len(common.seq_lens)
+        if bounds_lengths:
+            common = self._bounded(common)
         return replace(
             common,
             query_start_loc=starts[: num_slots + 1],
@@ -153,6 +162,15 @@ class RigInputs:
         """Make the batch's tensors from the loaded batch, as the head of a step."""
         for static, staged in self._steps:
             static.copy_(staged)
+
+    def _bounded(self, common: CommonMetadata) -> CommonMetadata:
+        """Return metadata whose host lengths of decodes are up to two blocks too long."""
+        lens_cpu, decodes = common.seq_lens_cpu.copy(), slice(0, common.num_decodes)
+        most = max(self.limits.max_model_len, common.max_seq_len)
+        more = torch.randint(0, 2 * self.spec.block_size, (common.num_decodes,), generator=self.generator).numpy()
+        lens_cpu[decodes] = (lens_cpu[decodes] + more).clip(max=most)
+        longest = int(lens_cpu[: common.num_reqs].max(initial=0))
+        return replace(common, seq_lens_cpu=lens_cpu, max_seq_len=max(common.max_seq_len, longest))
 
     def _new_cache(self) -> torch.Tensor:
         """Return a cache [2, B, S, K, D] in the layout of the spec, with room for the blocks of any drawn batch."""

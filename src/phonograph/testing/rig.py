@@ -47,11 +47,13 @@ class Rig:
 
     def build(self, batch: PagedBatch, key: GraphKey | None, poison: Poison = ALL_POISON) -> AttentionMetadata:
         """Load a batch and build its metadata."""
+        capabilities = self.backend.capabilities
         with torch.inference_mode(), self.runtime.scope():
             common = self.inputs.load(
                 batch,
                 clears_padding=self.clears_padding,
-                skips_freed=self.backend.capabilities.skips_freed_blocks,
+                skips_freed=capabilities.skips_freed_blocks,
+                bounds_lengths=capabilities.takes_length_bounds,
                 poison=poison,
             )
             return self.builder.build(common, key=key)

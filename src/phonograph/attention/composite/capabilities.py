@@ -46,6 +46,7 @@ class SplitCapabilities(Capabilities):
     def __init__(self, decode: Capabilities, prefill: Capabilities) -> None:
         self.decode = decode
         self.prefill = prefill
+        self.takes_length_bounds = decode.takes_length_bounds and prefill.takes_length_bounds
         self.skips_freed_blocks = decode.skips_freed_blocks and prefill.skips_freed_blocks
         self.name = f"prefill={prefill.label.replace(' ', '')},decode={decode.label.replace(' ', '')}"
 

@@ -121,6 +121,7 @@ class FlashAttention3Capabilities(_FlashAttentionCapabilities):
     version = "3"
     varies = ""
     plans_by_lengths = True
+    takes_length_bounds = True
     declared = Declaration(
         capabilities=(9,),
         kv_dtypes=("float16", "bfloat16", "float8_e4m3fn"),
@@ -187,6 +188,7 @@ class FlashAttention4Capabilities(_FlashAttentionCapabilities):
     version = "4"
     varies = "no runs of it were ever compared bit by bit"
     plans_by_lengths = True
+    takes_length_bounds = True
     declared = Declaration(
         capabilities=(9, 10),
         head_sizes=(64, 96, 128),

@@ -24,6 +24,7 @@ from phonograph.kernels.torch.attention.schedule import new_handle
 class ReferenceCapabilities(DeclaredCapabilities):
     name = "reference"
     skips_freed_blocks = True
+    takes_length_bounds = True
     varies = "its decodes share sums that are as long as the longest of them"
     declared = Declaration(
         devices=("cpu", "cuda"),

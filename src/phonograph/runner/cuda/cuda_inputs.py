@@ -1,8 +1,9 @@
 """Inputs of a step on a GPU: request state in device slots, and one pinned buffer of changes per step.
 
-The device keeps the last token and the block table row of each sequence. The host sends a few numbers per sequence, the
-tokens of prefills and the appended blocks. The prepare kernel at the head of every graph derives the step's tensors
-from both. Graphs freeze the addresses of these tensors, so they are allocated once.
+The device keeps the length, the last token, the block table and the sampling parameters of each sequence. The host
+sends a few numbers per sequence, the tokens of prefills and the appended blocks. The prepare kernel at the head of
+every graph derives the step's tensors from both. Graphs freeze the addresses of these tensors, so they are allocated
+once.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from phonograph.core.batch import BlockAppend, ScheduledBatch
 from phonograph.core.blocks import blocks_for
 from phonograph.graphs.modes import GraphKey
 from phonograph.kernels.triton.sampling.sample import make_sample_scratch
-from phonograph.kernels.triton.step.prepare import StepLayout, apply_appends, prepare
+from phonograph.kernels.triton.step.prepare import apply_appends, prepare
+from phonograph.kernels.triton.step.step_layout import SlotState, StepLayout
 from phonograph.runner.cuda.pinned import PinnedWords
 from phonograph.runner.step_inputs import KernelRows, PaddedViews, StepRows, SyntheticBatch, metadata_of, padded_views
 from phonograph.sampling.failures import SlotFailures
@@ -36,7 +38,7 @@ class CudaInputs:
     longest sequence in the group with the smallest blocks: input_ids [T] int32, positions [T] and slot_mappings [G, T]
     int64, query_start_loc [R+1], seq_lens [R] and block_tables [G, R, N] int32, logits_rows [R] int64.
 
-    Sampling reads `sampling`, and writes tokens [R] and last_token [R] (by slot), both int32.
+    Sampling reads `sampling`, and writes tokens [R], int32, and the last tokens and lengths of `state`.
     """
 
     def __init__(
@@ -62,9 +64,9 @@ class CudaInputs:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         self._staging = zeros(self._layout.num_words)
-        # Zeros, as each entry must be a page: kernels may read one that a sliding group never filled.
-        self._slot_block_tables = zeros(num_groups, max_num_seqs, max_blocks)
-        self.last_token = zeros(max_num_seqs)
+        self.state = SlotState.make(
+            num_groups=num_groups, max_num_seqs=max_num_seqs, max_blocks=max_blocks, device=device
+        )
         self.tokens = zeros(max_num_seqs)
         self.input_ids = zeros(max_num_tokens)
         self.positions = zeros(max_num_tokens, dtype=torch.int64)
@@ -82,14 +84,12 @@ class CudaInputs:
         self.num_reqs = self._layout.num_reqs(self._staging)
         self._next = 0
         self._views: dict[tuple[int, int], PaddedViews] = {}
-        # By slot: token ids that the host has, and their number.
+        # By slot: token ids that the host has.
         self._tokens: dict[int, np.ndarray] = {}
-        self._num_known = np.zeros(max_num_seqs, np.int64)
 
     def take_over(self, batch: ScheduledBatch, failures: SlotFailures) -> None:
         """Keep the token ids of sequences that start; appended blocks travel with the step."""
         for new in batch.new:
-            self._num_known[new.slot] = len(new.token_ids)
             if not failures.run(new.slot, "token ids", self._keep_tokens, new.slot, new.token_ids):
                 self._tokens[new.slot] = np.zeros(len(new.token_ids), np.int32)
 
@@ -100,13 +100,14 @@ class CudaInputs:
         self, rows: StepRows, key: GraphKey | None, *, prefix_len: int | None, sampling: KernelRows | None
     ) -> tuple[CommonMetadata, ...]:
         """Send one step and return its metadata; see `Inputs.write`."""
-        slots, context_lens, query_lens = rows.batch.slots, rows.context_lens, rows.query_lens
-        # Other rows are one token each: the last token of the slot.
+        slots, context_lens, query_lens = rows.batch.slots, rows.batch.context_lens, rows.batch.query_lens
+        # Decodes continue from the state of their slot.
         known = {
-            int(row): self._tokens[slots[row]][context_lens[row] : context_lens[row] + query_lens[row]]
-            for row in np.flatnonzero(context_lens < self._num_known[rows.slots])
+            row: self._tokens[slots[row]][context_lens[row] : context_lens[row] + query_lens[row]]
+            for row in range(rows.batch.num_decodes, rows.batch.num_reqs)
         }
-        return self._send(rows, key, known, prefix_len, sampling)
+        starts = {new.slot: new.prompt_len for new in rows.batch.new}
+        return self._send(rows, key, known, starts, prefix_len, sampling)
 
     def load(self, batch: SyntheticBatch, key: GraphKey) -> tuple[CommonMetadata, ...]:
         """Send a synthetic batch with greedy sampling, and prepare it, so that its slot mapping is on the device."""
@@ -118,10 +119,11 @@ class CudaInputs:
             top_k_N=np.zeros(num_reqs, np.int64),
             top_p_N=np.ones(num_reqs),
             min_p_N=np.zeros(num_reqs),
-            draw_keys_N=np.zeros(num_reqs, np.int64),
+            stream_keys_N=np.zeros(num_reqs, np.int64),
         )
         known = {row: batch.token_ids[starts[row] : starts[row + 1]] for row in range(num_reqs)}
-        common = self._send(rows, key, known, batch.prefix_len, KernelRows(rows.samples, greedy))
+        starts = dict.fromkeys(rows.batch.slots, 0)
+        common = self._send(rows, key, known, starts, batch.prefix_len, KernelRows(rows.samples, greedy))
         self.prepare(num_reqs=key.num_reqs, num_tokens=key.num_tokens)
         return common
 
@@ -130,8 +132,7 @@ class CudaInputs:
         prepare(
             self._staging,
             self._layout,
-            last_token_R=self.last_token,
-            slot_block_tables_GRN=self._slot_block_tables,
+            self.state,
             block_sizes=self._block_sizes,
             num_reqs_padded=num_reqs,
             num_tokens_padded=num_tokens,
@@ -149,10 +150,20 @@ class CudaInputs:
         rows: StepRows,
         key: GraphKey | None,
         known: dict[int, np.ndarray],
+        starts: dict[int, int],
         prefix_len: int | None,
         sampling: KernelRows | None,
     ) -> tuple[CommonMetadata, ...]:
-        """Upload a step; `known` has the token ids of rows that do not continue from their slot's last token."""
+        """Upload a step.
+
+        Args:
+            rows: the step.
+            key: as in `write`.
+            known: token ids of the rows that do not continue from their slot.
+            starts: length of the prompt by slot, of the sequences that start, in the order of `sampling.starts`.
+            prefix_len: as in `write`.
+            sampling: as in `write`.
+        """
         upload = self._uploads[self._next % _UPLOADS]
         self._next += 1
         upload.wait()
@@ -163,17 +174,30 @@ class CudaInputs:
         upload.views.header[:4] = num_reqs, rows.batch.num_tokens, rows.batch.num_decodes, prefix_len or 0
         upload.views.slots[:num_reqs] = rows.slots
         upload.views.context_lens[:num_reqs] = rows.context_lens
+        upload.views.start_at[:num_reqs] = -1
         if sampling is None:
             upload.views.sample_slots[:num_reqs] = -1
         else:
             upload.views.sample_slots[:num_reqs] = np.where(sampling.samples, rows.slots, -1)
-            for name, values in sampling.parameters._asdict().items():
-                getattr(upload.views, name.removesuffix("_N"))[:num_reqs] = values
+            if starts:
+                self._start(upload, rows, starts, sampling.starts)
         num_known = self._copy_tokens(upload, known, num_reqs)
         num_appended = self._append(upload, rows)
         used = self._layout.used_words(num_appends=num_appended, num_tokens=num_known)
         upload.send(self._staging, used)
         return self._metadata(rows, key, prefix_len, query_starts)
+
+    def _start(self, upload: _Upload, rows: StepRows, starts: dict[int, int], parameters: KernelParameters) -> None:
+        entries, count = upload.views.starts, len(starts)
+        floats, integers = entries.view(np.float32), entries.view(np.int64)
+        floats[:count, 0] = parameters.temperature_N
+        entries[:count, 1] = parameters.top_k_N
+        floats[:count, 2] = parameters.top_p_N
+        floats[:count, 3] = parameters.min_p_N
+        integers[:count, 2] = parameters.stream_keys_N
+        entries[:count, 6] = [*starts.values()]
+        row_of = {slot: row for row, slot in enumerate(rows.batch.slots)}
+        upload.views.start_at[[row_of[slot] for slot in starts]] = range(count)
 
     def _copy_tokens(self, upload: _Upload, known: dict[int, np.ndarray], num_reqs: int) -> int:
         token_starts, tokens = upload.views.token_starts, upload.views.tokens
@@ -216,7 +240,7 @@ class CudaInputs:
         triples[0] = append.slot
         triples[1] = torch.arange(append.start, append.start + count)
         triples[2] = torch.tensor(append.block_ids)
-        apply_appends(triples.to(self._staging.device, non_blocking=True), self._slot_block_tables[append.group])
+        apply_appends(triples.to(self._staging.device, non_blocking=True), self.state.block_tables[append.group])
 
     def _metadata(
         self, rows: StepRows, key: GraphKey | None, prefix_len: int | None, query_starts: np.ndarray

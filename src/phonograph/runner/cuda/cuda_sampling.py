@@ -80,7 +80,8 @@ class CudaSampling:
             constrained = grammars.constrained[slots] & in_step
             masked = np.flatnonzero(constrained).tolist()
             in_step = in_step & ~constrained
-        return SamplingPlan(KernelRows(in_step, self._sampler.kernel_parameters(slots, draws)), masked, on_host)
+        starts = self._sampler.kernel_parameters(np.array([new.slot for new in rows.batch.new], np.int64))
+        return SamplingPlan(KernelRows(in_step, starts), masked, on_host)
 
     def finish(
         self, rows: StepRows, plan: SamplingPlan, outputs: StepOutputs, decision: Decision, failures: SlotFailures
@@ -115,5 +116,7 @@ class CudaSampling:
         output.failures.update(sampled.failures)
         output.logprobs = {slot: [entry] for slot, entry in sampled.logprobs.items()}
         token_ids = torch.tensor(sampled.token_ids, dtype=torch.int32, device=device)
-        self._inputs.last_token[torch.tensor(slots, device=device)] = token_ids.clamp(min=0)
+        state, slots_P = self._inputs.state, torch.tensor(slots, device=device)
+        state.last_token[slots_P] = token_ids.clamp(min=0)
+        state.num_computed[slots_P] = self._inputs.seq_lens[rows_P]
         outputs.tokens[rows_P] = token_ids

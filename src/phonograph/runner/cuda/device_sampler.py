@@ -10,7 +10,7 @@ from phonograph.runner.cuda.cuda_inputs import CudaInputs
 
 
 class DeviceSampler:
-    """Samples rows of logits into the step's tokens and the slots' last tokens.
+    """Samples rows of logits into the step's tokens and the state of the slots.
 
     logits_RV: static tensor in which steps leave their logits
     """
@@ -50,7 +50,9 @@ class DeviceSampler:
             parameters.draw_keys[:num_rows],
             inputs.sample_scratch,
             inputs.tokens[:num_rows],
-            inputs.last_token,
+            inputs.state.last_token,
+            inputs.state.num_computed,
+            inputs.seq_lens[:num_rows],
             rows_G=rows_G,
             batch_invariant=self._batch_invariant,
         )

@@ -168,6 +168,8 @@ def filter_kernel(
     candidates_ptr,
     tokens_ptr,
     last_token_ptr,
+    num_computed_ptr,
+    seq_lens_ptr,
     rows_ptr,
     listed,
     blocks,
@@ -267,4 +269,5 @@ def filter_kernel(
             token = _filter_and_draw(low, whole, count, operands, top_k, top_p, SHAPE, True)
         else:
             token = _filter_and_draw(low, whole, V, operands, top_k, top_p, SHAPE, False)
-        finish(row, slot, tl.where(token < V, token, -1), tokens_ptr, last_token_ptr)
+        token = tl.where(token < V, token, -1)
+        finish(row, slot, token, tokens_ptr, last_token_ptr, num_computed_ptr, seq_lens_ptr)

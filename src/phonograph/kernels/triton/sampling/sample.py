@@ -88,11 +88,13 @@ def sample(
     scratch: SampleScratch,
     tokens_N: torch.Tensor,
     last_token_R: torch.Tensor,
+    num_computed_R: torch.Tensor,
+    seq_lens_N: torch.Tensor,
     *,
     rows_G: torch.Tensor | None = None,
     batch_invariant: bool = False,
 ) -> None:
-    """Choose a token for each row that has a slot, into `tokens_N` and, for the next step, into its slot's last token.
+    """Choose a token for each row that has a slot, into `tokens_N` and, for the next step, into the state of its slot.
 
     Args:
         logits_NV: bfloat16, float16 or float32; rows contiguous
@@ -105,6 +107,8 @@ def sample(
         scratch: from `make_sample_scratch`
         tokens_N: int32, written; -1 where a row has NaN or +inf, or nothing but -inf
         last_token_R: int32, by slot; receives the token, or 0 where there is none
+        num_computed_R: int32, by slot; receives the length of the row's sequence
+        seq_lens_N: int32
         rows_G: int32; the rows to sample, each once, below 0 for none; tokens of all other rows stay as they are
         batch_invariant: a row is always cut into the parts of the largest batch, because top-p depends on their sums
     """
@@ -114,7 +118,14 @@ def sample(
     assert logits_NV.stride(1) == 1 and num_rows <= scratch.row_max.shape[0]
     as_if_rows = scratch.row_max.shape[0] if batch_invariant else num_rows
     rows = logits_NV, logits_NV.stride(0), slots_N, temperature_N, top_k_N, top_p_N, min_p_N, draw_keys_N
-    results = tokens_N, last_token_R, slots_N if rows_G is None else rows_G, int(rows_G is not None)
+    results = (
+        tokens_N,
+        last_token_R,
+        num_computed_R,
+        seq_lens_N,
+        slots_N if rows_G is None else rows_G,
+        int(rows_G is not None),
+    )
     parts, blocks = _parts(as_if_rows, vocab_size, _SCAN_BLOCK, _SCAN_PROGRAMS)
     scan_kernel[(num_rows, parts)](
         *rows,

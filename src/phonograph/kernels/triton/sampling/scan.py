@@ -25,16 +25,21 @@ LOWEST = tl.constexpr(-3.4e38)
 
 
 @triton.jit
+def descend(key, index):
+    """Return the key one level down, uint64, as `phonograph.kernels.torch.sampling` does; all numbers are uint64."""
+    x = key + (index + 1) * _GAMMA
+    x = (x ^ (x >> 30)) * _MIX_1
+    x = (x ^ (x >> 27)) * _MIX_2
+    return x ^ (x >> 31)
+
+
+@triton.jit
 def gumbel(draw_key, token):
     """Return the noise of `phonograph.kernels.torch.sampling.gumbel_noise`, from the same integers bit by bit.
 
     log1p is the logarithm of the rounded sum, corrected by its rounding (Kahan), because tiny u decide the draw.
     """
-    x = draw_key.to(tl.uint64) + (token.to(tl.uint64) + 1) * _GAMMA
-    x = (x ^ (x >> 30)) * _MIX_1
-    x = (x ^ (x >> 27)) * _MIX_2
-    x = x ^ (x >> 31)
-    bits = ((x & 0x7FFFFFFFFFFFFFFF) | 1).to(tl.int64)
+    bits = ((descend(draw_key.to(tl.uint64), token.to(tl.uint64)) & 0x7FFFFFFFFFFFFFFF) | 1).to(tl.int64)
     u = tl.minimum(bits.to(tl.float32) * 1.0842021724855044e-19, 0.99999994039535522)
     rest = 1.0 - u
     lost = 1.0 - rest
@@ -77,9 +82,10 @@ def parameters_of(row, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, draw_ke
 
 
 @triton.jit
-def finish(row, slot, token, tokens_ptr, last_token_ptr):
+def finish(row, slot, token, tokens_ptr, last_token_ptr, num_computed_ptr, seq_lens_ptr):
     tl.store(tokens_ptr + row, token)
     tl.store(last_token_ptr + slot, tl.maximum(token, 0))
+    tl.store(num_computed_ptr + slot, tl.load(seq_lens_ptr + row))
 
 
 @triton.jit
@@ -107,6 +113,8 @@ def scan_kernel(
     counters_ptr,
     tokens_ptr,
     last_token_ptr,
+    num_computed_ptr,
+    seq_lens_ptr,
     rows_ptr,
     listed,
     blocks,
@@ -191,4 +199,5 @@ def scan_kernel(
         best = tl.max(scores, 0)
         chosen = tl.min(tl.where(scores == best, tokens, V), 0)
         if (filtered == 0) | (valid == 0):
-            finish(row, slot, tl.where(valid, chosen, -1), tokens_ptr, last_token_ptr)
+            chosen = tl.where(valid, chosen, -1)
+            finish(row, slot, chosen, tokens_ptr, last_token_ptr, num_computed_ptr, seq_lens_ptr)

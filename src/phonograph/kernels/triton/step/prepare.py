@@ -3,11 +3,12 @@
 Shapes: R requests (slots), T tokens, A appended blocks, G KV groups, N blocks of the longest sequence in the group with
 the smallest blocks. The tensors of a graph are padded to R' requests and T' tokens.
 
-1. Last tokens and block tables live on the device by slot, so that a step can start before the host knows the tokens of
-   the previous step.
+1. What a sequence needs in each step lives on the device by slot (`SlotState`): its length, last token, block table and
+   sampling parameters. A step can start before the host knows how the previous one ended.
 2. The host uploads a single buffer of int32 words, laid out by `StepLayout`: a few numbers for each row, the blocks
-   added to it, and the tokens that only the host has (prompts).
-3. One launch makes the tensors that the step's other kernels read, padded to the graph's shape.
+   added to it, the parameters of sequences that start, and the tokens that only the host has (prompts).
+3. One launch makes the tensors that the step's other kernels read, padded to the graph's shape, and the key of each
+   row's random draw. Sampling writes lengths and last tokens, because programs of this launch read them.
 
     programs   | row 0, chunk 0 | row 0, chunk 1 | ... | row R'-1, chunk 0 | ...   for each group
                a chunk is every chunks-th block of the row's tokens and of its block table; row 0 pads the tokens too;
@@ -18,146 +19,23 @@ the smallest blocks. The tensors of a graph are padded to R' requests and T' tok
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 
 from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_options
+from phonograph.kernels.triton.sampling.scan import descend
+from phonograph.kernels.triton.step.step_layout import START_WORDS, SlotState, StepLayout
 
-_HEADER = 8
-_PREFIX_LEN = 3
-"""Word of the header that `cascade.cut_prefix` reads."""
-_ALIGN = 4
-"""Alignment of fields, in words: 16 bytes, which is enough for the int64 draw keys."""
-_READ_BY_KERNEL = (
-    "slots", "context_lens", "query_starts", "token_starts", "append_starts", "append_at", "sample_slots",
-    "block_sizes", "appends", "tokens",
-)  # fmt: skip
-
-
-class HostViews(NamedTuple):
-    """Fields of a staging buffer as numpy arrays on its memory, by row of the batch.
-
-    header:        int32 [8]: numbers of requests, of tokens and of decodes, and the length of a cascade's prefix; the
-                   rest is not read
-    slots:         int32 [R]
-    context_lens:  int32 [R]   tokens computed before this step
-    query_starts:  int32 [R+1] running sum of the query lengths, from 0; `num_reqs + 1` entries are read
-    token_starts:  int32 [R]   first of the row's tokens in `tokens`; -1 if its one token is the last token of its slot
-    append_starts: int32 [G, R+1] the row's new blocks are `appends[append_starts[g, r] : append_starts[g, r + 1]]`
-    append_at:     int32 [G, R] entry of the slot's block table for the first new block
-    sample_slots:  int32 [R]   slot for the token that the sampling kernel chooses, or -1; `prepare` sets it to -1 in
-                               the padding rows of the device's copy
-    temperature, top_p, min_p: float32 [R];  top_k: int32 [R];  draw_keys: int64 [R]; see `sampling.sample`
-    block_sizes:   int32 [G]   tokens of a block, the same in every step; empty for a single group
-    appends:       int32 [A]   block ids of all groups
-    tokens:        int32 [T]   token ids, of the rows with a token_start
-    """
-
-    header: np.ndarray
-    slots: np.ndarray
-    context_lens: np.ndarray
-    query_starts: np.ndarray
-    token_starts: np.ndarray
-    append_starts: np.ndarray
-    append_at: np.ndarray
-    sample_slots: np.ndarray
-    temperature: np.ndarray
-    top_k: np.ndarray
-    top_p: np.ndarray
-    min_p: np.ndarray
-    draw_keys: np.ndarray
-    block_sizes: np.ndarray
-    appends: np.ndarray
-    tokens: np.ndarray
-
-
-class SamplingViews(NamedTuple):
-    """Fields that the sampling kernel reads in the staging buffer; `slots` is for rows sampled after the step."""
-
-    slots: torch.Tensor
-    sample_slots: torch.Tensor
-    temperature: torch.Tensor
-    top_k: torch.Tensor
-    top_p: torch.Tensor
-    min_p: torch.Tensor
-    draw_keys: torch.Tensor
-
-
-class StepLayout:
-    """Layout of a staging buffer of `num_words` int32 words.
-
-    The areas of changing size come last, so that a step uploads no more than `used_words`.
-
-    fields: element type and words of each field, in the order of `HostViews`
-    """
-
-    def __init__(self, max_num_seqs: int, max_num_tokens: int, max_appends: int, *, num_groups: int = 1) -> None:
-        rows, self.max_appends, self.num_groups = max_num_seqs, max_appends, num_groups
-        self.fields: dict[str, tuple[str, slice]] = {}
-        self.num_words = 0
-        for name, dtype, words in (
-            ("header", "int32", _HEADER),
-            ("slots", "int32", rows),
-            ("context_lens", "int32", rows),
-            ("query_starts", "int32", rows + 1),
-            ("token_starts", "int32", rows),
-            ("append_starts", "int32", num_groups * (rows + 1)),
-            ("append_at", "int32", num_groups * rows),
-            ("sample_slots", "int32", rows),
-            ("temperature", "float32", rows),
-            ("top_k", "int32", rows),
-            ("top_p", "float32", rows),
-            ("min_p", "float32", rows),
-            ("draw_keys", "int64", 2 * rows),
-            ("block_sizes", "int32", num_groups if num_groups > 1 else 0),
-            ("appends", "int32", max_appends),
-            ("tokens", "int32", max_num_tokens),
-        ):
-            self.fields[name] = dtype, slice(self.num_words, self.num_words + words)
-            self.num_words += -(-words // _ALIGN) * _ALIGN
-        self.constants = {name.upper(): self._start(name) for name in _READ_BY_KERNEL} | {"ROWS": rows}
-
-    def host_views(self, words: np.ndarray) -> HostViews:
-        """Return views of a staging buffer on the host, int32 [num_words], in memory aligned to 8 bytes."""
-        views = HostViews(*(words[where].view(dtype) for dtype, where in self.fields.values()))
-        by_group = {name: getattr(views, name).reshape(self.num_groups, -1) for name in ("append_starts", "append_at")}
-        return views._replace(**by_group)
-
-    def sampling_views(self, staging: torch.Tensor) -> SamplingViews:
-        """Return views of the staging buffer on the device, int32 [num_words]."""
-        fields = (self.fields[name] for name in SamplingViews._fields)
-        return SamplingViews(*(staging[where].view(getattr(torch, dtype)) for dtype, where in fields))
-
-    def prefix_len(self, staging: torch.Tensor) -> torch.Tensor:
-        """Return the prefix's length in the staging buffer on the device, [1] int32."""
-        start = self._start("header") + _PREFIX_LEN
-        return staging[start : start + 1]
-
-    def num_reqs(self, staging: torch.Tensor) -> torch.Tensor:
-        """Return the number of requests in the staging buffer on the device, [1] int32."""
-        start = self._start("header")
-        return staging[start : start + 1]
-
-    def used_words(self, *, num_appends: int, num_tokens: int) -> int:
-        """Return the words to upload, from the buffer's start, with that many appended blocks and host tokens."""
-        if num_tokens:
-            return self._start("tokens") + num_tokens
-        return self._start("appends") + num_appends
-
-    def _start(self, name: str) -> int:
-        return self.fields[name][1].start
+_START_WORDS = tl.constexpr(START_WORDS)
 
 
 def prepare(
     staging: torch.Tensor,
     layout: StepLayout,
+    state: SlotState,
     *,
-    last_token_R: torch.Tensor,
-    slot_block_tables_GRN: torch.Tensor,
     block_sizes: Sequence[int],
     num_reqs_padded: int,
     num_tokens_padded: int,
@@ -172,10 +50,10 @@ def prepare(
     """Write the first R' requests and T' tokens of a step's inputs from the staging buffer.
 
     Args:
-        staging: int32 [layout.num_words]; padding rows of its sample_slots are set to -1
+        staging: int32 [layout.num_words]; padding rows of its sample_slots are set to -1, and what sampling reads is
+            written
         layout: of the staging buffer
-        last_token_R: int32 [R], by slot
-        slot_block_tables_GRN: int32 [G, R, N], by slot; receives the step's new blocks
+        state: receives the step's new blocks, and the parameters of sequences that start
         block_sizes: tokens of a block in each group; if they differ, they are in the staging buffer too
         num_reqs_padded: R'
         num_tokens_padded: T'
@@ -187,6 +65,7 @@ def prepare(
         block_tables_GRN: int32 [G, >= R', N], by row; entries after a sequence's blocks stay as they are
         logits_rows_R: int64 [>= R'], the row of each request's last token; padding is 0
     """
+    slot_block_tables_GRN = state.block_tables
     num_groups, _, max_blocks = slot_block_tables_GRN.shape
     block = 256 if num_tokens_padded <= 1024 else 1024
     # With few requests, more programs copy long block tables.
@@ -194,8 +73,7 @@ def prepare(
     chunks = max(triton.cdiv(num_tokens_padded, block), table_chunks)
     _prepare_kernel[(num_reqs_padded, chunks, num_groups)](
         staging,
-        last_token_R,
-        slot_block_tables_GRN,
+        *state,
         input_ids_T,
         positions_T,
         slot_mappings_GT,
@@ -245,10 +123,21 @@ def _load_blocks(column, end, table_row, appends, append_at, num_appends):
     return tl.where(is_new, new, old), is_new
 
 
+@triton.jit
+def _parameter(place: tl.constexpr, entry, new, old):
+    """Return a word of a slot's parameters: one that starts has new ones, which are stored."""
+    starts = entry >= 0
+    word = tl.load(new + place, mask=starts, other=0) | tl.load(old + place, mask=entry < 0, other=0)
+    tl.store(old + place, word, mask=starts)
+    return word
+
+
 @triton.jit(do_not_specialize=["num_reqs_padded", "num_tokens_padded"])
 def _prepare_kernel(
     staging,
     last_token_ptr,
+    num_computed_ptr,
+    parameters_ptr,
     slot_table_ptr,
     input_ids_ptr,
     positions_ptr,
@@ -273,9 +162,16 @@ def _prepare_kernel(
     APPEND_STARTS: tl.constexpr,
     APPEND_AT: tl.constexpr,
     SAMPLE_SLOTS: tl.constexpr,
+    START_AT: tl.constexpr,
     BLOCK_SIZES: tl.constexpr,
     APPENDS: tl.constexpr,
+    STARTS: tl.constexpr,
     TOKENS: tl.constexpr,
+    TEMPERATURE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TOP_P: tl.constexpr,
+    MIN_P: tl.constexpr,
+    DRAW_KEYS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -317,6 +213,8 @@ def _prepare_kernel(
     append_at = tl.load(append_ats + row)
 
     if row < num_reqs:
+        continues = token_start < 0
+        context_len = tl.where(continues, tl.load(num_computed_ptr + slot), context_len)
         num_appends = append_end - append_start
         table_row = slot_table_ptr + slot.to(tl.int64) * slot_table_stride
         out_row = block_table_ptr + row.to(tl.int64) * block_table_stride
@@ -347,6 +245,17 @@ def _prepare_kernel(
             tl.store(query_start_loc_ptr + row, query_start)
             tl.store(seq_lens_ptr + row, seq_len)
             tl.store(logits_rows_ptr + row, (query_end - 1).to(tl.int64))
+            entry = tl.load(staging + START_AT + row)
+            new, old = staging + STARTS + entry * _START_WORDS, parameters_ptr + slot * _START_WORDS
+            tl.store(staging + TEMPERATURE + row, _parameter(0, entry, new, old))
+            tl.store(staging + TOP_K + row, _parameter(1, entry, new, old))
+            tl.store(staging + TOP_P + row, _parameter(2, entry, new, old))
+            tl.store(staging + MIN_P + row, _parameter(3, entry, new, old))
+            low = _parameter(4, entry, new, old).to(tl.uint32, bitcast=True).to(tl.uint64)
+            stream_key = _parameter(5, entry, new, old).to(tl.uint32, bitcast=True).to(tl.uint64) << 32 | low
+            # The number of tokens that the request has generated is the index of its draw.
+            key = descend(stream_key, (seq_len - _parameter(6, entry, new, old)).to(tl.uint64)).to(tl.int64)
+            tl.store((staging + DRAW_KEYS + 2 * row).to(tl.pointer_type(tl.int64)), key)
 
         step = tl.num_programs(1) * BLOCK
         for first in range(chunk * BLOCK + step, end, step):
