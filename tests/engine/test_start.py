@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,9 @@ from checkpoints import make_checkpoint
 from safetensors.torch import load_file, save_file
 
 from phonograph.engine.llm import LLM
+from phonograph.engine.startup import start
+from phonograph.errors import ModelError
+from phonograph.files.catalog import HUB_IDS
 
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
@@ -39,6 +43,28 @@ def test_notes_of_the_weights_are_among_those_of_the_plan(tmp_path: Path) -> Non
     llm = LLM(model=str(tmp_path), device="cpu", progress=lambda phase, *_: phases.append(phase), **settings)
     assert set(phases) == {"weights"}
     assert "does not use: model.layers.0.self_attn.prob_scale" in llm.plan.notes[-1]
+
+
+def test_the_start_is_timed(tmp_path: Path) -> None:
+    make_checkpoint("llama3", tmp_path)
+    begin = time.perf_counter()
+    llm = LLM(model=str(tmp_path), device="cpu", max_num_seqs=1, max_model_len=64, num_kv_blocks=8, enforce_eager=True)
+    assert 0 < llm.start_seconds < time.perf_counter() - begin
+
+
+def test_names_of_the_catalog_have_dummy_weights_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Planned(Exception):
+        """The configuration was read."""
+
+    def planned(*_: object) -> None:
+        raise Planned
+
+    monkeypatch.setattr(start, "make_plan", planned)
+    name = next(iter(HUB_IDS))
+    with pytest.raises(Planned):
+        LLM(model=name, load_format="dummy", device="cpu")
+    with pytest.raises(ModelError, match="explain takes it, and so does --load-format dummy"):
+        LLM(model=name, device="cpu")
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -35,6 +35,7 @@ def plan_of(calls: list[str], sizes: dict[str, int], keep: str = "", own: str = 
         (["abcd", "bd", "bde"], {"a": 64, "b": 64, "c": 64, "d": 64, "e": 64}, "", {"e": 0}, 256),
         # Gaps that touch become one; a gap that is too small at the end of the pool grows.
         (["abc", "c", "cd"], {"a": 64, "b": 64, "c": 64, "d": 128}, "", {"d": 0}, 192),
+        (["abcde", "bcde", "be", "beg"], {**dict.fromkeys("abcde", 64), "g": 128}, "", {"g": 128}, 320),
         (["ab", "a", "ac"], {"a": 64, "b": 64, "c": 192}, "", {"c": 64}, 256),
         (["ab", "b", "bc"], {"a": 64, "b": 64, "c": 192}, "", {"c": 128}, 320),
     ],

@@ -268,6 +268,7 @@ def test_files_and_folders(qwen2: Path, tmp_path: Path) -> None:
     folder.mkdir()
     write_gguf(folder / "a.gguf", qwen2, kinds(rest="F16"))
     assert read_model_spec(folder) == read_model_spec(folder / "a.gguf")
+    assert not read_model_spec(folder).notes, "no tensor changes its type"
     assert read_model_spec(folder).dtype == "float16"
     (folder / "b.gguf").write_bytes(b"")
     with pytest.raises(ModelError, match=r"2 GGUF files; give the path of one: a.gguf, b.gguf"):

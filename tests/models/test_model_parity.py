@@ -125,11 +125,13 @@ def test_a_factor_of_embeddings_is_rounded_first(dtype: torch.dtype, tmp_path: P
         assert torch.equal(decoder.embedding(ids).hidden_TE, expected)
 
 
-@pytest.mark.parametrize(("length", "is_long"), [(30, False), (90, True)])
-def test_longrope_by_length(length: int, is_long: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("length", "is_long", "given"), [(30, False, {}), (90, True, {}), (90, True, {"attention_factor": 1.7})]
+)
+def test_longrope_by_length(length: int, is_long: bool, given: dict[str, float], tmp_path: Path) -> None:
     """A table of more positions than the original length has the long factors at every position."""
     factors = {"short_factor": [1.0, 1.3, 1.1, 2.0], "long_factor": [1.5, 4.0, 3.0, 2.5]}
-    parameters = {"rope_type": "longrope", "rope_theta": 1000.0, "partial_rotary_factor": 0.5, **factors}
+    parameters = {"rope_type": "longrope", "rope_theta": 1000.0, "partial_rotary_factor": 0.5, **factors} | given
     settings = {"rope_parameters": parameters, ORIGINAL: 40, "max_position_embeddings": 160}
     reference = make_checkpoint("phi3", tmp_path, **settings)
     spec = read_model_spec(tmp_path)
