@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from phonograph.models.quantization.gptq import Gptq
 from phonograph.models.quantization.quantization_config import read_quantization
 from phonograph.models.quantization.scheme import Scheme
 from phonograph.models.spec import read_model_spec
+from phonograph.models.weights.file_format import match_format
 
 
 def scheme_of(name: str, **changes: Any) -> Scheme:
@@ -93,6 +95,29 @@ def test_each_module_counts_once_in_the_progress_of_loading(tmp_path: Path) -> N
     )
     total = len(spec.tensor_shapes()) + 7 * spec.num_layers
     assert steps[-1] == (total, total) and {of for _, of in steps} == {total}
+
+
+@pytest.mark.parametrize(
+    ("name", "stated", "notes"),
+    [
+        ("gptq", {}, []),
+        ("gptq order", {}, []),
+        ("gptq order", {"desc_act": False}, ["desc_act=false of quantization_config ignored"]),
+        ("gptq zeros", {}, []),
+        ("gptq zeros", {"sym": True}, ["sym=true of quantization_config ignored"]),
+    ],
+)
+def test_notes_say_what_a_file_has_otherwise(
+    name: str, stated: dict[str, bool], notes: list[str], tmp_path: Path
+) -> None:
+    make_checkpoint("llama3", tmp_path)
+    quantize_checkpoint(tmp_path, FORMATS[name])
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"] |= stated
+    path.write_text(json.dumps(config))
+    found = match_format(read_model_spec(tmp_path), [tmp_path / "model.safetensors"]).notes
+    assert [note.partition(":")[0] for note in found] == notes
 
 
 @pytest.mark.parametrize("bits", [4, 8])
