@@ -103,10 +103,12 @@ class Trial:
                 status = self._run(partial(_pytest, [t for module in modules for t in tests[module]]), limit)
                 if status == 4:  # names of cases changed, or a module cannot be imported, which is a failure
                     status = self._run(partial(_pytest, modules), max(limit, self._seconds))
-                if status in (4, 5):
-                    raise RuntimeError(f"pytest does not find {modules}: {self._log.read_text()[-2000:]}")
+                log = self._log.read_text()
+                # What a conftest imports may fail too.
+                if status == 5 or (status == 4 and "not found: " in log):
+                    raise RuntimeError(f"pytest does not find {modules}: {log[-2000:]}")
                 if status:
-                    failed = _FAILED.search(self._log.read_text())
+                    failed = _FAILED.search(log)
                     by = "time" if status == forked.TIMED_OUT else failed[1] if failed else f"exit status {status}"
                     return Result(end=stage, by=by, seconds=time.monotonic() - start)
         finally:
