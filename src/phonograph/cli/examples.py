@@ -38,9 +38,11 @@ USAGE: Mapping[str, Usage] = {
         ),
     ),
     "serve": Usage("guides/server.md", ("serve demo", "serve Qwen/Qwen3-0.6B --port 8001 --max-num-seqs 64")),
+    "run-batch": Usage("guides/server.md", ("run-batch demo -i requests.jsonl -o answers.jsonl",)),
     "verify": Usage("guides/verify.md", ("verify demo", "verify demo --replays 1000 --verify-seed 1 --json")),
     "models": Usage("guides/weights.md", ("models", "models --device-name rtx4090")),
     "config": Usage("start.md", ("config demo --max-num-seqs 64", "config --config settings.yaml --json")),
+    "collect-env": Usage("guides/troubleshooting.md", ("collect-env", "collect-env --json")),
     "eval": Usage(
         _EVAL,
         (

@@ -15,10 +15,12 @@ from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar
 from cyclopts import Group, Parameter
 from pydantic.fields import FieldInfo
 
+from phonograph.cli.show import note
 from phonograph.config.engine_config import EngineConfig
 from phonograph.config.server_config import ServerConfig
 from phonograph.config.sources import SourcedValue, read_environment, read_file, read_flags
 from phonograph.config.values import ValueKind
+from phonograph.config.vllm_flags import explain_variables
 from phonograph.errors import ConfigError
 from phonograph.files.model_files import names_model
 
@@ -40,7 +42,12 @@ HEADINGS: Mapping[str, str] = {
 ENGINE_FIELDS: Mapping[str, FieldInfo] = EngineConfig.model_fields
 SERVER_FIELDS: Mapping[str, FieldInfo] = ServerConfig.model_fields
 
-SHORT_NAMES: Mapping[str, str] = {"attention_backend": "--backend"}
+SHORT_NAMES: Mapping[str, str] = {
+    "attention_backend": "--backend",
+    "quantization": "-q",
+    "gpu_memory_utilization": "--device-memory-utilization",
+    "max_queued_requests": "--max-num-queued-reqs",
+}
 """Second names of flags."""
 
 
@@ -90,6 +97,8 @@ def _with_engine_flags(
                 raise ConfigError("model", values["model"], f"contradicts the argument {model!r}; give one of them")
             values["model"] = model
         first = load(flags=values, config_file=config_file, environ=os.environ)
+        if (said := explain_variables(os.environ)) is not None:
+            note(said)
         return command(first, *arguments, **keywords)
 
     model = Annotated[str | None, Parameter(show_default=False, help="The model, if not given by --model.")]

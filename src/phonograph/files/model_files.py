@@ -52,6 +52,7 @@ def model_path(
     weights: bool = False,
     revision: str | None = None,
     config_only: bool = False,
+    download_dir: str | None = None,
 ) -> Path:
     """Return the local folder of `model`, or its GGUF file.
 
@@ -60,6 +61,7 @@ def model_path(
         weights: download the safetensors too, besides the configuration.
         revision: branch, tag or commit on the hub.
         config_only: allow names of the catalog, whose folders only have a config.json.
+        download_dir: folder of downloads; default: the hub's cache.
 
     Raises:
         ModelError: there is no such folder, it has several GGUF files, or the hub cannot provide it.
@@ -95,7 +97,11 @@ def model_path(
     try:
         return Path(
             snapshot_download(
-                hub_id, revision=revision, allow_patterns=patterns, ignore_patterns=list(DUPLICATE_WEIGHT_FILES)
+                hub_id,
+                revision=revision,
+                cache_dir=download_dir,
+                allow_patterns=patterns,
+                ignore_patterns=list(DUPLICATE_WEIGHT_FILES),
             )
         )
     except Exception as error:  # errors of the client and of its HTTP library

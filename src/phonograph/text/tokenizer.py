@@ -44,7 +44,14 @@ class Tokenizer:
         self.token_bytes = TokenBytes(self._backend)
 
     @classmethod
-    def load(cls, folder: str | Path, *, trust_remote_code: bool = False, revision: str | None = None) -> Tokenizer:
+    def load(
+        cls,
+        folder: str | Path,
+        *,
+        trust_remote_code: bool = False,
+        revision: str | None = None,
+        download_dir: str | None = None,
+    ) -> Tokenizer:
         """Load the tokenizer of a local folder or GGUF file, or of a hub id.
 
         Raises:
@@ -54,7 +61,7 @@ class Tokenizer:
             return cls(make_gguf_tokenizer(read_gguf(Path(folder))))
         try:
             tokenizer = _tokenizer_class(Path(folder)).from_pretrained(
-                str(folder), trust_remote_code=trust_remote_code, revision=revision
+                str(folder), trust_remote_code=trust_remote_code, revision=revision, cache_dir=download_dir
             )
         except Exception as error:  # transformers raises many types for unusable files
             local = Path(folder).is_dir()
@@ -214,7 +221,12 @@ def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
         return None
     name = config.tokenizer or config.model
     source = model_path(name) if _is_local(name) else name
-    return Tokenizer.load(source, trust_remote_code=config.trust_remote_code, revision=config.revision)
+    return Tokenizer.load(
+        source,
+        trust_remote_code=config.trust_remote_code,
+        revision=config.tokenizer_revision or config.revision,
+        download_dir=config.download_dir,
+    )
 
 
 def has_tokenizer(config: EngineConfig) -> bool:

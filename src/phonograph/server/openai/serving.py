@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from fastapi import Request
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, ProcessCollector
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive
 
@@ -29,6 +29,8 @@ from phonograph.server.http.json_meter import JsonMeter
 from phonograph.server.http.json_route import INLINE_BYTES, JsonRequest
 from phonograph.server.http.stream import EventStream
 from phonograph.server.observe.metrics import EngineCollector
+from phonograph.server.observe.request_lines import log_request
+from phonograph.server.observe.traces import Traces
 from phonograph.server.openai.answers import Answer
 from phonograph.server.openai.completion_logprobs import TokenTexts
 from phonograph.server.openai.conversation import read_messages
@@ -56,6 +58,7 @@ class Serving:
     chat_template: replaces the model's template
     harmony:       format of chats in place of templates, or None
     errors:        counts of error answers
+    traces:        makes a trace of each request, or None
     started:       start time in seconds since the epoch
     """
 
@@ -68,13 +71,15 @@ class Serving:
     texts: TokenTexts = field(init=False)
     registry: CollectorRegistry = field(init=False)
     errors: ErrorCounts = field(default_factory=ErrorCounts)
+    traces: Traces | None = None
     started: int = field(default_factory=lambda: int(time.time()))
     _threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(THREADS, "tokenizer"))
 
     def __post_init__(self) -> None:
         self.texts = TokenTexts(self.tokenizer)
         self.registry = CollectorRegistry()
-        self.registry.register(EngineCollector(self.engine, self.names[0]))
+        self.registry.register(EngineCollector(self.engine, self.names[0], self.errors.rejected))
+        ProcessCollector(registry=self.registry)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -92,11 +97,14 @@ class Serving:
         Raises:
             ApiError: a field is wrong or not supported, or the request names another model.
         """
+        dropped = body.drop_unknown() if self.config.unknown_fields == "warn" else []
         ignored = body.check()
         if body.model is not None and body.model not in self.names:
             problem = f"the model {quoted(body.model)} does not exist; this server has {', '.join(self.names)}"
             raise ApiError(404, problem, param="model", code="model_not_found")
-        return {"warning": f'299 - "no effect: {", ".join(ignored)}"'} if ignored else {}
+        warnings = (("no effect", ignored), ("dropped, as this endpoint has no such field", dropped))
+        shown = [_warning(f"{said}: {', '.join(names)}") for said, names in warnings if names]
+        return {"warning": ", ".join(shown)} if shown else {}
 
     def admit(self, body: GenerationBody, num_prompts: int) -> dict[str, str]:
         """Check a request before any work for it; return headers of its answer.
@@ -116,6 +124,7 @@ class Serving:
             problem = f"{count} samples; this server takes {room} at most (max_num_seqs + max_queued_requests)"
             raise invalid("n" if num_prompts == 1 else "prompt", problem)
         if engine.num_open + count > room:
+            self.errors.rejected["max_num_queued_reqs"] += 1
             problem = f"{counted(engine.num_open, 'sample')} in progress or queued; this server takes {room} at most"
             raise queue_full(problem)
         return headers
@@ -226,7 +235,7 @@ class Serving:
             template=self.chat_template,
             add_generation_prompt=not continues if begins is None else begins,
             continue_final_message=continues,
-            variables=body.chat_template_kwargs,
+            variables={**(self.config.default_chat_template_kwargs or {}), **(body.chat_template_kwargs or {})},
             tools=tools,
         )
         return self.encode_text(text, whole_context=whole_context, field="messages")
@@ -290,6 +299,10 @@ class Serving:
             )
             call.limit(seconds, error)
         call.watch(until_gone(request.receive), client_gone())
+        if self.config.enable_log_requests:
+            log_request(call, params, self.tokenizer, self.config)
+        if self.traces is not None:
+            self.traces.follow(call, params, request.url.path, request.headers)
         return call
 
     async def prepare(
@@ -324,9 +337,14 @@ def _with_warnings(headers: Mapping[str, str], call: Call) -> dict[str, str]:
     warnings = dict.fromkeys(itertools.chain.from_iterable(prompt.warnings for prompt in call.prompts))
     if not warnings:
         return dict(headers)
-    text = "; ".join(warnings).encode("ascii", "backslashreplace").decode()[:MAX_WARNING_CHARACTERS]
-    grammar_warning = '299 - "' + re.sub(r'(["\\])', r"\\\1", text) + '"'
-    return {**headers, "warning": ", ".join(filter(None, (headers.get("warning"), grammar_warning)))}
+    return {**headers, "warning": ", ".join(filter(None, (headers.get("warning"), _warning("; ".join(warnings)))))}
+
+
+def _warning(text: str) -> str:
+    """Return a text as a value of the header `warning`."""
+    shown = text.encode("ascii", "backslashreplace").decode()[:MAX_WARNING_CHARACTERS]
+    shown = re.sub(r"[\x00-\x1f\x7f]", "?", shown)
+    return '299 - "' + re.sub(r'(["\\])', r"\\\1", shown) + '"'
 
 
 async def respond(call: Call, answer: Answer, body: GenerationBody, headers: Mapping[str, str]) -> Response:
