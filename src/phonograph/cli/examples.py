@@ -26,9 +26,12 @@ USAGE: Mapping[str, Usage] = {
             "generate demo 'Ann has 5 pens and buys 4. How many has Ann?'",
             "generate demo --raw 'Tom has' --temperature 0.8",
             "generate demo - --json < prompts.txt",
+            "generate --url http://127.0.0.1:8000 'Name a prime.'",
         ),
     ),
-    "chat": Usage("start.md", ("chat demo", "chat Qwen/Qwen3-0.6B --system 'Be brief.'", "chat demo --quiet")),
+    "chat": Usage(
+        "start.md", ("chat demo", "chat Qwen/Qwen3-0.6B --system 'Be brief.'", "chat --url http://127.0.0.1:8000")
+    ),
     "explain": Usage(
         "guides/explain.md",
         (

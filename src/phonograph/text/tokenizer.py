@@ -14,6 +14,7 @@ from phonograph.errors import ModelError, RequestError, shortened
 from phonograph.files.catalog import catalog_name
 from phonograph.files.gguf_file import read_gguf
 from phonograph.files.hub import first_line, hub_problem
+from phonograph.files.hub_gguf import gguf_reference
 from phonograph.files.model_files import DEMO, is_gguf, model_path
 from phonograph.text.detokenizer import TokenBytes, TokenStream
 from phonograph.text.gguf_tokenizer import has_gguf_tokenizer, make_gguf_tokenizer
@@ -220,7 +221,9 @@ def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
     if not has_tokenizer(config):
         return None
     name = config.tokenizer or config.model
-    source = model_path(name) if _is_local(name) else name
+    source: str | Path = name
+    if _is_local(name) or gguf_reference(name) is not None:
+        source = model_path(name, revision=config.revision, download_dir=config.download_dir)
     return Tokenizer.load(
         source,
         trust_remote_code=config.trust_remote_code,
