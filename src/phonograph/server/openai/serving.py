@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +29,7 @@ from phonograph.server.http.stream import EventStream
 from phonograph.server.observe.metrics import EngineCollector
 from phonograph.server.observe.request_lines import log_request
 from phonograph.server.observe.traces import Traces
+from phonograph.server.observe.warning_header import field_warnings, with_grammar_warnings
 from phonograph.server.openai.answers import Answer
 from phonograph.server.openai.completion_logprobs import TokenTexts
 from phonograph.server.openai.conversation import read_messages
@@ -41,7 +40,6 @@ from phonograph.text.tokenizer import Tokenizer
 
 THREADS = 2
 """Threads that prepare large requests. The limit on queued body bytes bounds the requests that wait for one."""
-MAX_WARNING_CHARACTERS = 2000
 INLINE_PROMPTS = 32
 """Prompts of a request that are tokenized on the event loop, if its body is small; a thread does more."""
 USUAL_CHARACTERS = 8
@@ -102,9 +100,7 @@ class Serving:
         if body.model is not None and body.model not in self.names:
             problem = f"the model {quoted(body.model)} does not exist; this server has {', '.join(self.names)}"
             raise ApiError(404, problem, param="model", code="model_not_found")
-        warnings = (("no effect", ignored), ("dropped, as this endpoint has no such field", dropped))
-        shown = [_warning(f"{said}: {', '.join(names)}") for said, names in warnings if names]
-        return {"warning": ", ".join(shown)} if shown else {}
+        return field_warnings(ignored, dropped)
 
     def admit(self, body: GenerationBody, num_prompts: int) -> dict[str, str]:
         """Check a request before any work for it; return headers of its answer.
@@ -332,21 +328,6 @@ class Serving:
             working.cancel()
 
 
-def _with_warnings(headers: Mapping[str, str], call: Call) -> dict[str, str]:
-    """Return headers that also list what the grammar of a call does not enforce."""
-    warnings = dict.fromkeys(itertools.chain.from_iterable(prompt.warnings for prompt in call.prompts))
-    if not warnings:
-        return dict(headers)
-    return {**headers, "warning": ", ".join(filter(None, (headers.get("warning"), _warning("; ".join(warnings)))))}
-
-
-def _warning(text: str) -> str:
-    """Return a text as a value of the header `warning`."""
-    shown = text.encode("ascii", "backslashreplace").decode()[:MAX_WARNING_CHARACTERS]
-    shown = re.sub(r"[\x00-\x1f\x7f]", "?", shown)
-    return '299 - "' + re.sub(r'(["\\])', r"\\\1", shown) + '"'
-
-
 async def respond(call: Call, answer: Answer, body: GenerationBody, headers: Mapping[str, str]) -> Response:
     """Wait for the answer, or for its beginning, and return the response.
 
@@ -356,10 +337,10 @@ async def respond(call: Call, answer: Answer, body: GenerationBody, headers: Map
     try:
         if body.stream:
             await call.wait(peek=True)
-            return EventStream(call, answer, body, _with_warnings(headers, call))
+            return EventStream(call, answer, body, with_grammar_warnings(headers, call))
         await call.wait()
         call.close()
-        return JSONResponse(answer.whole(), headers=_with_warnings(headers, call))
+        return JSONResponse(answer.whole(), headers=with_grammar_warnings(headers, call))
     except PhonographError as error:
         call.close()
         raise api_error(error, body.names()) from None
