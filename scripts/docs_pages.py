@@ -16,6 +16,7 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from unittest.mock import MagicMock
 
+import vllm_flags_page
 from cyclopts import App
 from fastapi import FastAPI
 from mkdocs.exceptions import PluginError
@@ -25,7 +26,6 @@ from supported_models import formats, hardware_table
 from phonograph.cli import options
 from phonograph.cli.app import COMMANDS, app
 from phonograph.config.values import ValueKind
-from phonograph.config.vllm_flags import ALWAYS, MISSING, NEUTRAL, RENAMED
 from phonograph.files.catalog import HUB_IDS
 from phonograph.models.config_fields import FULL
 from phonograph.models.hf_config import read_settings
@@ -102,7 +102,7 @@ def on_files(files: Any, config: Any) -> Any:
         "reference/metrics.md": metrics_page(),
         "reference/errors.md": ERRORS_PAGE,
         "reference/models.md": models_page(),
-        "reference/vllm-flags.md": vllm_flags_page(),
+        "reference/vllm-flags.md": vllm_flags_page.page(),
         "changelog.md": root_page("CHANGELOG.md"),
         "contributing.md": root_page("CONTRIBUTING.md"),
     }
@@ -315,7 +315,7 @@ def metrics_page() -> str:
         "`GET /metrics` has these. Names that begin with `vllm:` mean what vLLM means by them. The dashboard for "
         "Grafana is `deploy/grafana/phonograph.json`.",
     ]
-    families = EngineCollector(MagicMock(), "demo").collect()
+    families = EngineCollector(MagicMock(), "demo", {}).collect()
     rows = (
         (f"`{one.name}{'_total' if one.type == 'counter' else ''}`", one.type, one.documentation) for one in families
     )
@@ -351,33 +351,5 @@ def models_page() -> str:
             "`--load-format dummy`. A configuration of an architecture that is not in the table above is there to show "
             "the refusal.",
             table(("name", "hub id"), catalog),
-        ]
-    )
-
-
-def vllm_flags_page() -> str:
-    """Return the page of vLLM's flags that have another name here or do not exist."""
-    renamed = ((f"`{flag}`", f"`{ours}`") for flag, ours in sorted(RENAMED.items()))
-    always = ((f"`{flag}`", reason) for flag, reason in sorted(ALWAYS.items()))
-    missing = ((f"`{flag}`", reason) for flag, reason in sorted(MISSING.items()))
-    neutral = (
-        (f"`{flag}`", "any" if values == ("*",) else ", ".join(f"`{value}`" for value in values))
-        for flag, values in sorted(NEUTRAL.items())
-    )
-    return "\n\n".join(
-        [
-            "# Flags of vLLM",
-            "A flag of vLLM that is not on this page has the same name here if [the settings](settings.md) list it. "
-            "The command line answers a flag of this page with its row.",
-            "## Other names",
-            table(("vLLM", "Phonograph"), renamed),
-            "## Always on or always off",
-            table(("vLLM", "reason"), always),
-            "## Not here",
-            table(("vLLM", "reason"), missing),
-            "## Values that change nothing",
-            "These are taken and have no effect, as flags, as arguments in Python and in YAML; so is null for every "
-            "flag of this page.",
-            table(("vLLM", "values"), neutral),
         ]
     )

@@ -68,10 +68,10 @@ class ServerProcess:
         self.ready_seconds = time.monotonic() - self._began
         return self.ready_seconds
 
-    def health(self) -> int | None:
-        """Return the status of /health, or None without an answer."""
+    def health(self, path: str = "/health") -> int | None:
+        """Return the status of a probe, or None without an answer."""
         try:
-            with _DIRECT.open(f"{self.url}/health", timeout=5) as answer:
+            with _DIRECT.open(f"{self.url}{path}", timeout=5) as answer:
                 return answer.status
         except urllib.error.HTTPError as error:
             return error.code

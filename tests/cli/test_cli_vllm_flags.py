@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,18 @@ from typing import Any
 import pytest
 
 from phonograph.cli.app import COMMANDS, app, main
+from phonograph.cli.options import ENGINE_FIELDS, SERVER_FIELDS
 from phonograph.config.engine_config import EngineConfig
-from phonograph.config.vllm_flags import ALWAYS, MISSING, NEUTRAL, RENAMED, SAMPLING, is_neutral
+from phonograph.config.vllm_flag_table import (
+    ALWAYS,
+    MISSING,
+    NEUTRAL,
+    NO_MEANING,
+    RENAMED,
+    SWITCHES,
+    VARIABLES,
+)
+from phonograph.config.vllm_flags import SAMPLING, is_neutral
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.errors import ConfigError
 
@@ -23,6 +34,7 @@ def flags_of(*command: str) -> set[str]:
     return {name for argument in found.assemble_argument_collection() for name in argument.names}
 
 
+FLAGS = Path(__file__).parents[2] / "scripts" / "vllm-flags.txt"
 BENCHES = ("latency", "throughput", "serve")
 
 
@@ -35,10 +47,32 @@ def ours() -> dict[tuple[str, ...], set[str]]:
 def test_every_flag_that_is_named_exists(ours: dict[tuple[str, ...], set[str]]) -> None:
     everywhere = set[str]().union(*ours.values())
     assert set(RENAMED.values()) <= everywhere
-    assert not RENAMED.keys() & (ALWAYS.keys() | MISSING.keys()) and not ALWAYS.keys() & MISSING.keys()
+    tables = (RENAMED, ALWAYS, MISSING, NO_MEANING)
+    assert sum(map(len, tables)) == len(set().union(*tables)), "a flag is in one table"
     # What an engine here takes needs no table.
     for command in (("serve",), ("explain",), ("generate",)):
-        assert not (ALWAYS.keys() | MISSING.keys()) & ours[command], command
+        assert not (ALWAYS.keys() | MISSING.keys() | NO_MEANING.keys()) & ours[command], command
+
+
+def test_every_flag_of_vllm_has_a_state(ours: dict[tuple[str, ...], set[str]]) -> None:
+    """The same here, or in one of the tables."""
+    version, *names = FLAGS.read_text().splitlines()
+    assert version == "# vLLM 0.33.0" and len([name for name in names if name.startswith("--")]) == 321
+    states = {*RENAMED, *ALWAYS, *MISSING, *NO_MEANING, *ours[("serve",)]}
+    assert [name for name in names if name not in states] == []
+
+
+def test_the_page_has_every_flag_once() -> None:
+    page = runpy.run_path(str(FLAGS.with_name("vllm_flags_page.py")))["page"]()
+    for name in FLAGS.read_text().splitlines()[1:]:
+        rows = [line for line in page.partition("## Values")[0].splitlines() if line.startswith(f"| `{name}` |")]
+        assert len(rows) == 1, name
+    assert "vLLM 0.33.0" in page and all(f"`{name}`" in page for name in VARIABLES)
+
+
+def test_variables_that_replace_vllms_exist() -> None:
+    names = {f"PHONOGRAPH_{name.upper()}" for name in {**ENGINE_FIELDS, **SERVER_FIELDS}}
+    assert {ours.partition(",")[0] for ours in VARIABLES.values() if ours.startswith("PHONOGRAPH")} <= names
 
 
 def test_each_flag_of_the_table_is_explained_where_it_is_unknown(
@@ -86,7 +120,8 @@ def test_lines_of_unknown_flags(tokens: list[str], line: str, capsys: pytest.Cap
 
 
 def test_the_table_of_neutral_values_is_of_flags_that_are_not_here() -> None:
-    assert NEUTRAL.keys() <= ALWAYS.keys() | MISSING.keys()
+    assert NEUTRAL.keys() <= ALWAYS.keys() | MISSING.keys() | NO_MEANING.keys()
+    assert NEUTRAL.keys() >= SWITCHES
     assert set(SAMPLING) == {one.name for one in fields(SamplingParams)} - set(EngineConfig.model_fields)
 
 
@@ -140,6 +175,54 @@ def test_flags_that_change_nothing_are_taken_between_others(capsys: pytest.Captu
     words = ["config", "-tp", "1", "demo", "--enable-chunked-prefill", "--tensor_parallel_size=1", "--swap-space=4"]
     assert main([*words, "--max-num-seqs", "7", "-pp=1"]) == 0
     assert main(["config", "demo", "--tensor-parallel-size"]) == 2, "without its value"
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        (["--max-num-seqs", "4", "--max-num-seqs", "8"], 8),
+        (["--max-num-seqs=4", "--max_num_seqs", "6", "--max-num-seqs=8"], 8),
+        (["--max-num-seqs", "8", "--enforce-eager", "--no-enforce-eager", "--enforce-eager"], 8),
+    ],
+)
+def test_the_last_of_a_repeated_flag_counts(words: list[str], value: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", *words, "demo", "--json"]) == 0
+    settings = json.loads(capsys.readouterr().out)
+    assert settings["max_num_seqs"]["value"] == value
+    assert settings["enforce_eager"]["value"] == ("--enforce-eager" in words)
+
+
+def test_a_repeated_flag_without_its_last_value_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "demo", "--max-num-seqs", "4", "--max-num-seqs"]) == 2
+    assert "--max-num-seqs" in capsys.readouterr().err
+
+
+def test_a_flag_without_meaning_is_taken_and_told(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    words = ["--moe-backend", "triton", "--no-use-tqdm-on-load", "--optimization_level=3"]
+    assert main(["config", "demo", *words, "--max-num-seqs", "3"]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split()[1] for line in lines] == ["--moe-backend", "--use-tqdm-on-load", "--optimization-level"]
+    assert lines[0] == (
+        "phonograph: --moe-backend is vLLM's and has no effect here: kernels are chosen by device, weights and "
+        "attention backend; explain prints them"
+    )
+    assert not caplog.messages
+    assert EngineConfig(model="demo", moe_backend="triton") == EngineConfig(model="demo")
+    assert caplog.messages == [lines[0].removeprefix("phonograph: ")]
+
+
+def test_variables_of_vllm_are_told_once_without_their_values(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    monkeypatch.setenv("VLLM_SOMETHING", "1")
+    assert main(["config", "demo"]) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == (
+        "environment variables of vLLM are not read: VLLM_API_KEY (here it is PHONOGRAPH_API_KEY), VLLM_SOMETHING"
+    )
 
 
 def test_settings_of_python_get_the_right_hint() -> None:

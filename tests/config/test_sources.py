@@ -28,6 +28,8 @@ SETTINGS: dict[str, st.SearchStrategy[Any]] = {
     "model": words,
     "tokenizer": words,
     "revision": words,
+    "tokenizer_revision": words,
+    "download_dir": words,
     "trust_remote_code": st.booleans(),
     "hf_overrides": st.dictionaries(
         st.sampled_from(["vocab_size", "hidden_act", "rope_scaling"]),

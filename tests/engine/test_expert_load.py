@@ -84,7 +84,7 @@ async def check_reports(folder: Path, reference: PreTrainedModel) -> None:
 
 def metrics_of(load: dict[int, list[int]]) -> Iterator[tuple[dict[str, str], float]]:
     engine = SimpleNamespace(expert_load=load)
-    collector = EngineCollector(cast("AsyncLLM", engine), "model")
+    collector = EngineCollector(cast("AsyncLLM", engine), "model", {})
     for family in collector._experts():
         assert family.name == "phonograph:expert_tokens"
         yield from ((sample.labels, sample.value) for sample in family.samples)

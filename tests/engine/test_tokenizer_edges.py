@@ -19,6 +19,7 @@ from phonograph.config.engine_config import EngineConfig
 from phonograph.demo import MODEL_DIRECTORY
 from phonograph.engine.admission import admitted_token_ids
 from phonograph.errors import ModelError, RequestError
+from phonograph.text import tokenizer as tokenizer_module
 from phonograph.text.light_tokenizer import LightTokenizer
 from phonograph.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -84,7 +85,25 @@ def test_the_tokenizer_that_was_named_is_loaded_at_its_revision(
     asked: list[Any] = []
     monkeypatch.setattr(Tokenizer, "load", lambda *args, **options: asked.append((*args, options)))
     load_tokenizer(EngineConfig(model="a/b", revision="v2", trust_remote_code=True))
-    assert asked == [("a/b", {"trust_remote_code": True, "revision": "v2"})]
+    load_tokenizer(EngineConfig(model="a/b", revision="v2", tokenizer_revision="v3", download_dir="/models"))
+    assert asked == [
+        ("a/b", {"trust_remote_code": True, "revision": "v2", "download_dir": None}),
+        ("a/b", {"trust_remote_code": False, "revision": "v3", "download_dir": "/models"}),
+    ]
+
+
+def test_the_tokenizer_of_a_file_on_the_hub_is_in_that_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def path_of(model: str, **options: Any) -> Path:
+        asked.append((model, options))
+        return Path("/models/m.gguf")
+
+    monkeypatch.setattr(tokenizer_module, "model_path", path_of)
+    monkeypatch.setattr(Tokenizer, "load", lambda source, **options: source)
+    config = EngineConfig(model="a/b:Q4_0", revision="v2", download_dir="/models")
+    assert load_tokenizer(config) == Path("/models/m.gguf")
+    assert asked == [("a/b:Q4_0", {"revision": "v2", "download_dir": "/models"})]
 
 
 def test_no_text_has_more_characters_than_its_tokens_can_have() -> None:

@@ -380,7 +380,7 @@ def test_damaged_files(change: Callable[[bytes], bytes], words: str, content: by
         ({"qwen2.rope.scaling.type": "longrope"}, UnsupportedModelError, "longrope"),
         ({"qwen2.expert_count": 4}, UnsupportedModelError, "expert_count=4"),
         ({"qwen2.final_logit_softcapping": 30.0}, UnsupportedModelError, "final_logit_softcapping=30.0"),
-        ({"split.count": 2}, ModelError, "one of 2 parts.*--merge"),
+        ({"split.count": 2}, ModelError, "one of 2 parts.*does not end with -00001-of-00002.gguf.*--merge"),
     ],
 )
 def test_headers(header: dict[str, Any], error: type[PhonographError], words: str, qwen2: Path, tmp_path: Path) -> None:

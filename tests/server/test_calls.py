@@ -328,7 +328,7 @@ def test_graphs_that_took_a_second_try_are_shown_and_counted(
         shown = (await graphs(request, last=0, after=0))["captures"]["retries"]
         assert shown == [{"set": "decode", "tokens": 2, "slots": 2, "reason": "the library was not loaded"}]
         registry = CollectorRegistry()
-        registry.register(EngineCollector(bench.engine, "demo"))
+        registry.register(EngineCollector(bench.engine, "demo", {}))
         assert registry.get_sample_value("phonograph:graph_capture_retries", {"model_name": "demo"}) == 1
 
     in_loop(tokenizer, body)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pickle
+import time
 from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from invariants import check_scheduler
 
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.sampling_params import SamplingParams
+from phonograph.core.structured_outputs import StructuredOutputs
 from phonograph.engine.build import Engine
 from phonograph.engine.process import core_loop
 from phonograph.engine.process.core_loop import CoreLoop
@@ -201,3 +204,34 @@ def test_a_flood_of_commands_does_not_hold_up_those_that_run(driven: Driven, mon
 def test_stop_ends_the_loop(driven: Driven) -> None:
     driven.commands.append(Stop())
     assert not driven.loop.turn() and driven.reports == []
+
+
+def test_admissions_and_preemptions_of_each_sample_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache of few blocks, so that the later of two requests loses its blocks."""
+    monkeypatch.setattr(core_loop, "COMMAND_SECONDS", 60.0)
+    config = EngineConfig(model="demo", enforce_eager=True, max_num_seqs=2, max_model_len=128, num_kv_blocks=8)
+    driven = Driven(start_engine(config))
+    began = time.monotonic()
+    params = SamplingParams(max_tokens=60, ignore_eos=True, detokenize=False)
+    driven.turn(add(1, [5] * 20, [6] * 20, params=params))
+    while driven.scheduler.has_unfinished:
+        driven.turn()
+    admitted = {key: moment for report in driven.reports for key, moment in report.admitted.items()}
+    assert sum(len(report.admitted) for report in driven.reports) == 2, "each once, with its first token"
+    assert began < admitted[1, 0] <= admitted[2, 0] < time.monotonic()
+    preempted = {key: count for report in driven.reports for key, count in report.preempted.items()}
+    assert preempted.keys() == {(2, 0)}
+    assert preempted[2, 0] == driven.scheduler.stats.num_preemptions > 0
+
+
+def test_samples_that_wait_for_a_grammar_are_counted(driven: Driven, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: Future[Any] = Future()
+    monkeypatch.setattr(driven.loop._session.grammars, "request", lambda *_: compiled)
+    driven.turn(add(1, [5]))
+    structured = SamplingParams(structured_outputs=StructuredOutputs(regex="a"), detokenize=False, n=2)
+    (report,) = driven.turn(add(2, [6], params=structured))
+    assert report.stats.num_deferred == 2 and report.stats.num_waiting == 0
+    compiled.set_exception(RequestFailure("2", "grammar", "planted"))
+    (report,) = driven.turn()
+    assert report.stats.num_deferred == 0 and set(report.refused) == {2}
+    driven.turn(Abort(1))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from servers import Server
 
 from phonograph.config.engine_config import EngineConfig
 from phonograph.config.server_config import ServerConfig
@@ -28,6 +30,44 @@ def test_sampling_defaults_of_the_model(tmp_path: Path) -> None:
         (tmp_path / "generation_config.json").write_text(bad)
         with pytest.raises(ModelError, match="--generation-config none"):
             sampling_defaults(engine, ServerConfig())
+
+
+def test_sampling_defaults_of_the_server_replace_those_of_the_model(tmp_path: Path) -> None:
+    engine = EngineConfig(model=str(tmp_path))
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.6, "top_p": 0.9}')
+    override = {"temperature": 0.1, "top_k": 7}
+    expected = {"temperature": 0.1, "top_p": 0.9, "top_k": 7}
+    assert sampling_defaults(engine, ServerConfig(override_generation_config=override)) == expected
+    for choice in ("none", "vllm"):
+        server = ServerConfig(override_generation_config=override, generation_config=choice)
+        assert sampling_defaults(engine, server) == override
+    for bad, said in (
+        ({"temprature": 1}, "has 'temprature'; known are temperature, top_k, top_p, min_p, repetition_penalty"),
+        ({"temperature": -1}, "has temperature=-1: must be"),
+        ({"max_new_tokens": 5}, "known are temperature"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            sampling_defaults(engine, ServerConfig(override_generation_config=bad))
+        assert str(caught.value).startswith("override_generation_config=") and said in str(caught.value)
+
+
+def test_variables_of_the_template_by_default(serve_with: Callable[..., Server]) -> None:
+    template = "{{ kind | default('plain') }} {{ size | default('small') }}"
+    server = serve_with(chat_template=template, default_chat_template_kwargs={"kind": "thin", "size": "large"})
+    chat: dict[str, object] = {"messages": [{"role": "user", "content": "a"}]}
+
+    def text(**more: object) -> str:
+        tokens = server.post("/tokenize", {**chat, **more}).json()["tokens"]
+        return server.post("/detokenize", {"tokens": tokens}).json()["prompt"]
+
+    assert text() == "thin large"
+    assert text(chat_template_kwargs={"kind": "thick"}) == "thick large"
+
+
+def test_a_format_without_a_template_has_no_variables_of_one() -> None:
+    server = ServerConfig(chat_format="harmony", default_chat_template_kwargs={"a": 1})
+    with pytest.raises(ConfigError, match="default_chat_template_kwargs=.*chat_format=harmony has no template"):
+        chat_template(server)
 
 
 def test_a_chat_template_by_file_or_by_itself(tmp_path: Path) -> None:

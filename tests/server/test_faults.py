@@ -140,7 +140,7 @@ def test_the_death_of_the_engine_ends_requests_and_the_server(start: Callable[..
     os.kill(engine, signal.SIGKILL)
     streaming.join(10)
     waiting.join(10)
-    assert httpx.get(f"{url}/health").status_code == 503
+    assert [httpx.get(f"{url}/{path}").status_code for path in ("health", "ping", "ready")] == [503] * 3
     assert lines[-2] == "data: [DONE]" and "SIGKILL" in lines[-4] and '"error"' in lines[-4]
     assert answers[0].status_code == 503 and answers[0].json()["error"]["code"] == "engine_died"
     assert server.exit_code() == 1
@@ -156,7 +156,9 @@ def test_a_terminated_server_finishes_running_requests_within_the_grace_period(s
     # As a service manager does: every process of the group gets the signal.
     os.kill(engine, signal.SIGTERM)
     server.process.terminate()
-    wait_for(lambda: httpx.get(f"{url}/health").status_code == 503)
+    wait_for(lambda: httpx.get(f"{url}/ready").status_code == 503)
+    # A probe for liveness must not end the answers in progress.
+    assert httpx.get(f"{url}/health").status_code == httpx.get(f"{url}/ping").status_code == 200
     refused = httpx.post(f"{url}/v1/completions", json=LONG)
     assert refused.status_code == 503 and refused.json()["error"]["code"] == "shutting_down"
     for thread in threads:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import httpx
 import prometheus_client
@@ -14,24 +15,46 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from servers import Server
 
+from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.metrics.histogram import Histogram
+from phonograph.engine.metrics.request_log import RequestLog
+from phonograph.engine.metrics.step_log import StepLog
+from phonograph.engine.process.calls import Prompt, Sample
+from phonograph.scheduling.scheduler_stats import SchedulerStats
+from phonograph.server.observe.metrics import EngineCollector
 
 DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana" / "phonograph.json"
 NAMES = {
     "vllm:num_requests_running": "gauge",
     "vllm:num_requests_waiting": "gauge",
+    "vllm:num_requests_waiting_by_reason": "gauge",
     "vllm:kv_cache_usage_perc": "gauge",
+    "vllm:cache_config_info": "gauge",
     "vllm:prefix_cache_queries": "counter",
     "vllm:prefix_cache_hits": "counter",
     "vllm:num_preemptions": "counter",
     "vllm:prompt_tokens": "counter",
+    "vllm:prompt_tokens_cached": "counter",
+    "vllm:prompt_tokens_by_source": "counter",
     "vllm:generation_tokens": "counter",
     "vllm:request_success": "counter",
+    "vllm:admission_rejections": "counter",
     "vllm:time_to_first_token_seconds": "histogram",
     "vllm:inter_token_latency_seconds": "histogram",
+    "vllm:request_time_per_output_token_seconds": "histogram",
     "vllm:e2e_request_latency_seconds": "histogram",
+    "vllm:request_queue_time_seconds": "histogram",
+    "vllm:request_prefill_time_seconds": "histogram",
+    "vllm:request_decode_time_seconds": "histogram",
+    "vllm:request_inference_time_seconds": "histogram",
     "vllm:request_prompt_tokens": "histogram",
+    "vllm:request_prefill_kv_computed_tokens": "histogram",
     "vllm:request_generation_tokens": "histogram",
+    "vllm:request_max_num_generation_tokens": "histogram",
+    "vllm:request_params_n": "histogram",
+    "vllm:request_params_max_tokens": "histogram",
+    "vllm:request_num_preemptions": "histogram",
+    "vllm:iteration_tokens_total": "histogram",
     "phonograph:steps": "counter",
     "phonograph:step_tokens": "counter",
     "phonograph:padded_tokens": "counter",
@@ -42,6 +65,15 @@ NAMES = {
     "phonograph:start_seconds": "gauge",
     "phonograph:engine_up": "gauge",
 }
+PROCESS = {
+    "process_cpu_seconds": "counter",
+    "process_max_fds": "gauge",
+    "process_open_fds": "gauge",
+    "process_resident_memory_bytes": "gauge",
+    "process_start_time_seconds": "gauge",
+    "process_virtual_memory_bytes": "gauge",
+}
+"""Metrics of the server's process, which have no model."""
 
 Samples = dict[str, dict[frozenset[tuple[str, str]], float]]
 
@@ -53,7 +85,7 @@ def read(server: Server) -> tuple[dict[str, str], Samples]:
     for family in text_string_to_metric_families(server.get("/metrics").text):
         types[family.name] = family.type
         for sample in family.samples:
-            assert sample.labels["model_name"] == "demo"
+            assert sample.labels.get("model_name") == (None if family.name in PROCESS else "demo")
             values.setdefault(sample.name, {})[frozenset(sample.labels.items())] = sample.value
     return types, values
 
@@ -75,7 +107,11 @@ def complete(server: Server, prompt: list[int], max_tokens: int, **more: Any) ->
 
 def test_names_and_types(server: Server) -> None:
     complete(server, [5, 6, 7], 2)
-    assert read(server)[0] == NAMES
+    types, values = read(server)
+    assert types == NAMES | PROCESS
+    assert all(
+        sum(values[f"{name}_total" if kind == "counter" else name].values()) > 0 for name, kind in PROCESS.items()
+    )
 
 
 def test_a_request_is_counted_once(server: Server) -> None:
@@ -101,6 +137,111 @@ def test_a_request_is_counted_once(server: Server) -> None:
     assert change(before, after, "phonograph:step_time_seconds_count") == steps
     gauges = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
     assert [sum(after[f"vllm:{name}"].values()) for name in gauges] == [0, 0, 0]
+
+
+def test_times_of_a_request_add_up(server: Server) -> None:
+    """They are made from the same four moments: opened, admitted, first token, last token."""
+    before = read(server)[1]
+    complete(server, [8] * 40, 6)
+    after = read(server)[1]
+
+    def seconds(name: str) -> float:
+        assert change(before, after, f"vllm:{name}_seconds_count") == 1, name
+        return change(before, after, f"vllm:{name}_seconds_sum")
+
+    queue, prefill, decode = (seconds(f"request_{part}_time") for part in ("queue", "prefill", "decode"))
+    assert min(queue, prefill, decode) > 0
+    assert seconds("request_inference_time") == pytest.approx(prefill + decode, rel=1e-6)
+    assert seconds("request_time_per_output_token") == pytest.approx(decode / 5, rel=1e-6)
+    assert change(before, after, "vllm:inter_token_latency_seconds_sum") == pytest.approx(decode, rel=1e-6)
+    assert queue + prefill + decode <= seconds("e2e_request_latency")
+
+
+def test_waiting_counts_as_queue_time(server: Server) -> None:
+    """Four requests run at one time; the fifth waits for them."""
+    before = read(server)[1]
+    bodies = {"prompt": [[10 + number] * 4 for number in range(5)], "max_tokens": 60, "ignore_eos": True}
+    assert server.post("/v1/completions", bodies).status_code == 200
+    server.wait_until_idle()
+    after = read(server)[1]
+    inference = change(before, after, "vllm:request_inference_time_seconds_sum") / 5
+    assert change(before, after, "vllm:request_queue_time_seconds_sum") > inference / 2
+
+
+def test_what_requests_ask_for_and_what_the_cache_saves(server: Server) -> None:
+    complete(server, [7] * 33, 1)
+    before = read(server)[1]
+    complete(server, [7] * 33, 4, n=3)
+    complete(server, [7], 2)
+    after = read(server)[1]
+
+    def moved(name: str, **labels: str) -> float:
+        return change(before, after, f"vllm:{name}", **labels)
+
+    assert moved("prompt_tokens_cached_total") == moved("prompt_tokens_by_source_total", source="local_cache_hit") == 32
+    assert moved("prompt_tokens_by_source_total", source="local_compute") == 2
+    assert moved("request_prefill_kv_computed_tokens_sum") == 3 * 1 + 1
+    assert moved("request_params_n_sum") == 4 and moved("request_params_n_count") == 2
+    assert moved("request_params_max_tokens_sum") == 3 * 4 + 2
+    assert moved("request_max_num_generation_tokens_sum") == 4 + 2
+    assert moved("request_num_preemptions_count") == 4
+    steps = change(before, after, "phonograph:steps_total")
+    assert moved("iteration_tokens_total_count") == steps
+    assert moved("iteration_tokens_total_sum") == change(before, after, "phonograph:step_tokens_total")
+    ((labels, value),) = after["vllm:cache_config_info"].items()
+    assert value == 1 and dict(labels) == {
+        "model_name": "demo",
+        "block_size": str(server.engine.facts.block_size),
+        "cache_dtype": "auto",
+        "num_gpu_blocks": str(server.engine.stats.num_blocks),
+        "gpu_memory_utilization": "0.9",
+        "kv_cache_memory_bytes": "None",
+        "enable_prefix_caching": "True",
+    }
+
+
+def test_rejections_are_counted_by_limit(serve_with: Callable[..., Server]) -> None:
+    server = serve_with(max_queued_requests=0, max_queued_bytes=2000)
+    before = read(server)[1]
+    with server.client().completions.create(model="demo", prompt="a", n=4, max_tokens=900, stream=True) as stream:
+        next(iter(stream))
+        assert server.post("/v1/completions", {"prompt": "b"}).status_code == 429
+    assert server.post("/v1/completions", {"prompt": "b" * 3000}).status_code == 429
+    server.wait_until_idle()
+    after = read(server)[1]
+    for reason in ("max_num_queued_reqs", "max_queued_bytes"):
+        assert change(before, after, "vllm:admission_rejections_total", reason=reason) == 1
+
+
+def test_gauges_and_histograms_of_rare_states() -> None:
+    """Requests that wait for a grammar, and preemptions, which the small model of the other tests does not see."""
+    stats = SchedulerStats(
+        num_running=1,
+        num_waiting=2,
+        num_deferred=3,
+        blocks_used=1,
+        num_blocks=4,
+        num_preemptions=5,
+        prefix_queries=0,
+        prefix_hits=0,
+    )
+    log = RequestLog()
+    sample = Sample(0, None, SamplingParams(detokenize=False), [1])
+    sample.num_preemptions = 2
+    sample.grow([5], None, "length", None)
+    log.grown(Prompt(0, [1], [sample], num_growing=1), sample, 1, made=2.0, seen=2.0)
+    facts = MagicMock(block_size=16, graph_memory_bytes=0, start_seconds=0.0)
+    engine = MagicMock(stats=stats, requests=log, facts=facts, steps=StepLog(), expert_load={}, death=None)
+    values = {
+        (sample.name, sample.labels.get("reason")): sample.value
+        for family in EngineCollector(engine, "demo", {}).collect()
+        for sample in family.samples
+    }
+    assert values["vllm:num_requests_waiting", None] == 5
+    assert values["vllm:num_requests_waiting_by_reason", "capacity"] == 2
+    assert values["vllm:num_requests_waiting_by_reason", "deferred"] == 3
+    assert values["vllm:request_num_preemptions_sum", None] == 2
+    assert values["vllm:num_preemptions_total", None] == 5
 
 
 def test_steps_are_counted_by_graph(server: Server) -> None:
@@ -167,7 +308,8 @@ def test_the_dashboard_asks_for_metrics_that_exist() -> None:
     assert [name for name in sorted(names) if not exists(name)] == []
     assert {name for name in NAMES if not any(asked.startswith(name) for asked in names)} == set()
     assert not exists("vllm:prompt_tokens") and not exists("phonograph:steps") and not exists("vllm:nothing_total")
-    labels = {"model_name", "mode", "kind", "reason", "finished_reason", "le"}
+    labels = {"model_name", "mode", "kind", "reason", "finished_reason", "le", "source"}
+    labels |= {"block_size", "cache_dtype", "num_gpu_blocks"}
     for query in queries:
         for group in re.findall(r"by \(([^)]*)\)", query):
             assert set(group.split(", ")) <= labels, query

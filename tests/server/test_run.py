@@ -1,17 +1,15 @@
-"""The server's process: connections, the access log, and addresses that cannot be bound."""
+"""The server's process: connections, and chat templates that fail."""
 
 from __future__ import annotations
 
 import logging
 import resource
-import socket
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from phonograph.config.server_config import ServerConfig
-from phonograph.errors import ConfigError, RequestError
+from phonograph.errors import RequestError
 from phonograph.server.http import run
 
 INFINITY = resource.RLIM_INFINITY
@@ -38,45 +36,6 @@ def test_file_descriptors_are_raised_to_the_connections_and_never_lowered(
     monkeypatch.setattr(run.resource, "setrlimit", lambda which, values: made.append((which, values)))
     run._allow_many_connections()
     assert made == ([] if raised is None else [(resource.RLIMIT_NOFILE, raised)])
-
-
-def record(*arguments: Any) -> logging.LogRecord:
-    return logging.LogRecord("uvicorn.access", logging.INFO, "", 0, "%s", arguments, None)
-
-
-@pytest.mark.parametrize(
-    ("path", "shown"),
-    [
-        ("/v1/models", "/v1/models"),
-        ("/health", None),
-        ("/metrics?a=b", None),
-        ("/v1/graphs", None),
-        ("/health/more", "/health/more"),
-        ("/" + 199 * "a", "/" + 199 * "a"),
-        ("/" + 200 * "a", "/" + 199 * "a" + "..."),
-    ],
-)
-def test_the_access_log_has_neither_polls_nor_long_paths(path: str, shown: str | None) -> None:
-    entry = record("127.0.0.1:5", "GET", path, "1.1", 200)
-    assert run.AccessLogFilter().filter(entry) == (shown is not None)
-    assert not shown or entry.args == ("127.0.0.1:5", "GET", shown, "1.1", 200)
-
-
-def test_other_records_are_logged_as_they_are() -> None:
-    for entry in (record(), record("GET", "/health"), record(*"abcdef")):
-        arguments = entry.args
-        assert run.AccessLogFilter().filter(entry) and entry.args is arguments
-
-
-def test_addresses_that_cannot_be_bound_are_named() -> None:
-    with run._bound(ServerConfig(host="127.0.0.1", port=0)) as listener:
-        port = listener.getsockname()[1]
-        assert listener.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR)
-        listener.listen()
-        with pytest.raises(ConfigError, match=f"port={port}: cannot be bound on 127.0.0.1: Address already in use"):
-            run._bound(ServerConfig(host="127.0.0.1", port=port))
-    with pytest.raises(ConfigError, match="host='no.such.host.invalid': is not an address of this machine"):
-        run._bound(ServerConfig(host="no.such.host.invalid", port=0))
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def scripted(script: Callable[[dict[str, Any]], Script]) -> Iterator[ScriptedSer
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
-        length = int(head.lower().partition(b"content-length:")[2].split(b"\r\n")[0])
+        length = int(head.lower().partition(b"content-length:")[2].split(b"\r\n")[0] or 0)
         body = await reader.readexactly(length)
         counted = not head.startswith(b"GET /v1/models ")
         steps = plain(json.dumps(MODELS).encode())

@@ -85,10 +85,18 @@ class EngineThread:
 
 
 @contextmanager
-def serving(thread: EngineThread, config: ServerConfig, *, defaults: dict[str, Any] | None = None) -> Iterator[Server]:
-    """One more server on the engine."""
+def serving(
+    thread: EngineThread,
+    config: ServerConfig,
+    *,
+    defaults: dict[str, Any] | None = None,
+    change: Callable[[Serving], None] = lambda _: None,
+) -> Iterator[Server]:
+    """One more server on the engine, changed by a function."""
     engine = thread.engine.result()
-    app = make_app(Serving(engine, config, "demo", defaults or {}, config.chat_template))
+    made = Serving(engine, config, "demo", defaults or {}, config.chat_template)
+    change(made)
+    app = make_app(made)
     http = uvicorn.Server(
         uvicorn.Config(
             app,

@@ -100,7 +100,7 @@ async def try_drain(server: ServerProcess, target: Target, *, idle_mib: int | No
     began = time.perf_counter()
     server.terminate()
     statuses: list[int | None] = []
-    while (status := await asyncio.to_thread(server.health)) == 200 and time.perf_counter() - began < 5:
+    while (status := await asyncio.to_thread(server.health, "/ready")) == 200 and time.perf_counter() - began < 5:
         await asyncio.sleep(0.01)
     statuses.append(status)
     refused = await _post(target, output_len=4)
@@ -108,7 +108,7 @@ async def try_drain(server: ServerProcess, target: Target, *, idle_mib: int | No
     code = await asyncio.to_thread(server.wait)
     seconds = time.perf_counter() - began
     if statuses != [503] or refused.status != 503:
-        problems.append(f"while it drained, /health said {statuses[0]} and a request got {refused.status}")
+        problems.append(f"while it drained, /ready said {statuses[0]} and a request got {refused.status}")
     if short.error is not None or short.output_tokens != SHORT_LEN:
         problems.append(f"the short stream has {short.output_tokens} tokens, {short.error}")
     if long.error is not None and "shut down" not in long.error:

@@ -73,3 +73,7 @@ def stream_answer(
 def print_piece(text: str) -> None:
     """Print a piece of streamed text."""
     print(text, end="", flush=True)
+
+
+def show_nothing(_: str) -> None:
+    """Show no piece, for answers that are printed as a whole."""

@@ -11,11 +11,11 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from cyclopts import App, CycloptsError, UnknownOptionError
+from cyclopts import App, CycloptsError, RepeatArgumentError, UnknownOptionError
 
 from phonograph import __version__
 from phonograph.cli.examples import epilogue
-from phonograph.config.vllm_flags import explain_flag, sampling_hint, without_neutral
+from phonograph.config.vllm_flags import explain_flag, no_meaning, sampling_hint, without_neutral
 from phonograph.engine.startup.early_start import resume_collector, start_early
 from phonograph.errors import PhonographError, help_section
 
@@ -24,11 +24,13 @@ COMMANDS = {
     "chat": "Talk with the model, each answer streamed.",
     "explain": "Print what would run and why, for any device, without weights.",
     "serve": "Serve a model to OpenAI's clients over HTTP.",
+    "run-batch": "Answer the requests of a file in OpenAI's batch format.",
     "verify": "Replay every captured graph on random batches and compare with eager.",
     "eval": "Score a model on tasks of lm-evaluation-harness.",
     "bench": "Measure latency and throughput of an engine, or load a server.",
     "models": "List known models, their sizes, and which of them fit the memory here.",
     "config": "Print the effective configuration and where each value comes from.",
+    "collect-env": "Print versions, hardware and settings of this machine, for a report of a problem.",
 }
 """Subcommands by name, each with its line in the help."""
 WITH_ENGINE = ("generate", "chat", "verify", "eval", "bench")
@@ -44,8 +46,9 @@ app = App(
     help_epilogue=epilogue(""),
 )
 for _name, _summary in COMMANDS.items():
-    _function, _end = ("app", {}) if _name == "bench" else (_name, {"help_epilogue": epilogue(_name)})
-    app.command(f"phonograph.cli.commands.{_name}:{_function}", name=_name, help=_summary, **_end)
+    _module = _name.replace("-", "_")
+    _function, _end = ("app", {}) if _name == "bench" else (_module, {"help_epilogue": epilogue(_name)})
+    app.command(f"phonograph.cli.commands.{_module}:{_function}", name=_name, help=_summary, **_end)
 app.register_install_completion_command(
     name=INSTALL,
     help="Install completion of commands and flags for the shell: bash, zsh, fish or PowerShell.",
@@ -69,10 +72,16 @@ def main(tokens: Sequence[str] | None = None) -> int:
         flag = error.token.keyword or error.token.value
         rest = without_neutral(words, flag)
         if rest is not None:
+            said = no_meaning(flag)
+            if said is not None:
+                print(f"phonograph: {said}", file=sys.stderr)
             return main(rest)
         known = {name for argument in error.argument_collection for name in argument.names}
         hint = sampling_hint(flag, known)
         return _user_error(explain_flag(flag, known) or (f"Unknown option: {flag}. {hint}" if hint else error))
+    except RepeatArgumentError as error:
+        rest = _without_first(words, error)
+        return _user_error(error) if rest is None else main(rest)
     except (PhonographError, CycloptsError) as error:
         return _user_error(error)
     except BrokenPipeError:
@@ -91,6 +100,20 @@ def main(tokens: Sequence[str] | None = None) -> int:
     finally:
         resume_collector()
     return result if isinstance(result, int) else 0
+
+
+def _without_first(words: Sequence[str], error: RepeatArgumentError) -> list[str] | None:
+    """Return a command line without the first use of a flag that it has several times: the last one counts."""
+    command = app.parse_commands(words)[1][-1]
+    arguments = command.assemble_argument_collection()
+    repeated = (error.token.keyword or "").replace("_", "-")
+    found = next((one for one in arguments if repeated in one.names), None)
+    for place, word in enumerate(words):
+        flag, equals, _ = word.partition("=")
+        if found is not None and flag.replace("_", "-") in found.names:
+            takes_word = not equals and not found.is_flag()
+            return [*words[:place], *words[place + 1 + takes_word :]]
+    return None
 
 
 def _user_error(error: object) -> int:

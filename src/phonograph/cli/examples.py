@@ -26,9 +26,12 @@ USAGE: Mapping[str, Usage] = {
             "generate demo 'Ann has 5 pens and buys 4. How many has Ann?'",
             "generate demo --raw 'Tom has' --temperature 0.8",
             "generate demo - --json < prompts.txt",
+            "generate --url http://127.0.0.1:8000 'Name a prime.'",
         ),
     ),
-    "chat": Usage("start.md", ("chat demo", "chat Qwen/Qwen3-0.6B --system 'Be brief.'", "chat demo --quiet")),
+    "chat": Usage(
+        "start.md", ("chat demo", "chat Qwen/Qwen3-0.6B --system 'Be brief.'", "chat --url http://127.0.0.1:8000")
+    ),
     "explain": Usage(
         "guides/explain.md",
         (
@@ -38,9 +41,11 @@ USAGE: Mapping[str, Usage] = {
         ),
     ),
     "serve": Usage("guides/server.md", ("serve demo", "serve Qwen/Qwen3-0.6B --port 8001 --max-num-seqs 64")),
+    "run-batch": Usage("guides/server.md", ("run-batch demo -i requests.jsonl -o answers.jsonl",)),
     "verify": Usage("guides/verify.md", ("verify demo", "verify demo --replays 1000 --verify-seed 1 --json")),
     "models": Usage("guides/weights.md", ("models", "models --device-name rtx4090")),
     "config": Usage("start.md", ("config demo --max-num-seqs 64", "config --config settings.yaml --json")),
+    "collect-env": Usage("guides/troubleshooting.md", ("collect-env", "collect-env --json")),
     "eval": Usage(
         _EVAL,
         (

@@ -15,11 +15,14 @@ from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar
 from cyclopts import Group, Parameter
 from pydantic.fields import FieldInfo
 
+from phonograph.cli.remote import RemoteModel
+from phonograph.cli.show import note
 from phonograph.config.engine_config import EngineConfig
 from phonograph.config.server_config import ServerConfig
 from phonograph.config.sources import SourcedValue, read_environment, read_file, read_flags
 from phonograph.config.values import ValueKind
-from phonograph.errors import ConfigError
+from phonograph.config.vllm_flags import explain_variables
+from phonograph.errors import UNSET, ConfigError
 from phonograph.files.model_files import names_model
 
 P = ParamSpec("P")
@@ -40,13 +43,23 @@ HEADINGS: Mapping[str, str] = {
 ENGINE_FIELDS: Mapping[str, FieldInfo] = EngineConfig.model_fields
 SERVER_FIELDS: Mapping[str, FieldInfo] = ServerConfig.model_fields
 
-SHORT_NAMES: Mapping[str, str] = {"attention_backend": "--backend"}
+SHORT_NAMES: Mapping[str, str] = {
+    "attention_backend": "--backend",
+    "quantization": "-q",
+    "gpu_memory_utilization": "--device-memory-utilization",
+    "max_queued_requests": "--max-num-queued-reqs",
+}
 """Second names of flags."""
 
 
 def takes_engine_config(command: Callable[Concatenate[EngineConfig, P], R]) -> Callable[..., R]:
     """Decorate a command that takes an EngineConfig: the model as first argument, engine flags, `--config FILE`."""
     return _with_engine_flags(command, EngineConfig.load)
+
+
+def takes_engine_or_url(command: Callable[Concatenate[EngineConfig | RemoteModel, P], R]) -> Callable[..., R]:
+    """Decorate a command that takes an EngineConfig, or with `--url` the model of a server."""
+    return _with_engine_flags(command, EngineConfig.load, remote=True)
 
 
 def takes_engine_settings(
@@ -75,8 +88,12 @@ def _with_engine_flags(
     load: Callable[..., First],
     *,
     fields: Mapping[str, FieldInfo] = ENGINE_FIELDS,
+    remote: bool = False,
 ) -> Callable[..., R]:
-    """Add the flags, `--config FILE`, and a first argument that names the model instead of its flag."""
+    """Add the flags, `--config FILE`, and a first argument that names the model instead of its flag.
+
+    With `remote` there are `--url` and `--api-key` too, and with `--url` the command gets a RemoteModel.
+    """
     parameters = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
     takes_words = any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters)
     flags = list(_flags(fields))
@@ -84,18 +101,29 @@ def _with_engine_flags(
 
     def run(*arguments: Any, config_file: Path | None = None, **keywords: Any) -> R:
         values = {flag.name: keywords.pop(flag.name, None) for flag in flags}
+        url, api_key = keywords.pop("url", None), keywords.pop("api_key", None)
+        if url is not None:
+            found = _remote_model(url, api_key, {**values, "config": config_file})
+            if arguments and arguments[0] in found.names:
+                found.name, arguments = arguments[0], arguments[1:]
+            return command(found, *arguments, **keywords)  # pyright: ignore[reportArgumentType]
+        if api_key is not None:
+            raise ConfigError("api_key", UNSET, "needs --url, the server that it is for")
         if arguments and not (takes_words and _is_word(arguments[0], values["model"], config_file)):
             model, arguments = arguments[0], arguments[1:]
             if values["model"] not in (None, model):
                 raise ConfigError("model", values["model"], f"contradicts the argument {model!r}; give one of them")
             values["model"] = model
         first = load(flags=values, config_file=config_file, environ=os.environ)
+        if (said := explain_variables(os.environ)) is not None:
+            note(said)
         return command(first, *arguments, **keywords)
 
     model = Annotated[str | None, Parameter(show_default=False, help="The model, if not given by --model.")]
     parameters = [
         inspect.Parameter("model_tag", inspect.Parameter.POSITIONAL_ONLY, default=None, annotation=model),
         *parameters,
+        *(_remote_flags() if remote else ()),
         *flags,
         inspect.Parameter("config_file", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=file),
     ]
@@ -103,6 +131,24 @@ def _with_engine_flags(
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     run.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
     return run
+
+
+def _remote_flags() -> Iterator[inspect.Parameter]:
+    for name, text in (
+        ("url", "Use the model of a server with OpenAI's interface, such as http://127.0.0.1:8000, and no engine."),
+        ("api_key", "Key for the server at --url; default: OPENAI_API_KEY of the environment."),
+    ):
+        annotation = Annotated[str | None, Parameter(show_default=False, help=text)]
+        yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _remote_model(url: str, api_key: str | None, values: Mapping[str, object]) -> RemoteModel:
+    """Return the model of a server. Settings of an engine are refused, since the server has its own."""
+    for name, value in values.items():
+        if value is not None and name != "model":
+            raise ConfigError(name, str(value), "is for an engine of this command; the server at --url has its own")
+    model = values["model"]
+    return RemoteModel(url, None if model is None else str(model), api_key)
 
 
 def _is_word(argument: str, model_flag: str | None, config_file: Path | None) -> bool:

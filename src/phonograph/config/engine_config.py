@@ -6,6 +6,7 @@ None leaves the choice to the engine, which makes it when it knows the model and
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Self
@@ -16,9 +17,11 @@ from phonograph.config import values
 from phonograph.config.base import Settings, located
 from phonograph.config.server_config import ServerConfig
 from phonograph.config.sources import SourcedValue
-from phonograph.config.vllm_flags import explain_setting, is_neutral
+from phonograph.config.vllm_flags import explain_setting, is_neutral, no_meaning
 from phonograph.errors import ConfigError
 from phonograph.graphs.modes import GraphMode
+
+log = logging.getLogger(__name__)
 
 COMPILATION_KEYS = ("cudagraph_mode", "cudagraph_capture_sizes", "max_cudagraph_capture_size")
 """Supported keys of `compilation_config`; each is also a setting."""
@@ -44,6 +47,13 @@ class EngineConfig(Settings):
         default=None, description="Name or folder of the tokenizer; default: the model's."
     )
     revision: values.OptionalText = Field(default=None, description="Branch, tag or commit of a model on the hub.")
+    tokenizer_revision: values.OptionalText = Field(
+        default=None,
+        description="Branch, tag or commit of the tokenizer on the hub; default: the revision of the model.",
+    )
+    download_dir: values.OptionalText = Field(
+        default=None, description="Folder of downloads from the hub; default: its cache, below HF_HOME."
+    )
     trust_remote_code: values.Flag = Field(
         default=False, description="Run code that comes with the tokenizer; code of the model is never run."
     )
@@ -245,6 +255,8 @@ def _without_vllms(settings: Mapping[str, Any]) -> dict[str, Any]:
             problem = None if name in EngineConfig.known_names() else explain_setting(name, EngineConfig.known_names())
             if problem is not None:
                 raise ConfigError(name, value, problem)
+        elif (said := no_meaning(name)) is not None:
+            log.warning("%s", said)
     return kept
 
 

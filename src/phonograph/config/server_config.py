@@ -9,10 +9,12 @@ from pydantic import Field
 from phonograph.config import values
 from phonograph.config.base import Settings
 
+LogFormat = Literal["text", "json"]
 LogLevel = Literal["critical", "error", "warning", "info", "debug"]
-GenerationConfig = Literal["auto", "none"]
+GenerationConfig = Literal["auto", "none", "vllm"]
 ToolCallParser = Literal["hermes", "llama3_json"]
 ChatFormat = Literal["template", "harmony"]
+UnknownFields = Literal["error", "warn"]
 
 
 class ServerConfig(Settings):
@@ -28,6 +30,21 @@ class ServerConfig(Settings):
     port: Annotated[int, values.whole(0, 65535)] = Field(
         default=8000, description="TCP port to listen on; 0 selects a free one."
     )
+    uds: values.OptionalText = Field(
+        default=None, description="Unix domain socket to listen on, in place of host and port."
+    )
+    ssl_certfile: values.OptionalText = Field(
+        default=None, description="Certificate of the server, a PEM file; with it the server speaks HTTPS."
+    )
+    ssl_keyfile: values.OptionalText = Field(
+        default=None, description="Key of the certificate, a PEM file without a password; default: ssl_certfile has it."
+    )
+    ssl_ca_certs: values.OptionalText = Field(
+        default=None, description="Authorities of the clients' certificates, a PEM file."
+    )
+    ssl_cert_reqs: Annotated[int, values.whole(0, 2)] = Field(
+        default=0, description="Certificates of clients: 0 asks for none, 1 checks those sent, 2 needs one."
+    )
     root_path: values.OptionalText = Field(default=None, description="Path of the server behind a proxy.")
     api_key: values.Texts = Field(default=(), description="Valid API keys; without any, requests are not checked.")
     allowed_origins: values.Texts = Field(
@@ -39,6 +56,23 @@ class ServerConfig(Settings):
     uvicorn_log_level: Annotated[LogLevel, values.one_of(LogLevel)] = Field(
         default="info", description="Log level of the HTTP server."
     )
+    log_level: Annotated[LogLevel, values.one_of(LogLevel)] = Field(
+        default="info", description="Log level of server and engine."
+    )
+    log_format: Annotated[LogFormat, values.one_of(LogFormat)] = Field(
+        default="text", description="Lines of the log: text, or one JSON object each."
+    )
+    enable_log_requests: values.Flag = Field(
+        default=False, description="Log the prompt, the parameters and the end of each request."
+    )
+    max_log_len: values.OptionalCount = Field(
+        default=None, description="Maximum characters of a prompt in the log; default: all."
+    )
+    otlp_traces_endpoint: values.OptionalText = Field(
+        default=None,
+        description="OpenTelemetry collector for a trace of each request, such as http://localhost:4318; needs the "
+        "extra otel.",
+    )
     disable_uvicorn_access_log: values.Flag = Field(default=False, description="Do not log each request.")
 
     served_model_name: values.Texts = Field(
@@ -47,18 +81,29 @@ class ServerConfig(Settings):
     chat_template: values.OptionalText = Field(
         default=None, description="Chat template, or its file; default: the model's."
     )
+    default_chat_template_kwargs: values.OptionalObject = Field(
+        default=None,
+        description="Variables of the chat template, as a JSON object; chat_template_kwargs of a request go before.",
+    )
     chat_format: Annotated[ChatFormat, values.one_of(ChatFormat)] = Field(
         default="template",
         description="Format of chats: template, or harmony for gpt-oss, which needs the extra harmony.",
     )
     generation_config: Annotated[GenerationConfig, values.one_of(GenerationConfig)] = Field(
-        default="auto", description="Use the sampling defaults of the model: auto, or none."
+        default="auto", description="Use the sampling defaults of the model: auto, or none; vllm is none too."
+    )
+    override_generation_config: values.OptionalObject = Field(
+        default=None, description="Sampling defaults that replace those of the model, as a JSON object."
     )
     enable_auto_tool_choice: values.Flag = Field(
         default=False, description="Let the model decide to call tools; needs tool_call_parser."
     )
     tool_call_parser: Annotated[ToolCallParser | None, values.one_of(ToolCallParser)] = Field(
         default=None, description="Format of the model's tool calls."
+    )
+    unknown_fields: Annotated[UnknownFields, values.one_of(UnknownFields)] = Field(
+        default="error",
+        description="Unknown fields of a request: error refuses it, warn drops them and names them in a header.",
     )
     max_logprobs: values.Count = Field(default=20, description="Maximum logprobs of a request.")
     request_timeout: values.OptionalDuration = Field(

@@ -207,6 +207,7 @@ Flag = Annotated[bool, ValueKind("true or false", _parse_flag, "true|false")]
 Fraction = Annotated[float, ValueKind("a number > 0 and <= 1", _number(lambda number: 0 < number <= 1), "X")]
 Count = Annotated[int, whole(0)]
 Size = Annotated[int, whole(1)]
+OptionalCount = Annotated[int | None, whole(0)]
 OptionalSize = Annotated[int | None, whole(1)]
 OptionalContext = Annotated[int | None, auto_or(whole(1), "the largest that fits")]
 # Bounds far above any useful value: tables and graphs are sized by them at the start.

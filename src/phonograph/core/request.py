@@ -6,6 +6,7 @@ which knows blocks and tokens, and the runner, which knows slots, need not depen
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
@@ -43,6 +44,8 @@ class Request:
         finish_reason: set when FINISHED.
         stop_reason: stop token or stop string that ended the request.
         failure: set when FINISHED because of an error.
+        admitted: time of the first admission in seconds of `time.monotonic`, or None before it.
+        num_preemptions: times that it lost its blocks.
         num_cached_tokens: prompt tokens found in the prefix cache at the first admission.
         min_computed, max_computed: bounds of the tokens whose keys and values are right when all scheduled steps have
             run. They differ while a step with drafts is in flight.
@@ -70,6 +73,8 @@ class Request:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     failure: SlotFailure | None = None
+    admitted: float | None = None
+    num_preemptions: int = 0
     num_cached_tokens: int = 0
     min_computed: int = 0
     max_computed: int = 0
@@ -98,6 +103,16 @@ class Request:
     @property
     def finished(self) -> bool:
         return self.state is RequestState.FINISHED
+
+    def admit(self, num_cached_tokens: int) -> None:
+        """Record the first admission."""
+        self.admitted = time.monotonic()
+        self.num_cached_tokens = num_cached_tokens
+
+    def preempt(self) -> None:
+        """Record the loss of its blocks."""
+        self.state = RequestState.PREEMPTED
+        self.num_preemptions += 1
 
     def new_sequence(self) -> NewSequence:
         """Return the load of the request's slot."""

@@ -245,6 +245,7 @@ class AsyncLLM:
                     token_ids,
                     [Sample(next(indices), self.tokenizer, params, token_ids) for _ in range(params.n)],
                     num_growing=params.n,
+                    max_tokens=params.max_tokens,
                 )
                 for token_ids in prompts
             ],
@@ -305,7 +306,13 @@ class AsyncLLM:
                 prompt = self._open[key][1]
                 prompt.num_cached_tokens, prompt.logprobs = facts.num_cached_tokens, facts.prompt_logprobs
                 prompt.warnings = facts.warnings
-                self.requests.num_prompt_tokens += len(prompt.token_ids)
+                self.requests.begun(prompt)
+        for (key, index), admitted in report.admitted.items():
+            if key in self._open:
+                self._open[key][1].samples[index].admitted = admitted
+        for (key, index), count in report.preempted.items():
+            if key in self._open:
+                self._open[key][1].samples[index].num_preemptions = count
         for update in report.updates:
             if update[0] not in self._open:
                 continue

@@ -128,6 +128,7 @@ def build_engine(plan: EnginePlan, report: StartProgress = no_progress, *, platf
             seed=plan.config.seed or 0,
             progress=lambda done, total: report("weights", done, total),
             revision=plan.config.revision,
+            download_dir=plan.config.download_dir,
             cpu_products=plan.cpu_products,
         ) as loading:
             if plan.config.load_format == "dummy":

@@ -95,6 +95,15 @@ class Session:
         """True if there are unfinished requests or steps in flight."""
         return self.core.has_work or bool(self._compiling)
 
+    @property
+    def num_deferred(self) -> int:
+        """Number of samples whose grammar is being compiled."""
+        return sum(len(entry.samples) for entry in self._compiling)
+
+    def requests_of(self, output: RequestOutput) -> list[Request]:
+        """Return the scheduler's requests of an output that has just been added, one for each sample."""
+        return [self._samples[_sample_id(output, one.index)].request for one in output.outputs]
+
     def add(
         self,
         prompt: Prompt,

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from phonograph.errors import ModelError, WeightError
+from phonograph.files.gguf_parts import parts_of
 
 _MAGIC, _START = b"GGUF", struct.Struct("<4sIQQ")
 _MOST_ENTRIES = 1 << 16
@@ -55,8 +56,10 @@ class GgufFile:
 def read_gguf(path: Path) -> GgufFile:
     """Return the header of a file, whose tensors are mapped. A file that did not change is read once.
 
+    A file in parts, with names as llama.cpp gives them, is read by the name of any of them.
+
     Raises:
-        ModelError: the `gguf` package is missing, or the file is not readable, or not one complete GGUF file.
+        ModelError: the `gguf` package is missing, a part is, or a file is not readable or no complete GGUF file.
     """
     try:
         state = os.stat(path)
@@ -68,6 +71,37 @@ def read_gguf(path: Path) -> GgufFile:
 @lru_cache(maxsize=1)
 def _read(path: Path, changed: int, size: int) -> GgufFile:
     del changed
+    file = _read_one(path, size)
+    count = file.values.get("split.count", 1)
+    return file if count == 1 else _joined(file, count)
+
+
+def _joined(file: GgufFile, count: int) -> GgufFile:
+    """Return the file with the tensors of all its parts. The first part has the keys of the model.
+
+    Raises:
+        ModelError: a part is missing, or the file's name does not say which part it is.
+    """
+    paths = parts_of(file.path)
+    if len(paths) != count:
+        raise ModelError(
+            f"{file.path} is one of {count} parts, and its name does not end with -00001-of-{count:05d}.gguf: "
+            "rename the parts, or join them with llama-gguf-split --merge"
+        )
+    for number, path in enumerate(paths, 1):
+        if not path.is_file():
+            raise ModelError(f"{path} is missing, part {number} of {count} of a model; download it too")
+    parts = [file if path == file.path else _read_one(path, path.stat().st_size) for path in paths]
+    tensors = {name: tensor for part in parts for name, tensor in part.tensors.items()}
+
+    def release() -> None:
+        for part in parts:
+            part.release()
+
+    return GgufFile(parts[0].path, parts[0].values, tensors, release)
+
+
+def _read_one(path: Path, size: int) -> GgufFile:
     try:
         # Optional, and not needed for other checkpoints.
         import gguf
@@ -86,11 +120,6 @@ def _read(path: Path, changed: int, size: int) -> GgufFile:
         }
     except Exception as error:  # the package raises many types for damaged files
         raise WeightError(f"{path} is truncated or corrupt ({error}); download it again") from error
-    if values.get("split.count", 1) != 1:
-        raise ModelError(
-            f"{path} is one of {values['split.count']} parts of a model; llama-gguf-split --merge joins them into the "
-            "one file that is read"
-        )
     return GgufFile(path, values, tensors, partial(_release, getattr(mapping, "_mmap", None)))
 
 

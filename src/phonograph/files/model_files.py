@@ -14,7 +14,9 @@ from typing import Any, cast
 from phonograph.demo import MODEL_DIRECTORY
 from phonograph.errors import ModelError, shortened
 from phonograph.files.catalog import CONFIGS_DIRECTORY, HUB_IDS, catalog_name
+from phonograph.files.gguf_parts import parts_of
 from phonograph.files.hub import first_line, hub_problem
+from phonograph.files.hub_gguf import check_no_gguf, gguf_reference, hub_gguf
 
 log = logging.getLogger(__name__)
 
@@ -52,14 +54,17 @@ def model_path(
     weights: bool = False,
     revision: str | None = None,
     config_only: bool = False,
+    download_dir: str | None = None,
 ) -> Path:
     """Return the local folder of `model`, or its GGUF file.
 
     Args:
-        model: path of a folder or of a GGUF file, "demo", or a hub id, whose files are downloaded.
+        model: path of a folder or of a GGUF file, "demo", or a hub id, whose files are downloaded; owner/name:TYPE is
+            the GGUF file of this type.
         weights: download the safetensors too, besides the configuration.
         revision: branch, tag or commit on the hub.
         config_only: allow names of the catalog, whose folders only have a config.json.
+        download_dir: folder of downloads; default: the hub's cache.
 
     Raises:
         ModelError: there is no such folder, it has several GGUF files, or the hub cannot provide it.
@@ -85,6 +90,8 @@ def model_path(
             f"takes it, and so does --load-format dummy; for the model itself give its hub id, {HUB_IDS[name]}"
         )
     hub_id = str(model)
+    if (reference := gguf_reference(hub_id)) is not None:
+        return hub_gguf(*reference, revision=revision, download_dir=download_dir)
     if not _HUB_ID.fullmatch(hub_id) or hub_id.startswith(".") or hub_id.endswith(_GGUF):
         shown = shortened(hub_id)
         raise ModelError(f"model {shown!r}: no such folder; give a local folder, a hub id (owner/name) or {DEMO!r}")
@@ -93,9 +100,13 @@ def model_path(
 
     patterns = [*CONFIG_FILES, *(WEIGHT_FILES if weights else ())]
     try:
-        return Path(
+        folder = Path(
             snapshot_download(
-                hub_id, revision=revision, allow_patterns=patterns, ignore_patterns=list(DUPLICATE_WEIGHT_FILES)
+                hub_id,
+                revision=revision,
+                cache_dir=download_dir,
+                allow_patterns=patterns,
+                ignore_patterns=list(DUPLICATE_WEIGHT_FILES),
             )
         )
     except Exception as error:  # errors of the client and of its HTTP library
@@ -104,6 +115,9 @@ def model_path(
         raise ModelError(
             f"model {hub_id!r}{at_revision} is not a local folder and {problem}{_similar(hub_id)}"
         ) from error
+    if not (folder / CONFIG_FILES[0]).is_file():
+        check_no_gguf(hub_id, revision)
+    return folder
 
 
 @cache
@@ -122,7 +136,7 @@ def _similar(hub_id: str) -> str:
 
 
 def _gguf_file(folder: Path) -> Path | None:
-    """Return the GGUF file of a folder whose weights are in no other format, or None.
+    """Return the GGUF file of a folder whose weights are in no other format, or the first of its parts; or None.
 
     Raises:
         ModelError: there are several.
@@ -130,6 +144,8 @@ def _gguf_file(folder: Path) -> Path | None:
     files = sorted(folder.glob(f"*{_GGUF}"))
     if not files or any(folder.glob("*.safetensors")):
         return None
+    if len(files) > 1 and files == parts_of(files[0]):
+        return files[0]
     if len(files) > 1:
         names = ", ".join(file.name for file in files)
         raise ModelError(f"model {str(folder)!r} has {len(files)} GGUF files; give the path of one: {names}")

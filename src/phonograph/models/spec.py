@@ -249,17 +249,12 @@ def read_configured_model(config: EngineConfig, *, config_only: bool) -> ModelSp
         ConfigError: the checkpoint is in another weight format, or its head cannot be converted.
         ModelError: as `read_model_spec`.
     """
-    if config.quantize_lm_head is not None:
-        folder = model_path(config.model, revision=config.revision, config_only=config_only)
-        if is_gguf(folder):
-            raise ConfigError("quantize_lm_head", config.quantize_lm_head, f"{folder} is a GGUF file; leave it out")
-    spec = read_model_spec(
-        config.model,
-        trust_remote_code=config.trust_remote_code,
-        revision=config.revision,
-        hf_overrides=config.hf_overrides,
-        config_only=config_only,
+    folder = model_path(
+        config.model, revision=config.revision, config_only=config_only, download_dir=config.download_dir
     )
+    if config.quantize_lm_head is not None and is_gguf(folder):
+        raise ConfigError("quantize_lm_head", config.quantize_lm_head, f"{folder} is a GGUF file; leave it out")
+    spec = read_model_spec(folder, trust_remote_code=config.trust_remote_code, hf_overrides=config.hf_overrides)
     if spec.fp8_kv_cache and config.kv_cache_dtype != "fp8":
         note = "the checkpoint has scales for a KV cache in FP8, which kv_cache_dtype=fp8 uses"
         spec = replace(spec, notes=(*spec.notes, note))

@@ -335,7 +335,7 @@ class Scheduler:
             victim = max(self._running, key=_RANK)
             needed -= needs.pop(victim.request_id, 0)
             self._release(victim)
-            victim.state = RequestState.PREEMPTED
+            victim.preempt()
             insort(self._waiting, victim, key=_RANK)
             self._num_preemptions += 1
             depths, were_short = [], True
@@ -359,7 +359,7 @@ class Scheduler:
         del self._waiting[0]
         request.min_computed = request.max_computed = num_cached
         if not resumed:
-            request.num_cached_tokens = num_cached
+            request.admit(num_cached)
             self._prefix_queries += request.prompt_len
             self._prefix_hits += num_cached
         request.state = RequestState.RUNNING

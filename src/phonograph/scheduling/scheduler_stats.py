@@ -11,6 +11,8 @@ class SchedulerStats:
 
     Attributes:
         num_running: requests that have started and are not waiting again.
+        num_waiting: requests that wait for a slot or for blocks.
+        num_deferred: requests that wait for their grammar; the scheduler does not have them yet.
         prefix_queries: prompt tokens of admitted requests.
         prefix_hits: those of them found in the prefix cache.
     """
@@ -22,3 +24,4 @@ class SchedulerStats:
     num_preemptions: int
     prefix_queries: int
     prefix_hits: int
+    num_deferred: int = 0

@@ -14,6 +14,7 @@ from phonograph.errors import ModelError, RequestError, shortened
 from phonograph.files.catalog import catalog_name
 from phonograph.files.gguf_file import read_gguf
 from phonograph.files.hub import first_line, hub_problem
+from phonograph.files.hub_gguf import gguf_reference
 from phonograph.files.model_files import DEMO, is_gguf, model_path
 from phonograph.text.detokenizer import TokenBytes, TokenStream
 from phonograph.text.gguf_tokenizer import has_gguf_tokenizer, make_gguf_tokenizer
@@ -44,7 +45,14 @@ class Tokenizer:
         self.token_bytes = TokenBytes(self._backend)
 
     @classmethod
-    def load(cls, folder: str | Path, *, trust_remote_code: bool = False, revision: str | None = None) -> Tokenizer:
+    def load(
+        cls,
+        folder: str | Path,
+        *,
+        trust_remote_code: bool = False,
+        revision: str | None = None,
+        download_dir: str | None = None,
+    ) -> Tokenizer:
         """Load the tokenizer of a local folder or GGUF file, or of a hub id.
 
         Raises:
@@ -54,7 +62,7 @@ class Tokenizer:
             return cls(make_gguf_tokenizer(read_gguf(Path(folder))))
         try:
             tokenizer = _tokenizer_class(Path(folder)).from_pretrained(
-                str(folder), trust_remote_code=trust_remote_code, revision=revision
+                str(folder), trust_remote_code=trust_remote_code, revision=revision, cache_dir=download_dir
             )
         except Exception as error:  # transformers raises many types for unusable files
             local = Path(folder).is_dir()
@@ -213,8 +221,15 @@ def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
     if not has_tokenizer(config):
         return None
     name = config.tokenizer or config.model
-    source = model_path(name) if _is_local(name) else name
-    return Tokenizer.load(source, trust_remote_code=config.trust_remote_code, revision=config.revision)
+    source: str | Path = name
+    if _is_local(name) or gguf_reference(name) is not None:
+        source = model_path(name, revision=config.revision, download_dir=config.download_dir)
+    return Tokenizer.load(
+        source,
+        trust_remote_code=config.trust_remote_code,
+        revision=config.tokenizer_revision or config.revision,
+        download_dir=config.download_dir,
+    )
 
 
 def has_tokenizer(config: EngineConfig) -> bool:

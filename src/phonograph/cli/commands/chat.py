@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from phonograph.cli.answer import StreamedAnswer, print_piece, stream_answer
+from phonograph.cli.answer import StreamedAnswer, print_piece, show_nothing, stream_answer
 from phonograph.cli.lines import read_line
-from phonograph.cli.options import takes_engine_config
+from phonograph.cli.options import takes_engine_or_url
+from phonograph.cli.remote import RemoteModel
 from phonograph.cli.sampling_flags import GREEDY, SamplingFlags
 from phonograph.cli.show import Json, completion_facts, engine_facts, note, print_json, start, steps_text
 from phonograph.config.engine_config import EngineConfig
@@ -23,11 +25,12 @@ if TYPE_CHECKING:
 
 _HELP = "/clear forgets the conversation, /exit ends; Ctrl-C ends an answer"
 _QUIET = "Print answers only: no steps, speed and context. Without a terminal there are no speed and context."
+_CUT = {"length": " - cut where max_tokens or the context ended", "abort": " - interrupted"}
 
 
-@takes_engine_config
+@takes_engine_or_url
 def chat(
-    config: EngineConfig,
+    config: EngineConfig | RemoteModel,
     *,
     system: Annotated[str | None, Parameter(help="System message of the conversation.")] = None,
     sampling: SamplingFlags = GREEDY,
@@ -36,12 +39,23 @@ def chat(
 ) -> int:
     """Talk with the model: each line of standard input is a turn. /clear forgets the conversation, /exit ends it."""
     params = sampling.params()
+    if isinstance(config, RemoteModel):
+        if not as_json and not quiet:
+            note(f"{config.name} at {config.url}")
+        _talk(_RemoteConversation(config, params, system, as_json=as_json, quiet=quiet))
+        return 0
     llm = start(config)
     if llm.tokenizer is None or not llm.tokenizer.has_chat_template:
         raise ModelError(f"{config.model} has no chat template; `phonograph generate --raw` continues plain text")
     conversation = _Conversation(llm, params, system, as_json=as_json, quiet=quiet)
     if not as_json and not quiet:
         note(llm.plan.resolution.label)
+    _talk(conversation)
+    return 0
+
+
+def _talk(conversation: _Turns) -> None:
+    """Answer each line of standard input until the end or /exit."""
     if sys.stdin.isatty():
         note(_HELP)
     while (line := _read_line()) is not None:
@@ -53,14 +67,12 @@ def chat(
             note(f"{line.split()[0]} is not a command; {_HELP}")
         elif line:
             conversation.answer(line)
-    return 0
 
 
-class _Conversation:
+class _Turns(ABC):
     """Turns so far, and the output format of answers."""
 
-    def __init__(self, llm: LLM, params: SamplingParams, system: str | None, *, as_json: bool, quiet: bool) -> None:
-        self._llm = llm
+    def __init__(self, params: SamplingParams, system: str | None, *, as_json: bool, quiet: bool) -> None:
         self._params = params
         self._start: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
         self._messages = list(self._start)
@@ -70,8 +82,55 @@ class _Conversation:
     def clear(self) -> None:
         self._messages = list(self._start)
 
+    @abstractmethod
     def answer(self, text: str) -> None:
         """Answer one turn. A refused turn leaves the conversation unchanged."""
+
+    def _refuse(self, text: str, error: Exception) -> None:
+        if self._as_json:
+            print_json({"prompt": text, "error": str(error)})
+        else:
+            note(f"refused: {error}; /clear starts anew", style="red")
+
+
+class _RemoteConversation(_Turns):
+    """Turns with the model of a server."""
+
+    def __init__(self, model: RemoteModel, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._model = model
+
+    def answer(self, text: str) -> None:
+        turn = {"role": "user", "content": text}
+        try:
+            answer = self._model.chat(
+                [*self._messages, turn], self._params, show_nothing if self._as_json else print_piece
+            )
+        except RequestError as error:
+            self._refuse(text, error)
+            return
+        reply = "".join(answer.texts[:1])
+        reason = "abort" if answer.interrupted else answer.reasons.get(0)
+        self._messages += [turn, {"role": "assistant", "content": reply}]
+        if self._as_json:
+            facts = {"url": self._model.url, "model": self._model.name, "prompt": text, "text": reply}
+            print_json({**facts, "finish_reason": reason, **answer.facts()})
+            return
+        print(flush=True)
+        if not self._quiet:
+            speed = answer.tokens_per_second
+            rate = "" if speed is None else f"{speed:.1f} tokens/s, "
+            note(f"{rate}first token after {answer.ttft:.2f} s{_CUT.get(reason or '', '')}")
+
+
+class _Conversation(_Turns):
+    """Turns with an engine of this process."""
+
+    def __init__(self, llm: LLM, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._llm = llm
+
+    def answer(self, text: str) -> None:
         before = Counter(self._llm.step_counts)
         began = time.perf_counter()
         turn = {"role": "user", "content": text}
@@ -80,10 +139,7 @@ class _Conversation:
             prompt = self._llm.encode_chat([*self._messages, turn])
             answer = stream_answer(self._llm, prompt, self._params, pieces.append if self._as_json else print_piece)
         except RequestError as error:
-            if self._as_json:
-                print_json({"prompt": text, "error": str(error)})
-            else:
-                note(f"refused: {error}; /clear starts anew", style="red")
+            self._refuse(text, error)
             return
         if not self._as_json:
             print(flush=True)
@@ -109,8 +165,7 @@ class _Conversation:
             return
         if self._quiet:
             return
-        cut = {"length": " - cut where max_tokens or the context ended", "abort": " - interrupted"}
-        note(steps_text(steps) + cut.get("abort" if answer.interrupted else completion.finish_reason or "", ""))
+        note(steps_text(steps) + _CUT.get("abort" if answer.interrupted else completion.finish_reason or "", ""))
         if sys.stderr.isatty():
             note(self._speed(answer, len(output.prompt_token_ids) + len(completion.token_ids)))
 

@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
-from phonograph.cli.answer import print_piece, stream_answer
+from phonograph.cli.answer import print_piece, show_nothing, stream_answer
 from phonograph.cli.lines import check_text, read_line
-from phonograph.cli.options import takes_engine_config
+from phonograph.cli.options import takes_engine_or_url
+from phonograph.cli.remote import RemoteAnswer, RemoteModel
 from phonograph.cli.sampling_flags import GREEDY, SamplingFlags
 from phonograph.cli.show import Json, completion_facts, engine_facts, note, print_json, start, steps_text
 from phonograph.config.engine_config import EngineConfig
 from phonograph.errors import RequestError, shortened
 
 if TYPE_CHECKING:
+    from phonograph.core.sampling_params import SamplingParams
     from phonograph.engine.llm import LLM
     from phonograph.engine.outputs import RequestOutput
 
+AT_ONCE = 16
+"""Prompts that a server gets at one time."""
 _STDIN = "Another prompt from each line of standard input."
 _TOKEN_IDS = "A prompt as token ids, such as 1,2,3; may be given several times."
 _RAW = "Continue the text, instead of answering it as in a chat."
 _LOGPROBS = "Log-probabilities of the sampled and of so many likely tokens; needs --json."
 
 
-@takes_engine_config
+@takes_engine_or_url
 def generate(
-    config: EngineConfig,
+    config: EngineConfig | RemoteModel,
     *prompts: Annotated[str, Parameter(help="Prompts.")],
     stdin: Annotated[bool, Parameter(name="-", negative="", show_default=False, help=_STDIN)] = False,
     token_ids: Annotated[list[str] | None, Parameter(negative="", help=_TOKEN_IDS)] = None,
@@ -45,9 +50,13 @@ def generate(
     texts += [line for line in (iter(read_line, None) if stdin else ()) if line.strip()]
     ids = [_token_ids(text) for text in token_ids or []]
     if not texts and not ids:
-        model = shortened(config.model)
+        model = shortened(config.name if isinstance(config, RemoteModel) else config.model)
         problem = f"give a prompt after the model ({model!r}), - for the lines of standard input, or --token-ids"
         raise RequestError("prompts", list(prompts), problem)
+    if isinstance(config, RemoteModel):
+        if logprobs is not None:
+            raise RequestError("logprobs", logprobs, "is not available with --url")
+        return _generate_remote(config, [*texts, *ids], params, raw=raw, as_json=as_json)
     llm = start(config)
     templated = not raw and llm.tokenizer is not None and llm.tokenizer.has_chat_template
     encoded = [llm.encode_chat([{"role": "user", "content": text}]) if templated else text for text in texts] + ids
@@ -69,6 +78,54 @@ def generate(
         _print(llm, shown, outputs)
         note(f"{llm.plan.resolution.label}, {steps_text(llm.step_counts)}")
     return 2 if any(output.error is not None for output in outputs) else 0
+
+
+def _generate_remote(
+    model: RemoteModel, prompts: list[str | list[int]], params: SamplingParams, *, raw: bool, as_json: bool
+) -> int:
+    """Answer prompts by a server. One prompt is streamed; several are sent at one time."""
+    streams = len(prompts) == 1 and params.n == 1 and not as_json
+
+    def answer(prompt: str | list[int]) -> RemoteAnswer | RequestError:
+        show = print_piece if streams else show_nothing
+        try:
+            if raw or not isinstance(prompt, str):
+                return model.complete(prompt, params, show)
+            return model.chat([{"role": "user", "content": prompt}], params, show)
+        except RequestError as error:
+            return error
+
+    if streams:
+        answers = [answer(prompts[0])]
+        print()
+    else:
+        with ThreadPoolExecutor(AT_ONCE) as threads:
+            answers = list(threads.map(answer, prompts))
+    refused = [one for one in answers if isinstance(one, RequestError)]
+    if as_json:
+        shown = zip(prompts, answers, strict=True)
+        rows = [row for prompt, one in shown for row in _remote_rows(prompt, one)]
+        print_json({"url": model.url, "model": model.name, "outputs": rows})
+    elif not streams:
+        for prompt, one in zip(prompts, answers, strict=True):
+            print(f"> {prompt if isinstance(prompt, str) else _shown_ids(prompt)}")
+            for text in [] if isinstance(one, RequestError) else one.texts:
+                print(text)
+            print()
+    if not as_json:
+        for error in refused:
+            note(f"refused: {error}", style="red")
+    interrupted = any(isinstance(one, RemoteAnswer) and one.interrupted for one in answers)
+    return 130 if interrupted else 2 if refused else 0
+
+
+def _remote_rows(prompt: str | list[int], answer: RemoteAnswer | RequestError) -> list[dict[str, Any]]:
+    if isinstance(answer, RequestError):
+        return [{"prompt": prompt, "error": str(answer)}]
+    return [
+        {"prompt": prompt, "sample": index, "text": text, "finish_reason": answer.reasons.get(index), **answer.facts()}
+        for index, text in enumerate(answer.texts)
+    ]
 
 
 def _token_ids(text: str) -> list[int]:

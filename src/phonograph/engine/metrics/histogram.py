@@ -12,6 +12,9 @@ SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 """Bounds for lengths of requests."""
 
+FEW = (0, 1, 2, 3, 5, 10, 20, 50)
+"""Bounds for small counts, such as samples and preemptions."""
+
 
 class Histogram:
     """Counts of values by the smallest bound at or above them; `total` is the sum of the values."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import takewhile
 
-from phonograph.engine.metrics.histogram import MILLISECONDS, Histogram
+from phonograph.engine.metrics.histogram import MILLISECONDS, TOKENS, Histogram
 from phonograph.engine.metrics.step_record import BatchKind, StepRecord
 
 KEPT = 1024
@@ -35,12 +36,14 @@ class StepLog:
     """Collects the records of the engine's steps.
 
     latest:       latest records, oldest first; the newest has number `num_steps`, counted from 1
+    tokens:       tokens of each step, without padding
     epoch_offset: seconds from the records' clock to the Unix epoch
     """
 
     def __init__(self) -> None:
         self.latest: deque[StepRecord] = deque(maxlen=KEPT)
         self.num_steps = 0
+        self.tokens = Histogram(TOKENS)
         self.epoch_offset = time.time() - time.monotonic()
         self._tallies: dict[tuple[str, BatchKind, str], StepTally] = {}
 
@@ -55,12 +58,17 @@ class StepLog:
             tally = self._tallies.get(key)
             if tally is None:
                 tally = self._tallies[key] = StepTally(record.mode, kind, record.cause)
+            self.tokens.observe(num_tokens)
             tally.num_steps += 1
             tally.num_tokens += num_tokens
             tally.num_padded += record.graph_tokens - num_tokens
             tally.seconds.observe(record.seconds)
             self.num_steps += 1
             self.latest.append(record)
+
+    def labels_since(self, moment: float) -> Counter[str]:
+        """Return the number of steps by decision that ended after a time of `time.monotonic`, among the latest ones."""
+        return Counter(record.graph for record in takewhile(lambda one: one.ended > moment, reversed(self.latest)))
 
     def since(self, number: int, most: int) -> list[tuple[int, StepRecord]]:
         """Return steps after number `number` with their numbers, oldest first: the last `most` of those in the log."""

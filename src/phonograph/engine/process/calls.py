@@ -31,7 +31,9 @@ class Delta:
 class Sample(CompletionOutput):
     """One choice of an answer, which a stream reads in deltas.
 
-    last_token: time at which the engine made the latest token, in seconds of `time.monotonic`
+    admitted, first_token, last_token: times of the admission, and at which the engine made the first and the latest
+        token, in seconds of `time.monotonic`
+    num_preemptions: known when the sample has ended
     """
 
     def __init__(
@@ -39,7 +41,10 @@ class Sample(CompletionOutput):
     ) -> None:
         text = text_builder(tokenizer, params, prompt_token_ids) or ""
         super().__init__(index, text, logprobs=None if params.logprobs is None else [])
+        self.admitted: float | None = None
+        self.first_token: float | None = None
         self.last_token: float | None = None
+        self.num_preemptions = 0
         self._num_taken = 0
         self._text_taken = 0
 
@@ -74,6 +79,7 @@ class Sample(CompletionOutput):
 class Prompt:
     """A prompt and its samples. The first token brings `num_cached_tokens`, `logprobs` and `warnings`.
 
+    max_tokens: as requested
     opened: time of the request, in seconds of `time.monotonic`
     """
 
@@ -84,6 +90,7 @@ class Prompt:
     num_cached_tokens: int = 0
     logprobs: list[TokenLogprobs | None] | None = None
     warnings: tuple[str, ...] = ()
+    max_tokens: int | None = None
     opened: float = field(default_factory=time.monotonic)
 
 
@@ -114,6 +121,7 @@ class Call:
         self._event = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
         self._watcher: asyncio.Task[None] | None = None
+        self._at_end: list[Callable[[Call], None]] = []
 
     @property
     def samples(self) -> list[Sample]:
@@ -178,6 +186,10 @@ class Call:
 
         self._watcher = asyncio.create_task(fail_when_gone())
 
+    def at_end(self, callback: Callable[[Call], None]) -> None:
+        """Call `callback` with this call when it closes."""
+        self._at_end.append(callback)
+
     def close(self) -> None:
         """Abort unfinished samples. Further calls have no effect."""
         if self._closed:
@@ -187,3 +199,5 @@ class Call:
             if helper is not None:
                 helper.cancel()
         self._end(self)
+        for callback in self._at_end:
+            callback(self)

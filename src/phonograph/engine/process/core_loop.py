@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from phonograph.core.request import Request
 from phonograph.engine.metrics.step_record import StepRecord
 from phonograph.engine.outputs import RequestOutput
 from phonograph.engine.process.messages import Abort, Add, Channel, PromptFacts, Report, Stop
@@ -23,10 +24,11 @@ COMMAND_SECONDS = 0.002
 
 @dataclass(slots=True)
 class _Open:
-    """A prompt in progress: its output, and the number of reported tokens of each sample."""
+    """A prompt in progress: its output, and for each sample the request and the number of reported tokens."""
 
     key: int
     output: RequestOutput
+    requests: list[Request]
     num_reported: list[int]
     prompt_reported: bool = False
     ended: set[int] = field(default_factory=set[int])
@@ -116,7 +118,7 @@ class CoreLoop:
             for other in call.keys:
                 self._abort(Abort(other))
             return
-        opened = _Open(key, output, [0] * len(output.outputs))
+        opened = _Open(key, output, self._session.requests_of(output), [0] * len(output.outputs))
         self._by_key[key] = self._by_output[id(output)] = opened
 
     def _abort(self, command: Abort) -> None:
@@ -134,7 +136,7 @@ class CoreLoop:
 
     def _report(self, changed: list[RequestOutput], refused: dict[int, RequestError | RequestFailure]) -> None:
         steps, self._steps = self._steps, []
-        stats = self._session.core.scheduler.stats
+        stats = replace(self._session.core.scheduler.stats, num_deferred=self._session.num_deferred)
         report = Report(
             stats=stats, num_steps=self._num_steps, refused=refused, steps=steps, expert_load=self._expert_load()
         )
@@ -172,8 +174,13 @@ class CoreLoop:
             if start == end and not ended:
                 continue
             opened.num_reported[index] = end
+            request = opened.requests[index]
+            if not start and request.admitted is not None:
+                report.admitted[opened.key, index] = request.admitted
             if ended:
                 opened.ended.add(index)
+                if request.num_preemptions:
+                    report.preempted[opened.key, index] = request.num_preemptions
             logprobs = None if completion.logprobs is None else completion.logprobs[start:end]
             token_ids = completion.token_ids[start:end]
             reasons = completion.finish_reason, completion.stop_reason

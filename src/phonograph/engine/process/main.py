@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging.config
 import multiprocessing
 import os
 import pickle
 import signal
 import threading
 from multiprocessing.connection import wait
+from typing import Any
 
 import zmq
 
@@ -41,8 +43,10 @@ class _SocketChannel:
             return None
 
 
-def run_core(config: EngineConfig, commands: str, messages: str) -> None:
+def run_core(config: EngineConfig, commands: str, messages: str, log_settings: dict[str, Any] | None) -> None:
     """Run the engine's process between the sockets at two addresses. The exit code is not 0 only if a step failed."""
+    if log_settings is not None:
+        logging.config.dictConfig(log_settings)
     # Ctrl-C reaches both processes; the server ends this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

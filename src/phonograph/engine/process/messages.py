@@ -122,6 +122,8 @@ class Report:
     prompts: by key, for prompts whose first token is among the updates
     refused: by key, prompts that cannot be served, or for which work failed
     stats:   scheduler statistics after `num_steps` steps
+    admitted: times of admission of samples whose first token is among the updates, by key and index
+    preempted: numbers of preemptions of samples that ended and had some, by key and index
     steps:   steps whose results were taken since the last report
     expert_load: pairs of each expert since the start, by the index of a layer; None if they were not read
     time:    time of the report in seconds of `time.monotonic`, which the processes of a machine share
@@ -132,6 +134,8 @@ class Report:
     updates: list[SampleUpdate] = field(default_factory=list[SampleUpdate])
     prompts: dict[int, PromptFacts] = field(default_factory=dict[int, PromptFacts])
     refused: dict[int, RequestError | RequestFailure] = field(default_factory=dict[int, RequestError | RequestFailure])
+    admitted: dict[tuple[int, int], float] = field(default_factory=dict[tuple[int, int], float])
+    preempted: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
     steps: list[StepRecord] = field(default_factory=list[StepRecord])
     expert_load: dict[int, list[int]] | None = None
     time: float = field(default_factory=time.monotonic)

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import zmq
 import zmq.asyncio
@@ -28,9 +29,13 @@ class ProcessClient:
     """Connection to an engine in a separate process. See `EngineClient`.
 
     The process is spawned: the program must guard its entry point by `if __name__ == "__main__"`.
+
+    Args:
+        config: configuration of the engine.
+        log_settings: logging of the process, for `logging.config.dictConfig`.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, log_settings: dict[str, Any] | None = None) -> None:
         # Messages are pickles, which can run code: the folder of the sockets is private to this user.
         self._folder = tempfile.TemporaryDirectory(prefix="phonograph-")
         addresses = [f"ipc://{Path(self._folder.name) / name}" for name in ("commands", "messages")]
@@ -42,7 +47,7 @@ class ProcessClient:
             socket.linger = 0
             socket.bind(address)
         self._process = multiprocessing.get_context("spawn").Process(
-            target=run_core, args=(config, *addresses), name="phonograph-engine"
+            target=run_core, args=(config, *addresses, log_settings), name="phonograph-engine"
         )
         self._process.start()
         self._started = False

@@ -48,7 +48,8 @@ def _plan(config: EngineConfig) -> EnginePlan:
     plan = make_plan(config, model, device)
     if not model.tie_word_embeddings or config.load_format == "dummy":
         return plan
-    files = weight_files(model_path(config.model, weights=True, revision=config.revision))
+    folder = model_path(config.model, weights=True, revision=config.revision, download_dir=config.download_dir)
+    files = weight_files(folder)
     loaded, _ = match_tied_embeddings(model, files)
     return plan if loaded is model else make_plan(config, loaded, device)
 

@@ -65,6 +65,7 @@ def begin_loading(
     seed: int = 0,
     progress: Progress | None = None,
     revision: str | None = None,
+    download_dir: str | None = None,
     cpu_products: CpuProducts | None = None,
 ) -> Generator[Loading]:
     """Yield a model from a local folder or GGUF file, a hub id or "demo".
@@ -81,6 +82,7 @@ def begin_loading(
         seed: seed of random weights.
         progress: called here and in `Loading.finish`.
         revision: branch, tag or commit on the hub.
+        download_dir: folder of downloads; default: the hub's cache.
         cpu_products: form that quantized weights take after loading; None leaves them in groups.
 
     Raises:
@@ -92,7 +94,7 @@ def begin_loading(
     if load_format not in ("auto", "safetensors", "dummy"):
         raise ConfigError("load_format", load_format, "must be auto, safetensors or dummy")
     drawn = load_format == "dummy"
-    location = None if drawn else model_path(path, weights=True, revision=revision)
+    location = None if drawn else model_path(path, weights=True, revision=revision, download_dir=download_dir)
     if load_format == "safetensors" and location is not None and is_gguf(location):
         raise ConfigError("load_format", load_format, f"{location} is a GGUF file, which auto reads")
     files = {} if location is None else weight_files(location)

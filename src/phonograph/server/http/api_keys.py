@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from phonograph.server.http.api_errors import ApiError
 from phonograph.server.http.page import PATHS
 
-OPEN_PATHS = frozenset({"/health", *PATHS})
+OPEN_PATHS = frozenset({"/health", "/ping", "/ready", *PATHS})
 """Paths without a key: health checks have none, and the page shows no data until it has asked for one."""
 
 

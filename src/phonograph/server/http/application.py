@@ -17,8 +17,10 @@ from phonograph.server.http.api_errors import ApiError, ErrorAnswer, api_error, 
 from phonograph.server.http.api_keys import ApiKeys, error_response
 from phonograph.server.http.body_guard import BodyGuard
 from phonograph.server.http.error_count import ErrorCount
+from phonograph.server.http.request_ids import HEADER, RequestIds
 from phonograph.server.http.stream import DirectSend
 from phonograph.server.observe import graphs, metrics, status
+from phonograph.server.observe.logs import REQUEST_ID
 from phonograph.server.openai import chat_completions, completions, tokens
 from phonograph.server.openai.serving import Serving
 
@@ -74,6 +76,7 @@ def make_app(serving: Serving) -> FastAPI:
         )
     app.add_middleware(ErrorCount, counts=serving.errors)
     app.add_middleware(DirectSend)
+    app.add_middleware(RequestIds)
     return app
 
 
@@ -106,4 +109,6 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 async def _on_bug(request: Request, error: Exception) -> Response:
     """Answer an unexpected exception. The framework raises it again afterwards, and the log gets its traceback."""
-    return error_response(failed("internal error; the server's log has the details", code="internal_error"))
+    error_text = failed("internal error; the server's log has the details", code="internal_error")
+    # The framework answers outside of all middleware.
+    return error_response(error_text, {HEADER: REQUEST_ID.get() or ""})

@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from phonograph.config.server_config import ServerConfig
 from phonograph.server.http.api_errors import ApiError, queue_full
 from phonograph.server.http.api_keys import error_response
+from phonograph.server.http.error_count import ERRORS
 from phonograph.server.http.json_meter import PIECE, JsonMeter
 
 BYTES_PER_SECOND = 131_072
@@ -76,6 +77,8 @@ class BodyGuard:
             if body.num_bytes > most:
                 raise too_large
             if self._num_bytes > self._config.max_queued_bytes:
+                if counts := scope.get("extensions", {}).get(ERRORS):
+                    counts.rejected["max_queued_bytes"] += 1
                 raise queue_full(
                     f"more than {self._config.max_queued_bytes} bytes of bodies are queued (max_queued_bytes)"
                 )

@@ -13,11 +13,13 @@ ERRORS = "phonograph.errors"
 class ErrorCounts:
     """Counts since the start.
 
+    rejected: requests for which a queue had no room, by the limit in vLLM's or this server's words
     refused: requests that were wrong or too many (4xx)
     failed:  requests that the server or its engine failed to answer (5xx), also after their stream had begun
     """
 
     def __init__(self) -> None:
+        self.rejected = {"max_num_queued_reqs": 0, "max_queued_bytes": 0}
         self.refused = 0
         self.failed = 0
 

@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import gc
 import logging
 import resource
 import signal
 import socket
-from collections.abc import Callable
-from contextlib import AsyncExitStack
+import ssl
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from types import FrameType
-from typing import Any
 
 import uvicorn
-from uvicorn.config import LOGGING_CONFIG
 
 from phonograph.config.engine_config import EngineConfig
 from phonograph.config.server_config import ServerConfig
 from phonograph.engine.async_llm import AsyncLLM
 from phonograph.engine.process.client import StartProgress
 from phonograph.engine.process.process_client import ProcessClient
-from phonograph.errors import ConfigError, ModelError, RequestError, shortened
+from phonograph.errors import ModelError, RequestError
 from phonograph.server.http.application import make_app
 from phonograph.server.http.http_protocol import http_protocol
+from phonograph.server.http.listen import bound, shown_address, tls_context
 from phonograph.server.http.starting import Starting
+from phonograph.server.observe.logs import engine_logging, server_logging
+from phonograph.server.observe.traces import Traces, span_exporter
 from phonograph.server.openai.defaults import chat_template, check_tools, sampling_defaults
 from phonograph.server.openai.harmony import load_harmony
 from phonograph.server.openai.serving import Serving
@@ -41,10 +43,6 @@ KEEP_ALIVE_SECONDS = 60
 """Time that idle connections stay open: longer than clients keep them in their pools."""
 BACKLOG = 4096
 MAX_CONNECTIONS = 65_536
-QUIET_PATHS = frozenset({"/health", "/metrics", "/v1/graphs"})
-"""Paths that monitors poll; the access log leaves them out."""
-MAX_PATH = 200
-"""Maximum characters of a path in the access log."""
 
 
 def serve(engine: EngineConfig, server: ServerConfig, progress: StartProgress, ready: Callable[[str], None]) -> int:
@@ -64,36 +62,58 @@ def serve(engine: EngineConfig, server: ServerConfig, progress: StartProgress, r
 async def _serve(
     engine_config: EngineConfig, config: ServerConfig, progress: StartProgress, ready: Callable[[str], None]
 ) -> int:
-    if not has_tokenizer(engine_config):
-        raise ModelError(f"{engine_config.model} has no tokenizer, which a server needs; give one with --tokenizer")
-    check_tools(config)
-    template = chat_template(config)
-    starting = Starting(BACKLOG)
+    template = checked_template(engine_config, config)
+    tls = tls_context(config)
+    exporter = span_exporter(config)
+    starting = Starting(BACKLOG, tls)
 
     def report(phase: str, done: int, total: int) -> None:
         starting.progress(phase, done, total)
         progress(phase, done, total)
 
-    with _bound(config) as listener:
+    with bound(config) as listener:
         async with AsyncExitStack() as running:
             async with starting.answering(listener):
-                defaults = await asyncio.to_thread(sampling_defaults, engine_config, config)
-                started = AsyncLLM(config=engine_config, client=ProcessClient, progress=report)
-                engine = await running.enter_async_context(started)
-                harmony = None
-                if config.chat_format == "harmony":
-                    harmony = await asyncio.to_thread(load_harmony, engine.facts.vocab_size)
-                serving = Serving(engine, config, engine_config.model, defaults, template, harmony)
-                http = _Server(serving)
-                await asyncio.to_thread(try_chat, serving)
-                # All present objects stay. Without them, collections are too short for clients to notice.
-                gc.collect()
-                gc.freeze()
-            host, port = listener.getsockname()[:2]
-            shown = f"[{host}]" if ":" in host else host
+                serving = await running.enter_async_context(started_server(engine_config, config, template, report))
+                if exporter is not None:
+                    serving.traces = Traces(exporter, serving.engine.steps, serving.names[0])
+                    running.callback(serving.traces.close)
+                http = _Server(serving, tls)
             # Clients may connect when the line appears; the backlog holds them until uvicorn accepts.
-            ready(f"serving {serving.names[0]} at http://{shown}:{port}/v1, {engine.facts.resolution.label}")
+            address = shown_address(config, listener)
+            ready(f"serving {serving.names[0]} at {address}, {serving.engine.facts.resolution.label}")
             return await http.run_until_done(listener)
+
+
+def checked_template(engine: EngineConfig, server: ServerConfig) -> str | None:
+    """Check what a server needs before its engine starts; return the chat template of the settings.
+
+    Raises:
+        PhonographError: the model has no tokenizer, or a setting is wrong.
+    """
+    if not has_tokenizer(engine):
+        raise ModelError(f"{engine.model} has no tokenizer, which a server needs; give one with --tokenizer")
+    check_tools(server)
+    return chat_template(server)
+
+
+@asynccontextmanager
+async def started_server(
+    engine_config: EngineConfig, config: ServerConfig, template: str | None, progress: StartProgress
+) -> AsyncGenerator[Serving]:
+    """Start an engine in a process of its own, and yield what answers requests with it."""
+    defaults = await asyncio.to_thread(sampling_defaults, engine_config, config)
+    client = partial(ProcessClient, log_settings=engine_logging(config))
+    async with AsyncLLM(config=engine_config, client=client, progress=progress) as engine:
+        harmony = None
+        if config.chat_format == "harmony":
+            harmony = await asyncio.to_thread(load_harmony, engine.facts.vocab_size)
+        serving = Serving(engine, config, engine_config.model, defaults, template, harmony)
+        await asyncio.to_thread(try_chat, serving)
+        # All present objects stay. Without them, collections are too short for clients to notice.
+        gc.collect()
+        gc.freeze()
+        yield serving
 
 
 def try_chat(serving: Serving) -> None:
@@ -114,7 +134,7 @@ def try_chat(serving: Serving) -> None:
 class _Server(uvicorn.Server):
     """uvicorn server that drains at the first signal, ends at once at the second, and ends after the engine's death."""
 
-    def __init__(self, serving: Serving) -> None:
+    def __init__(self, serving: Serving, tls: ssl.SSLContext | None) -> None:
         config = serving.config
         super().__init__(
             uvicorn.Config(
@@ -122,13 +142,14 @@ class _Server(uvicorn.Server):
                 lifespan="off",
                 ws="none",
                 http=http_protocol(config),
-                log_config=_logging(config.uvicorn_log_level),
+                log_config=server_logging(config),
                 log_level=config.uvicorn_log_level,
                 access_log=not config.disable_uvicorn_access_log,
                 server_header=False,
                 backlog=BACKLOG,
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=FLUSH_SECONDS,
+                ssl_context_factory=None if tls is None else lambda _config, _default: tls,
             )
         )
         self._engine = serving.engine
@@ -167,49 +188,9 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
 
-def _bound(config: ServerConfig) -> socket.socket:
-    """Return a bound socket: a used port ends the start before the engine loads."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise ConfigError(
-            "host", config.host, f"is not an address of this machine ({error}); 127.0.0.1 works"
-        ) from None
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        listener.close()
-        raise ConfigError("port", config.port, f"cannot be bound on {config.host}: {error.strerror}") from None
-    return listener
-
-
 def _allow_many_connections() -> None:
     """Raise the limit of file descriptors, which is lower by default than the number of connections."""
     limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_CONNECTIONS if most == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, most)
     if limit != resource.RLIM_INFINITY and limit < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
-
-
-class AccessLogFilter(logging.Filter):
-    """Filter of uvicorn's access records, whose arguments are client, method, path, HTTP version and status."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if not isinstance(record.args, tuple) or len(record.args) != 5:
-            return True
-        client, method, path, *rest = record.args
-        record.args = (client, method, shortened(str(path), MAX_PATH), *rest)
-        return str(path).partition("?")[0] not in QUIET_PATHS
-
-
-def _logging(level: str) -> dict[str, Any]:
-    """Return uvicorn's logging configuration, with the package's logger added."""
-    settings = copy.deepcopy(LOGGING_CONFIG)
-    settings["filters"] = {"access": {"()": AccessLogFilter}}
-    settings["loggers"]["uvicorn.access"]["filters"] = ["access"]
-    settings["loggers"]["phonograph"] = {"handlers": ["default"], "level": level.upper(), "propagate": False}
-    return settings

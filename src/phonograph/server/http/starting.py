@@ -10,6 +10,7 @@ import asyncio
 import json
 import logging
 import socket
+import ssl
 import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
@@ -30,8 +31,9 @@ MAX_BODY = 1 << 20
 class Starting:
     """Progress of a start, and the HTTP responder that reports it."""
 
-    def __init__(self, backlog: int) -> None:
+    def __init__(self, backlog: int, tls: ssl.SSLContext | None = None) -> None:
         self._backlog = backlog
+        self._tls = tls
         self._began = time.monotonic()
         self._progress = "imports", 0, 1
 
@@ -43,7 +45,9 @@ class Starting:
     async def answering(self, listener: socket.socket) -> AsyncGenerator[None]:
         """Answer every request on the bound socket until the context ends."""
         listener.listen(self._backlog)
-        responder = await asyncio.start_server(self._answer, sock=listener.dup(), limit=MAX_HEAD, backlog=self._backlog)
+        responder = await asyncio.start_server(
+            self._answer, sock=listener.dup(), limit=MAX_HEAD, backlog=self._backlog, ssl=self._tls
+        )
         try:
             yield
         finally:
@@ -70,7 +74,8 @@ class Starting:
                     "connection: close\r\n\r\n"
                 )
                 writer.write(headers.encode() + (b"" if head.startswith(b"HEAD ") else body))
-                writer.write_eof()
+                if self._tls is None:  # which has no end of one direction
+                    writer.write_eof()
                 # A close with unread bytes resets the connection, and the client may lose the answer.
                 left = MAX_BODY
                 while left > 0 and (piece := await reader.read(min(left, MAX_HEAD))):

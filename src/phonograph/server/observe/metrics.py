@@ -5,7 +5,7 @@ Metrics that vLLM has too have its names, so that its dashboards work. The other
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeVar
 
 from fastapi import APIRouter, Request
@@ -14,6 +14,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from starlette.responses import Response
 
+from phonograph.core.request import FinishReason
 from phonograph.engine.async_llm import AsyncLLM
 
 router = APIRouter()
@@ -30,22 +31,38 @@ async def metrics(request: Request) -> Response:
 
 
 class EngineCollector(Collector):
-    """Counts of an engine as Prometheus metrics."""
+    """Counts of an engine as Prometheus metrics.
 
-    def __init__(self, engine: AsyncLLM, model_name: str) -> None:
+    Args:
+        engine: the engine.
+        model_name: label of every metric.
+        rejected: requests for which a queue had no room, by the limit.
+    """
+
+    def __init__(self, engine: AsyncLLM, model_name: str, rejected: Mapping[str, int]) -> None:
         self._engine = engine
         self._model_name = model_name
+        self._rejected = rejected
 
     def collect(self) -> Iterable[Metric]:
         yield from self._scheduler()
         yield from self._requests()
+        yield from self._histograms()
         yield from self._steps()
         yield from self._experts()
 
     def _scheduler(self) -> Iterator[Metric]:
         stats = self._engine.stats
         yield self._gauge("vllm:num_requests_running", "Running requests.", stats.num_running)
-        yield self._gauge("vllm:num_requests_waiting", "Queued requests.", stats.num_waiting)
+        waiting = {"capacity": stats.num_waiting, "deferred": stats.num_deferred}
+        yield self._gauge("vllm:num_requests_waiting", "Queued requests.", sum(waiting.values()))
+        yield self._by_label(
+            GaugeMetricFamily,
+            "vllm:num_requests_waiting_by_reason",
+            "Queued requests: capacity waits for a slot or blocks, deferred for a grammar.",
+            "reason",
+            waiting,
+        )
         yield self._gauge(
             "vllm:kv_cache_usage_perc",
             "Used fraction of the KV cache, 0 to 1.",
@@ -56,23 +73,70 @@ class EngineCollector(Collector):
         )
         yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_hits)
         yield self._counter("vllm:num_preemptions", "Preempted requests.", stats.num_preemptions)
+        yield self._cache_config(stats.num_blocks)
+
+    def _cache_config(self, num_blocks: int) -> Metric:
+        """Return the settings of the KV cache as labels, with the value 1."""
+        config = self._engine.config
+        names = ("gpu_memory_utilization", "kv_cache_memory_bytes", "enable_prefix_caching")
+        facts = {
+            "block_size": self._engine.facts.block_size,
+            "cache_dtype": config.kv_cache_dtype,
+            "num_gpu_blocks": num_blocks,
+            **{name: getattr(config, name) for name in names},
+        }
+        family = self._family(
+            GaugeMetricFamily, "vllm:cache_config_info", "Settings of the KV cache, as labels.", *facts
+        )
+        family.add_metric([self._model_name, *map(str, facts.values())], 1)
+        return family
 
     def _requests(self) -> Iterator[Metric]:
         log = self._engine.requests
         yield self._counter("vllm:prompt_tokens", "Prompt tokens, including cached ones.", log.num_prompt_tokens)
-        yield self._counter("vllm:generation_tokens", "Generated tokens.", log.num_output_tokens)
-        ended = self._family(
-            CounterMetricFamily, "vllm:request_success", "Ended requests by finish reason.", "finished_reason"
+        yield self._counter("vllm:prompt_tokens_cached", "Prompt tokens from the prefix cache.", log.num_cached_tokens)
+        sources = {
+            "local_compute": log.num_prompt_tokens - log.num_cached_tokens,
+            "local_cache_hit": log.num_cached_tokens,
+        }
+        yield self._by_label(
+            CounterMetricFamily, "vllm:prompt_tokens_by_source", "Prompt tokens by source.", "source", sources
         )
-        for reason, count in log.num_ended.items():
-            ended.add_metric([self._model_name, reason], count)
-        yield ended
+        yield self._counter("vllm:generation_tokens", "Generated tokens.", log.num_output_tokens)
+        yield self._by_label(
+            CounterMetricFamily,
+            "vllm:request_success",
+            "Ended requests by finish reason.",
+            "finished_reason",
+            log.num_ended,
+        )
+        yield self._by_label(
+            CounterMetricFamily,
+            "vllm:admission_rejections",
+            "Requests for which a queue had no room, by its limit.",
+            "reason",
+            self._rejected,
+        )
+
+    def _histograms(self) -> Iterator[Metric]:
+        log = self._engine.requests
         for name, text, histogram in (
             ("vllm:time_to_first_token_seconds", "Seconds from a request to its first token.", log.first_token),
             ("vllm:inter_token_latency_seconds", "Seconds between tokens of a request.", log.inter_token),
+            ("vllm:request_time_per_output_token_seconds", "Mean of these seconds of a request.", log.per_token),
             ("vllm:e2e_request_latency_seconds", "Seconds from a request to its last token.", log.whole),
+            ("vllm:request_queue_time_seconds", "Seconds from a request to its admission.", log.queue),
+            ("vllm:request_prefill_time_seconds", "Seconds from the admission to the first token.", log.prefill),
+            ("vllm:request_decode_time_seconds", "Seconds from the first token to the last one.", log.decode),
+            ("vllm:request_inference_time_seconds", "Seconds from the admission to the last token.", log.inference),
             ("vllm:request_prompt_tokens", "Prompt tokens of a request.", log.prompt_lens),
+            ("vllm:request_prefill_kv_computed_tokens", "Prompt tokens without cached ones.", log.computed_lens),
             ("vllm:request_generation_tokens", "Generated tokens of a request.", log.output_lens),
+            ("vllm:request_max_num_generation_tokens", "Tokens of the longest sample of a prompt.", log.longest),
+            ("vllm:request_params_n", "Samples of a prompt.", log.samples),
+            ("vllm:request_params_max_tokens", "max_tokens of a request that sets it.", log.max_tokens),
+            ("vllm:request_num_preemptions", "Preemptions of a request.", log.preemptions),
+            ("vllm:iteration_tokens_total", "Tokens of a step, without padding.", self._engine.steps.tokens),
         ):
             family = self._family(HistogramMetricFamily, name, text)
             family.add_metric([self._model_name], histogram.buckets(), sum_value=histogram.total)
@@ -129,6 +193,19 @@ class EngineCollector(Collector):
 
     def _family(self, kind: type[Family], name: str, text: str, *labels: str) -> Family:
         return kind(name, text, labels=("model_name", *labels))
+
+    def _by_label(
+        self,
+        kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
+        name: str,
+        text: str,
+        label: str,
+        values: Mapping[str, int] | Mapping[FinishReason, int],
+    ) -> Metric:
+        family = kind(name, text, labels=("model_name", label))
+        for value, count in values.items():
+            family.add_metric([self._model_name, value], count)
+        return family
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         return self._value(GaugeMetricFamily, name, text, value)

@@ -1,4 +1,4 @@
-"""Status of the server: /health, /version, /v1/models."""
+"""Status of the server: whether it lives and is ready, its load, its model, its settings."""
 
 from __future__ import annotations
 
@@ -14,14 +14,68 @@ from phonograph.server.openai.serving import Serving
 
 router = APIRouter()
 
+SECRETS = ("api_key", "otlp_traces_endpoint")
+"""Settings that hold a key, or may."""
+
 
 @router.get("/health", response_class=Response)
+@router.get("/ping", response_class=Response)
+@router.post("/ping", response_class=Response)
 async def health(request: Request) -> Response:
+    """Return 200 while the engine lives, also while it shuts down, and 503 after its death: a probe for liveness."""
+    engine = request.app.state.serving.engine
+    if engine.death is not None:
+        raise api_error(engine.problem)
+    return Response()
+
+
+@router.get("/ready", response_class=Response)
+async def ready(request: Request) -> Response:
     """Return 200 while requests are accepted, 503 after the engine's death or during shutdown."""
     serving: Serving = request.app.state.serving
     if serving.engine.problem is not None:
         raise api_error(serving.engine.problem)
     return Response()
+
+
+@router.get("/load")
+async def load(request: Request) -> dict[str, int]:
+    """Return the number of samples in progress or queued."""
+    serving: Serving = request.app.state.serving
+    return {"server_load": serving.engine.num_open}
+
+
+@router.get("/server_info")
+async def server_info(request: Request) -> dict[str, Any]:
+    """Return the settings of engine and server without keys, and the decisions of the start."""
+    serving: Serving = request.app.state.serving
+    engine, server = serving.engine, serving.config
+    return {
+        "version": __version__,
+        "model": serving.root,
+        "engine": engine.config.model_dump(mode="json"),
+        "server": server.model_dump(mode="json", exclude={name for name in SECRETS if getattr(server, name)}),
+        "sampling_defaults": dict(serving.defaults),
+        "max_model_len": engine.facts.context_len,
+        "device": engine.facts.device,
+        "attention_backend": engine.facts.attention_backend,
+        "cudagraph_mode": engine.facts.resolution.mode.value,
+        "notes": engine.facts.notes,
+    }
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(request: Request) -> dict[str, Any]:
+    """Return the special tokens and the chat template."""
+    serving: Serving = request.app.state.serving
+    tokenizer = serving.tokenizer
+    special = {"bos_token": tokenizer.bos_token_id, "eos_token": tokenizer.eos_token_id}
+    return {
+        **{name: None if token_id is None else tokenizer.piece(token_id) for name, token_id in special.items()},
+        **{f"{name}_id": token_id for name, token_id in special.items()},
+        "vocab_size": tokenizer.vocab_size,
+        "chat_template": serving.chat_template or tokenizer.chat_template,
+    }
 
 
 @router.get("/version")

@@ -11,6 +11,7 @@ from pydantic_core import to_json
 
 from phonograph.engine.process.calls import Call, Delta, Sample
 from phonograph.server.http.api_errors import ApiError
+from phonograph.server.observe.logs import REQUEST_ID
 
 DONE = b"data: [DONE]\n\n"
 ANSWERS: dict[int | str, dict[str, Any]] = {
@@ -44,8 +45,8 @@ class Answer(Protocol):
 
 
 def answer_head(prefix: str, kind: str, model: str, request_id: str | None) -> dict[str, Any]:
-    """Return the head of an answer. Its id contains the client's request id, if there is one."""
-    name = f"{prefix}-{request_id or uuid.uuid4().hex}"
+    """Return the head of an answer. Its id contains the request's."""
+    name = f"{prefix}-{request_id or REQUEST_ID.get() or uuid.uuid4().hex}"
     return {"id": name, "object": kind, "created": int(time.time()), "model": model}
 
 

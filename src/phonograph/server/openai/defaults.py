@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -17,14 +18,38 @@ SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def sampling_defaults(engine: EngineConfig, server: ServerConfig) -> dict[str, Any]:
-    """Return the model's sampling parameters, as defaults of requests; empty with generation_config "none".
+    """Return the defaults of requests: the model's sampling parameters, replaced by those of the server.
 
     Raises:
+        ConfigError: override_generation_config has an unknown parameter or a value out of range.
         ModelError: the model's generation_config.json is unusable.
     """
-    if server.generation_config == "none":
+    return {**_of_model(engine, server), **_of_server(server)}
+
+
+def _of_server(server: ServerConfig) -> Mapping[str, Any]:
+    found = server.override_generation_config or {}
+    for name, value in found.items():
+        if name not in SAMPLING:
+            raise ConfigError(
+                "override_generation_config", dict(found), f"has {name!r}; known are {', '.join(SAMPLING)}"
+            )
+        try:
+            SamplingParams(**{name: value})
+        except RequestError as error:
+            raise ConfigError("override_generation_config", dict(found), f"has {error}") from None
+    return found
+
+
+def _of_model(engine: EngineConfig, server: ServerConfig) -> dict[str, Any]:
+    if server.generation_config != "auto":
         return {}
-    folder = model_path(engine.model, revision=engine.revision, config_only=engine.load_format == "dummy")
+    folder = model_path(
+        engine.model,
+        revision=engine.revision,
+        config_only=engine.load_format == "dummy",
+        download_dir=engine.download_dir,
+    )
     file = folder / "generation_config.json"
     if not file.is_file():
         return {}
@@ -53,8 +78,12 @@ def chat_template(server: ServerConfig) -> str | None:
     """Return the template that the setting contains or names.
 
     Raises:
-        ConfigError: the file cannot be read, or the template has a syntax error.
+        ConfigError: the file cannot be read, the template has a syntax error, or there are variables for no template.
     """
+    variables = server.default_chat_template_kwargs
+    if variables is not None and server.chat_format == "harmony":
+        problem = "chat_format=harmony has no template; leave it out"
+        raise ConfigError("default_chat_template_kwargs", dict(variables), problem)
     setting = server.chat_template
     if setting is None:
         return None

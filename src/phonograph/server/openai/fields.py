@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, WithJsonSchema
 
 from phonograph.config.base import nearest
+from phonograph.errors import shortened
 from phonograph.server.http.api_errors import invalid
 
 MAX_STOP_LENGTH = 1024
@@ -45,6 +46,14 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True, json_schema_extra=_close)
 
     model: str | None = None
+
+    def drop_unknown(self) -> list[str]:
+        """Remove fields that neither this server nor another one knows; return their names."""
+        extra = self.model_extra or {}
+        unknown = [name for name in extra if name not in NO_EFFECT and name not in UNSUPPORTED and name != "best_of"]
+        for name in unknown:
+            del extra[name]
+        return [shortened(name) for name in unknown]
 
     def check(self) -> list[str]:
         """Check the fields; return those that have no effect.

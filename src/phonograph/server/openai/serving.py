@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from fastapi import Request
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, ProcessCollector
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive
 
@@ -29,6 +27,9 @@ from phonograph.server.http.json_meter import JsonMeter
 from phonograph.server.http.json_route import INLINE_BYTES, JsonRequest
 from phonograph.server.http.stream import EventStream
 from phonograph.server.observe.metrics import EngineCollector
+from phonograph.server.observe.request_lines import log_request
+from phonograph.server.observe.traces import Traces
+from phonograph.server.observe.warning_header import field_warnings, with_grammar_warnings
 from phonograph.server.openai.answers import Answer
 from phonograph.server.openai.completion_logprobs import TokenTexts
 from phonograph.server.openai.conversation import read_messages
@@ -39,7 +40,6 @@ from phonograph.text.tokenizer import Tokenizer
 
 THREADS = 2
 """Threads that prepare large requests. The limit on queued body bytes bounds the requests that wait for one."""
-MAX_WARNING_CHARACTERS = 2000
 INLINE_PROMPTS = 32
 """Prompts of a request that are tokenized on the event loop, if its body is small; a thread does more."""
 USUAL_CHARACTERS = 8
@@ -56,6 +56,7 @@ class Serving:
     chat_template: replaces the model's template
     harmony:       format of chats in place of templates, or None
     errors:        counts of error answers
+    traces:        makes a trace of each request, or None
     started:       start time in seconds since the epoch
     """
 
@@ -68,13 +69,15 @@ class Serving:
     texts: TokenTexts = field(init=False)
     registry: CollectorRegistry = field(init=False)
     errors: ErrorCounts = field(default_factory=ErrorCounts)
+    traces: Traces | None = None
     started: int = field(default_factory=lambda: int(time.time()))
     _threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(THREADS, "tokenizer"))
 
     def __post_init__(self) -> None:
         self.texts = TokenTexts(self.tokenizer)
         self.registry = CollectorRegistry()
-        self.registry.register(EngineCollector(self.engine, self.names[0]))
+        self.registry.register(EngineCollector(self.engine, self.names[0], self.errors.rejected))
+        ProcessCollector(registry=self.registry)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -92,11 +95,12 @@ class Serving:
         Raises:
             ApiError: a field is wrong or not supported, or the request names another model.
         """
+        dropped = body.drop_unknown() if self.config.unknown_fields == "warn" else []
         ignored = body.check()
         if body.model is not None and body.model not in self.names:
             problem = f"the model {quoted(body.model)} does not exist; this server has {', '.join(self.names)}"
             raise ApiError(404, problem, param="model", code="model_not_found")
-        return {"warning": f'299 - "no effect: {", ".join(ignored)}"'} if ignored else {}
+        return field_warnings(ignored, dropped)
 
     def admit(self, body: GenerationBody, num_prompts: int) -> dict[str, str]:
         """Check a request before any work for it; return headers of its answer.
@@ -116,6 +120,7 @@ class Serving:
             problem = f"{count} samples; this server takes {room} at most (max_num_seqs + max_queued_requests)"
             raise invalid("n" if num_prompts == 1 else "prompt", problem)
         if engine.num_open + count > room:
+            self.errors.rejected["max_num_queued_reqs"] += 1
             problem = f"{counted(engine.num_open, 'sample')} in progress or queued; this server takes {room} at most"
             raise queue_full(problem)
         return headers
@@ -226,7 +231,7 @@ class Serving:
             template=self.chat_template,
             add_generation_prompt=not continues if begins is None else begins,
             continue_final_message=continues,
-            variables=body.chat_template_kwargs,
+            variables={**(self.config.default_chat_template_kwargs or {}), **(body.chat_template_kwargs or {})},
             tools=tools,
         )
         return self.encode_text(text, whole_context=whole_context, field="messages")
@@ -290,6 +295,10 @@ class Serving:
             )
             call.limit(seconds, error)
         call.watch(until_gone(request.receive), client_gone())
+        if self.config.enable_log_requests:
+            log_request(call, params, self.tokenizer, self.config)
+        if self.traces is not None:
+            self.traces.follow(call, params, request.url.path, request.headers)
         return call
 
     async def prepare(
@@ -319,16 +328,6 @@ class Serving:
             working.cancel()
 
 
-def _with_warnings(headers: Mapping[str, str], call: Call) -> dict[str, str]:
-    """Return headers that also list what the grammar of a call does not enforce."""
-    warnings = dict.fromkeys(itertools.chain.from_iterable(prompt.warnings for prompt in call.prompts))
-    if not warnings:
-        return dict(headers)
-    text = "; ".join(warnings).encode("ascii", "backslashreplace").decode()[:MAX_WARNING_CHARACTERS]
-    grammar_warning = '299 - "' + re.sub(r'(["\\])', r"\\\1", text) + '"'
-    return {**headers, "warning": ", ".join(filter(None, (headers.get("warning"), grammar_warning)))}
-
-
 async def respond(call: Call, answer: Answer, body: GenerationBody, headers: Mapping[str, str]) -> Response:
     """Wait for the answer, or for its beginning, and return the response.
 
@@ -338,10 +337,10 @@ async def respond(call: Call, answer: Answer, body: GenerationBody, headers: Map
     try:
         if body.stream:
             await call.wait(peek=True)
-            return EventStream(call, answer, body, _with_warnings(headers, call))
+            return EventStream(call, answer, body, with_grammar_warnings(headers, call))
         await call.wait()
         call.close()
-        return JSONResponse(answer.whole(), headers=_with_warnings(headers, call))
+        return JSONResponse(answer.whole(), headers=with_grammar_warnings(headers, call))
     except PhonographError as error:
         call.close()
         raise api_error(error, body.names()) from None

@@ -1,0 +1,217 @@
+"""`owner/repo:TYPE`: a GGUF file of the hub, served here by a fake of its HTTP interface, and files in parts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+from phonograph.errors import ModelError
+from phonograph.files import hub_gguf as module
+from phonograph.files.gguf_file import read_gguf
+from phonograph.files.gguf_parts import parts_of
+from phonograph.files.hub_gguf import files_of_type, gguf_reference, gguf_types
+from phonograph.files.model_files import model_path
+
+COMMIT = "1" * 40
+FILES = {
+    "owner/repo": {
+        "README.md": b"text",
+        "Model-Q4_K_M.gguf": b"GGUF small",
+        "model.q8_0.gguf": b"GGUF large",
+        "BF16/Model-BF16-00001-of-00002.gguf": b"GGUF first",
+        "BF16/Model-BF16-00002-of-00002.gguf": b"GGUF second",
+        "Model-F16-00001-of-00002.gguf": b"GGUF alone",
+        "mmproj-Q4_K_M.gguf": b"GGUF of pictures",
+        "a/Model-IQ4_XS.gguf": b"1",
+        "b/Model-IQ4_XS.gguf": b"2",
+    },
+    "owner/plain": {"config.json": b"{}"},
+}
+TYPES = "BF16, F16, IQ4_XS, Q4_K_M, Q8_0"
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Lists and sends files as the hub does."""
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    def do_HEAD(self) -> None:
+        self._answer()
+
+    def _answer(self) -> None:
+        self.server.asked.append(f"{self.command} {self.path}")  # type: ignore[attr-defined]
+        path = self.path.partition("?")[0]
+        _, _, name = path.partition("/api/models/")
+        repo = "/".join((name or path.strip("/")).split("/")[:2])
+        files = FILES.get(repo)
+        if files is None:
+            self._send(401, b"{}", {"x-error-code": "RepoNotFound"})
+        elif "/tree/" in name:
+            tree = [
+                {"type": "file", "path": file, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+                for file, content in files.items()
+            ]
+            self._send(200, json.dumps(tree).encode())
+        elif name:
+            siblings = [{"rfilename": file, "size": len(content)} for file, content in files.items()]
+            self._send(200, json.dumps({"id": repo, "sha": COMMIT, "siblings": siblings}).encode())
+        else:
+            content = files[path.split("/resolve/")[1].split("/", 1)[1]]
+            tags = {"etag": f'"{hashlib.sha1(content).hexdigest()}"', "x-repo-commit": COMMIT}
+            self._send(200, content, tags)
+
+    def _send(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        for key, value in {"content-length": str(len(body)), **(headers or {})}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def hub() -> Iterator[Any]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        server.asked = []  # type: ignore[attr-defined]
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+def found(hub: Any, home: Path, *arguments: str, **environment: str) -> str:
+    """Return what `model_path` says in a process that has this hub: the path with its content, or the error."""
+    program = (
+        "import sys\n"
+        "from phonograph.errors import ModelError\n"
+        "from phonograph.files.model_files import model_path\n"
+        "try:\n"
+        "    path = model_path(sys.argv[1], download_dir=sys.argv[2] if sys.argv[2:] else None)\n"
+        "    print(path, path.read_text() if path.is_file() else '')\n"
+        "except ModelError as error:\n"
+        "    print(error)\n"
+    )
+    variables = {
+        **os.environ,
+        "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",
+        "HF_HOME": str(home),
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "NO_PROXY": "127.0.0.1",
+        **environment,
+    }
+    command = [sys.executable, "-c", program, *arguments]
+    result = subprocess.run(command, env=variables, capture_output=True, text=True, check=True, timeout=100)
+    return result.stdout.strip()
+
+
+def test_one_file_is_downloaded_and_found_again_without_network(hub: Any, tmp_path: Path) -> None:
+    hub.asked.clear()
+    said = found(hub, tmp_path, "owner/repo:q4_k_m")
+    assert said.endswith("/Model-Q4_K_M.gguf GGUF small") and said.startswith(str(tmp_path))
+    assert not any("q8_0" in path or "BF16" in path or "mmproj" in path for path in hub.asked)
+    assert found(hub, tmp_path, "owner/repo:Q4_K_M", HF_HUB_OFFLINE="1") == said
+    assert found(hub, tmp_path, "owner/repo:Q4_K_M", HF_ENDPOINT="http://127.0.0.1:9") == said
+    assert "cannot be reached" in found(hub, tmp_path, "owner/repo:Q8_0", HF_HUB_OFFLINE="1")
+
+
+def test_all_parts_are_downloaded_to_the_folder_of_downloads(hub: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    said = found(hub, tmp_path / "home", "owner/repo:BF16", str(folder))
+    first = Path(said.partition(" ")[0])
+    assert first.is_relative_to(folder) and said.endswith("-00001-of-00002.gguf GGUF first")
+    assert [part.read_text() for part in parts_of(first)] == ["GGUF first", "GGUF second"]
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("owner/repo:Q5_0", f"owner/repo has no GGUF file of type 'Q5_0'; it has {TYPES}"),
+        ("owner/repo:F16", "owner/repo has 1 of the 2 parts of type 'F16'; choose another type"),
+        ("owner/repo:IQ4_XS", "2 GGUF files of type 'IQ4_XS'; give one by its name: a/Model-IQ4_XS.gguf, b/Model"),
+        ("owner/repo", f"owner/repo has GGUF files; choose one by its type, such as owner/repo:Q4_K_M; it has {TYPES}"),
+        ("owner/plain:Q4_0", "owner/plain has no GGUF file, and so none of type 'Q4_0'; leave the type out"),
+        ("owner/absent:Q4_0", "model 'owner/absent:Q4_0' is not on the hub, or is private"),
+    ],
+)
+def test_what_a_repository_lacks_is_named_with_what_it_has(model: str, said: str, hub: Any, tmp_path: Path) -> None:
+    assert said in found(hub, tmp_path, model)
+
+
+def test_a_disk_without_room_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda _: SimpleNamespace(free=2**30))
+    with pytest.raises(ModelError, match=r"needs 2.0 GiB, and .* has 1.0 GiB of free space; .*--download-dir"):
+        module._check_room("owner/repo", {"a.gguf": 2**31}, None, str(tmp_path / "not" / "there"))
+    module._check_room("owner/repo", {"a.gguf": 2**29}, None, str(tmp_path))
+
+
+def test_references() -> None:
+    assert gguf_reference("owner/repo-GGUF:UD-Q4_K_XL") == ("owner/repo-GGUF", "UD-Q4_K_XL")
+    assert gguf_reference("owner/repo:sub/model.gguf") == ("owner/repo", "sub/model.gguf")
+    for other in ("owner/repo", "demo", "./a/b:c", "/a/b:c", "a:b", "owner/repo:"):
+        assert gguf_reference(other) is None, other
+
+
+def test_types_in_names() -> None:
+    names = ["M-Q4_K_M.gguf", "m.q8_0.gguf", "M-UD-Q4_K_XL.gguf", "M-MXFP4_MOE.gguf", "M-1.5B.gguf", "x-F16.bin"]
+    assert gguf_types(names) == ["MXFP4_MOE", "Q4_K_M", "Q8_0", "UD-Q4_K_XL"]
+    assert files_of_type(["M-UD-Q4_K_XL.gguf", "mmproj-Q4_K_XL.gguf"], "Q4_K_XL", "r") == ["M-UD-Q4_K_XL.gguf"]
+    assert files_of_type(["M-Q4_0.gguf", "M-Q4_0_8.gguf"], "Q4_0", "r") == ["M-Q4_0.gguf"]
+    assert files_of_type(["a/M-Q4_0.gguf", "b/M-Q4_0.gguf"], "b/M-Q4_0.gguf", "r") == ["b/M-Q4_0.gguf"]
+    with pytest.raises(ModelError, match="it has M.gguf"):
+        files_of_type(["M.gguf"], "Q4_0", "r")
+
+
+@pytest.fixture
+def parts(tmp_path: Path) -> list[Path]:
+    """Return the parts of a file as llama.cpp's package writes them."""
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama", split_max_tensors=2)
+    writer.add_block_count(7)
+    for number in range(5):
+        writer.add_tensor(f"t{number}", np.full((4, 8), number, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    found = sorted(tmp_path.glob("*.gguf"))
+    assert [path.name for path in found] == [f"m-{number:05d}-of-00003.gguf" for number in (1, 2, 3)]
+    return found
+
+
+def test_parts_are_read_as_one_file(parts: list[Path]) -> None:
+    for path in parts:
+        file = read_gguf(path)
+        assert file.values["llama.block_count"] == 7 and file.path == parts[0]
+        assert {name: float(tensor.data[0, 0]) for name, tensor in file.tensors.items()} == {
+            f"t{number}": number for number in range(5)
+        }
+        file.release()
+    assert model_path(parts[0].parent) == parts[0]
+
+
+def test_a_part_that_is_missing_is_named(parts: list[Path]) -> None:
+    parts[1].unlink()
+    with pytest.raises(ModelError, match=r"m-00002-of-00003.gguf is missing, part 2 of 3 of a model; download it"):
+        read_gguf(parts[0])
+    with pytest.raises(ModelError, match="has 2 GGUF files"):
+        model_path(parts[0].parent)
+    renamed = parts[0].rename(parts[0].with_name("m.gguf"))
+    with pytest.raises(
+        ModelError, match=r"one of 3 parts, and its name does not end with -00001-of-00003.gguf: rename"
+    ):
+        read_gguf(renamed)
