@@ -258,7 +258,14 @@ def type_text(hint: Any) -> str:
 
 def api_page(title: str, names: tuple[str, ...]) -> str:
     """Return a page of the public API."""
-    return "\n\n".join([f"# {title}", *(f"::: {name}\n    options:\n      heading_level: 2" for name in names)]) + "\n"
+    # The engines inherit their verbs from classes that have no page.
+    inherits = {"phonograph.engine.llm.LLM", "phonograph.engine.async_llm.AsyncLLM"}
+    blocks = [
+        f"::: {name}\n    options:\n      heading_level: 2"
+        + ("\n      inherited_members: true" if name in inherits else "")
+        for name in names
+    ]
+    return "\n\n".join([f"# {title}", *blocks]) + "\n"
 
 
 def endpoints_page() -> str:

@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.grammar import Grammar
+from phonograph.core.logprob_views import LogprobsView
 from phonograph.core.request import Request
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.admission import (
@@ -27,13 +28,13 @@ from phonograph.engine.admission import (
     admitted_prompt,
 )
 from phonograph.engine.core import EngineCore
-from phonograph.engine.outputs import CompletionOutput, RequestOutput
+from phonograph.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from phonograph.errors import RequestError, RequestFailure, cause_text, counted, shortened
 from phonograph.models.spec import ModelSpec
 from phonograph.sampling.dead_ends import dead_end
 from phonograph.structured.compiler import GrammarCompiler
 from phonograph.structured.vocabulary import Vocabulary
-from phonograph.text.output_text import text_builder
+from phonograph.text.output_text import text_builder, token_text
 from phonograph.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -125,6 +126,7 @@ class Session:
             request_id=request_id,
             prompt=prompt if isinstance(prompt, str) else None,
             prompt_token_ids=token_ids,
+            metrics=RequestMetrics(),
         )
         samples = [self._sample(output, params, index, priority, cache_salt) for index in range(params.n)]
         if any(sample.request.request_id in self._samples for sample in samples):
@@ -168,8 +170,7 @@ class Session:
             del self._samples[sample.request.request_id]
             if not self.core.scheduler.fail(sample.request.request_id):
                 self._drop_compiling(sample)
-        output.error = error.with_traceback(None)  # the frames of a traceback hold requests
-        output.outputs.clear()
+        output.fail(error.with_traceback(None))  # the frames of a traceback hold requests
 
     def abort(self, output: RequestOutput, index: int | None = None) -> None:
         """End the unfinished samples of a request, or one of them. The output so far stays.
@@ -184,6 +185,17 @@ class Session:
                 self._drop_compiling(sample)
             self._contain(output, self._update, sample)
         self.core.settle()
+
+    def close(self, reason: str) -> None:
+        """Fail all requests, wait for the steps in flight, and end the threads that compile grammars.
+
+        Args:
+            reason: problem of the requests.
+        """
+        for output in {id(sample.parent): sample.parent for sample in self._samples.values()}.values():
+            self.fail(output, RequestFailure(output.request_id, "engine", reason))
+        self.core.settle()
+        self.grammars.close()
 
     def _contain(self, output: RequestOutput, work: Callable[[Part], None], part: Part) -> None:
         """Call `work` for a part of a request. If it raises, the request ends with that error."""
@@ -281,6 +293,7 @@ class Session:
             text_builder(self.tokenizer, params, output.prompt_token_ids) or "",
             request.output_token_ids,
             logprobs=None if params.logprobs is None else request.logprobs,
+            token_text=token_text(self.tokenizer),
         )
         output.outputs.append(completion)
         return _Sample(request, completion, output)
@@ -288,18 +301,23 @@ class Session:
     def _close(self, sample: _Sample) -> None:
         """Report the prompt of a sample that has ended, and remove the sample."""
         self._report_prompt(sample)
+        metrics, num_tokens = sample.parent.metrics, len(sample.request.output_token_ids)
+        if metrics is not None and num_tokens:
+            metrics.last_token_ts = time.monotonic()
+            metrics.num_generation_tokens += num_tokens
         del self._samples[sample.request.request_id]
 
-    @staticmethod
-    def _report_prompt(sample: _Sample) -> None:
+    def _report_prompt(self, sample: _Sample) -> None:
         """Copy the facts about the prompt to the output. All are known once the first token has come."""
+        request, output, metrics = sample.request, sample.parent, sample.parent.metrics
+        if metrics is not None and request.output_token_ids and not metrics.first_token_ts:
+            metrics.first_token_ts = time.monotonic()
         sample.prompt_reported = True
-        request, output = sample.request, sample.parent
         output.num_cached_tokens = max(output.num_cached_tokens, request.num_cached_tokens)
         known = output.prompt_logprobs
         # Of n samples, the one that has progressed most has the longest list.
         if request.params.prompt_logprobs is not None and len(known or ()) <= len(request.prompt_logprobs):
-            output.prompt_logprobs = [None, *request.prompt_logprobs]
+            output.prompt_logprobs = LogprobsView([None, *request.prompt_logprobs], token_text(self.tokenizer))
 
 
 def grammar_compiler(load: Callable[[], Tokenizer | None], model: ModelSpec, config: EngineConfig) -> GrammarCompiler:

@@ -37,6 +37,7 @@ class RequestLog:
             self.num_output_tokens += num_new
             if sample.last_token is None:
                 self.first_token.observe(seen - prompt.opened)
+                sample.first_token = made
             else:
                 self.inter_token.observe((made - sample.last_token) / num_new, num_new)
             sample.last_token = made

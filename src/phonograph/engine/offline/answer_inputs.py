@@ -26,8 +26,8 @@ def answer_inputs(
     inputs: Sequence[Input],
     encode: Callable[[Input], Prompt],
     *,
-    sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-    priority: Sequence[int] | None,
+    sampling_params: SamplingParams | Sequence[SamplingParams],
+    priority: Sequence[int] | int | None,
     use_tqdm: bool,
 ) -> list[RequestOutput]:
     """Answer inputs and return one output for each, in their order.
@@ -40,7 +40,7 @@ def answer_inputs(
             cannot be served has its `error` set in its output.
         KeyboardInterrupt: Ctrl-C was pressed; raised between two steps, so that the session can serve the next call.
     """
-    params = _per_input("sampling_params", SamplingParams() if sampling_params is None else sampling_params, inputs)
+    params = _per_input("sampling_params", sampling_params, inputs)
     for value in params:
         if not isinstance(value, SamplingParams):
             raise RequestError("sampling_params", shortened(repr(value)), "must be SamplingParams, or a list of them")

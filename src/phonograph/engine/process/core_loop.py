@@ -165,7 +165,8 @@ class CoreLoop:
         output = opened.output
         if not opened.prompt_reported:
             opened.prompt_reported = True
-            report.prompts[opened.key] = PromptFacts(output.num_cached_tokens, output.prompt_logprobs, output.warnings)
+            scored = None if output.prompt_logprobs is None else list(output.prompt_logprobs.positions)
+            report.prompts[opened.key] = PromptFacts(output.num_cached_tokens, scored, output.warnings)
         for index, completion in enumerate(output.outputs):
             start, end = opened.num_reported[index], len(completion.token_ids)
             ended = completion.finish_reason is not None and index not in opened.ended
@@ -174,7 +175,7 @@ class CoreLoop:
             opened.num_reported[index] = end
             if ended:
                 opened.ended.add(index)
-            logprobs = None if completion.logprobs is None else completion.logprobs[start:end]
+            logprobs = None if completion.positions is None else completion.positions[start:end]
             token_ids = completion.token_ids[start:end]
             reasons = completion.finish_reason, completion.stop_reason
             report.updates.append((opened.key, index, token_ids, logprobs, *reasons))

@@ -78,7 +78,7 @@ class ChatAnswer:
             {
                 "index": sample.index,
                 "message": {"role": "assistant", **self._message(sample), "refusal": None},
-                **self._rest(sample, sample.logprobs or []),
+                **self._rest(sample, sample.positions or []),
             }
             for sample in self._call.samples
         ]

@@ -30,11 +30,11 @@ from phonograph.server.http.json_route import INLINE_BYTES, JsonRequest
 from phonograph.server.http.stream import EventStream
 from phonograph.server.observe.metrics import EngineCollector
 from phonograph.server.openai.answers import Answer
-from phonograph.server.openai.completion_logprobs import TokenTexts
 from phonograph.server.openai.conversation import read_messages
 from phonograph.server.openai.fields import Body
 from phonograph.server.openai.harmony import MOST_CHARACTERS, Harmony
 from phonograph.server.openai.protocol import ChatBody, GenerationBody, TokenizeBody
+from phonograph.text.token_texts import TokenTexts
 from phonograph.text.tokenizer import Tokenizer
 
 THREADS = 2
@@ -72,7 +72,7 @@ class Serving:
     _threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(THREADS, "tokenizer"))
 
     def __post_init__(self) -> None:
-        self.texts = TokenTexts(self.tokenizer)
+        self.texts = self.tokenizer.texts
         self.registry = CollectorRegistry()
         self.registry.register(EngineCollector(self.engine, self.names[0]))
 
