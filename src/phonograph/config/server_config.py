@@ -51,7 +51,7 @@ class ServerConfig(Settings):
         default="template",
         description="Format of chats: template, or harmony for gpt-oss, which needs the extra harmony.",
     )
-    generation_config: Annotated[GenerationConfig, values.one_of(GenerationConfig)] = Field(
+    generation_config: Annotated[GenerationConfig, values.one_of(GenerationConfig, {"vllm": "none"})] = Field(
         default="auto", description="Use the sampling defaults of the model: auto, or none."
     )
     enable_auto_tool_choice: values.Flag = Field(

@@ -7,13 +7,31 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 
+from phonograph.core.checked_arguments import checks_arguments
 from phonograph.core.structured_outputs import StructuredOutputs
 from phonograph.errors import RequestError
 
 MAX_LOGPROBS = 1024
 MAX_N = 1024
 
+_NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    **dict.fromkeys(("best_of", "logits_processors", "logprob_token_ids", "thinking_token_budget", "extra_args"), ()),
+    **dict.fromkeys(("repetition_detection", "truncate_prompt_tokens", "allowed_token_ids", "guided_decoding"), ()),
+    **dict.fromkeys(("flat_logprobs", "use_beam_search", "early_stopping", "skip_reading_prefix_cache"), (False,)),
+    **{"bad_words": ([], ()), "spaces_between_special_tokens": (True,), "length_penalty": (1.0,)},
+}
+_HINTS = {
+    "guided_decoding": "is vLLM's old name; structured_outputs takes the same value",
+    "best_of": "is not here; n samples are returned, and cumulative_logprob ranks them",
+    "use_beam_search": "is vLLM's old name; LLM.beam_search does it",
+    "length_penalty": "belongs to BeamSearchParams of LLM.beam_search",
+    "early_stopping": "is not here; LLM.beam_search has BeamSearchParams",
+    "logits_processors": "is not here yet; logit_bias adds to the logits of tokens",
+    "output_kind": "is not here; AsyncLLM yields the whole output so far, and LLM the final one; leave it out",
+}
 
+
+@checks_arguments("sampling parameter", neutral=_NEUTRAL, hints=_HINTS)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """Parameters that choose the next tokens of a request and end it.
@@ -76,6 +94,9 @@ class SamplingParams:
     structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
+        for name, empty in (("stop", ()), ("stop_token_ids", ()), ("logit_bias", {})):
+            if getattr(self, name) is None:  # vLLM's default
+                self._set(name, empty)
         self._set("n", _integer("n", self.n, 1, MAX_N))
         self._set("temperature", _number("temperature", self.temperature, 0.0, math.inf))
         # -1 means "no limit" in other engines.
