@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from phonograph.config.engine_config import EngineConfig
     from phonograph.config.engine_config import EngineConfig as AsyncEngineArgs
     from phonograph.config.engine_config import EngineConfig as EngineArgs
+    from phonograph.core.beam_search_params import BeamSearchParams
     from phonograph.core.sampling_params import SamplingParams
     from phonograph.core.structured_outputs import StructuredOutputs
     from phonograph.core.structured_outputs import StructuredOutputs as GuidedDecodingParams
@@ -26,6 +27,7 @@ __all__ = [
     "AsyncEngineArgs",
     "AsyncLLM",
     "AsyncLLMEngine",
+    "BeamSearchParams",
     "EngineArgs",
     "EngineConfig",
     "GuidedDecodingParams",
@@ -38,6 +40,7 @@ __all__ = [
 _HOMES = {
     "AsyncLLM": "phonograph.engine.async_llm",
     "LLM": "phonograph.engine.llm",
+    "BeamSearchParams": "phonograph.core.beam_search_params",
     "EngineConfig": "phonograph.config.engine_config",
     "SamplingParams": "phonograph.core.sampling_params",
     "StructuredOutputs": "phonograph.core.structured_outputs",

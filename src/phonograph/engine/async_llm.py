@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,10 +15,9 @@ from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.admission import admit_names, admit_stops, admitted_config, admitted_prompt
 from phonograph.engine.metrics.request_log import RequestLog
 from phonograph.engine.metrics.step_log import StepLog
-from phonograph.engine.offline.model_defaults import default_sampling_params
 from phonograph.engine.offline.prompts import PromptInput, plain_prompt, salt_of
-from phonograph.engine.offline.vllm_methods import VllmMethods
 from phonograph.engine.outputs import RequestMetrics, RequestOutput
+from phonograph.engine.process.async_verbs import AsyncVerbs
 from phonograph.engine.process.calls import Call, Prompt, Sample
 from phonograph.engine.process.client import EngineClient, StartProgress, no_progress
 from phonograph.engine.process.messages import Abort, Add, Begin, EngineFacts, Report, SampleUpdate
@@ -26,7 +25,7 @@ from phonograph.engine.process.thread_client import ThreadClient
 from phonograph.errors import EngineUnavailable, PhonographError, RequestError, RequestFailure, shortened
 from phonograph.scheduling.scheduler_stats import SchedulerStats
 from phonograph.text.output_text import token_text
-from phonograph.text.tokenizer import Tokenizer, load_tokenizer, transformers_tokenizer
+from phonograph.text.tokenizer import load_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +36,7 @@ INLINE_CHARACTERS = 4096
 """Longest prompt in characters that is tokenized on the event loop, in about 1 ms; longer ones use a thread."""
 
 
-class AsyncLLM(VllmMethods):
+class AsyncLLM(AsyncVerbs):
     """A model that answers many prompts at once on an event loop, with streamed outputs.
 
     The engine starts with `start`, or with `async with`. One event loop uses it.
@@ -73,7 +72,6 @@ class AsyncLLM(VllmMethods):
     """
 
     facts: EngineFacts
-    tokenizer: Tokenizer | None
     stats: SchedulerStats
 
     def __init__(
@@ -85,22 +83,17 @@ class AsyncLLM(VllmMethods):
         progress: StartProgress = no_progress,
         **settings: Any,
     ) -> None:
-        self.config = admitted_config(model, config, settings)
+        super().__init__(admitted_config(model, config, settings))
         self.num_open = 0
         self.num_steps = 0
         self.steps = StepLog()
         self.requests = RequestLog()
         self.died = asyncio.Event()
-        self.death: str | None = None
-        self.draining = False
         self._make_client = client
         self._progress = progress
-        self._client: EngineClient | None = None
-        self._receiver: asyncio.Task[None] | None = None
         self._keys = itertools.count()
         self._ids = itertools.count()
         self._open: dict[int, tuple[Call, Prompt]] = {}
-        self._defaults: SamplingParams | None = None
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> Self:
@@ -196,6 +189,7 @@ class AsyncLLM(VllmMethods):
         else:
             token_ids = admitted_prompt(plain, tokenizer, vocab_size)
         call = self.open([token_ids], params, streams=True, priority=priority, cache_salt=cache_salt)
+        call.name = name
         (source,) = call.prompts
         text = plain if isinstance(plain, str) else None
         output = RequestOutput(
@@ -215,39 +209,6 @@ class AsyncLLM(VllmMethods):
                 yield output
         finally:
             call.close()
-
-    async def get_tokenizer(self) -> Any:
-        """Return the model's tokenizer as an object of transformers.
-
-        Raises:
-            RequestError: the model has none.
-            EngineUnavailable: the engine has not started, or has ended.
-        """
-        if self.problem is not None:
-            raise self.problem
-        return transformers_tokenizer(self.tokenizer)
-
-    async def get_default_sampling_params(self) -> SamplingParams:
-        """Return the sampling parameters that the model recommends in generation_config.json.
-
-        Raises:
-            ModelError: the file is unusable.
-        """
-        if self._defaults is None:
-            # A thread, because the file may come from the hub.
-            self._defaults = await asyncio.to_thread(default_sampling_params, self.config)
-        return self._defaults
-
-    @property
-    def problem(self) -> EngineUnavailable | None:
-        """Error that says why no request can be opened, or None."""
-        if self.death is not None:
-            return EngineUnavailable(self.death, "engine_died")
-        if self.draining:
-            return EngineUnavailable("the engine is shutting down", "shutting_down")
-        if self._receiver is None:
-            return EngineUnavailable("the engine has not started; await start() or use `async with`", "not_started")
-        return None
 
     def open(
         self,
@@ -297,6 +258,27 @@ class AsyncLLM(VllmMethods):
         self._send(Add({prompt.key: prompt.token_ids for prompt in call.prompts}, bare, priority, cache_salt))
         return call
 
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End requests. Their outputs end with the tokens so far and finish reason "abort".
+
+        Args:
+            request_id: id that `generate` was given, or several; an id that is not in use has no effect.
+        """
+        names = {request_id} if isinstance(request_id, str) else set(request_id)
+        for call in {id(call): call for call, _ in self._open.values() if call.name in names}.values():
+            self._abort(call)
+
+    def _abort(self, call: Call) -> None:
+        now = time.monotonic()
+        for prompt in call.prompts:
+            if prompt.key not in self._open:
+                continue
+            for place in range(len(prompt.samples)):
+                self._grow(call, prompt, (prompt.key, place, [], None, "abort", None), made=now, seen=now)
+            self._send(Abort(prompt.key))
+        if call.on_change is not None:
+            call.on_change()
+
     async def drain(self, seconds: float) -> None:
         """Stop accepting calls, let those in progress run for a while, and fail the rest.
 
@@ -308,10 +290,6 @@ class AsyncLLM(VllmMethods):
         while self._open and self.death is None and time.monotonic() < until:
             await asyncio.sleep(DRAIN_POLL_SECONDS)
         self._fail_all(_shut_down())
-
-    def _send(self, command: Add | Abort) -> None:
-        assert self._client is not None, "requests are open only while there is a client"
-        self._client.send(command)
 
     async def _receive(self, client: EngineClient) -> None:
         try:
@@ -336,6 +314,7 @@ class AsyncLLM(VllmMethods):
         self.expert_load = report.expert_load or self.expert_load
         now = time.monotonic()
         self.steps.take(report.steps)
+        self._take_answers(report.done)
         for key, error in report.refused.items():
             if key in self._open:
                 call, _ = self._open[key]
@@ -390,6 +369,7 @@ class AsyncLLM(VllmMethods):
     def _fail_all(self, error: EngineUnavailable) -> None:
         for call in {id(call): call for call, _ in self._open.values()}.values():
             call.fail(error)
+        self._fail_verbs(error)
 
 
 def _shut_down() -> EngineUnavailable:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from phonograph.core.beam_search_params import BeamSearchParams
 from phonograph.core.sampling_params import SamplingParams
-from phonograph.engine.offline.answer_inputs import answer_inputs
+from phonograph.engine.admission import admitted_prompt
+from phonograph.engine.offline.answer_inputs import answer_inputs, complete_outputs, enqueue_inputs
+from phonograph.engine.offline.beam_search import BeamSearchOutput, beam_search
 from phonograph.engine.offline.interrupts import deferred_interrupts
 from phonograph.engine.offline.offline_engine import OfflineEngine
 from phonograph.engine.offline.prompts import (
@@ -223,6 +227,128 @@ class LLM(OfflineEngine):
                             raise KeyboardInterrupt
         finally:
             self._calls.abandon(output)
+
+    def enqueue(
+        self,
+        prompts: PromptInput | Sequence[PromptInput],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        lora_request: object = None,
+        priority: Sequence[int] | int | None = None,
+        tokenization_kwargs: object = None,
+    ) -> list[str]:
+        """Queue prompts without running a step, and return the ids of their requests.
+
+        Args:
+            prompts: as for `generate`.
+            sampling_params: as for `generate`.
+            lora_request: not supported; must be None.
+            priority: as for `generate`.
+            tokenization_kwargs: not supported; must be None.
+
+        Raises:
+            RequestError: as for `generate`; then nothing has been queued.
+
+        Example:
+            ```python
+            ids = llm.enqueue(["1 2 3", "4 5 6"], SamplingParams(max_tokens=4))
+            assert [output.request_id for output in llm.wait_for_completion()] == ids
+            ```
+        """
+        refuse_unsupported(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
+        inputs = prompt_list(prompts)
+        with self._calls.held("enqueue"):
+            outputs = enqueue_inputs(
+                self.session,
+                inputs,
+                plain_prompt,
+                sampling_params=self.get_default_sampling_params() if sampling_params is None else sampling_params,
+                priority=priority,
+            )
+            self._enqueued += outputs
+        return [output.request_id for output in outputs]
+
+    def wait_for_completion(self, *, use_tqdm: bool = True) -> list[RequestOutput]:
+        """Answer all prompts of `enqueue`, and return their outputs in the order in which they were queued.
+
+        Args:
+            use_tqdm: as for `generate`.
+
+        Returns:
+            The outputs since the last call of this method. One that cannot be served has its `error` set.
+
+        Example:
+            ```python
+            llm.enqueue("1 2 3", SamplingParams(max_tokens=4))
+            llm.enqueue("4 5 6", SamplingParams(max_tokens=8))
+            first, second = llm.wait_for_completion()
+            assert first.finished and second.finished
+            ```
+        """
+        with self._calls.held("wait_for_completion"):
+            session, outputs = self.session, self._enqueued
+            self._enqueued = []
+            complete_outputs(session, outputs, use_tqdm=use_tqdm)
+        return outputs
+
+    def beam_search(
+        self,
+        prompts: PromptInput | Sequence[PromptInput],
+        params: BeamSearchParams,
+        lora_request: object = None,
+        use_tqdm: bool = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """Return the likeliest sequences of each prompt, by beam search.
+
+        Args:
+            prompts: as for `generate`.
+            params: number of beams and limits.
+            lora_request: not supported; must be None.
+            use_tqdm: no effect; there is no bar.
+            concurrency_limit: no effect; the scheduler runs as many beams at once as the engine has slots.
+
+        Raises:
+            RequestError: a prompt cannot be served.
+
+        Example:
+            ```python
+            from phonograph import BeamSearchParams
+
+            (output,) = llm.beam_search("Tom has 12", BeamSearchParams(beam_width=2, max_tokens=4))
+            best, second = output.sequences
+            assert best.cum_logprob / len(best.tokens) >= second.cum_logprob / len(second.tokens)
+            ```
+        """
+        refuse_unsupported(lora_request=lora_request)
+        if not isinstance(params, BeamSearchParams):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise RequestError("params", params, "must be BeamSearchParams")
+        inputs = [plain_prompt(prompt) for prompt in prompt_list(prompts)]
+        with self._calls.held("beam_search"):
+            session, tokenizer, vocab_size = self.session, self.tokenizer, self.plan.model.vocab_size
+
+            def generate(beams: list[list[int]], step: SamplingParams) -> list[RequestOutput]:
+                outputs = answer_inputs(
+                    session, beams, plain_prompt, sampling_params=step, priority=None, use_tqdm=False
+                )
+                for output in outputs:
+                    if output.error is not None:
+                        raise output.error
+                return outputs
+
+            found = beam_search(
+                [admitted_prompt(prompt, tokenizer, vocab_size) for prompt in inputs],
+                params,
+                generate,
+                eos=frozenset(session.eos_token_ids),
+                context_len=session.core.scheduler.context_len,
+            )
+        if tokenizer is None:
+            return found
+        return [
+            BeamSearchOutput([replace(one, text=tokenizer.decode(one.tokens)) for one in output.sequences])
+            for output in found
+        ]
 
     def encode_chat(self, messages: Sequence[ChatMessage], **options: Any) -> list[int]:
         """Return the token ids of a conversation, up to the start of the answer.

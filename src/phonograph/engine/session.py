@@ -9,7 +9,7 @@ import itertools
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from typing import TypeVar
@@ -28,6 +28,7 @@ from phonograph.engine.admission import (
     admitted_prompt,
 )
 from phonograph.engine.core import EngineCore
+from phonograph.engine.metrics.session_counts import SessionCounts
 from phonograph.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from phonograph.errors import RequestError, RequestFailure, cause_text, counted, shortened
 from phonograph.models.spec import ModelSpec
@@ -89,7 +90,13 @@ class Session:
         self._ids = itertools.count()
         self._samples: dict[str, _Sample] = {}
         self.grammars = grammars
+        self.counts = SessionCounts()
         self._compiling: list[_Compiling] = []
+
+    @property
+    def eos_token_ids(self) -> Collection[int]:
+        """End-of-sequence tokens of the model."""
+        return self._model.eos_token_ids
 
     @property
     def has_unfinished(self) -> bool:
@@ -145,14 +152,15 @@ class Session:
         self._samples.update((sample.request.request_id, sample) for sample in samples)
         return output
 
-    def step(self) -> list[RequestOutput]:
+    def step(self, *, schedules: bool = True) -> list[RequestOutput]:
         """Run one step, and return the outputs that changed, each once.
 
-        The list may be empty while there is more to do, because results can come with a later step.
+        The list may be empty while there is more to do, because results can come with a later step. Without
+        `schedules`, only the results of the oldest step in flight are taken.
         """
         changed = {id(output): output for output in self._take_compiled()} if self._compiling else {}
         samples, take = self._samples, self._take
-        for request in self.core.step():
+        for request in self.core.step(schedules=schedules):
             sample = samples.get(request.request_id)
             if sample is None:  # another sample of its request has failed in this step
                 continue
@@ -302,6 +310,12 @@ class Session:
         """Report the prompt of a sample that has ended, and remove the sample."""
         self._report_prompt(sample)
         metrics, num_tokens = sample.parent.metrics, len(sample.request.output_token_ids)
+        counts, reason = self.counts, sample.completion.finish_reason
+        counts.num_output_tokens += num_tokens
+        if reason is not None:
+            counts.num_ended[reason] += 1
+        if not sample.completion.index:
+            counts.num_prompt_tokens += sample.request.prompt_len
         if metrics is not None and num_tokens:
             metrics.last_token_ts = time.monotonic()
             metrics.num_generation_tokens += num_tokens

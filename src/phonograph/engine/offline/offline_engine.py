@@ -12,9 +12,11 @@ from phonograph.config.engine_config import EngineConfig
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.admission import admitted_config
 from phonograph.engine.build import Engine
+from phonograph.engine.metrics.session_counts import MetricValue, metric_values
 from phonograph.engine.offline.call_lock import CallLock
 from phonograph.engine.offline.model_defaults import default_sampling_params
 from phonograph.engine.offline.vllm_methods import VllmMethods
+from phonograph.engine.outputs import RequestOutput
 from phonograph.engine.plan import EnginePlan
 from phonograph.engine.process.client import StartProgress, no_progress
 from phonograph.engine.session import Session, grammar_compiler
@@ -49,6 +51,7 @@ class OfflineEngine(VllmMethods):
         self._session: Session | None = Session(engine.core, spec, tokenizer, self.config.seed, grammars)
         self._calls = CallLock(self._session.abort)
         self._defaults: SamplingParams | None = None
+        self._enqueued: list[RequestOutput] = []
         self.start_seconds = time.perf_counter() - start
 
     @classmethod
@@ -145,6 +148,37 @@ class OfflineEngine(VllmMethods):
         if self._defaults is None:
             self._defaults = default_sampling_params(self.config)
         return self._defaults
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes. Requests in flight continue.
+
+        Returns:
+            True, as in vLLM when the cache was reset.
+
+        Example:
+            ```python
+            prompt = list(range(5, 105))
+            llm.generate([prompt])
+            assert llm.reset_prefix_cache()
+            assert llm.generate([prompt])[0].num_cached_tokens == 0
+            ```
+        """
+        with self._calls.held("reset_prefix_cache"):
+            self.session.core.scheduler.reset_prefix_cache()
+        return True
+
+    def get_metrics(self) -> list[MetricValue]:
+        """Return the state of the engine and counts since its start, with the names of the server's /metrics.
+
+        Example:
+            ```python
+            values = {metric.name: metric.value for metric in llm.get_metrics()}
+            assert values["vllm:num_requests_running"] == 0
+            ```
+        """
+        with self._calls.held("get_metrics"):
+            session = self.session
+            return list(metric_values(session.core.scheduler.stats, session.counts, self.step_counts))
 
     def verify(
         self,

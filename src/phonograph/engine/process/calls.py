@@ -105,6 +105,7 @@ class Prompt:
 class Call:
     """Prompts that were opened together. The caller that opened a call also closes it.
 
+    name:      name of the request for `AsyncLLM.abort`, or None
     streams:   wake the caller at every change, not only at the end
     end:       called when the call closes
     on_change: if set, called once for the changes of a round of reports; `wait` then returns only for the end and
@@ -119,6 +120,7 @@ class Call:
         end: Callable[[Call], None],
     ) -> None:
         self.prompts = prompts
+        self.name: str | None = None
         self._streams = streams
         self._end = end
         self._num_growing = sum(prompt.num_growing for prompt in prompts)
