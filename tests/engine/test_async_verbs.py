@@ -37,6 +37,13 @@ def run(request: pytest.FixtureRequest) -> Iterator[Callable[[Work], None]]:
     def started(*arguments: Any) -> Any:
         engine = start(*arguments)
         engine.core.runner.lookahead = 1
+        pausing = run_engine.CoreLoop._stop
+
+        def stop(loop: Any) -> None:
+            assert not engine.core.in_flight, "a pause begins after the last step"
+            pausing(loop)
+
+        patch.setattr(run_engine.CoreLoop, "_stop", stop)
         return engine
 
     async def work_with_engine(work: Work) -> None:
@@ -110,21 +117,22 @@ def test_a_pause_may_abort_all_requests(run: Callable[[Work], None], expected: d
         several = SamplingParams(max_tokens=120, ignore_eos=True, n=2, temperature=0)
         compiled = SamplingParams(max_tokens=120, structured_outputs=StructuredOutputs(regex="[a-z]{5,90}"))
         asked = [Asked(llm, one) for one in (LONG, several, LONG, compiled)]
-        call = llm.open([PROMPT] * 100, SHORT)  # more than are queued between two steps
         await asked[0].grown(5)
+        call = llm.open([PROMPT] * 100, SHORT)  # The pause comes before they are queued.
         await llm.pause_generation(mode="abort")
         outputs = [await one.task for one in asked]
         assert {sample.finish_reason for output in outputs for sample in output.outputs} == {"abort"}
         found = outputs[0].outputs[0].token_ids
         assert 5 <= len(found) < 120 and found == expected[120][: len(found)]
         await call.wait()
-        assert {sample.finish_reason for sample in call.samples} <= {"abort", "length"}
+        assert {sample.finish_reason for sample in call.samples} == {"abort"}
         call.close()
-        late = Asked(llm, SHORT)
+        late, admitted = Asked(llm, SHORT), llm.stats.prefix_queries
         await stands_still(llm, late)
         assert late.num_tokens == 0 and llm.num_open == 1
         await llm.resume_generation()
         assert (await late.task).outputs[0].token_ids == expected[4]
+        assert llm.stats.prefix_queries == admitted + len(PROMPT), "nothing else is left to run"
 
     run(work)
 
@@ -163,6 +171,7 @@ def test_a_pause_may_clear_the_prefix_cache(run: Callable[[Work], None], mode: A
 def test_verbs_may_follow_each_other_in_any_order(run: Callable[[Work], None], expected: dict[int, list[int]]) -> None:
     async def work(llm: AsyncLLM) -> None:
         await llm.resume_generation()
+        admitted = llm.stats.prefix_queries
         kept = Asked(llm, LONG)
         await kept.grown(5)
         await llm.pause_generation(mode="keep")
@@ -189,6 +198,7 @@ def test_verbs_may_follow_each_other_in_any_order(run: Callable[[Work], None], e
         await asyncio.wait_for(llm.pause_generation(mode="wait"), 60)
         assert (await kept.task).outputs[0].token_ids == expected[120]
         await llm.resume_generation()
+        assert llm.stats.prefix_queries == admitted + 3 * len(PROMPT), "a cancelled request does not run later"
 
     run(work)
 
