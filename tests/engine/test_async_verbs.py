@@ -118,6 +118,7 @@ def test_a_pause_may_abort_all_requests(run: Callable[[Work], None], expected: d
         compiled = SamplingParams(max_tokens=120, structured_outputs=StructuredOutputs(regex="[a-z]{5,90}"))
         asked = [Asked(llm, one) for one in (LONG, several, LONG, compiled)]
         await asked[0].grown(5)
+        admitted = llm.stats.prefix_queries  # Both slots are taken.
         call = llm.open([PROMPT] * 100, SHORT)  # The pause comes before they are queued.
         await llm.pause_generation(mode="abort")
         outputs = [await one.task for one in asked]
@@ -127,12 +128,12 @@ def test_a_pause_may_abort_all_requests(run: Callable[[Work], None], expected: d
         await call.wait()
         assert {sample.finish_reason for sample in call.samples} == {"abort"}
         call.close()
-        late, admitted = Asked(llm, SHORT), llm.stats.prefix_queries
+        late = Asked(llm, SHORT)
         await stands_still(llm, late)
         assert late.num_tokens == 0 and llm.num_open == 1
         await llm.resume_generation()
         assert (await late.task).outputs[0].token_ids == expected[4]
-        assert llm.stats.prefix_queries == admitted + len(PROMPT), "nothing else is left to run"
+        assert llm.stats.prefix_queries == admitted + len(PROMPT), "nothing else has run"
 
     run(work)
 
