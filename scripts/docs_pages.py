@@ -30,6 +30,7 @@ from phonograph.files.catalog import HUB_IDS
 from phonograph.models.config_fields import FULL
 from phonograph.models.hf_config import read_settings
 from phonograph.models.registry import ARCHITECTURES
+from phonograph.server.http import admin
 from phonograph.server.http.application import ERRORS, ROUTERS
 from phonograph.server.observe.metrics import EngineCollector
 
@@ -271,7 +272,7 @@ def api_page(title: str, names: tuple[str, ...]) -> str:
 def endpoints_page() -> str:
     """Return the page of endpoints, from the OpenAPI document."""
     app = FastAPI(title="Phonograph", responses=ERRORS)
-    for router in ROUTERS:
+    for router in (*ROUTERS, admin.router):
         app.include_router(router)
     document = app.openapi()
     schemas = document["components"]["schemas"]

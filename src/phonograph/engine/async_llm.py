@@ -258,15 +258,20 @@ class AsyncLLM(AsyncVerbs):
         self._send(Add({prompt.key: prompt.token_ids for prompt in call.prompts}, bare, priority, cache_salt))
         return call
 
-    async def abort(self, request_id: str | Iterable[str]) -> None:
+    async def abort(self, request_id: str | Iterable[str]) -> int:
         """End requests. Their outputs end with the tokens so far and finish reason "abort".
 
         Args:
             request_id: id that `generate` was given, or several; an id that is not in use has no effect.
+
+        Returns:
+            The number of calls that were ended.
         """
         names = {request_id} if isinstance(request_id, str) else set(request_id)
-        for call in {id(call): call for call, _ in self._open.values() if call.name in names}.values():
+        calls = {id(call): call for call, _ in self._open.values() if call.name in names}
+        for call in calls.values():
             self._abort(call)
+        return len(calls)
 
     def _abort(self, call: Call) -> None:
         now = time.monotonic()

@@ -49,7 +49,7 @@ class BeamSearchOutput:
 
 
 @dataclass(slots=True)
-class _Search:
+class _BeamState:
     """The search of one prompt: sequences that grow, and those that have ended."""
 
     beams: list[BeamSearchSequence]
@@ -85,7 +85,7 @@ def beam_search(
         length = len(sequence.tokens) - (sequence.stop_reason is not None and params.include_stop_str_in_output)
         return sequence.cum_logprob / length**params.length_penalty
 
-    searches = [_Search([BeamSearchSequence(tokens=list(prompt))], []) for prompt in prompts]
+    searches = [_BeamState([BeamSearchSequence(tokens=list(prompt))], []) for prompt in prompts]
     for place in range(params.max_tokens):
         for search in searches:
             # The first step refuses prompts that are too long.

@@ -23,6 +23,7 @@ from phonograph.engine.async_llm import AsyncLLM
 from phonograph.engine.process.client import StartProgress
 from phonograph.engine.process.process_client import ProcessClient
 from phonograph.errors import ConfigError, ModelError, RequestError, shortened
+from phonograph.server.http.admin import check_admin
 from phonograph.server.http.application import make_app
 from phonograph.server.http.http_protocol import http_protocol
 from phonograph.server.http.starting import Starting
@@ -67,6 +68,7 @@ async def _serve(
     if not has_tokenizer(engine_config):
         raise ModelError(f"{engine_config.model} has no tokenizer, which a server needs; give one with --tokenizer")
     check_tools(config)
+    check_admin(config)
     template = chat_template(config)
     starting = Starting(BACKLOG)
 

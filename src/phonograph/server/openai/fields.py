@@ -140,6 +140,11 @@ Prompts = Annotated[
     BeforeValidator(_prompts),
     WithJsonSchema({"anyOf": [*_ONE_PROMPT, {"type": "array", "items": {"anyOf": _ONE_PROMPT}, "minItems": 1}]}),
 ]
+Texts = Annotated[
+    list[Any],
+    _list_of(str, "must be a list of texts"),
+    WithJsonSchema({"type": "array", "items": {"type": "string"}}),
+]
 Choices = Annotated[
     list[Any],
     _list_of(str, "must be a list of texts"),

@@ -335,6 +335,7 @@ async def respond(call: Call, answer: Answer, body: GenerationBody, headers: Map
     Raises:
         ApiError: the call failed before the answer began.
     """
+    call.name = answer.head["id"]
     try:
         if body.stream:
             await call.wait(peek=True)
