@@ -51,7 +51,7 @@ def test_neutral_values_of_sampling_parameters_are_taken(values: dict[str, Any])
         ({"guided_decoding": {"json": "{}"}}, "vLLM's old name; structured_outputs takes the same value"),
         ({"best_of": 3}, "n samples are returned, and cumulative_logprob ranks them"),
         ({"use_beam_search": True}, "LLM.beam_search does it"),
-        ({"logits_processors": [print]}, "logit_bias adds to the logits"),
+        ({"logits_processors": [print]}, "logit_bias, allowed_token_ids and bad_words change logits"),
         ({"thinking_token_budget": 5}, "thinking_token_budget='5': is vLLM's and not here yet; leave it out"),
         ({"output_kind": 2}, "AsyncLLM yields the whole output so far"),
     ],

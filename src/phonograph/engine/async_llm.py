@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.sampling_params import SamplingParams
-from phonograph.engine.admission import admit_names, admit_stops, admitted_config, admitted_prompt
+from phonograph.engine.admission import admit_names, admit_stops, admitted_bad_words, admitted_config, admitted_prompt
 from phonograph.engine.metrics.request_log import RequestLog
 from phonograph.engine.metrics.step_log import StepLog
 from phonograph.engine.offline.prompts import PromptInput, plain_prompt, salt_of
@@ -233,11 +233,13 @@ class AsyncLLM(AsyncVerbs):
 
         Raises:
             EngineUnavailable: the engine does not accept calls.
+            RequestError: bad_words has texts and there is no tokenizer.
         """
         if self.problem is not None:
             raise self.problem
         # Stop strings are found on this side, where text is assembled.
-        bare = params.with_checked(stop=(), include_stop_str_in_output=False, detokenize=False)
+        bare = admitted_bad_words(params, self.tokenizer)
+        bare = bare.with_checked(stop=(), include_stop_str_in_output=False, detokenize=False)
         indices = itertools.count()
         call = Call(
             [

@@ -25,6 +25,7 @@ from phonograph.engine.admission import (
     admit_names,
     admit_parameters,
     admit_stops,
+    admitted_bad_words,
     admitted_prompt,
 )
 from phonograph.engine.core import EngineCore
@@ -34,6 +35,7 @@ from phonograph.errors import RequestError, RequestFailure, cause_text, counted,
 from phonograph.models.spec import ModelSpec
 from phonograph.sampling.dead_ends import dead_end
 from phonograph.structured.compiler import GrammarCompiler
+from phonograph.structured.token_rules import TokenRules
 from phonograph.structured.vocabulary import Vocabulary
 from phonograph.text.output_text import text_builder, token_text
 from phonograph.text.tokenizer import Tokenizer
@@ -121,6 +123,7 @@ class Session:
             RequestError: the prompt or the parameters cannot be served; nothing has been queued.
         """
         token_ids = admitted_prompt(prompt, self.tokenizer, self._model.vocab_size)
+        params = admitted_bad_words(params, self.tokenizer)
         admit_parameters(params, len(token_ids), self._model.vocab_size, self.core.scheduler.context_len)
         admit_stops(params, self.tokenizer)
         if params.seed is None:
@@ -241,8 +244,13 @@ class Session:
 
     def _queue(self, samples: list[_Sample], grammar: Grammar | None) -> None:
         """Add all samples of a request to the scheduler, or none."""
+        params = samples[0].request.params
         if grammar is not None:
             samples[0].parent.warnings = grammar.warnings
+        if params.allowed_token_ids is not None or params.bad_words:
+            words = [word for word in params.bad_words if not isinstance(word, str)]
+            allowed, vocab_size = params.allowed_token_ids, self._model.vocab_size
+            grammar = TokenRules(vocab_size, allowed=allowed, forbidden=words, inner=grammar)
         for queued, sample in enumerate(samples):
             sample.request.grammar = grammar
             try:

@@ -22,7 +22,7 @@ NO_EFFECT = frozenset(
 """OpenAI fields that do not change the answer. They are accepted, and a header lists them."""
 
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
-    **dict.fromkeys(("allowed_token_ids", "audio", "bad_words", "chat_template", "documents"), ()),
+    **dict.fromkeys(("audio", "chat_template", "documents"), ()),
     **dict.fromkeys(("functions", "guided_decoding_backend", "kv_transfer_params", "logits_processors"), ()),
     **dict.fromkeys(("mm_processor_kwargs", "prompt_embeds", "return_token_ids", "truncate_prompt_tokens"), ()),
     **dict.fromkeys(("use_beam_search", "vllm_xargs", "web_search_options"), ()),
