@@ -66,6 +66,7 @@ class GenerationBody(StructuredFields):
     skip_special_tokens: bool | None = None
     prompt_logprobs: int | None = None
     return_tokens_as_token_ids: bool | None = None
+    return_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: int | None = None

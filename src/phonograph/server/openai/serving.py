@@ -29,7 +29,7 @@ from phonograph.server.http.json_meter import JsonMeter
 from phonograph.server.http.json_route import INLINE_BYTES, JsonRequest
 from phonograph.server.http.stream import EventStream
 from phonograph.server.observe.metrics import EngineCollector
-from phonograph.server.openai.answers import Answer
+from phonograph.server.openai.answers import Answer, TokenIdAnswer
 from phonograph.server.openai.conversation import read_messages
 from phonograph.server.openai.fields import Body
 from phonograph.server.openai.harmony import MOST_CHARACTERS, Harmony
@@ -336,6 +336,8 @@ async def respond(call: Call, answer: Answer, body: GenerationBody, headers: Map
         ApiError: the call failed before the answer began.
     """
     call.name = answer.head["id"]
+    if body.return_token_ids:
+        answer = TokenIdAnswer(answer, call, prompt_only=body.requested_tokens() == 0)
     try:
         if body.stream:
             await call.wait(peek=True)
