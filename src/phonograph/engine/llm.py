@@ -297,7 +297,6 @@ class LLM(OfflineEngine):
         params: BeamSearchParams,
         lora_request: object = None,
         use_tqdm: bool = False,
-        concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
         """Return the likeliest sequences of each prompt, by beam search.
 
@@ -306,7 +305,6 @@ class LLM(OfflineEngine):
             params: number of beams and limits.
             lora_request: not supported; must be None.
             use_tqdm: no effect; there is no bar.
-            concurrency_limit: no effect; the scheduler runs as many beams at once as the engine has slots.
 
         Raises:
             RequestError: a prompt cannot be served.
