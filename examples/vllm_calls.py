@@ -20,10 +20,10 @@ def main() -> None:
             for token_id, position in zip(sample.token_ids, sample.logprobs, strict=True):
                 best = position[token_id]
                 print(f"{best.decoded_token!r:12} {best.logprob:8.4f}, rank {best.rank}")
-            took = times.last_token_ts - times.first_token_ts
             print(
                 f"{times.num_generation_tokens} tokens, log-probability {sample.cumulative_logprob:.3f}; queued at "
-                f"{times.arrival_time:.0f}, first token after {times.first_token_latency:.3f} s, the rest in {took:.3f} s"
+                f"{times.arrival_time:.0f}, first token after {times.first_token_latency:.3f} s, "
+                f"the rest in {times.last_token_ts - times.first_token_ts:.3f} s"
             )
         (found,) = llm.beam_search([prompt], BeamSearchParams(beam_width=3, max_tokens=8))
         for sequence in found.sequences:
