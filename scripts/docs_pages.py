@@ -43,9 +43,20 @@ API = {
         (
             "phonograph.core.sampling_params.SamplingParams",
             "phonograph.core.structured_outputs.StructuredOutputs",
+            "phonograph.core.beam_search_params.BeamSearchParams",
         ),
     ),
-    "outputs": ("Outputs", ("phonograph.engine.outputs",)),
+    "outputs": (
+        "Outputs",
+        (
+            "phonograph.engine.outputs",
+            "phonograph.core.logprob_views.LogprobsView",
+            "phonograph.core.logprob_views.PositionLogprobs",
+            "phonograph.core.logprob_views.Logprob",
+            "phonograph.engine.offline.beam_search.BeamSearchOutput",
+            "phonograph.engine.offline.beam_search.BeamSearchSequence",
+        ),
+    ),
     "config": ("Configuration", ("phonograph.config.engine_config.EngineConfig",)),
     "attention": (
         "phonograph.attention",
