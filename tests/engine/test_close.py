@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from phonograph import LLM, AsyncLLM, SamplingParams, StructuredOutputs
+from phonograph import LLM, AsyncLLM, BeamSearchParams, SamplingParams, StructuredOutputs
 from phonograph.engine.process import run_engine
 from phonograph.errors import EngineUnavailable, RequestError, RequestFailure
 
@@ -24,7 +24,7 @@ ARGUMENTS: dict[str, Any] = {
     "prompts": "1 2 3",
     "prompt": "1 2 3",
     "messages": [{"role": "user", "content": "1 2 3"}],
-    "params": None,
+    "params": BeamSearchParams(1, 1),
 }
 
 
@@ -90,6 +90,24 @@ def test_an_open_stream_fails_when_its_engine_closes() -> None:
     next(stream)
     left.close()
     stream.close()
+
+
+def test_an_engine_whose_last_step_fails_is_closed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM("demo", **SETTINGS)
+    stream = llm.stream("1 2 3", SHORT)
+    next(stream)
+
+    def fails() -> None:
+        raise OSError("the device is gone")
+
+    monkeypatch.setattr(llm.engine.core, "settle", fails)
+    with pytest.raises(OSError, match="the device is gone"):
+        llm.close()
+    with pytest.raises(EngineUnavailable, match="closed"):
+        llm.generate("1 2 3", SHORT)
+    with pytest.raises(RequestFailure, match="closed before"):
+        next(stream)
+    llm.close()
 
 
 def test_close_inside_a_call_is_refused() -> None:

@@ -110,10 +110,13 @@ class OfflineEngine(VllmMethods):
             RequestError: this is called inside another call of the same thread.
         """
         with self._calls.held("close"):
-            if self._session is not None:
-                self._session.close("the LLM was closed before the output was complete")
-                self._calls.close()
-            self._engine = self._session = None
+            session, self._engine, self._session = self._session, None, None
+            if session is not None:
+                try:
+                    session.close("the LLM was closed before the output was complete")
+                finally:  # a step in flight may fail
+                    self._calls.close()
+        del session
         release_memory()
 
     def get_tokenizer(self) -> Any:
