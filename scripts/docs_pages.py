@@ -30,6 +30,7 @@ from phonograph.files.catalog import HUB_IDS
 from phonograph.models.config_fields import FULL
 from phonograph.models.hf_config import read_settings
 from phonograph.models.registry import ARCHITECTURES
+from phonograph.server.http import admin
 from phonograph.server.http.application import ERRORS, ROUTERS
 from phonograph.server.observe.metrics import EngineCollector
 
@@ -42,9 +43,20 @@ API = {
         (
             "phonograph.core.sampling_params.SamplingParams",
             "phonograph.core.structured_outputs.StructuredOutputs",
+            "phonograph.core.beam_search_params.BeamSearchParams",
         ),
     ),
-    "outputs": ("Outputs", ("phonograph.engine.outputs",)),
+    "outputs": (
+        "Outputs",
+        (
+            "phonograph.engine.outputs",
+            "phonograph.core.logprob_views.LogprobsView",
+            "phonograph.core.logprob_views.PositionLogprobs",
+            "phonograph.core.logprob_views.Logprob",
+            "phonograph.engine.offline.beam_search.BeamSearchOutput",
+            "phonograph.engine.offline.beam_search.BeamSearchSequence",
+        ),
+    ),
     "config": ("Configuration", ("phonograph.config.engine_config.EngineConfig",)),
     "attention": (
         "phonograph.attention",
@@ -258,13 +270,20 @@ def type_text(hint: Any) -> str:
 
 def api_page(title: str, names: tuple[str, ...]) -> str:
     """Return a page of the public API."""
-    return "\n\n".join([f"# {title}", *(f"::: {name}\n    options:\n      heading_level: 2" for name in names)]) + "\n"
+    # The engines inherit their verbs from classes that have no page.
+    inherits = {"phonograph.engine.llm.LLM", "phonograph.engine.async_llm.AsyncLLM"}
+    blocks = [
+        f"::: {name}\n    options:\n      heading_level: 2"
+        + ("\n      inherited_members: true" if name in inherits else "")
+        for name in names
+    ]
+    return "\n\n".join([f"# {title}", *blocks]) + "\n"
 
 
 def endpoints_page() -> str:
     """Return the page of endpoints, from the OpenAPI document."""
     app = FastAPI(title="Phonograph", responses=ERRORS)
-    for router in ROUTERS:
+    for router in (*ROUTERS, admin.router):
         app.include_router(router)
     document = app.openapi()
     schemas = document["components"]["schemas"]

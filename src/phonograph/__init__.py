@@ -10,27 +10,56 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from phonograph.config.engine_config import EngineConfig
+    from phonograph.config.engine_config import EngineConfig as AsyncEngineArgs
+    from phonograph.config.engine_config import EngineConfig as EngineArgs
+    from phonograph.core.beam_search_params import BeamSearchParams
     from phonograph.core.sampling_params import SamplingParams
     from phonograph.core.structured_outputs import StructuredOutputs
+    from phonograph.core.structured_outputs import StructuredOutputs as GuidedDecodingParams
+    from phonograph.core.structured_outputs import StructuredOutputs as StructuredOutputsParams
     from phonograph.engine.async_llm import AsyncLLM
+    from phonograph.engine.async_llm import AsyncLLM as AsyncLLMEngine
     from phonograph.engine.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncLLM", "EngineConfig", "SamplingParams", "StructuredOutputs", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncEngineArgs",
+    "AsyncLLM",
+    "AsyncLLMEngine",
+    "BeamSearchParams",
+    "EngineArgs",
+    "EngineConfig",
+    "GuidedDecodingParams",
+    "SamplingParams",
+    "StructuredOutputs",
+    "StructuredOutputsParams",
+    "__version__",
+]
 
 _HOMES = {
     "AsyncLLM": "phonograph.engine.async_llm",
     "LLM": "phonograph.engine.llm",
+    "BeamSearchParams": "phonograph.core.beam_search_params",
     "EngineConfig": "phonograph.config.engine_config",
     "SamplingParams": "phonograph.core.sampling_params",
     "StructuredOutputs": "phonograph.core.structured_outputs",
 }
+_VLLM_NAMES = {
+    "AsyncEngineArgs": "EngineConfig",
+    "AsyncLLMEngine": "AsyncLLM",
+    "EngineArgs": "EngineConfig",
+    "GuidedDecodingParams": "StructuredOutputs",
+    "StructuredOutputsParams": "StructuredOutputs",
+}
+"""Names of vLLM, present and past, each with the name that means the same here."""
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    ours = _VLLM_NAMES.get(name, name)
+    if ours not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; its names are {', '.join(__all__)}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
+    value = getattr(importlib.import_module(_HOMES[ours]), ours)
     globals()[name] = value
     return value
 

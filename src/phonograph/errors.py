@@ -85,7 +85,7 @@ class RequestFailure(PhonographError):
 
 
 class EngineUnavailable(PhonographError):
-    """The engine takes no requests. `code` is `not_started`, `engine_died` or `shutting_down`."""
+    """The engine takes no requests. `code` is `not_started`, `engine_died`, `shutting_down` or `closed`."""
 
     def __init__(self, problem: str, code: str) -> None:
         self.problem = problem

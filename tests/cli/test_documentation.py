@@ -112,6 +112,10 @@ def test_every_output_below_a_block_is_compared() -> None:
         ("streaming", r"19\b"),
         ("structured_output", r"\{'kind': '(apples|cards)', 'number': \d+\}"),
         (
+            "vllm_calls",
+            r"log-probability -\d+\.\d{3}; queued at[\s\S]*length: Tom has 12[\s\S]*vllm:generation_tokens \{\} \d+",
+        ),
+        (
             "graph_decisions",
             r"mode: FULL[\s\S]*\d+ steps: full decode: uniform.*\n1 step: eager: more tokens than the largest",
         ),

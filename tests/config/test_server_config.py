@@ -17,6 +17,8 @@ VALUES: dict[str, tuple[str, Any]] = {
     "host": ("0.0.0.0", "0.0.0.0"),
     "port": ("0", 0),
     "api_key": ("one, two", ("one", "two")),
+    "enable_admin": ("true", True),
+    "admin_api_key": ("one, two", ("one", "two")),
     "served_model_name": ("a", ("a",)),
     "chat_template": ("chat.jinja", "chat.jinja"),
     "chat_format": ("HARMONY", "harmony"),

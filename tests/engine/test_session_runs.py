@@ -80,13 +80,13 @@ def test_tokens_after_a_stop_string_are_dropped(session: Session, num_kept: int,
     completion = run(session, max_tokens=max_tokens, stop=[stop])
     assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
     assert completion.text == text.removesuffix(stop)
-    assert completion.token_ids == IDS[:num_kept] and completion.logprobs == positions(IDS[:num_kept])
+    assert completion.token_ids == IDS[:num_kept] and completion.positions == positions(IDS[:num_kept])
 
 
 def test_an_output_without_a_stop_string_has_all_tokens(session: Session) -> None:
     completion = run(session, max_tokens=9, stop=["zzz"])
     assert completion.token_ids == IDS[:9] and completion.text == TOKENIZER.decode(IDS[:9])
-    assert completion.finish_reason == "length" and completion.logprobs == positions(IDS[:9])
+    assert completion.finish_reason == "length" and completion.positions == positions(IDS[:9])
 
 
 def test_the_prompt_is_reported_with_the_first_tokens_however_many(session: Session) -> None:
@@ -96,7 +96,7 @@ def test_the_prompt_is_reported_with_the_first_tokens_however_many(session: Sess
     sample.request.num_cached_tokens = 2
     sample.request.output_token_ids += IDS[:2]
     session._update(sample)
-    assert output.num_cached_tokens == 2 and output.prompt_logprobs == [None, *positions([6, 7])]
+    assert output.num_cached_tokens == 2 and list(output.prompt_logprobs.positions) == [None, *positions([6, 7])]
     known = output.prompt_logprobs
     sample.request.output_token_ids += IDS[2:3]
     session._update(sample)

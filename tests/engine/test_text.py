@@ -146,7 +146,7 @@ def test_runs_of_tokens_give_the_output_of_single_tokens(
         start = 0
         for end in ends:
             output.token_ids += token_ids[start:end]
-            output.logprobs += positions[start:end]
+            output.positions += positions[start:end]
             output.update("length" if end == len(token_ids) else None, None)
             start = end
             if output.finish_reason is not None:

@@ -32,13 +32,13 @@ REFUSED = [
     *(("prompt_logprobs", value, ">= 0 and <= 1024") for value in (-1, 1025, False, "2")),
     *(("max_tokens", value, ">= 1") for value in (0, -5, 1.0, True, "16")),
     *(("min_tokens", value, ">= 0") for value in (-1, 0.0, None, True)),
-    *(("stop", value, "strings") for value in (None, 5, b"ab", {"a": 1})),
-    *(("stop_token_ids", value, "token ids") for value in (None, 3, "12", {1: 2})),
+    *(("stop", value, "strings") for value in (5, b"ab", {"a": 1})),
+    *(("stop_token_ids", value, "token ids") for value in (3, "12", {1: 2})),
     *(("ignore_eos", value, "True or False") for value in (0, 1, None, "yes")),
     *(("include_stop_str_in_output", value, "True or False") for value in (0, None)),
     *(("skip_special_tokens", value, "True or False") for value in (1, "no")),
     *(("detokenize", value, "True or False") for value in (0, None)),
-    *(("logit_bias", value, "map token ids to biases") for value in (None, [1, 2], "x", 3)),
+    *(("logit_bias", value, "map token ids to biases") for value in ([1, 2], "x", 3)),
 ]
 
 

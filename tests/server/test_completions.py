@@ -220,3 +220,19 @@ def test_cached_prefixes_are_shared_by_requests_of_one_salt(client: OpenAI) -> N
     salts = ("a", "b", "a", "b")
     assert [cached(cache_salt=salt) for salt in salts] == [0, 0, 32, 32]
     assert cached() == 0 and cached() == 32
+
+
+def test_rules_of_tokens_reach_the_engine(server: Server) -> None:
+    body = {"prompt": "Tom has 12 apples.", "max_tokens": 8, "temperature": 0, "ignore_eos": True, "logprobs": 0}
+
+    def tokens(**fields: Any) -> list[str]:
+        answer = server.post("/v1/completions", {**body, "return_tokens_as_token_ids": True, **fields})
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"][0]["logprobs"]["tokens"]
+
+    assert set(tokens(allowed_token_ids=[5, 70])) <= {"token_id:5", "token_id:70"}
+    plain = server.post("/v1/completions", body).json()["choices"][0]["text"]
+    word = plain.split()[0]
+    for fields in ({"bad_words": [word]}, {"bad_words": word}):
+        assert word not in server.post("/v1/completions", {**body, **fields}).json()["choices"][0]["text"].split()
+    assert tokens(bad_words=None, allowed_token_ids=None) == tokens(bad_words=[])

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from phonograph.cli.progress import progress_bar
 from phonograph.config.engine_config import EngineConfig
-from phonograph.core.batch import TokenLogprobs
+from phonograph.core.logprob_views import PositionLogprobs
 from phonograph.errors import ConfigError, counted
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ def compact(sizes: Sequence[int]) -> str:
     return ", ".join(parts) or "none"
 
 
-def _logprob_facts(position: TokenLogprobs) -> dict[str, Any]:
+def _logprob_facts(position: PositionLogprobs) -> dict[str, Any]:
     rows = [
         {"token_id": token_id, "logprob": logprob, "rank": rank}
         for token_id, logprob, rank in zip(position.token_ids, position.logprobs, position.ranks, strict=True)

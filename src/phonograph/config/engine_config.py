@@ -25,6 +25,12 @@ log = logging.getLogger(__name__)
 
 COMPILATION_KEYS = ("cudagraph_mode", "cudagraph_capture_sizes", "max_cudagraph_capture_size")
 """Supported keys of `compilation_config`; each is also a setting."""
+_IN_PYTHON = {
+    "chat_template": "LLM.chat has an argument of that name",
+    "generation_config": "requests with sampling_params do not use the model's",
+    "max_logprobs": "requests from Python may ask for up to 1024 without it",
+}
+"""Settings of the server, each with what works for an engine in Python."""
 
 
 class EngineConfig(Settings):
@@ -70,7 +76,7 @@ class EngineConfig(Settings):
     quantize_lm_head: Annotated[values.HeadFormat | None, values.one_of(values.HeadFormat)] = Field(
         default=None, description="Format that the head is converted to while it is loaded; default: the checkpoint's."
     )
-    dtype: Annotated[values.DType, values.one_of(values.DType)] = Field(
+    dtype: Annotated[values.DType, values.one_of(values.DType, values.DTYPE_SYNONYMS)] = Field(
         default="auto", description="Type of weights and activations; auto is the model's."
     )
     cpu_products: Annotated[values.CpuProductsChoice, values.one_of(values.CpuProductsChoice)] = Field(
@@ -252,7 +258,9 @@ def _without_vllms(settings: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in settings.items():
         if name in EngineConfig.model_fields or not is_neutral(name, value):
             kept[name] = value
-            problem = None if name in EngineConfig.known_names() else explain_setting(name, EngineConfig.known_names())
+            problem = None if name in EngineConfig.model_fields else explain_setting(name, EngineConfig.known_names())
+            if name in ServerConfig.model_fields:
+                problem = f"is a setting of phonograph serve; {_IN_PYTHON.get(name, 'leave it out')}"
             if problem is not None:
                 raise ConfigError(name, value, problem)
         elif (said := no_meaning(name)) is not None:

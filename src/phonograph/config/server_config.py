@@ -47,6 +47,13 @@ class ServerConfig(Settings):
     )
     root_path: values.OptionalText = Field(default=None, description="Path of the server behind a proxy.")
     api_key: values.Texts = Field(default=(), description="Valid API keys; without any, requests are not checked.")
+    enable_admin: values.Flag = Field(
+        default=False,
+        description="Serve /pause, /resume, /is_paused, /abort_requests and /reset_prefix_cache; needs admin_api_key.",
+    )
+    admin_api_key: values.Texts = Field(
+        default=(), description="Valid API keys of the endpoints of enable_admin, which take no others."
+    )
     allowed_origins: values.Texts = Field(
         default=(), description="Origins of web pages that may send requests; * is any."
     )
@@ -89,7 +96,7 @@ class ServerConfig(Settings):
         default="template",
         description="Format of chats: template, or harmony for gpt-oss, which needs the extra harmony.",
     )
-    generation_config: Annotated[GenerationConfig, values.one_of(GenerationConfig)] = Field(
+    generation_config: Annotated[GenerationConfig, values.one_of(GenerationConfig, {"vllm": "none"})] = Field(
         default="auto", description="Use the sampling defaults of the model: auto, or none; vllm is none too."
     )
     override_generation_config: values.OptionalObject = Field(

@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import GetCoreSchemaHandler
@@ -87,10 +88,14 @@ def auto_or(kind: ValueKind, meaning: str) -> ValueKind:
     return ValueKind(f"{kind.works}, or auto (or -1) for {meaning}", parse, f"{kind.metavar}|auto")
 
 
-def one_of(literal: object) -> ValueKind:
-    """Return the kind of a Literal's strings or numbers; case is ignored."""
+def one_of(literal: object, synonyms: Mapping[str, str] = MappingProxyType({})) -> ValueKind:
+    """Return the kind of a Literal's strings or numbers; case is ignored.
+
+    `synonyms` are vLLM's other names of some of them.
+    """
     values = {str(value).lower(): value for value in get_args(literal)}
     words = [str(value) for value in values.values()]
+    values |= {name: values[value] for name, value in synonyms.items()}
 
     def parse(value: object) -> object:
         text = str(value).strip().lower()
@@ -186,6 +191,10 @@ def _read_scalars(value: Any) -> Any:
 
 
 DType = Literal["auto", "float32", "float16", "bfloat16"]
+DTYPE_SYNONYMS = {
+    **{"half": "float16", "float": "float32"},
+    **{f"torch.{name}": name for name in ("float32", "float16", "bfloat16")},
+}
 QuantizationMethod = Literal["gptq", "awq", "compressed-tensors", "fp8", "auto-round", "mxfp4"]
 HeadFormat = Literal["fp8"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]

@@ -7,13 +7,31 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 
+from phonograph.core.checked_arguments import checks_arguments
 from phonograph.core.structured_outputs import StructuredOutputs
 from phonograph.errors import RequestError
 
 MAX_LOGPROBS = 1024
 MAX_N = 1024
 
+_NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    **dict.fromkeys(("best_of", "logits_processors", "logprob_token_ids", "thinking_token_budget", "extra_args"), ()),
+    **dict.fromkeys(("repetition_detection", "truncate_prompt_tokens", "guided_decoding"), ()),
+    **dict.fromkeys(("flat_logprobs", "use_beam_search", "early_stopping", "skip_reading_prefix_cache"), (False,)),
+    **{"spaces_between_special_tokens": (True,), "length_penalty": (1.0,)},
+}
+_HINTS = {
+    "guided_decoding": "is vLLM's old name; structured_outputs takes the same value",
+    "best_of": "is not here; n samples are returned, and cumulative_logprob ranks them",
+    "use_beam_search": "is vLLM's old name; LLM.beam_search does it",
+    "length_penalty": "belongs to BeamSearchParams of LLM.beam_search",
+    "early_stopping": "is not here; LLM.beam_search has BeamSearchParams",
+    "logits_processors": "is not here yet; logit_bias, allowed_token_ids and bad_words change logits",
+    "output_kind": "is not here; AsyncLLM yields the whole output so far, and LLM the final one; leave it out",
+}
 
+
+@checks_arguments("sampling parameter", neutral=_NEUTRAL, hints=_HINTS)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """Parameters that choose the next tokens of a request and end it.
@@ -31,6 +49,10 @@ class SamplingParams:
         presence_penalty: subtracted once from logits of tokens in the output.
         frequency_penalty: subtracted from logits of tokens in the output for each occurrence.
         logit_bias: added to the logits of these token ids; -inf bans a token.
+        allowed_token_ids: tokens that the output may have; None for all. The end-of-sequence token is one of them only
+            if it is listed.
+        bad_words: texts that the output must not have, as their tokens with and without a space before. Other tokens
+            may spell them. A list of token ids is taken as it stands.
         seed: makes the draws of this request repeatable, independent of the rest of the batch.
         logprobs: most likely tokens to report beside each sampled one; 0 is only the sampled one, None is none.
         prompt_logprobs: the same for the tokens of the prompt.
@@ -62,6 +84,8 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict[int, float])
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str | Sequence[int]] = ()
     seed: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -76,6 +100,9 @@ class SamplingParams:
     structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
+        for name, empty in (("stop", ()), ("stop_token_ids", ()), ("bad_words", ()), ("logit_bias", {})):
+            if getattr(self, name) is None:  # vLLM's default
+                self._set(name, empty)
         self._set("n", _integer("n", self.n, 1, MAX_N))
         self._set("temperature", _number("temperature", self.temperature, 0.0, math.inf))
         # -1 means "no limit" in other engines.
@@ -102,6 +129,13 @@ class SamplingParams:
         self._set("stop", stops)
         token_ids = _items("stop_token_ids", self.stop_token_ids, "token ids")
         self._set("stop_token_ids", tuple(_integer("stop_token_ids", token_id, 0, None) for token_id in token_ids))
+        if self.allowed_token_ids is not None:
+            token_ids = _items("allowed_token_ids", self.allowed_token_ids, "token ids")
+            if not token_ids:
+                raise RequestError("allowed_token_ids", [], "is empty; give at least one token id, or None for all")
+            allowed = (_integer("allowed_token_ids", token_id, 0, None) for token_id in token_ids)
+            self._set("allowed_token_ids", tuple(allowed))
+        self._set("bad_words", tuple(_bad_word(word) for word in _items("bad_words", self.bad_words, "texts")))
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
             value = getattr(self, name)
             if not isinstance(value, bool):
@@ -145,9 +179,15 @@ class SamplingParams:
             vocab_size: token ids of the model are below it.
 
         Raises:
-            RequestError: a key of logit_bias or an item of stop_token_ids is not below `vocab_size`.
+            RequestError: a token id of a parameter is not below `vocab_size`.
         """
-        for name, token_ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
+        words = [token_id for word in self.bad_words if not isinstance(word, str) for token_id in word]
+        for name, token_ids in (
+            ("logit_bias", self.logit_bias),
+            ("stop_token_ids", self.stop_token_ids),
+            ("allowed_token_ids", self.allowed_token_ids or ()),
+            ("bad_words", words),
+        ):
             for token_id in token_ids:
                 if token_id >= vocab_size:
                     raise RequestError(name, token_id, f"the model's token ids are 0 to {vocab_size - 1}")
@@ -194,6 +234,18 @@ def _biases(biases: object) -> dict[int, float]:
         # Values below the range of float32 are bans too.
         checked[_integer("logit_bias key", token_id, 0, None)] = number if number > -3.4e38 else -math.inf
     return checked
+
+
+def _bad_word(word: object) -> str | tuple[int, ...]:
+    """Return a text, or token ids."""
+    if isinstance(word, str):
+        if not word.strip():
+            raise RequestError("bad_words", word, "each word must have a character that is not white space")
+        return word
+    token_ids = tuple(_integer("bad_words", token_id, 0, None) for token_id in _items("bad_words", word, "token ids"))
+    if not token_ids:
+        raise RequestError("bad_words", [], "each word must have a token")
+    return token_ids
 
 
 def _structured(value: object) -> StructuredOutputs | None:

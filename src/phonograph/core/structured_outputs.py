@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from phonograph.core.checked_arguments import checks_arguments
 from phonograph.errors import RequestError, shortened
 
 Kind = Literal["json", "regex", "choice", "grammar", "json_object"]
@@ -14,7 +15,21 @@ Strictness = Literal["strict", "relaxed"]
 MAX_CHARACTERS = 200_000
 """Maximum length of a schema, an expression or a grammar."""
 
+_BACKENDS = ("auto", "guidance", "xgrammar", "outlines", "lm-format-enforcer")
 
+
+@checks_arguments(
+    "structured output",
+    # Backends of vLLM differ in speed only.
+    neutral={
+        "backend": _BACKENDS,
+        "backend_was_auto": (True, False),
+        "disable_fallback": (True, False),
+        "whitespace_pattern": (),
+        "structural_tag": (),
+    },
+    hints={"whitespace_pattern": "is not here; disable_any_whitespace chooses the white space of JSON"},
+)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputs:
     """A constraint on an output, by exactly one of the first five fields. Names and meanings are vLLM's.

@@ -75,6 +75,24 @@ def admit_stops(params: SamplingParams, tokenizer: Tokenizer | None) -> None:
         raise RequestError("stop", list(params.stop), "needs a tokenizer; use stop_token_ids")
 
 
+def admitted_bad_words(params: SamplingParams, tokenizer: Tokenizer | None) -> SamplingParams:
+    """Return parameters whose bad words are token ids: each text as it stands, and after a space.
+
+    Raises:
+        RequestError: there is a text and no tokenizer.
+    """
+    if all(not isinstance(word, str) for word in params.bad_words):
+        return params
+    if tokenizer is None:
+        raise RequestError("bad_words", list(params.bad_words), "needs a tokenizer; give token ids")
+    found: dict[tuple[int, ...], None] = {}
+    for word in params.bad_words:
+        texts = (word, f" {word.lstrip()}") if isinstance(word, str) else ()
+        for token_ids in (word,) if not texts else (tokenizer.encode(text, add_special_tokens=False) for text in texts):
+            found[tuple(cast("Sequence[int]", token_ids))] = None
+    return params.with_checked(bad_words=tuple(filter(None, found)))
+
+
 def admitted_token_ids(prompt: Iterable[object], vocab_size: int) -> list[int]:
     """Return the token ids of a prompt as Python integers. The prompt may be an array or a tensor.
 

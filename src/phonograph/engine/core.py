@@ -44,11 +44,16 @@ class EngineCore:
         """True if there are unfinished requests, or steps whose results were not taken."""
         return self.scheduler.has_unfinished or bool(self._in_flight)
 
-    def step(self) -> list[Request]:
+    @property
+    def in_flight(self) -> bool:
+        """True while there are steps whose results were not taken."""
+        return bool(self._in_flight)
+
+    def step(self, *, schedules: bool = True) -> list[Request]:
         """Submit the next step, take the results of the oldest, and return the requests that got a token.
 
         While the runner accepts more steps in flight, it only submits and returns an empty list. If nothing can be
-        scheduled, it only takes results.
+        scheduled, or without `schedules`, it only takes results.
 
         Raises:
             PhonographError: an earlier step failed, so that the state of cache and slots is unknown.
@@ -56,7 +61,7 @@ class EngineCore:
         if self._failed is not None:
             raise PhonographError(f"the engine stopped when a step failed ({self._failed!r}); make a new one")
         try:
-            batch = self.scheduler.schedule()
+            batch = self.scheduler.schedule() if schedules else ScheduledBatch()
             if batch.slots:
                 began = time.monotonic()
                 self._in_flight.append((batch, self.runner.submit(batch), began))

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from phonograph.config.engine_config import EngineConfig
+from phonograph.core.beam_search_params import BeamSearchParams
 from phonograph.core.sampling_params import SamplingParams
-from phonograph.engine.admission import admitted_config
-from phonograph.engine.build import Engine
-from phonograph.engine.offline.answer_inputs import answer_inputs
-from phonograph.engine.offline.call_lock import CallLock
+from phonograph.engine.admission import admitted_prompt
+from phonograph.engine.offline.answer_inputs import answer_inputs, complete_outputs, enqueue_inputs
+from phonograph.engine.offline.beam_search import BeamSearchOutput, beam_search
 from phonograph.engine.offline.interrupts import deferred_interrupts
+from phonograph.engine.offline.offline_engine import OfflineEngine
 from phonograph.engine.offline.prompts import (
     PromptInput,
     conversation_list,
@@ -25,19 +23,12 @@ from phonograph.engine.offline.prompts import (
     salt_of,
 )
 from phonograph.engine.outputs import RequestOutput
-from phonograph.engine.plan import EnginePlan
-from phonograph.engine.process.client import StartProgress, no_progress
-from phonograph.engine.session import Session, grammar_compiler
-from phonograph.engine.startup.start import start_engine, verify_engine
 from phonograph.errors import RequestError
-from phonograph.graphs.verification import VerifyReport
-from phonograph.text.tokenizer import ChatMessage, Tokenizer, load_tokenizer
-
-VERIFY_REPLAYS = 200
+from phonograph.text.tokenizer import ChatMessage
 
 
-class LLM:
-    """A model that answers prompts. The engine is ready when the constructor returns.
+class LLM(OfflineEngine):
+    """A model that answers prompts. The engine is ready when the constructor returns, and ends with `close` or `with`.
 
     Several threads may use one LLM: their calls run one after the other. Open streams are the exception, which run a
     step whenever they are read, between the calls of others. To answer requests of many threads together, pass them to
@@ -52,9 +43,7 @@ class LLM:
         settings: fields of EngineConfig, with its defaults.
 
     Attributes:
-        engine: core, plan and captured graphs.
-        session: requests in flight, for callers that drive the steps themselves, on one thread and without calls of
-            this object meanwhile.
+        config: all settings.
         start_seconds: duration of the constructor in seconds.
 
     Raises:
@@ -69,40 +58,6 @@ class LLM:
         ```
     """
 
-    def __init__(
-        self,
-        model: str | Path | None = None,
-        *,
-        config: EngineConfig | None = None,
-        progress: StartProgress | None = None,
-        serves: bool = True,
-        **settings: Any,
-    ) -> None:
-        self.config = admitted_config(model, config, settings, serves=serves)
-        start = time.perf_counter()
-        self.engine: Engine = start_engine(self.config, progress or no_progress)
-        tokenizer = load_tokenizer(self.config)
-        spec = self.engine.plan.model.with_tokenizer_end(None if tokenizer is None else tokenizer.eos_token_id)
-        grammars = grammar_compiler(lambda: tokenizer, spec, self.config)
-        self.session = Session(self.engine.core, spec, tokenizer, self.config.seed, grammars)
-        self._calls = CallLock(self.session.abort)
-        self.start_seconds = time.perf_counter() - start
-
-    @property
-    def plan(self) -> EnginePlan:
-        """Decisions of the start, with their reasons."""
-        return self.engine.plan
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        """Tokenizer of the model, or None if it has none."""
-        return self.session.tokenizer
-
-    @property
-    def step_counts(self) -> Counter[str]:
-        """Number of steps by kind of decision ("full decode", "full mixed", "eager", ...)."""
-        return self.engine.core.runner.counts
-
     def generate(
         self,
         prompts: PromptInput | Sequence[PromptInput],
@@ -110,7 +65,7 @@ class LLM:
         *,
         use_tqdm: bool = True,
         lora_request: object = None,
-        priority: Sequence[int] | None = None,
+        priority: Sequence[int] | int | None = None,
         tokenization_kwargs: object = None,
     ) -> list[RequestOutput]:
         """Continue prompts, and return one output for each in the same order.
@@ -120,10 +75,11 @@ class LLM:
         Args:
             prompts: one or a list: text, token ids, `{"prompt": text}` or `{"prompt_token_ids": token_ids}`. A mapping
                 may have a `cache_salt`: cached prefixes are shared only with prompts of the same salt.
-            sampling_params: one for all prompts, or one for each; defaults to `SamplingParams()`.
+            sampling_params: one for all prompts, or one for each; defaults to `get_default_sampling_params()`.
             use_tqdm: show a progress bar on stderr if that is a terminal; defaults to True.
             lora_request: not supported; must be None.
-            priority: one for each prompt; lower values are served earlier with scheduling_policy "priority".
+            priority: one for all prompts, or one for each; lower values are served earlier with scheduling_policy
+                "priority".
             tokenization_kwargs: not supported; must be None.
 
         Returns:
@@ -147,7 +103,7 @@ class LLM:
                 self.session,
                 inputs,
                 plain_prompt,
-                sampling_params=sampling_params,
+                sampling_params=self.get_default_sampling_params() if sampling_params is None else sampling_params,
                 priority=priority,
                 use_tqdm=use_tqdm,
             )
@@ -164,6 +120,7 @@ class LLM:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        priority: Sequence[int] | int | None = None,
         tokenization_kwargs: object = None,
         mm_processor_kwargs: object = None,
     ) -> list[RequestOutput]:
@@ -181,6 +138,7 @@ class LLM:
             continue_final_message: continue the last message; needs add_generation_prompt=False.
             tools: functions that the template shows to the model, in OpenAI's format.
             chat_template_kwargs: further variables of the template.
+            priority: as for `generate`.
             tokenization_kwargs: not supported; must be None.
             mm_processor_kwargs: not supported; must be None.
 
@@ -216,8 +174,8 @@ class LLM:
                 self.session,
                 inputs,
                 encode,
-                sampling_params=sampling_params,
-                priority=None,
+                sampling_params=self.get_default_sampling_params() if sampling_params is None else sampling_params,
+                priority=priority,
                 use_tqdm=use_tqdm,
             )
 
@@ -229,7 +187,7 @@ class LLM:
 
         Args:
             prompt: as for `generate`.
-            sampling_params: defaults to `SamplingParams()`.
+            sampling_params: defaults to `get_default_sampling_params()`.
 
         Yields:
             The output of the prompt so far.
@@ -245,8 +203,9 @@ class LLM:
             ```
         """
         plain = plain_prompt(prompt)
+        params = sampling_params or self.get_default_sampling_params()
         with self._calls.held("stream"):
-            output = self.session.add(plain, sampling_params or SamplingParams(), cache_salt=salt_of(prompt))
+            output = self.session.add(plain, params, cache_salt=salt_of(prompt))
         try:
             # Other calls may step the session in between, so the result of one step does not tell what changed.
             seen = 0
@@ -260,7 +219,7 @@ class LLM:
                 if ended:
                     return
                 with self._calls.held("stream"):
-                    # Another thread's call may have finished it.
+                    # A call of another thread may have finished it, or closed the engine.
                     if not output.finished:
                         with deferred_interrupts() as interrupted:
                             self.session.step()
@@ -268,6 +227,126 @@ class LLM:
                             raise KeyboardInterrupt
         finally:
             self._calls.abandon(output)
+
+    def enqueue(
+        self,
+        prompts: PromptInput | Sequence[PromptInput],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        lora_request: object = None,
+        priority: Sequence[int] | int | None = None,
+        tokenization_kwargs: object = None,
+    ) -> list[str]:
+        """Queue prompts without running a step, and return the ids of their requests.
+
+        Args:
+            prompts: as for `generate`.
+            sampling_params: as for `generate`.
+            lora_request: not supported; must be None.
+            priority: as for `generate`.
+            tokenization_kwargs: not supported; must be None.
+
+        Raises:
+            RequestError: as for `generate`; then nothing has been queued.
+
+        Example:
+            ```python
+            ids = llm.enqueue(["1 2 3", "4 5 6"], SamplingParams(max_tokens=4))
+            assert [output.request_id for output in llm.wait_for_completion()] == ids
+            ```
+        """
+        refuse_unsupported(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
+        inputs = prompt_list(prompts)
+        with self._calls.held("enqueue"):
+            outputs = enqueue_inputs(
+                self.session,
+                inputs,
+                plain_prompt,
+                sampling_params=self.get_default_sampling_params() if sampling_params is None else sampling_params,
+                priority=priority,
+            )
+            self._enqueued += outputs
+        return [output.request_id for output in outputs]
+
+    def wait_for_completion(self, *, use_tqdm: bool = True) -> list[RequestOutput]:
+        """Answer all prompts of `enqueue`, and return their outputs in the order in which they were queued.
+
+        Args:
+            use_tqdm: as for `generate`.
+
+        Returns:
+            The outputs since the last call of this method. One that cannot be served has its `error` set.
+
+        Example:
+            ```python
+            llm.enqueue("1 2 3", SamplingParams(max_tokens=4))
+            llm.enqueue("4 5 6", SamplingParams(max_tokens=8))
+            first, second = llm.wait_for_completion()
+            assert first.finished and second.finished
+            ```
+        """
+        with self._calls.held("wait_for_completion"):
+            session, outputs = self.session, self._enqueued
+            self._enqueued = []
+            complete_outputs(session, outputs, use_tqdm=use_tqdm)
+        return outputs
+
+    def beam_search(
+        self,
+        prompts: PromptInput | Sequence[PromptInput],
+        params: BeamSearchParams,
+        lora_request: object = None,
+        use_tqdm: bool = False,
+    ) -> list[BeamSearchOutput]:
+        """Return the likeliest sequences of each prompt, by beam search.
+
+        Args:
+            prompts: as for `generate`.
+            params: number of beams and limits.
+            lora_request: not supported; must be None.
+            use_tqdm: no effect; there is no bar.
+
+        Raises:
+            RequestError: a prompt cannot be served.
+
+        Example:
+            ```python
+            from phonograph import BeamSearchParams
+
+            (output,) = llm.beam_search("Tom has 12", BeamSearchParams(beam_width=2, max_tokens=4))
+            best, second = output.sequences
+            assert best.cum_logprob / len(best.tokens) >= second.cum_logprob / len(second.tokens)
+            ```
+        """
+        refuse_unsupported(lora_request=lora_request)
+        if not isinstance(params, BeamSearchParams):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise RequestError("params", params, "must be BeamSearchParams")
+        inputs = [plain_prompt(prompt) for prompt in prompt_list(prompts)]
+        with self._calls.held("beam_search"):
+            session, tokenizer, vocab_size = self.session, self.tokenizer, self.plan.model.vocab_size
+
+            def generate(beams: list[list[int]], step: SamplingParams) -> list[RequestOutput]:
+                outputs = answer_inputs(
+                    session, beams, plain_prompt, sampling_params=step, priority=None, use_tqdm=False
+                )
+                for output in outputs:
+                    if output.error is not None:
+                        raise output.error
+                return outputs
+
+            found = beam_search(
+                [admitted_prompt(prompt, tokenizer, vocab_size) for prompt in inputs],
+                params,
+                generate,
+                eos=frozenset(session.eos_token_ids),
+                context_len=session.core.scheduler.context_len,
+            )
+        if tokenizer is None:
+            return found
+        return [
+            BeamSearchOutput([replace(one, text=tokenizer.decode(one.tokens)) for one in output.sequences])
+            for output in found
+        ]
 
     def encode_chat(self, messages: Sequence[ChatMessage], **options: Any) -> list[int]:
         """Return the token ids of a conversation, up to the start of the answer.
@@ -291,37 +370,3 @@ class LLM:
         if self.tokenizer is None:
             raise RequestError("messages", "...", "chat needs a tokenizer")
         return self.tokenizer.encode_chat(messages, **options)
-
-    def verify(
-        self,
-        *,
-        num_replays: int = VERIFY_REPLAYS,
-        seed: int = 0,
-        progress: Callable[[int, int], None] | None = None,
-    ) -> VerifyReport:
-        """Compare replays of every captured graph on random batches with eager runs.
-
-        It overwrites the KV cache.
-
-        Args:
-            num_replays: replays of each graph; defaults to 200.
-            seed: seed of the random batches; defaults to 0.
-            progress: called with the number of replays done and their total.
-
-        Returns:
-            Counts and mismatches.
-
-        Raises:
-            RequestError: requests are in flight.
-            ConfigError: the mode has no graphs.
-
-        Example:
-            ```python
-            report = llm.verify(num_replays=1)
-            assert report.ok, report.mismatches
-            ```
-        """
-        with self._calls.held("verify"):
-            if self.session.has_unfinished:
-                raise RequestError("verify", "now", "overwrites the KV cache; let the requests in flight end first")
-            return verify_engine(self.engine, num_replays=num_replays, seed=seed, progress=progress)

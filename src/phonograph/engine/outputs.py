@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from phonograph.core.batch import TokenLogprobs
+from phonograph.core.logprob_views import LogprobsView, PositionLogprobs, TokenText, no_text
 from phonograph.core.request import FinishReason
 from phonograph.errors import RequestError, RequestFailure
 from phonograph.text.output_text import TextBuilder
@@ -22,7 +24,7 @@ class CompletionOutput:
         token_ids: tokens so far.
         finish_reason: "stop", "length", "abort", or None while the sample is in progress.
         stop_reason: the stop token or stop string that ended the sample, or None.
-        logprobs: one entry per token if the parameters request them, else None.
+        positions: log-probabilities as the engine appends them, one entry per token, or None.
 
     Example:
         ```python
@@ -40,12 +42,14 @@ class CompletionOutput:
         finish_reason: FinishReason | None = None,
         stop_reason: int | str | None = None,
         logprobs: list[TokenLogprobs] | None = None,
+        token_text: TokenText = no_text,
     ) -> None:
         self.index = index
         self.token_ids = [] if token_ids is None else token_ids
         self.finish_reason: FinishReason | None = finish_reason
         self.stop_reason: int | str | None = stop_reason
-        self.logprobs = logprobs
+        self.positions = logprobs
+        self._token_text = token_text
         self._text = text
 
     @property
@@ -60,6 +64,16 @@ class CompletionOutput:
             start: first character to return.
         """
         return self._text[start:] if isinstance(self._text, str) else self._text.text_from(start)
+
+    @property
+    def logprobs(self) -> LogprobsView[PositionLogprobs] | None:
+        """One mapping from token ids to log-probabilities per token if the parameters request them, else None."""
+        return None if self.positions is None else LogprobsView(self.positions, self._token_text)
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Sum of the tokens' log-probabilities if the parameters request them, else None; added up at each read."""
+        return None if self.positions is None else sum(position.logprobs[0] for position in self.positions)
 
     def update(self, finish_reason: FinishReason | None, stop_reason: int | str | None) -> None:
         """Turn new tokens into text and store the reasons. A stop string in the text ends the sample first.
@@ -79,8 +93,8 @@ class CompletionOutput:
                 # The same run of tokens may have reached max_tokens; the stop string has precedence.
                 finish_reason, stop_reason = "stop", text.stopped
                 del self.token_ids[text.num_tokens :]
-                if self.logprobs is not None:
-                    del self.logprobs[text.num_tokens :]
+                if self.positions is not None:
+                    del self.positions[text.num_tokens :]
             if finish_reason is not None:
                 self._text = text.text
         self.finish_reason, self.stop_reason = finish_reason, stop_reason
@@ -94,11 +108,54 @@ class CompletionOutput:
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
     def __reduce__(self) -> tuple[type[CompletionOutput], tuple[Any, ...]]:
-        return CompletionOutput, self._values()
+        *values, logprobs = self._values()
+        if logprobs is None:
+            return CompletionOutput, (*values, None)
+        # A view leaves the tokenizer behind.
+        _, (positions, token_text) = logprobs.__reduce__()
+        return CompletionOutput, (*values, positions, token_text)
 
     def __repr__(self) -> str:
         fields = zip(_FIELDS, self._values(), strict=True)
         return f"CompletionOutput({', '.join(f'{name}={value!r}' for name, value in fields)})"
+
+
+class FailedOutputs(list[CompletionOutput]):
+    """Outputs of a request that was refused or failed: none. The error of an index has the reason."""
+
+    def __init__(self, error: RequestError | RequestFailure) -> None:
+        super().__init__()
+        self._error = error
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        raise IndexError(f"the request has no outputs, because it was refused or failed: {self._error}")
+
+    def __reduce__(self) -> tuple[type[FailedOutputs], tuple[RequestError | RequestFailure]]:
+        return FailedOutputs, (self._error,)
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestMetrics:
+    """Times of a request, with vLLM's names. Times that end in `_ts` are in seconds of `time.monotonic`.
+
+    Attributes:
+        arrival_time: time at which the request was queued, in seconds since the epoch.
+        queued_ts: the same time.
+        first_token_ts: time of the first token, or 0 before it.
+        last_token_ts: time of the last token, known when the samples have ended.
+        num_generation_tokens: tokens of all samples, known when they have ended.
+    """
+
+    arrival_time: float = field(default_factory=time.time)
+    queued_ts: float = field(default_factory=time.monotonic)
+    first_token_ts: float = 0.0
+    last_token_ts: float = 0.0
+    num_generation_tokens: int = 0
+
+    @property
+    def first_token_latency(self) -> float:
+        """Seconds from the arrival to the first token, or 0 before it."""
+        return self.first_token_ts - self.queued_ts if self.first_token_ts else 0.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -110,10 +167,12 @@ class RequestOutput:
         prompt: text of the prompt, or None if it was passed as token ids.
         prompt_token_ids: tokens of the prompt.
         outputs: the samples.
-        prompt_logprobs: one entry per prompt token, the first None, if the parameters request them; else None.
+        prompt_logprobs: one mapping per prompt token, the first None, if the parameters request them; else None.
         num_cached_tokens: prompt tokens found in the prefix cache.
+        metrics: times of the request; None if it was refused.
         warnings: parts of the structured output that the grammar does not enforce.
-        error: reason why the request was refused or failed; it then has no outputs.
+        error: reason why the request was refused or failed; it then has no outputs, and `outputs[0]` raises an
+            IndexError with the reason.
 
     Example:
         ```python
@@ -126,10 +185,24 @@ class RequestOutput:
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput] = field(default_factory=list[CompletionOutput])
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    prompt_logprobs: LogprobsView[PositionLogprobs | None] | None = None
     num_cached_tokens: int = 0
+    metrics: RequestMetrics | None = None
     warnings: tuple[str, ...] = ()
     error: RequestError | RequestFailure | None = None
+
+    def __post_init__(self) -> None:
+        if self.error is not None:
+            self.fail(self.error)
+
+    def fail(self, error: RequestError | RequestFailure) -> None:
+        """End the request with an error. It loses its samples.
+
+        Args:
+            error: reason why it was refused or failed.
+        """
+        self.error = error
+        self.outputs = FailedOutputs(error)
 
     @property
     def finished(self) -> bool:

@@ -9,13 +9,14 @@ import itertools
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from typing import TypeVar
 
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.grammar import Grammar
+from phonograph.core.logprob_views import LogprobsView
 from phonograph.core.request import Request
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.admission import (
@@ -24,16 +25,19 @@ from phonograph.engine.admission import (
     admit_names,
     admit_parameters,
     admit_stops,
+    admitted_bad_words,
     admitted_prompt,
 )
 from phonograph.engine.core import EngineCore
-from phonograph.engine.outputs import CompletionOutput, RequestOutput
+from phonograph.engine.metrics.session_counts import SessionCounts
+from phonograph.engine.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from phonograph.errors import RequestError, RequestFailure, cause_text, counted, shortened
 from phonograph.models.spec import ModelSpec
 from phonograph.sampling.dead_ends import dead_end
 from phonograph.structured.compiler import GrammarCompiler
+from phonograph.structured.token_rules import TokenRules
 from phonograph.structured.vocabulary import Vocabulary
-from phonograph.text.output_text import text_builder
+from phonograph.text.output_text import text_builder, token_text
 from phonograph.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -88,7 +92,13 @@ class Session:
         self._ids = itertools.count()
         self._samples: dict[str, _Sample] = {}
         self.grammars = grammars
+        self.counts = SessionCounts()
         self._compiling: list[_Compiling] = []
+
+    @property
+    def eos_token_ids(self) -> Collection[int]:
+        """End-of-sequence tokens of the model."""
+        return self._model.eos_token_ids
 
     @property
     def has_unfinished(self) -> bool:
@@ -122,6 +132,7 @@ class Session:
             RequestError: the prompt or the parameters cannot be served; nothing has been queued.
         """
         token_ids = admitted_prompt(prompt, self.tokenizer, self._model.vocab_size)
+        params = admitted_bad_words(params, self.tokenizer)
         admit_parameters(params, len(token_ids), self._model.vocab_size, self.core.scheduler.context_len)
         admit_stops(params, self.tokenizer)
         if params.seed is None:
@@ -134,6 +145,7 @@ class Session:
             request_id=request_id,
             prompt=prompt if isinstance(prompt, str) else None,
             prompt_token_ids=token_ids,
+            metrics=RequestMetrics(),
         )
         samples = [self._sample(output, params, index, priority, cache_salt) for index in range(params.n)]
         if any(sample.request.request_id in self._samples for sample in samples):
@@ -152,14 +164,15 @@ class Session:
         self._samples.update((sample.request.request_id, sample) for sample in samples)
         return output
 
-    def step(self) -> list[RequestOutput]:
+    def step(self, *, schedules: bool = True) -> list[RequestOutput]:
         """Run one step, and return the outputs that changed, each once.
 
-        The list may be empty while there is more to do, because results can come with a later step.
+        The list may be empty while there is more to do, because results can come with a later step. Without
+        `schedules`, only the results of the oldest step in flight are taken.
         """
         changed = {id(output): output for output in self._take_compiled()} if self._compiling else {}
         samples, take = self._samples, self._take
-        for request in self.core.step():
+        for request in self.core.step(schedules=schedules):
             sample = samples.get(request.request_id)
             if sample is None:  # another sample of its request has failed in this step
                 continue
@@ -177,8 +190,7 @@ class Session:
             del self._samples[sample.request.request_id]
             if not self.core.scheduler.fail(sample.request.request_id):
                 self._drop_compiling(sample)
-        output.error = error.with_traceback(None)  # the frames of a traceback hold requests
-        output.outputs.clear()
+        output.fail(error.with_traceback(None))  # the frames of a traceback hold requests
 
     def abort(self, output: RequestOutput, index: int | None = None) -> None:
         """End the unfinished samples of a request, or one of them. The output so far stays.
@@ -193,6 +205,17 @@ class Session:
                 self._drop_compiling(sample)
             self._contain(output, self._update, sample)
         self.core.settle()
+
+    def close(self, reason: str) -> None:
+        """Fail all requests, wait for the steps in flight, and end the threads that compile grammars.
+
+        Args:
+            reason: problem of the requests.
+        """
+        for output in {id(sample.parent): sample.parent for sample in self._samples.values()}.values():
+            self.fail(output, RequestFailure(output.request_id, "engine", reason))
+        self.core.settle()
+        self.grammars.close()
 
     def _contain(self, output: RequestOutput, work: Callable[[Part], None], part: Part) -> None:
         """Call `work` for a part of a request. If it raises, the request ends with that error."""
@@ -230,8 +253,13 @@ class Session:
 
     def _queue(self, samples: list[_Sample], grammar: Grammar | None) -> None:
         """Add all samples of a request to the scheduler, or none."""
+        params = samples[0].request.params
         if grammar is not None:
             samples[0].parent.warnings = grammar.warnings
+        if params.allowed_token_ids is not None or params.bad_words:
+            words = [word for word in params.bad_words if not isinstance(word, str)]
+            allowed, vocab_size = params.allowed_token_ids, self._model.vocab_size
+            grammar = TokenRules(vocab_size, allowed=allowed, forbidden=words, inner=grammar)
         for queued, sample in enumerate(samples):
             sample.request.grammar = grammar
             try:
@@ -290,6 +318,7 @@ class Session:
             text_builder(self.tokenizer, params, output.prompt_token_ids) or "",
             request.output_token_ids,
             logprobs=None if params.logprobs is None else request.logprobs,
+            token_text=token_text(self.tokenizer),
         )
         output.outputs.append(completion)
         return _Sample(request, completion, output)
@@ -297,18 +326,29 @@ class Session:
     def _close(self, sample: _Sample) -> None:
         """Report the prompt of a sample that has ended, and remove the sample."""
         self._report_prompt(sample)
+        metrics, num_tokens = sample.parent.metrics, len(sample.request.output_token_ids)
+        counts, reason = self.counts, sample.completion.finish_reason
+        counts.num_output_tokens += num_tokens
+        if reason is not None:
+            counts.num_ended[reason] += 1
+        if not sample.completion.index:
+            counts.num_prompt_tokens += sample.request.prompt_len
+        if metrics is not None and num_tokens:
+            metrics.last_token_ts = time.monotonic()
+            metrics.num_generation_tokens += num_tokens
         del self._samples[sample.request.request_id]
 
-    @staticmethod
-    def _report_prompt(sample: _Sample) -> None:
+    def _report_prompt(self, sample: _Sample) -> None:
         """Copy the facts about the prompt to the output. All are known once the first token has come."""
+        request, output, metrics = sample.request, sample.parent, sample.parent.metrics
+        if metrics is not None and request.output_token_ids and not metrics.first_token_ts:
+            metrics.first_token_ts = time.monotonic()
         sample.prompt_reported = True
-        request, output = sample.request, sample.parent
         output.num_cached_tokens = max(output.num_cached_tokens, request.num_cached_tokens)
         known = output.prompt_logprobs
         # Of n samples, the one that has progressed most has the longest list.
         if request.params.prompt_logprobs is not None and len(known or ()) <= len(request.prompt_logprobs):
-            output.prompt_logprobs = [None, *request.prompt_logprobs]
+            output.prompt_logprobs = LogprobsView([None, *request.prompt_logprobs], token_text(self.tokenizer))
 
 
 def grammar_compiler(load: Callable[[], Tokenizer | None], model: ModelSpec, config: EngineConfig) -> GrammarCompiler:

@@ -21,9 +21,13 @@ def dead_end(request: Request, vocab_size: int) -> RequestError | None:
     params, num_tokens = request.params, len(request.output_token_ids)
     allowed_V = np.ones(vocab_size, dtype=bool)
     structured = params.structured_outputs
-    if request.grammar is not None and structured is not None:
+    if request.grammar is not None:
         allowed_V = _allowed(request.grammar, request.output_token_ids, vocab_size)
-        if not allowed_V.any():
+        if not allowed_V.any() and (params.bad_words or params.allowed_token_ids is not None):
+            name = "allowed_token_ids" if params.allowed_token_ids is not None else "bad_words"
+            problem = f"no token is left after the first {counted(num_tokens, 'token')} of the output"
+            return RequestError(name, "...", problem)
+        if not allowed_V.any() and structured is not None:
             after = (
                 f"no token can follow its first {counted(num_tokens, 'token')}"
                 if num_tokens

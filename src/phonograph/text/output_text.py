@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from io import SEEK_END, StringIO
 
+from phonograph.core.logprob_views import TokenText, no_text
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.text.tokenizer import Tokenizer
 
@@ -110,3 +111,8 @@ def text_builder(
 ) -> TextBuilder | None:
     """Return a builder, or None if the request gets no text: without a tokenizer, or with `detokenize` False."""
     return TextBuilder(tokenizer, params, prompt_token_ids) if tokenizer is not None and params.detokenize else None
+
+
+def token_text(tokenizer: Tokenizer | None) -> TokenText:
+    """Return the function that returns the text of a token."""
+    return no_text if tokenizer is None else tokenizer.texts.text

@@ -19,6 +19,7 @@ from phonograph.files.model_files import DEMO, is_gguf, model_path
 from phonograph.text.detokenizer import TokenBytes, TokenStream
 from phonograph.text.gguf_tokenizer import has_gguf_tokenizer, make_gguf_tokenizer
 from phonograph.text.light_tokenizer import LightTokenizer
+from phonograph.text.token_texts import TokenTexts
 
 ChatMessage = dict[str, Any]
 _SHOWN = 200
@@ -118,6 +119,11 @@ class Tokenizer:
             raise RequestError(
                 "prompt", shortened(text, _SHOWN), "is not valid Unicode (half of a surrogate pair)"
             ) from None
+
+    @cached_property
+    def texts(self) -> TokenTexts:
+        """Text of single tokens."""
+        return TokenTexts(self)
 
     @cached_property
     def max_token_characters(self) -> int | None:
@@ -230,6 +236,17 @@ def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
         revision=config.tokenizer_revision or config.revision,
         download_dir=config.download_dir,
     )
+
+
+def transformers_tokenizer(tokenizer: Tokenizer | None) -> Any:
+    """Return the tokenizer of transformers inside a tokenizer.
+
+    Raises:
+        RequestError: there is no tokenizer.
+    """
+    if tokenizer is None:
+        raise RequestError("tokenizer", None, "the model has none; give one with tokenizer=, or pass token ids")
+    return tokenizer.hugging_face
 
 
 def has_tokenizer(config: EngineConfig) -> bool:

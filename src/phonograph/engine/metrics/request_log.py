@@ -64,6 +64,7 @@ class RequestLog:
             if sample.last_token is None:
                 sample.first_token = made
                 self.first_token.observe(seen - prompt.opened)
+                sample.first_token = made
             else:
                 self.inter_token.observe((made - sample.last_token) / num_new, num_new)
             sample.last_token = made

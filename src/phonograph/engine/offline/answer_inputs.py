@@ -26,8 +26,8 @@ def answer_inputs(
     inputs: Sequence[Input],
     encode: Callable[[Input], Prompt],
     *,
-    sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-    priority: Sequence[int] | None,
+    sampling_params: SamplingParams | Sequence[SamplingParams],
+    priority: Sequence[int] | int | None,
     use_tqdm: bool,
 ) -> list[RequestOutput]:
     """Answer inputs and return one output for each, in their order.
@@ -40,15 +40,9 @@ def answer_inputs(
             cannot be served has its `error` set in its output.
         KeyboardInterrupt: Ctrl-C was pressed; raised between two steps, so that the session can serve the next call.
     """
-    params = _per_input("sampling_params", SamplingParams() if sampling_params is None else sampling_params, inputs)
-    for value in params:
-        if not isinstance(value, SamplingParams):
-            raise RequestError("sampling_params", shortened(repr(value)), "must be SamplingParams, or a list of them")
-    priorities = _per_input("priority", 0 if priority is None else priority, inputs)
-    if not isinstance(use_tqdm, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise RequestError("use_tqdm", shortened(repr(use_tqdm)), "must be True or False")
+    _check_progress(use_tqdm)
     outputs: list[RequestOutput] = []
-    queue = _queue(session, inputs, encode, params, priorities)
+    queue = _queue(session, inputs, encode, sampling_params, priority)
     scheduler = session.core.scheduler
     # A step admits at most as many requests as there are slots. By priority, the last may run first.
     ahead = scheduler.limits.max_num_seqs if scheduler.policy == "fcfs" else len(inputs)
@@ -77,14 +71,70 @@ def answer_inputs(
     return outputs
 
 
+def enqueue_inputs(
+    session: Session,
+    inputs: Sequence[Input],
+    encode: Callable[[Input], Prompt],
+    *,
+    sampling_params: SamplingParams | Sequence[SamplingParams],
+    priority: Sequence[int] | int | None,
+) -> list[RequestOutput]:
+    """Queue inputs as `answer_inputs` does, and return their outputs, which later steps fill.
+
+    Raises:
+        RequestError: as `answer_inputs`; nothing has been queued.
+    """
+    outputs: list[RequestOutput] = []
+    try:
+        for output in _queue(session, inputs, encode, sampling_params, priority):
+            outputs.append(output)
+    except BaseException:
+        for output in outputs:
+            session.abort(output)
+        raise
+    return outputs
+
+
+def complete_outputs(session: Session, outputs: Sequence[RequestOutput], *, use_tqdm: bool) -> None:
+    """Step until queued outputs are complete. However the call ends, none of their requests is left in the session.
+
+    Raises:
+        KeyboardInterrupt: as `answer_inputs`.
+    """
+    _check_progress(use_tqdm)
+    with (
+        deferred_interrupts() as interrupted,
+        ExitStack() as aborts,
+        _progress_bar(len(outputs), use_tqdm) as report,
+    ):
+        for output in outputs:
+            aborts.callback(session.abort, output)
+            report([output], 0)
+        while not interrupted() and not all(output.finished for output in outputs):
+            changed = session.step()
+            report([output for output in outputs if any(output is one for one in changed)], len(changed))
+    if interrupted():
+        raise KeyboardInterrupt
+
+
+def _check_progress(use_tqdm: object) -> None:
+    if not isinstance(use_tqdm, bool):
+        raise RequestError("use_tqdm", shortened(repr(use_tqdm)), "must be True or False")
+
+
 def _queue(
     session: Session,
     inputs: Sequence[Input],
     encode: Callable[[Input], Prompt],
-    params: Sequence[SamplingParams],
-    priorities: Sequence[int],
+    sampling_params: SamplingParams | Sequence[SamplingParams],
+    priority: Sequence[int] | int | None,
 ) -> Iterator[RequestOutput]:
     """Queue one request for each output that is taken. The output of a refused request has its error."""
+    params = _per_input("sampling_params", sampling_params, inputs)
+    for value in params:
+        if not isinstance(value, SamplingParams):
+            raise RequestError("sampling_params", shortened(repr(value)), "must be SamplingParams, or a list of them")
+    priorities = _per_input("priority", 0 if priority is None else priority, inputs)
     for index, (item, one, rank) in enumerate(zip(inputs, params, priorities, strict=True)):
         prompt: Prompt = []
         try:

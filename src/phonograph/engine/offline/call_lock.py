@@ -48,6 +48,10 @@ class CallLock:
         finally:
             self._sweep()
 
+    def close(self) -> None:
+        """Forget the session, which has ended all its requests. The caller holds the lock."""
+        self._abort = _ignore
+
     def abandon(self, output: RequestOutput) -> None:
         """End a request now, or when the call that holds the session returns.
 
@@ -69,3 +73,7 @@ class CallLock:
     def _end_abandoned(self) -> None:
         while self._abandoned:
             self._abort(self._abandoned.popleft())
+
+
+def _ignore(output: RequestOutput) -> None:
+    """Do nothing: the session has ended the request."""

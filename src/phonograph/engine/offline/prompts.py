@@ -96,8 +96,8 @@ def refuse_unsupported(**arguments: object) -> None:
     """Reject arguments of vLLM's methods that have no effect here.
 
     Raises:
-        RequestError: an argument is not None.
+        RequestError: an argument is neither None nor an empty mapping.
     """
     for name, value in arguments.items():
-        if value is not None:
+        if value is not None and value != {}:
             raise RequestError(name, shortened(repr(value)), "is not supported; leave it out")

@@ -12,10 +12,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from phonograph.core.batch import TokenLogprobs
+from phonograph.core.logprob_views import LogprobsView, TokenText
 from phonograph.core.request import FinishReason
 from phonograph.core.sampling_params import SamplingParams
-from phonograph.engine.outputs import CompletionOutput
-from phonograph.text.output_text import text_builder
+from phonograph.engine.outputs import CompletionOutput, RequestOutput
+from phonograph.text.output_text import text_builder, token_text
 from phonograph.text.tokenizer import Tokenizer
 
 
@@ -40,7 +41,8 @@ class Sample(CompletionOutput):
         self, index: int, tokenizer: Tokenizer | None, params: SamplingParams, prompt_token_ids: list[int]
     ) -> None:
         text = text_builder(tokenizer, params, prompt_token_ids) or ""
-        super().__init__(index, text, logprobs=None if params.logprobs is None else [])
+        logprobs = None if params.logprobs is None else list[TokenLogprobs]()
+        super().__init__(index, text, logprobs=logprobs, token_text=token_text(tokenizer))
         self.admitted: float | None = None
         self.first_token: float | None = None
         self.last_token: float | None = None
@@ -62,8 +64,8 @@ class Sample(CompletionOutput):
         """
         before = len(self.token_ids)
         self.token_ids += token_ids
-        if self.logprobs is not None:
-            self.logprobs += logprobs or ()
+        if self.positions is not None:
+            self.positions += logprobs or ()
         self.update(finish_reason, stop_reason)
         return len(self.token_ids) - before
 
@@ -72,7 +74,7 @@ class Sample(CompletionOutput):
         start, text = self._num_taken, self.text_from(self._text_taken)
         self._num_taken = len(self.token_ids)
         self._text_taken += len(text)
-        return Delta(text, self.token_ids[start:], [] if self.logprobs is None else self.logprobs[start:])
+        return Delta(text, self.token_ids[start:], [] if self.positions is None else self.positions[start:])
 
 
 @dataclass(slots=True)
@@ -93,10 +95,22 @@ class Prompt:
     max_tokens: int | None = None
     opened: float = field(default_factory=time.monotonic)
 
+    def report(self, output: RequestOutput, text: TokenText) -> None:
+        """Copy what is known now to the output of this prompt, whose samples are its `outputs`."""
+        output.num_cached_tokens, output.warnings = self.num_cached_tokens, self.warnings
+        if self.logprobs is not None:
+            output.prompt_logprobs = LogprobsView(self.logprobs, text)
+        metrics = output.metrics
+        if metrics is not None:
+            metrics.first_token_ts = min((one.first_token for one in self.samples if one.first_token), default=0.0)
+            metrics.last_token_ts = max((one.last_token for one in self.samples if one.last_token), default=0.0)
+            metrics.num_generation_tokens = sum(len(one.token_ids) for one in self.samples)
+
 
 class Call:
     """Prompts that were opened together. The caller that opened a call also closes it.
 
+    name:      name of the request for `AsyncLLM.abort`, or None
     streams:   wake the caller at every change, not only at the end
     end:       called when the call closes
     on_change: if set, called once for the changes of a round of reports; `wait` then returns only for the end and
@@ -111,6 +125,7 @@ class Call:
         end: Callable[[Call], None],
     ) -> None:
         self.prompts = prompts
+        self.name: str | None = None
         self._streams = streams
         self._end = end
         self._num_growing = sum(prompt.num_growing for prompt in prompts)

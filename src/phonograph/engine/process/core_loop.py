@@ -6,11 +6,23 @@ import logging
 import time
 from collections import deque
 from dataclasses import dataclass, field, replace
+from itertools import product
 
 from phonograph.core.request import Request
 from phonograph.engine.metrics.step_record import StepRecord
 from phonograph.engine.outputs import RequestOutput
-from phonograph.engine.process.messages import Abort, Add, Channel, PromptFacts, Report, Stop
+from phonograph.engine.process.messages import (
+    Abort,
+    Add,
+    Channel,
+    Pause,
+    PromptFacts,
+    Report,
+    ResetPrefixCache,
+    SampleUpdate,
+    Stop,
+    Verb,
+)
 from phonograph.engine.session import Session
 from phonograph.errors import RequestError, RequestFailure, cause_text
 
@@ -56,6 +68,12 @@ class CoreLoop:
         self._by_key: dict[int, _Open] = {}
         self._by_output: dict[int, _Open] = {}
         self._adding: deque[_Adding] = deque()
+        self._pause: Pause | None = None
+        self._stopped = False  # the pause has begun: no step runs
+        self._held: deque[_Adding] = deque()  # calls that came after the pause
+        self._unanswered: list[int] = []  # pauses that wait for requests
+        self._done: list[int] = []
+        self._ended: list[SampleUpdate] = []  # samples that ended before they were queued
         self._num_steps = 0
         self._expert_load_read = 0.0
         self._steps: list[StepRecord] = []
@@ -73,27 +91,78 @@ class CoreLoop:
             False after `Stop`.
         """
         refused: dict[int, RequestError | RequestFailure] = {}
+        changed: dict[int, RequestOutput] = {}
         aborted = False
-        command = self._channel.receive(wait=not self._session.has_unfinished and not self._adding)
+        command = self._channel.receive(wait=self._stopped or not self._has_work)
         until = time.monotonic() + COMMAND_SECONDS
         while command is not None:
             if isinstance(command, Stop):
                 return False
             if isinstance(command, Add):
-                self._adding.append(_Adding(command))
+                (self._adding if self._pause is None else self._held).append(_Adding(command))
             elif isinstance(command, Abort):
                 self._abort(command)
                 aborted = True
+            elif isinstance(command, Verb):
+                changed |= {id(output): output for output in self._execute(command)}
             command = self._channel.receive(wait=False) if time.monotonic() < until else None
-        self._add_prompts(until, refused)
-        changed: list[RequestOutput] = []
-        if self._session.has_unfinished:
-            changed = self._session.step()
-            self._num_steps += 1
+        if not self._stopped:
+            self._add_prompts(until, refused)
+            if self._session.has_unfinished:
+                changed |= {id(output): output for output in self._session.step()}
+                self._num_steps += 1
+            if self._unanswered and not self._has_work:
+                self._stop()
         # Steps without a token, such as a chunk of a long prompt, are reported too.
-        if changed or refused or aborted or self._steps:
-            self._report(changed, refused)
+        if changed or refused or aborted or self._steps or self._done or self._ended:
+            self._report(list(changed.values()), refused)
         return True
+
+    @property
+    def _has_work(self) -> bool:
+        return self._session.has_unfinished or bool(self._adding)
+
+    def _execute(self, verb: Verb) -> list[RequestOutput]:
+        """Execute a verb, or begin to; return the outputs that it changed."""
+        if isinstance(verb, ResetPrefixCache):
+            self._session.core.scheduler.reset_prefix_cache()
+            self._done.append(verb.key)
+            return []
+        if isinstance(verb, Pause):
+            self._pause, self._stopped = verb, False
+            self._unanswered.append(verb.key)
+            changed = self._abort_all() if verb.mode == "abort" else []
+            if verb.mode == "keep":
+                while self._session.core.in_flight:
+                    changed += self._session.step(schedules=False)
+            if verb.mode == "keep" or not self._has_work:
+                self._stop()
+            return changed
+        self._pause, self._stopped = None, False
+        self._adding += self._held
+        self._held.clear()
+        self._done += [*self._unanswered, verb.key]
+        self._unanswered.clear()
+        return []
+
+    def _stop(self) -> None:
+        """Begin the pause: requests have ended, or are kept."""
+        self._stopped = True
+        if self._pause is not None and self._pause.clear_cache:
+            self._session.core.scheduler.reset_prefix_cache()
+        self._done += self._unanswered
+        self._unanswered.clear()
+
+    def _abort_all(self) -> list[RequestOutput]:
+        """End the requests in progress, also those that are not queued yet; return the outputs."""
+        for call in self._adding:
+            for key, index in product(call.left, range(call.params.n)):
+                self._ended.append((key, index, [], None, "abort", None))
+        self._adding.clear()
+        outputs = [opened.output for opened in self._by_key.values()]
+        for output in outputs:
+            self._session.abort(output)
+        return outputs
 
     def _add_prompts(self, until: float, refused: dict[int, RequestError | RequestFailure]) -> None:
         """Queue prompts until the time is over, at least one. The rest follows after the next step."""
@@ -124,7 +193,7 @@ class CoreLoop:
     def _abort(self, command: Abort) -> None:
         opened = self._by_key.get(command.key)
         if opened is None:
-            for call in self._adding:
+            for call in (*self._adding, *self._held):
                 call.left.pop(command.key, None)
             return
         self._session.abort(opened.output, command.index)
@@ -140,8 +209,12 @@ class CoreLoop:
         report = Report(
             stats=stats, num_steps=self._num_steps, refused=refused, steps=steps, expert_load=self._expert_load()
         )
+        report.updates, self._ended = self._ended, []
+        report.done, self._done = self._done, []
         for output in changed:
-            opened = self._by_output[id(output)]
+            opened = self._by_output.get(id(output))
+            if opened is None:  # aborted after it changed
+                continue
             if output.error is None:
                 try:
                     self._report_output(opened, report)
@@ -167,7 +240,8 @@ class CoreLoop:
         output = opened.output
         if not opened.prompt_reported:
             opened.prompt_reported = True
-            report.prompts[opened.key] = PromptFacts(output.num_cached_tokens, output.prompt_logprobs, output.warnings)
+            scored = None if output.prompt_logprobs is None else list(output.prompt_logprobs.positions)
+            report.prompts[opened.key] = PromptFacts(output.num_cached_tokens, scored, output.warnings)
         for index, completion in enumerate(output.outputs):
             start, end = opened.num_reported[index], len(completion.token_ids)
             ended = completion.finish_reason is not None and index not in opened.ended
@@ -181,7 +255,7 @@ class CoreLoop:
                 opened.ended.add(index)
                 if request.num_preemptions:
                     report.preempted[opened.key, index] = request.num_preemptions
-            logprobs = None if completion.logprobs is None else completion.logprobs[start:end]
+            logprobs = None if completion.positions is None else completion.positions[start:end]
             token_ids = completion.token_ids[start:end]
             reasons = completion.finish_reason, completion.stop_reason
             report.updates.append((opened.key, index, token_ids, logprobs, *reasons))

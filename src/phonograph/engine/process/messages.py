@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from phonograph.core.batch import TokenLogprobs
 from phonograph.core.request import FinishReason
@@ -45,12 +45,45 @@ class Abort:
     index: int | None = None
 
 
+PauseMode = Literal["abort", "wait", "keep"]
+
+
+@dataclass(slots=True)
+class Pause:
+    """Stops the steps of the engine until `Resume`. Prompts that come meanwhile wait for it.
+
+    key:         of the answer, which comes when no step is in flight
+    mode:        "abort" ends the requests in progress, "wait" lets them end first, "keep" continues them later
+    clear_cache: forget the cached prefixes then
+    """
+
+    key: int
+    mode: PauseMode
+    clear_cache: bool
+
+
+@dataclass(slots=True)
+class Resume:
+    """Ends a pause; it has no effect without one."""
+
+    key: int
+
+
+@dataclass(slots=True)
+class ResetPrefixCache:
+    """Forgets all cached prefixes. Requests in progress continue."""
+
+    key: int
+
+
 @dataclass(slots=True)
 class Stop:
     """Ends the engine and all requests in progress."""
 
 
-Command = Begin | Add | Abort | Stop
+Verb = Pause | Resume | ResetPrefixCache
+"""Commands that the engine answers by their keys."""
+Command = Begin | Add | Abort | Verb | Stop
 
 
 class Progress(NamedTuple):
@@ -126,6 +159,7 @@ class Report:
     preempted: numbers of preemptions of samples that ended and had some, by key and index
     steps:   steps whose results were taken since the last report
     expert_load: pairs of each expert since the start, by the index of a layer; None if they were not read
+    done:    keys of verbs that were executed
     time:    time of the report in seconds of `time.monotonic`, which the processes of a machine share
     """
 
@@ -138,6 +172,7 @@ class Report:
     preempted: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
     steps: list[StepRecord] = field(default_factory=list[StepRecord])
     expert_load: dict[int, list[int]] | None = None
+    done: list[int] = field(default_factory=list[int])
     time: float = field(default_factory=time.monotonic)
 
 

@@ -39,7 +39,9 @@ def run_engine(config: EngineConfig, channel: Channel, *, owns_process: bool) ->
     model = engine.plan.model.with_tokenizer_end(begin.eos_token_id)
     grammars = grammar_compiler(lambda: load_tokenizer(config), model, config)
     grammars.warm()
-    CoreLoop(Session(engine.core, model, None, config.seed, grammars), channel).run()
+    session = Session(engine.core, model, None, config.seed, grammars)
+    CoreLoop(session, channel).run()
+    session.close("the engine ended before the output was complete")
 
 
 def _facts(engine: Engine, seconds: float) -> EngineFacts:

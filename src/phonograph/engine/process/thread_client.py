@@ -114,6 +114,10 @@ class ThreadClient:
                 if not self._channel.has_started:
                     self._channel.send(StartFailed(PhonographError(f"{self.end()} while it started")))
             self._channel.call(self._end)
+        # The engine is garbage now. Imports torch, as above.
+        from phonograph.engine.startup.release import release_memory
+
+        release_memory()
 
     def _end(self) -> None:
         self._dead = True

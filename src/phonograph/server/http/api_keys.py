@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -16,24 +16,36 @@ OPEN_PATHS = frozenset({"/health", "/ping", "/ready", *PATHS})
 
 
 class ApiKeys:
-    """Lets requests pass that have one of the keys as `Authorization: Bearer KEY`."""
+    """Lets requests pass that have one of the keys as `Authorization: Bearer KEY`.
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+    keys:       valid keys
+    open_paths: paths that pass without one of them, as they check keys of their own
+    """
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str], open_paths: Collection[str] = ()) -> None:
         self._app = app
         self._keys = [key.encode() for key in keys]
+        self._open_paths = OPEN_PATHS.union(open_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._knows(scope):
+        if scope["type"] != "http" or scope["path"] in self._open_paths or has_key(scope, self._keys):
             await self._app(scope, receive, send)
             return
-        error = ApiError(401, "a valid API key is needed, sent as `Authorization: Bearer KEY`", code="invalid_api_key")
-        await error_response(error, {"www-authenticate": "Bearer"})(scope, receive, send)
+        await error_response(key_error("API key"))(scope, receive, send)
 
-    def _knows(self, scope: Scope) -> bool:
-        scheme, _, token = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
-        # All keys are compared in constant time.
-        matches = [hmac.compare_digest(token.strip(), key) for key in self._keys]
-        return scheme.lower() == b"bearer" and any(matches)
+
+def has_key(scope: Scope, keys: Sequence[bytes]) -> bool:
+    """Return True if a request has one of the keys as `Authorization: Bearer KEY`."""
+    scheme, _, token = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+    # All keys are compared in constant time.
+    matches = [hmac.compare_digest(token.strip(), key) for key in keys]
+    return scheme.lower() == b"bearer" and any(matches)
+
+
+def key_error(name: str) -> ApiError:
+    """Return the error of a request without a valid key (401)."""
+    problem = f"a valid {name} is needed, sent as `Authorization: Bearer KEY`"
+    return ApiError(401, problem, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
 
 
 def error_response(error: ApiError, headers: dict[str, str] | None = None) -> JSONResponse:

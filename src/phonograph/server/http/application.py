@@ -11,8 +11,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from phonograph import __version__
-from phonograph.errors import RequestError, shortened
-from phonograph.server.http import page
+from phonograph.errors import EngineUnavailable, RequestError, shortened
+from phonograph.server.http import admin, page
 from phonograph.server.http.api_errors import ApiError, ErrorAnswer, api_error, failed, invalid
 from phonograph.server.http.api_keys import ApiKeys, error_response
 from phonograph.server.http.body_guard import BodyGuard
@@ -57,15 +57,18 @@ def make_app(serving: Serving) -> FastAPI:
     app.state.serving = serving
     for router in ROUTERS:
         app.include_router(router)
+    if config.enable_admin:
+        app.include_router(admin.router)
     app.add_exception_handler(ApiError, _on_error)
     app.add_exception_handler(RequestError, _on_error)
+    app.add_exception_handler(EngineUnavailable, _on_error)
     app.add_exception_handler(RequestValidationError, _on_invalid_body)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(Exception, _on_bug)
     # Requests pass the middleware added last first.
     app.add_middleware(BodyGuard, config=config)
     if config.api_key:
-        app.add_middleware(ApiKeys, keys=config.api_key)
+        app.add_middleware(ApiKeys, keys=config.api_key, open_paths=admin.PATHS if config.enable_admin else ())
     if config.allowed_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -29,6 +29,8 @@ LIMITS = {
     "tools": "max_request_tools",
     "stop": "max_request_stops",
     "stop_token_ids": "max_request_stop_token_ids",
+    "bad_words": "max_request_stop_token_ids",
+    "allowed_token_ids": "max_request_token_ids",
     "logit_bias": "max_request_biases",
     "tokens": "max_request_token_ids",
 }

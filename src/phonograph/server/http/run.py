@@ -22,6 +22,7 @@ from phonograph.engine.async_llm import AsyncLLM
 from phonograph.engine.process.client import StartProgress
 from phonograph.engine.process.process_client import ProcessClient
 from phonograph.errors import ModelError, RequestError
+from phonograph.server.http.admin import check_admin
 from phonograph.server.http.application import make_app
 from phonograph.server.http.http_protocol import http_protocol
 from phonograph.server.http.listen import bound, shown_address, tls_context
@@ -94,6 +95,7 @@ def checked_template(engine: EngineConfig, server: ServerConfig) -> str | None:
     if not has_tokenizer(engine):
         raise ModelError(f"{engine.model} has no tokenizer, which a server needs; give one with --tokenizer")
     check_tools(server)
+    check_admin(server)
     return chat_template(server)
 
 

@@ -19,7 +19,7 @@ from phonograph.engine.process.calls import Call, Sample
 from phonograph.errors import PhonographError
 from phonograph.server.http.api_errors import ApiError, api_error, failed
 from phonograph.server.http.error_count import ERRORS
-from phonograph.server.openai.answers import DONE, Answer, ChunkWriter, error_chunk
+from phonograph.server.openai.answers import DONE, Answer, ChunkWriter, TokenIdAnswer, error_chunk
 from phonograph.server.openai.protocol import GenerationBody
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._call = call
         self._answer = answer
-        self._writer = ChunkWriter(answer.head)
+        self._writer = ChunkWriter(answer.head, answer.first_fields if isinstance(answer, TokenIdAnswer) else {})
         self._continuous_usage = body.continuous_usage
         self._include_usage = body.include_usage
         self._names = body.names()

@@ -64,17 +64,66 @@ def usage_of(call: Call, *, num_completion_tokens: int | None = None) -> dict[st
     }
 
 
-class ChunkWriter:
-    """Writes chunks with a common head, which is encoded once."""
+class TokenIdAnswer:
+    """An answer with the token ids of its prompts and choices, where vLLM has them; see `Answer`.
 
-    def __init__(self, head: Mapping[str, Any]) -> None:
+    A chat has the ids of its prompt beside the choices, and a stream in its first chunk. A completion has them in each
+    choice. A chunk has the ids of the tokens since the chunk before.
+
+    first_fields: fields of the first chunk beside the head
+    """
+
+    def __init__(self, answer: Answer, call: Call, *, prompt_only: bool) -> None:
+        self.head = answer.head
+        self._answer = answer
+        self._call = call
+        self._prompt_only = prompt_only
+        self._is_chat = answer.head["object"].startswith("chat.")
+        self.first_fields = {"prompt_token_ids": call.prompts[0].token_ids} if self._is_chat else {}
+        self._begun: set[int] = set()
+        self._unsent: dict[int, list[int]] = {}
+
+    def whole(self) -> dict[str, Any]:
+        answer = self._answer.whole()
+        for choice, sample in zip(answer["choices"], self._call.samples, strict=True):
+            self._add(choice, sample, sample.token_ids)
+        return {**answer, **self.first_fields}
+
+    def usage(self) -> dict[str, Any]:
+        return self._answer.usage()
+
+    def choices(self, sample: Sample, delta: Delta) -> list[dict[str, Any]]:
+        choices = self._answer.choices(sample, delta)
+        # A delta may have no chunk, while the parser of a format waits for more, or several.
+        token_ids = self._unsent.pop(sample.index, []) + delta.token_ids
+        if not choices:
+            self._unsent[sample.index] = token_ids
+            return choices
+        for choice in choices:
+            self._add(choice, sample, token_ids if choice is choices[-1] else [])
+        return choices
+
+    def _add(self, choice: dict[str, Any], sample: Sample, token_ids: list[int]) -> None:
+        choice["token_ids"] = [] if self._prompt_only else token_ids
+        if not self._is_chat and sample.index not in self._begun:
+            place = sample.index * len(self._call.prompts) // len(self._call.samples)
+            choice["prompt_token_ids"] = self._call.prompts[place].token_ids
+        self._begun.add(sample.index)
+
+
+class ChunkWriter:
+    """Writes chunks with a common head, which is encoded once. The first chunk has `first_fields` too."""
+
+    def __init__(self, head: Mapping[str, Any], first_fields: Mapping[str, Any]) -> None:
         self._begin = b"data: " + to_json(head)[:-1] + b',"choices":['
+        self._first = b"data: " + to_json({**head, **first_fields})[:-1] + b',"choices":['
 
     def chunk(self, choice: Mapping[str, Any] | None, usage: Mapping[str, Any] | None = None) -> bytes:
         """Return one event. Without a choice it is the last chunk, with the usage alone."""
         middle = b"" if choice is None else to_json(choice, inf_nan_mode="null")
         end = b"]}\n\n" if usage is None else b'],"usage":' + to_json(usage) + b"}\n\n"
-        return self._begin + middle + end
+        begin, self._first = self._first, self._begin
+        return begin + middle + end
 
 
 def error_chunk(error: ApiError) -> bytes:

@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from phonograph.core.batch import TokenLogprobs
 from phonograph.core.sampling_params import SamplingParams
+from phonograph.engine.admission import admitted_bad_words
 from phonograph.engine.process.calls import Call, Delta, Sample
 from phonograph.server.http.api_errors import invalid
 from phonograph.server.http.json_route import JsonRoute
@@ -57,7 +58,7 @@ def _prepared(serving: Serving, body: ChatBody) -> tuple[ToolChoice | None, list
     )
     if serving.harmony is not None:
         params = replace(params, stop_token_ids=(*params.stop_token_ids, *serving.harmony.stop_token_ids))
-    return tools, prompt, params
+    return tools, prompt, admitted_bad_words(params, serving.tokenizer)
 
 
 class ChatAnswer:
@@ -78,7 +79,7 @@ class ChatAnswer:
             {
                 "index": sample.index,
                 "message": {"role": "assistant", **self._message(sample), "refusal": None},
-                **self._rest(sample, sample.logprobs or []),
+                **self._rest(sample, sample.positions or []),
             }
             for sample in self._call.samples
         ]

@@ -7,33 +7,11 @@ from itertools import islice
 from typing import Any
 
 from phonograph.core.batch import TokenLogprobs
+from phonograph.text.token_texts import TokenTexts
 from phonograph.text.tokenizer import Tokenizer
 
 LEAST = -9999.0
 """Replaces minus infinity, which JSON cannot represent."""
-
-
-class TokenTexts:
-    """Text and bytes of single tokens as part of a text, not as its start. A token may be part of a character."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._token_bytes = tokenizer.token_bytes
-        self._texts: dict[int, str] = {}
-
-    def text(self, token_id: int) -> str:
-        r"""Return the token's text, or its bytes in OpenAI's form (`bytes:\xe2`) if they are not whole characters."""
-        if token_id not in self._texts:
-            data = self.bytes(token_id)
-            try:
-                text = data.decode("utf-8")
-            except UnicodeDecodeError:
-                text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
-            self._texts[token_id] = text
-        return self._texts[token_id]
-
-    def bytes(self, token_id: int) -> bytes:
-        """Return the token's UTF-8 bytes. The bytes of consecutive tokens form the text."""
-        return self._token_bytes.next(token_id) or b""
 
 
 class CompletionLogprobs:

@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from phonograph.core.batch import TokenLogprobs
 from phonograph.core.sampling_params import SamplingParams
+from phonograph.engine.admission import admitted_bad_words
 from phonograph.engine.process.calls import Call, Delta, Prompt, Sample
 from phonograph.server.http.api_errors import invalid
 from phonograph.server.http.json_route import JsonRoute
@@ -50,7 +51,7 @@ def _prepared(serving: Serving, body: CompletionBody, gone: threading.Event) -> 
         max_logprobs=serving.config.max_logprobs,
         scores_prompt=bool(body.echo),
     )
-    return prompts, params
+    return prompts, admitted_bad_words(params, serving.tokenizer)
 
 
 class CompletionAnswer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
@@ -10,11 +9,8 @@ from typing import Any, get_args
 from phonograph.config.engine_config import EngineConfig
 from phonograph.config.server_config import ServerConfig, ToolCallParser
 from phonograph.core.sampling_params import SamplingParams
-from phonograph.errors import ConfigError, ModelError, RequestError, shortened
-from phonograph.files.model_files import model_path
-
-SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-"""Fields of generation_config.json that become defaults of requests."""
+from phonograph.engine.offline.model_defaults import FIELDS, model_sampling_defaults
+from phonograph.errors import ConfigError, RequestError, shortened
 
 
 def sampling_defaults(engine: EngineConfig, server: ServerConfig) -> dict[str, Any]:
@@ -30,10 +26,8 @@ def sampling_defaults(engine: EngineConfig, server: ServerConfig) -> dict[str, A
 def _of_server(server: ServerConfig) -> Mapping[str, Any]:
     found = server.override_generation_config or {}
     for name, value in found.items():
-        if name not in SAMPLING:
-            raise ConfigError(
-                "override_generation_config", dict(found), f"has {name!r}; known are {', '.join(SAMPLING)}"
-            )
+        if name not in FIELDS:
+            raise ConfigError("override_generation_config", dict(found), f"has {name!r}; known are {', '.join(FIELDS)}")
         try:
             SamplingParams(**{name: value})
         except RequestError as error:
@@ -44,23 +38,7 @@ def _of_server(server: ServerConfig) -> Mapping[str, Any]:
 def _of_model(engine: EngineConfig, server: ServerConfig) -> dict[str, Any]:
     if server.generation_config != "auto":
         return {}
-    folder = model_path(
-        engine.model,
-        revision=engine.revision,
-        config_only=engine.load_format == "dummy",
-        download_dir=engine.download_dir,
-    )
-    file = folder / "generation_config.json"
-    if not file.is_file():
-        return {}
-    problem = f"{file}: is unusable; --generation-config none does without it"
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        found = {name: content[name] for name in SAMPLING if content.get(name) is not None}
-        SamplingParams(**found)
-    except (OSError, ValueError, AttributeError, RequestError) as error:
-        raise ModelError(f"{problem} ({error})") from error
-    return found
+    return model_sampling_defaults(engine, remedy="--generation-config none does without it")
 
 
 def check_tools(server: ServerConfig) -> None:

@@ -23,9 +23,9 @@ NO_EFFECT = frozenset(
 """OpenAI fields that do not change the answer. They are accepted, and a header lists them."""
 
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
-    **dict.fromkeys(("allowed_token_ids", "audio", "bad_words", "chat_template", "documents"), ()),
+    **dict.fromkeys(("audio", "chat_template", "documents"), ()),
     **dict.fromkeys(("functions", "guided_decoding_backend", "kv_transfer_params", "logits_processors"), ()),
-    **dict.fromkeys(("mm_processor_kwargs", "prompt_embeds", "return_token_ids", "truncate_prompt_tokens"), ()),
+    **dict.fromkeys(("mm_processor_kwargs", "prompt_embeds", "truncate_prompt_tokens"), ()),
     **dict.fromkeys(("use_beam_search", "vllm_xargs", "web_search_options"), ()),
     **dict.fromkeys(("function_call", "reasoning_effort"), ("none",)),
     **dict.fromkeys(("include_reasoning", "spaces_between_special_tokens"), (True,)),
@@ -148,6 +148,11 @@ Prompts = Annotated[
     list[Any],
     BeforeValidator(_prompts),
     WithJsonSchema({"anyOf": [*_ONE_PROMPT, {"type": "array", "items": {"anyOf": _ONE_PROMPT}, "minItems": 1}]}),
+]
+Texts = Annotated[
+    list[Any],
+    _list_of(str, "must be a list of texts"),
+    WithJsonSchema({"type": "array", "items": {"type": "string"}}),
 ]
 Choices = Annotated[
     list[Any],

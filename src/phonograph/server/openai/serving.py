@@ -30,12 +30,12 @@ from phonograph.server.observe.metrics import EngineCollector
 from phonograph.server.observe.request_lines import log_request
 from phonograph.server.observe.traces import Traces
 from phonograph.server.observe.warning_header import field_warnings, with_grammar_warnings
-from phonograph.server.openai.answers import Answer
-from phonograph.server.openai.completion_logprobs import TokenTexts
+from phonograph.server.openai.answers import Answer, TokenIdAnswer
 from phonograph.server.openai.conversation import read_messages
 from phonograph.server.openai.fields import Body
 from phonograph.server.openai.harmony import MOST_CHARACTERS, Harmony
 from phonograph.server.openai.protocol import ChatBody, GenerationBody, TokenizeBody
+from phonograph.text.token_texts import TokenTexts
 from phonograph.text.tokenizer import Tokenizer
 
 THREADS = 2
@@ -74,7 +74,7 @@ class Serving:
     _threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(THREADS, "tokenizer"))
 
     def __post_init__(self) -> None:
-        self.texts = TokenTexts(self.tokenizer)
+        self.texts = self.tokenizer.texts
         self.registry = CollectorRegistry()
         self.registry.register(EngineCollector(self.engine, self.names[0], self.errors.rejected))
         ProcessCollector(registry=self.registry)
@@ -334,6 +334,9 @@ async def respond(call: Call, answer: Answer, body: GenerationBody, headers: Map
     Raises:
         ApiError: the call failed before the answer began.
     """
+    call.name = answer.head["id"]
+    if body.return_token_ids:
+        answer = TokenIdAnswer(answer, call, prompt_only=body.requested_tokens() == 0)
     try:
         if body.stream:
             await call.wait(peek=True)

@@ -1,0 +1,60 @@
+"""Parameters of beam search, validated at construction."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from numbers import Real
+
+from phonograph.core.checked_arguments import checks_arguments
+from phonograph.core.sampling_params import MAX_LOGPROBS
+from phonograph.errors import RequestError
+
+MAX_WIDTH = MAX_LOGPROBS // 2
+"""Each beam is continued by twice as many tokens as there are beams."""
+
+
+@checks_arguments("parameter of beam search", neutral={}, hints={})
+@dataclass(frozen=True, slots=True)
+class BeamSearchParams:
+    """Parameters of `LLM.beam_search`, with vLLM's names and meanings.
+
+    Attributes:
+        beam_width: sequences that are kept after each token, and returned.
+        max_tokens: maximum tokens to generate.
+        ignore_eos: continue after the model's end-of-sequence tokens.
+        temperature: draws one more continuation of each beam at this temperature; 0 takes the most likely ones only.
+        length_penalty: exponent of the length that divides a sequence's log-probability; larger prefers longer ones.
+        include_stop_str_in_output: keep the end-of-sequence token in the tokens.
+
+    Raises:
+        RequestError: a value is out of range.
+
+    Example:
+        ```python
+        params = BeamSearchParams(beam_width=4, max_tokens=16)
+        assert params.length_penalty == 1.0
+        ```
+    """
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        for name, most in (("beam_width", MAX_WIDTH), ("max_tokens", None)):
+            value = getattr(self, name)
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            if not whole or value < 1 or (most is not None and value > most):
+                limit = "" if most is None else f" and <= {most}"
+                raise RequestError(name, value, f"must be an integer >= 1{limit}")
+        for name, least in (("temperature", 0.0), ("length_penalty", -math.inf)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value) or value < least:
+                raise RequestError(name, value, "must be a finite number" + " >= 0" * (least == 0.0))
+        for name in ("ignore_eos", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(name, getattr(self, name), "must be True or False")

@@ -1,0 +1,57 @@
+"""Constructors with vLLM's arguments: neutral values are dropped, other unknown names are refused by a sentence."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any, TypeVar
+
+from phonograph.errors import RequestError, shortened
+
+Made = TypeVar("Made")
+
+
+def checks_arguments(
+    noun: str, *, neutral: Mapping[str, tuple[object, ...]], hints: Mapping[str, str]
+) -> Callable[[type[Made]], type[Made]]:
+    """Return a decorator of a dataclass whose constructor explains unknown arguments.
+
+    Args:
+        noun: name of an argument in errors, such as "sampling parameter".
+        neutral: arguments of vLLM that are taken with these values, which change nothing here; None is one of them.
+        hints: other arguments of vLLM, each with the problem and what works instead, in words that follow its name.
+    """
+
+    def decorate(cls: type[Any]) -> type[Any]:
+        construct = cls.__init__
+        known = [one.name for one in fields(cls)]
+
+        @functools.wraps(construct)
+        def checked(self: Any, *args: Any, **values: Any) -> None:
+            try:
+                construct(self, *args, **values)
+            except TypeError:
+                unknown = values.keys() - set(known)
+                if not unknown:
+                    raise
+                for name in sorted(unknown):
+                    value = values.pop(name)
+                    if name not in neutral or value not in (None, *neutral[name]):
+                        raise RequestError(name, shortened(repr(value)), _problem(name)) from None
+                construct(self, *args, **values)
+
+        def _problem(name: str) -> str:
+            if name in hints:
+                return hints[name]
+            if name in neutral:
+                return "is vLLM's and not here yet; leave it out"
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"they are {', '.join(known)}"
+            return f"is not a {noun}; {hint}"
+
+        cls.__init__ = checked
+        return cls
+
+    return decorate

@@ -1,0 +1,31 @@
+"""Methods of vLLM's engines that are missing here: an error that says what works."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+_TEXT = "models generate text, and embeddings and scores are not here yet"
+_WORKERS = "an engine has no workers; it runs in this process, or in one of its own with AsyncLLM"
+_WEIGHTS = "weights cannot be replaced yet; make a new engine"
+MISSING = {
+    **dict.fromkeys(("embed", "encode", "classify", "score", "reward"), _TEXT),
+    **dict.fromkeys(("collective_rpc", "apply_model", "get_world_size"), _WORKERS),
+    **dict.fromkeys(("init_weight_transfer_engine", "start_weight_update", "update_weights"), _WEIGHTS),
+    **dict.fromkeys(("finish_weight_update", "reload_weights"), _WEIGHTS),
+    **dict.fromkeys(("start_profile", "stop_profile"), "it is not here yet; run the program under a profiler"),
+    **dict.fromkeys(("add_lora", "remove_lora", "list_loras"), "adapters are merged into the weights beforehand"),
+    **dict.fromkeys(("sleep", "wake_up", "is_sleeping"), "it is not here yet; close() gives the memory back"),
+    "llm_engine": "`session` adds, steps and aborts requests",
+}
+"""Attributes of vLLM's `LLM` and `AsyncLLM`, each with the reason for its absence, or what works."""
+
+
+class VllmMethods:
+    """Base of `LLM` and `AsyncLLM`, whose AttributeError explains methods of vLLM."""
+
+    if not TYPE_CHECKING:  # for type checkers, a class with this method has every attribute
+
+        def __getattr__(self, name: str) -> object:
+            reason = f"; {MISSING[name]}" if name in MISSING else ""
+            text = f"{type(self).__name__!r} object has no attribute {name!r}{reason}"
+            raise AttributeError(text, name=name, obj=self)

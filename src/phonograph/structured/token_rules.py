@@ -1,0 +1,110 @@
+"""Allowed tokens and forbidden words as a grammar, so that the masks of grammars enforce them inside of a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from phonograph.core.grammar import Grammar, GrammarError, Matcher
+
+
+class TokenRules:
+    """A grammar of all outputs of allowed tokens without forbidden words; see `Grammar`.
+
+    Args:
+        vocab_size: tokens of the model.
+        allowed: token ids that an output may have; None for all.
+        forbidden: words, each as one token or more, none of them empty. An output never has all tokens of one in order.
+        inner: a grammar that outputs also follow.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        *,
+        allowed: Sequence[int] | None,
+        forbidden: Sequence[Sequence[int]],
+        inner: Grammar | None,
+    ) -> None:
+        self.inner = inner
+        allowed_V = np.ones(vocab_size, dtype=bool)
+        if allowed is not None:
+            allowed_V[:] = False
+            allowed_V[list(allowed)] = True
+        allowed_V[[word[0] for word in forbidden if len(word) == 1]] = False
+        # Bits after the vocabulary stay set, as in other masks.
+        padded = np.ones(-(-vocab_size // 32) * 32, dtype=bool)
+        padded[:vocab_size] = allowed_V
+        self.mask_W = np.packbits(padded, bitorder="little").view(np.int32)
+        # Longer words by their last token but one: a step looks at few of them.
+        self.longer: dict[int, list[tuple[list[int], int]]] = {}
+        for word in forbidden:
+            if len(word) > 1:
+                self.longer.setdefault(word[-2], []).append((list(word[:-1]), word[-1]))
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        return () if self.inner is None else self.inner.warnings
+
+    def matcher(self) -> Matcher:
+        return _RulesMatcher(self, None if self.inner is None else self.inner.matcher(), [])
+
+
+class _RulesMatcher:
+    """Position of one output: its tokens so far, and the position in the inner grammar; see `Matcher`."""
+
+    def __init__(self, rules: TokenRules, inner: Matcher | None, output: list[int]) -> None:
+        self._rules = rules
+        self._inner = inner
+        self._output = output
+
+    @property
+    def ended(self) -> bool:
+        return self._inner is not None and self._inner.ended
+
+    def accept(self, token_id: int) -> None:
+        if not self._allows(token_id):
+            raise GrammarError(f"token {token_id} is not allowed, or completes a word of bad_words")
+        if self._inner is not None:
+            self._inner.accept(token_id)
+        self._output.append(token_id)
+
+    def validate(self, token_ids: Sequence[int]) -> int:
+        most = len(token_ids) if self._inner is None else self._inner.validate(token_ids)
+        length = len(self._output)
+        for token_id in token_ids[:most]:
+            if not self._allows(token_id):
+                break
+            self._output.append(token_id)
+        count = len(self._output) - length
+        del self._output[length:]
+        return count
+
+    def rollback(self, num_tokens: int) -> None:
+        if self._inner is not None:
+            self._inner.rollback(num_tokens)
+        del self._output[len(self._output) - num_tokens :]
+
+    def copy(self) -> Matcher:
+        return _RulesMatcher(self._rules, None if self._inner is None else self._inner.copy(), self._output.copy())
+
+    def fill(self, bitmask_RW: np.ndarray, row: int) -> None:
+        if self._inner is None:
+            bitmask_RW[row] = self._rules.mask_W
+        else:
+            self._inner.fill(bitmask_RW, row)
+            bitmask_RW[row] &= self._rules.mask_W
+        bits_W = bitmask_RW[row].view(np.uint32)
+        for token_id in self._completing():
+            bits_W[token_id // 32] &= ~np.uint32(1 << token_id % 32)
+
+    def _allows(self, token_id: int) -> bool:
+        word = int(self._rules.mask_W[token_id // 32]) & 0xFFFFFFFF
+        return bool(word >> token_id % 32 & 1) and token_id not in self._completing()
+
+    def _completing(self) -> list[int]:
+        """Return the tokens that would complete a word of several tokens."""
+        output = self._output
+        words = self._rules.longer.get(output[-1], ()) if output else ()
+        return [last for before, last in words if output[-len(before) :] == before]

@@ -1,0 +1,152 @@
+"""Log-probabilities and times of outputs as vLLM's users read them."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import pickle
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phonograph import LLM, AsyncLLM, EngineConfig, SamplingParams
+from phonograph.core.batch import TokenLogprobs
+from phonograph.core.logprob_views import Logprob, LogprobsView, PositionLogprobs, no_text
+from phonograph.engine.offline.model_defaults import default_sampling_params
+from phonograph.engine.outputs import CompletionOutput, RequestOutput
+from phonograph.errors import ModelError, RequestError
+
+SCORED = SamplingParams(max_tokens=6, temperature=0.8, seed=3, logprobs=2, prompt_logprobs=1, ignore_eos=True)
+SETTINGS: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": 4, "enforce_eager": True}
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM("demo", **SETTINGS)
+
+
+async def last_output(params: SamplingParams) -> RequestOutput:
+    async with AsyncLLM("demo", **SETTINGS) as llm:
+        outputs = [output async for output in llm.generate("1 2 3", params)]
+    return outputs[-1]
+
+
+@pytest.mark.parametrize("engine", ["LLM", "AsyncLLM"])
+def test_outputs_read_as_those_of_vllm(llm: LLM, engine: str) -> None:
+    output = llm.generate("1 2 3", SCORED)[0] if engine == "LLM" else asyncio.run(last_output(SCORED))
+    (sample,) = output.outputs
+    assert sample.logprobs is not None and output.prompt_logprobs is not None and llm.tokenizer is not None
+    assert len(sample.logprobs) == len(sample.token_ids) == 6
+    for token_id, position in zip(sample.token_ids, sample.logprobs, strict=True):
+        assert position[token_id].logprob <= 0 and position[token_id].rank >= 1
+        assert position[token_id].decoded_token == llm.tokenizer.texts.text(token_id)
+        assert next(iter(position)) == token_id and 2 <= len(position) <= 3
+        likely = [one for one in position.values() if one.rank <= 2]
+        assert [one.rank for one in sorted(likely, key=lambda one: -one.logprob)] == [1, 2]
+    texts = [position[token].decoded_token for token, position in zip(sample.token_ids, sample.logprobs, strict=True)]
+    assert "".join(map(str, texts)) == sample.text
+    assert sample.cumulative_logprob == sum(
+        position[token].logprob for token, position in zip(sample.token_ids, sample.logprobs, strict=True)
+    )
+    assert output.prompt_logprobs[0] is None and len(output.prompt_logprobs) == len(output.prompt_token_ids)
+    for token_id, position in list(zip(output.prompt_token_ids, output.prompt_logprobs, strict=True))[1:]:
+        assert position is not None and token_id in position and position[token_id].decoded_token is not None
+
+
+@pytest.mark.parametrize("engine", ["LLM", "AsyncLLM"])
+def test_times_of_a_request(llm: LLM, engine: str) -> None:
+    before, clock = time.time(), time.monotonic()
+    params = SamplingParams(max_tokens=6, n=2, ignore_eos=True)
+    output = llm.generate("1 2 3", params)[0] if engine == "LLM" else asyncio.run(last_output(params))
+    metrics = output.metrics
+    assert metrics is not None and before <= metrics.arrival_time <= time.time()
+    assert clock <= metrics.queued_ts <= metrics.first_token_ts <= metrics.last_token_ts <= time.monotonic()
+    assert metrics.first_token_latency == metrics.first_token_ts - metrics.queued_ts
+    assert metrics.num_generation_tokens == 12
+    assert output.outputs[0].logprobs is None and output.outputs[0].cumulative_logprob is None
+
+
+def test_a_request_that_ends_before_its_first_token_has_no_times(llm: LLM) -> None:
+    output = llm.session.add([5, 6], SCORED)
+    llm.session.abort(output)
+    assert output.metrics is not None and output.metrics.first_token_latency == 0
+    assert output.metrics.first_token_ts == output.metrics.last_token_ts == output.metrics.num_generation_tokens == 0
+
+
+def test_a_copy_of_an_output_keeps_the_texts_of_its_tokens(llm: LLM) -> None:
+    (output,) = llm.generate("1 2 3", SCORED)
+    for copied in (pickle.loads(pickle.dumps(output)), copy.deepcopy(output)):
+        assert copied == output and copied.outputs[0] == output.outputs[0]
+        assert [dict(one) for one in copied.outputs[0].logprobs] == [dict(one) for one in output.outputs[0].logprobs]
+        assert len(pickle.dumps(copied)) < 10_000, "the tokenizer is left behind"
+
+
+def test_a_view_is_a_sequence_of_mappings() -> None:
+    positions = [None, TokenLogprobs([7, 9, 7], [-2.0, -0.5, -2.0], [2, 1, 2])]
+    view: LogprobsView[PositionLogprobs | None] = LogprobsView(positions, {7: "a", 9: "b"}.get)
+    expected = {7: Logprob(-2.0, 2, "a"), 9: Logprob(-0.5, 1, "b")}
+    assert view[0] is None and view[1] == expected == view[-1] and view[1:] == [expected]
+    assert list(view[1].items()) == list(expected.items()) and repr(view) == repr([None, expected])
+    with pytest.raises(KeyError, match="8"):
+        view[1][8]
+    with pytest.raises(IndexError):
+        view[2]
+    assert view[1].token_ids == [7, 9, 7] and view[1].logprobs[1] == -0.5 and view[1].ranks == [2, 1, 2]
+    assert view == [None, expected] and view != [None] and view == LogprobsView(list(positions), no_text)
+    positions.append(None)
+    assert len(view) == 3, "it grows with the output"
+
+
+def test_the_outputs_of_a_failed_request_carry_its_reason(llm: LLM) -> None:
+    for output in (llm.generate([[5] * 300, [5]])[0], pickle.loads(pickle.dumps(llm.generate([[5] * 300, [5]])[0]))):
+        assert output.finished and len(output.outputs) == 0 and not list(output.outputs)
+        with pytest.raises(IndexError, match="refused or failed: prompt length=300: tokens leave no room"):
+            output.outputs[0]
+    output = llm.session.add([5, 6], SCORED)
+    llm.session.fail(output, RequestError("prompt", 3, "was withdrawn"))
+    with pytest.raises(IndexError, match="was withdrawn"):
+        output.outputs[0]
+    assert output.error is not None and llm.generate("1 2 3", SCORED)[0].error is None
+
+
+def test_an_output_reads_its_log_probabilities_lazily() -> None:
+    asked: list[int] = []
+    positions = [TokenLogprobs([token_id], [-1.0], [1]) for token_id in range(5)]
+    output = CompletionOutput(0, logprobs=positions, token_text=lambda token_id: asked.append(token_id) or "x")
+    assert output.logprobs is not None and output.cumulative_logprob == -5.0 and not asked
+    assert output.logprobs[3][3].decoded_token == "x" and asked == [3]
+
+
+def test_the_tokenizer_is_that_of_transformers(llm: LLM) -> None:
+    tokenizer = llm.get_tokenizer()
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "2 + 3"}], tokenize=False)
+    assert "2 + 3" in text and tokenizer.encode("1 2 3") == llm.generate("1 2 3", SCORED)[0].prompt_token_ids
+
+
+def test_requests_without_parameters_take_those_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": 0.0, "top_p": 0.9, "top_k": None}))
+    config = EngineConfig(model=str(tmp_path))
+    assert default_sampling_params(config) == SamplingParams(temperature=0.0, top_p=0.9)
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(ModelError, match="generation_config.json: is unusable; requests with sampling_params"):
+        default_sampling_params(config)
+    greedy = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    for home in ("offline.offline_engine", "async_llm"):
+        monkeypatch.setattr(f"phonograph.engine.{home}.default_sampling_params", lambda config: greedy)
+    with LLM("demo", **SETTINGS) as llm:
+        assert llm.get_default_sampling_params() == greedy
+        expected = llm.generate("1 2 3", greedy)[0].outputs[0].token_ids
+        assert llm.generate("1 2 3")[0].outputs[0].token_ids == expected
+        assert [*llm.stream("1 2 3")][-1].outputs[0].token_ids == expected
+        assert len(llm.chat([{"role": "user", "content": "2 + 3"}])[0].outputs[0].token_ids) == 4
+
+    async def asynchronous() -> list[int]:
+        async with AsyncLLM("demo", **SETTINGS) as llm:
+            assert await llm.get_default_sampling_params() == greedy
+            assert (await llm.get_tokenizer()).encode("1") == llm.tokenizer.encode("1")
+            return [output async for output in llm.generate("1 2 3")][-1].outputs[0].token_ids
+
+    assert asyncio.run(asynchronous()) == expected
