@@ -11,7 +11,9 @@ from phonograph.config.base import Settings
 
 LogLevel = Literal["critical", "error", "warning", "info", "debug"]
 GenerationConfig = Literal["auto", "none"]
-ToolCallParser = Literal["hermes", "llama3_json"]
+ToolCallParser = Literal["hermes", "llama3_json", "mistral", "pythonic", "qwen3_coder", "deepseek_v3"]
+ReasoningParser = Literal["qwen3", "deepseek_r1", "mistral", "none"]
+ReasoningKey = Literal["both", "reasoning", "reasoning_content"]
 ChatFormat = Literal["template", "harmony"]
 
 
@@ -55,10 +57,16 @@ class ServerConfig(Settings):
         default="auto", description="Use the sampling defaults of the model: auto, or none."
     )
     enable_auto_tool_choice: values.Flag = Field(
-        default=False, description="Let the model decide to call tools; needs tool_call_parser."
+        default=True, description="Let the model decide to call tools, where the format of its calls is known."
     )
     tool_call_parser: Annotated[ToolCallParser | None, values.one_of(ToolCallParser)] = Field(
-        default=None, description="Format of the model's tool calls."
+        default=None, description="Format of the model's tool calls; default: the chat template's."
+    )
+    reasoning_parser: Annotated[ReasoningParser | None, values.one_of(ReasoningParser)] = Field(
+        default=None, description="Format of the model's reasoning; default: the chat template's."
+    )
+    reasoning_key: Annotated[ReasoningKey, values.one_of(ReasoningKey)] = Field(
+        default="both", description="Keys of the reasoning in messages and chunks."
     )
     max_logprobs: values.Count = Field(default=20, description="Maximum logprobs of a request.")
     request_timeout: values.OptionalDuration = Field(

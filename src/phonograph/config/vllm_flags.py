@@ -60,7 +60,7 @@ MISSING = {
     **dict.fromkeys(("--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs", "--ssl-cert-reqs"), _TLS),
     **dict.fromkeys(("--runner", "--task", "--convert", "--pooler-config"), "models generate text"),
     **dict.fromkeys(("--speculative-config", "--speculative-model"), "no draft model runs"),
-    **dict.fromkeys(("--reasoning-parser", "--structured-outputs-config", "--guided-decoding-backend"), ""),
+    **dict.fromkeys(("--structured-outputs-config", "--guided-decoding-backend"), ""),
     **dict.fromkeys(("--tool-parser-plugin", "--chat-template-content-format", "--response-role"), ""),
     **dict.fromkeys(("--download-dir", "--hf-token", "--code-revision", "--config-format", "--tokenizer-mode"), ""),
     **dict.fromkeys(("--skip-tokenizer-init", "--model-impl", "--override-generation-config"), ""),
@@ -81,7 +81,8 @@ MISSING = {
 SAMPLING = (
     *("n", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("logit_bias", "logprobs", "prompt_logprobs", "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos"),
-    *("include_stop_str_in_output", "skip_special_tokens", "detokenize", "structured_outputs"),
+    *("include_stop_str_in_output", "skip_special_tokens", "shown_token_ids", "detokenize", "structured_outputs"),
+    *("reasoning_end_token_ids", "reasoning_start_token_id", "thinking_token_budget"),
 )
 """Sampling parameters, which are no settings of an engine. This room cannot import them."""
 

@@ -26,7 +26,7 @@ from phonograph.errors import ConfigError, ModelError, RequestError, shortened
 from phonograph.server.http.application import make_app
 from phonograph.server.http.http_protocol import http_protocol
 from phonograph.server.http.starting import Starting
-from phonograph.server.openai.defaults import chat_template, check_tools, sampling_defaults
+from phonograph.server.openai.defaults import chat_template, sampling_defaults
 from phonograph.server.openai.harmony import load_harmony
 from phonograph.server.openai.serving import Serving
 from phonograph.text.tokenizer import has_tokenizer
@@ -66,7 +66,6 @@ async def _serve(
 ) -> int:
     if not has_tokenizer(engine_config):
         raise ModelError(f"{engine_config.model} has no tokenizer, which a server needs; give one with --tokenizer")
-    check_tools(config)
     template = chat_template(config)
     starting = Starting(BACKLOG)
 
@@ -85,6 +84,8 @@ async def _serve(
                     harmony = await asyncio.to_thread(load_harmony, engine.facts.vocab_size)
                 serving = Serving(engine, config, engine_config.model, defaults, template, harmony)
                 http = _Server(serving)
+                for note in serving.formats.notes:
+                    log.info("%s", note)
                 await asyncio.to_thread(try_chat, serving)
                 # All present objects stay. Without them, collections are too short for clients to notice.
                 gc.collect()

@@ -43,6 +43,12 @@ def _read(message: Message, where: str, meter: JsonMeter) -> Message:
         raise invalid(f"{where}.content", "content is missing; send a string or a list of text parts")
     else:
         read["content"] = None
+    reasoning = read.get("reasoning_content") or read.get("reasoning")
+    if reasoning is not None:
+        if not isinstance(reasoning, str):
+            raise invalid(f"{where}.reasoning", "reasoning must be a string")
+        # Clients send one of the names, and templates read one of them.
+        read |= {"reasoning": reasoning, "reasoning_content": reasoning}
     if "tool_calls" in read:
         read["tool_calls"] = _tool_calls(read["tool_calls"], f"{where}.tool_calls", meter)
     return read

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from phonograph.config.engine_config import EngineConfig
-from phonograph.config.server_config import ServerConfig, ToolCallParser
+from phonograph.config.server_config import ServerConfig
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.errors import ConfigError, ModelError, RequestError, shortened
 from phonograph.files.model_files import model_path
@@ -36,17 +36,6 @@ def sampling_defaults(engine: EngineConfig, server: ServerConfig) -> dict[str, A
     except (OSError, ValueError, AttributeError, RequestError) as error:
         raise ModelError(f"{problem} ({error})") from error
     return found
-
-
-def check_tools(server: ServerConfig) -> None:
-    """Check that automatic tool calls have a parser.
-
-    Raises:
-        ConfigError: tool_call_parser is not set.
-    """
-    if server.enable_auto_tool_choice and server.tool_call_parser is None:
-        known = ", ".join(get_args(ToolCallParser))
-        raise ConfigError("enable_auto_tool_choice", True, f"needs tool_call_parser, one of {known}")
 
 
 def chat_template(server: ServerConfig) -> str | None:

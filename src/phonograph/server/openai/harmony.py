@@ -17,11 +17,11 @@ from typing import Any
 
 from phonograph.errors import ConfigError, quoted
 from phonograph.server.http.api_errors import invalid
+from phonograph.server.openai.answer_reader import joined_calls, written_call
 from phonograph.server.openai.protocol import ChatBody
 from phonograph.server.openai.structured import field_of
-from phonograph.server.openai.tool_answers import joined_calls, written_call
-from phonograph.server.openai.tool_calls import Found, ToolDelta
 from phonograph.server.openai.tools import ToolChoice
+from phonograph.text.formats.answer_parts import Found, ToolDelta
 
 _LIBRARY = "openai_harmony"
 EFFORTS = ("low", "medium", "high")

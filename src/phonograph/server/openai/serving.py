@@ -35,6 +35,9 @@ from phonograph.server.openai.conversation import read_messages
 from phonograph.server.openai.fields import Body
 from phonograph.server.openai.harmony import MOST_CHARACTERS, Harmony
 from phonograph.server.openai.protocol import ChatBody, GenerationBody, TokenizeBody
+from phonograph.server.openai.thinking import template_options
+from phonograph.text.formats.find_formats import Formats, find_formats
+from phonograph.text.formats.template_variables import template_variables
 from phonograph.text.tokenizer import Tokenizer
 
 THREADS = 2
@@ -55,6 +58,8 @@ class Serving:
     defaults:      sampling parameters of the model
     chat_template: replaces the model's template
     harmony:       format of chats in place of templates, or None
+    formats:       formats of reasoning and calls in the model's answers
+    variables:     variables that the chat template reads, or None if they are unknown
     errors:        counts of error answers
     started:       start time in seconds since the epoch
     """
@@ -66,6 +71,8 @@ class Serving:
     chat_template: str | None
     harmony: Harmony | None = None
     texts: TokenTexts = field(init=False)
+    formats: Formats = field(init=False)
+    variables: frozenset[str] | None = field(init=False)
     registry: CollectorRegistry = field(init=False)
     errors: ErrorCounts = field(default_factory=ErrorCounts)
     started: int = field(default_factory=lambda: int(time.time()))
@@ -73,6 +80,15 @@ class Serving:
 
     def __post_init__(self) -> None:
         self.texts = TokenTexts(self.tokenizer)
+        template = None if self.harmony is not None else self.chat_template or self.tokenizer.chat_template
+        self.variables = None if template is None else template_variables(template)
+        self.formats = find_formats(
+            self.tokenizer,
+            template,
+            reasoning_parser=self.config.reasoning_parser,
+            tool_call_parser=self.config.tool_call_parser,
+            finds_tools=self.config.enable_auto_tool_choice,
+        )
         self.registry = CollectorRegistry()
         self.registry.register(EngineCollector(self.engine, self.names[0]))
 
@@ -93,6 +109,8 @@ class Serving:
             ApiError: a field is wrong or not supported, or the request names another model.
         """
         ignored = body.check()
+        if isinstance(body, ChatBody | TokenizeBody) and self.harmony is None:
+            ignored += template_options(body, self.variables, self.formats)[1]
         if body.model is not None and body.model not in self.names:
             problem = f"the model {quoted(body.model)} does not exist; this server has {', '.join(self.names)}"
             raise ApiError(404, problem, param="model", code="model_not_found")
@@ -226,7 +244,7 @@ class Serving:
             template=self.chat_template,
             add_generation_prompt=not continues if begins is None else begins,
             continue_final_message=continues,
-            variables=body.chat_template_kwargs,
+            variables=template_options(body, self.variables, self.formats)[0],
             tools=tools,
         )
         return self.encode_text(text, whole_context=whole_context, field="messages")
