@@ -54,7 +54,7 @@ TOOL_FORMATS: Mapping[ToolCallParser, ToolFormat] = {
         ToolFormat("hermes", r"<tool_call>", "<tool_call>", Hermes, other=r"<arg_key>|<function="),
         ToolFormat("deepseek_v3", r"<｜tool▁call▁begin｜>", "<｜tool▁call▁begin｜>", DeepSeekCalls),
         ToolFormat("mistral", r"\[TOOL_CALLS\]", _MISTRAL[0], MistralCalls, markers=_MISTRAL, short_ids=True),
-        ToolFormat("pythonic", r"\[\w+\(\w+ ?=", None, PythonicCalls),
+        ToolFormat("pythonic", r"\[\w+\(\w+ ?=", None, PythonicCalls, other=r"<\|tool_call_start\|>|<TOOLCALL>"),
         ToolFormat("llama3_json", r"""'"parameters": |"name": function name, "parameters":""", None, JsonCalls),
     )
 }
