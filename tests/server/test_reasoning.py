@@ -174,6 +174,21 @@ def test_earlier_reasoning_reaches_the_template_by_both_keys(serve_with: Any) ->
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "messages[0].reasoning"
 
 
+def test_templates_that_join_arguments_to_text(serve_with: Any) -> None:
+    call = {"function": {"name": "add", "arguments": '{"a":  1}'}}
+    body = {"messages": [{"role": "assistant", "content": "x", "tool_calls": [call]}]}
+    loops = "{% for message in messages %}{% for call in message.tool_calls %}"
+    ends = "{% endfor %}{% endfor %}"
+    for joined, text in (("'<' + call.function.arguments", '<{"a": 1}'), ("call.function.arguments.a", "1")):
+        server = serve_with(chat_template=loops + "{{ " + joined + " }}" + ends)
+        tokens = server.post("/tokenize", body).json()["tokens"]
+        assert server.post("/detokenize", {"tokens": tokens}).json() == {"prompt": text}
+    server = serve_with(chat_template=loops + "{{ 1 + call.function.arguments }}" + ends)
+    answer = server.post("/tokenize", body)
+    assert answer.status_code == 400 and "unsupported operand" in answer.json()["error"]["message"]
+    assert "'dict'" in answer.json()["error"]["message"], "the first error, of arguments as objects"
+
+
 CALLS = {
     "hermes": '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>',
     "llama3_json": '{"name": "add", "parameters": {"a": 1}}',

@@ -465,3 +465,12 @@ def test_tokens_of_reasoning(name: str, opening: Opening, token_ids: list[int], 
     for end in range(len(token_ids) + 1):
         last = counted.count(token_ids[:end])
     assert last == number == ReasoningTokens(REASONING[name], opening).count(token_ids)
+
+
+def test_the_time_of_counting_is_proportional_to_the_length() -> None:
+    counted, token_ids = ReasoningTokens(REASONING["qwen3"], IN), list[int]()
+    began = time.process_time()
+    for number in range(20_000):
+        token_ids.append(5)
+        assert counted.count(token_ids) == number + 1
+    assert time.process_time() - began < 1.5

@@ -29,6 +29,29 @@ def read_messages(messages: list[Message], meter: JsonMeter) -> list[Message]:
     return [_read(message, f"messages[{index}]", meter) for index, message in enumerate(messages)]
 
 
+def with_text_arguments(messages: list[Message]) -> list[Message] | None:
+    """Return the messages with the arguments of calls as JSON text; None if there are no calls."""
+    found = [
+        {
+            **message,
+            "tool_calls": [
+                {
+                    **call,
+                    "function": {
+                        **call["function"],
+                        "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
+                    },
+                }
+                for call in message["tool_calls"]
+            ],
+        }
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
+    return None if found == messages else found
+
+
 def _read(message: Message, where: str, meter: JsonMeter) -> Message:
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:

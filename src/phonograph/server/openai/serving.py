@@ -31,7 +31,7 @@ from phonograph.server.http.stream import EventStream
 from phonograph.server.observe.metrics import EngineCollector
 from phonograph.server.openai.answers import Answer
 from phonograph.server.openai.completion_logprobs import TokenTexts
-from phonograph.server.openai.conversation import read_messages
+from phonograph.server.openai.conversation import Message, read_messages, with_text_arguments
 from phonograph.server.openai.fields import Body
 from phonograph.server.openai.harmony import MOST_CHARACTERS, Harmony
 from phonograph.server.openai.protocol import ChatBody, GenerationBody, TokenizeBody
@@ -239,14 +239,29 @@ class Serving:
         continues, begins = bool(body.continue_final_message), body.add_generation_prompt
         if self.harmony is not None:
             return self._encode_harmony(self.harmony, body, tools, whole_context=whole_context)
-        text = self.tokenizer.render_chat(
-            read_messages(body.messages or [], JsonMeter(self.config)),
-            template=self.chat_template,
-            add_generation_prompt=not continues if begins is None else begins,
-            continue_final_message=continues,
-            variables=template_options(body, self.variables, self.formats)[0],
-            tools=tools,
-        )
+
+        def render(messages: list[Message]) -> str:
+            return self.tokenizer.render_chat(
+                messages,
+                template=self.chat_template,
+                add_generation_prompt=not continues if begins is None else begins,
+                continue_final_message=continues,
+                variables=template_options(body, self.variables, self.formats)[0],
+                tools=tools,
+            )
+
+        messages = read_messages(body.messages or [], JsonMeter(self.config))
+        try:
+            text = render(messages)
+        except RequestError as error:
+            # Some templates, such as DeepSeek's, join the arguments of calls to text.
+            texts = with_text_arguments(messages)
+            if texts is None:
+                raise
+            try:
+                text = render(texts)
+            except RequestError:
+                raise error from None
         return self.encode_text(text, whole_context=whole_context, field="messages")
 
     def _encode_harmony(
