@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from phonograph.text.formats.answer_parser import AnswerParser
 from phonograph.text.formats.find_formats import TOOL_FORMATS
+from phonograph.text.formats.json_calls import NamedCall
 from phonograph.text.formats.reasoning import Opening, ReasoningFormat, ReasoningReader, ReasoningTokens
 
 FUNCTIONS: dict[str, Any] = {
@@ -137,12 +138,18 @@ TOOL_ANSWERS: list[tuple[str, str, str, list[tuple[str, str]]]] = [
         ],
     ),
     ("qwen3_coder", "<function=now>\n</function>", "", [("now", "{}")]),
-    (
-        "qwen3_coder",
-        "<tool_call>" + " " * 300 + "<function=now></function>",
-        "<tool_call>" + " " * 300,
-        [("now", "{}")],
+    *(
+        (
+            "qwen3_coder",
+            "<tool_call>" + " " * spaces + "<function=now></function>",
+            "<tool_call>" + " " * spaces if spaces > 255 else "",
+            [("now", "{}")],
+        )
+        for spaces in (255, 256, 300)
     ),
+    ("qwen3_coder", xml("add", ("a", "true"), ("b", "1.5")), "", [("add", '{"a": "true", "b": 1.5}')]),
+    ("qwen3_coder", xml("add", ("a", "1.5"), ("on", "1")), "", [("add", '{"a": "1.5", "on": "1"}')]),
+    ("qwen3_coder", xml("add", ("a", "2.0")), "", [("add", '{"a": 2.0}')]),
     ("qwen3_coder", "<tool_call><function=now></tool_call> and", "and", [("now", "{}")]),
     (
         "qwen3_coder",
@@ -300,6 +307,17 @@ def test_calls_are_found_behind_reasoning_and_not_in_it(name: str) -> None:
     assert parts(parser(name, "qwen3"), [f"<think>{text}"]) == (text, "", [])
 
 
+def test_a_named_call_begins_after_the_reasoning() -> None:
+    for text, expected in (
+        ("<think>So</think>{}", ("So", "", [("add", "{}")])),
+        ("<think>So", ("So", "", [])),
+        ("{}", ("", "", [("add", "{}")])),
+    ):
+        for pieces in ([text], list(text)):
+            named = AnswerParser(ReasoningReader(REASONING["qwen3"], OPEN), NamedCall("add"))
+            assert parts(named, pieces) == expected
+
+
 ALL = [
     *TOOL_ANSWERS,
     ("hermes", '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>', "", [("add", '{"a": 1}')]),
@@ -404,9 +422,25 @@ def test_hostile_text(name: str, data: st.DataObject) -> None:
 
 LONG = 200_000
 HOSTILE: dict[str, tuple[str, ...]] = {
-    "hermes": ("<tool_call>", "<tool_call> ", "<", '{"', '<tool_call>{"name": "now"}', '"a",'),
+    "hermes": (
+        '<tool_call>{"name": "add", "arguments": {"a": "',
+        "<tool_call>",
+        "<tool_call> ",
+        "<",
+        '{"',
+        '<tool_call>{"name": "now"}',
+        '"a",',
+    ),
     "llama3_json": ('{"', '"\\', " ", '{"name": "add", "parameters": {}}; ', "[", '"a",'),
-    "mistral": ("[", "[TOOL_CALLS]", "[TOOL_CALLS]add{x", "[TOOL_CALLS]now{}", "[TOOL_CALLS] [", '"a",'),
+    "mistral": (
+        '[TOOL_CALLS]add{"a": "',
+        "[",
+        "[TOOL_CALLS]",
+        "[TOOL_CALLS]add{x",
+        "[TOOL_CALLS]now{}",
+        "[TOOL_CALLS] [",
+        '"a",',
+    ),
     "deepseek_v3": (CALLS, CALL, "<", v3("now", "{}"), f"{CALL}add{SEP}{{", "`"),
     "qwen3_coder": (
         "<function=add><parameter=text>",

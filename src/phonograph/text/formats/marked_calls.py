@@ -94,7 +94,6 @@ class MarkedCalls(ABC):
         self._arguments: list[str] = []  # until they begin like an object
         self._span = JsonSpan()
         self._name: str | None = None  # until it is reported
-        self._behind_call = False
         self._content: list[str] = []
         self._calls: list[ToolDelta] = []
 
@@ -127,13 +126,13 @@ class MarkedCalls(ABC):
         if not self._held:
             start = text.find(self.OPEN[0][0], at)
             if start != at:
-                self._emit(text[at:] if start < 0 else text[at:start])
+                self._content.append(text[at:] if start < 0 else text[at:start])
                 return len(text) if start < 0 else start
         self._held += text[at]
         if self._held in self.OPEN:
             self._open, self._held, self._read = self._held, "", self._in_header
         while self._held and not any(marker.startswith(self._held) for marker in self.OPEN):
-            self._emit(self._held[0])
+            self._content.append(self._held[0])
             self._held = self._held[1:]
         return at + 1
 
@@ -149,12 +148,6 @@ class MarkedCalls(ABC):
         return stop
 
     def _header_ended(self) -> None:
-        for marker in self.OPEN:
-            # An earlier marker that no header follows is content.
-            start = self._header.rfind(marker)
-            if start >= 0 and self._name_of(self._header) is None:
-                self._emit(self._open + self._header[:start])
-                self._open, self._header = marker, self._header[start + len(marker) :]
         name = self._name_of(self._header)
         if name in self._names:
             self._name, self._span, self._read = name, JsonSpan(), self._in_arguments
@@ -163,7 +156,7 @@ class MarkedCalls(ABC):
 
     def _refuse(self, text: str) -> None:
         """Take a marker as content, and read the text after it again."""
-        self._emit(self._open)
+        self._content.append(self._open)
         self._open = self._header = ""
         self._arguments, self._again, self._read = [], text, self._in_text
 
@@ -182,25 +175,18 @@ class MarkedCalls(ABC):
                 return end
         if self._span.done:
             self.num_calls += 1
-            self._behind_call, self._read = True, self._in_closing
+            self._read = self._in_closing
         return end
 
     def _in_closing(self, text: str, at: int) -> int:
         if not self._held and text[at].isspace():
-            return at + 1
+            return at + 1  # line breaks around calls belong to the format
         self._held += text[at]
         if self._held in self.CLOSE:
             self._held = ""
         elif not any(marker.startswith(self._held) for marker in (*self.CLOSE, *self.OPEN)) or self._held in self.OPEN:
             self._again, self._held, self._read = self._held, "", self._in_text
         return at + 1
-
-    def _emit(self, text: str) -> None:
-        # Line breaks around calls belong to the format.
-        text = text.lstrip() if self._behind_call else text
-        if text:
-            self._content.append(text)
-            self._behind_call = False
 
 
 class MistralCalls(MarkedCalls):
@@ -230,7 +216,7 @@ class MistralCalls(MarkedCalls):
     def _in_list(self, text: str, at: int) -> int:
         assert self._listed is not None
         found = self._listed.push(text[at:])
-        self._emit(found.content)
+        self._content.append(found.content)
         self._calls += found.calls
         self.num_calls = self._listed.num_calls
         return len(text)
