@@ -6,13 +6,20 @@ The demo model does not reason. Two tokens of its vocabulary stand for the marke
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from servers import QUESTION, Server
 
+from phonograph.config.server_config import ServerConfig
+from phonograph.core.sampling_params import SamplingParams
+from phonograph.engine.process.calls import Delta, Sample
+from phonograph.server.openai.chat_completions import ChatAnswer
+from phonograph.server.openai.protocol import ChatBody
 from phonograph.text.formats import find_formats
 from phonograph.text.formats.find_formats import TOOL_FORMATS
+from phonograph.text.formats.reasoning import Opening, ReasoningFormat
 
 START, END = "<|user|>", "<|system|>"
 TURNS = "{% for message in messages %}<|user|>{{ message.content or '' }}{% endfor %}"
@@ -258,3 +265,20 @@ def test_required_among_the_allowed_tools(server: Server) -> None:
         answer = server.post("/v1/chat/completions", {**ASK, "tools": tools, "tool_choice": allowed}).json()
         names = {call["function"]["name"] for call in answer["choices"][0]["message"]["tool_calls"]}
         assert names == {tool["function"]["name"]}
+
+
+def test_a_token_whose_text_is_kept_back_has_a_chunk() -> None:
+    form = ReasoningFormat(name="qwen3", start="<think>", end="</think>", start_id=1, end_id=2, always=False)
+    formats = find_formats.Formats(form, None, ())
+    serving: Any = SimpleNamespace(names=("m",), harmony=None, config=ServerConfig(), texts=None, formats=formats)
+    body = ChatBody(messages=ASK["messages"], stream=True)
+    sample = Sample(0, None, SamplingParams(detokenize=False), [1])
+    call: Any = SimpleNamespace(samples=[sample])
+    answer = ChatAnswer(serving, call, body, None, opening=Opening.OPEN)
+    deltas: list[Any] = []
+    for number, text in enumerate(["<think>", "So", " \n", "</think>", "Yes", ""]):
+        sample.grow([number], None, None, None)
+        *_, last = answer.choices(sample, Delta(text, [number], []))
+        deltas.append(last["delta"])
+    kept = {"content": ""}
+    assert deltas == [kept, {"reasoning": "So", "reasoning_content": "So"}, kept, kept, {"content": "Yes"}, kept]

@@ -458,7 +458,7 @@ HOSTILE: dict[str, tuple[str, ...]] = {
 def test_the_time_is_proportional_to_the_length(name: str) -> None:
     """A whole answer of 200,000 characters, and the same in tokens, take little time whatever they are."""
     head = next(text for one, text, _, calls in ALL if one == name and calls)
-    began, most = time.process_time(), 1.5
+    began, most = time.process_time(), 3
     for text in (piece * (LONG // len(piece)) for piece in HOSTILE[name]):
         for size, before in ((len(text), head), (4, head), (4, "")):
             parsed = parser(name, "qwen3")
@@ -472,12 +472,13 @@ def test_the_time_is_proportional_to_the_length(name: str) -> None:
 
 @pytest.mark.parametrize("text", ["<", "</think> ", "\n", " \n<think>", "</", "x "])
 def test_the_time_of_reasoning_is_proportional_to_its_length(text: str) -> None:
-    for opening in Opening:
-        reader = ReasoningReader(REASONING["qwen3"], opening)
+    for before in ("", "<think>x"):
+        reader = ReasoningReader(REASONING["qwen3"], OPEN)
+        reader.push(before)
         began = time.process_time()
         for _ in range(LONG // len(text)):
             reader.push(text)
-        assert time.process_time() - began < 1.5
+        assert time.process_time() - began < 3
 
 
 @pytest.mark.parametrize(
@@ -507,4 +508,4 @@ def test_the_time_of_counting_is_proportional_to_the_length() -> None:
     for number in range(20_000):
         token_ids.append(5)
         assert counted.count(token_ids) == number + 1
-    assert time.process_time() - began < 1.5
+    assert time.process_time() - began < 3

@@ -87,17 +87,14 @@ def with_formats(
     Raises:
         RequestError: the budget is out of range.
     """
-    markers = [token_id for token_id in _markers(formats, tokenizer) if token_id in tokenizer.special_token_ids]
-    params = replace(params, shown_token_ids=markers) if markers else params
+    values: dict[str, Any] = {"shown_token_ids": tuple(_markers(formats, tokenizer))}
     form = formats.reasoning
-    if form is None or opening is Opening.OUTSIDE:
-        return params
-    return replace(
-        params,
-        reasoning_end_token_ids=(form.end_id,),
-        reasoning_start_token_id=form.start_id if opening is Opening.OPEN and not form.always else None,
-        thinking_token_budget=body.thinking_token_budget,
-    )
+    if form is not None and opening is not Opening.OUTSIDE:
+        values["reasoning_end_token_ids"] = (form.end_id,)
+        values["thinking_token_budget"] = body.thinking_token_budget
+        if opening is Opening.OPEN and not form.always:
+            values["reasoning_start_token_id"] = form.start_id
+    return replace(params, **values) if len(values) > 1 else params.with_checked(**values)
 
 
 def _markers(formats: Formats, tokenizer: Tokenizer) -> Iterator[int]:
