@@ -170,6 +170,13 @@ def test_effort_for_the_template_and_where_it_has_no_effect(serve_with: Any, ser
     assert answer.status_code == 400 and "--reasoning-parser" in answer.json()["error"]["message"]
 
 
+def test_a_header_names_few_variables(server: Server) -> None:
+    names = {f"x{number}{'y' * 100}": 1 for number in range(20)}
+    header = server.post("/v1/chat/completions", {**ASK, "max_tokens": 1, "chat_template_kwargs": names}).headers
+    assert header["warning"].count("yyy, ") == 8 and "12 more of chat_template_kwargs" in header["warning"]
+    assert len(header["warning"]) < 800
+
+
 def test_earlier_reasoning_reaches_the_template_by_both_keys(serve_with: Any) -> None:
     keys = "{% for message in messages %}{{ message.reasoning }}|{{ message.reasoning_content }};{% endfor %}"
     server = serve_with(chat_template=keys)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from phonograph.errors import ConfigError
 from phonograph.text.formats.find_formats import TOOL_FORMATS, Formats, find_formats
 from phonograph.text.formats.reasoning import Opening, ReasoningFormat
 from phonograph.text.formats.template_variables import template_variables
+from phonograph.text.tokenizer import Tokenizer
 
 
 class Vocabulary:
@@ -36,6 +38,7 @@ LLAMA_TURN = """{{- '{"name": "' + call.name + '", ' }}{{- '"parameters": ' }}{{
 PYTHONIC = "Answer with [func_name(one=1, two=2), other()]"
 MISTRAL = "{{ '[TOOL_CALLS]' + call.name + '[ARGS]' }}"
 MAGISTRAL = MISTRAL + "[THINK]{{ message.reasoning }}[/THINK]"
+V31 = "<｜Assistant｜><｜tool▁call▁begin｜>{% if thinking %}<think>{% else %}</think>{% endif %}"
 R1 = "<｜Assistant｜><｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{{ type }}{{ text.split('</think>')[-1] }}<think>\n"
 GLM = "<tool_call>{{ name }}<arg_key>{{ key }}</arg_key></tool_call>"
 LFM = "<|tool_call_start|>[func_name(one=1)]<|tool_call_end|>"
@@ -66,6 +69,7 @@ def found(template: str | None, vocabulary: Vocabulary = EVERY, **settings: Any)
         (MISTRAL, None, "mistral"),
         (MAGISTRAL, "mistral", "mistral"),
         (R1, "deepseek_r1", "deepseek_v3"),
+        (V31, "qwen3", "deepseek_v3"),
         (GLM, None, None),
         (LFM, None, None),
         ("{{ messages }}", None, None),
@@ -155,3 +159,10 @@ def test_variables_of_a_template() -> None:
     )
     assert template_variables(template) == {"messages", "enable_thinking", "effort"}
     assert template_variables("{% if %}") is None
+
+
+def test_the_text_of_several_templates() -> None:
+    for template, text in (("one", "one"), (None, None), ({"default": "one", "tool_use": "two"}, "one\ntwo")):
+        backend = SimpleNamespace(get_added_tokens_decoder=dict, decoder=None)
+        tokenizer = Tokenizer(SimpleNamespace(backend_tokenizer=backend, chat_template=template))
+        assert tokenizer.template_text == text

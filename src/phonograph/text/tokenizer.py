@@ -88,6 +88,12 @@ class Tokenizer:
         return cast("str | None", self._tokenizer.chat_template)
 
     @property
+    def template_text(self) -> str | None:
+        """Text of the model's chat template, or of all if it has several by name."""
+        template: object = self._tokenizer.chat_template
+        return "\n".join(map(str, template.values())) if isinstance(template, dict) else self.chat_template
+
+    @property
     def has_chat_template(self) -> bool:
         return bool(self.chat_template)
 

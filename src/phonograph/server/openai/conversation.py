@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
+from phonograph.errors import RequestError
 from phonograph.server.http.api_errors import invalid
 from phonograph.server.http.json_meter import JsonMeter
 
@@ -29,7 +31,27 @@ def read_messages(messages: list[Message], meter: JsonMeter) -> list[Message]:
     return [_read(message, f"messages[{index}]", meter) for index, message in enumerate(messages)]
 
 
-def with_text_arguments(messages: list[Message]) -> list[Message] | None:
+def rendered(render: Callable[[list[Message]], str], messages: list[Message]) -> str:
+    """Return a conversation as text. Arguments are text for templates that reject them as objects.
+
+    Some templates, such as DeepSeek's, join the arguments of calls to other text.
+
+    Raises:
+        RequestError: the template rejects the messages in both forms.
+    """
+    try:
+        return render(messages)
+    except RequestError as error:
+        texts = _with_text_arguments(messages)
+        if texts is None:
+            raise
+        try:
+            return render(texts)
+        except RequestError:
+            raise error from None
+
+
+def _with_text_arguments(messages: list[Message]) -> list[Message] | None:
     """Return the messages with the arguments of calls as JSON text; None if there are no calls."""
     found = [
         {

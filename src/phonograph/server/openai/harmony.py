@@ -22,12 +22,15 @@ from phonograph.server.openai.protocol import ChatBody
 from phonograph.server.openai.structured import field_of
 from phonograph.server.openai.tools import ToolChoice
 from phonograph.text.formats.answer_parts import Found, ToolDelta
+from phonograph.text.formats.find_formats import Formats
 
 _LIBRARY = "openai_harmony"
 EFFORTS = ("low", "medium", "high")
 """Efforts of reasoning that the model knows."""
 MOST_CHARACTERS = 128
 """Characters of the longest token."""
+HARMONY_FORMATS = Formats(None, None, ("reasoning and tool calls: harmony (set by chat_format)",))
+"""Formats of a server whose answers `HarmonyReader` reads."""
 _FUNCTIONS = "functions."
 """Beginning of the recipients that are functions of a request."""
 _MOST_PARTS = 4

@@ -31,9 +31,9 @@ from phonograph.server.http.stream import EventStream
 from phonograph.server.observe.metrics import EngineCollector
 from phonograph.server.openai.answers import Answer
 from phonograph.server.openai.completion_logprobs import TokenTexts
-from phonograph.server.openai.conversation import Message, read_messages, with_text_arguments
+from phonograph.server.openai.conversation import Message, read_messages, rendered
 from phonograph.server.openai.fields import Body
-from phonograph.server.openai.harmony import MOST_CHARACTERS, Harmony
+from phonograph.server.openai.harmony import HARMONY_FORMATS, MOST_CHARACTERS, Harmony
 from phonograph.server.openai.protocol import ChatBody, GenerationBody, TokenizeBody
 from phonograph.server.openai.thinking import template_options
 from phonograph.text.formats.find_formats import Formats, find_formats
@@ -80,14 +80,18 @@ class Serving:
 
     def __post_init__(self) -> None:
         self.texts = TokenTexts(self.tokenizer)
-        template = None if self.harmony is not None else self.chat_template or self.tokenizer.chat_template
+        template = self.chat_template or self.tokenizer.template_text
         self.variables = None if template is None else template_variables(template)
-        self.formats = find_formats(
-            self.tokenizer,
-            template,
-            reasoning_parser=self.config.reasoning_parser,
-            tool_call_parser=self.config.tool_call_parser,
-            finds_tools=self.config.enable_auto_tool_choice,
+        self.formats = (
+            HARMONY_FORMATS
+            if self.harmony is not None
+            else find_formats(
+                self.tokenizer,
+                template,
+                reasoning_parser=self.config.reasoning_parser,
+                tool_call_parser=self.config.tool_call_parser,
+                finds_tools=self.config.enable_auto_tool_choice,
+            )
         )
         self.registry = CollectorRegistry()
         self.registry.register(EngineCollector(self.engine, self.names[0]))
@@ -250,18 +254,7 @@ class Serving:
                 tools=tools,
             )
 
-        messages = read_messages(body.messages or [], JsonMeter(self.config))
-        try:
-            text = render(messages)
-        except RequestError as error:
-            # Some templates, such as DeepSeek's, join the arguments of calls to text.
-            texts = with_text_arguments(messages)
-            if texts is None:
-                raise
-            try:
-                text = render(texts)
-            except RequestError:
-                raise error from None
+        text = rendered(render, read_messages(body.messages or [], JsonMeter(self.config)))
         return self.encode_text(text, whole_context=whole_context, field="messages")
 
     def _encode_harmony(

@@ -20,8 +20,10 @@ EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 _EFFORT = "reasoning_effort"
 _SWITCHES = ("enable_thinking", "thinking")
 """Variables by which templates turn reasoning on and off."""
-_SHOWN = 100
+_SHOWN = 50
 """Characters of a variable's name in a header."""
+_MOST_NAMES = 8
+"""Variables that a header names."""
 
 
 def template_options(
@@ -40,7 +42,10 @@ def template_options(
     options = dict(body.chat_template_kwargs or {})
     ignored: list[str] = []
     if variables is not None:
-        ignored += (f"chat_template_kwargs.{_quotable(name)}" for name in options if name not in variables)
+        unread = [name for name in options if name not in variables]
+        ignored += (f"chat_template_kwargs.{_quotable(name)}" for name in unread[:_MOST_NAMES])
+        if len(unread) > _MOST_NAMES:
+            ignored.append(f"{len(unread) - _MOST_NAMES} more of chat_template_kwargs")
     effort = None
     if isinstance(body, ChatBody):
         effort = body.reasoning_effort

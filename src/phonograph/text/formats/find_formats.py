@@ -68,6 +68,8 @@ _MARKERS: Mapping[ReasoningParser, tuple[str, str]] = {
 }
 _DEEPSEEK = "<｜Assistant｜>"
 """Marker of a turn in the templates of models whose answers may lack the opening marker."""
+_SWITCH = re.compile(r"\b(?:enable_)?thinking\b")
+"""Variable of templates whose models answer without reasoning too. In them an opening marker is never missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +140,7 @@ def _reasoning(tokenizer: Tokenizer, template: str, name: ReasoningParser | None
             problem = f"needs the tokens {' and '.join(_MARKERS[name])}, which the vocabulary has not; none works"
             raise ConfigError("reasoning_parser", name, problem)
         return form, "set by reasoning_parser"
-    think: ReasoningParser = "deepseek_r1" if _DEEPSEEK in template else "qwen3"
+    think: ReasoningParser = "deepseek_r1" if _DEEPSEEK in template and not _SWITCH.search(template) else "qwen3"
     names: list[ReasoningParser] = [one for one in ("mistral", think) if _MARKERS[one][1] in template]
     forms = [form for form in (_with_tokens(tokenizer, one) for one in names) if form is not None]
     if not names:
