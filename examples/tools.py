@@ -26,7 +26,7 @@ def main() -> None:
     messages: list[Any] = [
         {"role": "user", "content": "Tom has 12 apples and buys 7 more. How many apples does Tom have?"}
     ]
-    # "required" and a named function make valid calls with any model. "auto" needs --enable-auto-tool-choice.
+    # "required" and a named function make valid calls with any model. "auto" reads the model's own.
     answer = client.chat.completions.create(
         model="demo",
         messages=messages,

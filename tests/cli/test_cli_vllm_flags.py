@@ -138,7 +138,6 @@ def test_the_table_of_neutral_values_is_of_flags_that_are_not_here() -> None:
         ("task", "generate", "embed"),
         ("distributed_executor_backend", "mp", "ray"),
         ("disable_custom_all_reduce", True, None),
-        ("reasoning_parser", None, "deepseek_r1"),
     ],
 )
 def test_a_value_that_changes_nothing_is_taken_everywhere(

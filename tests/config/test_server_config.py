@@ -24,8 +24,10 @@ VALUES: dict[str, tuple[str, Any]] = {
     "chat_format": ("HARMONY", "harmony"),
     "generation_config": ("NONE", "none"),
     "max_logprobs": ("0", 0),
-    "enable_auto_tool_choice": ("true", True),
+    "enable_auto_tool_choice": ("false", False),
     "tool_call_parser": ("HERMES", "hermes"),
+    "reasoning_parser": ("None", "none"),
+    "reasoning_key": ("REASONING", "reasoning"),
     "allowed_origins": ('["*"]', ("*",)),
     "allowed_methods": ("GET,POST", ("GET", "POST")),
     "allowed_headers": ("x-a", ("x-a",)),
@@ -78,6 +80,8 @@ def on_the_command_line(*tokens: str) -> tuple[EngineConfig, ServerConfig]:
 
 def tokens(name: str, text: str) -> list[str]:
     flag = f"--{name.replace('_', '-')}"
+    if text == "false":
+        return [flag.replace("--", "--no-", 1)]
     return [flag] if text == "true" else [flag, text]
 
 

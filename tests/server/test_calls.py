@@ -38,6 +38,7 @@ from phonograph.server.http.error_count import ErrorCounts
 from phonograph.server.observe.graphs import graphs
 from phonograph.server.observe.metrics import EngineCollector
 from phonograph.server.openai.answers import usage_of
+from phonograph.text.formats.find_formats import Formats
 from phonograph.text.tokenizer import Tokenizer
 
 STATS = SchedulerStats(
@@ -323,7 +324,9 @@ def test_graphs_that_took_a_second_try_are_shown_and_counted(
     async def body(bench: Bench) -> None:
         retry = CaptureRetry(GraphKey(GraphSet.DECODE, 2, 2, 1), "the library was not loaded")
         monkeypatch.setattr(bench.engine, "facts", replace(FACTS, capture_retries=(retry,)))
-        state = SimpleNamespace(serving=SimpleNamespace(engine=bench.engine, names=["demo"], errors=ErrorCounts()))
+        serving = SimpleNamespace(engine=bench.engine, names=["demo"], errors=ErrorCounts())
+        serving.formats = Formats(None, None, ("tool calls: none",))
+        state = SimpleNamespace(serving=serving)
         request: Any = SimpleNamespace(app=SimpleNamespace(state=state))
         shown = (await graphs(request, last=0, after=0))["captures"]["retries"]
         assert shown == [{"set": "decode", "tokens": 2, "slots": 2, "reason": "the library was not loaded"}]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from phonograph.config.server_config import ServerConfig
 from phonograph.core.batch import TokenLogprobs
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.process.calls import Call, Prompt, Sample
@@ -16,6 +17,7 @@ from phonograph.server.openai.chat_completions import ChatAnswer
 from phonograph.server.openai.completion_logprobs import TokenTexts
 from phonograph.server.openai.completions import CompletionAnswer
 from phonograph.server.openai.protocol import ChatBody, CompletionBody
+from phonograph.text.formats.find_formats import Formats
 from phonograph.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.load(model_path("demo"))
@@ -29,6 +31,7 @@ def streamed(kind: str, ends: list[int]) -> list[dict[str, Any]]:
     sample = Sample(0, TOKENIZER, params, [5, 6])
     call = Call([Prompt(0, [5, 6], [sample], num_growing=1)], streams=True, end=lambda _: None)
     serving: Any = SimpleNamespace(names=["m"], tokenizer=TOKENIZER, texts=TokenTexts(TOKENIZER), harmony=None)
+    serving.config, serving.formats = ServerConfig(), Formats(None, None, ())
     answer: Any
     if kind == "chat":
         messages = [{"role": "user", "content": "x"}]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from phonograph.config.server_config import ServerConfig
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.process.calls import Delta, Sample
 from phonograph.errors import ConfigError
@@ -181,7 +182,7 @@ def test_fields_that_the_format_restricts(fields: dict[str, Any], param: str | N
 
 def test_answers_of_the_endpoint(harmony: Harmony) -> None:
     """A chunk a step, and the finish reason of calls."""
-    serving: Any = SimpleNamespace(names=("m",), harmony=harmony, config=None, texts=None)
+    serving: Any = SimpleNamespace(names=("m",), harmony=harmony, config=ServerConfig(), texts=None)
     text, reasoning, _, calls = ANSWERS[1]
     body = ChatBody(messages=[{"role": "user", "content": "Hi"}], stream=True)
     for stream in (True, False):

@@ -180,7 +180,7 @@ CHATS: list[tuple[dict[str, Any], str, str]] = [
         for choice in ("required", {"type": "function", "function": {"name": "f"}})
     ),
     ({"tools": [TOOL, TOOL]}, "tools", "the same name"),
-    ({"tools": [TOOL]}, "tool_choice", "--enable-auto-tool-choice"),
+    ({"tools": [TOOL]}, "tool_choice", "start the server with --tool-call-parser"),
     ({"tool_choice": "auto"}, "tool_choice", "needs tools"),
     ({"tools": [TOOL], "tool_choice": "all"}, "tool_choice", "none, auto, required"),
     ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "among"),

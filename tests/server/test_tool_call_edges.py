@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from phonograph.server.openai.tool_answers import CallReader
-from phonograph.server.openai.tool_calls import Hermes
+from phonograph.server.openai.answer_reader import AnswerReader
 from phonograph.server.openai.tools import ToolChoice
+from phonograph.text.formats.find_formats import TOOL_FORMATS
+from phonograph.text.formats.json_calls import Hermes
 
 TOOLS: list[Any] = [{"type": "function", "function": {"name": name}} for name in ("add", "now")]
 AUTO = ToolChoice(form="parsed", tools=TOOLS)
@@ -25,11 +26,11 @@ CASES = [
 def test_whole_text_and_single_characters(
     form: Any, text: str, content: str | None, calls: list[tuple[str, str]]
 ) -> None:
-    message = CallReader(AUTO, form).message(text)
+    message = AnswerReader(AUTO, TOOL_FORMATS[form], None).message(text)
     assert message["content"] == content
     found = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", [])]
     assert found == calls
-    reader, streamed = CallReader(AUTO, form), ""
+    reader, streamed = AnswerReader(AUTO, TOOL_FORMATS[form], None), ""
     for place, character in enumerate(text):
         streamed += reader.delta(character, ended=place == len(text) - 1).get("content", "")
     assert streamed == (content or "")
@@ -37,12 +38,12 @@ def test_whole_text_and_single_characters(
 
 @pytest.mark.parametrize("text", ["[", '[{"name": "ad', '[{"name"'])
 def test_the_rest_of_a_truncated_list_is_not_content(text: str) -> None:
-    reader = CallReader(ToolChoice(form="required", tools=TOOLS), None)
+    reader = AnswerReader(ToolChoice(form="required", tools=TOOLS), None, None)
     assert not reader.message(text)["content"]
 
 
 def test_a_named_call_has_its_name_though_its_first_token_has_no_text() -> None:
-    reader = CallReader(ToolChoice(form="named", tools=TOOLS, function="add"), None)
+    reader = AnswerReader(ToolChoice(form="named", tools=TOOLS, function="add"), None, None)
     deltas = [reader.delta(text, ended=not text and bool(place)) for place, text in enumerate(["", '{"a"', ": 1}", ""])]
     (call,) = deltas[0]["tool_calls"]
     assert call["function"] == {"name": "add", "arguments": ""} and call["id"]

@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 from byte_grammars import byte_compiler, compiled, takes
 
-from phonograph.config.server_config import ServerConfig
-from phonograph.errors import ConfigError
-from phonograph.server.openai.defaults import check_tools
-from phonograph.server.openai.tool_answers import CallReader
+from phonograph.server.openai.answer_reader import AnswerReader
 from phonograph.server.openai.tools import ToolChoice, read_tools
+from phonograph.text.formats.find_formats import TOOL_FORMATS
 
 TOOLS: list[Any] = [{"type": "function", "function": {"name": name}} for name in ("add", "now")]
 AUTO = ToolChoice(form="parsed", tools=TOOLS)
@@ -98,12 +96,12 @@ CASES = [("hermes", *case) for case in HERMES] + [("llama3_json", *case) for cas
 def test_calls_of_a_whole_text_and_of_a_stream(
     form: Any, text: str, content: str | None, calls: list[tuple[str, str]]
 ) -> None:
-    message = CallReader(AUTO, form).message(text)
+    message = AnswerReader(AUTO, TOOL_FORMATS[form], None).message(text)
     assert message["content"] == content
     found = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", [])]
     assert found == calls
     for seed in range(20):
-        rng, reader = random.Random(seed), CallReader(AUTO, form)
+        rng, reader = random.Random(seed), AnswerReader(AUTO, TOOL_FORMATS[form], None)
         streamed, names, arguments, start = "", [], [""] * len(calls), 0
         while start <= len(text):
             end = start + rng.choice([1, 1, 2, 5, 30])
@@ -121,7 +119,7 @@ def test_calls_of_a_whole_text_and_of_a_stream(
 
 def test_text_that_is_not_json_is_content() -> None:
     text = '<tool_call>{"name": "add", "arguments": {a}}</tool_call><tool_call>{"name": "now"}</tool_call>'
-    reader = CallReader(AUTO, "hermes")
+    reader = AnswerReader(AUTO, TOOL_FORMATS["hermes"], None)
     assert reader.message(text) == {"content": text} and not reader.has_calls
 
 
@@ -129,7 +127,7 @@ def test_one_call_where_one_is_wanted() -> None:
     choice = read_tools(TOOLS, "auto", False)
     assert choice is not None
     text = '{"name": "add", "parameters": {}}; {"name": "now", "parameters": {}}'
-    assert len(CallReader(choice, "llama3_json").message(text)["tool_calls"]) == 1
+    assert len(AnswerReader(choice, TOOL_FORMATS["llama3_json"], None).message(text)["tool_calls"]) == 1
 
 
 def test_references_of_parameters_still_hold() -> None:
@@ -194,10 +192,3 @@ def test_a_named_function_has_the_white_space_of_required_calls() -> None:
         text = "".join(map("".join, zip(pieces, usual, strict=True)))
         accepted = takes(required, f'[{{"name": "f", "arguments": {text}}}]')
         assert takes(named, text) == accepted == (blank in (("", " ") if pieces[gap] in ":," else ("",))), text
-
-
-def test_a_parser_is_needed() -> None:
-    with pytest.raises(ConfigError, match="hermes, llama3_json"):
-        check_tools(ServerConfig(enable_auto_tool_choice=True))
-    with pytest.raises(ConfigError, match="tool_call_parser"):
-        ServerConfig(tool_call_parser="mistral")

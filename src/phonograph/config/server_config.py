@@ -12,7 +12,9 @@ from phonograph.config.base import Settings
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["critical", "error", "warning", "info", "debug"]
 GenerationConfig = Literal["auto", "none", "vllm"]
-ToolCallParser = Literal["hermes", "llama3_json"]
+ToolCallParser = Literal["hermes", "llama3_json", "mistral", "pythonic", "qwen3_coder", "deepseek_v3"]
+ReasoningParser = Literal["qwen3", "deepseek_r1", "mistral", "none"]
+ReasoningKey = Literal["both", "reasoning", "reasoning_content"]
 ChatFormat = Literal["template", "harmony"]
 UnknownFields = Literal["error", "warn"]
 
@@ -103,10 +105,16 @@ class ServerConfig(Settings):
         default=None, description="Sampling defaults that replace those of the model, as a JSON object."
     )
     enable_auto_tool_choice: values.Flag = Field(
-        default=False, description="Let the model decide to call tools; needs tool_call_parser."
+        default=True, description="Let the model decide to call tools, where the format of its calls is known."
     )
     tool_call_parser: Annotated[ToolCallParser | None, values.one_of(ToolCallParser)] = Field(
-        default=None, description="Format of the model's tool calls."
+        default=None, description="Format of the model's tool calls; default: the chat template's."
+    )
+    reasoning_parser: Annotated[ReasoningParser | None, values.one_of(ReasoningParser)] = Field(
+        default=None, description="Format of the model's reasoning; default: the chat template's."
+    )
+    reasoning_key: Annotated[ReasoningKey, values.one_of(ReasoningKey)] = Field(
+        default="both", description="Keys of the reasoning in messages and chunks."
     )
     unknown_fields: Annotated[UnknownFields, values.one_of(UnknownFields)] = Field(
         default="error",

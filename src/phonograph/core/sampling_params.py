@@ -62,7 +62,13 @@ class SamplingParams:
         stop_token_ids: token ids that end the output.
         ignore_eos: do not end at the model's end-of-sequence tokens.
         skip_special_tokens: omit special tokens from the text.
+        shown_token_ids: special tokens that the text has nevertheless, such as markers of tool calls.
         structured_outputs: constraint on the output, such as a JSON schema; also a mapping of its fields.
+        reasoning_end_token_ids: tokens that end the model's reasoning. The constraint begins after them; before them
+            any token is allowed that does not end the output.
+        reasoning_start_token_id: token that begins the reasoning. An output with another first token has none. None is
+            an output that begins in its reasoning.
+        thinking_token_budget: maximum tokens of reasoning; then `reasoning_end_token_ids` are forced.
         detokenize: produce text; False gives token ids only and allows no stop strings.
 
     Raises:
@@ -96,8 +102,12 @@ class SamplingParams:
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    shown_token_ids: Sequence[int] = ()
     detokenize: bool = True
     structured_outputs: StructuredOutputs | None = None
+    reasoning_end_token_ids: Sequence[int] = ()
+    reasoning_start_token_id: int | None = None
+    thinking_token_budget: int | None = None
 
     def __post_init__(self) -> None:
         for name, empty in (("stop", ()), ("stop_token_ids", ()), ("bad_words", ()), ("logit_bias", {})):
@@ -115,8 +125,7 @@ class SamplingParams:
         self._set("presence_penalty", _number("presence_penalty", self.presence_penalty, -2.0, 2.0))
         self._set("frequency_penalty", _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0))
         self._set("logit_bias", _biases(self.logit_bias))
-        for name in ("seed", "logprobs", "prompt_logprobs", "max_tokens"):
-            low, high = _OPTIONAL_RANGES[name]
+        for name, (low, high) in _OPTIONAL_RANGES.items():
             value = getattr(self, name)
             self._set(name, None if value is None else _integer(name, value, low, high))
         self._set("min_tokens", _integer("min_tokens", self.min_tokens, 0, None))
@@ -127,8 +136,9 @@ class SamplingParams:
             if not isinstance(text, str) or not text:
                 raise RequestError("stop", text, "each stop must be a non-empty string")
         self._set("stop", stops)
-        token_ids = _items("stop_token_ids", self.stop_token_ids, "token ids")
-        self._set("stop_token_ids", tuple(_integer("stop_token_ids", token_id, 0, None) for token_id in token_ids))
+        for name in _TOKEN_LISTS:
+            token_ids = _items(name, getattr(self, name), "token ids")
+            self._set(name, tuple(_integer(name, token_id, 0, None) for token_id in token_ids))
         if self.allowed_token_ids is not None:
             token_ids = _items("allowed_token_ids", self.allowed_token_ids, "token ids")
             if not token_ids:
@@ -142,6 +152,9 @@ class SamplingParams:
                 raise RequestError(name, value, "must be True or False")
         if stops and not self.detokenize:
             raise RequestError("detokenize", False, "stop strings need text; use stop_token_ids")
+        if self.thinking_token_budget is not None and not self.reasoning_end_token_ids:
+            problem = "needs reasoning_end_token_ids, which are forced after it"
+            raise RequestError("thinking_token_budget", self.thinking_token_budget, problem)
         self._set("structured_outputs", _structured(self.structured_outputs))
         if self.structured_outputs is not None:
             # After a complete grammar only the end can follow.
@@ -182,15 +195,17 @@ class SamplingParams:
             RequestError: a token id of a parameter is not below `vocab_size`.
         """
         words = [token_id for word in self.bad_words if not isinstance(word, str) for token_id in word]
-        for name, token_ids in (
-            ("logit_bias", self.logit_bias),
-            ("stop_token_ids", self.stop_token_ids),
+        listed: list[tuple[str, Iterable[int]]] = [
             ("allowed_token_ids", self.allowed_token_ids or ()),
             ("bad_words", words),
-        ):
+        ]
+        for name, token_ids in (*((name, getattr(self, name)) for name in ("logit_bias", *_TOKEN_LISTS)), *listed):
             for token_id in token_ids:
                 if token_id >= vocab_size:
                     raise RequestError(name, token_id, f"the model's token ids are 0 to {vocab_size - 1}")
+        start = self.reasoning_start_token_id
+        if start is not None and start >= vocab_size:
+            raise RequestError("reasoning_start_token_id", start, f"the model's token ids are 0 to {vocab_size - 1}")
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -201,7 +216,10 @@ _OPTIONAL_RANGES: dict[str, tuple[int, int | None]] = {
     "logprobs": (0, MAX_LOGPROBS),
     "prompt_logprobs": (0, MAX_LOGPROBS),
     "max_tokens": (1, None),
+    "reasoning_start_token_id": (0, None),
+    "thinking_token_budget": (0, None),
 }
+_TOKEN_LISTS = ("stop_token_ids", "shown_token_ids", "reasoning_end_token_ids")
 
 
 def _integer(name: str, value: object, low: int, high: int | None) -> int:

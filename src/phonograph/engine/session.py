@@ -35,6 +35,7 @@ from phonograph.errors import RequestError, RequestFailure, cause_text, counted,
 from phonograph.models.spec import ModelSpec
 from phonograph.sampling.dead_ends import dead_end
 from phonograph.structured.compiler import GrammarCompiler
+from phonograph.structured.phases import with_reasoning
 from phonograph.structured.token_rules import TokenRules
 from phonograph.structured.vocabulary import Vocabulary
 from phonograph.text.output_text import text_builder, token_text
@@ -151,14 +152,14 @@ class Session:
         if any(sample.request.request_id in self._samples for sample in samples):
             raise RequestError("request_id", request_id, "is in use by a request that has not ended")
         if params.structured_outputs is None:
-            self._queue(samples, None)
+            self._queue(samples, with_reasoning(None, params, self._model.eos_token_ids))
         else:
             # Before compiling: the grammar of a refused request has no use.
             for sample in samples:
                 self.core.scheduler.check_request(sample.request)
             grammar = self.grammars.request(params.structured_outputs)
             if grammar.done():
-                self._queue(samples, grammar.result())
+                self._queue(samples, with_reasoning(grammar.result(), params, self._model.eos_token_ids))
             else:
                 self._compiling.append(_Compiling(output, samples, grammar))
         self._samples.update((sample.request.request_id, sample) for sample in samples)
@@ -270,7 +271,8 @@ class Session:
                 raise
 
     def _queue_compiled(self, entry: _Compiling) -> None:
-        self._queue(entry.samples, entry.grammar.result())
+        params = entry.samples[0].request.params
+        self._queue(entry.samples, with_reasoning(entry.grammar.result(), params, self._model.eos_token_ids))
 
     def _take_compiled(self) -> list[RequestOutput]:
         """Queue the requests whose grammars are compiled; return those that failed."""

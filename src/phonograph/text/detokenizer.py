@@ -109,16 +109,16 @@ class TokenStream:
     Args:
         token_bytes: bytes of each token.
         special: special tokens of the vocabulary.
-        skips_special: omit them from the text.
+        hidden: special tokens that are omitted from the text.
         after: tokens before the output. Their text continues in the output unless a special token ends it. If the
             output completes an unfinished character at their end, that character is part of the output.
     """
 
     def __init__(
-        self, token_bytes: TokenBytes, special: Collection[int], *, skips_special: bool, after: Sequence[int]
+        self, token_bytes: TokenBytes, special: Collection[int], *, hidden: Collection[int], after: Sequence[int]
     ) -> None:
         self._token_bytes = token_bytes
-        self._hidden: Collection[int] = special if skips_special else ()
+        self._hidden = hidden
         self._previous: int | None = None
         self._characters = codecs.getincrementaldecoder("utf-8")(token_bytes.errors)
         same_text = takewhile(lambda token_id: token_id not in special, reversed(after))

@@ -26,7 +26,9 @@ class TextBuilder:
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: Sequence[int]) -> None:
-        self._stream = tokenizer.stream(skip_special_tokens=params.skip_special_tokens, after=prompt_token_ids)
+        self._stream = tokenizer.stream(
+            skip_special_tokens=params.skip_special_tokens, shown=params.shown_token_ids, after=prompt_token_ids
+        )
         self._params = params
         self.num_tokens = 0
         self._final = StringIO()  # its position stays at the end

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from inspect import signature
 from pathlib import Path
@@ -95,6 +95,12 @@ class Tokenizer:
     def chat_template(self) -> str | None:
         """The model's chat template."""
         return cast("str | None", self._tokenizer.chat_template)
+
+    @property
+    def template_text(self) -> str | None:
+        """Text of the model's chat template, or of all if it has several by name."""
+        template: object = self._tokenizer.chat_template
+        return "\n".join(map(str, template.values())) if isinstance(template, dict) else self.chat_template
 
     @property
     def has_chat_template(self) -> bool:
@@ -211,9 +217,17 @@ class Tokenizer:
         """Return a token as in the vocabulary, or None if there is no such token."""
         return cast("str | None", self._backend.id_to_token(token_id))
 
-    def stream(self, *, skip_special_tokens: bool, after: Sequence[int] = ()) -> TokenStream:
+    def token_id(self, piece: str) -> int | None:
+        """Return the id of a token as in the vocabulary, or None if there is no such token."""
+        return cast("int | None", self._backend.token_to_id(piece))
+
+    def stream(
+        self, *, skip_special_tokens: bool, shown: Collection[int] = (), after: Sequence[int] = ()
+    ) -> TokenStream:
         """Return a decoder that takes tokens one by one; see `TokenStream`."""
-        return TokenStream(self.token_bytes, self.special_token_ids, skips_special=skip_special_tokens, after=after)
+        special = self.special_token_ids
+        hidden = (special.difference(shown) if shown else special) if skip_special_tokens else ()
+        return TokenStream(self.token_bytes, self.special_token_ids, hidden=hidden, after=after)
 
 
 def load_tokenizer(config: EngineConfig) -> Tokenizer | None:

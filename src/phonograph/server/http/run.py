@@ -29,7 +29,7 @@ from phonograph.server.http.listen import bound, shown_address, tls_context
 from phonograph.server.http.starting import Starting
 from phonograph.server.observe.logs import engine_logging, server_logging
 from phonograph.server.observe.traces import Traces, span_exporter
-from phonograph.server.openai.defaults import chat_template, check_tools, sampling_defaults
+from phonograph.server.openai.defaults import chat_template, sampling_defaults
 from phonograph.server.openai.harmony import load_harmony
 from phonograph.server.openai.serving import Serving
 from phonograph.text.tokenizer import has_tokenizer
@@ -94,7 +94,6 @@ def checked_template(engine: EngineConfig, server: ServerConfig) -> str | None:
     """
     if not has_tokenizer(engine):
         raise ModelError(f"{engine.model} has no tokenizer, which a server needs; give one with --tokenizer")
-    check_tools(server)
     check_admin(server)
     return chat_template(server)
 
@@ -111,6 +110,8 @@ async def started_server(
         if config.chat_format == "harmony":
             harmony = await asyncio.to_thread(load_harmony, engine.facts.vocab_size)
         serving = Serving(engine, config, engine_config.model, defaults, template, harmony)
+        for note in serving.formats.notes:
+            log.info("%s", note)
         await asyncio.to_thread(try_chat, serving)
         # All present objects stay. Without them, collections are too short for clients to notice.
         gc.collect()

@@ -51,7 +51,7 @@ async def graphs(
             "retries": [{**_graph(retry.key), "reason": retry.reason} for retry in facts.capture_retries],
         },
         "kv_groups": [asdict(group) for group in facts.kv_groups],
-        "notes": facts.notes,
+        "notes": [*facts.notes, *serving.formats.notes],
         "engine": {**_engine(engine), "errors": {"refused": errors.refused, "failed": errors.failed}},
         "decisions": [_tally(tally) for tally in log.tallies],
         "num_steps": log.num_steps,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
+from phonograph.errors import RequestError
 from phonograph.server.http.api_errors import invalid
 from phonograph.server.http.json_meter import JsonMeter
 
@@ -29,6 +31,49 @@ def read_messages(messages: list[Message], meter: JsonMeter) -> list[Message]:
     return [_read(message, f"messages[{index}]", meter) for index, message in enumerate(messages)]
 
 
+def rendered(render: Callable[[list[Message]], str], messages: list[Message]) -> str:
+    """Return a conversation as text. Arguments are text for templates that reject them as objects.
+
+    Some templates, such as DeepSeek's, join the arguments of calls to other text.
+
+    Raises:
+        RequestError: the template rejects the messages in both forms.
+    """
+    try:
+        return render(messages)
+    except RequestError as error:
+        texts = _with_text_arguments(messages)
+        if texts is None:
+            raise
+        try:
+            return render(texts)
+        except RequestError:
+            raise error from None
+
+
+def _with_text_arguments(messages: list[Message]) -> list[Message] | None:
+    """Return the messages with the arguments of calls as JSON text; None if there are no calls."""
+    found = [
+        {
+            **message,
+            "tool_calls": [
+                {
+                    **call,
+                    "function": {
+                        **call["function"],
+                        "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False),
+                    },
+                }
+                for call in message["tool_calls"]
+            ],
+        }
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
+    return None if found == messages else found
+
+
 def _read(message: Message, where: str, meter: JsonMeter) -> Message:
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
@@ -43,6 +88,12 @@ def _read(message: Message, where: str, meter: JsonMeter) -> Message:
         raise invalid(f"{where}.content", "content is missing; send a string or a list of text parts")
     else:
         read["content"] = None
+    reasoning = read.get("reasoning_content") or read.get("reasoning")
+    if reasoning is not None:
+        if not isinstance(reasoning, str):
+            raise invalid(f"{where}.reasoning", "reasoning must be a string")
+        # Clients send one of the names, and templates read one of them.
+        read |= {"reasoning": reasoning, "reasoning_content": reasoning}
     if "tool_calls" in read:
         read["tool_calls"] = _tool_calls(read["tool_calls"], f"{where}.tool_calls", meter)
     return read

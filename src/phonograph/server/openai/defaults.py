@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from phonograph.config.engine_config import EngineConfig
-from phonograph.config.server_config import ServerConfig, ToolCallParser
+from phonograph.config.server_config import ServerConfig
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.offline.model_defaults import FIELDS, model_sampling_defaults
 from phonograph.errors import ConfigError, RequestError, shortened
@@ -39,17 +39,6 @@ def _of_model(engine: EngineConfig, server: ServerConfig) -> dict[str, Any]:
     if server.generation_config != "auto":
         return {}
     return model_sampling_defaults(engine, remedy="--generation-config none does without it")
-
-
-def check_tools(server: ServerConfig) -> None:
-    """Check that automatic tool calls have a parser.
-
-    Raises:
-        ConfigError: tool_call_parser is not set.
-    """
-    if server.enable_auto_tool_choice and server.tool_call_parser is None:
-        known = ", ".join(get_args(ToolCallParser))
-        raise ConfigError("enable_auto_tool_choice", True, f"needs tool_call_parser, one of {known}")
 
 
 def chat_template(server: ServerConfig) -> str | None:

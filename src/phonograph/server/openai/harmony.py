@@ -17,17 +17,20 @@ from typing import Any
 
 from phonograph.errors import ConfigError, quoted
 from phonograph.server.http.api_errors import invalid
+from phonograph.server.openai.answer_reader import joined_calls, written_call
 from phonograph.server.openai.protocol import ChatBody
 from phonograph.server.openai.structured import field_of
-from phonograph.server.openai.tool_answers import joined_calls, written_call
-from phonograph.server.openai.tool_calls import Found, ToolDelta
 from phonograph.server.openai.tools import ToolChoice
+from phonograph.text.formats.answer_parts import Found, ToolDelta
+from phonograph.text.formats.find_formats import Formats
 
 _LIBRARY = "openai_harmony"
 EFFORTS = ("low", "medium", "high")
 """Efforts of reasoning that the model knows."""
 MOST_CHARACTERS = 128
 """Characters of the longest token."""
+HARMONY_FORMATS = Formats(None, None, ("reasoning and tool calls: harmony (set by chat_format)",))
+"""Formats of a server whose answers `HarmonyReader` reads."""
 _FUNCTIONS = "functions."
 """Beginning of the recipients that are functions of a request."""
 _MOST_PARTS = 4

@@ -179,6 +179,8 @@ class ChatBody(GenerationBody):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
+    thinking_token_budget: int | None = None
 
     def names(self) -> dict[str, str]:
         # Without a field for structured output, it comes from forced calls.

@@ -31,10 +31,13 @@ from phonograph.server.observe.request_lines import log_request
 from phonograph.server.observe.traces import Traces
 from phonograph.server.observe.warning_header import field_warnings, with_grammar_warnings
 from phonograph.server.openai.answers import Answer, TokenIdAnswer
-from phonograph.server.openai.conversation import read_messages
+from phonograph.server.openai.conversation import Message, read_messages, rendered
 from phonograph.server.openai.fields import Body
-from phonograph.server.openai.harmony import MOST_CHARACTERS, Harmony
+from phonograph.server.openai.harmony import HARMONY_FORMATS, MOST_CHARACTERS, Harmony
 from phonograph.server.openai.protocol import ChatBody, GenerationBody, TokenizeBody
+from phonograph.server.openai.thinking import template_options
+from phonograph.text.formats.find_formats import Formats, find_formats
+from phonograph.text.formats.template_variables import template_variables
 from phonograph.text.token_texts import TokenTexts
 from phonograph.text.tokenizer import Tokenizer
 
@@ -55,6 +58,8 @@ class Serving:
     defaults:      sampling parameters of the model
     chat_template: replaces the model's template
     harmony:       format of chats in place of templates, or None
+    formats:       formats of reasoning and calls in the model's answers
+    variables:     variables that the chat template reads, or None if they are unknown
     errors:        counts of error answers
     traces:        makes a trace of each request, or None
     started:       start time in seconds since the epoch
@@ -67,6 +72,8 @@ class Serving:
     chat_template: str | None
     harmony: Harmony | None = None
     texts: TokenTexts = field(init=False)
+    formats: Formats = field(init=False)
+    variables: frozenset[str] | None = field(init=False)
     registry: CollectorRegistry = field(init=False)
     errors: ErrorCounts = field(default_factory=ErrorCounts)
     traces: Traces | None = None
@@ -75,6 +82,19 @@ class Serving:
 
     def __post_init__(self) -> None:
         self.texts = self.tokenizer.texts
+        template = self.chat_template or self.tokenizer.template_text
+        self.variables = None if template is None else template_variables(template)
+        self.formats = (
+            HARMONY_FORMATS
+            if self.harmony is not None
+            else find_formats(
+                self.tokenizer,
+                template,
+                reasoning_parser=self.config.reasoning_parser,
+                tool_call_parser=self.config.tool_call_parser,
+                finds_tools=self.config.enable_auto_tool_choice,
+            )
+        )
         self.registry = CollectorRegistry()
         self.registry.register(EngineCollector(self.engine, self.names[0], self.errors.rejected))
         ProcessCollector(registry=self.registry)
@@ -97,6 +117,8 @@ class Serving:
         """
         dropped = body.drop_unknown() if self.config.unknown_fields == "warn" else []
         ignored = body.check()
+        if isinstance(body, ChatBody | TokenizeBody) and self.harmony is None:
+            ignored += template_options(body, self.variables, self.formats)[1]
         if body.model is not None and body.model not in self.names:
             problem = f"the model {quoted(body.model)} does not exist; this server has {', '.join(self.names)}"
             raise ApiError(404, problem, param="model", code="model_not_found")
@@ -226,14 +248,20 @@ class Serving:
         continues, begins = bool(body.continue_final_message), body.add_generation_prompt
         if self.harmony is not None:
             return self._encode_harmony(self.harmony, body, tools, whole_context=whole_context)
-        text = self.tokenizer.render_chat(
-            read_messages(body.messages or [], JsonMeter(self.config)),
-            template=self.chat_template,
-            add_generation_prompt=not continues if begins is None else begins,
-            continue_final_message=continues,
-            variables={**(self.config.default_chat_template_kwargs or {}), **(body.chat_template_kwargs or {})},
-            tools=tools,
-        )
+
+        defaults = self.config.default_chat_template_kwargs or {}
+
+        def render(messages: list[Message]) -> str:
+            return self.tokenizer.render_chat(
+                messages,
+                template=self.chat_template,
+                add_generation_prompt=not continues if begins is None else begins,
+                continue_final_message=continues,
+                variables={**defaults, **template_options(body, self.variables, self.formats)[0]},
+                tools=tools,
+            )
+
+        text = rendered(render, read_messages(body.messages or [], JsonMeter(self.config)))
         return self.encode_text(text, whole_context=whole_context, field="messages")
 
     def _encode_harmony(

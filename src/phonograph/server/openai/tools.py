@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from phonograph.core.structured_outputs import StructuredOutputs
 from phonograph.errors import RequestError
@@ -85,6 +85,8 @@ def read_tools(tools: list[Any] | None, choice: Any, parallel: bool | None) -> T
     if choice == "none":
         return None
     several = parallel is not False
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        read, choice = _allowed(read, choice)
     if choice in (None, "auto"):
         return ToolChoice(form="parsed", tools=read, parallel=several)
     if choice == "required":
@@ -96,6 +98,30 @@ def read_tools(tools: list[Any] | None, choice: Any, parallel: bool | None) -> T
     if name not in names:
         raise invalid("tool_choice", f"tool_choice names {name[:100]!r}, which is not among the tools")
     return ToolChoice(form="named", tools=read, function=name)
+
+
+def _allowed(tools: list[dict[str, Any]], choice: dict[str, Any]) -> tuple[list[dict[str, Any]], Any]:
+    """Return the tools that a choice allows, and its mode.
+
+    Raises:
+        ApiError: the mode is wrong, or a name is not among the tools.
+    """
+    allowed = choice.get("allowed_tools")
+    about: dict[str, Any] = allowed if isinstance(allowed, dict) else {}
+    mode, listed = about.get("mode"), about.get("tools")
+    if mode not in ("auto", "required") or not isinstance(listed, list) or not listed:
+        problem = "allowed_tools must have the mode auto or required, and a list of tools"
+        raise invalid("tool_choice.allowed_tools", problem)
+    by_name = {tool["function"]["name"]: tool for tool in tools}
+    found: dict[str, dict[str, Any]] = {}
+    for index, tool in enumerate(cast("list[Any]", listed)):
+        function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(name, str) or name not in by_name:
+            where = f"tool_choice.allowed_tools.tools[{index}]"
+            raise invalid(where, f"{where} must name a function of the tools")
+        found[name] = by_name[name]
+    return list(found.values()), mode
 
 
 def _tool(tool: Any, where: str) -> dict[str, Any]:
