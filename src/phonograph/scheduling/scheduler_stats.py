@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from phonograph.core.batch import DraftCounts
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerStats:
@@ -13,6 +15,7 @@ class SchedulerStats:
         num_running: requests that have started and are not waiting again.
         prefix_queries: prompt tokens of admitted requests.
         prefix_hits: those of them found in the prefix cache.
+        drafts: counts of drafts.
     """
 
     num_running: int
@@ -22,3 +25,4 @@ class SchedulerStats:
     num_preemptions: int
     prefix_queries: int
     prefix_hits: int
+    drafts: DraftCounts
