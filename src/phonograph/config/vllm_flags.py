@@ -59,7 +59,7 @@ MISSING = {
     **dict.fromkeys(("--swap-space", "--cpu-offload-gb", "--kv-offloading-size", "--kv-transfer-config"), _KV),
     **dict.fromkeys(("--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs", "--ssl-cert-reqs"), _TLS),
     **dict.fromkeys(("--runner", "--task", "--convert", "--pooler-config"), "models generate text"),
-    **dict.fromkeys(("--speculative-config", "--speculative-model"), "no draft model runs"),
+    "--speculative-model": "no draft model runs; --speculative-config drafts by prompt lookup, on a CPU",
     **dict.fromkeys(("--reasoning-parser", "--structured-outputs-config", "--guided-decoding-backend"), ""),
     **dict.fromkeys(("--tool-parser-plugin", "--chat-template-content-format", "--response-role"), ""),
     **dict.fromkeys(("--download-dir", "--hf-token", "--code-revision", "--config-format", "--tokenizer-mode"), ""),
