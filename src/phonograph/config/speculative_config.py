@@ -16,7 +16,7 @@ _LOOKUP = 5
 
 
 class SpeculativeConfig(NamedTuple):
-    """How decodes are drafted.
+    """Drafts of decodes.
 
     Attributes:
         method: "ngram" drafts what followed an earlier occurrence of the last tokens.
