@@ -22,7 +22,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "phonograph"
 ROOT = "(root)"
 COMMON = frozenset({"errors", "graphs.modes", "core", "config", "demo"})
 BELOW_RUNNER = COMMON | {"files", "kernels", "graphs", "attention", "models", "sampling"}
-BELOW_ENGINE = BELOW_RUNNER | {"kv_cache", "scheduling", "runner", "text", "structured"}
+BELOW_ENGINE = BELOW_RUNNER | {"kv_cache", "speculation", "scheduling", "runner", "text", "structured"}
 ALLOWED: dict[str, frozenset[str]] = {
     "errors": frozenset(),
     "demo": frozenset(),
@@ -39,7 +39,8 @@ ALLOWED: dict[str, frozenset[str]] = {
     "structured": COMMON | {"text"},
     "kv_cache": COMMON,
     "scheduling": COMMON | {"kv_cache"},
-    "runner": BELOW_RUNNER,
+    "speculation": COMMON,
+    "runner": BELOW_RUNNER | {"speculation"},
     "engine": BELOW_ENGINE,
     "server": BELOW_ENGINE - {"models"} | {"engine", ROOT},
     "bench": BELOW_ENGINE | {"engine", ROOT},

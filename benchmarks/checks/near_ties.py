@@ -47,8 +47,9 @@ def logit_gaps(
     scores: list[float] = []
     for output in outputs:
         known = output.prompt_logprobs
-        assert known is not None and known[-1] is not None
-        scores.append(known[-1].logprobs[0])
+        last = None if known is None else known[-1]
+        assert last is not None
+        scores.append(last.logprobs[0])
     # Log-probabilities of one position differ as the logits do.
     return [abs(first - second) for first, second in zip(scores[::2], scores[1::2], strict=True)]
 

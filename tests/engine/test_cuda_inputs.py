@@ -73,7 +73,7 @@ def test_steps_of_a_scheduler(most_appends: int, monkeypatch: pytest.MonkeyPatch
             assert (common.prefix.num_tokens, common.prefix.length.tolist()) == (prefix_len, [prefix_len])
         slots = [slot for slot, samples in zip(batch.slots, batch.samples, strict=True) if samples]
         tokens = rng.integers(100, 1000, len(slots)).tolist()
-        on_cpu.append_tokens(slots, tokens)
+        on_cpu.append_tokens(slots, [[token] for token in tokens])
         on_gpu.state.last_token[slots] = torch.tensor(tokens, dtype=torch.int32, device=DEVICE)
         seq_lens = dict(zip(batch.slots, wanted.seq_lens.tolist(), strict=False))
         on_gpu.state.num_computed[slots] = torch.tensor([seq_lens[slot] for slot in slots], dtype=torch.int32).to(

@@ -218,7 +218,7 @@ def test_a_prompt_that_cannot_fit_the_cache_of_n_samples_queues_nothing(folder: 
 def test_a_step_without_metadata_is_refused(folder: str) -> None:
     runner = make_llm(folder, cudagraph_mode="NONE").engine.core.runner
     with torch.inference_mode(), pytest.raises(AssertionError, match="metadata is built before"):
-        runner._program.run(num_tokens=8, num_reqs=4, every_row=False, pieces=False)
+        runner._program.run(num_tokens=8, num_reqs=4, num_logits=4, every_row=False, pieces=False)
 
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE"])

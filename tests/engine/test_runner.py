@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from host_runtime import CallRuntime
+from step_rows import rows_of
 
 from phonograph.core.batch import ScheduledBatch
 from phonograph.errors import CaptureError, ReplayError
@@ -68,7 +69,7 @@ class Program:
 class Sampling:
     """Has two graphs of its own."""
 
-    lookahead = 1
+    lookahead, drafts = 1, None
 
     def __init__(self, runtime: NotingRuntime) -> None:
         self.runtime = runtime
@@ -169,22 +170,26 @@ def test_prompts_are_scored_eagerly_only_where_a_graph_lacks_their_rows(
         _leaves_rows_out=lambda key: leaves_rows_out,
     )
     lens = [1, num_tokens - 1]
-    batch = ScheduledBatch(slots=[0, 1], query_lens=lens, context_lens=[4, 0], num_decodes=1, num_tokens=num_tokens)
-    decision, prefix_len = Runner._decide(runner, batch, scores_prompts)
+    batch = ScheduledBatch(
+        **{"slots": [0, 1], "query_lens": lens, "context_lens": [4, 0], "num_decodes": 1, "num_decode_tokens": 1},
+        num_tokens=num_tokens,
+    )
+    decision, prefix_len = Runner._decide(runner, rows_of(batch), scores_prompts)
     assert (decision.key is None) == (num_tokens == 99 or (scores_prompts and leaves_rows_out))
     assert runner.counts == {decision.label: 1} and prefix_len is None
 
 
 @pytest.mark.parametrize(
     ("query_lens", "num_decodes", "uniform"),
-    [([1, 1], 2, 1), ([3, 3], 0, 3), ([1, 3], 1, None), ([3, 3, 2], 0, None), ([5], 0, 5)],
+    [([1, 1], 2, 1), ([1, 1], 0, 1), ([3, 3], 2, 3), ([3, 3], 1, None), ([1, 3], 2, None), ([5], 0, None), ([5], 1, 5)],
 )
 def test_shapes_of_batches(query_lens: list[int], num_decodes: int, uniform: int | None) -> None:
+    """A prefill as long as a decode with drafts has one row of logits, so that it is not like one."""
     batch = ScheduledBatch(
-        slots=[*range(len(query_lens))], query_lens=query_lens, num_decodes=num_decodes, num_tokens=7
+        slots=[*range(len(query_lens))], query_lens=query_lens, num_decodes=num_decodes, num_tokens=sum(query_lens)
     )
     prefixes: Any = SimpleNamespace(find=lambda one: 16 if one is batch else 0)
-    assert shape_of(batch) == StepShape(num_tokens=7, num_reqs=len(query_lens), uniform_query_len=uniform)
+    assert shape_of(batch) == StepShape(num_tokens=sum(query_lens), num_reqs=len(query_lens), uniform_query_len=uniform)
     assert shape_of(batch, prefixes).prefix_len == (0 if uniform is None else 16)
 
 

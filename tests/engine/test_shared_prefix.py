@@ -28,7 +28,8 @@ def batch_of(contexts: dict[int, int], query_lens: list[int] | None = None) -> S
         query_lens=lens,
         context_lens=list(contexts.values()),
         samples=[True] * len(lens),
-        num_decodes=sum(length == 1 for length in lens),
+        num_decodes=sum(length <= 2 for length in lens),
+        num_decode_tokens=sum(length for length in lens if length <= 2),
         num_tokens=sum(lens),
     )
 

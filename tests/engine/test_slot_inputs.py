@@ -52,7 +52,7 @@ def test_a_step_behind_a_longer_one_padded_to_its_graph() -> None:
     )
     inputs.take_over(first, SlotFailures())
     write(first, GraphKey(GraphSet.MIXED, 16, 4))
-    inputs.append_tokens([0, 2], [91, 92])
+    inputs.append_tokens([0, 2], [[91], [92]])
     second = ScheduledBatch(
         slots=[0, 2], query_lens=[1, 3], context_lens=[9, 1], samples=[True] * 2, num_decodes=1, num_tokens=4
     )

@@ -24,7 +24,7 @@ from invariants import check_scheduler
 from scheduling import full_group, make_scheduler, sliding_group
 from simulated_runner import VOCAB, SimulatedRunner, histories_of, marked, next_history, next_token
 
-from phonograph.core.batch import ScheduledBatch, SlotFailure, StepOutput
+from phonograph.core.batch import DraftCounts, ScheduledBatch, SlotFailure, StepOutput
 from phonograph.core.blocks import pages_for_request
 from phonograph.core.kv_group import KVGroup
 from phonograph.core.request import Request, RequestState
@@ -61,7 +61,7 @@ class RandomDepths:
     """Drafts of each decode: none, the most, or a random number, for some steps each."""
 
     def __init__(self, most: int, seed: int) -> None:
-        self.most = most
+        self.most, self.counts = most, DraftCounts()
         self.rng = random.Random(seed)
         self.num_drafts = 0
 

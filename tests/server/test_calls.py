@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from phonograph.core.batch import TokenLogprobs
+from phonograph.core.batch import DraftCounts, TokenLogprobs
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.async_llm import AsyncLLM
 from phonograph.engine.process.calls import Call, Sample
@@ -42,6 +42,7 @@ from phonograph.text.formats.find_formats import Formats
 from phonograph.text.tokenizer import Tokenizer
 
 STATS = SchedulerStats(
+    drafts=DraftCounts(),
     num_running=0,
     num_waiting=0,
     blocks_used=0,

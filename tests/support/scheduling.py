@@ -7,7 +7,7 @@ from typing import Any
 
 from invariants import check_scheduler
 
-from phonograph.core.batch import ScheduledBatch, StepOutput
+from phonograph.core.batch import DraftCounts, ScheduledBatch, StepOutput
 from phonograph.core.kv_group import KVGroup
 from phonograph.core.limits import Limits
 from phonograph.core.request import Request
@@ -21,7 +21,7 @@ class FixedDepths:
     """As many drafts for each decode in each step, as far as the scheduler grants them."""
 
     def __init__(self, most: int) -> None:
-        self.most = most
+        self.most, self.counts = most, DraftCounts()
 
     def choose(self, decodes: Collection[Request]) -> list[int]:
         return [self.most] * len(decodes)

@@ -17,6 +17,7 @@ from phonograph.config import values
 from phonograph.config.base import Settings, located
 from phonograph.config.server_config import ServerConfig
 from phonograph.config.sources import SourcedValue
+from phonograph.config.speculative_config import SpeculativeConfig, read_speculative_config
 from phonograph.config.vllm_flags import explain_setting, is_neutral, no_meaning
 from phonograph.errors import ConfigError
 from phonograph.graphs.modes import GraphMode
@@ -103,7 +104,14 @@ class EngineConfig(Settings):
         default="strict",
         description="JSON Schema keywords that cannot be enforced: strict rejects them, relaxed warns and drops them.",
     )
-    num_speculative_tokens: values.Count = Field(default=0, description="Draft tokens of each decode step.")
+    num_speculative_tokens: values.Count = Field(
+        default=0, description="Draft tokens of each decode step, to explain and verify graphs; see speculative_config."
+    )
+    speculative_config: values.OptionalObject = Field(
+        default=None,
+        description='Speculation on a CPU, such as {"method": "ngram", "num_speculative_tokens": 4}; further keys are '
+        "prompt_lookup_min and prompt_lookup_max.",
+    )
 
     block_size: values.OptionalSize = Field(default=None, description="Tokens in one block of the KV cache.")
     kv_cache_dtype: Annotated[values.KVCacheDType, values.one_of(values.KVCacheDType)] = Field(
@@ -180,6 +188,16 @@ class EngineConfig(Settings):
     def known_names(cls) -> list[str]:
         return [*cls.model_fields, *ServerConfig.model_fields]
 
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """Speculation, or None without."""
+        return None if self.speculative_config is None else read_speculative_config(self.speculative_config)
+
+    @property
+    def draft_tokens(self) -> int:
+        """Most draft tokens of a decode."""
+        return self.num_speculative_tokens if self.speculation is None else self.speculation.num_speculative_tokens
+
     @model_validator(mode="before")
     @classmethod
     def _unfold(cls, settings: dict[str, Any]) -> dict[str, Any]:
@@ -187,6 +205,10 @@ class EngineConfig(Settings):
 
     @model_validator(mode="after")
     def _check_contradictions(self) -> Self:
+        if self.speculation is not None and self.num_speculative_tokens:
+            raise _contradiction(
+                self, "num_speculative_tokens", "speculative_config", "give num_speculative_tokens in the latter"
+            )
         if self.kv_cache_memory_bytes is not None and self.num_kv_blocks is not None:
             raise _contradiction(self, "num_kv_blocks", "kv_cache_memory_bytes", "give one of them")
         # Backend selection reads prefill=NAME,decode=NAME.

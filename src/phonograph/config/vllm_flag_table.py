@@ -87,7 +87,7 @@ ABSENT: Mapping[tuple[str, str], str] = {
     ("Embeddings and pooling", "models generate text"): """
         --runner --task --convert --pooler-config --io-processor-plugin --enable-flash-late-interaction""",
     ("Speculation", "no draft model runs"): """
-        --speculative-config -sc --speculative-model --spec-method --spec-model --spec-tokens
+        --speculative-model --spec-method --spec-model --spec-tokens
         --per-request-spec-decode-metrics --diffusion-config -dc""",
     ("State space models", "models have attention only"): """
         --mamba-backend --mamba-ssu-algorithm --enable-mamba-cache-stochastic-rounding --mamba-cache-philox-rounds

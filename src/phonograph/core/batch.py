@@ -82,6 +82,14 @@ class ScheduledBatch:
         return len(self.slots)
 
 
+class DraftCounts(NamedTuple):
+    """Counts since the start: decodes that verified drafts, the drafts, and those of them that were kept."""
+
+    decodes: int = 0
+    verified: int = 0
+    accepted: int = 0
+
+
 class TokenLogprobs(NamedTuple):
     """Log-probabilities at one position: the token itself first, then the `top` most likely ones.
 

@@ -40,7 +40,7 @@ def admitted_config(
         raise ConfigError(next(iter(settings)), next(iter(settings.values())), "give settings or config, not both")
     config = config or EngineConfig(**settings)
     if config.num_speculative_tokens and serves:
-        problem = "speculation can be explained and its graphs verified, not run yet; 0 works"
+        problem = "graphs with drafts can be explained and verified with it; to speculate, give speculative_config"
         raise ConfigError("num_speculative_tokens", config.num_speculative_tokens, problem)
     return config
 

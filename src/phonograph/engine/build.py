@@ -157,6 +157,7 @@ def build_engine(plan: EnginePlan, report: StartProgress = no_progress, *, platf
         num_blocks=plan.memory.num_blocks,
         enable_prefix_caching=plan.config.enable_prefix_caching,
         policy=plan.config.scheduling_policy,
+        drafts=runner.drafts,
     )
     return Engine(
         core=EngineCore(scheduler, runner, parts.model.expert_load),

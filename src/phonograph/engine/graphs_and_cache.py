@@ -80,9 +80,10 @@ def size_graphs_and_cache(
             max_capture_tokens=graph_tokens,
             most_step_tokens=most_step_tokens,
             sizes=config.cudagraph_capture_sizes,
-            speculative_tokens=config.num_speculative_tokens,
+            speculative_tokens=config.draft_tokens,
             cascade_reqs=MIN_REQUESTS if config.cascade_attention else None,
             pads_decodes=device.kind != "cpu",
+            verifies=config.speculation is not None,
         )
 
     graphs = captures_within(limits).largest_first()

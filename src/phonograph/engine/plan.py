@@ -117,6 +117,8 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
     kv = resolve_attention(config, model, device)
     for attention in kv.members:
         _check_block_size(attention)
+    if config.speculation is not None and device.kind != "cpu":
+        raise ConfigError("speculative_config", config.speculative_config, "runs on device cpu only, yet; leave it out")
     if config.batch_invariant and device.kind == "cpu":
         raise ConfigError(
             "batch_invariant",
@@ -131,7 +133,7 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
     notes += [*sized, *kv.notes]
     requested = GraphMode.NONE if config.enforce_eager else config.cudagraph_mode
     support = weakest_support(kv, selected, device)
-    resolution = resolve_mode(requested, support, PIECES, speculative_tokens=config.num_speculative_tokens)
+    resolution = resolve_mode(requested, support, PIECES, speculative_tokens=config.draft_tokens)
     limits, captures, memory, sizing = size_graphs_and_cache(
         config,
         model,
@@ -323,7 +325,7 @@ def resolve_attention(config: EngineConfig, model: ModelSpec, device: DeviceSpec
             windows=(layer.window,),
             softcap=layer.softcap,
             sinks=layer.sinks,
-            speculative_tokens=config.num_speculative_tokens,
+            speculative_tokens=config.draft_tokens,
             cascade=config.cascade_attention,
             batch_invariant=config.batch_invariant,
         )

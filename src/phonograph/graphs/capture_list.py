@@ -66,6 +66,7 @@ def make_capture_list(
     speculative_tokens: int = 0,
     cascade_reqs: int | None = None,
     pads_decodes: bool = True,
+    verifies: bool = False,
 ) -> CaptureList:
     """Make the list of graphs of `mode`.
 
@@ -82,6 +83,7 @@ def make_capture_list(
             for no cascades.
         pads_decodes: the default decode graphs go up to max_num_seqs, most of them 8 apart. False where a padded token
             costs more than a replay saves: their sizes are then as close as those of the mixed graphs.
+        verifies: all tokens of a decode graph have logits, which verify drafts.
 
     Returns:
         The keys of each set, and notes about sizes that were left out.
@@ -121,7 +123,10 @@ def make_capture_list(
                 f"sequences of {query_len} token{'s' if query_len > 1 else ''}"
                 + (step if most_reqs < max_num_seqs else "")
             )
-        decode = tuple(GraphKey(GraphSet.DECODE, size, size // query_len, query_len) for size in fitting)
+        decode = tuple(
+            GraphKey(GraphSet.DECODE, size, size // query_len, query_len, num_logits=size if verifies else 0)
+            for size in fitting
+        )
     other: list[int] = []
     if mode.mixed_full or mode.piecewise:
         most, why = max_num_batched_tokens, f"max_num_batched_tokens={max_num_batched_tokens} tokens"

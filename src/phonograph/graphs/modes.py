@@ -95,6 +95,7 @@ class GraphKey:
         num_reqs: request slots R. A decode graph has T / query_len of them, the other sets have all.
         query_len: tokens of each query in a decode graph (1, or 1 + k with speculation); 0 in the other sets.
         cascade: True for a decode graph that attends a prefix common to all its sequences once.
+        num_logits: rows that have logits; 0 for the last token of each request.
 
     Example:
         ```python
@@ -108,6 +109,12 @@ class GraphKey:
     num_reqs: int
     query_len: int = 0
     cascade: bool = False
+    num_logits: int = 0
+
+    @property
+    def logits(self) -> int:
+        """Rows of logits."""
+        return self.num_logits or min(self.num_tokens, self.num_reqs)
 
     @property
     def kind(self) -> str:

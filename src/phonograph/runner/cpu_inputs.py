@@ -30,7 +30,7 @@ class CpuInputs:
         query_start_loc [R+1]     int32
         seq_lens        [R]       int32
         block_tables    [G, R, N] int32
-        logits_rows     [R]       int64   row of `hidden` that has the logits of request r
+        logits_rows     [L]       int64   rows of `hidden` that have logits, L = max_num_logits
         prefix_len      [1]       int32   tokens of the prefix that a cascade attends once
         num_reqs        [1]       int32   requests of the step without padding
 
@@ -40,7 +40,13 @@ class CpuInputs:
     """
 
     def __init__(
-        self, *, max_num_seqs: int, max_num_tokens: int, max_model_len: int, block_sizes: Sequence[int]
+        self,
+        *,
+        max_num_seqs: int,
+        max_num_tokens: int,
+        max_model_len: int,
+        block_sizes: Sequence[int],
+        max_num_logits: int | None = None,
     ) -> None:
         self.block_sizes = tuple(block_sizes)
         most_blocks = blocks_for(max_model_len, min(block_sizes))
@@ -54,7 +60,7 @@ class CpuInputs:
         self.query_start_loc_np = np.zeros(max_num_seqs + 1, np.int32)
         self.seq_lens_np = np.zeros(max_num_seqs, np.int32)
         self.block_tables_np = np.zeros_like(self.slot_blocks)
-        self.logits_rows_np = np.zeros(max_num_seqs, np.int64)
+        self.logits_rows_np = np.zeros(max_num_logits or max_num_seqs, np.int64)
         self.prefix_len_np = np.zeros(1, np.int32)
         self.num_reqs_np = np.zeros(1, np.int32)
         self.input_ids = torch.from_numpy(self.input_ids_np)
@@ -84,15 +90,28 @@ class CpuInputs:
             end = append.start + len(append.block_ids)
             self.slot_blocks[append.group, append.slot, append.start : end] = append.block_ids
 
-    def append_tokens(self, slots: list[int], token_ids: list[int]) -> None:
-        """Append one sampled token to each slot."""
+    def append_tokens(self, slots: list[int], runs: list[list[int]]) -> None:
+        """Append sampled tokens to each slot."""
         num_tokens, max_model_len = self._num_tokens, self.token_ids.shape[1]
-        for slot, token_id in zip(slots, token_ids, strict=True):
-            end = num_tokens[slot]
+        for slot, run in zip(slots, runs, strict=True):
+            start = num_tokens[slot]
+            num_tokens[slot] = end = start + len(run)
             # A sequence at the end of its context samples a token that no step reads.
-            if end < max_model_len:
-                self.token_ids[slot, end] = token_id
-            num_tokens[slot] = end + 1
+            self.token_ids[slot, start:end] = run[: max(0, max_model_len - start)]
+
+    def tokens_of(self, slot: int) -> np.ndarray:
+        """Return the known tokens of a slot, int32, with room for drafts behind them."""
+        return self.token_ids[slot, : self._num_tokens[slot]]
+
+    def drafts_behind(self, num_rows: int) -> np.ndarray:
+        """Return the token behind each of the first tokens of the step, which is its draft, int32 [num_rows]."""
+        return np.append(self.input_ids_np, 0)[1 : num_rows + 1]
+
+    def write_drafts(self, slot: int, drafts: np.ndarray) -> None:
+        """Write the tokens that the next step verifies behind those of the slot."""
+        start = self._num_tokens[slot]
+        room = self.token_ids.shape[1] - start
+        self.token_ids[slot, start : start + len(drafts)] = drafts[: max(0, room)]
 
     def prepare(self, *, num_reqs: int, num_tokens: int) -> None:
         """Do nothing: the host has written all inputs before the step."""
@@ -128,11 +147,17 @@ class CpuInputs:
             table[:num_reqs, :num_blocks] = blocks[slots, :num_blocks]
         # Empty slots have no query and no keys; padding tokens write to no cache slot.
         padded_reqs, padded_tokens = (num_reqs, num_tokens) if key is None else (key.num_reqs, key.num_tokens)
-        self.logits_rows_np[:num_reqs] = query_start_loc[1 : num_reqs + 1] - 1
+        logits_rows, num_drafted = self.logits_rows_np, batch.num_decode_tokens
+        if num_drafted > batch.num_decodes:
+            logits_rows[:num_drafted] = np.arange(num_drafted)
+            logits_rows[num_drafted : rows.num_logits] = query_start_loc[batch.num_decodes + 1 : num_reqs + 1] - 1
+        else:
+            logits_rows[:num_reqs] = query_start_loc[1 : num_reqs + 1] - 1
+        if key is not None:
+            logits_rows[rows.num_logits : key.logits] = 0
         if padded_reqs > num_reqs:
             query_start_loc[num_reqs + 1 : padded_reqs + 1] = num_tokens
             seq_lens[num_reqs:padded_reqs] = 0
-            self.logits_rows_np[num_reqs:padded_reqs] = 0
         if padded_tokens > num_tokens:
             self.input_ids_np[num_tokens:padded_tokens] = 0
             self.positions_np[num_tokens:padded_tokens] = 0

@@ -12,8 +12,10 @@ from phonograph.runner.cpu_inputs import CpuInputs
 from phonograph.runner.step_inputs import StepRows
 from phonograph.runner.step_program import StepOutputs
 from phonograph.runner.steps import CompletedStep, SamplingPlan, take_tokens
+from phonograph.sampling.accept import accepted_runs
 from phonograph.sampling.failures import SlotFailures
 from phonograph.sampling.sampler import Sampler
+from phonograph.speculation.host_drafts import HostDrafts
 
 _ALL_ON_HOST = SamplingPlan()
 
@@ -21,10 +23,11 @@ _ALL_ON_HOST = SamplingPlan()
 class CpuSampling:
     """Samples each step when it is submitted, and appends the tokens to their sequences."""
 
-    def __init__(self, sampler: Sampler, inputs: CpuInputs) -> None:
+    def __init__(self, sampler: Sampler, inputs: CpuInputs, drafts: HostDrafts | None = None) -> None:
         self.lookahead = 0
         self._sampler = sampler
         self._inputs = inputs
+        self.drafts = drafts
 
     def plan(self, rows: StepRows) -> SamplingPlan:
         """Leave all rows to `finish`."""
@@ -35,16 +38,32 @@ class CpuSampling:
     ) -> CompletedStep:
         """Sample the rows that need a next token."""
         output, batch = StepOutput(failures=failures.by_slot), rows.batch
+        slots, draws, owners = batch.slots, rows.draws, rows.owners
+        has_drafts = rows.num_logits > batch.num_reqs
+        if has_drafts:
+            draws = rows.draws_of_logits()
         if rows.samples.all():
-            slots, logits_NV, draws = batch.slots, outputs.logits[: batch.num_reqs], rows.draws
+            logits_NV = outputs.logits[: rows.num_logits]
         else:
-            chosen = np.flatnonzero(rows.samples)
-            slots = [batch.slots[row] for row in chosen.tolist()]
-            logits_NV, draws = outputs.logits[torch.from_numpy(chosen)], rows.draws[chosen]
-        sampled = self._sampler.sample(logits_NV, slots, draws)
+            chosen = np.flatnonzero(rows.samples[owners])
+            logits_NV, draws, owners = outputs.logits[torch.from_numpy(chosen)], draws[chosen], owners[chosen]
+            slots = [slot for slot, samples in zip(slots, batch.samples, strict=True) if samples]
+        of_rows = rows.slots[owners].tolist() if has_drafts else slots
+        sampled = self._sampler.sample(logits_NV, of_rows, draws)
         failures.by_slot.update(sampled.failures)
-        token_ids = take_tokens(output, slots, sampled.token_ids, self._sampler.vocab_size)
-        self._inputs.append_tokens(slots, token_ids)
+        runs = [[token_id] for token_id in sampled.token_ids]
+        if has_drafts:
+            # Rows of decodes are tokens of the step, and come first.
+            runs = accepted_runs(sampled.token_ids, owners, self._inputs.drafts_behind(len(owners)))
+        last = take_tokens(output, slots, [run[-1] for run in runs], self._sampler.vocab_size)
+        output.token_ids = [[*run[:-1], token_id] for run, token_id in zip(runs, last, strict=True)]
+        self._inputs.append_tokens(slots, output.token_ids)
+        if self.drafts is not None:
+            decodes = sum(length > 1 for length in batch.query_lens[: batch.num_decodes])
+            accepted = sum(map(len, runs)) - len(runs)
+            self.drafts.count(decodes, batch.num_decode_tokens - batch.num_decodes, accepted)
+            for slot in slots:
+                self._inputs.write_drafts(slot, self.drafts.draft(slot, self._inputs.tokens_of(slot)))
         output.logprobs = {slot: [entry] for slot, entry in sampled.logprobs.items()}
         return CompletedStep(output, decision)
 

@@ -25,12 +25,13 @@ from phonograph.graphs.runtime import CapturedGraph, GraphRuntime
 from phonograph.runner.group_builder import GroupBuilder
 from phonograph.runner.kernel_shapes import eager_shapes, graph_shapes
 from phonograph.runner.sequences import Sequences
-from phonograph.runner.step_inputs import Inputs
+from phonograph.runner.step_inputs import Inputs, StepRows
 from phonograph.runner.step_program import StepOutputs, StepProgram
 from phonograph.runner.steps import PendingStep, Sampling
 from phonograph.runner.synthetic_batches import SyntheticBatches
 from phonograph.sampling.failures import SlotFailures
 
+_DRAFT_ROWS = "drafts are verified by rows that graphs of this kind leave out of the logits"
 _PROMPT_ROWS = "log-probabilities of prompt tokens need rows that graphs of this size leave out of the last layer"
 
 
@@ -53,6 +54,7 @@ class Runner:
 
     counts:    number of steps by kind of decision
     lookahead: steps that may be in flight beside the one whose result is awaited
+    drafts:    drafts that the steps verify, or None without speculation
     prefixes:  finds the common prefix of a step, or None where no step cascades
     """
 
@@ -71,6 +73,7 @@ class Runner:
     ) -> None:
         self.counts: Counter[str] = Counter()
         self.lookahead = sampling.lookahead
+        self.drafts = sampling.drafts
         self.dispatcher = dispatcher
         self.runtime = runtime
         self.synthetic = synthetic
@@ -92,13 +95,13 @@ class Runner:
             if self._prefixes is not None:
                 self._prefixes.update(batch.appends)
             scores_prompts = self._sequences.scores_prompts(batch)
-            decision, prefix_len = self._decide(batch, scores_prompts)
             rows = self._sequences.rows(batch)
+            decision, prefix_len = self._decide(rows, scores_prompts)
             plan = self._sampling.plan(rows)
             commons = self._inputs.write(rows, decision.key, prefix_len=prefix_len, sampling=plan.in_step)
             self.prepare(commons, decision.key)
             if decision.key is None:
-                outputs = self._run_eager(commons[0], all_hidden=scores_prompts)
+                outputs = self._run_eager(commons[0], rows.num_logits, all_hidden=scores_prompts)
             else:
                 outputs = self.replay(decision.key)
             step = self._sampling.finish(rows, plan, outputs, decision, failures)
@@ -136,6 +139,7 @@ class Runner:
         return self._program.run(
             num_tokens=key.num_tokens,
             num_reqs=key.num_reqs,
+            num_logits=key.logits,
             every_row=_every_row(key),
             pieces=key.graphs is GraphSet.PIECEWISE,
         )
@@ -151,7 +155,7 @@ class Runner:
             for key in eager_shapes(self.dispatcher, num_slots=num_slots, most_tokens=most):
                 commons = self.synthetic.capture_batch(key)
                 self.prepare(commons, None)
-                self._run_eager(commons[0])
+                self._run_eager(commons[0], commons[0].num_reqs)
             self._sampling.launch()
 
     def capture(self, progress: CaptureProgress | None = None) -> CaptureReport:
@@ -190,23 +194,27 @@ class Runner:
             run()
         self._graphs[key] = self.runtime.capture(run)
 
-    def _decide(self, batch: ScheduledBatch, scores_prompts: bool) -> tuple[Decision, int | None]:
+    def _decide(self, rows: StepRows, scores_prompts: bool) -> tuple[Decision, int | None]:
         """Return the decision, and the length of the prefix that the step attends once."""
-        shape = shape_of(batch, self._prefixes)
+        shape = shape_of(rows.batch, self._prefixes)
         decision = self.dispatcher.decide(shape)
-        if scores_prompts and decision.key is not None and self._leaves_rows_out(decision.key):
-            decision = decision.eagerly(shape.num_tokens, _PROMPT_ROWS)
+        if decision.key is not None:
+            if rows.num_logits > decision.key.logits:
+                decision = decision.eagerly(shape.num_tokens, _DRAFT_ROWS)
+            elif scores_prompts and self._leaves_rows_out(decision.key):
+                decision = decision.eagerly(shape.num_tokens, _PROMPT_ROWS)
         self.counts[decision.label] += 1
         return decision, shape.prefix_len if decision.cascade else None
 
     def _leaves_rows_out(self, key: GraphKey) -> bool:
         return not _every_row(key) and self._program.model.kernels.leaves_rows_out(key.num_tokens)
 
-    def _run_eager(self, common: CommonMetadata, *, all_hidden: bool = False) -> StepOutputs:
+    def _run_eager(self, common: CommonMetadata, num_logits: int, *, all_hidden: bool = False) -> StepOutputs:
         return self._program.run(
             num_tokens=common.num_tokens,
             num_reqs=common.num_reqs,
-            every_row=common.num_tokens == common.num_reqs,
+            num_logits=num_logits,
+            every_row=common.num_tokens == num_logits,
             pieces=False,
             all_hidden=all_hidden,
         )
@@ -228,8 +236,9 @@ def shape_of(batch: ScheduledBatch, prefixes: SharedPrefixes | None = None) -> S
     if batch.num_tokens == batch.num_reqs:
         uniform = 1
     else:
-        first = batch.query_lens[0]
-        uniform = first if all(length == first for length in batch.query_lens) else None
+        # All tokens of a decode have logits, and of a prefill only the last.
+        first, decodes = batch.query_lens[0], batch.num_decodes == batch.num_reqs
+        uniform = first if decodes and all(length == first for length in batch.query_lens) else None
     # Mixed batches do not cascade.
     prefix_len = 0 if prefixes is None or uniform is None else prefixes.find(batch)
     return StepShape(
@@ -238,5 +247,5 @@ def shape_of(batch: ScheduledBatch, prefixes: SharedPrefixes | None = None) -> S
 
 
 def _every_row(key: GraphKey) -> bool:
-    """Return True if each token of the graph is its request's last token."""
-    return key.graphs is GraphSet.DECODE and key.query_len == 1
+    """Return True if each token of the graph has logits. Of a mixed graph, a batch may have fewer rows with logits."""
+    return key.graphs is GraphSet.DECODE and key.logits == key.num_tokens

@@ -23,6 +23,7 @@ class StepRows:
     slots:        int64 [N], as are `context_lens`, `query_lens` and `draws`
     samples:      bool [N], True where the row samples a next token
     draws:        tokens that the request has generated so far, which is the index of its next random draw
+    owners:       int64 [L], sequence of each row of logits: all tokens of a decode have one, of a prefill the last
     """
 
     batch: ScheduledBatch
@@ -31,6 +32,16 @@ class StepRows:
     query_lens: np.ndarray
     samples: np.ndarray
     draws: np.ndarray
+    owners: np.ndarray
+
+    @property
+    def num_logits(self) -> int:
+        return len(self.owners)
+
+    def draws_of_logits(self) -> np.ndarray:
+        """Return the index of the draw of each row of logits, int64 [L]: that of the token behind the row's own."""
+        ends = np.cumsum(np.bincount(self.owners))
+        return self.draws[self.owners] - (ends[self.owners] - 1 - np.arange(self.num_logits))
 
 
 class KernelRows(NamedTuple):
@@ -82,6 +93,9 @@ def rows_of(batch: ScheduledBatch, prompt_lens: np.ndarray) -> StepRows:
     slots = np.array(batch.slots, np.int64)
     context_lens = np.array(batch.context_lens, np.int64)
     query_lens = np.array(batch.query_lens, np.int64)
+    owners = np.arange(batch.num_reqs)
+    if batch.num_decode_tokens > batch.num_decodes:
+        owners = np.repeat(owners, np.where(owners < batch.num_decodes, query_lens, 1))
     return StepRows(
         batch=batch,
         slots=slots,
@@ -89,6 +103,7 @@ def rows_of(batch: ScheduledBatch, prompt_lens: np.ndarray) -> StepRows:
         query_lens=query_lens,
         samples=np.array(batch.samples, bool),
         draws=context_lens + query_lens - prompt_lens[slots],
+        owners=owners,
     )
 
 
@@ -152,7 +167,7 @@ class Inputs(Protocol):
 
     input_ids:   int32 [T]
     positions:   int64 [T]
-    logits_rows: int64 [R], row of the residual stream that has the logits of each request
+    logits_rows: int64 [L], the rows of the residual stream that have logits, for the largest step
     query_start_loc, seq_lens: as in `CommonMetadata`, for the largest step
     block_tables, slot_mappings: likewise, of each KV group
     query_start_loc: int32 [R+1], see `CommonMetadata`

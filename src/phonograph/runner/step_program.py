@@ -25,7 +25,7 @@ class StepOutputs(NamedTuple):
     """Tensors that a step leaves. The next run or replay overwrites them.
 
     hidden: before the final norm; [N, E] if the last layer computes only rows with logits, else [T, E]
-    logits: [N, V], N = min(T, R)
+    logits: [L, V] of the rows that have logits
     tokens: int32 [N]; -1 if no logit was finite, less than -1 if the row samples nothing here. Empty if the host
         samples.
     """
@@ -60,19 +60,26 @@ class StepProgram:
         self._no_tokens = torch.empty(0, dtype=torch.int32, device=model.device)
 
     def run(
-        self, *, num_tokens: int, num_reqs: int, every_row: bool, pieces: bool, all_hidden: bool = False
+        self,
+        *,
+        num_tokens: int,
+        num_reqs: int,
+        num_logits: int,
+        every_row: bool,
+        pieces: bool,
+        all_hidden: bool = False,
     ) -> StepOutputs:
         """Run the step in the inputs at a padded shape.
 
         Args:
             num_tokens: padded tokens T.
             num_reqs: padded request slots R.
-            every_row: each token is a request's last (uniform decode), so that its row of logits is its own.
+            num_logits: rows with logits, padded ones included.
+            every_row: each token has logits (uniform decode), so that its row of logits is its own.
             pieces: split the capture at each call of attention.
             all_hidden: return all rows of the residual stream, for logits of more rows than each request's last.
         """
         inputs, model = self._inputs, self.model
-        num_logits = min(num_tokens, num_reqs)
         inputs.prepare(num_reqs=num_reqs, num_tokens=num_tokens)
         self.attention.pieces = pieces
         self.attention.schedule()

@@ -17,6 +17,7 @@ from phonograph.graphs.runtime import GraphRuntime
 from phonograph.runner.step_inputs import KernelRows, StepRows
 from phonograph.runner.step_program import StepOutputs
 from phonograph.sampling.failures import SlotFailures
+from phonograph.speculation.host_drafts import HostDrafts
 
 NO_TOKEN = "the model's logits are not finite"
 
@@ -72,9 +73,11 @@ class Sampling(Protocol):
     """Sampling of a runner's steps.
 
     lookahead: as in `StepRunner`
+    drafts:    drafts that the steps verify, or None without speculation
     """
 
     lookahead: int
+    drafts: HostDrafts | None
 
     def plan(self, rows: StepRows) -> SamplingPlan:
         """Decide which sampler takes each row, before the step is written."""

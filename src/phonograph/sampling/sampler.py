@@ -207,7 +207,8 @@ class Sampler:
 
         Args:
             logits_NV: any float dtype; row i belongs to slots[i].
-            slots: distinct slots.
+            slots: slot of each row. Rows of one slot stand together; a slot with penalties, a grammar or
+                log-probabilities has one.
             output_lens: tokens that each request has generated, the index of this draw.
         """
         assert logits_NV.shape == (len(slots), self.vocab_size), (logits_NV.shape, len(slots), self.vocab_size)

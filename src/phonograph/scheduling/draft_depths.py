@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
+from phonograph.core.batch import DraftCounts
 from phonograph.core.limits import Limits
 from phonograph.core.request import Request
 
@@ -16,9 +17,11 @@ class DraftDepths(Protocol):
 
     Attributes:
         most: largest depth.
+        counts: of the drafts so far.
     """
 
     most: int
+    counts: DraftCounts
 
     def choose(self, decodes: Collection[Request]) -> Sequence[int]:
         """Return the depth of each decode, 0 to `most`."""

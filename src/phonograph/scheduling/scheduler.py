@@ -43,7 +43,7 @@ from itertools import compress, repeat
 from operator import attrgetter
 from typing import Literal
 
-from phonograph.core.batch import BlockAppend, NewSequence, ScheduledBatch, StepOutput
+from phonograph.core.batch import BlockAppend, DraftCounts, NewSequence, ScheduledBatch, StepOutput
 from phonograph.core.kv_group import KVGroup
 from phonograph.core.limits import Limits
 from phonograph.core.request import FinishReason, Request, RequestState
@@ -58,10 +58,10 @@ _RANK = attrgetter("rank")
 
 
 class Scheduler:
-    """Owner of the requests from `add` until they end. Not thread-safe: one thread drives it.
+    """Owner of the requests from `add` until they end. One thread drives it.
 
-    The batches must be run in their order. Every batch with sequences must be passed to `update`, in the same order. A
-    batch without sequences (nothing can run, or all that runs is in flight) needs neither.
+    Batches run in their order. Each with sequences must be passed to `update`, in the same order. A batch without
+    sequences (nothing can run, or all that runs is in flight) needs neither.
 
     Args:
         limits: what runs at once. A step has a token for every running sequence.
@@ -108,8 +108,7 @@ class Scheduler:
         self._in_flight: deque[tuple[ScheduledBatch, list[Request]]] = deque()
         self._num_added = 0
         self._num_preemptions = 0
-        self._prefix_queries = 0
-        self._prefix_hits = 0
+        self._prefix_queries = self._prefix_hits = 0
 
     @property
     def has_unfinished(self) -> bool:
@@ -130,6 +129,7 @@ class Scheduler:
             num_preemptions=self._num_preemptions,
             prefix_queries=self._prefix_queries,
             prefix_hits=self._prefix_hits,
+            drafts=DraftCounts() if self._drafts is None else self._drafts.counts,
         )
 
     @property

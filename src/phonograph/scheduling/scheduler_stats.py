@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from phonograph.core.batch import DraftCounts
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerStats:
@@ -15,6 +17,7 @@ class SchedulerStats:
         num_deferred: requests that wait for their grammar; the scheduler does not have them yet.
         prefix_queries: prompt tokens of admitted requests.
         prefix_hits: those of them found in the prefix cache.
+        drafts: counts of drafts.
     """
 
     num_running: int
@@ -24,4 +27,5 @@ class SchedulerStats:
     num_preemptions: int
     prefix_queries: int
     prefix_hits: int
+    drafts: DraftCounts
     num_deferred: int = 0

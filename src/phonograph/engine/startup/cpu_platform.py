@@ -16,6 +16,8 @@ from phonograph.runner.cpu_inputs import CpuInputs
 from phonograph.runner.cpu_sampling import CpuSampling
 from phonograph.runner.step_program import StepProgram
 from phonograph.sampling.sampler import Sampler
+from phonograph.speculation.host_drafts import HostDrafts
+from phonograph.speculation.ngram import NgramProposer
 
 
 class CpuPlatform:
@@ -35,11 +37,17 @@ class CpuPlatform:
         """Make the parts; see `Platform`."""
         limits, model = plan.limits, parts.model
         runtime = TapeRuntime(None if plan.threads is None else plan.threads.count)
+        speculation, drafts = plan.config.speculation, None
+        if speculation is not None:
+            proposer = NgramProposer(shortest=speculation.prompt_lookup_min, longest=speculation.prompt_lookup_max)
+            most = speculation.num_speculative_tokens
+            drafts = HostDrafts(proposer, most=most, max_num_seqs=limits.max_num_seqs)
         inputs = CpuInputs(
             max_num_seqs=limits.max_num_seqs,
             max_num_tokens=limits.max_num_batched_tokens,
             max_model_len=limits.max_model_len,
             block_sizes=plan.kv.block_sizes,
+            max_num_logits=limits.max_num_seqs * (1 + plan.config.draft_tokens),
         )
         rotary = rotary_tables(model.spec, limits.max_model_len, model.dtype, model.device)
         model.bind(TorchKernels(rotary, model.spec.rms_norm_eps, model.spec.factors))
@@ -48,5 +56,5 @@ class CpuPlatform:
             runtime=runtime,
             inputs=inputs,
             program=StepProgram(model=model, attention=attention, inputs=inputs),
-            sampling=CpuSampling(sampler, inputs),
+            sampling=CpuSampling(sampler, inputs, drafts),
         )

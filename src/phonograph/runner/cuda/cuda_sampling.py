@@ -25,6 +25,7 @@ from phonograph.runner.step_program import StepOutputs
 from phonograph.runner.steps import SamplingPlan, take_tokens
 from phonograph.sampling.failures import SlotFailures
 from phonograph.sampling.sampler import Sampler
+from phonograph.speculation.host_drafts import HostDrafts
 
 LOOKAHEAD = 1
 RING_DEPTH = LOOKAHEAD + 2
@@ -63,6 +64,7 @@ class CudaSampling:
 
     def __init__(self, sampler: Sampler, inputs: CudaInputs, masked: MaskedSampling, ring: TokenRing) -> None:
         self.lookahead = LOOKAHEAD
+        self.drafts: HostDrafts | None = None
         self._sampler = sampler
         self._inputs = inputs
         self._masked = masked

@@ -72,6 +72,10 @@ class EngineCollector(Collector):
             "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_queries
         )
         yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_hits)
+        drafts = stats.drafts
+        yield self._counter("vllm:spec_decode_num_drafts", "Decodes that verified drafts.", drafts.decodes)
+        yield self._counter("vllm:spec_decode_num_draft_tokens", "Drafts that were verified.", drafts.verified)
+        yield self._counter("vllm:spec_decode_num_accepted_tokens", "Drafts that were kept.", drafts.accepted)
         yield self._counter("vllm:num_preemptions", "Preempted requests.", stats.num_preemptions)
         yield self._cache_config(stats.num_blocks)
 

@@ -1,0 +1,197 @@
+"""Requests that verify drafts have the tokens of requests without, whatever is drafted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from phonograph.core.sampling_params import SamplingParams
+from phonograph.engine.llm import LLM
+from phonograph.engine.outputs import RequestOutput
+from phonograph.errors import ConfigError
+from phonograph.speculation.host_drafts import HostDrafts
+
+SETTINGS: dict[str, Any] = {"model": "demo", "device": "cpu", "max_num_seqs": 4, "max_model_len": 128}
+K = 3
+SPECULATION = {"method": "ngram", "num_speculative_tokens": K, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+PROMPTS = ["12+7=", "99-3=", "1 2 3 1 2 3 1 2", "7*8=", "5", "44+44=44+44=", "3-1="]
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "sampled": {"temperature": 1.0, "seed": 3},
+    "filtered": {"temperature": 1.3, "top_p": 0.8, "top_k": 40, "seed": 5},
+    "samples": {"temperature": 1.0, "seed": 9, "n": 3},
+    "penalized": {"temperature": 1.0, "seed": 1, "repetition_penalty": 1.3},
+    "scored": {"temperature": 0.0, "logprobs": 2},
+    "least": {"temperature": 1.0, "seed": 2, "min_tokens": 9},
+    "biased": {"temperature": 0.0, "logit_bias": {5: 2.0}},
+    "one": {"temperature": 0.0, "max_tokens": 1},
+    "prompt scored": {"temperature": 0.0, "prompt_logprobs": 1},
+}
+UNFINISHED = {"max_tokens": 30, "ignore_eos": True}
+
+
+class Oracle:
+    """Drafts by a rule from the tokens of the requests without drafts, or at random."""
+
+    def __init__(self, change: Callable[[np.ndarray, np.random.Generator], np.ndarray]) -> None:
+        self.known: list[list[int]] = []
+        self._change = change
+        self._rng = np.random.default_rng(0)
+
+    def propose(self, token_ids: np.ndarray, most: int) -> np.ndarray:
+        number = len(token_ids)
+        for whole in self.known:
+            if whole[:number] == token_ids.tolist():
+                right = np.array(whole[number : number + most], np.int32)
+                return self._change(right, self._rng)
+        return self._rng.integers(0, 500, most).astype(np.int32)
+
+
+def half_wrong(right: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    return np.where(rng.random(len(right)) < 0.7, right, right ^ 1)
+
+
+def fewer(right: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    return right[: rng.integers(0, len(right) + 1)]
+
+
+ORACLES = {
+    "right": lambda right, rng: right,
+    "wrong": lambda right, rng: right ^ 1,
+    "half wrong": half_wrong,
+    "fewer": fewer,
+}
+
+
+@pytest.fixture(scope="module")
+def plain() -> LLM:
+    return LLM(**SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def drafting() -> LLM:
+    return LLM(**SETTINGS, speculative_config=SPECULATION)
+
+
+def drafts_of(llm: LLM) -> HostDrafts:
+    drafts = llm.engine.core.runner.drafts
+    assert drafts is not None
+    return drafts
+
+
+def texts(outputs: list[RequestOutput]) -> list[Any]:
+    return [
+        (one.token_ids, one.text, one.finish_reason, one.stop_reason, one.logprobs and [row[0] for row in one.logprobs])
+        for output in outputs
+        for one in output.outputs
+    ]
+
+
+def check(plain: LLM, drafting: LLM, params: SamplingParams) -> list[RequestOutput]:
+    wanted, found = (llm.generate(PROMPTS, params) for llm in (plain, drafting))
+    assert texts(found) == texts(wanted)
+    return wanted
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ngram(kind: str, plain: LLM, drafting: LLM) -> None:
+    check(plain, drafting, SamplingParams(**(UNFINISHED | KINDS[kind])))
+    check(plain, drafting, SamplingParams(**({"max_tokens": 40} | KINDS[kind])))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("oracle", ORACLES)
+def test_any_drafts(oracle: str, kind: str, plain: LLM, drafting: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafts, proposer = drafts_of(drafting), Oracle(ORACLES[oracle])
+    monkeypatch.setattr(drafts, "_proposer", proposer)
+    params = SamplingParams(**(UNFINISHED | KINDS[kind]))
+    proposer.known = [
+        output.prompt_token_ids + one.token_ids for output in plain.generate(PROMPTS, params) for one in output.outputs
+    ]
+    before = drafts.counts
+    check(plain, drafting, params)
+    decodes, verified, accepted = (now - then for now, then in zip(drafts.counts, before, strict=True))
+    assert decodes * K >= verified >= decodes
+    if kind in ("penalized", "scored", "biased", "least", "one"):
+        assert verified == 0 or kind == "least"
+    elif oracle == "right":
+        # Samples of one prompt begin alike, and the drafts are those of the first.
+        assert verified == accepted > 0 or (kind == "samples" and 0 < accepted < verified)
+    elif oracle == "wrong":
+        assert verified > 0 == accepted
+    else:
+        assert 0 < accepted < verified or oracle == "fewer"
+
+
+@pytest.mark.parametrize("oracle", ["right", "half wrong"])
+def test_ends_within_a_run(oracle: str, plain: LLM, drafting: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each token of an output ends it in turn, as a stop token, as the last one, and by a string."""
+    proposer = Oracle(ORACLES[oracle])
+    monkeypatch.setattr(drafts_of(drafting), "_proposer", proposer)
+    params = {"temperature": 1.0, "seed": 11, "ignore_eos": True}
+    (whole,) = plain.generate(["12+7="], SamplingParams(max_tokens=12, **params))
+    tokens = whole.outputs[0].token_ids
+    proposer.known = [whole.prompt_token_ids + tokens]
+    for place, token_id in enumerate(tokens):
+        for ends in (
+            {"stop_token_ids": [token_id]},
+            {"max_tokens": place + 1},
+            {"stop": [whole.outputs[0].text[place]]},
+        ):
+            check_one = SamplingParams(**({"max_tokens": 12} | params | ends))
+            wanted, found = (llm.generate(["12+7="], check_one) for llm in (plain, drafting))
+            assert texts(found) == texts(wanted)
+
+
+def test_the_end_of_the_context_and_preemptions() -> None:
+    """Prompts up to the context's last place, and blocks for fewer sequences than run."""
+    settings = SETTINGS | {"max_model_len": 48, "block_size": 8, "num_kv_blocks": 13}
+    plain, drafting = LLM(**settings), LLM(**settings, speculative_config=SPECULATION)
+    prompts = [[7 + index % 3] * length for index, length in enumerate((1, 20, 46, 47, 9, 30, 44, 45, 5))]
+    params = SamplingParams(temperature=1.0, seed=4, max_tokens=None, ignore_eos=True)
+    wanted, found = ([one.outputs[0].token_ids for one in llm.generate(prompts, params)] for llm in (plain, drafting))
+    assert found == wanted
+    assert drafting.engine.core.scheduler.stats.num_preemptions and drafting.engine.core.scheduler.stats.drafts.accepted
+    assert drafting.engine.core.scheduler.stats.blocks_used == 0
+
+
+def test_a_right_draft_saves_steps(plain: LLM, drafting: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    proposer = Oracle(ORACLES["right"])
+    monkeypatch.setattr(drafts_of(drafting), "_proposer", proposer)
+    params = SamplingParams(temperature=0.0, max_tokens=1 + 2 * (K + 1), ignore_eos=True)
+    (whole,) = plain.generate(["12+7="], params)
+    proposer.known = [whole.prompt_token_ids + whole.outputs[0].token_ids]
+    before = drafting.engine.core.runner.counts.total()
+    drafting.generate(["12+7="], params)
+    assert drafting.engine.core.runner.counts.total() - before == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({}, "num_speculative_tokens.*is missing; give a number from 1 to 15"),
+        ({"num_speculative_tokens": 0}, "num_speculative_tokens='?0'?.*must be a whole number from 1 to 15"),
+        ({"num_speculative_tokens": 16}, "must be a whole number from 1 to 15"),
+        ({"num_speculative_tokens": True}, "must be a whole number from 1 to 15"),
+        ({"num_speculative_tokens": 2, "method": "eagle3"}, "method=.*eagle3.*is not supported yet; ngram is"),
+        ({"num_speculative_tokens": 2, "model": "x"}, "speculative_config.model=.*is not known; the keys are method"),
+        (
+            {"num_speculative_tokens": 2, "prompt_lookup_min": 4, "prompt_lookup_max": 3},
+            "prompt_lookup_min=.*4.*must be at most prompt_lookup_max=3",
+        ),
+        ({"num_speculative_tokens": 2, "prompt_lookup_min": 0}, "prompt_lookup_min=.*from 1 to"),
+    ],
+)
+def test_refused_configurations(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        LLM(**SETTINGS, speculative_config=given)
+
+
+def test_other_settings_that_do_not_go_with_it() -> None:
+    with pytest.raises(ConfigError, match="give num_speculative_tokens in the latter"):
+        LLM(**SETTINGS, speculative_config=SPECULATION, num_speculative_tokens=2)
+    with pytest.raises(ConfigError, match="to speculate, give speculative_config"):
+        LLM(**SETTINGS, num_speculative_tokens=2)
