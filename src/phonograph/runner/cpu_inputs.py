@@ -154,7 +154,7 @@ class CpuInputs:
         else:
             logits_rows[:num_reqs] = query_start_loc[1 : num_reqs + 1] - 1
         if key is not None:
-            logits_rows[rows.num_logits : key.logits] = 0
+            logits_rows[rows.num_logits : max(key.logits, padded_reqs)] = 0
         if padded_reqs > num_reqs:
             query_start_loc[num_reqs + 1 : padded_reqs + 1] = num_tokens
             seq_lens[num_reqs:padded_reqs] = 0
