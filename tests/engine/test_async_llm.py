@@ -202,7 +202,7 @@ def test_an_engine_takes_requests_from_start_to_close_only() -> None:
 def test_settings_are_refused_at_once() -> None:
     with pytest.raises(ConfigError, match="max_num_seqs"):
         AsyncLLM("demo", max_num_seqs=0)
-    with pytest.raises(ConfigError, match="not run yet"):
+    with pytest.raises(ConfigError, match="give speculative_config"):
         AsyncLLM("demo", num_speculative_tokens=2)
 
 

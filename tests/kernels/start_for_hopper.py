@@ -136,7 +136,7 @@ def main() -> None:
             slots = runner._sequences.max_num_seqs
             commons = runner.synthetic.capture_batch(GraphKey(GraphSet.MIXED, num_tokens, slots))
             runner.prepare(commons, None)
-            runner._run_eager(commons[0])
+            runner._run_eager(commons[0], commons[0].num_reqs)
 
     with torch.inference_mode():
         found = {"few": few, "every": every, "captured": launched(capture_all), "eager": launched(run_eagerly)}

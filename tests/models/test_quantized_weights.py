@@ -358,9 +358,9 @@ def test_only_whole_groups_of_128_in_4_bits_are_interleaved(bits: int, group: in
     assert scheme.weight_format(512, "bfloat16").interleaved == interleaved
 
 
-def test_a_row_above_the_size_of_a_tile_is_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = Grouped(torch.zeros(5, 8, dtype=torch.int32), torch.zeros(5, 2), None, 4, 32)
-    for size, wanted in ((63, [1, 2, 3, 4, 5]), (64, [1, 2, 3, 4, 5]), (130, [2, 4, 5])):
+def test_a_tile_has_whole_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = Grouped(torch.zeros(37, 8, dtype=torch.int32), torch.zeros(37, 2), None, 4, 32)
+    for size, wanted in ((63, [8, 16, 24, 32, 37]), (64 * 15, [8, 16, 24, 32, 37]), (64 * 17, [16, 32, 37])):
         monkeypatch.setattr(grouped, "TILE", size)
         assert [last for _, last in weight.tiles()] == wanted
 

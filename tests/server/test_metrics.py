@@ -15,6 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from servers import Server
 
+from phonograph.core.batch import DraftCounts
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.metrics.histogram import Histogram
 from phonograph.engine.metrics.request_log import RequestLog
@@ -227,6 +228,7 @@ def test_gauges_and_histograms_of_rare_states() -> None:
         num_preemptions=5,
         prefix_queries=0,
         prefix_hits=0,
+        drafts=DraftCounts(4, 12, 7),
     )
     log = RequestLog()
     sample = Sample(0, None, SamplingParams(detokenize=False), [1])
@@ -245,6 +247,8 @@ def test_gauges_and_histograms_of_rare_states() -> None:
     assert values["vllm:num_requests_waiting_by_reason", "deferred"] == 3
     assert values["vllm:request_num_preemptions_sum", None] == 2
     assert values["vllm:num_preemptions_total", None] == 5
+    drafts = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+    assert [values[f"vllm:spec_decode_{name}_total", None] for name in drafts] == [4, 12, 7]
 
 
 def test_steps_are_counted_by_graph(server: Server) -> None:

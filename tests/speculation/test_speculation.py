@@ -84,7 +84,13 @@ def drafts_of(llm: LLM) -> HostDrafts:
 
 def texts(outputs: list[RequestOutput]) -> list[Any]:
     return [
-        (one.token_ids, one.text, one.finish_reason, one.stop_reason, one.logprobs and [row[0] for row in one.logprobs])
+        (
+            one.token_ids,
+            one.text,
+            one.finish_reason,
+            one.stop_reason,
+            one.logprobs and [list(row) for row in one.logprobs],
+        )
         for output in outputs
         for one in output.outputs
     ]

@@ -14,19 +14,27 @@ from phonograph.errors import ConfigError
 _SEQUENCE = re.compile(r"\s*(\d+)\s*@\s*(\d+)\s*")
 
 
-def read_batch(text: str, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> ScheduledBatch:
-    """Return the batch that `text` describes, decodes first.
+def read_batch(
+    text: str, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, draft_tokens: int = 0
+) -> ScheduledBatch:
+    """Return the batch that `text` describes, decodes first. A decode has up to `draft_tokens` drafts.
 
     Raises:
         ConfigError: the text is malformed, or the engine would never schedule the batch.
     """
-    pairs = sorted((_sequence(text, part, max_model_len) for part in text.split(",")), key=lambda pair: pair[0] > 1)
+
+    def is_decode(query: int, length: int) -> bool:
+        return query == 1 or query <= min(1 + draft_tokens, length - 1)
+
+    pairs = sorted(
+        (_sequence(text, part, max_model_len) for part in text.split(",")), key=lambda pair: not is_decode(*pair)
+    )
     batch = ScheduledBatch(
         slots=list(range(len(pairs))),
         query_lens=[query for query, _ in pairs],
         context_lens=[length - query for query, length in pairs],
         samples=[True] * len(pairs),
-        num_decodes=sum(query == 1 for query, _ in pairs),
+        num_decodes=sum(is_decode(*pair) for pair in pairs),
         num_tokens=sum(query for query, _ in pairs),
     )
     if batch.num_reqs > max_num_seqs:

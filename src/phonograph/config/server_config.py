@@ -56,6 +56,9 @@ class ServerConfig(Settings):
     admin_api_key: values.Texts = Field(
         default=(), description="Valid API keys of the endpoints of enable_admin, which take no others."
     )
+    enable_tokenizer_info_endpoint: values.Flag = Field(
+        default=False, description="Serve /tokenizer_info: special tokens and the chat template."
+    )
     allowed_origins: values.Texts = Field(
         default=(), description="Origins of web pages that may send requests; * is any."
     )

@@ -16,6 +16,7 @@ RENAMED = {
     "--attention-config": "--attention-backend",
     "-ac": "--attention-backend",
     "-cc": "--compilation-config",
+    "-sc": "--speculative-config",
     "--log-config-file": "--log-format",
     "--logging-config": "--log-format",
     "--rope-scaling": "--hf-overrides",
@@ -45,7 +46,6 @@ ALWAYS = {
     "--enable-prompt-tokens-details": "the usage always has the cached tokens",
     "--enable-request-id-headers": "every answer has the header x-request-id",
     "--enable-server-load-tracking": "/load always has the number of requests",
-    "--enable-tokenizer-info-endpoint": "/tokenizer_info is always there",
 }
 """Flags of vLLM for behaviour that is fixed here, each with that behaviour."""
 
@@ -95,7 +95,7 @@ ABSENT: Mapping[tuple[str, str], str] = {
         --enable-mamba-shared-prefix-checkpoint --replayssm-buffer-len --use-replayssm --gdn-prefill-backend
         --kda-prefill-backend --kda-decode-backend --engram-config""",
     ("Thinking and tools", ""): """
-        --reasoning-parser --reasoning-parser-plugin --reasoning-config --reasoning-effort-map --tool-parser-plugin
+        --reasoning-parser-plugin --reasoning-config --reasoning-effort-map --tool-parser-plugin
         --exclude-tools-when-tool-choice-none --tool-strict-level --tool-server --chat-template-content-format
         --response-role --trust-request-chat-template --anthropic-disabled-thinking-effort
         --cohere-is-reasoning-model --cohere-format""",
@@ -168,8 +168,9 @@ NEUTRAL: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("--data-parallel-rank", "--node-rank", "-dpn", "-r", "--long-prefill-token-threshold"), _ZERO),
     **dict.fromkeys(("--cpu-offload-gb", "--kv-offloading-size", "--sse-keep-alive-interval", "--watermark"), _ZERO),
     **dict.fromkeys(("--enable-chunked-prefill", "--async-scheduling", "--disable-log-requests"), _TRUE),
-    **dict.fromkeys(("--enable-prompt-tokens-details", "--enable-request-id-headers"), _TRUE),
-    **dict.fromkeys(("--enable-server-load-tracking", "--enable-tokenizer-info-endpoint"), _TRUE),
+    **dict.fromkeys(
+        ("--enable-prompt-tokens-details", "--enable-request-id-headers", "--enable-server-load-tracking"), _TRUE
+    ),
     **dict.fromkeys(
         ("--enable-expert-parallel", "-ep", "--enable-lora", "--headless", "--skip-tokenizer-init"), _FALSE
     ),

@@ -81,7 +81,8 @@ def explain(
     except BackendError as error:
         hint = f"; --device-name explains it for another device than {device.name}" if device_name is None else ""
         raise BackendError(f"{error}{hint}") from None
-    batches = [read_batch(text, **asdict(plan.limits)) for text in batch or []]
+    limits = {**asdict(plan.limits), "draft_tokens": config.draft_tokens}
+    batches = [read_batch(text, **limits) for text in batch or []]
     dispatcher = plan.make_dispatcher()
     decided = [(one, dispatcher.decide(_shape(plan, one, common_prefix))) for one in batches]
     if as_json:

@@ -14,7 +14,7 @@ from phonograph.server.openai.serving import Serving
 
 router = APIRouter()
 
-SECRETS = ("api_key", "otlp_traces_endpoint")
+SECRETS = ("api_key", "admin_api_key", "otlp_traces_endpoint")
 """Settings that hold a key, or may."""
 
 
@@ -66,8 +66,14 @@ async def server_info(request: Request) -> dict[str, Any]:
 
 @router.get("/tokenizer_info")
 async def tokenizer_info(request: Request) -> dict[str, Any]:
-    """Return the special tokens and the chat template."""
+    """Return the special tokens and the chat template.
+
+    The endpoint must be asked for: lm-evaluation-harness takes a server that has it for one whose tokenizer it shall
+    use, also where it was given a tokenizer, and then fails.
+    """
     serving: Serving = request.app.state.serving
+    if not serving.config.enable_tokenizer_info_endpoint:
+        raise ApiError(404, "/tokenizer_info is served with --enable-tokenizer-info-endpoint")
     tokenizer = serving.tokenizer
     special = {"bos_token": tokenizer.bos_token_id, "eos_token": tokenizer.eos_token_id}
     return {

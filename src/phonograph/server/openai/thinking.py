@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -43,7 +42,7 @@ def template_options(
     ignored: list[str] = []
     if variables is not None:
         unread = [name for name in options if name not in variables]
-        ignored += (f"chat_template_kwargs.{_quotable(name)}" for name in unread[:_MOST_NAMES])
+        ignored += (f"chat_template_kwargs.{name[:_SHOWN]}" for name in unread[:_MOST_NAMES])
         if len(unread) > _MOST_NAMES:
             ignored.append(f"{len(unread) - _MOST_NAMES} more of chat_template_kwargs")
     effort = None
@@ -109,8 +108,3 @@ def _markers(formats: Formats, tokenizer: Tokenizer) -> Iterator[int]:
         token_id = tokenizer.token_id(marker)
         if token_id is not None:
             yield token_id
-
-
-def _quotable(name: str) -> str:
-    """Return a client's text as it can be within a quoted string of a header."""
-    return json.dumps(name[:_SHOWN])[1:-1]
