@@ -111,9 +111,8 @@ class HostRunner:
         rows = timed("rows", self.sequences.rows, batch)
         timed("write", lambda: self.inputs.write(rows, decision.key, prefix_len=None))
         output = StepOutput(slots=[slot for slot, ends in zip(batch.slots, batch.samples, strict=True) if ends])
-        token_ids = [7 + slot for slot in output.slots]
-        output.token_ids = [[token_id] for token_id in token_ids]
-        timed("append", self.inputs.append_tokens, output.slots, token_ids)
+        output.token_ids = [[7 + slot] for slot in output.slots]
+        timed("append", self.inputs.append_tokens, output.slots, output.token_ids)
         return CompletedStep(output, decision)
 
 

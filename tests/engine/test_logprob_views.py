@@ -134,7 +134,7 @@ def test_requests_without_parameters_take_those_of_the_model(tmp_path: Path, mon
     with pytest.raises(ModelError, match="generation_config.json: is unusable; requests with sampling_params"):
         default_sampling_params(config)
     greedy = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
-    for home in ("offline.offline_engine", "async_llm"):
+    for home in ("offline.offline_engine", "process.async_verbs"):
         monkeypatch.setattr(f"phonograph.engine.{home}.default_sampling_params", lambda config: greedy)
     with LLM("demo", **SETTINGS) as llm:
         assert llm.get_default_sampling_params() == greedy

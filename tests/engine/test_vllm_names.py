@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import phonograph
 from phonograph import LLM, AsyncLLM, EngineConfig, SamplingParams, StructuredOutputs
 from phonograph.config.server_config import ServerConfig
-from phonograph.core.sampling_params import MAX_LOGPROBS
+from phonograph.core.sampling_params import _HINTS, _NEUTRAL, MAX_LOGPROBS
 from phonograph.engine.offline.vllm_methods import MISSING
 from phonograph.errors import ConfigError, RequestError
 
@@ -43,6 +44,10 @@ def test_neutral_values_of_sampling_parameters_are_taken(values: dict[str, Any])
     assert SamplingParams(**values, temperature=0.5) == SamplingParams(temperature=0.5)
 
 
+def test_what_is_a_parameter_here_is_in_no_table_of_vllms() -> None:
+    assert not {field.name for field in fields(SamplingParams)} & {*_NEUTRAL, *_HINTS}
+
+
 @pytest.mark.parametrize(
     ("values", "says"),
     [
@@ -52,7 +57,7 @@ def test_neutral_values_of_sampling_parameters_are_taken(values: dict[str, Any])
         ({"best_of": 3}, "n samples are returned, and cumulative_logprob ranks them"),
         ({"use_beam_search": True}, "LLM.beam_search does it"),
         ({"logits_processors": [print]}, "logit_bias, allowed_token_ids and bad_words change logits"),
-        ({"thinking_token_budget": 5}, "thinking_token_budget='5': is vLLM's and not here yet; leave it out"),
+        ({"logprob_token_ids": [5]}, "logprob_token_ids='[5]': is vLLM's and not here yet; leave it out"),
         ({"output_kind": 2}, "AsyncLLM yields the whole output so far"),
     ],
 )

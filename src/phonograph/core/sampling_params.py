@@ -15,7 +15,7 @@ MAX_LOGPROBS = 1024
 MAX_N = 1024
 
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
-    **dict.fromkeys(("best_of", "logits_processors", "logprob_token_ids", "thinking_token_budget", "extra_args"), ()),
+    **dict.fromkeys(("best_of", "logits_processors", "logprob_token_ids", "extra_args"), ()),
     **dict.fromkeys(("repetition_detection", "truncate_prompt_tokens", "guided_decoding"), ()),
     **dict.fromkeys(("flat_logprobs", "use_beam_search", "early_stopping", "skip_reading_prefix_cache"), (False,)),
     **{"spaces_between_special_tokens": (True,), "length_penalty": (1.0,)},
