@@ -81,6 +81,11 @@ class ScheduledBatch:
     def num_reqs(self) -> int:
         return len(self.slots)
 
+    @property
+    def num_logits(self) -> int:
+        """Rows of logits: of each token of a decode, and of the last one of a prefill."""
+        return len(self.slots) + max(self.num_decode_tokens - self.num_decodes, 0)
+
 
 class DraftCounts(NamedTuple):
     """Counts since the start: decodes that verified drafts, the drafts, and those of them that were kept."""
