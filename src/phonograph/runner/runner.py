@@ -203,7 +203,8 @@ class Runner:
         return decision, shape.prefix_len if decision.cascade else None
 
     def _leaves_rows_out(self, key: GraphKey) -> bool:
-        return not _every_row(key) and self._program.model.kernels.leaves_rows_out(key.num_tokens)
+        num_kept = max(key.logits, self._sequences.max_num_seqs)
+        return not _every_row(key) and self._program.model.kernels.leaves_rows_out(key.num_tokens, num_kept)
 
     def _run_eager(self, common: CommonMetadata, num_logits: int, *, all_hidden: bool = False) -> StepOutputs:
         return self._program.run(
