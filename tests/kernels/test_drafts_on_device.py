@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from phonograph.core.batch import ScheduledBatch
-from phonograph.kernels.triton.step.accept import DRAFTS_SHIFT, accept
-from phonograph.kernels.triton.step.ngram import propose_ngrams
+from phonograph.kernels.triton.step.accept_drafts import DRAFTS_SHIFT, accept
+from phonograph.kernels.triton.step.prompt_lookup import propose_ngrams
 from phonograph.kernels.triton.step.step_layout import SlotState, StepLayout
 from phonograph.runner.step_inputs import StepRows, rows_of
 from phonograph.sampling.accept import accepted_runs

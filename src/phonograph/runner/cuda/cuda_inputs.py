@@ -19,9 +19,9 @@ from phonograph.core.batch import BlockAppend, ScheduledBatch
 from phonograph.core.blocks import blocks_for
 from phonograph.graphs.modes import GraphKey
 from phonograph.kernels.triton.sampling.sample import make_sample_scratch
-from phonograph.kernels.triton.step.accept import accept
-from phonograph.kernels.triton.step.ngram import propose_ngrams
+from phonograph.kernels.triton.step.accept_drafts import accept
 from phonograph.kernels.triton.step.prepare import apply_appends, prepare
+from phonograph.kernels.triton.step.prompt_lookup import propose_ngrams
 from phonograph.kernels.triton.step.step_layout import SlotState, StepLayout
 from phonograph.runner.cuda.pinned import PinnedWords
 from phonograph.runner.step_inputs import KernelRows, PaddedViews, StepRows, SyntheticBatch, metadata_of, padded_views
