@@ -284,7 +284,7 @@ def walk_drafts(place: Place, device: torch.device) -> list[torch.Tensor]:
     ids = torch.arange(19, 19 + 3 * ROWS, dtype=torch.int32, device=device).remainder(5)
     tokens, counts = (ids + 1).remainder(5), torch.zeros(ROWS, dtype=torch.int32, device=device)
     common = torch.from_numpy(staging).to(device), layout, state
-    shape: dict[str, Any] = {"num_reqs_padded": ROWS, "tokens_L": tokens, "history_RM": history}
+    shape = {"num_reqs_padded": ROWS, "tokens_L": tokens, "history_RM": history}
     accept(*common, input_ids_T=ids, counts_R=counts, **shape)
     propose_ngrams(*common, shortest=2, longest=4, **shape)
     return [history, counts, state.drafts, state.num_computed, state.last_token]

@@ -42,8 +42,8 @@ class MemoryPlan:
     graphs:    estimate for all captured graphs: on a CPU their shared pool, on a GPU their nodes and the static
         workspace (shared with eager steps), with room for the masks of all rows
     attention: buffers of the attention backends, and tables of further KV groups
-    sampling:  state and temporaries of rows that no kernel samples, such as counts of penalties; with drafts on a GPU also the
-        tokens of all slots and the scratch of more rows
+    sampling:  state and temporaries of rows that no kernel samples, such as counts of penalties; with drafts on a GPU
+        also the tokens of all slots and the scratch of more rows
     block:     one KV block in all layers of a group
     num_tokens: tokens that the cache holds, in sequences of full length if there are windows or several groups
     note:      source of the size of the KV cache

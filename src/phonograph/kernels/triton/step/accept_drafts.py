@@ -63,6 +63,7 @@ def accept(
         history_RM.stride(0),
         SLOTS=layout.constants["SLOTS"],
         QUERY_STARTS=layout.constants["QUERY_STARTS"],
+        TOKEN_STARTS=layout.constants["TOKEN_STARTS"],
         LENGTHS=layout.constants["LENGTHS"],
         MOST_DRAFTS=most_drafts,
         MOST_TOKENS=history_RM.shape[1],
@@ -85,6 +86,7 @@ def _accept_kernel(
     history_stride,
     SLOTS: tl.constexpr,
     QUERY_STARTS: tl.constexpr,
+    TOKEN_STARTS: tl.constexpr,
     LENGTHS: tl.constexpr,
     MOST_DRAFTS: tl.constexpr,
     MOST_TOKENS: tl.constexpr,
@@ -107,6 +109,8 @@ def _accept_kernel(
     index = tl.arange(0, ROW_LANES)
     token = tl.load(tokens_ptr + first + index, mask=index < num_rows, other=-1)
     drafts = drafts_ptr + slot * MOST_DRAFTS
+    # Decodes of synthetic batches have tokens, so drafts, from the host.
+    from_host = tl.load(staging + TOKEN_STARTS + row) >= 0
     own = tl.load(drafts + index, mask=index < num_rows - 1, other=-1)
     draft = tl.load(input_ids_ptr + query_start + 1 + index, mask=index < num_rows - 1, other=-1)
     # The run ends with the first row whose draft is another token, or with the last row.
@@ -117,7 +121,7 @@ def _accept_kernel(
     if sampled:
         # Loads of the drafts come first, because the counts end them.
         last = tl.max(tl.where(index == count - 1, token, -1), 0)
-        verified = tl.sum(((own >= 0) & (index < num_rows - 1)).to(tl.int32), 0)
+        verified = tl.sum((((own >= 0) | from_host) & (index < num_rows - 1)).to(tl.int32), 0)
         tl.store(counts_ptr + row, count + (verified << _SHIFT))
         tl.store(last_token_ptr + slot, tl.maximum(last, 0))
         tl.store(num_computed_ptr + slot, length - 1 + count)
