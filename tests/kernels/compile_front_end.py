@@ -121,7 +121,8 @@ def launch_others() -> None:
                 block_tables_GRN=ints(groups, 8, 32), logits_rows_L=longs(logits),
             )  # fmt: skip
     behind = {"num_reqs_padded": 8, "tokens_L": ints(32), "history_RM": ints(8, 100)}
-    accept_drafts.accept(*step, input_ids_T=ints(64), counts_R=ints(8), **behind)
+    for shares in (None, torch.zeros(3)):
+        accept_drafts.accept(*step, input_ids_T=ints(64), counts_R=ints(8), synthetic_K=shares, **behind)
     prompt_lookup.propose_ngrams(*step, shortest=2, longest=5, **behind)
     prepare.apply_appends(ints(3, 5), ints(8, 32))
     pinned_words.copy_words(ints(64), ints(64), 64)

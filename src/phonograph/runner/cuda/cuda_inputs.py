@@ -171,8 +171,8 @@ class CudaInputs:
             logits_rows_L=self.logits_rows,
         )
 
-    def accept(self, tokens_L: torch.Tensor, *, num_reqs: int) -> None:
-        """Launch the kernel that accepts drafts, behind the sampling of a padded shape."""
+    def accept(self, tokens_L: torch.Tensor, *, num_reqs: int, synthetic_K: torch.Tensor | None = None) -> None:
+        """Launch the kernel that accepts drafts, behind the sampling of a padded shape; see `accept_drafts`."""
         accept(
             self._staging,
             self._layout,
@@ -182,6 +182,7 @@ class CudaInputs:
             input_ids_T=self.input_ids,
             counts_R=self.counts,
             history_RM=self.history,
+            synthetic_K=synthetic_K,
         )
 
     def propose_ngrams(self, tokens_L: torch.Tensor, *, num_reqs: int, shortest: int, longest: int) -> None:
