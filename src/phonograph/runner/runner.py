@@ -112,7 +112,7 @@ class Runner:
 
     def prepare(self, commons: Sequence[CommonMetadata], key: GraphKey | None) -> None:
         """Build the attention metadata of inputs written for `key` (None for an eager step), by KV group."""
-        self._program.attention.metadata = self._builder.build(commons, key=key)
+        self._program.build(self._builder, commons, key)
         self._prepared_for = key
 
     def block_table(self, layer: int) -> torch.Tensor:

@@ -8,15 +8,18 @@ the device for the next step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
+from phonograph.attention.metadata import CommonMetadata
+from phonograph.graphs.modes import GraphKey
 from phonograph.models.transformer import Transformer
+from phonograph.runner.group_builder import GroupBuilder
 from phonograph.runner.step_attention import StepAttention
 from phonograph.runner.step_inputs import Inputs
 
@@ -37,9 +40,31 @@ class StepOutputs(NamedTuple):
     counts: torch.Tensor
 
 
-class StepProgram:
-    """Attention schedule, decoder layers, logits of the rows that need them, and sampling.
+class Passes(Protocol):
+    """Passes of a draft model behind the sampling of a step."""
 
+    model: Transformer
+
+    def build(self, commons: Sequence[CommonMetadata], key: GraphKey | None) -> None:
+        """Build the attention metadata of the passes; see `StepProgram.build`."""
+        ...
+
+    def run(self, tokens_L: torch.Tensor, *, num_tokens: int, num_reqs: int, pieces: bool) -> None:
+        """Make drafts for the next step.
+
+        Args:
+            tokens_L: int32, sample of each row of logits.
+            num_tokens: padded tokens of the step.
+            num_reqs: padded requests.
+            pieces: split the capture at each call of attention.
+        """
+        ...
+
+
+class StepProgram:
+    """Attention schedule, decoder layers, logits of the rows that need them, sampling, and drafts for the next step.
+
+    passes:          of a draft model; None without one
     sample:          returns tokens int32 [L] of logits [L, V], and counts of the requests, whose padded number it gets;
         None if the host samples
     batch_invariant: no kernel is chosen by the number of tokens or requests; model and backend must be batch-invariant
@@ -54,7 +79,9 @@ class StepProgram:
         inputs: Inputs,
         sample: Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]] | None = None,
         batch_invariant: bool = False,
+        passes: Passes | None = None,
     ) -> None:
+        self.passes = passes
         self.model = model
         self.attention = attention
         self._inputs = inputs
@@ -104,7 +131,22 @@ class StepProgram:
         logits_NV = model.logits(hidden_TE, rows_N)
         if self._sample is None:
             return StepOutputs(hidden_TE, logits_NV, self._no_tokens, self._no_tokens)
-        return StepOutputs(hidden_TE, logits_NV, *self._sample(logits_NV, num_reqs))
+        tokens, counts = self._sample(logits_NV, num_reqs)
+        if self.passes is not None:
+            self.passes.run(tokens, num_tokens=num_tokens, num_reqs=num_reqs, pieces=pieces)
+        return StepOutputs(hidden_TE, logits_NV, tokens, counts)
+
+    def build(self, builder: GroupBuilder, commons: Sequence[CommonMetadata], key: GraphKey | None) -> None:
+        """Build the attention metadata of the step that runs next.
+
+        Args:
+            builder: of the model's own attention.
+            commons: the step, by KV group.
+            key: the graph that will be captured or replayed; None for an eager step.
+        """
+        self.attention.metadata = builder.build(commons, key=key)
+        if self.passes is not None:
+            self.passes.build(commons, key)
 
     def few_layers(self) -> AbstractContextManager[None]:
         """Return a context in which `run` launches every kernel of its shape, but computes few layers.

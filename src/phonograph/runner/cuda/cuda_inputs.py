@@ -67,7 +67,7 @@ class CudaInputs:
         max_blocks = blocks_for(max_model_len + 2 * draft_tokens, min(block_sizes))
         self._block_sizes = tuple(block_sizes)
         self._max_model_len = max_model_len
-        self._layout = StepLayout(
+        self.layout = StepLayout(
             max_num_seqs=max_num_seqs,
             max_num_tokens=max_num_tokens,
             max_appends=_MAX_APPENDS,
@@ -78,7 +78,7 @@ class CudaInputs:
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self._staging = zeros(self._layout.num_words)
+        self.staging = zeros(self.layout.num_words)
         self.state = SlotState.make(
             num_groups=num_groups,
             max_num_seqs=max_num_seqs,
@@ -99,10 +99,10 @@ class CudaInputs:
         self.block_tables = self._block_tables.unbind()
         self.logits_rows = zeros(num_logits, dtype=torch.int64)
         self.sample_scratch = make_sample_scratch(num_logits, vocab_size, device)
-        self.sampling = self._layout.sampling_views(self._staging)
-        self._prefix_len = self._layout.prefix_len(self._staging)
-        self._uploads = [_Upload(self._layout, device, self._block_sizes) for _ in range(_UPLOADS)]
-        self.num_logits = self._layout.num_logits(self._staging)
+        self.sampling = self.layout.sampling_views(self.staging)
+        self._prefix_len = self.layout.prefix_len(self.staging)
+        self._uploads = [_Upload(self.layout, device, self._block_sizes) for _ in range(_UPLOADS)]
+        self.num_logits = self.layout.num_logits(self.staging)
         self._next = 0
         self._views: dict[tuple[int, int], PaddedViews] = {}
         # By slot: token ids that the host has.
@@ -156,8 +156,8 @@ class CudaInputs:
     def prepare(self, *, num_reqs: int, num_tokens: int) -> None:
         """Launch the prepare kernel for a padded shape; it is the head of every step."""
         prepare(
-            self._staging,
-            self._layout,
+            self.staging,
+            self.layout,
             self.state,
             block_sizes=self._block_sizes,
             num_reqs_padded=num_reqs,
@@ -174,8 +174,8 @@ class CudaInputs:
     def accept(self, tokens_L: torch.Tensor, *, num_reqs: int, synthetic_K: torch.Tensor | None = None) -> None:
         """Launch the kernel that accepts drafts, behind the sampling of a padded shape; see `accept_drafts`."""
         accept(
-            self._staging,
-            self._layout,
+            self.staging,
+            self.layout,
             self.state,
             num_reqs_padded=num_reqs,
             tokens_L=tokens_L,
@@ -188,8 +188,8 @@ class CudaInputs:
     def propose_ngrams(self, tokens_L: torch.Tensor, *, num_reqs: int, shortest: int, longest: int) -> None:
         """Launch the kernel that looks up drafts for the next step, behind `accept`."""
         propose_ngrams(
-            self._staging,
-            self._layout,
+            self.staging,
+            self.layout,
             self.state,
             num_reqs_padded=num_reqs,
             tokens_L=tokens_L,
@@ -238,8 +238,8 @@ class CudaInputs:
                 self._start(upload, rows, starts, sampling.starts)
         num_known = self._copy_tokens(upload, known, num_reqs)
         num_appended = self._append(upload, rows)
-        used = self._layout.used_words(num_appends=num_appended, num_tokens=num_known)
-        upload.send(self._staging, used)
+        used = self.layout.used_words(num_appends=num_appended, num_tokens=num_known)
+        upload.send(self.staging, used)
         return self._metadata(rows, key, prefix_len, query_starts)
 
     def _start(
@@ -268,7 +268,7 @@ class CudaInputs:
 
     def _append(self, upload: _Upload, rows: StepRows) -> int:
         """Write the appended blocks of the rows. Return the number of blocks that travel in this upload."""
-        views, most, num_reqs = upload.views, self._layout.max_appends, len(rows.slots)
+        views, most, num_reqs = upload.views, self.layout.max_appends, len(rows.slots)
         views.append_starts[:, : num_reqs + 1] = 0
         num_appended = 0
         if rows.batch.appends:
@@ -297,7 +297,7 @@ class CudaInputs:
         triples[0] = append.slot
         triples[1] = torch.arange(append.start, append.start + count)
         triples[2] = torch.tensor(append.block_ids)
-        apply_appends(triples.to(self._staging.device, non_blocking=True), self.state.block_tables[append.group])
+        apply_appends(triples.to(self.staging.device, non_blocking=True), self.state.block_tables[append.group])
 
     def _metadata(
         self, rows: StepRows, key: GraphKey | None, prefix_len: int | None, query_starts: np.ndarray
