@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
-from phonograph.core.batch import DraftCounts
+from phonograph.core.batch import DraftCounts, ScheduledBatch, StepOutput
 from phonograph.core.limits import Limits
 from phonograph.core.request import Request
 
@@ -25,6 +25,18 @@ class DraftDepths(Protocol):
 
     def choose(self, decodes: Collection[Request]) -> Sequence[int]:
         """Return the depth of each decode, 0 to `most`."""
+        ...
+
+    def learn(self, batch: ScheduledBatch, output: StepOutput, seconds: float) -> None:
+        """Take the result of a step.
+
+        Steps come in their order. Later ones may have been chosen meanwhile.
+
+        Args:
+            batch: the step.
+            output: its result.
+            seconds: its duration, without the time in which an earlier step had the device.
+        """
         ...
 
 
