@@ -46,13 +46,18 @@ class SpeculativeConfig(NamedTuple):
                 most[number] = drafts
         return most
 
-    @property
-    def note(self) -> str:
-        """Description of the depth for `explain`."""
-        depth = f"0 to {self.num_speculative_tokens} drafts a decode"
+    def note(self, device_kind: str) -> str:
+        """Return how the depth is chosen, for `explain`.
+
+        Args:
+            device_kind: "cpu", or a GPU, where the host does not know how many drafts a step will find.
+        """
+        most = self.num_speculative_tokens
+        if device_kind != "cpu":
+            return f"speculation: {most} drafts a decode (adaptive_depth works on a CPU only)"
         if self.adaptive_depth:
-            return f"speculation: {depth}, by their acceptance and the durations of steps (adaptive_depth)"
-        return f"speculation: {depth}, all that {self.method} finds (adaptive_depth is off)"
+            return f"speculation: 0 to {most} drafts a decode, by acceptance and durations of steps (adaptive_depth)"
+        return f"speculation: 0 to {most} drafts a decode, all that {self.method} finds (adaptive_depth is off)"
 
 
 def read_speculative_config(given: Mapping[str, Any]) -> SpeculativeConfig:

@@ -141,12 +141,12 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
         limits,
         kv,
         {spec: selection.capabilities for spec, selection in selected.items()},
-        resolution.mode,
+        resolution,
         cpu_products,
     )
     notes += sizing
     if config.speculation is not None:
-        notes.append(config.speculation.note)
+        notes.append(config.speculation.note(device.kind))
     if config.max_model_len is None:
         notes.insert(0, _context_note(limits, kv, memory, model))
     if config.cascade_attention:
@@ -269,6 +269,7 @@ def _limits(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Limit
         max_model_len=max_model_len,
         max_num_seqs=seqs,
         max_num_batched_tokens=tokens or max(_DEFAULT_BATCHED_TOKENS[device.kind], seqs),
+        draft_tokens=config.draft_tokens,
     )
 
 

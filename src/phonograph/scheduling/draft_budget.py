@@ -24,6 +24,7 @@ import numpy as np
 from phonograph.core.batch import DraftCounts, ScheduledBatch, StepOutput
 from phonograph.core.request import Request
 from phonograph.scheduling.draft_acceptance import DraftAcceptance
+from phonograph.scheduling.draft_depths import DraftCounter
 from phonograph.scheduling.step_costs import StepCosts, size_of
 
 FIXED = "fixed"
@@ -98,19 +99,12 @@ class DraftBudget:
         self._saved = 0.0  # seconds that probes may cost
         self._since_plain: dict[int, int] = {}  # steps with drafts since a plain one, by the size of the requests
         self._choices: Counter[str] = Counter()
-        self._decodes = self._verified = 0
-        self._accepted = np.zeros(self.most, np.int64)
+        self._counter = DraftCounter(self.most)
 
     @property
     def counts(self) -> DraftCounts:
         """Counts since the start."""
-        return DraftCounts(
-            self._decodes,
-            self._verified,
-            int(self._accepted.sum()),
-            tuple(self._accepted.tolist()),
-            tuple(self._choices.items()),
-        )
+        return self._counter.counts._replace(choices=tuple(self._choices.items()))
 
     def wants_drafts(self, slot: int) -> bool:
         """Return True if the next step may verify drafts of a slot, so that they are to be made."""
@@ -142,9 +136,7 @@ class DraftBudget:
         verified = [(slot, length - 1, len(run) - 1) for slot, length, run in runs if length > 1]
         slots, depths, accepted = np.array(verified).T
         self._acceptance.learn(slots, depths, accepted)
-        self._decodes += len(verified)
-        self._verified += tokens - number
-        self._accepted += (np.arange(self.most) < accepted[:, None]).sum(0)
+        self._counter.add(depths, accepted)
         for slot, _, kept in verified:
             self._last_tried[slot] = self._step
             if self._rests[slot]:

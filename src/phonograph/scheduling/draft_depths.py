@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
+import numpy as np
+
 from phonograph.core.batch import DraftCounts, ScheduledBatch, StepOutput
 from phonograph.core.limits import Limits
 from phonograph.core.request import Request
@@ -21,7 +23,9 @@ class DraftDepths(Protocol):
     """
 
     most: int
-    counts: DraftCounts
+
+    @property
+    def counts(self) -> DraftCounts: ...
 
     def choose(self, decodes: Collection[Request]) -> Sequence[int]:
         """Return the depth of each decode, 0 to `most`."""
@@ -40,10 +44,41 @@ class DraftDepths(Protocol):
         ...
 
 
+class DraftCounter:
+    """Adds up the drafts of steps.
+
+    Args:
+        most: largest depth.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._decodes = self._verified = 0
+        self._positions = np.arange(most)
+        self._accepted = np.zeros(most, np.int64)
+
+    def add(self, verified: np.ndarray, accepted: np.ndarray) -> None:
+        """Add the decodes of a step.
+
+        Args:
+            verified: drafts of each decode, int [N].
+            accepted: those that were kept, int [N].
+        """
+        self._decodes += int(np.count_nonzero(verified))
+        self._verified += int(verified.sum())
+        self._accepted += (self._positions < accepted[:, None]).sum(0)
+
+    @property
+    def counts(self) -> DraftCounts:
+        """Counts since the start."""
+        by_position = tuple(self._accepted.tolist())
+        return DraftCounts(self._decodes, self._verified, sum(by_position), by_position)
+
+
 def granted_depths(depths: Sequence[int], decodes: Collection[Request], limits: Limits) -> list[int]:
     """Return the depths that a step can have.
 
-    - The budget has a token for each sequence, decode or not. Drafts share what is left.
+    - The budget of tokens has one for each sequence, decode or not, and so has that of rows of logits. Drafts share
+      what is left.
     - Tokens at and after the last position of a request are of no use, even if all steps in flight accept only one.
     - The tokens between both bounds of a request are at most a chunk, so that a sliding group has blocks for them.
 
@@ -52,7 +87,7 @@ def granted_depths(depths: Sequence[int], decodes: Collection[Request], limits: 
         decodes: running requests past their prompts, in the order of the step.
         limits: what runs at once.
     """
-    room = limits.max_num_batched_tokens - limits.max_num_seqs
+    room = min(limits.max_num_batched_tokens, limits.max_num_logits) - limits.max_num_seqs
     granted: list[int] = []
     for depth, request in zip(depths, decodes, strict=True):
         useful = request.max_len - 2 - request.min_computed

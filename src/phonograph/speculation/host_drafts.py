@@ -42,7 +42,7 @@ class HostDrafts:
         self.budget = budget
         self.most = budget.most
         self._proposer = proposer
-        self._held = [0] * max_num_seqs
+        self._num_found = [0] * max_num_seqs
 
     @property
     def counts(self) -> DraftCounts:
@@ -51,7 +51,8 @@ class HostDrafts:
 
     def choose(self, decodes: Collection[Request]) -> Sequence[int]:
         """Return the depth of each decode: 0 to the number of its drafts, 0 where sampling keeps state by token."""
-        return self.budget.choose(decodes, [self._held[one.slot] if _speculates(one) else 0 for one in decodes]).depths
+        available = [self._num_found[one.slot] if speculates(one) else 0 for one in decodes]
+        return self.budget.choose(decodes, available).depths
 
     def learn(self, batch: ScheduledBatch, output: StepOutput, seconds: float) -> None:
         """Take the result of a step, and its duration."""
@@ -60,11 +61,11 @@ class HostDrafts:
     def draft(self, slot: int, token_ids: np.ndarray) -> np.ndarray:
         """Return drafts for a sequence, which its next step may verify. While it rests there are none."""
         drafts = self._proposer.propose(token_ids, self.most) if self.budget.wants_drafts(slot) else token_ids[:0]
-        self._held[slot] = len(drafts)
+        self._num_found[slot] = len(drafts)
         return drafts
 
 
-def _speculates(request: Request) -> bool:
+def speculates(request: Request) -> bool:
     """Return True if a request's tokens can be sampled side by side: no draw changes what the next one reads."""
     params = request.params
     return (
