@@ -278,7 +278,7 @@ def test_batch_sizes_bound_the_depth(plain: LLM, monkeypatch: pytest.MonkeyPatch
 
 
 def test_explain_says_how_the_depth_is_chosen() -> None:
-    for settings, says in ((LOOKUP, "by their acceptance"), (SPECULATION, "all that ngram finds")):
+    for settings, says in ((LOOKUP, "by acceptance and durations of steps"), (SPECULATION, "all that ngram finds")):
         assert f"speculation: 0 to {K} drafts a decode, {says}" in "; ".join(
             LLM(**SETTINGS, speculative_config=settings).plan.notes
         )

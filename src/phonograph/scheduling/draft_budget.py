@@ -29,6 +29,7 @@ from phonograph.scheduling.step_costs import StepCosts, size_of
 
 FIXED = "fixed"
 NO_DRAFTS = "no drafts"
+BATCH_SIZE = "batch size"
 TIMING = "plain step, to time it"
 GAIN = "gain"
 NO_GAIN = "no gain"
@@ -58,19 +59,17 @@ class DepthChoice(NamedTuple):
     Attributes:
         depths: drafts of each decode.
         reason: one of the constants of this module.
-        gain: expected tokens a second, over those without drafts; 1 where nothing was compared.
     """
 
     depths: list[int]
     reason: str
-    gain: float = 1.0
 
 
 class DraftBudget:
     """Chooses the drafts of each step, and learns from the steps.
 
     Args:
-        limits: most drafts of a decode, by the number of decodes; index 0 is not read.
+        limits: most drafts of a decode, by the number of decodes.
         max_num_seqs: slots.
         adaptive: False verifies all drafts, up to the limits.
         costs: durations that are known already, such as those of replays at the start.
@@ -124,10 +123,9 @@ class DraftBudget:
     def learn(self, batch: ScheduledBatch, output: StepOutput, seconds: float) -> None:
         """Take the result of a step, and its duration."""
         number, tokens = batch.num_decodes, batch.num_decode_tokens
-        if number and number == batch.num_reqs:
+        if self.adaptive and number == batch.num_reqs:
             self.costs.learn(number, tokens - number, seconds)
-            most_saved = _SAVED_STEPS * seconds
-            self._saved = min(self._saved + _PROBE_SHARE * seconds, most_saved)
+            self._saved = min(self._saved + _PROBE_SHARE * seconds, _SAVED_STEPS * seconds)
             size = size_of(number, 8)
             self._since_plain[size] = 1 + self._since_plain.get(size, 0) if tokens > number else 0
         if tokens == number:
@@ -135,8 +133,10 @@ class DraftBudget:
         runs = zip(batch.slots[:number], batch.query_lens, output.token_ids, strict=False)
         verified = [(slot, length - 1, len(run) - 1) for slot, length, run in runs if length > 1]
         slots, depths, accepted = np.array(verified).T
-        self._acceptance.learn(slots, depths, accepted)
         self._counter.add(depths, accepted)
+        if not self.adaptive:
+            return
+        self._acceptance.learn(slots, depths, accepted)
         for slot, _, kept in verified:
             self._last_tried[slot] = self._step
             if self._rests[slot]:
@@ -150,7 +150,9 @@ class DraftBudget:
                 self._start(request.slot, request.request_id)
         if not any(available):
             return DepthChoice([0] * number, NO_DRAFTS)
-        limit = self._limits[min(number, len(self._limits) - 1)]
+        limit = self._limits[number]
+        if not limit:
+            return DepthChoice([0] * number, BATCH_SIZE)
         if not self.adaptive:
             return DepthChoice([min(one, limit) for one in available], FIXED)
         since_plain = self._since_plain.get(size_of(number, 8))
@@ -161,14 +163,14 @@ class DraftBudget:
         slots = np.array([request.slot for request in decodes])
         most = np.minimum(available, limit)
         resting = np.array([self._rests[slot] > 0 for slot in slots])
-        depths, gain = self._divide(slots, np.where(resting, 0, most))
+        depths = self._divide(slots, np.where(resting, 0, most))
         self._rest_without_gain(slots, most, depths, resting)
         reason = GAIN if depths.any() else NO_GAIN
         if resting.any():
             probes = self._probe(slots, np.where(resting, most, 0), depths)
             if probes.any():
                 depths, reason = depths + probes, PROBE
-        return DepthChoice(depths.tolist(), reason, gain)
+        return DepthChoice(depths.tolist(), reason)
 
     def _start(self, slot: int, owner: str) -> None:
         self._owners[slot] = owner
@@ -176,8 +178,8 @@ class DraftBudget:
         self._rests[slot] = self._steps_without[slot] = 0
         self._last_tried[slot] = self._step
 
-    def _divide(self, slots: np.ndarray, most: np.ndarray) -> tuple[np.ndarray, float]:
-        """Return the depths with the most expected tokens a second, and these over those without drafts.
+    def _divide(self, slots: np.ndarray, most: np.ndarray) -> np.ndarray:
+        """Return the depths with the most expected tokens a second.
 
         Args:
             slots: int [N].
@@ -200,29 +202,34 @@ class DraftBudget:
             self._saved -= loss
             self._next_deep = self._step + _STEPS_WITHOUT_DEEP
             best = len(order)
-        return np.bincount(order[:best] // self.most, minlength=number), float(rates[best] / rates[0])
+        return np.bincount(order[:best] // self.most, minlength=number)
 
     def _rest_without_gain(self, slots: np.ndarray, most: np.ndarray, depths: np.ndarray, resting: np.ndarray) -> None:
+        tired: list[int] = []
         for slot, has, depth, rests in zip(slots.tolist(), most.tolist(), depths.tolist(), resting, strict=True):
             if rests or not has:
                 continue
             self._steps_without[slot] = 0 if depth else self._steps_without[slot] + 1
-            if self._steps_without[slot] >= _STEPS_BEFORE_REST and not self._may_gain(slot, len(slots)):
-                self._rest(slot, _FIRST_REST)
+            if self._steps_without[slot] >= _STEPS_BEFORE_REST:
+                tired.append(slot)
+        if tired:
+            for slot, may_gain in zip(tired, self._may_gain(tired, len(slots)), strict=True):
+                if not may_gain:
+                    self._rest(slot, _FIRST_REST)
 
-    def _may_gain(self, slot: int, number: int) -> bool:
-        """Return True if drafts of a slot yield more tokens than the time they take does without them.
+    def _may_gain(self, slots: Sequence[int], number: int) -> list[bool]:
+        """Return True for each slot whose drafts yield more tokens than the time they take does without them.
 
         Drafts of many requests together may take less time each than those of one, so the least time counts.
 
         Args:
-            slot: a slot.
+            slots: some slots.
             number: decodes of a step.
         """
         seconds = self.costs.estimate(number, np.arange(number * self.most + 1))
         price = ((seconds[1:] - seconds[0]) / np.arange(1, len(seconds))).min() * number / seconds[0]
-        gains = self._acceptance.gains(np.array([slot]), hopeful=False)[0]
-        return bool((np.cumsum(gains) / np.arange(1, self.most + 1)).max() > price)
+        gains = self._acceptance.gains(np.array(slots), hopeful=False)
+        return ((np.cumsum(gains, axis=1) / np.arange(1, self.most + 1)).max(axis=1) > price).tolist()
 
     def _rest(self, slot: int, steps: int) -> None:
         self._rests[slot], self._probe_steps[slot] = steps, self._step + steps
@@ -252,7 +259,7 @@ class DraftBudget:
 
     def _end_probe(self, slot: int, number: int, kept: int) -> None:
         """Wake a slot whose probe shows a gain, else let it rest again."""
-        if self._may_gain(slot, number):
+        if self._may_gain([slot], number)[0]:
             self._rests[slot] = self._steps_without[slot] = 0
         elif kept:
             # What it gained pays for another one.
