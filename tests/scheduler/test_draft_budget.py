@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from speculating import Accepts, Cost, Simulation, adaptive, decoding, fixed, limits
 
 from phonograph.core.batch import ScheduledBatch, StepOutput
 from phonograph.scheduling import draft_budget
 from phonograph.scheduling.draft_budget import DraftBudget
+from phonograph.scheduling.draft_depths import DraftCounter
 
 K = 4
 
@@ -117,7 +119,7 @@ def test_steps_with_prefills_teach_acceptance_and_no_durations() -> None:
     )
     budget.learn(batch, StepOutput(slots=[0, 1], token_ids=[[7, 7], [7]]), 99.0)
     assert budget.counts == (1, 2, 1, (1, 0, 0, 0), ())
-    assert budget.costs.num_plain_steps(1) == 0 and budget.costs.estimate(1, [0]).tolist() == [1.0]
+    assert budget.costs.num_plain_steps(1) == 0 and budget.costs.estimate(1, np.zeros(1)).tolist() == [1.0]
 
 
 def test_counts_are_of_decodes_with_drafts() -> None:
@@ -133,3 +135,9 @@ def test_counts_are_of_decodes_with_drafts() -> None:
     budget.learn(batch, StepOutput(slots=[2, 0, 1], token_ids=[[7, 7, 7], [7], [7]]), 1.0)
     budget.learn(batch, StepOutput(slots=[2, 0, 1], token_ids=[[7, 7, 7, 7], [7], [7, 7]]), 1.0)
     assert budget.counts == (4, 8, 6, (3, 2, 1), ())
+
+
+def test_a_decode_whose_device_found_no_draft_is_not_counted() -> None:
+    counter = DraftCounter(2)
+    counter.add(np.array([2, 0, 1]), np.array([1, 0, 1]))
+    assert counter.counts == (2, 3, 2, (2, 0), ())
