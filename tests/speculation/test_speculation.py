@@ -277,6 +277,20 @@ def test_batch_sizes_bound_the_depth(plain: LLM, monkeypatch: pytest.MonkeyPatch
     assert depths == {0: 0, 1: K, 2: 2, 3: 0}
 
 
+def test_the_budget_learns_each_step_with_its_duration(drafting: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    records: list[StepRecord] = []
+    learnt: list[tuple[int, int, float]] = []
+
+    def learn(batch: ScheduledBatch, output: StepOutput, seconds: float) -> None:
+        learnt.append((batch.num_tokens, sum(map(len, output.token_ids)), seconds))
+
+    monkeypatch.setattr(drafts_of(drafting), "learn", learn)
+    monkeypatch.setattr(drafting.engine.core, "on_step", records.append)
+    drafting.generate(PROMPTS[:1], SamplingParams(**UNFINISHED))
+    assert [(tokens, seconds) for tokens, _, seconds in learnt] == [(one.num_tokens, one.seconds) for one in records]
+    assert sum(number for _, number, _ in learnt) >= UNFINISHED["max_tokens"]
+
+
 def test_explain_says_how_the_depth_is_chosen() -> None:
     for settings, says in ((LOOKUP, "by acceptance and durations of steps"), (SPECULATION, "all that ngram finds")):
         assert f"speculation: 0 to {K} drafts a decode, {says}" in "; ".join(
