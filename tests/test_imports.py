@@ -39,7 +39,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "structured": COMMON | {"text"},
     "kv_cache": COMMON,
     "scheduling": COMMON | {"kv_cache"},
-    "speculation": COMMON,
+    "speculation": COMMON | {"scheduling"},
     "runner": BELOW_RUNNER | {"speculation"},
     "engine": BELOW_ENGINE,
     "server": BELOW_ENGINE - {"models"} | {"engine", ROOT},

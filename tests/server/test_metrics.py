@@ -36,6 +36,7 @@ NAMES = {
     "vllm:spec_decode_num_drafts": "counter",
     "vllm:spec_decode_num_draft_tokens": "counter",
     "vllm:spec_decode_num_accepted_tokens": "counter",
+    "vllm:spec_decode_num_accepted_tokens_per_pos": "counter",
     "vllm:num_preemptions": "counter",
     "vllm:prompt_tokens": "counter",
     "vllm:prompt_tokens_cached": "counter",
@@ -59,6 +60,7 @@ NAMES = {
     "vllm:request_params_max_tokens": "histogram",
     "vllm:request_num_preemptions": "histogram",
     "vllm:iteration_tokens_total": "histogram",
+    "phonograph:draft_choices": "counter",
     "phonograph:steps": "counter",
     "phonograph:step_tokens": "counter",
     "phonograph:padded_tokens": "counter",
@@ -228,7 +230,7 @@ def test_gauges_and_histograms_of_rare_states() -> None:
         num_preemptions=5,
         prefix_queries=0,
         prefix_hits=0,
-        drafts=DraftCounts(4, 12, 7),
+        drafts=DraftCounts(4, 12, 7, (4, 3), (("gain", 4), ("no drafts", 9))),
     )
     log = RequestLog()
     sample = Sample(0, None, SamplingParams(detokenize=False), [1])
@@ -238,7 +240,7 @@ def test_gauges_and_histograms_of_rare_states() -> None:
     facts = MagicMock(block_size=16, graph_memory_bytes=0, start_seconds=0.0)
     engine = MagicMock(stats=stats, requests=log, facts=facts, steps=StepLog(), expert_load={}, death=None)
     values = {
-        (sample.name, sample.labels.get("reason")): sample.value
+        (sample.name, sample.labels.get("reason") or sample.labels.get("position")): sample.value
         for family in EngineCollector(engine, "demo", {}).collect()
         for sample in family.samples
     }
@@ -249,6 +251,9 @@ def test_gauges_and_histograms_of_rare_states() -> None:
     assert values["vllm:num_preemptions_total", None] == 5
     drafts = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
     assert [values[f"vllm:spec_decode_{name}_total", None] for name in drafts] == [4, 12, 7]
+    accepted = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    assert [values[accepted, position] for position in ("0", "1")] == [4, 3]
+    assert values["phonograph:draft_choices_total", "no drafts"] == 9
 
 
 def test_steps_are_counted_by_graph(server: Server) -> None:
@@ -316,7 +321,7 @@ def test_the_dashboard_asks_for_metrics_that_exist() -> None:
     assert {name for name in NAMES if not any(asked.startswith(name) for asked in names)} == set()
     assert not exists("vllm:prompt_tokens") and not exists("phonograph:steps") and not exists("vllm:nothing_total")
     labels = {"model_name", "mode", "kind", "reason", "finished_reason", "le", "source"}
-    labels |= {"block_size", "cache_dtype", "num_gpu_blocks"}
+    labels |= {"block_size", "cache_dtype", "num_gpu_blocks", "position"}
     for query in queries:
         for group in re.findall(r"by \(([^)]*)\)", query):
             assert set(group.split(", ")) <= labels, query

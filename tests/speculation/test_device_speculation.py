@@ -105,6 +105,21 @@ def test_right_drafts_save_steps(make: MakeEngine) -> None:
     assert len(drafting.records) <= len(plain.records) / 2
 
 
+def test_batch_sizes_bound_the_depth(make: MakeEngine) -> None:
+    engine = make(GraphMode.FULL, NGRAM._replace(per_batch_size=((2, 2, 1), (3, 9, 0))), PROPOSERS["right"])
+    several = [request(f"{index}", [index + 1], max_tokens=9 + 8 * index, temperature=0.0) for index in range(3)]
+    engine.run(*several)
+    assert [one.output_token_ids for one in several] == [wanted(engine.model, one) for one in several]
+    depths: dict[int, int] = {}
+    for record in engine.records:
+        drafts = record.num_decode_tokens - record.num_decodes
+        depths[record.num_decodes] = max(drafts, depths.get(record.num_decodes, 0))
+    assert depths == {0: 0, 1: K, 2: 2, 3: 0}
+    counts = engine.core.scheduler.stats.drafts
+    assert counts.accepted == sum(counts.accepted_by_position) > 0
+    assert counts.accepted_by_position[0] > counts.accepted_by_position[2] > 0
+
+
 def test_a_history_that_repeats_is_looked_up(make: MakeEngine) -> None:
     """The logits repeat with period 3, so that all tokens behind the second period are drafted."""
     engine = make(GraphMode.FULL, NGRAM)

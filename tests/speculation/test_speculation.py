@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import numpy as np
 import pytest
 
+from phonograph.core.batch import ScheduledBatch, StepOutput
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.llm import LLM
+from phonograph.engine.metrics.step_record import StepRecord
 from phonograph.engine.outputs import RequestOutput
 from phonograph.errors import ConfigError
+from phonograph.scheduling.step_costs import StepCosts
 from phonograph.speculation.host_drafts import HostDrafts
 
 SETTINGS: dict[str, Any] = {"model": "demo", "device": "cpu", "max_num_seqs": 4, "max_model_len": 128}
 K = 3
-SPECULATION = {"method": "ngram", "num_speculative_tokens": K, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+LOOKUP = {"method": "ngram", "num_speculative_tokens": K, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+SPECULATION = LOOKUP | {"adaptive_depth": False}
 PROMPTS = ["12+7=", "99-3=", "1 2 3 1 2 3 1 2", "7*8=", "5", "44+44=44+44=", "3-1="]
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -29,6 +34,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "biased": {"temperature": 0.0, "logit_bias": {5: 2.0}},
     "one": {"temperature": 0.0, "max_tokens": 1},
     "prompt scored": {"temperature": 0.0, "prompt_logprobs": 1},
+    "switched off": {"temperature": 1.0, "seed": 3, "speculate": False},
 }
 UNFINISHED = {"max_tokens": 30, "ignore_eos": True}
 
@@ -76,6 +82,24 @@ def drafting() -> LLM:
     return LLM(**SETTINGS, speculative_config=SPECULATION)
 
 
+@pytest.fixture(scope="module")
+def adapting() -> LLM:
+    """An engine whose drafts cost nothing for some steps, then much, so that its budget goes through all choices."""
+    llm = LLM(**SETTINGS, speculative_config=LOOKUP)
+    budget, steps = drafts_of(llm).budget, count()
+    learn = budget.learn
+
+    def learn_as_told(batch: ScheduledBatch, output: StepOutput, seconds: float) -> None:
+        step = next(steps)
+        if step % 40 == 0:
+            budget.costs = StepCosts()
+        drafts = batch.num_decode_tokens - batch.num_decodes
+        learn(batch, output, 1.0 + (0.5 * drafts if step % 80 < 40 else 0.0))
+
+    budget.learn = learn_as_told
+    return llm
+
+
 def drafts_of(llm: LLM) -> HostDrafts:
     drafts = llm.engine.core.runner.drafts
     assert drafts is not None
@@ -119,9 +143,10 @@ def test_any_drafts(oracle: str, kind: str, plain: LLM, drafting: LLM, monkeypat
     ]
     before = drafts.counts
     check(plain, drafting, params)
-    decodes, verified, accepted = (now - then for now, then in zip(drafts.counts, before, strict=True))
+    decodes, verified, accepted = (now - then for now, then in zip(drafts.counts[:3], before[:3], strict=True))
+    assert sum(drafts.counts.accepted_by_position) == drafts.counts.accepted
     assert decodes * K >= verified >= decodes
-    if kind in ("penalized", "scored", "biased", "least", "one"):
+    if kind in ("penalized", "scored", "biased", "least", "one", "switched off"):
         assert verified == 0 or kind == "least"
     elif oracle == "right":
         # Samples of one prompt begin alike, and the drafts are those of the first.
@@ -130,6 +155,22 @@ def test_any_drafts(oracle: str, kind: str, plain: LLM, drafting: LLM, monkeypat
         assert verified > 0 == accepted
     else:
         assert 0 < accepted < verified or oracle == "fewer"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adaptive_depth(kind: str, plain: LLM, adapting: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts are the same whatever the budget chooses, from step to step, of drafts of which some are wrong."""
+    proposer = Oracle(half_wrong)
+    monkeypatch.setattr(drafts_of(adapting), "_proposer", proposer)
+    params = SamplingParams(**(UNFINISHED | {"max_tokens": 60} | KINDS[kind]))
+    proposer.known = [
+        output.prompt_token_ids + one.token_ids for output in plain.generate(PROMPTS, params) for one in output.outputs
+    ]
+    check(plain, adapting, params)
+    if kind == "filtered":
+        reasons = dict(drafts_of(adapting).counts.choices)
+        assert {"gain", "no gain", "probe", "no drafts", "plain step, to time it"} <= reasons.keys()
+        assert "fixed" not in reasons
 
 
 @pytest.mark.parametrize("oracle", ["right", "half wrong"])
@@ -189,6 +230,21 @@ def test_a_right_draft_saves_steps(plain: LLM, drafting: LLM, monkeypatch: pytes
             "prompt_lookup_min=.*4.*must be at most prompt_lookup_max=3",
         ),
         ({"num_speculative_tokens": 2, "prompt_lookup_min": 0}, "prompt_lookup_min=.*from 1 to"),
+        ({"num_speculative_tokens": 2, "adaptive_depth": "no"}, "adaptive_depth=.*no.*must be true or false"),
+        *(
+            ({"num_speculative_tokens": 2, "num_speculative_tokens_per_batch_size": ranges}, says)
+            for ranges, says in (
+                (3, "must be a list of .first batch size, last batch size, drafts"),
+                ("1,4,2", "must be a list of"),
+                ([[1, 4]], "must be a list of"),
+                ([[1, 4, True]], "must be a list of"),
+                ([[0, 4, 2]], r"ascending batch sizes from 1; \[0, 4, 2\] does not follow 0"),
+                ([[1, 4, 2], [4, 8, 1]], r"\[4, 8, 1\] does not follow 4"),
+                ([[3, 2, 2]], r"\[3, 2, 2\] does not follow 0"),
+                ([[1, 4, 3]], "0 to num_speculative_tokens=2 drafts"),
+                ([[1, 4, -1]], "0 to num_speculative_tokens=2 drafts"),
+            )
+        ),
     ],
 )
 def test_refused_configurations(given: dict[str, Any], says: str) -> None:
@@ -201,3 +257,42 @@ def test_other_settings_that_do_not_go_with_it() -> None:
         LLM(**SETTINGS, speculative_config=SPECULATION, num_speculative_tokens=2)
     with pytest.raises(ConfigError, match="to speculate, give speculative_config"):
         LLM(**SETTINGS, num_speculative_tokens=2)
+
+
+def test_batch_sizes_bound_the_depth(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranges = [[2, 2, 1], [3, 9, 0]]
+    llm = LLM(**SETTINGS, speculative_config=SPECULATION | {"num_speculative_tokens_per_batch_size": ranges})
+    records: list[StepRecord] = []
+    llm.engine.core.on_step = records.append
+    proposer = Oracle(ORACLES["right"])
+    monkeypatch.setattr(drafts_of(llm), "_proposer", proposer)
+    params = [SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for count in (9, 17, 33)]
+    wanted = plain.generate(PROMPTS[:3], params)
+    proposer.known = [one.prompt_token_ids + one.outputs[0].token_ids for one in wanted]
+    assert texts(llm.generate(PROMPTS[:3], params)) == texts(wanted)
+    depths: dict[int, int] = {}
+    for record in records:
+        drafts = record.num_decode_tokens - record.num_decodes
+        depths[record.num_decodes] = max(drafts, depths.get(record.num_decodes, 0))
+    assert depths == {0: 0, 1: K, 2: 2, 3: 0}
+
+
+def test_the_budget_learns_each_step_with_its_duration(drafting: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    records: list[StepRecord] = []
+    learnt: list[tuple[int, int, float]] = []
+
+    def learn(batch: ScheduledBatch, output: StepOutput, seconds: float) -> None:
+        learnt.append((batch.num_tokens, sum(map(len, output.token_ids)), seconds))
+
+    monkeypatch.setattr(drafts_of(drafting), "learn", learn)
+    monkeypatch.setattr(drafting.engine.core, "on_step", records.append)
+    drafting.generate(PROMPTS[:1], SamplingParams(**UNFINISHED))
+    assert [(tokens, seconds) for tokens, _, seconds in learnt] == [(one.num_tokens, one.seconds) for one in records]
+    assert sum(number for _, number, _ in learnt) >= UNFINISHED["max_tokens"]
+
+
+def test_explain_says_how_the_depth_is_chosen() -> None:
+    for settings, says in ((LOOKUP, "by acceptance and durations of steps"), (SPECULATION, "all that ngram finds")):
+        assert f"speculation: 0 to {K} drafts a decode, {says}" in "; ".join(
+            LLM(**SETTINGS, speculative_config=settings).plan.notes
+        )

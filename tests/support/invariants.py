@@ -50,7 +50,7 @@ def check_groups(scheduler: Scheduler) -> None:
     limits, tables = scheduler.limits, scheduler._blocks.tables
     for request in scheduler._decoding.values():
         # The step that reads the chunk may not have run before the next schedule. Drafts are at most a chunk.
-        chunk = limits.max_num_batched_tokens if scheduler._drafts or request in scheduler._prefilled else 1
+        chunk = limits.max_num_batched_tokens if scheduler.drafts or request in scheduler._prefilled else 1
         for group, one in zip(scheduler.groups, tables[request.request_id].groups, strict=True):
             assert len(one.held) <= group_pages(group, limits.max_model_len, chunk), "blocks behind a window are held"
     request = scheduler._prefilling

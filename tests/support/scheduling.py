@@ -26,6 +26,9 @@ class FixedDepths:
     def choose(self, decodes: Collection[Request]) -> list[int]:
         return [self.most] * len(decodes)
 
+    def learn(self, batch: ScheduledBatch, output: StepOutput, seconds: float) -> None:
+        """Learn nothing."""
+
 
 def full_group(block_size: int = 4) -> KVGroup:
     return KVGroup(layers=(0,), block_size=block_size)

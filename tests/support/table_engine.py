@@ -126,7 +126,7 @@ def engine_maker() -> MakeEngine:
         """Make an engine; `propose` takes the inputs and the table, and writes drafts in the place of prompt lookup."""
         most = 0 if speculation is None else speculation.num_speculative_tokens
         num_logits = min(SLOTS * (1 + most), TOKENS)
-        drafts = DeviceDrafts(most=most, max_num_logits=num_logits) if most else None
+        drafts = DeviceDrafts(speculation.most_drafts(SLOTS), max_num_logits=num_logits) if speculation else None
         model = TableModel(device, num_logits)
         scheduler = make_scheduler(max_num_seqs=SLOTS, max_num_batched_tokens=TOKENS, drafts=drafts, **changes)
         captures = make_capture_list(

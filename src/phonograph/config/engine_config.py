@@ -110,7 +110,7 @@ class EngineConfig(Settings):
     speculative_config: values.OptionalObject = Field(
         default=None,
         description='Speculation, such as {"method": "ngram", "num_speculative_tokens": 4}; further keys are '
-        "prompt_lookup_min and prompt_lookup_max.",
+        "prompt_lookup_min, prompt_lookup_max, adaptive_depth and num_speculative_tokens_per_batch_size.",
     )
 
     block_size: values.OptionalSize = Field(default=None, description="Tokens in one block of the KV cache.")

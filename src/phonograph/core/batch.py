@@ -93,11 +93,21 @@ class ScheduledBatch:
 
 
 class DraftCounts(NamedTuple):
-    """Counts since the start: decodes that verified drafts, the drafts, and those of them that were kept."""
+    """Counts since the start.
+
+    Attributes:
+        decodes: decodes that verified drafts.
+        verified: drafts.
+        accepted: drafts that were kept.
+        accepted_by_position: these by their position in a step, the first draft first.
+        choices: reasons of depths, each with its number of steps.
+    """
 
     decodes: int = 0
     verified: int = 0
     accepted: int = 0
+    accepted_by_position: tuple[int, ...] = ()
+    choices: tuple[tuple[str, int], ...] = ()
 
 
 class TokenLogprobs(NamedTuple):

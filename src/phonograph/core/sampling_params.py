@@ -70,6 +70,7 @@ class SamplingParams:
             an output that begins in its reasoning.
         thinking_token_budget: maximum tokens of reasoning; then `reasoning_end_token_ids` are forced.
         detokenize: produce text; False gives token ids only and allows no stop strings.
+        speculate: verify drafts, where the engine speculates (`speculative_config`). The tokens are the same without.
 
     Raises:
         RequestError: a value is out of range; the message names it and what would work.
@@ -104,6 +105,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     shown_token_ids: Sequence[int] = ()
     detokenize: bool = True
+    speculate: bool = True
     structured_outputs: StructuredOutputs | None = None
     reasoning_end_token_ids: Sequence[int] = ()
     reasoning_start_token_id: int | None = None
@@ -146,7 +148,7 @@ class SamplingParams:
             allowed = (_integer("allowed_token_ids", token_id, 0, None) for token_id in token_ids)
             self._set("allowed_token_ids", tuple(allowed))
         self._set("bad_words", tuple(_bad_word(word) for word in _items("bad_words", self.bad_words, "texts")))
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"):
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize", "speculate"):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise RequestError(name, value, "must be True or False")

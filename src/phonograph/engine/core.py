@@ -81,8 +81,11 @@ class EngineCore:
         batch, pending, began = self._in_flight.popleft()
         output = pending.result()
         taken = time.monotonic()
+        # Of overlapping steps, one has the device to itself only after the one before it has ended.
+        began = max(began, self._last_taken)
         if self.on_step is not None:
-            # Of overlapping steps, one has the device to itself only after the one before it has ended.
-            self.on_step(record_of(batch, pending.decision, max(began, self._last_taken), taken))
+            self.on_step(record_of(batch, pending.decision, began, taken))
+        if self.scheduler.drafts is not None:
+            self.scheduler.drafts.learn(batch, output, taken - began)
         self._last_taken = taken
         return self.scheduler.update(batch, output)

@@ -148,6 +148,8 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
         cpu_products,
     )
     notes += sizing
+    if config.speculation is not None:
+        notes.append(config.speculation.note(device.kind))
     if config.max_model_len is None:
         notes.insert(0, _context_note(limits, kv, memory, model))
     if config.cascade_attention:

@@ -59,9 +59,6 @@ class CpuSampling:
         output.token_ids = [[*run[:-1], token_id] for run, token_id in zip(runs, last, strict=True)]
         self._inputs.append_tokens(slots, output.token_ids)
         if self.drafts is not None:
-            decodes = sum(length > 1 for length in batch.query_lens[: batch.num_decodes])
-            accepted = sum(map(len, runs)) - len(runs)
-            self.drafts.count(decodes, batch.num_decode_tokens - batch.num_decodes, accepted)
             for slot in slots:
                 self._inputs.write_drafts(slot, self.drafts.draft(slot, self._inputs.tokens_of(slot)))
         output.logprobs = {slot: [entry] for slot, entry in sampled.logprobs.items()}

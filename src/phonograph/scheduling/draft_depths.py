@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
-from phonograph.core.batch import DraftCounts
+import numpy as np
+
+from phonograph.core.batch import DraftCounts, ScheduledBatch, StepOutput
 from phonograph.core.limits import Limits
 from phonograph.core.request import Request
 
@@ -21,11 +23,55 @@ class DraftDepths(Protocol):
     """
 
     most: int
-    counts: DraftCounts
+
+    @property
+    def counts(self) -> DraftCounts: ...
 
     def choose(self, decodes: Collection[Request]) -> Sequence[int]:
         """Return the depth of each decode, 0 to `most`."""
         ...
+
+    def learn(self, batch: ScheduledBatch, output: StepOutput, seconds: float) -> None:
+        """Take the result of a step.
+
+        Steps come in their order. Later ones may have been chosen meanwhile.
+
+        Args:
+            batch: the step.
+            output: its result.
+            seconds: its duration, without the time in which an earlier step had the device.
+        """
+        ...
+
+
+class DraftCounter:
+    """Adds up the drafts of steps.
+
+    Args:
+        most: largest depth.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._decodes = self._verified = 0
+        self._positions = np.arange(most)
+        self._accepted = np.zeros(most, np.int64)
+
+    def add(self, verified: np.ndarray, accepted: np.ndarray) -> None:
+        """Add the decodes of a step.
+
+        Args:
+            verified: drafts of each decode, int [N].
+            accepted: those that were kept, int [N].
+        """
+        self._decodes += int(np.count_nonzero(verified))
+        self._verified += int(verified.sum())
+        self._accepted += (self._positions < accepted[:, None]).sum(0)
+
+    @property
+    def counts(self) -> DraftCounts:
+        """Counts since the start."""
+        by_position = tuple(self._accepted.tolist())
+        return DraftCounts(self._decodes, self._verified, sum(by_position), by_position)
 
 
 def granted_depths(depths: Sequence[int], decodes: Collection[Request], limits: Limits) -> list[int]:

@@ -69,7 +69,7 @@ class Scheduler:
         num_blocks: KV blocks, each of any group.
         enable_prefix_caching: reuse the blocks of prompts that begin alike.
         policy: "fcfs" serves by arrival; "priority" by priority, then arrival.
-        drafts: chooses the drafts of each decode; None for none.
+        drafts: chooses the drafts of each decode; None for none. The engine tells it the results.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Scheduler:
         self.groups = tuple(groups)
         self.num_blocks = num_blocks
         self.policy = policy
-        self._drafts = drafts
+        self.drafts = drafts
         self._blocks = RequestBlocks(
             limits,
             groups,
@@ -129,7 +129,7 @@ class Scheduler:
             num_preemptions=self._num_preemptions,
             prefix_queries=self._prefix_queries,
             prefix_hits=self._prefix_hits,
-            drafts=DraftCounts() if self._drafts is None else self._drafts.counts,
+            drafts=DraftCounts() if self.drafts is None else self.drafts.counts,
         )
 
     @property
@@ -322,8 +322,8 @@ class Scheduler:
         """
         blocks, decodes = self._blocks, self._decoding.values()
         depths: list[int] = []
-        if self._drafts is not None and decodes:
-            depths = granted_depths(self._drafts.choose(decodes), decodes, self.limits)
+        if self.drafts is not None and decodes:
+            depths = granted_depths(self.drafts.choose(decodes), decodes, self.limits)
         if blocks.suffices(len(decodes), self._prefilling):
             return depths, True
         needs = blocks.needs(decodes, depths or repeat(0))

@@ -7,8 +7,9 @@ from typing import Protocol
 
 import numpy as np
 
-from phonograph.core.batch import DraftCounts
+from phonograph.core.batch import DraftCounts, ScheduledBatch, StepOutput
 from phonograph.core.request import Request
+from phonograph.scheduling.draft_budget import DraftBudget
 
 
 class Proposer(Protocol):
@@ -25,43 +26,50 @@ class Proposer(Protocol):
 
 
 class HostDrafts:
-    """Number of drafts that each slot holds, which is the depth of its sequence in the next step.
+    """Number of drafts that each slot holds, and the budget that chooses how many of them the next step verifies.
 
     Args:
         proposer: makes the drafts.
-        most: most drafts of a sequence.
+        budget: chooses the depths.
         max_num_seqs: slots.
 
     Attributes:
-        most: as above.
-        counts: of the drafts so far.
+        budget: as above.
+        most: most drafts of a sequence.
     """
 
-    def __init__(self, proposer: Proposer, *, most: int, max_num_seqs: int) -> None:
-        self.most = most
-        self.counts = DraftCounts()
+    def __init__(self, proposer: Proposer, budget: DraftBudget, *, max_num_seqs: int) -> None:
+        self.budget = budget
+        self.most = budget.most
         self._proposer = proposer
-        self._depths = [0] * max_num_seqs
+        self._num_found = [0] * max_num_seqs
+
+    @property
+    def counts(self) -> DraftCounts:
+        """Counts of the drafts so far."""
+        return self.budget.counts
 
     def choose(self, decodes: Collection[Request]) -> Sequence[int]:
-        """Return the depth of each decode: the number of its drafts, or 0 where sampling keeps state by token."""
-        return [self._depths[one.slot] if speculates(one) else 0 for one in decodes]
+        """Return the depth of each decode: 0 to the number of its drafts, 0 where sampling keeps state by token."""
+        available = [self._num_found[one.slot] if speculates(one) else 0 for one in decodes]
+        return self.budget.choose(decodes, available).depths
+
+    def learn(self, batch: ScheduledBatch, output: StepOutput, seconds: float) -> None:
+        """Take the result of a step, and its duration."""
+        self.budget.learn(batch, output, seconds)
 
     def draft(self, slot: int, token_ids: np.ndarray) -> np.ndarray:
-        """Return drafts for a sequence, which its next step may verify."""
-        drafts = self._proposer.propose(token_ids, self.most)
-        self._depths[slot] = len(drafts)
+        """Return drafts for a sequence, which its next step may verify. While it rests there are none."""
+        drafts = self._proposer.propose(token_ids, self.most) if self.budget.wants_drafts(slot) else token_ids[:0]
+        self._num_found[slot] = len(drafts)
         return drafts
-
-    def count(self, decodes: int, verified: int, accepted: int) -> None:
-        """Count the drafts of a step, and the decodes that had any."""
-        before = self.counts
-        self.counts = DraftCounts(before.decodes + decodes, before.verified + verified, before.accepted + accepted)
 
 
 def speculates(request: Request) -> bool:
     """Return True if a request's tokens can be sampled side by side: no draw changes what the next one reads."""
     params = request.params
-    return request.grammar is None and not (
-        params.has_penalties or params.logit_bias or params.min_tokens or params.logprobs is not None
+    return (
+        params.speculate
+        and request.grammar is None
+        and not (params.has_penalties or params.logit_bias or params.min_tokens or params.logprobs is not None)
     )

@@ -16,6 +16,7 @@ from phonograph.runner.cpu_inputs import CpuInputs
 from phonograph.runner.cpu_sampling import CpuSampling
 from phonograph.runner.step_program import StepProgram
 from phonograph.sampling.sampler import Sampler
+from phonograph.scheduling.draft_budget import DraftBudget
 from phonograph.speculation.host_drafts import HostDrafts
 from phonograph.speculation.ngram import NgramProposer
 
@@ -40,8 +41,12 @@ class CpuPlatform:
         speculation, drafts = plan.config.speculation, None
         if speculation is not None:
             proposer = NgramProposer(shortest=speculation.prompt_lookup_min, longest=speculation.prompt_lookup_max)
-            most = speculation.num_speculative_tokens
-            drafts = HostDrafts(proposer, most=most, max_num_seqs=limits.max_num_seqs)
+            budget = DraftBudget(
+                speculation.most_drafts(limits.max_num_seqs),
+                max_num_seqs=limits.max_num_seqs,
+                adaptive=speculation.adaptive_depth,
+            )
+            drafts = HostDrafts(proposer, budget, max_num_seqs=limits.max_num_seqs)
         inputs = CpuInputs(
             max_num_seqs=limits.max_num_seqs,
             max_num_tokens=limits.max_num_batched_tokens,

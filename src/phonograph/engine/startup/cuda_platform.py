@@ -102,7 +102,8 @@ class CudaPlatform:
         runtime = self._make_runtime(device, workspace.tensors())
         speculation, drafts = plan.config.speculation, None
         if speculation is not None:
-            drafts = DeviceDrafts(most=limits.draft_tokens, max_num_logits=limits.max_num_logits)
+            most = speculation.most_drafts(limits.max_num_seqs)
+            drafts = DeviceDrafts(most, max_num_logits=limits.max_num_logits)
         device_sampler = DeviceSampler(
             inputs, workspace.logits_NV, speculation=speculation, batch_invariant=batch_invariant
         )

@@ -65,19 +65,18 @@ class StepInFlight:
         num_logits = batch.num_logits
         tokens: list[int] = results[:num_logits].tolist()
         counts = results[drafts.max_num_logits :][: batch.num_reqs]
-        lengths, verified = (counts & (1 << DRAFTS_SHIFT) - 1).tolist(), (counts >> DRAFTS_SHIFT)[: batch.num_decodes]
+        lengths = counts & (1 << DRAFTS_SHIFT) - 1
         rows = [*batch.query_lens[: batch.num_decodes], *[1] * (batch.num_reqs - batch.num_decodes)]
         starts = [*accumulate(rows, initial=0)]
         runs = [
             (slot, tokens[start : start + length])
-            for slot, samples, start, length in zip(batch.slots, batch.samples, starts, lengths, strict=False)
+            for slot, samples, start, length in zip(batch.slots, batch.samples, starts, lengths.tolist(), strict=False)
             if samples
         ]
         slots = [slot for slot, _ in runs]
         last = take_tokens(output, slots, [run[-1] for _, run in runs], self.vocab_size)
         output.token_ids = [[*run[:-1], token_id] for (_, run), token_id in zip(runs, last, strict=True)]
-        accepted = sum(lengths[: batch.num_decodes]) - batch.num_decodes
-        drafts.count(int(np.count_nonzero(verified)), int(verified.sum()), accepted)
+        drafts.count((counts >> DRAFTS_SHIFT)[: batch.num_decodes], lengths[: batch.num_decodes] - 1)
         return output
 
 

@@ -78,6 +78,7 @@ def _engine(engine: AsyncLLM) -> dict[str, Any]:
         "preemptions": stats.num_preemptions,
         "prefix_queries": stats.prefix_queries,
         "prefix_hits": stats.prefix_hits,
+        "drafts": {**stats.drafts._asdict(), "choices": dict(stats.drafts.choices)},
         "prompt_tokens": engine.requests.num_prompt_tokens,
         "generation_tokens": engine.requests.num_output_tokens,
         "first_token": _latency(engine.requests.first_token),

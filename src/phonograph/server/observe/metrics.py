@@ -76,6 +76,20 @@ class EngineCollector(Collector):
         yield self._counter("vllm:spec_decode_num_drafts", "Decodes that verified drafts.", drafts.decodes)
         yield self._counter("vllm:spec_decode_num_draft_tokens", "Drafts that were verified.", drafts.verified)
         yield self._counter("vllm:spec_decode_num_accepted_tokens", "Drafts that were kept.", drafts.accepted)
+        yield self._by_label(
+            CounterMetricFamily,
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Drafts that were kept, by position; the first draft has position 0.",
+            "position",
+            {str(position): count for position, count in enumerate(drafts.accepted_by_position)},
+        )
+        yield self._by_label(
+            CounterMetricFamily,
+            "phonograph:draft_choices",
+            "Steps of decodes by the reason for the number of their drafts; with speculation only.",
+            "reason",
+            dict(drafts.choices),
+        )
         yield self._counter("vllm:num_preemptions", "Preempted requests.", stats.num_preemptions)
         yield self._cache_config(stats.num_blocks)
 

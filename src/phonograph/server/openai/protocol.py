@@ -21,7 +21,7 @@ DEFAULT_MAX_TOKENS = 16
 _SAME_NAME = (
     *("n", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("logit_bias", "seed", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output"),
-    *("skip_special_tokens", "prompt_logprobs", "allowed_token_ids", "bad_words"),
+    *("skip_special_tokens", "prompt_logprobs", "allowed_token_ids", "bad_words", "speculate"),
 )
 """Fields that have the same name in the engine."""
 
@@ -64,6 +64,7 @@ class GenerationBody(StructuredFields):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    speculate: bool | None = None
     prompt_logprobs: int | None = None
     return_tokens_as_token_ids: bool | None = None
     return_token_ids: bool | None = None

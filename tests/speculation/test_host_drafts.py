@@ -1,0 +1,39 @@
+"""Drafts that a host makes: none for a request that rests, none for a request that leaves them out."""
+
+from __future__ import annotations
+
+import numpy as np
+from scheduling import request
+from speculating import Simulation, adaptive, decoding
+
+from phonograph.core.sampling_params import SamplingParams
+from phonograph.speculation.host_drafts import HostDrafts, speculates
+
+
+class Proposer:
+    """Drafts the last tokens again, and counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def propose(self, token_ids: np.ndarray, most: int) -> np.ndarray:
+        self.calls += 1
+        return token_ids[-most:]
+
+
+def test_no_drafts_are_made_for_a_request_that_rests() -> None:
+    budget, proposer = adaptive(3, 2), Proposer()
+    drafts, known = HostDrafts(proposer, budget, max_num_seqs=2), np.arange(9, dtype=np.int32)
+    assert drafts.draft(1, known).tolist() == [6, 7, 8] and proposer.calls == 1
+    simulation = Simulation(lambda slot, step: 0.0, lambda tokens, requests: tokens, number=2, most=3)
+    while budget.wants_drafts(1):
+        simulation.run(budget, 10)
+    assert drafts.draft(1, known).tolist() == [] and proposer.calls == 1
+    assert drafts.choose(decoding(2)) == [0, 0]
+
+
+def test_requests_that_leave_drafts_out() -> None:
+    assert speculates(request("a", [1])) and speculates(request("a", [1], speculate=True, temperature=1.0, top_k=3))
+    for more in ({"speculate": False}, {"logprobs": 1}, {"min_tokens": 3}, {"presence_penalty": 1.0}):
+        assert not speculates(request("a", [1], **more)), more
+    assert SamplingParams().speculate
