@@ -406,6 +406,16 @@ def test_long_stream_of_steps_with_several_tokens(groups: list[KVGroup], num_blo
     assert engine.drafts is not None and engine.drafts.num_drafts > 500
 
 
+@pytest.mark.parametrize("ahead", [1, 3, 4, 9])
+@pytest.mark.parametrize("num_blocks", [24, 28])
+def test_long_stream_with_blocks_ahead(num_blocks: int, ahead: int) -> None:
+    """A draft model writes keys behind those of a step, and a request that fits alone fits with them."""
+    for depth in (1, 2):
+        engine = long_stream(ONE, num_blocks, depth=depth, seed=f"{ahead}", most_drafts=4, lookahead_tokens=ahead)
+        assert num_blocks == 28 or engine.scheduler.stats.num_preemptions > 0
+        assert engine.drafts is not None and engine.drafts.num_drafts > 100
+
+
 def window_off_by_one(patch: pytest.MonkeyPatch) -> None:
     first_block = SlidingGroup.first_block
     patch.setattr(SlidingGroup, "first_block", lambda group, computed: first_block(group, computed + 1))

@@ -41,6 +41,9 @@ def check_scheduler(scheduler: Scheduler) -> None:
     check_groups(scheduler)
     for request in running:
         assert 0 <= request.min_computed <= request.max_computed, "the bounds of the computed tokens are crossed"
+        reached = min(request.max_computed + scheduler.limits.lookahead_tokens, request.max_len - 1)
+        for one, group in zip(tables[request.request_id].groups, scheduler.groups, strict=True):
+            assert len(one.block_ids) >= blocks_for(reached, group.block_size), "a step writes behind its blocks"
     known = {key: min(request.min_computed, request.num_tokens) for key, request in requests.items()}
     check_cache(scheduler._blocks.cache, ((table, known[key]) for key, table in tables.items()))
 
@@ -58,7 +61,8 @@ def check_groups(scheduler: Scheduler) -> None:
         return
     pool, promised = scheduler._blocks.cache.pool, 0
     for group, one in zip(scheduler.groups, tables[request.request_id].groups, strict=True):
-        most = group_pages(group, request.num_tokens, limits.max_num_batched_tokens)
+        reached = max(request.num_tokens, min(request.num_tokens + limits.lookahead_tokens, request.max_len - 1))
+        most = group_pages(group, reached, limits.max_num_batched_tokens)
         assert len(one.held) <= most, "a prompt holds more blocks than planned"
         rest = min(most, blocks_for(request.num_tokens, group.block_size) - one.first)
         if group.window is not None:

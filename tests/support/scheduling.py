@@ -45,6 +45,7 @@ def make_scheduler(
     max_num_batched_tokens: int = 16,
     block_size: int = 4,
     draft_tokens: int | None = None,
+    lookahead_tokens: int = 0,
     **changes: Any,
 ) -> Scheduler:
     """Return a scheduler for one full KV group, unless other `groups` are given."""
@@ -55,6 +56,7 @@ def make_scheduler(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         draft_tokens=draft_tokens,
+        lookahead_tokens=lookahead_tokens,
     )
     return Scheduler(limits, **({"groups": [full_group(block_size)], "num_blocks": 64} | changes))
 

@@ -17,12 +17,14 @@ class Limits:
         max_num_seqs: sequences running at a time, which is the number of request slots R.
         max_num_batched_tokens: tokens T in one step.
         draft_tokens: most drafts of a decode.
+        lookahead_tokens: tokens behind those of a step for which a sequence has blocks: a draft model writes their keys.
     """
 
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
     draft_tokens: int = 0
+    lookahead_tokens: int = 0
 
     @property
     def max_num_logits(self) -> int:

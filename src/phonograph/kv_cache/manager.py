@@ -73,7 +73,9 @@ class CacheManager:
         """Return the empty block tables of a sequence; see `SequenceTable`."""
         return SequenceTable(tokens, prompt_len, salt, self._sizes)
 
-    def admit(self, table: SequenceTable, num_tokens: int, *, reserve: int, reuse: bool) -> int | None:
+    def admit(
+        self, table: SequenceTable, num_tokens: int, *, reserve: int, reuse: bool, ahead: int = 0
+    ) -> int | None:
         """Fill an empty table with cached blocks and those that full groups need, or do nothing if blocks are short.
 
         Blocks are short unless enough are free for all tokens in full groups, and in sliding groups for all chunks to
@@ -83,6 +85,7 @@ class CacheManager:
             table: block tables of the sequence.
             num_tokens: known tokens.
             reserve: blocks that must stay free.
+            ahead: tokens behind the known ones for which the table gets blocks too.
             reuse: take cached blocks. The last token's block is never taken, because sampling needs that token's
                 logits.
 
@@ -102,7 +105,7 @@ class CacheManager:
             keys = table.keys(index, first, num_cached // group.block_size)
             block_ids = [block_id for key in keys if (block_id := pool.find(key)) is not None]
             found.append((first, block_ids))
-            needed += group.most_blocks(num_tokens, first)
+            needed += group.most_blocks(num_tokens + ahead, first)
             if index in self._full:
                 needed -= sum(map(pool.is_used, block_ids))
         if needed > pool.num_free:
@@ -110,7 +113,7 @@ class CacheManager:
         for _, block_ids in found:
             pool.share(block_ids)  # before allocation, which may evict found blocks
         for group, one, (first, block_ids) in zip(self._groups, table.groups, found, strict=True):
-            fresh = group.blocks_at_admission(num_tokens, num_cached) - first - len(block_ids)
+            fresh = group.blocks_at_admission(num_tokens + ahead, num_cached) - first - len(block_ids)
             one.first = first
             one.block_ids = [FREED] * first + block_ids + [pool.allocate() for _ in range(fresh)]
             one.num_published = num_cached // group.block_size

@@ -19,7 +19,9 @@ class RequestBlocks:
     """Block tables of the scheduler's requests, by request id, over one cache for all KV groups.
 
     Attributes:
-        step: a decode may need blocks only when one of its tokens has a position that is a multiple of this.
+        step: a decode may need blocks only when one of its tokens has a position that is a multiple of this, with
+            `ahead` added.
+        ahead: tokens behind those of its steps for which a request has blocks.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class RequestBlocks:
         )
         self.tables: dict[str, SequenceTable] = {}
         self.step = gcd(*(group.block_size for group in groups))
+        self.ahead = limits.lookahead_tokens
         self._limits = limits
         # The most blocks that a decode takes in a step, by window.
         self._step_blocks: Counter[int | None] = Counter()
@@ -53,7 +56,8 @@ class RequestBlocks:
         limits = self._limits
 
         def pages(num_tokens: int) -> int:
-            return pages_for_request(self.groups, num_tokens, limits.max_num_batched_tokens)
+            whole = min(num_tokens + self.ahead, max(num_tokens, limits.max_model_len - 1))
+            return pages_for_request(self.groups, whole, limits.max_num_batched_tokens) if num_tokens else 0
 
         return 1 + most_tokens(self.cache.pool.num_blocks, pages, limits.max_model_len - 1)
 
@@ -66,7 +70,9 @@ class RequestBlocks:
         # Each sequence may soon need further blocks. Without these in reserve, admission would cause preemption.
         growth = self.growth(decodes)
         reserve = growth + self._step_blocks.total() if decodes else 0
-        return self.cache.admit(self.tables[request.request_id], request.num_tokens, reserve=reserve, reuse=reuse)
+        ahead = min(self.ahead, request.max_len - 1 - request.num_tokens)
+        table = self.tables[request.request_id]
+        return self.cache.admit(table, request.num_tokens, reserve=reserve, reuse=reuse, ahead=ahead)
 
     def publish(self, request: Request) -> SequenceTable:
         """Put the full blocks whose tokens are scheduled and known into the prefix cache; return the block tables."""
@@ -89,7 +95,9 @@ class RequestBlocks:
                 self.cache.free_behind(self.publish(request), request.min_computed)
 
     def extend(self, request: Request, num_tokens: int, appends: list[BlockAppend], *, is_new: bool = False) -> None:
-        """Take the blocks for the leading `num_tokens` tokens, after those behind the windows are freed.
+        """Take the blocks for the leading `num_tokens` tokens and those ahead, after those behind windows are freed.
+
+        No token of the last position is computed, so it has no block.
 
         Args:
             request: a running request.
@@ -100,7 +108,7 @@ class RequestBlocks:
         table = self.publish(request)
         if self._slides:
             self.cache.free_behind(table, request.min_computed)
-        fresh = self.cache.extend(table, num_tokens, request.slot)
+        fresh = self.cache.extend(table, min(num_tokens + self.ahead, request.max_len - 1), request.slot)
         if is_new:
             fresh = [
                 BlockAppend(slot=request.slot, start=one.first, block_ids=one.held, group=group)
@@ -122,7 +130,7 @@ class RequestBlocks:
         """
         needs: dict[str, int] = {}
         for request, depth in zip(decodes, depths, strict=False):
-            last = request.max_computed + depth
+            last = request.max_computed + depth + self.ahead
             if last % self.step <= depth:
                 self.free_behind([request])
                 table = self.tables[request.request_id]

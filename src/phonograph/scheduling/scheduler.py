@@ -199,14 +199,14 @@ class Scheduler:
         requests = list(self._decoding.values())
         contexts = [request.max_computed for request in requests]
         appends: list[BlockAppend] = []
-        block_step = self._blocks.step
+        block_step, ahead = self._blocks.step, self._blocks.ahead
         for request, depth in zip(requests, depths, strict=False):
             request.max_computed += depth
-            self._blocks.extend(request, min(request.max_computed + 1, request.max_len - 1), appends)
+            self._blocks.extend(request, request.max_computed + 1, appends)
         for request in requests:
             most = request.max_computed
-            if most % block_step == 0:
-                self._blocks.extend(request, min(most + 1, request.max_len - 1), appends)
+            if (most + ahead) % block_step == 0:
+                self._blocks.extend(request, most + 1, appends)
             request.max_computed = most + 1
             request.min_computed = least = request.min_computed + 1
             if least + 1 == request.max_len:
