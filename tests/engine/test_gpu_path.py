@@ -33,6 +33,7 @@ from phonograph.errors import CaptureError
 from phonograph.graphs.verification import verify
 from phonograph.models.layers.linear import WeightAllocator
 from phonograph.models.spec import read_model_spec
+from phonograph.runner.kv_pool import allocate_kv_pool
 from phonograph.structured.compiler import GrammarCompiler
 
 cuda_platform = pytest.importorskip("phonograph.engine.startup.cuda_platform")
@@ -67,13 +68,12 @@ def start_engine(folder: Path, sizes: Sequence[int] = (1, 3, 24), **settings: An
         model=str(folder),
         device="cuda",
         dtype="float16",
-        max_model_len=256,
         max_num_seqs=3,
         max_num_batched_tokens=40,
         num_kv_blocks=40,
         block_size=16,
         cudagraph_capture_sizes=list(sizes),
-        **settings,
+        **{"max_model_len": 256, **settings},
     )
     device = replace(known_device("h200"), capability=(8, 0))
     return build.build_engine(make_plan(config, read_model_spec(folder), device), platform=HostPlatform())
@@ -170,6 +170,27 @@ def test_speculation(tmp_path: Path) -> None:
     for output in outputs:
         check(reference, output)
     assert engine.core.scheduler.stats.drafts.verified > 0
+
+
+def test_drafts_behind_the_end_read_nothing_but_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step in flight accepts drafts, so that those of the next one reach behind the last block of a sequence."""
+
+    def allocate(*args: Any, **settings: Any) -> dict[int, torch.Tensor]:
+        caches = allocate_kv_pool(*args, **settings)
+        for cache in caches.values():
+            cache.fill_(float("nan"))
+        return caches
+
+    monkeypatch.setattr(build, "allocate_kv_pool", allocate)
+    reference = make_checkpoint("qwen3", tmp_path, **HEADS)
+    speculation = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    engine = start_engine(tmp_path, (4,), speculative_config=speculation, max_model_len=32)
+    session = Session(engine.core, engine.plan.model, None, 0, GrammarCompiler(lambda: None, ()))
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    output = session.add(prompt(3, 1) * 20, params)
+    finish(session, output)
+    assert len(output.outputs[0].token_ids) == 12
+    check(reference, output)
 
 
 def test_several_kv_groups(tmp_path: Path) -> None:

@@ -244,7 +244,9 @@ def make_model_parts(plan: EnginePlan, backends: Sequence[AnyBackend], model: Tr
         for index, layer in enumerate(plan.model.layers)
     ]
     kv_caches = [caches[source] for source in sources]
-    if not _skip_freed_blocks(plan):
+    # Drafts at the end of a sequence reach behind its blocks; what they read there must not be NaN (prepare.py).
+    reach_behind = plan.config.speculation is not None and plan.device.kind != "cpu"
+    if reach_behind or not _skip_freed_blocks(plan):
         for cache in kv_caches:
             cache.zero_()
     return ModelParts(model=model, backends=backends, layers=layers, kv_caches=kv_caches)
