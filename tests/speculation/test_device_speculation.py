@@ -116,7 +116,7 @@ def test_batch_sizes_bound_the_depth(make: MakeEngine) -> None:
         depths[record.num_decodes] = max(drafts, depths.get(record.num_decodes, 0))
     assert depths == {0: 0, 1: K, 2: 2, 3: 0}
     counts = engine.core.scheduler.stats.drafts
-    assert counts.accepted == sum(counts.accepted_by_position) > 0
+    assert 0 < counts.accepted == sum(counts.accepted_by_position) <= counts.verified
     assert counts.accepted_by_position[0] > counts.accepted_by_position[2] > 0
 
 
