@@ -519,7 +519,7 @@ def windows_freed_by_the_upper_bound(patch: pytest.MonkeyPatch) -> None:
 
 
 def blocks_up_to_the_lower_bound(patch: pytest.MonkeyPatch) -> None:
-    replace_in(patch, Scheduler, "schedule", ("min(request.max_computed + 1,", "min(request.min_computed + 1,"))
+    replace_in(patch, Scheduler, "schedule", ("(request.max_computed + 1,", "(request.min_computed + 1,"))
 
 
 def blocks_without_those_of_drafts(patch: pytest.MonkeyPatch) -> None:
@@ -559,8 +559,8 @@ def min_tokens_counted_after_the_run(patch: pytest.MonkeyPatch) -> None:
         (ended_by_the_upper_bound, "not in flight|makes no progress"),
         (scheduled_although_the_end_is_certain, "bounds of other|is written while"),
         (windows_freed_by_the_upper_bound, "attended to|is written while|written by two|two groups write"),
-        (blocks_up_to_the_lower_bound, "without a block"),
-        (blocks_without_those_of_drafts, "without a block"),
+        (blocks_up_to_the_lower_bound, "without a block|behind its blocks"),
+        (blocks_without_those_of_drafts, "without a block|behind its blocks"),
         (needs_of_one_token, "dictionary is empty|promised"),
         (bounds_apart_by_more_than_a_chunk, "blocks behind a window|makes no progress"),
         (ordered_by_length, "other kind|miscounted"),

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from phonograph.errors import ConfigError, shortened
 
 MOST_DRAFTS = 15
 """Largest number of drafts: attention takes up to 16 tokens of a sequence beside decodes of one."""
-METHODS = ("ngram",)
+METHODS = ("ngram", "draft_model")
 _PER_BATCH_SIZE = "num_speculative_tokens_per_batch_size"
+_RATES, _LENGTH, _ACCEPTANCE = "synthetic_acceptance_rates", "synthetic_acceptance_length", "rejection_sample_method"
 _KEYS = (
     *("method", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"),
-    *("adaptive_depth", _PER_BATCH_SIZE),
+    *("model", "revision", "adaptive_depth", _PER_BATCH_SIZE, _ACCEPTANCE, _RATES, _LENGTH),
 )
 _LOOKUP = 5
 """Default of both lookups; one of them alone is also the other."""
@@ -23,11 +25,16 @@ class SpeculativeConfig(NamedTuple):
     """Drafts of decodes.
 
     Attributes:
-        method: "ngram" drafts what followed an earlier occurrence of the last tokens.
+        method: "ngram" drafts what followed an earlier occurrence of the last tokens, "draft_model" what a smaller
+            model says.
         num_speculative_tokens: most drafts of a decode.
         prompt_lookup_max: most last tokens that are looked up.
         prompt_lookup_min: fewest.
         adaptive_depth: choose the drafts of each step by what they gain; False verifies all.
+        model: folder or name of the draft model; None without one.
+        revision: branch, tag or commit of it on the hub.
+        synthetic_rates: share of decodes that keep their first 1, 2, ... drafts, whatever these are; empty to keep what
+            is right.
         per_batch_size: fewer drafts for numbers of decodes from a first to a last one, as (first, last, drafts).
     """
 
@@ -37,6 +44,9 @@ class SpeculativeConfig(NamedTuple):
     prompt_lookup_min: int
     adaptive_depth: bool = True
     per_batch_size: tuple[tuple[int, int, int], ...] = ()
+    model: str | None = None
+    revision: str | None = None
+    synthetic_rates: tuple[float, ...] = ()
 
     def most_drafts(self, max_num_seqs: int) -> list[int]:
         """Return the most drafts of a decode, by the number of decodes in a step: 0 to `max_num_seqs`."""
@@ -74,13 +84,21 @@ def read_speculative_config(given: Mapping[str, Any]) -> SpeculativeConfig:
     for key in given:
         if key not in _KEYS:
             raise refused(str(key), f"is not known; the keys are {', '.join(_KEYS)}")
-    method = given.get("method", METHODS[0])
+    method = given.get("method", "ngram" if given.get("model") is None else "draft_model")
     if method == "ngram_gpu":
         method = METHODS[0]
     if method not in METHODS:
         raise refused("method", f"is not supported yet; {' or '.join(METHODS)} is")
     if "num_speculative_tokens" not in given:
         raise refused("num_speculative_tokens", f"is missing; give a number from 1 to {MOST_DRAFTS}")
+    if method == "draft_model":
+        if not isinstance(given.get("model"), str):
+            raise refused("model", "must be the folder or name of a draft model")
+        for key in ("prompt_lookup_max", "prompt_lookup_min"):
+            if key in given:
+                raise refused(key, "belongs to method ngram; leave it out")
+    elif given.get("model") is not None:
+        raise refused("model", "belongs to method draft_model; leave one of them out")
     counts = {"num_speculative_tokens": MOST_DRAFTS, "prompt_lookup_max": 1 << 20, "prompt_lookup_min": 1 << 20}
     for key, most in counts.items():
         value = given.get(key)
@@ -97,7 +115,41 @@ def read_speculative_config(given: Mapping[str, Any]) -> SpeculativeConfig:
     if problem is not None:
         raise refused(_PER_BATCH_SIZE, problem)
     per_batch_size = tuple((first, last, drafts) for first, last, drafts in ranges)
-    return SpeculativeConfig(method, given["num_speculative_tokens"], longest, shortest, adaptive, per_batch_size)
+    rates, problem = _synthetic_rates(given)
+    if problem is not None:
+        raise refused(*problem)
+    return SpeculativeConfig(
+        method,
+        given["num_speculative_tokens"],
+        longest,
+        shortest,
+        adaptive,
+        per_batch_size,
+        given.get("model"),
+        given.get("revision"),
+        rates,
+    )
+
+
+def _synthetic_rates(given: Mapping[str, Any]) -> tuple[tuple[float, ...], tuple[str, str] | None]:
+    """Return the shares of decodes that keep their first drafts in a bench, and a key with what is wrong with it."""
+    rates, length, most = given.get(_RATES), given.get(_LENGTH), given["num_speculative_tokens"]
+    method = given.get(_ACCEPTANCE, "standard")
+    if method not in ("standard", "synthetic"):
+        return (), (_ACCEPTANCE, "must be standard, or synthetic for benches, whose tokens are not the model's")
+    if method == "standard":
+        key = _RATES if rates is not None else _LENGTH
+        return (), None if given.get(key) is None else (key, f"works with {_ACCEPTANCE} synthetic; leave it out")
+    if (rates is None) == (length is None):
+        return (), (_ACCEPTANCE, f"synthetic takes one of {_RATES} and {_LENGTH}")
+    if rates is None:
+        if not isinstance(length, (int, float)) or isinstance(length, bool) or not 1 <= length <= 1 + most:
+            return (), (_LENGTH, f"must be a number of tokens a step from 1 to {1 + most}")
+        return tuple(float(min(1, max(0, length - 1 - index))) for index in range(most)), None
+    numbers = isinstance(rates, Sequence) and all(type(one) in (int, float) and 0 <= one <= 1 for one in rates)
+    if not numbers or len(rates) != most or any(late > early for early, late in pairwise(rates)):
+        return (), (_RATES, f"must be a list of {most} shares from 0 to 1, none above the one before it")
+    return tuple(map(float, rates)), None
 
 
 def _problem_of(ranges: Any, most: int) -> str | None:
