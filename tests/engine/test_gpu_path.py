@@ -172,6 +172,24 @@ def test_speculation(tmp_path: Path) -> None:
     assert engine.core.scheduler.stats.drafts.verified > 0
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_draft_model_that_is_the_model_is_always_right(temperature: float, tmp_path: Path) -> None:
+    """Keys of the draft model are those of the sequences, and its samples have the noise of the draws."""
+    make_checkpoint("qwen3", tmp_path, **HEADS)
+    speculation = {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 2}
+    outputs: list[list[RequestOutput]] = []
+    for settings in ({}, {"speculative_config": speculation}):
+        engine = start_engine(tmp_path, (3, 9), **settings)
+        session = Session(engine.core, engine.plan.model, None, 0, GrammarCompiler(lambda: None, ()))
+        params = SamplingParams(temperature=temperature, max_tokens=12, ignore_eos=True, seed=3)
+        several = [session.add(prompt(length, length), params) for length in (5, 30, 60, 2)]
+        finish(session, *several)
+        outputs.append(several)
+    counts = engine.core.scheduler.stats.drafts
+    assert [one.outputs[0].token_ids for one in outputs[0]] == [one.outputs[0].token_ids for one in outputs[1]]
+    assert counts.verified > 20 and counts.accepted >= counts.verified - 2
+
+
 def test_drafts_behind_the_end_read_nothing_but_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step in flight accepts drafts, so that those of the next one reach behind the last block of a sequence."""
 

@@ -17,7 +17,7 @@ class Limits:
         max_num_seqs: sequences running at a time, which is the number of request slots R.
         max_num_batched_tokens: tokens T in one step.
         draft_tokens: most drafts of a decode.
-        lookahead_tokens: tokens behind those of a step for which a sequence has blocks: a draft model writes their keys.
+        lookahead_tokens: tokens behind those of a step that have blocks too, for keys of a draft model.
     """
 
     max_model_len: int

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
@@ -22,14 +23,15 @@ from phonograph.engine.core import EngineCore
 from phonograph.engine.plan import EnginePlan
 from phonograph.engine.process.client import StartProgress, no_progress
 from phonograph.engine.startup.cpu_platform import CpuPlatform
-from phonograph.engine.startup.platform import ModelParts, Platform
+from phonograph.engine.startup.platform import DraftModelParts, ModelParts, Platform
 from phonograph.errors import ConfigError
 from phonograph.graphs.modes import GraphKey
+from phonograph.models.layer_spec import LayerAttention
 from phonograph.models.transformer import Transformer
 from phonograph.models.weights.kv_scales import KVScales
-from phonograph.models.weights.loading import begin_loading
+from phonograph.models.weights.loading import Loading, begin_loading
 from phonograph.runner.group_builder import GroupBuilder
-from phonograph.runner.kv_pool import allocate_kv_pool
+from phonograph.runner.kv_pool import allocate_kv_caches, allocate_kv_pool
 from phonograph.runner.runner import CaptureReport, Runner
 from phonograph.runner.sequences import Sequences
 from phonograph.runner.synthetic_batches import SyntheticBatches
@@ -119,29 +121,34 @@ def build_engine(plan: EnginePlan, report: StartProgress = no_progress, *, platf
     with platform.starting():
         # Before the weights, because a library may turn out not to support this model.
         backends = make_backends(plan, platform.device)
-        with begin_loading(
-            plan.model,
-            plan.config.model,
-            dtype=getattr(torch, plan.dtype),
-            device=platform.device,
-            load_format=plan.config.load_format,
-            seed=plan.config.seed or 0,
-            progress=lambda done, total: report("weights", done, total),
-            revision=plan.config.revision,
-            download_dir=plan.config.download_dir,
-            cpu_products=plan.cpu_products,
-        ) as loading:
+        with (
+            begin_loading(
+                plan.model,
+                plan.config.model,
+                dtype=getattr(torch, plan.dtype),
+                device=platform.device,
+                load_format=plan.config.load_format,
+                seed=plan.config.seed or 0,
+                progress=lambda done, total: report("weights", done, total),
+                revision=plan.config.revision,
+                download_dir=plan.config.download_dir,
+                cpu_products=plan.cpu_products,
+            ) as loading,
+            _begin_loading_draft(plan, platform.device) as draft,
+        ):
             if plan.config.load_format == "dummy":
                 report("weights", 1, 1)
             if plan.config.expert_load_metrics:
                 loading.model.count_expert_load()
-            parts = make_model_parts(plan, backends, loading.model)
+            parts = make_model_parts(plan, backends, loading.model, None if draft is None else draft.model)
             runner = make_runner(plan, parts, platform)
             if platform.compiles:
                 report("kernels", 0, 1)
             platform.compile(runner.launch_kernels)
             # Captures come after the weights: both need Python's lock.
             loading.finish()
+            if draft is not None:
+                draft.finish()
             plan = replace(plan, notes=(*plan.notes, *loading.notes))
             captured = runner.capture(captured_one)
     for load_X in parts.model.expert_load.values():
@@ -166,6 +173,22 @@ def build_engine(plan: EnginePlan, report: StartProgress = no_progress, *, platf
         make_subject=lambda: RunnerSubject(
             runner, parts.kv_caches, plan.kv.groups, poisons_freed=_skip_freed_blocks(plan)
         ),
+    )
+
+
+def _begin_loading_draft(plan: EnginePlan, device: torch.device) -> AbstractContextManager[Loading | None]:
+    speculation = plan.config.speculation
+    if plan.draft is None or speculation is None or speculation.model is None:
+        return nullcontext()
+    return begin_loading(
+        plan.draft.model,
+        speculation.model,
+        dtype=getattr(torch, plan.draft.dtype),
+        device=device,
+        load_format=plan.config.load_format,
+        seed=plan.config.seed or 0,
+        revision=speculation.revision,
+        download_dir=plan.config.download_dir,
     )
 
 
@@ -221,35 +244,58 @@ def make_backends(plan: EnginePlan, device: torch.device) -> list[AnyBackend]:
     return [made[spec] for spec in plan.kv.specs]
 
 
-def make_model_parts(plan: EnginePlan, backends: Sequence[AnyBackend], model: Transformer) -> ModelParts:
+def make_model_parts(
+    plan: EnginePlan, backends: Sequence[AnyBackend], model: Transformer, draft: Transformer | None = None
+) -> ModelParts:
     """Allocate the KV cache, and collect the parts that all devices share."""
     caches = allocate_kv_pool(plan.kv.groups, plan.kv.specs, num_pages=plan.memory.num_blocks, device=model.device)
     # Only FP8 caches scale keys and values.
     scales = model.kv_scales if plan.attention.has_fp8_cache else KVScales()
-    sources = [
-        index if layer.attention.kv_layer is None else layer.attention.kv_layer
-        for index, layer in enumerate(plan.model.layers)
-    ]
-    layers = [
-        AttentionLayer(
-            index=index,
-            scale=layer.attention.scale,
-            window=layer.attention.window,
-            softcap=layer.attention.softcap,
-            sinks=model.weights[index].attention.sinks,
-            k_scale=scales.keys.get(sources[index]),
-            v_scale=scales.values.get(sources[index]),
-            q_scale=scales.queries.get(index),
-        )
-        for index, layer in enumerate(plan.model.layers)
-    ]
+    layers = _attention_layers(model, scales)
+    sources = [index if layer.kv_layer is None else layer.kv_layer for index, layer in _attentions(model)]
     kv_caches = [caches[source] for source in sources]
+    drafting = None
+    if draft is not None and plan.draft is not None:
+        drafting = DraftModelParts(
+            model=draft,
+            backend=load(plan.draft.selection)(plan.draft.attention, model.device, plan.limits),
+            layers=_attention_layers(draft, KVScales()),
+            kv_caches=allocate_kv_caches(
+                plan.draft.attention,
+                num_layers=draft.spec.num_layers,
+                num_blocks=plan.memory.num_blocks,
+                device=model.device,
+            ),
+        )
     # Drafts at the end of a sequence reach behind its blocks; what they read there must not be NaN (prepare.py).
     reach_behind = plan.config.speculation is not None and plan.device.kind != "cpu"
     if reach_behind or not _skip_freed_blocks(plan):
-        for cache in kv_caches:
+        for cache in (*kv_caches, *(() if drafting is None else drafting.kv_caches)):
             cache.zero_()
-    return ModelParts(model=model, backends=backends, layers=layers, kv_caches=kv_caches)
+    return ModelParts(model=model, backends=backends, layers=layers, kv_caches=kv_caches, draft=drafting)
+
+
+def _attentions(model: Transformer) -> list[tuple[int, LayerAttention]]:
+    return [(index, layer.attention) for index, layer in enumerate(model.spec.layers)]
+
+
+def _attention_layers(model: Transformer, scales: KVScales) -> list[AttentionLayer]:
+    """Return the parameters of the attention of each layer."""
+
+    def made(index: int, layer: LayerAttention) -> AttentionLayer:
+        source = index if layer.kv_layer is None else layer.kv_layer
+        return AttentionLayer(
+            index=index,
+            scale=layer.scale,
+            window=layer.window,
+            softcap=layer.softcap,
+            sinks=model.weights[index].attention.sinks,
+            k_scale=scales.keys.get(source),
+            v_scale=scales.values.get(source),
+            q_scale=scales.queries.get(index),
+        )
+
+    return [made(index, layer) for index, layer in _attentions(model)]
 
 
 def _skip_freed_blocks(plan: EnginePlan) -> bool:

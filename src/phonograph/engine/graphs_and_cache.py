@@ -18,6 +18,7 @@ from phonograph.config.engine_config import EngineConfig
 from phonograph.core.blocks import blocks_for, most_step_tokens
 from phonograph.core.device import DeviceSpec
 from phonograph.core.limits import Limits
+from phonograph.engine.draft_model import DraftPlan
 from phonograph.engine.groups.kv_groups import KVGroups
 from phonograph.engine.memory import MemoryPlan, plan_memory
 from phonograph.errors import ConfigError, MemoryLimitError
@@ -54,6 +55,7 @@ def size_graphs_and_cache(
     capabilities: Mapping[AttentionSpec, Capabilities],
     resolution: Resolution,
     cpu_products: CpuProducts | None,
+    draft: DraftPlan | None = None,
 ) -> GraphsAndCache:
     """Size graphs, KV cache and limits.
 
@@ -66,6 +68,7 @@ def size_graphs_and_cache(
         capabilities: those of the selected backend of each attention, for its buffers.
         resolution: the mode that runs, and the support of the backends.
         cpu_products: form of quantized weights on a CPU.
+        draft: draft model of speculation, or None.
 
     Raises:
         ConfigError: no graph of a configured size can run.
@@ -101,6 +104,10 @@ def size_graphs_and_cache(
             attention_bytes += plans * one.buffer_bytes(spec, device, within, graphs)
             if config.cascade_attention:
                 attention_bytes += cascade_bytes(one, spec, device, within, graphs)
+        if draft is not None:
+            # The first pass and the others have a plan each.
+            spec, one = draft.attention, draft.selection.capabilities
+            attention_bytes += 2 * one.buffer_bytes(spec, device, within, graphs)
         return within, plan_memory(
             config,
             model,
@@ -111,6 +118,7 @@ def size_graphs_and_cache(
             graph_tokens=graphs[0].num_tokens if graphs else 0,
             num_graphs=len(graphs),
             cpu_products=cpu_products,
+            draft=draft,
         )
 
     if config.max_model_len is None:

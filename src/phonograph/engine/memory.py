@@ -10,6 +10,7 @@ from phonograph.config.engine_config import EngineConfig
 from phonograph.core.blocks import most_tokens, pages_for_request
 from phonograph.core.device import GIB, DeviceSpec
 from phonograph.core.limits import Limits
+from phonograph.engine.draft_model import DraftPlan
 from phonograph.engine.groups.kv_groups import KVGroups
 from phonograph.errors import MemoryLimitError
 from phonograph.kernels.torch.grouped import TILE
@@ -44,7 +45,7 @@ class MemoryPlan:
     attention: buffers of the attention backends, and tables of further KV groups
     sampling:  state and temporaries of rows that no kernel samples, such as counts of penalties; with drafts on a GPU
         also the tokens of all slots and the scratch of more rows
-    block:     one KV block in all layers of a group
+    block:     one KV block in all layers of a group, and in those of a draft model
     num_tokens: tokens that the cache holds, in sequences of full length if there are windows or several groups
     note:      source of the size of the KV cache
     """
@@ -74,6 +75,7 @@ def plan_memory(
     graph_tokens: int,
     num_graphs: int,
     cpu_products: CpuProducts | None = None,
+    draft: DraftPlan | None = None,
 ) -> MemoryPlan:
     """Size the KV cache.
 
@@ -87,6 +89,7 @@ def plan_memory(
         graph_tokens: tokens of the largest graph, 0 without graphs.
         num_graphs: number of graphs.
         cpu_products: form of quantized weights on a CPU.
+        draft: draft model of speculation, or None.
 
     Raises:
         MemoryLimitError: one request of max_model_len tokens does not fit, or the configured cache does not fit the
@@ -102,7 +105,12 @@ def plan_memory(
             model, limits.max_num_batched_tokens, limits.max_num_logits, dtype, gemm_device=GemmDevice.of(device)
         )
         masks = bitmask_words(model.vocab_size) * 4 * max_num_seqs
-        graphs = workspace + masks + num_graphs * model.num_layers * _GRAPH_BYTES_PER_LAYER
+        num_layers = model.num_layers
+        if draft is not None:
+            weights += draft.weight_bytes
+            workspace += draft.workspace_bytes(limits, device)
+            num_layers += limits.draft_tokens * draft.model.num_layers
+        graphs = workspace + masks + num_graphs * num_layers * _GRAPH_BYTES_PER_LAYER
     sampling = Sampler.nbytes(
         max_num_seqs=max_num_seqs,
         vocab_size=model.vocab_size,
@@ -110,7 +118,7 @@ def plan_memory(
         logits_bytes=DTYPE_BYTES[dtype],
     )
     if device.kind != "cpu" and limits.draft_tokens:
-        history = 4 * max_num_seqs * (max_model_len + 1)
+        history = 4 * max_num_seqs * (max_model_len + 1) if draft is None else 0
         sampling += history + _SAMPLE_BYTES_PER_ROW * (limits.max_num_logits - max_num_seqs)
     taken = weights + graphs + attention_bytes + sampling + (0 if device.kind == "cpu" else _LIBRARY_BYTES)
     available, place = _available(device)
@@ -123,7 +131,7 @@ def plan_memory(
             f"{config.model}: {parts} do not fit {place}; {gib(taken)} and room for the KV cache are needed, at least "
             f"{gib(taken - available)} more; {_SMALLER}"
         )
-    block = kv.page_bytes
+    block = kv.page_bytes + (0 if draft is None else draft.page_bytes)
 
     def blocks_of(num_tokens: int) -> int:
         return pages_for_request(kv.groups, num_tokens, limits.max_num_batched_tokens)

@@ -5,18 +5,19 @@ The engine starts from an `EnginePlan`, and `explain` prints one. Making a plan 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
-from phonograph.attention.attention_spec import AttentionSpec, KVLayout
+from phonograph.attention.attention_spec import AttentionSpec
 from phonograph.attention.cascade.rule import MIN_PREFIX, MIN_REQUESTS, CascadeTimeRule
 from phonograph.attention.selection import Selection
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.blocks import pages_for_request
 from phonograph.core.device import DeviceSpec
 from phonograph.core.limits import Limits
+from phonograph.engine.draft_model import DraftPlan, check_speculation, plan_draft, read_draft_spec
 from phonograph.engine.graphs_and_cache import SHORTEST, size_graphs_and_cache
 from phonograph.engine.groups.kv_groups import KVGroups, make_kv_groups
+from phonograph.engine.groups.layer_specs import layer_specs
 from phonograph.engine.groups.select_backends import select_backends, weakest_support
 from phonograph.engine.memory import MemoryPlan, gib
 from phonograph.engine.startup.cpu_products import plan_cpu_products
@@ -30,13 +31,11 @@ from phonograph.kernels.torch.grouped import MAX_GROUPED_ROWS
 from phonograph.kernels.triton.experts.expert_plan import why_not
 from phonograph.kernels.triton.gemm.choose import MAX_16_BIT_ROWS, has_fp8_products, takes_fp8_rows
 from phonograph.kernels.triton.gemm.product_plan import GemmDevice
-from phonograph.models.layer_spec import LayerAttention
 from phonograph.models.layers.workspace import quantized_sizes
 from phonograph.models.quantization.cpu_weights import CpuProducts
 from phonograph.models.spec import ModelSpec
 
 PIECES = Pieces(True, "the capture can be broken at each attention call")
-KV_CACHE_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +44,7 @@ class EnginePlan:
 
     threads: threads of the operators on a CPU; None on a GPU
     cpu_products: products of quantized weights on a CPU; None on a GPU, and without such weights
+    draft: draft model of speculation, or None
     notes:   limits, memory and threads that the configuration left open, or that differ from it
     kv:      KV groups of the model
     selections: backend of each KV group
@@ -62,6 +62,7 @@ class EnginePlan:
     memory: MemoryPlan
     threads: Threads | None
     cpu_products: CpuProducts | None
+    draft: DraftPlan | None
     notes: tuple[str, ...]
 
     @property
@@ -92,13 +93,9 @@ class EnginePlan:
         )
 
 
-_TAKES_DRAFTS = "triton or flash_attn"
-
 # Default sizes of a step. On a CPU a step of 512 tokens already uses all cores.
 _DEFAULT_SEQS = {"cpu": 64, "cuda": 256}
 _DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
-# GPU kernels load keys with the copy engine if a block holds a whole tile of them (docs/performance.md).
-_DEFAULT_BLOCK_SIZE = {"cpu": 16, "cuda": 64}
 
 
 def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> EnginePlan:
@@ -133,9 +130,16 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
     kv, selected, sized = select_backends(config, kv, device)
     notes += [*sized, *kv.notes]
     if config.speculation is not None:
-        _check_speculation(config, selected.values())
+        check_speculation(config, selected.values())
     requested = GraphMode.NONE if config.enforce_eager else config.cudagraph_mode
     support = weakest_support(kv, selected, device)
+    draft = None
+    if limits.lookahead_tokens:
+        drafting = read_draft_spec(config, model)
+        specs = layer_specs(config, drafting, dtype, device)
+        draft = plan_draft(config, drafting, dtype, specs, kv, limits, device)
+        check_speculation(config, [draft.selection])
+        notes.append(draft.note)
     resolution = resolve_mode(requested, support, PIECES, speculative_tokens=config.draft_tokens)
     limits, captures, memory, sizing = size_graphs_and_cache(
         config,
@@ -146,6 +150,7 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
         {spec: selection.capabilities for spec, selection in selected.items()},
         resolution,
         cpu_products,
+        draft,
     )
     notes += sizing
     if config.speculation is not None:
@@ -170,6 +175,7 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
         memory=memory,
         threads=threads,
         cpu_products=cpu_products,
+        draft=draft,
         notes=(*model.notes, *notes, memory.note, *captures.notes),
     )
 
@@ -267,36 +273,15 @@ def _limits(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Limit
     if max_model_len < SHORTEST:
         raise ConfigError("max_model_len", max_model_len, "must hold a prompt token and an output token: 2 or more")
     tokens = config.max_num_batched_tokens
+    has_model = config.speculation is not None and config.speculation.model is not None
     seqs = config.max_num_seqs or min(_DEFAULT_SEQS[device.kind], tokens or _DEFAULT_SEQS[device.kind])
     return Limits(
         max_model_len=max_model_len,
         max_num_seqs=seqs,
         max_num_batched_tokens=tokens or max(_DEFAULT_BATCHED_TOKENS[device.kind], seqs),
         draft_tokens=config.draft_tokens,
+        lookahead_tokens=config.draft_tokens if has_model else 0,
     )
-
-
-def _check_speculation(config: EngineConfig, selections: Iterable[Selection]) -> None:
-    """Check that steps with drafts run on the selected backends, and that nothing else asks for decodes of one token.
-
-    Raises:
-        ConfigError: they do not.
-    """
-
-    def refused(problem: str) -> ConfigError:
-        return ConfigError("speculative_config", config.speculative_config, problem)
-
-    if config.cascade_attention:
-        raise refused("cascade_attention takes decodes of one token; leave one of them out")
-    for one in selections:
-        label = one.capabilities.label
-        if not one.capabilities.takes_length_bounds:
-            raise refused(
-                f"{label} plans with exact lengths, which the host does not know while drafts are verified; "
-                f"attention_backend {_TAKES_DRAFTS} works"
-            )
-        if not one.capabilities.takes_ragged_decodes:
-            raise refused(f"{label} takes decodes of one length; attention_backend {_TAKES_DRAFTS} works")
 
 
 def _check_block_size(attention: AttentionSpec) -> None:
@@ -341,25 +326,7 @@ def resolve_attention(config: EngineConfig, model: ModelSpec, device: DeviceSpec
         UnsupportedModelError: as `make_kv_groups`.
     """
     dtype = _dtype(config, model, device)
-
-    def layer_spec(layer: LayerAttention) -> AttentionSpec:
-        return AttentionSpec(
-            num_query_heads=layer.num_query_heads,
-            num_kv_heads=layer.num_kv_heads,
-            head_size=layer.head_size,
-            dtype=dtype,
-            kv_cache_dtype=KV_CACHE_DTYPES.get(config.kv_cache_dtype, dtype),
-            block_size=config.block_size or _DEFAULT_BLOCK_SIZE[device.kind],
-            layout=KVLayout(config.kv_cache_layout),
-            windows=(layer.window,),
-            softcap=layer.softcap,
-            sinks=layer.sinks,
-            speculative_tokens=config.draft_tokens,
-            cascade=config.cascade_attention,
-            batch_invariant=config.batch_invariant,
-        )
-
-    specs = [layer_spec(layer.attention) for layer in model.layers]
+    specs = layer_specs(config, model, dtype, device)
     context = _limits(config, model, device).max_model_len
     sources = [layer.attention.kv_layer for layer in model.layers]
     return make_kv_groups(specs, max_model_len=context, block_size=config.block_size, sources=sources)

@@ -73,9 +73,7 @@ class CacheManager:
         """Return the empty block tables of a sequence; see `SequenceTable`."""
         return SequenceTable(tokens, prompt_len, salt, self._sizes)
 
-    def admit(
-        self, table: SequenceTable, num_tokens: int, *, reserve: int, reuse: bool, ahead: int = 0
-    ) -> int | None:
+    def admit(self, table: SequenceTable, num_tokens: int, *, reserve: int, reuse: bool, ahead: int = 0) -> int | None:
         """Fill an empty table with cached blocks and those that full groups need, or do nothing if blocks are short.
 
         Blocks are short unless enough are free for all tokens in full groups, and in sliding groups for all chunks to

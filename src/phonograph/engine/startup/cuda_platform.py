@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from phonograph.engine.plan import EnginePlan
-from phonograph.engine.startup.platform import DeviceParts, ModelParts, make_step_attention
+from phonograph.engine.startup.platform import DeviceParts, DraftModelParts, ModelParts, make_step_attention
 from phonograph.graphs.cuda import CudaRuntime
 from phonograph.graphs.runtime import GraphRuntime
 from phonograph.kernels.triton.gemm.product_plan import GemmDevice
@@ -17,9 +17,11 @@ from phonograph.kernels.triton.launch.precompile import begin_hashing, compile_o
 from phonograph.models.layers.rotary import rotary_tables
 from phonograph.models.layers.triton_parts import TritonKernels
 from phonograph.models.layers.workspace import Workspace
+from phonograph.models.transformer import Transformer
 from phonograph.runner.cuda.cuda_inputs import CudaInputs
 from phonograph.runner.cuda.cuda_sampling import RING_DEPTH, CudaSampling
 from phonograph.runner.cuda.device_sampler import DeviceSampler
+from phonograph.runner.cuda.draft_passes import DraftPasses
 from phonograph.runner.cuda.masked_sampling import MaskedSampling
 from phonograph.runner.cuda.token_ring import TokenRing
 from phonograph.runner.step_program import StepProgram
@@ -69,26 +71,8 @@ class CudaPlatform:
         limits, model = plan.limits, parts.model
         device = parts.kv_caches[0].device  # with its index
         spec, batch_invariant = model.spec, plan.attention.batch_invariant
-        gemm_device = GemmDevice.of(plan.device)
         with torch.inference_mode():
-            workspace = Workspace.make(
-                spec,
-                limits.max_num_batched_tokens,
-                limits.max_num_logits,
-                model.dtype,
-                device,
-                gemm_device=gemm_device,
-            )
-            rotary = rotary_tables(spec, limits.max_model_len, torch.float32, device)
-            kernels = TritonKernels(
-                workspace,
-                rotary,
-                spec.rms_norm_eps,
-                device=gemm_device,
-                factors=spec.factors,
-                batch_invariant=batch_invariant,
-            )
-            model.bind(kernels)
+            workspace = _bind(plan, model, limits.max_num_logits, device)
             inputs = CudaInputs(
                 max_num_seqs=limits.max_num_seqs,
                 max_num_tokens=limits.max_num_batched_tokens,
@@ -98,8 +82,12 @@ class CudaPlatform:
                 device=device,
                 draft_tokens=limits.draft_tokens,
                 max_num_logits=limits.max_num_logits,
+                keeps_tokens=plan.config.speculation is not None and plan.draft is None,
             )
-        runtime = self._make_runtime(device, workspace.tensors())
+            static = workspace.tensors()
+            if parts.draft is not None:
+                static += _bind(plan, parts.draft.model, limits.max_num_seqs, device).tensors()
+        runtime = self._make_runtime(device, static)
         speculation, drafts = plan.config.speculation, None
         if speculation is not None:
             most = speculation.most_drafts(limits.max_num_seqs)
@@ -124,6 +112,39 @@ class CudaPlatform:
                 inputs=inputs,
                 sample=device_sampler.sample,
                 batch_invariant=batch_invariant,
+                passes=None if parts.draft is None else _draft_passes(plan, parts.draft, inputs, runtime),
             ),
             sampling=CudaSampling(sampler, inputs, masked, ring, drafts),
         )
+
+
+def _bind(plan: EnginePlan, model: Transformer, max_num_logits: int, device: torch.device) -> Workspace:
+    """Bind a model to kernels with a workspace of their own, for steps of all sizes, and return the workspace."""
+    limits, spec, gemm_device = plan.limits, model.spec, GemmDevice.of(plan.device)
+    workspace = Workspace.make(
+        spec, limits.max_num_batched_tokens, max_num_logits, model.dtype, device, gemm_device=gemm_device
+    )
+    kernels = TritonKernels(
+        workspace,
+        rotary_tables(spec, limits.max_model_len, torch.float32, device),
+        spec.rms_norm_eps,
+        device=gemm_device,
+        factors=spec.factors,
+        batch_invariant=plan.attention.batch_invariant,
+    )
+    model.bind(kernels)
+    return workspace
+
+
+def _draft_passes(plan: EnginePlan, draft: DraftModelParts, inputs: CudaInputs, runtime: GraphRuntime) -> DraftPasses:
+    return DraftPasses(
+        model=draft.model,
+        backend=draft.backend,
+        layers=draft.layers,
+        kv_caches=draft.kv_caches,
+        inputs=inputs,
+        runtime=runtime,
+        block_size=plan.kv.block_sizes[0],
+        max_num_tokens=plan.limits.max_num_batched_tokens,
+        max_model_len=plan.limits.max_model_len,
+    )

@@ -21,13 +21,24 @@ from phonograph.sampling.sampler import Sampler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DraftModelParts:
+    """Draft model, its attention backend, attention and KV cache of each of its layers."""
+
+    model: Transformer
+    backend: AnyBackend
+    layers: list[AttentionLayer]
+    kv_caches: list[torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelParts:
-    """Model, attention backend of each KV group, attention and KV cache of each layer."""
+    """Model, attention backend of each KV group, attention and KV cache of each layer, and a draft model if any."""
 
     model: Transformer
     backends: Sequence[AnyBackend]
     layers: list[AttentionLayer]
     kv_caches: list[torch.Tensor]
+    draft: DraftModelParts | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

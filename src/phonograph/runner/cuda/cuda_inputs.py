@@ -48,6 +48,7 @@ class CudaInputs:
     Args:
         draft_tokens: most drafts of a sequence.
         max_num_logits: rows of logits of the largest step; by default one a sequence.
+        keeps_tokens: keep the tokens of all sequences on the device.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class CudaInputs:
         device: torch.device,
         draft_tokens: int = 0,
         max_num_logits: int | None = None,
+        keeps_tokens: bool = False,
     ) -> None:
         num_groups, num_logits = len(block_sizes), max_num_logits or max_num_seqs
         # Drafts reach behind the longest sequence, where no token is computed for use.
@@ -88,7 +90,7 @@ class CudaInputs:
         )
         self.results = zeros(num_logits + (max_num_seqs if draft_tokens else 0))
         self.tokens, self.counts = self.results[:num_logits], self.results[num_logits:]
-        self.history = zeros(max_num_seqs, max_model_len + 1 if draft_tokens else 0)
+        self.history = zeros(max_num_seqs, max_model_len + 1 if keeps_tokens else 0)
         self.input_ids = zeros(max_num_tokens)
         self.positions = zeros(max_num_tokens, dtype=torch.int64)
         self._slot_mappings = zeros(num_groups, max_num_tokens, dtype=torch.int64)

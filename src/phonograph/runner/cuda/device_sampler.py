@@ -32,6 +32,8 @@ class DeviceSampler:
         self._logits_LV = logits_LV
         self._speculation = speculation
         self._batch_invariant = batch_invariant
+        rates = () if speculation is None else speculation.synthetic_rates
+        self._synthetic_K = torch.tensor(rates, dtype=torch.float32, device=logits_LV.device) if rates else None
 
     def sample(self, logits_NV: torch.Tensor, num_reqs: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Sample the step's rows of logits [N, V], and accept and make drafts.
@@ -46,10 +48,10 @@ class DeviceSampler:
         inputs, speculation, num_logits = self._inputs, self._speculation, len(logits_NV)
         self._sample(logits_NV, inputs.sampling.sample_slots, num_logits)
         tokens = inputs.tokens[:num_logits]
-        if inputs.history.shape[1]:
+        if inputs.counts.shape[0]:
             # All rows of a sequence wrote its state; this writes what is accepted.
-            inputs.accept(tokens, num_reqs=num_reqs)
-        if speculation is not None:
+            inputs.accept(tokens, num_reqs=num_reqs, synthetic_K=self._synthetic_K)
+        if speculation is not None and speculation.model is None:
             shortest, longest = speculation.prompt_lookup_min, speculation.prompt_lookup_max
             inputs.propose_ngrams(tokens, num_reqs=num_reqs, shortest=shortest, longest=longest)
         return tokens, inputs.counts[:num_reqs]

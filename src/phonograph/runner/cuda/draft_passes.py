@@ -20,7 +20,7 @@ from phonograph.runner.step_attention import StepAttention
 
 
 class DraftPasses:
-    """The draft model, with keys and values in the blocks of one KV group of the target.
+    """The draft model, with keys and values in the blocks of the target.
 
     Each draft is sampled with the parameters of its request and the noise of the draw that it stands for, so that it
     equals the target's sample wherever both models score alike.
@@ -32,8 +32,7 @@ class DraftPasses:
         kv_caches: keys and values of each layer.
         inputs: of the step.
         runtime: calls attention between the pieces of graphs.
-        group: KV group whose blocks it has.
-        block_size: tokens of these.
+        block_size: tokens of a block of the target's only KV group.
         max_num_tokens: rows of the largest first pass.
         max_model_len: tokens of the longest sequence.
     """
@@ -47,14 +46,13 @@ class DraftPasses:
         kv_caches: Sequence[torch.Tensor],
         inputs: CudaInputs,
         runtime: GraphRuntime,
-        group: int,
         block_size: int,
         max_num_tokens: int,
         max_model_len: int,
     ) -> None:
         self.model = model
         self._inputs = inputs
-        self._group, self._block_size, self._max_model_len = group, block_size, max_model_len
+        self._block_size, self._max_model_len = block_size, max_model_len
         max_num_seqs, self._most_drafts = inputs.state.drafts.shape
         device = inputs.state.drafts.device
         self._rows = DraftRows.make(max_num_seqs=max_num_seqs, max_num_tokens=max_num_tokens, device=device)
@@ -73,7 +71,7 @@ class DraftPasses:
             commons: the step, by KV group.
             key: the graph that will be captured or replayed; None for an eager step.
         """
-        common, rows = commons[self._group], self._rows
+        common, rows = commons[0], self._rows
         num_reqs, num_tokens = len(common.seq_lens), len(common.slot_mapping)
         first = replace(
             common,
@@ -111,7 +109,7 @@ class DraftPasses:
             pieces: split the capture at each call of attention.
         """
         inputs, rows = self._inputs, self._rows
-        block_table = inputs.block_tables[self._group]
+        block_table = inputs.block_tables[0]
         first_pass(
             inputs.staging,
             inputs.layout,
@@ -144,11 +142,14 @@ class DraftPasses:
 
     def _sample(self, logits_RV: torch.Tensor, num_reqs: int) -> None:
         rows = self._rows
-        parameters = rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.draw_keys
         sample(
             logits_RV,
             rows.sample_slots[:num_reqs],
-            *(values[:num_reqs] for values in parameters),
+            rows.temperature[:num_reqs],
+            rows.top_k[:num_reqs],
+            rows.top_p[:num_reqs],
+            rows.min_p[:num_reqs],
+            rows.draw_keys[:num_reqs],
             self._scratch,
             rows.tokens[:num_reqs],
             self._ignored,

@@ -1,0 +1,162 @@
+"""Decisions for the draft model of speculation: its attention, its keys in the target's blocks, and its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from phonograph.attention.attention_spec import AttentionSpec
+from phonograph.attention.selection import Selection
+from phonograph.config.engine_config import EngineConfig
+from phonograph.core.device import DeviceSpec
+from phonograph.core.limits import Limits
+from phonograph.engine.groups.kv_groups import KVGroups, make_kv_groups
+from phonograph.engine.groups.select_backends import select_backends
+from phonograph.errors import ConfigError, counted
+from phonograph.files.model_files import model_path
+from phonograph.kernels.triton.gemm.product_plan import GemmDevice
+from phonograph.models.layers.workspace import Workspace
+from phonograph.models.spec import ModelSpec, read_model_spec
+
+_TAKES_DRAFTS = "triton or flash_attn"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftPlan:
+    """A draft model whose layers have keys and values of their own in the blocks of the target's only KV group.
+
+    Attributes:
+        model: sizes of the draft model.
+        dtype: type of its weights.
+        attention: attention of its layers.
+        selection: backend of it.
+        page_bytes: bytes of its layers in a block.
+    """
+
+    model: ModelSpec
+    dtype: str
+    attention: AttentionSpec
+    selection: Selection
+    page_bytes: int
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.model.weight_bytes(self.dtype)
+
+    def workspace_bytes(self, limits: Limits, device: DeviceSpec) -> int:
+        """Return the bytes of the intermediates of its passes."""
+        return Workspace.nbytes(
+            self.model,
+            limits.max_num_batched_tokens,
+            limits.max_num_seqs,
+            self.dtype,
+            gemm_device=GemmDevice.of(device),
+        )
+
+    @property
+    def note(self) -> str:
+        """Its sizes, for `explain`."""
+        parts = f"{counted(self.model.num_layers, 'layer')}, {self.weight_bytes / (1 << 20):.1f} MiB of weights"
+        return f"draft model {self.model.architecture}: {parts}, {self.page_bytes / 1024:.1f} KiB of each block"
+
+
+def read_draft_spec(config: EngineConfig, target: ModelSpec) -> ModelSpec:
+    """Return the spec of the draft model.
+
+    Args:
+        config: has a draft model.
+        target: the model that verifies.
+
+    Raises:
+        ConfigError: it has another vocabulary.
+        ModelError: as `read_model_spec`.
+    """
+    speculation = config.speculation
+    assert speculation is not None and speculation.model is not None
+    folder = model_path(
+        speculation.model,
+        revision=speculation.revision,
+        config_only=config.load_format == "dummy",
+        download_dir=config.download_dir,
+    )
+    spec = read_model_spec(folder, trust_remote_code=config.trust_remote_code)
+    if spec.vocab_size != target.vocab_size:
+        raise ConfigError(
+            "speculative_config.model",
+            speculation.model,
+            f"has a vocabulary of {spec.vocab_size} tokens and the model {target.vocab_size}; a draft model with the "
+            "tokenizer of the model works",
+        )
+    return spec
+
+
+def plan_draft(
+    config: EngineConfig, model: ModelSpec, dtype: str, attention: list[AttentionSpec], kv: KVGroups,
+    limits: Limits, device: DeviceSpec,
+) -> DraftPlan:  # fmt: skip
+    """Decide how a draft model runs beside a target.
+
+    Args:
+        config: has the draft model.
+        model: spec of the draft model.
+        dtype: type of its weights.
+        attention: attention of each of its layers, with the target's block size.
+        kv: KV groups of the target.
+        limits: what runs at once.
+        device: the device.
+
+    Raises:
+        ConfigError: one of the models has windows that the context exceeds, or the draft model's context is shorter.
+        BackendError: no backend serves its attention.
+    """
+    speculation = config.speculation
+    assert speculation is not None
+
+    def refused(problem: str) -> ConfigError:
+        return ConfigError("speculative_config.model", speculation.model, problem)
+
+    if device.kind == "cpu":
+        raise refused("draft models run on a GPU only, yet; method ngram works on a CPU")
+    group, *others = kv.groups
+    if others or group.window is not None:
+        raise refused("works with a model of one KV group without a window, yet; method ngram works")
+    if limits.max_model_len > model.context_length:
+        raise refused(
+            f"has a context of {model.context_length} tokens ({model.context_source}), and max_model_len is "
+            f"{limits.max_model_len}; max_model_len={model.context_length} works"
+        )
+    size = kv.block_sizes[0]
+    specs = [replace(one, block_size=size) for one in attention]
+    sources = [layer.attention.kv_layer for layer in model.layers]
+    own = make_kv_groups(specs, max_model_len=limits.max_model_len, block_size=size, sources=sources)
+    group, *others = own.groups
+    if others or group.window is not None or group.readers:
+        raise refused("must have layers of one kind of attention, without a window; method ngram works")
+    _, selected, _ = select_backends(config.model_copy(update={"block_size": size}), own, device)
+    (selection,) = selected.values()
+    return DraftPlan(
+        model=model, dtype=dtype, attention=own.specs[0], selection=selection, page_bytes=own.page_bytes
+    )  # fmt: skip
+
+
+def check_speculation(config: EngineConfig, selections: Iterable[Selection]) -> None:
+    """Check that steps with drafts run on the selected backends, and that nothing else asks for decodes of one token.
+
+    Raises:
+        ConfigError: they do not.
+    """
+
+    def refused(problem: str) -> ConfigError:
+        return ConfigError("speculative_config", config.speculative_config, problem)
+
+    if config.cascade_attention:
+        raise refused("cascade_attention takes decodes of one token; leave one of them out")
+    for one in selections:
+        label = one.capabilities.label
+        if not one.capabilities.takes_length_bounds:
+            raise refused(
+                f"{label} plans with exact lengths, which the host does not know while drafts are verified; "
+                f"attention_backend {_TAKES_DRAFTS} works"
+            )
+        if not one.capabilities.takes_ragged_decodes:
+            raise refused(f"{label} takes decodes of one length; attention_backend {_TAKES_DRAFTS} works")

@@ -1,0 +1,43 @@
+"""Attention of each layer of a model under a configuration."""
+
+from __future__ import annotations
+
+from phonograph.attention.attention_spec import AttentionSpec, KVLayout
+from phonograph.config.engine_config import EngineConfig
+from phonograph.core.device import DeviceSpec
+from phonograph.models.layer_spec import LayerAttention
+from phonograph.models.spec import ModelSpec
+
+KV_CACHE_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+# GPU kernels load keys with the copy engine if a block holds a whole tile of them (docs/performance.md).
+_DEFAULT_BLOCK_SIZE = {"cpu": 16, "cuda": 64}
+
+
+def layer_specs(config: EngineConfig, model: ModelSpec, dtype: str, device: DeviceSpec) -> list[AttentionSpec]:
+    """Return the attention of each layer.
+
+    Args:
+        config: settings of the KV cache and of graphs.
+        model: sizes of the model.
+        dtype: type of its weights.
+        device: its default block size.
+    """
+
+    def layer_spec(layer: LayerAttention) -> AttentionSpec:
+        return AttentionSpec(
+            num_query_heads=layer.num_query_heads,
+            num_kv_heads=layer.num_kv_heads,
+            head_size=layer.head_size,
+            dtype=dtype,
+            kv_cache_dtype=KV_CACHE_DTYPES.get(config.kv_cache_dtype, dtype),
+            block_size=config.block_size or _DEFAULT_BLOCK_SIZE[device.kind],
+            layout=KVLayout(config.kv_cache_layout),
+            windows=(layer.window,),
+            softcap=layer.softcap,
+            sinks=layer.sinks,
+            speculative_tokens=config.draft_tokens,
+            cascade=config.cascade_attention,
+            batch_invariant=config.batch_invariant,
+        )
+
+    return [layer_spec(layer.attention) for layer in model.layers]
