@@ -1,4 +1,4 @@
-"""Files of deploy/ agree with the server: metrics, flags, variables, ports, paths; and with each other: images, volumes.
+"""Files of deploy/ agree with the server, in metrics, flags, variables, ports and paths, and with each other.
 
 `scripts/check-deploy` renders the chart and checks it against the schemas of Kubernetes; this needs no such tools.
 """
