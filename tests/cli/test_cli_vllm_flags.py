@@ -13,6 +13,7 @@ import pytest
 from phonograph.cli.app import COMMANDS, app, main
 from phonograph.cli.options import ENGINE_FIELDS, SERVER_FIELDS
 from phonograph.config.engine_config import EngineConfig
+from phonograph.config.sources import OTHER_VARIABLES
 from phonograph.config.vllm_flag_table import (
     ALWAYS,
     MISSING,
@@ -71,7 +72,7 @@ def test_the_page_has_every_flag_once() -> None:
 
 
 def test_variables_that_replace_vllms_exist() -> None:
-    names = {f"PHONOGRAPH_{name.upper()}" for name in {**ENGINE_FIELDS, **SERVER_FIELDS}}
+    names = {f"PHONOGRAPH_{name.upper()}" for name in {**ENGINE_FIELDS, **SERVER_FIELDS}} | set(OTHER_VARIABLES)
     assert {ours.partition(",")[0] for ours in VARIABLES.values() if ours.startswith("PHONOGRAPH")} <= names
 
 

@@ -166,7 +166,7 @@ class RemoteModel:
             reason = getattr(error, "reason", error)
             reason = getattr(reason, "strerror", None) or reason
             raise EndpointError(
-                f"{self.url} cannot be reached ({reason}); `phonograph serve` starts a server"
+                f"{self.url} cannot be reached ({reason}); `phonograph serve MODEL` starts a server"
             ) from None
 
 

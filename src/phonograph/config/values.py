@@ -147,6 +147,11 @@ def _parse_texts(value: Any) -> tuple[str, ...]:
     return texts
 
 
+def _parse_model(value: object) -> str:
+    """Return a model's name without the address of the hub, which llama.cpp's and Ollama's users write before it."""
+    return re.sub(r"^(https?://)?(huggingface\.co|hf\.co)/(?=.)", "", _parse_text(value)).rstrip("/")
+
+
 def _parse_mode(value: object) -> GraphMode:
     if isinstance(value, GraphMode):
         return value
@@ -209,6 +214,7 @@ FlashAttnVersion = Literal[2, 3, 4]
 _text = ValueKind("text that is not empty", _parse_text, "TEXT")
 Text = Annotated[str, _text]
 OptionalText = Annotated[str | None, _text]
+ModelName = Annotated[str, ValueKind("text that is not empty", _parse_model, "TEXT")]
 Texts = Annotated[
     tuple[str, ...], ValueKind("texts, as a list or with commas between them", _parse_texts, "TEXT,TEXT,...")
 ]

@@ -1,0 +1,105 @@
+"""Command lines of llama.cpp, Ollama and vLLM's clients: replaced by ours, or answered with what works."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from typing import Any
+
+import pytest
+from commands import run
+
+from phonograph.cli.app import COMMANDS as OURS
+from phonograph.cli.app import app, main
+from phonograph.cli.commands import chat as chat_module
+from phonograph.cli.other_programs import ABSENT, CLIENT_FLAGS, COMMANDS, FLAGS, NO_EFFECT, our_words
+from phonograph.config.engine_config import EngineConfig
+
+LINES = {
+    "run demo 'Why is the sky blue?'": "chat demo 'Why is the sky blue?'",
+    "ls": "list",
+    "cli -hf owner/repo": "chat --model owner/repo:Q4_K_M",
+    "serve -hf owner/repo:Q8_0 --port 8080": "serve --model owner/repo:Q8_0 --port 8080",
+    "serve -m model.gguf -c 16384 -np 4": "serve --model model.gguf --max-model-len 16384 --max-num-seqs 4",
+    "serve -m model.gguf -c 0 -ngl 0": "serve --model model.gguf --max-model-len auto --device cpu",
+    "chat -m m.gguf -cnv -p 'Hi there' -n 9": "chat --model m.gguf 'Hi there' --max-tokens 9",
+    "generate demo hi --temp 0.7 --repeat-penalty 1.1": "generate demo hi --temperature 0.7 --repetition-penalty 1.1",
+    "chat --quick hi": "chat hi --url http://127.0.0.1:8000",
+    "complete --url http://a --quick hi": "generate --raw --url http://a hi",
+    "generate demo -- -m -c": "generate demo -- -m -c",
+    "chat -m": "chat --model",
+    "serve demo -n 2": "serve demo -n 2",
+    "chat -p": "chat",
+    "": "",
+}
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_words_are_replaced(line: str) -> None:
+    found = our_words(shlex.split(line))
+    assert found.words == shlex.split(LINES[line]) and found.problem is None
+    assert our_words(found.words).words == found.words, "our words stay"
+
+
+def test_words_without_effect_are_told() -> None:
+    notes = our_words(["chat", "-m", "m.gguf", "-ngl", "99", *NO_EFFECT]).notes
+    assert len(notes) == 1 + len(NO_EFFECT)
+    assert notes[0] == "-ngl 99 is llama.cpp's and has no effect here: a model is on one device as a whole"
+    assert notes[1].startswith("-cnv is llama.cpp's and has no effect here: ")
+
+
+def test_the_tables_name_commands_and_flags_that_exist() -> None:
+    assert {words[0] for words in COMMANDS.values()} <= set(OURS)
+    assert not {*COMMANDS, *ABSENT} & set(OURS)
+    flags = {
+        name
+        for command in ("serve", "chat", "generate")
+        for argument in app[command].assemble_argument_collection()
+        for name in argument.names
+    }
+    others = {**FLAGS, **CLIENT_FLAGS}
+    assert set(others.values()) <= flags and not {*others, *NO_EFFECT} & flags
+    texts = " ".join(ABSENT.values())
+    assert {word for word in re.findall(r"--[a-z-]+", texts)} <= flags | {"--install-completion"}
+    assert {word for word in re.findall(r"`phonograph ([a-z-]+)", texts)} <= set(OURS)
+
+
+@pytest.mark.parametrize("command", ABSENT)
+def test_commands_that_are_absent_name_what_works(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "demo"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"phonograph: error: there is no command {command}; {ABSENT[command]}"
+
+
+def test_run_answers_one_turn(demo: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    question = "Tom has 12 apples and buys 7 more. How many apples does Tom have?"
+    assert run(capsys, "run", *demo, question, "--quiet") == "12 + 7 = 19. #### 19\n"
+    assert run(capsys, "run", *demo, *question.split(), "--quiet") == "12 + 7 = 19. #### 19\n"
+    assert main(["run", *demo, "a b " * 9000]) == 2
+    assert "refused: " in capsys.readouterr().err
+
+
+def test_a_client_without_a_model_asks_the_local_server(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("phonograph.cli.options.LOCAL_URL", "http://127.0.0.1:9")
+    for command in ("chat", "generate", "complete"):
+        assert main([command]) == 2
+        assert re.fullmatch(
+            r"phonograph: error: model is required without a server: http://127.0.0.1:9 cannot be reached \(.*\); "
+            r"`phonograph serve MODEL` starts a server\n",
+            capsys.readouterr().err,
+        )
+    asked: list[Any] = []
+    monkeypatch.setattr(chat_module, "start", lambda config: asked.append(config) or sys.exit(7))
+    monkeypatch.setenv("PHONOGRAPH_MODEL", "demo")
+    with pytest.raises(SystemExit):
+        main(["chat"])
+    assert asked == [EngineConfig(model="demo")]
+
+
+@pytest.mark.parametrize("prefix", ["hf.co/", "huggingface.co/", "https://huggingface.co/", "https://hf.co/", ""])
+def test_a_model_with_the_address_of_the_hub(prefix: str) -> None:
+    assert EngineConfig(model=f"{prefix}owner/repo:Q4_K_M").model == "owner/repo:Q4_K_M"
+    assert EngineConfig(model="hf.co/").model == "hf.co"
