@@ -60,7 +60,7 @@ def _talk(conversation: _Turns, turn: str | None) -> int:
     if sys.stdin.isatty():
         note(_HELP)
     while (line := _read_line()) is not None:
-        if line == "/exit":
+        if line in ("/exit", "/bye"):
             break
         if line == "/clear":
             conversation.clear()
