@@ -110,6 +110,7 @@ def test_each_flag_of_the_table_is_explained_where_it_is_unknown(
             "Unknown option: --temprature. temperature is a sampling parameter: SamplingParams, requests and the "
             "command generate take it",
         ),
+        (["serve", "demo", "--brink"], "Unknown option: --brink."),
         (["generate", "demo", "a", "--temprature", "1"], "Unknown option: --temprature. Did you mean --temperature?"),
         # Its place is in another command.
         (["explain", "demo", "--random-input-len", "9"], "Unknown option: --random-input-len."),

@@ -13,7 +13,19 @@ from commands import run
 from phonograph.cli.app import COMMANDS as OURS
 from phonograph.cli.app import app, main
 from phonograph.cli.commands import chat as chat_module
-from phonograph.cli.other_programs import ABSENT, CLIENT_FLAGS, COMMANDS, FLAGS, NO_EFFECT, our_words
+from phonograph.cli.other_programs import (
+    ABSENT,
+    ABSENT_FLAGS,
+    BENCH_FLAGS,
+    CLIENT_FLAGS,
+    COMMANDS,
+    FLAGS,
+    NO_EFFECT,
+    SERVER_ABSENT_FLAGS,
+    SWITCHES,
+    VALUES_WITHOUT_EFFECT,
+    our_words,
+)
 from phonograph.config.engine_config import EngineConfig
 
 LINES = {
@@ -31,6 +43,17 @@ LINES = {
     "chat -m": "chat --model",
     "serve demo -n 2": "serve demo -n 2",
     "chat -p": "chat",
+    "chat demo -fa on hi": "chat demo hi",
+    "chat demo -fa hi -ub 64 --keepalive=5m": "chat demo hi",
+    "chat -m m.gguf -r User: -s 3 hi": "chat --model m.gguf --stop User: --sampling-seed 3 hi",
+    "serve -m m.gguf -b 512 -ub 512 -to 60": "serve --model m.gguf --max-num-batched-tokens 512 --request-timeout 60",
+    "bench -m m.gguf -p 512 -n 128 -r 3": "bench latency --model m.gguf --input-len 512 --output-len 128 --num-iters 3",
+    "bench serve -m a": "bench serve -m a",
+    "bench -h": "bench -h",
+    "eval run -m hf -b 4 -f 3": "eval run -m hf -b 4 -f 3",
+    "run-batch -i in -o out --format x": "run-batch -i in -o out --format x",
+    "help": "--help",
+    "version": "--version",
     "": "",
 }
 
@@ -43,24 +66,30 @@ def test_words_are_replaced(line: str) -> None:
 
 
 def test_words_without_effect_are_told() -> None:
-    notes = our_words(["chat", "-m", "m.gguf", "-ngl", "99", *NO_EFFECT]).notes
-    assert len(notes) == 1 + len(NO_EFFECT)
-    assert notes[0] == "-ngl 99 is llama.cpp's and has no effect here: a model is on one device as a whole"
-    assert notes[1].startswith("-cnv is llama.cpp's and has no effect here: ")
+    valued = [f"{flag}=1" for flag in VALUES_WITHOUT_EFFECT]
+    found = our_words(["chat", "-m", "m.gguf", "-ngl", "99", *NO_EFFECT, *valued])
+    assert found.words == ["chat", "--model", "m.gguf"]
+    assert len(found.notes) == 1 + len(NO_EFFECT) + len(valued)
+    assert found.notes[0] == "-ngl 99 has no effect here: a model is on one device as a whole"
+    assert "-cnv has no effect here: chat always has the chat template" in found.notes
 
 
 def test_the_tables_name_commands_and_flags_that_exist() -> None:
-    assert {words[0] for words in COMMANDS.values()} <= set(OURS)
+    assert {words[0] for words in COMMANDS.values()} <= {*OURS, "--help", "--version"}
     assert not {*COMMANDS, *ABSENT} & set(OURS)
     flags = {
         name
-        for command in ("serve", "chat", "generate")
-        for argument in app[command].assemble_argument_collection()
+        for command in (app["serve"], app["chat"], app["generate"], app["bench"]["latency"])
+        for argument in command.assemble_argument_collection()
         for name in argument.names
     }
-    others = {**FLAGS, **CLIENT_FLAGS}
-    assert set(others.values()) <= flags and not {*others, *NO_EFFECT} & flags
-    texts = " ".join(ABSENT.values())
+    others = {**FLAGS, **CLIENT_FLAGS, **BENCH_FLAGS}
+    without = {*NO_EFFECT, *VALUES_WITHOUT_EFFECT, *ABSENT_FLAGS}
+    assert set(others.values()) <= flags and not {*others, *without} & flags
+    assert not {*others} & without and set(SWITCHES) <= set(VALUES_WITHOUT_EFFECT)
+    server = {name for argument in app["serve"].assemble_argument_collection() for name in argument.names}
+    assert not set(SERVER_ABSENT_FLAGS) & server and set(SERVER_ABSENT_FLAGS) <= flags
+    texts = " ".join([*ABSENT.values(), *VALUES_WITHOUT_EFFECT.values(), *ABSENT_FLAGS.values()])
     assert {word for word in re.findall(r"--[a-z-]+", texts)} <= flags | {"--install-completion"}
     assert {word for word in re.findall(r"`phonograph ([a-z-]+)", texts)} <= set(OURS)
 
@@ -70,6 +99,14 @@ def test_commands_that_are_absent_name_what_works(command: str, capsys: pytest.C
     assert main([command, "demo"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line == f"phonograph: error: there is no command {command}; {ABSENT[command]}"
+
+
+@pytest.mark.parametrize("flag", [*ABSENT_FLAGS, *SERVER_ABSENT_FLAGS])
+def test_flags_that_are_absent_name_what_works(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in ([flag, "a"], [f"{flag}=a"]):
+        assert main(["serve", "demo", *words]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line == f"phonograph: error: {flag} is not here; {({**ABSENT_FLAGS, **SERVER_ABSENT_FLAGS})[flag]}"
 
 
 def test_run_answers_one_turn(demo: list[str], capsys: pytest.CaptureFixture[str]) -> None:

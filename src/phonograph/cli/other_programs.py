@@ -1,12 +1,14 @@
 """Command lines of llama.cpp, Ollama and vLLM's clients in the words of this program.
 
-Words are replaced before the command line is parsed: flags of one dash with several letters, such as `-hf`, would be
-read as one flag for each letter. vLLM's flags of a server are in `config.vllm_flag_table`.
+`llama-server`, `llama-cli` and `llama-bench` are the commands `serve`, `chat` (or `cli`) and `bench`. Words are
+replaced before the command line is parsed: flags of one dash with several letters, such as `-hf`, would be read as one
+flag for each letter. vLLM's flags of a server are in `config.vllm_flag_table`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 LOCAL_URL = "http://127.0.0.1:8000"
@@ -14,8 +16,10 @@ LOCAL_URL = "http://127.0.0.1:8000"
 COMMANDS: Mapping[str, tuple[str, ...]] = {
     "cli": ("chat",),
     "complete": ("generate", "--raw"),
+    "help": ("--help",),
     "ls": ("list",),
     "run": ("chat",),
+    "version": ("--version",),
 }
 """Commands with another name here."""
 ABSENT: Mapping[str, str] = {
@@ -41,6 +45,7 @@ FLAGS: Mapping[str, str] = {
     "--hf-repo": "--model",
     "-c": "--max-model-len",
     "--ctx-size": "--max-model-len",
+    "-b": "--max-num-batched-tokens",
     "-np": "--max-num-seqs",
     "--parallel": "--max-num-seqs",
     "-a": "--served-model-name",
@@ -48,31 +53,110 @@ FLAGS: Mapping[str, str] = {
     "-ngl": "--device",
     "--gpu-layers": "--device",
     "--n-gpu-layers": "--device",
+    "--chat-template-file": "--chat-template",
+    "-to": "--request-timeout",
+    "--timeout": "--request-timeout",
 }
 """Flags of llama.cpp, each with ours. Their values follow as the next word."""
 CLIENT_FLAGS: Mapping[str, str] = {
     "-n": "--max-tokens",
     "--predict": "--max-tokens",
     "--n-predict": "--max-tokens",
+    "-s": "--sampling-seed",
     "--temp": "--temperature",
     "--repeat-penalty": "--repetition-penalty",
+    "-r": "--stop",
+    "--reverse-prompt": "--stop",
     "-sys": "--system",
     "--system-prompt": "--system",
 }
 """The same of commands that print answers; `-n` of a server is vLLM's."""
+BENCH_FLAGS: Mapping[str, str] = {
+    "-p": "--input-len",
+    "--n-prompt": "--input-len",
+    "-n": "--output-len",
+    "--n-gen": "--output-len",
+    "-r": "--num-iters",
+    "--repetitions": "--num-iters",
+}
+"""The same of llama-bench, which is `bench latency`."""
 CLIENTS = ("chat", "generate")
+COMMANDS_WITH_FLAGS = (*CLIENTS, "serve", "explain", "config", "verify", "pull")
+"""Commands whose flags are replaced, and `bench latency`; `eval` has those of its harness."""
 HUB_FLAGS = ("-hf", "-hfr", "--hf-repo")
 LAYER_FLAGS = ("-ngl", "--gpu-layers", "--n-gpu-layers")
 PROMPTS = ("-p", "--prompt", "--quick")
 """Flags of a prompt, which is a word of its own here. --quick is vLLM's, whose clients always ask a server."""
 NO_EFFECT: Mapping[str, str] = {
+    "-cb": "requests always share steps",
+    "--cont-batching": "requests always share steps",
     "-cnv": "chat always has the chat template",
     "--conversation": "chat always has the chat template",
     "--jinja": "the model's chat template is always used",
+    "--metrics": "a server always has /metrics",
     "--mlock": "weights stay in memory",
+    "--no-display-prompt": "the prompt is not printed",
     "--no-mmap": "weights are read into memory",
+    "--nowordwrap": "lines are not wrapped",
+    "-st": "chat answers a turn of its command line alone",
+    "--single-turn": "chat answers a turn of its command line alone",
+    "--verbose": "chat shows its speed on a terminal",
 }
-"""Flags of llama.cpp for what is always so."""
+"""Flags of llama.cpp and Ollama for what is always so."""
+VALUES_WITHOUT_EFFECT: Mapping[str, str] = {
+    "-fa": "attention kernels are always fused, and --attention-backend chooses one",
+    "--flash-attn": "attention kernels are always fused, and --attention-backend chooses one",
+    "--keepalive": "a model stays in memory while its command runs",
+    "-ub": "--max-num-batched-tokens bounds a step",
+}
+"""The same with a value; llama.cpp's older -fa has none."""
+SWITCHES, SWITCH_VALUES = ("-fa", "--flash-attn"), ("on", "off", "auto", "0", "1")
+"""Flags among them that have a value only if it is one of these."""
+_DRAFT = '--speculative-config {"method": "ngram", "num_speculative_tokens": 4} drafts from the prompt on a CPU'
+_EMBEDDINGS = "embeddings and rerankers are not here, and another server is needed for them"
+_THREADS = "the variable OMP_NUM_THREADS sets the threads of a CPU"
+_TEMPLATE = "`phonograph generate --raw` continues a text without a chat template"
+_FILE = "the file's name goes after the repository's: --model OWNER/NAME:FILE.gguf"
+_THINK = (
+    "--default-chat-template-kwargs of serve and chat_template_kwargs of a request set variables of a chat template"
+)
+_CACHE = "--kv-cache-dtype sets the type of the KV cache"
+ABSENT_FLAGS: Mapping[str, str] = {
+    "--api-key-file": "the variable PHONOGRAPH_API_KEY keeps a key out of the command line",
+    "-ctk": _CACHE,
+    "-ctv": _CACHE,
+    "--cache-type-k": _CACHE,
+    "--cache-type-v": _CACHE,
+    "--embedding": _EMBEDDINGS,
+    "--embeddings": _EMBEDDINGS,
+    "--rerank": _EMBEDDINGS,
+    "--reranking": _EMBEDDINGS,
+    "-f": "`phonograph generate - < FILE` reads a prompt from each line of a file",
+    "--file": "`phonograph generate - < FILE` reads a prompt from each line of a file",
+    "--format": "response_format of a request holds JSON, and --grammar-file of chat a grammar",
+    "--grammar": "--grammar-file of chat and generate reads a grammar from a file",
+    "-hff": _FILE,
+    "--hf-file": _FILE,
+    "-hft": "the variable HF_TOKEN is the token of the hub",
+    "--in-prefix": _TEMPLATE,
+    "--in-suffix": _TEMPLATE,
+    "-j": "response_format of a request takes a JSON schema",
+    "--json-schema": "response_format of a request takes a JSON schema",
+    "--lora": "LoRA adapters are not here yet; merge the adapter into the weights",
+    "-md": _DRAFT,
+    "--model-draft": _DRAFT,
+    "-mu": "download the file and give its path",
+    "--model-url": "download the file and give its path",
+    "-t": _THREADS,
+    "--threads": _THREADS,
+    "--think": _THINK,
+}
+"""Flags of llama.cpp and Ollama that are not here, each with what works."""
+SERVER_ABSENT_FLAGS: Mapping[str, str] = {
+    "--grammar-file": "each request has a grammar of its own, in structured_outputs",
+}
+"""The same of a server."""
+HELP = ("-h", "--help")
 TYPE = "Q4_K_M"
 """Type of a GGUF file of the hub that llama.cpp takes by default."""
 
@@ -97,19 +181,33 @@ def our_words(words: Sequence[str]) -> OurWords:
     found = OurWords()
     if not words:
         return found
-    command, rest = words[0], iter(words[1:])
+    command, rest = words[0], deque(words[1:])
     if command in ABSENT:
         found.problem = f"there is no command {command}; {ABSENT[command]}"
     found.words += COMMANDS.get(command, (command,))
+    if command == "bench" and words[1:2] and words[1].startswith("-") and words[1] not in HELP:
+        found.words.append("latency")
+    if found.words[0] not in COMMANDS_WITH_FLAGS and found.words != ["bench", "latency"]:
+        found.words += rest
+        return found
+    flags, absent = _tables(found.words)
     client = found.words[0] in CLIENTS
-    flags = {**FLAGS, **CLIENT_FLAGS} if client else FLAGS
-    for word in rest:
+    while rest:
+        word = rest.popleft()
+        name = word.partition("=")[0]
         if word == "--":
             found.words += [word, *rest]
-        elif word in flags:
+            break
+        if word in flags:
             found.words += _flag(word, flags[word], rest, found.notes)
         elif word in NO_EFFECT:
-            found.notes.append(f"{word} is llama.cpp's and has no effect here: {NO_EFFECT[word]}")
+            found.notes.append(f"{word} has no effect here: {NO_EFFECT[word]}")
+        elif name in VALUES_WITHOUT_EFFECT:
+            found.notes.append(f"{name} has no effect here: {VALUES_WITHOUT_EFFECT[name]}")
+            if "=" not in word and (name not in SWITCHES or (rest and rest[0] in SWITCH_VALUES)):
+                _value(rest)
+        elif name in absent:
+            found.problem = found.problem or f"{name} is not here; {absent[name]}"
         elif word in PROMPTS and client:
             found.words += _value(rest)
             if word == "--quick" and "--url" not in words:
@@ -119,7 +217,16 @@ def our_words(words: Sequence[str]) -> OurWords:
     return found
 
 
-def _flag(word: str, ours: str, rest: Iterator[str], notes: list[str]) -> list[str]:
+def _tables(ours: Sequence[str]) -> tuple[Mapping[str, str], Mapping[str, str]]:
+    """Return the flags of a command that have another name here, and those that are not here."""
+    if ours[0] in CLIENTS:
+        return {**FLAGS, **CLIENT_FLAGS}, ABSENT_FLAGS
+    if ours[0] == "bench":
+        return {**FLAGS, **BENCH_FLAGS}, ABSENT_FLAGS
+    return FLAGS, {**ABSENT_FLAGS, **SERVER_ABSENT_FLAGS} if ours[0] == "serve" else ABSENT_FLAGS
+
+
+def _flag(word: str, ours: str, rest: deque[str], notes: list[str]) -> list[str]:
     """Return a flag with the value that follows, in our words."""
     values = _value(rest)
     if not values:
@@ -132,11 +239,11 @@ def _flag(word: str, ours: str, rest: Iterator[str], notes: list[str]) -> list[s
     elif word in LAYER_FLAGS and value == "0":
         value = "cpu"
     elif word in LAYER_FLAGS:
-        notes.append(f"{word} {value} is llama.cpp's and has no effect here: a model is on one device as a whole")
+        notes.append(f"{word} {value} has no effect here: a model is on one device as a whole")
         return []
     return [ours, value]
 
 
-def _value(words: Iterator[str]) -> list[str]:
-    """Return the next word, or no word at the end."""
-    return [word for word in (next(words, None),) if word is not None]
+def _value(words: deque[str]) -> list[str]:
+    """Remove and return the next word, or no word at the end."""
+    return [words.popleft()] if words else []

@@ -28,6 +28,8 @@ WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 DUPLICATE_WEIGHT_FILES = ("consolidated*.safetensors", "*/*")
 TOKENIZER_FILES = ("*.json", "*.txt", "*.jinja", "*.model")
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_OLLAMA_NAME = re.compile(r"[\w.-]+:[\w.-]+")
+_OLLAMA = "; names of Ollama's library are not known: a GGUF file of the hub has a name such as owner/name-GGUF:Q4_K_M"
 
 
 def names_model(text: str) -> bool:
@@ -97,7 +99,10 @@ def model_path(
         return hub_gguf(*reference, revision=revision, download_dir=download_dir)
     if not _HUB_ID.fullmatch(hub_id) or hub_id.startswith(".") or hub_id.endswith(_GGUF):
         shown = shortened(hub_id)
-        raise ModelError(f"model {shown!r}: no such folder; give a local folder, a hub id (owner/name) or {DEMO!r}")
+        raise ModelError(
+            f"model {shown!r}: no such folder; give a local folder, a hub id (owner/name) or {DEMO!r}"
+            + (_OLLAMA if _OLLAMA_NAME.fullmatch(hub_id) else "")
+        )
     patterns = [*CONFIG_FILES, *(WEIGHT_FILES if weights else ()), *(TOKENIZER_FILES if tokenizer else ())]
     try:
         if weights:
@@ -154,7 +159,8 @@ def _similar(hub_id: str) -> str:
     if near[:1] == [DEMO]:
         return f"; did you mean {DEMO!r}, the model in the package?"
     near = [name for name in near if name != DEMO]
-    return f"; configurations in the package have names like it: {', '.join(near)}" if near else ""
+    ollama = "" if "/" in hub_id else _OLLAMA
+    return (f"; configurations in the package have names like it: {', '.join(near)}" if near else "") + ollama
 
 
 def _gguf_file(folder: Path) -> Path | None:

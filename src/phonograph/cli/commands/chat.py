@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     from phonograph.core.sampling_params import SamplingParams
     from phonograph.engine.llm import LLM
 
-_HELP = "/clear forgets the conversation, /exit ends; Ctrl-C ends an answer"
+_HELP = (
+    '/clear forgets the conversation, /exit ends; Ctrl-C ends an answer; """ opens and closes a turn of several lines'
+)
+_QUOTES = '"""'
 _QUIET = "Print answers only: no steps, speed and context. Without a terminal there are no speed and context."
 _CUT = {"length": " - cut where max_tokens or the context ended", "abort": " - interrupted"}
 
@@ -64,6 +67,9 @@ def _talk(conversation: _Turns, turn: str | None) -> int:
             break
         if line == "/clear":
             conversation.clear()
+        elif line.startswith(_QUOTES):
+            if (turn := _read_turn(line.removeprefix(_QUOTES))) != "":
+                conversation.answer(turn)
         elif line.startswith("/"):
             note(f"{line.split()[0]} is not a command; {_HELP}")
         elif line:
@@ -181,14 +187,22 @@ class _Conversation(_Turns):
         return f"{rate}first token after {answer.ttft:.2f} s, context {context} of {most} tokens"
 
 
-def _read_line() -> str | None:
+def _read_turn(line: str) -> str:
+    """Return a turn of several lines, from the rest of its first one to closing quotes, or to the end of the input."""
+    lines = [line]
+    while not lines[-1].endswith(_QUOTES) and (more := _read_line(". ")) is not None:
+        lines.append(more)
+    return "\n".join(lines).removesuffix(_QUOTES).strip()
+
+
+def _read_line(prompt: str = "> ") -> str | None:
     """Return the next line, or None at the end. Ctrl-C clears the line being typed."""
     if not sys.stdin.isatty():
         line = read_line()
         return None if line is None else line.strip()
     while True:
         try:
-            return input("> ").strip()
+            return input(prompt).strip()
         except EOFError:
             return None
         except KeyboardInterrupt:
