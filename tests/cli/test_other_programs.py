@@ -20,6 +20,7 @@ from phonograph.cli.other_programs import (
     CLIENT_FLAGS,
     COMMANDS,
     FLAGS,
+    LOAD_FLAGS,
     NO_EFFECT,
     SERVER_ABSENT_FLAGS,
     SWITCHES,
@@ -33,7 +34,11 @@ LINES = {
     "ls": "list",
     "cli -hf owner/repo": "chat --model owner/repo:Q4_K_M",
     "serve -hf owner/repo:Q8_0 --port 8080": "serve --model owner/repo:Q8_0 --port 8080",
-    "serve -m model.gguf -c 16384 -np 4": "serve --model model.gguf --max-model-len 16384 --max-num-seqs 4",
+    "serve -m model.gguf -c 16384 -np 4": "serve --model model.gguf --max-model-len 4096 --max-num-seqs 4",
+    "serve -m m.gguf --parallel 3 --ctx-size 100": "serve --model m.gguf --max-num-seqs 3 --max-model-len 33",
+    "serve -m m.gguf -c 0 -np 4": "serve --model m.gguf --max-model-len auto --max-num-seqs 4",
+    "serve -m m.gguf -c 64 -np 1": "serve --model m.gguf --max-model-len 64 --max-num-seqs 1",
+    "serve -m m.gguf -c 64 -np": "serve --model m.gguf --max-model-len 64 --max-num-seqs",
     "serve -m model.gguf -c 0 -ngl 0": "serve --model model.gguf --max-model-len auto --device cpu",
     "chat -m m.gguf -cnv -p 'Hi there' -n 9": "chat --model m.gguf 'Hi there' --max-tokens 9",
     "generate demo hi --temp 0.7 --repeat-penalty 1.1": "generate demo hi --temperature 0.7 --repetition-penalty 1.1",
@@ -49,10 +54,13 @@ LINES = {
     "serve -m m.gguf -b 512 -ub 512 -to 60": "serve --model m.gguf --max-num-batched-tokens 512 --request-timeout 60",
     "bench -m m.gguf -p 512 -n 128 -r 3": "bench latency --model m.gguf --input-len 512 --output-len 128 --num-iters 3",
     "bench serve -m a": "bench serve -m a",
+    "bench serve --random-input-len 9 --random-output-len 8": "bench serve --input-len 9 --output-len 8",
+    "bench": "bench",
     "bench -h": "bench -h",
     "eval run -m hf -b 4 -f 3": "eval run -m hf -b 4 -f 3",
     "run-batch -i in -o out --format x": "run-batch -i in -o out --format x",
     "help": "--help",
+    "serve --help=max-num-seqs": "serve --help",
     "version": "--version",
     "": "",
 }
@@ -83,7 +91,7 @@ def test_the_tables_name_commands_and_flags_that_exist() -> None:
         for argument in command.assemble_argument_collection()
         for name in argument.names
     }
-    others = {**FLAGS, **CLIENT_FLAGS, **BENCH_FLAGS}
+    others = {**FLAGS, **CLIENT_FLAGS, **BENCH_FLAGS, **LOAD_FLAGS}
     without = {*NO_EFFECT, *VALUES_WITHOUT_EFFECT, *ABSENT_FLAGS}
     assert set(others.values()) <= flags and not {*others, *without} & flags
     assert not {*others} & without and set(SWITCHES) <= set(VALUES_WITHOUT_EFFECT)

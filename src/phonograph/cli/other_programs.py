@@ -80,9 +80,11 @@ BENCH_FLAGS: Mapping[str, str] = {
     "--repetitions": "--num-iters",
 }
 """The same of llama-bench, which is `bench latency`."""
+LOAD_FLAGS: Mapping[str, str] = {"--random-input-len": "--input-len", "--random-output-len": "--output-len"}
+"""Flags of vLLM's `bench serve`, each with ours."""
 CLIENTS = ("chat", "generate")
 COMMANDS_WITH_FLAGS = (*CLIENTS, "serve", "explain", "config", "verify", "pull")
-"""Commands whose flags are replaced, and `bench latency`; `eval` has those of its harness."""
+"""Commands whose flags are replaced, besides some of `bench`; `eval` has those of its harness."""
 HUB_FLAGS = ("-hf", "-hfr", "--hf-repo")
 LAYER_FLAGS = ("-ngl", "--gpu-layers", "--n-gpu-layers")
 PROMPTS = ("-p", "--prompt", "--quick")
@@ -100,9 +102,10 @@ NO_EFFECT: Mapping[str, str] = {
     "--nowordwrap": "lines are not wrapped",
     "-st": "chat answers a turn of its command line alone",
     "--single-turn": "chat answers a turn of its command line alone",
+    "--stats": "chat shows its speed on a terminal",
     "--verbose": "chat shows its speed on a terminal",
 }
-"""Flags of llama.cpp and Ollama for what is always so."""
+"""Flags of llama.cpp, Ollama and vLLM's clients for what is always so."""
 VALUES_WITHOUT_EFFECT: Mapping[str, str] = {
     "-fa": "attention kernels are always fused, and --attention-backend chooses one",
     "--flash-attn": "attention kernels are always fused, and --attention-backend chooses one",
@@ -187,10 +190,11 @@ def our_words(words: Sequence[str]) -> OurWords:
     found.words += COMMANDS.get(command, (command,))
     if command == "bench" and words[1:2] and words[1].startswith("-") and words[1] not in HELP:
         found.words.append("latency")
-    if found.words[0] not in COMMANDS_WITH_FLAGS and found.words != ["bench", "latency"]:
+    tables = _tables([*found.words, *words[1:2]])
+    if tables is None:
         found.words += rest
         return found
-    flags, absent = _tables(found.words)
+    flags, absent = tables
     client = found.words[0] in CLIENTS
     while rest:
         word = rest.popleft()
@@ -198,7 +202,9 @@ def our_words(words: Sequence[str]) -> OurWords:
         if word == "--":
             found.words += [word, *rest]
             break
-        if word in flags:
+        if name == "--help" != word:
+            found.words.append(name)  # vLLM's help has parts.
+        elif word in flags:
             found.words += _flag(word, flags[word], rest, found.notes)
         elif word in NO_EFFECT:
             found.notes.append(f"{word} has no effect here: {NO_EFFECT[word]}")
@@ -214,16 +220,36 @@ def our_words(words: Sequence[str]) -> OurWords:
                 found.words += ["--url", LOCAL_URL]
         else:
             found.words.append(word)
+    _share_context(found, words)
     return found
 
 
-def _tables(ours: Sequence[str]) -> tuple[Mapping[str, str], Mapping[str, str]]:
-    """Return the flags of a command that have another name here, and those that are not here."""
-    if ours[0] in CLIENTS:
+def _tables(words: Sequence[str]) -> tuple[Mapping[str, str], Mapping[str, str]] | None:
+    """Return the flags of a command that have another name here, and those that are not here; or None."""
+    if words[0] in CLIENTS:
         return {**FLAGS, **CLIENT_FLAGS}, ABSENT_FLAGS
-    if ours[0] == "bench":
+    if words[:2] == ["bench", "latency"]:
         return {**FLAGS, **BENCH_FLAGS}, ABSENT_FLAGS
-    return FLAGS, {**ABSENT_FLAGS, **SERVER_ABSENT_FLAGS} if ours[0] == "serve" else ABSENT_FLAGS
+    if words[:2] == ["bench", "serve"]:
+        return LOAD_FLAGS, {}
+    if words[0] == "serve":
+        return FLAGS, {**ABSENT_FLAGS, **SERVER_ABSENT_FLAGS}
+    return (FLAGS, ABSENT_FLAGS) if words[0] in COMMANDS_WITH_FLAGS else None
+
+
+def _share_context(found: OurWords, typed: Sequence[str]) -> None:
+    """Divide llama.cpp's size of the context by its number of slots, which share it."""
+    slots = {"-np", "--parallel"}.intersection(typed)
+    if not slots or not {"-c", "--ctx-size"}.intersection(typed):
+        return
+    try:
+        context = found.words.index("--max-model-len") + 1
+        total, count = int(found.words[context]), int(found.words[found.words.index("--max-num-seqs") + 1])
+    except (ValueError, IndexError):
+        return
+    if count > 1:
+        found.words[context] = str(total // count)
+        found.notes.append(f"{count} requests share {total} tokens: each has a context of {total // count}")
 
 
 def _flag(word: str, ours: str, rest: deque[str], notes: list[str]) -> list[str]:

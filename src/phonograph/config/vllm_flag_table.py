@@ -21,8 +21,6 @@ RENAMED = {
     "--logging-config": "--log-format",
     "--rope-scaling": "--hf-overrides",
     "--rope-theta": "--hf-overrides",
-    "--random-input-len": "--input-len",
-    "--random-output-len": "--output-len",
     "--random-range-ratio": "--input-len",
     "--sharegpt-output-len": "--output-len",
     "--output-json": "--output",
