@@ -133,10 +133,17 @@ class Settings:
     our_flags: tuple[str, ...]
     timeout: float
     load_format: str = "dummy"
+    peer_arguments: dict[str, Any] | None = None
 
     def command(self, run: Run, rows: Path) -> list[str]:
         if not run.is_ours:
             backend, mode, *_ = run.system.split("/")
+            if self.peer_arguments is not None:
+                script = self.peer_scripts / "vllm_features.py"
+                common = {"attention_backend": backend, "compilation_config": {"cudagraph_mode": mode}}
+                common |= {"max_model_len": self.max_model_len} if self.max_model_len else {}
+                arguments = json.dumps({**common, **self.peer_arguments})
+                return [sys.executable, str(script), self.model, run.system, str(rows), arguments]
             script = self.peer_scripts / "vllm_anchor.py"
             return [sys.executable, str(script), self.model, backend, mode, ",".join(run.suites), str(rows)]
         what = ["startup"] if run.suites == ("startup",) else ["suite", "--suites", ",".join(run.suites)]
@@ -241,7 +248,9 @@ def case_of(row: dict[str, Any]) -> str:
         return f"{row['bs']}x{row['ctx']}"
     if row["suite"] == "startup":
         return row["case"]
-    return str({"latency": row.get("input_len"), "mixed": row.get("ctx"), "throughput": row.get("reqs")}[row["suite"]])
+    return str(
+        {"latency": row.get("input_len"), "mixed": row.get("ctx"), "throughput": row.get("reqs", 256)}[row["suite"]]
+    )
 
 
 def show(table: list[dict[str, Any]], rows: list[dict[str, Any]], runs: list[dict[str, Any]]) -> None:
@@ -303,6 +312,8 @@ def main(tokens: Sequence[str] | None = None) -> None:
         "--load-format", choices=("dummy", "auto"), default="dummy", help="auto reads the model's files"
     )
     parser.add_argument("--our-flags", type=shlex.split, default=[], help="further flags of the engine, in one string")
+    peer_help = "arguments of vLLM's LLM as JSON, such as a speculative_config; its script is then vllm_features.py"
+    parser.add_argument("--peer-arguments", type=json.loads, help=peer_help)
     parser.add_argument("--timeout", type=float, default=600, help="seconds a run may take")
     parser.add_argument("--skip-existing", action="store_true", help="keep runs that ended well before")
     arguments = parser.parse_args(tokens)
@@ -320,6 +331,7 @@ def main(tokens: Sequence[str] | None = None) -> None:
         our_flags=tuple(arguments.our_flags),
         timeout=arguments.timeout,
         load_format=arguments.load_format,
+        peer_arguments=arguments.peer_arguments,
     )
     wanted: list[Run] = [
         *itertools.chain(*arguments.runs),

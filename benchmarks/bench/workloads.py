@@ -35,13 +35,19 @@ def bench_decode(llm: LLM, cases: Sequence[DecodeCase], progress: BenchProgress)
 
         seconds(1)
         short = min(seconds(1) for _ in range(DECODE_TURNS))
-        before = Counter(llm.step_counts)
+        before, drafts = Counter(llm.step_counts), llm.engine.core.scheduler.stats.drafts
         long = min(seconds(1 + DECODE_TOKENS) for _ in range(DECODE_TURNS))
         facts: dict[str, Any] = {
             "bs": case.num_seqs,
             "ctx": case.context,
             "itl_ms": round((long - short) / DECODE_TOKENS * 1e3, 4),
         }
+        after = llm.engine.core.scheduler.stats.drafts
+        if after.verified:
+            facts["drafts"] = {
+                "verified": after.verified - drafts.verified,
+                "accepted": after.accepted - drafts.accepted,
+            }
         if chip is not None:
             floor = decode_floor(
                 chip,

@@ -30,6 +30,7 @@ from phonograph.engine.plan import make_plan
 from phonograph.engine.session import Session
 from phonograph.engine.startup import start as engine_start
 from phonograph.errors import CaptureError
+from phonograph.graphs.verification import verify
 from phonograph.models.layers.linear import WeightAllocator
 from phonograph.models.spec import read_model_spec
 from phonograph.structured.compiler import GrammarCompiler
@@ -148,6 +149,27 @@ def test_a_whole_engine(family: str, tmp_path: Path) -> None:
     for output in (first, *more, again):
         check(reference, output)
     assert again.num_cached_tokens == 32 and {"full decode", "full mixed", "eager"} <= set(counts)
+
+
+def test_speculation(tmp_path: Path) -> None:
+    """Prompts that repeat are looked up on the device, and graphs with drafts equal eager steps."""
+    reference = make_checkpoint("qwen3", tmp_path, **HEADS)
+    speculation = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    engine = start_engine(tmp_path, (3, 9), speculative_config=speculation)
+    report = verify(engine.make_subject(), num_replays=20, seed=0)
+    assert report.ok, report.mismatches
+    assert {key.query_len for key in report.replays} >= {1, 3}
+    session = Session(engine.core, engine.plan.model, None, 0, GrammarCompiler(lambda: None, ()))
+    outputs = [
+        session.add(prompt(0, 3) * 3, SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)),
+        session.add(prompt(1, 2) * 4, SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=2)),
+        session.add(prompt(2, 5), SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)),
+        session.add(prompt(3, 1) * 30, SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)),
+    ]
+    finish(session, *outputs)
+    for output in outputs:
+        check(reference, output)
+    assert engine.core.scheduler.stats.drafts.verified > 0
 
 
 def test_several_kv_groups(tmp_path: Path) -> None:

@@ -365,3 +365,36 @@ def test_a_context_may_be_as_long_as_the_models() -> None:
     ):
         plan_of(model=model, max_model_len=641)
     assert plan_of(model=model, max_model_len=2).limits.max_model_len == 2
+
+
+SPECULATION = {"method": "ngram", "num_speculative_tokens": 4}
+
+
+@pytest.mark.parametrize("backend", [None, "triton", "flash_attn"])
+def test_a_gpu_speculates_on_backends_that_take_bounds_of_lengths(backend: str | None) -> None:
+    plan = plan_of("h200", attention_backend=backend, speculative_config=SPECULATION)
+    assert plan.captures.drafting and plan.captures.wide and plan.limits.max_num_logits == 256 * 5
+    plain = plan_of("h200", attention_backend=backend)
+    assert not plain.captures.drafting and plain.limits.max_num_logits == 256
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"attention_backend": "flashinfer"}, "flashinfer plans with exact lengths.* triton or flash_attn works"),
+        ({"attention_backend": "decode=triton,prefill=flash_attn"}, "takes decodes of one length.* triton or"),
+        ({"cascade_attention": True, "max_num_seqs": 64}, "cascade_attention takes decodes of one token"),
+    ],
+)
+def test_a_gpu_refuses_speculation_where_drafts_cannot_be_verified(settings: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=f"speculative_config=.*{problem}"):
+        plan_of("h200", speculative_config=SPECULATION, **settings)
+
+
+def test_memory_of_drafts_on_a_gpu_is_planned() -> None:
+    """Rows of logits, their scratch, and the tokens of all slots, in which drafts are looked up."""
+    shape: dict[str, Any] = {"attention_backend": "triton", "max_num_seqs": 64, "max_model_len": 1000}
+    plain, drafting = (plan_of("h200", **shape, **more).memory for more in ({}, {"speculative_config": SPECULATION}))
+    rows = 4 * 64
+    assert drafting.sampling - plain.sampling == 4 * 64 * 1001 + 33 * 1024 * rows
+    assert drafting.graphs - plain.graphs >= rows * DEMO.vocab_size * 2

@@ -221,6 +221,21 @@ def _row(system: str, suite: str, case: str, value: float) -> dict[str, object]:
     return {"system": system, "suite": suite, "case": case, "value": value}
 
 
+def test_arguments_of_the_peer(benchmark_script: Load) -> None:
+    """vLLM gets backend, mode and context of the run, and what is given counts more."""
+    script = benchmark_script("vs_vllm")
+    speculation = {"speculative_config": {"method": "ngram"}}
+    settings = script.Settings(
+        model="m", peer_scripts=Path("scripts"), peer_site=None, folder=Path("runs"), dtype="bfloat16",
+        max_model_len=34000, our_flags=(), timeout=1.0, peer_arguments={"max_model_len": 4000, **speculation},
+    )  # fmt: skip
+    command = settings.command(script.Run("FLASH_ATTN/FULL", ("decode",)), Path("rows.jsonl"))
+    assert command[1:5] == ["scripts/vllm_features.py", "m", "FLASH_ATTN/FULL", "rows.jsonl"]
+    expected = {"attention_backend": "FLASH_ATTN", "compilation_config": {"cudagraph_mode": "FULL"}}
+    assert json.loads(command[5]) == {**expected, "max_model_len": 4000, **speculation}
+    assert script.case_of({"suite": "throughput", "out_tok_s": 1.0}) == "256"
+
+
 @pytest.mark.parametrize(
     ("suite", "case", "ours", "peers", "verdicts"),
     [

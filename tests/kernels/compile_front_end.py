@@ -44,7 +44,7 @@ from phonograph.kernels.triton.experts.expert_results import add_results
 from phonograph.kernels.triton.experts.route import route
 from phonograph.kernels.triton.gemm.product import CLAMPED_SWIGLU, GELU, SILU
 from phonograph.kernels.triton.sampling import bitmask, sample
-from phonograph.kernels.triton.step import pinned_words, prepare
+from phonograph.kernels.triton.step import accept_drafts, pinned_words, prepare, prompt_lookup
 from phonograph.kernels.triton.step.step_layout import SlotState, StepLayout
 
 CPU, BF16, FP8 = torch.device("cpu"), torch.bfloat16, torch.float8_e4m3fn
@@ -110,13 +110,20 @@ def launch_others() -> None:
     bitmask.mask_logits(halves(4, 1000), ints(4), ints(4, 32))
     for sizes in ((16,), (16, 16), (16, 32, 16)):
         groups = len(sizes)
-        layout = StepLayout(8, 64, 16, num_groups=groups)
-        state = SlotState.make(num_groups=groups, max_num_seqs=8, max_blocks=32, device=CPU)
-        prepare.prepare(
-            ints(layout.num_words), layout, state, block_sizes=sizes, num_reqs_padded=8, num_tokens_padded=64,
-            input_ids_T=ints(64), positions_T=longs(64), slot_mappings_GT=longs(groups, 64), query_start_loc=ints(9),
-            seq_lens_R=ints(8), block_tables_GRN=ints(groups, 8, 32), logits_rows_R=longs(8),
-        )  # fmt: skip
+        for drafts in (0, 3):
+            logits = 8 * (1 + drafts)
+            layout = StepLayout(8, 64, 16, num_groups=groups, max_num_logits=logits)
+            state = SlotState.make(num_groups=groups, max_num_seqs=8, max_blocks=32, device=CPU, most_drafts=drafts)
+            step = ints(layout.num_words), layout, state
+            prepare.prepare(
+                *step, block_sizes=sizes, num_reqs_padded=8, num_tokens_padded=64, input_ids_T=ints(64),
+                positions_T=longs(64), slot_mappings_GT=longs(groups, 64), query_start_loc=ints(9), seq_lens_R=ints(8),
+                block_tables_GRN=ints(groups, 8, 32), logits_rows_L=longs(logits),
+            )  # fmt: skip
+    behind = {"num_reqs_padded": 8, "tokens_L": ints(32), "history_RM": ints(8, 100)}
+    for shares in (None, torch.zeros(3)):
+        accept_drafts.accept(*step, input_ids_T=ints(64), counts_R=ints(8), synthetic_K=shares, **behind)
+    prompt_lookup.propose_ngrams(*step, shortest=2, longest=5, **behind)
     prepare.apply_appends(ints(3, 5), ints(8, 32))
     pinned_words.copy_words(ints(64), ints(64), 64)
     rounded = Fp8Rows(halves(8, 512).to(FP8), torch.zeros(8, 1))

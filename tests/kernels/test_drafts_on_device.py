@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from phonograph.core.batch import ScheduledBatch
-from phonograph.kernels.triton.step.accept import DRAFTS_SHIFT, accept
-from phonograph.kernels.triton.step.ngram import propose_ngrams
+from phonograph.kernels.triton.step.accept_drafts import DRAFTS_SHIFT, accept
+from phonograph.kernels.triton.step.prompt_lookup import propose_ngrams
 from phonograph.kernels.triton.step.step_layout import SlotState, StepLayout
 from phonograph.runner.step_inputs import StepRows, rows_of
 from phonograph.sampling.accept import accepted_runs
@@ -107,6 +107,40 @@ def test_runs_and_state_are_those_of_the_host(device: torch.device, drafts: int)
         assert torch.equal(made.history.cpu(), history)
         unused = [slot for slot in range(SLOTS) if slot not in batch.slots]
         assert torch.equal(state.drafts[unused], own[unused]) and (counts[batch.num_reqs :] == POISON).all()
+
+
+@pytest.mark.parametrize("shares", [[0.0, 0.0, 0.0], [1.0, 1.0, 0.0], [0.8, 0.5, 0.2], [1.0, 1.0, 1.0]])
+def test_synthetic_shares_are_kept(device: torch.device, shares: list[float]) -> None:
+    """Of sequences with all drafts, a share keeps the first, a smaller one the first two; samples do not matter."""
+    rng, numbers = np.random.default_rng(3), np.zeros(5)
+    for _ in range(60):
+        made = Device(3, 40, device)
+        batch = ScheduledBatch(
+            slots=rng.permutation(SLOTS).tolist(), query_lens=[4] * (SLOTS - 1) + [9], context_lens=[5] * SLOTS,
+            samples=[True] * SLOTS, num_decodes=SLOTS - 1, num_decode_tokens=4 * (SLOTS - 1), num_tokens=4 * SLOTS + 5,
+        )  # fmt: skip
+        rows = rows_of(batch, np.zeros(SLOTS, np.int64))
+        made.tokens.copy_(torch.from_numpy(rng.integers(0, 99, len(made.tokens))))
+        staging = made.stage(rows)
+        made.layout.sampling_views(staging).draw_keys.copy_(torch.from_numpy(rng.integers(0, 1 << 62, SLOTS * 4)))
+        accept(
+            staging,
+            made.layout,
+            made.state,
+            num_reqs_padded=SLOTS,
+            tokens_L=made.tokens,
+            input_ids_T=made.input_ids,
+            counts_R=made.counts,
+            history_RM=made.history,
+            synthetic_K=torch.tensor(shares, device=device),
+        )
+        lengths = made.counts.cpu().numpy() & (1 << DRAFTS_SHIFT) - 1
+        assert lengths[-1] == 1 and (made.counts.cpu()[:-1] >> DRAFTS_SHIFT == 3).all()
+        numbers += np.bincount(lengths[:-1], minlength=5)
+        last = made.state.last_token.cpu()[batch.slots[:-1]].numpy()
+        assert (last == made.tokens.cpu().numpy()[4 * np.arange(SLOTS - 1) + lengths[:-1] - 1]).all()
+    found = 1 - np.cumsum(numbers)[1:4] / numbers.sum()
+    assert np.abs(found - shares).max() < (0.08 if 0.8 in shares else 1e-9)
 
 
 def test_a_history_ends_with_the_context(device: torch.device) -> None:

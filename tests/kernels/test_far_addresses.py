@@ -51,7 +51,9 @@ from phonograph.kernels.triton.gemm.product_plan import (
 )
 from phonograph.kernels.triton.sampling.bitmask import mask_logits
 from phonograph.kernels.triton.sampling.sample import make_sample_scratch, sample
+from phonograph.kernels.triton.step.accept_drafts import accept
 from phonograph.kernels.triton.step.prepare import apply_appends, prepare
+from phonograph.kernels.triton.step.prompt_lookup import propose_ngrams
 from phonograph.kernels.triton.step.step_layout import SlotState, StepLayout
 
 Place = Callable[..., torch.Tensor]
@@ -242,7 +244,7 @@ def walk_prepare(place: Place, device: torch.device) -> list[torch.Tensor]:
     views.appends[:ROWS] = 50, 51, 52
     tables = [place(torch.randint(0, 99, (ROWS, 8), dtype=torch.int32).to(device)) for _ in range(2)]
     ints = {name: torch.zeros(8, dtype=torch.int32, device=device) for name in ("input_ids_T", "query_start_loc")}
-    longs = ("positions_T", "logits_rows_R")
+    longs = ("positions_T", "logits_rows_L")
     outputs = ints | {name: torch.zeros(8, dtype=torch.int64, device=device) for name in longs}
     outputs["slot_mappings_GT"] = torch.zeros(1, 8, dtype=torch.int64, device=device)
     seq_lens = torch.zeros(8, dtype=torch.int32, device=device)
@@ -250,7 +252,13 @@ def walk_prepare(place: Place, device: torch.device) -> list[torch.Tensor]:
     prepare(
         torch.from_numpy(staging).to(device),
         layout,
-        SlotState(last_token, num_computed, torch.zeros(ROWS, 8, dtype=torch.int32, device=device), tables[0][None]),
+        SlotState(
+            last_token,
+            num_computed,
+            torch.zeros(ROWS, 8, dtype=torch.int32, device=device),
+            torch.zeros(ROWS, 0, dtype=torch.int32, device=device),
+            tables[0][None],
+        ),
         block_tables_GRN=tables[1][None],
         block_sizes=(16,),
         num_reqs_padded=ROWS,
@@ -259,6 +267,27 @@ def walk_prepare(place: Place, device: torch.device) -> list[torch.Tensor]:
         **outputs,
     )
     return [*tables, *outputs.values(), seq_lens]
+
+
+def walk_drafts(place: Place, device: torch.device) -> list[torch.Tensor]:
+    """Acceptance and prompt lookup over histories far apart."""
+    layout = StepLayout(ROWS, 3 * ROWS, 8, max_num_logits=3 * ROWS)
+    staging = np.zeros(layout.num_words, np.int32)
+    views = layout.host_views(staging)
+    views.header[:5] = ROWS, 3 * ROWS, ROWS, 0, 3 * ROWS
+    views.slots[:] = 2, 0, 1
+    views.query_starts[:] = np.arange(0, 3 * ROWS + 1, 3)
+    first = layout.fields["lengths"][1].start
+    staging[first : first + 3 * ROWS] = np.tile([20, 21, 22], ROWS)
+    state = SlotState.make(num_groups=1, max_num_seqs=ROWS, max_blocks=1, device=device, most_drafts=2)
+    history = place(torch.arange(32, dtype=torch.int32).remainder(5).repeat(ROWS, 1).to(device))
+    ids = torch.arange(19, 19 + 3 * ROWS, dtype=torch.int32, device=device).remainder(5)
+    tokens, counts = (ids + 1).remainder(5), torch.zeros(ROWS, dtype=torch.int32, device=device)
+    common = torch.from_numpy(staging).to(device), layout, state
+    shape = {"num_reqs_padded": ROWS, "tokens_L": tokens, "history_RM": history}
+    accept(*common, input_ids_T=ids, counts_R=counts, **shape)
+    propose_ngrams(*common, shortest=2, longest=4, **shape)
+    return [history, counts, state.drafts, state.num_computed, state.last_token]
 
 
 def walk_merge_of_cascade(place: Place, device: torch.device) -> list[torch.Tensor]:
@@ -362,6 +391,7 @@ WALKS: dict[str, tuple[Walk, tuple[str, ...]]] = {
         ("page_indices._indices_kernel", "cascade._cut_kernel", "prepare._append_kernel"),
     ),
     "prepare": (walk_prepare, ("prepare._prepare_kernel",)),
+    "drafts": (walk_drafts, ("accept_drafts._accept_kernel", "prompt_lookup._ngram_kernel")),
     "merge of a cascade": (walk_merge_of_cascade, ("cascade._merge_kernel",)),
     "KV writes": (walk_kv_writes, KV_KERNELS),
     "embeddings in layers": (

@@ -133,7 +133,8 @@ def test_rows_are_left_out_of_long_steps_only(
 
     def leaving(max_num_logits: int, *, batch_invariant: bool = False) -> list[int]:
         kernels = bind_triton(model, 256, max_num_logits, batch_invariant=batch_invariant)
-        return [tokens for tokens in (1, 3, 4, 16, 128, 129, 199, 200, 256) if kernels.leaves_rows_out(tokens)]
+        lengths = 1, 3, 4, 16, 128, 129, 199, 200, 256
+        return [num_tokens for num_tokens in lengths if kernels.leaves_rows_out(num_tokens, max_num_logits)]
 
     assert leaving(2) == [129, 199, 200, 256], "the weights of 128 take as long as of one"
     assert leaving(100) == [200, 256]

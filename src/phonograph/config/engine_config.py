@@ -109,7 +109,7 @@ class EngineConfig(Settings):
     )
     speculative_config: values.OptionalObject = Field(
         default=None,
-        description='Speculation on a CPU, such as {"method": "ngram", "num_speculative_tokens": 4}; further keys are '
+        description='Speculation, such as {"method": "ngram", "num_speculative_tokens": 4}; further keys are '
         "prompt_lookup_min and prompt_lookup_max.",
     )
 

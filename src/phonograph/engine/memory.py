@@ -29,6 +29,8 @@ _LIBRARY_BYTES = 334 << 20
 _CONTEXT_BYTES = 620 << 20
 """Size of the CUDA context on an H200. Like vLLM's, the engine's share of memory excludes it."""
 _SMALLER = "a smaller model, fewer bits a weight (quantization) or a device with more memory works"
+_SAMPLE_BYTES_PER_ROW = 33 << 10
+"""Scratch of the sampling kernels for a row of logits: candidates of top-k and top-p, with their tokens."""
 _GRAPH_BYTES_PER_LAYER = 40 * 1024
 """Driver memory for the nodes of one layer in one captured CUDA graph."""
 
@@ -40,7 +42,8 @@ class MemoryPlan:
     graphs:    estimate for all captured graphs: on a CPU their shared pool, on a GPU their nodes and the static
         workspace (shared with eager steps), with room for the masks of all rows
     attention: buffers of the attention backends, and tables of further KV groups
-    sampling:  state and temporaries of rows that no kernel samples, such as counts of penalties
+    sampling:  state and temporaries of rows that no kernel samples, such as counts of penalties; with drafts on a GPU
+        also the tokens of all slots and the scratch of more rows
     block:     one KV block in all layers of a group
     num_tokens: tokens that the cache holds, in sequences of full length if there are windows or several groups
     note:      source of the size of the KV cache
@@ -96,7 +99,7 @@ def plan_memory(
         graphs = estimate_graph_bytes(model, dtype, graph_tokens, min(graph_tokens, max_num_seqs))
     else:
         workspace = Workspace.nbytes(
-            model, limits.max_num_batched_tokens, max_num_seqs, dtype, gemm_device=GemmDevice.of(device)
+            model, limits.max_num_batched_tokens, limits.max_num_logits, dtype, gemm_device=GemmDevice.of(device)
         )
         masks = bitmask_words(model.vocab_size) * 4 * max_num_seqs
         graphs = workspace + masks + num_graphs * model.num_layers * _GRAPH_BYTES_PER_LAYER
@@ -106,6 +109,9 @@ def plan_memory(
         device_type=device.kind,
         logits_bytes=DTYPE_BYTES[dtype],
     )
+    if device.kind != "cpu" and limits.draft_tokens:
+        history = 4 * max_num_seqs * (max_model_len + 1)
+        sampling += history + _SAMPLE_BYTES_PER_ROW * (limits.max_num_logits - max_num_seqs)
     taken = weights + graphs + attention_bytes + sampling + (0 if device.kind == "cpu" else _LIBRARY_BYTES)
     available, place = _available(device)
     parts = (

@@ -5,6 +5,7 @@ The engine starts from an `EnginePlan`, and `explain` prints one. Making a plan 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from phonograph.attention.attention_spec import AttentionSpec, KVLayout
@@ -91,6 +92,8 @@ class EnginePlan:
         )
 
 
+_TAKES_DRAFTS = "triton or flash_attn"
+
 # Default sizes of a step. On a CPU a step of 512 tokens already uses all cores.
 _DEFAULT_SEQS = {"cpu": 64, "cuda": 256}
 _DEFAULT_BATCHED_TOKENS = {"cpu": 512, "cuda": 8192}
@@ -117,8 +120,6 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
     kv = resolve_attention(config, model, device)
     for attention in kv.members:
         _check_block_size(attention)
-    if config.speculation is not None and device.kind != "cpu":
-        raise ConfigError("speculative_config", config.speculative_config, "runs on device cpu only, yet; leave it out")
     if config.batch_invariant and device.kind == "cpu":
         raise ConfigError(
             "batch_invariant",
@@ -131,6 +132,8 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
     _check_lm_head(config, model, dtype, device)
     kv, selected, sized = select_backends(config, kv, device)
     notes += [*sized, *kv.notes]
+    if config.speculation is not None:
+        _check_speculation(config, selected.values())
     requested = GraphMode.NONE if config.enforce_eager else config.cudagraph_mode
     support = weakest_support(kv, selected, device)
     resolution = resolve_mode(requested, support, PIECES, speculative_tokens=config.draft_tokens)
@@ -269,6 +272,29 @@ def _limits(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Limit
         max_num_batched_tokens=tokens or max(_DEFAULT_BATCHED_TOKENS[device.kind], seqs),
         draft_tokens=config.draft_tokens,
     )
+
+
+def _check_speculation(config: EngineConfig, selections: Iterable[Selection]) -> None:
+    """Check that steps with drafts run on the selected backends, and that nothing else asks for decodes of one token.
+
+    Raises:
+        ConfigError: they do not.
+    """
+
+    def refused(problem: str) -> ConfigError:
+        return ConfigError("speculative_config", config.speculative_config, problem)
+
+    if config.cascade_attention:
+        raise refused("cascade_attention takes decodes of one token; leave one of them out")
+    for one in selections:
+        label = one.capabilities.label
+        if not one.capabilities.takes_length_bounds:
+            raise refused(
+                f"{label} plans with exact lengths, which the host does not know while drafts are verified; "
+                f"attention_backend {_TAKES_DRAFTS} works"
+            )
+        if not one.capabilities.takes_ragged_decodes:
+            raise refused(f"{label} takes decodes of one length; attention_backend {_TAKES_DRAFTS} works")
 
 
 def _check_block_size(attention: AttentionSpec) -> None:

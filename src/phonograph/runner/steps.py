@@ -17,7 +17,8 @@ from phonograph.graphs.runtime import GraphRuntime
 from phonograph.runner.step_inputs import KernelRows, StepRows
 from phonograph.runner.step_program import StepOutputs
 from phonograph.sampling.failures import SlotFailures
-from phonograph.scheduling.draft_depths import DraftDepths
+from phonograph.speculation.device_drafts import DeviceDrafts
+from phonograph.speculation.host_drafts import HostDrafts
 
 NO_TOKEN = "the model's logits are not finite"
 
@@ -79,7 +80,7 @@ class Sampling(Protocol):
     lookahead: int
 
     @property
-    def drafts(self) -> DraftDepths | None: ...
+    def drafts(self) -> HostDrafts | DeviceDrafts | None: ...
 
     def plan(self, rows: StepRows) -> SamplingPlan:
         """Decide which sampler takes each row, before the step is written."""

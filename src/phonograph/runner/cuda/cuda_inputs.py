@@ -19,9 +19,9 @@ from phonograph.core.batch import BlockAppend, ScheduledBatch
 from phonograph.core.blocks import blocks_for
 from phonograph.graphs.modes import GraphKey
 from phonograph.kernels.triton.sampling.sample import make_sample_scratch
-from phonograph.kernels.triton.step.accept import accept
-from phonograph.kernels.triton.step.ngram import propose_ngrams
+from phonograph.kernels.triton.step.accept_drafts import accept
 from phonograph.kernels.triton.step.prepare import apply_appends, prepare
+from phonograph.kernels.triton.step.prompt_lookup import propose_ngrams
 from phonograph.kernels.triton.step.step_layout import SlotState, StepLayout
 from phonograph.runner.cuda.pinned import PinnedWords
 from phonograph.runner.step_inputs import KernelRows, PaddedViews, StepRows, SyntheticBatch, metadata_of, padded_views
@@ -171,8 +171,8 @@ class CudaInputs:
             logits_rows_L=self.logits_rows,
         )
 
-    def accept(self, tokens_L: torch.Tensor, *, num_reqs: int) -> None:
-        """Launch the kernel that accepts drafts, behind the sampling of a padded shape."""
+    def accept(self, tokens_L: torch.Tensor, *, num_reqs: int, synthetic_K: torch.Tensor | None = None) -> None:
+        """Launch the kernel that accepts drafts, behind the sampling of a padded shape; see `accept_drafts`."""
         accept(
             self._staging,
             self._layout,
@@ -182,6 +182,7 @@ class CudaInputs:
             input_ids_T=self.input_ids,
             counts_R=self.counts,
             history_RM=self.history,
+            synthetic_K=synthetic_K,
         )
 
     def propose_ngrams(self, tokens_L: torch.Tensor, *, num_reqs: int, shortest: int, longest: int) -> None:

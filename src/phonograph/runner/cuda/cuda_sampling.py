@@ -18,7 +18,7 @@ import torch
 from phonograph.core.batch import ScheduledBatch, StepOutput
 from phonograph.graphs.dispatch import Decision
 from phonograph.graphs.runtime import GraphRuntime
-from phonograph.kernels.triton.step.accept import DRAFTS_SHIFT
+from phonograph.kernels.triton.step.accept_drafts import DRAFTS_SHIFT
 from phonograph.runner.cuda.cuda_inputs import CudaInputs
 from phonograph.runner.cuda.masked_sampling import MaskedSampling
 from phonograph.runner.cuda.token_ring import TokenRing

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_options
-from phonograph.kernels.triton.sampling.scan import NOT_SAMPLED
+from phonograph.kernels.triton.sampling.scan import NOT_SAMPLED, descend
 from phonograph.kernels.triton.step.step_layout import SlotState, StepLayout
 
 DRAFTS_SHIFT = 8
@@ -36,6 +36,7 @@ def accept(
     input_ids_T: torch.Tensor,
     counts_R: torch.Tensor,
     history_RM: torch.Tensor,
+    synthetic_K: torch.Tensor | None = None,
 ) -> None:
     """Count the tokens that each sequence gets, and write the state of its slot.
 
@@ -49,6 +50,8 @@ def accept(
         counts_R: int32, written by row of the batch: the tokens that a sequence gets, see `DRAFTS_SHIFT`; 1 where the
             step did not sample it
         history_RM: int32, tokens of each slot; the new ones are appended
+        synthetic_K: float32, share of sequences that keep their first 1, 2, ... drafts, whatever these are, for benches
+            with random weights; None to keep what is right
     """
     most_drafts = state.drafts.shape[1]
     _accept_kernel[(num_reqs_padded,)](
@@ -61,9 +64,12 @@ def accept(
         counts_R,
         history_RM,
         history_RM.stride(0),
+        synthetic_K,
         SLOTS=layout.constants["SLOTS"],
         QUERY_STARTS=layout.constants["QUERY_STARTS"],
+        TOKEN_STARTS=layout.constants["TOKEN_STARTS"],
         LENGTHS=layout.constants["LENGTHS"],
+        DRAW_KEYS=layout.constants["DRAW_KEYS"],
         MOST_DRAFTS=most_drafts,
         MOST_TOKENS=history_RM.shape[1],
         ROW_LANES=triton.next_power_of_2(1 + most_drafts),
@@ -83,9 +89,12 @@ def _accept_kernel(
     counts_ptr,
     history_ptr,
     history_stride,
+    synthetic_ptr,
     SLOTS: tl.constexpr,
     QUERY_STARTS: tl.constexpr,
+    TOKEN_STARTS: tl.constexpr,
     LENGTHS: tl.constexpr,
+    DRAW_KEYS: tl.constexpr,
     MOST_DRAFTS: tl.constexpr,
     MOST_TOKENS: tl.constexpr,
     ROW_LANES: tl.constexpr,
@@ -107,17 +116,27 @@ def _accept_kernel(
     index = tl.arange(0, ROW_LANES)
     token = tl.load(tokens_ptr + first + index, mask=index < num_rows, other=-1)
     drafts = drafts_ptr + slot * MOST_DRAFTS
+    # Decodes of synthetic batches have tokens, so drafts, from the host.
+    has_all = tl.load(staging + TOKEN_STARTS + row) >= 0
     own = tl.load(drafts + index, mask=index < num_rows - 1, other=-1)
     draft = tl.load(input_ids_ptr + query_start + 1 + index, mask=index < num_rows - 1, other=-1)
     # The run ends with the first row whose draft is another token, or with the last row.
-    ends = (token != draft) | (index >= num_rows - 1)
+    ends = token != draft
+    if synthetic_ptr is not None:
+        draw_key = tl.load((staging + DRAW_KEYS + 2 * first).to(tl.pointer_type(tl.int64)))
+        drawn = (descend(draw_key.to(tl.uint64), tl.full((), 0, tl.uint64)) >> 40).to(
+            tl.float32
+        ) * 5.9604644775390625e-8
+        ends = drawn >= tl.load(synthetic_ptr + index, mask=index < MOST_DRAFTS, other=0.0)
+        has_all = True
+    ends = ends | (index >= num_rows - 1)
     count = tl.min(tl.where(ends, index, ROW_LANES), 0) + 1
     length = tl.load(staging + LENGTHS + first)
     sampled = tl.load(tokens_ptr + first) != _NOT_SAMPLED
     if sampled:
         # Loads of the drafts come first, because the counts end them.
         last = tl.max(tl.where(index == count - 1, token, -1), 0)
-        verified = tl.sum(((own >= 0) & (index < num_rows - 1)).to(tl.int32), 0)
+        verified = tl.sum((((own >= 0) | has_all) & (index < num_rows - 1)).to(tl.int32), 0)
         tl.store(counts_ptr + row, count + (verified << _SHIFT))
         tl.store(last_token_ptr + slot, tl.maximum(last, 0))
         tl.store(num_computed_ptr + slot, length - 1 + count)

@@ -1,0 +1,105 @@
+"""Speculation on a GPU: the tokens of plain decoding, graphs equal to eager, a hot path without waits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from device_checks import no_wait_or_allocation
+
+from demo_tasks.tasks import problems
+from phonograph.core.sampling_params import SamplingParams
+from phonograph.engine.llm import LLM
+from phonograph.engine.outputs import RequestOutput
+from phonograph.errors import ConfigError
+
+pytestmark = pytest.mark.gpu
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 4}
+GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+KINDS = {
+    "greedy": GREEDY,
+    "drawn": SamplingParams(max_tokens=40, temperature=1.2, seed=5, ignore_eos=True),
+    "filtered": SamplingParams(max_tokens=40, temperature=0.9, top_p=0.8, top_k=30, seed=6, ignore_eos=True),
+}
+
+
+def make_llm(**settings: Any) -> LLM:
+    limits = {"max_num_seqs": 16, "num_kv_blocks": 2048, "max_num_batched_tokens": 256}
+    return LLM(**{"model": "demo", "device": "cuda", "max_cudagraph_capture_size": 128, **limits, **settings})
+
+
+def prompts(llm: LLM) -> list[list[int]]:
+    """Return questions of the demo model, half of them behind themselves, so that answers repeat what was said."""
+    asked = [llm.encode_chat([{"role": "user", "content": problem.question}]) for problem in problems(4, 24)]
+    return [one * 2 if index % 2 else one for index, one in enumerate(asked)]
+
+
+def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [one.token_ids for output in outputs for one in output.outputs]
+
+
+@pytest.fixture(scope="module")
+def drafting() -> LLM:
+    return make_llm(speculative_config=NGRAM)
+
+
+@pytest.mark.parametrize("backend", ["triton", "flash_attn"])
+def test_tokens_are_bit_by_bit_those_of_plain_decoding(backend: str) -> None:
+    settings = {"attention_backend": backend, "batch_invariant": True}
+    try:
+        plain, drafting = make_llm(**settings), make_llm(**settings, speculative_config=NGRAM)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    for name, params in KINDS.items():
+        wanted, found = (tokens_of(llm.generate(prompts(llm), params)) for llm in (plain, drafting))
+        assert found == wanted, name
+    counts = drafting.engine.core.scheduler.stats.drafts
+    assert 0 < counts.accepted < counts.verified
+
+
+@pytest.mark.parametrize("mode", ["FULL", "FULL_AND_PIECEWISE", "FULL_DECODE_ONLY", "PIECEWISE", "NONE"])
+def test_answers_begin_as_those_of_plain_decoding(mode: str, drafting: LLM) -> None:
+    plain = make_llm()
+    llm = drafting if mode == "FULL" else make_llm(speculative_config=NGRAM, cudagraph_mode=mode)
+    pairs = zip(*(tokens_of(one.generate(prompts(one), GREEDY)) for one in (plain, llm)), strict=True)
+    same = sum(wanted[:12] == found[:12] for wanted, found in pairs)
+    assert same >= 21, f"{same} of 24 answers"
+
+
+@pytest.mark.parametrize("mode", ["FULL", "FULL_AND_PIECEWISE"])
+def test_every_graph_equals_eager_bit_by_bit(mode: str, drafting: LLM) -> None:
+    llm = drafting if mode == "FULL" else make_llm(speculative_config=NGRAM, cudagraph_mode=mode)
+    report = llm.verify(num_replays=400)
+    assert report.ok, [str(mismatch) for mismatch in report.mismatches[:5]]
+    assert any(key.query_len == 5 for key in report.replays)
+
+
+def test_the_hot_path_neither_waits_nor_allocates(drafting: LLM) -> None:
+    params = SamplingParams(max_tokens=200, ignore_eos=True, temperature=0.0, detokenize=False)
+    for prompt in prompts(drafting)[:8]:
+        drafting.session.add(prompt, params)
+    core = drafting.engine.core
+    for _ in range(6):
+        core.step()
+    with no_wait_or_allocation():
+        for _ in range(16):
+            core.step()
+    while drafting.session.has_unfinished:
+        drafting.session.step()
+
+
+def test_nothing_is_compiled_while_serving(drafting: LLM) -> None:
+    from triton import knobs
+
+    compiled: list[str] = []
+    before = knobs.runtime.jit_post_compile_hook
+    knobs.runtime.jit_post_compile_hook = lambda **facts: compiled.append(facts["repr"])
+    try:
+        several = [[5 + token % 50 for token in range(length)] for length in (1, 3, 17, 100, 300, 700)]
+        for params in KINDS.values():
+            drafting.generate(several, params)
+            drafting.generate(several[:1], params)
+    finally:
+        knobs.runtime.jit_post_compile_hook = before
+    assert not compiled
