@@ -59,6 +59,16 @@ LINES = {
     "bench -h": "bench -h",
     "eval run -m hf -b 4 -f 3": "eval run -m hf -b 4 -f 3",
     "run-batch -i in -o out --format x": "run-batch -i in -o out --format x",
+    "serve demo --api-key a b c --port 1": "serve demo --api-key a,b,c --port 1",
+    "serve demo --api-key a --port 1 --api-key=b": "serve demo --api-key a,b --port 1",
+    "serve --api-key a --api-key b demo": "serve --api-key a,b demo",
+    "serve demo --served-model-name a b --admin-api-key c --admin-api-key d": "serve demo --served-model-name a,b "
+    "--admin-api-key c,d",
+    "serve demo --api-key=a": "serve demo --api-key a",
+    "serve demo --api-key a --api-key": "serve demo --api-key a --api-key",
+    "serve --api-key a demo": "serve --api-key a demo",
+    "chat demo --api-key a hi": "chat demo --api-key a hi",
+    "serve demo --api-key": "serve demo --api-key",
     "help": "--help",
     "serve --help=max-num-seqs": "serve --help",
     "version": "--version",
@@ -148,3 +158,11 @@ def test_a_client_without_a_model_asks_the_local_server(
 def test_a_model_with_the_address_of_the_hub(prefix: str) -> None:
     assert EngineConfig(model=f"{prefix}owner/repo:Q4_K_M").model == "owner/repo:Q4_K_M"
     assert EngineConfig(model="hf.co/").model == "hf.co"
+
+
+def test_a_server_takes_several_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys: list[tuple[str, ...]] = []
+    monkeypatch.setattr("phonograph.server.http.run.serve", lambda _, server, *__: keys.append(server.api_key) or 0)
+    for line in ("demo --api-key a b", "demo --api-key a --api-key b", "--api-key=a --api-key b demo"):
+        assert main(["serve", *line.split()]) == 0
+    assert keys == [("a", "b")] * 3

@@ -160,6 +160,8 @@ SERVER_ABSENT_FLAGS: Mapping[str, str] = {
 }
 """The same of a server."""
 HELP = ("-h", "--help")
+LISTS = ("--api-key", "--admin-api-key", "--served-model-name")
+"""Flags of a server with several values."""
 TYPE = "Q4_K_M"
 """Type of a GGUF file of the hub that llama.cpp takes by default."""
 
@@ -206,6 +208,8 @@ def our_words(words: Sequence[str]) -> OurWords:
             found.words.append(name)  # vLLM's help has parts.
         elif word in flags:
             found.words += _flag(word, flags[word], rest, found.notes)
+        elif name in LISTS and found.words[0] == "serve":
+            _add_values(found, word, rest, several=not words[1].startswith("-"))
         elif word in NO_EFFECT:
             found.notes.append(f"{word} has no effect here: {NO_EFFECT[word]}")
         elif name in VALUES_WITHOUT_EFFECT:
@@ -235,6 +239,21 @@ def _tables(words: Sequence[str]) -> tuple[Mapping[str, str], Mapping[str, str]]
     if words[0] == "serve":
         return FLAGS, {**ABSENT_FLAGS, **SERVER_ABSENT_FLAGS}
     return (FLAGS, ABSENT_FLAGS) if words[0] in COMMANDS_WITH_FLAGS else None
+
+
+def _add_values(found: OurWords, word: str, rest: deque[str], *, several: bool) -> None:
+    """Join the values of a flag, which may be there several times.
+
+    With `several`, it has each word up to the next flag. Without a model before it, the next word may be the model.
+    """
+    flag, equals, value = word.partition("=")
+    values = [value] if equals else _value(rest)
+    while several and rest and not rest[0].startswith("-"):
+        values += _value(rest)
+    if values and flag in found.words:
+        found.words[found.words.index(flag) + 1] += f",{','.join(values)}"
+    else:
+        found.words += [flag, *([",".join(values)] if values else ())]
 
 
 def _share_context(found: OurWords, typed: Sequence[str]) -> None:

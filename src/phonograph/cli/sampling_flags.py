@@ -56,7 +56,8 @@ class SamplingFlags:
         values["seed"] = values.pop("sampling_seed")
         values["stop"] = values["stop"] or ()
         values["stop_token_ids"] = values["stop_token_ids"] or ()
-        grammar = _grammar(values.pop("grammar_file"))
+        del values["grammar_file"]
+        grammar = _grammar(self.grammar_file)
         values["structured_outputs"] = None if grammar is None else StructuredOutputs(grammar=grammar)
         return SamplingParams(**values, n=n, logprobs=logprobs)
 
