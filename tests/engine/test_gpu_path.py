@@ -186,8 +186,10 @@ def test_a_draft_model_that_is_the_model_is_always_right(temperature: float, tmp
         finish(session, *several)
         outputs.append(several)
     counts = engine.core.scheduler.stats.drafts
+    report = verify(engine.make_subject(), num_replays=8, seed=0)
+    assert report.ok, report.mismatches
     assert [one.outputs[0].token_ids for one in outputs[0]] == [one.outputs[0].token_ids for one in outputs[1]]
-    assert counts.verified > 20 and counts.accepted >= counts.verified - 2
+    assert counts.verified > 20 and counts.accepted >= 0.85 * counts.verified
 
 
 def test_drafts_behind_the_end_read_nothing_but_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,6 +96,7 @@ def test_few_layers_are_the_ends_and_each_kind_with_its_neighbours(
     program: Any = SimpleNamespace(
         attention=SimpleNamespace(layers=layers),
         model=SimpleNamespace(only_layers=only_layers, spec=SimpleNamespace(layers=specs)),
+        passes=None,
     )
     with StepProgram.few_layers(program):
         assert found == [expected]
@@ -107,6 +108,10 @@ def test_few_layers_are_the_ends_and_each_kind_with_its_neighbours(
     ]
     with StepProgram.few_layers(program):
         assert found[1] == [0, 1, 2, 4]
+    # So are the layers of a draft model.
+    program.passes = SimpleNamespace(model=program.model, layers=program.attention.layers[:2])
+    with StepProgram.few_layers(program):
+        assert found[2:] == [[0, 1, 2, 4], [0, 1, 4]]
 
 
 def test_all_layers_are_back_after_few() -> None:

@@ -44,7 +44,7 @@ from phonograph.kernels.triton.experts.expert_results import add_results
 from phonograph.kernels.triton.experts.route import route
 from phonograph.kernels.triton.gemm.product import CLAMPED_SWIGLU, GELU, SILU
 from phonograph.kernels.triton.sampling import bitmask, sample
-from phonograph.kernels.triton.step import accept_drafts, pinned_words, prepare, prompt_lookup
+from phonograph.kernels.triton.step import accept_drafts, draft_rows, pinned_words, prepare, prompt_lookup
 from phonograph.kernels.triton.step.step_layout import SlotState, StepLayout
 
 CPU, BF16, FP8 = torch.device("cpu"), torch.bfloat16, torch.float8_e4m3fn
@@ -120,6 +120,12 @@ def launch_others() -> None:
                 positions_T=longs(64), slot_mappings_GT=longs(groups, 64), query_start_loc=ints(9), seq_lens_R=ints(8),
                 block_tables_GRN=ints(groups, 8, 32), logits_rows_L=longs(logits),
             )  # fmt: skip
+    rows = draft_rows.DraftRows.make(max_num_seqs=8, max_num_tokens=64, device=CPU)
+    of_passes = {"block_size": 16, "num_reqs_padded": 8, "block_table_RN": ints(8, 32)}
+    draft_rows.first_pass(
+        *step, rows, num_tokens_padded=64, tokens_L=ints(32), input_ids_T=ints(64), seq_lens_R=ints(8), **of_passes
+    )
+    draft_rows.next_pass(state, rows, index=1, **of_passes)
     behind = {"num_reqs_padded": 8, "tokens_L": ints(32), "history_RM": ints(8, 100)}
     for shares in (None, torch.zeros(3)):
         accept_drafts.accept(*step, input_ids_T=ints(64), counts_R=ints(8), synthetic_K=shares, **behind)

@@ -30,6 +30,7 @@ import test_attention_decode as decode
 import test_attention_prefill_hopper as hopper_prefill
 import test_cascade as cascade
 import test_dequantize as dequantized
+import test_draft_rows as draft_rows
 import test_drafts_on_device as drafts
 import test_expert_fp4 as experts_fp4
 import test_expert_kernels as experts
@@ -154,6 +155,7 @@ def run_all(device: torch.device) -> None:
     for sizes in ((4,), (4, 8, 2)):
         test_prepare.test_steps_of_mixed_batches(device, sizes)
     test_prepare.test_appends_ahead(device)
+    draft_rows.test_rows_of_all_passes(device, 40)
     drafts.test_runs_and_state_are_those_of_the_host(device, 3)
     drafts.test_lookups_are_those_of_the_host(device, 1, 4, 2)
     test_split_batch.test_cut(5, 1)

@@ -52,6 +52,7 @@ from phonograph.kernels.triton.gemm.product_plan import (
 from phonograph.kernels.triton.sampling.bitmask import mask_logits
 from phonograph.kernels.triton.sampling.sample import make_sample_scratch, sample
 from phonograph.kernels.triton.step.accept_drafts import accept
+from phonograph.kernels.triton.step.draft_rows import DraftRows, first_pass, next_pass
 from phonograph.kernels.triton.step.prepare import apply_appends, prepare
 from phonograph.kernels.triton.step.prompt_lookup import propose_ngrams
 from phonograph.kernels.triton.step.step_layout import SlotState, StepLayout
@@ -287,7 +288,18 @@ def walk_drafts(place: Place, device: torch.device) -> list[torch.Tensor]:
     shape = {"num_reqs_padded": ROWS, "tokens_L": tokens, "history_RM": history}
     accept(*common, input_ids_T=ids, counts_R=counts, **shape)
     propose_ngrams(*common, shortest=2, longest=4, **shape)
-    return [history, counts, state.drafts, state.num_computed, state.last_token]
+    rows = DraftRows.make(max_num_seqs=ROWS, max_num_tokens=3 * ROWS, device=device)
+    table = place(torch.arange(8 * ROWS, dtype=torch.int32).view(ROWS, 8).to(device))
+    of_passes = {"block_size": 4, "num_reqs_padded": ROWS, "block_table_RN": table}
+    lens = torch.full((ROWS,), 22, dtype=torch.int32, device=device)
+    state.parameters[:, 7] = 30
+    first_pass(
+        *common, rows, num_tokens_padded=3 * ROWS, tokens_L=tokens, input_ids_T=ids, seq_lens_R=lens, **of_passes
+    )
+    first = rows.slot_mapping.clone()
+    next_pass(state, rows, index=0, **of_passes)
+    states = state.drafts, state.num_computed, state.last_token
+    return [history, counts, *states, first, rows.slot_mapping]
 
 
 def walk_merge_of_cascade(place: Place, device: torch.device) -> list[torch.Tensor]:
@@ -391,7 +403,13 @@ WALKS: dict[str, tuple[Walk, tuple[str, ...]]] = {
         ("page_indices._indices_kernel", "cascade._cut_kernel", "prepare._append_kernel"),
     ),
     "prepare": (walk_prepare, ("prepare._prepare_kernel",)),
-    "drafts": (walk_drafts, ("accept_drafts._accept_kernel", "prompt_lookup._ngram_kernel")),
+    "drafts": (
+        walk_drafts,
+        (
+            *("accept_drafts._accept_kernel", "prompt_lookup._ngram_kernel"),
+            *("draft_rows._first_rows_kernel", "draft_rows._next_row_kernel"),
+        ),
+    ),
     "merge of a cascade": (walk_merge_of_cascade, ("cascade._merge_kernel",)),
     "KV writes": (walk_kv_writes, KV_KERNELS),
     "embeddings in layers": (

@@ -72,6 +72,7 @@ class CpuInputs:
         self.logits_rows = torch.from_numpy(self.logits_rows_np)
         self.prefix_len = torch.from_numpy(self.prefix_len_np)
         self.num_logits = torch.from_numpy(self.num_logits_np)
+        self.drafts = torch.empty((max_num_seqs, 0), dtype=torch.int32)
         # query_start_loc of a batch of single tokens.
         self._counting = np.arange(max_num_seqs + 1, dtype=np.int32)
 

@@ -115,6 +115,10 @@ class Runner:
         self._program.build(self._builder, commons, key)
         self._prepared_for = key
 
+    def step_drafts(self) -> torch.Tensor:
+        """Return the drafts that the last step left in the slots of its synthetic batch, int32 [N, K]."""
+        return self._inputs.drafts[: len(self.synthetic.latest.query_lens)]
+
     def block_table(self, layer: int) -> torch.Tensor:
         """Return the block table that a layer reads in the step that was prepared."""
         return self._program.attention.block_table(layer)

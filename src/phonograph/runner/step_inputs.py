@@ -177,6 +177,7 @@ class Inputs(Protocol):
     block_tables, slot_mappings: likewise, of each KV group
     query_start_loc: int32 [R+1], see `CommonMetadata`
     num_logits:  int32 [1], rows of logits of the step without padding
+    drafts:      int32 [R, K], drafts that a step leaves in the slots; K is 0 where the host makes them
     """
 
     input_ids: torch.Tensor
@@ -187,6 +188,9 @@ class Inputs(Protocol):
     block_tables: tuple[torch.Tensor, ...]
     slot_mappings: tuple[torch.Tensor, ...]
     num_logits: torch.Tensor
+
+    @property
+    def drafts(self) -> torch.Tensor: ...
 
     def take_over(self, batch: ScheduledBatch, failures: SlotFailures) -> None:
         """Load the sequences that start with this step.

@@ -8,14 +8,15 @@ the device for the next step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 import torch
 
+from phonograph.attention.backend import AttentionLayer
 from phonograph.attention.metadata import CommonMetadata
 from phonograph.graphs.modes import GraphKey
 from phonograph.models.transformer import Transformer
@@ -44,6 +45,7 @@ class Passes(Protocol):
     """Passes of a draft model behind the sampling of a step."""
 
     model: Transformer
+    layers: Sequence[AttentionLayer]
 
     def build(self, commons: Sequence[CommonMetadata], key: GraphKey | None) -> None:
         """Build the attention metadata of the passes; see `StepProgram.build`."""
@@ -148,20 +150,33 @@ class StepProgram:
         if self.passes is not None:
             self.passes.build(commons, key)
 
-    def few_layers(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def few_layers(self) -> Generator[None]:
         """Return a context in which `run` launches every kernel of its shape, but computes few layers.
 
-        These are layers of each kind, and two neighbours for each pair of kinds, because the kernel before a product
-        depends on the product; of each kind of attention, the first. The outputs are meaningless.
+        The outputs are meaningless.
         """
-        layers, specs = self.attention.layers, self.model.spec.layers
-        attentions: dict[tuple[object, ...], int] = {}
-        for layer in layers:
-            # A library may read a layer's scale tensors once, which must not happen in a capture.
-            values = (getattr(layer, field.name) for field in fields(layer) if field.name != "index")
-            kind = tuple(id(value) if isinstance(value, torch.Tensor) else value for value in values)
-            attentions.setdefault(kind, layer.index)
-        last = len(specs) - 1
-        pairs = {(one.kind, other.kind): index for index, (one, other) in reversed([*enumerate(pairwise(specs))])}
-        neighbours = {index + side for index in pairs.values() for side in (0, 1)}
-        return self.model.only_layers(sorted({0, last, *attentions.values(), *neighbours}))
+        with ExitStack() as stack:
+            stack.enter_context(self.model.only_layers(_few_layers(self.model, self.attention.layers)))
+            if self.passes is not None:
+                model = self.passes.model
+                stack.enter_context(model.only_layers(_few_layers(model, self.passes.layers)))
+            yield
+
+
+def _few_layers(model: Transformer, layers: Sequence[AttentionLayer]) -> list[int]:
+    """Return layers that launch all kernels of a model.
+
+    These are layers of each kind, and two neighbours for each pair of kinds, because the kernel before a product
+    depends on the product; of each kind of attention, the first.
+    """
+    specs = model.spec.layers
+    attentions: dict[tuple[object, ...], int] = {}
+    for layer in layers:
+        # A library may read a layer's scale tensors once, which must not happen in a capture.
+        values = (getattr(layer, field.name) for field in fields(layer) if field.name != "index")
+        kind = tuple(id(value) if isinstance(value, torch.Tensor) else value for value in values)
+        attentions.setdefault(kind, layer.index)
+    pairs = {(one.kind, other.kind): index for index, (one, other) in reversed([*enumerate(pairwise(specs))])}
+    neighbours = {index + side for index in pairs.values() for side in (0, 1)}
+    return sorted({0, len(specs) - 1, *attentions.values(), *neighbours})

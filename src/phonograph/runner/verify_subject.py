@@ -108,6 +108,7 @@ class RunnerSubject:
             runner.prepare(self._commons, key)
             outputs = run(key)
             results = {name: tensor.clone() for name, tensor in outputs._asdict().items()}
+            results["drafts"] = runner.step_drafts().clone()
             for index, ((blocks, offsets), group) in enumerate(zip(places, self._groups, strict=True)):
                 written = [self._kv_caches[layer][:, blocks, offsets].float() for layer in group.layers]
                 results[self._name("kv", index)] = torch.stack(written)

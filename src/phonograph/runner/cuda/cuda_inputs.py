@@ -110,6 +110,11 @@ class CudaInputs:
         # By slot: token ids that the host has.
         self._tokens: dict[int, np.ndarray] = {}
 
+    @property
+    def drafts(self) -> torch.Tensor:
+        """Drafts of each slot, int32 [R, K]."""
+        return self.state.drafts
+
     def take_over(self, batch: ScheduledBatch, failures: SlotFailures) -> None:
         """Keep the token ids of sequences that start; appended blocks travel with the step."""
         for new in batch.new:

@@ -50,7 +50,7 @@ class DraftPasses:
         max_num_tokens: int,
         max_model_len: int,
     ) -> None:
-        self.model = model
+        self.model, self.layers = model, layers
         self._inputs = inputs
         self._block_size, self._max_model_len = block_size, max_model_len
         max_num_seqs, self._most_drafts = inputs.state.drafts.shape

@@ -116,7 +116,7 @@ def first_pass(
     """
     constants, block = layout.constants, 256 if num_tokens_padded <= 1024 else 1024
     names = "SLOTS", "QUERY_STARTS", "START_AT"
-    _first_kernel[(num_reqs_padded, triton.cdiv(num_tokens_padded, block))](
+    _first_rows_kernel[(num_reqs_padded, triton.cdiv(num_tokens_padded, block))](
         staging,
         state.last_token,
         state.num_computed,
@@ -156,7 +156,7 @@ def next_pass(
         num_reqs_padded: requests of the graph
         block_table_RN: int32, blocks of the sequences of the step
     """
-    _next_kernel[(num_reqs_padded,)](
+    _next_row_kernel[(num_reqs_padded,)](
         state.num_computed,
         state.parameters,
         state.drafts,
@@ -180,7 +180,7 @@ def _draw_key(parameters, length):
 
 
 @triton.jit(do_not_specialize=["num_reqs_padded", "num_tokens_padded"])
-def _first_kernel(
+def _first_rows_kernel(
     staging,
     last_token_ptr,
     num_computed_ptr,
@@ -278,7 +278,7 @@ def _first_kernel(
 
 
 @triton.jit(do_not_specialize=["index"])
-def _next_kernel(
+def _next_row_kernel(
     num_computed_ptr,
     parameters_ptr,
     drafts_ptr,
