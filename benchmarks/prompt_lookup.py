@@ -215,9 +215,9 @@ def _summary(rounds: list[Round], plain: list[Round]) -> dict[str, Any]:
 def _print(result: dict[str, Any]) -> None:
     for name, one in result["engines"].items():
         print(
-            f"{result['workload']:9} {result['requests']} {name:11} {one['tokens_a_second']:7.1f} tokens/s "
-            f"{one['ratio']:.2f} {one['by_the_clock']} accepted {one['accepted']} of {one['drafts']}, length {one['accepted_length']}, "
-            f"{one['answers_as_without']} answers as without",
+            f"{result['workload']:9} {result['requests']} {name:11} {one['tokens_a_second']:7.1f} tokens/s, "
+            f"ratio {one['ratio']:.2f}, by the clock {one['by_the_clock']}, accepted {one['accepted']} of "
+            f"{one['drafts']}, length {one['accepted_length']}, {one['answers_as_without']} answers as without",
             flush=True,
         )
     for one in result.get("lookups", []):
