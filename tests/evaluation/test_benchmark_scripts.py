@@ -151,7 +151,7 @@ def test_replayed_lookups(benchmark_script: Load) -> None:
     sequence = [1, 2, 7, 1, 2, 8, 1, 2, 8, 9]
     assert replay([(sequence, 7)], 2, (2, 2), latest=True) == 2.0
     assert replay([(sequence, 7)], 2, (2, 2), latest=False) == 1.0
-    assert replay([([5] * 12, 3)], 4, (1, 3), latest=False) == 8 / 2
+    assert replay([([5] * 12, 3)], 4, (1, 3), latest=False) == 8 / 3
     assert replay([([*range(9)], 3)], 4, (1, 3), latest=False) == 1.0
 
 
