@@ -146,7 +146,7 @@ def test_prompt_lookup(benchmark_script: Load, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_replayed_lookups(benchmark_script: Load) -> None:
-    """Of equal matches the earliest is followed by 7, the latest by 8."""
+    """The earliest of equal matches is followed by 7, the latest by 8."""
     replay = benchmark_script("prompt_lookup").replay
     sequence = [1, 2, 7, 1, 2, 8, 1, 2, 8, 9]
     assert replay([(sequence, 7)], 2, (2, 2), latest=True) == 2.0
