@@ -35,6 +35,29 @@ def test_turns_of_a_pipe_keep_the_history(run_json: Any, demo: list[str], type_l
     assert sum(again["steps"].values()) == len(again["token_ids"]), "steps are those of the turn"
 
 
+@pytest.mark.parametrize("end", ["/exit", "/bye"])
+def test_a_command_ends_the_conversation(end: str, run_json: Any, demo: list[str], type_lines: Any) -> None:
+    type_lines(end, FIRST)
+    assert run_json("chat", *demo) == []
+
+
+@pytest.mark.parametrize(
+    ("lines", "turns"),
+    [
+        (['"""Tom has', "12 apples.", '  """', "Hi"], ["Tom has\n12 apples.", "Hi"]),
+        (['"""One line."""', "Hi"], ["One line.", "Hi"]),
+        (['"""', "/exit", "", '9"""'], ["/exit\n\n9"]),
+        (['""""""', '"""', '"""', "Hi"], ["Hi"]),
+        (['"""No end', "/clear"], ["No end\n/clear"]),
+    ],
+)
+def test_a_turn_of_several_lines(
+    lines: list[str], turns: list[str], run_json: Any, demo: list[str], type_lines: Any
+) -> None:
+    type_lines(*lines)
+    assert [answer["prompt"] for answer in run_json("chat", *demo, "--max-tokens", "1")] == turns
+
+
 def test_the_system_message_comes_first_and_survives_clear(run_json: Any, demo: list[str], type_lines: Any) -> None:
     type_lines(FIRST)
     (plain,) = run_json("chat", *demo, "--max-tokens", "1")

@@ -10,9 +10,11 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import run
 
 from phonograph.cli.app import main
 from phonograph.cli.commands import generate as generate_module
@@ -217,6 +219,9 @@ def test_flags_become_sampling_parameters(monkeypatch: pytest.MonkeyPatch) -> No
         (["--token-ids", "1,b"], "token_ids='1,b': must be token ids"),
         (["x", "--max-token", "3"], "Did you mean --max-tokens?"),
         (["x", "--stop", ""], "stop='': each stop must be a non-empty string"),
+        (["x", "--grammar-file", "absent.gbnf"], "grammar_file='absent.gbnf': cannot be read: No such file"),
+        (["x", "--grammar-file", os.devnull], "grammar='': must be a non-empty string"),
+        (["x", "--grammar-file", sys.executable], "cannot be read: 'utf-8' codec can't decode"),
     ],
 )
 def test_an_error_is_printed_before_an_engine_starts(
@@ -227,6 +232,16 @@ def test_an_error_is_printed_before_an_engine_starts(
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1
     assert says in captured.err
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_a_grammar_of_a_file_holds_the_output(
+    command: str, demo: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "answer.gbnf"
+    file.write_text('root ::= "quite " ("blue" | "green")', encoding="utf-8")
+    text = run(capsys, command, *demo, "What is the sky?", "--grammar-file", str(file))
+    assert text in ("quite blue\n", "quite green\n")
 
 
 def test_text_for_a_model_without_tokenizer_is_refused(tiny: list[str], capsys: pytest.CaptureFixture[str]) -> None:

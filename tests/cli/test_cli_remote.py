@@ -6,6 +6,7 @@ import io
 import json
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from commands import run, run_json
@@ -130,13 +131,17 @@ def test_answers_that_fail(script: Script, said: str, capsys: pytest.CaptureFixt
     assert said in capsys.readouterr().err
 
 
-def test_parameters_are_sent_only_if_they_differ_from_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+def test_parameters_are_sent_only_if_they_differ_from_the_defaults(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """Servers of other makers refuse some by name."""
     script: Script = [OK, events({"choices": [{"index": 0, "delta": {"content": "ab"}, "finish_reason": "stop"}]})]
     with scripted(lambda _: script) as server:
         assert run(capsys, "generate", "Hi", "--url", server.url) == "ab\n"
         run(capsys, "generate", "Hi", "--url", server.url, "--top-k", "5", "--stop", "x", "--sampling-seed", "7")
-    plain, more = server.bodies
+        (tmp_path / "a.gbnf").write_text('root ::= "a"')
+        run(capsys, "generate", "Hi", "--url", server.url, "--grammar-file", str(tmp_path / "a.gbnf"))
+    plain, more, grammar = server.bodies
     assert plain == {
         "messages": [{"role": "user", "content": "Hi"}],
         "model": "scripted",
@@ -146,4 +151,5 @@ def test_parameters_are_sent_only_if_they_differ_from_the_defaults(capsys: pytes
         "max_tokens": 256,
     }
     assert more == {**plain, "top_k": 5, "stop": ["x"], "seed": 7}
+    assert grammar == {**plain, "structured_outputs": {"grammar": 'root ::= "a"'}}
     assert b"authorization: bearer secret" in server.heads[0].lower()

@@ -13,6 +13,7 @@ import pytest
 from phonograph.cli.app import COMMANDS, app, main
 from phonograph.cli.options import ENGINE_FIELDS, SERVER_FIELDS
 from phonograph.config.engine_config import EngineConfig
+from phonograph.config.sources import OTHER_VARIABLES
 from phonograph.config.vllm_flag_table import (
     ALWAYS,
     MISSING,
@@ -71,7 +72,7 @@ def test_the_page_has_every_flag_once() -> None:
 
 
 def test_variables_that_replace_vllms_exist() -> None:
-    names = {f"PHONOGRAPH_{name.upper()}" for name in {**ENGINE_FIELDS, **SERVER_FIELDS}}
+    names = {f"PHONOGRAPH_{name.upper()}" for name in {**ENGINE_FIELDS, **SERVER_FIELDS}} | set(OTHER_VARIABLES)
     assert {ours.partition(",")[0] for ours in VARIABLES.values() if ours.startswith("PHONOGRAPH")} <= names
 
 
@@ -109,6 +110,7 @@ def test_each_flag_of_the_table_is_explained_where_it_is_unknown(
             "Unknown option: --temprature. temperature is a sampling parameter: SamplingParams, requests and the "
             "command generate take it",
         ),
+        (["serve", "demo", "--brink"], "Unknown option: --brink."),
         (["generate", "demo", "a", "--temprature", "1"], "Unknown option: --temprature. Did you mean --temperature?"),
         # Its place is in another command.
         (["explain", "demo", "--random-input-len", "9"], "Unknown option: --random-input-len."),

@@ -169,6 +169,30 @@ def test_an_automatic_context_in_a_flag_goes_before_the_number_of_the_file(auto:
     assert parsed_by_the_command_line(["demo", "--max-model-len", auto]).max_model_len is None
 
 
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("32k", 32_000),
+        ("32K", 32_768),
+        ("25.6k", 25_600),
+        ("1m", 10**6),
+        ("1M", 2**20),
+        ("2G", 2**31),
+        ("1.5t", 15 * 10**11),
+    ],
+)
+def test_numbers_have_suffixes_in_every_source(text: str, number: int, tmp_path: Path) -> None:
+    assert load(f"model: demo\nkv_cache_memory_bytes: {text}\n", tmp_path).kv_cache_memory_bytes == number
+    assert load("model: demo", tmp_path, flags={"kv_cache_memory_bytes": text}).kv_cache_memory_bytes == number
+    assert load("model: demo", tmp_path, PHONOGRAPH_KV_CACHE_MEMORY_BYTES=text).kv_cache_memory_bytes == number
+
+
+@pytest.mark.parametrize("text", ["1.5K", "k", "1kb", "0.0001k", "1 k", "-1k", "1P"])
+def test_other_suffixes_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="kv_cache_memory_bytes='.*': must be a whole number >= 1"):
+        EngineConfig(model="demo", kv_cache_memory_bytes=text)
+
+
 @pytest.mark.parametrize("null", ["null", "~", "Null"])
 def test_null_is_the_default_of_every_setting_in_every_source(null: str, tmp_path: Path) -> None:
     names = [name for name in EngineConfig.model_fields if name != "model"]

@@ -111,7 +111,7 @@ def test_runs_and_state_are_those_of_the_host(device: torch.device, drafts: int)
 
 @pytest.mark.parametrize("shares", [[0.0, 0.0, 0.0], [1.0, 1.0, 0.0], [0.8, 0.5, 0.2], [1.0, 1.0, 1.0]])
 def test_synthetic_shares_are_kept(device: torch.device, shares: list[float]) -> None:
-    """Of sequences with all drafts, a share keeps the first, a smaller one the first two; samples do not matter."""
+    """A share of the sequences with all drafts keeps the first, a smaller one the first two; samples do not matter."""
     rng, numbers = np.random.default_rng(3), np.zeros(5)
     for _ in range(60):
         made = Device(3, 40, device)

@@ -92,6 +92,16 @@ def test_a_name_like_those_of_the_package_is_answered_with_them(monkeypatch: pyt
         model_path("llama-3.1-9b")
 
 
+@pytest.mark.parametrize("name", ["llama3.2", "llama3.2:1b", "qwen3", "Qwen/Qwen3", "/qwen3:1b"])
+def test_a_name_of_ollamas_library_is_answered_with_the_form_of_a_name(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: (_ for _ in ()).throw(ConnectionError()))
+    with pytest.raises(ModelError) as caught:
+        model_path(name)
+    assert str(caught.value).endswith(model_files._OLLAMA) == ("/" not in name)
+
+
 @pytest.mark.parametrize("name", ["demmo", "Demo", "dem", "demo1"])
 def test_a_name_like_demo_is_told_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     error = _http(errors.RepositoryNotFoundError, 401)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -18,8 +19,9 @@ import gguf
 import numpy as np
 import pytest
 
+from phonograph.demo import MODEL_DIRECTORY
 from phonograph.errors import ModelError
-from phonograph.files import hub_gguf as module
+from phonograph.files import hub_client
 from phonograph.files.gguf_file import read_gguf
 from phonograph.files.gguf_parts import parts_of
 from phonograph.files.hub_gguf import files_of_type, gguf_reference, gguf_types
@@ -39,7 +41,11 @@ FILES = {
         "b/Model-IQ4_XS.gguf": b"2",
     },
     "owner/plain": {"config.json": b"{}"},
+    "owner/broken": {"m-Q4_0.gguf": bytes(range(250)) * 100_000},
+    "owner/demo": {path.name: path.read_bytes() for path in MODEL_DIRECTORY.iterdir() if path.is_file()},
 }
+BREAKS = "owner/broken"
+"""Repository whose first transfer of a file breaks in the middle."""
 TYPES = "BF16, F16, IQ4_XS, Q4_K_M, Q8_0"
 
 
@@ -53,7 +59,8 @@ class Hub(BaseHTTPRequestHandler):
         self._answer()
 
     def _answer(self) -> None:
-        self.server.asked.append(f"{self.command} {self.path}")  # type: ignore[attr-defined]
+        ranges = self.headers.get("range", "")
+        self.server.asked.append(f"{self.command} {self.path} {ranges}")  # type: ignore[attr-defined]
         path = self.path.partition("?")[0]
         _, _, name = path.partition("/api/models/")
         repo = "/".join((name or path.strip("/")).split("/")[:2])
@@ -70,17 +77,25 @@ class Hub(BaseHTTPRequestHandler):
             siblings = [{"rfilename": file, "size": len(content)} for file, content in files.items()]
             self._send(200, json.dumps({"id": repo, "sha": COMMIT, "siblings": siblings}).encode())
         else:
-            content = files[path.split("/resolve/")[1].split("/", 1)[1]]
+            content = files.get(path.split("/resolve/")[1].split("/", 1)[1])
+            if content is None:
+                self._send(404, b"", {"x-error-code": "EntryNotFound", "x-repo-commit": COMMIT})
+                return
             tags = {"etag": f'"{hashlib.sha1(content).hexdigest()}"', "x-repo-commit": COMMIT}
-            self._send(200, content, tags)
+            start = int(self.headers.get("range", "bytes=0-").removeprefix("bytes=").removesuffix("-"))
+            if start:
+                tags["content-range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
+            breaks = repo == BREAKS and self.command == "GET" and not start
+            self._send(206 if start else 200, content[start:], tags, cut=len(content) // 2 if breaks else None)
+            self.close_connection = breaks or self.close_connection
 
-    def _send(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
+    def _send(self, status: int, body: bytes, headers: dict[str, str] | None = None, cut: int | None = None) -> None:
         self.send_response(status)
         for key, value in {"content-length": str(len(body)), **(headers or {})}.items():
             self.send_header(key, value)
         self.end_headers()
         if self.command == "GET":
-            self.wfile.write(body)
+            self.wfile.write(body[:cut])
 
     def log_message(self, *_: Any) -> None: ...
 
@@ -92,6 +107,22 @@ def hub() -> Iterator[Any]:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield server
         server.shutdown()
+
+
+def with_hub(hub: Any, home: Path, command: list[str], **environment: str) -> tuple[str, str]:
+    """Run Python in a process that has this hub; return what it prints on both streams."""
+    variables = {
+        **os.environ,
+        "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",
+        "HF_HOME": str(home),
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "NO_PROXY": "127.0.0.1",
+        **environment,
+    }
+    command = [sys.executable, *command]
+    result = subprocess.run(command, env=variables, capture_output=True, text=True, check=True, timeout=100)
+    return result.stdout.strip(), result.stderr
 
 
 def found(hub: Any, home: Path, *arguments: str, **environment: str) -> str:
@@ -106,18 +137,7 @@ def found(hub: Any, home: Path, *arguments: str, **environment: str) -> str:
         "except ModelError as error:\n"
         "    print(error)\n"
     )
-    variables = {
-        **os.environ,
-        "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",
-        "HF_HOME": str(home),
-        "HF_HUB_DISABLE_XET": "1",
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-        "NO_PROXY": "127.0.0.1",
-        **environment,
-    }
-    command = [sys.executable, "-c", program, *arguments]
-    result = subprocess.run(command, env=variables, capture_output=True, text=True, check=True, timeout=100)
-    return result.stdout.strip()
+    return with_hub(hub, home, ["-c", program, *arguments], **environment)[0]
 
 
 def test_one_file_is_downloaded_and_found_again_without_network(hub: Any, tmp_path: Path) -> None:
@@ -128,6 +148,42 @@ def test_one_file_is_downloaded_and_found_again_without_network(hub: Any, tmp_pa
     assert found(hub, tmp_path, "owner/repo:Q4_K_M", HF_HUB_OFFLINE="1") == said
     assert found(hub, tmp_path, "owner/repo:Q4_K_M", HF_ENDPOINT="http://127.0.0.1:9") == said
     assert "cannot be reached" in found(hub, tmp_path, "owner/repo:Q8_0", HF_HUB_OFFLINE="1")
+
+
+def test_a_download_goes_on_where_its_connection_broke(hub: Any, tmp_path: Path) -> None:
+    hub.asked.clear()
+    program = "import sys; from phonograph.files.model_files import model_path; print(model_path(sys.argv[1]))"
+    path, _ = with_hub(hub, tmp_path, ["-c", program, f"{BREAKS}:Q4_0"])
+    content = FILES[BREAKS]["m-Q4_0.gguf"]
+    assert Path(path).read_bytes() == content
+    gets = [asked for asked in hub.asked if asked.startswith("GET") and "resolve" in asked]
+    starts = [int(asked.rpartition("bytes=")[2].removesuffix("-")) for asked in gets if "bytes=" in asked]
+    assert len(gets) == 2 and len(starts) == 1 and 0 < starts[0] <= len(content) // 2
+
+
+def test_a_model_is_pulled_with_its_tokenizer_and_listed(hub: Any, tmp_path: Path) -> None:
+    cli = ["-m", "phonograph"]
+    said, notes = with_hub(hub, tmp_path, [*cli, "pull", "owner/demo"])
+    size = len(FILES["owner/demo"]["model.safetensors"])
+    assert said.endswith(f"({size / 2**30:.2f} GiB)") and "of owner/demo, 0.0 GiB, to" in notes
+    found(hub, tmp_path, "owner/repo:Q4_K_M")
+    found(hub, tmp_path, "owner/repo:BF16")
+    listed, _ = with_hub(hub, tmp_path, [*cli, "list", "--json"], HF_HUB_OFFLINE="1")
+    rows = [json.loads(line) for line in listed.splitlines()]
+    assert {row["model"]: row["bytes"] for row in rows} == {
+        "owner/demo": size,
+        "owner/repo:Q4_K_M": 10,
+        "owner/repo:BF16": 10 + 11,
+    }
+    table, _ = with_hub(hub, tmp_path, [*cli, "ls"], HF_HUB_OFFLINE="1")
+    assert re.search(r"^owner/repo:BF16 +0\.00 ", table, flags=re.MULTILINE)
+    again, notes = with_hub(hub, tmp_path, [*cli, "pull", "owner/demo"], HF_ENDPOINT="http://127.0.0.1:9")
+    assert again == said and "of owner/demo" not in notes, "files and tokenizer are there without the network"
+
+
+def test_nothing_downloaded_is_said(hub: Any, tmp_path: Path) -> None:
+    said, notes = with_hub(hub, tmp_path, ["-m", "phonograph", "list"])
+    assert said == "" and "no model was downloaded; `phonograph pull MODEL` does" in notes
 
 
 def test_all_parts_are_downloaded_to_the_folder_of_downloads(hub: Any, tmp_path: Path) -> None:
@@ -154,10 +210,16 @@ def test_what_a_repository_lacks_is_named_with_what_it_has(model: str, said: str
 
 
 def test_a_disk_without_room_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(module.shutil, "disk_usage", lambda _: SimpleNamespace(free=2**30))
+    monkeypatch.setattr(hub_client.shutil, "disk_usage", lambda _: SimpleNamespace(free=2**30))
+
+    def check(sizes: dict[str, int]) -> None:
+        folder = str(tmp_path / "not" / "there")
+        place = {"revision": None, "download_dir": folder}
+        hub_client.check_room("owner/repo", sizes, patterns=["*.gguf"], ignored=["b*"], **place)
+
     with pytest.raises(ModelError, match=r"needs 2.0 GiB, and .* has 1.0 GiB of free space; .*--download-dir"):
-        module._check_room("owner/repo", {"a.gguf": 2**31}, None, str(tmp_path / "not" / "there"))
-    module._check_room("owner/repo", {"a.gguf": 2**29}, None, str(tmp_path))
+        check({"a.gguf": 2**31})
+    check({"a.gguf": 2**29, "b.gguf": 2**31, "c.bin": 2**31})
 
 
 def test_references() -> None:

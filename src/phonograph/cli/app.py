@@ -15,6 +15,7 @@ from cyclopts import App, CycloptsError, RepeatArgumentError, UnknownOptionError
 
 from phonograph import __version__
 from phonograph.cli.examples import epilogue
+from phonograph.cli.other_programs import our_words
 from phonograph.config.vllm_flags import explain_flag, no_meaning, sampling_hint, without_neutral
 from phonograph.engine.startup.early_start import resume_collector, start_early
 from phonograph.errors import PhonographError, help_section
@@ -28,11 +29,15 @@ COMMANDS = {
     "verify": "Replay every captured graph on random batches and compare with eager.",
     "eval": "Score a model on tasks of lm-evaluation-harness.",
     "bench": "Measure latency and throughput of an engine, or load a server.",
+    "pull": "Download a model, so that a later start needs no network.",
+    "list": "List downloaded models.",
     "models": "List known models, their sizes, and which of them fit the memory here.",
     "config": "Print the effective configuration and where each value comes from.",
     "collect-env": "Print versions, hardware and settings of this machine, for a report of a problem.",
 }
 """Subcommands by name, each with its line in the help."""
+FUNCTIONS = {"list": "list_models"}
+"""Functions of commands whose name is a name of Python."""
 WITH_ENGINE = ("generate", "chat", "verify", "eval", "bench")
 """Commands that start an engine in this process."""
 INSTALL = "--install-completion"
@@ -48,6 +53,7 @@ app = App(
 for _name, _summary in COMMANDS.items():
     _module = _name.replace("-", "_")
     _function, _end = ("app", {}) if _name == "bench" else (_module, {"help_epilogue": epilogue(_name)})
+    _function = FUNCTIONS.get(_name, _function)
     app.command(f"phonograph.cli.commands.{_module}:{_function}", name=_name, help=_summary, **_end)
 app.register_install_completion_command(
     name=INSTALL,
@@ -62,11 +68,16 @@ def main(tokens: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 2 for a user error, 128 + SIGPIPE if the reader of the output is gone.
     """
-    words = sys.argv[1:] if tokens is None else tokens
+    ours = our_words(sys.argv[1:] if tokens is None else tokens)
+    words = ours.words
+    if ours.problem is not None:
+        return _user_error(ours.problem)
+    for said in ours.notes:
+        print(f"phonograph: {said}", file=sys.stderr)
     if _starts_engine(words):
         start_early()
     try:
-        result = app(tokens, exit_on_error=False, print_error=False, result_action="return_value")
+        result = app(words, exit_on_error=False, print_error=False, result_action="return_value")
         print(end="", flush=True)
     except UnknownOptionError as error:
         flag = error.token.keyword or error.token.value

@@ -30,7 +30,13 @@ USAGE: Mapping[str, Usage] = {
         ),
     ),
     "chat": Usage(
-        "start.md", ("chat demo", "chat Qwen/Qwen3-0.6B --system 'Be brief.'", "chat --url http://127.0.0.1:8000")
+        "start.md",
+        (
+            "chat demo",
+            "chat demo 'Add 12 and 7.'",
+            "chat Qwen/Qwen3-0.6B --system 'Be brief.'",
+            "chat --url http://127.0.0.1:8000",
+        ),
     ),
     "explain": Usage(
         "guides/explain.md",
@@ -43,6 +49,8 @@ USAGE: Mapping[str, Usage] = {
     "serve": Usage("guides/server.md", ("serve demo", "serve Qwen/Qwen3-0.6B --port 8001 --max-num-seqs 64")),
     "run-batch": Usage("guides/server.md", ("run-batch demo -i requests.jsonl -o answers.jsonl",)),
     "verify": Usage("guides/verify.md", ("verify demo", "verify demo --replays 1000 --verify-seed 1 --json")),
+    "pull": Usage("guides/weights.md", ("pull Qwen/Qwen3-0.6B", "pull Qwen/Qwen2.5-7B-Instruct-GGUF:Q4_K_M --json")),
+    "list": Usage("guides/weights.md", ("list", "list --json")),
     "models": Usage("guides/weights.md", ("models", "models --device-name rtx4090")),
     "config": Usage("start.md", ("config demo --max-num-seqs 64", "config --config settings.yaml --json")),
     "collect-env": Usage("guides/troubleshooting.md", ("collect-env", "collect-env --json")),

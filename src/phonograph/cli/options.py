@@ -15,6 +15,7 @@ from typing import Annotated, Any, Concatenate, ParamSpec, TypeVar
 from cyclopts import Group, Parameter
 from pydantic.fields import FieldInfo
 
+from phonograph.cli.other_programs import LOCAL_URL
 from phonograph.cli.remote import RemoteModel
 from phonograph.cli.show import note
 from phonograph.config.engine_config import EngineConfig
@@ -22,7 +23,7 @@ from phonograph.config.server_config import ServerConfig
 from phonograph.config.sources import SourcedValue, read_environment, read_file, read_flags
 from phonograph.config.values import ValueKind
 from phonograph.config.vllm_flags import explain_variables
-from phonograph.errors import UNSET, ConfigError
+from phonograph.errors import UNSET, ConfigError, EndpointError
 from phonograph.files.model_files import names_model
 
 P = ParamSpec("P")
@@ -102,8 +103,11 @@ def _with_engine_flags(
     def run(*arguments: Any, config_file: Path | None = None, **keywords: Any) -> R:
         values = {flag.name: keywords.pop(flag.name, None) for flag in flags}
         url, api_key = keywords.pop("url", None), keywords.pop("api_key", None)
-        if url is not None:
-            found = _remote_model(url, api_key, {**values, "config": config_file})
+        asked: dict[str, object] = {**values, "config": config_file}
+        found = None if url is None else _remote_model(url, api_key, asked)
+        if remote and url is None and not arguments and all(value is None for value in asked.values()):
+            found = _local_server(api_key)
+        if found is not None:
             if arguments and arguments[0] in found.names:
                 found.name, arguments = arguments[0], arguments[1:]
             return command(found, *arguments, **keywords)  # pyright: ignore[reportArgumentType]
@@ -142,6 +146,20 @@ def _remote_flags() -> Iterator[inspect.Parameter]:
         yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
+def _local_server(api_key: str | None) -> RemoteModel | None:
+    """Return the model of the server that clients without a model use; None if the environment names a model.
+
+    Raises:
+        ConfigError: there is no server.
+    """
+    if _sets_model(None, None):
+        return None
+    try:
+        return RemoteModel(LOCAL_URL, None, api_key)
+    except EndpointError as error:
+        raise ConfigError("model", UNSET, f"is required without a server: {error}") from None
+
+
 def _remote_model(url: str, api_key: str | None, values: Mapping[str, object]) -> RemoteModel:
     """Return the model of a server. Settings of an engine are refused, since the server has its own."""
     for name, value in values.items():
@@ -153,8 +171,13 @@ def _remote_model(url: str, api_key: str | None, values: Mapping[str, object]) -
 
 def _is_word(argument: str, model_flag: str | None, config_file: Path | None) -> bool:
     """Return True if a first argument belongs to the command: the model is set elsewhere, and it names no model."""
-    sources = {**read_file(config_file), **read_environment(os.environ), **read_flags({"model": model_flag})}
-    return "model" in EngineConfig.without_nulls(sources) and not names_model(argument)
+    return _sets_model(model_flag, config_file) and not names_model(argument)
+
+
+def _sets_model(flag: str | None, config_file: Path | None) -> bool:
+    """Return True if a flag, the environment or a file names the model."""
+    sources = {**read_file(config_file), **read_environment(os.environ), **read_flags({"model": flag})}
+    return "model" in EngineConfig.without_nulls(sources)
 
 
 def _flags(fields: Mapping[str, FieldInfo]) -> Iterator[inspect.Parameter]:

@@ -123,6 +123,8 @@ class RemoteModel:
             "max_tokens": params.max_tokens,
             **{name: value for name in PARAMETERS if (value := getattr(params, name)) != getattr(plain, name)},
         }
+        if params.structured_outputs is not None:
+            body["structured_outputs"] = {"grammar": params.structured_outputs.grammar}
         found = RemoteAnswer()
         began = time.monotonic()
         try:
@@ -166,7 +168,7 @@ class RemoteModel:
             reason = getattr(error, "reason", error)
             reason = getattr(reason, "strerror", None) or reason
             raise EndpointError(
-                f"{self.url} cannot be reached ({reason}); `phonograph serve` starts a server"
+                f"{self.url} cannot be reached ({reason}); `phonograph serve MODEL` starts a server"
             ) from None
 
 

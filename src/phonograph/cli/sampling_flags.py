@@ -6,11 +6,14 @@ Two defaults differ from the Python API: commands are greedy, so that an answer 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Group, Parameter
 
 from phonograph.core.sampling_params import SamplingParams
+from phonograph.core.structured_outputs import StructuredOutputs
+from phonograph.errors import RequestError
 
 _GROUP = Group("Sampling")
 
@@ -41,6 +44,7 @@ class SamplingFlags:
         list[int] | None, _flag("Token id that ends the output; may be given several times.", name="--stop-token-id")
     ] = None
     ignore_eos: Annotated[bool, _flag("Go on after the model's end-of-sequence token.")] = False
+    grammar_file: Annotated[Path | None, _flag("File of a grammar in GBNF that the output follows.")] = None
 
     def params(self, *, n: int = 1, logprobs: int | None = None) -> SamplingParams:
         """Return the parameters of a request.
@@ -52,7 +56,23 @@ class SamplingFlags:
         values["seed"] = values.pop("sampling_seed")
         values["stop"] = values["stop"] or ()
         values["stop_token_ids"] = values["stop_token_ids"] or ()
+        del values["grammar_file"]
+        grammar = _grammar(self.grammar_file)
+        values["structured_outputs"] = None if grammar is None else StructuredOutputs(grammar=grammar)
         return SamplingParams(**values, n=n, logprobs=logprobs)
+
+
+def _grammar(path: Path | None) -> str | None:
+    """Return the text of a file.
+
+    Raises:
+        RequestError: it cannot be read.
+    """
+    try:
+        return None if path is None else path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise RequestError("grammar_file", str(path), f"cannot be read: {reason}") from None
 
 
 GREEDY = SamplingFlags()

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -98,11 +100,31 @@ def check_installed(command: str, packages: Iterable[str], extra: str) -> None:
         raise ConfigError(command, ", ".join(missing), f"not installed; pip install 'phonograph[{extra}]'")
 
 
+class _Notes(logging.Handler):
+    """Handler that prints records as notes."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        note(record.getMessage())
+
+
+@contextmanager
+def notes_of_downloads() -> Generator[None]:
+    """Print the sizes of downloads, which are logged, as notes."""
+    log, handler = logging.getLogger("phonograph.files.hub_client"), _Notes()
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(logging.NOTSET)
+
+
 def start(config: EngineConfig, *, serves: bool = True) -> LLM:
     """Start an engine with progress bars. See `LLM` for `serves`."""
     from phonograph.engine.llm import LLM
 
-    with progress_bar() as progress:
+    with notes_of_downloads(), progress_bar() as progress:
         return LLM(config=config, progress=progress, serves=serves)
 
 

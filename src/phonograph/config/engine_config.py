@@ -47,7 +47,7 @@ class EngineConfig(Settings):
         ```
     """
 
-    model: values.Text = Field(
+    model: values.ModelName = Field(
         description="Hugging Face name, folder or GGUF file of the model; demo is the model in the package."
     )
     tokenizer: values.OptionalText = Field(

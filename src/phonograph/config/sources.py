@@ -16,7 +16,10 @@ import yaml
 from phonograph.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "PHONOGRAPH_"
-OTHER_VARIABLES = {"PHONOGRAPH_VENV": "the virtual environment that scripts/demo and scripts/test use"}
+OTHER_VARIABLES = {
+    "PHONOGRAPH_USE_MODELSCOPE": "true takes models from ModelScope, by the package modelscope",
+    "PHONOGRAPH_VENV": "the virtual environment that scripts/demo and scripts/test use",
+}
 """Environment variables with the prefix that are not settings."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fractions
 import json
 import math
 import operator
@@ -21,6 +22,8 @@ _TRUE = frozenset({"true", "yes", "on", "1"})
 _FALSE = frozenset({"false", "no", "off", "0"})
 _NULL = frozenset({"null", "~"})
 _AUTO = frozenset({"auto", "-1"})
+_DECIMAL = re.compile(r"(\d+(?:\.\d+)?)([kmgt])")
+_BINARY = re.compile(r"(\d+)([KMGT])")
 
 
 def unless_null(value: object) -> object:
@@ -66,12 +69,25 @@ def whole(low: int, high: int | None = None) -> ValueKind:
     def parse(value: object) -> int:
         if isinstance(value, bool):
             raise TypeError("a truth value is not a number")
-        number = int(value) if isinstance(value, str) else operator.index(value)  # pyright: ignore[reportArgumentType]
+        number = _whole(value) if isinstance(value, str) else operator.index(value)  # pyright: ignore[reportArgumentType]
         if number < low or (high is not None and number > high):
             raise ValueError("out of range")
         return number
 
     return ValueKind(f"a whole number >= {low}" + (f" and <= {high}" if high is not None else ""), parse, "N")
+
+
+def _whole(text: str) -> int:
+    """Return the number of a text: 32k is 32,000 and 32K is 32,768, as in vLLM."""
+    text = text.strip()
+    if (binary := _BINARY.fullmatch(text)) is not None:
+        return int(binary[1]) << 10 * ("KMGT".index(binary[2]) + 1)
+    if (decimal := _DECIMAL.fullmatch(text)) is None:
+        return int(text)
+    number = fractions.Fraction(decimal[1]) * 1000 ** ("kmgt".index(decimal[2]) + 1)
+    if number.denominator != 1:
+        raise ValueError("not whole")
+    return number.numerator
 
 
 def auto_or(kind: ValueKind, meaning: str) -> ValueKind:
@@ -147,6 +163,11 @@ def _parse_texts(value: Any) -> tuple[str, ...]:
     return texts
 
 
+def _parse_model(value: object) -> str:
+    """Return a model's name without the address of the hub, which llama.cpp's and Ollama's users write before it."""
+    return re.sub(r"^(https?://)?(huggingface\.co|hf\.co)/(?=.)", "", _parse_text(value)).rstrip("/")
+
+
 def _parse_mode(value: object) -> GraphMode:
     if isinstance(value, GraphMode):
         return value
@@ -209,6 +230,7 @@ FlashAttnVersion = Literal[2, 3, 4]
 _text = ValueKind("text that is not empty", _parse_text, "TEXT")
 Text = Annotated[str, _text]
 OptionalText = Annotated[str | None, _text]
+ModelName = Annotated[str, ValueKind("text that is not empty", _parse_model, "TEXT")]
 Texts = Annotated[
     tuple[str, ...], ValueKind("texts, as a list or with commas between them", _parse_texts, "TEXT,TEXT,...")
 ]

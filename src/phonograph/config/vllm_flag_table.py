@@ -21,8 +21,6 @@ RENAMED = {
     "--logging-config": "--log-format",
     "--rope-scaling": "--hf-overrides",
     "--rope-theta": "--hf-overrides",
-    "--random-input-len": "--input-len",
-    "--random-output-len": "--output-len",
     "--random-range-ratio": "--input-len",
     "--sharegpt-output-len": "--output-len",
     "--output-json": "--output",
@@ -213,5 +211,6 @@ VARIABLES = {
     "VLLM_HTTP_MAX_REQUEST_BODY_SIZE": "PHONOGRAPH_MAX_REQUEST_BYTES",
     "VLLM_MAX_STOP_STRINGS": "PHONOGRAPH_MAX_REQUEST_STOPS",
     "VLLM_MAX_COMPLETION_PROMPTS": "PHONOGRAPH_MAX_REQUEST_PROMPTS",
+    "VLLM_USE_MODELSCOPE": "PHONOGRAPH_USE_MODELSCOPE",
 }
 """Environment variables of vLLM, each with the one that means the same here."""

@@ -107,7 +107,8 @@ def sampling_hint(name: str, known: Iterable[str]) -> str | None:
     asked = _flag(name.partition("=")[0])
     flags = {_flag(one): one for one in (*SAMPLING, *known)}
     near = difflib.get_close_matches(asked, flags, n=1)
-    if not near or flags[near[0]] not in SAMPLING:
+    # Each short flag is close to --n.
+    if not near or flags[near[0]] not in SAMPLING or (near[0] == "--n" != asked):
         return None
     found = flags[near[0]]
     return f"{found} is a sampling parameter: SamplingParams, requests and the command generate take it"

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import re
-import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
 from phonograph.errors import ModelError
 from phonograph.files.gguf_parts import parts_of, without_part
-from phonograph.files.hub import first_line, hub_problem
+from phonograph.files.hub_client import check_room, download, download_problem, earlier_download, list_files
 
 log = logging.getLogger(__name__)
 
@@ -19,7 +18,6 @@ _REFERENCE = re.compile(r"([\w.-]+/[\w.-]+):([\w./-]+)")
 _TYPE = re.compile(r"(?:^|[-._])((?:UD-)?(?:I?Q\d\w*|T?Q\d_\d|BF16|F16|F32|MXFP4\w*|NVFP4\w*))$", re.IGNORECASE)
 _NO_MODELS = ("mmproj", "imatrix")
 """Beginnings of the names of files that hold no language model."""
-_GIB = 2**30
 
 
 def gguf_reference(model: str) -> tuple[str, str] | None:
@@ -40,24 +38,19 @@ def hub_gguf(repo: str, kind: str, *, revision: str | None, download_dir: str | 
     Raises:
         ModelError: the repository has no such file, the hub cannot be read, or the disk has no room.
     """
-    # Slow to import.
-    from huggingface_hub import HfApi, snapshot_download
-
     try:
-        info = HfApi().model_info(repo, revision=revision, files_metadata=True)
-        sizes = {one.rfilename: one.size or 0 for one in info.siblings or ()}
+        sizes = list_files(repo, revision)
         names = files_of_type(sizes, kind, repo)
-        _check_room(repo, {name: sizes[name] for name in names}, revision, download_dir)
-        folder = snapshot_download(repo, revision=revision, cache_dir=download_dir, allow_patterns=names)
+        check_room(repo, sizes, revision=revision, download_dir=download_dir, patterns=names)
+        folder = download(repo, revision=revision, download_dir=download_dir, patterns=names)
     except ModelError:
         raise
     except Exception as error:  # errors of the client and of its HTTP library
         cached = _cached(repo, kind, revision, download_dir)
         if cached is not None:
             return cached
-        problem = hub_problem(error) or f"could not be read from the hub ({first_line(error)}); give a local file"
-        raise ModelError(f"model {f'{repo}:{kind}'!r} {problem}") from error
-    return Path(folder) / names[0]
+        raise ModelError(f"model {f'{repo}:{kind}'!r} {download_problem(error, 'give a local file')}") from error
+    return folder / names[0]
 
 
 def check_no_gguf(repo: str, revision: str | None) -> None:
@@ -66,10 +59,8 @@ def check_no_gguf(repo: str, revision: str | None) -> None:
     Raises:
         ModelError: it is; the message has the types of its files.
     """
-    from huggingface_hub import HfApi
-
     try:
-        files = HfApi().list_repo_files(repo, revision=revision)
+        files = list_files(repo, revision)
     except Exception:  # the missing config.json is reported by the caller
         log.debug("the files of %s cannot be listed", repo, exc_info=True)
         return
@@ -112,45 +103,30 @@ def files_of_type(files: Iterable[str], kind: str, where: str) -> list[str]:
     return names
 
 
+def gguf_names(files: Iterable[str]) -> dict[str, list[str]]:
+    """Return the GGUF files by type, or by name where that ends with no type; parts of one file together."""
+    found: dict[str, list[str]] = {}
+    for name in sorted(files):
+        stem = without_part(name).removesuffix(GGUF)
+        match = _TYPE.search(stem)
+        found.setdefault(match[1].upper() if match else name, []).append(name)
+    return found
+
+
 def gguf_types(files: Iterable[str]) -> list[str]:
     """Return the types that the names of GGUF files end with."""
     stems = (without_part(name).removesuffix(GGUF) for name in files if name.endswith(GGUF))
     return sorted({match[1].upper() for stem in stems if (match := _TYPE.search(stem))})
 
 
-def _check_room(repo: str, sizes: Mapping[str, int], revision: str | None, download_dir: str | None) -> None:
-    """Say what will be downloaded, and check that the disk has room for it."""
-    from huggingface_hub import constants, try_to_load_from_cache
-
-    missing = sum(
-        size
-        for name, size in sizes.items()
-        if not isinstance(try_to_load_from_cache(repo, name, cache_dir=download_dir, revision=revision), str)
-    )
-    if not missing:
-        return
-    folder = Path(download_dir or constants.HF_HUB_CACHE)
-    log.info("downloading %.1f GiB of %s to %s", missing / _GIB, repo, folder)
-    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    free = shutil.disk_usage(existing).free
-    if free < missing:
-        raise ModelError(
-            f"{repo} needs {missing / _GIB:.1f} GiB, and {folder} has {free / _GIB:.1f} GiB of free space; make room, "
-            "or choose another folder with --download-dir"
-        )
-
-
 def _cached(repo: str, kind: str, revision: str | None, download_dir: str | None) -> Path | None:
     """Return the file from an earlier download, for a machine without network."""
-    from huggingface_hub import snapshot_download
-
+    folder = earlier_download(repo, revision=revision, download_dir=download_dir)
+    if folder is None:
+        return None
+    files = [path.relative_to(folder).as_posix() for path in folder.rglob(f"*{GGUF}")]
     try:
-        # No file is asked for: the library refuses a snapshot that lacks one.
-        folder = Path(
-            snapshot_download(repo, revision=revision, cache_dir=download_dir, local_files_only=True, allow_patterns=[])
-        )
-        files = [path.relative_to(folder).as_posix() for path in folder.rglob(f"*{GGUF}")]
         return folder / files_of_type(files, kind, repo)[0]
-    except Exception:
+    except ModelError:
         log.debug("%s:%s is not in the cache", repo, kind, exc_info=True)
         return None

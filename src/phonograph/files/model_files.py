@@ -15,7 +15,7 @@ from phonograph.demo import MODEL_DIRECTORY
 from phonograph.errors import ModelError, shortened
 from phonograph.files.catalog import CONFIGS_DIRECTORY, HUB_IDS, catalog_name
 from phonograph.files.gguf_parts import parts_of
-from phonograph.files.hub import first_line, hub_problem
+from phonograph.files.hub_client import check_room, download, download_problem, earlier_download, list_files
 from phonograph.files.hub_gguf import check_no_gguf, gguf_reference, hub_gguf
 
 log = logging.getLogger(__name__)
@@ -26,7 +26,10 @@ CONFIG_FILES = ("config.json", "generation_config.json")
 # Some repositories have the same weights again in the layout of their training code.
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
 DUPLICATE_WEIGHT_FILES = ("consolidated*.safetensors", "*/*")
+TOKENIZER_FILES = ("*.json", "*.txt", "*.jinja", "*.model")
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_OLLAMA_NAME = re.compile(r"[\w.-]+:[\w.-]+")
+_OLLAMA = "; names of Ollama's library are not known: a GGUF file of the hub has a name such as owner/name-GGUF:Q4_K_M"
 
 
 def names_model(text: str) -> bool:
@@ -52,6 +55,7 @@ def model_path(
     model: str | Path,
     *,
     weights: bool = False,
+    tokenizer: bool = False,
     revision: str | None = None,
     config_only: bool = False,
     download_dir: str | None = None,
@@ -62,6 +66,7 @@ def model_path(
         model: path of a folder or of a GGUF file, "demo", or a hub id, whose files are downloaded; owner/name:TYPE is
             the GGUF file of this type.
         weights: download the safetensors too, besides the configuration.
+        tokenizer: download the files of the tokenizer too.
         revision: branch, tag or commit on the hub.
         config_only: allow names of the catalog, whose folders only have a config.json.
         download_dir: folder of downloads; default: the hub's cache.
@@ -94,30 +99,52 @@ def model_path(
         return hub_gguf(*reference, revision=revision, download_dir=download_dir)
     if not _HUB_ID.fullmatch(hub_id) or hub_id.startswith(".") or hub_id.endswith(_GGUF):
         shown = shortened(hub_id)
-        raise ModelError(f"model {shown!r}: no such folder; give a local folder, a hub id (owner/name) or {DEMO!r}")
-    # Slow to import, and not needed for a local folder.
-    from huggingface_hub import snapshot_download
-
-    patterns = [*CONFIG_FILES, *(WEIGHT_FILES if weights else ())]
-    try:
-        folder = Path(
-            snapshot_download(
-                hub_id,
-                revision=revision,
-                cache_dir=download_dir,
-                allow_patterns=patterns,
-                ignore_patterns=list(DUPLICATE_WEIGHT_FILES),
-            )
+        raise ModelError(
+            f"model {shown!r}: no such folder; give a local folder, a hub id (owner/name) or {DEMO!r}"
+            + (_OLLAMA if _OLLAMA_NAME.fullmatch(hub_id) else "")
         )
+    patterns = [*CONFIG_FILES, *(WEIGHT_FILES if weights else ()), *(TOKENIZER_FILES if tokenizer else ())]
+    try:
+        if weights:
+            _check_room(hub_id, patterns, revision=revision, download_dir=download_dir)
+        folder = download(
+            hub_id, revision=revision, download_dir=download_dir, patterns=patterns, ignored=DUPLICATE_WEIGHT_FILES
+        )
+    except ModelError:
+        raise
     except Exception as error:  # errors of the client and of its HTTP library
         at_revision = f" at revision {revision!r}" if revision else ""
-        problem = hub_problem(error) or f"could not be read from the hub ({first_line(error)}); give a local folder"
+        problem = download_problem(error, "give a local folder")
         raise ModelError(
             f"model {hub_id!r}{at_revision} is not a local folder and {problem}{_similar(hub_id)}"
         ) from error
     if not (folder / CONFIG_FILES[0]).is_file():
         check_no_gguf(hub_id, revision)
     return folder
+
+
+def _check_room(hub_id: str, patterns: list[str], *, revision: str | None, download_dir: str | None) -> None:
+    """Check that the disk has room for the weights, if none were downloaded before.
+
+    Raises:
+        ModelError: it has not.
+    """
+    folder = earlier_download(hub_id, revision=revision, download_dir=download_dir)
+    if folder is not None and any(folder.glob("*.safetensors")):
+        return
+    try:
+        sizes = list_files(hub_id, revision)
+    except Exception:  # the download says what is wrong
+        log.debug("the files of %s cannot be listed", hub_id, exc_info=True)
+        return
+    check_room(
+        hub_id,
+        sizes,
+        revision=revision,
+        download_dir=download_dir,
+        patterns=patterns,
+        ignored=DUPLICATE_WEIGHT_FILES,
+    )
 
 
 @cache
@@ -132,7 +159,8 @@ def _similar(hub_id: str) -> str:
     if near[:1] == [DEMO]:
         return f"; did you mean {DEMO!r}, the model in the package?"
     near = [name for name in near if name != DEMO]
-    return f"; configurations in the package have names like it: {', '.join(near)}" if near else ""
+    ollama = "" if "/" in hub_id else _OLLAMA
+    return (f"; configurations in the package have names like it: {', '.join(near)}" if near else "") + ollama
 
 
 def _gguf_file(folder: Path) -> Path | None:

@@ -14,6 +14,7 @@ from phonograph.errors import ModelError, RequestError, shortened
 from phonograph.files.catalog import catalog_name
 from phonograph.files.gguf_file import read_gguf
 from phonograph.files.hub import first_line, hub_problem
+from phonograph.files.hub_client import uses_modelscope
 from phonograph.files.hub_gguf import gguf_reference
 from phonograph.files.model_files import DEMO, is_gguf, model_path
 from phonograph.text.detokenizer import TokenBytes, TokenStream
@@ -244,6 +245,14 @@ def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
     source: str | Path = name
     if _is_local(name) or gguf_reference(name) is not None:
         source = model_path(name, revision=config.revision, download_dir=config.download_dir)
+    elif uses_modelscope():
+        # transformers knows one hub only.
+        source = model_path(
+            name,
+            tokenizer=True,
+            revision=config.tokenizer_revision or config.revision,
+            download_dir=config.download_dir,
+        )
     return Tokenizer.load(
         source,
         trust_remote_code=config.trust_remote_code,

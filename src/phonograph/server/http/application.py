@@ -19,7 +19,7 @@ from phonograph.server.http.body_guard import BodyGuard
 from phonograph.server.http.error_count import ErrorCount
 from phonograph.server.http.request_ids import HEADER, RequestIds
 from phonograph.server.http.stream import DirectSend
-from phonograph.server.observe import graphs, metrics, status
+from phonograph.server.observe import api_page, graphs, metrics, status
 from phonograph.server.observe.logs import REQUEST_ID
 from phonograph.server.openai import chat_completions, completions, tokens
 from phonograph.server.openai.serving import Serving
@@ -32,6 +32,7 @@ ROUTERS = (
     graphs.router,
     metrics.router,
     page.router,
+    api_page.router,
 )
 
 ERRORS: dict[int | str, dict[str, Any]] = {
@@ -44,7 +45,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 def make_app(serving: Serving) -> FastAPI:
     """Make the application of one server. Several applications may share an engine."""
     config = serving.config
-    # FastAPI's documentation pages load scripts from other hosts.
+    # FastAPI's documentation pages load scripts from other hosts; `api_page` does not.
     app = FastAPI(
         title="Phonograph",
         version=__version__,
