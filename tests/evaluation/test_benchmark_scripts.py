@@ -126,6 +126,35 @@ def test_cpu_comparison_is_of_the_same_work(benchmark_script: Load, demo_llm: LL
     assert result["answers_equal_to_ours"] == dict.fromkeys(systems, "6 of 6")
 
 
+def test_prompt_lookup(benchmark_script: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = benchmark_script("prompt_lookup")
+    monkeypatch.setattr(script, "workloads", lambda length: {"edit": ["7*8=56, 7*8=", "Repeat: 1 2 3 1 2 3"]})
+    monkeypatch.setattr(script, "BOUNDS", ((2, 3),))
+    shape = {"num_tokens": 30, "rounds": 2, "length": 0, "temperature": 0.0}
+    alone, together = script.measure("demo", drafts=3, bounds=(2, 3), **shape)
+    assert (alone["requests"], together["requests"]) == (1, 2)
+    for result in (alone, together):
+        assert list(result["engines"]) == ["without", "all drafts", "adaptive"]
+        without, fixed, adaptive = result["engines"].values()
+        assert without["drafts"] == 0 and without["ratios"] == without["by_the_clock"] == [1.0, 1.0]
+        assert fixed["drafts"] >= adaptive["drafts"] and fixed["accepted"] == sum(fixed["accepted_by_position"]) > 0
+        assert fixed["answers_as_without"] == 2
+    # Replayed from the tokens alone: those of 2 rounds of 2 requests, without the first of each.
+    (lookup,) = alone["lookups"]
+    fixed = alone["engines"]["all drafts"]
+    assert lookup["tokens_a_step_earliest"] == pytest.approx(4 * 29 / (4 * 29 - fixed["accepted"]), rel=0.05)
+
+
+def test_replayed_lookups(benchmark_script: Load) -> None:
+    """The earliest of equal matches is followed by 7, the latest by 8."""
+    replay = benchmark_script("prompt_lookup").replay
+    sequence = [1, 2, 7, 1, 2, 8, 1, 2, 8, 9]
+    assert replay([(sequence, 7)], 2, (2, 2), latest=True) == 2.0
+    assert replay([(sequence, 7)], 2, (2, 2), latest=False) == 1.0
+    assert replay([([5] * 12, 3)], 4, (1, 3), latest=False) == 8 / 3
+    assert replay([([*range(9)], 3)], 4, (1, 3), latest=False) == 1.0
+
+
 def test_quality_of_quantized_formats(benchmark_script: Load) -> None:
     result = benchmark_script("quantized_quality").measure("int8 channel", num_problems=4)
     assert result["ok"] and result["simulated_score"] > 0.5 and result["answers_that_differ"] == 0
