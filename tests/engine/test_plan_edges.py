@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from checkpoints import make_checkpoint
 from resized import resized
 
 from phonograph.attention.cascade.rule import MIN_REQUESTS, cascade_bytes
@@ -399,3 +401,40 @@ def test_memory_of_drafts_on_a_gpu_is_planned() -> None:
     rows = 4 * 64
     assert drafting.sampling - plain.sampling == 4 * 64 * 1001 + 33 * 1024 * rows
     assert drafting.graphs - plain.graphs >= rows * DEMO.vocab_size * 2
+
+
+def plan_with_draft(folder: Path, device: str = "h200", **settings: Any) -> EnginePlan:
+    speculation = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 3}
+    shape = {"max_num_seqs": 8, "max_model_len": 128, "num_kv_blocks": 64}
+    return plan_of(device, speculative_config=speculation, **(shape | settings))
+
+
+def test_memory_of_a_draft_model_is_planned(tmp_path: Path) -> None:
+    make_checkpoint("llama", tmp_path, vocab_size=DEMO.vocab_size, num_hidden_layers=3)
+    plan, draft_spec = plan_with_draft(tmp_path), read_model_spec(tmp_path)
+    draft, plain = plan.draft, plan_of("h200", max_num_seqs=8, max_model_len=128, num_kv_blocks=64)
+    assert draft is not None and draft.model == draft_spec
+    assert plan.memory.weights - plain.memory.weights == draft_spec.weight_bytes("bfloat16")
+    layer = draft_spec.layers[0].attention
+    block = 3 * plan.attention.block_size * 2 * layer.num_kv_heads * layer.head_size * 2
+    assert plan.memory.block - plain.memory.block == draft.page_bytes == block
+    assert draft.attention.block_size == plan.attention.block_size and plan.limits.lookahead_tokens == 3
+    assert any(note.startswith("draft model LlamaForCausalLM: 3 layers") for note in plan.notes)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "settings", "problem"),
+    [
+        ("llama", {"vocab_size": 70}, {}, "has a vocabulary of 70 tokens and the model 2048"),
+        ("llama", {"max_position_embeddings": 64}, {}, "context of 64 tokens .* max_model_len=64 works"),
+        ("llama", {}, {"cascade_attention": True, "max_num_seqs": 64}, "takes decodes of one token"),
+        ("llama", {}, {"attention_backend": "flashinfer"}, "flashinfer plans with exact lengths"),
+        ("qwen2_window", {"sliding_window": 20}, {}, "layers of one kind of attention, without a window"),
+    ],
+)
+def test_draft_models_that_cannot_run(
+    family: str, changes: dict[str, Any], settings: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    make_checkpoint(family, tmp_path, **({"vocab_size": DEMO.vocab_size} | changes))
+    with pytest.raises(ConfigError, match=f"speculative_config.*{problem}"):
+        plan_with_draft(tmp_path, **settings)

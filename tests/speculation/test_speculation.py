@@ -106,6 +106,9 @@ def drafts_of(llm: LLM) -> HostDrafts:
     return drafts
 
 
+SYNTHETIC = {"rejection_sample_method": "synthetic"}
+
+
 def texts(outputs: list[RequestOutput]) -> list[Any]:
     return [
         (
@@ -223,8 +226,36 @@ def test_a_right_draft_saves_steps(plain: LLM, drafting: LLM, monkeypatch: pytes
         ({"num_speculative_tokens": 0}, "num_speculative_tokens='?0'?.*must be a whole number from 1 to 15"),
         ({"num_speculative_tokens": 16}, "must be a whole number from 1 to 15"),
         ({"num_speculative_tokens": True}, "must be a whole number from 1 to 15"),
-        ({"num_speculative_tokens": 2, "method": "eagle3"}, "method=.*eagle3.*is not supported yet; ngram is"),
-        ({"num_speculative_tokens": 2, "model": "x"}, "speculative_config.model=.*is not known; the keys are method"),
+        ({"num_speculative_tokens": 2, "method": "eagle3"}, "method=.*eagle3.*is not supported yet; ngram or"),
+        ({"num_speculative_tokens": 2, "heads": "x"}, "speculative_config.heads=.*is not known; the keys are method"),
+        ({"num_speculative_tokens": 2, "model": "x"}, "speculative_config.model=.*draft models run on a GPU only, yet"),
+        ({"num_speculative_tokens": 2, "model": "x", "method": "ngram"}, "model=.*x.*belongs to method draft_model"),
+        (
+            {"num_speculative_tokens": 2, "method": "draft_model"},
+            "speculative_config.model: must be the folder or name",
+        ),
+        (
+            {"num_speculative_tokens": 2, "model": "x", "prompt_lookup_max": 3},
+            "prompt_lookup_max=.*3.*belongs to method ngram",
+        ),
+        *(
+            ({"num_speculative_tokens": 2, **given}, says)
+            for given, says in (
+                (
+                    {"rejection_sample_method": "block"},
+                    "rejection_sample_method=.*block.*must be standard, or synthetic",
+                ),
+                ({"synthetic_acceptance_rates": [1, 1]}, "works with rejection_sample_method synthetic; leave it out"),
+                ({"rejection_sample_method": "synthetic"}, "takes one of synthetic_acceptance_rates and"),
+                (SYNTHETIC | {"synthetic_acceptance_rates": [1.0]}, "must be a list of 2 shares from 0 to 1"),
+                (SYNTHETIC | {"synthetic_acceptance_rates": [0.2, 0.5]}, "none above the one before it"),
+                (SYNTHETIC | {"synthetic_acceptance_rates": [1.5, 0.5]}, "must be a list of 2 shares"),
+                (SYNTHETIC | {"synthetic_acceptance_rates": "12"}, "must be a list of 2 shares"),
+                (SYNTHETIC | {"synthetic_acceptance_length": 3.1}, "must be a number of tokens a step from 1 to 3"),
+                (SYNTHETIC | {"synthetic_acceptance_length": True}, "must be a number of tokens a step"),
+                (SYNTHETIC | {"synthetic_acceptance_length": 2}, "synthetic.*works on a GPU"),
+            )
+        ),
         (
             {"num_speculative_tokens": 2, "prompt_lookup_min": 4, "prompt_lookup_max": 3},
             "prompt_lookup_min=.*4.*must be at most prompt_lookup_max=3",
@@ -296,3 +327,10 @@ def test_explain_says_how_the_depth_is_chosen() -> None:
         assert f"speculation: 0 to {K} drafts a decode, {says}" in "; ".join(
             LLM(**SETTINGS, speculative_config=settings).plan.notes
         )
+
+
+@pytest.mark.parametrize(("length", "rates"), [(1, (0, 0, 0)), (2.5, (1, 0.5, 0)), (4, (1, 1, 1))])
+def test_an_acceptance_length_is_that_of_its_rates(length: float, rates: tuple[float, ...]) -> None:
+    given = {"num_speculative_tokens": 3, **SYNTHETIC}
+    assert read_speculative_config({**given, "synthetic_acceptance_length": length}).synthetic_rates == rates
+    assert read_speculative_config({**given, "synthetic_acceptance_rates": list(rates)}).synthetic_rates == rates

@@ -60,19 +60,23 @@ class DraftPlan:
         return f"draft model {self.model.architecture}: {parts}, {self.page_bytes / 1024:.1f} KiB of each block"
 
 
-def read_draft_spec(config: EngineConfig, target: ModelSpec) -> ModelSpec:
+def read_draft_spec(config: EngineConfig, target: ModelSpec, device: DeviceSpec) -> ModelSpec:
     """Return the spec of the draft model.
 
     Args:
         config: has a draft model.
         target: the model that verifies.
+        device: the device.
 
     Raises:
-        ConfigError: it has another vocabulary.
+        ConfigError: it has another vocabulary, or the device is a CPU.
         ModelError: as `read_model_spec`.
     """
     speculation = config.speculation
     assert speculation is not None and speculation.model is not None
+    if device.kind == "cpu":
+        problem = "draft models run on a GPU only, yet; method ngram works on a CPU"
+        raise ConfigError("speculative_config.model", speculation.model, problem)
     folder = model_path(
         speculation.model,
         revision=speculation.revision,
@@ -115,8 +119,6 @@ def plan_draft(
     def refused(problem: str) -> ConfigError:
         return ConfigError("speculative_config.model", speculation.model, problem)
 
-    if device.kind == "cpu":
-        raise refused("draft models run on a GPU only, yet; method ngram works on a CPU")
     group, *others = kv.groups
     if others or group.window is not None:
         raise refused("works with a model of one KV group without a window, yet; method ngram works")
@@ -139,8 +141,13 @@ def plan_draft(
     )  # fmt: skip
 
 
-def check_speculation(config: EngineConfig, selections: Iterable[Selection]) -> None:
+def check_speculation(config: EngineConfig, selections: Iterable[Selection], device: DeviceSpec) -> None:
     """Check that steps with drafts run on the selected backends, and that nothing else asks for decodes of one token.
+
+    Args:
+        config: has speculation.
+        selections: attention backends.
+        device: the device.
 
     Raises:
         ConfigError: they do not.
@@ -149,6 +156,9 @@ def check_speculation(config: EngineConfig, selections: Iterable[Selection]) -> 
     def refused(problem: str) -> ConfigError:
         return ConfigError("speculative_config", config.speculative_config, problem)
 
+    speculation = config.speculation
+    if device.kind == "cpu" and speculation is not None and speculation.synthetic_rates:
+        raise refused("rejection_sample_method synthetic works on a GPU; leave it out")
     if config.cascade_attention:
         raise refused("cascade_attention takes decodes of one token; leave one of them out")
     for one in selections:

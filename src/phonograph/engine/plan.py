@@ -130,15 +130,15 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
     kv, selected, sized = select_backends(config, kv, device)
     notes += [*sized, *kv.notes]
     if config.speculation is not None:
-        check_speculation(config, selected.values())
+        check_speculation(config, selected.values(), device)
     requested = GraphMode.NONE if config.enforce_eager else config.cudagraph_mode
     support = weakest_support(kv, selected, device)
     draft = None
     if limits.lookahead_tokens:
-        drafting = read_draft_spec(config, model)
+        drafting = read_draft_spec(config, model, device)
         specs = layer_specs(config, drafting, dtype, device)
         draft = plan_draft(config, drafting, dtype, specs, kv, limits, device)
-        check_speculation(config, [draft.selection])
+        check_speculation(config, [draft.selection], device)
         notes.append(draft.note)
     resolution = resolve_mode(requested, support, PIECES, speculative_tokens=config.draft_tokens)
     limits, captures, memory, sizing = size_graphs_and_cache(
