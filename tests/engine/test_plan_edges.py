@@ -410,7 +410,7 @@ def plan_with_draft(folder: Path, device: str = "h200", **settings: Any) -> Engi
 
 
 def test_memory_of_a_draft_model_is_planned(tmp_path: Path) -> None:
-    make_checkpoint("llama", tmp_path, vocab_size=DEMO.vocab_size, num_hidden_layers=3)
+    make_checkpoint("llama_bias", tmp_path, vocab_size=DEMO.vocab_size, num_hidden_layers=3)
     plan, draft_spec = plan_with_draft(tmp_path), read_model_spec(tmp_path)
     draft, plain = plan.draft, plan_of("h200", max_num_seqs=8, max_model_len=128, num_kv_blocks=64)
     assert draft is not None and draft.model == draft_spec
@@ -425,10 +425,10 @@ def test_memory_of_a_draft_model_is_planned(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "changes", "settings", "problem"),
     [
-        ("llama", {"vocab_size": 70}, {}, "has a vocabulary of 70 tokens and the model 2048"),
-        ("llama", {"max_position_embeddings": 64}, {}, "context of 64 tokens .* max_model_len=64 works"),
-        ("llama", {}, {"cascade_attention": True, "max_num_seqs": 64}, "takes decodes of one token"),
-        ("llama", {}, {"attention_backend": "flashinfer"}, "flashinfer plans with exact lengths"),
+        ("llama_bias", {"vocab_size": 70}, {}, "has a vocabulary of 70 tokens and the model 2048"),
+        ("llama_bias", {"max_position_embeddings": 64}, {}, "context of 64 tokens .* max_model_len=64 works"),
+        ("llama_bias", {}, {"cascade_attention": True, "max_num_seqs": 64}, "takes decodes of one token"),
+        ("llama_bias", {}, {"attention_backend": "flashinfer"}, "flashinfer plans with exact lengths"),
         ("qwen2_window", {"sliding_window": 20}, {}, "layers of one kind of attention, without a window"),
     ],
 )

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from phonograph.config.speculative_config import read_speculative_config
 from phonograph.core.batch import ScheduledBatch, StepOutput
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.llm import LLM
@@ -232,7 +233,7 @@ def test_a_right_draft_saves_steps(plain: LLM, drafting: LLM, monkeypatch: pytes
         ({"num_speculative_tokens": 2, "model": "x", "method": "ngram"}, "model=.*x.*belongs to method draft_model"),
         (
             {"num_speculative_tokens": 2, "method": "draft_model"},
-            "speculative_config.model: must be the folder or name",
+            "model=None: must be the folder or name",
         ),
         (
             {"num_speculative_tokens": 2, "model": "x", "prompt_lookup_max": 3},
@@ -243,7 +244,7 @@ def test_a_right_draft_saves_steps(plain: LLM, drafting: LLM, monkeypatch: pytes
             for given, says in (
                 (
                     {"rejection_sample_method": "block"},
-                    "rejection_sample_method=.*block.*must be standard, or synthetic",
+                    "method=.*block.*must be standard, or synthetic",
                 ),
                 ({"synthetic_acceptance_rates": [1, 1]}, "works with rejection_sample_method synthetic; leave it out"),
                 ({"rejection_sample_method": "synthetic"}, "takes one of synthetic_acceptance_rates and"),

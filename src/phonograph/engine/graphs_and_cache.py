@@ -18,7 +18,7 @@ from phonograph.config.engine_config import EngineConfig
 from phonograph.core.blocks import blocks_for, most_step_tokens
 from phonograph.core.device import DeviceSpec
 from phonograph.core.limits import Limits
-from phonograph.engine.draft_model import DraftPlan
+from phonograph.engine.groups.draft_plan import DraftPlan
 from phonograph.engine.groups.kv_groups import KVGroups
 from phonograph.engine.memory import MemoryPlan, plan_memory
 from phonograph.errors import ConfigError, MemoryLimitError

@@ -10,7 +10,7 @@ from phonograph.config.engine_config import EngineConfig
 from phonograph.core.blocks import most_tokens, pages_for_request
 from phonograph.core.device import GIB, DeviceSpec
 from phonograph.core.limits import Limits
-from phonograph.engine.draft_model import DraftPlan
+from phonograph.engine.groups.draft_plan import DraftPlan
 from phonograph.engine.groups.kv_groups import KVGroups
 from phonograph.errors import MemoryLimitError
 from phonograph.kernels.torch.grouped import TILE

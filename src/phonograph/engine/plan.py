@@ -14,8 +14,8 @@ from phonograph.config.engine_config import EngineConfig
 from phonograph.core.blocks import pages_for_request
 from phonograph.core.device import DeviceSpec
 from phonograph.core.limits import Limits
-from phonograph.engine.draft_model import DraftPlan, check_speculation, plan_draft, read_draft_spec
 from phonograph.engine.graphs_and_cache import SHORTEST, size_graphs_and_cache
+from phonograph.engine.groups.draft_plan import DraftPlan, check_speculation, plan_draft, read_draft_spec
 from phonograph.engine.groups.kv_groups import KVGroups, make_kv_groups
 from phonograph.engine.groups.layer_specs import layer_specs
 from phonograph.engine.groups.select_backends import select_backends, weakest_support
