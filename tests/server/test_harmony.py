@@ -14,13 +14,13 @@ from phonograph.config.server_config import ServerConfig
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.process.calls import Delta, Sample
 from phonograph.errors import ConfigError
+from phonograph.server.chat import harmony as module
+from phonograph.server.chat.harmony import MOST_CHARACTERS, Harmony, check_harmony, load_harmony
+from phonograph.server.chat.serving import Serving
+from phonograph.server.chat.tools import read_tools
 from phonograph.server.http.api_errors import ApiError
-from phonograph.server.openai import harmony as module
 from phonograph.server.openai.chat_completions import ChatAnswer
-from phonograph.server.openai.harmony import MOST_CHARACTERS, Harmony, check_harmony, load_harmony
 from phonograph.server.openai.protocol import ChatBody
-from phonograph.server.openai.serving import Serving
-from phonograph.server.openai.tools import read_tools
 
 pytest.importorskip("openai_harmony")
 pytest.importorskip("bpe_openai")

@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 from servers import Server
 
-from phonograph.server.openai.fields import NO_EFFECT
+from phonograph.server.chat.fields import NO_EFFECT
 
 BODIES = ("CompletionBody", "ChatBody", "TokenizeBody", "DetokenizeBody")
 

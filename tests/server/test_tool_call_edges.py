@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from phonograph.server.openai.answer_reader import AnswerReader
-from phonograph.server.openai.tools import ToolChoice
+from phonograph.server.chat.answer_reader import AnswerReader
+from phonograph.server.chat.tools import ToolChoice
 from phonograph.text.formats.find_formats import TOOL_FORMATS
 from phonograph.text.formats.json_calls import Hermes
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from byte_grammars import byte_compiler, compiled, takes
 
-from phonograph.server.openai.answer_reader import AnswerReader
-from phonograph.server.openai.tools import ToolChoice, read_tools
+from phonograph.server.chat.answer_reader import AnswerReader
+from phonograph.server.chat.tools import ToolChoice, read_tools
 from phonograph.text.formats.find_formats import TOOL_FORMATS
 
 TOOLS: list[Any] = [{"type": "function", "function": {"name": name}} for name in ("add", "now")]

@@ -19,9 +19,9 @@ from openai import OpenAI
 from phonograph.config.server_config import ServerConfig
 from phonograph.engine.async_llm import AsyncLLM
 from phonograph.engine.process.process_client import ProcessClient
+from phonograph.server.chat.serving import Serving
 from phonograph.server.http.application import make_app
 from phonograph.server.http.http_protocol import http_protocol
-from phonograph.server.openai.serving import Serving
 
 QUESTION = "Tom has 12 apples and buys 7 more. How many apples does Tom have?"
 SMALL = {"max_model_len": 1024, "max_num_seqs": 4, "cudagraph_capture_sizes": "1,2,4,16"}

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from phonograph import __version__
 from phonograph.errors import EngineUnavailable, RequestError, shortened
+from phonograph.server.chat.serving import Serving
 from phonograph.server.http import admin, page
 from phonograph.server.http.api_errors import ApiError, ErrorAnswer, api_error, failed, invalid
 from phonograph.server.http.api_keys import ApiKeys, error_response
@@ -22,7 +23,6 @@ from phonograph.server.http.stream import DirectSend
 from phonograph.server.observe import graphs, metrics, status
 from phonograph.server.observe.logs import REQUEST_ID
 from phonograph.server.openai import chat_completions, completions, tokens
-from phonograph.server.openai.serving import Serving
 
 ROUTERS = (
     completions.router,

@@ -13,16 +13,16 @@ from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.admission import admitted_bad_words
 from phonograph.engine.process.calls import Call, Delta, Sample
 from phonograph.errors import RequestError
+from phonograph.server.chat.answer_reader import AnswerReader
+from phonograph.server.chat.harmony import HarmonyReader, check_harmony
+from phonograph.server.chat.serving import Serving, respond
+from phonograph.server.chat.thinking import reasoning_opening, with_formats
+from phonograph.server.chat.tools import ToolChoice, read_tools
 from phonograph.server.http.api_errors import api_error, invalid
 from phonograph.server.http.json_route import JsonRoute
-from phonograph.server.openai.answer_reader import AnswerReader
 from phonograph.server.openai.answers import ANSWERS, answer_head, usage_of
 from phonograph.server.openai.completion_logprobs import chat_content, prompt_positions
-from phonograph.server.openai.harmony import HarmonyReader, check_harmony
 from phonograph.server.openai.protocol import ChatBody
-from phonograph.server.openai.serving import Serving, respond
-from phonograph.server.openai.thinking import reasoning_opening, with_formats
-from phonograph.server.openai.tools import ToolChoice, read_tools
 from phonograph.text.formats.reasoning import Opening, ReasoningReader, ReasoningTokens
 
 router = APIRouter(route_class=JsonRoute)

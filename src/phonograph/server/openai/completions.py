@@ -12,12 +12,12 @@ from phonograph.core.batch import TokenLogprobs
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.admission import admitted_bad_words
 from phonograph.engine.process.calls import Call, Delta, Prompt, Sample
+from phonograph.server.chat.serving import Serving, respond
 from phonograph.server.http.api_errors import invalid
 from phonograph.server.http.json_route import JsonRoute
 from phonograph.server.openai.answers import ANSWERS, answer_head, usage_of
 from phonograph.server.openai.completion_logprobs import CompletionLogprobs, prompt_positions
 from phonograph.server.openai.protocol import DEFAULT_MAX_TOKENS, CompletionBody
-from phonograph.server.openai.serving import Serving, respond
 
 router = APIRouter(route_class=JsonRoute)
 

@@ -11,8 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.core.structured_outputs import StructuredOutputs
 from phonograph.errors import RequestError
+from phonograph.server.chat.fields import Biases, Body, Messages, Prompts, Stops, TokenIds
 from phonograph.server.http.api_errors import api_error, invalid
-from phonograph.server.openai.fields import Biases, Body, Messages, Prompts, Stops, TokenIds
 from phonograph.server.openai.structured import PARAMETERS, StructuredFields, field_of, structured_outputs
 
 DEFAULT_MAX_TOKENS = 16

@@ -7,8 +7,8 @@ from typing import Any, get_args
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.core.structured_outputs import Kind, Strictness, StructuredOutputs
 from phonograph.errors import RequestError
+from phonograph.server.chat.fields import Body, Choices
 from phonograph.server.http.api_errors import invalid
-from phonograph.server.openai.fields import Body, Choices
 
 GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 """vLLM's older fields, with their names in structured_outputs."""

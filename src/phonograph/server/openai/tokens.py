@@ -7,10 +7,10 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
+from phonograph.server.chat.serving import Serving
 from phonograph.server.http.api_errors import invalid
 from phonograph.server.http.json_route import JsonRoute
 from phonograph.server.openai.protocol import DetokenizeBody, TokenizeBody
-from phonograph.server.openai.serving import Serving
 
 router = APIRouter(route_class=JsonRoute)
 

@@ -21,6 +21,10 @@ from phonograph.engine.admission import admitted_token_ids
 from phonograph.engine.async_llm import AsyncLLM
 from phonograph.engine.process.calls import Call
 from phonograph.errors import EngineUnavailable, PhonographError, RequestError, counted, quoted
+from phonograph.server.chat.conversation import Message, read_messages, rendered
+from phonograph.server.chat.fields import Body
+from phonograph.server.chat.harmony import HARMONY_FORMATS, MOST_CHARACTERS, Harmony
+from phonograph.server.chat.thinking import template_options
 from phonograph.server.http.api_errors import ApiError, api_error, client_gone, invalid, queue_full
 from phonograph.server.http.error_count import ErrorCounts
 from phonograph.server.http.json_meter import JsonMeter
@@ -31,11 +35,7 @@ from phonograph.server.observe.request_lines import log_request
 from phonograph.server.observe.traces import Traces
 from phonograph.server.observe.warning_header import field_warnings, with_grammar_warnings
 from phonograph.server.openai.answers import Answer, TokenIdAnswer
-from phonograph.server.openai.conversation import Message, read_messages, rendered
-from phonograph.server.openai.fields import Body
-from phonograph.server.openai.harmony import HARMONY_FORMATS, MOST_CHARACTERS, Harmony
 from phonograph.server.openai.protocol import ChatBody, GenerationBody, TokenizeBody
-from phonograph.server.openai.thinking import template_options
 from phonograph.text.formats.find_formats import Formats, find_formats
 from phonograph.text.formats.template_variables import template_variables
 from phonograph.text.token_texts import TokenTexts

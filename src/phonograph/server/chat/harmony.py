@@ -16,11 +16,11 @@ from importlib.util import find_spec
 from typing import Any
 
 from phonograph.errors import ConfigError, quoted
+from phonograph.server.chat.answer_reader import joined_calls, written_call
+from phonograph.server.chat.tools import ToolChoice
 from phonograph.server.http.api_errors import invalid
-from phonograph.server.openai.answer_reader import joined_calls, written_call
 from phonograph.server.openai.protocol import ChatBody
 from phonograph.server.openai.structured import field_of
-from phonograph.server.openai.tools import ToolChoice
 from phonograph.text.formats.answer_parts import Found, ToolDelta
 from phonograph.text.formats.find_formats import Formats
 

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Iterable
 from typing import Any
 
-from phonograph.server.openai.tools import ToolChoice
+from phonograph.server.chat.tools import ToolChoice
 from phonograph.text.formats.answer_parser import AnswerParser
 from phonograph.text.formats.answer_parts import Found, ToolDelta, ToolParser
 from phonograph.text.formats.find_formats import ToolFormat
