@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, WithJsonSchema
 
 from phonograph.config.base import nearest
 from phonograph.errors import shortened
+from phonograph.server.chat.thinking import Thinking
 from phonograph.server.http.api_errors import invalid
 
 MAX_STOP_LENGTH = 1024
@@ -34,13 +35,20 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
 """Fields of OpenAI or vLLM that are not served, with neutral values. Null, false, [] and {} are always neutral."""
 
 
-def _close(schema: dict[str, Any]) -> None:
-    schema["properties"] |= {name: {"description": "accepted, without effect"} for name in sorted(NO_EFFECT)}
+def _close(schema: dict[str, Any], body: type[Body]) -> None:
+    schema["properties"] |= {name: {"description": "accepted, without effect"} for name in sorted(body.no_effect)}
     schema["additionalProperties"] = False
 
 
 class Body(BaseModel):
-    """Body of a request, with strict JSON types: "5" does not pass as a number."""
+    """Body of a request, with strict JSON types: "5" does not pass as a number.
+
+    no_effect:   fields that do not change the answer
+    unsupported: fields that are not served, with neutral values
+    """
+
+    no_effect: ClassVar[frozenset[str]] = NO_EFFECT
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = UNSUPPORTED
 
     # Extra fields are only read to be named in an error; the OpenAPI document excludes them.
     model_config = ConfigDict(extra="allow", strict=True, json_schema_extra=_close)
@@ -50,7 +58,8 @@ class Body(BaseModel):
     def drop_unknown(self) -> list[str]:
         """Remove fields that neither this server nor another one knows; return their names."""
         extra = self.model_extra or {}
-        unknown = [name for name in extra if name not in NO_EFFECT and name not in UNSUPPORTED and name != "best_of"]
+        known = {*self.no_effect, *self.unsupported, "best_of"}
+        unknown = [name for name in extra if name not in known]
         for name in unknown:
             del extra[name]
         return [shortened(name) for name in unknown]
@@ -63,19 +72,23 @@ class Body(BaseModel):
         """
         ignored: list[str] = []
         for name, value in (self.model_extra or {}).items():
-            if name in NO_EFFECT:
+            if name in self.no_effect:
                 if value is not None:
                     ignored.append(name)
-            elif name in UNSUPPORTED:
-                if not _asks_nothing(value, UNSUPPORTED[name]):
+            elif name in self.unsupported:
+                if not _asks_nothing(value, self.unsupported[name]):
                     raise invalid(name, f"{name} is not supported by this server", code="unsupported_parameter")
             else:
-                known = [*type(self).model_fields, *NO_EFFECT, *UNSUPPORTED]
+                known = [*type(self).model_fields, *self.no_effect, *self.unsupported]
                 shown = name if len(name) <= 100 else f"{name[:100]}..."
                 hint = nearest(name[:100], known)
                 hint = hint if hint.startswith("did you mean") else "this endpoint has no such field"
                 raise invalid(shown, f"unknown field {shown!r}: {hint}", code="unknown_parameter")
         return ignored
+
+    def thinking(self) -> Thinking | None:
+        """Return the reasoning that the request asks for; None if it is no chat."""
+        return None
 
 
 def _asks_nothing(value: object, neutral: tuple[object, ...]) -> bool:

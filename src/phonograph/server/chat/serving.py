@@ -21,21 +21,19 @@ from phonograph.engine.admission import admitted_token_ids
 from phonograph.engine.async_llm import AsyncLLM
 from phonograph.engine.process.calls import Call
 from phonograph.errors import EngineUnavailable, PhonographError, RequestError, counted, quoted
-from phonograph.server.chat.conversation import Message, read_messages, rendered
+from phonograph.server.chat.chat_request import ChatRequest
+from phonograph.server.chat.conversation import Message, rendered
 from phonograph.server.chat.fields import Body
 from phonograph.server.chat.harmony import HARMONY_FORMATS, MOST_CHARACTERS, Harmony
 from phonograph.server.chat.thinking import template_options
 from phonograph.server.http.api_errors import ApiError, api_error, client_gone, invalid, queue_full
 from phonograph.server.http.error_count import ErrorCounts
-from phonograph.server.http.json_meter import JsonMeter
 from phonograph.server.http.json_route import INLINE_BYTES, JsonRequest
-from phonograph.server.http.stream import EventStream
+from phonograph.server.http.stream import AnswerWriter, EventStream
 from phonograph.server.observe.metrics import EngineCollector
 from phonograph.server.observe.request_lines import log_request
 from phonograph.server.observe.traces import Traces
 from phonograph.server.observe.warning_header import field_warnings, with_grammar_warnings
-from phonograph.server.openai.answers import Answer, TokenIdAnswer
-from phonograph.server.openai.protocol import ChatBody, GenerationBody, TokenizeBody
 from phonograph.text.formats.find_formats import Formats, find_formats
 from phonograph.text.formats.template_variables import template_variables
 from phonograph.text.token_texts import TokenTexts
@@ -117,15 +115,22 @@ class Serving:
         """
         dropped = body.drop_unknown() if self.config.unknown_fields == "warn" else []
         ignored = body.check()
-        if isinstance(body, ChatBody | TokenizeBody) and self.harmony is None:
-            ignored += template_options(body, self.variables, self.formats)[1]
+        thinking = body.thinking()
+        if thinking is not None and self.harmony is None:
+            ignored += template_options(thinking, self.variables, self.formats)[1]
         if body.model is not None and body.model not in self.names:
             problem = f"the model {quoted(body.model)} does not exist; this server has {', '.join(self.names)}"
             raise ApiError(404, problem, param="model", code="model_not_found")
         return field_warnings(ignored, dropped)
 
-    def admit(self, body: GenerationBody, num_prompts: int) -> dict[str, str]:
+    def admit(self, body: Body, *, num_prompts: int = 1, n: int = 1, priority: int = 0) -> dict[str, str]:
         """Check a request before any work for it; return headers of its answer.
+
+        Args:
+            body: fields of the request.
+            num_prompts: prompts of the request.
+            n: samples of each prompt.
+            priority: place in the queue.
 
         Raises:
             ApiError: the request is wrong or not supported, or too many requests are in progress.
@@ -134,10 +139,10 @@ class Serving:
         engine, facts = self.engine, self.engine.facts
         if engine.problem is not None:
             raise api_error(engine.problem)
-        if body.priority and facts.scheduling_policy != "priority":
-            raise invalid("priority", f"priority={body.priority}: the server runs without --scheduling-policy priority")
+        if priority and facts.scheduling_policy != "priority":
+            raise invalid("priority", f"priority={priority}: the server runs without --scheduling-policy priority")
         room = facts.max_num_seqs + self.config.max_queued_requests
-        count = num_prompts * (body.n or 1)
+        count = num_prompts * n
         if count > room:
             problem = f"{count} samples; this server takes {room} at most (max_num_seqs + max_queued_requests)"
             raise invalid("n" if num_prompts == 1 else "prompt", problem)
@@ -230,60 +235,52 @@ class Serving:
             problem += f"output together, and a request may have {limit} (max_request_token_ids): shorten it"
             raise invalid(field, problem, code="context_length_exceeded")
 
-    def encode_chat(
-        self,
-        body: ChatBody | TokenizeBody,
-        *,
-        tools: list[dict[str, Any]] | None = None,
-        whole_context: bool = True,
-    ) -> list[int]:
-        """Return the token ids of a request's conversation, with `tools` in the prompt; see `encode_text`.
+    def encode_chat(self, request: ChatRequest, *, whole_context: bool = True) -> list[int]:
+        """Return the token ids of a request's conversation, with its tools in the prompt; see `encode_text`.
 
         By default it ends with the start of the assistant's answer, unless the last message continues.
 
         Raises:
-            ApiError: a message is wrong, or all together are too long.
+            ApiError: the messages are too long.
             RequestError: the chat template rejects them.
         """
-        continues, begins = bool(body.continue_final_message), body.add_generation_prompt
+        tools = None if request.tools is None else request.tools.tools
         if self.harmony is not None:
-            return self._encode_harmony(self.harmony, body, tools, whole_context=whole_context)
-
-        defaults = self.config.default_chat_template_kwargs or {}
+            return self._encode_harmony(self.harmony, request, tools, whole_context=whole_context)
+        variables = {
+            **(self.config.default_chat_template_kwargs or {}),
+            **template_options(request.thinking, self.variables, self.formats)[0],
+        }
 
         def render(messages: list[Message]) -> str:
             return self.tokenizer.render_chat(
                 messages,
                 template=self.chat_template,
-                add_generation_prompt=not continues if begins is None else begins,
-                continue_final_message=continues,
-                variables={**defaults, **template_options(body, self.variables, self.formats)[0]},
+                add_generation_prompt=not request.continues if request.begins is None else request.begins,
+                continue_final_message=request.continues,
+                variables=variables,
                 tools=tools,
             )
 
-        text = rendered(render, read_messages(body.messages or [], JsonMeter(self.config)))
-        return self.encode_text(text, whole_context=whole_context, field="messages")
+        text = rendered(render, request.messages)
+        return self.encode_text(text, whole_context=whole_context, field=request.name("messages"))
 
     def _encode_harmony(
-        self,
-        harmony: Harmony,
-        body: ChatBody | TokenizeBody,
-        tools: list[dict[str, Any]] | None,
-        *,
-        whole_context: bool,
+        self, harmony: Harmony, request: ChatRequest, tools: list[dict[str, Any]] | None, *, whole_context: bool
     ) -> list[int]:
-        for name in ("continue_final_message", "chat_template_kwargs"):
-            if getattr(body, name):
+        given = (("continue_final_message", request.continues), ("chat_template_kwargs", request.thinking.variables))
+        for known, value in given:
+            if value:
+                name = request.name(known)
                 raise invalid(name, f"{name} is not supported with chat_format=harmony, which has no template")
-        messages = read_messages(body.messages or [], JsonMeter(self.config))
+        messages, field = request.messages, request.name("messages")
         most = self.engine.facts.context_len if whole_context else self.config.max_request_token_ids
         # A token has at most as many characters as the longest one of the vocabulary.
         if sum(len(message["content"] or "") for message in messages) > most * MOST_CHARACTERS:
-            self._check_length("messages", most + 1, most)
-        effort = getattr(body, "reasoning_effort", None)
-        begins = body.add_generation_prompt is not False
-        token_ids = harmony.encode(messages, tools=tools, effort=effort, begins=begins)
-        self._check_length("messages", len(token_ids), most)
+            self._check_length(field, most + 1, most)
+        begins = request.begins is not False
+        token_ids = harmony.encode(messages, tools=tools, effort=request.thinking.effort, begins=begins)
+        self._check_length(field, len(token_ids), most)
         return token_ids
 
     def max_tokens(self, prompts: list[list[int]], requested: int | None, *, field: str) -> int | None:
@@ -304,16 +301,19 @@ class Serving:
             )
         return requested
 
-    def open(self, request: Request, prompts: list[list[int]], params: SamplingParams, body: GenerationBody) -> Call:
+    def open(
+        self,
+        request: Request,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        *,
+        streams: bool,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> Call:
         """Open a call of the engine. It fails when the client disconnects or request_timeout has passed."""
         try:
-            call = self.engine.open(
-                prompts,
-                params,
-                streams=bool(body.stream),
-                priority=body.priority or 0,
-                cache_salt=body.cache_salt,
-            )
+            call = self.engine.open(prompts, params, streams=streams, priority=priority, cache_salt=cache_salt)
         except EngineUnavailable as error:
             raise api_error(error) from None
         if self.config.request_timeout is not None:
@@ -356,25 +356,32 @@ class Serving:
             working.cancel()
 
 
-async def respond(call: Call, answer: Answer, body: GenerationBody, headers: Mapping[str, str]) -> Response:
+async def respond(
+    call: Call, answer: AnswerWriter, headers: Mapping[str, str], names: Mapping[str, str], *, streams: bool
+) -> Response:
     """Wait for the answer, or for its beginning, and return the response.
+
+    Args:
+        call: the call of the engine.
+        answer: writes the answer.
+        headers: headers of the answer.
+        names: the request's names of engine parameters, where they differ.
+        streams: send the answer as it grows.
 
     Raises:
         ApiError: the call failed before the answer began.
     """
-    call.name = answer.head["id"]
-    if body.return_token_ids:
-        answer = TokenIdAnswer(answer, call, prompt_only=body.requested_tokens() == 0)
+    call.name = answer.name
     try:
-        if body.stream:
+        if streams:
             await call.wait(peek=True)
-            return EventStream(call, answer, body, with_grammar_warnings(headers, call))
+            return EventStream(call, answer, with_grammar_warnings(headers, call), names)
         await call.wait()
         call.close()
         return JSONResponse(answer.whole(), headers=with_grammar_warnings(headers, call))
     except PhonographError as error:
         call.close()
-        raise api_error(error, body.names()) from None
+        raise api_error(error, names) from None
     except BaseException:
         call.close()
         raise

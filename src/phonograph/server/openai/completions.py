@@ -12,10 +12,11 @@ from phonograph.core.batch import TokenLogprobs
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.admission import admitted_bad_words
 from phonograph.engine.process.calls import Call, Delta, Prompt, Sample
+from phonograph.server.chat.chat_request import sampling_params
 from phonograph.server.chat.serving import Serving, respond
 from phonograph.server.http.api_errors import invalid
 from phonograph.server.http.json_route import JsonRoute
-from phonograph.server.openai.answers import ANSWERS, answer_head, usage_of
+from phonograph.server.openai.answers import ANSWERS, ChunkStream, answer_head, usage_of
 from phonograph.server.openai.completion_logprobs import CompletionLogprobs, prompt_positions
 from phonograph.server.openai.protocol import DEFAULT_MAX_TOKENS, CompletionBody
 
@@ -26,14 +27,18 @@ router = APIRouter(route_class=JsonRoute)
 async def create_completion(body: CompletionBody, request: Request) -> Response:
     """Continue one prompt or several."""
     serving: Serving = request.app.state.serving
-    headers = serving.admit(body, len(body.prompt))
+    headers = serving.admit(body, num_prompts=len(body.prompt), n=body.n or 1, priority=body.priority or 0)
     if body.stream and body.prompt_logprobs is not None:
         raise invalid("prompt_logprobs", "prompt_logprobs are not streamed; use echo with logprobs, or stream=false")
     prompts, params = await serving.prepare(
         request, lambda gone: _prepared(serving, body, gone), num_prompts=len(body.prompt)
     )
-    call = serving.open(request, prompts, params, body)
-    return await respond(call, CompletionAnswer(serving, call, body), body, headers)
+    streams = bool(body.stream)
+    call = serving.open(
+        request, prompts, params, streams=streams, priority=body.priority or 0, cache_salt=body.cache_salt
+    )
+    answer = ChunkStream(CompletionAnswer(serving, call, body), call, body)
+    return await respond(call, answer, headers, body.names(), streams=streams)
 
 
 def _prepared(serving: Serving, body: CompletionBody, gone: threading.Event) -> tuple[list[list[int]], SamplingParams]:
@@ -44,13 +49,10 @@ def _prepared(serving: Serving, body: CompletionBody, gone: threading.Event) -> 
     max_tokens = serving.max_tokens(
         prompts, 1 if requested == 0 else requested, field=body.names().get("max_tokens", "max_tokens")
     )
-    params = body.sampling_params(
-        serving.defaults,
-        max_tokens=max_tokens or DEFAULT_MAX_TOKENS,
-        logprobs=body.logprobs,
-        max_logprobs=serving.config.max_logprobs,
-        scores_prompt=bool(body.echo),
+    values = body.sampling(
+        logprobs=body.logprobs, max_logprobs=serving.config.max_logprobs, scores_prompt=bool(body.echo)
     )
+    params = sampling_params(serving.defaults, values, max_tokens or DEFAULT_MAX_TOKENS, body.names())
     return prompts, admitted_bad_words(params, serving.tokenizer)
 
 

@@ -1,0 +1,71 @@
+"""Work of a chat request before the engine: its prompt and parameters, checked against the model and the context."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from phonograph.core.sampling_params import SamplingParams
+from phonograph.engine.admission import admitted_bad_words
+from phonograph.errors import RequestError
+from phonograph.server.chat.chat_request import ChatRequest, sampling_params
+from phonograph.server.chat.harmony import check_harmony
+from phonograph.server.chat.serving import Serving
+from phonograph.server.chat.thinking import reasoning_opening, with_formats
+from phonograph.server.chat.tools import ToolChoice
+from phonograph.server.http.api_errors import api_error, invalid
+from phonograph.text.formats.reasoning import Opening
+
+
+class PreparedChat(NamedTuple):
+    """A request that the engine can answer.
+
+    opening: state of the answer at its beginning
+    """
+
+    prompt: list[int]
+    params: SamplingParams
+    tools: ToolChoice | None
+    opening: Opening
+
+
+def prepared_chat(serving: Serving, request: ChatRequest) -> PreparedChat:
+    """Return the prompt and the parameters of a request.
+
+    Raises:
+        ApiError: the request does not fit the model, its formats, or its context.
+        RequestError: the chat template rejects the messages.
+    """
+    tools, names = request.tools, request.names
+    if serving.harmony is not None:
+        check_harmony(request)
+    elif tools is not None and tools.form == "parsed" and serving.formats.tools is None:
+        raise invalid(request.name("tool_choice"), _no_calls(serving, request.name("tool_choice")))
+    prompt = serving.encode_chat(request)
+    requested = request.max_tokens
+    if request.cuts and requested is not None:
+        requested = max(min(requested, serving.engine.facts.context_len - len(prompt)), 1)
+    max_tokens = serving.max_tokens([prompt], requested, field=request.name("max_tokens"))
+    params = sampling_params(serving.defaults, request.sampling, max_tokens, names)
+    params = admitted_bad_words(params, serving.tokenizer)
+    continued = request.messages[-1] if request.continues else None
+    opening = reasoning_opening(request.thinking, serving.formats, serving.tokenizer, prompt, continued)
+    if serving.harmony is not None:
+        params = replace(params, stop_token_ids=(*params.stop_token_ids, *serving.harmony.stop_token_ids))
+        return PreparedChat(prompt, params, tools, opening)
+    formats = serving.formats
+    if tools is None or tools.form != "parsed":
+        formats = replace(formats, tools=None)
+    try:
+        params = with_formats(params, request.thinking.budget, formats, opening, serving.tokenizer)
+    except RequestError as error:
+        raise api_error(error, names) from None
+    return PreparedChat(prompt, params, tools, opening)
+
+
+def _no_calls(serving: Serving, field: str) -> str:
+    """Return the reason why calls cannot be left to the model."""
+    if serving.config.enable_auto_tool_choice:
+        problem = f"{field} auto needs the form of the model's calls, which its chat template does not show; start "
+        return f"{problem}the server with --tool-call-parser, or use {field} required"
+    return f"{field} auto is turned off by --no-enable-auto-tool-choice; required and a named function work"
