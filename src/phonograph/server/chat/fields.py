@@ -45,10 +45,12 @@ class Body(BaseModel):
 
     no_effect:   fields that do not change the answer
     unsupported: fields that are not served, with neutral values
+    reasons:     what to do without a field that is not served
     """
 
     no_effect: ClassVar[frozenset[str]] = NO_EFFECT
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = UNSUPPORTED
+    reasons: ClassVar[Mapping[str, str]] = {}
 
     # Extra fields are only read to be named in an error; the OpenAPI document excludes them.
     model_config = ConfigDict(extra="allow", strict=True, json_schema_extra=_close)
@@ -77,7 +79,10 @@ class Body(BaseModel):
                     ignored.append(name)
             elif name in self.unsupported:
                 if not _asks_nothing(value, self.unsupported[name]):
-                    raise invalid(name, f"{name} is not supported by this server", code="unsupported_parameter")
+                    problem = f"{name} is not supported by this server"
+                    if name in self.reasons:
+                        problem += f": {self.reasons[name]}"
+                    raise invalid(name, problem, code="unsupported_parameter")
             else:
                 known = [*type(self).model_fields, *self.no_effect, *self.unsupported]
                 shown = name if len(name) <= 100 else f"{name[:100]}..."

@@ -78,7 +78,15 @@ def read_tools(tools: list[Any] | None, choice: Any, parallel: bool | None) -> T
         if choice not in (None, "none"):
             raise invalid("tool_choice", "tool_choice needs tools")
         return None
-    read = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
+    return chosen_tools([_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)], choice, parallel)
+
+
+def chosen_tools(read: list[dict[str, Any]], choice: Any, parallel: bool | None) -> ToolChoice | None:
+    """Return the tool choice among checked functions; None if the model must not call functions.
+
+    Raises:
+        ApiError: the choice is wrong.
+    """
     names = [tool["function"]["name"] for tool in read]
     if len(set(names)) < len(names):
         raise invalid("tools", "two functions have the same name")
@@ -128,16 +136,31 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
     function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
     if not isinstance(function, dict):
         raise invalid(where, f"{where} must be an object of type function with a function")
+    return function_tool(function, f"{where}.function")
+
+
+def function_tool(function: dict[str, Any], where: str, *, parameters: str = "parameters") -> dict[str, Any]:
+    """Return a function in the form of OpenAI's chats, which templates expect.
+
+    Args:
+        function: name, description, parameters and `strict`.
+        where: its place in the request.
+        parameters: the request's name of the parameters.
+
+    Raises:
+        ApiError: it is no such function.
+    """
     if not isinstance(function.get("name"), str) or not function["name"]:
-        raise invalid(f"{where}.function.name", "a function needs a name")
+        raise invalid(f"{where}.name", "a function needs a name")
     if any("\ud800" <= character <= "\udfff" for character in function["name"]):
-        raise invalid(f"{where}.function.name", "the name is not valid Unicode (lone surrogate)")
-    for key, kind in (("description", str), ("parameters", dict), ("strict", bool)):
+        raise invalid(f"{where}.name", "the name is not valid Unicode (lone surrogate)")
+    for key, kind in (("description", str), (parameters, dict), ("strict", bool)):
         if function.get(key) is not None and not isinstance(function[key], kind):
-            raise invalid(f"{where}.function.{key}", f"{key} of a function must be a {kind.__name__}")
+            raise invalid(f"{where}.{key}", f"{key} of a function must be a {kind.__name__}")
     for key in function:
-        if key not in ("name", "description", "parameters", "strict"):
-            raise invalid(f"{where}.function", f"unknown key {key[:50]!r} in a function")
+        if key not in ("name", "description", parameters, "strict"):
+            raise invalid(where, f"unknown key {key[:50]!r} in a function")
+    function = {"parameters" if key == parameters else key: value for key, value in function.items()}
     return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
 
 

@@ -23,10 +23,12 @@ from phonograph.server.http.stream import DirectSend
 from phonograph.server.observe import graphs, metrics, status
 from phonograph.server.observe.logs import REQUEST_ID
 from phonograph.server.openai import chat_completions, completions, tokens
+from phonograph.server.responses import create_response
 
 ROUTERS = (
     completions.router,
     chat_completions.router,
+    create_response.router,
     tokens.router,
     status.router,
     graphs.router,

@@ -26,8 +26,11 @@ EXACT_BYTES = 1 << 20
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 LIMITS = {
     "messages": "max_request_messages",
+    "input": "max_request_messages",
+    "system": "max_request_messages",
     "tools": "max_request_tools",
     "stop": "max_request_stops",
+    "stop_sequences": "max_request_stops",
     "stop_token_ids": "max_request_stop_token_ids",
     "bad_words": "max_request_stop_token_ids",
     "allowed_token_ids": "max_request_token_ids",
