@@ -17,6 +17,8 @@ CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
         ("/v1/completions", {"prompt": "a", "max_tokens": 1}),
         ("/v1/completions", {"prompt": "a", "max_tokens": 1, "stream": True}),
         ("/v1/chat/completions", CHAT),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 1}),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 1, "stream": True}),
         ("/tokenize", {"prompt": "a"}),
         ("/detokenize", {"tokens": [5]}),
     ],

@@ -173,13 +173,14 @@ def joined_turns(messages: list[Message]) -> list[Message]:
     """Return messages for templates of which roles take turns.
 
     Many templates have one place for a system message, at the beginning, and no developer. Agents send several, and
-    several messages of the user in a row.
+    several messages of one role in a row.
     """
     found: list[Message] = []
     for message in messages:
         role = "system" if message["role"] == "developer" else message["role"]
         last = found[-1] if found else None
-        if last is not None and last["role"] == role and role in ("system", "user"):
+        parts = message.keys() if last is None else message.keys() | last.keys()
+        if last is not None and last["role"] == role and role != "tool" and not parts & {"reasoning", "tool_calls"}:
             last["content"] = f"{last['content']}\n\n{message['content']}"
         else:
             found.append({**message, "role": role})

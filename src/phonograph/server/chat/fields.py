@@ -91,7 +91,7 @@ class Body(BaseModel):
                 raise invalid(shown, f"unknown field {shown!r}: {hint}", code="unknown_parameter")
         return ignored
 
-    def thinking(self) -> Thinking | None:
+    def requested_thinking(self) -> Thinking | None:
         """Return the reasoning that the request asks for; None if it is no chat."""
         return None
 

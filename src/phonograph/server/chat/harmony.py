@@ -226,6 +226,10 @@ def check_harmony(request: ChatRequest) -> None:
     effort, name = request.thinking.effort, request.thinking.name("reasoning_effort")
     if effort not in (None, *EFFORTS):
         raise invalid(name, f"{name}={quoted(effort)} must be {', '.join(EFFORTS[:-1])} or {EFFORTS[-1]}")
+    if request.thinking.enabled is False:
+        name = request.thinking.name("thinking_token_budget")
+        problem = f"{name}: chat_format=harmony cannot turn the model's reasoning off"
+        raise invalid(name, problem, code="unsupported_parameter")
     field = None
     if request.tools is not None and request.tools.form != "parsed":
         field = "tool_choice"

@@ -43,8 +43,9 @@ def prepared_chat(serving: Serving, request: ChatRequest) -> PreparedChat:
         raise invalid(request.name("tool_choice"), _no_calls(serving, request.name("tool_choice")))
     prompt = serving.encode_chat(request)
     requested = request.max_tokens
-    if request.cuts and requested is not None:
-        requested = max(min(requested, serving.engine.facts.context_len - len(prompt)), 1)
+    room = serving.engine.facts.context_len - len(prompt)
+    if request.cuts and requested is not None and requested > room:
+        requested = max(room, 1)
     max_tokens = serving.max_tokens([prompt], requested, field=request.name("max_tokens"))
     params = sampling_params(serving.defaults, request.sampling, max_tokens, names)
     params = admitted_bad_words(params, serving.tokenizer)

@@ -115,7 +115,7 @@ class Serving:
         """
         dropped = body.drop_unknown() if self.config.unknown_fields == "warn" else []
         ignored = body.check()
-        thinking = body.thinking()
+        thinking = body.requested_thinking()
         if thinking is not None and self.harmony is None:
             ignored += template_options(thinking, self.variables, self.formats)[1]
         if body.model is not None and body.model not in self.names:

@@ -27,7 +27,7 @@ def chat_request(body: ChatBody, config: ServerConfig) -> ChatRequest:
     return ChatRequest(
         messages=read_messages(body.messages, JsonMeter(config)),
         tools=tools,
-        thinking=body.thinking(),
+        thinking=body.requested_thinking(),
         sampling=body.sampling(
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             max_logprobs=config.max_logprobs,
@@ -48,7 +48,7 @@ def tokenize_request(body: TokenizeBody, config: ServerConfig) -> ChatRequest:
     """
     return ChatRequest(
         messages=read_messages(body.messages or [], JsonMeter(config)),
-        thinking=body.thinking(),
+        thinking=body.requested_thinking(),
         continues=bool(body.continue_final_message),
         begins=body.add_generation_prompt,
     )

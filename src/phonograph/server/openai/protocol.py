@@ -176,7 +176,7 @@ class ChatBody(GenerationBody):
     include_reasoning: bool | None = None
     thinking_token_budget: int | None = None
 
-    def thinking(self) -> Thinking:
+    def requested_thinking(self) -> Thinking:
         return Thinking(
             effort=self.reasoning_effort,
             shown=self.include_reasoning is not False,
@@ -209,7 +209,7 @@ class TokenizeBody(Body):
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
-    def thinking(self) -> Thinking:
+    def requested_thinking(self) -> Thinking:
         return Thinking(variables=self.chat_template_kwargs or {})
 
     def check(self) -> list[str]:

@@ -131,7 +131,7 @@ class ResponseBody(Body):
         """Return True if the answer has what a value of `include` names."""
         return self.include is not None and value in self.include
 
-    def thinking(self) -> Thinking:
+    def requested_thinking(self) -> Thinking:
         return Thinking(
             effort=(self.reasoning or {}).get("effort"),
             budget=self.thinking_token_budget,
@@ -173,7 +173,7 @@ def response_request(body: ResponseBody, config: ServerConfig) -> ChatRequest:
     return ChatRequest(
         messages=read_input(body.input, body.instructions, JsonMeter(config)),
         tools=tools,
-        thinking=body.thinking(),
+        thinking=body.requested_thinking(),
         sampling=values,
         max_tokens=body.max_output_tokens,
         names=names,
