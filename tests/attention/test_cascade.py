@@ -49,45 +49,41 @@ LLAMA = CascadeTimeRule(num_query_heads=32, num_kv_heads=8, num_sms=132)
 
 
 @pytest.mark.parametrize(
-    ("rule", "num_reqs", "query_len", "prefix_len", "taken", "words"),
+    ("rule", "num_reqs", "prefix_len", "taken", "words"),
     [
-        (LLAMA, 64, 1, 8192, True, "64 requests share 8192 tokens; modelled time 64 with cascade, 249 without"),
-        (LLAMA, 64, 1, 0, False, "no common prefix"),
+        (LLAMA, 64, 8192, True, "64 requests share 8192 tokens; modelled time 64 with cascade, 249 without"),
+        (LLAMA, 64, 0, False, "no common prefix"),
         # One token, and one request, too few.
-        (replace(LLAMA, num_sms=1), MIN_REQUESTS, 1, MIN_PREFIX - 1, False, "a common prefix of 255 tokens"),
-        (replace(LLAMA, num_sms=1), MIN_REQUESTS, 1, MIN_PREFIX, True, "64 with cascade, 128 without"),
-        (replace(LLAMA, num_sms=1), MIN_REQUESTS - 1, 1, MIN_PREFIX, False, "7 requests are fewer than 8"),
+        (replace(LLAMA, num_sms=1), MIN_REQUESTS, MIN_PREFIX - 1, False, "a common prefix of 255 tokens"),
+        (replace(LLAMA, num_sms=1), MIN_REQUESTS, MIN_PREFIX, True, "64 with cascade, 128 without"),
+        (replace(LLAMA, num_sms=1), MIN_REQUESTS - 1, MIN_PREFIX, False, "7 requests are fewer than 8"),
         # 8 requests of 8 KV heads with a prefix of 2 tiles are 128 of 132 multiprocessors busy once.
-        (LLAMA, 8, 1, 256, False, "2 with cascade, 1 without"),
+        (LLAMA, 8, 256, False, "2 with cascade, 1 without"),
         # Equal times: the ordinary graph has fewer launches. 16 * 8 * 2 = 256 tiles take 132 multiprocessors twice.
-        (LLAMA, 16, 1, 256, False, "2 with cascade, 2 without"),
-        (LLAMA, 17, 1, 256, True, "2 with cascade, 3 without"),
+        (LLAMA, 16, 256, False, "2 with cascade, 2 without"),
+        (LLAMA, 17, 256, True, "2 with cascade, 3 without"),
         # A tile of 128 queries more doubles the cascade's time once the multiprocessors are all busy.
-        (replace(LLAMA, num_sms=32), 128, 1, 1280, True, "10 with cascade, 320 without"),
-        (replace(LLAMA, num_sms=32), 129, 1, 1280, True, "20 with cascade, 323 without"),
+        (replace(LLAMA, num_sms=32), 128, 1280, True, "10 with cascade, 320 without"),
+        (replace(LLAMA, num_sms=32), 129, 1280, True, "20 with cascade, 323 without"),
         # Keys behind a whole tile count as one.
-        (LLAMA, 64, 1, 257, True, "3 with cascade, 12 without"),
-        # Split decoding would serve neither of these.
-        (CascadeTimeRule(num_query_heads=8, num_kv_heads=8, num_sms=132), 8, 1, 256, True, "as many KV heads"),
-        (LLAMA, 8, 2, 256, True, "more than one token"),
-        (LLAMA, 7, 2, 256, False, "fewer than 8"),
-        (LLAMA, 8, 2, 240, False, "256 are worth it"),
+        (LLAMA, 64, 257, True, "3 with cascade, 12 without"),
+        # Split decoding would not serve these.
+        (CascadeTimeRule(num_query_heads=8, num_kv_heads=8, num_sms=132), 8, 256, True, "as many KV heads"),
+        (LLAMA, 7, 256, False, "fewer than 8"),
+        (LLAMA, 8, 240, False, "256 are worth it"),
         # More heads for each KV head than a tile takes.
         (
             CascadeTimeRule(num_query_heads=256, num_kv_heads=1, num_sms=1),
             8,
-            1,
             256,
             False,
             "512 with cascade, 32 without",
         ),
-        (replace(LLAMA, num_sms=0), 8, 1, 256, True, "64 with cascade, 128 without"),
+        (replace(LLAMA, num_sms=0), 8, 256, True, "64 with cascade, 128 without"),
     ],
 )
-def test_the_rule(
-    rule: CascadeTimeRule, num_reqs: int, query_len: int, prefix_len: int, taken: bool, words: str
-) -> None:
-    choice = rule.weigh(num_reqs=num_reqs, query_len=query_len, prefix_len=prefix_len)
+def test_the_rule(rule: CascadeTimeRule, num_reqs: int, prefix_len: int, taken: bool, words: str) -> None:
+    choice = rule.weigh(num_reqs=num_reqs, prefix_len=prefix_len)
     assert choice.taken is taken and words in choice.reason
 
 

@@ -159,13 +159,14 @@ def test_batches_are_ordered_decodes_first_and_classified(run_json: Any, llama: 
     assert (second["num_tokens"], second["padded_tokens"], second["graph"]) == (1, 1, "decode[1 token, 1 slot]")
 
 
-def test_a_uniform_batch_of_speculation_is_a_decode(run_json: Any, llama: list[str]) -> None:
+def test_decodes_with_drafts_have_graphs(run_json: Any, llama: list[str]) -> None:
     flags = [*llama, *backend_flags("flash_attn 2"), "--num-speculative-tokens", "2", "--batch", "3@50,3@9"]
-    (facts,) = run_json("explain", *flags, "--batch", "1@50,3@9")
-    uniform, mixed = facts["batches"]
-    assert uniform["mode"] == "FULL" and "uniform batch of query length 3" in uniform["reason"]
-    assert mixed["mode"] == "FULL" and mixed["graph"].startswith("mixed")
-    assert all(tokens % 3 == 0 for tokens in facts["captures"]["decode"])
+    (facts,) = run_json("explain", *flags, "--batch", "1@50,3@9", "--batch", "1@50,3@3")
+    equal, ragged, mixed = facts["batches"]
+    for batch in equal, ragged:
+        assert batch["mode"] == "FULL" and "decodes with drafts" in batch["reason"] and batch["num_decodes"] == 2
+    assert mixed["mode"] == "FULL" and mixed["graph"].startswith("mixed") and mixed["num_decodes"] == 1
+    assert all(tokens in (2 * seqs, 3 * seqs) for tokens, seqs in facts["captures"]["drafting"])
 
 
 @pytest.mark.parametrize(

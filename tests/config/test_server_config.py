@@ -18,6 +18,7 @@ VALUES: dict[str, tuple[str, Any]] = {
     "port": ("0", 0),
     "api_key": ("one, two", ("one", "two")),
     "enable_admin": ("true", True),
+    "enable_tokenizer_info_endpoint": ("true", True),
     "admin_api_key": ("one, two", ("one", "two")),
     "served_model_name": ("a", ("a",)),
     "chat_template": ("chat.jinja", "chat.jinja"),

@@ -58,14 +58,14 @@ def test_a_cpu_captures_small_steps_without_padding(
     dispatcher = plan.make_dispatcher()
     most = max([*decode, 0])
     for tokens in decode if most <= 10 else ():
-        decision = dispatcher.decide(StepShape(num_tokens=tokens, num_reqs=tokens, uniform_query_len=1))
+        decision = dispatcher.decide(StepShape(num_tokens=tokens, num_reqs=tokens, decode_query_len=1))
         assert decision.key is not None and decision.num_tokens == tokens
 
 
 def test_drafts_leave_a_decode_graph_for_one_sequence_on_a_cpu() -> None:
     config = EngineConfig(model="demo", num_speculative_tokens=9)
     plan = make_plan(config, read_model_spec("demo"), known_device("cpu"))
-    assert [(key.num_tokens, key.num_reqs) for key in plan.captures.decode] == [(10, 1)]
+    assert [(key.num_tokens, key.num_reqs) for key in plan.captures.drafting] == [(6, 1), (10, 1)]
 
 
 @pytest.mark.parametrize("limits", [{"max_num_seqs": 2}, {"num_kv_blocks": 8}])

@@ -180,17 +180,31 @@ def test_prompts_are_scored_eagerly_only_where_a_graph_lacks_their_rows(
 
 
 @pytest.mark.parametrize(
-    ("query_lens", "num_decodes", "uniform"),
-    [([1, 1], 2, 1), ([1, 1], 0, 1), ([3, 3], 2, 3), ([3, 3], 1, None), ([1, 3], 2, None), ([5], 0, None), ([5], 1, 5)],
+    ("query_lens", "num_decodes", "longest", "num_logits"),
+    [
+        ([1, 1], 2, 1, 2),
+        ([1, 1], 0, 1, 2),
+        ([3, 3], 2, 3, 6),
+        ([3, 3], 1, None, 4),
+        ([1, 3], 2, 3, 4),
+        ([5], 0, None, 1),
+        ([5], 1, 5, 5),
+    ],
 )
-def test_shapes_of_batches(query_lens: list[int], num_decodes: int, uniform: int | None) -> None:
+def test_shapes_of_batches(query_lens: list[int], num_decodes: int, longest: int | None, num_logits: int) -> None:
     """A prefill as long as a decode with drafts has one row of logits, so that it is not like one."""
     batch = ScheduledBatch(
-        slots=[*range(len(query_lens))], query_lens=query_lens, num_decodes=num_decodes, num_tokens=sum(query_lens)
+        slots=[*range(len(query_lens))],
+        query_lens=query_lens,
+        num_decodes=num_decodes,
+        num_decode_tokens=sum(query_lens[:num_decodes]),
+        num_tokens=sum(query_lens),
     )
     prefixes: Any = SimpleNamespace(find=lambda one: 16 if one is batch else 0)
-    assert shape_of(batch) == StepShape(num_tokens=sum(query_lens), num_reqs=len(query_lens), uniform_query_len=uniform)
-    assert shape_of(batch, prefixes).prefix_len == (0 if uniform is None else 16)
+    assert shape_of(batch) == StepShape(
+        num_tokens=sum(query_lens), num_reqs=len(query_lens), decode_query_len=longest, num_logits=num_logits
+    )
+    assert shape_of(batch, prefixes).prefix_len == (16 if longest == 1 else 0)
 
 
 @pytest.mark.parametrize(

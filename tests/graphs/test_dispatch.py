@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -28,8 +29,19 @@ def _dispatcher(mode: GraphMode, *, max_num_seqs: int = 16, tokens: int = 64, li
 
 
 def _shape(*query_lens: int) -> StepShape:
-    uniform = query_lens[0] if len(set(query_lens)) == 1 else None
-    return StepShape(num_tokens=sum(query_lens), num_reqs=len(query_lens), uniform_query_len=uniform)
+    """Decodes of one token, or else prefills."""
+    longest = 1 if set(query_lens) == {1} else None
+    return StepShape(num_tokens=sum(query_lens), num_reqs=len(query_lens), decode_query_len=longest)
+
+
+def _drafts(*query_lens: int, prefills: tuple[int, ...] = ()) -> StepShape:
+    """Decodes of these tokens beside prefills."""
+    return StepShape(
+        num_tokens=sum(query_lens + prefills),
+        num_reqs=len(query_lens + prefills),
+        decode_query_len=None if prefills else max(query_lens),
+        num_logits=sum(query_lens) + len(prefills),
+    )
 
 
 @given(
@@ -38,17 +50,23 @@ def _shape(*query_lens: int) -> StepShape:
     limit=st.integers(1, 300),
     tokens=st.integers(70, 300),
     query_lens=st.lists(st.integers(1, 40), min_size=1, max_size=30),
+    drafts=st.lists(st.integers(0, 3), min_size=1, max_size=30),
     speculative=st.sampled_from([0, 0, 1, 3]),
+    ragged=st.booleans(),
 )
 def test_a_decision_holds_its_batch_and_is_the_closest(
-    mode, max_num_seqs, limit, tokens, query_lens, speculative
+    mode, max_num_seqs, limit, tokens, query_lens, drafts, speculative, ragged
 ) -> None:
     query_lens = query_lens[:max_num_seqs]
     while sum(query_lens) > tokens:
         query_lens.pop()
     shape = _shape(*(query_lens or [1]))
+    decodes = [1 + min(count, speculative) for count in drafts[:max_num_seqs]]
+    if sum(decodes) > len(decodes) and sum(decodes) <= tokens:
+        prefills = (5,) if len(decodes) < max_num_seqs and sum(decodes) + 5 <= tokens and len(query_lens) % 2 else ()
+        shape = _drafts(*decodes, prefills=prefills)
     dispatcher = _dispatcher(
-        mode, max_num_seqs=max_num_seqs, tokens=tokens, limit=limit, speculative_tokens=speculative
+        mode, max_num_seqs=max_num_seqs, tokens=tokens, limit=limit, speculative_tokens=speculative, ragged=ragged
     )
     captures = dispatcher.captures
     decision = dispatcher.decide(shape)
@@ -56,16 +74,24 @@ def test_a_decision_holds_its_batch_and_is_the_closest(
     if decision.key is None:
         assert decision.mode is GraphMode.NONE
         assert decision.num_tokens == shape.num_tokens
-        assert all(key.num_tokens < shape.num_tokens for key in captures.mixed + captures.piecewise)
+        general = captures.mixed + captures.piecewise + captures.wide
+        assert all(key.num_tokens < shape.num_tokens or key.logits < shape.num_logits for key in general)
         return
     key = decision.key
     assert decision.num_tokens == key.num_tokens >= shape.num_tokens
     assert key.num_reqs >= shape.num_reqs
     assert key in captures.largest_first()
+    assert key.logits >= shape.num_logits
     if key.graphs is GraphSet.DECODE:
-        assert shape.uniform_query_len == captures.decode_query_len
-        assert key.num_reqs <= max_num_seqs
-    same = [other for other in captures.largest_first() if other.graphs is key.graphs]
+        assert shape.decode_query_len is not None and shape.decode_query_len <= key.query_len
+        assert key.num_reqs <= max_num_seqs and (key in captures.drafting) == (shape.num_logits > shape.num_reqs)
+    same = [
+        other
+        for other in captures.largest_first()
+        if (other.graphs, other.query_len) == (key.graphs, key.query_len)
+        and other.num_reqs >= shape.num_reqs
+        and other.logits >= shape.num_logits
+    ]
     assert not any(shape.num_tokens <= other.num_tokens < key.num_tokens for other in same)
 
 
@@ -102,7 +128,7 @@ def test_a_batch_larger_than_the_largest_graph_runs_eagerly_and_says_so() -> Non
     assert decision.num_tokens == 40
     assert "40 tokens" in decision.reason and "32" in decision.reason
     decode_only = _dispatcher(GraphMode.FULL_DECODE_ONLY).decide(_shape(1, 5))
-    assert "not uniform" in decode_only.reason
+    assert "not of decodes alone" in decode_only.reason
     off = _dispatcher(GraphMode.NONE).decide(_shape(1))
     assert "graphs are off" in off.reason
 
@@ -149,11 +175,28 @@ def test_largest_first() -> None:
     assert tokens == sorted(tokens, reverse=True)
 
 
-def test_speculative_decodes_are_uniform_batches() -> None:
-    dispatcher = _dispatcher(GraphMode.FULL_AND_PIECEWISE, speculative_tokens=3)
-    assert {key.query_len for key in dispatcher.captures.decode} == {4}
-    assert dispatcher.decide(_shape(4, 4)).label == "full decode"
-    assert dispatcher.decide(_shape(1, 1)).label == "piecewise"
+def test_decodes_with_drafts() -> None:
+    dispatcher = _dispatcher(GraphMode.FULL, speculative_tokens=3)
+    keys = dispatcher.captures.drafting
+    assert [(key.num_tokens, key.num_reqs) for key in keys[:5]] == [(3, 1), (4, 1), (6, 2), (8, 2), (12, 4)]
+    assert {key.query_len for key in keys} == {4} and all(key.logits == key.num_tokens for key in keys)
+    decision = dispatcher.decide(_drafts(2, 1, 4))
+    assert decision.key == GraphKey(GraphSet.DECODE, 12, 4, 4, num_logits=12) and decision.label == "full decode"
+    assert decision.reason == "decodes with drafts; 5 of 12 tokens are padding"
+    assert dispatcher.decide(_shape(1, 1)).key == GraphKey(GraphSet.DECODE, 2, 2, 1)
+    # A prefill beside drafts needs more rows of logits than requests only in large graphs.
+    beside = dispatcher.decide(_drafts(4, 2, prefills=(9,)))
+    assert beside.key == GraphKey(GraphSet.MIXED, 15, 16) and beside.cause == "prefill or mixed batch, with drafts"
+    wide = dispatcher.decide(_drafts(*[4] * 6, prefills=(4,)))
+    assert wide.key == GraphKey(GraphSet.MIXED, 28, 16, num_logits=28) and str(wide.key).endswith(", 28 logits]")
+    assert dispatcher.decide(_shape(28)).key == GraphKey(GraphSet.MIXED, 28, 16)
+    equal = _dispatcher(GraphMode.FULL_AND_PIECEWISE, speculative_tokens=3, ragged=False)
+    assert equal.decide(_drafts(4, 4)).label == "full decode"
+    ragged = equal.decide(_drafts(4, 3))
+    assert ragged.label == "piecewise" and ragged.cause == "decodes with different numbers of drafts"
+    few = _dispatcher(GraphMode.FULL_DECODE_ONLY, speculative_tokens=3, sizes=(8,))
+    decision = few.decide(_drafts(2, 2, 2, 1))
+    assert decision.key is None and "more sequences, drafts or rows of logits" in decision.reason
 
 
 class Rule:
@@ -162,10 +205,10 @@ class Rule:
     def __init__(self) -> None:
         self.asked = 0
 
-    def weigh(self, *, num_reqs: int, query_len: int, prefix_len: int) -> CascadeChoice:
+    def weigh(self, *, num_reqs: int, prefix_len: int) -> CascadeChoice:
         self.asked += 1
         taken = num_reqs >= 8 and prefix_len >= 256
-        return CascadeChoice(taken, f"{num_reqs} requests of {query_len} tokens share {prefix_len}")
+        return CascadeChoice(taken, f"{num_reqs} requests share {prefix_len}")
 
 
 def _cascading(mode: GraphMode, rule: Rule, *, seqs: int = 24, **more) -> Dispatcher:
@@ -175,8 +218,8 @@ def _cascading(mode: GraphMode, rule: Rule, *, seqs: int = 24, **more) -> Dispat
     return Dispatcher(_resolution(mode), captures, max_num_tokens=96, cascade=rule)
 
 
-def _sharing(count: int, prefix_len: int, query_len: int = 1) -> StepShape:
-    return StepShape(num_tokens=count * query_len, num_reqs=count, uniform_query_len=query_len, prefix_len=prefix_len)
+def _sharing(count: int, prefix_len: int) -> StepShape:
+    return StepShape(num_tokens=count, num_reqs=count, decode_query_len=1, prefix_len=prefix_len)
 
 
 def test_decode_graphs_of_enough_slots_have_a_cascade_variant() -> None:
@@ -187,7 +230,7 @@ def test_decode_graphs_of_enough_slots_have_a_cascade_variant() -> None:
     assert set(captures.cascade) < set(captures.largest_first())
     assert len(set(captures.largest_first())) == len(captures.largest_first())
     drafts = _cascading(GraphMode.FULL_AND_PIECEWISE, Rule(), speculative_tokens=2).captures
-    assert [(key.num_tokens, key.num_reqs) for key in drafts.cascade] == [(24, 8), (48, 16), (72, 24)]
+    assert [(key.num_tokens, key.num_reqs) for key in drafts.cascade] == [(8, 8), (16, 16), (24, 24)]
     for mode in (GraphMode.NONE, GraphMode.PIECEWISE):
         assert _cascading(mode, Rule()).captures.cascade == ()
     assert _dispatcher(GraphMode.FULL).captures.cascade == ()
@@ -198,23 +241,23 @@ def test_a_common_prefix_replays_the_cascade_variant_where_the_rule_says_so(mode
     dispatcher = _cascading(mode, Rule())
     plain = _cascading(mode, Rule()).decide(_sharing(9, 0))
     assert plain.label == "full decode" and not plain.cascade
-    assert "no cascade: 9 requests of 1 tokens share 0" in plain.reason
+    assert "no cascade: 9 requests share 0" in plain.reason
     decision = dispatcher.decide(_sharing(9, 512))
     assert decision.key == GraphKey(GraphSet.DECODE, 16, 16, 1, cascade=True) and decision.cascade
     assert decision.label == "full cascade decode" and decision.num_tokens == 16
-    assert "7 of 16 tokens are padding; cascade: 9 requests of 1 tokens share 512" in decision.reason
+    assert "7 of 16 tokens are padding; cascade: 9 requests share 512" in decision.reason
     # Seven requests are padded to a graph that has a variant, but are too few.
     few = dispatcher.decide(_sharing(7, 512))
     assert few.key == GraphKey(GraphSet.DECODE, 8, 8, 1) and "no cascade: 7 requests" in few.reason
 
 
-def test_batches_that_are_not_uniform_do_not_cascade() -> None:
+def test_only_decodes_of_one_token_cascade() -> None:
     rule = Rule()
     dispatcher = _cascading(GraphMode.FULL, rule)
     decision = dispatcher.decide(_shape(*[1] * 9, 5))
     assert decision.label == "full mixed" and "no cascade: only decode graphs have that variant" in decision.reason
-    prefill = dispatcher.decide(_sharing(9, 512, query_len=3))
-    assert prefill.label == "full mixed" and not prefill.cascade, "uniform, but of no decode's length"
+    drafts = dispatcher.decide(replace(_drafts(2, 2), prefix_len=512))
+    assert drafts.label == "full mixed" and not drafts.cascade
     assert rule.asked == 0
     assert "cascade" not in _dispatcher(GraphMode.FULL).decide(_shape(1, 5)).reason
 

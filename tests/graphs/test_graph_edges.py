@@ -27,17 +27,19 @@ def dispatcher(mode, *, seqs=16, tokens=64, **more):
 def test_a_step_as_large_as_they_come_has_a_decision(mode: GraphMode) -> None:
     captures, resolution = dispatcher(mode)
     made = Dispatcher(resolution, captures, max_num_tokens=64)
-    for uniform in (None, 64):
-        assert made.decide(StepShape(num_tokens=64, num_reqs=1, uniform_query_len=uniform)).num_tokens == 64
+    for longest in (None, 64):
+        assert made.decide(StepShape(num_tokens=64, num_reqs=1, decode_query_len=longest)).num_tokens == 64
     captures, resolution = dispatcher(mode, seqs=64)
     made = Dispatcher(resolution, captures, max_num_tokens=64)
-    assert made.decide(StepShape(num_tokens=64, num_reqs=64, uniform_query_len=1)).num_tokens == 64
+    assert made.decide(StepShape(num_tokens=64, num_reqs=64, decode_query_len=1)).num_tokens == 64
 
 
-def test_sizes_that_no_whole_number_of_decodes_has_are_left_out() -> None:
+def test_a_size_of_the_user_has_the_slots_that_its_tokens_fill() -> None:
     captures, _ = dispatcher(GraphMode.FULL, speculative_tokens=2, sizes=(3, 4, 6, 8))
-    assert captures.decode == tuple(GraphKey(GraphSet.DECODE, size, size // 3, 3) for size in (3, 6))
-    assert [key.num_tokens for key in captures.mixed] == [3, 4, 6, 8]
+    assert [(key.num_tokens, key.num_reqs) for key in captures.drafting] == [(3, 1), (4, 2), (6, 2), (8, 3)]
+    assert [key.num_tokens for key in captures.decode] == [key.num_tokens for key in captures.mixed] == [3, 4, 6, 8]
+    captures, _ = dispatcher(GraphMode.FULL, speculative_tokens=2, sizes=(3, 4, 6, 8), ragged=False)
+    assert captures.drafting == tuple(GraphKey(GraphSet.DECODE, n, n // 3, 3, num_logits=n) for n in (3, 6))
 
 
 @pytest.mark.parametrize("mode", [GraphMode.FULL, GraphMode.FULL_DECODE_ONLY, GraphMode.FULL_AND_PIECEWISE])
@@ -48,30 +50,32 @@ def test_no_graph_is_larger_than_a_step(
 ) -> None:
     """With drafts, a step of max_num_seqs decodes may have more tokens than max_num_batched_tokens allows."""
     captures, _ = dispatcher(mode, seqs=64, tokens=64, speculative_tokens=speculative_tokens, sizes=sizes)
-    length = 1 + speculative_tokens
-    assert all(key.num_tokens <= 64 for key in captures.largest_first())
-    assert all(key.num_tokens == key.num_reqs * length for key in captures.decode)
+    keys = captures.largest_first()
+    assert all(key.num_tokens <= 64 and key.logits <= key.num_tokens for key in keys) and len({*keys}) == len(keys)
+    assert all(key.num_tokens == key.num_reqs for key in captures.decode)
+    assert bool(captures.drafting) == (speculative_tokens > 0)
     if sizes is None:
-        assert max((key.num_tokens for key in captures.decode), default=0) == 64 // length * length
+        assert max(key.num_tokens for key in captures.decode) == 64
         notes = " ".join(captures.notes)
-        assert ("max_num_batched_tokens=64" in notes and "no decode graph of more than" in notes) == (length > 1)
+        assert ("no graph of decodes with drafts of more than" in notes) == (speculative_tokens > 0)
 
 
 class Rule:
     def __init__(self) -> None:
-        self.asked: list[tuple[int, int, int]] = []
+        self.asked: list[tuple[int, int]] = []
 
-    def weigh(self, *, num_reqs: int, query_len: int, prefix_len: int) -> CascadeChoice:
-        self.asked.append((num_reqs, query_len, prefix_len))
+    def weigh(self, *, num_reqs: int, prefix_len: int) -> CascadeChoice:
+        self.asked.append((num_reqs, prefix_len))
         return CascadeChoice(False, "a test")
 
 
-def test_the_rule_is_asked_about_requests_not_tokens() -> None:
+def test_the_rule_is_asked_about_decodes_of_one_token() -> None:
     rule = Rule()
     captures, resolution = dispatcher(GraphMode.FULL, speculative_tokens=2, cascade_reqs=8)
     made = Dispatcher(resolution, captures, max_num_tokens=64, cascade=rule)
-    made.decide(StepShape(num_tokens=27, num_reqs=9, uniform_query_len=3, prefix_len=512))
-    assert rule.asked == [(9, 3, 512)]
+    made.decide(StepShape(num_tokens=27, num_reqs=9, decode_query_len=3, num_logits=27, prefix_len=512))
+    made.decide(StepShape(num_tokens=9, num_reqs=9, decode_query_len=1, num_logits=9, prefix_len=512))
+    assert rule.asked == [(9, 512)]
 
 
 def test_full_without_any_graph_or_pieces_suggests_valid_settings() -> None:
@@ -130,14 +134,12 @@ def test_null_in_compilation_config_is_as_if_absent() -> None:
 
 def test_each_size_that_is_left_out_is_named_once() -> None:
     """With the limit that leaves it out, and without sizes that a graph has."""
-    wide = {"seqs": 64, "tokens": 64, "speculative_tokens": 3}
-    captures, _ = dispatcher(GraphMode.FULL, sizes=(4, 6, 64, 96), **wide)
+    captures, _ = dispatcher(GraphMode.FULL, sizes=(4, 6, 64, 96), seqs=64, tokens=64, speculative_tokens=3)
     assert captures.notes == (
-        "no decode graph of 6, 96 tokens: a decode batch has at most max_num_seqs=64 sequences of 4 tokens, and a step "
-        "at most max_num_batched_tokens=64 tokens",
+        "no graph of decodes with drafts of more than 64 tokens: a step has at most 64 of them",
         "no mixed graph of 96 tokens: a step has at most max_num_batched_tokens=64 tokens",
     )
-    captures, _ = dispatcher(GraphMode.FULL, sizes=(4, 64), **wide)
+    captures, _ = dispatcher(GraphMode.FULL, sizes=(4, 64), seqs=96, tokens=64)
     assert [note.partition(":")[0] for note in captures.notes] == ["no decode graph of more than 64 tokens"]
     captures, _ = dispatcher(GraphMode.FULL, sizes=(2, 16, 17), most_step_tokens=16)
     assert captures.notes == (

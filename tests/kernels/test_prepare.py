@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
+
 import numpy as np
 import pytest
 import torch
@@ -23,20 +25,35 @@ class Sequences:
     """The host's slot table, and the same state as a device has it, grown by random batches."""
 
     def __init__(
-        self, *, slots: int, max_tokens: int, max_len: int, sizes: tuple[int, ...], device: torch.device
+        self,
+        *,
+        slots: int,
+        max_tokens: int,
+        max_len: int,
+        sizes: tuple[int, ...],
+        device: torch.device,
+        drafts: int = 0,
     ) -> None:
         self.rng = np.random.default_rng(slots * max_len + sum(sizes))
-        self.sizes, self.groups = sizes, range(len(sizes))
-        self.inputs = CpuInputs(max_num_seqs=slots, max_num_tokens=max_tokens, max_model_len=max_len, block_sizes=sizes)
+        self.sizes, self.groups, self.drafts = sizes, range(len(sizes)), drafts
+        self.inputs = CpuInputs(
+            max_num_seqs=slots,
+            max_num_tokens=max_tokens,
+            max_model_len=max_len,
+            block_sizes=sizes,
+            max_num_logits=slots * (1 + drafts),
+        )
         self.inputs.token_ids[:] = self.rng.integers(0, 1000, self.inputs.token_ids.shape)
         self.max_len = max_len
         self.computed = np.zeros(slots, np.int64)
         self.num_blocks = np.zeros((len(sizes), slots), np.int64)
         self.next_block = 1
         max_appends = slots * sum(blocks_for(max_len, size) for size in sizes)
-        self.layout = StepLayout(slots, max_tokens, max_appends=max_appends, num_groups=len(sizes))
+        self.layout = StepLayout(
+            slots, max_tokens, max_appends=max_appends, num_groups=len(sizes), max_num_logits=slots * (1 + drafts)
+        )
         self.device = device
-        shapes = (slots,), (slots,), (slots, 8), self.inputs.slot_blocks.shape
+        shapes = (slots,), (slots,), (slots, 8), (slots, drafts), self.inputs.slot_blocks.shape
         self.state = SlotState(*(torch.full(shape, POISON, dtype=torch.int32, device=device) for shape in shapes))
         # By slot: what a sequence began with.
         self.parameters = self.rng.uniform(0, 1, (slots, 3)).astype(np.float32)
@@ -63,12 +80,14 @@ class Sequences:
                     appends.append(BlockAppend(slot=slot, start=start, block_ids=ids, group=group))
                     self.next_block += len(ids)
                     self.num_blocks[group, slot] = needed
+        num_decodes = len([*takewhile(lambda length: length <= 1 + self.drafts, query_lens)])
         batch = ScheduledBatch(
             slots=slots,
             query_lens=query_lens,
             context_lens=self.computed[slots].tolist(),
             samples=[True] * len(slots),
-            num_decodes=sum(length == 1 for length in query_lens),
+            num_decodes=num_decodes,
+            num_decode_tokens=sum(query_lens[:num_decodes]),
             num_tokens=sum(query_lens),
             appends=appends,
         )
@@ -82,7 +101,8 @@ class Sequences:
         views = self.layout.host_views(staging)
         rows = batch.num_reqs
         views.header[:3] = rows, batch.num_tokens, batch.num_decodes
-        views.slots[:rows] = views.sample_slots[:rows] = batch.slots
+        views.header[4] = batch.num_logits
+        views.slots[:rows], views.samples[:rows] = batch.slots, batch.samples
         views.query_starts[: rows + 1] = np.cumsum([0, *batch.query_lens])
         views.block_sizes[:] = self.sizes[: len(views.block_sizes)]
         appends = {(append.group, append.slot): append for append in batch.appends}
@@ -92,9 +112,11 @@ class Sequences:
             zip(batch.slots, batch.context_lens, batch.query_lens, strict=True)
         ):
             tokens = self.inputs.token_ids[slot, context : context + length]
-            if length == 1 and kept[slot] and slot in self.started:
+            if row < batch.num_decodes and kept[slot] and slot in self.started:
                 views.token_starts[row] = -1
                 self.state.last_token[slot], self.state.num_computed[slot] = int(tokens[0]), context
+                self.state.drafts[slot] = -1
+                self.state.drafts[slot, : length - 1] = torch.from_numpy(tokens[1:])
             else:
                 views.context_lens[row] = context
                 if slot not in self.started:
@@ -121,16 +143,20 @@ class Sequences:
 
     def start(self, words: np.ndarray, slot: int) -> None:
         words.view(np.float32)[[0, 2, 3]] = self.parameters[slot]
-        words[[1, 6]] = self.top_k[slot], self.prompt_lens[slot]
+        words[[1, 6, 7]] = self.top_k[slot], self.prompt_lens[slot], self.max_len + 1
         words.view(np.int64)[2] = self.stream_keys[slot]
 
     def check_sampling(self, staging: torch.Tensor, batch: ScheduledBatch) -> None:
         """Each row has what its sequence began with, and the key of its draw."""
-        slots, found = batch.slots, self.layout.sampling_views(staging.cpu())
+        rows, found = rows_of(batch), self.layout.sampling_views(staging.cpu())
+        slots = rows.slots[rows.owners]
         for name, column in (("temperature", 0), ("top_p", 1), ("min_p", 2)):
             assert getattr(found, name)[: len(slots)].tolist() == self.parameters[slots, column].tolist(), name
         assert found.top_k[: len(slots)].tolist() == self.top_k[slots].tolist()
-        draws = np.array(batch.context_lens) + batch.query_lens - self.prompt_lens[slots]
+        lengths = rows.draws_of_logits()
+        assert found.row_slots[: len(slots)].tolist() == slots.tolist()
+        assert found.lengths[: len(slots)].tolist() == lengths.tolist()
+        draws = lengths - self.prompt_lens[slots]
         wanted = draw_keys(torch.from_numpy(self.stream_keys[slots]), torch.from_numpy(draws))
         assert torch.equal(found.draw_keys[: len(slots)], wanted)
 
@@ -170,8 +196,10 @@ class Sequences:
             query_start_loc=got["query_start_loc"],
             seq_lens_R=got["seq_lens"],
             block_tables_GRN=got["block_tables"],
-            logits_rows_R=got["logits_rows"],
+            logits_rows_L=got["logits_rows"],
         )
+        if self.drafts:
+            expected["logits_rows"][batch.num_logits :] = 0
         for name in (*names, "slot_mappings"):
             assert torch.equal(got[name].cpu(), expected[name]), name
         blocks = got["block_tables"].cpu()
@@ -186,8 +214,10 @@ class Sequences:
                 assert state[group, slot, :held].tolist() == self.inputs.slot_blocks[group, slot, :held].tolist()
         assert (blocks[:, batch.num_reqs :] == POISON).all()
         sampled = self.layout.sampling_views(staging).sample_slots.cpu().tolist()
-        assert sampled[:num_reqs] == batch.slots + [-1] * (num_reqs - batch.num_reqs)
-        assert sampled[num_reqs:] == [POISON] * (len(sampled) - num_reqs)
+        wanted = np.array(batch.slots)[rows_of(batch).owners].tolist()
+        padded = len(sampled) if self.drafts else num_reqs
+        assert sampled[:padded] == wanted + [-1] * (padded - len(wanted))
+        assert sampled[padded:] == [0] * (len(sampled) - padded)
 
 
 @pytest.mark.parametrize("sizes", [(4,), (4, 4), (4, 8, 2)])
@@ -200,6 +230,58 @@ def test_steps_of_mixed_batches(device: torch.device, sizes: tuple[int, ...]) ->
     sequences.check([1, 1, 1, 1, 1, 1], num_reqs=6, num_tokens=6, ahead=3)
     sequences.check([1, 2, 9, 17], num_reqs=4, num_tokens=29)
     sequences.check([1, 1, 1], num_reqs=5, num_tokens=5)
+
+
+@pytest.mark.parametrize("sizes", [(4,), (4, 8)])
+@pytest.mark.parametrize("drafts", [1, 3, 6])
+def test_steps_with_drafts(device: torch.device, sizes: tuple[int, ...], drafts: int) -> None:
+    """Each token of a decode has a row of logits with the key of its own draw, and of a prefill the last."""
+    sequences = Sequences(slots=6, max_tokens=64, max_len=80, sizes=sizes, device=device, drafts=drafts)
+    most = 1 + drafts
+    sequences.check([most] * 6, num_reqs=6, num_tokens=6 * most)
+    sequences.check([1, most, 2, 1], num_reqs=6, num_tokens=4 * most, ahead=1)
+    for _ in range(3):
+        sequences.check([1, most, 9, 30], num_reqs=6, num_tokens=64)
+        sequences.check([2, 1, most, 1, 1, 2], num_reqs=6, num_tokens=6 * most)
+    sequences.check([20], num_reqs=6, num_tokens=20)
+
+
+def test_drafts_beyond_the_end_of_a_sequence(device: torch.device) -> None:
+    """They write no keys, and their positions have a rotation. A draft that there is not is token 0."""
+    sequences = Sequences(slots=2, max_tokens=16, max_len=40, sizes=(4,), device=device, drafts=3)
+    sequences.check([4, 9], num_reqs=2, num_tokens=13, slots=[0, 1])
+    sequences.state.parameters[1, 7] = 12
+    sequences.state.num_computed[1], sequences.state.last_token[1] = 9, 77
+    sequences.state.drafts[1] = torch.tensor([5, -1, -1])
+    batch = ScheduledBatch(
+        slots=[1], query_lens=[4], context_lens=[9], samples=[True], num_decodes=1, num_decode_tokens=4, num_tokens=4
+    )
+    staging = sequences.upload(batch, {1: 1})
+    sequences.state.num_computed[1], sequences.state.last_token[1] = 9, 77
+    sequences.state.drafts[1] = torch.tensor([5, -1, -1])
+    ints, longs = (torch.full((16,), POISON, dtype=dtype, device=device) for dtype in (torch.int32, torch.int64))
+    positions, mappings = longs.clone(), longs[None].clone()
+    prepare(
+        staging,
+        sequences.layout,
+        sequences.state,
+        block_sizes=(4,),
+        num_reqs_padded=1,
+        num_tokens_padded=6,
+        input_ids_T=ints,
+        positions_T=positions,
+        slot_mappings_GT=mappings,
+        query_start_loc=ints.clone(),
+        seq_lens_R=(lens := ints.clone()),
+        block_tables_GRN=ints[None].clone()[..., None].repeat(1, 1, 12),
+        logits_rows_L=longs[:8],
+    )
+    table = sequences.state.block_tables[0, 1].tolist()
+    assert ints[:6].tolist() == [77, 5, 0, 0, 0, 0] and lens[0] == 13
+    assert positions[:6].tolist() == [9, 10, 11, 11, 0, 0]
+    assert mappings[0, :6].tolist() == [table[2] * 4 + 1, table[2] * 4 + 2, -1, -1, -1, -1]
+    views = sequences.layout.sampling_views(staging)
+    assert views.lengths[:4].tolist() == [10, 11, 12, 13] and views.sample_slots[:8].tolist() == [1] * 4 + [-1] * 4
 
 
 @pytest.mark.parametrize("sizes", [(1,), (1, 3)])
@@ -240,11 +322,9 @@ def test_layout_views_share_memory_and_are_aligned() -> None:
     staging = torch.from_numpy(words)
     views = layout.sampling_views(staging)
     host = layout.host_views(words)
-    host.header[:4] = 5, 7, 3, 4096
-    assert layout.prefix_len(staging).tolist() == [4096] and layout.num_reqs(staging).tolist() == [5]
-    for name in ("slots", "sample_slots"):
-        assert getattr(views, name).tolist() == getattr(host, name).tolist()
-    for name in ("temperature", "top_k", "top_p", "min_p", "draw_keys"):
+    host.header[:5] = 5, 7, 3, 4096, 6
+    assert layout.prefix_len(staging).tolist() == [4096] and layout.num_logits(staging).tolist() == [6]
+    for name in ("row_slots", "sample_slots", "lengths", "temperature", "top_k", "top_p", "min_p", "draw_keys"):
         assert not getattr(views, name).any() and getattr(views, name).shape == (5,), "no field of the host's"
     assert host.starts.shape == (5, 8) and host.append_starts.shape == (2, 6)
     assert views.draw_keys.dtype == torch.int64

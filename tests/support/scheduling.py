@@ -41,11 +41,17 @@ def make_scheduler(
     max_num_seqs: int = 4,
     max_num_batched_tokens: int = 16,
     block_size: int = 4,
+    draft_tokens: int | None = None,
     **changes: Any,
 ) -> Scheduler:
     """Return a scheduler for one full KV group, unless other `groups` are given."""
+    if draft_tokens is None:
+        draft_tokens = getattr(changes.get("drafts"), "most", 0)
     limits = Limits(
-        max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        draft_tokens=draft_tokens,
     )
     return Scheduler(limits, **({"groups": [full_group(block_size)], "num_blocks": 64} | changes))
 

@@ -17,6 +17,7 @@ from host_runtime import CallRuntime, HostRing
 from ladders import Ladder
 from scheduling import make_scheduler, request
 
+from phonograph.config.speculative_config import SpeculativeConfig
 from phonograph.core.request import Request
 from phonograph.engine.core import EngineCore
 from phonograph.engine.metrics.step_record import StepRecord
@@ -25,6 +26,7 @@ from phonograph.graphs.dispatch import Dispatcher
 from phonograph.graphs.modes import GraphMode, GraphSupport, Support
 from phonograph.graphs.resolve import Pieces, resolve_mode
 from phonograph.sampling.sampler import Sampler
+from phonograph.speculation.device_drafts import DeviceDrafts
 
 pytest.importorskip("phonograph.runner.cuda.cuda_inputs")
 
@@ -49,15 +51,15 @@ def row_of(token: Any, position: Any) -> Any:
 class TableModel:
     """Logits of the next token are a row of a table, by the token before and its position."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, num_logits: int) -> None:
         self.table = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(1)).to(device)
         self.table[:, EOS] = -5.0
         self.device = device
-        self.logits_NV = torch.zeros(SLOTS, VOCAB, device=device)
+        self.logits_NV = torch.zeros(num_logits, VOCAB, device=device)
         self.spec = SimpleNamespace(layers=(SimpleNamespace(kind=None),))
-        self.kernels = SimpleNamespace(leaves_rows_out=lambda num_tokens: num_tokens >= 2 * SLOTS)
+        self.kernels = SimpleNamespace(leaves_rows_out=lambda num_tokens, num_kept: num_tokens >= 2 * num_kept)
         self._hidden = torch.zeros(TOKENS, VOCAB, device=device)
-        self._rows = torch.zeros(SLOTS, VOCAB, device=device)
+        self._rows = torch.zeros(num_logits, VOCAB, device=device)
         if device.type == "cuda":
             torch.cuda.synchronize()  # the engine has a stream of its own
 
@@ -75,7 +77,7 @@ class TableModel:
     ) -> torch.Tensor:
         index = row_of(input_ids, positions)
         hidden = torch.index_select(self.table, 0, index, out=self._hidden[: len(input_ids)])
-        return hidden if rows is None else torch.index_select(hidden, 0, rows, out=self._rows)
+        return hidden if rows is None else torch.index_select(hidden, 0, rows, out=self._rows[: len(rows)])
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
         out = self.logits_NV[: len(hidden if rows is None else rows)]
@@ -115,10 +117,26 @@ def engine_maker() -> MakeEngine:
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
 
-    def made(mode: GraphMode = GraphMode.FULL, **changes: Any) -> Engine:
-        model = TableModel(device)
-        scheduler = make_scheduler(max_num_seqs=SLOTS, max_num_batched_tokens=TOKENS, **changes)
-        captures = make_capture_list(mode, max_num_seqs=SLOTS, max_num_batched_tokens=TOKENS, max_capture_tokens=8)
+    def made(
+        mode: GraphMode = GraphMode.FULL,
+        speculation: SpeculativeConfig | None = None,
+        propose: Callable[..., None] | None = None,
+        **changes: Any,
+    ) -> Engine:
+        """Make an engine; `propose` takes the inputs and the table, and writes drafts in the place of prompt lookup."""
+        most = 0 if speculation is None else speculation.num_speculative_tokens
+        num_logits = min(SLOTS * (1 + most), TOKENS)
+        drafts = DeviceDrafts(most=most, max_num_logits=num_logits) if most else None
+        model = TableModel(device, num_logits)
+        scheduler = make_scheduler(max_num_seqs=SLOTS, max_num_batched_tokens=TOKENS, drafts=drafts, **changes)
+        captures = make_capture_list(
+            mode,
+            max_num_seqs=SLOTS,
+            max_num_batched_tokens=TOKENS,
+            max_capture_tokens=8,
+            speculative_tokens=most,
+            most_logits=num_logits,
+        )
         resolution = resolve_mode(mode, Support(GraphSupport.ALWAYS, "test"), Pieces(True, "test"))
         inputs = CudaInputs(
             max_num_seqs=SLOTS,
@@ -127,17 +145,23 @@ def engine_maker() -> MakeEngine:
             block_sizes=(scheduler.groups[0].block_size,),
             vocab_size=VOCAB,
             device=device,
+            draft_tokens=most,
+            max_num_logits=num_logits,
         )
+        if propose is not None:
+            patched: Any = inputs
+            patched.propose_ngrams = lambda *_, **__: propose(inputs, model.table)
         log: list[str] = []
         runtime: Any = CallRuntime()
-        ring: Any = HostRing(depth=RING_DEPTH, max_rows=SLOTS)
+        rows = len(inputs.results)
+        ring: Any = HostRing(depth=RING_DEPTH, max_rows=rows)
         if on_gpu:
             from phonograph.graphs.cuda import CudaRuntime
             from phonograph.runner.cuda.token_ring import TokenRing
 
-            runtime, ring = CudaRuntime(device), TokenRing(depth=RING_DEPTH, max_rows=SLOTS)
+            runtime, ring = CudaRuntime(device), TokenRing(depth=RING_DEPTH, max_rows=rows)
         sampler = Sampler(max_num_seqs=SLOTS, vocab_size=VOCAB, device=device, seed=0)
-        device_sampler = DeviceSampler(inputs, model.logits_NV)
+        device_sampler = DeviceSampler(inputs, model.logits_NV, speculation=speculation)
         backend: Any = Backend()
         table: Any = model
         program = StepProgram(
@@ -149,6 +173,7 @@ def engine_maker() -> MakeEngine:
         synthetic: dict[str, Any] = {
             "max_model_len": scheduler.limits.max_model_len,
             "groups": scheduler.groups,
+            "draft_tokens": most,
         }
         builder: Any = Backend()
         masked = MaskedSampling(
@@ -158,7 +183,7 @@ def engine_maker() -> MakeEngine:
             program=program,
             builder=builder,
             inputs=inputs,
-            sampling=CudaSampling(sampler, inputs, masked, ring),
+            sampling=CudaSampling(sampler, inputs, masked, ring, drafts),
             sequences=Sequences(sampler, max_num_seqs=SLOTS),
             dispatcher=Dispatcher(resolution, captures, max_num_tokens=TOKENS),
             runtime=runtime,

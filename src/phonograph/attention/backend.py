@@ -33,6 +33,7 @@ class Capabilities(ABC):
             multiply their values by weights of 0, so the engine and the conformance suite keep them finite.
         takes_length_bounds: True if the host's lengths of decodes may be upper bounds, as they are while a step that
             verifies drafts is in flight. Otherwise the host must know them before it plans a step.
+        takes_ragged_decodes: True if a decode graph may replay queries of different lengths.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Capabilities(ABC):
     plans_by_lengths: bool = False
     skips_freed_blocks: bool = False
     takes_length_bounds: bool = False
+    takes_ragged_decodes: bool = True
 
     @abstractmethod
     def refusals(self, spec: AttentionSpec, device: DeviceSpec) -> list[str]:

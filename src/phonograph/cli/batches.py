@@ -35,6 +35,7 @@ def read_batch(
         context_lens=[length - query for query, length in pairs],
         samples=[True] * len(pairs),
         num_decodes=sum(is_decode(*pair) for pair in pairs),
+        num_decode_tokens=sum(query for query, length in pairs if is_decode(query, length)),
         num_tokens=sum(query for query, _ in pairs),
     )
     if batch.num_reqs > max_num_seqs:

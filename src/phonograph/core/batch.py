@@ -17,6 +17,9 @@ from typing import NamedTuple
 from phonograph.core.grammar import Grammar
 from phonograph.core.sampling_params import SamplingParams
 
+MAX_LEN = 1 << 30
+"""Tokens of a sequence without a bound."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewSequence:
@@ -25,6 +28,7 @@ class NewSequence:
     Attributes:
         token_ids: all known tokens: the prompt, then the output before a preemption.
         num_computed: leading tokens whose keys and values are in the blocks already (prefix cache).
+        max_len: tokens of the whole sequence, at most.
         end_token_ids: tokens that end the request (end of sequence, stop tokens); masked until `min_tokens` are
             generated.
         sample_index: index of this sample among the request's `n`; part of its random seed.
@@ -37,6 +41,7 @@ class NewSequence:
     prompt_len: int
     num_computed: int
     params: SamplingParams
+    max_len: int = MAX_LEN
     end_token_ids: tuple[int, ...] = ()
     sample_index: int = 0
     grammar: Grammar | None = None
@@ -80,6 +85,11 @@ class ScheduledBatch:
     @property
     def num_reqs(self) -> int:
         return len(self.slots)
+
+    @property
+    def num_logits(self) -> int:
+        """Rows of logits: of each token of a decode, and of the last one of a prefill."""
+        return len(self.slots) + max(self.num_decode_tokens - self.num_decodes, 0)
 
 
 class DraftCounts(NamedTuple):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+MOST_DRAFT_LOGITS = 2048
+"""Most rows of logits of a step with drafts. Those of a vocabulary of 128,256 take 525 MB in 16 bits."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
@@ -13,8 +16,16 @@ class Limits:
         max_model_len: tokens of a sequence, prompt and output together.
         max_num_seqs: sequences running at a time, which is the number of request slots R.
         max_num_batched_tokens: tokens T in one step.
+        draft_tokens: most drafts of a decode.
     """
 
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    draft_tokens: int = 0
+
+    @property
+    def max_num_logits(self) -> int:
+        """Rows of logits in one step: one for each sequence, and with drafts one for each draft, up to a bound."""
+        most = min(self.max_num_seqs * (1 + self.draft_tokens), self.max_num_batched_tokens)
+        return max(self.max_num_seqs, min(most, MOST_DRAFT_LOGITS))

@@ -123,6 +123,7 @@ class Request:
             prompt_len=self.prompt_len,
             num_computed=self.num_computed,
             params=self.params,
+            max_len=self.max_len,
             end_token_ids=tuple(self.end_token_ids),
             sample_index=self.sample_index,
             grammar=self.grammar,

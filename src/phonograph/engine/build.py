@@ -200,6 +200,8 @@ def make_runner(plan: EnginePlan, parts: ModelParts, platform: Platform) -> Runn
             groups=plan.kv.groups,
             num_blocks=plan.memory.num_blocks,
             vocab_size=plan.model.vocab_size,
+            draft_tokens=limits.draft_tokens,
+            ragged_decodes=plan.captures.ragged,
         ),
         prefixes=prefixes,
     )

@@ -22,7 +22,8 @@ from phonograph.engine.groups.kv_groups import KVGroups
 from phonograph.engine.memory import MemoryPlan, plan_memory
 from phonograph.errors import ConfigError, MemoryLimitError
 from phonograph.graphs.capture_list import CaptureList, make_capture_list
-from phonograph.graphs.modes import GraphMode
+from phonograph.graphs.modes import GraphMode, GraphSupport
+from phonograph.graphs.resolve import Resolution
 from phonograph.models.quantization.cpu_weights import CpuProducts
 from phonograph.models.spec import ModelSpec
 
@@ -51,7 +52,7 @@ def size_graphs_and_cache(
     limits: Limits,
     kv: KVGroups,
     capabilities: Mapping[AttentionSpec, Capabilities],
-    mode: GraphMode,
+    resolution: Resolution,
     cpu_products: CpuProducts | None,
 ) -> GraphsAndCache:
     """Size graphs, KV cache and limits.
@@ -63,14 +64,16 @@ def size_graphs_and_cache(
         limits: the configured limits; the longest context if none is configured.
         kv: KV groups, with their attention and block sizes.
         capabilities: those of the selected backend of each attention, for its buffers.
-        mode: the resolved mode.
+        resolution: the mode that runs, and the support of the backends.
         cpu_products: form of quantized weights on a CPU.
 
     Raises:
         ConfigError: no graph of a configured size can run.
         MemoryLimitError: weights and one request do not fit the available memory.
     """
-    graph_tokens = _largest_graph(config, limits, device)
+    graph_tokens, mode = _largest_graph(config, limits, device), resolution.mode
+    ragged = resolution.support.level is GraphSupport.ALWAYS
+    ragged = ragged and all(one.takes_ragged_decodes for one in capabilities.values())
 
     def captures_within(limits: Limits, most_step_tokens: int | None = None) -> CaptureList:
         return make_capture_list(
@@ -80,10 +83,11 @@ def size_graphs_and_cache(
             max_capture_tokens=graph_tokens,
             most_step_tokens=most_step_tokens,
             sizes=config.cudagraph_capture_sizes,
-            speculative_tokens=config.draft_tokens,
+            speculative_tokens=limits.draft_tokens,
+            most_logits=limits.max_num_logits,
             cascade_reqs=MIN_REQUESTS if config.cascade_attention else None,
             pads_decodes=device.kind != "cpu",
-            verifies=config.speculation is not None,
+            ragged=ragged,
         )
 
     graphs = captures_within(limits).largest_first()

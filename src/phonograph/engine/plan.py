@@ -141,7 +141,7 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
         limits,
         kv,
         {spec: selection.capabilities for spec, selection in selected.items()},
-        resolution.mode,
+        resolution,
         cpu_products,
     )
     notes += sizing
@@ -267,6 +267,7 @@ def _limits(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Limit
         max_model_len=max_model_len,
         max_num_seqs=seqs,
         max_num_batched_tokens=tokens or max(_DEFAULT_BATCHED_TOKENS[device.kind], seqs),
+        draft_tokens=config.draft_tokens,
     )
 
 

@@ -12,6 +12,8 @@ from phonograph.graphs.modes import GraphKey, GraphMode, GraphSet
 
 STEPS_PER_OCTAVE = 8
 """Mixed graphs from one power of two to the next; padding is at most 12.5%, on average 4%."""
+_DRAFTING_SEQS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+"""Sequences of graphs for decodes with drafts. Padding costs them less than decodes of one token: drafts fill it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,24 +37,28 @@ class CaptureList:
     """Keys of each set in ascending order of tokens.
 
     Attributes:
-        decode: graphs of uniform batches.
+        decode: graphs of decodes of one token.
+        drafting: graphs of decodes some of which verify drafts; all their tokens have logits.
         cascade: variants of decode graphs that attend a common prefix once; empty without cascade attention.
         mixed, piecewise: graphs of any batch, whole and in pieces.
-        decode_query_len: tokens of each query in a decode graph.
+        wide: variants of both with more rows of logits than requests, for the drafts beside a prefill.
+        ragged: True if a drafting graph holds decodes with different numbers of drafts.
         notes: sizes that were left out, with the reason.
     """
 
     decode: tuple[GraphKey, ...] = ()
+    drafting: tuple[GraphKey, ...] = ()
     cascade: tuple[GraphKey, ...] = ()
     mixed: tuple[GraphKey, ...] = ()
     piecewise: tuple[GraphKey, ...] = ()
-    decode_query_len: int = 1
+    wide: tuple[GraphKey, ...] = ()
+    ragged: bool = True
     notes: tuple[str, ...] = ()
 
     def largest_first(self) -> tuple[GraphKey, ...]:
         """Return all graphs in the order of capture: later graphs then fit into the pool of the first."""
-        every = self.decode + self.cascade + self.mixed + self.piecewise
-        return tuple(sorted(every, key=lambda key: (key.num_tokens, key.kind), reverse=True))
+        every = self.decode + self.drafting + self.cascade + self.mixed + self.piecewise + self.wide
+        return tuple(sorted(every, key=lambda key: (key.num_tokens, key.kind, key.logits, key.num_reqs), reverse=True))
 
 
 def make_capture_list(
@@ -64,9 +70,10 @@ def make_capture_list(
     most_step_tokens: int | None = None,
     sizes: tuple[int, ...] | None = None,
     speculative_tokens: int = 0,
+    most_logits: int | None = None,
+    ragged: bool = True,
     cascade_reqs: int | None = None,
     pads_decodes: bool = True,
-    verifies: bool = False,
 ) -> CaptureList:
     """Make the list of graphs of `mode`.
 
@@ -78,12 +85,13 @@ def make_capture_list(
             largest decode graph.
         most_step_tokens: tokens of the largest step that requests and cache have room for, if known.
         sizes: the user's numbers of tokens, instead of the default list.
-        speculative_tokens: draft tokens of a decode.
+        speculative_tokens: most draft tokens of a decode.
+        most_logits: rows of logits of a step with drafts; one for each token of its decodes if None.
+        ragged: a graph holds decodes with different numbers of drafts.
         cascade_reqs: fewest requests of a batch that may cascade; decode graphs of as many slots get a variant. None
             for no cascades.
         pads_decodes: the default decode graphs go up to max_num_seqs, most of them 8 apart. False where a padded token
             costs more than a replay saves: their sizes are then as close as those of the mixed graphs.
-        verifies: all tokens of a decode graph have logits, which verify drafts.
 
     Returns:
         The keys of each set, and notes about sizes that were left out.
@@ -100,33 +108,35 @@ def make_capture_list(
         assert captures.mixed[-1] == GraphKey(GraphSet.MIXED, num_tokens=8, num_reqs=4)
         ```
     """
-    query_len = 1 + speculative_tokens
     if sizes is not None:
         _check_sizes(sizes, max_num_batched_tokens)
     notes: list[str] = []
+    query_len = 1 + speculative_tokens
+    most_logits = most_logits or max_num_seqs * query_len
     decode: tuple[GraphKey, ...] = ()
+    drafting: list[GraphKey] = []
     if mode.decode_full:
-        most_reqs = min(max_num_seqs, max_num_batched_tokens // query_len)
-        if pads_decodes or not most_reqs:
+        most_reqs = min(max_num_seqs, max_num_batched_tokens)
+        if pads_decodes:
             counts = default_decode_sizes(most_reqs)
         else:
-            counts = default_mixed_sizes(min(most_reqs, max(1, max_capture_tokens // query_len)))
-        wanted = [count * query_len for count in counts] if sizes is None else sizes
-        fitting = sorted({size for size in wanted if size <= most_reqs * query_len and size % query_len == 0})
-        left_out = _join(sorted(set(wanted) - set(fitting)))
-        if most_reqs < max_num_seqs and not left_out:
-            left_out = f"more than {most_reqs * query_len}"
-        if left_out:
-            step = f", and a step at most max_num_batched_tokens={max_num_batched_tokens} tokens"
-            notes.append(
-                f"no decode graph of {left_out} tokens: a decode batch has at most max_num_seqs={max_num_seqs} "
-                f"sequences of {query_len} token{'s' if query_len > 1 else ''}"
-                + (step if most_reqs < max_num_seqs else "")
-            )
-        decode = tuple(
-            GraphKey(GraphSet.DECODE, size, size // query_len, query_len, num_logits=size if verifies else 0)
-            for size in fitting
-        )
+            counts = default_mixed_sizes(min(most_reqs, max_capture_tokens))
+        wanted = counts if sizes is None else sizes
+        fitting = sorted({size for size in wanted if size <= most_reqs})
+        if sizes is None or not speculative_tokens:
+            notes += _decode_note(sorted(set(wanted) - set(fitting)), max_num_seqs, most_reqs, max_num_batched_tokens)
+        decode = tuple(GraphKey(GraphSet.DECODE, size, size, 1) for size in fitting)
+        if speculative_tokens:
+            most = min(max_num_batched_tokens, most_logits, max_num_seqs * query_len)
+            if not pads_decodes:
+                most = min(most, max(max_capture_tokens, query_len))
+            shapes = _drafting_shapes(max_num_seqs, speculative_tokens, most, sizes, ragged=ragged)
+            drafting = [GraphKey(GraphSet.DECODE, *shape, query_len, num_logits=shape[0]) for shape in shapes]
+            largest = max((key.num_tokens for key in drafting), default=0)
+            if largest < min(max_num_seqs * query_len, max(sizes or (max_num_seqs * query_len,))):
+                notes.append(
+                    f"no graph of decodes with drafts of more than {largest} tokens: a step has at most {most} of them"
+                )
     other: list[int] = []
     if mode.mixed_full or mode.piecewise:
         most, why = max_num_batched_tokens, f"max_num_batched_tokens={max_num_batched_tokens} tokens"
@@ -139,15 +149,50 @@ def make_capture_list(
             notes.append(f"no mixed graph of {_join(left_out)} tokens: a step has at most {why}")
     mixed = tuple(GraphKey(GraphSet.MIXED, size, max_num_seqs) for size in other) if mode.mixed_full else ()
     pieces = tuple(GraphKey(GraphSet.PIECEWISE, size, max_num_seqs) for size in other) if mode.piecewise else ()
+    wide = [replace(key, num_logits=min(key.num_tokens, most_logits)) for key in mixed + pieces if speculative_tokens]
     cascade = () if cascade_reqs is None else tuple(key for key in decode if key.num_reqs >= cascade_reqs)
     return CaptureList(
         decode=decode,
+        drafting=tuple(drafting),
         cascade=tuple(replace(key, cascade=True) for key in cascade),
         mixed=mixed,
         piecewise=pieces,
-        decode_query_len=query_len,
+        wide=tuple(key for key in wide if key.logits > replace(key, num_logits=0).logits),
+        ragged=ragged,
         notes=tuple(notes),
     )
+
+
+def _decode_note(left_out: list[int], max_num_seqs: int, most_reqs: int, max_num_batched_tokens: int) -> list[str]:
+    """Return a note about decode graphs that are larger than a batch of decodes."""
+    sizes = _join(left_out)
+    if most_reqs < max_num_seqs and not sizes:
+        sizes = f"more than {most_reqs}"
+    if not sizes:
+        return []
+    step = f", and a step at most max_num_batched_tokens={max_num_batched_tokens} tokens"
+    return [
+        f"no decode graph of {sizes} tokens: a decode batch has at most max_num_seqs={max_num_seqs} sequences of "
+        "1 token" + (step if most_reqs < max_num_seqs else "")
+    ]
+
+
+def _drafting_shapes(
+    max_num_seqs: int, most_drafts: int, most_tokens: int, sizes: tuple[int, ...] | None, *, ragged: bool
+) -> list[tuple[int, int]]:
+    """Return tokens and request slots of the graphs for decodes with drafts, in ascending order.
+
+    For the sequences of `_DRAFTING_SEQS` there is one graph for all drafts, and one for half of them if the sequences
+    may differ. A size of the user has the slots that its tokens fill.
+    """
+    query_len = 1 + most_drafts
+    if sizes is not None:
+        shapes = {(size, min(max_num_seqs, -(-size // query_len))) for size in sizes if ragged or size % query_len == 0}
+    else:
+        counts = [count for count in _DRAFTING_SEQS if count < max_num_seqs] + [max_num_seqs]
+        lengths = {query_len, 1 + -(-most_drafts // 2)} if ragged else {query_len}
+        shapes = {(count * length, count) for count in counts for length in lengths}
+    return sorted(shape for shape in shapes if 1 < shape[0] <= most_tokens)
 
 
 def default_decode_sizes(max_num_seqs: int) -> list[int]:

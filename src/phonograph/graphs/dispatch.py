@@ -1,8 +1,8 @@
 """Dispatch of batches to graphs, with padding and the reason: one table look-up a step.
 
-All decisions are made when the engine starts, one for each number of tokens and kind of batch. So `decide` is O(1),
-allocates nothing, and agrees with `explain`. Only with cascade attention are decisions about uniform batches made when
-a size and a common prefix first occur; the latest are kept.
+Decisions are made when the engine starts, one for each number of tokens and kind of batch. So `decide` is O(1),
+allocates nothing, and agrees with `explain`. Those about decodes with drafts, or with a common prefix under cascade
+attention, are made when their numbers first occur; the latest are kept.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from phonograph.graphs.capture_list import CaptureList
 from phonograph.graphs.modes import CascadeChoice, GraphKey, GraphMode, GraphSet
 from phonograph.graphs.resolve import Resolution
 
+_DECODES = "decodes of one token"
 _KEPT = 1024
-"""Number of decisions about common prefixes that are kept."""
+"""Number of decisions about common prefixes that are kept, and likewise about drafts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,25 +28,26 @@ class StepShape:
     Attributes:
         num_tokens: query tokens of all sequences.
         num_reqs: sequences.
-        uniform_query_len: the query length of all sequences, or None if they differ.
+        decode_query_len: the longest query if all sequences are decodes, else None: 1, or more with drafts.
+        num_logits: rows of logits; 0 for the last token of each request.
         prefix_len: computed tokens that are in the same blocks for all sequences; 0 for none or unknown.
     """
 
     num_tokens: int
     num_reqs: int
-    uniform_query_len: int | None
+    decode_query_len: int | None
+    num_logits: int = 0
     prefix_len: int = 0
 
 
 class CascadeRule(Protocol):
-    """Rule that decides if a uniform batch attends its common prefix once; `attention.cascade` has one."""
+    """Rule that decides if decodes attend their common prefix once; `attention.cascade` has one."""
 
-    def weigh(self, *, num_reqs: int, query_len: int, prefix_len: int) -> CascadeChoice:
-        """Decide for a uniform batch.
+    def weigh(self, *, num_reqs: int, prefix_len: int) -> CascadeChoice:
+        """Decide for decodes of one token.
 
         Args:
             num_reqs: sequences.
-            query_len: tokens of each query.
             prefix_len: tokens of the common prefix.
         """
         ...
@@ -101,7 +103,7 @@ class Dispatcher:
     Example:
         ```python
         dispatcher = llm.plan.make_dispatcher()
-        decision = dispatcher.decide(StepShape(num_tokens=2, num_reqs=2, uniform_query_len=1))
+        decision = dispatcher.decide(StepShape(num_tokens=2, num_reqs=2, decode_query_len=1))
         print(decision.mode, decision.key, decision.reason)
         ```
     """
@@ -118,15 +120,16 @@ class Dispatcher:
         self.captures = captures
         self.max_num_tokens = max_num_tokens
         self.cascade = cascade
-        self._query_len = captures.decode_query_len
-        general = captures.mixed or captures.piecewise
-        uniform = f"uniform batch of query length {self._query_len}"
-        decode_tiers = [(captures.decode, uniform), (general, f"{uniform} that no decode graph holds")]
+        self._general = captures.mixed or captures.piecewise
+        decode_tiers = [(captures.decode, _DECODES), (self._general, f"{_DECODES} that no decode graph holds")]
         self._decode = [self._choose(tokens, decode_tiers) for tokens in range(max_num_tokens + 1)]
-        mixed = "prefill or mixed batch" + ("; no cascade: only decode graphs have that variant" if cascade else "")
-        mixed_tiers = [(general, mixed)]
+        self._mixed_kind = "prefill or mixed batch" + (
+            "; no cascade: only decode graphs have that variant" if cascade else ""
+        )
+        mixed_tiers = [(self._general, self._mixed_kind)]
         self._mixed = [self._choose(tokens, mixed_tiers) for tokens in range(max_num_tokens + 1)]
         self._weighed = lru_cache(maxsize=_KEPT)(self._weigh)
+        self._drafted = lru_cache(maxsize=_KEPT)(self._draft)
 
     def decide(self, shape: StepShape) -> Decision:
         """Return the decision for a batch of at most max_num_tokens tokens.
@@ -134,11 +137,32 @@ class Dispatcher:
         Args:
             shape: the batch without padding.
         """
-        if shape.uniform_query_len != self._query_len:
+        if shape.num_logits > shape.num_reqs:
+            return self._drafted(shape)
+        if shape.decode_query_len != 1:
             return self._mixed[shape.num_tokens]
         if self.cascade is None:
             return self._decode[shape.num_tokens]
         return self._weighed(self.cascade, shape.num_tokens, shape.prefix_len)
+
+    def _draft(self, shape: StepShape) -> Decision:
+        """Choose the smallest graph that holds the tokens, the sequences and the rows of logits of a batch."""
+        longest, tokens = shape.decode_query_len, shape.num_tokens
+        if longest is None:
+            wide, kind = (), f"{self._mixed_kind}, with drafts"
+        else:
+            wide, kind = self.captures.drafting, "decodes with drafts"
+            if not self.captures.ragged and tokens != shape.num_reqs * longest:
+                wide, kind = (), "decodes with different numbers of drafts"
+        key = next((key for key in wide if _holds(key, shape)), None)
+        if key is None:
+            if wide:
+                kind += " that no such graph holds"
+            general = sorted(self._general + self.captures.wide, key=lambda key: (key.num_tokens, key.logits))
+            key = next((key for key in general if _holds(key, shape)), None)
+        if key is not None:
+            return self._graph(tokens, key, kind)
+        return self._eager(tokens, [*wide, *self._general])
 
     def _choose(self, tokens: int, tiers: list[tuple[tuple[GraphKey, ...], str]]) -> Decision:
         """Choose the smallest graph that holds `tokens`, from the first tier that has one, else an eager step."""
@@ -149,9 +173,9 @@ class Dispatcher:
         return self._eager(tokens, [key for keys, _ in tiers for key in keys])
 
     def _weigh(self, rule: CascadeRule, tokens: int, prefix_len: int) -> Decision:
-        """Decide for a uniform batch with or without attending its common prefix once."""
+        """Decide for decodes with or without attending their common prefix once."""
         plain = self._decode[tokens]
-        choice = rule.weigh(num_reqs=tokens // self._query_len, query_len=self._query_len, prefix_len=prefix_len)
+        choice = rule.weigh(num_reqs=tokens, prefix_len=prefix_len)
         if not choice.taken:
             return replace(plain, reason=f"{plain.reason}; no cascade: {choice.reason}")
         cause, reason = f"{plain.cause}; cascade", f"{plain.reason}; cascade: {choice.reason}"
@@ -173,12 +197,21 @@ class Dispatcher:
 
     def _eager(self, tokens: int, keys: list[GraphKey]) -> Decision:
         mode = self.resolution.mode
+        largest = max((key.num_tokens for key in keys), default=0)
         if mode is GraphMode.NONE:
             cause = reason = f"graphs are off: {self.resolution.reasons[-1].text}"
+        elif tokens <= largest:
+            cause = reason = "more sequences, drafts or rows of logits than a graph of that many tokens holds"
         elif keys:
-            largest = max(key.num_tokens for key in keys)
             cause = "more tokens than the largest graph holds"
             reason = f"{tokens} tokens are more than the largest graph holds ({largest})"
         else:
-            cause = reason = f"{mode.value} has no graph for a batch that is not uniform"
+            cause = reason = f"{mode.value} has no graph for a batch that is not of decodes alone"
         return Decision(mode=GraphMode.NONE, key=None, num_tokens=tokens, cause=cause, reason=reason)
+
+
+def _holds(key: GraphKey, shape: StepShape) -> bool:
+    """Return True if a graph holds a batch with drafts."""
+    longest = 0 if key.graphs is not GraphSet.DECODE else shape.decode_query_len or 0
+    rows = key.num_tokens >= shape.num_tokens and key.num_reqs >= shape.num_reqs and key.logits >= shape.num_logits
+    return rows and key.query_len >= longest

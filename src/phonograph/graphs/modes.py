@@ -92,8 +92,8 @@ class GraphKey:
     Attributes:
         graphs: the set.
         num_tokens: padded tokens T.
-        num_reqs: request slots R. A decode graph has T / query_len of them, the other sets have all.
-        query_len: tokens of each query in a decode graph (1, or 1 + k with speculation); 0 in the other sets.
+        num_reqs: request slots R. A mixed or piecewise graph has all of them, a decode graph of single tokens has T.
+        query_len: tokens of the longest query in a decode graph: 1, or 1 + k with k drafts; 0 in the other sets.
         cascade: True for a decode graph that attends a prefix common to all its sequences once.
         num_logits: rows that have logits; 0 for the last token of each request.
 
@@ -122,7 +122,8 @@ class GraphKey:
         return f"cascade {self.graphs.value}" if self.cascade else self.graphs.value
 
     def __str__(self) -> str:
-        return f"{self.kind}[{counted(self.num_tokens, 'token')}, {counted(self.num_reqs, 'slot')}]"
+        logits = f", {self.num_logits} logits" if self.num_logits and self.graphs is not GraphSet.DECODE else ""
+        return f"{self.kind}[{counted(self.num_tokens, 'token')}, {counted(self.num_reqs, 'slot')}{logits}]"
 
 
 @dataclass(frozen=True, slots=True)

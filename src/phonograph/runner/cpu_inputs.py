@@ -62,7 +62,7 @@ class CpuInputs:
         self.block_tables_np = np.zeros_like(self.slot_blocks)
         self.logits_rows_np = np.zeros(max_num_logits or max_num_seqs, np.int64)
         self.prefix_len_np = np.zeros(1, np.int32)
-        self.num_reqs_np = np.zeros(1, np.int32)
+        self.num_logits_np = np.zeros(1, np.int32)
         self.input_ids = torch.from_numpy(self.input_ids_np)
         self.positions = torch.from_numpy(self.positions_np)
         self.slot_mappings = torch.from_numpy(self.slot_mappings_np).unbind()
@@ -71,7 +71,7 @@ class CpuInputs:
         self.block_tables = torch.from_numpy(self.block_tables_np).unbind()
         self.logits_rows = torch.from_numpy(self.logits_rows_np)
         self.prefix_len = torch.from_numpy(self.prefix_len_np)
-        self.num_reqs = torch.from_numpy(self.num_reqs_np)
+        self.num_logits = torch.from_numpy(self.num_logits_np)
         # query_start_loc of a batch of single tokens.
         self._counting = np.arange(max_num_seqs + 1, dtype=np.int32)
 
@@ -124,7 +124,7 @@ class CpuInputs:
         num_reqs, num_tokens = batch.num_reqs, batch.num_tokens
         query_start_loc, seq_lens = self.query_start_loc_np, self.seq_lens_np
         query_start_loc[0] = 0
-        self.num_reqs_np[0] = num_reqs
+        self.num_logits_np[0] = rows.num_logits
         if num_tokens == num_reqs:
             query_start_loc[1 : num_reqs + 1] = self._counting[1 : num_reqs + 1]
             seq_lens[:num_reqs] = context_lens + 1

@@ -16,7 +16,16 @@ def graph_shapes(captures: CaptureList) -> list[GraphKey]:
     two counts with the magnitude above or below.
     """
     keys = captures.largest_first()
-    samples = {(key.kind, key.num_tokens.bit_length(), (key.num_tokens - 1).bit_length()): key for key in keys}
+    samples = {
+        (
+            key.kind,
+            key.query_len,
+            key.num_logits > 0,
+            key.num_tokens.bit_length(),
+            (key.num_tokens - 1).bit_length(),
+        ): key
+        for key in keys
+    }
     return list(samples.values())
 
 
@@ -34,12 +43,12 @@ def eager_shapes(dispatcher: Dispatcher, *, num_slots: int, most_tokens: int) ->
         GraphKey(GraphSet.DECODE, size, size, 1)
         for size in sizes
         if size <= num_slots
-        and dispatcher.decide(StepShape(num_tokens=size, num_reqs=size, uniform_query_len=1)).key is None
+        and dispatcher.decide(StepShape(num_tokens=size, num_reqs=size, decode_query_len=1)).key is None
     ]
     mixed = [
         GraphKey(GraphSet.MIXED, size, num_slots)
         for size in sizes
-        if dispatcher.decide(StepShape(num_tokens=size, num_reqs=1, uniform_query_len=None)).key is None
+        if dispatcher.decide(StepShape(num_tokens=size, num_reqs=1, decode_query_len=None)).key is None
     ]
     # The kernels around a cascade are the same for every size.
     cascades = decodes[-1:] if dispatcher.cascade is not None else []

@@ -31,7 +31,6 @@ from phonograph.runner.steps import PendingStep, Sampling
 from phonograph.runner.synthetic_batches import SyntheticBatches
 from phonograph.sampling.failures import SlotFailures
 
-_DRAFT_ROWS = "drafts are verified by rows that graphs of this kind leave out of the logits"
 _PROMPT_ROWS = "log-probabilities of prompt tokens need rows that graphs of this size leave out of the last layer"
 
 
@@ -198,16 +197,14 @@ class Runner:
         """Return the decision, and the length of the prefix that the step attends once."""
         shape = shape_of(rows.batch, self._prefixes)
         decision = self.dispatcher.decide(shape)
-        if decision.key is not None:
-            if rows.num_logits > decision.key.logits:
-                decision = decision.eagerly(shape.num_tokens, _DRAFT_ROWS)
-            elif scores_prompts and self._leaves_rows_out(decision.key):
-                decision = decision.eagerly(shape.num_tokens, _PROMPT_ROWS)
+        if decision.key is not None and scores_prompts and self._leaves_rows_out(decision.key):
+            decision = decision.eagerly(shape.num_tokens, _PROMPT_ROWS)
         self.counts[decision.label] += 1
         return decision, shape.prefix_len if decision.cascade else None
 
     def _leaves_rows_out(self, key: GraphKey) -> bool:
-        return not _every_row(key) and self._program.model.kernels.leaves_rows_out(key.num_tokens)
+        num_kept = max(key.logits, self._sequences.max_num_seqs)
+        return not _every_row(key) and self._program.model.kernels.leaves_rows_out(key.num_tokens, num_kept)
 
     def _run_eager(self, common: CommonMetadata, num_logits: int, *, all_hidden: bool = False) -> StepOutputs:
         return self._program.run(
@@ -234,15 +231,17 @@ class Runner:
 def shape_of(batch: ScheduledBatch, prefixes: SharedPrefixes | None = None) -> StepShape:
     """Return the shape that the dispatcher decides by. `prefixes` finds the common prefix; without it there is none."""
     if batch.num_tokens == batch.num_reqs:
-        uniform = 1
+        longest = 1
     else:
-        # All tokens of a decode have logits, and of a prefill only the last.
-        first, decodes = batch.query_lens[0], batch.num_decodes == batch.num_reqs
-        uniform = first if decodes and all(length == first for length in batch.query_lens) else None
-    # Mixed batches do not cascade.
-    prefix_len = 0 if prefixes is None or uniform is None else prefixes.find(batch)
+        longest = max(batch.query_lens) if batch.num_decodes == batch.num_reqs else None
+    # Neither mixed batches nor drafts cascade.
+    prefix_len = 0 if prefixes is None or longest != 1 else prefixes.find(batch)
     return StepShape(
-        num_tokens=batch.num_tokens, num_reqs=batch.num_reqs, uniform_query_len=uniform, prefix_len=prefix_len
+        num_tokens=batch.num_tokens,
+        num_reqs=batch.num_reqs,
+        decode_query_len=longest,
+        num_logits=batch.num_logits,
+        prefix_len=prefix_len,
     )
 
 

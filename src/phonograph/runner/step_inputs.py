@@ -38,10 +38,13 @@ class StepRows:
     def num_logits(self) -> int:
         return len(self.owners)
 
+    def last_logits(self) -> np.ndarray:
+        """Return the last row of logits of each sequence, int64 [N]."""
+        return np.cumsum(np.bincount(self.owners)) - 1
+
     def draws_of_logits(self) -> np.ndarray:
         """Return the index of the draw of each row of logits, int64 [L]: that of the token behind the row's own."""
-        ends = np.cumsum(np.bincount(self.owners))
-        return self.draws[self.owners] - (ends[self.owners] - 1 - np.arange(self.num_logits))
+        return self.draws[self.owners] - (self.last_logits()[self.owners] - np.arange(self.num_logits))
 
 
 class KernelRows(NamedTuple):
@@ -58,26 +61,28 @@ class KernelRows(NamedTuple):
 class SyntheticBatch:
     """Sequences for capture and verification, decodes first. All new tokens are concatenated in `token_ids`.
 
+    num_decodes: leading sequences that are decodes, all of whose tokens have logits
     blocks: block table of each sequence, by KV group
     prefix_len: leading tokens whose blocks all sequences share, attended once; None if the step does not cascade
     """
 
     query_lens: list[int]
     context_lens: list[int]
+    num_decodes: int
     blocks: list[list[np.ndarray]]
     token_ids: np.ndarray
     prefix_len: int | None = None
 
     def rows(self) -> StepRows:
         """Return the step that computes the batch, with sequence i in slot i."""
-        num_reqs, num_decodes = len(self.query_lens), self.query_lens.count(1)
+        num_reqs = len(self.query_lens)
         batch = ScheduledBatch(
             slots=[*range(num_reqs)],
             query_lens=self.query_lens,
             context_lens=self.context_lens,
             samples=[True] * num_reqs,
-            num_decodes=num_decodes,
-            num_decode_tokens=num_decodes,
+            num_decodes=self.num_decodes,
+            num_decode_tokens=sum(self.query_lens[: self.num_decodes]),
             num_tokens=len(self.token_ids),
             appends=[
                 BlockAppend(slot=row, start=0, block_ids=ids.tolist(), group=group)
@@ -171,7 +176,7 @@ class Inputs(Protocol):
     query_start_loc, seq_lens: as in `CommonMetadata`, for the largest step
     block_tables, slot_mappings: likewise, of each KV group
     query_start_loc: int32 [R+1], see `CommonMetadata`
-    num_reqs:    int32 [1], requests of the step without padding
+    num_logits:  int32 [1], rows of logits of the step without padding
     """
 
     input_ids: torch.Tensor
@@ -181,7 +186,7 @@ class Inputs(Protocol):
     seq_lens: torch.Tensor
     block_tables: tuple[torch.Tensor, ...]
     slot_mappings: tuple[torch.Tensor, ...]
-    num_reqs: torch.Tensor
+    num_logits: torch.Tensor
 
     def take_over(self, batch: ScheduledBatch, failures: SlotFailures) -> None:
         """Load the sequences that start with this step.

@@ -26,19 +26,22 @@ class StepOutputs(NamedTuple):
 
     hidden: before the final norm; [N, E] if the last layer computes only rows with logits, else [T, E]
     logits: [L, V] of the rows that have logits
-    tokens: int32 [N]; -1 if no logit was finite, less than -1 if the row samples nothing here. Empty if the host
+    tokens: int32 [L]; -1 if no logit was finite, less than -1 if the row samples nothing here. Empty if the host
         samples.
+    counts: int32 [N] of the requests, see `accept`; empty where the step verifies no drafts.
     """
 
     hidden: torch.Tensor
     logits: torch.Tensor
     tokens: torch.Tensor
+    counts: torch.Tensor
 
 
 class StepProgram:
     """Attention schedule, decoder layers, logits of the rows that need them, and sampling.
 
-    sample:          returns the tokens int32 [N] of logits [N, V]; None if the host samples
+    sample:          returns tokens int32 [L] of logits [L, V], and counts of the requests, whose padded number it gets;
+        None if the host samples
     batch_invariant: no kernel is chosen by the number of tokens or requests; model and backend must be batch-invariant
         too
     """
@@ -49,7 +52,7 @@ class StepProgram:
         model: Transformer,
         attention: StepAttention,
         inputs: Inputs,
-        sample: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        sample: Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]] | None = None,
         batch_invariant: bool = False,
     ) -> None:
         self.model = model
@@ -86,10 +89,11 @@ class StepProgram:
         input_ids_T, positions_T = inputs.input_ids[:num_tokens], inputs.positions[:num_tokens]
         # Its last entry is the number of tokens, after the padded requests too.
         num_rows = inputs.query_start_loc[num_reqs : num_reqs + 1]
-        if model.kernels.leaves_rows_out(num_tokens) and not every_row and not all_hidden:
+        num_kept = max(num_logits, inputs.seq_lens.shape[0])
+        if model.kernels.leaves_rows_out(num_tokens, num_kept) and not every_row and not all_hidden:
             # Padding rows have arbitrary contents.
-            rows = inputs.logits_rows
-            hidden_TE = model.forward(input_ids_T, positions_T, self.attention, rows, num_rows, inputs.num_reqs)
+            rows = inputs.logits_rows[:num_kept]
+            hidden_TE = model.forward(input_ids_T, positions_T, self.attention, rows, num_rows, inputs.num_logits)
             hidden_TE = hidden_TE[:num_logits]
             gathered = False
         else:
@@ -98,8 +102,9 @@ class StepProgram:
             gathered = not every_row or self._batch_invariant
         rows_N = inputs.logits_rows[:num_logits] if gathered else None
         logits_NV = model.logits(hidden_TE, rows_N)
-        tokens_N = self._no_tokens if self._sample is None else self._sample(logits_NV)
-        return StepOutputs(hidden_TE, logits_NV, tokens_N)
+        if self._sample is None:
+            return StepOutputs(hidden_TE, logits_NV, self._no_tokens, self._no_tokens)
+        return StepOutputs(hidden_TE, logits_NV, *self._sample(logits_NV, num_reqs))
 
     def few_layers(self) -> AbstractContextManager[None]:
         """Return a context in which `run` launches every kernel of its shape, but computes few layers.

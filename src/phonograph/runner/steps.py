@@ -17,7 +17,7 @@ from phonograph.graphs.runtime import GraphRuntime
 from phonograph.runner.step_inputs import KernelRows, StepRows
 from phonograph.runner.step_program import StepOutputs
 from phonograph.sampling.failures import SlotFailures
-from phonograph.speculation.host_drafts import HostDrafts
+from phonograph.scheduling.draft_depths import DraftDepths
 
 NO_TOKEN = "the model's logits are not finite"
 
@@ -77,7 +77,9 @@ class Sampling(Protocol):
     """
 
     lookahead: int
-    drafts: HostDrafts | None
+
+    @property
+    def drafts(self) -> DraftDepths | None: ...
 
     def plan(self, rows: StepRows) -> SamplingPlan:
         """Decide which sampler takes each row, before the step is written."""

@@ -30,6 +30,8 @@ class SyntheticBatches:
         groups: KV groups.
         num_blocks: pages of the pool, each for a block of any group.
         vocab_size: token ids are below it.
+        draft_tokens: most drafts of a decode.
+        ragged_decodes: see `CaptureList.ragged`.
     """
 
     latest: SyntheticBatch
@@ -43,8 +45,12 @@ class SyntheticBatches:
         groups: Sequence[KVGroup],
         num_blocks: int,
         vocab_size: int,
+        draft_tokens: int = 0,
+        ragged_decodes: bool = True,
     ) -> None:
         self._inputs = inputs
+        self._draft_tokens = draft_tokens
+        self._ragged_decodes = ragged_decodes
         self._max_model_len = max_model_len
         self._groups = groups
         self._sizes = [group.block_size for group in groups]
@@ -68,14 +74,17 @@ class SyntheticBatches:
         A cascade has a prefix of one block, or of none if there is no room for it.
         """
         if key.graphs is GraphSet.DECODE:
-            query_lens = [key.query_len] * key.num_reqs
+            least, more = divmod(key.num_tokens, key.num_reqs)
+            query_lens = [least + 1] * more + [least] * (key.num_reqs - more)
+            num_decodes = key.num_reqs
         else:
             longest = min(self._max_model_len, key.num_tokens)
             query_lens = [longest] * (key.num_tokens // longest)
             query_lens += [rest] if (rest := key.num_tokens % longest) else []
             query_lens.sort()
+            num_decodes = query_lens.count(1)
         prefix = min(1, self._most_prefix_blocks(query_lens)) if key.cascade else 0
-        return self._load(np.random.default_rng(0), key, query_lens, [0] * len(query_lens), prefix)
+        return self._load(np.random.default_rng(0), key, query_lens, [0] * len(query_lens), prefix, num_decodes)
 
     def random_batch(self, key: GraphKey, rng: np.random.Generator) -> tuple[CommonMetadata, ...]:
         """Write a random batch that pads to `key`: fewer tokens and sequences, ragged queries, long contexts.
@@ -83,9 +92,11 @@ class SyntheticBatches:
         Common prefixes have any length that fits, not only lengths for which the cascade rule would choose a cascade.
         """
         if key.graphs is GraphSet.DECODE:
-            query_lens = [key.query_len] * int(rng.integers(1, key.num_reqs + 1))
+            query_lens = self._decodes(key, rng)
+            num_decodes = len(query_lens)
         else:
             query_lens = self._ragged(key, rng)
+            num_decodes = self._num_drafting(key, query_lens)
         most = self._most_prefix_blocks(query_lens) if key.cascade else 0
         prefix = min(most, int((most + 1) ** rng.random()))
         # One page stays free for the place of blocks behind windows.
@@ -99,7 +110,29 @@ class SyntheticBatches:
             context = int((fair + 1) ** rng.random()) - 1 if rng.random() < 0.95 else int(rng.integers(0, longest + 1))
             free -= sum(_blocks_in_use(group, context, length) for group in self._groups) - self._blocks_of([length])
             contexts.append(context)
-        return self._load(rng, key, query_lens, contexts, prefix)
+        return self._load(rng, key, query_lens, contexts, prefix, num_decodes)
+
+    def _decodes(self, key: GraphKey, rng: np.random.Generator) -> list[int]:
+        """Draw query lengths of decodes: equal ones, or of different numbers of drafts where a graph takes these."""
+        num_reqs = int(rng.integers(1, key.num_reqs + 1))
+        if key.num_tokens == key.num_reqs * key.query_len and (not self._ragged_decodes or rng.random() < 0.5):
+            return [key.query_len] * num_reqs
+        lengths, left = [1] * num_reqs, key.num_tokens - num_reqs
+        for index in rng.permutation(num_reqs):
+            more = int(rng.integers(0, min(key.query_len - 1, left) + 1))
+            lengths[index] += more
+            left -= more
+        return lengths
+
+    def _num_drafting(self, key: GraphKey, query_lens: list[int]) -> int:
+        """Return the number of leading decodes of a mixed batch; with drafts, where the graph has rows for them."""
+        count, room = query_lens.count(1), key.logits - len(query_lens)
+        for length in query_lens[count:] if key.num_logits else ():
+            room -= length - 1
+            if length > 1 + self._draft_tokens or room < 0:
+                break
+            count += 1
+        return count
 
     def _blocks_of(self, lengths: list[int]) -> int:
         return sum(blocks_for(length, size) for size in self._sizes for length in lengths)
@@ -144,6 +177,7 @@ class SyntheticBatches:
         query_lens: list[int],
         context_lens: list[int],
         num_shared: int,
+        num_decodes: int,
     ) -> tuple[CommonMetadata, ...]:
         """Write a batch whose sequences share `num_shared` blocks, and have separate blocks for the rest."""
         order = rng.permutation(self._num_blocks).astype(np.int32)
@@ -167,6 +201,7 @@ class SyntheticBatches:
         self.latest = SyntheticBatch(
             query_lens=query_lens,
             context_lens=[prefix_len + context for context in context_lens],
+            num_decodes=num_decodes,
             blocks=[tables[first : first + num_reqs] for first in range(0, len(tables), num_reqs)],
             token_ids=rng.integers(0, self._vocab_size, sum(query_lens), np.int32),
             prefix_len=prefix_len if key.cascade else None,

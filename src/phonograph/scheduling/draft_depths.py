@@ -31,7 +31,8 @@ class DraftDepths(Protocol):
 def granted_depths(depths: Sequence[int], decodes: Collection[Request], limits: Limits) -> list[int]:
     """Return the depths that a step can have.
 
-    - The budget has a token for each sequence, decode or not. Drafts share what is left.
+    - The budget of tokens has one for each sequence, decode or not, and so has that of rows of logits. Drafts share
+      what is left.
     - Tokens at and after the last position of a request are of no use, even if all steps in flight accept only one.
     - The tokens between both bounds of a request are at most a chunk, so that a sliding group has blocks for them.
 
@@ -40,7 +41,7 @@ def granted_depths(depths: Sequence[int], decodes: Collection[Request], limits: 
         decodes: running requests past their prompts, in the order of the step.
         limits: what runs at once.
     """
-    room = limits.max_num_batched_tokens - limits.max_num_seqs
+    room = min(limits.max_num_batched_tokens, limits.max_num_logits) - limits.max_num_seqs
     granted: list[int] = []
     for depth, request in zip(depths, decodes, strict=True):
         useful = request.max_len - 2 - request.min_computed

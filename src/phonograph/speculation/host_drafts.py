@@ -45,7 +45,7 @@ class HostDrafts:
 
     def choose(self, decodes: Collection[Request]) -> Sequence[int]:
         """Return the depth of each decode: the number of its drafts, or 0 where sampling keeps state by token."""
-        return [self._depths[one.slot] if _speculates(one) else 0 for one in decodes]
+        return [self._depths[one.slot] if speculates(one) else 0 for one in decodes]
 
     def draft(self, slot: int, token_ids: np.ndarray) -> np.ndarray:
         """Return drafts for a sequence, which its next step may verify."""
@@ -59,7 +59,7 @@ class HostDrafts:
         self.counts = DraftCounts(before.decodes + decodes, before.verified + verified, before.accepted + accepted)
 
 
-def _speculates(request: Request) -> bool:
+def speculates(request: Request) -> bool:
     """Return True if a request's tokens can be sampled side by side: no draw changes what the next one reads."""
     params = request.params
     return request.grammar is None and not (

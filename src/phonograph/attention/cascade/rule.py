@@ -73,10 +73,10 @@ class CascadeTimeRule:
     num_kv_heads: int
     num_sms: int
 
-    def weigh(self, *, num_reqs: int, query_len: int, prefix_len: int) -> CascadeChoice:
-        """Decide for a batch of queries of `query_len` tokens each.
+    def weigh(self, *, num_reqs: int, prefix_len: int) -> CascadeChoice:
+        """Decide for decodes of one token.
 
-        If split decoding would serve the batch (grouped heads, single tokens), compare times in tiles of keys that one
+        If split decoding would serve the batch (grouped heads), compare times in tiles of keys that one
         multiprocessor goes through in sequence. Each tile of queries of the cascade walks the whole prefix. Split
         decoding spreads the prefixes of all requests evenly.
         """
@@ -88,12 +88,12 @@ class CascadeTimeRule:
             return CascadeChoice(False, f"{has}, and {MIN_PREFIX} are worth it")
         shared = f"{num_reqs} requests share {prefix_len} tokens"
         group = self.num_query_heads // self.num_kv_heads
-        if group == 1 or query_len > 1:
-            why = "more than one token a query" if query_len > 1 else "as many KV heads as query heads"
+        if group == 1:
+            why = "as many KV heads as query heads"
             return CascadeChoice(True, f"{shared}; with {why} no split decoding would serve them")
         sms = max(self.num_sms, 1)
         key_tiles = _tiles(prefix_len)
-        once = -(-self.num_query_heads * _tiles(num_reqs * query_len) // sms) * key_tiles
+        once = -(-self.num_query_heads * _tiles(num_reqs) // sms) * key_tiles
         split = -(-num_reqs * self.num_kv_heads * _tiles(group) * key_tiles // sms)
         times = f"modelled time {once} with cascade, {split} without"
         return CascadeChoice(once < split, f"{shared}; {times}")

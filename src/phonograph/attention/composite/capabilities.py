@@ -43,6 +43,9 @@ class SplitCapabilities(Capabilities):
         "of its own"
     )
 
+    # The host divides a batch behind the last decode of full length.
+    takes_ragged_decodes = False
+
     def __init__(self, decode: Capabilities, prefill: Capabilities) -> None:
         self.decode = decode
         self.prefill = prefill

@@ -81,8 +81,7 @@ def explain(
     except BackendError as error:
         hint = f"; --device-name explains it for another device than {device.name}" if device_name is None else ""
         raise BackendError(f"{error}{hint}") from None
-    limits = {**asdict(plan.limits), "draft_tokens": config.draft_tokens}
-    batches = [read_batch(text, **limits) for text in batch or []]
+    batches = [read_batch(text, **asdict(plan.limits)) for text in batch or []]
     dispatcher = plan.make_dispatcher()
     decided = [(one, dispatcher.decide(_shape(plan, one, common_prefix))) for one in batches]
     if as_json:
@@ -146,7 +145,7 @@ def _facts(plan: EnginePlan, decided: list[tuple[ScheduledBatch, Decision]]) -> 
         "mode": mode_facts(plan),
         "captures": {
             "decode": [key.num_tokens for key in captures.decode],
-            "decode_query_len": captures.decode_query_len,
+            "drafting": [[key.num_tokens, key.num_reqs] for key in captures.drafting],
             "cascade": [key.num_tokens for key in captures.cascade],
             "mixed": [key.num_tokens for key in captures.mixed],
             "piecewise": [key.num_tokens for key in captures.piecewise],
@@ -313,13 +312,16 @@ def _graph_lines(plan: EnginePlan) -> list[str]:
     def line(name: str, keys: tuple[GraphKey, ...], what: str) -> list[str]:
         return [f"{len(keys)} {name} of {compact([key.num_tokens for key in keys])} tokens{what}"] if keys else []
 
-    query = captures.decode_query_len
+    longest = max((key.query_len for key in captures.drafting), default=1)
+    drafts = f", up to {longest} a sequence, which verify drafts"
     slots = f" and {plan.limits.max_num_seqs} request slots"
     return [
-        *line("decode", captures.decode, f", {query} a sequence"),
+        *line("decode", captures.decode, ", 1 a sequence"),
+        *line("decode", captures.drafting, drafts),
         *line("cascade decode", captures.cascade, ", a common prefix attended once"),
         *line("mixed", captures.mixed, slots),
         *line("piecewise", captures.piecewise, slots),
+        *line("mixed or piecewise", captures.wide, f"{slots}, with rows of logits for drafts"),
     ]
 
 

@@ -47,7 +47,7 @@ class CpuPlatform:
             max_num_tokens=limits.max_num_batched_tokens,
             max_model_len=limits.max_model_len,
             block_sizes=plan.kv.block_sizes,
-            max_num_logits=limits.max_num_seqs * (1 + plan.config.draft_tokens),
+            max_num_logits=limits.max_num_logits,
         )
         rotary = rotary_tables(model.spec, limits.max_model_len, model.dtype, model.device)
         model.bind(TorchKernels(rotary, model.spec.rms_norm_eps, model.spec.factors))

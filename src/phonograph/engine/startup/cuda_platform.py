@@ -24,6 +24,7 @@ from phonograph.runner.cuda.masked_sampling import MaskedSampling
 from phonograph.runner.cuda.token_ring import TokenRing
 from phonograph.runner.step_program import StepProgram
 from phonograph.sampling.sampler import Sampler
+from phonograph.speculation.device_drafts import DeviceDrafts
 
 
 class CudaPlatform:
@@ -73,7 +74,7 @@ class CudaPlatform:
             workspace = Workspace.make(
                 spec,
                 limits.max_num_batched_tokens,
-                limits.max_num_seqs,
+                limits.max_num_logits,
                 model.dtype,
                 device,
                 gemm_device=gemm_device,
@@ -95,9 +96,16 @@ class CudaPlatform:
                 block_sizes=plan.kv.block_sizes,
                 vocab_size=spec.vocab_size,
                 device=device,
+                draft_tokens=limits.draft_tokens,
+                max_num_logits=limits.max_num_logits,
             )
         runtime = self._make_runtime(device, workspace.tensors())
-        device_sampler = DeviceSampler(inputs, workspace.logits_NV, batch_invariant=batch_invariant)
+        speculation, drafts = plan.config.speculation, None
+        if speculation is not None:
+            drafts = DeviceDrafts(most=limits.draft_tokens, max_num_logits=limits.max_num_logits)
+        device_sampler = DeviceSampler(
+            inputs, workspace.logits_NV, speculation=speculation, batch_invariant=batch_invariant
+        )
         masked = MaskedSampling(
             device_sampler.sample_masked,
             masks=sampler.grammars,
@@ -105,7 +113,7 @@ class CudaPlatform:
             vocab_size=spec.vocab_size,
             device=device,
         )
-        ring = self._make_ring(depth=RING_DEPTH, max_rows=limits.max_num_seqs)
+        ring = self._make_ring(depth=RING_DEPTH, max_rows=len(inputs.results))
         return DeviceParts(
             runtime=runtime,
             inputs=inputs,
@@ -116,5 +124,5 @@ class CudaPlatform:
                 sample=device_sampler.sample,
                 batch_invariant=batch_invariant,
             ),
-            sampling=CudaSampling(sampler, inputs, masked, ring),
+            sampling=CudaSampling(sampler, inputs, masked, ring, drafts),
         )

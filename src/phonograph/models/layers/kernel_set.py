@@ -187,6 +187,6 @@ class KernelSet(Protocol):
 
     def head(self, norm_E: torch.Tensor, linear: Linear) -> HeadPart: ...
 
-    def leaves_rows_out(self, num_tokens: int) -> bool:
-        """Return True if the last layer of a prefill of `num_tokens` computes only the rows that need logits."""
+    def leaves_rows_out(self, num_tokens: int, num_kept: int) -> bool:
+        """Return True if the last layer of a prefill of `num_tokens` computes only the `num_kept` rows with logits."""
         ...

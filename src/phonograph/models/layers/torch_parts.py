@@ -85,7 +85,7 @@ class TorchKernels:
     def head(self, norm_E: torch.Tensor, linear: Linear) -> TorchHead:
         return TorchHead(self, norm_E, linear)
 
-    def leaves_rows_out(self, num_tokens: int) -> bool:
+    def leaves_rows_out(self, num_tokens: int, num_kept: int) -> bool:
         """Return False: a graph's padding rows would compute the last layer again for rows that it saves."""
         return False
 

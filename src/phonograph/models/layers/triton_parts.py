@@ -269,12 +269,11 @@ class TritonKernels(StreamKernels):
     def head(self, norm_E: torch.Tensor, linear: Linear) -> TritonHead:
         return TritonHead(self, norm_E, self.bind(linear))
 
-    def leaves_rows_out(self, num_tokens: int) -> bool:
+    def leaves_rows_out(self, num_tokens: int, num_kept: int) -> bool:
         """Return True if the last layer computes only the rows that need logits.
 
         It then always computes as many rows as there can be, so that all such steps run the same kernels. This only
         pays if these are at most half the tokens, and if there are enough tokens that products are not limited by
         reading the weights.
         """
-        most_logits = self.workspace.logits_NV.shape[0]
-        return not self.batch_invariant and num_tokens > _FEW_TOKENS and num_tokens >= 2 * most_logits
+        return not self.batch_invariant and num_tokens > _FEW_TOKENS and num_tokens >= 2 * num_kept

@@ -1,6 +1,7 @@
 """Inputs of a step on a GPU: request state in device slots, and one pinned buffer of changes per step.
 
-The device keeps the length, the last token, the block table and the sampling parameters of each sequence. The host
+The device keeps the length, the last token, the block table and the sampling parameters of each sequence; with drafts
+also these, and all of its tokens, in which they are looked up. The host
 sends a few numbers per sequence, the tokens of prefills and the appended blocks. The prepare kernel at the head of
 every graph derives the step's tensors from both. Graphs freeze the addresses of these tensors, so they are allocated
 once.
@@ -18,6 +19,8 @@ from phonograph.core.batch import BlockAppend, ScheduledBatch
 from phonograph.core.blocks import blocks_for
 from phonograph.graphs.modes import GraphKey
 from phonograph.kernels.triton.sampling.sample import make_sample_scratch
+from phonograph.kernels.triton.step.accept import accept
+from phonograph.kernels.triton.step.ngram import propose_ngrams
 from phonograph.kernels.triton.step.prepare import apply_appends, prepare
 from phonograph.kernels.triton.step.step_layout import SlotState, StepLayout
 from phonograph.runner.cuda.pinned import PinnedWords
@@ -34,11 +37,17 @@ _UPLOADS = 4
 class CudaInputs:
     """Device state by slot, the inputs of a step, and the uploads that change them.
 
-    The prepare kernel writes, with T = max_num_tokens, R = max_num_seqs and, for each of G KV groups, N blocks of the
-    longest sequence in the group with the smallest blocks: input_ids [T] int32, positions [T] and slot_mappings [G, T]
-    int64, query_start_loc [R+1], seq_lens [R] and block_tables [G, R, N] int32, logits_rows [R] int64.
+    The prepare kernel writes, with T = max_num_tokens, R = max_num_seqs, L = max_num_logits and, for each of G KV
+    groups, N blocks of the longest sequence in the group with the smallest blocks: input_ids [T] int32, positions [T]
+    and slot_mappings [G, T] int64, query_start_loc [R+1], seq_lens [R] and block_tables [G, R, N] int32, logits_rows
+    [L] int64.
 
-    Sampling reads `sampling`, and writes tokens [R], int32, and the last tokens and lengths of `state`.
+    Sampling reads `sampling`, and writes tokens [L], int32, and the last tokens and lengths of `state`. With drafts,
+    acceptance writes counts [R], int32, behind the tokens (`results` has both), and history [R, M], int32.
+
+    Args:
+        draft_tokens: most drafts of a sequence.
+        max_num_logits: rows of logits of the largest step; by default one a sequence.
     """
 
     def __init__(
@@ -50,14 +59,20 @@ class CudaInputs:
         block_sizes: Sequence[int],
         vocab_size: int,
         device: torch.device,
+        draft_tokens: int = 0,
+        max_num_logits: int | None = None,
     ) -> None:
-        num_groups, max_blocks = len(block_sizes), blocks_for(max_model_len, min(block_sizes))
+        num_groups, num_logits = len(block_sizes), max_num_logits or max_num_seqs
+        # Drafts reach behind the longest sequence, where no token is computed for use.
+        max_blocks = blocks_for(max_model_len + 2 * draft_tokens, min(block_sizes))
         self._block_sizes = tuple(block_sizes)
+        self._max_model_len = max_model_len
         self._layout = StepLayout(
             max_num_seqs=max_num_seqs,
             max_num_tokens=max_num_tokens,
             max_appends=_MAX_APPENDS,
             num_groups=num_groups,
+            max_num_logits=num_logits,
         )
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -65,9 +80,15 @@ class CudaInputs:
 
         self._staging = zeros(self._layout.num_words)
         self.state = SlotState.make(
-            num_groups=num_groups, max_num_seqs=max_num_seqs, max_blocks=max_blocks, device=device
+            num_groups=num_groups,
+            max_num_seqs=max_num_seqs,
+            max_blocks=max_blocks,
+            device=device,
+            most_drafts=draft_tokens,
         )
-        self.tokens = zeros(max_num_seqs)
+        self.results = zeros(num_logits + (max_num_seqs if draft_tokens else 0))
+        self.tokens, self.counts = self.results[:num_logits], self.results[num_logits:]
+        self.history = zeros(max_num_seqs, max_model_len + 1 if draft_tokens else 0)
         self.input_ids = zeros(max_num_tokens)
         self.positions = zeros(max_num_tokens, dtype=torch.int64)
         self._slot_mappings = zeros(num_groups, max_num_tokens, dtype=torch.int64)
@@ -76,12 +97,12 @@ class CudaInputs:
         self.seq_lens = zeros(max_num_seqs)
         self._block_tables = zeros(num_groups, max_num_seqs, max_blocks)
         self.block_tables = self._block_tables.unbind()
-        self.logits_rows = zeros(max_num_seqs, dtype=torch.int64)
-        self.sample_scratch = make_sample_scratch(max_num_seqs, vocab_size, device)
+        self.logits_rows = zeros(num_logits, dtype=torch.int64)
+        self.sample_scratch = make_sample_scratch(num_logits, vocab_size, device)
         self.sampling = self._layout.sampling_views(self._staging)
         self._prefix_len = self._layout.prefix_len(self._staging)
         self._uploads = [_Upload(self._layout, device, self._block_sizes) for _ in range(_UPLOADS)]
-        self.num_reqs = self._layout.num_reqs(self._staging)
+        self.num_logits = self._layout.num_logits(self._staging)
         self._next = 0
         self._views: dict[tuple[int, int], PaddedViews] = {}
         # By slot: token ids that the host has.
@@ -94,7 +115,12 @@ class CudaInputs:
                 self._tokens[new.slot] = np.zeros(len(new.token_ids), np.int32)
 
     def _keep_tokens(self, slot: int, token_ids: list[int]) -> None:
-        self._tokens[slot] = np.array(token_ids, np.int32)
+        self._tokens[slot] = kept = np.array(token_ids, np.int32)
+        if self.history.shape[1]:
+            sent = torch.from_numpy(kept)
+            if self.history.is_cuda:
+                sent = sent.pin_memory()
+            self.history[slot, : len(kept)].copy_(sent, non_blocking=True)
 
     def write(
         self, rows: StepRows, key: GraphKey | None, *, prefix_len: int | None, sampling: KernelRows | None
@@ -106,7 +132,7 @@ class CudaInputs:
             row: self._tokens[slots[row]][context_lens[row] : context_lens[row] + query_lens[row]]
             for row in range(rows.batch.num_decodes, rows.batch.num_reqs)
         }
-        starts = {new.slot: new.prompt_len for new in rows.batch.new}
+        starts = {new.slot: (new.prompt_len, new.max_len) for new in rows.batch.new}
         return self._send(rows, key, known, starts, prefix_len, sampling)
 
     def load(self, batch: SyntheticBatch, key: GraphKey) -> tuple[CommonMetadata, ...]:
@@ -122,8 +148,8 @@ class CudaInputs:
             stream_keys_N=np.zeros(num_reqs, np.int64),
         )
         known = {row: batch.token_ids[starts[row] : starts[row + 1]] for row in range(num_reqs)}
-        starts = dict.fromkeys(rows.batch.slots, 0)
-        common = self._send(rows, key, known, starts, batch.prefix_len, KernelRows(rows.samples, greedy))
+        bounds = {slot: (0, self._max_model_len + 1) for slot in rows.batch.slots}
+        common = self._send(rows, key, known, bounds, batch.prefix_len, KernelRows(rows.samples, greedy))
         self.prepare(num_reqs=key.num_reqs, num_tokens=key.num_tokens)
         return common
 
@@ -142,7 +168,33 @@ class CudaInputs:
             query_start_loc=self.query_start_loc,
             seq_lens_R=self.seq_lens,
             block_tables_GRN=self._block_tables,
-            logits_rows_R=self.logits_rows,
+            logits_rows_L=self.logits_rows,
+        )
+
+    def accept(self, tokens_L: torch.Tensor, *, num_reqs: int) -> None:
+        """Launch the kernel that accepts drafts, behind the sampling of a padded shape."""
+        accept(
+            self._staging,
+            self._layout,
+            self.state,
+            num_reqs_padded=num_reqs,
+            tokens_L=tokens_L,
+            input_ids_T=self.input_ids,
+            counts_R=self.counts,
+            history_RM=self.history,
+        )
+
+    def propose_ngrams(self, tokens_L: torch.Tensor, *, num_reqs: int, shortest: int, longest: int) -> None:
+        """Launch the kernel that looks up drafts for the next step, behind `accept`."""
+        propose_ngrams(
+            self._staging,
+            self._layout,
+            self.state,
+            num_reqs_padded=num_reqs,
+            tokens_L=tokens_L,
+            history_RM=self.history,
+            shortest=shortest,
+            longest=longest,
         )
 
     def _send(
@@ -150,7 +202,7 @@ class CudaInputs:
         rows: StepRows,
         key: GraphKey | None,
         known: dict[int, np.ndarray],
-        starts: dict[int, int],
+        starts: dict[int, tuple[int, int]],
         prefix_len: int | None,
         sampling: KernelRows | None,
     ) -> tuple[CommonMetadata, ...]:
@@ -160,7 +212,8 @@ class CudaInputs:
             rows: the step.
             key: as in `write`.
             known: token ids of the rows that do not continue from their slot.
-            starts: length of the prompt by slot, of the sequences that start, in the order of `sampling.starts`.
+            starts: length of the prompt and most tokens by slot, of the sequences that start, in the order of
+                `sampling.starts`.
             prefix_len: as in `write`.
             sampling: as in `write`.
         """
@@ -171,14 +224,15 @@ class CudaInputs:
         query_starts = upload.views.query_starts
         query_starts[0] = 0
         np.cumsum(rows.query_lens, out=query_starts[1 : num_reqs + 1])
-        upload.views.header[:4] = num_reqs, rows.batch.num_tokens, rows.batch.num_decodes, prefix_len or 0
+        header = num_reqs, rows.batch.num_tokens, rows.batch.num_decodes, prefix_len or 0, rows.num_logits
+        upload.views.header[:5] = header
         upload.views.slots[:num_reqs] = rows.slots
         upload.views.context_lens[:num_reqs] = rows.context_lens
         upload.views.start_at[:num_reqs] = -1
         if sampling is None:
-            upload.views.sample_slots[:num_reqs] = -1
+            upload.views.samples[:num_reqs] = 0
         else:
-            upload.views.sample_slots[:num_reqs] = np.where(sampling.samples, rows.slots, -1)
+            upload.views.samples[:num_reqs] = sampling.samples
             if starts:
                 self._start(upload, rows, starts, sampling.starts)
         num_known = self._copy_tokens(upload, known, num_reqs)
@@ -187,7 +241,9 @@ class CudaInputs:
         upload.send(self._staging, used)
         return self._metadata(rows, key, prefix_len, query_starts)
 
-    def _start(self, upload: _Upload, rows: StepRows, starts: dict[int, int], parameters: KernelParameters) -> None:
+    def _start(
+        self, upload: _Upload, rows: StepRows, starts: dict[int, tuple[int, int]], parameters: KernelParameters
+    ) -> None:
         entries, count = upload.views.starts, len(starts)
         floats, integers = entries.view(np.float32), entries.view(np.int64)
         floats[:count, 0] = parameters.temperature_N
@@ -195,7 +251,7 @@ class CudaInputs:
         floats[:count, 2] = parameters.top_p_N
         floats[:count, 3] = parameters.min_p_N
         integers[:count, 2] = parameters.stream_keys_N
-        entries[:count, 6] = [*starts.values()]
+        entries[:count, 6:] = [*starts.values()]
         row_of = {slot: row for row, slot in enumerate(rows.batch.slots)}
         upload.views.start_at[[row_of[slot] for slot in starts]] = range(count)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ import torch
 from phonograph.core.batch import ScheduledBatch, StepOutput
 from phonograph.graphs.dispatch import Decision
 from phonograph.graphs.runtime import GraphRuntime
+from phonograph.kernels.triton.step.accept import DRAFTS_SHIFT
 from phonograph.runner.cuda.cuda_inputs import CudaInputs
 from phonograph.runner.cuda.masked_sampling import MaskedSampling
 from phonograph.runner.cuda.token_ring import TokenRing
@@ -25,7 +27,7 @@ from phonograph.runner.step_program import StepOutputs
 from phonograph.runner.steps import SamplingPlan, take_tokens
 from phonograph.sampling.failures import SlotFailures
 from phonograph.sampling.sampler import Sampler
-from phonograph.speculation.host_drafts import HostDrafts
+from phonograph.speculation.device_drafts import DeviceDrafts
 
 LOOKAHEAD = 1
 RING_DEPTH = LOOKAHEAD + 2
@@ -42,10 +44,13 @@ class StepInFlight:
     ring: TokenRing
     ticket: int
     vocab_size: int
+    drafts: DeviceDrafts | None
 
     def result(self) -> StepOutput:
         """Wait until the device has finished the step, and return its output."""
         output, batch = self.output, self.batch
+        if self.drafts is not None:
+            return self._accepted(self.drafts)
         tokens: list[int] = self.ring.read(self.ticket)[: batch.num_reqs].tolist()
         slots = batch.slots
         if not all(batch.samples):
@@ -54,17 +59,49 @@ class StepInFlight:
         take_tokens(output, slots, tokens, self.vocab_size)
         return output
 
+    def _accepted(self, drafts: DeviceDrafts) -> StepOutput:
+        """Return the output of a step of an engine with drafts: runs of tokens, as `accept` counted them."""
+        output, batch, results = self.output, self.batch, self.ring.read(self.ticket)
+        num_logits = batch.num_logits
+        tokens: list[int] = results[:num_logits].tolist()
+        counts = results[drafts.max_num_logits :][: batch.num_reqs]
+        lengths, verified = (counts & (1 << DRAFTS_SHIFT) - 1).tolist(), (counts >> DRAFTS_SHIFT)[: batch.num_decodes]
+        rows = [*batch.query_lens[: batch.num_decodes], *[1] * (batch.num_reqs - batch.num_decodes)]
+        starts = [*accumulate(rows, initial=0)]
+        runs = [
+            (slot, tokens[start : start + length])
+            for slot, samples, start, length in zip(batch.slots, batch.samples, starts, lengths, strict=False)
+            if samples
+        ]
+        slots = [slot for slot, _ in runs]
+        last = take_tokens(output, slots, [run[-1] for _, run in runs], self.vocab_size)
+        output.token_ids = [[*run[:-1], token_id] for (_, run), token_id in zip(runs, last, strict=True)]
+        accepted = sum(lengths[: batch.num_decodes]) - batch.num_decodes
+        drafts.count(int(np.count_nonzero(verified)), int(verified.sum()), accepted)
+        return output
+
 
 class CudaSampling:
     """Assigns rows to the step's kernels where these can sample them, and returns steps in flight.
 
-    masked: samples rows with a grammar behind the step
-    ring:   copies tokens to the host; of RING_DEPTH steps
+    Args:
+        sampler: of the rows that no kernel can sample.
+        inputs: of the step.
+        masked: samples rows with a grammar behind the step.
+        ring: copies the step's results to the host; of RING_DEPTH steps.
+        drafts: depth of the drafts that the step makes and verifies; None for none.
     """
 
-    def __init__(self, sampler: Sampler, inputs: CudaInputs, masked: MaskedSampling, ring: TokenRing) -> None:
+    def __init__(
+        self,
+        sampler: Sampler,
+        inputs: CudaInputs,
+        masked: MaskedSampling,
+        ring: TokenRing,
+        drafts: DeviceDrafts | None = None,
+    ) -> None:
         self.lookahead = LOOKAHEAD
-        self.drafts: HostDrafts | None = None
+        self.drafts = drafts
         self._sampler = sampler
         self._inputs = inputs
         self._masked = masked
@@ -89,16 +126,16 @@ class CudaSampling:
         self, rows: StepRows, plan: SamplingPlan, outputs: StepOutputs, decision: Decision, failures: SlotFailures
     ) -> StepInFlight:
         """Sample behind the step, and start the copy of its tokens to the host."""
-        batch = rows.batch
+        batch, last_logits = rows.batch, rows.last_logits()
         self._masked.follow(self._ring, failures)
         if plan.masked:
             slots = [batch.slots[row] for row in plan.masked]
-            decision = self._masked.sample(plan.masked, slots, decision, failures)
+            decision = self._masked.sample(last_logits[plan.masked].tolist(), slots, decision, failures)
         output = StepOutput(failures=failures.by_slot)
         if plan.on_host:
-            self._sample_on_host(rows, plan.on_host, outputs, output)
-        ticket = self._ring.send(outputs.tokens)
-        return StepInFlight(output, decision, batch, self._ring, ticket, self._sampler.vocab_size)
+            self._sample_on_host(rows, plan.on_host, last_logits, outputs, output)
+        ticket = self._ring.send(outputs.tokens if self.drafts is None else self._inputs.results)
+        return StepInFlight(output, decision, batch, self._ring, ticket, self._sampler.vocab_size, self.drafts)
 
     def launch(self) -> None:
         """Launch masked sampling for each size that has a graph."""
@@ -109,16 +146,23 @@ class CudaSampling:
         """Capture the graphs of masked sampling."""
         return self._masked.capture(runtime)
 
-    def _sample_on_host(self, rows: StepRows, numbers: Sequence[int], outputs: StepOutputs, output: StepOutput) -> None:
+    def _sample_on_host(
+        self,
+        rows: StepRows,
+        numbers: Sequence[int],
+        last_logits: np.ndarray,
+        outputs: StepOutputs,
+        output: StepOutput,
+    ) -> None:
         logits_NV, device = outputs.logits, outputs.logits.device
         slots = [rows.batch.slots[row] for row in numbers]
         chosen = np.array(numbers)
-        rows_P = torch.from_numpy(chosen).to(device)
+        rows_P = torch.from_numpy(last_logits[chosen]).to(device)
         sampled = self._sampler.sample(logits_NV[rows_P], slots, rows.draws[chosen])
         output.failures.update(sampled.failures)
         output.logprobs = {slot: [entry] for slot, entry in sampled.logprobs.items()}
         token_ids = torch.tensor(sampled.token_ids, dtype=torch.int32, device=device)
         state, slots_P = self._inputs.state, torch.tensor(slots, device=device)
         state.last_token[slots_P] = token_ids.clamp(min=0)
-        state.num_computed[slots_P] = self._inputs.seq_lens[rows_P]
+        state.num_computed[slots_P] = self._inputs.sampling.lengths[rows_P]
         outputs.tokens[rows_P] = token_ids

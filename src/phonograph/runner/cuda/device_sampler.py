@@ -4,37 +4,65 @@ from __future__ import annotations
 
 import torch
 
+from phonograph.config.speculative_config import SpeculativeConfig
 from phonograph.kernels.triton.sampling.bitmask import mask_logits
 from phonograph.kernels.triton.sampling.sample import sample
 from phonograph.runner.cuda.cuda_inputs import CudaInputs
 
 
 class DeviceSampler:
-    """Samples rows of logits into the step's tokens and the state of the slots.
+    """Samples rows of logits into the step's tokens and the state of the slots, and makes drafts for the next step.
 
-    logits_RV: static tensor in which steps leave their logits
+    Args:
+        inputs: of the step.
+        logits_LV: static tensor in which steps leave their logits.
+        speculation: kind of drafts; None for none.
+        batch_invariant: see `sampling.sample`.
     """
 
-    def __init__(self, inputs: CudaInputs, logits_RV: torch.Tensor, *, batch_invariant: bool = False) -> None:
+    def __init__(
+        self,
+        inputs: CudaInputs,
+        logits_LV: torch.Tensor,
+        *,
+        speculation: SpeculativeConfig | None = None,
+        batch_invariant: bool = False,
+    ) -> None:
         self._inputs = inputs
-        self._logits_RV = logits_RV
+        self._logits_LV = logits_LV
+        self._speculation = speculation
         self._batch_invariant = batch_invariant
 
-    def sample(self, logits_NV: torch.Tensor) -> torch.Tensor:
-        """Sample the step's rows of logits [N, V]; return the tokens int32 [N]."""
-        num_logits = len(logits_NV)
-        self._sample(logits_NV, self._inputs.sampling.sample_slots, num_logits)
-        return self._inputs.tokens[:num_logits]
+    def sample(self, logits_NV: torch.Tensor, num_reqs: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sample the step's rows of logits [N, V], and accept and make drafts.
+
+        Args:
+            logits_NV: rows of logits, padding included.
+            num_reqs: requests, padding included.
+
+        Returns:
+            The tokens int32 [N], and the counts of `accept` int32 [num_reqs], which are empty without drafts.
+        """
+        inputs, speculation, num_logits = self._inputs, self._speculation, len(logits_NV)
+        self._sample(logits_NV, inputs.sampling.sample_slots, num_logits)
+        tokens = inputs.tokens[:num_logits]
+        if inputs.history.shape[1]:
+            # All rows of a sequence wrote its state; this writes what is accepted.
+            inputs.accept(tokens, num_reqs=num_reqs)
+        if speculation is not None:
+            shortest, longest = speculation.prompt_lookup_min, speculation.prompt_lookup_max
+            inputs.propose_ngrams(tokens, num_reqs=num_reqs, shortest=shortest, longest=longest)
+        return tokens, inputs.counts[:num_reqs]
 
     def sample_masked(self, rows_G: torch.Tensor, bitmask_GW: torch.Tensor) -> None:
         """Mask rows of the last step's logits in place, and sample them.
 
         Args:
-            rows_G: int32 row numbers; entries below 0 are padding.
+            rows_G: int32 numbers of rows of logits; entries below 0 are padding.
             bitmask_GW: int32 words with one bit per token; 1 allows it.
         """
-        mask_logits(self._logits_RV, rows_G, bitmask_GW)
-        self._sample(self._logits_RV, self._inputs.sampling.slots, None, rows_G)
+        mask_logits(self._logits_LV, rows_G, bitmask_GW)
+        self._sample(self._logits_LV, self._inputs.sampling.row_slots, None, rows_G)
 
     def _sample(
         self, logits: torch.Tensor, slots: torch.Tensor, num_rows: int | None, rows_G: torch.Tensor | None = None
@@ -52,7 +80,7 @@ class DeviceSampler:
             inputs.tokens[:num_rows],
             inputs.state.last_token,
             inputs.state.num_computed,
-            inputs.seq_lens[:num_rows],
+            parameters.lengths[:num_rows],
             rows_G=rows_G,
             batch_invariant=self._batch_invariant,
         )

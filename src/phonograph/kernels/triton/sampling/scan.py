@@ -22,6 +22,9 @@ _GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
 _MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9)
 _MIX_2 = tl.constexpr(0x94D049BB133111EB)
 LOWEST = tl.constexpr(-3.4e38)
+NOT_SAMPLED = -2
+"""Token of a row that another sampler takes."""
+_NOT_SAMPLED = tl.constexpr(NOT_SAMPLED)
 
 
 @triton.jit
@@ -136,7 +139,7 @@ def scan_kernel(
     )  # fmt: skip
     if slot < 0:
         if (listed == 0) & (part == 0):
-            tl.store(tokens_ptr + row, -2)
+            tl.store(tokens_ptr + row, _NOT_SAMPLED)
         return
     noisy = (temperature > 0.0) & (filtered == 0)
     row_ptr = logits_ptr + row.to(tl.int64) * row_stride

@@ -1,17 +1,20 @@
 """First kernel of every graph: makes a step's inputs on the device from one uploaded buffer.
 
-Shapes: R requests (slots), T tokens, A appended blocks, G KV groups, N blocks of the longest sequence in the group with
-the smallest blocks. The tensors of a graph are padded to R' requests and T' tokens.
+Shapes: R requests (slots), T tokens, L rows of logits, A appended blocks, G KV groups, N blocks of the longest sequence
+in the group with the smallest blocks. The tensors of a graph are padded to R' requests, T' tokens and L' rows.
 
-1. What a sequence needs in each step lives on the device by slot (`SlotState`): its length, last token, block table and
-   sampling parameters. A step can start before the host knows how the previous one ended.
+1. What a sequence needs in each step lives on the device by slot (`SlotState`): its length, last token, drafts, block
+   table and sampling parameters. A step can start before the host knows how the previous one ended.
 2. The host uploads a single buffer of int32 words, laid out by `StepLayout`: a few numbers for each row, the blocks
    added to it, the parameters of sequences that start, and the tokens that only the host has (prompts).
-3. One launch makes the tensors that the step's other kernels read, padded to the graph's shape, and the key of each
-   row's random draw. Sampling writes lengths and last tokens, because programs of this launch read them.
+3. One launch makes the tensors that the step's other kernels read, padded to the graph's shape, and the key of the
+   random draw of each row of logits. Sampling writes lengths and last tokens: programs of this launch read them.
+4. All tokens of a decode have a row of logits, and of a prefill the last. Decodes come first, so that the rows of
+   logits are in the order of the tokens.
 
     programs   | row 0, chunk 0 | row 0, chunk 1 | ... | row R'-1, chunk 0 | ...   for each group
-               a chunk is every chunks-th block of the row's tokens and of its block table; row 0 pads the tokens too;
+               a chunk is every chunks-th block of the row's tokens and of its block table; row 0 pads the tokens, and
+               with drafts the rows of logits;
                the first group's programs also make what all groups share
 """
 
@@ -45,13 +48,12 @@ def prepare(
     query_start_loc: torch.Tensor,
     seq_lens_R: torch.Tensor,
     block_tables_GRN: torch.Tensor,
-    logits_rows_R: torch.Tensor,
+    logits_rows_L: torch.Tensor,
 ) -> None:
     """Write the first R' requests and T' tokens of a step's inputs from the staging buffer.
 
     Args:
-        staging: int32 [layout.num_words]; padding rows of its sample_slots are set to -1, and what sampling reads is
-            written
+        staging: int32 [layout.num_words]; what sampling reads is written, with a sample_slots of -1 for padding
         layout: of the staging buffer
         state: receives the step's new blocks, and the parameters of sequences that start
         block_sizes: tokens of a block in each group; if they differ, they are in the staging buffer too
@@ -63,14 +65,17 @@ def prepare(
         query_start_loc: int32 [>= R' + 1]; padding repeats the number of tokens
         seq_lens_R: int32 [>= R']; padding is 0
         block_tables_GRN: int32 [G, >= R', N], by row; entries after a sequence's blocks stay as they are
-        logits_rows_R: int64 [>= R'], the row of each request's last token; padding is 0
+        logits_rows_L: int64 [>= L'], the token of each row of logits; padding is 0. L' is R' without drafts, else at
+            most T', and all of it up to the end of the tensor is padded
     """
-    slot_block_tables_GRN = state.block_tables
+    slot_block_tables_GRN, most_drafts = state.block_tables, state.drafts.shape[1]
     num_groups, _, max_blocks = slot_block_tables_GRN.shape
     block = 256 if num_tokens_padded <= 1024 else 1024
     # With few requests, more programs copy long block tables.
     table_chunks = min(triton.cdiv(max_blocks, block), max(1, 1024 // num_reqs_padded))
     chunks = max(triton.cdiv(num_tokens_padded, block), table_chunks)
+    if most_drafts:
+        chunks = max(chunks, triton.cdiv(logits_rows_L.shape[0], block))
     _prepare_kernel[(num_reqs_padded, chunks, num_groups)](
         staging,
         *state,
@@ -80,7 +85,7 @@ def prepare(
         query_start_loc,
         seq_lens_R,
         block_tables_GRN,
-        logits_rows_R,
+        logits_rows_L,
         num_reqs_padded,
         num_tokens_padded,
         slot_block_tables_GRN.stride(1),
@@ -88,6 +93,9 @@ def prepare(
         slot_block_tables_GRN.stride(0),
         slot_mappings_GT.stride(0),
         block_tables_GRN.stride(0),
+        NUM_LOGITS=logits_rows_L.shape[0],
+        MOST_DRAFTS=most_drafts,
+        ROW_LANES=triton.next_power_of_2(1 + most_drafts),
         NUM_GROUPS=num_groups,
         BLOCK_SIZE=block_sizes[0] if len(set(block_sizes)) == 1 else 0,
         **layout.constants,
@@ -138,6 +146,7 @@ def _prepare_kernel(
     last_token_ptr,
     num_computed_ptr,
     parameters_ptr,
+    drafts_ptr,
     slot_table_ptr,
     input_ids_ptr,
     positions_ptr,
@@ -153,6 +162,9 @@ def _prepare_kernel(
     slot_tables_stride,
     slot_mappings_stride,
     block_tables_stride,
+    NUM_LOGITS: tl.constexpr,
+    MOST_DRAFTS: tl.constexpr,
+    ROW_LANES: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -161,12 +173,15 @@ def _prepare_kernel(
     TOKEN_STARTS: tl.constexpr,
     APPEND_STARTS: tl.constexpr,
     APPEND_AT: tl.constexpr,
-    SAMPLE_SLOTS: tl.constexpr,
+    SAMPLES: tl.constexpr,
     START_AT: tl.constexpr,
     BLOCK_SIZES: tl.constexpr,
     APPENDS: tl.constexpr,
     STARTS: tl.constexpr,
     TOKENS: tl.constexpr,
+    ROW_SLOTS: tl.constexpr,
+    SAMPLE_SLOTS: tl.constexpr,
+    LENGTHS: tl.constexpr,
     TEMPERATURE: tl.constexpr,
     TOP_K: tl.constexpr,
     TOP_P: tl.constexpr,
@@ -181,6 +196,7 @@ def _prepare_kernel(
     Only latency counts, so all loads come before stores that they would have to wait for.
 
     BLOCK_SIZE: tokens of a block; 0 if it differs between groups
+    ROW_LANES: power of two, at least the rows of logits of a sequence
     """
     pdl_begin(PDL)
     row = tl.program_id(0)
@@ -227,35 +243,61 @@ def _prepare_kernel(
 
         position = context_len + lane
         is_token = lane < query_len
+        entry = tl.load(staging + START_AT + row)
+        new, old = staging + STARTS + entry * _START_WORDS, parameters_ptr + slot * _START_WORDS
         column = tl.where(is_token, position // block_size, end)  # the end is not loaded
         token_block, _ = _load_blocks(column, end, table_row, appends, append_at, num_appends)
         host_token = tl.load(staging + TOKENS + token_start + lane, mask=is_token & (token_start >= 0), other=0)
-        last_token = tl.load(last_token_ptr + slot)
+        own_token = tl.load(last_token_ptr + slot)
+        if MOST_DRAFTS:
+            # A draft that there is not is a token like any other, which sampling accepts if it chooses it.
+            is_draft = (lane > 0) & (lane <= MOST_DRAFTS)
+            draft = tl.load(drafts_ptr + slot * MOST_DRAFTS + lane - 1, mask=is_token & is_draft, other=0)
+            own_token = tl.where(is_draft, tl.maximum(draft, 0), own_token)
         block_ids, is_new = _load_blocks(lane, end, table_row, appends, append_at, num_appends)
 
         token = query_start + lane
         is_shared = is_token & is_first
-        tl.store(input_ids_ptr + token, tl.where(token_start >= 0, host_token, last_token), mask=is_shared)
-        tl.store(positions_ptr + token, position.to(tl.int64), mask=is_shared)
+        tl.store(input_ids_ptr + token, tl.where(token_start >= 0, host_token, own_token), mask=is_shared)
         kv_slot = token_block.to(tl.int64) * block_size + position % block_size
+        if MOST_DRAFTS:
+            # The last token that a sequence can have is never computed. Drafts reach beyond it where a step that is in
+            # flight accepts more than the least; there the sequence has no blocks, and its positions no rotation.
+            last = tl.where(entry >= 0, tl.load(new + 7, mask=entry >= 0, other=0), tl.load(old + 7)) - 1
+            kv_slot = tl.where(position < last, kv_slot, -1)
+            position = tl.minimum(position, tl.maximum(last, 0))
+        tl.store(positions_ptr + token, position.to(tl.int64), mask=is_shared)
         tl.store(slot_mapping_ptr + token, kv_slot, mask=is_token)
         tl.store(out_row + lane, block_ids, mask=lane < num_blocks)
         tl.store(table_row + lane, block_ids, mask=is_new)
         if (chunk == 0) & is_first:
             tl.store(query_start_loc_ptr + row, query_start)
             tl.store(seq_lens_ptr + row, seq_len)
-            tl.store(logits_rows_ptr + row, (query_end - 1).to(tl.int64))
-            entry = tl.load(staging + START_AT + row)
-            new, old = staging + STARTS + entry * _START_WORDS, parameters_ptr + slot * _START_WORDS
-            tl.store(staging + TEMPERATURE + row, _parameter(0, entry, new, old))
-            tl.store(staging + TOP_K + row, _parameter(1, entry, new, old))
-            tl.store(staging + TOP_P + row, _parameter(2, entry, new, old))
-            tl.store(staging + MIN_P + row, _parameter(3, entry, new, old))
+            num_rows, first_row = 1, row
+            if MOST_DRAFTS:
+                num_decodes = tl.load(staging + 2)
+                decode_tokens = tl.load(staging + QUERY_STARTS + num_decodes)
+                num_rows = tl.where(row < num_decodes, query_len, 1)
+                first_row = tl.where(row < num_decodes, query_start, decode_tokens + row - num_decodes)
+            index = tl.arange(0, ROW_LANES)
+            of_row, has_row = first_row + index, index < num_rows
+            length = seq_len - num_rows + 1 + index
+            tl.store(logits_rows_ptr + of_row, (query_end - num_rows + index).to(tl.int64), mask=has_row)
+            samples = tl.load(staging + SAMPLES + row)
+            tl.store(staging + ROW_SLOTS + of_row, slot, mask=has_row)
+            tl.store(staging + SAMPLE_SLOTS + of_row, tl.where(samples > 0, slot, -1), mask=has_row)
+            tl.store(staging + LENGTHS + of_row, length, mask=has_row)
+            tl.store(staging + TEMPERATURE + of_row, _parameter(0, entry, new, old), mask=has_row)
+            tl.store(staging + TOP_K + of_row, _parameter(1, entry, new, old), mask=has_row)
+            tl.store(staging + TOP_P + of_row, _parameter(2, entry, new, old), mask=has_row)
+            tl.store(staging + MIN_P + of_row, _parameter(3, entry, new, old), mask=has_row)
             low = _parameter(4, entry, new, old).to(tl.uint32, bitcast=True).to(tl.uint64)
             stream_key = _parameter(5, entry, new, old).to(tl.uint32, bitcast=True).to(tl.uint64) << 32 | low
             # The number of tokens that the request has generated is the index of its draw.
-            key = descend(stream_key, (seq_len - _parameter(6, entry, new, old)).to(tl.uint64)).to(tl.int64)
-            tl.store((staging + DRAW_KEYS + 2 * row).to(tl.pointer_type(tl.int64)), key)
+            key = descend(stream_key, (length - _parameter(6, entry, new, old)).to(tl.uint64)).to(tl.int64)
+            tl.store((staging + DRAW_KEYS + 2 * of_row).to(tl.pointer_type(tl.int64)), key, mask=has_row)
+            if MOST_DRAFTS:
+                _parameter(7, entry, new, old)
 
         step = tl.num_programs(1) * BLOCK
         for first in range(chunk * BLOCK + step, end, step):
@@ -266,14 +308,19 @@ def _prepare_kernel(
     elif (chunk == 0) & is_first:
         tl.store(query_start_loc_ptr + row, num_tokens)
         tl.store(seq_lens_ptr + row, 0)
-        tl.store(logits_rows_ptr + row, tl.zeros((), tl.int64))
-        tl.store(staging + SAMPLE_SLOTS + row, -1)
+        if not MOST_DRAFTS:
+            tl.store(logits_rows_ptr + row, tl.zeros((), tl.int64))
+            tl.store(staging + SAMPLE_SLOTS + row, -1)
 
     if row == 0:
         padding = (lane >= num_tokens) & (lane < num_tokens_padded)
         tl.store(input_ids_ptr + lane, 0, mask=padding & is_first)
         tl.store(positions_ptr + lane, tl.zeros((BLOCK,), tl.int64), mask=padding & is_first)
         tl.store(slot_mapping_ptr + lane, tl.full((BLOCK,), -1, tl.int64), mask=padding)
+        if MOST_DRAFTS:
+            unused = (lane >= tl.load(staging + 4)) & (lane < NUM_LOGITS) & is_first
+            tl.store(logits_rows_ptr + lane, tl.zeros((BLOCK,), tl.int64), mask=unused)
+            tl.store(staging + SAMPLE_SLOTS + lane, -1, mask=unused)
         if (chunk == 0) & is_first:
             tl.store(query_start_loc_ptr + num_reqs_padded, num_tokens)
 

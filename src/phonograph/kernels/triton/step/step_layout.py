@@ -1,10 +1,10 @@
 """Layout of the buffer that a step uploads, and the state of sequences on the device.
 
-Shapes: R requests (slots), T tokens, A appended blocks, G KV groups, N blocks of the longest sequence in the group with
-the smallest blocks.
+Shapes: R requests (slots), T tokens, L rows of logits, A appended blocks, G KV groups, N blocks of the longest sequence
+in the group with the smallest blocks, K most drafts of a sequence.
 
-    words   | header | slots | context_lens | ... | appends .. | starts .. | tokens .. | temperature | ... | draw_keys |
-              a few numbers a row                   of changing number                   not uploaded
+    words   | header | slots | context_lens | ... | appends .. | starts .. | tokens .. | row_slots | ... | draw_keys |
+              a few numbers a request               of changing number                   of rows of logits, not uploaded
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ import torch
 _HEADER = 8
 _PREFIX_LEN = 3
 """Word of the header that `cascade.cut_prefix` reads."""
+_NUM_LOGITS = 4
 _ALIGN = 4
 """Alignment of fields, in words: 16 bytes, which is enough for the int64 draw keys."""
 START_WORDS = 8
 """Words of the parameters of a slot."""
 _READ_BY_KERNEL = (
-    "slots", "context_lens", "query_starts", "token_starts", "append_starts", "append_at", "sample_slots", "start_at",
-    "block_sizes", "appends", "starts", "tokens", "temperature", "top_k", "top_p", "min_p", "draw_keys",
+    "slots", "context_lens", "query_starts", "token_starts", "append_starts", "append_at", "samples", "start_at",
+    "block_sizes", "appends", "starts", "tokens", "row_slots", "sample_slots", "lengths", "temperature", "top_k",
+    "top_p", "min_p", "draw_keys",
 )  # fmt: skip
 
 
@@ -33,40 +35,44 @@ class SlotState(NamedTuple):
     last_token:   int32 [R]
     num_computed: int32 [R]    tokens whose keys and values are computed
     parameters:   int32 [R, 8] as in `HostViews.starts`
+    drafts:       int32 [R, K] tokens that may follow the last one; -1 for none
     block_tables: int32 [G, R, N]
     """
 
     last_token: torch.Tensor
     num_computed: torch.Tensor
     parameters: torch.Tensor
+    drafts: torch.Tensor
     block_tables: torch.Tensor
 
     @classmethod
-    def make(cls, *, num_groups: int, max_num_seqs: int, max_blocks: int, device: torch.device) -> SlotState:
+    def make(
+        cls, *, num_groups: int, max_num_seqs: int, max_blocks: int, device: torch.device, most_drafts: int = 0
+    ) -> SlotState:
         """Return the state of empty slots. Each entry of a block table must be a page: kernels may read it."""
-        shapes = (max_num_seqs,), (max_num_seqs,), (max_num_seqs, START_WORDS), (num_groups, max_num_seqs, max_blocks)
+        rows = max_num_seqs
+        shapes = (rows,), (rows,), (rows, START_WORDS), (rows, most_drafts), (num_groups, rows, max_blocks)
         return cls(*(torch.zeros(shape, dtype=torch.int32, device=device) for shape in shapes))
 
 
 class HostViews(NamedTuple):
     """Fields of a staging buffer as numpy arrays on its memory, by row of the batch.
 
-    header:        int32 [8]: numbers of requests, of tokens and of decodes, and the length of a cascade's prefix; the
-                   rest is not read
+    header:        int32 [8]: numbers of requests, of tokens and of decodes, the length of a cascade's prefix, and the
+                   number of rows of logits; the rest is not read
     slots:         int32 [R]
     context_lens:  int32 [R]   tokens computed before this step; read with a token_start
     query_starts:  int32 [R+1] running sum of the query lengths, from 0; `num_reqs + 1` entries are read
     token_starts:  int32 [R]   first of the row's tokens in `tokens`; -1 if the row continues from its slot, by its
-                               last token
+                               last token and its drafts
     append_starts: int32 [G, R+1] the row's new blocks are `appends[append_starts[g, r] : append_starts[g, r + 1]]`
     append_at:     int32 [G, R] entry of the slot's block table for the first new block
-    sample_slots:  int32 [R]   slot for the token that the sampling kernel chooses, or -1; `prepare` sets it to -1 in
-                               the padding rows of the device's copy
+    samples:       int32 [R]   1 if the step's sampling kernel chooses the row's token, else 0
     start_at:      int32 [R]   entry of `starts` for a row whose sequence starts, else -1
     block_sizes:   int32 [G]   tokens of a block, the same in every step; empty for a single group
     appends:       int32 [A]   block ids of all groups
     starts:        int32 [R, 8] of sequences that start: temperature, top_k, top_p and min_p as `sampling.sample` takes
-                               them, stream key (two words), length of the prompt
+                               them, stream key (two words), length of the prompt, most tokens
     tokens:        int32 [T]   token ids, of the rows with a token_start
     """
 
@@ -77,7 +83,7 @@ class HostViews(NamedTuple):
     token_starts: np.ndarray
     append_starts: np.ndarray
     append_at: np.ndarray
-    sample_slots: np.ndarray
+    samples: np.ndarray
     start_at: np.ndarray
     block_sizes: np.ndarray
     appends: np.ndarray
@@ -86,13 +92,17 @@ class HostViews(NamedTuple):
 
 
 class SamplingViews(NamedTuple):
-    """Fields of the staging buffer that sampling reads, by row; `slots` is for rows sampled after the step.
+    """Fields of the staging buffer that sampling reads, by row of logits, all written by `prepare`.
 
-    `prepare` writes temperature, top_p and min_p, float32, top_k, int32, and draw_keys, int64; see `sampling.sample`.
+    row_slots:    int32, slot of the row's sequence
+    sample_slots: int32, the same for rows that the step samples; -1 for others and for padding
+    lengths:      int32, tokens of the sequence up to the row's own
+    temperature:  float32, as are top_p and min_p; top_k int32 and draw_keys int64: see `sampling.sample`
     """
 
-    slots: torch.Tensor
+    row_slots: torch.Tensor
     sample_slots: torch.Tensor
+    lengths: torch.Tensor
     temperature: torch.Tensor
     top_k: torch.Tensor
     top_p: torch.Tensor
@@ -109,8 +119,17 @@ class StepLayout:
     fields: element type and words of each field
     """
 
-    def __init__(self, max_num_seqs: int, max_num_tokens: int, max_appends: int, *, num_groups: int = 1) -> None:
+    def __init__(
+        self,
+        max_num_seqs: int,
+        max_num_tokens: int,
+        max_appends: int,
+        *,
+        num_groups: int = 1,
+        max_num_logits: int | None = None,
+    ) -> None:
         rows, self.max_appends, self.num_groups = max_num_seqs, max_appends, num_groups
+        logits = max_num_logits or max_num_seqs
         self.fields: dict[str, tuple[str, slice]] = {}
         self.num_words = 0
         for name, dtype, words in (
@@ -121,17 +140,20 @@ class StepLayout:
             ("token_starts", "int32", rows),
             ("append_starts", "int32", num_groups * (rows + 1)),
             ("append_at", "int32", num_groups * rows),
-            ("sample_slots", "int32", rows),
+            ("samples", "int32", rows),
             ("start_at", "int32", rows),
             ("block_sizes", "int32", num_groups if num_groups > 1 else 0),
             ("appends", "int32", max_appends),
             ("starts", "int32", rows * START_WORDS),
             ("tokens", "int32", max_num_tokens),
-            ("temperature", "float32", rows),
-            ("top_k", "int32", rows),
-            ("top_p", "float32", rows),
-            ("min_p", "float32", rows),
-            ("draw_keys", "int64", 2 * rows),
+            ("row_slots", "int32", logits),
+            ("sample_slots", "int32", logits),
+            ("lengths", "int32", logits),
+            ("temperature", "float32", logits),
+            ("top_k", "int32", logits),
+            ("top_p", "float32", logits),
+            ("min_p", "float32", logits),
+            ("draw_keys", "int64", 2 * logits),
         ):
             self.fields[name] = dtype, slice(self.num_words, self.num_words + words)
             self.num_words += -(-words // _ALIGN) * _ALIGN
@@ -153,9 +175,9 @@ class StepLayout:
         start = self._start("header") + _PREFIX_LEN
         return staging[start : start + 1]
 
-    def num_reqs(self, staging: torch.Tensor) -> torch.Tensor:
-        """Return the number of requests in the staging buffer on the device, [1] int32."""
-        start = self._start("header")
+    def num_logits(self, staging: torch.Tensor) -> torch.Tensor:
+        """Return the number of rows of logits in the staging buffer on the device, [1] int32."""
+        start = self._start("header") + _NUM_LOGITS
         return staging[start : start + 1]
 
     def used_words(self, *, num_appends: int, num_tokens: int) -> int:

@@ -1,0 +1,146 @@
+"""Speculation on a GPU's parts: drafts are made, verified and accepted without the host, and change no token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from scheduling import request
+
+from phonograph.config.speculative_config import SpeculativeConfig
+from phonograph.core.request import Request
+from phonograph.graphs.modes import GraphMode
+
+pytest.importorskip("phonograph.runner.cuda.cuda_inputs")
+
+from table_engine import EOS, VOCAB, MakeEngine, engine_maker, free, row_of, ruled, wanted
+
+K = 3
+NGRAM = SpeculativeConfig("ngram", K, 2, 1)
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.3},
+    {"temperature": 0.7, "top_k": 5},
+    {"temperature": 1.3, "top_p": 0.6},
+    {"temperature": 0.4, "min_p": 0.2, "top_k": 40},
+    {"temperature": 1.0, "logprobs": 0},
+    {"temperature": 1.0, "min_tokens": 6},
+]
+"""The last two are sampled by the host and have no drafts."""
+
+
+def likely(right: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., None]:
+    """Return a proposer of the most likely tokens, which are other ones at positions for which `right` is False."""
+
+    def propose(inputs: Any, table: torch.Tensor) -> None:
+        state, best = inputs.state, table.argmax(-1).int()
+        last, position = state.last_token.clone(), state.num_computed.clone()
+        for index in range(K):
+            last = best[row_of(last, position)]
+            position = position + 1
+            last = torch.where(right(position), last, (last + 1) % VOCAB)
+            state.drafts[:, index] = last
+
+    return propose
+
+
+PROPOSERS: dict[str, Any] = {
+    "lookup": None,
+    "right": likely(lambda position: position >= 0),
+    "wrong": likely(lambda position: position < 0),
+    "some": likely(lambda position: position % 5 > 1),
+}
+
+
+@pytest.fixture(scope="module")
+def make() -> MakeEngine:
+    return engine_maker()
+
+
+def requests(count: int, **more: Any) -> list[Request]:
+    made: list[Request] = []
+    for index in range(count):
+        prompt, params = [7 * index % 90 + 1] * (1 + 5 * index % 23), KINDS[index % len(KINDS)]
+        made.append(request(f"{index}", prompt, seed=index, **({"max_tokens": 6 + 4 * index % 17} | params | more)))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("proposer", "mode", "num_blocks"),
+    [
+        ("lookup", GraphMode.FULL, 64),
+        ("lookup", GraphMode.NONE, 12),
+        ("right", GraphMode.FULL, 12),
+        ("wrong", GraphMode.NONE, 64),
+        ("some", GraphMode.FULL, 64),
+        ("some", GraphMode.FULL, 12),
+    ],
+)
+def test_tokens_are_those_of_each_request_alone(
+    proposer: str, mode: GraphMode, num_blocks: int, make: MakeEngine
+) -> None:
+    """Beside prefills, with preemption, and in slots that are used again."""
+    engine = make(mode, NGRAM, PROPOSERS[proposer], num_blocks=num_blocks)
+    several = requests(14)
+    engine.run(*several)
+    assert [one.output_token_ids for one in several] == [wanted(engine.model, one) for one in several]
+    counts = engine.core.scheduler.stats.drafts
+    assert bool(engine.core.scheduler.stats.num_preemptions) == (num_blocks == 12)
+    if proposer == "wrong":
+        assert counts.verified > 0
+    elif proposer != "lookup":
+        assert 0 < counts.accepted < counts.verified <= counts.decodes * K
+    labels = {*engine.core.runner.counts}
+    assert labels == {"eager"} if mode is GraphMode.NONE else "full decode" in labels
+
+
+def test_right_drafts_save_steps(make: MakeEngine) -> None:
+    plain, drafting = make(), make(GraphMode.FULL, NGRAM, PROPOSERS["right"])
+    for engine in (plain, drafting):
+        engine.run(*(request(f"{index}", [index + 1], max_tokens=41, temperature=0.0) for index in range(3)))
+    counts = drafting.core.scheduler.stats.drafts
+    assert counts.verified - K <= counts.accepted > 0, "the most likely tokens are those of greedy decoding"
+    assert len(drafting.records) <= len(plain.records) / 2
+
+
+def test_a_history_that_repeats_is_looked_up(make: MakeEngine) -> None:
+    """The logits repeat with period 3, so that all tokens behind the second period are drafted."""
+    engine = make(GraphMode.FULL, NGRAM)
+    engine.model.table.fill_(-9.0)
+    for token, follower in ((5, 6), (6, 8), (8, 5)):
+        for position in range(100):
+            engine.model.table[row_of(token, position), follower] = 0.0
+    one = request("a", [5, 6, 8, 5], max_tokens=40, temperature=0.0)
+    engine.run(one)
+    counts = engine.core.scheduler.stats.drafts
+    assert len(one.output_token_ids) == 40 and counts.accepted > 0
+    assert one.output_token_ids == wanted(engine.model, one)
+
+
+@pytest.mark.parametrize("end", [1, 2, 4, 5, 7])
+def test_a_run_is_cut_where_its_request_ends(end: int, make: MakeEngine) -> None:
+    """By max_tokens, by the context, and by an end token in the middle of a run."""
+    engine = make(GraphMode.FULL, NGRAM, PROPOSERS["right"], max_model_len=12)
+    several = [
+        request("a", [3], max_tokens=end, temperature=0.0),
+        request("b", [4] * (12 - end), temperature=0.0),
+        request("c", [9, 9], max_tokens=10, temperature=0.0),
+    ]
+    alone = wanted(engine.model, several[2])
+    several[2].end_token_ids = frozenset({alone[min(end, 8)]})
+    engine.run(*several)
+    found = [one.output_token_ids for one in several]
+    assert found[0] == wanted(engine.model, several[0]) and len(found[0]) == end
+    assert found[1] == wanted(engine.model, several[1])[:end] and len(found[1]) == end
+    assert found[2] == alone[: alone.index(alone[min(end, 8)]) + 1] or EOS in alone
+
+
+def test_rows_that_are_masked_behind_a_step_run_beside_drafts(make: MakeEngine) -> None:
+    engine = make(GraphMode.FULL, NGRAM, PROPOSERS["some"])
+    several = [ruled("a", 9), free("b", temperature=0.4), ruled("c", 4, temperature=1.0), free("d", logprobs=0)]
+    several += [free("e", temperature=0.0, max_tokens=20), ruled("f", 7)]
+    engine.run(*several)
+    assert [one.output_token_ids for one in several] == [wanted(engine.model, one) for one in several]
+    assert engine.core.scheduler.stats.drafts.accepted > 0
