@@ -102,7 +102,7 @@ class ChatAnswer:
 
     @property
     def _counts_chunks(self) -> bool:
-        """Whether tokens without parts to show have chunks: not while they may be part of a call."""
+        """True if tokens without parts to show have chunks: not while they may be part of a call."""
         return self._parts.tools is None and self._serving.harmony is None
 
     def _rest(self, sample: Sample, positions: list[TokenLogprobs]) -> dict[str, Any]:
