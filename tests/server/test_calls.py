@@ -23,6 +23,7 @@ from phonograph.engine.process.messages import (
     Begin,
     Command,
     EngineFacts,
+    ModelFacts,
     PromptFacts,
     Report,
     SampleUpdate,
@@ -54,6 +55,7 @@ STATS = SchedulerStats(
 )
 RESOLUTION = resolve_mode(None, Support(GraphSupport.ALWAYS, "a test"), Pieces(True, "a test"))
 FACTS = EngineFacts(
+    model=ModelFacts(architecture="LlamaForCausalLM", num_parameters=1, weight_bytes=4, weight_format="float32"),
     context_len=100,
     vocab_size=2048,
     max_num_seqs=4,

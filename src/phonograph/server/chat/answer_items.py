@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+from pydantic_core import from_json
 
 from phonograph.text.formats.answer_parts import Found, ToolDelta
 
@@ -31,6 +33,15 @@ class AnswerItem:
         if len(self._pieces) > 1:
             self._pieces = ["".join(self._pieces)]
         return self._pieces[0] if self._pieces else ""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of a call, up to where `max_tokens` cut them."""
+        try:
+            found = from_json(self.text or "{}", allow_partial=True)
+        except ValueError:
+            return {}
+        return found if isinstance(found, dict) else {}
 
     def add(self, text: str) -> None:
         self._pieces.append(text)

@@ -35,27 +35,27 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
 """Fields of OpenAI or vLLM that are not served, with neutral values. Null, false, [] and {} are always neutral."""
 
 
-def _close(schema: dict[str, Any], body: type[Body]) -> None:
+def _close(schema: dict[str, Any], body: type[Fields]) -> None:
     schema["properties"] |= {name: {"description": "accepted, without effect"} for name in sorted(body.no_effect)}
     schema["additionalProperties"] = False
 
 
-class Body(BaseModel):
-    """Body of a request, with strict JSON types: "5" does not pass as a number.
+class Fields(BaseModel):
+    """Fields of a request or of an object in it, with strict JSON types: "5" does not pass as a number.
 
+    prefix:      beginning of the fields' names in messages
     no_effect:   fields that do not change the answer
     unsupported: fields that are not served, with neutral values
     reasons:     what to do without a field that is not served
     """
 
+    prefix: ClassVar[str] = ""
     no_effect: ClassVar[frozenset[str]] = NO_EFFECT
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = UNSUPPORTED
     reasons: ClassVar[Mapping[str, str]] = {}
 
     # Extra fields are only read to be named in an error; the OpenAPI document excludes them.
     model_config = ConfigDict(extra="allow", strict=True, json_schema_extra=_close)
-
-    model: str | None = None
 
     def drop_unknown(self) -> list[str]:
         """Remove fields that neither this server nor another one knows; return their names."""
@@ -64,7 +64,7 @@ class Body(BaseModel):
         unknown = [name for name in extra if name not in known]
         for name in unknown:
             del extra[name]
-        return [shortened(name) for name in unknown]
+        return [self.prefix + shortened(name) for name in unknown]
 
     def check(self) -> list[str]:
         """Check the fields; return those that have no effect.
@@ -73,23 +73,29 @@ class Body(BaseModel):
             ApiError: a field is unknown, not supported, or contradicts another.
         """
         ignored: list[str] = []
-        for name, value in (self.model_extra or {}).items():
-            if name in self.no_effect:
+        for key, value in (self.model_extra or {}).items():
+            name = self.prefix + (key if len(key) <= 100 else f"{key[:100]}...")
+            if key in self.no_effect:
                 if value is not None:
                     ignored.append(name)
-            elif name in self.unsupported:
-                if not _asks_nothing(value, self.unsupported[name]):
+            elif key in self.unsupported:
+                if not _asks_nothing(value, self.unsupported[key]):
                     problem = f"{name} is not supported by this server"
-                    if name in self.reasons:
-                        problem += f": {self.reasons[name]}"
+                    if key in self.reasons:
+                        problem += f": {self.reasons[key]}"
                     raise invalid(name, problem, code="unsupported_parameter")
             else:
                 known = [*type(self).model_fields, *self.no_effect, *self.unsupported]
-                shown = name if len(name) <= 100 else f"{name[:100]}..."
-                hint = nearest(name[:100], known)
+                hint = nearest(key[:100], known)
                 hint = hint if hint.startswith("did you mean") else "this endpoint has no such field"
-                raise invalid(shown, f"unknown field {shown!r}: {hint}", code="unknown_parameter")
+                raise invalid(name, f"unknown field {name!r}: {hint}", code="unknown_parameter")
         return ignored
+
+
+class Body(Fields):
+    """Body of a request."""
+
+    model: str | None = None
 
     def requested_thinking(self) -> Thinking | None:
         """Return the reasoning that the request asks for; None if it is no chat."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.admission import admitted_bad_words
@@ -42,13 +43,7 @@ def prepared_chat(serving: Serving, request: ChatRequest) -> PreparedChat:
     elif tools is not None and tools.form == "parsed" and serving.formats.tools is None:
         raise invalid(request.name("tool_choice"), _no_calls(serving, request.name("tool_choice")))
     prompt = serving.encode_chat(request)
-    requested = request.max_tokens
-    room = serving.engine.facts.context_len - len(prompt)
-    if request.cuts and requested is not None and requested > room:
-        requested = max(room, 1)
-    max_tokens = serving.max_tokens([prompt], requested, field=request.name("max_tokens"))
-    params = sampling_params(serving.defaults, request.sampling, max_tokens, names)
-    params = admitted_bad_words(params, serving.tokenizer)
+    params = fitted_params(serving, prompt, request.sampling, request.max_tokens, names, cuts=request.cuts)
     continued = request.messages[-1] if request.continues else None
     opening = reasoning_opening(request.thinking, serving.formats, serving.tokenizer, prompt, continued)
     if serving.harmony is not None:
@@ -62,6 +57,35 @@ def prepared_chat(serving: Serving, request: ChatRequest) -> PreparedChat:
     except RequestError as error:
         raise api_error(error, names) from None
     return PreparedChat(prompt, params, tools, opening)
+
+
+def fitted_params(
+    serving: Serving,
+    prompt: list[int],
+    values: Mapping[str, Any],
+    max_tokens: int | None,
+    names: Mapping[str, str],
+    *,
+    cuts: bool,
+) -> SamplingParams:
+    """Return the sampling parameters of a request, of which `max_tokens` fits the context.
+
+    Args:
+        serving: the server.
+        prompt: token ids.
+        values: sampling parameters of the request.
+        max_tokens: tokens to generate; None is up to the context.
+        names: the request's names of parameters, where they differ.
+        cuts: a `max_tokens` that does not fit is reduced, not refused.
+
+    Raises:
+        ApiError: a value is out of range, or does not fit.
+    """
+    room = serving.engine.facts.context_len - len(prompt)
+    if cuts and max_tokens is not None and max_tokens > room:
+        max_tokens = max(room, 1)
+    max_tokens = serving.max_tokens([prompt], max_tokens, field=names.get("max_tokens", "max_tokens"))
+    return admitted_bad_words(sampling_params(serving.defaults, values, max_tokens, names), serving.tokenizer)
 
 
 def _no_calls(serving: Serving, field: str) -> str:

@@ -47,12 +47,24 @@ class MessagesErrorAnswer(BaseModel):
     error: MessagesErrorDetail
 
 
+class OllamaErrorAnswer(BaseModel):
+    """Body of an error response in Ollama's form, for the OpenAPI document."""
+
+    error: str
+
+
 MESSAGES_PATH = "/v1/messages"
 """Beginning of the paths of Anthropic's protocol."""
 MESSAGES_ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": MessagesErrorAnswer, "description": "An error in Anthropic's form."} for status in ("4XX", "5XX")
 }
 """Error responses of Anthropic's endpoints, for the OpenAPI document."""
+OLLAMA_PATH = "/api/"
+"""Beginning of the paths of Ollama's protocol."""
+OLLAMA_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": OllamaErrorAnswer, "description": "An error in Ollama's form."} for status in ("4XX", "5XX")
+}
+"""Error responses of Ollama's endpoints, for the OpenAPI document."""
 _KINDS = {
     **{401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"},
     **{429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error"},
@@ -94,7 +106,14 @@ class ApiError(Exception):
 
 def error_body(error: ApiError, path: str) -> dict[str, Any]:
     """Return the body of an error response, in the form that clients of a path expect."""
+    if path.startswith(OLLAMA_PATH):
+        return ollama_error(error)
     return messages_error(error) if path.startswith(MESSAGES_PATH) else error.body()
+
+
+def ollama_error(error: ApiError) -> dict[str, Any]:
+    """Return an error in Ollama's form."""
+    return {"error": error.message}
 
 
 def messages_error(error: ApiError) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from phonograph.server.http.stream import DirectSend
 from phonograph.server.messages import create_message
 from phonograph.server.observe import graphs, metrics, status
 from phonograph.server.observe.logs import REQUEST_ID
+from phonograph.server.ollama import ollama_chat, ollama_models
 from phonograph.server.openai import chat_completions, completions, tokens
 from phonograph.server.responses import create_response
 
@@ -31,6 +32,8 @@ ROUTERS = (
     chat_completions.router,
     create_response.router,
     create_message.router,
+    ollama_chat.router,
+    ollama_models.router,
     tokens.router,
     status.router,
     graphs.router,

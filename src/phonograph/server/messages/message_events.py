@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic_core import from_json, to_json
+from pydantic_core import to_json
 
 from phonograph.core.request import FinishReason
 from phonograph.server.chat.answer_items import AnswerItem, AnswerItems, ItemEvent
@@ -102,7 +102,7 @@ class MessageWriter:
             "type": "tool_use",
             "id": call_id("toolu", short=self._short_ids),
             "name": item.name,
-            "input": _arguments(text),
+            "input": item.arguments if whole else {},
         }
 
 
@@ -112,15 +112,6 @@ def _delta(item: AnswerItem, text: str) -> dict[str, Any]:
     if item.kind == "text":
         return {"type": "text_delta", "text": text}
     return {"type": "input_json_delta", "partial_json": text}
-
-
-def _arguments(text: str) -> dict[str, Any]:
-    """Return the arguments of a call, up to where `max_tokens` cut them."""
-    try:
-        found = from_json(text or "{}", allow_partial=True)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _event(kind: str, **fields: Any) -> bytes:
