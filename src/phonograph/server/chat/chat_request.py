@@ -24,6 +24,7 @@ class ChatRequest:
     sampling:   sampling parameters by the engine's names, without `max_tokens`; also the form of the content
     max_tokens: maximum tokens of the answer; None is up to the context
     cuts:       a `max_tokens` that does not fit the context is reduced, not refused
+    truncate:   tokens of the prompt to keep, from its end; -1 keeps what fits, None all
     continues:  the answer continues the last message
     begins:     the prompt ends with the start of the answer; None is yes, unless it continues a message
     names:      names of the request's fields by those of the engine and of OpenAI's chats, where they differ
@@ -35,6 +36,7 @@ class ChatRequest:
     sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
     max_tokens: int | None = None
     cuts: bool = False
+    truncate: int | None = None
     continues: bool = False
     begins: bool | None = None
     names: Mapping[str, str] = field(default_factory=dict[str, str])

@@ -26,8 +26,8 @@ NO_EFFECT = frozenset(
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys(("audio", "chat_template", "documents"), ()),
     **dict.fromkeys(("functions", "guided_decoding_backend", "kv_transfer_params", "logits_processors"), ()),
-    **dict.fromkeys(("mm_processor_kwargs", "prompt_embeds", "truncate_prompt_tokens"), ()),
-    **dict.fromkeys(("use_beam_search", "vllm_xargs", "web_search_options"), ()),
+    **dict.fromkeys(("mm_processor_kwargs", "prompt_embeds", "use_beam_search"), ()),
+    **dict.fromkeys(("vllm_xargs", "web_search_options"), ()),
     **dict.fromkeys(("function_call", "reasoning_effort"), ("none",)),
     **dict.fromkeys(("include_reasoning", "spaces_between_special_tokens"), (True,)),
     **{"length_penalty": (1,), "modalities": (["text"],), "suffix": ("",), "verbosity": ("medium",)},

@@ -1,4 +1,4 @@
-"""Common work of all endpoints: admission, tokenization, opening calls, and sending answers."""
+"""Common work of all endpoints: admission, tokenization, and opening calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 from prometheus_client import CollectorRegistry, ProcessCollector
-from starlette.responses import JSONResponse, Response
 from starlette.types import Receive
 
 from phonograph.config.server_config import ServerConfig
@@ -20,7 +19,7 @@ from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.admission import admitted_token_ids
 from phonograph.engine.async_llm import AsyncLLM
 from phonograph.engine.process.calls import Call
-from phonograph.errors import EngineUnavailable, PhonographError, RequestError, counted, quoted
+from phonograph.errors import EngineUnavailable, RequestError, counted, quoted
 from phonograph.server.chat.chat_request import ChatRequest
 from phonograph.server.chat.conversation import Message, rendered
 from phonograph.server.chat.fields import Body
@@ -29,11 +28,10 @@ from phonograph.server.chat.thinking import template_options
 from phonograph.server.http.api_errors import ApiError, api_error, client_gone, invalid, queue_full
 from phonograph.server.http.error_count import ErrorCounts
 from phonograph.server.http.json_route import INLINE_BYTES, JsonRequest
-from phonograph.server.http.stream import AnswerWriter, EventStream
 from phonograph.server.observe.metrics import EngineCollector
 from phonograph.server.observe.request_lines import log_request
 from phonograph.server.observe.traces import Traces
-from phonograph.server.observe.warning_header import field_warnings, with_grammar_warnings
+from phonograph.server.observe.warning_header import field_warnings
 from phonograph.text.formats.find_formats import Formats, find_formats
 from phonograph.text.formats.template_variables import template_variables
 from phonograph.text.token_texts import TokenTexts
@@ -158,7 +156,7 @@ class Serving:
         Raises:
             ApiError: it is longer than the context.
         """
-        prompt = body.get("prompt") if isinstance(body, dict) else None
+        prompt = body.get("prompt") if isinstance(body, dict) and not body.get("truncate_prompt_tokens") else None
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
             self._check_length("prompt", len(prompt), self.engine.facts.context_len)
 
@@ -167,9 +165,10 @@ class Serving:
         prompts: Sequence[str | list[int]],
         *,
         add_special_tokens: bool,
+        keep: int | None = None,
         gone: threading.Event | None = None,
     ) -> list[list[int]]:
-        """Return the token ids of prompts. Prompts that are token ids stay unchanged.
+        """Return the token ids of prompts, or their last `keep` ones. Prompts that are token ids stay unchanged.
 
         When `gone` is set, because the client has disconnected, the remaining prompts are skipped.
 
@@ -179,16 +178,19 @@ class Serving:
         """
         for prompt in prompts:
             if not isinstance(prompt, str):
-                self._check_length("prompt", len(prompt), self.engine.facts.context_len)
+                if keep is None:
+                    self._check_length("prompt", len(prompt), self.engine.facts.context_len)
                 admitted_token_ids(prompt, self.engine.facts.vocab_size)
         found: list[list[int]] = []
         num_ids = 0
         for prompt in prompts:
             if gone is not None and gone.is_set():
                 break
-            found.append(
-                self.encode_text(prompt, add_special_tokens=add_special_tokens) if isinstance(prompt, str) else prompt
-            )
+            if isinstance(prompt, str):
+                token_ids = self.encode_text(prompt, add_special_tokens=add_special_tokens, whole_context=keep is None)
+            else:
+                token_ids = prompt
+            found.append(token_ids if keep is None else token_ids[-keep:])
             num_ids += len(found[-1])
             if num_ids > self.config.max_request_token_ids:
                 limit = f"{self.config.max_request_token_ids} (max_request_token_ids)"
@@ -207,7 +209,7 @@ class Serving:
             ApiError: the text is too long, or not valid Unicode.
         """
         context, each = self.engine.facts.context_len, self.tokenizer.max_token_characters
-        if each is not None and len(text) > context * each:
+        if whole_context and each is not None and len(text) > context * each:
             problem = (
                 f"{field} has {len(text)} characters; the context holds {context} tokens (max_model_len), "
                 f"which have {context * each} characters at most: shorten it"
@@ -221,6 +223,22 @@ class Serving:
         token_ids = self._encode(field, text, add_special_tokens)
         self._check_length(field, len(token_ids), most)
         return token_ids
+
+    def kept_tokens(self, truncate: int | None, max_tokens: int | None) -> int | None:
+        """Return how many of the last tokens of a prompt stay; None is all.
+
+        Args:
+            truncate: `truncate_prompt_tokens`; -1 leaves room for `max_tokens` in the context.
+            max_tokens: tokens to generate; None is one at least.
+
+        Raises:
+            ApiError: the number is out of range.
+        """
+        context = self.engine.facts.context_len
+        if truncate is not None and (truncate < -1 or truncate == 0 or truncate > context):
+            problem = f"truncate_prompt_tokens={truncate} must be 1 to {context} (max_model_len), or -1 for what fits"
+            raise invalid("truncate_prompt_tokens", problem)
+        return max(context - (max_tokens or 1), 1) if truncate == -1 else truncate
 
     def _encode(self, field: str, text: str, add_special_tokens: bool) -> list[int]:
         try:
@@ -238,12 +256,18 @@ class Serving:
     def encode_chat(self, request: ChatRequest, *, whole_context: bool = True) -> list[int]:
         """Return the token ids of a request's conversation, with its tools in the prompt; see `encode_text`.
 
-        By default it ends with the start of the assistant's answer, unless the last message continues.
+        By default it ends with the start of the assistant's answer, unless the last message continues. If the request
+        truncates its prompt, these are the last tokens.
 
         Raises:
             ApiError: the messages are too long.
             RequestError: the chat template rejects them.
         """
+        keep = self.kept_tokens(request.truncate, request.max_tokens)
+        token_ids = self._encode_chat(request, whole_context=whole_context and keep is None)
+        return token_ids if keep is None else token_ids[-keep:]
+
+    def _encode_chat(self, request: ChatRequest, *, whole_context: bool) -> list[int]:
         tools = None if request.tools is None else request.tools.tools
         if self.harmony is not None:
             return self._encode_harmony(self.harmony, request, tools, whole_context=whole_context)
@@ -354,37 +378,6 @@ class Serving:
         finally:
             leaving.cancel()
             working.cancel()
-
-
-async def respond(
-    call: Call, answer: AnswerWriter, headers: Mapping[str, str], names: Mapping[str, str], *, streams: bool
-) -> Response:
-    """Wait for the answer, or for its beginning, and return the response.
-
-    Args:
-        call: the call of the engine.
-        answer: writes the answer.
-        headers: headers of the answer.
-        names: the request's names of engine parameters, where they differ.
-        streams: send the answer as it grows.
-
-    Raises:
-        ApiError: the call failed before the answer began.
-    """
-    call.name = answer.name
-    try:
-        if streams:
-            await call.wait(peek=True)
-            return EventStream(call, answer, with_grammar_warnings(headers, call), names)
-        await call.wait()
-        call.close()
-        return JSONResponse(answer.whole(), headers=with_grammar_warnings(headers, call))
-    except PhonographError as error:
-        call.close()
-        raise api_error(error, names) from None
-    except BaseException:
-        call.close()
-        raise
 
 
 async def until_gone(receive: Receive) -> None:

@@ -11,7 +11,8 @@ from starlette.responses import JSONResponse, Response
 from phonograph.server.chat.chat_parts import ChatParts
 from phonograph.server.chat.parts_stream import PartsStream
 from phonograph.server.chat.prepared_chat import prepared_chat
-from phonograph.server.chat.serving import Serving, respond
+from phonograph.server.chat.respond import respond
+from phonograph.server.chat.serving import Serving
 from phonograph.server.http.api_errors import MESSAGES_ERRORS, MESSAGES_PATH
 from phonograph.server.http.json_route import JsonRoute
 from phonograph.server.messages.message_body import CountBody, MessageBody, message_request

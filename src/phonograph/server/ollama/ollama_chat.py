@@ -13,7 +13,8 @@ from phonograph.engine.process.calls import Call
 from phonograph.server.chat.chat_parts import ChatParts
 from phonograph.server.chat.parts_stream import PartsStream
 from phonograph.server.chat.prepared_chat import PreparedChat, fitted_params, prepared_chat
-from phonograph.server.chat.serving import Serving, respond
+from phonograph.server.chat.respond import respond
+from phonograph.server.chat.serving import Serving
 from phonograph.server.http.api_errors import OLLAMA_ERRORS, invalid
 from phonograph.server.http.json_route import JsonRoute
 from phonograph.server.observe.logs import REQUEST_ID

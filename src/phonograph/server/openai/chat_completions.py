@@ -11,7 +11,8 @@ from phonograph.core.batch import TokenLogprobs
 from phonograph.engine.process.calls import Delta, Sample
 from phonograph.server.chat.chat_parts import ChatParts
 from phonograph.server.chat.prepared_chat import prepared_chat
-from phonograph.server.chat.serving import Serving, respond
+from phonograph.server.chat.respond import respond
+from phonograph.server.chat.serving import Serving
 from phonograph.server.http.api_errors import invalid
 from phonograph.server.http.json_route import JsonRoute
 from phonograph.server.openai.answers import ANSWERS, ChunkStream, answer_head, usage_of

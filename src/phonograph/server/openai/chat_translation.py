@@ -34,6 +34,7 @@ def chat_request(body: ChatBody, config: ServerConfig) -> ChatRequest:
             structured=None if tools is None else tools.structured,
         ),
         max_tokens=body.requested_tokens(),
+        truncate=body.truncate_prompt_tokens,
         continues=bool(body.continue_final_message),
         begins=body.add_generation_prompt,
         names=names,

@@ -13,7 +13,8 @@ from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.admission import admitted_bad_words
 from phonograph.engine.process.calls import Call, Delta, Prompt, Sample
 from phonograph.server.chat.chat_request import sampling_params
-from phonograph.server.chat.serving import Serving, respond
+from phonograph.server.chat.respond import respond
+from phonograph.server.chat.serving import Serving
 from phonograph.server.http.api_errors import invalid
 from phonograph.server.http.json_route import JsonRoute
 from phonograph.server.openai.answers import ANSWERS, ChunkStream, answer_head, usage_of
@@ -43,8 +44,11 @@ async def create_completion(body: CompletionBody, request: Request) -> Response:
 
 def _prepared(serving: Serving, body: CompletionBody, gone: threading.Event) -> tuple[list[list[int]], SamplingParams]:
     """Return the token ids and sampling parameters of a request, all checked."""
-    prompts = serving.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False, gone=gone)
     requested = body.requested_tokens()
+    keep = serving.kept_tokens(body.truncate_prompt_tokens, requested)
+    prompts = serving.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False, keep=keep, gone=gone)
+    if keep is not None:
+        body.prompt = prompts  # for echo
     # The engine generates at least one token; with max_tokens=0 it is not shown.
     max_tokens = serving.max_tokens(
         prompts, 1 if requested == 0 else requested, field=body.names().get("max_tokens", "max_tokens")

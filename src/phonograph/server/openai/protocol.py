@@ -64,6 +64,7 @@ class GenerationBody(StructuredFields):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
     return_tokens_as_token_ids: bool | None = None
     return_token_ids: bool | None = None
     stream: bool | None = None

@@ -14,7 +14,8 @@ from phonograph.core.sampling_params import SamplingParams
 from phonograph.server.chat.chat_parts import ChatParts
 from phonograph.server.chat.parts_stream import PartsStream
 from phonograph.server.chat.prepared_chat import PreparedChat, prepared_chat
-from phonograph.server.chat.serving import Serving, respond
+from phonograph.server.chat.respond import respond
+from phonograph.server.chat.serving import Serving
 from phonograph.server.http.api_errors import invalid
 from phonograph.server.http.json_route import JsonRoute
 from phonograph.server.observe.logs import REQUEST_ID
