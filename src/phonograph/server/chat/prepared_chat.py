@@ -22,12 +22,14 @@ class PreparedChat(NamedTuple):
     """A request that the engine can answer.
 
     opening: state of the answer at its beginning
+    ignored: fields of the request without effect
     """
 
     prompt: list[int]
     params: SamplingParams
     tools: ToolChoice | None
     opening: Opening
+    ignored: tuple[str, ...] = ()
 
 
 def prepared_chat(serving: Serving, request: ChatRequest) -> PreparedChat:
@@ -43,12 +45,13 @@ def prepared_chat(serving: Serving, request: ChatRequest) -> PreparedChat:
     elif tools is not None and tools.form == "parsed" and serving.formats.tools is None:
         raise invalid(request.name("tool_choice"), _no_calls(serving, request.name("tool_choice")))
     prompt = serving.encode_chat(request)
-    params = fitted_params(serving, prompt, request.sampling, request.max_tokens, names, cuts=request.cuts)
+    sampling, ignored = _with_strict_calls(serving, request)
+    params = fitted_params(serving, prompt, sampling, request.max_tokens, names, cuts=request.cuts)
     continued = request.messages[-1] if request.continues else None
     opening = reasoning_opening(request.thinking, serving.formats, serving.tokenizer, prompt, continued)
     if serving.harmony is not None:
         params = replace(params, stop_token_ids=(*params.stop_token_ids, *serving.harmony.stop_token_ids))
-        return PreparedChat(prompt, params, tools, opening)
+        return PreparedChat(prompt, params, tools, opening, ignored)
     formats = serving.formats
     if tools is None or tools.form != "parsed":
         formats = replace(formats, tools=None)
@@ -56,7 +59,22 @@ def prepared_chat(serving: Serving, request: ChatRequest) -> PreparedChat:
         params = with_formats(params, request.thinking.budget, formats, opening, serving.tokenizer)
     except RequestError as error:
         raise api_error(error, names) from None
-    return PreparedChat(prompt, params, tools, opening)
+    return PreparedChat(prompt, params, tools, opening, ignored)
+
+
+def _with_strict_calls(serving: Serving, request: ChatRequest) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+    """Return the sampling parameters with the constraint on strict functions, or what has no effect."""
+    tools = request.tools
+    if tools is None or tools.form != "parsed" or not tools.has_strict:
+        return request.sampling, ()
+    form = serving.formats.tools
+    is_text = (
+        form is not None and serving.tokenizer.token_id(form.token or "") not in serving.tokenizer.special_token_ids
+    )
+    tagged = tools.tagged(form) if form is not None and is_text and serving.harmony is None else None
+    if tagged is None or request.sampling.get("structured_outputs") is not None:
+        return request.sampling, ("strict of tools that the model chooses",)
+    return {**request.sampling, "structured_outputs": tagged}, ()
 
 
 def fitted_params(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from phonograph.core.structured_outputs import StructuredOutputs
 from phonograph.errors import RequestError
 from phonograph.server.http.api_errors import api_error, invalid
+from phonograph.text.formats.find_formats import ToolFormat
 
 MAX_FORCED_CALLS = 16
 """Maximum calls of an answer with required calls; weak models do not stop by themselves."""
@@ -29,6 +31,33 @@ class ToolChoice:
     tools: list[dict[str, Any]]
     function: str | None = None
     parallel: bool = True
+
+    @property
+    def has_strict(self) -> bool:
+        """True if a function asks for arguments that fit its schema."""
+        return any(tool["function"].get("strict") for tool in self.tools)
+
+    def tagged(self, form: ToolFormat) -> StructuredOutputs | None:
+        """Return the constraint that holds the arguments of the model's calls to the schemas of strict functions.
+
+        It is None if the form of calls has no such constraint.
+
+        Raises:
+            ApiError: a schema cannot be part of a constraint.
+        """
+        if form.tag is None or form.token is None:
+            return None
+        begin, end = form.tag
+        structures: list[dict[str, Any]] = []
+        for tool in self.tools:
+            function = tool["function"]
+            schema = _as_object(function.get("parameters") or {}) if function.get("strict") else {"type": "object"}
+            name = json.dumps(function["name"], ensure_ascii=False)
+            structures.append({"begin": begin % name, "schema": schema, "end": end})
+        try:
+            return StructuredOutputs(structural_tag={"triggers": [form.token], "structures": structures})
+        except RequestError as error:
+            raise api_error(error, {"structural_tag": "tools"}) from None
 
     @property
     def structured(self) -> StructuredOutputs | None:

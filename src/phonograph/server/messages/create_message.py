@@ -18,6 +18,7 @@ from phonograph.server.http.json_route import JsonRoute
 from phonograph.server.messages.message_body import CountBody, MessageBody, message_request
 from phonograph.server.messages.message_events import MessageWriter
 from phonograph.server.observe.logs import REQUEST_ID
+from phonograph.server.observe.warning_header import with_no_effect
 from phonograph.server.openai.answers import ANSWERS
 
 router = APIRouter(route_class=JsonRoute)
@@ -39,6 +40,7 @@ async def create_message(body: MessageBody, request: Request) -> Response:
         is_cut=chat.params.max_tokens != body.max_tokens,
         short_ids=parts.short_ids,
     )
+    headers = with_no_effect(headers, chat.ignored)
     return await respond(call, PartsStream(parts, writer), headers, body.names(), streams=streams)
 
 

@@ -27,7 +27,6 @@ _NAMES = {
     "tool_choice": "tools",
     "continue_final_message": "messages",
     **dict.fromkeys(("reasoning_effort", "thinking_token_budget", "include_reasoning"), "think"),
-    **dict.fromkeys(PARAMETERS, "format"),
 }
 """Ollama's names of fields of chats and of engine parameters."""
 
@@ -106,7 +105,7 @@ class OllamaBody(Body):
 
     def names(self) -> dict[str, str]:
         """Return the request's names of the fields of chats and of engine parameters, where they differ."""
-        return dict(_NAMES)
+        return {**_NAMES, **dict.fromkeys(PARAMETERS, "format" if self.format else "tools")}
 
     def max_tokens(self) -> int | None:
         """Return the maximum of tokens; None is up to the context, which zero and negative numbers request."""
@@ -144,7 +143,7 @@ class OllamaBody(Body):
         try:
             return StructuredOutputs(json=self.format)
         except RequestError as error:
-            raise api_error(error, _NAMES) from None
+            raise api_error(error, self.names()) from None
 
 
 class OllamaChatBody(OllamaBody):

@@ -18,6 +18,7 @@ from phonograph.server.chat.serving import Serving
 from phonograph.server.http.api_errors import OLLAMA_ERRORS, invalid
 from phonograph.server.http.json_route import JsonRoute
 from phonograph.server.observe.logs import REQUEST_ID
+from phonograph.server.observe.warning_header import with_no_effect
 from phonograph.server.ollama.ollama_answer import Durations, OllamaWriter
 from phonograph.server.ollama.ollama_body import (
     GenerateBody,
@@ -100,6 +101,7 @@ async def _respond(
     answer = PartsStream(
         parts, writer, lambda positions: chat_content(positions, serving.texts, as_ids=False) if positions else []
     )
+    headers = with_no_effect(headers, chat.ignored)
     return await respond(call, answer, headers, body.names(), streams=body.streams)
 
 

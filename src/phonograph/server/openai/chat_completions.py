@@ -15,6 +15,7 @@ from phonograph.server.chat.respond import respond
 from phonograph.server.chat.serving import Serving
 from phonograph.server.http.api_errors import invalid
 from phonograph.server.http.json_route import JsonRoute
+from phonograph.server.observe.warning_header import with_no_effect
 from phonograph.server.openai.answers import ANSWERS, ChunkStream, answer_head, usage_of
 from phonograph.server.openai.chat_message import delta_of, message_of
 from phonograph.server.openai.chat_translation import chat_request
@@ -45,6 +46,7 @@ async def create_chat_completion(body: ChatBody, request: Request) -> Response:
     )
     parts = ChatParts(call, serving.formats, serving.harmony, prepared.tools, prepared.opening)
     answer = ChunkStream(ChatAnswer(serving, parts, body), call, body)
+    headers = with_no_effect(headers, prepared.ignored)
     return await respond(call, answer, headers, body.names(), streams=streams)
 
 

@@ -19,6 +19,7 @@ from phonograph.server.chat.serving import Serving
 from phonograph.server.http.api_errors import invalid
 from phonograph.server.http.json_route import JsonRoute
 from phonograph.server.observe.logs import REQUEST_ID
+from phonograph.server.observe.warning_header import with_no_effect
 from phonograph.server.openai.answers import ANSWERS
 from phonograph.server.openai.completion_logprobs import chat_content
 from phonograph.server.responses.response_body import ENCRYPTED, ResponseBody, response_request
@@ -47,6 +48,7 @@ async def create_response(body: ResponseBody, request: Request) -> Response:
     answer = PartsStream(
         parts, writer, lambda positions: chat_content(positions, serving.texts, as_ids=False) if positions else []
     )
+    headers = with_no_effect(headers, chat.ignored)
     return await respond(call, answer, headers, body.names(), streams=streams)
 
 
