@@ -219,7 +219,7 @@ def test_wrong_fields(server: Server, path: str, change: dict[str, Any], problem
         ("generate", {"template": "{{ .Prompt }}"}, "template is not supported by this server: start the server with"),
         ("generate", {"context": [1]}, "context is not supported by this server: send the earlier turns"),
         ("generate", {"images": ["x"]}, "images is not supported"),
-        ("generate", {"raw": True, "system": "x"}, "system contradicts raw=true"),
+        ("generate", {"raw": True, "system": "x"}, "system contradicts raw"),
         ("generate", {"prompt": "Hi " * 3000}, "prompt has more than 1024 tokens"),
         ("generate", {"prompt": "", "keep_alive": 0}, "keep_alive=0 unloads the model"),
         ("show", {"model": None}, "model is missing"),

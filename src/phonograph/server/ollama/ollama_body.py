@@ -158,7 +158,7 @@ class GenerateBody(OllamaBody):
 
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **dict.fromkeys(("context", "height", "images", "steps", "width"), ()),
-        **dict.fromkeys(("suffix", "template"), ("",)),
+        "template": ("",),
     }
     reasons: ClassVar[Mapping[str, str]] = {
         "context": "send the earlier turns as messages of /api/chat",
@@ -166,12 +166,14 @@ class GenerateBody(OllamaBody):
     }
 
     prompt: str | None = None
+    suffix: str | None = None
     system: str | None = None
     raw: bool | None = None
 
     def check(self) -> list[str]:
-        if self.raw and self.system:
-            raise invalid("system", "system contradicts raw=true, with which the prompt is the whole text")
+        for name in ("raw", "suffix"):
+            if self.system and getattr(self, name):
+                raise invalid("system", f"system contradicts {name}, with which there is no chat template")
         return super().check()
 
 

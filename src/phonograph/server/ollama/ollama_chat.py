@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from dataclasses import replace
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
@@ -11,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from phonograph.engine.process.calls import Call
 from phonograph.server.chat.chat_parts import ChatParts
+from phonograph.server.chat.gap_prompts import gap_prompt, infill_form
 from phonograph.server.chat.parts_stream import PartsStream
 from phonograph.server.chat.prepared_chat import PreparedChat, fitted_params, prepared_chat
 from phonograph.server.chat.respond import respond
@@ -55,13 +57,13 @@ async def create_ollama_chat(body: OllamaChatBody, request: Request) -> Response
 
 @router.post("/api/generate", responses=LINES)
 async def generate(body: GenerateBody, request: Request) -> Response:
-    """Answer a prompt, or continue it if `raw` is true. Without a prompt, say that the model is loaded."""
+    """Answer a prompt, or continue it up to `suffix`. Without a prompt, say that the model is loaded."""
     serving: Serving = request.app.state.serving
     name = named_model(serving, body)
     headers = serving.admit(body)
-    if not body.prompt:
+    if not body.prompt and not body.suffix:
         return _loaded(body, name, headers, {"response": ""})
-    prepared = _prepared_text if body.raw else _prepared_prompt
+    prepared = _prepared_text if body.raw or body.suffix else _prepared_prompt
     chat = await serving.prepare(request, lambda _: prepared(serving, body))
     return await _respond(request, body, name, chat, headers, "response")
 
@@ -78,9 +80,14 @@ def _prepared_prompt(serving: Serving, body: GenerateBody) -> PreparedChat:
 
 
 def _prepared_text(serving: Serving, body: GenerateBody) -> PreparedChat:
-    """Return a prompt that the model continues as it stands."""
-    prompt = serving.encode_text(body.prompt or "", add_special_tokens=True)
+    """Return a prompt that the model continues as it stands, or up to the suffix."""
+    text = body.prompt or ""
+    prompt = (
+        gap_prompt(serving, text, body.suffix) if body.suffix else serving.encode_text(text, add_special_tokens=True)
+    )
     params = fitted_params(serving, prompt, body.sampling(serving.config), body.max_tokens(), body.names(), cuts=True)
+    if body.suffix:
+        params = replace(params, stop_token_ids=(*params.stop_token_ids, *infill_form(serving).ends))
     return PreparedChat(prompt, params, None, Opening.OUTSIDE)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -13,6 +14,7 @@ from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.admission import admitted_bad_words
 from phonograph.engine.process.calls import Call, Delta, Prompt, Sample
 from phonograph.server.chat.chat_request import sampling_params
+from phonograph.server.chat.gap_prompts import gap_prompt, infill_form
 from phonograph.server.chat.respond import respond
 from phonograph.server.chat.serving import Serving
 from phonograph.server.http.api_errors import invalid
@@ -46,18 +48,29 @@ def _prepared(serving: Serving, body: CompletionBody, gone: threading.Event) -> 
     """Return the token ids and sampling parameters of a request, all checked."""
     requested = body.requested_tokens()
     keep = serving.kept_tokens(body.truncate_prompt_tokens, requested)
+    if body.suffix:
+        return _with_gaps(serving, body)
     prompts = serving.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False, keep=keep, gone=gone)
     if keep is not None:
         body.prompt = prompts  # for echo
     # The engine generates at least one token; with max_tokens=0 it is not shown.
-    max_tokens = serving.max_tokens(
-        prompts, 1 if requested == 0 else requested, field=body.names().get("max_tokens", "max_tokens")
-    )
+    return prompts, _params(serving, body, prompts, 1 if requested == 0 else requested)
+
+
+def _with_gaps(serving: Serving, body: CompletionBody) -> tuple[list[list[int]], SamplingParams]:
+    """Return the token ids of prompts of which the answers come before the suffix, and the parameters."""
+    prompts = [gap_prompt(serving, prompt, body.suffix or "") for prompt in body.prompt]
+    params = _params(serving, body, prompts, body.requested_tokens())
+    return prompts, replace(params, stop_token_ids=(*params.stop_token_ids, *infill_form(serving).ends))
+
+
+def _params(serving: Serving, body: CompletionBody, prompts: list[list[int]], requested: int | None) -> SamplingParams:
+    max_tokens = serving.max_tokens(prompts, requested, field=body.names().get("max_tokens", "max_tokens"))
     values = body.sampling(
         logprobs=body.logprobs, max_logprobs=serving.config.max_logprobs, scores_prompt=bool(body.echo)
     )
     params = sampling_params(serving.defaults, values, max_tokens or DEFAULT_MAX_TOKENS, body.names())
-    return prompts, admitted_bad_words(params, serving.tokenizer)
+    return admitted_bad_words(params, serving.tokenizer)
 
 
 class CompletionAnswer:

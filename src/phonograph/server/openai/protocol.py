@@ -150,6 +150,7 @@ class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
     prompt: Prompts
+    suffix: str | None = None
     echo: bool | None = None
     logprobs: int | None = None
     add_special_tokens: bool | None = None
@@ -158,6 +159,9 @@ class CompletionBody(GenerationBody):
         if self.requested_tokens() == 0 and not self.echo:
             name = self.names().get("max_tokens", "max_tokens")
             raise invalid(name, f"{name}=0 needs echo=true, because the answer would be empty")
+        for name in ("echo", "truncate_prompt_tokens", "prompt_logprobs"):
+            if self.suffix and getattr(self, name):
+                raise invalid(name, f"{name} contradicts suffix; give one of them")
         return super().check()
 
 
