@@ -20,11 +20,13 @@ class AnswerItem:
 
     index: place in the answer
     name:  function of a call
+    custom: the call is that of a custom tool
     """
 
     kind: ItemKind
     index: int
     name: str = ""
+    custom: bool = False
     _pieces: list[str] = field(default_factory=list[str])
 
     @property
@@ -106,7 +108,7 @@ class AnswerItems:
     def _call(self, call: ToolDelta) -> Iterator[ItemEvent]:
         if call.name is not None:
             self._space = ""
-            yield from self._begin("call", call.name)
+            yield from self._begin("call", call.name, custom=call.custom)
         item = self._open
         assert item is not None and item.kind == "call", "arguments follow the name of their call"
         if call.arguments:
@@ -120,8 +122,8 @@ class AnswerItems:
         self._open.add(text)
         yield ItemEvent("grow", self._open, text)
 
-    def _begin(self, kind: ItemKind, name: str = "") -> Iterator[ItemEvent]:
+    def _begin(self, kind: ItemKind, name: str = "", *, custom: bool = False) -> Iterator[ItemEvent]:
         yield from self.end()
-        item = self._open = AnswerItem(kind, len(self.items), name)
+        item = self._open = AnswerItem(kind, len(self.items), name, custom)
         self.items.append(item)
         yield ItemEvent("begin", item)

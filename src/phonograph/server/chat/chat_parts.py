@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from phonograph.engine.process.calls import Call, Delta, Sample
 from phonograph.server.chat.answer_reader import AnswerReader
+from phonograph.server.chat.custom_tools import CustomInputs
 from phonograph.server.chat.harmony import Harmony, HarmonyReader
 from phonograph.server.chat.tools import ToolChoice
 from phonograph.text.formats.answer_parts import Found
@@ -52,6 +53,7 @@ class ChatParts:
         self._harmony = harmony
         self._opening = opening
         self._readers: dict[int, AnswerReader | HarmonyReader | None] = {}
+        self._inputs: dict[int, CustomInputs] = {}
         self._reasoning: dict[int, ReasoningTokens] = {}
 
     def found(self, sample: Sample, delta: Delta) -> Found | None:
@@ -64,8 +66,13 @@ class ChatParts:
             return None
         ended = sample.finish_reason is not None
         if isinstance(reader, HarmonyReader):
-            return reader.read(delta.token_ids, ended=ended)
-        return reader.read(delta.text, ended=ended)
+            found = reader.read(delta.token_ids, ended=ended)
+        else:
+            found = reader.read(delta.text, ended=ended)
+        if self.tools is not None and self.tools.custom:
+            inputs = self._inputs.setdefault(sample.index, CustomInputs(self.tools.custom))
+            found.calls = inputs.read(found.calls, ended=ended)
+        return found
 
     def whole(self, sample: Sample) -> Found:
         """Return the parts of a sample that has ended and was not read before."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from phonograph.errors import RequestError
+from phonograph.server.chat.custom_tools import INPUT
 from phonograph.server.http.api_errors import invalid
 from phonograph.server.http.json_meter import JsonMeter
 
@@ -111,13 +112,25 @@ def _tool_calls(calls: Any, where: str, meter: JsonMeter) -> list[dict[str, Any]
     if not isinstance(calls, list):
         raise invalid(where, "tool_calls must be a list")
     read: list[dict[str, Any]] = []
-    for index, call in enumerate(calls):
+    for index, one in enumerate(calls):
+        is_custom = isinstance(one, dict) and one.get("type") == "custom"
+        call = _as_function(one, f"{where}[{index}]") if is_custom else one
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise invalid(f"{where}[{index}]", "a tool call must have a function with a name")
         arguments = read_arguments(function.get("arguments") or "{}", f"{where}[{index}].function.arguments", meter)
         read.append({**call, "function": {**function, "arguments": arguments}})
     return read
+
+
+def _as_function(call: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return the call of a custom tool as that of a function."""
+    custom = call.get("custom")
+    text = custom.get("input") if isinstance(custom, dict) else None
+    if not isinstance(custom, dict) or not isinstance(text, str):
+        raise invalid(where, "a custom tool call must have a custom object with a name and an input")
+    rest = {key: value for key, value in call.items() if key != "custom"}
+    return {**rest, "type": "function", "function": {"name": custom.get("name"), "arguments": {INPUT: text}}}
 
 
 def read_arguments(arguments: Any, where: str, meter: JsonMeter) -> dict[str, Any]:

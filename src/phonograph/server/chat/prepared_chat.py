@@ -65,16 +65,19 @@ def prepared_chat(serving: Serving, request: ChatRequest) -> PreparedChat:
 def _with_strict_calls(serving: Serving, request: ChatRequest) -> tuple[Mapping[str, Any], tuple[str, ...]]:
     """Return the sampling parameters with the constraint on strict functions, or what has no effect."""
     tools = request.tools
-    if tools is None or tools.form != "parsed" or not tools.has_strict:
+    if tools is None:
         return request.sampling, ()
     form = serving.formats.tools
+    if tools.form != "parsed" or not (tools.has_strict or (tools.custom and form is not None and form.tag)):
+        return request.sampling, tools.ignored
     is_text = (
         form is not None and serving.tokenizer.token_id(form.token or "") not in serving.tokenizer.special_token_ids
     )
     tagged = tools.tagged(form) if form is not None and is_text and serving.harmony is None else None
     if tagged is None or request.sampling.get("structured_outputs") is not None:
-        return request.sampling, ("strict of tools that the model chooses",)
-    return {**request.sampling, "structured_outputs": tagged}, ()
+        told = ("strict of tools that the model chooses",) if tools.has_strict else ()
+        return request.sampling, (*tools.ignored, *told)
+    return {**request.sampling, "structured_outputs": tagged}, tools.ignored
 
 
 def fitted_params(

@@ -8,6 +8,7 @@ from typing import Any, Literal, cast
 
 from phonograph.core.structured_outputs import StructuredOutputs
 from phonograph.errors import RequestError
+from phonograph.server.chat.custom_tools import custom_tool
 from phonograph.server.http.api_errors import api_error, invalid
 from phonograph.text.formats.find_formats import ToolFormat
 
@@ -25,12 +26,16 @@ class ToolChoice:
     tools:    functions for the template
     function: name of the function, if `form` is "named"
     parallel: an answer may have several calls
+    custom:   names of custom tools among the functions
+    ignored:  what has no effect
     """
 
     form: Form
     tools: list[dict[str, Any]]
     function: str | None = None
     parallel: bool = True
+    custom: frozenset[str] = frozenset()
+    ignored: tuple[str, ...] = ()
 
     @property
     def has_strict(self) -> bool:
@@ -51,7 +56,8 @@ class ToolChoice:
         structures: list[dict[str, Any]] = []
         for tool in self.tools:
             function = tool["function"]
-            schema = _as_object(function.get("parameters") or {}) if function.get("strict") else {"type": "object"}
+            is_strict = function.get("strict") or function["name"] in self.custom
+            schema = _as_object(function.get("parameters") or {}) if is_strict else {"type": "object"}
             name = json.dumps(function["name"], ensure_ascii=False)
             structures.append({"begin": begin % name, "schema": schema, "end": end})
         try:
@@ -116,6 +122,9 @@ def chosen_tools(read: list[dict[str, Any]], choice: Any, parallel: bool | None)
     Raises:
         ApiError: the choice is wrong.
     """
+    custom = frozenset(tool["function"]["name"] for tool in read if tool["type"] == "custom")
+    ignored = () if all(tool.get("held", True) for tool in read) else ("format of custom tools",)
+    read = [{"type": "function", "function": tool["function"]} for tool in read]
     names = [tool["function"]["name"] for tool in read]
     if len(set(names)) < len(names):
         raise invalid("tools", "two functions have the same name")
@@ -125,16 +134,23 @@ def chosen_tools(read: list[dict[str, Any]], choice: Any, parallel: bool | None)
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         read, choice = _allowed(read, choice)
     if choice in (None, "auto"):
-        return ToolChoice(form="parsed", tools=read, parallel=several)
+        return ToolChoice(form="parsed", tools=read, parallel=several, custom=custom, ignored=ignored)
     if choice == "required":
-        return ToolChoice(form="required", tools=read, parallel=several)
-    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str):
+        return ToolChoice(form="required", tools=read, parallel=several, custom=custom, ignored=ignored)
+    name = _chosen_name(choice)
+    if name is None:
         raise invalid("tool_choice", "tool_choice must be none, auto, required or an object that names a function")
     if name not in names:
         raise invalid("tool_choice", f"tool_choice names {name[:100]!r}, which is not among the tools")
-    return ToolChoice(form="named", tools=read, function=name)
+    return ToolChoice(form="named", tools=read, function=name, custom=custom, ignored=ignored)
+
+
+def _chosen_name(choice: Any) -> str | None:
+    """Return the name in an object that names a function or a custom tool."""
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    about = choice.get(kind) if kind in ("function", "custom") else None
+    name = about.get("name") if isinstance(about, dict) else None
+    return name if isinstance(name, str) else None
 
 
 def _allowed(tools: list[dict[str, Any]], choice: dict[str, Any]) -> tuple[list[dict[str, Any]], Any]:
@@ -152,9 +168,8 @@ def _allowed(tools: list[dict[str, Any]], choice: dict[str, Any]) -> tuple[list[
     by_name = {tool["function"]["name"]: tool for tool in tools}
     found: dict[str, dict[str, Any]] = {}
     for index, tool in enumerate(cast("list[Any]", listed)):
-        function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
-        name = function.get("name") if isinstance(function, dict) else None
-        if not isinstance(name, str) or name not in by_name:
+        name = _chosen_name(tool)
+        if name is None or name not in by_name:
             where = f"tool_choice.allowed_tools.tools[{index}]"
             raise invalid(where, f"{where} must name a function of the tools")
         found[name] = by_name[name]
@@ -162,6 +177,8 @@ def _allowed(tools: list[dict[str, Any]], choice: dict[str, Any]) -> tuple[list[
 
 
 def _tool(tool: Any, where: str) -> dict[str, Any]:
+    if isinstance(tool, dict) and tool.get("type") == "custom":
+        return custom_tool(tool.get("custom"), f"{where}.custom")
     function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
     if not isinstance(function, dict):
         raise invalid(where, f"{where} must be an object of type function with a function")

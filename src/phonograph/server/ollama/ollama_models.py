@@ -7,6 +7,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
 
 from phonograph import __version__
 from phonograph.server.chat.fields import Body
@@ -72,13 +73,13 @@ async def running_models(request: Request) -> dict[str, Any]:
     return {"models": [{**_model(serving, name), **more} for name in serving.names]}
 
 
-@router.post("/api/show")
-async def show(body: ShowBody, request: Request) -> dict[str, Any]:
+@router.post("/api/show", response_model=dict[str, Any])
+async def show(body: ShowBody, request: Request) -> Response:
     """Return the properties of the model, its template and its sampling defaults."""
     serving: Serving = request.app.state.serving
     body.model = body.model or body.name
     named_model(serving, body)
-    serving.check(body)
+    headers = serving.check(body)
     facts, family = serving.engine.facts, _family(serving)
     template = serving.chat_template or serving.tokenizer.template_text
     capabilities = ["completion"]
@@ -86,7 +87,7 @@ async def show(body: ShowBody, request: Request) -> dict[str, Any]:
         capabilities.append("tools")
     if serving.harmony is not None or serving.formats.reasoning is not None:
         capabilities.append("thinking")
-    return {
+    found = {
         "modelfile": f"FROM {serving.root}\n",
         "parameters": "\n".join(f"{name} {value}" for name, value in serving.defaults.items()),
         "template": template or "",
@@ -100,6 +101,7 @@ async def show(body: ShowBody, request: Request) -> dict[str, Any]:
         "capabilities": capabilities,
         "modified_at": _time(serving.started),
     }
+    return JSONResponse(found, headers=headers)
 
 
 def _add_refused(name: str, reason: str) -> None:

@@ -49,16 +49,18 @@ def _joined_calls(deltas: Iterable[ToolDelta], short_ids: bool) -> list[dict[str
             arguments.append([])
         arguments[-1].append(delta.arguments)
     for call, parts in zip(calls, arguments, strict=True):
-        call["function"]["arguments"] = "".join(parts)
+        key = "input" if call["type"] == "custom" else "arguments"
+        call[call["type"]][key] = "".join(parts)
     return calls
 
 
 def _written_call(delta: ToolDelta, short_ids: bool) -> dict[str, Any]:
+    kind, key = ("custom", "input") if delta.custom else ("function", "arguments")
     if delta.name is None:
-        return {"index": delta.index, "function": {"arguments": delta.arguments}}
+        return {"index": delta.index, kind: {key: delta.arguments}}
     return {
         "index": delta.index,
         "id": call_id("call", short=short_ids),
-        "type": "function",
-        "function": {"name": delta.name, "arguments": delta.arguments},
+        "type": kind,
+        kind: {"name": delta.name, key: delta.arguments},
     }

@@ -11,6 +11,7 @@ from phonograph.config.server_config import ServerConfig
 from phonograph.core.structured_outputs import StructuredOutputs
 from phonograph.errors import RequestError, quoted
 from phonograph.server.chat.chat_request import ChatRequest
+from phonograph.server.chat.custom_tools import custom_tool
 from phonograph.server.chat.fields import Body, Stops
 from phonograph.server.chat.thinking import Thinking
 from phonograph.server.chat.tools import ToolChoice, chosen_tools, function_tool
@@ -208,8 +209,10 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
     kind = tool.get("type") if isinstance(tool, dict) else None
     if not isinstance(kind, str):
         raise invalid(where, f"{where} must be an object with a type")
+    if kind == "custom":
+        return custom_tool({key: value for key, value in tool.items() if key != "type" and value is not None}, where)
     if kind != "function":
-        problem = f"tools of type {kind[:50]!r} are not supported: this server runs no tools; the type function works"
+        problem = f"tools of type {kind[:50]!r} are not supported: this server runs no tools; function and custom work"
         raise invalid(where, problem, code="unsupported_tool")
     return function_tool({key: value for key, value in tool.items() if key != "type" and value is not None}, where)
 
@@ -223,14 +226,19 @@ def _choice(choice: str | dict[str, Any] | None) -> Any:
     if not isinstance(choice, dict):
         return choice
     kind, rest = choice.get("type"), {key: value for key, value in choice.items() if key != "type"}
-    if kind == "function":
-        return {"type": "function", "function": rest}
+    if kind in ("function", "custom"):
+        return {"type": kind, kind: rest}
     if kind == "allowed_tools":
         listed: Any = rest.get("tools")
-        nested = [{"type": "function", "function": one} for one in listed] if isinstance(listed, list) else listed
+        nested = [_nested(one) for one in listed] if isinstance(listed, list) else listed
         return {"type": "allowed_tools", "allowed_tools": {**rest, "tools": nested}}
-    problem = "tool_choice must be none, auto, required, or an object of type function or allowed_tools"
+    problem = "tool_choice must be none, auto, required, or an object of type function, custom or allowed_tools"
     raise invalid("tool_choice", problem)
+
+
+def _nested(tool: Any) -> Any:
+    kind = tool.get("type", "function") if isinstance(tool, dict) else "function"
+    return {"type": kind, str(kind): tool}
 
 
 def _told(value: Mapping[str, Any], field: str, known: tuple[str, ...], no_effect: tuple[str, ...]) -> list[str]:

@@ -97,7 +97,8 @@ class ResponseWriter:
     def _item_event(self, event: ItemEvent, status: str = "completed") -> bytes:
         item = event.item
         if event.change == "begin":
-            self._names.append((f"{_PREFIXES[item.kind]}_{uuid.uuid4().hex}", call_id("call", short=self._short_ids)))
+            prefix = "ctc" if item.custom else _PREFIXES[item.kind]
+            self._names.append((f"{prefix}_{uuid.uuid4().hex}", call_id("call", short=self._short_ids)))
             self._logprobs = []
             added = self._event(
                 "response.output_item.added", output_index=item.index, item=self._item(item, "in_progress")
@@ -106,7 +107,9 @@ class ResponseWriter:
         place = {"item_id": self._names[item.index][0], "output_index": item.index}
         if event.change == "grow":
             return self._delta(item, event.text, place)
-        if item.kind == "call":
+        if item.custom:
+            data = self._event("response.custom_tool_call_input.done", **place, input=item.text)
+        elif item.kind == "call":
             arguments = {"name": item.name, "arguments": item.text}
             data = self._event("response.function_call_arguments.done", **place, **arguments)
         else:
@@ -116,6 +119,8 @@ class ResponseWriter:
         return data + self._event("response.output_item.done", output_index=item.index, item=done)
 
     def _delta(self, item: AnswerItem, text: str, place: dict[str, Any]) -> bytes:
+        if item.custom:
+            return self._event("response.custom_tool_call_input.delta", **place, delta=text)
         if item.kind == "call":
             return self._event("response.function_call_arguments.delta", **place, delta=text)
         if item.kind == "reasoning":
@@ -143,6 +148,8 @@ class ResponseWriter:
     def _item(self, item: AnswerItem, status: str) -> dict[str, Any]:
         name, call = self._names[item.index]
         head = {"id": name, "status": status}
+        if item.custom:
+            return {**head, "type": "custom_tool_call", "call_id": call, "name": item.name, "input": item.text}
         if item.kind == "call":
             return {**head, "type": "function_call", "call_id": call, "name": item.name, "arguments": item.text}
         content = [] if status == "in_progress" else [self._part(item)]

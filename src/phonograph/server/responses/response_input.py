@@ -8,6 +8,7 @@ from typing import Any
 
 from phonograph.errors import quoted
 from phonograph.server.chat.conversation import Message, joined_turns, read_arguments, read_text
+from phonograph.server.chat.custom_tools import INPUT
 from phonograph.server.http.api_errors import invalid
 from phonograph.server.http.json_meter import JsonMeter
 
@@ -71,15 +72,19 @@ class _InputReader:
             self._message(item, where)
         elif kind == "reasoning":
             self._reasoning(item, where)
+        elif kind == "custom_tool_call":
+            if not isinstance(item.get("input"), str):
+                raise invalid(f"{where}.input", "a custom_tool_call needs an input, which is a string")
+            self._call({**item, "arguments": {INPUT: item["input"]}}, where)
         elif kind == "function_call":
             self._call(item, where)
-        elif kind == "function_call_output":
+        elif kind in ("function_call_output", "custom_tool_call_output"):
             self._output(item, where)
         elif kind == "item_reference":
             problem = "items of type 'item_reference' are not supported: nothing is stored; send the item itself"
             raise invalid(where, problem, code="unsupported_item")
         else:
-            known = "message, reasoning, function_call and function_call_output"
+            known = "message, reasoning, function_call, custom_tool_call and their outputs"
             raise invalid(
                 where, f"items of type {str(kind)[:50]!r} are not supported; {known} are", code="unsupported_item"
             )
