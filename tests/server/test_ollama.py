@@ -245,6 +245,11 @@ def test_fields_without_effect_are_named(server: Server, serve_with: Callable[..
     assert answer.status_code == 200 and "magic, options.num_magic" in answer.headers["warning"]
 
 
+def test_the_request_that_looks_for_a_server(serve_with: Callable[..., Server]) -> None:
+    answer = httpx.head(serve_with(api_key=("KEY",)).url)
+    assert answer.status_code == 200 and not answer.content
+
+
 def test_keys_and_unknown_paths_in_the_form_of_errors(serve_with: Callable[..., Server]) -> None:
     server = serve_with(api_key=("KEY",))
     assert "API key" in server.get("/api/tags").json()["error"]

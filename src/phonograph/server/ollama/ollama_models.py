@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
@@ -32,8 +32,9 @@ _REFUSED = {
 class ShowBody(Body):
     """POST /api/show."""
 
+    no_effect: ClassVar[frozenset[str]] = frozenset({"verbose"})
+
     name: str | None = None
-    verbose: bool | None = None
 
     def check(self) -> list[str]:
         if not self.model:
