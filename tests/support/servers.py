@@ -110,6 +110,7 @@ def serving(
     # With its protocol, asyncio turns Nagle's delay off, as it does for the sockets of `phonograph serve`.
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.bind(("127.0.0.1", 0))
+    listener.listen()
     running = thread.submit(http.serve(sockets=[listener]))
     try:
         yield Server(f"http://127.0.0.1:{listener.getsockname()[1]}", engine)

@@ -187,7 +187,7 @@ class Serving:
             if gone is not None and gone.is_set():
                 break
             if isinstance(prompt, str):
-                token_ids = self.encode_text(prompt, add_special_tokens=add_special_tokens, whole_context=keep is None)
+                token_ids = self.encode_text(prompt, add_special_tokens=add_special_tokens, cuts=keep is not None)
             else:
                 token_ids = prompt
             found.append(token_ids if keep is None else token_ids[-keep:])
@@ -198,24 +198,31 @@ class Serving:
         return found
 
     def encode_text(
-        self, text: str, *, add_special_tokens: bool = False, whole_context: bool = True, field: str = "prompt"
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool = False,
+        whole_context: bool = True,
+        cuts: bool = False,
+        field: str = "prompt",
     ) -> list[int]:
         """Return the token ids of a text. A text with too many characters is rejected without tokenizing it.
 
-        With `whole_context` the tokens must fit the context, not only the limits of a request. `field` is the name of
-        the text in errors.
+        With `whole_context` the tokens must fit the context, not only the limits of a request. With `cuts` the caller
+        keeps a part of them, and neither the text nor the tokens must fit. `field` is the name of the text in errors.
 
         Raises:
             ApiError: the text is too long, or not valid Unicode.
         """
         context, each = self.engine.facts.context_len, self.tokenizer.max_token_characters
-        if whole_context and each is not None and len(text) > context * each:
+        if not cuts and each is not None and len(text) > context * each:
             problem = (
                 f"{field} has {len(text)} characters; the context holds {context} tokens (max_model_len), "
                 f"which have {context * each} characters at most: shorten it"
             )
             raise invalid(field, problem, code="context_length_exceeded")
-        most = context if whole_context else max(context, self.config.max_request_token_ids)
+        limited = whole_context and not cuts
+        most = context if limited else max(context, self.config.max_request_token_ids)
         # A prefix of the text has the same tokens but for its last word. Above twice the limit the text is too long.
         beginning = text[: USUAL_CHARACTERS * most]
         if len(text) > 2 * len(beginning):
@@ -264,13 +271,13 @@ class Serving:
             RequestError: the chat template rejects them.
         """
         keep = self.kept_tokens(request.truncate, request.max_tokens)
-        token_ids = self._encode_chat(request, whole_context=whole_context and keep is None)
+        token_ids = self._encode_chat(request, whole_context=whole_context, cuts=keep is not None)
         return token_ids if keep is None else token_ids[-keep:]
 
-    def _encode_chat(self, request: ChatRequest, *, whole_context: bool) -> list[int]:
+    def _encode_chat(self, request: ChatRequest, *, whole_context: bool, cuts: bool) -> list[int]:
         tools = None if request.tools is None else request.tools.tools
         if self.harmony is not None:
-            return self._encode_harmony(self.harmony, request, tools, whole_context=whole_context)
+            return self._encode_harmony(self.harmony, request, tools, whole_context=whole_context and not cuts)
         variables = {
             **(self.config.default_chat_template_kwargs or {}),
             **template_options(request.thinking, self.variables, self.formats)[0],
@@ -287,7 +294,7 @@ class Serving:
             )
 
         text = rendered(render, request.messages)
-        return self.encode_text(text, whole_context=whole_context, field=request.name("messages"))
+        return self.encode_text(text, whole_context=whole_context, cuts=cuts, field=request.name("messages"))
 
     def _encode_harmony(
         self, harmony: Harmony, request: ChatRequest, tools: list[dict[str, Any]] | None, *, whole_context: bool
