@@ -42,7 +42,7 @@ class Exchange:
         async def send(message: Any) -> None:
             messages.append(message)
 
-        await self.guard({"type": "http", "method": "POST", "headers": headers}, receive, send)
+        await self.guard({"type": "http", "method": "POST", "path": "/", "headers": headers}, receive, send)
         return messages
 
     def status(self, pieces: Sequence[bytes], **settings: Any) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from phonograph.engine.process.messages import (
     Begin,
     Command,
     EngineFacts,
+    ModelFacts,
     PromptFacts,
     Report,
     SampleUpdate,
@@ -53,6 +55,7 @@ STATS = SchedulerStats(
 )
 RESOLUTION = resolve_mode(None, Support(GraphSupport.ALWAYS, "a test"), Pieces(True, "a test"))
 FACTS = EngineFacts(
+    model=ModelFacts(architecture="LlamaForCausalLM", num_parameters=1, weight_bytes=4, weight_format="float32"),
     context_len=100,
     vocab_size=2048,
     max_num_seqs=4,
@@ -248,6 +251,22 @@ def test_closing_aborts_only_unfinished_requests(tokenizer: Tokenizer) -> None:
         await asyncio.sleep(0)
 
     in_loop(tokenizer, body)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_call_that_closes_at_once_leaves_no_coroutine() -> None:
+    async def run() -> None:
+        gone = wait_for_ever()
+        call = Call([], streams=False, end=lambda _: None)
+        call.watch(gone, ValueError("gone"))
+        call.close()
+        await asyncio.sleep(0)
+        assert inspect.getcoroutinestate(gone) == inspect.CORO_CLOSED
+
+    async def wait_for_ever() -> None:
+        await asyncio.Event().wait()
+
+    asyncio.run(run())
 
 
 def test_death_and_shutdown_end_everything(tokenizer: Tokenizer) -> None:

@@ -13,6 +13,7 @@ from phonograph.core.batch import TokenLogprobs
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.process.calls import Call, Prompt, Sample
 from phonograph.files.model_files import model_path
+from phonograph.server.chat.chat_parts import ChatParts
 from phonograph.server.openai.chat_completions import ChatAnswer
 from phonograph.server.openai.completion_logprobs import TokenTexts
 from phonograph.server.openai.completions import CompletionAnswer
@@ -36,7 +37,7 @@ def streamed(kind: str, ends: list[int]) -> list[dict[str, Any]]:
     if kind == "chat":
         messages = [{"role": "user", "content": "x"}]
         body = ChatBody.model_validate({"messages": messages, "stream": True, "logprobs": True, "top_logprobs": 1})
-        answer = ChatAnswer(serving, call, body, None)
+        answer = ChatAnswer(serving, ChatParts(call, serving.formats, None, None), body)
     else:
         answer = CompletionAnswer(serving, call, CompletionBody(prompt="x", stream=True, logprobs=1))
     choices: list[dict[str, Any]] = []

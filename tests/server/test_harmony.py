@@ -14,13 +14,16 @@ from phonograph.config.server_config import ServerConfig
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.process.calls import Delta, Sample
 from phonograph.errors import ConfigError
+from phonograph.server.chat import harmony as module
+from phonograph.server.chat.chat_parts import ChatParts
+from phonograph.server.chat.harmony import HARMONY_FORMATS, MOST_CHARACTERS, Harmony, check_harmony, load_harmony
+from phonograph.server.chat.serving import Serving
+from phonograph.server.chat.tools import read_tools
 from phonograph.server.http.api_errors import ApiError
-from phonograph.server.openai import harmony as module
 from phonograph.server.openai.chat_completions import ChatAnswer
-from phonograph.server.openai.harmony import MOST_CHARACTERS, Harmony, check_harmony, load_harmony
+from phonograph.server.openai.chat_message import delta_of, message_of
+from phonograph.server.openai.chat_translation import chat_request
 from phonograph.server.openai.protocol import ChatBody
-from phonograph.server.openai.serving import Serving
-from phonograph.server.openai.tools import read_tools
 
 pytest.importorskip("openai_harmony")
 pytest.importorskip("bpe_openai")
@@ -85,7 +88,7 @@ def test_an_answer_at_once_and_in_pieces(
 ) -> None:
     ids = token_ids(harmony, text)
     reader = harmony.reader(("weather", "now"), parallel=True)
-    message = reader.message(ids)
+    message = message_of(reader.read(ids, ended=True))
     assert message.get("reasoning_content") == reasoning and message["content"] == content
     assert flat(message.get("tool_calls", [])) == calls and reader.has_calls == bool(calls)
     for seed in range(8):
@@ -93,7 +96,8 @@ def test_an_answer_at_once_and_in_pieces(
         cuts = sorted({0, len(ids), *(rng.randrange(len(ids) + 1) for _ in range(seed * 3))})
         reader = harmony.reader(("weather", "now"), parallel=True)
         pieces = [ids[first:last] for first, last in itertools.pairwise(cuts)]
-        deltas = [reader.delta(piece, ended=False) for piece in pieces] + [reader.delta([], ended=True)]
+        deltas = [delta_of(reader.read(piece, ended=False)) for piece in pieces]
+        deltas.append(delta_of(reader.read([], ended=True)))
         assert "".join(delta.get("reasoning_content", "") for delta in deltas) == (reasoning or "")
         assert "".join(delta.get("content", "") for delta in deltas) == (content or "")
         found: list[list[str]] = []
@@ -107,7 +111,8 @@ def test_an_answer_at_once_and_in_pieces(
 
 def test_one_call_where_one_is_wanted(harmony: Harmony) -> None:
     text, *_ = ANSWERS[2]
-    message = harmony.reader(("weather", "now"), parallel=False).message(token_ids(harmony, text))
+    reader = harmony.reader(("weather", "now"), parallel=False)
+    message = message_of(reader.read(token_ids(harmony, text), ended=True))
     assert flat(message["tool_calls"]) == [("weather", PLACE)]
 
 
@@ -170,13 +175,12 @@ def test_refused_messages(harmony: Harmony, message: dict[str, Any], problem: st
     ],
 )
 def test_fields_that_the_format_restricts(fields: dict[str, Any], param: str | None) -> None:
-    body = ChatBody(messages=[{"role": "user", "content": "Hi"}], **fields)
-    tools = read_tools(body.tools, body.tool_choice, None)
+    request = chat_request(ChatBody(messages=[{"role": "user", "content": "Hi"}], **fields), ServerConfig())
     if param is None:
-        check_harmony(body, tools)
+        check_harmony(request)
         return
     with pytest.raises(ApiError) as caught:
-        check_harmony(body, tools)
+        check_harmony(request)
     assert caught.value.param == param
 
 
@@ -187,7 +191,9 @@ def test_answers_of_the_endpoint(harmony: Harmony) -> None:
     body = ChatBody(messages=[{"role": "user", "content": "Hi"}], stream=True)
     for stream in (True, False):
         sample = Sample(0, None, SamplingParams(detokenize=False), [1])
-        answer = ChatAnswer(serving, SimpleNamespace(samples=[sample]), body, read_tools(TOOLS, None, None))  # type: ignore[arg-type]
+        call: Any = SimpleNamespace(samples=[sample])
+        parts = ChatParts(call, HARMONY_FORMATS, harmony, read_tools(TOOLS, None, None))
+        answer = ChatAnswer(serving, parts, body)
         answer.usage = dict  # type: ignore[method-assign]
         ids = token_ids(harmony, text)
         chunks: list[dict[str, Any]] = []
@@ -207,7 +213,8 @@ def test_answers_of_the_endpoint(harmony: Harmony) -> None:
         assert "".join(arguments) == calls[0][1] and chunks[-1]["finish_reason"] == "tool_calls"
     # The end of an answer without channels is what shows that it has none.
     sample = Sample(0, None, SamplingParams(detokenize=False), [1])
-    answer = ChatAnswer(serving, SimpleNamespace(samples=[sample]), body, None)  # type: ignore[arg-type]
+    call = SimpleNamespace(samples=[sample])
+    answer = ChatAnswer(serving, ChatParts(call, HARMONY_FORMATS, harmony, None), body)
     ids = token_ids(harmony, "Just text")
     sample.grow(ids, None, "length", None)
     *_, last = answer.choices(sample, Delta("", ids, []))
@@ -220,18 +227,19 @@ def test_a_conversation_for_the_engine(harmony: Harmony) -> None:
     engine = SimpleNamespace(facts=SimpleNamespace(context_len=100))
     for text, problem in (("Hi", None), ("Hi " * 100, "more than 100 tokens"), ("x" * 101 * MOST_CHARACTERS, "more")):
         serving: Any = SimpleNamespace(harmony=harmony, config=limits, engine=engine)
-        for name in ("_encode_harmony", "_check_length"):
+        for name in ("_encode_chat", "_encode_harmony", "_check_length", "kept_tokens"):
             setattr(serving, name, getattr(Serving, name).__get__(serving))
         body = ChatBody(messages=[{"role": "user", "content": text}], reasoning_effort="low")
+        request = chat_request(body, ServerConfig())
         if problem is None:
-            found = Serving.encode_chat(serving, body)
+            found = Serving.encode_chat(serving, request)
             assert "Reasoning: low" in harmony.encoding.decode(found)
             continue
         with pytest.raises(ApiError, match=problem):
-            Serving.encode_chat(serving, body)
+            Serving.encode_chat(serving, request)
     body = ChatBody(messages=[{"role": "user", "content": "Hi"}], chat_template_kwargs={"a": 1})
     with pytest.raises(ApiError, match="chat_template_kwargs is not supported with chat_format=harmony"):
-        Serving.encode_chat(serving, body)
+        Serving.encode_chat(serving, chat_request(body, ServerConfig()))
 
 
 def test_what_a_start_refuses(harmony: Harmony, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

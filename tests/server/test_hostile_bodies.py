@@ -17,8 +17,8 @@ import httpx
 import pytest
 from servers import Server
 
+from phonograph.server.chat.serving import Serving
 from phonograph.server.http.json_route import JsonRequest
-from phonograph.server.openai.serving import Serving
 
 ServeWith = Callable[..., Server]
 USER = {"role": "user", "content": "Hi"}

@@ -15,8 +15,8 @@ import pytest
 from servers import Server
 
 from phonograph.config.server_config import ServerConfig
+from phonograph.server.chat.serving import Serving
 from phonograph.server.observe.logs import REQUEST_ID, AccessLogFilter, engine_logging, server_logging
-from phonograph.server.openai.serving import Serving
 
 
 def record(*arguments: Any) -> logging.LogRecord:

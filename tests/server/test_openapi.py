@@ -9,9 +9,13 @@ import jsonschema
 import pytest
 from servers import Server
 
-from phonograph.server.openai.fields import NO_EFFECT
+from phonograph.server.chat.fields import NO_EFFECT
 
-BODIES = ("CompletionBody", "ChatBody", "TokenizeBody", "DetokenizeBody")
+BODIES = (
+    *("CompletionBody", "ChatBody", "ResponseBody", "MessageBody", "CountBody", "TokenizeBody", "DetokenizeBody"),
+    *("OllamaChatBody", "GenerateBody", "Options", "ShowBody"),
+)
+FORMS = {"/v1/messages": "MessagesErrorAnswer", "/api/": "OllamaErrorAnswer"}
 
 
 @pytest.fixture
@@ -32,7 +36,8 @@ def test_errors_match_the_openapi_document(server: Server, document: dict[str, A
         assert set(operation["responses"]) == {"200", "4XX", "5XX"}, name
         for status in ("4XX", "5XX"):
             schema = operation["responses"][status]["content"]["application/json"]["schema"]
-            assert schema == {"$ref": "#/components/schemas/ErrorAnswer"}
+            form = next((form for path, form in FORMS.items() if f" {path}" in name), "ErrorAnswer")
+            assert schema == {"$ref": f"#/components/schemas/{form}"}
     answers = [
         server.post("/v1/completions", {"prompt": 5}),
         server.post("/v1/chat/completions", {"model": "other", "messages": [{"role": "user", "content": "a"}]}),
@@ -44,6 +49,12 @@ def test_errors_match_the_openapi_document(server: Server, document: dict[str, A
     assert [answer.status_code for answer in answers] == [400, 404, 400, 400, 404, 405]
     for answer in answers:
         jsonschema.validate(answer.json(), {**document, "$ref": "#/components/schemas/ErrorAnswer"})
+    for answer in (server.post("/v1/messages", {}), server.post("/v1/messages/count_tokens", {"x": 1})):
+        assert answer.status_code == 400
+        jsonschema.validate(answer.json(), {**document, "$ref": "#/components/schemas/MessagesErrorAnswer"})
+    for answer in (server.post("/api/chat", {}), server.get("/api/pull")):
+        assert answer.is_client_error
+        jsonschema.validate(answer.json(), {**document, "$ref": "#/components/schemas/OllamaErrorAnswer"})
 
 
 @pytest.mark.parametrize(("path", "servers"), [(None, None), ("/llm", [{"url": "/llm"}])])
@@ -64,9 +75,12 @@ def test_bodies_have_no_other_fields(server: Server, document: dict[str, Any]) -
 
 def test_types_of_answers(server: Server, document: dict[str, Any]) -> None:
     found = operations(document)
-    for path in ("/v1/completions", "/v1/chat/completions"):
+    for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"):
         content = found[f"post {path}"]["responses"]["200"]["content"]
         assert set(content) == {"application/json", "text/event-stream"}
+    for path in ("/api/chat", "/api/generate"):
+        content = found[f"post {path}"]["responses"]["200"]["content"]
+        assert set(content) == {"application/json", "application/x-ndjson"}
     for path, kinds in (("/health", set()), ("/metrics", {"text/plain"}), ("/version", {"application/json"})):
         assert set(found[f"get {path}"]["responses"]["200"].get("content", {})) == kinds
         answer = server.get(path)

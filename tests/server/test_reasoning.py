@@ -15,6 +15,7 @@ from servers import QUESTION, Server
 from phonograph.config.server_config import ServerConfig
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.process.calls import Delta, Sample
+from phonograph.server.chat.chat_parts import ChatParts
 from phonograph.server.openai.chat_completions import ChatAnswer
 from phonograph.server.openai.protocol import ChatBody
 from phonograph.text.formats import find_formats
@@ -281,7 +282,7 @@ def test_a_token_whose_text_is_kept_back_has_a_chunk() -> None:
     body = ChatBody(messages=ASK["messages"], stream=True)
     sample = Sample(0, None, SamplingParams(detokenize=False), [1])
     call: Any = SimpleNamespace(samples=[sample])
-    answer = ChatAnswer(serving, call, body, None, opening=Opening.OPEN)
+    answer = ChatAnswer(serving, ChatParts(call, formats, None, None, Opening.OPEN), body)
     deltas: list[Any] = []
     for number, text in enumerate(["<think>", "So", " \n", "</think>", "Yes", ""]):
         sample.grow([number], None, None, None)

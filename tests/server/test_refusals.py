@@ -85,7 +85,7 @@ COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"cache_salt": 5}, "cache_salt", "valid string"),
     ({"request_id": "x" * 201}, "request_id", "200"),
     ({"request_id": "\udc00"}, "request_id", ""),
-    ({"suffix": "."}, "suffix", "not supported"),
+    ({"suffix": "."}, "suffix", "suffix needs tokens"),
     ({"use_beam_search": True}, "use_beam_search", "not supported"),
     ({"guided_regex": ""}, "guided_regex", "non-empty"),
     ({"guided_regex": "a("}, "guided_regex", "unclosed group"),

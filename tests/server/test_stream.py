@@ -16,6 +16,7 @@ from phonograph.files.model_files import model_path
 from phonograph.server.http.api_errors import invalid
 from phonograph.server.http.error_count import ERRORS, ErrorCount, ErrorCounts
 from phonograph.server.http.stream import SERVERS_SEND, EventStream
+from phonograph.server.openai.answers import ChunkStream
 from phonograph.server.openai.protocol import CompletionBody
 from phonograph.text.tokenizer import Tokenizer
 
@@ -75,7 +76,8 @@ class Bench:
         self.ends: list[Call] = []
         self.call = Call([self.prompt], streams=True, end=self.ends.append)
         self.client, self.answer = Client(), Answer()
-        self.stream = EventStream(self.call, self.answer, CompletionBody(prompt="x", stream=True), {})
+        writer = ChunkStream(self.answer, self.call, CompletionBody(prompt="x", stream=True))
+        self.stream = EventStream(self.call, writer, {}, {})
         self.errors = ErrorCounts()
         self._next = 0
 

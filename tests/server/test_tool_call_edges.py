@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from phonograph.server.openai.answer_reader import AnswerReader
-from phonograph.server.openai.tools import ToolChoice
+from phonograph.server.chat.answer_reader import AnswerReader
+from phonograph.server.chat.tools import ToolChoice
+from phonograph.server.openai.chat_message import delta_of, message_of
 from phonograph.text.formats.find_formats import TOOL_FORMATS
 from phonograph.text.formats.json_calls import Hermes
 
@@ -26,25 +27,26 @@ CASES = [
 def test_whole_text_and_single_characters(
     form: Any, text: str, content: str | None, calls: list[tuple[str, str]]
 ) -> None:
-    message = AnswerReader(AUTO, TOOL_FORMATS[form], None).message(text)
+    message = message_of(AnswerReader(AUTO, TOOL_FORMATS[form], None).read(text, ended=True))
     assert message["content"] == content
     found = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", [])]
     assert found == calls
     reader, streamed = AnswerReader(AUTO, TOOL_FORMATS[form], None), ""
     for place, character in enumerate(text):
-        streamed += reader.delta(character, ended=place == len(text) - 1).get("content", "")
+        streamed += reader.read(character, ended=place == len(text) - 1).content
     assert streamed == (content or "")
 
 
 @pytest.mark.parametrize("text", ["[", '[{"name": "ad', '[{"name"'])
 def test_the_rest_of_a_truncated_list_is_not_content(text: str) -> None:
     reader = AnswerReader(ToolChoice(form="required", tools=TOOLS), None, None)
-    assert not reader.message(text)["content"]
+    assert not message_of(reader.read(text, ended=True))["content"]
 
 
 def test_a_named_call_has_its_name_though_its_first_token_has_no_text() -> None:
     reader = AnswerReader(ToolChoice(form="named", tools=TOOLS, function="add"), None, None)
-    deltas = [reader.delta(text, ended=not text and bool(place)) for place, text in enumerate(["", '{"a"', ": 1}", ""])]
+    texts = enumerate(["", '{"a"', ": 1}", ""])
+    deltas = [delta_of(reader.read(text, ended=not text and bool(place))) for place, text in texts]
     (call,) = deltas[0]["tool_calls"]
     assert call["function"] == {"name": "add", "arguments": ""} and call["id"]
     assert "".join(one["function"]["arguments"] for d in deltas for one in d.get("tool_calls", [])) == '{"a": 1}'

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from byte_grammars import byte_compiler, compiled, takes
 
-from phonograph.server.openai.answer_reader import AnswerReader
-from phonograph.server.openai.tools import ToolChoice, read_tools
+from phonograph.server.chat.answer_reader import AnswerReader
+from phonograph.server.chat.tools import ToolChoice, read_tools
+from phonograph.server.openai.chat_message import delta_of, message_of
 from phonograph.text.formats.find_formats import TOOL_FORMATS
 
 TOOLS: list[Any] = [{"type": "function", "function": {"name": name}} for name in ("add", "now")]
@@ -96,7 +97,7 @@ CASES = [("hermes", *case) for case in HERMES] + [("llama3_json", *case) for cas
 def test_calls_of_a_whole_text_and_of_a_stream(
     form: Any, text: str, content: str | None, calls: list[tuple[str, str]]
 ) -> None:
-    message = AnswerReader(AUTO, TOOL_FORMATS[form], None).message(text)
+    message = message_of(AnswerReader(AUTO, TOOL_FORMATS[form], None).read(text, ended=True))
     assert message["content"] == content
     found = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls", [])]
     assert found == calls
@@ -105,7 +106,7 @@ def test_calls_of_a_whole_text_and_of_a_stream(
         streamed, names, arguments, start = "", [], [""] * len(calls), 0
         while start <= len(text):
             end = start + rng.choice([1, 1, 2, 5, 30])
-            delta = reader.delta(text[start:end], ended=end > len(text))
+            delta = delta_of(reader.read(text[start:end], ended=end > len(text)))
             streamed += delta.get("content", "")
             for call in delta.get("tool_calls", []):
                 if "id" in call:
@@ -120,14 +121,15 @@ def test_calls_of_a_whole_text_and_of_a_stream(
 def test_text_that_is_not_json_is_content() -> None:
     text = '<tool_call>{"name": "add", "arguments": {a}}</tool_call><tool_call>{"name": "now"}</tool_call>'
     reader = AnswerReader(AUTO, TOOL_FORMATS["hermes"], None)
-    assert reader.message(text) == {"content": text} and not reader.has_calls
+    assert message_of(reader.read(text, ended=True)) == {"content": text} and not reader.has_calls
 
 
 def test_one_call_where_one_is_wanted() -> None:
     choice = read_tools(TOOLS, "auto", False)
     assert choice is not None
     text = '{"name": "add", "parameters": {}}; {"name": "now", "parameters": {}}'
-    assert len(AnswerReader(choice, TOOL_FORMATS["llama3_json"], None).message(text)["tool_calls"]) == 1
+    found = AnswerReader(choice, TOOL_FORMATS["llama3_json"], None).read(text, ended=True)
+    assert len(message_of(found)["tool_calls"]) == 1
 
 
 def test_references_of_parameters_still_hold() -> None:

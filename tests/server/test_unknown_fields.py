@@ -17,6 +17,8 @@ CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
         ("/v1/completions", {"prompt": "a", "max_tokens": 1}),
         ("/v1/completions", {"prompt": "a", "max_tokens": 1, "stream": True}),
         ("/v1/chat/completions", CHAT),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 1}),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 1, "stream": True}),
         ("/tokenize", {"prompt": "a"}),
         ("/detokenize", {"tokens": [5]}),
     ],
@@ -41,6 +43,18 @@ def test_unknown_fields_are_dropped_and_named(
 def test_fields_that_change_an_answer_stay_errors(field: str, value: Any, serve_with: Callable[..., Server]) -> None:
     answer = serve_with(unknown_fields="warn").post("/v1/chat/completions", {**CHAT, field: value})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == field
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens", "/api/chat", "/api/show"])
+def test_other_protocols_drop_unknown_fields_too(path: str, server: Server, serve_with: Callable[..., Server]) -> None:
+    body = {"model": "demo"} if path == "/api/show" else {"model": "demo", **CHAT}
+    if path in ("/v1/messages/count_tokens", "/api/chat"):
+        body = {name: value for name, value in body.items() if name != "max_tokens"}
+    refused = server.post(path, {**body, "enable_magic": 1})
+    assert refused.status_code == 400 and "enable_magic" in refused.text
+    answer = serve_with(unknown_fields="warn").post(path, {**body, "enable_magic": 1})
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["warning"] == '299 - "dropped, as this endpoint has no such field: enable_magic"'
 
 
 def test_a_dropped_name_is_shortened(serve_with: Callable[..., Server]) -> None:

@@ -19,9 +19,9 @@ from openai import OpenAI
 from phonograph.config.server_config import ServerConfig
 from phonograph.engine.async_llm import AsyncLLM
 from phonograph.engine.process.process_client import ProcessClient
+from phonograph.server.chat.serving import Serving
 from phonograph.server.http.application import make_app
 from phonograph.server.http.http_protocol import http_protocol
-from phonograph.server.openai.serving import Serving
 
 QUESTION = "Tom has 12 apples and buys 7 more. How many apples does Tom have?"
 SMALL = {"max_model_len": 1024, "max_num_seqs": 4, "cudagraph_capture_sizes": "1,2,4,16"}
@@ -112,7 +112,10 @@ def serving(
             timeout_graceful_shutdown=1,
         )
     )
-    listener = socket.create_server(("127.0.0.1", 0))
+    # With its protocol, asyncio turns Nagle's delay off, as it does for the sockets of `phonograph serve`.
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.bind(("127.0.0.1", 0))
+    listener.listen()
     running = thread.submit(http.serve(sockets=[listener]))
     try:
         yield Server(f"http://127.0.0.1:{listener.getsockname()[1]}", engine)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json as json_text
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from phonograph.core.checked_arguments import checks_arguments
 from phonograph.errors import RequestError, shortened
 
-Kind = Literal["json", "regex", "choice", "grammar", "json_object"]
+Kind = Literal["json", "regex", "choice", "grammar", "json_object", "structural_tag"]
 Strictness = Literal["strict", "relaxed"]
 MAX_CHARACTERS = 200_000
 """Maximum length of a schema, an expression or a grammar."""
@@ -26,13 +26,12 @@ _BACKENDS = ("auto", "guidance", "xgrammar", "outlines", "lm-format-enforcer")
         "backend_was_auto": (True, False),
         "disable_fallback": (True, False),
         "whitespace_pattern": (),
-        "structural_tag": (),
     },
     hints={"whitespace_pattern": "is not here; disable_any_whitespace chooses the white space of JSON"},
 )
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputs:
-    """A constraint on an output, by exactly one of the first five fields. Names and meanings are vLLM's.
+    """A constraint on an output, by exactly one of the first six fields. Names and meanings are vLLM's.
 
     Two constraints with the same `kind` and `source` are equal.
 
@@ -42,6 +41,8 @@ class StructuredOutputs:
         choice: texts, one of which is the output.
         grammar: a context-free grammar in GBNF, whose start rule is `root`, or in llguidance's dialect of Lark.
         json_object: any JSON object.
+        structural_tag: text with JSON in it, as an object or as text: "triggers" are texts after which the output
+            continues as one of "structures", each with "begin", which starts with a trigger, "schema" and "end".
         disable_any_whitespace: JSON on one line, with at most a space after each comma and colon. Else the model
             chooses line breaks and indentation, which small models generate until their tokens are spent.
         disable_additional_properties: close objects that list properties and do not mention others. JSON Schema allows
@@ -65,6 +66,7 @@ class StructuredOutputs:
     choice: Iterable[str] | None = None
     grammar: str | None = None
     json_object: bool = False
+    structural_tag: Mapping[str, object] | str | None = None
     disable_any_whitespace: bool = True
     disable_additional_properties: bool = True
     strictness: Strictness | None = None
@@ -75,15 +77,16 @@ class StructuredOutputs:
                 raise RequestError(name, getattr(self, name), "must be True or False")
         if self.strictness not in (None, *get_args(Strictness)):
             raise RequestError("strictness", self.strictness, "must be strict or relaxed")
-        fields = [name for name in ("json", "regex", "choice", "grammar") if getattr(self, name) is not None]
-        fields += ["json_object"] * self.json_object
+        names = ("json", "regex", "choice", "grammar", "structural_tag")
+        fields = [name for name in names if getattr(self, name) is not None] + ["json_object"] * self.json_object
         if len(fields) != 1:
             shown = ", ".join(fields) or "nothing"
-            raise RequestError(
-                "structured_outputs", shown, "set exactly one of json, regex, choice, grammar and json_object"
-            )
+            known = f"{', '.join(names)} and json_object"
+            raise RequestError("structured_outputs", shown, f"set exactly one of {known}")
         if self.json is not None:
-            object.__setattr__(self, "json", _schema(self.json))
+            object.__setattr__(self, "json", _schema("json", self.json))
+        if self.structural_tag is not None:
+            object.__setattr__(self, "structural_tag", _tags(self.structural_tag))
         if self.choice is not None:
             object.__setattr__(self, "choice", _choices(self.choice))
         for name in ("regex", "grammar"):
@@ -101,6 +104,8 @@ class StructuredOutputs:
             return "regex"
         if self.choice is not None:
             return "choice"
+        if self.structural_tag is not None:
+            return "structural_tag"
         return "grammar" if self.grammar is not None else "json_object"
 
     @property
@@ -108,7 +113,7 @@ class StructuredOutputs:
         """The constraint as text; choices as a JSON list."""
         if self.choice is not None:
             return json_text.dumps(self.choice)
-        text = self.json or self.regex or self.grammar
+        text = self.json or self.regex or self.grammar or self.structural_tag
         return text if isinstance(text, str) else ""
 
 
@@ -118,21 +123,39 @@ def _check_length(kind: str, source: str) -> None:
         raise RequestError(kind, f"{source[:50]}...", problem)
 
 
-def _schema(schema: object) -> str:
+def _schema(name: str, schema: object) -> str:
     """Return a schema as canonical text. The order of properties is kept, because the output follows it."""
     value = schema
     if isinstance(schema, str):
-        _check_length("json", schema)
+        _check_length(name, schema)
         try:
             value = json_text.loads(schema)
         except (ValueError, RecursionError) as error:
-            raise RequestError("json", shortened(schema), f"is not valid JSON: {error}") from None
+            raise RequestError(name, shortened(schema), f"is not valid JSON: {error}") from None
     if not isinstance(value, Mapping | bool):
-        raise RequestError("json", shortened(str(schema)), "must be a JSON schema: an object, or its text")
+        raise RequestError(name, shortened(str(schema)), "must be a JSON schema: an object, or its text")
     try:
         return json_text.dumps(value, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise RequestError("json", shortened(str(type(schema))), f"is not valid JSON: {error}") from None
+        raise RequestError(name, shortened(str(type(schema))), f"is not valid JSON: {error}") from None
+
+
+def _tags(tags: object) -> str:
+    """Return structural tags as canonical text, with their triggers and structures checked."""
+    text = _schema("structural_tag", tags)
+    value: Any = json_text.loads(text)
+    fields: dict[str, Any] = value if isinstance(value, dict) else {}
+    triggers, structures = fields.get("triggers"), fields.get("structures")
+    texts = isinstance(triggers, list) and all(isinstance(one, str) and one for one in cast("list[Any]", triggers))
+    if not texts or not triggers or not isinstance(structures, list) or not structures:
+        raise RequestError("structural_tag", shortened(text), "must have lists of triggers and of structures")
+    for structure in cast("list[Any]", structures):
+        begin = structure.get("begin") if isinstance(structure, dict) else None
+        if not isinstance(begin, str) or not begin.startswith(tuple(triggers)):
+            raise RequestError("structural_tag", shortened(text), "each structure must have a begin with a trigger")
+        if not isinstance(structure.get("end", ""), str) or not isinstance(structure.get("schema"), dict | bool):
+            raise RequestError("structural_tag", shortened(text), "each structure must have a schema and an end")
+    return text
 
 
 def _choices(choices: object) -> tuple[str, ...]:

@@ -7,14 +7,15 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from phonograph.core.grammar import Grammar, GrammarError
 from phonograph.core.structured_outputs import Strictness, StructuredOutputs
 from phonograph.errors import RequestError, shortened
 from phonograph.structured.gbnf import lark_from_gbnf
-from phonograph.structured.matcher import LibraryGrammar, LlguidanceLibrary
+from phonograph.structured.matcher import LibraryGrammar, LlguidanceLibrary, json_rule
 from phonograph.structured.schema import prepared
+from phonograph.structured.structural_tags import lark_of_tags
 from phonograph.structured.vocabulary import Vocabulary
 
 THREADS = 2
@@ -118,6 +119,19 @@ class GrammarCompiler:
             if job.closes and '"oneOf"' in source:
                 warnings += library.overlaps(prepared(json.loads(source), closes=False, refuses_regex=refuses_regex)[0])
             grammar = library.of_json_schema(schema, any_whitespace=job.any_whitespace, lenient=not job.strict)
+            grammar.warnings = tuple(dict.fromkeys((*warnings, *grammar.warnings)))
+            return grammar
+        if job.kind == "structural_tag":
+            warnings: list[str] = []
+
+            def rule(value: Any) -> str:
+                schema, said = prepared(
+                    value, closes=job.closes, refuses_regex=None if job.strict else library.refuses_regex
+                )
+                warnings.extend(said)
+                return json_rule(schema, any_whitespace=job.any_whitespace, lenient=not job.strict)
+
+            grammar = library.of_lark(lark_of_tags(json.loads(job.source), rule))
             grammar.warnings = tuple(dict.fromkeys((*warnings, *grammar.warnings)))
             return grammar
         if job.kind == "regex":

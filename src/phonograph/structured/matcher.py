@@ -30,6 +30,7 @@ _NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 puts a space before a text, and do not terminate for `/a+/ "a"`.
 """
 _PLACE = re.compile(r"\Aat \d+\(\d+\): (failed to compile JSON schema: )?")
+_EXCERPT = re.compile(r"\n +\d+ \| ")
 _UNKNOWN = "Unimplemented keys: "
 _ONE_OF = "oneOf is treated as anyOf"
 _ESCAPES = r"nrbtf\""
@@ -68,12 +69,7 @@ class LlguidanceLibrary:
         Raises:
             GrammarError: the library cannot compile the schema.
         """
-        options: dict[str, Any] = {"lenient": lenient, "coerce_one_of": True, "json_allowed_escapes": _ESCAPES}
-        if any_whitespace:
-            options["whitespace_pattern"] = WHITESPACE
-        else:
-            options |= {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-        lark = f"start: %json {json.dumps({**schema, 'x-guidance': options})}"
+        lark = f"start: {json_rule(schema, any_whitespace=any_whitespace, lenient=lenient)}"
         return self._compile(lark, self._limits)
 
     def of_regex(self, regex: str) -> LibraryGrammar:
@@ -183,6 +179,16 @@ def _fill(matcher: Any, words_W: np.ndarray) -> None:
     _check(matcher)
 
 
+def json_rule(schema: Mapping[str, Any], *, any_whitespace: bool, lenient: bool) -> str:
+    """Return a schema as a part of a rule in the library's dialect of Lark; see `LlguidanceLibrary.of_json_schema`."""
+    options: dict[str, Any] = {"lenient": lenient, "coerce_one_of": True, "json_allowed_escapes": _ESCAPES}
+    if any_whitespace:
+        options["whitespace_pattern"] = WHITESPACE
+    else:
+        options |= {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+    return f"%json {json.dumps({**schema, 'x-guidance': options})}"
+
+
 def _check(matcher: Any) -> None:
     if matcher.is_error():
         raise GrammarError(_message(matcher.get_error()))
@@ -190,7 +196,7 @@ def _check(matcher: Any) -> None:
 
 def _message(text: str) -> str:
     """Return a message of the library on one line, in this package's words."""
-    text = _PLACE.sub("", text).partition("\n   1 | ")[0]
+    text = _EXCERPT.split(_PLACE.sub("", text), maxsplit=1)[0]
     text = re.sub(r" \(\d+ times\)$", "", text)
     if text.startswith(_UNKNOWN):
         return f"{', '.join(json.loads(text.removeprefix(_UNKNOWN)))} cannot be enforced"

@@ -135,7 +135,7 @@ class Call:
         self.on_change: Callable[[], None] | None = None
         self._event = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
-        self._watcher: asyncio.Task[None] | None = None
+        self._watcher: asyncio.Future[object] | None = None
         self._at_end: list[Callable[[Call], None]] = []
 
     @property
@@ -195,11 +195,13 @@ class Call:
     def watch(self, client_gone: Awaitable[object], error: Exception) -> None:
         """Fail the call with `error` when `client_gone` completes."""
 
-        async def fail_when_gone() -> None:
-            await client_gone
-            self.fail(error)
+        def fail(watcher: asyncio.Future[object]) -> None:
+            if not watcher.cancelled() and watcher.exception() is None:
+                self.fail(error)
 
-        self._watcher = asyncio.create_task(fail_when_gone())
+        # A task of its own, so that closing the call before the task begins leaves no coroutine behind.
+        self._watcher = asyncio.ensure_future(client_gone)
+        self._watcher.add_done_callback(fail)
 
     def at_end(self, callback: Callable[[Call], None]) -> None:
         """Call `callback` with this call when it closes."""

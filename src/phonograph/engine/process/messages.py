@@ -94,6 +94,20 @@ class Progress(NamedTuple):
     total: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """Properties of the engine's model.
+
+    weight_bytes:  size of the weights in memory
+    weight_format: format of most weights, such as "bfloat16"
+    """
+
+    architecture: str
+    num_parameters: int
+    weight_bytes: int
+    weight_format: str
+
+
 @dataclass(slots=True, kw_only=True)
 class EngineFacts:
     """Properties of an engine that has started.
@@ -107,6 +121,7 @@ class EngineFacts:
     stats:       scheduler statistics before the first step
     """
 
+    model: ModelFacts
     context_len: int
     vocab_size: int
     max_num_seqs: int

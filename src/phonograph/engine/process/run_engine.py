@@ -9,7 +9,7 @@ from phonograph.config.engine_config import EngineConfig
 from phonograph.engine.build import Engine
 from phonograph.engine.groups.group_facts import group_facts
 from phonograph.engine.process.core_loop import CoreLoop
-from phonograph.engine.process.messages import Begin, Channel, EngineFacts, Progress, StartFailed
+from phonograph.engine.process.messages import Begin, Channel, EngineFacts, ModelFacts, Progress, StartFailed
 from phonograph.engine.session import Session, grammar_compiler
 from phonograph.engine.startup.start import start_engine
 from phonograph.errors import PhonographError
@@ -45,8 +45,14 @@ def run_engine(config: EngineConfig, channel: Channel, *, owns_process: bool) ->
 
 
 def _facts(engine: Engine, seconds: float) -> EngineFacts:
-    plan = engine.plan
+    plan, model = engine.plan, engine.plan.model
     return EngineFacts(
+        model=ModelFacts(
+            architecture=model.architecture,
+            num_parameters=model.num_parameters,
+            weight_bytes=model.weight_bytes(plan.dtype),
+            weight_format=plan.dtype if model.quantization is None else model.quantization.name,
+        ),
         context_len=engine.core.scheduler.context_len,
         vocab_size=plan.model.vocab_size,
         max_num_seqs=plan.limits.max_num_seqs,

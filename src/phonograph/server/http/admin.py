@@ -11,10 +11,10 @@ from starlette.responses import Response
 from phonograph.config.server_config import ServerConfig
 from phonograph.engine.process.messages import PauseMode
 from phonograph.errors import ConfigError
+from phonograph.server.chat.fields import Body, Texts
+from phonograph.server.chat.serving import Serving
 from phonograph.server.http.api_keys import has_key, key_error
 from phonograph.server.http.json_route import JsonRoute
-from phonograph.server.openai.fields import Body, Texts
-from phonograph.server.openai.serving import Serving
 
 PATHS = frozenset({"/pause", "/resume", "/is_paused", "/abort_requests", "/reset_prefix_cache"})
 """Paths of this module, which admit the keys of `admin_api_key` and no others."""

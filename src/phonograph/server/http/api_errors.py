@@ -1,9 +1,12 @@
-"""Errors in OpenAI's format: an HTTP status and {"error": {message, type, param, code}}."""
+"""Errors of requests: an HTTP status and an object in the form of the endpoint's protocol.
+
+OpenAI's is {"error": {message, type, param, code}}, also of endpoints that it does not have.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel
 
@@ -28,6 +31,45 @@ class ErrorAnswer(BaseModel):
     """Body of every error response, for the OpenAPI document."""
 
     error: ErrorDetail
+
+
+class MessagesErrorDetail(BaseModel):
+    """Type of error and message."""
+
+    type: str
+    message: str
+
+
+class MessagesErrorAnswer(BaseModel):
+    """Body of an error response in Anthropic's form, for the OpenAPI document."""
+
+    type: Literal["error"]
+    error: MessagesErrorDetail
+
+
+class OllamaErrorAnswer(BaseModel):
+    """Body of an error response in Ollama's form, for the OpenAPI document."""
+
+    error: str
+
+
+MESSAGES_PATH = "/v1/messages"
+"""Beginning of the paths of Anthropic's protocol."""
+MESSAGES_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": MessagesErrorAnswer, "description": "An error in Anthropic's form."} for status in ("4XX", "5XX")
+}
+"""Error responses of Anthropic's endpoints, for the OpenAPI document."""
+OLLAMA_PATH = "/api/"
+"""Beginning of the paths of Ollama's protocol."""
+OLLAMA_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": OllamaErrorAnswer, "description": "An error in Ollama's form."} for status in ("4XX", "5XX")
+}
+"""Error responses of Ollama's endpoints, for the OpenAPI document."""
+_KINDS = {
+    **{401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"},
+    **{429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error"},
+}
+"""Anthropic's types of errors by status."""
 
 
 class ApiError(Exception):
@@ -60,6 +102,30 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
         return {"error": error}
+
+
+def error_body(error: ApiError, path: str) -> dict[str, Any]:
+    """Return the body of an error response, in the form that clients of a path expect."""
+    if path.startswith(OLLAMA_PATH):
+        return ollama_error(error)
+    return messages_error(error) if path.startswith(MESSAGES_PATH) else error.body()
+
+
+def ollama_error(error: ApiError) -> dict[str, Any]:
+    """Return an error in Ollama's form."""
+    return {"error": error.message}
+
+
+def messages_error(error: ApiError) -> dict[str, Any]:
+    """Return an error in Anthropic's form.
+
+    The message of a prompt that is too long begins as Anthropic's does, because agents shorten their conversation then.
+    """
+    kind = _KINDS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    message = error.message
+    if error.code == "context_length_exceeded":
+        message = f"prompt is too long: {message}"
+    return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 def invalid(param: str | None, message: str, *, code: str | None = None) -> ApiError:

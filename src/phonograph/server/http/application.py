@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from phonograph import __version__
 from phonograph.errors import EngineUnavailable, RequestError, shortened
+from phonograph.server.chat.serving import Serving
 from phonograph.server.http import admin, page
 from phonograph.server.http.api_errors import ApiError, ErrorAnswer, api_error, failed, invalid
 from phonograph.server.http.api_keys import ApiKeys, error_response
@@ -19,14 +20,20 @@ from phonograph.server.http.body_guard import BodyGuard
 from phonograph.server.http.error_count import ErrorCount
 from phonograph.server.http.request_ids import HEADER, RequestIds
 from phonograph.server.http.stream import DirectSend
+from phonograph.server.messages import create_message
 from phonograph.server.observe import api_page, graphs, metrics, status
 from phonograph.server.observe.logs import REQUEST_ID
+from phonograph.server.ollama import ollama_chat, ollama_models
 from phonograph.server.openai import chat_completions, completions, tokens
-from phonograph.server.openai.serving import Serving
+from phonograph.server.responses import create_response
 
 ROUTERS = (
     completions.router,
     chat_completions.router,
+    create_response.router,
+    create_message.router,
+    ollama_chat.router,
+    ollama_models.router,
     tokens.router,
     status.router,
     graphs.router,
@@ -85,7 +92,7 @@ def make_app(serving: Serving) -> FastAPI:
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
-    return error_response(api_error(error))
+    return error_response(api_error(error), path=request.scope["path"])
 
 
 async def _on_invalid_body(request: Request, error: Exception) -> Response:
@@ -95,24 +102,26 @@ async def _on_invalid_body(request: Request, error: Exception) -> Response:
     path = [shortened(str(part)) for part in first["loc"] if part != "body"]
     if first["loc"][0] == "query":
         name = str(first["loc"][-1])
-        return error_response(invalid(name, f"{name}: {first['msg']}"))
+        return error_response(invalid(name, f"{name}: {first['msg']}"), path=request.scope["path"])
     if not isinstance(error.body, dict):
-        return error_response(invalid(None, "the body must be a JSON object, sent as application/json"))
+        return error_response(
+            invalid(None, "the body must be a JSON object, sent as application/json"), path=request.scope["path"]
+        )
     if not path:
-        return error_response(invalid(None, f"the body: {first['msg']}"))
+        return error_response(invalid(None, f"the body: {first['msg']}"), path=request.scope["path"])
     name, problem = ".".join(path), first["msg"].removeprefix("Value error, ")
-    return error_response(invalid(name, f"{name}: {problem}"))
+    return error_response(invalid(name, f"{name}: {problem}"), path=request.scope["path"])
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     """Answer an error of the framework: an unknown path, a wrong method, a body that cannot be parsed."""
     assert isinstance(error, HTTPException)
     message = f"{request.method} {shortened(request.url.path)}: {error.detail}"
-    return error_response(ApiError(error.status_code, message, headers=error.headers))
+    return error_response(ApiError(error.status_code, message, headers=error.headers), path=request.scope["path"])
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
     """Answer an unexpected exception. The framework raises it again afterwards, and the log gets its traceback."""
     error_text = failed("internal error; the server's log has the details", code="internal_error")
     # The framework answers outside of all middleware.
-    return error_response(error_text, {HEADER: REQUEST_ID.get() or ""})
+    return error_response(error_text, {HEADER: REQUEST_ID.get() or ""}, path=request.scope["path"])

@@ -148,7 +148,7 @@ async def _refuse(error: ApiError, body: _Body, scope: Scope, receive: Receive, 
     async def send_open(message: Message) -> None:
         await send({**message, "more_body": True} if message["type"] == "http.response.body" else message)
 
-    await error_response(error, {"connection": "close"})(scope, receive, send_open)
+    await error_response(error, {"connection": "close"}, path=scope["path"])(scope, receive, send_open)
     try:
         async with asyncio.timeout(LINGER_SECONDS):
             while not body.complete:

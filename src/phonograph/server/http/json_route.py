@@ -17,7 +17,7 @@ from phonograph.server.http.api_errors import invalid
 
 MAX_BODY_FIELDS = 256
 """Maximum fields of a body: more than any endpoint has."""
-MAX_OPTIONS = {"stream_options": 16, "chat_template_kwargs": 1024}
+MAX_OPTIONS = {"stream_options": 16, "options": 64, "chat_template_kwargs": 1024}
 """Maximum fields of objects in a body: more than any endpoint or template has."""
 INLINE_BYTES = 16_384
 """Longer bodies are prepared by a thread, and the event loop serves others before and after they are parsed."""
@@ -26,8 +26,11 @@ EXACT_BYTES = 1 << 20
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 LIMITS = {
     "messages": "max_request_messages",
+    "input": "max_request_messages",
+    "system": "max_request_messages",
     "tools": "max_request_tools",
     "stop": "max_request_stops",
+    "stop_sequences": "max_request_stops",
     "stop_token_ids": "max_request_stop_token_ids",
     "bad_words": "max_request_stop_token_ids",
     "allowed_token_ids": "max_request_token_ids",
@@ -127,6 +130,10 @@ def check_sizes(body: Any, config: ServerConfig) -> None:
         value = body.get(name)
         if isinstance(value, list | dict):
             _check(name, len(value), "items", setting, config)
+    options = body.get("options")
+    stops = options.get("stop") if isinstance(options, dict) else None
+    if isinstance(stops, list):
+        _check("options.stop", len(stops), "items", LIMITS["stop"], config)
     prompt = body.get("prompt")
     if isinstance(prompt, list) and prompt:
         # A prompt of token ids has no lists, unless it is refused later.

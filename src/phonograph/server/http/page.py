@@ -28,7 +28,8 @@ PATHS = frozenset(FILES)
 
 
 def _add(url: str, path: Path) -> None:
-    @router.get(url)
+    # Ollama's command line looks for a server with HEAD /.
+    @router.api_route(url, methods=["GET", "HEAD"])
     async def page() -> Response:  # pyright: ignore[reportUnusedFunction]
         return Response(path.read_bytes(), media_type=TYPES[path.suffix], headers=HEADERS)
 

@@ -22,6 +22,8 @@ from phonograph.engine.async_llm import AsyncLLM
 from phonograph.engine.process.client import StartProgress
 from phonograph.engine.process.process_client import ProcessClient
 from phonograph.errors import ModelError, RequestError
+from phonograph.server.chat.harmony import load_harmony
+from phonograph.server.chat.serving import Serving
 from phonograph.server.http.admin import check_admin
 from phonograph.server.http.application import make_app
 from phonograph.server.http.http_protocol import http_protocol
@@ -30,8 +32,6 @@ from phonograph.server.http.starting import Starting
 from phonograph.server.observe.logs import engine_logging, server_logging
 from phonograph.server.observe.traces import Traces, span_exporter
 from phonograph.server.openai.defaults import chat_template, sampling_defaults
-from phonograph.server.openai.harmony import load_harmony
-from phonograph.server.openai.serving import Serving
 from phonograph.text.tokenizer import has_tokenizer
 
 log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Coroutine, Generator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -19,13 +19,38 @@ from phonograph.engine.process.calls import Call, Sample
 from phonograph.errors import PhonographError
 from phonograph.server.http.api_errors import ApiError, api_error, failed
 from phonograph.server.http.error_count import ERRORS
-from phonograph.server.openai.answers import DONE, Answer, ChunkWriter, TokenIdAnswer, error_chunk
-from phonograph.server.openai.protocol import GenerationBody
 
 log = logging.getLogger(__name__)
 
 SERVERS_SEND = "phonograph.send"
 """Key of the server's own `send` among the extensions of a request."""
+
+
+class AnswerWriter(Protocol):
+    """Writer of one answer in its protocol, at once or as a stream.
+
+    name:       id of the answer
+    media_type: type of its stream
+    """
+
+    name: str
+    media_type: str
+
+    def whole(self) -> dict[str, Any]:
+        """Return the answer to a request without streaming."""
+        ...
+
+    def write(self, changed: list[Sample]) -> bytes:
+        """Return the events of samples that have changed, from the first on; empty if there is nothing to show yet."""
+        ...
+
+    def end(self) -> bytes:
+        """Return the events after all samples have ended."""
+        ...
+
+    def error(self, error: ApiError) -> bytes:
+        """Return the events of an answer that ends with an error."""
+        ...
 
 
 class DirectSend:
@@ -41,19 +66,23 @@ class DirectSend:
 
 
 class EventStream(Response):
-    """Sends the chunks of a call as it grows. Closes the call, however it ends."""
+    """Sends the events of a call as it grows. Closes the call, however it ends.
 
-    def __init__(self, call: Call, answer: Answer, body: GenerationBody, headers: Mapping[str, str]) -> None:
+    Args:
+        call: the call of the engine.
+        answer: writes the events.
+        headers: headers of the response.
+        names: the request's names of engine parameters, where they differ.
+    """
+
+    def __init__(self, call: Call, answer: AnswerWriter, headers: Mapping[str, str], names: Mapping[str, str]) -> None:
         # Proxies must neither cache nor buffer events; the second header is nginx's.
         streamed = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-        super().__init__(None, 200, {**headers, **streamed}, "text/event-stream")
+        super().__init__(None, 200, {**headers, **streamed}, answer.media_type)
         del self.headers["content-length"]
         self._call = call
         self._answer = answer
-        self._writer = ChunkWriter(answer.head, answer.first_fields if isinstance(answer, TokenIdAnswer) else {})
-        self._continuous_usage = body.continuous_usage
-        self._include_usage = body.include_usage
-        self._names = body.names()
+        self._names = names
         self._finished = False
         self._error: ApiError | None = None
         self._unsent: _Begun | None = None
@@ -94,7 +123,7 @@ class EventStream(Response):
             return
         try:
             changed, self._finished = self._call.take_changed(), self._call.finished
-            data = self._chunks(changed)
+            data = self._answer.write(changed)
             if data:
                 self._unsent = _begin(self._send(_message(data)))
         except Exception:  # the caller serves other calls too
@@ -104,17 +133,8 @@ class EventStream(Response):
         if self._unsent is not None:
             self._call.wake()
 
-    def _chunks(self, changed: list[Sample]) -> bytes:
-        usage = self._answer.usage() if self._continuous_usage else None
-        write, answer = self._writer.chunk, self._answer
-        return b"".join(
-            [write(choice, usage) for sample in changed for choice in answer.choices(sample, sample.take())]
-        )
-
     def _end(self) -> bytes:
-        if self._error is not None:
-            return error_chunk(self._error)
-        return (self._writer.chunk(None, self._answer.usage()) if self._include_usage else b"") + DONE
+        return self._answer.end() if self._error is None else self._answer.error(self._error)
 
 
 def _message(data: bytes, *, more: bool = True) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from phonograph.engine.metrics.histogram import Histogram
 from phonograph.engine.metrics.step_log import KEPT, StepTally
 from phonograph.engine.metrics.step_record import StepRecord
 from phonograph.graphs.modes import GraphKey
-from phonograph.server.openai.serving import Serving
+from phonograph.server.chat.serving import Serving
 
 router = APIRouter()
 

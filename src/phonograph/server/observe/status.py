@@ -9,8 +9,8 @@ from starlette.responses import Response
 
 from phonograph import __version__
 from phonograph.errors import quoted
+from phonograph.server.chat.serving import Serving
 from phonograph.server.http.api_errors import ApiError, api_error
-from phonograph.server.openai.serving import Serving
 
 router = APIRouter()
 

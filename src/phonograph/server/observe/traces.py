@@ -26,7 +26,10 @@ log = logging.getLogger(__name__)
 
 EXPORT_SECONDS = 5
 """Timeout of one attempt to reach the collector, and of the last one at the end."""
-OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
+OPERATIONS = {
+    **dict.fromkeys(("/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat"), "chat"),
+    **dict.fromkeys(("/v1/completions", "/api/generate"), "text_completion"),
+}
 """Names of the GenAI conventions for endpoints."""
 REQUESTED = ("temperature", "top_p", "top_k", "max_tokens", "frequency_penalty", "presence_penalty", "seed")
 """Sampling parameters with a name in the GenAI conventions, `gen_ai.request.NAME`."""

@@ -18,6 +18,12 @@ def field_warnings(no_effect: Iterable[str], dropped: Iterable[str]) -> dict[str
     return {"warning": ", ".join(values)} if values else {}
 
 
+def with_no_effect(headers: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
+    """Return headers that also list fields without effect."""
+    added = field_warnings(names, ())
+    return {**headers, **{key: ", ".join(filter(None, (headers.get(key), value))) for key, value in added.items()}}
+
+
 def with_grammar_warnings(headers: Mapping[str, str], call: Call) -> dict[str, str]:
     """Return headers that also list what the grammar of a call does not enforce."""
     warnings = dict.fromkeys(itertools.chain.from_iterable(prompt.warnings for prompt in call.prompts))

@@ -12,6 +12,7 @@ from pydantic_core import to_json
 from phonograph.engine.process.calls import Call, Delta, Sample
 from phonograph.server.http.api_errors import ApiError
 from phonograph.server.observe.logs import REQUEST_ID
+from phonograph.server.openai.protocol import GenerationBody
 
 DONE = b"data: [DONE]\n\n"
 ANSWERS: dict[int | str, dict[str, Any]] = {
@@ -126,6 +127,38 @@ class ChunkWriter:
         return begin + middle + end
 
 
-def error_chunk(error: ApiError) -> bytes:
-    """Return the events of an answer that ends with an error."""
-    return b"data: " + to_json(error.body()) + b"\n\n" + DONE
+class ChunkStream:
+    """Writes an answer of chats or completions, whose events are chunks of it; an `AnswerWriter`.
+
+    Args:
+        answer: the answer.
+        call: the call of the engine.
+        body: fields of the request.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, answer: Answer, call: Call, body: GenerationBody) -> None:
+        first_fields: Mapping[str, Any] = {}
+        if body.return_token_ids:
+            answer = TokenIdAnswer(answer, call, prompt_only=body.requested_tokens() == 0)
+            first_fields = answer.first_fields
+        self.name: str = answer.head["id"]
+        self._answer = answer
+        self._chunk = ChunkWriter(answer.head, first_fields).chunk
+        self._continuous_usage = body.continuous_usage
+        self._include_usage = body.include_usage
+
+    def whole(self) -> dict[str, Any]:
+        return self._answer.whole()
+
+    def write(self, changed: list[Sample]) -> bytes:
+        usage = self._answer.usage() if self._continuous_usage else None
+        write, choices = self._chunk, self._answer.choices
+        return b"".join([write(choice, usage) for sample in changed for choice in choices(sample, sample.take())])
+
+    def end(self) -> bytes:
+        return (self._chunk(None, self._answer.usage()) if self._include_usage else b"") + DONE
+
+    def error(self, error: ApiError) -> bytes:
+        return b"data: " + to_json(error.body()) + b"\n\n" + DONE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -12,12 +13,15 @@ from phonograph.core.batch import TokenLogprobs
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.admission import admitted_bad_words
 from phonograph.engine.process.calls import Call, Delta, Prompt, Sample
+from phonograph.server.chat.chat_request import sampling_params
+from phonograph.server.chat.gap_prompts import gap_prompt, infill_form
+from phonograph.server.chat.respond import respond
+from phonograph.server.chat.serving import Serving
 from phonograph.server.http.api_errors import invalid
 from phonograph.server.http.json_route import JsonRoute
-from phonograph.server.openai.answers import ANSWERS, answer_head, usage_of
+from phonograph.server.openai.answers import ANSWERS, ChunkStream, answer_head, usage_of
 from phonograph.server.openai.completion_logprobs import CompletionLogprobs, prompt_positions
 from phonograph.server.openai.protocol import DEFAULT_MAX_TOKENS, CompletionBody
-from phonograph.server.openai.serving import Serving, respond
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -26,32 +30,47 @@ router = APIRouter(route_class=JsonRoute)
 async def create_completion(body: CompletionBody, request: Request) -> Response:
     """Continue one prompt or several."""
     serving: Serving = request.app.state.serving
-    headers = serving.admit(body, len(body.prompt))
+    headers = serving.admit(body, num_prompts=len(body.prompt), n=body.n or 1, priority=body.priority or 0)
     if body.stream and body.prompt_logprobs is not None:
         raise invalid("prompt_logprobs", "prompt_logprobs are not streamed; use echo with logprobs, or stream=false")
     prompts, params = await serving.prepare(
         request, lambda gone: _prepared(serving, body, gone), num_prompts=len(body.prompt)
     )
-    call = serving.open(request, prompts, params, body)
-    return await respond(call, CompletionAnswer(serving, call, body), body, headers)
+    streams = bool(body.stream)
+    call = serving.open(
+        request, prompts, params, streams=streams, priority=body.priority or 0, cache_salt=body.cache_salt
+    )
+    answer = ChunkStream(CompletionAnswer(serving, call, body), call, body)
+    return await respond(call, answer, headers, body.names(), streams=streams)
 
 
 def _prepared(serving: Serving, body: CompletionBody, gone: threading.Event) -> tuple[list[list[int]], SamplingParams]:
     """Return the token ids and sampling parameters of a request, all checked."""
-    prompts = serving.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False, gone=gone)
     requested = body.requested_tokens()
+    keep = serving.kept_tokens(body.truncate_prompt_tokens, requested)
+    if body.suffix:
+        return _with_gaps(serving, body)
+    prompts = serving.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False, keep=keep, gone=gone)
+    if keep is not None:
+        body.prompt = prompts  # for echo
     # The engine generates at least one token; with max_tokens=0 it is not shown.
-    max_tokens = serving.max_tokens(
-        prompts, 1 if requested == 0 else requested, field=body.names().get("max_tokens", "max_tokens")
+    return prompts, _params(serving, body, prompts, 1 if requested == 0 else requested)
+
+
+def _with_gaps(serving: Serving, body: CompletionBody) -> tuple[list[list[int]], SamplingParams]:
+    """Return the token ids of prompts of which the answers come before the suffix, and the parameters."""
+    prompts = [gap_prompt(serving, prompt, body.suffix or "") for prompt in body.prompt]
+    params = _params(serving, body, prompts, body.requested_tokens())
+    return prompts, replace(params, stop_token_ids=(*params.stop_token_ids, *infill_form(serving).ends))
+
+
+def _params(serving: Serving, body: CompletionBody, prompts: list[list[int]], requested: int | None) -> SamplingParams:
+    max_tokens = serving.max_tokens(prompts, requested, field=body.names().get("max_tokens", "max_tokens"))
+    values = body.sampling(
+        logprobs=body.logprobs, max_logprobs=serving.config.max_logprobs, scores_prompt=bool(body.echo)
     )
-    params = body.sampling_params(
-        serving.defaults,
-        max_tokens=max_tokens or DEFAULT_MAX_TOKENS,
-        logprobs=body.logprobs,
-        max_logprobs=serving.config.max_logprobs,
-        scores_prompt=bool(body.echo),
-    )
-    return prompts, admitted_bad_words(params, serving.tokenizer)
+    params = sampling_params(serving.defaults, values, max_tokens or DEFAULT_MAX_TOKENS, body.names())
+    return admitted_bad_words(params, serving.tokenizer)
 
 
 class CompletionAnswer:

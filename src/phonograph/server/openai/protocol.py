@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from phonograph.core.sampling_params import SamplingParams
 from phonograph.core.structured_outputs import StructuredOutputs
 from phonograph.errors import RequestError
+from phonograph.server.chat.fields import Biases, Body, Messages, Prompts, Stops, TokenIds
+from phonograph.server.chat.thinking import Thinking
 from phonograph.server.http.api_errors import api_error, invalid
-from phonograph.server.openai.fields import Biases, Body, Messages, Prompts, Stops, TokenIds
 from phonograph.server.openai.structured import PARAMETERS, StructuredFields, field_of, structured_outputs
 
 DEFAULT_MAX_TOKENS = 16
@@ -66,6 +65,7 @@ class GenerationBody(StructuredFields):
     skip_special_tokens: bool | None = None
     speculate: bool | None = None
     prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
     return_tokens_as_token_ids: bool | None = None
     return_token_ids: bool | None = None
     stream: bool | None = None
@@ -108,28 +108,24 @@ class GenerationBody(StructuredFields):
             names["max_tokens"] = "max_completion_tokens"
         return names
 
-    def sampling_params(
+    def sampling(
         self,
-        defaults: Mapping[str, Any],
         *,
-        max_tokens: int | None,
         logprobs: int | None,
         max_logprobs: int,
         scores_prompt: bool = False,
         structured: StructuredOutputs | None = None,
-    ) -> SamplingParams:
-        """Return the engine's parameters for a request.
+    ) -> dict[str, Any]:
+        """Return the sampling parameters of a request, without max_tokens.
 
         Args:
-            defaults: sampling parameters of the model, for fields that the request leaves out.
-            max_tokens: tokens to generate.
             logprobs: likely tokens to report at each position, or None.
             max_logprobs: limit of the server.
             scores_prompt: report `logprobs` for the prompt too.
             structured: structured output that does not come from the fields, such as a forced tool call.
 
         Raises:
-            ApiError: a value is out of range.
+            ApiError: the form of the output is wrong, or too many log-probabilities are requested.
         """
         names = self.names()
         for name, value in ((names.get("logprobs", "logprobs"), logprobs), ("prompt_logprobs", self.prompt_logprobs)):
@@ -146,16 +142,16 @@ class GenerationBody(StructuredFields):
             found = structured or requested
             if found is not None and self.structured_outputs_strictness is not None:
                 found = replace(found, strictness=self.structured_outputs_strictness)
-            values["structured_outputs"] = found
-            return SamplingParams(**{**defaults, **values}, max_tokens=max_tokens, logprobs=logprobs)
         except RequestError as error:
             raise api_error(error, names) from None
+        return {**values, "structured_outputs": found, "logprobs": logprobs}
 
 
 class CompletionBody(GenerationBody):
     """POST /v1/completions."""
 
     prompt: Prompts
+    suffix: str | None = None
     echo: bool | None = None
     logprobs: int | None = None
     add_special_tokens: bool | None = None
@@ -164,6 +160,9 @@ class CompletionBody(GenerationBody):
         if self.requested_tokens() == 0 and not self.echo:
             name = self.names().get("max_tokens", "max_tokens")
             raise invalid(name, f"{name}=0 needs echo=true, because the answer would be empty")
+        for name in ("echo", "truncate_prompt_tokens", "prompt_logprobs"):
+            if self.suffix and getattr(self, name):
+                raise invalid(name, f"{name} contradicts suffix; give one of them")
         return super().check()
 
 
@@ -182,6 +181,14 @@ class ChatBody(GenerationBody):
     reasoning_effort: str | None = None
     include_reasoning: bool | None = None
     thinking_token_budget: int | None = None
+
+    def requested_thinking(self) -> Thinking:
+        return Thinking(
+            effort=self.reasoning_effort,
+            shown=self.include_reasoning is not False,
+            budget=self.thinking_token_budget,
+            variables=self.chat_template_kwargs or {},
+        )
 
     def names(self) -> dict[str, str]:
         # Without a field for structured output, it comes from forced calls.
@@ -207,6 +214,9 @@ class TokenizeBody(Body):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
+
+    def requested_thinking(self) -> Thinking:
+        return Thinking(variables=self.chat_template_kwargs or {})
 
     def check(self) -> list[str]:
         if (self.prompt is None) == (self.messages is None):

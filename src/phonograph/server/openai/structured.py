@@ -7,8 +7,8 @@ from typing import Any, get_args
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.core.structured_outputs import Kind, Strictness, StructuredOutputs
 from phonograph.errors import RequestError
+from phonograph.server.chat.fields import Body, Choices
 from phonograph.server.http.api_errors import invalid
-from phonograph.server.openai.fields import Body, Choices
 
 GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 """vLLM's older fields, with their names in structured_outputs."""
@@ -44,7 +44,8 @@ def structured_outputs(body: StructuredFields) -> StructuredOutputs | None:
     """
     requested: dict[str, StructuredOutputs | None] = {}
     if body.response_format is not None:
-        requested[FORMAT] = _of_format(body.response_format)
+        kind, about = body.response_format.get("type"), body.response_format.get("json_schema")
+        requested[FORMAT] = of_format(kind, about, FORMAT, f"{FORMAT}.json_schema")
     if body.structured_outputs is not None:
         params = SamplingParams(structured_outputs=body.structured_outputs)  # pyright: ignore[reportArgumentType]
         requested["structured_outputs"] = params.structured_outputs
@@ -69,22 +70,31 @@ def field_of(body: StructuredFields) -> str | None:
     return next((name for name in ("structured_outputs", *GUIDED) if getattr(body, name) is not None), None)
 
 
-def _of_format(response_format: dict[str, Any]) -> StructuredOutputs | None:
-    kind = response_format.get("type")
+def of_format(kind: Any, about: Any, field: str, where: str) -> StructuredOutputs | None:
+    """Return the form of content that OpenAI's formats define; None for text.
+
+    Args:
+        kind: type of the format.
+        about: name, schema, description and strictness of the type json_schema.
+        field: name of the format in the request.
+        where: place of `about` in the request.
+
+    Raises:
+        ApiError: the format is wrong.
+    """
     if kind == "text":
         return None
     if kind == "json_object":
         return StructuredOutputs(json_object=True)
     if kind != "json_schema":
-        raise invalid(FORMAT, f"{FORMAT}.type must be text, json_object or json_schema, not {str(kind)[:50]!r}")
-    about = response_format.get("json_schema")
+        raise invalid(field, f"{field}.type must be text, json_object or json_schema, not {str(kind)[:50]!r}")
     if not isinstance(about, dict) or not isinstance(about.get("name"), str):
-        raise invalid(FORMAT, f"{FORMAT}.json_schema must be an object with a name and a schema")
+        raise invalid(field, f"{where} must be an object with a name and a schema")
     for key in about:
         if key not in ("name", "description", "schema", "strict"):
-            raise invalid(FORMAT, f"{FORMAT}.json_schema: unknown key {key[:50]!r}")
+            raise invalid(field, f"{where}: unknown key {key[:50]!r}")
     if about.get("schema") is None:
         return StructuredOutputs(json_object=True)
     if not isinstance(about["schema"], dict):
-        raise invalid(FORMAT, f"{FORMAT}.json_schema.schema must be an object")
+        raise invalid(field, f"{where}.schema must be an object")
     return StructuredOutputs(json=about["schema"], strictness="strict" if about.get("strict") is True else None)

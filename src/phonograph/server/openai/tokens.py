@@ -7,10 +7,11 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
+from phonograph.server.chat.serving import Serving
 from phonograph.server.http.api_errors import invalid
 from phonograph.server.http.json_route import JsonRoute
+from phonograph.server.openai.chat_translation import tokenize_request
 from phonograph.server.openai.protocol import DetokenizeBody, TokenizeBody
-from phonograph.server.openai.serving import Serving
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -26,7 +27,7 @@ async def tokenize(body: TokenizeBody, request: Request) -> Response:
 
 def _tokens(serving: Serving, body: TokenizeBody) -> dict[str, Any]:
     if body.messages is not None:
-        token_ids = serving.encode_chat(body, whole_context=False)
+        token_ids = serving.encode_chat(tokenize_request(body, serving.config), whole_context=False)
     else:
         assert body.prompt is not None
         token_ids = serving.encode_text(

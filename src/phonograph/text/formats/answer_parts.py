@@ -8,11 +8,12 @@ from typing import Protocol
 
 @dataclass(slots=True)
 class ToolDelta:
-    """New part of call `index`: its name if it begins, and text of its arguments."""
+    """New part of call `index`: its name if it begins, and text of its arguments, or of the input of a custom tool."""
 
     index: int
     arguments: str = ""
     name: str | None = None
+    custom: bool = False
 
 
 @dataclass(slots=True)

@@ -30,6 +30,7 @@ class ToolFormat:
     parser:  makes the parser of one answer
     other:   expression that only templates of other forms contain
     markers: special tokens that the text of an answer must show
+    tag:     texts around the arguments of a call, with %s for the name as JSON text, where they can be enforced
     short_ids: ids of calls have 9 characters, as the templates of this form require
     """
 
@@ -39,6 +40,7 @@ class ToolFormat:
     parser: Callable[[Functions], ToolParser]
     other: str = r"(?!)"
     markers: tuple[str, ...] = ()
+    tag: tuple[str, str] | None = None
     short_ids: bool = False
 
     def fits(self, template: str) -> bool:
@@ -46,12 +48,14 @@ class ToolFormat:
         return re.search(self.sign, template) is not None and re.search(self.other, template) is None
 
 
+_TOOL_CALL = "<tool_call>"
+_HERMES = (_TOOL_CALL + '\n{"name": %s, "arguments": ', "}\n</tool_call>")
 _MISTRAL = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
 TOOL_FORMATS: Mapping[ToolCallParser, ToolFormat] = {
     form.name: form
     for form in (
         ToolFormat("qwen3_coder", r"(?s)<function=.*<parameter=", "<tool_call>", XmlCalls),
-        ToolFormat("hermes", r"<tool_call>", "<tool_call>", Hermes, other=r"<arg_key>|<function="),
+        ToolFormat("hermes", r"<tool_call>", _TOOL_CALL, Hermes, other=r"<arg_key>|<function=", tag=_HERMES),
         ToolFormat("deepseek_v3", r"<｜tool▁call▁begin｜>", "<｜tool▁call▁begin｜>", DeepSeekCalls),
         ToolFormat("mistral", r"\[TOOL_CALLS\]", _MISTRAL[0], MistralCalls, markers=_MISTRAL, short_ids=True),
         ToolFormat("pythonic", r"\[\w+\(\w+ ?=", None, PythonicCalls, other=r"<\|tool_call_start\|>|<TOOLCALL>"),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, WithJsonSchema
 
 from phonograph.config.base import nearest
 from phonograph.errors import shortened
+from phonograph.server.chat.thinking import Thinking
 from phonograph.server.http.api_errors import invalid
 
 MAX_STOP_LENGTH = 1024
@@ -25,8 +26,8 @@ NO_EFFECT = frozenset(
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys(("audio", "chat_template", "documents"), ()),
     **dict.fromkeys(("functions", "guided_decoding_backend", "kv_transfer_params", "logits_processors"), ()),
-    **dict.fromkeys(("mm_processor_kwargs", "prompt_embeds", "truncate_prompt_tokens"), ()),
-    **dict.fromkeys(("use_beam_search", "vllm_xargs", "web_search_options"), ()),
+    **dict.fromkeys(("mm_processor_kwargs", "prompt_embeds", "use_beam_search"), ()),
+    **dict.fromkeys(("vllm_xargs", "web_search_options"), ()),
     **dict.fromkeys(("function_call", "reasoning_effort"), ("none",)),
     **dict.fromkeys(("include_reasoning", "spaces_between_special_tokens"), (True,)),
     **{"length_penalty": (1,), "modalities": (["text"],), "suffix": ("",), "verbosity": ("medium",)},
@@ -34,26 +35,36 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
 """Fields of OpenAI or vLLM that are not served, with neutral values. Null, false, [] and {} are always neutral."""
 
 
-def _close(schema: dict[str, Any]) -> None:
-    schema["properties"] |= {name: {"description": "accepted, without effect"} for name in sorted(NO_EFFECT)}
+def _close(schema: dict[str, Any], body: type[Fields]) -> None:
+    schema["properties"] |= {name: {"description": "accepted, without effect"} for name in sorted(body.no_effect)}
     schema["additionalProperties"] = False
 
 
-class Body(BaseModel):
-    """Body of a request, with strict JSON types: "5" does not pass as a number."""
+class Fields(BaseModel):
+    """Fields of a request or of an object in it, with strict JSON types: "5" does not pass as a number.
+
+    prefix:      beginning of the fields' names in messages
+    no_effect:   fields that do not change the answer
+    unsupported: fields that are not served, with neutral values
+    reasons:     what to do without a field that is not served
+    """
+
+    prefix: ClassVar[str] = ""
+    no_effect: ClassVar[frozenset[str]] = NO_EFFECT
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = UNSUPPORTED
+    reasons: ClassVar[Mapping[str, str]] = {}
 
     # Extra fields are only read to be named in an error; the OpenAPI document excludes them.
     model_config = ConfigDict(extra="allow", strict=True, json_schema_extra=_close)
 
-    model: str | None = None
-
     def drop_unknown(self) -> list[str]:
         """Remove fields that neither this server nor another one knows; return their names."""
         extra = self.model_extra or {}
-        unknown = [name for name in extra if name not in NO_EFFECT and name not in UNSUPPORTED and name != "best_of"]
+        known = {*self.no_effect, *self.unsupported, "best_of"}
+        unknown = [name for name in extra if name not in known]
         for name in unknown:
             del extra[name]
-        return [shortened(name) for name in unknown]
+        return [self.prefix + shortened(name) for name in unknown]
 
     def check(self) -> list[str]:
         """Check the fields; return those that have no effect.
@@ -62,20 +73,33 @@ class Body(BaseModel):
             ApiError: a field is unknown, not supported, or contradicts another.
         """
         ignored: list[str] = []
-        for name, value in (self.model_extra or {}).items():
-            if name in NO_EFFECT:
+        for key, value in (self.model_extra or {}).items():
+            name = self.prefix + (key if len(key) <= 100 else f"{key[:100]}...")
+            if key in self.no_effect:
                 if value is not None:
                     ignored.append(name)
-            elif name in UNSUPPORTED:
-                if not _asks_nothing(value, UNSUPPORTED[name]):
-                    raise invalid(name, f"{name} is not supported by this server", code="unsupported_parameter")
+            elif key in self.unsupported:
+                if not _asks_nothing(value, self.unsupported[key]):
+                    problem = f"{name} is not supported by this server"
+                    if key in self.reasons:
+                        problem += f": {self.reasons[key]}"
+                    raise invalid(name, problem, code="unsupported_parameter")
             else:
-                known = [*type(self).model_fields, *NO_EFFECT, *UNSUPPORTED]
-                shown = name if len(name) <= 100 else f"{name[:100]}..."
-                hint = nearest(name[:100], known)
+                known = [*type(self).model_fields, *self.no_effect, *self.unsupported]
+                hint = nearest(key[:100], known)
                 hint = hint if hint.startswith("did you mean") else "this endpoint has no such field"
-                raise invalid(shown, f"unknown field {shown!r}: {hint}", code="unknown_parameter")
+                raise invalid(name, f"unknown field {name!r}: {hint}", code="unknown_parameter")
         return ignored
+
+
+class Body(Fields):
+    """Body of a request."""
+
+    model: str | None = None
+
+    def requested_thinking(self) -> Thinking | None:
+        """Return the reasoning that the request asks for; None if it is no chat."""
+        return None
 
 
 def _asks_nothing(value: object, neutral: tuple[object, ...]) -> bool:

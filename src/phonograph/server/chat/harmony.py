@@ -16,11 +16,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from phonograph.errors import ConfigError, quoted
+from phonograph.server.chat.chat_request import ChatRequest
 from phonograph.server.http.api_errors import invalid
-from phonograph.server.openai.answer_reader import joined_calls, written_call
-from phonograph.server.openai.protocol import ChatBody
-from phonograph.server.openai.structured import field_of
-from phonograph.server.openai.tools import ToolChoice
 from phonograph.text.formats.answer_parts import Found, ToolDelta
 from phonograph.text.formats.find_formats import Formats
 
@@ -156,29 +153,14 @@ class HarmonyReader:
     def has_calls(self) -> bool:
         return self._num_calls > 0
 
-    def delta(self, token_ids: Sequence[int], *, ended: bool) -> dict[str, Any]:
-        """Return the delta of new tokens; empty if there is nothing to show."""
-        reasoning, found = self._read(token_ids, ended)
-        delta: dict[str, Any] = {"reasoning_content": reasoning} if reasoning else {}
-        if found.content:
-            delta["content"] = found.content
-        return {**delta, "tool_calls": [written_call(call) for call in found.calls]} if found.calls else delta
-
-    def message(self, token_ids: Sequence[int]) -> dict[str, Any]:
-        """Return reasoning, content and calls of the whole answer."""
-        reasoning, found = self._read(token_ids, ended=True)
-        message: dict[str, Any] = {"content": found.content or (None if found.calls else "")}
-        if reasoning:
-            message["reasoning_content"] = reasoning
-        return {**message, "tool_calls": joined_calls(found.calls)} if found.calls else message
-
-    def _read(self, token_ids: Sequence[int], ended: bool) -> tuple[str, Found]:
-        reasoning, found = "", Found()
+    def read(self, token_ids: Sequence[int], *, ended: bool) -> Found:
+        """Return the parts of new tokens; of all tokens, if `ended` is True at once."""
+        found = Found()
         for token_id in token_ids:
             if self._plain:
                 found.content += self._text([token_id])
             else:
-                reasoning += self._push(token_id, found)
+                self._push(token_id, found)
         if ended:
             header = self._header or []
             is_text = not any(map(self._harmony.encoding.is_special_token, header))
@@ -187,10 +169,9 @@ class HarmonyReader:
             self._header = None
         if not self._parallel:
             found.calls = [call for call in found.calls if call.index == 0]
-        return reasoning, found
+        return found
 
-    def _push(self, token_id: int, found: Found) -> str:
-        """Read a token; return its reasoning."""
+    def _push(self, token_id: int, found: Found) -> None:
         if self._header is not None:
             self._header.append(token_id)
         try:
@@ -199,22 +180,21 @@ class HarmonyReader:
             self._plain = True
             found.content += self._text(self._header or [token_id])
             self._header = None
-            return ""
+            return
         if self._header is not None:
             if token_id == self._harmony.message_id:
                 self._header = None
                 self._begin(found)
-            return ""
+            return
         channel, text = self._parser.current_channel, self._parser.last_content_delta or ""
         if self._parser.current_role is None:
             self._header, self._in_call = [], False  # the token was the end of the message
         elif self._in_call and text:
             found.calls.append(ToolDelta(self._num_calls - 1, text))
         elif channel == "analysis":
-            return text
+            found.reasoning += text
         else:
             found.content += text
-        return ""
 
     def _begin(self, found: Found) -> None:
         """Begin a message, whose header is complete."""
@@ -236,20 +216,29 @@ class HarmonyReader:
         return text
 
 
-def check_harmony(body: ChatBody, tools: ToolChoice | None) -> None:
-    """Check the fields of a request that the format restricts.
+def check_harmony(request: ChatRequest) -> None:
+    """Check the parts of a request that the format restricts.
 
     Raises:
         ApiError: an effort that the model does not know; stop strings, grammars or forced calls, which would apply to
-            reasoning and headers too.
+            reasoning and headers too; variables of a template, or a message that continues.
     """
-    if body.reasoning_effort not in (None, *EFFORTS):
-        problem = f"reasoning_effort={quoted(body.reasoning_effort)} must be {', '.join(EFFORTS[:-1])} or {EFFORTS[-1]}"
-        raise invalid("reasoning_effort", problem)
-    field = "stop" if body.stop else field_of(body)
-    if tools is not None and tools.form != "parsed":
+    effort, name = request.thinking.effort, request.thinking.name("reasoning_effort")
+    if effort not in (None, *EFFORTS):
+        raise invalid(name, f"{name}={quoted(effort)} must be {', '.join(EFFORTS[:-1])} or {EFFORTS[-1]}")
+    if request.thinking.enabled is False:
+        name = request.thinking.name("thinking_token_budget")
+        problem = f"{name}: chat_format=harmony cannot turn the model's reasoning off"
+        raise invalid(name, problem, code="unsupported_parameter")
+    field = None
+    if request.tools is not None and request.tools.form != "parsed":
         field = "tool_choice"
+    elif request.sampling.get("stop"):
+        field = "stop"
+    elif request.sampling.get("structured_outputs") is not None:
+        field = "structured_outputs"
     if field is not None:
+        field = request.name(field)
         problem = f"{field} is not supported with chat_format=harmony: it would apply to reasoning and headers too"
         raise invalid(field, problem, code="unsupported_parameter")
 

@@ -1,12 +1,16 @@
-"""Chat messages for templates: checked, with their text parts joined."""
+"""Chat messages for templates: checked, with their text parts joined.
+
+The form of messages is that of OpenAI's chats. The other protocols translate their turns to it.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from phonograph.errors import RequestError
+from phonograph.server.chat.custom_tools import INPUT
 from phonograph.server.http.api_errors import invalid
 from phonograph.server.http.json_meter import JsonMeter
 
@@ -18,6 +22,10 @@ KEYS = frozenset(
         *("reasoning", "reasoning_content"),
     }
 )
+
+
+_PARTS = {"text": "text"}
+"""Types of text parts, with the key of the text."""
 
 
 def read_messages(messages: list[Message], meter: JsonMeter) -> list[Message]:
@@ -83,7 +91,7 @@ def _read(message: Message, where: str, meter: JsonMeter) -> Message:
             raise invalid(f"{where}.{key[:100]}", f"unknown key {key[:100]!r} in a message")
     read = {key: value for key, value in message.items() if value is not None}
     if "content" in read:
-        read["content"] = _text(read["content"], f"{where}.content")
+        read["content"] = read_text(read["content"], f"{where}.content", _PARTS)
     elif role != "assistant" or not (read.get("tool_calls") or read.get("function_call")):
         raise invalid(f"{where}.content", "content is missing; send a string or a list of text parts")
     else:
@@ -104,39 +112,89 @@ def _tool_calls(calls: Any, where: str, meter: JsonMeter) -> list[dict[str, Any]
     if not isinstance(calls, list):
         raise invalid(where, "tool_calls must be a list")
     read: list[dict[str, Any]] = []
-    for index, call in enumerate(calls):
+    for index, one in enumerate(calls):
+        is_custom = isinstance(one, dict) and one.get("type") == "custom"
+        call = _as_function(one, f"{where}[{index}]") if is_custom else one
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise invalid(f"{where}[{index}]", "a tool call must have a function with a name")
-        arguments = function.get("arguments") or "{}"
-        try:
-            if isinstance(arguments, str):
-                meter.check_text(arguments)
-                arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            arguments = None
-        if not isinstance(arguments, dict):
-            raise invalid(f"{where}[{index}].function.arguments", "arguments must be the JSON text of an object")
+        arguments = read_arguments(function.get("arguments") or "{}", f"{where}[{index}].function.arguments", meter)
         read.append({**call, "function": {**function, "arguments": arguments}})
     return read
 
 
-def _text(content: Any, where: str) -> str:
+def _as_function(call: dict[str, Any], where: str) -> dict[str, Any]:
+    """Return the call of a custom tool as that of a function."""
+    custom = call.get("custom")
+    text = custom.get("input") if isinstance(custom, dict) else None
+    if not isinstance(custom, dict) or not isinstance(text, str):
+        raise invalid(where, "a custom tool call must have a custom object with a name and an input")
+    rest = {key: value for key, value in call.items() if key != "custom"}
+    return {**rest, "type": "function", "function": {"name": custom.get("name"), "arguments": {INPUT: text}}}
+
+
+def read_arguments(arguments: Any, where: str, meter: JsonMeter) -> dict[str, Any]:
+    """Return the arguments of a call, an object or its JSON text, as an object.
+
+    Raises:
+        ApiError: they are neither, or hold too many items.
+    """
+    try:
+        if isinstance(arguments, str):
+            meter.check_text(arguments)
+            arguments = json.loads(arguments)
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise invalid(where, "arguments must be the JSON text of an object")
+    return arguments
+
+
+def read_text(content: Any, where: str, parts: Mapping[str, str]) -> str:
+    """Return the text of a string or of a list of text parts, which are lines of it.
+
+    Args:
+        content: the value.
+        where: its place in the request.
+        parts: types of parts, each with the key of its text.
+
+    Raises:
+        ApiError: it is neither, or a part is of another type.
+    """
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise invalid(where, "content must be a string or a list of text parts")
-    return "\n".join(_part(part, f"{where}[{index}]") for index, part in enumerate(content))
+    return "\n".join(_part(part, f"{where}[{index}]", parts) for index, part in enumerate(content))
 
 
-def _part(part: Any, where: str) -> str:
+def _part(part: Any, where: str, parts: Mapping[str, str]) -> str:
     if isinstance(part, str):
         return part
     if not isinstance(part, dict) or not isinstance(part.get("type"), str):
         raise invalid(where, "a part must be an object with a type")
-    if part["type"] != "text":
+    key = parts.get(part["type"])
+    if key is None:
         problem = f"parts of type {part['type'][:50]!r} are not supported: the model reads text"
         raise invalid(where, problem, code="unsupported_part")
-    if not isinstance(part.get("text"), str):
-        raise invalid(f"{where}.text", "the text of a part must be a string")
-    return part["text"]
+    if not isinstance(part.get(key), str):
+        raise invalid(f"{where}.{key}", f"the {key} of a part must be a string")
+    return part[key]
+
+
+def joined_turns(messages: list[Message]) -> list[Message]:
+    """Return messages for templates of which roles take turns.
+
+    Many templates have one place for a system message, at the beginning, and no developer. Agents send several, and
+    several messages of one role in a row.
+    """
+    found: list[Message] = []
+    for message in messages:
+        role = "system" if message["role"] == "developer" else message["role"]
+        last = found[-1] if found else None
+        parts = message.keys() if last is None else message.keys() | last.keys()
+        if last is not None and last["role"] == role and role != "tool" and not parts & {"reasoning", "tool_calls"}:
+            last["content"] = f"{last['content']}\n\n{message['content']}"
+        else:
+            found.append({**message, "role": role})
+    return found

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from phonograph.core.structured_outputs import StructuredOutputs
 from phonograph.errors import RequestError
+from phonograph.server.chat.custom_tools import custom_tool
 from phonograph.server.http.api_errors import api_error, invalid
+from phonograph.text.formats.find_formats import ToolFormat
 
 MAX_FORCED_CALLS = 16
 """Maximum calls of an answer with required calls; weak models do not stop by themselves."""
@@ -23,12 +26,44 @@ class ToolChoice:
     tools:    functions for the template
     function: name of the function, if `form` is "named"
     parallel: an answer may have several calls
+    custom:   names of custom tools among the functions
+    ignored:  what has no effect
     """
 
     form: Form
     tools: list[dict[str, Any]]
     function: str | None = None
     parallel: bool = True
+    custom: frozenset[str] = frozenset()
+    ignored: tuple[str, ...] = ()
+
+    @property
+    def has_strict(self) -> bool:
+        """True if a function asks for arguments that fit its schema."""
+        return any(tool["function"].get("strict") for tool in self.tools)
+
+    def tagged(self, form: ToolFormat) -> StructuredOutputs | None:
+        """Return the constraint that holds the arguments of the model's calls to the schemas of strict functions.
+
+        It is None if the form of calls has no such constraint.
+
+        Raises:
+            ApiError: a schema cannot be part of a constraint.
+        """
+        if form.tag is None or form.token is None:
+            return None
+        begin, end = form.tag
+        structures: list[dict[str, Any]] = []
+        for tool in self.tools:
+            function = tool["function"]
+            is_strict = function.get("strict") or function["name"] in self.custom
+            schema = _as_object(function.get("parameters") or {}) if is_strict else {"type": "object"}
+            name = json.dumps(function["name"], ensure_ascii=False)
+            structures.append({"begin": begin % name, "schema": schema, "end": end})
+        try:
+            return StructuredOutputs(structural_tag={"triggers": [form.token], "structures": structures})
+        except RequestError as error:
+            raise api_error(error, {"structural_tag": "tools"}) from None
 
     @property
     def structured(self) -> StructuredOutputs | None:
@@ -78,7 +113,18 @@ def read_tools(tools: list[Any] | None, choice: Any, parallel: bool | None) -> T
         if choice not in (None, "none"):
             raise invalid("tool_choice", "tool_choice needs tools")
         return None
-    read = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
+    return chosen_tools([_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)], choice, parallel)
+
+
+def chosen_tools(read: list[dict[str, Any]], choice: Any, parallel: bool | None) -> ToolChoice | None:
+    """Return the tool choice among checked functions; None if the model must not call functions.
+
+    Raises:
+        ApiError: the choice is wrong.
+    """
+    custom = frozenset(tool["function"]["name"] for tool in read if tool["type"] == "custom")
+    ignored = () if all(tool.get("held", True) for tool in read) else ("format of custom tools",)
+    read = [{"type": "function", "function": tool["function"]} for tool in read]
     names = [tool["function"]["name"] for tool in read]
     if len(set(names)) < len(names):
         raise invalid("tools", "two functions have the same name")
@@ -88,16 +134,23 @@ def read_tools(tools: list[Any] | None, choice: Any, parallel: bool | None) -> T
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         read, choice = _allowed(read, choice)
     if choice in (None, "auto"):
-        return ToolChoice(form="parsed", tools=read, parallel=several)
+        return ToolChoice(form="parsed", tools=read, parallel=several, custom=custom, ignored=ignored)
     if choice == "required":
-        return ToolChoice(form="required", tools=read, parallel=several)
-    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str):
+        return ToolChoice(form="required", tools=read, parallel=several, custom=custom, ignored=ignored)
+    name = _chosen_name(choice)
+    if name is None:
         raise invalid("tool_choice", "tool_choice must be none, auto, required or an object that names a function")
     if name not in names:
         raise invalid("tool_choice", f"tool_choice names {name[:100]!r}, which is not among the tools")
-    return ToolChoice(form="named", tools=read, function=name)
+    return ToolChoice(form="named", tools=read, function=name, custom=custom, ignored=ignored)
+
+
+def _chosen_name(choice: Any) -> str | None:
+    """Return the name in an object that names a function or a custom tool."""
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    about = choice.get(kind) if kind in ("function", "custom") else None
+    name = about.get("name") if isinstance(about, dict) else None
+    return name if isinstance(name, str) else None
 
 
 def _allowed(tools: list[dict[str, Any]], choice: dict[str, Any]) -> tuple[list[dict[str, Any]], Any]:
@@ -115,9 +168,8 @@ def _allowed(tools: list[dict[str, Any]], choice: dict[str, Any]) -> tuple[list[
     by_name = {tool["function"]["name"]: tool for tool in tools}
     found: dict[str, dict[str, Any]] = {}
     for index, tool in enumerate(cast("list[Any]", listed)):
-        function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
-        name = function.get("name") if isinstance(function, dict) else None
-        if not isinstance(name, str) or name not in by_name:
+        name = _chosen_name(tool)
+        if name is None or name not in by_name:
             where = f"tool_choice.allowed_tools.tools[{index}]"
             raise invalid(where, f"{where} must name a function of the tools")
         found[name] = by_name[name]
@@ -125,19 +177,36 @@ def _allowed(tools: list[dict[str, Any]], choice: dict[str, Any]) -> tuple[list[
 
 
 def _tool(tool: Any, where: str) -> dict[str, Any]:
+    if isinstance(tool, dict) and tool.get("type") == "custom":
+        return custom_tool(tool.get("custom"), f"{where}.custom")
     function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
     if not isinstance(function, dict):
         raise invalid(where, f"{where} must be an object of type function with a function")
+    return function_tool(function, f"{where}.function")
+
+
+def function_tool(function: dict[str, Any], where: str, *, parameters: str = "parameters") -> dict[str, Any]:
+    """Return a function in the form of OpenAI's chats, which templates expect.
+
+    Args:
+        function: name, description, parameters and `strict`.
+        where: its place in the request.
+        parameters: the request's name of the parameters.
+
+    Raises:
+        ApiError: it is no such function.
+    """
     if not isinstance(function.get("name"), str) or not function["name"]:
-        raise invalid(f"{where}.function.name", "a function needs a name")
+        raise invalid(f"{where}.name", "a function needs a name")
     if any("\ud800" <= character <= "\udfff" for character in function["name"]):
-        raise invalid(f"{where}.function.name", "the name is not valid Unicode (lone surrogate)")
-    for key, kind in (("description", str), ("parameters", dict), ("strict", bool)):
+        raise invalid(f"{where}.name", "the name is not valid Unicode (lone surrogate)")
+    for key, kind in (("description", str), (parameters, dict), ("strict", bool)):
         if function.get(key) is not None and not isinstance(function[key], kind):
-            raise invalid(f"{where}.function.{key}", f"{key} of a function must be a {kind.__name__}")
+            raise invalid(f"{where}.{key}", f"{key} of a function must be a {kind.__name__}")
     for key in function:
-        if key not in ("name", "description", "parameters", "strict"):
-            raise invalid(f"{where}.function", f"unknown key {key[:50]!r} in a function")
+        if key not in ("name", "description", parameters, "strict"):
+            raise invalid(where, f"unknown key {key[:50]!r} in a function")
+    function = {"parameters" if key == parameters else key: value for key, value in function.items()}
     return {"type": "function", "function": {key: value for key, value in function.items() if value is not None}}
 
 

@@ -1,4 +1,4 @@
-"""Common work of all endpoints: admission, tokenization, opening calls, and sending answers."""
+"""Common work of all endpoints: admission, tokenization, and opening calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 from prometheus_client import CollectorRegistry, ProcessCollector
-from starlette.responses import JSONResponse, Response
 from starlette.types import Receive
 
 from phonograph.config.server_config import ServerConfig
@@ -20,22 +19,19 @@ from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.admission import admitted_token_ids
 from phonograph.engine.async_llm import AsyncLLM
 from phonograph.engine.process.calls import Call
-from phonograph.errors import EngineUnavailable, PhonographError, RequestError, counted, quoted
+from phonograph.errors import EngineUnavailable, RequestError, counted, quoted
+from phonograph.server.chat.chat_request import ChatRequest
+from phonograph.server.chat.conversation import Message, rendered
+from phonograph.server.chat.fields import Body
+from phonograph.server.chat.harmony import HARMONY_FORMATS, MOST_CHARACTERS, Harmony
+from phonograph.server.chat.thinking import template_options
 from phonograph.server.http.api_errors import ApiError, api_error, client_gone, invalid, queue_full
 from phonograph.server.http.error_count import ErrorCounts
-from phonograph.server.http.json_meter import JsonMeter
 from phonograph.server.http.json_route import INLINE_BYTES, JsonRequest
-from phonograph.server.http.stream import EventStream
 from phonograph.server.observe.metrics import EngineCollector
 from phonograph.server.observe.request_lines import log_request
 from phonograph.server.observe.traces import Traces
-from phonograph.server.observe.warning_header import field_warnings, with_grammar_warnings
-from phonograph.server.openai.answers import Answer, TokenIdAnswer
-from phonograph.server.openai.conversation import Message, read_messages, rendered
-from phonograph.server.openai.fields import Body
-from phonograph.server.openai.harmony import HARMONY_FORMATS, MOST_CHARACTERS, Harmony
-from phonograph.server.openai.protocol import ChatBody, GenerationBody, TokenizeBody
-from phonograph.server.openai.thinking import template_options
+from phonograph.server.observe.warning_header import field_warnings
 from phonograph.text.formats.find_formats import Formats, find_formats
 from phonograph.text.formats.template_variables import template_variables
 from phonograph.text.token_texts import TokenTexts
@@ -117,15 +113,22 @@ class Serving:
         """
         dropped = body.drop_unknown() if self.config.unknown_fields == "warn" else []
         ignored = body.check()
-        if isinstance(body, ChatBody | TokenizeBody) and self.harmony is None:
-            ignored += template_options(body, self.variables, self.formats)[1]
+        thinking = body.requested_thinking()
+        if thinking is not None and self.harmony is None:
+            ignored += template_options(thinking, self.variables, self.formats)[1]
         if body.model is not None and body.model not in self.names:
             problem = f"the model {quoted(body.model)} does not exist; this server has {', '.join(self.names)}"
             raise ApiError(404, problem, param="model", code="model_not_found")
         return field_warnings(ignored, dropped)
 
-    def admit(self, body: GenerationBody, num_prompts: int) -> dict[str, str]:
+    def admit(self, body: Body, *, num_prompts: int = 1, n: int = 1, priority: int = 0) -> dict[str, str]:
         """Check a request before any work for it; return headers of its answer.
+
+        Args:
+            body: fields of the request.
+            num_prompts: prompts of the request.
+            n: samples of each prompt.
+            priority: place in the queue.
 
         Raises:
             ApiError: the request is wrong or not supported, or too many requests are in progress.
@@ -134,10 +137,10 @@ class Serving:
         engine, facts = self.engine, self.engine.facts
         if engine.problem is not None:
             raise api_error(engine.problem)
-        if body.priority and facts.scheduling_policy != "priority":
-            raise invalid("priority", f"priority={body.priority}: the server runs without --scheduling-policy priority")
+        if priority and facts.scheduling_policy != "priority":
+            raise invalid("priority", f"priority={priority}: the server runs without --scheduling-policy priority")
         room = facts.max_num_seqs + self.config.max_queued_requests
-        count = num_prompts * (body.n or 1)
+        count = num_prompts * n
         if count > room:
             problem = f"{count} samples; this server takes {room} at most (max_num_seqs + max_queued_requests)"
             raise invalid("n" if num_prompts == 1 else "prompt", problem)
@@ -153,7 +156,7 @@ class Serving:
         Raises:
             ApiError: it is longer than the context.
         """
-        prompt = body.get("prompt") if isinstance(body, dict) else None
+        prompt = body.get("prompt") if isinstance(body, dict) and not body.get("truncate_prompt_tokens") else None
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
             self._check_length("prompt", len(prompt), self.engine.facts.context_len)
 
@@ -162,9 +165,10 @@ class Serving:
         prompts: Sequence[str | list[int]],
         *,
         add_special_tokens: bool,
+        keep: int | None = None,
         gone: threading.Event | None = None,
     ) -> list[list[int]]:
-        """Return the token ids of prompts. Prompts that are token ids stay unchanged.
+        """Return the token ids of prompts, or their last `keep` ones. Prompts that are token ids stay unchanged.
 
         When `gone` is set, because the client has disconnected, the remaining prompts are skipped.
 
@@ -174,16 +178,19 @@ class Serving:
         """
         for prompt in prompts:
             if not isinstance(prompt, str):
-                self._check_length("prompt", len(prompt), self.engine.facts.context_len)
+                if keep is None:
+                    self._check_length("prompt", len(prompt), self.engine.facts.context_len)
                 admitted_token_ids(prompt, self.engine.facts.vocab_size)
         found: list[list[int]] = []
         num_ids = 0
         for prompt in prompts:
             if gone is not None and gone.is_set():
                 break
-            found.append(
-                self.encode_text(prompt, add_special_tokens=add_special_tokens) if isinstance(prompt, str) else prompt
-            )
+            if isinstance(prompt, str):
+                token_ids = self.encode_text(prompt, add_special_tokens=add_special_tokens, cuts=keep is not None)
+            else:
+                token_ids = prompt
+            found.append(token_ids if keep is None else token_ids[-keep:])
             num_ids += len(found[-1])
             if num_ids > self.config.max_request_token_ids:
                 limit = f"{self.config.max_request_token_ids} (max_request_token_ids)"
@@ -191,24 +198,31 @@ class Serving:
         return found
 
     def encode_text(
-        self, text: str, *, add_special_tokens: bool = False, whole_context: bool = True, field: str = "prompt"
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool = False,
+        whole_context: bool = True,
+        cuts: bool = False,
+        field: str = "prompt",
     ) -> list[int]:
         """Return the token ids of a text. A text with too many characters is rejected without tokenizing it.
 
-        With `whole_context` the tokens must fit the context, not only the limits of a request. `field` is the name of
-        the text in errors.
+        With `whole_context` the tokens must fit the context, not only the limits of a request. With `cuts` the caller
+        keeps a part of them, and neither the text nor the tokens must fit. `field` is the name of the text in errors.
 
         Raises:
             ApiError: the text is too long, or not valid Unicode.
         """
         context, each = self.engine.facts.context_len, self.tokenizer.max_token_characters
-        if each is not None and len(text) > context * each:
+        if not cuts and each is not None and len(text) > context * each:
             problem = (
                 f"{field} has {len(text)} characters; the context holds {context} tokens (max_model_len), "
                 f"which have {context * each} characters at most: shorten it"
             )
             raise invalid(field, problem, code="context_length_exceeded")
-        most = context if whole_context else max(context, self.config.max_request_token_ids)
+        limited = whole_context and not cuts
+        most = context if limited else max(context, self.config.max_request_token_ids)
         # A prefix of the text has the same tokens but for its last word. Above twice the limit the text is too long.
         beginning = text[: USUAL_CHARACTERS * most]
         if len(text) > 2 * len(beginning):
@@ -216,6 +230,22 @@ class Serving:
         token_ids = self._encode(field, text, add_special_tokens)
         self._check_length(field, len(token_ids), most)
         return token_ids
+
+    def kept_tokens(self, truncate: int | None, max_tokens: int | None) -> int | None:
+        """Return how many of the last tokens of a prompt stay; None is all.
+
+        Args:
+            truncate: `truncate_prompt_tokens`; -1 leaves room for `max_tokens` in the context.
+            max_tokens: tokens to generate; None is one at least.
+
+        Raises:
+            ApiError: the number is out of range.
+        """
+        context = self.engine.facts.context_len
+        if truncate is not None and (truncate < -1 or truncate == 0 or truncate > context):
+            problem = f"truncate_prompt_tokens={truncate} must be 1 to {context} (max_model_len), or -1 for what fits"
+            raise invalid("truncate_prompt_tokens", problem)
+        return max(context - (max_tokens or 1), 1) if truncate == -1 else truncate
 
     def _encode(self, field: str, text: str, add_special_tokens: bool) -> list[int]:
         try:
@@ -230,60 +260,58 @@ class Serving:
             problem += f"output together, and a request may have {limit} (max_request_token_ids): shorten it"
             raise invalid(field, problem, code="context_length_exceeded")
 
-    def encode_chat(
-        self,
-        body: ChatBody | TokenizeBody,
-        *,
-        tools: list[dict[str, Any]] | None = None,
-        whole_context: bool = True,
-    ) -> list[int]:
-        """Return the token ids of a request's conversation, with `tools` in the prompt; see `encode_text`.
+    def encode_chat(self, request: ChatRequest, *, whole_context: bool = True) -> list[int]:
+        """Return the token ids of a request's conversation, with its tools in the prompt; see `encode_text`.
 
-        By default it ends with the start of the assistant's answer, unless the last message continues.
+        By default it ends with the start of the assistant's answer, unless the last message continues. If the request
+        truncates its prompt, these are the last tokens.
 
         Raises:
-            ApiError: a message is wrong, or all together are too long.
+            ApiError: the messages are too long.
             RequestError: the chat template rejects them.
         """
-        continues, begins = bool(body.continue_final_message), body.add_generation_prompt
-        if self.harmony is not None:
-            return self._encode_harmony(self.harmony, body, tools, whole_context=whole_context)
+        keep = self.kept_tokens(request.truncate, request.max_tokens)
+        token_ids = self._encode_chat(request, whole_context=whole_context, cuts=keep is not None)
+        return token_ids if keep is None else token_ids[-keep:]
 
-        defaults = self.config.default_chat_template_kwargs or {}
+    def _encode_chat(self, request: ChatRequest, *, whole_context: bool, cuts: bool) -> list[int]:
+        tools = None if request.tools is None else request.tools.tools
+        if self.harmony is not None:
+            return self._encode_harmony(self.harmony, request, tools, whole_context=whole_context and not cuts)
+        variables = {
+            **(self.config.default_chat_template_kwargs or {}),
+            **template_options(request.thinking, self.variables, self.formats)[0],
+        }
 
         def render(messages: list[Message]) -> str:
             return self.tokenizer.render_chat(
                 messages,
                 template=self.chat_template,
-                add_generation_prompt=not continues if begins is None else begins,
-                continue_final_message=continues,
-                variables={**defaults, **template_options(body, self.variables, self.formats)[0]},
+                add_generation_prompt=not request.continues if request.begins is None else request.begins,
+                continue_final_message=request.continues,
+                variables=variables,
                 tools=tools,
             )
 
-        text = rendered(render, read_messages(body.messages or [], JsonMeter(self.config)))
-        return self.encode_text(text, whole_context=whole_context, field="messages")
+        text = rendered(render, request.messages)
+        return self.encode_text(text, whole_context=whole_context, cuts=cuts, field=request.name("messages"))
 
     def _encode_harmony(
-        self,
-        harmony: Harmony,
-        body: ChatBody | TokenizeBody,
-        tools: list[dict[str, Any]] | None,
-        *,
-        whole_context: bool,
+        self, harmony: Harmony, request: ChatRequest, tools: list[dict[str, Any]] | None, *, whole_context: bool
     ) -> list[int]:
-        for name in ("continue_final_message", "chat_template_kwargs"):
-            if getattr(body, name):
+        given = (("continue_final_message", request.continues), ("chat_template_kwargs", request.thinking.variables))
+        for known, value in given:
+            if value:
+                name = request.name(known)
                 raise invalid(name, f"{name} is not supported with chat_format=harmony, which has no template")
-        messages = read_messages(body.messages or [], JsonMeter(self.config))
+        messages, field = request.messages, request.name("messages")
         most = self.engine.facts.context_len if whole_context else self.config.max_request_token_ids
         # A token has at most as many characters as the longest one of the vocabulary.
         if sum(len(message["content"] or "") for message in messages) > most * MOST_CHARACTERS:
-            self._check_length("messages", most + 1, most)
-        effort = getattr(body, "reasoning_effort", None)
-        begins = body.add_generation_prompt is not False
-        token_ids = harmony.encode(messages, tools=tools, effort=effort, begins=begins)
-        self._check_length("messages", len(token_ids), most)
+            self._check_length(field, most + 1, most)
+        begins = request.begins is not False
+        token_ids = harmony.encode(messages, tools=tools, effort=request.thinking.effort, begins=begins)
+        self._check_length(field, len(token_ids), most)
         return token_ids
 
     def max_tokens(self, prompts: list[list[int]], requested: int | None, *, field: str) -> int | None:
@@ -304,16 +332,19 @@ class Serving:
             )
         return requested
 
-    def open(self, request: Request, prompts: list[list[int]], params: SamplingParams, body: GenerationBody) -> Call:
+    def open(
+        self,
+        request: Request,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        *,
+        streams: bool,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> Call:
         """Open a call of the engine. It fails when the client disconnects or request_timeout has passed."""
         try:
-            call = self.engine.open(
-                prompts,
-                params,
-                streams=bool(body.stream),
-                priority=body.priority or 0,
-                cache_salt=body.cache_salt,
-            )
+            call = self.engine.open(prompts, params, streams=streams, priority=priority, cache_salt=cache_salt)
         except EngineUnavailable as error:
             raise api_error(error) from None
         if self.config.request_timeout is not None:
@@ -354,30 +385,6 @@ class Serving:
         finally:
             leaving.cancel()
             working.cancel()
-
-
-async def respond(call: Call, answer: Answer, body: GenerationBody, headers: Mapping[str, str]) -> Response:
-    """Wait for the answer, or for its beginning, and return the response.
-
-    Raises:
-        ApiError: the call failed before the answer began.
-    """
-    call.name = answer.head["id"]
-    if body.return_token_ids:
-        answer = TokenIdAnswer(answer, call, prompt_only=body.requested_tokens() == 0)
-    try:
-        if body.stream:
-            await call.wait(peek=True)
-            return EventStream(call, answer, body, with_grammar_warnings(headers, call))
-        await call.wait()
-        call.close()
-        return JSONResponse(answer.whole(), headers=with_grammar_warnings(headers, call))
-    except PhonographError as error:
-        call.close()
-        raise api_error(error, body.names()) from None
-    except BaseException:
-        call.close()
-        raise
 
 
 async def until_gone(receive: Receive) -> None:

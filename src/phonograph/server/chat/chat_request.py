@@ -1,0 +1,66 @@
+"""One chat request, as the server knows it. Every protocol of chats translates its body to this value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from phonograph.core.sampling_params import SamplingParams
+from phonograph.errors import RequestError
+from phonograph.server.chat.conversation import Message
+from phonograph.server.chat.thinking import Thinking
+from phonograph.server.chat.tools import ToolChoice
+from phonograph.server.http.api_errors import api_error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRequest:
+    """A conversation and what its answer shall be. All but the values of `sampling` is checked.
+
+    messages:   of `read_messages`
+    tools:      permitted use of tools; None without
+    thinking:   reasoning that the request asks for
+    sampling:   sampling parameters by the engine's names, without `max_tokens`; also the form of the content
+    max_tokens: maximum tokens of the answer; None is up to the context
+    cuts:       a `max_tokens` that does not fit the context is reduced, not refused
+    truncate:   tokens of the prompt to keep, from its end; -1 keeps what fits, None all
+    continues:  the answer continues the last message
+    begins:     the prompt ends with the start of the answer; None is yes, unless it continues a message
+    names:      names of the request's fields by those of the engine and of OpenAI's chats, where they differ
+    """
+
+    messages: list[Message]
+    tools: ToolChoice | None = None
+    thinking: Thinking = field(default_factory=Thinking)
+    sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    max_tokens: int | None = None
+    cuts: bool = False
+    truncate: int | None = None
+    continues: bool = False
+    begins: bool | None = None
+    names: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    def name(self, field: str) -> str:
+        """Return the request's name of a field."""
+        return self.names.get(field, field)
+
+
+def sampling_params(
+    defaults: Mapping[str, Any], values: Mapping[str, Any], max_tokens: int | None, names: Mapping[str, str]
+) -> SamplingParams:
+    """Return the engine's parameters for a request.
+
+    Args:
+        defaults: sampling parameters of the model, for those that the request leaves out.
+        values: sampling parameters of the request.
+        max_tokens: tokens to generate.
+        names: the request's names of parameters, where they differ.
+
+    Raises:
+        ApiError: a value is out of range.
+    """
+    try:
+        return SamplingParams(**{**defaults, **values}, max_tokens=max_tokens)
+    except RequestError as error:
+        raise api_error(error, names) from None
