@@ -67,7 +67,7 @@ OLLAMA = {
     "a model of its library": "phonograph run gemma3",
 }
 ABSENT = {
-    "a draft model": "drafts from the prompt",
+    "a draft model": "drafts with a second model",
     "running models": "which /v1/models and /server_info of the server show",
     "a model of its library": "a GGUF file of the hub has a name such as owner/name-GGUF:Q4_K_M",
 }

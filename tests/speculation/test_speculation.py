@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from drafted_requests import KINDS, PROMPTS, SETTINGS, UNFINISHED, texts
 
 from phonograph.config.speculative_config import read_speculative_config
 from phonograph.core.batch import ScheduledBatch, StepOutput
@@ -19,25 +20,9 @@ from phonograph.errors import ConfigError
 from phonograph.scheduling.step_costs import StepCosts
 from phonograph.speculation.host_drafts import HostDrafts
 
-SETTINGS: dict[str, Any] = {"model": "demo", "device": "cpu", "max_num_seqs": 4, "max_model_len": 128}
 K = 3
 LOOKUP = {"method": "ngram", "num_speculative_tokens": K, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 SPECULATION = LOOKUP | {"adaptive_depth": False}
-PROMPTS = ["12+7=", "99-3=", "1 2 3 1 2 3 1 2", "7*8=", "5", "44+44=44+44=", "3-1="]
-KINDS: dict[str, dict[str, Any]] = {
-    "greedy": {"temperature": 0.0},
-    "sampled": {"temperature": 1.0, "seed": 3},
-    "filtered": {"temperature": 1.3, "top_p": 0.8, "top_k": 40, "seed": 5},
-    "samples": {"temperature": 1.0, "seed": 9, "n": 3},
-    "penalized": {"temperature": 1.0, "seed": 1, "repetition_penalty": 1.3},
-    "scored": {"temperature": 0.0, "logprobs": 2},
-    "least": {"temperature": 1.0, "seed": 2, "min_tokens": 9},
-    "biased": {"temperature": 0.0, "logit_bias": {5: 2.0}},
-    "one": {"temperature": 0.0, "max_tokens": 1},
-    "prompt scored": {"temperature": 0.0, "prompt_logprobs": 1},
-    "switched off": {"temperature": 1.0, "seed": 3, "speculate": False},
-}
-UNFINISHED = {"max_tokens": 30, "ignore_eos": True}
 
 
 class Oracle:
@@ -108,20 +93,6 @@ def drafts_of(llm: LLM) -> HostDrafts:
 
 
 SYNTHETIC = {"rejection_sample_method": "synthetic"}
-
-
-def texts(outputs: list[RequestOutput]) -> list[Any]:
-    return [
-        (
-            one.token_ids,
-            one.text,
-            one.finish_reason,
-            one.stop_reason,
-            one.logprobs and [list(row) for row in one.logprobs],
-        )
-        for output in outputs
-        for one in output.outputs
-    ]
 
 
 def check(plain: LLM, drafting: LLM, params: SamplingParams) -> list[RequestOutput]:
@@ -229,7 +200,6 @@ def test_a_right_draft_saves_steps(plain: LLM, drafting: LLM, monkeypatch: pytes
         ({"num_speculative_tokens": True}, "must be a whole number from 1 to 15"),
         ({"num_speculative_tokens": 2, "method": "eagle3"}, "method=.*eagle3.*is not supported yet; ngram or"),
         ({"num_speculative_tokens": 2, "heads": "x"}, "speculative_config.heads=.*is not known; the keys are method"),
-        ({"num_speculative_tokens": 2, "model": "x"}, "speculative_config.model=.*draft models run on a GPU only, yet"),
         ({"num_speculative_tokens": 2, "model": "x", "method": "ngram"}, "model=.*x.*belongs to method draft_model"),
         (
             {"num_speculative_tokens": 2, "method": "draft_model"},

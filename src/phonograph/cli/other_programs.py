@@ -115,7 +115,7 @@ VALUES_WITHOUT_EFFECT: Mapping[str, str] = {
 """The same with a value; llama.cpp's older -fa has none."""
 SWITCHES, SWITCH_VALUES = ("-fa", "--flash-attn"), ("on", "off", "auto", "0", "1")
 """Flags among them that have a value only if it is one of these."""
-_DRAFT = '--speculative-config {"method": "ngram", "num_speculative_tokens": 4} drafts from the prompt'
+_DRAFT = '--speculative-config {"model": "DRAFT", "num_speculative_tokens": 4} drafts with a second model'
 _EMBEDDINGS = "embeddings and rerankers are not here, and another server is needed for them"
 _THREADS = "the variable OMP_NUM_THREADS sets the threads of a CPU"
 _TEMPLATE = "`phonograph generate --raw` continues a text without a chat template"

@@ -98,8 +98,11 @@ def plan_memory(
     max_model_len, max_num_seqs = limits.max_model_len, limits.max_num_seqs
     dtype = kv.specs[0].dtype
     weights = model.weight_bytes(dtype) if cpu_products is None else cpu_products.weight_bytes(model, dtype)
+    weights += 0 if draft is None else draft.weight_bytes
     if device.kind == "cpu":
-        graphs = estimate_graph_bytes(model, dtype, graph_tokens, min(graph_tokens, max_num_seqs))
+        models = [model] if draft is None else [model, draft.model]
+        rows = min(graph_tokens, max_num_seqs)
+        graphs = sum(estimate_graph_bytes(one, dtype, graph_tokens, rows) for one in models)
     else:
         workspace = Workspace.nbytes(
             model, limits.max_num_batched_tokens, limits.max_num_logits, dtype, gemm_device=GemmDevice.of(device)
@@ -107,7 +110,6 @@ def plan_memory(
         masks = bitmask_words(model.vocab_size) * 4 * max_num_seqs
         num_layers = model.num_layers
         if draft is not None:
-            weights += draft.weight_bytes
             workspace += draft.workspace_bytes(limits, device)
             num_layers += limits.draft_tokens * draft.model.num_layers
         graphs = workspace + masks + num_graphs * num_layers * _GRAPH_BYTES_PER_LAYER

@@ -135,7 +135,7 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
     support = weakest_support(kv, selected, device)
     draft = None
     if limits.lookahead_tokens:
-        drafting = read_draft_spec(config, model, device)
+        drafting = read_draft_spec(config, model)
         specs = layer_specs(config, drafting, dtype, device)
         draft = plan_draft(config, drafting, dtype, specs, kv, limits, device)
         check_speculation(config, [draft.selection], device)

@@ -100,6 +100,14 @@ class CpuInputs:
             # A sequence at the end of its context samples a token that no step reads.
             self.token_ids[slot, start:end] = run[: max(0, max_model_len - start)]
 
+    def share_slots(self, other: CpuInputs) -> None:
+        """Have the tokens and blocks of another's slots, which then sees what is appended here behind its own."""
+        self.token_ids, self.slot_blocks = other.token_ids, other.slot_blocks
+
+    def set_length(self, slot: int, num_tokens: int) -> None:
+        """Append behind the first `num_tokens` tokens of a slot from now on."""
+        self._num_tokens[slot] = num_tokens
+
     def tokens_of(self, slot: int) -> np.ndarray:
         """Return the known tokens of a slot, int32, with room for drafts behind them."""
         return self.token_ids[slot, : self._num_tokens[slot]]

@@ -9,6 +9,7 @@ from phonograph.core.batch import StepOutput
 from phonograph.graphs.dispatch import Decision
 from phonograph.graphs.runtime import GraphRuntime
 from phonograph.runner.cpu_inputs import CpuInputs
+from phonograph.runner.draft_runner import DraftRunner
 from phonograph.runner.step_inputs import StepRows
 from phonograph.runner.step_program import StepOutputs
 from phonograph.runner.steps import CompletedStep, SamplingPlan, take_tokens
@@ -21,13 +22,27 @@ _ALL_ON_HOST = SamplingPlan()
 
 
 class CpuSampling:
-    """Samples each step when it is submitted, and appends the tokens to their sequences."""
+    """Samples each step when it is submitted, and appends the tokens to their sequences.
 
-    def __init__(self, sampler: Sampler, inputs: CpuInputs, drafts: HostDrafts | None = None) -> None:
+    Args:
+        sampler: of all rows.
+        inputs: of the step.
+        drafts: drafts that the steps verify; None for none.
+        draft_runner: draft model that makes them; None where `drafts` has a proposer.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        inputs: CpuInputs,
+        drafts: HostDrafts | None = None,
+        draft_runner: DraftRunner | None = None,
+    ) -> None:
         self.lookahead = 0
         self._sampler = sampler
         self._inputs = inputs
         self.drafts = drafts
+        self._draft_runner = draft_runner
 
     def plan(self, rows: StepRows) -> SamplingPlan:
         """Leave all rows to `finish`."""
@@ -58,7 +73,11 @@ class CpuSampling:
         last = take_tokens(output, slots, [run[-1] for run in runs], self._sampler.vocab_size)
         output.token_ids = [[*run[:-1], token_id] for run, token_id in zip(runs, last, strict=True)]
         self._inputs.append_tokens(slots, output.token_ids)
-        if self.drafts is not None:
+        if self.drafts is not None and self._draft_runner is not None:
+            self.drafts.start(batch.new)
+            lengths = {slot: len(self._inputs.tokens_of(slot)) for slot in slots}
+            self.drafts.found(self._draft_runner.draft(batch, lengths, self.drafts.wants), slots)
+        elif self.drafts is not None:
             for slot in slots:
                 self._inputs.write_drafts(slot, self.drafts.draft(slot, self._inputs.tokens_of(slot)))
         output.logprobs = {slot: [entry] for slot, entry in sampled.logprobs.items()}
@@ -68,5 +87,5 @@ class CpuSampling:
         """Do nothing: there is no kernel to compile."""
 
     def capture(self, runtime: GraphRuntime) -> int:
-        """Capture nothing: the host samples."""
-        return 0
+        """Capture the graphs of a draft model; the host samples."""
+        return 0 if self._draft_runner is None else self._draft_runner.runner.capture().num_graphs

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 
-from phonograph.core.batch import DraftCounts, ScheduledBatch, StepOutput
+from phonograph.core.batch import DraftCounts, NewSequence, ScheduledBatch, StepOutput
 from phonograph.core.request import Request
 from phonograph.scheduling.draft_budget import DraftBudget
 
@@ -29,7 +29,7 @@ class HostDrafts:
     """Number of drafts that each slot holds, and the budget that chooses how many of them the next step verifies.
 
     Args:
-        proposer: makes the drafts.
+        proposer: makes the drafts; None where a draft model does.
         budget: chooses the depths.
         max_num_seqs: slots.
 
@@ -38,11 +38,12 @@ class HostDrafts:
         most: most drafts of a sequence.
     """
 
-    def __init__(self, proposer: Proposer, budget: DraftBudget, *, max_num_seqs: int) -> None:
+    def __init__(self, proposer: Proposer | None, budget: DraftBudget, *, max_num_seqs: int) -> None:
         self.budget = budget
         self.most = budget.most
         self._proposer = proposer
         self._num_found = [0] * max_num_seqs
+        self._plain: set[int] = set()
 
     @property
     def counts(self) -> DraftCounts:
@@ -60,12 +61,27 @@ class HostDrafts:
 
     def draft(self, slot: int, token_ids: np.ndarray) -> np.ndarray:
         """Return drafts for a sequence, which its next step may verify. While it rests there are none."""
-        drafts = self._proposer.propose(token_ids, self.most) if self.budget.wants_drafts(slot) else token_ids[:0]
+        wanted = self._proposer is not None and self.budget.wants_drafts(slot)
+        drafts = self._proposer.propose(token_ids, self.most) if self._proposer and wanted else token_ids[:0]
         self._num_found[slot] = len(drafts)
         return drafts
 
+    def start(self, new: Iterable[NewSequence]) -> None:
+        """Note which of the sequences that start can have drafts."""
+        for one in new:
+            (self._plain.discard if speculates(one) else self._plain.add)(one.slot)
 
-def speculates(request: Request) -> bool:
+    def wants(self, slot: int) -> bool:
+        """Return True if the next step may verify drafts of a sequence."""
+        return slot not in self._plain and self.budget.wants_drafts(slot)
+
+    def found(self, counts: Mapping[int, int], slots: Iterable[int]) -> None:
+        """Note the number of drafts that a draft model made for each of the slots that a step sampled."""
+        for slot in slots:
+            self._num_found[slot] = counts.get(slot, 0)
+
+
+def speculates(request: Request | NewSequence) -> bool:
     """Return True if a request's tokens can be sampled side by side: no draw changes what the next one reads."""
     params = request.params
     return (

@@ -60,23 +60,19 @@ class DraftPlan:
         return f"draft model {self.model.architecture}: {parts}, {self.page_bytes / 1024:.1f} KiB of each block"
 
 
-def read_draft_spec(config: EngineConfig, target: ModelSpec, device: DeviceSpec) -> ModelSpec:
+def read_draft_spec(config: EngineConfig, target: ModelSpec) -> ModelSpec:
     """Return the spec of the draft model.
 
     Args:
         config: has a draft model.
         target: the model that verifies.
-        device: the device.
 
     Raises:
-        ConfigError: it has another vocabulary, or the device is a CPU.
+        ConfigError: it has another vocabulary.
         ModelError: as `read_model_spec`.
     """
     speculation = config.speculation
     assert speculation is not None and speculation.model is not None
-    if device.kind == "cpu":
-        problem = "draft models run on a GPU only, yet; method ngram works on a CPU"
-        raise ConfigError("speculative_config.model", speculation.model, problem)
     folder = model_path(
         speculation.model,
         revision=speculation.revision,

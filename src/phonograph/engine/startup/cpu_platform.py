@@ -4,17 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
 import torch
 
 from phonograph.engine.plan import EnginePlan
-from phonograph.engine.startup.platform import DeviceParts, ModelParts, make_step_attention
+from phonograph.engine.startup.platform import DeviceParts, DraftModelParts, ModelParts, make_step_attention
+from phonograph.graphs.dispatch import Dispatcher
+from phonograph.graphs.runtime import GraphRuntime
 from phonograph.graphs.tape.tape import TapeRuntime
 from phonograph.models.layers.rotary import rotary_tables
 from phonograph.models.layers.torch_parts import TorchKernels
+from phonograph.models.transformer import Transformer
 from phonograph.runner.cpu_inputs import CpuInputs
 from phonograph.runner.cpu_sampling import CpuSampling
+from phonograph.runner.draft_runner import DraftRunner, FollowedSequences
+from phonograph.runner.group_builder import GroupBuilder
+from phonograph.runner.runner import Runner
+from phonograph.runner.step_attention import StepAttention
 from phonograph.runner.step_program import StepProgram
+from phonograph.runner.synthetic_batches import SyntheticBatches
 from phonograph.sampling.sampler import Sampler
 from phonograph.scheduling.draft_budget import DraftBudget
 from phonograph.speculation.host_drafts import HostDrafts
@@ -40,7 +49,9 @@ class CpuPlatform:
         runtime = TapeRuntime(None if plan.threads is None else plan.threads.count)
         speculation, drafts = plan.config.speculation, None
         if speculation is not None:
-            proposer = NgramProposer(shortest=speculation.prompt_lookup_min, longest=speculation.prompt_lookup_max)
+            proposer = None
+            if parts.draft is None:
+                proposer = NgramProposer(shortest=speculation.prompt_lookup_min, longest=speculation.prompt_lookup_max)
             budget = DraftBudget(
                 speculation.most_drafts(limits.max_num_seqs),
                 max_num_seqs=limits.max_num_seqs,
@@ -54,12 +65,56 @@ class CpuPlatform:
             block_sizes=plan.kv.block_sizes,
             max_num_logits=limits.max_num_logits,
         )
-        rotary = rotary_tables(model.spec, limits.max_model_len, model.dtype, model.device)
-        model.bind(TorchKernels(rotary, model.spec.rms_norm_eps, model.spec.factors))
+        _bind(model, limits.max_model_len)
+        draft_runner = None
+        if parts.draft is not None:
+            draft_runner = _draft_runner(plan, parts.draft, inputs, runtime, sampler)
         attention = make_step_attention(plan, parts, inputs, runtime)
         return DeviceParts(
             runtime=runtime,
             inputs=inputs,
             program=StepProgram(model=model, attention=attention, inputs=inputs),
-            sampling=CpuSampling(sampler, inputs, drafts),
+            sampling=CpuSampling(sampler, inputs, drafts, draft_runner),
         )
+
+
+def _bind(model: Transformer, max_model_len: int) -> None:
+    rotary = rotary_tables(model.spec, max_model_len, model.dtype, model.device)
+    model.bind(TorchKernels(rotary, model.spec.rms_norm_eps, model.spec.factors))
+
+
+def _draft_runner(
+    plan: EnginePlan, draft: DraftModelParts, inputs: CpuInputs, runtime: GraphRuntime, sampler: Sampler
+) -> DraftRunner:
+    """Make the runner of a draft model over the slots and blocks of `inputs`."""
+    limits = plan.limits
+    # A step may have a token more of each sequence than that of the target: the sampled one.
+    max_num_tokens = limits.max_num_batched_tokens + limits.max_num_seqs
+    own = CpuInputs(
+        max_num_seqs=limits.max_num_seqs,
+        max_num_tokens=max_num_tokens,
+        max_model_len=limits.max_model_len,
+        block_sizes=plan.kv.block_sizes,
+    )
+    own.share_slots(inputs)
+    _bind(draft.model, limits.max_model_len)
+    attention = StepAttention([draft.backend], draft.layers, draft.kv_caches, own.slot_mappings, runtime)
+    captures = replace(plan.captures, drafting=(), wide=())
+    sequences = FollowedSequences(sampler, max_num_seqs=limits.max_num_seqs)
+    runner = Runner(
+        program=StepProgram(model=draft.model, attention=attention, inputs=own),
+        builder=GroupBuilder([draft.backend]),
+        inputs=own,
+        sampling=CpuSampling(sampler, own),
+        sequences=sequences,
+        dispatcher=Dispatcher(plan.resolution, captures, max_num_tokens=max_num_tokens),
+        runtime=runtime,
+        synthetic=SyntheticBatches(
+            own.load,
+            max_model_len=limits.max_model_len,
+            groups=plan.kv.groups,
+            num_blocks=plan.memory.num_blocks,
+            vocab_size=draft.model.spec.vocab_size,
+        ),
+    )
+    return DraftRunner(runner, own, sequences, most=limits.draft_tokens, max_num_tokens=max_num_tokens)

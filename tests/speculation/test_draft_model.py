@@ -1,0 +1,82 @@
+"""A draft model on a CPU: the tokens of plain decoding, and drafts that are right where both models agree."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import make_checkpoint
+from drafted_requests import KINDS, PROMPTS, SETTINGS, UNFINISHED, texts
+
+from phonograph.core.sampling_params import SamplingParams
+from phonograph.engine.llm import LLM
+
+K = 3
+SELF = {"method": "draft_model", "model": "demo", "num_speculative_tokens": K, "adaptive_depth": False}
+TIGHT = {"max_num_batched_tokens": 16, "block_size": 16, "num_kv_blocks": 12}
+"""Chunked prompts, and too few blocks for four sequences."""
+
+
+def make_llm(**changes: Any) -> LLM:
+    return LLM(**(SETTINGS | changes))
+
+
+@pytest.fixture(scope="module")
+def plain() -> LLM:
+    return make_llm()
+
+
+@pytest.fixture(scope="module")
+def drafting() -> LLM:
+    return make_llm(speculative_config=SELF)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_are_those_of_plain_decoding(kind: str, plain: LLM, drafting: LLM) -> None:
+    params = SamplingParams(**(UNFINISHED | KINDS[kind]))
+    before = drafting.engine.core.scheduler.stats.drafts
+    assert texts(drafting.generate(PROMPTS, params)) == texts(plain.generate(PROMPTS, params))
+    after = drafting.engine.core.scheduler.stats.drafts
+    verified, accepted = after.verified - before.verified, after.accepted - before.accepted
+    if kind in ("greedy", "sampled", "filtered", "samples", "prompt scored"):
+        # The draft model is the model, and draws with the same noise.
+        assert verified > 50 and accepted == verified
+    elif kind != "least":
+        assert verified == 0
+
+
+@pytest.mark.parametrize("mode", ["FULL", "NONE"])
+def test_another_model_with_few_blocks(mode: str, plain: LLM, tmp_path: Path) -> None:
+    """Prompts in chunks, preemption, prefixes that are found again: drafts may be wrong, tokens are not."""
+    make_checkpoint("qwen3", tmp_path, vocab_size=2048, num_hidden_layers=2)
+    speculation = SELF | {"model": str(tmp_path)}
+    llm = make_llm(speculative_config=speculation, cudagraph_mode=mode, max_num_seqs=4, **TIGHT)
+    own = make_llm(speculative_config=SELF, cudagraph_mode=mode, **(TIGHT | {"num_kv_blocks": 64}))
+    several = [prompt * 3 for prompt in PROMPTS]
+    for params in (SamplingParams(**(UNFINISHED | KINDS["greedy"])), SamplingParams(**(UNFINISHED | KINDS["sampled"]))):
+        for _ in range(2):
+            wanted = texts(plain.generate(several, params))
+            assert texts(llm.generate(several, params)) == wanted == texts(own.generate(several, params))
+    wrong, right = (one.engine.core.scheduler.stats for one in (llm, own))
+    assert wrong.num_preemptions and right.prefix_hits
+    assert wrong.drafts.accepted < 0.2 * wrong.drafts.verified
+    assert right.drafts.accepted == right.drafts.verified > 100
+
+
+def test_drafts_end_with_the_context(drafting: LLM, plain: LLM) -> None:
+    params = SamplingParams(temperature=0.0, ignore_eos=True)
+    prompts = [[5 + token % 50 for token in range(length)] for length in (100, 118, 126, 127)]
+    assert texts(drafting.generate(prompts, params)) == texts(plain.generate(prompts, params))
+
+
+def test_a_small_budget_takes_the_rest_in_the_next_step(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft model that is behind catches up, and has no drafts until then."""
+    llm = make_llm(speculative_config=SELF)
+    draft_runner: Any = llm.engine.core.runner._sampling
+    monkeypatch.setattr(draft_runner._draft_runner, "_max_num_tokens", 6)
+    params = SamplingParams(**(UNFINISHED | KINDS["greedy"]))
+    prompts = [[5 + token % 50 for token in range(length)] for length in (40, 9, 3)]
+    assert texts(llm.generate(prompts, params)) == texts(plain.generate(prompts, params))
+    counts = llm.engine.core.scheduler.stats.drafts
+    assert 0 < counts.accepted == counts.verified

@@ -1,0 +1,38 @@
+"""Requests whose tokens must be the same with and without drafts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from phonograph.engine.outputs import RequestOutput
+
+SETTINGS: dict[str, Any] = {"model": "demo", "device": "cpu", "max_num_seqs": 4, "max_model_len": 128}
+PROMPTS = ["12+7=", "99-3=", "1 2 3 1 2 3 1 2", "7*8=", "5", "44+44=44+44=", "3-1="]
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "sampled": {"temperature": 1.0, "seed": 3},
+    "filtered": {"temperature": 1.3, "top_p": 0.8, "top_k": 40, "seed": 5},
+    "samples": {"temperature": 1.0, "seed": 9, "n": 3},
+    "penalized": {"temperature": 1.0, "seed": 1, "repetition_penalty": 1.3},
+    "scored": {"temperature": 0.0, "logprobs": 2},
+    "least": {"temperature": 1.0, "seed": 2, "min_tokens": 9},
+    "biased": {"temperature": 0.0, "logit_bias": {5: 2.0}},
+    "one": {"temperature": 0.0, "max_tokens": 1},
+    "prompt scored": {"temperature": 0.0, "prompt_logprobs": 1},
+    "switched off": {"temperature": 1.0, "seed": 3, "speculate": False},
+}
+UNFINISHED = {"max_tokens": 30, "ignore_eos": True}
+
+
+def texts(outputs: list[RequestOutput]) -> list[Any]:
+    return [
+        (
+            one.token_ids,
+            one.text,
+            one.finish_reason,
+            one.stop_reason,
+            one.logprobs and [list(row) for row in one.logprobs],
+        )
+        for output in outputs
+        for one in output.outputs
+    ]
