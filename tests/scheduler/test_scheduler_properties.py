@@ -519,11 +519,13 @@ def windows_freed_by_the_upper_bound(patch: pytest.MonkeyPatch) -> None:
 
 
 def blocks_up_to_the_lower_bound(patch: pytest.MonkeyPatch) -> None:
-    replace_in(patch, Scheduler, "schedule", ("(request.max_computed + 1,", "(request.min_computed + 1,"))
+    replace_in(patch, Scheduler, "schedule", ("request.max_computed + 1, appends", "request.min_computed + 1, appends"))
 
 
 def blocks_without_those_of_drafts(patch: pytest.MonkeyPatch) -> None:
-    replace_in(patch, Scheduler, "schedule", ("(request.max_computed + 1,", "(request.max_computed + 1 - depth,"))
+    replace_in(
+        patch, Scheduler, "schedule", ("request.max_computed + 1, appends", "request.max_computed + 1 - depth, appends")
+    )
 
 
 def needs_of_one_token(patch: pytest.MonkeyPatch) -> None:

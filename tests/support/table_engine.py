@@ -147,6 +147,7 @@ def engine_maker() -> MakeEngine:
             device=device,
             draft_tokens=most,
             max_num_logits=num_logits,
+            keeps_tokens=speculation is not None,
         )
         if propose is not None:
             patched: Any = inputs

@@ -9,25 +9,28 @@ import itertools
 import re
 
 from phonograph.core.batch import ScheduledBatch
+from phonograph.core.limits import Limits
 from phonograph.errors import ConfigError
 
 _SEQUENCE = re.compile(r"\s*(\d+)\s*@\s*(\d+)\s*")
 
 
-def read_batch(
-    text: str, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, draft_tokens: int = 0
-) -> ScheduledBatch:
-    """Return the batch that `text` describes, decodes first. A decode has up to `draft_tokens` drafts.
+def read_batch(text: str, limits: Limits) -> ScheduledBatch:
+    """Return the batch that `text` describes, decodes first.
+
+    Args:
+        text: query length @ sequence length of each sequence.
+        limits: of the engine.
 
     Raises:
         ConfigError: the text is malformed, or the engine would never schedule the batch.
     """
 
     def is_decode(query: int, length: int) -> bool:
-        return query == 1 or query <= min(1 + draft_tokens, length - 1)
+        return query == 1 or query <= min(1 + limits.draft_tokens, length - 1)
 
     pairs = sorted(
-        (_sequence(text, part, max_model_len) for part in text.split(",")), key=lambda pair: not is_decode(*pair)
+        (_sequence(text, part, limits.max_model_len) for part in text.split(",")), key=lambda pair: not is_decode(*pair)
     )
     batch = ScheduledBatch(
         slots=list(range(len(pairs))),
@@ -38,11 +41,11 @@ def read_batch(
         num_decode_tokens=sum(query for query, length in pairs if is_decode(query, length)),
         num_tokens=sum(query for query, _ in pairs),
     )
-    if batch.num_reqs > max_num_seqs:
-        problem = f"has {batch.num_reqs} sequences; a step has at most max_num_seqs={max_num_seqs}"
+    if batch.num_reqs > limits.max_num_seqs:
+        problem = f"has {batch.num_reqs} sequences; a step has at most max_num_seqs={limits.max_num_seqs}"
         raise ConfigError("batch", text, problem)
-    if batch.num_tokens > max_num_batched_tokens:
-        limit = f"a step has at most max_num_batched_tokens={max_num_batched_tokens}"
+    if batch.num_tokens > limits.max_num_batched_tokens:
+        limit = f"a step has at most max_num_batched_tokens={limits.max_num_batched_tokens}"
         problem = f"has {batch.num_tokens} query tokens; {limit}, and longer prefills are cut into chunks"
         raise ConfigError("batch", text, problem)
     return batch

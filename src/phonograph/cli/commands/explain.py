@@ -81,7 +81,7 @@ def explain(
     except BackendError as error:
         hint = f"; --device-name explains it for another device than {device.name}" if device_name is None else ""
         raise BackendError(f"{error}{hint}") from None
-    batches = [read_batch(text, **asdict(plan.limits)) for text in batch or []]
+    batches = [read_batch(text, plan.limits) for text in batch or []]
     dispatcher = plan.make_dispatcher()
     decided = [(one, dispatcher.decide(_shape(plan, one, common_prefix))) for one in batches]
     if as_json:
@@ -168,7 +168,10 @@ def _facts(plan: EnginePlan, decided: list[tuple[ScheduledBatch, Decision]]) -> 
 
 
 def _limits(plan: EnginePlan) -> dict[str, int]:
-    return {**asdict(plan.limits), "block_size": plan.attention.block_size}
+    limits = asdict(plan.limits)
+    if not limits["lookahead_tokens"]:
+        del limits["lookahead_tokens"]
+    return {**limits, "block_size": plan.attention.block_size}
 
 
 def _batch_facts(batch: ScheduledBatch, decision: Decision) -> dict[str, Any]:
