@@ -16,6 +16,8 @@ from phonograph.errors import ConfigError
 pytestmark = pytest.mark.gpu
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 4}
+MODEL = {"method": "draft_model", "model": "demo", "num_speculative_tokens": 3}
+"""The model is its own draft model, so that its drafts are right wherever rounding does not decide."""
 GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
 KINDS = {
     "greedy": GREEDY,
@@ -56,6 +58,27 @@ def test_tokens_are_bit_by_bit_those_of_plain_decoding(backend: str) -> None:
         assert found == wanted, name
     counts = drafting.engine.core.scheduler.stats.drafts
     assert 0 < counts.accepted < counts.verified
+
+
+def test_tokens_with_a_draft_model_are_bit_by_bit_those_of_plain_decoding() -> None:
+    plain, drafting = (make_llm(batch_invariant=True, **more) for more in ({}, {"speculative_config": MODEL}))
+    for name, params in KINDS.items():
+        wanted, found = (tokens_of(llm.generate(prompts(llm), params)) for llm in (plain, drafting))
+        assert found == wanted, name
+    counts = drafting.engine.core.scheduler.stats.drafts
+    assert counts.accepted > 0.95 * counts.verified > 0
+
+
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "NONE"])
+def test_a_draft_model_that_is_the_model_is_right(mode: str) -> None:
+    llm = make_llm(speculative_config=MODEL, cudagraph_mode=mode, max_num_batched_tokens=64)
+    for params in KINDS.values():
+        llm.generate(prompts(llm), params)
+    counts = llm.engine.core.scheduler.stats.drafts
+    assert counts.accepted > 0.9 * counts.verified > 0
+    if mode != "NONE":
+        report = llm.verify(num_replays=200)
+        assert report.ok, [str(mismatch) for mismatch in report.mismatches[:5]]
 
 
 @pytest.mark.parametrize("mode", ["FULL", "FULL_AND_PIECEWISE", "FULL_DECODE_ONLY", "PIECEWISE", "NONE"])
