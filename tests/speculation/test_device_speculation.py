@@ -18,7 +18,7 @@ pytest.importorskip("phonograph.runner.cuda.cuda_inputs")
 from table_engine import EOS, VOCAB, MakeEngine, engine_maker, free, row_of, ruled, wanted
 
 K = 3
-NGRAM = SpeculativeConfig("ngram", K, 2, 1)
+NGRAM = SpeculativeConfig("ngram", K, 2, 1, adaptive_depth=False)
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.3},
@@ -94,6 +94,17 @@ def test_tokens_are_those_of_each_request_alone(
         assert 0 < counts.accepted < counts.verified <= counts.decodes * K
     labels = {*engine.core.runner.counts}
     assert labels == {"eager"} if mode is GraphMode.NONE else "full decode" in labels
+
+
+@pytest.mark.parametrize("proposer", ["right", "wrong"])
+def test_a_budget_may_choose_any_depth(proposer: str, make: MakeEngine) -> None:
+    engine = make(GraphMode.FULL, NGRAM._replace(adaptive_depth=True), PROPOSERS[proposer])
+    several = requests(9)
+    engine.run(*several)
+    assert [one.output_token_ids for one in several] == [wanted(engine.model, one) for one in several]
+    counts = engine.core.scheduler.stats.drafts
+    assert {"plain step, to time it"} < {reason for reason, _ in counts.choices}
+    assert counts.accepted > 0 or proposer == "wrong"
 
 
 def test_right_drafts_save_steps(make: MakeEngine) -> None:

@@ -294,7 +294,7 @@ def test_the_budget_learns_each_step_with_its_duration(drafting: LLM, monkeypatc
 
 
 def test_explain_says_how_the_depth_is_chosen() -> None:
-    for settings, says in ((LOOKUP, "by acceptance and durations of steps"), (SPECULATION, "all that ngram finds")):
+    for settings, says in ((LOOKUP, "by acceptance and durations of steps"), (SPECULATION, "all that ngram makes")):
         assert f"speculation: 0 to {K} drafts a decode, {says}" in "; ".join(
             LLM(**SETTINGS, speculative_config=settings).plan.notes
         )

@@ -26,6 +26,7 @@ from phonograph.graphs.dispatch import Dispatcher
 from phonograph.graphs.modes import GraphMode, GraphSupport, Support
 from phonograph.graphs.resolve import Pieces, resolve_mode
 from phonograph.sampling.sampler import Sampler
+from phonograph.scheduling.draft_budget import DraftBudget
 from phonograph.speculation.device_drafts import DeviceDrafts
 
 pytest.importorskip("phonograph.runner.cuda.cuda_inputs")
@@ -126,7 +127,10 @@ def engine_maker() -> MakeEngine:
         """Make an engine; `propose` takes the inputs and the table, and writes drafts in the place of prompt lookup."""
         most = 0 if speculation is None else speculation.num_speculative_tokens
         num_logits = min(SLOTS * (1 + most), TOKENS)
-        drafts = DeviceDrafts(speculation.most_drafts(SLOTS), max_num_logits=num_logits) if speculation else None
+        drafts = None
+        if speculation is not None:
+            limits, adaptive = speculation.most_drafts(SLOTS), speculation.adaptive_depth
+            drafts = DeviceDrafts(DraftBudget(limits, max_num_seqs=SLOTS, adaptive=adaptive), max_num_logits=num_logits)
         model = TableModel(device, num_logits)
         scheduler = make_scheduler(max_num_seqs=SLOTS, max_num_batched_tokens=TOKENS, drafts=drafts, **changes)
         captures = make_capture_list(

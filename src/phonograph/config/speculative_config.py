@@ -56,18 +56,13 @@ class SpeculativeConfig(NamedTuple):
                 most[number] = drafts
         return most
 
-    def note(self, device_kind: str) -> str:
-        """Return how the depth is chosen, for `explain`.
-
-        Args:
-            device_kind: "cpu", or a GPU, where the host does not know how many drafts a step will find.
-        """
+    @property
+    def note(self) -> str:
+        """The choice of the depth, for `explain`."""
         most = self.num_speculative_tokens
-        if device_kind != "cpu":
-            return f"speculation: {most} drafts a decode (adaptive_depth works on a CPU only)"
         if self.adaptive_depth:
             return f"speculation: 0 to {most} drafts a decode, by acceptance and durations of steps (adaptive_depth)"
-        return f"speculation: 0 to {most} drafts a decode, all that {self.method} finds (adaptive_depth is off)"
+        return f"speculation: 0 to {most} drafts a decode, all that {self.method} makes (adaptive_depth is off)"
 
 
 def read_speculative_config(given: Mapping[str, Any]) -> SpeculativeConfig:

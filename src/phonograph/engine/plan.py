@@ -154,7 +154,7 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
     )
     notes += sizing
     if config.speculation is not None:
-        notes.append(config.speculation.note(device.kind))
+        notes.append(config.speculation.note)
     if config.max_model_len is None:
         notes.insert(0, _context_note(limits, kv, memory, model))
     if config.cascade_attention:

@@ -8,6 +8,7 @@ import numpy as np
 
 from phonograph.core.batch import DraftCounts, ScheduledBatch, StepOutput
 from phonograph.core.request import Request
+from phonograph.scheduling.draft_budget import DraftBudget
 from phonograph.scheduling.draft_depths import DraftCounter
 from phonograph.speculation.host_drafts import speculates
 
@@ -15,36 +16,39 @@ from phonograph.speculation.host_drafts import speculates
 class DeviceDrafts:
     """Depth of the decodes of the next step; see `DraftDepths`.
 
-    The host does not know how many drafts the device has found when it sends the step that verifies them. So it grants
-    all of them rows. A row without a draft computes an arbitrary token, and its sample is dropped.
+    The host does not know how many drafts the device has found when it sends the step that verifies them. So each
+    decode may have all. A row without a draft computes an arbitrary token, and its sample is dropped. The budget takes
+    it for a draft that was wrong, since it costs as much.
 
     Args:
-        limits: most drafts of a decode, by the number of decodes in the step.
+        budget: chooses the depths.
         max_num_logits: rows of logits of the largest step.
 
     Attributes:
+        budget: as above.
         most: largest depth.
         max_num_logits: as above.
     """
 
-    def __init__(self, limits: Sequence[int], *, max_num_logits: int) -> None:
-        self.most = max(limits)
+    def __init__(self, budget: DraftBudget, *, max_num_logits: int) -> None:
+        self.budget = budget
+        self.most = budget.most
         self.max_num_logits = max_num_logits
-        self._limits = limits
         self._counter = DraftCounter(self.most)
 
     @property
     def counts(self) -> DraftCounts:
-        """Counts of the drafts so far."""
-        return self._counter.counts
+        """Counts of the drafts that the device has found so far."""
+        return self._counter.counts._replace(choices=self.budget.counts.choices)
 
     def choose(self, decodes: Collection[Request]) -> Sequence[int]:
         """Return the depth of each decode, 0 where sampling keeps state by token."""
-        depth = self._limits[len(decodes)]
-        return [depth if speculates(one) else 0 for one in decodes]
+        available = [self.most if speculates(one) and self.budget.wants_drafts(one.slot) else 0 for one in decodes]
+        return self.budget.choose(decodes, available).depths
 
     def learn(self, batch: ScheduledBatch, output: StepOutput, seconds: float) -> None:
-        """Learn nothing: the depth does not depend on earlier steps."""
+        """Take the result of a step, and its duration."""
+        self.budget.learn(batch, output, seconds)
 
     def count(self, verified: np.ndarray, accepted: np.ndarray) -> None:
         """Count the drafts of a step: for each decode those that the device had found, and those that were kept."""

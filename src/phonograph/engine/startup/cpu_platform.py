@@ -9,7 +9,13 @@ from dataclasses import replace
 import torch
 
 from phonograph.engine.plan import EnginePlan
-from phonograph.engine.startup.platform import DeviceParts, DraftModelParts, ModelParts, make_step_attention
+from phonograph.engine.startup.platform import (
+    DeviceParts,
+    DraftModelParts,
+    ModelParts,
+    make_draft_budget,
+    make_step_attention,
+)
 from phonograph.graphs.dispatch import Dispatcher
 from phonograph.graphs.runtime import GraphRuntime
 from phonograph.graphs.tape.tape import TapeRuntime
@@ -25,7 +31,6 @@ from phonograph.runner.step_attention import StepAttention
 from phonograph.runner.step_program import StepProgram
 from phonograph.runner.synthetic_batches import SyntheticBatches
 from phonograph.sampling.sampler import Sampler
-from phonograph.scheduling.draft_budget import DraftBudget
 from phonograph.speculation.host_drafts import HostDrafts
 from phonograph.speculation.ngram import NgramProposer
 
@@ -47,16 +52,11 @@ class CpuPlatform:
         """Make the parts; see `Platform`."""
         limits, model = plan.limits, parts.model
         runtime = TapeRuntime(None if plan.threads is None else plan.threads.count)
-        speculation, drafts = plan.config.speculation, None
-        if speculation is not None:
+        speculation, budget, drafts = plan.config.speculation, make_draft_budget(plan), None
+        if speculation is not None and budget is not None:
             proposer = None
             if parts.draft is None:
                 proposer = NgramProposer(shortest=speculation.prompt_lookup_min, longest=speculation.prompt_lookup_max)
-            budget = DraftBudget(
-                speculation.most_drafts(limits.max_num_seqs),
-                max_num_seqs=limits.max_num_seqs,
-                adaptive=speculation.adaptive_depth,
-            )
             drafts = HostDrafts(proposer, budget, max_num_seqs=limits.max_num_seqs)
         inputs = CpuInputs(
             max_num_seqs=limits.max_num_seqs,

@@ -8,7 +8,13 @@ from contextlib import contextmanager
 import torch
 
 from phonograph.engine.plan import EnginePlan
-from phonograph.engine.startup.platform import DeviceParts, DraftModelParts, ModelParts, make_step_attention
+from phonograph.engine.startup.platform import (
+    DeviceParts,
+    DraftModelParts,
+    ModelParts,
+    make_draft_budget,
+    make_step_attention,
+)
 from phonograph.graphs.cuda import CudaRuntime
 from phonograph.graphs.runtime import GraphRuntime
 from phonograph.kernels.triton.gemm.product_plan import GemmDevice
@@ -88,12 +94,10 @@ class CudaPlatform:
             if parts.draft is not None:
                 static += _bind(plan, parts.draft.model, limits.max_num_seqs, device).tensors()
         runtime = self._make_runtime(device, static)
-        speculation, drafts = plan.config.speculation, None
-        if speculation is not None:
-            most = speculation.most_drafts(limits.max_num_seqs)
-            drafts = DeviceDrafts(most, max_num_logits=limits.max_num_logits)
+        budget = make_draft_budget(plan)
+        drafts = None if budget is None else DeviceDrafts(budget, max_num_logits=limits.max_num_logits)
         device_sampler = DeviceSampler(
-            inputs, workspace.logits_NV, speculation=speculation, batch_invariant=batch_invariant
+            inputs, workspace.logits_NV, speculation=plan.config.speculation, batch_invariant=batch_invariant
         )
         masked = MaskedSampling(
             device_sampler.sample_masked,

@@ -18,6 +18,7 @@ from phonograph.runner.step_inputs import Inputs
 from phonograph.runner.step_program import StepProgram
 from phonograph.runner.steps import Sampling
 from phonograph.sampling.sampler import Sampler
+from phonograph.scheduling.draft_budget import DraftBudget
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,4 +78,14 @@ def make_step_attention(plan: EnginePlan, parts: ModelParts, inputs: Inputs, run
     """Make the attention that the model calls, over the tables of the inputs."""
     return StepAttention(
         parts.backends, parts.layers, parts.kv_caches, inputs.slot_mappings, runtime, plan.kv.group_of_layer
+    )
+
+
+def make_draft_budget(plan: EnginePlan) -> DraftBudget | None:
+    """Make the budget that chooses the drafts of each step; None without speculation."""
+    speculation, max_num_seqs = plan.config.speculation, plan.limits.max_num_seqs
+    if speculation is None:
+        return None
+    return DraftBudget(
+        speculation.most_drafts(max_num_seqs), max_num_seqs=max_num_seqs, adaptive=speculation.adaptive_depth
     )
