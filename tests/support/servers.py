@@ -59,7 +59,8 @@ class Server:
 class EngineThread:
     """An event loop in a thread, with the engine on it."""
 
-    def __init__(self) -> None:
+    def __init__(self, **settings: Any) -> None:
+        self._settings = {**SMALL, **settings}
         self.loop = asyncio.new_event_loop()
         self.engine: Future[AsyncLLM] = Future()
         self._done = asyncio.Event()
@@ -75,7 +76,7 @@ class EngineThread:
 
     async def _run(self) -> None:
         try:
-            async with AsyncLLM("demo", client=ProcessClient, **SMALL) as engine:
+            async with AsyncLLM("demo", client=ProcessClient, **self._settings) as engine:
                 self.engine.set_result(engine)
                 await self._done.wait()
         except BaseException as error:

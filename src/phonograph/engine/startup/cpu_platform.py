@@ -9,6 +9,7 @@ import torch
 
 from phonograph.engine.plan import EnginePlan
 from phonograph.engine.startup.platform import DeviceParts, ModelParts, make_step_attention
+from phonograph.engine.startup.static_memory import HostMemory, StaticMemory
 from phonograph.graphs.tape.tape import TapeRuntime
 from phonograph.models.layers.rotary import rotary_tables
 from phonograph.models.layers.torch_parts import TorchKernels
@@ -32,6 +33,10 @@ class CpuPlatform:
 
     def compile(self, launch: Callable[[], None]) -> None:
         """Do nothing: torch has no kernels to compile."""
+
+    def static_memory(self) -> StaticMemory:
+        """Return memory of the host; see `Platform`."""
+        return HostMemory()
 
     def make_parts(self, plan: EnginePlan, parts: ModelParts, sampler: Sampler) -> DeviceParts:
         """Make the parts; see `Platform`."""

@@ -1,0 +1,233 @@
+"""Memory on virtual addresses, with a driver that makes released memory useless; no GPU takes part."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_checkpoint
+from fake_memory_driver import FakeMemoryDriver
+from safetensors.torch import load_file, save_file
+
+from phonograph import LLM, SamplingParams
+from phonograph.config.engine_config import EngineConfig
+from phonograph.core.device import known_device
+from phonograph.engine.plan import make_plan
+from phonograph.engine.startup import start as start_module
+from phonograph.engine.startup import virtual_memory
+from phonograph.engine.startup.cpu_platform import CpuPlatform
+from phonograph.engine.startup.virtual_memory import VirtualMemory
+from phonograph.errors import MemoryLimitError, WeightError
+from phonograph.models.spec import read_model_spec
+
+CHUNK = 4096
+SHAPES: list[tuple[tuple[int, ...], torch.dtype]] = [
+    ((7,), torch.float32),
+    ((3, 1000), torch.bfloat16),
+    ((0, 4), torch.float32),
+    ((2, 3000), torch.float8_e4m3fn),
+    ((1,), torch.int64),
+]
+
+
+def filled(memory: VirtualMemory) -> list[torch.Tensor]:
+    tensors = [memory.empty(shape, dtype=dtype) for shape, dtype in SHAPES]
+    for number, tensor in enumerate(tensors, 1):
+        tensor.view(torch.uint8).fill_(number)
+    return tensors
+
+
+def contents(tensors: list[torch.Tensor]) -> list[set[int]]:
+    return [set(tensor.view(torch.uint8).flatten().tolist()) for tensor in tensors]
+
+
+def test_contents_return_to_the_same_addresses() -> None:
+    driver = FakeMemoryDriver(10 * CHUNK)
+    memory = VirtualMemory(driver, CHUNK)
+    tensors = filled(memory)
+    expected, num_chunks = contents(tensors), len(driver.mapped)
+    assert expected == [{1}, {2}, set(), {4}, {5}] and num_chunks == 4
+    assert all(tensor.data_ptr() % 512 == 0 for tensor in tensors)
+    for keep in (True, False):
+        memory.release((), keep=keep)
+        assert not driver.mapped and contents(tensors)[0] == {0xFF}
+        memory.claim()
+        assert len(driver.mapped) == num_chunks
+        assert (contents(tensors) == expected) is keep
+    again = [memory.empty(shape, dtype=dtype) for shape, dtype in SHAPES]
+    assert [one.data_ptr() for one in again] == [one.data_ptr() for one in tensors]
+    assert [one.shape for one in again] == [one.shape for one in tensors] and len(driver.mapped) == num_chunks
+
+
+def test_a_second_release_drops_what_was_kept() -> None:
+    driver = FakeMemoryDriver(10 * CHUNK)
+    memory = VirtualMemory(driver, CHUNK)
+    tensors = filled(memory)
+    memory.release((), keep=True)
+    memory.release((), keep=False)
+    memory.claim()
+    assert contents(tensors)[0] == {0xFF}
+
+
+def test_without_memory_nothing_changes() -> None:
+    driver = FakeMemoryDriver(10 * CHUNK)
+    memory = VirtualMemory(driver, CHUNK)
+    tensors = filled(memory)
+    expected = contents(tensors)
+    with pytest.raises(MemoryLimitError, match="do not fit the device"):
+        memory.empty((11 * CHUNK,), dtype=torch.uint8)
+    memory.release((), keep=True)
+    driver.taken = 8 * CHUNK
+    with pytest.raises(MemoryLimitError, match=f"no memory to wake up: {4 * CHUNK} bytes.*fake GPU is full.*wake up"):
+        memory.claim()
+    assert not driver.mapped
+    driver.taken = 0
+    memory.claim()
+    assert contents(tensors) == expected
+
+
+def test_without_host_memory_the_device_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = FakeMemoryDriver(10 * CHUNK)
+    memory = VirtualMemory(driver, CHUNK)
+    tensors = filled(memory)
+    expected = contents(tensors)
+
+    def full(*_: Any, **__: Any) -> torch.Tensor:
+        raise RuntimeError("cannot allocate")
+
+    monkeypatch.setattr(virtual_memory.torch, "empty", full)
+    with pytest.raises(MemoryLimitError, match="no host memory to keep 16384 bytes.*level 2 keeps nothing"):
+        memory.release((), keep=True)
+    assert len(driver.mapped) == 4 and contents(tensors) == expected
+
+
+@pytest.mark.parametrize("asleep", [True, False])
+def test_the_last_tensor_gives_all_back(asleep: bool) -> None:
+    driver = FakeMemoryDriver(10 * CHUNK)
+    memory = VirtualMemory(driver, CHUNK)
+    tensors = filled(memory)
+    if asleep:
+        memory.release((), keep=False)
+    del memory
+    gc.collect()
+    assert not driver.calls
+    del tensors[1:]
+    gc.collect()
+    assert not driver.calls
+    tensors.clear()
+    gc.collect()
+    assert driver.calls == ["free"] and not driver.mapped
+
+
+class VirtualPlatform(CpuPlatform):
+    """A CPU whose static memory is that of a fake GPU: graphs are tapes with frozen addresses."""
+
+    def __init__(self) -> None:
+        self.drivers: list[FakeMemoryDriver] = []
+
+    def static_memory(self) -> VirtualMemory:
+        self.drivers.append(FakeMemoryDriver(8 << 20))
+        return VirtualMemory(self.drivers[-1], 1 << 16)
+
+
+@pytest.fixture
+def platform(monkeypatch: pytest.MonkeyPatch) -> VirtualPlatform:
+    platform = VirtualPlatform()
+    build = functools.partial(start_module.build_engine, platform=platform)
+    monkeypatch.setattr(start_module, "build_engine", build)
+    return platform
+
+
+PROMPT = [3 + place * place % 40 for place in range(20)]
+PARAMS = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+
+
+def start(folder: Path, **settings: Any) -> LLM:
+    sizes = {"max_model_len": 64, "max_num_seqs": 2, "num_kv_blocks": 12, "cudagraph_capture_sizes": [1, 2, 8]}
+    return LLM(str(folder), enable_sleep_mode=True, dtype="float32", seed=0, **sizes, **settings)
+
+
+def tokens(llm: LLM) -> list[int]:
+    (output,) = llm.generate([PROMPT], PARAMS)
+    return output.outputs[0].token_ids
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_an_engine_wakes_up_with_its_graphs(tmp_path: Path, platform: VirtualPlatform, load_format: str) -> None:
+    make_checkpoint("qwen3", tmp_path)
+    with start(tmp_path, load_format=load_format) as llm:
+        weights, kv_cache = platform.drivers
+        expected, sizes = tokens(llm), (len(weights.mapped), len(kv_cache.mapped))
+        assert all(sizes)
+        for level in (1, 2, 1):
+            llm.sleep(level)
+            assert not weights.mapped and not kv_cache.mapped
+            llm.wake_up()
+            assert (len(weights.mapped), len(kv_cache.mapped)) == sizes
+            assert tokens(llm) == expected
+            report = llm.verify(num_replays=2)
+            assert report.ok, report.mismatches
+            assert llm.step_counts["full decode"] > 0
+    gc.collect()
+    assert weights.calls == kv_cache.calls == ["free"]
+
+
+def test_a_part_without_memory_sleeps_on(tmp_path: Path, platform: VirtualPlatform) -> None:
+    make_checkpoint("qwen3", tmp_path)
+    with start(tmp_path) as llm:
+        weights, kv_cache = platform.drivers
+        expected = tokens(llm)
+        llm.sleep(2)
+        kv_cache.taken = kv_cache.device_bytes
+        with pytest.raises(MemoryLimitError, match="no memory to wake up"):
+            llm.wake_up()
+        assert llm.is_sleeping() and weights.mapped and not kv_cache.mapped
+        kv_cache.taken = 0
+        llm.wake_up(["kv_cache"])
+        assert not llm.is_sleeping() and tokens(llm) == expected
+
+
+def test_files_that_have_changed_are_told(tmp_path: Path, platform: VirtualPlatform) -> None:
+    make_checkpoint("qwen3", tmp_path)
+    with start(tmp_path) as llm:
+        expected = tokens(llm)
+        llm.sleep(2)
+        path = tmp_path / "model.safetensors"
+        whole = load_file(path)
+        save_file({name: tensor for name, tensor in whole.items() if "norm" not in name}, path)
+        with pytest.raises(WeightError, match=r"is in none of model\.safetensors"):
+            llm.wake_up()
+        assert llm.is_sleeping() and not platform.drivers[0].mapped
+        save_file(whole, path)
+        llm.wake_up()
+        assert tokens(llm) == expected
+
+
+def test_the_plan_counts_the_unused_parts_of_chunks(tmp_path: Path) -> None:
+    make_checkpoint("qwen3", tmp_path)
+    blocks, size = [], 0
+    for enabled in (False, True):
+        config = EngineConfig(model=str(tmp_path), device="cuda", dtype="float16", enable_sleep_mode=enabled)
+        memory = make_plan(config, read_model_spec(tmp_path), known_device("h200")).memory
+        blocks.append(memory.num_blocks)
+        size = memory.block
+    assert abs((blocks[0] - blocks[1]) * size - 2 * virtual_memory.CHUNK_BYTES) <= size
+
+
+@pytest.mark.gpu
+def test_a_gpu_sleeps_and_wakes_up_with_its_graphs() -> None:
+    with LLM("demo", device="cuda", enable_sleep_mode=True, max_num_seqs=4, gpu_memory_utilization=0.3) as llm:
+        expected = tokens(llm)
+        free, _ = torch.cuda.mem_get_info()
+        for level in (1, 2) * 3:
+            llm.sleep(level)
+            assert torch.cuda.mem_get_info()[0] > free + llm.plan.memory.kv_cache
+            llm.wake_up()
+            assert torch.cuda.mem_get_info()[0] > free - (64 << 20)
+            assert tokens(llm) == expected
+        report = llm.verify(num_replays=20)
+        assert report.ok, report.mismatches
