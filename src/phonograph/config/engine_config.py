@@ -56,7 +56,8 @@ class EngineConfig(Settings):
     revision: values.OptionalText = Field(default=None, description="Branch, tag or commit of a model on the hub.")
     tokenizer_revision: values.OptionalText = Field(
         default=None,
-        description="Branch, tag or commit of the tokenizer on the hub; default: the revision of the model.",
+        description="Branch, tag or commit of the tokenizer on the hub; default: that of the model, or the latest with "
+        "tokenizer.",
     )
     download_dir: values.OptionalText = Field(
         default=None, description="Folder of downloads from the hub; default: its cache, below HF_HOME."
