@@ -96,6 +96,9 @@ def checkpoint(kind: str, folder: Path) -> Path:
         ("gpt_oss", "auto"),
         ("qwen2: gptq", "int4"),
         ("qwen2: packed 8 bits", "float32"),
+        ("qwen2: awq", "float32"),
+        ("qwen2: int8 channel", "int4"),
+        ("qwen2: fp8", "float32"),
         ("qwen2: gguf", "int4"),
         ("qwen2: gguf", "float32"),
     ],
@@ -273,6 +276,29 @@ def test_pause_and_sleep_are_apart() -> None:
         await llm.wake_up()
         await llm.wake_up()
         await llm.resume_generation()
+
+    run(work)
+
+
+@pytest.mark.parametrize("mode", ["wait", "keep", "abort"])
+def test_kept_requests_do_not_run_during_a_second_sleep_or_pause(mode: PauseMode) -> None:
+    async def work(llm: AsyncLLM) -> None:
+        whole = (await final(llm.generate(PROMPT, LONG))).outputs[0].token_ids
+        running = asyncio.create_task(final(llm.generate(PROMPT, LONG)))
+        await until_running(llm)
+        await llm.sleep(1, "keep")
+        steps = llm.num_steps
+        await asyncio.wait_for(llm.sleep(2, mode), 20)
+        await asyncio.wait_for(llm.pause_generation(mode=mode), 20)
+        await asyncio.sleep(0.05)
+        assert llm.num_steps == steps and llm.sleep_level == 2
+        await llm.wake_up()
+        await asyncio.sleep(0.05)
+        assert llm.num_steps == steps, "the pause is left"
+        await llm.resume_generation()
+        (sample,) = (await running).outputs
+        assert sample.token_ids == whole[: len(sample.token_ids)]
+        assert sample.finish_reason == ("abort" if mode == "abort" else "length")
 
     run(work)
 

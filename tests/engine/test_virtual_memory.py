@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import gc
+import struct
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,11 +20,11 @@ from phonograph import LLM, SamplingParams
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.device import known_device
 from phonograph.engine.plan import make_plan
+from phonograph.engine.startup import cuda_memory_driver, virtual_memory
 from phonograph.engine.startup import start as start_module
-from phonograph.engine.startup import virtual_memory
 from phonograph.engine.startup.cpu_platform import CpuPlatform
 from phonograph.engine.startup.virtual_memory import VirtualMemory
-from phonograph.errors import MemoryLimitError, WeightError
+from phonograph.errors import MemoryLimitError, PhonographError, WeightError
 from phonograph.models.spec import read_model_spec
 
 CHUNK = 4096
@@ -231,3 +234,54 @@ def test_a_gpu_sleeps_and_wakes_up_with_its_graphs() -> None:
             assert tokens(llm) == expected
         report = llm.verify(num_replays=20)
         assert report.ok, report.mismatches
+
+
+class FakeLibrary:
+    """Library of the driver that records its calls and answers each with an error, 0 for none."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, list[Any]]] = []
+        self.errors: dict[str, int] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any) -> int:
+            objects = [getattr(one, "_obj", one) for one in arguments]
+            if name in ("cuMemAddressReserve", "cuMemCreate"):
+                objects[0].value = 77
+            self.calls.append(
+                (name, [bytes(one) if isinstance(one, ctypes.Structure) else one.value for one in objects])
+            )
+            return self.errors.get(name, 0)
+
+        return call
+
+
+def test_the_calls_of_the_cuda_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Structures have the layout of cuda.h: a pinned allocation on device 3, and its access."""
+    library = FakeLibrary()
+    monkeypatch.setattr(cuda_memory_driver.ctypes, "CDLL", lambda name: library)
+    properties = SimpleNamespace(total_memory=5 << 30)
+    for name, value in {"current_device": 3, "get_device_properties": properties, "mem_get_info": (5, 9)}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    for name in ("synchronize", "set_device"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    driver = cuda_memory_driver.CudaMemoryDriver()
+    assert driver.device_bytes == 5 << 30 and driver.reserve(4096) == 77
+    assert driver.map(77, 4096) == 77
+    driver.unmap(77, 4096, 77)
+    driver.free(77, 4096)
+    ints = struct.Struct("<4iQ8B").pack(1, 0, 1, 3, 0, *8 * [0])
+    assert library.calls == [
+        ("cuMemAddressReserve", [77, 4096, 0, 0, 0]),
+        ("cuMemCreate", [77, 4096, ints, 0]),
+        ("cuMemMap", [77, 4096, 0, 77, 0]),
+        ("cuMemSetAccess", [77, 4096, struct.pack("<3i", 1, 3, 3), 1]),
+        ("cuMemUnmap", [77, 4096]),
+        ("cuMemRelease", [77]),
+        ("cuMemAddressFree", [77, 4096]),
+    ]
+    library.errors = {"cuMemCreate": 2, "cuMemUnmap": 1}
+    with pytest.raises(MemoryLimitError, match="the GPU has 5 free bytes of 9"):
+        driver.map(77, 4096)
+    with pytest.raises(PhonographError, match="the CUDA driver refused cuMemUnmap, with error 1"):
+        driver.unmap(77, 4096, 77)

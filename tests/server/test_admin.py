@@ -14,7 +14,7 @@ import pytest
 from servers import EngineThread, Server, serving
 
 from phonograph.config.server_config import ServerConfig
-from phonograph.errors import ConfigError
+from phonograph.errors import ConfigError, MemoryLimitError, WeightError
 from phonograph.server.http.admin import PATHS, check_admin
 
 KEY = {"authorization": "Bearer admin"}
@@ -146,6 +146,19 @@ def test_an_engine_sleeps_until_it_is_woken_up(sleeper: Server) -> None:
     server.post("/sleep", headers=KEY)
     assert 'sleep_state="weights_offloaded"} 1.0' in server.get("/metrics").text
     server.post("/wake_up", headers=KEY)
+
+
+@pytest.mark.parametrize("error", [MemoryLimitError("no memory to wake up"), WeightError("no memory to wake up")])
+def test_what_keeps_an_engine_asleep_is_told(
+    error: Exception, sleeper: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def wake_up(tags: object) -> None:
+        raise error
+
+    monkeypatch.setattr(sleeper.engine, "wake_up", wake_up)
+    answer = sleeper.post("/wake_up", headers=KEY)
+    assert answer.status_code == 503 and answer.json()["error"]["code"] == "not_awake"
+    assert answer.json()["error"]["message"] == "no memory to wake up"
 
 
 def test_profiles_are_written(sleeper: Server, profiles: Path) -> None:

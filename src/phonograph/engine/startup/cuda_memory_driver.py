@@ -46,10 +46,10 @@ class _Pointer:
 
 
 class CudaMemoryDriver:
-    """Virtual memory of a device; see `MemoryDriver`."""
+    """Virtual memory of the current device; see `MemoryDriver`."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = torch.empty(0, device=device).device  # with its index
+    def __init__(self) -> None:
+        self._device = torch.device("cuda", torch.cuda.current_device())
         self.device_bytes = torch.cuda.get_device_properties(self._device).total_memory
         torch.cuda.synchronize(self._device)  # makes the device's context
         self._library = ctypes.CDLL(DRIVER)
@@ -82,7 +82,9 @@ class CudaMemoryDriver:
         self._call("cuMemRelease", ctypes.c_uint64(handle))
 
     def tensor(self, address: int, nbytes: int, owner: object) -> torch.Tensor:
-        return torch.as_tensor(_Pointer(address, nbytes, owner), device=self._device)
+        tensor = torch.as_tensor(_Pointer(address, nbytes, owner), device=self._device)
+        assert tensor.data_ptr() == address, "torch has copied the memory"
+        return tensor
 
     def _call(self, name: str, *arguments: Any) -> None:
         error = getattr(self._library, name)(*arguments)

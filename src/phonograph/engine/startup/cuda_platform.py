@@ -37,7 +37,7 @@ class CudaPlatform:
         device: the GPU.
         make_runtime: called with the device and the static tensors that graphs use for intermediates.
         make_ring: called with `depth` and `max_rows`.
-        make_memory_driver: called with the device.
+        make_memory_driver: called for each memory that can sleep.
     """
 
     compiles = True
@@ -48,7 +48,7 @@ class CudaPlatform:
         *,
         make_runtime: Callable[[torch.device, list[torch.Tensor]], GraphRuntime] = CudaRuntime,
         make_ring: Callable[..., TokenRing] = TokenRing,
-        make_memory_driver: Callable[[torch.device], MemoryDriver] = CudaMemoryDriver,
+        make_memory_driver: Callable[[], MemoryDriver] = CudaMemoryDriver,
     ) -> None:
         self.device = device
         self._make_runtime = make_runtime
@@ -72,7 +72,7 @@ class CudaPlatform:
 
     def static_memory(self) -> StaticMemory:
         """Return memory on virtual addresses; see `Platform`."""
-        return VirtualMemory(self._make_memory_driver(self.device))
+        return VirtualMemory(self._make_memory_driver())
 
     def make_parts(self, plan: EnginePlan, parts: ModelParts, sampler: Sampler) -> DeviceParts:
         """Make the parts; see `Platform`."""

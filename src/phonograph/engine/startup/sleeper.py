@@ -101,6 +101,8 @@ class Sleeper:
                 for cache in self._kv_caches:
                     cache.zero_()
             self._set(self.asleep - {"kv_cache"})
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # Steps run on another stream.
         log.info("the engine woke up in %.1f s; asleep: %s", time.perf_counter() - start, sorted(self.asleep) or "none")
 
     def _set(self, asleep: Collection[str]) -> None:
@@ -121,7 +123,8 @@ class Sleeper:
         for old, new in zip(*ends, strict=True):
             if old.data_ptr() != new.data_ptr():
                 old.copy_(new, non_blocking=False)
-                new.resize_(0)  # so that the weights are there once, not twice
+                if new.resizable():  # It is no file's.
+                    new.resize_(0)  # so that the weights are there once, not twice
 
 
 def checked_sleeper(sleeper: Sleeper | None) -> Sleeper:
