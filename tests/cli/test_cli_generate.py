@@ -271,7 +271,7 @@ def test_a_schema_holds_the_output(
 
 
 def test_an_empty_schema_is_any_object() -> None:
-    for flags in (SamplingFlags(format="json"), SamplingFlags(format=" { }"), SamplingFlags(json_schema="{}")):
+    for flags in (SamplingFlags(format="json"), SamplingFlags(format=" {\n }"), SamplingFlags(json_schema="{}")):
         assert flags.params().structured_outputs == StructuredOutputs(json_object=True)
     assert SamplingFlags().params().structured_outputs is None
     assert SamplingFlags(json_schema="true").params().structured_outputs == StructuredOutputs(json=True)

@@ -59,9 +59,17 @@ class SamplingFlags:
         values["seed"] = values.pop("sampling_seed")
         values["stop"] = values["stop"] or ()
         values["stop_token_ids"] = values["stop_token_ids"] or ()
-        for name in _CONSTRAINTS:
+        for name in self._constraints():
             del values[name]
         return SamplingParams(**values, n=n, logprobs=logprobs, structured_outputs=self._constraint())
+
+    def _constraints(self) -> dict[str, Path | str | None]:
+        return {
+            "grammar_file": self.grammar_file,
+            "json_schema": self.json_schema,
+            "json_schema_file": self.json_schema_file,
+            "format": self.format,
+        }
 
     def _constraint(self) -> StructuredOutputs | None:
         """Return the constraint on the output, or None.
@@ -69,27 +77,24 @@ class SamplingFlags:
         Raises:
             RequestError: there are several, or one is unusable.
         """
-        names = [name for name in _CONSTRAINTS if getattr(self, name) is not None]
-        if len(names) > 1:
-            raise RequestError(names[1], str(getattr(self, names[1])), f"contradicts {names[0]}; give one of them")
-        if not names:
+        constraints = {name: value for name, value in self._constraints().items() if value is not None}
+        if not constraints:
             return None
-        (name,) = names
-        value = getattr(self, name)
+        name, *others = constraints
+        if others:
+            raise RequestError(others[0], str(constraints[others[0]]), f"contradicts {name}; give one of them")
+        value = constraints[name]
         text = _read(name, value) if isinstance(value, Path) else value
         if name == "grammar_file":
             return StructuredOutputs(grammar=text)
         # An empty schema is any object, as in llama.cpp.
-        if text.strip().replace(" ", "") == "{}" or (name, text) == ("format", "json"):
+        if "".join(text.split()) == "{}" or (name, text) == ("format", "json"):
             return StructuredOutputs(json_object=True)
         try:
             return StructuredOutputs(json=text)
         except RequestError as error:
             hint = "; json is any JSON object" if name == "format" else ""
             raise RequestError(name, str(value), f"{error.problem}{hint}") from None
-
-
-_CONSTRAINTS = ("grammar_file", "json_schema", "json_schema_file", "format")
 
 
 def _read(name: str, path: Path) -> str:
