@@ -85,7 +85,10 @@ class RequestFailure(PhonographError):
 
 
 class EngineUnavailable(PhonographError):
-    """The engine takes no requests. `code` is `not_started`, `engine_died`, `shutting_down` or `closed`."""
+    """The engine takes no requests.
+
+    `code` is `not_started`, `engine_died`, `shutting_down`, `closed` or `asleep`.
+    """
 
     def __init__(self, problem: str, code: str) -> None:
         self.problem = problem

@@ -18,7 +18,9 @@ from commands import run
 
 from phonograph.cli.app import main
 from phonograph.cli.commands import generate as generate_module
+from phonograph.cli.sampling_flags import SamplingFlags
 from phonograph.core.sampling_params import SamplingParams
+from phonograph.core.structured_outputs import StructuredOutputs
 from phonograph.errors import PhonographError
 from phonograph.graphs.modes import GraphMode, GraphSupport, Support
 from phonograph.graphs.resolve import Resolution
@@ -222,6 +224,14 @@ def test_flags_become_sampling_parameters(monkeypatch: pytest.MonkeyPatch) -> No
         (["x", "--grammar-file", "absent.gbnf"], "grammar_file='absent.gbnf': cannot be read: No such file"),
         (["x", "--grammar-file", os.devnull], "grammar='': must be a non-empty string"),
         (["x", "--grammar-file", sys.executable], "cannot be read: 'utf-8' codec can't decode"),
+        (["x", "--json-schema", "{"], "json_schema='{': is not valid JSON"),
+        (["x", "--json-schema", "[1]"], "json_schema='[1]': must be a JSON schema: an object"),
+        (["x", "-jf", "absent.json"], "json_schema_file='absent.json': cannot be read: No such file"),
+        (["x", "--json-schema-file", os.devnull], f"json_schema_file='{os.devnull}': is not valid JSON"),
+        (["x", "--format", "yaml"], "format='yaml': is not valid JSON: Expecting value"),
+        (["x", "--format", "yaml"], "; json is any JSON object"),
+        (["x", "--format", "json", "-j", "{}"], "format='json': contradicts json_schema; give one of them"),
+        (["x", "--grammar-file", "a", "-j", "{}"], "json_schema='{}': contradicts grammar_file; give one of them"),
     ],
 )
 def test_an_error_is_printed_before_an_engine_starts(
@@ -242,6 +252,29 @@ def test_a_grammar_of_a_file_holds_the_output(
     file.write_text('root ::= "quite " ("blue" | "green")', encoding="utf-8")
     text = run(capsys, command, *demo, "What is the sky?", "--grammar-file", str(file))
     assert text in ("quite blue\n", "quite green\n")
+
+
+SCHEMA = {"type": "object", "properties": {"sky": {"enum": ["blue", "green"]}}, "required": ["sky"]}
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+@pytest.mark.parametrize("flag", ["--json-schema", "-j", "-jf", "--json-schema-file", "--format"])
+def test_a_schema_holds_the_output(
+    command: str, flag: str, demo: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    schema = json.dumps(SCHEMA)
+    if "f" in flag.removeprefix("--f"):
+        (tmp_path / "schema.json").write_text(schema, encoding="utf-8")
+        schema = str(tmp_path / "schema.json")
+    text = run(capsys, command, *demo, "What is the sky?", flag, schema)
+    assert json.loads(text)["sky"] in ("blue", "green") and len(json.loads(text)) == 1
+
+
+def test_an_empty_schema_is_any_object() -> None:
+    for flags in (SamplingFlags(format="json"), SamplingFlags(format=" {\n }"), SamplingFlags(json_schema="{}")):
+        assert flags.params().structured_outputs == StructuredOutputs(json_object=True)
+    assert SamplingFlags().params().structured_outputs is None
+    assert SamplingFlags(json_schema="true").params().structured_outputs == StructuredOutputs(json=True)
 
 
 def test_text_for_a_model_without_tokenizer_is_refused(tiny: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -141,7 +141,10 @@ def test_parameters_are_sent_only_if_they_differ_from_the_defaults(
         run(capsys, "generate", "Hi", "--url", server.url, "--top-k", "5", "--stop", "x", "--sampling-seed", "7")
         (tmp_path / "a.gbnf").write_text('root ::= "a"')
         run(capsys, "generate", "Hi", "--url", server.url, "--grammar-file", str(tmp_path / "a.gbnf"))
-    plain, more, grammar = server.bodies
+        schema = '{"type": "object", "properties": {"a": {"type": "integer"}}}'
+        run(capsys, "generate", "Hi", "--url", server.url, "--json-schema", schema)
+        run(capsys, "generate", "Hi", "--url", server.url, "--format", "json")
+    plain, more, grammar, of_schema, of_json = server.bodies
     assert plain == {
         "messages": [{"role": "user", "content": "Hi"}],
         "model": "scripted",
@@ -152,4 +155,7 @@ def test_parameters_are_sent_only_if_they_differ_from_the_defaults(
     }
     assert more == {**plain, "top_k": 5, "stop": ["x"], "seed": 7}
     assert grammar == {**plain, "structured_outputs": {"grammar": 'root ::= "a"'}}
+    meant = {"type": "json_schema", "json_schema": {"name": "answer", "schema": json.loads(schema)}}
+    assert of_schema == {**plain, "response_format": meant}
+    assert of_json == {**plain, "response_format": {"type": "json_object"}}
     assert b"authorization: bearer secret" in server.heads[0].lower()

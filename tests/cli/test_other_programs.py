@@ -55,6 +55,9 @@ LINES = {
     "bench -m m.gguf -p 512 -n 128 -r 3": "bench latency --model m.gguf --input-len 512 --output-len 128 --num-iters 3",
     "bench serve -m a": "bench serve -m a",
     "bench serve --random-input-len 9 --random-output-len 8": "bench serve --input-len 9 --output-len 8",
+    "chat -m m.gguf -j {} hi": "chat --model m.gguf --json-schema {} hi",
+    "generate -m m.gguf -jf a.json hi": "generate --model m.gguf --json-schema-file a.json hi",
+    "run demo --format json hi": "chat demo --format json hi",
     "bench": "bench",
     "bench -h": "bench -h",
     "eval run -m hf -b 4 -f 3": "eval run -m hf -b 4 -f 3",
@@ -106,7 +109,7 @@ def test_the_tables_name_commands_and_flags_that_exist() -> None:
     assert set(others.values()) <= flags and not {*others, *without} & flags
     assert not {*others} & without and set(SWITCHES) <= set(VALUES_WITHOUT_EFFECT)
     server = {name for argument in app["serve"].assemble_argument_collection() for name in argument.names}
-    assert not set(SERVER_ABSENT_FLAGS) & server and set(SERVER_ABSENT_FLAGS) <= flags
+    assert not set(SERVER_ABSENT_FLAGS) & server and set(SERVER_ABSENT_FLAGS) <= flags | {*CLIENT_FLAGS}
     texts = " ".join([*ABSENT.values(), *VALUES_WITHOUT_EFFECT.values(), *ABSENT_FLAGS.values()])
     assert {word for word in re.findall(r"--[a-z-]+", texts)} <= flags | {"--install-completion"}
     assert {word for word in re.findall(r"`phonograph ([a-z-]+)", texts)} <= set(OURS)

@@ -64,6 +64,8 @@ SETTINGS: dict[str, st.SearchStrategy[Any]] = {
     "num_kv_blocks": counts,
     "gpu_memory_utilization": st.floats(0, 1, exclude_min=True),
     "enable_prefix_caching": st.booleans(),
+    "enable_sleep_mode": st.booleans(),
+    "profile_dir": words,
     "attention_backend": st.sampled_from(["torch", "triton", "flash_attn", "flashinfer"]),
     "flash_attn_version": st.sampled_from([2, 3, 4]),
     "cascade_attention": st.booleans(),

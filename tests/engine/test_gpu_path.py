@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import VOCAB_SIZE, make_checkpoint
+from fake_memory_driver import FakeMemoryDriver
 from group_driver import GroupDriver
 from host_runtime import CallRuntime, HostRing
 from quantized_checkpoints import FORMATS, quantize_checkpoint
@@ -51,7 +52,17 @@ class HostPlatform(cuda_platform.CudaPlatform):
 
     def __init__(self, make_runtime: Callable[[], CallRuntime] = CallRuntime) -> None:
         device = torch.device("cpu")
-        super().__init__(device, make_runtime=lambda device, scratch: make_runtime(), make_ring=HostRing)
+        self.drivers: list[FakeMemoryDriver] = []
+        super().__init__(
+            device,
+            make_runtime=lambda device, scratch: make_runtime(),
+            make_ring=HostRing,
+            make_memory_driver=self._make_driver,
+        )
+
+    def _make_driver(self) -> FakeMemoryDriver:
+        self.drivers.append(FakeMemoryDriver(64 << 20))
+        return self.drivers[-1]
 
     def compile(self, launch: object) -> None:
         """Launch nothing: the interpreter would take minutes for every kernel of every shape."""
@@ -63,7 +74,9 @@ def matrices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WeightAllocator, "matrix", lambda self, size_in, size_out: self.tensor(size_out, size_in).t())
 
 
-def start_engine(folder: Path, sizes: Sequence[int] = (1, 3, 24), **settings: Any) -> build.Engine:
+def start_engine(
+    folder: Path, sizes: Sequence[int] = (1, 3, 24), platform: HostPlatform | None = None, **settings: Any
+) -> build.Engine:
     config = EngineConfig(
         model=str(folder),
         device="cuda",
@@ -76,7 +89,7 @@ def start_engine(folder: Path, sizes: Sequence[int] = (1, 3, 24), **settings: An
         **{"max_model_len": 256, **settings},
     )
     device = replace(known_device("h200"), capability=(8, 0))
-    return build.build_engine(make_plan(config, read_model_spec(folder), device), platform=HostPlatform())
+    return build.build_engine(make_plan(config, read_model_spec(folder), device), platform=platform or HostPlatform())
 
 
 def start(folder: Path, sizes: Sequence[int] = (1, 3, 24)) -> tuple[Session, Counter[str]]:
@@ -275,3 +288,25 @@ def test_a_second_capture_is_logged_and_an_error_where_graphs_are_verified(
     monkeypatch.setattr(engine_start, "build_engine", lambda *_: engine)
     with pytest.raises(CaptureError, match=f"verify_graphs: .*{told}"):
         engine_start.start_engine(EngineConfig(**settings, verify_graphs=True))
+
+
+@pytest.mark.parametrize("name", [None, "gptq order"])
+def test_sleep(name: str | None, tmp_path: Path) -> None:
+    """Memory is useless while the engine sleeps; weights are read again into the addresses of the first ones."""
+    reference = make_checkpoint("qwen2", tmp_path, intermediate_size=96, **HEADS)
+    if name is not None:
+        reference.load_state_dict(quantize_checkpoint(tmp_path, FORMATS[name]))
+    platform = HostPlatform()
+    engine = start_engine(tmp_path, (2, 16), platform, enable_sleep_mode=True)
+    weights, kv_cache = platform.drivers
+    num_chunks = len(weights.mapped), len(kv_cache.mapped)
+    session = Session(engine.core, engine.plan.model, None, 0, GrammarCompiler(lambda: None, ()))
+    assert engine.sleeper is not None and all(num_chunks)
+    for level in (2, 1):
+        engine.sleeper.sleep(level)
+        assert not weights.mapped and not kv_cache.mapped
+        engine.sleeper.wake_up()
+        assert (len(weights.mapped), len(kv_cache.mapped)) == num_chunks
+        output = session.add(prompt(level, 13), SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True))
+        finish(session, output)
+        check(reference, output)

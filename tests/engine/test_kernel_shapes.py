@@ -12,7 +12,7 @@ from phonograph.runner.kernel_shapes import eager_shapes, graph_shapes
 
 
 class Rule:
-    def weigh(self, *, num_reqs: int, query_len: int, prefix_len: int) -> CascadeChoice:
+    def weigh(self, *, num_reqs: int, prefix_len: int) -> CascadeChoice:
         return CascadeChoice(False, "a test")
 
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import math
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from phonograph import LLM, BeamSearchParams, SamplingParams
 from phonograph.core.batch import TokenLogprobs
 from phonograph.engine.offline.beam_search import beam_search
 from phonograph.engine.outputs import CompletionOutput, RequestOutput
-from phonograph.errors import RequestError, RequestFailure
+from phonograph.errors import ConfigError, RequestError, RequestFailure
 
 SETTINGS: dict[str, Any] = {"max_model_len": 96, "max_num_seqs": 4, "enforce_eager": True, "block_size": 8, "seed": 0}
 SHORT = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
@@ -248,3 +252,31 @@ def test_a_wrong_prompt_ends_a_beam_search(llm: LLM) -> None:
         llm.beam_search(PROMPT, SHORT)  # pyright: ignore[reportArgumentType]
     with pytest.raises(RequestError, match="is not a parameter of beam search; did you mean beam_width"):
         BeamSearchParams(beam_with=2, max_tokens=3)  # pyright: ignore[reportCallIssue]
+
+
+def test_a_profile_is_written_between_two_verbs(tmp_path: Path) -> None:
+    with LLM("demo", profile_dir=str(tmp_path / "new" / "profiles"), **SETTINGS) as llm:
+        with pytest.raises(RequestError, match="stop_profile='now': no profile is running; start_profile begins one"):
+            llm.stop_profile()
+        llm.start_profile()
+        with pytest.raises(RequestError, match="start_profile='now': a profile is running; stop_profile ends it"):
+            llm.start_profile()
+        llm.generate(PROMPT, SHORT)
+        path = Path(llm.stop_profile())
+    with gzip.open(path) as file:
+        assert any(event["name"].startswith("aten::") for event in json.load(file)["traceEvents"])
+    other = LLM("demo", profile_dir=str(tmp_path), **SETTINGS)
+    other.start_profile()
+    other.close()
+    assert not torch._C._autograd._profiler_enabled(), "close ends the profile"
+
+
+def test_a_profile_needs_a_folder(llm: LLM, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="profile_dir=None: start_profile needs the folder"):
+        llm.start_profile()
+    (tmp_path / "file").touch()
+    with (
+        LLM("demo", profile_dir=str(tmp_path / "file"), **SETTINGS) as other,
+        pytest.raises(ConfigError, match=r"profile_dir='.*file': cannot be made \(.*File exists"),
+    ):
+        other.start_profile()

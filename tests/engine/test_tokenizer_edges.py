@@ -90,6 +90,11 @@ def test_the_tokenizer_that_was_named_is_loaded_at_its_revision(
         ("a/b", {"trust_remote_code": True, "revision": "v2", "download_dir": None}),
         ("a/b", {"trust_remote_code": False, "revision": "v3", "download_dir": "/models"}),
     ]
+    asked.clear()
+    load_tokenizer(EngineConfig(model="a/b", revision="v2", tokenizer="a/b"))
+    load_tokenizer(EngineConfig(model="a/b", revision="v2", tokenizer="c/d"))
+    load_tokenizer(EngineConfig(model="a/b", revision="v2", tokenizer="c/d", tokenizer_revision="v3"))
+    assert [(name, options["revision"]) for name, options in asked] == [("a/b", "v2"), ("c/d", None), ("c/d", "v3")]
 
 
 def test_the_tokenizer_of_a_file_on_the_hub_is_in_that_file(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +108,13 @@ def test_the_tokenizer_of_a_file_on_the_hub_is_in_that_file(monkeypatch: pytest.
     monkeypatch.setattr(Tokenizer, "load", lambda source, **options: source)
     config = EngineConfig(model="a/b:Q4_0", revision="v2", download_dir="/models")
     assert load_tokenizer(config) == Path("/models/m.gguf")
-    assert asked == [("a/b:Q4_0", {"revision": "v2", "download_dir": "/models"})]
+    load_tokenizer(EngineConfig(model="c/d", revision="v1", tokenizer="a/b:Q4_0", tokenizer_revision="v3"))
+    load_tokenizer(EngineConfig(model="c/d", revision="v1", tokenizer="a/b:Q4_0"))
+    assert asked == [
+        ("a/b:Q4_0", {"revision": "v2", "download_dir": "/models"}),
+        ("a/b:Q4_0", {"revision": "v3", "download_dir": None}),
+        ("a/b:Q4_0", {"revision": None, "download_dir": None}),
+    ]
 
 
 def test_no_text_has_more_characters_than_its_tokens_can_have() -> None:

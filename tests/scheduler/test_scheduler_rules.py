@@ -332,6 +332,28 @@ def test_reset_forgets_also_blocks_of_running_sequences() -> None:
     assert c.num_cached_tokens == 8
 
 
+def test_all_may_be_preempted_between_steps() -> None:
+    """Also the prompt in progress; tokens, order and admission counts stay, and a reset leaves no prefix."""
+    scheduler = make_scheduler(max_num_batched_tokens=10)
+    requests = [request("a", range(6), max_tokens=4), request("b", range(20, 42), max_tokens=2), request("c", 3)]
+    add(scheduler, *requests)
+    for _ in range(2):
+        step(scheduler)
+    assert [len(one.output_token_ids) for one in requests] == [2, 0, 0] and scheduler.stats.num_running == 2
+    for _ in range(2):
+        scheduler.preempt_all()
+        scheduler.reset_prefix_cache()
+        stats = scheduler.stats
+        assert (stats.num_running, stats.num_waiting, stats.blocks_used, stats.num_preemptions) == (0, 3, 0, 2)
+        check_scheduler(scheduler)
+    batch = step(scheduler)
+    assert batch.query_lens == [8, 2] and batch.context_lens == [0, 0] and batch.freed == [0, 1]
+    while scheduler.has_unfinished:
+        step(scheduler)
+        check_scheduler(scheduler)
+    assert [len(one.output_token_ids) for one in requests[:2]] == [4, 2]
+
+
 # Logprobs
 
 

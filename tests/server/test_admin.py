@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,7 +14,7 @@ import pytest
 from servers import EngineThread, Server, serving
 
 from phonograph.config.server_config import ServerConfig
-from phonograph.errors import ConfigError
+from phonograph.errors import ConfigError, MemoryLimitError, WeightError
 from phonograph.server.http.admin import PATHS, check_admin
 
 KEY = {"authorization": "Bearer admin"}
@@ -98,9 +101,93 @@ def test_the_prefix_cache_is_forgotten(admin: Server) -> None:
     assert cached() == 0
 
 
+@pytest.fixture(scope="module")
+def profiles(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("traces") / "profiles"
+
+
+@pytest.fixture(scope="module")
+def sleeper(profiles: Path) -> Iterator[Server]:
+    """Server of an engine that may sleep and write profiles."""
+    thread = EngineThread(enable_sleep_mode=True, profile_dir=str(profiles))
+    try:
+        thread.engine.result(60)
+        with serving(thread, ServerConfig(enable_admin=True, admin_api_key=("admin",))) as server:
+            yield server
+    finally:
+        thread.stop()
+
+
+def test_an_engine_sleeps_until_it_is_woken_up(sleeper: Server) -> None:
+    server = sleeper
+    expected = server.post("/v1/completions", SHORT).json()["choices"]
+    running = Posted(server, LONG)
+    server.wait_until(lambda engine: engine.stats.num_running == 1)
+    assert server.post("/sleep", params={"level": 2}, headers=KEY).json() == {"status": "asleep"}
+    assert running.answer()["choices"][0]["finish_reason"] == "abort"
+    assert server.get("/is_sleeping", headers=KEY).json() == {"is_sleeping": True}
+    states = {
+        'engine_sleep_state{model_name="demo",sleep_state="awake"} 0.0',
+        'engine_sleep_state{model_name="demo",sleep_state="weights_offloaded"} 0.0',
+        'engine_sleep_state{model_name="demo",sleep_state="discard_all"} 1.0',
+    }
+    assert all(state in server.get("/metrics").text for state in states)
+    late = Posted(server, SHORT)
+    server.wait_until(lambda engine: engine.num_open == 1)
+    answer = server.post("/resume", headers=KEY)
+    assert answer.status_code == 400 and "the engine sleeps" in answer.json()["error"]["message"]
+    answer = server.post("/wake_up", params={"tags": ["kv_cache"]}, headers=KEY)
+    assert answer.json() == {"status": "asleep", "asleep": ["weights"]} and not late.answers
+    answer = server.post("/wake_up?tags=weights&tags=kv_cache", headers=KEY)
+    assert answer.json() == {"status": "awake", "asleep": []}
+    assert late.answer()["choices"] == expected
+    assert server.get("/is_sleeping", headers=KEY).json() == {"is_sleeping": False}
+    assert 'sleep_state="awake"} 1.0' in server.get("/metrics").text
+    server.post("/sleep", headers=KEY)
+    assert 'sleep_state="weights_offloaded"} 1.0' in server.get("/metrics").text
+    server.post("/wake_up", headers=KEY)
+
+
+@pytest.mark.parametrize("error", [MemoryLimitError("no memory to wake up"), WeightError("no memory to wake up")])
+def test_what_keeps_an_engine_asleep_is_told(
+    error: Exception, sleeper: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def wake_up(tags: object) -> None:
+        raise error
+
+    monkeypatch.setattr(sleeper.engine, "wake_up", wake_up)
+    answer = sleeper.post("/wake_up", headers=KEY)
+    assert answer.status_code == 503 and answer.json()["error"]["code"] == "not_awake"
+    assert answer.json()["error"]["message"] == "no memory to wake up"
+
+
+def test_profiles_are_written(sleeper: Server, profiles: Path) -> None:
+    server = sleeper
+    for _ in range(2):
+        assert server.post("/start_profile", headers=KEY).json() == {"status": "started"}
+        answer = server.post("/start_profile", headers=KEY)
+        assert answer.status_code == 400 and "a profile is running" in answer.json()["error"]["message"]
+        server.post("/v1/completions", SHORT)
+        answer = server.post("/stop_profile", headers=KEY).json()
+        with gzip.open(answer["file"]) as file:
+            names = {event["name"] for event in json.load(file)["traceEvents"]}
+        assert answer["status"] == "stopped" and {"aten::mm", "aten::addmm_"} & names
+    answer = server.post("/stop_profile", headers=KEY)
+    assert answer.status_code == 400 and "no profile is running" in answer.json()["error"]["message"]
+    assert len(list(profiles.iterdir())) == 2
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "says"),
     [
+        ("/sleep", None, 400, "enable_sleep_mode=False: sleep and wake_up need enable_sleep_mode=True"),
+        ("/wake_up", None, 400, "enable_sleep_mode=False: sleep and wake_up need enable_sleep_mode=True"),
+        ("/sleep?level=3", None, 400, "level='3': must be 1"),
+        ("/sleep?level=x", None, 400, "level: "),
+        ("/sleep?mode=stop", None, 400, "mode: Input should be 'abort', 'wait' or 'keep'"),
+        ("/wake_up?tags=all", None, 400, "tags=\"['all']\": must be a list of weights and kv_cache"),
+        ("/start_profile", None, 400, "profile_dir=None: start_profile needs the folder"),
+        ("/stop_profile", None, 400, "no profile is running"),
         ("/pause?mode=stop", None, 400, "mode: Input should be 'abort', 'wait' or 'keep'"),
         ("/pause?clear_cache=x", None, 400, "clear_cache: "),
         ("/abort_requests", None, 400, "the body must be a JSON object"),
@@ -116,7 +203,7 @@ def test_wrong_verbs_are_refused(admin: Server, path: str, body: Any, status: in
 
 
 def method_of(path: str) -> str:
-    return "GET" if path == "/is_paused" else "POST"
+    return "GET" if path.startswith("/is_") else "POST"
 
 
 def test_the_endpoints_need_their_own_key(serve_with: Callable[..., Server]) -> None:

@@ -41,6 +41,24 @@ def test_the_access_log_has_neither_polls_nor_long_paths(path: str, shown: str |
     assert not shown or entry.args == ("127.0.0.1:5", "GET", shown, "1.1", 200)
 
 
+@pytest.mark.parametrize(
+    ("path", "shown"),
+    [
+        ("/llm/health", False),
+        ("/health", False),
+        ("/llm/metrics?a=b", False),
+        ("/llm/v1/models", True),
+        ("/llm", True),
+        ("/llmx/health", True),
+        ("/llm/llm/health", True),
+    ],
+)
+def test_the_access_log_has_no_polls_through_a_proxy(path: str, shown: bool) -> None:
+    settings = server_logging(ServerConfig(root_path="/llm"))["filters"]["access"]
+    made = settings.pop("()")(**settings)
+    assert made.filter(record("127.0.0.1:5", "GET", path, "1.1", 200)) == shown
+
+
 def test_other_records_are_logged_as_they_are() -> None:
     for entry in (record(), record("GET", "/health"), record(*"abcdef")):
         arguments = entry.args

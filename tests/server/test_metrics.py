@@ -31,6 +31,7 @@ NAMES = {
     "vllm:num_requests_waiting_by_reason": "gauge",
     "vllm:kv_cache_usage_perc": "gauge",
     "vllm:cache_config_info": "gauge",
+    "vllm:engine_sleep_state": "gauge",
     "vllm:prefix_cache_queries": "counter",
     "vllm:prefix_cache_hits": "counter",
     "vllm:spec_decode_num_drafts": "counter",
@@ -320,7 +321,7 @@ def test_the_dashboard_asks_for_metrics_that_exist() -> None:
     assert [name for name in sorted(names) if not exists(name)] == []
     assert {name for name in NAMES if not any(asked.startswith(name) for asked in names)} == set()
     assert not exists("vllm:prompt_tokens") and not exists("phonograph:steps") and not exists("vllm:nothing_total")
-    labels = {"model_name", "mode", "kind", "reason", "finished_reason", "le", "source"}
+    labels = {"model_name", "mode", "kind", "reason", "finished_reason", "le", "source", "sleep_state"}
     labels |= {"block_size", "cache_dtype", "num_gpu_blocks", "position"}
     for query in queries:
         for group in re.findall(r"by \(([^)]*)\)", query):

@@ -18,6 +18,7 @@ from phonograph.config.engine_config import EngineConfig
 from phonograph.config.server_config import ServerConfig
 from phonograph.demo import MODEL_DIRECTORY
 from phonograph.errors import EngineUnavailable
+from phonograph.server.http.api_keys import OPEN_PATHS
 from phonograph.server.observe.status import SECRETS, health, ready
 from phonograph.text.tokenizer import Tokenizer
 
@@ -51,6 +52,14 @@ def test_probes_need_no_key(path: str, serve_with: Callable[..., Server]) -> Non
     assert answer.status_code == 200 and answer.content == b""
     assert server.get("/load").status_code == server.get("/server_info").status_code == 401
     assert server.get("/load", headers={"authorization": "Bearer secret"}).json() == {"server_load": 0}
+
+
+@pytest.mark.parametrize("path", sorted(OPEN_PATHS))
+def test_open_paths_need_no_key_behind_a_proxy(path: str, serve_with: Callable[..., Server]) -> None:
+    server = serve_with(api_key="secret", root_path="/llm")
+    assert server.get(f"/llm{path}").status_code == server.get(path).status_code == 200
+    for other in (f"/llm/llm{path}", f"/llmx{path}", f"{path}/llm", f"/other{path}", "/llm", "/llm/load"):
+        assert server.get(other).status_code == 401, other
 
 
 def test_ping_is_posted_too(server: Server) -> None:

@@ -35,10 +35,10 @@ def traced(engine_thread: EngineThread) -> Iterator[Callable[..., tuple[Server, 
 
     with ExitStack() as stack:
 
-        def make(exporter: Any) -> tuple[Server, Traces]:
+        def make(exporter: Any, **settings: Any) -> tuple[Server, Traces]:
             traces = Traces(exporter, engine_thread.engine.result().steps, "demo")
             stack.callback(traces.close)
-            config = ServerConfig()
+            config = ServerConfig(**settings)
             server = stack.enter_context(
                 serving(engine_thread, config, change=lambda made: setattr(made, "traces", traces))
             )
@@ -121,6 +121,15 @@ def test_a_traceparent_of_rubbish_is_as_none(value: str | bytes, traced: Any, ex
     server.wait_until_idle()
     (root,) = spans_of(exporter, traces)["chat demo"]
     assert root.parent is None and root.context.trace_id
+
+
+@pytest.mark.parametrize("prefix", ["", "/llm"])
+def test_operations_have_their_names_behind_a_proxy(prefix: str, traced: Any, exporters: Any) -> None:
+    exporter = exporters.InMemorySpanExporter()
+    server, traces = traced(exporter, root_path="/llm")
+    assert server.post(f"{prefix}/v1/completions", {"prompt": "a", "max_tokens": 1}).status_code == 200
+    server.wait_until_idle()
+    assert "text_completion demo" in spans_of(exporter, traces)
 
 
 def test_a_request_that_does_not_complete_has_a_trace_too(traced: Any, exporters: Any) -> None:

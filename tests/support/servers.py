@@ -60,11 +60,11 @@ class EngineThread:
     """An event loop in a thread, with the engine on it.
 
     Args:
-        settings: of the engine, besides those of all tests.
+        settings: of the engine, besides those of all tests, or in their place.
     """
 
     def __init__(self, **settings: Any) -> None:
-        self._settings = settings
+        self._settings = {**SMALL, **settings}
         self.loop = asyncio.new_event_loop()
         self.engine: Future[AsyncLLM] = Future()
         self._done = asyncio.Event()
@@ -80,7 +80,7 @@ class EngineThread:
 
     async def _run(self) -> None:
         try:
-            async with AsyncLLM("demo", client=ProcessClient, **SMALL, **self._settings) as engine:
+            async with AsyncLLM("demo", client=ProcessClient, **self._settings) as engine:
                 self.engine.set_result(engine)
                 await self._done.wait()
         except BaseException as error:

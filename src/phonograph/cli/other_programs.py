@@ -63,6 +63,8 @@ CLIENT_FLAGS: Mapping[str, str] = {
     "--predict": "--max-tokens",
     "--n-predict": "--max-tokens",
     "-s": "--sampling-seed",
+    "-j": "--json-schema",
+    "-jf": "--json-schema-file",
     "--temp": "--temperature",
     "--repeat-penalty": "--repetition-penalty",
     "-r": "--stop",
@@ -136,15 +138,12 @@ ABSENT_FLAGS: Mapping[str, str] = {
     "--reranking": _EMBEDDINGS,
     "-f": "`phonograph generate - < FILE` reads a prompt from each line of a file",
     "--file": "`phonograph generate - < FILE` reads a prompt from each line of a file",
-    "--format": "response_format of a request holds JSON, and --grammar-file of chat a grammar",
     "--grammar": "--grammar-file of chat and generate reads a grammar from a file",
     "-hff": _FILE,
     "--hf-file": _FILE,
     "-hft": "the variable HF_TOKEN is the token of the hub",
     "--in-prefix": _TEMPLATE,
     "--in-suffix": _TEMPLATE,
-    "-j": "response_format of a request takes a JSON schema",
-    "--json-schema": "response_format of a request takes a JSON schema",
     "--lora": "LoRA adapters are not here yet; merge the adapter into the weights",
     "-md": _DRAFT,
     "--model-draft": _DRAFT,
@@ -157,6 +156,10 @@ ABSENT_FLAGS: Mapping[str, str] = {
 """Flags of llama.cpp and Ollama that are not here, each with what works."""
 SERVER_ABSENT_FLAGS: Mapping[str, str] = {
     "--grammar-file": "each request has a grammar of its own, in structured_outputs",
+    **dict.fromkeys(
+        ("-j", "--json-schema", "-jf", "--json-schema-file", "--format"),
+        "response_format of a request takes a JSON schema",
+    ),
 }
 """The same of a server."""
 HELP = ("-h", "--help")

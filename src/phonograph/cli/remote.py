@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from phonograph.core.sampling_params import SamplingParams
+from phonograph.core.structured_outputs import StructuredOutputs
 from phonograph.errors import ConfigError, EndpointError, RequestError, shortened
 
 TIMEOUT = 600
@@ -124,7 +125,7 @@ class RemoteModel:
             **{name: value for name in PARAMETERS if (value := getattr(params, name)) != getattr(plain, name)},
         }
         if params.structured_outputs is not None:
-            body["structured_outputs"] = {"grammar": params.structured_outputs.grammar}
+            body |= _constraint(params.structured_outputs)
         found = RemoteAnswer()
         began = time.monotonic()
         try:
@@ -194,3 +195,13 @@ def _message(body: bytes) -> str:
 def _error_text(body: Mapping[str, Any]) -> str:
     error = body.get("error", body)
     return str(error.get("message", error)) if isinstance(error, Mapping) else str(error)
+
+
+def _constraint(constraint: StructuredOutputs) -> dict[str, Any]:
+    """Return the field of a request: OpenAI's for JSON, which servers of other makers know too."""
+    if constraint.kind == "json_object":
+        return {"response_format": {"type": "json_object"}}
+    if constraint.kind == "json":
+        schema = {"name": "answer", "schema": json.loads(constraint.source)}
+        return {"response_format": {"type": "json_schema", "json_schema": schema}}
+    return {"structured_outputs": {constraint.kind: constraint.source}}

@@ -45,6 +45,9 @@ class SamplingFlags:
     ] = None
     ignore_eos: Annotated[bool, _flag("Go on after the model's end-of-sequence token.")] = False
     grammar_file: Annotated[Path | None, _flag("File of a grammar in GBNF that the output follows.")] = None
+    json_schema: Annotated[str | None, _flag("JSON schema that the output follows; {} is any object.")] = None
+    json_schema_file: Annotated[Path | None, _flag("File of a JSON schema that the output follows.")] = None
+    format: Annotated[str | None, _flag("json for any JSON object, or a JSON schema.")] = None
 
     def params(self, *, n: int = 1, logprobs: int | None = None) -> SamplingParams:
         """Return the parameters of a request.
@@ -56,23 +59,55 @@ class SamplingFlags:
         values["seed"] = values.pop("sampling_seed")
         values["stop"] = values["stop"] or ()
         values["stop_token_ids"] = values["stop_token_ids"] or ()
-        del values["grammar_file"]
-        grammar = _grammar(self.grammar_file)
-        values["structured_outputs"] = None if grammar is None else StructuredOutputs(grammar=grammar)
-        return SamplingParams(**values, n=n, logprobs=logprobs)
+        for name in self._constraints():
+            del values[name]
+        return SamplingParams(**values, n=n, logprobs=logprobs, structured_outputs=self._constraint())
+
+    def _constraints(self) -> dict[str, Path | str | None]:
+        return {
+            "grammar_file": self.grammar_file,
+            "json_schema": self.json_schema,
+            "json_schema_file": self.json_schema_file,
+            "format": self.format,
+        }
+
+    def _constraint(self) -> StructuredOutputs | None:
+        """Return the constraint on the output, or None.
+
+        Raises:
+            RequestError: there are several, or one is unusable.
+        """
+        constraints = {name: value for name, value in self._constraints().items() if value is not None}
+        if not constraints:
+            return None
+        name, *others = constraints
+        if others:
+            raise RequestError(others[0], str(constraints[others[0]]), f"contradicts {name}; give one of them")
+        value = constraints[name]
+        text = _read(name, value) if isinstance(value, Path) else value
+        if name == "grammar_file":
+            return StructuredOutputs(grammar=text)
+        # An empty schema is any object, as in llama.cpp.
+        if "".join(text.split()) == "{}" or (name, text) == ("format", "json"):
+            return StructuredOutputs(json_object=True)
+        try:
+            return StructuredOutputs(json=text)
+        except RequestError as error:
+            hint = "; json is any JSON object" if name == "format" else ""
+            raise RequestError(name, str(value), f"{error.problem}{hint}") from None
 
 
-def _grammar(path: Path | None) -> str | None:
+def _read(name: str, path: Path) -> str:
     """Return the text of a file.
 
     Raises:
         RequestError: it cannot be read.
     """
     try:
-        return None if path is None else path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise RequestError("grammar_file", str(path), f"cannot be read: {reason}") from None
+        raise RequestError(name, str(path), f"cannot be read: {reason}") from None
 
 
 GREEDY = SamplingFlags()

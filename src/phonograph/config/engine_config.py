@@ -56,7 +56,8 @@ class EngineConfig(Settings):
     revision: values.OptionalText = Field(default=None, description="Branch, tag or commit of a model on the hub.")
     tokenizer_revision: values.OptionalText = Field(
         default=None,
-        description="Branch, tag or commit of the tokenizer on the hub; default: the revision of the model.",
+        description="Branch, tag or commit of the tokenizer on the hub; default: that of the model, or the latest with "
+        "tokenizer.",
     )
     download_dir: values.OptionalText = Field(
         default=None, description="Folder of downloads from the hub; default: its cache, below HF_HOME."
@@ -128,6 +129,9 @@ class EngineConfig(Settings):
         default=0.9, description="Fraction of the GPU's memory to use, without the CUDA context."
     )
     enable_prefix_caching: values.Flag = Field(default=True, description="Reuse the KV blocks of known prefixes.")
+    enable_sleep_mode: values.Flag = Field(
+        default=False, description="Let sleep give the memory of weights and KV cache back until wake_up."
+    )
 
     attention_backend: values.OptionalText = Field(
         default=None,
@@ -147,6 +151,9 @@ class EngineConfig(Settings):
         default=False,
         description="Count the tokens of each expert for /metrics, in models with experts; on a GPU one more launch in "
         "each of their layers.",
+    )
+    profile_dir: values.OptionalText = Field(
+        default=None, description="Folder of the traces that start_profile and stop_profile write."
     )
     cudagraph_mode: values.OptionalMode = Field(
         default=None, description=f"Batches that run as CUDA graphs: {', '.join(GraphMode.__members__)}."

@@ -51,7 +51,7 @@ class ServerConfig(Settings):
     api_key: values.Texts = Field(default=(), description="Valid API keys; without any, requests are not checked.")
     enable_admin: values.Flag = Field(
         default=False,
-        description="Serve /pause, /resume, /is_paused, /abort_requests and /reset_prefix_cache; needs admin_api_key.",
+        description="Serve the verbs of the engine, such as /pause, /sleep and /start_profile; needs admin_api_key.",
     )
     admin_api_key: values.Texts = Field(
         default=(), description="Valid API keys of the endpoints of enable_admin, which take no others."

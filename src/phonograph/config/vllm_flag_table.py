@@ -98,7 +98,7 @@ ABSENT: Mapping[tuple[str, str], str] = {
         --response-role --trust-request-chat-template --anthropic-disabled-thinking-effort
         --cohere-is-reasoning-model --cohere-format""",
     ("Sleep and transfer of weights", ""): """
-        --enable-sleep-mode --sleep-mode-backend --sleep-mode-offload-cudagraph --sleep-preserve-parameter-names
+        --sleep-mode-backend --sleep-mode-offload-cudagraph --sleep-preserve-parameter-names
         --enable-cumem-allocator --weight-transfer-config""",
     ("Requests and sampling", ""): """
         --logits-processors --logprobs-mode --return-sampling-mask --use-fp64-gumbel --enable-prompt-embeds
@@ -126,7 +126,9 @@ ABSENT: Mapping[tuple[str, str], str] = {
         --disable-log-stats --enable-log-outputs --enable-log-deltas --log-error-stack
         --disable-access-log-for-endpoints --collect-detailed-traces --kv-cache-metrics --kv-cache-metrics-sample
         --custom-histogram-buckets --show-hidden-metrics-for-version --enable-layerwise-nvtx-tracing
-        --enable-mfu-metrics --enable-logging-iteration-details --profiler-config""",
+        --enable-mfu-metrics --enable-logging-iteration-details""",
+    ("Logs, metrics and profiles", "--profile-dir FOLDER has start_profile and stop_profile write traces"): """
+        --profiler-config""",
     ("Logs, metrics and profiles", "/v1/graphs and the metrics of steps have them"): "--cudagraph-metrics",
     ("Benchmarks", ""): """
         --goodput --percentile-metrics --metric-percentiles --ramp-up-strategy --request-id-prefix --profile
@@ -172,7 +174,7 @@ NEUTRAL: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(
         ("--enable-expert-parallel", "-ep", "--enable-lora", "--headless", "--skip-tokenizer-init"), _FALSE
     ),
-    **dict.fromkeys(("--enable-sleep-mode", "--disable-sliding-window", "--enable-eplb", "--enable-dbo"), _FALSE),
+    **dict.fromkeys(("--disable-sliding-window", "--enable-eplb", "--enable-dbo"), _FALSE),
     **dict.fromkeys(("--enable-prompt-embeds", "--grpc", "--enable-log-outputs", "--log-error-stack"), _FALSE),
     **dict.fromkeys(("--enable-force-include-usage", "--return-tokens-as-token-ids", "--enable-mm-embeds"), _FALSE),
     # They choose among ways to the same result, or have no effect in vLLM either.

@@ -18,6 +18,8 @@ from phonograph.text.tokenizer import Tokenizer
 Prompt = str | Sequence[int]
 MAX_REQUEST_ID = 256
 """Maximum number of characters of a request's id."""
+SLEEP_TAGS = ("weights", "kv_cache")
+"""Names of the two parts of memory that sleep gives back, which are vLLM's."""
 _INT64 = range(-(2**63), 2**63)
 
 
@@ -162,3 +164,26 @@ def admit_names(request_id: object, priority: object) -> None:
     # The scheduler sorts requests by priority.
     if isinstance(priority, bool) or not isinstance(priority, Integral) or int(priority) not in _INT64:
         raise RequestError("priority", priority, "must be an integer of 64 bits; smaller is served earlier")
+
+
+def admit_level(level: Any) -> None:
+    """Check the level of a sleep.
+
+    Raises:
+        RequestError: there is no such level.
+    """
+    if isinstance(level, bool) or level not in (1, 2):
+        raise RequestError("level", shortened(repr(level)), "must be 1, to keep the weights in host memory, or 2")
+
+
+def admitted_tags(tags: object) -> tuple[str, ...]:
+    """Return the tags of a call of `wake_up`; None stands for all.
+
+    Raises:
+        RequestError: one is unknown, or they are no list of texts.
+    """
+    if tags is None:
+        return SLEEP_TAGS
+    if isinstance(tags, str) or not isinstance(tags, Sequence) or not all(tag in SLEEP_TAGS for tag in tags):  # pyright: ignore[reportUnknownVariableType]
+        raise RequestError("tags", shortened(repr(tags)), f"must be a list of {' and '.join(SLEEP_TAGS)}")  # pyright: ignore[reportUnknownArgumentType]
+    return tuple(tags)  # pyright: ignore[reportUnknownArgumentType]

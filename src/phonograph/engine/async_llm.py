@@ -322,6 +322,7 @@ class AsyncLLM(AsyncVerbs):
         self.expert_load = report.expert_load or self.expert_load
         now = time.monotonic()
         self.steps.take(report.steps)
+        self.asleep, self.sleep_level = report.asleep, report.sleep_level
         self._take_answers(report.done)
         for key, error in report.refused.items():
             if key in self._open:

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 
 import torch
@@ -24,6 +25,7 @@ from phonograph.engine.plan import EnginePlan
 from phonograph.engine.process.client import StartProgress, no_progress
 from phonograph.engine.startup.cpu_platform import CpuPlatform
 from phonograph.engine.startup.platform import DraftModelParts, ModelParts, Platform
+from phonograph.engine.startup.sleeper import Sleeper
 from phonograph.errors import ConfigError
 from phonograph.graphs.modes import GraphKey
 from phonograph.models.layer_spec import LayerAttention
@@ -47,12 +49,14 @@ class Engine:
     """A core that is ready to run, with its plan and captures.
 
     make_subject: returns the subject of `verify`, which overwrites the KV cache
+    sleeper: gives memory back for a while; None without `enable_sleep_mode`
     """
 
     core: EngineCore
     plan: EnginePlan
     captured: CaptureReport
     make_subject: Callable[[], RunnerSubject]
+    sleeper: Sleeper | None = None
 
 
 def this_device(kind: str) -> DeviceSpec:
@@ -121,18 +125,26 @@ def build_engine(plan: EnginePlan, report: StartProgress = no_progress, *, platf
     with platform.starting():
         # Before the weights, because a library may turn out not to support this model.
         backends = make_backends(plan, platform.device)
+        load_weights = partial(
+            begin_loading,
+            plan.model,
+            plan.config.model,
+            dtype=getattr(torch, plan.dtype),
+            device=platform.device,
+            load_format=plan.config.load_format,
+            seed=plan.config.seed or 0,
+            revision=plan.config.revision,
+            download_dir=plan.config.download_dir,
+            cpu_products=plan.cpu_products,
+        )
+        sleeper, empty_weights, empty_cache = None, torch.empty, torch.empty
+        if plan.config.enable_sleep_mode:
+            weights, kv_cache = platform.static_memory(), platform.static_memory()
+            empty_weights, empty_cache = weights.empty, kv_cache.empty
+            sleeper = Sleeper(weights, kv_cache, load_weights)
         with (
-            begin_loading(
-                plan.model,
-                plan.config.model,
-                dtype=getattr(torch, plan.dtype),
-                device=platform.device,
-                load_format=plan.config.load_format,
-                seed=plan.config.seed or 0,
-                progress=lambda done, total: report("weights", done, total),
-                revision=plan.config.revision,
-                download_dir=plan.config.download_dir,
-                cpu_products=plan.cpu_products,
+            load_weights(
+                progress=lambda done, total: report("weights", done, total), make_empty=empty_weights
             ) as loading,
             _begin_loading_draft(plan, platform.device) as draft,
         ):
@@ -140,7 +152,8 @@ def build_engine(plan: EnginePlan, report: StartProgress = no_progress, *, platf
                 report("weights", 1, 1)
             if plan.config.expert_load_metrics:
                 loading.model.count_expert_load()
-            parts = make_model_parts(plan, backends, loading.model, None if draft is None else draft.model)
+            draft_model = None if draft is None else draft.model
+            parts = make_model_parts(plan, backends, loading.model, draft_model, make_empty=empty_cache)
             runner = make_runner(plan, parts, platform)
             if platform.compiles:
                 report("kernels", 0, 1)
@@ -166,13 +179,17 @@ def build_engine(plan: EnginePlan, report: StartProgress = no_progress, *, platf
         policy=plan.config.scheduling_policy,
         drafts=runner.drafts,
     )
+    core = EngineCore(scheduler, runner, parts.model.expert_load)
+    if sleeper is not None:
+        sleeper.start(core, parts.model, parts.kv_caches, zeroes=_zeroes_cache(plan))
     return Engine(
-        core=EngineCore(scheduler, runner, parts.model.expert_load),
+        core=core,
         plan=plan,
         captured=captured,
         make_subject=lambda: RunnerSubject(
             runner, parts.kv_caches, plan.kv.groups, poisons_freed=_skip_freed_blocks(plan)
         ),
+        sleeper=sleeper,
     )
 
 
@@ -245,10 +262,21 @@ def make_backends(plan: EnginePlan, device: torch.device) -> list[AnyBackend]:
 
 
 def make_model_parts(
-    plan: EnginePlan, backends: Sequence[AnyBackend], model: Transformer, draft: Transformer | None = None
+    plan: EnginePlan,
+    backends: Sequence[AnyBackend],
+    model: Transformer,
+    draft: Transformer | None = None,
+    *,
+    make_empty: Callable[..., torch.Tensor] = torch.empty,
 ) -> ModelParts:
-    """Allocate the KV cache, and collect the parts that all devices share."""
-    caches = allocate_kv_pool(plan.kv.groups, plan.kv.specs, num_pages=plan.memory.num_blocks, device=model.device)
+    """Allocate the KV cache by `make_empty`, and collect the parts that all devices share."""
+    caches = allocate_kv_pool(
+        plan.kv.groups,
+        plan.kv.specs,
+        num_pages=plan.memory.num_blocks,
+        device=model.device,
+        make_empty=make_empty,
+    )
     # Only FP8 caches scale keys and values.
     scales = model.kv_scales if plan.attention.has_fp8_cache else KVScales()
     layers = _attention_layers(model, scales)
@@ -267,9 +295,7 @@ def make_model_parts(
                 device=model.device,
             ),
         )
-    # Drafts at the end of a sequence reach behind its blocks; what they read there must not be NaN (prepare.py).
-    reach_behind = plan.config.speculation is not None and plan.device.kind != "cpu"
-    if reach_behind or not _skip_freed_blocks(plan):
+    if _zeroes_cache(plan):
         for cache in (*kv_caches, *(() if drafting is None else drafting.kv_caches)):
             cache.zero_()
     return ModelParts(model=model, backends=backends, layers=layers, kv_caches=kv_caches, draft=drafting)
@@ -296,6 +322,13 @@ def _attention_layers(model: Transformer, scales: KVScales) -> list[AttentionLay
         )
 
     return [made(index, layer) for index, layer in _attentions(model)]
+
+
+def _zeroes_cache(plan: EnginePlan) -> bool:
+    """Return True if kernels may use what no request has written, which must not be NaN then."""
+    # Drafts at the end of a sequence reach behind its blocks (prepare.py).
+    reach_behind = plan.config.speculation is not None and plan.device.kind != "cpu"
+    return reach_behind or not _skip_freed_blocks(plan)
 
 
 def _skip_freed_blocks(plan: EnginePlan) -> bool:

@@ -16,7 +16,7 @@ import torch
 from phonograph.core.batch import ScheduledBatch
 from phonograph.core.request import Request
 from phonograph.engine.metrics.step_record import StepRecord, record_of
-from phonograph.errors import PhonographError
+from phonograph.errors import EngineUnavailable, PhonographError
 from phonograph.runner.steps import PendingStep, StepRunner
 from phonograph.scheduling.scheduler import Scheduler
 
@@ -25,6 +25,7 @@ class EngineCore:
     """Scheduler and runner. Not thread-safe: one thread drives it.
 
     expert_load: counters of experts on the device, by the index of a layer; see `Transformer`
+    asleep: True while memory of weights or KV cache is given back, so that no step can run
     on_step: called with the record of each step whose results were taken
     """
 
@@ -34,6 +35,7 @@ class EngineCore:
         self.scheduler = scheduler
         self.runner = runner
         self.expert_load = expert_load
+        self.asleep = False
         self.on_step: Callable[[StepRecord], None] | None = None
         self._in_flight: deque[tuple[ScheduledBatch, PendingStep, float]] = deque()
         self._last_taken = 0.0
@@ -48,6 +50,15 @@ class EngineCore:
     def in_flight(self) -> bool:
         """True while there are steps whose results were not taken."""
         return bool(self._in_flight)
+
+    def check_awake(self) -> None:
+        """Check that weights and KV cache are there.
+
+        Raises:
+            EngineUnavailable: they are not.
+        """
+        if self.asleep:
+            raise EngineUnavailable("the engine sleeps; wake_up() lets it continue", "asleep")
 
     def step(self, *, schedules: bool = True) -> list[Request]:
         """Submit the next step, take the results of the oldest, and return the requests that got a token.

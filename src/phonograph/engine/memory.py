@@ -27,6 +27,8 @@ _CPU_KV_LIMIT = 2 * GIB
 """Limit of the default KV cache on a CPU, where it shares memory with other programs."""
 _LIBRARY_BYTES = 334 << 20
 """Allowance for loaded kernels, workspaces of libraries and small buffers."""
+_SLEEP_BYTES = 64 << 20
+"""Allowance for the unused part of the last chunk of weights and of the KV cache, with enable_sleep_mode."""
 _CONTEXT_BYTES = 620 << 20
 """Size of the CUDA context on an H200. Like vLLM's, the engine's share of memory excludes it."""
 _SMALLER = "a smaller model, fewer bits a weight (quantization) or a device with more memory works"
@@ -122,7 +124,9 @@ def plan_memory(
     if device.kind != "cpu" and limits.draft_tokens:
         history = 4 * max_num_seqs * (max_model_len + 1) if draft is None else 0
         sampling += history + _SAMPLE_BYTES_PER_ROW * (limits.max_num_logits - max_num_seqs)
-    taken = weights + graphs + attention_bytes + sampling + (0 if device.kind == "cpu" else _LIBRARY_BYTES)
+    taken = weights + graphs + attention_bytes + sampling
+    if device.kind != "cpu":
+        taken += _LIBRARY_BYTES + (_SLEEP_BYTES if config.enable_sleep_mode else 0)
     available, place = _available(device)
     parts = (
         f"weights of {gib(weights)}, graphs with their workspace of {gib(graphs)}, attention, sampling and libraries "

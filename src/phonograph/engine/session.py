@@ -131,7 +131,9 @@ class Session:
 
         Raises:
             RequestError: the prompt or the parameters cannot be served; nothing has been queued.
+            EngineUnavailable: the engine sleeps; likewise.
         """
+        self.core.check_awake()
         token_ids = admitted_prompt(prompt, self.tokenizer, self._model.vocab_size)
         params = admitted_bad_words(params, self.tokenizer)
         admit_parameters(params, len(token_ids), self._model.vocab_size, self.core.scheduler.context_len)

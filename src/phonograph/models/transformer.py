@@ -69,12 +69,18 @@ class Transformer:
     kernels: KernelSet
     layers: list[BoundLayer]
 
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        device: torch.device,
+        make_empty: Callable[..., torch.Tensor] = torch.empty,
+    ) -> None:
         self.spec = spec
         self.dtype = dtype
         self.device = device
         self.kv_scales = KVScales()
-        allocate = WeightAllocator(dtype, device, torch.float32 if spec.norms.wide else dtype)
+        allocate = WeightAllocator(dtype, device, torch.float32 if spec.norms.wide else dtype, make_empty)
         self.parameters = allocate.parameters
         self.quantized = allocate.quantized
         self.weights = [

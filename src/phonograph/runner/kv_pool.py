@@ -6,7 +6,7 @@ other groups do not use.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -21,6 +21,7 @@ def allocate_kv_pool(
     *,
     num_pages: int,
     device: torch.device,
+    make_empty: Callable[..., torch.Tensor] = torch.empty,
 ) -> dict[int, torch.Tensor]:
     """Allocate the pool; return the [2, B, S, K, D] tensor of each layer, by its index.
 
@@ -29,12 +30,13 @@ def allocate_kv_pool(
         specs: attention of each group.
         num_pages: B.
         device: place of the pool.
+        make_empty: allocates the tensors; called as `torch.empty`.
 
     Raises:
         MemoryLimitError: the device has too little memory.
     """
     most = max(len(group.layers) for group in groups)
-    tensors = allocate_kv_caches(specs[0], num_layers=most, num_blocks=num_pages, device=device)
+    tensors = allocate_kv_caches(specs[0], num_layers=most, num_blocks=num_pages, device=device, make_empty=make_empty)
     return {
         layer: _view(tensor, specs[0], spec)
         for group, spec in zip(groups, specs, strict=True)
@@ -54,7 +56,12 @@ def _view(tensor: torch.Tensor, spec: AttentionSpec, other: AttentionSpec) -> to
 
 
 def allocate_kv_caches(
-    spec: AttentionSpec, *, num_layers: int, num_blocks: int, device: torch.device
+    spec: AttentionSpec,
+    *,
+    num_layers: int,
+    num_blocks: int,
+    device: torch.device,
+    make_empty: Callable[..., torch.Tensor] = torch.empty,
 ) -> list[torch.Tensor]:
     """Allocate one [2, B, S, K, D] tensor per layer (keys, values). HND has the same shape over permuted strides.
 
@@ -69,9 +76,9 @@ def allocate_kv_caches(
     try:
         if spec.layout is KVLayout.NHD:
             shape = (2, num_blocks, size, heads, head_size)
-            return [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+            return [make_empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
         shape = (2, num_blocks, heads, size, head_size)
-        return [torch.empty(shape, dtype=dtype, device=device).transpose(2, 3) for _ in range(num_layers)]
+        return [make_empty(shape, dtype=dtype, device=device).transpose(2, 3) for _ in range(num_layers)]
     except RuntimeError as error:  # torch has no more specific error for the CPU
         raise MemoryLimitError(
             f"no memory for a KV cache of {num_blocks} blocks in {num_layers} layers; lower kv_cache_memory_bytes, "

@@ -52,7 +52,7 @@ from phonograph.scheduling.check_prompt import check_prompt
 from phonograph.scheduling.draft_depths import DraftDepths, granted_depths
 from phonograph.scheduling.request_blocks import RequestBlocks
 from phonograph.scheduling.scheduler_stats import SchedulerStats
-from phonograph.scheduling.step_results import correct_bounds, take_logprobs, take_prompt_logprobs
+from phonograph.scheduling.step_results import correct_bounds, take_failures, take_logprobs, take_prompt_logprobs
 
 _RANK = attrgetter("rank")
 
@@ -168,10 +168,9 @@ class Scheduler:
     def finish(self, request_id: str, reason: FinishReason, stop_reason: int | str | None = None) -> bool:
         """End a request for a reason outside the scheduler, such as a stop string; return False as `abort`."""
         request = self._requests.get(request_id)
-        if request is None:
-            return False
-        self._finish(request, reason, stop_reason)
-        return True
+        if request is not None:
+            self._finish(request, reason, stop_reason)
+        return request is not None
 
     def fail(self, request_id: str) -> bool:
         """End a request whose work failed, in any state; return False as `abort`.
@@ -188,6 +187,12 @@ class Scheduler:
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes. Running sequences continue, but what they compute is not found by others."""
         self._blocks.cache.reset(self._blocks.tables.values())
+
+    def preempt_all(self) -> None:
+        """Take slots and blocks from all running requests, which are computed again later. No step is in flight."""
+        assert not self._in_flight, "tokens of a step in flight would be lost"
+        for request in self._running:
+            self._preempt(request)
 
     def schedule(self) -> ScheduledBatch:
         """Return the next step. For running decodes the cost is a short loop, with more to do at block boundaries."""
@@ -279,7 +284,9 @@ class Scheduler:
         assert output.slots == list(compress(batch.slots, batch.samples)), "an output is not that of its batch"
         if output.prompt_logprobs:
             take_prompt_logprobs(batch, requests, output)
-        news = self._take_failures(batch, requests, output) if output.failures else []
+        news = take_failures(batch, requests, output) if output.failures else []
+        for request in news:
+            self.fail(request.request_id)
         if batch.num_decode_tokens > batch.num_decodes:
             self._last_scheduled += correct_bounds(batch, requests, output)
         scored = take_logprobs(batch, requests, output) if output.logprobs else ()
@@ -334,10 +341,7 @@ class Scheduler:
         while needed > blocks.num_unpromised(self._prefilling):
             victim = max(self._running, key=_RANK)
             needed -= needs.pop(victim.request_id, 0)
-            self._release(victim)
-            victim.preempt()
-            insort(self._waiting, victim, key=_RANK)
-            self._num_preemptions += 1
+            self._preempt(victim)
             depths, were_short = [], True
         return depths, not were_short
 
@@ -379,6 +383,12 @@ class Scheduler:
         self._freed.append(request.slot)
         request.slot = -1
 
+    def _preempt(self, request: Request) -> None:
+        self._release(request)
+        request.preempt()
+        insort(self._waiting, request, key=_RANK)
+        self._num_preemptions += 1
+
     def _finish(self, request: Request, reason: FinishReason, stop_reason: int | str | None) -> None:
         if request.state is RequestState.RUNNING:
             self._release(request)
@@ -388,13 +398,3 @@ class Scheduler:
         request.state = RequestState.FINISHED
         request.finish_reason = reason
         request.stop_reason = stop_reason
-
-    def _take_failures(self, batch: ScheduledBatch, requests: list[Request], output: StepOutput) -> list[Request]:
-        """End the requests that failed in a step and have not ended; return them."""
-        failed: list[Request] = []
-        for slot, request in zip(batch.slots, requests, strict=True):
-            if slot in output.failures and not request.finished:
-                request.failure = output.failures[slot]
-                self.fail(request.request_id)
-                failed.append(request)
-        return failed

@@ -62,3 +62,13 @@ def take_prompt_logprobs(batch: ScheduledBatch, requests: list[Request], output:
         # A request resumed after a preemption computes its prompt again; complete logprobs are kept.
         if slot in output.prompt_logprobs and len(request.prompt_logprobs) < request.prompt_len - 1:
             request.prompt_logprobs.extend(output.prompt_logprobs[slot])
+
+
+def take_failures(batch: ScheduledBatch, requests: list[Request], output: StepOutput) -> list[Request]:
+    """Return the requests that failed in a step and have not ended, each with its failure."""
+    failed: list[Request] = []
+    for slot, request in zip(batch.slots, requests, strict=True):
+        if slot in output.failures and not request.finished:
+            request.failure = output.failures[slot]
+            failed.append(request)
+    return failed

@@ -242,21 +242,18 @@ def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
     if not has_tokenizer(config):
         return None
     name = config.tokenizer or config.model
+    # Another repository does not have the revisions of the model's.
+    revision = config.tokenizer_revision or (config.revision if name == config.model else None)
     source: str | Path = name
     if _is_local(name) or gguf_reference(name) is not None:
-        source = model_path(name, revision=config.revision, download_dir=config.download_dir)
+        source = model_path(name, revision=revision, download_dir=config.download_dir)
     elif uses_modelscope():
         # transformers knows one hub only.
-        source = model_path(
-            name,
-            tokenizer=True,
-            revision=config.tokenizer_revision or config.revision,
-            download_dir=config.download_dir,
-        )
+        source = model_path(name, tokenizer=True, revision=revision, download_dir=config.download_dir)
     return Tokenizer.load(
         source,
         trust_remote_code=config.trust_remote_code,
-        revision=config.tokenizer_revision or config.revision,
+        revision=revision,
         download_dir=config.download_dir,
     )
 

@@ -106,7 +106,8 @@ def plan_draft(
         device: the device.
 
     Raises:
-        ConfigError: one of the models has windows that the context exceeds, or the draft model's context is shorter.
+        ConfigError: one of the models has windows that the context exceeds, the draft model has a shorter context, or
+            the engine is to sleep.
         BackendError: no backend serves its attention.
     """
     speculation = config.speculation
@@ -115,6 +116,8 @@ def plan_draft(
     def refused(problem: str) -> ConfigError:
         return ConfigError("speculative_config.model", speculation.model, problem)
 
+    if config.enable_sleep_mode:
+        raise refused("cannot sleep yet; leave enable_sleep_mode out, or take method ngram")
     group, *others = kv.groups
     if others or group.window is not None:
         raise refused("works with a model of one KV group without a window, yet; method ngram works")

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.sampling_params import SamplingParams
-from phonograph.engine.admission import admitted_config
+from phonograph.engine.admission import admit_level, admitted_config, admitted_tags
 from phonograph.engine.build import Engine
+from phonograph.engine.metrics.profiler import Profiler
 from phonograph.engine.metrics.session_counts import MetricValue, metric_values
 from phonograph.engine.offline.call_lock import CallLock
 from phonograph.engine.offline.model_defaults import default_sampling_params
@@ -21,6 +22,7 @@ from phonograph.engine.plan import EnginePlan
 from phonograph.engine.process.client import StartProgress, no_progress
 from phonograph.engine.session import Session, grammar_compiler
 from phonograph.engine.startup.release import release_memory
+from phonograph.engine.startup.sleeper import checked_sleeper
 from phonograph.engine.startup.start import start_engine, verify_engine
 from phonograph.errors import EngineUnavailable, RequestError
 from phonograph.graphs.verification import VerifyReport
@@ -50,6 +52,7 @@ class OfflineEngine(VllmMethods):
         self._engine: Engine | None = engine
         self._session: Session | None = Session(engine.core, spec, tokenizer, self.config.seed, grammars)
         self._calls = CallLock(self._session.abort)
+        self._profiler = Profiler(self.config.profile_dir)
         self._defaults: SamplingParams | None = None
         self._enqueued: list[RequestOutput] = []
         self.start_seconds = time.perf_counter() - start
@@ -111,6 +114,7 @@ class OfflineEngine(VllmMethods):
         """
         with self._calls.held("close"):
             session, self._engine, self._session = self._session, None, None
+            self._profiler.close()
             if session is not None:
                 try:
                     session.close("the LLM was closed before the output was complete")
@@ -169,6 +173,89 @@ class OfflineEngine(VllmMethods):
         with self._calls.held("reset_prefix_cache"):
             self.session.core.scheduler.reset_prefix_cache()
         return True
+
+    def sleep(self, level: int = 1) -> None:
+        """Give the memory of weights and KV cache back until `wake_up`. Cached prefixes are forgotten.
+
+        Prompts are refused meanwhile. From level 1 a second call leads to level 2.
+
+        Args:
+            level: 1 keeps the weights in host memory; 2 reads their files again at the end of the sleep. A CPU has the
+                weights in host memory, so that level 1 gives the KV cache back only.
+
+        Raises:
+            ConfigError: the engine was started without enable_sleep_mode.
+            RequestError: requests are in flight, or there is no such level.
+            MemoryLimitError: the host has no memory for the weights; nothing has changed.
+
+        Example:
+            ```python
+            with LLM("demo", enable_sleep_mode=True, max_num_seqs=1, enforce_eager=True) as sleeper:
+                sleeper.sleep(level=2)
+                assert sleeper.is_sleeping()
+                sleeper.wake_up()
+                sleeper.generate("Tom has 12 apples.")
+            ```
+        """
+        admit_level(level)
+        with self._calls.held("sleep"):
+            sleeper = checked_sleeper(self.engine.sleeper)
+            if self.session.has_unfinished:
+                raise RequestError("sleep", "now", "requests are in flight; let them end first")
+            sleeper.sleep(level)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take the memory again. It has no effect on what is awake.
+
+        Args:
+            tags: parts of the memory, "weights" and "kv_cache"; defaults to both. Prompts are answered when both are
+                there.
+
+        Raises:
+            ConfigError: the engine was started without enable_sleep_mode.
+            RequestError: a tag is unknown.
+            MemoryLimitError: there is too little memory; the engine still sleeps.
+            WeightError: the files of the weights have changed; likewise.
+        """
+        names = admitted_tags(tags)
+        with self._calls.held("wake_up"):
+            checked_sleeper(self.engine.sleeper).wake_up(names)
+
+    def is_sleeping(self) -> bool:
+        """Return True while weights or KV cache sleep."""
+        return self.engine.core.asleep
+
+    def start_profile(self) -> None:
+        """Start to record the operators and kernels of this thread's calls.
+
+        Raises:
+            ConfigError: profile_dir is not set, or cannot be written.
+            RequestError: a profile is running.
+
+        Example:
+            ```python
+            with LLM("demo", profile_dir="profiles", max_num_seqs=1, enforce_eager=True) as profiled:
+                profiled.start_profile()
+                profiled.generate("Tom has 12 apples.")
+                print(profiled.stop_profile())
+            ```
+        """
+        with self._calls.held("start_profile"):
+            self._checked_profiler().start()
+
+    def stop_profile(self) -> str:
+        """End the profile, and return the file of its trace, which Perfetto and chrome://tracing show.
+
+        Raises:
+            RequestError: no profile is running.
+        """
+        with self._calls.held("stop_profile"):
+            return self._checked_profiler().stop()
+
+    def _checked_profiler(self) -> Profiler:
+        if self._engine is None:
+            raise _closed()
+        return self._profiler
 
     def get_metrics(self) -> list[MetricValue]:
         """Return the state of the engine and counts since its start, with the names of the server's /metrics.

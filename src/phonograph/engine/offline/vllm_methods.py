@@ -12,9 +12,7 @@ MISSING = {
     **dict.fromkeys(("collective_rpc", "apply_model", "get_world_size"), _WORKERS),
     **dict.fromkeys(("init_weight_transfer_engine", "start_weight_update", "update_weights"), _WEIGHTS),
     **dict.fromkeys(("finish_weight_update", "reload_weights"), _WEIGHTS),
-    **dict.fromkeys(("start_profile", "stop_profile"), "it is not here yet; run the program under a profiler"),
     **dict.fromkeys(("add_lora", "remove_lora", "list_loras"), "adapters are merged into the weights beforehand"),
-    **dict.fromkeys(("sleep", "wake_up", "is_sleeping"), "it is not here yet; close() gives the memory back"),
     "llm_engine": "`session` adds, steps and aborts requests",
 }
 """Attributes of vLLM's `LLM` and `AsyncLLM`, each with the reason for its absence, or what works."""

@@ -4,21 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.sampling_params import SamplingParams
+from phonograph.engine.admission import admit_level, admitted_tags
 from phonograph.engine.offline.model_defaults import default_sampling_params
 from phonograph.engine.offline.vllm_methods import VllmMethods
 from phonograph.engine.process.client import EngineClient
-from phonograph.engine.process.messages import Command, Pause, PauseMode, ResetPrefixCache, Resume, Verb
-from phonograph.errors import EngineUnavailable, RequestError, shortened
+from phonograph.engine.process.messages import (
+    Command,
+    Pause,
+    PauseMode,
+    Profile,
+    ResetPrefixCache,
+    Resume,
+    Sleep,
+    Verb,
+    WakeUp,
+)
+from phonograph.errors import EngineUnavailable, PhonographError, RequestError, shortened
 from phonograph.text.tokenizer import Tokenizer, transformers_tokenizer
 
 
 class AsyncVerbs(VllmMethods):
-    """Base of `AsyncLLM`: the client of its engine, and the verbs."""
+    """Base of `AsyncLLM`: the client of its engine, and the verbs.
+
+    Attributes:
+        asleep: parts of the engine's memory that were given back, as of the latest report.
+        sleep_level: of the sleep, 0 while all memory is awake.
+    """
 
     tokenizer: Tokenizer | None
 
@@ -29,9 +45,11 @@ class AsyncVerbs(VllmMethods):
         self._client: EngineClient | None = None
         self._receiver: asyncio.Task[None] | None = None
         self._defaults: SamplingParams | None = None
+        self.asleep: frozenset[str] = frozenset()
+        self.sleep_level = 0
         self._paused = False
         self._verb_keys = itertools.count()
-        self._answers: dict[int, asyncio.Future[None]] = {}
+        self._answers: dict[int, asyncio.Future[str | None]] = {}
 
     @property
     def problem(self) -> EngineUnavailable | None:
@@ -85,8 +103,7 @@ class AsyncVerbs(VllmMethods):
                 await llm.resume_generation()
             ```
         """
-        if mode not in get_args(PauseMode):
-            raise RequestError("mode", shortened(repr(mode)), f"must be one of {', '.join(get_args(PauseMode))}")
+        _admit_mode(mode)
         self._check()
         self._paused = True
         await self._execute(lambda key: Pause(key, mode, bool(clear_cache)))
@@ -95,11 +112,16 @@ class AsyncVerbs(VllmMethods):
         """Continue after `pause_generation`. It has no effect without a pause.
 
         Raises:
+            RequestError: the engine sleeps.
             EngineUnavailable: the engine has not started, or ends meanwhile.
         """
         self._check()
-        self._paused = False
-        await self._execute(Resume)
+        paused, self._paused = self._paused, False
+        try:
+            await self._execute(Resume)
+        except RequestError:
+            self._paused = paused
+            raise
 
     async def is_paused(self) -> bool:
         """Return True from the call of `pause_generation` to that of `resume_generation`."""
@@ -117,6 +139,73 @@ class AsyncVerbs(VllmMethods):
         await self._execute(ResetPrefixCache)
         return True
 
+    async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
+        """Give the memory of weights and KV cache back, and return when that is done.
+
+        Requests that come meanwhile wait for `wake_up`. Cached prefixes are forgotten. From level 1 a second call
+        leads to level 2.
+
+        Args:
+            level: 1 keeps the weights in host memory; 2 reads their files again at the end of the sleep.
+            mode: requests in progress, as of `pause_generation`; what is kept is computed again.
+
+        Raises:
+            ConfigError: the engine was started without enable_sleep_mode.
+            RequestError: there is no such level or mode, or `wake_up` came before the requests had ended.
+            MemoryLimitError: the host has no memory for the weights; the engine continues.
+            EngineUnavailable: the engine has not started, or ends meanwhile.
+
+        Example:
+            ```python
+            async with AsyncLLM("demo", enable_sleep_mode=True, max_num_seqs=1, enforce_eager=True) as llm:
+                await llm.sleep(level=2)
+                assert await llm.is_sleeping()
+                await llm.wake_up()
+            ```
+        """
+        admit_level(level)
+        _admit_mode(mode)
+        await self._execute(lambda key: Sleep(key, level, mode))
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take the memory again. Requests continue when all of it is there. It has no effect on what is awake.
+
+        Args:
+            tags: parts of the memory, "weights" and "kv_cache"; defaults to both.
+
+        Raises:
+            ConfigError: the engine was started without enable_sleep_mode.
+            RequestError: a tag is unknown.
+            MemoryLimitError: there is too little memory; the engine still sleeps.
+            WeightError: the files of the weights have changed; likewise.
+            EngineUnavailable: the engine has not started, or ends meanwhile.
+        """
+        names = admitted_tags(tags)
+        await self._execute(lambda key: WakeUp(key, names))
+
+    async def is_sleeping(self) -> bool:
+        """Return True while weights or KV cache sleep."""
+        return bool(self.asleep)
+
+    async def start_profile(self) -> None:
+        """Start to record the engine's operators and kernels.
+
+        Raises:
+            ConfigError: profile_dir is not set, or cannot be written.
+            RequestError: a profile is running.
+            EngineUnavailable: the engine has not started, or ends meanwhile.
+        """
+        await self._execute(lambda key: Profile(key, start=True))
+
+    async def stop_profile(self) -> str:
+        """End the profile, and return the file of its trace, which Perfetto and chrome://tracing show.
+
+        Raises:
+            RequestError: no profile is running.
+            EngineUnavailable: the engine has not started, or ends meanwhile.
+        """
+        return str(await self._execute(lambda key: Profile(key, start=False)))
+
     def _check(self) -> None:
         if self.problem is not None:
             raise self.problem
@@ -125,24 +214,33 @@ class AsyncVerbs(VllmMethods):
         assert self._client is not None, "requests are open only while there is a client"
         self._client.send(command)
 
-    async def _execute(self, verb: Callable[[int], Verb]) -> None:
-        """Send a verb with a key of its own, and wait for the answer."""
+    async def _execute(self, verb: Callable[[int], Verb]) -> str | None:
+        """Send a verb with a key of its own, and return the answer."""
         self._check()
         key = next(self._verb_keys)
         answer = self._answers[key] = asyncio.get_running_loop().create_future()
         self._send(verb(key))
         try:
-            await answer
+            return await answer
         finally:
             self._answers.pop(key, None)
 
-    def _take_answers(self, keys: Iterable[int]) -> None:
-        for key in keys:
-            # The caller may have been cancelled meanwhile.
-            if (answer := self._answers.get(key)) is not None and not answer.done():
-                answer.set_result(None)
+    def _take_answers(self, results: Mapping[int, str | PhonographError | None]) -> None:
+        for key, result in results.items():
+            answer = self._answers.get(key)
+            if answer is None or answer.done():  # The caller was cancelled meanwhile.
+                continue
+            if isinstance(result, PhonographError):
+                answer.set_exception(result)
+            else:
+                answer.set_result(result)
 
     def _fail_verbs(self, error: EngineUnavailable) -> None:
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(error)
+
+
+def _admit_mode(mode: object) -> None:
+    if mode not in get_args(PauseMode):
+        raise RequestError("mode", shortened(repr(mode)), f"must be one of {', '.join(get_args(PauseMode))}")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 
 from phonograph.core.request import Request
+from phonograph.engine.metrics.profiler import Profiler
 from phonograph.engine.metrics.step_record import StepRecord
 from phonograph.engine.outputs import RequestOutput
 from phonograph.engine.process.messages import (
@@ -16,15 +17,20 @@ from phonograph.engine.process.messages import (
     Add,
     Channel,
     Pause,
+    Profile,
     PromptFacts,
     Report,
     ResetPrefixCache,
+    Resume,
     SampleUpdate,
+    Sleep,
     Stop,
     Verb,
+    WakeUp,
 )
 from phonograph.engine.session import Session
-from phonograph.errors import RequestError, RequestFailure, cause_text
+from phonograph.engine.startup.sleeper import Sleeper, checked_sleeper
+from phonograph.errors import PhonographError, RequestError, RequestFailure, cause_text
 
 log = logging.getLogger(__name__)
 
@@ -60,19 +66,30 @@ class _Adding:
 
 
 class CoreLoop:
-    """A session driven by commands. It reports token ids; the client makes text and finds stop strings."""
+    """A session driven by commands. It reports token ids; the client makes text and finds stop strings.
 
-    def __init__(self, session: Session, channel: Channel) -> None:
+    Args:
+        session: the session.
+        channel: connection to the client.
+        sleeper: executes `Sleep` and `WakeUp`, which are refused without it.
+        profiler: executes `Profile`; without it there is no folder for traces.
+    """
+
+    def __init__(
+        self, session: Session, channel: Channel, sleeper: Sleeper | None = None, profiler: Profiler | None = None
+    ) -> None:
         self._session = session
         self._channel = channel
         self._by_key: dict[int, _Open] = {}
         self._by_output: dict[int, _Open] = {}
         self._adding: deque[_Adding] = deque()
-        self._pause: Pause | None = None
-        self._stopped = False  # the pause has begun: no step runs
-        self._held: deque[_Adding] = deque()  # calls that came after the pause
-        self._unanswered: list[int] = []  # pauses that wait for requests
-        self._done: list[int] = []
+        self._sleeper = sleeper
+        self._profiler = profiler or Profiler(None)
+        self._paused = self._sleeping = False  # by Pause, and by Sleep
+        self._stopped = False  # the pause or sleep has begun: no step runs
+        self._held: deque[_Adding] = deque()  # calls that came after it
+        self._unanswered: list[Pause | Sleep] = []  # those that wait for requests
+        self._done: dict[int, str | PhonographError | None] = {}
         self._ended: list[SampleUpdate] = []  # samples that ended before they were queued
         self._num_steps = 0
         self._expert_load_read = 0.0
@@ -99,7 +116,7 @@ class CoreLoop:
             if isinstance(command, Stop):
                 return False
             if isinstance(command, Add):
-                (self._adding if self._pause is None else self._held).append(_Adding(command))
+                (self._held if self._paused or self._sleeping else self._adding).append(_Adding(command))
             elif isinstance(command, Abort):
                 self._abort(command)
                 aborted = True
@@ -124,34 +141,87 @@ class CoreLoop:
 
     def _execute(self, verb: Verb) -> list[RequestOutput]:
         """Execute a verb, or begin to; return the outputs that it changed."""
-        if isinstance(verb, ResetPrefixCache):
-            self._session.core.scheduler.reset_prefix_cache()
-            self._done.append(verb.key)
-            return []
-        if isinstance(verb, Pause):
-            self._pause, self._stopped = verb, False
-            self._unanswered.append(verb.key)
-            changed = self._abort_all() if verb.mode == "abort" else []
-            if verb.mode == "keep":
-                while self._session.core.in_flight:
-                    changed += self._session.step(schedules=False)
-            if verb.mode == "keep" or not self._has_work:
-                self._stop()
-            return changed
-        self._pause, self._stopped = None, False
-        self._adding += self._held
-        self._held.clear()
-        self._done += [*self._unanswered, verb.key]
-        self._unanswered.clear()
+        if isinstance(verb, Pause | Sleep):
+            return self._begin_to_stop(verb)
+        try:
+            self._done[verb.key] = self._execute_at_once(verb)
+        except PhonographError as error:
+            self._done[verb.key] = error
         return []
 
-    def _stop(self) -> None:
-        """Begin the pause: requests have ended, or are kept."""
-        self._stopped = True
-        if self._pause is not None and self._pause.clear_cache:
+    def _execute_at_once(self, verb: Resume | ResetPrefixCache | WakeUp | Profile) -> str | None:
+        if isinstance(verb, Profile):
+            return self._profiler.start() if verb.start else self._profiler.stop()
+        if isinstance(verb, ResetPrefixCache):
             self._session.core.scheduler.reset_prefix_cache()
-        self._done += self._unanswered
-        self._unanswered.clear()
+        elif isinstance(verb, WakeUp):
+            sleeper = checked_sleeper(self._sleeper)
+            sleeper.wake_up(verb.tags)
+            self._sleeping = bool(sleeper.asleep)
+            self._end_waits(Sleep)
+        elif self._sleeping:
+            raise RequestError("resume", "now", "the engine sleeps; wake_up lets it continue")
+        else:
+            self._paused = False
+            self._end_waits(Pause)
+        self._continue()
+        return None
+
+    def _continue(self) -> None:
+        """Let steps run, if neither a pause nor a sleep is left."""
+        if not (self._paused or self._sleeping):
+            self._stopped = False
+            self._adding += self._held
+            self._held.clear()
+
+    def _end_waits(self, kind: type[Pause | Sleep]) -> None:
+        """Answer the verbs that wait for requests, because the opposite has come."""
+        for verb in self._unanswered:
+            if isinstance(verb, kind):
+                problem = "the engine was woken up before its requests had ended"
+                self._done[verb.key] = RequestError("sleep", "now", problem) if kind is Sleep else None
+        self._unanswered = [verb for verb in self._unanswered if not isinstance(verb, kind)]
+
+    def _begin_to_stop(self, verb: Pause | Sleep) -> list[RequestOutput]:
+        """Abort requests, wait for them or keep them, and stop when none is left to run."""
+        if isinstance(verb, Sleep):
+            try:
+                checked_sleeper(self._sleeper)
+            except PhonographError as error:
+                self._done[verb.key] = error
+                return []
+            self._sleeping = True
+        else:
+            self._paused = True
+        self._unanswered.append(verb)
+        changed = self._abort_all() if verb.mode == "abort" else []
+        if self._session.core.asleep:
+            self._stop()  # Requests that are kept cannot run.
+            return changed
+        self._stopped = False
+        if verb.mode == "keep":
+            while self._session.core.in_flight:
+                changed += self._session.step(schedules=False)
+        if verb.mode == "keep" or not self._has_work:
+            self._stop()
+        return changed
+
+    def _stop(self) -> None:
+        """Begin the pause or sleep: requests have ended, or are kept."""
+        self._stopped = True
+        waiting, self._unanswered = self._unanswered, []
+        for verb in waiting:
+            self._done[verb.key] = None
+            if isinstance(verb, Sleep):
+                self._session.core.scheduler.preempt_all()
+                try:
+                    checked_sleeper(self._sleeper).sleep(verb.level)
+                except PhonographError as error:
+                    self._done[verb.key] = error
+                    self._sleeping = self._session.core.asleep
+                    self._continue()
+            elif verb.clear_cache:
+                self._session.core.scheduler.reset_prefix_cache()
 
     def _abort_all(self) -> list[RequestOutput]:
         """End the requests in progress, also those that are not queued yet; return the outputs."""
@@ -209,8 +279,10 @@ class CoreLoop:
         report = Report(
             stats=stats, num_steps=self._num_steps, refused=refused, steps=steps, expert_load=self._expert_load()
         )
+        if self._sleeper is not None:
+            report.asleep, report.sleep_level = self._sleeper.asleep, self._sleeper.level
         report.updates, self._ended = self._ended, []
-        report.done, self._done = self._done, []
+        report.done, self._done = self._done, {}
         for output in changed:
             opened = self._by_output.get(id(output))
             if opened is None:  # aborted after it changed

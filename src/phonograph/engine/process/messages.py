@@ -77,11 +77,41 @@ class ResetPrefixCache:
 
 
 @dataclass(slots=True)
+class Sleep:
+    """Gives memory back until `WakeUp`. Prompts that come meanwhile wait for it.
+
+    key:   of the answer, which comes when the engine sleeps
+    level: 1 keeps the weights on the host, 2 reads them again
+    mode:  as of `Pause`; kept requests are computed again
+    """
+
+    key: int
+    level: int
+    mode: PauseMode
+
+
+@dataclass(slots=True)
+class WakeUp:
+    """Takes memory again; `tags` names its parts."""
+
+    key: int
+    tags: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class Profile:
+    """Starts or stops a profile of the engine's thread; the answer is the file of the trace."""
+
+    key: int
+    start: bool
+
+
+@dataclass(slots=True)
 class Stop:
     """Ends the engine and all requests in progress."""
 
 
-Verb = Pause | Resume | ResetPrefixCache
+Verb = Pause | Resume | ResetPrefixCache | Sleep | WakeUp | Profile
 """Commands that the engine answers by their keys."""
 Command = Begin | Add | Abort | Verb | Stop
 
@@ -174,7 +204,9 @@ class Report:
     preempted: numbers of preemptions of samples that ended and had some, by key and index
     steps:   steps whose results were taken since the last report
     expert_load: pairs of each expert since the start, by the index of a layer; None if they were not read
-    done:    keys of verbs that were executed
+    done:    results of verbs that were executed, or errors, by their keys
+    asleep:  parts of the memory that were given back
+    sleep_level: of the sleep, 0 while the engine is awake
     time:    time of the report in seconds of `time.monotonic`, which the processes of a machine share
     """
 
@@ -187,7 +219,9 @@ class Report:
     preempted: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
     steps: list[StepRecord] = field(default_factory=list[StepRecord])
     expert_load: dict[int, list[int]] | None = None
-    done: list[int] = field(default_factory=list[int])
+    done: dict[int, str | PhonographError | None] = field(default_factory=dict[int, str | PhonographError | None])
+    asleep: frozenset[str] = frozenset()
+    sleep_level: int = 0
     time: float = field(default_factory=time.monotonic)
 
 

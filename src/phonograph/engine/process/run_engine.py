@@ -8,6 +8,7 @@ import time
 from phonograph.config.engine_config import EngineConfig
 from phonograph.engine.build import Engine
 from phonograph.engine.groups.group_facts import group_facts
+from phonograph.engine.metrics.profiler import Profiler
 from phonograph.engine.process.core_loop import CoreLoop
 from phonograph.engine.process.messages import Begin, Channel, EngineFacts, ModelFacts, Progress, StartFailed
 from phonograph.engine.session import Session, grammar_compiler
@@ -40,7 +41,9 @@ def run_engine(config: EngineConfig, channel: Channel, *, owns_process: bool) ->
     grammars = grammar_compiler(lambda: load_tokenizer(config), model, config)
     grammars.warm()
     session = Session(engine.core, model, None, config.seed, grammars)
-    CoreLoop(session, channel).run()
+    profiler = Profiler(config.profile_dir)
+    CoreLoop(session, channel, engine.sleeper, profiler).run()
+    profiler.close()
     session.close("the engine ended before the output was complete")
 
 

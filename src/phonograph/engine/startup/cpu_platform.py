@@ -16,6 +16,7 @@ from phonograph.engine.startup.platform import (
     make_draft_budget,
     make_step_attention,
 )
+from phonograph.engine.startup.static_memory import HostMemory, StaticMemory
 from phonograph.graphs.dispatch import Dispatcher
 from phonograph.graphs.runtime import GraphRuntime
 from phonograph.graphs.tape.tape import TapeRuntime
@@ -47,6 +48,10 @@ class CpuPlatform:
 
     def compile(self, launch: Callable[[], None]) -> None:
         """Do nothing: torch has no kernels to compile."""
+
+    def static_memory(self) -> StaticMemory:
+        """Return memory of the host; see `Platform`."""
+        return HostMemory()
 
     def make_parts(self, plan: EnginePlan, parts: ModelParts, sampler: Sampler) -> DeviceParts:
         """Make the parts; see `Platform`."""

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from phonograph.engine.plan import EnginePlan
+from phonograph.engine.startup.cuda_memory_driver import CudaMemoryDriver
 from phonograph.engine.startup.platform import (
     DeviceParts,
     DraftModelParts,
@@ -15,6 +16,8 @@ from phonograph.engine.startup.platform import (
     make_draft_budget,
     make_step_attention,
 )
+from phonograph.engine.startup.static_memory import StaticMemory
+from phonograph.engine.startup.virtual_memory import MemoryDriver, VirtualMemory
 from phonograph.graphs.cuda import CudaRuntime
 from phonograph.graphs.runtime import GraphRuntime
 from phonograph.kernels.triton.gemm.product_plan import GemmDevice
@@ -42,6 +45,7 @@ class CudaPlatform:
         device: the GPU.
         make_runtime: called with the device and the static tensors that graphs use for intermediates.
         make_ring: called with `depth` and `max_rows`.
+        make_memory_driver: called for each memory that can sleep.
     """
 
     compiles = True
@@ -52,10 +56,12 @@ class CudaPlatform:
         *,
         make_runtime: Callable[[torch.device, list[torch.Tensor]], GraphRuntime] = CudaRuntime,
         make_ring: Callable[..., TokenRing] = TokenRing,
+        make_memory_driver: Callable[[], MemoryDriver] = CudaMemoryDriver,
     ) -> None:
         self.device = device
         self._make_runtime = make_runtime
         self._make_ring = make_ring
+        self._make_memory_driver = make_memory_driver
 
     @contextmanager
     def starting(self) -> Generator[None]:
@@ -71,6 +77,10 @@ class CudaPlatform:
         """Compile and load the kernels; see `Platform`."""
         with compile_only():
             launch()
+
+    def static_memory(self) -> StaticMemory:
+        """Return memory on virtual addresses; see `Platform`."""
+        return VirtualMemory(self._make_memory_driver())
 
     def make_parts(self, plan: EnginePlan, parts: ModelParts, sampler: Sampler) -> DeviceParts:
         """Make the parts; see `Platform`."""

@@ -11,6 +11,7 @@ import torch
 
 from phonograph.attention.backend import AnyBackend, AttentionLayer
 from phonograph.engine.plan import EnginePlan
+from phonograph.engine.startup.static_memory import StaticMemory
 from phonograph.graphs.runtime import GraphRuntime
 from phonograph.models.transformer import Transformer
 from phonograph.runner.step_attention import StepAttention
@@ -67,6 +68,14 @@ class Platform(Protocol):
 
     def compile(self, launch: Callable[[], None]) -> None:
         """Compile and load every kernel that `launch` launches, without running one."""
+        ...
+
+    def static_memory(self) -> StaticMemory:
+        """Make memory that the engine can give back while it sleeps.
+
+        Raises:
+            ConfigError: there is none here.
+        """
         ...
 
     def make_parts(self, plan: EnginePlan, parts: ModelParts, sampler: Sampler) -> DeviceParts:

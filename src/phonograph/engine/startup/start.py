@@ -61,7 +61,9 @@ def verify_engine(
 
     Raises:
         ConfigError: the mode has no graphs, or no capture size is left.
+        EngineUnavailable: the engine sleeps.
     """
+    engine.core.check_awake()
     plan = engine.plan
     if plan.resolution.mode is not GraphMode.NONE and not plan.captures.largest_first():
         problem = f"leaves no graph to verify: {'; '.join(plan.captures.notes)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -63,12 +64,13 @@ class WeightAllocator:
     """Allocator of a model's weights, without contents.
 
     `parameters` lists the weights in memory layout, all contiguous, in the order of allocation; `quantized` lists those
-    in another format.
+    in another format. `make_empty` is called as `torch.empty`.
     """
 
     dtype: torch.dtype
     device: torch.device
     norm_dtype: torch.dtype | None = None
+    make_empty: Callable[..., torch.Tensor] = torch.empty
     parameters: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
     quantized: list[LinearWeight] = field(default_factory=list[LinearWeight])
 
@@ -83,7 +85,7 @@ class WeightAllocator:
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return a tensor that is not in `parameters`."""
-        return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+        return self.make_empty(shape, dtype=dtype or self.dtype, device=self.device)
 
     def matrix(self, size_in: int, size_out: int) -> torch.Tensor:
         """Return [size_in, size_out] in the memory layout of `DenseWeight`."""

@@ -67,6 +67,7 @@ def begin_loading(
     revision: str | None = None,
     download_dir: str | None = None,
     cpu_products: CpuProducts | None = None,
+    make_empty: Callable[..., torch.Tensor] = torch.empty,
 ) -> Generator[Loading]:
     """Yield a model from a local folder or GGUF file, a hub id or "demo".
 
@@ -84,6 +85,7 @@ def begin_loading(
         revision: branch, tag or commit on the hub.
         download_dir: folder of downloads; default: the hub's cache.
         cpu_products: form that quantized weights take after loading; None leaves them in groups.
+        make_empty: allocates the weights; called as `torch.empty`.
 
     Raises:
         WeightError: a file is missing, truncated or corrupt; a tensor is missing, unexpected, or of another shape or
@@ -102,7 +104,7 @@ def begin_loading(
     spec, names = match_tied_embeddings(match_format(spec, files), files)
     notes = [*spec.notes[known_notes:]]
     with torch.inference_mode():
-        model = Transformer(spec, dtype, device)
+        model = Transformer(spec, dtype, device, make_empty)
     convert = None if cpu_products is None else partial(cpu_products.convert, dtype=dtype)
     if convert is not None and not drawn:
         model.convert_quantized(convert)

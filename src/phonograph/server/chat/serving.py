@@ -28,6 +28,7 @@ from phonograph.server.chat.thinking import template_options
 from phonograph.server.http.api_errors import ApiError, api_error, client_gone, invalid, queue_full
 from phonograph.server.http.error_count import ErrorCounts
 from phonograph.server.http.json_route import INLINE_BYTES, JsonRequest
+from phonograph.server.observe.logs import route_path
 from phonograph.server.observe.metrics import EngineCollector
 from phonograph.server.observe.request_lines import log_request
 from phonograph.server.observe.traces import Traces
@@ -357,7 +358,7 @@ class Serving:
         if self.config.enable_log_requests:
             log_request(call, params, self.tokenizer, self.config)
         if self.traces is not None:
-            self.traces.follow(call, params, request.url.path, request.headers)
+            self.traces.follow(call, params, route_path(request.url.path, self.config.root_path or ""), request.headers)
         return call
 
     async def prepare(

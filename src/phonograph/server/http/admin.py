@@ -10,13 +10,17 @@ from starlette.responses import Response
 
 from phonograph.config.server_config import ServerConfig
 from phonograph.engine.process.messages import PauseMode
-from phonograph.errors import ConfigError
+from phonograph.errors import ConfigError, MemoryLimitError, ModelError
 from phonograph.server.chat.fields import Body, Texts
 from phonograph.server.chat.serving import Serving
+from phonograph.server.http.api_errors import ApiError, invalid
 from phonograph.server.http.api_keys import has_key, key_error
 from phonograph.server.http.json_route import JsonRoute
 
-PATHS = frozenset({"/pause", "/resume", "/is_paused", "/abort_requests", "/reset_prefix_cache"})
+PATHS = frozenset(
+    {"/pause", "/resume", "/is_paused", "/abort_requests", "/reset_prefix_cache", "/sleep", "/wake_up", "/is_sleeping"}
+    | {"/start_profile", "/stop_profile"}
+)
 """Paths of this module, which admit the keys of `admin_api_key` and no others."""
 
 
@@ -45,7 +49,12 @@ class AdminRoute(JsonRoute):
             keys = request.app.state.serving.config.admin_api_key
             if not has_key(request.scope, [key.encode() for key in keys]):
                 raise key_error("admin key (admin_api_key)")
-            return await handle(request)
+            try:
+                return await handle(request)
+            except ConfigError as error:
+                raise invalid(error.setting, str(error)) from error
+            except (MemoryLimitError, ModelError) as error:
+                raise ApiError(503, str(error), kind="server_error", code="not_awake") from error
 
         return handle_with_key
 
@@ -103,3 +112,48 @@ async def reset_prefix_cache(request: Request) -> dict[str, bool]:
     """Forget all cached prefixes. Requests in progress continue."""
     serving: Serving = request.app.state.serving
     return {"success": await serving.engine.reset_prefix_cache()}
+
+
+@router.post("/sleep")
+async def sleep(
+    request: Request,
+    level: Annotated[int, Query(description="1 keeps the weights in host memory, 2 reads their files again.")] = 1,
+    mode: Annotated[PauseMode, Query(description="Requests in progress, as of /pause.")] = "abort",
+) -> dict[str, str]:
+    """Give the memory of weights and KV cache back. Requests that come meanwhile wait."""
+    serving: Serving = request.app.state.serving
+    await serving.engine.sleep(level, mode)
+    return {"status": "asleep"}
+
+
+@router.post("/wake_up")
+async def wake_up(
+    request: Request,
+    tags: Annotated[list[str] | None, Query(description="Parts of the memory: weights, kv_cache, or both.")] = None,
+) -> dict[str, Any]:
+    """Take the memory again. Requests continue when all of it is there."""
+    serving: Serving = request.app.state.serving
+    await serving.engine.wake_up(tags)
+    return {"status": "asleep" if serving.engine.asleep else "awake", "asleep": sorted(serving.engine.asleep)}
+
+
+@router.get("/is_sleeping")
+async def is_sleeping(request: Request) -> dict[str, bool]:
+    """Return True while weights or KV cache sleep."""
+    serving: Serving = request.app.state.serving
+    return {"is_sleeping": await serving.engine.is_sleeping()}
+
+
+@router.post("/start_profile")
+async def start_profile(request: Request) -> dict[str, str]:
+    """Start to record the engine's operators and kernels, for the folder profile_dir."""
+    serving: Serving = request.app.state.serving
+    await serving.engine.start_profile()
+    return {"status": "started"}
+
+
+@router.post("/stop_profile")
+async def stop_profile(request: Request) -> dict[str, str]:
+    """End the profile, and return the file of its trace on the server."""
+    serving: Serving = request.app.state.serving
+    return {"status": "stopped", "file": await serving.engine.stop_profile()}

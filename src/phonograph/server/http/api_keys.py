@@ -10,6 +10,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from phonograph.server.http.api_errors import ApiError, error_body
 from phonograph.server.http.page import PATHS
+from phonograph.server.observe.logs import route_path
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/ready", *PATHS})
 """Paths without a key: health checks have none, and the page shows no data until it has asked for one."""
@@ -28,7 +29,8 @@ class ApiKeys:
         self._open_paths = OPEN_PATHS.union(open_paths)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in self._open_paths or has_key(scope, self._keys):
+        path = route_path(scope["path"], scope.get("root_path", ""))
+        if scope["type"] != "http" or path in self._open_paths or has_key(scope, self._keys):
             await self._app(scope, receive, send)
             return
         await error_response(key_error("API key"), path=scope["path"])(scope, receive, send)

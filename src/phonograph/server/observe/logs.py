@@ -22,8 +22,17 @@ ACCESS = ("client", "method", "path", "http_version", "status")
 """Arguments of uvicorn's access records."""
 
 
+def route_path(path: str, root_path: str) -> str:
+    """Return the path of a request without the one that a proxy puts before it, as routes have it."""
+    return path[len(root_path) :] if path.startswith(f"{root_path}/") else path
+
+
 class AccessLogFilter(logging.Filter):
-    """Filter of uvicorn's access records."""
+    """Filter of uvicorn's access records of a server behind `root_path`."""
+
+    def __init__(self, root_path: str = "") -> None:
+        super().__init__()
+        self._root_path = root_path
 
     def filter(self, record: logging.LogRecord) -> bool:
         arguments = _access(record)
@@ -31,7 +40,7 @@ class AccessLogFilter(logging.Filter):
             return True
         client, method, path, *rest = arguments
         record.args = (client, method, shortened(str(path), MAX_PATH), *rest)
-        return str(path).partition("?")[0] not in QUIET_PATHS
+        return route_path(str(path).partition("?")[0], self._root_path) not in QUIET_PATHS
 
 
 class RequestIdFilter(logging.Filter):
@@ -81,7 +90,8 @@ def server_logging(config: ServerConfig) -> dict[str, Any]:
     from uvicorn.config import LOGGING_CONFIG
 
     settings = copy.deepcopy(LOGGING_CONFIG)
-    settings["filters"] = {"access": {"()": AccessLogFilter}, "request": {"()": RequestIdFilter}}
+    access = {"()": AccessLogFilter, "root_path": config.root_path or ""}
+    settings["filters"] = {"access": access, "request": {"()": RequestIdFilter}}
     if config.log_format == "json":
         settings["formatters"] = {name: {"()": JsonFormatter} for name in settings["formatters"]}
     else:

@@ -92,6 +92,14 @@ class EngineCollector(Collector):
         )
         yield self._counter("vllm:num_preemptions", "Preempted requests.", stats.num_preemptions)
         yield self._cache_config(stats.num_blocks)
+        level = self._engine.sleep_level
+        yield self._by_label(
+            GaugeMetricFamily,
+            "vllm:engine_sleep_state",
+            "1 for the present state: awake, asleep at level 1, asleep at level 2.",
+            "sleep_state",
+            {name: int(level == place) for place, name in enumerate(("awake", "weights_offloaded", "discard_all"))},
+        )
 
     def _cache_config(self, num_blocks: int) -> Metric:
         """Return the settings of the KV cache as labels, with the value 1."""

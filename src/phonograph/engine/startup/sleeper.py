@@ -1,0 +1,162 @@
+"""`Sleeper`: an engine's memory of weights and KV cache, given back while the engine is not used."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+
+from phonograph.engine.admission import SLEEP_TAGS
+from phonograph.engine.core import EngineCore
+from phonograph.engine.startup.release import release_memory
+from phonograph.engine.startup.static_memory import StaticMemory
+from phonograph.errors import ConfigError
+from phonograph.models.quantization.block_embedding import BlockEmbedding
+from phonograph.models.transformer import Transformer
+from phonograph.models.weights.loading import Loading
+
+log = logging.getLogger(__name__)
+
+Load = Callable[..., AbstractContextManager[Loading]]
+"""Starts to load the weights again; `make_empty` allocates them."""
+
+
+class Sleeper:
+    """Sleep of an engine without requests in flight. All tensors keep their addresses, so that graphs stay valid.
+
+    Args:
+        weights: memory of the weights.
+        kv_cache: memory of the KV cache.
+        load: loads the weights a second time.
+
+    Attributes:
+        asleep: tags of the memory that was given back.
+        level: of the sleep, 0 when all memory is awake.
+    """
+
+    def __init__(self, weights: StaticMemory, kv_cache: StaticMemory, load: Load) -> None:
+        self.asleep: frozenset[str] = frozenset()
+        self.level = 0
+        self._weights = weights
+        self._kv_cache = kv_cache
+        self._load = load
+
+    def start(self, core: EngineCore, model: Transformer, kv_caches: Sequence[torch.Tensor], *, zeroes: bool) -> None:
+        """Take the parts of a started engine.
+
+        Args:
+            core: is told whether it can run steps.
+            model: its weights are in the memory of weights.
+            kv_caches: tensors of the KV cache.
+            zeroes: fill the KV cache with 0 after each sleep.
+        """
+        self._core, self._model, self._kv_caches, self._zeroes = core, model, kv_caches, zeroes
+
+    def sleep(self, level: int) -> None:
+        """Give the memory back. Prefixes are forgotten. A sleep from level 1 to 2 drops the copy of the weights.
+
+        Args:
+            level: 1 keeps a copy of the weights in host memory; 2 reads the files again at the end of the sleep.
+
+        Raises:
+            MemoryLimitError: the host has no memory for the copy; nothing has changed.
+        """
+        start = time.perf_counter()
+        if "weights" not in self.asleep or level == 2:
+            self._weights.release(_storages(_tensors(self._model)), keep=level == 1)
+            self.level = level
+        self._core.scheduler.reset_prefix_cache()
+        self._kv_cache.release(_storages(self._kv_caches), keep=False)
+        self._set(SLEEP_TAGS)
+        release_memory()
+        log.info("the engine sleeps at level %d, after %.1f s", level, time.perf_counter() - start)
+
+    def wake_up(self, tags: Collection[str] = SLEEP_TAGS) -> None:
+        """Take the memory again. It has no effect on memory that is awake.
+
+        Args:
+            tags: parts of the memory.
+
+        Raises:
+            MemoryLimitError: there is too little memory; the part still sleeps.
+            WeightError: the files of the weights have changed; likewise.
+        """
+        start = time.perf_counter()
+        if "weights" in self.asleep and "weights" in tags:
+            self._weights.claim()
+            if self.level == 2:
+                try:
+                    self._reload()
+                except BaseException:
+                    self._weights.release(_storages(_tensors(self._model)), keep=False)
+                    raise
+            self._set(self.asleep - {"weights"})
+        if "kv_cache" in self.asleep and "kv_cache" in tags:
+            self._kv_cache.claim()
+            if self._zeroes:
+                for cache in self._kv_caches:
+                    cache.zero_()
+            self._set(self.asleep - {"kv_cache"})
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # Steps run on another stream.
+        log.info("the engine woke up in %.1f s; asleep: %s", time.perf_counter() - start, sorted(self.asleep) or "none")
+
+    def _set(self, asleep: Collection[str]) -> None:
+        self.asleep = frozenset(asleep)
+        self._core.asleep = bool(asleep)
+        if not asleep:
+            self.level = 0
+
+    @torch.inference_mode()
+    def _reload(self) -> None:
+        """Read the weights into the tensors that graphs read.
+
+        On a GPU the second model has their addresses. On a CPU, where weights may be converted, it is copied.
+        """
+        with self._load(make_empty=self._weights.empty) as loading:
+            loading.finish()
+        ends = (_storages(_tensors(model)) for model in (self._model, loading.model))
+        for old, new in zip(*ends, strict=True):
+            if old.data_ptr() != new.data_ptr():
+                old.copy_(new, non_blocking=False)
+                if new.resizable():  # It is no file's.
+                    new.resize_(0)  # so that the weights are there once, not twice
+
+
+def checked_sleeper(sleeper: Sleeper | None) -> Sleeper:
+    """Return the sleeper of an engine.
+
+    Raises:
+        ConfigError: the engine has none.
+    """
+    if sleeper is None:
+        raise ConfigError("enable_sleep_mode", False, "sleep and wake_up need enable_sleep_mode=True at the start")
+    return sleeper
+
+
+def _storages(tensors: Collection[torch.Tensor] | Iterator[torch.Tensor]) -> list[torch.UntypedStorage]:
+    """Return the memory of tensors, each once."""
+    found: dict[int, torch.UntypedStorage] = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        found.setdefault(storage.data_ptr(), storage)
+    return list(found.values())
+
+
+def _tensors(value: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a model's weights, without those that are mapped from a file."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Transformer):
+        parts = value.weights, value.layer_embeddings, value.final_norm, value.lm_head, value.embedding_VE
+        yield from _tensors(parts)
+    elif isinstance(value, list | tuple):
+        for item in value:  # pyright: ignore[reportUnknownVariableType]
+            yield from _tensors(item)  # pyright: ignore[reportUnknownArgumentType]
+    elif dataclasses.is_dataclass(value) and not isinstance(value, BlockEmbedding):
+        for field in dataclasses.fields(value):
+            yield from _tensors(getattr(value, field.name))

@@ -1,0 +1,140 @@
+"""Memory of a GPU on virtual addresses that outlive it, by the driver's functions for virtual memory.
+
+A range of addresses is reserved once. Physical memory is mapped into it in chunks of one size, as tensors are made. To
+sleep, every chunk is unmapped and released; to wake, new chunks are mapped at the same addresses.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import torch
+
+from phonograph.errors import MemoryLimitError, cause_text
+
+CHUNK_BYTES = 32 << 20
+"""Bytes of a chunk: a multiple of the driver's granularity, and a power of two, to which page-locked memory is rounded.
+"""
+_ALIGNMENT = 512
+"""Alignment of a tensor, that of torch's allocator."""
+
+
+class MemoryDriver(Protocol):
+    """Functions of a driver for virtual memory. Tests have one of their own.
+
+    device_bytes: memory of the device
+    """
+
+    device_bytes: int
+
+    def reserve(self, nbytes: int) -> int:
+        """Reserve addresses without memory, and return the first."""
+        ...
+
+    def free(self, address: int, nbytes: int) -> None:
+        """Return reserved addresses."""
+        ...
+
+    def map(self, address: int, nbytes: int) -> int:
+        """Allocate a chunk at an address, and return its handle.
+
+        Raises:
+            MemoryLimitError: the device has too little memory.
+        """
+        ...
+
+    def unmap(self, address: int, nbytes: int, handle: int) -> None:
+        """Release a chunk, when all work of the device is done."""
+        ...
+
+    def tensor(self, address: int, nbytes: int, owner: object) -> torch.Tensor:
+        """Return memory as a tensor of bytes, which keeps `owner` alive."""
+        ...
+
+
+class VirtualMemory:
+    """`StaticMemory` of a GPU."""
+
+    def __init__(self, driver: MemoryDriver, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self._driver = driver
+        self._chunk_bytes = chunk_bytes
+        self._reserved = -(-driver.device_bytes // chunk_bytes) * chunk_bytes
+        self._address = driver.reserve(self._reserved)
+        self._used = 0
+        self._num_chunks = 0
+        self._handles: dict[int, int] = {}  # by address
+        self._kept: list[torch.Tensor] = []
+        finalizer = weakref.finalize(
+            self, _give_back, driver, self._address, self._reserved, chunk_bytes, self._handles
+        )
+        finalizer.atexit = False  # The driver may be gone; it frees the memory of a process itself.
+
+    def empty(self, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
+        """Allocate a tensor on the driver's device; see `StaticMemory`.
+
+        Raises:
+            MemoryLimitError: the device has too little memory.
+        """
+        nbytes = math.prod(shape) * dtype.itemsize
+        if not nbytes:
+            return torch.empty(*shape, dtype=dtype, device=device)
+        start = -(-self._used // _ALIGNMENT) * _ALIGNMENT
+        end = start + nbytes
+        if end > self._reserved:
+            raise MemoryLimitError(f"{end} bytes do not fit the device, which has {self._driver.device_bytes}")
+        while self._num_chunks * self._chunk_bytes < end:
+            self._map(self._num_chunks)
+            self._num_chunks += 1
+        self._used = end
+        return self._driver.tensor(self._address + start, nbytes, self).view(dtype).view(*shape)
+
+    def release(self, storages: Iterable[torch.UntypedStorage], *, keep: bool) -> None:
+        if not keep:
+            self._kept.clear()
+        elif self._handles and self._num_chunks:
+            try:
+                self._kept = [self._host_copy(address) for address in self._handles]
+            except RuntimeError as error:
+                problem = f"no host memory to keep {self._num_chunks * self._chunk_bytes} bytes while the engine sleeps"
+                raise MemoryLimitError(f"{problem} ({cause_text(error)}); level 2 keeps nothing") from error
+        self._unmap()
+
+    def claim(self) -> None:
+        try:
+            for number in range(self._num_chunks):
+                self._map(number)
+        except MemoryLimitError as error:
+            self._unmap()
+            needed = self._num_chunks * self._chunk_bytes
+            problem = f"no memory to wake up: {needed} bytes are needed, and other programs use the GPU"
+            raise MemoryLimitError(f"{problem} ({error}); end them and wake up again") from error
+        for address, kept in zip(self._handles, self._kept, strict=False):
+            self._chunk(address).copy_(kept, non_blocking=True)
+        if self._kept and self._kept[0].is_pinned():
+            torch.cuda.synchronize()
+        self._kept.clear()
+        self._used = 0
+
+    def _host_copy(self, address: int) -> torch.Tensor:
+        chunk = self._chunk(address)
+        return torch.empty(self._chunk_bytes, dtype=torch.uint8, pin_memory=chunk.is_cuda).copy_(chunk)
+
+    def _chunk(self, address: int) -> torch.Tensor:
+        return self._driver.tensor(address, self._chunk_bytes, self)
+
+    def _map(self, number: int) -> None:
+        address = self._address + number * self._chunk_bytes
+        self._handles[address] = self._driver.map(address, self._chunk_bytes)
+
+    def _unmap(self) -> None:
+        for address in list(self._handles):
+            self._driver.unmap(address, self._chunk_bytes, self._handles.pop(address))
+
+
+def _give_back(driver: MemoryDriver, address: int, reserved: int, chunk_bytes: int, handles: dict[int, int]) -> None:
+    for chunk, handle in handles.items():
+        driver.unmap(chunk, chunk_bytes, handle)
+    driver.free(address, reserved)
