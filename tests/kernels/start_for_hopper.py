@@ -1,6 +1,8 @@
 """Starts the runner of an H200 without a GPU, and prints which kernels it launches as JSON.
 
-    python tests/kernels/start_for_hopper.py CONFIG_FOLDER
+    python tests/kernels/start_for_hopper.py CONFIG_FOLDER [SPECULATION]
+
+SPECULATION is a `speculative_config` as JSON.
 
 Everything is as in a start but that tensors have no memory, no kernel is compiled or launched, and nothing is captured:
 what is recorded is the name under which Triton would file each kernel. A program of its own, since it tells torch and
@@ -102,13 +104,16 @@ def record(self: Any, *args: Any, grid: Any, warmup: bool, **keywords: Any) -> N
     kernels.add((self.__name__, filed_under(self, args, keywords)))
 
 
-def make_hopper_runner(folder: str) -> Runner:
-    config = EngineConfig(model=folder, load_format="dummy", dtype="bfloat16", device="cuda")
+def make_hopper_runner(folder: str, speculation: dict[str, Any] | None) -> Runner:
+    config = EngineConfig(
+        model=folder, load_format="dummy", dtype="bfloat16", device="cuda", speculative_config=speculation
+    )
     spec = read_model_spec(folder, trust_remote_code=False, revision=None)
     plan = make_plan(config, spec, H200)
     meta = torch.device("meta")
     make_runtime: Any = DryRuntime
-    parts = make_model_parts(plan, make_backends(plan, meta), Transformer(spec, torch.bfloat16, meta))
+    draft = None if plan.draft is None else Transformer(plan.draft.model, torch.bfloat16, meta)
+    parts = make_model_parts(plan, make_backends(plan, meta), Transformer(spec, torch.bfloat16, meta), draft)
     return make_runner(plan, parts, CudaPlatform(meta, make_runtime=make_runtime))
 
 
@@ -120,7 +125,8 @@ def launched(run: Callable[[], None]) -> set[tuple[str, str]]:
 
 def main() -> None:
     pretend_gpu()
-    runner = make_hopper_runner(sys.argv[1])
+    speculation = json.loads(sys.argv[2]) if len(sys.argv) > 2 else None
+    runner = make_hopper_runner(sys.argv[1], speculation)
     JITFunction.run = record
     keys = runner.dispatcher.captures.largest_first()
     few = launched(runner.launch_kernels)
@@ -137,6 +143,14 @@ def main() -> None:
             commons = runner.synthetic.capture_batch(GraphKey(GraphSet.MIXED, num_tokens, slots))
             runner.prepare(commons, None)
             runner._run_eager(commons[0], commons[0].num_reqs)
+        # Decodes with drafts run eagerly where graphs are off, or their number is above the largest.
+        longest = 0 if speculation is None else 1 + speculation["num_speculative_tokens"]
+        for num_reqs in (1, 3, 250) if longest else ():
+            commons = runner.synthetic.capture_batch(
+                GraphKey(GraphSet.DECODE, num_reqs * longest, num_reqs, longest, num_logits=num_reqs * longest)
+            )
+            runner.prepare(commons, None)
+            runner._run_eager(commons[0], num_reqs * longest)
 
     with torch.inference_mode():
         found = {"few": few, "every": every, "captured": launched(capture_all), "eager": launched(run_eagerly)}

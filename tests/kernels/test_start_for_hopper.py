@@ -33,9 +33,9 @@ GEMMA3 = {
 }  # fmt: skip
 
 
-def start(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+def start(config: dict[str, Any], folder: Path, *words: str) -> dict[str, Any]:
     (folder / "config.json").write_text(json.dumps(config))
-    return report_of(Path(__file__).with_name("start_for_hopper.py"), str(folder), TRITON_INTERPRET="0")
+    return report_of(Path(__file__).with_name("start_for_hopper.py"), str(folder), *words, TRITON_INTERPRET="0")
 
 
 @pytest.mark.parametrize("config", [LLAMA, QWEN3, WINDOWS, GEMMA3], ids=["llama", "qwen3", "windows", "gemma3"])
@@ -49,3 +49,21 @@ def test_all_kernels_are_compiled_before_the_captures(config: dict[str, Any], tm
     attention = [name for name in few if name.startswith(("_attention_kernel", "_prefill_kernel"))]
     assert len(attention) == (6 if config is WINDOWS else 4 if config is GEMMA3 else 3)
     assert captured <= few and eager <= few
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_so_are_those_of_speculation(method: str, tmp_path: Path) -> None:
+    """Acceptance and drafts, decodes of several tokens, and the passes of a draft model of other sizes."""
+    speculation: dict[str, Any] = {"method": method, "num_speculative_tokens": 4}
+    kernels = {"_accept_kernel", "_ngram_kernel"}
+    if method == "draft_model":
+        draft = tmp_path / "draft"
+        draft.mkdir()
+        (draft / "config.json").write_text(json.dumps({**QWEN3, "vocab_size": LLAMA["vocab_size"]}))
+        speculation["model"] = str(draft)
+        kernels = {"_accept_kernel", "_first_rows_kernel", "_next_row_kernel"}
+    config = {**LLAMA, "max_position_embeddings": 32768}
+    found = start(config, tmp_path, json.dumps(speculation))
+    few, every, captured, eager = (set(found[name]) for name in ("few", "every", "captured", "eager"))
+    assert few == every and captured <= few and eager <= few
+    assert kernels <= {name.split()[0] for name in few} and found["graphs"] > 150
