@@ -210,7 +210,9 @@ def test_what_requests_ask_for_and_what_the_cache_saves(server: Server) -> None:
 def test_rejections_are_counted_by_limit(serve_with: Callable[..., Server]) -> None:
     server = serve_with(max_queued_requests=0, max_queued_bytes=2000)
     before = read(server)[1]
-    with server.client().completions.create(model="demo", prompt="a", n=4, max_tokens=900, stream=True) as stream:
+    with server.client().completions.create(
+        model="demo", prompt="a", n=4, max_tokens=900, stream=True, extra_body={"ignore_eos": True}
+    ) as stream:
         next(iter(stream))
         assert server.post("/v1/completions", {"prompt": "b"}).status_code == 429
     assert server.post("/v1/completions", {"prompt": "b" * 3000}).status_code == 429

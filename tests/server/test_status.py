@@ -22,6 +22,9 @@ from phonograph.server.http.api_keys import OPEN_PATHS
 from phonograph.server.observe.status import SECRETS, health, ready
 from phonograph.text.tokenizer import Tokenizer
 
+ENDLESS = {"ignore_eos": True}
+"""A field of requests whose samples must not end before a test has looked."""
+
 
 async def status(probe: Any, *, death: str | None, draining: bool) -> int:
     problem = EngineUnavailable(death or "the engine is shutting down", "x") if death or draining else None
@@ -67,7 +70,9 @@ def test_ping_is_posted_too(server: Server) -> None:
 
 
 def test_the_load_is_the_number_of_samples_in_progress(server: Server, client: OpenAI) -> None:
-    with client.completions.create(model="demo", prompt="a", n=3, max_tokens=900, stream=True) as stream:
+    with client.completions.create(
+        model="demo", prompt="a", n=3, max_tokens=900, stream=True, extra_body=ENDLESS
+    ) as stream:
         next(iter(stream))
         assert server.get("/load").json() == {"server_load": 3}
     server.wait_until_idle()
