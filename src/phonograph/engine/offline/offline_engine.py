@@ -208,7 +208,7 @@ class OfflineEngine(VllmMethods):
         """Take the memory again. It has no effect on what is awake.
 
         Args:
-            tags: parts of the memory, "weights" and "kv_cache"; defaults to both. Prompts are answered when both are
+            tags: parts of the memory, "weights" and "kv_cache"; None for both. Prompts are answered when both are
                 there.
 
         Raises:

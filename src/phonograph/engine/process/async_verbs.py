@@ -171,7 +171,7 @@ class AsyncVerbs(VllmMethods):
         """Take the memory again. Requests continue when all of it is there. It has no effect on what is awake.
 
         Args:
-            tags: parts of the memory, "weights" and "kv_cache"; defaults to both.
+            tags: parts of the memory, "weights" and "kv_cache"; None for both.
 
         Raises:
             ConfigError: the engine was started without enable_sleep_mode.
