@@ -1,0 +1,201 @@
+"""EAGLE-3 heads against a plain implementation in float32."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.nn import functional
+
+from phonograph.errors import UnsupportedModelError
+from phonograph.models.eagle import EagleHead, read_eagle
+from phonograph.models.layers.rotary import rotary_tables
+from phonograph.models.layers.torch_parts import TorchKernels
+from phonograph.models.spec import ModelSpec, read_model_spec
+from phonograph.models.transformer import Transformer
+from phonograph.models.weights.loading import begin_loading
+
+TARGET = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 96,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 8, "vocab_size": 300, "head_dim": 16,
+    "max_position_embeddings": 512, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+HEAD = {
+    **TARGET, "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "num_key_value_heads": 4,
+    "draft_vocab_size": 120,
+}  # fmt: skip
+DRAFTS = 120
+
+
+def target_spec(folder: Path) -> ModelSpec:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(TARGET))
+    return read_model_spec(folder)
+
+
+def head_tensors(config: dict[str, Any], layer: str, *, owns_embedding: bool, states: int) -> dict[str, torch.Tensor]:
+    """Random weights under the names of the authors' files."""
+    size, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_key_value_heads"]
+    drafts = config.get("draft_vocab_size", config["vocab_size"])
+    shapes = {
+        "fc.weight": (size, states * TARGET["hidden_size"]),
+        f"{layer}.self_attn.q_proj.weight": (size, 2 * size),
+        f"{layer}.self_attn.k_proj.weight": (heads * 16, 2 * size),
+        f"{layer}.self_attn.v_proj.weight": (heads * 16, 2 * size),
+        f"{layer}.self_attn.o_proj.weight": (size, size),
+        f"{layer}.mlp.gate_proj.weight": (inner, size),
+        f"{layer}.mlp.up_proj.weight": (inner, size),
+        f"{layer}.mlp.down_proj.weight": (size, inner),
+        "lm_head.weight": (drafts, size),
+    }
+    if owns_embedding:
+        shapes["embed_tokens.weight"] = (TARGET["vocab_size"], size)
+    if config.get("fc_bias"):
+        shapes["fc.bias"] = (size,)
+    tensors = {name: torch.randn(shape) * 0.1 for name, shape in shapes.items()}
+    norms = (f"{layer}.{name}" for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"))
+    tensors |= {f"{name}.weight": 1 + 0.1 * torch.randn(size) for name in (*norms, "norm")}
+    if drafts < TARGET["vocab_size"]:
+        chosen = torch.randperm(TARGET["vocab_size"])[:drafts].sort().values
+        tensors["d2t"] = chosen - torch.arange(drafts)
+        tensors["t2d"] = torch.isin(torch.arange(TARGET["vocab_size"]), chosen)
+    return tensors
+
+
+def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * weight
+
+
+def rotated(x_HTD: torch.Tensor) -> torch.Tensor:
+    length, size = x_HTD.shape[1:]
+    angles = torch.arange(length)[:, None] * 10000.0 ** (-torch.arange(0, size, 2) / size)
+    cos, sin = torch.cat([angles.cos()] * 2, -1), torch.cat([angles.sin()] * 2, -1)
+    first, second = x_HTD.chunk(2, -1)
+    return x_HTD * cos + torch.cat([-second, first], -1) * sin
+
+
+def reference(
+    tensors: dict[str, torch.Tensor], layer: str, config: dict[str, Any], states: torch.Tensor, embedded: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the stream behind the layer, which is the next feature, and the logits, of one whole sequence."""
+    feature = functional.linear(states, tensors["fc.weight"], tensors.get("fc.bias"))
+    normed = norm(feature, tensors[f"{layer}.hidden_norm.weight"])
+    both = torch.cat([norm(embedded, tensors[f"{layer}.input_layernorm.weight"]), normed], -1)
+    stream = normed if config.get("norm_before_residual") else feature
+    q, k, v = (
+        functional.linear(both, tensors[f"{layer}.self_attn.{name}_proj.weight"])
+        .unflatten(-1, (-1, 16))
+        .transpose(0, 1)
+        for name in "qkv"
+    )
+    attended = functional.scaled_dot_product_attention(
+        rotated(q), rotated(k).repeat_interleave(len(q) // len(k), 0), v.repeat_interleave(len(q) // len(v), 0),
+        is_causal=True, scale=1 / math.sqrt(16),
+    )  # fmt: skip
+    stream = stream + functional.linear(
+        attended.transpose(0, 1).flatten(1), tensors[f"{layer}.self_attn.o_proj.weight"]
+    )
+    rows = norm(stream, tensors[f"{layer}.post_attention_layernorm.weight"])
+    gates, ups = (functional.linear(rows, tensors[f"{layer}.mlp.{name}_proj.weight"]) for name in ("gate", "up"))
+    stream = stream + functional.linear(functional.silu(gates) * ups, tensors[f"{layer}.mlp.down_proj.weight"])
+    return stream, functional.linear(norm(stream, tensors["norm.weight"]), tensors["lm_head.weight"])
+
+
+class WholeSequence:
+    """Attention over the tokens of one step."""
+
+    def __call__(
+        self, q_THD: torch.Tensor, k_TKD: torch.Tensor | None, v_TKD: torch.Tensor | None, layer: int
+    ) -> torch.Tensor:
+        assert k_TKD is not None and v_TKD is not None
+        repeats = q_THD.shape[1] // k_TKD.shape[1]
+        k, v = (x.transpose(0, 1).repeat_interleave(repeats, 0) for x in (k_TKD, v_TKD))
+        out = functional.scaled_dot_product_attention(q_THD.transpose(0, 1), k, v, is_causal=True)
+        return out.transpose(0, 1).contiguous()
+
+
+def load(folder: Path, head: EagleHead) -> Transformer:
+    with begin_loading(head.model, folder, dtype=torch.float32, device=torch.device("cpu")) as loading:
+        loading.finish()
+        model = loading.model
+    tables = rotary_tables(model.spec, 512, torch.float32, torch.device("cpu"))
+    return_model = model
+    return_model.bind(TorchKernels(tables, model.spec.rms_norm_eps))
+    return return_model
+
+
+@pytest.mark.parametrize("layer", ["midlayer", "layers.0", "model.layers.0"])
+@pytest.mark.parametrize(
+    ("changes", "owns_embedding"),
+    [
+        ({}, False),
+        ({"norm_before_residual": True}, True),
+        ({"fc_bias": True, "draft_vocab_size": 300}, False),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 8]}}, True),
+    ],
+)
+def test_logits_and_features_are_those_of_the_reference(
+    layer: str, changes: dict[str, Any], owns_embedding: bool, tmp_path: Path
+) -> None:
+    torch.manual_seed(1)
+    target, config = target_spec(tmp_path / "target"), HEAD | changes
+    head = read_eagle_from(tmp_path, config, target, owns_embedding=owns_embedding)
+    tensors = head_tensors(config, layer, owns_embedding=owns_embedding, states=len(head.taps))
+    save_file(tensors, tmp_path / "model.safetensors")
+    model = load(tmp_path, head)
+    assert model.features is not None and model.feature_part is not None
+    table = torch.randn(300, 64) if not owns_embedding else tensors["embed_tokens.weight"]
+    model.features.embedding_VE = table
+    ids, states = torch.randint(0, 300, (21,)), torch.randn(21, 64 * len(head.taps))
+    wanted_stream, wanted_logits = reference(tensors, layer, config, states, table[ids])
+    with torch.inference_mode():
+        features = model.feature_part.join(states)
+        stream = model.forward(ids, torch.arange(21), WholeSequence(), features_TE=features)
+        logits = model.logits(stream)
+    for found, wanted in ((stream, wanted_stream), (logits, wanted_logits)):
+        assert (found - wanted).norm() < 1e-5 * wanted.norm()
+    if "d2t" in tensors:
+        assert model.features.target_ids is not None
+        assert torch.equal(model.features.target_ids, tensors["t2d"].nonzero().flatten())
+
+
+def read_eagle_from(
+    folder: Path, config: dict[str, Any], target: ModelSpec, *, owns_embedding: bool = False
+) -> EagleHead:
+    (folder / "config.json").write_text(json.dumps(config))
+    return read_eagle(folder, target, owns_embedding=owns_embedding)
+
+
+def test_states_are_those_of_the_configuration(tmp_path: Path) -> None:
+    target = target_spec(tmp_path / "target")
+    head = read_eagle_from(tmp_path, HEAD, target)
+    assert head.taps == (2, 4, 5) and "its config.json names none" in head.notes[0]
+    for changes in (
+        {"eagle_aux_hidden_state_layer_ids": [0, 3, 8]},
+        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 3, 8]}},
+    ):
+        head = read_eagle_from(tmp_path, HEAD | changes, target)
+        assert head.taps == (0, 3, 8) and not head.notes and head.model.vocab_size == DRAFTS
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"vocab_size": 301}, "vocab_size=301 is not the target's of 300"),
+        ({"target_hidden_size": 63}, "target_hidden_size=63 is not the target's"),
+        ({"eagle_config": {"new": 1}}, "eagle_config=.*has fields that are not known"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "leaves the states of several layers out"),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 9]}, "must be ascending numbers from 0 to 8"),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 2]}, "must be ascending numbers from 0 to 8"),
+        ({"logit_scale": 0.5}, "logit_scale"),
+    ],
+)
+def test_heads_that_cannot_run(changes: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    target = target_spec(tmp_path / "target")
+    with pytest.raises(UnsupportedModelError, match=problem):
+        read_eagle_from(tmp_path, HEAD | changes, target)
