@@ -87,6 +87,7 @@ def reference(
     normed = norm(feature, tensors[f"{layer}.hidden_norm.weight"])
     both = torch.cat([norm(embedded, tensors[f"{layer}.input_layernorm.weight"]), normed], -1)
     stream = normed if config.get("norm_before_residual") else feature
+    attention = f"{layer}.self_attn"
     q, k, v = (
         functional.linear(both, tensors[f"{layer}.self_attn.{name}_proj.weight"])
         .unflatten(-1, (-1, 16))
@@ -97,9 +98,7 @@ def reference(
         rotated(q), rotated(k).repeat_interleave(len(q) // len(k), 0), v.repeat_interleave(len(q) // len(v), 0),
         is_causal=True, scale=1 / math.sqrt(16),
     )  # fmt: skip
-    stream = stream + functional.linear(
-        attended.transpose(0, 1).flatten(1), tensors[f"{layer}.self_attn.o_proj.weight"]
-    )
+    stream = stream + functional.linear(attended.transpose(0, 1).flatten(1), tensors[f"{attention}.o_proj.weight"])
     rows = norm(stream, tensors[f"{layer}.post_attention_layernorm.weight"])
     gates, ups = (functional.linear(rows, tensors[f"{layer}.mlp.{name}_proj.weight"]) for name in ("gate", "up"))
     stream = stream + functional.linear(functional.silu(gates) * ups, tensors[f"{layer}.mlp.down_proj.weight"])
@@ -124,9 +123,8 @@ def load(folder: Path, head: EagleHead) -> Transformer:
         loading.finish()
         model = loading.model
     tables = rotary_tables(model.spec, 512, torch.float32, torch.device("cpu"))
-    return_model = model
-    return_model.bind(TorchKernels(tables, model.spec.rms_norm_eps))
-    return return_model
+    model.bind(TorchKernels(tables, model.spec.rms_norm_eps))
+    return model
 
 
 @pytest.mark.parametrize("layer", ["midlayer", "layers.0", "model.layers.0"])
@@ -175,10 +173,8 @@ def test_states_are_those_of_the_configuration(tmp_path: Path) -> None:
     target = target_spec(tmp_path / "target")
     head = read_eagle_from(tmp_path, HEAD, target)
     assert head.taps == (2, 4, 5) and "its config.json names none" in head.notes[0]
-    for changes in (
-        {"eagle_aux_hidden_state_layer_ids": [0, 3, 8]},
-        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 3, 8]}},
-    ):
+    ids = {"eagle_aux_hidden_state_layer_ids": [0, 3, 8]}
+    for changes in (ids, {"eagle_config": ids}):
         head = read_eagle_from(tmp_path, HEAD | changes, target)
         assert head.taps == (0, 3, 8) and not head.notes and head.model.vocab_size == DRAFTS
 
