@@ -255,7 +255,7 @@ def is_norm(name: str) -> bool:
 
 
 def head_tensor_name(name: str) -> str:
-    """Return the name of a draft head's tensor as a model's. Files leave out `model.`, or say `midlayer` for a layer."""
+    """Return the name of a draft head's tensor as a model's: files leave `model.` out, and have a `midlayer`."""
     name = name.removeprefix("model.")
     if name.startswith("midlayer."):
         name = "layers.0." + name.removeprefix("midlayer.")

@@ -125,9 +125,11 @@ class Transformer:
 
         Args:
             kernels: the kernel set.
-            taps: memory [T, E] by the index of a layer, in which each step keeps the stream after it (for draft heads).
+            taps: memory [T, E] by the index of a layer, in which each step keeps the stream after it (for draft heads);
+                -1 for the stream before the first.
         """
         self.kernels = kernels
+        self._first_tap_TE = taps.get(-1)
         self.embedding = None if self.features is not None else kernels.embedding(self.embedding_VE)
         self.feature_part = None if self.features is None else kernels.features(self.features)
         self._layer_embeddings = (
@@ -178,6 +180,8 @@ class Transformer:
             assert self.embedding is not None
             stream = self.embedding(input_ids_T)
         stream.num_rows = num_rows
+        if self._first_tap_TE is not None:
+            self._first_tap_TE[: len(stream.hidden_TE)].copy_(stream.hidden_TE)
         if self._layer_embeddings is not None:
             step = step._replace(embeddings_TX=self._layer_embeddings(input_ids_T, stream))
         for layer in self._running:
