@@ -6,6 +6,7 @@ The GPU's own tests compare the same on a GPU, with graphs; here it is seen that
 from __future__ import annotations
 
 import functools
+import json
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import eagle_heads
 import pytest
 import torch
 from checkpoints import VOCAB_SIZE, make_checkpoint
@@ -21,6 +23,7 @@ from fake_memory_driver import FakeMemoryDriver
 from group_driver import GroupDriver
 from host_runtime import CallRuntime, HostRing
 from quantized_checkpoints import FORMATS, quantize_checkpoint
+from safetensors.torch import save_file
 
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.device import known_device
@@ -310,3 +313,41 @@ def test_sleep(name: str | None, tmp_path: Path) -> None:
         output = session.add(prompt(level, 13), SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True))
         finish(session, output)
         check(reference, output)
+
+
+@pytest.mark.parametrize("length", [57, 3])
+def test_drafts_of_a_head_are_those_of_a_plain_one(length: int, tmp_path: Path) -> None:
+    """After a prompt in chunks, and behind decodes: states of the target's layers, tokens shifted by one, d2t."""
+    torch.manual_seed(3)
+    target, folder = tmp_path / "target", tmp_path / "head"
+    sizes = HEADS | {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": VOCAB_SIZE}
+    reference = make_checkpoint("llama_bias", target, **sizes)
+    folder.mkdir()
+    config = eagle_heads.HEAD | sizes | {"num_hidden_layers": 1, "head_dim": 16, "num_key_value_heads": 4}
+    config |= {"draft_vocab_size": 50, "eagle_aux_hidden_state_layer_ids": [0, 1, 3]}
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = eagle_heads.head_tensors(config, "midlayer", owns_embedding=False, states=3)
+    save_file(tensors, folder / "model.safetensors")
+    speculation = {"method": "eagle3", "model": str(folder), "num_speculative_tokens": 2, "adaptive_depth": False}
+    engine = start_engine(target, (3, 9), speculative_config=speculation)
+    session = Session(engine.core, engine.plan.model, None, 0, GrammarCompiler(lambda: None, ()))
+    output = session.add(prompt(1, length), SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True))
+    finish(session, output)
+    check(reference, output)
+    inputs: Any = engine.core.runner._inputs
+    slot = 0
+    known = inputs.history[slot, : int(inputs.state.num_computed[slot]) + 1].tolist()
+    assert known[: length + 9] == output.prompt_token_ids + output.outputs[0].token_ids
+    table, targets = reference.get_input_embeddings().weight, tensors["d2t"] + torch.arange(50)
+    with torch.inference_mode():
+        states = reference(torch.tensor([known[:-1]]), output_hidden_states=True).hidden_states
+        features = torch.cat([states[index][0] for index in (0, 1, 3)], -1)
+        tokens, own = known[1:], list[torch.Tensor]()
+        for draft in inputs.state.drafts[slot].tolist():
+            stream, logits = eagle_heads.reference(
+                tensors, "midlayer", config, features, table[torch.tensor(tokens)], own
+            )
+            scores = logits[-1]
+            # Half precision may change places of two that are almost equal.
+            assert scores[targets == draft] >= scores.max() - NEAR
+            tokens, own = [*tokens, draft], [*own, stream[-1]]

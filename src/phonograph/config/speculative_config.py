@@ -10,7 +10,7 @@ from phonograph.errors import ConfigError, shortened
 
 MOST_DRAFTS = 15
 """Largest number of drafts: attention takes up to 16 tokens of a sequence beside decodes of one."""
-METHODS = ("ngram", "draft_model")
+METHODS = ("ngram", "draft_model", "eagle3")
 _PER_BATCH_SIZE = "num_speculative_tokens_per_batch_size"
 _RATES, _LENGTH, _ACCEPTANCE = "synthetic_acceptance_rates", "synthetic_acceptance_length", "rejection_sample_method"
 _KEYS = (
@@ -26,7 +26,7 @@ class SpeculativeConfig(NamedTuple):
 
     Attributes:
         method: "ngram" drafts what followed an earlier occurrence of the last tokens, "draft_model" what a smaller
-            model says.
+            model says, "eagle3" what a head says that reads states of the model.
         num_speculative_tokens: most drafts of a decode.
         prompt_lookup_max: most last tokens that are looked up.
         prompt_lookup_min: fewest.
@@ -79,21 +79,23 @@ def read_speculative_config(given: Mapping[str, Any]) -> SpeculativeConfig:
     for key in given:
         if key not in _KEYS:
             raise refused(str(key), f"is not known; the keys are {', '.join(_KEYS)}")
-    method = given.get("method", "ngram" if given.get("model") is None else "draft_model")
+    named = str(given.get("model") or "").lower()
+    inferred = "eagle3" if "eagle3" in named else "draft_model" if named else "ngram"
+    method = given.get("method", inferred)
     if method == "ngram_gpu":
         method = METHODS[0]
     if method not in METHODS:
         raise refused("method", f"is not supported yet; {' or '.join(METHODS)} is")
     if "num_speculative_tokens" not in given:
         raise refused("num_speculative_tokens", f"is missing; give a number from 1 to {MOST_DRAFTS}")
-    if method == "draft_model":
+    if method != "ngram":
         if not isinstance(given.get("model"), str):
             raise refused("model", "must be the folder or name of a draft model")
         for key in ("prompt_lookup_max", "prompt_lookup_min"):
             if key in given:
                 raise refused(key, "belongs to method ngram; leave it out")
     elif given.get("model") is not None:
-        raise refused("model", "belongs to method draft_model; leave one of them out")
+        raise refused("model", "belongs to methods draft_model and eagle3; leave one of them out")
     counts = {"num_speculative_tokens": MOST_DRAFTS, "prompt_lookup_max": 1 << 20, "prompt_lookup_min": 1 << 20}
     for key, most in counts.items():
         value = given.get(key)

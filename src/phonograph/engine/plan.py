@@ -136,7 +136,8 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
     draft = None
     if limits.lookahead_tokens:
         drafting = read_draft_spec(config, model)
-        specs = layer_specs(config, drafting, dtype, device)
+        specs = layer_specs(config, drafting.model, dtype, device)
+        notes += drafting.notes
         draft = plan_draft(config, drafting, dtype, specs, kv, limits, device)
         check_speculation(config, [draft.selection], device)
         notes.append(draft.note)

@@ -28,6 +28,7 @@ from phonograph.models.layer_spec import (
     NO_FACTORS,
     PLAIN_NORMS,
     Factors,
+    FeatureInput,
     LayerEmbeddings,
     LayerSpec,
     NormKind,
@@ -68,6 +69,7 @@ class ModelSpec:
         norms: arithmetic of the norms.
         factors: of embeddings, layers and logits.
         layer_embeddings: embeddings of a token in all layers, or None.
+        features: input of a draft head, whose `vocab_size` is that of its logits; None for a model of its own.
         quantization: format of quantized projections, or None.
         fp8_kv_cache: True if the configuration says that the checkpoint has scales for keys and values in FP8.
         wrapper: architecture of the model around this one in the checkpoint, or None.
@@ -89,6 +91,7 @@ class ModelSpec:
     norms: NormKind = PLAIN_NORMS
     factors: Factors = NO_FACTORS
     layer_embeddings: LayerEmbeddings | None = None
+    features: FeatureInput | None = None
     quantization: Quantization | None = None
     fp8_kv_cache: bool = False
     wrapper: str | None = None
@@ -98,6 +101,11 @@ class ModelSpec:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def num_embeddings(self) -> int:
+        """Rows of the embedding."""
+        return self.vocab_size if self.features is None else self.features.vocab_size
 
     @property
     def num_query_heads(self) -> int:
@@ -142,6 +150,8 @@ class ModelSpec:
 
     def tensor_name(self, name: str) -> str | None:
         """Return a name of the checkpoint without the prefixes of a wrapper; None for a tensor of another part."""
+        if self.features is not None:
+            name = head_tensor_name(name)
         found = name if self.wrapper is None else text_name(name)
         return None if found is None or found.startswith(self.skipped) else found
 
@@ -186,7 +196,13 @@ class ModelSpec:
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return name and shape of every tensor that a checkpoint must have, but those of quantized matrices."""
         hidden = self.hidden_size
-        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, hidden)}
+        shapes: dict[str, tuple[int, ...]] = {}
+        if self.features is None or self.features.owns_embedding:
+            shapes["model.embed_tokens.weight"] = (self.num_embeddings, hidden)
+        if self.features is not None:
+            shapes |= {f"model.{name}": shape for name, shape in self.features.join.tensors()}
+            for norm in (self.features.embedding_norm, self.features.feature_norm):
+                shapes[f"{LAYERS}.0.{norm}.weight"] = (hidden,)
         if self.layer_embeddings is not None:
             vocab_size, size = self.layer_embeddings
             shapes["model.embed_tokens_per_layer.weight"] = (vocab_size, self.num_layers * size)
@@ -236,6 +252,14 @@ class ModelSpec:
 def is_norm(name: str) -> bool:
     """Return True for the name of a norm's weights in a checkpoint; a router may have one of its input."""
     return re.search(r"norm(_\d)?\.weight$|\.router\.scale$", name) is not None
+
+
+def head_tensor_name(name: str) -> str:
+    """Return the name of a draft head's tensor as a model's: files leave `model.` out, and have a `midlayer`."""
+    name = name.removeprefix("model.")
+    if name.startswith("midlayer."):
+        name = "layers.0." + name.removeprefix("midlayer.")
+    return name if name.startswith("lm_head.") else f"model.{name}"
 
 
 def _scheme_in(quantization: Quantization | None, prefix: str, name: str) -> Scheme | None:
@@ -315,7 +339,7 @@ def read_model_spec(
         *read_end_tokens(generation.get("eos_token_id"), generation_path),
     )
     with _located(path, overrides):
-        spec = _make_spec(settings, name, family, end_tokens, wrapper)
+        spec = make_spec(settings, name, family, end_tokens, wrapper)
     if folder.parent != CONFIGS_DIRECTORY:
         return spec
     note = f"the configuration is that of {HUB_IDS[folder.name]}, as it ships with the package"
@@ -331,7 +355,7 @@ def _read_gguf_spec(path: Path, overrides: dict[str, Any]) -> ModelSpec:
         name = str(raw["architectures"][0])
         family = find_architecture(name)
         settings = read_settings(raw, name, family)
-        spec = _make_spec(settings, name, family, end_tokens_of_gguf(file))
+        spec = make_spec(settings, name, family, end_tokens_of_gguf(file))
         if spec.quantization is not None:
             raise UnsupportedModelError("a GGUF file has no quantization_config; its tensors say their formats")
         quantization = quantization_of_gguf(file, spec.layers)
@@ -352,7 +376,7 @@ def _located(path: Path, overrides: Mapping[str, Any]) -> Generator[None]:
         raise type(error)(f"{where}: {error}") from error
 
 
-def _make_spec(
+def make_spec(
     settings: Mapping[str, Any], name: str, family: Family, end_tokens: tuple[int, ...], wrapper: str | None = None
 ) -> ModelSpec:
     dtype = settings["dtype"] or "float32"

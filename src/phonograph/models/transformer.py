@@ -27,7 +27,12 @@ from phonograph.models.layers.kernel_set import (
     Step,
 )
 from phonograph.models.layers.linear import Linear, WeightAllocator
-from phonograph.models.layers.part_weights import ExpertsWeights, LayerEmbeddingsWeights, LayerWeights
+from phonograph.models.layers.part_weights import (
+    ExpertsWeights,
+    FeatureWeights,
+    LayerEmbeddingsWeights,
+    LayerWeights,
+)
 from phonograph.models.quantization.block_embedding import BlockEmbedding, Embedding
 from phonograph.models.quantization.gguf_blocks import GgufBlocks
 from phonograph.models.quantization.scheme import LinearWeight, QuantizedModule
@@ -93,8 +98,13 @@ class Transformer:
         )
         self.final_norm = allocate.norm(spec.hidden_size)
         self.lm_head = allocate.linear(spec.head)
-        if spec.tie_word_embeddings and spec.head.scheme is None:
-            self.embedding_VE: Embedding = self.lm_head.matrix.t()
+        self.features = (
+            None if spec.features is None else FeatureWeights.make(spec.features, spec.hidden_size, allocate)
+        )
+        if self.features is not None:
+            self.embedding_VE: Embedding = self.features.embedding_VE
+        elif spec.tie_word_embeddings and spec.head.scheme is None:
+            self.embedding_VE = self.lm_head.matrix.t()
         else:
             self.embedding_VE = allocate.tensor(spec.vocab_size, spec.hidden_size)
         self._eps = torch.tensor(spec.rms_norm_eps, dtype=torch.float32, device=device)
@@ -115,10 +125,13 @@ class Transformer:
 
         Args:
             kernels: the kernel set.
-            taps: memory [T, E] by the index of a layer, in which each step keeps the stream after it (for draft heads).
+            taps: memory [T, E] by the index of a layer, in which each step keeps the stream after it (for draft heads);
+                -1 for the stream before the first.
         """
         self.kernels = kernels
-        self.embedding = kernels.embedding(self.embedding_VE)
+        self._first_tap_TE = taps.get(-1)
+        self.embedding = None if self.features is not None else kernels.embedding(self.embedding_VE)
+        self.feature_part = None if self.features is None else kernels.features(self.features)
         self._layer_embeddings = (
             None if self.layer_embeddings is None else kernels.layer_embeddings(self.layer_embeddings)
         )
@@ -142,6 +155,7 @@ class Transformer:
         rows_P: torch.Tensor | None = None,
         num_rows: torch.Tensor | None = None,
         num_kept: torch.Tensor | None = None,
+        features_TE: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run all layers. Call it in inference mode.
 
@@ -153,13 +167,21 @@ class Transformer:
                 For steps for which `kernels.leaves_rows_out` is True.
             num_rows: int32 [1], number of tokens that are not padding; None for all. Padding has no experts.
             num_kept: the same for `rows_P`.
+            features_TE: features of the target, of a draft head.
 
         Returns:
             The residual stream before the final norm, [T, E], or [P, E] of the rows that are kept.
         """
         step, last = Step(self.kernels.rotary(positions_T), attend), self._running[-1]
-        stream = self.embedding(input_ids_T)
+        if self.feature_part is not None:
+            assert features_TE is not None
+            stream = self.feature_part(input_ids_T, features_TE)
+        else:
+            assert self.embedding is not None
+            stream = self.embedding(input_ids_T)
         stream.num_rows = num_rows
+        if self._first_tap_TE is not None:
+            self._first_tap_TE[: len(stream.hidden_TE)].copy_(stream.hidden_TE)
         if self._layer_embeddings is not None:
             step = step._replace(embeddings_TX=self._layer_embeddings(input_ids_T, stream))
         for layer in self._running:
@@ -196,7 +218,9 @@ class Transformer:
     def _link(self, layers: Sequence[BoundLayer]) -> None:
         """Run these layers, and tell each part which one reads its stream."""
         self._running = layers
-        self.embedding.then = layers[0].attention
+        beginning = self.embedding or self.feature_part
+        assert beginning is not None
+        beginning.then = layers[0].attention
         for layer, following in zip_longest(layers, layers[1:]):
             after = None if following is None else following.attention
             layer.attention.then = layer.feed_forward
@@ -212,7 +236,11 @@ class Transformer:
         [H, D] and [K, D] for [D] in the checkpoint, and stacked experts, whose outputs have two dimensions.
         """
         assert isinstance(self.embedding_VE, torch.Tensor)
-        views = {"model.embed_tokens.weight": self.embedding_VE, "model.norm.weight": self.final_norm}
+        views = {"model.norm.weight": self.final_norm}
+        if self.features is None:
+            views["model.embed_tokens.weight"] = self.embedding_VE
+        else:
+            views |= {f"model.{name}": view for name, view in self.features.checkpoint_views().items()}
         if not self.spec.tie_word_embeddings:
             views |= self.lm_head.checkpoint_views()
         if self.layer_embeddings is not None:

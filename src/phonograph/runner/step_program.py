@@ -42,10 +42,14 @@ class StepOutputs(NamedTuple):
 
 
 class Passes(Protocol):
-    """Passes of a draft model behind the sampling of a step."""
+    """Passes of a draft model behind the sampling of a step.
+
+    needs_all_rows: the last layer must compute all rows, whose states a draft head reads
+    """
 
     model: Transformer
     layers: Sequence[AttentionLayer]
+    needs_all_rows: bool
 
     def build(self, commons: Sequence[CommonMetadata], key: GraphKey | None) -> None:
         """Build the attention metadata of the passes; see `StepProgram.build`."""
@@ -119,6 +123,7 @@ class StepProgram:
         # Its last entry is the number of tokens, after the padded requests too.
         num_rows = inputs.query_start_loc[num_reqs : num_reqs + 1]
         num_kept = max(num_logits, inputs.seq_lens.shape[0])
+        all_hidden = all_hidden or (self.passes is not None and self.passes.needs_all_rows)
         if model.kernels.leaves_rows_out(num_tokens, num_kept) and not every_row and not all_hidden:
             # Padding rows have arbitrary contents.
             rows = inputs.logits_rows[:num_kept]

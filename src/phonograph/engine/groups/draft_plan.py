@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
+
+from safetensors import safe_open
 
 from phonograph.attention.attention_spec import AttentionSpec
 from phonograph.attention.selection import Selection
@@ -13,10 +16,12 @@ from phonograph.core.limits import Limits
 from phonograph.engine.groups.kv_groups import KVGroups, make_kv_groups
 from phonograph.engine.groups.select_backends import select_backends
 from phonograph.errors import ConfigError, counted
-from phonograph.files.model_files import model_path
+from phonograph.files.model_files import is_gguf, model_path, read_json
 from phonograph.kernels.triton.gemm.product_plan import GemmDevice
+from phonograph.models.eagle import EagleHead, is_eagle, read_eagle
 from phonograph.models.layers.workspace import Workspace
-from phonograph.models.spec import ModelSpec, read_model_spec
+from phonograph.models.spec import DTYPE_BYTES, ModelSpec, read_model_spec
+from phonograph.models.weights.loading import weight_files
 
 _TAKES_DRAFTS = "triton or flash_attn"
 
@@ -31,6 +36,8 @@ class DraftPlan:
         attention: attention of its layers.
         selection: backend of it.
         page_bytes: bytes of its layers in a block.
+        taps: hidden states of the target that a draft head reads, the stream that enters each layer; empty for a model
+            of its own.
     """
 
     model: ModelSpec
@@ -38,14 +45,21 @@ class DraftPlan:
     attention: AttentionSpec
     selection: Selection
     page_bytes: int
+    taps: tuple[int, ...] = ()
 
     @property
     def weight_bytes(self) -> int:
         return self.model.weight_bytes(self.dtype)
 
     def workspace_bytes(self, limits: Limits, device: DeviceSpec) -> int:
-        """Return the bytes of the intermediates of its passes."""
-        return Workspace.nbytes(
+        """Return the bytes of the intermediates of its passes, and of the states that a draft head reads."""
+        features = self.model.features
+        states = 0
+        if features is not None:
+            # Beside the states, the rows of `TritonFeatures`, and logits by the target's vocabulary.
+            width = features.join.num_inputs + 4 * self.model.hidden_size
+            states = limits.max_num_batched_tokens * width + limits.max_num_seqs * features.vocab_size
+        return states * DTYPE_BYTES[self.dtype] + Workspace.nbytes(
             self.model,
             limits.max_num_batched_tokens,
             limits.max_num_seqs,
@@ -60,25 +74,29 @@ class DraftPlan:
         return f"draft model {self.model.architecture}: {parts}, {self.page_bytes / 1024:.1f} KiB of each block"
 
 
-def read_draft_spec(config: EngineConfig, target: ModelSpec) -> ModelSpec:
-    """Return the spec of the draft model.
+def read_draft_spec(config: EngineConfig, target: ModelSpec) -> EagleHead:
+    """Return the draft model, or the draft head with the states that it reads.
 
     Args:
         config: has a draft model.
         target: the model that verifies.
 
     Raises:
-        ConfigError: it has another vocabulary.
-        ModelError: as `read_model_spec`.
+        ConfigError: it has another vocabulary, or is not what the method says.
+        ModelError: as `read_model_spec` and `read_eagle`.
     """
     speculation = config.speculation
     assert speculation is not None and speculation.model is not None
+    is_dummy = config.load_format == "dummy"
     folder = model_path(
-        speculation.model,
-        revision=speculation.revision,
-        config_only=config.load_format == "dummy",
-        download_dir=config.download_dir,
+        speculation.model, revision=speculation.revision, config_only=is_dummy, download_dir=config.download_dir
     )
+    is_head = not is_gguf(folder) and is_eagle(read_json(folder / "config.json"))
+    if is_head != (speculation.method == "eagle3"):
+        method = "eagle3" if is_head else "draft_model"
+        raise ConfigError("speculative_config.method", speculation.method, f"does not fit the model; {method} works")
+    if is_head:
+        return read_eagle(folder, target, owns_embedding=not is_dummy and _has_embedding(folder))
     spec = read_model_spec(folder, trust_remote_code=config.trust_remote_code)
     if spec.vocab_size != target.vocab_size:
         raise ConfigError(
@@ -87,18 +105,27 @@ def read_draft_spec(config: EngineConfig, target: ModelSpec) -> ModelSpec:
             f"has a vocabulary of {spec.vocab_size} tokens and the model {target.vocab_size}; a draft model with the "
             "tokenizer of the model works",
         )
-    return spec
+    return EagleHead(model=spec, taps=(), notes=())
+
+
+def _has_embedding(folder: Path) -> bool:
+    """Return True if the files of a draft head have an embedding."""
+    for file in weight_files(folder):
+        with safe_open(file, framework="pt") as tensors:
+            if any(name.removeprefix("model.").startswith("embed_tokens.") for name in tensors.keys()):  # noqa: SIM118
+                return True
+    return False
 
 
 def plan_draft(
-    config: EngineConfig, model: ModelSpec, dtype: str, attention: list[AttentionSpec], kv: KVGroups,
+    config: EngineConfig, draft: EagleHead, dtype: str, attention: list[AttentionSpec], kv: KVGroups,
     limits: Limits, device: DeviceSpec,
 ) -> DraftPlan:  # fmt: skip
     """Decide how a draft model runs beside a target.
 
     Args:
         config: has the draft model.
-        model: spec of the draft model.
+        draft: the draft model.
         dtype: type of its weights.
         attention: attention of each of its layers, with the target's block size.
         kv: KV groups of the target.
@@ -110,12 +137,14 @@ def plan_draft(
             the engine is to sleep.
         BackendError: no backend serves its attention.
     """
-    speculation = config.speculation
+    speculation, model = config.speculation, draft.model
     assert speculation is not None
 
     def refused(problem: str) -> ConfigError:
         return ConfigError("speculative_config.model", speculation.model, problem)
 
+    if draft.taps and device.kind == "cpu":
+        raise refused("draft heads run on a GPU only, yet; a draft model or method ngram works on a CPU")
     if config.enable_sleep_mode:
         raise refused("cannot sleep yet; leave enable_sleep_mode out, or take method ngram")
     group, *others = kv.groups
@@ -136,7 +165,8 @@ def plan_draft(
     _, selected, _ = select_backends(config.model_copy(update={"block_size": size}), own, device)
     (selection,) = selected.values()
     return DraftPlan(
-        model=model, dtype=dtype, attention=own.specs[0], selection=selection, page_bytes=own.page_bytes
+        model=model, dtype=dtype, attention=own.specs[0], selection=selection, page_bytes=own.page_bytes,
+        taps=draft.taps,
     )  # fmt: skip
 
 

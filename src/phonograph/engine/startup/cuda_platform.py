@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 
 import torch
 
@@ -88,7 +89,13 @@ class CudaPlatform:
         device = parts.kv_caches[0].device  # with its index
         spec, batch_invariant = model.spec, plan.attention.batch_invariant
         with torch.inference_mode():
-            workspace = _bind(plan, model, limits.max_num_logits, device)
+            taps = () if plan.draft is None else plan.draft.taps
+            states = torch.empty(
+                (limits.max_num_batched_tokens, len(taps) * spec.hidden_size), dtype=model.dtype, device=device
+            )
+            parts_of_states = states.chunk(max(len(taps), 1), 1)
+            kept = {layer - 1: part for layer, part in zip(taps, parts_of_states, strict=False)}
+            workspace = _bind(plan, model, limits.max_num_logits, device, kept)
             inputs = CudaInputs(
                 max_num_seqs=limits.max_num_seqs,
                 max_num_tokens=limits.max_num_batched_tokens,
@@ -98,10 +105,14 @@ class CudaPlatform:
                 device=device,
                 draft_tokens=limits.draft_tokens,
                 max_num_logits=limits.max_num_logits,
-                keeps_tokens=plan.config.speculation is not None and plan.draft is None,
+                keeps_tokens=plan.config.speculation is not None and (plan.draft is None or bool(taps)),
             )
             static = workspace.tensors()
             if parts.draft is not None:
+                features = parts.draft.model.features
+                if features is not None and not features.spec.owns_embedding:
+                    assert isinstance(model.embedding_VE, torch.Tensor)
+                    features.embedding_VE = model.embedding_VE
                 static += _bind(plan, parts.draft.model, limits.max_num_seqs, device).tensors()
         runtime = self._make_runtime(device, static)
         budget = make_draft_budget(plan)
@@ -126,13 +137,19 @@ class CudaPlatform:
                 inputs=inputs,
                 sample=device_sampler.sample,
                 batch_invariant=batch_invariant,
-                passes=None if parts.draft is None else _draft_passes(plan, parts.draft, inputs, runtime),
+                passes=None if parts.draft is None else _draft_passes(plan, parts.draft, inputs, runtime, states),
             ),
             sampling=CudaSampling(sampler, inputs, masked, ring, drafts),
         )
 
 
-def _bind(plan: EnginePlan, model: Transformer, max_num_logits: int, device: torch.device) -> Workspace:
+def _bind(
+    plan: EnginePlan,
+    model: Transformer,
+    max_num_logits: int,
+    device: torch.device,
+    taps: Mapping[int, torch.Tensor] = MappingProxyType({}),
+) -> Workspace:
     """Bind a model to kernels with a workspace of their own, for steps of all sizes, and return the workspace."""
     limits, spec, gemm_device = plan.limits, model.spec, GemmDevice.of(plan.device)
     workspace = Workspace.make(
@@ -146,11 +163,14 @@ def _bind(plan: EnginePlan, model: Transformer, max_num_logits: int, device: tor
         factors=spec.factors,
         batch_invariant=plan.attention.batch_invariant,
     )
-    model.bind(kernels)
+    model.bind(kernels, taps)
     return workspace
 
 
-def _draft_passes(plan: EnginePlan, draft: DraftModelParts, inputs: CudaInputs, runtime: GraphRuntime) -> DraftPasses:
+def _draft_passes(
+    plan: EnginePlan, draft: DraftModelParts, inputs: CudaInputs, runtime: GraphRuntime, states: torch.Tensor
+) -> DraftPasses:
+    taps = () if plan.draft is None else plan.draft.taps
     return DraftPasses(
         model=draft.model,
         backend=draft.backend,
@@ -161,4 +181,6 @@ def _draft_passes(plan: EnginePlan, draft: DraftModelParts, inputs: CudaInputs, 
         block_size=plan.kv.block_sizes[0],
         max_num_tokens=plan.limits.max_num_batched_tokens,
         max_model_len=plan.limits.max_model_len,
+        states_TF=states if taps else None,
+        needs_all_rows=plan.model.num_layers in taps,
     )

@@ -19,6 +19,7 @@ from phonograph.models.layers.linear import Linear
 from phonograph.models.layers.part_weights import (
     AttentionWeights,
     ExpertsWeights,
+    FeatureWeights,
     FeedForwardWeights,
     LayerEmbeddingsWeights,
     LayerEmbeddingWeights,
@@ -118,6 +119,18 @@ class EmbeddingPart(Protocol):
     def __call__(self, input_ids_T: torch.Tensor) -> Stream: ...
 
 
+class FeaturePart(Protocol):
+    """The beginning of a draft head's stream; `then` as in `EmbeddingPart`."""
+
+    then: Any
+
+    def join(self, states_TF: torch.Tensor) -> torch.Tensor:
+        """Return features [T, E] of the target's hidden states, valid until the next call."""
+        ...
+
+    def __call__(self, input_ids_T: torch.Tensor, features_TE: torch.Tensor) -> Stream: ...
+
+
 class AttentionPart(Protocol):
     """Attention of a layer; `then` as in `EmbeddingPart`."""
 
@@ -172,6 +185,8 @@ class KernelSet(Protocol):
         ...
 
     def embedding(self, embedding_VE: Embedding) -> EmbeddingPart: ...
+
+    def features(self, weights: FeatureWeights) -> FeaturePart: ...
 
     def attention(self, weights: AttentionWeights) -> AttentionPart: ...
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from phonograph.errors import WeightError
 from phonograph.models.layer_spec import (
     SINKS,
+    FeatureInput,
     FeedForward,
     LayerAttention,
     LayerEmbedding,
@@ -303,3 +306,69 @@ def _experts(spec: LayerExperts, norm: _Norm, allocate: WeightAllocator) -> Expe
         expert_scale=by_expert(spec.expert_scale),
         sum_norm=norm(spec.sum_norm),
     )
+
+
+@dataclass(slots=True, kw_only=True)
+class FeatureWeights:
+    """Weights of a draft head's input; see `FeatureInput`.
+
+    Attributes:
+        join: makes features of the target's hidden states.
+        embedding_VE: table of the target, unless the head has its own; set before the head is bound.
+        target_ids: int64 [drafts], token of the target for each of the head; None if they are the same.
+    """
+
+    spec: FeatureInput
+    join: Linear
+    embedding_norm: torch.Tensor
+    feature_norm: torch.Tensor
+    embedding_VE: torch.Tensor
+    target_ids: torch.Tensor | None = None
+
+    @classmethod
+    def make(cls, spec: FeatureInput, hidden_size: int, allocate: WeightAllocator) -> FeatureWeights:
+        """Allocate them, without contents."""
+        return cls(
+            spec=spec,
+            join=allocate.linear(spec.join),
+            embedding_norm=allocate.norm(hidden_size),
+            feature_norm=allocate.norm(hidden_size),
+            embedding_VE=allocate.tensor(spec.vocab_size if spec.owns_embedding else 0, hidden_size),
+        )
+
+    def take_draft_ids(self, offsets: torch.Tensor, file: Path) -> None:
+        """Keep the tokens of the target for those of the head.
+
+        Args:
+            offsets: integers [drafts] that are added to the head's token ids.
+            file: for messages.
+
+        Raises:
+            WeightError: they are not a list of integers, or lead out of the target's vocabulary.
+        """
+        if offsets.ndim != 1 or offsets.is_floating_point():
+            raise WeightError(f"tensor d2t in {file} has shape {list(offsets.shape)}; expected a list of integers")
+        ids = torch.arange(len(offsets)) + offsets.long()
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.spec.vocab_size:
+            raise WeightError(f"tensor d2t in {file} leads out of the target's vocabulary of {self.spec.vocab_size}")
+        self.target_ids = ids.to(self.embedding_norm.device)
+
+    def check_draft_ids(self, num_drafts: int) -> None:
+        """Check that each token of the head has one of the target.
+
+        Raises:
+            WeightError: it has not.
+        """
+        found = self.spec.vocab_size if self.target_ids is None else len(self.target_ids)
+        if found != num_drafts:
+            kind = "is missing" if self.target_ids is None else f"has {found} entries"
+            raise WeightError(f"tensor d2t {kind}; the head has {num_drafts} tokens, the target {self.spec.vocab_size}")
+
+    def checkpoint_views(self) -> dict[str, torch.Tensor]:
+        """Return the destination of each tensor by its name behind `model.`."""
+        views = {
+            **self.join.checkpoint_views(),
+            f"layers.0.{self.spec.embedding_norm}.weight": self.embedding_norm,
+            f"layers.0.{self.spec.feature_norm}.weight": self.feature_norm,
+        }
+        return views | ({"embed_tokens.weight": self.embedding_VE} if self.spec.owns_embedding else {})

@@ -19,6 +19,7 @@ from phonograph.models.layers.linear import Linear
 from phonograph.models.layers.part_weights import (
     AttentionWeights,
     ExpertsWeights,
+    FeatureWeights,
     FeedForwardWeights,
     LayerEmbeddingsWeights,
     LayerEmbeddingWeights,
@@ -66,6 +67,9 @@ class TorchKernels:
 
     def embedding(self, embedding_VE: Embedding) -> TorchEmbedding:
         return TorchEmbedding(embedding_VE, self.factors.of_embedding(embedding_VE.dtype))
+
+    def features(self, weights: FeatureWeights) -> TorchFeatures:
+        return TorchFeatures(self, weights)
 
     def attention(self, weights: AttentionWeights) -> TorchAttention:
         return TorchAttention(self, weights)
@@ -127,6 +131,24 @@ class TorchEmbedding:
         return Stream(hidden_TE if self._factor == 1 else hidden_TE.mul_(self._factor))
 
 
+class TorchFeatures:
+    """Features of a target beside embeddings of tokens."""
+
+    def __init__(self, kernels: TorchKernels, weights: FeatureWeights) -> None:
+        self.then: object = None
+        self._kernels, self._weights = kernels, weights
+
+    def join(self, states_TF: torch.Tensor) -> torch.Tensor:
+        return self._weights.join.product(states_TF)
+
+    def __call__(self, input_ids_T: torch.Tensor, features_TE: torch.Tensor) -> Stream:
+        kernels, weights = self._kernels, self._weights
+        embedded_TE = functional.embedding(input_ids_T, weights.embedding_VE)
+        normed_TE = kernels.normed(features_TE, weights.feature_norm)
+        both_T2E = torch.cat([kernels.normed(embedded_TE, weights.embedding_norm), normed_TE], -1)
+        return Stream(normed_TE if weights.spec.normed_stream else features_TE.clone(), normed=both_T2E)
+
+
 class TorchAttention:
     """Attention of a layer."""
 
@@ -138,7 +160,9 @@ class TorchAttention:
     def __call__(self, stream: Stream, step: Step) -> Stream:
         kernels, weights, spec = self._kernels, self._weights, self._weights.spec
         num_query_heads = spec.num_query_heads
-        qkv_TF = weights.qkv.product(kernels.normed(stream.hidden_TE, weights.input_norm))
+        rows = stream.hidden_TE if stream.normed is None else stream.normed
+        stream.normed = None
+        qkv_TF = weights.qkv.product(kernels.normed(rows, weights.input_norm))
         qkv_TXD = qkv_TF.unflatten(-1, (-1, spec.head_size))
         num_key_heads = spec.num_key_heads
         qk_TXD = qkv_TXD[:, : num_query_heads + num_key_heads]

@@ -21,6 +21,7 @@ from phonograph.models.layers.linear import Linear
 from phonograph.models.layers.part_weights import (
     AttentionWeights,
     ExpertsWeights,
+    FeatureWeights,
     FeedForwardWeights,
     LayerEmbeddingsWeights,
     LayerEmbeddingWeights,
@@ -54,6 +55,37 @@ class TritonEmbedding:
         layers.embed_and_norm(input_ids_T, self._embedding_VE, norm_E, kernels.eps, hidden_TE, normed)
         stream.normed = hidden_TE if then.begin.norms_inside(len(hidden_TE)) else normed
         return stream
+
+
+class TritonFeatures:
+    """Features of a target beside embeddings of tokens. Its memory is beside the workspace."""
+
+    def __init__(self, kernels: StreamKernels, weights: FeatureWeights) -> None:
+        self.then: TritonAttention | None = None
+        self._kernels, self._weights = kernels, weights
+        self._join = kernels.bind(weights.join)
+        # [norm(embedding), norm(feature)] by rows, and one half of it at a time.
+        self._both_T2E = torch.empty_like(kernels.workspace.hidden_TE).repeat(1, 2)
+        self._half_TE = torch.empty_like(kernels.workspace.hidden_TE)
+        self._features_TE = torch.empty_like(kernels.workspace.hidden_TE)
+
+    def join(self, states_TF: torch.Tensor) -> torch.Tensor:
+        features_TE = self._features_TE[: len(states_TF)]
+        self._join.store(states_TF, features_TE)
+        return features_TE
+
+    def __call__(self, input_ids_T: torch.Tensor, features_TE: torch.Tensor) -> Stream:
+        kernels, weights, count = self._kernels, self._weights, len(input_ids_T)
+        hidden_TE, half_TE = kernels.workspace.hidden_TE[:count], self._half_TE[:count]
+        both_T2E, size = self._both_T2E[:count], hidden_TE.shape[1]
+        layers.embed_and_norm(
+            input_ids_T, weights.embedding_VE, weights.embedding_norm, kernels.eps, hidden_TE, half_TE
+        )
+        both_T2E[:, :size].copy_(half_TE)
+        layers.rms_norm(features_TE, weights.feature_norm, kernels.eps, half_TE)
+        both_T2E[:, size:].copy_(half_TE)
+        hidden_TE.copy_(half_TE if weights.spec.normed_stream else features_TE)
+        return Stream(hidden_TE, normed=both_T2E)
 
 
 class TritonAttention:
@@ -250,6 +282,9 @@ class TritonKernels(StreamKernels):
     def embedding(self, embedding_VE: Embedding) -> TritonEmbedding:
         assert isinstance(embedding_VE, torch.Tensor)
         return TritonEmbedding(self, embedding_VE)
+
+    def features(self, weights: FeatureWeights) -> TritonFeatures:
+        return TritonFeatures(self, weights)
 
     def attention(self, weights: AttentionWeights) -> TritonAttention:
         return TritonAttention(self, weights)

@@ -38,6 +38,8 @@ INDEX_FILE = "model.safetensors.index.json"
 DUMMY_STD = 0.02
 ONES = (".layer_scalar", ".per_expert_scale")
 """Endings of names of factors, which are 1 in random weights."""
+DRAFT_IDS = "d2t", "t2d"
+"""Tensors of a draft head that map its tokens to the target's, and say which of these it has."""
 OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack")
 
 
@@ -197,6 +199,11 @@ def _read(model: Transformer, files: dict[Path, list[str]], names: dict[str, str
         try:
             with safe_open(file, framework="pt", device="cpu") as tensors:
                 for own_name in cast("list[str]", tensors.keys()):
+                    if model.features is not None and own_name in DRAFT_IDS:
+                        # The second one says the same.
+                        if own_name == DRAFT_IDS[0]:
+                            model.features.take_draft_ids(tensors.get_tensor(own_name), file)
+                        continue
                     text_name = model.spec.tensor_name(own_name)
                     if text_name is None:
                         skipped.append(own_name)
@@ -233,6 +240,8 @@ def _read(model: Transformer, files: dict[Path, list[str]], names: dict[str, str
         except (SafetensorError, OSError) as error:
             raise WeightError(f"{file} is truncated or corrupt ({error}); download it again") from error
     model.kv_scales.check(model.spec)
+    if model.features is not None:
+        model.features.check_draft_ids(model.spec.vocab_size)
     expected = {name: list(shape) for name, shape in shapes.items()}
     expected |= {name: list(stored.shape) for name, stored in packed.items() if stored.required}
     missing = [name for name in expected if name not in written]

@@ -12,6 +12,7 @@ from phonograph.attention.backend import AnyBackend, AttentionLayer
 from phonograph.attention.metadata import CommonMetadata
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.graphs.runtime import GraphRuntime
+from phonograph.kernels.triton.elementwise.layers import gather_rows
 from phonograph.kernels.triton.sampling.sample import make_sample_scratch, sample
 from phonograph.kernels.triton.step.draft_rows import DraftRows, first_pass, next_pass
 from phonograph.models.transformer import Transformer
@@ -35,6 +36,8 @@ class DraftPasses:
         block_size: tokens of a block of the target's only KV group.
         max_num_tokens: rows of the largest first pass.
         max_model_len: tokens of the longest sequence.
+        states_TF: hidden states of the target in the step, for a draft head; None for a model of its own.
+        needs_all_rows: the states are those behind the target's last layer too.
     """
 
     def __init__(
@@ -49,20 +52,29 @@ class DraftPasses:
         block_size: int,
         max_num_tokens: int,
         max_model_len: int,
+        states_TF: torch.Tensor | None = None,
+        needs_all_rows: bool = False,
     ) -> None:
+        self._states_TF, self.needs_all_rows = states_TF, needs_all_rows
         self.model, self.layers = model, layers
         self._inputs = inputs
         self._block_size, self._max_model_len = block_size, max_model_len
         max_num_seqs, self._most_drafts = inputs.state.drafts.shape
         device = inputs.state.drafts.device
         self._rows = DraftRows.make(max_num_seqs=max_num_seqs, max_num_tokens=max_num_tokens, device=device)
-        self._scratch = make_sample_scratch(max_num_seqs, model.spec.vocab_size, device)
+        self._scratch = make_sample_scratch(max_num_seqs, model.spec.num_embeddings, device)
         # Sampling writes the state of a slot, which `accept` has written already.
         self._ignored = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
         self._attentions = [
             StepAttention([backend], layers, kv_caches, [self._rows.slot_mapping], runtime) for _ in range(2)
         ]
         self._builders = [backend.make_builder() for _ in self._attentions]
+        self._features_RE = torch.empty(max_num_seqs, model.spec.hidden_size, dtype=model.dtype, device=device)
+        # Logits of a head that has fewer tokens, at those of the target; others are never drawn.
+        self._target_ids = None if model.features is None else model.features.target_ids
+        if self._target_ids is not None:
+            shape = max_num_seqs, model.spec.num_embeddings
+            self._logits_RV = torch.full(shape, float("-inf"), dtype=model.dtype, device=device)
 
     def build(self, commons: Sequence[CommonMetadata], key: GraphKey | None) -> None:
         """Build the attention metadata of the passes behind a step.
@@ -122,15 +134,28 @@ class DraftPasses:
             input_ids_T=inputs.input_ids,
             seq_lens_R=inputs.seq_lens,
             block_table_RN=block_table,
+            history_RM=None if self._states_TF is None else inputs.history,
         )
+        features = None
+        if self._states_TF is not None:
+            assert self.model.feature_part is not None
+            features = self.model.feature_part.join(self._states_TF[:num_tokens])
         for index in range(self._most_drafts):
             first = index == 0
             count, attention = (num_tokens, self._attentions[0]) if first else (num_reqs, self._attentions[1])
             attention.pieces = pieces
             attention.schedule()
-            hidden = self.model.forward(rows.input_ids[:count], rows.positions[:count], attention)
-            logits = self.model.logits(hidden, rows.last_rows[:num_reqs] if first else None)
-            self._sample(logits, num_reqs)
+            ids, positions = rows.input_ids[:count], rows.positions[:count]
+            hidden = self.model.forward(ids, positions, attention, features_TE=features)
+            last_rows = rows.last_rows[:num_reqs] if first else None
+            self._sample(self.model.logits(hidden, last_rows), num_reqs)
+            if features is not None:
+                # What the head says is the feature of its next entry.
+                features = self._features_RE[:num_reqs]
+                if last_rows is None:
+                    features.copy_(hidden)
+                else:
+                    gather_rows(hidden, last_rows, features)
             next_pass(
                 inputs.state,
                 rows,
@@ -138,10 +163,15 @@ class DraftPasses:
                 block_size=self._block_size,
                 num_reqs_padded=num_reqs,
                 block_table_RN=block_table,
+                shifts=self._states_TF is not None,
             )
 
     def _sample(self, logits_RV: torch.Tensor, num_reqs: int) -> None:
         rows = self._rows
+        if self._target_ids is not None:
+            whole_RV = self._logits_RV[:num_reqs]
+            whole_RV.index_copy_(1, self._target_ids, logits_RV)
+            logits_RV = whole_RV
         sample(
             logits_RV,
             rows.sample_slots[:num_reqs],

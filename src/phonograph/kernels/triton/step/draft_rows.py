@@ -10,6 +10,9 @@ first draft. Each further pass has one row a sequence, the draft of the pass bef
     tokens of a sequence   0 1 2 ... c | c+1 ... L-1 | L         c computed before the step, L the last token
     rows, not ahead        c ... c+q-1                           reach L if fewer than q tokens were accepted
     rows, ahead            c+1 ... c+q                           always reach L
+
+A draft head (EAGLE) has an entry for each computed token, of the token's features and of the token that follows. So its
+rows are those of the step, and each reaches the last token: `shifts` is True.
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -98,6 +101,7 @@ def first_pass(
     input_ids_T: torch.Tensor,
     seq_lens_R: torch.Tensor,
     block_table_RN: torch.Tensor,
+    history_RM: torch.Tensor | None = None,
 ) -> None:
     """Write the rows of the first pass.
 
@@ -113,6 +117,7 @@ def first_pass(
         input_ids_T: int32, tokens of the step
         seq_lens_R: int32, tokens of each sequence with all rows of the step
         block_table_RN: int32, blocks of the sequences of the step
+        history_RM: int32, tokens of each slot, for a draft head; None for a draft model
     """
     constants, block = layout.constants, 256 if num_tokens_padded <= 1024 else 1024
     names = "SLOTS", "QUERY_STARTS", "START_AT"
@@ -127,6 +132,8 @@ def first_pass(
         seq_lens_R,
         block_table_RN,
         block_table_RN.stride(0),
+        history_RM,
+        0 if history_RM is None else history_RM.stride(0),
         num_reqs_padded,
         num_tokens_padded,
         BLOCK_SIZE=block_size,
@@ -145,6 +152,7 @@ def next_pass(
     block_size: int,
     num_reqs_padded: int,
     block_table_RN: torch.Tensor,
+    shifts: bool = False,
 ) -> None:
     """Keep the draft that the last pass sampled, and write the row of the next pass.
 
@@ -155,6 +163,7 @@ def next_pass(
         block_size: tokens of a block
         num_reqs_padded: requests of the graph
         block_table_RN: int32, blocks of the sequences of the step
+        shifts: the rows are of a draft head, whose entry is that of the token before
     """
     _next_row_kernel[(num_reqs_padded,)](
         state.num_computed,
@@ -166,6 +175,7 @@ def next_pass(
         index,
         MOST_DRAFTS=state.drafts.shape[1],
         BLOCK_SIZE=block_size,
+        SHIFT=int(shifts),
         **pdl_options(),
         num_warps=1,
     )
@@ -203,6 +213,8 @@ def _first_rows_kernel(
     step_lens_ptr,
     block_table_ptr,
     block_table_stride,
+    history_ptr,
+    history_stride,
     num_reqs_padded,
     num_tokens_padded,
     BLOCK_SIZE: tl.constexpr,
@@ -235,15 +247,24 @@ def _first_rows_kernel(
         computed = tl.where(sampled, tl.load(num_computed_ptr + slot), step_len)
         own_token = tl.load(last_token_ptr + slot)
         starts = tl.load(staging + START_AT + row) >= 0
-        ahead = tl.where(starts, 0, tl.load(ahead_ptr + slot))
+        shift: tl.constexpr = 0 if history_ptr is None else 1
+        ahead = 0 if shift else tl.where(starts, 0, tl.load(ahead_ptr + slot))
         parameters = parameters_ptr + slot * _START_WORDS
         last_position = tl.maximum(tl.load(parameters + 7) - 1, 0)
 
         place = query_start + lane
         position = context + ahead + lane
         is_row = lane < query_len
-        step_token = tl.load(input_ids_ptr + place + ahead, mask=is_row & (lane + ahead < query_len), other=0)
-        token = tl.where(position == computed, tl.where(sampled, own_token, 0), step_token)
+        forward = ahead + shift
+        step_token = tl.load(input_ids_ptr + place + forward, mask=is_row & (lane + forward < query_len), other=0)
+        if shift:
+            # Of a prompt that goes on, the token behind the chunk.
+            own_token = tl.where(
+                sampled, own_token, tl.load(history_ptr + slot.to(tl.int64) * history_stride + computed)
+            )
+        else:
+            own_token = tl.where(sampled, own_token, 0)
+        token = tl.where(position + shift == computed, own_token, step_token)
         column = tl.where(position < last_position, position // BLOCK_SIZE, 0)
         block = tl.load(block_table_ptr + row.to(tl.int64) * block_table_stride + column, mask=is_row, other=0)
         cache_slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
@@ -251,12 +272,13 @@ def _first_rows_kernel(
         tl.store(positions_ptr + place, tl.minimum(position, last_position).to(tl.int64), mask=is_row)
         tl.store(slot_mapping_ptr + place, tl.where(position < last_position, cache_slot, -1), mask=is_row)
         if chunk == 0:
-            reaches = sampled & (context + ahead + query_len > computed)
+            reaches = sampled & (context + ahead + query_len + shift > computed)
             # No program of the row reads another value: rows of several programs are of a prefill, which is not ahead.
             tl.store(ahead_ptr + slot, reaches.to(tl.int32))
             tl.store(seq_lens_ptr + row, context + ahead + query_len)
             tl.store(query_start_loc_ptr + row, row)
-            tl.store(last_rows_ptr + row, tl.where(reaches, query_start + computed - context - ahead, 0).to(tl.int64))
+            last_row = query_start + computed - shift - context - ahead
+            tl.store(last_rows_ptr + row, tl.where(reaches, last_row, 0).to(tl.int64))
             tl.store(sample_slots_ptr + row, tl.where(reaches, slot, -1))
             tl.store(temperature_ptr + row, tl.load((parameters + 0).to(tl.pointer_type(tl.float32))))
             tl.store(top_k_ptr + row, tl.load(parameters + 1))
@@ -301,6 +323,7 @@ def _next_row_kernel(
     index,
     MOST_DRAFTS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    SHIFT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     pdl_begin(PDL)
@@ -308,7 +331,7 @@ def _next_row_kernel(
     slot = tl.load(sample_slots_ptr + row)
     if slot >= 0:
         token = tl.load(tokens_ptr + row)
-        length = tl.load(num_computed_ptr + slot) + 1
+        length = tl.load(num_computed_ptr + slot) + 1 - SHIFT
         parameters = parameters_ptr + slot * _START_WORDS
         last_position = tl.maximum(tl.load(parameters + 7) - 1, 0)
         position = length + index
@@ -320,7 +343,7 @@ def _next_row_kernel(
         tl.store(positions_ptr + row, tl.minimum(position, last_position).to(tl.int64))
         tl.store(slot_mapping_ptr + row, tl.where(position < last_position, cache_slot, -1))
         tl.store(seq_lens_ptr + row, tl.minimum(position, last_position) + 1)
-        tl.store(draw_keys_ptr + row, _draw_key(parameters, position + 1))
+        tl.store(draw_keys_ptr + row, _draw_key(parameters, position + 1 + SHIFT))
     else:
         is_padding = tl.load(query_start_loc_ptr + row) == tl.load(query_start_loc_ptr + row + 1)
         tl.store(ids_ptr + row, 0)

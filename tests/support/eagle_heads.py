@@ -1,0 +1,97 @@
+"""EAGLE-3 heads of random weights, and a plain implementation of their forward pass."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+TARGET = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 96,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 8, "vocab_size": 300, "head_dim": 16,
+    "max_position_embeddings": 512, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+HEAD = {
+    **TARGET, "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "num_key_value_heads": 4,
+    "draft_vocab_size": 120,
+}  # fmt: skip
+DRAFTS = 120
+
+
+def head_tensors(config: dict[str, Any], layer: str, *, owns_embedding: bool, states: int) -> dict[str, torch.Tensor]:
+    """Random weights under the names of the authors' files."""
+    size, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_key_value_heads"]
+    drafts = config.get("draft_vocab_size", config["vocab_size"])
+    shapes = {
+        "fc.weight": (size, states * config["hidden_size"]),
+        f"{layer}.self_attn.q_proj.weight": (size, 2 * size),
+        f"{layer}.self_attn.k_proj.weight": (heads * 16, 2 * size),
+        f"{layer}.self_attn.v_proj.weight": (heads * 16, 2 * size),
+        f"{layer}.self_attn.o_proj.weight": (size, size),
+        f"{layer}.mlp.gate_proj.weight": (inner, size),
+        f"{layer}.mlp.up_proj.weight": (inner, size),
+        f"{layer}.mlp.down_proj.weight": (size, inner),
+        "lm_head.weight": (drafts, size),
+    }
+    if owns_embedding:
+        shapes["embed_tokens.weight"] = (config["vocab_size"], size)
+    if config.get("fc_bias"):
+        shapes["fc.bias"] = (size,)
+    tensors = {name: torch.randn(shape) * 0.1 for name, shape in shapes.items()}
+    norms = (f"{layer}.{name}" for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"))
+    tensors |= {f"{name}.weight": 1 + 0.1 * torch.randn(size) for name in (*norms, "norm")}
+    if drafts < config["vocab_size"]:
+        chosen = torch.randperm(config["vocab_size"])[:drafts].sort().values
+        tensors["d2t"] = chosen - torch.arange(drafts)
+        tensors["t2d"] = torch.isin(torch.arange(config["vocab_size"]), chosen)
+    return tensors
+
+
+def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * weight
+
+
+def rotated(x_HTD: torch.Tensor) -> torch.Tensor:
+    length, size = x_HTD.shape[1:]
+    angles = torch.arange(length)[:, None] * 10000.0 ** (-torch.arange(0, size, 2) / size)
+    cos, sin = torch.cat([angles.cos()] * 2, -1), torch.cat([angles.sin()] * 2, -1)
+    first, second = x_HTD.chunk(2, -1)
+    return x_HTD * cos + torch.cat([-second, first], -1) * sin
+
+
+def reference(
+    tensors: dict[str, torch.Tensor],
+    layer: str,
+    config: dict[str, Any],
+    states: torch.Tensor,
+    embedded: torch.Tensor,
+    own: Sequence[torch.Tensor] = (),
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the stream behind the layer, which is the next feature, and the logits, of one whole sequence.
+
+    `own` are the features of the last entries, which follow those of `states`.
+    """
+    feature = functional.linear(states, tensors["fc.weight"], tensors.get("fc.bias"))
+    feature = torch.cat([feature, *(one[None] for one in own)])
+    normed = norm(feature, tensors[f"{layer}.hidden_norm.weight"])
+    both = torch.cat([norm(embedded, tensors[f"{layer}.input_layernorm.weight"]), normed], -1)
+    stream = normed if config.get("norm_before_residual") else feature
+    attention = f"{layer}.self_attn"
+    q, k, v = (
+        functional.linear(both, tensors[f"{layer}.self_attn.{name}_proj.weight"])
+        .unflatten(-1, (-1, 16))
+        .transpose(0, 1)
+        for name in "qkv"
+    )
+    attended = functional.scaled_dot_product_attention(
+        rotated(q), rotated(k).repeat_interleave(len(q) // len(k), 0), v.repeat_interleave(len(q) // len(v), 0),
+        is_causal=True, scale=1 / math.sqrt(16),
+    )  # fmt: skip
+    stream = stream + functional.linear(attended.transpose(0, 1).flatten(1), tensors[f"{attention}.o_proj.weight"])
+    rows = norm(stream, tensors[f"{layer}.post_attention_layernorm.weight"])
+    gates, ups = (functional.linear(rows, tensors[f"{layer}.mlp.{name}_proj.weight"]) for name in ("gate", "up"))
+    stream = stream + functional.linear(functional.silu(gates) * ups, tensors[f"{layer}.mlp.down_proj.weight"])
+    return stream, functional.linear(norm(stream, tensors["norm.weight"]), tensors["lm_head.weight"])
