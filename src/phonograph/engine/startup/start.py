@@ -14,8 +14,8 @@ from phonograph.files.model_files import model_path
 from phonograph.graphs.modes import GraphMode
 from phonograph.graphs.verification import VerifyReport, verify
 from phonograph.models.spec import read_configured_model
-from phonograph.models.tied_embeddings import match_tied_embeddings
 from phonograph.models.weights.loading import weight_files
+from phonograph.models.weights.tied_embeddings import match_tied_embeddings
 
 
 def start_engine(config: EngineConfig, progress: StartProgress = no_progress) -> Engine:
