@@ -125,7 +125,12 @@ def launch_others() -> None:
     draft_rows.first_pass(
         *step, rows, num_tokens_padded=64, tokens_L=ints(32), input_ids_T=ints(64), seq_lens_R=ints(8), **of_passes
     )
-    draft_rows.next_pass(state, rows, index=1, **of_passes)
+    draft_rows.first_pass(
+        *step, rows, num_tokens_padded=64, tokens_L=ints(32), input_ids_T=ints(64), seq_lens_R=ints(8),
+        history_RM=ints(8, 100), **of_passes,
+    )  # fmt: skip
+    for shifts in (False, True):
+        draft_rows.next_pass(state, rows, index=1, shifts=shifts, **of_passes)
     behind = {"num_reqs_padded": 8, "tokens_L": ints(32), "history_RM": ints(8, 100)}
     for shares in (None, torch.zeros(3)):
         accept_drafts.accept(*step, input_ids_T=ints(64), counts_R=ints(8), synthetic_K=shares, **behind)

@@ -155,7 +155,8 @@ def run_all(device: torch.device) -> None:
     for sizes in ((4,), (4, 8, 2)):
         test_prepare.test_steps_of_mixed_batches(device, sizes)
     test_prepare.test_appends_ahead(device)
-    draft_rows.test_rows_of_all_passes(device, 40)
+    for shifts in (False, True):
+        draft_rows.test_rows_of_all_passes(device, 40, shifts)
     drafts.test_runs_and_state_are_those_of_the_host(device, 3)
     drafts.test_lookups_are_those_of_the_host(device, 1, 4, 2)
     test_split_batch.test_cut(5, 1)

@@ -27,8 +27,8 @@ class Sequence:
 
 
 class Device:
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, *, shifts: bool) -> None:
+        self.device, self.shifts = device, shifts
         self.layout = StepLayout(SLOTS, TOKENS, max_appends=8, max_num_logits=SLOTS * (1 + K))
         self.state = SlotState.make(num_groups=1, max_num_seqs=SLOTS, max_blocks=1, device=device, most_drafts=K)
         self.rows = DraftRows.make(max_num_seqs=SLOTS, max_num_tokens=TOKENS, device=device)
@@ -54,6 +54,7 @@ class Device:
         views.start_at[: len(batch)] = [0 if one.computed == 0 else -1 for _, one, *_ in batch]
         state, input_ids = self.state, rng.integers(0, 1000, TOKENS)
         tokens, seq_lens = np.full(SLOTS * (1 + K), 5), np.zeros(SLOTS)
+        history, self.reaching = np.full((SLOTS, LONGEST + 1), POISON), dict[int, bool]()
         expected: list[dict[str, np.ndarray]] = []
         for row, (slot, one, query_len, given) in enumerate(batch):
             start = starts[row]
@@ -78,16 +79,22 @@ class Device:
                 state.num_computed[slot] = one.computed
                 state.last_token[slot] = int(one.tokens[one.computed])
             known = one.computed + (given is not None)
+            if self.shifts:
+                # A head has an entry for each computed token, of the token behind it.
+                one.held = int(seq_lens[row]) - query_len
+                known = one.computed
             position = one.held + np.arange(query_len)
             block = self.table[row].numpy()[np.minimum(position // SIZE, self.table.shape[1] - 1)]
             expected.append(
                 {
-                    "ids": np.where(position < known, one.tokens[position], -1),
+                    "ids": np.where(position < known, one.tokens[position + self.shifts], -1),
                     "positions": np.minimum(position, one.longest - 1),
                     "slots": np.where(position < one.longest - 1, block * SIZE + position % SIZE, -1),
                 }
             )
             one.held = min(one.held + query_len, known)
+            self.reaching[slot] = given is not None if self.shifts else one.held > one.computed
+            history[slot, : LONGEST + 1] = np.resize(one.tokens, LONGEST + 1)
         padded, num_tokens = min(SLOTS, len(batch) + 1), sum(lens)
         first_pass(
             torch.from_numpy(words).to(self.device), self.layout, state, self.rows, block_size=SIZE,
@@ -95,6 +102,7 @@ class Device:
             tokens_L=torch.from_numpy(tokens).int().to(self.device),
             input_ids_T=torch.from_numpy(input_ids).int().to(self.device),
             seq_lens_R=torch.from_numpy(seq_lens).int().to(self.device), block_table_RN=self.table.to(self.device),
+            history_RM=torch.from_numpy(history).int().to(self.device) if self.shifts else None,
         )  # fmt: skip
         found = DraftRows(*(tensor.cpu() for tensor in self.rows))
         for row, (slot, one, _, _) in enumerate(batch):
@@ -103,8 +111,9 @@ class Device:
             assert (found.input_ids[span].numpy()[valid] == wanted["ids"][valid]).all()
             assert (found.positions[span].numpy() == wanted["positions"]).all()
             assert (found.slot_mapping[span].numpy() == wanted["slots"]).all()
-            reaches = one.held == one.computed + 1
-            assert found.sample_slots[row] == (slot if reaches else -1) and found.ahead[slot] == reaches
+            reaches = self.reaching[slot]
+            assert found.sample_slots[row] == (slot if reaches else -1)
+            assert self.shifts or found.ahead[slot] == reaches
             if reaches:
                 last = starts[row] + int(np.flatnonzero(valid)[-1])
                 assert found.last_rows[row] == last and found.input_ids[last] == one.tokens[one.computed]
@@ -129,30 +138,31 @@ class Device:
         self.rows.tokens.copy_(tokens)
         before = self.state.drafts.cpu().clone()
         next_pass(
-            self.state, self.rows, index=index, block_size=SIZE, num_reqs_padded=padded,
+            self.state, self.rows, index=index, block_size=SIZE, num_reqs_padded=padded, shifts=self.shifts,
             block_table_RN=self.table.to(self.device),
         )  # fmt: skip
         found, drafts = DraftRows(*(tensor.cpu() for tensor in self.rows)), self.state.drafts.cpu()
         for row, (slot, one, _, _) in enumerate(batch):
-            if one.held <= one.computed:
+            if not self.reaching[slot]:
                 assert torch.equal(drafts[slot], before[slot])
                 assert found.slot_mapping[row] == -1 and found.seq_lens[row] == 1
                 continue
             assert drafts[slot, index] == tokens[row] and found.input_ids[row] == max(int(tokens[row]), 0)
-            position = one.computed + 1 + index
+            position = one.computed + 1 + index - self.shifts
             behind = position >= one.longest - 1
             assert found.positions[row] == min(position, one.longest - 1)
             assert found.seq_lens[row] == min(position, one.longest - 1) + 1
             place = int(self.table[row, position // SIZE]) * SIZE + position % SIZE
             assert found.slot_mapping[row] == (-1 if behind else place)
-            self.check_draw(found, row, one, position + 1)
+            self.check_draw(found, row, one, one.computed + 2 + index)
         assert (found.seq_lens[len(batch) : padded] == 0).all()
 
 
+@pytest.mark.parametrize("shifts", [False, True])
 @pytest.mark.parametrize("longest", [40, LONGEST])
-def test_rows_of_all_passes(device: torch.device, longest: int) -> None:
+def test_rows_of_all_passes(device: torch.device, longest: int, shifts: bool) -> None:
     """Prompts come in chunks; decodes have any number of tokens, and some are sampled elsewhere."""
-    rng, made = np.random.default_rng(longest), Device(device)
+    rng, made = np.random.default_rng(longest), Device(device, shifts=shifts)
     sequences: dict[int, Sequence] = {}
     reached = 0
     for _ in range(60):
@@ -176,5 +186,5 @@ def test_rows_of_all_passes(device: torch.device, longest: int) -> None:
             prefills.pop()
         if decodes or prefills:
             made.step(rng, [*decodes, *prefills], len(decodes))
-            reached += sum(one.held > one.computed for _, one, _, _ in decodes)
+            reached += sum(made.reaching[slot] for slot, *_ in decodes)
     assert reached > 10

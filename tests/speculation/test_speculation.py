@@ -198,9 +198,13 @@ def test_a_right_draft_saves_steps(plain: LLM, drafting: LLM, monkeypatch: pytes
         ({"num_speculative_tokens": 0}, "num_speculative_tokens='?0'?.*must be a whole number from 1 to 15"),
         ({"num_speculative_tokens": 16}, "must be a whole number from 1 to 15"),
         ({"num_speculative_tokens": True}, "must be a whole number from 1 to 15"),
-        ({"num_speculative_tokens": 2, "method": "eagle3"}, "method=.*eagle3.*is not supported yet; ngram or"),
+        ({"num_speculative_tokens": 2, "method": "mtp"}, "method=.*mtp.*is not supported yet; ngram or draft_model or"),
+        ({"num_speculative_tokens": 2, "method": "eagle3"}, "model=None: must be the folder or"),
         ({"num_speculative_tokens": 2, "heads": "x"}, "speculative_config.heads=.*is not known; the keys are method"),
-        ({"num_speculative_tokens": 2, "model": "x", "method": "ngram"}, "model=.*x.*belongs to method draft_model"),
+        (
+            {"num_speculative_tokens": 2, "model": "x", "method": "ngram"},
+            "model=.*x.*belongs to methods draft_model",
+        ),
         (
             {"num_speculative_tokens": 2, "method": "draft_model"},
             "model=None: must be the folder or name",

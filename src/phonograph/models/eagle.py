@@ -16,7 +16,7 @@ from phonograph.errors import UnsupportedModelError, shortened
 from phonograph.files.model_files import read_json
 from phonograph.models.families.llama import LLAMA
 from phonograph.models.hf_config import read_settings
-from phonograph.models.layer_spec import FeatureInput
+from phonograph.models.layers.feature_input import FeatureInput
 from phonograph.models.layers.layer_matrix import LayerMatrix, MatrixPart
 from phonograph.models.spec import ModelSpec, make_spec
 

@@ -62,28 +62,6 @@ class LayerEmbeddings(NamedTuple):
     size: int
 
 
-class FeatureInput(NamedTuple):
-    """Input of a draft head: features of its target beside the embedding of a token (EAGLE, Li et al. 2024 and 2025).
-
-    The stream begins with the feature, and the first layer reads [norm(embedding), norm(feature)].
-
-    Attributes:
-        vocab_size: tokens of the target, which the embedding has.
-        owns_embedding: False if the embedding is the target's.
-        join: matrix that makes a feature of the target's hidden states.
-        embedding_norm: norm of the embedding, by its name in the first layer.
-        feature_norm: norm of the feature, likewise.
-        normed_stream: the stream begins with the normed feature.
-    """
-
-    vocab_size: int
-    owns_embedding: bool
-    join: LayerMatrix
-    embedding_norm: str
-    feature_norm: str
-    normed_stream: bool
-
-
 class NormKind(NamedTuple):
     """Arithmetic of a model's norms.
 

@@ -28,12 +28,12 @@ from phonograph.models.layer_spec import (
     NO_FACTORS,
     PLAIN_NORMS,
     Factors,
-    FeatureInput,
     LayerEmbeddings,
     LayerSpec,
     NormKind,
     RopeTable,
 )
+from phonograph.models.layers.feature_input import FeatureInput
 from phonograph.models.layers.layer_matrix import LayerMatrix, MatrixPart
 from phonograph.models.layers.rope import rope_tables, with_ropes
 from phonograph.models.quantization.float8 import Fp8Head
@@ -47,7 +47,7 @@ from phonograph.models.weights.gguf_config import (
     quantization_of_gguf,
     rope_of_gguf,
 )
-from phonograph.models.wrapper import TEXT_PREFIXES, text_name, unwrapped
+from phonograph.models.wrapper import TEXT_PREFIXES, head_tensor_name, text_name, unwrapped
 
 log = logging.getLogger(__name__)
 
@@ -103,11 +103,6 @@ class ModelSpec:
         return len(self.layers)
 
     @property
-    def num_embeddings(self) -> int:
-        """Rows of the embedding."""
-        return self.vocab_size if self.features is None else self.features.vocab_size
-
-    @property
     def num_query_heads(self) -> int:
         return self.layers[0].attention.num_query_heads
 
@@ -150,8 +145,7 @@ class ModelSpec:
 
     def tensor_name(self, name: str) -> str | None:
         """Return a name of the checkpoint without the prefixes of a wrapper; None for a tensor of another part."""
-        if self.features is not None:
-            name = head_tensor_name(name)
+        name = name if self.features is None else head_tensor_name(name)
         found = name if self.wrapper is None else text_name(name)
         return None if found is None or found.startswith(self.skipped) else found
 
@@ -198,11 +192,9 @@ class ModelSpec:
         hidden = self.hidden_size
         shapes: dict[str, tuple[int, ...]] = {}
         if self.features is None or self.features.owns_embedding:
-            shapes["model.embed_tokens.weight"] = (self.num_embeddings, hidden)
+            shapes["model.embed_tokens.weight"] = ((self.features or self).vocab_size, hidden)
         if self.features is not None:
-            shapes |= {f"model.{name}": shape for name, shape in self.features.join.tensors()}
-            for norm in (self.features.embedding_norm, self.features.feature_norm):
-                shapes[f"{LAYERS}.0.{norm}.weight"] = (hidden,)
+            shapes |= {f"model.{name}": shape for name, shape in self.features.tensors(hidden)}
         if self.layer_embeddings is not None:
             vocab_size, size = self.layer_embeddings
             shapes["model.embed_tokens_per_layer.weight"] = (vocab_size, self.num_layers * size)
@@ -252,14 +244,6 @@ class ModelSpec:
 def is_norm(name: str) -> bool:
     """Return True for the name of a norm's weights in a checkpoint; a router may have one of its input."""
     return re.search(r"norm(_\d)?\.weight$|\.router\.scale$", name) is not None
-
-
-def head_tensor_name(name: str) -> str:
-    """Return the name of a draft head's tensor as a model's: files leave `model.` out, and have a `midlayer`."""
-    name = name.removeprefix("model.")
-    if name.startswith("midlayer."):
-        name = "layers.0." + name.removeprefix("midlayer.")
-    return name if name.startswith("lm_head.") else f"model.{name}"
 
 
 def _scheme_in(quantization: Quantization | None, prefix: str, name: str) -> Scheme | None:

@@ -132,3 +132,11 @@ def skipped_note(names: Iterable[str]) -> str:
         counts[".".join(name.split(".")[:3]) if part is None else part[0].removesuffix(".")] += 1
     shown = ", ".join(f"{part} {count}" for part, count in sorted(counts.items()))
     return f"tensors of other parts than the text model skipped: {shown}"
+
+
+def head_tensor_name(name: str) -> str:
+    """Return the name of a draft head's tensor as a model's: files leave `model.` out, and have a `midlayer`."""
+    name = name.removeprefix("model.")
+    if name.startswith("midlayer."):
+        name = "layers.0." + name.removeprefix("midlayer.")
+    return name if name.startswith("lm_head.") else f"model.{name}"

@@ -12,7 +12,6 @@ import torch
 from phonograph.errors import WeightError
 from phonograph.models.layer_spec import (
     SINKS,
-    FeatureInput,
     FeedForward,
     LayerAttention,
     LayerEmbedding,
@@ -21,6 +20,7 @@ from phonograph.models.layer_spec import (
     LayerSpec,
 )
 from phonograph.models.layers.expert_spec import LayerExperts
+from phonograph.models.layers.feature_input import FeatureInput
 from phonograph.models.layers.layer_matrix import LayerMatrix, MatrixPart
 from phonograph.models.layers.linear import Linear, WeightAllocator
 
