@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import eagle_heads
 import pytest
 from checkpoints import make_checkpoint
 from resized import resized
@@ -439,3 +441,52 @@ def test_draft_models_that_cannot_run(
     make_checkpoint(family, tmp_path, **({"vocab_size": DEMO.vocab_size} | changes))
     with pytest.raises(ConfigError, match=f"speculative_config.*{problem}"):
         plan_with_draft(tmp_path, **settings)
+
+
+HEAD = eagle_heads.HEAD | {"vocab_size": DEMO.vocab_size, "draft_vocab_size": 100}
+
+
+def plan_with_head(folder: Path, config: dict[str, Any], *, method: str = "eagle3", device: str = "h200") -> EnginePlan:
+    head = folder / "head"
+    head.mkdir()
+    sizes = {"hidden_size": DEMO.hidden_size, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    (head / "config.json").write_text(json.dumps(config | sizes))
+    speculation = {"method": method, "model": str(head), "num_speculative_tokens": 3}
+    shape: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 128, "num_kv_blocks": 64, "load_format": "dummy"}
+    return plan_of(device, speculative_config=speculation, **shape)
+
+
+def test_memory_of_a_draft_head_is_planned(tmp_path: Path) -> None:
+    plan = plan_with_head(tmp_path, HEAD)
+    plain = plan_of("h200", max_num_seqs=8, max_model_len=128, num_kv_blocks=64)
+    assert plan.draft is not None and plan.draft.taps == (2, 4, 5) and plan.limits.lookahead_tokens == 3
+    hidden, inner = DEMO.hidden_size, HEAD["intermediate_size"]
+    layer = (4 + 2 * 2) * 64 * 2 * hidden + 4 * 64 * hidden + 3 * inner * hidden + 3 * hidden
+    weights = 3 * hidden * hidden + layer + hidden + 100 * hidden
+    assert plan.memory.weights - plain.memory.weights == 2 * weights
+    states = plan.limits.max_num_batched_tokens * (3 + 4) * hidden + 8 * DEMO.vocab_size
+    assert plan.memory.graphs - plain.memory.graphs > 2 * states
+    assert any("the head reads the states that enter layers [2, 4, 5]" in note for note in plan.notes)
+    assert not any("trained for" in note for note in plan.notes)
+    (tmp_path / "short").mkdir()
+    plan = plan_with_head(tmp_path / "short", HEAD | {"max_position_embeddings": 100})
+    assert any("trained for 100 positions, and max_model_len is 128" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "problem"),
+    [
+        (HEAD, {"device": "cpu"}, "draft heads run on a GPU only, yet"),
+        (HEAD, {"method": "draft_model"}, "method='draft_model': does not fit the model; eagle3 works"),
+        (
+            HEAD | {"architectures": ["LlamaForCausalLM"]},
+            {},
+            "method='eagle3': does not fit the model; draft_model works",
+        ),
+    ],
+)
+def test_draft_heads_that_cannot_run(
+    config: dict[str, Any], settings: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=f"speculative_config.*{problem}"):
+        plan_with_head(tmp_path, config, **settings)

@@ -138,6 +138,12 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
         drafting = read_draft_spec(config, model)
         specs = layer_specs(config, drafting.model, dtype, device)
         notes += drafting.notes
+        if limits.max_model_len > drafting.model.context_length:
+            trained = drafting.model.context_length
+            notes.append(
+                f"the head was trained for {trained} positions, and max_model_len is {limits.max_model_len}: fewer "
+                "drafts are right behind these"
+            )
         draft = plan_draft(config, drafting, dtype, specs, kv, limits, device)
         check_speculation(config, [draft.selection], device)
         notes.append(draft.note)

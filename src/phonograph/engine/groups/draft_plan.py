@@ -71,7 +71,8 @@ class DraftPlan:
     def note(self) -> str:
         """Its sizes, for `explain`."""
         parts = f"{counted(self.model.num_layers, 'layer')}, {self.weight_bytes / (1 << 20):.1f} MiB of weights"
-        return f"draft model {self.model.architecture}: {parts}, {self.page_bytes / 1024:.1f} KiB of each block"
+        kind = "head" if self.taps else "model"
+        return f"draft {kind} {self.model.architecture}: {parts}, {self.page_bytes / 1024:.1f} KiB of each block"
 
 
 def read_draft_spec(config: EngineConfig, target: ModelSpec) -> EagleHead:
@@ -150,7 +151,7 @@ def plan_draft(
     group, *others = kv.groups
     if others or group.window is not None:
         raise refused("works with a model of one KV group without a window, yet; method ngram works")
-    if limits.max_model_len > model.context_length:
+    if limits.max_model_len > model.context_length and not draft.taps:
         raise refused(
             f"has a context of {model.context_length} tokens ({model.context_source}), and max_model_len is "
             f"{limits.max_model_len}; max_model_len={model.context_length} works"
