@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
+import eagle_heads
 import pytest
+import torch
 from device_checks import no_wait_or_allocation
+from safetensors.torch import save_file
 
 from demo_tasks.tasks import problems
 from phonograph.core.sampling_params import SamplingParams
@@ -79,6 +84,23 @@ def test_a_draft_model_that_is_the_model_is_right(mode: str) -> None:
     if mode != "NONE":
         report = llm.verify(num_replays=200)
         assert report.ok, [str(mismatch) for mismatch in report.mismatches[:5]]
+
+
+def test_a_head_of_random_weights_changes_no_token(tmp_path: Path) -> None:
+    torch.manual_seed(2)
+    config = eagle_heads.HEAD | {"hidden_size": 256, "intermediate_size": 640, "num_key_value_heads": 2}
+    config |= {"vocab_size": 2048, "head_dim": 64, "draft_vocab_size": 500, "max_position_embeddings": 8192}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = eagle_heads.head_tensors(config, "midlayer", owns_embedding=False, states=3)
+    save_file(tensors, tmp_path / "model.safetensors")
+    head = {"method": "eagle3", "model": str(tmp_path), "num_speculative_tokens": 3, "adaptive_depth": False}
+    plain, drafting = (make_llm(batch_invariant=True, **more) for more in ({}, {"speculative_config": head}))
+    for name, params in KINDS.items():
+        wanted, found = (tokens_of(llm.generate(prompts(llm), params)) for llm in (plain, drafting))
+        assert found == wanted, name
+    assert drafting.engine.core.scheduler.stats.drafts.verified > 0
+    report = drafting.verify(num_replays=200)
+    assert report.ok, [str(mismatch) for mismatch in report.mismatches[:5]]
 
 
 @pytest.mark.parametrize("mode", ["FULL", "FULL_AND_PIECEWISE", "FULL_DECODE_ONLY", "PIECEWISE", "NONE"])

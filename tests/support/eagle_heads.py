@@ -24,12 +24,13 @@ DRAFTS = 120
 def head_tensors(config: dict[str, Any], layer: str, *, owns_embedding: bool, states: int) -> dict[str, torch.Tensor]:
     """Random weights under the names of the authors' files."""
     size, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_key_value_heads"]
+    width = config["head_dim"]
     drafts = config.get("draft_vocab_size", config["vocab_size"])
     shapes = {
         "fc.weight": (size, states * config["hidden_size"]),
         f"{layer}.self_attn.q_proj.weight": (size, 2 * size),
-        f"{layer}.self_attn.k_proj.weight": (heads * 16, 2 * size),
-        f"{layer}.self_attn.v_proj.weight": (heads * 16, 2 * size),
+        f"{layer}.self_attn.k_proj.weight": (heads * width, 2 * size),
+        f"{layer}.self_attn.v_proj.weight": (heads * width, 2 * size),
         f"{layer}.self_attn.o_proj.weight": (size, size),
         f"{layer}.mlp.gate_proj.weight": (inner, size),
         f"{layer}.mlp.up_proj.weight": (inner, size),
@@ -82,13 +83,13 @@ def reference(
     attention = f"{layer}.self_attn"
     q, k, v = (
         functional.linear(both, tensors[f"{layer}.self_attn.{name}_proj.weight"])
-        .unflatten(-1, (-1, 16))
+        .unflatten(-1, (-1, config["head_dim"]))
         .transpose(0, 1)
         for name in "qkv"
     )
     attended = functional.scaled_dot_product_attention(
         rotated(q), rotated(k).repeat_interleave(len(q) // len(k), 0), v.repeat_interleave(len(q) // len(v), 0),
-        is_causal=True, scale=1 / math.sqrt(16),
+        is_causal=True, scale=1 / math.sqrt(config["head_dim"]),
     )  # fmt: skip
     stream = stream + functional.linear(attended.transpose(0, 1).flatten(1), tensors[f"{attention}.o_proj.weight"])
     rows = norm(stream, tensors[f"{layer}.post_attention_layernorm.weight"])
