@@ -188,23 +188,25 @@ def test_speculation(tmp_path: Path) -> None:
     assert engine.core.scheduler.stats.drafts.verified > 0
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_a_draft_model_that_is_the_model_is_always_right(temperature: float, tmp_path: Path) -> None:
+def test_a_draft_model_that_is_the_model_is_always_right(tmp_path: Path) -> None:
     """Keys of the draft model are those of the sequences, and its samples have the noise of the draws."""
     make_checkpoint("qwen3", tmp_path, **HEADS)
     speculation = {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 2}
-    outputs: list[list[RequestOutput]] = []
+    found: list[list[list[int]]] = []
     for settings in ({}, {"speculative_config": speculation}):
-        engine = start_engine(tmp_path, (3, 9), **settings)
+        engine = start_engine(tmp_path, (3,), **settings)
         session = Session(engine.core, engine.plan.model, None, 0, GrammarCompiler(lambda: None, ()))
-        params = SamplingParams(temperature=temperature, max_tokens=12, ignore_eos=True, seed=3)
-        several = [session.add(prompt(length, length), params) for length in (5, 30, 60, 2)]
-        finish(session, *several)
-        outputs.append(several)
+        outputs: list[RequestOutput] = []
+        for temperature in (0.0, 0.8):
+            params = SamplingParams(temperature=temperature, max_tokens=10, ignore_eos=True, seed=3)
+            several = [session.add(prompt(length, length), params) for length in (5, 60, 2)]
+            finish(session, *several)
+            outputs += several
+        found.append([one.outputs[0].token_ids for one in outputs])
     counts = engine.core.scheduler.stats.drafts
-    report = verify(engine.make_subject(), num_replays=8, seed=0)
+    report = verify(engine.make_subject(), num_replays=4, seed=0)
     assert report.ok, report.mismatches
-    assert [one.outputs[0].token_ids for one in outputs[0]] == [one.outputs[0].token_ids for one in outputs[1]]
+    assert found[0] == found[1]
     assert counts.verified > 20 and counts.accepted >= 0.85 * counts.verified
 
 
@@ -315,10 +317,10 @@ def test_sleep(name: str | None, tmp_path: Path) -> None:
         check(reference, output)
 
 
-@pytest.mark.parametrize("length", [57, 3])
-def test_drafts_of_a_head_are_those_of_a_plain_one(length: int, tmp_path: Path) -> None:
+def test_drafts_of_a_head_are_those_of_a_plain_one(tmp_path: Path) -> None:
     """After a prompt in chunks, and behind decodes: states of the target's layers, tokens shifted by one, d2t."""
     torch.manual_seed(3)
+    length = 57
     target, folder = tmp_path / "target", tmp_path / "head"
     sizes = HEADS | {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": VOCAB_SIZE}
     reference = make_checkpoint("llama_bias", target, **sizes)
@@ -329,7 +331,7 @@ def test_drafts_of_a_head_are_those_of_a_plain_one(length: int, tmp_path: Path) 
     tensors = eagle_heads.head_tensors(config, "midlayer", owns_embedding=False, states=3)
     save_file(tensors, folder / "model.safetensors")
     speculation = {"method": "eagle3", "model": str(folder), "num_speculative_tokens": 2, "adaptive_depth": False}
-    engine = start_engine(target, (3, 9), speculative_config=speculation)
+    engine = start_engine(target, (3,), speculative_config=speculation)
     session = Session(engine.core, engine.plan.model, None, 0, GrammarCompiler(lambda: None, ()))
     output = session.add(prompt(1, length), SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True))
     finish(session, output)
