@@ -19,12 +19,8 @@ from phonograph.config.server_config import ServerConfig
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[EngineThread]:
-    thread = EngineThread()
-    try:
-        thread.engine.result(60)
+    with EngineThread() as thread:
         yield thread
-    finally:
-        thread.stop()
 
 
 @pytest.fixture

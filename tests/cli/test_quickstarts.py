@@ -92,12 +92,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[EngineThread]:
-    thread = EngineThread()
-    try:
-        thread.engine.result(60)
+    with EngineThread() as thread:
         yield thread
-    finally:
-        thread.stop()
 
 
 @pytest.fixture(scope="module")

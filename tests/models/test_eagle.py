@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch.nn import functional
 
 from phonograph.errors import UnsupportedModelError
-from phonograph.models.eagle import EagleHead, read_eagle
+from phonograph.models.eagle import DraftSpec, read_eagle
 from phonograph.models.layers.rotary import rotary_tables
 from phonograph.models.layers.torch_parts import TorchKernels
 from phonograph.models.spec import ModelSpec, read_model_spec
@@ -40,7 +40,7 @@ class WholeSequence:
         return out.transpose(0, 1).contiguous()
 
 
-def load(folder: Path, head: EagleHead) -> Transformer:
+def load(folder: Path, head: DraftSpec) -> Transformer:
     with begin_loading(head.model, folder, dtype=torch.float32, device=torch.device("cpu")) as loading:
         loading.finish()
         model = loading.model
@@ -86,7 +86,7 @@ def test_logits_and_features_are_those_of_the_reference(
 
 def read_eagle_from(
     folder: Path, config: dict[str, Any], target: ModelSpec, *, owns_embedding: bool = False
-) -> EagleHead:
+) -> DraftSpec:
     (folder / "config.json").write_text(json.dumps(config))
     return read_eagle(folder, target, owns_embedding=owns_embedding)
 

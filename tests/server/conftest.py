@@ -15,12 +15,8 @@ from phonograph.config.server_config import ServerConfig
 
 @pytest.fixture(scope="session")
 def engine_thread() -> Iterator[EngineThread]:
-    thread = EngineThread()
-    try:
-        thread.engine.result(60)
+    with EngineThread() as thread:
         yield thread
-    finally:
-        thread.stop()
 
 
 @pytest.fixture(scope="session")

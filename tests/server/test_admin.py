@@ -109,13 +109,9 @@ def profiles(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def sleeper(profiles: Path) -> Iterator[Server]:
     """Server of an engine that may sleep and write profiles."""
-    thread = EngineThread(enable_sleep_mode=True, profile_dir=str(profiles))
-    try:
-        thread.engine.result(60)
-        with serving(thread, ServerConfig(enable_admin=True, admin_api_key=("admin",))) as server:
-            yield server
-    finally:
-        thread.stop()
+    config = ServerConfig(enable_admin=True, admin_api_key=("admin",))
+    with EngineThread(enable_sleep_mode=True, profile_dir=str(profiles)) as thread, serving(thread, config) as server:
+        yield server
 
 
 def test_an_engine_sleeps_until_it_is_woken_up(sleeper: Server) -> None:

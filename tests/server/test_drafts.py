@@ -16,13 +16,9 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1,
 
 @pytest.fixture(scope="module")
 def drafting() -> Iterator[Server]:
-    thread = EngineThread(speculative_config=NGRAM | {"adaptive_depth": False})
-    try:
-        thread.engine.result(60)
-        with serving(thread, ServerConfig()) as server:
-            yield server
-    finally:
-        thread.stop()
+    settings = NGRAM | {"adaptive_depth": False}
+    with EngineThread(speculative_config=settings) as thread, serving(thread, ServerConfig()) as server:
+        yield server
 
 
 def metrics(server: Server) -> dict[tuple[str, str], float]:

@@ -9,10 +9,10 @@ from typing import Any
 
 import httpx
 import pytest
+from found_parts import PARTS, USAGE
 from servers import QUESTION, Server
 
 from phonograph.core.structured_outputs import StructuredOutputs
-from phonograph.server.chat.chat_parts import TokenUsage
 from phonograph.server.http.api_errors import failed
 from phonograph.server.messages.message_body import MessageBody, message_request
 from phonograph.server.messages.message_events import SIGNATURE, MessageWriter
@@ -24,15 +24,6 @@ TOOL: dict[str, Any] = {"name": "add", "description": "Adds", "input_schema": SC
 NOW: dict[str, Any] = {"name": "now", "input_schema": {"type": "object"}}
 USER = {"role": "user", "content": "Hi"}
 ASK: dict[str, Any] = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 60, "temperature": 0}
-USAGE = TokenUsage(7, 3, 9, 4)
-PARTS = [
-    Found(reasoning="I "),
-    Found(reasoning="think."),
-    Found("Let "),
-    Found("me.", [ToolDelta(0, "", "add"), ToolDelta(0, '{"a":')]),
-    Found(" \n", [ToolDelta(0, " 1}")]),
-    Found("", [ToolDelta(1, "{}", "now")]),
-]
 
 
 def read(data: bytes) -> list[dict[str, Any]]:

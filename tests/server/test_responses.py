@@ -10,12 +10,13 @@ from typing import Any
 import httpx
 import pydantic
 import pytest
+from found_parts import PARTS as BEGINNING
+from found_parts import USAGE
 from openai.types.responses import Response, ResponseStreamEvent
 from servers import QUESTION, Server
 
 from phonograph.config.server_config import ServerConfig
 from phonograph.core.structured_outputs import StructuredOutputs
-from phonograph.server.chat.chat_parts import TokenUsage
 from phonograph.server.http.api_errors import failed
 from phonograph.server.responses.response_body import ResponseBody, response_request
 from phonograph.server.responses.response_events import ResponseWriter
@@ -34,14 +35,8 @@ HEAD: dict[str, Any] = {
     **{"id": "resp_1", "object": "response", "created_at": 1, "model": "m", "parallel_tool_calls": True},
     **{"tool_choice": "auto", "tools": []},
 }
-USAGE = TokenUsage(7, 3, 9, 4)
 PARTS = [
-    Found(reasoning="I "),
-    Found(reasoning="think."),
-    Found("Let "),
-    Found("me.", [ToolDelta(0, "", "add"), ToolDelta(0, '{"a":')]),
-    Found(" \n", [ToolDelta(0, " 1}")]),
-    Found("", [ToolDelta(1, "{}", "now")]),
+    *BEGINNING,
     Found("Then"),
     Found(" this."),
 ]

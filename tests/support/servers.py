@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import httpx
 import uvicorn
@@ -57,7 +57,7 @@ class Server:
 
 
 class EngineThread:
-    """An event loop in a thread, with the engine on it.
+    """An event loop in a thread, with the engine on it; a context that waits for the start and ends both.
 
     Args:
         settings: of the engine, besides those of all tests, or in their place.
@@ -70,6 +70,17 @@ class EngineThread:
         self._done = asyncio.Event()
         self._thread = threading.Thread(target=self.loop.run_until_complete, args=(self._run(),), daemon=True)
         self._thread.start()
+
+    def __enter__(self) -> Self:
+        try:
+            self.engine.result(60)
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
     def submit(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
         return asyncio.run_coroutine_threadsafe(work, self.loop)

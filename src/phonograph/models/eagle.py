@@ -27,12 +27,13 @@ _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EagleHead:
-    """A head as plain values.
+class DraftSpec:
+    """A draft head, or a draft model, as plain values.
 
     Attributes:
-        model: its layers, with the input `ModelSpec.features`; its vocabulary is that of its drafts.
-        taps: hidden states of the target that it reads: state j is the stream that enters layer j.
+        model: its layers; a head has the input `ModelSpec.features`, and its vocabulary is that of its drafts.
+        taps: hidden states of the target that a head reads: state j is the stream that enters layer j. Empty for a
+            model.
         notes: decisions while reading.
     """
 
@@ -47,7 +48,7 @@ def is_eagle(raw: Mapping[str, Any]) -> bool:
     return isinstance(names, list) and bool(names) and names[0] in ARCHITECTURES
 
 
-def read_eagle(folder: Path, target: ModelSpec, *, owns_embedding: bool) -> EagleHead:
+def read_eagle(folder: Path, target: ModelSpec, *, owns_embedding: bool) -> DraftSpec:
     """Return the head in a folder.
 
     Args:
@@ -103,4 +104,4 @@ def read_eagle(folder: Path, target: ModelSpec, *, owns_embedding: bool) -> Eagl
         normed_stream=bool(raw.get("norm_before_residual")),
     )
     model = replace(model, layers=(replace(first, attention=attention), *others), features=features)
-    return EagleHead(model=model, taps=tuple(taps), notes=(*notes, *model.notes))
+    return DraftSpec(model=model, taps=tuple(taps), notes=(*notes, *model.notes))

@@ -61,8 +61,8 @@ class HostDrafts:
 
     def draft(self, slot: int, token_ids: np.ndarray) -> np.ndarray:
         """Return drafts for a sequence, which its next step may verify. While it rests there are none."""
-        wanted = self._proposer is not None and self.budget.wants_drafts(slot)
-        drafts = self._proposer.propose(token_ids, self.most) if self._proposer and wanted else token_ids[:0]
+        assert self._proposer is not None
+        drafts = self._proposer.propose(token_ids, self.most) if self.budget.wants_drafts(slot) else token_ids[:0]
         self._num_found[slot] = len(drafts)
         return drafts
 

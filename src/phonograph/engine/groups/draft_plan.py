@@ -18,7 +18,7 @@ from phonograph.engine.groups.select_backends import select_backends
 from phonograph.errors import ConfigError, counted
 from phonograph.files.model_files import is_gguf, model_path, read_json
 from phonograph.kernels.triton.gemm.product_plan import GemmDevice
-from phonograph.models.eagle import EagleHead, is_eagle, read_eagle
+from phonograph.models.eagle import DraftSpec, is_eagle, read_eagle
 from phonograph.models.layers.workspace import Workspace
 from phonograph.models.spec import DTYPE_BYTES, ModelSpec, read_model_spec
 from phonograph.models.weights.loading import weight_files
@@ -75,7 +75,7 @@ class DraftPlan:
         return f"draft {kind} {self.model.architecture}: {parts}, {self.page_bytes / 1024:.1f} KiB of each block"
 
 
-def read_draft_spec(config: EngineConfig, target: ModelSpec) -> EagleHead:
+def read_draft_spec(config: EngineConfig, target: ModelSpec) -> DraftSpec:
     """Return the draft model, or the draft head with the states that it reads.
 
     Args:
@@ -106,7 +106,7 @@ def read_draft_spec(config: EngineConfig, target: ModelSpec) -> EagleHead:
             f"has a vocabulary of {spec.vocab_size} tokens and the model {target.vocab_size}; a draft model with the "
             "tokenizer of the model works",
         )
-    return EagleHead(model=spec, taps=(), notes=())
+    return DraftSpec(model=spec, taps=(), notes=())
 
 
 def _has_embedding(folder: Path) -> bool:
@@ -119,7 +119,7 @@ def _has_embedding(folder: Path) -> bool:
 
 
 def plan_draft(
-    config: EngineConfig, draft: EagleHead, dtype: str, attention: list[AttentionSpec], kv: KVGroups,
+    config: EngineConfig, draft: DraftSpec, dtype: str, attention: list[AttentionSpec], kv: KVGroups,
     limits: Limits, device: DeviceSpec,
 ) -> DraftPlan:  # fmt: skip
     """Decide how a draft model runs beside a target.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 
@@ -127,6 +127,9 @@ class CudaPlatform:
             vocab_size=spec.vocab_size,
             device=device,
         )
+        passes = None
+        if parts.draft is not None:
+            passes = _draft_passes(plan, parts.draft, inputs, runtime, states, taps)
         ring = self._make_ring(depth=RING_DEPTH, max_rows=len(inputs.results))
         return DeviceParts(
             runtime=runtime,
@@ -137,7 +140,7 @@ class CudaPlatform:
                 inputs=inputs,
                 sample=device_sampler.sample,
                 batch_invariant=batch_invariant,
-                passes=None if parts.draft is None else _draft_passes(plan, parts.draft, inputs, runtime, states),
+                passes=passes,
             ),
             sampling=CudaSampling(sampler, inputs, masked, ring, drafts),
         )
@@ -168,9 +171,13 @@ def _bind(
 
 
 def _draft_passes(
-    plan: EnginePlan, draft: DraftModelParts, inputs: CudaInputs, runtime: GraphRuntime, states: torch.Tensor
+    plan: EnginePlan,
+    draft: DraftModelParts,
+    inputs: CudaInputs,
+    runtime: GraphRuntime,
+    states: torch.Tensor,
+    taps: Sequence[int],
 ) -> DraftPasses:
-    taps = () if plan.draft is None else plan.draft.taps
     return DraftPasses(
         model=draft.model,
         backend=draft.backend,

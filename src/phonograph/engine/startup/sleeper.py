@@ -123,7 +123,7 @@ class Sleeper:
         for old, new in zip(*ends, strict=True):
             if old.data_ptr() != new.data_ptr():
                 old.copy_(new, non_blocking=False)
-                if new.resizable():  # It is no file's.
+                if new.resizable():  # A mapped file's storage is not.
                     new.resize_(0)  # so that the weights are there once, not twice
 
 

@@ -62,7 +62,8 @@ class DraftPasses:
         max_num_seqs, self._most_drafts = inputs.state.drafts.shape
         device = inputs.state.drafts.device
         self._rows = DraftRows.make(max_num_seqs=max_num_seqs, max_num_tokens=max_num_tokens, device=device)
-        self._scratch = make_sample_scratch(max_num_seqs, (model.spec.features or model.spec).vocab_size, device)
+        vocab_size = (model.spec.features or model.spec).vocab_size
+        self._scratch = make_sample_scratch(max_num_seqs, vocab_size, device)
         # Sampling writes the state of a slot, which `accept` has written already.
         self._ignored = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
         self._attentions = [
@@ -73,8 +74,7 @@ class DraftPasses:
         # Logits of a head that has fewer tokens, at those of the target; others are never drawn.
         self._target_ids = None if model.features is None else model.features.target_ids
         if self._target_ids is not None:
-            shape = max_num_seqs, (model.spec.features or model.spec).vocab_size
-            self._logits_RV = torch.full(shape, float("-inf"), dtype=model.dtype, device=device)
+            self._logits_RV = torch.full((max_num_seqs, vocab_size), float("-inf"), dtype=model.dtype, device=device)
 
     def build(self, commons: Sequence[CommonMetadata], key: GraphKey | None) -> None:
         """Build the attention metadata of the passes behind a step.

@@ -98,7 +98,7 @@ class Body(Fields):
     model: str | None = None
 
     def requested_thinking(self) -> Thinking | None:
-        """Return the reasoning that the request asks for; None if it is no chat."""
+        """Return the reasoning that the request asks for; None for other requests."""
         return None
 
 

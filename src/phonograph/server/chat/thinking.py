@@ -28,7 +28,7 @@ _MOST_NAMES = 8
 class Thinking:
     """Reasoning that a request asks for.
 
-    effort:    effort of the model; "none" is no reasoning
+    effort:    effort of the model; "none" turns reasoning off
     enabled:   whether the model reasons; None is the template's default
     shown:     False leaves the reasoning out of the answer
     budget:    maximum tokens of reasoning

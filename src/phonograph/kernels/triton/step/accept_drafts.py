@@ -1,10 +1,10 @@
-"""Acceptance of drafts on the device, behind the sampling of all rows of logits.
+"""Acceptance of drafts on the device, after the sampling of all rows of logits.
 
 Shapes: R requests, L rows of logits, T tokens, K most drafts of a sequence, M tokens of the longest history.
 
-Each row of logits was sampled with the noise of its own draw. A draft is kept if it equals the sample of the row before
-it, so that a sequence gets the tokens of decoding without drafts (see `sampling.accept`). The drafts are the tokens
-that the step computed, so a row whose next token happens to equal its sample is right too.
+Each row of logits was sampled with the noise of the draw that it stands for. A draft is kept if it equals the sample
+of the row before it, so that a sequence gets the tokens that it gets without drafts (see `sampling.accept`). The
+drafts are the tokens that the step computed, so a row whose next token happens to equal its sample is right too.
 
     programs   | request 0 | request 1 | ...
 """
@@ -18,6 +18,7 @@ import triton.language as tl
 
 from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_options
 from phonograph.kernels.triton.sampling.scan import NOT_SAMPLED, descend
+from phonograph.kernels.triton.step.logits_rows import logits_rows
 from phonograph.kernels.triton.step.step_layout import SlotState, StepLayout
 
 DRAFTS_SHIFT = 8
@@ -105,13 +106,9 @@ def _accept_kernel(
     if row >= tl.load(staging):
         return
     slot = tl.load(staging + SLOTS + row).to(tl.int64)
-    num_decodes = tl.load(staging + 2)
     query_start = tl.load(staging + QUERY_STARTS + row)
     query_end = tl.load(staging + QUERY_STARTS + row + 1)
-    decode_tokens = tl.load(staging + QUERY_STARTS + num_decodes)
-    is_decode = row < num_decodes
-    num_rows = tl.where(is_decode, query_end - query_start, 1)
-    first = tl.where(is_decode, query_start, decode_tokens + row - num_decodes)
+    first, num_rows = logits_rows(staging, row, query_start, query_end, QUERY_STARTS)
 
     index = tl.arange(0, ROW_LANES)
     token = tl.load(tokens_ptr + first + index, mask=index < num_rows, other=-1)

@@ -1,18 +1,18 @@
-"""Inputs of the passes of a draft model, behind the acceptance of a step's drafts.
+"""Inputs of the passes of a draft model, after the acceptance of a step's drafts.
 
 Shapes: R requests, T tokens, N blocks of the longest sequence, K most drafts of a sequence.
 
-The draft model has keys and values of its own in the blocks of the sequences. They hold every computed token; of some
-sequences also the last token, which the target has not computed yet: these are *ahead*. The first pass has as many rows
-for each sequence as the step, behind what the draft model holds. Where they reach the last token, its row gives the
-first draft. Each further pass has one row a sequence, the draft of the pass before.
+The draft model has keys and values in the blocks of the sequences. It holds every computed token. For some sequences,
+which are *ahead*, it holds the last token too, which the target has not computed yet. The first pass has the step's
+number of rows for each sequence, and they begin after the tokens that the draft model holds. Where they reach the last
+token, its row gives the first draft. Each further pass has one row a sequence, the draft of the pass before.
 
     tokens of a sequence   0 1 2 ... c | c+1 ... L-1 | L         c computed before the step, L the last token
     rows, not ahead        c ... c+q-1                           reach L if fewer than q tokens were accepted
     rows, ahead            c+1 ... c+q                           always reach L
 
-A draft head (EAGLE) has an entry for each computed token, of the token's features and of the token that follows. So its
-rows are those of the step, and each reaches the last token: `shifts` is True.
+A draft head (EAGLE) has an entry for each computed token, of the token's features and of the token that follows. So it
+has the rows of the step, and each sequence reaches the last token: `shifts` is True.
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -25,7 +25,8 @@ import triton
 import triton.language as tl
 
 from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_options
-from phonograph.kernels.triton.sampling.scan import NOT_SAMPLED, descend
+from phonograph.kernels.triton.sampling.scan import NOT_SAMPLED
+from phonograph.kernels.triton.step.logits_rows import draw_key, logits_rows
 from phonograph.kernels.triton.step.step_layout import START_WORDS, SlotState, StepLayout
 
 _NOT_SAMPLED = tl.constexpr(NOT_SAMPLED)
@@ -38,7 +39,7 @@ class DraftRows(NamedTuple):
     ahead:           int32 [R] by slot: 1 if the draft model holds the last token
     input_ids:       int32 [T], as are the next two int64 [T]; of the first pass, or of one row a sequence
     positions:       position of each row in its sequence
-    slot_mapping:    cache slot of each row; -1 behind the end of a sequence and for padding
+    slot_mapping:    cache slot of each row; -1 after the end of a sequence and for padding
     seq_lens:        int32 [R], tokens of a sequence with the rows of the pass; 0 for padding
     query_start_loc: int32 [R+1] of passes of one row a sequence; padding repeats the number of requests
     last_rows:       int64 [R], row of the first pass that has the last token; 0 if none has
@@ -183,10 +184,20 @@ def next_pass(
 
 @triton.jit
 def _draw_key(parameters, length):
-    """Return the key of the draw behind the first `length` tokens of a sequence, as `prepare` makes it."""
-    low = tl.load(parameters + 4).to(tl.uint32, bitcast=True).to(tl.uint64)
-    stream_key = tl.load(parameters + 5).to(tl.uint32, bitcast=True).to(tl.uint64) << 32 | low
-    return descend(stream_key, (length - tl.load(parameters + 6)).to(tl.uint64)).to(tl.int64)
+    """Return the key of the draw that follows the first `length` tokens of a sequence."""
+    return draw_key(tl.load(parameters + 4), tl.load(parameters + 5), length - tl.load(parameters + 6))
+
+
+@triton.jit
+def _write_place(
+    positions_ptr, slot_mapping_ptr, at, position, last_position, table_row, mask, BLOCK_SIZE: tl.constexpr
+):
+    """Write position and cache slot of rows. From the last position on a sequence has neither blocks nor rotations."""
+    has_block = position < last_position
+    block = tl.load(table_row + tl.where(has_block, position // BLOCK_SIZE, 0), mask=mask, other=0)
+    cache_slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
+    tl.store(positions_ptr + at, tl.minimum(position, last_position).to(tl.int64), mask=mask)
+    tl.store(slot_mapping_ptr + at, tl.where(has_block, cache_slot, -1), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_reqs_padded", "num_tokens_padded"])
@@ -238,9 +249,7 @@ def _first_rows_kernel(
         slot = tl.load(staging + SLOTS + row)
         query_start = tl.load(staging + QUERY_STARTS + row)
         query_len = tl.load(staging + QUERY_STARTS + row + 1) - query_start
-        num_decodes = tl.load(staging + 2)
-        decode_tokens = tl.load(staging + QUERY_STARTS + num_decodes)
-        first_row = tl.where(row < num_decodes, query_start, decode_tokens + row - num_decodes)
+        first_row, _ = logits_rows(staging, row, query_start, query_start + query_len, QUERY_STARTS)
         step_len = tl.load(step_lens_ptr + row)
         context = step_len - query_len
         sampled = tl.load(tokens_ptr + first_row) != _NOT_SAMPLED
@@ -258,19 +267,16 @@ def _first_rows_kernel(
         forward = ahead + shift
         step_token = tl.load(input_ids_ptr + place + forward, mask=is_row & (lane + forward < query_len), other=0)
         if shift:
-            # Of a prompt that goes on, the token behind the chunk.
+            # If the prompt goes on, its token after the chunk.
             own_token = tl.where(
                 sampled, own_token, tl.load(history_ptr + slot.to(tl.int64) * history_stride + computed)
             )
         else:
             own_token = tl.where(sampled, own_token, 0)
         token = tl.where(position + shift == computed, own_token, step_token)
-        column = tl.where(position < last_position, position // BLOCK_SIZE, 0)
-        block = tl.load(block_table_ptr + row.to(tl.int64) * block_table_stride + column, mask=is_row, other=0)
-        cache_slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
+        table_row = block_table_ptr + row.to(tl.int64) * block_table_stride
         tl.store(ids_ptr + place, token, mask=is_row)
-        tl.store(positions_ptr + place, tl.minimum(position, last_position).to(tl.int64), mask=is_row)
-        tl.store(slot_mapping_ptr + place, tl.where(position < last_position, cache_slot, -1), mask=is_row)
+        _write_place(positions_ptr, slot_mapping_ptr, place, position, last_position, table_row, is_row, BLOCK_SIZE)
         if chunk == 0:
             reaches = sampled & (context + ahead + query_len + shift > computed)
             # No program of the row reads another value: rows of several programs are of a prefill, which is not ahead.
@@ -335,13 +341,10 @@ def _next_row_kernel(
         parameters = parameters_ptr + slot * _START_WORDS
         last_position = tl.maximum(tl.load(parameters + 7) - 1, 0)
         position = length + index
-        column = tl.where(position < last_position, position // BLOCK_SIZE, 0)
-        block = tl.load(block_table_ptr + row.to(tl.int64) * block_table_stride + column)
-        cache_slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
+        table_row = block_table_ptr + row.to(tl.int64) * block_table_stride
         tl.store(drafts_ptr + slot * MOST_DRAFTS + index, token)
         tl.store(ids_ptr + row, tl.maximum(token, 0))
-        tl.store(positions_ptr + row, tl.minimum(position, last_position).to(tl.int64))
-        tl.store(slot_mapping_ptr + row, tl.where(position < last_position, cache_slot, -1))
+        _write_place(positions_ptr, slot_mapping_ptr, row, position, last_position, table_row, slot >= 0, BLOCK_SIZE)
         tl.store(seq_lens_ptr + row, tl.minimum(position, last_position) + 1)
         tl.store(draw_keys_ptr + row, _draw_key(parameters, position + 1 + SHIFT))
     else:

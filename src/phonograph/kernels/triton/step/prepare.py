@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 
 from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_options
-from phonograph.kernels.triton.sampling.scan import descend
+from phonograph.kernels.triton.step.logits_rows import draw_key, logits_rows
 from phonograph.kernels.triton.step.step_layout import START_WORDS, SlotState, StepLayout
 
 _START_WORDS = tl.constexpr(START_WORDS)
@@ -275,10 +275,7 @@ def _prepare_kernel(
             tl.store(seq_lens_ptr + row, seq_len)
             num_rows, first_row = 1, row
             if MOST_DRAFTS:
-                num_decodes = tl.load(staging + 2)
-                decode_tokens = tl.load(staging + QUERY_STARTS + num_decodes)
-                num_rows = tl.where(row < num_decodes, query_len, 1)
-                first_row = tl.where(row < num_decodes, query_start, decode_tokens + row - num_decodes)
+                first_row, num_rows = logits_rows(staging, row, query_start, query_end, QUERY_STARTS)
             index = tl.arange(0, ROW_LANES)
             of_row, has_row = first_row + index, index < num_rows
             length = seq_len - num_rows + 1 + index
@@ -291,10 +288,9 @@ def _prepare_kernel(
             tl.store(staging + TOP_K + of_row, _parameter(1, entry, new, old), mask=has_row)
             tl.store(staging + TOP_P + of_row, _parameter(2, entry, new, old), mask=has_row)
             tl.store(staging + MIN_P + of_row, _parameter(3, entry, new, old), mask=has_row)
-            low = _parameter(4, entry, new, old).to(tl.uint32, bitcast=True).to(tl.uint64)
-            stream_key = _parameter(5, entry, new, old).to(tl.uint32, bitcast=True).to(tl.uint64) << 32 | low
+            low, high = _parameter(4, entry, new, old), _parameter(5, entry, new, old)
             # The number of tokens that the request has generated is the index of its draw.
-            key = descend(stream_key, (length - _parameter(6, entry, new, old)).to(tl.uint64)).to(tl.int64)
+            key = draw_key(low, high, length - _parameter(6, entry, new, old))
             tl.store((staging + DRAW_KEYS + 2 * of_row).to(tl.pointer_type(tl.int64)), key, mask=has_row)
             if MOST_DRAFTS:
                 _parameter(7, entry, new, old)

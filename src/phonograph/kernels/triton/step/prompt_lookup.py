@@ -17,6 +17,7 @@ import triton.language as tl
 
 from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_options
 from phonograph.kernels.triton.sampling.scan import NOT_SAMPLED
+from phonograph.kernels.triton.step.logits_rows import logits_rows
 from phonograph.kernels.triton.step.step_layout import SlotState, StepLayout
 
 _NOT_SAMPLED = tl.constexpr(NOT_SAMPLED)
@@ -33,7 +34,7 @@ def propose_ngrams(
     shortest: int,
     longest: int,
 ) -> None:
-    """Write drafts of each sequence that the step sampled. `accept` has removed those of before.
+    """Write drafts of each sequence that the step sampled. `accept` has removed the earlier ones.
 
     Args:
         staging: as `prepare` left it
@@ -41,7 +42,7 @@ def propose_ngrams(
         state: lengths as `accept` left them; receives the drafts
         num_reqs_padded: requests of the graph
         tokens_L: int32, sample of each row of logits
-        history_RM: int32, tokens of each slot, the last one behind the computed ones
+        history_RM: int32, tokens of each slot, the last one after the computed ones
         shortest: fewest last tokens that must occur earlier
         longest: most last tokens that are compared
     """
@@ -88,10 +89,8 @@ def _ngram_kernel(
     if row >= tl.load(staging):
         return
     slot = tl.load(staging + SLOTS + row).to(tl.int64)
-    num_decodes = tl.load(staging + 2)
     query_start = tl.load(staging + QUERY_STARTS + row)
-    decode_tokens = tl.load(staging + QUERY_STARTS + num_decodes)
-    first_row = tl.where(row < num_decodes, query_start, decode_tokens + row - num_decodes)
+    first_row, _ = logits_rows(staging, row, query_start, query_start, QUERY_STARTS)
     if tl.load(tokens_ptr + first_row) == _NOT_SAMPLED:
         return
     last = tl.load(num_computed_ptr + slot)
@@ -114,7 +113,7 @@ def _ngram_kernel(
         best = tl.maximum(best, tl.where(matched >= shortest, score, 0))
     most = tl.max(best, 0)
     if most > 0:
-        behind = 0x7FFFFFFF - (most & 0x7FFFFFFF) + 1 + tl.arange(0, DRAFT_LANES)
+        following = 0x7FFFFFFF - (most & 0x7FFFFFFF) + 1 + tl.arange(0, DRAFT_LANES)
         is_draft = tl.arange(0, DRAFT_LANES) < MOST_DRAFTS
-        draft = tl.load(history + behind, mask=is_draft & (behind <= last), other=-1)
+        draft = tl.load(history + following, mask=is_draft & (following <= last), other=-1)
         tl.store(drafts_ptr + slot * MOST_DRAFTS + tl.arange(0, DRAFT_LANES), draft, mask=is_draft)

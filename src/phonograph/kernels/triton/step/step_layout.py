@@ -113,7 +113,7 @@ class SamplingViews(NamedTuple):
 class StepLayout:
     """Layout of a staging buffer of `num_words` int32 words.
 
-    The areas of changing size come last, so that a step uploads no more than `used_words`. Behind them is what
+    The areas of changing size come last, so that a step uploads no more than `used_words`. After them is what
     `prepare` writes for sampling.
 
     fields: element type and words of each field
