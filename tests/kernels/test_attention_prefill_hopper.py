@@ -190,7 +190,7 @@ def test_keys_that_the_kernel_before_writes(device: torch.device, monkeypatch: p
         for tensor in (batch.kv_cache, batch.out_THD, batch.lse_HT):
             tensor.fill_(torch.nan)
         graph.replay()
-        batch.dense = [batch.kv_cache[:, batch.block_table[0, :2]].flatten(1, 2).float()]
+        batch.dense = [batch.kv_cache[:, batch.block_table[0, :2]].flatten(1, 2).double()]
         batch.check(1e-2)
 
 

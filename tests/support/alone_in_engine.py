@@ -53,8 +53,8 @@ def logits_of(
         for name in ("replay", "_run_eager"):
             run = getattr(runner, name)
 
-            def kept(argument: Any, run: Any = run, **keywords: Any) -> Any:
-                outputs = run(argument, **keywords)
+            def kept(*arguments: Any, run: Any = run, **keywords: Any) -> Any:
+                outputs = run(*arguments, **keywords)
                 last[:] = [outputs[1].clone()]
                 return outputs
 
