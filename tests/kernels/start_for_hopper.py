@@ -142,7 +142,8 @@ def main() -> None:
             slots = runner._sequences.max_num_seqs
             commons = runner.synthetic.capture_batch(GraphKey(GraphSet.MIXED, num_tokens, slots))
             runner.prepare(commons, None)
-            runner._run_eager(commons[0], commons[0].num_reqs)
+            for makes_drafts in (False, speculation is not None):
+                runner._run_eager(commons[0], commons[0].num_reqs, makes_drafts=makes_drafts)
         # Decodes with drafts run eagerly where graphs are off, or their number is above the largest.
         longest = 0 if speculation is None else 1 + speculation["num_speculative_tokens"]
         for num_reqs in (1, 3, 250) if longest else ():
@@ -150,7 +151,7 @@ def main() -> None:
                 GraphKey(GraphSet.DECODE, num_reqs * longest, num_reqs, longest, num_logits=num_reqs * longest)
             )
             runner.prepare(commons, None)
-            runner._run_eager(commons[0], num_reqs * longest)
+            runner._run_eager(commons[0], num_reqs * longest, makes_drafts=True)
 
     with torch.inference_mode():
         found = {"few": few, "every": every, "captured": launched(capture_all), "eager": launched(run_eagerly)}

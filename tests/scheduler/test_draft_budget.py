@@ -9,7 +9,7 @@ from speculating import Accepts, Cost, Simulation, adaptive, decoding, fixed, li
 from phonograph.core.batch import ScheduledBatch, StepOutput
 from phonograph.scheduling import draft_budget
 from phonograph.scheduling.draft_budget import DraftBudget
-from phonograph.scheduling.draft_depths import DraftCounter
+from phonograph.scheduling.draft_counter import DraftCounter
 
 K = 4
 

@@ -69,6 +69,7 @@ class ScheduledBatch:
         samples: True if the step reaches the last known token, so that a next token is sampled.
         num_decode_tokens: tokens of the decodes, of the `num_tokens` of all sequences.
         freed: slots to clear before `new` is loaded (finished, aborted or preempted sequences).
+        makes_drafts: the step ends with the passes of a draft model, where there is one that runs in steps.
     """
 
     slots: list[int] = field(default_factory=list[int])
@@ -81,6 +82,7 @@ class ScheduledBatch:
     new: list[NewSequence] = field(default_factory=list[NewSequence])
     appends: list[BlockAppend] = field(default_factory=list[BlockAppend])
     freed: list[int] = field(default_factory=list[int])
+    makes_drafts: bool = False
 
     @property
     def num_reqs(self) -> int:

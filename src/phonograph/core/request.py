@@ -79,6 +79,7 @@ class Request:
     min_computed: int = 0
     max_computed: int = 0
     slot: int = -1
+    whole_drafts: bool = True
 
     prompt_len: int = field(init=False)
     end_token_ids: frozenset[int] = field(init=False)

@@ -40,6 +40,7 @@ from phonograph.runner.synthetic_batches import SyntheticBatches
 from phonograph.runner.verify_subject import RunnerSubject
 from phonograph.sampling.sampler import Sampler
 from phonograph.scheduling.scheduler import Scheduler
+from phonograph.speculation.device_drafts import DeviceDrafts
 
 log = logging.getLogger(__name__)
 
@@ -164,6 +165,8 @@ def build_engine(plan: EnginePlan, report: StartProgress = no_progress, *, platf
                 draft.finish()
             plan = replace(plan, notes=(*plan.notes, *loading.notes))
             captured = runner.capture(captured_one)
+            if isinstance(runner.drafts, DeviceDrafts) and runner.drafts.caches is not None:
+                runner.time_drafting(runner.drafts.budget.costs.learn)
     for load_X in parts.model.expert_load.values():
         # Captures and the steps before them counted synthetic batches.
         load_X.zero_()

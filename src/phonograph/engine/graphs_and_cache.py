@@ -91,6 +91,7 @@ def size_graphs_and_cache(
             cascade_reqs=MIN_REQUESTS if config.cascade_attention else None,
             pads_decodes=device.kind != "cpu",
             ragged=ragged,
+            draft_passes=draft is not None and device.kind != "cpu",
         )
 
     graphs = captures_within(limits).largest_first()

@@ -41,7 +41,8 @@ class CaptureList:
         drafting: graphs of decodes some of which verify drafts; all their tokens have logits.
         cascade: variants of decode graphs that attend a common prefix once; empty without cascade attention.
         mixed, piecewise: graphs of any batch, whole and in pieces.
-        wide: variants of both with more rows of logits than requests, for the drafts beside a prefill.
+        wide: variants of both with more rows of logits than requests, for the drafts beside a prefill, or with the
+            passes of a draft model.
         ragged: True if a drafting graph holds decodes with different numbers of drafts.
         notes: sizes that were left out, with the reason.
     """
@@ -58,7 +59,11 @@ class CaptureList:
     def largest_first(self) -> tuple[GraphKey, ...]:
         """Return all graphs in the order of capture: later graphs then fit into the pool of the first."""
         every = self.decode + self.drafting + self.cascade + self.mixed + self.piecewise + self.wide
-        return tuple(sorted(every, key=lambda key: (key.num_tokens, key.kind, key.logits, key.num_reqs), reverse=True))
+        return tuple(sorted(every, key=_capture_order, reverse=True))
+
+
+def _capture_order(key: GraphKey) -> tuple[object, ...]:
+    return key.num_tokens, key.kind, key.makes_drafts, key.logits, key.num_reqs
 
 
 def make_capture_list(
@@ -72,6 +77,7 @@ def make_capture_list(
     speculative_tokens: int = 0,
     most_logits: int | None = None,
     ragged: bool = True,
+    draft_passes: bool = False,
     cascade_reqs: int | None = None,
     pads_decodes: bool = True,
 ) -> CaptureList:
@@ -88,6 +94,7 @@ def make_capture_list(
         speculative_tokens: most draft tokens of a decode.
         most_logits: rows of logits of a step with drafts; one for each token of its decodes if None.
         ragged: a graph holds decodes with different numbers of drafts.
+        draft_passes: the passes of a draft model end the graphs of steps that make drafts.
         cascade_reqs: fewest requests of a batch that may cascade; decode graphs of as many slots get a variant. None
             for no cascades.
         pads_decodes: the default decode graphs go up to max_num_seqs, most of them 8 apart. False where a padded token
@@ -131,7 +138,10 @@ def make_capture_list(
             if not pads_decodes:
                 most = min(most, max(max_capture_tokens, query_len))
             shapes = _drafting_shapes(max_num_seqs, speculative_tokens, most, sizes, ragged=ragged)
-            drafting = [GraphKey(GraphSet.DECODE, *shape, query_len, num_logits=shape[0]) for shape in shapes]
+            drafting = [
+                GraphKey(GraphSet.DECODE, *shape, query_len, num_logits=shape[0], makes_drafts=draft_passes)
+                for shape in shapes
+            ]
             largest = max((key.num_tokens for key in drafting), default=0)
             if largest < min(max_num_seqs * query_len, max(sizes or (max_num_seqs * query_len,))):
                 notes.append(
@@ -149,7 +159,11 @@ def make_capture_list(
             notes.append(f"no mixed graph of {_join(left_out)} tokens: a step has at most {why}")
     mixed = tuple(GraphKey(GraphSet.MIXED, size, max_num_seqs) for size in other) if mode.mixed_full else ()
     pieces = tuple(GraphKey(GraphSet.PIECEWISE, size, max_num_seqs) for size in other) if mode.piecewise else ()
-    wide = [replace(key, num_logits=min(key.num_tokens, most_logits)) for key in mixed + pieces if speculative_tokens]
+    wide: list[GraphKey] = []
+    for narrow in mixed + pieces if speculative_tokens else ():
+        key = replace(narrow, num_logits=min(narrow.num_tokens, most_logits), makes_drafts=draft_passes)
+        wide += [replace(narrow, makes_drafts=True)] if draft_passes else []
+        wide += [key] if key.logits > narrow.logits else []
     cascade = () if cascade_reqs is None else tuple(key for key in decode if key.num_reqs >= cascade_reqs)
     return CaptureList(
         decode=decode,
@@ -157,7 +171,7 @@ def make_capture_list(
         cascade=tuple(replace(key, cascade=True) for key in cascade),
         mixed=mixed,
         piecewise=pieces,
-        wide=tuple(key for key in wide if key.logits > replace(key, num_logits=0).logits),
+        wide=tuple(wide),
         ragged=ragged,
         notes=tuple(notes),
     )

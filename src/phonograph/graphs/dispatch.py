@@ -31,6 +31,7 @@ class StepShape:
         decode_query_len: the longest query if all sequences are decodes, else None: 1, or more with drafts.
         num_logits: rows of logits; 0 for the last token of each request.
         prefix_len: computed tokens that are in the same blocks for all sequences; 0 for none or unknown.
+        makes_drafts: the step ends with the passes of a draft model.
     """
 
     num_tokens: int
@@ -38,6 +39,7 @@ class StepShape:
     decode_query_len: int | None
     num_logits: int = 0
     prefix_len: int = 0
+    makes_drafts: bool = False
 
 
 class CascadeRule(Protocol):
@@ -137,7 +139,7 @@ class Dispatcher:
         Args:
             shape: the batch without padding.
         """
-        if shape.num_logits > shape.num_reqs:
+        if shape.makes_drafts or shape.num_logits > shape.num_reqs:
             return self._drafted(shape)
         if shape.decode_query_len != 1:
             return self._mixed[shape.num_tokens]
@@ -214,4 +216,4 @@ def _holds(key: GraphKey, shape: StepShape) -> bool:
     """Return True if a graph holds a batch with drafts."""
     longest = 0 if key.graphs is not GraphSet.DECODE else shape.decode_query_len or 0
     rows = key.num_tokens >= shape.num_tokens and key.num_reqs >= shape.num_reqs and key.logits >= shape.num_logits
-    return rows and key.query_len >= longest
+    return rows and key.query_len >= longest and key.makes_drafts == shape.makes_drafts

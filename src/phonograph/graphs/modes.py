@@ -96,6 +96,7 @@ class GraphKey:
         query_len: tokens of the longest query in a decode graph: 1, or 1 + k with k drafts; 0 in the other sets.
         cascade: True for a decode graph that attends a prefix common to all its sequences once.
         num_logits: rows that have logits; 0 for the last token of each request.
+        makes_drafts: True if the graph ends with the passes of a draft model.
 
     Example:
         ```python
@@ -110,6 +111,7 @@ class GraphKey:
     query_len: int = 0
     cascade: bool = False
     num_logits: int = 0
+    makes_drafts: bool = False
 
     @property
     def logits(self) -> int:
@@ -123,7 +125,8 @@ class GraphKey:
 
     def __str__(self) -> str:
         logits = f", {self.num_logits} logits" if self.num_logits and self.graphs is not GraphSet.DECODE else ""
-        return f"{self.kind}[{counted(self.num_tokens, 'token')}, {counted(self.num_reqs, 'slot')}{logits}]"
+        drafts = ", makes drafts" if self.makes_drafts else ""
+        return f"{self.kind}[{counted(self.num_tokens, 'token')}, {counted(self.num_reqs, 'slot')}{logits}{drafts}]"
 
 
 @dataclass(frozen=True, slots=True)

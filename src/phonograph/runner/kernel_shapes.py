@@ -21,12 +21,17 @@ def graph_shapes(captures: CaptureList) -> list[GraphKey]:
             key.kind,
             key.query_len,
             key.num_logits > 0,
-            key.num_tokens.bit_length(),
-            (key.num_tokens - 1).bit_length(),
+            *_magnitude(key.num_tokens),
+            # Later passes of a draft model have a row a sequence.
+            *(_magnitude(key.num_reqs) if key.makes_drafts else ()),
         ): key
         for key in keys
     }
     return list(samples.values())
+
+
+def _magnitude(number: int) -> tuple[int, int]:
+    return number.bit_length(), (number - 1).bit_length()
 
 
 def eager_shapes(dispatcher: Dispatcher, *, num_slots: int, most_tokens: int) -> list[GraphKey]:

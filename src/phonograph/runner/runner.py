@@ -34,6 +34,8 @@ from phonograph.sampling.failures import SlotFailures
 _PROMPT_ROWS = "log-probabilities of prompt tokens need rows that graphs of this size leave out of the last layer"
 
 
+_TIMED_REPLAYS = 2
+
 CaptureProgress = Callable[[int, int, GraphKey], None]
 """Called before each capture with the number of graphs captured so far, the number of all graphs, and the key."""
 
@@ -100,7 +102,9 @@ class Runner:
             commons = self._inputs.write(rows, decision.key, prefix_len=prefix_len, sampling=plan.in_step)
             self.prepare(commons, decision.key)
             if decision.key is None:
-                outputs = self._run_eager(commons[0], rows.num_logits, all_hidden=scores_prompts)
+                outputs = self._run_eager(
+                    commons[0], rows.num_logits, all_hidden=scores_prompts, makes_drafts=batch.makes_drafts
+                )
             else:
                 outputs = self.replay(decision.key)
             step = self._sampling.finish(rows, plan, outputs, decision, failures)
@@ -145,6 +149,7 @@ class Runner:
             num_logits=key.logits,
             every_row=_every_row(key),
             pieces=key.graphs is GraphSet.PIECEWISE,
+            makes_drafts=key.makes_drafts,
         )
 
     def launch_kernels(self) -> None:
@@ -158,7 +163,8 @@ class Runner:
             for key in eager_shapes(self.dispatcher, num_slots=num_slots, most_tokens=most):
                 commons = self.synthetic.capture_batch(key)
                 self.prepare(commons, None)
-                self._run_eager(commons[0], commons[0].num_reqs)
+                for makes_drafts in {False, self._program.passes is not None}:
+                    self._run_eager(commons[0], commons[0].num_reqs, makes_drafts=makes_drafts)
             self._sampling.launch()
 
     def capture(self, progress: CaptureProgress | None = None) -> CaptureReport:
@@ -190,6 +196,40 @@ class Runner:
             retries=tuple(retries),
         )
 
+    def time_drafting(self, learn: Callable[[int, int, float], None]) -> None:
+        """Time decode graphs with all drafts and without any, where steps that make no drafts take less time.
+
+        Args:
+            learn: takes requests, drafts and seconds of a step.
+        """
+        captures = self.dispatcher.captures
+        whole = [
+            key for key in captures.drafting if key.makes_drafts and key.num_tokens == key.num_reqs * key.query_len
+        ]
+        # One in each power of four, and the largest.
+        timed = {(key.num_reqs.bit_length() - 1) // 2: key for key in reversed(whole)}
+        for drafting in {*timed.values(), *whole[-1:]}:
+            plain = next((key for key in captures.decode if key.num_reqs >= drafting.num_reqs), None)
+            for key in (plain, drafting) if plain is not None else ():
+                run = self._replayed(key)
+                run()
+                for _ in range(_TIMED_REPLAYS):
+                    learn(drafting.num_reqs, key.num_tokens - key.num_reqs, run())
+
+    def _replayed(self, key: GraphKey) -> Callable[[], float]:
+        """Return a function that replays a graph and returns the seconds."""
+
+        def run() -> float:
+            with torch.inference_mode(), self.runtime.scope():
+                self.prepare(self.synthetic.capture_batch(key), key)
+                self.runtime.synchronize()
+                began = time.perf_counter()
+                self.replay(key)
+                self.runtime.synchronize()
+                return time.perf_counter() - began
+
+        return run
+
     def _capture(self, key: GraphKey) -> None:
         run = self._capturable(key)
         if key.graphs is GraphSet.PIECEWISE and not self.runtime.runs_captured:
@@ -210,7 +250,9 @@ class Runner:
         num_kept = max(key.logits, self._sequences.max_num_seqs)
         return not _every_row(key) and self._program.model.kernels.leaves_rows_out(key.num_tokens, num_kept)
 
-    def _run_eager(self, common: CommonMetadata, num_logits: int, *, all_hidden: bool = False) -> StepOutputs:
+    def _run_eager(
+        self, common: CommonMetadata, num_logits: int, *, all_hidden: bool = False, makes_drafts: bool
+    ) -> StepOutputs:
         return self._program.run(
             num_tokens=common.num_tokens,
             num_reqs=common.num_reqs,
@@ -218,6 +260,7 @@ class Runner:
             every_row=common.num_tokens == num_logits,
             pieces=False,
             all_hidden=all_hidden,
+            makes_drafts=makes_drafts,
         )
 
     def _capturable(self, key: GraphKey) -> Callable[[], StepOutputs]:
@@ -246,6 +289,7 @@ def shape_of(batch: ScheduledBatch, prefixes: SharedPrefixes | None = None) -> S
         decode_query_len=longest,
         num_logits=batch.num_logits,
         prefix_len=prefix_len,
+        makes_drafts=batch.makes_drafts,
     )
 
 

@@ -104,6 +104,7 @@ class StepProgram:
         every_row: bool,
         pieces: bool,
         all_hidden: bool = False,
+        makes_drafts: bool = False,
     ) -> StepOutputs:
         """Run the step in the inputs at a padded shape.
 
@@ -114,8 +115,10 @@ class StepProgram:
             every_row: each token has logits (uniform decode), so that its row of logits is its own.
             pieces: split the capture at each call of attention.
             all_hidden: return all rows of the residual stream, for logits of more rows than each request's last.
+            makes_drafts: end with the passes of the draft model, if there is one.
         """
         inputs, model = self._inputs, self.model
+        passes = self.passes if makes_drafts else None
         inputs.prepare(num_reqs=num_reqs, num_tokens=num_tokens)
         self.attention.pieces = pieces
         self.attention.schedule()
@@ -123,7 +126,7 @@ class StepProgram:
         # Its last entry is the number of tokens, after the padded requests too.
         num_rows = inputs.query_start_loc[num_reqs : num_reqs + 1]
         num_kept = max(num_logits, inputs.seq_lens.shape[0])
-        all_hidden = all_hidden or (self.passes is not None and self.passes.needs_all_rows)
+        all_hidden = all_hidden or (passes is not None and passes.needs_all_rows)
         if model.kernels.leaves_rows_out(num_tokens, num_kept) and not every_row and not all_hidden:
             # Padding rows have arbitrary contents.
             rows = inputs.logits_rows[:num_kept]
@@ -139,8 +142,8 @@ class StepProgram:
         if self._sample is None:
             return StepOutputs(hidden_TE, logits_NV, self._no_tokens, self._no_tokens)
         tokens, counts = self._sample(logits_NV, num_reqs)
-        if self.passes is not None:
-            self.passes.run(tokens, num_tokens=num_tokens, num_reqs=num_reqs, pieces=pieces)
+        if passes is not None:
+            passes.run(tokens, num_tokens=num_tokens, num_reqs=num_reqs, pieces=pieces)
         return StepOutputs(hidden_TE, logits_NV, tokens, counts)
 
     def build(self, builder: GroupBuilder, commons: Sequence[CommonMetadata], key: GraphKey | None) -> None:
@@ -152,7 +155,7 @@ class StepProgram:
             key: the graph that will be captured or replayed; None for an eager step.
         """
         self.attention.metadata = builder.build(commons, key=key)
-        if self.passes is not None:
+        if self.passes is not None and (key is None or key.makes_drafts):
             self.passes.build(commons, key)
 
     @contextmanager

@@ -9,6 +9,10 @@ A request whose drafts gain nothing for some steps *rests*: no drafts are made f
 verifies drafts as a probe. Probes take at most a hundredth of the time: what a probe may cost is saved up from the
 steps before, so that dear probes are rare. A request whose probe shows a gain wakes.
 
+Where a draft model runs inside the steps, its passes take time in each of them, drafts verified or not. So the engine
+itself rests there when no request gains: its steps make no drafts. Those of a request that starts later are a probe of
+the engine, again within a hundredth of the time.
+
 Everything is learnt from durations that the caller measures. There is no clock here, and no device: drafts may be kept
 anywhere.
 """
@@ -24,7 +28,7 @@ import numpy as np
 from phonograph.core.batch import DraftCounts, ScheduledBatch, StepOutput
 from phonograph.core.request import Request
 from phonograph.scheduling.draft_acceptance import DraftAcceptance
-from phonograph.scheduling.draft_depths import DraftCounter
+from phonograph.scheduling.draft_counter import DraftCounter
 from phonograph.scheduling.step_costs import StepCosts, size_of
 
 FIXED = "fixed"
@@ -34,11 +38,14 @@ TIMING = "plain step, to time it"
 GAIN = "gain"
 NO_GAIN = "no gain"
 PROBE = "probe"
+RESTS = "the engine rests"
 
 _PROBE_SHARE = 0.01
 """Time that probes may cost, of all time."""
 _SAVED_STEPS = 8
 """Most that is saved up for probes, in steps."""
+_MOST_OWED = 50
+"""Most that drafts made in vain may cost ahead, likewise."""
 _STEPS_BEFORE_REST = 8
 """Steps in a row in which a request has drafts and none is verified, before it rests."""
 _FIRST_REST, _LONGEST_REST = 16, 512
@@ -49,6 +56,10 @@ _STEPS_WITHOUT_PLAIN = 8
 _GAIN_TO_START, _GAIN_TO_STAY = 1.03, 1.01
 """Expected tokens a second with drafts, over those without, that a step with drafts must have after one without, and
 after one with drafts. Smaller gains are within the noise of durations."""
+_IDLE_STEPS = 2
+"""Steps in a row that make drafts and verify none, before an engine rests."""
+_TRIAL_STEPS = 4
+"""Steps that verify all drafts after an engine has rested."""
 _STEPS_WITHOUT_DEEP = 16
 """Steps until all drafts are verified again where fewer gain more."""
 
@@ -73,17 +84,28 @@ class DraftBudget:
         max_num_seqs: slots.
         adaptive: False verifies all drafts, up to the limits.
         costs: durations that are known already, such as those of replays at the start.
+        in_steps: drafts are made at the end of the steps, so that one that makes none takes less time.
 
     Attributes:
         most: largest depth.
+        makes_drafts: False while the engine rests.
     """
 
     def __init__(
-        self, limits: Sequence[int], *, max_num_seqs: int, adaptive: bool = True, costs: StepCosts | None = None
+        self,
+        limits: Sequence[int],
+        *,
+        max_num_seqs: int,
+        adaptive: bool = True,
+        costs: StepCosts | None = None,
+        in_steps: bool = False,
     ) -> None:
         self.most = max(limits)
         self.adaptive = adaptive
+        self.makes_drafts = True
         self.costs = costs or StepCosts()
+        self._in_steps = in_steps
+        self._idle_steps = self._trial_steps = 0
         self._limits = limits
         self._acceptance = DraftAcceptance(max_num_seqs, self.most)
         self._owners = [""] * max_num_seqs
@@ -109,6 +131,19 @@ class DraftBudget:
         """Return True if the next step may verify drafts of a slot, so that they are to be made."""
         return not self._rests[slot] or self._step >= self._probe_steps[slot]
 
+    def try_again(self, number: int) -> None:
+        """Let a resting engine make drafts if the time saved up pays for a trial.
+
+        Args:
+            number: decodes of the steps to come.
+        """
+        if self.makes_drafts:
+            return
+        plain, drafting = self.costs.estimate(number, np.array([0, self.most]))
+        price = (_TRIAL_STEPS + _IDLE_STEPS) * float(drafting - plain)
+        if price <= self._saved:  # `learn` takes what the trial costs
+            self.makes_drafts, self._trial_steps, self._idle_steps = True, _TRIAL_STEPS, 0
+
     def choose(self, decodes: Collection[Request], available: Sequence[int]) -> DepthChoice:
         """Choose the depth of each decode.
 
@@ -124,8 +159,13 @@ class DraftBudget:
         """Take the result of a step, and its duration."""
         number, tokens = batch.num_decodes, batch.num_decode_tokens
         if self.adaptive and number == batch.num_reqs:
-            self.costs.learn(number, tokens - number, seconds)
-            self._saved = min(self._saved + _PROBE_SHARE * seconds, _SAVED_STEPS * seconds)
+            if tokens > number or not batch.makes_drafts:
+                self.costs.learn(number, tokens - number, seconds)
+            gain = _PROBE_SHARE * seconds
+            if batch.makes_drafts:
+                plain = float(self.costs.estimate(number, np.zeros(1))[0])
+                gain += plain * sum(map(len, output.token_ids)) / number - seconds
+            self._saved = min(max(self._saved + gain, -_MOST_OWED * seconds), _SAVED_STEPS * seconds)
             size = size_of(number, 8)
             self._since_plain[size] = 1 + self._since_plain.get(size, 0) if tokens > number else 0
         if tokens == number:
@@ -148,6 +188,16 @@ class DraftBudget:
         for request in decodes:
             if self._owners[request.slot] != request.request_id:
                 self._start(request.slot, request.request_id)
+        if not self.makes_drafts:
+            return DepthChoice([0] * number, RESTS)
+        choice = self._choose_awake(decodes, available)
+        if self._in_steps and self.adaptive and any(one.whole_drafts for one in decodes):
+            self._idle_steps = 0 if any(choice.depths) else self._idle_steps + 1
+            self.makes_drafts = self._idle_steps < _IDLE_STEPS
+        return choice
+
+    def _choose_awake(self, decodes: Collection[Request], available: Sequence[int]) -> DepthChoice:
+        number = len(decodes)
         if not any(available):
             return DepthChoice([0] * number, NO_DRAFTS)
         limit = self._limits[number]
@@ -155,7 +205,10 @@ class DraftBudget:
             return DepthChoice([0] * number, BATCH_SIZE)
         if not self.adaptive:
             return DepthChoice([min(one, limit) for one in available], FIXED)
-        since_plain = self._since_plain.get(size_of(number, 8))
+        if self._trial_steps:
+            self._trial_steps -= 1
+            return DepthChoice([min(one, limit) for one in available], PROBE)
+        since_plain = 0 if self._in_steps else self._since_plain.get(size_of(number, 8))
         num_timed = min(max(self.costs.num_plain_steps(number), 1), 16)
         if since_plain is None or since_plain >= _STEPS_WITHOUT_PLAIN * num_timed:
             self._since_plain[size_of(number, 8)] = 0

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
-import numpy as np
-
 from phonograph.core.batch import DraftCounts, ScheduledBatch, StepOutput
 from phonograph.core.limits import Limits
 from phonograph.core.request import Request
+from phonograph.scheduling.draft_caches import DraftCaches
 
 
 class DraftDepths(Protocol):
@@ -19,10 +18,12 @@ class DraftDepths(Protocol):
 
     Attributes:
         most: largest depth.
+        caches: what a draft model lacks that runs inside the steps; None without one.
         counts: of the drafts so far.
     """
 
     most: int
+    caches: DraftCaches | None
 
     @property
     def counts(self) -> DraftCounts: ...
@@ -42,36 +43,6 @@ class DraftDepths(Protocol):
             seconds: its duration, without the time in which an earlier step had the device.
         """
         ...
-
-
-class DraftCounter:
-    """Adds up the drafts of steps.
-
-    Args:
-        most: largest depth.
-    """
-
-    def __init__(self, most: int) -> None:
-        self._decodes = self._verified = 0
-        self._positions = np.arange(most)
-        self._accepted = np.zeros(most, np.int64)
-
-    def add(self, verified: np.ndarray, accepted: np.ndarray) -> None:
-        """Add the decodes of a step.
-
-        Args:
-            verified: drafts of each decode, int [N].
-            accepted: those that were kept, int [N].
-        """
-        self._decodes += int(np.count_nonzero(verified))
-        self._verified += int(verified.sum())
-        self._accepted += (self._positions < accepted[:, None]).sum(0)
-
-    @property
-    def counts(self) -> DraftCounts:
-        """Counts since the start."""
-        by_position = tuple(self._accepted.tolist())
-        return DraftCounts(self._decodes, self._verified, sum(by_position), by_position)
 
 
 def granted_depths(depths: Sequence[int], decodes: Collection[Request], limits: Limits) -> list[int]:

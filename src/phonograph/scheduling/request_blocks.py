@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from itertools import chain
 from math import gcd
 
 from phonograph.core.batch import BlockAppend
@@ -13,6 +14,7 @@ from phonograph.core.limits import Limits
 from phonograph.core.request import Request
 from phonograph.kv_cache.manager import CacheManager
 from phonograph.kv_cache.tables import SequenceTable
+from phonograph.scheduling.draft_depths import DraftDepths
 
 
 class RequestBlocks:
@@ -31,9 +33,11 @@ class RequestBlocks:
         *,
         num_blocks: int,
         enable_prefix_caching: bool,
-        most_drafts: int,
+        drafts: DraftDepths | None,
     ) -> None:
         self.groups = tuple(groups)
+        self._draft_caches = None if drafts is None else drafts.caches
+        most_drafts = 0 if drafts is None else drafts.most
         self.cache = CacheManager(
             groups,
             num_blocks=num_blocks,
@@ -72,12 +76,31 @@ class RequestBlocks:
         reserve = growth + self._step_blocks.total() if decodes else 0
         ahead = min(self.ahead, request.max_len - 1 - request.num_tokens)
         table = self.tables[request.request_id]
-        return self.cache.admit(table, request.num_tokens, reserve=reserve, reuse=reuse, ahead=ahead)
+        num_cached = self.cache.admit(table, request.num_tokens, reserve=reserve, reuse=reuse, ahead=ahead)
+        if self._draft_caches is not None and num_cached is not None:
+            for one in table.groups:
+                self._draft_caches.taken(one.block_ids[one.num_published :])
+            shared = chain.from_iterable(one.block_ids[: one.num_published] for one in table.groups)
+            self._draft_caches.admit(request, shared, len(decodes))
+        return num_cached
+
+    def begin_step(self, running: Iterable[Request]) -> None:
+        """Take account of what a draft model will lack after the next step; see `DraftCaches.begin`."""
+        if self._draft_caches is not None:
+            self._draft_caches.begin(running)
+
+    def makes_drafts(self, requests: Iterable[Request]) -> bool:
+        """Return True if the draft model's passes end a step of these requests."""
+        return self._draft_caches is not None and any(request.whole_drafts for request in requests)
 
     def publish(self, request: Request) -> SequenceTable:
         """Put the full blocks whose tokens are scheduled and known into the prefix cache; return the block tables."""
         table = self.tables[request.request_id]
+        before = [one.num_published for one in table.groups] if self._draft_caches is not None else ()
         self.cache.publish(table, request.num_computed)
+        if self._draft_caches is not None:
+            for one, start in zip(table.groups, before, strict=True):
+                self._draft_caches.filled(request, one.block_ids[start : one.num_published])
         return table
 
     def free(self, request: Request) -> None:
@@ -109,6 +132,9 @@ class RequestBlocks:
         if self._slides:
             self.cache.free_behind(table, request.min_computed)
         fresh = self.cache.extend(table, min(num_tokens + self.ahead, request.max_len - 1), request.slot)
+        if self._draft_caches is not None:
+            for one in fresh:
+                self._draft_caches.taken(one.block_ids)
         if is_new:
             fresh = [
                 BlockAppend(slot=request.slot, start=one.first, block_ids=one.held, group=group)

@@ -93,7 +93,7 @@ class Scheduler:
             groups,
             num_blocks=num_blocks,
             enable_prefix_caching=enable_prefix_caching,
-            most_drafts=0 if drafts is None else drafts.most,
+            drafts=drafts,
         )
         self.context_len = self._blocks.longest_request  # the model's context, or what the blocks hold
         self._requests: dict[str, Request] = {}
@@ -106,9 +106,7 @@ class Scheduler:
         self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
         self._freed: list[int] = []  # since the last batch
         self._in_flight: deque[tuple[ScheduledBatch, list[Request]]] = deque()
-        self._num_added = 0
-        self._num_preemptions = 0
-        self._prefix_queries = self._prefix_hits = 0
+        self._num_added = self._num_preemptions = self._prefix_queries = self._prefix_hits = 0
 
     @property
     def has_unfinished(self) -> bool:
@@ -265,6 +263,7 @@ class Scheduler:
             new=new,
             appends=appends,
             freed=self._freed,
+            makes_drafts=self._blocks.makes_drafts(requests),
         )
         self._freed = []
         self._in_flight.append((batch, requests))
@@ -331,6 +330,7 @@ class Scheduler:
         depths: list[int] = []
         if self.drafts is not None and decodes:
             depths = granted_depths(self.drafts.choose(decodes), decodes, self.limits)
+            blocks.begin_step(self._running)
         if blocks.suffices(len(decodes), self._prefilling):
             return depths, True
         needs = blocks.needs(decodes, depths or repeat(0))

@@ -9,7 +9,8 @@ import numpy as np
 from phonograph.core.batch import DraftCounts, ScheduledBatch, StepOutput
 from phonograph.core.request import Request
 from phonograph.scheduling.draft_budget import DraftBudget
-from phonograph.scheduling.draft_depths import DraftCounter
+from phonograph.scheduling.draft_caches import DraftCaches
+from phonograph.scheduling.draft_counter import DraftCounter
 from phonograph.speculation.host_drafts import speculates
 
 
@@ -23,15 +24,18 @@ class DeviceDrafts:
     Args:
         budget: chooses the depths.
         max_num_logits: rows of logits of the largest step.
+        in_steps: a draft model makes the drafts.
 
     Attributes:
         budget: as above.
+        caches: what the draft model lacks; None without one.
         most: largest depth.
         max_num_logits: as above.
     """
 
-    def __init__(self, budget: DraftBudget, *, max_num_logits: int) -> None:
+    def __init__(self, budget: DraftBudget, *, max_num_logits: int, in_steps: bool = False) -> None:
         self.budget = budget
+        self.caches = DraftCaches(budget, speculates) if in_steps else None
         self.most = budget.most
         self.max_num_logits = max_num_logits
         self._counter = DraftCounter(self.most)
@@ -43,7 +47,8 @@ class DeviceDrafts:
 
     def choose(self, decodes: Collection[Request]) -> Sequence[int]:
         """Return the depth of each decode, 0 where sampling keeps state by token."""
-        available = [self.most if speculates(one) and self.budget.wants_drafts(one.slot) else 0 for one in decodes]
+        wants = self.budget.wants_drafts
+        available = [self.most if one.whole_drafts and speculates(one) and wants(one.slot) else 0 for one in decodes]
         return self.budget.choose(decodes, available).depths
 
     def learn(self, batch: ScheduledBatch, output: StepOutput, seconds: float) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 from phonograph.core.batch import DraftCounts, NewSequence, ScheduledBatch, StepOutput
 from phonograph.core.request import Request
 from phonograph.scheduling.draft_budget import DraftBudget
+from phonograph.scheduling.draft_caches import DraftCaches
 
 
 class Proposer(Protocol):
@@ -41,6 +42,7 @@ class HostDrafts:
     def __init__(self, proposer: Proposer | None, budget: DraftBudget, *, max_num_seqs: int) -> None:
         self.budget = budget
         self.most = budget.most
+        self.caches: DraftCaches | None = None  # A draft model on the host computes what it lacks.
         self._proposer = proposer
         self._num_found = [0] * max_num_seqs
         self._plain: set[int] = set()

@@ -324,7 +324,7 @@ def _graph_lines(plan: EnginePlan) -> list[str]:
         *line("cascade decode", captures.cascade, ", a common prefix attended once"),
         *line("mixed", captures.mixed, slots),
         *line("piecewise", captures.piecewise, slots),
-        *line("mixed or piecewise", captures.wide, f"{slots}, with rows of logits for drafts"),
+        *line("mixed or piecewise", captures.wide, f"{slots}, for steps with drafts"),
     ]
 
 

@@ -115,8 +115,10 @@ class CudaPlatform:
                     features.embedding_VE = model.embedding_VE
                 static += _bind(plan, parts.draft.model, limits.max_num_seqs, device).tensors()
         runtime = self._make_runtime(device, static)
-        budget = make_draft_budget(plan)
-        drafts = None if budget is None else DeviceDrafts(budget, max_num_logits=limits.max_num_logits)
+        in_steps, drafts = parts.draft is not None, None
+        budget = make_draft_budget(plan, in_steps=in_steps)
+        if budget is not None:
+            drafts = DeviceDrafts(budget, max_num_logits=limits.max_num_logits, in_steps=in_steps)
         device_sampler = DeviceSampler(
             inputs, workspace.logits_NV, speculation=plan.config.speculation, batch_invariant=batch_invariant
         )

@@ -90,11 +90,19 @@ def make_step_attention(plan: EnginePlan, parts: ModelParts, inputs: Inputs, run
     )
 
 
-def make_draft_budget(plan: EnginePlan) -> DraftBudget | None:
-    """Make the budget that chooses the drafts of each step; None without speculation."""
+def make_draft_budget(plan: EnginePlan, *, in_steps: bool = False) -> DraftBudget | None:
+    """Make the budget that chooses the drafts of each step; None without speculation.
+
+    Args:
+        plan: of the engine.
+        in_steps: a draft model runs inside the steps.
+    """
     speculation, max_num_seqs = plan.config.speculation, plan.limits.max_num_seqs
     if speculation is None:
         return None
     return DraftBudget(
-        speculation.most_drafts(max_num_seqs), max_num_seqs=max_num_seqs, adaptive=speculation.adaptive_depth
+        speculation.most_drafts(max_num_seqs),
+        max_num_seqs=max_num_seqs,
+        adaptive=speculation.adaptive_depth,
+        in_steps=in_steps,
     )
