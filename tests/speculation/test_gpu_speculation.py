@@ -21,7 +21,7 @@ from phonograph.errors import ConfigError
 pytestmark = pytest.mark.gpu
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 4}
-MODEL = {"method": "draft_model", "model": "demo", "num_speculative_tokens": 3}
+MODEL = {"method": "draft_model", "model": "demo", "num_speculative_tokens": 3, "adaptive_depth": False}
 """The model is its own draft model, so that its drafts are right wherever rounding does not decide."""
 GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
 KINDS = {
