@@ -191,7 +191,12 @@ def test_speculation(tmp_path: Path) -> None:
 def test_a_draft_model_that_is_the_model_is_always_right(tmp_path: Path) -> None:
     """Keys of the draft model are those of the sequences, and its samples have the noise of the draws."""
     make_checkpoint("qwen3", tmp_path, **HEADS)
-    speculation = {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 2, "adaptive_depth": False}
+    speculation = {
+        "method": "draft_model",
+        "model": str(tmp_path),
+        "num_speculative_tokens": 2,
+        "adaptive_depth": False,
+    }
     found: list[list[list[int]]] = []
     for settings in ({}, {"speculative_config": speculation}):
         engine = start_engine(tmp_path, (3,), **settings)

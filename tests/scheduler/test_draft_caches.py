@@ -59,7 +59,9 @@ class Engine:
                 kept += 1
             runs.append([7] * (1 + kept))
         runs += [[7]] * sum(batch.samples[batch.num_decodes :])
-        output = StepOutput(slots=[slot for slot, one in zip(batch.slots, batch.samples, strict=True) if one], token_ids=runs)
+        output = StepOutput(
+            slots=[slot for slot, one in zip(batch.slots, batch.samples, strict=True) if one], token_ids=runs
+        )
         lasts = seconds_of(batch)
         self.seconds, self.tokens = self.seconds + lasts, self.tokens + sum(map(len, runs))
         self.scheduler.drafts.learn(batch, output, lasts)

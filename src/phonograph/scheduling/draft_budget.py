@@ -58,8 +58,8 @@ _GAIN_TO_START, _GAIN_TO_STAY = 1.03, 1.01
 after one with drafts. Smaller gains are within the noise of durations."""
 _IDLE_STEPS = 2
 """Steps in a row that make drafts and verify none, before an engine rests."""
-_TRIAL_STEPS = 4
-"""Steps that verify all drafts after an engine has rested."""
+_TRIAL_RUNS = 6
+"""Decodes that verify all drafts after an engine has rested."""
 _STEPS_WITHOUT_DEEP = 16
 """Steps until all drafts are verified again where fewer gain more."""
 
@@ -105,7 +105,7 @@ class DraftBudget:
         self.makes_drafts = True
         self.costs = costs or StepCosts()
         self._in_steps = in_steps
-        self._idle_steps = self._trial_steps = 0
+        self._idle_steps = self._trial_runs = 0
         self._limits = limits
         self._acceptance = DraftAcceptance(max_num_seqs, self.most)
         self._owners = [""] * max_num_seqs
@@ -139,10 +139,11 @@ class DraftBudget:
         """
         if self.makes_drafts:
             return
-        plain, drafting = self.costs.estimate(number, np.array([0, self.most]))
-        price = (_TRIAL_STEPS + _IDLE_STEPS) * float(drafting - plain)
+        plain, drafting = self.costs.estimate(number, np.array([0, number * self.most]))
+        # Requests come together, or one by one.
+        price = (_TRIAL_RUNS / number + 1 + _IDLE_STEPS) * float(drafting - plain)
         if price <= self._saved:  # `learn` takes what the trial costs
-            self.makes_drafts, self._trial_steps, self._idle_steps = True, _TRIAL_STEPS, 0
+            self.makes_drafts, self._trial_runs, self._idle_steps = True, _TRIAL_RUNS, 0
 
     def choose(self, decodes: Collection[Request], available: Sequence[int]) -> DepthChoice:
         """Choose the depth of each decode.
@@ -205,8 +206,8 @@ class DraftBudget:
             return DepthChoice([0] * number, BATCH_SIZE)
         if not self.adaptive:
             return DepthChoice([min(one, limit) for one in available], FIXED)
-        if self._trial_steps:
-            self._trial_steps -= 1
+        if self._trial_runs > 0:
+            self._trial_runs -= sum(map(bool, available))
             return DepthChoice([min(one, limit) for one in available], PROBE)
         since_plain = 0 if self._in_steps else self._since_plain.get(size_of(number, 8))
         num_timed = min(max(self.costs.num_plain_steps(number), 1), 16)

@@ -13,11 +13,11 @@ from typing import Protocol
 
 import torch
 
+from phonograph.engine.startup.host_copy import HostCopy
 from phonograph.errors import MemoryLimitError, cause_text
 
 CHUNK_BYTES = 32 << 20
-"""Bytes of a chunk: a multiple of the driver's granularity, and a power of two, to which page-locked memory is rounded.
-"""
+"""Bytes of a chunk: a multiple of the driver's granularity."""
 _ALIGNMENT = 512
 """Alignment of a tensor, that of torch's allocator."""
 
@@ -66,7 +66,7 @@ class VirtualMemory:
         self._used = 0
         self._num_chunks = 0
         self._handles: dict[int, int] = {}  # by address
-        self._kept: list[torch.Tensor] = []
+        self._kept: HostCopy | None = None
         finalizer = weakref.finalize(
             self, _give_back, driver, self._address, self._reserved, chunk_bytes, self._handles
         )
@@ -93,11 +93,11 @@ class VirtualMemory:
 
     def release(self, storages: Iterable[torch.UntypedStorage], *, keep: bool) -> None:
         if not keep:
-            self._kept.clear()
+            self._drop()
         elif self._handles and self._num_chunks:
             try:
-                self._kept = [self._host_copy(address) for address in self._handles]
-            except RuntimeError as error:
+                self._keep()
+            except (MemoryError, OSError) as error:
                 problem = f"no host memory to keep {self._num_chunks * self._chunk_bytes} bytes while the engine sleeps"
                 raise MemoryLimitError(f"{problem} ({cause_text(error)}); level 2 keeps nothing") from error
         self._unmap()
@@ -111,16 +111,30 @@ class VirtualMemory:
             needed = self._num_chunks * self._chunk_bytes
             problem = f"no memory to wake up: {needed} bytes are needed, and other programs use the GPU"
             raise MemoryLimitError(f"{problem} ({error}); end them and wake up again") from error
-        for address, kept in zip(self._handles, self._kept, strict=False):
-            self._chunk(address).copy_(kept, non_blocking=True)
-        if self._kept and self._kept[0].is_pinned():
-            torch.cuda.synchronize()
-        self._kept.clear()
+        if self._kept is not None:
+            self._copy(self._kept, back=True)
+            self._drop()
         self._used = 0
 
-    def _host_copy(self, address: int) -> torch.Tensor:
-        chunk = self._chunk(address)
-        return torch.empty(self._chunk_bytes, dtype=torch.uint8, pin_memory=chunk.is_cuda).copy_(chunk)
+    def _keep(self) -> None:
+        self._drop()
+        on_gpu = self._chunk(self._address).is_cuda
+        kept = HostCopy(self._num_chunks * self._chunk_bytes, page_locked=on_gpu)
+        self._copy(kept, back=False)
+        self._kept = kept
+
+    def _copy(self, kept: HostCopy, *, back: bool) -> None:
+        for address, part in zip(self._handles, kept.bytes.split(self._chunk_bytes), strict=True):
+            chunk = self._chunk(address)
+            into, source = (chunk, part) if back else (part, chunk)
+            into.copy_(source, non_blocking=True)
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+
+    def _drop(self) -> None:
+        if self._kept is not None:
+            self._kept.close()
+            self._kept = None
 
     def _chunk(self, address: int) -> torch.Tensor:
         return self._driver.tensor(address, self._chunk_bytes, self)

@@ -47,8 +47,8 @@ _MOVES = (
 
 def dequantize_fp4(packed_OW: torch.Tensor, scales_OS: torch.Tensor, bias: int) -> torch.Tensor:
     """Return the weights [O, I] of words in the order of a file, in bfloat16; `bias` is that of the exponents."""
-    codes_OB = packed_OW.contiguous().view(torch.uint8)
-    exponents_OG = scales_OS.contiguous().view(torch.uint8)[:, : codes_OB.shape[1] * 2 // GROUP].to(torch.int16) - bias
+    codes_OB, exponents_OB = _bytes(packed_OW), _bytes(scales_OS)
+    exponents_OG = exponents_OB[:, : codes_OB.shape[1] * 2 // GROUP].to(torch.int16) - bias
     # A bfloat16 has its exponent above 7 bits; 2^-127 has none, and one bit below it.
     scales_OG = (exponents_OG << 7).clamp_(min=1 << 6).view(torch.bfloat16)
     pairs = _PAIRS.to(codes_OB.device).view(torch.int32).flatten()
@@ -113,3 +113,8 @@ def _moved(words: torch.Tensor, bits: int, left: int) -> torch.Tensor:
 
 def _signed(word: int) -> int:
     return word - (1 << 32) if word >> 31 else word
+
+
+def _bytes(words_OW: torch.Tensor) -> torch.Tensor:
+    # A row of one word may have any stride, also in a tensor that counts as contiguous.
+    return words_OW.reshape(-1).view(torch.uint8).view(len(words_OW), -1)
