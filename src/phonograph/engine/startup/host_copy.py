@@ -6,7 +6,9 @@ import ctypes
 import logging
 import mmap
 import os
+import weakref
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import psutil
 import torch
@@ -44,25 +46,34 @@ class HostCopy:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._pages.madvise(mmap.MADV_HUGEPAGE)
         self.bytes = torch.frombuffer(self._pages, dtype=torch.uint8)
-        self._locked = False
+        self._unlock: weakref.finalize[..., HostCopy] | None = None
         if page_locked:
             self._touch(nbytes)
-            error = torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), nbytes, 0)
-            self._locked = int(error) == 0
-            if not self._locked:
-                log.warning(
-                    "the host memory of a sleeping engine is not page-locked (error %d), so copies take longer", error
-                )
+            address = self.bytes.data_ptr()
+            error = int(_runtime().cudaHostRegister(address, nbytes, 0))
+            if error:
+                log.warning("host memory of a sleeping engine is not page-locked (error %d): copies take longer", error)
+            else:
+                self._unlock = weakref.finalize(self, _unlock, address)
+                self._unlock.atexit = False  # The driver may be gone.
 
     def close(self) -> None:
         """Give the memory back. Copies from it must have ended."""
-        if self._locked:
-            torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())
+        if self._unlock is not None:
+            self._unlock()
         del self.bytes
         self._pages.close()
 
     def _touch(self, nbytes: int) -> None:
         address = self.bytes.data_ptr()
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
-            starts = range(0, nbytes, _PIECE)
-            list(threads.map(lambda start: ctypes.memset(address + start, 0, min(_PIECE, nbytes - start)), starts))
+            for start in range(0, nbytes, _PIECE):
+                threads.submit(ctypes.memset, address + start, 0, min(_PIECE, nbytes - start))
+
+
+def _unlock(address: int) -> None:
+    _runtime().cudaHostUnregister(address)
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()

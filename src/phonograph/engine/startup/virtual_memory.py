@@ -66,7 +66,8 @@ class VirtualMemory:
         self._used = 0
         self._num_chunks = 0
         self._handles: dict[int, int] = {}  # by address
-        self._kept: HostCopy | None = None
+        self._host_copy: HostCopy | None = None  # kept while awake, because it takes time to make
+        self._holds_contents = False
         finalizer = weakref.finalize(
             self, _give_back, driver, self._address, self._reserved, chunk_bytes, self._handles
         )
@@ -111,20 +112,20 @@ class VirtualMemory:
             needed = self._num_chunks * self._chunk_bytes
             problem = f"no memory to wake up: {needed} bytes are needed, and other programs use the GPU"
             raise MemoryLimitError(f"{problem} ({error}); end them and wake up again") from error
-        if self._kept is not None:
-            self._copy(self._kept, back=True)
-            self._drop()
-        self._used = 0
+        if self._host_copy is not None and self._holds_contents:
+            self._copy(self._host_copy, back=True)
+        self._used, self._holds_contents = 0, False
 
     def _keep(self) -> None:
-        self._drop()
-        on_gpu = self._chunk(self._address).is_cuda
-        kept = HostCopy(self._num_chunks * self._chunk_bytes, page_locked=on_gpu)
-        self._copy(kept, back=False)
-        self._kept = kept
+        nbytes = self._num_chunks * self._chunk_bytes
+        if self._host_copy is None or len(self._host_copy.bytes) != nbytes:
+            self._drop()
+            self._host_copy = HostCopy(nbytes, page_locked=self._chunk(self._address).is_cuda)
+        self._copy(self._host_copy, back=False)
+        self._holds_contents = True
 
-    def _copy(self, kept: HostCopy, *, back: bool) -> None:
-        for address, part in zip(self._handles, kept.bytes.split(self._chunk_bytes), strict=True):
+    def _copy(self, host: HostCopy, *, back: bool) -> None:
+        for address, part in zip(self._handles, host.bytes.split(self._chunk_bytes), strict=True):
             chunk = self._chunk(address)
             into, source = (chunk, part) if back else (part, chunk)
             into.copy_(source, non_blocking=True)
@@ -132,9 +133,9 @@ class VirtualMemory:
             torch.cuda.synchronize()
 
     def _drop(self) -> None:
-        if self._kept is not None:
-            self._kept.close()
-            self._kept = None
+        if self._host_copy is not None:
+            self._host_copy.close()
+        self._host_copy, self._holds_contents = None, False
 
     def _chunk(self, address: int) -> torch.Tensor:
         return self._driver.tensor(address, self._chunk_bytes, self)

@@ -1,0 +1,84 @@
+"""Host memory that keeps a sleeping engine's weights: locked for the GPU, and given back."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fake_memory_driver import FakeMemoryDriver
+
+from phonograph.engine.startup import host_copy
+from phonograph.engine.startup.host_copy import HostCopy
+from phonograph.engine.startup.virtual_memory import VirtualMemory
+
+CHUNK = 4096
+SIZE = 10_000
+
+
+@pytest.fixture
+def locked(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
+    """Bytes that the driver has locked, by address; it refuses those of `SIZE + 1` bytes."""
+    held: dict[int, int] = {}
+
+    def register(address: int, nbytes: int, flags: int) -> int:
+        assert flags == 0
+        if nbytes > SIZE:
+            return 2
+        held[address] = nbytes
+        return 0
+
+    runtime: Any = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=held.pop)
+    monkeypatch.setattr(host_copy, "_runtime", lambda: runtime)
+    return held
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_pages_are_locked_until_the_end(locked: dict[int, int], closes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_copy, "_PIECE", 999)
+    copy = HostCopy(SIZE, page_locked=True)
+    assert locked == {copy.bytes.data_ptr(): SIZE}
+    assert len(copy.bytes) == SIZE and not copy.bytes.any()
+    if closes:
+        copy.close()
+    del copy
+    gc.collect()
+    assert not locked
+
+
+def test_memory_that_cannot_be_locked_serves(locked: dict[int, int], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        copy = HostCopy(SIZE + 1, page_locked=True)
+    assert "not page-locked (error 2)" in caplog.text
+    copy.bytes[SIZE] = 7
+    copy.close()
+    assert not locked
+
+
+def test_a_second_sleep_finds_the_memory_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    class Counted(HostCopy):
+        def __init__(self, nbytes: int, *, page_locked: bool) -> None:
+            super().__init__(nbytes, page_locked=page_locked)
+            made.append(nbytes)
+
+    monkeypatch.setattr("phonograph.engine.startup.virtual_memory.HostCopy", Counted)
+    memory = VirtualMemory(FakeMemoryDriver(10 * CHUNK), CHUNK)
+    tensor = memory.empty((3 * CHUNK - 5,), dtype=torch.uint8)
+    for value in (1, 2, 3):
+        tensor.fill_(value)
+        memory.release((), keep=True)
+        memory.claim()
+        assert bool((tensor == value).all())
+    assert made == [3 * CHUNK]
+    tensor.fill_(4)
+    memory.release((), keep=False)
+    memory.claim()
+    tensor.fill_(5)
+    memory.release((), keep=True)
+    memory.claim()
+    assert made == [3 * CHUNK] * 2 and bool((tensor == 5).all()), "level 2 gives the memory back"
