@@ -53,7 +53,7 @@ class Engine:
         running = {one.slot: one for one in self.scheduler._running} | before
         runs: list[list[int]] = []
         for slot, length in [*zip(batch.slots, batch.query_lens, strict=True)][: batch.num_decodes]:
-            assert length == 1 or (batch.makes_drafts and running[slot].request_id in whole), "drafts that nobody made"
+            assert length == 1 or (batch.makes_drafts and running[slot].request_id in whole), "drafts that no step made"
             kept = 0
             while kept < length - 1 and self.rng.random() < self.accepts(running[slot]):
                 kept += 1
