@@ -11,26 +11,57 @@ from phonograph.models.layers.layer_matrix import LayerMatrix
 class FeatureInput(NamedTuple):
     """Input of a draft head: features of its target beside the embedding of a token (EAGLE, Li et al. 2024 and 2025).
 
-    The stream begins with the feature, and the first layer reads [norm(embedding), norm(feature)].
+    In EAGLE-3, the join makes features of the target's states, the stream begins with the feature, and the first layer
+    reads [norm(embedding), norm(feature)]. In EAGLE-1, a feature is the target's last state behind its final norm, the
+    stream begins with the join of [embedding, feature], and the head has no final norm.
 
     Attributes:
         vocab_size: tokens of the target, which the embedding has.
         owns_embedding: False if the embedding is the target's.
-        join: matrix that makes a feature of the target's hidden states.
-        embedding_norm: norm of the embedding, by its name in the first layer.
+        owns_head: False if the matrix of the logits is the target's.
+        join: matrix that makes a feature of the target's hidden states; in EAGLE-1, the stream.
+        joins_embedding: True in EAGLE-1.
+        embedding_norm: norm of the embedding, by its name in the first layer; none in EAGLE-1.
         feature_norm: norm of the feature, likewise.
+        state_norms: norms of the target's states before the join, as name and size: one for all of them together, or
+            one for each.
         normed_stream: the stream begins with the normed feature.
+        normed_output: the feature of the next entry is the output behind the final norm.
     """
 
     vocab_size: int
     owns_embedding: bool
+    owns_head: bool
     join: LayerMatrix
-    embedding_norm: str
-    feature_norm: str
-    normed_stream: bool
+    joins_embedding: bool = False
+    embedding_norm: str = "input_layernorm"
+    feature_norm: str = "hidden_norm"
+    state_norms: tuple[tuple[str, int], ...] = ()
+    normed_stream: bool = False
+    normed_output: bool = False
+
+    @property
+    def state_size(self) -> int:
+        """Numbers that the head reads of the target for each token."""
+        return self.join.num_inputs // 2 if self.joins_embedding else self.join.num_inputs
+
+    def memory_size(self, hidden_size: int) -> int:
+        """Return the numbers for each token that a GPU keeps beside the workspace, states included."""
+        normed_apart = self.state_norms[0][1] if len(self.state_norms) > 1 else 0
+        return self.state_size + normed_apart + 4 * hidden_size
+
+    def norms(self, hidden_size: int) -> Iterator[tuple[str, int]]:
+        """Yield the name behind `model.` and the size of each norm: those of states, of the embedding, of the feature.
+
+        EAGLE-1 has none.
+        """
+        yield from self.state_norms
+        if not self.joins_embedding:
+            yield f"layers.0.{self.embedding_norm}", hidden_size
+            yield f"layers.0.{self.feature_norm}", hidden_size
 
     def tensors(self, hidden_size: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the name behind `model.` and the shape of each tensor of a checkpoint but the embedding."""
         yield from self.join.tensors()
-        for norm in (self.embedding_norm, self.feature_norm):
-            yield f"layers.0.{norm}.weight", (hidden_size,)
+        for name, size in self.norms(hidden_size):
+            yield f"{name}.weight", (size,)
