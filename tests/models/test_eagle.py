@@ -243,6 +243,16 @@ def test_files_of_speculators_that_cannot_run(
         read_eagle_from(tmp_path, config | changes, target)
 
 
+def test_fields_of_a_head_among_those_of_its_layers_have_no_effect(tmp_path: Path) -> None:
+    """speculators reads them outside only."""
+    config = json.loads((FILES / "llama" / "config.json").read_text())
+    target = target_spec(tmp_path / "target", hidden_size=32, vocab_size=64)
+    plain = read_eagle_from(tmp_path, config, target)
+    config["transformer_layer_config"] |= {"norm_before_residual": True, "draft_vocab_size": 50, "fc_norm": "yes"}
+    del config["norm_before_residual"]
+    assert read_eagle_from(tmp_path, config, target) == plain
+
+
 def test_other_heads_of_speculators_are_refused() -> None:
     for kind in ("dflash", "peagle", "mtp", None):
         with pytest.raises(UnsupportedModelError, match=f"speculators_model_type={kind!r} is not supported; eagle3 is"):
