@@ -20,7 +20,7 @@ from eagle_heads import DRAFTS, FIRST, HEAD, TARGET, first_reference, first_tens
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
-from phonograph.errors import ModelError, UnsupportedModelError
+from phonograph.errors import ModelError, UnsupportedModelError, WeightError
 from phonograph.models.heads.eagle import DraftSpec, read_eagle
 from phonograph.models.heads.eagle_config import method_of
 from phonograph.models.layers.rotary import rotary_tables
@@ -107,6 +107,22 @@ def run(model: Transformer, ids: torch.Tensor, features: torch.Tensor) -> tuple[
         said = torch.empty_like(stream)
         model.feature_part.next_features(stream, None, said)
         return said, model.logits(stream)
+
+
+def test_weights_that_were_never_loaded(tmp_path: Path) -> None:
+    """speculators writes an embedding of NaN if its target was not there."""
+    target, tensors = target_spec(tmp_path / "target"), head_tensors(HEAD, "midlayer", owns_embedding=True, states=3)
+    tensors["embed_tokens.weight"].fill_(torch.nan)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(WeightError, match="tensor embed_tokens.weight in .* has NaN"):
+        load(tmp_path, read_eagle_from(tmp_path, HEAD, target, tensors=tensors))
+
+
+def test_logits_by_the_embedding_are_refused(tmp_path: Path) -> None:
+    target, config = target_spec(tmp_path / "target"), {**HEAD, "draft_vocab_size": 300, "tie_word_embeddings": True}
+    assert read_eagle_from(tmp_path, config, target, tensors={"lm_head.weight"}).model.owns_head
+    with pytest.raises(UnsupportedModelError, match="tie_word_embeddings=True makes logits of the embedding"):
+        read_eagle_from(tmp_path, config, target, tensors={"embed_tokens.weight"})
 
 
 def read_eagle_from(

@@ -65,9 +65,23 @@ def _has(tensors: Collection[str], module: str) -> bool:
     return any(name.startswith(f"{module}.") for name in tensors)
 
 
+def _model(head: HeadConfig, target: ModelSpec, vocab_size: int, features: FeatureInput) -> ModelSpec:
+    """Return the layers of a head; the first one reads what `features` says."""
+    settings = {**head.settings, "vocab_size": vocab_size, "tie_word_embeddings": False}
+    model = make_spec(settings, head.architecture, head.family, ())
+    first, *others = model.layers
+    width = model.hidden_size if features.joins_embedding else 2 * model.hidden_size
+    attention = replace(first.attention, qkv=replace(first.attention.qkv, num_inputs=width), input_norm=None)
+    layers = (replace(first, attention=attention), *others)
+    return replace(model, layers=layers, features=features, head=model.head if features.owns_head else target.head)
+
+
+def _join(head: HeadConfig, num_inputs: int, *, bias: bool) -> LayerMatrix:
+    return LayerMatrix("features", "", (MatrixPart("fc", head.settings["hidden_size"]),), num_inputs, bias=bias)
+
+
 def _read_third(head: HeadConfig, target: ModelSpec, tensors: Collection[str] | None) -> DraftSpec:
-    own, count = head.own, target.num_layers
-    hidden, size = head.settings["hidden_size"], own.get("target_hidden_size", target.hidden_size)
+    own, count, size = head.own, target.num_layers, head.own.get("target_hidden_size", target.hidden_size)
     if size != target.hidden_size:
         refuse(own, "target_hidden_size", f"is not the target's hidden_size of {target.hidden_size}")
     taps, notes = own.get(LAYER_IDS), []
@@ -79,30 +93,28 @@ def _read_third(head: HeadConfig, target: ModelSpec, tensors: Collection[str] | 
     drafts = own.get("draft_vocab_size", target.vocab_size)
     owns_embedding = tensors is not None and _has(tensors, "embed_tokens")
     owns_head = tensors is None or _has(tensors, "lm_head") or drafts != target.vocab_size
-    if hidden != target.hidden_size and not (owns_embedding and owns_head):
+    if head.settings["hidden_size"] != target.hidden_size and not (owns_embedding and owns_head):
         refuse(
             head.settings, "hidden_size", "is not the target's, whose embedding or head it uses: its files have none"
         )
-    model = make_spec({**head.settings, "vocab_size": drafts}, head.architecture, head.family, ())
-    bias = bool(own.get("fc_bias")) or (tensors is not None and "fc.bias" in tensors)
+    if head.settings["tie_word_embeddings"] and not owns_head:
+        refuse(head.settings, "tie_word_embeddings", "makes logits of the embedding, which is not supported yet")
     state_norms: tuple[tuple[str, int], ...] = ()
     if own.get("norm_before_fc"):
         state_norms = (("input_norm", len(taps) * size),)
     elif own.get("fc_norm"):
         state_norms = tuple((f"fc_norm.{index}", size) for index in range(len(taps)))
+    bias = bool(own.get("fc_bias")) or (tensors is not None and "fc.bias" in tensors)
     features = FeatureInput(
         vocab_size=target.vocab_size,
         owns_embedding=owns_embedding,
         owns_head=owns_head,
-        join=LayerMatrix("features", "", (MatrixPart("fc", hidden),), len(taps) * size, bias=bias),
+        join=_join(head, len(taps) * size, bias=bias),
         state_norms=state_norms,
         normed_stream=own.get("norm_before_residual", False),
         normed_output=own.get("norm_output", False),
     )
-    first, *others = model.layers
-    attention = replace(first.attention, qkv=replace(first.attention.qkv, num_inputs=2 * hidden), input_norm=None)
-    layers = (replace(first, attention=attention), *others)
-    model = replace(model, layers=layers, features=features, head=model.head if owns_head else target.head)
+    model = _model(head, target, drafts, features)
     return DraftSpec(model=model, taps=tuple(taps), notes=(*notes, *model.notes))
 
 
@@ -114,16 +126,13 @@ def _read_first(head: HeadConfig, target: ModelSpec, tensors: Collection[str] | 
         raise UnsupportedModelError(
             f"EAGLE-1 does not work yet with {target.architecture}, whose norms or logits differ"
         )
-    model, names = make_spec(head.settings, head.architecture, head.family, ()), tensors or ()
-    hidden = model.hidden_size
+    names = tensors or ()
     features = FeatureInput(
         vocab_size=target.vocab_size,
         owns_embedding=_has(names, "embed_tokens"),
         owns_head=_has(names, "lm_head"),
-        join=LayerMatrix("features", "", (MatrixPart("fc", hidden),), 2 * hidden, bias="fc.bias" in names),
+        join=_join(head, 2 * target.hidden_size, bias="fc.bias" in names),
         joins_embedding=True,
     )
-    first, *others = model.layers
-    layers = (replace(first, attention=replace(first.attention, input_norm=None)), *others)
-    model = replace(model, layers=layers, features=features, head=model.head if features.owns_head else target.head)
+    model = _model(head, target, target.vocab_size, features)
     return DraftSpec(model=model, taps=(target.num_layers,), notes=model.notes)

@@ -109,7 +109,7 @@ def read_head_config(raw: Mapping[str, Any], method: str) -> HeadConfig:
     if own.get("norm_before_fc") and own.get("fc_norm"):
         refuse(own, "fc_norm", "and norm_before_fc=True norm the states twice; heads have one of them")
     architecture = _architecture(raw)
-    settings = {**read_settings(fields, architecture, family), "tie_word_embeddings": False}
+    settings = read_settings(fields, architecture, family)
     return HeadConfig(architecture=architecture, family=family, settings=settings, own=own)
 
 

@@ -230,6 +230,8 @@ def _read(model: Transformer, files: dict[Path, list[str]], names: dict[str, str
                         parts[name] = tensor.reshape(packed[name].shape)
                     else:
                         _check(name, tensor, shapes[name], file, model.spec)
+                        if model.features is not None and bool(tensor[0].isnan().any()):
+                            raise WeightError(f"tensor {own_name} in {file} has NaN; its tool left it unset")
                         if model.spec.norms.offset and is_norm(name):
                             tensor = tensor.float() + model.spec.norms.offset
                         destination = destinations[name]
