@@ -25,6 +25,7 @@ from phonograph.models.heads.eagle import DraftSpec, read_eagle
 from phonograph.models.heads.eagle_config import method_of
 from phonograph.models.layers.rotary import rotary_tables
 from phonograph.models.layers.torch_parts import TorchKernels
+from phonograph.models.quantization.float8 import Fp8Head
 from phonograph.models.spec import ModelSpec, read_model_spec
 from phonograph.models.transformer import Transformer
 from phonograph.models.weights.loading import begin_loading
@@ -107,6 +108,16 @@ def run(model: Transformer, ids: torch.Tensor, features: torch.Tensor) -> tuple[
         said = torch.empty_like(stream)
         model.feature_part.next_features(stream, None, said)
         return said, model.logits(stream)
+
+
+def test_a_shared_head_has_the_targets_format(tmp_path: Path) -> None:
+    """A matrix in FP8 is there once, and the head plans its products with it."""
+    plain = target_spec(tmp_path / "target")
+    target = plain.with_head_scheme(Fp8Head(origin="made at load", scales="channel"))
+    ours, other = (read_eagle_from(tmp_path, FIRST, one, method="eagle").model for one in (target, plain))
+    assert ours.head == target.head and other.head == plain.head != target.head
+    assert ours.weight_bytes("bfloat16") == other.weight_bytes("bfloat16")
+    assert ours.num_parameters == other.num_parameters and ours.tensor_shapes() == other.tensor_shapes()
 
 
 def test_weights_that_were_never_loaded(tmp_path: Path) -> None:
