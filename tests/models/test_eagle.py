@@ -33,6 +33,12 @@ from phonograph.models.weights.loading import begin_loading
 FILES = Path(__file__).parents[1] / "data" / "tool_files" / "speculators-0.9.0"
 
 GRANITE = {"architectures": ["GraniteForCausalLM"], "model_type": "granite", "head_dim": None, "logits_scaling": 8.0}
+MODEL_OPTIMIZER = {
+    "use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True,
+    "use_mtp_layernorm": False, "next_layer_regular": True, "parallel_draft_step": 1,
+    "parallel_draft_heads_num_layers": None,
+}  # fmt: skip
+"""Fields of `eagle_config` in files of Model Optimizer."""
 
 
 def target_spec(folder: Path, **changes: Any) -> ModelSpec:
@@ -224,15 +230,34 @@ def test_states_are_those_of_the_configuration(tmp_path: Path) -> None:
         assert head.taps == (0, 3, 8) and not head.notes and head.model.vocab_size == DRAFTS
 
 
+def test_states_by_the_outputs_of_layers(tmp_path: Path) -> None:
+    """SpecForge and Model Optimizer write their default so; other numbers are those of the layers that states enter."""
+    target, name = target_spec(tmp_path / "target"), "eagle_aux_hidden_state_layer_ids"
+    for changes in ({name: [1, 3, 4]}, {"eagle_config": MODEL_OPTIMIZER | {name: [4, 1, 3]}}):
+        head = read_eagle_from(tmp_path, HEAD | changes, target)
+        assert head.taps == (2, 4, 5) and "are outputs of layers" in head.notes[0]
+    for ids in ([1, 3, 5], [2, 4, 5], [1, 4]):
+        head = read_eagle_from(tmp_path, HEAD | {"eagle_config": MODEL_OPTIMIZER | {name: ids}}, target)
+        assert list(head.taps) == ids and not head.notes
+    config = json.loads((FILES / "llama" / "config.json").read_text()) | {name: [1, 3, 4]}
+    target = target_spec(tmp_path / "small", hidden_size=32, vocab_size=64)
+    assert read_eagle_from(tmp_path, config, target).taps == (1, 3, 4)
+
+
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
         ({"vocab_size": 301}, "vocab_size=301 is not the target's of 300"),
         ({"target_hidden_size": 63}, "target_hidden_size=63 is not the target's"),
-        ({"eagle_config": {"new": 1}}, "eagle_config=.*has fields that are not known"),
-        ({"eagle_config": {"use_aux_hidden_state": False}}, "leaves the states of several layers out"),
-        ({"eagle_aux_hidden_state_layer_ids": [2, 9]}, "must be ascending numbers from 0 to 8"),
-        ({"eagle_aux_hidden_state_layer_ids": [2, 2]}, "must be ascending numbers from 0 to 8"),
+        ({"eagle_config": {"new": 1}}, "new=1 is a field of eagle_config that is not known"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state=False of .* not supported; True is"),
+        ({"eagle_config": {"use_last_layernorm": False}}, "use_last_layernorm=False of .* not supported; True is"),
+        ({"eagle_config": {"parallel_draft_step": 4}}, "parallel_draft_step=4 of eagle_config is not supported; 1 is"),
+        ({"eagle_config": {"norm_output": 3}}, "norm_output=3 must be true or false"),
+        ({"eagle_config": [1]}, r"eagle_config=\[1\] must be an object"),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 9]}, "must be different numbers from 0 to 8"),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 2]}, "must be different numbers from 0 to 8"),
+        ({"eagle_aux_hidden_state_layer_ids": []}, "must be different numbers from 0 to 8"),
         ({"eagle_aux_hidden_state_layer_ids": 2}, "layer_ids=2 must be a list of integers"),
         ({"logit_scale": 0.5}, "logit_scale"),
         ({"add_para_norm": True}, "add_para_norm=True"),
@@ -252,7 +277,7 @@ def test_heads_that_cannot_run(changes: dict[str, Any], problem: str, tmp_path: 
     ("changes", "of_layers", "problem"),
     [
         ({"logit_scale": 0.5}, {}, "logit_scale=0.5"),
-        ({"eagle_config": {"new": 1}}, {}, "eagle_config=.*has fields that are not known"),
+        ({"eagle_config": {"new": 1}}, {}, "new=1 is a field of eagle_config that is not known"),
         ({}, {"qk_norm_scale": 2}, "qk_norm_scale=2"),
         ({}, {"model_type": "gemma"}, "model_type='gemma' of transformer_layer_config is not supported; llama and"),
         ({}, {"vocab_size": 65}, "vocab_size=65 is not the target's of 64"),

@@ -88,8 +88,14 @@ def _read_third(head: HeadConfig, target: ModelSpec, tensors: Collection[str] | 
     if taps is None:
         taps = [2, count // 2, count - 3]
         notes.append(f"the head reads the states that enter layers {taps}, the default: its config.json names none")
-    if sorted(set(taps)) != taps or not taps or not 0 <= taps[0] <= taps[-1] <= count:
-        refuse({LAYER_IDS: taps}, LAYER_IDS, f"must be ascending numbers from 0 to {count}, the target's layers")
+    # Tools capture states in the order of layers, whatever the order of the list. SpecForge and Model Optimizer number
+    # layers by their outputs.
+    taps = sorted(taps)
+    if head.names_outputs and taps == [1, count // 2 - 1, count - 4]:
+        taps = [tap + 1 for tap in taps]
+        notes.append(f"{LAYER_IDS} are outputs of layers: the head reads the states that enter layers {taps}")
+    if len(set(taps)) != len(taps) or not taps or not 0 <= taps[0] <= taps[-1] <= count:
+        refuse({LAYER_IDS: taps}, LAYER_IDS, f"must be different numbers from 0 to {count}, the target's layers")
     drafts = own.get("draft_vocab_size", target.vocab_size)
     owns_embedding = tensors is not None and _has(tensors, "embed_tokens")
     owns_head = tensors is None or _has(tensors, "lm_head") or drafts != target.vocab_size

@@ -1,4 +1,4 @@
-"""Configurations of EAGLE heads: those of the authors, of SpecForge, and of speculators 0.9.
+"""Configurations of EAGLE heads: those of the authors, of SpecForge, of Model Optimizer, and of speculators 0.9.
 
 A field that changes the result and is not known is refused by name.
 """
@@ -31,6 +31,18 @@ _KINDS: Mapping[str, FieldKind] = {
     LAYER_IDS: INTS,
 }
 """Fields of EAGLE-3 heads beside those of their layers."""
+_LAYOUT: Mapping[str, tuple[object, ...]] = {
+    "use_aux_hidden_state": (True,),
+    "use_input_layernorm_in_first_layer": (True,),
+    "use_last_layernorm": (True,),
+    "use_mtp_layernorm": (False,),
+    "next_layer_regular": (True,),
+    "parallel_draft_step": (1,),
+    "parallel_draft_heads_num_layers": (1, 0),
+    "eh_proj_before_attn": (False,),
+    "return_hidden_post_norm": (False,),
+}
+"""Fields of `eagle_config` that Model Optimizer and TensorRT-LLM know, with the values of the layout that runs."""
 _MODEL_TYPE, _LAYERS = "speculators_model_type", "transformer_layer_config"
 _OF_FILE = {
     *("auto_map", "embed_requires_grad", "speculators_config", "speculators_version", "tie_word_embeddings"),
@@ -48,12 +60,14 @@ class HeadConfig:
         family: of its layers.
         settings: fields of the family.
         own: fields of EAGLE-3 heads that are given.
+        names_outputs: layers by number may be those whose output is read.
     """
 
     architecture: str
     family: Family
     settings: Settings
     own: Mapping[str, Any]
+    names_outputs: bool
 
 
 def method_of(raw: Mapping[str, Any]) -> str | None:
@@ -110,7 +124,9 @@ def read_head_config(raw: Mapping[str, Any], method: str) -> HeadConfig:
         refuse(own, "fc_norm", "and norm_before_fc=True norm the states twice; heads have one of them")
     architecture = _architecture(raw)
     settings = read_settings(fields, architecture, family)
-    return HeadConfig(architecture=architecture, family=family, settings=settings, own=own)
+    return HeadConfig(
+        architecture=architecture, family=family, settings=settings, own=own, names_outputs=_MODEL_TYPE not in raw
+    )
 
 
 def refuse(fields: Mapping[str, Any], name: str, problem: str) -> NoReturn:
@@ -124,13 +140,16 @@ def _architecture(raw: Mapping[str, Any]) -> str:
 
 
 def _nested(fields: dict[str, Any]) -> dict[str, Any]:
-    """Take `eagle_config` out of the fields and return the layers that it names."""
-    nested = fields.pop("eagle_config", None) or {}
-    known = {LAYER_IDS, "use_aux_hidden_state"}
-    shown = {"eagle_config": nested}
-    if not isinstance(nested, dict) or not known.issuperset(cast("dict[str, Any]", nested)):
-        refuse(shown, "eagle_config", f"has fields that are not known; known are {', '.join(sorted(known))}")
+    """Take `eagle_config` out of the fields and return those of the head in it."""
+    nested: Any = fields.pop("eagle_config", None) or {}
+    if not isinstance(nested, dict):
+        refuse({"eagle_config": nested}, "eagle_config", "must be an object")
     nested = cast("dict[str, Any]", nested)
-    if nested.get("use_aux_hidden_state", True) is not True:
-        refuse(shown, "eagle_config", "leaves the states of several layers out, which is not supported yet")
-    return {LAYER_IDS: nested[LAYER_IDS]} if LAYER_IDS in nested else {}
+    for name, value in nested.items():
+        if name in _KINDS or value is None:
+            continue
+        if name not in _LAYOUT:
+            refuse(nested, name, "is a field of eagle_config that is not known")
+        if value not in _LAYOUT[name]:
+            refuse(nested, name, f"of eagle_config is not supported; {_LAYOUT[name][0]} is")
+    return {name: value for name, value in nested.items() if name in _KINDS}
