@@ -7,6 +7,9 @@ from typing import NamedTuple
 
 from phonograph.models.layers.layer_matrix import LayerMatrix
 
+EMBEDDING_NORM, FEATURE_NORM = "layers.0.input_layernorm", "layers.0.hidden_norm"
+"""Names of the norms of the embedding and of the feature behind `model.`."""
+
 
 class FeatureInput(NamedTuple):
     """Input of a draft head: features of its target beside the embedding of a token (EAGLE, Li et al. 2024 and 2025).
@@ -21,8 +24,6 @@ class FeatureInput(NamedTuple):
         owns_head: False if the matrix of the logits is the target's.
         join: matrix that makes a feature of the target's hidden states; in EAGLE-1, the stream.
         joins_embedding: True in EAGLE-1.
-        embedding_norm: norm of the embedding, by its name in the first layer; none in EAGLE-1.
-        feature_norm: norm of the feature, likewise.
         state_norms: norms of the target's states before the join, as name and size: one for all of them together, or
             one for each.
         normed_stream: the stream begins with the normed feature.
@@ -34,8 +35,6 @@ class FeatureInput(NamedTuple):
     owns_head: bool
     join: LayerMatrix
     joins_embedding: bool = False
-    embedding_norm: str = "input_layernorm"
-    feature_norm: str = "hidden_norm"
     state_norms: tuple[tuple[str, int], ...] = ()
     normed_stream: bool = False
     normed_output: bool = False
@@ -57,8 +56,8 @@ class FeatureInput(NamedTuple):
         """
         yield from self.state_norms
         if not self.joins_embedding:
-            yield f"layers.0.{self.embedding_norm}", hidden_size
-            yield f"layers.0.{self.feature_norm}", hidden_size
+            yield EMBEDDING_NORM, hidden_size
+            yield FEATURE_NORM, hidden_size
 
     def tensors(self, hidden_size: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the name behind `model.` and the shape of each tensor of a checkpoint but the embedding."""

@@ -20,7 +20,7 @@ from phonograph.models.layer_spec import (
     LayerSpec,
 )
 from phonograph.models.layers.expert_spec import LayerExperts
-from phonograph.models.layers.feature_input import FeatureInput
+from phonograph.models.layers.feature_input import EMBEDDING_NORM, FEATURE_NORM, FeatureInput
 from phonograph.models.layers.layer_matrix import LayerMatrix, MatrixPart
 from phonograph.models.layers.linear import Linear, WeightAllocator
 
@@ -344,11 +344,11 @@ class FeatureWeights:
 
     @property
     def embedding_norm(self) -> torch.Tensor:
-        return self.norms[f"layers.0.{self.spec.embedding_norm}"]
+        return self.norms[EMBEDDING_NORM]
 
     @property
     def feature_norm(self) -> torch.Tensor:
-        return self.norms[f"layers.0.{self.spec.feature_norm}"]
+        return self.norms[FEATURE_NORM]
 
     def take_draft_ids(self, offsets: torch.Tensor, file: Path) -> None:
         """Keep the tokens of the target for those of the head.
