@@ -33,6 +33,7 @@ from phonograph.models.weights.loading import begin_loading
 FILES = Path(__file__).parents[1] / "data" / "tool_files" / "speculators-0.9.0"
 
 GRANITE = {"architectures": ["GraniteForCausalLM"], "model_type": "granite", "head_dim": None, "logits_scaling": 8.0}
+LAST_STATE = {"eagle_config": {"use_aux_hidden_state": False, "eagle_aux_hidden_state_layer_ids": []}}
 MODEL_OPTIMIZER = {
     "use_aux_hidden_state": True, "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True,
     "use_mtp_layernorm": False, "next_layer_regular": True, "parallel_draft_step": 1,
@@ -126,6 +127,15 @@ def test_a_shared_head_has_the_targets_format(tmp_path: Path) -> None:
     assert ours.num_parameters == other.num_parameters and ours.tensor_shapes() == other.tensor_shapes()
 
 
+def test_norms_of_random_weights_are_one(tmp_path: Path) -> None:
+    head = read_eagle_from(tmp_path, HEAD | {"fc_norm": True}, target_spec(tmp_path / "target"))
+    shape = {"dtype": torch.float32, "device": torch.device("cpu")}
+    with begin_loading(head.model, "any", load_format="dummy", **shape) as loading:
+        weights = loading.model.features
+    assert weights is not None and len(weights.state_norms) == 3 and len(weights.norms) == 5
+    assert all(bool((one == 1).all()) for one in weights.norms.values())
+
+
 def test_weights_that_were_never_loaded(tmp_path: Path) -> None:
     """speculators writes an embedding of NaN if its target was not there."""
     target, tensors = target_spec(tmp_path / "target"), head_tensors(HEAD, "midlayer", owns_embedding=True, states=3)
@@ -201,6 +211,27 @@ def test_first_version_is_that_of_the_reference(owns_embedding: bool, tmp_path: 
         assert (found - expected).norm() < 1e-5 * expected.norm()
 
 
+def test_features_that_are_the_last_state(tmp_path: Path) -> None:
+    """Without states of several layers there is no join."""
+    torch.manual_seed(4)
+    spec = target_spec(tmp_path / "target")
+    target = Transformer(spec, torch.float32, torch.device("cpu"))
+    for parameter in target.parameters:
+        parameter.normal_()
+    assert isinstance(target.embedding_VE, torch.Tensor) and target.final_norm is not None
+    tensors = head_tensors(HEAD, "midlayer", owns_embedding=False, states=1)
+    del tensors["fc.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    head = read_eagle_from(tmp_path, HEAD | LAST_STATE, spec, tensors=tensors)
+    assert head.taps == (8,) and not head.notes
+    model = load(tmp_path, head, target)
+    assert model.feature_part is not None
+    ids, states = torch.randint(0, 300, (21,)), torch.randn(21, 64)
+    wanted = reference(tensors, "midlayer", HEAD, norm(states, target.final_norm), target.embedding_VE[ids])
+    for found, expected in zip(run(model, ids, model.feature_part.join(states)), wanted, strict=True):
+        assert (found - expected).norm() < 1e-5 * expected.norm()
+
+
 def test_a_head_without_logits_of_its_own_has_the_targets(tmp_path: Path) -> None:
     torch.manual_seed(3)
     spec, config = target_spec(tmp_path / "target"), {**HEAD, "draft_vocab_size": 300}
@@ -250,7 +281,9 @@ def test_states_by_the_outputs_of_layers(tmp_path: Path) -> None:
         ({"vocab_size": 301}, "vocab_size=301 is not the target's of 300"),
         ({"target_hidden_size": 63}, "target_hidden_size=63 is not the target's"),
         ({"eagle_config": {"new": 1}}, "new=1 is a field of eagle_config that is not known"),
-        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state=False of .* not supported; True is"),
+        ({"eagle_config": {"use_aux_hidden_state": 0}}, "use_aux_hidden_state=0 must be true or false"),
+        (LAST_STATE | {"fc_norm": True}, "fc_norm=True and use_aux_hidden_state=False contradict each other"),
+        (LAST_STATE | {"rms_norm_eps": 1e-6}, "rms_norm_eps=1e-06 is not the target's of 1e-05"),
         ({"eagle_config": {"use_last_layernorm": False}}, "use_last_layernorm=False of .* not supported; True is"),
         ({"eagle_config": {"parallel_draft_step": 4}}, "parallel_draft_step=4 of eagle_config is not supported; 1 is"),
         ({"eagle_config": {"norm_output": 3}}, "norm_output=3 must be true or false"),
@@ -319,7 +352,7 @@ def test_other_heads_of_speculators_are_refused() -> None:
         ({"rms_norm_eps": 1e-6}, {}, "rms_norm_eps=1e-06 is not the target's of 1e-05"),
         ({"add_para_norm": True}, {}, "add_para_norm=True"),
         ({"norm_before_residual": True}, {}, "norm_before_residual=True"),
-        ({}, GRANITE, "EAGLE-1 does not work yet with GraniteForCausalLM"),
+        ({}, GRANITE, "GraniteForCausalLM: a head that reads its last state does not work yet"),
     ],
 )
 def test_heads_of_the_first_version_that_cannot_run(

@@ -30,9 +30,10 @@ MAX_TOKENS, MAX_ROWS, LIMIT = 23, 5, 2e-5
         {"norm_before_residual": True, "fc_bias": True},
         {"norm_before_fc": True, "norm_output": True},
         {"fc_norm": True, "hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 3},
+        {"use_aux_hidden_state": False},
         FIRST,
     ],
-    ids=["plain", "normed stream", "one norm", "norms of states", "first version"],
+    ids=["plain", "normed stream", "one norm", "norms of states", "last state", "first version"],
 )
 @pytest.mark.parametrize("rows", [1, 3, 21])
 def test_both_kernel_sets_agree(changes: dict[str, Any], rows: int, tmp_path: Path) -> None:

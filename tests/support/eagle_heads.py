@@ -96,7 +96,9 @@ def reference(
     if config.get("fc_norm"):
         parts = states.split(config["hidden_size"], -1)
         states = torch.cat([norm(part, tensors[f"fc_norm.{i}.weight"]) for i, part in enumerate(parts)], -1)
-    feature = functional.linear(states, tensors["fc.weight"], tensors.get("fc.bias"))
+    feature = states
+    if "fc.weight" in tensors:
+        feature = functional.linear(states, tensors["fc.weight"], tensors.get("fc.bias"))
     feature = torch.cat([feature, *(one[None] for one in own)])
     normed = norm(feature, tensors[f"{layer}.hidden_norm.weight"])
     both = torch.cat([norm(embedded, tensors[f"{layer}.input_layernorm.weight"]), normed], -1)

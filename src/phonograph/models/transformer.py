@@ -131,7 +131,7 @@ class Transformer:
             self.features.embedding_VE = target.embedding_VE
         if not spec.owns_head:
             self.lm_head = target.lm_head
-        if spec.joins_embedding:
+        if spec.of_last_state:
             assert target.final_norm is not None
             self.features.state_norms = [target.final_norm]
 

@@ -81,10 +81,50 @@ def _join(head: HeadConfig, num_inputs: int, *, bias: bool) -> LayerMatrix:
 
 
 def _read_third(head: HeadConfig, target: ModelSpec, tensors: Collection[str] | None) -> DraftSpec:
-    own, count, size = head.own, target.num_layers, head.own.get("target_hidden_size", target.hidden_size)
+    own, size = head.own, head.own.get("target_hidden_size", target.hidden_size)
     if size != target.hidden_size:
         refuse(own, "target_hidden_size", f"is not the target's hidden_size of {target.hidden_size}")
-    taps, notes = own.get(LAYER_IDS), []
+    drafts = own.get("draft_vocab_size", target.vocab_size)
+    owns_embedding = tensors is not None and _has(tensors, "embed_tokens")
+    owns_head = tensors is None or _has(tensors, "lm_head") or drafts != target.vocab_size
+    if head.settings["hidden_size"] != target.hidden_size and not (owns_embedding and owns_head):
+        problem = "is not the target's, whose embedding or head it uses: its files have none"
+        refuse(head.settings, "hidden_size", problem)
+    if head.settings["tie_word_embeddings"] and not owns_head:
+        refuse(head.settings, "tie_word_embeddings", "makes logits of the embedding, which is not supported yet")
+    features = FeatureInput(
+        vocab_size=target.vocab_size,
+        owns_embedding=owns_embedding,
+        owns_head=owns_head,
+        state_size=size,
+        join=None,
+        normed_stream=own.get("norm_before_residual", False),
+        normed_output=own.get("norm_output", False),
+    )
+    if own.get("use_aux_hidden_state", True):
+        taps, notes = _taps(head, target)
+        width, state_norms = len(taps) * size, tuple[tuple[str, int], ...]()
+        if own.get("norm_before_fc"):
+            state_norms = (("input_norm", width),)
+        elif own.get("fc_norm"):
+            state_norms = tuple((f"fc_norm.{index}", size) for index in range(len(taps)))
+        bias = bool(own.get("fc_bias")) or (tensors is not None and "fc.bias" in tensors)
+        join = _join(head, width, bias=bias)
+        features = features._replace(state_size=width, join=join, state_norms=state_norms)
+    else:
+        for name in ("norm_before_fc", "fc_norm", "fc_bias"):
+            if own.get(name):
+                refuse(own, name, "and use_aux_hidden_state=False contradict each other: there is no fc")
+        _check_last_state(head, target)
+        taps, notes, features = [target.num_layers], [], features._replace(of_last_state=True)
+    model = _model(head, target, drafts, features)
+    return DraftSpec(model=model, taps=tuple(taps), notes=(*notes, *model.notes))
+
+
+def _taps(head: HeadConfig, target: ModelSpec) -> tuple[list[int], list[str]]:
+    """Return the states that a head reads, and notes."""
+    taps, count = head.own.get(LAYER_IDS), target.num_layers
+    notes: list[str] = []
     if taps is None:
         taps = [2, count // 2, count - 3]
         notes.append(f"the head reads the states that enter layers {taps}, the default: its config.json names none")
@@ -96,49 +136,30 @@ def _read_third(head: HeadConfig, target: ModelSpec, tensors: Collection[str] | 
         notes.append(f"{LAYER_IDS} are outputs of layers: the head reads the states that enter layers {taps}")
     if len(set(taps)) != len(taps) or not taps or not 0 <= taps[0] <= taps[-1] <= count:
         refuse({LAYER_IDS: taps}, LAYER_IDS, f"must be different numbers from 0 to {count}, the target's layers")
-    drafts = own.get("draft_vocab_size", target.vocab_size)
-    owns_embedding = tensors is not None and _has(tensors, "embed_tokens")
-    owns_head = tensors is None or _has(tensors, "lm_head") or drafts != target.vocab_size
-    if head.settings["hidden_size"] != target.hidden_size and not (owns_embedding and owns_head):
-        refuse(
-            head.settings, "hidden_size", "is not the target's, whose embedding or head it uses: its files have none"
-        )
-    if head.settings["tie_word_embeddings"] and not owns_head:
-        refuse(head.settings, "tie_word_embeddings", "makes logits of the embedding, which is not supported yet")
-    state_norms: tuple[tuple[str, int], ...] = ()
-    if own.get("norm_before_fc"):
-        state_norms = (("input_norm", len(taps) * size),)
-    elif own.get("fc_norm"):
-        state_norms = tuple((f"fc_norm.{index}", size) for index in range(len(taps)))
-    bias = bool(own.get("fc_bias")) or (tensors is not None and "fc.bias" in tensors)
-    features = FeatureInput(
-        vocab_size=target.vocab_size,
-        owns_embedding=owns_embedding,
-        owns_head=owns_head,
-        join=_join(head, len(taps) * size, bias=bias),
-        state_norms=state_norms,
-        normed_stream=own.get("norm_before_residual", False),
-        normed_output=own.get("norm_output", False),
-    )
-    model = _model(head, target, drafts, features)
-    return DraftSpec(model=model, taps=tuple(taps), notes=(*notes, *model.notes))
+    return taps, notes
 
 
-def _read_first(head: HeadConfig, target: ModelSpec, tensors: Collection[str] | None) -> DraftSpec:
+def _check_last_state(head: HeadConfig, target: ModelSpec) -> None:
+    """Refuse what keeps a head from reading the target's last state behind its final norm."""
     for name, value in (("hidden_size", target.hidden_size), ("rms_norm_eps", target.rms_norm_eps)):
         if head.settings[name] != value:
             refuse(head.settings, name, f"is not the target's of {value}")
     if target.norms != PLAIN_NORMS or target.factors != NO_FACTORS:
-        raise UnsupportedModelError(
-            f"EAGLE-1 does not work yet with {target.architecture}, whose norms or logits differ"
-        )
+        problem = "a head that reads its last state does not work yet: its norms or logits have factors"
+        raise UnsupportedModelError(f"{target.architecture}: {problem}")
+
+
+def _read_first(head: HeadConfig, target: ModelSpec, tensors: Collection[str] | None) -> DraftSpec:
+    _check_last_state(head, target)
     names = tensors or ()
     features = FeatureInput(
         vocab_size=target.vocab_size,
         owns_embedding=_has(names, "embed_tokens"),
         owns_head=_has(names, "lm_head"),
+        state_size=target.hidden_size,
         join=_join(head, 2 * target.hidden_size, bias="fc.bias" in names),
         joins_embedding=True,
+        of_last_state=True,
     )
     model = _model(head, target, target.vocab_size, features)
     return DraftSpec(model=model, taps=(target.num_layers,), notes=model.notes)

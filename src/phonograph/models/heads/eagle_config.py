@@ -27,12 +27,12 @@ LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 _KINDS: Mapping[str, FieldKind] = {
     **dict.fromkeys(("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "fc_bias"), FLAG),
+    "use_aux_hidden_state": FLAG,
     **dict.fromkeys(("draft_vocab_size", "target_hidden_size"), POSITIVE_INT),
     LAYER_IDS: INTS,
 }
 """Fields of EAGLE-3 heads beside those of their layers."""
 _LAYOUT: Mapping[str, tuple[object, ...]] = {
-    "use_aux_hidden_state": (True,),
     "use_input_layernorm_in_first_layer": (True,),
     "use_last_layernorm": (True,),
     "use_mtp_layernorm": (False,),

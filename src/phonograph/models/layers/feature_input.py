@@ -16,14 +16,18 @@ class FeatureInput(NamedTuple):
 
     In EAGLE-3, the join makes features of the target's states, the stream begins with the feature, and the first layer
     reads [norm(embedding), norm(feature)]. In EAGLE-1, a feature is the target's last state behind its final norm, the
-    stream begins with the join of [embedding, feature], and the head has no final norm.
+    stream begins with the join of [embedding, feature], and the head has no final norm. There are heads of EAGLE-3 with
+    the features of EAGLE-1 too, without a join.
 
     Attributes:
         vocab_size: tokens of the target, which the embedding has.
         owns_embedding: False if the embedding is the target's.
         owns_head: False if the matrix of the logits is the target's.
-        join: matrix that makes a feature of the target's hidden states; in EAGLE-1, the stream.
+        state_size: numbers that the head reads of the target for each token.
+        join: matrix that makes a feature of the target's hidden states; in EAGLE-1, the stream. None if features are
+            the states.
         joins_embedding: True in EAGLE-1.
+        of_last_state: the state is the last one, behind the target's final norm.
         state_norms: norms of the target's states before the join, as name and size: one for all of them together, or
             one for each.
         normed_stream: the stream begins with the normed feature.
@@ -33,16 +37,13 @@ class FeatureInput(NamedTuple):
     vocab_size: int
     owns_embedding: bool
     owns_head: bool
-    join: LayerMatrix
+    state_size: int
+    join: LayerMatrix | None
     joins_embedding: bool = False
+    of_last_state: bool = False
     state_norms: tuple[tuple[str, int], ...] = ()
     normed_stream: bool = False
     normed_output: bool = False
-
-    @property
-    def state_size(self) -> int:
-        """Numbers that the head reads of the target for each token."""
-        return self.join.num_inputs // 2 if self.joins_embedding else self.join.num_inputs
 
     def memory_size(self, hidden_size: int) -> int:
         """Return the numbers for each token that a GPU keeps beside the workspace, states included."""
@@ -61,6 +62,7 @@ class FeatureInput(NamedTuple):
 
     def tensors(self, hidden_size: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the name behind `model.` and the shape of each tensor of a checkpoint but the embedding."""
-        yield from self.join.tensors()
+        if self.join is not None:
+            yield from self.join.tensors()
         for name, size in self.norms(hidden_size):
             yield f"{name}.weight", (size,)

@@ -313,16 +313,16 @@ class FeatureWeights:
     """Weights of a draft head's input; see `FeatureInput`.
 
     Attributes:
-        join: makes features of the target's hidden states, or the stream.
+        join: makes features of the target's hidden states, or the stream; or None.
         norms: each norm by its name behind `model.`.
-        state_norms: norms of the target's states; in EAGLE-1 its final norm, set before the head is bound.
+        state_norms: norms of the target's states; its final norm is set before the head is bound.
         output_norm: the head's final norm, if features of the next entries are behind it.
         embedding_VE: table of the target, unless the head has its own; set before the head is bound.
         target_ids: int64 [drafts], token of the target for each of the head; None if they are the same.
     """
 
     spec: FeatureInput
-    join: Linear
+    join: Linear | None
     norms: dict[str, torch.Tensor]
     state_norms: list[torch.Tensor]
     embedding_VE: torch.Tensor
@@ -332,7 +332,7 @@ class FeatureWeights:
     @classmethod
     def make(cls, spec: FeatureInput, hidden_size: int, allocate: WeightAllocator) -> FeatureWeights:
         """Allocate them, without contents."""
-        join = allocate.linear(spec.join)
+        join = None if spec.join is None else allocate.linear(spec.join)
         norms = {name: allocate.norm(size) for name, size in spec.norms(hidden_size)}
         return cls(
             spec=spec,
@@ -381,7 +381,7 @@ class FeatureWeights:
     def checkpoint_views(self) -> dict[str, torch.Tensor]:
         """Return the destination of each tensor by its name behind `model.`."""
         views = {
-            **self.join.checkpoint_views(),
+            **({} if self.join is None else self.join.checkpoint_views()),
             **{f"{name}.weight": norm for name, norm in self.norms.items()},
         }
         return views | ({"embed_tokens.weight": self.embedding_VE} if self.spec.owns_embedding else {})

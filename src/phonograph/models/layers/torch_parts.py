@@ -143,7 +143,10 @@ class TorchFeatures:
         if norms:
             parts = states_TF.chunk(len(norms), -1)
             states_TF = torch.cat([self._kernels.normed(*pair) for pair in zip(parts, norms, strict=True)], -1)
-        return states_TF if weights.spec.joins_embedding else weights.join.product(states_TF)
+        if weights.spec.of_last_state:
+            return states_TF
+        assert weights.join is not None
+        return weights.join.product(states_TF)
 
     def next_features(self, hidden_TE: torch.Tensor, rows_R: torch.Tensor | None, out_RE: torch.Tensor) -> None:
         hidden_RE = hidden_TE if rows_R is None else hidden_TE.index_select(0, rows_R)
@@ -153,6 +156,7 @@ class TorchFeatures:
         kernels, weights = self._kernels, self._weights
         embedded_TE = functional.embedding(input_ids_T, weights.embedding_VE)
         if weights.spec.joins_embedding:
+            assert weights.join is not None
             return Stream(weights.join.product(torch.cat([embedded_TE, features_TE], -1)))
         normed_TE = kernels.normed(features_TE, weights.feature_norm)
         both_T2E = torch.cat([kernels.normed(embedded_TE, weights.embedding_norm), normed_TE], -1)

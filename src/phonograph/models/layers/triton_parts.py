@@ -63,7 +63,7 @@ class TritonFeatures:
     def __init__(self, kernels: StreamKernels, weights: FeatureWeights) -> None:
         self.then: TritonAttention | None = None
         self._kernels, self._weights = kernels, weights
-        self._join = kernels.bind(weights.join)
+        self._join = None if weights.join is None else kernels.bind(weights.join)
         # [norm(embedding), norm(feature)] by rows, and one half of it at a time.
         self._both_T2E = torch.empty_like(kernels.workspace.hidden_TE).repeat(1, 2)
         self._half_TE = torch.empty_like(kernels.workspace.hidden_TE)
@@ -84,8 +84,9 @@ class TritonFeatures:
             for rows_T, norm_S, part_TS in zip(self._rows_of_states, norms, states_TF.chunk(parts, 1), strict=True):
                 layers.gather_and_norm(states_XS, rows_T[:count], norm_S, kernels.eps, state_TS)
                 part_TS.copy_(state_TS)
-        if self._weights.spec.joins_embedding:
+        if self._weights.spec.of_last_state:
             return states_TF
+        assert self._join is not None
         features_TE = self._features_TE[:count]
         self._join.store(states_TF, features_TE)
         return features_TE
@@ -98,6 +99,7 @@ class TritonFeatures:
         hidden_TE, half_TE = kernels.workspace.hidden_TE[:count], self._half_TE[:count]
         both_T2E, size = self._both_T2E[:count], hidden_TE.shape[1]
         if weights.spec.joins_embedding:
+            assert self._join is not None
             layers.gather_rows(weights.embedding_VE, input_ids_T, both_T2E[:, :size])
             both_T2E[:, size:].copy_(features_TE)
             self._join.store(both_T2E, hidden_TE)
