@@ -444,6 +444,7 @@ def test_draft_models_that_cannot_run(
 
 
 HEAD = eagle_heads.HEAD | {"vocab_size": DEMO.vocab_size, "draft_vocab_size": 100}
+FIRST_HEAD = eagle_heads.FIRST | {"vocab_size": DEMO.vocab_size, "rms_norm_eps": DEMO.rms_norm_eps}
 
 
 def plan_with_head(folder: Path, config: dict[str, Any], *, method: str = "eagle3", device: str = "h200") -> EnginePlan:
@@ -466,6 +467,8 @@ def test_memory_of_a_draft_head_is_planned(tmp_path: Path) -> None:
     assert plan.memory.weights - plain.memory.weights == 2 * weights
     states = plan.limits.max_num_batched_tokens * (3 + 4) * hidden + 8 * DEMO.vocab_size
     assert plan.memory.graphs - plain.memory.graphs > 2 * states
+    # Tokens of all slots, and scratch of the rows of logits.
+    assert plan.memory.sampling - plain.memory.sampling == 4 * 8 * (128 + 1) + 33 * 1024 * 3 * 8
     assert any("the head reads the states that enter layers [2, 4, 5]" in note for note in plan.notes)
     assert not any("trained for" in note for note in plan.notes)
     (tmp_path / "short").mkdir()
@@ -473,11 +476,31 @@ def test_memory_of_a_draft_head_is_planned(tmp_path: Path) -> None:
     assert any("trained for 100 positions, and max_model_len is 128" in note for note in plan.notes)
 
 
+def test_memory_of_a_head_of_the_first_version_is_planned(tmp_path: Path) -> None:
+    """It has the logits' matrix and the last norm of the model."""
+    plan = plan_with_head(tmp_path, FIRST_HEAD, method="eagle")
+    plain = plan_of("h200", max_num_seqs=8, max_model_len=128, num_kv_blocks=64)
+    assert plan.draft is not None and plan.draft.taps == (8,)
+    hidden, inner = DEMO.hidden_size, FIRST_HEAD["intermediate_size"]
+    layer = (4 + 2 * 2) * 64 * hidden + 4 * 64 * hidden + 3 * inner * hidden + hidden
+    assert plan.memory.weights - plain.memory.weights == 2 * (2 * hidden * hidden + layer)
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "LlamaForCausalLMEagle", "EagleLlamaForCausalLM"])
+def test_architectures_of_the_first_version(architecture: str, tmp_path: Path) -> None:
+    """Files of the authors have the name of a whole model; the method says what they are."""
+    plan = plan_with_head(tmp_path, FIRST_HEAD | {"architectures": [architecture]}, method="eagle")
+    assert any(note.startswith(f"draft head {architecture}: 1 layer") for note in plan.notes)
+
+
 @pytest.mark.parametrize(
     ("config", "settings", "problem"),
     [
         (HEAD, {"device": "cpu"}, "draft heads run on a GPU only, yet"),
         (HEAD, {"method": "draft_model"}, "method='draft_model': does not fit the model; eagle3 works"),
+        (HEAD, {"method": "eagle"}, "method='eagle': does not fit the model; eagle3 works"),
+        (FIRST_HEAD, {"method": "eagle3"}, "method='eagle3': does not fit the model; eagle works"),
+        (FIRST_HEAD, {"method": "eagle", "device": "cpu"}, "draft heads run on a GPU only, yet"),
         (
             HEAD | {"architectures": ["LlamaForCausalLM"]},
             {},

@@ -51,9 +51,21 @@ def test_all_kernels_are_compiled_before_the_captures(config: dict[str, Any], tm
     assert captured <= few and eager <= few
 
 
-@pytest.mark.parametrize("method", ["ngram", "draft_model", "eagle3"])
-def test_so_are_those_of_speculation(method: str, tmp_path: Path) -> None:
+THIRD = {
+    "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 32000, "max_position_embeddings": 2048,
+    "eagle_aux_hidden_state_layer_ids": [0, 3, 6],
+}  # fmt: skip
+HEADS: dict[str, dict[str, Any]] = {
+    "eagle3": THIRD,
+    "eagle3 with norms": THIRD | {"fc_norm": True, "norm_output": True},
+    "eagle": {"architectures": ["LlamaForCausalLMEagle"]},
+}
+
+
+@pytest.mark.parametrize("proposer", ["ngram", "draft_model", *HEADS])
+def test_so_are_those_of_speculation(proposer: str, tmp_path: Path) -> None:
     """Acceptance and drafts, decodes of several tokens, and the passes of a draft model of other sizes."""
+    method = proposer.split()[0]
     speculation: dict[str, Any] = {"method": method, "num_speculative_tokens": 4}
     kernels = {"_accept_kernel", "_ngram_kernel"}
     if method == "draft_model":
@@ -62,14 +74,13 @@ def test_so_are_those_of_speculation(method: str, tmp_path: Path) -> None:
         (draft / "config.json").write_text(json.dumps({**QWEN3, "vocab_size": LLAMA["vocab_size"]}))
         speculation["model"] = str(draft)
         kernels = {"_accept_kernel", "_first_rows_kernel", "_next_row_kernel"}
-    if method == "eagle3":
+    if proposer in HEADS:
         head = tmp_path / "head"
         head.mkdir()
-        own = {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 32000}
-        own |= {"eagle_aux_hidden_state_layer_ids": [0, 3, 6], "max_position_embeddings": 2048}
-        (head / "config.json").write_text(json.dumps({**LLAMA, **own}))
+        (head / "config.json").write_text(json.dumps({**LLAMA, "num_hidden_layers": 1, **HEADS[proposer]}))
         speculation["model"] = str(head)
-        kernels = {"_accept_kernel", "_first_rows_kernel", "_next_row_kernel", "_gather_kernel"}
+        gathers = "_gather_kernel" if method == proposer else "_norm_kernel"
+        kernels = {"_accept_kernel", "_first_rows_kernel", "_next_row_kernel", gathers}
     config = {**LLAMA, "max_position_embeddings": 32768}
     found = start(config, tmp_path, json.dumps(speculation))
     few, every, captured, eager = (set(found[name]) for name in ("few", "every", "captured", "eager"))

@@ -17,6 +17,7 @@ from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.llm import LLM
 from phonograph.engine.outputs import RequestOutput
 from phonograph.errors import ConfigError
+from phonograph.models.spec import read_model_spec
 
 pytestmark = pytest.mark.gpu
 
@@ -88,14 +89,27 @@ def test_a_draft_model_that_is_the_model_is_right(mode: str) -> None:
         assert report.ok, [str(mismatch) for mismatch in report.mismatches[:5]]
 
 
-def test_a_head_of_random_weights_changes_no_token(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("method", "changes"),
+    [
+        ("eagle3", {"draft_vocab_size": 500}),
+        ("eagle3", {"draft_vocab_size": 500, "fc_norm": True, "norm_output": True}),
+        ("eagle", {}),
+    ],
+)
+def test_a_head_of_random_weights_changes_no_token(method: str, changes: dict[str, Any], tmp_path: Path) -> None:
     torch.manual_seed(2)
-    config = eagle_heads.HEAD | {"hidden_size": 256, "intermediate_size": 640, "num_key_value_heads": 2}
-    config |= {"vocab_size": 2048, "head_dim": 64, "draft_vocab_size": 500, "max_position_embeddings": 8192}
+    config = changes | {"hidden_size": 256, "intermediate_size": 640, "num_key_value_heads": 2}
+    config |= {"vocab_size": 2048, "head_dim": 64, "max_position_embeddings": 8192}
+    if method == "eagle":
+        config = eagle_heads.FIRST | config | {"rms_norm_eps": read_model_spec("demo").rms_norm_eps}
+        tensors = eagle_heads.first_tensors(config, owns_embedding=False, bias=True)
+    else:
+        config = eagle_heads.HEAD | config
+        tensors = eagle_heads.head_tensors(config, "midlayer", owns_embedding=False, states=3)
     (tmp_path / "config.json").write_text(json.dumps(config))
-    tensors = eagle_heads.head_tensors(config, "midlayer", owns_embedding=False, states=3)
     save_file(tensors, tmp_path / "model.safetensors")
-    head = {"method": "eagle3", "model": str(tmp_path), "num_speculative_tokens": 3, "adaptive_depth": False}
+    head = {"method": method, "model": str(tmp_path), "num_speculative_tokens": 3, "adaptive_depth": False}
     plain, drafting = (make_llm(batch_invariant=True, **more) for more in ({}, {"speculative_config": head}))
     for name, params in KINDS.items():
         wanted, found = (tokens_of(llm.generate(prompts(llm), params)) for llm in (plain, drafting))

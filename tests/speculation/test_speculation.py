@@ -258,6 +258,19 @@ def test_refused_configurations(given: dict[str, Any], says: str) -> None:
         LLM(**SETTINGS, speculative_config=given)
 
 
+@pytest.mark.parametrize(
+    ("model", "method"),
+    [
+        ("Qwen/Qwen3-0.6B", "draft_model"),
+        ("yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", "eagle3"),
+        ("RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3", "eagle3"),
+        ("yuhuili/EAGLE-LLaMA3.1-Instruct-8B", "eagle"),
+    ],
+)
+def test_the_method_follows_from_the_name_of_the_model(model: str, method: str) -> None:
+    assert read_speculative_config({"num_speculative_tokens": 2, "model": model}).method == method
+
+
 def test_other_settings_that_do_not_go_with_it() -> None:
     with pytest.raises(ConfigError, match="give num_speculative_tokens in the latter"):
         LLM(**SETTINGS, speculative_config=SPECULATION, num_speculative_tokens=2)

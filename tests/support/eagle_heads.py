@@ -1,4 +1,4 @@
-"""EAGLE-3 heads of random weights, and a plain implementation of their forward pass."""
+"""EAGLE heads of random weights, and plain implementations of their forward passes."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ HEAD = {
     "draft_vocab_size": 120,
 }  # fmt: skip
 DRAFTS = 120
+FIRST = {**TARGET, "architectures": ["EagleLlamaForCausalLM"], "num_hidden_layers": 1}
+"""Configuration of an EAGLE-1 head."""
 
 
 def head_tensors(config: dict[str, Any], layer: str, *, owns_embedding: bool, states: int) -> dict[str, torch.Tensor]:
@@ -44,11 +46,25 @@ def head_tensors(config: dict[str, Any], layer: str, *, owns_embedding: bool, st
     tensors = {name: torch.randn(shape) * 0.1 for name, shape in shapes.items()}
     norms = (f"{layer}.{name}" for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"))
     tensors |= {f"{name}.weight": 1 + 0.1 * torch.randn(size) for name in (*norms, "norm")}
+    if config.get("norm_before_fc"):
+        tensors["input_norm.weight"] = 1 + 0.5 * torch.randn(states * config["hidden_size"])
+    if config.get("fc_norm"):
+        tensors |= {f"fc_norm.{state}.weight": 1 + 0.5 * torch.randn(config["hidden_size"]) for state in range(states)}
     if drafts < config["vocab_size"]:
         chosen = torch.randperm(config["vocab_size"])[:drafts].sort().values
         tensors["d2t"] = chosen - torch.arange(drafts)
         tensors["t2d"] = torch.isin(torch.arange(config["vocab_size"]), chosen)
     return tensors
+
+
+def first_tensors(config: dict[str, Any], *, owns_embedding: bool, bias: bool) -> dict[str, torch.Tensor]:
+    """Random weights of an EAGLE-1 head under the names of the authors' files."""
+    third = head_tensors(config, "layers.0", owns_embedding=owns_embedding, states=2)
+    third |= {f"layers.0.self_attn.{name}_proj.weight": third[f"layers.0.self_attn.{name}_proj.weight"][
+        :, : config["hidden_size"]].contiguous() for name in "qkv"}  # fmt: skip
+    absent = ("lm_head.weight", "norm.weight", "layers.0.input_layernorm.weight", "layers.0.hidden_norm.weight")
+    tensors = {name: tensor for name, tensor in third.items() if name not in absent}
+    return tensors | ({"fc.bias": torch.randn(config["hidden_size"])} if bias else {})
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -71,18 +87,47 @@ def reference(
     embedded: torch.Tensor,
     own: Sequence[torch.Tensor] = (),
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the stream behind the layer, which is the next feature, and the logits, of one whole sequence.
+    """Return the next features and the logits of one whole sequence.
 
     `own` are the features of the last entries, which follow those of `states`.
     """
-    feature = functional.linear(states, tensors["fc.weight"], tensors.get("fc.bias"))
+    if config.get("norm_before_fc"):
+        states = norm(states, tensors["input_norm.weight"])
+    if config.get("fc_norm"):
+        parts = states.split(config["hidden_size"], -1)
+        states = torch.cat([norm(part, tensors[f"fc_norm.{i}.weight"]) for i, part in enumerate(parts)], -1)
+    feature = states
+    if "fc.weight" in tensors:
+        feature = functional.linear(states, tensors["fc.weight"], tensors.get("fc.bias"))
     feature = torch.cat([feature, *(one[None] for one in own)])
     normed = norm(feature, tensors[f"{layer}.hidden_norm.weight"])
     both = torch.cat([norm(embedded, tensors[f"{layer}.input_layernorm.weight"]), normed], -1)
-    stream = normed if config.get("norm_before_residual") else feature
+    stream = _behind_layer(tensors, layer, config, normed if config.get("norm_before_residual") else feature, both)
+    said = norm(stream, tensors["norm.weight"])
+    return said if config.get("norm_output") else stream, functional.linear(said, tensors["lm_head.weight"])
+
+
+def first_reference(
+    tensors: dict[str, torch.Tensor],
+    config: dict[str, Any],
+    features: torch.Tensor,
+    embedded: torch.Tensor,
+    head: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the next features and the logits of an EAGLE-1 head, by the target's matrix of logits."""
+    both = torch.cat([embedded, features], -1)
+    stream = functional.linear(both, tensors["fc.weight"], tensors.get("fc.bias"))
+    stream = _behind_layer(tensors, "layers.0", config, stream, stream)
+    return stream, functional.linear(stream, head)
+
+
+def _behind_layer(
+    tensors: dict[str, torch.Tensor], layer: str, config: dict[str, Any], stream: torch.Tensor, read: torch.Tensor
+) -> torch.Tensor:
+    """Return the stream behind a decoder layer whose attention reads `read`."""
     attention = f"{layer}.self_attn"
     q, k, v = (
-        functional.linear(both, tensors[f"{layer}.self_attn.{name}_proj.weight"])
+        functional.linear(read, tensors[f"{layer}.self_attn.{name}_proj.weight"])
         .unflatten(-1, (-1, config["head_dim"]))
         .transpose(0, 1)
         for name in "qkv"
@@ -94,5 +139,4 @@ def reference(
     stream = stream + functional.linear(attended.transpose(0, 1).flatten(1), tensors[f"{attention}.o_proj.weight"])
     rows = norm(stream, tensors[f"{layer}.post_attention_layernorm.weight"])
     gates, ups = (functional.linear(rows, tensors[f"{layer}.mlp.{name}_proj.weight"]) for name in ("gate", "up"))
-    stream = stream + functional.linear(functional.silu(gates) * ups, tensors[f"{layer}.mlp.down_proj.weight"])
-    return stream, functional.linear(norm(stream, tensors["norm.weight"]), tensors["lm_head.weight"])
+    return stream + functional.linear(functional.silu(gates) * ups, tensors[f"{layer}.mlp.down_proj.weight"])

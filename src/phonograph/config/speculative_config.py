@@ -10,7 +10,7 @@ from phonograph.errors import ConfigError, shortened
 
 MOST_DRAFTS = 15
 """Largest number of drafts: attention takes up to 16 tokens of a sequence beside decodes of one."""
-METHODS = ("ngram", "draft_model", "eagle3")
+METHODS = ("ngram", "draft_model", "eagle", "eagle3")
 _PER_BATCH_SIZE = "num_speculative_tokens_per_batch_size"
 _RATES, _LENGTH, _ACCEPTANCE = "synthetic_acceptance_rates", "synthetic_acceptance_length", "rejection_sample_method"
 _KEYS = (
@@ -26,7 +26,7 @@ class SpeculativeConfig(NamedTuple):
 
     Attributes:
         method: "ngram" drafts what followed an earlier occurrence of the last tokens, "draft_model" what a smaller
-            model says, "eagle3" what a head says that reads states of the model.
+            model says, "eagle3" or "eagle" (EAGLE-1) what a head says that reads states of the model.
         num_speculative_tokens: most drafts of a decode.
         prompt_lookup_max: most last tokens that are looked up.
         prompt_lookup_min: fewest.
@@ -80,7 +80,8 @@ def read_speculative_config(given: Mapping[str, Any]) -> SpeculativeConfig:
         if key not in _KEYS:
             raise refused(str(key), f"is not known; the keys are {', '.join(_KEYS)}")
     named = str(given.get("model") or "").lower()
-    inferred = "eagle3" if "eagle3" in named else "draft_model" if named else "ngram"
+    of_model = "eagle3" if "eagle3" in named else "eagle" if "eagle-" in named else "draft_model"
+    inferred = of_model if named else "ngram"
     method = given.get("method", inferred)
     if method == "ngram_gpu":
         method = METHODS[0]
@@ -95,7 +96,7 @@ def read_speculative_config(given: Mapping[str, Any]) -> SpeculativeConfig:
             if key in given:
                 raise refused(key, "belongs to method ngram; leave it out")
     elif given.get("model") is not None:
-        raise refused("model", "belongs to methods draft_model and eagle3; leave one of them out")
+        raise refused("model", "belongs to methods draft_model, eagle and eagle3; leave one of them out")
     counts = {"num_speculative_tokens": MOST_DRAFTS, "prompt_lookup_max": 1 << 20, "prompt_lookup_min": 1 << 20}
     for key, most in counts.items():
         value = given.get(key)

@@ -122,7 +122,7 @@ def plan_memory(
         logits_bytes=DTYPE_BYTES[dtype],
     )
     if device.kind != "cpu" and limits.draft_tokens:
-        history = 4 * max_num_seqs * (max_model_len + 1) if draft is None else 0
+        history = 4 * max_num_seqs * (max_model_len + 1) if draft is None or draft.taps else 0
         sampling += history + _SAMPLE_BYTES_PER_ROW * (limits.max_num_logits - max_num_seqs)
     taken = weights + graphs + attention_bytes + sampling
     if device.kind != "cpu":

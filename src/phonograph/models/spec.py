@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -47,7 +46,7 @@ from phonograph.models.weights.gguf_config import (
     quantization_of_gguf,
     rope_of_gguf,
 )
-from phonograph.models.wrapper import TEXT_PREFIXES, head_tensor_name, text_name, unwrapped
+from phonograph.models.wrapper import TEXT_PREFIXES, head_tensor_name, is_norm, text_name, unwrapped
 
 log = logging.getLogger(__name__)
 
@@ -115,6 +114,11 @@ class ModelSpec:
         return self.layers[0].attention.head_size
 
     @property
+    def owns_head(self) -> bool:
+        """False for a draft head with the logits' matrix of its target."""
+        return self.features is None or self.features.owns_head
+
+    @property
     def kinds(self) -> tuple[LayerSpec, ...]:
         """The first layer of each kind."""
         return tuple({layer.kind: layer for layer in reversed(self.layers)}.values())
@@ -122,7 +126,7 @@ class ModelSpec:
     @property
     def num_parameters(self) -> int:
         matrices = [outputs * inputs for _, outputs, inputs in self._quantized_parts()]
-        if self.head.scheme is not None and not self.tie_word_embeddings:
+        if self.head.scheme is not None and not self.tie_word_embeddings and self.owns_head:
             matrices.append(self.vocab_size * self.hidden_size)
         return sum(math.prod(shape) for shape in self.tensor_shapes().values()) + sum(matrices)
 
@@ -215,8 +219,9 @@ class ModelSpec:
                         continue
                     width = attention.head_size * (heads if attention.joint_norms else 1)
                     shapes[f"{prefix}.self_attn.{name}.weight"] = (width,)
-        shapes["model.norm.weight"] = (hidden,)
-        if not self.tie_word_embeddings and self.head.scheme is None:
+        if self.features is None or not self.features.joins_embedding:
+            shapes["model.norm.weight"] = (hidden,)
+        if not self.tie_word_embeddings and self.head.scheme is None and self.owns_head:
             shapes["lm_head.weight"] = (self.vocab_size, hidden)
         return shapes
 
@@ -237,13 +242,8 @@ class ModelSpec:
     def quantized_matrices(self) -> Iterator[tuple[Scheme, int, int]]:
         """Yield the format, outputs and inputs of each quantized projection, and of a quantized head."""
         yield from self._quantized_parts()
-        if self.head.scheme is not None:
+        if self.head.scheme is not None and self.owns_head:
             yield self.head.scheme, self.vocab_size, self.hidden_size
-
-
-def is_norm(name: str) -> bool:
-    """Return True for the name of a norm's weights in a checkpoint; a router may have one of its input."""
-    return re.search(r"norm(_\d)?\.weight$|\.router\.scale$", name) is not None
 
 
 def _scheme_in(quantization: Quantization | None, prefix: str, name: str) -> Scheme | None:

@@ -96,12 +96,14 @@ class Transformer:
             if spec.layer_embeddings is None
             else LayerEmbeddingsWeights.make(spec.layer_embeddings, spec.num_layers, spec.hidden_size, allocate)
         )
-        self.final_norm = allocate.norm(spec.hidden_size)
-        self.lm_head = allocate.linear(spec.head)
+        has_norm = spec.features is None or not spec.features.joins_embedding
+        self.final_norm = allocate.norm(spec.hidden_size) if has_norm else None
+        self.lm_head = allocate.linear(spec.head if spec.owns_head else spec.head.without_outputs())
         self.features = (
             None if spec.features is None else FeatureWeights.make(spec.features, spec.hidden_size, allocate)
         )
         if self.features is not None:
+            self.features.output_norm = self.final_norm if self.features.spec.normed_output else None
             self.embedding_VE: Embedding = self.features.embedding_VE
         elif spec.tie_word_embeddings and spec.head.scheme is None:
             self.embedding_VE = self.lm_head.matrix.t()
@@ -119,6 +121,19 @@ class Transformer:
             for index, layer in enumerate(self.weights)
             if isinstance(layer.feed_forward, ExpertsWeights)
         }
+
+    def share(self, target: Transformer) -> None:
+        """Take what a draft head does not own of its target. Call it before `bind`."""
+        assert self.features is not None
+        spec = self.features.spec
+        if not spec.owns_embedding:
+            assert isinstance(target.embedding_VE, torch.Tensor)
+            self.features.embedding_VE = target.embedding_VE
+        if not spec.owns_head:
+            self.lm_head = target.lm_head
+        if spec.of_last_state:
+            assert target.final_norm is not None
+            self.features.state_norms = [target.final_norm]
 
     def bind(self, kernels: KernelSet, taps: Mapping[int, torch.Tensor] = MappingProxyType({})) -> None:
         """Build the parts by a kernel set.
@@ -197,6 +212,7 @@ class Transformer:
 
     def prompt_logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
         """Return logits [N, V] of any number of rows, with torch's operators, which allocate them."""
+        assert self.final_norm is not None
         return finish_logits(self.lm_head.product(rms_norm(hidden_NE, self.final_norm, self._eps)), self.spec.factors)
 
     def logits(self, hidden_TE: torch.Tensor, rows_N: torch.Tensor | None = None) -> torch.Tensor:
@@ -236,12 +252,12 @@ class Transformer:
         [H, D] and [K, D] for [D] in the checkpoint, and stacked experts, whose outputs have two dimensions.
         """
         assert isinstance(self.embedding_VE, torch.Tensor)
-        views = {"model.norm.weight": self.final_norm}
+        views = {} if self.final_norm is None else {"model.norm.weight": self.final_norm}
         if self.features is None:
             views["model.embed_tokens.weight"] = self.embedding_VE
         else:
             views |= {f"model.{name}": view for name, view in self.features.checkpoint_views().items()}
-        if not self.spec.tie_word_embeddings:
+        if not self.spec.tie_word_embeddings and self.spec.owns_head:
             views |= self.lm_head.checkpoint_views()
         if self.layer_embeddings is not None:
             views |= {f"model.{name}": view for name, view in self.layer_embeddings.checkpoint_views().items()}

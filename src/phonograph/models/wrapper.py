@@ -1,4 +1,7 @@
-"""Checkpoints of models that also read images or sound: the configuration of the text model, and its tensors' names."""
+"""Checkpoints of models that also read images or sound: the configuration of the text model, and its tensors' names.
+
+Also what names of other tensors say.
+"""
 
 from __future__ import annotations
 
@@ -122,6 +125,11 @@ def text_name(name: str) -> str | None:
     if name.startswith(_HEAD):
         return name.removeprefix("language_model.")
     return None if _OTHER_PARTS.match(name) else name
+
+
+def is_norm(name: str) -> bool:
+    """Return True for the name of a norm's weights in a checkpoint; some are numbered, a router's is a scale."""
+    return re.search(r"norm(_\d|\.\d+)?\.weight$|\.router\.scale$", name) is not None
 
 
 def skipped_note(names: Iterable[str]) -> str:

@@ -18,7 +18,8 @@ from phonograph.engine.groups.select_backends import select_backends
 from phonograph.errors import ConfigError, counted
 from phonograph.files.model_files import is_gguf, model_path, read_json
 from phonograph.kernels.triton.gemm.product_plan import GemmDevice
-from phonograph.models.eagle import DraftSpec, is_eagle, read_eagle
+from phonograph.models.heads.eagle import DraftSpec, read_eagle
+from phonograph.models.heads.eagle_config import method_of
 from phonograph.models.layers.workspace import Workspace
 from phonograph.models.spec import DTYPE_BYTES, ModelSpec, read_model_spec
 from phonograph.models.weights.loading import weight_files
@@ -56,8 +57,8 @@ class DraftPlan:
         features = self.model.features
         states = 0
         if features is not None:
-            # Beside the states, the rows of `TritonFeatures`, and logits by the target's vocabulary.
-            width = features.join.num_inputs + 4 * self.model.hidden_size
+            # Of `TritonFeatures`, and logits by the target's vocabulary.
+            width = features.memory_size(self.model.hidden_size)
             states = limits.max_num_batched_tokens * width + limits.max_num_seqs * features.vocab_size
         return states * DTYPE_BYTES[self.dtype] + Workspace.nbytes(
             self.model,
@@ -92,12 +93,16 @@ def read_draft_spec(config: EngineConfig, target: ModelSpec) -> DraftSpec:
     folder = model_path(
         speculation.model, revision=speculation.revision, config_only=is_dummy, download_dir=config.download_dir
     )
-    is_head = not is_gguf(folder) and is_eagle(read_json(folder / "config.json"))
-    if is_head != (speculation.method == "eagle3"):
-        method = "eagle3" if is_head else "draft_model"
-        raise ConfigError("speculative_config.method", speculation.method, f"does not fit the model; {method} works")
-    if is_head:
-        return read_eagle(folder, target, owns_embedding=not is_dummy and _has_embedding(folder))
+    method = None if is_gguf(folder) else method_of(read_json(folder / "config.json"))
+    # The authors' files of EAGLE-1 name the architecture of a whole model.
+    fitting = (method,) if method is not None else ("draft_model", "eagle") if not is_gguf(folder) else ("draft_model",)
+    if speculation.method not in fitting:
+        raise ConfigError(
+            "speculative_config.method", speculation.method, f"does not fit the model; {fitting[0]} works"
+        )
+    if speculation.method != "draft_model":
+        names = None if is_dummy else _tensor_names(folder)
+        return read_eagle(folder, target, method=speculation.method, tensors=names)
     spec = read_model_spec(folder, trust_remote_code=config.trust_remote_code)
     if spec.vocab_size != target.vocab_size:
         raise ConfigError(
@@ -109,13 +114,13 @@ def read_draft_spec(config: EngineConfig, target: ModelSpec) -> DraftSpec:
     return DraftSpec(model=spec, taps=(), notes=())
 
 
-def _has_embedding(folder: Path) -> bool:
-    """Return True if the files of a draft head have an embedding."""
+def _tensor_names(folder: Path) -> set[str]:
+    """Return the names in the files of a draft head, without `model.`."""
+    names: set[str] = set()
     for file in weight_files(folder):
         with safe_open(file, framework="pt") as tensors:
-            if any(name.removeprefix("model.").startswith("embed_tokens.") for name in tensors.keys()):  # noqa: SIM118
-                return True
-    return False
+            names |= {name.removeprefix("model.") for name in tensors.keys()}  # noqa: SIM118 (not a dictionary)
+    return names
 
 
 def plan_draft(

@@ -109,10 +109,8 @@ class CudaPlatform:
             )
             static = workspace.tensors()
             if parts.draft is not None:
-                features = parts.draft.model.features
-                if features is not None and not features.spec.owns_embedding:
-                    assert isinstance(model.embedding_VE, torch.Tensor)
-                    features.embedding_VE = model.embedding_VE
+                if parts.draft.model.features is not None:
+                    parts.draft.model.share(model)
                 static += _bind(plan, parts.draft.model, limits.max_num_seqs, device).tensors()
         runtime = self._make_runtime(device, static)
         in_steps, drafts = parts.draft is not None, None

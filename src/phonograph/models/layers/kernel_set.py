@@ -125,7 +125,11 @@ class FeaturePart(Protocol):
     then: Any
 
     def join(self, states_TF: torch.Tensor) -> torch.Tensor:
-        """Return features [T, E] of the target's hidden states, valid until the next call."""
+        """Return features [T, E] of the target's hidden states, which it may overwrite; valid until the next call."""
+        ...
+
+    def next_features(self, hidden_TE: torch.Tensor, rows_R: torch.Tensor | None, out_RE: torch.Tensor) -> None:
+        """Write the features of the next entries: what the head said in these rows of its stream, or in all."""
         ...
 
     def __call__(self, input_ids_T: torch.Tensor, features_TE: torch.Tensor) -> Stream: ...
@@ -200,7 +204,7 @@ class KernelSet(Protocol):
 
     def layer_embeddings(self, weights: LayerEmbeddingsWeights) -> LayerEmbeddingsPart: ...
 
-    def head(self, norm_E: torch.Tensor, linear: Linear) -> HeadPart: ...
+    def head(self, norm_E: torch.Tensor | None, linear: Linear) -> HeadPart: ...
 
     def leaves_rows_out(self, num_tokens: int, num_kept: int) -> bool:
         """Return True if the last layer of a prefill of `num_tokens` computes only the `num_kept` rows with logits."""

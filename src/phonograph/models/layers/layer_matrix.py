@@ -86,6 +86,10 @@ class LayerMatrix:
             for part in self.parts
         )
 
+    def without_outputs(self) -> LayerMatrix:
+        """Return an empty matrix in the place of one that another model has."""
+        return replace(self, parts=tuple(MatrixPart(part.name, 0) for part in self.parts))
+
     def with_schemes(self, scheme_of: Callable[[str], Scheme | None]) -> LayerMatrix:
         """Return the matrix with the format of each part, by its name in the layer; all experts have one format."""
         if not self.quantizable:

@@ -20,7 +20,7 @@ from phonograph.models.layer_spec import (
     LayerSpec,
 )
 from phonograph.models.layers.expert_spec import LayerExperts
-from phonograph.models.layers.feature_input import FeatureInput
+from phonograph.models.layers.feature_input import EMBEDDING_NORM, FEATURE_NORM, FeatureInput
 from phonograph.models.layers.layer_matrix import LayerMatrix, MatrixPart
 from phonograph.models.layers.linear import Linear, WeightAllocator
 
@@ -313,28 +313,42 @@ class FeatureWeights:
     """Weights of a draft head's input; see `FeatureInput`.
 
     Attributes:
-        join: makes features of the target's hidden states.
+        join: makes features of the target's hidden states, or the stream; or None.
+        norms: each norm by its name behind `model.`.
+        state_norms: norms of the target's states; its final norm is set before the head is bound.
+        output_norm: the head's final norm, if features of the next entries are behind it.
         embedding_VE: table of the target, unless the head has its own; set before the head is bound.
         target_ids: int64 [drafts], token of the target for each of the head; None if they are the same.
     """
 
     spec: FeatureInput
-    join: Linear
-    embedding_norm: torch.Tensor
-    feature_norm: torch.Tensor
+    join: Linear | None
+    norms: dict[str, torch.Tensor]
+    state_norms: list[torch.Tensor]
     embedding_VE: torch.Tensor
+    output_norm: torch.Tensor | None = None
     target_ids: torch.Tensor | None = None
 
     @classmethod
     def make(cls, spec: FeatureInput, hidden_size: int, allocate: WeightAllocator) -> FeatureWeights:
         """Allocate them, without contents."""
+        join = None if spec.join is None else allocate.linear(spec.join)
+        norms = {name: allocate.norm(size) for name, size in spec.norms(hidden_size)}
         return cls(
             spec=spec,
-            join=allocate.linear(spec.join),
-            embedding_norm=allocate.norm(hidden_size),
-            feature_norm=allocate.norm(hidden_size),
+            join=join,
+            norms=norms,
+            state_norms=[norms[name] for name, _ in spec.state_norms],
             embedding_VE=allocate.tensor(spec.vocab_size if spec.owns_embedding else 0, hidden_size),
         )
+
+    @property
+    def embedding_norm(self) -> torch.Tensor:
+        return self.norms[EMBEDDING_NORM]
+
+    @property
+    def feature_norm(self) -> torch.Tensor:
+        return self.norms[FEATURE_NORM]
 
     def take_draft_ids(self, offsets: torch.Tensor, file: Path) -> None:
         """Keep the tokens of the target for those of the head.
@@ -351,7 +365,7 @@ class FeatureWeights:
         ids = torch.arange(len(offsets)) + offsets.long()
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.spec.vocab_size:
             raise WeightError(f"tensor d2t in {file} leads out of the target's vocabulary of {self.spec.vocab_size}")
-        self.target_ids = ids.to(self.embedding_norm.device)
+        self.target_ids = ids.to(self.embedding_VE.device)
 
     def check_draft_ids(self, num_drafts: int) -> None:
         """Check that each token of the head has one of the target.
@@ -367,8 +381,7 @@ class FeatureWeights:
     def checkpoint_views(self) -> dict[str, torch.Tensor]:
         """Return the destination of each tensor by its name behind `model.`."""
         views = {
-            **self.join.checkpoint_views(),
-            f"layers.0.{self.spec.embedding_norm}.weight": self.embedding_norm,
-            f"layers.0.{self.spec.feature_norm}.weight": self.feature_norm,
+            **({} if self.join is None else self.join.checkpoint_views()),
+            **{f"{name}.weight": norm for name, norm in self.norms.items()},
         }
         return views | ({"embed_tokens.weight": self.embedding_VE} if self.spec.owns_embedding else {})

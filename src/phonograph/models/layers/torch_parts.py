@@ -86,7 +86,7 @@ class TorchKernels:
     def layer_embeddings(self, weights: LayerEmbeddingsWeights) -> TorchLayerEmbeddings:
         return TorchLayerEmbeddings(self, weights)
 
-    def head(self, norm_E: torch.Tensor, linear: Linear) -> TorchHead:
+    def head(self, norm_E: torch.Tensor | None, linear: Linear) -> TorchHead:
         return TorchHead(self, norm_E, linear)
 
     def leaves_rows_out(self, num_tokens: int, num_kept: int) -> bool:
@@ -139,11 +139,25 @@ class TorchFeatures:
         self._kernels, self._weights = kernels, weights
 
     def join(self, states_TF: torch.Tensor) -> torch.Tensor:
-        return self._weights.join.product(states_TF)
+        weights, norms = self._weights, self._weights.state_norms
+        if norms:
+            parts = states_TF.chunk(len(norms), -1)
+            states_TF = torch.cat([self._kernels.normed(*pair) for pair in zip(parts, norms, strict=True)], -1)
+        if weights.spec.of_last_state:
+            return states_TF
+        assert weights.join is not None
+        return weights.join.product(states_TF)
+
+    def next_features(self, hidden_TE: torch.Tensor, rows_R: torch.Tensor | None, out_RE: torch.Tensor) -> None:
+        hidden_RE = hidden_TE if rows_R is None else hidden_TE.index_select(0, rows_R)
+        out_RE.copy_(self._kernels.normed(hidden_RE, self._weights.output_norm))
 
     def __call__(self, input_ids_T: torch.Tensor, features_TE: torch.Tensor) -> Stream:
         kernels, weights = self._kernels, self._weights
         embedded_TE = functional.embedding(input_ids_T, weights.embedding_VE)
+        if weights.spec.joins_embedding:
+            assert weights.join is not None
+            return Stream(weights.join.product(torch.cat([embedded_TE, features_TE], -1)))
         normed_TE = kernels.normed(features_TE, weights.feature_norm)
         both_T2E = torch.cat([kernels.normed(embedded_TE, weights.embedding_norm), normed_TE], -1)
         return Stream(normed_TE if weights.spec.normed_stream else features_TE.clone(), normed=both_T2E)
@@ -274,10 +288,10 @@ class TorchLayerEmbeddings:
 class TorchHead:
     """Final norm and logits."""
 
-    def __init__(self, kernels: TorchKernels, norm_E: torch.Tensor, linear: Linear) -> None:
+    def __init__(self, kernels: TorchKernels, norm_E: torch.Tensor | None, linear: Linear) -> None:
         self._kernels, self._norm_E, self._linear = kernels, norm_E, linear
 
     def __call__(self, hidden_TE: torch.Tensor, rows_N: torch.Tensor | None) -> torch.Tensor:
         hidden_NE = hidden_TE if rows_N is None else hidden_TE.index_select(0, rows_N)
-        logits_NV = self._linear.product(rms_norm(hidden_NE, self._norm_E, self._kernels.eps))
+        logits_NV = self._linear.product(self._kernels.normed(hidden_NE, self._norm_E))
         return finish_logits(logits_NV, self._kernels.factors)

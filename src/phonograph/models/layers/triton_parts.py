@@ -63,21 +63,47 @@ class TritonFeatures:
     def __init__(self, kernels: StreamKernels, weights: FeatureWeights) -> None:
         self.then: TritonAttention | None = None
         self._kernels, self._weights = kernels, weights
-        self._join = kernels.bind(weights.join)
+        self._join = None if weights.join is None else kernels.bind(weights.join)
         # [norm(embedding), norm(feature)] by rows, and one half of it at a time.
         self._both_T2E = torch.empty_like(kernels.workspace.hidden_TE).repeat(1, 2)
         self._half_TE = torch.empty_like(kernels.workspace.hidden_TE)
         self._features_TE = torch.empty_like(kernels.workspace.hidden_TE)
+        sizes, half_TE = [size for _, size in weights.spec.state_norms], self._half_TE
+        if len(sizes) > 1:
+            # One normed state of several, and the rows of each one where the states of a token are rows.
+            self._state_TS = half_TE.new_empty(len(half_TE), sizes[0])
+            rows = torch.arange(len(half_TE) * len(sizes), device=half_TE.device)
+            self._rows_of_states = rows.view(-1, len(sizes)).t().contiguous()
 
     def join(self, states_TF: torch.Tensor) -> torch.Tensor:
-        features_TE = self._features_TE[: len(states_TF)]
+        kernels, norms, count = self._kernels, self._weights.state_norms, len(states_TF)
+        if len(norms) == 1:
+            layers.rms_norm(states_TF, norms[0], kernels.eps, states_TF)
+        elif norms:
+            states_XS, state_TS, parts = states_TF.view(-1, len(norms[0])), self._state_TS[:count], len(norms)
+            for rows_T, norm_S, part_TS in zip(self._rows_of_states, norms, states_TF.chunk(parts, 1), strict=True):
+                layers.gather_and_norm(states_XS, rows_T[:count], norm_S, kernels.eps, state_TS)
+                part_TS.copy_(state_TS)
+        if self._weights.spec.of_last_state:
+            return states_TF
+        assert self._join is not None
+        features_TE = self._features_TE[:count]
         self._join.store(states_TF, features_TE)
         return features_TE
+
+    def next_features(self, hidden_TE: torch.Tensor, rows_R: torch.Tensor | None, out_RE: torch.Tensor) -> None:
+        self._kernels.take_rows(hidden_TE, rows_R, self._weights.output_norm, out_RE)
 
     def __call__(self, input_ids_T: torch.Tensor, features_TE: torch.Tensor) -> Stream:
         kernels, weights, count = self._kernels, self._weights, len(input_ids_T)
         hidden_TE, half_TE = kernels.workspace.hidden_TE[:count], self._half_TE[:count]
         both_T2E, size = self._both_T2E[:count], hidden_TE.shape[1]
+        if weights.spec.joins_embedding:
+            assert self._join is not None
+            layers.gather_rows(weights.embedding_VE, input_ids_T, both_T2E[:, :size])
+            both_T2E[:, size:].copy_(features_TE)
+            self._join.store(both_T2E, hidden_TE)
+            return Stream(hidden_TE, normed=hidden_TE)
         layers.embed_and_norm(
             input_ids_T, weights.embedding_VE, weights.embedding_norm, kernels.eps, hidden_TE, half_TE
         )
@@ -258,16 +284,13 @@ class TritonLayerEmbeddings:
 class TritonHead:
     """Final norm and logits."""
 
-    def __init__(self, kernels: StreamKernels, norm_E: torch.Tensor, product: BoundProduct) -> None:
+    def __init__(self, kernels: StreamKernels, norm_E: torch.Tensor | None, product: BoundProduct) -> None:
         self._kernels, self._norm_E, self._product = kernels, norm_E, product
 
     def __call__(self, hidden_TE: torch.Tensor, rows_N: torch.Tensor | None) -> torch.Tensor:
         kernels, num_logits = self._kernels, (hidden_TE if rows_N is None else rows_N).shape[0]
         rows_NE, logits_NV = kernels.workspace.rows_NE[:num_logits], kernels.workspace.logits_NV[:num_logits]
-        if rows_N is None:
-            layers.rms_norm(hidden_TE, self._norm_E, kernels.eps, rows_NE)
-        else:
-            layers.gather_and_norm(hidden_TE, rows_N, self._norm_E, kernels.eps, rows_NE)
+        kernels.take_rows(hidden_TE, rows_N, self._norm_E, rows_NE)
         self._product.store(rows_NE, logits_NV)
         return finish_logits(logits_NV, kernels.factors)
 
@@ -301,7 +324,7 @@ class TritonKernels(StreamKernels):
     def layer_embeddings(self, weights: LayerEmbeddingsWeights) -> TritonLayerEmbeddings:
         return TritonLayerEmbeddings(self, weights)
 
-    def head(self, norm_E: torch.Tensor, linear: Linear) -> TritonHead:
+    def head(self, norm_E: torch.Tensor | None, linear: Linear) -> TritonHead:
         return TritonHead(self, norm_E, self.bind(linear))
 
     def leaves_rows_out(self, num_tokens: int, num_kept: int) -> bool:

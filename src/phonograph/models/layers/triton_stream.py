@@ -94,6 +94,19 @@ class StreamKernels:
         """Return the memory of the stream's normed rows in 16 or 32 bits."""
         return self.workspace.normed_TE[: len(stream.hidden_TE)]
 
+    def take_rows(
+        self, hidden_TE: torch.Tensor, rows_N: torch.Tensor | None, norm_E: torch.Tensor | None, out_NE: torch.Tensor
+    ) -> None:
+        """Write rows of the stream, or all of them, normed if there is a norm."""
+        if norm_E is not None and rows_N is not None:
+            layers.gather_and_norm(hidden_TE, rows_N, norm_E, self.eps, out_NE)
+        elif norm_E is not None:
+            layers.rms_norm(hidden_TE, norm_E, self.eps, out_NE)
+        elif rows_N is not None:
+            layers.gather_rows(hidden_TE, rows_N, out_NE)
+        else:
+            out_NE.copy_(hidden_TE)
+
     def fused_norm(self, stream: Stream, begin: NormedInput | None) -> tuple[torch.Tensor, float, torch.Tensor] | None:
         """Return weights, epsilon and memory of the next part's norm, if a kernel can compute it with a sum."""
         if begin is None or begin.norm_E is None or begin.norms_inside(len(stream.hidden_TE)):

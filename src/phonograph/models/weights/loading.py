@@ -21,14 +21,14 @@ from phonograph.files.gguf_file import read_gguf
 from phonograph.files.model_files import is_gguf, model_path
 from phonograph.models.quantization.cpu_weights import CpuProducts
 from phonograph.models.quantization.scheme import Stored
-from phonograph.models.spec import ModelSpec, is_norm
+from phonograph.models.spec import ModelSpec
 from phonograph.models.transformer import Transformer
 from phonograph.models.weights.file_format import match_format
 from phonograph.models.weights.gguf_tensors import load_gguf, num_copies
 from phonograph.models.weights.kv_scales import is_kv_scale, is_unused_scale
 from phonograph.models.weights.staging import Copies
 from phonograph.models.weights.tied_embeddings import match_tied_embeddings
-from phonograph.models.wrapper import skipped_note
+from phonograph.models.wrapper import is_norm, skipped_note
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 Progress = Callable[[int, int], None]
@@ -230,6 +230,8 @@ def _read(model: Transformer, files: dict[Path, list[str]], names: dict[str, str
                         parts[name] = tensor.reshape(packed[name].shape)
                     else:
                         _check(name, tensor, shapes[name], file, model.spec)
+                        if model.features is not None and bool(tensor[0].isnan().any()):
+                            raise WeightError(f"tensor {own_name} in {file} has NaN; its tool left it unset")
                         if model.spec.norms.offset and is_norm(name):
                             tensor = tensor.float() + model.spec.norms.offset
                         destination = destinations[name]

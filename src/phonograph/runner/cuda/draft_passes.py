@@ -12,7 +12,6 @@ from phonograph.attention.backend import AnyBackend, AttentionLayer
 from phonograph.attention.metadata import CommonMetadata
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.graphs.runtime import GraphRuntime
-from phonograph.kernels.triton.elementwise.layers import gather_rows
 from phonograph.kernels.triton.sampling.sample import make_sample_scratch, sample
 from phonograph.kernels.triton.step.draft_rows import DraftRows, first_pass, next_pass
 from phonograph.models.transformer import Transformer
@@ -149,13 +148,9 @@ class DraftPasses:
             hidden = self.model.forward(ids, positions, attention, features_TE=features)
             last_rows = rows.last_rows[:num_reqs] if first else None
             self._sample(self.model.logits(hidden, last_rows), num_reqs)
-            if features is not None:
-                # What the head says is the feature of its next entry.
+            if self.model.feature_part is not None:
                 features = self._features_RE[:num_reqs]
-                if last_rows is None:
-                    features.copy_(hidden)
-                else:
-                    gather_rows(hidden, last_rows, features)
+                self.model.feature_part.next_features(hidden, last_rows, features)
             next_pass(
                 inputs.state,
                 rows,
