@@ -209,8 +209,10 @@ def walk_gathers(place: Place, device: torch.device) -> list[torch.Tensor]:
     out, ordered = (place(torch.zeros(ROWS, 70, dtype=torch.float16, device=device)) for _ in range(2))
     picked, source = torch.tensor([2, 0, 2], device=device), place(randn(ROWS, 70, device=device))
     layers.gather_rows(source, picked, out)
+    of_ids = place(torch.empty_like(out))
+    layers.gather_rows(source, picked.int(), of_ids)
     layers.gather_columns(source, torch.arange(70, device=device).flip(0), ordered)
-    return [out, ordered]
+    return [out, of_ids, ordered]
 
 
 def walk_block_tables(place: Place, device: torch.device) -> list[torch.Tensor]:

@@ -90,7 +90,7 @@ def gather_and_norm(
 
 
 def gather_rows(source_TX: torch.Tensor, rows_N: torch.Tensor, out_NX: torch.Tensor) -> None:
-    """Compute out = source[rows]; rows int64, any strides between rows."""
+    """Compute out = source[rows]; rows int32 or int64, any strides between rows."""
     _gather(_gather_kernel, source_TX, rows_N, out_NX)
 
 
@@ -158,7 +158,7 @@ def _gather_kernel(
     pdl_begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    source = tl.load(rows_ptr + row)
+    source = tl.load(rows_ptr + row).to(tl.int64)
     x = tl.load(source_ptr + source * source_stride + column, column < WIDTH)
     tl.store(out_ptr + row * out_stride + column, x, column < WIDTH)
 
