@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import eagle_heads
 import psutil
 import pytest
 import torch
 from checkpoints import make_checkpoint
 from gguf_files import write_gguf
 from quantized_checkpoints import FORMATS, quantize_checkpoint
+from safetensors.torch import save_file
 
 from phonograph import LLM, AsyncLLM, SamplingParams
 from phonograph.engine.outputs import RequestOutput
@@ -25,6 +29,10 @@ from phonograph.engine.startup import sleeper as sleeper_module
 from phonograph.engine.startup import static_memory
 from phonograph.engine.startup.static_memory import HostMemory
 from phonograph.errors import ConfigError, EngineUnavailable, MemoryLimitError, RequestError
+from phonograph.models.heads.eagle import read_eagle
+from phonograph.models.spec import read_model_spec
+from phonograph.models.transformer import Transformer
+from phonograph.models.weights.loading import begin_loading
 
 SETTINGS: dict[str, Any] = {
     "max_model_len": 256,
@@ -110,8 +118,8 @@ def test_weights_of_every_form_come_back(
     with LLM(str(checkpoint(kind, tmp_path)), dtype="float32", cpu_products=products, **SETTINGS) as llm:
         expected = tokens(llm)
         sleeper: Any = llm.engine.sleeper
-        released = {one.data_ptr() for one in sleeper_module._storages(sleeper_module._tensors(sleeper._model))}
-        assert {one.untyped_storage().data_ptr() for one in sleeper._model.parameters} <= released
+        released = {one.data_ptr() for one in sleeper_module._storages(sleeper_module._tensors(sleeper._models))}
+        assert {one.untyped_storage().data_ptr() for one in sleeper._models[0].parameters} <= released
         for level in (1, 2, 2):
             before = PoisonedMemory.num_released
             llm.sleep(level)
@@ -121,6 +129,59 @@ def test_weights_of_every_form_come_back(
         report = llm.verify(num_replays=2)
         assert report.ok, report.mismatches
         assert tokens(llm) == expected
+
+
+def test_a_draft_model_sleeps_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As its own draft model the model drafts right, before and after."""
+    monkeypatch.setattr("phonograph.engine.startup.cpu_platform.HostMemory", PoisonedMemory)
+    speculation = {"method": "draft_model", "model": "demo", "num_speculative_tokens": 3, "adaptive_depth": False}
+    with LLM("demo", **SETTINGS, speculative_config=speculation) as llm:
+        expected = tokens(llm)
+        for level in (1, 2, 2):
+            before = llm.engine.core.scheduler.stats.drafts
+            llm.sleep(level)
+            llm.wake_up()
+            assert tokens(llm) == expected
+            after = llm.engine.core.scheduler.stats.drafts
+            assert after.verified - before.verified == after.accepted - before.accepted > 0
+
+
+@pytest.mark.parametrize("owns_embedding", [True, False])
+def test_a_head_comes_back_beside_its_target(owns_embedding: bool, tmp_path: Path) -> None:
+    """A head may have the embedding of its target, which comes back once."""
+    make_checkpoint("llama_bias", tmp_path / "target", num_hidden_layers=8)
+    spec = read_model_spec(tmp_path / "target")
+    folder = tmp_path / "head"
+    folder.mkdir()
+    sizes = {"hidden_size": spec.hidden_size, "head_dim": spec.hidden_size // 4, "vocab_size": spec.vocab_size}
+    config = eagle_heads.HEAD | sizes
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = eagle_heads.head_tensors(config, "midlayer", owns_embedding=owns_embedding, states=3)
+    save_file(tensors, folder / "model.safetensors")
+    head = read_eagle(folder, spec, method="eagle3", tensors=tensors)
+    loads = [
+        partial(begin_loading, model, path, dtype=torch.float32, device=torch.device("cpu"))
+        for model, path in ((spec, tmp_path / "target"), (head.model, folder))
+    ]
+    memory = PoisonedMemory()
+    models: list[Transformer] = []
+    for load in loads:
+        with load(make_empty=memory.empty) as loading:
+            loading.finish()
+            models.append(loading.model)
+    models[1].share(models[0])
+    found = [*sleeper_module._tensors(models)]
+    expected = [one.clone() for one in found]
+    core: Any = SimpleNamespace(scheduler=SimpleNamespace(reset_prefix_cache=lambda: None), asleep=False)
+    sleeper = sleeper_module.Sleeper(memory, PoisonedMemory(), loads)
+    sleeper.start(core, models, [], zeroes=False)
+    features = models[1].features
+    assert features is not None and {id(one) for one in features.norms.values()} <= {id(one) for one in found}
+    for _ in range(2):
+        sleeper.sleep(2)
+        sleeper.wake_up()
+        assert all(map(torch.equal, found, expected))
+    assert (features.embedding_VE is models[0].embedding_VE) == (not owns_embedding)
 
 
 def test_the_demo_model_sleeps_often_in_the_same_memory() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -25,13 +25,13 @@ from phonograph.engine.plan import EnginePlan
 from phonograph.engine.process.client import StartProgress, no_progress
 from phonograph.engine.startup.cpu_platform import CpuPlatform
 from phonograph.engine.startup.platform import DraftModelParts, ModelParts, Platform
-from phonograph.engine.startup.sleeper import Sleeper
+from phonograph.engine.startup.sleeper import Load, Sleeper
 from phonograph.errors import ConfigError
 from phonograph.graphs.modes import GraphKey
 from phonograph.models.layer_spec import LayerAttention
 from phonograph.models.transformer import Transformer
 from phonograph.models.weights.kv_scales import KVScales
-from phonograph.models.weights.loading import Loading, begin_loading
+from phonograph.models.weights.loading import begin_loading
 from phonograph.runner.group_builder import GroupBuilder
 from phonograph.runner.kv_pool import allocate_kv_caches, allocate_kv_pool
 from phonograph.runner.runner import CaptureReport, Runner
@@ -138,16 +138,17 @@ def build_engine(plan: EnginePlan, report: StartProgress = no_progress, *, platf
             download_dir=plan.config.download_dir,
             cpu_products=plan.cpu_products,
         )
+        load_draft = _draft_load(plan, platform.device)
         sleeper, empty_weights, empty_cache = None, torch.empty, torch.empty
         if plan.config.enable_sleep_mode:
             weights, kv_cache = platform.static_memory(), platform.static_memory()
             empty_weights, empty_cache = weights.empty, kv_cache.empty
-            sleeper = Sleeper(weights, kv_cache, load_weights)
+            sleeper = Sleeper(weights, kv_cache, [load_weights] if load_draft is None else [load_weights, load_draft])
         with (
             load_weights(
                 progress=lambda done, total: report("weights", done, total), make_empty=empty_weights
             ) as loading,
-            _begin_loading_draft(plan, platform.device) as draft,
+            nullcontext() if load_draft is None else load_draft(make_empty=empty_weights) as draft,
         ):
             if plan.config.load_format == "dummy":
                 report("weights", 1, 1)
@@ -184,7 +185,10 @@ def build_engine(plan: EnginePlan, report: StartProgress = no_progress, *, platf
     )
     core = EngineCore(scheduler, runner, parts.model.expert_load)
     if sleeper is not None:
-        sleeper.start(core, parts.model, parts.kv_caches, zeroes=_zeroes_cache(plan))
+        drafting = [] if parts.draft is None else [parts.draft]
+        models = [parts.model, *(one.model for one in drafting)]
+        caches = [*parts.kv_caches, *(cache for one in drafting for cache in one.kv_caches)]
+        sleeper.start(core, models, caches, zeroes=_zeroes_cache(plan))
     return Engine(
         core=core,
         plan=plan,
@@ -196,11 +200,13 @@ def build_engine(plan: EnginePlan, report: StartProgress = no_progress, *, platf
     )
 
 
-def _begin_loading_draft(plan: EnginePlan, device: torch.device) -> AbstractContextManager[Loading | None]:
+def _draft_load(plan: EnginePlan, device: torch.device) -> Load | None:
+    """Return a function that begins to load the draft model; None without one."""
     speculation = plan.config.speculation
     if plan.draft is None or speculation is None or speculation.model is None:
-        return nullcontext()
-    return begin_loading(
+        return None
+    return partial(
+        begin_loading,
         plan.draft.model,
         speculation.model,
         dtype=getattr(torch, plan.draft.dtype),
@@ -296,6 +302,7 @@ def make_model_parts(
                 num_layers=draft.spec.num_layers,
                 num_blocks=plan.memory.num_blocks,
                 device=model.device,
+                make_empty=make_empty,
             ),
         )
     if _zeroes_cache(plan):

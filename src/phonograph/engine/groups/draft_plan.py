@@ -139,8 +139,7 @@ def plan_draft(
         device: the device.
 
     Raises:
-        ConfigError: one of the models has windows that the context exceeds, the draft model has a shorter context, or
-            the engine is to sleep.
+        ConfigError: one of the models has windows that the context exceeds, the draft model has a shorter context.
         BackendError: no backend serves its attention.
     """
     speculation, model = config.speculation, draft.model
@@ -151,8 +150,6 @@ def plan_draft(
 
     if draft.taps and device.kind == "cpu":
         raise refused("draft heads run on a GPU only, yet; a draft model or method ngram works on a CPU")
-    if config.enable_sleep_mode:
-        raise refused("cannot sleep yet; leave enable_sleep_mode out, or take method ngram")
     group, *others = kv.groups
     if others or group.window is not None:
         raise refused("works with a model of one KV group without a window, yet; method ngram works")

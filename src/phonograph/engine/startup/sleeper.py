@@ -31,30 +31,32 @@ class Sleeper:
     Args:
         weights: memory of the weights.
         kv_cache: memory of the KV cache.
-        load: loads the weights a second time.
+        loads: load the weights of each model a second time, in the order of the first.
 
     Attributes:
         asleep: tags of the memory that was given back.
         level: of the sleep, 0 when all memory is awake.
     """
 
-    def __init__(self, weights: StaticMemory, kv_cache: StaticMemory, load: Load) -> None:
+    def __init__(self, weights: StaticMemory, kv_cache: StaticMemory, loads: Sequence[Load]) -> None:
         self.asleep: frozenset[str] = frozenset()
         self.level = 0
         self._weights = weights
         self._kv_cache = kv_cache
-        self._load = load
+        self._loads = loads
 
-    def start(self, core: EngineCore, model: Transformer, kv_caches: Sequence[torch.Tensor], *, zeroes: bool) -> None:
+    def start(
+        self, core: EngineCore, models: Sequence[Transformer], kv_caches: Sequence[torch.Tensor], *, zeroes: bool
+    ) -> None:
         """Take the parts of a started engine.
 
         Args:
             core: is told whether it can run steps.
-            model: its weights are in the memory of weights.
+            models: their weights are in the memory of weights. Later ones may share tensors of earlier ones.
             kv_caches: tensors of the KV cache.
             zeroes: fill the KV cache with 0 after each sleep.
         """
-        self._core, self._model, self._kv_caches, self._zeroes = core, model, kv_caches, zeroes
+        self._core, self._models, self._kv_caches, self._zeroes = core, models, kv_caches, zeroes
 
     def sleep(self, level: int) -> None:
         """Give the memory back. Prefixes are forgotten. A sleep from level 1 to 2 drops the copy of the weights.
@@ -67,7 +69,7 @@ class Sleeper:
         """
         start = time.perf_counter()
         if "weights" not in self.asleep or level == 2:
-            self._weights.release(_storages(_tensors(self._model)), keep=level == 1)
+            self._weights.release(_storages(_tensors(self._models)), keep=level == 1)
             self.level = level
         self._core.scheduler.reset_prefix_cache()
         self._kv_cache.release(_storages(self._kv_caches), keep=False)
@@ -92,7 +94,7 @@ class Sleeper:
                 try:
                     self._reload()
                 except BaseException:
-                    self._weights.release(_storages(_tensors(self._model)), keep=False)
+                    self._weights.release(_storages(_tensors(self._models)), keep=False)
                     raise
             self._set(self.asleep - {"weights"})
         if "kv_cache" in self.asleep and "kv_cache" in tags:
@@ -117,14 +119,17 @@ class Sleeper:
 
         On a GPU the second model has their addresses. On a CPU, where weights may be converted, it is copied.
         """
-        with self._load(make_empty=self._weights.empty) as loading:
-            loading.finish()
-        ends = (_storages(_tensors(model)) for model in (self._model, loading.model))
-        for old, new in zip(*ends, strict=True):
-            if old.data_ptr() != new.data_ptr():
-                old.copy_(new, non_blocking=False)
-                if new.resizable():  # A mapped file's storage is not.
-                    new.resize_(0)  # so that the weights are there once, not twice
+        shared: set[int] = set()
+        for load, model in zip(self._loads, self._models, strict=True):
+            with load(make_empty=self._weights.empty) as loading:
+                loading.finish()
+            own = [one for one in _storages(_tensors(model)) if one.data_ptr() not in shared]
+            shared.update(one.data_ptr() for one in own)
+            for old, new in zip(own, _storages(_tensors(loading.model)), strict=True):
+                if old.data_ptr() != new.data_ptr():
+                    old.copy_(new, non_blocking=False)
+                    if new.resizable():  # A mapped file's storage is not.
+                        new.resize_(0)  # so that the weights are there once, not twice
 
 
 def checked_sleeper(sleeper: Sleeper | None) -> Sleeper:
@@ -143,7 +148,8 @@ def _storages(tensors: Collection[torch.Tensor] | Iterator[torch.Tensor]) -> lis
     found: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
-        found.setdefault(storage.data_ptr(), storage)
+        if storage.nbytes():
+            found.setdefault(storage.data_ptr(), storage)
     return list(found.values())
 
 
@@ -152,11 +158,13 @@ def _tensors(value: object) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Transformer):
-        parts = value.weights, value.layer_embeddings, value.final_norm, value.lm_head, value.embedding_VE
-        yield from _tensors(parts)
+        yield from _tensors((value.weights, value.layer_embeddings, value.final_norm, value.lm_head, value.features))
+        yield from _tensors(value.embedding_VE)
     elif isinstance(value, list | tuple):
         for item in value:  # pyright: ignore[reportUnknownVariableType]
             yield from _tensors(item)  # pyright: ignore[reportUnknownArgumentType]
+    elif isinstance(value, dict):
+        yield from _tensors([*value.values()])  # pyright: ignore[reportUnknownArgumentType]
     elif dataclasses.is_dataclass(value) and not isinstance(value, BlockEmbedding):
         for field in dataclasses.fields(value):
             yield from _tensors(getattr(value, field.name))
