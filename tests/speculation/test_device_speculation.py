@@ -107,6 +107,38 @@ def test_a_budget_may_choose_any_depth(proposer: str, make: MakeEngine) -> None:
     assert counts.accepted > 0 or proposer == "wrong"
 
 
+@pytest.mark.parametrize("mode", [GraphMode.FULL, GraphMode.NONE])
+@pytest.mark.parametrize(("proposer", "cost"), [("right", 1.2), ("wrong", 1.2), ("some", 9.0)])
+def test_an_engine_whose_draft_model_gains_nothing_rests(
+    proposer: str, cost: float, mode: GraphMode, make: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step with passes takes `cost` times as long. Requests that start while the engine rests have no drafts."""
+    passes = NGRAM._replace(model="a draft model", adaptive_depth=True)
+    engine = make(mode, passes, PROPOSERS[proposer], in_steps=True)
+    drafts: Any = engine.core.scheduler.drafts
+    learn = drafts.budget.learn
+    for number in (1, 4):
+        for verified in (0, K * number):
+            drafts.budget.costs.learn(number, verified, cost if verified else 1.0)
+    made: list[bool] = []
+
+    def timed(batch: Any, output: Any, seconds: float) -> None:
+        made.append(batch.makes_drafts)
+        assert batch.makes_drafts or batch.num_logits == batch.num_reqs, "drafts that no step made"
+        learn(batch, output, cost if batch.makes_drafts else 1.0)
+
+    monkeypatch.setattr(drafts.budget, "learn", timed)
+    several = requests(24)
+    engine.run(*several)
+    assert [one.output_token_ids for one in several] == [wanted(engine.model, one) for one in several]
+    counts = engine.core.scheduler.stats.drafts
+    assert counts.verified > 0 and (counts.accepted > 0.1 * counts.verified) == (proposer != "wrong")
+    # At least the first and the last requests, which the host samples, make none.
+    share = sum(made) / len(made)
+    assert share > 0.7 if proposer == "right" else share < 0.5
+    assert ("the engine rests" in dict(counts.choices)) == (proposer != "right")
+
+
 def test_right_drafts_save_steps(make: MakeEngine) -> None:
     plain, drafting = make(), make(GraphMode.FULL, NGRAM, PROPOSERS["right"])
     for engine in (plain, drafting):

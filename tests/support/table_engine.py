@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -93,6 +94,22 @@ class Backend:
         return common
 
 
+class Passes:
+    """Stands for the passes of a draft model: `propose` writes the drafts at the end of a step."""
+
+    needs_all_rows = False
+
+    def __init__(self, propose: Callable[[], None], model: Any) -> None:
+        self._propose, self.model, self.layers = propose, model, []
+        self.num_built = 0
+
+    def build(self, commons: object, key: object) -> None:
+        self.num_built += 1
+
+    def run(self, tokens: object, **shape: object) -> None:
+        self._propose()
+
+
 @dataclass
 class Engine:
     core: EngineCore
@@ -122,15 +139,20 @@ def engine_maker() -> MakeEngine:
         mode: GraphMode = GraphMode.FULL,
         speculation: SpeculativeConfig | None = None,
         propose: Callable[..., None] | None = None,
+        in_steps: bool = False,
         **changes: Any,
     ) -> Engine:
-        """Make an engine; `propose` takes the inputs and the table, and writes drafts in the place of prompt lookup."""
+        """Make an engine; `propose` takes the inputs and the table, and writes drafts in the place of prompt lookup.
+
+        With `in_steps` it stands for a draft model, which a step may leave out.
+        """
         most = 0 if speculation is None else speculation.num_speculative_tokens
         num_logits = min(SLOTS * (1 + most), TOKENS)
         drafts = None
         if speculation is not None:
             limits, adaptive = speculation.most_drafts(SLOTS), speculation.adaptive_depth
-            drafts = DeviceDrafts(DraftBudget(limits, max_num_seqs=SLOTS, adaptive=adaptive), max_num_logits=num_logits)
+            budget = DraftBudget(limits, max_num_seqs=SLOTS, adaptive=adaptive, in_steps=in_steps)
+            drafts = DeviceDrafts(budget, max_num_logits=num_logits, in_steps=in_steps)
         model = TableModel(device, num_logits)
         scheduler = make_scheduler(max_num_seqs=SLOTS, max_num_batched_tokens=TOKENS, drafts=drafts, **changes)
         captures = make_capture_list(
@@ -140,6 +162,7 @@ def engine_maker() -> MakeEngine:
             max_capture_tokens=8,
             speculative_tokens=most,
             most_logits=num_logits,
+            draft_passes=in_steps,
         )
         resolution = resolve_mode(mode, Support(GraphSupport.ALWAYS, "test"), Pieces(True, "test"))
         inputs = CudaInputs(
@@ -153,7 +176,11 @@ def engine_maker() -> MakeEngine:
             max_num_logits=num_logits,
             keeps_tokens=speculation is not None,
         )
-        if propose is not None:
+        passes: Any = None
+        if in_steps:
+            assert propose is not None
+            passes = Passes(partial(propose, inputs, model.table), model)
+        elif propose is not None:
             patched: Any = inputs
             patched.propose_ngrams = lambda *_, **__: propose(inputs, model.table)
         log: list[str] = []
@@ -174,6 +201,7 @@ def engine_maker() -> MakeEngine:
             attention=StepAttention([backend], [], [], inputs.slot_mappings, runtime),
             inputs=inputs,
             sample=device_sampler.sample,
+            passes=passes,
         )
         synthetic: dict[str, Any] = {
             "max_model_len": scheduler.limits.max_model_len,
