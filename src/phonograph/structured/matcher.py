@@ -78,7 +78,11 @@ class LlguidanceLibrary:
         Raises:
             GrammarError: the library cannot compile it.
         """
-        return self._compile(f"start: /{self._for_lark(regex, use_ascii='dw')}/", self._limits)
+        return self._compile(f"start: /{self.lark_regex(regex)}/", self._limits)
+
+    def lark_regex(self, regex: str) -> str:
+        """Return a regular expression in the library's dialect of Lark, without its slashes."""
+        return self._for_lark(regex, use_ascii="dw")
 
     def of_lark(self, lark: str) -> LibraryGrammar:
         """Compile a grammar in the library's dialect of Lark.
