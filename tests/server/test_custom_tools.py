@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from client_types import check_type
 from openai.types.chat import ChatCompletion
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
@@ -130,9 +131,13 @@ def test_responses(server: Server, serve_with: Callable[..., Server]) -> None:
     assert "warning" not in answer.headers
     (item,) = Response.model_validate(answer.json()).output
     assert item.type == "custom_tool_call" and item.name == "patch" and {*item.input} == {"a"}
+    lines = server.post("/v1/responses", {**body, "stream": True}).text.split("\n")
+    sent = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+    for event in sent:
+        check_type(ResponseStreamEvent, event)
+    check_type(Response, answer.json())
     check: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
-    lines = server.post("/v1/responses", {**body, "stream": True}).text.splitlines()
-    events = [check.validate_json(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+    events = [check.validate_python(event) for event in sent]
     deltas = [event.delta for event in events if event.type == "response.custom_tool_call_input.delta"]
     (done,) = [event for event in events if event.type == "response.custom_tool_call_input.done"]
     assert "".join(deltas) == done.input == item.input
