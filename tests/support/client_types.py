@@ -14,7 +14,7 @@ SENT = frozenset(
         *("Logprob.bytes", "LogprobTopLogprob.bytes", "ResponseCustomToolCall.status"),
     }
 )
-"""Keys that the installed types do not name. Older versions need `name`; the others are in other items of the API too."""
+"""Keys that the installed types do not name. Older versions need `name`; other items of the API have the others."""
 
 
 def check_type(kind: Any, value: Any) -> None:
