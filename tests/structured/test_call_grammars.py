@@ -246,6 +246,36 @@ def test_random_outputs_are_calls_that_fit(setting: Setting, case: str) -> None:
     assert num_ended >= 3
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_tokens_are_taken_back(setting: Setting, case: str) -> None:
+    """Also those that are special, as drafts are that the model refuses."""
+    _, layout, call, further, before = CASES[case]
+    grammar = setting.compiler.request(setting.tagged(layout)).result(60)
+    token_ids, rng = [*setting.encode(before + call + further), setting.eos], random.Random(case)
+
+    def mask(matcher: Any) -> list[int]:
+        words_RW = np.zeros((1, -(-setting.size // 32)), np.int32)
+        matcher.fill(words_RW, 0)
+        return words_RW[0].tolist()
+
+    first, expected = grammar.matcher(), []
+    for token_id in token_ids:
+        expected.append(mask(first))
+        first.accept(token_id)
+    matcher, place = grammar.matcher(), 0
+    for _ in range(200):
+        if place < len(token_ids) and rng.random() < 0.6:
+            matcher.accept(token_ids[place])
+            place += 1
+        elif place:
+            count = rng.randint(1, min(place, 6))
+            matcher.rollback(count)
+            place -= count
+        assert place == len(token_ids) or mask(matcher) == expected[place]
+        ahead = token_ids[place : place + 5]
+        assert matcher.validate(ahead) == len(ahead)
+
+
 def test_texts_of_tags(setting: Setting) -> None:
     """Values that are text have no quotes, and end with their tag."""
     schema = {"properties": {"a": {"type": "string", "format": "date"}, "b": {"type": "string"}}, "required": ["b"]}
