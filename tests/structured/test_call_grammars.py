@@ -335,6 +335,8 @@ def test_grammars_of_custom_tools(setting: Setting, case: str, syntax: str) -> N
         (XML[0], {"properties": {"a>b": True}}, "the parameter 'a>b' is no name of a tag"),
         (XML[0], {"properties": {"a": {"type": "string", "not": {}}}}, "not of a text cannot be enforced"),
         (XML[0], {"properties": {"a": {"type": "string", "pattern": "a$b"}}}, "has anchors within it"),
+        (XML[0], {"properties": {"a": {"type": "string", "minLength": -1}}}, "a text cannot have -1 characters"),
+        (XML[0], {"properties": {"a": {"type": "string", "maxLength": "3"}}}, "wrong type|cannot have 3 characters"),
         (XML[0], {"properties": []}, "after '<tool_call>\\\\n<function=f>\\\\n': a keyword .* wrong type"),
         (LLAMA[0], {"properties": {"a": {"uniqueItems": True}}}, "uniqueItems cannot be enforced"),
     ],
@@ -348,6 +350,24 @@ def test_schemas_that_a_form_cannot_hold(
     structured = setting.tagged(layout, ToolChoice(form="parsed", tools=tools))
     with pytest.raises(RequestError, match=problem):
         setting.compiler.request(structured).result(60)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_many_optional_parameters(setting: Setting, case: str) -> None:
+    """Tags have the limits of schemas, not those of a user's grammar."""
+    _, layout, call, _, before = CASES[case]
+    properties = {f"p{index}": {"type": "string", "maxLength": 10**12} for index in range(600)}
+    function = {"name": "add", "parameters": {"type": "object", "properties": properties}, "strict": True}
+    choice = ToolChoice(form="parsed", tools=[{"type": "function", "function": function}])
+    parameter = {"tags": "<parameter=p599>\nx\n</parameter>\n", "keywords": 'p599="x"', "json": '{"p599": "x"}'}
+    text = call.replace(KEYWORDS, parameter["keywords"]).replace(TAGS, parameter["tags"])
+    text = before + text.replace(ARGUMENTS, parameter["json"])
+    token_ids = setting.encode(text)
+    matcher = setting.compiler.request(setting.tagged(layout, choice)).result(60).matcher()
+    words_RW = np.zeros((1, -(-setting.size // 32)), np.int32)
+    for token_id in token_ids:
+        matcher.fill(words_RW, 0)
+        matcher.accept(token_id)
 
 
 @pytest.mark.parametrize(("layout", "name"), [(PYTHONIC[0], "a b"), (XML[0], "a>b"), (MISTRAL[0], "a[ARGS]")])

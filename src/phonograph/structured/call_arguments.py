@@ -24,6 +24,8 @@ _LISTED = NEUTRAL | {"properties", "required", "additionalProperties", "strict"}
 _DEFINITIONS = ("$defs", "definitions")
 _OF_TEXT = NEUTRAL | {"enum", "const", "minLength", "maxLength", "pattern", "format"}
 _END = "\n</parameter>\n"
+_LONG = 1_000_000
+"""A maximum of characters that no output reaches."""
 _NO_TEXT = r"~/(.|\n)*<\/parameter>(.|\n)*/ & ~/(.|\n)*\r/"
 """Values that the parser would read as something else."""
 
@@ -124,9 +126,9 @@ class ArgumentRules:
         if "enum" in schema or "const" in schema:
             choices = [one for one in schema.get("enum", [schema.get("const")]) if isinstance(one, str)]
             kinds.append(f"({' | '.join([json.dumps(one, ensure_ascii=False) for one in choices])})")
-        least, most = schema.get("minLength", 0), schema.get("maxLength")
-        if least or most is not None:
-            kinds.append(f"/(.|\\n){{{least},{'' if most is None else most}}}/")
+        least, most = (_count(schema.get(key, default)) for key, default in (("minLength", 0), ("maxLength", _LONG)))
+        if least or most < _LONG:
+            kinds.append(f"/(.|\\n){{{least},{'' if most >= _LONG else most}}}/")
         if "pattern" in schema:
             kinds.append(f"/{self._lark_regex(_whole(schema['pattern']))}/")
         if schema.get("format") in PATTERNS:
@@ -163,6 +165,17 @@ def _parameters(schema: Mapping[str, Any]) -> list[_Parameter] | None:
         # The rewriting of a schema changes it.
         found.append(_Parameter(name, copy.deepcopy(value), name in required))
     return found
+
+
+def _count(value: Any) -> int:
+    """Return a number of characters.
+
+    Raises:
+        GrammarError: it is none.
+    """
+    if isinstance(value, bool) or value != int(value) or value < 0:
+        raise GrammarError(f"a text cannot have {str(value)[:50]} characters")
+    return int(value)
 
 
 def _whole(pattern: str) -> str:

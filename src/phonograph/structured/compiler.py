@@ -137,7 +137,9 @@ class GrammarCompiler:
                 return json_rule(schema, any_whitespace=job.any_whitespace, lenient=not job.strict)
 
             arguments = ArgumentRules(rule, library.lark_regex)
-            grammar = library.of_lark(lark_of_tags(json.loads(job.source), arguments))
+            tags = json.loads(job.source)
+            has_grammar = any("grammar" in structure for structure in tags["structures"])
+            grammar = library.of_lark(lark_of_tags(tags, arguments), is_users=has_grammar)
             grammar.warnings = tuple(dict.fromkeys((*warnings, *grammar.warnings)))
             return grammar
         if job.kind == "regex":
