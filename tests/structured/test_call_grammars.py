@@ -356,7 +356,7 @@ def test_schemas_that_a_form_cannot_hold(
 def test_many_optional_parameters(setting: Setting, case: str) -> None:
     """Tags have the limits of schemas, not those of a user's grammar."""
     _, layout, call, _, before = CASES[case]
-    properties = {f"p{index}": {"type": "string", "maxLength": 10**12} for index in range(600)}
+    properties = {f"p{index}": {"type": "string", "minLength": 1, "maxLength": 10**12} for index in range(600)}
     function = {"name": "add", "parameters": {"type": "object", "properties": properties}, "strict": True}
     choice = ToolChoice(form="parsed", tools=[{"type": "function", "function": function}])
     parameter = {"tags": "<parameter=p599>\nx\n</parameter>\n", "keywords": 'p599="x"', "json": '{"p599": "x"}'}
