@@ -76,9 +76,7 @@ def test_tokens_with_a_draft_model_are_bit_by_bit_those_of_plain_decoding() -> N
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "NONE"])
 def test_a_draft_model_that_is_the_model_is_right(mode: str) -> None:
-    llm = make_llm(
-        speculative_config=MODEL, cudagraph_mode=mode, max_num_batched_tokens=64, max_cudagraph_capture_size=64
-    )
+    llm = make_llm(speculative_config=MODEL, cudagraph_mode=mode, max_num_batched_tokens=64, max_cudagraph_capture_size=64)
     for params in KINDS.values():
         llm.generate(prompts(llm), params)
     counts = llm.engine.core.scheduler.stats.drafts
