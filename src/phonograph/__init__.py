@@ -13,13 +13,15 @@ if TYPE_CHECKING:
     from phonograph.config.engine_config import EngineConfig as AsyncEngineArgs
     from phonograph.config.engine_config import EngineConfig as EngineArgs
     from phonograph.core.beam_search_params import BeamSearchParams
-    from phonograph.core.sampling_params import SamplingParams
+    from phonograph.core.sampling_params import RequestOutputKind, SamplingParams
     from phonograph.core.structured_outputs import StructuredOutputs
     from phonograph.core.structured_outputs import StructuredOutputs as GuidedDecodingParams
     from phonograph.core.structured_outputs import StructuredOutputs as StructuredOutputsParams
     from phonograph.engine.async_llm import AsyncLLM
     from phonograph.engine.async_llm import AsyncLLM as AsyncLLMEngine
     from phonograph.engine.llm import LLM
+    from phonograph.engine.offline.prompts import TextPrompt, TokensPrompt
+    from phonograph.engine.outputs import CompletionOutput, RequestOutput
 
 __version__ = "0.1.0"
 __all__ = [
@@ -28,12 +30,17 @@ __all__ = [
     "AsyncLLM",
     "AsyncLLMEngine",
     "BeamSearchParams",
+    "CompletionOutput",
     "EngineArgs",
     "EngineConfig",
     "GuidedDecodingParams",
+    "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
     "StructuredOutputs",
     "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
     "__version__",
 ]
 
@@ -41,9 +48,14 @@ _HOMES = {
     "AsyncLLM": "phonograph.engine.async_llm",
     "LLM": "phonograph.engine.llm",
     "BeamSearchParams": "phonograph.core.beam_search_params",
+    "CompletionOutput": "phonograph.engine.outputs",
     "EngineConfig": "phonograph.config.engine_config",
+    "RequestOutput": "phonograph.engine.outputs",
+    "RequestOutputKind": "phonograph.core.sampling_params",
     "SamplingParams": "phonograph.core.sampling_params",
     "StructuredOutputs": "phonograph.core.structured_outputs",
+    "TextPrompt": "phonograph.engine.offline.prompts",
+    "TokensPrompt": "phonograph.engine.offline.prompts",
 }
 _VLLM_NAMES = {
     "AsyncEngineArgs": "EngineConfig",
@@ -53,12 +65,19 @@ _VLLM_NAMES = {
     "StructuredOutputsParams": "StructuredOutputs",
 }
 """Names of vLLM, present and past, each with the name that means the same here."""
+_ABSENT = {
+    "LLMEngine": "LLM.enqueue and LLM.wait_for_completion queue requests and answer them; AsyncLLM streams them",
+    "PoolingParams": "models generate text, and embeddings and scores are not here yet",
+}
+"""Names of vLLM that are missing, each with what works or the reason."""
 
 
 def __getattr__(name: str) -> object:
     ours = _VLLM_NAMES.get(name, name)
     if ours not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; its names are {', '.join(__all__)}")
+        hint = f"; {_ABSENT[name]}" if name in _ABSENT else ""
+        names = f"its names are {', '.join(__all__)}"
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}; {names}")
     value = getattr(importlib.import_module(_HOMES[ours]), ours)
     globals()[name] = value
     return value

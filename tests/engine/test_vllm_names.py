@@ -24,8 +24,10 @@ def test_old_and_present_names_of_vllm_work() -> None:
         json={"type": "object"}
     )
     assert StructuredOutputsParams is StructuredOutputs
-    with pytest.raises(AttributeError, match="no attribute 'PoolingParams'; its names are LLM, "):
-        phonograph.PoolingParams  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute 'ModelRegistry'; its names are LLM, "):
+        phonograph.ModelRegistry  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute 'LLMEngine'; LLM.enqueue and .* them; its names are LLM, "):
+        phonograph.LLMEngine  # noqa: B018
     with LLM.from_engine_args(EngineArgs(model="demo", enforce_eager=True, max_model_len=64)) as llm:
         assert llm.config.enforce_eager
     assert AsyncLLM.from_engine_args(AsyncEngineArgs(model="demo", max_num_seqs=3)).config.max_num_seqs == 3
@@ -58,7 +60,8 @@ def test_what_is_a_parameter_here_is_in_no_table_of_vllms() -> None:
         ({"use_beam_search": True}, "LLM.beam_search does it"),
         ({"logits_processors": [print]}, "logit_bias, allowed_token_ids and bad_words change logits"),
         ({"logprob_token_ids": [5]}, "logprob_token_ids='[5]': is vLLM's and not here yet; leave it out"),
-        ({"output_kind": 2}, "AsyncLLM yields the whole output so far"),
+        ({"output_kind": 3}, "output_kind=3: must be one of RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA, "),
+        ({"output_kind": True}, "output_kind=True: must be one of "),
     ],
 )
 def test_an_unknown_sampling_parameter_gets_a_sentence(values: dict[str, Any], says: str) -> None:

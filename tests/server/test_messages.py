@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
+from client_types import check_type
 from found_parts import PARTS, USAGE
 from servers import QUESTION, Server
 
@@ -18,6 +19,8 @@ from phonograph.server.messages.message_body import MessageBody, message_request
 from phonograph.server.messages.message_events import SIGNATURE, MessageWriter
 from phonograph.text.formats import find_formats
 from phonograph.text.formats.answer_parts import Found, ToolDelta
+
+anthropic = pytest.importorskip("anthropic", reason="needs anthropic of the extra dev")
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
 TOOL: dict[str, Any] = {"name": "add", "description": "Adds", "input_schema": SCHEMA}
@@ -33,6 +36,9 @@ def read(data: bytes) -> list[dict[str, Any]]:
         name, line = block.split("\n")
         events.append(json.loads(line.removeprefix("data: ")))
         assert name == f"event: {events[-1]['type']}"
+        # Clients know `ping` without a type, and raise at `error`.
+        if events[-1]["type"] not in ("ping", "error"):
+            check_type(anthropic.types.RawMessageStreamEvent, events[-1])
     return events
 
 
@@ -83,6 +89,7 @@ def test_the_events_of_all_parts(seed: int) -> None:
     streamed = message_of(read(data + writer.end("stop", None, USAGE)))
     whole = Found("Let me.", [call for one in PARTS for call in one.calls], "I think.")
     found = MessageWriter("msg_1", "m").whole(whole, [], "stop", None, USAGE)
+    check_type(anthropic.types.Message, found)
     assert nameless(found) == nameless(streamed)
     thinking, text, *calls = found["content"]
     assert thinking == {"type": "thinking", "thinking": "I think.", "signature": SIGNATURE}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,7 @@ from servers import QUESTION, Server
 from phonograph.config.server_config import ServerConfig
 from phonograph.core.structured_outputs import StructuredOutputs
 from phonograph.server.chat.chat_parts import TokenUsage
+from phonograph.server.chat.serving import Serving
 from phonograph.server.http.api_errors import ApiError, failed
 from phonograph.server.ollama.ollama_answer import Durations, OllamaWriter
 from phonograph.server.ollama.ollama_turns import read_turns
@@ -213,14 +216,20 @@ def test_wrong_fields(server: Server, path: str, change: dict[str, Any], problem
         ("chat", {"messages": [{"role": "bot", "content": "a"}]}, "role='bot' must be"),
         ("chat", {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "content must be a string"),
         ("chat", {"messages": ["a"]}, "messages[0] must be an object"),
-        ("chat", {"messages": [{"role": "user", "content": "Hi " * 3000}]}, "messages has more than 1024 tokens"),
+        (
+            *("chat", {"messages": [{"role": "user", "content": "Hi " * 3000}], "truncate": False}),
+            "messages has more than 1024 tokens",
+        ),
+        ("chat", {"options": {"num_ctx": 8}, "truncate": False}, "options.num_ctx=8 holds prompt and answer"),
+        ("generate", {"options": {"num_ctx": 3}, "truncate": False, "raw": True}, "options.num_ctx=3 holds prompt"),
         ("chat", {"tools": [TOOL]}, "tools need the form of the model's calls"),
         ("chat", {"messages": [], "keep_alive": 0}, "keep_alive=0 unloads the model"),
         ("generate", {"template": "{{ .Prompt }}"}, "template is not supported by this server: start the server with"),
         ("generate", {"context": [1]}, "context is not supported by this server: send the earlier turns"),
         ("generate", {"images": ["x"]}, "images is not supported"),
         ("generate", {"raw": True, "system": "x"}, "system contradicts raw"),
-        ("generate", {"prompt": "Hi " * 3000}, "prompt has more than 1024 tokens"),
+        ("generate", {"prompt": "Hi " * 3000, "truncate": False}, "prompt has more than 1024 tokens"),
+        ("generate", {"prompt": "Hi " * 3000, "truncate": False, "raw": True}, "prompt has more than 1024 tokens"),
         ("generate", {"prompt": "", "keep_alive": 0}, "keep_alive=0 unloads the model"),
         ("show", {"model": None}, "model is missing"),
         ("embed", {"input": "a"}, "/api/embed is not supported: this server makes no embeddings"),
@@ -238,11 +247,90 @@ def test_fields_without_effect_are_named(server: Server, serve_with: Callable[..
     options = {**ASK["options"], "num_ctx": 4096, "repeat_last_n": 64}
     body = {**ASK, "keep_alive": "5m", "truncate": True, "options": options}
     assert server.post("/api/chat", body).headers["warning"] == (
-        '299 - "no effect: truncate, options.num_ctx, options.repeat_last_n, keep_alive"'
+        '299 - "no effect: options.repeat_last_n, keep_alive", 299 - "no effect: options.num_ctx"'
     )
     more = {**ASK, "magic": 1, "options": {**ASK["options"], "num_magic": 1}}
     answer = serve_with(unknown_fields="warn").post("/api/chat", more)
     assert answer.status_code == 200 and "magic, options.num_magic" in answer.headers["warning"]
+
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+CALLS = [
+    {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]},
+    {"role": "tool", "content": "19", "tool_name": "add"},
+]
+
+
+def turns(count: int, *, calls: bool = False) -> list[dict[str, Any]]:
+    """Return a conversation with a system message, and questions with their numbers."""
+    found = [SYSTEM]
+    for number in range(count):
+        found += [{"role": "user", "content": f"Question {number}: {QUESTION}"}, *(CALLS if calls else [])]
+        found.append({"role": "assistant", "content": f"Answer {number}."})
+    return found[:-1]
+
+
+@pytest.mark.parametrize("num_ctx", [None, 0, 300])
+@pytest.mark.parametrize("calls", [False, True])
+def test_the_oldest_messages_are_left_out(
+    server: Server, monkeypatch: pytest.MonkeyPatch, num_ctx: int | None, calls: bool
+) -> None:
+    rendered: list[str] = []
+    encode = Serving.encode_text
+
+    def spy(self: Serving, text: str, **options: Any) -> list[int]:
+        rendered.append(text)
+        return encode(self, text, **options)
+
+    monkeypatch.setattr(Serving, "encode_text", spy)
+    messages, context = turns(80, calls=calls), num_ctx or 1024
+    options = {"num_ctx": num_ctx} if num_ctx is not None else {}
+    body = {"model": "demo", "messages": messages, "stream": False, "options": {**options, "num_predict": 40}}
+    answer = server.post("/api/chat", body)
+    assert answer.status_code == 200, answer.text
+    assert "warning" not in answer.headers and answer.json()["prompt_eval_count"] <= context - 40
+    text = rendered[-1]
+    kept = [int(number) for number in re.findall(r"Question (\d+)", text)]
+    # The last ones, as many as fit, from a question on.
+    assert kept == [*range(80 - len(kept), 80)] and len(kept) > 3 and "Be brief." in text
+    assert f"Answer {kept[0] - 1}." not in text and len(rendered) < 12
+    number = server.post("/tokenize", {"prompt": f"Question 9: {QUESTION} Answer 9. 19"}).json()["count"]
+    assert answer.json()["prompt_eval_count"] > context - 40 - 2 * number
+    # So are those that fit the engine's context, and not the request's.
+    body["messages"], body["options"] = turns(10, calls=calls), {"num_ctx": 200, "num_predict": 40}
+    assert 5 < server.post("/api/chat", body).json()["prompt_eval_count"] <= 160
+    assert "Question 9" in rendered[-1] and "Question 0" not in rendered[-1]
+    # What fits stays whole.
+    short = server.post("/api/chat", {**body, "messages": turns(3), "options": {"num_predict": 1}}).json()
+    assert re.findall(r"Question (\d)", rendered[-1]) == ["0", "1", "2"] and short["eval_count"] == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("chat", {"messages": [SYSTEM, {"role": "user", "content": "Tom has 12 apples. " * 400 + QUESTION}]}),
+        ("chat", {"messages": [{"role": "assistant", "content": "Tom has 12 apples. " * 400}]}),
+        ("generate", {"prompt": "Tom has 12 apples. " * 400 + QUESTION}),
+        ("generate", {"prompt": "Tom has 12 apples. " * 400 + QUESTION, "raw": True}),
+    ],
+)
+@pytest.mark.parametrize(("predicted", "room"), [(None, 256), (20, 20), (-1, 256), (2000, 512)])
+def test_of_a_message_that_is_too_long_the_last_tokens_stay(
+    server: Server, path: str, body: dict[str, Any], predicted: int | None, room: int
+) -> None:
+    options = {} if predicted is None else {"options": {"num_predict": predicted}}
+    answer = server.post(f"/api/{path}", {"model": "demo", "stream": False, **body, **options})
+    assert answer.status_code == 200 and answer.json()["prompt_eval_count"] == 1024 - room
+    assert answer.json()["eval_count"] <= room
+
+
+def test_an_answer_ends_with_its_context(server: Server) -> None:
+    for (path, body), predicted in itertools.product((("chat", ASK), ("generate", PROMPT)), (-1, 40)):
+        whole = {**body, "stream": False, "options": {"temperature": 0, "num_ctx": 64, "num_predict": predicted}}
+        count = server.post(f"/api/{path}", whole).json()["prompt_eval_count"]
+        whole["options"]["num_ctx"] = count + 2
+        answer = server.post(f"/api/{path}", whole).json()
+        assert (answer["prompt_eval_count"], answer["eval_count"], answer["done_reason"]) == (count, 2, "length")
 
 
 def test_the_request_that_looks_for_a_server(serve_with: Callable[..., Server]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import httpx
 import jsonschema
 import pytest
 from servers import Server
@@ -55,6 +56,20 @@ def test_errors_match_the_openapi_document(server: Server, document: dict[str, A
     for answer in (server.post("/api/chat", {}), server.get("/api/pull")):
         assert answer.is_client_error
         jsonschema.validate(answer.json(), {**document, "$ref": "#/components/schemas/OllamaErrorAnswer"})
+
+
+def test_a_wrong_method_gets_all_methods_of_the_path(
+    server: Server, serve_with: Callable[..., Server], document: dict[str, Any]
+) -> None:
+    for path, methods in document["paths"].items():
+        answer = httpx.options(f"{server.url}{path}")
+        assert answer.status_code == 405, path
+        assert {method.upper() for method in methods} <= {*answer.headers["allow"].split(", ")}, path
+    # Also behind a proxy, and for paths that only some servers have.
+    url = f"{serve_with(enable_admin=True, admin_api_key=['k'], root_path='/llm').url}/llm/pause"
+    answer = httpx.put(url, headers={"authorization": "Bearer k"})
+    assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+    assert httpx.put(f"{server.url}/pause").status_code == 404
 
 
 @pytest.mark.parametrize(("path", "servers"), [(None, None), ("/llm", [{"url": "/llm"}])])

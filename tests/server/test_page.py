@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Any
 import browser as browsers
 import httpx
 import pytest
-from servers import Server
+from servers import QUESTION, Server
 
+from phonograph.core.structured_outputs import StructuredOutputs
+from phonograph.server.chat.tools import ToolChoice
 from phonograph.server.http.page import FILES, FOLDER
+from phonograph.text.formats import find_formats
 
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome
@@ -188,10 +191,145 @@ def test_it_asks_for_the_key(chrome: Chrome, serve_with: Callable[..., Server]) 
     assert not field.is_displayed() and text(chrome, "mode") == "FULL"
 
 
+TOOLS = '[{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]'
+CALL = 'I add. <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+TEMPLATE = "{# <tool_call> #}{% for m in messages %}<|user|>{{ m.content or '' }}{% endfor %}<|assistant|>"
+
+
+def say(chrome: Chrome, message: str) -> None:
+    """Type a message and send it with Enter."""
+    from selenium.webdriver.common.by import By
+
+    field = chrome.find_element(By.ID, "question")
+    field.send_keys(f"{message}\n")
+
+
+def turns(chrome: Chrome) -> list[tuple[str, str]]:
+    """Return roles and texts of the chat."""
+    script = "return [...document.querySelectorAll('.turn')].map((one) => [one.dataset.role, one.innerText])"
+    return [(role, shown) for role, shown in chrome.execute_script(script)]
+
+
+def is_done(chrome: Chrome, count: int) -> bool:
+    return len(turns(chrome)) == count and "meanwhile: " in turns(chrome)[-1][1]
+
+
+def open_chat(chrome: Chrome, server: Server) -> None:
+    look(chrome)
+    chrome.get("about:blank")
+    chrome.get(f"{server.url}/#chat")
+    wait(chrome, lambda: text(chrome, "state") == "Live")
+
+
+def test_a_chat_shows_its_answer_and_the_graphs(chrome: Chrome, serve_with: Callable[..., Server]) -> None:
+    server = serve_with({"temperature": 0})
+    open_chat(chrome, server)
+    assert not chrome.execute_script("return document.getElementById('steps-view').checkVisibility()")
+    say(chrome, QUESTION)
+    wait(chrome, lambda: is_done(chrome, 2))
+    (_, asked), (role, answer) = turns(chrome)
+    content = server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": QUESTION}]}).json()
+    expected = content["choices"][0]["message"]["content"].strip()
+    assert asked == QUESTION and role == "assistant" and answer.startswith(expected)
+    count = content["usage"]["completion_tokens"]
+    assert re.search(rf"\n{count} tokens in [\d.]+ s\. Steps .*: .*{count - 1} decode in whole graphs", answer), answer
+    assert "prefill without a graph (" in answer
+    # The conversation goes on, and a new one begins without it.
+    say(chrome, "And now?")
+    wait(chrome, lambda: is_done(chrome, 4))
+    tokens, steps = re.findall(r"(\d+) tokens in .* (\d+) decode in", turns(chrome)[3][1])[0]
+    assert int(steps) == int(tokens) - 1
+    chrome.execute_script("document.getElementById('clear').click()")
+    assert turns(chrome) == []
+    say(chrome, "<b>&amp;</b>" + "x" * 4000)
+    wait(chrome, lambda: is_done(chrome, 2))
+    assert turns(chrome)[0][1].startswith("<b>&amp;</b>") and "No answer: messages has" in turns(chrome)[1][1]
+    chrome.execute_script("location.hash = '#steps'")
+    wait(chrome, lambda: chrome.execute_script("return document.getElementById('steps-view').checkVisibility()"))
+
+
+def test_a_chat_can_be_stopped(chrome: Chrome, serve_with: Callable[..., Server]) -> None:
+    server = serve_with({"ignore_eos": True})
+    open_chat(chrome, server)
+    say(chrome, "Hi")
+    wait(chrome, lambda: len(turns(chrome)) == 2 and len(turns(chrome)[1][1]) > 20)
+    assert text(chrome, "send") == "Stop"
+    chrome.execute_script("document.getElementById('send').click()")
+    wait(chrome, lambda: is_done(chrome, 2) and "Stopped. Steps" in turns(chrome)[1][1])
+    server.wait_until_idle()
+    assert text(chrome, "send") == "Send"
+    # A new chat stops an answer too, and begins without it.
+    chrome.execute_script("""
+        const send = window.fetch;
+        window.sent = [];
+        window.fetch = (url, about) => {
+          if (about?.body) window.sent.push(JSON.parse(about.body).messages.map((one) => one.role));
+          return send(url, about);
+        };
+    """)
+    say(chrome, "Go on")
+    wait(chrome, lambda: len(turns(chrome)) == 4 and len(turns(chrome)[3][1]) > 20)
+    chrome.execute_script("document.getElementById('clear').click()")
+    wait(chrome, lambda: text(chrome, "send") == "Send")
+    server.wait_until_idle()
+    chrome.execute_script("document.getElementById('tools').value = '{'")
+    say(chrome, "Hello")
+    wait(chrome, lambda: is_done(chrome, 2))
+    chrome.execute_script("document.getElementById('tools').value = ''")
+    say(chrome, "Hello")
+    wait(chrome, lambda: len(turns(chrome)) == 4 and len(turns(chrome)[3][1]) > 20)
+    assert chrome.execute_script("return window.sent") == [["user", "assistant", "user"], ["user"]]
+    chrome.execute_script("document.getElementById('send').click()")
+
+
+def test_a_chat_shows_calls_and_takes_their_results(
+    chrome: Chrome, serve_with: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The demo model writes no calls by itself.
+    monkeypatch.setattr(ToolChoice, "structured", StructuredOutputs(choice=[CALL]))
+    server = serve_with(chat_template=TEMPLATE)
+    open_chat(chrome, server)
+    chrome.execute_script("document.getElementById('tools').value = arguments[0]", TOOLS)
+    say(chrome, QUESTION)
+    wait(chrome, lambda: is_done(chrome, 2))
+    assert re.match(r'I add\.\s+add \{"a": 1\}\n', turns(chrome)[1][1])
+    shown = "return document.getElementById('question').placeholder"
+    assert chrome.execute_script(shown) == "Result of add"
+    say(chrome, "19")
+    wait(chrome, lambda: is_done(chrome, 4))
+    assert turns(chrome)[2] == ("tool", "19") and "add {" in turns(chrome)[3][1]
+    chrome.execute_script("document.getElementById('tools').value = '{'")
+    say(chrome, "19")
+    wait(chrome, lambda: is_done(chrome, 6))
+    assert "No answer: " in turns(chrome)[5][1]
+
+
+def test_a_chat_folds_the_reasoning(
+    chrome: Chrome, serve_with: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from selenium.webdriver.common.by import By
+
+    monkeypatch.setitem(find_formats._MARKERS, "qwen3", ("<|user|>", "<|assistant|>"))  # type: ignore[arg-type]
+    template = TEMPLATE + "<|user|>"
+    server = serve_with({"ignore_eos": True}, chat_template=template, reasoning_parser="qwen3", api_key=["secret"])
+    look(chrome)
+    chrome.get("about:blank")
+    chrome.get(f"{server.url}/#chat")
+    wait(chrome, lambda: chrome.find_element(By.ID, "key-value").is_displayed())
+    chrome.find_element(By.ID, "key-value").send_keys("secret\n")
+    wait(chrome, lambda: text(chrome, "state") == "Live")
+    say(chrome, "Hi")
+    wait(chrome, lambda: is_done(chrome, 2))
+    folded = "const one = document.querySelector('.thinking'); return [one.open, one.innerText, one.textContent]"
+    is_open, seen, whole = chrome.execute_script(folded)
+    assert not is_open and seen.strip() == "Thinking" and len(whole) > len("Thinking") + 5
+    assert "Cut at the maximum of tokens." in turns(chrome)[1][1]
+
+
 def test_files(serve_with: Callable[..., Server]) -> None:
     """They need no key, load nothing from elsewhere, and lead nowhere else."""
     guarded = serve_with(api_key=["secret"])
-    assert set(FILES) == {"/", "/page/page.css", "/page/page.js", "/page/picture.js", "/page/tiles.js"}
+    assert set(FILES) == {"/", "/page/chat.js", "/page/page.css", "/page/page.js", "/page/picture.js", "/page/tiles.js"}
     for url, name in FILES.items():
         answer = guarded.get(url)
         assert answer.status_code == 200 and answer.text == (FOLDER / name).read_text(encoding="utf-8")

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pydantic
 import pytest
+from client_types import check_type
 from found_parts import PARTS as BEGINNING
 from found_parts import USAGE
 from openai.types.responses import Response, ResponseStreamEvent
@@ -24,7 +25,6 @@ from phonograph.server.responses.response_input import sealed, unsealed
 from phonograph.text.formats import find_formats
 from phonograph.text.formats.answer_parts import Found, ToolDelta
 
-EVENT: pydantic.TypeAdapter[Any] = pydantic.TypeAdapter(ResponseStreamEvent)
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
 TOOL: dict[str, Any] = {"type": "function", "name": "add", "parameters": SCHEMA, "strict": True}
 NOW: dict[str, Any] = {"type": "function", "name": "now", "parameters": None, "strict": None}
@@ -50,7 +50,7 @@ def read(data: bytes) -> list[dict[str, Any]]:
         name, line = block.split("\n")
         event = json.loads(line.removeprefix("data: "))
         assert name == f"event: {event['type']}"
-        EVENT.validate_python(event)
+        check_type(ResponseStreamEvent, event)
         events.append(event)
     return events
 
@@ -135,7 +135,7 @@ def test_a_stream_of_any_pieces_is_the_whole_answer(seed: int) -> None:
     streamed = read(writer.end("length", None, USAGE))[-1]["response"]
     whole = Found("".join(one.content for one in parts), [call for one in parts for call in one.calls], "I think.")
     found = ResponseWriter(HEAD).whole(whole, [], "length", None, USAGE)
-    Response.model_validate(found)
+    check_type(Response, found)
     assert found["status"] == "incomplete" and found["incomplete_details"] == {"reason": "max_output_tokens"}
     text = whole.content
     assert found["output"][1]["content"][0]["text"] == text and text.rstrip() == "Let me."

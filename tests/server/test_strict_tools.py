@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from servers import QUESTION, Server
+
+from phonograph.text.formats.call_layouts import HERMES
+from phonograph.text.formats.find_formats import TOOL_FORMATS, ToolFormat
 
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
 UNFIT = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
@@ -45,9 +49,26 @@ def test_the_schema_of_a_strict_function_is_compiled(serve_with: Callable[..., S
             assert "uniqueItems" in answer.text and "tools" in answer.text
 
 
+@pytest.mark.parametrize("form", TOOL_FORMATS)
+def test_every_form_of_calls_has_a_grammar(serve_with: Callable[..., Server], form: str) -> None:
+    server = serve_with(chat_template=TURNS, tool_call_parser=form)
+    for schema, strict, status in ((SCHEMA, True, 200), (UNFIT, True, 400), (UNFIT, False, 200)):
+        answer = server.post(PATHS[0], body(PATHS[0], schema, strict))
+        assert answer.status_code == status and "warning" not in answer.headers
+
+
+WITHOUT = replace(TOOL_FORMATS["hermes"], layouts=())
+HIDDEN = replace(TOOL_FORMATS["hermes"], layouts=(replace(HERMES[0], triggers=("<|end|>",)),))
+"""A form without a layout, and one whose trigger is a special token that texts do not show."""
+
+
 @pytest.mark.parametrize("path", PATHS)
-def test_a_form_of_calls_without_a_grammar_is_named(serve_with: Callable[..., Server], path: str) -> None:
-    server = serve_with(chat_template=TURNS, tool_call_parser="pythonic")
+@pytest.mark.parametrize("form", [WITHOUT, HIDDEN])
+def test_a_form_of_calls_without_a_grammar_is_named(
+    serve_with: Callable[..., Server], monkeypatch: pytest.MonkeyPatch, path: str, form: ToolFormat
+) -> None:
+    monkeypatch.setitem(TOOL_FORMATS, "hermes", form)  # type: ignore[arg-type]
+    server = serve_with(chat_template=TURNS)
     answer = server.post(path, body(path, SCHEMA, True))
     assert answer.status_code == 200 and answer.headers["warning"] == TOLD
     assert "warning" not in server.post(path, body(path, SCHEMA, None)).headers

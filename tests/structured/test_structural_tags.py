@@ -13,7 +13,7 @@ from phonograph.errors import RequestError
 from phonograph.server.chat.tools import ToolChoice
 from phonograph.structured.compiler import GrammarCompiler
 from phonograph.structured.vocabulary import Vocabulary
-from phonograph.text.formats.find_formats import TOOL_FORMATS
+from phonograph.text.formats.call_layouts import HERMES
 from phonograph.text.tokenizer import Tokenizer, load_tokenizer
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
@@ -49,7 +49,7 @@ def allowed(compiler: GrammarCompiler, tokenizer: Tokenizer, tags: StructuredOut
 
 @pytest.mark.parametrize("text", ["", "Hello.", CALL, f"I add. {CALL}\n{CALL} Done.", "x < y <tool", "{}\n"])
 def test_text_and_whole_calls(compiler: GrammarCompiler, tokenizer: Tokenizer, text: str) -> None:
-    tags = ToolChoice(form="parsed", tools=[STRICT, FREE]).tagged(TOOL_FORMATS["hermes"])
+    tags = ToolChoice(form="parsed", tools=[STRICT, FREE]).tagged(HERMES[0], {})
     assert tags is not None and allowed(compiler, tokenizer, tags, text) == (text, True)
 
 
@@ -66,7 +66,7 @@ def test_text_and_whole_calls(compiler: GrammarCompiler, tokenizer: Tokenizer, t
 def test_wrong_calls_end_where_they_are_wrong(
     compiler: GrammarCompiler, tokenizer: Tokenizer, text: str, wrong: str
 ) -> None:
-    tags = ToolChoice(form="parsed", tools=[STRICT, FREE]).tagged(TOOL_FORMATS["hermes"])
+    tags = ToolChoice(form="parsed", tools=[STRICT, FREE]).tagged(HERMES[0], {})
     assert tags is not None
     whole, ends = allowed(compiler, tokenizer, tags, text)
     assert whole == text and not ends
@@ -74,7 +74,7 @@ def test_wrong_calls_end_where_they_are_wrong(
 
 
 def test_functions_that_are_not_strict_take_any_object(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
-    tags = ToolChoice(form="parsed", tools=[STRICT, FREE]).tagged(TOOL_FORMATS["hermes"])
+    tags = ToolChoice(form="parsed", tools=[STRICT, FREE]).tagged(HERMES[0], {})
     text = '<tool_call>\n{"name": "now", "arguments": {"b": [3]}}\n</tool_call>'
     assert tags is not None and allowed(compiler, tokenizer, tags, text) == (text, True)
 

@@ -1,11 +1,11 @@
-"""Constructors with vLLM's arguments: neutral values are dropped, other unknown names are refused by a sentence."""
+"""Frozen dataclasses with vLLM's arguments: neutral values are dropped, and errors of other uses say what works."""
 
 from __future__ import annotations
 
 import difflib
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import FrozenInstanceError, fields
 from typing import Any, TypeVar
 
 from phonograph.errors import RequestError, shortened
@@ -16,7 +16,7 @@ Made = TypeVar("Made")
 def checks_arguments(
     noun: str, *, neutral: Mapping[str, tuple[object, ...]], hints: Mapping[str, str]
 ) -> Callable[[type[Made]], type[Made]]:
-    """Return a decorator of a dataclass whose constructor explains unknown arguments.
+    """Return a decorator of a frozen dataclass that explains unknown arguments and assignments.
 
     Args:
         noun: name of an argument in errors, such as "sampling parameter".
@@ -51,7 +51,12 @@ def checks_arguments(
             hint = f"did you mean {near[0]}?" if near else f"they are {', '.join(known)}"
             return f"is not a {noun}; {hint}"
 
+        def refuse_change(self: Any, name: str, value: Any) -> None:
+            works = f"dataclasses.replace(params, {name}={shortened(repr(value), 50)}) returns a changed copy"
+            raise FrozenInstanceError(f"{cls.__name__} cannot be changed; {works}")
+
         cls.__init__ = checked
+        cls.__setattr__ = refuse_change  # pyright: ignore[reportAttributeAccessIssue]
         return cls
 
     return decorate

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from enum import IntEnum
 from numbers import Integral, Real
 
 from phonograph.core.checked_arguments import checks_arguments
@@ -27,8 +28,15 @@ _HINTS = {
     "length_penalty": "belongs to BeamSearchParams of LLM.beam_search",
     "early_stopping": "is not here; LLM.beam_search has BeamSearchParams",
     "logits_processors": "is not here yet; logit_bias, allowed_token_ids and bad_words change logits",
-    "output_kind": "is not here; AsyncLLM yields the whole output so far, and LLM the final one; leave it out",
 }
+
+
+class RequestOutputKind(IntEnum):
+    """Outputs that `AsyncLLM.generate` yields."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
 
 
 @checks_arguments("sampling parameter", neutral=_NEUTRAL, hints=_HINTS)
@@ -70,6 +78,8 @@ class SamplingParams:
             an output that begins in its reasoning.
         thinking_token_budget: maximum tokens of reasoning; then `reasoning_end_token_ids` are forced.
         detokenize: produce text; False gives token ids only and allows no stop strings.
+        output_kind: outputs of `AsyncLLM.generate`: CUMULATIVE yields the whole output so far, DELTA only what is new,
+            FINAL_ONLY the complete output. `LLM` returns complete outputs with each of them.
         speculate: verify drafts, where the engine speculates (`speculative_config`). The tokens are the same without.
 
     Raises:
@@ -105,6 +115,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     shown_token_ids: Sequence[int] = ()
     detokenize: bool = True
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     speculate: bool = True
     structured_outputs: StructuredOutputs | None = None
     reasoning_end_token_ids: Sequence[int] = ()
@@ -152,6 +163,7 @@ class SamplingParams:
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise RequestError(name, value, "must be True or False")
+        self._set("output_kind", _output_kind(self.output_kind))
         if stops and not self.detokenize:
             raise RequestError("detokenize", False, "stop strings need text; use stop_token_ids")
         if self.thinking_token_budget is not None and not self.reasoning_end_token_ids:
@@ -239,6 +251,15 @@ def _number(name: str, value: object, low: float, high: float, *, low_open: bool
         limit = f"must be a finite number {relation} {low:g}" + (f" and <= {high:g}" if high != math.inf else "")
         raise RequestError(name, value, limit)
     return number
+
+
+def _output_kind(value: object) -> RequestOutputKind:
+    kinds = {kind.value: kind for kind in RequestOutputKind}
+    kind = kinds.get(value) if isinstance(value, int) and not isinstance(value, bool) else None
+    if kind is None:
+        shown = ", ".join(f"RequestOutputKind.{one.name}" for one in RequestOutputKind)
+        raise RequestError("output_kind", value, f"must be one of {shown}")
+    return kind
 
 
 def _biases(biases: object) -> dict[int, float]:

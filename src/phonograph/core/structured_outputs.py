@@ -145,13 +145,15 @@ def _tags(tags: object) -> str:
     text = _schema("structural_tag", tags)
     value: Any = json_text.loads(text)
     fields: dict[str, Any] = value if isinstance(value, dict) else {}
-    triggers, structures = fields.get("triggers"), fields.get("structures")
-    texts = isinstance(triggers, list) and all(isinstance(one, str) and one for one in cast("list[Any]", triggers))
-    if not texts or not triggers or not isinstance(structures, list) or not structures:
+    triggers, structures, layout = (fields.get(key) for key in ("triggers", "structures", "layout"))
+    texts: list[Any] = cast("list[Any]", triggers) if isinstance(triggers, list) else [None]
+    are_texts = all(isinstance(one, str) and one for one in texts)
+    if not are_texts or not (texts or layout) or not isinstance(structures, list) or not structures:
         raise RequestError("structural_tag", shortened(text), "must have lists of triggers and of structures")
     for structure in cast("list[Any]", structures):
         begin = structure.get("begin") if isinstance(structure, dict) else None
-        if not isinstance(begin, str) or not begin.startswith(tuple(triggers)):
+        is_item = isinstance(layout, dict) and "separator" in layout
+        if not isinstance(begin, str) or not (is_item or begin.startswith(tuple(texts))):
             raise RequestError("structural_tag", shortened(text), "each structure must have a begin with a trigger")
         if not isinstance(structure.get("end", ""), str) or not isinstance(structure.get("schema"), dict | bool):
             raise RequestError("structural_tag", shortened(text), "each structure must have a schema and an end")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from phonograph.config.engine_config import EngineConfig
-from phonograph.core.sampling_params import SamplingParams
+from phonograph.core.sampling_params import RequestOutputKind, SamplingParams
 from phonograph.engine.admission import admit_names, admit_stops, admitted_bad_words, admitted_config, admitted_prompt
 from phonograph.engine.metrics.request_log import RequestLog
 from phonograph.engine.metrics.step_log import StepLog
@@ -97,12 +97,16 @@ class AsyncLLM(AsyncVerbs):
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> Self:
-        """Make an engine from a whole configuration, as the constructor does with `config`. It must be started.
+        """Make an engine from a whole configuration, as the constructor does with `config`.
+
+        It starts at the first `generate`, unless it has been started before.
 
         Args:
             engine_args: configuration; `AsyncEngineArgs` is a name of its class.
         """
-        return cls(config=engine_args)
+        engine = cls(config=engine_args)
+        engine._starts_itself = True
+        return engine
 
     async def start(self) -> None:
         """Load the model, capture its graphs, and wait until requests can be served.
@@ -129,15 +133,13 @@ class AsyncLLM(AsyncVerbs):
         self._receiver = asyncio.create_task(self._receive(client), name="engine-reports")
         client.on_death(lambda: self._end(client.end()))
 
-    async def close(self) -> None:
-        """Fail the requests in progress and end the engine. Further calls have no effect."""
+    def _released_client(self) -> EngineClient | None:
         self.draining = True
         if self._receiver is not None:
             self._receiver.cancel()
         self._fail_all(_shut_down())
         client, self._client = self._client, None
-        if client is not None:
-            await client.close()
+        return client
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -156,7 +158,8 @@ class AsyncLLM(AsyncVerbs):
     ) -> AsyncGenerator[RequestOutput]:
         """Continue one prompt, and yield its output each time the engine has added to it.
 
-        All yields are the same object, which grows; the last one is `finished`. Leaving the loop early, closing the
+        All yields are the same object, which grows, unless `output_kind` of the parameters is DELTA; the last one is
+        `finished`. Leaving the loop early, closing the
         generator or cancelling the task that awaits it aborts the request.
 
         Args:
@@ -179,8 +182,8 @@ class AsyncLLM(AsyncVerbs):
             raise RequestError("sampling_params", shortened(repr(params)), "must be SamplingParams")
         name = f"request-{next(self._ids)}" if request_id is None else request_id
         admit_names(name, priority)
-        if self.problem is not None:
-            raise self.problem
+        await self._start_itself()
+        self._check()
         plain, cache_salt = plain_prompt(prompt), salt_of(prompt)
         tokenizer, vocab_size = self.tokenizer, self.facts.vocab_size
         admit_stops(params, tokenizer)
@@ -188,7 +191,8 @@ class AsyncLLM(AsyncVerbs):
             token_ids = await asyncio.to_thread(admitted_prompt, plain, tokenizer, vocab_size)
         else:
             token_ids = admitted_prompt(plain, tokenizer, vocab_size)
-        call = self.open([token_ids], params, streams=True, priority=priority, cache_salt=cache_salt)
+        streams = params.output_kind is not RequestOutputKind.FINAL_ONLY
+        call = self.open([token_ids], params, streams=streams, priority=priority, cache_salt=cache_salt)
         call.name = name
         (source,) = call.prompts
         text = plain if isinstance(plain, str) else None
@@ -205,8 +209,9 @@ class AsyncLLM(AsyncVerbs):
                 await call.wait()
                 # Read before the yield: the call may end while the caller has the output.
                 finished = call.finished
-                source.report(output, token_text(tokenizer))
-                yield output
+                pieces = token_text(tokenizer)
+                source.report(output, pieces)
+                yield source.delta(output, pieces) if params.output_kind is RequestOutputKind.DELTA else output
         finally:
             call.close()
 

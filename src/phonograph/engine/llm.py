@@ -24,7 +24,7 @@ from phonograph.engine.offline.prompts import (
 )
 from phonograph.engine.outputs import RequestOutput
 from phonograph.errors import RequestError
-from phonograph.text.tokenizer import ChatMessage
+from phonograph.text.tokenizer import ChatMessage, Tokenizer
 
 
 class LLM(OfflineEngine):
@@ -158,8 +158,12 @@ class LLM(OfflineEngine):
             lora_request=lora_request, tokenization_kwargs=tokenization_kwargs, mm_processor_kwargs=mm_processor_kwargs
         )
 
+        rendered: list[str | None] = []
+
         def encode(conversation: object) -> list[int]:
-            return self.encode_chat(
+            rendered.append(None)
+            tokenizer = self._chat_tokenizer()
+            text = tokenizer.render_chat(
                 plain_conversation(conversation),
                 template=chat_template,
                 add_generation_prompt=add_generation_prompt,
@@ -167,10 +171,12 @@ class LLM(OfflineEngine):
                 tools=tools,
                 variables=chat_template_kwargs,
             )
+            rendered[-1] = text
+            return tokenizer.encode(text, add_special_tokens=False)
 
         inputs = conversation_list(messages)
         with self._calls.held("chat"):
-            return answer_inputs(
+            outputs = answer_inputs(
                 self.session,
                 inputs,
                 encode,
@@ -178,6 +184,9 @@ class LLM(OfflineEngine):
                 priority=priority,
                 use_tqdm=use_tqdm,
             )
+        for output, text in zip(outputs, rendered, strict=True):
+            output.prompt = text
+        return outputs
 
     def stream(self, prompt: PromptInput, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Continue one prompt, and yield its output after each step that added to it.
@@ -367,6 +376,9 @@ class LLM(OfflineEngine):
             outputs = llm.generate([token_ids], SamplingParams(max_tokens=4))
             ```
         """
+        return self._chat_tokenizer().encode_chat(messages, **options)
+
+    def _chat_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
             raise RequestError("messages", "...", "chat needs a tokenizer")
-        return self.tokenizer.encode_chat(messages, **options)
+        return self.tokenizer

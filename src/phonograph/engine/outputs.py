@@ -164,7 +164,7 @@ class RequestOutput:
 
     Attributes:
         request_id: name of the request.
-        prompt: text of the prompt, or None if it was passed as token ids.
+        prompt: text of the prompt, for a conversation that of the chat template; None if it was passed as token ids.
         prompt_token_ids: tokens of the prompt.
         outputs: the samples.
         prompt_logprobs: one mapping per prompt token, the first None, if the parameters request them; else None.

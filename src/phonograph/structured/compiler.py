@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -12,14 +13,18 @@ from typing import Any, NamedTuple
 from phonograph.core.grammar import Grammar, GrammarError
 from phonograph.core.structured_outputs import Strictness, StructuredOutputs
 from phonograph.errors import RequestError, shortened
+from phonograph.structured.call_arguments import ArgumentRules
 from phonograph.structured.gbnf import lark_from_gbnf
 from phonograph.structured.matcher import LibraryGrammar, LlguidanceLibrary, json_rule
 from phonograph.structured.schema import prepared
 from phonograph.structured.structural_tags import lark_of_tags
 from phonograph.structured.vocabulary import Vocabulary
+from phonograph.text.formats.call_layouts import escaped
 
 THREADS = 2
 """Several, so that one large schema does not delay the others. The library releases Python's lock while it compiles."""
+_GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+"""A line that begins a rule. Lark's texts may contain the sign too."""
 CACHE_SIZE = 128
 """Compiled grammars that are kept, the least recently used dropped first."""
 
@@ -131,14 +136,17 @@ class GrammarCompiler:
                 warnings.extend(said)
                 return json_rule(schema, any_whitespace=job.any_whitespace, lenient=not job.strict)
 
-            grammar = library.of_lark(lark_of_tags(json.loads(job.source), rule))
+            arguments = ArgumentRules(rule, library.lark_regex)
+            tags = json.loads(job.source)
+            has_grammar = any("grammar" in structure for structure in tags["structures"])
+            grammar = library.of_lark(lark_of_tags(tags, arguments), is_users=has_grammar)
             grammar.warnings = tuple(dict.fromkeys((*warnings, *grammar.warnings)))
             return grammar
         if job.kind == "regex":
             return library.of_regex(job.source)
         if job.kind == "choice":
-            return library.of_regex("|".join(map(_literal, json.loads(job.source))))
-        return library.of_lark(lark_from_gbnf(job.source) if "::=" in job.source else job.source)
+            return library.of_regex("|".join(map(escaped, json.loads(job.source))))
+        return library.of_lark(lark_from_gbnf(job.source) if _GBNF_RULE.search(job.source) else job.source)
 
     def _loaded(self) -> LlguidanceLibrary:
         with self._loading:
@@ -148,7 +156,3 @@ class GrammarCompiler:
                     raise RequestError("structured_outputs", "...", "needs the model's tokenizer")
                 self._library = LlguidanceLibrary(vocabulary)
             return self._library
-
-
-def _literal(text: str) -> str:
-    return "".join(f"\\x{{{ord(character):x}}}" for character in text)

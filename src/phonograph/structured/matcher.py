@@ -78,15 +78,23 @@ class LlguidanceLibrary:
         Raises:
             GrammarError: the library cannot compile it.
         """
-        return self._compile(f"start: /{self._for_lark(regex, use_ascii='dw')}/", self._limits)
+        return self._compile(f"start: /{self.lark_regex(regex)}/", self._limits)
 
-    def of_lark(self, lark: str) -> LibraryGrammar:
+    def lark_regex(self, regex: str) -> str:
+        """Return a regular expression in the library's dialect of Lark, without its slashes."""
+        return self._for_lark(regex, use_ascii="dw")
+
+    def of_lark(self, lark: str, *, is_users: bool = True) -> LibraryGrammar:
         """Compile a grammar in the library's dialect of Lark.
+
+        Args:
+            lark: the grammar.
+            is_users: False for a grammar that was made of schemas, whose limits it has.
 
         Raises:
             GrammarError: the library cannot compile it.
         """
-        return self._compile(lark, self._grammar_limits)
+        return self._compile(lark, self._grammar_limits if is_users else self._limits)
 
     def overlaps(self, schema: Mapping[str, Any]) -> list[str]:
         """Return a warning if the schema has a `oneOf` that cannot be proved disjoint."""

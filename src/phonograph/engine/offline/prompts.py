@@ -4,13 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
-from typing import Any, cast
+from typing import Any, NotRequired, TypedDict, cast
 
 from phonograph.engine.admission import Prompt, admit_cache_salt
 from phonograph.errors import RequestError, shortened
 from phonograph.text.tokenizer import ChatMessage
 
-PromptInput = Prompt | Mapping[str, Any]
+
+class TextPrompt(TypedDict):
+    """Text of a prompt."""
+
+    prompt: str
+    cache_salt: NotRequired[str]
+
+
+class TokensPrompt(TypedDict):
+    """Token ids of a prompt."""
+
+    prompt_token_ids: list[int]
+    cache_salt: NotRequired[str]
+
+
+PromptInput = Prompt | TextPrompt | TokensPrompt | Mapping[str, Any]
 """Text, token ids, or a mapping with one of `prompt` (text) and `prompt_token_ids`, and perhaps a `cache_salt`."""
 _KEYS = ("prompt", "prompt_token_ids")
 _CONVERSATION = 'must be a list of messages such as {"role": "user", "content": "Hello"}'

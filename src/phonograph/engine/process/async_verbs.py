@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
@@ -50,6 +51,28 @@ class AsyncVerbs(VllmMethods):
         self._paused = False
         self._verb_keys = itertools.count()
         self._answers: dict[int, asyncio.Future[str | None]] = {}
+        self._starts_itself = False
+        self._starting: asyncio.Future[None] | None = None
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Start the engine."""
+
+    @abstractmethod
+    def _released_client(self) -> EngineClient | None:
+        """Fail the requests in progress, and return the client to close, if there is one."""
+
+    async def close(self) -> None:
+        """Fail the requests in progress and end the engine. Further calls have no effect."""
+        client = self._released_client()
+        if client is not None:
+            await client.close()
+
+    def shutdown(self) -> None:
+        """Do the same as `close`, while the event loop waits. Name and form are vLLM's."""
+        client = self._released_client()
+        if client is not None:
+            client.close_now()
 
     @property
     def problem(self) -> EngineUnavailable | None:
@@ -205,6 +228,13 @@ class AsyncVerbs(VllmMethods):
             EngineUnavailable: the engine has not started, or ends meanwhile.
         """
         return str(await self._execute(lambda key: Profile(key, start=False)))
+
+    async def _start_itself(self) -> None:
+        """Start an engine of `from_engine_args` at its first request: vLLM's has started by then."""
+        if self._starts_itself and self._receiver is None and not self.draining:
+            if self._starting is None:
+                self._starting = asyncio.ensure_future(self.start())
+            await asyncio.shield(self._starting)
 
     def _check(self) -> None:
         if self.problem is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from phonograph.core.batch import TokenLogprobs
 from phonograph.core.logprob_views import LogprobsView, TokenText
@@ -105,6 +105,21 @@ class Prompt:
             metrics.first_token_ts = min((one.first_token for one in self.samples if one.first_token), default=0.0)
             metrics.last_token_ts = max((one.last_token for one in self.samples if one.last_token), default=0.0)
             metrics.num_generation_tokens = sum(len(one.token_ids) for one in self.samples)
+
+    def delta(self, output: RequestOutput, text: TokenText) -> RequestOutput:
+        """Return a copy of the output of this prompt, with what its samples have gained since the last call."""
+        deltas = [(sample, sample.take()) for sample in self.samples]
+        return replace(
+            output,
+            outputs=[
+                CompletionOutput(
+                    *(sample.index, new.text, new.token_ids, sample.finish_reason, sample.stop_reason),
+                    logprobs=None if sample.positions is None else new.logprobs,
+                    token_text=text,
+                )
+                for sample, new in deltas
+            ],
+        )
 
 
 class Call:

@@ -53,6 +53,10 @@ class EngineClient(Protocol):
         """End the engine, whatever its state."""
         ...
 
+    def close_now(self) -> None:
+        """Do the same while the event loop waits."""
+        ...
+
 
 def started(message: Message, progress: StartProgress) -> EngineFacts | None:
     """Handle a message of a starting engine; return its facts once it has started.

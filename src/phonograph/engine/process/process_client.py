@@ -96,6 +96,9 @@ class ProcessClient:
         return f"the engine's process ended {how}"
 
     async def close(self) -> None:
+        self.close_now()
+
+    def close_now(self) -> None:
         """End the process: with `Stop` if it accepts commands, else by killing it."""
         asyncio.get_running_loop().remove_reader(self._process.sentinel)
         if self._started and self._process.is_alive():

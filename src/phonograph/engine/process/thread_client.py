@@ -95,10 +95,12 @@ class ThreadClient:
         return "the engine's thread ended" + ("" if self._cause is None else f" by {self._cause}")
 
     async def close(self) -> None:
-        self._callback = None
-        self._channel.closed = True
-        self._channel.commands.put(Stop())
+        self._stop()
         await asyncio.to_thread(self._thread.join, STOP_SECONDS)
+
+    def close_now(self) -> None:
+        self._stop()
+        self._thread.join(STOP_SECONDS)
 
     def _run(self, config: EngineConfig) -> None:
         """Run the engine until it is closed or fails."""
@@ -118,6 +120,11 @@ class ThreadClient:
         from phonograph.engine.startup.release import release_memory
 
         release_memory()
+
+    def _stop(self) -> None:
+        self._callback = None
+        self._channel.closed = True
+        self._channel.commands.put(Stop())
 
     def _end(self) -> None:
         self._dead = True

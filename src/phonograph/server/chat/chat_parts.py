@@ -70,7 +70,7 @@ class ChatParts:
         else:
             found = reader.read(delta.text, ended=ended)
         if self.tools is not None and self.tools.custom:
-            inputs = self._inputs.setdefault(sample.index, CustomInputs(self.tools.custom))
+            inputs = self._inputs.setdefault(sample.index, CustomInputs(self.tools.custom, is_raw=self.tools.is_raw))
             found.calls = inputs.read(found.calls, ended=ended)
         return found
 

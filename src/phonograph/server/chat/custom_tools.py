@@ -22,7 +22,7 @@ _CHARACTERS = re.compile(
 def custom_tool(tool: Any, where: str) -> dict[str, Any]:
     """Return a custom tool as a function.
 
-    A grammar of the input becomes part of the description. It is not enforced.
+    A grammar of the input becomes part of the description, and a regular expression the pattern of the argument.
 
     Args:
         tool: name, description and format.
@@ -40,24 +40,36 @@ def custom_tool(tool: Any, where: str) -> dict[str, Any]:
     description = tool.get("description")
     if not isinstance(description, str | None):
         raise invalid(f"{where}.description", f"{where}: description of a custom tool must be a str")
-    grammar = _grammar(tool.get("format"), f"{where}.format")
-    shown = "\n\n".join(filter(None, (description, grammar)))
-    schema = {"type": "object", "properties": {INPUT: {"type": "string"}}, "required": [INPUT]}
-    about = {"description": shown} if shown else {}
-    return {"type": "custom", "held": not grammar, "function": {"name": name, **about, "parameters": schema}}
+    syntax, definition = _grammar(tool.get("format"), f"{where}.format")
+    shown = f"The input has the form of this {syntax} grammar:\n{definition}" if syntax else None
+    described = "\n\n".join(filter(None, (description, shown)))
+    value = {"type": "string"} | ({"pattern": _anchored(definition)} if syntax == "regex" else {})
+    schema = {"type": "object", "properties": {INPUT: value}, "required": [INPUT]}
+    about = {"description": described} if described else {}
+    grammar = definition if syntax == "lark" else None
+    function = {"name": name, **about, "parameters": schema}
+    return {"type": "custom", "has_form": bool(syntax), "grammar": grammar, "function": function}
 
 
-def _grammar(form: Any, where: str) -> str:
-    """Return a sentence with the grammar of a format, or no text for the format of any text."""
+def _grammar(form: Any, where: str) -> tuple[str, str]:
+    """Return syntax and definition of a format, or no text for the format of any text."""
     fields: dict[str, Any] = form if isinstance(form, dict) else {}
     if form is None or fields.get("type") == "text":
-        return ""
+        return "", ""
     about = fields.get("grammar", fields) if fields.get("type") == "grammar" else None
-    parts = [about.get(key) for key in ("syntax", "definition")] if isinstance(about, dict) else []
-    if not parts or not all(isinstance(part, str) for part in parts) or parts[0] not in ("lark", "regex"):
+    syntax, definition = (about.get("syntax"), about.get("definition")) if isinstance(about, dict) else (None, None)
+    if syntax not in ("lark", "regex") or not isinstance(definition, str) or not definition:
         problem = f"{where} must have the type text, or the type grammar with a syntax (lark, regex) and a definition"
         raise invalid(where, problem)
-    return f"The input has the form of this {parts[0]} grammar:\n{parts[1]}"
+    if any("\ud800" <= character <= "\udfff" for character in definition):
+        raise invalid(where, f"{where}: the definition is not valid Unicode (lone surrogate)")
+    return syntax, definition
+
+
+def _anchored(regex: str) -> str:
+    """Return an expression that whole texts match."""
+    ends = re.search(r"(?<!\\)(?:\\\\)*\$\Z", regex) is not None
+    return f"^(?:{regex.removeprefix('^')[: -1 if ends else None]})$"
 
 
 class CustomInputs:
@@ -65,10 +77,12 @@ class CustomInputs:
 
     Args:
         names: custom tools of the request.
+        is_raw: the arguments are the input itself, not an object with it.
     """
 
-    def __init__(self, names: Collection[str]) -> None:
+    def __init__(self, names: Collection[str], *, is_raw: bool = False) -> None:
         self._names = names
+        self._is_raw = is_raw
         self._open: int | None = None
         self._begun = self._ended = False
         self._rest = ""
@@ -90,6 +104,8 @@ class CustomInputs:
         return found + self._close() if ended else found
 
     def _push(self, text: str) -> str:
+        if self._is_raw:
+            return text
         self._rest += text
         if not self._begun:
             begin = _BEGIN.match(self._rest)

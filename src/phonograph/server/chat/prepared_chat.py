@@ -15,7 +15,12 @@ from phonograph.server.chat.serving import Serving
 from phonograph.server.chat.thinking import reasoning_opening, with_formats
 from phonograph.server.chat.tools import ToolChoice
 from phonograph.server.http.api_errors import api_error, invalid
+from phonograph.text.formats.call_layouts import CallLayout
 from phonograph.text.formats.reasoning import Opening
+
+_STRICT = ("strict of tools that the model chooses",)
+_FORMAT = ("format of custom tools",)
+"""Names of what has no effect where no grammar holds it."""
 
 
 class PreparedChat(NamedTuple):
@@ -63,21 +68,34 @@ def prepared_chat(serving: Serving, request: ChatRequest) -> PreparedChat:
 
 
 def _with_strict_calls(serving: Serving, request: ChatRequest) -> tuple[Mapping[str, Any], tuple[str, ...]]:
-    """Return the sampling parameters with the constraint on strict functions, or what has no effect."""
+    """Return the sampling parameters with the constraint on strict functions, and what has no effect."""
     tools = request.tools
     if tools is None:
         return request.sampling, ()
-    form = serving.formats.tools
-    if tools.form != "parsed" or not (tools.has_strict or (tools.custom and form is not None and form.tag)):
-        return request.sampling, tools.ignored
-    is_text = (
-        form is not None and serving.tokenizer.token_id(form.token or "") not in serving.tokenizer.special_token_ids
-    )
-    tagged = tools.tagged(form) if form is not None and is_text and serving.harmony is None else None
-    if tagged is None or request.sampling.get("structured_outputs") is not None:
-        told = ("strict of tools that the model chooses",) if tools.has_strict else ()
-        return request.sampling, (*tools.ignored, *told)
-    return {**request.sampling, "structured_outputs": tagged}, tools.ignored
+    if tools.form != "parsed":
+        return request.sampling, _FORMAT if tools.grammars and tools.form == "required" else ()
+    if not (tools.has_strict or tools.custom):
+        return request.sampling, ()
+    found = None
+    if serving.harmony is None and request.sampling.get("structured_outputs") is None:
+        found = _call_layout(serving)
+    if found is None:
+        return request.sampling, (*(_FORMAT if tools.formed else ()), *(_STRICT if tools.has_strict else ()))
+    layout, tokens = found
+    ignored = _FORMAT if tools.grammars and layout.form != "tags" else ()
+    return {**request.sampling, "structured_outputs": tools.tagged(layout, tokens)}, ignored
+
+
+def _call_layout(serving: Serving) -> tuple[CallLayout, dict[str, int]] | None:
+    """Return the layout of the model's calls with the special tokens in it; None if a grammar cannot hold it."""
+    form, layout, tokenizer = serving.formats.tools, serving.formats.layout, serving.tokenizer
+    if form is None or layout is None:
+        return None
+    special = tokenizer.special_token_ids
+    ids = {name: tokenizer.token_id(name) for name in (*layout.triggers, *layout.markers, *layout.around)}
+    tokens = {name: token_id for name, token_id in ids.items() if token_id is not None and token_id in special}
+    # A trigger that the text of an answer does not show is none.
+    return None if any(name in tokens and name not in form.markers for name in layout.triggers) else (layout, tokens)
 
 
 def fitted_params(

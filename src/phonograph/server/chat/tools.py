@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 from phonograph.core.structured_outputs import StructuredOutputs
-from phonograph.errors import RequestError
+from phonograph.errors import RequestError, quoted
 from phonograph.server.chat.custom_tools import custom_tool
 from phonograph.server.http.api_errors import api_error, invalid
-from phonograph.text.formats.find_formats import ToolFormat
+from phonograph.text.formats.call_layouts import CallArguments, CallLayout
 
 MAX_FORCED_CALLS = 16
 """Maximum calls of an answer with required calls; weak models do not stop by themselves."""
 Form = Literal["parsed", "named", "required"]
+_NO_MARKER = re.compile(r"[^\s<>{}\[\]`]+")
+_PLAIN_NAMES = {"json": _NO_MARKER, "tags": _NO_MARKER, "keywords": re.compile(r"[\w.-]+")}
+"""Names that calls without quotes around them can have, by the form of the arguments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +31,8 @@ class ToolChoice:
     function: name of the function, if `form` is "named"
     parallel: an answer may have several calls
     custom:   names of custom tools among the functions
-    ignored:  what has no effect
+    formed:   those whose input has a grammar
+    grammars: grammars in Lark of custom tools; those that are regular expressions are in their functions' parameters
     """
 
     form: Form
@@ -35,33 +40,40 @@ class ToolChoice:
     function: str | None = None
     parallel: bool = True
     custom: frozenset[str] = frozenset()
-    ignored: tuple[str, ...] = ()
+    formed: frozenset[str] = frozenset()
+    grammars: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property
     def has_strict(self) -> bool:
         """True if a function asks for arguments that fit its schema."""
         return any(tool["function"].get("strict") for tool in self.tools)
 
-    def tagged(self, form: ToolFormat) -> StructuredOutputs | None:
+    @property
+    def is_raw(self) -> bool:
+        """True if the output is the input of a custom tool, in the form of its grammar."""
+        return self.form == "named" and self.function in self.grammars
+
+    def tagged(self, layout: CallLayout, tokens: Mapping[str, int]) -> StructuredOutputs:
         """Return the constraint that holds the arguments of the model's calls to the schemas of strict functions.
 
-        It is None if the form of calls has no such constraint.
+        Args:
+            layout: layout of the model's calls.
+            tokens: ids of special tokens that its texts name.
 
         Raises:
-            ApiError: a schema cannot be part of a constraint.
+            ApiError: a schema or a name cannot be part of a constraint.
         """
-        if form.tag is None or form.token is None:
-            return None
-        begin, end = form.tag
-        structures: list[dict[str, Any]] = []
+        functions: dict[str, CallArguments] = {}
         for tool in self.tools:
-            function = tool["function"]
-            is_strict = function.get("strict") or function["name"] in self.custom
+            function, name = tool["function"], tool["function"]["name"]
+            if layout.plain and not _PLAIN_NAMES[layout.form].fullmatch(name):
+                problem = f"the model writes names without quotes, so that no grammar holds the name {quoted(name)}"
+                raise invalid("tools", problem)
+            is_strict = function.get("strict") or name in self.custom
             schema = _as_object(function.get("parameters") or {}) if is_strict else {"type": "object"}
-            name = json.dumps(function["name"], ensure_ascii=False)
-            structures.append({"begin": begin % name, "schema": schema, "end": end})
+            functions[name] = CallArguments(schema, self.grammars.get(name) if layout.form == "tags" else None)
         try:
-            return StructuredOutputs(structural_tag={"triggers": [form.token], "structures": structures})
+            return StructuredOutputs(structural_tag=layout.structural_tag(functions, tokens))
         except RequestError as error:
             raise api_error(error, {"structural_tag": "tools"}) from None
 
@@ -77,12 +89,14 @@ class ToolChoice:
         try:
             return self._forced()
         except RequestError as error:
-            raise api_error(error, {"json": "tools"}) from None
+            raise api_error(error, {"json": "tools", "grammar": "tools"}) from None
 
     def _forced(self) -> StructuredOutputs:
         functions = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in self.tools}
         if self.form == "named":
             assert self.function is not None
+            if self.is_raw:
+                return StructuredOutputs(grammar=self.grammars[self.function])
             return StructuredOutputs(json=_as_object(functions[self.function]))
         # Each function's parameters are a separate schema resource, so that their references resolve within it.
         calls = [
@@ -123,7 +137,8 @@ def chosen_tools(read: list[dict[str, Any]], choice: Any, parallel: bool | None)
         ApiError: the choice is wrong.
     """
     custom = frozenset(tool["function"]["name"] for tool in read if tool["type"] == "custom")
-    ignored = () if all(tool.get("held", True) for tool in read) else ("format of custom tools",)
+    formed = frozenset(tool["function"]["name"] for tool in read if tool.get("has_form"))
+    grammars: dict[str, str] = {tool["function"]["name"]: tool["grammar"] for tool in read if tool.get("grammar")}
     read = [{"type": "function", "function": tool["function"]} for tool in read]
     names = [tool["function"]["name"] for tool in read]
     if len(set(names)) < len(names):
@@ -134,15 +149,17 @@ def chosen_tools(read: list[dict[str, Any]], choice: Any, parallel: bool | None)
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         read, choice = _allowed(read, choice)
     if choice in (None, "auto"):
-        return ToolChoice(form="parsed", tools=read, parallel=several, custom=custom, ignored=ignored)
+        return ToolChoice(form="parsed", tools=read, parallel=several, custom=custom, formed=formed, grammars=grammars)
     if choice == "required":
-        return ToolChoice(form="required", tools=read, parallel=several, custom=custom, ignored=ignored)
+        return ToolChoice(
+            form="required", tools=read, parallel=several, custom=custom, formed=formed, grammars=grammars
+        )
     name = _chosen_name(choice)
     if name is None:
         raise invalid("tool_choice", "tool_choice must be none, auto, required or an object that names a function")
     if name not in names:
         raise invalid("tool_choice", f"tool_choice names {name[:100]!r}, which is not among the tools")
-    return ToolChoice(form="named", tools=read, function=name, custom=custom, ignored=ignored)
+    return ToolChoice(form="named", tools=read, function=name, custom=custom, formed=formed, grammars=grammars)
 
 
 def _chosen_name(choice: Any) -> str | None:

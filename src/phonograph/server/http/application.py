@@ -9,6 +9,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
+from starlette.routing import Match, Route
 
 from phonograph import __version__
 from phonograph.errors import EngineUnavailable, RequestError, shortened
@@ -117,7 +118,20 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     """Answer an error of the framework: an unknown path, a wrong method, a body that cannot be parsed."""
     assert isinstance(error, HTTPException)
     message = f"{request.method} {shortened(request.url.path)}: {error.detail}"
-    return error_response(ApiError(error.status_code, message, headers=error.headers), path=request.scope["path"])
+    headers = error.headers
+    if error.status_code == 405:
+        # The framework names the methods of the first route only; a path may have several routes.
+        headers = {"allow": ", ".join(sorted(_methods(request)))}
+    return error_response(ApiError(error.status_code, message, headers=headers), path=request.scope["path"])
+
+
+def _methods(request: Request) -> set[str]:
+    """Return the methods of all routes of the request's path."""
+    serving: Serving = request.app.state.serving
+    routers = (*ROUTERS, admin.router) if serving.config.enable_admin else ROUTERS
+    routes = [route for router in routers for route in router.routes if isinstance(route, Route)]
+    matching = [route for route in routes if route.matches(request.scope)[0] is Match.PARTIAL]
+    return {method for route in matching for method in route.methods or ()}
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:

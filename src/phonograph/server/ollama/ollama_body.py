@@ -37,7 +37,7 @@ class Options(Fields):
     prefix: ClassVar[str] = "options."
     no_effect: ClassVar[frozenset[str]] = frozenset(
         {
-            *("f16_kv", "logits_all", "low_vram", "main_gpu", "mirostat_eta", "mirostat_tau", "num_batch", "num_ctx"),
+            *("f16_kv", "logits_all", "low_vram", "main_gpu", "mirostat_eta", "mirostat_tau", "num_batch"),
             *("num_gpu", "num_keep", "num_thread", "numa", "use_mlock", "use_mmap", "vocab_only"),
         }
     )
@@ -56,6 +56,7 @@ class Options(Fields):
     frequency_penalty: float | None = None
     seed: int | None = None
     stop: Stops | None = None
+    num_ctx: int | None = None
     num_predict: int | None = None
 
     def check(self) -> list[str]:
@@ -72,10 +73,11 @@ class Options(Fields):
 class OllamaBody(Body):
     """Common fields of chats and generations. Answers are streamed, unless `stream` is false."""
 
-    no_effect: ClassVar[frozenset[str]] = frozenset({"shift", "truncate"})
+    no_effect: ClassVar[frozenset[str]] = frozenset({"shift"})
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {}
 
     stream: bool | None = None
+    truncate: bool | None = None
     format: str | dict[str, Any] | None = None
     options: Options | None = None
     keep_alive: float | str | None = None
@@ -111,6 +113,17 @@ class OllamaBody(Body):
         """Return the maximum of tokens; None is up to the context, which zero and negative numbers request."""
         requested = None if self.options is None else self.options.num_predict
         return requested if requested is not None and requested > 0 else None
+
+    def context(self, context_len: int) -> tuple[int, tuple[str, ...]]:
+        """Return the tokens of prompt and answer together, and what has no effect.
+
+        Args:
+            context_len: context of the engine, which no request exceeds.
+        """
+        requested = None if self.options is None else self.options.num_ctx
+        if requested is None or requested <= 0:
+            return context_len, ()
+        return min(requested, context_len), ("options.num_ctx",) if requested > context_len else ()
 
     def sampling(self, config: ServerConfig) -> dict[str, Any]:
         """Return the sampling parameters of a request, without max_tokens.

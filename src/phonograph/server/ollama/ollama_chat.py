@@ -12,15 +12,17 @@ from starlette.responses import JSONResponse, Response
 
 from phonograph.engine.process.calls import Call
 from phonograph.server.chat.chat_parts import ChatParts
+from phonograph.server.chat.chat_request import ChatRequest
 from phonograph.server.chat.gap_prompts import gap_prompt, infill_form
 from phonograph.server.chat.parts_stream import PartsStream
 from phonograph.server.chat.prepared_chat import PreparedChat, fitted_params, prepared_chat
 from phonograph.server.chat.respond import respond
 from phonograph.server.chat.serving import Serving
-from phonograph.server.http.api_errors import OLLAMA_ERRORS, invalid
+from phonograph.server.http.api_errors import OLLAMA_ERRORS, ApiError, invalid
 from phonograph.server.http.json_route import JsonRoute
 from phonograph.server.observe.logs import REQUEST_ID
 from phonograph.server.observe.warning_header import with_no_effect
+from phonograph.server.ollama.fitted_chat import TOO_LONG, fitted_chat, kept_room
 from phonograph.server.ollama.ollama_answer import Durations, OllamaWriter
 from phonograph.server.ollama.ollama_body import (
     GenerateBody,
@@ -72,23 +74,58 @@ def _prepared_chat(serving: Serving, body: OllamaChatBody) -> PreparedChat:
     if body.tools and serving.harmony is None and serving.formats.tools is None:
         problem = "tools need the form of the model's calls, which its chat template does not show; start the server "
         raise invalid("tools", problem + "with --tool-call-parser")
-    return prepared_chat(serving, chat_request(body, serving.config))
+    return _fitted(serving, body, chat_request(body, serving.config))
 
 
 def _prepared_prompt(serving: Serving, body: GenerateBody) -> PreparedChat:
-    return prepared_chat(serving, generate_request(body, serving.config))
+    return _fitted(serving, body, generate_request(body, serving.config))
+
+
+def _fitted(serving: Serving, body: OllamaBody, request: ChatRequest) -> PreparedChat:
+    """Return a request that fits its context, which `options.num_ctx` makes smaller than the engine's."""
+    context, ignored = body.context(serving.engine.facts.context_len)
+    chat = None
+    try:
+        chat = prepared_chat(serving, request)
+    except ApiError as error:
+        if error.code != TOO_LONG or body.truncate is False:
+            raise
+    if chat is None or (len(chat.prompt) >= context and body.truncate is not False):
+        chat = prepared_chat(serving, fitted_chat(serving, request, context))
+    return _within(chat, context, ignored, request.name("messages"))
+
+
+def _within(chat: PreparedChat, context: int, ignored: tuple[str, ...], field: str) -> PreparedChat:
+    """Return a request whose answer ends with its context.
+
+    Raises:
+        ApiError: the prompt leaves no room for an answer.
+    """
+    room = context - len(chat.prompt)
+    if room < 1:
+        problem = f"{field} has {len(chat.prompt)} tokens; options.num_ctx={context} holds prompt and answer together"
+        raise invalid(field, f"{problem}: shorten it, or leave out truncate=false", code=TOO_LONG)
+    requested = chat.params.max_tokens
+    params = replace(chat.params, max_tokens=room if requested is None else min(requested, room))
+    return chat._replace(params=params, ignored=(*chat.ignored, *ignored))
 
 
 def _prepared_text(serving: Serving, body: GenerateBody) -> PreparedChat:
     """Return a prompt that the model continues as it stands, or up to the suffix."""
     text = body.prompt or ""
-    prompt = (
-        gap_prompt(serving, text, body.suffix) if body.suffix else serving.encode_text(text, add_special_tokens=True)
-    )
+    context, ignored = body.context(serving.engine.facts.context_len)
+    if body.suffix:
+        prompt = gap_prompt(serving, text, body.suffix)
+    else:
+        cuts = body.truncate is not False
+        prompt = serving.encode_text(text, add_special_tokens=True, cuts=cuts)
+        if cuts and len(prompt) >= context:
+            prompt = prompt[-max(context - kept_room(body.max_tokens(), context), 1) :]
     params = fitted_params(serving, prompt, body.sampling(serving.config), body.max_tokens(), body.names(), cuts=True)
     if body.suffix:
         params = replace(params, stop_token_ids=(*params.stop_token_ids, *infill_form(serving).ends))
-    return PreparedChat(prompt, params, None, Opening.OUTSIDE)
+    field = "suffix" if body.suffix else "prompt"
+    return _within(PreparedChat(prompt, params, None, Opening.OUTSIDE), context, ignored, field)
 
 
 async def _respond(

@@ -10,6 +10,7 @@ from typing import Any
 from phonograph.config.server_config import ReasoningParser, ToolCallParser
 from phonograph.errors import ConfigError
 from phonograph.text.formats.answer_parts import ToolParser
+from phonograph.text.formats.call_layouts import DEEPSEEK, HERMES, LLAMA, MISTRAL, PYTHONIC, XML, CallLayout
 from phonograph.text.formats.json_calls import Hermes, JsonCalls
 from phonograph.text.formats.marked_calls import DeepSeekCalls, MistralCalls
 from phonograph.text.formats.python_calls import PythonicCalls
@@ -30,7 +31,7 @@ class ToolFormat:
     parser:  makes the parser of one answer
     other:   expression that only templates of other forms contain
     markers: special tokens that the text of an answer must show
-    tag:     texts around the arguments of a call, with %s for the name as JSON text, where they can be enforced
+    layouts: layouts of calls that a grammar can hold; the template shows which one the model writes
     short_ids: ids of calls have 9 characters, as the templates of this form require
     """
 
@@ -40,26 +41,40 @@ class ToolFormat:
     parser: Callable[[Functions], ToolParser]
     other: str = r"(?!)"
     markers: tuple[str, ...] = ()
-    tag: tuple[str, str] | None = None
+    layouts: tuple[CallLayout, ...] = ()
     short_ids: bool = False
 
     def fits(self, template: str) -> bool:
         """Return True if a template has this form."""
         return re.search(self.sign, template) is not None and re.search(self.other, template) is None
 
+    def layout_of(self, template: str) -> CallLayout | None:
+        """Return the layout that a template shows, if a grammar can hold one of the form."""
+        return next((layout for layout in self.layouts if re.search(layout.sign, template)), None)
+
 
 _TOOL_CALL = "<tool_call>"
-_HERMES = (_TOOL_CALL + '\n{"name": %s, "arguments": ', "}\n</tool_call>")
 _MISTRAL = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
 TOOL_FORMATS: Mapping[ToolCallParser, ToolFormat] = {
     form.name: form
     for form in (
-        ToolFormat("qwen3_coder", r"(?s)<function=.*<parameter=", "<tool_call>", XmlCalls),
-        ToolFormat("hermes", r"<tool_call>", _TOOL_CALL, Hermes, other=r"<arg_key>|<function=", tag=_HERMES),
-        ToolFormat("deepseek_v3", r"<｜tool▁call▁begin｜>", "<｜tool▁call▁begin｜>", DeepSeekCalls),
-        ToolFormat("mistral", r"\[TOOL_CALLS\]", _MISTRAL[0], MistralCalls, markers=_MISTRAL, short_ids=True),
-        ToolFormat("pythonic", r"\[\w+\(\w+ ?=", None, PythonicCalls, other=r"<\|tool_call_start\|>|<TOOLCALL>"),
-        ToolFormat("llama3_json", r"""'"parameters": |"name": function name, "parameters":""", None, JsonCalls),
+        ToolFormat("qwen3_coder", r"(?s)<function=.*<parameter=", "<tool_call>", XmlCalls, layouts=XML),
+        ToolFormat("hermes", r"<tool_call>", _TOOL_CALL, Hermes, other=r"<arg_key>|<function=", layouts=HERMES),
+        ToolFormat("deepseek_v3", r"<｜tool▁call▁begin｜>", "<｜tool▁call▁begin｜>", DeepSeekCalls, layouts=DEEPSEEK),
+        ToolFormat(
+            "mistral", r"\[TOOL_CALLS\]", _MISTRAL[0], MistralCalls, markers=_MISTRAL, short_ids=True, layouts=MISTRAL
+        ),
+        ToolFormat(
+            "pythonic",
+            r"\[\w+\(\w+ ?=",
+            None,
+            PythonicCalls,
+            other=r"<\|tool_call_start\|>|<TOOLCALL>",
+            layouts=PYTHONIC,
+        ),
+        ToolFormat(
+            "llama3_json", r"""'"parameters": |"name": function name, "parameters":""", None, JsonCalls, layouts=LLAMA
+        ),
     )
 }
 """Forms of calls, in the order of preference where several fit."""
@@ -80,12 +95,14 @@ _SWITCH = re.compile(r"\b(?:enable_)?thinking\b")
 class Formats:
     """Formats of a model's answers, or None where there is none.
 
-    notes: each choice with its reason
+    notes:  each choice with its reason
+    layout: layout of calls for grammars
     """
 
     reasoning: ReasoningFormat | None
     tools: ToolFormat | None
     notes: tuple[str, ...]
+    layout: CallLayout | None = None
 
 
 def find_formats(
@@ -115,9 +132,8 @@ def find_formats(
         else (None, "enable_auto_tool_choice is false")
     )
     found = [("reasoning", reasoning, why_reasoning), ("tool calls", tools, why_tools)]
-    return Formats(
-        reasoning, tools, tuple(f"{what}: {'none' if form is None else form.name} ({why})" for what, form, why in found)
-    )
+    notes = tuple(f"{what}: {'none' if form is None else form.name} ({why})" for what, form, why in found)
+    return Formats(reasoning, tools, notes, None if tools is None else tools.layout_of(template or ""))
 
 
 def _tools(tokenizer: Tokenizer, template: str, name: ToolCallParser | None) -> tuple[ToolFormat | None, str]:

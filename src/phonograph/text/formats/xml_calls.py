@@ -153,7 +153,7 @@ class XmlCalls:
             self._read = self._in_parameters
             return True
         key = self._text[self._at : end].strip()
-        self._types = _types(self._properties.get(key))
+        self._types = value_types(self._properties.get(key))
         self._is_text = self._types == frozenset({"string"})
         separator = ", " if self._num_parameters else ""
         self._arguments.append(f'{separator}"{_escaped(key)}": ' + '"' * self._is_text)
@@ -224,7 +224,7 @@ def _escaped(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def _types(schema: object) -> frozenset[str]:
+def value_types(schema: object) -> frozenset[str]:
     """Return the types that a parameter's schema names. Without a schema a value is a string, with others it is any."""
     if not isinstance(schema, Mapping):
         return frozenset({"string"})
@@ -236,7 +236,7 @@ def _types(schema: object) -> frozenset[str]:
         return frozenset(one for one in cast("list[object]", named) if isinstance(one, str))
     choices: object = known.get("anyOf") or known.get("oneOf")
     if isinstance(choices, list):
-        found = [_types(choice) for choice in cast("list[object]", choices)]
+        found = [value_types(choice) for choice in cast("list[object]", choices)]
         return frozenset().union(*found) if all(found) else frozenset()
     values: object = known.get("enum")
     if isinstance(values, list) and all(isinstance(value, str) for value in cast("list[object]", values)):
