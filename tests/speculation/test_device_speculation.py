@@ -107,8 +107,10 @@ def test_a_budget_may_choose_any_depth(proposer: str, make: MakeEngine) -> None:
     assert counts.accepted > 0 or proposer == "wrong"
 
 
-@pytest.mark.parametrize("mode", [GraphMode.FULL, GraphMode.NONE])
-@pytest.mark.parametrize(("proposer", "cost"), [("right", 1.2), ("wrong", 1.2), ("some", 9.0)])
+@pytest.mark.parametrize(
+    ("proposer", "cost", "mode"),
+    [("right", 1.2, GraphMode.FULL), ("wrong", 3.0, GraphMode.FULL), ("some", 9.0, GraphMode.NONE)],
+)
 def test_an_engine_whose_draft_model_gains_nothing_rests(
     proposer: str, cost: float, mode: GraphMode, make: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
