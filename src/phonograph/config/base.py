@@ -70,7 +70,8 @@ class Settings(BaseModel):
     @classmethod
     def bad_value(cls, setting: str, value: object) -> ConfigError:
         """Return the error of an invalid value."""
-        return ConfigError(setting, value, f"must be {cls.kind(setting).works}")
+        kind = cls.kind(setting)
+        return ConfigError(setting, value, f"must be {', '.join([kind.works, *kind.installed()])}")
 
     @classmethod
     def _explained(cls, error: ValidationError, settings: Mapping[str, object]) -> ConfigError:

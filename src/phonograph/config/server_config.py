@@ -14,6 +14,10 @@ LogLevel = Literal["critical", "error", "warning", "info", "debug"]
 GenerationConfig = Literal["auto", "none", "vllm"]
 ToolCallParser = Literal["hermes", "llama3_json", "mistral", "pythonic", "qwen3_coder", "deepseek_v3"]
 ReasoningParser = Literal["qwen3", "deepseek_r1", "mistral", "none"]
+TOOL_FORMATS_GROUP = "phonograph.tool_formats"
+"""Group of entry points of other packages' forms of calls. Each leads to a `ToolFormat`."""
+REASONING_FORMATS_GROUP = "phonograph.reasoning_formats"
+"""Group of entry points of other packages' formats of reasoning. Each leads to a `ReasoningMarkers`."""
 ReasoningKey = Literal["both", "reasoning", "reasoning_content"]
 ChatFormat = Literal["template", "harmony"]
 UnknownFields = Literal["error", "warn"]
@@ -110,11 +114,13 @@ class ServerConfig(Settings):
     enable_auto_tool_choice: values.Flag = Field(
         default=True, description="Let the model decide to call tools, where the format of its calls is known."
     )
-    tool_call_parser: Annotated[ToolCallParser | None, values.one_of(ToolCallParser)] = Field(
-        default=None, description="Format of the model's tool calls; default: the chat template's."
+    tool_call_parser: Annotated[str | None, values.one_of(ToolCallParser, group=TOOL_FORMATS_GROUP)] = Field(
+        default=None,
+        description="Format of the model's tool calls, or one of an installed package; default: the chat template's.",
     )
-    reasoning_parser: Annotated[ReasoningParser | None, values.one_of(ReasoningParser)] = Field(
-        default=None, description="Format of the model's reasoning; default: the chat template's."
+    reasoning_parser: Annotated[str | None, values.one_of(ReasoningParser, group=REASONING_FORMATS_GROUP)] = Field(
+        default=None,
+        description="Format of the model's reasoning, or one of an installed package; default: the chat template's.",
     )
     reasoning_key: Annotated[ReasoningKey, values.one_of(ReasoningKey)] = Field(
         default="both", description="Keys of the reasoning in messages and chunks."

@@ -10,6 +10,8 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import entry_points
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, get_args
 
@@ -39,11 +41,13 @@ class ValueKind:
         works: valid values, in words that follow "must be".
         parse: converts a value other than None; raises TypeError or ValueError for an invalid one.
         metavar: name of the value in a flag's help.
+        installed: returns further valid values, those of installed packages.
     """
 
     works: str
     parse: Callable[[Any], object]
     metavar: str
+    installed: Callable[[], list[str]] = list
 
     def __get_pydantic_core_schema__(self, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_before_validator_function(self.read, handler(source))
@@ -104,22 +108,32 @@ def auto_or(kind: ValueKind, meaning: str) -> ValueKind:
     return ValueKind(f"{kind.works}, or auto (or -1) for {meaning}", parse, f"{kind.metavar}|auto")
 
 
-def one_of(literal: object, synonyms: Mapping[str, str] = MappingProxyType({})) -> ValueKind:
+def one_of(
+    literal: object, synonyms: Mapping[str, str] = MappingProxyType({}), *, group: str | None = None
+) -> ValueKind:
     """Return the kind of a Literal's strings or numbers; case is ignored.
 
-    `synonyms` are vLLM's other names of some of them.
+    `synonyms` are vLLM's other names of some of them. With `group`, the names of that group of entry points are valid
+    too; their packages are not imported.
     """
+    installed: Callable[[], list[str]] = list if group is None else partial(_installed_names, group)
     values = {str(value).lower(): value for value in get_args(literal)}
     words = [str(value) for value in values.values()]
     values |= {name: values[value] for name, value in synonyms.items()}
 
     def parse(value: object) -> object:
         text = str(value).strip().lower()
-        if text not in values:
-            raise ValueError("not one of them")
-        return values[text]
+        if text in values:
+            return values[text]
+        if text in installed():
+            return text
+        raise ValueError("not one of them")
 
-    return ValueKind(f"one of {', '.join(words)}", parse, "|".join(words))
+    return ValueKind(f"one of {', '.join(words)}", parse, "|".join(words), installed)
+
+
+def _installed_names(group: str) -> list[str]:
+    return sorted({point.name.lower() for point in entry_points(group=group)})
 
 
 def _parse_text(value: Any) -> str:

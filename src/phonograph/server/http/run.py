@@ -32,6 +32,7 @@ from phonograph.server.http.starting import Starting
 from phonograph.server.observe.logs import engine_logging, server_logging
 from phonograph.server.observe.traces import Traces, span_exporter
 from phonograph.server.openai.defaults import chat_template, sampling_defaults
+from phonograph.text.formats.find_formats import check_formats
 from phonograph.text.tokenizer import has_tokenizer
 
 log = logging.getLogger(__name__)
@@ -95,6 +96,7 @@ def checked_template(engine: EngineConfig, server: ServerConfig) -> str | None:
     if not has_tokenizer(engine):
         raise ModelError(f"{engine.model} has no tokenizer, which a server needs; give one with --tokenizer")
     check_admin(server)
+    check_formats(server)
     return chat_template(server)
 
 

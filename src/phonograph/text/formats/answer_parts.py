@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
 @dataclass(slots=True)
@@ -25,6 +25,7 @@ class Found:
     reasoning: str = ""
 
 
+@runtime_checkable
 class ToolParser(Protocol):
     """Parser of the calls in one answer, in time proportional to its length.
 

@@ -33,6 +33,24 @@ class Opening(Enum):
     OPEN = "open"
 
 
+@dataclass(frozen=True, slots=True)
+class ReasoningMarkers:
+    """Markers of a format of reasoning. Each is a token of the vocabulary.
+
+    always: text without an opening marker is reasoning too, as with models that write only the closing one
+    """
+
+    name: str
+    start: str
+    end: str
+    always: bool = False
+
+    def __post_init__(self) -> None:
+        for marker in (self.start, self.end):
+            if not marker or marker[0] in marker[1:]:
+                raise ValueError(f"marker {marker!r}: its first character must occur in it once (`partial_suffix`)")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningFormat:
     """Markers of reasoning, each with its token.
