@@ -1,12 +1,21 @@
-"""A package installed as an installer does: its module and its entry points."""
+"""A package installed as an installer does: its module and its entry points. And the guide's example of formats."""
 
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from pathlib import Path
 
 import pytest
+
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "structured-output.md"
+(LINE_CALLS,) = (
+    block
+    for block in re.findall(r"^```python\n(.*?)^```$", GUIDE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    if "class LineCalls" in block
+)
+"""Module with the guide's formats, a `ToolFormat` LINES and `ReasoningMarkers` THOUGHT."""
 
 
 def install(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from installed_package import install
+from installed_package import LINE_CALLS, install
 
 from phonograph.config.server_config import ServerConfig
 from phonograph.errors import ConfigError
@@ -16,8 +15,6 @@ from phonograph.server.chat.answer_reader import AnswerReader
 from phonograph.server.chat.tools import ToolChoice
 from phonograph.text.formats.find_formats import TOOL_FORMATS, check_formats, find_formats
 
-GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "structured-output.md"
-(EXAMPLE,) = re.findall(r"^```python\n((?:(?!```).*\n)*?class LineCalls(?:(?!```).*\n)*)```$", GUIDE.read_text(), re.M)
 GROUPS = {"tool_call_parser": "phonograph.tool_formats", "reasoning_parser": "phonograph.reasoning_formats"}
 ENTRIES = {"tool_call_parser": {"lines": "line_calls:LINES"}, "reasoning_parser": {"thought": "line_calls:THOUGHT"}}
 TOOLS: list[Any] = [{"type": "function", "function": {"name": name}} for name in ("add", "now")]
@@ -49,7 +46,7 @@ def put(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Install a package by its name, module and entry points."""
 
     def make(
-        setting: str, entries: dict[str, str] | None = None, source: str = EXAMPLE, name: str = "line-calls"
+        setting: str, entries: dict[str, str] | None = None, source: str = LINE_CALLS, name: str = "line-calls"
     ) -> None:
         entries = ENTRIES[setting] if entries is None else entries
         install(tmp_path, monkeypatch, name, source, GROUPS[setting], entries)
@@ -58,8 +55,8 @@ def put(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_calls_in_a_form_of_a_package_whole_and_streamed(put: Any) -> None:
-    put("tool_call_parser")
-    formats = found(tool_call_parser="Lines")
+    put("tool_call_parser", {"Lines": "line_calls:LINES"})
+    formats = found(tool_call_parser="LINES")
     assert formats.notes[1] == "tool calls: lines (set by tool_call_parser, from the package line-calls 0.1.0)"
     text = 'I add.\nCALL add {"a": 1}\nCALL rain {}\nCALL now {}'
     for size in (1, 2, 7, len(text)):
@@ -113,7 +110,7 @@ NO_FORMAT = {"tool_call_parser": "find_formats.ToolFormat", "reasoning_parser": 
             "has type .*; must be phonograph.text.formats.{}",
         ),
         (
-            EXAMPLE.replace('"lines", ', '"other", ').replace('"thought", ', '"other", '),
+            LINE_CALLS.replace('"lines", ', '"other", ').replace('"thought", ', '"other", '),
             r"has \w+ 'other' .*; must be phonograph.text.formats.{} with the name '(lines|thought)'",
         ),
     ],
@@ -139,7 +136,7 @@ def test_a_package_that_does_not_work_is_refused(put: Any, setting: str, source:
     ],
 )
 def test_a_parser_that_does_not_work_is_refused(put: Any, changed: str, to: str, problem: str) -> None:
-    source = EXAMPLE.partition("\nparser = ")[0]
+    source = LINE_CALLS.partition("\nparser = ")[0]
     assert changed in source
     put("tool_call_parser", source=source.replace(changed, to))
     expected = rf"'lines': the parser of the package line-calls 0\.1\.0 does not work: .*{problem}"
@@ -149,7 +146,7 @@ def test_a_parser_that_does_not_work_is_refused(put: Any, changed: str, to: str,
 
 @pytest.mark.parametrize("marker", ["", "<a<"])
 def test_markers_that_cannot_be_found_in_growing_text_are_refused(put: Any, marker: str) -> None:
-    put("reasoning_parser", source=EXAMPLE.replace('"</thought>"', f'"{marker}"'))
+    put("reasoning_parser", source=LINE_CALLS.replace('"</thought>"', f'"{marker}"'))
     with pytest.raises(ConfigError, match=rf"line-calls 0\.1\.0 cannot be imported .*marker '{marker}': its first"):
         check_formats(ServerConfig(reasoning_parser="thought"))
 
