@@ -188,7 +188,7 @@ def test_the_demo_model_sleeps_often_in_the_same_memory() -> None:
     with LLM("demo", **{**SETTINGS, "num_kv_blocks": 400}) as llm:
         expected = tokens(llm)
         sizes: list[int] = []
-        for level in (1, 2) * 12:
+        for level in (1, 2) * 4:
             llm.sleep(level)
             llm.wake_up()
             (output,) = llm.generate([PROMPT], SHORT)

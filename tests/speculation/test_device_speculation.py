@@ -83,7 +83,7 @@ def test_tokens_are_those_of_each_request_alone(
 ) -> None:
     """Beside prefills, with preemption, and in slots that are used again."""
     engine = make(mode, NGRAM, PROPOSERS[proposer], num_blocks=num_blocks)
-    several = requests(14)
+    several = requests(10)
     engine.run(*several)
     assert [one.output_token_ids for one in several] == [wanted(engine.model, one) for one in several]
     counts = engine.core.scheduler.stats.drafts
@@ -130,7 +130,7 @@ def test_an_engine_whose_draft_model_gains_nothing_rests(
         learn(batch, output, cost if batch.makes_drafts else 1.0)
 
     monkeypatch.setattr(drafts.budget, "learn", timed)
-    several = requests(24)
+    several = requests(16)
     engine.run(*several)
     assert [one.output_token_ids for one in several] == [wanted(engine.model, one) for one in several]
     counts = engine.core.scheduler.stats.drafts
