@@ -233,7 +233,8 @@ def test_a_chat_shows_its_answer_and_the_graphs(chrome: Chrome, serve_with: Call
     assert asked == QUESTION and role == "assistant" and answer.startswith(expected)
     count = content["usage"]["completion_tokens"]
     assert re.search(rf"\n{count} tokens in [\d.]+ s\. Steps .*: .*{count - 1} decode in whole graphs", answer), answer
-    assert "prefill without a graph (" in answer
+    # Another test may have left the prompt in the prefix cache, so that a graph holds the rest of it.
+    assert re.search(r"\d prefill (without a graph \(|in whole graphs)", answer), answer
     # The conversation goes on, and a new one begins without it.
     say(chrome, "And now?")
     wait(chrome, lambda: is_done(chrome, 4))
