@@ -74,6 +74,12 @@ def every_row_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(np, "matmul", product)
 
 
+def pytest_collection_finish() -> None:
+    """Take what all tests have imported out of the garbage collector's way: engines collect at their end."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_runtest_setup() -> None:
     make_quick()
 
