@@ -166,8 +166,9 @@ def build_engine(plan: EnginePlan, report: StartProgress = no_progress, *, platf
                 draft.finish()
             plan = replace(plan, notes=(*plan.notes, *loading.notes))
             captured = runner.capture(captured_one)
-            if isinstance(runner.drafts, DeviceDrafts) and runner.drafts.caches is not None:
-                runner.time_drafting(runner.drafts.budget.costs.learn)
+            drafts = runner.drafts
+            if isinstance(drafts, DeviceDrafts) and drafts.caches is not None and drafts.budget.adaptive:
+                runner.time_drafting(drafts.budget.costs.learn)
     for load_X in parts.model.expert_load.values():
         # Captures and the steps before them counted synthetic batches.
         load_X.zero_()

@@ -84,11 +84,6 @@ class RequestBlocks:
             self._draft_caches.admit(request, shared, len(decodes))
         return num_cached
 
-    def begin_step(self, running: Iterable[Request]) -> None:
-        """Take account of what a draft model will lack after the next step; see `DraftCaches.begin`."""
-        if self._draft_caches is not None:
-            self._draft_caches.begin(running)
-
     def makes_drafts(self, requests: Iterable[Request]) -> bool:
         """Return True if the draft model's passes end a step of these requests."""
         return self._draft_caches is not None and any(request.whole_drafts for request in requests)

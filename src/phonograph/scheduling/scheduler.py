@@ -141,8 +141,7 @@ class Scheduler:
             RequestError: as `check_request`.
         """
         self.check_request(request)
-        max_tokens = request.params.max_tokens or self.context_len
-        request.max_len = min(request.prompt_len + max_tokens, self.context_len)
+        request.max_len = min(request.prompt_len + (request.params.max_tokens or self.context_len), self.context_len)
         request.rank = (request.priority if self.policy == "priority" else 0, request.arrival, self._num_added)
         self._num_added += 1
         self._requests[request.request_id] = request
@@ -330,7 +329,8 @@ class Scheduler:
         depths: list[int] = []
         if self.drafts is not None and decodes:
             depths = granted_depths(self.drafts.choose(decodes), decodes, self.limits)
-            blocks.begin_step(self._running)
+            if self.drafts.caches is not None:
+                self.drafts.caches.begin(self._running)
         if blocks.suffices(len(decodes), self._prefilling):
             return depths, True
         needs = blocks.needs(decodes, depths or repeat(0))

@@ -158,8 +158,8 @@ def _tensors(value: object) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Transformer):
-        yield from _tensors((value.weights, value.layer_embeddings, value.final_norm, value.lm_head, value.features))
-        yield from _tensors(value.embedding_VE)
+        parts = value.weights, value.layer_embeddings, value.final_norm, value.lm_head, value.embedding_VE
+        yield from _tensors((*parts, value.features))
     elif isinstance(value, list | tuple):
         for item in value:  # pyright: ignore[reportUnknownVariableType]
             yield from _tensors(item)  # pyright: ignore[reportUnknownArgumentType]

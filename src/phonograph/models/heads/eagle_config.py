@@ -71,7 +71,7 @@ class HeadConfig:
 
 
 def method_of(raw: Mapping[str, Any]) -> str | None:
-    """Return the method of a head by its config.json; None for a model that is no head.
+    """Return the method of a head by its config.json; None for other models.
 
     Raises:
         UnsupportedModelError: it is another kind of head in the format of speculators.
