@@ -5,7 +5,7 @@
 A peer's dummy weights may be zeros or one value, on which a GPU draws less power and runs faster than on a model's
 weights: vLLM leaves integers as they were allocated, and rounds numbers below 0.001 to FP8. With a checkpoint both
 sides read the same random numbers, and the peer decides by the files which modules are quantized, as for a real model.
-Supported are GPTQ of 4 bits, and compressed-tensors in FP8 with a scale for each output.
+Supported are GPTQ of 4 bits, compressed-tensors in FP8 with a scale for each output, and experts in MXFP4.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 
 from phonograph.models.quantization.float8 import Fp8
 from phonograph.models.quantization.gptq import Gptq
+from phonograph.models.quantization.mxfp4 import Mxfp4Scheme
 from phonograph.models.quantization.scheme import Scheme
 from phonograph.models.spec import read_model_spec
 
@@ -47,6 +48,13 @@ def tensors_of(scheme: Scheme, outputs: int, inputs: int, device: str) -> dict[s
             "weight": (values / scales).clamp(-448, 448).to(torch.float8_e4m3fn),
             "weight_scale": (scales * STD).bfloat16(),
         }
+    if isinstance(scheme, Mxfp4Scheme):
+        shapes = scheme.stored(outputs, inputs)
+        # The root mean square of all codes is 2.9, so that factors of 2^-8 and 2^-7 give about 0.02.
+        return {
+            "blocks": torch.randint(256, shapes["blocks"].shape, dtype=torch.uint8, device=device),
+            "scales": torch.randint(119, 121, shapes["scales"].shape, dtype=torch.uint8, device=device),
+        }
     raise SystemExit(f"{scheme.name} is not supported; see --help")
 
 
@@ -67,7 +75,12 @@ def shards(folder: Path, device: str) -> Iterator[dict[str, torch.Tensor]]:
         for module, part, matrix in spec.layers[layer].modules():
             if part.scheme is not None:
                 made = tensors_of(part.scheme, part.num_outputs, matrix.num_inputs, device)
-                tensors |= {f"model.layers.{layer}.{module}.{end}": tensor for end, tensor in made.items()}
+                prefix, fused = f"model.layers.{layer}.{module}", matrix.fused
+                for end, tensor in made.items():
+                    if fused is None:
+                        tensors[f"{prefix}.{end}"] = tensor
+                    else:
+                        tensors[fused.name(prefix, end)] = tensor.view(fused.shape(end, tensor.shape))
         yield tensors
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -66,9 +67,18 @@ def test_without_the_operator(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
         plan(folder, cpu_products="int4")
 
 
-def test_formats_without_a_packed_form(tmp_path: Path) -> None:
-    make_checkpoint("qwen2", tmp_path)
-    quantize_checkpoint(tmp_path, FORMATS["fp8"])
+@pytest.mark.parametrize("kind", ["fp8", "mxfp4"])
+def test_formats_without_a_packed_form(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_products, "measure", lambda: FAST)
+    if kind == "mxfp4":
+        make_checkpoint("gpt_oss", tmp_path, intermediate_size=32)
+        kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+        config = json.loads((tmp_path / "config.json").read_text())
+        config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    else:
+        make_checkpoint("qwen2", tmp_path)
+        quantize_checkpoint(tmp_path, FORMATS[kind])
     chosen = plan(tmp_path).cpu_products
     assert chosen is not None and not chosen.int4 and "no packed form" in chosen.reason
 

@@ -18,7 +18,7 @@ from phonograph.engine.memory import gib
 from phonograph.errors import ConfigError
 from phonograph.kernels.torch import int4pack
 from phonograph.kernels.torch.grouped import Grouped
-from phonograph.models.quantization.cpu_weights import CpuProducts
+from phonograph.models.quantization.cpu_weights import CpuProducts, has_packed_form
 from phonograph.models.spec import ModelSpec
 
 _INPUTS, _OUTPUTS = 576, 1536
@@ -52,7 +52,7 @@ def plan_cpu_products(setting: str, model: ModelSpec, dtype: str) -> CpuProducts
         reason = f"cpu_products=float32; weights are dequantized to {dtype} at load"
         return CpuProducts(int4=False, dequantize=True, reason=reason)
     missing = None
-    if all(scheme.weight_format(inputs, dtype).is_fp8 for scheme, _, inputs in model.quantized_matrices()):
+    if not any(has_packed_form(scheme, inputs) for scheme, _, inputs in model.quantized_matrices()):
         missing = "the formats of the weights have no packed form"
     else:
         missing = int4pack.missing()

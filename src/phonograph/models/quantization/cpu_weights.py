@@ -42,8 +42,7 @@ class CpuProducts:
 
     def form(self, scheme: Scheme, inputs: int) -> Form:
         """Return the form of weights of a format."""
-        weights = scheme.weight_format(inputs, self.tile_dtype)
-        if self.int4 and not weights.is_fp8 and _packs(weights.bits, weights.group):
+        if self.int4 and has_packed_form(scheme, inputs):
             return "int4"
         return "dequantized" if self.dequantize else "groups"
 
@@ -91,6 +90,12 @@ class CpuProducts:
             packed = int4pack.pack(values, self.operator_rows, getattr(torch, self.tile_dtype), averaged=is_head)
             return Int4Weight(packed, weight.inputs, values.order_I)
         return DenseWeight(_dequantized(weight, dtype)) if self.dequantize else weight
+
+
+def has_packed_form(scheme: Scheme, inputs: int) -> bool:
+    """Return True for integers that torch's operator can take; FP8 and MXFP4 are none."""
+    weights = scheme.weight_format(inputs, "float32")
+    return isinstance(scheme, GroupedScheme) and not weights.is_fp8 and _packs(weights.bits, weights.group)
 
 
 def _packs(bits: int, group: int) -> bool:
