@@ -6,7 +6,6 @@ The GPU's own tests compare the same on a GPU, with graphs; here it is seen that
 from __future__ import annotations
 
 import functools
-import json
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -23,7 +22,6 @@ from fake_memory_driver import FakeMemoryDriver
 from group_driver import GroupDriver
 from host_runtime import CallRuntime, HostRing
 from quantized_checkpoints import FORMATS, quantize_checkpoint
-from safetensors.torch import save_file
 
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.device import known_device
@@ -335,21 +333,14 @@ def test_drafts_of_a_head_are_those_of_a_plain_one(method: str, changes: dict[st
     """After a prompt in chunks, and behind decodes: states of the target's layers, tokens shifted by one, d2t."""
     torch.manual_seed(3)
     length, said = (57, 9) if method == "eagle3" and not changes else (43, 3)
-    target, folder = tmp_path / "target", tmp_path / "head"
+    target = tmp_path / "target"
     sizes = HEADS | {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": VOCAB_SIZE}
     reference = make_checkpoint("llama_bias", target, **sizes)
-    folder.mkdir()
-    own_sizes = {"num_hidden_layers": 1, "head_dim": 16, "num_key_value_heads": 4}
-    if method == "eagle":
-        config = eagle_heads.FIRST | sizes | own_sizes | {"rms_norm_eps": reference.config.rms_norm_eps}
-        tensors = eagle_heads.first_tensors(config, owns_embedding=False, bias=True)
-    else:
-        config = eagle_heads.HEAD | sizes | own_sizes | changes
-        config |= {"draft_vocab_size": 50, "eagle_aux_hidden_state_layer_ids": [0, 1, 3]}
-        tensors = eagle_heads.head_tensors(config, "midlayer", owns_embedding=False, states=3)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(tensors, folder / "model.safetensors")
-    speculation = {"method": method, "model": str(folder), "num_speculative_tokens": 2, "adaptive_depth": False}
+    sizes |= {"num_hidden_layers": 1, "head_dim": 16, "num_key_value_heads": 4}
+    sizes |= {"rms_norm_eps": reference.config.rms_norm_eps}
+    head = tmp_path / "head"
+    config, tensors = eagle_heads.make_head(head, method, sizes, changes)
+    speculation = {"method": method, "model": str(head), "num_speculative_tokens": 2, "adaptive_depth": False}
     engine = start_engine(target, (3,), speculative_config=speculation)
     session = Session(engine.core, engine.plan.model, None, 0, GrammarCompiler(lambda: None, ()))
     output = session.add(prompt(1, length), SamplingParams(temperature=0.0, max_tokens=said + 9, ignore_eos=True))
@@ -362,23 +353,10 @@ def test_drafts_of_a_head_are_those_of_a_plain_one(method: str, changes: dict[st
     known = inputs.history[slot, : int(inputs.state.num_computed[slot]) + 1].tolist()
     text = output.prompt_token_ids + output.outputs[0].token_ids
     assert known[: len(text)] == text
-    table, logits_of = reference.get_input_embeddings().weight, reference.get_output_embeddings().weight
-    targets = torch.arange(VOCAB_SIZE) if method == "eagle" else tensors["d2t"] + torch.arange(50)
-    with torch.inference_mode():
-        states = reference(torch.tensor([known[:-1]]), output_hidden_states=True).hidden_states
-        # The last of transformers' states is behind the final norm.
-        features = torch.cat([states[index][0] for index in ((4,) if method == "eagle" else (0, 1, 3))], -1)
-        tokens, own = known[1:], list[torch.Tensor]()
-        for draft in inputs.state.drafts[slot].tolist():
-            embedded = table[torch.tensor(tokens)]
-            if method == "eagle":
-                entries = torch.cat([features, *(one[None] for one in own)])
-                following, logits = eagle_heads.first_reference(tensors, config, entries, embedded, logits_of)
-            else:
-                following, logits = eagle_heads.reference(tensors, "midlayer", config, features, embedded, own)
-            scores = logits[-1]
-            # Half precision may change places of two that are almost equal.
-            assert scores[targets == draft] >= scores.max() - NEAR
-            tokens, own = [*tokens, draft], [*own, following[-1]]
-        last = engine.core.runner._program.passes._features_RE[slot].float()
-        assert (last - own[-1]).norm() < NEAR * own[-1].norm()
+    drafts = inputs.state.drafts[slot].tolist()
+    chain = eagle_heads.plain_chain(reference, config, tensors, known, drafts)
+    for draft, scores in zip(drafts, chain.logits, strict=True):
+        # Half precision may change places of two that are almost equal.
+        assert scores[draft] >= scores.max() - NEAR
+    last = engine.core.runner._program.passes._features_RE[slot].float()
+    assert (last - chain.feature).norm() < NEAR * chain.feature.norm()

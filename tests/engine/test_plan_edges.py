@@ -475,6 +475,13 @@ def test_memory_of_a_draft_head_is_planned(tmp_path: Path) -> None:
     assert any("trained for 100 positions, and max_model_len is 128" in note for note in plan.notes)
 
 
+def test_memory_of_a_head_on_a_cpu_is_planned(tmp_path: Path) -> None:
+    plan = plan_with_head(tmp_path, HEAD, device="cpu")
+    plain = plan_of("cpu", max_num_seqs=8, max_model_len=128, num_kv_blocks=64)
+    states = plan.limits.max_num_batched_tokens * (3 + 4) * DEMO.hidden_size + 8 * DEMO.vocab_size
+    assert plan.memory.graphs - plain.memory.graphs > 4 * states
+
+
 def test_memory_of_a_head_of_the_first_version_is_planned(tmp_path: Path) -> None:
     """It has the logits' matrix and the last norm of the model."""
     plan = plan_with_head(tmp_path, FIRST_HEAD, method="eagle")
@@ -495,11 +502,9 @@ def test_architectures_of_the_first_version(architecture: str, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("config", "settings", "problem"),
     [
-        (HEAD, {"device": "cpu"}, "draft heads run on a GPU only, yet"),
         (HEAD, {"method": "draft_model"}, "method='draft_model': does not fit the model; eagle3 works"),
         (HEAD, {"method": "eagle"}, "method='eagle': does not fit the model; eagle3 works"),
         (FIRST_HEAD, {"method": "eagle3"}, "method='eagle3': does not fit the model; eagle works"),
-        (FIRST_HEAD, {"method": "eagle", "device": "cpu"}, "draft heads run on a GPU only, yet"),
         (
             HEAD | {"architectures": ["LlamaForCausalLM"]},
             {},

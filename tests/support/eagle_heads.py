@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import save_file
 from torch.nn import functional
+from transformers import PreTrainedModel
 
 TARGET = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 96,
@@ -119,6 +123,74 @@ def first_reference(
     stream = functional.linear(both, tensors["fc.weight"], tensors.get("fc.bias"))
     stream = _behind_layer(tensors, "layers.0", config, stream, stream)
     return stream, functional.linear(stream, head)
+
+
+class Chain(NamedTuple):
+    """A plain head behind a whole sequence: the logits of each draft by the target's tokens, and the last feature."""
+
+    logits: list[torch.Tensor]
+    feature: torch.Tensor
+
+
+@torch.inference_mode()
+def plain_chain(
+    target: PreTrainedModel,
+    config: dict[str, Any],
+    tensors: dict[str, torch.Tensor],
+    known: Sequence[int],
+    drafts: Sequence[int],
+) -> Chain:
+    """Return what a head says in each step of drafting, if it has drafted `drafts` behind the tokens `known`.
+
+    Args:
+        target: transformers' model, in float32.
+        config: of a head with its layer named midlayer, or of an EAGLE-1 head.
+        tensors: weights of the head, without an embedding.
+        known: all tokens of the sequence; the target has not computed the last one.
+        drafts: tokens of the target.
+    """
+    is_first = config["architectures"] == FIRST["architectures"]
+    vocab_size, hidden = config["vocab_size"], target.config.num_hidden_layers
+    table, logits_of = target.get_input_embeddings().weight, target.get_output_embeddings().weight
+    states = target(torch.tensor([known[:-1]]), output_hidden_states=True).hidden_states
+    # The last of transformers' states is behind the final norm.
+    taps = [hidden] if is_first else config["eagle_aux_hidden_state_layer_ids"]
+    features = torch.cat([states[tap][0] for tap in taps], -1)
+    targets = tensors["d2t"] + torch.arange(len(tensors["d2t"])) if "d2t" in tensors else torch.arange(vocab_size)
+    tokens, own, said = [*known[1:]], list[torch.Tensor](), list[torch.Tensor]()
+    for draft in drafts:
+        embedded = table[torch.tensor(tokens)]
+        if is_first:
+            entries = torch.cat([features, *(one[None] for one in own)])
+            following, logits = first_reference(tensors, config, entries, embedded, logits_of)
+        else:
+            following, logits = reference(tensors, "midlayer", config, features, embedded, own)
+        said.append(torch.full((vocab_size,), -torch.inf).index_copy(0, targets, logits[-1]))
+        tokens, own = [*tokens, draft], [*own, following[-1]]
+    return Chain(said, own[-1])
+
+
+def make_head(
+    folder: Path, method: str, sizes: dict[str, Any], changes: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Write a head of random weights, without an embedding; return its configuration and weights.
+
+    Args:
+        folder: of the files.
+        method: "eagle3", whose head drafts 50 tokens by the states 0, 1 and 3, or "eagle".
+        sizes: of the target.
+        changes: more fields of EAGLE-3 heads.
+    """
+    if method == "eagle":
+        config = FIRST | sizes | changes
+        tensors = first_tensors(config, owns_embedding=False, bias=True)
+    else:
+        config = HEAD | {"eagle_aux_hidden_state_layer_ids": [0, 1, 3], "draft_vocab_size": 50} | sizes | changes
+        tensors = head_tensors(config, "midlayer", owns_embedding=False, states=3)
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    return config, tensors
 
 
 def _behind_layer(

@@ -105,6 +105,7 @@ def plan_memory(
         models = [model] if draft is None else [model, draft.model]
         rows = min(graph_tokens, max_num_seqs)
         graphs = sum(estimate_graph_bytes(one, dtype, graph_tokens, rows) for one in models)
+        graphs += 0 if draft is None else draft.feature_bytes(limits)
     else:
         workspace = Workspace.nbytes(
             model, limits.max_num_batched_tokens, limits.max_num_logits, dtype, gemm_device=GemmDevice.of(device)

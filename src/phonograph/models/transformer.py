@@ -127,7 +127,6 @@ class Transformer:
         assert self.features is not None
         spec = self.features.spec
         if not spec.owns_embedding:
-            assert isinstance(target.embedding_VE, torch.Tensor)
             self.features.embedding_VE = target.embedding_VE
         if not spec.owns_head:
             self.lm_head = target.lm_head

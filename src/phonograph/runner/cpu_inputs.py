@@ -36,7 +36,7 @@ class CpuInputs:
 
     Each has a NumPy view of the same name with the suffix `_np`, through which it is written.
 
-    State of the sequences by slot: token_ids [R, max_model_len], slot_blocks [G, R, N].
+    State of the sequences by slot: token_ids [R, max_model_len + 1], slot_blocks [G, R, N].
     """
 
     def __init__(
@@ -50,7 +50,9 @@ class CpuInputs:
     ) -> None:
         self.block_sizes = tuple(block_sizes)
         most_blocks = blocks_for(max_model_len, min(block_sizes))
-        self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
+        self.max_model_len = max_model_len
+        # A column more, for a draft head, whose entry of a token has the next one.
+        self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
         # Zeros, as each entry must be a page: kernels may read one that a sliding group never filled.
         self.slot_blocks = np.zeros((len(block_sizes), max_num_seqs, most_blocks), np.int32)
         self._num_tokens = [0] * max_num_seqs
@@ -93,16 +95,21 @@ class CpuInputs:
 
     def append_tokens(self, slots: list[int], runs: list[list[int]]) -> None:
         """Append sampled tokens to each slot."""
-        num_tokens, max_model_len = self._num_tokens, self.token_ids.shape[1]
+        num_tokens, max_model_len = self._num_tokens, self.max_model_len
         for slot, run in zip(slots, runs, strict=True):
             start = num_tokens[slot]
             num_tokens[slot] = end = start + len(run)
             # A sequence at the end of its context samples a token that no step reads.
             self.token_ids[slot, start:end] = run[: max(0, max_model_len - start)]
 
-    def share_slots(self, other: CpuInputs) -> None:
-        """Have the tokens and blocks of another's slots, which then sees what is appended here behind its own."""
-        self.token_ids, self.slot_blocks = other.token_ids, other.slot_blocks
+    def share_slots(self, other: CpuInputs, *, shift: int = 0) -> None:
+        """Have the tokens and blocks of another's slots, which then sees what is appended here behind its own.
+
+        Args:
+            other: has the slots.
+            shift: first tokens that are left out here.
+        """
+        self.token_ids, self.slot_blocks = other.token_ids[:, shift:], other.slot_blocks
 
     def set_length(self, slot: int, num_tokens: int) -> None:
         """Append behind the first `num_tokens` tokens of a slot from now on."""
@@ -119,7 +126,7 @@ class CpuInputs:
     def write_drafts(self, slot: int, drafts: np.ndarray) -> None:
         """Write the tokens that the next step verifies behind those of the slot."""
         start = self._num_tokens[slot]
-        room = self.token_ids.shape[1] - start
+        room = self.max_model_len - start
         self.token_ids[slot, start : start + len(drafts)] = drafts[: max(0, room)]
 
     def prepare(self, *, num_reqs: int, num_tokens: int) -> None:

@@ -9,7 +9,7 @@ from phonograph.core.batch import StepOutput
 from phonograph.graphs.dispatch import Decision
 from phonograph.graphs.runtime import GraphRuntime
 from phonograph.runner.cpu_inputs import CpuInputs
-from phonograph.runner.draft_runner import DraftRunner
+from phonograph.runner.draft_runner import DraftRunner, HeadFeatures
 from phonograph.runner.step_inputs import StepRows
 from phonograph.runner.step_program import StepOutputs
 from phonograph.runner.steps import CompletedStep, SamplingPlan, take_tokens
@@ -29,6 +29,7 @@ class CpuSampling:
         inputs: of the step.
         drafts: drafts that the steps verify; None for none.
         draft_runner: draft model that makes them; None where `drafts` has a proposer.
+        head: features of the draft head that this samples; None for models.
     """
 
     def __init__(
@@ -37,12 +38,14 @@ class CpuSampling:
         inputs: CpuInputs,
         drafts: HostDrafts | None = None,
         draft_runner: DraftRunner | None = None,
+        head: HeadFeatures | None = None,
     ) -> None:
         self.lookahead = 0
         self._sampler = sampler
         self._inputs = inputs
         self.drafts = drafts
         self._draft_runner = draft_runner
+        self._head = head
 
     def plan(self, rows: StepRows) -> SamplingPlan:
         """Leave all rows to `finish`."""
@@ -52,6 +55,8 @@ class CpuSampling:
         self, rows: StepRows, plan: SamplingPlan, outputs: StepOutputs, decision: Decision, failures: SlotFailures
     ) -> CompletedStep:
         """Sample the rows that need a next token."""
+        if self._head is not None:
+            outputs = self._head.take(rows, outputs)
         output, batch = StepOutput(failures=failures.by_slot), rows.batch
         slots, draws, owners = batch.slots, rows.draws, rows.owners
         has_drafts = rows.num_logits > batch.num_reqs

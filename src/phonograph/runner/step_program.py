@@ -71,6 +71,7 @@ class StepProgram:
     """Attention schedule, decoder layers, logits of the rows that need them, sampling, and drafts for the next step.
 
     passes:          of a draft model; None without one
+    features_TE:     features of the step's tokens, static, if the model is a draft head
     sample:          returns tokens int32 [L] of logits [L, V], and counts of the requests, whose padded number it gets;
         None if the host samples
     batch_invariant: no kernel is chosen by the number of tokens or requests; model and backend must be batch-invariant
@@ -86,8 +87,10 @@ class StepProgram:
         sample: Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]] | None = None,
         batch_invariant: bool = False,
         passes: Passes | None = None,
+        features_TE: torch.Tensor | None = None,
     ) -> None:
         self.passes = passes
+        self._features_TE = features_TE
         self.model = model
         self.attention = attention
         self._inputs = inputs
@@ -134,7 +137,10 @@ class StepProgram:
             hidden_TE = hidden_TE[:num_logits]
             gathered = False
         else:
-            hidden_TE = model.forward(input_ids_T, positions_T, self.attention, num_rows=num_rows)
+            features_TE = None if self._features_TE is None else self._features_TE[:num_tokens]
+            hidden_TE = model.forward(
+                input_ids_T, positions_T, self.attention, num_rows=num_rows, features_TE=features_TE
+            )
             # Gathered rows are normed by a separate kernel.
             gathered = not every_row or self._batch_invariant
         rows_N = inputs.logits_rows[:num_logits] if gathered else None

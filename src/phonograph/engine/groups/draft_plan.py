@@ -52,15 +52,18 @@ class DraftPlan:
     def weight_bytes(self) -> int:
         return self.model.weight_bytes(self.dtype)
 
-    def workspace_bytes(self, limits: Limits, device: DeviceSpec) -> int:
-        """Return the bytes of the intermediates of its passes, and of the states that a draft head reads."""
+    def feature_bytes(self, limits: Limits) -> int:
+        """Return the bytes of the states that a draft head reads, its features, and logits by the target's tokens."""
         features = self.model.features
-        states = 0
-        if features is not None:
-            # Of `TritonFeatures`, and logits by the target's vocabulary.
-            width = features.memory_size(self.model.hidden_size)
-            states = limits.max_num_batched_tokens * width + limits.max_num_seqs * features.vocab_size
-        return states * DTYPE_BYTES[self.dtype] + Workspace.nbytes(
+        if features is None:
+            return 0
+        width = features.memory_size(self.model.hidden_size)
+        numbers = limits.max_num_batched_tokens * width + limits.max_num_seqs * features.vocab_size
+        return numbers * DTYPE_BYTES[self.dtype]
+
+    def workspace_bytes(self, limits: Limits, device: DeviceSpec) -> int:
+        """Return the bytes of the intermediates of its passes on a GPU, with those of features."""
+        return self.feature_bytes(limits) + Workspace.nbytes(
             self.model,
             limits.max_num_batched_tokens,
             limits.max_num_seqs,
@@ -148,8 +151,6 @@ def plan_draft(
     def refused(problem: str) -> ConfigError:
         return ConfigError("speculative_config.model", speculation.model, problem)
 
-    if draft.taps and device.kind == "cpu":
-        raise refused("draft heads run on a GPU only, yet; a draft model or method ngram works on a CPU")
     group, *others = kv.groups
     if others or group.window is not None:
         raise refused("works with a model of one KV group without a window, yet; method ngram works")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from types import MappingProxyType
 
 import torch
 
@@ -14,6 +15,7 @@ from phonograph.engine.startup.platform import (
     DraftModelParts,
     ModelParts,
     make_draft_budget,
+    make_states,
     make_step_attention,
 )
 from phonograph.engine.startup.static_memory import HostMemory, StaticMemory
@@ -25,7 +27,7 @@ from phonograph.models.layers.torch_parts import TorchKernels
 from phonograph.models.transformer import Transformer
 from phonograph.runner.cpu_inputs import CpuInputs
 from phonograph.runner.cpu_sampling import CpuSampling
-from phonograph.runner.draft_runner import DraftRunner, FollowedSequences
+from phonograph.runner.draft_runner import DraftRunner, FollowedSequences, HeadFeatures
 from phonograph.runner.group_builder import GroupBuilder
 from phonograph.runner.runner import Runner
 from phonograph.runner.step_attention import StepAttention
@@ -70,10 +72,13 @@ class CpuPlatform:
             block_sizes=plan.kv.block_sizes,
             max_num_logits=limits.max_num_logits,
         )
-        _bind(model, limits.max_model_len)
+        states_TF, taps = make_states(plan, model)
+        _bind(model, limits.max_model_len, taps)
         draft_runner = None
         if parts.draft is not None:
-            draft_runner = _draft_runner(plan, parts.draft, inputs, runtime, sampler)
+            if taps:
+                parts.draft.model.share(model)
+            draft_runner = _draft_runner(plan, parts.draft, inputs, runtime, sampler, states_TF)
         attention = make_step_attention(plan, parts, inputs, runtime)
         return DeviceParts(
             runtime=runtime,
@@ -83,15 +88,20 @@ class CpuPlatform:
         )
 
 
-def _bind(model: Transformer, max_model_len: int) -> None:
+def _bind(model: Transformer, max_model_len: int, taps: Mapping[int, torch.Tensor] = MappingProxyType({})) -> None:
     rotary = rotary_tables(model.spec, max_model_len, model.dtype, model.device)
-    model.bind(TorchKernels(rotary, model.spec.rms_norm_eps, model.spec.factors))
+    model.bind(TorchKernels(rotary, model.spec.rms_norm_eps, model.spec.factors), taps)
 
 
 def _draft_runner(
-    plan: EnginePlan, draft: DraftModelParts, inputs: CpuInputs, runtime: GraphRuntime, sampler: Sampler
+    plan: EnginePlan,
+    draft: DraftModelParts,
+    inputs: CpuInputs,
+    runtime: GraphRuntime,
+    sampler: Sampler,
+    states_TF: torch.Tensor,
 ) -> DraftRunner:
-    """Make the runner of a draft model over the slots and blocks of `inputs`."""
+    """Make the runner of a draft model or head over the slots and blocks of `inputs`; a head reads the states."""
     limits = plan.limits
     # A step may have a token more of each sequence than that of the target: the sampled one.
     max_num_tokens = limits.max_num_batched_tokens + limits.max_num_seqs
@@ -101,16 +111,23 @@ def _draft_runner(
         max_model_len=limits.max_model_len,
         block_sizes=plan.kv.block_sizes,
     )
-    own.share_slots(inputs)
     _bind(draft.model, limits.max_model_len)
+    head = None
+    if draft.model.features is not None:
+        vocab_size = plan.model.vocab_size
+        head = HeadFeatures(draft.model, states_TF, max_num_seqs=limits.max_num_seqs, vocab_size=vocab_size)
+    shift = 0 if head is None else 1
+    own.share_slots(inputs, shift=shift)
     attention = StepAttention([draft.backend], draft.layers, draft.kv_caches, own.slot_mappings, runtime)
     captures = replace(plan.captures, drafting=(), wide=())
-    sequences = FollowedSequences(sampler, max_num_seqs=limits.max_num_seqs)
+    sequences = FollowedSequences(sampler, max_num_seqs=limits.max_num_seqs, shift=shift)
     runner = Runner(
-        program=StepProgram(model=draft.model, attention=attention, inputs=own),
+        program=StepProgram(
+            model=draft.model, attention=attention, inputs=own, features_TE=None if head is None else head.step_TE
+        ),
         builder=GroupBuilder([draft.backend]),
         inputs=own,
-        sampling=CpuSampling(sampler, own),
+        sampling=CpuSampling(sampler, own, head=head),
         sequences=sequences,
         dispatcher=Dispatcher(plan.resolution, captures, max_num_tokens=max_num_tokens),
         runtime=runtime,
@@ -122,4 +139,4 @@ def _draft_runner(
             vocab_size=draft.model.spec.vocab_size,
         ),
     )
-    return DraftRunner(runner, own, sequences, most=limits.draft_tokens, max_num_tokens=max_num_tokens)
+    return DraftRunner(runner, own, sequences, most=limits.draft_tokens, max_num_tokens=max_num_tokens, head=head)

@@ -15,6 +15,7 @@ from phonograph.engine.startup.platform import (
     DraftModelParts,
     ModelParts,
     make_draft_budget,
+    make_states,
     make_step_attention,
 )
 from phonograph.engine.startup.static_memory import StaticMemory
@@ -90,11 +91,7 @@ class CudaPlatform:
         spec, batch_invariant = model.spec, plan.attention.batch_invariant
         with torch.inference_mode():
             taps = () if plan.draft is None else plan.draft.taps
-            states = torch.empty(
-                (limits.max_num_batched_tokens, len(taps) * spec.hidden_size), dtype=model.dtype, device=device
-            )
-            parts_of_states = states.chunk(max(len(taps), 1), 1)
-            kept = {layer - 1: part for layer, part in zip(taps, parts_of_states, strict=False)}
+            states, kept = make_states(plan, model)
             workspace = _bind(plan, model, limits.max_num_logits, device, kept)
             inputs = CudaInputs(
                 max_num_seqs=limits.max_num_seqs,

@@ -83,6 +83,15 @@ class Platform(Protocol):
         ...
 
 
+def make_states(plan: EnginePlan, model: Transformer) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+    """Return memory for the states that a draft head reads, and its parts by layer; see `Transformer.bind`."""
+    taps = () if plan.draft is None else plan.draft.taps
+    size = plan.limits.max_num_batched_tokens, len(taps) * model.spec.hidden_size
+    states_TF = torch.empty(size, dtype=model.dtype, device=model.device)
+    parts = states_TF.chunk(max(len(taps), 1), 1)
+    return states_TF, {layer - 1: part for layer, part in zip(taps, parts, strict=False)}
+
+
 def make_step_attention(plan: EnginePlan, parts: ModelParts, inputs: Inputs, runtime: GraphRuntime) -> StepAttention:
     """Make the attention that the model calls, over the tables of the inputs."""
     return StepAttention(

@@ -46,7 +46,7 @@ class FeatureInput(NamedTuple):
     normed_output: bool = False
 
     def memory_size(self, hidden_size: int) -> int:
-        """Return the numbers for each token that a GPU keeps beside the workspace, states included."""
+        """Return the numbers for each token that a step keeps beside the model's own intermediates, with states."""
         normed_apart = self.state_norms[0][1] if len(self.state_norms) > 1 else 0
         return self.state_size + normed_apart + 4 * hidden_size
 

@@ -23,6 +23,7 @@ from phonograph.models.layers.expert_spec import LayerExperts
 from phonograph.models.layers.feature_input import EMBEDDING_NORM, FEATURE_NORM, FeatureInput
 from phonograph.models.layers.layer_matrix import LayerMatrix, MatrixPart
 from phonograph.models.layers.linear import Linear, WeightAllocator
+from phonograph.models.quantization.block_embedding import Embedding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,7 +326,7 @@ class FeatureWeights:
     join: Linear | None
     norms: dict[str, torch.Tensor]
     state_norms: list[torch.Tensor]
-    embedding_VE: torch.Tensor
+    embedding_VE: Embedding
     output_norm: torch.Tensor | None = None
     target_ids: torch.Tensor | None = None
 
@@ -365,6 +366,7 @@ class FeatureWeights:
         ids = torch.arange(len(offsets)) + offsets.long()
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.spec.vocab_size:
             raise WeightError(f"tensor d2t in {file} leads out of the target's vocabulary of {self.spec.vocab_size}")
+        assert isinstance(self.embedding_VE, torch.Tensor), "the target's is shared later"
         self.target_ids = ids.to(self.embedding_VE.device)
 
     def check_draft_ids(self, num_drafts: int) -> None:
@@ -384,4 +386,7 @@ class FeatureWeights:
             **({} if self.join is None else self.join.checkpoint_views()),
             **{f"{name}.weight": norm for name, norm in self.norms.items()},
         }
-        return views | ({"embed_tokens.weight": self.embedding_VE} if self.spec.owns_embedding else {})
+        if self.spec.owns_embedding:
+            assert isinstance(self.embedding_VE, torch.Tensor)
+            views["embed_tokens.weight"] = self.embedding_VE
+        return views

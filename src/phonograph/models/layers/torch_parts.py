@@ -124,11 +124,15 @@ class TorchEmbedding:
         self._factor = factor
 
     def __call__(self, input_ids_T: torch.Tensor) -> Stream:
-        if isinstance(self._embedding_VE, BlockEmbedding):
-            hidden_TE = self._embedding_VE.lookup(input_ids_T)
-        else:
-            hidden_TE = functional.embedding(input_ids_T, self._embedding_VE)
+        hidden_TE = _embedded(input_ids_T, self._embedding_VE)
         return Stream(hidden_TE if self._factor == 1 else hidden_TE.mul_(self._factor))
+
+
+def _embedded(input_ids_T: torch.Tensor, embedding_VE: Embedding) -> torch.Tensor:
+    """Return the embeddings of tokens [T, E], in new memory."""
+    if isinstance(embedding_VE, BlockEmbedding):
+        return embedding_VE.lookup(input_ids_T)
+    return functional.embedding(input_ids_T, embedding_VE)
 
 
 class TorchFeatures:
@@ -154,7 +158,7 @@ class TorchFeatures:
 
     def __call__(self, input_ids_T: torch.Tensor, features_TE: torch.Tensor) -> Stream:
         kernels, weights = self._kernels, self._weights
-        embedded_TE = functional.embedding(input_ids_T, weights.embedding_VE)
+        embedded_TE = _embedded(input_ids_T, weights.embedding_VE)
         if weights.spec.joins_embedding:
             assert weights.join is not None
             return Stream(weights.join.product(torch.cat([embedded_TE, features_TE], -1)))

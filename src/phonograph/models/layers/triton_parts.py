@@ -97,16 +97,15 @@ class TritonFeatures:
     def __call__(self, input_ids_T: torch.Tensor, features_TE: torch.Tensor) -> Stream:
         kernels, weights, count = self._kernels, self._weights, len(input_ids_T)
         hidden_TE, half_TE = kernels.workspace.hidden_TE[:count], self._half_TE[:count]
-        both_T2E, size = self._both_T2E[:count], hidden_TE.shape[1]
+        both_T2E, size, embedding_VE = self._both_T2E[:count], hidden_TE.shape[1], weights.embedding_VE
+        assert isinstance(embedding_VE, torch.Tensor)
         if weights.spec.joins_embedding:
             assert self._join is not None
-            layers.gather_rows(weights.embedding_VE, input_ids_T, both_T2E[:, :size])
+            layers.gather_rows(embedding_VE, input_ids_T, both_T2E[:, :size])
             both_T2E[:, size:].copy_(features_TE)
             self._join.store(both_T2E, hidden_TE)
             return Stream(hidden_TE, normed=hidden_TE)
-        layers.embed_and_norm(
-            input_ids_T, weights.embedding_VE, weights.embedding_norm, kernels.eps, hidden_TE, half_TE
-        )
+        layers.embed_and_norm(input_ids_T, embedding_VE, weights.embedding_norm, kernels.eps, hidden_TE, half_TE)
         both_T2E[:, :size].copy_(half_TE)
         layers.rms_norm(features_TE, weights.feature_norm, kernels.eps, half_TE)
         both_T2E[:, size:].copy_(half_TE)

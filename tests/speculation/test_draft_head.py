@@ -1,0 +1,147 @@
+"""Draft heads on a CPU: the drafts of a plain chain in float32, and the tokens of decoding without drafts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import eagle_heads
+import pytest
+import torch
+from checkpoints import make_checkpoint
+from drafted_requests import KINDS, PROMPTS, SETTINGS, UNFINISHED, texts
+
+from phonograph.config.engine_config import EngineConfig
+from phonograph.core.device import known_device
+from phonograph.core.sampling_params import SamplingParams
+from phonograph.engine.build import build_engine
+from phonograph.engine.llm import LLM
+from phonograph.engine.plan import make_plan
+from phonograph.engine.session import Session
+from phonograph.models.spec import read_model_spec
+from phonograph.sampling.sampler import Sampler
+from phonograph.structured.compiler import GrammarCompiler
+
+K = 3
+CHUNKS = {"max_num_batched_tokens": 16, "block_size": 16}
+GREEDY = {"temperature": 0.0}
+DRAWN = {"temperature": 0.8, "seed": 11}
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_key_value_heads": 4, "num_hidden_layers": 1}
+
+
+def speculation(head: Path, method: str = "eagle3") -> dict[str, Any]:
+    return {"method": method, "model": str(head), "num_speculative_tokens": K, "adaptive_depth": False}
+
+
+@pytest.fixture(scope="module")
+def plain() -> LLM:
+    return LLM(**SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A head of random weights for the demo model."""
+    torch.manual_seed(2)
+    demo, folder = read_model_spec("demo"), tmp_path_factory.mktemp("head")
+    sizes = SIZES | {"hidden_size": demo.hidden_size, "vocab_size": demo.vocab_size, "head_dim": 64}
+    eagle_heads.make_head(folder, "eagle3", sizes, {"draft_vocab_size": 500})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def drafting(head: Path) -> LLM:
+    return LLM(**SETTINGS, speculative_config=speculation(head))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_are_those_of_plain_decoding(kind: str, plain: LLM, drafting: LLM) -> None:
+    params = SamplingParams(**(UNFINISHED | KINDS[kind]))
+    before = drafting.engine.core.scheduler.stats.drafts
+    assert texts(drafting.generate(PROMPTS, params)) == texts(plain.generate(PROMPTS, params))
+    verified = drafting.engine.core.scheduler.stats.drafts.verified - before.verified
+    if kind in ("greedy", "sampled", "filtered", "samples", "prompt scored"):
+        assert verified > 50
+    elif kind != "least":
+        assert verified == 0
+
+
+@pytest.mark.parametrize(("mode", "num_blocks"), [("FULL", 12), ("NONE", 64)])
+def test_prompts_in_chunks(mode: str, num_blocks: int, plain: LLM, head: Path) -> None:
+    """With preemption where there are few blocks, and prefixes that are found again where there are many."""
+    settings = SETTINGS | CHUNKS | {"cudagraph_mode": mode, "num_kv_blocks": num_blocks}
+    llm = LLM(**settings, speculative_config=speculation(head))
+    several = [prompt * 3 for prompt in PROMPTS]
+    for params in (SamplingParams(**(UNFINISHED | KINDS["greedy"])), SamplingParams(**(UNFINISHED | KINDS["sampled"]))):
+        for _ in range(2):
+            assert texts(llm.generate(several, params)) == texts(plain.generate(several, params))
+    stats = llm.engine.core.scheduler.stats
+    assert bool(stats.num_preemptions) == (num_blocks == 12) and stats.drafts.verified > 100
+    assert bool(stats.prefix_hits) == (num_blocks == 64)
+
+
+def test_drafts_end_with_the_context(drafting: LLM, plain: LLM) -> None:
+    params = SamplingParams(temperature=0.0, ignore_eos=True)
+    prompts = [[5 + token % 50 for token in range(length)] for length in (100, 118, 126, 127)]
+    assert texts(drafting.generate(prompts, params)) == texts(plain.generate(prompts, params))
+
+
+def test_graphs_are_eager_steps(drafting: LLM) -> None:
+    report = drafting.verify(num_replays=20)
+    assert report.ok, [str(mismatch) for mismatch in report.mismatches[:5]]
+
+
+@pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize(
+    ("method", "changes"),
+    [
+        ("eagle3", {}),
+        ("eagle3", {"norm_before_fc": True, "norm_output": True}),
+        ("eagle3", {"fc_norm": True, "norm_before_residual": True}),
+        ("eagle", {}),
+    ],
+    ids=["states", "norms", "norms of states", "first version"],
+)
+def test_drafts_are_those_of_a_plain_head(
+    method: str, changes: dict[str, Any], params: dict[str, Any], tmp_path: Path
+) -> None:
+    """After a prompt in chunks, behind decodes, after an abort in the slot, and after a prefix that was found.
+
+    The interpreter's drafts are compared with the same chain (tests/engine/test_gpu_path.py).
+    """
+    torch.manual_seed(3)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4}
+    reference = make_checkpoint("llama_bias", tmp_path / "target", **sizes, num_key_value_heads=2)
+    sizes = SIZES | {"vocab_size": reference.config.vocab_size, "rms_norm_eps": reference.config.rms_norm_eps}
+    config, tensors = eagle_heads.make_head(tmp_path / "head", method, sizes, changes)
+    settings = {"device": "cpu", "dtype": "float32", "max_model_len": 128, "max_num_seqs": 1, "num_kv_blocks": 32}
+    settings |= CHUNKS | {"speculative_config": speculation(tmp_path / "head", method)}
+    target = tmp_path / "target"
+    plan = make_plan(EngineConfig(model=str(target), **settings), read_model_spec(target), known_device("cpu"))
+    core = build_engine(plan).core
+    session = Session(core, plan.model, None, 0, GrammarCompiler(lambda: None, ()))
+    sampler = Sampler(max_num_seqs=1, vocab_size=reference.config.vocab_size, device=torch.device("cpu"), seed=None)
+    prompt = torch.randint(5, 100, (57,)).tolist()
+    inputs: Any = core.runner._inputs
+    sampling: Any = core.runner._sampling
+    for seed in (1, 2):
+        wanted = SamplingParams(**({"max_tokens": 20, "ignore_eos": True} | params))
+        output = session.add(prompt, wanted)
+        sampler.load(0, wanted, [], [], [], 0)
+        seen = 0
+        while not output.finished and seen < 9:
+            session.step()
+            known = inputs.tokens_of(0).tolist()
+            count = sampling.drafts._num_found[0]
+            if len(known) <= len(prompt) or not count:
+                continue
+            drafts = inputs.token_ids[0, len(known) : len(known) + count].tolist()
+            chain = eagle_heads.plain_chain(reference, config, tensors, known, drafts)
+            draws = [len(known) - len(prompt) + index for index in range(count)]
+            sampled = [sampler.sample(one[None], [0], [draw]) for one, draw in zip(chain.logits, draws, strict=True)]
+            assert drafts == [one.token_ids[0] for one in sampled]
+            said = sampling._draft_runner._head._said_RE[0]
+            assert (said - chain.feature).norm() < 1e-4 * chain.feature.norm()
+            seen += 1
+        assert seen == 9, seed
+        session.abort(output)
+    assert core.scheduler.stats.prefix_hits
