@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from phonograph.config.engine_config import EngineConfig
 from phonograph.core.device import GIB, known_device
 from phonograph.engine import build, memory
 from phonograph.engine.plan import EnginePlan, _check_block_size, make_plan
-from phonograph.errors import ConfigError, MemoryLimitError
+from phonograph.errors import ConfigError, MemoryLimitError, WeightError
 from phonograph.kernels.torch.grouped import TILE
 from phonograph.kernels.triton.gemm.product_plan import GemmDevice
 from phonograph.models.layer_spec import LayerSpec
@@ -517,3 +518,28 @@ def test_draft_heads_that_cannot_run(
 ) -> None:
     with pytest.raises(ConfigError, match=f"speculative_config.*{problem}"):
         plan_with_head(tmp_path, config, **settings)
+
+
+def test_a_head_of_the_hub_comes_with_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names of its tensors say whether it has an embedding and a matrix of logits of its own."""
+    sizes = {"hidden_size": DEMO.hidden_size, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    eagle_heads.make_head(tmp_path / "hub", "eagle3", {"vocab_size": DEMO.vocab_size} | sizes, {})
+    folder = tmp_path / "cache"
+    folder.mkdir()
+
+    def download(hub_id: str, *, allow_patterns: list[str], **_: object) -> str:
+        assert hub_id == "owner/head"
+        for file in (tmp_path / "hub").iterdir():
+            if any(file.match(pattern) for pattern in allow_patterns):
+                shutil.copy(file, folder)
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: SimpleNamespace(siblings=[]))
+    speculation = {"method": "eagle3", "model": "owner/head", "num_speculative_tokens": 3}
+    plan = plan_of("cpu", speculative_config=speculation, max_num_seqs=8, max_model_len=128, num_kv_blocks=64)
+    assert plan.draft is not None and plan.draft.taps == (0, 1, 3) and plan.draft.model.vocab_size == 50
+    (folder / "model.safetensors").unlink()
+    (tmp_path / "hub" / "model.safetensors").unlink()
+    with pytest.raises(WeightError, match="no .*safetensors files .pytorch_model.bin is not read: convert it"):
+        plan_of("cpu", speculative_config=speculation, max_num_seqs=8, max_model_len=128, num_kv_blocks=64)

@@ -8,3 +8,5 @@ from typing import Final
 
 MODEL_DIRECTORY: Final = Path(__file__).parent / "model"
 """The model that `--model demo` means, in the Hugging Face layout."""
+HEAD_DIRECTORY: Final = Path(__file__).parent / "eagle3"
+"""The EAGLE-3 head of that model, which "demo-eagle3" means as the `model` of a `speculative_config`."""

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
-from phonograph.demo import MODEL_DIRECTORY
+from phonograph.demo import HEAD_DIRECTORY, MODEL_DIRECTORY
 from phonograph.errors import ModelError, shortened
 from phonograph.files.catalog import CONFIGS_DIRECTORY, HUB_IDS, catalog_name
 from phonograph.files.gguf_parts import parts_of
@@ -21,6 +21,7 @@ from phonograph.files.hub_gguf import check_no_gguf, gguf_reference, hub_gguf
 log = logging.getLogger(__name__)
 
 DEMO = "demo"
+DEMO_HEAD = "demo-eagle3"
 _GGUF = ".gguf"
 CONFIG_FILES = ("config.json", "generation_config.json")
 # Some repositories have the same weights again in the layout of their training code.
@@ -63,8 +64,8 @@ def model_path(
     """Return the local folder of `model`, or its GGUF file.
 
     Args:
-        model: path of a folder or of a GGUF file, "demo", or a hub id, whose files are downloaded; owner/name:TYPE is
-            the GGUF file of this type.
+        model: path of a folder or of a GGUF file, "demo" or its draft head "demo-eagle3", or a hub id, whose files are
+            downloaded; owner/name:TYPE is the GGUF file of this type.
         weights: download the safetensors too, besides the configuration.
         tokenizer: download the files of the tokenizer too.
         revision: branch, tag or commit on the hub.
@@ -78,6 +79,8 @@ def model_path(
         if os.path.isdir(DEMO) and _holds_model(DEMO):
             _warn_of_folder()
         return MODEL_DIRECTORY
+    if model == DEMO_HEAD:
+        return HEAD_DIRECTORY
     # os.path takes any text; pathlib raises for texts that cannot be paths.
     folder = Path(model).expanduser()
     if os.path.isdir(folder):

@@ -104,7 +104,11 @@ def read_draft_spec(config: EngineConfig, target: ModelSpec) -> DraftSpec:
             "speculative_config.method", speculation.method, f"does not fit the model; {fitting[0]} works"
         )
     if speculation.method != "draft_model":
-        names = None if is_dummy else _tensor_names(folder)
+        names = None
+        if not is_dummy:
+            # Names of tensors say what the head has of its own.
+            location = {"revision": speculation.revision, "download_dir": config.download_dir}
+            names = _tensor_names(model_path(speculation.model, weights=True, **location))
         return read_eagle(folder, target, method=speculation.method, tensors=names)
     spec = read_model_spec(folder, trust_remote_code=config.trust_remote_code)
     if spec.vocab_size != target.vocab_size:

@@ -168,7 +168,10 @@ def weight_files(folder: Path) -> dict[Path, list[str]]:
             f"{folder} has its weights as {_some(unsupported)}, which is not read; convert them to safetensors "
             "(transformers' save_pretrained writes it)"
         )
-    raise WeightError(f"{folder} has no *.safetensors files; --load-format dummy runs with random weights")
+    raise WeightError(
+        f"{folder} has no *.safetensors files (pytorch_model.bin is not read: convert it); --load-format dummy runs with "
+        "random weights"
+    )
 
 
 def _read_index(path: Path) -> dict[str, str]:
