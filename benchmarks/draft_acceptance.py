@@ -8,8 +8,8 @@ The head is the one in the package; `training/demo/train_drafts.py` makes it, an
 
 The *accepted length* is the mean number of tokens of a decode, of 1 + drafts: its drafts that were right, and the one
 behind them. All decodes count but the last of an answer, which its end may cut; so a decode for which prompt lookup
-found nothing counts with 1. At temperature 1 each problem has a seed of its own. *Coupled* drafts, those of the engine,
-are drawn with the noise of the draw that they stand for; *greedy* ones are the most likely tokens.
+found nothing counts with 1. Each problem has a seed of its own. *Coupled* drafts, those of the engine, are drawn at the
+request's temperature with the noise of the draw that they stand for; *greedy* ones are the most likely tokens.
 
 `prefix` has the accepted length after a hit in the prefix cache. Other problems have the same turns before them, which
 end with a block, so that the last entry of the last cached block has the first token of another problem. `kept` is the
@@ -23,6 +23,7 @@ import argparse
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,9 @@ from phonograph.sampling.sampler import Sampled
 
 PROBLEMS = Path(__file__).parent / "demo_evaluation" / "tasks" / "held_out_problems.jsonl"
 BLOCK = 16
+END = 2
+"""Token at the end of an answer."""
+TEMPERATURES = 0.0, 1.0, 2.0
 HISTORY = 4
 """Turns before a problem where the prefix cache is measured."""
 PARTS: dict[str, Callable[[int], slice]] = {
@@ -77,10 +81,6 @@ class Counted:
         }
 
 
-END = 2
-"""Token at the end of an answer."""
-
-
 class GreedyDrafts:
     """Takes the most likely tokens as drafts, in place of the engine's sampler."""
 
@@ -116,14 +116,14 @@ def measure_methods(
 ) -> list[dict[str, Any]]:
     """Return the acceptance of each method, number of drafts and temperature."""
     results: list[dict[str, Any]] = []
-    plain = {temperature: answers(make_llm(None), chats, temperature) for temperature in (0.0, 1.0)}
+    llm = make_llm(None)
+    plain = {temperature: answers(llm, chats, temperature) for temperature in TEMPERATURES}
     for method, settings in methods.items():
-        for most in numbers:
-            for temperature, draws in ((0.0, "greedy"), (1.0, "coupled"), (1.0, "greedy")):
-                if method == "ngram" and draws == "coupled":
-                    continue
+        for most, temperature, draws in product(numbers, TEMPERATURES, ("coupled", "greedy")):
+            # Greedy drafts are coupled ones at temperature 0, and a lookup draws nothing.
+            if draws == "coupled" or (temperature and method != "ngram"):
                 llm = make_llm(settings | {"num_speculative_tokens": most})
-                if method != "ngram" and draws == "greedy":
+                if draws == "greedy":
                     sampling: Any = draft_runner_of(llm).runner
                     sampling._sampling._sampler = GreedyDrafts(llm.engine.plan.model.vocab_size)
                 counted = Counted(llm, most)
@@ -131,7 +131,8 @@ def measure_methods(
                 results.append(
                     {"method": method, "drafts_a_decode": most, "temperature": temperature, "drafts_are": draws}
                     | counted.summary()
-                    | {"answers_as_without": sum(map(list.__eq__, found, plain[temperature])), "answers": len(found)}
+                    | {"answers_as_without": sum(map(list.__eq__, found, plain[temperature]))}
+                    | {"answers_as_greedy": sum(map(list.__eq__, found, plain[0.0])), "answers": len(found)}
                 )
                 print(json.dumps(results[-1]), flush=True)
     return results
@@ -157,7 +158,10 @@ def cleared(llm: LLM, part: Callable[[int], slice] | None) -> Iterator[None]:
 
 
 def measure_prefixes(
-    head: dict[str, Any], problems: Sequence[dict[str, Any]], most: int, encode: Callable[[list[dict[str, str]]], list[int]]
+    head: dict[str, Any],
+    problems: Sequence[dict[str, Any]],
+    most: int,
+    encode: Callable[[list[dict[str, str]]], list[int]],
 ) -> list[dict[str, Any]]:
     """Return the acceptance after hits in the prefix cache, with and without keys and values of the head."""
     history, asked = problems[:HISTORY], problems[HISTORY:]
@@ -167,9 +171,7 @@ def measure_prefixes(
         for role, content in (("user", one["question"]), ("assistant", one["worked_answer"]))
     ]
     prompts = [encode([*turns, {"role": "user", "content": one["question"]}]) for one in asked]
-    same = next(
-        index for index, tokens in enumerate(zip(*prompts, strict=False)) if len({*tokens}) > 1
-    )
+    same = next(index for index, tokens in enumerate(zip(*prompts, strict=False)) if len({*tokens}) > 1)
     # Without some of the first tokens the common ones end with a block.
     prompts = [[prompt[0], *prompt[1 + (same % BLOCK) :]] for prompt in prompts]
     same -= same % BLOCK

@@ -1,4 +1,4 @@
-"""The head that `training/demo/train_drafts.py` trains, beside a plain head in steps of drafting; and the one that ships."""
+"""The head that `training/demo/train_drafts.py` trains beside a plain head, and the one that ships."""
 
 from __future__ import annotations
 

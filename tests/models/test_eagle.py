@@ -145,11 +145,27 @@ def test_weights_that_were_never_loaded(tmp_path: Path) -> None:
         load(tmp_path, read_eagle_from(tmp_path, HEAD, target, tensors=tensors))
 
 
-def test_logits_by_the_embedding_are_refused(tmp_path: Path) -> None:
+def test_logits_by_the_embedding(tmp_path: Path) -> None:
+    """A head has its own embedding for them or, without one in its files, that of a target that ties its own."""
+    torch.manual_seed(5)
     target, config = target_spec(tmp_path / "target"), {**HEAD, "draft_vocab_size": 300, "tie_word_embeddings": True}
-    assert read_eagle_from(tmp_path, config, target, tensors={"lm_head.weight"}).model.owns_head
-    with pytest.raises(UnsupportedModelError, match="tie_word_embeddings=True makes logits of the embedding"):
-        read_eagle_from(tmp_path, config, target, tensors={"embed_tokens.weight"})
+    assert not read_eagle_from(tmp_path, config, target, tensors={"lm_head.weight"}).model.tie_word_embeddings
+    with pytest.raises(UnsupportedModelError, match="tie_word_embeddings=True makes logits of an embedding, and its"):
+        read_eagle_from(tmp_path, config, target, tensors={"norm.weight"})
+    tied = target_spec(tmp_path / "tied", tie_word_embeddings=True)
+    assert not read_eagle_from(tmp_path, config, tied, tensors={"norm.weight"}).model.owns_head
+    tensors = head_tensors(config, "midlayer", owns_embedding=True, states=3)
+    tensors["embed_tokens.weight"] *= 3
+    del tensors["lm_head.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    head = read_eagle_from(tmp_path, config, target, tensors=tensors)
+    assert head.model.num_parameters == sum(tensor.numel() for tensor in tensors.values())
+    ids, states, table = torch.randint(0, 300, (21,)), torch.randn(21, 192), tensors["embed_tokens.weight"]
+    wanted = reference(tensors | {"lm_head.weight": table}, "midlayer", config, states, table[ids])[1]
+    model = load(tmp_path, head, Transformer(target, torch.float32, torch.device("cpu")))
+    assert model.feature_part is not None
+    logits = run(model, ids, model.feature_part.join(states))[1]
+    assert (logits - wanted).norm() < 1e-5 * wanted.norm()
 
 
 def read_eagle_from(

@@ -104,7 +104,7 @@ def test_graphs_are_eager_steps(drafting: LLM) -> None:
 def test_drafts_are_those_of_a_plain_head(
     method: str, changes: dict[str, Any], params: dict[str, Any], tmp_path: Path
 ) -> None:
-    """After prompts in chunks, behind decodes, in slots whose requests were aborted, and after prefixes that were found.
+    """After prompts in chunks, after decodes, in slots whose requests were aborted, and after prefixes that were found.
 
     The interpreter's drafts are compared with the same chain (tests/engine/test_gpu_path.py).
     """
@@ -124,7 +124,9 @@ def test_drafts_are_those_of_a_plain_head(
     wanted = SamplingParams(**({"max_tokens": 40, "ignore_eos": True} | params))
     sampler = Sampler(max_num_seqs=1, vocab_size=reference.config.vocab_size, device=torch.device("cpu"), seed=None)
     sampler.load(0, wanted, [], [], [], 0)
-    prompts = {first: [first, *torch.randint(5, 100, (length,)).tolist()] for first, length in ((1, 57), (2, 9), (3, 34))}
+    prompts = {
+        first: [first, *torch.randint(5, 100, (length,)).tolist()] for first, length in ((1, 57), (2, 9), (3, 34))
+    }
 
     def check(slot: int) -> None:
         known = inputs.tokens_of(slot).tolist()

@@ -100,7 +100,11 @@ class Transformer:
         self.final_norm = allocate.norm(spec.hidden_size) if has_norm else None
         self.lm_head = allocate.linear(spec.head if spec.owns_head else spec.head.without_outputs())
         self.features = (
-            None if spec.features is None else FeatureWeights.make(spec.features, spec.hidden_size, allocate)
+            None
+            if spec.features is None
+            else FeatureWeights.make(
+                spec.features, spec.hidden_size, allocate, self.lm_head if spec.tie_word_embeddings else None
+            )
         )
         if self.features is not None:
             self.features.output_norm = self.final_norm if self.features.spec.normed_output else None

@@ -65,9 +65,11 @@ def _has(tensors: Collection[str], module: str) -> bool:
     return any(name.startswith(f"{module}.") for name in tensors)
 
 
-def _model(head: HeadConfig, target: ModelSpec, vocab_size: int, features: FeatureInput) -> ModelSpec:
-    """Return the layers of a head; the first one reads what `features` says."""
-    settings = {**head.settings, "vocab_size": vocab_size, "tie_word_embeddings": False}
+def _model(
+    head: HeadConfig, target: ModelSpec, vocab_size: int, features: FeatureInput, *, ties: bool = False
+) -> ModelSpec:
+    """Return the layers of a head; the first one reads what `features` says. `ties` makes logits of the embedding."""
+    settings = {**head.settings, "vocab_size": vocab_size, "tie_word_embeddings": ties}
     model = make_spec(settings, head.architecture, head.family, ())
     first, *others = model.layers
     width = model.hidden_size if features.joins_embedding else 2 * model.hidden_size
@@ -90,12 +92,15 @@ def _read_third(head: HeadConfig, target: ModelSpec, tensors: Collection[str] | 
     if head.settings["hidden_size"] != target.hidden_size and not (owns_embedding and owns_head):
         problem = "is not the target's, whose embedding or head it uses: its files have none"
         refuse(head.settings, "hidden_size", problem)
-    if head.settings["tie_word_embeddings"] and not owns_head:
-        refuse(head.settings, "tie_word_embeddings", "makes logits of the embedding, which is not supported yet")
+    ties = head.settings["tie_word_embeddings"] and not owns_head
+    if ties and not owns_embedding:
+        if not target.tie_word_embeddings:
+            refuse(head.settings, "tie_word_embeddings", "makes logits of an embedding, and its files have none")
+        ties = False  # The target's matrix of logits is the target's embedding.
     features = FeatureInput(
         vocab_size=target.vocab_size,
         owns_embedding=owns_embedding,
-        owns_head=owns_head,
+        owns_head=owns_head or ties,
         state_size=size,
         join=None,
         normed_stream=own.get("norm_before_residual", False),
@@ -117,7 +122,7 @@ def _read_third(head: HeadConfig, target: ModelSpec, tensors: Collection[str] | 
                 refuse(own, name, "and use_aux_hidden_state=False contradict each other: there is no fc")
         _check_last_state(head, target)
         taps, notes, features = [target.num_layers], [], features._replace(of_last_state=True)
-    model = _model(head, target, drafts, features)
+    model = _model(head, target, drafts, features, ties=ties)
     return DraftSpec(model=model, taps=tuple(taps), notes=(*notes, *model.notes))
 
 

@@ -331,8 +331,10 @@ class FeatureWeights:
     target_ids: torch.Tensor | None = None
 
     @classmethod
-    def make(cls, spec: FeatureInput, hidden_size: int, allocate: WeightAllocator) -> FeatureWeights:
-        """Allocate them, without contents."""
+    def make(
+        cls, spec: FeatureInput, hidden_size: int, allocate: WeightAllocator, tied: Linear | None
+    ) -> FeatureWeights:
+        """Allocate them, without contents. The embedding is that of `tied` if it is given, the matrix of the logits."""
         join = None if spec.join is None else allocate.linear(spec.join)
         norms = {name: allocate.norm(size) for name, size in spec.norms(hidden_size)}
         return cls(
@@ -340,7 +342,9 @@ class FeatureWeights:
             join=join,
             norms=norms,
             state_norms=[norms[name] for name, _ in spec.state_norms],
-            embedding_VE=allocate.tensor(spec.vocab_size if spec.owns_embedding else 0, hidden_size),
+            embedding_VE=tied.matrix.t()
+            if tied is not None
+            else allocate.tensor(spec.vocab_size if spec.owns_embedding else 0, hidden_size),
         )
 
     @property

@@ -169,8 +169,8 @@ def weight_files(folder: Path) -> dict[Path, list[str]]:
             "(transformers' save_pretrained writes it)"
         )
     raise WeightError(
-        f"{folder} has no *.safetensors files (pytorch_model.bin is not read: convert it); --load-format dummy runs with "
-        "random weights"
+        f"{folder} has no *.safetensors files (pytorch_model.bin is not read: convert it); --load-format dummy runs "
+        "with random weights"
     )
 
 
