@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from safetensors import safe_open
@@ -93,9 +94,8 @@ def read_draft_spec(config: EngineConfig, target: ModelSpec) -> DraftSpec:
     speculation = config.speculation
     assert speculation is not None and speculation.model is not None
     is_dummy = config.load_format == "dummy"
-    folder = model_path(
-        speculation.model, revision=speculation.revision, config_only=is_dummy, download_dir=config.download_dir
-    )
+    find = partial(model_path, speculation.model, revision=speculation.revision, download_dir=config.download_dir)
+    folder = find(config_only=is_dummy)
     method = None if is_gguf(folder) else method_of(read_json(folder / "config.json"))
     # The authors' files of EAGLE-1 name the architecture of a whole model.
     fitting = (method,) if method is not None else ("draft_model", "eagle") if not is_gguf(folder) else ("draft_model",)
@@ -104,11 +104,8 @@ def read_draft_spec(config: EngineConfig, target: ModelSpec) -> DraftSpec:
             "speculative_config.method", speculation.method, f"does not fit the model; {fitting[0]} works"
         )
     if speculation.method != "draft_model":
-        names = None
-        if not is_dummy:
-            # Names of tensors say what the head has of its own.
-            location = {"revision": speculation.revision, "download_dir": config.download_dir}
-            names = _tensor_names(model_path(speculation.model, weights=True, **location))
+        # The names of its tensors say what it has of its own.
+        names = None if is_dummy else _tensor_names(find(weights=True))
         return read_eagle(folder, target, method=speculation.method, tensors=names)
     spec = read_model_spec(folder, trust_remote_code=config.trust_remote_code)
     if spec.vocab_size != target.vocab_size:
