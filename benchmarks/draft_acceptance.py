@@ -22,7 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -54,10 +54,14 @@ class Counted:
     """Accepted drafts of an engine's decodes, by position."""
 
     def __init__(self, llm: LLM, most: int) -> None:
-        self.decodes, self.tokens, self.by_position, self.drafts = 0, 0, [0] * most, 0
+        self._most = most
+        self._start()
         drafts: Any = llm.engine.core.scheduler.drafts
         self._learn = drafts.learn
         drafts.learn = self._count
+
+    def _start(self) -> None:
+        self.decodes, self.tokens, self.by_position, self.drafts = 0, 0, [0] * self._most, 0
 
     def _count(self, batch: ScheduledBatch, output: StepOutput, seconds: float) -> None:
         self._learn(batch, output, seconds)
@@ -72,13 +76,16 @@ class Counted:
             for position in range(len(tokens) - 1):
                 self.by_position[position] += 1
 
-    def summary(self) -> dict[str, Any]:
-        return {
+    def take(self) -> dict[str, Any]:
+        """Return the counts since the last call."""
+        counts = {
             "accepted_length": round(self.tokens / self.decodes, 3),
             "decodes": self.decodes,
             "drafts": self.drafts,
             "accepted_by_position": self.by_position,
         }
+        self._start()
+        return counts
 
 
 class GreedyDrafts:
@@ -118,24 +125,33 @@ def measure_methods(
     results: list[dict[str, Any]] = []
     llm = make_llm(None)
     plain = {temperature: answers(llm, chats, temperature) for temperature in TEMPERATURES}
-    for method, settings in methods.items():
-        for most, temperature, draws in product(numbers, TEMPERATURES, ("coupled", "greedy")):
+    for (method, settings), most in product(methods.items(), numbers):
+        llm = make_llm(settings | {"num_speculative_tokens": most}, enable_prefix_caching=False)
+        counted = Counted(llm, most)
+        for temperature, draws in product(TEMPERATURES, ("coupled", "greedy")):
             # Greedy drafts are coupled ones at temperature 0, and a lookup draws nothing.
-            if draws == "coupled" or (temperature and method != "ngram"):
-                llm = make_llm(settings | {"num_speculative_tokens": most})
-                if draws == "greedy":
-                    sampling: Any = draft_runner_of(llm).runner
-                    sampling._sampling._sampler = GreedyDrafts(llm.engine.plan.model.vocab_size)
-                counted = Counted(llm, most)
+            if draws == "greedy" and (not temperature or method == "ngram"):
+                continue
+            with greedy_drafts(llm) if draws == "greedy" else nullcontext():
                 found = answers(llm, chats, temperature)
-                results.append(
-                    {"method": method, "drafts_a_decode": most, "temperature": temperature, "drafts_are": draws}
-                    | counted.summary()
-                    | {"answers_as_without": sum(map(list.__eq__, found, plain[temperature]))}
-                    | {"answers_as_greedy": sum(map(list.__eq__, found, plain[0.0])), "answers": len(found)}
-                )
-                print(json.dumps(results[-1]), flush=True)
+            results.append(
+                {"method": method, "drafts_a_decode": most, "temperature": temperature, "drafts_are": draws}
+                | counted.take()
+                | {"answers_as_without": sum(map(list.__eq__, found, plain[temperature]))}
+                | {"answers_as_greedy": sum(map(list.__eq__, found, plain[0.0])), "answers": len(found)}
+            )
+            print(json.dumps(results[-1]), flush=True)
     return results
+
+
+@contextmanager
+def greedy_drafts(llm: LLM) -> Iterator[None]:
+    """Take the most likely tokens as drafts."""
+    runner: Any = draft_runner_of(llm).runner
+    sampling = runner._sampling
+    drawing, sampling._sampler = sampling._sampler, GreedyDrafts(llm.engine.plan.model.vocab_size)
+    yield
+    sampling._sampler = drawing
 
 
 @contextmanager
@@ -177,15 +193,21 @@ def measure_prefixes(
     same -= same % BLOCK
     results: list[dict[str, Any]] = []
     cases: dict[str, Callable[[int], slice] | None] = {"no prefix cache": None, "kept": None, **PARTS}
-    for name, part in cases.items():
-        llm = make_llm(head | {"num_speculative_tokens": most}, enable_prefix_caching=name != "no prefix cache")
-        with cleared(llm, part):
-            answers(llm, prompts[:1], 0.0)
-            counted = Counted(llm, most)
-            answers(llm, prompts[1:], 0.0)
-        hits = llm.engine.core.scheduler.stats.prefix_hits
-        results.append({"cached": name, "common_tokens": same, "hit_tokens": hits} | counted.summary())
-        print(json.dumps(results[-1]), flush=True)
+    for caches in (False, True):
+        llm = make_llm(head | {"num_speculative_tokens": most}, enable_prefix_caching=caches)
+        counted = Counted(llm, most)
+        for name, part in cases.items():
+            if caches == (name == "no prefix cache"):
+                continue
+            llm.reset_prefix_cache()
+            before = llm.engine.core.scheduler.stats.prefix_hits
+            with cleared(llm, part):
+                answers(llm, prompts[:1], 0.0)
+                counted.take()
+                answers(llm, prompts[1:], 0.0)
+            hits = llm.engine.core.scheduler.stats.prefix_hits - before
+            results.append({"cached": name, "common_tokens": same, "hit_tokens": hits} | counted.take())
+            print(json.dumps(results[-1]), flush=True)
     return results
 
 

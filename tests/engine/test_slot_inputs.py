@@ -86,3 +86,19 @@ def test_a_context_is_not_longer_than_the_model() -> None:
     assert most_step_tokens(num_blocks=2, **sizes) == 32
     assert most_step_tokens(num_blocks=3, **sizes) == 40
     assert most_step_tokens(num_blocks=5, **sizes) == 40 + 32
+
+
+def test_tokens_behind_the_context_are_left_out() -> None:
+    """The column behind it is that of the next token in the entry of a draft head."""
+    inputs = CpuInputs(max_num_seqs=1, max_num_tokens=8, max_model_len=8, block_sizes=(4,))
+    batch = ScheduledBatch(
+        slots=[0], query_lens=[6], context_lens=[0], samples=[True], num_tokens=6, new=[new(0, [9] * 6)]
+    )
+    inputs.take_over(batch, SlotFailures())
+    inputs.write_drafts(0, np.array([5, 6, 7]))
+    assert inputs.token_ids[0].tolist() == [9, 9, 9, 9, 9, 9, 5, 6, 0]
+    for run in ([1, 2, 3], [4], [4]):
+        inputs.append_tokens([0], [run])
+        inputs.write_drafts(0, np.array([5, 6, 7]))
+        assert inputs.tokens_of(0).tolist() == [9, 9, 9, 9, 9, 9, 1, 2]
+        assert inputs.token_ids[0, 8] == 0

@@ -100,7 +100,7 @@ class CpuInputs:
             start = num_tokens[slot]
             num_tokens[slot] = end = start + len(run)
             # A sequence at the end of its context samples a token that no step reads.
-            self.token_ids[slot, start:end] = run[: max(0, max_model_len - start)]
+            self.token_ids[slot, start : min(end, max_model_len)] = run[: max(0, max_model_len - start)]
 
     def share_slots(self, other: CpuInputs, *, shift: int = 0) -> None:
         """Have the tokens and blocks of another's slots, which then sees what is appended here behind its own.
@@ -117,7 +117,7 @@ class CpuInputs:
 
     def tokens_of(self, slot: int) -> np.ndarray:
         """Return the known tokens of a slot, int32, with room for drafts behind them."""
-        return self.token_ids[slot, : self._num_tokens[slot]]
+        return self.token_ids[slot, : min(self._num_tokens[slot], self.max_model_len)]
 
     def drafts_behind(self, num_rows: int) -> np.ndarray:
         """Return the token behind each of the first tokens of the step, which is its draft, int32 [num_rows]."""
@@ -126,8 +126,8 @@ class CpuInputs:
     def write_drafts(self, slot: int, drafts: np.ndarray) -> None:
         """Write the tokens that the next step verifies behind those of the slot."""
         start = self._num_tokens[slot]
-        room = self.max_model_len - start
-        self.token_ids[slot, start : start + len(drafts)] = drafts[: max(0, room)]
+        drafts = drafts[: max(0, self.max_model_len - start)]
+        self.token_ids[slot, start : start + len(drafts)] = drafts
 
     def prepare(self, *, num_reqs: int, num_tokens: int) -> None:
         """Do nothing: the host has written all inputs before the step."""
