@@ -119,6 +119,14 @@ def test_a_head_of_random_weights_changes_no_token(method: str, changes: dict[st
     assert report.ok, [str(mismatch) for mismatch in report.mismatches[:5]]
 
 
+def test_the_head_of_the_demo_model_is_right_for_most_drafts() -> None:
+    head = {"method": "eagle3", "model": "demo-eagle3", "num_speculative_tokens": 4, "adaptive_depth": False}
+    llm = make_llm(speculative_config=head)
+    llm.generate(prompts(llm)[::2], SamplingParams(temperature=0.0, max_tokens=80))
+    counts = llm.engine.core.scheduler.stats.drafts
+    assert counts.accepted > 2 * counts.decodes > 0
+
+
 @pytest.mark.parametrize("mode", ["FULL", "FULL_AND_PIECEWISE", "FULL_DECODE_ONLY", "PIECEWISE", "NONE"])
 def test_answers_begin_as_those_of_plain_decoding(mode: str, drafting: LLM) -> None:
     plain = make_llm()
