@@ -9,11 +9,14 @@ from typing import Any
 import eagle_heads
 import pytest
 import torch
+from gguf_files import write_gguf
 from torch.nn import functional
 
 from demo_tasks.tasks import problems
 from phonograph.core.sampling_params import SamplingParams
+from phonograph.demo import MODEL_DIRECTORY
 from phonograph.engine.llm import LLM
+from phonograph.text.tokenizer import Tokenizer
 
 TRAINING = Path(__file__).parents[2] / "training" / "demo"
 
@@ -68,10 +71,17 @@ def test_states_are_those_that_enter_layers(monkeypatch: pytest.MonkeyPatch) -> 
     assert (logits - wanted.logits).norm() < 1e-5 * wanted.logits.norm()
 
 
-def test_the_head_that_ships_is_right_for_most_drafts() -> None:
+@pytest.mark.parametrize("kind", [None, "Q8_0"])
+def test_the_head_that_ships_is_right_for_most_drafts(kind: str | None, tmp_path: Path) -> None:
+    """It has the embedding of its target, also in the blocks of a GGUF file."""
+    model = "demo"
+    if kind is not None:
+        model = str(tmp_path / "demo.gguf")
+        write_gguf(tmp_path / "demo.gguf", MODEL_DIRECTORY, lambda name: kind)
     speculation = {"model": "demo-eagle3", "num_speculative_tokens": 4, "adaptive_depth": False}
-    llm = LLM("demo", device="cpu", max_model_len=256, max_num_seqs=8, speculative_config=speculation)
-    chats = [[{"role": "user", "content": one.question}] for one in problems(3, 24)]
-    llm.chat(chats, SamplingParams(temperature=0.0, max_tokens=80), use_tqdm=False)
+    llm = LLM(model, device="cpu", max_model_len=256, max_num_seqs=8, speculative_config=speculation)
+    encode = Tokenizer.load(MODEL_DIRECTORY).encode_chat
+    prompts = [encode([{"role": "user", "content": one.question}]) for one in problems(3, 16)]
+    llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=60, stop_token_ids=[2]), use_tqdm=False)
     counts = llm.engine.core.scheduler.stats.drafts
     assert counts.accepted > 2 * counts.decodes
