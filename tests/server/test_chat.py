@@ -116,3 +116,30 @@ def test_other_names_templates_and_defaults(serve_with: Any) -> None:
     cold = serve_with(defaults={"temperature": 0.0})
     answers = {cold.post("/v1/completions", {"prompt": "Tom has"}).json()["choices"][0]["text"] for _ in range(3)}
     assert len(answers) == 1
+
+
+def test_the_chunk_of_the_role_has_no_tokens_yet(client: OpenAI) -> None:
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    body: dict[str, Any] = {**GREEDY, "messages": ASK, "max_tokens": 3}
+    first, second, *_ = client.chat.completions.create(stream=True, stream_options=options, **body)
+    assert first.choices[0].delta.role == "assistant"
+    assert first.usage is not None and second.usage is not None
+    assert first.usage.completion_tokens == 0 < second.usage.completion_tokens
+    assert first.usage.total_tokens == first.usage.prompt_tokens == second.usage.prompt_tokens
+
+
+def test_no_usage_wins_over_continuous_usage(client: OpenAI) -> None:
+    options: Any = {"include_usage": False, "continuous_usage_stats": True}
+    for made in (
+        client.chat.completions.create(stream=True, stream_options=options, messages=ASK, max_tokens=2, **GREEDY),
+        client.completions.create(stream=True, stream_options=options, prompt=QUESTION, max_tokens=2, **GREEDY),
+    ):
+        assert [chunk.usage for chunk in made if chunk.usage is not None] == []
+
+
+def test_fields_of_vllm_are_null(client: OpenAI) -> None:
+    ask: Any = [{"role": "user", "content": QUESTION}]
+    chat: Any = client.chat.completions.create(model="demo", messages=ask, max_tokens=1)
+    assert (chat.prompt_logprobs, chat.prompt_token_ids, chat.choices[0].token_ids) == (None, None, None)
+    choice: Any = client.completions.create(model="demo", prompt=QUESTION, max_tokens=1).choices[0]
+    assert (choice.prompt_logprobs, choice.prompt_token_ids, choice.token_ids) == (None, None, None)

@@ -29,8 +29,9 @@ def is_neutral(name: str, value: object) -> bool:
         return flag in NEUTRAL or flag in MISSING or flag in ALWAYS or flag in RENAMED
     text = str(value).strip().lower()
     allowed = NEUTRAL.get(flag, ())
-    if flag == "--structured-outputs-config":
-        return _chooses_library(value)
+    name, _, key = flag.partition(".")
+    if name == "--structured-outputs-config":
+        return _chooses_library({key.replace("-", "_"): value} if key else value)
     if allowed in (("true",), ("false",)):
         text = {"1": "true", "0": "false", "yes": "true", "no": "false"}.get(text, text)
     elif allowed in (("1",), ("0",)):
@@ -100,7 +101,7 @@ def _flag(name: str) -> str:
 
 def explain_flag(flag: str, known: Container[str]) -> str | None:
     """Return one sentence about a flag of vLLM as typed, perhaps with =value; None for other flags."""
-    name = _flag(flag.split("=", 1)[0])
+    name = _flag(flag.split("=", 1)[0].split(".", 1)[0])
     positive = name.replace("--no-", "--", 1)
     ours = RENAMED.get(name)
     if ours is not None and ours in known:

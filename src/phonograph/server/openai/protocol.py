@@ -29,7 +29,7 @@ class StreamOptions(BaseModel):
     """Options of a stream.
 
     include_usage:          send a last chunk with the usage
-    continuous_usage_stats: send the usage so far in every chunk
+    continuous_usage_stats: send the usage so far in every chunk, unless `include_usage` is false
     include_obfuscation:    no effect; OpenAI pads chunks against traffic analysis
     """
 
@@ -80,7 +80,8 @@ class GenerationBody(StructuredFields):
 
     @property
     def continuous_usage(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+        options = self.stream_options
+        return options is not None and options.include_usage is not False and bool(options.continuous_usage_stats)
 
     def check(self) -> list[str]:
         if self.stream_options is not None and not self.stream:
