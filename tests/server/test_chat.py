@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 from openai import OpenAI
 from servers import QUESTION, Server
+
+from phonograph.text.tokenizer import Tokenizer
 
 ASK: list[Any] = [{"role": "user", "content": QUESTION}]
 GREEDY: dict[str, Any] = {"model": "demo", "temperature": 0}
@@ -92,6 +95,38 @@ def test_tokenize_and_detokenize(server: Server) -> None:
     assert server.post("/detokenize", {"tokens": chat["tokens"]}).json()["prompt"] == (
         f"<|begin|><|user|>{QUESTION}<|end|><|assistant|>"
     )
+
+
+def test_further_keys_of_messages_are_named(server: Server) -> None:
+    """Litellm sends back what it adds to answers."""
+    said = {"role": "assistant", "content": "Hello.", "provider_specific_fields": {"a": 1}, "images": None}
+    turns = [{**ASK[0], "colour": "red"}, said, *ASK]
+    for path in ("/v1/chat/completions", "/tokenize"):
+        answer = server.post(path, {"messages": turns, **({"max_tokens": 1} if path.startswith("/v1") else {})})
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["warning"].endswith('no effect: messages.colour, messages.provider_specific_fields"')
+
+
+def test_tokens_of_chats_with_tools(serve_with: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = "{{ tools | tojson if tools else '' }}{% for message in messages %}{{ message.content }}{% endfor %}"
+    server = serve_with(chat_template=template)
+    tool = {"type": "function", "function": {"name": "add"}}
+
+    def text_of(**more: Any) -> str:
+        tokens = server.post("/tokenize", {"messages": [{"role": "user", "content": "Hi"}], **more}).json()["tokens"]
+        return server.post("/detokenize", {"tokens": tokens}).json()["prompt"]
+
+    assert text_of() == text_of(add_special_tokens=False) == "Hi"
+    assert text_of(tools=[tool]) == json.dumps([tool]) + "Hi"
+    encode, added = Tokenizer.encode, list[bool]()
+
+    def spy(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        added.append(add_special_tokens)
+        return encode(tokenizer, text, add_special_tokens=add_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "encode", spy)
+    assert text_of(add_special_tokens=True) == text_of(add_special_tokens=False) == "Hi" and added == [True, False]
+    assert server.post("/tokenize", {"prompt": "Hi", "tools": [tool]}).json()["error"]["param"] == "tools"
 
 
 def test_models_health_and_version(server: Server, client: OpenAI) -> None:

@@ -38,7 +38,9 @@ def tools() -> None:
 @call("`NativeOutput` and output by a tool")
 def output() -> None:
     for kind in (NativeOutput(Choice), Choice):
-        found = Agent(model(OpenAIChatModel, DEMO), output_type=kind).run_sync(QUESTION, model_settings={"max_tokens": 60})
+        found = Agent(model(OpenAIChatModel, DEMO), output_type=kind).run_sync(
+            QUESTION, model_settings={"max_tokens": 60}
+        )
         assert isinstance(found.output, Choice)
 
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from phonograph.errors import RequestError
+from phonograph.errors import RequestError, shortened
 from phonograph.server.chat.custom_tools import INPUT
 from phonograph.server.http.api_errors import invalid
 from phonograph.server.http.json_meter import JsonMeter
@@ -35,10 +35,18 @@ def read_messages(messages: list[Message], meter: JsonMeter) -> list[Message]:
 
     The meter limits the arguments of tool calls, which are JSON text within the JSON of the body.
 
+    Other keys than `KEYS` are left out; `further_keys` names them.
+
     Raises:
-        ApiError: a message has an unknown role or key, or content that is not text; or arguments hold too many items.
+        ApiError: a message has an unknown role, or content that is not text; or arguments hold too many items.
     """
     return [_read(message, f"messages[{index}]", meter) for index, message in enumerate(messages)]
+
+
+def further_keys(messages: list[Message]) -> list[str]:
+    """Return the names of keys without effect: clients send back what their libraries add to answers."""
+    found = {key for message in messages for key, value in message.items() if value is not None and key not in KEYS}
+    return [f"messages.{shortened(key)}" for key in sorted(found)]
 
 
 def rendered(render: Callable[[list[Message]], str], messages: list[Message]) -> str:
@@ -114,10 +122,9 @@ def _read(message: Message, where: str, meter: JsonMeter) -> Message:
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
         raise invalid(f"{where}.role", f"role must be one of {', '.join(sorted(ROLES))}")
-    for key in message:
-        if key not in KEYS:
-            raise invalid(f"{where}.{key[:100]}", f"unknown key {key[:100]!r} in a message")
-    read = {key: value for key, value in message.items() if value is not None}
+    if message.get("prefix"):
+        raise invalid(f"{where}.prefix", "prefix is not supported; continue_final_message of the request does it")
+    read = {key: value for key, value in message.items() if value is not None and key in KEYS}
     if "content" in read:
         read["content"] = read_text(read["content"], f"{where}.content", _PARTS)
     elif role != "assistant" or not (read.get("tool_calls") or read.get("function_call")):
