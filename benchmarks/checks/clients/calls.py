@@ -12,7 +12,7 @@ from collections.abc import Callable
 from importlib.metadata import version
 
 Call = Callable[[], object]
-DEMO, SCRIPTED = (sys.argv[1:] + ["", ""])[:2]
+DEMO, SCRIPTED = sys.argv[1:3]
 """Addresses of a server with the demo model, and of one whose model calls the function `add` when it has one."""
 MODEL = "demo"
 QUESTION = "Tom has 12 apples and buys 7 more. How many apples does Tom have?"

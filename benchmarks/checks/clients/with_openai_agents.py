@@ -5,8 +5,15 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, OpenAIResponsesModel, Runner, function_tool
-from agents import set_tracing_disabled
+from agents import (
+    Agent,
+    ModelSettings,
+    OpenAIChatCompletionsModel,
+    OpenAIResponsesModel,
+    Runner,
+    function_tool,
+    set_tracing_disabled,
+)
 from calls import ANSWER, MODEL, QUESTION, SCRIPTED, call, run
 from openai import AsyncOpenAI
 
