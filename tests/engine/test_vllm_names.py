@@ -57,6 +57,7 @@ def test_what_is_a_parameter_here_is_in_no_table_of_vllms() -> None:
         ({"zzz": 1, "temperature": 0}, "zzz='1': is not a sampling parameter; they are n, temperature, "),
         ({"guided_decoding": {"json": "{}"}}, "vLLM's old name; structured_outputs takes the same value"),
         ({"best_of": 3}, "n samples are returned, and cumulative_logprob ranks them"),
+        ({"extra_args": torch.zeros(2)}, "is vLLM's and not here yet"),
         ({"use_beam_search": True}, "LLM.beam_search does it"),
         ({"logits_processors": [print]}, "logit_bias, allowed_token_ids and bad_words change logits"),
         ({"logprob_token_ids": [5]}, "logprob_token_ids='[5]': is vLLM's and not here yet; leave it out"),

@@ -17,7 +17,7 @@ DEMO, SCRIPTED = sys.argv[1:3]
 MODEL = "demo"
 QUESTION = "Tom has 12 apples and buys 7 more. How many apples does Tom have?"
 ANSWER = "19"
-"""What the scripted model says after the result of its call. The demo model computes it too."""
+"""Number in the answers of the demo model, and of the scripted model after the result of its call."""
 _CALLS: list[tuple[str, Call]] = []
 
 
