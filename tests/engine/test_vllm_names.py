@@ -57,6 +57,7 @@ def test_what_is_a_parameter_here_is_in_no_table_of_vllms() -> None:
         ({"zzz": 1, "temperature": 0}, "zzz='1': is not a sampling parameter; they are n, temperature, "),
         ({"guided_decoding": {"json": "{}"}}, "vLLM's old name; structured_outputs takes the same value"),
         ({"best_of": 3}, "n samples are returned, and cumulative_logprob ranks them"),
+        ({"extra_args": torch.zeros(2)}, "is vLLM's and not here yet"),
         ({"use_beam_search": True}, "LLM.beam_search does it"),
         ({"logits_processors": [print]}, "logit_bias, allowed_token_ids and bad_words change logits"),
         ({"logprob_token_ids": [5]}, "logprob_token_ids='[5]': is vLLM's and not here yet; leave it out"),
@@ -93,18 +94,23 @@ def test_neutral_settings_are_taken() -> None:
     neutral = {
         **{"tensor_parallel_size": 1, "enable_chunked_prefill": True, "disable_log_stats": True, "swap_space": 0},
         **{"tokenizer_mode": "auto", "runner": "auto", "speculative_config": None, "pipeline_parallel_size": 1},
+        **{"max_logprobs": MAX_LOGPROBS, "structured_outputs_config": {"backend": "xgrammar"}},
     }
     assert EngineConfig(model="demo", **neutral) == EngineConfig(model="demo")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ConfigError, match="tensor_parallel_size=2: is vLLM's and not here yet .an engine runs on one"):
         EngineConfig(model="demo", tensor_parallel_size=2)  # pyright: ignore[reportCallIssue]
+    whitespace = {"structured_outputs_config": {"backend": "auto", "disable_any_whitespace": True}}
+    with pytest.raises(ConfigError, match="structured_outputs_config=.*not here yet"):
+        EngineConfig(model="demo", **whitespace)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("name", ServerConfig.model_fields)
 def test_a_setting_of_the_server_is_refused_as_such(name: str) -> None:
+    value = MAX_LOGPROBS + 1 if name == "max_logprobs" else 7
     with pytest.raises(ConfigError) as caught:
-        LLM("demo", **{name: 7})
+        LLM("demo", **{name: value})
     text = str(caught.value)
-    assert text.startswith(f"{name}=7: is a setting of phonograph serve; ") and "did you mean" not in text
+    assert text.startswith(f"{name}={value}: is a setting of phonograph serve; ") and "did you mean" not in text
     if name == "max_logprobs":
         assert f"up to {MAX_LOGPROBS} without" in text
 

@@ -168,6 +168,16 @@ def test_one_bad_grammar_of_several_prompts(llm: LLM) -> None:
     assert good.outputs[0].text == "aaa" and bad.error is not None and bad.outputs == [] and bad.finished
 
 
+def test_the_end_of_a_grammar_wins_over_min_tokens(llm: LLM) -> None:
+    for settings in ({"temperature": 0}, {"temperature": 1.0, "seed": 3}):
+        common: dict[str, Any] = {**settings, "min_tokens": 6, "max_tokens": 12}
+        fixed = SamplingParams(**common, structured_outputs=StructuredOutputs(choice=["a"]))
+        longer = SamplingParams(**common, structured_outputs=StructuredOutputs(regex="[0-9]*"))
+        one, several = (output.outputs[0] for output in llm.generate(["x", "x"], [fixed, longer]))
+        assert (one.text, one.finish_reason) == ("a", "stop")
+        assert len(several.token_ids) >= 6 and several.text.isdigit()
+
+
 NOTHING = 'start: "a" never\nnever: never "x"'
 EVERY_BIAS = dict.fromkeys(range(2048), -math.inf)
 

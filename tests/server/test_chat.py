@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 from openai import OpenAI
 from servers import QUESTION, Server
+
+from phonograph.text.tokenizer import Tokenizer
 
 ASK: list[Any] = [{"role": "user", "content": QUESTION}]
 GREEDY: dict[str, Any] = {"model": "demo", "temperature": 0}
@@ -94,6 +97,38 @@ def test_tokenize_and_detokenize(server: Server) -> None:
     )
 
 
+def test_further_keys_of_messages_are_named(server: Server) -> None:
+    """Litellm sends back what it adds to answers."""
+    said = {"role": "assistant", "content": "Hello.", "provider_specific_fields": {"a": 1}, "images": None}
+    turns = [{**ASK[0], "colour": "red"}, said, *ASK]
+    for path in ("/v1/chat/completions", "/tokenize"):
+        answer = server.post(path, {"messages": turns, **({"max_tokens": 1} if path.startswith("/v1") else {})})
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["warning"].endswith('no effect: messages.colour, messages.provider_specific_fields"')
+
+
+def test_tokens_of_chats_with_tools(serve_with: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = "{{ tools | tojson if tools else '' }}{% for message in messages %}{{ message.content }}{% endfor %}"
+    server = serve_with(chat_template=template)
+    tool = {"type": "function", "function": {"name": "add"}}
+
+    def text_of(**more: Any) -> str:
+        tokens = server.post("/tokenize", {"messages": [{"role": "user", "content": "Hi"}], **more}).json()["tokens"]
+        return server.post("/detokenize", {"tokens": tokens}).json()["prompt"]
+
+    assert text_of() == text_of(add_special_tokens=False) == "Hi"
+    assert text_of(tools=[tool]) == json.dumps([tool]) + "Hi"
+    encode, added = Tokenizer.encode, list[bool]()
+
+    def spy(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        added.append(add_special_tokens)
+        return encode(tokenizer, text, add_special_tokens=add_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "encode", spy)
+    assert text_of(add_special_tokens=True) == text_of(add_special_tokens=False) == "Hi" and added == [True, False]
+    assert server.post("/tokenize", {"prompt": "Hi", "tools": [tool]}).json()["error"]["param"] == "tools"
+
+
 def test_models_health_and_version(server: Server, client: OpenAI) -> None:
     (model,) = client.models.list().data
     assert model.id == "demo" and model.max_model_len == 1024  # pyright: ignore[reportAttributeAccessIssue]
@@ -116,3 +151,30 @@ def test_other_names_templates_and_defaults(serve_with: Any) -> None:
     cold = serve_with(defaults={"temperature": 0.0})
     answers = {cold.post("/v1/completions", {"prompt": "Tom has"}).json()["choices"][0]["text"] for _ in range(3)}
     assert len(answers) == 1
+
+
+def test_the_chunk_of_the_role_has_no_tokens_yet(client: OpenAI) -> None:
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    body: dict[str, Any] = {**GREEDY, "messages": ASK, "max_tokens": 3}
+    first, second, *_ = client.chat.completions.create(stream=True, stream_options=options, **body)
+    assert first.choices[0].delta.role == "assistant"
+    assert first.usage is not None and second.usage is not None
+    assert first.usage.completion_tokens == 0 < second.usage.completion_tokens
+    assert first.usage.total_tokens == first.usage.prompt_tokens == second.usage.prompt_tokens
+
+
+def test_no_usage_wins_over_continuous_usage(client: OpenAI) -> None:
+    options: Any = {"include_usage": False, "continuous_usage_stats": True}
+    for made in (
+        client.chat.completions.create(stream=True, stream_options=options, messages=ASK, max_tokens=2, **GREEDY),
+        client.completions.create(stream=True, stream_options=options, prompt=QUESTION, max_tokens=2, **GREEDY),
+    ):
+        assert [chunk.usage for chunk in made if chunk.usage is not None] == []
+
+
+def test_fields_of_vllm_are_null(client: OpenAI) -> None:
+    ask: Any = [{"role": "user", "content": QUESTION}]
+    chat: Any = client.chat.completions.create(model="demo", messages=ask, max_tokens=1)
+    assert (chat.prompt_logprobs, chat.prompt_token_ids, chat.choices[0].token_ids) == (None, None, None)
+    choice: Any = client.completions.create(model="demo", prompt=QUESTION, max_tokens=1).choices[0]
+    assert (choice.prompt_logprobs, choice.prompt_token_ids, choice.token_ids) == (None, None, None)

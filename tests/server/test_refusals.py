@@ -127,7 +127,7 @@ CHATS: list[tuple[dict[str, Any], str, str]] = [
         "messages[1].content[1]",
         "'input_audio' are not supported",
     ),
-    ({"messages": [{**USER, "colour": "red"}]}, "messages[0].colour", "unknown key"),
+    ({"messages": [{**USER, "prefix": True}]}, "messages[0].prefix", "continue_final_message"),
     ({"messages": [{**USER, "content": "\ud800"}]}, "messages", ""),
     ({"logprobs": 3}, "logprobs", "valid boolean"),
     ({"top_logprobs": 3}, "top_logprobs", "logprobs=true"),

@@ -231,7 +231,7 @@ def test_fields_become_parts_of_the_request() -> None:
     assert (named.form, named.function) == ("named", "add")
     assert request_of(tools=[TOOL], tool_choice="required").sampling["structured_outputs"] is not None
     assert request_of(tools=[TOOL], tool_choice="none").tools is None
-    assert request_of(text={"format": {"type": "text"}, "verbosity": "medium"}).sampling == {}
+    assert request_of(text={"format": {"type": "text"}, "verbosity": "low"}).sampling == {}
     assert request_of(text={"format": {"type": "json_object"}}).sampling["structured_outputs"].json_object
 
 
@@ -272,6 +272,11 @@ WRONG: list[tuple[dict[str, Any], str | None, str]] = [
     ({"tools": [{**TOOL, "parameters": []}]}, "tools[0].parameters", "must be a dict"),
     ({"tools": [{**TOOL, "defer_loading": True}]}, "tools[0]", "unknown key 'defer_loading'"),
     ({"tools": [TOOL, TOOL]}, "tools", "the same name"),
+    ({"tools": [TOOL, {"type": "file_search"}]}, "tools[1]", "tools of type 'file_search' are not supported"),
+    ({"tools": [{"type": "namespace", "tools": [TOOL]}]}, "tools[0].name", "a namespace needs a name"),
+    ({"tools": [{"type": "namespace", "name": "n"}]}, "tools[0].tools", "must be a list"),
+    ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "x"}]}]}, "tools[0].tools[0]", "type 'x'"),
+    ({"input": [{**CALL, "namespace": 5}]}, "input[0].namespace", "must be a string"),
     ({"tools": [TOOL], "tool_choice": {"type": "file_search"}}, "tool_choice", "function, custom or allowed_tools"),
     ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice", "not among the tools"),
     ({"tool_choice": "required"}, "tool_choice", "needs tools"),
@@ -282,7 +287,6 @@ WRONG: list[tuple[dict[str, Any], str | None, str]] = [
     ({"text": {"format": {"type": "json_schema"}}}, "text.format", "a name and a schema"),
     ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}}, "text.format", "cannot be"),
     ({"text": {"format": 5}}, "text.format", "an object with a type"),
-    ({"text": {"verbosity": "low"}}, "text.verbosity", "not supported"),
     ({"text": {"colour": 1}}, "text.colour", "unknown field"),
     ({"reasoning": {"effort": "much"}}, "reasoning.effort", "must be one of"),
     ({"reasoning": {"effort": 5}}, "reasoning.effort", "must be a string"),

@@ -35,8 +35,12 @@ PIECES = [
 ]
 
 
-def byte_level() -> Tokenizer:
-    """Tokens are bytes, and some that join the end of a character with the beginning of the next one."""
+def byte_level(markers: tuple[str, ...] = (THINK,)) -> Tokenizer:
+    """Tokens are bytes, and some that join the end of a character with the beginning of the next one.
+
+    Args:
+        markers: tokens that are added.
+    """
     alphabet = {byte: character for character, byte in _BYTE_OF.items()}
     texts = [bytes([byte]) for byte in range(256)]
     texts += [b"\x98\x80\xf0\x9f", b"\xf0\x9f", b"\x98\x80", b" a", b"\xbd\xef", b"\xc3\xa9\xc3", b"ab", b"\xa9 "]
@@ -44,7 +48,7 @@ def byte_level() -> Tokenizer:
     backend = Backend(models.BPE({piece: rank for rank, piece in enumerate(pieces)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    return _finish(backend)
+    return _finish(backend, markers)
 
 
 def byte_fallback(*, strips: bool = True) -> Tokenizer:
@@ -77,7 +81,7 @@ MAKERS = {
 }
 
 
-def _finish(backend: Backend) -> Tokenizer:
+def _finish(backend: Backend, markers: tuple[str, ...] = (THINK,)) -> Tokenizer:
     backend.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
-    backend.add_tokens([AddedToken(THINK, special=False, normalized=False)])
+    backend.add_tokens([AddedToken(text, special=False, normalized=False) for text in markers])
     return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))

@@ -26,10 +26,12 @@ log = logging.getLogger(__name__)
 
 COMPILATION_KEYS = ("cudagraph_mode", "cudagraph_capture_sizes", "max_cudagraph_capture_size")
 """Supported keys of `compilation_config`; each is also a setting."""
+_PYTHON_LOGPROBS = 1024
+"""Maximum log-probabilities of a position, as of `SamplingParams`, which this room cannot import."""
 _IN_PYTHON = {
     "chat_template": "LLM.chat has an argument of that name",
     "generation_config": "requests with sampling_params do not use the model's",
-    "max_logprobs": "requests from Python may ask for up to 1024 without it",
+    "max_logprobs": f"requests from Python may ask for up to {_PYTHON_LOGPROBS} without it",
 }
 """Settings of the server, each with what works for an engine in Python."""
 
@@ -285,6 +287,8 @@ def _without_vllms(settings: Mapping[str, Any]) -> dict[str, Any]:
     """
     kept: dict[str, Any] = {}
     for name, value in settings.items():
+        if name == "max_logprobs" and value in range(_PYTHON_LOGPROBS + 1):
+            continue  # requests from Python may ask for as many without it
         if name in EngineConfig.model_fields or not is_neutral(name, value):
             kept[name] = value
             problem = None if name in EngineConfig.model_fields else explain_setting(name, EngineConfig.known_names())

@@ -179,6 +179,7 @@ NEUTRAL: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("--enable-force-include-usage", "--return-tokens-as-token-ids", "--enable-mm-embeds"), _FALSE),
     # They choose among ways to the same result, or have no effect in vLLM either.
     **dict.fromkeys(("--swap-space", "--disable-custom-all-reduce", "--disable-hybrid-kv-cache-manager"), _ANY),
+    "--guided-decoding-backend": _ANY,
     **dict.fromkeys(("--disable-tqdm", "--disable-log-stats", "--language-model-only", "--skip-mm-profiling"), _ANY),
     **dict.fromkeys(NO_MEANING, _ANY),
     "--distributed-executor-backend": ("mp", "uni"),

@@ -6,6 +6,7 @@ One table, `vllm_flag_table`, serves flags, keyword arguments and YAML.
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Container, Iterable, Mapping, Sequence
 
 from phonograph.config.values import unless_null
@@ -28,11 +29,25 @@ def is_neutral(name: str, value: object) -> bool:
         return flag in NEUTRAL or flag in MISSING or flag in ALWAYS or flag in RENAMED
     text = str(value).strip().lower()
     allowed = NEUTRAL.get(flag, ())
+    name, _, key = flag.partition(".")
+    if name == "--structured-outputs-config":
+        return _chooses_library({key.replace("-", "_"): value} if key else value)
     if allowed in (("true",), ("false",)):
         text = {"1": "true", "0": "false", "yes": "true", "no": "false"}.get(text, text)
     elif allowed in (("1",), ("0",)):
         text = text.removesuffix(".0")
     return text in allowed or allowed == ("*",)
+
+
+def _chooses_library(config: object) -> bool:
+    """Return True if vLLM's configuration of structured outputs chooses a library, and nothing else."""
+    try:
+        found = json.loads(config) if isinstance(config, str) else config
+    except ValueError:
+        return False
+    return isinstance(found, Mapping) and all(
+        key in ("backend", "disable_fallback") or value in (None, False, "") for key, value in found.items()
+    )
 
 
 def no_meaning(name: str) -> str | None:
@@ -86,7 +101,7 @@ def _flag(name: str) -> str:
 
 def explain_flag(flag: str, known: Container[str]) -> str | None:
     """Return one sentence about a flag of vLLM as typed, perhaps with =value; None for other flags."""
-    name = _flag(flag.split("=", 1)[0])
+    name = _flag(flag.split("=", 1)[0].split(".", 1)[0])
     positive = name.replace("--no-", "--", 1)
     ours = RENAMED.get(name)
     if ours is not None and ours in known:

@@ -38,7 +38,9 @@ def checks_arguments(
                     raise
                 for name in sorted(unknown):
                     value = values.pop(name)
-                    if name not in neutral or value not in (None, *neutral[name]):
+                    # Other types, such as arrays, may not compare.
+                    plain = isinstance(value, bool | int | float | str)
+                    if name not in neutral or not (value is None or (plain and value in neutral[name])):
                         raise RequestError(name, shortened(repr(value)), _problem(name)) from None
                 construct(self, *args, **values)
 

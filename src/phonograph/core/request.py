@@ -105,6 +105,12 @@ class Request:
     def finished(self) -> bool:
         return self.state is RequestState.FINISHED
 
+    @property
+    def may_end(self) -> bool:
+        """True if a token may end the output: it has `min_tokens`, or its grammar determines the end."""
+        params = self.params
+        return len(self.output_token_ids) >= params.min_tokens or params.structured_outputs is not None
+
     def admit(self, num_cached_tokens: int) -> None:
         """Record the first admission."""
         self.admitted = time.monotonic()

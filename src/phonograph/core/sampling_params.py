@@ -18,6 +18,7 @@ MAX_N = 1024
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys(("best_of", "logits_processors", "logprob_token_ids", "extra_args"), ()),
     **dict.fromkeys(("repetition_detection", "truncate_prompt_tokens", "guided_decoding"), ()),
+    **dict.fromkeys(("prompt_logprob_token_ids", "routed_experts_prompt_start"), ()),
     **dict.fromkeys(("flat_logprobs", "use_beam_search", "early_stopping", "skip_reading_prefix_cache"), (False,)),
     **{"spaces_between_special_tokens": (True,), "length_penalty": (1.0,)},
 }
@@ -65,7 +66,8 @@ class SamplingParams:
         logprobs: most likely tokens to report beside each sampled one; 0 is only the sampled one, None is none.
         prompt_logprobs: the same for the tokens of the prompt.
         max_tokens: maximum tokens to generate; None is up to the model's context.
-        min_tokens: tokens before which neither end-of-sequence nor stop conditions apply.
+        min_tokens: tokens before which neither end-of-sequence nor stop conditions apply; structured outputs that are
+            complete end before.
         stop: strings that end the output; cut from it unless include_stop_str_in_output.
         stop_token_ids: token ids that end the output.
         ignore_eos: do not end at the model's end-of-sequence tokens.
@@ -175,8 +177,6 @@ class SamplingParams:
             problem = "contradicts structured_outputs, which determines the end of the output"
             if self.ignore_eos:
                 raise RequestError("ignore_eos", True, problem)
-            if self.min_tokens:
-                raise RequestError("min_tokens", self.min_tokens, problem)
 
     @property
     def greedy(self) -> bool:

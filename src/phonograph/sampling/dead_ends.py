@@ -35,7 +35,7 @@ def dead_end(request: Request, vocab_size: int) -> RequestError | None:
             )
             problem = f"{after}; check for rules that never end or match no token"
             return RequestError(structured.kind, shortened(structured.source), problem)
-    if num_tokens < params.min_tokens:
+    if num_tokens < params.min_tokens and structured is None:
         allowed_V[list(request.end_token_ids)] = False
         if not allowed_V.any():
             return RequestError("min_tokens", params.min_tokens, "every allowed token would end the output")

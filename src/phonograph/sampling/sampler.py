@@ -4,7 +4,7 @@ Rows are grouped by their parameters. A greedy batch is one argmax. Top-k ranks 
 only. Top-p ranks the most likely tokens first and sorts a whole row only if these do not reach p. Plain temperature
 sampling draws noise for the whole vocabulary, without sorting.
 
-Order of processing: logit bias and the mask of min_tokens, penalties, the mask of a grammar, temperature, min-p, top-k,
+Order of processing: logit bias, penalties, the mask of a grammar, the mask of min_tokens, temperature, min-p, top-k,
 top-p. The group of a row depends only on its own parameters and logits, so other rows cannot change its draws.
 """
 
@@ -100,6 +100,7 @@ class Sampler:
         self._min_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self._penalized = np.zeros(max_num_seqs, dtype=bool)
         self._biased = np.zeros(max_num_seqs, dtype=bool)
+        self._structured = np.zeros(max_num_seqs, dtype=bool)
         self._plain = np.ones(max_num_seqs, dtype=bool)  # greedy and nothing else
         self._bias: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._stop_ids: dict[int, np.ndarray] = {}
@@ -158,6 +159,7 @@ class Sampler:
         if params.min_tokens and stop_token_ids:
             self._stop_ids[slot] = _ids(stop_token_ids)
             self._min_tokens[slot] = params.min_tokens
+            self._structured[slot] = params.structured_outputs is not None
         if grammar is not None:
             self.grammars.load(slot, grammar, output_token_ids)
         self._plain[slot] = (
@@ -175,6 +177,7 @@ class Sampler:
         self._plain[slot] = True
         self._penalized[slot] = False
         self._biased[slot] = False
+        self._structured[slot] = False
         self._bias.pop(slot, None)
         self._stop_ids.pop(slot, None)
         self.grammars.clear(slot)
@@ -272,14 +275,25 @@ class Sampler:
             entries = [self._bias[slot] for slot in by_row[biased].tolist()]
             where = self._scatter(biased, [ids for ids, _ in entries])
             edited_NV[where] += self._to_device(np.concatenate([values for _, values in entries]))
-        if short.size:
-            edited_NV[self._scatter(short, [self._stop_ids[slot] for slot in by_row[short].tolist()])] = -torch.inf
         if penalized.size:
             rows_P = self._to_device(penalized)
             edited_NV[rows_P] = self._penalties.apply(edited_NV[rows_P], self._to_device(by_row[penalized]))
         if ruled.size:
             self.grammars.apply(edited_NV, ruled, by_row[ruled].tolist(), failures)
+        if short.size:
+            self._mask_ends(edited_NV, short, by_row[short])
         return edited_NV
+
+    def _mask_ends(self, edited_NV: torch.Tensor, rows: np.ndarray, slots: np.ndarray) -> None:
+        """Mask the tokens that end requests, but where the output is complete by its grammar."""
+        where = self._scatter(rows, [self._stop_ids[slot] for slot in slots.tolist()])
+        before = edited_NV[where]
+        edited_NV[where] = -torch.inf
+        if self._structured[slots].any():
+            rows_S = self._to_device(rows[self._structured[slots]])
+            complete_S = ~edited_NV[rows_S].isfinite().any(dim=-1)
+            stays = torch.isin(where[0], rows_S[complete_S])
+            edited_NV[where] = before.masked_fill(~stays, -torch.inf)
 
     def _sample_random(
         self,

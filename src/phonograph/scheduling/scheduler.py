@@ -296,7 +296,7 @@ class Scheduler:
             tokens = request.output_token_ids
             for token_id in run:
                 tokens.append(token_id)
-                if token_id in request.end_token_ids and len(tokens) >= request.params.min_tokens:
+                if token_id in request.end_token_ids and request.may_end:
                     stop_reason = token_id if token_id in request.params.stop_token_ids else None
                     self._finish(request, "stop", stop_reason)
                     break

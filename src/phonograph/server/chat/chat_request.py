@@ -27,6 +27,7 @@ class ChatRequest:
     truncate:   tokens of the prompt to keep, from its end; -1 keeps what fits, None all
     continues:  the answer continues the last message
     begins:     the prompt ends with the start of the answer; None is yes, unless it continues a message
+    adds_special: the tokenizer adds special tokens to those of the chat template
     names:      names of the request's fields by those of the engine and of OpenAI's chats, where they differ
     """
 
@@ -39,6 +40,7 @@ class ChatRequest:
     truncate: int | None = None
     continues: bool = False
     begins: bool | None = None
+    adds_special: bool = False
     names: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def name(self, field: str) -> str:

@@ -5,11 +5,13 @@ The form of messages is that of OpenAI's chats. The other protocols translate th
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from phonograph.errors import RequestError
+from phonograph.errors import RequestError, shortened
 from phonograph.server.chat.custom_tools import INPUT
 from phonograph.server.http.api_errors import invalid
 from phonograph.server.http.json_meter import JsonMeter
@@ -33,30 +35,64 @@ def read_messages(messages: list[Message], meter: JsonMeter) -> list[Message]:
 
     The meter limits the arguments of tool calls, which are JSON text within the JSON of the body.
 
+    Other keys than `KEYS` are left out; `further_keys` names them.
+
     Raises:
-        ApiError: a message has an unknown role or key, or content that is not text; or arguments hold too many items.
+        ApiError: a message has an unknown role, or content that is not text; or arguments hold too many items.
     """
     return [_read(message, f"messages[{index}]", meter) for index, message in enumerate(messages)]
 
 
-def rendered(render: Callable[[list[Message]], str], messages: list[Message]) -> str:
-    """Return a conversation as text. Arguments are text for templates that reject them as objects.
+def further_keys(messages: list[Message]) -> list[str]:
+    """Return the names of keys without effect: clients send back what their libraries add to answers."""
+    found = {key for message in messages for key, value in message.items() if value is not None and key not in KEYS}
+    return [f"messages.{shortened(key)}" for key in sorted(found)]
 
-    Some templates, such as DeepSeek's, join the arguments of calls to other text.
+
+def rendered(render: Callable[[list[Message]], str], messages: list[Message]) -> str:
+    """Return a conversation as text, in the first form that the template takes.
+
+    Some templates, such as DeepSeek's, join the arguments of calls to other text, and need them as text. Others, such
+    as Mistral's, need turns of user and assistant that alternate, with calls and results between them, and short ids.
 
     Raises:
-        RequestError: the template rejects the messages in both forms.
+        RequestError: the template rejects the messages in each form.
     """
-    try:
-        return render(messages)
-    except RequestError as error:
-        texts = _with_text_arguments(messages)
-        if texts is None:
-            raise
-        try:
-            return render(texts)
-        except RequestError:
-            raise error from None
+    problem = None
+    for form in (messages, _strict(messages)):
+        for tried in (form, _with_text_arguments(form)):
+            try:
+                if tried is not None:
+                    return render(tried)
+            except RequestError as error:
+                problem = problem or error
+    assert problem is not None
+    raise problem
+
+
+def _strict(messages: list[Message]) -> list[Message]:
+    """Return messages for templates that allow less: no two of the user are adjacent, and ids have nine characters.
+
+    Text of the user after a result is part of it.
+    """
+    found: list[Message] = []
+    for message in joined_turns(messages):
+        if message["role"] == "user" and found and found[-1]["role"] == "tool":
+            found[-1]["content"] = f"{found[-1]['content']}\n\n{message['content']}"
+            continue
+        if message.get("tool_calls"):
+            message["tool_calls"] = [{**call, "id": _short_id(call.get("id"))} for call in message["tool_calls"]]
+        if "tool_call_id" in message:
+            message["tool_call_id"] = _short_id(message["tool_call_id"])
+        found.append(message)
+    return found
+
+
+def _short_id(call_id: object) -> object:
+    """Return the id of a call in the form of Mistral's."""
+    if not isinstance(call_id, str) or re.fullmatch("[a-zA-Z0-9]{9}", call_id):
+        return call_id
+    return hashlib.sha256(call_id.encode("utf-8", "surrogatepass")).hexdigest()[:9]
 
 
 def _with_text_arguments(messages: list[Message]) -> list[Message] | None:
@@ -86,10 +122,9 @@ def _read(message: Message, where: str, meter: JsonMeter) -> Message:
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
         raise invalid(f"{where}.role", f"role must be one of {', '.join(sorted(ROLES))}")
-    for key in message:
-        if key not in KEYS:
-            raise invalid(f"{where}.{key[:100]}", f"unknown key {key[:100]!r} in a message")
-    read = {key: value for key, value in message.items() if value is not None}
+    if message.get("prefix"):
+        raise invalid(f"{where}.prefix", "prefix is not supported; continue_final_message of the request does it")
+    read = {key: value for key, value in message.items() if value is not None and key in KEYS}
     if "content" in read:
         read["content"] = read_text(read["content"], f"{where}.content", _PARTS)
     elif role != "assistant" or not (read.get("tool_calls") or read.get("function_call")):
@@ -186,11 +221,14 @@ def joined_turns(messages: list[Message]) -> list[Message]:
     """Return messages for templates of which roles take turns.
 
     Many templates have one place for a system message, at the beginning, and no developer. Agents send several, and
-    several messages of one role in a row.
+    several messages of one role in a row. A later message of the system becomes one of the user: some templates, such
+    as DeepSeek's, would put it in the place of the first.
     """
     found: list[Message] = []
     for message in messages:
-        role = "system" if message["role"] == "developer" else message["role"]
+        role = message["role"]
+        if role in ("system", "developer"):
+            role = "system" if not found or found[-1]["role"] == "system" else "user"
         last = found[-1] if found else None
         parts = message.keys() if last is None else message.keys() | last.keys()
         if last is not None and last["role"] == role and role != "tool" and not parts & {"reasoning", "tool_calls"}:

@@ -26,7 +26,8 @@ NO_EFFECT = frozenset(
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys(("audio", "chat_template", "documents"), ()),
     **dict.fromkeys(("functions", "guided_decoding_backend", "kv_transfer_params", "logits_processors"), ()),
-    **dict.fromkeys(("mm_processor_kwargs", "prompt_embeds", "use_beam_search"), ()),
+    **dict.fromkeys(("logprob_token_ids", "mm_processor_kwargs", "prompt_embeds", "prompt_logprob_token_ids"), ()),
+    **dict.fromkeys(("routed_experts_prompt_start", "thinking_token_budget", "truncation_side", "use_beam_search"), ()),
     **dict.fromkeys(("vllm_xargs", "web_search_options"), ()),
     **dict.fromkeys(("function_call", "reasoning_effort"), ("none",)),
     **dict.fromkeys(("include_reasoning", "spaces_between_special_tokens"), (True,)),

@@ -295,7 +295,8 @@ class Serving:
             )
 
         text = rendered(render, request.messages)
-        return self.encode_text(text, whole_context=whole_context, cuts=cuts, field=request.name("messages"))
+        field, adds = request.name("messages"), request.adds_special
+        return self.encode_text(text, add_special_tokens=adds, whole_context=whole_context, cuts=cuts, field=field)
 
     def _encode_harmony(
         self, harmony: Harmony, request: ChatRequest, tools: list[dict[str, Any]] | None, *, whole_context: bool

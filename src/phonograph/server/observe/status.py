@@ -79,6 +79,7 @@ async def tokenizer_info(request: Request) -> dict[str, Any]:
     return {
         **{name: None if token_id is None else tokenizer.piece(token_id) for name, token_id in special.items()},
         **{f"{name}_id": token_id for name, token_id in special.items()},
+        "tokenizer_class": type(tokenizer.hugging_face).__name__,
         "vocab_size": tokenizer.vocab_size,
         "chat_template": serving.chat_template or tokenizer.chat_template,
     }

@@ -65,6 +65,13 @@ def usage_of(call: Call, *, num_completion_tokens: int | None = None) -> dict[st
     }
 
 
+def _usage_before(usage: dict[str, Any], sample: Sample) -> dict[str, Any]:
+    """Return the usage without the tokens of a sample of which no text was sent."""
+    num_unsent = len(sample.token_ids)
+    fewer = {name: usage[name] - num_unsent for name in ("completion_tokens", "total_tokens")}
+    return {**usage, **fewer}
+
+
 class TokenIdAnswer:
     """An answer with the token ids of its prompts and choices, where vLLM has them; see `Answer`.
 
@@ -150,12 +157,27 @@ class ChunkStream:
         self._include_usage = body.include_usage
 
     def whole(self) -> dict[str, Any]:
-        return self._answer.whole()
+        """Return the answer. Fields of vLLM that it lacks are null, so that clients can read them."""
+        answer = self._answer.whole()
+        choices = answer["choices"]
+        for part in [answer] if answer["object"].startswith("chat.") else choices:
+            part |= {name: part.get(name) for name in ("prompt_logprobs", "prompt_token_ids")}
+        for choice in choices:
+            choice.setdefault("token_ids", None)
+        return answer
 
     def write(self, changed: list[Sample]) -> bytes:
         usage = self._answer.usage() if self._continuous_usage else None
         write, choices = self._chunk, self._answer.choices
-        return b"".join([write(choice, usage) for sample in changed for choice in choices(sample, sample.take())])
+        if usage is None:
+            return b"".join([write(choice) for sample in changed for choice in choices(sample, sample.take())])
+        return b"".join(
+            [
+                write(choice, _usage_before(usage, sample) if "role" in choice.get("delta", ()) else usage)
+                for sample in changed
+                for choice in choices(sample, sample.take())
+            ]
+        )
 
     def end(self) -> bytes:
         return (self._chunk(None, self._answer.usage()) if self._include_usage else b"") + DONE

@@ -49,7 +49,9 @@ def tokenize_request(body: TokenizeBody, config: ServerConfig) -> ChatRequest:
     """
     return ChatRequest(
         messages=read_messages(body.messages or [], JsonMeter(config)),
+        tools=read_tools(body.tools, None, None),
         thinking=body.requested_thinking(),
         continues=bool(body.continue_final_message),
         begins=body.add_generation_prompt,
+        adds_special=bool(body.add_special_tokens),
     )

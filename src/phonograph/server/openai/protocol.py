@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from phonograph.core.structured_outputs import StructuredOutputs
 from phonograph.errors import RequestError
+from phonograph.server.chat.conversation import further_keys
 from phonograph.server.chat.fields import Biases, Body, Messages, Prompts, Stops, TokenIds
 from phonograph.server.chat.thinking import Thinking
 from phonograph.server.http.api_errors import api_error, invalid
@@ -29,7 +30,7 @@ class StreamOptions(BaseModel):
     """Options of a stream.
 
     include_usage:          send a last chunk with the usage
-    continuous_usage_stats: send the usage so far in every chunk
+    continuous_usage_stats: send the usage so far in every chunk, unless `include_usage` is false
     include_obfuscation:    no effect; OpenAI pads chunks against traffic analysis
     """
 
@@ -80,7 +81,8 @@ class GenerationBody(StructuredFields):
 
     @property
     def continuous_usage(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+        options = self.stream_options
+        return options is not None and options.include_usage is not False and bool(options.continuous_usage_stats)
 
     def check(self) -> list[str]:
         if self.stream_options is not None and not self.stream:
@@ -201,7 +203,7 @@ class ChatBody(GenerationBody):
             raise invalid(
                 "continue_final_message", "continue_final_message contradicts add_generation_prompt; give one of them"
             )
-        return super().check()
+        return super().check() + further_keys(self.messages)
 
 
 class TokenizeBody(Body):
@@ -213,6 +215,7 @@ class TokenizeBody(Body):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Any] | None = None
     return_token_strs: bool | None = None
 
     def requested_thinking(self) -> Thinking:
@@ -221,12 +224,10 @@ class TokenizeBody(Body):
     def check(self) -> list[str]:
         if (self.prompt is None) == (self.messages is None):
             raise invalid("prompt", "give either prompt or messages")
-        if self.messages is not None and self.add_special_tokens:
-            raise invalid("add_special_tokens", "the chat template adds them; leave it out with messages")
-        for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
+        for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools"):
             if self.prompt is not None and getattr(self, name):
                 raise invalid(name, f"{name} needs messages")
-        return super().check()
+        return super().check() + further_keys(self.messages or [])
 
 
 class DetokenizeBody(Body):

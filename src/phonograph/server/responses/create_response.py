@@ -44,7 +44,9 @@ async def create_response(body: ResponseBody, request: Request) -> Response:
         request, [chat.prompt], chat.params, streams=streams, priority=body.priority or 0, cache_salt=body.cache_salt
     )
     parts = ChatParts(call, serving.formats, serving.harmony, chat.tools, chat.opening)
-    writer = ResponseWriter(head, seals=body.includes(ENCRYPTED), short_ids=parts.short_ids)
+    writer = ResponseWriter(
+        head, seals=body.includes(ENCRYPTED), short_ids=parts.short_ids, namespaces=body.namespaces()
+    )
     answer = PartsStream(
         parts, writer, lambda positions: chat_content(positions, serving.texts, as_ids=False) if positions else []
     )

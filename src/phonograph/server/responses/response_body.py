@@ -18,7 +18,7 @@ from phonograph.server.chat.tools import ToolChoice, chosen_tools, function_tool
 from phonograph.server.http.api_errors import api_error, invalid
 from phonograph.server.http.json_meter import JsonMeter
 from phonograph.server.openai.structured import PARAMETERS, of_format
-from phonograph.server.responses.response_input import read_input
+from phonograph.server.responses.response_input import joined_name, read_input
 
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"
@@ -33,6 +33,8 @@ _SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "stop"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
 )
+_SEARCHES = ("web_search", "tool_search")
+"""Beginnings of the types of tools that search."""
 _STATELESS = "nothing is stored; send the whole conversation as input"
 
 
@@ -115,10 +117,7 @@ class ResponseBody(Body):
             if not isinstance(self.reasoning.get("effort"), str | None):
                 raise invalid("reasoning.effort", "reasoning.effort must be a string")
         if self.text is not None:
-            _told(self.text, "text", ("format", "verbosity"), ())
-            if self.text.get("verbosity") not in (None, "medium"):
-                problem = "text.verbosity is not supported by this server"
-                raise invalid("text.verbosity", problem, code="unsupported_parameter")
+            ignored += _told(self.text, "text", ("format",), ("verbosity",))
         for value in self.include or ():
             if isinstance(value, str) and value in _OF_TOOLS:
                 ignored.append(f"include {value}")
@@ -126,7 +125,22 @@ class ResponseBody(Body):
                 raise invalid("include", f"include: {quoted(value)} is not among {LOGPROBS} and {ENCRYPTED}")
         if self.top_logprobs and not self.includes(LOGPROBS):
             raise invalid("top_logprobs", f"top_logprobs needs include=[{LOGPROBS!r}]")
-        return ignored
+        return ignored + [f"tools {kind}" for kind in self.left_out_tools()]
+
+    def left_out_tools(self) -> list[str]:
+        """Return the types of search tools next to tools of the client.
+
+        Agents always offer a search, and the model can answer without it. A request with a search alone needs it.
+        """
+        kinds = {str(tool.get("type")) for tool in self.tools or () if isinstance(tool, dict)}
+        has_others = not kinds.isdisjoint(("function", "custom", "namespace"))
+        return sorted(kind for kind in kinds if kind.startswith(_SEARCHES)) if has_others else []
+
+    def namespaces(self) -> dict[str, tuple[str, str]]:
+        """Return namespace and name of each function of a namespace, by its name in the prompt. Tools are checked."""
+        spaces = [tool for tool in self.tools or () if tool["type"] == "namespace"]
+        pairs = [(space["name"], tool["name"]) for space in spaces for tool in space["tools"]]
+        return {joined_name(*pair): pair for pair in pairs}
 
     def includes(self, value: str) -> bool:
         """Return True if the answer has what a value of `include` names."""
@@ -200,9 +214,33 @@ def _tools(body: ResponseBody) -> ToolChoice | None:
         if choice not in (None, "auto", "none"):
             raise invalid("tool_choice", "tool_choice needs tools")
         return None
-    return chosen_tools(
-        [_tool(tool, f"tools[{index}]") for index, tool in enumerate(body.tools)], choice, body.parallel_tool_calls
-    )
+    return chosen_tools(_read_tools(body), choice, body.parallel_tool_calls)
+
+
+def _read_tools(body: ResponseBody) -> list[dict[str, Any]]:
+    """Return the functions and custom tools of a body, those of namespaces with joined names."""
+    optional = body.left_out_tools()
+    found: list[dict[str, Any]] = []
+    for index, tool in enumerate(body.tools or ()):
+        where = f"tools[{index}]"
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if kind == "namespace":
+            found += _of_namespace(tool, where)
+        elif kind not in optional:
+            found.append(_tool(tool, where))
+    return found
+
+
+def _of_namespace(namespace: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    name, tools = namespace.get("name"), namespace.get("tools")
+    if not isinstance(name, str) or not name:
+        raise invalid(f"{where}.name", "a namespace needs a name")
+    if not isinstance(tools, list):
+        raise invalid(f"{where}.tools", "tools of a namespace must be a list")
+    found = [_tool(tool, f"{where}.tools[{index}]") for index, tool in enumerate(cast("list[Any]", tools))]
+    for tool in found:
+        tool["function"]["name"] = joined_name(name, tool["function"]["name"])
+    return found
 
 
 def _tool(tool: Any, where: str) -> dict[str, Any]:

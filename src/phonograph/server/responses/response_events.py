@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic_core import to_json
@@ -28,15 +29,24 @@ class ResponseWriter:
         head: fields of the response that are known before its answer, with its id.
         seals: reasoning has `encrypted_content` too.
         short_ids: ids of calls have the length that Mistral's templates require.
+        namespaces: namespace and name of functions, by their names in the prompt.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, head: dict[str, Any], *, seals: bool = False, short_ids: bool = False) -> None:
+    def __init__(
+        self,
+        head: dict[str, Any],
+        *,
+        seals: bool = False,
+        short_ids: bool = False,
+        namespaces: Mapping[str, tuple[str, str]] = {},
+    ) -> None:
         self.name: str = head["id"]
         self._head = head
         self._seals = seals
         self._short_ids = short_ids
+        self._namespaces = namespaces
         self._items = AnswerItems()
         self._names: list[tuple[str, str]] = []  # of each item: its id, and the id of its call
         self._output: list[dict[str, Any]] = []
@@ -110,8 +120,8 @@ class ResponseWriter:
         if item.custom:
             data = self._event("response.custom_tool_call_input.done", **place, input=item.text)
         elif item.kind == "call":
-            arguments = {"name": item.name, "arguments": item.text}
-            data = self._event("response.function_call_arguments.done", **place, **arguments)
+            about = {"name": self._function(item)["name"], "arguments": item.text}
+            data = self._event("response.function_call_arguments.done", **place, **about)
         else:
             data = self._text_done(item, place) + self._part_event("done", item)
         done = self._item(item, status)
@@ -145,13 +155,19 @@ class ResponseWriter:
             return {"type": "reasoning_text", "text": item.text}
         return {"type": "output_text", "text": item.text, "annotations": [], "logprobs": self._logprobs}
 
+    def _function(self, item: AnswerItem) -> dict[str, Any]:
+        if item.name not in self._namespaces:
+            return {"name": item.name}
+        namespace, name = self._namespaces[item.name]
+        return {"namespace": namespace, "name": name}
+
     def _item(self, item: AnswerItem, status: str) -> dict[str, Any]:
         name, call = self._names[item.index]
         head = {"id": name, "status": status}
         if item.custom:
-            return {**head, "type": "custom_tool_call", "call_id": call, "name": item.name, "input": item.text}
+            return {**head, "type": "custom_tool_call", "call_id": call, **self._function(item), "input": item.text}
         if item.kind == "call":
-            return {**head, "type": "function_call", "call_id": call, "name": item.name, "arguments": item.text}
+            return {**head, "type": "function_call", "call_id": call, **self._function(item), "arguments": item.text}
         content = [] if status == "in_progress" else [self._part(item)]
         if item.kind == "text":
             return {**head, "type": "message", "role": "assistant", "content": content}

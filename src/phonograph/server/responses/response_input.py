@@ -33,6 +33,11 @@ def unsealed(content: str) -> str | None:
         return None
 
 
+def joined_name(namespace: str | None, name: str) -> str:
+    """Return the name of a function for the model, which knows no namespaces."""
+    return f"{namespace}__{name}" if namespace else name
+
+
 def read_input(items: str | list[dict[str, Any]], instructions: str | None, meter: JsonMeter) -> list[Message]:
     """Return the messages of a request.
 
@@ -138,6 +143,9 @@ class _InputReader:
             if not isinstance(value, str) or not value:
                 raise invalid(f"{where}.{key}", f"a function_call needs a {key}")
         assert isinstance(call_id, str) and isinstance(name, str)
+        if not isinstance(item.get("namespace"), str | None):
+            raise invalid(f"{where}.namespace", "the namespace of a function_call must be a string")
+        name = joined_name(item.get("namespace"), name)
         arguments = read_arguments(item.get("arguments") or "{}", f"{where}.arguments", self._meter)
         self._names[call_id] = name
         call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
