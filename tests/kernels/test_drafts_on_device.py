@@ -11,11 +11,24 @@ from phonograph.kernels.triton.step.accept_drafts import DRAFTS_SHIFT, accept
 from phonograph.kernels.triton.step.prompt_lookup import propose_ngrams
 from phonograph.kernels.triton.step.step_layout import SlotState, StepLayout
 from phonograph.runner.step_inputs import StepRows, rows_of
-from phonograph.sampling.accept import accepted_runs
 from phonograph.speculation.ngram import NgramProposer
 
 POISON = -77
 SLOTS, TOKENS = 9, 120
+
+
+def accepted_runs(token_ids: list[int], owners: np.ndarray, drafts: np.ndarray) -> list[list[int]]:
+    """Return the tokens that each sequence gets: of its first row, and of each row behind a draft that was right."""
+    runs: list[list[int]] = []
+    before, accepts = -1, False
+    for owner, token_id, draft in zip(owners.tolist(), token_ids, drafts.tolist(), strict=True):
+        if owner != before:
+            runs.append([token_id])
+        elif accepts:
+            runs[-1].append(token_id)
+        accepts = token_id == draft and (accepts or owner != before)
+        before = owner
+    return runs
 
 
 class Device:
@@ -78,8 +91,12 @@ def test_runs_and_state_are_those_of_the_host(device: torch.device, drafts: int)
         made.history.copy_(history)
         own = torch.from_numpy(rng.integers(-1, 2, (SLOTS, drafts)).astype(np.int32))
         made.state.drafts.copy_(own)
+        staging, edits = made.stage(rows), rng.integers(0, 3, batch.num_reqs)
+        made.layout.sampling_views(staging).edits[: rows.num_logits] = torch.from_numpy(edits[rows.owners])
+        words = torch.from_numpy(rng.integers(0, 1 << 30, (SLOTS, 2)).astype(np.int32)).to(device)
+        counted = words.cpu().numpy()
         accept(
-            made.stage(rows),
+            staging,
             made.layout,
             made.state,
             num_reqs_padded=min(SLOTS, batch.num_reqs + 2),
@@ -87,6 +104,7 @@ def test_runs_and_state_are_those_of_the_host(device: torch.device, drafts: int)
             input_ids_T=made.input_ids,
             counts_R=made.counts,
             history_RM=made.history,
+            words_RV=words,
         )
         behind = np.append(input_ids, 0)[1 : rows.num_logits + 1]
         # Only drafts of decodes are read: the rows of prefills are last rows.
@@ -103,8 +121,10 @@ def test_runs_and_state_are_those_of_the_host(device: torch.device, drafts: int)
                 assert state.last_token[slot] == max(run[-1], 0)
                 assert state.num_computed[slot] == length - 1 + len(run)
                 history[slot, length : length + len(run)] = torch.tensor(run).clamp(min=0)
+                if edits[row]:
+                    counted[slot] += np.bincount([token for token in run if token >= 0], minlength=2)
             assert (state.drafts[slot] == -1).all()
-        assert torch.equal(made.history.cpu(), history)
+        assert torch.equal(made.history.cpu(), history) and (words.cpu().numpy() == counted).all()
         unused = [slot for slot in range(SLOTS) if slot not in batch.slots]
         assert torch.equal(state.drafts[unused], own[unused]) and (counts[batch.num_reqs :] == POISON).all()
 

@@ -56,6 +56,14 @@ class GrammarMasks:
         """Return the matcher of a slot now. A later request in the slot has another one."""
         return self._matchers.get(slot)
 
+    def num_allowed(self, slot: int, token_ids: Sequence[int], failures: SlotFailures) -> int:
+        """Return how many of the tokens the grammar of a slot, if any, allows one after another from here."""
+        matcher, counts = self._matchers.get(slot), list[int]()
+        if matcher is None:
+            return len(token_ids)
+        failures.run(slot, "grammar", lambda: counts.append(matcher.validate(token_ids)))
+        return sum(counts)
+
     def fill(self, slots: Sequence[int], bitmask_RW: np.ndarray, failures: SlotFailures) -> None:
         """Write the masks of these slots into the first rows of a bitmask, int32 [rows, words].
 

@@ -11,7 +11,6 @@ from phonograph.core.request import Request
 from phonograph.scheduling.draft_budget import DraftBudget
 from phonograph.scheduling.draft_caches import DraftCaches
 from phonograph.scheduling.draft_counter import DraftCounter
-from phonograph.speculation.host_drafts import speculates
 
 
 class DeviceDrafts:
@@ -46,7 +45,7 @@ class DeviceDrafts:
         return self._counter.counts._replace(choices=self.budget.counts.choices)
 
     def choose(self, decodes: Collection[Request]) -> Sequence[int]:
-        """Return the depth of each decode, 0 where sampling keeps state by token."""
+        """Return the depth of each decode, 0 where a grammar masks it: its masks are filled behind the step."""
         wants = self.budget.wants_drafts
         available = [self.most if one.whole_drafts and speculates(one) and wants(one.slot) else 0 for one in decodes]
         return self.budget.choose(decodes, available).depths
@@ -58,3 +57,8 @@ class DeviceDrafts:
     def count(self, verified: np.ndarray, accepted: np.ndarray) -> None:
         """Count the drafts of a step: for each decode those that the device had found, and those that were kept."""
         self._counter.add(verified, accepted)
+
+
+def speculates(request: Request) -> bool:
+    """Return True if a request may have drafts."""
+    return request.params.speculate and request.grammar is None

@@ -104,6 +104,7 @@ class CudaPlatform:
                 max_num_logits=limits.max_num_logits,
                 keeps_tokens=plan.config.speculation is not None and (plan.draft is None or bool(taps)),
             )
+            sampler.edits = inputs.edits
             static = workspace.tensors()
             if parts.draft is not None:
                 if parts.draft.model.features is not None:

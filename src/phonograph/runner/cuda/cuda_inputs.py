@@ -15,9 +15,10 @@ import numpy as np
 import torch
 
 from phonograph.attention.metadata import CommonMetadata, CommonPrefix
-from phonograph.core.batch import BlockAppend, ScheduledBatch
+from phonograph.core.batch import MAX_LEN, BlockAppend, ScheduledBatch
 from phonograph.core.blocks import blocks_for
 from phonograph.graphs.modes import GraphKey
+from phonograph.kernels.logit_edits import LogitEdits
 from phonograph.kernels.triton.sampling.sample import make_sample_scratch
 from phonograph.kernels.triton.step.accept_drafts import accept
 from phonograph.kernels.triton.step.prepare import apply_appends, prepare
@@ -27,6 +28,7 @@ from phonograph.runner.cuda.pinned import PinnedWords
 from phonograph.runner.step_inputs import KernelRows, PaddedViews, StepRows, SyntheticBatch, metadata_of, padded_views
 from phonograph.sampling.failures import SlotFailures
 from phonograph.sampling.sampler import KernelParameters
+from phonograph.sampling.slot_edits import SlotEdits
 
 _MAX_APPENDS = 4096
 """Blocks that one upload can append. A step with more sends the rest before it."""
@@ -100,6 +102,7 @@ class CudaInputs:
         self._block_tables = zeros(num_groups, max_num_seqs, max_blocks)
         self.block_tables = self._block_tables.unbind()
         self.logits_rows = zeros(num_logits, dtype=torch.int64)
+        self.edits = SlotEdits(max_num_seqs=max_num_seqs, vocab_size=vocab_size, device=device)
         self.sample_scratch = make_sample_scratch(num_logits, vocab_size, device)
         self.sampling = self.layout.sampling_views(self.staging)
         self._prefix_len = self.layout.prefix_len(self.staging)
@@ -153,6 +156,8 @@ class CudaInputs:
             top_p_N=np.ones(num_reqs),
             min_p_N=np.zeros(num_reqs),
             stream_keys_N=np.zeros(num_reqs, np.int64),
+            edits_N=np.zeros(num_reqs, bool),
+            min_tokens_N=np.zeros(num_reqs, np.int64),
         )
         known = {row: batch.token_ids[starts[row] : starts[row + 1]] for row in range(num_reqs)}
         bounds = {slot: (0, self._max_model_len + 1) for slot in rows.batch.slots}
@@ -190,6 +195,20 @@ class CudaInputs:
             counts_R=self.counts,
             history_RM=self.history,
             synthetic_K=synthetic_K,
+            words_RV=self.edits.words,
+        )
+
+    def logit_edits(self) -> LogitEdits:
+        """Return what the sampling kernels read of bias, min_tokens and penalties."""
+        edits, sampling = self.edits, self.sampling
+        return LogitEdits(
+            words=edits.words,
+            biases=edits.biases,
+            factors=edits.factors,
+            edits=sampling.edits,
+            row_slots=sampling.row_slots,
+            logits_rows=self.logits_rows,
+            input_ids=self.input_ids,
         )
 
     def propose_ngrams(self, tokens_L: torch.Tensor, *, num_reqs: int, shortest: int, longest: int) -> None:
@@ -259,7 +278,9 @@ class CudaInputs:
         floats[:count, 2] = parameters.top_p_N
         floats[:count, 3] = parameters.min_p_N
         integers[:count, 2] = parameters.stream_keys_N
-        entries[:count, 6:] = [*starts.values()]
+        entries[:count, 6:8] = [*starts.values()]
+        entries[:count, 8] = parameters.edits_N
+        entries[:count, 9] = np.minimum(entries[:count, 6] + parameters.min_tokens_N, MAX_LEN)
         row_of = {slot: row for row, slot in enumerate(rows.batch.slots)}
         upload.views.start_at[[row_of[slot] for slot in starts]] = range(count)
 

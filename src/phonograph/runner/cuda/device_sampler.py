@@ -84,5 +84,7 @@ class DeviceSampler:
             inputs.state.num_computed,
             parameters.lengths[:num_rows],
             rows_G=rows_G,
+            edits=inputs.logit_edits(),
+            most_drafts=inputs.drafts.shape[1],
             batch_invariant=self._batch_invariant,
         )

@@ -38,6 +38,7 @@ def accept(
     counts_R: torch.Tensor,
     history_RM: torch.Tensor,
     synthetic_K: torch.Tensor | None = None,
+    words_RV: torch.Tensor | None = None,
 ) -> None:
     """Count the tokens that each sequence gets, and write the state of its slot.
 
@@ -53,6 +54,7 @@ def accept(
         history_RM: int32, tokens of each slot; the new ones are appended
         synthetic_K: float32, share of sequences that keep their first 1, 2, ... drafts, whatever these are, for benches
             with random weights; None to keep what is right
+        words_RV: see `LogitEdits`; receives the counts of tokens of sequences with edits
     """
     most_drafts = state.drafts.shape[1]
     _accept_kernel[(num_reqs_padded,)](
@@ -66,10 +68,13 @@ def accept(
         history_RM,
         history_RM.stride(0),
         synthetic_K,
+        words_RV,
+        0 if words_RV is None else words_RV.stride(0),
         SLOTS=layout.constants["SLOTS"],
         QUERY_STARTS=layout.constants["QUERY_STARTS"],
         TOKEN_STARTS=layout.constants["TOKEN_STARTS"],
         LENGTHS=layout.constants["LENGTHS"],
+        EDITS=layout.constants["EDITS"],
         DRAW_KEYS=layout.constants["DRAW_KEYS"],
         MOST_DRAFTS=most_drafts,
         MOST_TOKENS=history_RM.shape[1],
@@ -91,10 +96,13 @@ def _accept_kernel(
     history_ptr,
     history_stride,
     synthetic_ptr,
+    words_ptr,
+    words_stride,
     SLOTS: tl.constexpr,
     QUERY_STARTS: tl.constexpr,
     TOKEN_STARTS: tl.constexpr,
     LENGTHS: tl.constexpr,
+    EDITS: tl.constexpr,
     DRAW_KEYS: tl.constexpr,
     MOST_DRAFTS: tl.constexpr,
     MOST_TOKENS: tl.constexpr,
@@ -140,6 +148,10 @@ def _accept_kernel(
         place = length + index
         kept = (index < count) & (place < MOST_TOKENS)
         tl.store(history_ptr + slot * history_stride + place, tl.maximum(token, 0), mask=kept)
+        if words_ptr is not None:
+            # A run may have a token twice.
+            counted = (index < count) & (token >= 0) & (tl.load(staging + EDITS + first) > 0)
+            tl.atomic_add(words_ptr + slot * words_stride + tl.maximum(token, 0), 1, mask=counted)
     else:
         tl.store(counts_ptr + row, 1)
     tl.store(drafts + index, -1, mask=index < MOST_DRAFTS)
