@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ pytest.importorskip("phonograph.runner.cuda.cuda_inputs")
 
 from table_engine import EOS, SLOTS, VOCAB, MakeEngine, check_outputs, engine_maker, free, row_of, ruled, wanted
 
-from phonograph.runner.cuda.masked_sampling import MaskedSampling
+from phonograph.runner.cuda.masked_sampling import MaskedSampling, MaskedSequence
 
 
 @pytest.fixture
@@ -128,13 +129,22 @@ def test_rows_of_a_smaller_step_are_listed_without_those_of_a_larger() -> None:
         masks.load(slot, Ladder(9, VOCAB, EOS), [8] if slot == 0 else [])
     seen: list[tuple[list[int], list[list[int]]]] = []
 
-    def sample_masked(rows_G: torch.Tensor, bitmask_GW: torch.Tensor) -> None:
+    def sample_masked(rows_G: torch.Tensor, bitmask_GW: torch.Tensor, requests_G: torch.Tensor) -> None:
+        assert rows_G.tolist() == requests_G.tolist()
         seen.append((rows_G.tolist(), bitmask_GW.tolist()))
+
+    def no_results() -> Any:
+        raise AssertionError("no sequence has drafts")
 
     masked = MaskedSampling(sample_masked, masks=masks, max_rows=SLOTS, vocab_size=VOCAB, device=torch.device("cpu"))
     decision = Decision(mode=GraphMode.NONE, key=None, num_tokens=5, cause="a test", reason="a test of 5 tokens")
     told = [
-        masked.sample(rows, slots, decision, SlotFailures()).reason.rpartition("; ")[2]
+        masked.sample(
+            [MaskedSequence(row, slot, row, 1) for row, slot in zip(rows, slots, strict=True)],
+            no_results,
+            decision,
+            SlotFailures(),
+        ).reason.rpartition("; ")[2]
         for rows, slots in (([0, 1, 2, 3, 4], [4, 3, 2, 1, 0]), ([4, 1, 3], [0, 1, 2]), ([2], [3]))
     ]
     assert [rows for rows, _ in seen] == [[0, 1, 2, 3, 4], [4, 1, 3, -1], [2]] and masked.sizes == (1, 2, 4, 5)

@@ -115,6 +115,7 @@ def test_runs_and_state_are_those_of_the_host(device: torch.device, drafts: int)
             if apart[row]:
                 assert counts[row] == 1
                 assert state.last_token[slot] == state.num_computed[slot] == POISON
+                assert torch.equal(state.drafts[slot], own[slot])
             else:
                 depth = batch.query_lens[row] - 1 if row < batch.num_decodes else 0
                 assert counts[row] == len(run) + (int((own[slot, :depth] >= 0).sum()) << DRAFTS_SHIFT)
@@ -123,7 +124,7 @@ def test_runs_and_state_are_those_of_the_host(device: torch.device, drafts: int)
                 history[slot, length : length + len(run)] = torch.tensor(run).clamp(min=0)
                 if edits[row]:
                     counted[slot] += np.bincount([token for token in run if token >= 0], minlength=2)
-            assert (state.drafts[slot] == -1).all()
+                assert (state.drafts[slot] == -1).all()
         assert torch.equal(made.history.cpu(), history) and (words.cpu().numpy() == counted).all()
         unused = [slot for slot in range(SLOTS) if slot not in batch.slots]
         assert torch.equal(state.drafts[unused], own[unused]) and (counts[batch.num_reqs :] == POISON).all()

@@ -150,10 +150,12 @@ def engine_maker() -> MakeEngine:
         most = 0 if speculation is None else speculation.num_speculative_tokens
         num_logits = min(SLOTS * (1 + most), TOKENS)
         drafts = None
+        sampler = Sampler(max_num_seqs=SLOTS, vocab_size=VOCAB, device=device, seed=0)
         if speculation is not None:
             limits, adaptive = speculation.most_drafts(SLOTS), speculation.adaptive_depth
             budget = DraftBudget(limits, max_num_seqs=SLOTS, adaptive=adaptive, in_steps=in_steps)
-            drafts = DeviceDrafts(budget, max_num_logits=num_logits, in_steps=in_steps)
+            slow = sampler.grammars.slow
+            drafts = DeviceDrafts(budget, max_num_logits=num_logits, slow_masks=slow, in_steps=in_steps)
         model = TableModel(device, num_logits)
         scheduler = make_scheduler(max_num_seqs=SLOTS, max_num_batched_tokens=TOKENS, drafts=drafts, **changes)
         captures = make_capture_list(
@@ -193,7 +195,6 @@ def engine_maker() -> MakeEngine:
             from phonograph.runner.cuda.token_ring import TokenRing
 
             runtime, ring = CudaRuntime(device), TokenRing(depth=RING_DEPTH, max_rows=rows)
-        sampler = Sampler(max_num_seqs=SLOTS, vocab_size=VOCAB, device=device, seed=0)
         sampler.edits = inputs.edits
         device_sampler = DeviceSampler(inputs, model.logits_NV, speculation=speculation)
         backend: Any = Backend()
@@ -212,7 +213,11 @@ def engine_maker() -> MakeEngine:
         }
         builder: Any = Backend()
         masked = MaskedSampling(
-            device_sampler.sample_masked, masks=sampler.grammars, max_rows=SLOTS, vocab_size=VOCAB, device=device
+            device_sampler.sample_masked,
+            masks=sampler.grammars,
+            max_rows=scheduler.limits.max_masked_rows,
+            vocab_size=VOCAB,
+            device=device,
         )
         runner = Runner(
             program=program,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import numpy as np
-
 from phonograph.core.batch import StepOutput
 from phonograph.graphs.dispatch import Decision
 from phonograph.graphs.runtime import GraphRuntime
@@ -59,8 +57,8 @@ class CpuSampling:
         if self._head is not None:
             outputs = self._head.take(rows, outputs)
         output, batch = StepOutput(failures=failures.by_slot), rows.batch
-        num_rows = np.bincount(rows.owners)
-        first_rows, draws, slots = np.cumsum(num_rows) - num_rows, rows.draws - (num_rows - 1), batch.slots
+        first_rows, num_rows = rows.logits_spans()
+        draws, slots = rows.draws - (num_rows - 1), batch.slots
         if not rows.samples.all():
             first_rows, num_rows, draws = first_rows[rows.samples], num_rows[rows.samples], draws[rows.samples]
             slots = [slot for slot, samples in zip(slots, batch.samples, strict=True) if samples]

@@ -38,6 +38,11 @@ class StepRows:
     def num_logits(self) -> int:
         return len(self.owners)
 
+    def logits_spans(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the first row of logits of each sequence, and their number, int64 [N]."""
+        counts = np.bincount(self.owners)
+        return np.cumsum(counts) - counts, counts
+
     def last_logits(self) -> np.ndarray:
         """Return the last row of logits of each sequence, int64 [N]."""
         return np.cumsum(np.bincount(self.owners)) - 1

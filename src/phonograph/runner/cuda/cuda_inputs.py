@@ -10,6 +10,7 @@ once.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -36,6 +37,19 @@ _UPLOADS = 4
 """Pinned buffers, used in turn: more than there can be steps in flight."""
 
 
+class StepResults(NamedTuple):
+    """Results of a step on the host, all int32.
+
+    tokens: [L], sample of each row of logits
+    counts: [R], see `accept`, by row of the batch; empty without drafts
+    drafts: [R, K] by slot, those that the next step verifies; -1 for none
+    """
+
+    tokens: np.ndarray
+    counts: np.ndarray
+    drafts: np.ndarray
+
+
 class CudaInputs:
     """Device state by slot, the inputs of a step, and the uploads that change them.
 
@@ -45,7 +59,8 @@ class CudaInputs:
     [L] int64.
 
     Sampling reads `sampling`, and writes tokens [L], int32, and the last tokens and lengths of `state`. With drafts,
-    acceptance writes counts [R], int32, behind the tokens (`results` has both), and history [R, M], int32.
+    acceptance writes counts [R], int32, and history [R, M], int32. `results` has tokens, counts, and the drafts of the
+    next step by slot.
 
     Args:
         draft_tokens: most drafts of a sequence.
@@ -88,10 +103,11 @@ class CudaInputs:
             max_num_seqs=max_num_seqs,
             max_blocks=max_blocks,
             device=device,
-            most_drafts=draft_tokens,
         )
-        self.results = zeros(num_logits + (max_num_seqs if draft_tokens else 0))
-        self.tokens, self.counts = self.results[:num_logits], self.results[num_logits:]
+        self.results = zeros(num_logits + (max_num_seqs * (1 + draft_tokens) if draft_tokens else 0))
+        sizes = num_logits, max_num_seqs if draft_tokens else 0, max_num_seqs * draft_tokens
+        self.tokens, self.counts, drafts = self.results.split(sizes)
+        self.state = self.state._replace(drafts=drafts.view(max_num_seqs, draft_tokens))
         self.history = zeros(max_num_seqs, max_model_len + 1 if keeps_tokens else 0)
         self.input_ids = zeros(max_num_tokens)
         self.positions = zeros(max_num_tokens, dtype=torch.int64)
@@ -183,7 +199,21 @@ class CudaInputs:
             logits_rows_L=self.logits_rows,
         )
 
-    def accept(self, tokens_L: torch.Tensor, *, num_reqs: int, synthetic_K: torch.Tensor | None = None) -> None:
+    def results_of(self, words: np.ndarray) -> StepResults:
+        """Return views of the results of a step that were copied to the host."""
+        num_logits, (num_slots, most_drafts) = len(self.tokens), self.drafts.shape
+        end = num_logits + len(self.counts)
+        drafts = words[end : end + num_slots * most_drafts].reshape(num_slots, most_drafts)
+        return StepResults(words[:num_logits], words[num_logits:end], drafts)
+
+    def accept(
+        self,
+        tokens_L: torch.Tensor,
+        *,
+        num_reqs: int,
+        synthetic_K: torch.Tensor | None = None,
+        listed_G: torch.Tensor | None = None,
+    ) -> None:
         """Launch the kernel that accepts drafts, behind the sampling of a padded shape; see `accept_drafts`."""
         accept(
             self.staging,
@@ -196,6 +226,7 @@ class CudaInputs:
             history_RM=self.history,
             synthetic_K=synthetic_K,
             words_RV=self.edits.words,
+            listed_G=listed_G,
         )
 
     def logit_edits(self) -> LogitEdits:
@@ -211,7 +242,15 @@ class CudaInputs:
             input_ids=self.input_ids,
         )
 
-    def propose_ngrams(self, tokens_L: torch.Tensor, *, num_reqs: int, shortest: int, longest: int) -> None:
+    def propose_ngrams(
+        self,
+        tokens_L: torch.Tensor,
+        *,
+        num_reqs: int,
+        shortest: int,
+        longest: int,
+        listed_G: torch.Tensor | None = None,
+    ) -> None:
         """Launch the kernel that looks up drafts for the next step, behind `accept`."""
         propose_ngrams(
             self.staging,
@@ -222,6 +261,7 @@ class CudaInputs:
             history_RM=self.history,
             shortest=shortest,
             longest=longest,
+            listed_G=listed_G,
         )
 
     def _send(

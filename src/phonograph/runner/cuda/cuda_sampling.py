@@ -15,9 +15,9 @@ import numpy as np
 from phonograph.core.batch import ScheduledBatch, StepOutput
 from phonograph.graphs.dispatch import Decision
 from phonograph.graphs.runtime import GraphRuntime
-from phonograph.kernels.triton.step.accept_drafts import DRAFTS_SHIFT
-from phonograph.runner.cuda.cuda_inputs import CudaInputs
-from phonograph.runner.cuda.masked_sampling import MaskedSampling
+from phonograph.kernels.triton.step.accept_drafts import DRAFTS_SHIFT, LENGTH_MASK
+from phonograph.runner.cuda.cuda_inputs import CudaInputs, StepResults
+from phonograph.runner.cuda.masked_sampling import MaskedSampling, MaskedSequence
 from phonograph.runner.cuda.token_ring import TokenRing
 from phonograph.runner.cuda.token_scores import TokenScores
 from phonograph.runner.step_inputs import KernelRows, StepRows
@@ -69,7 +69,7 @@ class StepInFlight:
         num_logits = batch.num_logits
         tokens: list[int] = results[:num_logits].tolist()
         counts = results[drafts.max_num_logits :][: batch.num_reqs]
-        lengths = counts & (1 << DRAFTS_SHIFT) - 1
+        lengths = counts & LENGTH_MASK
         rows = [*batch.query_lens[: batch.num_decodes], *[1] * (batch.num_reqs - batch.num_decodes)]
         starts = [*accumulate(rows, initial=0)]
         runs = [
@@ -126,17 +126,24 @@ class CudaSampling:
     ) -> StepInFlight:
         """Sample behind the step, and start the copy of its tokens to the host."""
         batch, sampler, scores = rows.batch, self._sampler, None
-        self._masked.follow(self._ring, failures)
+        self._masked.follow(self._latest, failures)
         if (sampler.logprobs[rows.slots] >= 0).any():
             scores = TokenScores(sampler, rows, outputs.logits, plan.masked)
         if plan.masked:
-            slots = [batch.slots[row] for row in plan.masked]
-            decision = self._masked.sample(rows.last_logits()[plan.masked].tolist(), slots, decision, failures)
+            firsts, counts = rows.logits_spans()
+            sequences = [
+                MaskedSequence(row, batch.slots[row], int(firsts[row]), int(counts[row])) for row in plan.masked
+            ]
+            decision = self._masked.sample(sequences, self._latest, decision, failures)
         if scores is not None:
             scores.start(outputs.logits, outputs.tokens, failures)
         ticket = self._ring.send(outputs.tokens if self.drafts is None else self._inputs.results)
         output = StepOutput(failures=failures.by_slot)
         return StepInFlight(output, decision, batch, self._ring, ticket, sampler.vocab_size, self.drafts, scores)
+
+    def _latest(self) -> StepResults:
+        """Wait for the step before the one that was sent last, and return its results."""
+        return self._inputs.results_of(self._ring.read(self._ring.latest))
 
     def launch(self) -> None:
         """Launch masked sampling for each size that has a graph."""

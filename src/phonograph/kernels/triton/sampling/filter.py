@@ -306,4 +306,4 @@ def filter_kernel(
         token = tl.where(token < V, token, -1)
         finish(row, slot, token, tokens_ptr, last_token_ptr, num_computed_ptr, seq_lens_ptr)
         if edits_ptr is not None:
-            count_token(token, edit, listed, V, MOST_DRAFTS)
+            count_token(token, edit, V, MOST_DRAFTS)

@@ -116,8 +116,8 @@ def sample(
         seq_lens_N: int32
         rows_G: int32; the rows to sample, each once, below 0 for none; tokens of all other rows stay as they are
         edits: bias, min_tokens and penalties of rows; None if no row can have any. Tokens of rows with edits are
-            counted here, but with `most_drafts` only those of rows in `rows_G`: `accept` counts the others
-        most_drafts: most drafts of a sequence
+            counted here
+        most_drafts: most drafts of a sequence; if there are any, `accept` counts tokens instead
         batch_invariant: a row is always cut into the parts of the largest batch, because top-p depends on their sums
     """
     num_rows, vocab_size = logits_NV.shape

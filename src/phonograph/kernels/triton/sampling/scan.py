@@ -94,9 +94,9 @@ def finish(row, slot, token, tokens_ptr, last_token_ptr, num_computed_ptr, seq_l
 
 
 @triton.jit
-def count_token(token, edit, listed, V: tl.constexpr, MOST_DRAFTS: tl.constexpr):
-    """Count the token of a row with edits; where there are drafts, `accept` counts what is kept of the step's rows."""
-    if (edit.kind > 0) & (token >= 0) & ((listed != 0) | (MOST_DRAFTS == 0)):
+def count_token(token, edit, V: tl.constexpr, MOST_DRAFTS: tl.constexpr):
+    """Count the token of a row with edits; where there are drafts, `accept` counts what is kept."""
+    if (edit.kind > 0) & (token >= 0) & (MOST_DRAFTS == 0):
         word = edit.words + edit.slot.to(tl.int64) * V + token
         tl.store(word, tl.load(word) + 1)
 
@@ -231,4 +231,4 @@ def scan_kernel(
             chosen = tl.where(valid, chosen, -1)
             finish(row, slot, chosen, tokens_ptr, last_token_ptr, num_computed_ptr, seq_lens_ptr)
             if edits_ptr is not None:
-                count_token(chosen, edit, listed, V, MOST_DRAFTS)
+                count_token(chosen, edit, V, MOST_DRAFTS)
