@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from step_rows import draws_of_logits
 
 from phonograph.core.batch import ScheduledBatch
 from phonograph.kernels.triton.step.accept_drafts import DRAFTS_SHIFT, accept
@@ -53,7 +54,7 @@ class Device:
         views.slots[: batch.num_reqs] = batch.slots
         views.query_starts[: batch.num_reqs + 1] = np.cumsum([0, *batch.query_lens])
         start = self.layout.fields["lengths"][1].start
-        words[start : start + batch.num_logits] = rows.draws_of_logits()
+        words[start : start + batch.num_logits] = draws_of_logits(rows)
         return torch.from_numpy(words).to(self.device)
 
 
@@ -79,7 +80,7 @@ def test_runs_and_state_are_those_of_the_host(device: torch.device, drafts: int)
     rng = np.random.default_rng(drafts)
     for _ in range(20):
         made, rows = Device(drafts, 40, device), drawn(rng, drafts, 40)
-        batch, last = rows.batch, rows.last_logits()
+        batch, last = rows.batch, sum(rows.logits_spans()) - 1
         # Few tokens, so that drafts are often right; some rows have none, and other samplers take some.
         tokens = rng.integers(-1, 2, rows.num_logits)
         apart = rng.random(batch.num_reqs) < 0.2
@@ -94,7 +95,7 @@ def test_runs_and_state_are_those_of_the_host(device: torch.device, drafts: int)
         staging, edits = made.stage(rows), rng.integers(0, 3, batch.num_reqs)
         made.layout.sampling_views(staging).edits[: rows.num_logits] = torch.from_numpy(edits[rows.owners])
         words = torch.from_numpy(rng.integers(0, 1 << 30, (SLOTS, 2)).astype(np.int32)).to(device)
-        counted = words.cpu().numpy()
+        counted = words.cpu().numpy().copy()
         accept(
             staging,
             made.layout,
@@ -111,7 +112,7 @@ def test_runs_and_state_are_those_of_the_host(device: torch.device, drafts: int)
         runs = accepted_runs(tokens.tolist(), rows.owners, np.where(np.isin(np.arange(len(behind)), last), -9, behind))
         counts, state = made.counts.cpu(), SlotState(*(tensor.cpu() for tensor in made.state))
         for row, (slot, run) in enumerate(zip(batch.slots, runs, strict=True)):
-            length = int(rows.draws_of_logits()[rows.owners == row][0])
+            length = int(draws_of_logits(rows)[rows.owners == row][0])
             if apart[row]:
                 assert counts[row] == 1
                 assert state.last_token[slot] == state.num_computed[slot] == POISON

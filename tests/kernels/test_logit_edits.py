@@ -16,6 +16,7 @@ from phonograph.sampling.sampler import Sampler
 from phonograph.sampling.slot_edits import SlotEdits
 
 VOCAB, ENDS, PROMPT = 90, [7, 88], [3, 3, 50, 61]
+DRAFTS = [3, 32, 33, 61, 77]
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0.0, "presence_penalty": 2.0, "frequency_penalty": -1.0},
     {"temperature": 0.8, "repetition_penalty": 1.7},
@@ -37,10 +38,12 @@ class Decodes:
         self.slots = rng.permutation(number + 1)[:number].tolist()
         self.outputs = [rng.integers(0, VOCAB, rng.integers(0, 6)).tolist() for _ in kinds]
         # Drafts repeat tokens, of the output and of one another.
-        self.drafts = [(rng.integers(0, 3, rng.integers(0, num_drafts + 1)) * 29 + 3).tolist() for _ in kinds]
+        self.drafts = [rng.choice(DRAFTS, rng.integers(0, num_drafts + 1)).tolist() for _ in kinds]
         self.owners = np.repeat(np.arange(number), [1 + len(drafts) for drafts in self.drafts])
         self.places = np.concatenate([np.arange(1 + len(drafts)) for drafts in self.drafts])
-        self.logits = torch.from_numpy(rng.normal(0, 3, (len(self.owners), VOCAB))).to(device, dtype)
+        logits = rng.normal(0, 0.5, (len(self.owners), VOCAB))
+        logits[:, DRAFTS] += 6.0  # so that what they are reduced by decides
+        self.logits = torch.from_numpy(logits).to(device, dtype)
         # Rows need not stand at the beginning of the step.
         tokens = [token for output, drafts in zip(self.outputs, self.drafts, strict=True) for token in (5, *drafts)]
         self.input_ids = torch.tensor([1, 1, *tokens], dtype=torch.int32, device=device)
@@ -114,7 +117,7 @@ def test_a_row_sees_all_tokens_before_it(num_drafts: int, dtype: torch.dtype, de
     made = Decodes(num_drafts, dtype, device, KINDS * 2)
     before, tokens = made.counts(), made.device()
     assert tokens == made.host()
-    assert len({*tokens}) > 3
+    assert len({*tokens}) > 3 and len(tokens) >= 14 + num_drafts
     # With drafts `accept` counts what is kept.
     expected = before.copy()
     if not num_drafts:
@@ -123,14 +126,15 @@ def test_a_row_sees_all_tokens_before_it(num_drafts: int, dtype: torch.dtype, de
     assert (made.counts() == expected).all()
 
 
-def test_rows_behind_the_step_are_counted(device: torch.device) -> None:
-    made = Decodes(2, torch.float32, device, KINDS)
+@pytest.mark.parametrize("num_drafts", [0, 2])
+def test_rows_that_are_listed(num_drafts: int, device: torch.device) -> None:
+    made = Decodes(num_drafts, torch.float32, device, KINDS)
     expected, host = made.counts(), made.host()
     rows = [int(np.flatnonzero(made.owners == owner)[-1]) for owner in (1, 4, 6)]
     tokens = made.device([rows[0], -1, *rows[1:]])
     assert [token for token in tokens if token != -9] == [host[row] for row in rows]
     for owner, row in ((1, rows[0]), (4, rows[1])):
-        expected[owner, tokens[row]] += 1
+        expected[owner, tokens[row]] += not num_drafts
     assert (made.counts() == expected).all()
 
 

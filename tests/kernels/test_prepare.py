@@ -7,7 +7,7 @@ from itertools import takewhile
 import numpy as np
 import pytest
 import torch
-from step_rows import rows_of
+from step_rows import draws_of_logits, rows_of
 
 from phonograph.core.batch import BlockAppend, ScheduledBatch
 from phonograph.core.blocks import blocks_for
@@ -154,7 +154,7 @@ class Sequences:
         for name, column in (("temperature", 0), ("top_p", 1), ("min_p", 2)):
             assert getattr(found, name)[: len(slots)].tolist() == self.parameters[slots, column].tolist(), name
         assert found.top_k[: len(slots)].tolist() == self.top_k[slots].tolist()
-        lengths = rows.draws_of_logits()
+        lengths = draws_of_logits(rows)
         assert found.row_slots[: len(slots)].tolist() == slots.tolist()
         assert found.lengths[: len(slots)].tolist() == lengths.tolist()
         draws = lengths - self.prompt_lens[slots]

@@ -43,14 +43,6 @@ class StepRows:
         counts = np.bincount(self.owners)
         return np.cumsum(counts) - counts, counts
 
-    def last_logits(self) -> np.ndarray:
-        """Return the last row of logits of each sequence, int64 [N]."""
-        return np.cumsum(np.bincount(self.owners)) - 1
-
-    def draws_of_logits(self) -> np.ndarray:
-        """Return the index of the draw of each row of logits, int64 [L]: that of the token behind the row's own."""
-        return self.draws[self.owners] - (self.last_logits()[self.owners] - np.arange(self.num_logits))
-
 
 class KernelRows(NamedTuple):
     """Rows that the step's own kernels sample, bool [N], and the sampling parameters of the sequences that start.
