@@ -95,6 +95,8 @@ class GrammarMasks:
         """
         drafts = drafts or [()] * len(slots)
         firsts = [*accumulate((1 + len(one) for one in drafts), initial=0)]
+        if firsts[-1] > len(bitmask_RW):
+            raise IndexError(f"{firsts[-1]} masks do not fit a bitmask of {len(bitmask_RW)} rows")
         work = [*zip(firsts, slots, drafts, strict=False)]
         began = time.perf_counter()
         for number, one in enumerate(work):
@@ -155,7 +157,8 @@ def _fill(matcher: Matcher, bitmask_RW: np.ndarray, row: int, drafts: Sequence[i
                 break
             matcher.fill(bitmask_RW, row + taken)
     finally:
-        matcher.rollback(taken)
+        if taken:
+            matcher.rollback(taken)
 
 
 def _accept(matcher: Matcher, token_id: int) -> None:
