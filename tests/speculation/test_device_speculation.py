@@ -253,6 +253,8 @@ def test_drafts_of_rows_with_a_grammar(
 
     def noted(batch: Any, output: Any) -> Any:
         requests = compress(scheduler._in_flight[0][1], batch.samples)
+        lengths = dict(zip(output.slots, map(len, output.token_ids), strict=True))
+        assert {slot: len(scores) for slot, scores in output.logprobs.items()}.items() <= lengths.items()
         runs.extend(len(run) for one, run in zip(requests, output.token_ids, strict=True) if one.grammar is not None)
         return update(batch, output)
 

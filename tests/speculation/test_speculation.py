@@ -98,7 +98,8 @@ SYNTHETIC = {"rejection_sample_method": "synthetic"}
 def check(plain: LLM, drafting: LLM, params: SamplingParams) -> list[RequestOutput]:
     wanted, found = (llm.generate(PROMPTS, params) for llm in (plain, drafting))
     assert texts(found) == texts(wanted)
-    assert scores(found) == pytest.approx(scores(wanted), abs=1e-5)
+    # Products of several rows round differently from those of one.
+    assert scores(found) == pytest.approx(scores(wanted), abs=1e-4)
     return wanted
 
 
