@@ -99,7 +99,7 @@ def check(plain: LLM, drafting: LLM, params: SamplingParams) -> list[RequestOutp
     wanted, found = (llm.generate(PROMPTS, params) for llm in (plain, drafting))
     assert texts(found) == texts(wanted)
     # Products of several rows round differently from those of one.
-    assert scores(found) == pytest.approx(scores(wanted), abs=1e-4)
+    assert scores(found) == pytest.approx(scores(wanted), abs=2e-4)
     return wanted
 
 
