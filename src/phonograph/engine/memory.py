@@ -125,6 +125,8 @@ def plan_memory(
     if device.kind != "cpu" and limits.draft_tokens:
         history = 4 * max_num_seqs * (max_model_len + 1) if draft is None or draft.taps else 0
         sampling += history + _SAMPLE_BYTES_PER_ROW * (limits.max_num_logits - max_num_seqs)
+        # Copies of rows of drafts that a grammar masks.
+        sampling += (limits.max_masked_rows - max_num_seqs) * model.vocab_size * DTYPE_BYTES[dtype]
     taken = weights + graphs + attention_bytes + sampling
     if device.kind != "cpu":
         taken += _LIBRARY_BYTES + (_SLEEP_BYTES if config.enable_sleep_mode else 0)
