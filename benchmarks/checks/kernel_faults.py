@@ -302,6 +302,14 @@ _OTHERS: tuple[Fault, ...] = (
         broad=(_SAMPLING, "tests/engine/test_gpu_engine.py"),
     ),
     Fault(
+        name="edit: a row does not see the draft that is its own token",
+        file="sampling/edit.py",
+        old="place = tl.load(edit.logits_rows + edit.row) - back\n",
+        new="place = tl.load(edit.logits_rows + edit.row) - back - 1\n",
+        narrow=(f"{_TESTS}/test_logit_edits.py",),
+        broad=("tests/speculation/test_gpu_speculation.py",),
+    ),
+    Fault(
         name="prepare: blocks of long tables are not entered",
         file="step/prepare.py",
         old="            tl.store(table_row + column, block_ids, mask=is_new)\n",

@@ -15,6 +15,7 @@ from scheduling import request
 
 from phonograph.core.request import Request
 from phonograph.graphs.modes import GraphMode
+from phonograph.runner.cuda import token_scores
 from phonograph.sampling import logprobs
 from phonograph.sampling.sampler import Sampler
 
@@ -97,7 +98,7 @@ def is_victim(engine: Engine, slot: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("fault", "begin", "host", "part"),
+    ("fault", "begin", "scored", "part"),
     [
         ("matcher", 0, False, "sampling parameters"),
         ("fill", 0, True, "grammar"),
@@ -107,12 +108,12 @@ def is_victim(engine: Engine, slot: int) -> bool:
     ],
 )
 def test_a_grammar(
-    engine: Engine, fault: str, begin: int, host: bool, part: str, monkeypatch: pytest.MonkeyPatch
+    engine: Engine, fault: str, begin: int, scored: bool, part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On rows that the device masks, and on rows of the host's sampler."""
+    """With and without log-probabilities of its tokens."""
     monkeypatch.setattr(Broken, "fault", fault)
     monkeypatch.setattr(Broken, "begin", begin)
-    victim = victim_of(**({"logprobs": 0} if host else {}))
+    victim = victim_of(**({"logprobs": 0} if scored else {}))
     victim.grammar = Broken(8, VOCAB, EOS)
     check(engine, victim, part, fault)
 
@@ -131,16 +132,17 @@ def test_loading_a_slot(engine: Engine, name: str, monkeypatch: pytest.MonkeyPat
     check(engine, victim_of(), "sampling parameters" if name == "load" else "token ids", f"OverflowError: {name}")
 
 
-def test_a_row_that_the_host_samples(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    choose, draw = Sampler._choose, 2
+def test_log_probabilities_of_a_token(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that are scored together are tried alone."""
+    function = token_scores.score_tokens
 
-    def broken(self: Sampler, logits: Any, by_row: np.ndarray, draws: np.ndarray, failures: Any) -> Any:
-        if any(is_victim(engine, slot) and d >= draw for slot, d in zip(by_row.tolist(), draws.tolist(), strict=True)):
-            raise ValueError("choice")
-        return choose(self, logits, by_row, draws, failures)
+    def broken(logits: Any, tokens: torch.Tensor, top: int) -> Any:
+        if top == 3:
+            raise ValueError("scores")
+        return function(logits, tokens, top)
 
-    monkeypatch.setattr(Sampler, "_choose", broken)
-    check(engine, victim_of(logprobs=1), "sampling", "choice")
+    monkeypatch.setattr(token_scores, "score_tokens", broken)
+    check(engine, victim_of(logprobs=3), "log-probabilities", "scores")
 
 
 def test_log_probabilities_of_a_prompt(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

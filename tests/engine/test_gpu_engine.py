@@ -122,7 +122,7 @@ def test_nothing_is_compiled_while_serving(full: LLM) -> None:
     assert not compiled
 
 
-def test_sampling_parameters_that_need_the_host(full: LLM) -> None:
+def test_penalties_and_log_probabilities(full: LLM) -> None:
     cpu = LLM(model="demo", device="cpu", cudagraph_mode="NONE", max_num_seqs=16)
     params = SamplingParams(max_tokens=12, temperature=0.0, repetition_penalty=1.2, logprobs=3, min_tokens=4)
     got, wanted = (llm.generate(questions(llm)[:8], params) for llm in (full, cpu))

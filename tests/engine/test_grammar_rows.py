@@ -5,24 +5,21 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from ladders import Ladder
 
 from phonograph.core.request import Request
-from phonograph.core.sampling_params import SamplingParams
 from phonograph.graphs.dispatch import Decision
 from phonograph.graphs.modes import GraphMode
 from phonograph.sampling.failures import SlotFailures
 from phonograph.sampling.grammar_masks import GrammarMasks
-from phonograph.sampling.sampler import Sampler
 
 pytest.importorskip("phonograph.runner.cuda.cuda_inputs")
 
-from table_engine import EOS, SLOTS, VOCAB, MakeEngine, engine_maker, free, row_of, ruled, wanted
+from table_engine import EOS, SLOTS, VOCAB, MakeEngine, check_outputs, engine_maker, free, row_of, ruled, wanted
 
-from phonograph.runner.cuda.masked_sampling import MaskedSampling
+from phonograph.runner.cuda.masked_sampling import MaskedSampling, MaskedSequence
 
 
 @pytest.fixture
@@ -34,7 +31,7 @@ SETTINGS = ({"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.7})
 
 
 def mixture() -> list[Request]:
-    """More than there are slots, with and without a grammar, sampled by the graph, behind it and by the host."""
+    """More than there are slots, with and without a grammar, sampled by the graph and behind it."""
     requests = [ruled(name, 3 + index, **SETTINGS[index % 3]) for index, name in enumerate("abdef")]
     requests += [free(name, **SETTINGS[index % 3]) for index, name in enumerate("ghi")]
     return [
@@ -51,8 +48,8 @@ def mixture() -> list[Request]:
 def test_outputs_are_those_of_the_host(make: MakeEngine, mode: GraphMode) -> None:
     engine, requests = make(mode), mixture()
     engine.run(*requests)
+    check_outputs(engine, requests)
     for one in requests:
-        assert one.output_token_ids == wanted(engine.model, one), one.request_id
         ends = "length" if one.request_id == "n" or one.grammar is None else "stop"
         assert one.finish_reason == ends or one.output_token_ids[-1] == EOS, one.request_id
     masked = [record for record in engine.records if record.cause.endswith("; masked sampling")]
@@ -132,13 +129,22 @@ def test_rows_of_a_smaller_step_are_listed_without_those_of_a_larger() -> None:
         masks.load(slot, Ladder(9, VOCAB, EOS), [8] if slot == 0 else [])
     seen: list[tuple[list[int], list[list[int]]]] = []
 
-    def sample_masked(rows_G: torch.Tensor, bitmask_GW: torch.Tensor) -> None:
+    def sample_masked(rows_G: torch.Tensor, bitmask_GW: torch.Tensor, requests_G: torch.Tensor) -> None:
+        assert rows_G.tolist() == requests_G.tolist()
         seen.append((rows_G.tolist(), bitmask_GW.tolist()))
+
+    def no_results() -> Any:
+        raise AssertionError("no sequence has drafts")
 
     masked = MaskedSampling(sample_masked, masks=masks, max_rows=SLOTS, vocab_size=VOCAB, device=torch.device("cpu"))
     decision = Decision(mode=GraphMode.NONE, key=None, num_tokens=5, cause="a test", reason="a test of 5 tokens")
     told = [
-        masked.sample(rows, slots, decision, SlotFailures()).reason.rpartition("; ")[2]
+        masked.sample(
+            [MaskedSequence(row, slot, row, 1) for row, slot in zip(rows, slots, strict=True)],
+            no_results,
+            decision,
+            SlotFailures(),
+        ).reason.rpartition("; ")[2]
         for rows, slots in (([0, 1, 2, 3, 4], [4, 3, 2, 1, 0]), ([4, 1, 3], [0, 1, 2]), ([2], [3]))
     ]
     assert [rows for rows, _ in seen] == [[0, 1, 2, 3, 4], [4, 1, 3, -1], [2]] and masked.sizes == (1, 2, 4, 5)
@@ -157,12 +163,3 @@ def test_one_grammar_shared_by_samples(make: MakeEngine) -> None:
     engine.run(*requests)
     assert [one.output_token_ids for one in requests] == [wanted(engine.model, one) for one in requests]
     assert len({tuple(one.output_token_ids) for one in requests}) == 4 and grammar.taken == 0
-
-
-def test_parameters_need_no_host() -> None:
-    """Sampling behind the step and sampling by the host are told apart by the tests above."""
-    sampler = Sampler(max_num_seqs=3, vocab_size=VOCAB, device=torch.device("cpu"), seed=0)
-    settings: list[dict[str, Any]] = [{}, {"logprobs": 1}, {"presence_penalty": 1.0}]
-    for slot, each in enumerate(settings):
-        sampler.load(slot, SamplingParams(**each), [1], [], [EOS], 0, Ladder(3, VOCAB, EOS))
-    assert sampler.needs_logits(np.arange(3), np.zeros(3, np.int64)).tolist() == [False, True, True]

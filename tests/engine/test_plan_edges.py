@@ -398,11 +398,11 @@ def test_a_gpu_refuses_speculation_where_drafts_cannot_be_verified(settings: dic
 
 
 def test_memory_of_drafts_on_a_gpu_is_planned() -> None:
-    """Rows of logits, their scratch, and the tokens of all slots, in which drafts are looked up."""
+    """Rows of logits, their scratch, copies of masked ones, and the tokens of all slots."""
     shape: dict[str, Any] = {"attention_backend": "triton", "max_num_seqs": 64, "max_model_len": 1000}
     plain, drafting = (plan_of("h200", **shape, **more).memory for more in ({}, {"speculative_config": SPECULATION}))
     rows = 4 * 64
-    assert drafting.sampling - plain.sampling == 4 * 64 * 1001 + 33 * 1024 * rows
+    assert drafting.sampling - plain.sampling == 4 * 64 * 1001 + 33 * 1024 * rows + 64 * DEMO.vocab_size * 2
     assert drafting.graphs - plain.graphs >= rows * DEMO.vocab_size * 2
 
 

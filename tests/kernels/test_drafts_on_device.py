@@ -5,17 +5,31 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from step_rows import draws_of_logits
 
 from phonograph.core.batch import ScheduledBatch
 from phonograph.kernels.triton.step.accept_drafts import DRAFTS_SHIFT, accept
 from phonograph.kernels.triton.step.prompt_lookup import propose_ngrams
 from phonograph.kernels.triton.step.step_layout import SlotState, StepLayout
 from phonograph.runner.step_inputs import StepRows, rows_of
-from phonograph.sampling.accept import accepted_runs
 from phonograph.speculation.ngram import NgramProposer
 
 POISON = -77
 SLOTS, TOKENS = 9, 120
+
+
+def accepted_runs(token_ids: list[int], owners: np.ndarray, drafts: np.ndarray) -> list[list[int]]:
+    """Return the tokens that each sequence gets: of its first row, and of each row behind a draft that was right."""
+    runs: list[list[int]] = []
+    before, accepts = -1, False
+    for owner, token_id, draft in zip(owners.tolist(), token_ids, drafts.tolist(), strict=True):
+        if owner != before:
+            runs.append([token_id])
+        elif accepts:
+            runs[-1].append(token_id)
+        accepts = token_id == draft and (accepts or owner != before)
+        before = owner
+    return runs
 
 
 class Device:
@@ -40,7 +54,7 @@ class Device:
         views.slots[: batch.num_reqs] = batch.slots
         views.query_starts[: batch.num_reqs + 1] = np.cumsum([0, *batch.query_lens])
         start = self.layout.fields["lengths"][1].start
-        words[start : start + batch.num_logits] = rows.draws_of_logits()
+        words[start : start + batch.num_logits] = draws_of_logits(rows)
         return torch.from_numpy(words).to(self.device)
 
 
@@ -66,7 +80,7 @@ def test_runs_and_state_are_those_of_the_host(device: torch.device, drafts: int)
     rng = np.random.default_rng(drafts)
     for _ in range(20):
         made, rows = Device(drafts, 40, device), drawn(rng, drafts, 40)
-        batch, last = rows.batch, rows.last_logits()
+        batch, last = rows.batch, sum(rows.logits_spans()) - 1
         # Few tokens, so that drafts are often right; some rows have none, and other samplers take some.
         tokens = rng.integers(-1, 2, rows.num_logits)
         apart = rng.random(batch.num_reqs) < 0.2
@@ -78,8 +92,12 @@ def test_runs_and_state_are_those_of_the_host(device: torch.device, drafts: int)
         made.history.copy_(history)
         own = torch.from_numpy(rng.integers(-1, 2, (SLOTS, drafts)).astype(np.int32))
         made.state.drafts.copy_(own)
+        staging, edits = made.stage(rows), rng.integers(0, 3, batch.num_reqs)
+        made.layout.sampling_views(staging).edits[: rows.num_logits] = torch.from_numpy(edits[rows.owners])
+        words = torch.from_numpy(rng.integers(0, 1 << 30, (SLOTS, 2)).astype(np.int32)).to(device)
+        counted = words.cpu().numpy().copy()
         accept(
-            made.stage(rows),
+            staging,
             made.layout,
             made.state,
             num_reqs_padded=min(SLOTS, batch.num_reqs + 2),
@@ -87,24 +105,28 @@ def test_runs_and_state_are_those_of_the_host(device: torch.device, drafts: int)
             input_ids_T=made.input_ids,
             counts_R=made.counts,
             history_RM=made.history,
+            words_RV=words,
         )
         behind = np.append(input_ids, 0)[1 : rows.num_logits + 1]
         # Only drafts of decodes are read: the rows of prefills are last rows.
         runs = accepted_runs(tokens.tolist(), rows.owners, np.where(np.isin(np.arange(len(behind)), last), -9, behind))
         counts, state = made.counts.cpu(), SlotState(*(tensor.cpu() for tensor in made.state))
         for row, (slot, run) in enumerate(zip(batch.slots, runs, strict=True)):
-            length = int(rows.draws_of_logits()[rows.owners == row][0])
+            length = int(draws_of_logits(rows)[rows.owners == row][0])
             if apart[row]:
                 assert counts[row] == 1
                 assert state.last_token[slot] == state.num_computed[slot] == POISON
+                assert torch.equal(state.drafts[slot], own[slot])
             else:
                 depth = batch.query_lens[row] - 1 if row < batch.num_decodes else 0
                 assert counts[row] == len(run) + (int((own[slot, :depth] >= 0).sum()) << DRAFTS_SHIFT)
                 assert state.last_token[slot] == max(run[-1], 0)
                 assert state.num_computed[slot] == length - 1 + len(run)
                 history[slot, length : length + len(run)] = torch.tensor(run).clamp(min=0)
-            assert (state.drafts[slot] == -1).all()
-        assert torch.equal(made.history.cpu(), history)
+                if edits[row]:
+                    counted[slot] += np.bincount([token for token in run if token >= 0], minlength=2)
+                assert (state.drafts[slot] == -1).all()
+        assert torch.equal(made.history.cpu(), history) and (words.cpu().numpy() == counted).all()
         unused = [slot for slot in range(SLOTS) if slot not in batch.slots]
         assert torch.equal(state.drafts[unused], own[unused]) and (counts[batch.num_reqs :] == POISON).all()
 

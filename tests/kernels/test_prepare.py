@@ -7,14 +7,14 @@ from itertools import takewhile
 import numpy as np
 import pytest
 import torch
-from step_rows import rows_of
+from step_rows import draws_of_logits, rows_of
 
 from phonograph.core.batch import BlockAppend, ScheduledBatch
 from phonograph.core.blocks import blocks_for
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.kernels.torch.sampling import draw_keys
 from phonograph.kernels.triton.step.prepare import apply_appends, prepare
-from phonograph.kernels.triton.step.step_layout import SlotState, StepLayout
+from phonograph.kernels.triton.step.step_layout import START_WORDS, SlotState, StepLayout
 from phonograph.runner.cpu_inputs import CpuInputs
 from phonograph.sampling.failures import SlotFailures
 
@@ -53,7 +53,7 @@ class Sequences:
             slots, max_tokens, max_appends=max_appends, num_groups=len(sizes), max_num_logits=slots * (1 + drafts)
         )
         self.device = device
-        shapes = (slots,), (slots,), (slots, 8), (slots, drafts), self.inputs.slot_blocks.shape
+        shapes = (slots,), (slots,), (slots, START_WORDS), (slots, drafts), self.inputs.slot_blocks.shape
         self.state = SlotState(*(torch.full(shape, POISON, dtype=torch.int32, device=device) for shape in shapes))
         # By slot: what a sequence began with.
         self.parameters = self.rng.uniform(0, 1, (slots, 3)).astype(np.float32)
@@ -144,6 +144,7 @@ class Sequences:
     def start(self, words: np.ndarray, slot: int) -> None:
         words.view(np.float32)[[0, 2, 3]] = self.parameters[slot]
         words[[1, 6, 7]] = self.top_k[slot], self.prompt_lens[slot], self.max_len + 1
+        words[[8, 9]] = slot % 2, self.prompt_lens[slot] + slot % 5
         words.view(np.int64)[2] = self.stream_keys[slot]
 
     def check_sampling(self, staging: torch.Tensor, batch: ScheduledBatch) -> None:
@@ -153,10 +154,12 @@ class Sequences:
         for name, column in (("temperature", 0), ("top_p", 1), ("min_p", 2)):
             assert getattr(found, name)[: len(slots)].tolist() == self.parameters[slots, column].tolist(), name
         assert found.top_k[: len(slots)].tolist() == self.top_k[slots].tolist()
-        lengths = rows.draws_of_logits()
+        lengths = draws_of_logits(rows)
         assert found.row_slots[: len(slots)].tolist() == slots.tolist()
         assert found.lengths[: len(slots)].tolist() == lengths.tolist()
         draws = lengths - self.prompt_lens[slots]
+        must_not_end = draws < slots % 5
+        assert found.edits[: len(slots)].tolist() == (slots % 2 * (1 + must_not_end)).tolist()
         wanted = draw_keys(torch.from_numpy(self.stream_keys[slots]), torch.from_numpy(draws))
         assert torch.equal(found.draw_keys[: len(slots)], wanted)
 
@@ -324,9 +327,19 @@ def test_layout_views_share_memory_and_are_aligned() -> None:
     host = layout.host_views(words)
     host.header[:5] = 5, 7, 3, 4096, 6
     assert layout.prefix_len(staging).tolist() == [4096] and layout.num_logits(staging).tolist() == [6]
-    for name in ("row_slots", "sample_slots", "lengths", "temperature", "top_k", "top_p", "min_p", "draw_keys"):
+    for name in (
+        "row_slots",
+        "sample_slots",
+        "lengths",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "edits",
+        "draw_keys",
+    ):
         assert not getattr(views, name).any() and getattr(views, name).shape == (5,), "no field of the host's"
-    assert host.starts.shape == (5, 8) and host.append_starts.shape == (2, 6)
+    assert host.starts.shape == (5, START_WORDS) and host.append_starts.shape == (2, 6)
     assert views.draw_keys.dtype == torch.int64
     assert all(where.start % 4 == 0 for _, where in layout.fields.values())
     assert layout.used_words(num_appends=0, num_tokens=7) <= layout.num_words

@@ -70,6 +70,12 @@ def test_refuses_and_says_what_works(name: str, value: object, remedy: str) -> N
         ({"logit_bias": {7: 1e31}}, "logit_bias", 1e31, "token 7"),
         ({"logit_bias": {7: "much"}}, "logit_bias", "much", "number"),
         ({"logit_bias": {7: True}}, "logit_bias", True, "number"),
+        (
+            {"logit_bias": {token: token / 7 for token in range(1024)}},
+            "logit_bias",
+            "...",
+            "1024 different biases; at most 1023",
+        ),
         ({"min_tokens": 17}, "min_tokens", 17, "max_tokens (16)"),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens", 5, "max_tokens (4)"),
     ],

@@ -297,8 +297,9 @@ def test_a_cleared_slot_keeps_nothing() -> None:
     sampler.sample(logits, [0], [1])
     sampler.clear(0)
     sampler.clear(0)
-    slot, draw = np.array([0]), np.array([0])
-    assert not sampler.needs_logits(slot, draw)[0] and not sampler.kernel_parameters(slot).temperature_N[0]
+    parameters = sampler.kernel_parameters(np.array([0]))
+    assert not (parameters.temperature_N[0] or parameters.edits_N[0] or parameters.min_tokens_N[0])
+    assert sampler.logprobs[0] == -1
     sampler.load(1, SamplingParams(temperature=1.0), [], [], [], 0)
     sampled = sampler.sample(logits.expand(2, -1), [0, 1], [0, 0])
     assert sampled.token_ids[0] == int(logits.argmax()) and sampled.logprobs == {}

@@ -10,6 +10,7 @@ import torch
 
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.sampling.sampler import Sampler
+from phonograph.sampling.slot_edits import SlotEdits
 
 CPU = torch.device("cpu")
 
@@ -69,11 +70,14 @@ def test_batch_invariant_rows_are_worked_on_one_by_one(rows: int, monkeypatch: p
     assert seen == [1] * rows
 
 
-def test_which_rows_need_logits() -> None:
+def test_kernels_learn_which_slots_have_edits() -> None:
+    """The host's sampler keeps nothing of them then."""
     kinds = [{}, {"min_tokens": 3}, {"logprobs": 0}, {"presence_penalty": 1.0}, {"logit_bias": {1: 1.0}}, {"top_k": 3}]
     sampler = make_sampler(50, 6)
+    sampler.edits = SlotEdits(max_num_seqs=6, vocab_size=50, device=torch.device("cpu"))
     for slot, settings in enumerate(kinds):
         sampler.load(slot, SamplingParams(**settings), [], [], [7], 0)
-    slots = np.arange(6)
-    assert sampler.needs_logits(slots, np.full(6, 2)).tolist() == [False, True, True, True, True, False]
-    assert sampler.needs_logits(slots, np.full(6, 3)).tolist() == [False, False, True, True, True, False]
+    parameters = sampler.kernel_parameters(np.arange(6))
+    assert parameters.edits_N.tolist() == [False, True, False, True, True, False]
+    assert parameters.min_tokens_N.tolist() == [0, 3, 0, 0, 0, 0]
+    assert not (sampler._penalized | sampler._biased).any() and "_tensors" not in vars(sampler._penalties)

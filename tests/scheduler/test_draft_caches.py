@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from scheduling import add, make_scheduler, request
 
@@ -32,7 +33,7 @@ class Engine:
         for number in (1, SLOTS):  # as an engine times them when it starts
             for drafts, seconds in ((0, PLAIN), (K * number, PLAIN + PASSES + 0.01 * K * number)):
                 self.budget.costs.learn(number, drafts, seconds)
-        drafts = DeviceDrafts(self.budget, max_num_logits=SLOTS * (1 + K), in_steps=True)
+        drafts = DeviceDrafts(self.budget, max_num_logits=SLOTS * (1 + K), slow_masks=np.zeros(SLOTS), in_steps=True)
         wanted = {"max_num_seqs": SLOTS, "num_blocks": 400, "max_num_batched_tokens": 64, "max_model_len": 256}
         self.scheduler: Scheduler = make_scheduler(drafts=drafts, **{**wanted, **sizes})
         self.accepts, self.rng = accepts, random.Random(5)

@@ -13,6 +13,7 @@ from device_checks import no_wait_or_allocation
 from safetensors.torch import save_file
 
 from demo_tasks.tasks import problems
+from phonograph.core.batch import DraftCounts
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.llm import LLM
 from phonograph.engine.outputs import RequestOutput
@@ -29,7 +30,14 @@ KINDS = {
     "greedy": GREEDY,
     "drawn": SamplingParams(max_tokens=40, temperature=1.2, seed=5, ignore_eos=True),
     "filtered": SamplingParams(max_tokens=40, temperature=0.9, top_p=0.8, top_k=30, seed=6, ignore_eos=True),
+    "penalized": SamplingParams(max_tokens=40, temperature=0.8, repetition_penalty=1.2, seed=7, ignore_eos=True),
+    "counted": SamplingParams(max_tokens=40, temperature=0.0, frequency_penalty=0.3, logprobs=3, ignore_eos=True),
+    "biased": SamplingParams(max_tokens=40, temperature=1.0, top_p=0.9, seed=8, min_tokens=20, logit_bias={20: 1.5}),
+    "scored": SamplingParams(max_tokens=40, temperature=0.0, logprobs=0, ignore_eos=True),
 }
+UNEDITED = "greedy", "drawn", "filtered"
+"""Kinds whose drafts a draft model draws as the model does."""
+PENALIZED = SamplingParams(max_tokens=200, temperature=0.0, presence_penalty=0.2, ignore_eos=True, detokenize=False)
 
 
 def make_llm(**settings: Any) -> LLM:
@@ -47,6 +55,18 @@ def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
     return [one.token_ids for output in outputs for one in output.outputs]
 
 
+def results_of(outputs: list[RequestOutput]) -> list[tuple[list[int], list[list[tuple[int, float, int]]]]]:
+    """Return the tokens of each output, and ids, log-probabilities and ranks at each position."""
+    several = [one for output in outputs for one in output.outputs]
+    return [
+        (
+            one.token_ids,
+            [[(key, value.logprob, value.rank) for key, value in row.items()] for row in one.logprobs or ()],
+        )
+        for one in several
+    ]
+
+
 @pytest.fixture(scope="module")
 def drafting() -> LLM:
     return make_llm(speculative_config=NGRAM)
@@ -60,19 +80,32 @@ def test_tokens_are_bit_by_bit_those_of_plain_decoding(backend: str) -> None:
     except ConfigError as error:
         pytest.skip(str(error))
     for name, params in KINDS.items():
-        wanted, found = (tokens_of(llm.generate(prompts(llm), params)) for llm in (plain, drafting))
+        before = drafting.engine.core.scheduler.stats.drafts.accepted
+        wanted, found = (results_of(llm.generate(prompts(llm), params)) for llm in (plain, drafting))
         assert found == wanted, name
+        assert drafting.engine.core.scheduler.stats.drafts.accepted > before, name
     counts = drafting.engine.core.scheduler.stats.drafts
     assert 0 < counts.accepted < counts.verified
 
 
+def test_requests_of_all_kinds_together() -> None:
+    plain, drafting = (make_llm(batch_invariant=True, **more) for more in ({}, {"speculative_config": NGRAM}))
+    params = [*KINDS.values(), SamplingParams(max_tokens=30, allowed_token_ids=[*range(20, 200)], logprobs=1, seed=9)]
+    mixture = [params[index % len(params)] for index in range(len(prompts(plain)))]
+    wanted, found = (results_of(llm.generate(prompts(llm), mixture)) for llm in (plain, drafting))
+    assert found == wanted
+
+
 def test_tokens_with_a_draft_model_are_bit_by_bit_those_of_plain_decoding() -> None:
     plain, drafting = (make_llm(batch_invariant=True, **more) for more in ({}, {"speculative_config": MODEL}))
+    counts = DraftCounts()
     for name, params in KINDS.items():
-        wanted, found = (tokens_of(llm.generate(prompts(llm), params)) for llm in (plain, drafting))
+        wanted, found = (results_of(llm.generate(prompts(llm), params)) for llm in (plain, drafting))
         assert found == wanted, name
-    counts = drafting.engine.core.scheduler.stats.drafts
-    assert counts.accepted > 0.95 * counts.verified > 0
+        if name == UNEDITED[-1]:
+            counts = drafting.engine.core.scheduler.stats.drafts
+            assert counts.accepted > 0.95 * counts.verified > 0
+    assert drafting.engine.core.scheduler.stats.drafts.accepted > 1.1 * counts.accepted
 
 
 @pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "NONE"])
@@ -80,8 +113,8 @@ def test_a_draft_model_that_is_the_model_is_right(mode: str) -> None:
     llm = make_llm(
         speculative_config=MODEL, cudagraph_mode=mode, max_num_batched_tokens=64, max_cudagraph_capture_size=64
     )
-    for params in KINDS.values():
-        llm.generate(prompts(llm), params)
+    for name in UNEDITED:
+        llm.generate(prompts(llm), KINDS[name])
     counts = llm.engine.core.scheduler.stats.drafts
     assert counts.accepted > 0.9 * counts.verified > 0
     if mode != "NONE":
@@ -112,7 +145,7 @@ def test_a_head_of_random_weights_changes_no_token(method: str, changes: dict[st
     head = {"method": method, "model": str(tmp_path), "num_speculative_tokens": 3, "adaptive_depth": False}
     plain, drafting = (make_llm(batch_invariant=True, **more) for more in ({}, {"speculative_config": head}))
     for name, params in KINDS.items():
-        wanted, found = (tokens_of(llm.generate(prompts(llm), params)) for llm in (plain, drafting))
+        wanted, found = (results_of(llm.generate(prompts(llm), params)) for llm in (plain, drafting))
         assert found == wanted, name
     assert drafting.engine.core.scheduler.stats.drafts.verified > 0
     report = drafting.verify(num_replays=200)
@@ -146,8 +179,8 @@ def test_every_graph_equals_eager_bit_by_bit(mode: str, drafting: LLM) -> None:
 
 def test_the_hot_path_neither_waits_nor_allocates(drafting: LLM) -> None:
     params = SamplingParams(max_tokens=200, ignore_eos=True, temperature=0.0, detokenize=False)
-    for prompt in prompts(drafting)[:8]:
-        drafting.session.add(prompt, params)
+    for index, prompt in enumerate(prompts(drafting)[:8]):
+        drafting.session.add(prompt, PENALIZED if index % 2 else params)
     core = drafting.engine.core
     for _ in range(6):
         core.step()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+from ladders import Ladder
 from scheduling import request
 from speculating import Simulation, adaptive, decoding
 
 from phonograph.core.sampling_params import SamplingParams
-from phonograph.speculation.host_drafts import HostDrafts, speculates
+from phonograph.speculation.device_drafts import speculates
+from phonograph.speculation.host_drafts import HostDrafts
 
 
 class Proposer:
@@ -24,16 +26,24 @@ class Proposer:
 def test_no_drafts_are_made_for_a_request_that_rests() -> None:
     budget, proposer = adaptive(3, 2), Proposer()
     drafts, known = HostDrafts(proposer, budget, max_num_seqs=2), np.arange(9, dtype=np.int32)
-    assert drafts.draft(1, known).tolist() == [6, 7, 8] and proposer.calls == 1
+    assert drafts.draft(1, known, len).tolist() == [6, 7, 8] and proposer.calls == 1
     simulation = Simulation(lambda slot, step: 0.0, lambda tokens, requests: tokens, number=2, most=3)
     while budget.wants_drafts(1):
         simulation.run(budget, 10)
-    assert drafts.draft(1, known).tolist() == [] and proposer.calls == 1
+    assert drafts.draft(1, known, len).tolist() == [] and proposer.calls == 1
     assert drafts.choose(decoding(2)) == [0, 0]
 
 
+def test_drafts_end_where_a_grammar_forbids_one() -> None:
+    drafts, known = HostDrafts(Proposer(), adaptive(3, 2), max_num_seqs=2), np.arange(9, dtype=np.int32)
+    assert drafts.draft(1, known, lambda token_ids: token_ids.index(8)).tolist() == [6, 7]
+
+
 def test_requests_that_leave_drafts_out() -> None:
-    assert speculates(request("a", [1])) and speculates(request("a", [1], speculate=True, temperature=1.0, top_k=3))
-    for more in ({"speculate": False}, {"logprobs": 1}, {"min_tokens": 3}, {"presence_penalty": 1.0}):
-        assert not speculates(request("a", [1], **more)), more
-    assert SamplingParams().speculate
+    """On a device a grammar does too: its masks are filled behind the step."""
+    for more in ({}, {"logprobs": 1}, {"min_tokens": 3}, {"presence_penalty": 1.0}, {"logit_bias": {3: 1.0}}):
+        assert speculates(request("a", [1], **more)), more
+    assert not speculates(request("a", [1], speculate=False)) and SamplingParams().speculate
+    ruled = request("a", [1])
+    ruled.grammar = Ladder(3, 100, 99)
+    assert not speculates(ruled)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drafted_requests import KINDS, PROMPTS, SETTINGS, UNFINISHED, texts
+from drafted_requests import KINDS, PROMPTS, SETTINGS, UNFINISHED, scores, texts
 
 from phonograph.config.speculative_config import read_speculative_config
 from phonograph.core.batch import ScheduledBatch, StepOutput
@@ -98,6 +98,8 @@ SYNTHETIC = {"rejection_sample_method": "synthetic"}
 def check(plain: LLM, drafting: LLM, params: SamplingParams) -> list[RequestOutput]:
     wanted, found = (llm.generate(PROMPTS, params) for llm in (plain, drafting))
     assert texts(found) == texts(wanted)
+    # Products of several rows round differently from those of one.
+    assert scores(found) == pytest.approx(scores(wanted), abs=2e-4)
     return wanted
 
 
@@ -121,8 +123,8 @@ def test_any_drafts(oracle: str, kind: str, plain: LLM, drafting: LLM, monkeypat
     decodes, verified, accepted = (now - then for now, then in zip(drafts.counts[:3], before[:3], strict=True))
     assert sum(drafts.counts.accepted_by_position) == drafts.counts.accepted
     assert decodes * K >= verified >= decodes
-    if kind in ("penalized", "scored", "biased", "least", "one", "switched off"):
-        assert verified == 0 or kind == "least"
+    if kind in ("one", "switched off"):
+        assert verified == 0
     elif oracle == "right":
         # Samples of one prompt begin alike, and the drafts are those of the first.
         assert verified == accepted > 0 or (kind == "samples" and 0 < accepted < verified)

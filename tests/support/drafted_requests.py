@@ -17,11 +17,25 @@ KINDS: dict[str, dict[str, Any]] = {
     "scored": {"temperature": 0.0, "logprobs": 2},
     "least": {"temperature": 1.0, "seed": 2, "min_tokens": 9},
     "biased": {"temperature": 0.0, "logit_bias": {5: 2.0}},
+    "counted": {"temperature": 0.8, "seed": 8, "presence_penalty": 0.7, "frequency_penalty": 0.4, "logprobs": 3},
+    "allowed": {"temperature": 1.0, "seed": 2, "allowed_token_ids": [*range(40, 90)], "logprobs": 0},
+    "ruled": {
+        "temperature": 1.0,
+        "seed": 6,
+        "ignore_eos": False,
+        "structured_outputs": {"regex": "([0-9]{1,3}[+=-]){12}"},
+    },
     "one": {"temperature": 0.0, "max_tokens": 1},
     "prompt scored": {"temperature": 0.0, "prompt_logprobs": 1},
     "switched off": {"temperature": 1.0, "seed": 3, "speculate": False},
 }
 UNFINISHED = {"max_tokens": 30, "ignore_eos": True}
+
+
+def scores(outputs: list[RequestOutput]) -> list[float]:
+    """Return all log-probabilities of the outputs."""
+    several = [one for output in outputs for one in output.outputs]
+    return [entry.logprob for one in several for row in one.logprobs or () for entry in row.values()]
 
 
 def texts(outputs: list[RequestOutput]) -> list[Any]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -18,6 +19,7 @@ class Ladder:
     taken: int = 0
     ended: bool = False
     warnings: tuple[str, ...] = ()
+    past: list[int] = field(default_factory=list, repr=False)
 
     def matcher(self) -> Ladder:
         return Ladder(self.length, self.vocab, self.end)
@@ -34,8 +36,23 @@ class Ladder:
     def accept(self, token_id: int) -> None:
         assert not self.ended and self.allowed()[token_id], "a token that the mask did not have"
         self.ended = token_id == self.end
+        self.past.append(self.state)
         self.state = (self.state * 31 + token_id) % (1 << 30)
         self.taken += 1
+
+    def validate(self, token_ids: Sequence[int]) -> int:
+        there = replace(self, past=[])
+        for place, token_id in enumerate(token_ids):
+            if there.ended or not there.allowed()[token_id]:
+                return place
+            there.accept(token_id)
+        return len(token_ids)
+
+    def rollback(self, num_tokens: int) -> None:
+        for _ in range(num_tokens):
+            self.state = self.past.pop()
+        self.taken -= num_tokens
+        self.ended = self.ended and not num_tokens
 
     def fill(self, bitmask_RW: np.ndarray, row: int) -> None:
         assert not self.ended

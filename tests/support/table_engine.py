@@ -5,7 +5,7 @@ Without a GPU graphs are calls, and buffers are not pinned; everything else is w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +19,7 @@ from ladders import Ladder
 from scheduling import make_scheduler, request
 
 from phonograph.config.speculative_config import SpeculativeConfig
+from phonograph.core.batch import TokenLogprobs
 from phonograph.core.request import Request
 from phonograph.engine.core import EngineCore
 from phonograph.engine.metrics.step_record import StepRecord
@@ -149,10 +150,12 @@ def engine_maker() -> MakeEngine:
         most = 0 if speculation is None else speculation.num_speculative_tokens
         num_logits = min(SLOTS * (1 + most), TOKENS)
         drafts = None
+        sampler = Sampler(max_num_seqs=SLOTS, vocab_size=VOCAB, device=device, seed=0)
         if speculation is not None:
             limits, adaptive = speculation.most_drafts(SLOTS), speculation.adaptive_depth
             budget = DraftBudget(limits, max_num_seqs=SLOTS, adaptive=adaptive, in_steps=in_steps)
-            drafts = DeviceDrafts(budget, max_num_logits=num_logits, in_steps=in_steps)
+            slow = sampler.grammars.slow
+            drafts = DeviceDrafts(budget, max_num_logits=num_logits, slow_masks=slow, in_steps=in_steps)
         model = TableModel(device, num_logits)
         scheduler = make_scheduler(max_num_seqs=SLOTS, max_num_batched_tokens=TOKENS, drafts=drafts, **changes)
         captures = make_capture_list(
@@ -192,7 +195,7 @@ def engine_maker() -> MakeEngine:
             from phonograph.runner.cuda.token_ring import TokenRing
 
             runtime, ring = CudaRuntime(device), TokenRing(depth=RING_DEPTH, max_rows=rows)
-        sampler = Sampler(max_num_seqs=SLOTS, vocab_size=VOCAB, device=device, seed=0)
+        sampler.edits = inputs.edits
         device_sampler = DeviceSampler(inputs, model.logits_NV, speculation=speculation)
         backend: Any = Backend()
         table: Any = model
@@ -210,7 +213,11 @@ def engine_maker() -> MakeEngine:
         }
         builder: Any = Backend()
         masked = MaskedSampling(
-            device_sampler.sample_masked, masks=sampler.grammars, max_rows=SLOTS, vocab_size=VOCAB, device=device
+            device_sampler.sample_masked,
+            masks=sampler.grammars,
+            max_rows=scheduler.limits.max_masked_rows,
+            vocab_size=VOCAB,
+            device=device,
         )
         runner = Runner(
             program=program,
@@ -239,6 +246,16 @@ def engine_maker() -> MakeEngine:
     return made
 
 
+def check_outputs(engine: Engine, requests: Sequence[Request]) -> None:
+    """Check that tokens and log-probabilities are those of each request alone."""
+    for one in requests:
+        tokens, scores = wanted_scores(engine.model, one)
+        assert one.output_token_ids == tokens, one.request_id
+        assert [(found.token_ids, found.ranks) for found in one.logprobs] == [(s.token_ids, s.ranks) for s in scores]
+        for found, score in zip(one.logprobs, scores, strict=True):
+            assert found.logprobs == pytest.approx(score.logprobs, abs=1e-5)
+
+
 def ruled(name: str, length: int, **params: Any) -> Request:
     one = request(name, [3, 5, ord(name[0]) % VOCAB], **({"seed": ord(name[0]), "max_tokens": 40} | params))
     one.grammar = Ladder(length, VOCAB, EOS)
@@ -251,13 +268,21 @@ def free(name: str, **params: Any) -> Request:
 
 def wanted(model: TableModel, one: Request) -> list[int]:
     """Return the whole output of a request alone, by the host's sampler."""
+    return wanted_scores(model, one)[0]
+
+
+def wanted_scores(model: TableModel, one: Request) -> tuple[list[int], list[TokenLogprobs]]:
+    """Return the whole output of a request alone, and its log-probabilities, by the host's sampler."""
+    scores: list[TokenLogprobs] = []
     sampler = Sampler(max_num_seqs=1, vocab_size=VOCAB, device=torch.device("cpu"), seed=0)
     sampler.load(0, one.params, one.prompt_token_ids, [], [EOS], 0, one.grammar)
     table, last, output = model.table.cpu(), one.prompt_token_ids[-1], list[int]()
     while len(output) < (one.params.max_tokens or 100):
         row = row_of(last, len(one.prompt_token_ids) + len(output) - 1)
-        (last,) = sampler.sample(table[row][None], [0], [len(output)]).token_ids
+        sampled = sampler.sample(table[row][None], [0], [len(output)])
+        (last,) = sampled.token_ids
         output.append(last)
+        scores += sampled.logprobs.values()
         if last == EOS:
             break
-    return output
+    return output, scores

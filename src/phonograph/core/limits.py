@@ -31,3 +31,12 @@ class Limits:
         """Rows of logits in one step: one for each sequence, and with drafts one for each draft, up to a bound."""
         most = min(self.max_num_seqs * (1 + self.draft_tokens), self.max_num_batched_tokens)
         return max(self.max_num_seqs, min(most, MOST_DRAFT_LOGITS))
+
+    @property
+    def max_masked_rows(self) -> int:
+        """Rows with the mask of a grammar in one step of a GPU.
+
+        One for each sequence, and with prompt lookup as many drafts. A draft model makes none for these sequences.
+        """
+        has_drafts = self.draft_tokens and not self.lookahead_tokens
+        return min(2 * self.max_num_seqs, self.max_num_logits) if has_drafts else self.max_num_seqs

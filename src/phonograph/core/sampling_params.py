@@ -14,6 +14,8 @@ from phonograph.errors import RequestError
 
 MAX_LOGPROBS = 1024
 MAX_N = 1024
+MAX_BIASES = 1023
+"""Different biases of a request, which have numbers of 10 bits on a GPU."""
 
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys(("best_of", "logits_processors", "logprob_token_ids", "extra_args"), ()),
@@ -57,7 +59,7 @@ class SamplingParams:
         repetition_penalty: > 1 divides positive (multiplies negative) logits of tokens in prompt or output.
         presence_penalty: subtracted once from logits of tokens in the output.
         frequency_penalty: subtracted from logits of tokens in the output for each occurrence.
-        logit_bias: added to the logits of these token ids; -inf bans a token.
+        logit_bias: added to the logits of these token ids; -inf bans a token. At most 1,023 biases may differ.
         allowed_token_ids: tokens that the output may have; None for all. The end-of-sequence token is one of them only
             if it is listed.
         bad_words: texts that the output must not have, as their tokens with and without a space before. Other tokens
@@ -274,6 +276,9 @@ def _biases(biases: object) -> dict[int, float]:
             raise RequestError("logit_bias", bias, problem)
         # Values below the range of float32 are bans too.
         checked[_integer("logit_bias key", token_id, 0, None)] = number if number > -3.4e38 else -math.inf
+    num_biases = len({*checked.values()})
+    if num_biases > MAX_BIASES:
+        raise RequestError("logit_bias", "...", f"has {num_biases} different biases; at most {MAX_BIASES} work")
     return checked
 
 

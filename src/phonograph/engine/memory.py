@@ -45,8 +45,8 @@ class MemoryPlan:
     graphs:    estimate for all captured graphs: on a CPU their shared pool, on a GPU their nodes and the static
         workspace (shared with eager steps), with room for the masks of all rows
     attention: buffers of the attention backends, and tables of further KV groups
-    sampling:  state and temporaries of rows that no kernel samples, such as counts of penalties; with drafts on a GPU
-        also the tokens of all slots and the scratch of more rows
+    sampling:  state of the slots, such as counts of penalties, and temporaries; with drafts on a GPU also the tokens of
+        all slots and the scratch of more rows
     block:     one KV block in all layers of a group, and in those of a draft model
     num_tokens: tokens that the cache holds, in sequences of full length if there are windows or several groups
     note:      source of the size of the KV cache
@@ -110,7 +110,7 @@ def plan_memory(
         workspace = Workspace.nbytes(
             model, limits.max_num_batched_tokens, limits.max_num_logits, dtype, gemm_device=GemmDevice.of(device)
         )
-        masks = bitmask_words(model.vocab_size) * 4 * max_num_seqs
+        masks = bitmask_words(model.vocab_size) * 4 * limits.max_masked_rows
         num_layers = model.num_layers
         if draft is not None:
             workspace += draft.workspace_bytes(limits, device)
@@ -125,6 +125,8 @@ def plan_memory(
     if device.kind != "cpu" and limits.draft_tokens:
         history = 4 * max_num_seqs * (max_model_len + 1) if draft is None or draft.taps else 0
         sampling += history + _SAMPLE_BYTES_PER_ROW * (limits.max_num_logits - max_num_seqs)
+        # Copies of rows of drafts that a grammar masks.
+        sampling += (limits.max_masked_rows - max_num_seqs) * model.vocab_size * DTYPE_BYTES[dtype]
     taken = weights + graphs + attention_bytes + sampling
     if device.kind != "cpu":
         taken += _LIBRARY_BYTES + (_SLEEP_BYTES if config.enable_sleep_mode else 0)

@@ -35,6 +35,7 @@ from phonograph.errors import RequestError, RequestFailure, cause_text, counted,
 from phonograph.models.spec import ModelSpec
 from phonograph.sampling.dead_ends import dead_end
 from phonograph.structured.compiler import GrammarCompiler
+from phonograph.structured.min_tokens import with_min_tokens
 from phonograph.structured.phases import with_reasoning
 from phonograph.structured.token_rules import TokenRules
 from phonograph.structured.vocabulary import Vocabulary
@@ -263,6 +264,7 @@ class Session:
             words = [word for word in params.bad_words if not isinstance(word, str)]
             allowed, vocab_size = params.allowed_token_ids, self._model.vocab_size
             grammar = TokenRules(vocab_size, allowed=allowed, forbidden=words, inner=grammar)
+        grammar = with_min_tokens(grammar, params, samples[0].request.end_token_ids)
         for queued, sample in enumerate(samples):
             sample.request.grammar = grammar
             try:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
-import torch
+from functools import partial
 
 from phonograph.core.batch import StepOutput
 from phonograph.graphs.dispatch import Decision
@@ -13,7 +12,7 @@ from phonograph.runner.draft_runner import DraftRunner, HeadFeatures
 from phonograph.runner.step_inputs import StepRows
 from phonograph.runner.step_program import StepOutputs
 from phonograph.runner.steps import CompletedStep, SamplingPlan, take_tokens
-from phonograph.sampling.accept import accepted_runs
+from phonograph.sampling.accept import sample_runs
 from phonograph.sampling.failures import SlotFailures
 from phonograph.sampling.sampler import Sampler
 from phonograph.speculation.host_drafts import HostDrafts
@@ -58,25 +57,17 @@ class CpuSampling:
         if self._head is not None:
             outputs = self._head.take(rows, outputs)
         output, batch = StepOutput(failures=failures.by_slot), rows.batch
-        slots, draws, owners = batch.slots, rows.draws, rows.owners
-        has_drafts = rows.num_logits > batch.num_reqs
-        if has_drafts:
-            draws = rows.draws_of_logits()
-        if rows.samples.all():
-            logits_NV = outputs.logits[: rows.num_logits]
-        else:
-            chosen = np.flatnonzero(rows.samples[owners])
-            logits_NV, draws, owners = outputs.logits[torch.from_numpy(chosen)], draws[chosen], owners[chosen]
+        first_rows, num_rows = rows.logits_spans()
+        draws, slots = rows.draws - (num_rows - 1), batch.slots
+        if not rows.samples.all():
+            first_rows, num_rows, draws = first_rows[rows.samples], num_rows[rows.samples], draws[rows.samples]
             slots = [slot for slot, samples in zip(slots, batch.samples, strict=True) if samples]
-        of_rows = rows.slots[owners].tolist() if has_drafts else slots
-        sampled = self._sampler.sample(logits_NV, of_rows, draws)
-        failures.by_slot.update(sampled.failures)
-        runs = [[token_id] for token_id in sampled.token_ids]
-        if has_drafts:
-            # Rows of decodes are tokens of the step, and come first.
-            runs = accepted_runs(sampled.token_ids, owners, self._inputs.drafts_behind(len(owners)))
-        last = take_tokens(output, slots, [run[-1] for run in runs], self._sampler.vocab_size)
-        output.token_ids = [[*run[:-1], token_id] for run, token_id in zip(runs, last, strict=True)]
+        drafts = self._inputs.drafts_behind(rows.num_logits)
+        runs = sample_runs(self._sampler, outputs.logits, first_rows, num_rows, slots, draws, drafts)
+        failures.by_slot.update(runs.failures)
+        last = take_tokens(output, slots, [run[-1] for run in runs.token_ids], self._sampler.vocab_size)
+        output.token_ids = [[*run[:-1], token_id] for run, token_id in zip(runs.token_ids, last, strict=True)]
+        output.logprobs = runs.logprobs
         self._inputs.append_tokens(slots, output.token_ids)
         if self.drafts is not None and self._draft_runner is not None:
             self.drafts.start(batch.new)
@@ -84,8 +75,8 @@ class CpuSampling:
             self.drafts.found(self._draft_runner.draft(batch, lengths, self.drafts.wants), slots)
         elif self.drafts is not None:
             for slot in slots:
-                self._inputs.write_drafts(slot, self.drafts.draft(slot, self._inputs.tokens_of(slot)))
-        output.logprobs = {slot: [entry] for slot, entry in sampled.logprobs.items()}
+                allows = partial(self._sampler.grammars.num_allowed, slot, failures=failures)
+                self._inputs.write_drafts(slot, self.drafts.draft(slot, self._inputs.tokens_of(slot), allows))
         return CompletedStep(output, decision)
 
     def launch(self) -> None:

@@ -38,13 +38,10 @@ class StepRows:
     def num_logits(self) -> int:
         return len(self.owners)
 
-    def last_logits(self) -> np.ndarray:
-        """Return the last row of logits of each sequence, int64 [N]."""
-        return np.cumsum(np.bincount(self.owners)) - 1
-
-    def draws_of_logits(self) -> np.ndarray:
-        """Return the index of the draw of each row of logits, int64 [L]: that of the token behind the row's own."""
-        return self.draws[self.owners] - (self.last_logits()[self.owners] - np.arange(self.num_logits))
+    def logits_spans(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the first row of logits of each sequence, and their number, int64 [N]."""
+        counts = np.bincount(self.owners)
+        return np.cumsum(counts) - counts, counts
 
 
 class KernelRows(NamedTuple):

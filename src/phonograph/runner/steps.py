@@ -58,16 +58,14 @@ class StepRunner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SamplingPlan:
-    """Assignment of a step's rows to samplers. Rows in no field are sampled by the host.
+    """Assignment of a step's rows to samplers.
 
     in_step: rows that the step's own kernels sample, or None if the host samples all rows
     masked:  numbers of the rows with a grammar that are masked and sampled on the device behind the step
-    on_host: numbers of the rows that the host samples, beside kernels that sample the others
     """
 
     in_step: KernelRows | None = None
     masked: Sequence[int] = ()
-    on_host: Sequence[int] = ()
 
 
 class Sampling(Protocol):

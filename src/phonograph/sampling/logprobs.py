@@ -27,18 +27,41 @@ def token_logprobs(logits_NV: torch.Tensor, token_ids_N: torch.Tensor, tops: Seq
         token_ids_N: int64 on the same device.
         tops: most likely tokens to report, by row.
     """
+    return as_entries(tops, *score_tokens(logits_NV, token_ids_N, max(tops)))
+
+
+def score_tokens(
+    logits_NV: torch.Tensor, token_ids_N: torch.Tensor, top: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return one token of each row and the most likely ones, without waiting for a device.
+
+    Args:
+        logits_NV: any float dtype.
+        token_ids_N: int64 on the same device.
+        top: most likely tokens to report.
+
+    Returns:
+        Token ids, log-probabilities and ranks, each [N, 1 + top], with `top` at most V.
+    """
     logits_NV = logits_NV.to(torch.float32)
     log_total_N1 = logits_NV.logsumexp(dim=-1, keepdim=True)
     ids = token_ids_N[:, None]
     values = logits_NV.gather(-1, ids)
     ranks = (logits_NV > values).sum(dim=-1, keepdim=True) + 1
-    width = min(max(tops), logits_NV.shape[-1])
+    width = min(top, logits_NV.shape[-1])
     if width:
         top_values, top_ids = ranked(logits_NV, width)
         ids = torch.cat((ids, top_ids), dim=-1)
         ranks = torch.cat((ranks, _ranks_of_sorted(top_values)), dim=-1)
         values = torch.cat((values, top_values), dim=-1)
-    rows = zip(tops, ids.tolist(), (values - log_total_N1).tolist(), ranks.tolist(), strict=True)
+    return ids, values - log_total_N1, ranks
+
+
+def as_entries(
+    tops: Sequence[int], ids_NK: torch.Tensor, values_NK: torch.Tensor, ranks_NK: torch.Tensor
+) -> list[TokenLogprobs]:
+    """Return the results of `score_tokens` as an entry for each row, with its `tops[i]` most likely tokens."""
+    rows = zip(tops, ids_NK.tolist(), values_NK.tolist(), ranks_NK.tolist(), strict=True)
     return [TokenLogprobs(token_ids=i[: t + 1], logprobs=v[: t + 1], ranks=r[: t + 1]) for t, i, v, r in rows]
 
 

@@ -4,12 +4,13 @@ Rows are grouped by their parameters. A greedy batch is one argmax. Top-k ranks 
 only. Top-p ranks the most likely tokens first and sorts a whole row only if these do not reach p. Plain temperature
 sampling draws noise for the whole vocabulary, without sorting.
 
-Order of processing: logit bias, penalties, the mask of a grammar, the mask of min_tokens, temperature, min-p, top-k,
+Order of processing: logit bias and the mask of min_tokens, penalties, the mask of a grammar, temperature, min-p, top-k,
 top-p. The group of a row depends only on its own parameters and logits, so other rows cannot change its draws.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,6 +28,7 @@ from phonograph.sampling.failures import SlotFailures
 from phonograph.sampling.grammar_masks import GrammarMasks
 from phonograph.sampling.logprobs import token_logprobs
 from phonograph.sampling.penalties import Penalties
+from phonograph.sampling.slot_edits import SlotEdits
 
 # Candidates to rank before a whole row is sorted.
 _HEAD = 1024
@@ -52,13 +54,18 @@ class Sampled:
 
 
 class KernelParameters(NamedTuple):
-    """Parameters of some slots. Temperature 0 is greedy, top_k 0 keeps all; stream keys are int64."""
+    """Parameters of some slots. Temperature 0 is greedy, top_k 0 keeps all; stream keys are int64.
+
+    edits_N is True for slots with edits in `SlotEdits`, and min_tokens_N the tokens before which these must not end.
+    """
 
     temperature_N: np.ndarray
     top_k_N: np.ndarray
     top_p_N: np.ndarray
     min_p_N: np.ndarray
     stream_keys_N: np.ndarray
+    edits_N: np.ndarray
+    min_tokens_N: np.ndarray
 
 
 class Sampler:
@@ -73,6 +80,10 @@ class Sampler:
 
     Attributes:
         grammars: token masks of slots with a grammar.
+        logprobs: most likely tokens to report beside each sampled one, by slot; -1 for none. int64.
+        chunk_rows: rows of logits that are worked on together.
+        edits: bias, min_tokens and penalties for kernels, which then sample in the place of `sample`; set it before the
+            first `load`.
     """
 
     def __init__(
@@ -89,25 +100,28 @@ class Sampler:
         self._seeds = random.Random(seed)
         self._penalties = Penalties(max_num_seqs=max_num_seqs, vocab_size=vocab_size, device=device)
         self.grammars = GrammarMasks(max_num_seqs=max_num_seqs, vocab_size=vocab_size, device=device)
-        self._chunk_rows = 1 if batch_invariant else _chunk_rows(vocab_size, device.type)
+        self.edits: SlotEdits | None = None
+        self.chunk_rows = 1 if batch_invariant else _chunk_rows(vocab_size, device.type)
         # Host arrays by slot, so that a step reads each with one index.
         self._temperature = np.zeros(max_num_seqs)
         self._top_k = np.zeros(max_num_seqs, dtype=np.int64)
         self._top_p = np.ones(max_num_seqs)
         self._min_p = np.zeros(max_num_seqs)
         self._stream_key = np.zeros(max_num_seqs, dtype=np.int64)
-        self._logprobs = np.full(max_num_seqs, -1, dtype=np.int64)
+        self.logprobs = np.full(max_num_seqs, -1, dtype=np.int64)
         self._min_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self._penalized = np.zeros(max_num_seqs, dtype=bool)
         self._biased = np.zeros(max_num_seqs, dtype=bool)
-        self._structured = np.zeros(max_num_seqs, dtype=bool)
+        self._edited = np.zeros(max_num_seqs, dtype=bool)
         self._plain = np.ones(max_num_seqs, dtype=bool)  # greedy and nothing else
         self._bias: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._stop_ids: dict[int, np.ndarray] = {}
 
     @staticmethod
     def nbytes(*, max_num_seqs: int, vocab_size: int, device_type: str, logits_bytes: int) -> int:
-        """Return the maximum device memory of sampling by the host, with counts of penalties and temporaries.
+        """Return the maximum device memory of the sampling state, with temporaries.
+
+        On a GPU these are of log-probabilities and of copies of the rows that a grammar masks.
 
         Args:
             max_num_seqs: number of slots.
@@ -117,7 +131,8 @@ class Sampler:
         """
         copied = max_num_seqs * vocab_size * logits_bytes
         chunk = min(max_num_seqs, _chunk_rows(vocab_size, device_type)) * vocab_size * _BYTES_PER_LOGIT
-        return Penalties.nbytes(max_num_seqs=max_num_seqs, vocab_size=vocab_size) + copied + chunk
+        state = Penalties if device_type == "cpu" else SlotEdits
+        return state.nbytes(max_num_seqs=max_num_seqs, vocab_size=vocab_size) + copied + chunk
 
     @torch.inference_mode()
     def load(
@@ -142,6 +157,8 @@ class Sampler:
             grammar: constraint on the output.
         """
         self.clear(slot)
+        if params.structured_outputs is not None:
+            stop_token_ids = ()  # The grammar masks them (`structured.min_tokens`).
         # Bounds at which (logit - max) / temperature stays free of 0/0 and inf/inf in float32.
         self._temperature[slot] = min(max(params.temperature, 1e-30), 1e30) if not params.greedy else 0.0
         self._top_k[slot] = params.top_k if params.top_k < self.vocab_size else 0
@@ -149,7 +166,13 @@ class Sampler:
         self._min_p[slot] = params.min_p
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(64) - 2**63
         self._stream_key[slot] = sampling.stream_key(seed, sample_index)
-        self._logprobs[slot] = params.logprobs if params.logprobs is not None else -1
+        self.logprobs[slot] = params.logprobs if params.logprobs is not None else -1
+        if grammar is not None:
+            self.grammars.load(slot, grammar, output_token_ids)
+        if self.edits is not None:
+            self._min_tokens[slot] = params.min_tokens if stop_token_ids else 0
+            self._edited[slot] = self.edits.load(slot, params, prompt_token_ids, output_token_ids, stop_token_ids)
+            return
         if params.has_penalties:
             self._penalties.load(slot, params, prompt_token_ids, output_token_ids)
             self._penalized[slot] = True
@@ -159,9 +182,6 @@ class Sampler:
         if params.min_tokens and stop_token_ids:
             self._stop_ids[slot] = _ids(stop_token_ids)
             self._min_tokens[slot] = params.min_tokens
-            self._structured[slot] = params.structured_outputs is not None
-        if grammar is not None:
-            self.grammars.load(slot, grammar, output_token_ids)
         self._plain[slot] = (
             params.greedy
             and params.logprobs is None
@@ -172,27 +192,27 @@ class Sampler:
     def clear(self, slot: int) -> None:
         """Remove the request from a slot, if there is one."""
         self._temperature[slot] = 0.0
-        self._logprobs[slot] = -1
+        self.logprobs[slot] = -1
         self._min_tokens[slot] = 0
         self._plain[slot] = True
         self._penalized[slot] = False
         self._biased[slot] = False
-        self._structured[slot] = False
+        self._edited[slot] = False
         self._bias.pop(slot, None)
         self._stop_ids.pop(slot, None)
         self.grammars.clear(slot)
 
-    def needs_logits(self, slots_N: np.ndarray, draws_N: np.ndarray) -> np.ndarray:
-        """Return the rows that no kernel supports (penalties, bias, min_tokens, logprobs): bool [N].
+    def for_drafts(self) -> Sampler:
+        """Return a sampler of the same slots for the drafts of another model.
 
-        Slots, and the tokens that each request has generated, are int64.
+        It leaves out what keeps state by token, penalties and grammars, and log-probabilities.
         """
-        return (
-            self._penalized[slots_N]
-            | self._biased[slots_N]
-            | (draws_N < self._min_tokens[slots_N])
-            | (self._logprobs[slots_N] >= 0)
-        )
+        drafts = copy.copy(self)
+        num_slots = len(self._penalized)
+        drafts._penalized = np.zeros(num_slots, dtype=bool)
+        drafts.logprobs = np.full(num_slots, -1, dtype=np.int64)
+        drafts.grammars = GrammarMasks(max_num_seqs=num_slots, vocab_size=self.vocab_size, device=self.device)
+        return drafts
 
     def kernel_parameters(self, slots_N: np.ndarray) -> KernelParameters:
         """Return the parameters with which a kernel draws for these slots as `sample` does."""
@@ -202,6 +222,8 @@ class Sampler:
             top_p_N=self._top_p[slots_N],
             min_p_N=self._min_p[slots_N],
             stream_keys_N=self._stream_key[slots_N],
+            edits_N=self._edited[slots_N],
+            min_tokens_N=self._min_tokens[slots_N],
         )
 
     @torch.inference_mode()
@@ -210,8 +232,7 @@ class Sampler:
 
         Args:
             logits_NV: any float dtype; row i belongs to slots[i].
-            slots: slot of each row. Rows of one slot stand together; a slot with penalties, a grammar or
-                log-probabilities has one.
+            slots: slot of each row, distinct.
             output_lens: tokens that each request has generated, the index of this draw.
         """
         assert logits_NV.shape == (len(slots), self.vocab_size), (logits_NV.shape, len(slots), self.vocab_size)
@@ -235,18 +256,18 @@ class Sampler:
 
         def score(rows: Sequence[int]) -> None:
             tokens = self._to_device(np.array([sampled.token_ids[row] for row in rows]))
-            tops = self._logprobs[by_row[rows]].tolist()
+            tops = self.logprobs[by_row[rows]].tolist()
             found = token_logprobs(logits_NV[self._to_device(np.array(rows))], tokens, tops)
             sampled.logprobs |= zip(by_row[rows].tolist(), found, strict=True)
 
-        for rows in _pieces(range(len(slots)), self._chunk_rows):
+        for rows in _pieces(range(len(slots)), self.chunk_rows):
             failures.run_rows(rows, slots, "sampling", choose)
         chosen = np.array(sampled.token_ids) >= 0
         failures.run_rows(np.flatnonzero(self._penalized[by_row] & chosen).tolist(), slots, "penalties", count)
         for row in np.flatnonzero(self.grammars.constrained[by_row] & chosen).tolist():
             self.grammars.accept(slots[row], sampled.token_ids[row], failures)
-        scored: list[int] = np.flatnonzero((self._logprobs[by_row] >= 0) & chosen).tolist()
-        for rows in _pieces(scored, self._chunk_rows):
+        scored: list[int] = np.flatnonzero((self.logprobs[by_row] >= 0) & chosen).tolist()
+        for rows in _pieces(scored, self.chunk_rows):
             failures.run_rows(rows, slots, "log-probabilities", score)
         return sampled
 
@@ -275,25 +296,14 @@ class Sampler:
             entries = [self._bias[slot] for slot in by_row[biased].tolist()]
             where = self._scatter(biased, [ids for ids, _ in entries])
             edited_NV[where] += self._to_device(np.concatenate([values for _, values in entries]))
+        if short.size:
+            edited_NV[self._scatter(short, [self._stop_ids[slot] for slot in by_row[short].tolist()])] = -torch.inf
         if penalized.size:
             rows_P = self._to_device(penalized)
             edited_NV[rows_P] = self._penalties.apply(edited_NV[rows_P], self._to_device(by_row[penalized]))
         if ruled.size:
             self.grammars.apply(edited_NV, ruled, by_row[ruled].tolist(), failures)
-        if short.size:
-            self._mask_ends(edited_NV, short, by_row[short])
         return edited_NV
-
-    def _mask_ends(self, edited_NV: torch.Tensor, rows: np.ndarray, slots: np.ndarray) -> None:
-        """Mask the tokens that end requests, but where the output is complete by its grammar."""
-        where = self._scatter(rows, [self._stop_ids[slot] for slot in slots.tolist()])
-        before = edited_NV[where]
-        edited_NV[where] = -torch.inf
-        if self._structured[slots].any():
-            rows_S = self._to_device(rows[self._structured[slots]])
-            complete_S = ~edited_NV[rows_S].isfinite().any(dim=-1)
-            stays = torch.isin(where[0], rows_S[complete_S])
-            edited_NV[where] = before.masked_fill(~stays, -torch.inf)
 
     def _sample_random(
         self,

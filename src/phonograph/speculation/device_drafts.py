@@ -11,7 +11,9 @@ from phonograph.core.request import Request
 from phonograph.scheduling.draft_budget import DraftBudget
 from phonograph.scheduling.draft_caches import DraftCaches
 from phonograph.scheduling.draft_counter import DraftCounter
-from phonograph.speculation.host_drafts import speculates
+
+_SLOW_FILLS = 4
+"""Fills of masks that took too long, after which a sequence has no more drafts."""
 
 
 class DeviceDrafts:
@@ -24,7 +26,9 @@ class DeviceDrafts:
     Args:
         budget: chooses the depths.
         max_num_logits: rows of logits of the largest step.
-        in_steps: a draft model makes the drafts.
+        in_steps: a draft model makes the drafts. Then sequences with a grammar have none, because their tokens are not
+            known when it runs.
+        slow_masks: see `GrammarMasks.slow`; a sequence whose grammar does not keep up has no drafts.
 
     Attributes:
         budget: as above.
@@ -33,11 +37,14 @@ class DeviceDrafts:
         max_num_logits: as above.
     """
 
-    def __init__(self, budget: DraftBudget, *, max_num_logits: int, in_steps: bool = False) -> None:
+    def __init__(
+        self, budget: DraftBudget, *, max_num_logits: int, slow_masks: np.ndarray, in_steps: bool = False
+    ) -> None:
         self.budget = budget
         self.caches = DraftCaches(budget, speculates) if in_steps else None
         self.most = budget.most
         self.max_num_logits = max_num_logits
+        self._slow_masks = slow_masks
         self._counter = DraftCounter(self.most)
 
     @property
@@ -46,9 +53,20 @@ class DeviceDrafts:
         return self._counter.counts._replace(choices=self.budget.counts.choices)
 
     def choose(self, decodes: Collection[Request]) -> Sequence[int]:
-        """Return the depth of each decode, 0 where sampling keeps state by token."""
-        wants = self.budget.wants_drafts
-        available = [self.most if one.whole_drafts and speculates(one) and wants(one.slot) else 0 for one in decodes]
+        """Return the depth of each decode.
+
+        Sequences with a grammar have as many drafts together as there are slots, which bounds the memory of masks.
+        """
+        wants, keeps_up = self.budget.wants_drafts, self._slow_masks < _SLOW_FILLS
+        available: list[int] = []
+        room = len(keeps_up)
+        for one in decodes:
+            may_draft = one.whole_drafts and one.params.speculate and wants(one.slot)
+            most = self.most if may_draft else 0
+            if one.grammar is not None:
+                most = min(most, room) if self.caches is None and keeps_up[one.slot] else 0
+                room -= most
+            available.append(most)
         return self.budget.choose(decodes, available).depths
 
     def learn(self, batch: ScheduledBatch, output: StepOutput, seconds: float) -> None:
@@ -58,3 +76,8 @@ class DeviceDrafts:
     def count(self, verified: np.ndarray, accepted: np.ndarray) -> None:
         """Count the drafts of a step: for each decode those that the device had found, and those that were kept."""
         self._counter.add(verified, accepted)
+
+
+def speculates(request: Request) -> bool:
+    """Return True if a request may have drafts of a model whose passes run in the steps."""
+    return request.params.speculate and request.grammar is None

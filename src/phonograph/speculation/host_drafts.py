@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -53,25 +53,32 @@ class HostDrafts:
         return self.budget.counts
 
     def choose(self, decodes: Collection[Request]) -> Sequence[int]:
-        """Return the depth of each decode: 0 to the number of its drafts, 0 where sampling keeps state by token."""
-        available = [self._num_found[one.slot] if speculates(one) else 0 for one in decodes]
+        """Return the depth of each decode: 0 to the number of its drafts."""
+        available = [self._num_found[one.slot] if one.params.speculate else 0 for one in decodes]
         return self.budget.choose(decodes, available).depths
 
     def learn(self, batch: ScheduledBatch, output: StepOutput, seconds: float) -> None:
         """Take the result of a step, and its duration."""
         self.budget.learn(batch, output, seconds)
 
-    def draft(self, slot: int, token_ids: np.ndarray) -> np.ndarray:
-        """Return drafts for a sequence, which its next step may verify. While it rests there are none."""
+    def draft(self, slot: int, token_ids: np.ndarray, num_allowed: Callable[[list[int]], int]) -> np.ndarray:
+        """Return drafts for a sequence, which its next step may verify. While it rests there are none.
+
+        Args:
+            slot: of the sequence.
+            token_ids: its tokens, int32 [T].
+            num_allowed: returns how many of some drafts its grammar allows one after another; the rest is left out.
+        """
         assert self._proposer is not None
         drafts = self._proposer.propose(token_ids, self.most) if self.budget.wants_drafts(slot) else token_ids[:0]
+        drafts = drafts[: num_allowed(drafts.tolist())]
         self._num_found[slot] = len(drafts)
         return drafts
 
     def start(self, new: Iterable[NewSequence]) -> None:
         """Note which of the sequences that start can have drafts."""
         for one in new:
-            (self._plain.discard if speculates(one) else self._plain.add)(one.slot)
+            (self._plain.discard if one.params.speculate else self._plain.add)(one.slot)
 
     def wants(self, slot: int) -> bool:
         """Return True if the next step may verify drafts of a sequence."""
@@ -81,13 +88,3 @@ class HostDrafts:
         """Note the number of drafts that a draft model made for each of the slots that a step sampled."""
         for slot in slots:
             self._num_found[slot] = counts.get(slot, 0)
-
-
-def speculates(request: Request | NewSequence) -> bool:
-    """Return True if a request's tokens can be sampled side by side: no draw changes what the next one reads."""
-    params = request.params
-    return (
-        params.speculate
-        and request.grammar is None
-        and not (params.has_penalties or params.logit_bias or params.min_tokens or params.logprobs is not None)
-    )

@@ -127,7 +127,7 @@ def _draft_runner(
         ),
         builder=GroupBuilder([draft.backend]),
         inputs=own,
-        sampling=CpuSampling(sampler, own, head=head),
+        sampling=CpuSampling(sampler.for_drafts(), own, head=head),
         sequences=sequences,
         dispatcher=Dispatcher(plan.resolution, captures, max_num_tokens=max_num_tokens),
         runtime=runtime,

@@ -104,6 +104,7 @@ class CudaPlatform:
                 max_num_logits=limits.max_num_logits,
                 keeps_tokens=plan.config.speculation is not None and (plan.draft is None or bool(taps)),
             )
+            sampler.edits = inputs.edits
             static = workspace.tensors()
             if parts.draft is not None:
                 if parts.draft.model.features is not None:
@@ -113,14 +114,15 @@ class CudaPlatform:
         in_steps, drafts = parts.draft is not None, None
         budget = make_draft_budget(plan, in_steps=in_steps)
         if budget is not None:
-            drafts = DeviceDrafts(budget, max_num_logits=limits.max_num_logits, in_steps=in_steps)
+            slow = sampler.grammars.slow
+            drafts = DeviceDrafts(budget, max_num_logits=limits.max_num_logits, slow_masks=slow, in_steps=in_steps)
         device_sampler = DeviceSampler(
             inputs, workspace.logits_NV, speculation=plan.config.speculation, batch_invariant=batch_invariant
         )
         masked = MaskedSampling(
             device_sampler.sample_masked,
             masks=sampler.grammars,
-            max_rows=limits.max_num_seqs,
+            max_rows=limits.max_masked_rows,
             vocab_size=spec.vocab_size,
             device=device,
         )

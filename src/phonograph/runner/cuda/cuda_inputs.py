@@ -10,14 +10,16 @@ once.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from phonograph.attention.metadata import CommonMetadata, CommonPrefix
-from phonograph.core.batch import BlockAppend, ScheduledBatch
+from phonograph.core.batch import MAX_LEN, BlockAppend, ScheduledBatch
 from phonograph.core.blocks import blocks_for
 from phonograph.graphs.modes import GraphKey
+from phonograph.kernels.logit_edits import LogitEdits
 from phonograph.kernels.triton.sampling.sample import make_sample_scratch
 from phonograph.kernels.triton.step.accept_drafts import accept
 from phonograph.kernels.triton.step.prepare import apply_appends, prepare
@@ -27,11 +29,25 @@ from phonograph.runner.cuda.pinned import PinnedWords
 from phonograph.runner.step_inputs import KernelRows, PaddedViews, StepRows, SyntheticBatch, metadata_of, padded_views
 from phonograph.sampling.failures import SlotFailures
 from phonograph.sampling.sampler import KernelParameters
+from phonograph.sampling.slot_edits import SlotEdits
 
 _MAX_APPENDS = 4096
 """Blocks that one upload can append. A step with more sends the rest before it."""
 _UPLOADS = 4
 """Pinned buffers, used in turn: more than there can be steps in flight."""
+
+
+class StepResults(NamedTuple):
+    """Results of a step on the host, all int32.
+
+    tokens: [L], sample of each row of logits
+    counts: [R], see `accept`, by row of the batch; empty without drafts
+    drafts: [R, K] by slot, those that the next step verifies; -1 for none
+    """
+
+    tokens: np.ndarray
+    counts: np.ndarray
+    drafts: np.ndarray
 
 
 class CudaInputs:
@@ -43,7 +59,8 @@ class CudaInputs:
     [L] int64.
 
     Sampling reads `sampling`, and writes tokens [L], int32, and the last tokens and lengths of `state`. With drafts,
-    acceptance writes counts [R], int32, behind the tokens (`results` has both), and history [R, M], int32.
+    acceptance writes counts [R], int32, and history [R, M], int32. `results` has tokens, counts, and the drafts of the
+    next step by slot.
 
     Args:
         draft_tokens: most drafts of a sequence.
@@ -86,10 +103,11 @@ class CudaInputs:
             max_num_seqs=max_num_seqs,
             max_blocks=max_blocks,
             device=device,
-            most_drafts=draft_tokens,
         )
-        self.results = zeros(num_logits + (max_num_seqs if draft_tokens else 0))
-        self.tokens, self.counts = self.results[:num_logits], self.results[num_logits:]
+        self.results = zeros(num_logits + (max_num_seqs * (1 + draft_tokens) if draft_tokens else 0))
+        sizes = num_logits, max_num_seqs if draft_tokens else 0, max_num_seqs * draft_tokens
+        self.tokens, self.counts, drafts = self.results.split(sizes)
+        self.state = self.state._replace(drafts=drafts.view(max_num_seqs, draft_tokens))
         self.history = zeros(max_num_seqs, max_model_len + 1 if keeps_tokens else 0)
         self.input_ids = zeros(max_num_tokens)
         self.positions = zeros(max_num_tokens, dtype=torch.int64)
@@ -100,6 +118,7 @@ class CudaInputs:
         self._block_tables = zeros(num_groups, max_num_seqs, max_blocks)
         self.block_tables = self._block_tables.unbind()
         self.logits_rows = zeros(num_logits, dtype=torch.int64)
+        self.edits = SlotEdits(max_num_seqs=max_num_seqs, vocab_size=vocab_size, device=device)
         self.sample_scratch = make_sample_scratch(num_logits, vocab_size, device)
         self.sampling = self.layout.sampling_views(self.staging)
         self._prefix_len = self.layout.prefix_len(self.staging)
@@ -153,6 +172,8 @@ class CudaInputs:
             top_p_N=np.ones(num_reqs),
             min_p_N=np.zeros(num_reqs),
             stream_keys_N=np.zeros(num_reqs, np.int64),
+            edits_N=np.zeros(num_reqs, bool),
+            min_tokens_N=np.zeros(num_reqs, np.int64),
         )
         known = {row: batch.token_ids[starts[row] : starts[row + 1]] for row in range(num_reqs)}
         bounds = {slot: (0, self._max_model_len + 1) for slot in rows.batch.slots}
@@ -178,7 +199,21 @@ class CudaInputs:
             logits_rows_L=self.logits_rows,
         )
 
-    def accept(self, tokens_L: torch.Tensor, *, num_reqs: int, synthetic_K: torch.Tensor | None = None) -> None:
+    def results_of(self, words: np.ndarray) -> StepResults:
+        """Return views of the results of a step that were copied to the host."""
+        num_logits, (num_slots, most_drafts) = len(self.tokens), self.drafts.shape
+        end = num_logits + len(self.counts)
+        drafts = words[end : end + num_slots * most_drafts].reshape(num_slots, most_drafts)
+        return StepResults(words[:num_logits], words[num_logits:end], drafts)
+
+    def accept(
+        self,
+        tokens_L: torch.Tensor,
+        *,
+        num_reqs: int,
+        synthetic_K: torch.Tensor | None = None,
+        listed_G: torch.Tensor | None = None,
+    ) -> None:
         """Launch the kernel that accepts drafts, behind the sampling of a padded shape; see `accept_drafts`."""
         accept(
             self.staging,
@@ -190,9 +225,32 @@ class CudaInputs:
             counts_R=self.counts,
             history_RM=self.history,
             synthetic_K=synthetic_K,
+            words_RV=self.edits.words,
+            listed_G=listed_G,
         )
 
-    def propose_ngrams(self, tokens_L: torch.Tensor, *, num_reqs: int, shortest: int, longest: int) -> None:
+    def logit_edits(self) -> LogitEdits:
+        """Return what the sampling kernels read of bias, min_tokens and penalties."""
+        edits, sampling = self.edits, self.sampling
+        return LogitEdits(
+            words=edits.words,
+            biases=edits.biases,
+            factors=edits.factors,
+            edits=sampling.edits,
+            row_slots=sampling.row_slots,
+            logits_rows=self.logits_rows,
+            input_ids=self.input_ids,
+        )
+
+    def propose_ngrams(
+        self,
+        tokens_L: torch.Tensor,
+        *,
+        num_reqs: int,
+        shortest: int,
+        longest: int,
+        listed_G: torch.Tensor | None = None,
+    ) -> None:
         """Launch the kernel that looks up drafts for the next step, behind `accept`."""
         propose_ngrams(
             self.staging,
@@ -203,6 +261,7 @@ class CudaInputs:
             history_RM=self.history,
             shortest=shortest,
             longest=longest,
+            listed_G=listed_G,
         )
 
     def _send(
@@ -259,7 +318,9 @@ class CudaInputs:
         floats[:count, 2] = parameters.top_p_N
         floats[:count, 3] = parameters.min_p_N
         integers[:count, 2] = parameters.stream_keys_N
-        entries[:count, 6:] = [*starts.values()]
+        entries[:count, 6:8] = [*starts.values()]
+        entries[:count, 8] = parameters.edits_N
+        entries[:count, 9] = np.minimum(entries[:count, 6] + parameters.min_tokens_N, MAX_LEN)
         row_of = {slot: row for row, slot in enumerate(rows.batch.slots)}
         upload.views.start_at[[row_of[slot] for slot in starts]] = range(count)
 

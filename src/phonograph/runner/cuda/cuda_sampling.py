@@ -1,27 +1,25 @@
-"""Sampling on a GPU: in the step, behind the step, or on the host.
+"""Sampling on a GPU: in the step, or behind it for rows with a grammar.
 
-Kernels of the step sample most rows, and their tokens are read after the next step has been sent. Two kinds of rows
-make the host wait for the device. The mask of a row with a grammar needs the token of the step before; it is filled
-while the device runs this step. A row that no kernel can sample (penalties, bias, min_tokens, log-probabilities) needs
-this step's logits.
+Kernels of the step sample most rows, and their tokens are read after the next step has been sent. Only rows with a
+grammar make the host wait for the device: their masks need the tokens of the step before, and are filled while the
+device runs this step. Log-probabilities are computed behind the step, and read with its tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
-import torch
 
 from phonograph.core.batch import ScheduledBatch, StepOutput
 from phonograph.graphs.dispatch import Decision
 from phonograph.graphs.runtime import GraphRuntime
-from phonograph.kernels.triton.step.accept_drafts import DRAFTS_SHIFT
-from phonograph.runner.cuda.cuda_inputs import CudaInputs
-from phonograph.runner.cuda.masked_sampling import MaskedSampling
+from phonograph.kernels.triton.step.accept_drafts import DRAFTS_SHIFT, LENGTH_MASK
+from phonograph.runner.cuda.cuda_inputs import CudaInputs, StepResults
+from phonograph.runner.cuda.masked_sampling import MaskedSampling, MaskedSequence
 from phonograph.runner.cuda.token_ring import TokenRing
+from phonograph.runner.cuda.token_scores import TokenScores
 from phonograph.runner.step_inputs import KernelRows, StepRows
 from phonograph.runner.step_program import StepOutputs
 from phonograph.runner.steps import SamplingPlan, take_tokens
@@ -45,12 +43,18 @@ class StepInFlight:
     ticket: int
     vocab_size: int
     drafts: DeviceDrafts | None
+    scores: TokenScores | None
 
     def result(self) -> StepOutput:
         """Wait until the device has finished the step, and return its output."""
+        output = self._sampled() if self.drafts is None else self._accepted(self.drafts)
+        if self.scores is not None:
+            self.scores.take(output)
+        return output
+
+    def _sampled(self) -> StepOutput:
+        """Return the output of a step of an engine without drafts: a token of each sequence that it sampled."""
         output, batch = self.output, self.batch
-        if self.drafts is not None:
-            return self._accepted(self.drafts)
         tokens: list[int] = self.ring.read(self.ticket)[: batch.num_reqs].tolist()
         slots = batch.slots
         if not all(batch.samples):
@@ -65,7 +69,7 @@ class StepInFlight:
         num_logits = batch.num_logits
         tokens: list[int] = results[:num_logits].tolist()
         counts = results[drafts.max_num_logits :][: batch.num_reqs]
-        lengths = counts & (1 << DRAFTS_SHIFT) - 1
+        lengths = counts & LENGTH_MASK
         rows = [*batch.query_lens[: batch.num_decodes], *[1] * (batch.num_reqs - batch.num_decodes)]
         starts = [*accumulate(rows, initial=0)]
         runs = [
@@ -84,7 +88,7 @@ class CudaSampling:
     """Assigns rows to the step's kernels where these can sample them, and returns steps in flight.
 
     Args:
-        sampler: of the rows that no kernel can sample.
+        sampler: state of the slots.
         inputs: of the step.
         masked: samples rows with a grammar behind the step.
         ring: copies the step's results to the host; of RING_DEPTH steps.
@@ -107,34 +111,39 @@ class CudaSampling:
         self._ring = ring
 
     def plan(self, rows: StepRows) -> SamplingPlan:
-        """Divide the rows among the step's kernels, the kernels behind it, and the host."""
-        slots, draws = rows.slots, rows.draws
-        needs_host = self._sampler.needs_logits(slots, draws) & rows.samples
-        on_host: list[int] = np.flatnonzero(needs_host).tolist() if needs_host.any() else []
+        """Divide the rows among the step's kernels and those behind it."""
         masked: list[int] = []
-        in_step = rows.samples & ~needs_host
-        grammars = self._sampler.grammars
+        in_step, grammars = rows.samples, self._sampler.grammars
         if grammars.in_use:
-            constrained = grammars.constrained[slots] & in_step
+            constrained = grammars.constrained[rows.slots] & in_step
             masked = np.flatnonzero(constrained).tolist()
             in_step = in_step & ~constrained
         starts = self._sampler.kernel_parameters(np.array([new.slot for new in rows.batch.new], np.int64))
-        return SamplingPlan(KernelRows(in_step, starts), masked, on_host)
+        return SamplingPlan(KernelRows(in_step, starts), masked)
 
     def finish(
         self, rows: StepRows, plan: SamplingPlan, outputs: StepOutputs, decision: Decision, failures: SlotFailures
     ) -> StepInFlight:
         """Sample behind the step, and start the copy of its tokens to the host."""
-        batch, last_logits = rows.batch, rows.last_logits()
-        self._masked.follow(self._ring, failures)
+        batch, sampler, scores = rows.batch, self._sampler, None
+        self._masked.follow(self._latest, failures)
+        if (sampler.logprobs[rows.slots] >= 0).any():
+            scores = TokenScores(sampler, rows, outputs.logits, plan.masked)
         if plan.masked:
-            slots = [batch.slots[row] for row in plan.masked]
-            decision = self._masked.sample(last_logits[plan.masked].tolist(), slots, decision, failures)
-        output = StepOutput(failures=failures.by_slot)
-        if plan.on_host:
-            self._sample_on_host(rows, plan.on_host, last_logits, outputs, output)
+            firsts, counts = rows.logits_spans()
+            sequences = [
+                MaskedSequence(row, batch.slots[row], int(firsts[row]), int(counts[row])) for row in plan.masked
+            ]
+            decision = self._masked.sample(sequences, self._latest, decision, failures)
+        if scores is not None:
+            scores.start(outputs.logits, outputs.tokens, failures)
         ticket = self._ring.send(outputs.tokens if self.drafts is None else self._inputs.results)
-        return StepInFlight(output, decision, batch, self._ring, ticket, self._sampler.vocab_size, self.drafts)
+        output = StepOutput(failures=failures.by_slot)
+        return StepInFlight(output, decision, batch, self._ring, ticket, sampler.vocab_size, self.drafts, scores)
+
+    def _latest(self) -> StepResults:
+        """Wait for the step before the one that was sent last, and return its results."""
+        return self._inputs.results_of(self._ring.read(self._ring.latest))
 
     def launch(self) -> None:
         """Launch masked sampling for each size that has a graph."""
@@ -144,24 +153,3 @@ class CudaSampling:
     def capture(self, runtime: GraphRuntime) -> int:
         """Capture the graphs of masked sampling."""
         return self._masked.capture(runtime)
-
-    def _sample_on_host(
-        self,
-        rows: StepRows,
-        numbers: Sequence[int],
-        last_logits: np.ndarray,
-        outputs: StepOutputs,
-        output: StepOutput,
-    ) -> None:
-        logits_NV, device = outputs.logits, outputs.logits.device
-        slots = [rows.batch.slots[row] for row in numbers]
-        chosen = np.array(numbers)
-        rows_P = torch.from_numpy(last_logits[chosen]).to(device)
-        sampled = self._sampler.sample(logits_NV[rows_P], slots, rows.draws[chosen])
-        output.failures.update(sampled.failures)
-        output.logprobs = {slot: [entry] for slot, entry in sampled.logprobs.items()}
-        token_ids = torch.tensor(sampled.token_ids, dtype=torch.int32, device=device)
-        state, slots_P = self._inputs.state, torch.tensor(slots, device=device)
-        state.last_token[slots_P] = token_ids.clamp(min=0)
-        state.num_computed[slots_P] = self._inputs.sampling.lengths[rows_P]
-        outputs.tokens[rows_P] = token_ids

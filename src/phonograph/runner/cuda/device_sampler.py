@@ -45,26 +45,37 @@ class DeviceSampler:
         Returns:
             The tokens int32 [N], and the counts of `accept` int32 [num_reqs], which are empty without drafts.
         """
-        inputs, speculation, num_logits = self._inputs, self._speculation, len(logits_NV)
+        inputs, num_logits = self._inputs, len(logits_NV)
         self._sample(logits_NV, inputs.sampling.sample_slots, num_logits)
         tokens = inputs.tokens[:num_logits]
-        if inputs.counts.shape[0]:
-            # All rows of a sequence wrote its state; this writes what is accepted.
-            inputs.accept(tokens, num_reqs=num_reqs, synthetic_K=self._synthetic_K)
-        if speculation is not None and speculation.model is None:
-            shortest, longest = speculation.prompt_lookup_min, speculation.prompt_lookup_max
-            inputs.propose_ngrams(tokens, num_reqs=num_reqs, shortest=shortest, longest=longest)
+        self._draft(tokens, num_reqs)
         return tokens, inputs.counts[:num_reqs]
 
-    def sample_masked(self, rows_G: torch.Tensor, bitmask_GW: torch.Tensor) -> None:
-        """Mask rows of the last step's logits in place, and sample them.
+    def sample_masked(self, rows_G: torch.Tensor, bitmask_GW: torch.Tensor, requests_G: torch.Tensor) -> None:
+        """Mask rows of the last step's logits in place, sample them, and accept and make drafts.
 
         Args:
             rows_G: int32 numbers of rows of logits; entries below 0 are padding.
             bitmask_GW: int32 words with one bit per token; 1 allows it.
+            requests_G: int32 numbers of the requests that have these rows; entries below 0 are padding.
         """
         mask_logits(self._logits_LV, rows_G, bitmask_GW)
         self._sample(self._logits_LV, self._inputs.sampling.row_slots, None, rows_G)
+        self._draft(self._inputs.tokens, len(requests_G), requests_G)
+
+    def _draft(self, tokens: torch.Tensor, num_reqs: int, requests_G: torch.Tensor | None = None) -> None:
+        inputs, speculation = self._inputs, self._speculation
+        if inputs.counts.shape[0]:
+            # All rows of a sequence wrote its state; this writes what is accepted.
+            inputs.accept(tokens, num_reqs=num_reqs, synthetic_K=self._synthetic_K, listed_G=requests_G)
+        if speculation is not None and speculation.model is None:
+            inputs.propose_ngrams(
+                tokens,
+                num_reqs=num_reqs,
+                shortest=speculation.prompt_lookup_min,
+                longest=speculation.prompt_lookup_max,
+                listed_G=requests_G,
+            )
 
     def _sample(
         self, logits: torch.Tensor, slots: torch.Tensor, num_rows: int | None, rows_G: torch.Tensor | None = None
@@ -84,5 +95,7 @@ class DeviceSampler:
             inputs.state.num_computed,
             parameters.lengths[:num_rows],
             rows_G=rows_G,
+            edits=inputs.logit_edits(),
+            most_drafts=inputs.drafts.shape[1],
             batch_invariant=self._batch_invariant,
         )

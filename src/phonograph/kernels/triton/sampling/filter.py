@@ -25,31 +25,49 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-from phonograph.kernels.triton.sampling.scan import LOWEST, finish, gumbel, is_last, parameters_of, row_and_slot
+from phonograph.kernels.triton.sampling.edit import Edit, edit_logits
+from phonograph.kernels.triton.sampling.scan import (
+    LOWEST,
+    count_token,
+    finish,
+    gumbel,
+    is_last,
+    parameters_of,
+    row_and_slot,
+)
 
 _NO_TOKEN = tl.constexpr(-(1 << 62))
 """Integer below every token's."""
 
 
 @triton.jit
-def _order(logit, ids, ID_BITS: tl.constexpr, KEY_SHIFT: tl.constexpr):
+def _order(logit, ids, ID_BITS: tl.constexpr, key_shift):
     """Return distinct integers that order tokens by logit, and equal logits by falling id."""
     bits = (logit + 0.0).to(tl.int32, bitcast=True)  # -0.0 becomes 0.0, its equal
-    key = (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> KEY_SHIFT
+    key = (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> key_shift
     return (key.to(tl.int64) << ID_BITS) | ((1 << ID_BITS) - 1 - ids)
 
 
 @triton.jit
-def _logit_of(order, ID_BITS: tl.constexpr, KEY_SHIFT: tl.constexpr):
-    key = (order >> ID_BITS).to(tl.int32) << KEY_SHIFT
-    key |= (key >> 31) & ((1 << KEY_SHIFT) - 1)
+def _logit_of(order, ID_BITS: tl.constexpr, key_shift):
+    key = (order >> ID_BITS).to(tl.int32) << key_shift
+    key |= (key >> 31) & ((1 << key_shift) - 1)
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
-# A row's logits, its candidates' integers, and the parameters of `_mass` and of the draw.
-_Row = namedtuple("_Row", "row_ptr list_ptr row_max factor log_min_p draw_key")
-# Tokens of a block, bits of a token id, and the low bits of a float32 that the logits' dtype does not have.
-_Shape = namedtuple("_Shape", "BLOCK ID_BITS KEY_SHIFT")
+# A row's logits, its candidates' integers, the parameters of `_mass` and of the draw, the low bits of a float32 that
+# the logits do not have, and the row's `Edit`.
+_Row = namedtuple("_Row", "row_ptr list_ptr row_max factor log_min_p draw_key key_shift edit")
+# Tokens of a block, bits of a token id, vocabulary, most drafts of a sequence, and True if rows may have edits.
+_Shape = namedtuple("_Shape", "BLOCK ID_BITS V MOST_DRAFTS EDITS")
+
+
+@triton.jit
+def _edited(logit, ids, mask, edit, shape):
+    """Return logits of a row, edited if it has edits."""
+    if shape.EDITS and edit.kind > 0:
+        logit = edit_logits(logit, ids, mask, edit, shape.V, shape.MOST_DRAFTS)
+    return logit
 
 
 @triton.jit
@@ -61,10 +79,11 @@ def _entries(start, count, row, shape, LISTED: tl.constexpr):
     index = start + tl.arange(0, shape.BLOCK)
     if LISTED:
         order = tl.load(row.list_ptr + index, mask=index < count, other=_NO_TOKEN)
-        logit = tl.where(index < count, _logit_of(order, shape.ID_BITS, shape.KEY_SHIFT), float("-inf"))
+        logit = tl.where(index < count, _logit_of(order, shape.ID_BITS, row.key_shift), float("-inf"))
     else:
         logit = tl.load(row.row_ptr + index, mask=index < count, other=float("-inf")).to(tl.float32)
-        order = tl.where(index < count, _order(logit, index, shape.ID_BITS, shape.KEY_SHIFT), _NO_TOKEN)
+        logit = _edited(logit, index, index < count, row.edit, shape)
+        order = tl.where(index < count, _order(logit, index, shape.ID_BITS, row.key_shift), _NO_TOKEN)
     return order, logit
 
 
@@ -126,7 +145,7 @@ def _filter_and_draw(low, whole, count, row, top_k, top_p, shape, LISTED: tl.con
     """Draw a token from the tokens that the filters keep, all at or above `low`; `whole` is the row's mass."""
     BLOCK: tl.constexpr = shape.BLOCK
     LAST_ID: tl.constexpr = (1 << shape.ID_BITS) - 1
-    high = _order(row.row_max, 0, shape.ID_BITS, shape.KEY_SHIFT) + 1
+    high = _order(row.row_max, 0, shape.ID_BITS, row.key_shift) + 1
     if top_k > 0:
         low = _search(top_k.to(tl.float64), low, high, count, row, shape, LISTED, False)
         whole = _sum_from(low, count, row, shape, LISTED)
@@ -171,6 +190,13 @@ def filter_kernel(
     num_computed_ptr,
     seq_lens_ptr,
     rows_ptr,
+    words_ptr,
+    biases_ptr,
+    factors_ptr,
+    edits_ptr,
+    row_slots_ptr,
+    logits_rows_ptr,
+    input_ids_ptr,
     listed,
     blocks,
     V: tl.constexpr,
@@ -180,9 +206,10 @@ def filter_kernel(
     MAX_PARTS: tl.constexpr,
     LEVELS: tl.constexpr,
     CANDIDATES: tl.constexpr,
+    MOST_DRAFTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    SHAPE: tl.constexpr = _Shape(BLOCK, ID_BITS, KEY_SHIFT)
+    SHAPE: tl.constexpr = _Shape(BLOCK, ID_BITS, V, MOST_DRAFTS, edits_ptr is not None)
     entry = tl.program_id(0)
     part = tl.program_id(1)
     parts = tl.num_programs(1)
@@ -190,6 +217,11 @@ def filter_kernel(
     temperature, top_k, top_p, min_p, draw_key, filtered = parameters_of(
         row, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, draw_keys_ptr
     )  # fmt: skip
+    key_shift, kind = KEY_SHIFT, 0
+    if edits_ptr is not None:
+        kind = tl.load(edits_ptr + row)
+        key_shift = tl.where(kind > 0, 0, KEY_SHIFT)  # edited logits have all bits
+    edit = Edit(row, slot, kind, words_ptr, biases_ptr, factors_ptr, row_slots_ptr, logits_rows_ptr, input_ids_ptr)
     if PDL:
         tl_cuda.gdc_wait()
     if (slot < 0) | (filtered == 0):
@@ -213,6 +245,7 @@ def filter_kernel(
     for start in range(first, end, BLOCK):
         ids = start + lane
         logit = tl.load(row_ptr + ids, mask=ids < end, other=float("-inf")).to(tl.float32)
+        logit = _edited(logit, ids, ids < end, edit, SHAPE)
         weight = tl.where(by_count, (logit > float("-inf")).to(tl.float32), _mass(logit, row_max, factor, log_min_p))
         new_sums = ()
         for j in tl.static_range(LEVELS - 1):
@@ -252,22 +285,25 @@ def filter_kernel(
                 next_logit = tl.load(
                     row_ptr + ids + BLOCK, mask=ids < V - BLOCK, other=float("-inf")
                 ).to(tl.float32)  # fmt: skip
+                logit = _edited(logit, ids, ids < V, edit, SHAPE)
                 found = (logit >= bound).to(tl.int32)
                 num_found = tl.sum(found, 0)
                 if num_found > 0:
                     target = count + tl.cumsum(found, 0) - 1
-                    order = _order(logit, ids, ID_BITS, KEY_SHIFT)
+                    order = _order(logit, ids, ID_BITS, key_shift)
                     tl.store(list_ptr + target, order, mask=(found > 0) & (target < CANDIDATES))
                     count += num_found
                 logit = next_logit
             tl.debug_barrier()
         else:
             count = V + CANDIDATES
-        low = _order(tl.maximum(bound, LOWEST), (1 << ID_BITS) - 1, ID_BITS, KEY_SHIFT)
-        operands = _Row(row_ptr, list_ptr, row_max, factor, log_min_p, draw_key)
+        low = _order(tl.maximum(bound, LOWEST), (1 << ID_BITS) - 1, ID_BITS, key_shift)
+        operands = _Row(row_ptr, list_ptr, row_max, factor, log_min_p, draw_key, key_shift, edit)
         if count <= CANDIDATES:
             token = _filter_and_draw(low, whole, count, operands, top_k, top_p, SHAPE, True)
         else:
             token = _filter_and_draw(low, whole, V, operands, top_k, top_p, SHAPE, False)
         token = tl.where(token < V, token, -1)
         finish(row, slot, token, tokens_ptr, last_token_ptr, num_computed_ptr, seq_lens_ptr)
+        if edits_ptr is not None:
+            count_token(token, edit, V, MOST_DRAFTS)

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import torch
 
+from phonograph.kernels.logit_edits import LogitEdits
 from phonograph.kernels.triton.launch.pdl import pdl_options
 from phonograph.kernels.triton.sampling.filter import filter_kernel
 from phonograph.kernels.triton.sampling.scan import scan_kernel
@@ -30,6 +31,8 @@ _SCAN_PROGRAMS = 2048
 _FILTER_BLOCK = 2048
 _FILTER_WARPS = 8
 _FILTER_PROGRAMS = 512
+_SCAN_REGISTERS, _FILTER_REGISTERS = 80, 128
+"""Registers that rows without edits need. More would leave fewer programs on a multiprocessor."""
 _MAX_PARTS = 256
 _CANDIDATES = 4096
 _LEVELS = 16
@@ -92,6 +95,8 @@ def sample(
     seq_lens_N: torch.Tensor,
     *,
     rows_G: torch.Tensor | None = None,
+    edits: LogitEdits | None = None,
+    most_drafts: int = 0,
     batch_invariant: bool = False,
 ) -> None:
     """Choose a token for each row that has a slot, into `tokens_N` and, for the next step, into the state of its slot.
@@ -110,6 +115,9 @@ def sample(
         num_computed_R: int32, by slot; receives the length of the row's sequence
         seq_lens_N: int32
         rows_G: int32; the rows to sample, each once, below 0 for none; tokens of all other rows stay as they are
+        edits: bias, min_tokens and penalties of rows; None if no row can have any. Tokens of rows with edits are
+            counted here
+        most_drafts: most drafts of a sequence; if there are any, `accept` counts tokens instead
         batch_invariant: a row is always cut into the parts of the largest batch, because top-p depends on their sums
     """
     num_rows, vocab_size = logits_NV.shape
@@ -124,6 +132,7 @@ def sample(
         num_computed_R,
         seq_lens_N,
         slots_N if rows_G is None else rows_G,
+        *(edits or (None,) * len(LogitEdits._fields)),
         int(rows_G is not None),
     )
     parts, blocks = _parts(as_if_rows, vocab_size, _SCAN_BLOCK, _SCAN_PROGRAMS)
@@ -140,8 +149,10 @@ def sample(
         V=vocab_size,
         BLOCK=_SCAN_BLOCK,
         MAX_PARTS=_MAX_PARTS,
+        MOST_DRAFTS=most_drafts,
         **pdl_options(),
         num_warps=_SCAN_WARPS,
+        maxnreg=_SCAN_REGISTERS,
     )
     parts, blocks = _parts(as_if_rows, vocab_size, _FILTER_BLOCK, _FILTER_PROGRAMS)
     filter_kernel[(num_rows, parts)](
@@ -160,6 +171,8 @@ def sample(
         MAX_PARTS=_MAX_PARTS,
         LEVELS=_LEVELS,
         CANDIDATES=_CANDIDATES,
+        MOST_DRAFTS=most_drafts,
         **pdl_options(),
         num_warps=_FILTER_WARPS,
+        maxnreg=_FILTER_REGISTERS,
     )

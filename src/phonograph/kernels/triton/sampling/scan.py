@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
+from phonograph.kernels.triton.sampling.edit import Edit, edit_logits
+
 _GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
 _MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9)
 _MIX_2 = tl.constexpr(0x94D049BB133111EB)
@@ -92,6 +94,14 @@ def finish(row, slot, token, tokens_ptr, last_token_ptr, num_computed_ptr, seq_l
 
 
 @triton.jit
+def count_token(token, edit, V: tl.constexpr, MOST_DRAFTS: tl.constexpr):
+    """Count the token of a row with edits; where there are drafts, `accept` counts what is kept."""
+    if (edit.kind > 0) & (token >= 0) & (MOST_DRAFTS == 0):
+        word = edit.words + edit.slot.to(tl.int64) * V + token
+        tl.store(word, tl.load(word) + 1)
+
+
+@triton.jit
 def _max_or_nan(values):
     """Return the largest of the values, NaN if one is."""
     has_nan = tl.max((values != values).to(tl.int32), 0) > 0
@@ -119,11 +129,19 @@ def scan_kernel(
     num_computed_ptr,
     seq_lens_ptr,
     rows_ptr,
+    words_ptr,
+    biases_ptr,
+    factors_ptr,
+    edits_ptr,
+    row_slots_ptr,
+    logits_rows_ptr,
+    input_ids_ptr,
     listed,
     blocks,
     V: tl.constexpr,
     BLOCK: tl.constexpr,
     MAX_PARTS: tl.constexpr,
+    MOST_DRAFTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -137,6 +155,10 @@ def scan_kernel(
     temperature, _, _, _, draw_key, filtered = parameters_of(
         row, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, draw_keys_ptr
     )  # fmt: skip
+    kind = 0
+    if edits_ptr is not None:
+        kind = tl.load(edits_ptr + row)
+    edit = Edit(row, slot, kind, words_ptr, biases_ptr, factors_ptr, row_slots_ptr, logits_rows_ptr, input_ids_ptr)
     if slot < 0:
         if (listed == 0) & (part == 0):
             tl.store(tokens_ptr + row, _NOT_SAMPLED)
@@ -158,6 +180,8 @@ def scan_kernel(
         for start in range(first, end, BLOCK):
             ids = start + lane
             logit = tl.load(row_ptr + ids, mask=ids < end, other=float("-inf")).to(tl.float32)
+            if edits_ptr is not None and kind > 0:
+                logit = edit_logits(logit, ids, ids < end, edit, V, MOST_DRAFTS)
             maximum = tl.maximum(maximum, logit, propagate_nan=tl.PropagateNan.ALL)
             new_base = tl.maximum(base, logit)
             score += (base - new_base) * factor
@@ -174,6 +198,8 @@ def scan_kernel(
             ids = start + lane
             logit = loaded.to(tl.float32)
             loaded = tl.load(row_ptr + ids + BLOCK, mask=ids < end - BLOCK, other=float("-inf"))
+            if edits_ptr is not None and kind > 0:
+                logit = edit_logits(logit, ids, ids < end, edit, V, MOST_DRAFTS)
             maximum = tl.maximum(maximum, logit, propagate_nan=tl.PropagateNan.ALL)
             token = tl.where(logit > score, ids, token)
             score = tl.maximum(score, logit)
@@ -204,3 +230,5 @@ def scan_kernel(
         if (filtered == 0) | (valid == 0):
             chosen = tl.where(valid, chosen, -1)
             finish(row, slot, chosen, tokens_ptr, last_token_ptr, num_computed_ptr, seq_lens_ptr)
+            if edits_ptr is not None:
+                count_token(chosen, edit, V, MOST_DRAFTS)

@@ -22,7 +22,8 @@ from phonograph.kernels.triton.step.logits_rows import logits_rows
 from phonograph.kernels.triton.step.step_layout import SlotState, StepLayout
 
 DRAFTS_SHIFT = 8
-"""A count of `accept` is the number of tokens, and the number of drafts that were verified above this bit."""
+LENGTH_MASK = (1 << DRAFTS_SHIFT) - 1
+"""A count of `accept` is the number of tokens, and the number of drafts that were verified above these bits."""
 _NOT_SAMPLED = tl.constexpr(NOT_SAMPLED)
 _SHIFT = tl.constexpr(DRAFTS_SHIFT)
 
@@ -38,13 +39,15 @@ def accept(
     counts_R: torch.Tensor,
     history_RM: torch.Tensor,
     synthetic_K: torch.Tensor | None = None,
+    words_RV: torch.Tensor | None = None,
+    listed_G: torch.Tensor | None = None,
 ) -> None:
     """Count the tokens that each sequence gets, and write the state of its slot.
 
     Args:
         staging: as `prepare` left it
         layout: of the staging buffer
-        state: receives last tokens and lengths of the sequences that the step sampled, and no drafts for the others
+        state: receives last tokens and lengths of the sequences that the step sampled, and loses their drafts
         num_reqs_padded: requests of the graph
         tokens_L: int32, sample of each row of logits
         input_ids_T: int32, tokens of the step
@@ -53,9 +56,11 @@ def accept(
         history_RM: int32, tokens of each slot; the new ones are appended
         synthetic_K: float32, share of sequences that keep their first 1, 2, ... drafts, whatever these are, for benches
             with random weights; None to keep what is right
+        words_RV: see `LogitEdits`; receives the counts of tokens of sequences with edits
+        listed_G: int32, rows of the batch, below 0 for none; None for all of the batch
     """
     most_drafts = state.drafts.shape[1]
-    _accept_kernel[(num_reqs_padded,)](
+    _accept_kernel[(num_reqs_padded if listed_G is None else listed_G.shape[0],)](
         staging,
         state.last_token,
         state.num_computed,
@@ -66,10 +71,14 @@ def accept(
         history_RM,
         history_RM.stride(0),
         synthetic_K,
+        words_RV,
+        0 if words_RV is None else words_RV.stride(0),
+        listed_G,
         SLOTS=layout.constants["SLOTS"],
         QUERY_STARTS=layout.constants["QUERY_STARTS"],
         TOKEN_STARTS=layout.constants["TOKEN_STARTS"],
         LENGTHS=layout.constants["LENGTHS"],
+        EDITS=layout.constants["EDITS"],
         DRAW_KEYS=layout.constants["DRAW_KEYS"],
         MOST_DRAFTS=most_drafts,
         MOST_TOKENS=history_RM.shape[1],
@@ -91,10 +100,14 @@ def _accept_kernel(
     history_ptr,
     history_stride,
     synthetic_ptr,
+    words_ptr,
+    words_stride,
+    listed_ptr,
     SLOTS: tl.constexpr,
     QUERY_STARTS: tl.constexpr,
     TOKEN_STARTS: tl.constexpr,
     LENGTHS: tl.constexpr,
+    EDITS: tl.constexpr,
     DRAW_KEYS: tl.constexpr,
     MOST_DRAFTS: tl.constexpr,
     MOST_TOKENS: tl.constexpr,
@@ -103,7 +116,9 @@ def _accept_kernel(
 ):
     pdl_begin(PDL)
     row = tl.program_id(0)
-    if row >= tl.load(staging):
+    if listed_ptr is not None:
+        row = tl.load(listed_ptr + row)
+    if (row < 0) | (row >= tl.load(staging)):
         return
     slot = tl.load(staging + SLOTS + row).to(tl.int64)
     query_start = tl.load(staging + QUERY_STARTS + row)
@@ -140,6 +155,10 @@ def _accept_kernel(
         place = length + index
         kept = (index < count) & (place < MOST_TOKENS)
         tl.store(history_ptr + slot * history_stride + place, tl.maximum(token, 0), mask=kept)
+        if words_ptr is not None:
+            # A run may have a token twice.
+            counted = (index < count) & (token >= 0) & (tl.load(staging + EDITS + first) > 0)
+            tl.atomic_add(words_ptr + slot * words_stride + tl.maximum(token, 0), 1, mask=counted)
+        tl.store(drafts + index, -1, mask=index < MOST_DRAFTS)
     else:
         tl.store(counts_ptr + row, 1)
-    tl.store(drafts + index, -1, mask=index < MOST_DRAFTS)

@@ -186,6 +186,7 @@ def _prepare_kernel(
     TOP_K: tl.constexpr,
     TOP_P: tl.constexpr,
     MIN_P: tl.constexpr,
+    EDITS: tl.constexpr,
     DRAW_KEYS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -288,6 +289,8 @@ def _prepare_kernel(
             tl.store(staging + TOP_K + of_row, _parameter(1, entry, new, old), mask=has_row)
             tl.store(staging + TOP_P + of_row, _parameter(2, entry, new, old), mask=has_row)
             tl.store(staging + MIN_P + of_row, _parameter(3, entry, new, old), mask=has_row)
+            edits, must_not_end = _parameter(8, entry, new, old), length < _parameter(9, entry, new, old)
+            tl.store(staging + EDITS + of_row, tl.where(must_not_end, 2 * edits, edits), mask=has_row)
             low, high = _parameter(4, entry, new, old), _parameter(5, entry, new, old)
             # The number of tokens that the request has generated is the index of its draw.
             key = draw_key(low, high, length - _parameter(6, entry, new, old))

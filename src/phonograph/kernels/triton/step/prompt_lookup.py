@@ -33,6 +33,7 @@ def propose_ngrams(
     history_RM: torch.Tensor,
     shortest: int,
     longest: int,
+    listed_G: torch.Tensor | None = None,
 ) -> None:
     """Write drafts of each sequence that the step sampled. `accept` has removed the earlier ones.
 
@@ -45,9 +46,10 @@ def propose_ngrams(
         history_RM: int32, tokens of each slot, the last one after the computed ones
         shortest: fewest last tokens that must occur earlier
         longest: most last tokens that are compared
+        listed_G: as in `accept`
     """
     most_drafts, block = state.drafts.shape[1], min(4096, max(64, triton.next_power_of_2(history_RM.shape[1])))
-    _ngram_kernel[(num_reqs_padded,)](
+    _ngram_kernel[(num_reqs_padded if listed_G is None else listed_G.shape[0],)](
         staging,
         state.num_computed,
         state.drafts,
@@ -56,6 +58,7 @@ def propose_ngrams(
         history_RM.stride(0),
         shortest,
         longest,
+        listed_G,
         SLOTS=layout.constants["SLOTS"],
         QUERY_STARTS=layout.constants["QUERY_STARTS"],
         MOST_DRAFTS=most_drafts,
@@ -76,6 +79,7 @@ def _ngram_kernel(
     history_stride,
     shortest,
     longest,
+    listed_ptr,
     SLOTS: tl.constexpr,
     QUERY_STARTS: tl.constexpr,
     MOST_DRAFTS: tl.constexpr,
@@ -86,7 +90,9 @@ def _ngram_kernel(
     # A place matches by the number of tokens that end there and equal the last tokens of the history.
     pdl_begin(PDL)
     row = tl.program_id(0)
-    if row >= tl.load(staging):
+    if listed_ptr is not None:
+        row = tl.load(listed_ptr + row)
+    if (row < 0) | (row >= tl.load(staging)):
         return
     slot = tl.load(staging + SLOTS + row).to(tl.int64)
     query_start = tl.load(staging + QUERY_STARTS + row)

@@ -20,12 +20,12 @@ _PREFIX_LEN = 3
 _NUM_LOGITS = 4
 _ALIGN = 4
 """Alignment of fields, in words: 16 bytes, which is enough for the int64 draw keys."""
-START_WORDS = 8
+START_WORDS = 10
 """Words of the parameters of a slot."""
 _READ_BY_KERNEL = (
     "slots", "context_lens", "query_starts", "token_starts", "append_starts", "append_at", "samples", "start_at",
     "block_sizes", "appends", "starts", "tokens", "row_slots", "sample_slots", "lengths", "temperature", "top_k",
-    "top_p", "min_p", "draw_keys",
+    "top_p", "min_p", "edits", "draw_keys",
 )  # fmt: skip
 
 
@@ -34,7 +34,7 @@ class SlotState(NamedTuple):
 
     last_token:   int32 [R]
     num_computed: int32 [R]    tokens whose keys and values are computed
-    parameters:   int32 [R, 8] as in `HostViews.starts`
+    parameters:   int32 [R, 10] as in `HostViews.starts`
     drafts:       int32 [R, K] tokens that may follow the last one; -1 for none
     block_tables: int32 [G, R, N]
     """
@@ -71,8 +71,9 @@ class HostViews(NamedTuple):
     start_at:      int32 [R]   entry of `starts` for a row whose sequence starts, else -1
     block_sizes:   int32 [G]   tokens of a block, the same in every step; empty for a single group
     appends:       int32 [A]   block ids of all groups
-    starts:        int32 [R, 8] of sequences that start: temperature, top_k, top_p and min_p as `sampling.sample` takes
-                               them, stream key (two words), length of the prompt, most tokens
+    starts:        int32 [R, 10] of sequences that start: temperature, top_k, top_p and min_p as `sampling.sample` takes
+                               them, stream key (two words), length of the prompt, most tokens, 1 if its logits are
+                               edited, and the tokens before which it must not end
     tokens:        int32 [T]   token ids, of the rows with a token_start
     """
 
@@ -98,6 +99,7 @@ class SamplingViews(NamedTuple):
     sample_slots: int32, the same for rows that the step samples; -1 for others and for padding
     lengths:      int32, tokens of the sequence up to the row's own
     temperature:  float32, as are top_p and min_p; top_k int32 and draw_keys int64: see `sampling.sample`
+    edits:        int32, see `LogitEdits`
     """
 
     row_slots: torch.Tensor
@@ -107,6 +109,7 @@ class SamplingViews(NamedTuple):
     top_k: torch.Tensor
     top_p: torch.Tensor
     min_p: torch.Tensor
+    edits: torch.Tensor
     draw_keys: torch.Tensor
 
 
@@ -153,6 +156,7 @@ class StepLayout:
             ("top_k", "int32", logits),
             ("top_p", "float32", logits),
             ("min_p", "float32", logits),
+            ("edits", "int32", logits),
             ("draw_keys", "int64", 2 * logits),
         ):
             self.fields[name] = dtype, slice(self.num_words, self.num_words + words)

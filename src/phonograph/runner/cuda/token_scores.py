@@ -1,0 +1,83 @@
+"""Log-probabilities of a step's tokens, computed behind the step without waiting for the device.
+
+All rows of a sequence are scored, those behind drafts too. The host cuts them to the tokens that the step accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from phonograph.core.batch import StepOutput
+from phonograph.runner.step_inputs import StepRows
+from phonograph.sampling.failures import SlotFailures
+from phonograph.sampling.logprobs import as_entries, score_tokens
+from phonograph.sampling.sampler import Sampler
+
+
+class TokenScores:
+    """Scores of the sequences of one step that ask for log-probabilities.
+
+    Args:
+        sampler: knows what each slot asks for.
+        rows: the step.
+        logits_LV: logits of the step, before rows with a grammar are masked.
+        masked: sequences with a grammar, whose rows are copied.
+    """
+
+    def __init__(self, sampler: Sampler, rows: StepRows, logits_LV: torch.Tensor, masked: Sequence[int]) -> None:
+        self._slots = rows.slots[rows.owners]
+        self._tops = np.where(rows.samples, sampler.logprobs[rows.slots], -1)[rows.owners]
+        self._chunk_rows = sampler.chunk_rows
+        is_copied = np.isin(rows.owners, masked) & (self._tops >= 0)
+        self._copied = np.flatnonzero(is_copied)
+        self._in_place = np.flatnonzero((self._tops >= 0) & ~is_copied)
+        self._copies = logits_LV[_to_device(self._copied, logits_LV)]
+        self._scores: list[tuple[Sequence[int], tuple[torch.Tensor, ...]]] = []
+
+    def start(self, logits_LV: torch.Tensor, tokens_L: torch.Tensor, failures: SlotFailures) -> None:
+        """Compute the scores of the tokens that were sampled, and start their copies to the host.
+
+        Args:
+            logits_LV: as above; masked rows are not read.
+            tokens_L: int32, token of each row; below 0 for a row without one.
+            failures: receives the slots whose work raises.
+        """
+
+        def score(rows: Sequence[int]) -> None:
+            numbers = _to_device(np.array(rows), logits_LV)
+            tokens = tokens_L[numbers].to(torch.int64).clamp_(min=0)
+            if rows[0] in self._copied:
+                logits = self._copies[_to_device(np.searchsorted(self._copied, rows), logits_LV)]
+            else:
+                logits = logits_LV[numbers]
+            found = score_tokens(logits, tokens, int(self._tops[rows].max()))
+            self._scores.append((rows, tuple(_to_host(one) for one in found)))
+
+        slots: list[int] = self._slots.tolist()
+        for numbers in (self._in_place.tolist(), self._copied.tolist()):
+            for start in range(0, len(numbers), self._chunk_rows):
+                rows = numbers[start : start + self._chunk_rows]
+                failures.run_rows(rows, slots, "log-probabilities", score)
+
+    def take(self, output: StepOutput) -> None:
+        """Add the scores to the output of the step, which the device has finished. Slots that failed get none."""
+        lengths = dict(zip(output.slots, map(len, output.token_ids), strict=True))
+        for rows, scores in self._scores:
+            slots, tops = self._slots[rows].tolist(), self._tops[rows].tolist()
+            # The rows of a slot come in their order.
+            for slot, entry in zip(slots, as_entries(tops, *scores), strict=True):
+                entries = output.logprobs.setdefault(slot, [])
+                if slot not in output.failures and len(entries) < lengths[slot]:
+                    entries.append(entry)
+
+
+def _to_device(numbers: np.ndarray, like: torch.Tensor) -> torch.Tensor:
+    sent = torch.from_numpy(numbers)
+    return sent.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else sent
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor, non_blocking=True)
