@@ -45,8 +45,19 @@ settings.register_profile("phonograph", deadline=None)
 settings.load_profile("phonograph")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Let each worker begin its imports at another place, and read what the others have compiled when it gets there."""
+    worker, tests = getattr(config, "workerinput", None), Path(__file__).parent
+    if worker is None or [Path(name).absolute() for name in config.args] != [tests]:
+        return
+    paths = sorted({str(path.parent) if path.parent != tests else str(path) for path in tests.rglob("test_*.py")})
+    first = int(worker["workerid"].removeprefix("gw")) * len(paths) // worker["workercount"]
+    config.args = paths[first:] + paths[:first]
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.get_closest_marker("long") is None)
+    # By path too: workers collect in other orders.
+    items.sort(key=lambda item: (item.get_closest_marker("long") is None, item.path))
     if os.environ.get("CI") != "true":
         for item in items:
             if item.get_closest_marker("index"):
@@ -72,6 +83,16 @@ def every_row_alike(monkeypatch: pytest.MonkeyPatch) -> None:
         return total
 
     monkeypatch.setattr(np, "matmul", product)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Import the tests without the garbage collector: nothing that they import is garbage."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_finish() -> None:

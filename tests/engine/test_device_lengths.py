@@ -39,12 +39,11 @@ def requests(count: int) -> list[Request]:
     return made
 
 
-@pytest.mark.parametrize("mode", [GraphMode.NONE, GraphMode.FULL])
-@pytest.mark.parametrize("num_blocks", [64, 11])
+@pytest.mark.parametrize(("mode", "num_blocks"), [(GraphMode.NONE, 11), (GraphMode.FULL, 11), (GraphMode.FULL, 64)])
 def test_tokens_are_those_of_each_request_alone(mode: GraphMode, num_blocks: int, make: MakeEngine) -> None:
     """Slots are used again with other parameters, and with few blocks requests are preempted and loaded again."""
     engine = make(mode, num_blocks=num_blocks)
-    several = requests(21)
+    several = requests(2 * len(KINDS))
     engine.run(*several)
     assert [one.output_token_ids for one in several] == [wanted(engine.model, one) for one in several]
     assert bool(engine.core.scheduler.stats.num_preemptions) == (num_blocks == 11)

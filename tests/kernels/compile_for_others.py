@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "0"
-os.environ["DISABLE_LLVM_OPT"] = "1"  # shared memory is laid out before LLVM has the kernel
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import decode_problem
@@ -23,6 +22,8 @@ import torch
 import triton
 from far_gpu import FarGpu
 from triton import knobs
+from triton._C.libtriton import ir, nvidia, passes
+from triton.backends.nvidia.compiler import get_ptx_version_from_options
 from triton.runtime.jit import JITFunction
 
 from phonograph.kernels.triton.attention import decode as attention_decode
@@ -33,10 +34,25 @@ _BYTES = {80: 163 * 1024, 86: 99 * 1024, 120: 99 * 1024}
 _BFLOAT16, _FP8 = torch.bfloat16, torch.float8_e5m2
 
 
-def without_code(_: Any, stages: dict[str, Any], *__: Any) -> None:
-    """End a compilation at LLVM's IR, where the bytes are known; the rest takes a third of the time."""
-    stages["ptx"] = lambda _, metadata: metadata.setdefault("name", "") or ""
-    stages["cubin"] = lambda *_: b""
+def without_code(_: Any, stages: dict[str, Any], options: Any, __: Any, capability: int) -> None:
+    """End a compilation at the pass that lays out shared memory; the rest takes half of the time.
+
+    The passes before it are those of Triton's `make_llir`.
+    """
+
+    def lay_out(module: Any, metadata: dict[str, Any]) -> str:
+        manager = ir.pass_manager(module.context)
+        passes.ttgpuir.add_combine_tensor_select_and_if(manager)
+        passes.ttgpuir.add_allocate_warp_groups(manager)
+        passes.convert.add_scf_to_cf(manager)
+        passes.gluon.add_inliner(manager)
+        ptx_version = get_ptx_version_from_options(options, capability)
+        nvidia.passes.ttgpuir.add_allocate_shared_memory_nv(manager, capability, ptx_version)
+        manager.run(module, "lay_out")
+        metadata["shared"], metadata["name"] = module.get_int_attr("ttg.shared"), ""
+        return ""
+
+    stages.update(llir=lay_out, ptx=lambda *_: "", cubin=lambda *_: b"")
 
 
 def compile_attention(capability: int) -> dict[str, int]:

@@ -31,8 +31,10 @@ def checkpoint(family: str, folder: Path, **overrides: Any) -> tuple[PreTrainedM
         generator = torch.Generator().manual_seed(seed)
         reference = make_checkpoint(family, folder, seed=seed, vocab_size=VOCAB_SIZE, **overrides)
         prompt = torch.randint(VOCAB_SIZE, (1, PROMPT), generator=generator)
-        tokens = reference.generate(prompt, max_new_tokens=ANSWER, do_sample=False, eos_token_id=None)
         with router_gaps(reference) as gap, torch.no_grad():
+            greedy = {"max_new_tokens": ANSWER, "do_sample": False, "eos_token_id": None}
+            # The answer ends at the first choice that rounding may turn.
+            tokens = reference.generate(prompt, stopping_criteria=[lambda *_: gap() <= LEAST_GAP], **greedy)
             reference(tokens)
         if LEAST_GAP < gap() < torch.inf:
             return reference, tokens[0]

@@ -125,19 +125,23 @@ def with_hub(hub: Any, home: Path, command: list[str], **environment: str) -> tu
     return result.stdout.strip(), result.stderr
 
 
-def found(hub: Any, home: Path, *arguments: str, **environment: str) -> str:
-    """Return what `model_path` says in a process that has this hub: the path with its content, or the error."""
+def found(hub: Any, home: Path, *models: str, folder: Path | None = None, **environment: str) -> str:
+    """Return what `model_path` says in a process that has this hub: the path with its content, or the error.
+
+    A line for each model. folder: of downloads.
+    """
     program = (
         "import sys\n"
         "from phonograph.errors import ModelError\n"
         "from phonograph.files.model_files import model_path\n"
-        "try:\n"
-        "    path = model_path(sys.argv[1], download_dir=sys.argv[2] if sys.argv[2:] else None)\n"
-        "    print(path, path.read_text() if path.is_file() else '')\n"
-        "except ModelError as error:\n"
-        "    print(error)\n"
+        "for model in sys.argv[2:]:\n"
+        "    try:\n"
+        "        path = model_path(model, download_dir=sys.argv[1] or None)\n"
+        "        print(path, path.read_text() if path.is_file() else '')\n"
+        "    except ModelError as error:\n"
+        "        print(error)\n"
     )
-    return with_hub(hub, home, ["-c", program, *arguments], **environment)[0]
+    return with_hub(hub, home, ["-c", program, str(folder or ""), *models], **environment)[0]
 
 
 def test_one_file_is_downloaded_and_found_again_without_network(hub: Any, tmp_path: Path) -> None:
@@ -163,21 +167,21 @@ def test_a_download_goes_on_where_its_connection_broke(hub: Any, tmp_path: Path)
 
 def test_a_model_is_pulled_with_its_tokenizer_and_listed(hub: Any, tmp_path: Path) -> None:
     cli = ["-m", "phonograph"]
-    said, notes = with_hub(hub, tmp_path, [*cli, "pull", "owner/demo"])
+    pull = [*cli, "pull", "owner/demo"]
+    said, notes = with_hub(hub, tmp_path, pull)
     size = len(FILES["owner/demo"]["model.safetensors"])
     assert said.endswith(f"({size / 2**30:.2f} GiB)") and "of owner/demo, 0.0 GiB, to" in notes
-    found(hub, tmp_path, "owner/repo:Q4_K_M")
-    found(hub, tmp_path, "owner/repo:BF16")
-    listed, _ = with_hub(hub, tmp_path, [*cli, "list", "--json"], HF_HUB_OFFLINE="1")
-    rows = [json.loads(line) for line in listed.splitlines()]
+    found(hub, tmp_path, "owner/repo:Q4_K_M", "owner/repo:BF16")
+    twice = "from phonograph.cli.app import main; assert main(['list', '--json']) == main(['ls']) == 0"
+    listed, _ = with_hub(hub, tmp_path, ["-c", twice], HF_HUB_OFFLINE="1")
+    rows = [json.loads(line) for line in listed.splitlines() if line.startswith("{")]
     assert {row["model"]: row["bytes"] for row in rows} == {
         "owner/demo": size,
         "owner/repo:Q4_K_M": 10,
         "owner/repo:BF16": 10 + 11,
     }
-    table, _ = with_hub(hub, tmp_path, [*cli, "ls"], HF_HUB_OFFLINE="1")
-    assert re.search(r"^owner/repo:BF16 +0\.00 ", table, flags=re.MULTILINE)
-    again, notes = with_hub(hub, tmp_path, [*cli, "pull", "owner/demo"], HF_ENDPOINT="http://127.0.0.1:9")
+    assert re.search(r"^owner/repo:BF16 +0\.00 ", listed, flags=re.MULTILINE)
+    again, notes = with_hub(hub, tmp_path, pull, HF_ENDPOINT="http://127.0.0.1:9")
     assert again == said and "of owner/demo" not in notes, "files and tokenizer are there without the network"
 
 
@@ -188,25 +192,24 @@ def test_nothing_downloaded_is_said(hub: Any, tmp_path: Path) -> None:
 
 def test_all_parts_are_downloaded_to_the_folder_of_downloads(hub: Any, tmp_path: Path) -> None:
     folder = tmp_path / "mine"
-    said = found(hub, tmp_path / "home", "owner/repo:BF16", str(folder))
+    said = found(hub, tmp_path / "home", "owner/repo:BF16", folder=folder)
     first = Path(said.partition(" ")[0])
     assert first.is_relative_to(folder) and said.endswith("-00001-of-00002.gguf GGUF first")
     assert [part.read_text() for part in parts_of(first)] == ["GGUF first", "GGUF second"]
 
 
-@pytest.mark.parametrize(
-    ("model", "said"),
-    [
-        ("owner/repo:Q5_0", f"owner/repo has no GGUF file of type 'Q5_0'; it has {TYPES}"),
-        ("owner/repo:F16", "owner/repo has 1 of the 2 parts of type 'F16'; choose another type"),
-        ("owner/repo:IQ4_XS", "2 GGUF files of type 'IQ4_XS'; give one by its name: a/Model-IQ4_XS.gguf, b/Model"),
-        ("owner/repo", f"owner/repo has GGUF files; choose one by its type, such as owner/repo:Q4_K_M; it has {TYPES}"),
-        ("owner/plain:Q4_0", "owner/plain has no GGUF file, and so none of type 'Q4_0'; leave the type out"),
-        ("owner/absent:Q4_0", "model 'owner/absent:Q4_0' is not on the hub, or is private"),
-    ],
-)
-def test_what_a_repository_lacks_is_named_with_what_it_has(model: str, said: str, hub: Any, tmp_path: Path) -> None:
-    assert said in found(hub, tmp_path, model)
+def test_what_a_repository_lacks_is_named_with_what_it_has(hub: Any, tmp_path: Path) -> None:
+    cases = {
+        "owner/repo:Q5_0": f"owner/repo has no GGUF file of type 'Q5_0'; it has {TYPES}",
+        "owner/repo:F16": "owner/repo has 1 of the 2 parts of type 'F16'; choose another type",
+        "owner/repo:IQ4_XS": "2 GGUF files of type 'IQ4_XS'; give one by its name: a/Model-IQ4_XS.gguf, b/Model",
+        "owner/repo": f"owner/repo has GGUF files; choose one by its type, such as owner/repo:Q4_K_M; it has {TYPES}",
+        "owner/plain:Q4_0": "owner/plain has no GGUF file, and so none of type 'Q4_0'; leave the type out",
+        "owner/absent:Q4_0": "model 'owner/absent:Q4_0' is not on the hub, or is private",
+    }
+    lines = found(hub, tmp_path, *cases).splitlines()
+    for line, said in zip(lines, cases.values(), strict=True):
+        assert said in line
 
 
 def test_a_disk_without_room_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -148,11 +148,15 @@ SCHEMES: dict[str, Scheme | None] = {
 
 
 # Formats differ in products only, which the family with all biases has in every kind.
-PAIRS = [(family, dtype, "dense") for family in ("qwen3", "llama_bias") for dtype in DTYPES]
-PAIRS += [("llama_bias", DTYPES[-1], scheme) for scheme in SCHEMES if scheme != "dense"]
+DENSE = [(family, dtype, "dense") for family in ("qwen3", "llama_bias") for dtype in DTYPES]
+PAIRS = [*DENSE, *(("llama_bias", DTYPES[-1], scheme) for scheme in SCHEMES if scheme != "dense")]
 
 
-@pytest.fixture(params=PAIRS, ids=lambda pair: " ".join(map(str, pair)))
+def name_of(pair: tuple[str, torch.dtype, str]) -> str:
+    return " ".join(map(str, pair))
+
+
+@pytest.fixture(params=PAIRS, ids=name_of)
 def pair(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     family, dtype, scheme_name = request.param
     lay_as_on_a_gpu(monkeypatch)
@@ -181,28 +185,21 @@ def make_model(
 
 
 @pytest.mark.parametrize("rows", ROWS)
-def test_attention_writes_the_cache_and_adds_to_the_stream(pair: Pair, rows: int) -> None:
-    results = []
-    for bound, stream, step, cache in pair.streams(rows):
-        begun = stream.hidden_TE.clone()
-        results.append((begun, bound.layers[0].attention(stream, step).hidden_TE.clone() - begun, cache))
-    (wanted_begun, *wanted), (begun, *got) = results
-    assert torch.equal(wanted_begun, begun)
-    for one, other in zip(wanted, got, strict=True):
-        pair.check(one, other)
-
-
-@pytest.mark.parametrize("rows", ROWS)
 def test_layers_in_turn(pair: Pair, rows: int) -> None:
-    """Each part begins with the norm that the part before left to it, and the last one has no part after it."""
-    results = []
-    for bound, stream, step, _ in pair.streams(rows):
-        found = [stream.hidden_TE.clone()]
+    """Each part begins with the norm that the part before left to it, and the last one has no part after it.
+
+    Attention writes the cache. What the first one adds to the stream is compared alone.
+    """
+    begun, results = [], []
+    for bound, stream, step, cache in pair.streams(rows):
+        begun.append(stream.hidden_TE.clone())
+        found = []
         for layer in bound.layers:
             found.append(layer.attention(stream, step).hidden_TE.clone())
             found.append(layer.feed_forward(stream).hidden_TE.clone())
-        results.append(found[1:])
-    assert len(results[0]) == 2 * pair.model.spec.num_layers
+        assert len(found) == 2 * pair.model.spec.num_layers
+        results.append([found[0] - begun[-1], cache, *found])
+    assert torch.equal(*begun)
     for wanted, got in zip(*results, strict=True):
         pair.check(wanted, got)
 
@@ -295,6 +292,7 @@ def test_rows_that_are_kept(pair: Pair, rows: int) -> None:
 
 @pytest.mark.parametrize("gathered", [False, True])
 @pytest.mark.parametrize("rows", [1, 2, 9])
+@pytest.mark.parametrize("pair", DENSE, ids=name_of, indirect=True)
 def test_logits(pair: Pair, rows: int, gathered: bool) -> None:
     model = pair.model
     pair.poison()

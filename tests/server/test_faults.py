@@ -103,10 +103,11 @@ def stream_to_its_end(url: str, into: list[str], body: dict[str, Any]) -> thread
     return thread
 
 
-def test_the_port_answers_with_the_progress_until_it_serves(start: Callable[..., Process]) -> None:
+def start_with_progress(start: Callable[..., Process], *flags: str) -> Process:
+    """Start a server whose port answers with the progress of the start until it serves."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    server = start("--port", str(port))
+    server = start("--port", str(port), *flags)
     phases: list[str] = []
 
     def serves() -> bool:
@@ -123,8 +124,7 @@ def test_the_port_answers_with_the_progress_until_it_serves(start: Callable[...,
 
     wait_for(serves, 120)
     assert phases[0] == "imports" and set(phases) <= {"imports", "weights", "graphs"}
-    server.process.send_signal(signal.SIGTERM)
-    assert server.exit_code() == 0 and "Traceback" not in server.said
+    return server
 
 
 def test_the_death_of_the_engine_ends_requests_and_the_server(start: Callable[..., Process]) -> None:
@@ -217,8 +217,8 @@ def test_a_port_in_use_is_found_before_the_engine_starts(start: Callable[..., Pr
         assert f"port={port}: cannot be bound on 127.0.0.1" in server.said and "starting" not in server.said
 
 
-def test_ten_thousand_idle_connections(start: Callable[..., Process]) -> None:
-    server = start("--header-timeout", "600", "--body-timeout", "600")
+def test_progress_of_the_start_then_ten_thousand_idle_connections(start: Callable[..., Process]) -> None:
+    server = start_with_progress(start, "--header-timeout", "600", "--body-timeout", "600")
     address = ("127.0.0.1", int(server.url.rsplit(":")[-1]))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     room = (1 << 20) if hard == resource.RLIM_INFINITY else hard
@@ -239,3 +239,5 @@ def test_ten_thousand_idle_connections(start: Callable[..., Process]) -> None:
             connection.close()
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     wait_for(lambda: psutil.Process(server.process.pid).num_fds() < 200)
+    server.process.send_signal(signal.SIGTERM)
+    assert server.exit_code() == 0 and "Traceback" not in server.said

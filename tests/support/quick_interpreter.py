@@ -1,6 +1,7 @@
 """Speeds up Triton's interpreter, which spends most of the time of a kernel in Python around numpy's work.
 
 - Each call of a function within a kernel replaces the language's builtins, although the kernel's start has done so.
+- Each start of a kernel makes all replacements anew, and each call of one copies its arguments twice.
 - Each value makes a table of all types, and its type and shape are built from constants of the language each time.
 - Sums and products of integers are computed again in 64 bits to assert that they do not overflow; the assertion does
   nothing unless the interpreter's options say `debug`.
@@ -31,8 +32,22 @@ def make_quick() -> None:
 
 def _patch_once(interpreter: Any) -> None:
     core = interpreter.tl.core
-    is_builtin, patch_lang, patch_attr = core.is_builtin, interpreter._patch_lang, interpreter._patch_attr
-    names, langs = dict[Any, list[str]](), dict[Any, list[Any]]()
+    is_builtin, patch_lang = core.is_builtin, interpreter._patch_lang
+    names, langs, replacements = dict[Any, list[str]](), dict[Any, list[Any]](), dict[Any, Any]()
+    checks_semantic = core.builtin(lambda: None).__code__
+
+    def patch_attr(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        if (member, builder) not in replacements:
+            semantic = interpreter.TritonSemantic(builder)
+            # `builtin` adds only the check that there is a semantic.
+            call = member.__wrapped__ if getattr(member, "__code__", None) is checks_semantic else member
+
+            def with_semantic(*args: Any, **keywords: Any) -> Any:
+                keywords["_semantic"] = semantic
+                return call(*args, **keywords)
+
+            replacements[member, builder] = with_semantic
+        scope.set_attr(obj, name, replacements[member, builder])
 
     def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
         if package not in names:
@@ -50,6 +65,7 @@ def _patch_once(interpreter: Any) -> None:
             return interpreter._LangPatchScope()  # the kernel that calls this function has replaced all of it
         return patch_lang(fn)
 
+    interpreter._patch_attr = patch_attr
     interpreter._patch_builtin = patch_builtin
     interpreter._patch_lang = patch_lang_of
 
@@ -58,7 +74,7 @@ def _keep_types(interpreter: Any) -> None:
     core = interpreter.tl.core
     constexpr, sequence, block_type, tensor = core.constexpr, core.tuple, core.block_type, core.tensor
     look_up, make_type, equal = interpreter._get_np_dtype, block_type.__init__, sequence.__eq__
-    dtypes, types, shapes = dict[str, Any](), dict[Any, Any](), dict[Any, Any]()
+    dtypes, types, shapes, by_element = dict[str, Any](), dict[Any, Any](), dict[Any, Any](), dict[Any, Any]()
 
     def np_dtype(kind: Any) -> Any:
         name = (kind.element_ty if kind.is_block() else kind).name
@@ -77,6 +93,12 @@ def _keep_types(interpreter: Any) -> None:
             self.element_ty = element_ty
             self.shape, self.numel, self.name = known
 
+    def with_element(self: Any, element_ty: Any) -> Any:
+        key = element_ty.name, self.name
+        if key not in by_element:
+            by_element[key] = block_type(element_ty, self.shape)
+        return by_element[key]
+
     def init_tensor(self: Any, handle: Any, kind: Any) -> None:
         sizes = tuple(kind.shape.values) if kind.is_block() else ()
         if sizes not in shapes:
@@ -91,5 +113,6 @@ def _keep_types(interpreter: Any) -> None:
 
     interpreter._get_np_dtype = np_dtype
     block_type.__init__ = init_type
+    block_type.with_element_ty = with_element
     tensor.__init__ = init_tensor
     sequence.__eq__ = equal_sequence
