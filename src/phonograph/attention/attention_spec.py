@@ -48,6 +48,7 @@ class AttentionSpec:
             of cascade attention does.
         speculative_tokens: k draft tokens a step; a decode then has query length 1 + k.
         cascade: attend a prefix that is common to a batch once, where that pays.
+        shared_prefixes: a backend may attend prefixes that decodes share once, by their block tables.
         batch_invariant: the output of a sequence is the same bit for bit in every batch.
 
     Example:
@@ -80,6 +81,7 @@ class AttentionSpec:
     non_causal: bool = False
     speculative_tokens: int = 0
     cascade: bool = False
+    shared_prefixes: bool = True
     batch_invariant: bool = False
 
     @property

@@ -91,6 +91,14 @@ class Capabilities(ABC):
         """
         return None
 
+    def shares_plan(self, spec: AttentionSpec) -> bool:
+        """Return True if KV groups of equal attention have one plan. Override it if that depends on the spec.
+
+        Args:
+            spec: attention of the groups.
+        """
+        return self.plans_by_lengths
+
     def buffer_bytes(self, spec: AttentionSpec, device: DeviceSpec, limits: Limits, graphs: Sequence[GraphKey]) -> int:
         """Return the bytes of device memory that the backend takes for any batch within `limits` and these graphs.
 

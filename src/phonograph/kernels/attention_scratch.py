@@ -10,6 +10,8 @@ SHORTEST_PIECE = 512
 """Least keys of a piece that a prefill's tile is cut into."""
 DECODE_PROGRAMS = 2
 """Programs of the launch for short queries that a multiprocessor has room for."""
+LEVELS = 3
+"""Results of a row whose sequence shares prefixes: of two shared ones and of its own keys."""
 _PARTIALS_PER_PROGRAM = 3
 
 
@@ -18,17 +20,25 @@ def tile_width(head_size: int) -> int:
     return max(16, 1 << (head_size - 1).bit_length())
 
 
-def row_tiles(group: int, width: int) -> tuple[int, int]:
-    """Return the rows of the tile for queries that fit the smallest one, and for all others up to MAX_SHORT_QUERY."""
+def row_tiles(group: int, width: int, *, shares: bool = False) -> tuple[int, int]:
+    """Return the rows of the tile for queries that fit the smallest one, and for all others.
+
+    The latter have up to MAX_SHORT_QUERY tokens, or with `shares` are those of all sequences that share a prefix.
+    """
     most = 64 if width <= 128 else 32 if width <= 256 else 16
     small = min(tile_width(group), most)
-    return small, min(max(tile_width(MAX_SHORT_QUERY * group), small), most)
+    return small, most if shares else min(max(tile_width(MAX_SHORT_QUERY * group), small), most)
 
 
-def decode_partials(group: int, head_size: int, num_sms: int) -> tuple[int, int, int]:
+def decode_partials(group: int, head_size: int, num_sms: int, *, shares: bool = False) -> tuple[int, int, int]:
     """Return slots, rows and columns of the partial results of the launch for short queries."""
     width = tile_width(head_size)
-    return 2 * DECODE_PROGRAMS * num_sms, row_tiles(group, width)[1], width
+    return 2 * DECODE_PROGRAMS * num_sms, row_tiles(group, width, shares=shares)[1], width
+
+
+def level_bytes(num_tokens: int, num_query_heads: int, head_size: int) -> int:
+    """Return the bytes of the results of levels (`LevelScratch`), for batches of so many tokens that share prefixes."""
+    return 4 * num_tokens * num_query_heads * (1 + LEVELS * (head_size + 1))
 
 
 def key_tile(width: int) -> int:

@@ -22,7 +22,7 @@ from phonograph.attention.attention_spec import AttentionSpec
 from phonograph.attention.backend import AttentionCall
 from phonograph.attention.kv_write import GpuBackend
 from phonograph.attention.metadata import AttentionMetadata, CommonMetadata, MetadataBuilder
-from phonograph.attention.triton.capabilities import TritonCapabilities
+from phonograph.attention.triton.capabilities import TritonCapabilities, shared_tokens
 from phonograph.core.limits import Limits
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.kernels.attention_scratch import MAX_SHORT_QUERY
@@ -64,7 +64,7 @@ class TritonMetadataBuilder(MetadataBuilder[TritonMetadata]):
         if device.type == "cuda":
             num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._batch_invariant = spec.batch_invariant
-        self._plans = {window: _make_plans(spec, device, limits, num_sms) for window in spec.windows}
+        self._plans = {window: _make_plans(spec, device, limits, num_sms, window) for window in spec.windows}
 
     def build(self, common: CommonMetadata, *, key: GraphKey | None) -> TritonMetadata:
         # Between pieces attention runs eagerly, but its schedule is in the first piece: both must have these values.
@@ -107,6 +107,8 @@ class TritonBackend(GpuBackend[TritonMetadata]):
                 window=window,
                 multiprocessors=multiprocessors_of(long),
                 divide=metadata.divide,
+                block_table=common.block_table,
+                block_size=self.spec.block_size,
             )
             if metadata.has_long:
                 min_query_len = metadata.short_query_len + 1
@@ -152,7 +154,7 @@ class TritonBackend(GpuBackend[TritonMetadata]):
 
 
 def _make_plans(
-    spec: AttentionSpec, device: torch.device, limits: Limits, num_sms: int
+    spec: AttentionSpec, device: torch.device, limits: Limits, num_sms: int, window: Window
 ) -> tuple[DecodePlan, PrefillPlan]:
     sizes: dict[str, Any] = {
         "num_query_heads": spec.num_query_heads,
@@ -163,6 +165,5 @@ def _make_plans(
         "device": device,
     }
     cuts = not spec.batch_invariant
-    return make_decode_plan(**sizes), make_prefill_plan(
-        **sizes, max_num_tokens=limits.max_num_batched_tokens, cuts=cuts
-    )
+    short = make_decode_plan(**sizes, shared_tokens=shared_tokens(spec, limits, window))
+    return short, make_prefill_plan(**sizes, max_num_tokens=limits.max_num_batched_tokens, cuts=cuts)

@@ -5,12 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib.util import find_spec
 
-from phonograph.attention.attention_spec import AttentionKind, AttentionSpec
+from phonograph.attention.attention_spec import UNBOUNDED, AttentionKind, AttentionSpec
 from phonograph.attention.capabilities import Declaration, DeclaredCapabilities
 from phonograph.core.device import DeviceSpec
 from phonograph.core.limits import Limits
 from phonograph.graphs.modes import GraphKey, GraphSupport, Support
-from phonograph.kernels.attention_scratch import decode_partials, prefill_partials
+from phonograph.kernels.attention_scratch import decode_partials, level_bytes, prefill_partials
+
+
+def shares_prefixes(spec: AttentionSpec, window: tuple[int, int]) -> bool:
+    """Return True if decodes attend a prefix that they share once, in layers of a window.
+
+    With a window or ALiBi the prefix is not the same for all queries.
+    """
+    return spec.shared_prefixes and not (spec.batch_invariant or spec.alibi) and window == (UNBOUNDED, UNBOUNDED)
+
+
+def shared_tokens(spec: AttentionSpec, limits: Limits, window: tuple[int, int]) -> int:
+    """Return the leading tokens of a batch whose sequences may share prefixes: its decodes, at most; 0 for none."""
+    most = min(limits.max_num_seqs * (1 + spec.speculative_tokens), limits.max_num_batched_tokens)
+    return most if shares_prefixes(spec, window) else 0
 
 
 class TritonCapabilities(DeclaredCapabilities):
@@ -62,13 +76,22 @@ class TritonCapabilities(DeclaredCapabilities):
         return Support(GraphSupport.ALWAYS, reason)
 
     def buffer_bytes(self, spec: AttentionSpec, device: DeviceSpec, limits: Limits, graphs: Sequence[GraphKey]) -> int:
-        """Return the bytes of partial results and their LSE, for each window."""
+        """Return the bytes of partial results and of levels, with their LSE, for each window."""
         heads, kv_heads, size, sms = spec.num_query_heads, spec.num_kv_heads, spec.head_size, device.num_sms
-        shapes = (
-            decode_partials(heads // kv_heads, size, sms),
-            prefill_partials(kv_heads, size, sms, cuts=not spec.batch_invariant),
-        )
-        return 4 * len(spec.windows) * sum(slots * rows * (width + 1) for slots, rows, width in shapes)
+        count = 0
+        for window in spec.windows:
+            tokens = shared_tokens(spec, limits, window)
+            shapes = (
+                decode_partials(heads // kv_heads, size, sms, shares=tokens > 0),
+                prefill_partials(kv_heads, size, sms, cuts=not spec.batch_invariant),
+            )
+            count += 4 * sum(slots * rows * (width + 1) for slots, rows, width in shapes)
+            count += level_bytes(tokens, heads, size)
+        return count
+
+    def shares_plan(self, spec: AttentionSpec) -> bool:
+        # A plan that shares prefixes depends on the block table of its group.
+        return not any(shares_prefixes(spec, window) for window in spec.windows)
 
     def missing(self) -> str | None:
         if find_spec("triton") is None:

@@ -11,6 +11,9 @@ Algorithm: split keys with a merge by LSE (Flash-Decoding, Dao et al., 2023), di
 3. A unit that is cut between programs leaves normalized partial results with their LSE.
 4. The program that completes the unit merges them in the order of their keys: without a second launch, and with a
    result that does not depend on which program comes last.
+5. A prefix that sequences share (`shared_runs`) is attended as a sequence with the queries of all of them. Rows of such
+   sequences have up to three results, of their *levels*: shared keys, then their own. They are merged likewise, row by
+   row, by the program that brings a row's last.
 
     units     |  sequence 0, KV head 0  | 0, 1 | 0, 2 |   1, 0   |   ...
     key tiles | t  t  t  t  t  t  t  t  | t  t | t  t | t  t  t  |
@@ -30,8 +33,12 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
+from phonograph.kernels.attention_scratch import LEVELS as NUM_LEVELS
 from phonograph.kernels.attention_scratch import row_tiles
 from phonograph.kernels.triton.attention.decode_plan import (
+    ALONE,
+    FIRST_LEVEL,
+    PACKED,
     SEQUENCE_WORDS,
     DecodePlan,
     cut_of,
@@ -67,6 +74,7 @@ _MAX_STAGES = 6
 _NUM_WARPS = 4
 # Keys of each program that are prefetched into the L2 cache before the launch may begin.
 _AHEAD = 64
+LEVELS = tl.constexpr(NUM_LEVELS)
 
 
 def decode_attention(
@@ -113,11 +121,12 @@ def decode_attention(
         overlaps_prefill: the previous launch is `prefill_attention`, and may run at the same time (`prefill_overlaps`)
     """
     width = plan.partial_out.shape[2]
-    small, large = row_tiles(plan.group, width)
+    small, large = row_tiles(plan.group, width, shares=plan.levels is not None)
     merge_rows = min(max(4 if plan.group <= 4 else 8, 512 // width), plan.partial_out.shape[1])
     in_flight = min(_IN_FLIGHT[large <= 16], shared_memory() - _OTHER_BYTES)
     stages = 1 + in_flight // (2 * plan.block_n * width * kv_cache.element_size())
     stride_kv, stride_block, stride_slot, stride_head, _ = kv_cache.stride()
+    arrivals, level_out, level_lse = (None, None, None) if plan.levels is None else plan.levels[1:]
     _attention_kernel[(plan.programs,)](
         query_THD,
         kv_cache,
@@ -134,6 +143,9 @@ def decode_attention(
         plan.counters,
         plan.partial_out,
         plan.partial_lse,
+        arrivals,
+        level_out,
+        level_lse,
         query_THD.shape[0],
         seq_lens.shape[0],
         stride_kv,
@@ -155,12 +167,14 @@ def decode_attention(
         SMALL=small,
         LARGE=large,
         SCRATCH_ROWS=plan.partial_out.shape[1],
+        LEVEL_TOKENS=0 if arrivals is None else arrivals.shape[0],
         BLOCK_N=plan.block_n,
         LEFT=window[0],
         RIGHT=0 if causal else window[1],
         SOFTCAP=softcap != 0.0,
         MERGE_ROWS=merge_rows,
         PARTS=max(2, _MERGE_VALUES * _NUM_WARPS // (merge_rows * width)),
+        LEVEL_ROWS=min(large, _MERGE_VALUES * _NUM_WARPS // (4 * width)),
         STAGES=min(max(stages, 2), _MAX_STAGES),
         AHEAD=_AHEAD,
         FP8_AT_ONCE=fp8_in_one_instruction(),
@@ -173,19 +187,19 @@ def decode_attention(
 _Tensors = namedtuple(
     "_Tensors",
     "query_THD cache block_table out_THD lse_HT alibi_slopes sinks k_scale v_scale counters partial_out partial_lse "
-    "stride_kv stride_table stride_lse scale softcap",
+    "arrivals level_out level_lse stride_kv stride_table stride_lse scale softcap",
 )
 # A program's keys of one unit: `first` and `last` are the programs that have keys of the unit, `slot` and `first_slot`
-# the partial results of this one and of the first.
+# the partial results of this one and of the first. `kind` is the entry's in the plan.
 _Unit = namedtuple(
     "_Unit",
-    "seq query_start query_len seq_len low kv_head row_tile first_key key_end first last slot first_slot",
+    "seq query_start query_len seq_len kind low kv_head row_tile first_key key_end first last slot first_slot",
 )
 # Constants of the kernel.
 _Shape = namedtuple(
     "_Shape",
     "KV_HEADS GROUP SMALL LARGE HEAD_SIZE WIDTH STRIDE_TOKEN STRIDE_BLOCK STRIDE_SLOT STRIDE_HEAD BLOCK_SIZE "
-    "SCRATCH_ROWS BLOCK_N LEFT RIGHT SOFTCAP STAGES FP8_AT_ONCE",
+    "SCRATCH_ROWS LEVEL_TOKENS BLOCK_N LEFT RIGHT SOFTCAP STAGES FP8_AT_ONCE",
 )
 
 
@@ -206,6 +220,9 @@ def _attention_kernel(
     counters,
     partial_out,
     partial_lse,
+    arrivals,
+    level_out,
+    level_lse,
     num_tokens,
     num_seqs,
     stride_kv,
@@ -227,12 +244,14 @@ def _attention_kernel(
     SMALL: tl.constexpr,
     LARGE: tl.constexpr,
     SCRATCH_ROWS: tl.constexpr,
+    LEVEL_TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr,
     MERGE_ROWS: tl.constexpr,
     PARTS: tl.constexpr,
+    LEVEL_ROWS: tl.constexpr,
     STAGES: tl.constexpr,
     AHEAD: tl.constexpr,
     FP8_AT_ONCE: tl.constexpr,
@@ -243,22 +262,23 @@ def _attention_kernel(
         tl_cuda.gdc_launch_dependents()
     tensors = _Tensors(
         query_THD, cache, block_table, out_THD, lse_HT, alibi_slopes, sinks, k_scale, v_scale, counters,
-        partial_out, partial_lse, stride_kv, stride_table, stride_lse, scale, softcap,
+        partial_out, partial_lse, arrivals, level_out, level_lse, stride_kv, stride_table, stride_lse, scale, softcap,
     )  # fmt: skip
     SHAPE: tl.constexpr = _Shape(
         KV_HEADS, GROUP, SMALL, LARGE, HEAD_SIZE, WIDTH, STRIDE_TOKEN, STRIDE_BLOCK, STRIDE_SLOT, STRIDE_HEAD,
-        BLOCK_SIZE, SCRATCH_ROWS, BLOCK_N, LEFT, RIGHT, SOFTCAP, STAGES, FP8_AT_ONCE,
+        BLOCK_SIZE, SCRATCH_ROWS, LEVEL_TOKENS, BLOCK_N, LEFT, RIGHT, SOFTCAP, STAGES, FP8_AT_ONCE,
     )  # fmt: skip
     program = tl.program_id(0)
     record = read_record(records, program)
-    index, chunk, lead, empty, chunk_keys, ranges, seq, query_start, query_len, seq_len = record
+    index, chunk, lead, empty, chunk_keys, ranges, seq, query_start, query_len, seq_len, first_word = record
     end = tl.load(query_start_loc + num_seqs)
     # `position` counts the chunks of the batch, `chunk` the sequence's chunks that have keys.
     share = share_of(program, ranges)
     position, stop = share[2] + lead, share[3]
     if PDL:
         if AHEAD > 0 and position < stop:
-            _, start, num_chunks, num_row_tiles = sequence_chunks(query_len, seq_len, chunk_keys, SHAPE)
+            first = first_word // PACKED * PACKED
+            _, start, num_chunks, num_row_tiles = sequence_chunks(query_len, seq_len, first, chunk_keys, SHAPE)
             base = cache + chunk // num_chunks // num_row_tiles * STRIDE_HEAD
             table = block_table + seq.to(tl.int64) * stride_table
             _prefetch(base, table, start + chunk % num_chunks * chunk_keys, seq_len, stride_kv, SHAPE, AHEAD)
@@ -267,9 +287,10 @@ def _attention_kernel(
     while position < stop:
         # Loaded early, used at the end.
         entry = sequences + (index + 1) * SEQUENCE_WORDS
-        next_seq, next_start, next_len, next_keys = load_words(entry, SEQUENCE_WORDS)
+        next_seq, next_start, next_len, next_keys, next_first = load_words(entry, SEQUENCE_WORDS)
 
-        low, start, num_chunks, num_row_tiles = sequence_chunks(query_len, seq_len, chunk_keys, SHAPE)
+        first_key, kind = first_word // PACKED * PACKED, first_word % PACKED
+        low, start, num_chunks, num_row_tiles = sequence_chunks(query_len, seq_len, first_key, chunk_keys, SHAPE)
         unit = chunk // num_chunks
         key_chunk, taken, first, last, first_slot, slot = cut_of(position, chunk, share, program, num_chunks, empty)
         kv_head = unit // num_row_tiles
@@ -278,17 +299,21 @@ def _attention_kernel(
         key_end = tl.minimum(key + taken * chunk_keys, seq_len)
         tile_rows = tl.where(query_len * GROUP <= SMALL, SMALL, LARGE)
         part_of_unit = _Unit(
-            seq, query_start, query_len, seq_len, low, kv_head, row_tile, key, key_end, first, last, slot, first_slot
-        )
+            seq, query_start, query_len, seq_len, kind, low, kv_head, row_tile, key, key_end, first, last, slot,
+            first_slot,
+        )  # fmt: skip
         if SMALL == LARGE or query_len * GROUP <= SMALL:
             complete = _attend_unit(tensors, part_of_unit, SHAPE, SMALL)
         else:
             complete = _attend_unit(tensors, part_of_unit, SHAPE, LARGE)
+        first_row = row_tile * tile_rows
+        num_rows = tl.minimum(query_len * GROUP - first_row, tile_rows)
         if complete != 0:
-            first_row = row_tile * tile_rows
-            num_rows = tl.minimum(query_len * GROUP - first_row, tile_rows)
             _merge_unit(tensors, part_of_unit, SHAPE, first_row, num_rows, MERGE_ROWS, PARTS)
             tl.store(counters + first, 0)
+        if LEVEL_TOKENS:
+            if (kind != ALONE) & ((complete != 0) | (first == last)):
+                _merge_levels(tensors, part_of_unit, SHAPE, first_row, num_rows, LEVEL_ROWS)
 
         position += taken + empty
         chunk += taken
@@ -299,6 +324,7 @@ def _attention_kernel(
             query_start = next_start
             query_len = next_len
             seq_len = next_keys
+            first_word = next_first
 
     # Zero the padding rows.
     ROW: tl.constexpr = KV_HEADS * GROUP * HEAD_SIZE
@@ -361,7 +387,7 @@ def _attend_unit(tensors, unit, shape, BLOCK_M: tl.constexpr):
     row_M = unit.row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     token_M, head_M = token_and_head(row_M, unit.kv_head, shape.GROUP)
     valid_M = token_M < unit.query_len
-    position_M = unit.seq_len - unit.query_len + token_M
+    position_M = _first_position(unit) + token_M
     offset_N = tl.arange(0, BLOCK_N)
     table = tensors.block_table + unit.seq.to(tl.int64) * tensors.stride_table
     # Block ids are read one tile ahead, so that no tile waits for them before it requests its keys.
@@ -445,12 +471,11 @@ def _attend_unit(tensors, unit, shape, BLOCK_M: tl.constexpr):
     complete = unit.slot * 0
     if unit.first == unit.last:
         if tensors.sinks is not None:
-            acc_MD, sum_M, max_M = add_sink(tensors.sinks, head_M, acc_MD, sum_M, max_M)
+            # The merge of levels adds the sink once.
+            if unit.kind == ALONE:
+                acc_MD, sum_M, max_M = add_sink(tensors.sinks, head_M, acc_MD, sum_M, max_M)
         acc_MD, lse_M = normalize(acc_MD, sum_M, max_M, value_factor)
-        store_rows(
-            tensors.out_THD, tensors.lse_HT, tensors.stride_lse, acc_MD, lse_M,
-            unit.query_start, 0, token_M, head_M, valid_M, shape.KV_HEADS * shape.GROUP, HEAD_SIZE,
-        )  # fmt: skip
+        _store_unit(tensors, unit, shape, acc_MD, lse_M, token_M, head_M, valid_M)
     else:
         acc_MD, lse_M = normalize(acc_MD, sum_M, max_M, value_factor)
         scratch_M = unit.slot * shape.SCRATCH_ROWS + tl.arange(0, BLOCK_M)
@@ -479,8 +504,9 @@ def _merge_unit(
         sum_M = tl.zeros([ROWS], tl.float32)
         acc_MD = tl.zeros([ROWS, WIDTH], tl.float32)
         if tensors.sinks is not None:
-            max_M = tl.load(tensors.sinks + head_M, mask=valid_M, other=0.0) * LOG2_E
-            sum_M += 1.0
+            if unit.kind == ALONE:
+                max_M = tl.load(tensors.sinks + head_M, mask=valid_M, other=0.0) * LOG2_E
+                sum_M += 1.0
         first_M = 2 * unit.first * shape.SCRATCH_ROWS + scratch_M
         lse_of_M = tensors.partial_lse + first_M
         part_of_MD = tensors.partial_out + first_M[:, None] * WIDTH + dim[None, :]
@@ -506,7 +532,105 @@ def _merge_unit(
             acc_MD, sum_M = merge_parts(acc_MD, sum_M, max_M, new_max_M, lses, parts)
             max_M = new_max_M
         acc_MD, lse_M = normalize(acc_MD, sum_M, max_M, 1.0)
+        _store_unit(tensors, unit, shape, acc_MD, lse_M, token_M, head_M, valid_M)
+
+
+@triton.jit
+def _first_position(unit):
+    """Return the position of the unit's first query. The queries of a shared prefix come after all of its keys."""
+    return tl.where(unit.kind >= FIRST_LEVEL, unit.seq_len, unit.seq_len - unit.query_len)
+
+
+@triton.jit
+def _store_unit(tensors, unit, shape, acc_MD, lse_M, token_M, head_M, valid_M):
+    """Write rows of a unit: the result of a sequence that attends alone, else that of a level."""
+    HEADS: tl.constexpr = shape.KV_HEADS * shape.GROUP
+    TOKENS: tl.constexpr = shape.LEVEL_TOKENS
+    if TOKENS:
+        if unit.kind == ALONE:
+            store_rows(
+                tensors.out_THD, tensors.lse_HT, tensors.stride_lse, acc_MD, lse_M,
+                unit.query_start, 0, token_M, head_M, valid_M, HEADS, shape.HEAD_SIZE,
+            )  # fmt: skip
+        else:
+            level = tl.where(unit.kind < FIRST_LEVEL, 2, unit.kind - FIRST_LEVEL).to(tl.int64) * (HEADS * TOKENS)
+            level_out = tensors.level_out + level * shape.HEAD_SIZE
+            store_rows(
+                level_out, tensors.level_lse + level, TOKENS, acc_MD, lse_M,
+                unit.query_start, 0, token_M, head_M, valid_M, HEADS, shape.HEAD_SIZE,
+            )  # fmt: skip
+    else:
         store_rows(
             tensors.out_THD, tensors.lse_HT, tensors.stride_lse, acc_MD, lse_M,
-            unit.query_start, 0, token_M, head_M, valid_M, shape.KV_HEADS * shape.GROUP, shape.HEAD_SIZE,
+            unit.query_start, 0, token_M, head_M, valid_M, HEADS, shape.HEAD_SIZE,
         )  # fmt: skip
+
+
+@triton.jit
+def _merge_levels(tensors, unit, shape, first_row, num_rows, ROWS: tl.constexpr):
+    """Count a unit's rows as arrived on their level, and merge those that have all levels, ROWS at a time.
+
+    A row's counter has a bit for each level: for both shared ones, and for its own keys. The unit of the latter also
+    adds the bits of levels that the row lacks, and these again above, for the program that merges.
+    """
+    BLOCK_M: tl.constexpr = shape.LARGE
+    HEADS: tl.constexpr = shape.KV_HEADS * shape.GROUP
+    offset_M = tl.arange(0, BLOCK_M)
+    token_M, head_M = token_and_head(first_row + offset_M, unit.kv_head, shape.GROUP)
+    is_row_M = offset_M < num_rows
+    bits = tl.where(unit.kind < FIRST_LEVEL, 4 + 9 * unit.kind, unit.kind - (FIRST_LEVEL - 1))
+    counter_M = tensors.arrivals + (unit.query_start + token_M) * HEADS + head_M
+    # All threads have written before one of them counts the rows.
+    tl.debug_barrier()
+    arrived_M = tl.atomic_add(counter_M, tl.zeros([BLOCK_M], tl.int32) + bits, mask=is_row_M) + bits
+    arrived_M = tl.where(is_row_M & (arrived_M % 8 == 7), arrived_M, 0)
+    if tl.max(arrived_M) > 0:
+        tl.store(counter_M, 0, mask=arrived_M > 0)
+        # The other levels have been seen to arrive before any thread reads them.
+        tl.debug_barrier()
+        arrived_SM = tl.reshape(arrived_M, (BLOCK_M // ROWS, ROWS))
+        strip_S = tl.arange(0, BLOCK_M // ROWS)
+        for strip in range(0, tl.cdiv(num_rows, ROWS)):
+            arrived_of_strip_M = tl.sum(tl.where((strip_S == strip)[:, None], arrived_SM, 0), 0)
+            _merge_level_rows(tensors, unit, shape, first_row + strip * ROWS, arrived_of_strip_M)
+
+
+@triton.jit
+def _merge_level_rows(tensors, unit, shape, first_row, arrived_M):
+    """Merge the levels of rows of a unit, and write the results; `arrived_M` is 0 for rows of other programs."""
+    ROWS: tl.constexpr = arrived_M.shape[0]
+    WIDTH: tl.constexpr = shape.WIDTH
+    HEAD_SIZE: tl.constexpr = shape.HEAD_SIZE
+    HEADS: tl.constexpr = shape.KV_HEADS * shape.GROUP
+    TOKENS: tl.constexpr = shape.LEVEL_TOKENS
+    dim = tl.arange(0, WIDTH)
+    token_M, head_M = token_and_head(first_row + tl.arange(0, ROWS), unit.kv_head, shape.GROUP)
+    valid_M = arrived_M > 0
+    max_M = tl.full([ROWS], float("-inf"), tl.float32)
+    sum_M = tl.zeros([ROWS], tl.float32)
+    if tensors.sinks is not None:
+        max_M = tl.load(tensors.sinks + head_M, mask=valid_M, other=0.0) * LOG2_E
+        sum_M += 1.0
+    row_M = unit.query_start + token_M
+    part_of_MD = tensors.level_out + (row_M * HEADS + head_M).to(tl.int64)[:, None] * HEAD_SIZE + dim[None, :]
+    lse_of_M = tensors.level_lse + head_M * TOKENS + row_M
+    lses = ()
+    parts = ()
+    new_max_M = max_M
+    for level in tl.static_range(LEVELS):
+        # The bits above the first three are those of levels that the row lacks.
+        has_M = valid_M & ((arrived_M >> (3 + level)) % 2 == 0)
+        mask_MD = has_M[:, None] & (dim < HEAD_SIZE)[None, :]
+        # As in `_merge_unit`, the loads bypass the L1 cache.
+        lse_M = tl.load(lse_of_M, mask=has_M, other=float("-inf"), cache_modifier=".cg") * LOG2_E
+        lses = lses + (lse_M,)
+        parts = parts + (tl.load(part_of_MD, mask=mask_MD, other=0.0, cache_modifier=".cg"),)
+        new_max_M = tl.maximum(new_max_M, lse_M)
+        part_of_MD += TOKENS * HEADS * HEAD_SIZE
+        lse_of_M += TOKENS * HEADS
+    acc_MD, sum_M = merge_parts(tl.zeros([ROWS, WIDTH], tl.float32), sum_M, max_M, new_max_M, lses, parts)
+    acc_MD, lse_M = normalize(acc_MD, sum_M, new_max_M, 1.0)
+    store_rows(
+        tensors.out_THD, tensors.lse_HT, tensors.stride_lse, acc_MD, lse_M,
+        unit.query_start, 0, token_M, head_M, valid_M, HEADS, HEAD_SIZE,
+    )  # fmt: skip
