@@ -311,7 +311,7 @@ def _attention_kernel(
         if complete != 0:
             _merge_unit(tensors, part_of_unit, SHAPE, first_row, num_rows, MERGE_ROWS, PARTS)
             tl.store(counters + first, 0)
-        if LEVEL_TOKENS:
+        if LEVEL_TOKENS:  # noqa: SIM102 (one is known when compiled, the other is not)
             if (kind != ALONE) & ((complete != 0) | (first == last)):
                 _merge_levels(tensors, part_of_unit, SHAPE, first_row, num_rows, LEVEL_ROWS)
 
@@ -470,7 +470,7 @@ def _attend_unit(tensors, unit, shape, BLOCK_M: tl.constexpr):
         value_factor = tl.load(tensors.v_scale + unit.kv_head)
     complete = unit.slot * 0
     if unit.first == unit.last:
-        if tensors.sinks is not None:
+        if tensors.sinks is not None:  # noqa: SIM102 (one is known when compiled, the other is not)
             # The merge of levels adds the sink once.
             if unit.kind == ALONE:
                 acc_MD, sum_M, max_M = add_sink(tensors.sinks, head_M, acc_MD, sum_M, max_M)
@@ -503,7 +503,7 @@ def _merge_unit(
         max_M = tl.full([ROWS], float("-inf"), tl.float32)
         sum_M = tl.zeros([ROWS], tl.float32)
         acc_MD = tl.zeros([ROWS, WIDTH], tl.float32)
-        if tensors.sinks is not None:
+        if tensors.sinks is not None:  # noqa: SIM102 (one is known when compiled, the other is not)
             if unit.kind == ALONE:
                 max_M = tl.load(tensors.sinks + head_M, mask=valid_M, other=0.0) * LOG2_E
                 sum_M += 1.0

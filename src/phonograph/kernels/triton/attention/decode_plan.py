@@ -42,8 +42,8 @@ from triton.language.extra import cuda as tl_cuda
 
 from phonograph.kernels.attention_scratch import (
     DECODE_PROGRAMS,
-    SHORTEST_PIECE,
     LEVELS,
+    SHORTEST_PIECE,
     decode_partials,
     key_tile,
     prefill_rows,
@@ -397,7 +397,7 @@ def _plan_kernel(
     # Ends and tokens of the runs of both levels; a sequence's own keys begin at the last end.
     end1_R, tokens1_R, end2_R, tokens2_R = seq_R * 0, seq_R * 0, seq_R * 0, seq_R * 0
     num_shared = num_seqs * 0
-    if shared is not None:
+    if shared is not None:  # noqa: SIM102 (one is known when compiled, the other is not)
         if tl.max(tl.load(shared + seq_R, mask=valid_R, other=0)) >= MIN_SHARED:
             ends_R, heads_R, ends2_R, heads2_R, saved = _find_levels(query_start_loc, shared, num_seqs, SHAPE, SEQS)
             if saved * KV_HEADS >= _SHARING_COST * PROGRAMS:
