@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import pytest
 import torch
 from decode_problem import NAN, Case, Problem
 
-from phonograph.kernels.attention_scratch import row_tiles, tile_width
-from phonograph.kernels.triton.attention import decode_plan
+from phonograph.attention.attention_spec import AttentionSpec
+from phonograph.attention.triton.prefix_runs import find_runs
+from phonograph.kernels.attention_scratch import DECODE_PROGRAMS
 from phonograph.kernels.triton.attention.decode import decode_attention
-from phonograph.kernels.triton.attention.decode_plan import PACKED, UNIT_COST, DecodePlan, make_decode_plan, plan_decode
-from phonograph.kernels.triton.attention.shared_runs import MIN_SHARED
+from phonograph.kernels.triton.attention.decode_plan import (
+    ALONE,
+    FIRST_LEVEL,
+    PACKED,
+    DecodePlan,
+    make_decode_plan,
+    plan_decode,
+)
 
-_COST = decode_plan._SHARING_COST.value
 Entry = tuple[int, int, int, int, int]
 
 
@@ -88,60 +95,32 @@ def shared_keys(tables: Tables, *, max_query_len: int, max_tokens: int) -> list[
     return found
 
 
-def runs_of(shared: list[int], first: int, last: int, least: int) -> Iterator[tuple[int, int]]:
-    """Yield the maximal ranges of two or more neighbours that share `least` keys or more."""
-    begin = first
-    for row in range(first + 1, last + 2):
-        if row > last or shared[row] < least:
-            if row - begin > 1:
-                yield begin, row - 1
-            begin = row
-
-
 def expected_entries(tables: Tables, plan: DecodePlan, *, max_query_len: int) -> list[Entry]:
-    """Return the entries of a plan by the definition in `shared_runs`, in plain Python."""
+    """Return the entries of a plan, from the runs that plain Python finds."""
     assert plan.levels is not None
-    tile, max_tokens = plan.block_n, plan.levels.arrivals.shape[0]
-    small, large = row_tiles(plan.group, tile_width(plan.head_size), shares=True)
-    starts = [0]
-    for query_len, _ in tables.batch:
-        starts.append(starts[-1] + query_len)
-
-    def saved(run: tuple[int, int], begin: int, end: int) -> int:
-        rows, count = (starts[run[1] + 1] - starts[run[0]]) * plan.group, run[1] - run[0] + 1
-        tiles = 1 if rows <= small else -(-rows // large)
-        return max((count - tiles) * (end - begin) // tile - tiles * UNIT_COST.value - count, 0)
-
-    shared = shared_keys(tables, max_query_len=max_query_len, max_tokens=max_tokens)
-    last = len(tables.batch) - 1
-    total = 0
-    levels: list[dict[int, tuple[int, int, int]]] = [{}, {}]
-    """Of each level, by sequence: begin and end of the run's keys, and its tokens at the first sequence, else 0."""
-    for run in runs_of(shared, 0, last, MIN_SHARED.value):
-        end = min(shared[run[0] + 1 : run[1] + 1]) // tile * tile
-        found = [(0, run, 0, end)] if saved(run, 0, end) else []
-        begin = end if found else 0
-        for longer in runs_of(shared, *run, end + MIN_SHARED.value):
-            end_of_longer = min(shared[longer[0] + 1 : longer[1] + 1]) // tile * tile
-            found += [(1, longer, begin, end_of_longer)] if saved(longer, begin, end_of_longer) else []
-        for level, (head, tail), key, key_end in found:
-            total += saved((head, tail), key, key_end)
-            for row in range(head, tail + 1):
-                levels[level][row] = key, key_end, starts[tail + 1] - starts[head] if row == head else 0
-    if total * plan.num_kv_heads < decode_plan._SHARING_COST.value * plan.programs:
-        levels = [{}, {}]
+    query_lens = [query_len for query_len, _ in tables.batch]
+    starts = [0, *accumulate(query_lens)]
+    shared = shared_keys(tables, max_query_len=max_query_len, max_tokens=plan.levels.arrivals.shape[0])
+    spec = AttentionSpec(
+        num_query_heads=plan.num_kv_heads * plan.group,
+        num_kv_heads=plan.num_kv_heads,
+        head_size=plan.head_size,
+        dtype="float32",
+        kv_cache_dtype="float32",
+        block_size=tables.block_size,
+    )
+    runs = find_runs(spec, plan.programs // DECODE_PROGRAMS, shared, query_lens)
     entries: list[Entry] = []
     for row, (query_len, keys) in enumerate(tables.batch):
         if not 1 <= query_len <= max_query_len:
             continue
-        own = lacking = 0
-        for level in (0, 1):
-            key, key_end, tokens = levels[level].get(row, (0, 0, 0))
-            own = max(own, key_end)
-            lacking += (1 + level) * (key_end == 0)
-            if tokens:
-                entries.append((row, starts[row], tokens, key_end, key + 4 + level))
-        entries.append((row, starts[row], query_len, keys, own + lacking))
+        inside = [run for run in runs if run.first <= row <= run.last]
+        for run in inside:
+            if run.first == row:
+                tokens = starts[run.last + 1] - starts[row]
+                entries.append((row, starts[row], tokens, run.end, run.begin + FIRST_LEVEL.value + run.level))
+        lacking = ALONE.value - sum(1 + run.level for run in inside)
+        entries.append((row, starts[row], query_len, keys, max((run.end for run in inside), default=0) + lacking))
     return entries
 
 

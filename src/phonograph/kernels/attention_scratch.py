@@ -10,8 +10,14 @@ SHORTEST_PIECE = 512
 """Least keys of a piece that a prefill's tile is cut into."""
 DECODE_PROGRAMS = 2
 """Programs of the launch for short queries that a multiprocessor has room for."""
+UNIT_COST = 2
+"""Cost of beginning a unit, in tiles of keys (`decode_plan`)."""
+MIN_SHARED = 256
+"""Keys of the shortest prefix that decodes attend once."""
+SHARING_COST = 4
+"""Cost of sharing prefixes in a batch, in tiles of keys of each program: the last one of a row merges its levels."""
 LEVELS = 3
-"""Results of a row whose sequence shares prefixes: of two shared ones and of its own keys."""
+"""Results of a row whose sequence shares prefixes: two for shared keys, and one for its own."""
 _PARTIALS_PER_PROGRAM = 3
 
 
@@ -23,7 +29,7 @@ def tile_width(head_size: int) -> int:
 def row_tiles(group: int, width: int, *, shares: bool = False) -> tuple[int, int]:
     """Return the rows of the tile for queries that fit the smallest one, and for all others.
 
-    The latter have up to MAX_SHORT_QUERY tokens, or with `shares` are those of all sequences that share a prefix.
+    Those have up to MAX_SHORT_QUERY tokens. With `shares` they may hold the queries of many sequences.
     """
     most = 64 if width <= 128 else 32 if width <= 256 else 16
     small = min(tile_width(group), most)
@@ -37,7 +43,7 @@ def decode_partials(group: int, head_size: int, num_sms: int, *, shares: bool = 
 
 
 def level_bytes(num_tokens: int, num_query_heads: int, head_size: int) -> int:
-    """Return the bytes of the results of levels (`LevelScratch`), for batches of so many tokens that share prefixes."""
+    """Return the bytes of the results of levels (`LevelScratch`), for tokens that may share prefixes."""
     return 4 * num_tokens * num_query_heads * (1 + LEVELS * (head_size + 1))
 
 

@@ -198,4 +198,6 @@ class RequestBlocks:
 
 def _num_shared(block_ids: Sequence[int], others: Sequence[int]) -> int:
     """Return the number of leading equal blocks. A block is shared only if those before it are."""
+    if block_ids[:1] != others[:1]:
+        return 0
     return bisect_left(range(min(len(block_ids), len(others))), True, key=lambda at: block_ids[at] != others[at])

@@ -1,6 +1,7 @@
 """Backend of our Triton kernels: one launch for short queries and one for long ones.
 
-A kernel at the head of the step makes the schedules of both. A decode graph holds the first launch only. Every other
+Kernels at the head of the step make the schedules of both. The first launch attends a prefix that several sequences
+share once (`kernels/triton/attention/shared_runs.py`). A decode graph holds the first launch only. Every other
 graph holds both, each with its own tiles, so that a prefill does not slow down the decodes beside it. Where the GPU
 lets a launch begin before the previous one has ended, the two overlap. The launch for long queries then takes as many
 multiprocessors as its share of the work, except in steps of so many tokens that it fills the GPU. A graph freezes the

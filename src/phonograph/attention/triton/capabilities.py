@@ -10,21 +10,24 @@ from phonograph.attention.capabilities import Declaration, DeclaredCapabilities
 from phonograph.core.device import DeviceSpec
 from phonograph.core.limits import Limits
 from phonograph.graphs.modes import GraphKey, GraphSupport, Support
-from phonograph.kernels.attention_scratch import decode_partials, level_bytes, prefill_partials
+from phonograph.kernels.attention_scratch import MIN_SHARED, decode_partials, level_bytes, prefill_partials
 
 
-def shares_prefixes(spec: AttentionSpec, window: tuple[int, int]) -> bool:
-    """Return True if decodes attend a prefix that they share once, in layers of a window.
-
-    With a window or ALiBi the prefix is not the same for all queries.
-    """
-    return spec.shared_prefixes and not (spec.batch_invariant or spec.alibi) and window == (UNBOUNDED, UNBOUNDED)
+def why_not_shared(spec: AttentionSpec, window: tuple[int, int]) -> str:
+    """Return the reason why decodes do not attend a shared prefix once, in layers of a window; "" if they do."""
+    if not spec.shared_prefixes:
+        return "cascade_attention is off"
+    if spec.batch_invariant:
+        return "batch_invariant: results would depend on the other sequences"
+    if spec.alibi:
+        return "ALiBi: the bias on the prefix is another one for each query"
+    return "" if window == (UNBOUNDED, UNBOUNDED) else "a window: it may begin elsewhere in the prefix for each query"
 
 
 def shared_tokens(spec: AttentionSpec, limits: Limits, window: tuple[int, int]) -> int:
     """Return the leading tokens of a batch whose sequences may share prefixes: its decodes, at most; 0 for none."""
     most = min(limits.max_num_seqs * (1 + spec.speculative_tokens), limits.max_num_batched_tokens)
-    return most if shares_prefixes(spec, window) else 0
+    return 0 if why_not_shared(spec, window) else most
 
 
 class TritonCapabilities(DeclaredCapabilities):
@@ -91,7 +94,13 @@ class TritonCapabilities(DeclaredCapabilities):
 
     def shares_plan(self, spec: AttentionSpec) -> bool:
         # A plan that shares prefixes depends on the block table of its group.
-        return not any(shares_prefixes(spec, window) for window in spec.windows)
+        return all(why_not_shared(spec, window) for window in spec.windows)
+
+    def prefix_sharing(self, spec: AttentionSpec) -> tuple[bool, str]:
+        why = [why_not_shared(spec, window) for window in spec.windows]
+        if all(why):
+            return False, f"each decode reads a shared prefix: {why[0]}"
+        return True, f"decodes that share {MIN_SHARED} keys or more in equal blocks attend them once, if that is faster"
 
     def missing(self) -> str | None:
         if find_spec("triton") is None:

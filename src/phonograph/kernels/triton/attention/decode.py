@@ -11,9 +11,9 @@ Algorithm: split keys with a merge by LSE (Flash-Decoding, Dao et al., 2023), di
 3. A unit that is cut between programs leaves normalized partial results with their LSE.
 4. The program that completes the unit merges them in the order of their keys: without a second launch, and with a
    result that does not depend on which program comes last.
-5. A prefix that sequences share (`shared_runs`) is attended as a sequence with the queries of all of them. Rows of such
-   sequences have up to three results, of their *levels*: shared keys, then their own. They are merged likewise, row by
-   row, by the program that brings a row's last.
+5. A prefix that sequences share (`shared_runs`) is attended as a sequence with the queries of all of them. Their rows
+   have up to three results, one for each *level*: shared keys, then their own. The program that writes the last result
+   of a row merges them, in the order of the levels.
 
     units     |  sequence 0, KV head 0  | 0, 1 | 0, 2 |   1, 0   |   ...
     key tiles | t  t  t  t  t  t  t  t  | t  t | t  t | t  t  t  |
@@ -618,7 +618,7 @@ def _merge_level_rows(tensors, unit, shape, first_row, arrived_M):
     parts = ()
     new_max_M = max_M
     for level in tl.static_range(LEVELS):
-        # The bits above the first three are those of levels that the row lacks.
+        # The bits above the first three name the levels that the row lacks.
         has_M = valid_M & ((arrived_M >> (3 + level)) % 2 == 0)
         mask_MD = has_M[:, None] & (dim < HEAD_SIZE)[None, :]
         # As in `_merge_unit`, the loads bypass the L1 cache.

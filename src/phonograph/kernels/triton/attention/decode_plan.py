@@ -16,8 +16,8 @@ over keys.
 5. Where the launch for long queries runs at the same time, it gets multiprocessors by its share of the work, and the
    ranges are cut for the programs on the others.
 6. A prefix that neighbouring sequences share (`shared_runs`) is a sequence of its own: its queries are those of the
-   run, which see all of its keys. It comes before the first sequence of the run, whose own keys begin after it. Rows
-   of such sequences have a result for each *level*: those of one or two runs, and the sequence's own.
+   run, which see all of its keys. It comes before the first sequence of the run, whose own keys begin after it. Each
+   row of these sequences then has a result for each *level*: for one or two runs, and for the sequence's own keys.
 
     chunks    | e e 0 0 0 0 0 0 | e e 1 1 1 | e e 2 2 2 2 |    e: empty, a number: unit
     programs  |   p0    |   p1    |   p2    |   p3  |          equal ranges, empty chunks included
@@ -43,12 +43,14 @@ from triton.language.extra import cuda as tl_cuda
 from phonograph.kernels.attention_scratch import (
     DECODE_PROGRAMS,
     LEVELS,
+    SHARING_COST,
     SHORTEST_PIECE,
     decode_partials,
     key_tile,
     prefill_rows,
     row_tiles,
 )
+from phonograph.kernels.attention_scratch import UNIT_COST as COST_OF_UNIT
 from phonograph.kernels.triton.attention.plan_words import load_words, store_words
 from phonograph.kernels.triton.attention.shared_runs import MIN_SHARED, compare_tables, find_runs
 from phonograph.kernels.triton.launch.pdl import pdl_options
@@ -67,15 +69,14 @@ _LONG_COST = tl.constexpr(1.6)
 _PIECE = tl.constexpr(SHORTEST_PIECE)
 # Cost of beginning a unit, in tiles of keys: the last tiles of the previous unit, then block ids and queries, must have
 # arrived before the first keys are requested.
-UNIT_COST = tl.constexpr(2)
+UNIT_COST = tl.constexpr(COST_OF_UNIT)
 # Largest number of tiles of a unit for which a chunk may be one tile. A program merges about that many results at a
 # time, and merging more takes longer than a second tile.
 _MERGED = tl.constexpr(8)
 # More than UNIT_COST and than any kind; divides the keys of any chunk and each first key. A smaller number shares a
 # word with a multiple of this.
 PACKED = tl.constexpr(8)
-# Cost of sharing in a batch, in tiles of keys of each program: the last program of a row merges its levels.
-_SHARING_COST = tl.constexpr(4)
+_SHARING_COST = tl.constexpr(SHARING_COST)
 
 
 class LevelScratch(NamedTuple):
@@ -303,7 +304,7 @@ def cut_of(position, chunk, program_share, program, num_chunks, empty):
 
 @triton.jit
 def _row_tiles(query_len, shape):
-    """Return the tiles of rows of a query of so many tokens."""
+    """Return the tiles of rows of a query."""
     rows = query_len * shape.GROUP
     return tl.where(rows <= shape.SMALL, tl.cdiv(rows, shape.SMALL), tl.cdiv(rows, shape.LARGE))
 

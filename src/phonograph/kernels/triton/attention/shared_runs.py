@@ -2,14 +2,14 @@
 
 Shapes: R sequences of the batch; N entries of a block table.
 
-Two sequences share the keys of their leading equal pages. The host makes such sequences neighbours in the batch; that
-is a hint, and only the block tables decide here.
+Two sequences share the keys of their leading equal pages. The scheduler places sequences that share pages next to each
+other in the batch. That order is a hint: only the block tables decide here.
 1. `compare_tables` writes for each sequence how many keys it shares with the one before. A page counts only if both
    sequences had computed all of it before this step, so no page is shared in which a sequence still writes.
 2. `find_runs`, a part of the plan of `decode_attention`, makes two levels of *runs* of these numbers. A run of level 1
    is a maximal range of neighbours that share MIN_SHARED keys or more. A run of level 2 is a range inside it whose
    sequences share MIN_SHARED keys more than all of the run do. The length of a run is what all its sequences share.
-3. A run is attended once where that saves more tiles of keys than it costs.
+3. A run is attended once where that saves more tiles of keys than it costs (`decode_plan`).
 
     shared      |  0   9k   9k   2k   9k |  0 |  0   5k |     keys shared with the sequence before
     level 1     |          2k            |    |    5k   |
@@ -26,10 +26,10 @@ import torch
 import triton
 import triton.language as tl
 
+from phonograph.kernels.attention_scratch import MIN_SHARED as LEAST_SHARED
 from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_options
 
-MIN_SHARED = tl.constexpr(256)
-"""Keys of the shortest prefix that is attended once."""
+MIN_SHARED = tl.constexpr(LEAST_SHARED)
 _FAR = tl.constexpr(2147483647)
 # Block ids of two sequences that a program compares at a time.
 _COMPARED = 1024
