@@ -80,9 +80,9 @@ def test_triton(changes: dict[str, Any]) -> None:
 
 def test_triton_on_a_gpu_that_is_not_here() -> None:
     parts = 4 * 129 * (2 * 264 * 64 + 99 * 8 * 128)
-    # Three levels of each row of up to 256 decodes, and a counter.
+    # Shared prefixes: as many parts again, and two levels of each row of up to 256 decodes.
     said = TritonCapabilities().buffer_bytes(LLAMA, H200, LARGE, [])
-    assert said == parts + 4 * 256 * 32 * (3 * 129 + 1)
+    assert said == parts + 4 * 129 * (2 * 264 * 64 + 2 * 256 * 32)
     said = TritonCapabilities().buffer_bytes(replace(LLAMA, shared_prefixes=False), H200, LARGE, [])
     assert said == parts
     whole = TritonCapabilities().buffer_bytes(replace(LLAMA, batch_invariant=True), H200, LARGE, [])

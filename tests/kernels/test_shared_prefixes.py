@@ -14,15 +14,10 @@ from decode_problem import NAN, Case, Problem
 from phonograph.attention.attention_spec import AttentionSpec
 from phonograph.attention.triton.prefix_runs import find_runs
 from phonograph.kernels.attention_scratch import DECODE_PROGRAMS
+from phonograph.kernels.triton.attention import decode_plan
 from phonograph.kernels.triton.attention.decode import decode_attention
-from phonograph.kernels.triton.attention.decode_plan import (
-    ALONE,
-    FIRST_LEVEL,
-    PACKED,
-    DecodePlan,
-    make_decode_plan,
-    plan_decode,
-)
+from phonograph.kernels.triton.attention.decode_plan import SHARES, DecodePlan, make_decode_plan, plan_decode
+from phonograph.kernels.triton.attention.shared_runs import compare_tables
 
 Entry = tuple[int, int, int, int, int]
 
@@ -95,12 +90,12 @@ def shared_keys(tables: Tables, *, max_query_len: int, max_tokens: int) -> list[
     return found
 
 
-def expected_entries(tables: Tables, plan: DecodePlan, *, max_query_len: int) -> list[Entry]:
-    """Return the entries of a plan, from the runs that plain Python finds."""
-    assert plan.levels is not None
+def expected_entries(tables: Tables, plan: DecodePlan, *, max_query_len: int) -> tuple[list[Entry], list[Entry]]:
+    """Return a plan's entries, of sequences and of prefixes, from the runs that plain Python finds."""
+    assert plan.prefixes is not None
     query_lens = [query_len for query_len, _ in tables.batch]
     starts = [0, *accumulate(query_lens)]
-    shared = shared_keys(tables, max_query_len=max_query_len, max_tokens=plan.levels.arrivals.shape[0])
+    shared = shared_keys(tables, max_query_len=max_query_len, max_tokens=plan.prefixes.num_tokens)
     spec = AttentionSpec(
         num_query_heads=plan.num_kv_heads * plan.group,
         num_kv_heads=plan.num_kv_heads,
@@ -111,17 +106,23 @@ def expected_entries(tables: Tables, plan: DecodePlan, *, max_query_len: int) ->
     )
     runs = find_runs(spec, plan.programs // DECODE_PROGRAMS, shared, query_lens)
     entries: list[Entry] = []
+    prefixes: list[Entry] = []
     for row, (query_len, keys) in enumerate(tables.batch):
         if not 1 <= query_len <= max_query_len:
             continue
         inside = [run for run in runs if run.first <= row <= run.last]
         for run in inside:
             if run.first == row:
-                tokens = starts[run.last + 1] - starts[row]
-                entries.append((row, starts[row], tokens, run.end, run.begin + FIRST_LEVEL.value + run.level))
-        lacking = ALONE.value - sum(1 + run.level for run in inside)
-        entries.append((row, starts[row], query_len, keys, max((run.end for run in inside), default=0) + lacking))
-    return entries
+                prefixes.append((row, starts[row], starts[run.last + 1] - starts[row], run.end, run.begin + run.level))
+        own = max((run.end for run in inside), default=0)
+        entries.append((row, starts[row], query_len, keys, own + SHARES.value * bool(inside)))
+    return entries, prefixes
+
+
+def prefixes_in(plan: DecodePlan) -> list[Entry]:
+    """Return the entries of shared prefixes that a plan has, or once had."""
+    assert plan.prefixes is not None
+    return [tuple(entry) for entry in plan.sequences[1 + plan.prefixes.shared.shape[0] :].tolist() if entry[0] >= 0]
 
 
 def check_plan(tables: Tables, plan: DecodePlan, device: torch.device, *, max_query_len: int, slots: int = 0) -> bool:
@@ -142,14 +143,17 @@ def check_plan(tables: Tables, plan: DecodePlan, device: torch.device, *, max_qu
         block_table=table,
         block_size=tables.block_size,
     )
-    expected = expected_entries(tables, plan, max_query_len=max_query_len)
-    got = [tuple(entry) for entry in plan.sequences[: len(expected)].tolist()]
-    assert got == expected, tables
-    assert (plan.sequences[len(expected) :] == -1).all(), tables
-    for index, *_, ranges, seq, start, query_len, keys, word in plan.records.tolist():
-        if ranges and index < len(expected):
-            assert (seq, start, query_len, keys, word) == expected[index], tables
-    return any(word % PACKED.value > 3 for *_, word in expected)
+    expected, prefixes = expected_entries(tables, plan, max_query_len=max_query_len)
+    assert [tuple(entry) for entry in plan.sequences[: len(expected)].tolist()] == expected, tables
+    assert prefixes_in(plan) == prefixes, tables
+    for number, (index, _, _, ranges, *entry, together) in enumerate(plan.records.tolist()):
+        if number < plan.programs:
+            assert together == (plan.programs if prefixes else 0)
+            if ranges and index < len(expected):
+                assert tuple(entry) == expected[index], tables
+        elif prefixes and ranges and index - plan.prefixes.shared.shape[0] - 1 < len(prefixes):
+            assert tuple(entry) == prefixes[index - plan.prefixes.shared.shape[0] - 1], tables
+    return bool(prefixes)
 
 
 def plan_for(
@@ -193,23 +197,22 @@ def chain(*lengths: int, size: int = 16, own: int = 90) -> Tables:
 @pytest.mark.parametrize(
     ("tables", "shared"),
     [
-        (chain(*[1024] * 7), [(0, 8, 1024, 4)]),
+        (chain(*[1024] * 7), [(0, 8, 1024, 0)]),
         # All but the token of the query, in whole pages.
-        (chain(*[1024] * 7, own=1), [(0, 8, 1024, 4)]),
-        (chain(*[1040] * 7), [(0, 8, 1024, 4)]),
+        (chain(*[1024] * 7, own=1), [(0, 8, 1024, 0)]),
+        (chain(*[1040] * 7), [(0, 8, 1024, 0)]),
         (chain(*[240] * 7), []),
-        (chain(*[256] * 7), [(0, 8, 256, 4)]),
+        (chain(*[256] * 7), [(0, 8, 256, 0)]),
         # A system prompt of all, and two longer prefixes.
-        (chain(2048, 2048, 512, 1024, 1024), [(0, 6, 512, 4), (0, 3, 2048, 512 + 5), (3, 3, 1024, 512 + 5)]),
-        (chain(2048, 256, 2048), [(0, 4, 256, 4), (0, 2, 2048, 256 + 5), (2, 2, 2048, 256 + 5)]),
-        (chain(2048, 0, 2048), [(0, 2, 2048, 4), (2, 2, 2048, 4)]),
+        (chain(2048, 2048, 512, 1024, 1024), [(0, 6, 512, 0), (0, 3, 2048, 512 + 1), (3, 3, 1024, 512 + 1)]),
+        (chain(2048, 256, 2048), [(0, 4, 256, 0), (0, 2, 2048, 256 + 1), (2, 2, 2048, 256 + 1)]),
+        (chain(2048, 0, 2048), [(0, 2, 2048, 0), (2, 2, 2048, 0)]),
     ],
 )
 def test_plans_of_chains(tables: Tables, shared: list[tuple[int, int, int, int]], device: torch.device) -> None:
     plan = plan_for(device, kv_heads=8)
     check_plan(tables, plan, device, max_query_len=1)
-    found = [(start, *rest) for _, start, *rest in plan.sequences.tolist() if rest[-1] >= 0 and rest[-1] % 8 > 3]
-    assert found == shared
+    assert [entry[1:] for entry in prefixes_in(plan)] == shared
 
 
 def test_sharing_must_pay(device: torch.device) -> None:
@@ -254,7 +257,7 @@ CASES = [
 
 
 def shares(plan: DecodePlan) -> bool:
-    return bool((plan.sequences[:, 4] % PACKED.value > 3).any())
+    return bool((plan.records[: plan.programs, -1] > 0).any())
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -273,7 +276,7 @@ def test_one_plan_serves_other_groups(device: torch.device) -> None:
         Problem(replace(base, shared=shared), device).check(plan)
 
 
-def test_the_order_of_arrival_of_levels_does_not_matter(device: torch.device) -> None:
+def test_the_order_of_arrival_does_not_matter(device: torch.device) -> None:
     problem = Problem(CASES[2], device)
     plan = problem.plan()
     first, _ = problem.run(plan)
@@ -282,42 +285,48 @@ def test_the_order_of_arrival_of_levels_does_not_matter(device: torch.device) ->
         assert torch.equal(first[:13], again[:13])
 
 
-def one_page_too_long(entries: torch.Tensor) -> None:
-    entries[0, 3] += 16 * 4
-    entries[1:, 4] += 16 * 4
+def a_run_too_long(shared: torch.Tensor) -> None:
+    """By the keys of a tile, that is four pages."""
+    shared[1:6] += 64
 
 
-def sequence_of_another_run(entries: torch.Tensor) -> None:
-    entries[0, 2] += 1
+def a_sequence_of_another_run(shared: torch.Tensor) -> None:
+    shared[6] = 640
 
 
-def prefix_counted_twice(entries: torch.Tensor) -> None:
-    entries[1:, 4] -= 640
-
-
-def stale_group(entries: torch.Tensor) -> None:
-    entries[0, 0] = 6
+def a_stale_run(shared: torch.Tensor) -> None:
+    shared[:] = torch.tensor([0, *[640] * 3, 0, 640, 640])
 
 
 @pytest.mark.parametrize(
-    "plant",
-    [one_page_too_long, sequence_of_another_run, prefix_counted_twice, stale_group],
-    ids=lambda one: one.__name__,
+    "plant", [a_run_too_long, a_sequence_of_another_run, a_stale_run], ids=lambda one: one.__name__
 )
-def test_planted_faults_are_caught(
+def test_wrong_runs_are_caught(
     plant: Callable[[torch.Tensor], None], device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The comparison with the definition sees each of these in the plan of a run of six and a sequence of its own."""
+    """The comparison with the definition sees each of these in a run of six and a sequence of its own."""
     problem = Problem(Case(batch=((1, 708),) * 7, shared=((0, 0), *[ALIKE] * 5, (0, 0))), device)
     plan = problem.plan()
     problem.check(plan)
 
+    def planted(shared: torch.Tensor, *tensors: torch.Tensor, **settings: int) -> None:
+        compare_tables(shared, *tensors, **settings)  # pyright: ignore[reportCallIssue]
+        plant(shared[:7])
+
+    monkeypatch.setattr(decode_plan, "compare_tables", planted)
+    with pytest.raises(AssertionError):
+        problem.check(plan)
+
+
+def test_a_prefix_that_counts_twice_is_caught(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second level that repeats the first."""
+    problem = Problem(Case(batch=((1, 708),) * 7, shared=((0, 0), *[ALIKE] * 5, (0, 0))), device)
+    plan = problem.plan()
+
     def planted(plan: DecodePlan, *tensors: torch.Tensor, **settings: object) -> None:
         plan_decode(plan, *tensors, **settings)  # pyright: ignore[reportArgumentType]
-        plant(plan.sequences[:7])
-        # Ranges begin in the middle of entries, whose words they have too.
-        index = plan.records[:, 0].long()
-        plan.records[:, 4:] = plan.sequences[index]
+        assert plan.prefixes is not None
+        plan.prefixes.words[:, 4:8] = plan.prefixes.words[:, :4]
 
     monkeypatch.setattr("decode_problem.plan_decode", planted)
     with pytest.raises(AssertionError):
@@ -389,8 +398,7 @@ def test_a_graph_serves_other_groups(device: torch.device) -> None:
         cache[:, : problem.cache.shape[1]] = problem.cache
         query.copy_(problem.query)
         table[:, : problem.table.shape[1]] = problem.table.to(device)
-        assert plan.levels is not None
-        for scratch in (out, plan.partial_out, plan.partial_lse, plan.levels.out, plan.levels.lse):
+        for scratch in (out, plan.partial_out, plan.partial_lse):
             scratch.fill_(NAN)
         graph.replay()
         torch.cuda.synchronize()

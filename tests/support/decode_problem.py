@@ -99,10 +99,9 @@ class Problem:
             device=self.device,
             shared_tokens=self.query.shape[0] if case.shared else 0,
         )
-        if plan.levels is not None:
-            plan.levels.shared.fill_(1 << 20)
-            plan.levels.out.fill_(NAN)
-            plan.levels.lse.fill_(NAN)
+        if plan.prefixes is not None:
+            plan.prefixes.shared.fill_(1 << 20)
+            plan.prefixes.words.fill_(-1)
         plan.partial_out.fill_(NAN)
         plan.partial_lse.fill_(NAN)
         plan.records.fill_(-1)
@@ -164,7 +163,7 @@ class Problem:
         assert not out[end:num_tokens].any()
         assert lse is None or (lse[:heads, end:] == float("-inf")).all()
         assert not plan.counters.any()
-        assert plan.levels is None or not plan.levels.arrivals.any()
+        assert plan.prefixes is None or not plan.prefixes.arrivals.any()
         for index, (query_len, length) in enumerate(case.batch):
             tokens = slice(int(self.starts[index]), int(self.starts[index + 1]))
             if query_len > case.max_query_len:

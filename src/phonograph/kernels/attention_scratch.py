@@ -15,9 +15,8 @@ UNIT_COST = 2
 MIN_SHARED = 256
 """Keys of the shortest prefix that decodes attend once."""
 SHARING_COST = 4
-"""Cost of sharing prefixes in a batch, in tiles of keys of each program: the last one of a row merges its levels."""
-LEVELS = 3
-"""Results of a row whose sequence shares prefixes: two for shared keys, and one for its own."""
+"""Cost of sharing prefixes in a batch, in tiles of keys of each program: these wait for each other, and read partial
+results."""
 _PARTIALS_PER_PROGRAM = 3
 
 
@@ -36,15 +35,15 @@ def row_tiles(group: int, width: int, *, shares: bool = False) -> tuple[int, int
     return small, most if shares else min(max(tile_width(MAX_SHORT_QUERY * group), small), most)
 
 
-def decode_partials(group: int, head_size: int, num_sms: int, *, shares: bool = False) -> tuple[int, int, int]:
-    """Return slots, rows and columns of the partial results of the launch for short queries."""
+def decode_partials(group: int, head_size: int, num_sms: int, *, shared_rows: int = 0) -> tuple[int, int, int]:
+    """Return slots, rows and columns of the partial results of the launch for short queries.
+
+    `shared_rows` are (token, query head) that may share prefixes, each on two levels.
+    """
     width = tile_width(head_size)
-    return 2 * DECODE_PROGRAMS * num_sms, row_tiles(group, width, shares=shares)[1], width
-
-
-def level_bytes(num_tokens: int, num_query_heads: int, head_size: int) -> int:
-    """Return the bytes of the results of levels (`LevelScratch`), for tokens that may share prefixes."""
-    return 4 * num_tokens * num_query_heads * (1 + LEVELS * (head_size + 1))
+    rows = row_tiles(group, width, shares=shared_rows > 0)[1]
+    slots = 2 * DECODE_PROGRAMS * num_sms
+    return 2 * slots + -(-2 * shared_rows // rows) if shared_rows else slots, rows, width
 
 
 def key_tile(width: int) -> int:

@@ -10,7 +10,7 @@ from phonograph.attention.capabilities import Declaration, DeclaredCapabilities
 from phonograph.core.device import DeviceSpec
 from phonograph.core.limits import Limits
 from phonograph.graphs.modes import GraphKey, GraphSupport, Support
-from phonograph.kernels.attention_scratch import MIN_SHARED, decode_partials, level_bytes, prefill_partials
+from phonograph.kernels.attention_scratch import MIN_SHARED, decode_partials, prefill_partials
 
 
 def why_not_shared(spec: AttentionSpec, window: tuple[int, int]) -> str:
@@ -79,17 +79,16 @@ class TritonCapabilities(DeclaredCapabilities):
         return Support(GraphSupport.ALWAYS, reason)
 
     def buffer_bytes(self, spec: AttentionSpec, device: DeviceSpec, limits: Limits, graphs: Sequence[GraphKey]) -> int:
-        """Return the bytes of partial results and of levels, with their LSE, for each window."""
+        """Return the bytes of partial results, with their LSE, for each window."""
         heads, kv_heads, size, sms = spec.num_query_heads, spec.num_kv_heads, spec.head_size, device.num_sms
         count = 0
         for window in spec.windows:
             tokens = shared_tokens(spec, limits, window)
             shapes = (
-                decode_partials(heads // kv_heads, size, sms, shares=tokens > 0),
+                decode_partials(heads // kv_heads, size, sms, shared_rows=tokens * heads),
                 prefill_partials(kv_heads, size, sms, cuts=not spec.batch_invariant),
             )
             count += 4 * sum(slots * rows * (width + 1) for slots, rows, width in shapes)
-            count += level_bytes(tokens, heads, size)
         return count
 
     def shares_plan(self, spec: AttentionSpec) -> bool:
