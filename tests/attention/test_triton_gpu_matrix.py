@@ -271,7 +271,7 @@ def test_a_shared_prefix(device: torch.device) -> None:
             arena.check(batch, prefix_len=512 if len(batch) > 1 else 0)
             decodes = arena.plans[FULL][0]
             assert (decodes.sequences[0, 4] % 8 == 4) == (len(batch) > 1)
-            assert not decodes.levels.arrivals.any()
+            assert not decodes.prefixes.arrivals.any()
 
 
 def test_the_reference_is_the_oracle(device: torch.device) -> None:
