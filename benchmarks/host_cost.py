@@ -109,7 +109,7 @@ class HostRunner:
         timed("apply", self.inputs.take_over, batch, failures)
         decision = timed("decide", lambda: self.dispatcher.decide(shape_of(batch)))
         rows = timed("rows", self.sequences.rows, batch)
-        timed("write", lambda: self.inputs.write(rows, decision.key, prefix_len=None))
+        timed("write", lambda: self.inputs.write(rows, decision.key, sampling=None))
         output = StepOutput(slots=[slot for slot, ends in zip(batch.slots, batch.samples, strict=True) if ends])
         output.token_ids = [[7 + slot] for slot in output.slots]
         timed("append", self.inputs.append_tokens, output.slots, output.token_ids)

@@ -66,7 +66,6 @@ PROTOCOLS = {
     "__main__.py": "",
     "backend.py": "attention/",
     "capabilities.py": "attention/",
-    "cascade.py": "kernels/",
     "decode.py": "kernels/",
     "expert_products.py": "kernels/",
     "layers.py": "kernels/",

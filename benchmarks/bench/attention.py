@@ -21,7 +21,7 @@ import torch
 from bench.floor import attention_work, this_chip
 from phonograph.attention.attention_spec import UNBOUNDED, AttentionSpec
 from phonograph.attention.backend import AttentionCall, AttentionLayer
-from phonograph.attention.metadata import CommonMetadata, CommonPrefix
+from phonograph.attention.metadata import CommonMetadata
 from phonograph.attention.selection import load
 from phonograph.bench.records.results import BenchProgress, Row
 from phonograph.core.limits import Limits
@@ -69,7 +69,7 @@ CASES = {
     **{name: Case(lengths) for name, lengths in _SEPARATE.items()},
     "shared_64x8k": Case([(1, 8192 + 256)] * 64, prefix_len=8192),
 }
-"""Cases of the published table. A case with a prefix also runs with cascade attention if that is on."""
+"""Cases of the published table."""
 
 LONGEST_UNIFORM_QUERY = 16
 """Query length above which a batch of equal queries is a prefill, not a decode with speculation."""
@@ -143,20 +143,19 @@ def bench_attention(plan: EnginePlan, names: Sequence[str], progress: BenchProgr
     origin = {"provider": plan.selection.capabilities.label, "page": plan.attention.block_size}
     for done, (name, case) in enumerate(cases.items()):
         progress("attention cases", done, len(cases))
-        for cascade in (False, True) if plan.attention.cascade and case.prefix_len else (False,):
-            try:
-                facts = _measure(plan, case, cascade=cascade)
-            except Exception as error:  # the other cases still run
-                lines = str(error).strip().splitlines()
-                facts = {"error": f"{type(error).__name__}: {lines[0] if lines else ''}"}
-            yield Row(suite="attention", case=f"{name} cascade" if cascade else name, facts={**origin, **facts})
+        try:
+            facts = _measure(plan, case)
+        except Exception as error:  # the other cases still run
+            lines = str(error).strip().splitlines()
+            facts = {"error": f"{type(error).__name__}: {lines[0] if lines else ''}"}
+        yield Row(suite="attention", case=name, facts={**origin, **facts})
 
 
-def _measure(plan: EnginePlan, case: Case, *, cascade: bool) -> dict[str, Any]:
+def _measure(plan: EnginePlan, case: Case) -> dict[str, Any]:
     on_gpu = plan.device.kind == "cuda"
     lengths, prefix_len = case.lengths, case.prefix_len // plan.attention.block_size * plan.attention.block_size
     device = torch.device(plan.device.kind)
-    key = replace(graph_key(lengths), cascade=cascade)
+    key = graph_key(lengths)
     spec = replace(plan.attention, speculative_tokens=max(0, key.query_len - 1))
     limits = Limits(
         max_num_seqs=max(plan.limits.max_num_seqs, len(lengths)),
@@ -167,17 +166,15 @@ def _measure(plan: EnginePlan, case: Case, *, cascade: bool) -> dict[str, Any]:
     builder = backend.make_builder()
     window = _window(spec)
     num_bytes, num_operations = attention_work(spec, lengths, window)
-    # The floor reads the prefix once, with cascade attention or without.
+    # The floor reads the prefix once, as a backend may.
     prefix_bytes, _ = attention_work(spec, [(0, prefix_len)], window)
     num_bytes -= (len(lengths) - 1) * prefix_bytes
     l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size if on_gpu else 0
     num_copies = max(MIN_COPIES, 2 * l2_bytes // num_bytes + 1)
     inputs = make_inputs(spec, lengths, device, num_copies=num_copies, prefix_len=prefix_len)
-    prefix = CommonPrefix(num_tokens=prefix_len, length=torch.tensor([prefix_len], dtype=torch.int32, device=device))
-    common = replace(inputs.common, prefix=prefix if cascade else None)
     layer = AttentionLayer(index=0, scale=spec.head_size**-0.5, window=window)
     with torch.inference_mode():
-        metadata = builder.build(common, key=key if on_gpu else None)
+        metadata = builder.build(inputs.common, key=key if on_gpu else None)
         calls = itertools.cycle([AttentionCall(layer, kv_cache, metadata) for kv_cache in inputs.kv_caches])
         # First, since `forward` reads the schedule.
         schedule_us = _time(lambda: backend.schedule(metadata), MIN_CALLS, on_gpu=on_gpu)

@@ -9,7 +9,7 @@ import re
 
 KERNEL_PARTS = {
     "_attention_kernel": "attention",
-    "_cut_kernel": "attention",
+    "_compare_kernel": "attention",
     "_indices_kernel": "attention",
     "_merge_kernel": "attention",
     "_plan_kernel": "attention",

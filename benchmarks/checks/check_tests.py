@@ -12,7 +12,7 @@ from checks.checks import Result
 
 COMBINATIONS = 1500
 """Smallest number of combinations (models, windows, batches) of the attention kernels that a run must cover."""
-OF_OPTIONAL_LIBRARIES = ("test_flash_attn_gpu", "test_flashinfer_gpu", "test_cascade_gpu", "test_quantized_backends")
+OF_OPTIONAL_LIBRARIES = ("test_flash_attn_gpu", "test_flashinfer_gpu", "test_quantized_backends")
 """Files whose tests need a library that a machine may lack in whole or in part; their skips are reported and do not
 fail the run. So are those of whole files, which are of optional libraries too."""
 _WHOLE_FILE = "collection skipped"

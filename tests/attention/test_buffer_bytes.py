@@ -63,6 +63,7 @@ def kept(*held: object) -> int:
     [
         {},
         {"windows": ((-1, -1), (9, 0))},
+        {"num_query_heads": 4, "num_kv_heads": 4, "speculative_tokens": 3},
         {"num_query_heads": 14, "head_size": 72},
         {"head_size": 256, "num_kv_heads": 1},
         {"num_kv_heads": 8, "batch_invariant": True},
@@ -78,8 +79,12 @@ def test_triton(changes: dict[str, Any]) -> None:
 
 
 def test_triton_on_a_gpu_that_is_not_here() -> None:
+    parts = 4 * 129 * (2 * 264 * 64 + 99 * 8 * 128)
+    # Shared prefixes: as many parts again, and two levels of each row of up to 256 decodes.
     said = TritonCapabilities().buffer_bytes(LLAMA, H200, LARGE, [])
-    assert said == 4 * 129 * (2 * 264 * 64 + 99 * 8 * 128)
+    assert said == parts + 4 * 129 * (2 * 264 * 64 + 2 * 256 * 32)
+    said = TritonCapabilities().buffer_bytes(replace(LLAMA, shared_prefixes=False), H200, LARGE, [])
+    assert said == parts
     whole = TritonCapabilities().buffer_bytes(replace(LLAMA, batch_invariant=True), H200, LARGE, [])
     assert whole == 4 * 129 * (2 * 264 * 64 + 8 * 128)
 

@@ -259,50 +259,51 @@ def test_the_context_is_the_largest_that_fits(run_json: Any, monkeypatch: pytest
     )
 
 
-CASCADE = ["--cascade-attention", "--attention-backend", "flash_attn"]
-
-
-def test_graphs_that_cascade_and_batches_in_them(run_json: Any, llama: list[str]) -> None:
-    sharing = ",".join(["1@9000"] * 63 + ["1@8200"])
-    flags = [*llama, *CASCADE, "--common-prefix", "8199", "--batch", sharing]
-    (facts,) = run_json("explain", *flags, "--batch", "1@8200,5@9000", "--batch", "1@9000,1@9000")
-    assert facts["captures"]["cascade"] == [size for size in facts["captures"]["decode"] if size >= 8]
-    one, mixed, few = facts["batches"]
-    assert one["graph"] == "cascade decode[64 tokens, 64 slots]" and one["mode"] == "FULL"
+def test_shared_prefixes_of_batches(run_json: Any, llama: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    sharing = "8x1@9000/8199,24x1@9000/512,1@30"
+    (facts,) = run_json("explain", *llama, "--batch", sharing, "--batch", "2x1@600/512", "--batch", "1@9000,9@9000")
+    one, few, none = facts["batches"]
+    runs = [(run["level"], run["first"], run["last"], run["begin"], run["end"]) for run in one["shared_prefixes"]]
     # Whole blocks of 64.
-    assert "cascade: 64 requests share 8192 tokens; modelled time 64 with cascade, 249 without" in one["reason"]
-    assert mixed["graph"].startswith("mixed[") and "no cascade: only decode graphs" in mixed["reason"]
-    assert few["graph"].startswith("decode[") and "no cascade: 2 requests are fewer than 8" in few["reason"]
-    (facts,) = run_json("explain", *llama, "--batch", "1@9000,1@9000")
-    assert facts["captures"]["cascade"] == [] and "cascade" not in facts["batches"][0]["reason"]
-
-
-def test_graphs_that_cascade_are_named(llama: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", *llama, *CASCADE, "--max-num-seqs", "24"]) == 0
-    words = " ".join(capsys.readouterr().out.split())
-    assert "3 cascade decode of 8-24 by 8 tokens, a common prefix attended once" in words
+    assert runs == [(0, 0, 31, 0, 512), (1, 0, 7, 512, 8192)]
+    assert few["shared_prefixes"] == none["shared_prefixes"] == []
+    assert "attend them once" in facts["attention"]["shared_prefixes"]
+    words = " ".join(run(capsys, "explain", *llama, "--batch", sharing, "--batch", "2x1@600/512").split())
+    assert "sequences 0 to 7 attend keys 512 to 8192 once, then each its own" in words
+    assert "no prefix is attended once: no backend does that here, or it would save too little" in words
 
 
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (
-            ["--cascade-attention", "--attention-backend", "flashinfer"],
-            "Would serve: flash_attn 3, flash_attn 4, flash_attn 2",
-        ),
-        (["--common-prefix", "9", "--batch", "1@10"], "common_prefix=9: makes a difference with cascade_attention"),
-        ([*CASCADE, "--common-prefix", "10", "--batch", "1@10"], "common_prefix=10: must be from 1 to 9"),
-        ([*CASCADE, "--common-prefix=-1", "--batch", "1@10"], "common_prefix=-1: must be from 1 to 9"),
-        ([*CASCADE, "--common-prefix", "8199"], "common_prefix=8199: is that of batches, and there is none"),
-        (["--matrix", "--common-prefix", "8199"], "common_prefix=8199: is that of batches, and there is none"),
-        ([*CASCADE, "--cudagraph-mode", "PIECEWISE"], "cascade_attention=True: works where decodes run in whole"),
+        ([], "decodes that share 256 keys or more in equal blocks attend them once, if that is faster"),
+        (["--cascade-attention", "off"], "each decode reads a shared prefix: cascade_attention is off"),
+        (["--cascade-attention", "false"], "each decode reads a shared prefix: cascade_attention is off"),
+        (["--batch-invariant"], "each decode reads a shared prefix: batch_invariant: results would depend"),
+        (["--attention-backend", "flash_attn"], "with attention_backend decode=triton they attend it once"),
+        (["--attention-backend", "flashinfer"], "with attention_backend decode=triton they attend it once"),
+        (["--attention-backend", "prefill=flash_attn,decode=triton"], "attend them once, if that is faster"),
     ],
 )
-def test_cascades_that_cannot_be(
+def test_which_backends_share_prefixes(
+    llama: list[str], flags: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert says in " ".join(run(capsys, "explain", *llama, *flags).split())
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--batch", "8x1@100/100"], "'8x1@100/100' shares more than the 99 tokens that it has computed"),
+        (["--batch", "0x1@100"], "'0x1@100' has no sequence; 1@100 has one"),
+        (["--cascade-attention", "always"], "cascade_attention='always': must be one of auto, off"),
+    ],
+)
+def test_prefixes_that_cannot_be_shared(
     llama: list[str], flags: list[str], says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["explain", *llama, *flags]) == 2
-    assert says in capsys.readouterr().err
+    assert says in " ".join(capsys.readouterr().err.split())
 
 
 def test_the_context_length_follows_rope_scaling_of_overrides(

@@ -140,7 +140,6 @@ def test_backends_without_sinks_refuse_with_the_group_and_the_reason(
     for flags, reason in (
         (["--attention-backend", "flashinfer"], "attention sinks; its kernels have none"),
         (["--attention-backend", "flash_attn", "--flash-attn-version", "2"], "attention sinks; its kernels have none"),
-        (["--cascade-attention"], "needs one KV group of full attention, and this model has 2"),
     ):
         assert main(["explain", str(tmp_path), *SIZES, *flags]) == 2
         error = " ".join(capsys.readouterr().err.split())
@@ -150,10 +149,6 @@ def test_backends_without_sinks_refuse_with_the_group_and_the_reason(
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        (
-            ["--cascade-attention"],
-            r"cascade_attention=True: needs one KV group of full attention, and this model has 6",
-        ),
         (
             ["--attention-backend", "reference", "--batch-invariant"],
             "KV group 0 .8 layers, window 1024.: attention_bac",

@@ -144,14 +144,6 @@ def test_the_model_must_be_given() -> None:
             {"cudagraph_capture_sizes": [2, 64], "max_cudagraph_capture_size": 63},
             ("max_cudagraph_capture_size=63", "(2, 64)", "64 or more"),
         ),
-        (
-            {"cascade_attention": True, "enable_prefix_caching": False},
-            ("cascade_attention=True", "enable_prefix_caching=False", "through the prefix cache"),
-        ),
-        (
-            {"cascade_attention": True, "batch_invariant": True},
-            ("cascade_attention=True", "batch_invariant=True", "give one of them"),
-        ),
         ({"max_num_batched_tokens": 7, "max_num_seqs": 8}, ("max_num_batched_tokens=7", "max_num_seqs=8", "8 or more")),
     ],
 )

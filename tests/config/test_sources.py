@@ -68,7 +68,7 @@ SETTINGS: dict[str, st.SearchStrategy[Any]] = {
     "profile_dir": words,
     "attention_backend": st.sampled_from(["torch", "triton", "flash_attn", "flashinfer"]),
     "flash_attn_version": st.sampled_from([2, 3, 4]),
-    "cascade_attention": st.booleans(),
+    "cascade_attention": st.sampled_from(["auto", "OFF", "true"]),
     "cudagraph_mode": st.sampled_from([*GraphMode.__members__, "full", "none"]),
     "cudagraph_capture_sizes": st.one_of(st.integers(1, 4096), sizes),
     "max_cudagraph_capture_size": counts,

@@ -42,18 +42,17 @@ def test_steps_of_a_scheduler(most_appends: int, monkeypatch: pytest.MonkeyPatch
         batch = scheduler.schedule()
         preempted = scheduler.stats.num_preemptions
         key = GraphKey(GraphSet.MIXED, 16, 4) if rng.random() < 0.7 else None
-        prefix_len = int(rng.integers(0, 3)) * 4 if rng.random() < 0.5 else None
         for inputs in (on_cpu, on_gpu):
             inputs.take_over(batch, SlotFailures())
         rows = rows_of(batch)
-        (wanted,) = on_cpu.write(rows, key, prefix_len=prefix_len)
+        (wanted,) = on_cpu.write(rows, key)
         with monkeypatch.context() as patch:
             if DEVICE.type == "cpu":
                 patch.setattr(torch, "empty", unpinned)
             # The host's lengths of decodes may be upper bounds, which the device does not read.
             more = np.where(np.arange(batch.num_reqs) < batch.num_decodes, rng.integers(0, 9, batch.num_reqs), 0)
             bounds = replace(rows, context_lens=rows.context_lens + more)
-            (common,) = on_gpu.write(bounds, key, prefix_len=prefix_len, sampling=None)
+            (common,) = on_gpu.write(bounds, key, sampling=None)
         num_reqs, num_tokens = (key.num_reqs, key.num_tokens) if key else (batch.num_reqs, batch.num_tokens)
         on_gpu.prepare(num_reqs=num_reqs, num_tokens=num_tokens)
         assert {name: getattr(common, name) for name in COUNTS} == {name: getattr(wanted, name) for name in COUNTS}
@@ -68,9 +67,6 @@ def test_steps_of_a_scheduler(most_appends: int, monkeypatch: pytest.MonkeyPatch
         for row, seq_len in enumerate(wanted.seq_lens.tolist()):
             used = -(-seq_len // 4)
             assert common.block_table[row, :used].tolist() == wanted.block_table[row, :used].tolist()
-        assert (common.prefix is None) == (prefix_len is None)
-        if prefix_len is not None:
-            assert (common.prefix.num_tokens, common.prefix.length.tolist()) == (prefix_len, [prefix_len])
         slots = [slot for slot, samples in zip(batch.slots, batch.samples, strict=True) if samples]
         tokens = rng.integers(100, 1000, len(slots)).tolist()
         on_cpu.append_tokens(slots, [[token] for token in tokens])
@@ -114,11 +110,11 @@ def test_steps_of_several_groups(most_appends: int, sizes: tuple[int, ...], monk
         for inputs in (on_cpu, on_gpu):
             inputs.take_over(batch, SlotFailures())
         rows, key = rows_of(batch), GraphKey(GraphSet.MIXED, 16, 4)
-        wanted = on_cpu.write(rows, key, prefix_len=None)
+        wanted = on_cpu.write(rows, key)
         with monkeypatch.context() as patch:
             if DEVICE.type == "cpu":
                 patch.setattr(torch, "empty", unpinned)
-            commons = on_gpu.write(rows, key, prefix_len=None, sampling=None)
+            commons = on_gpu.write(rows, key, sampling=None)
         on_gpu.prepare(num_reqs=4, num_tokens=16)
         assert len(commons) == len(sizes)
         for group, size in enumerate(sizes):

@@ -27,10 +27,11 @@ class Backend:
     made: list[int] = field(default_factory=list[int])
     scheduled: list[Any] = field(default_factory=list[Any])
     reads_on_host = False
+    spec = None
 
     @property
     def capabilities(self) -> Any:
-        return SimpleNamespace(plans_by_lengths=self.shares)
+        return SimpleNamespace(shares_plan=lambda spec: self.shares)
 
     def make_builder(self) -> Any:
         number = len(self.made)

@@ -149,11 +149,3 @@ def test_layers_that_read_the_pages_of_others() -> None:
 def test_sources_that_cannot_be_read(sources: list[int | None], problem: str) -> None:
     with pytest.raises(UnsupportedModelError, match=problem):
         make_kv_groups([WINDOW, WINDOW, SPEC], max_model_len=32768, sources=sources)
-
-
-def test_cascade_attention_needs_one_group() -> None:
-    layers = [replace(spec, cascade=True) for spec in (WINDOW, SPEC)]
-    with pytest.raises(
-        ConfigError, match=r"cascade_attention=True: needs one KV group .* KV group 0 \(1 layer, window"
-    ):
-        grouped(*layers)

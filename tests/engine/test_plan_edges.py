@@ -15,7 +15,6 @@ import pytest
 from checkpoints import make_checkpoint
 from resized import resized
 
-from phonograph.attention.cascade.rule import MIN_REQUESTS, cascade_bytes
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.device import GIB, known_device
 from phonograph.engine import build, memory
@@ -148,18 +147,6 @@ def test_fp8_activations_take_the_place_of_weights_that_are_written_out() -> Non
     assert notes == [False, True, False]
 
 
-def test_a_cascade_takes_its_buffers_on_top() -> None:
-    settings = {"attention_backend": "flash_attn", "max_model_len": 1024, "enforce_eager": True}
-    model = replace(resized(DEMO, head_size=64), context_length=4096)
-    plain = plan_of("h200", model, **settings)
-    plan = plan_of("h200", model, cascade_attention=True, **settings)
-    capabilities, batches = plan.selection.capabilities, plan.limits
-    extra = cascade_bytes(capabilities, plan.attention, plan.device, batches, ())
-    own = capabilities.buffer_bytes(plan.attention, plan.device, batches, ())
-    assert extra > 0 and plan.memory.attention == own + extra
-    assert plain.memory.attention == own
-
-
 def test_limits_that_follow_from_each_other() -> None:
     assert plan_of(max_num_batched_tokens=16).limits.max_num_seqs == 16
     assert plan_of(max_num_seqs=1000).limits.max_num_batched_tokens == 1000
@@ -167,14 +154,6 @@ def test_limits_that_follow_from_each_other() -> None:
         plan_of(max_model_len=1)
     sized = plan_of(max_num_batched_tokens=64, max_num_seqs=8, max_cudagraph_capture_size=64)
     assert max(key.num_tokens for key in sized.captures.largest_first()) == 64
-
-
-def test_a_cascade_with_the_fewest_requests_that_can() -> None:
-    settings = {"cascade_attention": True, "attention_backend": "reference", "max_model_len": 300}
-    model = replace(DEMO, context_length=4096)
-    assert plan_of(model=model, max_num_seqs=MIN_REQUESTS, enforce_eager=True, **settings).attention.cascade
-    with pytest.raises(ConfigError, match="max_num_seqs=7 has none"):
-        plan_of(model=model, max_num_seqs=MIN_REQUESTS - 1, enforce_eager=True, **settings)
 
 
 def test_batch_invariance_is_not_for_cpus() -> None:
@@ -389,7 +368,6 @@ def test_a_gpu_speculates_on_backends_that_take_bounds_of_lengths(backend: str |
     [
         ({"attention_backend": "flashinfer"}, "flashinfer plans with exact lengths.* triton or flash_attn works"),
         ({"attention_backend": "decode=triton,prefill=flash_attn"}, "takes decodes of one length.* triton or"),
-        ({"cascade_attention": True, "max_num_seqs": 64}, "cascade_attention takes decodes of one token"),
     ],
 )
 def test_a_gpu_refuses_speculation_where_drafts_cannot_be_verified(settings: dict[str, Any], problem: str) -> None:
@@ -430,7 +408,6 @@ def test_memory_of_a_draft_model_is_planned(tmp_path: Path) -> None:
     [
         ("llama_bias", {"vocab_size": 70}, {}, "has a vocabulary of 70 tokens and the model 2048"),
         ("llama_bias", {"max_position_embeddings": 64}, {}, "context of 64 tokens .* max_model_len=64 works"),
-        ("llama_bias", {}, {"cascade_attention": True, "max_num_seqs": 64}, "takes decodes of one token"),
         ("llama_bias", {}, {"attention_backend": "flashinfer"}, "flashinfer plans with exact lengths"),
         ("qwen2_window", {"sliding_window": 20}, {}, "layers of one kind of attention, without a window"),
     ],

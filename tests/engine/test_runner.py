@@ -101,7 +101,7 @@ def make_runner(failures: dict[GraphKey, int] | None = None, *, runs_captured: b
         "inputs": None,
         "sampling": Sampling(runtime),
         "sequences": SimpleNamespace(max_num_seqs=4),
-        "dispatcher": SimpleNamespace(captures=captures, max_num_tokens=64, cascade=None),
+        "dispatcher": SimpleNamespace(captures=captures, max_num_tokens=64),
         "runtime": runtime,
         "synthetic": SimpleNamespace(capture_batch=capture_batch, most_tokens=lambda max_num_seqs: 0),
     }
@@ -166,7 +166,6 @@ def test_prompts_are_scored_eagerly_only_where_a_graph_lacks_their_rows(
     captures = make_capture_list(GraphMode.FULL, max_num_seqs=4, max_num_batched_tokens=128, max_capture_tokens=8)
     resolution = resolve_mode(GraphMode.FULL, Support(GraphSupport.ALWAYS, "a test"), Pieces(True, "a test"))
     runner: Any = SimpleNamespace(
-        _prefixes=None,
         dispatcher=Dispatcher(resolution, captures, max_num_tokens=128),
         counts=Counter[str](),
         _leaves_rows_out=lambda key: leaves_rows_out,
@@ -176,9 +175,9 @@ def test_prompts_are_scored_eagerly_only_where_a_graph_lacks_their_rows(
         **{"slots": [0, 1], "query_lens": lens, "context_lens": [4, 0], "num_decodes": 1, "num_decode_tokens": 1},
         num_tokens=num_tokens,
     )
-    decision, prefix_len = Runner._decide(runner, rows_of(batch), scores_prompts)
+    decision = Runner._decide(runner, rows_of(batch), scores_prompts)
     assert (decision.key is None) == (num_tokens == 99 or (scores_prompts and leaves_rows_out))
-    assert runner.counts == {decision.label: 1} and prefix_len is None
+    assert runner.counts == {decision.label: 1}
 
 
 @pytest.mark.parametrize(
@@ -202,11 +201,9 @@ def test_shapes_of_batches(query_lens: list[int], num_decodes: int, longest: int
         num_decode_tokens=sum(query_lens[:num_decodes]),
         num_tokens=sum(query_lens),
     )
-    prefixes: Any = SimpleNamespace(find=lambda one: 16 if one is batch else 0)
     assert shape_of(batch) == StepShape(
         num_tokens=sum(query_lens), num_reqs=len(query_lens), decode_query_len=longest, num_logits=num_logits
     )
-    assert shape_of(batch, prefixes).prefix_len == (16 if longest == 1 else 0)
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,8 @@ def new(slot: int, token_ids: list[int], num_computed: int = 0) -> NewSequence:
 def test_a_step_behind_a_longer_one_padded_to_its_graph() -> None:
     inputs = CpuInputs(max_num_seqs=4, max_num_tokens=16, max_model_len=32, block_sizes=(4,))
 
-    def write(batch: ScheduledBatch, key: GraphKey | None, prefix_len: int | None = None) -> CommonMetadata:
-        (common,) = inputs.write(rows_of(batch), key, prefix_len=prefix_len)
+    def write(batch: ScheduledBatch, key: GraphKey | None) -> CommonMetadata:
+        (common,) = inputs.write(rows_of(batch), key)
         return common
 
     first = ScheduledBatch(
@@ -66,18 +66,15 @@ def test_a_step_behind_a_longer_one_padded_to_its_graph() -> None:
     assert inputs.input_ids_np[:8].tolist() == [91, 6, 7, 92, 0, 0, 0, 0]
     assert inputs.positions_np[:8].tolist() == [9, 1, 2, 3, 0, 0, 0, 0]
     assert inputs.logits_rows_np.tolist() == [0, 3, 0, 0]
-    assert common.block_table[0, :3].tolist() == [3, 4, 5] and common.prefix is None
+    assert common.block_table[0, :3].tolist() == [3, 4, 5]
     # An eager step of one looks at no row behind its own.
     alone = ScheduledBatch(slots=[2], query_lens=[1], context_lens=[3], samples=[True], num_decodes=1, num_tokens=1)
     inputs.seq_lens_np[1:] = 31
     assert write(alone, None).max_seq_len == 4
-    # The same, all of its decodes, attends a prefix once.
     third = ScheduledBatch(
         slots=[2, 0], query_lens=[1, 1], context_lens=[3, 9], samples=[True] * 2, num_decodes=2, num_tokens=2
     )
-    common = write(third, GraphKey(GraphSet.DECODE, 4, 4, 1, cascade=True), prefix_len=4)
-    assert common.prefix is not None and common.prefix.num_tokens == 4
-    assert common.prefix.length.tolist() == [4]
+    common = write(third, GraphKey(GraphSet.DECODE, 4, 4, 1))
     assert common.seq_lens.tolist() == [4, 10, 0, 0] and np.array_equal(common.seq_lens_cpu, [4, 10, 0, 0])
 
 

@@ -16,6 +16,13 @@ from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.runner.synthetic_batches import SyntheticBatches
 
 
+def held(tables: list[np.ndarray], num_shared: int) -> list[int]:
+    """Return the pages of block tables, with the leading ones that several share only once."""
+    rows = [table.tolist() for table in tables]
+    prefix = rows[0][:num_shared]
+    return prefix + [page for row in rows for page in row[num_shared if row[:num_shared] == prefix else 0 :]]
+
+
 @example(block_size=32, max_model_len=64, max_num_seqs=3, more_blocks=0, share=1.0, seed=0)
 @example(block_size=16, max_model_len=64, max_num_seqs=6, more_blocks=0, share=1.0, seed=0)
 @example(block_size=16, max_model_len=40, max_num_seqs=8, more_blocks=0, share=1.0, seed=0)
@@ -40,8 +47,9 @@ def test_batches_of_a_cache_that_is_nearly_too_small(
         assert min(batch.query_lens) >= 1 and batch.query_lens == sorted(batch.query_lens)
         lengths = [query + context for query, context in zip(batch.query_lens, batch.context_lens, strict=True)]
         assert max(lengths) <= max_model_len
-        used = np.concatenate(batch.blocks[0])
-        assert len(set(used)) == len(used) == sum(blocks_for(length, block_size) for length in lengths)
+        assert [len(table) for table in batch.blocks[0]] == [blocks_for(length, block_size) for length in lengths]
+        used = held(batch.blocks[0], batch.prefix_len // block_size)
+        assert len(set(used)) == len(used)
         return batch
 
     batches = SyntheticBatches(fits, vocab_size=10, groups=(KVGroup(layers=(0,), block_size=block_size),), **limits)
@@ -79,7 +87,8 @@ def test_blocks_behind_windows_are_one_page_that_no_sequence_has(
                 assert len(table) == blocks_for(context + query, group.block_size)
                 first = 0 if group.window is None else max(0, context - group.window + 1) // group.block_size
                 assert set(table[:first]) <= {batches.freed_page}
-                kept += table[first:].tolist()
+                kept += table[first:].tolist() if group.window is not None else []
+            kept += held(tables, batch.prefix_len // group.block_size) if group.window is None else []
         assert len(set(kept)) == len(kept) and batches.freed_page not in kept
         assert all(0 <= page < num_blocks for page in [*kept, batches.freed_page or 0])
         return batch
@@ -132,12 +141,26 @@ def test_a_batch_that_the_cache_does_not_hold_is_refused_by_name() -> None:
             num_blocks=num_blocks,
         )
 
-    key, cascading = GraphKey(GraphSet.DECODE, 8, 8, 1), GraphKey(GraphSet.DECODE, 8, 8, 1, cascade=True)
-    for one in (key, cascading):
-        with pytest.raises(MemoryLimitError, match=r"needs 8 KV blocks of 16 tokens, but there are 7; grant more"):
-            batches(7).capture_batch(one)
-    full, shared = batches(8).capture_batch(cascading), batches(9).capture_batch(cascading)
-    assert (full.prefix_len, shared.prefix_len) == (0, 16)
-    assert batches(9).capture_batch(key).prefix_len is None
+    key = GraphKey(GraphSet.DECODE, 8, 8, 1)
+    with pytest.raises(MemoryLimitError, match=r"needs 8 KV blocks of 16 tokens, but there are 7; grant more"):
+        batches(7).capture_batch(key)
+    full = batches(8).capture_batch(key)
     assert len({block for blocks in full.blocks[0] for block in blocks}) == 8
-    assert len({blocks[0] for blocks in shared.blocks[0]}) == 1 and len({blocks[1] for blocks in shared.blocks[0]}) == 8
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 40), (40, None, None)])
+def test_half_of_the_batches_share_a_prefix(windows: tuple[int | None, ...]) -> None:
+    groups = [KVGroup(layers=(index,), block_size=16, window=window) for index, window in enumerate(windows)]
+    batches = SyntheticBatches(
+        lambda batch, _: batch, vocab_size=10, max_model_len=640, groups=groups, num_blocks=120 * len(groups)
+    )
+    rng = np.random.default_rng(0)
+    lengths: list[int] = []
+    for _ in range(200):
+        batch = batches.random_batch(GraphKey(GraphSet.DECODE, 8, 8, 1), rng)
+        lengths.append(batch.prefix_len)
+        for group, tables in zip(groups, batch.blocks, strict=True):
+            num_shared = batch.prefix_len // 16 if group.window is None else 0
+            pages = [page for page in held(tables, num_shared) if page != batches.freed_page]
+            assert len(set(pages)) == len(pages)
+    assert 60 <= sum(map(bool, lengths)) <= 140 and max(lengths) >= 256

@@ -93,11 +93,11 @@ def test_inputs_are_of_their_case(layout: KVLayout) -> None:
     assert not inputs.query.is_contiguous(), "a model's queries are a view of its projections"
 
 
-def test_a_shared_prefix_with_cascade_and_without() -> None:
+def test_a_shared_prefix() -> None:
     name = "9*1@90^70"
-    plan = _plan(cascade_attention=True)
+    plan = _plan()
     rows = list(bench_attention(plan, ["1@40", name], _quiet))
-    assert [row.case for row in rows] == ["1@40", name, f"{name} cascade"]
+    assert [row.case for row in rows] == ["1@40", name]
     for row in rows:
         assert row.facts["us"] > 0 and row.facts["err"] < 1e-5
     inputs = make_inputs(plan.attention, parse_case(name).lengths, torch.device("cpu"), num_copies=1, prefix_len=64)
@@ -105,14 +105,6 @@ def test_a_shared_prefix_with_cascade_and_without() -> None:
     assert (table[:, :4] == table[0, :4]).all() and inputs.kv_caches[0].shape[1] == 4 + 9 * 2
     own = table[:, 4:].flatten().tolist()
     assert len(set(own)) == 18 and set(own).isdisjoint(table[0, :4].tolist())
-    assert [row.case for row in bench_attention(_plan(), [name], _quiet)] == [name]
-
-
-def test_a_cascade_that_computes_something_else_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phonograph.kernels.torch.attention.cascade.merge_by_lse", lambda *_: None)
-    whole, cascade = bench_attention(_plan(cascade_attention=True), ["9*1@90^70"], _quiet)
-    assert "us" in whole.facts
-    assert "us" not in cascade.facts and "computes something else" in cascade.facts["error"]
 
 
 def test_the_graph_of_a_case() -> None:

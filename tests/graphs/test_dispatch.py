@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from phonograph.errors import ConfigError
 from phonograph.graphs.capture_list import default_decode_sizes, default_mixed_sizes, make_capture_list
 from phonograph.graphs.dispatch import Dispatcher, StepShape
-from phonograph.graphs.modes import CascadeChoice, GraphKey, GraphMode, GraphSet, GraphSupport, Support
+from phonograph.graphs.modes import GraphKey, GraphMode, GraphSet, GraphSupport, Support
 from phonograph.graphs.resolve import Pieces, Resolution, resolve_mode
 
 
@@ -199,100 +198,12 @@ def test_decodes_with_drafts() -> None:
     assert decision.key is None and "more sequences, drafts or rows of logits" in decision.reason
 
 
-class Rule:
-    """Long enough a prefix, for enough requests; and how often it was asked."""
-
-    def __init__(self) -> None:
-        self.asked = 0
-
-    def weigh(self, *, num_reqs: int, prefix_len: int) -> CascadeChoice:
-        self.asked += 1
-        taken = num_reqs >= 8 and prefix_len >= 256
-        return CascadeChoice(taken, f"{num_reqs} requests share {prefix_len}")
-
-
-def _cascading(mode: GraphMode, rule: Rule, *, seqs: int = 24, **more) -> Dispatcher:
-    captures = make_capture_list(
-        mode, max_num_seqs=seqs, max_num_batched_tokens=96, max_capture_tokens=64, cascade_reqs=8, **more
-    )
-    return Dispatcher(_resolution(mode), captures, max_num_tokens=96, cascade=rule)
-
-
-def _sharing(count: int, prefix_len: int) -> StepShape:
-    return StepShape(num_tokens=count, num_reqs=count, decode_query_len=1, prefix_len=prefix_len)
-
-
-def test_decode_graphs_of_enough_slots_have_a_cascade_variant() -> None:
-    captures = _cascading(GraphMode.FULL, Rule()).captures
-    assert [key.num_reqs for key in captures.decode] == [1, 2, 4, 8, 16, 24]
-    assert captures.cascade == tuple(GraphKey(GraphSet.DECODE, size, size, 1, cascade=True) for size in (8, 16, 24))
-    assert str(captures.cascade[0]) == "cascade decode[8 tokens, 8 slots]"
-    assert set(captures.cascade) < set(captures.largest_first())
-    assert len(set(captures.largest_first())) == len(captures.largest_first())
-    drafts = _cascading(GraphMode.FULL_AND_PIECEWISE, Rule(), speculative_tokens=2).captures
-    assert [(key.num_tokens, key.num_reqs) for key in drafts.cascade] == [(8, 8), (16, 16), (24, 24)]
-    for mode in (GraphMode.NONE, GraphMode.PIECEWISE):
-        assert _cascading(mode, Rule()).captures.cascade == ()
-    assert _dispatcher(GraphMode.FULL).captures.cascade == ()
-
-
-@pytest.mark.parametrize("mode", [GraphMode.FULL, GraphMode.FULL_AND_PIECEWISE, GraphMode.FULL_DECODE_ONLY])
-def test_a_common_prefix_replays_the_cascade_variant_where_the_rule_says_so(mode: GraphMode) -> None:
-    dispatcher = _cascading(mode, Rule())
-    plain = _cascading(mode, Rule()).decide(_sharing(9, 0))
-    assert plain.label == "full decode" and not plain.cascade
-    assert "no cascade: 9 requests share 0" in plain.reason
-    decision = dispatcher.decide(_sharing(9, 512))
-    assert decision.key == GraphKey(GraphSet.DECODE, 16, 16, 1, cascade=True) and decision.cascade
-    assert decision.label == "full cascade decode" and decision.num_tokens == 16
-    assert "7 of 16 tokens are padding; cascade: 9 requests share 512" in decision.reason
-    # Seven requests are padded to a graph that has a variant, but are too few.
-    few = dispatcher.decide(_sharing(7, 512))
-    assert few.key == GraphKey(GraphSet.DECODE, 8, 8, 1) and "no cascade: 7 requests" in few.reason
-
-
-def test_only_decodes_of_one_token_cascade() -> None:
-    rule = Rule()
-    dispatcher = _cascading(GraphMode.FULL, rule)
-    decision = dispatcher.decide(_shape(*[1] * 9, 5))
-    assert decision.label == "full mixed" and "no cascade: only decode graphs have that variant" in decision.reason
-    drafts = dispatcher.decide(replace(_drafts(2, 2), prefix_len=512))
-    assert drafts.label == "full mixed" and not drafts.cascade
-    assert rule.asked == 0
-    assert "cascade" not in _dispatcher(GraphMode.FULL).decide(_shape(1, 5)).reason
-
-
-def test_eager_steps_cascade_too() -> None:
-    decision = _cascading(GraphMode.NONE, Rule()).decide(_sharing(9, 512))
-    assert decision.key is None and decision.cascade and decision.label == "eager cascade"
-    assert "graphs are off" in decision.reason and "; cascade: 9 requests" in decision.reason
-    assert _cascading(GraphMode.NONE, Rule()).decide(_sharing(9, 16)).label == "eager"
-
-
-def test_a_decode_that_no_decode_graph_holds_does_not_cascade_in_another() -> None:
-    for mode, label in ((GraphMode.FULL, "full mixed"), (GraphMode.FULL_AND_PIECEWISE, "piecewise")):
-        decision = _cascading(mode, Rule(), sizes=(8, 32)).decide(_sharing(9, 512))
-        assert decision.label == label and not decision.cascade
-        assert f"no cascade: {label.split()[-1]} graphs have no such variant" in decision.reason
-
-
-def test_a_prefix_is_weighed_once() -> None:
-    rule = Rule()
-    dispatcher = _cascading(GraphMode.FULL, rule)
-    decisions = [
-        dispatcher.decide(_sharing(count, prefix)) for _ in range(3) for count in (9, 10) for prefix in (0, 512)
-    ]
-    assert rule.asked == 4
-    assert decisions[:4] == decisions[4:8] and decisions[1] is decisions[5]
-
-
 @pytest.mark.parametrize("mode", list(GraphMode))
 def test_causes_are_few(mode: GraphMode) -> None:
     """Counts by cause need few series, not one for each size."""
-    dispatcher = _cascading(mode, Rule())
-    shapes = [_sharing(count, prefix) for count in range(1, 25) for prefix in (0, 256, 512)]
-    shapes += [_shape(1, *[2] * count) for count in range(1, 40)]
+    dispatcher = _dispatcher(mode)
+    shapes = [_shape(*[1] * count) for count in range(1, 25)]
+    shapes += [_shape(1, *[2] * count) for count in range(1, 32)]
     decisions = [dispatcher.decide(shape) for shape in shapes]
     assert len({decision.cause for decision in decisions}) <= 4
     assert len({decision.reason for decision in decisions}) > 20 or mode is GraphMode.NONE
-    assert all(decision.cascade == decision.cause.endswith("; cascade") for decision in decisions)

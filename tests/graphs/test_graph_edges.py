@@ -12,7 +12,7 @@ from phonograph.config.engine_config import EngineConfig
 from phonograph.errors import ConfigError
 from phonograph.graphs.capture_list import make_capture_list
 from phonograph.graphs.dispatch import Dispatcher, StepShape
-from phonograph.graphs.modes import CascadeChoice, GraphKey, GraphMode, GraphSet, GraphSupport, Support
+from phonograph.graphs.modes import GraphKey, GraphMode, GraphSet, GraphSupport, Support
 from phonograph.graphs.resolve import Pieces, resolve_mode
 from phonograph.graphs.verification import Drawn, verify
 
@@ -58,24 +58,6 @@ def test_no_graph_is_larger_than_a_step(
         assert max(key.num_tokens for key in captures.decode) == 64
         notes = " ".join(captures.notes)
         assert ("no graph of decodes with drafts of more than" in notes) == (speculative_tokens > 0)
-
-
-class Rule:
-    def __init__(self) -> None:
-        self.asked: list[tuple[int, int]] = []
-
-    def weigh(self, *, num_reqs: int, prefix_len: int) -> CascadeChoice:
-        self.asked.append((num_reqs, prefix_len))
-        return CascadeChoice(False, "a test")
-
-
-def test_the_rule_is_asked_about_decodes_of_one_token() -> None:
-    rule = Rule()
-    captures, resolution = dispatcher(GraphMode.FULL, speculative_tokens=2, cascade_reqs=8)
-    made = Dispatcher(resolution, captures, max_num_tokens=64, cascade=rule)
-    made.decide(StepShape(num_tokens=27, num_reqs=9, decode_query_len=3, num_logits=27, prefix_len=512))
-    made.decide(StepShape(num_tokens=9, num_reqs=9, decode_query_len=1, num_logits=9, prefix_len=512))
-    assert rule.asked == [(9, 512)]
 
 
 def test_full_without_any_graph_or_pieces_suggests_valid_settings() -> None:

@@ -38,6 +38,7 @@ from phonograph.kernels.triton.attention import decode as attention_decode
 from phonograph.kernels.triton.attention import decode_plan as attention_plan
 from phonograph.kernels.triton.attention import prefill as attention_prefill
 from phonograph.kernels.triton.attention import prefill_hopper as attention_prefill_hopper
+from phonograph.kernels.triton.attention import shared_runs as attention_runs
 from phonograph.kernels.triton.experts import expert_products
 from phonograph.kernels.triton.experts.expert_lists import ExpertLists
 from phonograph.kernels.triton.experts.expert_plan import expert_config
@@ -116,7 +117,7 @@ def read_code(cubin: bytes, more: dict[str, str]) -> tuple[int, list[str], list[
 
 def main() -> None:
     triton.runtime.driver.set_active(FarGpu(90))
-    for module in (attention_decode, attention_plan, attention_prefill_hopper):
+    for module in (attention_decode, attention_plan, attention_runs, attention_prefill_hopper):
         module.pdl_options = lambda: {"PDL": True, "launch_pdl": True}
     attention_decode.fp8_in_one_instruction = lambda: True
     run = JITFunction.run
@@ -136,6 +137,7 @@ def main() -> None:
         {"kv_dtype": torch.float8_e5m2, "head_size": 64},
         {"kv_dtype": torch.float8_e4m3fn, "head_size": 32, "dtype": torch.float16},
         {"head_size": 512},
+        {"batch": ((1, 90),) * 4, "shared": ((0, 0), *[(0, 64)] * 3), "kv_dtype": torch.float8_e5m2, "sinks": True},
     ):
         case = Case(**{**vars(drafts), **changes})
         name = str(case)

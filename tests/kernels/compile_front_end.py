@@ -29,11 +29,10 @@ from triton.runtime.jit import JITFunction
 
 import phonograph.kernels.triton
 from bench.kernel_parts import KERNEL_PARTS
-from phonograph.kernels.cascade_tensors import PrefixCut
 from phonograph.kernels.fp8_activations import Fp8Rows
 from phonograph.kernels.routing import Routing
 from phonograph.kernels.torch.grouped import Grouped
-from phonograph.kernels.triton.attention import cascade, page_indices, prefill, quantize_query, split_batch
+from phonograph.kernels.triton.attention import page_indices, prefill, quantize_query, split_batch
 from phonograph.kernels.triton.attention import rope_and_kv_write as rope
 from phonograph.kernels.triton.elementwise import fp8_rows, layer_embeddings, layers
 from phonograph.kernels.triton.experts.count_pairs import count_pairs
@@ -83,9 +82,9 @@ def launch_attention() -> None:
     prefill._HOPPER_TOKENS, prefill.gluon_usable = 0, lambda: True
     long = prefill_problem.Case(head_size=128, block_size=64, dtype=BF16, window=(100, -1), sinks=True)
     prefill_problem.Batch(long, CPU).attend(prefill_problem.make_plan(long, CPU))
-    cascade.cut_prefix(PrefixCut.make(8, 32, CPU), ints(1), ints(9), ints(8), ints(8, 32), block_size=16)
-    lse = torch.zeros(4, 8)
-    cascade.merge_by_lse(halves(8, 4, 64), lse, halves(8, 4, 64), lse, ints(1), lse)
+    shared = decode_problem.Case(batch=((1, 700),) * 4, shared=((0, 640),) * 4, head_size=64, dtype=BF16, sinks=True)
+    problem = decode_problem.Problem(shared, CPU)
+    problem.run(problem.plan())
     split_batch.split_batch(split_batch.SplitBatch.make(8, CPU), ints(9), ints(8), decode_query_len=1)
     page_indices.page_indices(ints(8, 32), ints(8), ints(300), page_size=16)
     quantize_query.quantize_queries(halves(8, 4, 64), torch.zeros(2), halves(8, 4, 64).to(FP8))

@@ -28,7 +28,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 import prefill_problem as prefill
 import test_attention_decode as decode
 import test_attention_prefill_hopper as hopper_prefill
-import test_cascade as cascade
 import test_dequantize as dequantized
 import test_draft_rows as draft_rows
 import test_drafts_on_device as drafts
@@ -45,6 +44,7 @@ import test_prepare
 import test_quantize
 import test_ring
 import test_scaled_products as scaled_products
+import test_shared_prefixes
 import test_split_batch
 import test_triton_layers as layers
 import test_triton_products as products
@@ -161,8 +161,8 @@ def run_all(device: torch.device) -> None:
     drafts.test_lookups_are_those_of_the_host(device, 1, 4, 2)
     test_split_batch.test_cut(5, 1)
     page_indices.check(7, 1100, 16, device)
-    cascade.test_cut(cascade.in_triton, 9, 40, 16, device)
-    cascade.test_a_side_without_keys_is_not_read(cascade.in_triton, device)
+    for case in test_shared_prefixes.CASES[2:4]:
+        test_shared_prefixes.test_shared_prefixes(case, device)
     test_quantize.test_queries(5, 8, 2, 64, dtype, True, device)
     sampling.test_filters(device, torch.float16, 4.0)
     sampling.test_row_that_no_level_helps(device)

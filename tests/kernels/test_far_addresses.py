@@ -17,19 +17,18 @@ from fp4_weights import random_file, weight_for_gpu
 from kernel_entries import kernel_entries
 
 from phonograph.kernels.attention_scratch import PREFILL_ROWS
-from phonograph.kernels.cascade_tensors import PrefixCut
 from phonograph.kernels.fp8_activations import Fp8Rows
 from phonograph.kernels.routing import Routing
 from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.triton.attention import prefill as attention_prefill
 from phonograph.kernels.triton.attention import rope_and_kv_write as rope_kv
-from phonograph.kernels.triton.attention.cascade import cut_prefix, merge_by_lse
 from phonograph.kernels.triton.attention.decode import decode_attention
 from phonograph.kernels.triton.attention.decode_plan import make_decode_plan, plan_decode
 from phonograph.kernels.triton.attention.page_indices import page_indices
 from phonograph.kernels.triton.attention.prefill import merge_prefill, prefill_attention
 from phonograph.kernels.triton.attention.prefill_plan import make_prefill_plan
 from phonograph.kernels.triton.attention.quantize_query import quantize_queries
+from phonograph.kernels.triton.attention.shared_runs import compare_tables
 from phonograph.kernels.triton.elementwise import layer_embeddings, layers
 from phonograph.kernels.triton.elementwise.fp8_rows import quantize_rows
 from phonograph.kernels.triton.experts.expert_lists import ExpertLists
@@ -216,23 +215,17 @@ def walk_gathers(place: Place, device: torch.device) -> list[torch.Tensor]:
 
 
 def walk_block_tables(place: Place, device: torch.device) -> list[torch.Tensor]:
-    """Page numbers, the cut of a batch at its prefix, and blocks entered ahead of a step."""
+    """Page numbers, the keys that sequences share, and blocks entered ahead of a step."""
     lens = torch.tensor([30, 0, 64], dtype=torch.int32, device=device)
     table = place(torch.randint(0, 99, (ROWS, 8), dtype=torch.int32).to(device))
     apply_appends(torch.tensor([[2], [3], [77]], dtype=torch.int32, device=device), table)
     pages = torch.zeros(ROWS * 8, dtype=torch.int32, device=device)
     page_indices(table, lens, pages, page_size=16)
-    cut = PrefixCut.make(ROWS, 8, device)
-    cut.suffix_lens.zero_()
-    cut = PrefixCut(
-        prefix_starts=cut.prefix_starts,
-        prefix_lens=cut.prefix_lens,
-        suffix_lens=cut.suffix_lens,
-        suffix_table=place(cut.suffix_table),
-    )
+    table[2, 0] = table[1, 0]
+    shared = torch.full((ROWS,), -1, dtype=torch.int32, device=device)
     starts = torch.arange(ROWS + 1, dtype=torch.int32, device=device)
-    cut_prefix(cut, torch.tensor([16], dtype=torch.int32, device=device), starts, lens, table, block_size=16)
-    return [table, pages, cut.suffix_lens, cut.suffix_table]
+    compare_tables(shared, starts, lens + 40, table, block_size=16, max_query_len=1, max_tokens=ROWS)
+    return [table, pages, shared]
 
 
 def walk_prepare(place: Place, device: torch.device) -> list[torch.Tensor]:
@@ -277,7 +270,7 @@ def walk_drafts(place: Place, device: torch.device) -> list[torch.Tensor]:
     layout = StepLayout(ROWS, 3 * ROWS, 8, max_num_logits=3 * ROWS)
     staging = np.zeros(layout.num_words, np.int32)
     views = layout.host_views(staging)
-    views.header[:5] = ROWS, 3 * ROWS, ROWS, 0, 3 * ROWS
+    views.header[:4] = ROWS, 3 * ROWS, ROWS, 3 * ROWS
     views.slots[:] = 2, 0, 1
     views.query_starts[:] = np.arange(0, 3 * ROWS + 1, 3)
     first = layout.fields["lengths"][1].start
@@ -302,13 +295,6 @@ def walk_drafts(place: Place, device: torch.device) -> list[torch.Tensor]:
     next_pass(state, rows, index=0, **of_passes)
     states = state.drafts, state.num_computed, state.last_token
     return [history, counts, *states, first, rows.slot_mapping]
-
-
-def walk_merge_of_cascade(place: Place, device: torch.device) -> list[torch.Tensor]:
-    prefix, out = (place(randn(ROWS, 4, 32, device=device)) for _ in range(2))
-    lses = [torch.randn(4, ROWS).to(device) for _ in range(2)]
-    merge_by_lse(prefix, lses[0], out, lses[1], torch.tensor([ROWS], dtype=torch.int32, device=device))
-    return [out]
 
 
 def walk_kv_writes(place: Place, device: torch.device) -> list[torch.Tensor]:
@@ -402,7 +388,7 @@ WALKS: dict[str, tuple[Walk, tuple[str, ...]]] = {
     "gathers": (walk_gathers, ("layers._gather_kernel", "layers._gather_columns_kernel")),
     "block tables": (
         walk_block_tables,
-        ("page_indices._indices_kernel", "cascade._cut_kernel", "prepare._append_kernel"),
+        ("page_indices._indices_kernel", "shared_runs._compare_kernel", "prepare._append_kernel"),
     ),
     "prepare": (walk_prepare, ("prepare._prepare_kernel",)),
     "drafts": (
@@ -412,7 +398,6 @@ WALKS: dict[str, tuple[Walk, tuple[str, ...]]] = {
             *("draft_rows._first_rows_kernel", "draft_rows._next_row_kernel"),
         ),
     ),
-    "merge of a cascade": (walk_merge_of_cascade, ("cascade._merge_kernel",)),
     "KV writes": (walk_kv_writes, KV_KERNELS),
     "embeddings in layers": (
         walk_layer_embeddings,

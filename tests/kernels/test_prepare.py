@@ -100,8 +100,7 @@ class Sequences:
         staging = np.full(self.layout.num_words, POISON, np.int32)
         views = self.layout.host_views(staging)
         rows = batch.num_reqs
-        views.header[:3] = rows, batch.num_tokens, batch.num_decodes
-        views.header[4] = batch.num_logits
+        views.header[:4] = rows, batch.num_tokens, batch.num_decodes, batch.num_logits
         views.slots[:rows], views.samples[:rows] = batch.slots, batch.samples
         views.query_starts[: rows + 1] = np.cumsum([0, *batch.query_lens])
         views.block_sizes[:] = self.sizes[: len(views.block_sizes)]
@@ -179,7 +178,7 @@ class Sequences:
             array[:] = POISON
         for array in (self.inputs.query_start_loc_np, self.inputs.seq_lens_np, self.inputs.logits_rows_np):
             array[:] = POISON
-        self.inputs.write(rows_of(batch), key, prefix_len=None)
+        self.inputs.write(rows_of(batch), key)
         staging = self.upload(batch, kept)
         names = ("input_ids", "positions", "query_start_loc", "seq_lens", "logits_rows")
         expected = {name: getattr(self.inputs, name) for name in names}
@@ -325,8 +324,8 @@ def test_layout_views_share_memory_and_are_aligned() -> None:
     staging = torch.from_numpy(words)
     views = layout.sampling_views(staging)
     host = layout.host_views(words)
-    host.header[:5] = 5, 7, 3, 4096, 6
-    assert layout.prefix_len(staging).tolist() == [4096] and layout.num_logits(staging).tolist() == [6]
+    host.header[:4] = 5, 7, 3, 6
+    assert layout.num_logits(staging).tolist() == [6]
     for name in (
         "row_slots",
         "sample_slots",

@@ -40,6 +40,20 @@ def test_blocks_of_all_known_tokens_come_at_admission_and_then_one_at_each_borde
     assert appends[7] == [BlockAppend(slot=0, start=3, block_ids=[3])]
 
 
+def test_decodes_with_leading_blocks_in_common_are_neighbours() -> None:
+    """Prompts x share two blocks, of which y shares the first; the others share nothing."""
+    scheduler = make_scheduler(max_num_seqs=7, max_num_batched_tokens=64)
+    x, y = list(range(8)), [*range(4), *range(100, 104)]
+    prompts = {"a": x, "b": 9, "c": y, "d": 7, "e": x, "f": x, "g": y}
+    for number, (name, prompt) in enumerate(prompts.items()):
+        tokens = prompt if isinstance(prompt, int) else [*prompt, 50 + number]
+        add(scheduler, request(name, tokens, arrival=number))
+        step(scheduler)
+    batch = step(scheduler)
+    names = "".join("abcdefg"[slot] for slot in batch.slots)
+    assert names == "aefcgbd"
+
+
 def test_decodes_come_first_then_running_prompts_then_waiting_ones() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=10)
     add(scheduler, request("a", 3))

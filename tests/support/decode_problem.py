@@ -15,9 +15,14 @@ NAN = float("nan")
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A batch of (query length, keys), empty slots as (0, 0); features off unless named."""
+    """A batch of (query length, keys), empty slots as (0, 0); features off unless named.
+
+    shared: by sequence (an earlier sequence, keys): it has that one's pages up to these keys. Empty: nothing is shared,
+    and no plan for it is made
+    """
 
     batch: tuple[tuple[int, int], ...]
+    shared: tuple[tuple[int, int], ...] = ()
     num_query_heads: int = 4
     num_kv_heads: int = 2
     head_size: int = 32
@@ -51,15 +56,20 @@ class Problem:
         size, heads, kv_heads, dim = case.block_size, case.num_query_heads, case.num_kv_heads, case.head_size
         query_lens, self.lens = [list(column) for column in zip(*case.batch, strict=True)]
         num_blocks = [-(-length // size) for length in self.lens]
-        total_blocks = 1 + sum(num_blocks) + 3
+        shared = case.shared or ((0, 0),) * len(self.lens)
+        num_own = [count - keys // size for count, (_, keys) in zip(num_blocks, shared, strict=True)]
+        total_blocks = 1 + sum(num_own) + 3
         ids = 1 + torch.randperm(total_blocks - 1, generator=generator)
         self.table = torch.zeros(len(self.lens), max(num_blocks) + 2, dtype=torch.int32)
         rows = torch.full((2, total_blocks * size, kv_heads, dim), NAN)
         self.slots: list[torch.Tensor] = []
-        for index, (blocks, length) in enumerate(zip(ids[: sum(num_blocks)].split(num_blocks), self.lens, strict=True)):
-            self.table[index, : len(blocks)] = blocks
-            slots = (blocks[:, None] * size + torch.arange(size)).flatten()[:length]
-            rows[:, slots] = torch.randn(2, length, kv_heads, dim, generator=generator)
+        for index, (blocks, length) in enumerate(zip(ids[: sum(num_own)].split(num_own), self.lens, strict=True)):
+            source, keys = shared[index]
+            first = keys // size
+            self.table[index, :first] = self.table[source, :first]
+            self.table[index, first : num_blocks[index]] = blocks
+            slots = (self.table[index, : num_blocks[index], None].long() * size + torch.arange(size)).flatten()[:length]
+            rows[:, slots[first * size :]] = torch.randn(2, length - first * size, kv_heads, dim, generator=generator)
             self.slots.append(slots)
         self.scales = (None, None)
         if case.kv_dtype is not None:
@@ -87,7 +97,11 @@ class Problem:
             max_num_seqs=len(case.batch) + 1,
             num_sms=case.num_sms,
             device=self.device,
+            shared_tokens=self.query.shape[0] if case.shared else 0,
         )
+        if plan.prefixes is not None:
+            plan.prefixes.shared.fill_(1 << 20)
+            plan.prefixes.words.fill_(-1)
         plan.partial_out.fill_(NAN)
         plan.partial_lse.fill_(NAN)
         plan.records.fill_(-1)
@@ -101,6 +115,7 @@ class Problem:
         out = torch.full((num_tokens + 1, heads, dim), NAN, dtype=case.dtype, device=self.device)
         lse = torch.full((heads + 1, num_tokens), NAN, device=self.device) if case.lse else None
         starts, lens = self.starts.to(self.device), torch.tensor(self.lens, dtype=torch.int32, device=self.device)
+        table = self.table.to(self.device)
         plan_decode(
             plan,
             starts,
@@ -109,6 +124,8 @@ class Problem:
             window=case.window,
             multiprocessors=self.multiprocessors if case.divide else None,
             divide=case.divide,
+            block_table=table,
+            block_size=case.block_size,
         )
 
         def on_device(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -118,7 +135,7 @@ class Problem:
             plan,
             self.query,
             self.cache,
-            self.table.to(self.device),
+            table,
             starts,
             lens,
             out[:num_tokens],
@@ -146,6 +163,7 @@ class Problem:
         assert not out[end:num_tokens].any()
         assert lse is None or (lse[:heads, end:] == float("-inf")).all()
         assert not plan.counters.any()
+        assert plan.prefixes is None or not plan.prefixes.arrivals.any()
         for index, (query_len, length) in enumerate(case.batch):
             tokens = slice(int(self.starts[index]), int(self.starts[index + 1]))
             if query_len > case.max_query_len:

@@ -17,7 +17,7 @@ import torch
 
 from phonograph.attention.attention_spec import AttentionSpec
 from phonograph.attention.backend import AttentionCall, AttentionLayer, MakeBackend
-from phonograph.attention.metadata import AttentionMetadata, CommonMetadata, CommonPrefix
+from phonograph.attention.metadata import AttentionMetadata, CommonMetadata
 from phonograph.core.limits import Limits
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.testing.conformance_batch import make_layer, quantized
@@ -86,12 +86,11 @@ class Arena:
         self.lens = torch.zeros(num_reqs, dtype=torch.int32, device=device)
         self.table = torch.zeros(num_reqs, -(-max_keys // spec.block_size) + 2, dtype=torch.int32, device=device)
         self.slots = torch.full((num_tokens,), -1, dtype=torch.int64, device=device)
-        self.prefix_len = torch.zeros(1, dtype=torch.int32, device=device)
 
     def check(self, batch: Batch, graph: torch.cuda.CUDAGraph | None = None, *, prefix_len: int | None = None) -> float:
         """Run the batch eagerly, and in the graph if there is one; return the largest relative error of both.
 
-        prefix_len: tokens that all sequences have in the same blocks, for backends that cascade
+        prefix_len: tokens that all sequences have in the same blocks
 
         Raises:
             AssertionError: an error above the tolerance, or something written that should not be, or not written.
@@ -177,6 +176,9 @@ class Arena:
             for plan in plans:
                 plan.partial_out.fill_(torch.nan)
                 plan.partial_lse.fill_(torch.nan)
+                levels = getattr(plan, "levels", None)
+                for tensor in () if levels is None else (levels.out, levels.lse):
+                    tensor.fill_(torch.nan)
 
     def fill(self, batch: Batch, prefix_len: int | None = None) -> CommonMetadata:
         """Draws contents for the batch, the context of each sequence already in the cache."""
@@ -216,7 +218,6 @@ class Arena:
         self.slots[: self.end] = self.new
         for tensor, array in ((self.starts, starts), (self.lens, lens), (self.table, table)):
             tensor.copy_(torch.from_numpy(array))
-        self.prefix_len.fill_(prefix_len or 0)
         num_decodes = next((row for row, (length, _) in enumerate(batch) if length != 1), len(batch))
         return CommonMetadata(
             num_reqs=len(batch),
@@ -232,7 +233,6 @@ class Arena:
             query_start_loc_cpu=starts,
             seq_lens_cpu=lens,
             causal=self.causal,
-            prefix=None if prefix_len is None else CommonPrefix(num_tokens=prefix_len, length=self.prefix_len),
         )
 
     def _randn(self, *shape: int) -> torch.Tensor:

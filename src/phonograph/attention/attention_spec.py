@@ -44,10 +44,9 @@ class AttentionSpec:
         softcap: 0 for none.
         alibi, sinks: True if the layers have slopes, or a sink for each head.
         lse: True if the caller needs the log-sum-exp.
-        non_causal: True if batches of a decoder may come without a causal mask (`CommonMetadata.causal`), as the prefix
-            of cascade attention does.
+        non_causal: True if batches of a decoder may come without a causal mask (`CommonMetadata.causal`).
         speculative_tokens: k draft tokens a step; a decode then has query length 1 + k.
-        cascade: attend a prefix that is common to a batch once, where that pays.
+        shared_prefixes: a backend may attend prefixes that decodes share once, by their block tables.
         batch_invariant: the output of a sequence is the same bit for bit in every batch.
 
     Example:
@@ -79,7 +78,7 @@ class AttentionSpec:
     lse: bool = False
     non_causal: bool = False
     speculative_tokens: int = 0
-    cascade: bool = False
+    shared_prefixes: bool = True
     batch_invariant: bool = False
 
     @property

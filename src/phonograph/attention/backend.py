@@ -91,6 +91,22 @@ class Capabilities(ABC):
         """
         return None
 
+    def shares_plan(self, spec: AttentionSpec) -> bool:
+        """Return True if KV groups of equal attention have one plan. Override it if that depends on the spec.
+
+        Args:
+            spec: attention of the groups.
+        """
+        return self.plans_by_lengths
+
+    def prefix_sharing(self, spec: AttentionSpec) -> tuple[bool, str]:
+        """Return True if decodes attend a prefix that they share once, and the reason.
+
+        Args:
+            spec: attention of the group.
+        """
+        return False, "each decode reads a shared prefix; with attention_backend decode=triton they attend it once"
+
     def buffer_bytes(self, spec: AttentionSpec, device: DeviceSpec, limits: Limits, graphs: Sequence[GraphKey]) -> int:
         """Return the bytes of device memory that the backend takes for any batch within `limits` and these graphs.
 
@@ -228,26 +244,6 @@ class AttentionBackend(ABC, Generic[MetadataT]):
             out_THD: where the output goes.
             lse_HT: where the LSE goes: float32, natural logarithm, sinks included.
         """
-
-    def forward_lse(
-        self, query_THD: torch.Tensor, call: AttentionCall[MetadataT], out_THD: torch.Tensor
-    ) -> torch.Tensor:
-        """Run `forward` and return the LSE [H, T], with any value in rows of no request.
-
-        Override it if the library allocates the LSE itself: that spares a copy.
-
-        Args:
-            query_THD: as for `forward`.
-            call: as for `forward`.
-            out_THD: as for `forward`.
-
-        Returns:
-            The LSE, float32 [H, T].
-        """
-        num_tokens, num_heads, _ = query_THD.shape
-        lse_HT = torch.empty(num_heads, num_tokens, device=query_THD.device)
-        self.forward(query_THD, call, out_THD, lse_HT)
-        return lse_HT
 
 
 AnyBackend = AttentionBackend[Any]

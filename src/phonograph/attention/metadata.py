@@ -18,19 +18,6 @@ from phonograph.graphs.modes import GraphKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CommonPrefix:
-    """Leading tokens whose keys and values are in the same full blocks for all sequences of a batch.
-
-    Attributes:
-        num_tokens: length, on the host; each sequence has at least one token behind it.
-        length: the same, [1] int32, on the device.
-    """
-
-    num_tokens: int
-    length: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CommonMetadata:
     """One step of one KV group. Sequences are ordered decodes first, then prefills, then empty slots.
 
@@ -50,7 +37,6 @@ class CommonMetadata:
         query_start_loc_cpu, seq_lens_cpu: host copies, for backends that plan on the host. For backends with
             `takes_length_bounds`, lengths of decodes may be upper bounds, and so may `max_seq_len`.
         causal: a query attends to no later token.
-        prefix: what cascade attention attends once; None if the step does not cascade.
     """
 
     num_reqs: int
@@ -66,7 +52,6 @@ class CommonMetadata:
     query_start_loc_cpu: np.ndarray
     seq_lens_cpu: np.ndarray
     causal: bool = True
-    prefix: CommonPrefix | None = None
 
 
 def leading_decodes(query_start_loc_cpu: np.ndarray, query_len: int) -> int:

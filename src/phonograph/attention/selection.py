@@ -12,8 +12,6 @@ from importlib.metadata import entry_points
 
 from phonograph.attention.attention_spec import AttentionSpec
 from phonograph.attention.backend import AnyBackend, Capabilities, MakeBackend
-from phonograph.attention.cascade.backend import CascadeBackend
-from phonograph.attention.cascade.rule import cascade_refusals
 from phonograph.attention.composite.capabilities import SplitCapabilities, parse_parts
 from phonograph.attention.flash_attn.capabilities import (
     FlashAttention2Capabilities,
@@ -41,26 +39,16 @@ class Registered:
         loader: imports the backend.
         automatic: True if it may be selected without its name.
         part_loader: imports the backend for one part of a split batch, if that differs from `loader`.
-        cascade_loader: imports the cascading variant (AttentionSpec.cascade); None if there is none.
     """
 
     capabilities: Capabilities
     loader: Callable[[], MakeBackend]
     automatic: bool = False
     part_loader: Callable[[], MakeBackend] | None = None
-    cascade_loader: Callable[[], MakeBackend] | None = None
 
     def refusals(self, spec: AttentionSpec, device: DeviceSpec) -> list[str]:
         """Return every reason why it cannot run `spec` on `device`."""
-        # The launch over the prefix has no causal mask, and both launches are merged by their LSE.
-        cascades = spec.cascade and self.cascade_loader is not None
-        needed = replace(spec, lse=True, non_causal=True) if cascades else spec
-        found = [*self.capabilities.why_not(needed, device)]
-        if spec.cascade:
-            found += cascade_refusals(spec)
-            if self.cascade_loader is None:
-                found.append("cascade attention; it is not made to attend a common prefix and the suffixes apart")
-        return found
+        return [*self.capabilities.why_not(spec, device)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,12 +70,6 @@ class Selection:
 
 def _reference() -> type[AnyBackend]:
     return ReferenceBackend
-
-
-def _reference_cascade() -> MakeBackend:
-    from phonograph.kernels.torch.attention import cascade
-
-    return partial(CascadeBackend, ordinary=ReferenceBackend, part=ReferenceBackend, kernels=cascade)
 
 
 def _triton() -> type[AnyBackend]:
@@ -113,12 +95,6 @@ def _flash_attn_whole(version: str) -> MakeBackend:
     return partial(SplitBackend, decode=part, prefill=part)
 
 
-def _flash_attn_cascade(version: str) -> MakeBackend:
-    from phonograph.kernels.triton.attention import cascade
-
-    return partial(CascadeBackend, ordinary=_flash_attn_whole(version), part=_flash_attn(version), kernels=cascade)
-
-
 def _flashinfer(*, splits_mixed: bool) -> MakeBackend:
     from phonograph.attention.flashinfer.backend import FlashInferBackend
     from phonograph.attention.flashinfer.library import load_library
@@ -137,7 +113,6 @@ BUILT_IN = (
             loader=partial(_flash_attn_whole, capabilities.version),
             automatic=True,
             part_loader=partial(_flash_attn, capabilities.version),
-            cascade_loader=partial(_flash_attn_cascade, capabilities.version),
         )
         for capabilities in (
             FlashAttention3Capabilities(),
@@ -151,9 +126,7 @@ BUILT_IN = (
         automatic=True,
         part_loader=partial(_flashinfer, splits_mixed=False),
     ),
-    Registered(
-        capabilities=ReferenceCapabilities(), loader=_reference, automatic=True, cascade_loader=_reference_cascade
-    ),
+    Registered(capabilities=ReferenceCapabilities(), loader=_reference, automatic=True),
 )
 
 
@@ -225,7 +198,7 @@ def select(
             capabilities=candidate.capabilities,
             reasons=tuple(reasons),
             rejected=rejected,
-            loader=(candidate.cascade_loader if spec.cascade else None) or candidate.loader,
+            loader=candidate.loader,
             part_loader=candidate.part_loader,
         )
     refused = ". ".join(f"{label} refuses: {'; '.join(refusals)}" for label, refusals in rejected.items())
@@ -252,9 +225,6 @@ def _select_parts(
     parts: dict[str, str], version: str | None, spec: AttentionSpec, device: DeviceSpec, backends: list[Registered]
 ) -> Selection:
     """Select a backend for each part. `version` is for the parts that have versions."""
-    if spec.cascade:
-        pair = ", ".join(f"{part}={name}" for part, name in parts.items())
-        raise ConfigError("cascade_attention", True, f"takes one backend for the whole batch, and {pair} is two")
     versioned = {one.capabilities.name for one in backends if one.capabilities.version}
     if version is not None and versioned.isdisjoint(name.lower() for name in parts.values()):
         raise ConfigError("flash_attn_version", version, f"neither part has versions: {parts}; leave it out")

@@ -1,5 +1,7 @@
 """Batches as `explain` takes them: `1@65536,5@5` is two sequences, each query length @ sequence length.
 
+`8x1@32064/32000` is eight sequences whose first 32000 tokens are in the same blocks.
+
 The result is the scheduler's own type of batch, so that `explain` shows what an engine would run.
 """
 
@@ -12,14 +14,14 @@ from phonograph.core.batch import ScheduledBatch
 from phonograph.core.limits import Limits
 from phonograph.errors import ConfigError
 
-_SEQUENCE = re.compile(r"\s*(\d+)\s*@\s*(\d+)\s*")
+_SEQUENCE = re.compile(r"\s*(?:(\d+)\s*x\s*)?(\d+)\s*@\s*(\d+)\s*(?:/\s*(\d+)\s*)?")
 
 
-def read_batch(text: str, limits: Limits) -> ScheduledBatch:
-    """Return the batch that `text` describes, decodes first.
+def read_batch(text: str, limits: Limits) -> tuple[ScheduledBatch, list[int]]:
+    """Return the batch that `text` describes, decodes first, and the leading tokens that each sequence shares.
 
     Args:
-        text: query length @ sequence length of each sequence.
+        text: query length @ sequence length of each sequence, or count x both / shared tokens.
         limits: of the engine.
 
     Raises:
@@ -29,9 +31,9 @@ def read_batch(text: str, limits: Limits) -> ScheduledBatch:
     def is_decode(query: int, length: int) -> bool:
         return query == 1 or query <= min(1 + limits.draft_tokens, length - 1)
 
-    pairs = sorted(
-        (_sequence(text, part, limits.max_model_len) for part in text.split(",")), key=lambda pair: not is_decode(*pair)
-    )
+    parts = [_sequences(text, part, limits.max_model_len) for part in text.split(",")]
+    sequences = sorted(itertools.chain(*parts), key=lambda one: not is_decode(*one[:2]))
+    pairs = [(query, length) for query, length, _ in sequences]
     batch = ScheduledBatch(
         slots=list(range(len(pairs))),
         query_lens=[query for query, _ in pairs],
@@ -48,7 +50,7 @@ def read_batch(text: str, limits: Limits) -> ScheduledBatch:
         limit = f"a step has at most max_num_batched_tokens={limits.max_num_batched_tokens}"
         problem = f"has {batch.num_tokens} query tokens; {limit}, and longer prefills are cut into chunks"
         raise ConfigError("batch", text, problem)
-    return batch
+    return batch, [shared for *_, shared in sequences]
 
 
 def batch_text(batch: ScheduledBatch) -> str:
@@ -60,17 +62,21 @@ def batch_text(batch: ScheduledBatch) -> str:
     return ", ".join(sequence if count == 1 else f"{count} x {sequence}" for sequence, count in counts)
 
 
-def _sequence(text: str, part: str, max_model_len: int) -> tuple[int, int]:
+def _sequences(text: str, part: str, max_model_len: int) -> list[tuple[int, int, int]]:
     match = _SEQUENCE.fullmatch(part)
-    query, length = (int(match[1]), int(match[2])) if match else (0, 0)
+    count, query, length, shared = (int(word or 0) for word in match.groups("")) if match else (0, 0, 0, 0)
     if match is None:
         problem = "is not query length @ sequence length; 1@65536,5@5 has a decode and a prefill"
+    elif match[1] and not count:
+        problem = f"has no sequence; {query}@{length} has one"
     elif query < 1:
         problem = f"has no query token; 1@{max(1, length)} works"
     elif length < query:
         problem = f"has a sequence shorter than its query, which is part of it; {query}@{query} works"
     elif length > max_model_len:
         problem = f"is longer than max_model_len={max_model_len}"
+    elif shared > length - query:
+        problem = f"shares more than the {length - query} tokens that it has computed before the step"
     else:
-        return query, length
+        return [(query, length, shared)] * (count or 1)
     raise ConfigError("batch", text, f"{part!r} {problem}")

@@ -1,12 +1,17 @@
-"""KV groups of a plan as lines of text."""
+"""KV groups of a plan, and prefixes that a batch shares in them, as lines of text."""
 
 from __future__ import annotations
 
+from itertools import pairwise
+
+from phonograph.attention.triton.prefix_runs import PrefixRun, find_runs
 from phonograph.cli.show import compact
+from phonograph.core.batch import ScheduledBatch
 from phonograph.engine.groups.group_facts import group_facts
 from phonograph.engine.groups.kv_groups import KVGroups, group_name, window_name
 from phonograph.engine.plan import EnginePlan
 from phonograph.errors import counted
+from phonograph.kernels.attention_scratch import MAX_SHORT_QUERY
 
 
 def group_names(kv: KVGroups, members: list[int]) -> str:
@@ -29,3 +34,36 @@ def group_lines(plan: EnginePlan) -> list[str]:
             f"{group.blocks_per_request} a request, {group.backend}"
         )
     return lines
+
+
+def runs_of(plan: EnginePlan, batch: ScheduledBatch, shared: list[int]) -> list[PrefixRun]:
+    """Return the runs of a batch that attend a prefix once, in the first KV group where some backend does that.
+
+    Args:
+        plan: of the engine.
+        batch: the batch.
+        shared: leading tokens of each sequence that are in the same blocks as its neighbours'.
+    """
+    for spec, selection in zip(plan.kv.specs, plan.selections, strict=True):
+        if selection.capabilities.prefix_sharing(spec)[0]:
+            size = spec.block_size
+            keys = [0, *(min(pair) // size * size for pair in pairwise(shared))]
+            # Longer queries are attended by another launch.
+            keys = [
+                count if query <= MAX_SHORT_QUERY else 0 for count, query in zip(keys, batch.query_lens, strict=True)
+            ]
+            return find_runs(spec, plan.device.num_sms, keys, batch.query_lens)
+    return []
+
+
+def sharing_lines(plan: EnginePlan, batch: ScheduledBatch, shared: list[int]) -> list[str]:
+    """Return a line for each run of a batch that attends a prefix once; none for a batch that shares nothing."""
+    if not any(shared):
+        return []
+    runs = runs_of(plan, batch, shared)
+    if not runs:
+        return ["- no prefix is attended once: no backend does that here, or it would save too little"]
+    return [
+        f"- sequences {run.first} to {run.last} attend keys {run.begin} to {run.end} once, then each its own"
+        for run in runs
+    ]

@@ -142,9 +142,9 @@ class EngineConfig(Settings):
     flash_attn_version: Annotated[values.FlashAttnVersion | None, values.one_of(values.FlashAttnVersion)] = Field(
         default=None, description="Version of the flash_attn backend."
     )
-    cascade_attention: values.Flag = Field(
-        default=False, description="Read a prefix that a whole decode batch shares once, if that is faster."
-    )
+    cascade_attention: Annotated[
+        values.CascadeAttention, values.one_of(values.CascadeAttention, {"true": "auto", "false": "off"})
+    ] = Field(default="auto", description="Attend a prefix that decodes share once where that is faster, or never.")
     batch_invariant: values.Flag = Field(
         default=False,
         description="Make a request's tokens independent, bit by bit, of other requests; slower, and on a GPU only.",
@@ -228,20 +228,6 @@ class EngineConfig(Settings):
                 "flash_attn_version",
                 "attention_backend",
                 "works with attention_backend flash_attn or auto, or without one",
-            )
-        if self.cascade_attention and not self.enable_prefix_caching:
-            raise _contradiction(
-                self,
-                "cascade_attention",
-                "enable_prefix_caching",
-                "requests only share blocks through the prefix cache",
-            )
-        if self.cascade_attention and self.batch_invariant:
-            raise _contradiction(
-                self,
-                "cascade_attention",
-                "batch_invariant",
-                "cascade attention depends on the other requests of the batch; give one of them",
             )
         if self.enforce_eager and self.cudagraph_mode not in (None, GraphMode.NONE):
             raise _contradiction(self, "enforce_eager", "cudagraph_mode", "give one of them")

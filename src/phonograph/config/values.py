@@ -239,6 +239,7 @@ KVCacheDType = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"]
 KVCacheLayout = Literal["NHD", "HND"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 Strictness = Literal["strict", "relaxed"]
+CascadeAttention = Literal["auto", "off"]
 FlashAttnVersion = Literal[2, 3, 4]
 
 _text = ValueKind("text that is not empty", _parse_text, "TEXT")

@@ -12,7 +12,7 @@ RENAMED = {
     "--num-gpu-blocks-override": "--num-kv-blocks",
     "--cuda-graph-sizes": "--cudagraph-capture-sizes",
     "--max-seq-len-to-capture": "--max-cudagraph-capture-size",
-    "--disable-cascade-attn": "--no-cascade-attention",
+    "--disable-cascade-attn": "--cascade-attention",
     "--attention-config": "--attention-backend",
     "-ac": "--attention-backend",
     "-cc": "--compilation-config",

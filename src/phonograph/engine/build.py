@@ -16,9 +16,7 @@ import torch
 
 from phonograph.attention.attention_spec import AttentionSpec
 from phonograph.attention.backend import AnyBackend, AttentionLayer
-from phonograph.attention.cascade.shared_prefix import SharedPrefixes
 from phonograph.attention.selection import load
-from phonograph.core.blocks import blocks_for
 from phonograph.core.device import DeviceSpec, known_device
 from phonograph.engine.core import EngineCore
 from phonograph.engine.plan import EnginePlan
@@ -221,13 +219,7 @@ def _draft_load(plan: EnginePlan, device: torch.device) -> Load | None:
 
 def make_runner(plan: EnginePlan, parts: ModelParts, platform: Platform) -> Runner:
     """Make a runner over the plan's limits, with kernels not yet loaded and graphs not yet captured."""
-    limits, prefixes = plan.limits, None
-    if plan.attention.cascade:
-        prefixes = SharedPrefixes(
-            max_num_seqs=limits.max_num_seqs,
-            max_blocks_per_seq=blocks_for(limits.max_model_len, plan.attention.block_size),
-            block_size=plan.attention.block_size,
-        )
+    limits = plan.limits
     sampler = Sampler(
         max_num_seqs=limits.max_num_seqs,
         vocab_size=plan.model.vocab_size,
@@ -253,7 +245,6 @@ def make_runner(plan: EnginePlan, parts: ModelParts, platform: Platform) -> Runn
             draft_tokens=limits.draft_tokens,
             ragged_decodes=plan.captures.ragged,
         ),
-        prefixes=prefixes,
     )
 
 

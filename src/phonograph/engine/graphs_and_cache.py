@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 from phonograph.attention.attention_spec import AttentionSpec
 from phonograph.attention.backend import Capabilities
-from phonograph.attention.cascade.rule import MIN_REQUESTS, cascade_bytes
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.blocks import blocks_for, most_step_tokens
 from phonograph.core.device import DeviceSpec
@@ -88,7 +87,6 @@ def size_graphs_and_cache(
             sizes=config.cudagraph_capture_sizes,
             speculative_tokens=limits.draft_tokens,
             most_logits=limits.max_num_logits,
-            cascade_reqs=MIN_REQUESTS if config.cascade_attention else None,
             pads_decodes=device.kind != "cpu",
             ragged=ragged,
             draft_passes=draft is not None and device.kind != "cpu",
@@ -101,10 +99,8 @@ def size_graphs_and_cache(
         attention_bytes = _more_table_bytes(kv, within)
         for spec, groups in kv.members.items():
             one = capabilities[spec]
-            plans = 1 if one.plans_by_lengths else len(groups)
+            plans = 1 if one.shares_plan(spec) else len(groups)
             attention_bytes += plans * one.buffer_bytes(spec, device, within, graphs)
-            if config.cascade_attention:
-                attention_bytes += cascade_bytes(one, spec, device, within, graphs)
         if draft is not None:
             # The first pass and the others have a plan each.
             spec, one = draft.attention, draft.selection.capabilities

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from phonograph.attention.attention_spec import AttentionSpec
-from phonograph.attention.cascade.rule import MIN_PREFIX, MIN_REQUESTS, CascadeTimeRule
 from phonograph.attention.selection import Selection
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.blocks import pages_for_request
@@ -81,16 +80,7 @@ class EnginePlan:
         return ", ".join(dict.fromkeys(one.capabilities.label for one in self.selections))
 
     def make_dispatcher(self) -> Dispatcher:
-        spec = self.attention
-        rule = CascadeTimeRule(
-            num_query_heads=spec.num_query_heads, num_kv_heads=spec.num_kv_heads, num_sms=self.device.num_sms
-        )
-        return Dispatcher(
-            self.resolution,
-            self.captures,
-            max_num_tokens=self.limits.max_num_batched_tokens,
-            cascade=rule if spec.cascade else None,
-        )
+        return Dispatcher(self.resolution, self.captures, max_num_tokens=self.limits.max_num_batched_tokens)
 
 
 # Default sizes of a step. On a CPU a step of 512 tokens already uses all cores.
@@ -164,8 +154,6 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
         notes.append(config.speculation.note)
     if config.max_model_len is None:
         notes.insert(0, _context_note(limits, kv, memory, model))
-    if config.cascade_attention:
-        _check_cascade(limits, resolution)
     threads = plan_threads(model, dtype) if device.kind == "cpu" else None
     if threads is not None:
         notes.append(f"threads {threads.count}: {threads.reason}")
@@ -302,27 +290,6 @@ def _check_block_size(attention: AttentionSpec) -> None:
     if attention.block_size > most:
         problem = f"a block would have {attention.block_size * slot} elements of a layer's keys; {most} or less works"
         raise ConfigError("block_size", attention.block_size, problem)
-
-
-def _check_cascade(limits: Limits, resolution: Resolution) -> None:
-    """Check that some step can cascade.
-
-    Raises:
-        ConfigError: none can.
-    """
-    mode = resolution.mode
-    if limits.max_num_seqs < MIN_REQUESTS:
-        problem = f"takes batches of {MIN_REQUESTS} requests or more; max_num_seqs={limits.max_num_seqs} has none"
-    elif limits.max_model_len <= MIN_PREFIX:
-        problem = f"takes prefixes of {MIN_PREFIX} tokens or more; max_model_len={limits.max_model_len} has none"
-    elif mode is GraphMode.PIECEWISE:
-        problem = (
-            f"works where decodes run in whole graphs or eagerly, and the mode is {mode.value} "
-            f"({resolution.reasons[-1].text}): pieces make one schedule for all their batches"
-        )
-    else:
-        return
-    raise ConfigError("cascade_attention", True, problem)
 
 
 def resolve_attention(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> KVGroups:

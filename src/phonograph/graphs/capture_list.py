@@ -39,7 +39,6 @@ class CaptureList:
     Attributes:
         decode: graphs of decodes of one token.
         drafting: graphs of decodes some of which verify drafts; all their tokens have logits.
-        cascade: variants of decode graphs that attend a common prefix once; empty without cascade attention.
         mixed, piecewise: graphs of any batch, whole and in pieces.
         wide: variants of both with more rows of logits than requests, for the drafts beside a prefill, or with the
             passes of a draft model.
@@ -49,7 +48,6 @@ class CaptureList:
 
     decode: tuple[GraphKey, ...] = ()
     drafting: tuple[GraphKey, ...] = ()
-    cascade: tuple[GraphKey, ...] = ()
     mixed: tuple[GraphKey, ...] = ()
     piecewise: tuple[GraphKey, ...] = ()
     wide: tuple[GraphKey, ...] = ()
@@ -58,7 +56,7 @@ class CaptureList:
 
     def largest_first(self) -> tuple[GraphKey, ...]:
         """Return all graphs in the order of capture: later graphs then fit into the pool of the first."""
-        every = self.decode + self.drafting + self.cascade + self.mixed + self.piecewise + self.wide
+        every = self.decode + self.drafting + self.mixed + self.piecewise + self.wide
         return tuple(sorted(every, key=_capture_order, reverse=True))
 
 
@@ -78,7 +76,6 @@ def make_capture_list(
     most_logits: int | None = None,
     ragged: bool = True,
     draft_passes: bool = False,
-    cascade_reqs: int | None = None,
     pads_decodes: bool = True,
 ) -> CaptureList:
     """Make the list of graphs of `mode`.
@@ -95,8 +92,6 @@ def make_capture_list(
         most_logits: rows of logits of a step with drafts; one for each token of its decodes if None.
         ragged: a graph holds decodes with different numbers of drafts.
         draft_passes: the passes of a draft model end the graphs of steps that make drafts.
-        cascade_reqs: fewest requests of a batch that may cascade; decode graphs of as many slots get a variant. None
-            for no cascades.
         pads_decodes: the default decode graphs go up to max_num_seqs, most of them 8 apart. False where a padded token
             costs more than a replay saves: their sizes are then as close as those of the mixed graphs.
 
@@ -164,11 +159,9 @@ def make_capture_list(
         key = replace(narrow, num_logits=min(narrow.num_tokens, most_logits), makes_drafts=draft_passes)
         wide += [replace(narrow, makes_drafts=True)] if draft_passes else []
         wide += [key] if key.logits > narrow.logits else []
-    cascade = () if cascade_reqs is None else tuple(key for key in decode if key.num_reqs >= cascade_reqs)
     return CaptureList(
         decode=decode,
         drafting=tuple(drafting),
-        cascade=tuple(replace(key, cascade=True) for key in cascade),
         mixed=mixed,
         piecewise=pieces,
         wide=tuple(wide),

@@ -1,24 +1,24 @@
 """Dispatch of batches to graphs, with padding and the reason: one table look-up a step.
 
 Decisions are made when the engine starts, one for each number of tokens and kind of batch. So `decide` is O(1),
-allocates nothing, and agrees with `explain`. Those about decodes with drafts, or with a common prefix under cascade
-attention, are made when their numbers first occur; the latest are kept.
+allocates nothing, and agrees with `explain`. Those about decodes with drafts are made when their numbers first occur;
+the latest are kept.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
 
 from phonograph.graphs.capture_list import CaptureList
-from phonograph.graphs.modes import CascadeChoice, GraphKey, GraphMode, GraphSet
+from phonograph.graphs.modes import GraphKey, GraphMode, GraphSet
 from phonograph.graphs.resolve import Resolution
 
 _DECODES = "decodes of one token"
+_MIXED = "prefill or mixed batch"
 _KEPT = 1024
-"""Number of decisions about common prefixes that are kept, and likewise about drafts."""
+"""Number of decisions about drafts that are kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,6 @@ class StepShape:
         num_reqs: sequences.
         decode_query_len: the longest query if all sequences are decodes, else None: 1, or more with drafts.
         num_logits: rows of logits; 0 for the last token of each request.
-        prefix_len: computed tokens that are in the same blocks for all sequences; 0 for none or unknown.
         makes_drafts: the step ends with the passes of a draft model.
     """
 
@@ -38,21 +37,7 @@ class StepShape:
     num_reqs: int
     decode_query_len: int | None
     num_logits: int = 0
-    prefix_len: int = 0
     makes_drafts: bool = False
-
-
-class CascadeRule(Protocol):
-    """Rule that decides if decodes attend their common prefix once; `attention.cascade` has one."""
-
-    def weigh(self, *, num_reqs: int, prefix_len: int) -> CascadeChoice:
-        """Decide for decodes of one token.
-
-        Args:
-            num_reqs: sequences.
-            prefix_len: tokens of the common prefix.
-        """
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +50,6 @@ class Decision:
         num_tokens: after padding.
         reason: a sentence for the user, with the numbers of the step.
         cause: the reason without numbers of the step, to count steps by.
-        cascade: True if the common prefix is attended once, in a graph or eagerly.
     """
 
     mode: GraphMode
@@ -73,7 +57,6 @@ class Decision:
     num_tokens: int
     cause: str
     reason: str
-    cascade: bool = False
 
     @property
     def label(self) -> str:
@@ -81,7 +64,7 @@ class Decision:
         if self.key is not None:
             mode = self.mode.value.lower()
             return mode if mode == self.key.kind else f"{mode} {self.key.kind}"
-        return "eager cascade" if self.cascade else "eager"
+        return "eager"
 
     def eagerly(self, num_tokens: int, why: str) -> Decision:
         """Return an eager decision for the same batch, if a request needs what its graph cannot do.
@@ -100,7 +83,6 @@ class Dispatcher:
         resolution: the mode that runs.
         captures: the graphs that there are.
         max_num_tokens: largest number of tokens in a step.
-        cascade: rule of cascade attention, or None for none.
 
     Example:
         ```python
@@ -116,21 +98,15 @@ class Dispatcher:
         captures: CaptureList,
         *,
         max_num_tokens: int,
-        cascade: CascadeRule | None = None,
     ) -> None:
         self.resolution = resolution
         self.captures = captures
         self.max_num_tokens = max_num_tokens
-        self.cascade = cascade
         self._general = captures.mixed or captures.piecewise
         decode_tiers = [(captures.decode, _DECODES), (self._general, f"{_DECODES} that no decode graph holds")]
         self._decode = [self._choose(tokens, decode_tiers) for tokens in range(max_num_tokens + 1)]
-        self._mixed_kind = "prefill or mixed batch" + (
-            "; no cascade: only decode graphs have that variant" if cascade else ""
-        )
-        mixed_tiers = [(self._general, self._mixed_kind)]
+        mixed_tiers = [(self._general, _MIXED)]
         self._mixed = [self._choose(tokens, mixed_tiers) for tokens in range(max_num_tokens + 1)]
-        self._weighed = lru_cache(maxsize=_KEPT)(self._weigh)
         self._drafted = lru_cache(maxsize=_KEPT)(self._draft)
 
     def decide(self, shape: StepShape) -> Decision:
@@ -143,15 +119,13 @@ class Dispatcher:
             return self._drafted(shape)
         if shape.decode_query_len != 1:
             return self._mixed[shape.num_tokens]
-        if self.cascade is None:
-            return self._decode[shape.num_tokens]
-        return self._weighed(self.cascade, shape.num_tokens, shape.prefix_len)
+        return self._decode[shape.num_tokens]
 
     def _draft(self, shape: StepShape) -> Decision:
         """Choose the smallest graph that holds the tokens, the sequences and the rows of logits of a batch."""
         longest, tokens = shape.decode_query_len, shape.num_tokens
         if longest is None:
-            wide, kind = (), f"{self._mixed_kind}, with drafts"
+            wide, kind = (), f"{_MIXED}, with drafts"
         else:
             wide, kind = self.captures.drafting, "decodes with drafts"
             if not self.captures.ragged and tokens != shape.num_reqs * longest:
@@ -173,20 +147,6 @@ class Dispatcher:
             if position < len(keys):
                 return self._graph(tokens, keys[position], kind)
         return self._eager(tokens, [key for keys, _ in tiers for key in keys])
-
-    def _weigh(self, rule: CascadeRule, tokens: int, prefix_len: int) -> Decision:
-        """Decide for decodes with or without attending their common prefix once."""
-        plain = self._decode[tokens]
-        choice = rule.weigh(num_reqs=tokens, prefix_len=prefix_len)
-        if not choice.taken:
-            return replace(plain, reason=f"{plain.reason}; no cascade: {choice.reason}")
-        cause, reason = f"{plain.cause}; cascade", f"{plain.reason}; cascade: {choice.reason}"
-        if plain.key is None:
-            return replace(plain, cause=cause, reason=reason, cascade=True)
-        key = replace(plain.key, cascade=True)
-        if key not in self.captures.cascade:
-            return replace(plain, reason=f"{plain.reason}; no cascade: {plain.key.kind} graphs have no such variant")
-        return replace(plain, key=key, cause=cause, reason=reason, cascade=True)
 
     def _graph(self, tokens: int, key: GraphKey, kind: str) -> Decision:
         padding = key.num_tokens - tokens

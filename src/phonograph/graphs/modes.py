@@ -94,7 +94,6 @@ class GraphKey:
         num_tokens: padded tokens T.
         num_reqs: request slots R. A mixed or piecewise graph has all of them, a decode graph of single tokens has T.
         query_len: tokens of the longest query in a decode graph: 1, or 1 + k with k drafts; 0 in the other sets.
-        cascade: True for a decode graph that attends a prefix common to all its sequences once.
         num_logits: rows that have logits; 0 for the last token of each request.
         makes_drafts: True if the graph ends with the passes of a draft model.
 
@@ -109,7 +108,6 @@ class GraphKey:
     num_tokens: int
     num_reqs: int
     query_len: int = 0
-    cascade: bool = False
     num_logits: int = 0
     makes_drafts: bool = False
 
@@ -120,23 +118,10 @@ class GraphKey:
 
     @property
     def kind(self) -> str:
-        """Name of the set, or of its cascade variant."""
-        return f"cascade {self.graphs.value}" if self.cascade else self.graphs.value
+        """Name of the set."""
+        return self.graphs.value
 
     def __str__(self) -> str:
         logits = f", {self.num_logits} logits" if self.num_logits and self.graphs is not GraphSet.DECODE else ""
         drafts = ", makes drafts" if self.makes_drafts else ""
         return f"{self.kind}[{counted(self.num_tokens, 'token')}, {counted(self.num_reqs, 'slot')}{logits}{drafts}]"
-
-
-@dataclass(frozen=True, slots=True)
-class CascadeChoice:
-    """Decision to attend a common prefix once or not, with the reason.
-
-    Attributes:
-        taken: True if it is attended once.
-        reason: a sentence for the user.
-    """
-
-    taken: bool
-    reason: str

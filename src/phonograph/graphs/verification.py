@@ -25,7 +25,7 @@ class Drawn:
         num_tokens: query tokens.
         num_decodes, num_prefills: sequences of each kind.
         longest, median: tokens of its sequences, context included.
-        prefix: tokens that a cascade attended once for all sequences.
+        prefix: leading tokens that its first sequences have in the same blocks.
     """
 
     num_tokens: int
@@ -45,7 +45,7 @@ class Drawn:
         return self.longest >= 8 * self.median
 
     def __str__(self) -> str:
-        prefix = f", {self.prefix} tokens of all attended once" if self.prefix else ""
+        prefix = f", {self.prefix} tokens in shared blocks" if self.prefix else ""
         return (
             f"{counted(self.num_tokens, 'token')}, {counted(self.num_decodes, 'decode')} + "
             f"{counted(self.num_prefills, 'prefill')}, longest sequence "

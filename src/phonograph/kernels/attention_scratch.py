@@ -10,6 +10,13 @@ SHORTEST_PIECE = 512
 """Least keys of a piece that a prefill's tile is cut into."""
 DECODE_PROGRAMS = 2
 """Programs of the launch for short queries that a multiprocessor has room for."""
+UNIT_COST = 2
+"""Cost of beginning a unit, in tiles of keys (`decode_plan`)."""
+MIN_SHARED = 256
+"""Keys of the shortest prefix that decodes attend once."""
+SHARING_COST = 4
+"""Cost of sharing prefixes in a batch, in tiles of keys of each program: these wait for each other, and read partial
+results."""
 _PARTIALS_PER_PROGRAM = 3
 
 
@@ -18,17 +25,25 @@ def tile_width(head_size: int) -> int:
     return max(16, 1 << (head_size - 1).bit_length())
 
 
-def row_tiles(group: int, width: int) -> tuple[int, int]:
-    """Return the rows of the tile for queries that fit the smallest one, and for all others up to MAX_SHORT_QUERY."""
+def row_tiles(group: int, width: int, *, shares: bool = False) -> tuple[int, int]:
+    """Return the rows of the tile for queries that fit the smallest one, and for all others.
+
+    Those have up to MAX_SHORT_QUERY tokens. With `shares` they may hold the queries of many sequences.
+    """
     most = 64 if width <= 128 else 32 if width <= 256 else 16
     small = min(tile_width(group), most)
-    return small, min(max(tile_width(MAX_SHORT_QUERY * group), small), most)
+    return small, most if shares else min(max(tile_width(MAX_SHORT_QUERY * group), small), most)
 
 
-def decode_partials(group: int, head_size: int, num_sms: int) -> tuple[int, int, int]:
-    """Return slots, rows and columns of the partial results of the launch for short queries."""
+def decode_partials(group: int, head_size: int, num_sms: int, *, shared_rows: int = 0) -> tuple[int, int, int]:
+    """Return slots, rows and columns of the partial results of the launch for short queries.
+
+    `shared_rows` are (token, query head) that may share prefixes, each on two levels.
+    """
     width = tile_width(head_size)
-    return 2 * DECODE_PROGRAMS * num_sms, row_tiles(group, width)[1], width
+    rows = row_tiles(group, width, shares=shared_rows > 0)[1]
+    slots = 2 * DECODE_PROGRAMS * num_sms
+    return 2 * slots + -(-2 * shared_rows // rows) if shared_rows else slots, rows, width
 
 
 def key_tile(width: int) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from phonograph.attention.metadata import CommonMetadata, CommonPrefix
+from phonograph.attention.metadata import CommonMetadata
 from phonograph.core.batch import ScheduledBatch
 from phonograph.core.blocks import blocks_for
 from phonograph.graphs.modes import GraphKey
@@ -31,7 +31,6 @@ class CpuInputs:
         seq_lens        [R]       int32
         block_tables    [G, R, N] int32
         logits_rows     [L]       int64   rows of `hidden` that have logits, L = max_num_logits
-        prefix_len      [1]       int32   tokens of the prefix that a cascade attends once
         num_reqs        [1]       int32   requests of the step without padding
 
     Each has a NumPy view of the same name with the suffix `_np`, through which it is written.
@@ -63,7 +62,6 @@ class CpuInputs:
         self.seq_lens_np = np.zeros(max_num_seqs, np.int32)
         self.block_tables_np = np.zeros_like(self.slot_blocks)
         self.logits_rows_np = np.zeros(max_num_logits or max_num_seqs, np.int64)
-        self.prefix_len_np = np.zeros(1, np.int32)
         self.num_logits_np = np.zeros(1, np.int32)
         self.input_ids = torch.from_numpy(self.input_ids_np)
         self.positions = torch.from_numpy(self.positions_np)
@@ -72,7 +70,6 @@ class CpuInputs:
         self.seq_lens = torch.from_numpy(self.seq_lens_np)
         self.block_tables = torch.from_numpy(self.block_tables_np).unbind()
         self.logits_rows = torch.from_numpy(self.logits_rows_np)
-        self.prefix_len = torch.from_numpy(self.prefix_len_np)
         self.num_logits = torch.from_numpy(self.num_logits_np)
         self.drafts = torch.empty((max_num_seqs, 0), dtype=torch.int32)
         # query_start_loc of a batch of single tokens.
@@ -133,7 +130,7 @@ class CpuInputs:
         """Do nothing: the host has written all inputs before the step."""
 
     def write(
-        self, rows: StepRows, key: GraphKey | None, *, prefix_len: int | None, sampling: KernelRows | None = None
+        self, rows: StepRows, key: GraphKey | None, *, sampling: KernelRows | None = None
     ) -> tuple[CommonMetadata, ...]:
         """Write one step and return its metadata; see `Inputs.write`."""
         batch, slots, context_lens = rows.batch, rows.slots, rows.context_lens
@@ -178,11 +175,8 @@ class CpuInputs:
             self.input_ids_np[num_tokens:padded_tokens] = 0
             self.positions_np[num_tokens:padded_tokens] = 0
             self.slot_mappings_np[:, num_tokens:padded_tokens] = -1
-        if prefix_len is not None:
-            self.prefix_len_np[0] = prefix_len
         views = padded_views(self, padded_reqs, padded_tokens)
-        prefix = None if prefix_len is None else CommonPrefix(num_tokens=prefix_len, length=self.prefix_len)
-        return metadata_of(rows, views, query_start_loc[: padded_reqs + 1], seq_lens[:padded_reqs], prefix)
+        return metadata_of(rows, views, query_start_loc[: padded_reqs + 1], seq_lens[:padded_reqs])
 
     def load(self, batch: SyntheticBatch, key: GraphKey) -> tuple[CommonMetadata, ...]:
         """Write a synthetic batch; see `Inputs.load`."""
@@ -192,4 +186,4 @@ class CpuInputs:
         for row, (query, context) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
             self.token_ids[row, context : context + query] = batch.token_ids[end : end + query]
             end += query
-        return self.write(rows, key, prefix_len=batch.prefix_len)
+        return self.write(rows, key)

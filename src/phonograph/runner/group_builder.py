@@ -19,7 +19,7 @@ def plan_sources(backends: Sequence[AnyBackend]) -> list[int]:
     sources: list[int] = []
     for group, backend in enumerate(backends):
         first = next(other for other in range(group + 1) if backends[other] is backend)
-        sources.append(first if first != group and backend.capabilities.plans_by_lengths else group)
+        sources.append(first if first != group and backend.capabilities.shares_plan(backend.spec) else group)
     return sources
 
 

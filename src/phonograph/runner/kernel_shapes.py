@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from phonograph.graphs.capture_list import CaptureList
 from phonograph.graphs.dispatch import Dispatcher, StepShape
 from phonograph.graphs.modes import GraphKey, GraphSet
@@ -55,6 +53,4 @@ def eager_shapes(dispatcher: Dispatcher, *, num_slots: int, most_tokens: int) ->
         for size in sizes
         if dispatcher.decide(StepShape(num_tokens=size, num_reqs=1, decode_query_len=None)).key is None
     ]
-    # The kernels around a cascade are the same for every size.
-    cascades = decodes[-1:] if dispatcher.cascade is not None else []
-    return decodes + [replace(key, cascade=True) for key in cascades] + mixed
+    return decodes + mixed

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import torch
 
-from phonograph.attention.cascade.shared_prefix import SharedPrefixes
 from phonograph.attention.metadata import CommonMetadata
 from phonograph.core.batch import ScheduledBatch
 from phonograph.errors import CaptureError, ReplayError
@@ -56,7 +55,6 @@ class Runner:
     counts:    number of steps by kind of decision
     lookahead: steps that may be in flight beside the one whose result is awaited
     drafts:    drafts that the steps verify, or None without speculation
-    prefixes:  finds the common prefix of a step, or None where no step cascades
     """
 
     def __init__(
@@ -70,7 +68,6 @@ class Runner:
         dispatcher: Dispatcher,
         runtime: GraphRuntime,
         synthetic: SyntheticBatches,
-        prefixes: SharedPrefixes | None = None,
     ) -> None:
         self.counts: Counter[str] = Counter()
         self.lookahead = sampling.lookahead
@@ -83,7 +80,6 @@ class Runner:
         self._inputs = inputs
         self._sampling = sampling
         self._sequences = sequences
-        self._prefixes = prefixes
         self._graphs: dict[GraphKey, CapturedGraph] = {}
         self._prepared_for: GraphKey | None = None
 
@@ -93,13 +89,11 @@ class Runner:
             failures = SlotFailures()
             self._sequences.take_over(batch, failures)
             self._inputs.take_over(batch, failures)
-            if self._prefixes is not None:
-                self._prefixes.update(batch.appends)
             scores_prompts = self._sequences.scores_prompts(batch)
             rows = self._sequences.rows(batch)
-            decision, prefix_len = self._decide(rows, scores_prompts)
+            decision = self._decide(rows, scores_prompts)
             plan = self._sampling.plan(rows)
-            commons = self._inputs.write(rows, decision.key, prefix_len=prefix_len, sampling=plan.in_step)
+            commons = self._inputs.write(rows, decision.key, sampling=plan.in_step)
             self.prepare(commons, decision.key)
             if decision.key is None:
                 outputs = self._run_eager(
@@ -237,14 +231,13 @@ class Runner:
             run()
         self._graphs[key] = self.runtime.capture(run)
 
-    def _decide(self, rows: StepRows, scores_prompts: bool) -> tuple[Decision, int | None]:
-        """Return the decision, and the length of the prefix that the step attends once."""
-        shape = shape_of(rows.batch, self._prefixes)
+    def _decide(self, rows: StepRows, scores_prompts: bool) -> Decision:
+        shape = shape_of(rows.batch)
         decision = self.dispatcher.decide(shape)
         if decision.key is not None and scores_prompts and self._leaves_rows_out(decision.key):
             decision = decision.eagerly(shape.num_tokens, _PROMPT_ROWS)
         self.counts[decision.label] += 1
-        return decision, shape.prefix_len if decision.cascade else None
+        return decision
 
     def _leaves_rows_out(self, key: GraphKey) -> bool:
         num_kept = max(key.logits, self._sequences.max_num_seqs)
@@ -275,20 +268,17 @@ class Runner:
         return run
 
 
-def shape_of(batch: ScheduledBatch, prefixes: SharedPrefixes | None = None) -> StepShape:
-    """Return the shape that the dispatcher decides by. `prefixes` finds the common prefix; without it there is none."""
+def shape_of(batch: ScheduledBatch) -> StepShape:
+    """Return the shape that the dispatcher decides by."""
     if batch.num_tokens == batch.num_reqs:
         longest = 1
     else:
         longest = max(batch.query_lens) if batch.num_decodes == batch.num_reqs else None
-    # Neither mixed batches nor drafts cascade.
-    prefix_len = 0 if prefixes is None or longest != 1 else prefixes.find(batch)
     return StepShape(
         num_tokens=batch.num_tokens,
         num_reqs=batch.num_reqs,
         decode_query_len=longest,
         num_logits=batch.num_logits,
-        prefix_len=prefix_len,
         makes_drafts=batch.makes_drafts,
     )
 

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from phonograph.attention.metadata import CommonMetadata, CommonPrefix
+from phonograph.attention.metadata import CommonMetadata
 from phonograph.core.batch import BlockAppend, ScheduledBatch
 from phonograph.graphs.modes import GraphKey
 from phonograph.sampling.failures import SlotFailures
@@ -60,7 +60,7 @@ class SyntheticBatch:
 
     num_decodes: leading sequences that are decodes, all of whose tokens have logits
     blocks: block table of each sequence, by KV group
-    prefix_len: leading tokens whose blocks all sequences share, attended once; None if the step does not cascade
+    prefix_len: leading tokens that the first sequences have in the same blocks, or 0
     """
 
     query_lens: list[int]
@@ -68,7 +68,7 @@ class SyntheticBatch:
     num_decodes: int
     blocks: list[list[np.ndarray]]
     token_ids: np.ndarray
-    prefix_len: int | None = None
+    prefix_len: int = 0
 
     def rows(self) -> StepRows:
         """Return the step that computes the batch, with sequence i in slot i."""
@@ -133,7 +133,7 @@ def padded_views(inputs: Inputs, num_reqs: int, num_tokens: int) -> PaddedViews:
 
 
 def metadata_of(
-    rows: StepRows, views: PaddedViews, starts_cpu: np.ndarray, lens_cpu: np.ndarray, prefix: CommonPrefix | None
+    rows: StepRows, views: PaddedViews, starts_cpu: np.ndarray, lens_cpu: np.ndarray
 ) -> tuple[CommonMetadata, ...]:
     """Return the attention metadata of a step, for each KV group.
 
@@ -142,7 +142,6 @@ def metadata_of(
         views: its padded inputs.
         starts_cpu: host copy of query_start_loc, int32 [R+1].
         lens_cpu: host copy of seq_lens, int32 [R].
-        prefix: common prefix that the step attends once, or None.
     """
     num_reqs, num_decodes = rows.batch.num_reqs, rows.batch.num_decodes
     first = CommonMetadata(
@@ -158,7 +157,6 @@ def metadata_of(
         block_table=views.block_tables[0],
         slot_mapping=views.slot_mappings[0],
         seq_lens_cpu=lens_cpu,
-        prefix=prefix,
     )
     others = zip(views.block_tables[1:], views.slot_mappings[1:], strict=True)
     return first, *(replace(first, block_table=table, slot_mapping=mapping) for table, mapping in others)
@@ -199,15 +197,12 @@ class Inputs(Protocol):
         """
         ...
 
-    def write(
-        self, rows: StepRows, key: GraphKey | None, *, prefix_len: int | None, sampling: KernelRows | None
-    ) -> tuple[CommonMetadata, ...]:
+    def write(self, rows: StepRows, key: GraphKey | None, *, sampling: KernelRows | None) -> tuple[CommonMetadata, ...]:
         """Write one step, and return the metadata that views its inputs, for each KV group.
 
         Args:
             rows: the step.
             key: the graph to pad to, or None for no padding.
-            prefix_len: tokens of the prefix that the step attends once, or None without cascade.
             sampling: rows that the step's kernels sample; None if the host samples all rows.
         """
         ...

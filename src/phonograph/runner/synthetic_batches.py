@@ -1,12 +1,14 @@
 """Synthetic batches with real metadata, for capture and verification.
 
-Each sequence gets its own KV blocks, so that captures and verification run on the metadata of a possible step. Behind a
-window, where an engine has freed the blocks, the table of a sliding group names one page that belongs to no sequence.
+Each sequence gets KV blocks, so that captures and verification run on the metadata of a possible step. The first
+sequences of a random batch may have the blocks of a prefix in common. Behind a window, where an engine has freed the
+blocks, the table of a sliding group names one page that belongs to no sequence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import lcm
 
 import numpy as np
 
@@ -54,8 +56,8 @@ class SyntheticBatches:
         self._max_model_len = max_model_len
         self._groups = groups
         self._sizes = [group.block_size for group in groups]
-        # Blocks of a common prefix, which a single group has.
-        self._block_size = groups[0].block_size
+        # Tokens of a common prefix are whole blocks of each group of full attention.
+        self._shared_sizes = [group.block_size for group in groups if group.window is None]
         self._num_blocks = num_blocks
         self._vocab_size = vocab_size
 
@@ -69,10 +71,7 @@ class SyntheticBatches:
         )
 
     def capture_batch(self, key: GraphKey) -> tuple[CommonMetadata, ...]:
-        """Write the simplest batch that fills `key`: no context, and as few sequences as can hold the tokens.
-
-        A cascade has a prefix of one block, or of none if there is no room for it.
-        """
+        """Write the simplest batch that fills `key`: no context, and as few sequences as can hold the tokens."""
         if key.graphs is GraphSet.DECODE:
             least, more = divmod(key.num_tokens, key.num_reqs)
             query_lens = [least + 1] * more + [least] * (key.num_reqs - more)
@@ -83,13 +82,12 @@ class SyntheticBatches:
             query_lens += [rest] if (rest := key.num_tokens % longest) else []
             query_lens.sort()
             num_decodes = query_lens.count(1)
-        prefix = min(1, self._most_prefix_blocks(query_lens)) if key.cascade else 0
-        return self._load(np.random.default_rng(0), key, query_lens, [0] * len(query_lens), prefix, num_decodes)
+        return self._load(np.random.default_rng(0), key, query_lens, [0] * len(query_lens), (0, 0), num_decodes)
 
     def random_batch(self, key: GraphKey, rng: np.random.Generator) -> tuple[CommonMetadata, ...]:
         """Write a random batch that pads to `key`: fewer tokens and sequences, ragged queries, long contexts.
 
-        Common prefixes have any length that fits, not only lengths for which the cascade rule would choose a cascade.
+        In half of the batches the first sequences have a prefix of any length that fits in the same blocks.
         """
         if key.graphs is GraphSet.DECODE:
             query_lens = self._decodes(key, rng)
@@ -97,20 +95,32 @@ class SyntheticBatches:
         else:
             query_lens = self._ragged(key, rng)
             num_decodes = self._num_drafting(key, query_lens)
-        most = self._most_prefix_blocks(query_lens) if key.cascade else 0
-        prefix = min(most, int((most + 1) ** rng.random()))
         # One page stays free for the place of blocks behind windows.
-        free = self._num_blocks - self._blocks_of(query_lens) - prefix - any(group.window for group in self._groups)
-        max_len = self._max_model_len - prefix * self._block_size
+        free = self._num_blocks - self._blocks_of(query_lens) - any(group.window for group in self._groups)
+        sharing, prefix, num_blocks = self._prefix(query_lens, free, rng)
+        free -= num_blocks
         contexts: list[int] = []
         for left, length in zip(range(len(query_lens), 0, -1), query_lens, strict=True):
             # Contexts of every magnitude; one in twenty is up to the limit of the cache or the model.
-            longest = most_tokens(free, self._most_context_blocks, max_len - length)
+            longest = most_tokens(free, self._most_context_blocks, self._max_model_len - prefix - length)
             fair = most_tokens(free // left, self._most_context_blocks, longest)
             context = int((fair + 1) ** rng.random()) - 1 if rng.random() < 0.95 else int(rng.integers(0, longest + 1))
             free -= sum(_blocks_in_use(group, context, length) for group in self._groups) - self._blocks_of([length])
             contexts.append(context)
-        return self._load(rng, key, query_lens, contexts, prefix, num_decodes)
+        contexts = [context + prefix * (index < sharing) for index, context in enumerate(contexts)]
+        return self._load(rng, key, query_lens, contexts, (sharing, prefix), num_decodes)
+
+    def _prefix(self, query_lens: list[int], free: int, rng: np.random.Generator) -> tuple[int, int, int]:
+        """Draw how many leading sequences have a prefix in common, and its tokens; return the blocks it takes too."""
+        if not self._shared_sizes or rng.random() < 0.5:
+            return 0, 0, 0
+        size, sharing = lcm(*self._shared_sizes), int(rng.integers(1, len(query_lens) + 1))
+        # Each sequence has blocks of its own in sliding groups.
+        sliding = [group.block_size for group in self._groups if group.window is not None]
+        each = sum(size // one for one in self._shared_sizes) + sharing * sum(blocks_for(size, one) for one in sliding)
+        most = max(0, min((self._max_model_len - max(query_lens)) // size, free // each))
+        count = min(most, int((most + 1) ** rng.random()))
+        return sharing, count * size, count * each
 
     def _decodes(self, key: GraphKey, rng: np.random.Generator) -> list[int]:
         """Draw query lengths of decodes: equal ones, or of different numbers of drafts where a graph takes these."""
@@ -146,11 +156,6 @@ class SyntheticBatches:
             for group in self._groups
         )
 
-    def _most_prefix_blocks(self, query_lens: list[int]) -> int:
-        """Return the blocks of the longest prefix that sequences with these queries can share."""
-        free = self._num_blocks - self._blocks_of(query_lens)
-        return max(0, min(free, (self._max_model_len - max(query_lens)) // self._block_size))
-
     def _ragged(self, key: GraphKey, rng: np.random.Generator) -> list[int]:
         """Draw query lengths, decodes first, of at most key.num_tokens in total."""
         budget = int(rng.integers(max(1, key.num_tokens * 3 // 4), key.num_tokens + 1))
@@ -176,35 +181,52 @@ class SyntheticBatches:
         key: GraphKey,
         query_lens: list[int],
         context_lens: list[int],
-        num_shared: int,
+        prefix: tuple[int, int],
         num_decodes: int,
     ) -> tuple[CommonMetadata, ...]:
-        """Write a batch whose sequences share `num_shared` blocks, and have separate blocks for the rest."""
+        """Write a batch.
+
+        Args:
+            rng: source of the block and token ids.
+            key: graph that it runs as.
+            query_lens: of each sequence.
+            context_lens: of each sequence, with the prefix.
+            prefix: leading sequences with a common prefix, and its tokens.
+            num_decodes: leading sequences that are decodes.
+        """
+        sharing, prefix_len = prefix
+        num_shared = [0 if group.window is not None else prefix_len // group.block_size for group in self._groups]
         order = rng.permutation(self._num_blocks).astype(np.int32)
         lengths = [*zip(context_lens, query_lens, strict=True)]
-        needed = [_blocks_in_use(group, *length) for group in self._groups for length in lengths]
-        num_used = num_shared + sum(needed)
+        needed = [
+            _blocks_in_use(group, *length) - (shared if index < sharing else 0)
+            for group, shared in zip(self._groups, num_shared, strict=True)
+            for index, length in enumerate(lengths)
+        ]
+        num_used = sum(num_shared) + sum(needed)
         if num_used > self._num_blocks:
             sizes = " and ".join(map(str, dict.fromkeys(self._sizes)))
             raise MemoryLimitError(
                 f"a batch for {key} needs {num_used} KV blocks of {sizes} tokens, but there are {self._num_blocks}; "
                 "grant more KV cache memory, or lower max_num_seqs or the capture sizes"
             )
-        shared, *separate, unused = np.split(order, np.cumsum([num_shared, *needed]))
+        *parts, unused = np.split(order, np.cumsum([*num_shared, *needed]))
+        shared, separate = parts[: len(num_shared)], parts[len(num_shared) :]
+        num_reqs = len(query_lens)
+        leading = [blocks[: len(blocks) * (row < sharing)] for blocks in shared for row in range(num_reqs)]
         freed = [_blocks_freed(group, context) for group in self._groups for context in context_lens]
         self.freed_page = int(unused[0]) if any(freed) else None
         tables = [
-            np.concatenate([shared, np.full(count, unused[:1]), blocks] if count else [shared, blocks])
-            for count, blocks in zip(freed, separate, strict=True)
+            np.concatenate([first, np.full(count, unused[:1]), blocks] if count else [first, blocks])
+            for first, count, blocks in zip(leading, freed, separate, strict=True)
         ]
-        num_reqs, prefix_len = len(query_lens), num_shared * self._block_size
         self.latest = SyntheticBatch(
             query_lens=query_lens,
-            context_lens=[prefix_len + context for context in context_lens],
+            context_lens=context_lens,
             num_decodes=num_decodes,
             blocks=[tables[first : first + num_reqs] for first in range(0, len(tables), num_reqs)],
             token_ids=rng.integers(0, self._vocab_size, sum(query_lens), np.int32),
-            prefix_len=prefix_len if key.cascade else None,
+            prefix_len=prefix_len,
         )
         return self._inputs(self.latest, key)
 

@@ -70,7 +70,7 @@ class RunnerSubject:
             num_prefills=common.num_reqs - common.num_decodes,
             longest=common.max_seq_len,
             median=int(np.median(common.seq_lens_cpu[: common.num_reqs])),
-            prefix=0 if common.prefix is None else common.prefix.num_tokens,
+            prefix=synthetic.latest.prefix_len,
         )
 
     def replay(self, key: GraphKey) -> dict[str, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
@@ -83,6 +84,23 @@ class RequestBlocks:
             shared = chain.from_iterable(one.block_ids[: one.num_published] for one in table.groups)
             self._draft_caches.admit(request, shared, len(decodes))
         return num_cached
+
+    def place(self, request: Request, decodes: dict[int, Request]) -> dict[int, Request]:
+        """Return the decodes by slot with one more, next to the one whose leading blocks it shares for longest.
+
+        Attention may read such blocks once for neighbours. Results do not depend on the order.
+        """
+        full = next((index for index, group in enumerate(self.groups) if group.window is None), None)
+        items = [*decodes.items()]
+        place = len(items)
+        if full is not None and self.tables[request.request_id].num_found:
+            block_ids = self.tables[request.request_id].groups[full].block_ids
+            shared = [_num_shared(block_ids, self.tables[one.request_id].groups[full].block_ids) for _, one in items]
+            # After the last of several: two that share more stay neighbours.
+            if any(shared):
+                place -= shared[::-1].index(max(shared))
+        items.insert(place, (request.slot, request))
+        return dict(items)
 
     def makes_drafts(self, requests: Iterable[Request]) -> bool:
         """Return True if the draft model's passes end a step of these requests."""
@@ -176,3 +194,10 @@ class RequestBlocks:
         for window, num_blocks in self._step_blocks.items():
             count += num_blocks * (len(lengths) if window is None else sum(length < window for length in lengths))
         return count
+
+
+def _num_shared(block_ids: Sequence[int], others: Sequence[int]) -> int:
+    """Return the number of leading equal blocks. A block is shared only if those before it are."""
+    if block_ids[:1] != others[:1]:
+        return 0
+    return bisect_left(range(min(len(block_ids), len(others))), True, key=lambda at: block_ids[at] != others[at])

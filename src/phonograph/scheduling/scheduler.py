@@ -236,7 +236,7 @@ class Scheduler:
             complete = context + query_len == request.num_tokens
             if complete:
                 self._prefilling = None
-                self._decoding[request.slot] = request
+                self._decoding = self._blocks.place(request, self._decoding)
                 self._prefilled.append(request)
                 if request.num_tokens + 1 == request.max_len:
                     self._last_scheduled.append(request)

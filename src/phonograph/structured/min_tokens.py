@@ -1,4 +1,4 @@
-"""Structured outputs with a least number of tokens: those that end the output are masked, unless nothing else follows."""
+"""Structured outputs of at least `min_tokens` tokens: those that end the output are masked, unless nothing else fits."""
 
 from __future__ import annotations
 

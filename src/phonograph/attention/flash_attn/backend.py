@@ -86,22 +86,6 @@ class FlashAttentionBackend(GpuBackend[FlashAttentionMetadata]):
         out_THD: torch.Tensor,
         lse_HT: torch.Tensor | None = None,
     ) -> None:
-        lse = self._attend(query_THD, call, out_THD)
-        if lse is not None and lse_HT is not None:
-            # The library leaves padding rows of its new tensor unwritten. Rows before the first query belong to
-            # another launch.
-            starts, rows = call.metadata.common.query_start_loc, self._token_numbers[: lse_HT.shape[1]]
-            cleared = torch.where(rows < starts[-1:], lse.view_as(lse_HT), self._no_keys)
-            torch.where(rows < starts[:1], lse_HT, cleared, out=lse_HT)
-
-    def forward_lse(self, query_THD: torch.Tensor, call: FlashAttentionCall, out_THD: torch.Tensor) -> torch.Tensor:
-        lse = self._attend(query_THD, call, out_THD)
-        assert lse is not None, "the spec asks for no LSE"
-        num_tokens, num_heads, _ = query_THD.shape
-        return lse.view(num_heads, num_tokens)
-
-    def _attend(self, query_THD: torch.Tensor, call: FlashAttentionCall, out_THD: torch.Tensor) -> torch.Tensor | None:
-        """Return the library's own LSE tensor, or None if the spec has no `lse`."""
         metadata = call.metadata
         plan = metadata.plan.part if metadata.launch.planned else None
         key_BSKD, value_BSKD = call.kv_cache.unbind(0)
@@ -109,7 +93,13 @@ class FlashAttentionBackend(GpuBackend[FlashAttentionMetadata]):
             rounded_THD = self._queries[: query_THD.shape[0]]
             quantize_queries(query_THD, call.layer.q_scale, rounded_THD)
             query_THD = rounded_THD
-        return self._library.attend(query_THD, key_BSKD, value_BSKD, call, plan, out_THD)
+        lse = self._library.attend(query_THD, key_BSKD, value_BSKD, call, plan, out_THD)
+        if lse is not None and lse_HT is not None:
+            # The library leaves padding rows of its new tensor unwritten. Rows before the first query belong to
+            # another launch.
+            starts, rows = call.metadata.common.query_start_loc, self._token_numbers[: lse_HT.shape[1]]
+            cleared = torch.where(rows < starts[-1:], lse.view_as(lse_HT), self._no_keys)
+            torch.where(rows < starts[:1], lse_HT, cleared, out=lse_HT)
 
 
 class FlashAttention2Backend(FlashAttentionBackend):

@@ -1,6 +1,7 @@
 """Backend of our Triton kernels: one launch for short queries and one for long ones.
 
-A kernel at the head of the step makes the schedules of both. A decode graph holds the first launch only. Every other
+Kernels at the head of the step make the schedules of both. The first launch attends a prefix that several sequences
+share once (`kernels/triton/attention/shared_runs.py`). A decode graph holds the first launch only. Every other
 graph holds both, each with its own tiles, so that a prefill does not slow down the decodes beside it. Where the GPU
 lets a launch begin before the previous one has ended, the two overlap. The launch for long queries then takes as many
 multiprocessors as its share of the work, except in steps of so many tokens that it fills the GPU. A graph freezes the
@@ -22,7 +23,7 @@ from phonograph.attention.attention_spec import AttentionSpec
 from phonograph.attention.backend import AttentionCall
 from phonograph.attention.kv_write import GpuBackend
 from phonograph.attention.metadata import AttentionMetadata, CommonMetadata, MetadataBuilder
-from phonograph.attention.triton.capabilities import TritonCapabilities
+from phonograph.attention.triton.capabilities import TritonCapabilities, shared_tokens
 from phonograph.core.limits import Limits
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.kernels.attention_scratch import MAX_SHORT_QUERY
@@ -64,7 +65,7 @@ class TritonMetadataBuilder(MetadataBuilder[TritonMetadata]):
         if device.type == "cuda":
             num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._batch_invariant = spec.batch_invariant
-        self._plans = {window: _make_plans(spec, device, limits, num_sms) for window in spec.windows}
+        self._plans = {window: _make_plans(spec, device, limits, num_sms, window) for window in spec.windows}
 
     def build(self, common: CommonMetadata, *, key: GraphKey | None) -> TritonMetadata:
         # Between pieces attention runs eagerly, but its schedule is in the first piece: both must have these values.
@@ -107,6 +108,8 @@ class TritonBackend(GpuBackend[TritonMetadata]):
                 window=window,
                 multiprocessors=multiprocessors_of(long),
                 divide=metadata.divide,
+                block_table=common.block_table,
+                block_size=self.spec.block_size,
             )
             if metadata.has_long:
                 min_query_len = metadata.short_query_len + 1
@@ -152,7 +155,7 @@ class TritonBackend(GpuBackend[TritonMetadata]):
 
 
 def _make_plans(
-    spec: AttentionSpec, device: torch.device, limits: Limits, num_sms: int
+    spec: AttentionSpec, device: torch.device, limits: Limits, num_sms: int, window: Window
 ) -> tuple[DecodePlan, PrefillPlan]:
     sizes: dict[str, Any] = {
         "num_query_heads": spec.num_query_heads,
@@ -163,6 +166,5 @@ def _make_plans(
         "device": device,
     }
     cuts = not spec.batch_invariant
-    return make_decode_plan(**sizes), make_prefill_plan(
-        **sizes, max_num_tokens=limits.max_num_batched_tokens, cuts=cuts
-    )
+    short = make_decode_plan(**sizes, shared_tokens=shared_tokens(spec, limits, window))
+    return short, make_prefill_plan(**sizes, max_num_tokens=limits.max_num_batched_tokens, cuts=cuts)

@@ -5,12 +5,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib.util import find_spec
 
-from phonograph.attention.attention_spec import AttentionKind, AttentionSpec
+from phonograph.attention.attention_spec import UNBOUNDED, AttentionKind, AttentionSpec
 from phonograph.attention.capabilities import Declaration, DeclaredCapabilities
 from phonograph.core.device import DeviceSpec
 from phonograph.core.limits import Limits
 from phonograph.graphs.modes import GraphKey, GraphSupport, Support
-from phonograph.kernels.attention_scratch import decode_partials, prefill_partials
+from phonograph.kernels.attention_scratch import MIN_SHARED, decode_partials, prefill_partials
+
+
+def why_not_shared(spec: AttentionSpec, window: tuple[int, int]) -> str:
+    """Return the reason why decodes do not attend a shared prefix once, in layers of a window; "" if they do."""
+    if not spec.shared_prefixes:
+        return "cascade_attention is off"
+    if spec.batch_invariant:
+        return "batch_invariant: results would depend on the other sequences"
+    if spec.alibi:
+        return "ALiBi: the bias on the prefix is another one for each query"
+    return "" if window == (UNBOUNDED, UNBOUNDED) else "a window: it may begin elsewhere in the prefix for each query"
+
+
+def shared_tokens(spec: AttentionSpec, limits: Limits, window: tuple[int, int]) -> int:
+    """Return the leading tokens of a batch whose sequences may share prefixes: its decodes, at most; 0 for none."""
+    most = min(limits.max_num_seqs * (1 + spec.speculative_tokens), limits.max_num_batched_tokens)
+    return 0 if why_not_shared(spec, window) else most
 
 
 class TritonCapabilities(DeclaredCapabilities):
@@ -62,13 +79,27 @@ class TritonCapabilities(DeclaredCapabilities):
         return Support(GraphSupport.ALWAYS, reason)
 
     def buffer_bytes(self, spec: AttentionSpec, device: DeviceSpec, limits: Limits, graphs: Sequence[GraphKey]) -> int:
-        """Return the bytes of partial results and their LSE, for each window."""
+        """Return the bytes of partial results, with their LSE, for each window."""
         heads, kv_heads, size, sms = spec.num_query_heads, spec.num_kv_heads, spec.head_size, device.num_sms
-        shapes = (
-            decode_partials(heads // kv_heads, size, sms),
-            prefill_partials(kv_heads, size, sms, cuts=not spec.batch_invariant),
-        )
-        return 4 * len(spec.windows) * sum(slots * rows * (width + 1) for slots, rows, width in shapes)
+        count = 0
+        for window in spec.windows:
+            tokens = shared_tokens(spec, limits, window)
+            shapes = (
+                decode_partials(heads // kv_heads, size, sms, shared_rows=tokens * heads),
+                prefill_partials(kv_heads, size, sms, cuts=not spec.batch_invariant),
+            )
+            count += 4 * sum(slots * rows * (width + 1) for slots, rows, width in shapes)
+        return count
+
+    def shares_plan(self, spec: AttentionSpec) -> bool:
+        # A plan that shares prefixes depends on the block table of its group.
+        return all(why_not_shared(spec, window) for window in spec.windows)
+
+    def prefix_sharing(self, spec: AttentionSpec) -> tuple[bool, str]:
+        why = [why_not_shared(spec, window) for window in spec.windows]
+        if all(why):
+            return False, f"each decode reads a shared prefix: {why[0]}"
+        return True, f"decodes that share {MIN_SHARED} keys or more in equal blocks attend them once, if that is faster"
 
     def missing(self) -> str | None:
         if find_spec("triton") is None:

@@ -5,8 +5,8 @@ It prints the same plan that an engine starts from, so what is explained is what
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from cyclopts import Parameter
 from rich.console import Console
@@ -22,13 +22,22 @@ from phonograph.errors import BackendError, ConfigError
 from phonograph.graphs.resolve import without_support
 
 if TYPE_CHECKING:
+    from phonograph.attention.attention_spec import AttentionSpec
     from phonograph.attention.selection import Selection
     from phonograph.cli.attention_matrix import BackendRows
     from phonograph.cli.product_table import Kernels, ProductRow
     from phonograph.engine.plan import EnginePlan
-    from phonograph.graphs.dispatch import Decision, StepShape
+    from phonograph.graphs.dispatch import Decision
     from phonograph.graphs.modes import GraphKey
     from phonograph.models.spec import ModelSpec
+
+
+class _Decided(NamedTuple):
+    """A batch, the leading tokens that each of its sequences shares, and what it runs as."""
+
+    batch: ScheduledBatch
+    shared: list[int]
+    decision: Decision
 
 
 @takes_engine_config
@@ -42,12 +51,10 @@ def explain(
         list[str] | None,
         Parameter(
             negative="",
-            help="Explain what a batch runs as: query length @ sequence length of each, such as 1@65536,5@5.",
+            help="Explain what a batch runs as: query length @ sequence length of each, such as 1@65536,5@5; "
+            "8x1@32064/32000 are 8 sequences with their first 32000 tokens in the same blocks.",
         ),
     ] = None,
-    common_prefix: Annotated[
-        int, Parameter(help="Tokens that all sequences of each batch have in the same blocks, for cascade attention.")
-    ] = 0,
     matrix: Annotated[
         bool, Parameter(negative="", help="Print every backend in every mode instead, each with its reason.")
     ] = False,
@@ -59,10 +66,8 @@ def explain(
     from phonograph.engine.plan import make_plan, resolve_attention
     from phonograph.files.catalog import catalog_name
     from phonograph.models.spec import read_configured_model
+    from phonograph.runner.runner import shape_of
 
-    if common_prefix and not batch:
-        problem = "is that of batches, and there is none; give one with --batch"
-        raise ConfigError("common_prefix", common_prefix, problem)
     device = _device(config, device_name)
     # A revision of a hub id is for the hub to say.
     name = catalog_name(config.model, hub_ids=config.revision is None)
@@ -83,29 +88,11 @@ def explain(
         raise BackendError(f"{error}{hint}") from None
     batches = [read_batch(text, plan.limits) for text in batch or []]
     dispatcher = plan.make_dispatcher()
-    decided = [(one, dispatcher.decide(_shape(plan, one, common_prefix))) for one in batches]
+    decided = [_Decided(one, shared, dispatcher.decide(shape_of(one))) for one, shared in batches]
     if as_json:
         print_json(_facts(plan, decided))
     else:
         _print(plan, decided)
-
-
-def _shape(plan: EnginePlan, batch: ScheduledBatch, common_prefix: int) -> StepShape:
-    """Return a batch whose sequences share this many tokens, of which those computed in full blocks count."""
-    from phonograph.runner.runner import shape_of
-
-    shape, size = shape_of(batch), plan.attention.block_size
-    if not common_prefix:
-        return shape
-    if not plan.config.cascade_attention:
-        raise ConfigError("common_prefix", common_prefix, "makes a difference with cascade_attention only; turn it on")
-    shortest = min(batch.context_lens)
-    if not 0 < common_prefix <= shortest:
-        problem = (
-            f"must be from 1 to {shortest}, what every sequence of {batch_text(batch)} has computed before the step"
-        )
-        raise ConfigError("common_prefix", common_prefix, problem)
-    return replace(shape, prefix_len=common_prefix // size * size)
 
 
 def _device(config: EngineConfig, name: str | None) -> DeviceSpec:
@@ -119,7 +106,7 @@ def _device(config: EngineConfig, name: str | None) -> DeviceSpec:
     return device
 
 
-def _facts(plan: EnginePlan, decided: list[tuple[ScheduledBatch, Decision]]) -> dict[str, Any]:
+def _facts(plan: EnginePlan, decided: list[_Decided]) -> dict[str, Any]:
     from phonograph.engine.groups.group_facts import group_facts
 
     capabilities, memory, captures = plan.selection.capabilities, plan.memory, plan.captures
@@ -140,13 +127,13 @@ def _facts(plan: EnginePlan, decided: list[tuple[ScheduledBatch, Decision]]) -> 
             "missing": capabilities.missing(),
             "reasons": plan.selection.reasons,
             "rejected": plan.selection.rejected,
+            "shared_prefixes": capabilities.prefix_sharing(plan.attention)[1],
         },
         "support": {"level": plan.resolution.support.level.name, "reason": plan.resolution.support.reason},
         "mode": mode_facts(plan),
         "captures": {
             "decode": [key.num_tokens for key in captures.decode],
             "drafting": [[key.num_tokens, key.num_reqs] for key in captures.drafting],
-            "cascade": [key.num_tokens for key in captures.cascade],
             "mixed": [key.num_tokens for key in captures.mixed],
             "piecewise": [key.num_tokens for key in captures.piecewise],
         },
@@ -163,7 +150,7 @@ def _facts(plan: EnginePlan, decided: list[tuple[ScheduledBatch, Decision]]) -> 
         "kv_groups": [asdict(group) for group in group_facts(plan)],
         "threads": None if plan.threads is None else plan.threads.count,
         "notes": plan.notes,
-        "batches": [_batch_facts(batch, decision) for batch, decision in decided],
+        "batches": [_batch_facts(plan, one) for one in decided],
     }
 
 
@@ -174,7 +161,10 @@ def _limits(plan: EnginePlan) -> dict[str, int]:
     return {**limits, "block_size": plan.attention.block_size}
 
 
-def _batch_facts(batch: ScheduledBatch, decision: Decision) -> dict[str, Any]:
+def _batch_facts(plan: EnginePlan, one: _Decided) -> dict[str, Any]:
+    from phonograph.cli.group_lines import runs_of
+
+    batch, decision = one.batch, one.decision
     return {
         "batch": batch_text(batch),
         "num_reqs": batch.num_reqs,
@@ -184,10 +174,11 @@ def _batch_facts(batch: ScheduledBatch, decision: Decision) -> dict[str, Any]:
         "graph": None if decision.key is None else str(decision.key),
         "padded_tokens": decision.num_tokens,
         "reason": decision.reason,
+        "shared_prefixes": [run._asdict() for run in runs_of(plan, batch, one.shared)],
     }
 
 
-def _print(plan: EnginePlan, decided: list[tuple[ScheduledBatch, Decision]]) -> None:
+def _print(plan: EnginePlan, decided: list[_Decided]) -> None:
     """Two columns that wrap, so that a narrow terminal shows all of it too."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
@@ -198,7 +189,7 @@ def _print(plan: EnginePlan, decided: list[tuple[ScheduledBatch, Decision]]) -> 
     Console().print(table, markup=False, highlight=False)
 
 
-def _sections(plan: EnginePlan, decided: list[tuple[ScheduledBatch, Decision]]) -> list[tuple[str, list[str]]]:
+def _sections(plan: EnginePlan, decided: list[_Decided]) -> list[tuple[str, list[str]]]:
     from phonograph.cli.group_lines import group_lines
 
     support = plan.resolution.support
@@ -216,7 +207,7 @@ def _sections(plan: EnginePlan, decided: list[tuple[ScheduledBatch, Decision]]) 
         ("graphs", _graph_lines(plan)),
         ("memory", _memory_lines(plan)),
         ("notes", [f"- {text}" for text in plan.notes]),
-        ("batches", [line for batch, decision in decided for line in _batch_lines(batch, decision)]),
+        ("batches", [line for one in decided for line in _batch_lines(plan, one)]),
     ]
 
 
@@ -226,20 +217,21 @@ def _attention_lines(plan: EnginePlan) -> list[str]:
 
     members = plan.kv.members
     if len(members) == 1:
-        return _selection_lines(plan, plan.selection)
+        return _selection_lines(plan, plan.selection, plan.attention)
     lines: list[str] = []
-    for groups in members.values():
-        label, *reasons = _selection_lines(plan, plan.selections[groups[0]])
+    for spec, groups in members.items():
+        label, *reasons = _selection_lines(plan, plan.selections[groups[0]], spec)
         lines += [f"{group_names(plan.kv, groups)}: {label}", *reasons]
     return lines
 
 
-def _selection_lines(plan: EnginePlan, selection: Selection) -> list[str]:
+def _selection_lines(plan: EnginePlan, selection: Selection, spec: AttentionSpec) -> list[str]:
     """Return a backend and the steps to it. On a CPU one line stands for all backends that only run on a GPU."""
     label = selection.capabilities.label
     kernels = [name for name, why in selection.rejected.items() if any(text.startswith("device ") for text in why)]
     if plan.device.kind != "cpu" or not kernels:
-        return [label, *(f"- {reason}" for reason in selection.reasons)]
+        sharing = [] if plan.device.kind == "cpu" else [selection.capabilities.prefix_sharing(spec)[1]]
+        return [label, *(f"- {reason}" for reason in (*selection.reasons, *sharing))]
     others = (f"- {name} refuses: {'; '.join(why)}" for name, why in selection.rejected.items() if name not in kernels)
     return [f"{label}: the GPU kernels need a GPU (--matrix has each refusal)", *others]
 
@@ -321,7 +313,6 @@ def _graph_lines(plan: EnginePlan) -> list[str]:
     return [
         *line("decode", captures.decode, ", 1 a sequence"),
         *line("decode", captures.drafting, drafts),
-        *line("cascade decode", captures.cascade, ", a common prefix attended once"),
         *line("mixed", captures.mixed, slots),
         *line("piecewise", captures.piecewise, slots),
         *line("mixed or piecewise", captures.wide, f"{slots}, for steps with drafts"),
@@ -384,10 +375,13 @@ def _backend_facts(rows: BackendRows) -> dict[str, Any]:
     }
 
 
-def _batch_lines(batch: ScheduledBatch, decision: Decision) -> list[str]:
+def _batch_lines(plan: EnginePlan, one: _Decided) -> list[str]:
+    from phonograph.cli.group_lines import sharing_lines
+
+    batch, decision = one.batch, one.decision
     graph = "no graph" if decision.key is None else str(decision.key)
     runs = "eager" if decision.key is None else f"{decision.mode.value}, {graph}"
-    return [f"{batch_text(batch)}: {runs}", f"- {decision.reason}"]
+    return [f"{batch_text(batch)}: {runs}", f"- {decision.reason}", *sharing_lines(plan, batch, one.shared)]
 
 
 def _bytes(count: int) -> str:

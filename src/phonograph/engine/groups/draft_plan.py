@@ -193,8 +193,6 @@ def check_speculation(config: EngineConfig, selections: Iterable[Selection], dev
     speculation = config.speculation
     if device.kind == "cpu" and speculation is not None and speculation.synthetic_rates:
         raise refused("rejection_sample_method synthetic works on a GPU; leave it out")
-    if config.cascade_attention:
-        raise refused("cascade_attention takes decodes of one token; leave one of them out")
     for one in selections:
         label = one.capabilities.label
         if not one.capabilities.takes_length_bounds:

@@ -122,7 +122,7 @@ def make_kv_groups(
         sources: for each layer the one whose keys and values it reads, None for its own; None if all have their own.
 
     Raises:
-        ConfigError: the configured block size makes pages of several sizes, or cascade attention meets several groups.
+        ConfigError: the configured block size makes pages of several sizes.
         UnsupportedModelError: the layers do not divide into groups of equal pages, or a layer reads the keys of one
             that has none, is later, or has other attention.
     """
@@ -145,12 +145,7 @@ def make_kv_groups(
             groups.append(KVGroup(layers=members, block_size=size, window=window, readers=reads))
             windows = tuple(sorted({layers[index].windows[0] for index in indices}))
             specs.append(replace(kind, block_size=size, windows=windows))
-    made = KVGroups(groups=tuple(groups), specs=tuple(specs), layers_per_page=most)
-    if len(groups) > 1 and layers[0].cascade:
-        names = ", ".join(group_name(index, group) for index, group in enumerate(groups))
-        problem = f"needs one KV group of full attention, and this model has {len(groups)}: {names}; leave it out"
-        raise ConfigError("cascade_attention", True, problem)
-    return made
+    return KVGroups(groups=tuple(groups), specs=tuple(specs), layers_per_page=most)
 
 
 def _readers(layers: Sequence[AttentionSpec], sources: Sequence[int | None]) -> dict[int, list[int]]:

@@ -36,7 +36,7 @@ def layer_specs(config: EngineConfig, model: ModelSpec, dtype: str, device: Devi
             softcap=layer.softcap,
             sinks=layer.sinks,
             speculative_tokens=config.draft_tokens,
-            cascade=config.cascade_attention,
+            shared_prefixes=config.cascade_attention == "auto",
             batch_invariant=config.batch_invariant,
         )
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from phonograph.attention.metadata import CommonMetadata, CommonPrefix
+from phonograph.attention.metadata import CommonMetadata
 from phonograph.core.batch import MAX_LEN, BlockAppend, ScheduledBatch
 from phonograph.core.blocks import blocks_for
 from phonograph.graphs.modes import GraphKey
@@ -121,7 +121,6 @@ class CudaInputs:
         self.edits = SlotEdits(max_num_seqs=max_num_seqs, vocab_size=vocab_size, device=device)
         self.sample_scratch = make_sample_scratch(num_logits, vocab_size, device)
         self.sampling = self.layout.sampling_views(self.staging)
-        self._prefix_len = self.layout.prefix_len(self.staging)
         self._uploads = [_Upload(self.layout, device, self._block_sizes) for _ in range(_UPLOADS)]
         self.num_logits = self.layout.num_logits(self.staging)
         self._next = 0
@@ -148,9 +147,7 @@ class CudaInputs:
                 sent = sent.pin_memory()
             self.history[slot, : len(kept)].copy_(sent, non_blocking=True)
 
-    def write(
-        self, rows: StepRows, key: GraphKey | None, *, prefix_len: int | None, sampling: KernelRows | None
-    ) -> tuple[CommonMetadata, ...]:
+    def write(self, rows: StepRows, key: GraphKey | None, *, sampling: KernelRows | None) -> tuple[CommonMetadata, ...]:
         """Send one step and return its metadata; see `Inputs.write`."""
         slots, context_lens, query_lens = rows.batch.slots, rows.batch.context_lens, rows.batch.query_lens
         # Decodes continue from the state of their slot.
@@ -159,7 +156,7 @@ class CudaInputs:
             for row in range(rows.batch.num_decodes, rows.batch.num_reqs)
         }
         starts = {new.slot: (new.prompt_len, new.max_len) for new in rows.batch.new}
-        return self._send(rows, key, known, starts, prefix_len, sampling)
+        return self._send(rows, key, known, starts, sampling)
 
     def load(self, batch: SyntheticBatch, key: GraphKey) -> tuple[CommonMetadata, ...]:
         """Send a synthetic batch with greedy sampling, and prepare it, so that its slot mapping is on the device."""
@@ -177,7 +174,7 @@ class CudaInputs:
         )
         known = {row: batch.token_ids[starts[row] : starts[row + 1]] for row in range(num_reqs)}
         bounds = {slot: (0, self._max_model_len + 1) for slot in rows.batch.slots}
-        common = self._send(rows, key, known, bounds, batch.prefix_len, KernelRows(rows.samples, greedy))
+        common = self._send(rows, key, known, bounds, KernelRows(rows.samples, greedy))
         self.prepare(num_reqs=key.num_reqs, num_tokens=key.num_tokens)
         return common
 
@@ -270,7 +267,6 @@ class CudaInputs:
         key: GraphKey | None,
         known: dict[int, np.ndarray],
         starts: dict[int, tuple[int, int]],
-        prefix_len: int | None,
         sampling: KernelRows | None,
     ) -> tuple[CommonMetadata, ...]:
         """Upload a step.
@@ -281,7 +277,6 @@ class CudaInputs:
             known: token ids of the rows that do not continue from their slot.
             starts: length of the prompt and most tokens by slot, of the sequences that start, in the order of
                 `sampling.starts`.
-            prefix_len: as in `write`.
             sampling: as in `write`.
         """
         upload = self._uploads[self._next % _UPLOADS]
@@ -291,8 +286,8 @@ class CudaInputs:
         query_starts = upload.views.query_starts
         query_starts[0] = 0
         np.cumsum(rows.query_lens, out=query_starts[1 : num_reqs + 1])
-        header = num_reqs, rows.batch.num_tokens, rows.batch.num_decodes, prefix_len or 0, rows.num_logits
-        upload.views.header[:5] = header
+        header = num_reqs, rows.batch.num_tokens, rows.batch.num_decodes, rows.num_logits
+        upload.views.header[:4] = header
         upload.views.slots[:num_reqs] = rows.slots
         upload.views.context_lens[:num_reqs] = rows.context_lens
         upload.views.start_at[:num_reqs] = -1
@@ -306,7 +301,7 @@ class CudaInputs:
         num_appended = self._append(upload, rows)
         used = self.layout.used_words(num_appends=num_appended, num_tokens=num_known)
         upload.send(self.staging, used)
-        return self._metadata(rows, key, prefix_len, query_starts)
+        return self._metadata(rows, key, query_starts)
 
     def _start(
         self, upload: _Upload, rows: StepRows, starts: dict[int, tuple[int, int]], parameters: KernelParameters
@@ -367,9 +362,7 @@ class CudaInputs:
         triples[2] = torch.tensor(append.block_ids)
         apply_appends(triples.to(self.staging.device, non_blocking=True), self.state.block_tables[append.group])
 
-    def _metadata(
-        self, rows: StepRows, key: GraphKey | None, prefix_len: int | None, query_starts: np.ndarray
-    ) -> tuple[CommonMetadata, ...]:
+    def _metadata(self, rows: StepRows, key: GraphKey | None, query_starts: np.ndarray) -> tuple[CommonMetadata, ...]:
         num_reqs, num_tokens = rows.batch.num_reqs, rows.batch.num_tokens
         padded_reqs, padded_tokens = (num_reqs, num_tokens) if key is None else (key.num_reqs, key.num_tokens)
         starts_cpu = np.full(padded_reqs + 1, num_tokens, np.int32)
@@ -381,8 +374,7 @@ class CudaInputs:
             views = padded_views(self, padded_reqs, padded_tokens)
             if key is not None:  # eager shapes are too many to keep
                 self._views[padded_reqs, padded_tokens] = views
-        prefix = None if prefix_len is None else CommonPrefix(num_tokens=prefix_len, length=self._prefix_len)
-        return metadata_of(rows, views, starts_cpu, lens_cpu, prefix)
+        return metadata_of(rows, views, starts_cpu, lens_cpu)
 
 
 class _Upload(PinnedWords):

@@ -11,6 +11,9 @@ Algorithm: split keys with a merge by LSE (Flash-Decoding, Dao et al., 2023), di
 3. A unit that is cut between programs leaves normalized partial results with their LSE.
 4. The program that completes the unit merges them in the order of their keys: without a second launch, and with a
    result that does not depend on which program comes last.
+5. Prefixes that sequences share (`shared_runs`) come first: all programs attend them, as sequences with the queries of
+   all that share them, and leave partial results. Then the programs wait for each other. The softmax of a sequence that
+   shares begins with the partial results of its prefixes, in the order of their keys.
 
     units     |  sequence 0, KV head 0  | 0, 1 | 0, 2 |   1, 0   |   ...
     key tiles | t  t  t  t  t  t  t  t  | t  t | t  t | t  t  t  |
@@ -28,14 +31,21 @@ from collections import namedtuple
 import torch
 import triton
 import triton.language as tl
+from triton import knobs
 from triton.language.extra import cuda as tl_cuda
 
 from phonograph.kernels.attention_scratch import row_tiles
 from phonograph.kernels.triton.attention.decode_plan import (
+    PACKED,
+    PREFIX_WORDS,
+    RECORD_WORDS,
     SEQUENCE_WORDS,
+    SHARES,
     DecodePlan,
     cut_of,
+    programs_of,
     read_record,
+    row_tiles_of,
     sequence_chunks,
     share_of,
 )
@@ -67,6 +77,9 @@ _MAX_STAGES = 6
 _NUM_WARPS = 4
 # Keys of each program that are prefetched into the L2 cache before the launch may begin.
 _AHEAD = 64
+# Prefixes that are attended once, own keys, and both with a wait between them. The interpreter runs one program after
+# the other, so that no program can wait there.
+_SHARED, _OWN, _BOTH = 1, 2, 3
 
 
 def decode_attention(
@@ -113,79 +126,91 @@ def decode_attention(
         overlaps_prefill: the previous launch is `prefill_attention`, and may run at the same time (`prefill_overlaps`)
     """
     width = plan.partial_out.shape[2]
-    small, large = row_tiles(plan.group, width)
+    small, large = row_tiles(plan.group, width, shares=plan.prefixes is not None)
     merge_rows = min(max(4 if plan.group <= 4 else 8, 512 // width), plan.partial_out.shape[1])
     in_flight = min(_IN_FLIGHT[large <= 16], shared_memory() - _OTHER_BYTES)
     stages = 1 + in_flight // (2 * plan.block_n * width * kv_cache.element_size())
     stride_kv, stride_block, stride_slot, stride_head, _ = kv_cache.stride()
-    _attention_kernel[(plan.programs,)](
-        query_THD,
-        kv_cache,
-        block_table,
-        query_start_loc,
-        out_THD,
-        lse_HT,
-        alibi_slopes,
-        sinks,
-        k_scale,
-        v_scale,
-        plan.records,
-        plan.sequences,
-        plan.counters,
-        plan.partial_out,
-        plan.partial_lse,
-        query_THD.shape[0],
-        seq_lens.shape[0],
-        stride_kv,
-        block_table.stride(0),
-        lse_HT.stride(0) if lse_HT is not None else 0,
-        scale,
-        softcap,
-        int(overlaps_prefill),
-        PROGRAMS=plan.programs,
-        KV_HEADS=plan.num_kv_heads,
-        GROUP=plan.group,
-        HEAD_SIZE=plan.head_size,
-        WIDTH=width,
-        STRIDE_TOKEN=query_THD.stride(0),
-        STRIDE_BLOCK=stride_block,
-        STRIDE_SLOT=stride_slot,
-        STRIDE_HEAD=stride_head,
-        BLOCK_SIZE=kv_cache.shape[2],
-        SMALL=small,
-        LARGE=large,
-        SCRATCH_ROWS=plan.partial_out.shape[1],
-        BLOCK_N=plan.block_n,
-        LEFT=window[0],
-        RIGHT=0 if causal else window[1],
-        SOFTCAP=softcap != 0.0,
-        MERGE_ROWS=merge_rows,
-        PARTS=max(2, _MERGE_VALUES * _NUM_WARPS // (merge_rows * width)),
-        STAGES=min(max(stages, 2), _MAX_STAGES),
-        AHEAD=_AHEAD,
-        FP8_AT_ONCE=fp8_in_one_instruction(),
-        **pdl_options(),
-        num_warps=_NUM_WARPS,
-    )
+    prefixes, arrivals, shared_tokens = None, None, 0
+    phases: tuple[int, ...] = (_OWN,)
+    if plan.prefixes is not None:
+        _, prefixes, arrivals, shared_tokens = plan.prefixes
+        phases = (_SHARED, _OWN) if knobs.runtime.interpret else (_BOTH,)
+    for phase in phases:
+        _attention_kernel[(plan.programs,)](
+            query_THD,
+            kv_cache,
+            block_table,
+            query_start_loc,
+            out_THD,
+            lse_HT,
+            alibi_slopes,
+            sinks,
+            k_scale,
+            v_scale,
+            plan.records,
+            plan.sequences,
+            plan.counters,
+            plan.partial_out,
+            plan.partial_lse,
+            prefixes,
+            arrivals,
+            query_THD.shape[0],
+            seq_lens.shape[0],
+            stride_kv,
+            block_table.stride(0),
+            lse_HT.stride(0) if lse_HT is not None else 0,
+            scale,
+            softcap,
+            int(overlaps_prefill),
+            PHASES=phase,
+            SHARED_TOKENS=shared_tokens,
+            PROGRAMS=plan.programs,
+            KV_HEADS=plan.num_kv_heads,
+            GROUP=plan.group,
+            HEAD_SIZE=plan.head_size,
+            WIDTH=width,
+            STRIDE_TOKEN=query_THD.stride(0),
+            STRIDE_BLOCK=stride_block,
+            STRIDE_SLOT=stride_slot,
+            STRIDE_HEAD=stride_head,
+            BLOCK_SIZE=kv_cache.shape[2],
+            SMALL=small,
+            LARGE=large,
+            SCRATCH_ROWS=plan.partial_out.shape[1],
+            BLOCK_N=plan.block_n,
+            LEFT=window[0],
+            RIGHT=0 if causal else window[1],
+            SOFTCAP=softcap != 0.0,
+            MERGE_ROWS=merge_rows,
+            PARTS=max(2, _MERGE_VALUES * _NUM_WARPS // (merge_rows * width)),
+            MERGED=_MERGE_VALUES * _NUM_WARPS,
+            STAGES=min(max(stages, 2), _MAX_STAGES),
+            AHEAD=_AHEAD,
+            FP8_AT_ONCE=fp8_in_one_instruction(),
+            **pdl_options(),
+            num_warps=_NUM_WARPS,
+        )
 
 
 # Operands of the kernel, with their strides and factors.
 _Tensors = namedtuple(
     "_Tensors",
     "query_THD cache block_table out_THD lse_HT alibi_slopes sinks k_scale v_scale counters partial_out partial_lse "
-    "stride_kv stride_table stride_lse scale softcap",
+    "prefixes stride_kv stride_table stride_lse scale softcap",
 )
 # A program's keys of one unit: `first` and `last` are the programs that have keys of the unit, `slot` and `first_slot`
-# the partial results of this one and of the first.
+# the partial results of this one and of the first. `shared` is 1 for a prefix, whose `kind` is its level, and 0 for own
+# keys, whose kind is SHARES if the first of them follows a prefix.
 _Unit = namedtuple(
     "_Unit",
-    "seq query_start query_len seq_len low kv_head row_tile first_key key_end first last slot first_slot",
+    "seq query_start query_len seq_len shared kind low kv_head row_tile first_key key_end first last slot first_slot",
 )
 # Constants of the kernel.
 _Shape = namedtuple(
     "_Shape",
     "KV_HEADS GROUP SMALL LARGE HEAD_SIZE WIDTH STRIDE_TOKEN STRIDE_BLOCK STRIDE_SLOT STRIDE_HEAD BLOCK_SIZE "
-    "SCRATCH_ROWS BLOCK_N LEFT RIGHT SOFTCAP STAGES FP8_AT_ONCE",
+    "SCRATCH_ROWS SHARED_TOKENS PROGRAMS BLOCK_N LEFT RIGHT SOFTCAP MERGED STAGES FP8_AT_ONCE",
 )
 
 
@@ -206,6 +231,8 @@ def _attention_kernel(
     counters,
     partial_out,
     partial_lse,
+    prefixes,
+    arrivals,
     num_tokens,
     num_seqs,
     stride_kv,
@@ -214,6 +241,8 @@ def _attention_kernel(
     scale,
     softcap,
     overlaps_prefill,
+    PHASES: tl.constexpr,
+    SHARED_TOKENS: tl.constexpr,
     PROGRAMS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -233,6 +262,7 @@ def _attention_kernel(
     SOFTCAP: tl.constexpr,
     MERGE_ROWS: tl.constexpr,
     PARTS: tl.constexpr,
+    MERGED: tl.constexpr,
     STAGES: tl.constexpr,
     AHEAD: tl.constexpr,
     FP8_AT_ONCE: tl.constexpr,
@@ -243,62 +273,99 @@ def _attention_kernel(
         tl_cuda.gdc_launch_dependents()
     tensors = _Tensors(
         query_THD, cache, block_table, out_THD, lse_HT, alibi_slopes, sinks, k_scale, v_scale, counters,
-        partial_out, partial_lse, stride_kv, stride_table, stride_lse, scale, softcap,
+        partial_out, partial_lse, prefixes, stride_kv, stride_table, stride_lse, scale, softcap,
     )  # fmt: skip
     SHAPE: tl.constexpr = _Shape(
         KV_HEADS, GROUP, SMALL, LARGE, HEAD_SIZE, WIDTH, STRIDE_TOKEN, STRIDE_BLOCK, STRIDE_SLOT, STRIDE_HEAD,
-        BLOCK_SIZE, SCRATCH_ROWS, BLOCK_N, LEFT, RIGHT, SOFTCAP, STAGES, FP8_AT_ONCE,
+        BLOCK_SIZE, SCRATCH_ROWS, SHARED_TOKENS, PROGRAMS, BLOCK_N, LEFT, RIGHT, SOFTCAP, MERGED, STAGES, FP8_AT_ONCE,
     )  # fmt: skip
     program = tl.program_id(0)
     record = read_record(records, program)
-    index, chunk, lead, empty, chunk_keys, ranges, seq, query_start, query_len, seq_len = record
+    index, chunk, lead, empty, chunk_keys, ranges, seq, query_start, query_len, seq_len, first_word, together = record
     end = tl.load(query_start_loc + num_seqs)
+    shared = program * 0
+    if PHASES % 2:
+        # Both records are read at once, and no branch waits for them.
+        other = read_record(records + PROGRAMS * RECORD_WORDS, program)
+        shared = (together > 0).to(tl.int32)
+        first_index, first_chunk, first_lead, first_empty, first_keys, first_ranges = other[:6]
+        index, chunk, lead = (
+            _either(shared, first_index, index),
+            _either(shared, first_chunk, chunk),
+            _either(shared, first_lead, lead),
+        )
+        empty, chunk_keys = _either(shared, first_empty, empty), _either(shared, first_keys, chunk_keys)
+        ranges = _either(shared, first_ranges, ranges)
+        first_seq, first_start, first_len, first_end, first_of_run, _ = other[6:]
+        seq, query_start = _either(shared, first_seq, seq), _either(shared, first_start, query_start)
+        query_len, seq_len = _either(shared, first_len, query_len), _either(shared, first_end, seq_len)
+        first_word = _either(shared, first_of_run, first_word)
     # `position` counts the chunks of the batch, `chunk` the sequence's chunks that have keys.
     share = share_of(program, ranges)
     position, stop = share[2] + lead, share[3]
     if PDL:
         if AHEAD > 0 and position < stop:
-            _, start, num_chunks, num_row_tiles = sequence_chunks(query_len, seq_len, chunk_keys, SHAPE)
+            _, start, num_chunks, _, num_row_tiles = sequence_chunks(query_len, seq_len, first_word, chunk_keys, SHAPE)
             base = cache + chunk // num_chunks // num_row_tiles * STRIDE_HEAD
             table = block_table + seq.to(tl.int64) * stride_table
             _prefetch(base, table, start + chunk % num_chunks * chunk_keys, seq_len, stride_kv, SHAPE, AHEAD)
         # A prefill at the same time has waited for its predecessors before it let this kernel start (`pdl_wait_first`).
         pdl_wait_if(overlaps_prefill == 0)
-    while position < stop:
-        # Loaded early, used at the end.
-        entry = sequences + (index + 1) * SEQUENCE_WORDS
-        next_seq, next_start, next_len, next_keys = load_words(entry, SEQUENCE_WORDS)
+    phases = 1 + shared
+    if PHASES == 1:
+        phases = shared
+    while phases > 0:
+        share = share_of(program, ranges)
+        position, stop = share[2] + lead, share[3]
+        while position < stop:
+            # Loaded early, used at the end.
+            entry = sequences + (index + 1) * SEQUENCE_WORDS
+            next_seq, next_start, next_len, next_keys, next_first = load_words(entry, SEQUENCE_WORDS)
 
-        low, start, num_chunks, num_row_tiles = sequence_chunks(query_len, seq_len, chunk_keys, SHAPE)
-        unit = chunk // num_chunks
-        key_chunk, taken, first, last, first_slot, slot = cut_of(position, chunk, share, program, num_chunks, empty)
-        kv_head = unit // num_row_tiles
-        row_tile = unit % num_row_tiles
-        key = start + key_chunk * chunk_keys
-        key_end = tl.minimum(key + taken * chunk_keys, seq_len)
-        tile_rows = tl.where(query_len * GROUP <= SMALL, SMALL, LARGE)
-        part_of_unit = _Unit(
-            seq, query_start, query_len, seq_len, low, kv_head, row_tile, key, key_end, first, last, slot, first_slot
-        )
-        if SMALL == LARGE or query_len * GROUP <= SMALL:
-            complete = _attend_unit(tensors, part_of_unit, SHAPE, SMALL)
-        else:
-            complete = _attend_unit(tensors, part_of_unit, SHAPE, LARGE)
-        if complete != 0:
-            first_row = row_tile * tile_rows
-            num_rows = tl.minimum(query_len * GROUP - first_row, tile_rows)
-            _merge_unit(tensors, part_of_unit, SHAPE, first_row, num_rows, MERGE_ROWS, PARTS)
-            tl.store(counters + first, 0)
+            low, start, num_chunks, tile_rows, num_row_tiles = sequence_chunks(
+                query_len, seq_len, first_word, chunk_keys, SHAPE
+            )
+            unit = chunk // num_chunks
+            key_chunk, taken, first, last, first_slot, slot = cut_of(position, chunk, share, program, num_chunks, empty)
+            kv_head = unit // num_row_tiles
+            row_tile = unit % num_row_tiles
+            key = start + key_chunk * chunk_keys
+            key_end = tl.minimum(key + taken * chunk_keys, seq_len)
+            # The first of a sequence's keys follow its prefixes.
+            kind = tl.where((shared == 0) & (key_chunk > 0), 0, first_word % PACKED)
+            part_of_unit = _Unit(
+                seq, query_start, query_len, seq_len, shared, kind, low, kv_head, row_tile, key, key_end, first, last,
+                slot, first_slot,
+            )  # fmt: skip
+            if SMALL == LARGE or tile_rows == SMALL:  # noqa: PLR1714 (one is known when compiled)
+                complete = _attend_unit(tensors, part_of_unit, SHAPE, SMALL)
+            else:
+                complete = _attend_unit(tensors, part_of_unit, SHAPE, LARGE)
+            if complete != 0:
+                first_row = row_tile * tile_rows
+                num_rows = tl.minimum(query_len * GROUP - first_row, tile_rows)
+                _merge_unit(tensors, part_of_unit, SHAPE, first_row, num_rows, MERGE_ROWS, PARTS)
+                tl.store(counters + first, 0)
 
-        position += taken + empty
-        chunk += taken
-        if chunk == num_chunks * num_row_tiles * KV_HEADS:
-            chunk = chunk * 0
-            index += 1
-            seq = next_seq
-            query_start = next_start
-            query_len = next_len
-            seq_len = next_keys
+            position += taken + empty
+            chunk += taken
+            if chunk == num_chunks * num_row_tiles * KV_HEADS:
+                chunk = chunk * 0
+                index += 1
+                seq = next_seq
+                query_start = next_start
+                query_len = next_len
+                seq_len = next_keys
+                first_word = next_first
+        phases -= 1
+        if PHASES == 3:  # noqa: SIM102 (one is known when compiled, the other is not)
+            if phases > 0:
+                _wait_for_programs(arrivals, together)
+                record = read_record(records, program)
+                index, chunk, lead, empty, chunk_keys, ranges, seq, query_start, query_len, seq_len, first_word, _ = (
+                    record
+                )
+                shared = shared * 0
 
     # Zero the padding rows.
     ROW: tl.constexpr = KV_HEADS * GROUP * HEAD_SIZE
@@ -316,6 +383,27 @@ def _attention_kernel(
     # A dependent of this kernel also waits for the prefill.
     if PDL:
         pdl_wait_if(overlaps_prefill != 0)
+
+
+@triton.jit
+def _either(condition, value, other):
+    return tl.where(condition != 0, value, other)
+
+
+@triton.jit
+def _wait_for_programs(arrivals, count):
+    """Wait until `count` programs have come here; all of them run at the same time.
+
+    The first counter has those that have come, the second those that go on. The last of these sets both to zero.
+    """
+    # All threads have written before one of them counts the program.
+    tl.debug_barrier()
+    arrived = tl.atomic_add(arrivals, 1) + 1
+    while arrived < count:
+        arrived = tl.atomic_add(arrivals, 0)
+    if tl.atomic_add(arrivals + 1, 1) == count - 1:
+        tl.store(arrivals, 0)
+        tl.store(arrivals + 1, 0)
 
 
 @triton.jit
@@ -361,7 +449,8 @@ def _attend_unit(tensors, unit, shape, BLOCK_M: tl.constexpr):
     row_M = unit.row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     token_M, head_M = token_and_head(row_M, unit.kv_head, shape.GROUP)
     valid_M = token_M < unit.query_len
-    position_M = unit.seq_len - unit.query_len + token_M
+    # The queries of a shared prefix come after all of its keys.
+    position_M = unit.seq_len - tl.where(unit.shared != 0, 0, unit.query_len) + token_M
     offset_N = tl.arange(0, BLOCK_N)
     table = tensors.block_table + unit.seq.to(tl.int64) * tensors.stride_table
     # Block ids are read one tile ahead, so that no tile waits for them before it requests its keys.
@@ -389,6 +478,13 @@ def _attend_unit(tensors, unit, shape, BLOCK_M: tl.constexpr):
     sum_M = tl.zeros([BLOCK_M], tl.float32)
     max_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
     odd_MD = acc_MD
+    if shape.SHARED_TOKENS and BLOCK_M == shape.SMALL:  # noqa: SIM102 (one is known when compiled)
+        if unit.kind == SHARES:
+            state_MD, sum_M, max_M = _after_prefixes(tensors, unit, shape, token_M, head_M, valid_M)
+            if PAIRS:
+                acc_MD, odd_MD = tl.split(tl.reshape(state_MD, (BLOCK_M, WIDTH // 2, 2)))
+            else:
+                acc_MD = state_MD
     # From 64 rows on, Hopper's products are asynchronous and hold one tile more.
     STAGES: tl.constexpr = shape.STAGES - 1 if BLOCK_M >= 64 else shape.STAGES
     for key in tl.range(unit.first_key, unit.key_end, BLOCK_N, num_stages=STAGES):
@@ -441,9 +537,10 @@ def _attend_unit(tensors, unit, shape, BLOCK_M: tl.constexpr):
         acc_MD = tl.reshape(tl.join(acc_MD, odd_MD), (BLOCK_M, WIDTH))
     value_factor = 1.0
     if tensors.v_scale is not None:
-        value_factor = tl.load(tensors.v_scale + unit.kv_head)
+        # The sequences that share a prefix apply it, as to their own keys.
+        value_factor = tl.where(unit.shared != 0, 1.0, tl.load(tensors.v_scale + unit.kv_head))
     complete = unit.slot * 0
-    if unit.first == unit.last:
+    if (unit.first == unit.last) & (unit.shared == 0):
         if tensors.sinks is not None:
             acc_MD, sum_M, max_M = add_sink(tensors.sinks, head_M, acc_MD, sum_M, max_M)
         acc_MD, lse_M = normalize(acc_MD, sum_M, max_M, value_factor)
@@ -454,13 +551,76 @@ def _attend_unit(tensors, unit, shape, BLOCK_M: tl.constexpr):
     else:
         acc_MD, lse_M = normalize(acc_MD, sum_M, max_M, value_factor)
         scratch_M = unit.slot * shape.SCRATCH_ROWS + tl.arange(0, BLOCK_M)
+        if shape.SHARED_TOKENS:
+            shared_M = _rows_of_prefix(unit.kind, unit.query_start + token_M, head_M, shape)
+            cut_M = scratch_M + 2 * shape.PROGRAMS * shape.SCRATCH_ROWS
+            scratch_M = tl.where(unit.shared == 0, scratch_M, tl.where(unit.first == unit.last, shared_M, cut_M))
         tl.store(tensors.partial_out + scratch_M[:, None] * WIDTH + dim[None, :], acc_MD, mask=valid_M[:, None])
         tl.store(tensors.partial_lse + scratch_M, lse_M, mask=valid_M)
-        # All threads have written before one of them counts the result.
-        tl.debug_barrier()
-        arrived = tl.atomic_add(tensors.counters + unit.first, 1)
-        complete = (arrived == unit.last - unit.first).to(tl.int32)
+        if unit.shared == 0:
+            # All threads have written before one of them counts the result.
+            tl.debug_barrier()
+            arrived = tl.atomic_add(tensors.counters + unit.first, 1)
+            complete = (arrived == unit.last - unit.first).to(tl.int32)
     return complete
+
+
+@triton.jit
+def _rows_of_prefix(level, token_M, head_M, shape):
+    """Return the rows of `partial_out` that have the results of a prefix's whole units."""
+    HEADS: tl.constexpr = shape.KV_HEADS * shape.GROUP
+    FIRST: tl.constexpr = 4 * shape.PROGRAMS * shape.SCRATCH_ROWS
+    return FIRST + (level * shape.SHARED_TOKENS + token_M) * HEADS + head_M
+
+
+@triton.jit
+def _after_prefixes(tensors, unit, shape, token_M, head_M, valid_M):
+    """Return sums of values and weights, and the maximum, after the prefixes that the unit's sequence shares."""
+    WIDTH: tl.constexpr = shape.WIDTH
+    GROUP: tl.constexpr = shape.GROUP
+    ROWS: tl.constexpr = token_M.shape[0]
+    PARTS: tl.constexpr = max(1, shape.MERGED // (ROWS * WIDTH))
+    dim = tl.arange(0, WIDTH)
+    acc_MD = tl.zeros([ROWS, WIDTH], tl.float32)
+    sum_M = tl.zeros([ROWS], tl.float32)
+    max_M = tl.full([ROWS], float("-inf"), tl.float32)
+    words = tensors.prefixes + unit.seq * PREFIX_WORDS
+    ranges, empty = load_words(words + 8, 2)
+    for level in range(2):
+        first_token, num_tokens, position, num_chunks = load_words(words + 4 * level, 4)
+        if num_tokens > 0:
+            tile_rows, num_tiles = row_tiles_of(num_tokens, False, shape)
+            row_M = (unit.query_start + token_M - first_token) * GROUP + head_M % GROUP
+            unit_M = unit.kv_head * num_tiles + row_M // tile_rows
+            begin_M = position + unit_M * (num_chunks + empty) + empty
+            first_M, last_M, slot_M = programs_of(begin_M, num_chunks, ranges, empty)
+            num_parts_M = tl.where(valid_M, last_M - first_M + 1, 0)
+            whole_M = first_M == last_M
+            cut_M = (2 * shape.PROGRAMS + 2 * first_M) * shape.SCRATCH_ROWS + row_M % tile_rows
+            first_row_M = tl.where(whole_M, _rows_of_prefix(level, unit.query_start + token_M, head_M, shape), cut_M)
+            # The first partial result may be its program's second.
+            skipped_M = tl.where(whole_M, 0, (slot_M - 2 * first_M) * shape.SCRATCH_ROWS)
+            for part in range(0, tl.max(num_parts_M), PARTS):
+                lses = ()
+                parts = ()
+                new_max_M = max_M
+                # As in `_merge_unit`, all loads are issued before the first value is used, and bypass the L1 cache.
+                for offset in tl.static_range(PARTS):
+                    exists_M = part + offset < num_parts_M
+                    scratch_M = first_row_M + (part + offset) * (2 * shape.SCRATCH_ROWS)
+                    if offset == 0:
+                        scratch_M += tl.where(part == 0, skipped_M, 0)
+                    pointer_MD = tensors.partial_out + scratch_M[:, None] * WIDTH + dim[None, :]
+                    lse_M = tl.load(
+                        tensors.partial_lse + scratch_M, mask=exists_M, other=float("-inf"), cache_modifier=".cg"
+                    )
+                    part_MD = tl.load(pointer_MD, mask=exists_M[:, None], other=0.0, cache_modifier=".cg")
+                    lses = lses + (lse_M,)
+                    parts = parts + (part_MD,)
+                    new_max_M = tl.maximum(new_max_M, lse_M)
+                acc_MD, sum_M = merge_parts(acc_MD, sum_M, max_M, new_max_M, lses, parts)
+                max_M = new_max_M
+    return acc_MD, sum_M, max_M
 
 
 @triton.jit

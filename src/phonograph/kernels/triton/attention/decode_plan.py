@@ -15,9 +15,13 @@ over keys.
    unit has many: the more programs have keys of a unit, the longer the last of them merges their results.
 5. Where the launch for long queries runs at the same time, it gets multiprocessors by its share of the work, and the
    ranges are cut for the programs on the others.
+6. A prefix that neighbouring sequences share (`shared_runs`) is a sequence of its own: its queries are those of the
+   run, which see all of its keys. These sequences have ranges of their own, which all programs take before the others.
 
     chunks    | e e 0 0 0 0 0 0 | e e 1 1 1 | e e 2 2 2 2 |    e: empty, a number: unit
     programs  |   p0    |   p1    |   p2    |   p3  |          equal ranges, empty chunks included
+
+Sharing is worth it if it leaves the programs less to do by more than their wait for each other costs (_SHARING_COST).
 """
 
 # pyright: basic, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -28,6 +32,7 @@ from __future__ import annotations
 from collections import namedtuple
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import triton
@@ -36,17 +41,23 @@ from triton.language.extra import cuda as tl_cuda
 
 from phonograph.kernels.attention_scratch import (
     DECODE_PROGRAMS,
+    SHARING_COST,
     SHORTEST_PIECE,
     decode_partials,
     key_tile,
     prefill_rows,
     row_tiles,
 )
+from phonograph.kernels.attention_scratch import UNIT_COST as COST_OF_UNIT
 from phonograph.kernels.triton.attention.plan_words import load_words, store_words
+from phonograph.kernels.triton.attention.shared_runs import MIN_SHARED, compare_tables, find_runs
 from phonograph.kernels.triton.launch.pdl import pdl_options
 
-RECORD_WORDS = tl.constexpr(8)
-SEQUENCE_WORDS = tl.constexpr(4)
+RECORD_WORDS = tl.constexpr(10)
+SEQUENCE_WORDS = tl.constexpr(5)
+PREFIX_WORDS = tl.constexpr(10)
+# Kind of a sequence that shares prefixes; others are of kind 0. Kinds of shared prefixes are their levels, 0 and 1.
+SHARES = tl.constexpr(2)
 _FAR = tl.constexpr(2147483647)
 # A word holds a range's chunks, times this, and the number of ranges that have one more.
 _RANGES = tl.constexpr(1024)
@@ -57,27 +68,50 @@ _LONG_COST = tl.constexpr(1.6)
 _PIECE = tl.constexpr(SHORTEST_PIECE)
 # Cost of beginning a unit, in tiles of keys: the last tiles of the previous unit, then block ids and queries, must have
 # arrived before the first keys are requested.
-UNIT_COST = tl.constexpr(2)
+UNIT_COST = tl.constexpr(COST_OF_UNIT)
 # Largest number of tiles of a unit for which a chunk may be one tile. A program merges about that many results at a
 # time, and merging more takes longer than a second tile.
 _MERGED = tl.constexpr(8)
-# More than UNIT_COST; divides the keys of any chunk. A smaller number shares a word with a multiple of this.
+# More than UNIT_COST and than any kind; divides the keys of any chunk and each first key. A smaller number shares a
+# word with a multiple of this.
 PACKED = tl.constexpr(8)
+_SHARING_COST = tl.constexpr(SHARING_COST)
+
+
+class SharedPrefixes(NamedTuple):
+    """Prefixes of a batch that are attended once, for its first tokens.
+
+    shared [R]:        keys that each sequence shares with the one before
+    words [R, 10]:     by sequence that shares: first token and tokens of its run, position of the first chunk, chunks
+                       of a unit, each for both levels; chunks of a range, empty chunks before a unit
+    arrivals [2]:      programs that have attended their prefixes, and those that go on; zero between launches
+    num_tokens:        tokens of a batch that may share
+    """
+
+    shared: torch.Tensor
+    words: torch.Tensor
+    arrivals: torch.Tensor
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodePlan:
     """Work of one step, and scratch for its layers: tensors that live as long as any graph.
 
-    records [P, 8]:    by program: entry in `sequences`, chunk in that sequence (and empty ones before it in the range),
+    records [P, 10]:   by program: entry in `sequences`, chunk in that sequence (and empty ones before it in the range),
                        keys of a chunk (and empty chunks before each unit), chunks of a range (and the number of ranges
-                       with one more), then the entry itself
-    sequences [R, 4]:  the served sequences, in order: sequence, first token, query length, keys
+                       with one more), the entry itself, and the programs that attend shared prefixes first (0 if there
+                       are none). Behind them, [P, 10], the ranges of shared prefixes
+    sequences [R+1, 5]: the served sequences, in order: sequence, first token, query length, keys, first key of its own
+                       (and kind). Behind them the prefixes that are attended once, in order, up to 2R: a sequence that
+                       has the keys, first token and tokens of the run, end of the keys, first key (and level)
     counters [P]:      partial results that have arrived of the unit that begins in this program and ends in another;
                        zero between launches
     partial_out [2P, rows, D], partial_lse [2P, rows]: results of a range's first and last unit where these are cut; D
-                       rounded up to a power of two, LSE in base 2
+                       rounded up to a power of two, LSE in base 2. Behind them those of shared prefixes: 2P, and a row
+                       for each level, token and head, where units are whole
     block_n:           keys in a tile
+    prefixes:          None if each sequence attends alone
     """
 
     records: torch.Tensor
@@ -90,6 +124,7 @@ class DecodePlan:
     head_size: int
     programs: int
     block_n: int
+    prefixes: SharedPrefixes | None = None
 
 
 def make_decode_plan(
@@ -100,24 +135,39 @@ def make_decode_plan(
     max_num_seqs: int,
     num_sms: int,
     device: torch.device,
+    shared_tokens: int = 0,
 ) -> DecodePlan:
-    """Make the persistent tensors for batches of up to `max_num_seqs` sequences."""
+    """Make the persistent tensors for batches of up to `max_num_seqs` sequences.
+
+    Prefixes are shared among the first `shared_tokens` tokens of a batch.
+    """
     group = num_query_heads // num_kv_heads
-    slots, rows, width = decode_partials(group, head_size, num_sms)
+    slots, rows, width = decode_partials(group, head_size, num_sms, shared_rows=shared_tokens * num_query_heads)
     programs = DECODE_PROGRAMS * num_sms
     ints = partial(torch.zeros, dtype=torch.int32, device=device)
+    floats = partial(torch.zeros, dtype=torch.float32, device=device)
+    most_seqs = triton.next_power_of_2(max_num_seqs)
+    prefixes = None
+    if shared_tokens:
+        prefixes = SharedPrefixes(
+            shared=ints(most_seqs),
+            words=ints(most_seqs, PREFIX_WORDS.value),
+            arrivals=ints(2),
+            num_tokens=shared_tokens,
+        )
     return DecodePlan(
-        records=ints(programs, RECORD_WORDS.value),
+        records=ints(2 * programs if shared_tokens else programs, RECORD_WORDS.value),
         # One more, because the entry after the last is read, though not used.
-        sequences=ints(triton.next_power_of_2(max_num_seqs) + 1, SEQUENCE_WORDS.value),
+        sequences=ints(3 * most_seqs + 2 if shared_tokens else most_seqs + 1, SEQUENCE_WORDS.value),
         counters=ints(programs),
-        partial_out=torch.zeros(slots, rows, width, dtype=torch.float32, device=device),
-        partial_lse=torch.zeros(slots, rows, dtype=torch.float32, device=device),
+        partial_out=floats(slots, rows, width),
+        partial_lse=floats(slots, rows),
         num_kv_heads=num_kv_heads,
         group=group,
         head_size=head_size,
         programs=programs,
         block_n=key_tile(width),
+        prefixes=prefixes,
     )
 
 
@@ -130,8 +180,10 @@ def plan_decode(
     window: tuple[int, int],
     multiprocessors: torch.Tensor | None = None,
     divide: bool = False,
+    block_table: torch.Tensor | None = None,
+    block_size: int = 0,
 ) -> None:
-    """Write the ranges of the sequences with 1 to `max_query_len` queries; one launch.
+    """Write the ranges of the sequences with 1 to `max_query_len` queries; one launch, or two with shared prefixes.
 
     No later kernel starts before this one has ended. So later kernels may read what this one and all before it wrote
     (the plan, the lengths, the block table) without waiting for their predecessor.
@@ -144,16 +196,33 @@ def plan_decode(
         window: (left, right) keys before and after the query; -1 for no bound. The right bound does not matter here.
         multiprocessors: [1] int32; receives the number of multiprocessors for the launch for long queries
         divide: that launch runs at the same time, and leaves the other multiprocessors to this one
+        block_table: [R, max blocks] int32, rows contiguous, of a plan that shares prefixes
+        block_size: keys of a block
     """
     assert plan.programs <= _RANGES.value
-    seqs = plan.sequences.shape[0] - 1
+    seqs = plan.sequences.shape[0] - 1 if plan.prefixes is None else plan.prefixes.shared.shape[0]
     at_once = max(2, min(8, 8192 // seqs))
-    small, large = row_tiles(plan.group, plan.partial_out.shape[2])
+    small, large = row_tiles(plan.group, plan.partial_out.shape[2], shares=plan.prefixes is not None)
+    shared, words = None, None
+    if plan.prefixes is not None:
+        assert block_table is not None and window[0] < 0, "a plan that shares prefixes is for whole contexts"
+        shared, words = plan.prefixes[:2]
+        compare_tables(
+            shared,
+            query_start_loc,
+            seq_lens,
+            block_table,
+            block_size=block_size,
+            max_query_len=max_query_len,
+            max_tokens=plan.prefixes.num_tokens,
+        )
     _plan_kernel[(triton.cdiv(plan.programs, at_once),)](
         query_start_loc,
         seq_lens,
+        shared,
         plan.records,
         plan.sequences,
+        words,
         multiprocessors,
         seq_lens.shape[0],
         max_query_len,
@@ -179,16 +248,18 @@ _Shape = namedtuple("_Shape", "GROUP SMALL LARGE BLOCK_N LEFT")
 
 
 @triton.jit
-def sequence_chunks(query_len, seq_len, chunk, shape):
-    """Return a sequence's first visible key, first key of the first chunk, chunks (at least one) and tiles of rows."""
-    low = seq_len * 0
+def sequence_chunks(query_len, seq_len, word, chunk, shape):
+    """Return an entry's first visible key, first key of the first chunk, chunks (at least one), rows of a tile, tiles.
+
+    The entry's keys are those from the first key in `word`, which is 0 with a window, to `seq_len`.
+    """
+    low = word // PACKED * PACKED
     if shape.LEFT >= 0:
         low = tl.minimum(tl.maximum(seq_len - query_len - shape.LEFT, 0), seq_len)
     start = low // shape.BLOCK_N * shape.BLOCK_N
     chunks = tl.maximum(tl.cdiv(seq_len - start, chunk), 1)
-    rows = query_len * shape.GROUP
-    tiles = tl.where(rows <= shape.SMALL, tl.cdiv(rows, shape.SMALL), tl.cdiv(rows, shape.LARGE))
-    return low, start, chunks, tiles
+    tile_rows, num_tiles = row_tiles_of(query_len, word % PACKED == SHARES, shape)
+    return low, start, chunks, tile_rows, num_tiles
 
 
 @triton.jit
@@ -196,13 +267,15 @@ def read_record(records, program):
     """Return a program's record, unpacked.
 
     The values are its entry in `sequences`, chunk there, empty chunks before it and before each unit, keys of a chunk,
-    the word of `share_of`, then the entry itself.
+    the word of `share_of`, the entry itself, then the programs that attend shared prefixes first.
     """
     record = records + program * RECORD_WORDS
-    index, chunk, chunk_keys, ranges, seq, query_start, query_len, seq_len = load_words(record, RECORD_WORDS)
+    index, chunk, chunk_keys, ranges, seq, query_start, query_len, seq_len, first, together = load_words(
+        record, RECORD_WORDS
+    )
     first_chunk, lead = chunk // PACKED, chunk % PACKED
     empty, chunk_keys = chunk_keys % PACKED, chunk_keys // PACKED * PACKED
-    return index, first_chunk, lead, empty, chunk_keys, ranges, seq, query_start, query_len, seq_len
+    return index, first_chunk, lead, empty, chunk_keys, ranges, seq, query_start, query_len, seq_len, first, together
 
 
 @triton.jit
@@ -225,6 +298,18 @@ def cut_of(position, chunk, program_share, program, num_chunks, empty):
     key_chunk = chunk % num_chunks
     taken = tl.minimum(num_chunks - key_chunk, stop - position)
     unit_begin = position - key_chunk
+    first, last, first_slot = programs_of(unit_begin, num_chunks, share * _RANGES + extra, empty)
+    slot = 2 * program + (begin < unit_begin - empty).to(tl.int32)
+    return key_chunk, taken, first, last, first_slot, slot
+
+
+@triton.jit
+def programs_of(unit_begin, num_chunks, ranges, empty):
+    """Return the first and last program with keys of a unit, and the first one's slot for a partial result.
+
+    `unit_begin` is the position of the unit's first chunk with keys, `ranges` the word of `share_of`.
+    """
+    share, extra = ranges // _RANGES, ranges % _RANGES
     unit_end = unit_begin + num_chunks - 1
     longer = extra * (share + 1)
     shorter = tl.maximum(share, 1)
@@ -234,16 +319,111 @@ def cut_of(position, chunk, program_share, program, num_chunks, empty):
     last = tl.where(unit_end < longer, unit_end // (share + 1), extra + tl.maximum(unit_end - longer, 0) // shorter)
     # A partial result is its program's second if the range begins with keys of another unit.
     first_slot = 2 * first + (first * share + tl.minimum(first, extra) < unit_begin - empty).to(tl.int32)
-    slot = 2 * program + (begin < unit_begin - empty).to(tl.int32)
-    return key_chunk, taken, first, last, first_slot, slot
+    return first, last, first_slot
+
+
+@triton.jit
+def row_tiles_of(query_len, shares, shape):
+    """Return the rows of a tile, and the tiles, of a query of so many tokens.
+
+    Tiles of a sequence that shares prefixes are small: registers hold a large one, or partial results to begin with.
+    """
+    rows = query_len * shape.GROUP
+    tile_rows = tl.where((rows <= shape.SMALL) | shares, shape.SMALL, shape.LARGE)
+    return tile_rows, tl.cdiv(rows, tile_rows)
+
+
+@triton.jit
+def _weigh(run_R, begin, shape):
+    """Return the keys of runs as whole tiles from key `begin` on, and the tiles that each run saves, if any.
+
+    A run's sequences would each read its keys. It reads them once for each of its tiles of rows, and each of its
+    sequences then merges one result more, which costs about as much as a tile.
+    """
+    first_R, last_R, least_R, tokens_R = run_R
+    sequences_R = last_R - first_R + 1
+    end_R = tl.where(sequences_R > 1, least_R // shape.BLOCK_N * shape.BLOCK_N, begin)
+    _, row_tiles_R = row_tiles_of(tokens_R, False, shape)
+    saved_R = (sequences_R - row_tiles_R) * ((end_R - begin) // shape.BLOCK_N)
+    saved_R -= row_tiles_R * UNIT_COST + sequences_R
+    return end_R, tl.where(sequences_R > 1, tl.maximum(saved_R, 0), 0)
+
+
+@triton.jit
+def _find_levels(query_start_loc, shared, num_seqs, shape, SEQS: tl.constexpr):
+    """Return the runs of both levels and what they save.
+
+    The values are, for each level, of each sequence's run: the end of the keys (0 where there is no run that pays), its
+    first sequence and its tokens; then the tiles that all runs save.
+    """
+    seq_R = tl.arange(0, SEQS)
+    shared_R = tl.load(shared + seq_R, mask=seq_R < num_seqs, other=0)
+    next_R = tl.load(shared + seq_R + 1, mask=seq_R + 1 < num_seqs, other=0)
+    first_R, last_R, least_R = find_runs(shared_R, shared_R >= MIN_SHARED, next_R >= MIN_SHARED)
+    inside_R = last_R < num_seqs
+    tokens_R = tl.load(query_start_loc + last_R + 1, mask=inside_R, other=0)
+    tokens_R -= tl.load(query_start_loc + first_R, mask=inside_R, other=0)
+    end_R, saved_R = _weigh((first_R, last_R, least_R, tokens_R), seq_R * 0, shape)
+
+    # A run of a longer prefix lies inside one run, all of whose sequences have the same end.
+    longer_R = end_R + MIN_SHARED
+    first2_R, last2_R, least2_R = find_runs(shared_R, shared_R >= longer_R, next_R >= longer_R)
+    end_R = tl.where(saved_R > 0, end_R, 0)
+    tokens2_R = tl.load(query_start_loc + last2_R + 1, mask=inside_R, other=0)
+    tokens2_R -= tl.load(query_start_loc + first2_R, mask=inside_R, other=0)
+    end2_R, saved2_R = _weigh((first2_R, last2_R, least2_R, tokens2_R), end_R, shape)
+    saved = tl.sum(tl.where(first_R == seq_R, saved_R, 0)) + tl.sum(tl.where(first2_R == seq_R, saved2_R, 0))
+    return end_R, first_R, tokens_R, tl.where(saved2_R > 0, end2_R, 0), first2_R, tokens2_R, saved
+
+
+@triton.jit
+def _divide(tiles_R, units_R, more_tiles_R, more_units_R, programs):
+    """Return the tiles of a chunk and the empty chunks before each unit, of two kinds of units."""
+    most_R = tl.maximum(tl.where(units_R > 0, tiles_R, 0), tl.where(more_units_R > 0, more_tiles_R, 0))
+    # The smallest chunk that leaves no program two chunks: up to half above a fair share, but at most the number
+    # of tiles that take as long as the end of a unit and the beginning of the next.
+    least = tl.where(tl.max(most_R) > _MERGED, 2, 1)
+    fair = tl.maximum(tl.cdiv(tl.sum(tiles_R * units_R + more_tiles_R * more_units_R), programs), least)
+    size_C = fair + tl.cdiv(tl.minimum(fair, 2 * UNIT_COST) * tl.arange(0, 16), 32)
+    chunks_CR = tl.cdiv(tiles_R[None, :], size_C[:, None]) * units_R[None, :]
+    chunks_CR += tl.cdiv(more_tiles_R[None, :], size_C[:, None]) * more_units_R[None, :]
+    size = tl.min(tl.where(tl.sum(chunks_CR, 1) <= programs, size_C, _FAR))
+    return tl.where(size == _FAR, 1, size), tl.where(size == _FAR, UNIT_COST, 0)
+
+
+@triton.jit
+def _store_records(records, ranges_P, size, index_P, before_P, empty, entry_P, together_P, exists_P, shape):
+    """Write records of programs P, whose ranges begin `before_P` chunks behind the first of their entries."""
+    seq_P, begin_P, len_P, keys_P, word_P = entry_P
+    _, _, chunks_P, _, _ = sequence_chunks(len_P, keys_P, word_P, size * shape.BLOCK_N, shape)
+    # Chunks of the sequence and of the unit that belong to earlier programs, with empty ones.
+    unit_P = before_P // (chunks_P + empty)
+    chunk_P = before_P % (chunks_P + empty)
+    first_chunk_P = (unit_P * chunks_P + tl.maximum(chunk_P - empty, 0)) * PACKED + tl.maximum(empty - chunk_P, 0)
+    chunk_keys_P = size * shape.BLOCK_N + empty + seq_P * 0
+    record = index_P, first_chunk_P, chunk_keys_P, ranges_P, seq_P, begin_P, len_P, keys_P, word_P, together_P
+    store_words(records, record, exists_P)
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def _at(is_PR, values_R):
+    """Return each program's value, of the sequence in which its range begins."""
+    return tl.sum(tl.where(is_PR, values_R[None, :], 0), 1)
 
 
 @triton.jit(do_not_specialize=["num_seqs", "max_query_len", "divide"])
 def _plan_kernel(
     query_start_loc,
     seq_lens,
+    shared,
     records,
     sequences,
+    words,
     multiprocessors,
     num_seqs,
     max_query_len,
@@ -271,13 +451,33 @@ def _plan_kernel(
     len_R = tl.load(query_start_loc + seq_R + 1, mask=valid_R, other=0) - begin_R
     keys_R = tl.load(seq_lens + seq_R, mask=valid_R, other=0)
     served_R = valid_R & (len_R >= 1) & (len_R <= max_query_len)
-    _, _, tiles_R, units_R = sequence_chunks(len_R, keys_R, BLOCK_N, SHAPE)
+    # Ends and tokens of the runs of both levels, the latter at their first sequences.
+    end1_R, tokens1_R, end2_R, tokens2_R = seq_R * 0, seq_R * 0, seq_R * 0, seq_R * 0
+    first1_R, first2_R = seq_R, seq_R
+    shares = num_seqs * 0
+    if shared is not None:  # noqa: SIM102 (one is known when compiled, the other is not)
+        if tl.max(tl.load(shared + seq_R, mask=valid_R, other=0)) >= MIN_SHARED:
+            ends_R, firsts_R, token_R, ends2_R, firsts2_R, token2_R, saved = _find_levels(
+                query_start_loc, shared, num_seqs, SHAPE, SEQS
+            )
+            if saved * KV_HEADS >= _SHARING_COST * PROGRAMS:
+                end1_R, first1_R, tokens1_R, end2_R, first2_R, tokens2_R = (
+                    ends_R, firsts_R, token_R, ends2_R, firsts2_R, token2_R,
+                )  # fmt: skip
+                shares += 1
+    own_R = tl.maximum(end1_R, end2_R)
+    word_R = own_R + tl.where(own_R > 0, SHARES, 0)
+    _, _, tiles_R, _, units_R = sequence_chunks(len_R, keys_R, word_R, BLOCK_N, SHAPE)
     units_R = tl.where(served_R, units_R * KV_HEADS, 0)
+    tiles1_R, tiles2_R = end1_R // BLOCK_N, (own_R - end1_R) // BLOCK_N
+    units1_R = tl.where((first1_R == seq_R) & (end1_R > 0), row_tiles_of(tokens1_R, False, SHAPE)[1] * KV_HEADS, 0)
+    units2_R = tl.where((first2_R == seq_R) & (end2_R > 0), row_tiles_of(tokens2_R, False, SHAPE)[1] * KV_HEADS, 0)
+    work_R = tiles_R * units_R + tiles1_R * units1_R + tiles2_R * units2_R
     programs = PROGRAMS
     if multiprocessors is not None:
         SMS: tl.constexpr = PROGRAMS // EACH
         MOST: tl.constexpr = SMS - (SMS + 15) // 16
-        short = tl.sum((tiles_R * units_R).to(tl.float32)) * (BLOCK_N / KV_HEADS)
+        short = tl.sum(work_R.to(tl.float32)) * (BLOCK_N / KV_HEADS)
         long_R = tl.where(valid_R & (len_R > max_query_len), tl.cdiv(len_R * GROUP, LONG), 0)
         seen_R = keys_R
         if LEFT >= 0:
@@ -292,22 +492,13 @@ def _plan_kernel(
         programs = tl.where(divided, PROGRAMS - EACH * used, PROGRAMS)
         if tl.program_id(0) == 0:
             tl.store(multiprocessors, tl.where(divided, used, SMS))
-    # The smallest chunk that leaves no program two chunks: up to half above a fair share, but at most the number
-    # of tiles that take as long as the end of a unit and the beginning of the next.
-    least = tl.where(tl.max(tl.where(served_R, tiles_R, 0)) > _MERGED, 2, 1)
-    fair = tl.maximum(tl.cdiv(tl.sum(tiles_R * units_R), programs), least)
-    size_C = fair + tl.cdiv(tl.minimum(fair, 2 * UNIT_COST) * tl.arange(0, 16), 32)
-    chunks_C = tl.sum(tl.cdiv(tiles_R[None, :], size_C[:, None]) * units_R[None, :], 1)
-    size = tl.min(tl.where(chunks_C <= programs, size_C, _FAR))
-    empty = tl.where(size == _FAR, UNIT_COST, 0)
-    size = tl.where(size == _FAR, 1, size)
-
+    size, empty = _divide(tiles_R, units_R, tiles_R, units_R * 0, programs)
     chunks_R = (tl.cdiv(tiles_R, size) + empty) * units_R
     first_R = tl.where(served_R, tl.cumsum(chunks_R) - chunks_R, _FAR)
     total = tl.sum(chunks_R)
     if tl.program_id(0) == 0:
         entry_R = sequences + (tl.cumsum(served_R.to(tl.int32)) - 1) * SEQUENCE_WORDS
-        store_words(entry_R, (seq_R, begin_R, len_R, keys_R), served_R)
+        store_words(entry_R, (seq_R, begin_R, len_R, keys_R, word_R), served_R)
 
     program_P = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
     exists_P = program_P < PROGRAMS
@@ -320,18 +511,59 @@ def _plan_kernel(
     first_P = tl.max(tl.where(before_PR, first_R[None, :], 0), 1)
     begin_P = tl.load(query_start_loc + seq_P)
     len_P = tl.load(query_start_loc + seq_P + 1) - begin_P
-    keys_P = tl.load(seq_lens + seq_P)
-    _, _, chunks_P, _ = sequence_chunks(len_P, keys_P, size * BLOCK_N, SHAPE)
-    # Chunks of the sequence and of the unit that belong to earlier programs, with empty ones.
-    before_P = start_P - first_P
-    unit_P = before_P // (chunks_P + empty)
-    chunk_P = before_P % (chunks_P + empty)
+    word_P = seq_P * 0
+    if shares != 0:
+        word_P = _at(seq_R[None, :] == seq_P[:, None], word_R)
+    entry_P = seq_P, begin_P, len_P, tl.load(seq_lens + seq_P), word_P
+    takes_P = program_P < programs
     record_P = records + program_P * RECORD_WORDS
-    first_chunk_P = (unit_P * chunks_P + tl.maximum(chunk_P - empty, 0)) * PACKED + tl.maximum(empty - chunk_P, 0)
-    chunk_keys_P = size * BLOCK_N + empty + program_P * 0
-    ranges_P = tl.where(program_P < programs, ranges, 0)
-    record = index_P, first_chunk_P, chunk_keys_P, ranges_P, seq_P, begin_P, len_P, keys_P
-    store_words(record_P, record, exists_P)
+    together_P = tl.where(takes_P, programs * shares, 0)
+    ranges_P = tl.where(takes_P, ranges, 0)
+    _store_records(record_P, ranges_P, size, index_P, start_P - first_P, empty, entry_P, together_P, exists_P, SHAPE)
+
+    if shared is not None:  # noqa: SIM102 (one is known when compiled, the other is not)
+        if shares != 0:
+            # The same for shared prefixes. Entries of a sequence are those of the runs that begin with it.
+            size, empty = _divide(tiles1_R, units1_R, tiles2_R, units2_R, programs)
+            unit1_R, unit2_R = tl.cdiv(tiles1_R, size), tl.cdiv(tiles2_R, size)
+            chunks1_R, chunks2_R = (unit1_R + empty) * units1_R, (unit2_R + empty) * units2_R
+            position1_R = tl.cumsum(chunks1_R + chunks2_R) - chunks1_R - chunks2_R
+            position2_R = position1_R + chunks1_R
+            is1_R, is2_R = units1_R > 0, units2_R > 0
+            total = tl.sum(chunks1_R + chunks2_R)
+            ranges = total // programs * _RANGES + total % programs
+            # Behind the sequences, and the one entry more that is read there.
+            index_R = tl.cumsum(is1_R.to(tl.int32) + is2_R.to(tl.int32)) - is1_R.to(tl.int32) - is2_R.to(tl.int32)
+            index_R += SEQS + 1
+            if tl.program_id(0) == 0:
+                run_R = sequences + index_R * SEQUENCE_WORDS
+                store_words(run_R, (seq_R, begin_R, tokens1_R, end1_R, seq_R * 0), is1_R)
+                run_R += is1_R.to(tl.int32) * SEQUENCE_WORDS
+                store_words(run_R, (seq_R, begin_R, tokens2_R, own_R, end1_R + 1), is2_R)
+                # A sequence's runs are the last that have begun.
+                begin1_R = tl.load(query_start_loc + first1_R, mask=end1_R > 0)
+                begin2_R = tl.load(query_start_loc + first2_R, mask=end2_R > 0)
+                at1_R = tl.associative_scan(tl.where(is1_R, position1_R, 0), 0, _larger)
+                at2_R = tl.associative_scan(tl.where(is2_R, position2_R, 0), 0, _larger)
+                of1 = begin1_R, tl.where(end1_R > 0, tokens1_R, 0), at1_R, unit1_R
+                of2 = begin2_R, tl.where(end2_R > 0, tokens2_R, 0), at2_R, unit2_R
+                store_words(words + seq_R * PREFIX_WORDS, of1 + of2 + (seq_R * 0 + ranges, seq_R * 0 + empty), valid_R)
+            start_P = tl.minimum(share_of(program_P, ranges)[2], total)
+            before_PR = (position1_R[None, :] <= start_P[:, None]) & (is1_R | is2_R)[None, :]
+            seq_P = tl.maximum(tl.max(tl.where(before_PR, seq_R[None, :], -1), 1), 0)
+            is_PR = seq_R[None, :] == seq_P[:, None]
+            before_P, chunks1_P = start_P - _at(is_PR, position1_R), _at(is_PR, chunks1_R)
+            in1_P = before_P < chunks1_P
+            len_P = tl.where(in1_P, _at(is_PR, tokens1_R), _at(is_PR, tokens2_R))
+            end1_P = _at(is_PR, end1_R)
+            end_P = tl.where(in1_P, end1_P, _at(is_PR, own_R))
+            word_P = tl.where(in1_P, 0, end1_P + 1)
+            index_P = _at(is_PR, index_R) + tl.where(in1_P, 0, (chunks1_P > 0).to(tl.int32))
+            before_P -= tl.where(in1_P, 0, chunks1_P)
+            entry_P = seq_P, tl.load(query_start_loc + seq_P), len_P, end_P, word_P
+            record_P += PROGRAMS * RECORD_WORDS
+            ranges_P = tl.where(takes_P, ranges, 0)
+            _store_records(record_P, ranges_P, size, index_P, before_P, empty, entry_P, together_P, exists_P, SHAPE)
     if PDL:
         _fence()
 

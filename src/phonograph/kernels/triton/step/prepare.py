@@ -317,7 +317,7 @@ def _prepare_kernel(
         tl.store(positions_ptr + lane, tl.zeros((BLOCK,), tl.int64), mask=padding & is_first)
         tl.store(slot_mapping_ptr + lane, tl.full((BLOCK,), -1, tl.int64), mask=padding)
         if MOST_DRAFTS:
-            unused = (lane >= tl.load(staging + 4)) & (lane < NUM_LOGITS) & is_first
+            unused = (lane >= tl.load(staging + 3)) & (lane < NUM_LOGITS) & is_first
             tl.store(logits_rows_ptr + lane, tl.zeros((BLOCK,), tl.int64), mask=unused)
             tl.store(staging + SAMPLE_SLOTS + lane, -1, mask=unused)
         if (chunk == 0) & is_first:

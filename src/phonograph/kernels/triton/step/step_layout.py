@@ -15,9 +15,7 @@ import numpy as np
 import torch
 
 _HEADER = 8
-_PREFIX_LEN = 3
-"""Word of the header that `cascade.cut_prefix` reads."""
-_NUM_LOGITS = 4
+_NUM_LOGITS = 3
 _ALIGN = 4
 """Alignment of fields, in words: 16 bytes, which is enough for the int64 draw keys."""
 START_WORDS = 10
@@ -58,8 +56,7 @@ class SlotState(NamedTuple):
 class HostViews(NamedTuple):
     """Fields of a staging buffer as numpy arrays on its memory, by row of the batch.
 
-    header:        int32 [8]: numbers of requests, of tokens and of decodes, the length of a cascade's prefix, and the
-                   number of rows of logits; the rest is not read
+    header:        int32 [8]: numbers of requests, of tokens, of decodes and of rows of logits; the rest is not read
     slots:         int32 [R]
     context_lens:  int32 [R]   tokens computed before this step; read with a token_start
     query_starts:  int32 [R+1] running sum of the query lengths, from 0; `num_reqs + 1` entries are read
@@ -173,11 +170,6 @@ class StepLayout:
         """Return views of the staging buffer on the device, int32 [num_words]."""
         fields = (self.fields[name] for name in SamplingViews._fields)
         return SamplingViews(*(staging[where].view(getattr(torch, dtype)) for dtype, where in fields))
-
-    def prefix_len(self, staging: torch.Tensor) -> torch.Tensor:
-        """Return the prefix's length in the staging buffer on the device, [1] int32."""
-        start = self._start("header") + _PREFIX_LEN
-        return staging[start : start + 1]
 
     def num_logits(self, staging: torch.Tensor) -> torch.Tensor:
         """Return the number of rows of logits in the staging buffer on the device, [1] int32."""

@@ -1,0 +1,77 @@
+"""Runs of sequences that attend a prefix once, in plain Python: the rule that the plan of a step follows on the device.
+
+`explain` reads it, and tests compare the kernels with it (`kernels/triton/attention/shared_runs.py` describes it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from phonograph.attention.attention_spec import AttentionSpec
+from phonograph.kernels.attention_scratch import (
+    DECODE_PROGRAMS,
+    MIN_SHARED,
+    SHARING_COST,
+    UNIT_COST,
+    key_tile,
+    row_tiles,
+    tile_width,
+)
+
+
+class PrefixRun(NamedTuple):
+    """Sequences `first` to `last` of a batch, which attend keys `begin` to `end` once; `level` is 0 or 1.
+
+    A run of level 1 lies inside a longest range of neighbours that share MIN_SHARED keys, and begins behind its run of
+    level 0, if that pays.
+    """
+
+    level: int
+    first: int
+    last: int
+    begin: int
+    end: int
+
+
+def find_runs(spec: AttentionSpec, num_sms: int, shared: Sequence[int], query_lens: Sequence[int]) -> list[PrefixRun]:
+    """Return the runs of a batch, by their first sequence and level; none if they do not pay.
+
+    Args:
+        spec: attention of the KV group.
+        num_sms: multiprocessors.
+        shared: keys in whole blocks that each sequence shares with the one before.
+        query_lens: query tokens of each sequence.
+    """
+    group, width = spec.num_query_heads // spec.num_kv_heads, tile_width(spec.head_size)
+    (small, large), tile = row_tiles(group, width, shares=True), key_tile(width)
+    starts = [0, *accumulate(query_lens)]
+
+    def saved(run: PrefixRun) -> int:
+        """Return the tiles of keys that a run saves in each KV head, less what it costs."""
+        rows, count = (starts[run.last + 1] - starts[run.first]) * group, run.last - run.first + 1
+        tiles = 1 if rows <= small else -(-rows // large)
+        return (count - tiles) * (run.end - run.begin) // tile - tiles * UNIT_COST - count
+
+    found: list[PrefixRun] = []
+    for first, last in _neighbours(shared, 0, len(shared) - 1, MIN_SHARED):
+        end = min(shared[first + 1 : last + 1]) // tile * tile
+        run = PrefixRun(0, first, last, 0, end)
+        begin = end if saved(run) > 0 else 0
+        found.append(run)
+        for head, tail in _neighbours(shared, first, last, end + MIN_SHARED):
+            found.append(PrefixRun(1, head, tail, begin, min(shared[head + 1 : tail + 1]) // tile * tile))
+    found = [run for run in found if saved(run) > 0]
+    worth = sum(map(saved, found)) * spec.num_kv_heads >= SHARING_COST * DECODE_PROGRAMS * num_sms
+    return sorted(found, key=lambda run: (run.first, run.level)) if worth else []
+
+
+def _neighbours(shared: Sequence[int], first: int, last: int, least: int) -> Iterator[tuple[int, int]]:
+    """Yield the longest ranges of two or more neighbours that share at least so many keys."""
+    begin = first
+    for row in range(first + 1, last + 2):
+        if row > last or shared[row] < least:
+            if row - begin > 1:
+                yield begin, row - 1
+            begin = row

@@ -1,0 +1,133 @@
+"""Prefixes that neighbouring sequences of a batch share, found on the device.
+
+Shapes: R sequences of the batch; N entries of a block table.
+
+Two sequences share the keys of their leading equal pages. The scheduler places sequences that share pages next to each
+other in the batch. That order is a hint: only the block tables decide here.
+1. `compare_tables` writes for each sequence how many keys it shares with the one before. A page counts only if both
+   sequences had computed all of it before this step, so no page is shared in which a sequence still writes.
+2. `find_runs`, a part of the plan of `decode_attention`, makes two levels of *runs* of these numbers. A run of level 1
+   is a maximal range of neighbours that share MIN_SHARED keys or more. A run of level 2 is a range inside it whose
+   sequences share MIN_SHARED keys more than all of the run do. The length of a run is what all its sequences share.
+3. A run is attended once where that saves more tiles of keys than it costs (`decode_plan`).
+
+    shared      |  0   9k   9k   2k   9k |  0 |  0   5k |     keys shared with the sequence before
+    level 1     |          2k            |    |    5k   |
+    level 2     |    9k       |    9k    |    |         |     from key 2k on
+    sequences   |  0    1    2 |  3    4 |  5 |  6    7 |     each attends alone to the keys after the last level
+"""
+
+# pyright: basic, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportArgumentType=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from phonograph.kernels.attention_scratch import MIN_SHARED as LEAST_SHARED
+from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_options
+
+MIN_SHARED = tl.constexpr(LEAST_SHARED)
+_FAR = tl.constexpr(2147483647)
+# Block ids of two sequences that a program compares at a time.
+_COMPARED = 1024
+
+
+def compare_tables(
+    shared: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    *,
+    block_size: int,
+    max_query_len: int,
+    max_tokens: int,
+) -> None:
+    """Write the number of keys that each sequence shares with the one before; one launch.
+
+    Args:
+        shared: receives them, [>= R] int32; 0 where one of both has no query, or one that is not served here
+        query_start_loc: [R+1] int32, cumulative query lengths
+        seq_lens: [R] int32, keys of each sequence, the queries' own included
+        block_table: [R, N] int32, rows contiguous
+        block_size: keys of a page
+        max_query_len: longest query served
+        max_tokens: sequences with later tokens share nothing
+    """
+    _compare_kernel[(seq_lens.shape[0],)](
+        shared,
+        query_start_loc,
+        seq_lens,
+        block_table,
+        block_table.stride(0),
+        max_query_len,
+        max_tokens,
+        BLOCK_SIZE=block_size,
+        BLOCK=_COMPARED,
+        **pdl_options(),
+        num_warps=8,
+    )
+
+
+@triton.jit(do_not_specialize=["max_query_len", "max_tokens"])
+def _compare_kernel(
+    shared,
+    query_start_loc,
+    seq_lens,
+    block_table,
+    stride_table,
+    max_query_len,
+    max_tokens,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program r compares sequences r - 1 and r."""
+    pdl_begin(PDL)
+    row = tl.program_id(0)
+    before = tl.maximum(row - 1, 0)
+    begin_before = tl.load(query_start_loc + before)
+    begin = tl.load(query_start_loc + row)
+    end = tl.load(query_start_loc + row + 1)
+    len_before, query_len = begin - begin_before, end - begin
+    context = tl.minimum(tl.load(seq_lens + before) - len_before, tl.load(seq_lens + row) - query_len)
+    joins = (query_len >= 1) & (query_len <= max_query_len) & (len_before >= 1) & (len_before <= max_query_len)
+    pages = tl.where(joins & (row > 0) & (end <= max_tokens), tl.maximum(context, 0) // BLOCK_SIZE, 0)
+    table_before = block_table + before.to(tl.int64) * stride_table
+    table = block_table + row.to(tl.int64) * stride_table
+    equal = pages
+    first = 0
+    while first < equal:
+        column = first + tl.arange(0, BLOCK)
+        inside = column < pages
+        id_before = tl.load(table_before + column, mask=inside, other=0)
+        block_id = tl.load(table + column, mask=inside, other=0)
+        equal = tl.minimum(equal, tl.min(tl.where(id_before == block_id, _FAR, column)))
+        first += BLOCK
+    tl.store(shared + row, equal * BLOCK_SIZE)
+
+
+@triton.jit
+def _scan_run(least_a, end_a, ends_a, least_b, end_b, ends_b):
+    """Continue a run from `a` to its next sequence `b`, or begin another one at `b`."""
+    restarts = ends_b != 0
+    least = tl.where(restarts, least_b, tl.minimum(least_a, least_b))
+    return least, tl.where(restarts, end_b, end_a), ends_a | ends_b
+
+
+@triton.jit
+def find_runs(shared_R, joins_R, joins_next_R):
+    """Return first and last sequence of each sequence's run, and the keys that all of the run share.
+
+    A sequence joins the run of the one before where `joins_R`; `joins_next_R` is the same of the sequence after. A run
+    of one sequence shares more keys than there are.
+    """
+    seq_R = tl.arange(0, shared_R.shape[0])
+    least_R = tl.where(joins_R, shared_R, _FAR)
+    forward_R, first_R, _ = tl.associative_scan((least_R, seq_R, (~joins_R).to(tl.int32)), 0, _scan_run)
+    backward_R, last_R, _ = tl.associative_scan(
+        (least_R, seq_R, (~joins_next_R).to(tl.int32)), 0, _scan_run, reverse=True
+    )
+    return first_R, last_R, tl.minimum(forward_R, backward_R)

@@ -1,0 +1,407 @@
+"""Prefixes that sequences share: the plan against groups found by definition, and attention over them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import pytest
+import torch
+from decode_problem import NAN, Case, Problem
+
+from phonograph.attention.attention_spec import AttentionSpec
+from phonograph.attention.triton.prefix_runs import find_runs
+from phonograph.kernels.attention_scratch import DECODE_PROGRAMS
+from phonograph.kernels.triton.attention import decode_plan
+from phonograph.kernels.triton.attention.decode import decode_attention
+from phonograph.kernels.triton.attention.decode_plan import SHARES, DecodePlan, make_decode_plan, plan_decode
+from phonograph.kernels.triton.attention.shared_runs import compare_tables
+
+Entry = tuple[int, int, int, int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tables:
+    """Block tables of a batch of (query length, keys); entries behind a sequence's end are those of others."""
+
+    batch: list[tuple[int, int]]
+    rows: list[list[int]]
+    block_size: int
+
+
+def draw_tables(rng: random.Random) -> Tables:
+    """Draw sequences that copy the leading blocks of earlier ones, and hints that mislead."""
+    size = rng.choice([16, 32, 48, 64, 128])
+    most_query, num_seqs, width = rng.choice([1, 1, 5]), rng.randint(1, 14), 4200 // size
+    ids = rng.sample(range(1, 20000), 20 * width)
+    batch: list[tuple[int, int]] = []
+    rows: list[list[int]] = []
+    for index in range(num_seqs):
+        query_len = 0 if rng.random() < 0.05 else 17 if rng.random() < 0.05 else rng.randint(1, most_query)
+        row, shared = [ids.pop() for _ in range(width)], 0
+        if index and rng.random() < 0.85:
+            source = index - 1 if rng.random() < 0.8 else rng.randrange(index)
+            context = max(batch[source][1] - batch[source][0], 0)
+            lengths = [
+                0,
+                size,
+                256 - size,
+                256,
+                256 + size,
+                context,
+                context - 1,
+                rng.randint(0, context),
+                context // 2,
+            ]
+            shared = min(max(rng.choice(lengths), 0), context) // size
+            row[:shared] = rows[source][:shared]
+            if rng.random() < 0.1:
+                # Equal blocks in the middle, but not at the beginning.
+                row[shared + 1 : shared + 9] = rows[source][shared + 1 : shared + 9]
+            if rng.random() < 0.1 and shared > 1:
+                row[:shared] = rng.sample(row[:shared], shared)
+            if rng.random() < 0.1:
+                # A block that another sequence left and this one writes: equal, though neither has computed it.
+                row = rows[source][: shared + 1] + row[shared + 1 :]
+        own = rng.choice([0, 1, size - 1, rng.randint(0, 300), rng.randint(0, 3000)]) if index else 1500
+        keys = min(shared * size + own, width * size - 20) + query_len
+        batch.append((query_len, keys if query_len else 0))
+        rows.append(row)
+    return Tables(batch=batch, rows=rows, block_size=size)
+
+
+def shared_keys(tables: Tables, *, max_query_len: int, max_tokens: int) -> list[int]:
+    """Return the keys that each sequence shares with the one before, block by block."""
+    found: list[int] = []
+    end = 0
+    for row, (query_len, keys) in enumerate(tables.batch):
+        end += query_len
+        found.append(0)
+        query_before, keys_before = tables.batch[row - 1]
+        if row == 0 or not (1 <= query_len <= max_query_len and 1 <= query_before <= max_query_len) or end > max_tokens:
+            continue
+        context = min(keys - query_len, keys_before - query_before)
+        for mine, other in zip(tables.rows[row], tables.rows[row - 1], strict=True):
+            if mine != other or found[-1] + tables.block_size > context:
+                break
+            found[-1] += tables.block_size
+    return found
+
+
+def expected_entries(tables: Tables, plan: DecodePlan, *, max_query_len: int) -> tuple[list[Entry], list[Entry]]:
+    """Return a plan's entries, of sequences and of prefixes, from the runs that plain Python finds."""
+    assert plan.prefixes is not None
+    query_lens = [query_len for query_len, _ in tables.batch]
+    starts = [0, *accumulate(query_lens)]
+    shared = shared_keys(tables, max_query_len=max_query_len, max_tokens=plan.prefixes.num_tokens)
+    spec = AttentionSpec(
+        num_query_heads=plan.num_kv_heads * plan.group,
+        num_kv_heads=plan.num_kv_heads,
+        head_size=plan.head_size,
+        dtype="float32",
+        kv_cache_dtype="float32",
+        block_size=tables.block_size,
+    )
+    runs = find_runs(spec, plan.programs // DECODE_PROGRAMS, shared, query_lens)
+    entries: list[Entry] = []
+    prefixes: list[Entry] = []
+    for row, (query_len, keys) in enumerate(tables.batch):
+        if not 1 <= query_len <= max_query_len:
+            continue
+        inside = [run for run in runs if run.first <= row <= run.last]
+        for run in inside:
+            if run.first == row:
+                prefixes.append((row, starts[row], starts[run.last + 1] - starts[row], run.end, run.begin + run.level))
+        own = max((run.end for run in inside), default=0)
+        entries.append((row, starts[row], query_len, keys, own + SHARES.value * bool(inside)))
+    return entries, prefixes
+
+
+def prefixes_in(plan: DecodePlan) -> list[Entry]:
+    """Return the entries of shared prefixes that a plan has, or once had."""
+    assert plan.prefixes is not None
+    return [tuple(entry) for entry in plan.sequences[1 + plan.prefixes.shared.shape[0] :].tolist() if entry[0] >= 0]
+
+
+def check_plan(tables: Tables, plan: DecodePlan, device: torch.device, *, max_query_len: int, slots: int = 0) -> bool:
+    """Compare a plan with the expected one; return True if it shares. `slots` are empty ones behind the batch."""
+    width = max(map(len, tables.rows))
+    table = torch.full((len(tables.rows) + slots, width), 7, dtype=torch.int32, device=device)
+    for index, row in enumerate(tables.rows):
+        table[index, : len(row)] = torch.tensor(row)
+    query_lens, lens = [list(column) + [0] * slots for column in zip(*tables.batch, strict=True)]
+    starts = torch.tensor([0, *query_lens], device=device).cumsum(0).int()
+    plan.sequences.fill_(-1)
+    plan_decode(
+        plan,
+        starts,
+        torch.tensor(lens, dtype=torch.int32, device=device),
+        max_query_len=max_query_len,
+        window=(-1, -1),
+        block_table=table,
+        block_size=tables.block_size,
+    )
+    expected, prefixes = expected_entries(tables, plan, max_query_len=max_query_len)
+    assert [tuple(entry) for entry in plan.sequences[: len(expected)].tolist()] == expected, tables
+    assert prefixes_in(plan) == prefixes, tables
+    for number, (index, _, _, ranges, *entry, together) in enumerate(plan.records.tolist()):
+        if number < plan.programs:
+            assert together == (plan.programs if prefixes else 0)
+            if ranges and index < len(expected):
+                assert tuple(entry) == expected[index], tables
+        elif prefixes and ranges and index - plan.prefixes.shared.shape[0] - 1 < len(prefixes):
+            assert tuple(entry) == prefixes[index - plan.prefixes.shared.shape[0] - 1], tables
+    return bool(prefixes)
+
+
+def plan_for(
+    device: torch.device, *, kv_heads: int = 2, group: int = 4, num_sms: int = 2, tokens: int = 60
+) -> DecodePlan:
+    return make_decode_plan(
+        num_query_heads=kv_heads * group,
+        num_kv_heads=kv_heads,
+        head_size=32,
+        max_num_seqs=16,
+        num_sms=num_sms,
+        device=device,
+        shared_tokens=tokens,
+    )
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_plans_of_random_tables(seed: int, device: torch.device) -> None:
+    rng = random.Random(seed)
+    plans = [
+        plan_for(device, kv_heads=kv_heads, group=group, tokens=tokens)
+        for kv_heads, group, tokens in ((8, 4, 60), (2, 7, 60), (8, 1, 60), (4, 4, 8))
+    ]
+    sharing = 0
+    for _ in range(40):
+        plan, max_query_len = rng.choice(plans), rng.choice([1, 16, 16])
+        sharing += check_plan(draw_tables(rng), plan, device, max_query_len=max_query_len, slots=rng.choice([0, 2]))
+    assert 4 <= sharing <= 38
+
+
+def chain(*lengths: int, size: int = 16, own: int = 90) -> Tables:
+    """Return one sequence, and those that share that many keys with the one before each."""
+    ids = iter(range(1, 1 << 20))
+    keys = max(lengths) + own
+    rows: list[list[int]] = [[next(ids) for _ in range(-(-keys // size))]]
+    for length in lengths:
+        rows.append(rows[-1][: length // size] + [next(ids) for _ in range(len(rows[0]) - length // size)])
+    return Tables(batch=[(1, keys)] * len(rows), rows=rows, block_size=size)
+
+
+@pytest.mark.parametrize(
+    ("tables", "shared"),
+    [
+        (chain(*[1024] * 7), [(0, 8, 1024, 0)]),
+        # All but the token of the query, in whole pages.
+        (chain(*[1024] * 7, own=1), [(0, 8, 1024, 0)]),
+        (chain(*[1040] * 7), [(0, 8, 1024, 0)]),
+        (chain(*[240] * 7), []),
+        (chain(*[256] * 7), [(0, 8, 256, 0)]),
+        # A system prompt of all, and two longer prefixes.
+        (chain(2048, 2048, 512, 1024, 1024), [(0, 6, 512, 0), (0, 3, 2048, 512 + 1), (3, 3, 1024, 512 + 1)]),
+        (chain(2048, 256, 2048), [(0, 4, 256, 0), (0, 2, 2048, 256 + 1), (2, 2, 2048, 256 + 1)]),
+        (chain(2048, 0, 2048), [(0, 2, 2048, 0), (2, 2, 2048, 0)]),
+    ],
+)
+def test_plans_of_chains(tables: Tables, shared: list[tuple[int, int, int, int]], device: torch.device) -> None:
+    plan = plan_for(device, kv_heads=8)
+    check_plan(tables, plan, device, max_query_len=1)
+    assert [entry[1:] for entry in prefixes_in(plan)] == shared
+
+
+def test_sharing_must_pay(device: torch.device) -> None:
+    """Two sequences save half of their tiles, which many programs do not notice."""
+    tables = chain(512)
+    for num_sms, shares in ((1, True), (132, False)):
+        assert check_plan(tables, plan_for(device, kv_heads=8, num_sms=num_sms), device, max_query_len=1) == shares
+
+
+ALIKE = (0, 640)
+"""Shares 640 keys with the first sequence."""
+CASES = [
+    Case(batch=((1, 700),) * 6, shared=((0, 0), *[ALIKE] * 5)),
+    Case(batch=((1, 700),) * 20, shared=((0, 0), *[ALIKE] * 19), num_query_heads=14, sinks=True, max_query_len=1),
+    # Two levels, between sequences that share nothing.
+    Case(
+        batch=((1, 90), *[(1, 1400)] * 9, (3, 50), (0, 0)),
+        shared=((0, 0), (0, 0), *[(1, 640)] * 4, *[(5, 1300)] * 4, (0, 0), (0, 0)),
+        sinks=True,
+        softcap=2.5,
+    ),
+    # Drafts, beside a prefill.
+    Case(
+        batch=((5, 800), (1, 700), (16, 900), (3, 801), (40, 900), (1, 30)),
+        shared=((0, 0), *[ALIKE] * 3, (0, 0), (0, 0)),
+        num_sms=3,
+        divide=True,
+    ),
+    Case(batch=((1, 1000),) * 9, shared=((0, 0), *[(0, 960)] * 8), num_query_heads=4, num_kv_heads=4, num_sms=5),
+    Case(batch=((1, 700),) * 6, shared=((0, 0), *[ALIKE] * 5), head_size=96, block_size=48, hnd=True, lse=False),
+    Case(batch=((1, 700),) * 5, shared=((0, 0), *[ALIKE] * 4), head_size=128, block_size=64, dtype=torch.float16),
+    Case(
+        batch=((1, 700), (2, 700)) * 4,
+        shared=((0, 0), *[ALIKE] * 7),
+        head_size=64,
+        dtype=torch.float16,
+        kv_dtype=torch.float8_e4m3fn,
+        num_query_heads=14,
+    ),
+    Case(batch=((1, 500),) * 6, shared=((0, 0), *[(0, 448)] * 5), head_size=256, dtype=torch.float16),
+]
+
+
+def shares(plan: DecodePlan) -> bool:
+    return bool((plan.records[: plan.programs, -1] > 0).any())
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_shared_prefixes(case: Case, device: torch.device) -> None:
+    problem = Problem(case, device)
+    plan = problem.plan()
+    problem.check(plan)
+    assert shares(plan)
+
+
+def test_one_plan_serves_other_groups(device: torch.device) -> None:
+    """Nothing is left from the groups of the batch before."""
+    base = Case(batch=((1, 700),) * 8, shared=((0, 0), *[ALIKE] * 7))
+    plan = Problem(base, device).plan()
+    for shared in (base.shared, ((0, 0),) * 8, ((0, 0), *[ALIKE] * 3, (0, 0), *[(4, 320)] * 3), base.shared):
+        Problem(replace(base, shared=shared), device).check(plan)
+
+
+def test_the_order_of_arrival_does_not_matter(device: torch.device) -> None:
+    problem = Problem(CASES[2], device)
+    plan = problem.plan()
+    first, _ = problem.run(plan)
+    for _ in range(3):
+        again, _ = problem.run(plan)
+        assert torch.equal(first[:13], again[:13])
+
+
+def a_run_too_long(shared: torch.Tensor) -> None:
+    """By the keys of a tile, that is four pages."""
+    shared[1:6] += 64
+
+
+def a_sequence_of_another_run(shared: torch.Tensor) -> None:
+    shared[6] = 640
+
+
+def a_stale_run(shared: torch.Tensor) -> None:
+    shared[:] = torch.tensor([0, *[640] * 3, 0, 640, 640])
+
+
+@pytest.mark.parametrize(
+    "plant", [a_run_too_long, a_sequence_of_another_run, a_stale_run], ids=lambda one: one.__name__
+)
+def test_wrong_runs_are_caught(
+    plant: Callable[[torch.Tensor], None], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The comparison with the definition sees each of these in a run of six and a sequence of its own."""
+    problem = Problem(Case(batch=((1, 708),) * 7, shared=((0, 0), *[ALIKE] * 5, (0, 0))), device)
+    plan = problem.plan()
+    problem.check(plan)
+
+    def planted(shared: torch.Tensor, *tensors: torch.Tensor, **settings: int) -> None:
+        compare_tables(shared, *tensors, **settings)  # pyright: ignore[reportCallIssue]
+        plant(shared[:7])
+
+    monkeypatch.setattr(decode_plan, "compare_tables", planted)
+    with pytest.raises(AssertionError):
+        problem.check(plan)
+
+
+def test_a_prefix_that_counts_twice_is_caught(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second level that repeats the first."""
+    problem = Problem(Case(batch=((1, 708),) * 7, shared=((0, 0), *[ALIKE] * 5, (0, 0))), device)
+    plan = problem.plan()
+
+    def planted(plan: DecodePlan, *tensors: torch.Tensor, **settings: object) -> None:
+        plan_decode(plan, *tensors, **settings)  # pyright: ignore[reportArgumentType]
+        assert plan.prefixes is not None
+        plan.prefixes.words[:, 4:8] = plan.prefixes.words[:, :4]
+
+    monkeypatch.setattr("decode_problem.plan_decode", planted)
+    with pytest.raises(AssertionError):
+        problem.check(plan)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"), [(32, 8, 128), (28, 4, 128), (40, 8, 64), (8, 1, 256), (8, 8, 96)]
+)
+def test_models(heads: int, kv_heads: int, dim: int, kv_dtype: torch.dtype | None, device: torch.device) -> None:
+    base = Case(
+        batch=((1, 9000),) * 40 + ((1, 3000),) * 30,
+        shared=((0, 0), *[(0, 4096)] * 19, *[(1, 8192)] * 20, (0, 0), *[(40, 2048)] * 28, (0, 0)),
+        num_query_heads=heads,
+        num_kv_heads=kv_heads,
+        head_size=dim,
+        dtype=torch.bfloat16,
+        kv_dtype=kv_dtype,
+        sinks=True,
+        num_sms=132,
+    )
+    drafts = replace(base, batch=tuple((1 + index % 6, keys) for index, (_, keys) in enumerate(base.batch)))
+    for case in (base, replace(base, max_query_len=1, block_size=64), drafts, replace(base, softcap=20.0, hnd=True)):
+        problem = Problem(case, device)
+        plan = problem.plan()
+        for _ in range(2):
+            problem.check(plan)
+        assert shares(plan)
+
+
+@pytest.mark.gpu
+def test_a_graph_serves_other_groups(device: torch.device) -> None:
+    """Captured on one batch and replayed on others, with all scratch poisoned in between."""
+    base = Case(
+        batch=((1, 5000),) * 32,
+        shared=((0, 0), *[(0, 4096)] * 31),
+        num_query_heads=32,
+        num_kv_heads=8,
+        head_size=128,
+        dtype=torch.bfloat16,
+        num_sms=132,
+        padding=0,
+        lse=False,
+    )
+    batches = [base.shared, ((0, 0),) * 32, ((0, 0), *[(0, 2048)] * 15, (0, 0), *[(16, 4928)] * 15), base.shared]
+    problems = [Problem(replace(base, shared=shared), device) for shared in batches]
+    plan = problems[0].plan()
+    num_blocks = max(problem.cache.shape[1] for problem in problems)
+    cache = torch.full((2, num_blocks, 16, 8, 128), NAN, dtype=torch.bfloat16, device=device)
+    query, table = torch.empty_like(problems[0].query), torch.zeros(32, 400, dtype=torch.int32, device=device)
+    starts, lens = problems[0].starts.to(device), torch.full((32,), 5000, dtype=torch.int32, device=device)
+    out = torch.empty(query.shape, dtype=torch.bfloat16, device=device)
+
+    def step() -> None:
+        plan_decode(plan, starts, lens, max_query_len=1, window=(-1, -1), block_table=table, block_size=16)
+        decode_attention(
+            plan, query, cache, table, starts, lens, out, None, scale=1.2 * 128**-0.5,
+            window=(-1, -1), softcap=0.0, alibi_slopes=None, sinks=None, k_scale=None, v_scale=None, causal=True,
+        )  # fmt: skip
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for problem in problems:
+        cache[:, : problem.cache.shape[1]] = problem.cache
+        query.copy_(problem.query)
+        table[:, : problem.table.shape[1]] = problem.table.to(device)
+        for scratch in (out, plan.partial_out, plan.partial_lse):
+            scratch.fill_(NAN)
+        graph.replay()
+        torch.cuda.synchronize()
+        for row in range(32):
+            expected = problem.attend(slice(row, row + 1), 5000, problem.slots[row])[0]
+            assert (out[row].double().cpu() - expected[0]).norm() <= 1e-2 * expected.norm(), row
