@@ -1,4 +1,4 @@
-"""Structured outputs of at least `min_tokens` tokens: those that end the output are masked, unless nothing else fits."""
+"""Structured outputs of at least `min_tokens` tokens: those that end the output are masked, if others may follow."""
 
 from __future__ import annotations
 
