@@ -19,8 +19,7 @@ pytest.importorskip("triton")
 from phonograph.kernels.triton.launch import compile_helper, precompile
 
 KERNELS = {
-    "_compare_kernel", "_plan_kernel", "_attention_kernel", "_gemm_small_m_kernel", "_gemm_ring_kernel", "scan_kernel",
-    "filter_kernel",
+    "_plan_kernel", "_attention_kernel", "_gemm_small_m_kernel", "_gemm_ring_kernel", "scan_kernel", "filter_kernel",
 }  # fmt: skip
 
 
