@@ -17,6 +17,7 @@ from phonograph.sampling.accept import accepted_runs
 from phonograph.sampling.failures import SlotFailures
 from phonograph.sampling.sampler import Sampler
 from phonograph.speculation.host_drafts import HostDrafts
+from phonograph.speculation.suffix_drafts import SuffixDrafts
 
 _ALL_ON_HOST = SamplingPlan()
 
@@ -77,6 +78,10 @@ class CpuSampling:
             self.drafts.start(batch.new)
             lengths = {slot: len(self._inputs.tokens_of(slot)) for slot in slots}
             self.drafts.found(self._draft_runner.draft(batch, lengths, self.drafts.wants), slots)
+        elif isinstance(self.drafts, SuffixDrafts):
+            self.drafts.begin(batch)
+            for slot, made in zip(slots, self.drafts.follow(output), strict=True):
+                self._inputs.write_drafts(slot, np.array(made, np.int32))
         elif self.drafts is not None:
             for slot in slots:
                 self._inputs.write_drafts(slot, self.drafts.draft(slot, self._inputs.tokens_of(slot)))

@@ -1,0 +1,180 @@
+"""Suffix decoding changes no token on a CPU and on a GPU's parts, and drafts from earlier outputs too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from drafted_requests import KINDS, PROMPTS, SETTINGS, UNFINISHED, texts
+from scheduling import request
+
+from phonograph.config.speculative_config import MOST_DRAFTS, SuffixSettings, read_speculative_config
+from phonograph.core.batch import DraftCounts
+from phonograph.core.request import Request
+from phonograph.core.sampling_params import SamplingParams
+from phonograph.engine.llm import LLM
+from phonograph.errors import ConfigError
+from phonograph.graphs.modes import GraphMode
+from phonograph.speculation.suffix_drafts import SuffixDrafts
+
+K = 3
+SUFFIX = {"method": "suffix", "num_speculative_tokens": K, "adaptive_depth": False}
+TIGHT = {"max_num_batched_tokens": 16, "block_size": 16, "num_kv_blocks": 12}
+"""Chunked prompts, and too few blocks for four sequences."""
+
+
+@pytest.fixture(scope="module")
+def plain() -> LLM:
+    return LLM(**SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def drafting() -> LLM:
+    return LLM(**SETTINGS, speculative_config=SUFFIX)
+
+
+def counts_of(llm: LLM) -> DraftCounts:
+    return llm.engine.core.scheduler.stats.drafts
+
+
+def test_tokens_are_those_of_plain_decoding(plain: LLM, drafting: LLM) -> None:
+    """Of requests of all kinds together. The second time, drafts come from the outputs of the first."""
+    params = [SamplingParams(**(UNFINISHED | KINDS[kind])) for kind in KINDS for _ in PROMPTS[:4]]
+    prompts = PROMPTS[:4] * len(KINDS)
+    wanted, gained = texts(plain.generate(prompts, params)), list[int]()
+    for _ in range(2):
+        before = counts_of(drafting).accepted
+        assert texts(drafting.generate(prompts, params)) == wanted
+        gained.append(counts_of(drafting).accepted - before)
+    assert gained[1] > 1.5 * gained[0] > 0
+    assert sum(counts_of(drafting).accepted_by_position) == counts_of(drafting).accepted
+
+
+@pytest.mark.parametrize("mode", ["FULL", "NONE"])
+def test_few_blocks_and_the_end_of_the_context(mode: str, plain: LLM) -> None:
+    """Preempted sequences are loaded again, and their output is kept once."""
+    settings: dict[str, Any] = {**SETTINGS, **TIGHT, "cudagraph_mode": mode}
+    drafting = LLM(**settings, speculative_config=SUFFIX)
+    prompts = [[3 + index % 7, 5, 6, 7] * (1 + 6 * index) for index in range(5)]
+    total = 0
+    for params in ({"max_tokens": 90}, {"max_tokens": 20}):
+        asked = SamplingParams(temperature=0.8, seed=4, ignore_eos=True, **params)
+        wanted = texts(plain.generate(prompts, asked))
+        assert texts(drafting.generate(prompts, asked)) == wanted
+        total += sum(len(one[0]) for one in wanted)
+    stats = drafting.engine.core.scheduler.stats
+    assert stats.num_preemptions and stats.drafts.accepted
+    drafts = drafting.engine.core.runner.drafts
+    assert isinstance(drafts, SuffixDrafts)
+    # Sequences that ended are kept when the next step comes.
+    drafting.generate(prompts[:1], SamplingParams(max_tokens=1))
+    assert total - stats.num_preemptions <= sum(token >= 0 for token in drafts._outputs.index.tokens) <= total
+
+
+def test_adaptive_depth(plain: LLM) -> None:
+    drafting = LLM(**SETTINGS, speculative_config=SUFFIX | {"adaptive_depth": True})
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    wanted = texts(plain.generate(PROMPTS, params))
+    assert all(texts(drafting.generate(PROMPTS, params)) == wanted for _ in range(3))
+    assert counts_of(drafting).verified > 0
+
+
+def test_aborted_requests_leave_their_output_to_others(drafting: LLM) -> None:
+    """A request repeats one that was aborted, whose output was the only place of these tokens."""
+    params = SamplingParams(temperature=1.2, seed=77, max_tokens=40, ignore_eos=True)
+    core, session = drafting.engine.core, drafting.session
+    first = session.add([5, 9, 6, 4], params)
+    for _ in range(12):
+        session.step()
+    session.abort(first)
+    known = len(first.outputs[0].token_ids)
+    before = core.scheduler.stats.drafts.accepted
+    (again,) = drafting.generate([[5, 9, 6, 4]], params)
+    assert again.outputs[0].token_ids[:known] == first.outputs[0].token_ids
+    assert core.scheduler.stats.drafts.accepted - before >= known - 8
+
+
+def test_verify_and_explain(drafting: LLM) -> None:
+    report = drafting.verify(num_replays=30)
+    assert report.ok, report.mismatches
+    assert "all that suffix makes" in "; ".join(drafting.plan.notes)
+
+
+def test_defaults_are_those_of_vllm_but_for_the_number_of_drafts() -> None:
+    config = read_speculative_config({"method": "suffix"})
+    assert config.num_speculative_tokens == MOST_DRAFTS and config.suffix == SuffixSettings(24, 10000, 1.0, 0.1)
+    given = {"suffix_decoding_max_tree_depth": 8, "suffix_decoding_max_cached_requests": 0}
+    given |= {"suffix_decoding_max_spec_factor": 2, "suffix_decoding_min_token_prob": 0.5}
+    assert read_speculative_config({"method": "suffix", **given}).suffix == SuffixSettings(8, 0, 2, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"suffix_decoding_max_tree_depth": 1}, "max_tree_depth=.*1.*must be a whole number from 2 to 1024"),
+        ({"suffix_decoding_max_tree_depth": 8.0}, "max_tree_depth=.*8.0.*must be a whole number"),
+        ({"suffix_decoding_max_cached_requests": -1}, "max_cached_requests=.*-1.*from 0 to"),
+        ({"suffix_decoding_max_spec_factor": -0.5}, "max_spec_factor=.*-0.5.*must be a number from 0 to 1000"),
+        ({"suffix_decoding_max_spec_factor": float("nan")}, "max_spec_factor=.*nan.*must be a number"),
+        ({"suffix_decoding_min_token_prob": 1.5}, "min_token_prob=.*1.5.*must be a number from 0 to 1"),
+        ({"suffix_decoding_min_token_prob": True}, "min_token_prob=.*True.*must be a number from 0 to 1"),
+        ({"suffix_decoding_depth": 3}, "suffix_decoding_depth=.*is not known; the keys are method"),
+        ({"prompt_lookup_max": 3}, "prompt_lookup_max=.*3.*belongs to method ngram"),
+        ({"model": "x"}, "model=.*x.*belongs to methods draft_model"),
+        ({"num_speculative_tokens": 32}, "num_speculative_tokens=.*32.*from 1 to 15"),
+        ({"method": "ngram", "suffix_decoding_min_token_prob": 0.1}, "min_token_prob=.*belongs to method suffix"),
+    ],
+)
+def test_refused_configurations(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        read_speculative_config({"method": "suffix", "num_speculative_tokens": K, **given})
+
+
+pytest.importorskip("phonograph.runner.cuda.cuda_inputs")
+
+from table_engine import MakeEngine, engine_maker, free, ruled, wanted
+
+DEVICE = read_speculative_config(SUFFIX)
+
+
+@pytest.fixture(scope="module")
+def make() -> MakeEngine:
+    return engine_maker()
+
+
+def requests(count: int, **more: Any) -> list[Request]:
+    kinds = ({"temperature": 0.0}, {"temperature": 0.7, "top_k": 5}, {"temperature": 1.0, "logprobs": 0})
+    return [
+        request(f"{index}", [7 * index % 90 + 1] * (1 + 5 * index % 23), seed=index, **(kinds[index % 3] | more))
+        for index in range(count)
+    ]
+
+
+@pytest.mark.parametrize(("mode", "num_blocks", "adaptive"), [(GraphMode.FULL, 10, False), (GraphMode.NONE, 64, True)])
+def test_on_the_parts_of_a_gpu(mode: GraphMode, num_blocks: int, adaptive: bool, make: MakeEngine) -> None:
+    """Beside prefills and rows that the host samples, with preemption; the second time outputs are known."""
+    engine = make(mode, DEVICE._replace(adaptive_depth=adaptive), num_blocks=num_blocks, lookahead=0)
+    before = DraftCounts()
+    for number in range(2):
+        several = requests(6, max_tokens=16)
+        for one in several:
+            one.request_id += f" {number}"
+        engine.run(*several)
+        assert [one.output_token_ids for one in several] == [wanted(engine.model, one) for one in several]
+        counts = engine.core.scheduler.stats.drafts
+        gained, verified = counts.accepted - before.accepted, counts.verified - before.verified
+        assert number == 0 or gained > 0.6 * verified > 0
+        before = counts
+    assert bool(engine.core.scheduler.stats.num_preemptions) == (num_blocks == 10)
+    assert "full decode" in engine.core.runner.counts or mode is GraphMode.NONE
+
+
+def test_rows_that_are_masked_behind_a_step(make: MakeEngine) -> None:
+    engine = make(GraphMode.FULL, DEVICE, lookahead=0)
+    for number in range(2):
+        several = [ruled("a", 7), free("b", temperature=0.0), ruled("c", 4, temperature=1.0), free("d", logprobs=0)]
+        for one in several:
+            one.request_id += f" {number}"
+        engine.run(*several)
+        assert [one.output_token_ids for one in several] == [wanted(engine.model, one) for one in several]
+    assert engine.core.scheduler.stats.drafts.accepted > 0
