@@ -386,7 +386,6 @@ def test_a_gpu_speculates_on_backends_that_take_bounds_of_lengths(backend: str |
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"attention_backend": "flashinfer"}, "flashinfer plans with exact lengths.* triton or flash_attn works"),
         ({"attention_backend": "decode=triton,prefill=flash_attn"}, "takes decodes of one length.* triton or"),
         ({"cascade_attention": True, "max_num_seqs": 64}, "cascade_attention takes decodes of one token"),
     ],
@@ -396,6 +395,24 @@ def test_a_gpu_refuses_speculation_where_drafts_cannot_be_verified(settings: dic
         plan_of("h200", speculative_config=SPECULATION, **settings)
 
 
+@pytest.mark.parametrize(
+    ("backend", "speculation", "reason"),
+    [
+        ("triton", SPECULATION, None),
+        ("flashinfer", SPECULATION, "flashinfer plans with exact lengths"),
+        ("triton", {"method": "suffix"}, "the host makes the drafts of method suffix"),
+    ],
+)
+def test_a_step_waits_for_the_tokens_of_the_one_before(
+    backend: str, speculation: dict[str, Any], reason: str | None
+) -> None:
+    plan = plan_of("h200", attention_backend=backend, speculative_config=speculation)
+    found = [note for note in plan.notes if "waits for the tokens of the one before" in note]
+    assert plan.waits == (reason is not None) == bool(found) and (reason or "") in "".join(found)
+    assert plan.captures.drafting and plan.captures.wide
+    assert not plan_of("h200", attention_backend=backend).waits
+
+
 def test_memory_of_drafts_on_a_gpu_is_planned() -> None:
     """Rows of logits, their scratch, and the tokens of all slots, in which drafts are looked up."""
     shape: dict[str, Any] = {"attention_backend": "triton", "max_num_seqs": 64, "max_model_len": 1000}
@@ -403,6 +420,8 @@ def test_memory_of_drafts_on_a_gpu_is_planned() -> None:
     rows = 4 * 64
     assert drafting.sampling - plain.sampling == 4 * 64 * 1001 + 33 * 1024 * rows
     assert drafting.graphs - plain.graphs >= rows * DEMO.vocab_size * 2
+    suffix = plan_of("h200", **shape, speculative_config={"method": "suffix", "num_speculative_tokens": 4}).memory
+    assert drafting.sampling - suffix.sampling == 4 * 64 * 1001
 
 
 def plan_with_draft(folder: Path, device: str = "h200", **settings: Any) -> EnginePlan:

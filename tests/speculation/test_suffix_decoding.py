@@ -1,4 +1,4 @@
-"""Suffix decoding changes no token on a CPU and on a GPU's parts, and drafts from earlier outputs too."""
+"""Suffix decoding on a CPU: it changes no token, and drafts from earlier outputs too."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ from typing import Any
 
 import pytest
 from drafted_requests import KINDS, PROMPTS, SETTINGS, UNFINISHED, texts
-from scheduling import request
 
 from phonograph.config.speculative_config import MOST_DRAFTS, SuffixSettings, read_speculative_config
 from phonograph.core.batch import DraftCounts
-from phonograph.core.request import Request
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.llm import LLM
 from phonograph.errors import ConfigError
-from phonograph.graphs.modes import GraphMode
 from phonograph.speculation.suffix_drafts import SuffixDrafts
 
 K = 3
@@ -68,7 +65,7 @@ def test_few_blocks_and_the_end_of_the_context(mode: str, plain: LLM) -> None:
     assert isinstance(drafts, SuffixDrafts)
     # Sequences that ended are kept when the next step comes.
     drafting.generate(prompts[:1], SamplingParams(max_tokens=1))
-    assert total - stats.num_preemptions <= sum(token >= 0 for token in drafts._outputs.index.tokens) <= total
+    assert total - stats.num_preemptions <= sum(token >= 0 for token in drafts.outputs.index.tokens) <= total
 
 
 def test_adaptive_depth(plain: LLM) -> None:
@@ -128,53 +125,3 @@ def test_defaults_are_those_of_vllm_but_for_the_number_of_drafts() -> None:
 def test_refused_configurations(given: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         read_speculative_config({"method": "suffix", "num_speculative_tokens": K, **given})
-
-
-pytest.importorskip("phonograph.runner.cuda.cuda_inputs")
-
-from table_engine import MakeEngine, engine_maker, free, ruled, wanted
-
-DEVICE = read_speculative_config(SUFFIX)
-
-
-@pytest.fixture(scope="module")
-def make() -> MakeEngine:
-    return engine_maker()
-
-
-def requests(count: int, **more: Any) -> list[Request]:
-    kinds = ({"temperature": 0.0}, {"temperature": 0.7, "top_k": 5}, {"temperature": 1.0, "logprobs": 0})
-    return [
-        request(f"{index}", [7 * index % 90 + 1] * (1 + 5 * index % 23), seed=index, **(kinds[index % 3] | more))
-        for index in range(count)
-    ]
-
-
-@pytest.mark.parametrize(("mode", "num_blocks", "adaptive"), [(GraphMode.FULL, 10, False), (GraphMode.NONE, 64, True)])
-def test_on_the_parts_of_a_gpu(mode: GraphMode, num_blocks: int, adaptive: bool, make: MakeEngine) -> None:
-    """Beside prefills and rows that the host samples, with preemption; the second time outputs are known."""
-    engine = make(mode, DEVICE._replace(adaptive_depth=adaptive), num_blocks=num_blocks, lookahead=0)
-    before = DraftCounts()
-    for number in range(2):
-        several = requests(6, max_tokens=16)
-        for one in several:
-            one.request_id += f" {number}"
-        engine.run(*several)
-        assert [one.output_token_ids for one in several] == [wanted(engine.model, one) for one in several]
-        counts = engine.core.scheduler.stats.drafts
-        gained, verified = counts.accepted - before.accepted, counts.verified - before.verified
-        assert number == 0 or gained > 0.6 * verified > 0
-        before = counts
-    assert bool(engine.core.scheduler.stats.num_preemptions) == (num_blocks == 10)
-    assert "full decode" in engine.core.runner.counts or mode is GraphMode.NONE
-
-
-def test_rows_that_are_masked_behind_a_step(make: MakeEngine) -> None:
-    engine = make(GraphMode.FULL, DEVICE, lookahead=0)
-    for number in range(2):
-        several = [ruled("a", 7), free("b", temperature=0.0), ruled("c", 4, temperature=1.0), free("d", logprobs=0)]
-        for one in several:
-            one.request_id += f" {number}"
-        engine.run(*several)
-        assert [one.output_token_ids for one in several] == [wanted(engine.model, one) for one in several]
-    assert engine.core.scheduler.stats.drafts.accepted > 0

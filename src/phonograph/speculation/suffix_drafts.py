@@ -26,6 +26,7 @@ class SuffixDrafts(HostDrafts):
 
     Attributes:
         max_num_logits: as above.
+        outputs: of earlier requests.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class SuffixDrafts(HostDrafts):
         self._limits = PathLimits(
             budget.most, settings.max_tree_depth, settings.max_spec_factor, settings.min_token_prob
         )
-        self._outputs = OutputCache(settings.max_cached_requests, MOST_CACHED_TOKENS)
+        self.outputs = OutputCache(settings.max_cached_requests, MOST_CACHED_TOKENS)
         self._own: dict[int, SuffixIndex] = {}
         self._known: dict[int, int] = {}  # by slot: tokens that it started with
 
@@ -44,7 +45,7 @@ class SuffixDrafts(HostDrafts):
         """Keep the outputs of sequences that ended before a step, and load those that start with it."""
         for slot in batch.freed:
             if slot in self._own:
-                self._outputs.add(self._own.pop(slot).tokens[self._known.pop(slot) :])
+                self.outputs.add(self._own.pop(slot).tokens[self._known.pop(slot) :])
         self.start(batch.new)
         for new in batch.new:
             known = [] if new.slot in self._plain else new.token_ids
@@ -64,7 +65,7 @@ class SuffixDrafts(HostDrafts):
 
     def _draft(self, own: SuffixIndex) -> list[int]:
         mine, my_score = own.continuation(own.tokens, self._limits)
-        theirs, their_score = self._outputs.index.continuation(own.tokens, self._limits)
+        theirs, their_score = self.outputs.index.continuation(own.tokens, self._limits)
         return theirs if their_score > my_score else mine
 
 

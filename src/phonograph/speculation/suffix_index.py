@@ -57,8 +57,8 @@ class SuffixIndex:
     def extend(self, token_ids: Iterable[int]) -> None:
         """Append tokens, of the vocabulary or `END`."""
         tokens, earlier, latest = self.tokens, self._earlier, self._latest
-        before, place = (tokens[-1] if tokens else END), self._first + len(tokens)
-        for place, token in enumerate(token_ids, place):
+        before = tokens[-1] if tokens else END
+        for place, token in enumerate(token_ids, self._first + len(tokens)):
             pair = before << 32 | token & 0xFFFFFFFF
             earlier.append(latest.get(pair, -1))
             latest[pair] = place
