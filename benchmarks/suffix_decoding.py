@@ -18,10 +18,11 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from prompt_lookup import ROOT, Round, decode, print_summary, smollm2, summary
+
 from bench.result_files import output_file, write_result
 from phonograph import LLM
 from phonograph.bench.records.record import provenance
-from prompt_lookup import ROOT, Round, decode, print_summary, smollm2, summary
 
 THINGS = (
     *("car", "book", "house", "tree", "river", "student", "teacher", "phone", "city", "planet", "dog", "cat", "bird"),

@@ -35,7 +35,7 @@ def counts_of(llm: LLM) -> DraftCounts:
 
 
 def test_tokens_are_those_of_plain_decoding(plain: LLM, drafting: LLM) -> None:
-    """Of requests of all kinds together. The second time, drafts come from the outputs of the first."""
+    """Requests of all kinds run together. The second time, drafts come from the outputs of the first."""
     params = [SamplingParams(**(UNFINISHED | KINDS[kind])) for kind in KINDS for _ in PROMPTS[:4]]
     prompts = PROMPTS[:4] * len(KINDS)
     wanted, gained = texts(plain.generate(prompts, params)), list[int]()

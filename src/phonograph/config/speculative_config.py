@@ -138,8 +138,8 @@ def read_speculative_config(given: Mapping[str, Any]) -> SpeculativeConfig:
     elif given.get("model") is not None:
         raise refused("model", "belongs to methods draft_model, eagle and eagle3; leave one of them out")
     for key, (least, most) in _RANGES.items():
-        value = given.get(key)
-        if key in given and (type(value) not in (int, type(most)) or not least <= value <= most):
+        value = given.get(key, least)
+        if type(value) not in (int, type(most)) or not least <= value <= most:
             noun = "whole number" if type(most) is int else "number"
             raise refused(key, f"must be a {noun} from {least:g} to {most:g}")
     suffix = {key.removeprefix(_SUFFIX): value for key, value in given.items() if key.startswith(_SUFFIX)}
