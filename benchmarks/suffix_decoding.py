@@ -36,7 +36,7 @@ QUESTIONS = (
     *("How deep is the sea?", "What do bees eat?", "How old is the sun?", "What is a poem?"),
     *("Who was Newton?", "What is salt?", "How fast is light?", "Why do leaves fall?"),
 )
-REQUESTS = 4
+REQUESTS = 3
 """Requests of a workload in a round."""
 
 

@@ -15,10 +15,10 @@ from phonograph.speculation.suffix_drafts import OutputCache
 from phonograph.speculation.suffix_index import END, PathLimits, SuffixIndex
 
 
-def matches_of(text: Sequence[int], pattern: Sequence[int], longest: int, *, own: bool) -> list[tuple[int, int]]:
+def matches_of(text: Sequence[int], pattern: Sequence[int], longest: int) -> list[tuple[int, int]]:
     """Return lengths and places of the matches that count."""
     found: list[tuple[int, int]] = []
-    for place in range(len(text) - (2 if own else 1), 0, -1):
+    for place in range(len(text) - 1, 0, -1):
         length = 0
         while length < min(longest, len(pattern), place + 1) and text[place - length] == pattern[-1 - length]:
             length += 1
@@ -47,15 +47,13 @@ def path_of(text: Sequence[int], places: Sequence[int], most: int, least: float)
     return path, score
 
 
-def continuation_of(
-    text: Sequence[int], pattern: Sequence[int], limits: PathLimits, *, own: bool
-) -> tuple[list[int], float]:
+def continuation_of(text: Sequence[int], pattern: Sequence[int], limits: PathLimits) -> tuple[list[int], float]:
     """Return the best path by its definition: of all lengths of a match, the highest score, then the longest match."""
-    matches = matches_of(text, pattern, limits.match, own=own)
+    matches = matches_of(text, pattern, limits.match)
     best: tuple[list[int], float] = ([], 0.0)
     for length in range(limits.match, 1, -1):
         places = [place for found, place in matches if found >= length]
-        most = min(limits.tokens, int(length * limits.factor + 1e-6))
+        most = min(limits.tokens, int(length * limits.factor))
         found = path_of(text, places, most, limits.probability)
         if found[1] > best[1] + 1e-9:
             best = found
@@ -83,7 +81,7 @@ def test_continuations_of_a_text_are_those_of_the_definition(text: list[int], li
         index.extend(text[start : start + size])
     assert index.tokens.tolist() == text
     path, score = index.continuation(index.tokens, limits)
-    wanted, wanted_score = continuation_of(text, text, limits, own=True)
+    wanted, wanted_score = continuation_of(text, text, limits)
     assert (path, score) == (wanted, pytest.approx(wanted_score))
     assert len(path) <= limits.tokens and score <= len(path)
 
@@ -95,7 +93,7 @@ def test_continuations_of_other_texts(outputs: list[list[int]], pattern: list[in
         index.extend((END, *one))
         whole += [END, *one]
     path, score = index.continuation(array("i", pattern), limits)
-    wanted, wanted_score = continuation_of(whole, pattern, limits, own=False)
+    wanted, wanted_score = continuation_of(whole, pattern, limits)
     assert (path, score) == (wanted, pytest.approx(wanted_score))
 
 
@@ -146,4 +144,14 @@ def test_the_most_frequent_token_wins_and_the_longest_match_breaks_ties() -> Non
     index.extend([1, 2, 5, END])
     assert index.continuation(pattern, limits) == ([5], 0.6)
     assert index.continuation(array("i", [4, 1, 2]), limits) == ([6], 1.0)
+    assert index.continuation(pattern, limits._replace(probability=0.6)) == ([5], 0.6)
     assert index.continuation(pattern, limits._replace(probability=0.61)) == ([], 0.0)
+
+
+def test_of_equal_scores_the_longest_match_counts() -> None:
+    index = SuffixIndex()
+    for output in ([4, 1, 2, 7], [1, 2, 8, 9], [1, 2, 8, 9], [1, 2, 6]):
+        index.extend((END, *output))
+    limits = PathLimits(2, 24, 1.0, 0.0)
+    assert index.continuation(array("i", [3, 1, 2]), limits) == ([8, 9], 1.0)
+    assert index.continuation(array("i", [4, 1, 2]), limits) == ([7], 1.0)

@@ -23,7 +23,6 @@ MOST_VISITED = 64
 """Places that are compared, the newest first."""
 MOST_COUNTED = 16
 """Places that are counted, those with the longest matches first."""
-_ROUNDING = 1e-6
 
 
 class PathLimits(NamedTuple):
@@ -77,7 +76,7 @@ class SuffixIndex:
         Of equal scores, the one after the longest match counts.
 
         Args:
-            pattern: tokens; the text of this index itself, or any others.
+            pattern: tokens; those of this index itself, whose end is a place without a continuation, or any others.
             limits: of the path.
         """
         matches = self._matches(pattern, limits.match)
@@ -85,7 +84,7 @@ class SuffixIndex:
         for number, (length, _) in enumerate(matches, 1):
             if number < len(matches) and matches[number][0] == length:
                 continue
-            most = min(limits.tokens, int(length * limits.factor + _ROUNDING))
+            most = min(limits.tokens, int(length * limits.factor))
             if most <= best_score:
                 break  # the paths of shorter matches are shorter
             path, score = self._path([place for _, place in matches[:number]], most, limits.probability)
@@ -100,8 +99,6 @@ class SuffixIndex:
         tokens, earlier, first = self.tokens, self._earlier, self._first
         longest = min(longest, len(pattern))
         place = self._latest.get(pattern[-2] << 32 | pattern[-1], -1)
-        if pattern is tokens:
-            place = earlier[place - first]
         found: list[tuple[int, int]] = []
         whole = pattern[-longest:]
         for _ in range(MOST_VISITED):
