@@ -449,7 +449,7 @@ def test_memory_of_a_draft_model_is_planned(tmp_path: Path) -> None:
         ("llama_bias", {"vocab_size": 70}, {}, "has a vocabulary of 70 tokens and the model 2048"),
         ("llama_bias", {"max_position_embeddings": 64}, {}, "context of 64 tokens .* max_model_len=64 works"),
         ("llama_bias", {}, {"cascade_attention": True, "max_num_seqs": 64}, "takes decodes of one token"),
-        ("llama_bias", {}, {"attention_backend": "flashinfer"}, "flashinfer plans with exact lengths"),
+        ("llama_bias", {"head_dim": 64}, {"attention_backend": "flashinfer"}, "flashinfer plans with exact lengths"),
         ("qwen2_window", {"sliding_window": 20}, {}, "layers of one kind of attention, without a window"),
     ],
 )

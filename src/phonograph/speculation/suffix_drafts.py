@@ -48,6 +48,8 @@ class SuffixDrafts(HostDrafts):
                 self.outputs.add(self._own.pop(slot).tokens[self._known.pop(slot) :])
         self.start(batch.new)
         for new in batch.new:
+            if new.grammar is not None:
+                self._plain.add(new.slot)  # masks behind a step are not filled for these drafts
             known = [] if new.slot in self._plain else new.token_ids
             self._own[new.slot] = own = SuffixIndex()
             own.extend(known)
