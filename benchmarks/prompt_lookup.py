@@ -177,7 +177,7 @@ def measure(
             plain = found["without"]
             results.append({"workload": workload, "requests": len(prompts) if together else 1, "engines": {}})
             for name, several in found.items():
-                results[-1]["engines"][name] = _summary(several, plain)
+                results[-1]["engines"][name] = summary(several, plain)
             if not together:
                 sequences = plain[0].tokens
                 results[-1]["lookups"] = [
@@ -189,11 +189,11 @@ def measure(
                     }
                     for one in BOUNDS
                 ]
-            _print(results[-1])
+            print_summary(results[-1])
     return results
 
 
-def _summary(rounds: list[Round], plain: list[Round]) -> dict[str, Any]:
+def summary(rounds: list[Round], plain: list[Round]) -> dict[str, Any]:
     """Return the medians of an engine's rounds, and sums of its counts."""
     ratios = [one.speed / other.speed for one, other in zip(rounds, plain, strict=True)]
     by_the_clock = [one.clock_speed / other.clock_speed for one, other in zip(rounds, plain, strict=True)]
@@ -212,10 +212,11 @@ def _summary(rounds: list[Round], plain: list[Round]) -> dict[str, Any]:
     }
 
 
-def _print(result: dict[str, Any]) -> None:
+def print_summary(result: dict[str, Any]) -> None:
+    """Print a line for each engine."""
     for name, one in result["engines"].items():
         print(
-            f"{result['workload']:9} {result['requests']} {name:11} {one['tokens_a_second']:7.1f} tokens/s, "
+            f"{result['workload']:9} {result['requests']} {name:18} {one['tokens_a_second']:7.1f} tokens/s, "
             f"ratio {one['ratio']:.2f}, by the clock {one['by_the_clock']}, accepted {one['accepted']} of "
             f"{one['drafts']}, length {one['accepted_length']}, {one['answers_as_without']} answers as without",
             flush=True,

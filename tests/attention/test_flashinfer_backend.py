@@ -134,6 +134,7 @@ def arena_of(
 
 DECODES: list[Batch] = [[(1, 1)], [(1, 40), (1, 16), (1, 33)], [(1, 90), (1, 17)], [], [(1, 1)] * 4]
 UNIFORM: list[Batch] = [[(3, 3)], [(3, 40), (3, 16)], [], [(3, 90), (3, 17), (3, 4)], [(3, 33)] * 4]
+RAGGED: list[Batch] = [[(3, 3)] * 4, [(1, 40), (3, 16)], [(2, 2), (1, 1)], [(3, 90), (1, 17), (2, 4), (1, 50)]]
 MIXED: list[Batch] = [
     [(1, 40), (1, 1), (3, 20), (8, 33)],
     [(13, 13)],
@@ -149,7 +150,7 @@ MIXED: list[Batch] = [
 @pytest.mark.parametrize("spec", [TINY, replace(TINY, windows=((9, -1),), softcap=2.0, layout=KVLayout.HND)])
 @pytest.mark.usefixtures("quick_pages")
 def test_a_graph_serves_any_batch(spec: AttentionSpec, causal: bool, routine: str) -> None:
-    keys = [(GraphKey(GraphSet.DECODE, 4, 4, 1), DECODES), (GraphKey(GraphSet.DECODE, 12, 4, 3), UNIFORM)]
+    keys = [(GraphKey(GraphSet.DECODE, 4, 4, 1), DECODES), (GraphKey(GraphSet.DECODE, 12, 4, 3), UNIFORM + RAGGED)]
     if routine == "fa3":
         # More tokens than slots, and more slots than tokens.
         keys += [(GraphKey(GraphSet.MIXED, 13, 4), MIXED), (GraphKey(GraphSet.MIXED, 13, 30), MIXED)]

@@ -94,6 +94,13 @@ DECODES: list[Batch] = [
     [(1, 3000), *[(1, 2)] * 20],
 ]
 UNIFORM: list[Batch] = [[(4, 4)] * 24, [(4, 8000), (4, 16), (4, 33)], [(4, 40 + row) for row in range(20)]]
+RAGGED: list[Batch] = [
+    [(4, 4)] * 24,
+    [(1, 8000), (4, 16), (2, 33)],
+    [(1 + row % 4, 40 + 17 * row) for row in range(24)],
+    [(3, 5000), *[(1, 2)] * 20],
+]
+"""Decodes with drafts."""
 MIXED: list[Batch] = [
     [(500, 500)],
     [(1, 9000), (1, 16), (3, 40), (200, 1333)],
@@ -116,7 +123,7 @@ def test_decode_graphs(name: str, cache: str) -> None:
     spec = replace(LLAMA, kv_cache_dtype=cache, speculative_tokens=3, **SPECS[name])
     one, four = GraphKey(GraphSet.DECODE, 24, 24, 1), GraphKey(GraphSet.DECODE, 96, 24, 4)
     check_all(PlannedArena(one, spec), one, DECODES)
-    check_all(PlannedArena(four, spec), four, UNIFORM)
+    check_all(PlannedArena(four, spec), four, UNIFORM + RAGGED)
 
 
 ONE_LAUNCH = partial(FlashInferBackend, splits_mixed=False)

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import eagle_heads
+import fake_flashinfer
 import pytest
 import torch
 from checkpoints import VOCAB_SIZE, make_checkpoint
@@ -184,6 +185,31 @@ def test_speculation(tmp_path: Path) -> None:
     for output in outputs:
         check(reference, output)
     assert engine.core.scheduler.stats.drafts.verified > 0
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_speculation_on_flashinfer(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step is sent when the tokens of the one before are known, so that plans of the host have exact lengths."""
+    fake_flashinfer.install(monkeypatch)
+    monkeypatch.setattr("phonograph.attention.flashinfer.backend._NO_GPU", ((8, 0), fake_flashinfer.NUM_SMS))
+    monkeypatch.setattr("phonograph.attention.flashinfer.capabilities.find_spec", lambda name: name)
+    reference = make_checkpoint("qwen3", tmp_path, **HEADS | {"head_dim": 64, "num_hidden_layers": 1})
+    speculation: dict[str, Any] = {"method": method, "num_speculative_tokens": 2, "adaptive_depth": False}
+    speculation |= {"prompt_lookup_min": 1, "prompt_lookup_max": 3} if method == "ngram" else {}
+    engine = start_engine(tmp_path, (3, 9), attention_backend="flashinfer", speculative_config=speculation)
+    assert any("each step waits for the tokens of the one before" in note for note in engine.plan.notes)
+    report = verify(engine.make_subject(), num_replays=3, seed=0)
+    assert report.ok, report.mismatches
+    assert {key.query_len for key in report.replays} >= {1, 3}
+    session = Session(engine.core, engine.plan.model, None, 0, GrammarCompiler(lambda: None, ()))
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    outputs = [session.add(prompt(seed, 3) * 3, params) for seed in range(2)]
+    finish(session, *outputs)
+    for output in outputs:
+        check(reference, output)
+    counts = engine.core.scheduler.stats.drafts
+    assert 0 < counts.accepted < counts.verified
+    assert engine.core.runner.counts["full decode"] > 4
 
 
 def test_a_draft_model_that_is_the_model_is_always_right(tmp_path: Path) -> None:

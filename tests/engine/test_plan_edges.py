@@ -366,13 +366,30 @@ def test_a_gpu_speculates_on_backends_that_take_bounds_of_lengths(backend: str |
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"attention_backend": "flashinfer"}, "flashinfer plans with exact lengths.* triton or flash_attn works"),
         ({"attention_backend": "decode=triton,prefill=flash_attn"}, "takes decodes of one length.* triton or"),
     ],
 )
 def test_a_gpu_refuses_speculation_where_drafts_cannot_be_verified(settings: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=f"speculative_config=.*{problem}"):
         plan_of("h200", speculative_config=SPECULATION, **settings)
+
+
+@pytest.mark.parametrize(
+    ("backend", "speculation", "reason"),
+    [
+        ("triton", SPECULATION, None),
+        ("flashinfer", SPECULATION, "flashinfer plans with exact lengths"),
+        ("triton", {"method": "suffix"}, "the host makes the drafts of method suffix"),
+    ],
+)
+def test_a_step_waits_for_the_tokens_of_the_one_before(
+    backend: str, speculation: dict[str, Any], reason: str | None
+) -> None:
+    plan = plan_of("h200", attention_backend=backend, speculative_config=speculation)
+    found = [note for note in plan.notes if "waits for the tokens of the one before" in note]
+    assert plan.waits == (reason is not None) == bool(found) and (reason or "") in "".join(found)
+    assert plan.captures.drafting and plan.captures.wide
+    assert not plan_of("h200", attention_backend=backend).waits
 
 
 def test_memory_of_drafts_on_a_gpu_is_planned() -> None:
@@ -382,6 +399,8 @@ def test_memory_of_drafts_on_a_gpu_is_planned() -> None:
     rows = 4 * 64
     assert drafting.sampling - plain.sampling == 4 * 64 * 1001 + 33 * 1024 * rows + 64 * DEMO.vocab_size * 2
     assert drafting.graphs - plain.graphs >= rows * DEMO.vocab_size * 2
+    suffix = plan_of("h200", **shape, speculative_config={"method": "suffix", "num_speculative_tokens": 4}).memory
+    assert drafting.sampling - suffix.sampling == 4 * 64 * 1001
 
 
 def plan_with_draft(folder: Path, device: str = "h200", **settings: Any) -> EnginePlan:
@@ -408,7 +427,7 @@ def test_memory_of_a_draft_model_is_planned(tmp_path: Path) -> None:
     [
         ("llama_bias", {"vocab_size": 70}, {}, "has a vocabulary of 70 tokens and the model 2048"),
         ("llama_bias", {"max_position_embeddings": 64}, {}, "context of 64 tokens .* max_model_len=64 works"),
-        ("llama_bias", {}, {"attention_backend": "flashinfer"}, "flashinfer plans with exact lengths"),
+        ("llama_bias", {"head_dim": 64}, {"attention_backend": "flashinfer"}, "flashinfer plans with exact lengths"),
         ("qwen2_window", {"sliding_window": 20}, {}, "layers of one kind of attention, without a window"),
     ],
 )

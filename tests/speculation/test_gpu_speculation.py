@@ -13,6 +13,7 @@ from device_checks import no_wait_or_allocation
 from safetensors.torch import save_file
 
 from demo_tasks.tasks import problems
+from phonograph.attention.flashinfer.capabilities import FlashInferCapabilities
 from phonograph.core.batch import DraftCounts
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.llm import LLM
@@ -25,6 +26,7 @@ pytestmark = pytest.mark.gpu
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 4}
 MODEL = {"method": "draft_model", "model": "demo", "num_speculative_tokens": 3, "adaptive_depth": False}
 """The model is its own draft model, so that its drafts are right wherever rounding does not decide."""
+SUFFIX = {"method": "suffix", "num_speculative_tokens": 4, "adaptive_depth": False}
 GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
 KINDS = {
     "greedy": GREEDY,
@@ -94,6 +96,42 @@ def test_requests_of_all_kinds_together() -> None:
     mixture = [params[index % len(params)] for index in range(len(prompts(plain)))]
     wanted, found = (results_of(llm.generate(prompts(llm), mixture)) for llm in (plain, drafting))
     assert found == wanted
+
+
+def test_tokens_with_suffix_decoding_are_bit_by_bit_those_of_plain_decoding() -> None:
+    """The second time the outputs are known, so that most drafts are right."""
+    plain, drafting = (make_llm(batch_invariant=True, **more) for more in ({}, {"speculative_config": SUFFIX}))
+    before = DraftCounts()
+    for name, params in KINDS.items():
+        wanted = tokens_of(plain.generate(prompts(plain), params))
+        for number in range(2):
+            assert tokens_of(drafting.generate(prompts(drafting), params)) == wanted, name
+            counts = drafting.engine.core.scheduler.stats.drafts
+            gained, verified = counts.accepted - before.accepted, counts.verified - before.verified
+            assert number == 0 or gained > 0.8 * verified > 0, name
+            before = counts
+    report = drafting.verify(num_replays=200)
+    assert report.ok, [str(mismatch) for mismatch in report.mismatches[:5]]
+
+
+@pytest.mark.parametrize("mode", ["FULL", "FULL_AND_PIECEWISE"])
+@pytest.mark.parametrize("speculation", [NGRAM, SUFFIX], ids=["ngram", "suffix"])
+def test_flashinfer_with_exact_lengths(speculation: dict[str, Any], mode: str) -> None:
+    missing = FlashInferCapabilities().missing()
+    if missing is not None:
+        pytest.skip(missing)
+    settings = {"attention_backend": "flashinfer", "cudagraph_mode": mode}
+    plain, drafting = (make_llm(**settings, **more) for more in ({}, {"speculative_config": speculation}))
+    pairs = zip(*(tokens_of(one.generate(prompts(one), GREEDY)) for one in (plain, drafting)), strict=True)
+    same = sum(wanted[:12] == found[:12] for wanted, found in pairs)
+    assert same >= 21, f"{same} of 24 answers"
+    for params in KINDS.values():
+        drafting.generate(prompts(drafting), params)
+    counts = drafting.engine.core.scheduler.stats.drafts
+    assert counts.accepted > 0.2 * counts.verified > 0
+    report = drafting.verify(num_replays=200)
+    assert report.ok, [str(mismatch) for mismatch in report.mismatches[:5]]
+    assert any(key.query_len == 5 for key in report.replays)
 
 
 def test_tokens_with_a_draft_model_are_bit_by_bit_those_of_plain_decoding() -> None:

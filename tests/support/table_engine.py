@@ -30,11 +30,12 @@ from phonograph.graphs.resolve import Pieces, resolve_mode
 from phonograph.sampling.sampler import Sampler
 from phonograph.scheduling.draft_budget import DraftBudget
 from phonograph.speculation.device_drafts import DeviceDrafts
+from phonograph.speculation.suffix_drafts import SuffixDrafts
 
 pytest.importorskip("phonograph.runner.cuda.cuda_inputs")
 
 from phonograph.runner.cuda.cuda_inputs import CudaInputs
-from phonograph.runner.cuda.cuda_sampling import RING_DEPTH, CudaSampling
+from phonograph.runner.cuda.cuda_sampling import LOOKAHEAD, RING_DEPTH, CudaSampling
 from phonograph.runner.cuda.device_sampler import DeviceSampler
 from phonograph.runner.cuda.masked_sampling import MaskedSampling
 from phonograph.runner.runner import Runner
@@ -141,6 +142,7 @@ def engine_maker() -> MakeEngine:
         speculation: SpeculativeConfig | None = None,
         propose: Callable[..., None] | None = None,
         in_steps: bool = False,
+        lookahead: int = LOOKAHEAD,
         **changes: Any,
     ) -> Engine:
         """Make an engine; `propose` takes the inputs and the table, and writes drafts in the place of prompt lookup.
@@ -156,6 +158,8 @@ def engine_maker() -> MakeEngine:
             budget = DraftBudget(limits, max_num_seqs=SLOTS, adaptive=adaptive, in_steps=in_steps)
             slow = sampler.grammars.slow
             drafts = DeviceDrafts(budget, max_num_logits=num_logits, slow_masks=slow, in_steps=in_steps)
+            if speculation.on_host:
+                drafts = SuffixDrafts(speculation.suffix, budget, max_num_seqs=SLOTS, max_num_logits=num_logits)
         model = TableModel(device, num_logits)
         scheduler = make_scheduler(max_num_seqs=SLOTS, max_num_batched_tokens=TOKENS, drafts=drafts, **changes)
         captures = make_capture_list(
@@ -177,7 +181,7 @@ def engine_maker() -> MakeEngine:
             device=device,
             draft_tokens=most,
             max_num_logits=num_logits,
-            keeps_tokens=speculation is not None,
+            keeps_tokens=speculation is not None and not speculation.on_host,
         )
         passes: Any = None
         if in_steps:
@@ -223,7 +227,7 @@ def engine_maker() -> MakeEngine:
             program=program,
             builder=builder,
             inputs=inputs,
-            sampling=CudaSampling(sampler, inputs, masked, ring, drafts),
+            sampling=CudaSampling(sampler, inputs, masked, ring, drafts, lookahead),
             sequences=Sequences(sampler, max_num_seqs=SLOTS),
             dispatcher=Dispatcher(resolution, captures, max_num_tokens=TOKENS),
             runtime=runtime,

@@ -113,7 +113,8 @@ class EngineConfig(Settings):
     speculative_config: values.OptionalObject = Field(
         default=None,
         description='Speculation, such as {"method": "ngram", "num_speculative_tokens": 4}; further keys are '
-        "prompt_lookup_min, prompt_lookup_max, adaptive_depth and num_speculative_tokens_per_batch_size.",
+        "prompt_lookup_min, prompt_lookup_max, adaptive_depth and num_speculative_tokens_per_batch_size; methods are "
+        "ngram, suffix, draft_model, eagle and eagle3.",
     )
 
     block_size: values.OptionalSize = Field(default=None, description="Tokens in one block of the KV cache.")

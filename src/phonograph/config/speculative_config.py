@@ -10,15 +10,44 @@ from phonograph.errors import ConfigError, shortened
 
 MOST_DRAFTS = 15
 """Largest number of drafts: attention takes up to 16 tokens of a sequence beside decodes of one."""
-METHODS = ("ngram", "draft_model", "eagle", "eagle3")
+METHODS = ("ngram", "draft_model", "eagle", "eagle3", "suffix")
 _PER_BATCH_SIZE = "num_speculative_tokens_per_batch_size"
+_SUFFIX = "suffix_decoding_"
 _RATES, _LENGTH, _ACCEPTANCE = "synthetic_acceptance_rates", "synthetic_acceptance_length", "rejection_sample_method"
+_RANGES = {
+    "num_speculative_tokens": (1, MOST_DRAFTS),
+    "prompt_lookup_max": (1, 1 << 20),
+    "prompt_lookup_min": (1, 1 << 20),
+    _SUFFIX + "max_tree_depth": (2, 1 << 10),
+    _SUFFIX + "max_cached_requests": (0, 1 << 20),
+    _SUFFIX + "max_spec_factor": (0.0, 1e3),
+    _SUFFIX + "min_token_prob": (0.0, 1.0),
+}
+"""Least and largest value of each number. A number whose bounds are whole is whole."""
 _KEYS = (
-    *("method", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"),
+    *("method", *_RANGES),
     *("model", "revision", "adaptive_depth", _PER_BATCH_SIZE, _ACCEPTANCE, _RATES, _LENGTH),
 )
+_OWNERS = {"prompt_lookup_": "ngram", _SUFFIX: "suffix"}
+"""Method of the keys that begin so."""
 _LOOKUP = 5
 """Default of both lookups; one of them alone is also the other."""
+
+
+class SuffixSettings(NamedTuple):
+    """Settings of suffix decoding, by the names of vLLM behind `suffix_decoding_`.
+
+    Attributes:
+        max_tree_depth: most last tokens that are compared.
+        max_cached_requests: earlier outputs that are kept.
+        max_spec_factor: most drafts for each token that matched.
+        min_token_prob: least probability of a draft, by the continuations of the places that matched.
+    """
+
+    max_tree_depth: int = 24
+    max_cached_requests: int = 10000
+    max_spec_factor: float = 1.0
+    min_token_prob: float = 0.1
 
 
 class SpeculativeConfig(NamedTuple):
@@ -26,13 +55,15 @@ class SpeculativeConfig(NamedTuple):
 
     Attributes:
         method: "ngram" drafts what followed an earlier occurrence of the last tokens, "draft_model" what a smaller
-            model says, "eagle3" or "eagle" (EAGLE-1) what a head says that reads states of the model.
+            model says, "eagle3" or "eagle" (EAGLE-1) what a head says that reads states of the model, "suffix" what
+            followed the last tokens most often, in earlier outputs too.
         num_speculative_tokens: most drafts of a decode.
         prompt_lookup_max: most last tokens that are looked up.
         prompt_lookup_min: fewest.
         adaptive_depth: choose the drafts of each step by what they gain; False verifies all.
         model: folder or name of the draft model; None without one.
         revision: branch, tag or commit of it on the hub.
+        suffix: settings of suffix decoding.
         synthetic_rates: share of decodes that keep their first 1, 2, ... drafts, whatever these are; empty to keep what
             is right.
         per_batch_size: fewer drafts for numbers of decodes from a first to a last one, as (first, last, drafts).
@@ -47,6 +78,12 @@ class SpeculativeConfig(NamedTuple):
     model: str | None = None
     revision: str | None = None
     synthetic_rates: tuple[float, ...] = ()
+    suffix: SuffixSettings = SuffixSettings()
+
+    @property
+    def on_host(self) -> bool:
+        """True if the host makes the drafts on a GPU too, so that it waits for the tokens of each step."""
+        return self.method == "suffix"
 
     def most_drafts(self, max_num_seqs: int) -> list[int]:
         """Return the most drafts of a decode, by the number of decodes in a step: 0 to `max_num_seqs`."""
@@ -87,21 +124,25 @@ def read_speculative_config(given: Mapping[str, Any]) -> SpeculativeConfig:
         method = METHODS[0]
     if method not in METHODS:
         raise refused("method", f"is not supported yet; {' or '.join(METHODS)} is")
+    if method == "suffix":
+        given = {"num_speculative_tokens": MOST_DRAFTS, **given}
     if "num_speculative_tokens" not in given:
         raise refused("num_speculative_tokens", f"is missing; give a number from 1 to {MOST_DRAFTS}")
-    if method != "ngram":
+    for key in given:
+        owner = next((one for start, one in _OWNERS.items() if key.startswith(start)), method)
+        if owner != method:
+            raise refused(key, f"belongs to method {owner}; leave it out")
+    if method not in ("ngram", "suffix"):
         if not isinstance(given.get("model"), str):
             raise refused("model", "must be the folder or name of a draft model")
-        for key in ("prompt_lookup_max", "prompt_lookup_min"):
-            if key in given:
-                raise refused(key, "belongs to method ngram; leave it out")
     elif given.get("model") is not None:
         raise refused("model", "belongs to methods draft_model, eagle and eagle3; leave one of them out")
-    counts = {"num_speculative_tokens": MOST_DRAFTS, "prompt_lookup_max": 1 << 20, "prompt_lookup_min": 1 << 20}
-    for key, most in counts.items():
-        value = given.get(key)
-        if key in given and (type(value) is not int or not 1 <= value <= most):
-            raise refused(key, f"must be a whole number from 1 to {most}")
+    for key, (least, most) in _RANGES.items():
+        value = given.get(key, least)
+        if type(value) not in (int, type(most)) or not least <= value <= most:
+            noun = "whole number" if type(most) is int else "number"
+            raise refused(key, f"must be a {noun} from {least:g} to {most:g}")
+    suffix = {key.removeprefix(_SUFFIX): value for key, value in given.items() if key.startswith(_SUFFIX)}
     longest = given.get("prompt_lookup_max", given.get("prompt_lookup_min", _LOOKUP))
     shortest = given.get("prompt_lookup_min", longest)
     if shortest > longest:
@@ -126,6 +167,7 @@ def read_speculative_config(given: Mapping[str, Any]) -> SpeculativeConfig:
         given.get("model"),
         given.get("revision"),
         rates,
+        SuffixSettings(**suffix),
     )
 
 

@@ -10,7 +10,7 @@ from phonograph.config.engine_config import EngineConfig
 from phonograph.core.blocks import most_tokens, pages_for_request
 from phonograph.core.device import GIB, DeviceSpec
 from phonograph.core.limits import Limits
-from phonograph.engine.groups.draft_plan import DraftPlan
+from phonograph.engine.groups.draft_plan import DraftPlan, keeps_tokens
 from phonograph.engine.groups.kv_groups import KVGroups
 from phonograph.errors import MemoryLimitError
 from phonograph.kernels.torch.grouped import TILE
@@ -123,7 +123,7 @@ def plan_memory(
         logits_bytes=DTYPE_BYTES[dtype],
     )
     if device.kind != "cpu" and limits.draft_tokens:
-        history = 4 * max_num_seqs * (max_model_len + 1) if draft is None or draft.taps else 0
+        history = 4 * max_num_seqs * (max_model_len + 1) if keeps_tokens(config, draft) else 0
         sampling += history + _SAMPLE_BYTES_PER_ROW * (limits.max_num_logits - max_num_seqs)
         # Copies of rows of drafts that a grammar masks.
         sampling += (limits.max_masked_rows - max_num_seqs) * model.vocab_size * DTYPE_BYTES[dtype]

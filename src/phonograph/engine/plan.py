@@ -14,7 +14,7 @@ from phonograph.core.blocks import pages_for_request
 from phonograph.core.device import DeviceSpec
 from phonograph.core.limits import Limits
 from phonograph.engine.graphs_and_cache import SHORTEST, size_graphs_and_cache
-from phonograph.engine.groups.draft_plan import DraftPlan, check_speculation, plan_draft, read_draft_spec
+from phonograph.engine.groups.draft_plan import DraftPlan, check_speculation, plan_draft, read_draft_spec, wait_reason
 from phonograph.engine.groups.kv_groups import KVGroups, make_kv_groups
 from phonograph.engine.groups.layer_specs import layer_specs
 from phonograph.engine.groups.select_backends import select_backends, weakest_support
@@ -73,6 +73,11 @@ class EnginePlan:
     def selection(self) -> Selection:
         """Backend of the first KV group."""
         return self.selections[0]
+
+    @property
+    def waits(self) -> bool:
+        """True if a step is made when the tokens of the one before are known, because of speculation on a GPU."""
+        return wait_reason(self.config, self.selections, self.device) is not None
 
     @property
     def backends(self) -> str:
@@ -135,7 +140,7 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
                 "drafts are right behind these"
             )
         draft = plan_draft(config, drafting, dtype, specs, kv, limits, device)
-        check_speculation(config, [draft.selection], device)
+        check_speculation(config, [draft.selection], device, in_passes=True)
         notes.append(draft.note)
     resolution = resolve_mode(requested, support, PIECES, speculative_tokens=config.draft_tokens)
     limits, captures, memory, sizing = size_graphs_and_cache(
@@ -152,6 +157,8 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
     notes += sizing
     if config.speculation is not None:
         notes.append(config.speculation.note)
+        waits = wait_reason(config, selected.values(), device)
+        notes += [f"speculation: each step waits for the tokens of the one before, because {waits}"] if waits else []
     if config.max_model_len is None:
         notes.insert(0, _context_note(limits, kv, memory, model))
     threads = plan_threads(model, dtype) if device.kind == "cpu" else None

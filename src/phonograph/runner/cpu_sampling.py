@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
+import numpy as np
+
 from phonograph.core.batch import StepOutput
 from phonograph.graphs.dispatch import Decision
 from phonograph.graphs.runtime import GraphRuntime
@@ -16,6 +18,7 @@ from phonograph.sampling.accept import sample_runs
 from phonograph.sampling.failures import SlotFailures
 from phonograph.sampling.sampler import Sampler
 from phonograph.speculation.host_drafts import HostDrafts
+from phonograph.speculation.suffix_drafts import SuffixDrafts
 
 _ALL_ON_HOST = SamplingPlan()
 
@@ -73,6 +76,10 @@ class CpuSampling:
             self.drafts.start(batch.new)
             lengths = {slot: len(self._inputs.tokens_of(slot)) for slot in slots}
             self.drafts.found(self._draft_runner.draft(batch, lengths, self.drafts.wants), slots)
+        elif isinstance(self.drafts, SuffixDrafts):
+            self.drafts.begin(batch)
+            for slot, made in zip(slots, self.drafts.follow(output), strict=True):
+                self._inputs.write_drafts(slot, np.array(made, np.int32))
         elif self.drafts is not None:
             for slot in slots:
                 allows = partial(self._sampler.grammars.num_allowed, slot, failures=failures)

@@ -175,13 +175,38 @@ def plan_draft(
     )  # fmt: skip
 
 
-def check_speculation(config: EngineConfig, selections: Iterable[Selection], device: DeviceSpec) -> None:
+def keeps_tokens(config: EngineConfig, draft: DraftPlan | None) -> bool:
+    """Return True if a GPU keeps the tokens of all sequences, for prompt lookup or for a draft head."""
+    speculation = config.speculation
+    return speculation is not None and not speculation.on_host and (draft is None or bool(draft.taps))
+
+
+def wait_reason(config: EngineConfig, selections: Iterable[Selection], device: DeviceSpec) -> str | None:
+    """Return the reason why a GPU's host must know the tokens of a step to send the next one; None if it need not.
+
+    Args:
+        config: of the engine.
+        selections: attention backends of the model.
+        device: the device. On a CPU a step ends before the next one anyway.
+    """
+    if config.speculation is None or device.kind == "cpu":
+        return None
+    if config.speculation.on_host:
+        return f"the host makes the drafts of method {config.speculation.method}"
+    labels = [one.capabilities.label for one in selections if not one.capabilities.takes_length_bounds]
+    return f"{labels[0]} plans with exact lengths, which depend on the drafts that are accepted" if labels else None
+
+
+def check_speculation(
+    config: EngineConfig, selections: Iterable[Selection], device: DeviceSpec, *, in_passes: bool = False
+) -> None:
     """Check that steps with drafts run on the selected backends, and that nothing else asks for decodes of one token.
 
     Args:
         config: has speculation.
         selections: attention backends.
         device: the device.
+        in_passes: they serve a draft model, whose passes begin where a step's acceptance ends.
 
     Raises:
         ConfigError: they do not.
@@ -195,10 +220,10 @@ def check_speculation(config: EngineConfig, selections: Iterable[Selection], dev
         raise refused("rejection_sample_method synthetic works on a GPU; leave it out")
     for one in selections:
         label = one.capabilities.label
-        if not one.capabilities.takes_length_bounds:
+        if in_passes and not one.capabilities.takes_length_bounds:
             raise refused(
-                f"{label} plans with exact lengths, which the host does not know while drafts are verified; "
-                f"attention_backend {_TAKES_DRAFTS} works"
+                f"{label} plans with exact lengths, which the host does not know before the passes of a draft model; "
+                f"attention_backend {_TAKES_DRAFTS} works, and so does method ngram"
             )
         if not one.capabilities.takes_ragged_decodes:
             raise refused(f"{label} takes decodes of one length; attention_backend {_TAKES_DRAFTS} works")

@@ -17,6 +17,7 @@ from phonograph.engine.startup.platform import (
     make_draft_budget,
     make_states,
     make_step_attention,
+    make_suffix_drafts,
 )
 from phonograph.engine.startup.static_memory import HostMemory, StaticMemory
 from phonograph.graphs.dispatch import Dispatcher
@@ -59,8 +60,8 @@ class CpuPlatform:
         """Make the parts; see `Platform`."""
         limits, model = plan.limits, parts.model
         runtime = TapeRuntime(None if plan.threads is None else plan.threads.count)
-        speculation, budget, drafts = plan.config.speculation, make_draft_budget(plan), None
-        if speculation is not None and budget is not None:
+        speculation, budget, drafts = plan.config.speculation, make_draft_budget(plan), make_suffix_drafts(plan)
+        if drafts is None and speculation is not None and budget is not None:
             proposer = None
             if parts.draft is None:
                 proposer = NgramProposer(shortest=speculation.prompt_lookup_min, longest=speculation.prompt_lookup_max)

@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 import torch
 
+from phonograph.engine.groups.draft_plan import keeps_tokens
 from phonograph.engine.plan import EnginePlan
 from phonograph.engine.startup.cuda_memory_driver import CudaMemoryDriver
 from phonograph.engine.startup.platform import (
@@ -17,6 +18,7 @@ from phonograph.engine.startup.platform import (
     make_draft_budget,
     make_states,
     make_step_attention,
+    make_suffix_drafts,
 )
 from phonograph.engine.startup.static_memory import StaticMemory
 from phonograph.engine.startup.virtual_memory import MemoryDriver, VirtualMemory
@@ -30,7 +32,7 @@ from phonograph.models.layers.triton_parts import TritonKernels
 from phonograph.models.layers.workspace import Workspace
 from phonograph.models.transformer import Transformer
 from phonograph.runner.cuda.cuda_inputs import CudaInputs
-from phonograph.runner.cuda.cuda_sampling import RING_DEPTH, CudaSampling
+from phonograph.runner.cuda.cuda_sampling import LOOKAHEAD, RING_DEPTH, CudaSampling
 from phonograph.runner.cuda.device_sampler import DeviceSampler
 from phonograph.runner.cuda.draft_passes import DraftPasses
 from phonograph.runner.cuda.masked_sampling import MaskedSampling
@@ -102,7 +104,7 @@ class CudaPlatform:
                 device=device,
                 draft_tokens=limits.draft_tokens,
                 max_num_logits=limits.max_num_logits,
-                keeps_tokens=plan.config.speculation is not None and (plan.draft is None or bool(taps)),
+                keeps_tokens=keeps_tokens(plan.config, plan.draft),
             )
             sampler.edits = inputs.edits
             static = workspace.tensors()
@@ -111,9 +113,9 @@ class CudaPlatform:
                     parts.draft.model.share(model)
                 static += _bind(plan, parts.draft.model, limits.max_num_seqs, device).tensors()
         runtime = self._make_runtime(device, static)
-        in_steps, drafts = parts.draft is not None, None
+        in_steps, drafts = parts.draft is not None, make_suffix_drafts(plan)
         budget = make_draft_budget(plan, in_steps=in_steps)
-        if budget is not None:
+        if drafts is None and budget is not None:
             slow = sampler.grammars.slow
             drafts = DeviceDrafts(budget, max_num_logits=limits.max_num_logits, slow_masks=slow, in_steps=in_steps)
         device_sampler = DeviceSampler(
@@ -141,7 +143,7 @@ class CudaPlatform:
                 batch_invariant=batch_invariant,
                 passes=passes,
             ),
-            sampling=CudaSampling(sampler, inputs, masked, ring, drafts),
+            sampling=CudaSampling(sampler, inputs, masked, ring, drafts, 0 if plan.waits else LOOKAHEAD),
         )
 
 

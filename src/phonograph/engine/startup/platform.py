@@ -20,6 +20,7 @@ from phonograph.runner.step_program import StepProgram
 from phonograph.runner.steps import Sampling
 from phonograph.sampling.sampler import Sampler
 from phonograph.scheduling.draft_budget import DraftBudget
+from phonograph.speculation.suffix_drafts import SuffixDrafts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,4 +115,15 @@ def make_draft_budget(plan: EnginePlan, *, in_steps: bool = False) -> DraftBudge
         max_num_seqs=max_num_seqs,
         adaptive=speculation.adaptive_depth,
         in_steps=in_steps,
+    )
+
+
+def make_suffix_drafts(plan: EnginePlan) -> SuffixDrafts | None:
+    """Make the drafts of suffix decoding; None without it."""
+    speculation, budget = plan.config.speculation, make_draft_budget(plan)
+    if speculation is None or budget is None or not speculation.on_host:
+        return None
+    limits = plan.limits
+    return SuffixDrafts(
+        speculation.suffix, budget, max_num_seqs=limits.max_num_seqs, max_num_logits=limits.max_num_logits
     )

@@ -127,6 +127,7 @@ class CudaInputs:
         self._views: dict[tuple[int, int], PaddedViews] = {}
         # By slot: token ids that the host has.
         self._tokens: dict[int, np.ndarray] = {}
+        self._host_drafts: dict[int, np.ndarray] = {}
 
     @property
     def drafts(self) -> torch.Tensor:
@@ -147,14 +148,22 @@ class CudaInputs:
                 sent = sent.pin_memory()
             self.history[slot, : len(kept)].copy_(sent, non_blocking=True)
 
+    def write_drafts(self, slot: int, last_token: int, drafts: Sequence[int]) -> None:
+        """Keep drafts that the host made, for the next step. Its lengths on the host must be exact then."""
+        self._host_drafts[slot] = np.array([last_token, *drafts], np.int32)
+
     def write(self, rows: StepRows, key: GraphKey | None, *, sampling: KernelRows | None) -> tuple[CommonMetadata, ...]:
         """Send one step and return its metadata; see `Inputs.write`."""
         slots, context_lens, query_lens = rows.batch.slots, rows.batch.context_lens, rows.batch.query_lens
-        # Decodes continue from the state of their slot.
+        # Decodes continue from the state of their slot, unless the host has made their drafts.
         known = {
             row: self._tokens[slots[row]][context_lens[row] : context_lens[row] + query_lens[row]]
             for row in range(rows.batch.num_decodes, rows.batch.num_reqs)
         }
+        if self._host_drafts:
+            for row, query_len in enumerate(query_lens[: rows.batch.num_decodes]):
+                if query_len > 1:
+                    known[row] = self._host_drafts[slots[row]][:query_len]
         starts = {new.slot: (new.prompt_len, new.max_len) for new in rows.batch.new}
         return self._send(rows, key, known, starts, sampling)
 

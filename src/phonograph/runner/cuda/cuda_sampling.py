@@ -26,6 +26,7 @@ from phonograph.runner.steps import SamplingPlan, take_tokens
 from phonograph.sampling.failures import SlotFailures
 from phonograph.sampling.sampler import Sampler
 from phonograph.speculation.device_drafts import DeviceDrafts
+from phonograph.speculation.suffix_drafts import SuffixDrafts
 
 LOOKAHEAD = 1
 RING_DEPTH = LOOKAHEAD + 2
@@ -42,8 +43,9 @@ class StepInFlight:
     ring: TokenRing
     ticket: int
     vocab_size: int
-    drafts: DeviceDrafts | None
+    drafts: DeviceDrafts | SuffixDrafts | None
     scores: TokenScores | None
+    inputs: CudaInputs
 
     def result(self) -> StepOutput:
         """Wait until the device has finished the step, and return its output."""
@@ -63,7 +65,7 @@ class StepInFlight:
         take_tokens(output, slots, tokens, self.vocab_size)
         return output
 
-    def _accepted(self, drafts: DeviceDrafts) -> StepOutput:
+    def _accepted(self, drafts: DeviceDrafts | SuffixDrafts) -> StepOutput:
         """Return the output of a step of an engine with drafts: runs of tokens, as `accept` counted them."""
         output, batch, results = self.output, self.batch, self.ring.read(self.ticket)
         num_logits = batch.num_logits
@@ -80,7 +82,11 @@ class StepInFlight:
         slots = [slot for slot, _ in runs]
         last = take_tokens(output, slots, [run[-1] for _, run in runs], self.vocab_size)
         output.token_ids = [[*run[:-1], token_id] for (_, run), token_id in zip(runs, last, strict=True)]
-        drafts.count((counts >> DRAFTS_SHIFT)[: batch.num_decodes], lengths[: batch.num_decodes] - 1)
+        if isinstance(drafts, SuffixDrafts):
+            for slot, run, made in zip(slots, output.token_ids, drafts.follow(output), strict=True):
+                self.inputs.write_drafts(slot, run[-1], made)
+        else:
+            drafts.count((counts >> DRAFTS_SHIFT)[: batch.num_decodes], lengths[: batch.num_decodes] - 1)
         return output
 
 
@@ -92,7 +98,8 @@ class CudaSampling:
         inputs: of the step.
         masked: samples rows with a grammar behind the step.
         ring: copies the step's results to the host; of RING_DEPTH steps.
-        drafts: depth of the drafts that the step makes and verifies; None for none.
+        drafts: drafts that the step verifies, and makes if the host does not; None for none.
+        lookahead: as in `StepRunner`, at most LOOKAHEAD.
     """
 
     def __init__(
@@ -101,9 +108,10 @@ class CudaSampling:
         inputs: CudaInputs,
         masked: MaskedSampling,
         ring: TokenRing,
-        drafts: DeviceDrafts | None = None,
+        drafts: DeviceDrafts | SuffixDrafts | None = None,
+        lookahead: int = LOOKAHEAD,
     ) -> None:
-        self.lookahead = LOOKAHEAD
+        self.lookahead = lookahead
         self.drafts = drafts
         self._sampler = sampler
         self._inputs = inputs
@@ -138,8 +146,11 @@ class CudaSampling:
         if scores is not None:
             scores.start(outputs.logits, outputs.tokens, failures)
         ticket = self._ring.send(outputs.tokens if self.drafts is None else self._inputs.results)
+        if isinstance(self.drafts, SuffixDrafts):
+            self.drafts.begin(batch)
         output = StepOutput(failures=failures.by_slot)
-        return StepInFlight(output, decision, batch, self._ring, ticket, sampler.vocab_size, self.drafts, scores)
+        vocab_size = sampler.vocab_size
+        return StepInFlight(output, decision, batch, self._ring, ticket, vocab_size, self.drafts, scores, self._inputs)
 
     def _latest(self) -> StepResults:
         """Wait for the step before the one that was sent last, and return its results."""

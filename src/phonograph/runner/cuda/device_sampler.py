@@ -68,7 +68,7 @@ class DeviceSampler:
         if inputs.counts.shape[0]:
             # All rows of a sequence wrote its state; this writes what is accepted.
             inputs.accept(tokens, num_reqs=num_reqs, synthetic_K=self._synthetic_K, listed_G=requests_G)
-        if speculation is not None and speculation.model is None:
+        if speculation is not None and speculation.model is None and not speculation.on_host:
             inputs.propose_ngrams(
                 tokens,
                 num_reqs=num_reqs,

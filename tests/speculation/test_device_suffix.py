@@ -1,0 +1,62 @@
+"""Suffix decoding on a GPU's parts: the host makes drafts, sends them with the step, and no token changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from scheduling import request
+
+from phonograph.config.speculative_config import read_speculative_config
+from phonograph.core.batch import DraftCounts
+from phonograph.core.request import Request
+from phonograph.graphs.modes import GraphMode
+
+pytest.importorskip("phonograph.runner.cuda.cuda_inputs")
+
+from table_engine import MakeEngine, engine_maker, free, ruled, wanted
+
+SUFFIX = read_speculative_config({"method": "suffix", "num_speculative_tokens": 3, "adaptive_depth": False})
+
+
+@pytest.fixture(scope="module")
+def make() -> MakeEngine:
+    return engine_maker()
+
+
+def requests(count: int, **more: Any) -> list[Request]:
+    kinds = ({"temperature": 0.0}, {"temperature": 0.7, "top_k": 5}, {"temperature": 1.0, "logprobs": 0})
+    return [
+        request(f"{index}", [7 * index % 90 + 1] * (1 + 5 * index % 23), seed=index, **(kinds[index % 3] | more))
+        for index in range(count)
+    ]
+
+
+@pytest.mark.parametrize(("mode", "num_blocks", "adaptive"), [(GraphMode.FULL, 10, False), (GraphMode.NONE, 64, True)])
+def test_on_the_parts_of_a_gpu(mode: GraphMode, num_blocks: int, adaptive: bool, make: MakeEngine) -> None:
+    """Beside prefills and rows that the host samples, with preemption; the second time outputs are known."""
+    engine = make(mode, SUFFIX._replace(adaptive_depth=adaptive), num_blocks=num_blocks, lookahead=0)
+    before = DraftCounts()
+    for number in range(2):
+        several = requests(6, max_tokens=16)
+        for one in several:
+            one.request_id += f" {number}"
+        engine.run(*several)
+        assert [one.output_token_ids for one in several] == [wanted(engine.model, one) for one in several]
+        counts = engine.core.scheduler.stats.drafts
+        gained, verified = counts.accepted - before.accepted, counts.verified - before.verified
+        assert number == 0 or gained > 0.6 * verified > 0
+        before = counts
+    assert bool(engine.core.scheduler.stats.num_preemptions) == (num_blocks == 10)
+    assert "full decode" in engine.core.runner.counts or mode is GraphMode.NONE
+
+
+def test_rows_that_are_masked_behind_a_step(make: MakeEngine) -> None:
+    engine = make(GraphMode.FULL, SUFFIX, lookahead=0)
+    for number in range(2):
+        several = [ruled("a", 7), free("b", temperature=0.0), ruled("c", 4, temperature=1.0), free("d", logprobs=0)]
+        for one in several:
+            one.request_id += f" {number}"
+        engine.run(*several)
+        assert [one.output_token_ids for one in several] == [wanted(engine.model, one) for one in several]
+    assert engine.core.scheduler.stats.drafts.accepted > 0
