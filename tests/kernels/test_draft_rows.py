@@ -64,7 +64,7 @@ class Device:
             input_ids[start : start + kept] = one.tokens[one.computed : one.computed + kept]
             if one.computed == 0:
                 one.held = 0
-                state.parameters[slot, :] = torch.from_numpy(
+                state.parameters[slot, :8] = torch.from_numpy(
                     np.array([0, one.top_k, 0, 0, 0, 0, one.prompt_len, one.longest], np.int32)
                 )
                 floats = state.parameters[slot].view(torch.float32)

@@ -547,7 +547,8 @@ def end_tokens_only_at_the_end_of_a_run(patch: pytest.MonkeyPatch) -> None:
 
 
 def min_tokens_counted_after_the_run(patch: pytest.MonkeyPatch) -> None:
-    replace_in(patch, Scheduler, "update", ("len(tokens) >=", "len(tokens) + len(run) - 1 >="))
+    later = "len(tokens) + len(run) - 1 >= request.params.min_tokens"
+    replace_in(patch, Scheduler, "update", ("request.may_end", later))
 
 
 @pytest.mark.parametrize(
