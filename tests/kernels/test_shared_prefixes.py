@@ -238,7 +238,7 @@ CASES = [
     Case(
         batch=((5, 800), (1, 700), (16, 900), (3, 801), (40, 900), (1, 30)),
         shared=((0, 0), *[ALIKE] * 3, (0, 0), (0, 0)),
-        num_sms=3,
+        num_sms=2,
         divide=True,
     ),
     Case(batch=((1, 1000),) * 9, shared=((0, 0), *[(0, 960)] * 8), num_query_heads=4, num_kv_heads=4, num_sms=5),
