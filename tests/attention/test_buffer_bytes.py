@@ -24,6 +24,7 @@ from phonograph.core.device import DeviceSpec, known_device
 from phonograph.core.limits import Limits
 from phonograph.engine.plan import make_plan
 from phonograph.graphs.modes import GraphKey, GraphSet
+from phonograph.kernels.attention_scratch import holds_all_programs
 from phonograph.models.spec import read_model_spec
 from phonograph.testing.addresses import tensors_of
 
@@ -83,6 +84,9 @@ def test_triton_on_a_gpu_that_is_not_here() -> None:
     # Shared prefixes: as many parts again, and two levels of each row of up to 256 decodes.
     said = TritonCapabilities().buffer_bytes(LLAMA, H200, LARGE, [])
     assert said == parts + 4 * 129 * (2 * 264 * 64 + 2 * 256 * 32)
+    assert [holds_all_programs(one) for one in ((0, 0), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0))] == [
+        True, False, False, True, True, False,
+    ]  # fmt: skip
     said = TritonCapabilities().buffer_bytes(replace(LLAMA, shared_prefixes=False), H200, LARGE, [])
     assert said == parts
     whole = TritonCapabilities().buffer_bytes(replace(LLAMA, batch_invariant=True), H200, LARGE, [])

@@ -150,7 +150,10 @@ def test_sums_of_the_sampler(batch_invariant: bool, device: torch.device, monkey
         sampling.sample(
             logits[:rows],
             torch.arange(rows, dtype=torch.int32, device=device),
-            *(torch.from_numpy(each).to(device, dtype) for each, dtype in zip(drawn[: len(_DRAWN)], _DRAWN, strict=True)),
+            *(
+                torch.from_numpy(each).to(device, dtype)
+                for each, dtype in zip(drawn[: len(_DRAWN)], _DRAWN, strict=True)
+            ),
             scratch,
             tokens,
             last,

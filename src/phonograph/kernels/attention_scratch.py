@@ -20,6 +20,15 @@ results. On an H200 sharing lost below 10 (2,688 tiles of 264 programs) and won 
 _PARTIALS_PER_PROGRAM = 3
 
 
+def holds_all_programs(capability: tuple[int, int]) -> bool:
+    """Return True if a GPU, by its compute capability, runs all programs of the launch for short queries at once.
+
+    Those that share prefixes wait for each other. Two of them take the shared memory that a multiprocessor of Hopper or
+    of a Blackwell for servers has. (0, 0) is a CPU, whose interpreter runs both phases one after the other.
+    """
+    return capability[0] in (0, 9, 10)
+
+
 def tile_width(head_size: int) -> int:
     """Return the columns of a tile: a power of two, at least the 16 of a product."""
     return max(16, 1 << (head_size - 1).bit_length())

@@ -16,7 +16,7 @@ from phonograph.kernels.attention_scratch import MIN_SHARED, decode_partials, pr
 def why_not_shared(spec: AttentionSpec, window: tuple[int, int]) -> str:
     """Return the reason why decodes do not attend a shared prefix once, in layers of a window; "" if they do."""
     if not spec.shared_prefixes:
-        return "cascade_attention is off"
+        return "cascade_attention is off, or the GPU cannot run all programs that wait for each other at once"
     if spec.batch_invariant:
         return "batch_invariant: results would depend on the other sequences"
     if spec.alibi:
