@@ -320,7 +320,8 @@ def test_a_chat_folds_the_reasoning(
     chrome.find_element(By.ID, "key-value").send_keys("secret\n")
     wait(chrome, lambda: text(chrome, "state") == "Live")
     say(chrome, "Hi")
-    wait(chrome, lambda: is_done(chrome, 2))
+    # To the end of the context, which takes 10 s on an idle core.
+    wait(chrome, lambda: is_done(chrome, 2), seconds=90)
     folded = "const one = document.querySelector('.thinking'); return [one.open, one.innerText, one.textContent]"
     is_open, seen, whole = chrome.execute_script(folded)
     assert not is_open and seen.strip() == "Thinking" and len(whole) > len("Thinking") + 5
