@@ -31,8 +31,8 @@ class LogitEdits(NamedTuple):
     factors:     float32 [R, NUM_FACTORS]: repetition, presence and frequency penalty
     edits:       int32 [N]: 0 for a row without edits, 2 for one that must not end the output, else 1
     row_slots:   int32 [N], slot of each row; the rows of a sequence stand together
-    logits_rows: int64 [N], token of the step behind which each row stands
-    input_ids:   int32 [T], tokens of the step; those of a decode after its first are drafts
+    logits_rows: int64 [N], token of the step that each row follows
+    input_ids:   int32 [T], tokens of the step; after its first token a decode has drafts
     """
 
     words: torch.Tensor

@@ -25,7 +25,7 @@ def with_min_tokens(grammar: Grammar | None, params: SamplingParams, end_token_i
 
 
 class LongGrammar(NamedTuple):
-    """A grammar whose outputs have `min_tokens` tokens, where it has such."""
+    """A grammar whose outputs have `min_tokens` tokens, if it allows so many."""
 
     grammar: Grammar
     min_tokens: int

@@ -101,14 +101,14 @@ class DecodePlan:
     records [P, 10]:   by program: entry in `sequences`, chunk in that sequence (and empty ones before it in the range),
                        keys of a chunk (and empty chunks before each unit), chunks of a range (and the number of ranges
                        with one more), the entry itself, and the programs that attend shared prefixes first (0 if there
-                       are none). Behind them, [P, 10], the ranges of shared prefixes
+                       are none). Then, [P, 10], the ranges of shared prefixes
     sequences [R+1, 5]: the served sequences, in order: sequence, first token, query length, keys, first key of its own
-                       (and kind). Behind them the prefixes that are attended once, in order, up to 2R: a sequence that
+                       (and kind). Then the prefixes that are attended once, in order, up to 2R: a sequence that
                        has the keys, first token and tokens of the run, end of the keys, first key (and level)
     counters [P]:      partial results that have arrived of the unit that begins in this program and ends in another;
                        zero between launches
     partial_out [2P, rows, D], partial_lse [2P, rows]: results of a range's first and last unit where these are cut; D
-                       rounded up to a power of two, LSE in base 2. Behind them those of shared prefixes: 2P, and a row
+                       rounded up to a power of two, LSE in base 2. Then those of shared prefixes: 2P, and a row
                        for each level, token and head, where units are whole
     block_n:           keys in a tile
     prefixes:          None if each sequence attends alone
@@ -324,7 +324,7 @@ def programs_of(unit_begin, num_chunks, ranges, empty):
 
 @triton.jit
 def row_tiles_of(query_len, shares, shape):
-    """Return the rows of a tile, and the tiles, of a query of so many tokens.
+    """Return the rows of a tile, and the number of tiles, of a query of `query_len` tokens.
 
     Tiles of a sequence that shares prefixes are small: registers hold a large one, or partial results to begin with.
     """
@@ -393,7 +393,7 @@ def _divide(tiles_R, units_R, more_tiles_R, more_units_R, programs):
 
 @triton.jit
 def _store_records(records, ranges_P, size, index_P, before_P, empty, entry_P, together_P, exists_P, shape):
-    """Write records of programs P, whose ranges begin `before_P` chunks behind the first of their entries."""
+    """Write records of programs P, whose ranges begin `before_P` chunks after their entries do."""
     seq_P, begin_P, len_P, keys_P, word_P = entry_P
     _, _, chunks_P, _, _ = sequence_chunks(len_P, keys_P, word_P, size * shape.BLOCK_N, shape)
     # Chunks of the sequence and of the unit that belong to earlier programs, with empty ones.
@@ -523,7 +523,7 @@ def _plan_kernel(
 
     if shared is not None:  # noqa: SIM102 (one is known when compiled, the other is not)
         if shares != 0:
-            # The same for shared prefixes. Entries of a sequence are those of the runs that begin with it.
+            # The same for shared prefixes. A sequence has the entries of the runs that begin with it.
             size, empty = _divide(tiles1_R, units1_R, tiles2_R, units2_R, programs)
             unit1_R, unit2_R = tl.cdiv(tiles1_R, size), tl.cdiv(tiles2_R, size)
             chunks1_R, chunks2_R = (unit1_R + empty) * units1_R, (unit2_R + empty) * units2_R
@@ -532,7 +532,7 @@ def _plan_kernel(
             is1_R, is2_R = units1_R > 0, units2_R > 0
             total = tl.sum(chunks1_R + chunks2_R)
             ranges = total // programs * _RANGES + total % programs
-            # Behind the sequences, and the one entry more that is read there.
+            # After the sequences, and the one entry more that is read there.
             index_R = tl.cumsum(is1_R.to(tl.int32) + is2_R.to(tl.int32)) - is1_R.to(tl.int32) - is2_R.to(tl.int32)
             index_R += SEQS + 1
             if tl.program_id(0) == 0:
