@@ -33,6 +33,7 @@ class NewSequence:
             generated.
         sample_index: index of this sample among the request's `n`; part of its random seed.
         grammar: constraint on the output, if any.
+        salted: True if the request has a `cache_salt`: its output must not change the time of other answers.
     """
 
     slot: int
@@ -45,6 +46,7 @@ class NewSequence:
     end_token_ids: tuple[int, ...] = ()
     sample_index: int = 0
     grammar: Grammar | None = None
+    salted: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -134,6 +134,7 @@ class Request:
             end_token_ids=tuple(self.end_token_ids),
             sample_index=self.sample_index,
             grammar=self.grammar,
+            salted=self.cache_salt is not None,
         )
 
     def tokens(self, start: int, stop: int) -> list[int]:
