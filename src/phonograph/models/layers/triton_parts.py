@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from phonograph.kernels.fp8_activations import Rows
+from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.triton.attention.rope_and_kv_write import rope_and_write_kv
 from phonograph.kernels.triton.elementwise import layers
 from phonograph.kernels.triton.elementwise.layer_embeddings import add_table, gate_embedding
@@ -211,7 +212,7 @@ class TritonExperts:
 
     def __init__(self, kernels: StreamKernels, weights: ExpertsWeights, load_X: torch.Tensor | None) -> None:
         self.then: TritonAttention | TritonLayerEmbedding | None = None
-        self.begin = NormedInput(weights.input_norm, None)
+        self.begin = NormedInput(weights.input_norm, None, norms_one_row=weights.router_norm is None)
         self._kernels, self._weights = kernels, weights
         shared = (
             None
@@ -222,11 +223,19 @@ class TritonExperts:
             )
         )
         self._experts = ExpertKernels(weights, kernels.workspace, shared, kernels.eps, load_X)
+        alone = (weights.shared, weights.sum_norm, weights.output_norm, weights.scalar) == (None,) * 4
+        self._adds_row = alone and not isinstance(weights.down.weight.operand, Grouped)
 
     def __call__(self, stream: Stream) -> Stream:
         kernels, weights, hidden_TE = self._kernels, self._weights, stream.hidden_TE
         then = None if self.then is None else self.then.begin
-        self._experts.run(hidden_TE, stream.normed, stream.num_rows)
+        norm = None
+        if self.begin.norm_E is not None and self.begin.norms_inside(len(hidden_TE)):
+            norm = self.begin.norm_E, kernels.eps, kernels.normed_memory(stream)
+            if self._adds_row:
+                self._experts.add_row(hidden_TE, norm, stream.num_rows, kernels.factors.residual)
+                return kernels.begin(stream, then)
+        self._experts.run(hidden_TE, stream.normed, stream.num_rows, norm)
         if weights.sum_norm is not None:
             added_TE, shared_TE = kernels.normed_memory(stream), self._experts.shared_memory(len(hidden_TE))
             self._experts.add(added_TE, stream.num_rows, added=False)

@@ -29,15 +29,18 @@ from phonograph.models.layers.workspace import Workspace
 class NormedInput(NamedTuple):
     """Beginning of a part: the norm of the stream, or None, and the product that reads the normed rows.
 
-    Without a product, the part reads rows in the model's type, normed before.
+    Without a product, the part reads rows in the model's type, normed before, but for a single row if `norms_one_row`.
     """
 
     norm_E: torch.Tensor | None
     product: BoundProduct | None
+    norms_one_row: bool = False
 
     def norms_inside(self, num_rows: int) -> bool:
         """Return True if the product norms its rows itself."""
-        return self.product is not None and self.product.plan(num_rows).norms_inside
+        if self.product is None:
+            return self.norms_one_row and num_rows == 1
+        return self.product.plan(num_rows).norms_inside
 
 
 class StreamKernels:

@@ -23,6 +23,7 @@ from phonograph.kernels.routing import Routing
 from phonograph.kernels.triton.elementwise.layers import weighted
 from phonograph.kernels.triton.experts.choose_experts import choose_experts
 from phonograph.kernels.triton.experts.expert_lists import ExpertLists
+from phonograph.kernels.triton.gemm.choose import one_row
 from phonograph.kernels.triton.gemm.gemm_epilogue import activated
 from phonograph.kernels.triton.gemm.gemv import products
 from phonograph.kernels.triton.gemm.product import SILU
@@ -44,6 +45,12 @@ class RowTile(NamedTuple):
     block_k: int
     ahead: int
     num_warps: int
+
+
+def row_tile(num_inputs: int) -> RowTile:
+    """Return the tile of products with so many inputs, as `choose` does for one row of dense weights."""
+    config = one_row(num_inputs, gated=False)
+    return RowTile(config.block_n, config.block_k, 1, config.num_warps)
 
 
 def route_row(
