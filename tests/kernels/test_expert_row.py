@@ -6,7 +6,9 @@ import pytest
 import torch
 from expert_problem import ROUTINGS, Problem, check_choice, reference
 
-from phonograph.kernels.triton.experts.one_row import RowTile, add_down_row, gate_up_row, route_row
+from phonograph.kernels.triton.experts.expert_plan import RowTile
+from phonograph.kernels.triton.experts.route_row import route_row
+from phonograph.kernels.triton.experts.row_products import add_down_row, gate_up_row
 from phonograph.kernels.triton.gemm.product import CLAMPED_SWIGLU, GELU, SILU
 
 ROUTE = RowTile(4, 32, 1, 1)

@@ -13,11 +13,12 @@ from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.triton.elementwise import layers
 from phonograph.kernels.triton.experts.count_pairs import count_pairs
 from phonograph.kernels.triton.experts.expert_lists import ExpertLists
-from phonograph.kernels.triton.experts.expert_plan import expert_config
+from phonograph.kernels.triton.experts.expert_plan import expert_config, row_config
 from phonograph.kernels.triton.experts.expert_products import down_products, fitted, gate_up_products
 from phonograph.kernels.triton.experts.expert_results import add_results
-from phonograph.kernels.triton.experts.one_row import add_down_row, gate_up_row, route_row, row_tile
 from phonograph.kernels.triton.experts.route import route
+from phonograph.kernels.triton.experts.route_row import route_row
+from phonograph.kernels.triton.experts.row_products import add_down_row, gate_up_row
 from phonograph.kernels.triton.gemm.bound_product import BoundProduct
 from phonograph.kernels.triton.gemm.product import GATED_MODES
 from phonograph.models.layers.part_weights import ExpertsWeights
@@ -58,6 +59,7 @@ class ExpertKernels:
     ) -> None:
         self._weights, self._spec, self._shared, self._eps = weights, weights.spec, shared, eps
         self._load_X = load_X
+        self._tiles = row_config(weights.gate_up.spec.num_inputs, weights.down.spec.num_inputs)
         self._space = workspace.shared
         assert workspace.arrived is not None
         routing, num_tokens = weights.spec.routing, len(workspace.hidden_TE)
@@ -121,10 +123,9 @@ class ExpertKernels:
         gate_up, down = weights.gate_up.weight.operand, weights.down.weight.operand
         assert isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor)
         self._route_row(hidden_1E, norm, num_rows)
-        mode, tile = GATED_MODES[self._spec.activation], row_tile(gate_up.shape[1])
-        gate_up_row(norm[2], gate_up, self._lists, tile, memory.inner_PI, weights.gate_up.bias_O, mode=mode)
-        tile = row_tile(down.shape[1])
-        add_down_row(memory.inner_PI, down, self._lists, tile, hidden_1E, weights.down.bias_O, factor=factor)
+        inner_kI, lists, tiles, mode = memory.inner_PI, self._lists, self._tiles, GATED_MODES[self._spec.activation]
+        gate_up_row(norm[2], gate_up, lists, tiles.gate_up, inner_kI, weights.gate_up.bias_O, mode=mode)
+        add_down_row(inner_kI, down, lists, tiles.down, hidden_1E, weights.down.bias_O, factor=factor)
 
     def _route_row(self, hidden_1E: torch.Tensor, norm: RowNorm, num_rows: torch.Tensor | None) -> None:
         weights, router = self._weights, self._weights.router.weight.operand
@@ -134,7 +135,7 @@ class ExpertKernels:
             router,
             self._spec.routing,
             self._lists,
-            row_tile(router.shape[1]),
+            self._tiles.route,
             norm=norm,
             router_bias_O=weights.router.bias_O,
             choice_bias_X=weights.choice_bias,
