@@ -3,6 +3,7 @@
 - Each call of a function within a kernel replaces the language's builtins, although the kernel's start has done so.
 - Each start of a kernel makes all replacements anew, and each call of one copies its arguments twice.
 - Each value makes a table of all types, and its type and shape are built from constants of the language each time.
+- A scan takes one element after the other, and each launch copies each argument's storage to where it is.
 - Sums and products of integers are computed again in 64 bits to assert that they do not overflow; the assertion does
   nothing unless the interpreter's options say `debug`.
 """
@@ -13,6 +14,9 @@ import inspect
 import math
 import sys
 from typing import Any
+
+import numpy as np
+from quick_operators import make_operators_quick
 
 _quick = False
 
@@ -26,6 +30,9 @@ def make_quick() -> None:
     _quick = True
     _patch_once(interpreter)
     _keep_types(interpreter)
+    make_operators_quick(interpreter)
+    interpreter.ScanOps.generic_scan = _scan
+    _leave_arguments(interpreter.GridExecutor)
     if not interpreter.InterpreterOptions().debug:
         interpreter.TritonSemantic.binary_op_sanitize_overflow_impl = lambda *_: None
 
@@ -116,3 +123,42 @@ def _keep_types(interpreter: Any) -> None:
     block_type.with_element_ty = with_element
     tensor.__init__ = init_tensor
     sequence.__eq__ = equal_sequence
+
+
+def _scan(self: Any, inputs: Any) -> list[Any]:
+    """Scan in steps of 1, 2, 4 ... elements: the function is associative."""
+    size = inputs[0].handle.data.shape[self.axis]
+    index = np.arange(size).reshape([-1 if axis == self.axis else 1 for axis in range(len(inputs[0].shape))])
+    found, step = [*inputs], 1
+    while step < size:
+        before = [self.to_tensor(np.roll(one.handle.data, step, self.axis), one.dtype) for one in found]
+        together = self.combine_fn.fn(*before, *found)
+        together = together if isinstance(together, tuple) else (together,)
+        found = [
+            self.to_tensor(np.where(index < step, one.handle.data, both.handle.data), one.dtype)
+            for one, both in zip(found, together, strict=True)
+        ]
+        step *= 2
+    return found
+
+
+def _leave_arguments(executor: Any) -> None:
+    """Let kernels read arguments where they are if all are on the CPU."""
+    copy_in, copy_out = executor._init_args_hst, executor._restore_args_dev
+
+    def is_on_cpu(value: Any) -> bool:
+        if isinstance(value, tuple):
+            return all(map(is_on_cpu, value))
+        value = getattr(value, "base", value)  # of a descriptor
+        return not hasattr(value, "data_ptr") or value.device.type == "cpu"
+
+    def init_args(self: Any, args: Any, keywords: Any) -> Any:
+        if all(map(is_on_cpu, args)) and all(map(is_on_cpu, keywords.values())):
+            return args, keywords
+        return copy_in(self, args, keywords)
+
+    def restore_args(self: Any, args: Any, host_args: Any, keywords: Any, host_keywords: Any) -> None:
+        if host_args is not args:
+            copy_out(self, args, host_args, keywords, host_keywords)
+
+    executor._init_args_hst, executor._restore_args_dev = init_args, restore_args
