@@ -80,11 +80,11 @@ def _operator(interpreter: Any, name: str, function: Callable[..., Any], options
 
     def operator(self: Any, other: Any) -> Any:
         data = self.handle.data
+        if type(other) is constexpr:
+            other = other.value
         if type(other) is tensor:
             key, right = (self.type.name, other.type.name), other.handle.data
         else:
-            if type(other) is constexpr:
-                other = other.value
             key, right = (self.type.name, type(other), other), None
         rule = rules.get(key)
         if rule is not None and data.dtype is rule.left:
