@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from quick_interpreter import make_quick
-from quick_operators import ORIGINALS
+from quick_rules import ORIGINALS
 
 _NUMBERS = (0, 3, 0.5)
 _SHAPES = {

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+from quick_memory import make_memory_quick
+from quick_rules import PLAIN, Result, replace, result_maker, result_of
 
-_PLAIN = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "fp16", "fp32", "fp64")
-"""Types that numpy converts as the interpreter does."""
 _COMPARED = {
     "__lt__": np.less,
     "__le__": np.less_equal,
@@ -26,8 +26,6 @@ _COMPARED = {
 _COMPUTED = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "mod": np.fmod}
 _BITWISE = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
 _SHIFTED = {"lshift": np.left_shift, "rshift": np.right_shift}
-ORIGINALS: list[tuple[Any, str, Any]] = []
-"""The interpreter's own functions, each with its class and name."""
 
 
 class _Rule(NamedTuple):
@@ -57,14 +55,11 @@ def make_operators_quick(interpreter: Any) -> None:
     for name in ("__rmod__", "__rlshift__", "__rrshift__"):
         del names[name]
     for name, (function, options) in names.items():
-        _replace(core.tensor, name, _operator(interpreter, name, function, options))
+        replace(core.tensor, name, _operator(interpreter, name, function, options))
     _patch_conversions(interpreter)
     _patch_shapes(interpreter)
-
-
-def _replace(owner: Any, name: str, function: Any) -> None:
-    ORIGINALS.append((owner, name, getattr(owner, name)))
-    setattr(owner, name, function)
+    _patch_choice(interpreter)
+    make_memory_quick(interpreter)
 
 
 def _divided(left: Any, right: Any) -> Any:
@@ -76,7 +71,7 @@ def _operator(interpreter: Any, name: str, function: Callable[..., Any], options
     tensor, constexpr = core.tensor, core.constexpr
     slow, reflected = getattr(tensor, name), name.startswith("__r") and name != "__rshift__"
     rules = dict[Any, _Rule | None]()
-    result = _result_maker(interpreter)
+    result = result_maker(interpreter)
 
     def operator(self: Any, other: Any) -> Any:
         data = self.handle.data
@@ -144,7 +139,7 @@ def _operator(interpreter: Any, name: str, function: Callable[..., Any], options
 def _converts(types: list[Any], with_bool: bool) -> bool:
     """Return True if numpy converts between these types as the interpreter does."""
     names = {one.name for one in types}
-    return names <= {*_PLAIN} or (with_bool and names == {"int1"})
+    return names <= {*PLAIN} or (with_bool and names == {"int1"})
 
 
 def _pointer_rule(interpreter: Any, pointer: Any, offset: Any, found: Any) -> _Rule | None:
@@ -152,7 +147,7 @@ def _pointer_rule(interpreter: Any, pointer: Any, offset: Any, found: Any) -> _R
         return None
     size = max(1, pointer.handle.get_element_ty().primitive_bitwidth // 8)
     is_tensor = type(offset) is interpreter.tl.core.tensor
-    if is_tensor and offset.dtype.name not in _PLAIN:
+    if is_tensor and offset.dtype.name not in PLAIN:
         return None
     return _Rule(
         left=np.dtype(np.uint64),
@@ -169,43 +164,13 @@ def _pointer_rule(interpreter: Any, pointer: Any, offset: Any, found: Any) -> _R
     )
 
 
-def _result_maker(interpreter: Any) -> Any:
-    tensor, handle_type = interpreter.tl.core.tensor, interpreter.TensorHandle
-    new = object.__new__
-
-    def result(data: Any, rule: Any) -> Any:
-        handle, made = new(handle_type), new(tensor)
-        handle.data, handle.dtype, handle.attr = data, rule.element, {}
-        made.handle, made.type, made.dtype = handle, rule.type, rule.dtype
-        made.shape, made.numel = rule.shape, rule.numel
-        return made
-
-    return result
-
-
-class _Result(NamedTuple):
-    """Types of an operand as it must be, and of the result; `to` is numpy's, or the result's shape."""
-
-    left: Any
-    to: Any
-    element: Any
-    type: Any
-    dtype: Any
-    shape: Any
-    numel: Any
-
-
-def _result_of(found: Any, left: Any = None, to: Any = None) -> _Result:
-    return _Result(left, to, found.handle.dtype, found.type, found.dtype, found.shape, found.numel)
-
-
 def _patch_conversions(interpreter: Any) -> None:
     """Numbers of Python become arrays once, and types that numpy converts are not looked at again."""
     core, semantic_type = interpreter.tl.core, interpreter.TritonSemantic
     tensor, handle_type = core.tensor, interpreter.TensorHandle
     slow_to_tensor, slow_cast, slow_arange = semantic_type.to_tensor, semantic_type.cast, semantic_type.arange
-    numbers, casts, ranges = dict[Any, Any](), dict[Any, _Result | None](), dict[Any, Any]()
-    result = _result_maker(interpreter)
+    numbers, casts, ranges = dict[Any, Any](), dict[Any, Result | None](), dict[Any, Any]()
+    result = result_maker(interpreter)
 
     def kept(made: Any) -> Any:
         made.handle.data.setflags(write=False)
@@ -243,12 +208,12 @@ def _patch_conversions(interpreter: Any) -> None:
         found = slow_cast(self, value, dst_ty)
         if key not in casts:
             casts[key] = None
-            if target.name in _PLAIN and source.name in (*_PLAIN, "int1"):
-                casts[key] = _result_of(found, *map(interpreter._get_np_dtype, (source, target)))
+            if target.name in PLAIN and source.name in (*PLAIN, "int1"):
+                casts[key] = result_of(found, *map(interpreter._get_np_dtype, (source, target)))
         return found
 
     for function in (to_tensor, arange, cast):
-        _replace(semantic_type, function.__name__, function)
+        replace(semantic_type, function.__name__, function)
 
 
 def _patch_shapes(interpreter: Any) -> None:
@@ -257,8 +222,8 @@ def _patch_shapes(interpreter: Any) -> None:
     tensor, semantic = core.tensor, interpreter.interpreter_semantic
     slow_getitem, slow_broadcast = tensor.__getitem__, semantic_type.broadcast_impl_value
     slow_checking = semantic_type.binary_op_type_checking_impl
-    views, broadcasts = dict[Any, _Result](), dict[Any, Any]()
-    result, everything = _result_maker(interpreter), slice(None)
+    views, broadcasts = dict[Any, Result](), dict[Any, Any]()
+    result, everything = result_maker(interpreter), slice(None)
 
     def getitem(self: Any, slices: Any) -> Any:
         if type(slices) is not tuple or not self.type.is_block():
@@ -268,7 +233,7 @@ def _patch_shapes(interpreter: Any) -> None:
         if view is not None and all(one is None or one == everything for one in slices):
             return result(self.handle.data[slices], view)
         found = slow_getitem(self, slices, _semantic=semantic)
-        views[key] = _result_of(found)
+        views[key] = result_of(found)
         return found
 
     def broadcast(self: Any, left: Any, right: Any) -> Any:
@@ -277,14 +242,16 @@ def _patch_shapes(interpreter: Any) -> None:
             return left, right
         sides = broadcasts.get(key)
         if sides is not None and left.handle.data.dtype is sides[0].left and right.handle.data.dtype is sides[1].left:
-            return tuple([
-                one if side.to is None else result(np.broadcast_to(one.handle.data, side.to), side)
-                for one, side in zip((left, right), sides, strict=True)
-            ])
+            return tuple(
+                [
+                    one if side.to is None else result(np.broadcast_to(one.handle.data, side.to), side)
+                    for one, side in zip((left, right), sides, strict=True)
+                ]
+            )
         found = slow_broadcast(self, left, right)
         if key not in broadcasts:
             broadcasts[key] = [
-                _result_of(after, before.handle.data.dtype, None if after is before else after.handle.data.shape)
+                result_of(after, before.handle.data.dtype, None if after is before else after.handle.data.shape)
                 for before, after in zip((left, right), found, strict=True)
             ]
         return found
@@ -300,6 +267,53 @@ def _patch_shapes(interpreter: Any) -> None:
             return left, right
         return slow_checking(self, left, right, *rest, **options)
 
-    _replace(tensor, "__getitem__", getitem)
-    _replace(semantic_type, "broadcast_impl_value", broadcast)
-    _replace(semantic_type, "binary_op_type_checking_impl", checking)
+    replace(tensor, "__getitem__", getitem)
+    replace(semantic_type, "broadcast_impl_value", broadcast)
+    replace(semantic_type, "binary_op_type_checking_impl", checking)
+
+
+def _patch_choice(interpreter: Any) -> None:
+    core, semantic_type = interpreter.tl.core, interpreter.TritonSemantic
+    tensor, constexpr = core.tensor, core.constexpr
+    slow_where, slow_unwrap = semantic_type.where, core._unwrap_if_constexpr
+    rules = dict[Any, Any]()
+    result, containers = result_maker(interpreter), (list, tuple, core.tuple)
+
+    def where(self: Any, condition: Any, x: Any, y: Any) -> Any:
+        sides = (x, y)
+        key = (
+            condition.type.name,
+            *[one.type.name if type(one) is tensor else (type(one), one) for one in sides],
+        )
+        rule = rules.get(key)
+        if rule is not None:
+            numbers, made = rule
+            data = [one.handle.data if number is None else number for one, number in zip(sides, numbers, strict=True)]
+            if condition.handle.data.dtype is made.left and data[0].dtype is data[1].dtype is made.to:
+                return result(np.where(condition.handle.data, *data), made)
+        found = slow_where(self, condition, x, y)
+        if key not in rules:
+            rules[key] = make_rule(self, condition, x, y, found)
+        return found
+
+    def make_rule(semantic: Any, condition: Any, x: Any, y: Any, found: Any) -> Any:
+        converted = semantic.binary_op_type_checking_impl(x, y, True, True)
+        numbers, kinds = list[Any](), {one.dtype.name for one in converted}
+        for before, after in zip((x, y), converted, strict=True):
+            if type(before) is tensor:
+                numbers.append(None)
+                kinds.add(before.dtype.name)
+            else:
+                numbers.append(after.handle.data.reshape(-1)[:1])
+        if len(kinds) > 1 or converted[0].dtype.is_ptr() or condition.dtype.name != "int1":
+            return None
+        return numbers, result_of(found, np.dtype(bool), found.handle.data.dtype)
+
+    def unwrap(o: Any) -> Any:
+        kind = type(o)
+        if kind is constexpr:
+            return o.value
+        return slow_unwrap(o) if isinstance(o, containers) else o
+
+    replace(semantic_type, "where", where)
+    core._unwrap_if_constexpr = unwrap
