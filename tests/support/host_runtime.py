@@ -14,9 +14,13 @@ import torch
 
 @dataclass
 class CallRuntime:
-    """Runtime without graphs: a replay calls the captured function."""
+    """Runtime without graphs: a replay calls the captured function.
+
+    lazily: a capture does not call it. The outputs are those of the first replay.
+    """
 
     runs_captured: bool = True
+    lazily: bool = False
     memory_bytes: int = 0
     log: list[str] = field(default_factory=list)
 
@@ -33,13 +37,15 @@ class CallRuntime:
         """Poison nothing: there is no pool."""
 
     def capture(self, function: Callable[[], tuple[torch.Tensor, ...]]) -> Any:
-        outputs = function()
+        graph = SimpleNamespace(outputs=None if self.lazily else function())
 
         def replay() -> None:
+            outputs = function()
             self.log.append("step" if outputs else "masks")
-            function()
+            graph.outputs = outputs if graph.outputs is None else graph.outputs
 
-        return SimpleNamespace(replay=replay, outputs=outputs)
+        graph.replay = replay
+        return graph
 
 
 class HostRing:
