@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, cast
+from typing import Annotated, Any, ClassVar, cast
+
+from pydantic import Field
 
 from phonograph.core.structured_outputs import StructuredOutputs
 from phonograph.errors import RequestError, quoted
@@ -46,6 +48,7 @@ class CountBody(Body):
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
     cache_control: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
     def check(self) -> list[str]:
         ignored = super().check()
@@ -86,6 +89,7 @@ class CountBody(Body):
             enabled=enabled,
             shown=thinking.get("display") != "omitted",
             budget=thinking.get("budget_tokens") if kind == "enabled" else None,
+            variables=self.chat_template_kwargs or {},
             names=_NAMES,
             needed=False,
         )
@@ -105,6 +109,7 @@ class MessageBody(CountBody):
     top_k: int | None = None
     stop_sequences: Stops | None = None
     stream: bool | None = None
+    cache_salt: Annotated[str, Field(min_length=1)] | None = None
 
 
 def message_request(body: CountBody) -> ChatRequest:
