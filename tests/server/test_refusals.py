@@ -86,6 +86,7 @@ COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"stream": True, "stream_options": {"more": 1}}, "stream_options.more", "not permitted"),
     ({"priority": 1}, "priority", "--scheduling-policy"),
     ({"cache_salt": ""}, "cache_salt", "at least 1 character"),
+    ({"cache_salt": "x" * 2**20}, "cache_salt", "at most 128 characters"),
     ({"cache_salt": 5}, "cache_salt", "valid string"),
     ({"request_id": "x" * 201}, "request_id", "200"),
     ({"request_id": "\udc00"}, "request_id", ""),

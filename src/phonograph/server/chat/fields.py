@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from phonograph.config.base import nearest
 from phonograph.errors import shortened
@@ -186,6 +186,7 @@ Choices = Annotated[
     _list_of(str, "must be a list of texts"),
     WithJsonSchema({"type": "array", "items": {"type": "string"}, "minItems": 1}),
 ]
+CacheSalt = Annotated[str, Field(min_length=1, max_length=128)]
 TokenIds = Annotated[list[Any], _list_of(int, "must be a list of token ids"), WithJsonSchema(_IDS)]
 Documents = Annotated[
     list[Any],

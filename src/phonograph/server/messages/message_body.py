@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, cast
-
-from pydantic import Field
+from typing import Any, ClassVar, cast
 
 from phonograph.core.structured_outputs import StructuredOutputs
 from phonograph.errors import RequestError, quoted
 from phonograph.server.chat.chat_request import ChatRequest
-from phonograph.server.chat.fields import Body, Messages, Stops
+from phonograph.server.chat.fields import Body, CacheSalt, Messages, Stops
 from phonograph.server.chat.thinking import Thinking
 from phonograph.server.chat.tools import ToolChoice, chosen_tools, function_tool
 from phonograph.server.http.api_errors import api_error, invalid
@@ -109,7 +107,7 @@ class MessageBody(CountBody):
     top_k: int | None = None
     stop_sequences: Stops | None = None
     stream: bool | None = None
-    cache_salt: Annotated[str, Field(min_length=1)] | None = None
+    cache_salt: CacheSalt | None = None
 
 
 def message_request(body: CountBody) -> ChatRequest:

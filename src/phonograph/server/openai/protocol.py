@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from phonograph.core.structured_outputs import StructuredOutputs
 from phonograph.errors import RequestError
 from phonograph.server.chat.conversation import further_keys
-from phonograph.server.chat.fields import Biases, Body, Documents, Messages, Prompts, Stops, TokenIds
+from phonograph.server.chat.fields import Biases, Body, CacheSalt, Documents, Messages, Prompts, Stops, TokenIds
 from phonograph.server.chat.thinking import Thinking
 from phonograph.server.http.api_errors import api_error, invalid
 from phonograph.server.openai.structured import PARAMETERS, StructuredFields, field_of, structured_outputs
@@ -74,7 +74,7 @@ class GenerationBody(StructuredFields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: int | None = None
-    cache_salt: Annotated[str, Field(min_length=1)] | None = None
+    cache_salt: CacheSalt | None = None
     request_id: Annotated[str, Field(max_length=200)] | None = None
 
     @property

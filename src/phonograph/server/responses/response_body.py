@@ -12,7 +12,7 @@ from phonograph.core.structured_outputs import StructuredOutputs
 from phonograph.errors import RequestError, quoted
 from phonograph.server.chat.chat_request import ChatRequest
 from phonograph.server.chat.custom_tools import custom_tool
-from phonograph.server.chat.fields import Biases, Body, Stops, TokenIds
+from phonograph.server.chat.fields import Biases, Body, CacheSalt, Stops, TokenIds
 from phonograph.server.chat.thinking import Thinking
 from phonograph.server.chat.tools import ToolChoice, chosen_tools, function_tool
 from phonograph.server.http.api_errors import api_error, invalid
@@ -105,7 +105,7 @@ class ResponseBody(Body):
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     priority: int | None = None
-    cache_salt: Annotated[str, Field(min_length=1)] | None = None
+    cache_salt: CacheSalt | None = None
     request_id: Annotated[str, Field(max_length=200)] | None = None
 
     def check(self) -> list[str]:
