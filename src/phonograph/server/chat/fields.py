@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from phonograph.config.base import nearest
 from phonograph.errors import shortened
@@ -28,12 +28,11 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys(("functions", "guided_decoding_backend", "kv_transfer_params", "logits_processors"), ()),
     **dict.fromkeys(("mm_processor_kwargs", "prompt_embeds", "prompt_logprob_token_ids", "repetition_detection"), ()),
     **dict.fromkeys(("return_mm_kwargs", "return_prompt_text", "return_weight_versions"), ()),
-    **dict.fromkeys(("thinking_token_budget", "use_beam_search", "vllm_xargs", "watermarking"), ()),
-    **dict.fromkeys(("web_search_options",), ()),
+    **dict.fromkeys(("use_beam_search", "vllm_xargs", "watermarking", "web_search_options"), ()),
     **dict.fromkeys(("function_call", "reasoning_effort"), ("none",)),
     **dict.fromkeys(("include_reasoning", "spaces_between_special_tokens"), (True,)),
     **{"length_penalty": (1,), "modalities": (["text"],), "routed_experts_prompt_start": (0,), "stream_interval": (1,)},
-    **{"suffix": ("",), "verbosity": ("medium",)},
+    **{"suffix": ("",), "thinking_token_budget": (-1,), "verbosity": ("medium",)},
 }
 """Fields of OpenAI or vLLM that are not served, with neutral values. Null, false, [] and {} are always neutral."""
 
@@ -186,6 +185,8 @@ Choices = Annotated[
     _list_of(str, "must be a list of texts"),
     WithJsonSchema({"type": "array", "items": {"type": "string"}, "minItems": 1}),
 ]
+Budget = Annotated[int | None, AfterValidator(lambda value: None if value == -1 else value)]
+"""Maximum of tokens; -1 is none, as null."""
 CacheSalt = Annotated[str, Field(min_length=1, max_length=128)]
 TokenIds = Annotated[list[Any], _list_of(int, "must be a list of token ids"), WithJsonSchema(_IDS)]
 Documents = Annotated[

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from phonograph.core.structured_outputs import StructuredOutputs
 from phonograph.errors import RequestError
 from phonograph.server.chat.conversation import further_keys
-from phonograph.server.chat.fields import Biases, Body, CacheSalt, Documents, Messages, Prompts, Stops, TokenIds
+from phonograph.server.chat.fields import Biases, Body, Budget, CacheSalt, Documents, Messages, Prompts, Stops, TokenIds
 from phonograph.server.chat.thinking import Thinking
 from phonograph.server.http.api_errors import api_error, invalid
 from phonograph.server.openai.structured import PARAMETERS, StructuredFields, field_of, structured_outputs
@@ -193,7 +193,7 @@ class ChatBody(GenerationBody):
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     include_reasoning: bool | None = None
-    thinking_token_budget: int | None = None
+    thinking_token_budget: Budget = None
 
     def requested_thinking(self) -> Thinking:
         return Thinking(

@@ -12,7 +12,7 @@ from phonograph.core.structured_outputs import StructuredOutputs
 from phonograph.errors import RequestError, quoted
 from phonograph.server.chat.chat_request import ChatRequest
 from phonograph.server.chat.custom_tools import custom_tool
-from phonograph.server.chat.fields import Biases, Body, CacheSalt, Stops, TokenIds
+from phonograph.server.chat.fields import Biases, Body, Budget, CacheSalt, Stops, TokenIds
 from phonograph.server.chat.thinking import Thinking
 from phonograph.server.chat.tools import ToolChoice, chosen_tools, function_tool
 from phonograph.server.http.api_errors import api_error, invalid
@@ -95,7 +95,7 @@ class ResponseBody(Body):
     parallel_tool_calls: bool | None = None
     text: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
-    thinking_token_budget: int | None = None
+    thinking_token_budget: Budget = None
     chat_template_kwargs: dict[str, Any] | None = None
     include: list[Any] | None = None
     top_logprobs: int | None = None
