@@ -221,6 +221,9 @@ def test_fields_become_parts_of_the_request() -> None:
         max_output_tokens=5,
         temperature=0.5,
         seed=3,
+        logit_bias={"7": 1.5},
+        stop_token_ids=[9],
+        ignore_eos=True,
         include=["message.output_text.logprobs"],
         top_logprobs=2,
     )
@@ -229,6 +232,8 @@ def test_fields_become_parts_of_the_request() -> None:
     assert {name: found.sampling[name] for name in ("temperature", "seed", "logprobs")} == {
         **{"temperature": 0.5, "seed": 3, "logprobs": 2}
     }
+    others = {"logit_bias": {7: 1.5}, "stop_token_ids": [9], "ignore_eos": True}
+    assert {name: found.sampling[name] for name in others} == others
     assert found.thinking.effort == "high" and found.max_tokens == 5 and not found.tools.parallel
     assert [tool["function"]["name"] for tool in found.tools.tools] == ["now"]
     named = request_of(tools=[TOOL], tool_choice={"type": "function", "name": "add"}).tools

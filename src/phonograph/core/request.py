@@ -106,6 +106,11 @@ class Request:
         return self.state is RequestState.FINISHED
 
     @property
+    def unscored(self) -> bool:
+        """True if log-probabilities of the prompt are requested and not complete."""
+        return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.prompt_len - 1
+
+    @property
     def may_end(self) -> bool:
         """True if a token may end the output: it has `min_tokens`, or its grammar determines the end."""
         params = self.params

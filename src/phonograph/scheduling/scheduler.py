@@ -354,10 +354,10 @@ class Scheduler:
         if resumed and any(request in requests for _, requests in self._in_flight):
             return None  # some of its tokens are still unknown
         # Prompt logprobs need the logits of all prompt tokens; a preemption may have interrupted them.
-        whole = request.params.prompt_logprobs is not None and len(request.prompt_logprobs) < request.prompt_len - 1
-        if whole:
+        if request.unscored:
             request.prompt_logprobs.clear()
-        num_cached = self._blocks.admit(request, self._decoding.values(), reuse=not whole)
+        reuse = not (request.unscored or request.params.skip_reading_prefix_cache)
+        num_cached = self._blocks.admit(request, self._decoding.values(), reuse=reuse)
         if num_cached is None:
             return None
         del self._waiting[0]

@@ -187,8 +187,8 @@ class Tokenizer:
         Raises:
             RequestError: the model has no chat template, or the template rejects these messages.
         """
-        # Other names would set options of the tokenizer.
-        taken = _RESERVED | signature(self._tokenizer.apply_chat_template).parameters.keys()
+        # Other names would set options of the tokenizer; documents are a variable and a parameter.
+        taken = (_RESERVED | signature(self._tokenizer.apply_chat_template).parameters.keys()) - {"documents"}
         for name in variables or {}:
             if name in taken:
                 raise RequestError("chat_template_kwargs", name, "is not a variable of a template")
