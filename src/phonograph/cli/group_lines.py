@@ -45,7 +45,7 @@ def runs_of(plan: EnginePlan, batch: ScheduledBatch, shared: list[int]) -> list[
         shared: leading tokens of each sequence that are in the same blocks as its neighbours'.
     """
     for spec, selection in zip(plan.kv.specs, plan.selections, strict=True):
-        if selection.capabilities.prefix_sharing(spec)[0]:
+        if selection.capabilities.prefix_sharing(spec, plan.device)[0]:
             size = spec.block_size
             keys = [0, *(min(pair) // size * size for pair in pairwise(shared))]
             # Longer queries are attended by another launch.

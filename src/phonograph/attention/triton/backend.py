@@ -26,7 +26,7 @@ from phonograph.attention.metadata import AttentionMetadata, CommonMetadata, Met
 from phonograph.attention.triton.capabilities import TritonCapabilities, shared_tokens
 from phonograph.core.limits import Limits
 from phonograph.graphs.modes import GraphKey, GraphSet
-from phonograph.kernels.attention_scratch import MAX_SHORT_QUERY, holds_all_programs
+from phonograph.kernels.attention_scratch import MAX_SHORT_QUERY
 from phonograph.kernels.triton.attention.decode import decode_attention
 from phonograph.kernels.triton.attention.decode_plan import DecodePlan, make_decode_plan, plan_decode
 from phonograph.kernels.triton.attention.prefill import merge_prefill, prefill_attention, prefill_overlaps
@@ -167,6 +167,6 @@ def _make_plans(
     }
     cuts = not spec.batch_invariant
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    tokens = shared_tokens(spec, limits, window) if holds_all_programs(capability) else 0
+    tokens = shared_tokens(spec, limits, window, capability)
     short = make_decode_plan(**sizes, shared_tokens=tokens)
     return short, make_prefill_plan(**sizes, max_num_tokens=limits.max_num_batched_tokens, cuts=cuts)

@@ -127,7 +127,7 @@ def _facts(plan: EnginePlan, decided: list[_Decided]) -> dict[str, Any]:
             "missing": capabilities.missing(),
             "reasons": plan.selection.reasons,
             "rejected": plan.selection.rejected,
-            "shared_prefixes": capabilities.prefix_sharing(plan.attention)[1],
+            "shared_prefixes": capabilities.prefix_sharing(plan.attention, plan.device)[1],
         },
         "support": {"level": plan.resolution.support.level.name, "reason": plan.resolution.support.reason},
         "mode": mode_facts(plan),
@@ -230,7 +230,7 @@ def _selection_lines(plan: EnginePlan, selection: Selection, spec: AttentionSpec
     label = selection.capabilities.label
     kernels = [name for name, why in selection.rejected.items() if any(text.startswith("device ") for text in why)]
     if plan.device.kind != "cpu" or not kernels:
-        sharing = [] if plan.device.kind == "cpu" else [selection.capabilities.prefix_sharing(spec)[1]]
+        sharing = [] if plan.device.kind == "cpu" else [selection.capabilities.prefix_sharing(spec, plan.device)[1]]
         return [label, *(f"- {reason}" for reason in (*selection.reasons, *sharing))]
     others = (f"- {name} refuses: {'; '.join(why)}" for name, why in selection.rejected.items() if name not in kernels)
     return [f"{label}: the GPU kernels need a GPU (--matrix has each refusal)", *others]
