@@ -93,8 +93,8 @@ class RequestBlocks:
         full = next((index for index, group in enumerate(self.groups) if group.window is None), None)
         items = [*decodes.items()]
         place = len(items)
-        if full is not None and self.tables[request.request_id].num_found:
-            block_ids = self.tables[request.request_id].groups[full].block_ids
+        block_ids = self.tables[request.request_id].groups[full or 0].block_ids
+        if full is not None and self.cache.pool.num_references(block_ids[0]) > 1:
             shared = [_num_shared(block_ids, self.tables[one.request_id].groups[full].block_ids) for _, one in items]
             # After the last of several: two that share more stay neighbours.
             if any(shared):
