@@ -543,12 +543,12 @@ def ordered_by_length(patch: pytest.MonkeyPatch) -> None:
 
 def end_tokens_only_at_the_end_of_a_run(patch: pytest.MonkeyPatch) -> None:
     change = ("if token_id in request.end_token_ids", "if token_id is run[-1] and token_id in request.end_token_ids")
-    replace_in(patch, Scheduler, "update", change)
+    replace_in(patch, scheduler_module, "take_tokens", change)
 
 
 def min_tokens_counted_after_the_run(patch: pytest.MonkeyPatch) -> None:
     later = "len(tokens) + len(run) - 1 >= request.params.min_tokens"
-    replace_in(patch, Scheduler, "update", ("request.may_end", later))
+    replace_in(patch, scheduler_module, "take_tokens", ("request.may_end", later))
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,13 @@ from phonograph.scheduling.check_prompt import check_prompt
 from phonograph.scheduling.draft_depths import DraftDepths, granted_depths
 from phonograph.scheduling.request_blocks import RequestBlocks
 from phonograph.scheduling.scheduler_stats import SchedulerStats
-from phonograph.scheduling.step_results import correct_bounds, take_failures, take_logprobs, take_prompt_logprobs
+from phonograph.scheduling.step_results import (
+    correct_bounds,
+    take_failures,
+    take_logprobs,
+    take_prompt_logprobs,
+    take_tokens,
+)
 
 _RANK = attrgetter("rank")
 
@@ -271,9 +277,6 @@ class Scheduler:
     def update(self, batch: ScheduledBatch, output: StepOutput) -> list[Request]:
         """Take the tokens of the oldest batch in flight, and end the requests that are complete.
 
-        Tokens after the end of a request are dropped: those of a request that ended meanwhile, and the rest of a run
-        after a token that ends it.
-
         Returns:
             The requests that failed, then those that got tokens, each in batch order; those that ended are `finished`.
         """
@@ -288,21 +291,7 @@ class Scheduler:
         if batch.num_decode_tokens > batch.num_decodes:
             self._last_scheduled += correct_bounds(batch, requests, output)
         scored = take_logprobs(batch, requests, output) if output.logprobs else ()
-        finished = RequestState.FINISHED
-        for request, run in zip(compress(requests, batch.samples), output.token_ids, strict=True):
-            if request.state is finished:
-                continue
-            news.append(request)
-            tokens = request.output_token_ids
-            for token_id in run:
-                tokens.append(token_id)
-                if token_id in request.end_token_ids and request.may_end:
-                    stop_reason = token_id if token_id in request.params.stop_token_ids else None
-                    self._finish(request, "stop", stop_reason)
-                    break
-                if request.prompt_len + len(tokens) == request.max_len:
-                    self._finish(request, "length", None)
-                    break
+        news += take_tokens(batch, requests, output, self._finish)
         for request in scored:
             del request.logprobs[len(request.output_token_ids) :]
         return news
