@@ -68,6 +68,7 @@ class ScheduledBatch:
             while a step with drafts of it is in flight.
         samples: True if the step reaches the last known token, so that a next token is sampled.
         num_decode_tokens: tokens of the decodes, of the `num_tokens` of all sequences.
+        copies: pages to copy before the step, from and to; no page is in both places.
         freed: slots to clear before `new` is loaded (finished, aborted or preempted sequences).
         makes_drafts: the step ends with the passes of a draft model, where there is one that runs in steps.
     """
@@ -81,6 +82,7 @@ class ScheduledBatch:
     num_tokens: int = 0
     new: list[NewSequence] = field(default_factory=list[NewSequence])
     appends: list[BlockAppend] = field(default_factory=list[BlockAppend])
+    copies: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     freed: list[int] = field(default_factory=list[int])
     makes_drafts: bool = False
 

@@ -23,6 +23,9 @@ Every request ends:
    blocks in use are its own, at most `pages_for_request` of its tokens, which bounds `context_len`.
 3. When it ends, another sequence has the best rank. A waiting request is overtaken only by requests of better rank.
 
+One prompt is in progress at a time, so prompts with a common beginning compute it once: the next finds the blocks of
+the one before. The end of equal prompts, which is in no full block, is copied (`prompt_tails`).
+
 Steps may overlap. `schedule` counts a step as computed at once, so it can be called again before `update` has brought
 that step's tokens, which are then only on the device. Updates come in the order of the schedules. Slot and blocks of a
 request whose last token is in flight are free for the next step, because steps run in order. For the same reason a
@@ -189,7 +192,7 @@ class Scheduler:
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes. Running sequences continue, but what they compute is not found by others."""
-        self._blocks.cache.reset(self._blocks.tables.values())
+        self._blocks.reset_prefix_cache()
 
     def preempt_all(self) -> None:
         """Take slots and blocks from all running requests, which are computed again later. No step is in flight."""
@@ -202,6 +205,7 @@ class Scheduler:
         self._release_ending()
         self._blocks.free_behind(one for one in self._prefilled if one.state is RequestState.RUNNING)
         self._prefilled.clear()
+        self._blocks.tails.begin_batch()
         depths, may_admit = self._make_room()
         slots = list(self._decoding)
         requests = list(self._decoding.values())
@@ -246,6 +250,8 @@ class Scheduler:
                 self._prefilled.append(request)
                 if request.num_tokens + 1 == request.max_len:
                     self._last_scheduled.append(request)
+                else:
+                    self._blocks.tails.computes(request)
             prefills.append((request, context, query_len, complete))
 
         # Prefills of one token come first: many backends take them together with decodes of one token.
@@ -267,6 +273,7 @@ class Scheduler:
             num_tokens=self.limits.max_num_batched_tokens - budget,
             new=new,
             appends=appends,
+            copies=self._blocks.take_copies(),
             freed=self._freed,
             makes_drafts=self._blocks.makes_drafts(requests),
         )
@@ -346,6 +353,8 @@ class Scheduler:
         whole = request.params.prompt_logprobs is not None and len(request.prompt_logprobs) < request.prompt_len - 1
         if whole:
             request.prompt_logprobs.clear()
+        elif self._blocks.tails.is_worth_waiting(request, self._waiting[: len(self._free_slots)]):
+            return None
         num_cached = self._blocks.admit(request, self._decoding.values(), reuse=not whole)
         if num_cached is None:
             return None
