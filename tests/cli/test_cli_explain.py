@@ -267,9 +267,13 @@ def test_shared_prefixes_of_batches(run_json: Any, llama: list[str], capsys: pyt
     # Whole blocks of 64.
     assert runs == [(0, 0, 31, 0, 512), (1, 0, 7, 512, 8192)]
     assert few["shared_prefixes"] == none["shared_prefixes"] == []
+    # 8 KV heads: a run of 32 rows of 4 heads in tiles of 64 rows, one of 8 rows, and a tile for each sequence.
+    assert one["attention_units"] == {"shared": 8 * (2 + 1), "own": 8 * 33}
+    assert few["attention_units"] == {"shared": 0, "own": 16}
     assert "attend them once" in facts["attention"]["shared_prefixes"]
     words = " ".join(run(capsys, "explain", *llama, "--batch", sharing, "--batch", "2x1@600/512").split())
     assert "sequences 0 to 7 attend keys 512 to 8192 once, then each its own" in words
+    assert "24 shared units and 264 others in each layer" in words
     assert "no prefix is attended once: no backend does that here, or it would save too little" in words
 
 

@@ -88,7 +88,7 @@ def start_engine(
         num_kv_blocks=40,
         block_size=16,
         cudagraph_capture_sizes=list(sizes),
-        **{"max_model_len": 256, **settings},
+        **{"max_model_len": 256, "cascade_attention": "off", **settings},
     )
     device = replace(known_device("h200"), capability=(8, 0))
     return build.build_engine(make_plan(config, read_model_spec(folder), device), platform=platform or HostPlatform())

@@ -151,6 +151,8 @@ class StepOutput:
         logprobs: by slot, one entry a token, for requests with `logprobs`.
         prompt_logprobs: by slot, positions of this step's chunk, for requests with `prompt_logprobs`. The first
             position of a prompt has none.
+        attention_units: units of attention in a layer: those of prefixes that sequences share, and others of short
+            queries. Zeros where no kernel counts them.
     """
 
     slots: list[int] = field(default_factory=list[int])
@@ -158,3 +160,4 @@ class StepOutput:
     failures: dict[int, SlotFailure] = field(default_factory=dict[int, SlotFailure])
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict[int, list[TokenLogprobs]])
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict[int, list[TokenLogprobs]])
+    attention_units: tuple[int, int] = (0, 0)

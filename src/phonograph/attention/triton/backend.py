@@ -66,6 +66,8 @@ class TritonMetadataBuilder(MetadataBuilder[TritonMetadata]):
             num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._batch_invariant = spec.batch_invariant
         self._plans = {window: _make_plans(spec, device, limits, num_sms, window) for window in spec.windows}
+        prefixes = (short.prefixes for short, _ in self._plans.values() if short.prefixes is not None)
+        self.units = next((one.units for one in prefixes), None)
 
     def build(self, common: CommonMetadata, *, key: GraphKey | None) -> TritonMetadata:
         # Between pieces attention runs eagerly, but its schedule is in the first piece: both must have these values.

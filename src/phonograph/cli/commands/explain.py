@@ -165,6 +165,7 @@ def _batch_facts(plan: EnginePlan, one: _Decided) -> dict[str, Any]:
     from phonograph.cli.group_lines import runs_of
 
     batch, decision = one.batch, one.decision
+    runs, (shared_units, own_units) = runs_of(plan, batch, one.shared)
     return {
         "batch": batch_text(batch),
         "num_reqs": batch.num_reqs,
@@ -174,7 +175,8 @@ def _batch_facts(plan: EnginePlan, one: _Decided) -> dict[str, Any]:
         "graph": None if decision.key is None else str(decision.key),
         "padded_tokens": decision.num_tokens,
         "reason": decision.reason,
-        "shared_prefixes": [run._asdict() for run in runs_of(plan, batch, one.shared)],
+        "shared_prefixes": [run._asdict() for run in runs],
+        "attention_units": {"shared": shared_units, "own": own_units},
     }
 
 
