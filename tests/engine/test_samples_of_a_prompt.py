@@ -11,6 +11,7 @@ import torch
 from phonograph import LLM, SamplingParams
 from phonograph.core.batch import ScheduledBatch
 from phonograph.runner.step_attention import StepAttention
+from phonograph.scheduling import prompt_tails
 
 PROMPT = [5 + position * position % 190 for position in range(64)]
 """Three blocks of 16 tokens, a tail of 15 and the last token."""
@@ -18,7 +19,8 @@ PROMPT = [5 + position * position % 190 for position in range(64)]
 
 def make_llm(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> tuple[LLM, list[ScheduledBatch]]:
     """Return an engine, and a list that gets its batches."""
-    llm = LLM("demo", device="cpu", seed=5, max_num_seqs=24, max_model_len=128, cudagraph_capture_sizes=[1], **settings)
+    sizes = {"max_num_seqs": 24, "max_model_len": 128, "cudagraph_capture_sizes": [1]}
+    llm = LLM("demo", device="cpu", seed=5, **sizes | settings)
     batches: list[ScheduledBatch] = []
     submit = llm.engine.core.runner.submit
     monkeypatch.setattr(llm.engine.core.runner, "submit", lambda batch: (batches.append(batch), submit(batch))[1])
@@ -42,6 +44,18 @@ def test_samples_compute_the_prompt_once(layout: str, monkeypatch: pytest.Monkey
         assert one.token_ids == other.token_ids
         assert one.cumulative_logprob == pytest.approx(other.cumulative_logprob, abs=1e-3)
     assert len({tuple(one.token_ids) for one in answer.outputs}) > 10
+
+
+def test_more_samples_than_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that wait find the end of the prompt with a sample that still runs."""
+    monkeypatch.setattr(prompt_tails, "WORTH_A_STEP", 1)
+    params = SamplingParams(n=20, max_tokens=12, ignore_eos=True, temperature=1.0, logprobs=0)
+    llm, batches = make_llm(monkeypatch, max_num_seqs=6)
+    (answer,) = llm.generate([PROMPT], params)
+    (wanted,) = make_llm(monkeypatch)[0].generate([PROMPT], params)
+    assert [one.token_ids for one in answer.outputs] == [one.token_ids for one in wanted.outputs]
+    # The first ends before the next five, which have copied the end.
+    assert sum(map(sum, prefill_lens(batches))) == 64 + 19
 
 
 def test_prompts_compute_a_common_beginning_once(monkeypatch: pytest.MonkeyPatch) -> None:
