@@ -25,16 +25,18 @@ def copy_words(source: torch.Tensor, target: torch.Tensor, num_words: int, *, mo
         num_words: words to copy.
         more: up to 1024 words, copied to the end of `target`.
     """
-    more = source[:0] if more is None else more
-    _copy_kernel[(triton.cdiv(num_words, _BLOCK),)](
-        source, target, num_words, more, target[len(target) - len(more) :], len(more), BLOCK=_BLOCK, num_warps=4
+    num_more = 0 if more is None else more.shape[0]
+    first_more = target.shape[0] - num_more
+    grid = (triton.cdiv(num_words, _BLOCK),)
+    _copy_kernel[grid](
+        source, target, num_words, source if more is None else more, first_more, num_more, BLOCK=_BLOCK, num_warps=4
     )
 
 
 # Unspecialised, so that one compiled kernel serves all copies, and none is left to be compiled in a step.
-@triton.jit(do_not_specialize=["source", "target", "num_words", "more", "end", "num_more"])
-def _copy_kernel(source, target, num_words, more, end, num_more, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["source", "target", "num_words", "more", "first_more", "num_more"])
+def _copy_kernel(source, target, num_words, more, first_more, num_more, BLOCK: tl.constexpr):
     word = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(target + word, tl.load(source + word, word < num_words), word < num_words)
     if tl.program_id(0) == 0:
-        tl.store(end + word, tl.load(more + word, word < num_more), word < num_more)
+        tl.store(target + first_more + word, tl.load(more + word, word < num_more), word < num_more)
