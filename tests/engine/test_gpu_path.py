@@ -28,15 +28,18 @@ from phonograph.config.engine_config import EngineConfig
 from phonograph.core.device import known_device
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine import build
+from phonograph.engine.metrics.step_record import StepRecord
 from phonograph.engine.outputs import RequestOutput
 from phonograph.engine.plan import make_plan
 from phonograph.engine.session import Session
 from phonograph.engine.startup import start as engine_start
 from phonograph.errors import CaptureError
 from phonograph.graphs.verification import verify
+from phonograph.kernels.triton.attention import decode_plan
 from phonograph.models.layers.linear import WeightAllocator
 from phonograph.models.spec import read_model_spec
 from phonograph.runner.kv_pool import allocate_kv_pool
+from phonograph.scheduling import prompt_tails
 from phonograph.structured.compiler import GrammarCompiler
 
 cuda_platform = pytest.importorskip("phonograph.engine.startup.cuda_platform")
@@ -84,11 +87,10 @@ def start_engine(
         device="cuda",
         dtype="float16",
         max_num_seqs=3,
-        max_num_batched_tokens=40,
         num_kv_blocks=40,
         block_size=16,
         cudagraph_capture_sizes=list(sizes),
-        **{"max_model_len": 256, **settings},
+        **{"max_model_len": 256, "max_num_batched_tokens": 40, "cascade_attention": "off", **settings},
     )
     device = replace(known_device("h200"), capability=(8, 0))
     return build.build_engine(make_plan(config, read_model_spec(folder), device), platform=platform or HostPlatform())
@@ -164,6 +166,26 @@ def test_a_whole_engine(family: str, tmp_path: Path) -> None:
     for output in (first, *more, again):
         check(reference, output)
     assert again.num_cached_tokens == 32 and {"full decode", "full mixed", "eager"} <= set(counts)
+
+
+def test_samples_share_their_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decodes attend it once, as records of the steps say, and its end is copied."""
+    # Prefixes worth sharing would take minutes here.
+    monkeypatch.setattr(decode_plan, "MIN_SHARED", decode_plan.tl.constexpr(64))
+    monkeypatch.setattr(decode_plan, "_SHARING_COST", decode_plan.tl.constexpr(0))
+    monkeypatch.setattr(prompt_tails, "WORTH_A_STEP", 1)
+    reference = make_checkpoint("qwen3", tmp_path, **HEADS | {"num_hidden_layers": 1})
+    engine = start_engine(tmp_path, (3,), cascade_attention="auto", max_num_batched_tokens=200)
+    session = Session(engine.core, engine.plan.model, None, 0, GrammarCompiler(lambda: None, ()))
+    records: list[StepRecord] = []
+    engine.core.on_step = records.append
+    params = SamplingParams(n=3, max_tokens=2, temperature=0.0, logprobs=1, ignore_eos=True)
+    output = session.add(prompt(7, 200), params)
+    finish(session, output)
+    check(reference, output)
+    assert [record.prefill_lens for record in records] == [[200], [1, 1], []]
+    # A tile of 6 rows in each of two KV heads, and one for each sequence. For the last two it does not pay.
+    assert [(record.shared_units, record.own_units) for record in records] == [(0, 0), (2, 6), (0, 4)]
 
 
 def test_speculation(tmp_path: Path) -> None:

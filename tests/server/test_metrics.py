@@ -66,6 +66,7 @@ NAMES = {
     "phonograph:step_tokens": "counter",
     "phonograph:padded_tokens": "counter",
     "phonograph:step_time_seconds": "histogram",
+    "phonograph:attention_units": "counter",
     "phonograph:graphs": "gauge",
     "phonograph:graph_capture_retries": "gauge",
     "phonograph:graph_memory_bytes": "gauge",

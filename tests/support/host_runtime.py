@@ -51,12 +51,16 @@ class CallRuntime:
 class HostRing:
     """Tokens as the device sends them, where there is no device."""
 
-    def __init__(self, *, depth: int, max_rows: int) -> None:
+    def __init__(self, *, depth: int, max_rows: int, units: torch.Tensor | None = None) -> None:
         self.depth, self.sent, self.log = depth, list[np.ndarray](), list[str]()
+        self.sent_units: list[tuple[int, int]] = []
+        self._units = torch.zeros(2) if units is None else units
 
     def send(self, tokens: torch.Tensor) -> int:
         self.log.append("send")
         self.sent.append(tokens.numpy().copy())
+        shared, own = map(int, self._units)
+        self.sent_units.append((shared, own))
         return self.latest
 
     @property
@@ -67,3 +71,6 @@ class HostRing:
         assert ticket >= len(self.sent) - self.depth
         self.log.append(f"read {self.latest - ticket}")
         return self.sent[ticket]
+
+    def units(self, ticket: int) -> tuple[int, int]:
+        return self.sent_units[ticket]

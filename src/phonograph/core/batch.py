@@ -70,6 +70,7 @@ class ScheduledBatch:
             while a step with drafts of it is in flight.
         samples: True if the step reaches the last known token, so that a next token is sampled.
         num_decode_tokens: tokens of the decodes, of the `num_tokens` of all sequences.
+        copies: pages to copy before the step, from and to; no page is in both places.
         freed: slots to clear before `new` is loaded (finished, aborted or preempted sequences).
         makes_drafts: the step ends with the passes of a draft model, where there is one that runs in steps.
     """
@@ -83,6 +84,7 @@ class ScheduledBatch:
     num_tokens: int = 0
     new: list[NewSequence] = field(default_factory=list[NewSequence])
     appends: list[BlockAppend] = field(default_factory=list[BlockAppend])
+    copies: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     freed: list[int] = field(default_factory=list[int])
     makes_drafts: bool = False
 
@@ -151,6 +153,8 @@ class StepOutput:
         logprobs: by slot, one entry a token, for requests with `logprobs`.
         prompt_logprobs: by slot, positions of this step's chunk, for requests with `prompt_logprobs`. The first
             position of a prompt has none.
+        attention_units: units of attention in a layer: those of prefixes that sequences share, and others of short
+            queries. Zeros where no kernel counts them.
     """
 
     slots: list[int] = field(default_factory=list[int])
@@ -158,3 +162,4 @@ class StepOutput:
     failures: dict[int, SlotFailure] = field(default_factory=dict[int, SlotFailure])
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict[int, list[TokenLogprobs]])
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict[int, list[TokenLogprobs]])
+    attention_units: tuple[int, int] = (0, 0)

@@ -227,10 +227,11 @@ def make_runner(plan: EnginePlan, parts: ModelParts, platform: Platform) -> Runn
         seed=plan.config.seed,
         batch_invariant=plan.attention.batch_invariant,
     )
-    device_parts = platform.make_parts(plan, parts, sampler)
+    builder = GroupBuilder(parts.backends)
+    device_parts = platform.make_parts(plan, replace(parts, units=builder.units), sampler)
     return Runner(
         program=device_parts.program,
-        builder=GroupBuilder(parts.backends),
+        builder=builder,
         inputs=device_parts.inputs,
         sampling=device_parts.sampling,
         sequences=Sequences(sampler, max_num_seqs=limits.max_num_seqs),

@@ -95,7 +95,7 @@ class EngineCore:
         # Of overlapping steps, one has the device to itself only after the one before it has ended.
         began = max(began, self._last_taken)
         if self.on_step is not None:
-            self.on_step(record_of(batch, pending.decision, began, taken))
+            self.on_step(record_of(batch, output, pending.decision, began, taken))
         if self.scheduler.drafts is not None:
             self.scheduler.drafts.learn(batch, output, taken - began)
         self._last_taken = taken

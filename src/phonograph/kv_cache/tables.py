@@ -69,6 +69,23 @@ class SequenceTable:
         """Return the number of leading blocks of a group whose digests are computed."""
         return len(self._digests[self._block_sizes[group]])
 
+    @property
+    def publishes(self) -> bool:
+        """True unless the contents of its blocks are older than a reset, or may be wrong."""
+        return all(one.num_published != sys.maxsize for one in self.groups)
+
+    def tail_name(self, num_tokens: int) -> bytes | None:
+        """Return a name of the tokens behind the last full block of the leading `num_tokens`; None if there are none.
+
+        Blocks are those of group 0. Tokens with the same name have the same tokens before them, and the same salt.
+        """
+        full = num_tokens // self._block_sizes[0]
+        token_ids = self._tokens(full * self._block_sizes[0], num_tokens)
+        if not token_ids:
+            return None
+        parent = self.keys(0, full - 1, full)[0] if full else self._salt
+        return sha256(parent + pack(f"{len(token_ids)}q", *token_ids)).digest()
+
     def keys(self, group: int, start: int, stop: int) -> list[bytes]:
         """Return the names of blocks `start` to `stop` of a group; equal tokens have unlike names in other groups."""
         size = self._block_sizes[group]

@@ -28,11 +28,15 @@ class GroupBuilder:
 
     Args:
         backends: backend of each group; groups of equal attention have the same object.
+
+    Attributes:
+        units: counts of the first group that shares prefixes; see `MetadataBuilder`.
     """
 
     def __init__(self, backends: Sequence[AnyBackend]) -> None:
         self._sources = plan_sources(backends)
         self._builders = {group: backends[group].make_builder() for group in dict.fromkeys(self._sources)}
+        self.units = next((one.units for one in self._builders.values() if one.units is not None), None)
 
     def build(self, commons: Sequence[CommonMetadata], *, key: GraphKey | None) -> tuple[AttentionMetadata, ...]:
         """Build the metadata of the step that runs next. The runner calls it exactly once for each step.

@@ -89,6 +89,8 @@ class Runner:
             failures = SlotFailures()
             self._sequences.take_over(batch, failures)
             self._inputs.take_over(batch, failures)
+            if batch.copies:
+                self._program.attention.copy_pages(batch.copies)
             scores_prompts = self._sequences.scores_prompts(batch)
             rows = self._sequences.rows(batch)
             decision = self._decide(rows, scores_prompts)

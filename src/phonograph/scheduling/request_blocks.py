@@ -16,6 +16,7 @@ from phonograph.core.request import Request
 from phonograph.kv_cache.manager import CacheManager
 from phonograph.kv_cache.tables import SequenceTable
 from phonograph.scheduling.draft_depths import DraftDepths
+from phonograph.scheduling.prompt_tails import PromptTails
 
 
 class RequestBlocks:
@@ -46,6 +47,12 @@ class RequestBlocks:
             enable_prefix_caching=enable_prefix_caching,
         )
         self.tables: dict[str, SequenceTable] = {}
+        copies_tails = enable_prefix_caching and self._draft_caches is None and not limits.lookahead_tokens
+        sizes = {group.block_size for group in groups}
+        # A draft model has pages of its own, and blocks of one size end together.
+        self.tails = PromptTails(self.tables, min(sizes) if copies_tails and len(sizes) == 1 else None)
+        self._sources: list[int] = []
+        self._copies: list[tuple[int, int]] = []
         self.step = gcd(*(group.block_size for group in groups))
         self.ahead = limits.lookahead_tokens
         self._limits = limits
@@ -71,7 +78,7 @@ class RequestBlocks:
         self.tables[request.request_id] = self.cache.make_table(request.tokens, request.prompt_len, request.cache_salt)
 
     def admit(self, request: Request, decodes: Collection[Request], *, reuse: bool) -> int | None:
-        """Admit a request beside running decodes; see `CacheManager.admit`."""
+        """Admit a request beside running decodes; see `CacheManager.admit`. `extend` comes next; it copies a tail."""
         # Each sequence may soon need further blocks. Without these in reserve, admission would cause preemption.
         growth = self.growth(decodes)
         reserve = growth + self._step_blocks.total() if decodes else 0
@@ -83,7 +90,8 @@ class RequestBlocks:
                 self._draft_caches.taken(one.block_ids[one.num_published :])
             shared = chain.from_iterable(one.block_ids[: one.num_published] for one in table.groups)
             self._draft_caches.admit(request, shared, len(decodes))
-        return num_cached
+        self._sources = [] if num_cached is None or not reuse else self.tails.block_ids(request, num_cached)
+        return request.num_tokens - 1 if self._sources else num_cached
 
     def place(self, request: Request, decodes: dict[int, Request]) -> dict[int, Request]:
         """Return the decodes by slot with one more, next to the one whose leading blocks it shares for longest.
@@ -93,8 +101,8 @@ class RequestBlocks:
         full = next((index for index, group in enumerate(self.groups) if group.window is None), None)
         items = [*decodes.items()]
         place = len(items)
-        if full is not None and self.tables[request.request_id].num_found:
-            block_ids = self.tables[request.request_id].groups[full].block_ids
+        block_ids = self.tables[request.request_id].groups[full or 0].block_ids
+        if full is not None and self.cache.pool.num_references(block_ids[0]) > 1:
             shared = [_num_shared(block_ids, self.tables[one.request_id].groups[full].block_ids) for _, one in items]
             # After the last of several: two that share more stay neighbours.
             if any(shared):
@@ -105,6 +113,11 @@ class RequestBlocks:
     def makes_drafts(self, requests: Iterable[Request]) -> bool:
         """Return True if the draft model's passes end a step of these requests."""
         return self._draft_caches is not None and any(request.whole_drafts for request in requests)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes and tails; see `CacheManager.reset`."""
+        self.tails.clear()
+        self.cache.reset(self.tables.values())
 
     def publish(self, request: Request) -> SequenceTable:
         """Put the full blocks whose tokens are scheduled and known into the prefix cache; return the block tables."""
@@ -118,6 +131,7 @@ class RequestBlocks:
 
     def free(self, request: Request) -> None:
         """Take all blocks from a request; its full blocks stay in the prefix cache."""
+        self.tails.drop(request)
         self.cache.free(self.publish(request))
 
     def free_behind(self, requests: Iterable[Request]) -> None:
@@ -153,7 +167,14 @@ class RequestBlocks:
                 BlockAppend(slot=request.slot, start=one.first, block_ids=one.held, group=group)
                 for group, one in enumerate(table.groups)
             ]
+            targets = [one.block_ids[request.num_computed // self.step] for one in table.groups if self._sources]
+            self._copies += zip(self._sources, targets, strict=True)
         appends += fresh
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        """Return the pages to copy before the next batch, from and to."""
+        copies, self._copies = self._copies, []
+        return copies
 
     def suffices(self, num_decodes: int, prefilling: Request | None) -> bool:
         """Return True if enough blocks are free whatever the decodes need, without a look at each of them."""

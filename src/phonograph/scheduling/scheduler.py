@@ -23,6 +23,9 @@ Every request ends:
    blocks in use are its own, at most `pages_for_request` of its tokens, which bounds `context_len`.
 3. When it ends, another sequence has the best rank. A waiting request is overtaken only by requests of better rank.
 
+One prompt is in progress at a time, so prompts with a common beginning compute it once: the next finds the blocks of
+the one before. The end of equal prompts, which is in no full block, is copied (`prompt_tails`).
+
 Steps may overlap. `schedule` counts a step as computed at once, so it can be called again before `update` has brought
 that step's tokens, which are then only on the device. Updates come in the order of the schedules. Slot and blocks of a
 request whose last token is in flight are free for the next step, because steps run in order. For the same reason a
@@ -52,7 +55,13 @@ from phonograph.scheduling.check_prompt import check_prompt
 from phonograph.scheduling.draft_depths import DraftDepths, granted_depths
 from phonograph.scheduling.request_blocks import RequestBlocks
 from phonograph.scheduling.scheduler_stats import SchedulerStats
-from phonograph.scheduling.step_results import correct_bounds, take_failures, take_logprobs, take_prompt_logprobs
+from phonograph.scheduling.step_results import (
+    correct_bounds,
+    take_failures,
+    take_logprobs,
+    take_prompt_logprobs,
+    take_tokens,
+)
 
 _RANK = attrgetter("rank")
 
@@ -183,7 +192,7 @@ class Scheduler:
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes. Running sequences continue, but what they compute is not found by others."""
-        self._blocks.cache.reset(self._blocks.tables.values())
+        self._blocks.reset_prefix_cache()
 
     def preempt_all(self) -> None:
         """Take slots and blocks from all running requests, which are computed again later. No step is in flight."""
@@ -196,6 +205,7 @@ class Scheduler:
         self._release_ending()
         self._blocks.free_behind(one for one in self._prefilled if one.state is RequestState.RUNNING)
         self._prefilled.clear()
+        self._blocks.tails.begin_batch()
         depths, may_admit = self._make_room()
         slots = list(self._decoding)
         requests = list(self._decoding.values())
@@ -240,6 +250,8 @@ class Scheduler:
                 self._prefilled.append(request)
                 if request.num_tokens + 1 == request.max_len:
                     self._last_scheduled.append(request)
+                else:
+                    self._blocks.tails.computes(request)
             prefills.append((request, context, query_len, complete))
 
         # Prefills of one token come first: many backends take them together with decodes of one token.
@@ -261,6 +273,7 @@ class Scheduler:
             num_tokens=self.limits.max_num_batched_tokens - budget,
             new=new,
             appends=appends,
+            copies=self._blocks.take_copies(),
             freed=self._freed,
             makes_drafts=self._blocks.makes_drafts(requests),
         )
@@ -270,9 +283,6 @@ class Scheduler:
 
     def update(self, batch: ScheduledBatch, output: StepOutput) -> list[Request]:
         """Take the tokens of the oldest batch in flight, and end the requests that are complete.
-
-        Tokens after the end of a request are dropped: those of a request that ended meanwhile, and the rest of a run
-        after a token that ends it.
 
         Returns:
             The requests that failed, then those that got tokens, each in batch order; those that ended are `finished`.
@@ -288,21 +298,7 @@ class Scheduler:
         if batch.num_decode_tokens > batch.num_decodes:
             self._last_scheduled += correct_bounds(batch, requests, output)
         scored = take_logprobs(batch, requests, output) if output.logprobs else ()
-        finished = RequestState.FINISHED
-        for request, run in zip(compress(requests, batch.samples), output.token_ids, strict=True):
-            if request.state is finished:
-                continue
-            news.append(request)
-            tokens = request.output_token_ids
-            for token_id in run:
-                tokens.append(token_id)
-                if token_id in request.end_token_ids and request.may_end:
-                    stop_reason = token_id if token_id in request.params.stop_token_ids else None
-                    self._finish(request, "stop", stop_reason)
-                    break
-                if request.prompt_len + len(tokens) == request.max_len:
-                    self._finish(request, "length", None)
-                    break
+        news += take_tokens(batch, requests, output, self._finish)
         for request in scored:
             del request.logprobs[len(request.output_token_ids) :]
         return news
@@ -357,6 +353,8 @@ class Scheduler:
         if request.unscored:
             request.prompt_logprobs.clear()
         reuse = not (request.unscored or request.params.skip_reading_prefix_cache)
+        if reuse and self._blocks.tails.is_worth_waiting(request, self._waiting[: len(self._free_slots)]):
+            return None
         num_cached = self._blocks.admit(request, self._decoding.values(), reuse=reuse)
         if num_cached is None:
             return None

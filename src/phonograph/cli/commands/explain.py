@@ -127,7 +127,7 @@ def _facts(plan: EnginePlan, decided: list[_Decided]) -> dict[str, Any]:
             "missing": capabilities.missing(),
             "reasons": plan.selection.reasons,
             "rejected": plan.selection.rejected,
-            "shared_prefixes": capabilities.prefix_sharing(plan.attention)[1],
+            "shared_prefixes": capabilities.prefix_sharing(plan.attention, plan.device)[1],
         },
         "support": {"level": plan.resolution.support.level.name, "reason": plan.resolution.support.reason},
         "mode": mode_facts(plan),
@@ -165,6 +165,7 @@ def _batch_facts(plan: EnginePlan, one: _Decided) -> dict[str, Any]:
     from phonograph.cli.group_lines import runs_of
 
     batch, decision = one.batch, one.decision
+    runs, (shared_units, own_units) = runs_of(plan, batch, one.shared)
     return {
         "batch": batch_text(batch),
         "num_reqs": batch.num_reqs,
@@ -174,7 +175,8 @@ def _batch_facts(plan: EnginePlan, one: _Decided) -> dict[str, Any]:
         "graph": None if decision.key is None else str(decision.key),
         "padded_tokens": decision.num_tokens,
         "reason": decision.reason,
-        "shared_prefixes": [run._asdict() for run in runs_of(plan, batch, one.shared)],
+        "shared_prefixes": [run._asdict() for run in runs],
+        "attention_units": {"shared": shared_units, "own": own_units},
     }
 
 
@@ -230,7 +232,7 @@ def _selection_lines(plan: EnginePlan, selection: Selection, spec: AttentionSpec
     label = selection.capabilities.label
     kernels = [name for name, why in selection.rejected.items() if any(text.startswith("device ") for text in why)]
     if plan.device.kind != "cpu" or not kernels:
-        sharing = [] if plan.device.kind == "cpu" else [selection.capabilities.prefix_sharing(spec)[1]]
+        sharing = [] if plan.device.kind == "cpu" else [selection.capabilities.prefix_sharing(spec, plan.device)[1]]
         return [label, *(f"- {reason}" for reason in (*selection.reasons, *sharing))]
     others = (f"- {name} refuses: {'; '.join(why)}" for name, why in selection.rejected.items() if name not in kernels)
     return [f"{label}: the GPU kernels need a GPU (--matrix has each refusal)", *others]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from phonograph.attention.attention_spec import AttentionSpec, KVLayout
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.device import DeviceSpec
-from phonograph.kernels.attention_scratch import holds_all_programs
 from phonograph.models.layer_spec import LayerAttention
 from phonograph.models.spec import ModelSpec
 
@@ -37,7 +36,7 @@ def layer_specs(config: EngineConfig, model: ModelSpec, dtype: str, device: Devi
             softcap=layer.softcap,
             sinks=layer.sinks,
             speculative_tokens=config.draft_tokens,
-            shared_prefixes=config.cascade_attention == "auto" and holds_all_programs(device.capability),
+            shared_prefixes=config.cascade_attention == "auto",
             batch_invariant=config.batch_invariant,
         )
 

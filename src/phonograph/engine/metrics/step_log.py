@@ -37,6 +37,8 @@ class StepLog:
 
     latest:       latest records, oldest first; the newest has number `num_steps`, counted from 1
     tokens:       tokens of each step, without padding
+    shared_units: units of attention of prefixes that sequences share, in a layer
+    own_units:    other units of short queries
     epoch_offset: seconds from the records' clock to the Unix epoch
     """
 
@@ -44,6 +46,7 @@ class StepLog:
         self.latest: deque[StepRecord] = deque(maxlen=KEPT)
         self.num_steps = 0
         self.tokens = Histogram(TOKENS)
+        self.shared_units = self.own_units = 0
         self.epoch_offset = time.time() - time.monotonic()
         self._tallies: dict[tuple[str, BatchKind, str], StepTally] = {}
 
@@ -63,6 +66,8 @@ class StepLog:
             tally.num_tokens += num_tokens
             tally.num_padded += record.graph_tokens - num_tokens
             tally.seconds.observe(record.seconds)
+            self.shared_units += record.shared_units
+            self.own_units += record.own_units
             self.num_steps += 1
             self.latest.append(record)
 

@@ -48,7 +48,7 @@ class CudaPlatform:
     Args:
         device: the GPU.
         make_runtime: called with the device and the static tensors that graphs use for intermediates.
-        make_ring: called with `depth` and `max_rows`.
+        make_ring: called with `depth`, `max_rows` and `units`.
         make_memory_driver: called for each memory that can sleep.
     """
 
@@ -131,7 +131,7 @@ class CudaPlatform:
         passes = None
         if parts.draft is not None:
             passes = _draft_passes(plan, parts.draft, inputs, runtime, states, taps)
-        ring = self._make_ring(depth=RING_DEPTH, max_rows=len(inputs.results))
+        ring = self._make_ring(depth=RING_DEPTH, max_rows=len(inputs.results), units=parts.units)
         return DeviceParts(
             runtime=runtime,
             inputs=inputs,

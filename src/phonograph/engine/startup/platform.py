@@ -35,13 +35,17 @@ class DraftModelParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelParts:
-    """Model, attention backend of each KV group, attention and KV cache of each layer, and a draft model if any."""
+    """Model, attention backend of each KV group, attention and KV cache of each layer, and a draft model if any.
+
+    units: counts of attention that each step leaves; see `MetadataBuilder`
+    """
 
     model: Transformer
     backends: Sequence[AnyBackend]
     layers: list[AttentionLayer]
     kv_caches: list[torch.Tensor]
     draft: DraftModelParts | None = None
+    units: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

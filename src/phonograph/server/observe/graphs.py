@@ -54,6 +54,7 @@ async def graphs(
         "notes": [*facts.notes, *serving.formats.notes],
         "engine": {**_engine(engine), "errors": {"refused": errors.refused, "failed": errors.failed}},
         "decisions": [_tally(tally) for tally in log.tallies],
+        "attention_units": {"shared": log.shared_units, "own": log.own_units},
         "num_steps": log.num_steps,
         "steps": [_step(number, step, log.epoch_offset) for number, step in log.since(after, last)],
     }
@@ -118,4 +119,5 @@ def _step(number: int, step: StepRecord, epoch_offset: float) -> dict[str, Any]:
         "graph_slots": step.graph_slots,
         "padded_tokens": step.graph_tokens - step.num_tokens,
         "reason": step.reason,
+        "attention_units": {"shared": step.shared_units, "own": step.own_units},
     }

@@ -192,6 +192,14 @@ class EngineCollector(Collector):
             padded.add_metric(values, tally.num_padded)
             seconds.add_metric(values, tally.seconds.buckets(), sum_value=tally.seconds.total)
         yield from (steps, tokens, padded, seconds)
+        yield self._by_label(
+            CounterMetricFamily,
+            "phonograph:attention_units",
+            "Units of attention of short queries in a layer: of prefixes that sequences share, and own ones; 0 where "
+            "the backend shares none.",
+            "kind",
+            {"shared": log.shared_units, "own": log.own_units},
+        )
         num_graphs = len(facts.captures.largest_first())
         yield self._gauge("phonograph:graphs", "Captured graphs.", num_graphs)
         num_retries = len(facts.capture_retries)
