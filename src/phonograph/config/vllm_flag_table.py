@@ -80,7 +80,7 @@ ABSENT: Mapping[tuple[str, str], str] = {
         --ec-manager-config""",
     ("Keys and values outside the device", "KV blocks stay in the memory of the device"): """
         --swap-space --cpu-offload-gb --cpu-offload-params --kv-offloading-size --kv-offloading-backend
-        --kv-transfer-config --kv-events-config --offload-backend --offload-group-size --offload-num-in-group
+        --kv-transfer-config --offload-backend --offload-group-size --offload-num-in-group
         --offload-prefetch-step --offload-params""",
     ("Embeddings and pooling", "models generate text"): """
         --runner --task --convert --pooler-config --io-processor-plugin --enable-flash-late-interaction""",

@@ -26,6 +26,7 @@ from phonograph.engine.startup.platform import DraftModelParts, ModelParts, Plat
 from phonograph.engine.startup.sleeper import Load, Sleeper
 from phonograph.errors import ConfigError
 from phonograph.graphs.modes import GraphKey
+from phonograph.kv_cache.block_events import BlockEvents
 from phonograph.models.layer_spec import LayerAttention
 from phonograph.models.transformer import Transformer
 from phonograph.models.weights.kv_scales import KVScales
@@ -181,6 +182,7 @@ def build_engine(plan: EnginePlan, report: StartProgress = no_progress, *, platf
         enable_prefix_caching=plan.config.enable_prefix_caching,
         policy=plan.config.scheduling_policy,
         drafts=runner.drafts,
+        events=None if plan.config.kv_events is None else BlockEvents(),
     )
     core = EngineCore(scheduler, runner, parts.model.expert_load)
     if sleeper is not None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
+from typing import Protocol
 
+from phonograph.core.kv_group import KVGroup
 from phonograph.core.request import Request
 from phonograph.engine.metrics.profiler import Profiler
 from phonograph.engine.metrics.step_record import StepRecord
@@ -31,6 +34,8 @@ from phonograph.engine.process.messages import (
 from phonograph.engine.session import Session
 from phonograph.engine.startup.sleeper import Sleeper, checked_sleeper
 from phonograph.errors import PhonographError, RequestError, RequestFailure, cause_text
+from phonograph.kv_cache.block_events import BlockEvent
+from phonograph.scheduling.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +55,12 @@ class _Open:
     num_reported: list[int]
     prompt_reported: bool = False
     ended: set[int] = field(default_factory=set[int])
+
+
+class EventPublisher(Protocol):
+    """Receiver of the prefix cache's events."""
+
+    def publish(self, events: Sequence[BlockEvent], groups: Sequence[KVGroup]) -> None: ...
 
 
 class _Adding:
@@ -73,10 +84,16 @@ class CoreLoop:
         channel: connection to the client.
         sleeper: executes `Sleep` and `WakeUp`, which are refused without it.
         profiler: executes `Profile`; without it there is no folder for traces.
+        publisher: gets the events of the prefix cache.
     """
 
     def __init__(
-        self, session: Session, channel: Channel, sleeper: Sleeper | None = None, profiler: Profiler | None = None
+        self,
+        session: Session,
+        channel: Channel,
+        sleeper: Sleeper | None = None,
+        profiler: Profiler | None = None,
+        publisher: EventPublisher | None = None,
     ) -> None:
         self._session = session
         self._channel = channel
@@ -85,6 +102,7 @@ class CoreLoop:
         self._adding: deque[_Adding] = deque()
         self._sleeper = sleeper
         self._profiler = profiler or Profiler(None)
+        self._publisher = publisher
         self._paused = self._sleeping = False  # by Pause, and by Sleep
         self._stopped = False  # the pause or sleep has begun: no step runs
         self._held: deque[_Adding] = deque()  # calls that came after it
@@ -130,10 +148,16 @@ class CoreLoop:
                 self._num_steps += 1
             if self._unanswered and not self._has_work:
                 self._stop()
+        if self._publisher is not None and self._scheduler.events is not None:
+            self._publisher.publish(self._scheduler.events.take(), self._scheduler.groups)
         # Steps without a token, such as a chunk of a long prompt, are reported too.
         if changed or refused or aborted or self._steps or self._done or self._ended:
             self._report(list(changed.values()), refused)
         return True
+
+    @property
+    def _scheduler(self) -> Scheduler:
+        return self._session.core.scheduler
 
     @property
     def _has_work(self) -> bool:
@@ -153,7 +177,7 @@ class CoreLoop:
         if isinstance(verb, Profile):
             return self._profiler.start() if verb.start else self._profiler.stop()
         if isinstance(verb, ResetPrefixCache):
-            self._session.core.scheduler.reset_prefix_cache()
+            self._scheduler.reset_prefix_cache()
         elif isinstance(verb, WakeUp):
             sleeper = checked_sleeper(self._sleeper)
             sleeper.wake_up(verb.tags)
@@ -213,7 +237,7 @@ class CoreLoop:
         for verb in waiting:
             self._done[verb.key] = None
             if isinstance(verb, Sleep):
-                self._session.core.scheduler.preempt_all()
+                self._scheduler.preempt_all()
                 try:
                     checked_sleeper(self._sleeper).sleep(verb.level)
                 except PhonographError as error:
@@ -221,7 +245,7 @@ class CoreLoop:
                     self._sleeping = self._session.core.asleep
                     self._continue()
             elif verb.clear_cache:
-                self._session.core.scheduler.reset_prefix_cache()
+                self._scheduler.reset_prefix_cache()
 
     def _abort_all(self) -> list[RequestOutput]:
         """End the requests in progress, also those that are not queued yet; return the outputs."""
@@ -275,7 +299,7 @@ class CoreLoop:
 
     def _report(self, changed: list[RequestOutput], refused: dict[int, RequestError | RequestFailure]) -> None:
         steps, self._steps = self._steps, []
-        stats = replace(self._session.core.scheduler.stats, num_deferred=self._session.num_deferred)
+        stats = replace(self._scheduler.stats, num_deferred=self._session.num_deferred)
         report = Report(
             stats=stats, num_steps=self._num_steps, refused=refused, steps=steps, expert_load=self._expert_load()
         )

@@ -45,6 +45,28 @@ async def load(request: Request) -> dict[str, int]:
     return {"server_load": serving.engine.num_open}
 
 
+@router.get("/kv_event_sources")
+async def kv_event_sources(request: Request) -> list[dict[str, Any]]:
+    """Return where the events of the prefix cache are published, for routers: a list of vLLM's form, empty without.
+
+    An address that is bound to every interface is answered with the name by which the client has reached the server.
+    """
+    serving: Serving = request.app.state.serving
+    events = serving.engine.config.kv_events
+    if events is None:
+        return []
+    host = request.url.hostname or "127.0.0.1"
+    replay = events.replay_endpoint
+    return [
+        {
+            "data_parallel_rank": 0,
+            "endpoint": events.endpoint.replace("*", host),
+            "replay_endpoint": None if replay is None else replay.replace("*", host),
+            "topic": events.topic,
+        }
+    ]
+
+
 @router.get("/server_info")
 async def server_info(request: Request) -> dict[str, Any]:
     """Return the settings of engine and server without keys, and the decisions of the start."""
