@@ -94,6 +94,10 @@ class EngineConfig(Settings):
     )
     seed: values.OptionalSeed = Field(default=None, description="Seed of requests that set none.")
 
+    data_parallel_size: Annotated[int, values.whole(1, 64)] = Field(
+        default=1, description="Engines behind one server, each in a process and on a GPU of its own."
+    )
+
     max_model_len: values.OptionalContext = Field(
         default=None,
         description="Maximum tokens of prompt and output together; auto is the largest that the memory holds for one "

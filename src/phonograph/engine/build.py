@@ -182,7 +182,7 @@ def build_engine(plan: EnginePlan, report: StartProgress = no_progress, *, platf
         enable_prefix_caching=plan.config.enable_prefix_caching,
         policy=plan.config.scheduling_policy,
         drafts=runner.drafts,
-        events=None if plan.config.kv_events is None else BlockEvents(),
+        events=BlockEvents() if plan.config.kv_events is not None or plan.config.data_parallel_size > 1 else None,
     )
     core = EngineCore(scheduler, runner, parts.model.expert_load)
     if sleeper is not None:

@@ -47,6 +47,9 @@ class OfflineEngine(VllmMethods):
         if serves and self.config.kv_events is not None:
             problem = "an LLM publishes no events, phonograph serve and AsyncLLM do; leave it out"
             raise ConfigError("kv_events_config", self.config.kv_events_config, problem)
+        if serves and self.config.data_parallel_size > 1:
+            problem = "an LLM is one engine, phonograph serve runs several; leave it out"
+            raise ConfigError("data_parallel_size", self.config.data_parallel_size, problem)
         start = time.perf_counter()
         engine = start_engine(self.config, progress or no_progress)
         tokenizer = load_tokenizer(self.config)

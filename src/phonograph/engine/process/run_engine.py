@@ -22,15 +22,19 @@ if TYPE_CHECKING:
     from phonograph.engine.process.kv_publisher import KVPublisher
 
 
-def run_engine(config: EngineConfig, channel: Channel, *, owns_process: bool) -> None:
+def run_engine(config: EngineConfig, channel: Channel, *, owns_process: bool, rank: int = 0) -> None:
     """Start an engine, report its progress, and execute commands until `Stop`.
 
-    `owns_process` is True if only the engine runs in this process.
+    Args:
+        config: configuration of the engine.
+        channel: connection to the client.
+        owns_process: True if only the engine runs in this process.
+        rank: number of the engine among `data_parallel_size`.
     """
     began = time.perf_counter()
     publisher = None
     try:
-        publisher = _publisher(config)
+        publisher = _publisher(config, rank)
         engine = start_engine(config, lambda phase, done, total: channel.send(Progress(phase, done, total)))
     except PhonographError as error:
         if publisher is not None:
@@ -51,14 +55,15 @@ def run_engine(config: EngineConfig, channel: Channel, *, owns_process: bool) ->
     grammars.warm()
     session = Session(engine.core, model, None, config.seed, grammars)
     profiler = Profiler(config.profile_dir)
-    CoreLoop(session, channel, engine.sleeper, profiler, publisher).run()
+    reports_cache = config.data_parallel_size > 1
+    CoreLoop(session, channel, engine.sleeper, profiler, publisher, reports_cache=reports_cache).run()
     profiler.close()
     if publisher is not None:
         publisher.close()
     session.close("the engine ended before the output was complete")
 
 
-def _publisher(config: EngineConfig) -> KVPublisher | None:
+def _publisher(config: EngineConfig, rank: int) -> KVPublisher | None:
     """Return the publisher of the prefix cache's events, if they are enabled.
 
     Raises:
@@ -71,7 +76,7 @@ def _publisher(config: EngineConfig) -> KVPublisher | None:
         raise ConfigError("kv_events_config", config.kv_events_config, problem)
     from phonograph.engine.process.kv_publisher import KVPublisher
 
-    return KVPublisher(config.kv_events, 0)
+    return KVPublisher(config.kv_events.of_engine(rank), rank)
 
 
 def _facts(engine: Engine, seconds: float) -> EngineFacts:

@@ -52,18 +52,19 @@ async def kv_event_sources(request: Request) -> list[dict[str, Any]]:
     An address that is bound to every interface is answered with the name by which the client has reached the server.
     """
     serving: Serving = request.app.state.serving
-    events = serving.engine.config.kv_events
-    if events is None:
+    config = serving.engine.config
+    if config.kv_events is None:
         return []
     host = request.url.hostname or "127.0.0.1"
-    replay = events.replay_endpoint
+    sources = [config.kv_events.of_engine(rank) for rank in range(config.data_parallel_size)]
     return [
         {
-            "data_parallel_rank": 0,
-            "endpoint": events.endpoint.replace("*", host),
-            "replay_endpoint": None if replay is None else replay.replace("*", host),
-            "topic": events.topic,
+            "data_parallel_rank": rank,
+            "endpoint": one.endpoint.replace("*", host),
+            "replay_endpoint": one.replay_endpoint and one.replay_endpoint.replace("*", host),
+            "topic": one.topic,
         }
+        for rank, one in enumerate(sources)
     ]
 
 
