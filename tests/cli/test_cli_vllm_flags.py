@@ -132,7 +132,7 @@ def test_the_table_of_neutral_values_is_of_flags_that_are_not_here() -> None:
     [
         ("tensor_parallel_size", 1, 2),
         ("pipeline_parallel_size", 1, 2),
-        ("data_parallel_size", 1, 4),
+        ("data_parallel_size_local", 1, 4),
         ("cpu_offload_gb", 0.0, 4),
         ("swap_space", 4, None),
         ("enable_chunked_prefill", True, False),

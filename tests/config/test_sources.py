@@ -56,6 +56,8 @@ SETTINGS: dict[str, st.SearchStrategy[Any]] = {
     "scheduling_policy": st.sampled_from(["fcfs", "priority"]),
     "structured_outputs_strictness": st.sampled_from(["strict", "relaxed"]),
     "num_speculative_tokens": st.integers(0, 8),
+    "data_parallel_size": st.integers(1, 64),
+    "kv_events_config": st.just({"enable_kv_cache_events": False}),
     "speculative_config": st.just({"num_speculative_tokens": 3}),
     "block_size": counts,
     "kv_cache_dtype": st.sampled_from(["auto", "fp8", "fp8_e4m3", "fp8_E5M2"]),

@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 
 from phonograph.config import values
 from phonograph.config.base import Settings, located
+from phonograph.config.kv_events_config import KVEventsConfig, read_kv_events_config
 from phonograph.config.server_config import ServerConfig
 from phonograph.config.sources import SourcedValue
 from phonograph.config.speculative_config import SpeculativeConfig, read_speculative_config
@@ -93,6 +94,10 @@ class EngineConfig(Settings):
     )
     seed: values.OptionalSeed = Field(default=None, description="Seed of requests that set none.")
 
+    data_parallel_size: Annotated[int, values.whole(1, 64)] = Field(
+        default=1, description="Engines behind one server, each in a process and on a GPU of its own."
+    )
+
     max_model_len: values.OptionalContext = Field(
         default=None,
         description="Maximum tokens of prompt and output together; auto is the largest that the memory holds for one "
@@ -132,6 +137,12 @@ class EngineConfig(Settings):
         default=0.9, description="Fraction of the GPU's memory to use, without the CUDA context."
     )
     enable_prefix_caching: values.Flag = Field(default=True, description="Reuse the KV blocks of known prefixes.")
+    kv_events_config: values.OptionalObject = Field(
+        default=None,
+        description="Publication of the prefix cache's contents over ZeroMQ, such as "
+        '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}; further keys are publisher, replay_endpoint, '
+        "buffer_steps, hwm, max_queue_size and topic. A server and AsyncLLM do it.",
+    )
     enable_sleep_mode: values.Flag = Field(
         default=False, description="Let sleep give the memory of weights and KV cache back until wake_up."
     )
@@ -204,6 +215,11 @@ class EngineConfig(Settings):
         return None if self.speculative_config is None else read_speculative_config(self.speculative_config)
 
     @property
+    def kv_events(self) -> KVEventsConfig | None:
+        """Publisher of the prefix cache's events, or None without."""
+        return None if self.kv_events_config is None else read_kv_events_config(self.kv_events_config)
+
+    @property
     def draft_tokens(self) -> int:
         """Most draft tokens of a decode."""
         return self.num_speculative_tokens if self.speculation is None else self.speculation.num_speculative_tokens
@@ -219,6 +235,8 @@ class EngineConfig(Settings):
             raise _contradiction(
                 self, "num_speculative_tokens", "speculative_config", "give num_speculative_tokens in the latter"
             )
+        if self.kv_events is not None and not self.enable_prefix_caching:
+            raise _contradiction(self, "kv_events_config", "enable_prefix_caching", "the events are those of its cache")
         if self.kv_cache_memory_bytes is not None and self.num_kv_blocks is not None:
             raise _contradiction(self, "num_kv_blocks", "kv_cache_memory_bytes", "give one of them")
         # Backend selection reads prefill=NAME,decode=NAME.

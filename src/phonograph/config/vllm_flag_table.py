@@ -50,7 +50,7 @@ ALWAYS = {
 ABSENT: Mapping[tuple[str, str], str] = {
     ("Several GPUs", "an engine runs on one GPU"): """
         --tensor-parallel-size -tp --pipeline-parallel-size -pp --decode-context-parallel-size -dcp
-        --prefill-context-parallel-size -pcp --data-parallel-size -dp --data-parallel-size-local -dpl
+        --prefill-context-parallel-size -pcp --data-parallel-size-local -dpl
         --data-parallel-rank -dpn --data-parallel-start-rank -dpr --data-parallel-address -dpa
         --data-parallel-rpc-port -dpp --data-parallel-backend -dpb --data-parallel-hybrid-lb -dph
         --data-parallel-external-lb -dpe --data-parallel-multi-port-external-lb -dpm --data-parallel-supervisor-port
@@ -80,7 +80,7 @@ ABSENT: Mapping[tuple[str, str], str] = {
         --ec-manager-config""",
     ("Keys and values outside the device", "KV blocks stay in the memory of the device"): """
         --swap-space --cpu-offload-gb --cpu-offload-params --kv-offloading-size --kv-offloading-backend
-        --kv-transfer-config --kv-events-config --offload-backend --offload-group-size --offload-num-in-group
+        --kv-transfer-config --offload-backend --offload-group-size --offload-num-in-group
         --offload-prefetch-step --offload-params""",
     ("Embeddings and pooling", "models generate text"): """
         --runner --task --convert --pooler-config --io-processor-plugin --enable-flash-late-interaction""",
@@ -161,7 +161,7 @@ _ANY = ("*",)
 _TRUE, _FALSE, _ONE, _ZERO = ("true",), ("false",), ("1",), ("0",)
 NEUTRAL: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp"), _ONE),
-    **dict.fromkeys(("--data-parallel-size", "-dp", "--data-parallel-size-local", "--nnodes"), _ONE),
+    **dict.fromkeys(("--data-parallel-size-local", "--nnodes"), _ONE),
     **dict.fromkeys(("--decode-context-parallel-size", "-dcp", "--api-server-count", "-asc"), _ONE),
     **dict.fromkeys(("--prefill-context-parallel-size", "-pcp", "-dpl", "-n"), _ONE),
     **dict.fromkeys(("--max-num-partial-prefills", "--max-long-partial-prefills", "--stream-interval"), _ONE),

@@ -45,8 +45,8 @@ class AsyncLLM(AsyncVerbs):
         model: folder, GGUF file, hub id or "demo".
         config: configuration in place of `model` and `settings`.
         client: makes the connection to the engine. The default `ThreadClient` runs the engine on a thread of this
-            process. `ProcessClient` (`phonograph.engine.process.process_client`, needs the extra `server`) runs it in a
-            separate process, where work on this event loop does not delay its steps.
+            process. `start_processes` (`phonograph.engine.process.process_client`, needs the extra `server`) runs it in
+            a separate process, where work on this event loop does not delay its steps, or `data_parallel_size` engines.
         progress: called during the start with the phase, the work done and the total work of the phase.
         settings: fields of EngineConfig, with its defaults.
 
@@ -326,7 +326,7 @@ class AsyncLLM(AsyncVerbs):
         self.stats, self.num_steps = report.stats, report.num_steps
         self.expert_load = report.expert_load or self.expert_load
         now = time.monotonic()
-        self.steps.take(report.steps)
+        self.steps.take(report.steps, report.engine)
         self.asleep, self.sleep_level = report.asleep, report.sleep_level
         self._take_answers(report.done)
         for key, error in report.refused.items():

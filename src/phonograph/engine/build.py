@@ -26,6 +26,7 @@ from phonograph.engine.startup.platform import DraftModelParts, ModelParts, Plat
 from phonograph.engine.startup.sleeper import Load, Sleeper
 from phonograph.errors import ConfigError
 from phonograph.graphs.modes import GraphKey
+from phonograph.kv_cache.block_events import BlockEvents
 from phonograph.models.layer_spec import LayerAttention
 from phonograph.models.transformer import Transformer
 from phonograph.models.weights.kv_scales import KVScales
@@ -37,6 +38,7 @@ from phonograph.runner.sequences import Sequences
 from phonograph.runner.synthetic_batches import SyntheticBatches
 from phonograph.runner.verify_subject import RunnerSubject
 from phonograph.sampling.sampler import Sampler
+from phonograph.scheduling.draft_depths import DraftDepths
 from phonograph.scheduling.scheduler import Scheduler
 from phonograph.speculation.device_drafts import DeviceDrafts
 
@@ -174,14 +176,7 @@ def build_engine(plan: EnginePlan, report: StartProgress = no_progress, *, platf
         log.warning("%s", retry)
     if platform.compiles and not captured.num_graphs:
         report("kernels", 1, 1)
-    scheduler = Scheduler(
-        plan.limits,
-        groups=plan.kv.groups,
-        num_blocks=plan.memory.num_blocks,
-        enable_prefix_caching=plan.config.enable_prefix_caching,
-        policy=plan.config.scheduling_policy,
-        drafts=runner.drafts,
-    )
+    scheduler = make_scheduler(plan, runner.drafts)
     core = EngineCore(scheduler, runner, parts.model.expert_load)
     if sleeper is not None:
         drafting = [] if parts.draft is None else [parts.draft]
@@ -196,6 +191,20 @@ def build_engine(plan: EnginePlan, report: StartProgress = no_progress, *, platf
             runner, parts.kv_caches, plan.kv.groups, poisons_freed=_skip_freed_blocks(plan)
         ),
         sleeper=sleeper,
+    )
+
+
+def make_scheduler(plan: EnginePlan, drafts: DraftDepths | None = None) -> Scheduler:
+    """Make the scheduler of a plan. `drafts` are those of its runner."""
+    records = plan.config.kv_events is not None or plan.config.data_parallel_size > 1
+    return Scheduler(
+        plan.limits,
+        groups=plan.kv.groups,
+        num_blocks=plan.memory.num_blocks,
+        enable_prefix_caching=plan.config.enable_prefix_caching,
+        policy=plan.config.scheduling_policy,
+        drafts=drafts,
+        events=BlockEvents() if records else None,
     )
 
 

@@ -161,7 +161,7 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
         notes += [f"speculation: each step waits for the tokens of the one before, because {waits}"] if waits else []
     if config.max_model_len is None:
         notes.insert(0, _context_note(limits, kv, memory, model))
-    threads = plan_threads(model, dtype) if device.kind == "cpu" else None
+    threads = plan_threads(model, dtype, config.data_parallel_size) if device.kind == "cpu" else None
     if threads is not None:
         notes.append(f"threads {threads.count}: {threads.reason}")
     return EnginePlan(

@@ -47,7 +47,7 @@ class SequenceTable:
         num_found: leading tokens whose blocks other sequences computed, at every admission.
     """
 
-    __slots__ = ("_block_sizes", "_digests", "_salt", "_tokens", "groups", "num_found", "prompt_len")
+    __slots__ = ("_block_sizes", "_digests", "_root", "_tokens", "groups", "num_found", "prompt_len", "salt")
 
     def __init__(
         self,
@@ -57,7 +57,8 @@ class SequenceTable:
         block_sizes: Sequence[int],
     ) -> None:
         self._tokens = tokens
-        self._salt = b"" if salt is None else sha256(salt.encode(errors="surrogatepass")).digest()
+        self.salt = salt
+        self._root = root_digest(salt)
         self._block_sizes = block_sizes
         # Of the leading full blocks; groups with blocks of equal sizes share them.
         self._digests: dict[int, list[bytes]] = {size: [] for size in block_sizes}
@@ -92,12 +93,34 @@ class SequenceTable:
         digests = self._digests[size]
         if len(digests) < stop:
             token_ids = self._tokens(len(digests) * size, stop * size)
-            layout = f"{size}q"
-            parent = digests[-1] if digests else self._salt
-            for at in range(0, len(token_ids), size):
-                parent = sha256(parent + pack(layout, *token_ids[at : at + size])).digest()
-                digests.append(parent)
+            digests += block_digests(token_ids, size, digests[-1] if digests else self._root)
         if not group:
             return digests[start:stop]
         suffix = bytes([group])
         return [digest + suffix for digest in digests[start:stop]]
+
+    def token_ids(self, group: int, start: int, stop: int) -> list[int]:
+        """Return the tokens of blocks `start` to `stop` of a group."""
+        size = self._block_sizes[group]
+        return self._tokens(start * size, stop * size)
+
+
+def root_digest(salt: str | None) -> bytes:
+    """Return the digest before the first block of a sequence."""
+    return b"" if salt is None else sha256(salt.encode(errors="surrogatepass")).digest()
+
+
+def block_digests(token_ids: Sequence[int], block_size: int, parent: bytes) -> list[bytes]:
+    """Return the digests of full blocks, each of its tokens and the digest before it.
+
+    Args:
+        token_ids: tokens of the blocks; those after the last full block are left out.
+        block_size: tokens of a block.
+        parent: digest of the block before them, or `root_digest`.
+    """
+    layout = f"{block_size}q"
+    digests: list[bytes] = []
+    for at in range(0, len(token_ids) - block_size + 1, block_size):
+        parent = sha256(parent + pack(layout, *token_ids[at : at + block_size])).digest()
+        digests.append(parent)
+    return digests

@@ -13,6 +13,7 @@ from phonograph.core.blocks import blocks_for, most_tokens, pages_for_request
 from phonograph.core.kv_group import KVGroup
 from phonograph.core.limits import Limits
 from phonograph.core.request import Request
+from phonograph.kv_cache.block_events import BlockEvents
 from phonograph.kv_cache.manager import CacheManager
 from phonograph.kv_cache.tables import SequenceTable
 from phonograph.scheduling.draft_depths import DraftDepths
@@ -32,10 +33,11 @@ class RequestBlocks:
         self,
         limits: Limits,
         groups: Sequence[KVGroup],
+        drafts: DraftDepths | None,
+        events: BlockEvents | None,
         *,
         num_blocks: int,
         enable_prefix_caching: bool,
-        drafts: DraftDepths | None,
     ) -> None:
         self.groups = tuple(groups)
         self._draft_caches = None if drafts is None else drafts.caches
@@ -45,6 +47,7 @@ class RequestBlocks:
             num_blocks=num_blocks,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             enable_prefix_caching=enable_prefix_caching,
+            events=events,
         )
         self.tables: dict[str, SequenceTable] = {}
         copies_tails = enable_prefix_caching and self._draft_caches is None and not limits.lookahead_tokens

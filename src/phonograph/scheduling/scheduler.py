@@ -51,6 +51,7 @@ from phonograph.core.kv_group import KVGroup
 from phonograph.core.limits import Limits
 from phonograph.core.request import FinishReason, Request, RequestState
 from phonograph.errors import RequestError
+from phonograph.kv_cache.block_events import BlockEvents
 from phonograph.scheduling.check_prompt import check_prompt
 from phonograph.scheduling.draft_depths import DraftDepths, granted_depths
 from phonograph.scheduling.request_blocks import RequestBlocks
@@ -79,6 +80,7 @@ class Scheduler:
         enable_prefix_caching: reuse the blocks of prompts that begin alike.
         policy: "fcfs" serves by arrival; "priority" by priority, then arrival.
         drafts: chooses the drafts of each decode; None for none. The engine tells it the results.
+        events: records what enters and leaves the prefix cache; None for nothing.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class Scheduler:
         enable_prefix_caching: bool = True,
         policy: Literal["fcfs", "priority"] = "fcfs",
         drafts: DraftDepths | None = None,
+        events: BlockEvents | None = None,
     ) -> None:
         assert limits.max_num_batched_tokens >= limits.max_num_seqs
         self.limits = limits
@@ -97,12 +100,9 @@ class Scheduler:
         self.num_blocks = num_blocks
         self.policy = policy
         self.drafts = drafts
+        self.events = events
         self._blocks = RequestBlocks(
-            limits,
-            groups,
-            num_blocks=num_blocks,
-            enable_prefix_caching=enable_prefix_caching,
-            drafts=drafts,
+            limits, groups, drafts, events, num_blocks=num_blocks, enable_prefix_caching=enable_prefix_caching
         )
         self.context_len = self._blocks.longest_request  # the model's context, or what the blocks hold
         self._requests: dict[str, Request] = {}

@@ -68,7 +68,7 @@ def explain(
     from phonograph.models.spec import read_configured_model
     from phonograph.runner.runner import shape_of
 
-    device = _device(config, device_name)
+    device = planned_device(config, device_name)
     # A revision of a hub id is for the hub to say.
     name = catalog_name(config.model, hub_ids=config.revision is None)
     named = config if name is None else config.model_copy(update={"model": name})
@@ -95,7 +95,12 @@ def explain(
         _print(plan, decided)
 
 
-def _device(config: EngineConfig, name: str | None) -> DeviceSpec:
+def planned_device(config: EngineConfig, name: str | None) -> DeviceSpec:
+    """Return the device of a name, or without one the device of this machine.
+
+    Raises:
+        ConfigError: the name is unknown, or contradicts the configuration.
+    """
     from phonograph.engine.build import this_device
 
     if name is None:

@@ -11,9 +11,10 @@ from phonograph.core.request import FinishReason
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.groups.group_facts import GroupFacts
 from phonograph.engine.metrics.step_record import StepRecord
-from phonograph.errors import PhonographError, RequestError, RequestFailure
+from phonograph.errors import EngineUnavailable, PhonographError, RequestError, RequestFailure
 from phonograph.graphs.capture_list import CaptureList, CaptureRetry
 from phonograph.graphs.resolve import Resolution
+from phonograph.scheduling.engine_router import IndexChange
 from phonograph.scheduling.scheduler_stats import SchedulerStats
 
 
@@ -193,6 +194,10 @@ class PromptFacts:
     warnings: tuple[str, ...] = ()
 
 
+Refusal = RequestError | RequestFailure | EngineUnavailable
+"""Reason for which a prompt has no answer. An engine that is gone is one only where there are several."""
+
+
 @dataclass(slots=True)
 class Report:
     """Results of a step, or of commands.
@@ -207,6 +212,8 @@ class Report:
     done:    results of verbs that were executed, or errors, by their keys
     asleep:  parts of the memory that were given back
     sleep_level: of the sleep, 0 while the engine is awake
+    cached:  changes of the prefix cache, if there are several engines
+    engine:  number of the engine; the statistics are then those of all engines together
     time:    time of the report in seconds of `time.monotonic`, which the processes of a machine share
     """
 
@@ -214,7 +221,7 @@ class Report:
     num_steps: int
     updates: list[SampleUpdate] = field(default_factory=list[SampleUpdate])
     prompts: dict[int, PromptFacts] = field(default_factory=dict[int, PromptFacts])
-    refused: dict[int, RequestError | RequestFailure] = field(default_factory=dict[int, RequestError | RequestFailure])
+    refused: dict[int, Refusal] = field(default_factory=dict[int, Refusal])
     admitted: dict[tuple[int, int], float] = field(default_factory=dict[tuple[int, int], float])
     preempted: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
     steps: list[StepRecord] = field(default_factory=list[StepRecord])
@@ -222,6 +229,8 @@ class Report:
     done: dict[int, str | PhonographError | None] = field(default_factory=dict[int, str | PhonographError | None])
     asleep: frozenset[str] = frozenset()
     sleep_level: int = 0
+    cached: list[IndexChange] = field(default_factory=list[IndexChange])
+    engine: int = 0
     time: float = field(default_factory=time.monotonic)
 
 

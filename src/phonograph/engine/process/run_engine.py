@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import time
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 from phonograph.config.engine_config import EngineConfig
 from phonograph.engine.build import Engine
@@ -13,19 +15,30 @@ from phonograph.engine.process.core_loop import CoreLoop
 from phonograph.engine.process.messages import Begin, Channel, EngineFacts, ModelFacts, Progress, StartFailed
 from phonograph.engine.session import Session, grammar_compiler
 from phonograph.engine.startup.start import start_engine
-from phonograph.errors import PhonographError
+from phonograph.errors import ConfigError, PhonographError
 from phonograph.text.tokenizer import load_tokenizer
 
+if TYPE_CHECKING:
+    from phonograph.engine.process.kv_publisher import KVPublisher
 
-def run_engine(config: EngineConfig, channel: Channel, *, owns_process: bool) -> None:
+
+def run_engine(config: EngineConfig, channel: Channel, *, owns_process: bool, rank: int = 0) -> None:
     """Start an engine, report its progress, and execute commands until `Stop`.
 
-    `owns_process` is True if only the engine runs in this process.
+    Args:
+        config: configuration of the engine.
+        channel: connection to the client.
+        owns_process: True if only the engine runs in this process.
+        rank: number of the engine among `data_parallel_size`.
     """
     began = time.perf_counter()
+    publisher = None
     try:
+        publisher = _publisher(config, rank)
         engine = start_engine(config, lambda phase, done, total: channel.send(Progress(phase, done, total)))
     except PhonographError as error:
+        if publisher is not None:
+            publisher.close()
         channel.send(StartFailed(error))
         return
     seconds = time.perf_counter() - began
@@ -42,9 +55,28 @@ def run_engine(config: EngineConfig, channel: Channel, *, owns_process: bool) ->
     grammars.warm()
     session = Session(engine.core, model, None, config.seed, grammars)
     profiler = Profiler(config.profile_dir)
-    CoreLoop(session, channel, engine.sleeper, profiler).run()
+    reports_cache = config.data_parallel_size > 1
+    CoreLoop(session, channel, engine.sleeper, profiler, publisher, reports_cache=reports_cache).run()
     profiler.close()
+    if publisher is not None:
+        publisher.close()
     session.close("the engine ended before the output was complete")
+
+
+def _publisher(config: EngineConfig, rank: int) -> KVPublisher | None:
+    """Return the publisher of the prefix cache's events, if they are enabled.
+
+    Raises:
+        ConfigError: an address cannot be used, or a package is missing.
+    """
+    if config.kv_events is None:
+        return None
+    if find_spec("zmq") is None:
+        problem = "needs the package zmq: pip install 'phonograph[kv-events]'"
+        raise ConfigError("kv_events_config", config.kv_events_config, problem)
+    from phonograph.engine.process.kv_publisher import KVPublisher
+
+    return KVPublisher(config.kv_events.of_engine(rank), rank)
 
 
 def _facts(engine: Engine, seconds: float) -> EngineFacts:
@@ -69,7 +101,16 @@ def _facts(engine: Engine, seconds: float) -> EngineFacts:
         capture_retries=engine.captured.retries,
         block_size=plan.attention.block_size,
         kv_groups=group_facts(plan),
-        notes=(*plan.notes, *map(str, engine.captured.retries)),
+        notes=(*plan.notes, *_event_notes(plan.config), *map(str, engine.captured.retries)),
         start_seconds=seconds,
         stats=engine.core.scheduler.stats,
     )
+
+
+def _event_notes(config: EngineConfig) -> list[str]:
+    if config.kv_events is None:
+        return []
+    notes = [f"KV events: published at {config.kv_events.endpoint}"]
+    if "max_queue_size" in (config.kv_events_config or ()):
+        notes.append("KV events: max_queue_size has no effect, batches are handed to ZeroMQ at once")
+    return notes

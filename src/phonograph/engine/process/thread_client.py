@@ -12,7 +12,7 @@ from queue import Empty, SimpleQueue
 from phonograph.config.engine_config import EngineConfig
 from phonograph.engine.process.client import REPORTS_AT_ONCE, STOP_SECONDS, StartProgress, started
 from phonograph.engine.process.messages import Command, EngineFacts, Message, Report, StartFailed, Stop
-from phonograph.errors import PhonographError, cause_text
+from phonograph.errors import ConfigError, PhonographError, cause_text
 
 log = logging.getLogger(__name__)
 
@@ -59,9 +59,16 @@ class _QueueChannel:
 
 
 class ThreadClient:
-    """Connection to an engine on a thread of this process. See `EngineClient`."""
+    """Connection to an engine on a thread of this process. See `EngineClient`.
+
+    Raises:
+        ConfigError: the configuration is that of several engines.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
+        if config.data_parallel_size > 1:
+            problem = "a thread runs one engine; AsyncLLM takes client=start_processes, which runs each in a process"
+            raise ConfigError("data_parallel_size", config.data_parallel_size, problem)
         self._messages: asyncio.Queue[Message] = asyncio.Queue()
         self._channel = _QueueChannel(self._messages.put_nowait)
         self._cause: str | None = None

@@ -25,8 +25,12 @@ class Threads:
     reason: str
 
 
-def plan_threads(model: ModelSpec, dtype: str, environment: Mapping[str, str] = os.environ) -> Threads:
+def plan_threads(
+    model: ModelSpec, dtype: str, num_engines: int = 1, environment: Mapping[str, str] = os.environ
+) -> Threads:
     """Return the caller's number of threads if one is set, else a number by the size of the model.
+
+    Several engines of this machine share its cores.
 
     Threads of one operator spin while they wait for each other. If another program occupies the core of one thread,
     each operator waits for that core, which can take a hundred times as long as the operator. A model whose products
@@ -44,4 +48,6 @@ def plan_threads(model: ModelSpec, dtype: str, environment: Mapping[str, str] = 
     gaining = max(1, int(average / _BYTES_PER_THREAD))
     least = _BYTES_PER_THREAD // _MIB
     why = f"a product reads {average / _MIB:.1f} MiB of weights on average, and a thread gains from {least} MiB on"
+    if num_engines > 1:
+        count, why = max(1, count // num_engines), f"{why}, and {num_engines} engines share the cores"
     return Threads(min(gaining, count), f"{why}; OMP_NUM_THREADS sets another number")

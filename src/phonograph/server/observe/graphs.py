@@ -53,6 +53,7 @@ async def graphs(
         "kv_groups": [asdict(group) for group in facts.kv_groups],
         "notes": [*facts.notes, *serving.formats.notes],
         "engine": {**_engine(engine), "errors": {"refused": errors.refused, "failed": errors.failed}},
+        "engines": _members(engine),
         "decisions": [_tally(tally) for tally in log.tallies],
         "attention_units": {"shared": log.shared_units, "own": log.own_units},
         "num_steps": log.num_steps,
@@ -87,12 +88,38 @@ def _engine(engine: AsyncLLM) -> dict[str, Any]:
     }
 
 
+def _members(engine: AsyncLLM) -> list[dict[str, Any]]:
+    """Return the state of each of several engines; empty for one."""
+    if engine.pool is None:
+        return []
+    members = []
+    for rank, member in enumerate(engine.pool.members):
+        assert member.stats is not None, "the engines have started"
+        routed = {reason: count for (to, reason), count in engine.pool.router.counts.items() if to == rank}
+        members.append(
+            {
+                "engine": rank,
+                "up": member.up,
+                "restarts": member.num_restarts,
+                "running": member.stats.num_running,
+                "waiting": member.stats.num_waiting,
+                "kv_blocks_used": member.stats.blocks_used,
+                "kv_blocks": member.stats.num_blocks,
+                "prefix_queries": member.stats.prefix_queries,
+                "prefix_hits": member.stats.prefix_hits,
+                "routed": routed,
+            }
+        )
+    return members
+
+
 def _latency(histogram: Histogram) -> dict[str, float]:
     return {"count": histogram.count, "seconds": histogram.total}
 
 
 def _tally(tally: StepTally) -> dict[str, Any]:
     return {
+        "engine": tally.engine,
         "mode": tally.mode,
         "kind": tally.kind,
         "cause": tally.cause,
