@@ -178,7 +178,7 @@ def build_engine(plan: EnginePlan, report: StartProgress = no_progress, *, platf
         plan.limits,
         groups=plan.kv.groups,
         num_blocks=plan.memory.num_blocks,
-        enable_prefix_caching=plan.config.enable_prefix_caching,
+        enable_prefix_caching=plan.config.enable_prefix_caching and not plan.limits.whole_prompts,
         policy=plan.config.scheduling_policy,
         drafts=runner.drafts,
     )
@@ -220,13 +220,15 @@ def _draft_load(plan: EnginePlan, device: torch.device) -> Load | None:
 def make_runner(plan: EnginePlan, parts: ModelParts, platform: Platform) -> Runner:
     """Make a runner over the plan's limits, with kernels not yet loaded and graphs not yet captured."""
     limits = plan.limits
-    sampler = Sampler(
-        max_num_seqs=limits.max_num_seqs,
-        vocab_size=plan.model.vocab_size,
-        device=platform.device,
-        seed=plan.config.seed,
-        batch_invariant=plan.attention.batch_invariant,
-    )
+    sampler = None
+    if plan.model.pooler is None:
+        sampler = Sampler(
+            max_num_seqs=limits.max_num_seqs,
+            vocab_size=plan.model.vocab_size,
+            device=platform.device,
+            seed=plan.config.seed,
+            batch_invariant=plan.attention.batch_invariant,
+        )
     device_parts = platform.make_parts(plan, parts, sampler)
     return Runner(
         program=device_parts.program,

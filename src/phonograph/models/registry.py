@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from phonograph.errors import UnsupportedModelError
 from phonograph.models.families.family import Family
 from phonograph.models.families.gemma import GEMMA, GEMMA2, GEMMA3
@@ -44,6 +46,8 @@ ARCHITECTURES: dict[str, Family] = {
     "SmolLM3ForCausalLM": SMOLLM3,
     "Qwen3MoeForCausalLM": QWEN3_MOE,
 }
+_HEADLESS = re.compile("(Text)?Model$|ForSequenceClassification$|ForTokenClassification$")
+"""Ends of the names of architectures that have another head, or none, than the logits of `ForCausalLM`."""
 _REFUSED = {
     "Deepseek": "multi-head latent attention",
     "KimiLinear": "linear attention with state",
@@ -62,7 +66,7 @@ def find_architecture(name: str) -> Family:
     Raises:
         UnsupportedModelError: it is not implemented; the message lists the supported ones.
     """
-    found = ARCHITECTURES.get(name)
+    found = ARCHITECTURES.get(name) or ARCHITECTURES.get(_HEADLESS.sub("ForCausalLM", name))
     if found is None:
         feature = next((feature for start, feature in _REFUSED.items() if name.startswith(start)), None)
         if feature is None and "moe" in name.lower():
@@ -77,4 +81,4 @@ def find_architecture(name: str) -> Family:
 
 def known_fields() -> set[str]:
     """Return the fields of config.json that some family uses."""
-    return {name for family in ARCHITECTURES.values() for name in family.fields}
+    return {name for family in ARCHITECTURES.values() for name in (*family.fields, *family.aliases)}

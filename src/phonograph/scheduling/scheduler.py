@@ -52,7 +52,7 @@ from phonograph.scheduling.check_prompt import check_prompt
 from phonograph.scheduling.draft_depths import DraftDepths, granted_depths
 from phonograph.scheduling.request_blocks import RequestBlocks
 from phonograph.scheduling.scheduler_stats import SchedulerStats
-from phonograph.scheduling.step_results import correct_bounds, take_failures, take_logprobs, take_prompt_logprobs
+from phonograph.scheduling.step_results import correct_bounds, take_failures, take_logprobs, take_prompts
 
 _RANK = attrgetter("rank")
 
@@ -89,11 +89,7 @@ class Scheduler:
         self.policy = policy
         self.drafts = drafts
         self._blocks = RequestBlocks(
-            limits,
-            groups,
-            num_blocks=num_blocks,
-            enable_prefix_caching=enable_prefix_caching,
-            drafts=drafts,
+            limits, groups, num_blocks=num_blocks, enable_prefix_caching=enable_prefix_caching, drafts=drafts
         )
         self.context_len = self._blocks.longest_request  # the model's context, or what the blocks hold
         self._requests: dict[str, Request] = {}
@@ -156,7 +152,7 @@ class Scheduler:
         """
         if request.request_id in self._requests:
             raise RequestError("request_id", request.request_id, "is in use by a request that has not ended")
-        check_prompt(request.prompt_len, max_model_len=self.limits.max_model_len, context_len=self.context_len)
+        check_prompt(request.prompt_len, self.limits, context_len=self.context_len)
 
     def abort(self, request_id: str) -> bool:
         """End a request in any state; return False if the id is unknown (it has ended already)."""
@@ -223,7 +219,7 @@ class Scheduler:
             request = self._prefilling
             is_new = request is None
             if request is None:
-                request = self._admit() if may_admit else None
+                request = self._admit(budget) if may_admit else None
                 if request is None:
                     break
                 new.append(request.new_sequence())
@@ -280,8 +276,7 @@ class Scheduler:
         scheduled, requests = self._in_flight.popleft()
         assert scheduled is batch, "batches must be updated in the order in which they were scheduled"
         assert output.slots == list(compress(batch.slots, batch.samples)), "an output is not that of its batch"
-        if output.prompt_logprobs:
-            take_prompt_logprobs(batch, requests, output)
+        pooled = take_prompts(batch, requests, output) if output.prompt_logprobs or output.pooled else ()
         news = take_failures(batch, requests, output) if output.failures else []
         for request in news:
             self.fail(request.request_id)
@@ -305,6 +300,8 @@ class Scheduler:
                     break
         for request in scored:
             del request.logprobs[len(request.output_token_ids) :]
+        for request in pooled:
+            self._finish(request, "stop", None)
         return news
 
     def _release_ending(self) -> None:
@@ -345,7 +342,7 @@ class Scheduler:
             depths, were_short = [], True
         return depths, not were_short
 
-    def _admit(self) -> Request | None:
+    def _admit(self, budget: int) -> Request | None:
         """Give the first waiting request a slot and blocks, if there are enough for all its tokens."""
         if not self._waiting or not self._free_slots:
             return None
@@ -357,7 +354,7 @@ class Scheduler:
         whole = request.params.prompt_logprobs is not None and len(request.prompt_logprobs) < request.prompt_len - 1
         if whole:
             request.prompt_logprobs.clear()
-        num_cached = self._blocks.admit(request, self._decoding.values(), reuse=not whole)
+        num_cached = self._blocks.admit(request, self._decoding.values(), budget=budget, reuse=not whole)
         if num_cached is None:
             return None
         del self._waiting[0]
