@@ -364,7 +364,8 @@ def make_spec(
     ropes = family.ropes(settings)
     layers = family.layers(settings)
     tables = rope_tables(ropes, [layer.attention.head_size for layer in layers])
-    length, source = context_length(settings, ropes)
+    tables_added = family.input(settings)
+    length, source = context_length(settings, ropes, 0 if tables_added is None else tables_added.first_position)
     eos_token_ids, note = split_end_tokens(end_tokens, settings["vocab_size"])
     quantized = settings["quantization_config"]
     quantization = None if quantized is None else read_quantization(quantized)
@@ -384,7 +385,7 @@ def make_spec(
         dtype=dtype,
         eos_token_ids=eos_token_ids,
         norms=family.norms,
-        input=family.input(settings),
+        input=tables_added,
         final_norm=family.final_norm,
         renames=family.renames,
         causal=family.is_causal(settings),

@@ -155,9 +155,7 @@ class Tokenizer:
             ) from None
         ids, types, sequences = list(encoding.ids), list(encoding.type_ids), encoding.sequence_ids
         if pair is not None and 1 in sequences and sequences[max(sequences.index(1) - 1, 0)] is not None:
-            problem = (
-                "is a pair, and the tokenizer has no token between texts; give one text by the model's template"
-            )
+            problem = "is a pair, and the tokenizer has no token between texts; give one text by the model's template"
             raise RequestError("prompt", shortened(text, _SHOWN), problem)
         if most is not None and len(ids) > most:
             kept = _kept_places(sequences, most)

@@ -52,10 +52,13 @@ def _one_rope(settings: Settings) -> Sequence[RopeParameters | None]:
     return (read_rope(settings),) * settings["num_hidden_layers"]
 
 
+Classifier = Callable[[Settings, str, int], tuple[Pooling, tuple[PoolerStage, ...]]]
+
+
 def _score(settings: Settings, name: str, num_labels: int) -> tuple[Pooling, tuple[PoolerStage, ...]]:
     """Return the head of a decoder: scores of the last token, or of all."""
     bias = name.endswith("ForTokenClassification")
-    return "last", (PoolerStage("pooler.0", settings["hidden_size"], num_labels, bias=bias),)
+    return "last", (PoolerStage("score", settings["hidden_size"], num_labels, bias=bias),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +83,7 @@ class Family:
             pooling and stages.
         aliases: fields of config.json by names that this family has for those of others.
         renames: patterns of names of tensors, each with what replaces it.
+        unused: beginnings of names of tensors that embeddings do not use, such as those of another head.
     """
 
     model_type: str
@@ -95,7 +99,8 @@ class Family:
     encodes: bool = False
     final_norm: bool = True
     input: Callable[[Settings], InputEmbedding | None] = lambda _: None
-    classifier: Callable[[Settings, str, int], tuple[Pooling, tuple[PoolerStage, ...]]] = _score
+    classifier: Classifier = _score
+    unused: tuple[str, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict[str, str])
     renames: tuple[tuple[str, str], ...] = ()
 

@@ -65,7 +65,7 @@ class StageWeights:
             spec=spec,
             weight_OI=allocate.tensor(size, spec.num_inputs, dtype=torch.float32),
             bias_O=allocate.tensor(size, dtype=torch.float32) if spec.bias else None,
-            norm_2O=allocate.layer_norm(size, dtype=torch.float32, bias=spec.norm_bias) if spec.norm else None,
+            norm_2O=allocate.layer_norm(size, dtype=torch.float32, bias=False) if spec.norm else None,
         )
 
     def checkpoint_views(self) -> dict[str, torch.Tensor]:
@@ -74,7 +74,7 @@ class StageWeights:
         if self.bias_O is not None:
             views[f"{self.spec.name}.bias"] = self.bias_O
         if self.norm_2O is not None:
-            views |= norm_views(f"{self.spec.name}.norm", self.norm_2O)
+            views[f"{self.spec.norm}.weight"] = self.norm_2O[0]
         return views
 
     def __call__(self, rows_NI: torch.Tensor, eps: float) -> torch.Tensor:

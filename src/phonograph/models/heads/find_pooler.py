@@ -26,9 +26,8 @@ _ACTIVATIONS: Mapping[str, StageActivation] = {
 }
 """Activations of dense modules by the class of torch."""
 _ROW_ACTIVATIONS: Mapping[str, RowActivation] = {"Identity": "none", "Sigmoid": "sigmoid", "Softmax": "softmax"}
-_BARE = (r"^(?!model\.|pooler\.|lm_head\.)", "model.")
-"""Files of models without a head may have names without `model.`."""
-_SKIPPED = ("lm_head.",)
+_BARE = (r"^(?!model\.|score\.|lm_head\.)", "model.")
+"""Files of decoders without a head may have names without `model.`."""
 
 
 def with_pooler(
@@ -63,6 +62,7 @@ def with_pooler(
         pooler = _embedder(spec, family, modules, "convert=embed" if generates else name)
         if modules is not None and modules.max_tokens is not None and modules.max_tokens < length:
             length, source = modules.max_tokens, f"max_seq_length {modules.max_tokens} of sentence_bert_config.json"
+    unused = family.unused if family.encodes else ("lm_head.",)
     if spec.wrapper is not None:
         raise UnsupportedModelError(f"{spec.wrapper} is a wrapper, from which no embeddings or classes are made")
     return replace(
@@ -72,8 +72,11 @@ def with_pooler(
         head=spec.head.without_outputs(),
         context_length=length,
         context_source=source,
-        renames=(*spec.renames, _BARE),
-        skipped=(*spec.skipped, *_SKIPPED),
+        renames=spec.renames if family.encodes else (*spec.renames, _BARE),
+        skipped=(
+            *spec.skipped,
+            *(start for start in unused if not any(one.name.startswith(start) for one in pooler.stages)),
+        ),
     )
 
 

@@ -37,7 +37,8 @@ class PoolerStage(NamedTuple):
     """A dense layer: activation(x @ weight + bias), and maybe a layer norm after it.
 
     Attributes:
-        name: name of its module, such as "pooler.0".
+        name: name of its module.
+        norm: name of the norm, which has no bias; None for none.
         folder: folder of its file in the model's, or None if its tensors are among those of the model.
     """
 
@@ -46,8 +47,7 @@ class PoolerStage(NamedTuple):
     num_outputs: int
     bias: bool = True
     activation: StageActivation = "none"
-    norm: bool = False
-    norm_bias: bool = False
+    norm: str | None = None
     folder: str | None = None
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -55,10 +55,8 @@ class PoolerStage(NamedTuple):
         yield f"{self.name}.weight", (self.num_outputs, self.num_inputs)
         if self.bias:
             yield f"{self.name}.bias", (self.num_outputs,)
-        if self.norm:
-            yield f"{self.name}.norm.weight", (self.num_outputs,)
-        if self.norm_bias:
-            yield f"{self.name}.norm.bias", (self.num_outputs,)
+        if self.norm is not None:
+            yield f"{self.norm}.weight", (self.num_outputs,)
 
 
 @dataclass(frozen=True, kw_only=True)
