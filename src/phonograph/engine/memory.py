@@ -110,7 +110,7 @@ def plan_memory(
         workspace = Workspace.nbytes(
             model, limits.max_num_batched_tokens, limits.max_num_logits, dtype, gemm_device=GemmDevice.of(device)
         )
-        masks = bitmask_words(model.vocab_size) * 4 * limits.max_masked_rows
+        masks = 0 if model.pooler else bitmask_words(model.vocab_size) * 4 * limits.max_masked_rows
         num_layers = model.num_layers
         if draft is not None:
             workspace += draft.workspace_bytes(limits, device)

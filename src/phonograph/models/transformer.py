@@ -241,7 +241,7 @@ class Transformer:
         rows = self.kernels.pool(hidden_TE, self.final_norm, query_start_loc, self.spec.pooler.pooling)
         for stage in self.stages:
             rows = stage(rows, self.spec.rms_norm_eps)
-        return rows
+        return self.kernels.keep_pooled(rows)
 
     def token_rows(self, hidden_TE: torch.Tensor) -> torch.Tensor:
         """Return the normed rows of all tokens of `forward`'s result, float32 [T, E]."""

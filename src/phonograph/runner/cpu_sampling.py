@@ -1,4 +1,4 @@
-"""Sampling on the CPU: the host samples the logits, or takes the pooler's rows, as soon as the step has run."""
+"""Sampling on the CPU: the host samples the logits as soon as the step has run."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from functools import partial
 import numpy as np
 
 from phonograph.core.batch import StepOutput
-from phonograph.core.pooling_params import TOKEN_TASKS, PoolingParams
 from phonograph.graphs.dispatch import Decision
 from phonograph.graphs.runtime import GraphRuntime
-from phonograph.models.transformer import Transformer
 from phonograph.runner.cpu_inputs import CpuInputs
 from phonograph.runner.draft_runner import DraftRunner, HeadFeatures
 from phonograph.runner.step_inputs import StepRows
@@ -18,7 +16,6 @@ from phonograph.runner.step_program import StepOutputs
 from phonograph.runner.steps import CompletedStep, SamplingPlan, take_tokens
 from phonograph.sampling.accept import sample_runs
 from phonograph.sampling.failures import SlotFailures
-from phonograph.sampling.pooled_rows import finish_prompts
 from phonograph.sampling.sampler import Sampler
 from phonograph.speculation.host_drafts import HostDrafts
 from phonograph.speculation.suffix_drafts import SuffixDrafts
@@ -95,47 +92,3 @@ class CpuSampling:
     def capture(self, runtime: GraphRuntime) -> int:
         """Capture the graphs of a draft model; the host samples."""
         return 0 if self._draft_runner is None else self._draft_runner.runner.capture().num_graphs
-
-
-class CpuPooling:
-    """Takes the rows of each step of a model that generates nothing; see `Sampling`."""
-
-    lookahead = 0
-    drafts = None
-
-    def __init__(self, model: Transformer) -> None:
-        assert model.spec.pooler is not None
-        self._model, self._pooler = model, model.spec.pooler
-        self._params: dict[int, PoolingParams] = {}
-
-    def plan(self, rows: StepRows) -> SamplingPlan:
-        """Sample nothing."""
-        return _ALL_ON_HOST
-
-    def finish(
-        self, rows: StepRows, plan: SamplingPlan, outputs: StepOutputs, decision: Decision, failures: SlotFailures
-    ) -> CompletedStep:
-        """Take the rows of the prompts that end with this step."""
-        batch, params, pooler = rows.batch, self._params, self._pooler
-        params.update((new.slot, new.pooling) for new in batch.new if new.pooling is not None)
-        of_tokens = outputs.logits.numpy() if pooler.pooling == "all" else None
-        if of_tokens is None and any(params[slot].task in TOKEN_TASKS for slot in batch.slots):
-            of_tokens = self._model.token_rows(outputs.hidden).numpy()
-        ends = np.cumsum(rows.query_lens)
-        prompts: dict[int, np.ndarray] = {}
-        for number, (slot, samples, end) in enumerate(zip(batch.slots, batch.samples, ends.tolist(), strict=True)):
-            if samples and of_tokens is not None and (pooler.pooling == "all" or params[slot].task in TOKEN_TASKS):
-                prompts[slot] = of_tokens[end - batch.query_lens[number] : end]
-            elif samples:
-                prompts[slot] = outputs.logits[number].numpy()
-        pooled = finish_prompts(prompts, params, pooler.activation, activates=pooler.activates, failures=failures)
-        slots = [*prompts]
-        output = StepOutput(slots=slots, token_ids=[[] for _ in slots], failures=failures.by_slot, pooled=pooled)
-        return CompletedStep(output, decision)
-
-    def launch(self) -> None:
-        """Do nothing: there is no kernel to compile."""
-
-    def capture(self, runtime: GraphRuntime) -> int:
-        """Capture nothing: rows are finished on the host."""
-        return 0

@@ -27,12 +27,13 @@ from phonograph.models.layers.rotary import rotary_tables
 from phonograph.models.layers.torch_parts import TorchKernels
 from phonograph.models.transformer import Transformer
 from phonograph.runner.cpu_inputs import CpuInputs
-from phonograph.runner.cpu_sampling import CpuPooling, CpuSampling
+from phonograph.runner.cpu_sampling import CpuSampling
 from phonograph.runner.draft_runner import DraftRunner, FollowedSequences, HeadFeatures
 from phonograph.runner.group_builder import GroupBuilder
 from phonograph.runner.runner import Runner
 from phonograph.runner.step_attention import StepAttention
 from phonograph.runner.step_program import StepProgram
+from phonograph.runner.steps import Pooling
 from phonograph.runner.synthetic_batches import SyntheticBatches
 from phonograph.sampling.sampler import Sampler
 from phonograph.speculation.host_drafts import HostDrafts
@@ -86,7 +87,7 @@ class CpuPlatform:
             runtime=runtime,
             inputs=inputs,
             program=StepProgram(model=model, attention=attention, inputs=inputs),
-            sampling=CpuPooling(model) if sampler is None else CpuSampling(sampler, inputs, drafts, draft_runner),
+            sampling=Pooling(model) if sampler is None else CpuSampling(sampler, inputs, drafts, draft_runner),
         )
 
 

@@ -81,11 +81,11 @@ def with_pooler(
 
 
 def _embedder(spec: ModelSpec, family: Family, modules: SentenceModules | None, origin: str) -> Pooler:
-    default: Pooling = "mean" if family.encodes else "last"
+    default: Pooling = "mean" if family.encodes or not spec.causal else "last"
     token_tasks: tuple[PoolingTask, ...] = ("token_embed",)
     if modules is None:
         origin = f"{origin}: {default} pooling and normalised, as there is no {MODULES_FILE}"
-        tasks = ("embed", *(token_tasks if default == "mean" or not spec.causal else ()))
+        tasks = ("embed", *(token_tasks if default == "mean" else ()))
         return Pooler(pooling=default, tasks=tasks, activation="normalize", origin=origin)
     if modules.size not in (None, spec.hidden_size):
         raise ModelError(f"1_Pooling has rows of {modules.size} numbers; the model has {spec.hidden_size}")

@@ -237,6 +237,10 @@ class KernelSet(Protocol):
         """
         ...
 
+    def keep_pooled(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the pooler's rows of a step where they stay until the next one, whichever graph that is."""
+        ...
+
     def leaves_rows_out(self, num_tokens: int, num_kept: int) -> bool:
         """Return True if the last layer of a prefill of `num_tokens` computes only the `num_kept` rows with logits."""
         ...

@@ -125,6 +125,10 @@ class TorchKernels:
             return rows_TE.float()
         return pool_rows(rows_TE, query_start_loc, self._numbers_T[: len(rows_TE)], pooling)
 
+    def keep_pooled(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the rows as they are."""
+        return rows
+
     def add(
         self,
         stream: Stream,
@@ -273,7 +277,8 @@ class TorchFeedForward:
     def __call__(self, stream: Stream) -> Stream:
         kernels, weights = self._kernels, self._weights
         gate_up_T2I = weights.gate_up.product(kernels.normed(stream.hidden_TE, weights.input_norm))
-        activations = ACTIVATIONS if weights.spec.gate_up.gated else UNGATED
+        gated = gate_up_T2I.shape[1] > weights.down.spec.num_inputs
+        activations = ACTIVATIONS if gated else UNGATED
         inner_TI = activations[weights.spec.activation](gate_up_T2I)
         return kernels.add(stream, inner_TI, weights.down, weights.output_norm, weights.scalar)
 

@@ -83,7 +83,7 @@ def encoder_layer(
         UnsupportedModelError: the activation is not known.
     """
     hidden_size, inner_size, num_heads, num_kv_heads, head_size = layer_sizes(settings, tuple(_ACTIVATIONS))
-    size = num_heads * head_size
+    size, activation = num_heads * head_size, _ACTIVATIONS[settings["hidden_act"]]
     return LayerSpec(
         LayerAttention(
             num_query_heads=num_heads,
@@ -105,11 +105,14 @@ def encoder_layer(
             output_norm=attention_norms[1],
         ),
         LayerFeedForward(
-            gate_up=_matrix("gate and up", names.inner, 2 * inner_size, hidden_size, biases[1], gated=True)
+            # Products have no GELU by erf, which another kernel applies.
+            gate_up=_matrix(
+                "gate and up", names.inner, 2 * inner_size, hidden_size, biases[1], gated=activation == "silu"
+            )
             if gated
             else _matrix("up", names.inner, inner_size, hidden_size, biases[1]),
             down=_matrix("down", (names.down,), hidden_size, inner_size, biases[1]),
-            activation=_ACTIVATIONS[settings["hidden_act"]],
+            activation=activation,
             input_norm=feed_forward_norms[0],
             output_norm=feed_forward_norms[1],
         ),

@@ -37,9 +37,7 @@ from phonograph.models.layer_spec import UNLIMITED, LayerSpec, NormKind
 from phonograph.models.rope_parameters import RopeParameters, read_ropes_by_type
 
 _MODERN_NAMES = EncoderNames(qkv=("attn.Wqkv",), output="attn.Wo", inner=("mlp.Wi",), down="mlp.Wo")
-_NOMIC_NAMES = EncoderNames(
-    qkv=("attn.Wqkv",), output="attn.out_proj", inner=("mlp.fc12", "mlp.fc11"), down="mlp.fc2"
-)
+_NOMIC_NAMES = EncoderNames(qkv=("attn.Wqkv",), output="attn.out_proj", inner=("mlp.fc12", "mlp.fc11"), down="mlp.fc2")
 """Names in files, which are not those of transformers' modules."""
 _POOLINGS: dict[str, Pooling] = {"cls": "first", "mean": "mean"}
 
