@@ -74,6 +74,11 @@ class EngineConfig(Settings):
     load_format: Annotated[values.LoadFormat, values.one_of(values.LoadFormat)] = Field(
         default="auto", description="Source of the weights; dummy draws random ones."
     )
+    convert: Annotated[values.Convert, values.one_of(values.Convert)] = Field(
+        default="auto",
+        description="What a model that generates becomes: embed makes embeddings of its last layer; auto does so where "
+        "the folder has modules.json, none never.",
+    )
     quantization: Annotated[values.QuantizationMethod | None, values.one_of(values.QuantizationMethod)] = Field(
         default=None,
         description="Weight format; default: the checkpoint's. fp8 converts weights in 16 bits while they are loaded.",

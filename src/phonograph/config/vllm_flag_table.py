@@ -83,7 +83,7 @@ ABSENT: Mapping[tuple[str, str], str] = {
         --kv-transfer-config --offload-backend --offload-group-size --offload-num-in-group
         --offload-prefetch-step --offload-params""",
     ("Embeddings and pooling", "models generate text"): """
-        --runner --task --convert --pooler-config --io-processor-plugin --enable-flash-late-interaction""",
+        --runner --task --pooler-config --io-processor-plugin --enable-flash-late-interaction""",
     ("Speculation", "no draft model runs"): """
         --speculative-model --spec-method --spec-model --spec-tokens
         --per-request-spec-decode-metrics --diffusion-config -dc""",
@@ -190,7 +190,6 @@ NEUTRAL: Mapping[str, tuple[str, ...]] = {
     "--response-role": ("assistant",),
     "--runner": ("auto", "generate"),
     "--task": ("auto", "generate"),
-    "--convert": ("auto", "none"),
 }
 """Flags of vLLM, each with values that change nothing here. Null changes nothing for any flag of vLLM."""
 _FURTHER_SWITCHES = (

@@ -14,7 +14,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 from phonograph.core.grammar import Grammar
+from phonograph.core.pooling_params import PoolingParams
 from phonograph.core.sampling_params import SamplingParams
 
 MAX_LEN = 1 << 30
@@ -34,6 +37,7 @@ class NewSequence:
         sample_index: index of this sample among the request's `n`; part of its random seed.
         grammar: constraint on the output, if any.
         salted: True if the request has a `cache_salt`: its output must not change the time of other answers.
+        pooling: of a request that generates nothing, or None.
     """
 
     slot: int
@@ -47,6 +51,7 @@ class NewSequence:
     sample_index: int = 0
     grammar: Grammar | None = None
     salted: bool = False
+    pooling: PoolingParams | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,12 +154,14 @@ class StepOutput:
     Attributes:
         slots: slots with sampled tokens, in batch order.
         token_ids: the tokens of each of these slots, in the order of their positions, at least one. A prefill has one.
+            A request that generates nothing has none.
         failures: by slot, sequences that must end; their tokens are invalid.
         logprobs: by slot, one entry a token, for requests with `logprobs`.
         prompt_logprobs: by slot, positions of this step's chunk, for requests with `prompt_logprobs`. The first
             position of a prompt has none.
         attention_units: units of attention in a layer: those of prefixes that sequences share, and others of short
             queries. Zeros where no kernel counts them.
+        pooled: by slot, result of a request that generates nothing; see `Request.pooled`.
     """
 
     slots: list[int] = field(default_factory=list[int])
@@ -163,3 +170,4 @@ class StepOutput:
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict[int, list[TokenLogprobs]])
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict[int, list[TokenLogprobs]])
     attention_units: tuple[int, int] = (0, 0)
+    pooled: dict[int, np.ndarray] = field(default_factory=dict[int, np.ndarray])

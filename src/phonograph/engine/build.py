@@ -201,7 +201,7 @@ def make_scheduler(plan: EnginePlan, drafts: DraftDepths | None = None) -> Sched
         plan.limits,
         groups=plan.kv.groups,
         num_blocks=plan.memory.num_blocks,
-        enable_prefix_caching=plan.config.enable_prefix_caching,
+        enable_prefix_caching=plan.config.enable_prefix_caching and not plan.limits.whole_prompts,
         policy=plan.config.scheduling_policy,
         drafts=drafts,
         events=BlockEvents() if records else None,
@@ -229,13 +229,15 @@ def _draft_load(plan: EnginePlan, device: torch.device) -> Load | None:
 def make_runner(plan: EnginePlan, parts: ModelParts, platform: Platform) -> Runner:
     """Make a runner over the plan's limits, with kernels not yet loaded and graphs not yet captured."""
     limits = plan.limits
-    sampler = Sampler(
-        max_num_seqs=limits.max_num_seqs,
-        vocab_size=plan.model.vocab_size,
-        device=platform.device,
-        seed=plan.config.seed,
-        batch_invariant=plan.attention.batch_invariant,
-    )
+    sampler = None
+    if plan.model.pooler is None:
+        sampler = Sampler(
+            max_num_seqs=limits.max_num_seqs,
+            vocab_size=plan.model.vocab_size,
+            device=platform.device,
+            seed=plan.config.seed,
+            batch_invariant=plan.attention.batch_invariant,
+        )
     builder = GroupBuilder(parts.backends)
     device_parts = platform.make_parts(plan, replace(parts, units=builder.units), sampler)
     return Runner(

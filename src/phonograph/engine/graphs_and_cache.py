@@ -90,6 +90,7 @@ def size_graphs_and_cache(
             pads_decodes=device.kind != "cpu",
             ragged=ragged,
             draft_passes=draft is not None and device.kind != "cpu",
+            decodes=not limits.pools,
         )
 
     graphs = captures_within(limits).largest_first()

@@ -110,18 +110,20 @@ def plan_memory(
         workspace = Workspace.nbytes(
             model, limits.max_num_batched_tokens, limits.max_num_logits, dtype, gemm_device=GemmDevice.of(device)
         )
-        masks = bitmask_words(model.vocab_size) * 4 * limits.max_masked_rows
+        masks = 0 if model.pooler else bitmask_words(model.vocab_size) * 4 * limits.max_masked_rows
         num_layers = model.num_layers
         if draft is not None:
             workspace += draft.workspace_bytes(limits, device)
             num_layers += limits.draft_tokens * draft.model.num_layers
         graphs = workspace + masks + num_graphs * num_layers * _GRAPH_BYTES_PER_LAYER
-    sampling = Sampler.nbytes(
-        max_num_seqs=max_num_seqs,
-        vocab_size=model.vocab_size,
-        device_type=device.kind,
-        logits_bytes=DTYPE_BYTES[dtype],
-    )
+    sampling = 0
+    if model.pooler is None:
+        sampling = Sampler.nbytes(
+            max_num_seqs=max_num_seqs,
+            vocab_size=model.vocab_size,
+            device_type=device.kind,
+            logits_bytes=DTYPE_BYTES[dtype],
+        )
     if device.kind != "cpu" and limits.draft_tokens:
         history = 4 * max_num_seqs * (max_model_len + 1) if keeps_tokens(config, draft) else 0
         sampling += history + _SAMPLE_BYTES_PER_ROW * (limits.max_num_logits - max_num_seqs)
@@ -146,7 +148,10 @@ def plan_memory(
         return pages_for_request(kv.groups, num_tokens, limits.max_num_batched_tokens)
 
     blocks_per_request = blocks_of(max_model_len)
-    if config.num_kv_blocks is not None:
+    if limits.whole_prompts:
+        num_blocks = max(limits.max_num_batched_tokens // kv.block_sizes[0] + max_num_seqs, blocks_per_request)
+        source = "one step of max_num_batched_tokens, as keys live for a step"
+    elif config.num_kv_blocks is not None:
         num_blocks, source = config.num_kv_blocks, f"num_kv_blocks={config.num_kv_blocks}"
     elif config.kv_cache_memory_bytes is not None:
         num_blocks = config.kv_cache_memory_bytes // block
@@ -231,7 +236,7 @@ def estimate_graph_bytes(model: ModelSpec, dtype: str, tokens: int, rows: int) -
     # A quantized product unpacks its weights tile by tile.
     quantized = next(model.quantized_matrices(), None) is not None
     tile = TILE if tokens and quantized else 0
-    return DTYPE_BYTES[dtype] * (tile + tokens * width + rows * (model.vocab_size + model.hidden_size))
+    return DTYPE_BYTES[dtype] * (tile + tokens * width + rows * (model.num_outputs + model.hidden_size))
 
 
 def _feed_forward_width(spec: FeedForward) -> int:

@@ -15,7 +15,7 @@ from phonograph.core.device import DeviceSpec
 from phonograph.core.limits import Limits
 from phonograph.engine.graphs_and_cache import SHORTEST, size_graphs_and_cache
 from phonograph.engine.groups.draft_plan import DraftPlan, check_speculation, plan_draft, read_draft_spec, wait_reason
-from phonograph.engine.groups.kv_groups import KVGroups, make_kv_groups
+from phonograph.engine.groups.kv_groups import KVGroups, make_kv_groups, make_step_groups
 from phonograph.engine.groups.layer_specs import layer_specs
 from phonograph.engine.groups.select_backends import select_backends, weakest_support
 from phonograph.engine.memory import MemoryPlan, gib
@@ -123,7 +123,7 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
     _check_experts(config, model, dtype, device)
     _check_lm_head(config, model, dtype, device)
     kv, selected, sized = select_backends(config, kv, device)
-    notes += [*sized, *kv.notes]
+    notes += [*sized, *kv.notes, *_pooling_notes(config, model)]
     if config.speculation is not None:
         check_speculation(config, selected.values(), device)
     requested = GraphMode.NONE if config.enforce_eager else config.cudagraph_mode
@@ -280,10 +280,40 @@ def _limits(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Limit
     return Limits(
         max_model_len=max_model_len,
         max_num_seqs=seqs,
-        max_num_batched_tokens=tokens or max(_DEFAULT_BATCHED_TOKENS[device.kind], seqs),
+        max_num_batched_tokens=tokens
+        or max(_DEFAULT_BATCHED_TOKENS[device.kind], seqs, max_model_len if whole_prompts(model) else 0),
         draft_tokens=config.draft_tokens,
         lookahead_tokens=config.draft_tokens if has_model else 0,
+        pools=model.pooler is not None,
+        whole_prompts=whole_prompts(model),
     )
+
+
+def whole_prompts(model: ModelSpec) -> bool:
+    """Return True if a prompt is computed in one step: its tokens look ahead, or all of them have a result."""
+    return model.pooler is not None and (not model.causal or model.pooler.pooling in ("mean", "all"))
+
+
+def _pooling_notes(config: EngineConfig, model: ModelSpec) -> list[str]:
+    """Return notes on a model that generates nothing.
+
+    Raises:
+        ConfigError: a setting is for models that generate.
+    """
+    if model.pooler is None:
+        return []
+    for name in ("speculative_config", "num_speculative_tokens", "quantize_lm_head"):
+        if value := getattr(config, name):
+            raise ConfigError(name, value, f"{model.architecture} generates nothing here; leave it out")
+    tasks = ", ".join(model.pooler.tasks)
+    notes = [f"tasks {tasks}: {model.pooler.origin}"]
+    if not whole_prompts(model):
+        return notes
+    for name in ("num_kv_blocks", "kv_cache_memory_bytes"):
+        if value := getattr(config, name):
+            raise ConfigError(name, value, "keys of this model live for one step, which sizes the cache; leave it out")
+    reason = "tokens look ahead" if not model.causal else f"{model.pooler.pooling} pooling reads all tokens"
+    return [*notes, f"each prompt is computed in one step, without prefix cache and chunks, because {reason}"]
 
 
 def _check_block_size(attention: AttentionSpec) -> None:
@@ -310,4 +340,6 @@ def resolve_attention(config: EngineConfig, model: ModelSpec, device: DeviceSpec
     specs = layer_specs(config, model, dtype, device)
     context = _limits(config, model, device).max_model_len
     sources = [layer.attention.kv_layer for layer in model.layers]
+    if whole_prompts(model) and not any(source is not None for source in sources):
+        return make_step_groups(specs, block_size=config.block_size)
     return make_kv_groups(specs, max_model_len=context, block_size=config.block_size, sources=sources)

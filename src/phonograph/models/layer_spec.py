@@ -17,8 +17,8 @@ from phonograph.models.layers.layer_matrix import LayerMatrix, MatrixPart
 from phonograph.models.quantization.scheme import Scheme
 
 UNLIMITED = (-1, -1)
-Activation = Literal["silu", "gelu_tanh"]
-"""Activation of gates: x * sigmoid(x), or the approximation of GELU by tanh."""
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu"]
+"""Activation of gates: x * sigmoid(x), GELU by the approximation with tanh or by erf, or max(x, 0)."""
 ExpertActivation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
 """Activation of experts' gates and ups: one of `Activation`, or that of `clamped_swiglu_and_mul`."""
 
@@ -69,10 +69,15 @@ class NormKind(NamedTuple):
         wide: weights are kept in float32, and x / rms * weight is rounded once. Otherwise x / rms is rounded to the
             model's type before it is multiplied.
         offset: number that is added to the weights of a checkpoint in transformers' format.
+        layer: layer norms, which subtract the mean, in place of RMS norms; `bias`: they have a bias.
+        after_sum: output norms are of the stream after the output is added to it.
     """
 
     wide: bool = False
     offset: float = 0.0
+    layer: bool = False
+    bias: bool = False
+    after_sum: bool = False
 
 
 PLAIN_NORMS = NormKind()
@@ -296,20 +301,16 @@ class LayerSpec:
     def within(self, length: int) -> LayerSpec:
         """Return the layer for sequences of at most `length` tokens: a window that holds them all is none."""
         left, right = self.attention.window
-        if right != 0 or left + 1 < length:
+        if right not in (0, left) or left + 1 < length:
             return self
         return replace(self, attention=replace(self.attention, window=UNLIMITED))
 
     def with_schemes(self, scheme_of: Callable[[str], Scheme | None]) -> LayerSpec:
         """Return the layer with the weight format of each projection, by its name in the layer."""
-        attention = self.attention
+        qkv, output = (one.with_schemes(scheme_of) for one in (self.attention.qkv, self.attention.output))
         return replace(
             self,
-            attention=replace(
-                attention,
-                qkv=attention.qkv.with_schemes(scheme_of),
-                output=attention.output.with_schemes(scheme_of),
-            ),
+            attention=replace(self.attention, qkv=qkv, output=output),
             feed_forward=self.feed_forward.with_schemes(scheme_of),
             embedding=None if self.embedding is None else self.embedding.with_schemes(scheme_of),
         )

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 from phonograph.errors import UnsupportedModelError
+from phonograph.models.families.encoders.bert import BERT, DISTILBERT, ROBERTA, XLM_ROBERTA
+from phonograph.models.families.encoders.modernbert import MODERNBERT, NOMIC_BERT
 from phonograph.models.families.family import Family
 from phonograph.models.families.gemma import GEMMA, GEMMA2, GEMMA3
 from phonograph.models.families.gemma4 import GEMMA4
@@ -44,6 +48,18 @@ ARCHITECTURES: dict[str, Family] = {
     "SmolLM3ForCausalLM": SMOLLM3,
     "Qwen3MoeForCausalLM": QWEN3_MOE,
 }
+ENCODERS: dict[str, Family] = {
+    "Bert": BERT,
+    "DistilBert": DISTILBERT,
+    "ModernBert": MODERNBERT,
+    "NomicBert": NOMIC_BERT,
+    "Roberta": ROBERTA,
+    "XLMRoberta": XLM_ROBERTA,
+}
+"""Encoders by the beginning of the names of their architectures; `Model` and the ends of `_HEADS` follow."""
+_HEADS = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
+_HEADLESS = re.compile("(Text)?Model$|ForSequenceClassification$|ForTokenClassification$")
+"""Ends of the names of architectures that have another head, or none, than the logits of `ForCausalLM`."""
 _REFUSED = {
     "Deepseek": "multi-head latent attention",
     "KimiLinear": "linear attention with state",
@@ -52,6 +68,7 @@ _REFUSED = {
     "GlmMoeDsa": "sparse attention over latent keys",
     "Llama4": "chunked attention",
     "Gemma3n": "AltUp and Laurel blocks",
+    **dict.fromkeys(("T5", "MT5", "MPNet", "Deberta"), "relative position bias in attention"),
 }
 """Features of architectures, by the beginning of their names, that are not implemented."""
 
@@ -62,7 +79,10 @@ def find_architecture(name: str) -> Family:
     Raises:
         UnsupportedModelError: it is not implemented; the message lists the supported ones.
     """
-    found = ARCHITECTURES.get(name)
+    found = ARCHITECTURES.get(name) or ARCHITECTURES.get(_HEADLESS.sub("ForCausalLM", name))
+    found = found or next(
+        (ENCODERS[name.removesuffix(head)] for head in _HEADS if name.removesuffix(head) in ENCODERS), None
+    )
     if found is None:
         feature = next((feature for start, feature in _REFUSED.items() if name.startswith(start)), None)
         if feature is None and "moe" in name.lower():
@@ -70,11 +90,13 @@ def find_architecture(name: str) -> Family:
         reason = "" if feature is None else f" ({feature}, which is not implemented)"
         raise UnsupportedModelError(
             f"architecture {name!r} is not supported{reason}; supported are "
-            f"{', '.join(sorted({*ARCHITECTURES, *WRAPPERS}))}"
+            f"{', '.join(sorted({*ARCHITECTURES, *WRAPPERS}))}; for embeddings and classes also "
+            f"{', '.join(ENCODERS)}"
         )
     return found
 
 
 def known_fields() -> set[str]:
     """Return the fields of config.json that some family uses."""
-    return {name for family in ARCHITECTURES.values() for name in family.fields}
+    families = (*ARCHITECTURES.values(), *ENCODERS.values())
+    return {name for family in families for name in (*family.fields, *family.aliases)}

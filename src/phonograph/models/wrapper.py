@@ -129,7 +129,7 @@ def text_name(name: str) -> str | None:
 
 def is_norm(name: str) -> bool:
     """Return True for the name of a norm's weights in a checkpoint; some are numbered, a router's is a scale."""
-    return re.search(r"norm(_\d|\.\d+)?\.weight$|\.router\.scale$", name) is not None
+    return re.search(r"[nN]orm(_\d|\.\d+)?\.weight$|\.router\.scale$", name) is not None
 
 
 def skipped_note(names: Iterable[str]) -> str:

@@ -71,17 +71,22 @@ class RequestBlocks:
         limits = self._limits
 
         def pages(num_tokens: int) -> int:
-            whole = min(num_tokens + self.ahead, max(num_tokens, limits.max_model_len - 1))
+            whole = min(num_tokens + self.ahead, max(num_tokens, limits.max_len - 1))
             return pages_for_request(self.groups, whole, limits.max_num_batched_tokens) if num_tokens else 0
 
-        return 1 + most_tokens(self.cache.pool.num_blocks, pages, limits.max_model_len - 1)
+        return 1 + most_tokens(self.cache.pool.num_blocks, pages, limits.max_len - 1)
 
     def add(self, request: Request) -> None:
         """Give a request empty block tables."""
         self.tables[request.request_id] = self.cache.make_table(request.tokens, request.prompt_len, request.cache_salt)
 
-    def admit(self, request: Request, decodes: Collection[Request], *, reuse: bool) -> int | None:
-        """Admit a request beside running decodes; see `CacheManager.admit`. `extend` comes next; it copies a tail."""
+    def admit(self, request: Request, decodes: Collection[Request], *, budget: int, reuse: bool) -> int | None:
+        """Admit a request beside running decodes to a step with room for `budget` tokens; see `CacheManager.admit`.
+
+        `extend` comes next; it copies a tail.
+        """
+        if self._limits.whole_prompts and request.num_tokens > budget:
+            return None
         # Each sequence may soon need further blocks. Without these in reserve, admission would cause preemption.
         growth = self.growth(decodes)
         reserve = growth + self._step_blocks.total() if decodes else 0

@@ -60,7 +60,7 @@ from phonograph.scheduling.step_results import (
     correct_bounds,
     take_failures,
     take_logprobs,
-    take_prompt_logprobs,
+    take_prompts,
     take_tokens,
 )
 
@@ -165,7 +165,7 @@ class Scheduler:
         """
         if request.request_id in self._requests:
             raise RequestError("request_id", request.request_id, "is in use by a request that has not ended")
-        check_prompt(request.prompt_len, max_model_len=self.limits.max_model_len, context_len=self.context_len)
+        check_prompt(request.prompt_len, self.limits, context_len=self.context_len)
 
     def abort(self, request_id: str) -> bool:
         """End a request in any state; return False if the id is unknown (it has ended already)."""
@@ -233,7 +233,7 @@ class Scheduler:
             request = self._prefilling
             is_new = request is None
             if request is None:
-                request = self._admit() if may_admit else None
+                request = self._admit(budget) if may_admit else None
                 if request is None:
                     break
                 new.append(request.new_sequence())
@@ -290,8 +290,7 @@ class Scheduler:
         scheduled, requests = self._in_flight.popleft()
         assert scheduled is batch, "batches must be updated in the order in which they were scheduled"
         assert output.slots == list(compress(batch.slots, batch.samples)), "an output is not that of its batch"
-        if output.prompt_logprobs:
-            take_prompt_logprobs(batch, requests, output)
+        pooled = take_prompts(batch, requests, output) if output.prompt_logprobs or output.pooled else ()
         news = take_failures(batch, requests, output) if output.failures else []
         for request in news:
             self.fail(request.request_id)
@@ -301,6 +300,8 @@ class Scheduler:
         news += take_tokens(batch, requests, output, self._finish)
         for request in scored:
             del request.logprobs[len(request.output_token_ids) :]
+        for request in pooled:
+            self._finish(request, "stop", None)
         return news
 
     def _release_ending(self) -> None:
@@ -341,7 +342,7 @@ class Scheduler:
             depths, were_short = [], True
         return depths, not were_short
 
-    def _admit(self) -> Request | None:
+    def _admit(self, budget: int) -> Request | None:
         """Give the first waiting request a slot and blocks, if there are enough for all its tokens."""
         if not self._waiting or not self._free_slots:
             return None
@@ -355,7 +356,7 @@ class Scheduler:
         reuse = not (request.unscored or request.params.skip_reading_prefix_cache)
         if reuse and self._blocks.tails.is_worth_waiting(request, self._waiting[: len(self._free_slots)]):
             return None
-        num_cached = self._blocks.admit(request, self._decoding.values(), reuse=reuse)
+        num_cached = self._blocks.admit(request, self._decoding.values(), budget=budget, reuse=reuse)
         if num_cached is None:
             return None
         del self._waiting[0]

@@ -53,18 +53,26 @@ def take_logprobs(batch: ScheduledBatch, requests: list[Request], output: StepOu
     return scored
 
 
-def take_prompt_logprobs(batch: ScheduledBatch, requests: list[Request], output: StepOutput) -> None:
-    """Append the log-probabilities of prompt tokens to their requests.
+def take_prompts(batch: ScheduledBatch, requests: list[Request], output: StepOutput) -> list[Request]:
+    """Append the log-probabilities of prompt tokens to their requests, and give others the rows of their prompts.
 
     Args:
         batch: the step.
         requests: its requests, in batch order.
         output: its result.
+
+    Returns:
+        The requests that generate nothing and have their rows now, but those that had ended.
     """
+    pooled: list[Request] = []
     for slot, request in zip(batch.slots, requests, strict=True):
         # A request resumed after a preemption computes its prompt again; complete logprobs are kept.
         if slot in output.prompt_logprobs and len(request.prompt_logprobs) < request.prompt_len - 1:
             request.prompt_logprobs.extend(output.prompt_logprobs[slot])
+        if slot in output.pooled and not request.finished:
+            request.pooled = output.pooled[slot]
+            pooled.append(request)
+    return pooled
 
 
 def take_failures(batch: ScheduledBatch, requests: list[Request], output: StepOutput) -> list[Request]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phonograph.attention.attention_spec import AttentionSpec, KVLayout
+from phonograph.attention.attention_spec import AttentionKind, AttentionSpec, KVLayout
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.device import DeviceSpec
 from phonograph.models.layer_spec import LayerAttention
@@ -31,6 +31,7 @@ def layer_specs(config: EngineConfig, model: ModelSpec, dtype: str, device: Devi
             dtype=dtype,
             kv_cache_dtype=KV_CACHE_DTYPES.get(config.kv_cache_dtype, dtype),
             block_size=config.block_size or _DEFAULT_BLOCK_SIZE[device.kind],
+            kind=AttentionKind.DECODER if model.causal else AttentionKind.ENCODER_ONLY,
             layout=KVLayout(config.kv_cache_layout),
             windows=(layer.window,),
             softcap=layer.softcap,

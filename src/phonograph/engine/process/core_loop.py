@@ -12,6 +12,7 @@ from typing import Protocol
 
 from phonograph.core.kv_group import KVGroup
 from phonograph.core.request import Request
+from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.metrics.profiler import Profiler
 from phonograph.engine.metrics.step_record import StepRecord
 from phonograph.engine.outputs import RequestOutput
@@ -76,6 +77,7 @@ class _Adding:
         self.keys = list(command.prompts)
         self.left = dict(command.prompts)
         self.params, self.priority, self.cache_salt = command.params, command.priority, command.cache_salt
+        self.num_samples = command.params.n if isinstance(command.params, SamplingParams) else 1
 
 
 class CoreLoop:
@@ -264,7 +266,7 @@ class CoreLoop:
     def _abort_all(self) -> list[RequestOutput]:
         """End the requests in progress, also those that are not queued yet; return the outputs."""
         for call in self._adding:
-            for key, index in product(call.left, range(call.params.n)):
+            for key, index in product(call.left, range(call.num_samples)):
                 self._ended.append((key, index, [], None, "abort", None))
         self._adding.clear()
         outputs = [opened.output for opened in self._by_key.values()]
@@ -350,7 +352,7 @@ class CoreLoop:
         if not opened.prompt_reported:
             opened.prompt_reported = True
             scored = None if output.prompt_logprobs is None else list(output.prompt_logprobs.positions)
-            report.prompts[opened.key] = PromptFacts(output.num_cached_tokens, scored, output.warnings)
+            report.prompts[opened.key] = PromptFacts(output.num_cached_tokens, scored, output.warnings, output.pooled)
         for index, completion in enumerate(output.outputs):
             start, end = opened.num_reported[index], len(completion.token_ids)
             ended = completion.finish_reason is not None and index not in opened.ended

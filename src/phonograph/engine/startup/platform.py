@@ -83,8 +83,8 @@ class Platform(Protocol):
         """
         ...
 
-    def make_parts(self, plan: EnginePlan, parts: ModelParts, sampler: Sampler) -> DeviceParts:
-        """Bind the model to its kernels, and make the parts within the plan's limits."""
+    def make_parts(self, plan: EnginePlan, parts: ModelParts, sampler: Sampler | None) -> DeviceParts:
+        """Bind the model to its kernels, and make the parts within the plan's limits; no sampler for a pooler."""
         ...
 
 

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from phonograph.errors import ModelError, UnsupportedModelError
-from phonograph.models.config_fields import FULL, SLIDING, Field
+from phonograph.kernels.routing import Routing
+from phonograph.models.config_fields import FULL, SLIDING, TRAINING, Field
+from phonograph.models.heads.pooler_spec import InputEmbedding, PoolerStage, Pooling
 from phonograph.models.layer_spec import (
     NO_FACTORS,
     PLAIN_NORMS,
@@ -25,6 +27,9 @@ _MOST_HEAD_SIZE = 1 << 16
 
 SILU, GELU_TANH = ("silu", "swish"), ("gelu_pytorch_tanh",)
 """Names of activations in config.json."""
+
+EXPERT_LOSS = {"router_aux_loss_coef": TRAINING, "router_jitter_noise": TRAINING}
+"""Fields of experts without effect."""
 
 Settings = Mapping[str, Any]
 """Fields of config.json with their defaults."""
@@ -47,6 +52,15 @@ def _one_rope(settings: Settings) -> Sequence[RopeParameters | None]:
     return (read_rope(settings),) * settings["num_hidden_layers"]
 
 
+Classifier = Callable[[Settings, str, int], tuple[Pooling, tuple[PoolerStage, ...]]]
+
+
+def _score(settings: Settings, name: str, num_labels: int) -> tuple[Pooling, tuple[PoolerStage, ...]]:
+    """Return the head of a decoder: scores of the last token, or of all."""
+    bias = name.endswith("ForTokenClassification")
+    return "last", (PoolerStage("score", settings["hidden_size"], num_labels, bias=bias),)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """A family of models: everything that a new one says.
@@ -62,6 +76,14 @@ class Family:
         factors: function that returns the factors of a configuration.
         layer_embeddings: function that returns the embeddings of a token in all layers, or None.
         skipped: function that returns the beginnings of names of tensors that are not of the model.
+        encodes: the family looks ahead and has no logits.
+        final_norm: the stream is normed after the last layer.
+        input: function that returns the embeddings beside those of tokens, or None.
+        classifier: function of the settings, the architecture and the number of classes that returns a classifier's
+            pooling and stages.
+        aliases: fields of config.json by names that this family has for those of others.
+        renames: patterns of names of tensors, each with what replaces it.
+        unused: beginnings of names of tensors that embeddings do not use, such as those of another head.
     """
 
     model_type: str
@@ -74,6 +96,18 @@ class Family:
     factors: Callable[[Settings], Factors] = lambda _: NO_FACTORS
     layer_embeddings: Callable[[Settings], LayerEmbeddings | None] = lambda _: None
     skipped: Callable[[Settings], tuple[str, ...]] = lambda _: ()
+    encodes: bool = False
+    final_norm: bool = True
+    input: Callable[[Settings], InputEmbedding | None] = lambda _: None
+    classifier: Classifier = _score
+    unused: tuple[str, ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict[str, str])
+    renames: tuple[tuple[str, str], ...] = ()
+
+    def is_causal(self, settings: Settings) -> bool:
+        """Return True if a token attends to no later one."""
+        looks_ahead = self.encodes or settings.get("use_bidirectional_attention")
+        return not looks_ahead and settings.get("is_causal", True) is True
 
 
 def layer_sizes(settings: Settings, activations: tuple[str, ...] = SILU, field: str = "hidden_act") -> LayerSizes:
@@ -107,3 +141,16 @@ def windows(settings: Settings) -> list[tuple[int, int]]:
     """Return the window of each layer."""
     types = settings.get("layer_types", [FULL] * settings["num_hidden_layers"])
     return [UNLIMITED if kind == FULL else (settings["sliding_window"] - 1, 0) for kind in types]
+
+
+def softmax_routing(settings: Settings, field: str, alias: str | None = None, *, renormalised: bool) -> Routing:
+    """Return a softmax over all experts, whose number `field` has, or `alias` if the file has that.
+
+    Raises:
+        ModelError: a token has more experts than there are.
+    """
+    name = field if alias is None or settings[alias] is None else alias
+    num_experts, top_k = settings[name], settings["num_experts_per_tok"]
+    if top_k > num_experts:
+        raise ModelError(f"num_experts_per_tok={top_k} must be at most {name}={num_experts}")
+    return Routing(num_experts, top_k, renormalised=renormalised)

@@ -10,8 +10,10 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
-from phonograph.kernels.torch.layers import ACTIVATIONS, rms_norm, rope
-from phonograph.models.layer_spec import NO_FACTORS, Factors, RopeTable
+from phonograph.core.token_types import ID_MASK, TYPE_SHIFT
+from phonograph.kernels.torch.layers import ACTIVATIONS, UNGATED, layer_norm, pool_rows, rms_norm, rope
+from phonograph.models.heads.encoder_ends import InputWeights
+from phonograph.models.layer_spec import NO_FACTORS, PLAIN_NORMS, Factors, NormKind, RopeTable
 from phonograph.models.layers.experts import Experts
 from phonograph.models.layers.finish_logits import finish_logits
 from phonograph.models.layers.kernel_set import Step, Stream
@@ -43,12 +45,22 @@ class TorchKernels:
         rotary: tables of the ropes, in the model's dtype.
         eps: epsilon of the norms.
         factors: of the model.
+        norms: arithmetic of its norms.
+        max_num_tokens: tokens of the largest step of a model that pools.
     """
 
-    def __init__(self, rotary: RotaryTables, eps: float, factors: Factors = NO_FACTORS) -> None:
+    def __init__(
+        self,
+        rotary: RotaryTables,
+        eps: float,
+        factors: Factors = NO_FACTORS,
+        norms: NormKind = PLAIN_NORMS,
+        max_num_tokens: int = 0,
+    ) -> None:
         self.tables = rotary
         self.eps = torch.tensor(eps, dtype=torch.float32, device=rotary.device)
-        self.factors = factors
+        self.factors, self.norms, self._layer_norm_eps = factors, norms, eps
+        self._numbers_T = torch.arange(max_num_tokens, dtype=torch.int32, device=rotary.device)
 
     def rotary(self, positions_T: torch.Tensor) -> list[Rotary]:
         return [self._rotary(rope, table_PX, positions_T) for rope, table_PX in self.tables.tables.items()]
@@ -67,6 +79,9 @@ class TorchKernels:
 
     def embedding(self, embedding_VE: Embedding) -> TorchEmbedding:
         return TorchEmbedding(embedding_VE, self.factors.of_embedding(embedding_VE.dtype))
+
+    def input(self, embedding_VE: Embedding, weights: InputWeights) -> TorchInput:
+        return TorchInput(self, embedding_VE, weights)
 
     def features(self, weights: FeatureWeights) -> TorchFeatures:
         return TorchFeatures(self, weights)
@@ -95,7 +110,24 @@ class TorchKernels:
 
     def normed(self, hidden_TE: torch.Tensor, norm_E: torch.Tensor | None) -> torch.Tensor:
         """Return the rows, normed if there is a norm."""
-        return hidden_TE if norm_E is None else rms_norm(hidden_TE, norm_E, self.eps)
+        if norm_E is None:
+            return hidden_TE
+        if self.norms.layer:
+            return layer_norm(hidden_TE, norm_E, self._layer_norm_eps)
+        return rms_norm(hidden_TE, norm_E, self.eps)
+
+    def pool(
+        self, hidden_TE: torch.Tensor, norm_E: torch.Tensor | None, query_start_loc: torch.Tensor | None, pooling: str
+    ) -> torch.Tensor:
+        """Return the normed rows of all tokens, or a row of each prompt; see `KernelSet.pool`."""
+        rows_TE = self.normed(hidden_TE, norm_E)
+        if query_start_loc is None or pooling == "all":
+            return rows_TE.float()
+        return pool_rows(rows_TE, query_start_loc, self._numbers_T[: len(rows_TE)], pooling)
+
+    def keep_pooled(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the rows as they are."""
+        return rows
 
     def add(
         self,
@@ -105,8 +137,11 @@ class TorchKernels:
         norm_E: torch.Tensor | None,
         scalar: torch.Tensor | None = None,
     ) -> Stream:
-        """Add a product, normed if there is a norm, to the stream, in place, and multiply the sum by the scalar."""
-        if norm_E is None and self.factors.residual == 1:
+        """Add a product, normed if there is a norm, to the stream, and multiply the sum by the scalar."""
+        if self.norms.after_sum:
+            linear.add_product(x, stream.hidden_TE)
+            stream.hidden_TE = self.normed(stream.hidden_TE, norm_E)
+        elif norm_E is None and self.factors.residual == 1:
             linear.add_product(x, stream.hidden_TE)
         else:
             stream.hidden_TE.add_(self.normed(linear.product(x), norm_E), alpha=self.factors.residual)
@@ -133,6 +168,23 @@ def _embedded(input_ids_T: torch.Tensor, embedding_VE: Embedding) -> torch.Tenso
     if isinstance(embedding_VE, BlockEmbedding):
         return embedding_VE.lookup(input_ids_T)
     return functional.embedding(input_ids_T, embedding_VE)
+
+
+class TorchInput:
+    """Embeddings of tokens, their positions and their types."""
+
+    def __init__(self, kernels: TorchKernels, embedding_VE: Embedding, weights: InputWeights) -> None:
+        self.then: object = None
+        self._kernels, self._embedding_VE, self._weights = kernels, embedding_VE, weights
+
+    def __call__(self, input_ids_T: torch.Tensor, positions_T: torch.Tensor) -> Stream:
+        weights = self._weights
+        hidden_TE = _embedded(input_ids_T & ID_MASK if weights.spec.token_types else input_ids_T, self._embedding_VE)
+        if weights.token_types_XE is not None:
+            hidden_TE.add_(functional.embedding(input_ids_T >> TYPE_SHIFT, weights.token_types_XE))
+        if weights.positions_PE is not None:
+            hidden_TE.add_(functional.embedding(positions_T, weights.positions_PE[weights.spec.first_position :]))
+        return Stream(self._kernels.normed(hidden_TE, weights.norm))
 
 
 class TorchFeatures:
@@ -225,7 +277,9 @@ class TorchFeedForward:
     def __call__(self, stream: Stream) -> Stream:
         kernels, weights = self._kernels, self._weights
         gate_up_T2I = weights.gate_up.product(kernels.normed(stream.hidden_TE, weights.input_norm))
-        inner_TI = ACTIVATIONS[weights.spec.activation](gate_up_T2I)
+        gated = gate_up_T2I.shape[1] > weights.down.spec.num_inputs
+        activations = ACTIVATIONS if gated else UNGATED
+        inner_TI = activations[weights.spec.activation](gate_up_T2I)
         return kernels.add(stream, inner_TI, weights.down, weights.output_norm, weights.scalar)
 
 

@@ -13,9 +13,10 @@ import torch
 from phonograph.kernels.fp8_activations import Rows
 from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.triton.attention.rope_and_kv_write import rope_and_write_kv
-from phonograph.kernels.triton.elementwise import layers
+from phonograph.kernels.triton.elementwise import encoder_rows, layers
 from phonograph.kernels.triton.elementwise.layer_embeddings import add_table, gate_embedding
 from phonograph.kernels.triton.gemm.bound_product import BoundProduct
+from phonograph.models.heads.encoder_ends import InputWeights
 from phonograph.models.layers.finish_logits import finish_logits
 from phonograph.models.layers.kernel_set import Step, Stream
 from phonograph.models.layers.linear import Linear
@@ -56,6 +57,24 @@ class TritonEmbedding:
         layers.embed_and_norm(input_ids_T, self._embedding_VE, norm_E, kernels.eps, hidden_TE, normed)
         stream.normed = hidden_TE if then.begin.norms_inside(len(hidden_TE)) else normed
         return stream
+
+
+class TritonInput:
+    """Embeddings of tokens, their positions and their types."""
+
+    def __init__(self, kernels: StreamKernels, embedding_VE: torch.Tensor, weights: InputWeights) -> None:
+        self.then: TritonAttention | None = None
+        self._kernels, self._embedding_VE, self._weights = kernels, embedding_VE, weights
+        table = weights.positions_PE
+        self._positions_PE = None if table is None else table[weights.spec.first_position :]
+
+    def __call__(self, input_ids_T: torch.Tensor, positions_T: torch.Tensor) -> Stream:
+        kernels, weights, then = self._kernels, self._weights, self.then
+        assert then is not None
+        hidden_TE = kernels.workspace.hidden_TE[: len(input_ids_T)]
+        tables = self._embedding_VE, self._positions_PE, weights.token_types_XE
+        encoder_rows.embed(input_ids_T, positions_T, *tables, weights.norm, kernels.eps, hidden_TE)
+        return kernels.begin(Stream(hidden_TE), then.begin)
 
 
 class TritonFeatures:
@@ -191,7 +210,14 @@ class TritonFeedForward:
 
     def __call__(self, stream: Stream) -> Stream:
         kernels, num_rows = self._kernels, len(stream.hidden_TE)
-        width = self._weights.spec.down.num_inputs
+        width, weights = self._weights.spec.down.num_inputs, self._weights
+        then = None if self.then is None else self.then.begin
+        if not weights.gate_up.spec.gated:
+            x_TX = kernels.workspace.shared[: num_rows * weights.gate_up.spec.num_outputs].view(num_rows, -1)
+            kernels.project(stream, self.begin, x_TX)
+            inner_TI = x_TX[:, :width]
+            encoder_rows.activate(x_TX, inner_TI, weights.spec.activation)
+            return kernels.add(stream, inner_TI, self._down, weights.output_norm, then, weights.scalar)
         # Layers may differ in width; the activation replaces the gates.
         gate_up_T2I = kernels.workspace.shared[: num_rows * 2 * width].view(num_rows, 2 * width)
         inner_TI = gate_up_T2I[:, :width]
@@ -203,8 +229,7 @@ class TritonFeedForward:
             layers.ACTIVATIONS[self._weights.spec.activation](gate_up_T2I, inner)
         else:
             kernels.project(stream, self.begin, inner_TI)
-        then = None if self.then is None else self.then.begin
-        return kernels.add(stream, inner, self._down, self._weights.output_norm, then, self._weights.scalar)
+        return kernels.add(stream, inner, self._down, weights.output_norm, then, weights.scalar)
 
 
 class TritonExperts:
@@ -314,6 +339,10 @@ class TritonKernels(StreamKernels):
         assert isinstance(embedding_VE, torch.Tensor)
         return TritonEmbedding(self, embedding_VE)
 
+    def input(self, embedding_VE: Embedding, weights: InputWeights) -> TritonInput:
+        assert isinstance(embedding_VE, torch.Tensor)
+        return TritonInput(self, embedding_VE, weights)
+
     def features(self, weights: FeatureWeights) -> TritonFeatures:
         return TritonFeatures(self, weights)
 
@@ -334,6 +363,30 @@ class TritonKernels(StreamKernels):
 
     def head(self, norm_E: torch.Tensor | None, linear: Linear) -> TritonHead:
         return TritonHead(self, norm_E, self.bind(linear))
+
+    def pool(
+        self, hidden_TE: torch.Tensor, norm_E: torch.Tensor | None, query_start_loc: torch.Tensor | None, pooling: str
+    ) -> torch.Tensor:
+        """Return the normed rows of all tokens, or a row of each prompt; see `KernelSet.pool`."""
+        num_tokens, width = hidden_TE.shape
+        if query_start_loc is not None and pooling in ("first", "last"):
+            ends = query_start_loc[:-1] if pooling == "first" else query_start_loc[1:] - 1
+            out_RE = hidden_TE.new_empty(len(ends), width)
+            self.take_rows(hidden_TE, ends.clamp(0, num_tokens - 1), norm_E, out_RE)
+            return out_RE.float()
+        rows_TE = hidden_TE
+        if norm_E is not None:
+            rows_TE = self.workspace.normed_TE[:num_tokens]
+            self.take_rows(hidden_TE, None, norm_E, rows_TE)
+        if query_start_loc is None or pooling == "all":
+            return rows_TE.float()
+        out_RE = torch.empty(len(query_start_loc) - 1, width, dtype=torch.float32, device=hidden_TE.device)
+        encoder_rows.mean_rows(rows_TE, query_start_loc, out_RE)
+        return out_RE
+
+    def keep_pooled(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return a copy of the rows in the workspace."""
+        return self.workspace.pooled[: len(rows)].copy_(rows)
 
     def leaves_rows_out(self, num_tokens: int, num_kept: int) -> bool:
         """Return True if the last layer computes only the rows that need logits.
