@@ -84,7 +84,7 @@ class SequenceTable:
         token_ids = self._tokens(full * self._block_sizes[0], num_tokens)
         if not token_ids:
             return None
-        parent = self.keys(0, full - 1, full)[0] if full else self._salt
+        parent = self.keys(0, full - 1, full)[0] if full else self._root
         return sha256(parent + pack(f"{len(token_ids)}q", *token_ids)).digest()
 
     def keys(self, group: int, start: int, stop: int) -> list[bytes]:

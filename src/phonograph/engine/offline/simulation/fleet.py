@@ -22,7 +22,7 @@ from phonograph.engine.offline.simulation.simulated_steps import SimulatedClock,
 from phonograph.engine.offline.simulation.step_times import StepTimes
 from phonograph.engine.plan import EnginePlan
 from phonograph.errors import ConfigError
-from phonograph.scheduling.engine_router import EngineRouter, IndexChange, index_changes
+from phonograph.scheduling.engine_router import EngineRouter, IndexChange, RouteReason, index_changes
 from phonograph.scheduling.scheduler_stats import SchedulerStats
 
 
@@ -74,7 +74,7 @@ class FleetResult:
     graphs: dict[tuple[str, int], GraphUse] = field(default_factory=dict[tuple[str, int], GraphUse])
     kv_use: list[tuple[float, int, float]] = field(default_factory=list[tuple[float, int, float]])
     stats: list[SchedulerStats] = field(default_factory=list[SchedulerStats])
-    routed: Counter[tuple[int, str]] = field(default_factory=Counter[tuple[int, str]])
+    routed: Counter[tuple[int, RouteReason]] = field(default_factory=Counter[tuple[int, RouteReason]])
     seconds: float = 0.0
 
 
@@ -177,7 +177,7 @@ class _Fleet:
                 self._step(number)
         result = self._result
         result.stats = [engine.core.scheduler.stats for engine in self._engines]
-        result.routed = Counter(dict(self._router.counts))
+        result.routed = self._router.counts
         result.seconds = max(answer.ended for answer in result.answers) - self._trace[0].arrival
         return result
 

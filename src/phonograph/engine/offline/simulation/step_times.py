@@ -64,13 +64,12 @@ class StepWork(NamedTuple):
 
 
 class StepTimes(Protocol):
-    """Model of the time of steps.
+    """Model of the time of steps."""
 
-    Attributes:
-        notes: sentences about it for its users.
-    """
-
-    notes: Sequence[str]
+    @property
+    def notes(self) -> Sequence[str]:
+        """Sentences about it for its users."""
+        ...
 
     def seconds(self, work: StepWork) -> float:
         """Return the time that a step has the device."""
@@ -98,7 +97,7 @@ class MeasuredStep(NamedTuple):
 
     work: StepWork
     seconds: float
-    count: int = 1
+    num_steps: int = 1
 
 
 class _Fit:
@@ -107,7 +106,7 @@ class _Fit:
     def __init__(self, steps: Sequence[MeasuredStep]) -> None:
         rows = np.array([_features(step.work) for step in steps])
         seconds = np.array([step.seconds for step in steps])
-        counts = np.sqrt(np.array([step.count for step in steps]))
+        counts = np.sqrt(np.array([step.num_steps for step in steps]))
         self._coefficients = np.zeros(rows.shape[1])
         used = np.arange(rows.shape[1])
         while len(used):
@@ -230,7 +229,7 @@ def table_of(plan: EnginePlan, steps: Iterable[MeasuredStep], host: Sequence[tup
         "device": plan.device.name,
         "attention_backend": plan.backends,
         "host": [list(one) for one in host],
-        "steps": [[*step.work, step.seconds, step.count] for step in steps],
+        "steps": [[*step.work, step.seconds, step.num_steps] for step in steps],
     }
 
 
