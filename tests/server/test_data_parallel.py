@@ -44,8 +44,8 @@ def call(thread: EngineThread, work: Coroutine[Any, Any, Any]) -> Any:
 
 
 def pids(engine: AsyncLLM) -> list[int]:
-    assert engine.engine_pool is not None
-    clients = [member.client for member in engine.engine_pool.members]
+    assert engine.engines is not None
+    clients = [member.client for member in engine.engines.members]
     return [client.pid for client in clients if isinstance(client, ProcessClient) and client.pid is not None]
 
 
@@ -93,7 +93,7 @@ def test_turns_of_a_conversation_meet_their_prefix(server: Server) -> None:
 
 def test_verbs_reach_all_engines(server: Server, thread: EngineThread) -> None:
     complete(server, ["A long enough prompt for a block of sixteen tokens, and some more of them."] * 2)
-    pool = thread.engine.result().engine_pool
+    pool = thread.engine.result().engines
     assert pool is not None and any(one.blocks for one in pool.router._engines.values())
     call(thread, thread.engine.result().reset_prefix_cache())
     server.wait_until(lambda engine: not any(one.blocks for one in pool.router._engines.values()))
@@ -116,9 +116,7 @@ def test_a_killed_engine_loses_its_own_streams_and_comes_back(server: Server, th
 
     async def under_load() -> list[str]:
         tasks = [asyncio.create_task(one(number)) for number in range(5, 11)]
-        while engine.engine_pool is None or any(
-            not one.num_open for one in engine.engine_pool.router._engines.values()
-        ):
+        while engine.engines is None or any(not one.num_open for one in engine.engines.router._engines.values()):
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.1)
         os.kill(first[1], signal.SIGKILL)
@@ -129,9 +127,9 @@ def test_a_killed_engine_loses_its_own_streams_and_comes_back(server: Server, th
     assert len(lost) == 3 and set(lost) == {"engine 1: the engine's process ended by SIGKILL"}
     assert server.get("/health").status_code == 200
     assert complete(server, "One engine serves")
-    assert engine.engine_pool is not None
+    assert engine.engines is not None
     until = time.monotonic() + 60
-    while not all(member.up for member in engine.engine_pool.members):
+    while not all(member.up for member in engine.engines.members):
         assert time.monotonic() < until
         time.sleep(0.05)
     assert pids(engine)[0] == first[0] and pids(engine)[1] != first[1]

@@ -76,7 +76,7 @@ class AsyncVerbs(VllmMethods):
             client.close_now()
 
     @property
-    def engine_pool(self) -> EnginePool | None:
+    def engines(self) -> EnginePool | None:
         """The engines behind this one, where `data_parallel_size` has several."""
         return self._client if isinstance(self._client, EnginePool) else None
 

@@ -90,12 +90,12 @@ def _engine(engine: AsyncLLM) -> dict[str, Any]:
 
 def _members(engine: AsyncLLM) -> list[dict[str, Any]]:
     """Return the state of each of several engines; empty for one."""
-    if engine.engine_pool is None:
+    if engine.engines is None:
         return []
     members = []
-    for rank, member in enumerate(engine.engine_pool.members):
+    for rank, member in enumerate(engine.engines.members):
         assert member.stats is not None, "the engines have started"
-        routed = {reason: count for (to, reason), count in engine.engine_pool.router.counts.items() if to == rank}
+        routed = {reason: count for (to, reason), count in engine.engines.router.counts.items() if to == rank}
         members.append(
             {
                 "engine": rank,

@@ -56,7 +56,7 @@ class EngineCollector(Collector):
     @property
     def _stats(self) -> dict[str, SchedulerStats]:
         """Statistics of each engine."""
-        pool = self._engine.engine_pool
+        pool = self._engine.engines
         if pool is None:
             return {"0": self._engine.stats}
         return {str(rank): one.stats for rank, one in enumerate(pool.members) if one.stats is not None}
@@ -139,7 +139,7 @@ class EngineCollector(Collector):
 
     def _pool(self) -> Iterator[Metric]:
         """Yield what there is of several engines only."""
-        pool = self._engine.engine_pool
+        pool = self._engine.engines
         if pool is None:
             return
         restarts = self._family(
@@ -248,7 +248,7 @@ class EngineCollector(Collector):
         yield self._gauge("phonograph:graph_memory_bytes", "Memory of the graphs in bytes.", facts.graph_memory_bytes)
         yield self._gauge("phonograph:start_seconds", "Duration of the engine's start in seconds.", facts.start_seconds)
         up = self._family(GaugeMetricFamily, "phonograph:engine_up", "1 while the engine runs.", "engine")
-        pool, lives = self._engine.engine_pool, self._engine.death is None
+        pool, lives = self._engine.engines, self._engine.death is None
         for rank, one in enumerate([lives] if pool is None else [member.up for member in pool.members]):
             up.add_metric([self._model_name, str(rank)], int(one))
         yield up
