@@ -17,7 +17,7 @@ SAMPLING = (
     *("logit_bias", "logprobs", "prompt_logprobs", "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos"),
     *("include_stop_str_in_output", "skip_special_tokens", "shown_token_ids", "detokenize", "structured_outputs"),
     *("reasoning_end_token_ids", "reasoning_start_token_id", "thinking_token_budget"),
-    *("allowed_token_ids", "bad_words", "speculate"),
+    *("allowed_token_ids", "bad_words", "logprob_token_ids", "skip_reading_prefix_cache", "speculate"),
 )
 """Sampling parameters, which are no settings of an engine. This room cannot import them."""
 

@@ -206,9 +206,9 @@ class SamplingParams:
         Args:
             values: fields to replace.
         """
-        copied = object.__new__(SamplingParams)
+        copied, put = object.__new__(SamplingParams), object.__setattr__
         for name in SamplingParams.__slots__:
-            copied._set(name, values[name] if name in values else getattr(self, name))
+            put(copied, name, values[name] if name in values else getattr(self, name))
         return copied
 
     def check_vocabulary(self, vocab_size: int) -> None:

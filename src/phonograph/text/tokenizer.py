@@ -51,6 +51,8 @@ class Tokenizer:
         added = self._backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.token_bytes = TokenBytes(self._backend)
+        # These are no variables of a template. Documents are one, and a parameter too.
+        self._options = (_RESERVED | signature(tokenizer.apply_chat_template).parameters.keys()) - {"documents"}
 
     @classmethod
     def load(
@@ -222,10 +224,8 @@ class Tokenizer:
         Raises:
             RequestError: the model has no chat template, or the template rejects these messages.
         """
-        # Other names would set options of the tokenizer; documents are a variable and a parameter.
-        taken = (_RESERVED | signature(self._tokenizer.apply_chat_template).parameters.keys()) - {"documents"}
         for name in variables or {}:
-            if name in taken:
+            if name in self._options:
                 raise RequestError("chat_template_kwargs", name, "is not a variable of a template")
         if template is None and not self.has_chat_template:
             raise RequestError("messages", "...", "the model's tokenizer has no chat template; use a plain prompt")

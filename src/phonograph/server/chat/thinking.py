@@ -135,8 +135,10 @@ def with_formats(
     Raises:
         RequestError: the budget is out of range.
     """
-    values: dict[str, Any] = {"shown_token_ids": tuple(_markers(formats, tokenizer))}
     form = formats.reasoning
+    if form is None and formats.tools is None:
+        return params
+    values: dict[str, Any] = {"shown_token_ids": tuple(_markers(formats, tokenizer))}
     if form is not None and opening is not Opening.OUTSIDE:
         values["reasoning_end_token_ids"] = (form.end_id,)
         values["thinking_token_budget"] = budget
