@@ -107,8 +107,6 @@ class Bench:
     def short(self) -> Iterator[Row]:
         yield from self.decode(SHORT)
 
-    fp8 = decode
-
     def samples(self) -> Iterator[Row]:
         for count, length in SAMPLES:
             size, n = max(8, length // self._scale), max(2, count // self._scale)
@@ -168,8 +166,10 @@ def child(work: Row) -> int:
 
         attention_scratch.MIN_SHARED = work["min_shared"]
     bench = Bench(work["settings"], work["scale"])
+    parts = {"decode": bench.decode, "samples": bench.samples, "agents": bench.agents, "random": bench.random}
+    parts |= {"fp8": bench.decode, "short": bench.short}
     for part in work["parts"]:
-        for row in getattr(bench, part)():
+        for row in parts[part]():
             _append(Path(work["output"]), {"part": part, "engine": work["engine"], **row})
     return 0
 

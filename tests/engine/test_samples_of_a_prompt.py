@@ -47,7 +47,7 @@ def test_samples_compute_the_prompt_once(layout: str, monkeypatch: pytest.Monkey
 
 
 def test_more_samples_than_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that wait find the end of the prompt with a sample that still runs."""
+    """Samples that wait for a slot find the end of the prompt with one that still runs."""
     monkeypatch.setattr(prompt_tails, "WORTH_A_STEP", 1)
     params = SamplingParams(n=20, max_tokens=12, ignore_eos=True, temperature=1.0, logprobs=0)
     llm, batches = make_llm(monkeypatch, max_num_seqs=6)

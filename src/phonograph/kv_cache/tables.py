@@ -85,7 +85,7 @@ class SequenceTable:
         if not token_ids:
             return None
         parent = self.keys(0, full - 1, full)[0] if full else self._root
-        return sha256(parent + pack(f"{len(token_ids)}q", *token_ids)).digest()
+        return block_digests(token_ids, len(token_ids), parent)[0]
 
     def keys(self, group: int, start: int, stop: int) -> list[bytes]:
         """Return the names of blocks `start` to `stop` of a group; equal tokens have unlike names in other groups."""
