@@ -229,16 +229,16 @@ def test_a_draft_model_that_is_the_model_is_always_right(tmp_path: Path) -> None
         session = Session(engine.core, engine.plan.model, None, 0, GrammarCompiler(lambda: None, ()))
         outputs: list[RequestOutput] = []
         for temperature in (0.0, 0.8):
-            params = SamplingParams(temperature=temperature, max_tokens=10, ignore_eos=True, seed=3)
-            several = [session.add(prompt(length, length), params) for length in (5, 60, 2)]
+            params = SamplingParams(temperature=temperature, max_tokens=7, ignore_eos=True, seed=3)
+            several = [session.add(prompt(length, length), params) for length in (5, 43, 2)]
             finish(session, *several)
             outputs += several
         found.append([one.outputs[0].token_ids for one in outputs])
     counts = engine.core.scheduler.stats.drafts
-    report = verify(engine.make_subject(), num_replays=4, seed=0)
+    report = verify(engine.make_subject(), num_replays=2, seed=0)
     assert report.ok, report.mismatches
     assert found[0] == found[1]
-    assert counts.verified > 20 and counts.accepted >= 0.85 * counts.verified
+    assert counts.verified > 12 and counts.accepted >= 0.85 * counts.verified
 
 
 def test_drafts_behind_the_end_read_nothing_but_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

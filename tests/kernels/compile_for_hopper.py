@@ -3,11 +3,11 @@
 ptxas 12.8 got one of ours wrong: where two products of the tensor cores read shared memory at one address by two
 descriptors that differ in their swizzle, it left a part of the second descriptor in registers that nothing wrote. Such
 a read can be seen in the machine code, and only there. A program of its own, since the interpreter, which other tests
-run kernels in, is chosen when Triton is imported. Prints JSON: by kernel with products how many instructions, those that read what
-nothing wrote, and in order those that wait for the kernel before ("wait"), that let the next begin ("let") and, of
-products through a ring, that have the copy engine bring something ("ask"); of the attention of long prompts those that
-wait for the products of keys ("keys") or all of them ("all"), and exponentials ("exp"); of experts the instructions
-that `_MORE` names.
+run kernels in, is chosen when Triton is imported. Prints JSON: by kernel with products how many instructions, those
+that read what nothing wrote, and in order those that wait for the kernel before ("wait"), that let the next begin
+("let") and, of products through a ring, that have the copy engine bring something ("ask"); of the attention of long
+prompts those that wait for the products of keys ("keys") or all of them ("all"), and exponentials ("exp"); of experts
+the instructions that `_MORE` names.
 """
 
 from __future__ import annotations
