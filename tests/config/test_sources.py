@@ -129,7 +129,7 @@ def test_every_setting_is_tried_here() -> None:
     assert set(SETTINGS) == set(EngineConfig.model_fields)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=70, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(chosen=some_settings)
 def test_the_same_settings_from_each_source_make_the_same_configuration(
     chosen: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

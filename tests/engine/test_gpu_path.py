@@ -5,11 +5,11 @@ The GPU's own tests compare the same on a GPU, with graphs; here it is seen that
 
 from __future__ import annotations
 
-import functools
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -55,7 +55,7 @@ NEAR = 0.03
 class HostPlatform(cuda_platform.CudaPlatform):
     """A GPU's parts, with tensors in host memory."""
 
-    def __init__(self, make_runtime: Callable[[], CallRuntime] = CallRuntime) -> None:
+    def __init__(self, make_runtime: Callable[[], CallRuntime] = lambda: CallRuntime(lazily=True)) -> None:
         device = torch.device("cpu")
         self.drivers: list[FakeMemoryDriver] = []
         super().__init__(
@@ -96,8 +96,10 @@ def start_engine(
     return build.build_engine(make_plan(config, read_model_spec(folder), device), platform=platform or HostPlatform())
 
 
-def start(folder: Path, sizes: Sequence[int] = (1, 3, 24)) -> tuple[Session, Counter[str]]:
-    engine = start_engine(folder, sizes)
+def start(
+    folder: Path, sizes: Sequence[int] = (1, 3, 24), platform: HostPlatform | None = None
+) -> tuple[Session, Counter[str]]:
+    engine = start_engine(folder, sizes, platform)
     model = engine.plan.model
     session = Session(engine.core, model, None, 0, GrammarCompiler(lambda: None, tuple(model.eos_token_ids)))
     return session, engine.core.runner.counts
@@ -150,7 +152,7 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 def test_a_whole_engine(family: str, tmp_path: Path) -> None:
     """Chunks, mixed batches, prefixes found again, more requests than slots, samples, scored prompts."""
     reference = make_checkpoint(family, tmp_path, **HEADS)
-    session, counts = start(tmp_path)
+    session, counts = start(tmp_path, platform=HostPlatform(CallRuntime) if family == "qwen3" else None)
     greedy = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     shared = prompt(0, 33)
     first = session.add(shared + prompt(1, 20), greedy)
@@ -190,7 +192,7 @@ def test_samples_share_their_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_speculation(tmp_path: Path) -> None:
     """Prompts that repeat are looked up on the device, and graphs with drafts equal eager steps."""
-    reference = make_checkpoint("qwen3", tmp_path, **HEADS)
+    reference = make_checkpoint("qwen3", tmp_path, **HEADS, num_hidden_layers=1)
     speculation = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
     engine = start_engine(tmp_path, (3, 9), speculative_config=speculation)
     report = verify(engine.make_subject(), num_replays=8, seed=0)
@@ -236,7 +238,7 @@ def test_speculation_on_flashinfer(method: str, tmp_path: Path, monkeypatch: pyt
 
 def test_a_draft_model_that_is_the_model_is_always_right(tmp_path: Path) -> None:
     """Keys of the draft model are those of the sequences, and its samples have the noise of the draws."""
-    make_checkpoint("qwen3", tmp_path, **HEADS)
+    make_checkpoint("qwen3", tmp_path, **HEADS, num_hidden_layers=1)
     speculation = {
         "method": "draft_model",
         "model": str(tmp_path),
@@ -249,16 +251,16 @@ def test_a_draft_model_that_is_the_model_is_always_right(tmp_path: Path) -> None
         session = Session(engine.core, engine.plan.model, None, 0, GrammarCompiler(lambda: None, ()))
         outputs: list[RequestOutput] = []
         for temperature in (0.0, 0.8):
-            params = SamplingParams(temperature=temperature, max_tokens=10, ignore_eos=True, seed=3)
-            several = [session.add(prompt(length, length), params) for length in (5, 60, 2)]
+            params = SamplingParams(temperature=temperature, max_tokens=7, ignore_eos=True, seed=3)
+            several = [session.add(prompt(length, length), params) for length in (5, 43, 2)]
             finish(session, *several)
             outputs += several
         found.append([one.outputs[0].token_ids for one in outputs])
     counts = engine.core.scheduler.stats.drafts
-    report = verify(engine.make_subject(), num_replays=4, seed=0)
+    report = verify(engine.make_subject(), num_replays=2, seed=0)
     assert report.ok, report.mismatches
     assert found[0] == found[1]
-    assert counts.verified > 20 and counts.accepted >= 0.85 * counts.verified
+    assert counts.verified > 12 and counts.accepted >= 0.85 * counts.verified
 
 
 def test_drafts_behind_the_end_read_nothing_but_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,7 +324,7 @@ def test_a_second_capture_is_logged_and_an_error_where_graphs_are_verified(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     platform = HostPlatform(FailingRuntime)
-    build_engine = functools.partial(build.build_engine, platform=platform)
+    build_engine = partial(build.build_engine, platform=platform)
     monkeypatch.setattr(engine_start, "build_engine", build_engine)
     monkeypatch.setattr(engine_start, "this_device", lambda kind: known_device("h200"))
     make_checkpoint("llama_bias", tmp_path, **HEADS)
