@@ -20,6 +20,7 @@ _MODES = {"cls": "first", "mean": "mean", "lasttoken": "last"}
 """Modes of `1_Pooling`, and the name of each here."""
 _MODE_FIELDS = {"pooling_mode_cls_token": "cls", "pooling_mode_lasttoken": "lasttoken"}
 _DENSE_FIELDS = ("in_features", "out_features", "bias", "activation_function")
+_DENSE_DEFAULTS = {"module_input_name": "sentence_embedding", "module_output_name": "sentence_embedding"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +135,7 @@ def _read_pooling(path: Path, has_prompts: bool) -> tuple[str, int | None]:
     content = read_json(path)
     named = content.get("pooling_mode")
     modes = (
-        [named]
+        (named if isinstance(named, list) else [named])
         if named is not None
         else [
             _MODE_FIELDS.get(name, name.removeprefix("pooling_mode_").removesuffix("_tokens"))
@@ -156,7 +157,11 @@ def _read_pooling(path: Path, has_prompts: bool) -> tuple[str, int | None]:
 def _read_dense(folder: Path, place: str) -> DenseModule:
     path = folder / place / "config.json"
     content = read_json(path)
-    unknown = [name for name, value in content.items() if name not in _DENSE_FIELDS and value is not None]
+    unknown = [
+        name
+        for name, value in content.items()
+        if name not in _DENSE_FIELDS and value is not None and value != _DENSE_DEFAULTS.get(name)
+    ]
     sizes = [content.get(name) for name in ("in_features", "out_features")]
     if unknown or not all(isinstance(size, int) and size > 0 for size in sizes):
         raise UnsupportedModelError(

@@ -161,8 +161,9 @@ def _facts(plan: EnginePlan, decided: list[_Decided]) -> dict[str, Any]:
 
 def _limits(plan: EnginePlan) -> dict[str, int]:
     limits = asdict(plan.limits)
-    if not limits["lookahead_tokens"]:
-        del limits["lookahead_tokens"]
+    for name in ("lookahead_tokens", "pools", "whole_prompts"):
+        if not limits[name]:
+            del limits[name]
     return {**limits, "block_size": plan.attention.block_size}
 
 

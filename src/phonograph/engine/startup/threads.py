@@ -43,6 +43,8 @@ def plan_threads(
             return Threads(count, f"{name}={environment[name]}")
     if count not in (num_cores(), num_cores() // 2):
         return Threads(count, "set by torch.set_num_threads")
+    if model.pooler is not None:
+        return Threads(count, "prompts without output make steps of many tokens; OMP_NUM_THREADS sets another number")
     # Products: QKV, output, gate-up and down of each layer, and the logits.
     average = model.weight_bytes(dtype) / (4 * model.num_layers + 1)
     gaining = max(1, int(average / _BYTES_PER_THREAD))

@@ -62,6 +62,8 @@ def with_pooler(
         pooler = _embedder(spec, family, modules, "convert=embed" if generates else name)
         if modules is not None and modules.max_tokens is not None and modules.max_tokens < length:
             length, source = modules.max_tokens, f"max_seq_length {modules.max_tokens} of sentence_bert_config.json"
+    if not spec.causal and any(layer.attention.window[1] == 0 for layer in spec.layers):
+        raise UnsupportedModelError(f"{name} looks ahead and has windows that look back only, which is not supported")
     unused = family.unused if family.encodes else ("lm_head.",)
     if spec.wrapper is not None:
         raise UnsupportedModelError(f"{spec.wrapper} is a wrapper, from which no embeddings or classes are made")
@@ -102,7 +104,7 @@ def _embedder(spec: ModelSpec, family: Family, modules: SentenceModules | None, 
         size = dense.num_outputs
         stages.append(
             PoolerStage(
-                f"pooler.{number}",
+                f"modules.{number}",
                 dense.num_inputs,
                 size,
                 dense.bias,

@@ -102,6 +102,8 @@ def begin_loading(
     if load_format == "safetensors" and location is not None and is_gguf(location):
         raise ConfigError("load_format", load_format, f"{location} is a GGUF file, which auto reads")
     files = {} if location is None else weight_files(location)
+    if location is not None and spec.pooler is not None:
+        files |= {location / one.folder / "model.safetensors": [] for one in spec.pooler.stages if one.folder}
     known_notes = len(spec.notes)
     spec, names = match_tied_embeddings(match_format(spec, files), files)
     notes = [*spec.notes[known_notes:]]
@@ -191,6 +193,8 @@ def _read(model: Transformer, files: dict[Path, list[str]], names: dict[str, str
     `names` maps tensors to the names that they stand for.
     """
     shapes = model.spec.tensor_shapes()
+    # Modules of sentence-transformers have files in folders of their own.
+    stages = {one.spec.folder: one.spec.name for one in model.stages if one.spec.folder}
     destinations = model.destinations()
     modules = [(module, module.stored()) for module in model.quantized_modules()]
     packed = {module.tensor_name(end): stored for module, ends in modules for end, stored in ends.items()}
@@ -207,7 +211,8 @@ def _read(model: Transformer, files: dict[Path, list[str]], names: dict[str, str
                         if own_name == DRAFT_IDS[0]:
                             model.features.take_draft_ids(tensors.get_tensor(own_name), file)
                         continue
-                    text_name = model.spec.tensor_name(own_name)
+                    stage = stages.get(file.parent.name)
+                    text_name = own_name.replace("linear", stage) if stage else model.spec.tensor_name(own_name)
                     if text_name is None:
                         skipped.append(own_name)
                         continue
