@@ -84,7 +84,7 @@ class FleetResult:
 
 @dataclass(slots=True)
 class _News:
-    """What an engine says after a step."""
+    """Report of an engine after a step."""
 
     engine: int
     stats: SchedulerStats
