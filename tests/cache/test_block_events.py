@@ -61,7 +61,7 @@ class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
 
 
 class Index:
-    """What a router knows: the tokens of each block by group and hash."""
+    """Index of a router: the tokens of each block by group and hash."""
 
     def __init__(self) -> None:
         self.blocks: dict[tuple[int, int], tuple[int | None, list[int]]] = {}

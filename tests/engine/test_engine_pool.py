@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from phonograph.core.batch import DraftCounts
+from phonograph.core.pooling_params import PoolingParams
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.groups.group_facts import GroupFacts
 from phonograph.engine.process.client import StartProgress, no_progress
@@ -176,6 +177,16 @@ def test_ends_of_samples_are_counted_once_however_they_come() -> None:
         bench.add([1] * 9, key=1)
         await bench.says(0, refused={1: RequestError("prompt", 1, "is too long")})
         assert loads[0].num_open == 0 and not bench.pool._open
+
+    run(test)
+
+
+def test_prompts_that_generate_nothing_are_shared_out_too() -> None:
+    async def test(bench: Bench) -> None:
+        bench.pool.send(Add({0: [1] * 9, 1: [2] * 9}, PoolingParams(), 0))
+        assert [bench.keys(0), bench.keys(1)] == [[0], [1]]
+        await bench.says(0, updates=[(0, 0, [], None, "stop", None)], prompts={0: PromptFacts(0, None)})
+        assert list(bench.pool._open) == [1]
 
     run(test)
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from phonograph.bench.records.output import writing
-from phonograph.engine.offline.simulation.fleet import FleetResult
+from phonograph.engine.offline.simulation.fleet import KV_SECONDS, FleetResult
 
 Values = Sequence[float]
 
@@ -26,7 +26,7 @@ def fleet_facts(result: FleetResult, num_engines: int, price: float | None) -> d
     inputs = sum(answer.request.input_len for answer in answers)
     outputs = sum(answer.request.output_len for answer in answers)
     cached = sum(answer.num_cached for answer in answers)
-    uses = np.array([use for _, _, use in result.kv_use])
+    uses = result.kv_use.values()
     graphs = sorted(result.graphs.items())
     computed = sum(use.num_tokens for _, use in graphs)
     padded = sum(use.num_padded for _, use in graphs)
@@ -44,8 +44,8 @@ def fleet_facts(result: FleetResult, num_engines: int, price: float | None) -> d
         **{name: value for kind, values in latencies(result).items() for name, value in _latency(kind, values).items()},
         "prefix_hit_rate": cached / inputs,
         "num_preemptions": sum(answer.num_preemptions for answer in answers),
-        "kv_use_mean": float(uses.mean()),
-        "kv_use_max": float(uses.max()),
+        "kv_use_mean": sum(total for total, _, _ in uses) / sum(num_steps for _, num_steps, _ in uses),
+        "kv_use_max": max(most for _, _, most in uses),
         "busy_share": sum(use.seconds for _, use in graphs) / (seconds * num_engines),
         "padding": padded / (computed + padded),
         "graphs": [
@@ -94,9 +94,10 @@ def plot_fleet(result: FleetResult, path: Path, title: str) -> None:
         if kind != "e2el":
             axis.plot(np.sort(values) * 1e3, np.linspace(0, 1, len(values)))
             axis.set(xlabel=f"{kind.upper()} in ms", ylabel="share of requests", ylim=(0, 1))
-    times, _, uses = zip(*result.kv_use, strict=True)
-    order = np.argsort(times)
-    axes[2].plot(np.array(times)[order], np.array(uses)[order], linewidth=0.6)
+    uses = sorted(result.kv_use.items())
+    axes[2].plot(
+        [interval * KV_SECONDS for interval, _ in uses], [total / num_steps for _, (total, num_steps, _) in uses]
+    )
     axes[2].set(xlabel="seconds", ylabel="used share of the KV cache", ylim=(0, 1))
     figure.suptitle(title)
     figure.tight_layout()

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import zip_longest
 
 from phonograph.core.batch import DraftCounts
+from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.process.client import REPORTS_AT_ONCE, EngineClient, StartProgress, no_progress
 from phonograph.engine.process.messages import (
     Abort,
@@ -200,7 +201,7 @@ class EnginePool:
     def _add(self, command: Add) -> None:
         """Send each prompt of a call to its engine."""
         shares: dict[int, dict[int, list[int]]] = {}
-        num_samples = command.params.n
+        num_samples = command.params.n if isinstance(command.params, SamplingParams) else 1
         for key, token_ids in command.prompts.items():
             route = self.router.choose(key, token_ids, command.cache_salt, num_samples)
             if route is None:

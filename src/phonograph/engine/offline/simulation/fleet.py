@@ -22,8 +22,12 @@ from phonograph.engine.offline.simulation.simulated_steps import SimulatedClock,
 from phonograph.engine.offline.simulation.step_times import StepTimes
 from phonograph.engine.plan import EnginePlan
 from phonograph.errors import ConfigError
+from phonograph.graphs.dispatch import Dispatcher
 from phonograph.scheduling.engine_router import EngineRouter, IndexChange, RouteReason, index_changes
 from phonograph.scheduling.scheduler_stats import SchedulerStats
+
+KV_SECONDS = 0.1
+"""Length of the intervals for which the use of the KV cache is kept."""
 
 
 @dataclass(slots=True)
@@ -64,7 +68,7 @@ class FleetResult:
     Attributes:
         answers: requests in the order of their arrival.
         graphs: use of each graph by its label and tokens.
-        kv_use: used fraction of the KV cache after steps, with the time and the engine.
+        kv_use: used fraction of the KV cache after the steps of each `KV_SECONDS`: sum, number and largest.
         stats: statistics of each engine at the end.
         routed: prompts by engine and reason.
         seconds: from the first arrival to the last token.
@@ -72,7 +76,7 @@ class FleetResult:
 
     answers: list[SimulatedAnswer]
     graphs: dict[tuple[str, int], GraphUse] = field(default_factory=dict[tuple[str, int], GraphUse])
-    kv_use: list[tuple[float, int, float]] = field(default_factory=list[tuple[float, int, float]])
+    kv_use: dict[int, tuple[float, int, float]] = field(default_factory=dict[int, tuple[float, int, float]])
     stats: list[SchedulerStats] = field(default_factory=list[SchedulerStats])
     routed: Counter[tuple[int, RouteReason]] = field(default_factory=Counter[tuple[int, RouteReason]])
     seconds: float = 0.0
@@ -80,7 +84,7 @@ class FleetResult:
 
 @dataclass(slots=True)
 class _News:
-    """What an engine says after a step."""
+    """Report of an engine after a step."""
 
     engine: int
     stats: SchedulerStats
@@ -90,12 +94,14 @@ class _News:
 
 
 class SimulatedEngine:
-    """One engine, with its clock."""
+    """One engine, with its clock. Engines of equal plans share a dispatcher."""
 
-    def __init__(self, plan: EnginePlan, times: StepTimes, on_step: Callable[[StepRecord], None]) -> None:
+    def __init__(
+        self, plan: EnginePlan, dispatcher: Dispatcher, times: StepTimes, on_step: Callable[[StepRecord], None]
+    ) -> None:
         self.clock = SimulatedClock()
         lookahead = 0 if plan.device.kind == "cpu" or plan.waits else 1
-        runner = SimulatedStepRunner(plan.make_dispatcher(), times, self.clock, lookahead)
+        runner = SimulatedStepRunner(dispatcher, times, self.clock, lookahead)
         self.core = EngineCore(make_scheduler(plan), runner, clock=self.clock)
         self.core.on_step = on_step
 
@@ -149,7 +155,8 @@ class _Fleet:
         progress: Callable[[int, int], None],
     ) -> None:
         self._result = FleetResult([])
-        self._engines = [SimulatedEngine(plan, times, self._count) for _ in range(num_engines)]
+        dispatcher = plan.make_dispatcher()
+        self._engines = [SimulatedEngine(plan, dispatcher, times, self._count) for _ in range(num_engines)]
         groups = plan.kv.groups
         self._group = next((index for index, group in enumerate(groups) if group.window is None), 0)
         self._router = EngineRouter(num_engines, groups[self._group].block_size)
@@ -222,7 +229,9 @@ class _Fleet:
                 self._progress(self._num_ended, len(self._trace))
         engine.core.settle()
         stats = scheduler.stats
-        self._result.kv_use.append((clock.now, number, stats.blocks_used / stats.num_blocks))
+        interval, use = int(clock.now / KV_SECONDS), stats.blocks_used / stats.num_blocks
+        total, num_steps, most = self._result.kv_use.get(interval, (0.0, 0, 0.0))
+        self._result.kv_use[interval] = total + use, num_steps + 1, max(most, use)
         if scheduler.events is not None:
             changes = index_changes(scheduler.events.take(), self._group)
             news = _News(number, stats, changes, begun, ended)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from operator import mul
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -107,19 +108,20 @@ class _Fit:
         rows = np.array([_features(step.work) for step in steps])
         seconds = np.array([step.seconds for step in steps])
         counts = np.sqrt(np.array([step.num_steps for step in steps]))
-        self._coefficients = np.zeros(rows.shape[1])
+        coefficients = np.zeros(rows.shape[1])
         used = np.arange(rows.shape[1])
         while len(used):
             scaled = rows[:, used] / seconds[:, None] * counts[:, None]
             scale = np.maximum(np.abs(scaled).max(axis=0), 1e-30)
             found = np.linalg.lstsq(scaled / scale, counts, rcond=None)[0] / scale
             if (found >= 0).all():
-                self._coefficients[used] = found
+                coefficients[used] = found
                 break
             used = np.delete(used, int(np.argmin(found * scale)))
+        self._coefficients: list[float] = coefficients.tolist()
 
     def __call__(self, work: StepWork) -> float:
-        return float(self._coefficients @ _features(work))
+        return sum(map(mul, self._coefficients, _features(work)))
 
 
 def _features(work: StepWork) -> tuple[float, ...]:
