@@ -233,6 +233,15 @@ def test_variables_of_vllm_are_told_once_without_their_values(
     )
 
 
+def test_a_key_of_vllm_leaves_no_server_open(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    assert main(["serve", "demo"]) == 2
+    said = capsys.readouterr().err
+    assert "api_key is needed: VLLM_API_KEY is set" in said and "PHONOGRAPH_API_KEY" in said and "secret" not in said
+
+
 def test_settings_of_python_get_the_right_hint() -> None:
     for name, said in (
         ("temprature", "temperature is a sampling parameter: SamplingParams"),

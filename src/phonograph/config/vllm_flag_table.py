@@ -37,7 +37,6 @@ RENAMED = {
 
 ALWAYS = {
     "--enable-chunked-prefill": "prefills are always chunked",
-    "--async-scheduling": "a GPU's next step is always scheduled while one runs",
     "--disable-tqdm": "bars are only on a terminal",
     "--disable-log-requests": "requests are logged with --enable-log-requests only",
     "--disable-custom-all-reduce": "an engine runs on one GPU",
@@ -152,6 +151,7 @@ NO_MEANING = {
     **dict.fromkeys(("--safetensors-load-strategy", "--safetensors-prefetch-num-threads"), _FILES),
     **dict.fromkeys(("--safetensors-prefetch-block-size", "--pt-load-map-location", "--use-tqdm-on-load"), _FILES),
     **dict.fromkeys(("--h11-max-incomplete-event-size", "--h11-max-header-count"), "another parser reads HTTP"),
+    "--async-scheduling": "a GPU's next step is always scheduled while one runs",
     "--fail-on-environ-validation": "an unknown PHONOGRAPH variable is always an error",
 }
 """Flags of vLLM that choose among ways which only vLLM has, each with the reason. Every value is taken and has no
@@ -167,7 +167,7 @@ NEUTRAL: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("--max-num-partial-prefills", "--max-long-partial-prefills", "--stream-interval"), _ONE),
     **dict.fromkeys(("--data-parallel-rank", "--node-rank", "-dpn", "-r", "--long-prefill-token-threshold"), _ZERO),
     **dict.fromkeys(("--cpu-offload-gb", "--kv-offloading-size", "--sse-keep-alive-interval", "--watermark"), _ZERO),
-    **dict.fromkeys(("--enable-chunked-prefill", "--async-scheduling", "--disable-log-requests"), _TRUE),
+    **dict.fromkeys(("--enable-chunked-prefill", "--disable-log-requests"), _TRUE),
     **dict.fromkeys(
         ("--enable-prompt-tokens-details", "--enable-request-id-headers", "--enable-server-load-tracking"), _TRUE
     ),
@@ -193,6 +193,7 @@ NEUTRAL: Mapping[str, tuple[str, ...]] = {
 }
 """Flags of vLLM, each with values that change nothing here. Null changes nothing for any flag of vLLM."""
 _FURTHER_SWITCHES = (
+    "--async-scheduling",
     *("--language-model-only", "--enable-flashinfer-autotune", "--monokernel", "--use-tqdm-on-load"),
     *("--jit-monitor-verbose", "--numa-bind", "--enable-shm-tensor-arena", "--fail-on-environ-validation"),
 )
