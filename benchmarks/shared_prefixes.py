@@ -300,7 +300,12 @@ def plot(rows: Sequence[Row], path: Path) -> None:
         (max(share, 1), times["auto"][share] / times["off"][share]) for share in times["off"] if share in times["auto"]
     ]
     title = "64 decodes, prefixes attended once"
-    save(line_chart(title, "percent of sequences that share a prefix", "time over that without", {"": line}), path)
+    save(
+        line_chart(
+            title, "percent of sequences that share a prefix", "time over that without", {"ms between tokens": line}
+        ),
+        path,
+    )
 
 
 def main() -> int:
@@ -320,6 +325,7 @@ def main() -> int:
         parser.error(f"--parts has {', '.join(unknown)}; known are {', '.join(PARTS)}")
     if arguments.model is None and not arguments.dry_run:
         parser.error("MODEL_DIR is required, or --dry-run")
+    arguments.model = arguments.model or "demo"
     arguments.scale = 64 if arguments.dry_run else 1
     arguments.min_shared = [int(least) for least in arguments.min_shared.split(",")]
     from phonograph.bench.records.record import provenance

@@ -507,7 +507,7 @@ def copied_from_behind_a_window(patch: pytest.MonkeyPatch) -> None:
 
 
 def copied_after_other_tokens(patch: pytest.MonkeyPatch) -> None:
-    replace_in(patch, SequenceTable, "tail_name", ("parent + pack", "pack"))
+    replace_in(patch, SequenceTable, "tail_name", ("len(token_ids), parent", "len(token_ids), self._root"))
 
 
 @pytest.mark.parametrize(
@@ -608,7 +608,7 @@ def min_tokens_counted_after_the_run(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("plant", "says"),
     [
-        (published_before_its_tokens_are_accepted, "pack expected|out of range|has a name"),
+        (published_before_its_tokens_are_accepted, "tokens are known|out of range|has a name"),
         (published_before_its_last_token_is_scheduled, "out of range|has a name"),
         (rejected_drafts_count_as_computed, "bounds of other"),
         (rejected_drafts_stay_in_the_upper_bound, "bounds of other"),

@@ -94,6 +94,7 @@ class SequenceTable:
         if len(digests) < stop:
             token_ids = self._tokens(len(digests) * size, stop * size)
             digests += block_digests(token_ids, size, digests[-1] if digests else self._root)
+            assert len(digests) == stop, "a block is named before its tokens are known"
         if not group:
             return digests[start:stop]
         suffix = bytes([group])
