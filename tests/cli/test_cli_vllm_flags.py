@@ -79,7 +79,7 @@ def test_variables_that_replace_vllms_exist() -> None:
 def test_each_flag_of_the_table_is_explained_where_it_is_unknown(
     ours: dict[tuple[str, ...], set[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The command prints the sentence that the tables give: seen once for each table. Flags that are always on: below."""
+    """The command prints the sentence of the tables, which is seen once for each. Flags that are always on: below."""
     for table in (RENAMED, MISSING):
         seen = False
         for flag in table:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from quick_memory import make_memory_quick
-from quick_rules import PLAIN, Result, replace, result_maker, result_of
+from quick_rules import PLAIN, Result, element_of, replace, result_maker, result_of
 
 _COMPARED = {
     "__lt__": np.less,
@@ -126,7 +126,7 @@ def _operator(interpreter: Any, name: str, function: Callable[..., Any], options
             to_right=None if not is_tensor or other.dtype.name == common.name else to,
             function=function,
             constant=constant,
-            element=found.handle.dtype,
+            element=element_of(found),
             type=found.type,
             dtype=found.dtype,
             shape=found.shape,
@@ -156,7 +156,7 @@ def _pointer_rule(interpreter: Any, pointer: Any, offset: Any, found: Any) -> _R
         to_right=None,
         function=lambda address, count: address + size * count.astype(np.uint64),
         constant=None if is_tensor else np.array([offset], np.int64),
-        element=found.handle.dtype,
+        element=element_of(found),
         type=found.type,
         dtype=found.dtype,
         shape=found.shape,

@@ -28,7 +28,12 @@ class Result(NamedTuple):
 
 
 def result_of(found: Any, left: Any = None, to: Any = None) -> Result:
-    return Result(left, to, found.handle.dtype, found.type, found.dtype, found.shape, found.numel)
+    return Result(left, to, element_of(found), found.type, found.dtype, found.shape, found.numel)
+
+
+def element_of(found: Any) -> Any:
+    """Return the type of a result's numbers. The interpreter gives comparisons that of what they compare."""
+    return found.handle.dtype if found.dtype.is_ptr() else found.dtype
 
 
 def result_maker(interpreter: Any) -> Any:
