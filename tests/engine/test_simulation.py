@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 
 from phonograph import LLM
-from phonograph.bench.fleet_report import fleet_facts
+from phonograph.bench.fleet_report import coarse_difference, fleet_facts
 from phonograph.bench.run_requests import run_requests
 from phonograph.bench.step_bench import StepRecorder
 from phonograph.cli.app import main
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.device import known_device
 from phonograph.core.sampling_params import SamplingParams
+from phonograph.engine.offline.simulation.coarse_fleet import simulate_coarsely
 from phonograph.engine.offline.simulation.fleet import FleetResult, several, simulate
 from phonograph.engine.offline.simulation.request_traces import TracedRequest, drawn_trace, read_trace
 from phonograph.engine.offline.simulation.step_times import (
@@ -158,6 +159,48 @@ def test_two_engines_take_half_the_time_and_all_requests_are_whole() -> None:
     facts = fleet_facts(two, 2, 3.6)
     assert facts["cost"] == pytest.approx(two.seconds * 2 / 1000) and facts["completed"] == 40
     assert facts["total_output_tokens"] == 1200 and facts["padding"] < 0.5 and facts["busy_share"] <= 1
+
+
+class Smooth(Ticks):
+    """Steps of milliseconds that take longer with their work."""
+
+    def seconds(self, work: StepWork) -> float:
+        return true_seconds(work)
+
+    def host_seconds(self, num_reqs: int) -> float:
+        return 1e-4
+
+
+@pytest.mark.parametrize("device", ["cpu", "h100"])
+def test_a_coarse_simulation_is_close_to_the_exact_one(device: str) -> None:
+    plan = several(plan_of(device, num_kv_blocks=4000, max_num_seqs=16, max_num_batched_tokens=256), 4)
+    trace = drawn_trace(
+        400,
+        150.0,
+        lambda rng, n: [rng.randrange(5, 100) for _ in range(n)],
+        lambda rng, n: [rng.randrange(1, 99) for _ in range(n)],
+        0,
+    )
+    exact, coarse = (run(plan, Smooth(), trace, num_engines=4) for run in (simulate, simulate_coarsely))
+    facts, others = (fleet_facts(result, 4, None) for result in (exact, coarse))
+    assert [answer.request for answer in coarse.answers] == trace
+    assert all(answer.request.arrival < answer.first_token <= answer.ended for answer in coarse.answers)
+    for name in ("output_throughput", "median_ttft_ms", "median_tpot_ms", "median_e2el_ms"):
+        assert others[name] == pytest.approx(facts[name], rel=0.06), name
+    difference = coarse_difference(plan, Smooth(), trace, 4)
+    assert difference["requests"] == 400 and abs(difference["relative"]["output_throughput"]) < 0.03
+    with pytest.raises(ConfigError, match="has hash_ids, and --coarse shares no prefixes"):
+        simulate_coarsely(plan, Ticks(), [TracedRequest(0, 0.0, 5, 5, (1,), "line 1")])
+
+
+def test_a_coarse_simulation_makes_prompts_wait_for_slots_and_blocks() -> None:
+    """One sequence at a time fits: request after request, each with its prompt and its answer."""
+    plan = plan_of(num_kv_blocks=3, max_model_len=48)
+    trace = [TracedRequest(number, 0.0, 20, 11) for number in range(3)]
+    result = simulate_coarsely(plan, Ticks(), trace)
+    one = 4.25 + 10 * 1.25  # a graph of 32 tokens, then decodes
+    assert [answer.ended for answer in result.answers] == [one, 2 * one, 3 * one]
+    assert max(most for _, _, most in result.kv_use.values()) <= 1
 
 
 def measured() -> list[MeasuredStep]:
@@ -305,6 +348,8 @@ def test_measured_steps_of_an_engine_are_a_table_for_the_simulator(
     assert main(command) == 0
     shown = capsys.readouterr().out
     assert "full decode 1" in shown and "TTFT" in shown and "Cost of a million output tokens" in shown
+    assert main([*command, "--coarse", "--num-engines=16"]) == 0
+    assert "coarse against exact, 10 requests on 8 engines: output_throughput" in capsys.readouterr().err
     assert main([*command, "--request-rate=0"]) == main([*command, "--price=-1"]) == 2
     assert main(["simulate", "demo", *flags]) == 2
     assert "phonograph bench steps writes one" in capsys.readouterr().err

@@ -9,9 +9,15 @@ from typing import Any
 import numpy as np
 
 from phonograph.bench.records.output import writing
-from phonograph.engine.offline.simulation.fleet import KV_SECONDS, FleetResult
+from phonograph.engine.offline.simulation.coarse_fleet import simulate_coarsely
+from phonograph.engine.offline.simulation.fleet import KV_SECONDS, FleetResult, simulate
+from phonograph.engine.offline.simulation.request_traces import TracedRequest
+from phonograph.engine.offline.simulation.step_times import StepTimes
+from phonograph.engine.plan import EnginePlan
 
 Values = Sequence[float]
+SAMPLE_ENGINES, SAMPLE_REQUESTS = 8, 2000
+"""Most engines and requests of the sample on which a coarse simulation is compared with an exact one."""
 
 
 def fleet_facts(result: FleetResult, num_engines: int, price: float | None) -> dict[str, Any]:
@@ -66,6 +72,19 @@ def fleet_facts(result: FleetResult, num_engines: int, price: float | None) -> d
         "cost": cost,
         "cost_per_million_output_tokens": None if cost is None else cost / outputs * 1e6,
     }
+
+
+def coarse_difference(
+    plan: EnginePlan, times: StepTimes, trace: Sequence[TracedRequest], num_engines: int
+) -> dict[str, Any]:
+    """Return the relative difference of a coarse simulation to an exact one, on a sample with the same load."""
+    engines = min(num_engines, SAMPLE_ENGINES)
+    sample = trace[:: -(-num_engines // engines)][:SAMPLE_REQUESTS]
+    results = (one(plan, times, sample, num_engines=engines) for one in (simulate, simulate_coarsely))
+    exact, coarse = (fleet_facts(result, engines, None) for result in results)
+    names = ("output_throughput", "median_ttft_ms", "p99_ttft_ms", "median_tpot_ms")
+    relative = {name: coarse[name] / exact[name] - 1 for name in names if exact[name]}
+    return {"engines": engines, "requests": len(sample), "relative": relative}
 
 
 def latencies(result: FleetResult) -> dict[str, list[float]]:

@@ -56,6 +56,10 @@ def simulate(
         Path | None, Parameter(help="Table of bench steps; without one, a roofline of the device.")
     ] = None,
     device_name: Annotated[str | None, Parameter(help="Plan for this device, such as h100.")] = None,
+    coarse: Annotated[
+        bool,
+        Parameter(negative="", help="Many decode steps at once, for thousands of engines; compared on a sample."),
+    ] = False,
     price: Annotated[float | None, Parameter(help="Price of one engine for an hour.")] = None,
     plot: Annotated[Path | None, Parameter(help="File of a plot, such as fleet.svg.")] = None,
     output: Output = None,
@@ -63,11 +67,12 @@ def simulate(
 ) -> int:
     """Simulate engines: the real scheduler, cache, dispatcher and router, with steps of known time."""
     from phonograph.bench.cases import Lengths
-    from phonograph.bench.fleet_report import fleet_facts, plot_fleet
+    from phonograph.bench.fleet_report import coarse_difference, fleet_facts, plot_fleet
     from phonograph.bench.records.output import check_output
     from phonograph.bench.records.record import provenance
     from phonograph.bench.records.results import append_record, check_at_least
     from phonograph.engine.offline.simulation import request_traces
+    from phonograph.engine.offline.simulation.coarse_fleet import simulate_coarsely
     from phonograph.engine.offline.simulation.fleet import several
     from phonograph.engine.offline.simulation.fleet import simulate as run
     from phonograph.engine.offline.simulation.step_times import RooflineTimes, read_table
@@ -97,12 +102,15 @@ def simulate(
     times = RooflineTimes(plan) if step_times is None else read_table(step_times, plan)
     began = time.perf_counter()
     with progress_bar() as progress:
+        serve = simulate_coarsely if coarse else run
         shared = several(plan, engines) if engines > 1 else plan
-        result = run(shared, times, requests, num_engines=engines, progress=partial(progress, "requests"))
+        result = serve(shared, times, requests, num_engines=engines, progress=partial(progress, "requests"))
+        difference = coarse_difference(shared, times, requests, engines) if coarse else None
     facts = {
         "model": config.model,
         "device": plan.device.name,
         **fleet_facts(result, engines, price),
+        "coarse_difference": difference,
         "notes": list(times.notes),
         "simulation_seconds": time.perf_counter() - began,
     }
@@ -113,6 +121,9 @@ def simulate(
     report(record, lambda: _print_tables(facts), as_json=as_json, save=save)
     for text in times.notes:
         note(text)
+    if difference is not None:
+        parts = ", ".join(f"{name} {value:+.1%}" for name, value in difference["relative"].items())
+        note(f"coarse against exact, {difference['requests']} requests on {difference['engines']} engines: {parts}")
     return 0
 
 

@@ -81,6 +81,12 @@ class FleetResult:
     routed: Counter[tuple[int, RouteReason]] = field(default_factory=Counter[tuple[int, RouteReason]])
     seconds: float = 0.0
 
+    def note_use(self, moment: float, use: float, num_steps: int = 1) -> None:
+        """Note the used fraction of an engine's KV cache after steps that end at a time."""
+        interval = int(moment / KV_SECONDS)
+        total, number, most = self.kv_use.get(interval, (0.0, 0, 0.0))
+        self.kv_use[interval] = total + use * num_steps, number + num_steps, max(most, use)
+
 
 @dataclass(slots=True)
 class _News:
@@ -229,9 +235,7 @@ class _Fleet:
                 self._progress(self._num_ended, len(self._trace))
         engine.core.settle()
         stats = scheduler.stats
-        interval, use = int(clock.now / KV_SECONDS), stats.blocks_used / stats.num_blocks
-        total, num_steps, most = self._result.kv_use.get(interval, (0.0, 0, 0.0))
-        self._result.kv_use[interval] = total + use, num_steps + 1, max(most, use)
+        self._result.note_use(clock.now, stats.blocks_used / stats.num_blocks)
         if scheduler.events is not None:
             changes = index_changes(scheduler.events.take(), self._group)
             news = _News(number, stats, changes, begun, ended)
