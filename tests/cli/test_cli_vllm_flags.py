@@ -104,8 +104,8 @@ def test_each_flag_of_the_table_is_explained_where_it_is_unknown(
     ("tokens", "line"),
     [
         (
-            ["serve", "demo", "--tensor_parallel_size=2"],
-            "--tensor-parallel-size is vLLM's and not here yet (an engine runs on one GPU); leave it out",
+            ["serve", "demo", "--pipeline_parallel_size=2"],
+            "--pipeline-parallel-size is vLLM's and not here yet (an engine runs on one GPU); leave it out",
         ),
         (
             ["serve", "demo", "--no-enable-chunked-prefill"],
@@ -137,7 +137,6 @@ def test_the_table_of_neutral_values_is_of_flags_that_are_not_here() -> None:
 @pytest.mark.parametrize(
     ("name", "neutral", "other"),
     [
-        ("tensor_parallel_size", 1, 2),
         ("pipeline_parallel_size", 1, 2),
         ("data_parallel_size_local", 1, 4),
         ("cpu_offload_gb", 0.0, 4),

@@ -49,6 +49,7 @@ SETTINGS: dict[str, st.SearchStrategy[Any]] = {
     "dtype": st.sampled_from(["auto", "float32", "Float16", "bfloat16"]),
     "cpu_products": st.sampled_from(["auto", "INT4", "float32"]),
     "device": st.sampled_from(["auto", "cpu", "CUDA"]),
+    "tensor_parallel_size": counts,
     "seed": st.integers(0, 2**63 - 1),
     "max_model_len": st.one_of(counts, st.sampled_from(["auto", "AUTO", -1])),
     "max_num_seqs": st.integers(1, 1 << 17),

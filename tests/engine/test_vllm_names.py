@@ -98,8 +98,8 @@ def test_neutral_settings_are_taken() -> None:
         "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
     }
     assert EngineConfig(model="demo", **neutral) == EngineConfig(model="demo")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ConfigError, match="tensor_parallel_size=2: is vLLM's and not here yet .an engine runs on one"):
-        EngineConfig(model="demo", tensor_parallel_size=2)  # pyright: ignore[reportCallIssue]
+    with pytest.raises(ConfigError, match="pipeline_parallel_size=2: is vLLM's and not here yet .an engine runs"):
+        EngineConfig(model="demo", pipeline_parallel_size=2)  # pyright: ignore[reportCallIssue]
     reasons = {"structured_outputs_config": {"backend": "auto", "enable_in_reasoning": True}}
     with pytest.raises(ConfigError, match="structured_outputs_config=.*not here yet"):
         EngineConfig(model="demo", **reasons)  # pyright: ignore[reportArgumentType]

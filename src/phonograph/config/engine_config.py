@@ -97,6 +97,9 @@ class EngineConfig(Settings):
     device: Annotated[values.DeviceKind, values.one_of(values.DeviceKind)] = Field(
         default="auto", description="Device of the model; auto is a GPU if there is one."
     )
+    tensor_parallel_size: values.Size = Field(
+        default=1, description="Devices that share the model, each with a part of every layer; on a CPU processes."
+    )
     seed: values.OptionalSeed = Field(default=None, description="Seed of requests that set none.")
 
     data_parallel_size: Annotated[int, values.whole(1, 64)] = Field(

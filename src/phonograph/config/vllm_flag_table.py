@@ -48,7 +48,7 @@ ALWAYS = {
 
 ABSENT: Mapping[tuple[str, str], str] = {
     ("Several GPUs", "an engine runs on one GPU"): """
-        --tensor-parallel-size -tp --pipeline-parallel-size -pp --decode-context-parallel-size -dcp
+        --pipeline-parallel-size -pp --decode-context-parallel-size -dcp
         --prefill-context-parallel-size -pcp --data-parallel-size-local -dpl
         --data-parallel-rank -dpn --data-parallel-start-rank -dpr --data-parallel-address -dpa
         --data-parallel-rpc-port -dpp --data-parallel-backend -dpb --data-parallel-hybrid-lb -dph
@@ -160,7 +160,7 @@ effect; the command line says so."""
 _ANY = ("*",)
 _TRUE, _FALSE, _ONE, _ZERO = ("true",), ("false",), ("1",), ("0",)
 NEUTRAL: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp"), _ONE),
+    **dict.fromkeys(("--pipeline-parallel-size", "-pp"), _ONE),
     **dict.fromkeys(("--data-parallel-size-local", "--nnodes"), _ONE),
     **dict.fromkeys(("--decode-context-parallel-size", "-dcp", "--api-server-count", "-asc"), _ONE),
     **dict.fromkeys(("--prefill-context-parallel-size", "-pcp", "-dpl", "-n"), _ONE),

@@ -132,7 +132,7 @@ def plan_memory(
     taken = weights + graphs + attention_bytes + sampling
     if device.kind != "cpu":
         taken += _LIBRARY_BYTES + (_SLEEP_BYTES if config.enable_sleep_mode else 0)
-    available, place = _available(device)
+    available, place = _available(device, config.tensor_parallel_size)
     parts = (
         f"weights of {gib(weights)}, graphs with their workspace of {gib(graphs)}, attention, sampling and libraries "
         f"of {gib(taken - weights - graphs)}"
@@ -158,7 +158,7 @@ def plan_memory(
         source = f"kv_cache_memory_bytes={config.kv_cache_memory_bytes}"
     elif device.kind == "cpu":
         source = "half of the free memory, 2 GiB at most"
-        granted = min(_CPU_KV_LIMIT, (available - taken) // 2)
+        granted = min(_CPU_KV_LIMIT // config.tensor_parallel_size, (available - taken) // 2)
         # Blocks beyond those of all running requests would never be used.
         num_blocks = min(granted // block, max_num_seqs * blocks_per_request)
     else:
@@ -212,11 +212,12 @@ def plan_memory(
     )
 
 
-def _available(device: DeviceSpec) -> tuple[int, str]:
-    """Return the bytes that an engine can use on a device, and a description of them."""
+def _available(device: DeviceSpec, num_ranks: int) -> tuple[int, str]:
+    """Return the bytes that a rank can use on a device, and a description of them. Ranks share the memory of a CPU."""
     if device.kind == "cpu":
-        free = psutil.virtual_memory().available
-        return free, f"the {gib(free)} of free memory of this machine"
+        free = psutil.virtual_memory().available // num_ranks
+        share = "" if num_ranks == 1 else f", of {num_ranks} equal parts one"
+        return free, f"the {gib(free)} of free memory of this machine{share}"
     if device.free is not None:
         return device.free, f"the {gib(device.free)} that are free of {gib(device.memory)} of {device.name}"
     free = device.memory - _CONTEXT_BYTES

@@ -17,6 +17,7 @@ from phonograph.engine.graphs_and_cache import SHORTEST, size_graphs_and_cache
 from phonograph.engine.groups.draft_plan import DraftPlan, check_speculation, plan_draft, read_draft_spec, wait_reason
 from phonograph.engine.groups.kv_groups import KVGroups, make_kv_groups, make_step_groups
 from phonograph.engine.groups.layer_specs import layer_specs
+from phonograph.engine.groups.rank_notes import rank_notes
 from phonograph.engine.groups.select_backends import select_backends, weakest_support
 from phonograph.engine.memory import MemoryPlan, gib
 from phonograph.engine.startup.cpu_products import plan_cpu_products
@@ -33,6 +34,7 @@ from phonograph.kernels.triton.gemm.product_plan import GemmDevice
 from phonograph.models.layers.workspace import quantized_sizes
 from phonograph.models.quantization.cpu_weights import CpuProducts
 from phonograph.models.spec import ModelSpec
+from phonograph.models.weights.tensor_parallel import cut_model
 
 PIECES = Pieces(True, "the capture can be broken at each attention call")
 
@@ -45,6 +47,8 @@ class EnginePlan:
     cpu_products: products of quantized weights on a CPU; None on a GPU, and without such weights
     draft: draft model of speculation, or None
     notes:   limits, memory and threads that the configuration left open, or that differ from it
+    model:   the model of a rank, which has all of it if there is one rank
+    whole:   the model of all ranks together
     kv:      KV groups of the model
     selections: backend of each KV group
     """
@@ -52,6 +56,7 @@ class EnginePlan:
     config: EngineConfig
     device: DeviceSpec
     model: ModelSpec
+    whole: ModelSpec
     dtype: str
     limits: Limits
     kv: KVGroups
@@ -104,12 +109,13 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
     dtype = _dtype(config, model, device)
     limits = _limits(config, model, device)
     cpu_products = plan_cpu_products(config.cpu_products, model, dtype) if device.kind == "cpu" else None
-    if cpu_products is not None:
+    if cpu_products is not None and config.tensor_parallel_size == 1:
         model = cpu_products.with_head(model)
-    notes = _product_notes(model, dtype, device)
+    whole, model = model, cut_model(model, config.tensor_parallel_size)
+    notes = [*rank_notes(config, whole, model, dtype, device), *_product_notes(model, dtype, device)]
     if cpu_products is not None:
         notes.append(f"cpu_products: {cpu_products.reason}")
-    kv = resolve_attention(config, model, device)
+    kv = resolve_attention(config, whole, device)
     for attention in kv.members:
         _check_block_size(attention)
     if config.batch_invariant and device.kind == "cpu":
@@ -161,13 +167,15 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
         notes += [f"speculation: each step waits for the tokens of the one before, because {waits}"] if waits else []
     if config.max_model_len is None:
         notes.insert(0, _context_note(limits, kv, memory, model))
-    threads = plan_threads(model, dtype, config.data_parallel_size) if device.kind == "cpu" else None
+    processes = config.data_parallel_size * config.tensor_parallel_size
+    threads = plan_threads(model, dtype, processes) if device.kind == "cpu" else None
     if threads is not None:
         notes.append(f"threads {threads.count}: {threads.reason}")
     return EnginePlan(
         config=config,
         device=device,
         model=model,
+        whole=whole,
         dtype=dtype,
         limits=limits,
         kv=kv,
@@ -330,14 +338,14 @@ def _check_block_size(attention: AttentionSpec) -> None:
 
 
 def resolve_attention(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> KVGroups:
-    """Return the KV groups of a model, with the specification of the attention of each.
+    """Return the KV groups of a rank of a model, with the specification of the attention of each.
 
     Raises:
         ConfigError: as `make_kv_groups`, or limits that do not fit the model.
         UnsupportedModelError: as `make_kv_groups`.
     """
     dtype = _dtype(config, model, device)
-    specs = layer_specs(config, model, dtype, device)
+    specs = layer_specs(config, cut_model(model, config.tensor_parallel_size), dtype, device)
     context = _limits(config, model, device).max_model_len
     sources = [layer.attention.kv_layer for layer in model.layers]
     if whole_prompts(model) and not any(source is not None for source in sources):

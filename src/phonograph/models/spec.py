@@ -64,7 +64,7 @@ class ModelSpec:
 
     Attributes:
         layers: the layers; equal ones are one object.
-        head: matrix of the logits.
+        head: matrix of the logits; of one rank of several it has a part of the vocabulary.
         context_length: positions that the model serves; `context_source` describes the fields that determine it.
         dtype: type in the configuration, as torch names it.
         eos_token_ids: from config.json and generation_config.json, within the vocabulary.
@@ -154,7 +154,7 @@ class ModelSpec:
     def num_parameters(self) -> int:
         matrices = [outputs * inputs for _, outputs, inputs in self._quantized_parts()]
         if self.head.scheme is not None and not self.tie_word_embeddings and self.owns_head:
-            matrices.append(self.vocab_size * self.hidden_size)
+            matrices.append(self.head.num_outputs * self.hidden_size)
         return sum(math.prod(shape) for shape in self.tensor_shapes().values()) + sum(matrices)
 
     def weight_bytes(self, dtype: str) -> int:
@@ -233,7 +233,7 @@ class ModelSpec:
         """Yield the format, outputs and inputs of each quantized projection, and of a quantized head."""
         yield from self._quantized_parts()
         if self.head.scheme is not None and self.owns_head:
-            yield self.head.scheme, self.vocab_size, self.hidden_size
+            yield self.head.scheme, self.head.num_outputs, self.hidden_size
 
 
 def _scheme_in(quantization: Quantization | None, prefix: str, name: str) -> Scheme | None:

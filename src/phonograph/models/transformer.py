@@ -114,7 +114,7 @@ class Transformer:
         elif spec.tie_word_embeddings and spec.head.scheme is None:
             self.embedding_VE = self.lm_head.matrix.t()
         else:
-            self.embedding_VE = allocate.tensor(spec.vocab_size, spec.hidden_size)
+            self.embedding_VE = allocate.tensor(spec.head.num_outputs, spec.hidden_size)
         self.input = None if spec.input is None else InputWeights.make(spec.input, spec.hidden_size, allocate)
         self.stages = [StageWeights.make(stage, allocate) for stage in (spec.pooler.stages if spec.pooler else ())]
         self._eps = torch.tensor(spec.rms_norm_eps, dtype=torch.float32, device=device)
@@ -223,7 +223,8 @@ class Transformer:
     def prompt_logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
         """Return logits [N, V] of any number of rows, with torch's operators, which allocate them."""
         assert self.final_norm is not None
-        return finish_logits(self.lm_head.product(rms_norm(hidden_NE, self.final_norm, self._eps)), self.spec.factors)
+        logits_NP = self.lm_head.product(rms_norm(hidden_NE, self.final_norm, self._eps))
+        return self.kernels.gathered(finish_logits(logits_NP, self.spec.factors))
 
     def logits(self, hidden_TE: torch.Tensor, rows_N: torch.Tensor | None = None) -> torch.Tensor:
         """Return logits [N, V] in the model's dtype, of the rows `rows_N` of `forward`'s result, or of all rows."""

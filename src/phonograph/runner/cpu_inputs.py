@@ -180,10 +180,12 @@ class CpuInputs:
 
     def load(self, batch: SyntheticBatch, key: GraphKey) -> tuple[CommonMetadata, ...]:
         """Write a synthetic batch; see `Inputs.load`."""
-        rows = batch.rows()
+        return self.write_tokens(batch.rows(), batch.token_ids, key)
+
+    def write_tokens(self, rows: StepRows, token_ids_T: np.ndarray, key: GraphKey | None) -> tuple[CommonMetadata, ...]:
+        """Write a step whose tokens, int32 [T], are not in their slots yet."""
         self._append_blocks(rows.batch)
-        end = 0
-        for row, (query, context) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
-            self.token_ids[row, context : context + query] = batch.token_ids[end : end + query]
-            end += query
+        first = np.cumsum(rows.query_lens) - rows.query_lens
+        positions = np.arange(len(token_ids_T)) + np.repeat(rows.context_lens - first, rows.query_lens)
+        self.token_ids[np.repeat(rows.slots, rows.query_lens), positions] = token_ids_T
         return self.write(rows, key)

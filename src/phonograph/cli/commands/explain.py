@@ -115,12 +115,12 @@ def _facts(plan: EnginePlan, decided: list[_Decided]) -> dict[str, Any]:
     from phonograph.engine.groups.group_facts import group_facts
 
     capabilities, memory, captures = plan.selection.capabilities, plan.memory, plan.captures
-    model = asdict(plan.model)
+    model = asdict(plan.whole)
     for layer in model["layers"]:
         rope = layer["attention"]["rope"]
         layer["attention"]["rope"] = None if rope is None else {"pairs": len(rope.frequencies), "factor": rope.factor}
     return {
-        "model": {"name": plan.config.model, **model, "num_parameters": plan.model.num_parameters},
+        "model": {"name": plan.config.model, **model, "num_parameters": plan.whole.num_parameters},
         "device": asdict(plan.device),
         "products": [asdict(one) for one in _product_rows(plan)],
         "dtype": plan.dtype,
@@ -252,7 +252,7 @@ def _mode_lines(plan: EnginePlan, chain: list[str]) -> list[str]:
 
 
 def _model_line(plan: EnginePlan) -> str:
-    model = plan.model
+    model, size = plan.whole, plan.config.tensor_parallel_size
     windows = sorted({layer.attention.window[0] + 1 for layer in model.layers if layer.attention.window[0] >= 0})
     return (
         f"{plan.config.model}: {model.architecture}, {model.num_parameters / 1e6:,.1f} million parameters in "
@@ -262,6 +262,7 @@ def _model_line(plan: EnginePlan) -> str:
         + (f"; projections in {model.quantization.name}" if model.quantization is not None else "")
         + (f"; lm_head in {model.head.scheme.name}" if model.head.scheme is not None else "")
         + f"; {_bytes(plan.memory.weights)} of weights"
+        + (f" on each of {size} ranks" if size > 1 else "")
         + f"; KV cache in {plan.attention.kv_cache_dtype}"
     )
 

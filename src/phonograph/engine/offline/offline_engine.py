@@ -119,14 +119,15 @@ class OfflineEngine(VllmMethods):
             RequestError: this is called inside another call of the same thread.
         """
         with self._calls.held("close"):
-            session, self._engine, self._session = self._session, None, None
+            session, engine, self._engine, self._session = self._session, self._engine, None, None
             self._profiler.close()
-            if session is not None:
+            if session is not None and engine is not None:
                 try:
                     session.close("the LLM was closed before the output was complete")
                 finally:  # a step in flight may fail
+                    engine.close()
                     self._calls.close()
-        del session
+        del session, engine
         release_memory()
 
     def get_tokenizer(self) -> Any:

@@ -8,7 +8,7 @@ import os
 import pickle
 import signal
 import threading
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import zmq
@@ -45,11 +45,17 @@ class _SocketChannel:
 
 
 def run_core(
-    config: EngineConfig, commands: str, messages: str, log_settings: dict[str, Any] | None, rank: int = 0
+    config: EngineConfig,
+    commands: str,
+    messages: str,
+    log_settings: dict[str, Any] | None,
+    last_words: Connection,
+    rank: int = 0,
 ) -> None:
     """Run the engine's process between the sockets at two addresses. The exit code is not 0 only if a step failed.
 
-    `rank` is the number of the engine among `data_parallel_size`.
+    `last_words` takes the reason of an end that no message can tell. `rank` is the number of the engine among
+    `data_parallel_size`.
     """
     if log_settings is not None:
         logging.config.dictConfig(log_settings)
@@ -57,6 +63,11 @@ def run_core(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _end_with_the_server()
+
+    def end(reason: str) -> None:
+        last_words.send(reason)
+        os._exit(1)
+
     with zmq.Context() as context:
         channel = _SocketChannel(context, commands, messages)
         if config.device != "cpu":
@@ -69,7 +80,7 @@ def run_core(
         # A late import: the server's process imports this module too, and must not import torch.
         from phonograph.engine.process.run_engine import run_engine
 
-        run_engine(config, channel, owns_process=True, rank=rank)
+        run_engine(config, channel, owns_process=True, rank=rank, on_rank_failure=end, last_words=last_words)
 
 
 def _end_with_the_server() -> None:

@@ -48,10 +48,15 @@ class ProcessClient:
             socket.set_hwm(0)
             socket.linger = 0
             socket.bind(address)
-        self._process = multiprocessing.get_context("spawn").Process(
-            target=run_core, args=(config, *addresses, log_settings, rank), name=f"phonograph-engine-{rank}"
+        context = multiprocessing.get_context("spawn")
+        self._last_words, last_words = context.Pipe(duplex=False)
+        self._process = context.Process(
+            target=run_core,
+            args=(config, *addresses, log_settings, last_words, rank),
+            name=f"phonograph-engine-{rank}",
         )
         self._process.start()
+        last_words.close()
         self._started = False
 
     @property
@@ -95,6 +100,9 @@ class ProcessClient:
         self._process.join(STOP_SECONDS)
         code = self._process.exitcode
         how = f"by {signal.Signals(-code).name}" if code is not None and code < 0 else f"with exit code {code}"
+        with suppress(EOFError, OSError):  # nothing was said
+            if self._last_words.poll():
+                how += f": {self._last_words.recv()}"
         return f"the engine's process ended {how}"
 
     async def close(self) -> None:
@@ -109,6 +117,7 @@ class ProcessClient:
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
+        self._last_words.close()
         self._messages.close(linger=0)
         self._commands.close(linger=0)
         self._context.term()

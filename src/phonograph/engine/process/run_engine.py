@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Callable
 from importlib.util import find_spec
+from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 from phonograph.config.engine_config import EngineConfig
@@ -22,7 +24,15 @@ if TYPE_CHECKING:
     from phonograph.engine.process.kv_publisher import KVPublisher
 
 
-def run_engine(config: EngineConfig, channel: Channel, *, owns_process: bool, rank: int = 0) -> None:
+def run_engine(
+    config: EngineConfig,
+    channel: Channel,
+    *,
+    owns_process: bool,
+    rank: int = 0,
+    on_rank_failure: Callable[[str], None],
+    last_words: Connection | None = None,
+) -> None:
     """Start an engine, report its progress, and execute commands until `Stop`.
 
     Args:
@@ -30,23 +40,36 @@ def run_engine(config: EngineConfig, channel: Channel, *, owns_process: bool, ra
         channel: connection to the client.
         owns_process: True if only the engine runs in this process.
         rank: number of the engine among `data_parallel_size`.
+        on_rank_failure: called on another thread with the reason when a rank of `tensor_parallel_size` has ended, so
+            that no step can run.
+        last_words: of a process of the engine's own: see `RankGroup`.
     """
     began = time.perf_counter()
+
+    def report(phase: str, done: int, total: int) -> None:
+        channel.send(Progress(phase, done, total))
+
     publisher = None
     try:
         publisher = _publisher(config, rank)
-        engine = start_engine(config, lambda phase, done, total: channel.send(Progress(phase, done, total)))
+        engine = start_engine(config, report, on_rank_failure=on_rank_failure, last_words=last_words)
     except PhonographError as error:
         if publisher is not None:
             publisher.close()
         channel.send(StartFailed(error))
         return
-    seconds = time.perf_counter() - began
-    if owns_process:
-        # All present objects stay. Without them a collection is much shorter than a step.
-        gc.collect()
-        gc.freeze()
-    channel.send(_facts(engine, seconds))
+    try:
+        if owns_process:
+            # All present objects stay. Without them a collection is much shorter than a step.
+            gc.collect()
+            gc.freeze()
+        channel.send(_facts(engine, time.perf_counter() - began))
+        _serve(engine, config, channel, publisher)
+    finally:
+        engine.close()
+
+
+def _serve(engine: Engine, config: EngineConfig, channel: Channel, publisher: KVPublisher | None) -> None:
     begin = channel.receive(wait=True)
     if not isinstance(begin, Begin):
         return
@@ -80,7 +103,7 @@ def _publisher(config: EngineConfig, rank: int) -> KVPublisher | None:
 
 
 def _facts(engine: Engine, seconds: float) -> EngineFacts:
-    plan, model = engine.plan, engine.plan.model
+    plan, model = engine.plan, engine.plan.whole
     return EngineFacts(
         model=ModelFacts(
             architecture=model.architecture,

@@ -116,10 +116,10 @@ class ThreadClient:
                 # Imports torch, which takes seconds; the event loop must not wait for it.
                 from phonograph.engine.process.run_engine import run_engine
 
-                run_engine(config, self._channel, owns_process=False)
+                run_engine(config, self._channel, owns_process=False, on_rank_failure=self._fail)
             except Exception as error:
                 log.exception("the engine's thread failed")
-                self._cause = cause_text(error)
+                self._cause = self._cause or cause_text(error)
                 if not self._channel.has_started:
                     self._channel.send(StartFailed(PhonographError(f"{self.end()} while it started")))
             self._channel.call(self._end)
@@ -127,6 +127,11 @@ class ThreadClient:
         from phonograph.engine.startup.release import release_memory
 
         release_memory()
+
+    def _fail(self, reason: str) -> None:
+        """End the engine, of which another rank has ended."""
+        self._cause = f"a failure of its ranks: {reason}"
+        self._channel.commands.put(Stop())
 
     def _stop(self) -> None:
         self._callback = None

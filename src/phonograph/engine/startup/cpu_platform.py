@@ -23,6 +23,7 @@ from phonograph.engine.startup.static_memory import HostMemory, StaticMemory
 from phonograph.graphs.dispatch import Dispatcher
 from phonograph.graphs.runtime import GraphRuntime
 from phonograph.graphs.tape.tape import TapeRuntime
+from phonograph.kernels.ranks import Ranks
 from phonograph.models.layers.rotary import rotary_tables
 from phonograph.models.layers.torch_parts import TorchKernels
 from phonograph.models.transformer import Transformer
@@ -41,10 +42,17 @@ from phonograph.speculation.ngram import NgramProposer
 
 
 class CpuPlatform:
-    """The CPU; see `Platform`."""
+    """The CPU; see `Platform`.
+
+    Args:
+        ranks: ranks that have a part of the model each; None for a whole model.
+    """
 
     device = torch.device("cpu")
     compiles = False
+
+    def __init__(self, ranks: Ranks | None = None) -> None:
+        self._ranks = ranks
 
     def starting(self) -> AbstractContextManager[object]:
         """Return a context that does nothing."""
@@ -75,7 +83,7 @@ class CpuPlatform:
             max_num_logits=limits.max_num_logits,
         )
         states_TF, taps = make_states(plan, model)
-        _bind(model, limits.max_model_len, taps, max_num_tokens=limits.max_num_batched_tokens)
+        _bind(model, limits.max_model_len, taps, max_num_tokens=limits.max_num_batched_tokens, ranks=self._ranks)
         draft_runner = None
         if parts.draft is not None:
             assert sampler is not None, "a draft model is for models that generate"
@@ -96,10 +104,14 @@ def _bind(
     max_model_len: int,
     taps: Mapping[int, torch.Tensor] = MappingProxyType({}),
     max_num_tokens: int = 0,
+    ranks: Ranks | None = None,
 ) -> None:
     spec = model.spec
     rotary = rotary_tables(spec, max_model_len, model.dtype, model.device)
-    model.bind(TorchKernels(rotary, spec.rms_norm_eps, spec.factors, spec.norms, max_num_tokens), taps)
+    kernels = TorchKernels(
+        rotary, spec.rms_norm_eps, spec.factors, spec.norms, max_num_tokens, ranks=ranks, vocab_size=spec.vocab_size
+    )
+    model.bind(kernels, taps)
 
 
 def _draft_runner(

@@ -36,6 +36,8 @@ def plan_threads(
     each operator waits for that core, which can take a hundred times as long as the operator. A model whose products
     are too short for several threads therefore gets one. torch does not tell whether its number was set: a number that
     is neither the number of cores nor half of it (two hardware threads per core) is taken as set.
+
+    The ranks of an engine share the cores.
     """
     count = torch.get_num_threads()
     for name in _VARIABLES:

@@ -220,6 +220,10 @@ class KernelSet(Protocol):
 
     def head(self, norm_E: torch.Tensor | None, linear: Linear) -> HeadPart: ...
 
+    def gathered(self, logits_NP: torch.Tensor) -> torch.Tensor:
+        """Return the logits of the whole vocabulary for those of a part that a rank has; on rank 0 only."""
+        ...
+
     def pool(
         self,
         hidden_TE: torch.Tensor,

@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional
 
 from phonograph.core.token_types import ID_MASK, TYPE_SHIFT
+from phonograph.kernels.ranks import Ranks, embed_over_ranks, gather_ranks, joint_norm_over_ranks, sum_ranks
 from phonograph.kernels.torch.layers import ACTIVATIONS, UNGATED, layer_norm, pool_rows, rms_norm, rope
 from phonograph.models.heads.encoder_ends import InputWeights
 from phonograph.models.layer_spec import NO_FACTORS, PLAIN_NORMS, Factors, NormKind, RopeTable
@@ -47,6 +48,8 @@ class TorchKernels:
         factors: of the model.
         norms: arithmetic of its norms.
         max_num_tokens: tokens of the largest step of a model that pools.
+        ranks: ranks that have a part of the model each; None for a whole model.
+        vocab_size: tokens of the whole vocabulary, with `ranks`.
     """
 
     def __init__(
@@ -56,8 +59,11 @@ class TorchKernels:
         factors: Factors = NO_FACTORS,
         norms: NormKind = PLAIN_NORMS,
         max_num_tokens: int = 0,
+        ranks: Ranks | None = None,
+        vocab_size: int = 0,
     ) -> None:
         self.tables = rotary
+        self.ranks, self.vocab_size = ranks, vocab_size
         self.eps = torch.tensor(eps, dtype=torch.float32, device=rotary.device)
         self.factors, self.norms, self._layer_norm_eps = factors, norms, eps
         self._numbers_T = torch.arange(max_num_tokens, dtype=torch.int32, device=rotary.device)
@@ -78,7 +84,7 @@ class TorchKernels:
         return Rotary(cos_Th[:, None, None], sin_Th[:, None], scale_T11)
 
     def embedding(self, embedding_VE: Embedding) -> TorchEmbedding:
-        return TorchEmbedding(embedding_VE, self.factors.of_embedding(embedding_VE.dtype))
+        return TorchEmbedding(embedding_VE, self.factors.of_embedding(embedding_VE.dtype), self.ranks)
 
     def input(self, embedding_VE: Embedding, weights: InputWeights) -> TorchInput:
         return TorchInput(self, embedding_VE, weights)
@@ -129,6 +135,17 @@ class TorchKernels:
         """Return the rows as they are."""
         return rows
 
+    def summed(self, product_TE: torch.Tensor, linear: Linear) -> torch.Tensor:
+        """Return a product, summed over the ranks if each has a part of its inputs."""
+        if not linear.spec.partial:
+            return product_TE
+        assert self.ranks is not None
+        return sum_ranks(product_TE, self.ranks)
+
+    def gathered(self, logits_NP: torch.Tensor) -> torch.Tensor:
+        """Return the logits [N, V] of the whole vocabulary, on rank 0; the others have their part."""
+        return logits_NP if self.ranks is None else gather_ranks(logits_NP, self.vocab_size, self.ranks)
+
     def add(
         self,
         stream: Stream,
@@ -141,25 +158,31 @@ class TorchKernels:
         if self.norms.after_sum:
             linear.add_product(x, stream.hidden_TE)
             stream.hidden_TE = self.normed(stream.hidden_TE, norm_E)
-        elif norm_E is None and self.factors.residual == 1:
+        elif norm_E is None and self.factors.residual == 1 and not linear.spec.partial:
             linear.add_product(x, stream.hidden_TE)
         else:
-            stream.hidden_TE.add_(self.normed(linear.product(x), norm_E), alpha=self.factors.residual)
+            added_TE = self.summed(linear.product(x), linear)
+            stream.hidden_TE.add_(self.normed(added_TE, norm_E), alpha=self.factors.residual)
         if scalar is not None:
             stream.hidden_TE.mul_(scalar)
         return stream
 
 
 class TorchEmbedding:
-    """Embeddings of tokens, from numbers or from the blocks of a GGUF file."""
+    """Embeddings of tokens, from numbers or from the blocks of a GGUF file. Each rank may have some tokens."""
 
-    def __init__(self, embedding_VE: Embedding, factor: float) -> None:
+    def __init__(self, embedding_VE: Embedding, factor: float, ranks: Ranks | None = None) -> None:
         self.then: object = None
         self._embedding_VE = embedding_VE
         self._factor = factor
+        self._ranks = ranks
 
     def __call__(self, input_ids_T: torch.Tensor) -> Stream:
-        hidden_TE = _embedded(input_ids_T, self._embedding_VE)
+        if self._ranks is None:
+            hidden_TE = _embedded(input_ids_T, self._embedding_VE)
+        else:
+            assert isinstance(self._embedding_VE, torch.Tensor), "ranks have no blocks of GGUF files"
+            hidden_TE = embed_over_ranks(input_ids_T, self._embedding_VE, self._ranks)
         return Stream(hidden_TE if self._factor == 1 else hidden_TE.mul_(self._factor))
 
 
@@ -260,9 +283,12 @@ class TorchAttention:
         if not spec.joint_norms:
             return rms_norm(qk_TXD, weights_XD, eps)
         counts = [spec.num_query_heads, spec.num_key_heads]
+        pairs = [*zip(qk_TXD.split(counts, 1), weights_XD.split(counts), strict=True)]
+        if self._kernels.ranks is not None:
+            return joint_norm_over_ranks(pairs, eps, self._kernels.ranks)
         normed = (
             rms_norm(x_TXD.flatten(1), weight_XD.view(-1), eps).unflatten(1, (-1, spec.head_size))
-            for x_TXD, weight_XD in zip(qk_TXD.split(counts, 1), weights_XD.split(counts), strict=True)
+            for x_TXD, weight_XD in pairs
         )
         return torch.cat(list(normed), 1)
 
@@ -296,11 +322,12 @@ class TorchExperts:
         normed_TE = kernels.normed(hidden_TE, weights.input_norm)
         own_TE = normed_TE if weights.router_norm is None else kernels.normed(hidden_TE, weights.router_norm)
         logits_TX = weights.router.product(own_TE)
-        added_TE = kernels.normed(self._experts(normed_TE, logits_TX, stream.num_rows), weights.sum_norm)
+        added_TE = kernels.summed(self._experts(normed_TE, logits_TX, stream.num_rows), weights.down)
+        added_TE = kernels.normed(added_TE, weights.sum_norm)
         if shared is not None:
             own_TE = normed_TE if shared.input_norm is None else kernels.normed(hidden_TE, shared.input_norm)
             inner_TI = ACTIVATIONS[shared.spec.activation](shared.gate_up.product(own_TE))
-            shared_TE = kernels.normed(shared.down.product(inner_TI), shared.output_norm)
+            shared_TE = kernels.normed(kernels.summed(shared.down.product(inner_TI), shared.down), shared.output_norm)
             if spec.shared_gate:
                 shared_TE.mul_(logits_TX[:, spec.routing.num_experts :].sigmoid())
             added_TE.add_(shared_TE)
@@ -351,5 +378,5 @@ class TorchHead:
 
     def __call__(self, hidden_TE: torch.Tensor, rows_N: torch.Tensor | None) -> torch.Tensor:
         hidden_NE = hidden_TE if rows_N is None else hidden_TE.index_select(0, rows_N)
-        logits_NV = self._linear.product(self._kernels.normed(hidden_NE, self._norm_E))
-        return finish_logits(logits_NV, self._kernels.factors)
+        logits_NP = self._linear.product(self._kernels.normed(hidden_NE, self._norm_E))
+        return self._kernels.gathered(finish_logits(logits_NP, self._kernels.factors))

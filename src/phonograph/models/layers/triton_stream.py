@@ -88,6 +88,10 @@ class StreamKernels:
             batch_invariant=self.batch_invariant,
         )
 
+    def gathered(self, logits_NP: torch.Tensor) -> torch.Tensor:
+        """Return the logits: one rank has them all."""
+        return logits_NP
+
     def input_memory(self, product: BoundProduct | None, rows_TI: torch.Tensor) -> Rows:
         """Return the memory of a product's input: room for FP8 if it takes that, or `rows_TI`."""
         if product is None or not product.plan(len(rows_TI)).fp8_rows:

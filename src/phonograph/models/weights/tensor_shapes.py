@@ -20,7 +20,8 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     norm_tensors = ("weight", "bias") if spec.norms.bias else ("weight",)
     shapes: dict[str, tuple[int, ...]] = {}
     if spec.features is None or spec.features.owns_embedding:
-        shapes["model.embed_tokens.weight"] = ((spec.features or spec).vocab_size, hidden)
+        rows = spec.features.vocab_size if spec.features else spec.head.num_outputs
+        shapes["model.embed_tokens.weight"] = (rows, hidden)
     if spec.features is not None:
         shapes |= {f"model.{name}": shape for name, shape in spec.features.tensors(hidden)}
     if spec.layer_embeddings is not None:
@@ -46,7 +47,7 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     if spec.has_final_norm:
         shapes |= {f"model.norm.{kind}": (hidden,) for kind in norm_tensors}
     if not spec.tie_word_embeddings and spec.head.scheme is None and spec.owns_head:
-        shapes["lm_head.weight"] = (spec.vocab_size, hidden)
+        shapes["lm_head.weight"] = (spec.head.num_outputs, hidden)
     if spec.input is not None:
         for name, rows in (("positions", spec.input.positions), ("token_types", spec.input.token_types)):
             shapes |= {f"model.{name}.weight": (rows, hidden)} if rows else {}
