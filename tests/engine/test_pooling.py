@@ -291,6 +291,7 @@ def test_heads_of_decoders(tmp_path: Path) -> None:
         {"num_kv_blocks": 40},
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
         {"quantize_lm_head": "fp8"},
+        {"quantization": "fp8"},
     ],
 )
 def test_settings_of_models_that_generate(settings: dict[str, Any], tmp_path: Path) -> None:
