@@ -14,7 +14,7 @@ import pytest
 import torch
 from checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint
 from encoder_checkpoints import expected_rows, make_encoder, random_prompts
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, Qwen3ForSequenceClassification, Qwen3Model
 
@@ -211,6 +211,19 @@ def test_refusals_of_requests_lose_nothing_of_others(tmp_path: Path) -> None:
         with pytest.raises(RequestError, match="without a tokenizer"):
             llm.embed("w1", use_tqdm=False)
         assert llm.embed([], use_tqdm=False) == []
+
+
+def test_rows_that_are_not_finite_fail_their_request(tmp_path: Path) -> None:
+    """The others of its step, and those that wait, have their results."""
+    make_encoder("bert", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["embeddings.word_embeddings.weight"][7] = torch.nan
+    save_file(tensors, tmp_path / "model.safetensors")
+    with make_llm(tmp_path) as llm:
+        outputs = llm.embed([[5, 6], [6, 7], [5, 6], [8], [9], [7], [5, 6]], use_tqdm=False)
+        assert [output.error is not None for output in outputs] == [False, True, False, False, False, True, False]
+        assert "not finite" in str(outputs[1].error) and llm.engine.core.scheduler.stats.blocks_used == 0
+        assert np.abs(outputs[0].outputs.data - outputs[6].outputs.data).max() < 1e-5
 
 
 @pytest.mark.parametrize(
