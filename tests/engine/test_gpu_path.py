@@ -36,7 +36,7 @@ from phonograph.errors import CaptureError
 from phonograph.graphs.verification import verify
 from phonograph.models.layers.linear import WeightAllocator
 from phonograph.models.spec import read_model_spec
-from phonograph.runner.kv_pool import allocate_kv_pool
+from phonograph.runner.pools.kv_pool import allocate_kv_pool
 from phonograph.structured.compiler import GrammarCompiler
 
 cuda_platform = pytest.importorskip("phonograph.engine.startup.cuda_platform")

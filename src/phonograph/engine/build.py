@@ -31,7 +31,7 @@ from phonograph.models.transformer import Transformer
 from phonograph.models.weights.kv_scales import KVScales
 from phonograph.models.weights.loading import begin_loading
 from phonograph.runner.group_builder import GroupBuilder
-from phonograph.runner.kv_pool import allocate_kv_caches, allocate_kv_pool
+from phonograph.runner.pools.kv_pool import allocate_kv_caches, allocate_kv_pool
 from phonograph.runner.runner import CaptureReport, Runner
 from phonograph.runner.sequences import Sequences
 from phonograph.runner.synthetic_batches import SyntheticBatches

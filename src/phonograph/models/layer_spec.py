@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import torch
 
+from phonograph.models.layers.layer_embedding import LayerEmbedding, layer_embedding
 from phonograph.models.layers.layer_matrix import LayerMatrix, MatrixPart
 from phonograph.models.quantization.scheme import Scheme
 
@@ -45,21 +46,6 @@ class RopeTable(NamedTuple):
     long_frequencies: tuple[float, ...] = ()
     query_beta: float = 0.0
     query_length: int = 0
-
-
-class LayerEmbeddings(NamedTuple):
-    """Embeddings of a token in all layers, from a table of its own and from the token's embedding.
-
-    With token t, its embedding x of E numbers and L layers, those of P numbers in layer l are
-    (sqrt(P) * table[t] + norm(projection(x) / sqrt(E)))[l] / sqrt(2).
-
-    Attributes:
-        vocab_size: rows of the table.
-        size: P.
-    """
-
-    vocab_size: int
-    size: int
 
 
 class NormKind(NamedTuple):
@@ -191,25 +177,6 @@ class LayerFeedForward:
     def with_schemes(self, scheme_of: Callable[[str], Scheme | None]) -> LayerFeedForward:
         """Return the feed-forward with the weight format of each projection, by its name in the layer."""
         return replace(self, gate_up=self.gate_up.with_schemes(scheme_of), down=self.down.with_schemes(scheme_of))
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerEmbedding:
-    """Embedding of a token in a layer, added after the feed-forward: output(activation(gate(stream)) * embedding).
-
-    Attributes:
-        gate: matrix of the gates, whose outputs are the numbers of the embedding.
-        output: matrix of what is added.
-        output_norm: norm of it.
-    """
-
-    gate: LayerMatrix
-    output: LayerMatrix
-    output_norm: str
-
-    def with_schemes(self, scheme_of: Callable[[str], Scheme | None]) -> LayerEmbedding:
-        """Return it with the weight format of each projection, by its name in the layer."""
-        return replace(self, gate=self.gate.with_schemes(scheme_of), output=self.output.with_schemes(scheme_of))
 
 
 class LayerSizes(NamedTuple):
@@ -385,15 +352,6 @@ def decoder_layer(
             input_norm=feed_forward_norms[0],
             output_norm=feed_forward_norms[1],
         ),
-        _layer_embedding(hidden_size, embedding_size) if embedding_size else None,
+        layer_embedding(hidden_size, embedding_size) if embedding_size else None,
         scalar,
-    )
-
-
-def _layer_embedding(hidden_size: int, size: int) -> LayerEmbedding:
-    gate, output = (MatrixPart("per_layer_input_gate", size),), (MatrixPart("per_layer_projection", hidden_size),)
-    return LayerEmbedding(
-        gate=LayerMatrix("gate of the layer's embedding", "", gate, hidden_size),
-        output=LayerMatrix("layer's embedding", "", output, size),
-        output_norm="post_per_layer_input_norm",
     )

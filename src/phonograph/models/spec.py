@@ -22,17 +22,10 @@ from phonograph.files.model_files import is_gguf, model_path, read_json
 from phonograph.models.context_length import context_length, rope_notes
 from phonograph.models.end_tokens import read_end_tokens, split_end_tokens
 from phonograph.models.families.family import Family
+from phonograph.models.heads.feature_input import FeatureInput
 from phonograph.models.hf_config import check_overrides, read_settings, window_notes, with_overrides
-from phonograph.models.layer_spec import (
-    NO_FACTORS,
-    PLAIN_NORMS,
-    Factors,
-    LayerEmbeddings,
-    LayerSpec,
-    NormKind,
-    RopeTable,
-)
-from phonograph.models.layers.feature_input import FeatureInput
+from phonograph.models.layer_spec import NO_FACTORS, PLAIN_NORMS, Factors, LayerSpec, NormKind, RopeTable
+from phonograph.models.layers.layer_embedding import LayerEmbeddings
 from phonograph.models.layers.layer_matrix import LayerMatrix, MatrixPart
 from phonograph.models.layers.rope import rope_tables, with_ropes
 from phonograph.models.quantization.float8 import Fp8Head

@@ -16,8 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from phonograph.kernels.torch.layers import rms_norm
-from phonograph.models.layers.finish_logits import finish_logits
+from phonograph.kernels.torch.layers import finish_logits, rms_norm
 from phonograph.models.layers.kernel_set import (
     Attend,
     AttentionPart,
@@ -26,13 +25,9 @@ from phonograph.models.layers.kernel_set import (
     LayerEmbeddingPart,
     Step,
 )
+from phonograph.models.layers.layer_embedding import LayerEmbeddingsWeights
 from phonograph.models.layers.linear import Linear, WeightAllocator
-from phonograph.models.layers.part_weights import (
-    ExpertsWeights,
-    FeatureWeights,
-    LayerEmbeddingsWeights,
-    LayerWeights,
-)
+from phonograph.models.layers.part_weights import ExpertsWeights, FeatureWeights, LayerWeights
 from phonograph.models.quantization.block_embedding import BlockEmbedding, Embedding
 from phonograph.models.quantization.gguf_blocks import GgufBlocks
 from phonograph.models.quantization.scheme import LinearWeight, QuantizedModule
@@ -216,7 +211,8 @@ class Transformer:
     def prompt_logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
         """Return logits [N, V] of any number of rows, with torch's operators, which allocate them."""
         assert self.final_norm is not None
-        return finish_logits(self.lm_head.product(rms_norm(hidden_NE, self.final_norm, self._eps)), self.spec.factors)
+        logits_NV = self.lm_head.product(rms_norm(hidden_NE, self.final_norm, self._eps))
+        return finish_logits(logits_NV, self.spec.factors.logits, self.spec.factors.softcap)
 
     def logits(self, hidden_TE: torch.Tensor, rows_N: torch.Tensor | None = None) -> torch.Tensor:
         """Return logits [N, V] in the model's dtype, of the rows `rows_N` of `forward`'s result, or of all rows."""

@@ -7,17 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from phonograph.errors import ModelError, UnsupportedModelError
-from phonograph.models.config_fields import FULL, SLIDING, Field
-from phonograph.models.layer_spec import (
-    NO_FACTORS,
-    PLAIN_NORMS,
-    UNLIMITED,
-    Factors,
-    LayerEmbeddings,
-    LayerSizes,
-    LayerSpec,
-    NormKind,
-)
+from phonograph.kernels.routing import Routing
+from phonograph.models.config_fields import FULL, SLIDING, TRAINING, Field
+from phonograph.models.layer_spec import NO_FACTORS, PLAIN_NORMS, UNLIMITED, Factors, LayerSizes, LayerSpec, NormKind
+from phonograph.models.layers.layer_embedding import LayerEmbeddings
 from phonograph.models.rope_parameters import RopeParameters, read_rope
 
 _MOST_HEAD_SIZE = 1 << 16
@@ -26,6 +19,8 @@ _MOST_HEAD_SIZE = 1 << 16
 SILU, GELU_TANH = ("silu", "swish"), ("gelu_pytorch_tanh",)
 """Names of activations in config.json."""
 
+EXPERT_LOSS = {"router_aux_loss_coef": TRAINING, "router_jitter_noise": TRAINING}
+"""Fields without effect."""
 Settings = Mapping[str, Any]
 """Fields of config.json with their defaults."""
 
@@ -107,3 +102,16 @@ def windows(settings: Settings) -> list[tuple[int, int]]:
     """Return the window of each layer."""
     types = settings.get("layer_types", [FULL] * settings["num_hidden_layers"])
     return [UNLIMITED if kind == FULL else (settings["sliding_window"] - 1, 0) for kind in types]
+
+
+def softmax_routing(settings: Settings, field: str, alias: str | None = None, *, renormalised: bool) -> Routing:
+    """Return a softmax over all experts, whose number `field` has, or `alias` if the file has that.
+
+    Raises:
+        ModelError: a token has more experts than there are.
+    """
+    name = field if alias is None or settings[alias] is None else alias
+    num_experts, top_k = settings[name], settings["num_experts_per_tok"]
+    if top_k > num_experts:
+        raise ModelError(f"num_experts_per_tok={top_k} must be at most {name}={num_experts}")
+    return Routing(num_experts, top_k, renormalised=renormalised)

@@ -29,15 +29,9 @@ from phonograph.models.config_fields import (
     FieldKind,
 )
 from phonograph.models.families.family import GELU_TANH, Family, Settings, full_every, layer_sizes, windows
-from phonograph.models.layer_spec import (
-    Factors,
-    LayerEmbeddings,
-    LayerFeedForward,
-    LayerSpec,
-    NormKind,
-    decoder_layer,
-)
+from phonograph.models.layer_spec import Factors, LayerFeedForward, LayerSpec, NormKind, decoder_layer
 from phonograph.models.layers.expert_spec import LayerExperts
+from phonograph.models.layers.layer_embedding import LayerEmbeddings
 from phonograph.models.layers.layer_matrix import LayerMatrix, MatrixPart
 from phonograph.models.rope_parameters import RopeParameters, read_ropes_by_type
 from phonograph.models.weights.expert_tensors import ExpertTensors

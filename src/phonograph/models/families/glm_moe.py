@@ -19,8 +19,7 @@ from phonograph.models.config_fields import (
     TENSORS,
     Field,
 )
-from phonograph.models.families.family import Family, Settings, layer_sizes
-from phonograph.models.families.softmax_experts import EXPERT_LOSS
+from phonograph.models.families.family import EXPERT_LOSS, Family, Settings, layer_sizes
 from phonograph.models.layer_spec import LayerFeedForward, LayerSpec, decoder_layer
 from phonograph.models.layers.expert_spec import ExpertNames, with_experts
 from phonograph.models.rope_parameters import PARTIAL, RopeParameters, read_rope

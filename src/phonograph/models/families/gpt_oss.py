@@ -18,8 +18,7 @@ from phonograph.models.config_fields import (
     Field,
     FieldKind,
 )
-from phonograph.models.families.family import Family, Settings, layer_sizes, windows
-from phonograph.models.families.softmax_experts import EXPERT_LOSS, softmax_routing
+from phonograph.models.families.family import EXPERT_LOSS, Family, Settings, layer_sizes, softmax_routing, windows
 from phonograph.models.layer_spec import LayerSpec, NormKind, decoder_layer
 from phonograph.models.layers.expert_spec import ExpertNames, with_experts
 from phonograph.models.rope_parameters import ORIGINAL, RopeParameters, read_rope

@@ -28,8 +28,7 @@ from phonograph.models.config_fields import (
     Field,
     FieldKind,
 )
-from phonograph.models.families.family import Family, Settings, layer_sizes
-from phonograph.models.families.softmax_experts import EXPERT_LOSS, softmax_routing
+from phonograph.models.families.family import EXPERT_LOSS, Family, Settings, layer_sizes, softmax_routing
 from phonograph.models.layer_spec import Factors, LayerFeedForward, LayerSpec, MatrixPart, decoder_layer
 from phonograph.models.layers.expert_spec import ExpertNames, with_experts
 from phonograph.models.rope_parameters import RopeParameters, read_rope

@@ -13,9 +13,8 @@ from phonograph.models.config_fields import (
     TENSORS,
     Field,
 )
-from phonograph.models.families.family import Family, Settings
+from phonograph.models.families.family import EXPERT_LOSS, Family, Settings, softmax_routing
 from phonograph.models.families.llama import MISTRAL
-from phonograph.models.families.softmax_experts import EXPERT_LOSS, softmax_routing
 from phonograph.models.layer_spec import LayerSpec
 from phonograph.models.layers.expert_spec import ExpertNames, with_experts
 

@@ -22,8 +22,15 @@ from phonograph.models.config_fields import (
     TEXTS,
     Field,
 )
-from phonograph.models.families.family import Family, Settings, full_every, layer_sizes, windows
-from phonograph.models.families.softmax_experts import EXPERT_LOSS, softmax_routing
+from phonograph.models.families.family import (
+    EXPERT_LOSS,
+    Family,
+    Settings,
+    full_every,
+    layer_sizes,
+    softmax_routing,
+    windows,
+)
 from phonograph.models.layer_spec import LayerSpec, NormKind, decoder_layer
 from phonograph.models.layers.expert_spec import with_experts
 from phonograph.models.rope_parameters import RopeParameters, read_ropes_by_type

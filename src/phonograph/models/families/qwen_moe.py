@@ -18,9 +18,8 @@ from phonograph.models.config_fields import (
     Field,
     FieldKind,
 )
-from phonograph.models.families.family import Family, Settings, layer_sizes
+from phonograph.models.families.family import EXPERT_LOSS, Family, Settings, layer_sizes, softmax_routing
 from phonograph.models.families.qwen import QWEN3
-from phonograph.models.families.softmax_experts import EXPERT_LOSS, softmax_routing
 from phonograph.models.layer_spec import LayerFeedForward, LayerSpec, decoder_layer
 from phonograph.models.layers.expert_spec import with_experts
 

@@ -15,15 +15,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from phonograph.models.layers.layer_embedding import LayerEmbeddingsWeights, LayerEmbeddingWeights
 from phonograph.models.layers.linear import Linear
-from phonograph.models.layers.part_weights import (
-    AttentionWeights,
-    ExpertsWeights,
-    FeatureWeights,
-    FeedForwardWeights,
-    LayerEmbeddingsWeights,
-    LayerEmbeddingWeights,
-)
+from phonograph.models.layers.part_weights import AttentionWeights, ExpertsWeights, FeatureWeights, FeedForwardWeights
 from phonograph.models.quantization.block_embedding import Embedding
 
 

@@ -5,23 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from phonograph.errors import WeightError
+from phonograph.models.heads.feature_input import EMBEDDING_NORM, FEATURE_NORM, FeatureInput
 from phonograph.models.layer_spec import (
     SINKS,
     FeedForward,
     LayerAttention,
-    LayerEmbedding,
-    LayerEmbeddings,
     LayerFeedForward,
     LayerSpec,
 )
 from phonograph.models.layers.expert_spec import LayerExperts
-from phonograph.models.layers.feature_input import EMBEDDING_NORM, FEATURE_NORM, FeatureInput
-from phonograph.models.layers.layer_matrix import LayerMatrix, MatrixPart
+from phonograph.models.layers.layer_embedding import LayerEmbeddingWeights
 from phonograph.models.layers.linear import Linear, WeightAllocator
 from phonograph.models.quantization.block_embedding import Embedding
 
@@ -112,75 +109,6 @@ class ExpertsWeights:
             (None if spec.sum_norm is None else f"{spec.sum_norm}.weight", self.sum_norm),
         )
         return {name: tensor for name, tensor in named if name is not None and tensor is not None}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerEmbeddingWeights:
-    """Weights of a layer's embedding of a token.
-
-    Attributes:
-        layer: index of the layer.
-        scalar: [1], factor of the stream after it, or None.
-    """
-
-    spec: LayerEmbedding
-    layer: int
-    gate: Linear
-    output: Linear
-    output_norm: torch.Tensor
-    scalar: torch.Tensor | None
-
-
-class LayerEmbeddingFactors(NamedTuple):
-    """Factors of what the table has, of the projection before its norm, and of their sum."""
-
-    found: float
-    projected: float
-    both: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerEmbeddingsWeights:
-    """Weights of all layers' embeddings of a token.
-
-    Attributes:
-        table_VX: [vocabulary, L * P].
-        projection: [L * P, E], of the token's embedding.
-        norm_P: norm of its result in each layer.
-    """
-
-    spec: LayerEmbeddings
-    table_VX: torch.Tensor
-    projection: Linear
-    norm_P: torch.Tensor
-
-    @classmethod
-    def make(
-        cls, spec: LayerEmbeddings, num_layers: int, hidden_size: int, allocate: WeightAllocator
-    ) -> LayerEmbeddingsWeights:
-        """Allocate the weights without contents."""
-        size = num_layers * spec.size
-        part = (MatrixPart("per_layer_model_projection", size),)
-        matrix = LayerMatrix("layers' embeddings", "", part, hidden_size, quantizable=False)
-        return cls(
-            spec=spec,
-            table_VX=allocate.tensor(spec.vocab_size, size),
-            projection=allocate.linear(matrix),
-            norm_P=allocate.norm(spec.size),
-        )
-
-    def factors(self) -> LayerEmbeddingFactors:
-        """Return the factors in the model's type, as transformers rounds them."""
-        found = torch.tensor(self.spec.size**0.5, dtype=self.table_VX.dtype).item()
-        return LayerEmbeddingFactors(found, self.projection.spec.num_inputs**-0.5, 2**-0.5)
-
-    def checkpoint_views(self) -> dict[str, torch.Tensor]:
-        """Return the destination of each tensor of a checkpoint by its name in the model."""
-        return {
-            "embed_tokens_per_layer.weight": self.table_VX,
-            "per_layer_projection_norm.weight": self.norm_P,
-            **self.projection.checkpoint_views(),
-        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,20 +10,13 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
-from phonograph.kernels.torch.layers import ACTIVATIONS, rms_norm, rope
+from phonograph.kernels.torch.layers import ACTIVATIONS, finish_logits, rms_norm, rope
 from phonograph.models.layer_spec import NO_FACTORS, Factors, RopeTable
 from phonograph.models.layers.experts import Experts
-from phonograph.models.layers.finish_logits import finish_logits
 from phonograph.models.layers.kernel_set import Step, Stream
+from phonograph.models.layers.layer_embedding import LayerEmbeddingsWeights, LayerEmbeddingWeights
 from phonograph.models.layers.linear import Linear
-from phonograph.models.layers.part_weights import (
-    AttentionWeights,
-    ExpertsWeights,
-    FeatureWeights,
-    FeedForwardWeights,
-    LayerEmbeddingsWeights,
-    LayerEmbeddingWeights,
-)
+from phonograph.models.layers.part_weights import AttentionWeights, ExpertsWeights, FeatureWeights, FeedForwardWeights
 from phonograph.models.layers.rotary import RotaryTables
 from phonograph.models.quantization.block_embedding import BlockEmbedding, Embedding
 
@@ -298,4 +291,4 @@ class TorchHead:
     def __call__(self, hidden_TE: torch.Tensor, rows_N: torch.Tensor | None) -> torch.Tensor:
         hidden_NE = hidden_TE if rows_N is None else hidden_TE.index_select(0, rows_N)
         logits_NV = self._linear.product(self._kernels.normed(hidden_NE, self._norm_E))
-        return finish_logits(logits_NV, self._kernels.factors)
+        return finish_logits(logits_NV, self._kernels.factors.logits, self._kernels.factors.softcap)

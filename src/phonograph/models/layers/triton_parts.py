@@ -11,21 +11,15 @@ from __future__ import annotations
 import torch
 
 from phonograph.kernels.fp8_activations import Rows
+from phonograph.kernels.torch.layers import finish_logits
 from phonograph.kernels.triton.attention.rope_and_kv_write import rope_and_write_kv
 from phonograph.kernels.triton.elementwise import layers
 from phonograph.kernels.triton.elementwise.layer_embeddings import add_table, gate_embedding
 from phonograph.kernels.triton.gemm.bound_product import BoundProduct
-from phonograph.models.layers.finish_logits import finish_logits
 from phonograph.models.layers.kernel_set import Step, Stream
+from phonograph.models.layers.layer_embedding import LayerEmbeddingsWeights, LayerEmbeddingWeights
 from phonograph.models.layers.linear import Linear
-from phonograph.models.layers.part_weights import (
-    AttentionWeights,
-    ExpertsWeights,
-    FeatureWeights,
-    FeedForwardWeights,
-    LayerEmbeddingsWeights,
-    LayerEmbeddingWeights,
-)
+from phonograph.models.layers.part_weights import AttentionWeights, ExpertsWeights, FeatureWeights, FeedForwardWeights
 from phonograph.models.layers.triton_experts import ExpertKernels
 from phonograph.models.layers.triton_stream import NormedInput, StreamKernels
 from phonograph.models.quantization.block_embedding import Embedding
@@ -291,7 +285,7 @@ class TritonHead:
         rows_NE, logits_NV = kernels.workspace.rows_NE[:num_logits], kernels.workspace.logits_NV[:num_logits]
         kernels.take_rows(hidden_TE, rows_N, self._norm_E, rows_NE)
         self._product.store(rows_NE, logits_NV)
-        return finish_logits(logits_NV, kernels.factors)
+        return finish_logits(logits_NV, kernels.factors.logits, kernels.factors.softcap)
 
 
 class TritonKernels(StreamKernels):
