@@ -33,7 +33,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "kernels": COMMON,
     "graphs": COMMON,
     "attention": COMMON | {"kernels"},
-    "models": COMMON - {"graphs.modes", "demo"} | {"files", "kernels"},
+    "models": COMMON - {"demo"} | {"files", "kernels"},
     "sampling": COMMON | {"kernels"},
     "text": COMMON | {"files"},
     "structured": COMMON | {"text"},

@@ -52,7 +52,7 @@ def test_norms_in_float32_are_counted(family: str, tmp_path: Path) -> None:
     make_checkpoint(family, tmp_path)
     spec = read_model_spec(tmp_path)
     model = Transformer(spec, torch.bfloat16, CPU)
-    heads = 0 if family == "olmo2" else sum(weights.attention.head_norms.nbytes for weights in model.weights)
+    heads = 0 if family == "olmo2" else sum(weights.mixer.head_norms.nbytes for weights in model.weights)
     # Norms of each head are stored once a head.
     stored = sum(4 * 2 * spec.head_size for _ in spec.layers) if heads else 0
     assert model.final_norm.dtype is torch.float32

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import pairwise
 
 from phonograph.attention.triton.prefix_runs import PrefixRun, find_runs
@@ -12,6 +13,7 @@ from phonograph.engine.groups.kv_groups import KVGroups, group_name, window_name
 from phonograph.engine.plan import EnginePlan
 from phonograph.errors import counted
 from phonograph.kernels.attention_scratch import MAX_SHORT_QUERY
+from phonograph.models.spec import ModelSpec
 
 
 def group_names(kv: KVGroups, members: list[int]) -> str:
@@ -67,3 +69,14 @@ def sharing_lines(plan: EnginePlan, batch: ScheduledBatch, shared: list[int]) ->
         f"- sequences {run.first} to {run.last} attend keys {run.begin} to {run.end} once, then each its own"
         for run in runs
     ]
+
+
+def layers_text(model: ModelSpec) -> str:
+    """Return the numbers of layers, of those with each kind of state, and of heads with sizes, which may differ."""
+    states = Counter(mixer.name for mixer in model.states.values())
+    heads = dict.fromkeys(
+        f"{one.num_query_heads} query and {one.num_kv_heads} KV heads of size {one.head_size}"
+        for one in model.attentions.values()
+    )
+    kinds = (f"{count} with a {name}" for name, count in states.items())
+    return ", ".join([f"{model.num_layers} layers", *kinds, " or ".join(heads)])

@@ -27,11 +27,13 @@ from phonograph.engine.startup.sleeper import Load, Sleeper
 from phonograph.errors import ConfigError
 from phonograph.graphs.modes import GraphKey
 from phonograph.models.layer_spec import LayerAttention
+from phonograph.models.layers.part_weights import AttentionWeights
 from phonograph.models.transformer import Transformer
 from phonograph.models.weights.kv_scales import KVScales
 from phonograph.models.weights.loading import begin_loading
 from phonograph.runner.group_builder import GroupBuilder
 from phonograph.runner.pools.kv_pool import allocate_kv_caches, allocate_kv_pool
+from phonograph.runner.pools.state_pool import allocate_state_pool
 from phonograph.runner.runner import CaptureReport, Runner
 from phonograph.runner.sequences import Sequences
 from phonograph.runner.synthetic_batches import SyntheticBatches
@@ -178,7 +180,7 @@ def build_engine(plan: EnginePlan, report: StartProgress = no_progress, *, platf
         plan.limits,
         groups=plan.kv.groups,
         num_blocks=plan.memory.num_blocks,
-        enable_prefix_caching=plan.config.enable_prefix_caching,
+        enable_prefix_caching=plan.prefix_caching,
         policy=plan.config.scheduling_policy,
         drafts=runner.drafts,
     )
@@ -187,13 +189,18 @@ def build_engine(plan: EnginePlan, report: StartProgress = no_progress, *, platf
         drafting = [] if parts.draft is None else [parts.draft]
         models = [parts.model, *(one.model for one in drafting)]
         caches = [*parts.kv_caches, *(cache for one in drafting for cache in one.kv_caches)]
+        caches += [state for states in parts.states.values() for state in states]
         sleeper.start(core, models, caches, zeroes=_zeroes_cache(plan))
     return Engine(
         core=core,
         plan=plan,
         captured=captured,
         make_subject=lambda: RunnerSubject(
-            runner, parts.kv_caches, plan.kv.groups, poisons_freed=_skip_freed_blocks(plan)
+            runner,
+            dict(zip(plan.model.attentions, parts.kv_caches, strict=True)),
+            plan.kv.groups,
+            states=parts.states,
+            poisons_freed=_skip_freed_blocks(plan),
         ),
         sleeper=sleeper,
     )
@@ -244,6 +251,7 @@ def make_runner(plan: EnginePlan, parts: ModelParts, platform: Platform) -> Runn
             vocab_size=plan.model.vocab_size,
             draft_tokens=limits.draft_tokens,
             ragged_decodes=plan.captures.ragged,
+            num_slots=limits.max_num_seqs if parts.states else 0,
         ),
     )
 
@@ -281,7 +289,7 @@ def make_model_parts(
     # Only FP8 caches scale keys and values.
     scales = model.kv_scales if plan.attention.has_fp8_cache else KVScales()
     layers = _attention_layers(model, scales)
-    sources = [index if layer.kv_layer is None else layer.kv_layer for index, layer in _attentions(model)]
+    sources = [index if one.kv_layer is None else one.kv_layer for index, one in model.spec.attentions.items()]
     kv_caches = [caches[source] for source in sources]
     drafting = None
     if draft is not None and plan.draft is not None:
@@ -300,30 +308,35 @@ def make_model_parts(
     if _zeroes_cache(plan):
         for cache in (*kv_caches, *(() if drafting is None else drafting.kv_caches)):
             cache.zero_()
-    return ModelParts(model=model, backends=backends, layers=layers, kv_caches=kv_caches, draft=drafting)
-
-
-def _attentions(model: Transformer) -> list[tuple[int, LayerAttention]]:
-    return [(index, layer.attention) for index, layer in enumerate(model.spec.layers)]
+    states = allocate_state_pool(
+        model.spec.states,
+        num_slots=plan.limits.max_num_seqs,
+        dtype=model.dtype,
+        device=model.device,
+        make_empty=make_empty,
+    )
+    return ModelParts(model=model, backends=backends, layers=layers, kv_caches=kv_caches, states=states, draft=drafting)
 
 
 def _attention_layers(model: Transformer, scales: KVScales) -> list[AttentionLayer]:
-    """Return the parameters of the attention of each layer."""
+    """Return the parameters of the attention of each layer that has it."""
 
     def made(index: int, layer: LayerAttention) -> AttentionLayer:
         source = index if layer.kv_layer is None else layer.kv_layer
+        weights = model.weights[index].mixer
+        assert isinstance(weights, AttentionWeights)
         return AttentionLayer(
             index=index,
             scale=layer.scale,
             window=layer.window,
             softcap=layer.softcap,
-            sinks=model.weights[index].attention.sinks,
+            sinks=weights.sinks,
             k_scale=scales.keys.get(source),
             v_scale=scales.values.get(source),
             q_scale=scales.queries.get(index),
         )
 
-    return [made(index, layer) for index, layer in _attentions(model)]
+    return [made(index, attention) for index, attention in model.spec.attentions.items()]
 
 
 def _zeroes_cache(plan: EnginePlan) -> bool:

@@ -18,6 +18,7 @@ from phonograph.engine.groups.draft_plan import DraftPlan, check_speculation, pl
 from phonograph.engine.groups.kv_groups import KVGroups, make_kv_groups
 from phonograph.engine.groups.layer_specs import layer_specs
 from phonograph.engine.groups.select_backends import select_backends, weakest_support
+from phonograph.engine.groups.state_slots import NO_PREFIX_CACHE, check_states, mixer_names, weakest_of
 from phonograph.engine.memory import MemoryPlan, gib
 from phonograph.engine.startup.cpu_products import plan_cpu_products
 from phonograph.engine.startup.threads import Threads, plan_threads
@@ -42,6 +43,7 @@ class EnginePlan:
     """Decisions of an engine.
 
     threads: threads of the operators on a CPU; None on a GPU
+    prefix_caching: blocks of known prefixes are found again
     cpu_products: products of quantized weights on a CPU; None on a GPU, and without such weights
     draft: draft model of speculation, or None
     notes:   limits, memory and threads that the configuration left open, or that differ from it
@@ -59,6 +61,7 @@ class EnginePlan:
     resolution: Resolution
     captures: CaptureList
     memory: MemoryPlan
+    prefix_caching: bool
     threads: Threads | None
     cpu_products: CpuProducts | None
     draft: DraftPlan | None
@@ -120,6 +123,7 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
         )
     if config.batch_invariant and model.quantization is not None:
         raise ConfigError("batch_invariant", True, f"weights in {model.quantization.name} have no such products")
+    check_states(config, model, dtype, device)
     _check_experts(config, model, dtype, device)
     _check_lm_head(config, model, dtype, device)
     kv, selected, sized = select_backends(config, kv, device)
@@ -127,7 +131,7 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
     if config.speculation is not None:
         check_speculation(config, selected.values(), device)
     requested = GraphMode.NONE if config.enforce_eager else config.cudagraph_mode
-    support = weakest_support(kv, selected, device)
+    support = weakest_of(weakest_support(kv, selected, device), model)
     draft = None
     if limits.lookahead_tokens:
         drafting = read_draft_spec(config, model)
@@ -155,6 +159,8 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
         draft,
     )
     notes += sizing
+    if model.states and config.enable_prefix_caching:
+        notes.append(NO_PREFIX_CACHE.format(names=mixer_names(model)))
     if config.speculation is not None:
         notes.append(config.speculation.note)
         waits = wait_reason(config, selected.values(), device)
@@ -175,6 +181,7 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
         resolution=resolution,
         captures=captures,
         memory=memory,
+        prefix_caching=config.enable_prefix_caching and not model.states,
         threads=threads,
         cpu_products=cpu_products,
         draft=draft,
@@ -309,5 +316,8 @@ def resolve_attention(config: EngineConfig, model: ModelSpec, device: DeviceSpec
     dtype = _dtype(config, model, device)
     specs = layer_specs(config, model, dtype, device)
     context = _limits(config, model, device).max_model_len
-    sources = [layer.attention.kv_layer for layer in model.layers]
-    return make_kv_groups(specs, max_model_len=context, block_size=config.block_size, sources=sources)
+    attentions = model.attentions
+    sources = [attention.kv_layer for attention in attentions.values()]
+    return make_kv_groups(
+        specs, max_model_len=context, block_size=config.block_size, sources=sources, indices=[*attentions]
+    )

@@ -24,10 +24,19 @@ from phonograph.models.end_tokens import read_end_tokens, split_end_tokens
 from phonograph.models.families.family import Family
 from phonograph.models.heads.feature_input import FeatureInput
 from phonograph.models.hf_config import check_overrides, read_settings, window_notes, with_overrides
-from phonograph.models.layer_spec import NO_FACTORS, PLAIN_NORMS, Factors, LayerSpec, NormKind, RopeTable
+from phonograph.models.layer_spec import (
+    NO_FACTORS,
+    PLAIN_NORMS,
+    Factors,
+    LayerAttention,
+    LayerSpec,
+    NormKind,
+    RopeTable,
+)
 from phonograph.models.layers.layer_embedding import LayerEmbeddings
 from phonograph.models.layers.layer_matrix import LayerMatrix, MatrixPart
 from phonograph.models.layers.rope import rope_tables, with_ropes
+from phonograph.models.layers.states.state_mixer import StateMixer
 from phonograph.models.quantization.float8 import Fp8Head
 from phonograph.models.quantization.quantization_config import choose_quantization, read_quantization
 from phonograph.models.quantization.scheme import Quantization, Scheme
@@ -95,16 +104,30 @@ class ModelSpec:
         return len(self.layers)
 
     @property
+    def attentions(self) -> dict[int, LayerAttention]:
+        """Attention by the index of the layer, of those that have it."""
+        return {index: one.mixer for index, one in enumerate(self.layers) if isinstance(one.mixer, LayerAttention)}
+
+    @property
+    def states(self) -> dict[int, StateMixer]:
+        """Mixers with a state by the index of the layer."""
+        return {index: one.mixer for index, one in enumerate(self.layers) if not isinstance(one.mixer, LayerAttention)}
+
+    @property
+    def _attention(self) -> LayerAttention:
+        return next(iter(self.attentions.values()))
+
+    @property
     def num_query_heads(self) -> int:
-        return self.layers[0].attention.num_query_heads
+        return self._attention.num_query_heads
 
     @property
     def num_kv_heads(self) -> int:
-        return self.layers[0].attention.num_kv_heads
+        return self._attention.num_kv_heads
 
     @property
     def head_size(self) -> int:
-        return self.layers[0].attention.head_size
+        return self._attention.head_size
 
     @property
     def owns_head(self) -> bool:
@@ -177,7 +200,8 @@ class ModelSpec:
 
     def with_ropes(self, change: Callable[[RopeTable], RopeTable]) -> ModelSpec:
         """Return the model with changed rotary embeddings."""
-        ropes = [layer.attention.rope for layer in self.layers]
+        attentions = self.attentions
+        ropes = [attentions[index].rope if index in attentions else None for index in range(self.num_layers)]
         return replace(self, layers=with_ropes(self.layers, [None if one is None else change(one) for one in ropes]))
 
     def with_head_scheme(self, scheme: Scheme) -> ModelSpec:
@@ -198,20 +222,7 @@ class ModelSpec:
             shapes["model.per_layer_model_projection.weight"] = (self.num_layers * size, hidden)
             shapes["model.per_layer_projection_norm.weight"] = (size,)
         for index, layer in enumerate(self.layers):
-            prefix = f"{LAYERS}.{index}"
-            shapes |= {f"{prefix}.{norm}.weight": (hidden,) for norm in layer.norms}
-            for matrix in layer.matrices:
-                shapes |= {f"{prefix}.{name}": shape for name, shape in matrix.tensors()}
-            shapes |= {f"{prefix}.{name}": shape for name, shape in layer.other_shapes.items()}
-            if layer.scalar is not None:
-                shapes[f"{prefix}.{layer.scalar}"] = (1,)
-            if layer.attention.head_norms:
-                attention = layer.attention
-                for name, heads in (("q_norm", attention.num_query_heads), ("k_norm", attention.num_key_heads)):
-                    if not heads:
-                        continue
-                    width = attention.head_size * (heads if attention.joint_norms else 1)
-                    shapes[f"{prefix}.self_attn.{name}.weight"] = (width,)
+            shapes |= {f"{LAYERS}.{index}.{name}": shape for name, shape in layer.tensors(hidden)}
         if self.features is None or not self.features.joins_embedding:
             shapes["model.norm.weight"] = (hidden,)
         if not self.tie_word_embeddings and self.head.scheme is None and self.owns_head:
@@ -361,7 +372,9 @@ def make_spec(
         raise UnsupportedModelError(f"dtype={dtype!r} is not supported; supported are {', '.join(DTYPE_BYTES)}")
     ropes = family.ropes(settings)
     layers = family.layers(settings)
-    tables = rope_tables(ropes, [layer.attention.head_size for layer in layers])
+    tables = rope_tables(
+        ropes, [layer.mixer.head_size if isinstance(layer.mixer, LayerAttention) else 0 for layer in layers]
+    )
     length, source = context_length(settings, ropes)
     eos_token_ids, note = split_end_tokens(end_tokens, settings["vocab_size"])
     quantized = settings["quantization_config"]

@@ -19,15 +19,16 @@ import torch
 from phonograph.kernels.torch.layers import finish_logits, rms_norm
 from phonograph.models.layers.kernel_set import (
     Attend,
-    AttentionPart,
     FeedForwardPart,
     KernelSet,
     LayerEmbeddingPart,
+    MixerPart,
     Step,
+    StepStates,
 )
 from phonograph.models.layers.layer_embedding import LayerEmbeddingsWeights
 from phonograph.models.layers.linear import Linear, WeightAllocator
-from phonograph.models.layers.part_weights import ExpertsWeights, FeatureWeights, LayerWeights
+from phonograph.models.layers.part_weights import AttentionWeights, ExpertsWeights, FeatureWeights, LayerWeights
 from phonograph.models.quantization.block_embedding import BlockEmbedding, Embedding
 from phonograph.models.quantization.gguf_blocks import GgufBlocks
 from phonograph.models.quantization.scheme import LinearWeight, QuantizedModule
@@ -43,10 +44,15 @@ def _feed_forward(kernels: KernelSet, layer: LayerWeights, load_X: torch.Tensor 
     return kernels.experts(weights, load_X) if isinstance(weights, ExpertsWeights) else kernels.feed_forward(weights)
 
 
+def _mixer(kernels: KernelSet, layer: LayerWeights) -> MixerPart:
+    weights = layer.mixer
+    return kernels.attention(weights) if isinstance(weights, AttentionWeights) else kernels.states(weights)
+
+
 class BoundLayer(NamedTuple):
     """Parts of a layer, and memory [T, E] in which its output is kept, or None."""
 
-    attention: AttentionPart
+    mixer: MixerPart
     feed_forward: FeedForwardPart
     embedding: LayerEmbeddingPart | None
     tap_TE: torch.Tensor | None
@@ -150,7 +156,7 @@ class Transformer:
         )
         self.layers = [
             BoundLayer(
-                kernels.attention(layer.attention),
+                _mixer(kernels, layer),
                 _feed_forward(kernels, layer, self.expert_load.get(index)),
                 None if layer.embedding is None else kernels.layer_embedding(layer.embedding),
                 taps.get(index),
@@ -169,6 +175,7 @@ class Transformer:
         num_rows: torch.Tensor | None = None,
         num_kept: torch.Tensor | None = None,
         features_TE: torch.Tensor | None = None,
+        states: StepStates | None = None,
     ) -> torch.Tensor:
         """Run all layers. Call it in inference mode.
 
@@ -181,11 +188,12 @@ class Transformer:
             num_rows: int32 [1], number of tokens that are not padding; None for all. Padding has no experts.
             num_kept: the same for `rows_P`.
             features_TE: features of the target, of a draft head.
+            states: states of the sequences, of a model with state layers.
 
         Returns:
             The residual stream before the final norm, [T, E], or [P, E] of the rows that are kept.
         """
-        step, last = Step(self.kernels.rotary(positions_T), attend), self._running[-1]
+        step, last = Step(self.kernels.rotary(positions_T), attend, states=states), self._running[-1]
         if self.feature_part is not None:
             assert features_TE is not None
             stream = self.feature_part(input_ids_T, features_TE)
@@ -200,7 +208,7 @@ class Transformer:
         for layer in self._running:
             if layer is last:
                 step = step._replace(rows_P=rows_P, num_kept=num_kept)
-            stream = layer.attention(stream, step)
+            stream = layer.mixer(stream, step)
             stream = layer.feed_forward(stream)
             if layer.embedding is not None:
                 stream = layer.embedding(stream, step)
@@ -235,10 +243,10 @@ class Transformer:
         self._running = layers
         beginning = self.embedding or self.feature_part
         assert beginning is not None
-        beginning.then = layers[0].attention
+        beginning.then = layers[0].mixer
         for layer, following in zip_longest(layers, layers[1:]):
-            after = None if following is None else following.attention
-            layer.attention.then = layer.feed_forward
+            after = None if following is None else following.mixer
+            layer.mixer.then = layer.feed_forward
             layer.feed_forward.then = after if layer.embedding is None else layer.embedding
             if layer.embedding is not None:
                 layer.embedding.then = after

@@ -29,6 +29,7 @@ class CpuInputs:
         slot_mappings   [G, T]    int64   -1 writes nothing
         query_start_loc [R+1]     int32
         seq_lens        [R]       int32
+        slots           [R]       int32   -1 for empty rows
         block_tables    [G, R, N] int32
         logits_rows     [L]       int64   rows of `hidden` that have logits, L = max_num_logits
         num_reqs        [1]       int32   requests of the step without padding
@@ -60,6 +61,7 @@ class CpuInputs:
         self.slot_mappings_np = np.full((len(block_sizes), max_num_tokens), -1, np.int64)
         self.query_start_loc_np = np.zeros(max_num_seqs + 1, np.int32)
         self.seq_lens_np = np.zeros(max_num_seqs, np.int32)
+        self.slots_np = np.full(max_num_seqs, -1, np.int32)
         self.block_tables_np = np.zeros_like(self.slot_blocks)
         self.logits_rows_np = np.zeros(max_num_logits or max_num_seqs, np.int64)
         self.num_logits_np = np.zeros(1, np.int32)
@@ -68,6 +70,7 @@ class CpuInputs:
         self.slot_mappings = torch.from_numpy(self.slot_mappings_np).unbind()
         self.query_start_loc = torch.from_numpy(self.query_start_loc_np)
         self.seq_lens = torch.from_numpy(self.seq_lens_np)
+        self.slots = torch.from_numpy(self.slots_np)
         self.block_tables = torch.from_numpy(self.block_tables_np).unbind()
         self.logits_rows = torch.from_numpy(self.logits_rows_np)
         self.num_logits = torch.from_numpy(self.num_logits_np)
@@ -137,6 +140,7 @@ class CpuInputs:
         num_reqs, num_tokens = batch.num_reqs, batch.num_tokens
         query_start_loc, seq_lens = self.query_start_loc_np, self.seq_lens_np
         query_start_loc[0] = 0
+        self.slots_np[:num_reqs] = slots
         self.num_logits_np[0] = rows.num_logits
         if num_tokens == num_reqs:
             query_start_loc[1 : num_reqs + 1] = self._counting[1 : num_reqs + 1]
@@ -171,6 +175,7 @@ class CpuInputs:
         if padded_reqs > num_reqs:
             query_start_loc[num_reqs + 1 : padded_reqs + 1] = num_tokens
             seq_lens[num_reqs:padded_reqs] = 0
+            self.slots_np[num_reqs:padded_reqs] = -1
         if padded_tokens > num_tokens:
             self.input_ids_np[num_tokens:padded_tokens] = 0
             self.positions_np[num_tokens:padded_tokens] = 0
@@ -184,6 +189,9 @@ class CpuInputs:
         self._append_blocks(rows.batch)
         end = 0
         for row, (query, context) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
-            self.token_ids[row, context : context + query] = batch.token_ids[end : end + query]
+            self.token_ids[rows.slots[row], context : context + query] = batch.token_ids[end : end + query]
             end += query
-        return self.write(rows, key)
+        commons = self.write(rows, key)
+        if not batch.writes_states:
+            self.slots_np[:] = -1
+        return commons

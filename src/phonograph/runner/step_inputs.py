@@ -61,6 +61,8 @@ class SyntheticBatch:
     num_decodes: leading sequences that are decodes, all of whose tokens have logits
     blocks: block table of each sequence, by KV group
     prefix_len: leading tokens that the first sequences have in the same blocks, or 0
+    slots: slot of each sequence; None for sequence i in slot i
+    writes_states: False if the sequences start from zeros and write no state, as their slots may be in use
     """
 
     query_lens: list[int]
@@ -69,12 +71,15 @@ class SyntheticBatch:
     blocks: list[list[np.ndarray]]
     token_ids: np.ndarray
     prefix_len: int = 0
+    slots: list[int] | None = None
+    writes_states: bool = True
 
     def rows(self) -> StepRows:
-        """Return the step that computes the batch, with sequence i in slot i."""
+        """Return the step that computes the batch."""
         num_reqs = len(self.query_lens)
+        slots = [*range(num_reqs)] if self.slots is None else self.slots
         batch = ScheduledBatch(
-            slots=[*range(num_reqs)],
+            slots=slots,
             query_lens=self.query_lens,
             context_lens=self.context_lens,
             samples=[True] * num_reqs,
@@ -82,12 +87,12 @@ class SyntheticBatch:
             num_decode_tokens=sum(self.query_lens[: self.num_decodes]),
             num_tokens=len(self.token_ids),
             appends=[
-                BlockAppend(slot=row, start=0, block_ids=ids.tolist(), group=group)
+                BlockAppend(slot=slot, start=0, block_ids=ids.tolist(), group=group)
                 for group, tables in enumerate(self.blocks)
-                for row, ids in enumerate(tables)
+                for slot, ids in zip(slots, tables, strict=True)
             ],
         )
-        return rows_of(batch, np.zeros(num_reqs, np.int64))
+        return rows_of(batch, np.zeros(max(slots) + 1, np.int64))
 
 
 def rows_of(batch: ScheduledBatch, prompt_lens: np.ndarray) -> StepRows:
@@ -169,6 +174,7 @@ class Inputs(Protocol):
     positions:   int64 [T]
     logits_rows: int64 [L], the rows of the residual stream that have logits, for the largest step
     query_start_loc, seq_lens: as in `CommonMetadata`, for the largest step
+    slots:       int32 [R], slot of each sequence of the step; -1 for empty rows, and for sequences that write no state
     block_tables, slot_mappings: likewise, of each KV group
     query_start_loc: int32 [R+1], see `CommonMetadata`
     num_logits:  int32 [1], rows of logits of the step without padding
@@ -180,6 +186,7 @@ class Inputs(Protocol):
     logits_rows: torch.Tensor
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
+    slots: torch.Tensor
     block_tables: tuple[torch.Tensor, ...]
     slot_mappings: tuple[torch.Tensor, ...]
     num_logits: torch.Tensor

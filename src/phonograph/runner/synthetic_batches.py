@@ -34,6 +34,7 @@ class SyntheticBatches:
         vocab_size: token ids are below it.
         draft_tokens: most drafts of a decode.
         ragged_decodes: see `CaptureList.ragged`.
+        num_slots: slots that random batches choose from, for models whose layers have states; 0 for the first ones.
     """
 
     latest: SyntheticBatch
@@ -49,7 +50,9 @@ class SyntheticBatches:
         vocab_size: int,
         draft_tokens: int = 0,
         ragged_decodes: bool = True,
+        num_slots: int = 0,
     ) -> None:
+        self._num_slots = num_slots
         self._inputs = inputs
         self._draft_tokens = draft_tokens
         self._ragged_decodes = ragged_decodes
@@ -71,7 +74,10 @@ class SyntheticBatches:
         )
 
     def capture_batch(self, key: GraphKey) -> tuple[CommonMetadata, ...]:
-        """Write the simplest batch that fills `key`: no context, and as few sequences as can hold the tokens."""
+        """Write the simplest batch that fills `key`: no context, and as few sequences as can hold the tokens.
+
+        It writes no state, whatever the slots have.
+        """
         if key.graphs is GraphSet.DECODE:
             least, more = divmod(key.num_tokens, key.num_reqs)
             query_lens = [least + 1] * more + [least] * (key.num_reqs - more)
@@ -82,7 +88,8 @@ class SyntheticBatches:
             query_lens += [rest] if (rest := key.num_tokens % longest) else []
             query_lens.sort()
             num_decodes = query_lens.count(1)
-        return self._load(np.random.default_rng(0), key, query_lens, [0] * len(query_lens), (0, 0), num_decodes)
+        rng = np.random.default_rng(0)
+        return self._load(rng, key, query_lens, [0] * len(query_lens), (0, 0), num_decodes, writes_states=False)
 
     def random_batch(self, key: GraphKey, rng: np.random.Generator) -> tuple[CommonMetadata, ...]:
         """Write a random batch that pads to `key`: fewer tokens and sequences, ragged queries, long contexts.
@@ -183,6 +190,8 @@ class SyntheticBatches:
         context_lens: list[int],
         prefix: tuple[int, int],
         num_decodes: int,
+        *,
+        writes_states: bool = True,
     ) -> tuple[CommonMetadata, ...]:
         """Write a batch.
 
@@ -193,6 +202,7 @@ class SyntheticBatches:
             context_lens: of each sequence, with the prefix.
             prefix: leading sequences with a common prefix, and its tokens.
             num_decodes: leading sequences that are decodes.
+            writes_states: see `SyntheticBatch`.
         """
         sharing, prefix_len = prefix
         num_shared = [0 if group.window is not None else prefix_len // group.block_size for group in self._groups]
@@ -227,6 +237,8 @@ class SyntheticBatches:
             blocks=[tables[first : first + num_reqs] for first in range(0, len(tables), num_reqs)],
             token_ids=rng.integers(0, self._vocab_size, sum(query_lens), np.int32),
             prefix_len=prefix_len,
+            slots=rng.permutation(self._num_slots)[:num_reqs].tolist() if self._num_slots else None,
+            writes_states=writes_states,
         )
         return self._inputs(self.latest, key)
 

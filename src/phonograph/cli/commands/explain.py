@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from phonograph.engine.plan import EnginePlan
     from phonograph.graphs.dispatch import Decision
     from phonograph.graphs.modes import GraphKey
-    from phonograph.models.spec import ModelSpec
 
 
 class _Decided(NamedTuple):
@@ -112,8 +111,11 @@ def _facts(plan: EnginePlan, decided: list[_Decided]) -> dict[str, Any]:
     capabilities, memory, captures = plan.selection.capabilities, plan.memory, plan.captures
     model = asdict(plan.model)
     for layer in model["layers"]:
-        rope = layer["attention"]["rope"]
-        layer["attention"]["rope"] = None if rope is None else {"pairs": len(rope.frequencies), "factor": rope.factor}
+        mixer = layer.pop("mixer")
+        rope = mixer.get("rope")
+        if "rope" in mixer:
+            mixer["rope"] = None if rope is None else {"pairs": len(rope.frequencies), "factor": rope.factor}
+        layer["attention" if "rope" in mixer else "state"] = mixer
     return {
         "model": {"name": plan.config.model, **model, "num_parameters": plan.model.num_parameters},
         "device": asdict(plan.device),
@@ -142,12 +144,14 @@ def _facts(plan: EnginePlan, decided: list[_Decided]) -> dict[str, Any]:
             "graphs": memory.graphs,
             "attention": memory.attention,
             "sampling": memory.sampling,
+            "states": memory.states,
             "kv_cache": memory.kv_cache,
             "kv_block": memory.block,
             "num_kv_blocks": memory.num_blocks,
             "num_kv_tokens": memory.num_tokens,
         },
         "kv_groups": [asdict(group) for group in group_facts(plan)],
+        "prefix_caching": plan.prefix_caching,
         "threads": None if plan.threads is None else plan.threads.count,
         "notes": plan.notes,
         "batches": [_batch_facts(plan, one) for one in decided],
@@ -244,27 +248,21 @@ def _mode_lines(plan: EnginePlan, chain: list[str]) -> list[str]:
 
 
 def _model_line(plan: EnginePlan) -> str:
+    from phonograph.cli.group_lines import layers_text
+
     model = plan.model
-    windows = sorted({layer.attention.window[0] + 1 for layer in model.layers if layer.attention.window[0] >= 0})
+    attentions = model.attentions.values()
+    windows = sorted({one.window[0] + 1 for one in attentions if one.window[0] >= 0})
     return (
         f"{plan.config.model}: {model.architecture}, {model.num_parameters / 1e6:,.1f} million parameters in "
-        f"{plan.dtype}, {model.num_layers} layers, {_heads(model)}"
+        f"{plan.dtype}, {layers_text(model)}"
         + (f", sliding window {', '.join(map(str, windows))}" if windows else "")
-        + (", attention sinks" if any(layer.attention.sinks for layer in model.layers) else "")
+        + (", attention sinks" if any(one.sinks for one in attentions) else "")
         + (f"; projections in {model.quantization.name}" if model.quantization is not None else "")
         + (f"; lm_head in {model.head.scheme.name}" if model.head.scheme is not None else "")
         + f"; {_bytes(plan.memory.weights)} of weights"
         + f"; KV cache in {plan.attention.kv_cache_dtype}"
     )
-
-
-def _heads(model: ModelSpec) -> str:
-    """Return the numbers of heads and their sizes, which layers may differ in."""
-    kinds = dict.fromkeys(
-        f"{one.num_query_heads} query and {one.num_kv_heads} KV heads of size {one.head_size}"
-        for one in (layer.attention for layer in model.layers)
-    )
-    return " or ".join(kinds)
 
 
 def _product_rows(plan: EnginePlan) -> list[ProductRow]:
@@ -321,9 +319,12 @@ def _graph_lines(plan: EnginePlan) -> list[str]:
 
 def _memory_lines(plan: EnginePlan) -> list[str]:
     memory, size = plan.memory, " and ".join(map(str, dict.fromkeys(plan.kv.block_sizes)))
+    slots = plan.limits.max_num_seqs
+    states = f", states {_bytes(memory.states)} ({slots} slots of {_bytes(memory.states // slots)})"
     return [
         f"weights {_bytes(memory.weights)}, graphs {_bytes(memory.graphs)} (estimate), attention "
-        f"{_bytes(memory.attention)}, sampling {_bytes(memory.sampling)}, KV cache {_bytes(memory.kv_cache)}",
+        f"{_bytes(memory.attention)}, sampling {_bytes(memory.sampling)}{states if memory.states else ''}, KV cache "
+        f"{_bytes(memory.kv_cache)}",
         f"{memory.num_blocks} KV blocks of {size} tokens and {_bytes(memory.block)} each: {memory.num_tokens} tokens",
     ]
 

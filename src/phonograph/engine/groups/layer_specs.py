@@ -15,7 +15,7 @@ _DEFAULT_BLOCK_SIZE = {"cpu": 16, "cuda": 64}
 
 
 def layer_specs(config: EngineConfig, model: ModelSpec, dtype: str, device: DeviceSpec) -> list[AttentionSpec]:
-    """Return the attention of each layer.
+    """Return the attention of each layer that has it.
 
     Args:
         config: settings of the KV cache and of graphs.
@@ -37,8 +37,10 @@ def layer_specs(config: EngineConfig, model: ModelSpec, dtype: str, device: Devi
             softcap=layer.softcap,
             sinks=layer.sinks,
             speculative_tokens=config.draft_tokens,
-            shared_prefixes=config.cascade_attention == "auto" and holds_all_programs(device.capability),
+            shared_prefixes=not model.states
+            and config.cascade_attention == "auto"
+            and holds_all_programs(device.capability),
             batch_invariant=config.batch_invariant,
         )
 
-    return [layer_spec(layer.attention) for layer in model.layers]
+    return [layer_spec(attention) for attention in model.attentions.values()]

@@ -84,7 +84,7 @@ class CpuPlatform:
         return DeviceParts(
             runtime=runtime,
             inputs=inputs,
-            program=StepProgram(model=model, attention=attention, inputs=inputs),
+            program=StepProgram(model=model, attention=attention, inputs=inputs, states=parts.states),
             sampling=CpuSampling(sampler, inputs, drafts, draft_runner),
         )
 

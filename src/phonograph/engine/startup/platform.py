@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -35,12 +35,16 @@ class DraftModelParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelParts:
-    """Model, attention backend of each KV group, attention and KV cache of each layer, and a draft model if any."""
+    """Model, attention backend of each KV group, attention and KV cache of each layer, and a draft model if any.
+
+    states: states by slot, by the index of the layer that has them
+    """
 
     model: Transformer
     backends: Sequence[AnyBackend]
     layers: list[AttentionLayer]
     kv_caches: list[torch.Tensor]
+    states: Mapping[int, tuple[torch.Tensor, ...]] = field(default_factory=dict[int, tuple[torch.Tensor, ...]])
     draft: DraftModelParts | None = None
 
 

@@ -74,7 +74,7 @@ def _model(
     first, *others = model.layers
     width = model.hidden_size if features.joins_embedding else 2 * model.hidden_size
     attention = replace(first.attention, qkv=replace(first.attention.qkv, num_inputs=width), input_norm=None)
-    layers = (replace(first, attention=attention), *others)
+    layers = (replace(first, mixer=attention), *others)
     return replace(model, layers=layers, features=features, head=model.head if features.owns_head else target.head)
 
 

@@ -10,6 +10,7 @@ size, E hidden size, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -18,6 +19,7 @@ import torch
 from phonograph.models.layers.layer_embedding import LayerEmbeddingsWeights, LayerEmbeddingWeights
 from phonograph.models.layers.linear import Linear
 from phonograph.models.layers.part_weights import AttentionWeights, ExpertsWeights, FeatureWeights, FeedForwardWeights
+from phonograph.models.layers.states.state_weights import StateWeights
 from phonograph.models.quantization.block_embedding import Embedding
 
 
@@ -83,6 +85,22 @@ class Stream:
     num_rows: torch.Tensor | None = None
 
 
+class StepStates(NamedTuple):
+    """States of a step's sequences.
+
+    Attributes:
+        query_start_loc: int32 [R + 1], first token of each sequence in the step.
+        seq_lens: int32 [R], tokens of each sequence with those of the step; 0 for an empty row.
+        slots: int32 [R], slot of each sequence. A row with -1 starts from zeros and writes no state.
+        pool: states by slot of each layer that has them, in the order of `StateMixer.states`.
+    """
+
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    slots: torch.Tensor
+    pool: Mapping[int, tuple[torch.Tensor, ...]]
+
+
 class Step(NamedTuple):
     """Inputs of a step that all layers share.
 
@@ -92,6 +110,7 @@ class Step(NamedTuple):
         rows_P: the only rows that are kept after attention, int64; None for all.
         num_kept: int32 [1] on the device, number of `rows_P` that are not padding; None for all.
         embeddings_TX: [T, L * P], embeddings of all tokens in all layers; None if the model has none.
+        states: states of the sequences; None if no layer has them.
     """
 
     rotary: Any
@@ -99,6 +118,7 @@ class Step(NamedTuple):
     rows_P: torch.Tensor | None = None
     num_kept: torch.Tensor | None = None
     embeddings_TX: torch.Tensor | None = None
+    states: StepStates | None = None
 
 
 class EmbeddingPart(Protocol):
@@ -129,8 +149,8 @@ class FeaturePart(Protocol):
     def __call__(self, input_ids_T: torch.Tensor, features_TE: torch.Tensor) -> Stream: ...
 
 
-class AttentionPart(Protocol):
-    """Attention of a layer; `then` as in `EmbeddingPart`."""
+class MixerPart(Protocol):
+    """Mixer of a layer: attention, or one with a state; `then` as in `EmbeddingPart`."""
 
     then: Any
 
@@ -186,7 +206,9 @@ class KernelSet(Protocol):
 
     def features(self, weights: FeatureWeights) -> FeaturePart: ...
 
-    def attention(self, weights: AttentionWeights) -> AttentionPart: ...
+    def attention(self, weights: AttentionWeights) -> MixerPart: ...
+
+    def states(self, weights: StateWeights) -> MixerPart: ...
 
     def feed_forward(self, weights: FeedForwardWeights) -> FeedForwardPart: ...
 

@@ -19,7 +19,7 @@ from phonograph.models.rope_parameters import ORIGINAL, RopeParameters
 def with_ropes(layers: Sequence[LayerSpec], ropes: Sequence[RopeTable | None]) -> tuple[LayerSpec, ...]:
     """Return layers with these rotary embeddings; equal layers are one object."""
     made: dict[LayerSpec, LayerSpec] = {}
-    found = [layer.with_rope(rope) for layer, rope in zip(layers, ropes, strict=True)]
+    found = [layer if rope is None else layer.with_rope(rope) for layer, rope in zip(layers, ropes, strict=True)]
     return tuple(made.setdefault(layer, layer) for layer in found)
 
 

@@ -157,7 +157,7 @@ def _feed_forward_width(spec: FeedForward) -> int:
 
 def _attention_widths(spec: ModelSpec) -> tuple[int, int]:
     """Return the widths of the fused projection and of the attention's output, the largest of all layers."""
-    attentions = [layer.attention for layer in spec.kinds]
+    attentions = spec.attentions.values()
     return max(one.qkv.num_outputs for one in attentions), max(one.output.num_inputs for one in attentions)
 
 

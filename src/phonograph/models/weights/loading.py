@@ -36,7 +36,7 @@ Progress = Callable[[int, int], None]
 
 INDEX_FILE = "model.safetensors.index.json"
 DUMMY_STD = 0.02
-ONES = (".layer_scalar", ".per_expert_scale")
+ONES = (".layer_scalar", ".per_expert_scale", ".linear_attn.norm.weight")
 """Endings of names of factors, which are 1 in random weights."""
 DRAFT_IDS = "d2t", "t2d"
 """Tensors of a draft head that map its tokens to the target's, and say which of these it has."""

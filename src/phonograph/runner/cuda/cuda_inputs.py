@@ -115,6 +115,7 @@ class CudaInputs:
         self.slot_mappings = self._slot_mappings.unbind()
         self.query_start_loc = zeros(max_num_seqs + 1)
         self.seq_lens = zeros(max_num_seqs)
+        self.slots = zeros(max_num_seqs)
         self._block_tables = zeros(num_groups, max_num_seqs, max_blocks)
         self.block_tables = self._block_tables.unbind()
         self.logits_rows = zeros(num_logits, dtype=torch.int64)
@@ -183,7 +184,8 @@ class CudaInputs:
         )
         known = {row: batch.token_ids[starts[row] : starts[row + 1]] for row in range(num_reqs)}
         bounds = {slot: (0, self._max_model_len + 1) for slot in rows.batch.slots}
-        common = self._send(rows, key, known, bounds, KernelRows(rows.samples, greedy))
+        sampling = KernelRows(rows.samples, greedy)
+        common = self._send(rows, key, known, bounds, sampling, writes_states=batch.writes_states)
         self.prepare(num_reqs=key.num_reqs, num_tokens=key.num_tokens)
         return common
 
@@ -201,6 +203,7 @@ class CudaInputs:
             slot_mappings_GT=self._slot_mappings,
             query_start_loc=self.query_start_loc,
             seq_lens_R=self.seq_lens,
+            slots_R=self.slots,
             block_tables_GRN=self._block_tables,
             logits_rows_L=self.logits_rows,
         )
@@ -277,6 +280,8 @@ class CudaInputs:
         known: dict[int, np.ndarray],
         starts: dict[int, tuple[int, int]],
         sampling: KernelRows | None,
+        *,
+        writes_states: bool = True,
     ) -> tuple[CommonMetadata, ...]:
         """Upload a step.
 
@@ -287,6 +292,7 @@ class CudaInputs:
             starts: length of the prompt and most tokens by slot, of the sequences that start, in the order of
                 `sampling.starts`.
             sampling: as in `write`.
+            writes_states: see `SyntheticBatch`.
         """
         upload = self._uploads[self._next % _UPLOADS]
         self._next += 1
@@ -295,8 +301,8 @@ class CudaInputs:
         query_starts = upload.views.query_starts
         query_starts[0] = 0
         np.cumsum(rows.query_lens, out=query_starts[1 : num_reqs + 1])
-        header = num_reqs, rows.batch.num_tokens, rows.batch.num_decodes, rows.num_logits
-        upload.views.header[:4] = header
+        header = num_reqs, rows.batch.num_tokens, rows.batch.num_decodes, rows.num_logits, writes_states
+        upload.views.header[:5] = header
         upload.views.slots[:num_reqs] = rows.slots
         upload.views.context_lens[:num_reqs] = rows.context_lens
         upload.views.start_at[:num_reqs] = -1

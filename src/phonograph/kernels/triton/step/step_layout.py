@@ -56,7 +56,8 @@ class SlotState(NamedTuple):
 class HostViews(NamedTuple):
     """Fields of a staging buffer as numpy arrays on its memory, by row of the batch.
 
-    header:        int32 [8]: numbers of requests, of tokens, of decodes and of rows of logits; the rest is not read
+    header:        int32 [8]: numbers of requests, of tokens, of decodes and of rows of logits; 1 if the step writes
+                               states of layers that have them; the rest is not read
     slots:         int32 [R]
     context_lens:  int32 [R]   tokens computed before this step; read with a token_start
     query_starts:  int32 [R+1] running sum of the query lengths, from 0; `num_reqs + 1` entries are read
