@@ -102,12 +102,60 @@ def test_an_aborted_request_leaves_a_slot_to_the_next(folder: Path) -> None:
     assert tokens_of(llm, others, SHORT) == wanted
 
 
-def test_a_prompt_twice_recomputes_it(folder: Path) -> None:
-    """The prefix cache is off, with the reason in the notes."""
-    llm, prompts = make_llm(folder), prompts_of(50, seed=5)
-    assert not llm.plan.prefix_caching and any("prefix cache off: the layers" in note for note in llm.plan.notes)
-    first, second = (llm.generate(prompts, SHORT)[0] for _ in range(2))
-    assert first.outputs[0].token_ids == second.outputs[0].token_ids and not second.num_cached_tokens
+def cached_of(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[tuple[list[int], int]]:
+    """Answer prompts one after another; return their tokens and the prompt tokens that were cached."""
+    outputs = [llm.generate([prompt], params)[0] for prompt in prompts]
+    return [(output.outputs[0].token_ids, output.num_cached_tokens or 0) for output in outputs]
+
+
+@pytest.mark.parametrize("mode", ["FULL", "NONE", "PIECEWISE"])
+def test_prefixes_end_at_checkpoints(folder: Path, mode: str) -> None:
+    """A prompt again, its continuation, prompts that share a part of it: the same answers as without the cache."""
+    first, *tails = prompts_of(100, 30, 20, 50, seed=5)
+    prompts = [first, first, first + tails[0], *(first[:60] + tail for tail in tails), first[:97]]
+    wanted = [tokens for tokens, _ in cached_of(make_llm(folder, enable_prefix_caching=False), prompts, SHORT)]
+    llm = make_llm(folder, cudagraph_mode=mode, state_checkpoint_share=0.5)
+    found = cached_of(llm, prompts, SHORT)
+    assert [tokens for tokens, _ in found] == wanted
+    # The first prompt that shares 56 tokens writes the checkpoint that the others start from.
+    assert [count for _, count in found] == [0, 96, 96, 0, 56, 56, 96]
+    assert any("checkpoints of the states" in note for note in llm.plan.notes)
+
+
+@pytest.mark.parametrize("shared", [30, 300])
+def test_most_prompts_that_share_a_beginning_find_it(folder: Path, shared: int) -> None:
+    head, *tails = prompts_of(shared, *[5 + index % 9 for index in range(40)], seed=6)
+    llm = make_llm(folder, max_num_batched_tokens=64)
+    outputs = llm.generate([head + tail for tail in tails], replace(SHORT, max_tokens=2))
+    hits = sum((output.num_cached_tokens or 0) > 0 for output in outputs)
+    assert hits >= 0.9 * len(tails)
+
+
+def test_checkpoints_at_an_interval(folder: Path) -> None:
+    """A prompt that was cut finds the last of them before its end."""
+    prompt = prompts_of(150, seed=7)[0]
+    llm = make_llm(folder, state_checkpoint_interval=32, max_num_batched_tokens=100, state_checkpoint_share=0.5)
+    plain = make_llm(folder, enable_prefix_caching=False)
+    prompts = [prompt, prompt[:140], prompt[:70], prompt[:33]]
+    wanted = [tokens for tokens, _ in cached_of(plain, prompts, SHORT)]
+    assert cached_of(llm, prompts, SHORT) == [*zip(wanted, [0, 128, 64, 32], strict=True)]
+
+
+def test_few_checkpoints_and_many_prompts(folder: Path) -> None:
+    """Checkpoints are evicted, and requests are preempted, aborted and fail; answers stay those of requests alone."""
+    heads = prompts_of(24, 40, 56, seed=8)
+    prompts = [
+        heads[index % 3] + tail for index, tail in enumerate(prompts_of(*[1 + index % 7 for index in range(24)]))
+    ]
+    alone = make_llm(folder, enable_prefix_caching=False)
+    wanted = [tokens_of(alone, [prompt], SHORT)[0] for prompt in prompts]
+    llm = make_llm(folder, num_kv_blocks=24, max_model_len=100, state_checkpoint_share=0.5)
+    assert 2 <= llm.plan.memory.num_checkpoints <= 6
+    assert tokens_of(llm, prompts, SHORT) == wanted
+    llm.reset_prefix_cache()
+    assert cached_of(llm, prompts[:1], SHORT) == [(wanted[0], 0)]
+    assert tokens_of(llm, prompts, SHORT) == wanted
+    check_scheduler(llm.engine.core.scheduler)
 
 
 def states_of(llm: LLM) -> list[torch.Tensor]:
@@ -135,30 +183,45 @@ def test_states_are_verified_and_dummy_runs_write_none(folder: Path, monkeypatch
     assert report.ok, report.mismatches[:3]
 
 
-def clamped(*args: Any) -> None:
+STARTS, LENS, SLOTS, CHECKPOINTS = range(6, 10)
+"""Arguments of the operator."""
+
+
+def later(args: list[Any], more: torch.Tensor) -> None:
+    """Have sequences begin `more` tokens later than they do."""
+    args[LENS] = args[LENS] + more
+    saved = args[CHECKPOINTS][2] + more
+    args[CHECKPOINTS] = torch.cat([args[CHECKPOINTS][:2], saved.unsqueeze(0)])
+
+
+def padding_writes(args: list[Any]) -> None:
     """Padding rows have a token of their own, and write to slot 0."""
-    args = list(args)
-    args[8] = args[8].clamp_min(0)
-    starts, lens = args[6].clone(), args[7].clone()
-    if int(starts[-1]) < len(args[0]):
-        starts[-1] += 1
-        lens[-1] += 1
-    args[6], args[7] = starts, lens
-    original(*args)
+    args[SLOTS] = args[SLOTS].clamp_min(0)
+    args[STARTS], args[LENS] = args[STARTS].clone(), args[LENS].clone()
+    if int(args[STARTS][-1]) < len(args[0]):
+        args[STARTS][-1] += 1
+        args[LENS][-1] += 1
 
 
-def not_reset(*args: Any) -> None:
+def not_reset(args: list[Any]) -> None:
     """Sequences without context read their slot."""
-    args = list(args)
-    args[7] = args[7] + 1
-    original(*args)
+    later(args, torch.ones_like(args[LENS]))
 
 
-def one_token_is_a_decode(*args: Any) -> None:
+def one_token_is_a_decode(args: list[Any]) -> None:
     """Prompts of one token read the state of their slot."""
-    args = list(args)
-    args[7] = torch.where(args[6].diff() == 1, args[7] + 1, args[7])
-    original(*args)
+    later(args, (args[STARTS].diff() == 1).to(torch.int32))
+
+
+def not_restored(args: list[Any]) -> None:
+    """Sequences that start from a checkpoint read their slot."""
+    args[CHECKPOINTS] = args[CHECKPOINTS].clone()
+    args[CHECKPOINTS][0] = -1
+
+
+def another_boundary(args: list[Any]) -> None:
+    """Checkpoints have the state at the end of the step."""
+    args[CHECKPOINTS] = torch.cat([args[CHECKPOINTS][:2], args[LENS].unsqueeze(0)])
 
 
 original = operators.gated_delta
@@ -167,19 +230,26 @@ original = operators.gated_delta
 @pytest.mark.parametrize(
     ("fault", "caught"),
     [
-        (clamped, {"slots of no sequence that the step wrote"}),
+        (padding_writes, {"states of no sequence that the step wrote"}),
         (not_reset, {"logits", "states"}),
         (one_token_is_a_decode, {"logits", "states"}),
+        (not_restored, {"logits", "states"}),
+        (another_boundary, {"states"}),
     ],
 )
 def test_planted_faults_are_found_by_verify(
-    folder: Path, fault: Callable[..., None], caught: set[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path, fault: Callable[[list[Any]], None], caught: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fault is in replays only, as one of a kernel in a graph is."""
-    monkeypatch.setattr(OPERATOR, "python_function", fault)
+
+    def faulty(*args: Any) -> None:
+        changed = [*args]
+        fault(changed)
+        original(*changed)
+
+    monkeypatch.setattr(OPERATOR, "python_function", faulty)
     report = make_llm(folder).verify(num_replays=40)
-    found = {mismatch.tensor for mismatch in report.mismatches}
-    assert caught <= found
+    assert caught <= {mismatch.tensor for mismatch in report.mismatches}
 
 
 def test_a_dummy_run_that_writes_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,6 +268,7 @@ def test_a_dummy_run_that_writes_is_found(folder: Path, monkeypatch: pytest.Monk
     [
         ({"dtype": "float16"}, "dtype='float16'.*bfloat16 or float32 works"),
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8'.*auto works"),
+        ({"state_checkpoint_interval": 12}, "state_checkpoint_interval=12.*block size; 16 works"),
         ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "speculative_config=.*leave it out"),
     ],
 )

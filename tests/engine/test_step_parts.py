@@ -117,7 +117,7 @@ def test_few_layers_are_the_ends_and_each_kind_with_its_neighbours(
 def test_all_layers_are_back_after_few() -> None:
     layers = [
         SimpleNamespace(
-            attention=SimpleNamespace(),
+            mixer=SimpleNamespace(),
             feed_forward=SimpleNamespace(),
             embedding=SimpleNamespace() if index == 4 else None,
         )

@@ -70,7 +70,7 @@ def test_layers_that_make_drafts_are_skipped_with_a_note(family: str, tmp_path: 
         ({"layer_types": ["mamba"] * 3 + ["full_attention"]}, UnsupportedModelError, "must name linear_attention or"),
         ({"linear_num_value_heads": 5}, ModelError, "linear_num_value_heads=5 must be a multiple of"),
         ({"linear_conv_kernel_dim": 1}, ModelError, "an integer of 2 or more"),
-        ({"mamba_ssm_dtype": "bfloat16"}, ModelError, "float32, the type of states"),
+        ({"mamba_ssm_dtype": "bfloat16"}, ModelError, "'float32', the type of states"),
         ({"attn_output_gate": False}, ModelError, "attention of this family has gates"),
         ({"output_gate_type": "sigmoid"}, ModelError, "'swish'"),
     ],

@@ -71,9 +71,8 @@ class DenseSequences:
         lens = [self.lengths[sequence] + count for sequence, count in self._step]
         slots = [self.slots[sequence] for sequence, _ in self._step]
         starts = itertools.accumulate(counts, initial=0)
-        return StepStates(
-            *(torch.tensor([*numbers], dtype=torch.int32) for numbers in (starts, lens, slots)), self.pool
-        )
+        rows = (torch.tensor([*numbers], dtype=torch.int32) for numbers in (starts, lens, slots))
+        return StepStates(*rows, torch.full((3, len(slots)), -1, dtype=torch.int32), self.pool)
 
     def _attention(
         self, query_THD: torch.Tensor, key_TKD: torch.Tensor | None, value_TKD: torch.Tensor | None, layer: int

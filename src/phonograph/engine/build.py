@@ -39,6 +39,7 @@ from phonograph.runner.sequences import Sequences
 from phonograph.runner.synthetic_batches import SyntheticBatches
 from phonograph.runner.verify_subject import RunnerSubject
 from phonograph.sampling.sampler import Sampler
+from phonograph.scheduling.request_blocks import Checkpoints
 from phonograph.scheduling.scheduler import Scheduler
 from phonograph.speculation.device_drafts import DeviceDrafts
 
@@ -183,6 +184,7 @@ def build_engine(plan: EnginePlan, report: StartProgress = no_progress, *, platf
         enable_prefix_caching=plan.prefix_caching,
         policy=plan.config.scheduling_policy,
         drafts=runner.drafts,
+        checkpoints=_checkpoints(plan),
     )
     core = EngineCore(scheduler, runner, parts.model.expert_load)
     if sleeper is not None:
@@ -204,6 +206,11 @@ def build_engine(plan: EnginePlan, report: StartProgress = no_progress, *, platf
         ),
         sleeper=sleeper,
     )
+
+
+def _checkpoints(plan: EnginePlan) -> Checkpoints | None:
+    count = plan.memory.num_checkpoints
+    return Checkpoints(count, plan.config.state_checkpoint_interval) if count else None
 
 
 def _draft_load(plan: EnginePlan, device: torch.device) -> Load | None:
@@ -252,6 +259,7 @@ def make_runner(plan: EnginePlan, parts: ModelParts, platform: Platform) -> Runn
             draft_tokens=limits.draft_tokens,
             ragged_decodes=plan.captures.ragged,
             num_slots=limits.max_num_seqs if parts.states else 0,
+            num_checkpoints=plan.memory.num_checkpoints,
         ),
     )
 
@@ -310,7 +318,7 @@ def make_model_parts(
             cache.zero_()
     states = allocate_state_pool(
         model.spec.states,
-        num_slots=plan.limits.max_num_seqs,
+        num_slots=plan.limits.max_num_seqs + plan.memory.num_checkpoints,
         dtype=model.dtype,
         device=model.device,
         make_empty=make_empty,

@@ -49,6 +49,8 @@ class MemoryPlan:
     sampling:  state of the slots, such as counts of penalties, and temporaries; with drafts on a GPU also the tokens of
         all slots and the scratch of more rows
     states:    states of all slots, of layers that have them
+    num_checkpoints: checkpoints of these states for the prefix cache
+    checkpoints: all checkpoints
     block:     one KV block in all layers of a group, and in those of a draft model
     num_tokens: tokens that the cache holds, in sequences of full length if there are windows or several groups
     note:      source of the size of the KV cache
@@ -59,6 +61,8 @@ class MemoryPlan:
     attention: int
     sampling: int
     states: int
+    num_checkpoints: int
+    checkpoints: int
     block: int
     num_blocks: int
     num_tokens: int
@@ -130,7 +134,8 @@ def plan_memory(
         sampling += history + _SAMPLE_BYTES_PER_ROW * (limits.max_num_logits - max_num_seqs)
         # Copies of rows of drafts that a grammar masks.
         sampling += (limits.max_masked_rows - max_num_seqs) * model.vocab_size * DTYPE_BYTES[dtype]
-    states = max_num_seqs * state_bytes(model, dtype)
+    state = state_bytes(model, dtype)
+    states = max_num_seqs * state
     taken = weights + graphs + attention_bytes + sampling + states
     if device.kind != "cpu":
         taken += _LIBRARY_BYTES + (_SLEEP_BYTES if config.enable_sleep_mode else 0)
@@ -177,6 +182,11 @@ def plan_memory(
                 f"{config.model}: {parts} leave no KV block in gpu_memory_utilization={config.gpu_memory_utilization} "
                 f"of {gib(device.memory)}; at least {gib(taken + block - share)} more are needed; {remedy}"
             )
+    share = config.state_checkpoint_share if state and config.enable_prefix_caching else 0.0
+    num_checkpoints = int(share * num_blocks * block / state) if share else 0
+    checkpoints = num_checkpoints * state
+    if config.num_kv_blocks is None:
+        num_blocks -= -(-checkpoints // block)
     if num_blocks < blocks_per_request:
         fits = most_tokens(num_blocks, blocks_of, max_model_len)
         sizes = " and ".join(map(str, dict.fromkeys(kv.block_sizes)))
@@ -186,8 +196,8 @@ def plan_memory(
             f"gives {num_blocks}; "
             + (f"lower max_model_len to {fits} or grant more memory" if fits >= 2 else "grant more memory")
         )
-    if num_blocks * block > available - taken:
-        fits = (available - taken) // block
+    if num_blocks * block + checkpoints > available - taken:
+        fits = (available - taken - checkpoints) // block
         what_fits = f"{fits} blocks ({fits * block} bytes) fit"
         if fits < blocks_per_request:
             what_fits += f", and one request of max_model_len={max_model_len} needs {blocks_per_request}"
@@ -207,6 +217,8 @@ def plan_memory(
         attention=attention_bytes,
         sampling=sampling,
         states=states,
+        num_checkpoints=num_checkpoints,
+        checkpoints=checkpoints,
         block=block,
         num_blocks=num_blocks,
         num_tokens=num_tokens,

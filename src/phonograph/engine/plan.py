@@ -18,7 +18,7 @@ from phonograph.engine.groups.draft_plan import DraftPlan, check_speculation, pl
 from phonograph.engine.groups.kv_groups import KVGroups, make_kv_groups
 from phonograph.engine.groups.layer_specs import layer_specs
 from phonograph.engine.groups.select_backends import select_backends, weakest_support
-from phonograph.engine.groups.state_slots import NO_PREFIX_CACHE, check_states, mixer_names, weakest_of
+from phonograph.engine.groups.state_slots import check_interval, check_states, prefix_cache_note, weakest_of
 from phonograph.engine.memory import MemoryPlan, gib
 from phonograph.engine.startup.cpu_products import plan_cpu_products
 from phonograph.engine.startup.threads import Threads, plan_threads
@@ -127,6 +127,7 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
     _check_experts(config, model, dtype, device)
     _check_lm_head(config, model, dtype, device)
     kv, selected, sized = select_backends(config, kv, device)
+    check_interval(config, model, kv.block_sizes)
     notes += [*sized, *kv.notes]
     if config.speculation is not None:
         check_speculation(config, selected.values(), device)
@@ -159,8 +160,8 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
         draft,
     )
     notes += sizing
-    if model.states and config.enable_prefix_caching:
-        notes.append(NO_PREFIX_CACHE.format(names=mixer_names(model)))
+    of_prefixes = prefix_cache_note(config, model, memory.num_checkpoints)
+    notes += [] if of_prefixes is None else [of_prefixes]
     if config.speculation is not None:
         notes.append(config.speculation.note)
         waits = wait_reason(config, selected.values(), device)
@@ -181,7 +182,7 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
         resolution=resolution,
         captures=captures,
         memory=memory,
-        prefix_caching=config.enable_prefix_caching and not model.states,
+        prefix_caching=config.enable_prefix_caching and (not model.states or memory.num_checkpoints > 0),
         threads=threads,
         cpu_products=cpu_products,
         draft=draft,

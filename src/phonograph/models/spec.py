@@ -114,20 +114,16 @@ class ModelSpec:
         return {index: one.mixer for index, one in enumerate(self.layers) if not isinstance(one.mixer, LayerAttention)}
 
     @property
-    def _attention(self) -> LayerAttention:
-        return next(iter(self.attentions.values()))
-
-    @property
     def num_query_heads(self) -> int:
-        return self._attention.num_query_heads
+        return next(iter(self.attentions.values())).num_query_heads
 
     @property
     def num_kv_heads(self) -> int:
-        return self._attention.num_kv_heads
+        return next(iter(self.attentions.values())).num_kv_heads
 
     @property
     def head_size(self) -> int:
-        return self._attention.head_size
+        return next(iter(self.attentions.values())).head_size
 
     @property
     def owns_head(self) -> bool:
@@ -200,9 +196,8 @@ class ModelSpec:
 
     def with_ropes(self, change: Callable[[RopeTable], RopeTable]) -> ModelSpec:
         """Return the model with changed rotary embeddings."""
-        attentions = self.attentions
-        ropes = [attentions[index].rope if index in attentions else None for index in range(self.num_layers)]
-        return replace(self, layers=with_ropes(self.layers, [None if one is None else change(one) for one in ropes]))
+        ropes = {index: change(one.rope) for index, one in self.attentions.items() if one.rope is not None}
+        return replace(self, layers=with_ropes(self.layers, [ropes.get(index) for index in range(self.num_layers)]))
 
     def with_head_scheme(self, scheme: Scheme) -> ModelSpec:
         """Return the model with its head in another format."""
@@ -372,9 +367,7 @@ def make_spec(
         raise UnsupportedModelError(f"dtype={dtype!r} is not supported; supported are {', '.join(DTYPE_BYTES)}")
     ropes = family.ropes(settings)
     layers = family.layers(settings)
-    tables = rope_tables(
-        ropes, [layer.mixer.head_size if isinstance(layer.mixer, LayerAttention) else 0 for layer in layers]
-    )
+    tables = rope_tables(ropes, layers)
     length, source = context_length(settings, ropes)
     eos_token_ids, note = split_end_tokens(end_tokens, settings["vocab_size"])
     quantized = settings["quantization_config"]

@@ -30,6 +30,7 @@ class CpuInputs:
         query_start_loc [R+1]     int32
         seq_lens        [R]       int32
         slots           [R]       int32   -1 for empty rows
+        checkpoints     [3, R]    int32   -1 for none
         block_tables    [G, R, N] int32
         logits_rows     [L]       int64   rows of `hidden` that have logits, L = max_num_logits
         num_reqs        [1]       int32   requests of the step without padding
@@ -62,6 +63,7 @@ class CpuInputs:
         self.query_start_loc_np = np.zeros(max_num_seqs + 1, np.int32)
         self.seq_lens_np = np.zeros(max_num_seqs, np.int32)
         self.slots_np = np.full(max_num_seqs, -1, np.int32)
+        self.checkpoints_np = np.full((3, max_num_seqs), -1, np.int32)
         self.block_tables_np = np.zeros_like(self.slot_blocks)
         self.logits_rows_np = np.zeros(max_num_logits or max_num_seqs, np.int64)
         self.num_logits_np = np.zeros(1, np.int32)
@@ -71,6 +73,7 @@ class CpuInputs:
         self.query_start_loc = torch.from_numpy(self.query_start_loc_np)
         self.seq_lens = torch.from_numpy(self.seq_lens_np)
         self.slots = torch.from_numpy(self.slots_np)
+        self.checkpoints = torch.from_numpy(self.checkpoints_np)
         self.block_tables = torch.from_numpy(self.block_tables_np).unbind()
         self.logits_rows = torch.from_numpy(self.logits_rows_np)
         self.num_logits = torch.from_numpy(self.num_logits_np)
@@ -141,6 +144,7 @@ class CpuInputs:
         query_start_loc, seq_lens = self.query_start_loc_np, self.seq_lens_np
         query_start_loc[0] = 0
         self.slots_np[:num_reqs] = slots
+        self._write_copies(batch)
         self.num_logits_np[0] = rows.num_logits
         if num_tokens == num_reqs:
             query_start_loc[1 : num_reqs + 1] = self._counting[1 : num_reqs + 1]
@@ -182,6 +186,16 @@ class CpuInputs:
             self.slot_mappings_np[:, num_tokens:padded_tokens] = -1
         views = padded_views(self, padded_reqs, padded_tokens)
         return metadata_of(rows, views, query_start_loc[: padded_reqs + 1], seq_lens[:padded_reqs])
+
+    def _write_copies(self, batch: ScheduledBatch) -> None:
+        """Write the checkpoints of states that the step reads and writes."""
+        self.checkpoints_np.fill(-1)
+        if batch.restored or batch.saved:
+            row_of = {slot: row for row, slot in enumerate(batch.slots)}
+            for one in batch.restored:
+                self.checkpoints_np[0, row_of[one.slot]] = one.row
+            for one in batch.saved:
+                self.checkpoints_np[1:, row_of[one.slot]] = one.row, one.num_tokens
 
     def load(self, batch: SyntheticBatch, key: GraphKey) -> tuple[CommonMetadata, ...]:
         """Write a synthetic batch; see `Inputs.load`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
@@ -9,7 +10,7 @@ import numpy as np
 import torch
 
 from phonograph.attention.metadata import CommonMetadata
-from phonograph.core.batch import BlockAppend, ScheduledBatch
+from phonograph.core.batch import BlockAppend, ScheduledBatch, StateCopy
 from phonograph.graphs.modes import GraphKey
 from phonograph.sampling.failures import SlotFailures
 from phonograph.sampling.sampler import KernelParameters
@@ -62,6 +63,8 @@ class SyntheticBatch:
     blocks: block table of each sequence, by KV group
     prefix_len: leading tokens that the first sequences have in the same blocks, or 0
     slots: slot of each sequence; None for sequence i in slot i
+    restored: checkpoints that sequences start from
+    saved: checkpoints that sequences write
     writes_states: False if the sequences start from zeros and write no state, as their slots may be in use
     """
 
@@ -72,6 +75,8 @@ class SyntheticBatch:
     token_ids: np.ndarray
     prefix_len: int = 0
     slots: list[int] | None = None
+    restored: Sequence[StateCopy] = ()
+    saved: Sequence[StateCopy] = ()
     writes_states: bool = True
 
     def rows(self) -> StepRows:
@@ -86,6 +91,8 @@ class SyntheticBatch:
             num_decodes=self.num_decodes,
             num_decode_tokens=sum(self.query_lens[: self.num_decodes]),
             num_tokens=len(self.token_ids),
+            restored=self.restored,
+            saved=self.saved,
             appends=[
                 BlockAppend(slot=slot, start=0, block_ids=ids.tolist(), group=group)
                 for group, tables in enumerate(self.blocks)
@@ -174,6 +181,8 @@ class Inputs(Protocol):
     positions:   int64 [T]
     logits_rows: int64 [L], the rows of the residual stream that have logits, for the largest step
     query_start_loc, seq_lens: as in `CommonMetadata`, for the largest step
+    checkpoints: int32 [3, R], by sequence: the row of the pool of states that it starts from, in place of its slot; the
+        row that its state is copied to; and its tokens at the copy. -1 for none.
     slots:       int32 [R], slot of each sequence of the step; -1 for empty rows, and for sequences that write no state
     block_tables, slot_mappings: likewise, of each KV group
     query_start_loc: int32 [R+1], see `CommonMetadata`
@@ -187,6 +196,7 @@ class Inputs(Protocol):
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
     slots: torch.Tensor
+    checkpoints: torch.Tensor
     block_tables: tuple[torch.Tensor, ...]
     slot_mappings: tuple[torch.Tensor, ...]
     num_logits: torch.Tensor

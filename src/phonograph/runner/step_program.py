@@ -72,7 +72,7 @@ class Passes(Protocol):
 class StepProgram:
     """Attention schedule, decoder layers, logits of the rows that need them, sampling, and drafts for the next step.
 
-    states:          states by slot, by the index of the layer that has them
+    states:          states by slot, then by checkpoint, by the index of the layer that has them
     passes:          of a draft model; None without one
     features_TE:     features of the step's tokens, static, if the model is a draft head
     sample:          returns tokens int32 [L] of logits [L, V], and counts of the requests, whose padded number it gets;
@@ -136,8 +136,13 @@ class StepProgram:
         num_kept = max(num_logits, inputs.seq_lens.shape[0])
         states = None
         if self._states:
-            query_start_loc, seq_lens = inputs.query_start_loc[: num_reqs + 1], inputs.seq_lens[:num_reqs]
-            states = StepStates(query_start_loc, seq_lens, inputs.slots[:num_reqs], self._states)
+            states = StepStates(
+                inputs.query_start_loc[: num_reqs + 1],
+                inputs.seq_lens[:num_reqs],
+                inputs.slots[:num_reqs],
+                inputs.checkpoints[:, :num_reqs],
+                self._states,
+            )
         all_hidden = all_hidden or (passes is not None and passes.needs_all_rows)
         if model.kernels.leaves_rows_out(num_tokens, num_kept) and not every_row and not all_hidden:
             # Padding rows have arbitrary contents.

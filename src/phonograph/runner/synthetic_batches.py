@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import lcm
+from typing import TypedDict
 
 import numpy as np
 
 from phonograph.attention.metadata import CommonMetadata
+from phonograph.core.batch import StateCopy
 from phonograph.core.blocks import blocks_for, most_step_tokens, most_tokens
 from phonograph.core.kv_group import KVGroup
 from phonograph.errors import MemoryLimitError
@@ -34,6 +36,7 @@ class SyntheticBatches:
         vocab_size: token ids are below it.
         draft_tokens: most drafts of a decode.
         ragged_decodes: see `CaptureList.ragged`.
+        num_checkpoints: checkpoints of states behind the slots, which random batches read and write.
         num_slots: slots that random batches choose from, for models whose layers have states; 0 for the first ones.
     """
 
@@ -51,7 +54,9 @@ class SyntheticBatches:
         draft_tokens: int = 0,
         ragged_decodes: bool = True,
         num_slots: int = 0,
+        num_checkpoints: int = 0,
     ) -> None:
+        self._num_checkpoints = num_checkpoints
         self._num_slots = num_slots
         self._inputs = inputs
         self._draft_tokens = draft_tokens
@@ -182,6 +187,19 @@ class SyntheticBatches:
             lengths.append(fitting)
         return sorted(lengths)
 
+    def _states(self, rng: np.random.Generator, lengths: list[tuple[int, int]]) -> _StateRows:
+        """Draw slots of sequences with these contexts and queries, and checkpoints that some read and some write."""
+        slots = rng.permutation(self._num_slots)[: len(lengths)].tolist()
+        rows = iter((self._num_slots + rng.permutation(self._num_checkpoints)).tolist())
+        restored: list[StateCopy] = []
+        saved: list[StateCopy] = []
+        for slot, (context, query) in zip(slots, lengths, strict=True):
+            if context and rng.random() < 0.3 and (row := next(rows, None)) is not None:
+                restored.append(StateCopy(slot, row, context))
+            if rng.random() < 0.3 and (row := next(rows, None)) is not None:
+                saved.append(StateCopy(slot, row, context + int(rng.integers(1, query + 1))))
+        return {"slots": slots, "restored": restored, "saved": saved}
+
     def _load(
         self,
         rng: np.random.Generator,
@@ -237,10 +255,18 @@ class SyntheticBatches:
             blocks=[tables[first : first + num_reqs] for first in range(0, len(tables), num_reqs)],
             token_ids=rng.integers(0, self._vocab_size, sum(query_lens), np.int32),
             prefix_len=prefix_len,
-            slots=rng.permutation(self._num_slots)[:num_reqs].tolist() if self._num_slots else None,
             writes_states=writes_states,
+            **(self._states(rng, lengths) if self._num_slots and writes_states else {}),
         )
         return self._inputs(self.latest, key)
+
+
+class _StateRows(TypedDict):
+    """Arguments of `SyntheticBatch`."""
+
+    slots: list[int]
+    restored: list[StateCopy]
+    saved: list[StateCopy]
 
 
 def _blocks_freed(group: KVGroup, context: int) -> int:

@@ -15,7 +15,7 @@ from phonograph.runner.runner import Runner
 from phonograph.runner.step_program import StepOutputs
 
 _NAN_ROWS = "NaN rows, where blocks behind windows are NaN,"
-_WRITTEN_SLOTS = "slots of no sequence that the step wrote"
+_WRITTEN_SLOTS = "states of no sequence that the step wrote"
 # Blocks filled at a time: the cache may leave little free memory.
 _BLOCKS_AT_ONCE = 4096
 _STATES_COMPARED = 8
@@ -138,29 +138,32 @@ class RunnerSubject:
             return results
 
     def _fill_states(self) -> None:
-        """Draw the states of sequences with context; all other slots are NaN, which no sequence may read."""
+        """Draw the states that sequences with context start from; all others are NaN, which no sequence may read."""
         if not self._states:
             return
         batch = self._runner.synthetic.latest
         assert batch.slots is not None
-        used = [slot for slot, context in zip(batch.slots, batch.context_lens, strict=True) if context]
+        places = {slot: slot for slot, context in zip(batch.slots, batch.context_lens, strict=True) if context}
+        places |= {one.slot: one.row for one in batch.restored}
         generator = torch.Generator(self._device).manual_seed(self._state_seed)
         for state in self._states:
             state.fill_(float("nan"))
-            for slot in used:
+            for place in places.values():
                 random = torch.randn(state.shape[1:], dtype=torch.float32, device=self._device, generator=generator)
-                state[slot].copy_(random)
+                state[place].copy_(random)
 
     def _state_results(self) -> dict[str, torch.Tensor]:
-        """Return the states of some sequences, and the number of other slots that are no longer NaN."""
+        """Return some of the states that the step wrote, and the number of places of no sequence that changed."""
         if not self._states:
             return {}
-        slots = self._runner.synthetic.latest.slots
-        assert slots is not None
-        step = -(-len(slots) // _STATES_COMPARED)
-        states = torch.cat([state[slots[::step]].float().flatten() for state in self._states])
-        others = [slot for slot in range(len(self._states[0])) if slot not in slots]
-        changed = sum(int((~state[slot].isnan()).any()) for state in self._states for slot in others)
+        batch = self._runner.synthetic.latest
+        assert batch.slots is not None
+        written = [*batch.slots, *(one.row for one in batch.saved)]
+        step = -(-len(written) // _STATES_COMPARED)
+        states = torch.cat([state[written[::step]].float().flatten() for state in self._states])
+        used = {*written, *(one.row for one in batch.restored)}
+        others = [place for place in range(len(self._states[0])) if place not in used]
+        changed = sum(int((~state[place].isnan()).any()) for state in self._states for place in others)
         return {"states": states, _WRITTEN_SLOTS: torch.tensor(changed, device=self._device)}
 
     def _table_read(self, group: int) -> torch.Tensor:

@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
 from math import gcd
+from typing import NamedTuple
 
-from phonograph.core.batch import BlockAppend
+from phonograph.core.batch import BlockAppend, StateCopy
 from phonograph.core.blocks import blocks_for, most_tokens, pages_for_request
 from phonograph.core.kv_group import KVGroup
 from phonograph.core.limits import Limits
 from phonograph.core.request import Request
+from phonograph.kv_cache.checkpoints import CheckpointPool
 from phonograph.kv_cache.manager import CacheManager
 from phonograph.kv_cache.tables import SequenceTable
 from phonograph.scheduling.draft_depths import DraftDepths
+
+
+class Checkpoints(NamedTuple):
+    """Checkpoints of states for the prefix cache.
+
+    Attributes:
+        count: number of them.
+        interval: tokens between those of a prompt, a multiple of the block sizes; 0 for none but that at its end.
+    """
+
+    count: int
+    interval: int = 0
 
 
 class RequestBlocks:
@@ -31,11 +46,15 @@ class RequestBlocks:
         self,
         limits: Limits,
         groups: Sequence[KVGroup],
+        drafts: DraftDepths | None,
+        checkpoints: Checkpoints | None,
         *,
         num_blocks: int,
         enable_prefix_caching: bool,
-        drafts: DraftDepths | None,
     ) -> None:
+        self._checkpoints = checkpoints
+        self._restored: list[StateCopy] = []
+        self._saved: list[StateCopy] = []
         self.groups = tuple(groups)
         self._draft_caches = None if drafts is None else drafts.caches
         most_drafts = 0 if drafts is None else drafts.most
@@ -44,6 +63,7 @@ class RequestBlocks:
             num_blocks=num_blocks,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             enable_prefix_caching=enable_prefix_caching,
+            checkpoints=None if checkpoints is None else CheckpointPool(checkpoints.count),
         )
         self.tables: dict[str, SequenceTable] = {}
         self.step = gcd(*(group.block_size for group in groups))
@@ -84,6 +104,48 @@ class RequestBlocks:
             shared = chain.from_iterable(one.block_ids[: one.num_published] for one in table.groups)
             self._draft_caches.admit(request, shared, len(decodes))
         return num_cached
+
+    def chunk(self, request: Request, budget: int, *, is_new: bool) -> int:
+        """Return the tokens of the next chunk of a prompt, which reads and writes checkpoints of states, if any.
+
+        A state is kept at the last block boundary of the prompt, at the end of a prefix that other sequences share with
+        it, and every `Checkpoints.interval` tokens. A chunk has at most one, so that it may end before the budget does.
+
+        Args:
+            request: a running request with a slot.
+            budget: tokens of the step that are left.
+            is_new: this is its first chunk.
+        """
+        start = request.max_computed
+        stop = min(request.num_tokens, start + budget)
+        if self._checkpoints is None:
+            return stop - start
+        pool, table, offset = self.cache.checkpoints, self.tables[request.request_id], self._limits.max_num_seqs
+        assert pool is not None
+        if is_new and start:
+            row = pool.read(self.cache.digest(table, start))
+            self._restored.append(StateCopy(request.slot, offset + row, start))
+        last = (request.num_tokens - 1) // self.cache.step * self.cache.step
+        interval = self._checkpoints.interval
+        between = range(start // interval * interval + interval, stop + 1, interval) if interval else ()
+        ends = sorted(end for end in {table.num_matched, last, *between} if start < end <= stop)
+        if len(ends) > 1:
+            stop = ends[0]
+        # A sequence that was reset publishes nothing.
+        if ends and table.groups[0].num_published < sys.maxsize:
+            row = pool.write(self.cache.digest(table, ends[0]))
+            if row is not None:
+                self._saved.append(StateCopy(request.slot, offset + row, ends[0]))
+        return stop - start
+
+    def take_copies(self) -> dict[str, list[StateCopy]]:
+        """Return the checkpoints that the step reads and writes, as arguments of a batch."""
+        if self.cache.checkpoints is None:
+            return {}
+        copies = {"restored": self._restored, "saved": self._saved}
+        self._restored, self._saved = [], []
+        self.cache.checkpoints.end_step()
+        return copies
 
     def place(self, request: Request, decodes: dict[int, Request]) -> dict[int, Request]:
         """Return the decodes by slot with one more, next to the one whose leading blocks it shares for longest.

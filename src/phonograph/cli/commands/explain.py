@@ -145,6 +145,8 @@ def _facts(plan: EnginePlan, decided: list[_Decided]) -> dict[str, Any]:
             "attention": memory.attention,
             "sampling": memory.sampling,
             "states": memory.states,
+            "state_checkpoints": memory.checkpoints,
+            "num_state_checkpoints": memory.num_checkpoints,
             "kv_cache": memory.kv_cache,
             "kv_block": memory.block,
             "num_kv_blocks": memory.num_blocks,
@@ -320,7 +322,10 @@ def _graph_lines(plan: EnginePlan) -> list[str]:
 def _memory_lines(plan: EnginePlan) -> list[str]:
     memory, size = plan.memory, " and ".join(map(str, dict.fromkeys(plan.kv.block_sizes)))
     slots = plan.limits.max_num_seqs
-    states = f", states {_bytes(memory.states)} ({slots} slots of {_bytes(memory.states // slots)})"
+    states = (
+        f", states {_bytes(memory.states)} ({slots} slots of {_bytes(memory.states // slots)}), checkpoints "
+        f"{_bytes(memory.checkpoints)} ({memory.num_checkpoints})"
+    )
     return [
         f"weights {_bytes(memory.weights)}, graphs {_bytes(memory.graphs)} (estimate), attention "
         f"{_bytes(memory.attention)}, sampling {_bytes(memory.sampling)}{states if memory.states else ''}, KV cache "

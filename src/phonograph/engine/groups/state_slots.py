@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from math import lcm
 
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.device import DeviceSpec
@@ -10,11 +11,6 @@ from phonograph.errors import ConfigError, UnsupportedModelError
 from phonograph.graphs.modes import Support
 from phonograph.models.layers.states.state_mixer import slot_bytes
 from phonograph.models.spec import DTYPE_BYTES, ModelSpec
-
-NO_PREFIX_CACHE = (
-    "prefix cache off: the layers with a state ({names}) would need the state at the end of the prefix, which is not "
-    "kept"
-)
 
 
 def state_bytes(model: ModelSpec, dtype: str) -> int:
@@ -30,7 +26,36 @@ def mixer_names(model: ModelSpec) -> str:
 def weakest_of(support: Support, model: ModelSpec) -> Support:
     """Return the lowest level of graph support among the attention's and those of the mixers with a state."""
     supports: Iterable[Support] = (mixer.graph_support for mixer in model.states.values())
-    return min(support, *supports, key=lambda one: one.level)
+    return min([support, *supports], key=lambda one: one.level)
+
+
+def prefix_cache_note(config: EngineConfig, model: ModelSpec, num_checkpoints: int) -> str | None:
+    """Return a note on the prefix cache of a model whose layers have states; None for others, and without the cache."""
+    if not model.states or not config.enable_prefix_caching:
+        return None
+    if not num_checkpoints:
+        return (
+            f"prefix cache off: state_checkpoint_share={config.state_checkpoint_share} of the KV cache has no room for "
+            f"a checkpoint of the states ({mixer_names(model)})"
+        )
+    interval = config.state_checkpoint_interval
+    every = f", and every {interval} tokens (state_checkpoint_interval)" if interval else ""
+    return (
+        f"prefix cache: {num_checkpoints} checkpoints of the states ({mixer_names(model)}), at the last block of a "
+        f"prompt and at the end of a prefix that prompts share{every}"
+    )
+
+
+def check_interval(config: EngineConfig, model: ModelSpec, block_sizes: Iterable[int]) -> None:
+    """Check that checkpoints end with a block in every KV group.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    interval, step = config.state_checkpoint_interval, lcm(*block_sizes)
+    if model.states and interval % step:
+        problem = f"must be a multiple of the block size; {-(-interval // step) * step} works"
+        raise ConfigError("state_checkpoint_interval", interval, problem)
 
 
 def check_states(config: EngineConfig, model: ModelSpec, dtype: str, device: DeviceSpec) -> None:

@@ -25,7 +25,10 @@ _LINEAR = "linear_attention"
 """Layers with a gated delta net, in layer_types."""
 _MULTI = "mrope_section", "mrope_interleaved"
 """Keys of rope_parameters for positions of images."""
-_MAMBA_DTYPE = FieldKind("float32, the type of states", lambda value: value == "float32")
+_MAMBA_DTYPE = FieldKind("'float32', the type of states", lambda value: value == "float32")
+_GATED = FieldKind("true, as attention of this family has gates", lambda value: value is True)
+_SWISH = FieldKind("'swish', the gate of this family", lambda value: value == "swish")
+_TAPS = FieldKind("an integer of 2 or more", lambda value: type(value) is int and value > 1)
 
 
 def _types(settings: Settings) -> list[str]:
@@ -36,7 +39,7 @@ def _types(settings: Settings) -> list[str]:
     """
     count, types = settings["num_hidden_layers"], cast("list[str] | None", settings["layer_types"])
     if types is None:
-        every = settings["full_attention_interval"]
+        every = settings["full_attention_interval"] or 4
         types = [_LINEAR if (layer + 1) % every else FULL for layer in range(count)]
     if len(types) != count or not {_LINEAR, FULL} >= set(types) or FULL not in types:
         raise UnsupportedModelError(
@@ -48,7 +51,11 @@ def _types(settings: Settings) -> list[str]:
 
 def _ropes(settings: Settings) -> Sequence[RopeParameters | None]:
     raw = cast("Mapping[str, Any]", settings["rope_parameters"] or {})
-    rope = read_rope({**settings, "rope_parameters": {name: raw[name] for name in raw if name not in _MULTI}})
+    read = {
+        "rope_parameters": {name: raw[name] for name in raw if name not in _MULTI},
+        "partial_rotary_factor": settings["partial_rotary_factor"] or 0.25,
+    }
+    rope = read_rope({**settings, **read})
     return [rope if kind == FULL else None for kind in _types(settings)]
 
 
@@ -100,13 +107,11 @@ _DELTA_FIELDS = {
     "num_key_value_heads": Field(2, POSITIVE_INT),
     "head_dim": Field(256, POSITIVE_INT),
     "max_position_embeddings": Field(32768, POSITIVE_INT),
-    "partial_rotary_factor": Field(0.25, PARTIAL.kind),
+    "partial_rotary_factor": PARTIAL,
     "attention_bias": Field(False, FLAG),
     "layer_types": Field(None, TEXTS.or_null()),
-    "full_attention_interval": Field(4, POSITIVE_INT),
-    "linear_conv_kernel_dim": Field(
-        4, FieldKind("an integer of 2 or more", lambda value: type(value) is int and value > 1)
-    ),
+    "full_attention_interval": Field(None, POSITIVE_INT.or_null()),
+    "linear_conv_kernel_dim": Field(4, _TAPS),
     "linear_key_head_dim": Field(128, POSITIVE_INT),
     "linear_value_head_dim": Field(128, POSITIVE_INT),
     "linear_num_key_heads": Field(16, POSITIVE_INT),
@@ -119,11 +124,9 @@ _EXPERT_FIELDS = {
 _QWEN3_5_FIELDS = {
     **_DELTA_FIELDS,
     "vocab_size": Field(248320, POSITIVE_INT),
-    "attn_output_gate": Field(
-        True, FieldKind("true, as attention of this family has gates", lambda value: value is True)
-    ),
-    "output_gate_type": Field("swish", FieldKind("'swish', the gate of this family", lambda value: value == "swish")),
-    "mamba_ssm_dtype": Field("float32", _MAMBA_DTYPE),
+    "attn_output_gate": Field(None, _GATED.or_null()),
+    "output_gate_type": Field(None, _SWISH.or_null()),
+    "mamba_ssm_dtype": Field(None, _MAMBA_DTYPE.or_null()),
 }
 _DRAFTS = "of layers that make drafts (mtp), which do not run"
 _MTP = {"mtp_num_hidden_layers": _DRAFTS, "mtp_use_dedicated_embeddings": _DRAFTS}

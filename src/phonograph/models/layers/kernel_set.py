@@ -92,12 +92,15 @@ class StepStates(NamedTuple):
         query_start_loc: int32 [R + 1], first token of each sequence in the step.
         seq_lens: int32 [R], tokens of each sequence with those of the step; 0 for an empty row.
         slots: int32 [R], slot of each sequence. A row with -1 starts from zeros and writes no state.
-        pool: states by slot of each layer that has them, in the order of `StateMixer.states`.
+        checkpoints: int32 [3, R], by row: the place in the pool that the state is read from in place of the slot; the
+            place that it is copied to; and the tokens of the sequence at the copy. -1 for none.
+        pool: states by slot, then by checkpoint, of each layer that has them, in the order of `StateMixer.states`.
     """
 
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
     slots: torch.Tensor
+    checkpoints: torch.Tensor
     pool: Mapping[int, tuple[torch.Tensor, ...]]
 
 

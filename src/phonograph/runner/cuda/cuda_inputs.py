@@ -115,7 +115,7 @@ class CudaInputs:
         self.slot_mappings = self._slot_mappings.unbind()
         self.query_start_loc = zeros(max_num_seqs + 1)
         self.seq_lens = zeros(max_num_seqs)
-        self.slots = zeros(max_num_seqs)
+        self.slots, self.checkpoints = zeros(max_num_seqs), zeros(3, max_num_seqs) - 1
         self._block_tables = zeros(num_groups, max_num_seqs, max_blocks)
         self.block_tables = self._block_tables.unbind()
         self.logits_rows = zeros(num_logits, dtype=torch.int64)
@@ -185,9 +185,9 @@ class CudaInputs:
         known = {row: batch.token_ids[starts[row] : starts[row + 1]] for row in range(num_reqs)}
         bounds = {slot: (0, self._max_model_len + 1) for slot in rows.batch.slots}
         sampling = KernelRows(rows.samples, greedy)
-        common = self._send(rows, key, known, bounds, sampling, writes_states=batch.writes_states)
+        commons = self._send(rows, key, known, bounds, sampling, writes_states=batch.writes_states)
         self.prepare(num_reqs=key.num_reqs, num_tokens=key.num_tokens)
-        return common
+        return commons
 
     def prepare(self, *, num_reqs: int, num_tokens: int) -> None:
         """Launch the prepare kernel for a padded shape; it is the head of every step."""
@@ -297,12 +297,11 @@ class CudaInputs:
         upload = self._uploads[self._next % _UPLOADS]
         self._next += 1
         upload.wait()
-        num_reqs = rows.batch.num_reqs
-        query_starts = upload.views.query_starts
+        batch, query_starts = rows.batch, upload.views.query_starts
+        num_reqs = batch.num_reqs
         query_starts[0] = 0
         np.cumsum(rows.query_lens, out=query_starts[1 : num_reqs + 1])
-        header = num_reqs, rows.batch.num_tokens, rows.batch.num_decodes, rows.num_logits, writes_states
-        upload.views.header[:5] = header
+        upload.views.header[:5] = num_reqs, batch.num_tokens, batch.num_decodes, rows.num_logits, writes_states
         upload.views.slots[:num_reqs] = rows.slots
         upload.views.context_lens[:num_reqs] = rows.context_lens
         upload.views.start_at[:num_reqs] = -1

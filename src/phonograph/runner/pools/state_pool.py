@@ -1,6 +1,7 @@
 """Device memory of the states of layers that have them: one row for each slot of the runner.
 
-A running request owns its slot, so that there is neither a table nor an allocator. A sequence starts from zeros inside
+A running request owns its slot, so that there is neither a table nor an allocator. Checkpoints of the prefix cache are
+rows behind those of the slots. A sequence starts from zeros inside
 the kernel, whatever its slot has.
 """
 
@@ -26,7 +27,7 @@ def allocate_state_pool(
 
     Args:
         mixers: mixers with a state, by the index of the layer.
-        num_slots: slots of the runner.
+        num_slots: slots of the runner, and checkpoints.
         dtype: the model's type.
         device: place of the pool.
         make_empty: allocates the tensors; called as `torch.empty`.
@@ -44,5 +45,5 @@ def allocate_state_pool(
         }
     except RuntimeError as error:  # torch has no more specific error for the CPU
         raise MemoryLimitError(
-            f"no memory for the states of {num_slots} sequences in {len(mixers)} layers; lower max_num_seqs"
+            f"no memory for {num_slots} states of sequences in {len(mixers)} layers; lower max_num_seqs"
         ) from error

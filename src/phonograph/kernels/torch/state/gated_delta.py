@@ -8,6 +8,8 @@ value, C channels of the convolution, W its taps, P = W - 1 inputs that a slot k
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -62,8 +64,8 @@ class DeltaSizes(NamedTuple):
 _library = torch.library.Library("phonograph", "FRAGMENT")
 _library.define(
     "gated_delta(Tensor projected, Tensor gates, Tensor taps, Tensor decay, Tensor time_bias, Tensor norm, "
-    "Tensor query_start_loc, Tensor seq_lens, Tensor slots, Tensor(a!) history, Tensor(b!) state, Tensor(c!) out, "
-    "int[] sizes, Tensor eps) -> ()"
+    "Tensor query_start_loc, Tensor seq_lens, Tensor slots, Tensor checkpoints, "
+    "Tensor(a!) history, Tensor(b!) state, Tensor(c!) out, int[] sizes, Tensor eps) -> ()"
 )
 
 
@@ -77,6 +79,7 @@ def gated_delta(
     query_start_loc: torch.Tensor,
     seq_lens_R: torch.Tensor,
     slots_R: torch.Tensor,
+    checkpoints_3R: torch.Tensor,
     history_SPC: torch.Tensor,
     state_SHKV: torch.Tensor,
     out_TX: torch.Tensor,
@@ -98,37 +101,75 @@ def gated_delta(
         query_start_loc: int32 [R + 1].
         seq_lens_R: int32, tokens of each sequence with those of the step.
         slots_R: int32, slot of each sequence; -1 for none.
-        history_SPC: last inputs of the convolution.
+        checkpoints_3R: int32, by sequence: the place that its state is read from, in place of its slot; the place that
+            it is copied to; and its tokens at the copy. -1 for none.
+        history_SPC: last inputs of the convolution, by slot, then by checkpoint.
         state_SHKV: float32.
         out_TX: receives the normed and gated outputs [T, H * V]; those of padding are 0.
         sizes: `DeltaSizes` as a list.
         eps: epsilon of the norm of the output.
     """
-    net, starts, slots, lens = DeltaSizes(*sizes), query_start_loc.tolist(), slots_R.tolist(), seq_lens_R.tolist()
+    net = DeltaSizes(*sizes)
     x_TC, z_THV, rate_TH, time_TH = net.split(projected_TF, gates_TB)
     decay_TH = -decay_H.exp() * functional.softplus(time_TH.float() + time_bias_H)
     rate_TH = rate_TH.float().sigmoid()
     mixed_TX = torch.zeros(out_TX.shape, dtype=torch.float32, device=out_TX.device)
-    rows = [row for row in range(len(slots)) if starts[row + 1] > starts[row]]
-    single = [row for row in rows if starts[row + 1] == starts[row] + 1]
-    groups = [([row], starts[row + 1] - starts[row]) for row in rows if starts[row + 1] > starts[row] + 1]
-    for members, count in [(single, 1), *groups] if single else groups:
-        is_new = torch.tensor([slots[row] < 0 or lens[row] == count for row in members])
-        places = torch.tensor([slots[row] for row in members])
-        tokens_NT = torch.tensor([starts[row] for row in members]).unsqueeze(1) + torch.arange(count)
-        history_NPC = history_SPC[places.clamp_min(0)].masked_fill_(is_new[:, None, None], 0)
-        state_NHKV = state_SHKV[places.clamp_min(0)].masked_fill_(is_new[:, None, None, None], 0)
+    for runs in _runs(query_start_loc.tolist(), seq_lens_R.tolist(), slots_R.tolist(), checkpoints_3R.tolist()):
+        count, sources = runs[0].count, torch.tensor([run.source for run in runs])
+        tokens_NT = torch.tensor([run.start for run in runs]).unsqueeze(1) + torch.arange(count)
+        history_NPC = history_SPC[sources.clamp_min(0)].masked_fill_((sources < 0)[:, None, None], 0)
+        state_NHKV = state_SHKV[sources.clamp_min(0)].masked_fill_((sources < 0)[:, None, None, None], 0)
         conv_NTC = causal_conv(x_TC[tokens_NT], history_NPC, taps_CW)
         q_NTHK, k_NTHK, v_NTHV = _heads(conv_NTC, net)
         rule = delta_steps if count <= _MOST_STEPS else delta_chunks
         out_NTHV = rule(q_NTHK, k_NTHK, v_NTHV, decay_TH[tokens_NT], rate_TH[tokens_NT], state_NHKV)
         mixed_TX[tokens_NT] = out_NTHV.flatten(2)
-        writes = places >= 0
-        history_SPC[places[writes]] = history_NPC[writes]
-        state_SHKV[places[writes]] = state_NHKV[writes]
+        for target in (0, 1):
+            places = torch.tensor([run.targets[target] for run in runs])
+            written = places >= 0
+            history_SPC[places[written]] = history_NPC[written]
+            state_SHKV[places[written]] = state_NHKV[written]
     mixed_THV = mixed_TX.view(z_THV.shape)
     inverse_rms = torch.addcmul(eps, mixed_THV, mixed_THV, value=1.0).mean(-1, keepdim=True).rsqrt_()
     out_TX.copy_((mixed_THV * inverse_rms * norm_V * functional.silu(z_THV.float())).flatten(1))
+
+
+class _Run(NamedTuple):
+    """Tokens of a sequence between two reads or writes of its state.
+
+    Attributes:
+        start: first token in the step.
+        count: number of tokens.
+        source: place of the state before; -1 for zeros.
+        targets: places of the state after, the slot and a checkpoint; -1 for none.
+    """
+
+    start: int
+    count: int
+    source: int
+    targets: tuple[int, int]
+
+
+def _runs(starts: list[int], lens: list[int], slots: list[int], checkpoints: list[list[int]]) -> Iterator[list[_Run]]:
+    """Yield runs that are computed together: all of one token, then each of the others in their order."""
+    single: list[_Run] = []
+    others: list[_Run] = []
+    rows = zip(pairwise(starts), lens, slots, *checkpoints, strict=True)
+    for (start, stop), length, slot, restored, saved, saved_len in rows:
+        count = stop - start
+        if not count:
+            continue
+        source = -1 if slot < 0 or length == count else slot if restored < 0 else restored
+        before = saved_len - (length - count)
+        if saved < 0 or before == count:
+            run = _Run(start, count, source, (slot, saved))
+            (single if count == 1 else others).append(run)
+        else:
+            others.append(_Run(start, before, source, (slot, saved)))
+            others.append(_Run(start + before, count - before, slot, (slot, -1)))
+    if single:
+        yield single
+    yield from ([run] for run in others)
 
 
 def _heads(conv_NTC: torch.Tensor, net: DeltaSizes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -37,6 +37,7 @@ class TorchGatedDelta:
             states.query_start_loc,
             states.seq_lens,
             states.slots,
+            states.checkpoints,
             history_SPC,
             state_SHKV,
             mixed_TX,
