@@ -20,7 +20,7 @@ from phonograph.kernels.torch.state.delta_rule import delta_chunks, delta_steps
 
 _MOST_STEPS = 16
 """Tokens of a sequence in a step up to which the rule is computed token by token."""
-_NORM_EPS = 1e-6
+NORM_EPS = 1e-6
 """Epsilon of the norm of keys and queries, which models have in common."""
 
 
@@ -179,7 +179,7 @@ def _heads(conv_NTC: torch.Tensor, net: DeltaSizes) -> tuple[torch.Tensor, torch
 
     def normed(x_NTX: torch.Tensor) -> torch.Tensor:
         x_NTGK = x_NTX.unflatten(-1, (net.key_heads, -1))
-        x_NTGK = x_NTGK * (x_NTGK.square().sum(-1, keepdim=True) + _NORM_EPS).rsqrt()
+        x_NTGK = x_NTGK * (x_NTGK.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt()
         return x_NTGK.repeat_interleave(net.value_heads // net.key_heads, 2)
 
     return normed(q_NTX) * net.key_size**-0.5, normed(k_NTX), v_NTX.unflatten(-1, (net.value_heads, -1))
