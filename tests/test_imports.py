@@ -68,6 +68,7 @@ PROTOCOLS = {
     "capabilities.py": "attention/",
     "decode.py": "kernels/",
     "expert_products.py": "kernels/",
+    "gated_delta.py": "kernels/",
     "layers.py": "kernels/",
     "prefill.py": "kernels/",
     "route.py": "kernels/",

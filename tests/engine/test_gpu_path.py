@@ -82,13 +82,12 @@ def start_engine(
     config = EngineConfig(
         model=str(folder),
         device="cuda",
-        dtype="float16",
         max_num_seqs=3,
         max_num_batched_tokens=40,
         num_kv_blocks=40,
         block_size=16,
         cudagraph_capture_sizes=list(sizes),
-        **{"max_model_len": 256, **settings},
+        **{"dtype": "float16", "max_model_len": 256, **settings},
     )
     device = replace(known_device("h200"), capability=(8, 0))
     return build.build_engine(make_plan(config, read_model_spec(folder), device), platform=platform or HostPlatform())
@@ -164,6 +163,26 @@ def test_a_whole_engine(family: str, tmp_path: Path) -> None:
     for output in (first, *more, again):
         check(reference, output)
     assert again.num_cached_tokens == 32 and {"full decode", "full mixed", "eager"} <= set(counts)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
+def test_state_layers(family: str, tmp_path: Path) -> None:
+    """In float32: prompts in chunks, in batches with decodes, and from a checkpoint; graphs equal eager steps."""
+    sizes = {"head_dim": 64, "num_key_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+    reference = make_checkpoint(family, tmp_path, **sizes)
+    engine = start_engine(tmp_path, dtype="float32")
+    session = Session(engine.core, engine.plan.model, None, 0, GrammarCompiler(lambda: None, ()))
+    greedy = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True, logprobs=1)
+    shared = prompt(0, 60)
+    outputs = [session.add(one, greedy) for one in (shared + prompt(1, 25), prompt(2, 1), prompt(3, 17), prompt(4, 2))]
+    finish(session, *outputs)
+    again = [session.add(shared + prompt(seed, 9), greedy) for seed in (5, 6)]
+    finish(session, *again)
+    for output in (*outputs, *again):
+        check(reference, output)
+    assert [output.num_cached_tokens for output in again] == [0, 48]
+    report = verify(engine.make_subject(), num_replays=6, seed=0)
+    assert report.ok, report.mismatches
 
 
 def test_speculation(tmp_path: Path) -> None:

@@ -124,6 +124,11 @@ class LayerAttention:
         return self.qkv, self.output
 
     @property
+    def scratch(self) -> int:
+        """Numbers of a token that a GPU keeps beside the projections: queries without the gates between them."""
+        return self.output.num_inputs if self.gated else 0
+
+    @property
     def other_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shapes of tensors of a checkpoint that are neither projections nor norms, by name in the layer."""
         return {SINKS: (self.num_query_heads,)} if self.sinks else {}

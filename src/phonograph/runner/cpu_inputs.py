@@ -144,7 +144,7 @@ class CpuInputs:
         query_start_loc, seq_lens = self.query_start_loc_np, self.seq_lens_np
         query_start_loc[0] = 0
         self.slots_np[:num_reqs] = slots
-        self._write_copies(batch)
+        rows.write_copies(self.checkpoints_np)
         self.num_logits_np[0] = rows.num_logits
         if num_tokens == num_reqs:
             query_start_loc[1 : num_reqs + 1] = self._counting[1 : num_reqs + 1]
@@ -186,16 +186,6 @@ class CpuInputs:
             self.slot_mappings_np[:, num_tokens:padded_tokens] = -1
         views = padded_views(self, padded_reqs, padded_tokens)
         return metadata_of(rows, views, query_start_loc[: padded_reqs + 1], seq_lens[:padded_reqs])
-
-    def _write_copies(self, batch: ScheduledBatch) -> None:
-        """Write the checkpoints of states that the step reads and writes."""
-        self.checkpoints_np.fill(-1)
-        if batch.restored or batch.saved:
-            row_of = {slot: row for row, slot in enumerate(batch.slots)}
-            for one in batch.restored:
-                self.checkpoints_np[0, row_of[one.slot]] = one.row
-            for one in batch.saved:
-                self.checkpoints_np[1:, row_of[one.slot]] = one.row, one.num_tokens
 
     def load(self, batch: SyntheticBatch, key: GraphKey) -> tuple[CommonMetadata, ...]:
         """Write a synthetic batch; see `Inputs.load`."""

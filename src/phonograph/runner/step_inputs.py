@@ -44,6 +44,17 @@ class StepRows:
         counts = np.bincount(self.owners)
         return np.cumsum(counts) - counts, counts
 
+    def write_copies(self, checkpoints_3R: np.ndarray) -> None:
+        """Write the checkpoints of states that the step reads and writes, for `Inputs.checkpoints`."""
+        checkpoints_3R.fill(-1)
+        batch = self.batch
+        if batch.restored or batch.saved:
+            row_of = {slot: row for row, slot in enumerate(batch.slots)}
+            for one in batch.restored:
+                checkpoints_3R[0, row_of[one.slot]] = one.row
+            for one in batch.saved:
+                checkpoints_3R[1:, row_of[one.slot]] = one.row, one.num_tokens
+
 
 class KernelRows(NamedTuple):
     """Rows that the step's own kernels sample, bool [N], and the sampling parameters of the sequences that start.

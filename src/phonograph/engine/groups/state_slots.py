@@ -68,8 +68,9 @@ def check_states(config: EngineConfig, model: ModelSpec, dtype: str, device: Dev
     if not model.states:
         return
     names = mixer_names(model)
-    if device.kind != "cpu":
-        raise UnsupportedModelError(f"{config.model}: {names} has no kernels on a GPU yet; device=cpu works")
+    refusals = [] if device.kind == "cpu" else [mixer.gpu_refusal for mixer in model.states.values()]
+    for refusal in filter(None, refusals):
+        raise UnsupportedModelError(f"{config.model}: {refusal}; device=cpu works")
     if dtype == "float16":
         problem = f"decays of {names} may overflow in float16; bfloat16 or float32 works"
         raise ConfigError("dtype", dtype, problem)

@@ -18,6 +18,8 @@ from torch.nn import functional
 from phonograph.kernels.torch.state.causal_conv import causal_conv
 from phonograph.kernels.torch.state.delta_rule import delta_chunks, delta_steps
 
+MOST_GPU_SIZE = 128
+"""Largest head on a GPU, whose kernels hold the state of a head in registers."""
 _MOST_STEPS = 16
 """Tokens of a sequence in a step up to which the rule is computed token by token."""
 NORM_EPS = 1e-6

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from phonograph.graphs.modes import GraphSupport, Support
-from phonograph.kernels.torch.state.gated_delta import DeltaSizes
+from phonograph.kernels.torch.state.gated_delta import MOST_GPU_SIZE, DeltaSizes
 from phonograph.models.layers.layer_matrix import LayerMatrix, MatrixPart
 from phonograph.models.layers.states.state_mixer import StateTensor
 from phonograph.models.quantization.scheme import Scheme
@@ -67,6 +67,19 @@ class GatedDeltaNet:
             StateTensor("convolution", (self.taps - 1, sizes.channels), wide=False),
             StateTensor("recurrent", (sizes.value_heads, sizes.key_size, sizes.value_size), wide=True),
         )
+
+    @property
+    def scratch(self) -> int:
+        """Numbers of a token beside projections and output: inputs of the rule, after the convolution."""
+        return self.sizes.channels
+
+    @property
+    def gpu_refusal(self) -> str | None:
+        """Size of heads that GPU kernels do not take; None if they take these."""
+        key, value = self.sizes.key_size, self.sizes.value_size
+        if max(key, value) <= MOST_GPU_SIZE:
+            return None
+        return f"heads of {key} and {value} in a {self.name}; GPU kernels take up to {MOST_GPU_SIZE}"
 
     @property
     def graph_support(self) -> Support:

@@ -62,6 +62,16 @@ class StateMixer(Protocol):
         ...
 
     @property
+    def scratch(self) -> int:
+        """Numbers of a token that a GPU keeps between projections and output, beside them."""
+        ...
+
+    @property
+    def gpu_refusal(self) -> str | None:
+        """Size that GPU kernels do not take, with those that they take; None if they take all."""
+        ...
+
+    @property
     def graph_support(self) -> Support:
         """Batches that may run in a graph."""
         ...
