@@ -165,6 +165,7 @@ def test_a_whole_engine(family: str, tmp_path: Path) -> None:
     assert again.num_cached_tokens == 32 and {"full decode", "full mixed", "eager"} <= set(counts)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
 def test_state_layers(family: str, tmp_path: Path) -> None:
     """In float32: prompts in chunks, in batches with decodes, and from a checkpoint; graphs equal eager steps."""

@@ -54,6 +54,30 @@ def test_logits(family: str, tmp_path: Path) -> None:
         torch.testing.assert_close(torch.cat(found[index]), logits, rtol=0, atol=TOLERANCE)
 
 
+def test_published_files_have_experts_in_one_tensor(tmp_path: Path) -> None:
+    """The classes of transformers write a tensor for each expert, and published files have one for all of a layer."""
+    make_checkpoint("qwen3_5_moe", tmp_path)
+    ids, file = prompts_of(20)[0], tmp_path / "model.safetensors"
+    found: list[torch.Tensor] = []
+    for stacked in (False, True):
+        if stacked:
+            tensors = load_file(file)
+            for index in range(4):
+                prefix = f"model.layers.{index}.mlp.experts"
+                parts = {
+                    name: [tensors.pop(f"{prefix}.{expert}.{name}.weight") for expert in range(6)]
+                    for name in ("gate_proj", "up_proj", "down_proj")
+                }
+                halves = torch.stack(parts["gate_proj"]), torch.stack(parts["up_proj"])
+                tensors[f"{prefix}.gate_up_proj"] = torch.cat(halves, 1)
+                tensors[f"{prefix}.down_proj"] = torch.stack(parts["down_proj"])
+            save_file(tensors, file, {"format": "pt"})
+        model = load_model(read_model_spec(tmp_path), tmp_path, dtype=torch.float32, device=CPU)
+        sequences = DenseSequences(model)
+        found += sequences.step([(sequences.add(), ids)])
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])
 def test_layers_that_make_drafts_are_skipped_with_a_note(family: str, tmp_path: Path) -> None:
     make_checkpoint(family, tmp_path)

@@ -23,7 +23,7 @@ from phonograph.models.quantization.cpu_weights import CpuProducts
 from phonograph.models.quantization.scheme import Stored
 from phonograph.models.spec import ModelSpec
 from phonograph.models.transformer import Transformer
-from phonograph.models.weights.file_format import match_format
+from phonograph.models.weights.file_format import match_experts, match_format
 from phonograph.models.weights.gguf_tensors import load_gguf, num_copies
 from phonograph.models.weights.kv_scales import is_kv_scale, is_unused_scale
 from phonograph.models.weights.staging import Copies
@@ -103,7 +103,7 @@ def begin_loading(
         raise ConfigError("load_format", load_format, f"{location} is a GGUF file, which auto reads")
     files = {} if location is None else weight_files(location)
     known_notes = len(spec.notes)
-    spec, names = match_tied_embeddings(match_format(spec, files), files)
+    spec, names = match_tied_embeddings(match_experts(match_format(spec, files), files), files)
     notes = [*spec.notes[known_notes:]]
     with torch.inference_mode():
         model = Transformer(spec, dtype, device, make_empty)
