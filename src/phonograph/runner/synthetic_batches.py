@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import lcm
-from typing import TypedDict
+from typing import NamedTuple
 
 import numpy as np
 
@@ -198,7 +198,7 @@ class SyntheticBatches:
                 restored.append(StateCopy(slot, row, context))
             if rng.random() < 0.3 and (row := next(rows, None)) is not None:
                 saved.append(StateCopy(slot, row, context + int(rng.integers(1, query + 1))))
-        return {"slots": slots, "restored": restored, "saved": saved}
+        return _StateRows(slots, restored, saved)
 
     def _load(
         self,
@@ -248,6 +248,7 @@ class SyntheticBatches:
             np.concatenate([first, np.full(count, unused[:1]), blocks] if count else [first, blocks])
             for first, count, blocks in zip(leading, freed, separate, strict=True)
         ]
+        states = self._states(rng, lengths) if self._num_slots and writes_states else _StateRows()
         self.latest = SyntheticBatch(
             query_lens=query_lens,
             context_lens=context_lens,
@@ -256,17 +257,19 @@ class SyntheticBatches:
             token_ids=rng.integers(0, self._vocab_size, sum(query_lens), np.int32),
             prefix_len=prefix_len,
             writes_states=writes_states,
-            **(self._states(rng, lengths) if self._num_slots and writes_states else {}),
+            slots=states.slots,
+            restored=states.restored,
+            saved=states.saved,
         )
         return self._inputs(self.latest, key)
 
 
-class _StateRows(TypedDict):
-    """Arguments of `SyntheticBatch`."""
+class _StateRows(NamedTuple):
+    """States of a batch; see `SyntheticBatch`."""
 
-    slots: list[int]
-    restored: list[StateCopy]
-    saved: list[StateCopy]
+    slots: list[int] | None = None
+    restored: Sequence[StateCopy] = ()
+    saved: Sequence[StateCopy] = ()
 
 
 def _blocks_freed(group: KVGroup, context: int) -> int:

@@ -25,11 +25,11 @@ class Checkpoints(NamedTuple):
     """Checkpoints of states for the prefix cache.
 
     Attributes:
-        count: number of them.
+        num_checkpoints: places for them.
         interval: tokens between those of a prompt, a multiple of the block sizes; 0 for none but that at its end.
     """
 
-    count: int
+    num_checkpoints: int
     interval: int = 0
 
 
@@ -63,7 +63,7 @@ class RequestBlocks:
             num_blocks=num_blocks,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             enable_prefix_caching=enable_prefix_caching,
-            checkpoints=None if checkpoints is None else CheckpointPool(checkpoints.count),
+            checkpoints=None if checkpoints is None else CheckpointPool(checkpoints.num_checkpoints),
         )
         self.tables: dict[str, SequenceTable] = {}
         self.step = gcd(*(group.block_size for group in groups))

@@ -111,13 +111,14 @@ def gated_delta(
         sizes: `DeltaSizes` as a list.
         eps: epsilon of the norm of the output.
     """
-    net = DeltaSizes(*sizes)
+    *counts, by_head = sizes
+    net = DeltaSizes(*counts, by_head=bool(by_head))
     x_TC, z_THV, rate_TH, time_TH = net.split(projected_TF, gates_TB)
     decay_TH = -decay_H.exp() * functional.softplus(time_TH.float() + time_bias_H)
     rate_TH = rate_TH.float().sigmoid()
     mixed_TX = torch.zeros(out_TX.shape, dtype=torch.float32, device=out_TX.device)
     for runs in _runs(query_start_loc.tolist(), seq_lens_R.tolist(), slots_R.tolist(), checkpoints_3R.tolist()):
-        count, sources = runs[0].count, torch.tensor([run.source for run in runs])
+        count, sources = runs[0].num_tokens, torch.tensor([run.source for run in runs])
         tokens_NT = torch.tensor([run.start for run in runs]).unsqueeze(1) + torch.arange(count)
         history_NPC = history_SPC[sources.clamp_min(0)].masked_fill_((sources < 0)[:, None, None], 0)
         state_NHKV = state_SHKV[sources.clamp_min(0)].masked_fill_((sources < 0)[:, None, None, None], 0)
@@ -141,13 +142,13 @@ class _Run(NamedTuple):
 
     Attributes:
         start: first token in the step.
-        count: number of tokens.
+        num_tokens: its tokens.
         source: place of the state before; -1 for zeros.
         targets: places of the state after, the slot and a checkpoint; -1 for none.
     """
 
     start: int
-    count: int
+    num_tokens: int
     source: int
     targets: tuple[int, int]
 

@@ -6,7 +6,7 @@ system (Yang et al. 2024, arXiv:2412.06464), whose inverse is made row by row. F
 `kernels/torch/state/delta_rule.py`, shapes in the torch twin.
 """
 
-# pyright: basic, reportCallIssue=false, reportArgumentType=false
+# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 import triton

@@ -8,7 +8,7 @@ Shapes are those of the torch twin. Two launches, for queries of any lengths:
    has read the old ones then.
 """
 
-# pyright: basic, reportCallIssue=false, reportArgumentType=false
+# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 import torch

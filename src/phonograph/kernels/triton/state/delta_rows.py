@@ -3,7 +3,7 @@
 Shapes are those of the torch twin (`kernels/torch/state/gated_delta.py`).
 """
 
-# pyright: basic, reportCallIssue=false, reportArgumentType=false
+# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 import triton

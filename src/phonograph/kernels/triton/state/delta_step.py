@@ -5,7 +5,7 @@ and writes it once (and a checkpoint, if there is one), however many tokens ther
 `kernels/torch/state/delta_rule.py`, shapes in the torch twin.
 """
 
-# pyright: basic, reportCallIssue=false, reportArgumentType=false
+# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 import triton

@@ -8,7 +8,7 @@ All read lengths, slots and checkpoints on the device, so that a captured graph 
 belong to the other launch end at once.
 """
 
-# pyright: basic, reportCallIssue=false, reportArgumentType=false
+# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 import torch

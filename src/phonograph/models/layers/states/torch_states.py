@@ -8,6 +8,7 @@ import torch
 
 from phonograph.models.layers.kernel_set import Step, Stream
 from phonograph.models.layers.states.gated_delta_net import DECAY, NORM, TAPS, TIME_BIAS, GatedDeltaNet
+from phonograph.models.layers.states.state_mixer import StateMixer
 from phonograph.models.layers.states.state_weights import StateWeights
 
 if TYPE_CHECKING:
@@ -50,5 +51,5 @@ class TorchGatedDelta:
         return kernels.add(stream, mixed_TX, output, weights.output_norm)
 
 
-TORCH_STATES = {GatedDeltaNet: TorchGatedDelta}
+TORCH_STATES: dict[type[StateMixer], type[TorchGatedDelta]] = {GatedDeltaNet: TorchGatedDelta}
 """Parts by the type of the mixer."""

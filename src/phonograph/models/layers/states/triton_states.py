@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -10,6 +10,7 @@ from phonograph.kernels.triton.elementwise import layers
 from phonograph.kernels.triton.state.gated_delta import gated_delta
 from phonograph.models.layers.kernel_set import Step, Stream
 from phonograph.models.layers.states.gated_delta_net import DECAY, NORM, TAPS, TIME_BIAS, GatedDeltaNet
+from phonograph.models.layers.states.state_mixer import StateMixer
 from phonograph.models.layers.states.state_weights import StateWeights
 from phonograph.models.layers.triton_stream import NormedInput, StreamKernels
 from phonograph.models.layers.workspace import mixer_widths
@@ -19,7 +20,7 @@ class TritonGatedDelta:
     """Gated delta net of a layer."""
 
     def __init__(self, kernels: StreamKernels, weights: StateWeights) -> None:
-        self.then: object = None
+        self.then: Any = None
         # Two products read the normed rows.
         self.begin = NormedInput(weights.input_norm, None)
         self._projection, self._gates, self._output = (kernels.bind(linear) for linear in weights.linears)
@@ -36,18 +37,22 @@ class TritonGatedDelta:
         projected_TF, gates_TB, conv_TC = (
             part.view(num_tokens, width) for part, width in zip(parts, widths, strict=True)
         )
+        history_SPC, state_SHKV = states.pool[weights.layer]
         self._projection.store(stream.normed, projected_TF)
         self._gates.store(stream.normed, gates_TB)
         gated_delta(
             projected_TF,
             gates_TB,
             weights.others[TAPS].squeeze(1),
-            *(weights.others[name] for name in (DECAY, TIME_BIAS, NORM)),
+            weights.others[DECAY],
+            weights.others[TIME_BIAS],
+            weights.others[NORM],
             states.query_start_loc,
             states.seq_lens,
             states.slots,
             states.checkpoints,
-            *states.pool[weights.layer],
+            history_SPC,
+            state_SHKV,
             mixed_TX,
             spec.sizes,
             kernels.eps,
@@ -70,5 +75,5 @@ def _kept(kernels: StreamKernels, stream: Stream, mixed_TX: torch.Tensor, step: 
     return Stream(hidden_PE, is_part=True, num_rows=step.num_kept), mixed_PX
 
 
-TRITON_STATES = {GatedDeltaNet: TritonGatedDelta}
+TRITON_STATES: dict[type[StateMixer], type[TritonGatedDelta]] = {GatedDeltaNet: TritonGatedDelta}
 """Parts by the type of the mixer."""
