@@ -36,6 +36,7 @@ KERNEL_PARTS = {
     "_append_kernel": "rest",
     "_copy_kernel": "rest",
     "_count_kernel": "rest",
+    "_gate_heads_kernel": "rest",
     "_gate_kernel": "rest",
     "_first_rows_kernel": "rest",
     "_gather_kernel": "rest",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,16 +15,22 @@ from invariants import check_scheduler
 from transformers import PreTrainedModel
 
 from phonograph import LLM, SamplingParams
-from phonograph.errors import ConfigError, PhonographError
+from phonograph.config.engine_config import EngineConfig
+from phonograph.core.device import known_device
+from phonograph.engine.groups.state_slots import state_bytes
+from phonograph.engine.plan import make_plan
+from phonograph.errors import ConfigError, PhonographError, UnsupportedModelError
 from phonograph.graphs.modes import GraphMode, GraphSupport
 from phonograph.kernels.torch.state import gated_delta as operators
 from phonograph.models.layers.states.gated_delta_net import GatedDeltaNet
+from phonograph.models.spec import read_model_spec
 from phonograph.runner.synthetic_batches import SyntheticBatches
 
 LENGTHS = 1, 2, 3, 63, 64, 65, 127
 ANSWER = 128
 GREEDY = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True)
 SHORT = replace(GREEDY, max_tokens=12)
+MIB = 1 << 20
 OPERATOR = torch.ops.phonograph.gated_delta.default
 
 
@@ -291,3 +298,53 @@ def test_graph_support_is_that_of_the_weakest(folder: Path, monkeypatch: pytest.
     assert llm.plan.resolution.support is support and llm.plan.resolution.mode is GraphMode.PIECEWISE
     with pytest.raises(PhonographError, match="a planted reason"):
         make_llm(folder, cudagraph_mode="FULL")
+
+
+QWEN3_6 = {
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "model_type": "qwen3_5_moe_text",
+    "max_position_embeddings": 262144,
+    "dtype": "bfloat16",
+}
+"""Qwen3.6-35B-A3B: all other sizes are the defaults of its class."""
+
+
+@pytest.mark.parametrize(("name", "kept"), [("h200", 256), ("h100", 32)])
+def test_sizes_of_a_published_model(name: str, kept: int, tmp_path: Path) -> None:
+    """Where states leave no room for the KV cache, fewer sequences run, with a note."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_6))
+    model = read_model_spec(tmp_path)
+    assert 34e9 < model.num_parameters < 36e9 and len(model.states) == 30
+    plan = make_plan(EngineConfig(model=str(tmp_path), load_format="dummy"), model, known_device(name))
+    memory, limits = plan.memory, plan.limits
+    assert memory.states // limits.max_num_seqs == 30 * (2 * MIB + 3 * 8192 * 2) == state_bytes(model, "bfloat16")
+    assert limits.max_num_seqs == kept and memory.num_checkpoints > 0
+    lowered = [note for note in plan.notes if note.startswith("max_num_seqs 256 -> ")]
+    assert len(lowered) == (kept < 256) and all("states of a sequence take" in note for note in lowered)
+    taken = memory.weights + memory.graphs + memory.attention + memory.sampling + memory.states
+    assert taken + memory.checkpoints + memory.kv_cache < 0.9 * known_device(name).memory
+
+
+def test_heads_that_no_gpu_kernel_has_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN3_6, "linear_key_head_dim": 256}))
+    config, model = EngineConfig(model=str(tmp_path), load_format="dummy"), read_model_spec(tmp_path)
+    with pytest.raises(
+        UnsupportedModelError, match="heads of 256 and 128 in a gated delta net; GPU kernels take up to"
+    ):
+        make_plan(config, model, known_device("h200"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", GraphMode)
+def test_a_gpu_answers_as_transformers(mode: GraphMode, made: tuple[PreTrainedModel, Path]) -> None:
+    """In float32: greedy answers, of which one may turn at a near-tie, twice; graphs equal eager steps."""
+    reference, folder = made
+    prompts = prompts_of(*LENGTHS)
+    wanted = wanted_of(reference, prompts, 16)
+    llm = make_llm(folder, device="cuda", dtype="float32", block_size=16, cudagraph_mode=mode)
+    for _ in range(2):
+        answers = tokens_of(llm, prompts, replace(GREEDY, max_tokens=16))
+        assert sum(one == other for one, other in zip(answers, wanted, strict=True)) >= len(prompts) - 1
+    if mode is not GraphMode.NONE:
+        report = llm.verify(num_replays=200)
+        assert report.ok, report.mismatches[:3]

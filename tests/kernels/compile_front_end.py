@@ -36,6 +36,7 @@ from phonograph.kernels.torch.state.gated_delta import DeltaSizes
 from phonograph.kernels.triton.attention import page_indices, prefill, quantize_query, split_batch
 from phonograph.kernels.triton.attention import rope_and_kv_write as rope
 from phonograph.kernels.triton.elementwise import fp8_rows, layer_embeddings, layers
+from phonograph.kernels.triton.elementwise.gate_heads import gate_heads
 from phonograph.kernels.triton.experts.count_pairs import count_pairs
 from phonograph.kernels.triton.experts.expert_lists import ExpertLists
 from phonograph.kernels.triton.experts.expert_plan import FewRowsTile, expert_config
@@ -98,6 +99,11 @@ def launch_attention() -> None:
         heads["qk_norm"] = torch.zeros(6, 64)
         rope.rope_and_write_kv(qkv, longs(8), torch.zeros(32, width), cache, longs(8), **heads, **scales)
     rope.rope_and_write_kv(qkv, longs(8), None, cache, longs(8), **heads, **scales)
+    heads_and_room = halves(8, 16 * 64)
+    rope.rope_and_write_kv(
+        heads_and_room, longs(8), torch.zeros(32, 32), cache, longs(8), gated=True, **heads, **scales
+    )
+    gate_heads(halves(8, 4 * 64), heads_and_room, 64)
     values = {"value_norms": True, "keys_are_values": True, "pairs_in_halves": True}
     rope.rope_and_write_kv(qkv, longs(8), torch.zeros(32, 16), cache, longs(8), **heads, **scales, **values)
     layers.norm_queries_and_keys(qkv, torch.zeros(6, 64), 4, 1e-6)
