@@ -311,7 +311,7 @@ QWEN3_6 = {
 
 @pytest.mark.parametrize(("name", "kept"), [("h200", 256), ("h100", 32)])
 def test_sizes_of_a_published_model(name: str, kept: int, tmp_path: Path) -> None:
-    """Where states leave no room for the KV cache, fewer sequences run, with a note."""
+    """Fewer sequences run, with a note, if the states of all leave no room for the KV cache."""
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_6))
     model = read_model_spec(tmp_path)
     assert 34e9 < model.num_parameters < 36e9 and len(model.states) == 30
@@ -328,9 +328,7 @@ def test_sizes_of_a_published_model(name: str, kept: int, tmp_path: Path) -> Non
 def test_heads_that_no_gpu_kernel_has_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**QWEN3_6, "linear_key_head_dim": 256}))
     config, model = EngineConfig(model=str(tmp_path), load_format="dummy"), read_model_spec(tmp_path)
-    with pytest.raises(
-        UnsupportedModelError, match="heads of 256 and 128 in a gated delta net; GPU kernels take up to"
-    ):
+    with pytest.raises(UnsupportedModelError, match="heads of 256 and 128 in a gated delta net"):
         make_plan(config, model, known_device("h200"))
 
 

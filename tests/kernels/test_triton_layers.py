@@ -188,7 +188,7 @@ def test_rope_of_a_part(size: int, pairs: int, scaled: bool, dtype: torch.dtype,
 def test_heads_with_gates(
     tokens: int, heads: int, kv_heads: int, size: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Queries between their gates are rotated as without them, into memory behind the values; gates are the output's."""
+    """Queries between their gates are rotated as without them, into memory behind the values."""
     torch.manual_seed(tokens + size)
     queries, gates = (torch.randn(tokens, heads, size, device=device).to(dtype) for _ in range(2))
     others = torch.randn(tokens, 2 * kv_heads * size, device=device).to(dtype)

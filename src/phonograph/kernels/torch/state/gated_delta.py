@@ -101,13 +101,13 @@ def gated_delta(
         time_bias_H: bias of the times, float32.
         norm_V: weights of the norm of the output, float32.
         query_start_loc: int32 [R + 1].
-        seq_lens_R: int32, tokens of each sequence with those of the step.
+        seq_lens_R: int32, tokens of each sequence, the step's included.
         slots_R: int32, slot of each sequence; -1 for none.
         checkpoints_3R: int32, by sequence: the place that its state is read from, in place of its slot; the place that
             it is copied to; and its tokens at the copy. -1 for none.
         history_SPC: last inputs of the convolution, by slot, then by checkpoint.
         state_SHKV: float32.
-        out_TX: receives the normed and gated outputs [T, H * V]; those of padding are 0.
+        out_TX: receives the normed and gated outputs [T, H * V]; outputs of padding are 0.
         sizes: `DeltaSizes` as a list.
         eps: epsilon of the norm of the output.
     """

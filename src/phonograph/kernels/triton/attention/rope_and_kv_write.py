@@ -65,8 +65,8 @@ def rope_and_write_kv(
         eps: of the norms
         value_norms: each head of values is normed, without weights
         keys_are_values: values are the keys before their norm and rotation
-        gated: each query head is followed by its gates. Queries are not rotated in place, but written behind the
-            values, so that rows have room for H * D numbers more
+        gated: each query head is followed by its gates. Rotated queries are written after the values, so that rows
+            have room for H * D numbers more
         pairs_in_halves: the pairs are (d, d + D/2), and not (d, d + R/2)
         k_scale: float32 [K], or None for 1
         v_scale: float32 [K], or None for 1
