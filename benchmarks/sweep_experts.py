@@ -26,10 +26,19 @@ from phonograph.bench.records.record import provenance
 from phonograph.kernels.routing import Routing
 from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.triton.experts.expert_lists import ExpertLists
-from phonograph.kernels.triton.experts.expert_plan import ExpertConfig, ExpertTile, expert_config
+from phonograph.kernels.triton.experts.expert_plan import (
+    ExpertConfig,
+    ExpertTile,
+    RowConfig,
+    RowTile,
+    expert_config,
+    row_config,
+)
 from phonograph.kernels.triton.experts.expert_products import down_products, fitted, gate_up_products
 from phonograph.kernels.triton.experts.expert_results import add_results
 from phonograph.kernels.triton.experts.route import route
+from phonograph.kernels.triton.experts.route_row import route_row
+from phonograph.kernels.triton.experts.row_products import add_down_row, gate_up_row
 from phonograph.kernels.triton.gemm.product import Matrix
 from phonograph.models.quantization.mxfp4 import Mxfp4Scheme
 
@@ -60,7 +69,7 @@ def matrix(outputs: int, inputs: int, kind: str) -> Matrix:
         return torch.empty(outputs, inputs, dtype=torch.bfloat16, device="cuda").normal_(0, inputs**-0.5)
     if kind == "mxfp4":
         weight = Mxfp4Scheme().allocate(
-            outputs, inputs, lambda *shape, dtype: torch.empty(shape, dtype=dtype, device="cuda")
+            outputs, inputs, lambda *shape, dtype=None: torch.empty(shape, dtype=dtype, device="cuda")
         )
         weight.draw(inputs**-0.5, torch.Generator("cuda").manual_seed(1))
         return weight.values
@@ -101,9 +110,19 @@ class Layer:
         self.lists = ExpertLists.over(words, num_tokens, routing, counters)
         self.real = torch.tensor([num_tokens], dtype=torch.int32, device="cuda")
 
-    def calls(self, config: ExpertConfig) -> dict[str, Callable[[], None]]:
-        routing, lists, config = self.routing, self.lists, fitted(config, self.gate_up, self.down)
+    def calls(self, config: ExpertConfig | RowConfig) -> dict[str, Callable[[], None]]:
+        """Return the launches of a layer, of which those for one row need no kernel that adds results."""
+        routing, lists = self.routing, self.lists
         norm = self.norm, 1e-6, self.normed
+        if isinstance(config, RowConfig):
+            gate_up, down = self.gate_up, self.down
+            assert isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor)
+            return {
+                "route": lambda: route_row(self.hidden, self.router, routing, lists, config.route, norm=norm),
+                "gate_up": lambda: gate_up_row(self.normed, gate_up, lists, config.gate_up, self.inner),
+                "down": lambda: add_down_row(self.inner, down, lists, config.down, self.hidden),
+            }
+        config = fitted(config, self.gate_up, self.down)
         return {
             "route": lambda: route(self.x, self.router, routing, lists, block=config.block, num_rows=self.real),
             "gate_up": lambda: gate_up_products(self.x, self.gate_up, lists, routing, config, self.inner),
@@ -140,7 +159,7 @@ def microseconds(calls: list[Callable[[], None]], each: int) -> float:
     return statistics.median(times)
 
 
-def measure(layers: list[Layer], config: ExpertConfig) -> dict[str, float]:
+def measure(layers: list[Layer], config: ExpertConfig | RowConfig) -> dict[str, float]:
     """Return the times of all kernels of a layer, and of each alone, in microseconds."""
     of_layers = [layer.calls(config) for layer in layers]
     whole = microseconds([call for calls in of_layers for call in calls.values()], len(layers))
@@ -148,23 +167,33 @@ def measure(layers: list[Layer], config: ExpertConfig) -> dict[str, float]:
     return {"all": whole, **alone}
 
 
-def candidates(config: ExpertConfig, product: str) -> Iterator[ExpertConfig]:
+def candidates(config: ExpertConfig | RowConfig, product: str) -> Iterator[ExpertConfig | RowConfig]:
     """Yield configurations with all tiles of one product, or with all blocks."""
+    if isinstance(config, RowConfig):
+        for block_n, block_k, ahead, warps in itertools.product(
+            (1, 2, 4, 8), (256, 512, 1024, 2048), (1, 2, 4, 8), (1, 2, 4, 8)
+        ):
+            if block_n * block_k <= 512 * warps * 4 and block_k >= 64 * warps:
+                yield config._replace(**{product: RowTile(block_n, block_k, ahead, warps)})
+        return
     if product == "block":
         yield from (config._replace(block=block) for block in (16, 32, 64, 128))
         return
-    for block_n, block_k, warps, stages, programs in itertools.product(
-        (16, 32, 64, 128), (32, 64, 128, 256), (2, 4, 8), (2, 3, 4, 6), (0, 132, 264, 528)
-    ):
-        yield config._replace(**{product: ExpertTile(block_n, block_k, warps, stages, programs)})
+    if product == "route":
+        return
+    for tile in itertools.product((16, 32, 64, 128), (32, 64, 128, 256), (2, 4, 8), (2, 3, 4, 6)):
+        yield config._replace(**{product: ExpertTile(*tile)})
 
 
-def sweep(layers: list[Layer], config: ExpertConfig, product: str, most: int) -> list[tuple[float, ExpertConfig]]:
+def sweep(
+    layers: list[Layer], config: ExpertConfig | RowConfig, product: str, most: int
+) -> list[tuple[float, ExpertConfig | RowConfig]]:
     """Return times and configurations, best first."""
     kernel = "all" if product == "block" else product
-    found: list[tuple[float, ExpertConfig]] = []
+    found: list[tuple[float, ExpertConfig | RowConfig]] = []
     matrices = layers[0].gate_up, layers[0].down
-    tried = [*dict.fromkeys(fitted(one, *matrices) for one in candidates(config, product))]
+    wanted = candidates(config, product)
+    tried = [*dict.fromkeys(one if isinstance(one, RowConfig) else fitted(one, *matrices) for one in wanted)]
     for one in tried[:: max(1, len(tried) // most)]:
         calls = [layer.calls(one) for layer in layers]
         try:
@@ -183,7 +212,8 @@ def main() -> None:
     parser.add_argument("--format", choices=FORMATS, default="bf16")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 32, 128, 256, 2048])
     parser.add_argument("--layers", type=int, default=4, help="in a graph, with weights of their own")
-    parser.add_argument("--sweep", choices=("gate_up", "down", "block"), help="try candidates for this")
+    parser.add_argument("--sweep", choices=("route", "gate_up", "down", "block"), help="try candidates for this")
+    parser.add_argument("--one-row", action="store_true", help="with the kernels of one row; --tokens 1, bf16 only")
     parser.add_argument("--most", type=int, default=200, help="candidates that are tried")
     parser.add_argument("--output", type=output_file)
     options = parser.parse_args()
@@ -191,7 +221,10 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for num_tokens in options.tokens:
         layers = [Layer(MODELS[options.model], num_tokens, options.format) for _ in range(options.layers)]
+        config: ExpertConfig | RowConfig
         config = expert_config(num_tokens, layers[0].routing, fp4=options.format == "mxfp4")
+        if options.one_row:
+            config = row_config(layers[0].hidden.shape[1], layers[0].inner.shape[1])
         times = {name: round(time, 2) for name, time in measure(layers, config).items()}
         floor, chosen = layers[0].floor_us()
         row = {"tokens": num_tokens, "experts": chosen, "floor": round(floor, 2), **times, "config": repr(config)}

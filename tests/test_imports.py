@@ -51,8 +51,9 @@ ALLOWED: dict[str, frozenset[str]] = {
 }
 SERVER_PACKAGES = frozenset({"fastapi", "httptools", "prometheus_client", "starlette", "uvicorn", "uvloop", "zmq"})
 """Packages that only the extra `server` installs, and that only the server may import, except zmq."""
-TRANSPORT = frozenset({"phonograph.engine.process.main", "phonograph.engine.process.process_client"})
-"""The two ends of the sockets between an engine in a process of its own and its client: only they may import zmq."""
+TRANSPORT = frozenset(f"phonograph.engine.process.{name}" for name in ("main", "process_client", "kv_publisher"))
+"""The two ends of the sockets between an engine in a process of its own and its client, and the publisher of KV events:
+only they may import zmq."""
 BENCH_PACKAGES = frozenset({"httptools", "uvloop"})
 """Server packages that the extra `bench` installs too, for the client that loads servers."""
 WITHOUT_TORCH = COMMON | {"files", "kv_cache", "scheduling", "structured"}

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from phonograph.config.engine_config import EngineConfig as AsyncEngineArgs
     from phonograph.config.engine_config import EngineConfig as EngineArgs
     from phonograph.core.beam_search_params import BeamSearchParams
+    from phonograph.core.pooling_params import PoolingParams
     from phonograph.core.sampling_params import RequestOutputKind, SamplingParams
     from phonograph.core.structured_outputs import StructuredOutputs
     from phonograph.core.structured_outputs import StructuredOutputs as GuidedDecodingParams
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from phonograph.engine.async_llm import AsyncLLM as AsyncLLMEngine
     from phonograph.engine.llm import LLM
     from phonograph.engine.offline.prompts import TextPrompt, TokensPrompt
-    from phonograph.engine.outputs import CompletionOutput, RequestOutput
+    from phonograph.engine.outputs import CompletionOutput, PoolingOutput, PoolingRequestOutput, RequestOutput
 
 __version__ = "0.1.0"
 __all__ = [
@@ -34,6 +35,9 @@ __all__ = [
     "EngineArgs",
     "EngineConfig",
     "GuidedDecodingParams",
+    "PoolingOutput",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
@@ -50,6 +54,9 @@ _HOMES = {
     "BeamSearchParams": "phonograph.core.beam_search_params",
     "CompletionOutput": "phonograph.engine.outputs",
     "EngineConfig": "phonograph.config.engine_config",
+    "PoolingOutput": "phonograph.engine.outputs",
+    "PoolingParams": "phonograph.core.pooling_params",
+    "PoolingRequestOutput": "phonograph.engine.outputs",
     "RequestOutput": "phonograph.engine.outputs",
     "RequestOutputKind": "phonograph.core.sampling_params",
     "SamplingParams": "phonograph.core.sampling_params",
@@ -67,7 +74,6 @@ _VLLM_NAMES = {
 """Names of vLLM, present and past, each with the name that means the same here."""
 _ABSENT = {
     "LLMEngine": "LLM.enqueue and LLM.wait_for_completion queue requests and answer them; AsyncLLM streams them",
-    "PoolingParams": "models generate text, and embeddings and scores are not here yet",
 }
 """Names of vLLM that are missing, each with what works or the reason."""
 

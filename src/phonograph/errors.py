@@ -14,6 +14,7 @@ Errors that a user, a file or a machine can cause raise one of these. `assert` i
     ├── CaptureError           an operation that a graph cannot record was called inside a capture
     ├── ReplayError            a graph was replayed with inputs unlike the captured ones
     ├── MemoryLimitError       the available memory is too small
+    ├── RankError              a rank of an engine on several devices has ended, failed or stopped
     └── EndpointError          a server to be measured cannot be reached or refuses the benchmark's requests
 """
 
@@ -110,6 +111,17 @@ class ReplayError(PhonographError):
 
 class MemoryLimitError(PhonographError):
     """The available memory is too small."""
+
+
+class RankError(PhonographError):
+    """A rank of an engine on several devices has ended, failed or stopped; the engine cannot go on.
+
+    `of_another` is True if this rank only noticed that another one is missing.
+    """
+
+    def __init__(self, problem: str, *, of_another: bool = False) -> None:
+        self.of_another = of_another
+        super().__init__(problem)
 
 
 class EndpointError(PhonographError):

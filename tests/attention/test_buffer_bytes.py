@@ -89,6 +89,8 @@ def test_triton_on_a_gpu_that_is_not_here() -> None:
     ]  # fmt: skip
     said = TritonCapabilities().buffer_bytes(replace(LLAMA, shared_prefixes=False), H200, LARGE, [])
     assert said == parts
+    # The kernel for long queries has the same buffers on all of them.
+    assert TritonCapabilities().buffer_bytes(LLAMA, replace(H200, capability=(8, 9)), LARGE, []) == parts
     whole = TritonCapabilities().buffer_bytes(replace(LLAMA, batch_invariant=True), H200, LARGE, [])
     assert whole == 4 * 129 * (2 * 264 * 64 + 8 * 128)
 

@@ -267,9 +267,13 @@ def test_shared_prefixes_of_batches(run_json: Any, llama: list[str], capsys: pyt
     # Whole blocks of 64.
     assert runs == [(0, 0, 31, 0, 512), (1, 0, 7, 512, 8192)]
     assert few["shared_prefixes"] == none["shared_prefixes"] == []
+    # 8 KV heads: a run of 32 rows of 4 heads in tiles of 64 rows, one of 8 rows, and a tile for each sequence.
+    assert one["attention_units"] == {"shared": 8 * (2 + 1), "own": 8 * 33}
+    assert few["attention_units"] == {"shared": 0, "own": 16}
     assert "attend them once" in facts["attention"]["shared_prefixes"]
     words = " ".join(run(capsys, "explain", *llama, "--batch", sharing, "--batch", "2x1@600/512").split())
     assert "sequences 0 to 7 attend keys 512 to 8192 once, then each its own" in words
+    assert "24 shared units and 264 others in each layer" in words
     assert "no prefix is attended once: no backend does that here, or it would save too little" in words
 
 
@@ -278,6 +282,8 @@ def test_shared_prefixes_of_batches(run_json: Any, llama: list[str], capsys: pyt
     [
         ([], "decodes that share 256 keys or more in equal blocks attend them once, if that is faster"),
         (["--cascade-attention", "off"], "each decode reads a shared prefix: cascade_attention is off"),
+        (["--device-name", "a100-80gb"], "compute capability 8.0 may not run all at once; those of 9 and 10 do"),
+        (["--device-name", "a100-80gb", "--cascade-attention", "off"], "a shared prefix: cascade_attention is off"),
         (["--cascade-attention", "false"], "each decode reads a shared prefix: cascade_attention is off"),
         (["--batch-invariant"], "each decode reads a shared prefix: batch_invariant: results would depend"),
         (["--attention-backend", "flash_attn"], "with attention_backend decode=triton they attend it once"),

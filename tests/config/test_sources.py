@@ -49,6 +49,7 @@ SETTINGS: dict[str, st.SearchStrategy[Any]] = {
     "dtype": st.sampled_from(["auto", "float32", "Float16", "bfloat16"]),
     "cpu_products": st.sampled_from(["auto", "INT4", "float32"]),
     "device": st.sampled_from(["auto", "cpu", "CUDA"]),
+    "tensor_parallel_size": counts,
     "seed": st.integers(0, 2**63 - 1),
     "max_model_len": st.one_of(counts, st.sampled_from(["auto", "AUTO", -1])),
     "max_num_seqs": st.integers(1, 1 << 17),
@@ -56,6 +57,8 @@ SETTINGS: dict[str, st.SearchStrategy[Any]] = {
     "scheduling_policy": st.sampled_from(["fcfs", "priority"]),
     "structured_outputs_strictness": st.sampled_from(["strict", "relaxed"]),
     "num_speculative_tokens": st.integers(0, 8),
+    "data_parallel_size": st.integers(1, 64),
+    "kv_events_config": st.just({"enable_kv_cache_events": False}),
     "speculative_config": st.just({"num_speculative_tokens": 3}),
     "block_size": counts,
     "kv_cache_dtype": st.sampled_from(["auto", "fp8", "fp8_e4m3", "fp8_E5M2"]),
@@ -129,7 +132,7 @@ def test_every_setting_is_tried_here() -> None:
     assert set(SETTINGS) == set(EngineConfig.model_fields)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=70, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(chosen=some_settings)
 def test_the_same_settings_from_each_source_make_the_same_configuration(
     chosen: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -140,8 +140,8 @@ def test_an_engine_on_a_thread_gives_its_memory_back(monkeypatch: pytest.MonkeyP
     held: list[weakref.ref[Any]] = []
     start = run_engine.start_engine
 
-    def started(*arguments: Any) -> Any:
-        engine = start(*arguments)
+    def started(*arguments: Any, **settings: Any) -> Any:
+        engine = start(*arguments, **settings)
         held.extend(parts(engine))
         return engine
 

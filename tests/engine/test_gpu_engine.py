@@ -103,8 +103,27 @@ def test_steps_are_reported_as_they_ran(full: LLM) -> None:
     assert Counter(record.graph for record in records) == full.step_counts - before
     assert all(record.graph_tokens >= record.num_tokens > 0 for record in records)
     assert all(record.mode == ("FULL" if record.num_tokens <= 128 else "NONE") for record in records)
+    kv_heads = full.plan.attention.num_kv_heads
+    assert {step.own_units - kv_heads * step.num_decodes for step in records if step.kind == "decode"} == {0}
+    assert not any(step.shared_units for step in records), "the demo model is too small for that to be worth it"
     # Steps overlap; their times do not.
     assert all(step.ended - step.seconds >= last.ended - 1e-9 for last, step in pairwise(records))
+
+
+def test_samples_copy_the_end_of_their_prompt(full: LLM) -> None:
+    """And answer as those that compute it."""
+    records = list[StepRecord]()
+    params = SamplingParams(n=16, max_tokens=12, temperature=1.0, seed=7, ignore_eos=True)
+    prompt = [5 + position * position % 190 for position in range(128)]
+    full.engine.core.on_step = records.append
+    try:
+        (answer,) = full.generate([prompt], params)
+    finally:
+        full.engine.core.on_step = None
+    assert [record.prefill_lens for record in records if record.prefill_lens] == [[128], [1] * 15]
+    (wanted,) = make_llm(enable_prefix_caching=False).generate([prompt], params)
+    same = sum(one.token_ids == other.token_ids for one, other in zip(answer.outputs, wanted.outputs, strict=True))
+    assert same >= 14, f"{same} of 16 samples are those of an engine that copies nothing"
 
 
 def test_nothing_is_compiled_while_serving(full: LLM) -> None:

@@ -5,11 +5,11 @@ The GPU's own tests compare the same on a GPU, with graphs; here it is seen that
 
 from __future__ import annotations
 
-import functools
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,15 +28,18 @@ from phonograph.config.engine_config import EngineConfig
 from phonograph.core.device import known_device
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine import build
+from phonograph.engine.metrics.step_record import StepRecord
 from phonograph.engine.outputs import RequestOutput
 from phonograph.engine.plan import make_plan
 from phonograph.engine.session import Session
 from phonograph.engine.startup import start as engine_start
 from phonograph.errors import CaptureError
 from phonograph.graphs.verification import verify
+from phonograph.kernels.triton.attention import decode_plan
 from phonograph.models.layers.linear import WeightAllocator
 from phonograph.models.spec import read_model_spec
 from phonograph.runner.pools.kv_pool import allocate_kv_pool
+from phonograph.scheduling import prompt_tails
 from phonograph.structured.compiler import GrammarCompiler
 
 cuda_platform = pytest.importorskip("phonograph.engine.startup.cuda_platform")
@@ -52,7 +55,7 @@ NEAR = 0.03
 class HostPlatform(cuda_platform.CudaPlatform):
     """A GPU's parts, with tensors in host memory."""
 
-    def __init__(self, make_runtime: Callable[[], CallRuntime] = CallRuntime) -> None:
+    def __init__(self, make_runtime: Callable[[], CallRuntime] = lambda: CallRuntime(lazily=True)) -> None:
         device = torch.device("cpu")
         self.drivers: list[FakeMemoryDriver] = []
         super().__init__(
@@ -83,18 +86,25 @@ def start_engine(
         model=str(folder),
         device="cuda",
         max_num_seqs=3,
-        max_num_batched_tokens=40,
         num_kv_blocks=40,
         block_size=16,
         cudagraph_capture_sizes=list(sizes),
-        **{"dtype": "float16", "max_model_len": 256, **settings},
+        **{
+            "dtype": "float16",
+            "max_model_len": 256,
+            "max_num_batched_tokens": 40,
+            "cascade_attention": "off",
+            **settings,
+        },
     )
     device = replace(known_device("h200"), capability=(8, 0))
     return build.build_engine(make_plan(config, read_model_spec(folder), device), platform=platform or HostPlatform())
 
 
-def start(folder: Path, sizes: Sequence[int] = (1, 3, 24)) -> tuple[Session, Counter[str]]:
-    engine = start_engine(folder, sizes)
+def start(
+    folder: Path, sizes: Sequence[int] = (1, 3, 24), platform: HostPlatform | None = None
+) -> tuple[Session, Counter[str]]:
+    engine = start_engine(folder, sizes, platform)
     model = engine.plan.model
     session = Session(engine.core, model, None, 0, GrammarCompiler(lambda: None, tuple(model.eos_token_ids)))
     return session, engine.core.runner.counts
@@ -147,7 +157,7 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 def test_a_whole_engine(family: str, tmp_path: Path) -> None:
     """Chunks, mixed batches, prefixes found again, more requests than slots, samples, scored prompts."""
     reference = make_checkpoint(family, tmp_path, **HEADS)
-    session, counts = start(tmp_path)
+    session, counts = start(tmp_path, platform=HostPlatform(CallRuntime) if family == "qwen3" else None)
     greedy = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     shared = prompt(0, 33)
     first = session.add(shared + prompt(1, 20), greedy)
@@ -186,9 +196,29 @@ def test_state_layers(family: str, tmp_path: Path) -> None:
     assert report.ok, report.mismatches
 
 
+def test_samples_share_their_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decodes attend it once, as records of the steps say, and its end is copied."""
+    # Prefixes worth sharing would take minutes here.
+    monkeypatch.setattr(decode_plan, "MIN_SHARED", decode_plan.tl.constexpr(64))
+    monkeypatch.setattr(decode_plan, "_SHARING_COST", decode_plan.tl.constexpr(0))
+    monkeypatch.setattr(prompt_tails, "WORTH_A_STEP", 1)
+    reference = make_checkpoint("qwen3", tmp_path, **HEADS | {"num_hidden_layers": 1})
+    engine = start_engine(tmp_path, (3,), cascade_attention="auto", max_num_batched_tokens=200)
+    session = Session(engine.core, engine.plan.model, None, 0, GrammarCompiler(lambda: None, ()))
+    records: list[StepRecord] = []
+    engine.core.on_step = records.append
+    params = SamplingParams(n=3, max_tokens=2, temperature=0.0, logprobs=1, ignore_eos=True)
+    output = session.add(prompt(7, 200), params)
+    finish(session, output)
+    check(reference, output)
+    assert [record.prefill_lens for record in records] == [[200], [1, 1], []]
+    # A tile of 6 rows in each of two KV heads, and one for each sequence. For the last two it does not pay.
+    assert [(record.shared_units, record.own_units) for record in records] == [(0, 0), (2, 6), (0, 4)]
+
+
 def test_speculation(tmp_path: Path) -> None:
     """Prompts that repeat are looked up on the device, and graphs with drafts equal eager steps."""
-    reference = make_checkpoint("qwen3", tmp_path, **HEADS)
+    reference = make_checkpoint("qwen3", tmp_path, **HEADS, num_hidden_layers=1)
     speculation = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
     engine = start_engine(tmp_path, (3, 9), speculative_config=speculation)
     report = verify(engine.make_subject(), num_replays=8, seed=0)
@@ -234,7 +264,7 @@ def test_speculation_on_flashinfer(method: str, tmp_path: Path, monkeypatch: pyt
 
 def test_a_draft_model_that_is_the_model_is_always_right(tmp_path: Path) -> None:
     """Keys of the draft model are those of the sequences, and its samples have the noise of the draws."""
-    make_checkpoint("qwen3", tmp_path, **HEADS)
+    make_checkpoint("qwen3", tmp_path, **HEADS, num_hidden_layers=1)
     speculation = {
         "method": "draft_model",
         "model": str(tmp_path),
@@ -247,16 +277,16 @@ def test_a_draft_model_that_is_the_model_is_always_right(tmp_path: Path) -> None
         session = Session(engine.core, engine.plan.model, None, 0, GrammarCompiler(lambda: None, ()))
         outputs: list[RequestOutput] = []
         for temperature in (0.0, 0.8):
-            params = SamplingParams(temperature=temperature, max_tokens=10, ignore_eos=True, seed=3)
-            several = [session.add(prompt(length, length), params) for length in (5, 60, 2)]
+            params = SamplingParams(temperature=temperature, max_tokens=7, ignore_eos=True, seed=3)
+            several = [session.add(prompt(length, length), params) for length in (5, 43, 2)]
             finish(session, *several)
             outputs += several
         found.append([one.outputs[0].token_ids for one in outputs])
     counts = engine.core.scheduler.stats.drafts
-    report = verify(engine.make_subject(), num_replays=4, seed=0)
+    report = verify(engine.make_subject(), num_replays=2, seed=0)
     assert report.ok, report.mismatches
     assert found[0] == found[1]
-    assert counts.verified > 20 and counts.accepted >= 0.85 * counts.verified
+    assert counts.verified > 12 and counts.accepted >= 0.85 * counts.verified
 
 
 def test_drafts_behind_the_end_read_nothing_but_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,7 +350,7 @@ def test_a_second_capture_is_logged_and_an_error_where_graphs_are_verified(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     platform = HostPlatform(FailingRuntime)
-    build_engine = functools.partial(build.build_engine, platform=platform)
+    build_engine = partial(build.build_engine, platform=platform)
     monkeypatch.setattr(engine_start, "build_engine", build_engine)
     monkeypatch.setattr(engine_start, "this_device", lambda kind: known_device("h200"))
     make_checkpoint("llama_bias", tmp_path, **HEADS)

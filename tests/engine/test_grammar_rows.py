@@ -40,6 +40,8 @@ def mixture() -> list[Request]:
         ruled("k", 6, temperature=1.0, logprobs=2),
         ruled("l", 5, temperature=0.0, presence_penalty=1.5),
         free("m", temperature=0.9, logprobs=1),
+        ruled("o", 6, temperature=1.0, logprob_token_ids=[7, 50, EOS]),
+        free("p", temperature=0.9, logprob_token_ids=[4]),
         ruled("n", 30, temperature=1.0, max_tokens=5),
     ]
 

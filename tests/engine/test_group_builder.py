@@ -36,7 +36,7 @@ class Backend:
     def make_builder(self) -> Any:
         number = len(self.made)
         self.made.append(number)
-        return SimpleNamespace(build=lambda common, key: Metadata(common=common, plan=number))
+        return SimpleNamespace(units=None, build=lambda common, key: Metadata(common=common, plan=number))
 
     def schedule(self, metadata: Any) -> None:
         self.scheduled.append(metadata.common)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,16 @@ def test_prompts_of_unlike_salts_share_no_prefix(llm: LLM) -> None:
     assert cached == [0, 0, 32, 0, 32, 32]
     *_, streamed = llm.stream({"prompt_token_ids": prompt, "cache_salt": "salt-c"}, SHORT)
     assert streamed.num_cached_tokens == 0
+
+
+def test_a_request_may_leave_the_prefix_cache_alone(llm: LLM) -> None:
+    prompt = [5 + position * position % 1999 for position in range(40)]
+    cached: list[int] = []
+    for skips in (True, False, True, None):
+        params = replace(SHORT, skip_reading_prefix_cache=skips)
+        (output,) = llm.generate({"prompt_token_ids": prompt}, params)
+        cached.append(output.num_cached_tokens)
+    assert cached == [0, 32, 0, 32]
 
 
 @pytest.mark.parametrize("prompts", [["x"], [[1, 2]], [{"prompt": "x"}]])

@@ -233,7 +233,7 @@ ABSENT: dict[str, tuple[str, type[Exception], str]] = {
         AttributeError,
         "wake_up reads the weights again",
     ),
-    "llm.embed(prompts)": ("LLM.__new__(LLM).embed", AttributeError, "embeddings and scores are not here yet"),
+    "llm.reward(prompts)": ("LLM.__new__(LLM).reward", AttributeError, "token_classify"),
     "profiler_config={...}": ("EngineArgs(model='demo', profiler_config={'a': 1})", PhonographError, "--profile-dir"),
     "logits_processors=[...]": ("SamplingParams(logits_processors=[print])", PhonographError, "logit_bias"),
 }

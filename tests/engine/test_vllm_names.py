@@ -60,7 +60,7 @@ def test_what_is_a_parameter_here_is_in_no_table_of_vllms() -> None:
         ({"extra_args": torch.zeros(2)}, "is vLLM's and not here yet"),
         ({"use_beam_search": True}, "LLM.beam_search does it"),
         ({"logits_processors": [print]}, "logit_bias, allowed_token_ids and bad_words change logits"),
-        ({"logprob_token_ids": [5]}, "logprob_token_ids='[5]': is vLLM's and not here yet; leave it out"),
+        ({"prompt_logprob_token_ids": [[5]]}, "is vLLM's and not here yet; leave it out"),
         ({"output_kind": 3}, "output_kind=3: must be one of RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA, "),
         ({"output_kind": True}, "output_kind=True: must be one of "),
     ],
@@ -94,14 +94,15 @@ def test_neutral_settings_are_taken() -> None:
     neutral = {
         **{"tensor_parallel_size": 1, "enable_chunked_prefill": True, "disable_log_stats": True, "swap_space": 0},
         **{"tokenizer_mode": "auto", "runner": "auto", "speculative_config": None, "pipeline_parallel_size": 1},
-        **{"max_logprobs": MAX_LOGPROBS, "structured_outputs_config": {"backend": "xgrammar"}},
+        **{"max_logprobs": MAX_LOGPROBS, "async_scheduling": False},
+        "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
     }
     assert EngineConfig(model="demo", **neutral) == EngineConfig(model="demo")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ConfigError, match="tensor_parallel_size=2: is vLLM's and not here yet .an engine runs on one"):
-        EngineConfig(model="demo", tensor_parallel_size=2)  # pyright: ignore[reportCallIssue]
-    whitespace = {"structured_outputs_config": {"backend": "auto", "disable_any_whitespace": True}}
+    with pytest.raises(ConfigError, match="pipeline_parallel_size=2: is vLLM's and not here yet .an engine runs"):
+        EngineConfig(model="demo", pipeline_parallel_size=2)  # pyright: ignore[reportCallIssue]
+    reasons = {"structured_outputs_config": {"backend": "auto", "enable_in_reasoning": True}}
     with pytest.raises(ConfigError, match="structured_outputs_config=.*not here yet"):
-        EngineConfig(model="demo", **whitespace)  # pyright: ignore[reportArgumentType]
+        EngineConfig(model="demo", **reasons)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("name", ServerConfig.model_fields)

@@ -33,6 +33,7 @@ import test_draft_rows as draft_rows
 import test_drafts_on_device as drafts
 import test_expert_fp4 as experts_fp4
 import test_expert_kernels as experts
+import test_expert_row as expert_row
 import test_fp8_rows as fp8_rows
 import test_grouped_products as grouped_products
 import test_grouped_ring
@@ -130,6 +131,9 @@ def run_all(device: torch.device) -> None:
     experts.test_memory_of_routers_without_a_gate(device)
     for config in experts.TILES:
         experts.test_products("many", 9, 7, config, torch.float16, device, experts.CLAMPED_SWIGLU)
+    expert_row.test_routes("groups", True, device)
+    for tiles in expert_row.TILES:
+        expert_row.test_products("many", tiles, torch.float16, experts.CLAMPED_SWIGLU, device)
     for config in experts_fp4.TILES:
         experts_fp4.test_products(Routing(5, 2), 9, 7, config, dtype, device)
     products.test_one_row_with_every_epilogue(13, 200, True, torch.float16, device)

@@ -32,10 +32,12 @@ from phonograph.kernels.triton.attention.shared_runs import compare_tables
 from phonograph.kernels.triton.elementwise import layer_embeddings, layers
 from phonograph.kernels.triton.elementwise.fp8_rows import quantize_rows
 from phonograph.kernels.triton.experts.expert_lists import ExpertLists
-from phonograph.kernels.triton.experts.expert_plan import ExpertConfig, ExpertTile, FewRowsTile
+from phonograph.kernels.triton.experts.expert_plan import ExpertConfig, ExpertTile, FewRowsTile, RowTile
 from phonograph.kernels.triton.experts.expert_products import down_products, gate_up_products
 from phonograph.kernels.triton.experts.expert_results import add_results
 from phonograph.kernels.triton.experts.route import route
+from phonograph.kernels.triton.experts.route_row import route_row
+from phonograph.kernels.triton.experts.row_products import add_down_row, gate_up_row
 from phonograph.kernels.triton.gemm import gemm_grouped_small_m, gemm_small_m, gemm_tiled, gemv
 from phonograph.kernels.triton.gemm.dequantize import dequantize_into
 from phonograph.kernels.triton.gemm.product import ADD, SILU, DeferredNorm, NextNorm, Norm, Product
@@ -369,6 +371,21 @@ def walk_few_rows_of_experts(place: Place, device: torch.device) -> list[torch.T
     return [inner_rows, results]
 
 
+def walk_row_of_experts(place: Place, device: torch.device) -> list[torch.Tensor]:
+    routing, width, inner, tile = Routing(3, 2), 32, 16, RowTile(4, 16, 1, 1)
+    words = torch.zeros(ExpertLists.num_words(1, routing), device=device)
+    lists = ExpertLists.over(words, 1, routing, ExpertLists.counters(1, device))
+    hidden, normed, inner_rows = (
+        randn(rows, size, device=device) for rows, size in ((1, width), (1, width), (2, inner))
+    )
+    norm = randn(width, device=device), EPS, normed
+    gate_up, down = place(randn(6 * inner, width, device=device)), place(randn(3 * width, inner, device=device))
+    route_row(hidden, place(randn(3, width, device=device)), routing, lists, tile, norm=norm)
+    gate_up_row(normed, gate_up, lists, tile, inner_rows)
+    add_down_row(inner_rows, down, lists, tile, hidden)
+    return [inner_rows, hidden, lists.experts_Tk, lists.weights_Tk]
+
+
 WALKS: dict[str, tuple[Walk, tuple[str, ...]]] = {
     "gemv": (walk_gemv, ("gemv._gemv_kernel",)),
     "few rows": (walk_few_rows, ("gemm_small_m._gemm_small_m_kernel",)),
@@ -380,6 +397,10 @@ WALKS: dict[str, tuple[Walk, tuple[str, ...]]] = {
     "experts": (
         walk_experts,
         ("route._route_kernel", "expert_products._expert_kernel", "expert_results._add_kernel"),
+    ),
+    "experts of one row": (
+        walk_row_of_experts,
+        ("route_row._route_row_kernel", "row_products._gate_up_row_kernel", "row_products._down_row_kernel"),
     ),
     "experts with few rows": (walk_few_rows_of_experts, ("expert_few_rows.expert_few_rows_kernel",)),
     "sampling": (

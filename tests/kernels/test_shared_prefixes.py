@@ -12,7 +12,7 @@ import torch
 from decode_problem import NAN, Case, Problem
 
 from phonograph.attention.attention_spec import AttentionSpec
-from phonograph.attention.triton.prefix_runs import find_runs
+from phonograph.attention.triton.prefix_runs import count_units, find_runs
 from phonograph.kernels.attention_scratch import DECODE_PROGRAMS
 from phonograph.kernels.triton.attention import decode_plan
 from phonograph.kernels.triton.attention.decode import decode_attention
@@ -90,8 +90,10 @@ def shared_keys(tables: Tables, *, max_query_len: int, max_tokens: int) -> list[
     return found
 
 
-def expected_entries(tables: Tables, plan: DecodePlan, *, max_query_len: int) -> tuple[list[Entry], list[Entry]]:
-    """Return a plan's entries, of sequences and of prefixes, from the runs that plain Python finds."""
+def expected_entries(
+    tables: Tables, plan: DecodePlan, *, max_query_len: int
+) -> tuple[list[Entry], list[Entry], tuple[int, int]]:
+    """Return a plan's entries, of sequences and of prefixes, and its units, from the runs that plain Python finds."""
     assert plan.prefixes is not None
     query_lens = [query_len for query_len, _ in tables.batch]
     starts = [0, *accumulate(query_lens)]
@@ -116,7 +118,8 @@ def expected_entries(tables: Tables, plan: DecodePlan, *, max_query_len: int) ->
                 prefixes.append((row, starts[row], starts[run.last + 1] - starts[row], run.end, run.begin + run.level))
         own = max((run.end for run in inside), default=0)
         entries.append((row, starts[row], query_len, keys, own + SHARES.value * bool(inside)))
-    return entries, prefixes
+    served = [query_len if query_len <= max_query_len else 0 for query_len in query_lens]
+    return entries, prefixes, count_units(spec, runs, served)
 
 
 def prefixes_in(plan: DecodePlan) -> list[Entry]:
@@ -143,9 +146,10 @@ def check_plan(tables: Tables, plan: DecodePlan, device: torch.device, *, max_qu
         block_table=table,
         block_size=tables.block_size,
     )
-    expected, prefixes = expected_entries(tables, plan, max_query_len=max_query_len)
+    expected, prefixes, units = expected_entries(tables, plan, max_query_len=max_query_len)
     assert [tuple(entry) for entry in plan.sequences[: len(expected)].tolist()] == expected, tables
     assert prefixes_in(plan) == prefixes, tables
+    assert plan.prefixes is not None and tuple(plan.prefixes.units.tolist()) == units, tables
     for number, (index, _, _, ranges, *entry, together) in enumerate(plan.records.tolist()):
         if number < plan.programs:
             assert together == (plan.programs if prefixes else 0)

@@ -24,3 +24,13 @@ def test_both_ways(count: int, to_device: bool, device: torch.device) -> None:
         torch.cuda.synchronize()
     assert torch.equal(target[3 : count + 3].cpu(), words)
     assert bool((target[:3] == POISON).all()) and bool((target[count + 3 :] == POISON).all())
+
+
+@pytest.mark.parametrize("count", [1, 3, 1024, 2000])
+def test_more_words_go_to_the_end(count: int, device: torch.device) -> None:
+    source, more = torch.arange(count, device=device).int(), torch.tensor([-1, -2], dtype=torch.int32, device=device)
+    target = torch.full((2004,), POISON, dtype=torch.int32, pin_memory=device.type == "cuda")
+    copy_words(source, target, count, more=more)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    assert target.tolist() == [*range(count), *[POISON] * (2002 - count), -1, -2]

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import load_model, make_checkpoint
+from checkpoints import load_model
 from dense import DenseSequences
-from fp4_weights import meant, random_file
+from fp4_weights import make_file, meant, random_file
 from safetensors.torch import load_file, save_file
-from transformers import Mxfp4Config
 from transformers.integrations.mxfp4 import FP4_VALUES
 
 from phonograph.config.engine_config import EngineConfig
@@ -36,25 +35,6 @@ FORMS = {
     GroupedWeight: CpuProducts(int4=True, dequantize=False, operator_rows=4, reason="a test"),
     DenseWeight: CpuProducts(int4=True, dequantize=True, operator_rows=4, reason="a test"),
 }
-
-
-def make_file(folder: Path, inner: int = 32, **settings: Any) -> dict[str, torch.Tensor]:
-    """Write a checkpoint of gpt-oss whose experts are in MXFP4; return its tensors with what they mean."""
-    make_checkpoint("gpt_oss", folder, intermediate_size=inner)
-    tensors = load_file(folder / "model.safetensors")
-    whole = dict(tensors)
-    for layer in range(3):
-        for name, outputs, inputs in (("gate_up_proj", 2 * inner, 64), ("down_proj", 64, inner)):
-            module = f"model.layers.{layer}.mlp.experts.{name}"
-            file = random_file(6, outputs, inputs)
-            del tensors[module]
-            tensors |= {f"{module}_{end}": tensor for end, tensor in file.items()}
-            whole[module] = meant(file).float().transpose(1, 2).contiguous()
-    save_file(tensors, folder / "model.safetensors")
-    config = json.loads((folder / "config.json").read_text())
-    written = json.loads(Mxfp4Config(**settings).to_json_string(use_diff=False))
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": written}))
-    return whole
 
 
 def logits(folder: Path, **settings: Any) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 from unittest.mock import MagicMock
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 
 from phonograph.core.batch import NewSequence, ScheduledBatch, SlotFailure, TokenLogprobs
 from phonograph.core.sampling_params import SamplingParams
+from phonograph.errors import RequestError
 from phonograph.runner.sequences import Sequences
 from phonograph.sampling.failures import SlotFailures
 from phonograph.sampling.logprobs import prompt_logprobs, step_prompt_logprobs, token_logprobs
@@ -52,6 +54,49 @@ def test_they_are_those_of_the_raw_logits() -> None:
     assert sampled.logprobs.keys() == {4, 2}
     check(sampled.logprobs[4], logits[0], sampled.token_ids[0], 6)
     check(sampled.logprobs[2], logits[2], sampled.token_ids[2], 0)
+
+
+def test_listed_tokens_are_reported_in_place_of_the_most_likely_ones() -> None:
+    logits = (torch.randn(4, 203, generator=torch.Generator().manual_seed(3)) * 2).to(torch.bfloat16)
+    logits[1:] = logits[1:].round()  # equal logits
+    logits[2, 7] = -math.inf
+    sampler = Sampler(max_num_seqs=4, vocab_size=203, device=torch.device("cpu"), seed=0)
+    lists = {0: [202, 0, 5], 2: [7], 3: [*range(128)]}
+    for slot in range(4):
+        listed = {"logprob_token_ids": lists[slot]} if slot in lists else {"logprobs": 2}
+        sampler.load(slot, SamplingParams(temperature=0, **listed), [1], [], [], 0)
+    sampled = sampler.sample(logits, [0, 1, 2, 3], [0] * 4)
+    check(sampled.logprobs[1], logits[1], sampled.token_ids[1], 2)
+    for slot, token_ids in lists.items():
+        found, x = sampled.logprobs[slot], logits[slot].double()
+        assert found.token_ids == [sampled.token_ids[slot], *token_ids]
+        assert found.logprobs == pytest.approx(x.log_softmax(-1)[found.token_ids].tolist(), abs=2e-5)
+        assert found.ranks == [1 + int((x > x[i]).sum()) for i in found.token_ids]
+    sampler.clear(0)
+    sampler.load(0, SamplingParams(temperature=0, logprobs=1), [1], [], [], 0)
+    check(sampler.sample(logits[:1], [0], [0]).logprobs[0], logits[0], sampled.token_ids[0], 1)
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"logprob_token_ids": []}, "must have 1 to 128 token ids"),
+        ({"logprob_token_ids": range(129)}, "logprob_token_ids='129 token ids': must have 1 to 128"),
+        (
+            {"logprob_token_ids": [3, 4], "logprobs": 1},
+            "logprobs=1: contradicts logprob_token_ids, which lists 2 tokens",
+        ),
+        ({"logprob_token_ids": [-1]}, "logprob_token_ids=-1: must be an integer >= 0"),
+        ({"logprob_token_ids": "34"}, "must be a list of token ids"),
+    ],
+)
+def test_wrong_lists_are_refused(values: dict[str, Any], says: str) -> None:
+    with pytest.raises(RequestError, match=says):
+        SamplingParams(**values)
+    params = SamplingParams(logprob_token_ids=[7, 7, 203])
+    assert (params.logprob_token_ids, params.logprobs) == ((7, 203), 2)
+    with pytest.raises(RequestError, match="logprob_token_ids=203: the model's token ids are 0 to 202"):
+        params.check_vocabulary(203)
 
 
 @pytest.mark.parametrize("top", [0, 4])

@@ -13,7 +13,7 @@ import struct
 import textwrap
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -32,11 +32,18 @@ from phonograph.core.sampling_params import SamplingParams
 from phonograph.kv_cache.groups import SlidingGroup
 from phonograph.kv_cache.manager import CacheManager
 from phonograph.kv_cache.tables import SequenceTable
+from phonograph.scheduling import prompt_tails
 from phonograph.scheduling import scheduler as scheduler_module
+from phonograph.scheduling.prompt_tails import PromptTails
 from phonograph.scheduling.request_blocks import RequestBlocks
 from phonograph.scheduling.scheduler import Scheduler
 
 EOS = 0
+
+
+@pytest.fixture(autouse=True)
+def waits_for_short_tails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_tails, "WORTH_A_STEP", 4)
 
 
 def run_alone(request: Request, context_len: int, windows: Sequence[int | None]) -> tuple[list[int], str, int | None]:
@@ -315,16 +322,18 @@ class Streams(RuleBasedStateMachine):
             stats = self.engine.scheduler.stats
             num_drafts = self.engine.drafts.num_drafts if self.engine.drafts else 0
             event(f"preempted: {stats.num_preemptions > 0}, found: {stats.prefix_hits > 0}, drafts: {num_drafts > 0}")
+            event(f"copied: {self.engine.runner.num_copied > 0}")
 
 
 TestStreams = Streams.TestCase
 TestStreams.settings = settings(
-    max_examples=120, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=70, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 
 
 ONE = [full_group()]
 MIXED = [full_group(), sliding_group(40), sliding_group(3, 8), sliding_group(1, 2)]
+SAME_SIZES = [full_group(), sliding_group(5), sliding_group(20)]
 SLIDING = [sliding_group(30), sliding_group(50)]
 
 
@@ -336,6 +345,7 @@ def long_stream(
     seed: str = "",
     budget: int = 20,
     most_drafts: int = 0,
+    most_samples: int = 1,
     **changes: Any,
 ) -> Engine:
     """Run many requests with few blocks: preemption, eviction and sharing all happen, and no output notices."""
@@ -363,6 +373,9 @@ def long_stream(
             sample_index=number % 2,
         )
         engine.add(request)
+        for index in range(1, rng.randint(1, most_samples) if most_samples > 1 else 1):
+            fresh: dict[str, Any] = {name: [] for name in ("output_token_ids", "logprobs", "prompt_logprobs")}
+            engine.add(replace(request, request_id=f"{number} {index}", sample_index=index, **fresh))
         for _ in range(rng.randrange(5)):
             if len(engine.in_flight) == depth:
                 engine.update()
@@ -404,6 +417,15 @@ def test_long_stream_of_steps_with_several_tokens(groups: list[KVGroup], num_blo
     engine = long_stream(groups, num_blocks, depth=depth, seed="drafts", most_drafts=7)
     assert engine.scheduler.stats.num_preemptions > 0 and engine.scheduler.stats.prefix_hits > 0
     assert engine.drafts is not None and engine.drafts.num_drafts > 500
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(
+    ("groups", "num_blocks"), [(ONE, 44), (SAME_SIZES, 80), (SLIDING, 50)], ids=["one", "same", "sliding"]
+)
+def test_long_stream_of_samples(groups: list[KVGroup], num_blocks: int, depth: int) -> None:
+    engine = long_stream(groups, num_blocks, depth=depth, seed="samples", most_samples=7)
+    assert engine.scheduler.stats.num_preemptions > 0 and engine.runner.num_copied > 20
 
 
 @pytest.mark.parametrize("ahead", [1, 3, 4, 9])
@@ -465,12 +487,44 @@ def chunks_are_not_reserved(patch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_planted_fault_is_found(plant: Callable[[pytest.MonkeyPatch], None], says: str) -> None:
-    same_sizes = [full_group(), sliding_group(5), sliding_group(20)]
     with pytest.MonkeyPatch.context() as patch:
         plant(patch)
         with pytest.raises((AssertionError, KeyError), match=says):
             for seed in range(20):
-                long_stream(same_sizes, 60, seed=str(seed), budget=9)
+                long_stream(SAME_SIZES, 60, seed=str(seed), budget=9)
+
+
+def copied_before_they_are_computed(patch: pytest.MonkeyPatch) -> None:
+    replace_in(patch, PromptTails, "block_ids", ("self._held", "(self._held | self._computed)"))
+
+
+def copied_from_blocks_that_are_free(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PromptTails, "drop", lambda tails, request: None)
+
+
+def copied_from_behind_a_window(patch: pytest.MonkeyPatch) -> None:
+    replace_in(patch, PromptTails, "block_ids", ("[] if FREED in found else found", "found"))
+
+
+def copied_after_other_tokens(patch: pytest.MonkeyPatch) -> None:
+    replace_in(patch, SequenceTable, "tail_name", ("len(token_ids), parent", "len(token_ids), self._root"))
+
+
+@pytest.mark.parametrize(
+    ("plant", "says"),
+    [
+        (copied_before_they_are_computed, "attended to|a copied page is written"),
+        (copied_from_blocks_that_are_free, r"attended to|out of range|a copied page is written|^'\d"),
+        (copied_from_behind_a_window, "attended to"),
+        (copied_after_other_tokens, "attended to|out of range"),
+    ],
+)
+def test_planted_fault_of_copies_is_found(plant: Callable[[pytest.MonkeyPatch], None], says: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        plant(patch)
+        with pytest.raises((AssertionError, KeyError, IndexError), match=says):
+            for seed in range(20):
+                long_stream(SAME_SIZES, 90, seed=str(seed), budget=20, most_samples=7)
 
 
 def replace_in(patch: pytest.MonkeyPatch, owner: Any, name: str, *changes: tuple[str, str]) -> None:
@@ -543,18 +597,18 @@ def ordered_by_length(patch: pytest.MonkeyPatch) -> None:
 
 def end_tokens_only_at_the_end_of_a_run(patch: pytest.MonkeyPatch) -> None:
     change = ("if token_id in request.end_token_ids", "if token_id is run[-1] and token_id in request.end_token_ids")
-    replace_in(patch, Scheduler, "update", change)
+    replace_in(patch, scheduler_module, "take_tokens", change)
 
 
 def min_tokens_counted_after_the_run(patch: pytest.MonkeyPatch) -> None:
     later = "len(tokens) + len(run) - 1 >= request.params.min_tokens"
-    replace_in(patch, Scheduler, "update", ("request.may_end", later))
+    replace_in(patch, scheduler_module, "take_tokens", ("request.may_end", later))
 
 
 @pytest.mark.parametrize(
     ("plant", "says"),
     [
-        (published_before_its_tokens_are_accepted, "pack expected|out of range|has a name"),
+        (published_before_its_tokens_are_accepted, "tokens are known|out of range|has a name"),
         (published_before_its_last_token_is_scheduled, "out of range|has a name"),
         (rejected_drafts_count_as_computed, "bounds of other"),
         (rejected_drafts_stay_in_the_upper_bound, "bounds of other"),
@@ -572,9 +626,8 @@ def min_tokens_counted_after_the_run(patch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_planted_fault_of_several_tokens_is_found(plant: Callable[[pytest.MonkeyPatch], None], says: str) -> None:
-    groups = [full_group(), sliding_group(5), sliding_group(20)]
     with pytest.MonkeyPatch.context() as patch:
         plant(patch)
         with pytest.raises((AssertionError, KeyError, IndexError, struct.error), match=says):
             for seed in range(20):
-                long_stream(groups, 90, depth=3, seed=str(seed), budget=16 if seed % 2 else 44, most_drafts=7)
+                long_stream(SAME_SIZES, 90, depth=3, seed=str(seed), budget=16 if seed % 2 else 44, most_drafts=7)

@@ -54,6 +54,21 @@ def test_decodes_with_leading_blocks_in_common_are_neighbours() -> None:
     assert names == "aefcgbd"
 
 
+def test_a_preempted_sequence_returns_to_those_that_share_its_blocks() -> None:
+    """The first one computed the blocks of all, and is admitted again after them."""
+    scheduler = make_scheduler(max_num_batched_tokens=64)
+    requests = [request(name, [*range(8), 50 + number], arrival=number) for number, name in enumerate("abcd")]
+    requests[2].prompt_token_ids[:4] = range(100, 104)
+    add(scheduler, *requests)
+    step(scheduler)
+    step(scheduler)
+    scheduler._preempt(requests[0])
+    step(scheduler)
+    step(scheduler)
+    order = [one.request_id for one in scheduler._decoding.values()]
+    assert order == ["b", "d", "a", "c"]
+
+
 def test_decodes_come_first_then_running_prompts_then_waiting_ones() -> None:
     scheduler = make_scheduler(max_num_batched_tokens=10)
     add(scheduler, request("a", 3))

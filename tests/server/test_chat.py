@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from openai import OpenAI
 from servers import QUESTION, Server
 
+from phonograph.config.server_config import ServerConfig
+from phonograph.server.openai.chat_translation import chat_request
+from phonograph.server.openai.protocol import ChatBody
 from phonograph.text.tokenizer import Tokenizer
 
 ASK: list[Any] = [{"role": "user", "content": QUESTION}]
@@ -76,6 +80,57 @@ def test_logprobs_of_each_token(client: OpenAI, stream: bool) -> None:
     for one in found:
         assert len(one.top_logprobs) == 2 and one.top_logprobs[0].logprob == one.logprob
         assert one.top_logprobs[0].token == one.token
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_of_listed_tokens(client: OpenAI, stream: bool) -> None:
+    listed = {"logprob_token_ids": [9, 4, 9], "return_tokens_as_token_ids": True}
+    body: dict[str, Any] = {"messages": ASK, "max_tokens": 3, "logprobs": True, "top_logprobs": 2, "stream": stream}
+    answer: Any = client.chat.completions.create(model="demo", temperature=0, extra_body=listed, **body)
+    choices = [choice for part in (answer if stream else [answer]) for choice in part.choices]
+    content = [one for choice in choices if choice.logprobs for one in choice.logprobs.content]
+    assert len(content) == 3
+    for one in content:
+        tokens = [top.token for top in one.top_logprobs]
+        assert tokens[0] == one.token and {*tokens} == {one.token, "token_id:9", "token_id:4"}
+        assert len(tokens) == len({*tokens}) and one.top_logprobs[0].logprob == one.logprob
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_echo_of_a_message_that_goes_on(client: OpenAI, stream: bool) -> None:
+    begun: Any = [*ASK, {"role": "assistant", "content": [{"type": "text", "text": "12 + 7 ="}]}]
+    options = {"continue_final_message": True, "add_generation_prompt": False}
+    texts: dict[bool, str] = {}
+    for echo in (False, True):
+        extra = {**options, "echo": echo}
+        answer: Any = client.chat.completions.create(messages=begun, extra_body=extra, stream=stream, **GREEDY)
+        if stream:
+            texts[echo] = "".join(choice.delta.content or "" for chunk in answer for choice in chunk.choices)
+        else:
+            texts[echo] = answer.choices[0].message.content
+    assert texts[False] and texts[True] == "12 + 7 =" + texts[False]
+    plain: Any = client.chat.completions.create(messages=ASK, extra_body={"echo": True}, **GREEDY)  # type: ignore
+    assert not plain.choices[0].message.content.startswith(QUESTION)
+
+
+def test_special_tokens_and_documents_of_a_chat(server: Server, serve_with: Callable[..., Server]) -> None:
+    body = {"messages": ASK, "max_tokens": 1, "return_token_ids": True}
+    plain, neutral = (
+        server.post("/v1/chat/completions", {**body, **extra}).json()["prompt_token_ids"]
+        for extra in ({}, {"add_special_tokens": False, "echo": False})
+    )
+    assert plain == neutral
+    # The demo's tokenizer adds none.
+    assert chat_request(ChatBody.model_validate({**body, "add_special_tokens": True}), ServerConfig()).adds_special
+    documents = [{"title": "a", "text": "b"}]
+    answer = server.post("/v1/chat/completions", {**body, "documents": documents})
+    assert "documents" in answer.headers["warning"] and "chat_template_kwargs" not in answer.headers["warning"]
+    reads = serve_with(chat_template="{{ bos_token }}{% for one in documents %}{{ one.text }}{% endfor %}")
+    found = reads.post("/v1/chat/completions", {**body, "documents": documents})
+    text = reads.post("/detokenize", {"tokens": found.json()["prompt_token_ids"]}).json()["prompt"]
+    assert text.endswith("b") and "warning" not in found.headers
+    refused = server.post("/v1/chat/completions", {**body, "documents": ["a"]})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "documents"
 
 
 def test_going_on_with_the_last_message(client: OpenAI) -> None:

@@ -155,6 +155,20 @@ def test_prompt_logprobs_by_token_id(server: Server) -> None:
     assert choice["logprobs"]["tokens"][0].startswith("token_id:")
 
 
+def test_log_probabilities_of_listed_tokens(server: Server) -> None:
+    body = {
+        "prompt": "Tom has 12",
+        "max_tokens": 2,
+        "temperature": 0,
+        "logprobs": 1,
+        "return_tokens_as_token_ids": True,
+    }
+    (choice,) = server.post("/v1/completions", {**body, "logprob_token_ids": [9, 4], "echo": True}).json()["choices"]
+    tokens, tops = choice["logprobs"]["tokens"], choice["logprobs"]["top_logprobs"]
+    assert all(len(top) <= 2 for top in tops[1:-2])
+    assert [{*top} for top in tops[-2:]] == [{token, "token_id:9", "token_id:4"} for token in tokens[-2:]]
+
+
 @pytest.mark.parametrize("extra", [{}, {"n": 2, "seed": 3, "temperature": 1.0}, {"stop": "apples"}])
 def test_a_stream_is_the_answer_in_pieces(client: OpenAI, extra: dict[str, Any]) -> None:
     body: dict[str, Any] = {**GREEDY, "prompt": [PROMPT, "Once"], **extra}

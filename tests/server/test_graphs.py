@@ -47,7 +47,10 @@ def test_each_step_with_its_decision(server: Server) -> None:
     assert [step["number"] for step in steps] == list(range(before["num_steps"] + 1, after["num_steps"] + 1))
     assert sum(sum(step["prefills"]) for step in steps) == 22 and {step["kind"] for step in steps} >= {"decode"}
     assert sum(step["tokens"] for step in steps) == 22 + 4
+    # The backend of a CPU shares no prefix.
+    assert after["attention_units"] == {"shared": 0, "own": 0}
     for step in steps:
+        assert step["attention_units"] == {"shared": 0, "own": 0}
         assert step["tokens"] == step["decodes"] + sum(step["prefills"])
         assert step["padded_tokens"] == step["graph_tokens"] - step["tokens"] >= 0
         assert began - 1 < step["time"] < time.time() + 1 and 0 < step["seconds"] < 20
@@ -80,7 +83,7 @@ def test_how_many_are_shown(server: Server) -> None:
 
 def record(number: int, *, num_decodes: int = 1) -> StepRecord:
     return StepRecord(
-        float(number), 0.5, num_decodes, num_decodes, [], "full decode", "FULL", 4, 4, "a cause", "a reason"
+        float(number), 0.5, num_decodes, num_decodes, [], "full decode", "FULL", 4, 4, "a cause", "a reason", 8, number
     )
 
 
@@ -88,6 +91,7 @@ def test_the_latest_steps_are_kept() -> None:
     log = StepLog()
     assert log.since(0, 10) == []
     log.take([record(number) for number in range(1, 4)])
+    assert (log.shared_units, log.own_units) == (24, 1 + 2 + 3)
     assert [number for number, _ in log.since(0, 10)] == [1, 2, 3]
     assert [number for number, _ in log.since(1, 10)] == [2, 3] and log.since(3, 10) == log.since(99, 10) == []
     log.take([record(number) for number in range(4, KEPT + 11)])

@@ -194,7 +194,9 @@ def test_fields_become_parts_of_the_request() -> None:
         tool_choice={"type": "auto", "disable_parallel_tool_use": True},
         thinking={"type": "enabled", "budget_tokens": 1024, "display": "omitted"},
         output_config={"effort": "max"},
+        chat_template_kwargs={"x": 1},
     )
+    assert found.thinking.variables == {"x": 1}
     assert found.sampling == {"stop": ["END"], "top_k": 5} and found.max_tokens == 5 and found.cuts
     function = {"name": "add", "description": "Adds", "strict": True, "parameters": SCHEMA}
     assert found.tools.tools[0] == {"type": "function", "function": function}
@@ -321,6 +323,8 @@ def test_an_answer_and_its_stream_are_those_of_the_chat(server: Server) -> None:
     assert server.post("/v1/messages/count_tokens", {"messages": ASK["messages"]}).json() == {
         "input_tokens": chat["usage"]["prompt_tokens"]
     }
+    salted = [server.post("/v1/messages", {**ASK, "cache_salt": salt}).json()["usage"] for salt in ("a", "b", "a")]
+    assert [usage["cache_read_input_tokens"] > 0 for usage in salted] == [False, False, True]
     stopped = server.post("/v1/messages", {**ASK, "stop_sequences": ["####"]}).json()
     assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", "####")
     # An answer that continues the last message.

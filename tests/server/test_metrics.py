@@ -66,6 +66,7 @@ NAMES = {
     "phonograph:step_tokens": "counter",
     "phonograph:padded_tokens": "counter",
     "phonograph:step_time_seconds": "histogram",
+    "phonograph:attention_units": "counter",
     "phonograph:graphs": "gauge",
     "phonograph:graph_capture_retries": "gauge",
     "phonograph:graph_memory_bytes": "gauge",
@@ -198,6 +199,7 @@ def test_what_requests_ask_for_and_what_the_cache_saves(server: Server) -> None:
     ((labels, value),) = after["vllm:cache_config_info"].items()
     assert value == 1 and dict(labels) == {
         "model_name": "demo",
+        "engine": "0",
         "block_size": str(server.engine.facts.block_size),
         "cache_dtype": "auto",
         "num_gpu_blocks": str(server.engine.stats.num_blocks),
@@ -241,7 +243,7 @@ def test_gauges_and_histograms_of_rare_states() -> None:
     sample.grow([5], None, "length", None)
     log.grown(Prompt(0, [1], [sample], num_growing=1), sample, 1, made=2.0, seen=2.0)
     facts = MagicMock(block_size=16, graph_memory_bytes=0, start_seconds=0.0)
-    engine = MagicMock(stats=stats, requests=log, facts=facts, steps=StepLog(), expert_load={}, death=None)
+    engine = MagicMock(stats=stats, requests=log, facts=facts, steps=StepLog(), expert_load={}, death=None, pool=None)
     values = {
         (sample.name, sample.labels.get("reason") or sample.labels.get("position")): sample.value
         for family in EngineCollector(engine, "demo", {}).collect()

@@ -169,6 +169,9 @@ def test_effort_for_the_template_and_where_it_has_no_effect(serve_with: Any, ser
     assert server.post("/v1/chat/completions", {**ASK, "reasoning_effort": "none"}).headers.get("warning") is None
     answer = server.post("/v1/chat/completions", {**ASK, "thinking_token_budget": 5})
     assert answer.status_code == 400 and "--reasoning-parser" in answer.json()["error"]["message"]
+    unlimited = {"thinking_token_budget": -1, "max_tokens": 1}
+    assert server.post("/v1/chat/completions", {**ASK, **unlimited}).status_code == 200
+    assert server.post("/v1/completions", {"prompt": "a", **unlimited}).status_code == 200
 
 
 def test_a_header_names_few_variables(server: Server) -> None:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator
+from threading import Semaphore
 from typing import Any
 
 import httpx
 import pydantic
 import pytest
+from chat_forms import CHAT_FORMS
 from client_types import check_type
 from found_parts import PARTS as BEGINNING
 from found_parts import USAGE
+from openai import OpenAI
 from openai.types.responses import Response, ResponseStreamEvent
+from scripted_engine import scripted_engine
 from servers import QUESTION, Server
 
 from phonograph.config.server_config import ServerConfig
@@ -217,6 +221,9 @@ def test_fields_become_parts_of_the_request() -> None:
         max_output_tokens=5,
         temperature=0.5,
         seed=3,
+        logit_bias={"7": 1.5},
+        stop_token_ids=[9],
+        ignore_eos=True,
         include=["message.output_text.logprobs"],
         top_logprobs=2,
     )
@@ -225,6 +232,8 @@ def test_fields_become_parts_of_the_request() -> None:
     assert {name: found.sampling[name] for name in ("temperature", "seed", "logprobs")} == {
         **{"temperature": 0.5, "seed": 3, "logprobs": 2}
     }
+    others = {"logit_bias": {7: 1.5}, "stop_token_ids": [9], "ignore_eos": True}
+    assert {name: found.sampling[name] for name in others} == others
     assert found.thinking.effort == "high" and found.max_tokens == 5 and not found.tools.parallel
     assert [tool["function"]["name"] for tool in found.tools.tools] == ["now"]
     named = request_of(tools=[TOOL], tool_choice={"type": "function", "name": "add"}).tools
@@ -347,7 +356,7 @@ def test_openais_client(server: Server) -> None:
     with client.responses.stream(**asked) as stream:
         deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
         final = stream.get_final_response()
-    assert len(deltas) > 2 and "".join(deltas) == final.output_text == response.output_text
+    assert "".join(deltas) == final.output_text == response.output_text
     cut = client.responses.create(**{**asked, "max_output_tokens": 3})
     assert cut.status == "incomplete" and cut.incomplete_details is not None
     answer = server.post("/v1/responses", {**asked, "stream": True, "include": ["message.output_text.logprobs"]})
@@ -358,6 +367,22 @@ def test_openais_client(server: Server) -> None:
     # The last turn answers the question about the first one.
     again = [{"role": "user", "content": QUESTION}, *response.output, {"role": "user", "content": QUESTION}]
     assert client.responses.create(**{**asked, "input": again}).output_text
+
+
+def test_each_step_is_an_event() -> None:
+    """The engine makes a step when the client has the text of the one before."""
+    steps, deltas = Semaphore(), list[str]()
+    text = "".join(f"{number:04} " for number in range(7))  # five tokens each
+    with scripted_engine(
+        lambda _: text, form=CHAT_FORMS["llama3"], before_step=lambda: steps.acquire(timeout=20)
+    ) as url:
+        client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30)
+        with client.responses.stream(model="scripted", input="Count.") as stream:
+            for event in stream:
+                if event.type == "response.output_text.delta":
+                    deltas.append(event.delta)
+                    steps.release()
+    assert len(deltas) == 7 and "".join(deltas) == text
 
 
 class Numbers(pydantic.BaseModel):

@@ -1,4 +1,4 @@
-"""truncate_prompt_tokens: the last tokens of a prompt, of completions and chats."""
+"""truncate_prompt_tokens: the last or the first tokens of a prompt, of completions and chats."""
 
 from __future__ import annotations
 
@@ -38,6 +38,17 @@ def test_minus_one_keeps_what_fits(server: Server) -> None:
         assert server.post(path, {**body, **GREEDY}).status_code == 400
         found = server.post(path, {**body, **GREEDY, "truncate_prompt_tokens": -1}).json()
         assert found["usage"]["prompt_tokens"] == 1024 - 8
+
+
+def test_the_first_tokens_stay_with_truncation_side_right(server: Server) -> None:
+    messages = [{"role": "user", "content": LONG}]
+    body = {**GREEDY, "truncation_side": "right", "return_token_ids": True}
+    for path, prompt in (("/v1/completions", {"prompt": LONG}), ("/v1/chat/completions", {"messages": messages})):
+        for truncate, num_kept in ((20, 20), (-1, 1024 - 8)):
+            found = server.post(path, {**body, **prompt, "truncate_prompt_tokens": truncate}).json()
+            kept = (found if "messages" in prompt else found["choices"][0])["prompt_token_ids"]
+            assert kept == token_ids(server, **prompt)[:num_kept]
+    assert server.post("/v1/completions", {"prompt": "a", "truncation_side": "top"}).status_code == 400
 
 
 def test_chats_keep_the_last_tokens(server: Server) -> None:

@@ -267,6 +267,8 @@ def test_refused_configurations(given: dict[str, Any], says: str) -> None:
         ("yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", "eagle3"),
         ("RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3", "eagle3"),
         ("yuhuili/EAGLE-LLaMA3.1-Instruct-8B", "eagle"),
+        ("ngram", "ngram"),
+        ("[ngram]", "ngram"),
     ],
 )
 def test_the_method_follows_from_the_name_of_the_model(model: str, method: str) -> None:

@@ -91,6 +91,18 @@ def test_aborted_requests_leave_their_output_to_others(drafting: LLM) -> None:
     assert core.scheduler.stats.drafts.accepted - before >= known - 8
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "shares"), [(None, None, 1), ("a", None, 0), (None, "a", 0), ("a", "a", 0)]
+)
+def test_salted_requests_share_no_outputs(first: str | None, second: str | None, shares: int, drafting: LLM) -> None:
+    """A client cannot learn from the time of an answer that one with a `cache_salt` had the same text."""
+    params = SamplingParams(temperature=1.2, seed=13 + len(f"{first} {second}"), max_tokens=40, ignore_eos=True)
+    drafting.generate([{"prompt_token_ids": [5, 9, 6, 4]} | ({"cache_salt": first} if first else {})], params)
+    before = counts_of(drafting).accepted
+    drafting.generate([{"prompt_token_ids": [5, 9, 6, 4]} | ({"cache_salt": second} if second else {})], params)
+    assert (counts_of(drafting).accepted - before > 20) == shares
+
+
 def test_verify_and_explain(drafting: LLM) -> None:
     report = drafting.verify(num_replays=30)
     assert report.ok, report.mismatches

@@ -14,9 +14,13 @@ import torch
 
 @dataclass
 class CallRuntime:
-    """Runtime without graphs: a replay calls the captured function."""
+    """Runtime without graphs: a replay calls the captured function.
+
+    lazily: a capture does not call it. The outputs are those of the first replay.
+    """
 
     runs_captured: bool = True
+    lazily: bool = False
     memory_bytes: int = 0
     log: list[str] = field(default_factory=list)
 
@@ -33,24 +37,30 @@ class CallRuntime:
         """Poison nothing: there is no pool."""
 
     def capture(self, function: Callable[[], tuple[torch.Tensor, ...]]) -> Any:
-        outputs = function()
+        graph = SimpleNamespace(outputs=None if self.lazily else function())
 
         def replay() -> None:
+            outputs = function()
             self.log.append("step" if outputs else "masks")
-            function()
+            graph.outputs = outputs if graph.outputs is None else graph.outputs
 
-        return SimpleNamespace(replay=replay, outputs=outputs)
+        graph.replay = replay
+        return graph
 
 
 class HostRing:
     """Tokens as the device sends them, where there is no device."""
 
-    def __init__(self, *, depth: int, max_rows: int) -> None:
+    def __init__(self, *, depth: int, max_rows: int, units: torch.Tensor | None = None) -> None:
         self.depth, self.sent, self.log = depth, list[np.ndarray](), list[str]()
+        self.sent_units: list[tuple[int, int]] = []
+        self._units = torch.zeros(2) if units is None else units
 
     def send(self, tokens: torch.Tensor) -> int:
         self.log.append("send")
         self.sent.append(tokens.numpy().copy())
+        shared, own = map(int, self._units)
+        self.sent_units.append((shared, own))
         return self.latest
 
     @property
@@ -61,3 +71,6 @@ class HostRing:
         assert ticket >= len(self.sent) - self.depth
         self.log.append(f"read {self.latest - ticket}")
         return self.sent[ticket]
+
+    def units(self, ticket: int) -> tuple[int, int]:
+        return self.sent_units[ticket]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import combinations, pairwise, takewhile
 
 from phonograph.core.blocks import blocks_for, group_pages
 from phonograph.core.request import RequestState
@@ -39,6 +40,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
     assert len(requests) == len(waiting) + len(running) + len(ending)
     assert tables.keys() == requests.keys()
     check_groups(scheduler)
+    check_order(scheduler)
     for request in running:
         assert 0 <= request.min_computed <= request.max_computed, "the bounds of the computed tokens are crossed"
         reached = min(request.max_computed + scheduler.limits.lookahead_tokens, request.max_len - 1)
@@ -46,6 +48,29 @@ def check_scheduler(scheduler: Scheduler) -> None:
             assert len(one.block_ids) >= blocks_for(reached, group.block_size), "a step writes behind its blocks"
     known = {key: min(request.min_computed, request.num_tokens) for key, request in requests.items()}
     check_cache(scheduler._blocks.cache, ((table, known[key]) for key, table in tables.items()))
+
+
+def check_order(scheduler: Scheduler) -> None:
+    """Assert that decodes are ordered by the leading blocks that they share: those that share any are neighbours."""
+    full = next((index for index, group in enumerate(scheduler.groups) if group.window is None), None)
+    if full is None:
+        return
+    tables = [scheduler._blocks.tables[one.request_id].groups[full].block_ids for one in scheduler._decoding.values()]
+    for table, other in combinations(tables, 2):
+        if num_equal(table, other) < sum(map(int.__eq__, table, other)):
+            # Sequences that computed the same blocks apart. The scheduler takes leading blocks by bisection.
+            return
+    for first, table in enumerate(tables):
+        least = len(table)
+        for before, other in pairwise(tables[first:]):
+            least = min(least, num_equal(before, other))
+            assert num_equal(table, other) == least, "decodes that share blocks are not neighbours"
+
+
+def num_equal(block_ids: Sequence[int], others: Sequence[int]) -> int:
+    """Return the number of leading blocks that are equal."""
+    pairs = zip(block_ids, others, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def check_groups(scheduler: Scheduler) -> None:

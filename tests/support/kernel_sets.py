@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import torch
 
+from phonograph.kernels.ranks import Ranks
 from phonograph.models.layers.kernel_set import KVTarget
 from phonograph.models.layers.rotary import rotary_tables
 from phonograph.models.layers.torch_parts import TorchKernels
 from phonograph.models.transformer import Transformer
 
 
-def bind_torch(model: Transformer, max_positions: int | None = None) -> Transformer:
+def bind_torch(model: Transformer, max_positions: int | None = None, ranks: Ranks | None = None) -> Transformer:
     """Let a model run on torch's operators, for positions up to its context length by default."""
-    table = rotary_tables(model.spec, max_positions or model.spec.context_length, model.dtype, model.device)
-    model.bind(TorchKernels(table, model.spec.rms_norm_eps, model.spec.factors))
+    spec = model.spec
+    table = rotary_tables(spec, max_positions or spec.context_length, model.dtype, model.device)
+    model.bind(TorchKernels(table, spec.rms_norm_eps, spec.factors, ranks=ranks, vocab_size=spec.vocab_size))
     return model
 
 

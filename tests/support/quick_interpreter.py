@@ -1,18 +1,21 @@
 """Speeds up Triton's interpreter, which spends most of the time of a kernel in Python around numpy's work.
 
-- Each call of a function within a kernel replaces the language's builtins, although the kernel's start has done so.
-- Each start of a kernel makes all replacements anew, and each call of one copies its arguments twice.
+- Launches and operators: see `quick_launch` and `quick_operators`.
 - Each value makes a table of all types, and its type and shape are built from constants of the language each time.
+- A scan takes one element after the other.
 - Sums and products of integers are computed again in 64 bits to assert that they do not overflow; the assertion does
   nothing unless the interpreter's options say `debug`.
 """
 
 from __future__ import annotations
 
-import inspect
 import math
 import sys
 from typing import Any
+
+import numpy as np
+from quick_launch import make_launches_quick
+from quick_operators import make_operators_quick
 
 _quick = False
 
@@ -24,50 +27,12 @@ def make_quick() -> None:
     if _quick or interpreter is None:
         return
     _quick = True
-    _patch_once(interpreter)
+    make_launches_quick(interpreter)
     _keep_types(interpreter)
+    make_operators_quick(interpreter)
+    interpreter.ScanOps.generic_scan = _scan
     if not interpreter.InterpreterOptions().debug:
         interpreter.TritonSemantic.binary_op_sanitize_overflow_impl = lambda *_: None
-
-
-def _patch_once(interpreter: Any) -> None:
-    core = interpreter.tl.core
-    is_builtin, patch_lang = core.is_builtin, interpreter._patch_lang
-    names, langs, replacements = dict[Any, list[str]](), dict[Any, list[Any]](), dict[Any, Any]()
-    checks_semantic = core.builtin(lambda: None).__code__
-
-    def patch_attr(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
-        if (member, builder) not in replacements:
-            semantic = interpreter.TritonSemantic(builder)
-            # `builtin` adds only the check that there is a semantic.
-            call = member.__wrapped__ if getattr(member, "__code__", None) is checks_semantic else member
-
-            def with_semantic(*args: Any, **keywords: Any) -> Any:
-                keywords["_semantic"] = semantic
-                return call(*args, **keywords)
-
-            replacements[member, builder] = with_semantic
-        scope.set_attr(obj, name, replacements[member, builder])
-
-    def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
-        if package not in names:
-            names[package] = [name for name, member in inspect.getmembers(package) if is_builtin(member)]
-        for name in names[package]:
-            member = getattr(package, name)
-            if not is_builtin(member):
-                return  # a kernel runs: all of them are replaced
-            patch_attr(package, name, member, builder, scope)
-
-    def patch_lang_of(fn: Any) -> Any:
-        if fn not in langs:
-            langs[fn] = [value for value in fn.__globals__.values() if value is interpreter.tl or value is core]
-        if all(not is_builtin(lang.arange) for lang in langs[fn]):
-            return interpreter._LangPatchScope()  # the kernel that calls this function has replaced all of it
-        return patch_lang(fn)
-
-    interpreter._patch_attr = patch_attr
-    interpreter._patch_builtin = patch_builtin
-    interpreter._patch_lang = patch_lang_of
 
 
 def _keep_types(interpreter: Any) -> None:
@@ -116,3 +81,20 @@ def _keep_types(interpreter: Any) -> None:
     block_type.with_element_ty = with_element
     tensor.__init__ = init_tensor
     sequence.__eq__ = equal_sequence
+
+
+def _scan(self: Any, inputs: Any) -> list[Any]:
+    """Scan in steps of 1, 2, 4 ... elements: the function is associative."""
+    size = inputs[0].handle.data.shape[self.axis]
+    index = np.arange(size).reshape([-1 if axis == self.axis else 1 for axis in range(len(inputs[0].shape))])
+    found, step = [*inputs], 1
+    while step < size:
+        before = [self.to_tensor(np.roll(one.handle.data, step, self.axis), one.dtype) for one in found]
+        together = self.combine_fn.fn(*before, *found)
+        together = together if isinstance(together, tuple) else (together,)
+        found = [
+            self.to_tensor(np.where(index < step, one.handle.data, both.handle.data), one.dtype)
+            for one, both in zip(found, together, strict=True)
+        ]
+        step *= 2
+    return found

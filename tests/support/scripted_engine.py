@@ -37,13 +37,15 @@ class ScriptedClient:
     Args:
         script: makes the answers.
         tokenizer: of prompts and answers.
-        seconds: time between two reports.
+        before_step: a function that a thread calls before each report.
         tokens: tokens of a report.
     """
 
-    def __init__(self, script: Script, tokenizer: Tokenizer, *, seconds: float = 0.0, tokens: int = 5) -> None:
+    def __init__(
+        self, script: Script, tokenizer: Tokenizer, *, before_step: Callable[[], object] | None = None, tokens: int = 5
+    ) -> None:
         self._script, self._tokenizer = script, tokenizer
-        self._seconds, self._tokens = seconds, tokens
+        self._before_step, self._tokens = before_step, tokens
         self._reports: asyncio.Queue[Report] = asyncio.Queue()
         self._running: dict[int, asyncio.Task[None]] = {}
 
@@ -88,7 +90,7 @@ class ScriptedClient:
         token_ids = token_ids[:most]
         prompts = {key: PromptFacts(0, None)}
         for start in range(0, max(len(token_ids), 1), self._tokens):
-            await asyncio.sleep(self._seconds)
+            await (asyncio.sleep(0) if self._before_step is None else asyncio.to_thread(self._before_step))
             ended = start + self._tokens >= len(token_ids)
             update = (key, 0, token_ids[start : start + self._tokens], None, reason if ended else None, None)
             self._reports.put_nowait(Report(stats=self._stats(), num_steps=0, updates=[update], prompts=prompts))
@@ -116,7 +118,7 @@ def scripted_engine(
     name: str = "scripted",
     wrap: Callable[[Any], Any] = lambda app: app,
     port: int = 0,
-    seconds: float = 0.0,
+    before_step: Callable[[], object] | None = None,
     **settings: Any,
 ) -> Iterator[str]:
     """Serve a script until the end of the block; yield the address.
@@ -127,7 +129,7 @@ def scripted_engine(
         name: of the model.
         wrap: changes the application.
         port: of the server; 0 is a free one.
-        seconds: time between two pieces of an answer.
+        before_step: a function that a thread calls before each piece of an answer.
         settings: of the server.
     """
     tokenizer = byte_level(form.markers)
@@ -136,7 +138,7 @@ def scripted_engine(
 
     async def serve() -> None:
         config = EngineConfig(model="demo")
-        client = ScriptedClient(script, tokenizer, seconds=seconds)
+        client = ScriptedClient(script, tokenizer, before_step=before_step)
         async with AsyncLLM(config=config, client=lambda _: client) as engine:
             engine.tokenizer = tokenizer
             serving = Serving(engine, ServerConfig(**settings), name, {}, form.template)

@@ -18,7 +18,7 @@ from openai import OpenAI
 
 from phonograph.config.server_config import ServerConfig
 from phonograph.engine.async_llm import AsyncLLM
-from phonograph.engine.process.process_client import ProcessClient
+from phonograph.engine.process.process_client import start_processes
 from phonograph.server.chat.serving import Serving
 from phonograph.server.http.application import make_app
 from phonograph.server.http.http_protocol import http_protocol
@@ -91,7 +91,7 @@ class EngineThread:
 
     async def _run(self) -> None:
         try:
-            async with AsyncLLM("demo", client=ProcessClient, **self._settings) as engine:
+            async with AsyncLLM("demo", client=start_processes, **self._settings) as engine:
                 self.engine.set_result(engine)
                 await self._done.wait()
         except BaseException as error:

@@ -82,6 +82,7 @@ class SimulatedRunner:
         self.tables = [[[0] * count for _ in range(self.limits.max_num_seqs)] for count in most]
         self.kv: list[dict[tuple[int, int], int]] = [{} for _ in range(self.num_blocks)]
         self.salts: dict[str, str | None] = {}
+        self.num_copied = 0
 
     def run(self, batch: ScheduledBatch) -> StepOutput:
         for slot in batch.freed:
@@ -91,6 +92,7 @@ class SimulatedRunner:
         new_slots = {sequence.slot for sequence in batch.new}
         self.append(batch.appends, new_slots)
         self.check_shape(batch)
+        self.copy(batch.copies)
         written: set[tuple[int, int, int]] = set()
         # The accepted tokens of each decode, and the end of the keys and values that are right after this step.
         runs: dict[int, list[int]] = {}
@@ -112,7 +114,7 @@ class SimulatedRunner:
                 self.write(slot, group, range(start, stop), ends[slot], written)
         pages = {(page, group) for page, group, _ in written}
         assert len({page for page, _ in pages}) == len(pages), "two groups write a page in one step"
-        self.check_unread(batch, {page for page, _ in pages}, new_slots)
+        self.check_unread(batch, {page for page, _ in pages} | {target for _, target in batch.copies}, new_slots)
         output = StepOutput()
         for slot, samples in zip(batch.slots, batch.samples, strict=True):
             row = self.rows[slot]
@@ -159,6 +161,13 @@ class SimulatedRunner:
             end = append.start + len(append.block_ids)
             self.tables[append.group][append.slot][append.start : end] = append.block_ids
             row.lengths[append.group] = end
+
+    def copy(self, copies: list[tuple[int, int]]) -> None:
+        sources, targets = zip(*copies, strict=True) if copies else ((), ())
+        assert len({*targets}) == len(targets) and {*targets}.isdisjoint(sources), "a copied page is written"
+        for source, target in copies:
+            self.kv[target] = dict(self.kv[source])
+        self.num_copied += len(copies)
 
     def first_key(self, group: int, position: int) -> int:
         window = self.windows[group]

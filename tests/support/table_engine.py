@@ -134,8 +134,12 @@ MakeEngine = Callable[..., Engine]
 
 
 def engine_maker() -> MakeEngine:
-    """Engines around a table, with graphs where there is a GPU and stand-ins of one elsewhere."""
+    """Engines around a table, with graphs where there is a GPU and stand-ins of one elsewhere.
+
+    Without a GPU only the first engine launches all kernels and runs what it captures: there is nothing to compile.
+    """
     on_gpu = torch.cuda.is_available()
+    whole = iter([True])
     device = torch.device("cuda" if on_gpu else "cpu")
 
     def made(
@@ -192,7 +196,8 @@ def engine_maker() -> MakeEngine:
             patched: Any = inputs
             patched.propose_ngrams = lambda *_, **__: propose(inputs, model.table)
         log: list[str] = []
-        runtime: Any = CallRuntime()
+        is_whole = next(whole, on_gpu)
+        runtime: Any = CallRuntime(lazily=not is_whole)
         rows = len(inputs.results)
         ring: Any = HostRing(depth=RING_DEPTH, max_rows=rows)
         if on_gpu:
@@ -238,7 +243,7 @@ def engine_maker() -> MakeEngine:
             from phonograph.engine.startup.cuda_platform import CudaPlatform
 
             CudaPlatform(device).compile(runner.launch_kernels)
-        else:
+        elif is_whole:
             runner.launch_kernels()
         report = runner.capture()
         if not on_gpu:

@@ -358,6 +358,50 @@ def test_any_arguments(name: str, arguments: dict[str, Any], escapes: bool, data
     assert parts(parser(name), pieces) == whole
 
 
+TEXTS = [
+    *("", " ", "x", "a b", "\\n", "line\nline", "\t", "é👍", '"', "'", "\\", '\\"', "{}", "[]", "}]", "</tool_call>"),
+    *(
+        "[TOOL_CALLS]",
+        "[ARGS]",
+        END,
+        "```",
+        '{"name": "now", "arguments": {}}',
+        "</think>",
+        "<think>x",
+        "<|python_tag|>",
+    ),
+]
+ARGUMENTS: list[dict[str, Any]] = [
+    {},
+    *({"text": text} for text in TEXTS),
+    *({"a": number} for number in (0, -7, 10**18)),
+    *({"b": number} for number in (None, 0.5, -1e-9)),
+    *({"on": True, "text": text} for text in ("x", '"}')),
+    *({"more": value} for value in ({}, {"x": [1, {"y": None}]}, {"é": ["</tool_call>", "}"]}, {"": {"": ""}})),
+    {"a": 1, "b": 2.5, "text": "t", "on": False, "more": {"k": [True, "v", None, -3]}},
+    {"text": "x" * 300, "a": 1},
+    {"more": {"list": list(range(40))}},
+]
+assert len(ARGUMENTS) == 40
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_forty_calls_of_each_family_cut_at_every_character(name: str) -> None:
+    for number, arguments in enumerate(ARGUMENTS):
+        before = "" if name in ("llama3_json", "pythonic") else ("", "I look.\n", "a < b: ")[number % 3]
+        if name == "qwen3_coder":
+            values = {key: value if isinstance(value, str) else json.dumps(value) for key, value in arguments.items()}
+            text = before + xml("add", *values.items())
+        else:
+            text = before + written(name, "add", arguments, number % 2 == 0)
+        whole = parts(parser(name), [text])
+        assert whole[:2] == ("", before) and [call for call, _ in whole[2]] == ["add"], text
+        assert json.loads(whole[2][0][1]) == arguments, text
+        for place in range(len(text)):
+            assert parts(parser(name), [text[:place], text[place:]]) == whole, (text, place)
+        assert parts(parser(name), list(text)) == whole, text
+
+
 @given(value=st.text(st.characters(codec="utf-8"), max_size=60).filter(lambda text: "</parameter>" not in text))
 @settings(max_examples=200, deadline=None)
 def test_any_string_in_tags(value: str) -> None:

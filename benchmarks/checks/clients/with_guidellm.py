@@ -15,14 +15,21 @@ FOLDER = os.environ["MODEL_FOLDER"]
 """Folder of the model, for its tokenizer."""
 
 
-@call("`benchmark run`")
+@call("`run`")
 def benchmark() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        data = "prompt_tokens=32,output_tokens=8"
-        words = ["benchmark", "run", "--target", DEMO, "--model", MODEL, "--processor", FOLDER, "--data", data]
-        words += ["--profile", "synchronous", "--max-requests", "3", "--output-dir", folder, "--outputs", "json"]
-        subprocess.run([f"{sys.prefix}/bin/guidellm", *words], check=True, timeout=300)
-        (report,) = Path(folder).glob("*.json")
+        report = Path(folder) / "report.json"
+        options = {
+            "backend": f"kind=openai_http,target={DEMO},model={MODEL}",
+            "profile": "kind=synchronous",
+            "constraint": "kind=max_requests,count=3",
+            "tokenizer": f"kind=hf_auto,model={FOLDER}",
+            "data": "kind=synthetic_text,prompt_tokens=32,output_tokens=8",
+            "output": f"kind=json,path={report}",
+        }
+        words = [word for name, value in options.items() for word in (f"--{name}", value)]
+        command = [f"{sys.prefix}/bin/guidellm", "run", *words, "--disable-progress"]
+        subprocess.run(command, check=True, timeout=300)
         totals = json.loads(report.read_text())["benchmarks"][0]["metrics"]["request_totals"]
     assert totals["successful"] == 3, totals
 

@@ -21,7 +21,7 @@ def model(url: str = DEMO, **settings: Any) -> Any:
 
 @call("`complete`")
 def complete() -> None:
-    assert model(max_tokens=8).complete(QUESTION).text
+    assert model(max_tokens=8).complete("Tom has 12 apples.").text
 
 
 @call("`chat` and `stream_chat`")

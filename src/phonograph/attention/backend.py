@@ -99,11 +99,12 @@ class Capabilities(ABC):
         """
         return self.plans_by_lengths
 
-    def prefix_sharing(self, spec: AttentionSpec) -> tuple[bool, str]:
+    def prefix_sharing(self, spec: AttentionSpec, device: DeviceSpec) -> tuple[bool, str]:
         """Return True if decodes attend a prefix that they share once, and the reason.
 
         Args:
             spec: attention of the group.
+            device: device, which need not be in this machine.
         """
         return False, "each decode reads a shared prefix; with attention_backend decode=triton they attend it once"
 

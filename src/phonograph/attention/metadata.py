@@ -135,7 +135,14 @@ MetadataT = TypeVar("MetadataT", bound=AttentionMetadata)
 
 
 class MetadataBuilder(ABC, Generic[MetadataT]):
-    """Maker of a backend's metadata, in buffers that live as long as the builder."""
+    """Maker of a backend's metadata, in buffers that live as long as the builder.
+
+    Attributes:
+        units: int32 [2], counts of the latest step: units of prefixes that decodes share, and their other units. The
+            step's schedule writes them. None if the backend shares no prefix.
+    """
+
+    units: torch.Tensor | None = None
 
     @abstractmethod
     def build(self, common: CommonMetadata, *, key: GraphKey | None) -> MetadataT:

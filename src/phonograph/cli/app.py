@@ -28,6 +28,7 @@ COMMANDS = {
     "run-batch": "Answer the requests of a file in OpenAI's batch format.",
     "verify": "Replay every captured graph on random batches and compare with eager.",
     "eval": "Score a model on tasks of lm-evaluation-harness.",
+    "simulate": "Simulate a fleet of engines on a trace of requests, without a GPU.",
     "bench": "Measure latency and throughput of an engine, or load a server.",
     "pull": "Download a model, so that a later start needs no network.",
     "list": "List downloaded models.",

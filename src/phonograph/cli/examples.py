@@ -72,6 +72,14 @@ USAGE: Mapping[str, Usage] = {
         ),
     ),
     "bench latency": Usage(_BENCH, ("bench latency demo --input-len 500,2000 --output-len 64",)),
+    "bench steps": Usage("guides/simulating.md", ("bench steps demo --table steps.json",)),
+    "simulate": Usage(
+        "guides/simulating.md",
+        (
+            "simulate llama-3.1-8b --device-name h100 --request-rate 20 -dp 4",
+            "simulate demo --step-times steps.json --trace trace.jsonl",
+        ),
+    ),
     "bench throughput": Usage(
         _BENCH,
         ("bench throughput demo --num-prompts 64 --input-len 100-500",),

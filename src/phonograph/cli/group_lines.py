@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import pairwise
+from typing import Any
 
-from phonograph.attention.triton.prefix_runs import PrefixRun, find_runs
+from phonograph.attention.triton.prefix_runs import PrefixRun, count_units, find_runs
 from phonograph.cli.show import compact
 from phonograph.core.batch import ScheduledBatch
 from phonograph.engine.groups.group_facts import group_facts
@@ -38,8 +39,10 @@ def group_lines(plan: EnginePlan) -> list[str]:
     return lines
 
 
-def runs_of(plan: EnginePlan, batch: ScheduledBatch, shared: list[int]) -> list[PrefixRun]:
+def runs_of(plan: EnginePlan, batch: ScheduledBatch, shared: list[int]) -> tuple[list[PrefixRun], tuple[int, int]]:
     """Return the runs of a batch that attend a prefix once, in the first KV group where some backend does that.
+
+    The second value are the units of these runs and of own keys in a layer, zeros where no backend does that.
 
     Args:
         plan: of the engine.
@@ -47,28 +50,30 @@ def runs_of(plan: EnginePlan, batch: ScheduledBatch, shared: list[int]) -> list[
         shared: leading tokens of each sequence that are in the same blocks as its neighbours'.
     """
     for spec, selection in zip(plan.kv.specs, plan.selections, strict=True):
-        if selection.capabilities.prefix_sharing(spec)[0]:
+        if selection.capabilities.prefix_sharing(spec, plan.device)[0]:
             size = spec.block_size
             keys = [0, *(min(pair) // size * size for pair in pairwise(shared))]
             # Longer queries are attended by another launch.
             keys = [
                 count if query <= MAX_SHORT_QUERY else 0 for count, query in zip(keys, batch.query_lens, strict=True)
             ]
-            return find_runs(spec, plan.device.num_sms, keys, batch.query_lens)
-    return []
+            runs = find_runs(spec, plan.device.num_sms, keys, batch.query_lens)
+            return runs, count_units(spec, runs, batch.query_lens)
+    return [], (0, 0)
 
 
 def sharing_lines(plan: EnginePlan, batch: ScheduledBatch, shared: list[int]) -> list[str]:
     """Return a line for each run of a batch that attends a prefix once; none for a batch that shares nothing."""
     if not any(shared):
         return []
-    runs = runs_of(plan, batch, shared)
+    runs, (shared_units, own_units) = runs_of(plan, batch, shared)
     if not runs:
         return ["- no prefix is attended once: no backend does that here, or it would save too little"]
-    return [
+    lines = [
         f"- sequences {run.first} to {run.last} attend keys {run.begin} to {run.end} once, then each its own"
         for run in runs
     ]
+    return [*lines, f"- {counted(shared_units, 'shared unit')} and {own_units} others in each layer"]
 
 
 def layers_text(model: ModelSpec) -> str:
@@ -80,3 +85,13 @@ def layers_text(model: ModelSpec) -> str:
     )
     kinds = (f"{count} with a {name}" for name, count in states.items())
     return ", ".join([f"{model.num_layers} layers", *kinds, " or ".join(heads)])
+
+
+def shorten_layers(layers: list[dict[str, Any]]) -> None:
+    """Name the mixer of each layer by its kind, and leave the frequencies of its rope out."""
+    for layer in layers:
+        mixer = layer.pop("mixer")
+        layer["attention" if "rope" in mixer else "state"] = mixer
+        rope = mixer.get("rope")
+        if rope is not None:
+            mixer["rope"] = {"pairs": len(rope.frequencies), "factor": rope.factor}

@@ -46,7 +46,9 @@ SERVER_FIELDS: Mapping[str, FieldInfo] = ServerConfig.model_fields
 
 SHORT_NAMES: Mapping[str, str] = {
     "attention_backend": "--backend",
+    "data_parallel_size": "-dp",
     "quantization": "-q",
+    "tensor_parallel_size": "-tp",
     "gpu_memory_utilization": "--device-memory-utilization",
     "max_queued_requests": "--max-num-queued-reqs",
 }

@@ -118,7 +118,7 @@ VALUES_WITHOUT_EFFECT: Mapping[str, str] = {
 SWITCHES, SWITCH_VALUES = ("-fa", "--flash-attn"), ("on", "off", "auto", "0", "1")
 """Flags among them that have a value only if it is one of these."""
 _DRAFT = '--speculative-config {"model": "DRAFT", "num_speculative_tokens": 4} drafts with a second model'
-_EMBEDDINGS = "embeddings and rerankers are not here, and another server is needed for them"
+_EMBEDDINGS = "LLM.embed and LLM.score are there in Python, and endpoints are not yet"
 _THREADS = "the variable OMP_NUM_THREADS sets the threads of a CPU"
 _TEMPLATE = "`phonograph generate --raw` continues a text without a chat template"
 _FILE = "the file's name goes after the repository's: --model OWNER/NAME:FILE.gguf"

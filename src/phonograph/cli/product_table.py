@@ -53,13 +53,14 @@ def product_rows(
     """Return the weights of all matrices but the embedding, which is not multiplied unless it is the head too."""
     found: dict[tuple[str, str, int, int], ProductRow] = {}
     matrices = [matrix for layer in model.layers for matrix in layer.matrices]
-    for matrix in (*matrices, model.head):
+    head = () if model.pooler else (model.head,)
+    for matrix in (*matrices, *head):
         one = _weights(matrix, dtype, device, cpu_products)
         key = one.layer, one.format, one.outputs, one.inputs
         before = found.get(key)
         count, nbytes = (0, 0) if before is None else (before.count, before.nbytes)
         found[key] = replace(one, count=count + one.count, nbytes=nbytes + one.nbytes)
-    order = [*dict.fromkeys(matrix.name for matrix in (*matrices, model.head))]
+    order = [*dict.fromkeys(matrix.name for matrix in (*matrices, *head))]
     return sorted(found.values(), key=lambda one: order.index(one.layer))
 
 

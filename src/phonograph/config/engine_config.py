@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 
 from phonograph.config import values
 from phonograph.config.base import Settings, located
+from phonograph.config.kv_events_config import KVEventsConfig, read_kv_events_config
 from phonograph.config.server_config import ServerConfig
 from phonograph.config.sources import SourcedValue
 from phonograph.config.speculative_config import SpeculativeConfig, read_speculative_config
@@ -73,6 +74,11 @@ class EngineConfig(Settings):
     load_format: Annotated[values.LoadFormat, values.one_of(values.LoadFormat)] = Field(
         default="auto", description="Source of the weights; dummy draws random ones."
     )
+    convert: Annotated[values.Convert, values.one_of(values.Convert)] = Field(
+        default="auto",
+        description="What a model that generates becomes: embed makes embeddings of its last layer; auto does so where "
+        "the folder has modules.json, none never.",
+    )
     quantization: Annotated[values.QuantizationMethod | None, values.one_of(values.QuantizationMethod)] = Field(
         default=None,
         description="Weight format; default: the checkpoint's. fp8 converts weights in 16 bits while they are loaded.",
@@ -91,7 +97,14 @@ class EngineConfig(Settings):
     device: Annotated[values.DeviceKind, values.one_of(values.DeviceKind)] = Field(
         default="auto", description="Device of the model; auto is a GPU if there is one."
     )
+    tensor_parallel_size: values.Size = Field(
+        default=1, description="Devices that share the model, each with a part of every layer; on a CPU processes."
+    )
     seed: values.OptionalSeed = Field(default=None, description="Seed of requests that set none.")
+
+    data_parallel_size: Annotated[int, values.whole(1, 64)] = Field(
+        default=1, description="Engines behind one server, each in a process and on a GPU of its own."
+    )
 
     max_model_len: values.OptionalContext = Field(
         default=None,
@@ -139,6 +152,12 @@ class EngineConfig(Settings):
     state_checkpoint_interval: values.Count = Field(
         default=0,
         description="Tokens between checkpoints of a prompt's states; 0 for one at its end and at shared prefixes.",
+    )
+    kv_events_config: values.OptionalObject = Field(
+        default=None,
+        description="Publication of the prefix cache's contents over ZeroMQ, such as "
+        '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}; further keys are publisher, replay_endpoint, '
+        "buffer_steps, hwm, max_queue_size and topic. A server and AsyncLLM do it.",
     )
     enable_sleep_mode: values.Flag = Field(
         default=False, description="Let sleep give the memory of weights and KV cache back until wake_up."
@@ -212,6 +231,11 @@ class EngineConfig(Settings):
         return None if self.speculative_config is None else read_speculative_config(self.speculative_config)
 
     @property
+    def kv_events(self) -> KVEventsConfig | None:
+        """Publisher of the prefix cache's events, or None without."""
+        return None if self.kv_events_config is None else read_kv_events_config(self.kv_events_config)
+
+    @property
     def draft_tokens(self) -> int:
         """Most draft tokens of a decode."""
         return self.num_speculative_tokens if self.speculation is None else self.speculation.num_speculative_tokens
@@ -227,6 +251,8 @@ class EngineConfig(Settings):
             raise _contradiction(
                 self, "num_speculative_tokens", "speculative_config", "give num_speculative_tokens in the latter"
             )
+        if self.kv_events is not None and not self.enable_prefix_caching:
+            raise _contradiction(self, "kv_events_config", "enable_prefix_caching", "the events are those of its cache")
         if self.kv_cache_memory_bytes is not None and self.num_kv_blocks is not None:
             raise _contradiction(self, "num_kv_blocks", "kv_cache_memory_bytes", "give one of them")
         # Backend selection reads prefill=NAME,decode=NAME.

@@ -116,6 +116,8 @@ def read_speculative_config(given: Mapping[str, Any]) -> SpeculativeConfig:
     for key in given:
         if key not in _KEYS:
             raise refused(str(key), f"is not known; the keys are {', '.join(_KEYS)}")
+    if given.get("model") in ("ngram", "[ngram]"):  # vLLM's older names of the method
+        given = {"method": "ngram", **{key: value for key, value in given.items() if key != "model"}}
     named = str(given.get("model") or "").lower()
     of_model = "eagle3" if "eagle3" in named else "eagle" if "eagle-" in named else "draft_model"
     inferred = of_model if named else "ngram"

@@ -233,6 +233,7 @@ DTYPE_SYNONYMS = {
 QuantizationMethod = Literal["gptq", "awq", "compressed-tensors", "fp8", "auto-round", "mxfp4"]
 HeadFormat = Literal["fp8"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
+Convert = Literal["auto", "embed", "none"]
 CpuProductsChoice = Literal["auto", "int4", "float32"]
 DeviceKind = Literal["auto", "cpu", "cuda"]
 KVCacheDType = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"]

@@ -37,7 +37,6 @@ RENAMED = {
 
 ALWAYS = {
     "--enable-chunked-prefill": "prefills are always chunked",
-    "--async-scheduling": "a GPU's next step is always scheduled while one runs",
     "--disable-tqdm": "bars are only on a terminal",
     "--disable-log-requests": "requests are logged with --enable-log-requests only",
     "--disable-custom-all-reduce": "an engine runs on one GPU",
@@ -49,8 +48,8 @@ ALWAYS = {
 
 ABSENT: Mapping[tuple[str, str], str] = {
     ("Several GPUs", "an engine runs on one GPU"): """
-        --tensor-parallel-size -tp --pipeline-parallel-size -pp --decode-context-parallel-size -dcp
-        --prefill-context-parallel-size -pcp --data-parallel-size -dp --data-parallel-size-local -dpl
+        --pipeline-parallel-size -pp --decode-context-parallel-size -dcp
+        --prefill-context-parallel-size -pcp --data-parallel-size-local -dpl
         --data-parallel-rank -dpn --data-parallel-start-rank -dpr --data-parallel-address -dpa
         --data-parallel-rpc-port -dpp --data-parallel-backend -dpb --data-parallel-hybrid-lb -dph
         --data-parallel-external-lb -dpe --data-parallel-multi-port-external-lb -dpm --data-parallel-supervisor-port
@@ -80,10 +79,10 @@ ABSENT: Mapping[tuple[str, str], str] = {
         --ec-manager-config""",
     ("Keys and values outside the device", "KV blocks stay in the memory of the device"): """
         --swap-space --cpu-offload-gb --cpu-offload-params --kv-offloading-size --kv-offloading-backend
-        --kv-transfer-config --kv-events-config --offload-backend --offload-group-size --offload-num-in-group
+        --kv-transfer-config --offload-backend --offload-group-size --offload-num-in-group
         --offload-prefetch-step --offload-params""",
     ("Embeddings and pooling", "models generate text"): """
-        --runner --task --convert --pooler-config --io-processor-plugin --enable-flash-late-interaction""",
+        --runner --task --pooler-config --io-processor-plugin --enable-flash-late-interaction""",
     ("Speculation", "no draft model runs"): """
         --speculative-model --spec-method --spec-model --spec-tokens
         --per-request-spec-decode-metrics --diffusion-config -dc""",
@@ -152,6 +151,7 @@ NO_MEANING = {
     **dict.fromkeys(("--safetensors-load-strategy", "--safetensors-prefetch-num-threads"), _FILES),
     **dict.fromkeys(("--safetensors-prefetch-block-size", "--pt-load-map-location", "--use-tqdm-on-load"), _FILES),
     **dict.fromkeys(("--h11-max-incomplete-event-size", "--h11-max-header-count"), "another parser reads HTTP"),
+    "--async-scheduling": "a GPU's next step is always scheduled while one runs",
     "--fail-on-environ-validation": "an unknown PHONOGRAPH variable is always an error",
 }
 """Flags of vLLM that choose among ways which only vLLM has, each with the reason. Every value is taken and has no
@@ -160,14 +160,14 @@ effect; the command line says so."""
 _ANY = ("*",)
 _TRUE, _FALSE, _ONE, _ZERO = ("true",), ("false",), ("1",), ("0",)
 NEUTRAL: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp"), _ONE),
-    **dict.fromkeys(("--data-parallel-size", "-dp", "--data-parallel-size-local", "--nnodes"), _ONE),
+    **dict.fromkeys(("--pipeline-parallel-size", "-pp"), _ONE),
+    **dict.fromkeys(("--data-parallel-size-local", "--nnodes"), _ONE),
     **dict.fromkeys(("--decode-context-parallel-size", "-dcp", "--api-server-count", "-asc"), _ONE),
     **dict.fromkeys(("--prefill-context-parallel-size", "-pcp", "-dpl", "-n"), _ONE),
     **dict.fromkeys(("--max-num-partial-prefills", "--max-long-partial-prefills", "--stream-interval"), _ONE),
     **dict.fromkeys(("--data-parallel-rank", "--node-rank", "-dpn", "-r", "--long-prefill-token-threshold"), _ZERO),
     **dict.fromkeys(("--cpu-offload-gb", "--kv-offloading-size", "--sse-keep-alive-interval", "--watermark"), _ZERO),
-    **dict.fromkeys(("--enable-chunked-prefill", "--async-scheduling", "--disable-log-requests"), _TRUE),
+    **dict.fromkeys(("--enable-chunked-prefill", "--disable-log-requests"), _TRUE),
     **dict.fromkeys(
         ("--enable-prompt-tokens-details", "--enable-request-id-headers", "--enable-server-load-tracking"), _TRUE
     ),
@@ -190,10 +190,10 @@ NEUTRAL: Mapping[str, tuple[str, ...]] = {
     "--response-role": ("assistant",),
     "--runner": ("auto", "generate"),
     "--task": ("auto", "generate"),
-    "--convert": ("auto", "none"),
 }
 """Flags of vLLM, each with values that change nothing here. Null changes nothing for any flag of vLLM."""
 _FURTHER_SWITCHES = (
+    "--async-scheduling",
     *("--language-model-only", "--enable-flashinfer-autotune", "--monokernel", "--use-tqdm-on-load"),
     *("--jit-monitor-verbose", "--numa-bind", "--enable-shm-tensor-arena", "--fail-on-environ-validation"),
 )

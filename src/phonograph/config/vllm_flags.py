@@ -17,9 +17,13 @@ SAMPLING = (
     *("logit_bias", "logprobs", "prompt_logprobs", "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos"),
     *("include_stop_str_in_output", "skip_special_tokens", "shown_token_ids", "detokenize", "structured_outputs"),
     *("reasoning_end_token_ids", "reasoning_start_token_id", "thinking_token_budget"),
-    *("allowed_token_ids", "bad_words", "speculate"),
+    *("allowed_token_ids", "bad_words", "logprob_token_ids", "skip_reading_prefix_cache", "speculate"),
 )
 """Sampling parameters, which are no settings of an engine. This room cannot import them."""
+
+
+_AS_HERE = ("backend", "disable_fallback", "disable_any_whitespace", "disable_additional_properties")
+"""Keys of vLLM's configuration of structured outputs that change nothing here. Requests may differ from the default."""
 
 
 def is_neutral(name: str, value: object) -> bool:
@@ -31,7 +35,7 @@ def is_neutral(name: str, value: object) -> bool:
     allowed = NEUTRAL.get(flag, ())
     name, _, key = flag.partition(".")
     if name == "--structured-outputs-config":
-        return _chooses_library({key.replace("-", "_"): value} if key else value)
+        return _is_as_here({key.replace("-", "_"): value} if key else value)
     if allowed in (("true",), ("false",)):
         text = {"1": "true", "0": "false", "yes": "true", "no": "false"}.get(text, text)
     elif allowed in (("1",), ("0",)):
@@ -39,14 +43,14 @@ def is_neutral(name: str, value: object) -> bool:
     return text in allowed or allowed == ("*",)
 
 
-def _chooses_library(config: object) -> bool:
-    """Return True if vLLM's configuration of structured outputs chooses a library, and nothing else."""
+def _is_as_here(config: object) -> bool:
+    """Return True if vLLM's configuration of structured outputs has only libraries, and forms that are the default."""
     try:
         found = json.loads(config) if isinstance(config, str) else config
     except ValueError:
         return False
     return isinstance(found, Mapping) and all(
-        key in ("backend", "disable_fallback") or value in (None, False, "") for key, value in found.items()
+        key in _AS_HERE or value in (None, False, "") for key, value in found.items()
     )
 
 

@@ -15,7 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 from phonograph.core.grammar import Grammar
+from phonograph.core.pooling_params import PoolingParams
 from phonograph.core.sampling_params import SamplingParams
 
 MAX_LEN = 1 << 30
@@ -34,6 +37,8 @@ class NewSequence:
             generated.
         sample_index: index of this sample among the request's `n`; part of its random seed.
         grammar: constraint on the output, if any.
+        salted: True if the request has a `cache_salt`: its output must not change the time of other answers.
+        pooling: of a request that generates nothing, or None.
     """
 
     slot: int
@@ -46,6 +51,8 @@ class NewSequence:
     end_token_ids: tuple[int, ...] = ()
     sample_index: int = 0
     grammar: Grammar | None = None
+    salted: bool = False
+    pooling: PoolingParams | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +90,7 @@ class ScheduledBatch:
             while a step with drafts of it is in flight.
         samples: True if the step reaches the last known token, so that a next token is sampled.
         num_decode_tokens: tokens of the decodes, of the `num_tokens` of all sequences.
+        copies: pages to copy before the step, from and to; no page is in both places.
         freed: slots to clear before `new` is loaded (finished, aborted or preempted sequences).
         makes_drafts: the step ends with the passes of a draft model, where there is one that runs in steps.
         restored: checkpoints from which sequences start, at most one for each.
@@ -98,6 +106,7 @@ class ScheduledBatch:
     num_tokens: int = 0
     new: list[NewSequence] = field(default_factory=list[NewSequence])
     appends: list[BlockAppend] = field(default_factory=list[BlockAppend])
+    copies: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     freed: list[int] = field(default_factory=list[int])
     makes_drafts: bool = False
     restored: Sequence[StateCopy] = ()
@@ -164,10 +173,14 @@ class StepOutput:
     Attributes:
         slots: slots with sampled tokens, in batch order.
         token_ids: the tokens of each of these slots, in the order of their positions, at least one. A prefill has one.
+            A request that generates nothing has none.
         failures: by slot, sequences that must end; their tokens are invalid.
         logprobs: by slot, one entry a token, for requests with `logprobs`.
         prompt_logprobs: by slot, positions of this step's chunk, for requests with `prompt_logprobs`. The first
             position of a prompt has none.
+        attention_units: units of attention in a layer: those of prefixes that sequences share, and others of short
+            queries. Zeros where no kernel counts them.
+        pooled: by slot, result of a request that generates nothing; see `Request.pooled`.
     """
 
     slots: list[int] = field(default_factory=list[int])
@@ -175,3 +188,5 @@ class StepOutput:
     failures: dict[int, SlotFailure] = field(default_factory=dict[int, SlotFailure])
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict[int, list[TokenLogprobs]])
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict[int, list[TokenLogprobs]])
+    attention_units: tuple[int, int] = (0, 0)
+    pooled: dict[int, np.ndarray] = field(default_factory=dict[int, np.ndarray])

@@ -14,7 +14,13 @@ MAX_WIDTH = MAX_LOGPROBS // 2
 """Each beam is continued by twice as many tokens as there are beams."""
 
 
-@checks_arguments("parameter of beam search", neutral={}, hints={})
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    **{"allowed_token_ids": (), "structured_outputs": ()},
+    **{"skip_special_tokens": (True,), "watermarking": (False,)},
+}
+
+
+@checks_arguments("parameter of beam search", neutral=_NEUTRAL, hints={})
 @dataclass(frozen=True, slots=True)
 class BeamSearchParams:
     """Parameters of `LLM.beam_search`, with vLLM's names and meanings.

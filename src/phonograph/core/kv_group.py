@@ -16,9 +16,11 @@ class KVGroup:
         block_size: tokens of a block.
         readers: indices of the layers that write none and read those of a layer of the group.
         window: keys that a token attends to, itself included; None for all. Blocks behind it may be freed.
+        step: keys and values are read in the layer and the step that write them, so all layers share one tensor.
     """
 
     layers: tuple[int, ...]
     block_size: int
     window: int | None = None
     readers: tuple[int, ...] = ()
+    step: bool = False

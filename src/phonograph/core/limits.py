@@ -18,6 +18,8 @@ class Limits:
         max_num_batched_tokens: tokens T in one step.
         draft_tokens: most drafts of a decode.
         lookahead_tokens: tokens behind those of a step that have blocks too, for keys of a draft model.
+        pools: requests generate nothing, so that a prompt may have `max_model_len` tokens.
+        whole_prompts: each prompt is computed in one step.
     """
 
     max_model_len: int
@@ -25,6 +27,13 @@ class Limits:
     max_num_batched_tokens: int
     draft_tokens: int = 0
     lookahead_tokens: int = 0
+    pools: bool = False
+    whole_prompts: bool = False
+
+    @property
+    def max_len(self) -> int:
+        """Tokens of a sequence at which it ends; that of the last position is never computed."""
+        return self.max_model_len + self.pools
 
     @property
     def max_num_logits(self) -> int:

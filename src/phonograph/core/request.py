@@ -12,8 +12,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
+import numpy as np
+
 from phonograph.core.batch import NewSequence, SlotFailure, TokenLogprobs
 from phonograph.core.grammar import Grammar
+from phonograph.core.pooling_params import PoolingParams
 from phonograph.core.sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -39,8 +42,10 @@ class Request:
         eos_token_ids: the model's end-of-sequence tokens.
         sample_index: index of this sample among `params.n`.
         cache_salt: cached prefixes are shared only with requests of the same salt.
+        pooling: of a request that generates nothing and ends with its prompt, or None.
         output_token_ids: generated tokens, with `logprobs` beside them if requested.
         prompt_logprobs: computed positions of the prompt, if requested.
+        pooled: result of `pooling`, float32 [F], or [T, F] of all tokens.
         finish_reason: set when FINISHED.
         stop_reason: stop token or stop string that ended the request.
         failure: set when FINISHED because of an error.
@@ -65,11 +70,13 @@ class Request:
     sample_index: int = 0
     grammar: Grammar | None = None
     cache_salt: str | None = None
+    pooling: PoolingParams | None = None
 
     state: RequestState = RequestState.WAITING
     output_token_ids: list[int] = field(default_factory=list[int])
     logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
+    pooled: np.ndarray | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     failure: SlotFailure | None = None
@@ -106,6 +113,11 @@ class Request:
         return self.state is RequestState.FINISHED
 
     @property
+    def unscored(self) -> bool:
+        """True if log-probabilities of the prompt are requested and not complete."""
+        return self.params.prompt_logprobs is not None and len(self.prompt_logprobs) < self.prompt_len - 1
+
+    @property
     def may_end(self) -> bool:
         """True if a token may end the output: it has `min_tokens`, or its grammar determines the end."""
         params = self.params
@@ -134,6 +146,8 @@ class Request:
             end_token_ids=tuple(self.end_token_ids),
             sample_index=self.sample_index,
             grammar=self.grammar,
+            salted=self.cache_salt is not None,
+            pooling=self.pooling,
         )
 
     def tokens(self, start: int, stop: int) -> list[int]:

@@ -13,16 +13,19 @@ from phonograph.core.structured_outputs import StructuredOutputs
 from phonograph.errors import RequestError
 
 MAX_LOGPROBS = 1024
+MAX_LOGPROB_TOKEN_IDS = 128
 MAX_N = 1024
 MAX_BIASES = 1023
 """Different biases of a request, which have numbers of 10 bits on a GPU."""
 
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
-    **dict.fromkeys(("best_of", "logits_processors", "logprob_token_ids", "extra_args"), ()),
+    **dict.fromkeys(("best_of", "logits_processors", "extra_args"), ()),
     **dict.fromkeys(("repetition_detection", "truncate_prompt_tokens", "guided_decoding"), ()),
-    **dict.fromkeys(("prompt_logprob_token_ids", "routed_experts_prompt_start"), ()),
-    **dict.fromkeys(("flat_logprobs", "use_beam_search", "early_stopping", "skip_reading_prefix_cache"), (False,)),
-    **{"spaces_between_special_tokens": (True,), "length_penalty": (1.0,)},
+    **dict.fromkeys(("prompt_logprob_start", "prompt_logprob_token_ids", "trace_decode_token_ids"), ()),
+    **dict.fromkeys(("use_beam_search", "early_stopping", "watermarking"), (False,)),
+    **dict.fromkeys(("flat_logprobs", "skip_clone"), (False, True)),
+    **{"spaces_between_special_tokens": (True,), "length_penalty": (1.0,), "stream_interval": (1,)},
+    "routed_experts_prompt_start": (0,),
 }
 _HINTS = {
     "guided_decoding": "is vLLM's old name; structured_outputs takes the same value",
@@ -66,7 +69,9 @@ class SamplingParams:
             may spell them. A list of token ids is taken as it stands.
         seed: makes the draws of this request repeatable, independent of the rest of the batch.
         logprobs: most likely tokens to report beside each sampled one; 0 is only the sampled one, None is none.
-        prompt_logprobs: the same for the tokens of the prompt.
+        logprob_token_ids: tokens to report beside each sampled one in place of the most likely ones, at most 128. Their
+            number becomes `logprobs`.
+        prompt_logprobs: most likely tokens to report beside each token of the prompt.
         max_tokens: maximum tokens to generate; None is up to the model's context.
         min_tokens: tokens before which neither end-of-sequence nor stop conditions apply; structured outputs that are
             complete end before.
@@ -84,6 +89,7 @@ class SamplingParams:
         detokenize: produce text; False gives token ids only and allows no stop strings.
         output_kind: outputs of `AsyncLLM.generate`: CUMULATIVE yields the whole output so far, DELTA only what is new,
             FINAL_ONLY the complete output. `LLM` returns complete outputs with each of them.
+        skip_reading_prefix_cache: compute the whole prompt. Its blocks are cached nevertheless.
         speculate: verify drafts, where the engine speculates (`speculative_config`). The tokens are the same without.
 
     Raises:
@@ -109,6 +115,7 @@ class SamplingParams:
     bad_words: Sequence[str | Sequence[int]] = ()
     seed: int | None = None
     logprobs: int | None = None
+    logprob_token_ids: Sequence[int] | None = None
     prompt_logprobs: int | None = None
     max_tokens: int | None = 16
     min_tokens: int = 0
@@ -120,6 +127,7 @@ class SamplingParams:
     shown_token_ids: Sequence[int] = ()
     detokenize: bool = True
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    skip_reading_prefix_cache: bool = False
     speculate: bool = True
     structured_outputs: StructuredOutputs | None = None
     reasoning_end_token_ids: Sequence[int] = ()
@@ -127,7 +135,7 @@ class SamplingParams:
     thinking_token_budget: int | None = None
 
     def __post_init__(self) -> None:
-        for name, empty in (("stop", ()), ("stop_token_ids", ()), ("bad_words", ()), ("logit_bias", {})):
+        for name, empty in _NULLABLE.items():
             if getattr(self, name) is None:  # vLLM's default
                 self._set(name, empty)
         self._set("n", _integer("n", self.n, 1, MAX_N))
@@ -156,6 +164,8 @@ class SamplingParams:
         for name in _TOKEN_LISTS:
             token_ids = _items(name, getattr(self, name), "token ids")
             self._set(name, tuple(_integer(name, token_id, 0, None) for token_id in token_ids))
+        if self.logprob_token_ids is not None:
+            self._set_logprob_token_ids(self.logprob_token_ids)
         if self.allowed_token_ids is not None:
             token_ids = _items("allowed_token_ids", self.allowed_token_ids, "token ids")
             if not token_ids:
@@ -163,7 +173,7 @@ class SamplingParams:
             allowed = (_integer("allowed_token_ids", token_id, 0, None) for token_id in token_ids)
             self._set("allowed_token_ids", tuple(allowed))
         self._set("bad_words", tuple(_bad_word(word) for word in _items("bad_words", self.bad_words, "texts")))
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize", "speculate"):
+        for name in _FLAGS:
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise RequestError(name, value, "must be True or False")
@@ -196,9 +206,9 @@ class SamplingParams:
         Args:
             values: fields to replace.
         """
-        copied = object.__new__(SamplingParams)
+        copied, put = object.__new__(SamplingParams), object.__setattr__
         for name in SamplingParams.__slots__:
-            copied._set(name, values[name] if name in values else getattr(self, name))
+            put(copied, name, values[name] if name in values else getattr(self, name))
         return copied
 
     def check_vocabulary(self, vocab_size: int) -> None:
@@ -213,6 +223,7 @@ class SamplingParams:
         words = [token_id for word in self.bad_words if not isinstance(word, str) for token_id in word]
         listed: list[tuple[str, Iterable[int]]] = [
             ("allowed_token_ids", self.allowed_token_ids or ()),
+            ("logprob_token_ids", self.logprob_token_ids or ()),
             ("bad_words", words),
         ]
         for name, token_ids in (*((name, getattr(self, name)) for name in ("logit_bias", *_TOKEN_LISTS)), *listed):
@@ -222,6 +233,18 @@ class SamplingParams:
         start = self.reasoning_start_token_id
         if start is not None and start >= vocab_size:
             raise RequestError("reasoning_start_token_id", start, f"the model's token ids are 0 to {vocab_size - 1}")
+
+    def _set_logprob_token_ids(self, given: Sequence[int]) -> None:
+        ids = (_integer("logprob_token_ids", one, 0, None) for one in _items("logprob_token_ids", given, "token ids"))
+        token_ids = tuple(dict.fromkeys(ids))
+        if not 0 < len(token_ids) <= MAX_LOGPROB_TOKEN_IDS:
+            problem = f"must have 1 to {MAX_LOGPROB_TOKEN_IDS} token ids, or be None"
+            raise RequestError("logprob_token_ids", f"{len(token_ids)} token ids", problem)
+        if self.logprobs not in (None, len(token_ids)):
+            problem = f"contradicts logprob_token_ids, which lists {len(token_ids)} tokens; leave logprobs out"
+            raise RequestError("logprobs", self.logprobs, problem)
+        self._set("logprob_token_ids", token_ids)
+        self._set("logprobs", len(token_ids))
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -235,6 +258,14 @@ _OPTIONAL_RANGES: dict[str, tuple[int, int | None]] = {
     "reasoning_start_token_id": (0, None),
     "thinking_token_budget": (0, None),
 }
+_NULLABLE: dict[str, object] = {
+    **{"stop": (), "stop_token_ids": (), "bad_words": (), "logit_bias": {}},
+    "skip_reading_prefix_cache": False,
+}
+_FLAGS = (
+    *("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"),
+    *("skip_reading_prefix_cache", "speculate"),
+)
 _TOKEN_LISTS = ("stop_token_ids", "shown_token_ids", "reasoning_end_token_ids")
 
 

@@ -6,13 +6,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
 from typing import Any, cast
 
 from phonograph.config.engine_config import EngineConfig
+from phonograph.core.pooling_params import PoolingParams
 from phonograph.core.sampling_params import SamplingParams
+from phonograph.core.token_types import TypedTokens
 from phonograph.errors import ConfigError, RequestError, counted, shortened
+from phonograph.models.heads.pooler_spec import Pooler
 from phonograph.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -65,6 +69,70 @@ def admitted_prompt(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int
         problem = f"has token {wrong} of the tokenizer, and the model's token ids are 0 to {vocab_size - 1}"
         raise RequestError("prompt", shortened(prompt), problem)
     return token_ids
+
+
+def admitted_pooling(params: PoolingParams, pooler: Pooler | None, size: int) -> PoolingParams:
+    """Return the parameters of a request that generates nothing, with its task.
+
+    Args:
+        params: parameters of the request.
+        pooler: of the model.
+        size: numbers of a row.
+
+    Raises:
+        RequestError: the model has no such task, or fewer dimensions.
+    """
+    if pooler is None:
+        problem = "the model generates text; an engine with convert=embed makes embeddings of its last layer"
+        raise RequestError("task", params.task, problem)
+    task = pooler.tasks[0] if params.task is None else params.task
+    if task not in pooler.tasks:
+        raise RequestError("task", task, f"the model has {' and '.join(pooler.tasks)} ({pooler.origin})")
+    if params.dimensions is not None:
+        if pooler.labels:
+            raise RequestError("dimensions", params.dimensions, "is for embeddings; classes have none to cut")
+        if params.dimensions > size:
+            raise RequestError("dimensions", params.dimensions, f"the model has {size}; 1 to {size} work")
+    return replace(params, task=task)
+
+
+def refuse_generation(pooler: Pooler | None) -> None:
+    """Check that the model generates.
+
+    Raises:
+        RequestError: it has a pooler.
+    """
+    if pooler is not None:
+        problem = f"the model generates nothing; its tasks are {' and '.join(pooler.tasks)} ({pooler.origin})"
+        raise RequestError("task", "generate", problem)
+
+
+def admitted_whole_prompt(
+    prompt: Prompt, params: PoolingParams, tokenizer: Tokenizer | None, vocab_size: int, max_len: int
+) -> list[int]:
+    """Return the tokens of a prompt of a model that generates nothing; they may have types.
+
+    Args:
+        prompt: text or tokens.
+        params: their `truncate_prompt_tokens` counts; a text that is cut keeps the special tokens after it.
+        tokenizer: of the text.
+        vocab_size: token ids of the model are below it.
+        max_len: most tokens of a prompt.
+
+    Raises:
+        RequestError: as `admitted_prompt`, or more tokens should be kept than the model takes.
+    """
+    most = params.truncate_prompt_tokens
+    if most is not None and most > max_len:
+        problem = f"the model takes {max_len} tokens; 1 to {max_len} work, or -1 for as many"
+        raise RequestError("truncate_prompt_tokens", most, problem)
+    most = max_len if most == -1 else most
+    if isinstance(prompt, TypedTokens):
+        admitted_token_ids(prompt.plain, vocab_size)
+        return prompt
+    if not isinstance(prompt, str) or tokenizer is None or not prompt:
+        return admitted_prompt(prompt, tokenizer, vocab_size)[:most]
+    return admitted_token_ids(tokenizer.encode_cut(prompt, most=most), vocab_size)
 
 
 def admit_stops(params: SamplingParams, tokenizer: Tokenizer | None) -> None:

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any, Self
 
 from phonograph.config.engine_config import EngineConfig
+from phonograph.core.pooling_params import NO_SAMPLING, PoolingParams
 from phonograph.core.sampling_params import RequestOutputKind, SamplingParams
 from phonograph.engine.admission import admit_names, admit_stops, admitted_bad_words, admitted_config, admitted_prompt
 from phonograph.engine.metrics.request_log import RequestLog
 from phonograph.engine.metrics.step_log import StepLog
 from phonograph.engine.offline.prompts import PromptInput, plain_prompt, salt_of
 from phonograph.engine.outputs import RequestMetrics, RequestOutput
-from phonograph.engine.process.async_verbs import AsyncVerbs
+from phonograph.engine.process.async_pooling import AsyncPooling
 from phonograph.engine.process.calls import Call, Prompt, Sample
 from phonograph.engine.process.client import EngineClient, StartProgress, no_progress
 from phonograph.engine.process.messages import Abort, Add, Begin, EngineFacts, Report, SampleUpdate
@@ -36,7 +37,7 @@ INLINE_CHARACTERS = 4096
 """Longest prompt in characters that is tokenized on the event loop, in about 1 ms; longer ones use a thread."""
 
 
-class AsyncLLM(AsyncVerbs):
+class AsyncLLM(AsyncPooling):
     """A model that answers many prompts at once on an event loop, with streamed outputs.
 
     The engine starts with `start`, or with `async with`. One event loop uses it.
@@ -45,8 +46,8 @@ class AsyncLLM(AsyncVerbs):
         model: folder, GGUF file, hub id or "demo".
         config: configuration in place of `model` and `settings`.
         client: makes the connection to the engine. The default `ThreadClient` runs the engine on a thread of this
-            process. `ProcessClient` (`phonograph.engine.process.process_client`, needs the extra `server`) runs it in a
-            separate process, where work on this event loop does not delay its steps.
+            process. `start_processes` (`phonograph.engine.process.process_client`, needs the extra `server`) runs it in
+            a separate process, where work on this event loop does not delay its steps, or `data_parallel_size` engines.
         progress: called during the start with the phase, the work done and the total work of the phase.
         settings: fields of EngineConfig, with its defaults.
 
@@ -218,7 +219,7 @@ class AsyncLLM(AsyncVerbs):
     def open(
         self,
         prompts: Sequence[list[int]],
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         *,
         streams: bool = False,
         priority: int = 0,
@@ -231,7 +232,7 @@ class AsyncLLM(AsyncVerbs):
 
         Args:
             prompts: token ids of each prompt.
-            params: sampling parameters of all prompts.
+            params: parameters of all prompts; with `PoolingParams` they generate nothing.
             streams: wake the caller at each change, not only at the end.
             priority: as for `generate`.
             cache_salt: cached prefixes are shared only with prompts of the same salt.
@@ -243,7 +244,8 @@ class AsyncLLM(AsyncVerbs):
         if self.problem is not None:
             raise self.problem
         # Stop strings are found on this side, where text is assembled.
-        bare = admitted_bad_words(params, self.tokenizer)
+        sampling = params if isinstance(params, SamplingParams) else NO_SAMPLING
+        bare = admitted_bad_words(sampling, self.tokenizer)
         bare = bare.with_checked(stop=(), include_stop_str_in_output=False, detokenize=False)
         indices = itertools.count()
         call = Call(
@@ -251,9 +253,9 @@ class AsyncLLM(AsyncVerbs):
                 Prompt(
                     next(self._keys),
                     token_ids,
-                    [Sample(next(indices), self.tokenizer, params, token_ids) for _ in range(params.n)],
-                    num_growing=params.n,
-                    max_tokens=params.max_tokens,
+                    [Sample(next(indices), self.tokenizer, sampling, token_ids) for _ in range(sampling.n)],
+                    num_growing=sampling.n,
+                    max_tokens=sampling.max_tokens,
                 )
                 for token_ids in prompts
             ],
@@ -262,8 +264,9 @@ class AsyncLLM(AsyncVerbs):
         )
         for prompt in call.prompts:
             self._open[prompt.key] = call, prompt
-            self.num_open += params.n
-        self._send(Add({prompt.key: prompt.token_ids for prompt in call.prompts}, bare, priority, cache_salt))
+            self.num_open += sampling.n
+        sent = bare if sampling is params else params
+        self._send(Add({prompt.key: prompt.token_ids for prompt in call.prompts}, sent, priority, cache_salt))
         return call
 
     async def abort(self, request_id: str | Iterable[str]) -> int:
@@ -326,7 +329,7 @@ class AsyncLLM(AsyncVerbs):
         self.stats, self.num_steps = report.stats, report.num_steps
         self.expert_load = report.expert_load or self.expert_load
         now = time.monotonic()
-        self.steps.take(report.steps)
+        self.steps.take(report.steps, report.engine)
         self.asleep, self.sleep_level = report.asleep, report.sleep_level
         self._take_answers(report.done)
         for key, error in report.refused.items():
@@ -337,7 +340,7 @@ class AsyncLLM(AsyncVerbs):
             if key in self._open:
                 prompt = self._open[key][1]
                 prompt.num_cached_tokens, prompt.logprobs = facts.num_cached_tokens, facts.prompt_logprobs
-                prompt.warnings = facts.warnings
+                prompt.warnings, prompt.pooled = facts.warnings, facts.pooled
                 self.requests.begun(prompt)
         for (key, index), admitted in report.admitted.items():
             if key in self._open:

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -26,6 +27,8 @@ from phonograph.engine.startup.platform import DraftModelParts, ModelParts, Plat
 from phonograph.engine.startup.sleeper import Load, Sleeper
 from phonograph.errors import ConfigError
 from phonograph.graphs.modes import GraphKey
+from phonograph.kernels.ranks import Ranks
+from phonograph.kv_cache.block_events import BlockEvents
 from phonograph.models.layer_spec import LayerAttention
 from phonograph.models.layers.part_weights import AttentionWeights
 from phonograph.models.transformer import Transformer
@@ -39,11 +42,17 @@ from phonograph.runner.sequences import Sequences
 from phonograph.runner.synthetic_batches import SyntheticBatches
 from phonograph.runner.verify_subject import RunnerSubject
 from phonograph.sampling.sampler import Sampler
+from phonograph.scheduling.draft_depths import DraftDepths
 from phonograph.scheduling.request_blocks import Checkpoints
 from phonograph.scheduling.scheduler import Scheduler
 from phonograph.speculation.device_drafts import DeviceDrafts
 
+if TYPE_CHECKING:
+    from phonograph.engine.process.ranks.rank_group import RankGroup
+
 log = logging.getLogger(__name__)
+
+AnyRunner = TypeVar("AnyRunner", bound=Runner)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,6 +61,7 @@ class Engine:
 
     make_subject: returns the subject of `verify`, which overwrites the KV cache
     sleeper: gives memory back for a while; None without `enable_sleep_mode`
+    group: the other ranks; None for one rank
     """
 
     core: EngineCore
@@ -59,6 +69,12 @@ class Engine:
     captured: CaptureReport
     make_subject: Callable[[], RunnerSubject]
     sleeper: Sleeper | None = None
+    group: RankGroup | None = None
+
+    def close(self) -> None:
+        """End the processes of the other ranks, if there are any."""
+        if self.group is not None:
+            self.group.close()
 
 
 def this_device(kind: str) -> DeviceSpec:
@@ -85,14 +101,14 @@ def this_device(kind: str) -> DeviceSpec:
     )
 
 
-def make_platform(kind: str) -> Platform:
-    """Return the platform of a kind of device ("cpu", "cuda").
+def make_platform(kind: str, ranks: Ranks | None = None) -> Platform:
+    """Return the platform of a kind of device ("cpu", "cuda"), for a whole model or for one rank.
 
     Raises:
         ConfigError: `kind` is "cuda" and Triton is not installed.
     """
     if kind == "cpu":
-        return CpuPlatform()
+        return CpuPlatform(ranks)
     if find_spec("triton") is None:
         problem = "needs the package triton: pip install triton, or torch for CUDA, which brings it; cpu works without"
         raise ConfigError("device", kind, problem)
@@ -102,22 +118,30 @@ def make_platform(kind: str) -> Platform:
     return CudaPlatform(torch.device(kind))
 
 
-def build_engine(plan: EnginePlan, report: StartProgress = no_progress, *, platform: Platform | None = None) -> Engine:
+def build_engine(
+    plan: EnginePlan,
+    report: StartProgress = no_progress,
+    *,
+    platform: Platform | None = None,
+    group: RankGroup | None = None,
+) -> Engine:
     """Load the model and capture all graphs. All libraries are imported before memory is allocated.
 
     Args:
         plan: decisions of the engine.
         report: called with the progress of the start.
         platform: replaces the platform of the plan's device.
+        group: the other ranks; None for one rank.
 
     Raises:
         ConfigError: a library does not support the configuration.
         BackendError: the attention backend cannot be loaded.
         WeightError: the weights cannot be read.
         MemoryLimitError: the device has too little memory.
+        RankError: another rank cannot start.
     """
     report("weights", 0, 1)
-    platform = platform or make_platform(plan.device.kind)
+    platform = platform or make_platform(plan.device.kind, None if group is None else group.ranks)
 
     def captured_one(done: int, total: int, key: GraphKey) -> None:
         if done == 0 and platform.compiles:
@@ -127,18 +151,7 @@ def build_engine(plan: EnginePlan, report: StartProgress = no_progress, *, platf
     with platform.starting():
         # Before the weights, because a library may turn out not to support this model.
         backends = make_backends(plan, platform.device)
-        load_weights = partial(
-            begin_loading,
-            plan.model,
-            plan.config.model,
-            dtype=getattr(torch, plan.dtype),
-            device=platform.device,
-            load_format=plan.config.load_format,
-            seed=plan.config.seed or 0,
-            revision=plan.config.revision,
-            download_dir=plan.config.download_dir,
-            cpu_products=plan.cpu_products,
-        )
+        load_weights = weights_load(plan, platform.device)
         load_draft = _draft_load(plan, platform.device)
         sleeper, empty_weights, empty_cache = None, torch.empty, torch.empty
         if plan.config.enable_sleep_mode:
@@ -146,9 +159,7 @@ def build_engine(plan: EnginePlan, report: StartProgress = no_progress, *, platf
             empty_weights, empty_cache = weights.empty, kv_cache.empty
             sleeper = Sleeper(weights, kv_cache, [load_weights] if load_draft is None else [load_weights, load_draft])
         with (
-            load_weights(
-                progress=lambda done, total: report("weights", done, total), make_empty=empty_weights
-            ) as loading,
+            load_weights(progress=partial(report, "weights"), make_empty=empty_weights) as loading,
             nullcontext() if load_draft is None else load_draft(make_empty=empty_weights) as draft,
         ):
             if plan.config.load_format == "dummy":
@@ -157,7 +168,7 @@ def build_engine(plan: EnginePlan, report: StartProgress = no_progress, *, platf
                 loading.model.count_expert_load()
             draft_model = None if draft is None else draft.model
             parts = make_model_parts(plan, backends, loading.model, draft_model, make_empty=empty_cache)
-            runner = make_runner(plan, parts, platform)
+            runner = make_runner(plan, parts, platform, Runner if group is None else group.make_runner)
             if platform.compiles:
                 report("kernels", 0, 1)
             platform.compile(runner.launch_kernels)
@@ -166,7 +177,8 @@ def build_engine(plan: EnginePlan, report: StartProgress = no_progress, *, platf
             if draft is not None:
                 draft.finish()
             plan = replace(plan, notes=(*plan.notes, *loading.notes))
-            captured = runner.capture(captured_one)
+            with nullcontext() if group is None else group.capturing():
+                captured = runner.capture(captured_one)
             drafts = runner.drafts
             if isinstance(drafts, DeviceDrafts) and drafts.caches is not None and drafts.budget.adaptive:
                 runner.time_drafting(drafts.budget.costs.learn)
@@ -177,15 +189,7 @@ def build_engine(plan: EnginePlan, report: StartProgress = no_progress, *, platf
         log.warning("%s", retry)
     if platform.compiles and not captured.num_graphs:
         report("kernels", 1, 1)
-    scheduler = Scheduler(
-        plan.limits,
-        groups=plan.kv.groups,
-        num_blocks=plan.memory.num_blocks,
-        enable_prefix_caching=plan.prefix_caching,
-        policy=plan.config.scheduling_policy,
-        drafts=runner.drafts,
-        checkpoints=_checkpoints(plan),
-    )
+    scheduler = make_scheduler(plan, runner.drafts)
     core = EngineCore(scheduler, runner, parts.model.expert_load)
     if sleeper is not None:
         drafting = [] if parts.draft is None else [parts.draft]
@@ -202,15 +206,44 @@ def build_engine(plan: EnginePlan, report: StartProgress = no_progress, *, platf
             dict(zip(plan.model.attentions, parts.kv_caches, strict=True)),
             plan.kv.groups,
             states=parts.states,
-            poisons_freed=_skip_freed_blocks(plan),
+            poisons_freed=skip_freed_blocks(plan),
         ),
         sleeper=sleeper,
+        group=group,
     )
 
 
-def _checkpoints(plan: EnginePlan) -> Checkpoints | None:
-    count = plan.memory.num_checkpoints
-    return Checkpoints(count, plan.config.state_checkpoint_interval) if count else None
+def weights_load(plan: EnginePlan, device: torch.device, rank: int = 0) -> Load:
+    """Return a function that begins to load the weights of a rank."""
+    return partial(
+        begin_loading,
+        plan.whole,
+        plan.config.model,
+        dtype=getattr(torch, plan.dtype),
+        device=device,
+        load_format=plan.config.load_format,
+        seed=plan.config.seed or 0,
+        revision=plan.config.revision,
+        download_dir=plan.config.download_dir,
+        cpu_products=plan.cpu_products,
+        rank=(rank, plan.config.tensor_parallel_size),
+    )
+
+
+def make_scheduler(plan: EnginePlan, drafts: DraftDepths | None = None) -> Scheduler:
+    """Make the scheduler of a plan. `drafts` are those of its runner."""
+    num_checkpoints = plan.memory.num_checkpoints
+    records = plan.config.kv_events is not None or plan.config.data_parallel_size > 1
+    return Scheduler(
+        plan.limits,
+        groups=plan.kv.groups,
+        num_blocks=plan.memory.num_blocks,
+        enable_prefix_caching=plan.prefix_caching,
+        policy=plan.config.scheduling_policy,
+        drafts=drafts,
+        checkpoints=Checkpoints(num_checkpoints, plan.config.state_checkpoint_interval) if num_checkpoints else None,
+        events=BlockEvents() if records else None,
+    )
 
 
 def _draft_load(plan: EnginePlan, device: torch.device) -> Load | None:
@@ -231,20 +264,25 @@ def _draft_load(plan: EnginePlan, device: torch.device) -> Load | None:
     )
 
 
-def make_runner(plan: EnginePlan, parts: ModelParts, platform: Platform) -> Runner:
+def make_runner(
+    plan: EnginePlan, parts: ModelParts, platform: Platform, make: Callable[..., AnyRunner] = Runner
+) -> AnyRunner:
     """Make a runner over the plan's limits, with kernels not yet loaded and graphs not yet captured."""
     limits = plan.limits
-    sampler = Sampler(
-        max_num_seqs=limits.max_num_seqs,
-        vocab_size=plan.model.vocab_size,
-        device=platform.device,
-        seed=plan.config.seed,
-        batch_invariant=plan.attention.batch_invariant,
-    )
-    device_parts = platform.make_parts(plan, parts, sampler)
-    return Runner(
+    sampler = None
+    if plan.model.pooler is None:
+        sampler = Sampler(
+            max_num_seqs=limits.max_num_seqs,
+            vocab_size=plan.model.vocab_size,
+            device=platform.device,
+            seed=plan.config.seed,
+            batch_invariant=plan.attention.batch_invariant,
+        )
+    builder = GroupBuilder(parts.backends)
+    device_parts = platform.make_parts(plan, replace(parts, units=builder.units), sampler)
+    return make(
         program=device_parts.program,
-        builder=GroupBuilder(parts.backends),
+        builder=builder,
         inputs=device_parts.inputs,
         sampling=device_parts.sampling,
         sequences=Sequences(sampler, max_num_seqs=limits.max_num_seqs),
@@ -351,10 +389,10 @@ def _zeroes_cache(plan: EnginePlan) -> bool:
     """Return True if kernels may use what no request has written, which must not be NaN then."""
     # Drafts at the end of a sequence reach behind its blocks (prepare.py).
     reach_behind = plan.config.speculation is not None and plan.device.kind != "cpu"
-    return reach_behind or not _skip_freed_blocks(plan)
+    return reach_behind or not skip_freed_blocks(plan)
 
 
-def _skip_freed_blocks(plan: EnginePlan) -> bool:
+def skip_freed_blocks(plan: EnginePlan) -> bool:
     """Return True if no kernel uses what is behind a window, so that it may be NaN, as memory at the start may be."""
     return all(
         group.window is None or selection.capabilities.skips_freed_blocks

@@ -24,18 +24,25 @@ from phonograph.scheduling.scheduler import Scheduler
 class EngineCore:
     """Scheduler and runner. Not thread-safe: one thread drives it.
 
+    clock: returns the time in seconds, of `time.monotonic` unless time is simulated
     expert_load: counters of experts on the device, by the index of a layer; see `Transformer`
     asleep: True while memory of weights or KV cache is given back, so that no step can run
     on_step: called with the record of each step whose results were taken
     """
 
     def __init__(
-        self, scheduler: Scheduler, runner: StepRunner, expert_load: Mapping[int, torch.Tensor] = MappingProxyType({})
+        self,
+        scheduler: Scheduler,
+        runner: StepRunner,
+        expert_load: Mapping[int, torch.Tensor] = MappingProxyType({}),
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.expert_load = expert_load
         self.asleep = False
+        self._clock = clock
         self.on_step: Callable[[StepRecord], None] | None = None
         self._in_flight: deque[tuple[ScheduledBatch, PendingStep, float]] = deque()
         self._last_taken = 0.0
@@ -74,7 +81,7 @@ class EngineCore:
         try:
             batch = self.scheduler.schedule() if schedules else ScheduledBatch()
             if batch.slots:
-                began = time.monotonic()
+                began = self._clock()
                 self._in_flight.append((batch, self.runner.submit(batch), began))
                 if len(self._in_flight) <= self.runner.lookahead:
                     return []
@@ -91,11 +98,11 @@ class EngineCore:
     def _take(self) -> list[Request]:
         batch, pending, began = self._in_flight.popleft()
         output = pending.result()
-        taken = time.monotonic()
+        taken = self._clock()
         # Of overlapping steps, one has the device to itself only after the one before it has ended.
         began = max(began, self._last_taken)
         if self.on_step is not None:
-            self.on_step(record_of(batch, pending.decision, began, taken))
+            self.on_step(record_of(batch, output, pending.decision, began, taken))
         if self.scheduler.drafts is not None:
             self.scheduler.drafts.learn(batch, output, taken - began)
         self._last_taken = taken

@@ -91,6 +91,7 @@ def size_graphs_and_cache(
             pads_decodes=device.kind != "cpu",
             ragged=ragged,
             draft_passes=draft is not None and device.kind != "cpu",
+            decodes=not limits.pools,
         )
 
     graphs = captures_within(limits).largest_first()
@@ -164,7 +165,9 @@ def _more_table_bytes(kv: KVGroups, limits: Limits) -> int:
 def _largest_graph(config: EngineConfig, limits: Limits, device: DeviceSpec) -> int:
     largest = config.max_cudagraph_capture_size
     if largest is None:
-        return min(_DEFAULT_CAPTURE_TOKENS[device.kind], limits.max_num_batched_tokens)
+        # On a GPU each step of prompts alone is a graph.
+        most = limits.max_num_batched_tokens
+        return most if limits.pools and device.kind != "cpu" else min(_DEFAULT_CAPTURE_TOKENS[device.kind], most)
     if largest > limits.max_num_batched_tokens:
         raise ConfigError(
             "max_cudagraph_capture_size",

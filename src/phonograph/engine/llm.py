@@ -12,7 +12,7 @@ from phonograph.engine.admission import admitted_prompt
 from phonograph.engine.offline.answer_inputs import answer_inputs, complete_outputs, enqueue_inputs
 from phonograph.engine.offline.beam_search import BeamSearchOutput, beam_search
 from phonograph.engine.offline.interrupts import deferred_interrupts
-from phonograph.engine.offline.offline_engine import OfflineEngine
+from phonograph.engine.offline.pooled_engine import PooledEngine
 from phonograph.engine.offline.prompts import (
     PromptInput,
     conversation_list,
@@ -27,7 +27,7 @@ from phonograph.errors import RequestError
 from phonograph.text.tokenizer import ChatMessage, Tokenizer
 
 
-class LLM(OfflineEngine):
+class LLM(PooledEngine):
     """A model that answers prompts. The engine is ready when the constructor returns, and ends with `close` or `with`.
 
     Several threads may use one LLM: their calls run one after the other. Open streams are the exception, which run a

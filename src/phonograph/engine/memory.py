@@ -117,18 +117,20 @@ def plan_memory(
         workspace = Workspace.nbytes(
             model, limits.max_num_batched_tokens, limits.max_num_logits, dtype, gemm_device=GemmDevice.of(device)
         )
-        masks = bitmask_words(model.vocab_size) * 4 * limits.max_masked_rows
+        masks = 0 if model.pooler else bitmask_words(model.vocab_size) * 4 * limits.max_masked_rows
         num_layers = model.num_layers
         if draft is not None:
             workspace += draft.workspace_bytes(limits, device)
             num_layers += limits.draft_tokens * draft.model.num_layers
         graphs = workspace + masks + num_graphs * num_layers * _GRAPH_BYTES_PER_LAYER
-    sampling = Sampler.nbytes(
-        max_num_seqs=max_num_seqs,
-        vocab_size=model.vocab_size,
-        device_type=device.kind,
-        logits_bytes=DTYPE_BYTES[dtype],
-    )
+    sampling = 0
+    if model.pooler is None:
+        sampling = Sampler.nbytes(
+            max_num_seqs=max_num_seqs,
+            vocab_size=model.vocab_size,
+            device_type=device.kind,
+            logits_bytes=DTYPE_BYTES[dtype],
+        )
     if device.kind != "cpu" and limits.draft_tokens:
         history = 4 * max_num_seqs * (max_model_len + 1) if keeps_tokens(config, draft) else 0
         sampling += history + _SAMPLE_BYTES_PER_ROW * (limits.max_num_logits - max_num_seqs)
@@ -139,7 +141,7 @@ def plan_memory(
     taken = weights + graphs + attention_bytes + sampling + states
     if device.kind != "cpu":
         taken += _LIBRARY_BYTES + (_SLEEP_BYTES if config.enable_sleep_mode else 0)
-    available, place = _available(device)
+    available, place = _available(device, config.tensor_parallel_size)
     parts = (
         f"weights of {gib(weights)}, graphs with their workspace of {gib(graphs)}, attention, sampling and libraries "
         f"of {gib(taken - weights - graphs - states)}"
@@ -156,14 +158,17 @@ def plan_memory(
         return pages_for_request(kv.groups, num_tokens, limits.max_num_batched_tokens)
 
     blocks_per_request = blocks_of(max_model_len)
-    if config.num_kv_blocks is not None:
+    if limits.whole_prompts:
+        num_blocks = max(limits.max_num_batched_tokens // kv.block_sizes[0] + max_num_seqs, blocks_per_request)
+        source = "one step of max_num_batched_tokens, as keys live for a step"
+    elif config.num_kv_blocks is not None:
         num_blocks, source = config.num_kv_blocks, f"num_kv_blocks={config.num_kv_blocks}"
     elif config.kv_cache_memory_bytes is not None:
         num_blocks = config.kv_cache_memory_bytes // block
         source = f"kv_cache_memory_bytes={config.kv_cache_memory_bytes}"
     elif device.kind == "cpu":
         source = "half of the free memory, 2 GiB at most"
-        granted = min(_CPU_KV_LIMIT, (available - taken) // 2)
+        granted = min(_CPU_KV_LIMIT // config.tensor_parallel_size, (available - taken) // 2)
         # Blocks beyond those of all running requests would never be used.
         num_blocks = min(granted // block, max_num_seqs * blocks_per_request)
     else:
@@ -226,11 +231,12 @@ def plan_memory(
     )
 
 
-def _available(device: DeviceSpec) -> tuple[int, str]:
-    """Return the bytes that an engine can use on a device, and a description of them."""
+def _available(device: DeviceSpec, num_ranks: int) -> tuple[int, str]:
+    """Return the bytes that a rank can use on a device, and a description of them. Ranks share the memory of a CPU."""
     if device.kind == "cpu":
-        free = psutil.virtual_memory().available
-        return free, f"the {gib(free)} of free memory of this machine"
+        free = psutil.virtual_memory().available // num_ranks
+        share = "" if num_ranks == 1 else f", of {num_ranks} equal parts one"
+        return free, f"the {gib(free)} of free memory of this machine{share}"
     if device.free is not None:
         return device.free, f"the {gib(device.free)} that are free of {gib(device.memory)} of {device.name}"
     free = device.memory - _CONTEXT_BYTES
@@ -250,7 +256,7 @@ def estimate_graph_bytes(model: ModelSpec, dtype: str, tokens: int, rows: int) -
     # A quantized product unpacks its weights tile by tile.
     quantized = next(model.quantized_matrices(), None) is not None
     tile = TILE if tokens and quantized else 0
-    return DTYPE_BYTES[dtype] * (tile + tokens * width + rows * (model.vocab_size + model.hidden_size))
+    return DTYPE_BYTES[dtype] * (tile + tokens * width + rows * (model.num_outputs + model.hidden_size))
 
 
 def _mixer_width(layer: LayerSpec) -> int:

@@ -6,6 +6,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+import numpy as np
+
 from phonograph.core.batch import TokenLogprobs
 from phonograph.core.logprob_views import LogprobsView, PositionLogprobs, TokenText, no_text
 from phonograph.core.request import FinishReason
@@ -169,6 +171,7 @@ class RequestOutput:
         outputs: the samples.
         prompt_logprobs: one mapping per prompt token, the first None, if the parameters request them; else None.
         num_cached_tokens: prompt tokens found in the prefix cache.
+        pooled: result of a request that generates nothing, float32 [F], or [T, F] of all tokens; else None.
         metrics: times of the request; None if it was refused.
         warnings: parts of the structured output that the grammar does not enforce.
         error: reason why the request was refused or failed; it then has no outputs, and `outputs[0]` raises an
@@ -187,6 +190,7 @@ class RequestOutput:
     outputs: list[CompletionOutput] = field(default_factory=list[CompletionOutput])
     prompt_logprobs: LogprobsView[PositionLogprobs | None] | None = None
     num_cached_tokens: int = 0
+    pooled: np.ndarray | None = None
     metrics: RequestMetrics | None = None
     warnings: tuple[str, ...] = ()
     error: RequestError | RequestFailure | None = None
@@ -208,3 +212,90 @@ class RequestOutput:
     def finished(self) -> bool:
         """True if no sample grows any more."""
         return self.error is not None or all(output.finish_reason is not None for output in self.outputs)
+
+
+class PoolingOutput:
+    """Result of a request that generates nothing, under the name of each task.
+
+    Attributes:
+        data: float32 [F], or [T, F] of all tokens.
+    """
+
+    def __init__(self, data: np.ndarray) -> None:
+        self.data = data
+
+    @property
+    def embedding(self) -> list[float]:
+        """The numbers of an embedding."""
+        return self.data.tolist()
+
+    @property
+    def probs(self) -> list[float]:
+        """The probabilities of the classes."""
+        return self.data.tolist()
+
+    @property
+    def score(self) -> float:
+        """The score of a pair of texts.
+
+        Raises:
+            RequestError: the model has several classes.
+        """
+        if self.data.size != 1:
+            raise RequestError("score", list(self.data.shape), "the model has several classes; probs has them")
+        return float(self.data.item())
+
+
+@dataclass(slots=True, kw_only=True)
+class PoolingRequestOutput:
+    """A prompt with its embedding, classes or score.
+
+    Attributes:
+        request_id: name of the request.
+        prompt_token_ids: tokens of the prompt, without what `truncate_prompt_tokens` cut off.
+        result: the result, or the reason why there is none.
+        num_cached_tokens: prompt tokens found in the prefix cache.
+
+    Example:
+        ```python
+        embedder = LLM("demo", convert="embed", max_num_seqs=1, enforce_eager=True)
+        (output,) = embedder.embed("Tom has 12 apples.")
+        assert len(output.outputs.embedding) == embedder.plan.model.hidden_size
+        ```
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    result: PoolingOutput | RequestError | RequestFailure
+    num_cached_tokens: int = 0
+    finished: bool = True
+
+    @property
+    def error(self) -> RequestError | RequestFailure | None:
+        """The reason why the request was refused or failed, or None."""
+        return None if isinstance(self.result, PoolingOutput) else self.result
+
+    @property
+    def outputs(self) -> PoolingOutput:
+        """The result.
+
+        Raises:
+            RequestError: the request was refused.
+            RequestFailure: it failed.
+        """
+        if not isinstance(self.result, PoolingOutput):
+            raise self.result
+        return self.result
+
+
+def pooling_output(output: RequestOutput) -> PoolingRequestOutput:
+    """Return the output of a request that generates nothing, which has ended."""
+    error = output.error
+    if error is None and output.pooled is None:
+        error = RequestFailure(output.request_id, "engine", "was aborted")
+    return PoolingRequestOutput(
+        request_id=output.request_id,
+        prompt_token_ids=output.prompt_token_ids,
+        result=PoolingOutput(output.pooled) if error is None and output.pooled is not None else error,  # pyright: ignore
+        num_cached_tokens=output.num_cached_tokens,
+    )

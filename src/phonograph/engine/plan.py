@@ -15,8 +15,9 @@ from phonograph.core.device import DeviceSpec
 from phonograph.core.limits import Limits
 from phonograph.engine.graphs_and_cache import SHORTEST, size_graphs_and_cache
 from phonograph.engine.groups.draft_plan import DraftPlan, check_speculation, plan_draft, read_draft_spec, wait_reason
-from phonograph.engine.groups.kv_groups import KVGroups, make_kv_groups
+from phonograph.engine.groups.kv_groups import KVGroups, make_kv_groups, make_step_groups
 from phonograph.engine.groups.layer_specs import layer_specs
+from phonograph.engine.groups.rank_notes import rank_notes
 from phonograph.engine.groups.select_backends import select_backends, weakest_support
 from phonograph.engine.groups.state_slots import check_interval, check_states, prefix_cache_note, weakest_of
 from phonograph.engine.memory import MemoryPlan, gib
@@ -34,6 +35,7 @@ from phonograph.kernels.triton.gemm.product_plan import GemmDevice
 from phonograph.models.layers.workspace import quantized_sizes
 from phonograph.models.quantization.cpu_weights import CpuProducts
 from phonograph.models.spec import ModelSpec
+from phonograph.models.weights.tensor_parallel import cut_model
 
 PIECES = Pieces(True, "the capture can be broken at each attention call")
 
@@ -47,6 +49,8 @@ class EnginePlan:
     cpu_products: products of quantized weights on a CPU; None on a GPU, and without such weights
     draft: draft model of speculation, or None
     notes:   limits, memory and threads that the configuration left open, or that differ from it
+    model:   the model of a rank, which has all of it if there is one rank
+    whole:   the model of all ranks together
     kv:      KV groups of the model
     selections: backend of each KV group
     """
@@ -54,6 +58,7 @@ class EnginePlan:
     config: EngineConfig
     device: DeviceSpec
     model: ModelSpec
+    whole: ModelSpec
     dtype: str
     limits: Limits
     kv: KVGroups
@@ -107,12 +112,13 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
     dtype = _dtype(config, model, device)
     limits = _limits(config, model, device)
     cpu_products = plan_cpu_products(config.cpu_products, model, dtype) if device.kind == "cpu" else None
-    if cpu_products is not None:
+    if cpu_products is not None and config.tensor_parallel_size == 1:
         model = cpu_products.with_head(model)
-    notes = _product_notes(model, dtype, device)
+    whole, model = model, cut_model(model, config.tensor_parallel_size)
+    notes = [*rank_notes(config, whole, model, dtype, device), *_product_notes(model, dtype, device)]
     if cpu_products is not None:
         notes.append(f"cpu_products: {cpu_products.reason}")
-    kv = resolve_attention(config, model, device)
+    kv = resolve_attention(config, whole, device)
     for attention in kv.members:
         _check_block_size(attention)
     if config.batch_invariant and device.kind == "cpu":
@@ -128,7 +134,7 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
     _check_lm_head(config, model, dtype, device)
     kv, selected, sized = select_backends(config, kv, device)
     check_interval(config, model, kv.block_sizes)
-    notes += [*sized, *kv.notes]
+    notes += [*sized, *kv.notes, *_pooling_notes(config, model)]
     if config.speculation is not None:
         check_speculation(config, selected.values(), device)
     requested = GraphMode.NONE if config.enforce_eager else config.cudagraph_mode
@@ -168,13 +174,15 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
         notes += [f"speculation: each step waits for the tokens of the one before, because {waits}"] if waits else []
     if config.max_model_len is None:
         notes.insert(0, _context_note(limits, kv, memory, model))
-    threads = plan_threads(model, dtype) if device.kind == "cpu" else None
+    processes = config.data_parallel_size * config.tensor_parallel_size
+    threads = plan_threads(model, dtype, processes) if device.kind == "cpu" else None
     if threads is not None:
         notes.append(f"threads {threads.count}: {threads.reason}")
     return EnginePlan(
         config=config,
         device=device,
         model=model,
+        whole=whole,
         dtype=dtype,
         limits=limits,
         kv=kv,
@@ -182,7 +190,9 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
         resolution=resolution,
         captures=captures,
         memory=memory,
-        prefix_caching=config.enable_prefix_caching and (not model.states or memory.num_checkpoints > 0),
+        prefix_caching=config.enable_prefix_caching
+        and not limits.whole_prompts
+        and (not model.states or memory.num_checkpoints > 0),
         threads=threads,
         cpu_products=cpu_products,
         draft=draft,
@@ -288,10 +298,40 @@ def _limits(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Limit
     return Limits(
         max_model_len=max_model_len,
         max_num_seqs=seqs,
-        max_num_batched_tokens=tokens or max(_DEFAULT_BATCHED_TOKENS[device.kind], seqs),
+        max_num_batched_tokens=tokens
+        or max(_DEFAULT_BATCHED_TOKENS[device.kind], seqs, max_model_len if whole_prompts(model) else 0),
         draft_tokens=config.draft_tokens,
         lookahead_tokens=config.draft_tokens if has_model else 0,
+        pools=model.pooler is not None,
+        whole_prompts=whole_prompts(model),
     )
+
+
+def whole_prompts(model: ModelSpec) -> bool:
+    """Return True if a prompt is computed in one step: its tokens look ahead, or all of them have a result."""
+    return model.pooler is not None and (not model.causal or model.pooler.pooling in ("mean", "all"))
+
+
+def _pooling_notes(config: EngineConfig, model: ModelSpec) -> list[str]:
+    """Return notes on a model that generates nothing.
+
+    Raises:
+        ConfigError: a setting is for models that generate.
+    """
+    if model.pooler is None:
+        return []
+    for name in ("speculative_config", "num_speculative_tokens", "quantize_lm_head"):
+        if value := getattr(config, name):
+            raise ConfigError(name, value, f"{model.architecture} generates nothing here; leave it out")
+    tasks = ", ".join(model.pooler.tasks)
+    notes = [f"tasks {tasks}: {model.pooler.origin}"]
+    if not whole_prompts(model):
+        return notes
+    for name in ("num_kv_blocks", "kv_cache_memory_bytes"):
+        if value := getattr(config, name):
+            raise ConfigError(name, value, "keys of this model live for one step, which sizes the cache; leave it out")
+    reason = "tokens look ahead" if not model.causal else f"{model.pooler.pooling} pooling reads all tokens"
+    return [*notes, f"each prompt is computed in one step, without prefix cache and chunks, because {reason}"]
 
 
 def _check_block_size(attention: AttentionSpec) -> None:
@@ -308,17 +348,19 @@ def _check_block_size(attention: AttentionSpec) -> None:
 
 
 def resolve_attention(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> KVGroups:
-    """Return the KV groups of a model, with the specification of the attention of each.
+    """Return the KV groups of a rank of a model, with the specification of the attention of each.
 
     Raises:
         ConfigError: as `make_kv_groups`, or limits that do not fit the model.
         UnsupportedModelError: as `make_kv_groups`.
     """
     dtype = _dtype(config, model, device)
-    specs = layer_specs(config, model, dtype, device)
+    specs = layer_specs(config, cut_model(model, config.tensor_parallel_size), dtype, device)
     context = _limits(config, model, device).max_model_len
     attentions = model.attentions
     sources = [attention.kv_layer for attention in attentions.values()]
+    if whole_prompts(model) and not any(source is not None for source in sources):
+        return make_step_groups(specs, block_size=config.block_size)
     return make_kv_groups(
         specs, max_model_len=context, block_size=config.block_size, sources=sources, indices=[*attentions]
     )

@@ -17,8 +17,10 @@ from typing import TypeVar
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.grammar import Grammar
 from phonograph.core.logprob_views import LogprobsView
+from phonograph.core.pooling_params import NO_SAMPLING, PoolingParams
 from phonograph.core.request import Request
 from phonograph.core.sampling_params import SamplingParams
+from phonograph.core.token_types import TypedTokens
 from phonograph.engine.admission import (
     Prompt,
     admit_cache_salt,
@@ -26,7 +28,10 @@ from phonograph.engine.admission import (
     admit_parameters,
     admit_stops,
     admitted_bad_words,
+    admitted_pooling,
     admitted_prompt,
+    admitted_whole_prompt,
+    refuse_generation,
 )
 from phonograph.engine.core import EngineCore
 from phonograph.engine.metrics.session_counts import SessionCounts
@@ -119,7 +124,7 @@ class Session:
     def add(
         self,
         prompt: Prompt,
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         *,
         request_id: str | None = None,
         priority: int = 0,
@@ -135,7 +140,15 @@ class Session:
             EngineUnavailable: the engine sleeps; likewise.
         """
         self.core.check_awake()
-        token_ids = admitted_prompt(prompt, self.tokenizer, self._model.vocab_size)
+        pooling = None
+        if isinstance(params, PoolingParams):
+            pooling = admitted_pooling(params, self._model.pooler, self._model.num_outputs)
+            longest = self.core.scheduler.context_len - 1
+            token_ids = admitted_whole_prompt(prompt, pooling, self.tokenizer, self._model.vocab_size, longest)
+            params = NO_SAMPLING
+        else:
+            refuse_generation(self._model.pooler)
+            token_ids = admitted_prompt(prompt, self.tokenizer, self._model.vocab_size)
         params = admitted_bad_words(params, self.tokenizer)
         admit_parameters(params, len(token_ids), self._model.vocab_size, self.core.scheduler.context_len)
         admit_stops(params, self.tokenizer)
@@ -152,6 +165,9 @@ class Session:
             metrics=RequestMetrics(),
         )
         samples = [self._sample(output, params, index, priority, cache_salt) for index in range(params.n)]
+        if pooling is not None:
+            samples[0].request.pooling = pooling
+            output.prompt_token_ids = token_ids.plain if isinstance(token_ids, TypedTokens) else token_ids
         if any(sample.request.request_id in self._samples for sample in samples):
             raise RequestError("request_id", request_id, "is in use by a request that has not ended")
         if params.structured_outputs is None:
@@ -247,6 +263,7 @@ class Session:
     def _update(self, sample: _Sample) -> None:
         """Turn new tokens into output, and end the request at a stop string."""
         request, completion = sample.request, sample.completion
+        sample.parent.pooled = request.pooled
         completion.update(request.finish_reason, request.stop_reason)
         if completion.finish_reason is not None:
             if not request.finished:

@@ -23,10 +23,14 @@ log = logging.getLogger(__name__)
 DEMO = "demo"
 DEMO_HEAD = "demo-eagle3"
 _GGUF = ".gguf"
-CONFIG_FILES = ("config.json", "generation_config.json")
+CONFIG_FILES = (
+    *("config.json", "generation_config.json", "modules.json", "sentence_*_config.json"),
+    *("config_sentence_transformers.json", "*_Pooling/config.json", "*_Dense/*"),
+)
 # Some repositories have the same weights again in the layout of their training code.
 WEIGHT_FILES = ("*.safetensors", "*.safetensors.index.json")
-DUPLICATE_WEIGHT_FILES = ("consolidated*.safetensors", "*/*")
+# Folders of sentence-transformers' modules begin with a number.
+DUPLICATE_WEIGHT_FILES = ("consolidated*.safetensors", "[!0-9]*/*")
 TOKENIZER_FILES = ("*.json", "*.txt", "*.jinja", "*.model")
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _OLLAMA_NAME = re.compile(r"[\w.-]+:[\w.-]+")
@@ -189,10 +193,22 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         ModelError: the file is not readable, is not JSON, or holds another value.
     """
-    try:
-        content: object = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} is not readable JSON ({error})") from error
+    content = _read_any_json(path)
     if not isinstance(content, dict):
         raise ModelError(f"{path} must hold a JSON object, not {type(content).__name__}")
     return cast("dict[str, Any]", content)
+
+
+def read_json_list(path: Path) -> list[Any]:
+    """Return the list in a JSON file; raises as `read_json`."""
+    content = _read_any_json(path)
+    if not isinstance(content, list):
+        raise ModelError(f"{path} must hold a JSON list, not {type(content).__name__}")
+    return cast("list[Any]", content)
+
+
+def _read_any_json(path: Path) -> object:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} is not readable JSON ({error})") from error

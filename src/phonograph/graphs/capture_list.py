@@ -77,6 +77,7 @@ def make_capture_list(
     ragged: bool = True,
     draft_passes: bool = False,
     pads_decodes: bool = True,
+    decodes: bool = True,
 ) -> CaptureList:
     """Make the list of graphs of `mode`.
 
@@ -94,6 +95,7 @@ def make_capture_list(
         draft_passes: the passes of a draft model end the graphs of steps that make drafts.
         pads_decodes: the default decode graphs go up to max_num_seqs, most of them 8 apart. False where a padded token
             costs more than a replay saves: their sizes are then as close as those of the mixed graphs.
+        decodes: requests generate; otherwise there are no decode graphs.
 
     Returns:
         The keys of each set, and notes about sizes that were left out.
@@ -117,7 +119,7 @@ def make_capture_list(
     most_logits = most_logits or max_num_seqs * query_len
     decode: tuple[GraphKey, ...] = ()
     drafting: list[GraphKey] = []
-    if mode.decode_full:
+    if mode.decode_full and decodes:
         most_reqs = min(max_num_seqs, max_num_batched_tokens)
         if pads_decodes:
             counts = default_decode_sizes(most_reqs)

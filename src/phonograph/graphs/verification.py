@@ -7,7 +7,7 @@ mismatch. The module knows no models and no attention; a `VerifySubject` prepare
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -96,6 +96,7 @@ class Mismatch:
         tensor: name of the tensor.
         num_different, num_elements: elements that differ, and all.
         max_abs_error: largest difference; NaN if one side is not finite.
+        rank: of several ranks the one that replayed it.
     """
 
     key: GraphKey
@@ -104,10 +105,16 @@ class Mismatch:
     num_different: int
     num_elements: int
     max_abs_error: float
+    rank: int | None = None
+
+    def on_rank(self, rank: int) -> Mismatch:
+        """Return the mismatch with the rank that found it."""
+        return replace(self, rank=rank)
 
     def __str__(self) -> str:
+        where = "" if self.rank is None else f"rank {self.rank}, "
         return (
-            f"{self.key}: {self.tensor} differs in {self.num_different} of {self.num_elements} elements "
+            f"{where}{self.key}: {self.tensor} differs in {self.num_different} of {self.num_elements} elements "
             f"(largest error {self.max_abs_error:.3g}) on a batch of {self.batch}"
         )
 

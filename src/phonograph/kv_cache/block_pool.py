@@ -14,12 +14,18 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
+from phonograph.kv_cache.block_events import BlockEvents
+
 
 class BlockPool:
-    """Blocks 0 .. num_blocks - 1. All are usable: padding is written to slot -1 and needs no block."""
+    """Blocks 0 .. num_blocks - 1. All are usable: padding is written to slot -1 and needs no block.
 
-    def __init__(self, num_blocks: int) -> None:
+    `events` records the digests that leave their blocks, if there is one.
+    """
+
+    def __init__(self, num_blocks: int, events: BlockEvents | None = None) -> None:
         self.num_blocks = num_blocks
+        self._events = events
         self._references = [0] * num_blocks
         self._blank = list(range(num_blocks - 1, -1, -1))
         # A plain dict finds its oldest key in time linear in the deleted keys; an OrderedDict in constant time.
@@ -51,6 +57,8 @@ class BlockPool:
             assert digest is not None
             del self._block_of[digest]
             self._digest_of[block_id] = None
+            if self._events is not None:
+                self._events.removed(digest)
         self._references[block_id] = 1
         return block_id
 
@@ -83,12 +91,18 @@ class BlockPool:
                     if evict_first:
                         self._evictable.move_to_end(block_id, last=False)
 
-    def name(self, block_id: int, digest: bytes) -> None:
-        """Make a used, full block findable. If another block has the same contents, that one keeps the digest."""
+    def name(self, block_id: int, digest: bytes) -> bool:
+        """Make a used, full block findable. If another block has the same contents, that one keeps the digest.
+
+        Returns:
+            True if no other block has the digest.
+        """
         assert self._references[block_id] and self._digest_of[block_id] is None
-        if digest not in self._block_of:
-            self._block_of[digest] = block_id
-            self._digest_of[block_id] = digest
+        if digest in self._block_of:
+            return False
+        self._block_of[digest] = block_id
+        self._digest_of[block_id] = digest
+        return True
 
     def find(self, digest: bytes) -> int | None:
         return self._block_of.get(digest)
@@ -105,6 +119,8 @@ class BlockPool:
         if block_id is None:
             return
         self._digest_of[block_id] = None
+        if self._events is not None:
+            self._events.removed(digest)
         if not self._references[block_id]:
             del self._evictable[block_id]
             self._blank.append(block_id)
@@ -115,3 +131,5 @@ class BlockPool:
         self._evictable.clear()
         self._block_of.clear()
         self._digest_of = [None] * self.num_blocks
+        if self._events is not None:
+            self._events.cleared()

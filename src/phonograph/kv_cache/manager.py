@@ -26,6 +26,7 @@ from math import lcm
 from phonograph.core.batch import BlockAppend
 from phonograph.core.blocks import blocks_for, group_pages
 from phonograph.core.kv_group import KVGroup
+from phonograph.kv_cache.block_events import BlockEvents
 from phonograph.kv_cache.block_pool import BlockPool
 from phonograph.kv_cache.checkpoints import CheckpointPool
 from phonograph.kv_cache.groups import BlockGroup, FullGroup, SlidingGroup
@@ -45,6 +46,8 @@ class CacheManager:
     A block behind the window of a sequence is freed when the next step of that sequence is scheduled, not when the step
     that reads it for the last time is. So another sequence gets it in that next step at the earliest and writes it only
     after the earlier steps have read it, as steps run in order.
+
+    `events` records what is published and what leaves the prefix cache, if there is one.
     """
 
     def __init__(
@@ -55,9 +58,11 @@ class CacheManager:
         max_num_batched_tokens: int,
         enable_prefix_caching: bool,
         checkpoints: CheckpointPool | None = None,
+        events: BlockEvents | None = None,
     ) -> None:
         self.checkpoints = checkpoints
-        self.pool = BlockPool(num_blocks)
+        self.pool = BlockPool(num_blocks, events)
+        self._events = events
         self._enable_prefix_caching = enable_prefix_caching
         self._groups: tuple[BlockGroup, ...] = tuple(
             FullGroup(group) if group.window is None else SlidingGroup(group, max_num_batched_tokens)
@@ -186,7 +191,11 @@ class CacheManager:
             if num_full > one.num_published:
                 start = max(one.num_published, one.first)
                 for number, key in enumerate(table.keys(index, start, num_full), start):
-                    self.pool.name(one.block_ids[number], key)
+                    is_new = self.pool.name(one.block_ids[number], key)
+                    if is_new and self._events is not None:
+                        parent = table.keys(index, number - 1, number)[0] if number else None
+                        token_ids = table.token_ids(index, number, number + 1)
+                        self._events.stored(index, key, parent, token_ids, table.salt)
                 one.num_published = num_full
 
     def free(self, table: SequenceTable) -> None:

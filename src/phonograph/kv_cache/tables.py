@@ -48,7 +48,9 @@ class SequenceTable:
         num_matched: leading tokens whose blocks were cached at the latest admission, with or without a checkpoint.
     """
 
-    __slots__ = ("_block_sizes", "_digests", "_salt", "_tokens", "groups", "num_found", "num_matched", "prompt_len")
+    __slots__ = (
+        "_block_sizes", "_digests", "_root", "_tokens", "groups", "num_found", "num_matched", "prompt_len", "salt"
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -58,7 +60,8 @@ class SequenceTable:
         block_sizes: Sequence[int],
     ) -> None:
         self._tokens = tokens
-        self._salt = b"" if salt is None else sha256(salt.encode(errors="surrogatepass")).digest()
+        self.salt = salt
+        self._root = root_digest(salt)
         self._block_sizes = block_sizes
         # Of the leading full blocks; groups with blocks of equal sizes share them.
         self._digests: dict[int, list[bytes]] = {size: [] for size in block_sizes}
@@ -71,18 +74,58 @@ class SequenceTable:
         """Return the number of leading blocks of a group whose digests are computed."""
         return len(self._digests[self._block_sizes[group]])
 
+    @property
+    def publishes(self) -> bool:
+        """True unless the contents of its blocks are older than a reset, or may be wrong."""
+        return all(one.num_published != sys.maxsize for one in self.groups)
+
+    def tail_name(self, num_tokens: int) -> bytes | None:
+        """Return a name of the tokens behind the last full block of the leading `num_tokens`; None if there are none.
+
+        Blocks are those of group 0. Tokens with the same name have the same tokens before them, and the same salt.
+        """
+        full = num_tokens // self._block_sizes[0]
+        token_ids = self._tokens(full * self._block_sizes[0], num_tokens)
+        if not token_ids:
+            return None
+        parent = self.keys(0, full - 1, full)[0] if full else self._root
+        return block_digests(token_ids, len(token_ids), parent)[0]
+
     def keys(self, group: int, start: int, stop: int) -> list[bytes]:
         """Return the names of blocks `start` to `stop` of a group; equal tokens have unlike names in other groups."""
         size = self._block_sizes[group]
         digests = self._digests[size]
         if len(digests) < stop:
             token_ids = self._tokens(len(digests) * size, stop * size)
-            layout = f"{size}q"
-            parent = digests[-1] if digests else self._salt
-            for at in range(0, len(token_ids), size):
-                parent = sha256(parent + pack(layout, *token_ids[at : at + size])).digest()
-                digests.append(parent)
+            digests += block_digests(token_ids, size, digests[-1] if digests else self._root)
+            assert len(digests) == stop, "a block is named before its tokens are known"
         if not group:
             return digests[start:stop]
         suffix = bytes([group])
         return [digest + suffix for digest in digests[start:stop]]
+
+    def token_ids(self, group: int, start: int, stop: int) -> list[int]:
+        """Return the tokens of blocks `start` to `stop` of a group."""
+        size = self._block_sizes[group]
+        return self._tokens(start * size, stop * size)
+
+
+def root_digest(salt: str | None) -> bytes:
+    """Return the digest before the first block of a sequence."""
+    return b"" if salt is None else sha256(salt.encode(errors="surrogatepass")).digest()
+
+
+def block_digests(token_ids: Sequence[int], block_size: int, parent: bytes) -> list[bytes]:
+    """Return the digests of full blocks, each of its tokens and the digest before it.
+
+    Args:
+        token_ids: tokens of the blocks; those after the last full block are left out.
+        block_size: tokens of a block.
+        parent: digest of the block before them, or `root_digest`.
+    """
+    layout = f"{block_size}q"
+    digests: list[bytes] = []
+    for at in range(0, len(token_ids) - block_size + 1, block_size):
+        parent = sha256(parent + pack(layout, *token_ids[at : at + block_size])).digest()
+        digests.append(parent)
+    return digests

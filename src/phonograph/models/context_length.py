@@ -9,8 +9,10 @@ from phonograph.models.config_fields import LENGTH_FIELDS
 from phonograph.models.rope_parameters import ORIGINAL, RopeParameters
 
 
-def context_length(settings: Mapping[str, Any], ropes: Sequence[RopeParameters | None]) -> tuple[int, str]:
-    """Return the number of positions, and a description of the fields that determine it.
+def context_length(
+    settings: Mapping[str, Any], ropes: Sequence[RopeParameters | None], first_position: int = 0
+) -> tuple[int, str]:
+    """Return the number of positions from the first token on, and a description of the fields that determine it.
 
     YaRN serves the original length times its factor, linear scaling max_position_embeddings times its factor. For other
     types, and for families that say so, max_position_embeddings includes the factor already. Layers without scaling do
@@ -27,6 +29,8 @@ def context_length(settings: Mapping[str, Any], ropes: Sequence[RopeParameters |
         return int(
             length * rope.values["factor"]
         ), f"{source} x factor {rope.values['factor']} of {rope.kind} rope scaling"
+    if first_position:
+        return int(length) - first_position, f"{source} less the {first_position} before the first token"
     return int(length), source
 
 

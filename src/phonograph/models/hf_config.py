@@ -36,6 +36,7 @@ def read_settings(raw: Mapping[str, Any], architecture: str, family: Family) -> 
             f"model_type={raw.get('model_type')!r} and architectures={raw.get('architectures')!r} do not belong "
             f"together; {architecture} has the model_type {model_type!r}"
         )
+    raw = {family.aliases.get(name, name): value for name, value in raw.items()}
     for name, value in raw.items():
         _check(name, value, family)
     settings = {name: raw.get(name, field.default) for name, field in family.fields.items()}

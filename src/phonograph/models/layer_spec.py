@@ -19,8 +19,8 @@ from phonograph.models.layers.states.state_mixer import StateMixer
 from phonograph.models.quantization.scheme import Scheme
 
 UNLIMITED = (-1, -1)
-Activation = Literal["silu", "gelu_tanh"]
-"""Activation of gates: x * sigmoid(x), or the approximation of GELU by tanh."""
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu"]
+"""Activation of gates: x * sigmoid(x), GELU by the approximation with tanh or by erf, or max(x, 0)."""
 ExpertActivation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
 """Activation of experts' gates and ups: one of `Activation`, or that of `clamped_swiglu_and_mul`."""
 
@@ -56,10 +56,15 @@ class NormKind(NamedTuple):
         wide: weights are kept in float32, and x / rms * weight is rounded once. Otherwise x / rms is rounded to the
             model's type before it is multiplied.
         offset: number that is added to the weights of a checkpoint in transformers' format.
+        layer: layer norms, which subtract the mean, in place of RMS norms; `bias`: they have a bias.
+        after_sum: output norms are of the stream after the output is added to it.
     """
 
     wide: bool = False
     offset: float = 0.0
+    layer: bool = False
+    bias: bool = False
+    after_sum: bool = False
 
 
 PLAIN_NORMS = NormKind()
@@ -132,12 +137,6 @@ class LayerAttention:
     def other_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shapes of tensors of a checkpoint that are neither projections nor norms, by name in the layer."""
         return {SINKS: (self.num_query_heads,)} if self.sinks else {}
-
-    def head_norm_tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yield the name in the layer and the shape of each norm of heads."""
-        for name, heads in (("q_norm", self.num_query_heads), ("k_norm", self.num_key_heads)):
-            if self.head_norms and heads:
-                yield f"self_attn.{name}.weight", (self.head_size * (heads if self.joint_norms else 1),)
 
     def with_schemes(self, scheme_of: Callable[[str], Scheme | None]) -> LayerAttention:
         """Return the attention with the weight format of each projection, by its name in the layer."""
@@ -281,17 +280,6 @@ class LayerSpec:
         embedding = None if self.embedding is None else self.embedding.output_norm
         return tuple(name for name in (*mixer, *self.feed_forward.norms, embedding) if name is not None)
 
-    def tensors(self, hidden_size: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yield the name in the layer and the shape of each tensor of a checkpoint, but of quantized matrices."""
-        yield from ((f"{norm}.weight", (hidden_size,)) for norm in self.norms)
-        for matrix in self.matrices:
-            yield from matrix.tensors()
-        yield from self.other_shapes.items()
-        if self.scalar is not None:
-            yield self.scalar, (1,)
-        if isinstance(self.mixer, LayerAttention):
-            yield from self.mixer.head_norm_tensors()
-
     @cached_property
     def kind(self) -> tuple[object, ...]:
         """Everything that kernels depend on: of weight formats only the layout in memory, which several may share."""
@@ -306,7 +294,7 @@ class LayerSpec:
         if not isinstance(self.mixer, LayerAttention):
             return self
         left, right = self.mixer.window
-        if right != 0 or left + 1 < length:
+        if right not in (0, left) or left + 1 < length:
             return self
         return replace(self, mixer=replace(self.mixer, window=UNLIMITED))
 

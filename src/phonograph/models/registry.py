@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 from phonograph.errors import UnsupportedModelError
+from phonograph.models.families.encoders.bert import BERT, DISTILBERT, ROBERTA, XLM_ROBERTA
+from phonograph.models.families.encoders.modernbert import MODERNBERT, NOMIC_BERT
 from phonograph.models.families.family import Family
 from phonograph.models.families.gemma import GEMMA, GEMMA2, GEMMA3
 from phonograph.models.families.gemma4 import GEMMA4
@@ -14,9 +18,9 @@ from phonograph.models.families.ministral import MINISTRAL3
 from phonograph.models.families.mixtral import MIXTRAL
 from phonograph.models.families.olmo import OLMO2, OLMO3, OLMOE
 from phonograph.models.families.phi import PHI3
-from phonograph.models.families.qwen import QWEN2, QWEN3
-from phonograph.models.families.qwen_hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
-from phonograph.models.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
+from phonograph.models.families.qwens.qwen import QWEN2, QWEN3
+from phonograph.models.families.qwens.qwen_hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
+from phonograph.models.families.qwens.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from phonograph.models.families.smollm import SMOLLM3
 from phonograph.models.wrapper import WRAPPERS
 
@@ -48,6 +52,18 @@ ARCHITECTURES: dict[str, Family] = {
     "SmolLM3ForCausalLM": SMOLLM3,
     "Qwen3MoeForCausalLM": QWEN3_MOE,
 }
+ENCODERS: dict[str, Family] = {
+    "Bert": BERT,
+    "DistilBert": DISTILBERT,
+    "ModernBert": MODERNBERT,
+    "NomicBert": NOMIC_BERT,
+    "Roberta": ROBERTA,
+    "XLMRoberta": XLM_ROBERTA,
+}
+"""Encoders by the beginning of the names of their architectures; `Model` and the ends of `_HEADS` follow."""
+_HEADS = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
+_HEADLESS = re.compile("(Text)?Model$|ForSequenceClassification$|ForTokenClassification$")
+"""Ends of the names of architectures that have another head, or none, than the logits of `ForCausalLM`."""
 _REFUSED = {
     "Deepseek": "multi-head latent attention",
     "FalconMamba": "layers of Mamba 1",
@@ -62,6 +78,7 @@ _REFUSED = {
     "GlmMoeDsa": "sparse attention over latent keys",
     "Llama4": "chunked attention",
     "Gemma3n": "AltUp and Laurel blocks",
+    **dict.fromkeys(("T5", "MT5", "MPNet", "Deberta"), "relative position bias in attention"),
 }
 """Features of architectures, by the beginning of their names, that are not implemented."""
 
@@ -72,7 +89,10 @@ def find_architecture(name: str) -> Family:
     Raises:
         UnsupportedModelError: it is not implemented; the message lists the supported ones.
     """
-    found = ARCHITECTURES.get(name)
+    found = ARCHITECTURES.get(name) or ARCHITECTURES.get(_HEADLESS.sub("ForCausalLM", name))
+    found = found or next(
+        (ENCODERS[name.removesuffix(head)] for head in _HEADS if name.removesuffix(head) in ENCODERS), None
+    )
     if found is None:
         feature = next((feature for start, feature in _REFUSED.items() if name.startswith(start)), None)
         if feature is None and "moe" in name.lower():
@@ -80,11 +100,13 @@ def find_architecture(name: str) -> Family:
         reason = "" if feature is None else f" ({feature}, which is not implemented)"
         raise UnsupportedModelError(
             f"architecture {name!r} is not supported{reason}; supported are "
-            f"{', '.join(sorted({*ARCHITECTURES, *WRAPPERS}))}"
+            f"{', '.join(sorted({*ARCHITECTURES, *WRAPPERS}))}; for embeddings and classes also "
+            f"{', '.join(ENCODERS)}"
         )
     return found
 
 
 def known_fields() -> set[str]:
     """Return the fields of config.json that some family uses."""
-    return {name for family in ARCHITECTURES.values() for name in family.fields}
+    families = (*ARCHITECTURES.values(), *ENCODERS.values())
+    return {name for family in families for name in (*family.fields, *family.aliases)}

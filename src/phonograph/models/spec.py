@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,6 +24,8 @@ from phonograph.models.context_length import context_length, rope_notes
 from phonograph.models.end_tokens import read_end_tokens, split_end_tokens
 from phonograph.models.families.family import Family
 from phonograph.models.heads.feature_input import FeatureInput
+from phonograph.models.heads.find_pooler import with_pooler
+from phonograph.models.heads.pooler_spec import InputEmbedding, Pooler
 from phonograph.models.hf_config import check_overrides, read_settings, window_notes, with_overrides
 from phonograph.models.layer_spec import (
     NO_FACTORS,
@@ -48,28 +51,32 @@ from phonograph.models.weights.gguf_config import (
     quantization_of_gguf,
     rope_of_gguf,
 )
-from phonograph.models.wrapper import TEXT_PREFIXES, head_tensor_name, is_norm, text_name, unwrapped
+from phonograph.models.weights.tensor_shapes import DTYPE_BYTES, tensor_shapes, weight_bytes
+from phonograph.models.wrapper import TEXT_PREFIXES, head_tensor_name, text_name, unwrapped
 
 log = logging.getLogger(__name__)
 
 LAYERS = "model.layers"
 """Prefix of the names of layers in a checkpoint."""
-DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """One decoder-only model.
+    """One model: a decoder, or an encoder.
 
     Attributes:
         layers: the layers; equal ones are one object.
-        head: matrix of the logits.
+        head: matrix of the logits; of one rank of several it has a part of the vocabulary.
         context_length: positions that the model serves; `context_source` describes the fields that determine it.
         dtype: type in the configuration, as torch names it.
         eos_token_ids: from config.json and generation_config.json, within the vocabulary.
         norms: arithmetic of the norms.
         factors: of embeddings, layers and logits.
         layer_embeddings: embeddings of a token in all layers, or None.
+        input: embeddings beside those of tokens, or None.
+        pooler: end of a model that generates nothing; None for logits.
+        causal: a token attends to no later one.
+        renames: patterns of names in the checkpoint, each with what replaces it.
         features: input of a draft head, whose `vocab_size` is that of its logits; None for a model of its own.
         quantization: format of quantized projections, or None.
         fp8_kv_cache: True if the configuration says that the checkpoint has scales for keys and values in FP8.
@@ -92,6 +99,11 @@ class ModelSpec:
     norms: NormKind = PLAIN_NORMS
     factors: Factors = NO_FACTORS
     layer_embeddings: LayerEmbeddings | None = None
+    input: InputEmbedding | None = None
+    pooler: Pooler | None = None
+    causal: bool = True
+    final_norm: bool = True
+    renames: tuple[tuple[str, str], ...] = ()
     features: FeatureInput | None = None
     quantization: Quantization | None = None
     fp8_kv_cache: bool = False
@@ -114,21 +126,24 @@ class ModelSpec:
         return {index: one.mixer for index, one in enumerate(self.layers) if not isinstance(one.mixer, LayerAttention)}
 
     @property
-    def num_query_heads(self) -> int:
-        return next(iter(self.attentions.values())).num_query_heads
-
-    @property
-    def num_kv_heads(self) -> int:
-        return next(iter(self.attentions.values())).num_kv_heads
-
-    @property
-    def head_size(self) -> int:
-        return next(iter(self.attentions.values())).head_size
-
-    @property
     def owns_head(self) -> bool:
-        """False for a draft head with the logits' matrix of its target."""
-        return self.features is None or self.features.owns_head
+        """False for a draft head with the logits' matrix of its target, and for a model that generates nothing."""
+        return self.pooler is None and (self.features is None or self.features.owns_head)
+
+    @property
+    def has_final_norm(self) -> bool:
+        """True if the stream is normed after the last layer."""
+        return self.final_norm and (self.features is None or not self.features.joins_embedding)
+
+    @property
+    def has_token_types(self) -> bool:
+        """True if tokens have types beside their ids."""
+        return self.input is not None and self.input.token_types > 1
+
+    @property
+    def num_outputs(self) -> int:
+        """Numbers of a row that a step ends with: logits, or those of the pooler."""
+        return self.vocab_size if self.pooler is None else self.pooler.num_outputs(self.hidden_size)
 
     @property
     def kinds(self) -> tuple[LayerSpec, ...]:
@@ -139,21 +154,12 @@ class ModelSpec:
     def num_parameters(self) -> int:
         matrices = [outputs * inputs for _, outputs, inputs in self._quantized_parts()]
         if self.head.scheme is not None and not self.tie_word_embeddings and self.owns_head:
-            matrices.append(self.vocab_size * self.hidden_size)
+            matrices.append(self.head.num_outputs * self.hidden_size)
         return sum(math.prod(shape) for shape in self.tensor_shapes().values()) + sum(matrices)
 
     def weight_bytes(self, dtype: str) -> int:
         """Return the bytes of all weights, of which those that are not quantized are in `dtype`."""
-        element = DTYPE_BYTES[dtype]
-        shapes = self.tensor_shapes()
-        dense = sum(math.prod(shape) for shape in shapes.values()) * element
-        # These are in float32.
-        others = sum(math.prod(shape) for layer in self.layers for shape in layer.other_shapes.values())
-        if self.norms.wide:
-            others += sum(math.prod(shape) for name, shape in shapes.items() if is_norm(name))
-        dense += others * (DTYPE_BYTES["float32"] - element)
-        matrices = self.quantized_matrices()
-        return dense + sum(scheme.nbytes(outputs, inputs, element) for scheme, outputs, inputs in matrices)
+        return weight_bytes(self, dtype)
 
     def scheme_of(self, module: str) -> Scheme | None:
         """Return the weight format of a projection, by its name in a checkpoint; None for the model's type."""
@@ -161,6 +167,8 @@ class ModelSpec:
 
     def tensor_name(self, name: str) -> str | None:
         """Return a name of the checkpoint without the prefixes of a wrapper; None for a tensor of another part."""
+        for pattern, replacement in self.renames:
+            name = re.sub(pattern, replacement, name)
         name = name if self.features is None else head_tensor_name(name)
         found = name if self.wrapper is None else text_name(name)
         return None if found is None or found.startswith(self.skipped) else found
@@ -205,24 +213,7 @@ class ModelSpec:
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return name and shape of every tensor that a checkpoint must have, but those of quantized matrices."""
-        hidden = self.hidden_size
-        shapes: dict[str, tuple[int, ...]] = {}
-        if self.features is None or self.features.owns_embedding:
-            shapes["model.embed_tokens.weight"] = ((self.features or self).vocab_size, hidden)
-        if self.features is not None:
-            shapes |= {f"model.{name}": shape for name, shape in self.features.tensors(hidden)}
-        if self.layer_embeddings is not None:
-            vocab_size, size = self.layer_embeddings
-            shapes["model.embed_tokens_per_layer.weight"] = (vocab_size, self.num_layers * size)
-            shapes["model.per_layer_model_projection.weight"] = (self.num_layers * size, hidden)
-            shapes["model.per_layer_projection_norm.weight"] = (size,)
-        for index, layer in enumerate(self.layers):
-            shapes |= {f"{LAYERS}.{index}.{name}": shape for name, shape in layer.tensors(hidden)}
-        if self.features is None or not self.features.joins_embedding:
-            shapes["model.norm.weight"] = (hidden,)
-        if not self.tie_word_embeddings and self.head.scheme is None and self.owns_head:
-            shapes["lm_head.weight"] = (self.vocab_size, hidden)
-        return shapes
+        return tensor_shapes(self)
 
     def has_projection(self, module: str) -> bool:
         """Return True for the name of a projection in a checkpoint."""
@@ -242,7 +233,7 @@ class ModelSpec:
         """Yield the format, outputs and inputs of each quantized projection, and of a quantized head."""
         yield from self._quantized_parts()
         if self.head.scheme is not None and self.owns_head:
-            yield self.head.scheme, self.vocab_size, self.hidden_size
+            yield self.head.scheme, self.head.num_outputs, self.hidden_size
 
 
 def _scheme_in(quantization: Quantization | None, prefix: str, name: str) -> Scheme | None:
@@ -261,7 +252,9 @@ def read_configured_model(config: EngineConfig, *, config_only: bool) -> ModelSp
     )
     if config.quantize_lm_head is not None and is_gguf(folder):
         raise ConfigError("quantize_lm_head", config.quantize_lm_head, f"{folder} is a GGUF file; leave it out")
-    spec = read_model_spec(folder, trust_remote_code=config.trust_remote_code, hf_overrides=config.hf_overrides)
+    spec = read_model_spec(
+        folder, trust_remote_code=config.trust_remote_code, hf_overrides=config.hf_overrides, convert=config.convert
+    )
     if spec.fp8_kv_cache and config.kv_cache_dtype != "fp8":
         note = "the checkpoint has scales for a KV cache in FP8, which kv_cache_dtype=fp8 uses"
         spec = replace(spec, notes=(*spec.notes, note))
@@ -278,6 +271,7 @@ def read_model_spec(
     revision: str | None = None,
     hf_overrides: Mapping[str, Any] | None = None,
     config_only: bool = False,
+    convert: str = "auto",
 ) -> ModelSpec:
     """Return the spec of a local folder or GGUF file, a hub id or "demo". Reads no weights.
 
@@ -287,6 +281,7 @@ def read_model_spec(
         revision: branch, tag or commit on the hub.
         hf_overrides: fields that replace those of config.json.
         config_only: allow names of the catalog.
+        convert: see `with_pooler`.
 
     Raises:
         UnsupportedModelError: the architecture, or a feature that the configuration requires, is not implemented.
@@ -323,6 +318,7 @@ def read_model_spec(
     )
     with _located(path, overrides):
         spec = make_spec(settings, name, family, end_tokens, wrapper)
+        spec = with_pooler(spec, family, settings, raw, folder, convert)
     if folder.parent != CONFIGS_DIRECTORY:
         return spec
     note = f"the configuration is that of {HUB_IDS[folder.name]}, as it ships with the package"
@@ -368,7 +364,8 @@ def make_spec(
     ropes = family.ropes(settings)
     layers = family.layers(settings)
     tables = rope_tables(ropes, layers)
-    length, source = context_length(settings, ropes)
+    tables_added = family.input(settings)
+    length, source = context_length(settings, ropes, 0 if tables_added is None else tables_added.first_position)
     eos_token_ids, note = split_end_tokens(end_tokens, settings["vocab_size"])
     quantized = settings["quantization_config"]
     quantization = None if quantized is None else read_quantization(quantized)
@@ -388,6 +385,10 @@ def make_spec(
         dtype=dtype,
         eos_token_ids=eos_token_ids,
         norms=family.norms,
+        input=tables_added,
+        final_norm=family.final_norm,
+        renames=family.renames,
+        causal=family.is_causal(settings),
         factors=family.factors(settings),
         layer_embeddings=family.layer_embeddings(settings),
         fp8_kv_cache=quantization is not None and quantization.fp8_kv_cache,

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from phonograph.kernels.torch.layers import finish_logits, rms_norm
+from phonograph.models.heads.encoder_ends import InputWeights, StageWeights
 from phonograph.models.layers.kernel_set import (
     Attend,
     FeedForwardPart,
@@ -27,7 +28,7 @@ from phonograph.models.layers.kernel_set import (
     StepStates,
 )
 from phonograph.models.layers.layer_embedding import LayerEmbeddingsWeights
-from phonograph.models.layers.linear import Linear, WeightAllocator
+from phonograph.models.layers.linear import Linear, WeightAllocator, norm_views
 from phonograph.models.layers.part_weights import AttentionWeights, ExpertsWeights, FeatureWeights, LayerWeights
 from phonograph.models.quantization.block_embedding import BlockEmbedding, Embedding
 from phonograph.models.quantization.gguf_blocks import GgufBlocks
@@ -86,7 +87,9 @@ class Transformer:
         self.dtype = dtype
         self.device = device
         self.kv_scales = KVScales()
-        allocate = WeightAllocator(dtype, device, torch.float32 if spec.norms.wide else dtype, make_empty)
+        norm_dtype = torch.float32 if spec.norms.wide else dtype
+        layer_norms = spec.norms.bias if spec.norms.layer else None
+        allocate = WeightAllocator(dtype, device, norm_dtype, make_empty, layer_norms)
         self.parameters = allocate.parameters
         self.quantized = allocate.quantized
         self.weights = [
@@ -97,8 +100,7 @@ class Transformer:
             if spec.layer_embeddings is None
             else LayerEmbeddingsWeights.make(spec.layer_embeddings, spec.num_layers, spec.hidden_size, allocate)
         )
-        has_norm = spec.features is None or not spec.features.joins_embedding
-        self.final_norm = allocate.norm(spec.hidden_size) if has_norm else None
+        self.final_norm = allocate.norm(spec.hidden_size) if spec.has_final_norm else None
         self.lm_head = allocate.linear(spec.head if spec.owns_head else spec.head.without_outputs())
         self.features = (
             None
@@ -113,7 +115,9 @@ class Transformer:
         elif spec.tie_word_embeddings and spec.head.scheme is None:
             self.embedding_VE = self.lm_head.matrix.t()
         else:
-            self.embedding_VE = allocate.tensor(spec.vocab_size, spec.hidden_size)
+            self.embedding_VE = allocate.tensor(spec.head.num_outputs, spec.hidden_size)
+        self.input = None if spec.input is None else InputWeights.make(spec.input, spec.hidden_size, allocate)
+        self.stages = [StageWeights.make(stage, allocate) for stage in (spec.pooler.stages if spec.pooler else ())]
         self._eps = torch.tensor(spec.rms_norm_eps, dtype=torch.float32, device=device)
         self.expert_load: dict[int, torch.Tensor] = {}
         self._running: Sequence[BoundLayer] = ()
@@ -149,7 +153,8 @@ class Transformer:
         """
         self.kernels = kernels
         self._first_tap_TE = taps.get(-1)
-        self.embedding = None if self.features is not None else kernels.embedding(self.embedding_VE)
+        self.embedding = None if self.features or self.input else kernels.embedding(self.embedding_VE)
+        self.input_part = None if self.input is None else kernels.input(self.embedding_VE, self.input)
         self.feature_part = None if self.features is None else kernels.features(self.features)
         self._layer_embeddings = (
             None if self.layer_embeddings is None else kernels.layer_embeddings(self.layer_embeddings)
@@ -163,7 +168,7 @@ class Transformer:
             )
             for index, layer in enumerate(self.weights)
         ]
-        self._head = kernels.head(self.final_norm, self.lm_head)
+        self._head = None if self.spec.pooler else kernels.head(self.final_norm, self.lm_head)
         self._link(self.layers)
 
     def forward(
@@ -197,6 +202,8 @@ class Transformer:
         if self.feature_part is not None:
             assert features_TE is not None
             stream = self.feature_part(input_ids_T, features_TE)
+        elif self.input_part is not None:
+            stream = self.input_part(input_ids_T, positions_T)
         else:
             assert self.embedding is not None
             stream = self.embedding(input_ids_T)
@@ -219,12 +226,31 @@ class Transformer:
     def prompt_logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
         """Return logits [N, V] of any number of rows, with torch's operators, which allocate them."""
         assert self.final_norm is not None
-        logits_NV = self.lm_head.product(rms_norm(hidden_NE, self.final_norm, self._eps))
-        return finish_logits(logits_NV, self.spec.factors.logits, self.spec.factors.softcap)
+        logits_NP = self.lm_head.product(rms_norm(hidden_NE, self.final_norm, self._eps))
+        factors = self.spec.factors
+        return self.kernels.gathered(finish_logits(logits_NP, factors.logits, factors.softcap))
 
     def logits(self, hidden_TE: torch.Tensor, rows_N: torch.Tensor | None = None) -> torch.Tensor:
         """Return logits [N, V] in the model's dtype, of the rows `rows_N` of `forward`'s result, or of all rows."""
+        assert self._head is not None, "a model with a pooler has no logits"
         return self._head(hidden_TE, rows_N)
+
+    def pooled(self, hidden_TE: torch.Tensor, query_start_loc: torch.Tensor) -> torch.Tensor:
+        """Return the pooler's rows, float32 [R, F] of `forward`'s result, or [T, F] of all tokens.
+
+        Args:
+            hidden_TE: the stream before the final norm.
+            query_start_loc: int32 [R+1].
+        """
+        assert self.spec.pooler is not None
+        rows = self.kernels.pool(hidden_TE, self.final_norm, query_start_loc, self.spec.pooler.pooling)
+        for stage in self.stages:
+            rows = stage(rows, self.spec.rms_norm_eps)
+        return self.kernels.keep_pooled(rows)
+
+    def token_rows(self, hidden_TE: torch.Tensor) -> torch.Tensor:
+        """Return the normed rows of all tokens of `forward`'s result, float32 [T, E]."""
+        return self.kernels.pool(hidden_TE, self.final_norm, None, "all")
 
     @contextmanager
     def only_layers(self, indices: Sequence[int]) -> Generator[None]:
@@ -241,7 +267,7 @@ class Transformer:
     def _link(self, layers: Sequence[BoundLayer]) -> None:
         """Run these layers, and tell each part which one reads its stream."""
         self._running = layers
-        beginning = self.embedding or self.feature_part
+        beginning = self.embedding or self.feature_part or self.input_part
         assert beginning is not None
         beginning.then = layers[0].mixer
         for layer, following in zip_longest(layers, layers[1:]):
@@ -259,7 +285,11 @@ class Transformer:
         [H, D] and [K, D] for [D] in the checkpoint, and stacked experts, whose outputs have two dimensions.
         """
         assert isinstance(self.embedding_VE, torch.Tensor)
-        views = {} if self.final_norm is None else {"model.norm.weight": self.final_norm}
+        views = {} if self.final_norm is None else norm_views("model.norm", self.final_norm)
+        if self.input is not None:
+            views |= {f"model.{name}": view for name, view in self.input.checkpoint_views().items()}
+        for stage in self.stages:
+            views |= stage.checkpoint_views()
         if self.features is None:
             views["model.embed_tokens.weight"] = self.embedding_VE
         else:

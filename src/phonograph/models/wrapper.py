@@ -137,7 +137,7 @@ def is_norm(name: str) -> bool:
 
     The norm inside a mixer with a state is none of these: its weights are w in a model of norms of 1 + w.
     """
-    return re.search(r"(?<!linear_attn\.)norm(_\d|\.\d+)?\.weight$|\.router\.scale$", name) is not None
+    return re.search(r"(?<!linear_attn\.)[nN]orm(_\d|\.\d+)?\.weight$|\.router\.scale$", name) is not None
 
 
 def skipped_note(names: Iterable[str]) -> str:

@@ -189,13 +189,15 @@ class CpuInputs:
 
     def load(self, batch: SyntheticBatch, key: GraphKey) -> tuple[CommonMetadata, ...]:
         """Write a synthetic batch; see `Inputs.load`."""
-        rows = batch.rows()
-        self._append_blocks(rows.batch)
-        end = 0
-        for row, (query, context) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
-            self.token_ids[rows.slots[row], context : context + query] = batch.token_ids[end : end + query]
-            end += query
-        commons = self.write(rows, key)
+        commons = self.write_tokens(batch.rows(), batch.token_ids, key)
         if not batch.writes_states:
-            self.slots_np[:] = -1
+            self.slots_np.fill(-1)
         return commons
+
+    def write_tokens(self, rows: StepRows, token_ids_T: np.ndarray, key: GraphKey | None) -> tuple[CommonMetadata, ...]:
+        """Write a step whose tokens, int32 [T], are not in their slots yet."""
+        self._append_blocks(rows.batch)
+        first = np.cumsum(rows.query_lens) - rows.query_lens
+        positions = np.arange(len(token_ids_T)) + np.repeat(rows.context_lens - first, rows.query_lens)
+        self.token_ids[np.repeat(rows.slots, rows.query_lens), positions] = token_ids_T
+        return self.write(rows, key)

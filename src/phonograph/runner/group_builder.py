@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from phonograph.attention.attention_spec import AttentionKind
 from phonograph.attention.backend import AnyBackend
 from phonograph.attention.metadata import AttentionMetadata, CommonMetadata
 from phonograph.graphs.modes import GraphKey
@@ -28,11 +29,16 @@ class GroupBuilder:
 
     Args:
         backends: backend of each group; groups of equal attention have the same object.
+
+    Attributes:
+        units: counts of the first group that shares prefixes; see `MetadataBuilder`.
     """
 
     def __init__(self, backends: Sequence[AnyBackend]) -> None:
         self._sources = plan_sources(backends)
+        self._causal = backends[0].spec.kind is AttentionKind.DECODER
         self._builders = {group: backends[group].make_builder() for group in dict.fromkeys(self._sources)}
+        self.units = next((one.units for one in self._builders.values() if one.units is not None), None)
 
     def build(self, commons: Sequence[CommonMetadata], *, key: GraphKey | None) -> tuple[AttentionMetadata, ...]:
         """Build the metadata of the step that runs next. The runner calls it exactly once for each step.
@@ -42,7 +48,8 @@ class GroupBuilder:
             key: the graph that will be captured or replayed; None for an eager step.
         """
         made: list[AttentionMetadata] = []
-        for group, (source, common) in enumerate(zip(self._sources, commons, strict=True)):
+        for group, (source, given) in enumerate(zip(self._sources, commons, strict=True)):
+            common = given if self._causal else replace(given, causal=False)
             if source == group:
                 made.append(self._builders[group].build(common, key=key))
             else:

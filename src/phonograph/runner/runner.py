@@ -16,11 +16,12 @@ import torch
 
 from phonograph.attention.metadata import CommonMetadata
 from phonograph.core.batch import ScheduledBatch
-from phonograph.errors import CaptureError, ReplayError
+from phonograph.errors import CaptureError, RankError, ReplayError
 from phonograph.graphs.capture_list import CaptureRetry
 from phonograph.graphs.dispatch import Decision, Dispatcher, StepShape
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.graphs.runtime import CapturedGraph, GraphRuntime
+from phonograph.kernels.ranks import Ranks
 from phonograph.runner.group_builder import GroupBuilder
 from phonograph.runner.kernel_shapes import eager_shapes, graph_shapes
 from phonograph.runner.sequences import Sequences
@@ -68,6 +69,7 @@ class Runner:
         dispatcher: Dispatcher,
         runtime: GraphRuntime,
         synthetic: SyntheticBatches,
+        ranks: Ranks | None = None,
     ) -> None:
         self.counts: Counter[str] = Counter()
         self.lookahead = sampling.lookahead
@@ -80,6 +82,7 @@ class Runner:
         self._inputs = inputs
         self._sampling = sampling
         self._sequences = sequences
+        self._ranks = ranks
         self._graphs: dict[GraphKey, CapturedGraph] = {}
         self._prepared_for: GraphKey | None = None
 
@@ -89,6 +92,8 @@ class Runner:
             failures = SlotFailures()
             self._sequences.take_over(batch, failures)
             self._inputs.take_over(batch, failures)
+            if batch.copies:
+                self._program.attention.copy_pages(batch.copies)
             scores_prompts = self._sequences.scores_prompts(batch)
             rows = self._sequences.rows(batch)
             decision = self._decide(rows, scores_prompts)
@@ -103,7 +108,7 @@ class Runner:
                 outputs = self.replay(decision.key)
             step = self._sampling.finish(rows, plan, outputs, decision, failures)
             if scores_prompts:
-                logits_fn = self._program.model.prompt_logits
+                logits_fn = self._scorer(outputs.hidden)
                 scores = self._sequences.prompt_logprobs(batch, outputs.hidden, logits_fn, failures)
                 step.output.prompt_logprobs = scores
             return step
@@ -229,7 +234,14 @@ class Runner:
         if key.graphs is GraphSet.PIECEWISE and not self.runtime.runs_captured:
             # Attention between the pieces runs during the capture and reads the results of this run.
             run()
-        self._graphs[key] = self.runtime.capture(run)
+        if self._ranks is None:
+            self._graphs[key] = self.runtime.capture(run)
+        else:
+            self._graphs[key] = capture_on_ranks(self._ranks, key, lambda: self.runtime.capture(run))
+
+    def _scorer(self, hidden_TE: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return the function from rows of a step to their logits."""
+        return self._program.model.prompt_logits
 
     def _decide(self, rows: StepRows, scores_prompts: bool) -> Decision:
         shape = shape_of(rows.batch)
@@ -266,6 +278,29 @@ class Runner:
         with torch.inference_mode(), self.runtime.scope():
             self.prepare(self.synthetic.capture_batch(key), key)
         return run
+
+
+def capture_on_ranks(ranks: Ranks, key: GraphKey, capture: Callable[[], CapturedGraph]) -> CapturedGraph:
+    """Capture a graph on each rank. If it fails on one, it has failed on all: else the others would wait for a sum.
+
+    Raises:
+        CaptureError: it failed here or on another rank.
+        RankError: another rank captures another graph.
+    """
+    graph, problem = None, ""
+    try:
+        with ranks.recording():
+            graph = capture()
+    except CaptureError as error:
+        problem = str(error)
+    keys, problems = zip(*(text.split("\n", 1) for text in ranks.agree(f"{key}\n{problem}")), strict=True)
+    for rank, other in enumerate(keys):
+        if other != str(key):
+            raise RankError(f"rank {ranks.rank} captures {key}, and rank {rank} captures {other}")
+    failed = next((rank for rank, text in enumerate(problems) if text), None)
+    if failed is not None or graph is None:
+        raise CaptureError(f"rank {failed}: {problem if failed == ranks.rank else problems[failed or 0]}")
+    return graph
 
 
 def shape_of(batch: ScheduledBatch) -> StepShape:

@@ -15,9 +15,9 @@ from phonograph.sampling.sampler import Sampler
 
 
 class Sequences:
-    """Slots 0 .. max_num_seqs - 1 and the sequences in them. The sampler is loaded and cleared with them."""
+    """Slots 0 .. max_num_seqs - 1 and the sequences in them. The sampler is loaded and cleared with them, if any."""
 
-    def __init__(self, sampler: Sampler, *, max_num_seqs: int) -> None:
+    def __init__(self, sampler: Sampler | None, *, max_num_seqs: int) -> None:
         self.max_num_seqs = max_num_seqs
         self._sampler = sampler
         self._live: dict[int, NewSequence] = {}
@@ -33,12 +33,15 @@ class Sequences:
         """
         sampler = self._sampler
         for slot in batch.freed:
-            sampler.clear(slot)
             self._live.pop(slot, None)
+            if sampler is not None:
+                sampler.clear(slot)
         self._scored.difference_update(batch.freed)
         for new in batch.new:
             self._live[new.slot] = new
             self._prompt_lens[new.slot] = new.prompt_len
+            if sampler is None:
+                continue
             if new.params.prompt_logprobs is not None:
                 self._scored.add(new.slot)
             prompt, output = new.token_ids[: new.prompt_len], new.token_ids[new.prompt_len :]

@@ -13,6 +13,9 @@ from phonograph.graphs.runtime import GraphRuntime
 from phonograph.models.layers.kernel_set import KVTarget
 from phonograph.runner.group_builder import plan_sources
 
+# Pages copied at a time, which bounds the memory that this takes.
+_COPIED = 16
+
 
 class StepAttention:
     """The `Attend` of a step program. Any model code may call it, also inside a capture.
@@ -49,6 +52,19 @@ class StepAttention:
         self._kv_caches = kv_caches
         self._slot_mappings = slot_mappings
         self._runtime = runtime
+
+    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy pages, from and to, in all layers, before the step runs; no page is in both places."""
+        device = self._kv_caches[0].device
+        # Layers of several groups view the same tensors.
+        tensors = {cache.data_ptr(): cache for cache in self._kv_caches}.values()
+        for first in range(0, len(copies), _COPIED):
+            pairs = torch.tensor(copies[first : first + _COPIED], pin_memory=device.type == "cuda")
+            sources, targets = pairs.to(device, non_blocking=True).T
+            for cache in tensors:
+                # Indices take bytes of any type.
+                pages_B = cache.view(torch.uint8) if cache.element_size() == 1 else cache
+                pages_B[:, targets] = pages_B[:, sources]
 
     def schedule(self) -> None:
         """Compute the attention schedules that all layers of the step share."""

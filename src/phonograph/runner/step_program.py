@@ -31,7 +31,8 @@ class StepOutputs(NamedTuple):
     """Tensors that a step leaves. The next run or replay overwrites them.
 
     hidden: before the final norm; [N, E] if the last layer computes only rows with logits, else [T, E]
-    logits: [L, V] of the rows that have logits
+    logits: [L, V] of the rows that have logits; of a model that generates nothing the pooler's rows, float32 [R, F],
+        or [T, F] of all tokens
     tokens: int32 [L]; -1 if no logit was finite, less than -1 if the row samples nothing here. Empty if the host
         samples.
     counts: int32 [N] of the requests, see `accept`; empty where the step verifies no drafts.
@@ -143,7 +144,7 @@ class StepProgram:
                 inputs.checkpoints[:, :num_reqs],
                 self._states,
             )
-        all_hidden = all_hidden or (passes is not None and passes.needs_all_rows)
+        all_hidden = all_hidden or model.spec.pooler is not None or (passes is not None and passes.needs_all_rows)
         if model.kernels.leaves_rows_out(num_tokens, num_kept) and not every_row and not all_hidden:
             # Padding rows have arbitrary contents.
             rows = inputs.logits_rows[:num_kept]
@@ -159,6 +160,9 @@ class StepProgram:
             )
             # Gathered rows are normed by a separate kernel.
             gathered = not every_row or self._batch_invariant
+        if model.spec.pooler is not None:
+            pooled = model.pooled(hidden_TE, inputs.query_start_loc[: num_reqs + 1])
+            return StepOutputs(hidden_TE, pooled, self._no_tokens, self._no_tokens)
         rows_N = inputs.logits_rows[:num_logits] if gathered else None
         logits_NV = model.logits(hidden_TE, rows_N)
         if self._sample is None:

@@ -11,12 +11,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+import torch
+
 from phonograph.core.batch import ScheduledBatch, SlotFailure, StepOutput
+from phonograph.core.pooling_params import TOKEN_TASKS, PoolingParams
 from phonograph.graphs.dispatch import Decision
 from phonograph.graphs.runtime import GraphRuntime
+from phonograph.models.heads.pooler_spec import Pooler
+from phonograph.models.transformer import Transformer
 from phonograph.runner.step_inputs import KernelRows, StepRows
 from phonograph.runner.step_program import StepOutputs
 from phonograph.sampling.failures import SlotFailures
+from phonograph.sampling.pooled_rows import finish_prompts
+from phonograph.sampling.sampler import KernelParameters
 from phonograph.speculation.device_drafts import DeviceDrafts
 from phonograph.speculation.host_drafts import HostDrafts
 
@@ -145,3 +153,100 @@ def take_tokens(output: StepOutput, slots: list[int], token_ids: list[int], voca
     output.slots = slots
     output.token_ids = [[token_id] for token_id in stored]
     return stored
+
+
+@dataclass(slots=True)
+class RowsInFlight:
+    """A step of a model that generates nothing, whose rows are on their way to the host.
+
+    rows:     of the prompts, or of all tokens, on the host
+    of_tokens: rows of all tokens, for requests that ask for them; None if there are none
+    arrived:  event after the copies, or None if they are complete
+    """
+
+    batch: ScheduledBatch
+    decision: Decision
+    output: StepOutput
+    pooler: Pooler
+    params: dict[int, PoolingParams]
+    rows: torch.Tensor
+    of_tokens: torch.Tensor | None
+    arrived: torch.cuda.Event | None
+
+    def result(self) -> StepOutput:
+        """Wait for the rows, and return the results of the prompts that end with the step."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        output, batch, pooler = self.output, self.batch, self.pooler
+        tokens = self.rows if pooler.pooling == "all" else self.of_tokens
+        prompts: dict[int, np.ndarray] = {}
+        end = 0
+        for row, (slot, length) in enumerate(zip(batch.slots, batch.query_lens, strict=True)):
+            end += length
+            if not batch.samples[row]:
+                continue
+            if tokens is not None and (pooler.pooling == "all" or self.params[slot].task in TOKEN_TASKS):
+                prompts[slot] = tokens[end - length : end].numpy()
+            else:
+                prompts[slot] = self.rows[row].numpy()
+        failures = SlotFailures()
+        failures.by_slot = output.failures
+        output.slots, output.token_ids = [*prompts], [[] for _ in prompts]
+        output.pooled = finish_prompts(
+            prompts, self.params, pooler.activation, activates=pooler.activates, failures=failures
+        )
+        return output
+
+
+class Pooling:
+    """Takes the rows of each step of a model that generates nothing; see `Sampling`.
+
+    Args:
+        model: the model.
+        lookahead: as in `StepRunner`.
+    """
+
+    drafts = None
+
+    def __init__(self, model: Transformer, *, lookahead: int = 0) -> None:
+        assert model.spec.pooler is not None
+        self.lookahead = lookahead
+        self._model, self._pooler = model, model.spec.pooler
+        self._params: dict[int, PoolingParams] = {}
+
+    def plan(self, rows: StepRows) -> SamplingPlan:
+        """Sample nothing. Sequences that start are loaded all the same."""
+        zeros = np.zeros(len(rows.batch.new))
+        counts = zeros.astype(np.int64)
+        starts = KernelParameters(zeros, counts, zeros + 1, zeros, counts, zeros.astype(bool), counts)
+        return SamplingPlan(KernelRows(np.zeros_like(rows.samples), starts))
+
+    def finish(
+        self, rows: StepRows, plan: SamplingPlan, outputs: StepOutputs, decision: Decision, failures: SlotFailures
+    ) -> RowsInFlight:
+        """Start to copy the rows to the host."""
+        batch = rows.batch
+        self._params.update((new.slot, new.pooling) for new in batch.new if new.pooling is not None)
+        params = {slot: self._params[slot] for slot in batch.slots}
+        of_tokens = None
+        if self._pooler.pooling != "all" and any(one.task in TOKEN_TASKS for one in params.values()):
+            of_tokens = _to_host(self._model.token_rows(outputs.hidden))
+        host = _to_host(outputs.logits)
+        arrived = None
+        if outputs.logits.is_cuda:
+            arrived = torch.cuda.Event()
+            arrived.record()
+        output = StepOutput(failures=failures.by_slot)
+        return RowsInFlight(batch, decision, output, self._pooler, params, host, of_tokens, arrived)
+
+    def launch(self) -> None:
+        """Do nothing: the step has all kernels."""
+
+    def capture(self, runtime: GraphRuntime) -> int:
+        """Capture nothing: rows are finished on the host."""
+        return 0
+
+
+def _to_host(rows: torch.Tensor) -> torch.Tensor:
+    """Return a copy on the host, which the device may still be writing."""
+    return rows.to("cpu", non_blocking=True) if rows.is_cuda else rows.clone()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import torch
 
 from phonograph.core.batch import NewSequence, ScheduledBatch, TokenLogprobs
@@ -19,15 +20,23 @@ _BYTES_PER_LOGIT = 4 + 8 + 12
 _BYTES_PER_TOP = 32
 
 
-def token_logprobs(logits_NV: torch.Tensor, token_ids_N: torch.Tensor, tops: Sequence[int]) -> list[TokenLogprobs]:
-    """Return log-probability and rank of one token of each row, then of its `tops[i]` most likely tokens.
+def token_logprobs(
+    logits_NV: torch.Tensor,
+    token_ids_N: torch.Tensor,
+    tops: Sequence[int],
+    listed_NK: torch.Tensor | None = None,
+) -> list[TokenLogprobs]:
+    """Return log-probability and rank of one token of each row, then of its `tops[i]` other tokens.
 
     Args:
         logits_NV: any float dtype.
         token_ids_N: int64 on the same device.
-        tops: most likely tokens to report, by row.
+        tops: other tokens to report, by row.
+        listed_NK: these tokens, as `padded` makes them; None for the most likely ones.
     """
-    return as_entries(tops, *score_tokens(logits_NV, token_ids_N, max(tops)))
+    if listed_NK is None:
+        return as_entries(tops, *score_tokens(logits_NV, token_ids_N, max(tops)))
+    return as_entries(tops, *score_listed(logits_NV, token_ids_N, listed_NK))
 
 
 def score_tokens(
@@ -57,10 +66,35 @@ def score_tokens(
     return ids, values - log_total_N1, ranks
 
 
+def score_listed(
+    logits_NV: torch.Tensor, token_ids_N: torch.Tensor, listed_NK: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return one token of each row and listed ones, as `score_tokens` does: token ids, log-probabilities and ranks.
+
+    Args:
+        logits_NV: any float dtype.
+        token_ids_N: int64 on the same device.
+        listed_NK: int64 on the same device.
+    """
+    logits_NV = logits_NV.to(torch.float32)
+    ids = torch.cat((token_ids_N[:, None], listed_NK), dim=-1)
+    values = logits_NV.gather(-1, ids)
+    num_not_above = torch.searchsorted(logits_NV.sort(dim=-1).values, values, right=True)
+    return ids, values - logits_NV.logsumexp(dim=-1, keepdim=True), logits_NV.shape[-1] + 1 - num_not_above
+
+
+def padded(lists: Sequence[Sequence[int]]) -> np.ndarray:
+    """Return lists of token ids as rows of one length, int64; token 0 fills them up."""
+    rows = np.zeros((len(lists), max(map(len, lists))), dtype=np.int64)
+    for row, token_ids in zip(rows, lists, strict=True):
+        row[: len(token_ids)] = token_ids
+    return rows
+
+
 def as_entries(
     tops: Sequence[int], ids_NK: torch.Tensor, values_NK: torch.Tensor, ranks_NK: torch.Tensor
 ) -> list[TokenLogprobs]:
-    """Return the results of `score_tokens` as an entry for each row, with its `tops[i]` most likely tokens."""
+    """Return the results of `score_tokens` or `score_listed` as an entry for each row, with its `tops[i]` tokens."""
     rows = zip(tops, ids_NK.tolist(), values_NK.tolist(), ranks_NK.tolist(), strict=True)
     return [TokenLogprobs(token_ids=i[: t + 1], logprobs=v[: t + 1], ranks=r[: t + 1]) for t, i, v, r in rows]
 

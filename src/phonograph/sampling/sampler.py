@@ -26,7 +26,7 @@ from phonograph.core.sampling_params import SamplingParams
 from phonograph.kernels.torch import sampling
 from phonograph.sampling.failures import SlotFailures
 from phonograph.sampling.grammar_masks import GrammarMasks
-from phonograph.sampling.logprobs import token_logprobs
+from phonograph.sampling.logprobs import padded, token_logprobs
 from phonograph.sampling.penalties import Penalties
 from phonograph.sampling.slot_edits import SlotEdits
 
@@ -80,7 +80,9 @@ class Sampler:
 
     Attributes:
         grammars: token masks of slots with a grammar.
-        logprobs: most likely tokens to report beside each sampled one, by slot; -1 for none. int64.
+        logprobs: tokens to report beside each sampled one, by slot; -1 for none. int64.
+        listed: these tokens by slot, where they are not the most likely ones.
+        lists: slots that are in `listed`. bool.
         chunk_rows: rows of logits that are worked on together.
         edits: bias, min_tokens and penalties for kernels, which then sample in the place of `sample`; set it before the
             first `load`.
@@ -109,6 +111,8 @@ class Sampler:
         self._min_p = np.zeros(max_num_seqs)
         self._stream_key = np.zeros(max_num_seqs, dtype=np.int64)
         self.logprobs = np.full(max_num_seqs, -1, dtype=np.int64)
+        self.listed: dict[int, Sequence[int]] = {}
+        self.lists = np.zeros(max_num_seqs, dtype=bool)
         self._min_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self._penalized = np.zeros(max_num_seqs, dtype=bool)
         self._biased = np.zeros(max_num_seqs, dtype=bool)
@@ -167,6 +171,9 @@ class Sampler:
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(64) - 2**63
         self._stream_key[slot] = sampling.stream_key(seed, sample_index)
         self.logprobs[slot] = params.logprobs if params.logprobs is not None else -1
+        if params.logprob_token_ids is not None:
+            self.listed[slot] = params.logprob_token_ids
+            self.lists[slot] = True
         if grammar is not None:
             self.grammars.load(slot, grammar, output_token_ids)
         if self.edits is not None:
@@ -193,6 +200,8 @@ class Sampler:
         """Remove the request from a slot, if there is one."""
         self._temperature[slot] = 0.0
         self.logprobs[slot] = -1
+        self.listed.pop(slot, None)
+        self.lists[slot] = False
         self._min_tokens[slot] = 0
         self._plain[slot] = True
         self._penalized[slot] = False
@@ -256,9 +265,12 @@ class Sampler:
 
         def score(rows: Sequence[int]) -> None:
             tokens = self._to_device(np.array([sampled.token_ids[row] for row in rows]))
-            tops = self.logprobs[by_row[rows]].tolist()
-            found = token_logprobs(logits_NV[self._to_device(np.array(rows))], tokens, tops)
-            sampled.logprobs |= zip(by_row[rows].tolist(), found, strict=True)
+            scored_slots: list[int] = by_row[rows].tolist()
+            lists = [self.listed[slot] for slot in scored_slots] if self.lists[scored_slots[0]] else None
+            listed = None if lists is None else self._to_device(padded(lists))
+            tops: list[int] = self.logprobs[scored_slots].tolist()
+            found = token_logprobs(logits_NV[self._to_device(np.array(rows))], tokens, tops, listed)
+            sampled.logprobs |= zip(scored_slots, found, strict=True)
 
         for rows in _pieces(range(len(slots)), self.chunk_rows):
             failures.run_rows(rows, slots, "sampling", choose)
@@ -266,9 +278,10 @@ class Sampler:
         failures.run_rows(np.flatnonzero(self._penalized[by_row] & chosen).tolist(), slots, "penalties", count)
         for row in np.flatnonzero(self.grammars.constrained[by_row] & chosen).tolist():
             self.grammars.accept(slots[row], sampled.token_ids[row], failures)
-        scored: list[int] = np.flatnonzero((self.logprobs[by_row] >= 0) & chosen).tolist()
-        for rows in _pieces(scored, self.chunk_rows):
-            failures.run_rows(rows, slots, "log-probabilities", score)
+        scored = (self.logprobs[by_row] >= 0) & chosen
+        for kind in (scored & ~self.lists[by_row], scored & self.lists[by_row]):
+            for rows in _pieces(np.flatnonzero(kind).tolist(), self.chunk_rows):
+                failures.run_rows(rows, slots, "log-probabilities", score)
         return sampled
 
     def _choose(

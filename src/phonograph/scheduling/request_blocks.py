@@ -8,17 +8,19 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
 from math import gcd
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 from phonograph.core.batch import BlockAppend, StateCopy
 from phonograph.core.blocks import blocks_for, most_tokens, pages_for_request
 from phonograph.core.kv_group import KVGroup
 from phonograph.core.limits import Limits
 from phonograph.core.request import Request
+from phonograph.kv_cache.block_events import BlockEvents
 from phonograph.kv_cache.checkpoints import CheckpointPool
 from phonograph.kv_cache.manager import CacheManager
 from phonograph.kv_cache.tables import SequenceTable
 from phonograph.scheduling.draft_depths import DraftDepths
+from phonograph.scheduling.prompt_tails import PromptTails
 
 
 class Checkpoints(NamedTuple):
@@ -31,6 +33,14 @@ class Checkpoints(NamedTuple):
 
     num_checkpoints: int
     interval: int = 0
+
+
+class BatchCopies(TypedDict):
+    """Arguments of `ScheduledBatch`."""
+
+    copies: list[tuple[int, int]]
+    restored: list[StateCopy]
+    saved: list[StateCopy]
 
 
 class RequestBlocks:
@@ -48,8 +58,9 @@ class RequestBlocks:
         groups: Sequence[KVGroup],
         drafts: DraftDepths | None,
         checkpoints: Checkpoints | None,
-        *,
+        events: BlockEvents | None,
         num_blocks: int,
+        *,
         enable_prefix_caching: bool,
     ) -> None:
         self._checkpoints = checkpoints
@@ -64,8 +75,17 @@ class RequestBlocks:
             max_num_batched_tokens=limits.max_num_batched_tokens,
             enable_prefix_caching=enable_prefix_caching,
             checkpoints=None if checkpoints is None else CheckpointPool(checkpoints.num_checkpoints),
+            events=events,
         )
         self.tables: dict[str, SequenceTable] = {}
+        copies_tails = enable_prefix_caching and self._draft_caches is None and not limits.lookahead_tokens
+        # The state at the end of a prompt is not kept, only that at its last block.
+        copies_tails = copies_tails and checkpoints is None
+        sizes = {group.block_size for group in groups}
+        # A draft model has pages of its own, and blocks of one size end together.
+        self.tails = PromptTails(self.tables, min(sizes) if copies_tails and len(sizes) == 1 else None)
+        self._sources: list[int] = []
+        self._copies: list[tuple[int, int]] = []
         self.step = gcd(*(group.block_size for group in groups))
         self.ahead = limits.lookahead_tokens
         self._limits = limits
@@ -81,17 +101,22 @@ class RequestBlocks:
         limits = self._limits
 
         def pages(num_tokens: int) -> int:
-            whole = min(num_tokens + self.ahead, max(num_tokens, limits.max_model_len - 1))
+            whole = min(num_tokens + self.ahead, max(num_tokens, limits.max_len - 1))
             return pages_for_request(self.groups, whole, limits.max_num_batched_tokens) if num_tokens else 0
 
-        return 1 + most_tokens(self.cache.pool.num_blocks, pages, limits.max_model_len - 1)
+        return 1 + most_tokens(self.cache.pool.num_blocks, pages, limits.max_len - 1)
 
     def add(self, request: Request) -> None:
         """Give a request empty block tables."""
         self.tables[request.request_id] = self.cache.make_table(request.tokens, request.prompt_len, request.cache_salt)
 
-    def admit(self, request: Request, decodes: Collection[Request], *, reuse: bool) -> int | None:
-        """Admit a request beside running decodes; see `CacheManager.admit`."""
+    def admit(self, request: Request, decodes: Collection[Request], *, budget: int, reuse: bool) -> int | None:
+        """Admit a request beside running decodes to a step with room for `budget` tokens; see `CacheManager.admit`.
+
+        `extend` comes next; it copies a tail.
+        """
+        if self._limits.whole_prompts and request.num_tokens > budget:
+            return None
         # Each sequence may soon need further blocks. Without these in reserve, admission would cause preemption.
         growth = self.growth(decodes)
         reserve = growth + self._step_blocks.total() if decodes else 0
@@ -103,7 +128,8 @@ class RequestBlocks:
                 self._draft_caches.taken(one.block_ids[one.num_published :])
             shared = chain.from_iterable(one.block_ids[: one.num_published] for one in table.groups)
             self._draft_caches.admit(request, shared, len(decodes))
-        return num_cached
+        self._sources = [] if num_cached is None or not reuse else self.tails.block_ids(request, num_cached)
+        return request.num_tokens - 1 if self._sources else num_cached
 
     def chunk(self, request: Request, budget: int, *, is_new: bool) -> int:
         """Return the tokens of the next chunk of a prompt, which reads and writes checkpoints of states, if any.
@@ -138,15 +164,6 @@ class RequestBlocks:
                 self._saved.append(StateCopy(request.slot, offset + row, ends[0]))
         return stop - start
 
-    def take_copies(self) -> dict[str, list[StateCopy]]:
-        """Return the checkpoints that the step reads and writes, as arguments of a batch."""
-        if self.cache.checkpoints is None:
-            return {}
-        copies = {"restored": self._restored, "saved": self._saved}
-        self._restored, self._saved = [], []
-        self.cache.checkpoints.end_step()
-        return copies
-
     def place(self, request: Request, decodes: dict[int, Request]) -> dict[int, Request]:
         """Return the decodes by slot with one more, next to the one whose leading blocks it shares for longest.
 
@@ -155,8 +172,8 @@ class RequestBlocks:
         full = next((index for index, group in enumerate(self.groups) if group.window is None), None)
         items = [*decodes.items()]
         place = len(items)
-        if full is not None and self.tables[request.request_id].num_found:
-            block_ids = self.tables[request.request_id].groups[full].block_ids
+        block_ids = self.tables[request.request_id].groups[full or 0].block_ids
+        if full is not None and self.cache.pool.num_references(block_ids[0]) > 1:
             shared = [_num_shared(block_ids, self.tables[one.request_id].groups[full].block_ids) for _, one in items]
             # After the last of several: two that share more stay neighbours.
             if any(shared):
@@ -167,6 +184,11 @@ class RequestBlocks:
     def makes_drafts(self, requests: Iterable[Request]) -> bool:
         """Return True if the draft model's passes end a step of these requests."""
         return self._draft_caches is not None and any(request.whole_drafts for request in requests)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes and tails; see `CacheManager.reset`."""
+        self.tails.clear()
+        self.cache.reset(self.tables.values())
 
     def publish(self, request: Request) -> SequenceTable:
         """Put the full blocks whose tokens are scheduled and known into the prefix cache; return the block tables."""
@@ -180,6 +202,7 @@ class RequestBlocks:
 
     def free(self, request: Request) -> None:
         """Take all blocks from a request; its full blocks stay in the prefix cache."""
+        self.tails.drop(request)
         self.cache.free(self.publish(request))
 
     def free_behind(self, requests: Iterable[Request]) -> None:
@@ -215,7 +238,17 @@ class RequestBlocks:
                 BlockAppend(slot=request.slot, start=one.first, block_ids=one.held, group=group)
                 for group, one in enumerate(table.groups)
             ]
+            targets = [one.block_ids[request.num_computed // self.step] for one in table.groups if self._sources]
+            self._copies += zip(self._sources, targets, strict=True)
         appends += fresh
+
+    def take_copies(self) -> BatchCopies:
+        """Return what a batch copies: pages before it, from and to, and checkpoints that it reads and writes."""
+        copies = BatchCopies(copies=self._copies, restored=self._restored, saved=self._saved)
+        self._copies, self._restored, self._saved = [], [], []
+        if self.cache.checkpoints is not None:
+            self.cache.checkpoints.end_step()
+        return copies
 
     def suffices(self, num_decodes: int, prefilling: Request | None) -> bool:
         """Return True if enough blocks are free whatever the decodes need, without a look at each of them."""

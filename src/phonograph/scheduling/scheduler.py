@@ -23,6 +23,9 @@ Every request ends:
    blocks in use are its own, at most `pages_for_request` of its tokens, which bounds `context_len`.
 3. When it ends, another sequence has the best rank. A waiting request is overtaken only by requests of better rank.
 
+One prompt is in progress at a time, so prompts with a common beginning compute it once: the next finds the blocks of
+the one before. The end of equal prompts, which is in no full block, is copied (`prompt_tails`).
+
 Steps may overlap. `schedule` counts a step as computed at once, so it can be called again before `update` has brought
 that step's tokens, which are then only on the device. Updates come in the order of the schedules. Slot and blocks of a
 request whose last token is in flight are free for the next step, because steps run in order. For the same reason a
@@ -48,11 +51,18 @@ from phonograph.core.kv_group import KVGroup
 from phonograph.core.limits import Limits
 from phonograph.core.request import FinishReason, Request, RequestState
 from phonograph.errors import RequestError
+from phonograph.kv_cache.block_events import BlockEvents
 from phonograph.scheduling.check_prompt import check_prompt
 from phonograph.scheduling.draft_depths import DraftDepths, granted_depths
 from phonograph.scheduling.request_blocks import Checkpoints, RequestBlocks
 from phonograph.scheduling.scheduler_stats import SchedulerStats
-from phonograph.scheduling.step_results import correct_bounds, take_failures, take_logprobs, take_prompt_logprobs
+from phonograph.scheduling.step_results import (
+    correct_bounds,
+    take_failures,
+    take_logprobs,
+    take_prompts,
+    take_tokens,
+)
 
 _RANK = attrgetter("rank")
 
@@ -71,6 +81,7 @@ class Scheduler:
         policy: "fcfs" serves by arrival; "priority" by priority, then arrival.
         drafts: chooses the drafts of each decode; None for none. The engine tells it the results.
         checkpoints: of states, for the prefix cache of a model whose layers have them.
+        events: records what enters and leaves the prefix cache; None for nothing.
     """
 
     def __init__(
@@ -83,15 +94,16 @@ class Scheduler:
         policy: Literal["fcfs", "priority"] = "fcfs",
         drafts: DraftDepths | None = None,
         checkpoints: Checkpoints | None = None,
+        events: BlockEvents | None = None,
     ) -> None:
         assert limits.max_num_batched_tokens >= limits.max_num_seqs
         self.limits = limits
         self.groups = tuple(groups)
         self.num_blocks = num_blocks
         self.policy = policy
-        self.drafts = drafts
+        self.drafts, self.events = drafts, events
         self._blocks = RequestBlocks(
-            limits, groups, drafts, checkpoints, num_blocks=num_blocks, enable_prefix_caching=enable_prefix_caching
+            limits, groups, drafts, checkpoints, events, num_blocks, enable_prefix_caching=enable_prefix_caching
         )
         self.context_len = self._blocks.longest_request  # the model's context, or what the blocks hold
         self._requests: dict[str, Request] = {}
@@ -154,7 +166,7 @@ class Scheduler:
         """
         if request.request_id in self._requests:
             raise RequestError("request_id", request.request_id, "is in use by a request that has not ended")
-        check_prompt(request.prompt_len, max_model_len=self.limits.max_model_len, context_len=self.context_len)
+        check_prompt(request.prompt_len, self.limits, context_len=self.context_len)
 
     def abort(self, request_id: str) -> bool:
         """End a request in any state; return False if the id is unknown (it has ended already)."""
@@ -181,7 +193,7 @@ class Scheduler:
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes. Running sequences continue, but what they compute is not found by others."""
-        self._blocks.cache.reset(self._blocks.tables.values())
+        self._blocks.reset_prefix_cache()
 
     def preempt_all(self) -> None:
         """Take slots and blocks from all running requests, which are computed again later. No step is in flight."""
@@ -194,6 +206,7 @@ class Scheduler:
         self._release_ending()
         self._blocks.free_behind(one for one in self._prefilled if one.state is RequestState.RUNNING)
         self._prefilled.clear()
+        self._blocks.tails.begin_batch()
         depths, may_admit = self._make_room()
         slots = list(self._decoding)
         requests = list(self._decoding.values())
@@ -221,7 +234,7 @@ class Scheduler:
             request = self._prefilling
             is_new = request is None
             if request is None:
-                request = self._admit() if may_admit else None
+                request = self._admit(budget) if may_admit else None
                 if request is None:
                     break
                 new.append(request.new_sequence())
@@ -238,6 +251,8 @@ class Scheduler:
                 self._prefilled.append(request)
                 if request.num_tokens + 1 == request.max_len:
                     self._last_scheduled.append(request)
+                else:
+                    self._blocks.tails.computes(request)
             prefills.append((request, context, query_len, complete))
 
         # Prefills of one token come first: many backends take them together with decodes of one token.
@@ -270,40 +285,24 @@ class Scheduler:
     def update(self, batch: ScheduledBatch, output: StepOutput) -> list[Request]:
         """Take the tokens of the oldest batch in flight, and end the requests that are complete.
 
-        Tokens after the end of a request are dropped: those of a request that ended meanwhile, and the rest of a run
-        after a token that ends it.
-
         Returns:
             The requests that failed, then those that got tokens, each in batch order; those that ended are `finished`.
         """
         scheduled, requests = self._in_flight.popleft()
         assert scheduled is batch, "batches must be updated in the order in which they were scheduled"
         assert output.slots == list(compress(batch.slots, batch.samples)), "an output is not that of its batch"
-        if output.prompt_logprobs:
-            take_prompt_logprobs(batch, requests, output)
+        pooled = take_prompts(batch, requests, output) if output.prompt_logprobs or output.pooled else ()
         news = take_failures(batch, requests, output) if output.failures else []
         for request in news:
             self.fail(request.request_id)
         if batch.num_decode_tokens > batch.num_decodes:
             self._last_scheduled += correct_bounds(batch, requests, output)
         scored = take_logprobs(batch, requests, output) if output.logprobs else ()
-        finished = RequestState.FINISHED
-        for request, run in zip(compress(requests, batch.samples), output.token_ids, strict=True):
-            if request.state is finished:
-                continue
-            news.append(request)
-            tokens = request.output_token_ids
-            for token_id in run:
-                tokens.append(token_id)
-                if token_id in request.end_token_ids and request.may_end:
-                    stop_reason = token_id if token_id in request.params.stop_token_ids else None
-                    self._finish(request, "stop", stop_reason)
-                    break
-                if request.prompt_len + len(tokens) == request.max_len:
-                    self._finish(request, "length", None)
-                    break
+        news += take_tokens(batch, requests, output, self._finish)
         for request in scored:
             del request.logprobs[len(request.output_token_ids) :]
+        for request in pooled:
+            self._finish(request, "stop", None)
         return news
 
     def _release_ending(self) -> None:
@@ -344,7 +343,7 @@ class Scheduler:
             depths, were_short = [], True
         return depths, not were_short
 
-    def _admit(self) -> Request | None:
+    def _admit(self, budget: int) -> Request | None:
         """Give the first waiting request a slot and blocks, if there are enough for all its tokens."""
         if not self._waiting or not self._free_slots:
             return None
@@ -353,10 +352,12 @@ class Scheduler:
         if resumed and any(request in requests for _, requests in self._in_flight):
             return None  # some of its tokens are still unknown
         # Prompt logprobs need the logits of all prompt tokens; a preemption may have interrupted them.
-        whole = request.params.prompt_logprobs is not None and len(request.prompt_logprobs) < request.prompt_len - 1
-        if whole:
+        if request.unscored:
             request.prompt_logprobs.clear()
-        num_cached = self._blocks.admit(request, self._decoding.values(), reuse=not whole)
+        reuse = not (request.unscored or request.params.skip_reading_prefix_cache)
+        if reuse and self._blocks.tails.is_worth_waiting(request, self._waiting[: len(self._free_slots)]):
+            return None
+        num_cached = self._blocks.admit(request, self._decoding.values(), budget=budget, reuse=reuse)
         if num_cached is None:
             return None
         del self._waiting[0]

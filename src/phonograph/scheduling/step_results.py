@@ -1,9 +1,12 @@
-"""Results of a step that change requests without ending them."""
+"""Results of a step, as requests take them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import compress
+
 from phonograph.core.batch import ScheduledBatch, StepOutput
-from phonograph.core.request import Request, RequestState
+from phonograph.core.request import FinishReason, Request, RequestState
 
 
 def correct_bounds(batch: ScheduledBatch, requests: list[Request], output: StepOutput) -> list[Request]:
@@ -50,18 +53,26 @@ def take_logprobs(batch: ScheduledBatch, requests: list[Request], output: StepOu
     return scored
 
 
-def take_prompt_logprobs(batch: ScheduledBatch, requests: list[Request], output: StepOutput) -> None:
-    """Append the log-probabilities of prompt tokens to their requests.
+def take_prompts(batch: ScheduledBatch, requests: list[Request], output: StepOutput) -> list[Request]:
+    """Append the log-probabilities of prompt tokens to their requests, and give others the rows of their prompts.
 
     Args:
         batch: the step.
         requests: its requests, in batch order.
         output: its result.
+
+    Returns:
+        The requests that generate nothing and have their rows now, but those that had ended.
     """
+    pooled: list[Request] = []
     for slot, request in zip(batch.slots, requests, strict=True):
         # A request resumed after a preemption computes its prompt again; complete logprobs are kept.
         if slot in output.prompt_logprobs and len(request.prompt_logprobs) < request.prompt_len - 1:
             request.prompt_logprobs.extend(output.prompt_logprobs[slot])
+        if slot in output.pooled and not request.finished:
+            request.pooled = output.pooled[slot]
+            pooled.append(request)
+    return pooled
 
 
 def take_failures(batch: ScheduledBatch, requests: list[Request], output: StepOutput) -> list[Request]:
@@ -72,3 +83,42 @@ def take_failures(batch: ScheduledBatch, requests: list[Request], output: StepOu
             request.failure = output.failures[slot]
             failed.append(request)
     return failed
+
+
+def take_tokens(
+    batch: ScheduledBatch,
+    requests: list[Request],
+    output: StepOutput,
+    finish: Callable[[Request, FinishReason, int | str | None], None],
+) -> list[Request]:
+    """Append the tokens of a step to their requests, and end those that are complete.
+
+    Tokens after the end of a request are dropped: those of a request that ended meanwhile, and the rest of a run after
+    a token that ends it.
+
+    Args:
+        batch: the step.
+        requests: its requests, in batch order.
+        output: its result.
+        finish: ends a request, with the reason and the stop token.
+
+    Returns:
+        The requests that got tokens.
+    """
+    finished = RequestState.FINISHED
+    news: list[Request] = []
+    for request, run in zip(compress(requests, batch.samples), output.token_ids, strict=True):
+        if request.state is finished:
+            continue
+        news.append(request)
+        tokens = request.output_token_ids
+        for token_id in run:
+            tokens.append(token_id)
+            if token_id in request.end_token_ids and request.may_end:
+                stop_reason = token_id if token_id in request.params.stop_token_ids else None
+                finish(request, "stop", stop_reason)
+                break
+            if request.prompt_len + len(tokens) == request.max_len:
+                finish(request, "length", None)
+                break
+    return news

@@ -26,7 +26,7 @@ class SuffixDrafts(HostDrafts):
 
     Attributes:
         max_num_logits: as above.
-        outputs: of earlier requests.
+        outputs: of earlier requests without a `cache_salt`.
     """
 
     def __init__(
@@ -40,16 +40,20 @@ class SuffixDrafts(HostDrafts):
         self.outputs = OutputCache(settings.max_cached_requests, MOST_CACHED_TOKENS)
         self._own: dict[int, SuffixIndex] = {}
         self._known: dict[int, int] = {}  # by slot: tokens that it started with
+        self._salted: set[int] = set()
 
     def begin(self, batch: ScheduledBatch) -> None:
         """Keep the outputs of sequences that ended before a step, and load those that start with it."""
         for slot in batch.freed:
             if slot in self._own:
-                self.outputs.add(self._own.pop(slot).tokens[self._known.pop(slot) :])
+                own, known = self._own.pop(slot), self._known.pop(slot)
+                if slot not in self._salted:
+                    self.outputs.add(own.tokens[known:])
         self.start(batch.new)
         for new in batch.new:
             if new.grammar is not None:
                 self._plain.add(new.slot)  # masks behind a step are not filled for these drafts
+            (self._salted.add if new.salted else self._salted.discard)(new.slot)
             known = [] if new.slot in self._plain else new.token_ids
             self._own[new.slot] = own = SuffixIndex()
             own.extend(known)
@@ -61,12 +65,15 @@ class SuffixDrafts(HostDrafts):
         for slot, run in zip(output.slots, output.token_ids, strict=True):
             own = self._own[slot]
             own.extend(run)
-            made.append(self._draft(own) if self.wants(slot) else [])
+            made.append(self._draft(slot) if self.wants(slot) else [])
             self._num_found[slot] = len(made[-1])
         return made
 
-    def _draft(self, own: SuffixIndex) -> list[int]:
+    def _draft(self, slot: int) -> list[int]:
+        own = self._own[slot]
         mine, my_score = own.continuation(own.tokens, self._limits)
+        if slot in self._salted:
+            return mine
         theirs, their_score = self.outputs.index.continuation(own.tokens, self._limits)
         return theirs if their_score > my_score else mine
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from phonograph.config.engine_config import EngineConfig
+from phonograph.core.token_types import TypedTokens
 from phonograph.errors import ModelError, RequestError, shortened
 from phonograph.files.catalog import catalog_name
 from phonograph.files.gguf_file import read_gguf
@@ -42,9 +43,16 @@ class Tokenizer:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._backend = tokenizer.backend_tokenizer
+        # Files of sentence-transformers have a length to which texts are cut and padded.
+        if self._backend.truncation is not None:
+            self._backend.no_truncation()
+        if self._backend.padding is not None:
+            self._backend.no_padding()
         added = self._backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.token_bytes = TokenBytes(self._backend)
+        # These are no variables of a template. Documents are one, and a parameter too.
+        self._options = (_RESERVED | signature(tokenizer.apply_chat_template).parameters.keys()) - {"documents"}
 
     @classmethod
     def load(
@@ -127,6 +135,35 @@ class Tokenizer:
                 "prompt", shortened(text, _SHOWN), "is not valid Unicode (half of a surrogate pair)"
             ) from None
 
+    def encode_cut(self, text: str, pair: str | None = None, *, most: int | None, typed: bool = False) -> list[int]:
+        """Return the tokens of a text or of a pair of texts, with the special tokens that the model expects.
+
+        Args:
+            text: the text.
+            pair: the second text.
+            most: tokens that are kept: the ends of the texts are cut, of two that of the longer one first. None for
+                all.
+            typed: return `TypedTokens`, with the types that the tokenizer says.
+
+        Raises:
+            RequestError: as `encode`; the special tokens alone are `most` or more; or there is no token between the
+                texts of a pair.
+        """
+        try:
+            encoding = self._backend.encode(text, pair)
+        except (TypeError, UnicodeEncodeError):
+            raise RequestError(
+                "prompt", shortened(text, _SHOWN), "is not valid Unicode (half of a surrogate pair)"
+            ) from None
+        ids, types, sequences = list(encoding.ids), list(encoding.type_ids), encoding.sequence_ids
+        if pair is not None and 1 in sequences and sequences[max(sequences.index(1) - 1, 0)] is not None:
+            problem = "is a pair, and the tokenizer has no token between texts; give one text by the model's template"
+            raise RequestError("prompt", shortened(text, _SHOWN), problem)
+        if most is not None and len(ids) > most:
+            kept = _kept_places(sequences, most)
+            ids, types = [ids[place] for place in kept], [types[place] for place in kept]
+        return TypedTokens.of(ids, types) if typed else ids
+
     @cached_property
     def texts(self) -> TokenTexts:
         """Text of single tokens."""
@@ -187,10 +224,8 @@ class Tokenizer:
         Raises:
             RequestError: the model has no chat template, or the template rejects these messages.
         """
-        # Other names would set options of the tokenizer.
-        taken = _RESERVED | signature(self._tokenizer.apply_chat_template).parameters.keys()
         for name in variables or {}:
-            if name in taken:
+            if name in self._options:
                 raise RequestError("chat_template_kwargs", name, "is not a variable of a template")
         if template is None and not self.has_chat_template:
             raise RequestError("messages", "...", "the model's tokenizer has no chat template; use a plain prompt")
@@ -229,6 +264,28 @@ class Tokenizer:
         special = self.special_token_ids
         hidden = (special.difference(shown) if shown else special) if skip_special_tokens else ()
         return TokenStream(self.token_bytes, self.special_token_ids, hidden=hidden, after=after)
+
+
+def _kept_places(sequence_ids: Sequence[int | None], most: int) -> list[int]:
+    """Return the places of the tokens that are kept of one text or two; None is the sequence of a special token.
+
+    Raises:
+        RequestError: there are more special tokens.
+    """
+    left = [sum(one == number for one in sequence_ids) for number in (0, 1)]
+    num_special = len(sequence_ids) - sum(left)
+    if most <= num_special:
+        problem = f"leaves no room for a text beside {num_special} special tokens"
+        raise RequestError("truncate_prompt_tokens", most, problem)
+    for _ in range(len(sequence_ids) - most):
+        left[left[1] >= left[0]] -= 1
+    kept: list[int] = []
+    for place, sequence in enumerate(sequence_ids):
+        if sequence is not None:
+            left[sequence] -= 1
+        if sequence is None or left[sequence] >= 0:
+            kept.append(place)
+    return kept
 
 
 def load_tokenizer(config: EngineConfig) -> Tokenizer | None:

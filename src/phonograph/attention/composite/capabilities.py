@@ -70,8 +70,8 @@ class SplitCapabilities(Capabilities):
             return Support(decode.level, parts)
         return Support(GraphSupport.ALWAYS, f"decodes and prefills are two launches in one graph: {parts}")
 
-    def prefix_sharing(self, spec: AttentionSpec) -> tuple[bool, str]:
-        return self.decode.prefix_sharing(spec)
+    def prefix_sharing(self, spec: AttentionSpec, device: DeviceSpec) -> tuple[bool, str]:
+        return self.decode.prefix_sharing(spec, device)
 
     def buffer_bytes(self, spec: AttentionSpec, device: DeviceSpec, limits: Limits, graphs: Sequence[GraphKey]) -> int:
         query_len = 1 + spec.speculative_tokens

@@ -26,7 +26,7 @@ from phonograph.attention.metadata import AttentionMetadata, CommonMetadata, Met
 from phonograph.attention.triton.capabilities import TritonCapabilities, shared_tokens
 from phonograph.core.limits import Limits
 from phonograph.graphs.modes import GraphKey, GraphSet
-from phonograph.kernels.attention_scratch import MAX_SHORT_QUERY, holds_all_programs
+from phonograph.kernels.attention_scratch import MAX_SHORT_QUERY
 from phonograph.kernels.triton.attention.decode import decode_attention
 from phonograph.kernels.triton.attention.decode_plan import DecodePlan, make_decode_plan, plan_decode
 from phonograph.kernels.triton.attention.prefill import merge_prefill, prefill_attention, prefill_overlaps
@@ -66,6 +66,8 @@ class TritonMetadataBuilder(MetadataBuilder[TritonMetadata]):
             num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._batch_invariant = spec.batch_invariant
         self._plans = {window: _make_plans(spec, device, limits, num_sms, window) for window in spec.windows}
+        prefixes = (short.prefixes for short, _ in self._plans.values() if short.prefixes is not None)
+        self.units = next((one.units for one in prefixes), None)
 
     def build(self, common: CommonMetadata, *, key: GraphKey | None) -> TritonMetadata:
         # Between pieces attention runs eagerly, but its schedule is in the first piece: both must have these values.
@@ -167,6 +169,6 @@ def _make_plans(
     }
     cuts = not spec.batch_invariant
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    tokens = shared_tokens(spec, limits, window) if holds_all_programs(capability) else 0
+    tokens = shared_tokens(spec, limits, window, capability)
     short = make_decode_plan(**sizes, shared_tokens=tokens)
     return short, make_prefill_plan(**sizes, max_num_tokens=limits.max_num_batched_tokens, cuts=cuts)

@@ -10,13 +10,24 @@ from phonograph.attention.capabilities import Declaration, DeclaredCapabilities
 from phonograph.core.device import DeviceSpec
 from phonograph.core.limits import Limits
 from phonograph.graphs.modes import GraphKey, GraphSupport, Support
-from phonograph.kernels.attention_scratch import MIN_SHARED, decode_partials, prefill_partials
+from phonograph.kernels.attention_scratch import MIN_SHARED, decode_partials, holds_all_programs, prefill_partials
 
 
-def why_not_shared(spec: AttentionSpec, window: tuple[int, int]) -> str:
-    """Return the reason why decodes do not attend a shared prefix once, in layers of a window; "" if they do."""
+def why_not_shared(spec: AttentionSpec, window: tuple[int, int], capability: tuple[int, int]) -> str:
+    """Return the reason why decodes do not attend a shared prefix once, in layers of a window; "" if they do.
+
+    Args:
+        spec: attention of the layers.
+        window: their window.
+        capability: compute capability of the GPU; (0, 0) is a CPU.
+    """
     if not spec.shared_prefixes:
-        return "cascade_attention is off, or the GPU cannot run all programs that wait for each other at once"
+        return "cascade_attention is off"
+    if not holds_all_programs(capability):
+        return (
+            f"programs wait for each other, and a GPU of compute capability {'.'.join(map(str, capability))} may not "
+            "run all at once; those of 9 and 10 do"
+        )
     if spec.batch_invariant:
         return "batch_invariant: results would depend on the other sequences"
     if spec.alibi:
@@ -24,10 +35,10 @@ def why_not_shared(spec: AttentionSpec, window: tuple[int, int]) -> str:
     return "" if window == (UNBOUNDED, UNBOUNDED) else "a window: it may begin elsewhere in the prefix for each query"
 
 
-def shared_tokens(spec: AttentionSpec, limits: Limits, window: tuple[int, int]) -> int:
+def shared_tokens(spec: AttentionSpec, limits: Limits, window: tuple[int, int], capability: tuple[int, int]) -> int:
     """Return the leading tokens of a batch whose sequences may share prefixes: its decodes, at most; 0 for none."""
     most = min(limits.max_num_seqs * (1 + spec.speculative_tokens), limits.max_num_batched_tokens)
-    return 0 if why_not_shared(spec, window) else most
+    return 0 if why_not_shared(spec, window, capability) else most
 
 
 class TritonCapabilities(DeclaredCapabilities):
@@ -83,7 +94,7 @@ class TritonCapabilities(DeclaredCapabilities):
         heads, kv_heads, size, sms = spec.num_query_heads, spec.num_kv_heads, spec.head_size, device.num_sms
         count = 0
         for window in spec.windows:
-            tokens = shared_tokens(spec, limits, window)
+            tokens = shared_tokens(spec, limits, window, device.capability)
             shapes = (
                 decode_partials(heads // kv_heads, size, sms, shared_rows=tokens * heads),
                 prefill_partials(kv_heads, size, sms, cuts=not spec.batch_invariant),
@@ -92,11 +103,11 @@ class TritonCapabilities(DeclaredCapabilities):
         return count
 
     def shares_plan(self, spec: AttentionSpec) -> bool:
-        # A plan that shares prefixes depends on the block table of its group.
-        return all(why_not_shared(spec, window) for window in spec.windows)
+        # A plan that shares prefixes depends on the block table of its group. The device is not known here.
+        return all(why_not_shared(spec, window, (0, 0)) for window in spec.windows)
 
-    def prefix_sharing(self, spec: AttentionSpec) -> tuple[bool, str]:
-        why = [why_not_shared(spec, window) for window in spec.windows]
+    def prefix_sharing(self, spec: AttentionSpec, device: DeviceSpec) -> tuple[bool, str]:
+        why = [why_not_shared(spec, window, device.capability) for window in spec.windows]
         if all(why):
             return False, f"each decode reads a shared prefix: {why[0]}"
         return True, f"decodes that share {MIN_SHARED} keys or more in equal blocks attend them once, if that is faster"

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from phonograph.attention.attention_spec import AttentionSpec
 from phonograph.kernels.attention_scratch import (
     DECODE_PROGRAMS,
+    MAX_SHORT_QUERY,
     MIN_SHARED,
     SHARING_COST,
     UNIT_COST,
@@ -65,6 +66,30 @@ def find_runs(spec: AttentionSpec, num_sms: int, shared: Sequence[int], query_le
     found = [run for run in found if saved(run) > 0]
     worth = sum(map(saved, found)) * spec.num_kv_heads >= SHARING_COST * DECODE_PROGRAMS * num_sms
     return sorted(found, key=lambda run: (run.first, run.level)) if worth else []
+
+
+def count_units(spec: AttentionSpec, runs: Sequence[PrefixRun], query_lens: Sequence[int]) -> tuple[int, int]:
+    """Return the units of a batch in a layer: of its runs, and of the own keys of its sequences.
+
+    Args:
+        spec: attention of the KV group.
+        runs: those that `find_runs` returned.
+        query_lens: query tokens of each sequence. Those of more than MAX_SHORT_QUERY have no units here.
+    """
+    group = spec.num_query_heads // spec.num_kv_heads
+    small, large = row_tiles(group, tile_width(spec.head_size), shares=True)
+
+    def tiles(tokens: int, tile: int) -> int:
+        return 1 if tokens * group <= small else -(-tokens * group // tile)
+
+    shared = sum(tiles(sum(query_lens[run.first : run.last + 1]), large) for run in runs)
+    sharing = {row for run in runs for row in range(run.first, run.last + 1)}
+    own = sum(
+        tiles(query_len, small if row in sharing else large)
+        for row, query_len in enumerate(query_lens)
+        if 1 <= query_len <= MAX_SHORT_QUERY
+    )
+    return shared * spec.num_kv_heads, own * spec.num_kv_heads
 
 
 def _neighbours(shared: Sequence[int], first: int, last: int, least: int) -> Iterator[tuple[int, int]]:

@@ -6,6 +6,7 @@ that an eager run shows as such.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from phonograph.cli import show
 from phonograph.cli.examples import epilogue
 from phonograph.cli.options import takes_engine_config
 from phonograph.cli.progress import progress_bar
-from phonograph.cli.show import Json, Output, note, start
+from phonograph.cli.show import OUTPUT, Json, Output, note, start
 from phonograph.config.engine_config import EngineConfig
 
 if TYPE_CHECKING:
@@ -88,6 +89,32 @@ def throughput(
 
     workload = throughput_suite(num_prompts, input_len, output_len, longest_first=longest_first)
     return run_suites(config, {"throughput": workload}, output, as_json=as_json)
+
+
+@app.command(help_epilogue=epilogue("bench steps"))
+@takes_engine_config
+def steps(
+    config: EngineConfig,
+    *,
+    table: Annotated[Path, OUTPUT, Parameter(help="File of the table, JSON; it is replaced.")],
+    input_len: Annotated[str, Parameter(help="Tokens of prompts, with commas between them.")] = "16,256,2k,16k",
+    num_iters: Annotated[int, Parameter(help="Repetitions.")] = 2,
+) -> int:
+    """Measure the time of steps by graph and context, for phonograph simulate."""
+    from phonograph.bench.cases import parse_size
+    from phonograph.bench.records.output import writing
+    from phonograph.bench.records.results import check_at_least
+    from phonograph.bench.step_bench import bench_steps
+
+    lens = [parse_size("input_len", length) for length in input_len.split(",")]
+    check_at_least("num_iters", num_iters, 1)
+    llm = start(config)
+    with progress_bar() as progress:
+        measured = bench_steps(llm, lens, num_iters, progress)
+    with writing(table):
+        table.write_text(json.dumps(measured) + "\n", encoding="utf-8")
+    note(f"{len(measured['steps'])} kinds of steps, {llm.plan.resolution.label}")
+    return 0
 
 
 def run_suites(

@@ -67,7 +67,7 @@ def explain(
     from phonograph.models.spec import read_configured_model
     from phonograph.runner.runner import shape_of
 
-    device = _device(config, device_name)
+    device = planned_device(config, device_name)
     # A revision of a hub id is for the hub to say.
     name = catalog_name(config.model, hub_ids=config.revision is None)
     named = config if name is None else config.model_copy(update={"model": name})
@@ -94,7 +94,12 @@ def explain(
         _print(plan, decided)
 
 
-def _device(config: EngineConfig, name: str | None) -> DeviceSpec:
+def planned_device(config: EngineConfig, name: str | None) -> DeviceSpec:
+    """Return the device of a name, or without one the device of this machine.
+
+    Raises:
+        ConfigError: the name is unknown, or contradicts the configuration.
+    """
     from phonograph.engine.build import this_device
 
     if name is None:
@@ -106,18 +111,14 @@ def _device(config: EngineConfig, name: str | None) -> DeviceSpec:
 
 
 def _facts(plan: EnginePlan, decided: list[_Decided]) -> dict[str, Any]:
+    from phonograph.cli.group_lines import shorten_layers
     from phonograph.engine.groups.group_facts import group_facts
 
     capabilities, memory, captures = plan.selection.capabilities, plan.memory, plan.captures
-    model = asdict(plan.model)
-    for layer in model["layers"]:
-        mixer = layer.pop("mixer")
-        rope = mixer.get("rope")
-        if "rope" in mixer:
-            mixer["rope"] = None if rope is None else {"pairs": len(rope.frequencies), "factor": rope.factor}
-        layer["attention" if "rope" in mixer else "state"] = mixer
+    model = asdict(plan.whole)
+    shorten_layers(model["layers"])
     return {
-        "model": {"name": plan.config.model, **model, "num_parameters": plan.model.num_parameters},
+        "model": {"name": plan.config.model, **model, "num_parameters": plan.whole.num_parameters},
         "device": asdict(plan.device),
         "products": [asdict(one) for one in _product_rows(plan)],
         "dtype": plan.dtype,
@@ -129,7 +130,7 @@ def _facts(plan: EnginePlan, decided: list[_Decided]) -> dict[str, Any]:
             "missing": capabilities.missing(),
             "reasons": plan.selection.reasons,
             "rejected": plan.selection.rejected,
-            "shared_prefixes": capabilities.prefix_sharing(plan.attention)[1],
+            "shared_prefixes": capabilities.prefix_sharing(plan.attention, plan.device)[1],
         },
         "support": {"level": plan.resolution.support.level.name, "reason": plan.resolution.support.reason},
         "mode": mode_facts(plan),
@@ -145,7 +146,6 @@ def _facts(plan: EnginePlan, decided: list[_Decided]) -> dict[str, Any]:
             "attention": memory.attention,
             "sampling": memory.sampling,
             "states": memory.states,
-            "state_checkpoints": memory.checkpoints,
             "num_state_checkpoints": memory.num_checkpoints,
             "kv_cache": memory.kv_cache,
             "kv_block": memory.block,
@@ -153,7 +153,6 @@ def _facts(plan: EnginePlan, decided: list[_Decided]) -> dict[str, Any]:
             "num_kv_tokens": memory.num_tokens,
         },
         "kv_groups": [asdict(group) for group in group_facts(plan)],
-        "prefix_caching": plan.prefix_caching,
         "threads": None if plan.threads is None else plan.threads.count,
         "notes": plan.notes,
         "batches": [_batch_facts(plan, one) for one in decided],
@@ -162,8 +161,9 @@ def _facts(plan: EnginePlan, decided: list[_Decided]) -> dict[str, Any]:
 
 def _limits(plan: EnginePlan) -> dict[str, int]:
     limits = asdict(plan.limits)
-    if not limits["lookahead_tokens"]:
-        del limits["lookahead_tokens"]
+    for name in ("lookahead_tokens", "pools", "whole_prompts"):
+        if not limits[name]:
+            del limits[name]
     return {**limits, "block_size": plan.attention.block_size}
 
 
@@ -171,6 +171,7 @@ def _batch_facts(plan: EnginePlan, one: _Decided) -> dict[str, Any]:
     from phonograph.cli.group_lines import runs_of
 
     batch, decision = one.batch, one.decision
+    runs, (shared_units, own_units) = runs_of(plan, batch, one.shared)
     return {
         "batch": batch_text(batch),
         "num_reqs": batch.num_reqs,
@@ -180,7 +181,8 @@ def _batch_facts(plan: EnginePlan, one: _Decided) -> dict[str, Any]:
         "graph": None if decision.key is None else str(decision.key),
         "padded_tokens": decision.num_tokens,
         "reason": decision.reason,
-        "shared_prefixes": [run._asdict() for run in runs_of(plan, batch, one.shared)],
+        "shared_prefixes": [run._asdict() for run in runs],
+        "attention_units": {"shared": shared_units, "own": own_units},
     }
 
 
@@ -236,7 +238,7 @@ def _selection_lines(plan: EnginePlan, selection: Selection, spec: AttentionSpec
     label = selection.capabilities.label
     kernels = [name for name, why in selection.rejected.items() if any(text.startswith("device ") for text in why)]
     if plan.device.kind != "cpu" or not kernels:
-        sharing = [] if plan.device.kind == "cpu" else [selection.capabilities.prefix_sharing(spec)[1]]
+        sharing = [] if plan.device.kind == "cpu" else [selection.capabilities.prefix_sharing(spec, plan.device)[1]]
         return [label, *(f"- {reason}" for reason in (*selection.reasons, *sharing))]
     others = (f"- {name} refuses: {'; '.join(why)}" for name, why in selection.rejected.items() if name not in kernels)
     return [f"{label}: the GPU kernels need a GPU (--matrix has each refusal)", *others]
@@ -252,7 +254,7 @@ def _mode_lines(plan: EnginePlan, chain: list[str]) -> list[str]:
 def _model_line(plan: EnginePlan) -> str:
     from phonograph.cli.group_lines import layers_text
 
-    model = plan.model
+    model, size = plan.whole, plan.config.tensor_parallel_size
     attentions = model.attentions.values()
     windows = sorted({one.window[0] + 1 for one in attentions if one.window[0] >= 0})
     return (
@@ -263,6 +265,7 @@ def _model_line(plan: EnginePlan) -> str:
         + (f"; projections in {model.quantization.name}" if model.quantization is not None else "")
         + (f"; lm_head in {model.head.scheme.name}" if model.head.scheme is not None else "")
         + f"; {_bytes(plan.memory.weights)} of weights"
+        + (f" on each of {size} ranks" if size > 1 else "")
         + f"; KV cache in {plan.attention.kv_cache_dtype}"
     )
 

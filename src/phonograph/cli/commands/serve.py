@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from contextlib import ExitStack
 
@@ -10,6 +11,7 @@ from phonograph.cli.progress import progress_bar
 from phonograph.cli.show import check_installed, note
 from phonograph.config.engine_config import EngineConfig
 from phonograph.config.server_config import ServerConfig
+from phonograph.errors import UNSET, ConfigError
 
 PACKAGES = ("fastapi", "prometheus_client", "uvicorn", "zmq")
 
@@ -20,6 +22,9 @@ def serve(configs: tuple[EngineConfig, ServerConfig]) -> int:
     check_installed("serve", PACKAGES, extra="server")
     from phonograph.server.http.run import serve as run
 
+    if os.environ.get("VLLM_API_KEY") and not configs[1].api_key:
+        problem = "is needed: VLLM_API_KEY is set, which is not read; set PHONOGRAPH_API_KEY, or unset VLLM_API_KEY"
+        raise ConfigError("api_key", UNSET, problem)
     phases: set[str] = set()
 
     def print_phase(phase: str, done: int, total: int) -> None:

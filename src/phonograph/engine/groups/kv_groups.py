@@ -81,6 +81,8 @@ class KVGroups:
 
     @property
     def _padding(self) -> int:
+        if self.groups[0].step:
+            return 0
         return self._places - sum(len(group.layers) for group in self.groups)
 
     @property
@@ -151,6 +153,23 @@ def make_kv_groups(
             windows = tuple(sorted({layers[index].windows[0] for index in found}))
             specs.append(replace(kind, block_size=size, windows=windows))
     return KVGroups(groups=tuple(groups), specs=tuple(specs), layers_per_page=most)
+
+
+def make_step_groups(layers: Sequence[AttentionSpec], *, block_size: int | None = None) -> KVGroups:
+    """Return the only group of a model that computes a prompt in one step; its layers differ in windows at most.
+
+    Raises:
+        UnsupportedModelError: they differ in more.
+    """
+    windows = tuple(sorted({layer.windows[0] for layer in layers}))
+    spec = replace(layers[0], windows=windows, block_size=block_size or layers[0].block_size)
+    for index, layer in enumerate(layers):
+        if replace(layer, windows=windows, block_size=spec.block_size) != spec:
+            raise UnsupportedModelError(
+                f"layer {index} has other heads than layer 0; a model that computes prompts in one step has equal ones"
+            )
+    group = KVGroup(layers=tuple(range(len(layers))), block_size=spec.block_size, step=True)
+    return KVGroups(groups=(group,), specs=(spec,), layers_per_page=1)
 
 
 def _readers(layers: Sequence[AttentionSpec], sources: Sequence[int | None]) -> dict[int, list[int]]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from phonograph.attention.attention_spec import AttentionSpec, KVLayout
+from phonograph.attention.attention_spec import AttentionKind, AttentionSpec, KVLayout
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.device import DeviceSpec
-from phonograph.kernels.attention_scratch import holds_all_programs
 from phonograph.models.layer_spec import LayerAttention
 from phonograph.models.spec import ModelSpec
 
@@ -32,14 +31,13 @@ def layer_specs(config: EngineConfig, model: ModelSpec, dtype: str, device: Devi
             dtype=dtype,
             kv_cache_dtype=KV_CACHE_DTYPES.get(config.kv_cache_dtype, dtype),
             block_size=config.block_size or _DEFAULT_BLOCK_SIZE[device.kind],
+            kind=AttentionKind.DECODER if model.causal else AttentionKind.ENCODER_ONLY,
             layout=KVLayout(config.kv_cache_layout),
             windows=(layer.window,),
             softcap=layer.softcap,
             sinks=layer.sinks,
             speculative_tokens=config.draft_tokens,
-            shared_prefixes=not model.states
-            and config.cascade_attention == "auto"
-            and holds_all_programs(device.capability),
+            shared_prefixes=not model.states and config.cascade_attention == "auto",
             batch_invariant=config.batch_invariant,
         )
 

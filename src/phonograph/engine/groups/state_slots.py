@@ -68,6 +68,8 @@ def check_states(config: EngineConfig, model: ModelSpec, dtype: str, device: Dev
     if not model.states:
         return
     names = mixer_names(model)
+    if model.pooler is not None:
+        raise UnsupportedModelError(f"{config.model}: a model with a {names} that pools is not supported; text works")
     refusals = [] if device.kind == "cpu" else [mixer.gpu_refusal for mixer in model.states.values()]
     for refusal in filter(None, refusals):
         raise UnsupportedModelError(f"{config.model}: {refusal}; device=cpu works")

@@ -17,12 +17,14 @@ KEPT = 1024
 
 @dataclass(slots=True)
 class StepTally:
-    """Counts of steps of one mode, kind of batch and cause.
+    """Counts of steps of one engine, mode, kind of batch and cause.
 
+    engine:     number of the engine
     num_tokens: without padding
     seconds:    as in `StepRecord`
     """
 
+    engine: int
     mode: str
     kind: BatchKind
     cause: str
@@ -37,6 +39,8 @@ class StepLog:
 
     latest:       latest records, oldest first; the newest has number `num_steps`, counted from 1
     tokens:       tokens of each step, without padding
+    shared_units: units of attention of prefixes that sequences share, in a layer
+    own_units:    other units of short queries
     epoch_offset: seconds from the records' clock to the Unix epoch
     """
 
@@ -44,25 +48,29 @@ class StepLog:
         self.latest: deque[StepRecord] = deque(maxlen=KEPT)
         self.num_steps = 0
         self.tokens = Histogram(TOKENS)
+        self.shared_units = self.own_units = 0
         self.epoch_offset = time.time() - time.monotonic()
-        self._tallies: dict[tuple[str, BatchKind, str], StepTally] = {}
+        self._tallies: dict[tuple[int, str, BatchKind, str], StepTally] = {}
 
     @property
     def tallies(self) -> Iterable[StepTally]:
         return self._tallies.values()
 
-    def take(self, records: Iterable[StepRecord]) -> None:
+    def take(self, records: Iterable[StepRecord], engine: int = 0) -> None:
+        """Count steps of an engine."""
         for record in records:
             kind, num_tokens = record.kind, record.num_tokens
-            key = record.mode, kind, record.cause
+            key = engine, record.mode, kind, record.cause
             tally = self._tallies.get(key)
             if tally is None:
-                tally = self._tallies[key] = StepTally(record.mode, kind, record.cause)
+                tally = self._tallies[key] = StepTally(*key)
             self.tokens.observe(num_tokens)
             tally.num_steps += 1
             tally.num_tokens += num_tokens
             tally.num_padded += record.graph_tokens - num_tokens
             tally.seconds.observe(record.seconds)
+            self.shared_units += record.shared_units
+            self.own_units += record.own_units
             self.num_steps += 1
             self.latest.append(record)
 

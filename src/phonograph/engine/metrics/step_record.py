@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from phonograph.core.batch import ScheduledBatch
+from phonograph.core.batch import ScheduledBatch, StepOutput
 from phonograph.graphs.dispatch import Decision
 
 BatchKind = Literal["decode", "prefill", "mixed"]
@@ -27,6 +27,8 @@ class StepRecord(NamedTuple):
     graph_slots:  request slots of the graph; the number of sequences in an eager step
     cause:        short reason, as in `Decision`
     reason:       full reason, as in `Decision`
+    shared_units: units of attention of prefixes that sequences share, in a layer; see `StepOutput`
+    own_units:    other units of short queries
     """
 
     ended: float
@@ -40,6 +42,8 @@ class StepRecord(NamedTuple):
     graph_slots: int
     cause: str
     reason: str
+    shared_units: int = 0
+    own_units: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -53,7 +57,7 @@ class StepRecord(NamedTuple):
         return "mixed" if self.num_decodes else "prefill"
 
 
-def record_of(batch: ScheduledBatch, decision: Decision, began: float, ended: float) -> StepRecord:
+def record_of(batch: ScheduledBatch, output: StepOutput, decision: Decision, began: float, ended: float) -> StepRecord:
     """Return the record of a step that ran by `decision` between two times."""
     return StepRecord(
         ended,
@@ -67,4 +71,5 @@ def record_of(batch: ScheduledBatch, decision: Decision, began: float, ended: fl
         batch.num_reqs if decision.key is None else decision.key.num_reqs,
         decision.cause,
         decision.reason,
+        *output.attention_units,
     )

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from phonograph.core.pooling_params import PoolingParams
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.admission import Prompt
 from phonograph.engine.offline.interrupts import deferred_interrupts
@@ -19,6 +20,7 @@ from phonograph.engine.session import Session
 from phonograph.errors import RequestError, shortened
 
 Input = TypeVar("Input")
+Params = SamplingParams | PoolingParams
 
 
 def answer_inputs(
@@ -26,7 +28,7 @@ def answer_inputs(
     inputs: Sequence[Input],
     encode: Callable[[Input], Prompt],
     *,
-    sampling_params: SamplingParams | Sequence[SamplingParams],
+    sampling_params: Params | Sequence[Params],
     priority: Sequence[int] | int | None,
     use_tqdm: bool,
 ) -> list[RequestOutput]:
@@ -76,7 +78,7 @@ def enqueue_inputs(
     inputs: Sequence[Input],
     encode: Callable[[Input], Prompt],
     *,
-    sampling_params: SamplingParams | Sequence[SamplingParams],
+    sampling_params: Params | Sequence[Params],
     priority: Sequence[int] | int | None,
 ) -> list[RequestOutput]:
     """Queue inputs as `answer_inputs` does, and return their outputs, which later steps fill.
@@ -126,13 +128,13 @@ def _queue(
     session: Session,
     inputs: Sequence[Input],
     encode: Callable[[Input], Prompt],
-    sampling_params: SamplingParams | Sequence[SamplingParams],
+    sampling_params: Params | Sequence[Params],
     priority: Sequence[int] | int | None,
 ) -> Iterator[RequestOutput]:
     """Queue one request for each output that is taken. The output of a refused request has its error."""
     params = _per_input("sampling_params", sampling_params, inputs)
     for value in params:
-        if not isinstance(value, SamplingParams):
+        if not isinstance(value, Params):
             raise RequestError("sampling_params", shortened(repr(value)), "must be SamplingParams, or a list of them")
     priorities = _per_input("priority", 0 if priority is None else priority, inputs)
     for index, (item, one, rank) in enumerate(zip(inputs, params, priorities, strict=True)):

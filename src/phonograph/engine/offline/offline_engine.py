@@ -24,7 +24,7 @@ from phonograph.engine.session import Session, grammar_compiler
 from phonograph.engine.startup.release import release_memory
 from phonograph.engine.startup.sleeper import checked_sleeper
 from phonograph.engine.startup.start import start_engine, verify_engine
-from phonograph.errors import EngineUnavailable, RequestError
+from phonograph.errors import ConfigError, EngineUnavailable, RequestError
 from phonograph.graphs.verification import VerifyReport
 from phonograph.text.tokenizer import Tokenizer, load_tokenizer, transformers_tokenizer
 
@@ -44,6 +44,12 @@ class OfflineEngine(VllmMethods):
         **settings: Any,
     ) -> None:
         self.config = admitted_config(model, config, settings, serves=serves)
+        if serves and self.config.kv_events is not None:
+            problem = "an LLM publishes no events, phonograph serve and AsyncLLM do; leave it out"
+            raise ConfigError("kv_events_config", self.config.kv_events_config, problem)
+        if serves and self.config.data_parallel_size > 1:
+            problem = "an LLM is one engine, phonograph serve runs several; leave it out"
+            raise ConfigError("data_parallel_size", self.config.data_parallel_size, problem)
         start = time.perf_counter()
         engine = start_engine(self.config, progress or no_progress)
         tokenizer = load_tokenizer(self.config)
@@ -113,14 +119,15 @@ class OfflineEngine(VllmMethods):
             RequestError: this is called inside another call of the same thread.
         """
         with self._calls.held("close"):
-            session, self._engine, self._session = self._session, None, None
+            session, engine, self._engine, self._session = self._session, self._engine, None, None
             self._profiler.close()
-            if session is not None:
+            if session is not None and engine is not None:
                 try:
                     session.close("the LLM was closed before the output was complete")
                 finally:  # a step in flight may fail
+                    engine.close()
                     self._calls.close()
-        del session
+        del session, engine
         release_memory()
 
     def get_tokenizer(self) -> Any:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-_TEXT = "models generate text, and embeddings and scores are not here yet"
 _WORKERS = "an engine has no workers; it runs in this process, or in one of its own with AsyncLLM"
 _RPC = f"{_WORKERS}; after sleep(level=2), wake_up reads the weights again without reload_weights"
 _WEIGHTS = "weights cannot be replaced yet; make a new engine"
 MISSING = {
-    **dict.fromkeys(("embed", "encode", "classify", "score", "reward"), _TEXT),
+    "reward": "encode with the task token_classify or classify returns the rows of a reward model",
     **dict.fromkeys(("apply_model", "get_world_size"), _WORKERS),
     "collective_rpc": _RPC,
     **dict.fromkeys(("init_weight_transfer_engine", "start_weight_update", "update_weights"), _WEIGHTS),

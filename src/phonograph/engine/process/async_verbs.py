@@ -14,6 +14,7 @@ from phonograph.engine.admission import admit_level, admitted_tags
 from phonograph.engine.offline.model_defaults import default_sampling_params
 from phonograph.engine.offline.vllm_methods import VllmMethods
 from phonograph.engine.process.client import EngineClient
+from phonograph.engine.process.engine_pool import EnginePool
 from phonograph.engine.process.messages import (
     Command,
     Pause,
@@ -73,6 +74,11 @@ class AsyncVerbs(VllmMethods):
         client = self._released_client()
         if client is not None:
             client.close_now()
+
+    @property
+    def engines(self) -> EnginePool | None:
+        """The engines behind this one, where `data_parallel_size` has several."""
+        return self._client if isinstance(self._client, EnginePool) else None
 
     @property
     def problem(self) -> EngineUnavailable | None:

@@ -11,6 +11,8 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from phonograph.core.batch import TokenLogprobs
 from phonograph.core.logprob_views import LogprobsView, TokenText
 from phonograph.core.request import FinishReason
@@ -81,6 +83,7 @@ class Sample(CompletionOutput):
 class Prompt:
     """A prompt and its samples. The first token brings `num_cached_tokens`, `logprobs` and `warnings`.
 
+    pooled: result of a prompt that generates nothing, which has one sample without tokens
     max_tokens: as requested
     opened: time of the request, in seconds of `time.monotonic`
     """
@@ -92,6 +95,7 @@ class Prompt:
     num_cached_tokens: int = 0
     logprobs: list[TokenLogprobs | None] | None = None
     warnings: tuple[str, ...] = ()
+    pooled: np.ndarray | None = None
     max_tokens: int | None = None
     opened: float = field(default_factory=time.monotonic)
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
+from typing import Protocol
 
+from phonograph.core.kv_group import KVGroup
 from phonograph.core.request import Request
+from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.metrics.profiler import Profiler
 from phonograph.engine.metrics.step_record import StepRecord
 from phonograph.engine.outputs import RequestOutput
@@ -19,6 +23,7 @@ from phonograph.engine.process.messages import (
     Pause,
     Profile,
     PromptFacts,
+    Refusal,
     Report,
     ResetPrefixCache,
     Resume,
@@ -31,6 +36,9 @@ from phonograph.engine.process.messages import (
 from phonograph.engine.session import Session
 from phonograph.engine.startup.sleeper import Sleeper, checked_sleeper
 from phonograph.errors import PhonographError, RequestError, RequestFailure, cause_text
+from phonograph.kv_cache.block_events import BlockEvent
+from phonograph.scheduling.engine_router import IndexChange, index_changes
+from phonograph.scheduling.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +60,12 @@ class _Open:
     ended: set[int] = field(default_factory=set[int])
 
 
+class EventPublisher(Protocol):
+    """Receiver of the prefix cache's events."""
+
+    def publish(self, events: Sequence[BlockEvent], groups: Sequence[KVGroup]) -> None: ...
+
+
 class _Adding:
     """A call whose prompts are being queued.
 
@@ -63,6 +77,7 @@ class _Adding:
         self.keys = list(command.prompts)
         self.left = dict(command.prompts)
         self.params, self.priority, self.cache_salt = command.params, command.priority, command.cache_salt
+        self.num_samples = command.params.n if isinstance(command.params, SamplingParams) else 1
 
 
 class CoreLoop:
@@ -73,10 +88,19 @@ class CoreLoop:
         channel: connection to the client.
         sleeper: executes `Sleep` and `WakeUp`, which are refused without it.
         profiler: executes `Profile`; without it there is no folder for traces.
+        publisher: gets the events of the prefix cache.
+        reports_cache: report the changes of the prefix cache.
     """
 
     def __init__(
-        self, session: Session, channel: Channel, sleeper: Sleeper | None = None, profiler: Profiler | None = None
+        self,
+        session: Session,
+        channel: Channel,
+        sleeper: Sleeper | None = None,
+        profiler: Profiler | None = None,
+        publisher: EventPublisher | None = None,
+        *,
+        reports_cache: bool = False,
     ) -> None:
         self._session = session
         self._channel = channel
@@ -85,6 +109,9 @@ class CoreLoop:
         self._adding: deque[_Adding] = deque()
         self._sleeper = sleeper
         self._profiler = profiler or Profiler(None)
+        self._publisher = publisher
+        self._reports_cache = reports_cache
+        self._cached: list[IndexChange] = []
         self._paused = self._sleeping = False  # by Pause, and by Sleep
         self._stopped = False  # the pause or sleep has begun: no step runs
         self._held: deque[_Adding] = deque()  # calls that came after it
@@ -107,7 +134,7 @@ class CoreLoop:
         Returns:
             False after `Stop`.
         """
-        refused: dict[int, RequestError | RequestFailure] = {}
+        refused: dict[int, Refusal] = {}
         changed: dict[int, RequestOutput] = {}
         aborted = False
         command = self._channel.receive(wait=self._stopped or not self._has_work)
@@ -130,10 +157,23 @@ class CoreLoop:
                 self._num_steps += 1
             if self._unanswered and not self._has_work:
                 self._stop()
+        if self._scheduler.events is not None:
+            self._take_events(self._scheduler.events.take())
         # Steps without a token, such as a chunk of a long prompt, are reported too.
-        if changed or refused or aborted or self._steps or self._done or self._ended:
+        if changed or refused or aborted or self._steps or self._done or self._ended or self._cached:
             self._report(list(changed.values()), refused)
         return True
+
+    def _take_events(self, events: list[BlockEvent]) -> None:
+        groups = self._scheduler.groups
+        if self._publisher is not None:
+            self._publisher.publish(events, groups)
+        if self._reports_cache:
+            self._cached += index_changes(events, next((at for at, one in enumerate(groups) if one.window is None), 0))
+
+    @property
+    def _scheduler(self) -> Scheduler:
+        return self._session.core.scheduler
 
     @property
     def _has_work(self) -> bool:
@@ -153,7 +193,7 @@ class CoreLoop:
         if isinstance(verb, Profile):
             return self._profiler.start() if verb.start else self._profiler.stop()
         if isinstance(verb, ResetPrefixCache):
-            self._session.core.scheduler.reset_prefix_cache()
+            self._scheduler.reset_prefix_cache()
         elif isinstance(verb, WakeUp):
             sleeper = checked_sleeper(self._sleeper)
             sleeper.wake_up(verb.tags)
@@ -213,7 +253,7 @@ class CoreLoop:
         for verb in waiting:
             self._done[verb.key] = None
             if isinstance(verb, Sleep):
-                self._session.core.scheduler.preempt_all()
+                self._scheduler.preempt_all()
                 try:
                     checked_sleeper(self._sleeper).sleep(verb.level)
                 except PhonographError as error:
@@ -221,12 +261,12 @@ class CoreLoop:
                     self._sleeping = self._session.core.asleep
                     self._continue()
             elif verb.clear_cache:
-                self._session.core.scheduler.reset_prefix_cache()
+                self._scheduler.reset_prefix_cache()
 
     def _abort_all(self) -> list[RequestOutput]:
         """End the requests in progress, also those that are not queued yet; return the outputs."""
         for call in self._adding:
-            for key, index in product(call.left, range(call.params.n)):
+            for key, index in product(call.left, range(call.num_samples)):
                 self._ended.append((key, index, [], None, "abort", None))
         self._adding.clear()
         outputs = [opened.output for opened in self._by_key.values()]
@@ -234,7 +274,7 @@ class CoreLoop:
             self._session.abort(output)
         return outputs
 
-    def _add_prompts(self, until: float, refused: dict[int, RequestError | RequestFailure]) -> None:
+    def _add_prompts(self, until: float, refused: dict[int, Refusal]) -> None:
         """Queue prompts until the time is over, at least one. The rest follows after the next step."""
         while self._adding:
             call = self._adding[0]
@@ -246,9 +286,7 @@ class CoreLoop:
             if time.monotonic() >= until:
                 return
 
-    def _add(
-        self, key: int, token_ids: list[int], call: _Adding, refused: dict[int, RequestError | RequestFailure]
-    ) -> None:
+    def _add(self, key: int, token_ids: list[int], call: _Adding, refused: dict[int, Refusal]) -> None:
         try:
             output = self._session.add(token_ids, call.params, priority=call.priority, cache_salt=call.cache_salt)
         except Exception as error:
@@ -273,9 +311,9 @@ class CoreLoop:
     def _forget(self, opened: _Open) -> None:
         del self._by_key[opened.key], self._by_output[id(opened.output)]
 
-    def _report(self, changed: list[RequestOutput], refused: dict[int, RequestError | RequestFailure]) -> None:
+    def _report(self, changed: list[RequestOutput], refused: dict[int, Refusal]) -> None:
         steps, self._steps = self._steps, []
-        stats = replace(self._session.core.scheduler.stats, num_deferred=self._session.num_deferred)
+        stats = replace(self._scheduler.stats, num_deferred=self._session.num_deferred)
         report = Report(
             stats=stats, num_steps=self._num_steps, refused=refused, steps=steps, expert_load=self._expert_load()
         )
@@ -283,6 +321,7 @@ class CoreLoop:
             report.asleep, report.sleep_level = self._sleeper.asleep, self._sleeper.level
         report.updates, self._ended = self._ended, []
         report.done, self._done = self._done, {}
+        report.cached, self._cached = self._cached, []
         for output in changed:
             opened = self._by_output.get(id(output))
             if opened is None:  # aborted after it changed
@@ -313,7 +352,7 @@ class CoreLoop:
         if not opened.prompt_reported:
             opened.prompt_reported = True
             scored = None if output.prompt_logprobs is None else list(output.prompt_logprobs.positions)
-            report.prompts[opened.key] = PromptFacts(output.num_cached_tokens, scored, output.warnings)
+            report.prompts[opened.key] = PromptFacts(output.num_cached_tokens, scored, output.warnings, output.pooled)
         for index, completion in enumerate(output.outputs):
             start, end = opened.num_reported[index], len(completion.token_ids)
             ended = completion.finish_reason is not None and index not in opened.ended

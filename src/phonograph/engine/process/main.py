@@ -8,14 +8,15 @@ import os
 import pickle
 import signal
 import threading
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import zmq
 
 from phonograph.config.engine_config import EngineConfig
-from phonograph.engine.process.messages import Command, Message
-from phonograph.engine.startup.early_start import start_early
+from phonograph.engine.process.messages import Command, Message, StartFailed
+from phonograph.engine.startup.early_start import select_device, start_early
+from phonograph.errors import PhonographError
 
 FAREWELL_MILLISECONDS = 2000
 """Time for the last messages to be sent when the process ends."""
@@ -43,21 +44,43 @@ class _SocketChannel:
             return None
 
 
-def run_core(config: EngineConfig, commands: str, messages: str, log_settings: dict[str, Any] | None) -> None:
-    """Run the engine's process between the sockets at two addresses. The exit code is not 0 only if a step failed."""
+def run_core(
+    config: EngineConfig,
+    commands: str,
+    messages: str,
+    log_settings: dict[str, Any] | None,
+    last_words: Connection,
+    rank: int = 0,
+) -> None:
+    """Run the engine's process between the sockets at two addresses. The exit code is not 0 only if a step failed.
+
+    `last_words` takes the reason of an end that no message can tell. `rank` is the number of the engine among
+    `data_parallel_size`.
+    """
     if log_settings is not None:
         logging.config.dictConfig(log_settings)
     # Ctrl-C reaches both processes; the server ends this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _end_with_the_server()
-    if config.device != "cpu":
-        start_early()
-    # A late import: the server's process imports this module too, and must not import torch.
-    from phonograph.engine.process.run_engine import run_engine
+
+    def end(reason: str) -> None:
+        last_words.send(reason)
+        os._exit(1)
 
     with zmq.Context() as context:
-        run_engine(config, _SocketChannel(context, commands, messages), owns_process=True)
+        channel = _SocketChannel(context, commands, messages)
+        if config.device != "cpu":
+            try:
+                select_device(rank, config.data_parallel_size)
+            except PhonographError as error:
+                channel.send(StartFailed(error))
+                return
+            start_early()
+        # A late import: the server's process imports this module too, and must not import torch.
+        from phonograph.engine.process.run_engine import run_engine
+
+        run_engine(config, channel, owns_process=True, rank=rank, on_rank_failure=end, last_words=last_words)
 
 
 def _end_with_the_server() -> None:

@@ -6,14 +6,19 @@ import time
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
+import numpy as np
+
 from phonograph.core.batch import TokenLogprobs
+from phonograph.core.pooling_params import PoolingParams
 from phonograph.core.request import FinishReason
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.groups.group_facts import GroupFacts
 from phonograph.engine.metrics.step_record import StepRecord
-from phonograph.errors import PhonographError, RequestError, RequestFailure
+from phonograph.errors import EngineUnavailable, PhonographError, RequestError, RequestFailure
 from phonograph.graphs.capture_list import CaptureList, CaptureRetry
 from phonograph.graphs.resolve import Resolution
+from phonograph.models.heads.pooler_spec import Pooler
+from phonograph.scheduling.engine_router import IndexChange
 from phonograph.scheduling.scheduler_stats import SchedulerStats
 
 
@@ -28,11 +33,11 @@ class Begin:
 class Add:
     """Prompts of one call, by unique keys that the client chooses.
 
-    If one of them cannot be served, none is.
+    If one of them cannot be served, none is. With `PoolingParams` they generate nothing, and may be `TypedTokens`.
     """
 
     prompts: dict[int, list[int]]
-    params: SamplingParams
+    params: SamplingParams | PoolingParams
     priority: int
     cache_salt: str | None = None
 
@@ -143,6 +148,9 @@ class EngineFacts:
     """Properties of an engine that has started.
 
     context_len: maximum tokens of prompt and output of a request
+    pooler:      end of a model that generates nothing, with its tasks, or None
+    row_size:    numbers of a row of logits, or of an embedding or classifier
+    has_token_types: the model tells the texts of a pair apart by the types of their tokens
     resolution:  graph mode with its reasons
     captures:    list of the captured graphs; `graph_memory_bytes` and `capture_seconds` are their cost
     capture_retries: graphs captured at the second attempt, with the reasons
@@ -154,6 +162,9 @@ class EngineFacts:
     model: ModelFacts
     context_len: int
     vocab_size: int
+    pooler: Pooler | None = None
+    row_size: int = 0
+    has_token_types: bool = False
     max_num_seqs: int
     scheduling_policy: str
     device: str
@@ -186,11 +197,19 @@ A plain tuple, because there is one per running sequence and step.
 
 @dataclass(slots=True)
 class PromptFacts:
-    """Facts about a prompt that come with its first token; see `RequestOutput`."""
+    """Facts about a prompt that come with its first token, or with the result of one that generates nothing.
+
+    See `RequestOutput`.
+    """
 
     num_cached_tokens: int
     prompt_logprobs: list[TokenLogprobs | None] | None
     warnings: tuple[str, ...] = ()
+    pooled: np.ndarray | None = None
+
+
+Refusal = RequestError | RequestFailure | EngineUnavailable
+"""Reason for which a prompt has no answer. An engine that is gone is one only where there are several."""
 
 
 @dataclass(slots=True)
@@ -207,6 +226,8 @@ class Report:
     done:    results of verbs that were executed, or errors, by their keys
     asleep:  parts of the memory that were given back
     sleep_level: of the sleep, 0 while the engine is awake
+    cached:  changes of the prefix cache, if there are several engines
+    engine:  number of the engine; the statistics are then those of all engines together
     time:    time of the report in seconds of `time.monotonic`, which the processes of a machine share
     """
 
@@ -214,7 +235,7 @@ class Report:
     num_steps: int
     updates: list[SampleUpdate] = field(default_factory=list[SampleUpdate])
     prompts: dict[int, PromptFacts] = field(default_factory=dict[int, PromptFacts])
-    refused: dict[int, RequestError | RequestFailure] = field(default_factory=dict[int, RequestError | RequestFailure])
+    refused: dict[int, Refusal] = field(default_factory=dict[int, Refusal])
     admitted: dict[tuple[int, int], float] = field(default_factory=dict[tuple[int, int], float])
     preempted: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
     steps: list[StepRecord] = field(default_factory=list[StepRecord])
@@ -222,6 +243,8 @@ class Report:
     done: dict[int, str | PhonographError | None] = field(default_factory=dict[int, str | PhonographError | None])
     asleep: frozenset[str] = frozenset()
     sleep_level: int = 0
+    cached: list[IndexChange] = field(default_factory=list[IndexChange])
+    engine: int = 0
     time: float = field(default_factory=time.monotonic)
 
 

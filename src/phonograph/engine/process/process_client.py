@@ -16,7 +16,8 @@ import zmq
 import zmq.asyncio
 
 from phonograph.config.engine_config import EngineConfig
-from phonograph.engine.process.client import REPORTS_AT_ONCE, STOP_SECONDS, StartProgress, started
+from phonograph.engine.process.client import REPORTS_AT_ONCE, STOP_SECONDS, EngineClient, StartProgress, started
+from phonograph.engine.process.engine_pool import EnginePool
 from phonograph.engine.process.main import run_core
 from phonograph.engine.process.messages import Command, EngineFacts, Report, Stop
 from phonograph.errors import PhonographError
@@ -33,9 +34,10 @@ class ProcessClient:
     Args:
         config: configuration of the engine.
         log_settings: logging of the process, for `logging.config.dictConfig`.
+        rank: number of the engine among `data_parallel_size`.
     """
 
-    def __init__(self, config: EngineConfig, log_settings: dict[str, Any] | None = None) -> None:
+    def __init__(self, config: EngineConfig, log_settings: dict[str, Any] | None = None, rank: int = 0) -> None:
         # Messages are pickles, which can run code: the folder of the sockets is private to this user.
         self._folder = tempfile.TemporaryDirectory(prefix="phonograph-")
         addresses = [f"ipc://{Path(self._folder.name) / name}" for name in ("commands", "messages")]
@@ -46,10 +48,15 @@ class ProcessClient:
             socket.set_hwm(0)
             socket.linger = 0
             socket.bind(address)
-        self._process = multiprocessing.get_context("spawn").Process(
-            target=run_core, args=(config, *addresses, log_settings), name="phonograph-engine"
+        context = multiprocessing.get_context("spawn")
+        self._last_words, last_words = context.Pipe(duplex=False)
+        self._process = context.Process(
+            target=run_core,
+            args=(config, *addresses, log_settings, last_words, rank),
+            name=f"phonograph-engine-{rank}",
         )
         self._process.start()
+        last_words.close()
         self._started = False
 
     @property
@@ -93,6 +100,9 @@ class ProcessClient:
         self._process.join(STOP_SECONDS)
         code = self._process.exitcode
         how = f"by {signal.Signals(-code).name}" if code is not None and code < 0 else f"with exit code {code}"
+        with suppress(EOFError, OSError):  # nothing was said
+            if self._last_words.poll():
+                how += f": {self._last_words.recv()}"
         return f"the engine's process ended {how}"
 
     async def close(self) -> None:
@@ -107,7 +117,15 @@ class ProcessClient:
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
+        self._last_words.close()
         self._messages.close(linger=0)
         self._commands.close(linger=0)
         self._context.term()
         self._folder.cleanup()
+
+
+def start_processes(config: EngineConfig, log_settings: dict[str, Any] | None = None) -> EngineClient:
+    """Return the client of `data_parallel_size` engines, each in a process of its own."""
+    if config.data_parallel_size == 1:
+        return ProcessClient(config, log_settings)
+    return EnginePool(config.data_parallel_size, lambda rank: ProcessClient(config, log_settings, rank))

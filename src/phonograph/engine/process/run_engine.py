@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
 
 from phonograph.config.engine_config import EngineConfig
 from phonograph.engine.build import Engine
@@ -13,27 +17,59 @@ from phonograph.engine.process.core_loop import CoreLoop
 from phonograph.engine.process.messages import Begin, Channel, EngineFacts, ModelFacts, Progress, StartFailed
 from phonograph.engine.session import Session, grammar_compiler
 from phonograph.engine.startup.start import start_engine
-from phonograph.errors import PhonographError
+from phonograph.errors import ConfigError, PhonographError
 from phonograph.text.tokenizer import load_tokenizer
 
+if TYPE_CHECKING:
+    from phonograph.engine.process.kv_publisher import KVPublisher
 
-def run_engine(config: EngineConfig, channel: Channel, *, owns_process: bool) -> None:
+
+def run_engine(
+    config: EngineConfig,
+    channel: Channel,
+    *,
+    owns_process: bool,
+    rank: int = 0,
+    on_rank_failure: Callable[[str], None],
+    last_words: Connection | None = None,
+) -> None:
     """Start an engine, report its progress, and execute commands until `Stop`.
 
-    `owns_process` is True if only the engine runs in this process.
+    Args:
+        config: configuration of the engine.
+        channel: connection to the client.
+        owns_process: True if only the engine runs in this process.
+        rank: number of the engine among `data_parallel_size`.
+        on_rank_failure: called on another thread with the reason when a rank of `tensor_parallel_size` has ended, so
+            that no step can run.
+        last_words: of a process of the engine's own: see `RankGroup`.
     """
     began = time.perf_counter()
+
+    def report(phase: str, done: int, total: int) -> None:
+        channel.send(Progress(phase, done, total))
+
+    publisher = None
     try:
-        engine = start_engine(config, lambda phase, done, total: channel.send(Progress(phase, done, total)))
+        publisher = _publisher(config, rank)
+        engine = start_engine(config, report, on_rank_failure=on_rank_failure, last_words=last_words)
     except PhonographError as error:
+        if publisher is not None:
+            publisher.close()
         channel.send(StartFailed(error))
         return
-    seconds = time.perf_counter() - began
-    if owns_process:
-        # All present objects stay. Without them a collection is much shorter than a step.
-        gc.collect()
-        gc.freeze()
-    channel.send(_facts(engine, seconds))
+    try:
+        if owns_process:
+            # All present objects stay. Without them a collection is much shorter than a step.
+            gc.collect()
+            gc.freeze()
+        channel.send(_facts(engine, time.perf_counter() - began))
+        _serve(engine, config, channel, publisher)
+    finally:
+        engine.close()
+
+
+def _serve(engine: Engine, config: EngineConfig, channel: Channel, publisher: KVPublisher | None) -> None:
     begin = channel.receive(wait=True)
     if not isinstance(begin, Begin):
         return
@@ -42,13 +78,32 @@ def run_engine(config: EngineConfig, channel: Channel, *, owns_process: bool) ->
     grammars.warm()
     session = Session(engine.core, model, None, config.seed, grammars)
     profiler = Profiler(config.profile_dir)
-    CoreLoop(session, channel, engine.sleeper, profiler).run()
+    reports_cache = config.data_parallel_size > 1
+    CoreLoop(session, channel, engine.sleeper, profiler, publisher, reports_cache=reports_cache).run()
     profiler.close()
+    if publisher is not None:
+        publisher.close()
     session.close("the engine ended before the output was complete")
 
 
+def _publisher(config: EngineConfig, rank: int) -> KVPublisher | None:
+    """Return the publisher of the prefix cache's events, if they are enabled.
+
+    Raises:
+        ConfigError: an address cannot be used, or a package is missing.
+    """
+    if config.kv_events is None:
+        return None
+    if find_spec("zmq") is None:
+        problem = "needs the package zmq: pip install 'phonograph[kv-events]'"
+        raise ConfigError("kv_events_config", config.kv_events_config, problem)
+    from phonograph.engine.process.kv_publisher import KVPublisher
+
+    return KVPublisher(config.kv_events.of_engine(rank), rank)
+
+
 def _facts(engine: Engine, seconds: float) -> EngineFacts:
-    plan, model = engine.plan, engine.plan.model
+    plan, model = engine.plan, engine.plan.whole
     return EngineFacts(
         model=ModelFacts(
             architecture=model.architecture,
@@ -56,8 +111,11 @@ def _facts(engine: Engine, seconds: float) -> EngineFacts:
             weight_bytes=model.weight_bytes(plan.dtype),
             weight_format=plan.dtype if model.quantization is None else model.quantization.name,
         ),
-        context_len=engine.core.scheduler.context_len,
+        context_len=engine.core.scheduler.context_len - plan.limits.pools,
         vocab_size=plan.model.vocab_size,
+        pooler=model.pooler,
+        row_size=model.num_outputs,
+        has_token_types=model.has_token_types,
         max_num_seqs=plan.limits.max_num_seqs,
         scheduling_policy=plan.config.scheduling_policy,
         device=plan.device.name,
@@ -69,7 +127,16 @@ def _facts(engine: Engine, seconds: float) -> EngineFacts:
         capture_retries=engine.captured.retries,
         block_size=plan.attention.block_size,
         kv_groups=group_facts(plan),
-        notes=(*plan.notes, *map(str, engine.captured.retries)),
+        notes=(*plan.notes, *_event_notes(plan.config), *map(str, engine.captured.retries)),
         start_seconds=seconds,
         stats=engine.core.scheduler.stats,
     )
+
+
+def _event_notes(config: EngineConfig) -> list[str]:
+    if config.kv_events is None:
+        return []
+    notes = [f"KV events: published at {config.kv_events.endpoint}"]
+    if "max_queue_size" in (config.kv_events_config or ()):
+        notes.append("KV events: max_queue_size has no effect, batches are handed to ZeroMQ at once")
+    return notes

@@ -12,7 +12,7 @@ from queue import Empty, SimpleQueue
 from phonograph.config.engine_config import EngineConfig
 from phonograph.engine.process.client import REPORTS_AT_ONCE, STOP_SECONDS, StartProgress, started
 from phonograph.engine.process.messages import Command, EngineFacts, Message, Report, StartFailed, Stop
-from phonograph.errors import PhonographError, cause_text
+from phonograph.errors import ConfigError, PhonographError, cause_text
 
 log = logging.getLogger(__name__)
 
@@ -59,9 +59,16 @@ class _QueueChannel:
 
 
 class ThreadClient:
-    """Connection to an engine on a thread of this process. See `EngineClient`."""
+    """Connection to an engine on a thread of this process. See `EngineClient`.
+
+    Raises:
+        ConfigError: the configuration is that of several engines.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
+        if config.data_parallel_size > 1:
+            problem = "a thread runs one engine; AsyncLLM takes client=start_processes, which runs each in a process"
+            raise ConfigError("data_parallel_size", config.data_parallel_size, problem)
         self._messages: asyncio.Queue[Message] = asyncio.Queue()
         self._channel = _QueueChannel(self._messages.put_nowait)
         self._cause: str | None = None
@@ -109,10 +116,10 @@ class ThreadClient:
                 # Imports torch, which takes seconds; the event loop must not wait for it.
                 from phonograph.engine.process.run_engine import run_engine
 
-                run_engine(config, self._channel, owns_process=False)
+                run_engine(config, self._channel, owns_process=False, on_rank_failure=self._fail)
             except Exception as error:
                 log.exception("the engine's thread failed")
-                self._cause = cause_text(error)
+                self._cause = self._cause or cause_text(error)
                 if not self._channel.has_started:
                     self._channel.send(StartFailed(PhonographError(f"{self.end()} while it started")))
             self._channel.call(self._end)
@@ -120,6 +127,11 @@ class ThreadClient:
         from phonograph.engine.startup.release import release_memory
 
         release_memory()
+
+    def _fail(self, reason: str) -> None:
+        """End the engine, of which another rank has ended."""
+        self._cause = f"a failure of its ranks: {reason}"
+        self._channel.commands.put(Stop())
 
     def _stop(self) -> None:
         self._callback = None

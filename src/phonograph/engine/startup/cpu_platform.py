@@ -23,6 +23,7 @@ from phonograph.engine.startup.static_memory import HostMemory, StaticMemory
 from phonograph.graphs.dispatch import Dispatcher
 from phonograph.graphs.runtime import GraphRuntime
 from phonograph.graphs.tape.tape import TapeRuntime
+from phonograph.kernels.ranks import Ranks
 from phonograph.models.layers.rotary import rotary_tables
 from phonograph.models.layers.torch_parts import TorchKernels
 from phonograph.models.transformer import Transformer
@@ -33,6 +34,7 @@ from phonograph.runner.group_builder import GroupBuilder
 from phonograph.runner.runner import Runner
 from phonograph.runner.step_attention import StepAttention
 from phonograph.runner.step_program import StepProgram
+from phonograph.runner.steps import Pooling
 from phonograph.runner.synthetic_batches import SyntheticBatches
 from phonograph.sampling.sampler import Sampler
 from phonograph.speculation.host_drafts import HostDrafts
@@ -40,10 +42,17 @@ from phonograph.speculation.ngram import NgramProposer
 
 
 class CpuPlatform:
-    """The CPU; see `Platform`."""
+    """The CPU; see `Platform`.
+
+    Args:
+        ranks: ranks that have a part of the model each; None for a whole model.
+    """
 
     device = torch.device("cpu")
     compiles = False
+
+    def __init__(self, ranks: Ranks | None = None) -> None:
+        self._ranks = ranks
 
     def starting(self) -> AbstractContextManager[object]:
         """Return a context that does nothing."""
@@ -56,7 +65,7 @@ class CpuPlatform:
         """Return memory of the host; see `Platform`."""
         return HostMemory()
 
-    def make_parts(self, plan: EnginePlan, parts: ModelParts, sampler: Sampler) -> DeviceParts:
+    def make_parts(self, plan: EnginePlan, parts: ModelParts, sampler: Sampler | None) -> DeviceParts:
         """Make the parts; see `Platform`."""
         limits, model = plan.limits, parts.model
         runtime = TapeRuntime(None if plan.threads is None else plan.threads.count)
@@ -74,9 +83,10 @@ class CpuPlatform:
             max_num_logits=limits.max_num_logits,
         )
         states_TF, taps = make_states(plan, model)
-        _bind(model, limits.max_model_len, taps)
+        _bind(model, limits.max_model_len, taps, max_num_tokens=limits.max_num_batched_tokens, ranks=self._ranks)
         draft_runner = None
         if parts.draft is not None:
+            assert sampler is not None, "a draft model is for models that generate"
             if taps:
                 parts.draft.model.share(model)
             draft_runner = _draft_runner(plan, parts.draft, inputs, runtime, sampler, states_TF)
@@ -85,13 +95,23 @@ class CpuPlatform:
             runtime=runtime,
             inputs=inputs,
             program=StepProgram(model=model, attention=attention, inputs=inputs, states=parts.states),
-            sampling=CpuSampling(sampler, inputs, drafts, draft_runner),
+            sampling=Pooling(model) if sampler is None else CpuSampling(sampler, inputs, drafts, draft_runner),
         )
 
 
-def _bind(model: Transformer, max_model_len: int, taps: Mapping[int, torch.Tensor] = MappingProxyType({})) -> None:
-    rotary = rotary_tables(model.spec, max_model_len, model.dtype, model.device)
-    model.bind(TorchKernels(rotary, model.spec.rms_norm_eps, model.spec.factors), taps)
+def _bind(
+    model: Transformer,
+    max_model_len: int,
+    taps: Mapping[int, torch.Tensor] = MappingProxyType({}),
+    max_num_tokens: int = 0,
+    ranks: Ranks | None = None,
+) -> None:
+    spec = model.spec
+    rotary = rotary_tables(spec, max_model_len, model.dtype, model.device)
+    kernels = TorchKernels(
+        rotary, spec.rms_norm_eps, spec.factors, spec.norms, max_num_tokens, ranks=ranks, vocab_size=spec.vocab_size
+    )
+    model.bind(kernels, taps)
 
 
 def _draft_runner(

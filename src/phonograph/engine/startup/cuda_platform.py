@@ -38,6 +38,7 @@ from phonograph.runner.cuda.draft_passes import DraftPasses
 from phonograph.runner.cuda.masked_sampling import MaskedSampling
 from phonograph.runner.cuda.token_ring import TokenRing
 from phonograph.runner.step_program import StepProgram
+from phonograph.runner.steps import Pooling
 from phonograph.sampling.sampler import Sampler
 from phonograph.speculation.device_drafts import DeviceDrafts
 
@@ -48,7 +49,7 @@ class CudaPlatform:
     Args:
         device: the GPU.
         make_runtime: called with the device and the static tensors that graphs use for intermediates.
-        make_ring: called with `depth` and `max_rows`.
+        make_ring: called with `depth`, `max_rows` and `units`.
         make_memory_driver: called for each memory that can sleep.
     """
 
@@ -86,7 +87,7 @@ class CudaPlatform:
         """Return memory on virtual addresses; see `Platform`."""
         return VirtualMemory(self._make_memory_driver())
 
-    def make_parts(self, plan: EnginePlan, parts: ModelParts, sampler: Sampler) -> DeviceParts:
+    def make_parts(self, plan: EnginePlan, parts: ModelParts, sampler: Sampler | None) -> DeviceParts:
         """Make the parts; see `Platform`."""
         limits, model = plan.limits, parts.model
         device = parts.kv_caches[0].device  # with its index
@@ -100,13 +101,15 @@ class CudaPlatform:
                 max_num_tokens=limits.max_num_batched_tokens,
                 max_model_len=limits.max_model_len,
                 block_sizes=plan.kv.block_sizes,
-                vocab_size=spec.vocab_size,
+                vocab_size=1 if sampler is None else spec.vocab_size,
                 device=device,
                 draft_tokens=limits.draft_tokens,
                 max_num_logits=limits.max_num_logits,
                 keeps_tokens=keeps_tokens(plan.config, plan.draft),
                 has_states=bool(spec.states),
             )
+            if sampler is None:
+                return self._pooling_parts(plan, parts, inputs, workspace)
             sampler.edits = inputs.edits
             static = workspace.tensors()
             if parts.draft is not None:
@@ -132,7 +135,7 @@ class CudaPlatform:
         passes = None
         if parts.draft is not None:
             passes = _draft_passes(plan, parts.draft, inputs, runtime, states, taps)
-        ring = self._make_ring(depth=RING_DEPTH, max_rows=len(inputs.results))
+        ring = self._make_ring(depth=RING_DEPTH, max_rows=len(inputs.results), units=parts.units)
         return DeviceParts(
             runtime=runtime,
             inputs=inputs,
@@ -146,6 +149,19 @@ class CudaPlatform:
                 states=parts.states,
             ),
             sampling=CudaSampling(sampler, inputs, masked, ring, drafts, 0 if plan.waits else LOOKAHEAD),
+        )
+
+    def _pooling_parts(
+        self, plan: EnginePlan, parts: ModelParts, inputs: CudaInputs, workspace: Workspace
+    ) -> DeviceParts:
+        """Make the parts of an engine that generates nothing."""
+        runtime = self._make_runtime(parts.kv_caches[0].device, workspace.tensors())
+        attention = make_step_attention(plan, parts, inputs, runtime)
+        return DeviceParts(
+            runtime=runtime,
+            inputs=inputs,
+            program=StepProgram(model=parts.model, attention=attention, inputs=inputs),
+            sampling=Pooling(parts.model, lookahead=LOOKAHEAD),
         )
 
 

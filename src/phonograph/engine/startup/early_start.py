@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 import threading
 from pathlib import Path
 
+from phonograph.errors import ConfigError, counted
 from phonograph.kernels.triton.launch import compile_helper
 
 DRIVER = "libcuda.so.1"
@@ -24,6 +26,30 @@ def start_early() -> None:
     if Path("/dev/nvidiactl").exists():
         threading.Thread(target=make_context, name="device-context", daemon=True).start()
         compile_helper.start_early()
+
+
+def select_device(rank: int, num_engines: int, devices: Path = Path("/dev")) -> None:
+    """Let this process see the GPU of its engine only. It has no effect with one engine, or without GPUs.
+
+    Call it before the device's context is made. CUDA reads the environment then, and each thread would have to select
+    the device otherwise.
+
+    Raises:
+        ConfigError: there are fewer GPUs than engines.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        count = sum(one.name[6:].isdigit() for one in devices.glob("nvidia*"))
+        names = [str(index) for index in range(count)]
+    else:
+        names = [name for name in visible.split(",") if name.strip()]
+    if num_engines == 1 or not names:
+        return
+    if len(names) < num_engines:
+        where = "here" if visible is None else f"in CUDA_VISIBLE_DEVICES={visible}"
+        problem = f"needs a GPU for each engine, found {counted(len(names), 'GPU')} {where}; {len(names)} works"
+        raise ConfigError("data_parallel_size", num_engines, problem)
+    os.environ["CUDA_VISIBLE_DEVICES"] = names[rank]
 
 
 def pause_collector() -> None:

@@ -38,6 +38,7 @@ class ModelParts:
     """Model, attention backend of each KV group, attention and KV cache of each layer, and a draft model if any.
 
     states: states by slot, by the index of the layer that has them
+    units: counts of attention that each step leaves; see `MetadataBuilder`
     """
 
     model: Transformer
@@ -46,6 +47,7 @@ class ModelParts:
     kv_caches: list[torch.Tensor]
     states: Mapping[int, tuple[torch.Tensor, ...]] = field(default_factory=dict[int, tuple[torch.Tensor, ...]])
     draft: DraftModelParts | None = None
+    units: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +85,8 @@ class Platform(Protocol):
         """
         ...
 
-    def make_parts(self, plan: EnginePlan, parts: ModelParts, sampler: Sampler) -> DeviceParts:
-        """Bind the model to its kernels, and make the parts within the plan's limits."""
+    def make_parts(self, plan: EnginePlan, parts: ModelParts, sampler: Sampler | None) -> DeviceParts:
+        """Bind the model to its kernels, and make the parts within the plan's limits; no sampler for a pooler."""
         ...
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable
+from contextlib import nullcontext
+from multiprocessing.connection import Connection
 
 from phonograph.config.engine_config import EngineConfig
 from phonograph.engine.build import Engine, build_engine, this_device
@@ -15,13 +18,26 @@ from phonograph.graphs.modes import GraphMode
 from phonograph.graphs.verification import VerifyReport, verify
 from phonograph.models.spec import read_configured_model
 from phonograph.models.weights.loading import weight_files
+from phonograph.models.weights.tensor_parallel import SETTING
 from phonograph.models.weights.tied_embeddings import match_tied_embeddings
 
 
-def start_engine(config: EngineConfig, progress: StartProgress = no_progress) -> Engine:
+def start_engine(
+    config: EngineConfig,
+    progress: StartProgress = no_progress,
+    *,
+    on_rank_failure: Callable[[str], None] | None = None,
+    last_words: Connection | None = None,
+) -> Engine:
     """Load the model and capture its graphs. With `verify_graphs`, compare each graph with eager.
 
     With `verify_graphs`, a graph that was captured at the second attempt is an error too.
+
+    Args:
+        config: of the engine.
+        progress: called with the progress of the start.
+        on_rank_failure: see `RankGroup`, as for `last_words`.
+        last_words: takes the reason by which the process of the engine ends, if it is one of its own.
 
     Raises:
         PhonographError: the configuration, the model or the machine does not allow it; the message says what would
@@ -29,7 +45,11 @@ def start_engine(config: EngineConfig, progress: StartProgress = no_progress) ->
     """
     pause_collector()
     try:
-        engine = build_engine(_plan(config), progress)
+        plan = _plan(config)
+        if config.tensor_parallel_size == 1:
+            engine = build_engine(plan, progress)
+        else:
+            engine = _start_ranks(plan, progress, on_rank_failure, last_words)
     finally:
         resume_collector()
     if config.verify_graphs:
@@ -39,6 +59,28 @@ def start_engine(config: EngineConfig, progress: StartProgress = no_progress) ->
         if not report.ok:
             raise PhonographError(f"verify_graphs found a graph unlike eager: {report.mismatches[0]}")
     return engine
+
+
+def _start_ranks(
+    plan: EnginePlan,
+    progress: StartProgress,
+    on_failure: Callable[[str], None] | None,
+    last_words: Connection | None,
+) -> Engine:
+    if plan.device.kind != "cpu":
+        raise ConfigError(SETTING, plan.config.tensor_parallel_size, "runs on a CPU only so far (device=cpu); 1 works")
+    # Imports torch.distributed, which installations may lack.
+    from phonograph.engine.process.ranks.rank_group import RankGroup
+
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        problem = "ranks are processes that import the main file: guard it by `if __name__ == '__main__':`"
+        raise ConfigError(SETTING, plan.config.tensor_parallel_size, problem)
+    group = RankGroup(plan, on_failure=on_failure, last_words=last_words)
+    try:
+        return build_engine(plan, progress, group=group)
+    except BaseException:
+        group.close()
+        raise
 
 
 def _plan(config: EngineConfig) -> EnginePlan:
@@ -69,6 +111,9 @@ def verify_engine(
         problem = f"leaves no graph to verify: {'; '.join(plan.captures.notes)}"
         raise ConfigError("cudagraph_capture_sizes", list(plan.config.cudagraph_capture_sizes or ()), problem)
     try:
-        return verify(engine.make_subject(), num_replays=num_replays, seed=seed, progress=progress)
+        with nullcontext() if engine.group is None else engine.group.verifying(num_replays, seed) as others:
+            report = verify(engine.make_subject(), num_replays=num_replays, seed=seed, progress=progress)
+        report.mismatches += [] if others is None else others
+        return report
     finally:  # also after a refusal or Ctrl-C: the subject has overwritten cached blocks
         engine.core.scheduler.reset_prefix_cache()

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+_WITHOUT_TENSORS = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout}
+
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """Return all tensors in `value`, in order."""
@@ -20,10 +22,12 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
     """Return `value` with `function` applied to each tensor, in new containers."""
+    if type(value) in _WITHOUT_TENSORS:
+        return value
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, tuple):
-        return tuple(map_tensors(function, item) for item in value)  # pyright: ignore[reportUnknownVariableType]
+        return tuple([map_tensors(function, item) for item in value])  # pyright: ignore[reportUnknownVariableType]
     if isinstance(value, list):
         return [map_tensors(function, item) for item in value]  # pyright: ignore[reportUnknownVariableType]
     if isinstance(value, dict):

@@ -9,6 +9,8 @@ Shapes: T tokens, H heads, D head size, I intermediate size; `...` is any leadin
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch.nn import functional
 
@@ -40,6 +42,45 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: torch.Tensor) ->
     if weight.dtype is torch.float32:
         return normal.mul_(weight).to(x.dtype)
     return normal.to(x.dtype).mul_(weight)
+
+
+def layer_norm(x: torch.Tensor, weight_2N: torch.Tensor, eps: float) -> torch.Tensor:
+    """Compute (x - mean(x)) / sqrt(var(x) + eps) * weight + bias over the last dimension (Ba et al., arXiv:1607.06450).
+
+    Args:
+        x: [..., N]
+        weight_2N: weight and bias, of x's dtype
+        eps: added to the variance
+
+    Returns:
+        A new tensor of x's shape and dtype.
+    """
+    return functional.layer_norm(x, weight_2N.shape[1:], weight_2N[0], weight_2N[1], eps)
+
+
+def pool_rows(
+    rows_TE: torch.Tensor, query_start_loc: torch.Tensor, numbers_T: torch.Tensor, pooling: str
+) -> torch.Tensor:
+    """Reduce the rows of each prompt to its first, its last or their mean.
+
+    Args:
+        rows_TE: rows of all tokens, padding after the last prompt.
+        query_start_loc: int32 [R+1]; empty slots get a row of finite numbers.
+        numbers_T: int32 [T], 0 to T - 1.
+        pooling: "first", "last" or "mean".
+
+    Returns:
+        float32 [R, E].
+    """
+    starts, ends, num_tokens = query_start_loc[:-1], query_start_loc[1:], len(rows_TE)
+    if pooling != "mean":
+        rows = starts if pooling == "first" else ends - 1
+        return rows_TE.index_select(0, rows.clamp(0, num_tokens - 1)).float()
+    # Padding rows belong to a slot behind the last one.
+    owners_T = torch.searchsorted(ends, numbers_T, right=True)
+    sums_RE = torch.zeros(len(query_start_loc), rows_TE.shape[1], dtype=torch.float32, device=rows_TE.device)
+    sums_RE.index_add_(0, owners_T, rows_TE.float())
+    return sums_RE[:-1] / (ends - starts).clamp(min=1)[:, None]
 
 
 def rope(x_THD: torch.Tensor, cos_T11h: torch.Tensor, sin_T1h: torch.Tensor) -> torch.Tensor:
@@ -83,6 +124,20 @@ def clamped_swiglu_and_mul(gate_up_T2I: torch.Tensor) -> torch.Tensor:
     return torch.sigmoid(gate_TI * SWIGLU_SLOPE).mul_(gate_TI).mul_(up_TI.add_(1))
 
 
+def gelu_and_mul(gate_up_T2I: torch.Tensor) -> torch.Tensor:
+    """Compute gelu(gate) * up as `silu_and_mul`, with the error function."""
+    gate_TI, up_TI = gate_up_T2I.chunk(2, -1)
+    return functional.gelu(gate_TI).mul_(up_TI)
+
+
+ACTIVATIONS = {
+    "silu": silu_and_mul,
+    "gelu_tanh": gelu_tanh_and_mul,
+    "gelu": gelu_and_mul,
+    "clamped_swiglu": clamped_swiglu_and_mul,
+}
+
+
 def finish_logits(logits_NV: torch.Tensor, factor: float, softcap: float) -> torch.Tensor:
     """Multiply logits by their factor and cap them, in place; a softcap of 0 caps nothing. Returns them."""
     scale = factor / (softcap or 1.0)
@@ -93,3 +148,10 @@ def finish_logits(logits_NV: torch.Tensor, factor: float, softcap: float) -> tor
 
 ACTIVATIONS = {"silu": silu_and_mul, "gelu_tanh": gelu_tanh_and_mul, "clamped_swiglu": clamped_swiglu_and_mul}
 """Activations of gates by their names in a model's specification."""
+UNGATED = {
+    "silu": functional.silu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    "gelu": functional.gelu,
+    "relu": functional.relu,
+}
+"""Activations of feed-forwards without gates."""

@@ -9,6 +9,7 @@ from typing import Any
 from phonograph.errors import ModelError, UnsupportedModelError
 from phonograph.kernels.routing import Routing
 from phonograph.models.config_fields import FULL, SLIDING, TRAINING, Field
+from phonograph.models.heads.pooler_spec import InputEmbedding, PoolerStage, Pooling
 from phonograph.models.layer_spec import NO_FACTORS, PLAIN_NORMS, UNLIMITED, Factors, LayerSizes, LayerSpec, NormKind
 from phonograph.models.layers.layer_embedding import LayerEmbeddings
 from phonograph.models.rope_parameters import RopeParameters, read_rope
@@ -20,7 +21,8 @@ SILU, GELU_TANH = ("silu", "swish"), ("gelu_pytorch_tanh",)
 """Names of activations in config.json."""
 
 EXPERT_LOSS = {"router_aux_loss_coef": TRAINING, "router_jitter_noise": TRAINING}
-"""Fields without effect."""
+"""Fields of experts without effect."""
+
 Settings = Mapping[str, Any]
 """Fields of config.json with their defaults."""
 
@@ -42,6 +44,15 @@ def _one_rope(settings: Settings) -> Sequence[RopeParameters | None]:
     return (read_rope(settings),) * settings["num_hidden_layers"]
 
 
+Classifier = Callable[[Settings, str, int], tuple[Pooling, tuple[PoolerStage, ...]]]
+
+
+def _score(settings: Settings, name: str, num_labels: int) -> tuple[Pooling, tuple[PoolerStage, ...]]:
+    """Return the head of a decoder: scores of the last token, or of all."""
+    bias = name.endswith("ForTokenClassification")
+    return "last", (PoolerStage("score", settings["hidden_size"], num_labels, bias=bias),)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """A family of models: everything that a new one says.
@@ -57,6 +68,14 @@ class Family:
         factors: function that returns the factors of a configuration.
         layer_embeddings: function that returns the embeddings of a token in all layers, or None.
         skipped: function that returns the beginnings of names of tensors that are not of the model.
+        encodes: the family looks ahead and has no logits.
+        final_norm: the stream is normed after the last layer.
+        input: function that returns the embeddings beside those of tokens, or None.
+        classifier: function of the settings, the architecture and the number of classes that returns a classifier's
+            pooling and stages.
+        aliases: fields of config.json by names that this family has for those of others.
+        renames: patterns of names of tensors, each with what replaces it.
+        unused: beginnings of names of tensors that embeddings do not use, such as those of another head.
     """
 
     model_type: str
@@ -69,6 +88,18 @@ class Family:
     factors: Callable[[Settings], Factors] = lambda _: NO_FACTORS
     layer_embeddings: Callable[[Settings], LayerEmbeddings | None] = lambda _: None
     skipped: Callable[[Settings], tuple[str, ...]] = lambda _: ()
+    encodes: bool = False
+    final_norm: bool = True
+    input: Callable[[Settings], InputEmbedding | None] = lambda _: None
+    classifier: Classifier = _score
+    unused: tuple[str, ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict[str, str])
+    renames: tuple[tuple[str, str], ...] = ()
+
+    def is_causal(self, settings: Settings) -> bool:
+        """Return True if a token attends to no later one."""
+        looks_ahead = self.encodes or settings.get("use_bidirectional_attention")
+        return not looks_ahead and settings.get("is_causal", True) is True
 
 
 def layer_sizes(settings: Settings, activations: tuple[str, ...] = SILU, field: str = "hidden_act") -> LayerSizes:

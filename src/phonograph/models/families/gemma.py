@@ -24,7 +24,7 @@ from phonograph.models.config_fields import (
     FieldKind,
 )
 from phonograph.models.families.family import GELU_TANH, Family, Settings, full_every, layer_sizes, windows
-from phonograph.models.layer_spec import Factors, LayerSpec, NormKind, decoder_layer
+from phonograph.models.layer_spec import UNLIMITED, Factors, LayerSpec, NormKind, decoder_layer
 from phonograph.models.rope_parameters import RopeParameters, read_ropes_by_type
 
 _GLOBAL_THETA, _LOCAL_THETA = 1000000.0, 10000.0
@@ -52,8 +52,16 @@ def _with_both_norms(settings: Settings, *, head_norms: bool) -> tuple[LayerSpec
             attention_norms=("input_layernorm", "post_attention_layernorm"),
             feed_forward_norms=("pre_feedforward_layernorm", "post_feedforward_layernorm"),
         )
-        for window in windows(settings)
+        for window in _windows(settings)
     )
+
+
+def _windows(settings: Settings) -> list[tuple[int, int]]:
+    """Return the window of each layer; half of it is on each side if tokens look ahead (EmbeddingGemma)."""
+    if not settings.get("use_bidirectional_attention"):
+        return windows(settings)
+    side = (settings["sliding_window"] or 0) // 2
+    return [UNLIMITED if window == UNLIMITED else (side, side) for window in windows(settings)]
 
 
 def _ropes(settings: Settings) -> Sequence[RopeParameters]:
@@ -136,6 +144,7 @@ GEMMA3 = Family(
         "attn_logit_softcapping": Field(None, _NO_CAP),
         "final_logit_softcapping": Field(None, POSITIVE_NUMBER.or_null()),
         "sliding_window_pattern": Field(None, POSITIVE_INT.or_null()),
+        "use_bidirectional_attention": Field(False, FLAG.or_null()),
         "rope_theta": Field(_GLOBAL_THETA, POSITIVE_NUMBER.or_null()),
         "rope_local_base_freq": Field(None, POSITIVE_NUMBER.or_null()),
     },

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from phonograph.models.heads.encoder_ends import InputWeights
+from phonograph.models.heads.pooler_spec import Pooling
 from phonograph.models.layers.layer_embedding import LayerEmbeddingsWeights, LayerEmbeddingWeights
 from phonograph.models.layers.linear import Linear
 from phonograph.models.layers.part_weights import AttentionWeights, ExpertsWeights, FeatureWeights, FeedForwardWeights
@@ -136,6 +138,16 @@ class EmbeddingPart(Protocol):
     def __call__(self, input_ids_T: torch.Tensor) -> Stream: ...
 
 
+class InputPart(Protocol):
+    """The beginning of an encoder's stream; `then` as in `EmbeddingPart`."""
+
+    then: Any
+
+    def __call__(self, input_ids_T: torch.Tensor, positions_T: torch.Tensor) -> Stream:
+        """Return the stream of tokens with their types (`core.token_types`)."""
+        ...
+
+
 class FeaturePart(Protocol):
     """The beginning of a draft head's stream; `then` as in `EmbeddingPart`."""
 
@@ -207,6 +219,8 @@ class KernelSet(Protocol):
 
     def embedding(self, embedding_VE: Embedding) -> EmbeddingPart: ...
 
+    def input(self, embedding_VE: Embedding, weights: InputWeights) -> InputPart: ...
+
     def features(self, weights: FeatureWeights) -> FeaturePart: ...
 
     def attention(self, weights: AttentionWeights) -> MixerPart: ...
@@ -224,6 +238,31 @@ class KernelSet(Protocol):
     def layer_embeddings(self, weights: LayerEmbeddingsWeights) -> LayerEmbeddingsPart: ...
 
     def head(self, norm_E: torch.Tensor | None, linear: Linear) -> HeadPart: ...
+
+    def gathered(self, logits_NP: torch.Tensor) -> torch.Tensor:
+        """Return the logits of the whole vocabulary for those of a part that a rank has; on rank 0 only."""
+        ...
+
+    def pool(
+        self,
+        hidden_TE: torch.Tensor,
+        norm_E: torch.Tensor | None,
+        query_start_loc: torch.Tensor | None,
+        pooling: Pooling,
+    ) -> torch.Tensor:
+        """Return rows of the stream after the final norm, float32: [R, E] of the prompts, or [T, E] of all tokens.
+
+        Args:
+            hidden_TE: the stream.
+            norm_E: final norm, or None.
+            query_start_loc: int32 [R+1], on the device; None for all tokens. Empty slots get a row of finite numbers.
+            pooling: what a prompt's row is.
+        """
+        ...
+
+    def keep_pooled(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the pooler's rows of a step where they stay until the next one, whichever graph that is."""
+        ...
 
     def leaves_rows_out(self, num_tokens: int, num_kept: int) -> bool:
         """Return True if the last layer of a prefill of `num_tokens` computes only the `num_kept` rows with logits."""

@@ -41,6 +41,7 @@ class LayerMatrix:
         fused: layout of a checkpoint's tensors that have the single part of all experts, and no number in their names;
             None if each expert has its tensors.
         quantizable: False for weights that are in the model's type in every file.
+        partial: the inputs are those of one rank, so that the output is the sum of the products of all ranks.
     """
 
     name: str
@@ -52,6 +53,7 @@ class LayerMatrix:
     num_experts: int | None = None
     fused: ExpertTensors | None = None
     quantizable: bool = True
+    partial: bool = False
 
     @property
     def num_outputs(self) -> int:

@@ -59,10 +59,16 @@ class Linear:
         return views
 
 
+def norm_views(name: str, norm: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the destinations of a norm's weights, and of its bias if it is a layer norm."""
+    return {f"{name}.weight": norm} if norm.ndim == 1 else {f"{name}.weight": norm[0], f"{name}.bias": norm[1]}
+
+
 @dataclass(slots=True)
 class WeightAllocator:
     """Allocator of a model's weights, without contents.
 
+    Weights of norms have a row for the bias if `layer_norms` is set; True if they have a bias, else it is 0.
     `parameters` lists the weights in memory layout, all contiguous, in the order of allocation; `quantized` lists those
     in another format. `make_empty` is called as `torch.empty`.
     """
@@ -71,6 +77,7 @@ class WeightAllocator:
     device: torch.device
     norm_dtype: torch.dtype | None = None
     make_empty: Callable[..., torch.Tensor] = torch.empty
+    layer_norms: bool | None = None
     parameters: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
     quantized: list[LinearWeight] = field(default_factory=list[LinearWeight])
 
@@ -81,7 +88,16 @@ class WeightAllocator:
 
     def norm(self, *shape: int) -> torch.Tensor:
         """Return weights of a norm, in `norm_dtype`; None is the model's type."""
+        if self.layer_norms is not None:
+            return self.layer_norm(*shape, dtype=self.norm_dtype, bias=self.layer_norms)
         return self.tensor(*shape, dtype=self.norm_dtype)
+
+    def layer_norm(self, size: int, *, dtype: torch.dtype | None = None, bias: bool) -> torch.Tensor:
+        """Return weight and bias of a layer norm, [2, size]; zeros are the bias of one without."""
+        both = self.tensor(2, size, dtype=dtype)
+        if not bias:
+            both[1].zero_()
+        return both
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return a tensor that is not in `parameters`."""

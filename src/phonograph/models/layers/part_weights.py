@@ -19,7 +19,7 @@ from phonograph.models.layer_spec import (
 )
 from phonograph.models.layers.expert_spec import LayerExperts
 from phonograph.models.layers.layer_embedding import LayerEmbeddingWeights
-from phonograph.models.layers.linear import Linear, WeightAllocator
+from phonograph.models.layers.linear import Linear, WeightAllocator, norm_views
 from phonograph.models.layers.states.state_weights import StateWeights
 from phonograph.models.quantization.block_embedding import Embedding
 
@@ -36,7 +36,7 @@ class AttentionWeights:
         head_norms: [H + K, D], the query norm's weight for each query head, then the key norm's for each KV head; or
             None. Norms over all heads have other weights for each head. Without keys of its own, a layer has [H, D].
         sinks: float32 [H], or None.
-        input_norm: [E], or None; so is `output_norm`.
+        input_norm: [E], or None; so is `output_norm`. A layer norm has [2, E]: its weight and its bias.
     """
 
     spec: LayerAttention
@@ -206,7 +206,7 @@ class LayerWeights:
                 (weights.spec.output_norm, weights.output_norm),
             ):
                 if name is not None and norm is not None:
-                    views[f"{name}.weight"] = norm
+                    views |= norm_views(name, norm)
         for linear in self.linears:
             views |= linear.checkpoint_views()
         if self.spec.scalar is not None and self.scalar is not None:

@@ -10,8 +10,19 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
-from phonograph.kernels.torch.layers import ACTIVATIONS, finish_logits, rms_norm, rope
-from phonograph.models.layer_spec import NO_FACTORS, Factors, RopeTable
+from phonograph.core.token_types import ID_MASK, TYPE_SHIFT
+from phonograph.kernels.ranks import Ranks, embed_over_ranks, gather_ranks, joint_norm_over_ranks, sum_ranks
+from phonograph.kernels.torch.layers import (
+    ACTIVATIONS,
+    UNGATED,
+    finish_logits,
+    layer_norm,
+    pool_rows,
+    rms_norm,
+    rope,
+)
+from phonograph.models.heads.encoder_ends import InputWeights
+from phonograph.models.layer_spec import NO_FACTORS, PLAIN_NORMS, Factors, NormKind, RopeTable
 from phonograph.models.layers.experts import Experts
 from phonograph.models.layers.kernel_set import MixerPart, Step, Stream
 from phonograph.models.layers.layer_embedding import LayerEmbeddingsWeights, LayerEmbeddingWeights
@@ -38,12 +49,27 @@ class TorchKernels:
         rotary: tables of the ropes, in the model's dtype.
         eps: epsilon of the norms.
         factors: of the model.
+        norms: arithmetic of its norms.
+        max_num_tokens: tokens of the largest step of a model that pools.
+        ranks: ranks that have a part of the model each; None for a whole model.
+        vocab_size: tokens of the whole vocabulary, with `ranks`.
     """
 
-    def __init__(self, rotary: RotaryTables, eps: float, factors: Factors = NO_FACTORS) -> None:
+    def __init__(
+        self,
+        rotary: RotaryTables,
+        eps: float,
+        factors: Factors = NO_FACTORS,
+        norms: NormKind = PLAIN_NORMS,
+        max_num_tokens: int = 0,
+        ranks: Ranks | None = None,
+        vocab_size: int = 0,
+    ) -> None:
         self.tables = rotary
+        self.ranks, self.vocab_size = ranks, vocab_size
         self.eps = torch.tensor(eps, dtype=torch.float32, device=rotary.device)
-        self.factors = factors
+        self.factors, self.norms, self._layer_norm_eps = factors, norms, eps
+        self._numbers_T = torch.arange(max_num_tokens, dtype=torch.int32, device=rotary.device)
 
     def rotary(self, positions_T: torch.Tensor) -> list[Rotary]:
         return [self._rotary(rope, table_PX, positions_T) for rope, table_PX in self.tables.tables.items()]
@@ -61,7 +87,10 @@ class TorchKernels:
         return Rotary(cos_Th[:, None, None], sin_Th[:, None], scale_T11)
 
     def embedding(self, embedding_VE: Embedding) -> TorchEmbedding:
-        return TorchEmbedding(embedding_VE, self.factors.of_embedding(embedding_VE.dtype))
+        return TorchEmbedding(embedding_VE, self.factors.of_embedding(embedding_VE.dtype), self.ranks)
+
+    def input(self, embedding_VE: Embedding, weights: InputWeights) -> TorchInput:
+        return TorchInput(self, embedding_VE, weights)
 
     def features(self, weights: FeatureWeights) -> TorchFeatures:
         return TorchFeatures(self, weights)
@@ -93,7 +122,35 @@ class TorchKernels:
 
     def normed(self, hidden_TE: torch.Tensor, norm_E: torch.Tensor | None) -> torch.Tensor:
         """Return the rows, normed if there is a norm."""
-        return hidden_TE if norm_E is None else rms_norm(hidden_TE, norm_E, self.eps)
+        if norm_E is None:
+            return hidden_TE
+        if self.norms.layer:
+            return layer_norm(hidden_TE, norm_E, self._layer_norm_eps)
+        return rms_norm(hidden_TE, norm_E, self.eps)
+
+    def pool(
+        self, hidden_TE: torch.Tensor, norm_E: torch.Tensor | None, query_start_loc: torch.Tensor | None, pooling: str
+    ) -> torch.Tensor:
+        """Return the normed rows of all tokens, or a row of each prompt; see `KernelSet.pool`."""
+        rows_TE = self.normed(hidden_TE, norm_E)
+        if query_start_loc is None or pooling == "all":
+            return rows_TE.float()
+        return pool_rows(rows_TE, query_start_loc, self._numbers_T[: len(rows_TE)], pooling)
+
+    def keep_pooled(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the rows as they are."""
+        return rows
+
+    def summed(self, product_TE: torch.Tensor, linear: Linear) -> torch.Tensor:
+        """Return a product, summed over the ranks if each has a part of its inputs."""
+        if not linear.spec.partial:
+            return product_TE
+        assert self.ranks is not None
+        return sum_ranks(product_TE, self.ranks)
+
+    def gathered(self, logits_NP: torch.Tensor) -> torch.Tensor:
+        """Return the logits [N, V] of the whole vocabulary, on rank 0; the others have their part."""
+        return logits_NP if self.ranks is None else gather_ranks(logits_NP, self.vocab_size, self.ranks)
 
     def add(
         self,
@@ -103,26 +160,35 @@ class TorchKernels:
         norm_E: torch.Tensor | None,
         scalar: torch.Tensor | None = None,
     ) -> Stream:
-        """Add a product, normed if there is a norm, to the stream, in place, and multiply the sum by the scalar."""
-        if norm_E is None and self.factors.residual == 1:
+        """Add a product, normed if there is a norm, to the stream, and multiply the sum by the scalar."""
+        if self.norms.after_sum:
+            linear.add_product(x, stream.hidden_TE)
+            stream.hidden_TE = self.normed(stream.hidden_TE, norm_E)
+        elif norm_E is None and self.factors.residual == 1 and not linear.spec.partial:
             linear.add_product(x, stream.hidden_TE)
         else:
-            stream.hidden_TE.add_(self.normed(linear.product(x), norm_E), alpha=self.factors.residual)
+            added_TE = self.summed(linear.product(x), linear)
+            stream.hidden_TE.add_(self.normed(added_TE, norm_E), alpha=self.factors.residual)
         if scalar is not None:
             stream.hidden_TE.mul_(scalar)
         return stream
 
 
 class TorchEmbedding:
-    """Embeddings of tokens, from numbers or from the blocks of a GGUF file."""
+    """Embeddings of tokens, from numbers or from the blocks of a GGUF file. Each rank may have some tokens."""
 
-    def __init__(self, embedding_VE: Embedding, factor: float) -> None:
+    def __init__(self, embedding_VE: Embedding, factor: float, ranks: Ranks | None = None) -> None:
         self.then: object = None
         self._embedding_VE = embedding_VE
         self._factor = factor
+        self._ranks = ranks
 
     def __call__(self, input_ids_T: torch.Tensor) -> Stream:
-        hidden_TE = _embedded(input_ids_T, self._embedding_VE)
+        if self._ranks is None:
+            hidden_TE = _embedded(input_ids_T, self._embedding_VE)
+        else:
+            assert isinstance(self._embedding_VE, torch.Tensor), "ranks have no blocks of GGUF files"
+            hidden_TE = embed_over_ranks(input_ids_T, self._embedding_VE, self._ranks)
         return Stream(hidden_TE if self._factor == 1 else hidden_TE.mul_(self._factor))
 
 
@@ -131,6 +197,23 @@ def _embedded(input_ids_T: torch.Tensor, embedding_VE: Embedding) -> torch.Tenso
     if isinstance(embedding_VE, BlockEmbedding):
         return embedding_VE.lookup(input_ids_T)
     return functional.embedding(input_ids_T, embedding_VE)
+
+
+class TorchInput:
+    """Embeddings of tokens, their positions and their types."""
+
+    def __init__(self, kernels: TorchKernels, embedding_VE: Embedding, weights: InputWeights) -> None:
+        self.then: object = None
+        self._kernels, self._embedding_VE, self._weights = kernels, embedding_VE, weights
+
+    def __call__(self, input_ids_T: torch.Tensor, positions_T: torch.Tensor) -> Stream:
+        weights = self._weights
+        hidden_TE = _embedded(input_ids_T & ID_MASK if weights.spec.token_types else input_ids_T, self._embedding_VE)
+        if weights.token_types_XE is not None:
+            hidden_TE.add_(functional.embedding(input_ids_T >> TYPE_SHIFT, weights.token_types_XE))
+        if weights.positions_PE is not None:
+            hidden_TE.add_(functional.embedding(positions_T, weights.positions_PE[weights.spec.first_position :]))
+        return Stream(self._kernels.normed(hidden_TE, weights.norm))
 
 
 class TorchFeatures:
@@ -211,9 +294,12 @@ class TorchAttention:
         if not spec.joint_norms:
             return rms_norm(qk_TXD, weights_XD, eps)
         counts = [spec.num_query_heads, spec.num_key_heads]
+        pairs = [*zip(qk_TXD.split(counts, 1), weights_XD.split(counts), strict=True)]
+        if self._kernels.ranks is not None:
+            return joint_norm_over_ranks(pairs, eps, self._kernels.ranks)
         normed = (
             rms_norm(x_TXD.flatten(1), weight_XD.view(-1), eps).unflatten(1, (-1, spec.head_size))
-            for x_TXD, weight_XD in zip(qk_TXD.split(counts, 1), weights_XD.split(counts), strict=True)
+            for x_TXD, weight_XD in pairs
         )
         return torch.cat(list(normed), 1)
 
@@ -228,7 +314,9 @@ class TorchFeedForward:
     def __call__(self, stream: Stream) -> Stream:
         kernels, weights = self._kernels, self._weights
         gate_up_T2I = weights.gate_up.product(kernels.normed(stream.hidden_TE, weights.input_norm))
-        inner_TI = ACTIVATIONS[weights.spec.activation](gate_up_T2I)
+        gated = gate_up_T2I.shape[1] > weights.down.spec.num_inputs
+        activations = ACTIVATIONS if gated else UNGATED
+        inner_TI = activations[weights.spec.activation](gate_up_T2I)
         return kernels.add(stream, inner_TI, weights.down, weights.output_norm, weights.scalar)
 
 
@@ -245,11 +333,12 @@ class TorchExperts:
         normed_TE = kernels.normed(hidden_TE, weights.input_norm)
         own_TE = normed_TE if weights.router_norm is None else kernels.normed(hidden_TE, weights.router_norm)
         logits_TX = weights.router.product(own_TE)
-        added_TE = kernels.normed(self._experts(normed_TE, logits_TX, stream.num_rows), weights.sum_norm)
+        added_TE = kernels.summed(self._experts(normed_TE, logits_TX, stream.num_rows), weights.down)
+        added_TE = kernels.normed(added_TE, weights.sum_norm)
         if shared is not None:
             own_TE = normed_TE if shared.input_norm is None else kernels.normed(hidden_TE, shared.input_norm)
             inner_TI = ACTIVATIONS[shared.spec.activation](shared.gate_up.product(own_TE))
-            shared_TE = kernels.normed(shared.down.product(inner_TI), shared.output_norm)
+            shared_TE = kernels.normed(kernels.summed(shared.down.product(inner_TI), shared.down), shared.output_norm)
             if spec.shared_gate:
                 shared_TE.mul_(logits_TX[:, spec.routing.num_experts :].sigmoid())
             added_TE.add_(shared_TE)
@@ -300,5 +389,6 @@ class TorchHead:
 
     def __call__(self, hidden_TE: torch.Tensor, rows_N: torch.Tensor | None) -> torch.Tensor:
         hidden_NE = hidden_TE if rows_N is None else hidden_TE.index_select(0, rows_N)
-        logits_NV = self._linear.product(self._kernels.normed(hidden_NE, self._norm_E))
-        return finish_logits(logits_NV, self._kernels.factors.logits, self._kernels.factors.softcap)
+        logits_NP = self._linear.product(self._kernels.normed(hidden_NE, self._norm_E))
+        factors = self._kernels.factors
+        return self._kernels.gathered(finish_logits(logits_NP, factors.logits, factors.softcap))

@@ -13,16 +13,19 @@ from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.triton.elementwise import layers
 from phonograph.kernels.triton.experts.count_pairs import count_pairs
 from phonograph.kernels.triton.experts.expert_lists import ExpertLists
-from phonograph.kernels.triton.experts.expert_plan import expert_config
+from phonograph.kernels.triton.experts.expert_plan import expert_config, row_config
 from phonograph.kernels.triton.experts.expert_products import down_products, fitted, gate_up_products
 from phonograph.kernels.triton.experts.expert_results import add_results
 from phonograph.kernels.triton.experts.route import route
+from phonograph.kernels.triton.experts.route_row import route_row
+from phonograph.kernels.triton.experts.row_products import add_down_row, gate_up_row
 from phonograph.kernels.triton.gemm.bound_product import BoundProduct
 from phonograph.kernels.triton.gemm.product import GATED_MODES
 from phonograph.models.layers.part_weights import ExpertsWeights
 from phonograph.models.layers.workspace import Workspace, expert_memory
 
-"""Modes of the first product by the activation."""
+RowNorm = tuple[torch.Tensor, float, torch.Tensor]
+"""Weights and epsilon of a norm, and memory [1, E] that receives the normed row."""
 
 
 class _Memory(NamedTuple):
@@ -56,39 +59,46 @@ class ExpertKernels:
     ) -> None:
         self._weights, self._spec, self._shared, self._eps = weights, weights.spec, shared, eps
         self._load_X = load_X
+        self._tiles = row_config(weights.gate_up.spec.num_inputs, weights.down.spec.num_inputs)
         self._space = workspace.shared
         assert workspace.arrived is not None
         routing, num_tokens = weights.spec.routing, len(workspace.hidden_TE)
         self._lists = ExpertLists.over(workspace.routing, num_tokens, routing, workspace.arrived)
 
-    def run(self, hidden_TE: torch.Tensor, x_TE: torch.Tensor, num_rows: torch.Tensor | None) -> None:
+    def run(
+        self, hidden_TE: torch.Tensor, x_TE: torch.Tensor, num_rows: torch.Tensor | None, norm: RowNorm | None = None
+    ) -> None:
         """Compute the results of all rows' experts, and of the shared expert, for `add`.
 
         Args:
             hidden_TE: rows of the stream.
-            x_TE: the same, normed.
+            x_TE: the same, normed; not read with `norm`.
             num_rows: int32 [1], number of rows that are not padding; None for all.
+            norm: norm of one row, which was not normed before.
         """
         weights, routing, lists = self._weights, self._spec.routing, self._lists
         gate_up, down = weights.gate_up.weight.operand, weights.down.weight.operand
         is_fp4 = isinstance(gate_up, Grouped) and gate_up.is_fp4()
         config = fitted(expert_config(len(x_TE), routing, fp4=is_fp4), gate_up, down)
         memory = self._memory(len(x_TE))
-        router = weights.router.weight.operand
-        assert isinstance(router, torch.Tensor)
-        route(
-            self._normed(hidden_TE, x_TE, weights.router_norm, memory),
-            router,
-            routing,
-            lists,
-            block=config.block,
-            router_bias_O=weights.router.bias_O,
-            choice_bias_X=weights.choice_bias,
-            expert_scale_X=weights.expert_scale,
-            num_rows=num_rows,
-        )
-        if self._load_X is not None:
-            count_pairs(lists.experts_Tk[: len(x_TE)], self._load_X)
+        if norm is not None:
+            self._route_row(hidden_TE, norm, num_rows)
+            x_TE = norm[2]
+        else:
+            router = weights.router.weight.operand
+            assert isinstance(router, torch.Tensor)
+            route(
+                self._normed(hidden_TE, x_TE, weights.router_norm, memory),
+                router,
+                routing,
+                lists,
+                block=config.block,
+                router_bias_O=weights.router.bias_O,
+                choice_bias_X=weights.choice_bias,
+                expert_scale_X=weights.expert_scale,
+                num_rows=num_rows,
+            )
+            self._count(len(x_TE))
         mode = GATED_MODES[self._spec.activation]
         gate_up_products(x_TE, gate_up, lists, routing, config, memory.inner_PI, weights.gate_up.bias_O, mode=mode)
         down_products(memory.inner_PI, down, lists, routing, config, memory.results_PE, weights.down.bias_O)
@@ -97,6 +107,46 @@ class ExpertKernels:
             self._run_shared(*self._shared, x_TE, memory)
             if weights.shared.output_norm is not None:
                 layers.rms_norm(memory.shared_TE, weights.shared.output_norm, self._eps, memory.shared_TE)
+
+    def add_row(
+        self, hidden_1E: torch.Tensor, norm: RowNorm, num_rows: torch.Tensor | None, factor: float = 1.0
+    ) -> None:
+        """Compute the experts of one row, with weights that are not in groups, and add them to the stream.
+
+        Args:
+            hidden_1E: row of the stream.
+            norm: of the row, before the experts.
+            num_rows: int32 [1], 0 for padding; None if it is none.
+            factor: of what is added.
+        """
+        weights, memory = self._weights, self._memory(1)
+        gate_up, down = weights.gate_up.weight.operand, weights.down.weight.operand
+        assert isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor)
+        self._route_row(hidden_1E, norm, num_rows)
+        inner_kI, lists, tiles, mode = memory.inner_PI, self._lists, self._tiles, GATED_MODES[self._spec.activation]
+        gate_up_row(norm[2], gate_up, lists, tiles.gate_up, inner_kI, weights.gate_up.bias_O, mode=mode)
+        add_down_row(inner_kI, down, lists, tiles.down, hidden_1E, weights.down.bias_O, factor=factor)
+
+    def _route_row(self, hidden_1E: torch.Tensor, norm: RowNorm, num_rows: torch.Tensor | None) -> None:
+        weights, router = self._weights, self._weights.router.weight.operand
+        assert isinstance(router, torch.Tensor)
+        route_row(
+            hidden_1E,
+            router,
+            self._spec.routing,
+            self._lists,
+            self._tiles.route,
+            norm=norm,
+            router_bias_O=weights.router.bias_O,
+            choice_bias_X=weights.choice_bias,
+            expert_scale_X=weights.expert_scale,
+            num_rows=num_rows,
+        )
+        self._count(1)
+
+    def _count(self, num_tokens: int) -> None:
+        if self._load_X is not None:
+            count_pairs(self._lists.experts_Tk[:num_tokens], self._load_X)
 
     def add(
         self,

@@ -11,12 +11,14 @@ from __future__ import annotations
 import torch
 
 from phonograph.kernels.fp8_activations import Rows
+from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.torch.layers import finish_logits
 from phonograph.kernels.triton.attention.rope_and_kv_write import rope_and_write_kv
-from phonograph.kernels.triton.elementwise import layers
+from phonograph.kernels.triton.elementwise import encoder_rows, layers
 from phonograph.kernels.triton.elementwise.gate_heads import gate_heads
 from phonograph.kernels.triton.elementwise.layer_embeddings import add_table, gate_embedding
 from phonograph.kernels.triton.gemm.bound_product import BoundProduct
+from phonograph.models.heads.encoder_ends import InputWeights
 from phonograph.models.layers.kernel_set import MixerPart, Step, Stream
 from phonograph.models.layers.layer_embedding import LayerEmbeddingsWeights, LayerEmbeddingWeights
 from phonograph.models.layers.linear import Linear
@@ -53,6 +55,24 @@ class TritonEmbedding:
         layers.embed_and_norm(input_ids_T, self._embedding_VE, norm_E, kernels.eps, hidden_TE, normed)
         stream.normed = hidden_TE if then.begin.norms_inside(len(hidden_TE)) else normed
         return stream
+
+
+class TritonInput:
+    """Embeddings of tokens, their positions and their types."""
+
+    def __init__(self, kernels: StreamKernels, embedding_VE: torch.Tensor, weights: InputWeights) -> None:
+        self.then: TritonAttention | None = None
+        self._kernels, self._embedding_VE, self._weights = kernels, embedding_VE, weights
+        table = weights.positions_PE
+        self._positions_PE = None if table is None else table[weights.spec.first_position :]
+
+    def __call__(self, input_ids_T: torch.Tensor, positions_T: torch.Tensor) -> Stream:
+        kernels, weights, then = self._kernels, self._weights, self.then
+        assert then is not None
+        hidden_TE = kernels.workspace.hidden_TE[: len(input_ids_T)]
+        tables = self._embedding_VE, self._positions_PE, weights.token_types_XE
+        encoder_rows.embed(input_ids_T, positions_T, *tables, weights.norm, kernels.eps, hidden_TE)
+        return kernels.begin(Stream(hidden_TE), then.begin)
 
 
 class TritonFeatures:
@@ -132,7 +152,7 @@ class TritonAttention:
         if self._weights.spec.gated:
             gate_heads(attended_TF, qkv_TF, self._weights.spec.head_size)
         if step.rows_P is not None:
-            stream, attended_TF = self._keep_rows(stream, attended_TF, step.rows_P, step.num_kept)
+            stream, attended_TF = kernels.keep_rows(stream, attended_TF, step.rows_P, step.num_kept)
         then = None if self.then is None else self.then.begin
         return kernels.add(stream, attended_TF, self._output, self._weights.output_norm, then)
 
@@ -171,17 +191,6 @@ class TritonAttention:
         )
         step.attend.read(q_THD, weights.layer, out_TF.unflatten(-1, (-1, spec.head_size)))
 
-    def _keep_rows(
-        self, stream: Stream, attended_TF: torch.Tensor, rows_P: torch.Tensor, num_kept: torch.Tensor | None
-    ) -> tuple[Stream, torch.Tensor]:
-        """Return these rows of the stream and of attention's output, in memory that was the projection's and norm's."""
-        space, count = self._kernels.workspace, rows_P.shape[0]
-        attended_PF = space.attention_memory(count, self._widths)[0][:, : attended_TF.shape[1]]
-        hidden_PE = space.normed_TE[count : 2 * count]
-        layers.gather_rows(attended_TF, rows_P, attended_PF)
-        layers.gather_rows(stream.hidden_TE, rows_P, hidden_PE)
-        return Stream(hidden_PE, is_part=True, num_rows=num_kept), attended_PF
-
 
 class TritonFeedForward:
     """Dense feed-forward of a layer."""
@@ -194,7 +203,14 @@ class TritonFeedForward:
 
     def __call__(self, stream: Stream) -> Stream:
         kernels, num_rows = self._kernels, len(stream.hidden_TE)
-        width = self._weights.spec.down.num_inputs
+        width, weights = self._weights.spec.down.num_inputs, self._weights
+        then = None if self.then is None else self.then.begin
+        if not weights.gate_up.spec.gated:
+            x_TX = kernels.workspace.shared[: num_rows * weights.gate_up.spec.num_outputs].view(num_rows, -1)
+            kernels.project(stream, self.begin, x_TX)
+            inner_TI = x_TX[:, :width]
+            encoder_rows.activate(x_TX, inner_TI, weights.spec.activation)
+            return kernels.add(stream, inner_TI, self._down, weights.output_norm, then, weights.scalar)
         # Layers may differ in width; the activation replaces the gates.
         gate_up_T2I = kernels.workspace.shared[: num_rows * 2 * width].view(num_rows, 2 * width)
         inner_TI = gate_up_T2I[:, :width]
@@ -206,8 +222,7 @@ class TritonFeedForward:
             layers.ACTIVATIONS[self._weights.spec.activation](gate_up_T2I, inner)
         else:
             kernels.project(stream, self.begin, inner_TI)
-        then = None if self.then is None else self.then.begin
-        return kernels.add(stream, inner, self._down, self._weights.output_norm, then, self._weights.scalar)
+        return kernels.add(stream, inner, self._down, weights.output_norm, then, weights.scalar)
 
 
 class TritonExperts:
@@ -215,7 +230,7 @@ class TritonExperts:
 
     def __init__(self, kernels: StreamKernels, weights: ExpertsWeights, load_X: torch.Tensor | None) -> None:
         self.then: TritonAttention | TritonLayerEmbedding | None = None
-        self.begin = NormedInput(weights.input_norm, None)
+        self.begin = NormedInput(weights.input_norm, None, norms_one_row=weights.router_norm is None)
         self._kernels, self._weights = kernels, weights
         shared = (
             None
@@ -226,11 +241,19 @@ class TritonExperts:
             )
         )
         self._experts = ExpertKernels(weights, kernels.workspace, shared, kernels.eps, load_X)
+        alone = (weights.shared, weights.sum_norm, weights.output_norm, weights.scalar) == (None,) * 4
+        self._adds_row = alone and not isinstance(weights.down.weight.operand, Grouped)
 
     def __call__(self, stream: Stream) -> Stream:
         kernels, weights, hidden_TE = self._kernels, self._weights, stream.hidden_TE
         then = None if self.then is None else self.then.begin
-        self._experts.run(hidden_TE, stream.normed, stream.num_rows)
+        norm = None
+        if self.begin.norm_E is not None and self.begin.norms_inside(len(hidden_TE)):
+            norm = self.begin.norm_E, kernels.eps, kernels.normed_memory(stream)
+            if self._adds_row:
+                self._experts.add_row(hidden_TE, norm, stream.num_rows, kernels.factors.residual)
+                return kernels.begin(stream, then)
+        self._experts.run(hidden_TE, stream.normed, stream.num_rows, norm)
         if weights.sum_norm is not None:
             added_TE, shared_TE = kernels.normed_memory(stream), self._experts.shared_memory(len(hidden_TE))
             self._experts.add(added_TE, stream.num_rows, added=False)
@@ -309,6 +332,10 @@ class TritonKernels(StreamKernels):
         assert isinstance(embedding_VE, torch.Tensor)
         return TritonEmbedding(self, embedding_VE)
 
+    def input(self, embedding_VE: Embedding, weights: InputWeights) -> TritonInput:
+        assert isinstance(embedding_VE, torch.Tensor)
+        return TritonInput(self, embedding_VE, weights)
+
     def features(self, weights: FeatureWeights) -> TritonFeatures:
         return TritonFeatures(self, weights)
 
@@ -332,6 +359,30 @@ class TritonKernels(StreamKernels):
 
     def head(self, norm_E: torch.Tensor | None, linear: Linear) -> TritonHead:
         return TritonHead(self, norm_E, self.bind(linear))
+
+    def pool(
+        self, hidden_TE: torch.Tensor, norm_E: torch.Tensor | None, query_start_loc: torch.Tensor | None, pooling: str
+    ) -> torch.Tensor:
+        """Return the normed rows of all tokens, or a row of each prompt; see `KernelSet.pool`."""
+        num_tokens, width = hidden_TE.shape
+        if query_start_loc is not None and pooling in ("first", "last"):
+            ends = query_start_loc[:-1] if pooling == "first" else query_start_loc[1:] - 1
+            out_RE = hidden_TE.new_empty(len(ends), width)
+            self.take_rows(hidden_TE, ends.clamp(0, num_tokens - 1), norm_E, out_RE)
+            return out_RE.float()
+        rows_TE = hidden_TE
+        if norm_E is not None:
+            rows_TE = self.workspace.normed_TE[:num_tokens]
+            self.take_rows(hidden_TE, None, norm_E, rows_TE)
+        if query_start_loc is None or pooling == "all":
+            return rows_TE.float()
+        out_RE = torch.empty(len(query_start_loc) - 1, width, dtype=torch.float32, device=hidden_TE.device)
+        encoder_rows.mean_rows(rows_TE, query_start_loc, out_RE)
+        return out_RE
+
+    def keep_pooled(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return a copy of the rows in the workspace."""
+        return self.workspace.pooled[: len(rows)].copy_(rows)
 
     def leaves_rows_out(self, num_tokens: int, num_kept: int) -> bool:
         """Return True if the last layer computes only the rows that need logits.

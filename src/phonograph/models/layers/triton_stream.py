@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from phonograph.kernels.fp8_activations import Rows
-from phonograph.kernels.triton.elementwise import layers
+from phonograph.kernels.triton.elementwise import encoder_rows, layers
 from phonograph.kernels.triton.gemm.bound_product import BoundProduct
 from phonograph.kernels.triton.gemm.product import DeferredNorm, NextNorm, Norm
 from phonograph.kernels.triton.gemm.product_plan import GemmDevice
@@ -29,15 +29,20 @@ from phonograph.models.layers.workspace import Workspace
 class NormedInput(NamedTuple):
     """Beginning of a part: the norm of the stream, or None, and the product that reads the normed rows.
 
-    Without a product, the part reads rows in the model's type, normed before.
+    Without a product, the part reads rows in the model's type, normed before, but for a single row if `norms_one_row`.
     """
 
     norm_E: torch.Tensor | None
     product: BoundProduct | None
+    norms_one_row: bool = False
 
     def norms_inside(self, num_rows: int) -> bool:
-        """Return True if the product norms its rows itself."""
-        return self.product is not None and self.product.plan(num_rows).norms_inside
+        """Return True if the product norms its rows itself. None has layer norms."""
+        if self.norm_E is not None and self.norm_E.ndim == 2:
+            return False
+        if self.product is None:
+            return self.norms_one_row and num_rows == 1
+        return self.product.plan(num_rows).norms_inside
 
 
 class StreamKernels:
@@ -83,6 +88,10 @@ class StreamKernels:
             batch_invariant=self.batch_invariant,
         )
 
+    def gathered(self, logits_NP: torch.Tensor) -> torch.Tensor:
+        """Return the logits: one rank has them all."""
+        return logits_NP
+
     def input_memory(self, product: BoundProduct | None, rows_TI: torch.Tensor) -> Rows:
         """Return the memory of a product's input: room for FP8 if it takes that, or `rows_TI`."""
         if product is None or not product.plan(len(rows_TI)).fp8_rows:
@@ -98,7 +107,9 @@ class StreamKernels:
         self, hidden_TE: torch.Tensor, rows_N: torch.Tensor | None, norm_E: torch.Tensor | None, out_NE: torch.Tensor
     ) -> None:
         """Write rows of the stream, or all of them, normed if there is a norm."""
-        if norm_E is not None and rows_N is not None:
+        if norm_E is not None and norm_E.ndim == 2:
+            encoder_rows.layer_norm(hidden_TE, norm_E, self.eps, out_NE, rows_N=rows_N)
+        elif norm_E is not None and rows_N is not None:
             layers.gather_and_norm(hidden_TE, rows_N, norm_E, self.eps, out_NE)
         elif norm_E is not None:
             layers.rms_norm(hidden_TE, norm_E, self.eps, out_NE)
@@ -106,6 +117,17 @@ class StreamKernels:
             layers.gather_rows(hidden_TE, rows_N, out_NE)
         else:
             out_NE.copy_(hidden_TE)
+
+    def keep_rows(
+        self, stream: Stream, mixed_TX: torch.Tensor, rows_P: torch.Tensor, num_kept: torch.Tensor | None
+    ) -> tuple[Stream, torch.Tensor]:
+        """Return these rows of the stream and of a mixer's output, in memory of its projection and of the norm."""
+        count, width = rows_P.shape[0], mixed_TX.shape[1]
+        mixed_PX = self.workspace.shared[: count * width].view(count, width)
+        hidden_PE = self.workspace.normed_TE[count : 2 * count]
+        layers.gather_rows(mixed_TX, rows_P, mixed_PX)
+        layers.gather_rows(stream.hidden_TE, rows_P, hidden_PE)
+        return Stream(hidden_PE, is_part=True, num_rows=num_kept), mixed_PX
 
     def fused_norm(self, stream: Stream, begin: NormedInput | None) -> tuple[torch.Tensor, float, torch.Tensor] | None:
         """Return weights, epsilon and memory of the next part's norm, if a kernel can compute it with a sum."""
@@ -132,6 +154,12 @@ class StreamKernels:
         """
         hidden_TE = stream.hidden_TE
         stream.norm, stream.normed = None, hidden_TE
+        if begin is not None and begin.norm_E is not None and begin.norm_E.ndim == 2:
+            stream.normed, kept_TE = self.normed_memory(stream), None if added_TE is None else hidden_TE
+            encoder_rows.layer_norm(
+                hidden_TE, begin.norm_E, self.eps, stream.normed, added_TE=added_TE, kept_TE=kept_TE
+            )
+            return stream
         if begin is None or begin.norm_E is None or begin.norms_inside(len(hidden_TE)):
             if added_TE is not None and added_norm_E is None and factor == 1 and scalar is None:
                 hidden_TE.add_(added_TE)
@@ -182,9 +210,14 @@ class StreamKernels:
     ) -> Stream:
         """Add a part's last product, normed if it has a norm, to the stream, and norm it for the part that follows.
 
-        The sum is multiplied by the scalar, if there is one.
+        The sum is multiplied by the scalar, if there is one. A layer norm is that of the sum (`NormKind.after_sum`).
         """
         hidden_TE = stream.hidden_TE
+        if norm_E is not None and norm_E.ndim == 2:
+            added_TE = self.normed_memory(stream)
+            product.store(x, added_TE)
+            encoder_rows.layer_norm(hidden_TE, norm_E, self.eps, hidden_TE, added_TE=added_TE)
+            return self.begin(stream, then)
         if norm_E is not None or self.factors.residual != 1 or scalar is not None:
             added_TE = self.normed_memory(stream)
             product.store(x, added_TE)
@@ -199,7 +232,7 @@ class StreamKernels:
 
     def _deferred_norm(self, num_rows: int, product: BoundProduct, then: NormedInput | None) -> DeferredNorm | None:
         """Return the memory of a norm that `product` begins and the next part's first product ends, or None."""
-        if then is None or then.norm_E is None or then.product is None:
+        if then is None or then.norm_E is None or then.norm_E.ndim == 2 or then.product is None:
             return None
         if not then.product.plan(num_rows).defers_norms:
             return None

@@ -38,6 +38,7 @@ class Workspace:
         fp8_rows: one product's activations in FP8; empty if there are no such products. So is `fp8_scales_T`.
         embeddings_TX: embeddings of the tokens in all layers; empty if there are none.
         routing: lists of experts (`ExpertLists`); empty if there are none.
+        pooled: float32 rows of a pooler, [N, F] or [T, F] of all tokens; empty if there is none.
         arrived: counters of programs that route, or None.
     """
 
@@ -53,6 +54,7 @@ class Workspace:
     fp8_scales_T: torch.Tensor
     embeddings_TX: torch.Tensor
     routing: torch.Tensor
+    pooled: torch.Tensor
     arrived: torch.Tensor | None
 
     @classmethod
@@ -85,6 +87,7 @@ class Workspace:
             fp8_scales_T=made["fp8_scales"].view(-1),
             embeddings_TX=made["embeddings"],
             routing=made["routing"].view(-1),
+            pooled=made["pooled"],
             arrived=ExpertLists.counters(num_tokens, device) if made["routing"].numel() else None,
         )
 
@@ -102,6 +105,7 @@ class Workspace:
         experts = [one for one in feed_forwards if isinstance(one, LayerExperts)]
         feed_forward = max(map(_feed_forward_width, feed_forwards))
         words = max((ExpertLists.num_words(num_tokens, one.routing) for one in experts), default=0)
+        num_rows = num_tokens if spec.pooler and spec.pooler.pooling == "all" else num_logits
         embedded = 0 if spec.layer_embeddings is None else spec.layer_embeddings.size
         written_out, fp8_inputs = quantized_sizes(spec, str(dtype).removeprefix("torch."), gemm_device)
         return {
@@ -109,12 +113,13 @@ class Workspace:
             "normed": (num_tokens, spec.hidden_size, dtype),
             "shared": (num_tokens, max(sum(_attention_widths(spec)), feed_forward, spec.hidden_size, embedded), dtype),
             "rows": (num_logits, spec.hidden_size, dtype),
-            "logits": (num_logits, spec.vocab_size, dtype),
+            "logits": (num_logits, 0 if spec.pooler else spec.vocab_size, dtype),
             "dequantized": (1, written_out, dtype),
             "fp8_rows": (num_tokens, fp8_inputs, torch.float8_e4m3fn),
             "fp8_scales": (num_tokens, min(fp8_inputs, 1), torch.float32),
             "embeddings": (num_tokens, spec.num_layers * embedded, dtype),
             "routing": (1, words, torch.float32),
+            "pooled": (num_rows, spec.num_outputs if spec.pooler else 0, torch.float32),
         }
 
     def attention_memory(self, num_tokens: int, widths: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:

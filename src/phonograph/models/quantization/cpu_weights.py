@@ -89,7 +89,7 @@ class CpuProducts:
         if self.int4 and not (values.is_fp8() or values.is_fp4()) and _packs(values.bits, values.group):
             packed = int4pack.pack(values, self.operator_rows, getattr(torch, self.tile_dtype), averaged=is_head)
             return Int4Weight(packed, weight.inputs, values.order_I)
-        return DenseWeight(_dequantized(weight, dtype)) if self.dequantize else weight
+        return DenseWeight(dequantized(weight, dtype)) if self.dequantize else weight
 
 
 def has_packed_form(scheme: Scheme, inputs: int) -> bool:
@@ -102,7 +102,7 @@ def _packs(bits: int, group: int) -> bool:
     return int4pack.column_group(bits, group) is not None
 
 
-def _dequantized(weight: GroupedWeight, dtype: torch.dtype) -> torch.Tensor:
+def dequantized(weight: GroupedWeight, dtype: torch.dtype) -> torch.Tensor:
     """Return [inputs, outputs], some outputs at a time."""
     inputs, outputs = weight.shape
     matrix_IO = torch.empty(inputs, outputs, dtype=dtype)

@@ -14,23 +14,25 @@ from typing import TypeVar
 
 import torch
 
-from phonograph.errors import WeightError
+from phonograph.errors import ConfigError, WeightError
 from phonograph.files.gguf_file import GgufFile, GgufTensor
 from phonograph.models.quantization.block_embedding import BlockEmbedding
-from phonograph.models.quantization.gguf_blocks import FLOATS, GgufBlocks, dequantize_rows
+from phonograph.models.quantization.gguf_blocks import BLOCK_TYPES, FLOATS, GgufBlocks, dequantize_rows
 from phonograph.models.quantization.scheme import QuantizedModule
 from phonograph.models.transformer import Transformer
 from phonograph.models.weights.gguf_config import INTERLEAVED, ROPE_FACTORS
 from phonograph.models.weights.gguf_experts import ExpertPiece, expert_modules, expert_pieces
 from phonograph.models.weights.gguf_names import gguf_name, hugging_face_name
+from phonograph.models.weights.rank_tensors import RankTensors
 from phonograph.models.weights.staging import Copies
+from phonograph.models.weights.tensor_parallel import SETTING
 
 _EMBEDDING = "model.embed_tokens.weight"
 _USED_ELSEWHERE = frozenset({ROPE_FACTORS})
 
 
-def load_gguf(model: Transformer, file: GgufFile, copies: Copies) -> None:
-    """Start copies of all tensors.
+def load_gguf(model: Transformer, file: GgufFile, copies: Copies, cuts: RankTensors | None = None) -> None:
+    """Start copies of all tensors, or of the parts of one rank.
 
     Raises:
         WeightError: a tensor that is not a bias is missing; a tensor is unexpected, or has another shape; a vector is
@@ -39,9 +41,13 @@ def load_gguf(model: Transformer, file: GgufFile, copies: Copies) -> None:
     pieces, of_experts = expert_pieces(model.spec.layers), expert_modules(model.spec.layers)
     modules = [module for module in model.quantized_modules() if module.name not in of_experts]
     architecture, half = str(file.values["general.architecture"]), model.spec.head_size // 2
+    if cuts is not None and pieces:
+        raise ConfigError(SETTING, cuts.num_ranks, "experts of a GGUF file have no rule for several ranks yet; 1 works")
     shapes = _without(model.spec.tensor_shapes(), of_experts)
     shapes |= {f"{module.name}.weight": (module.outputs, module.weight.shape[0]) for module in modules}
     shapes |= {name: piece.shape for name, piece in pieces.items()}
+    if cuts is not None:
+        shapes = {name: cuts.whole_sizes(name, shape) for name, shape in shapes.items()}
     tensors = {
         hugging_face_name(name, architecture): tensor
         for name, tensor in file.tensors.items()
@@ -76,16 +82,17 @@ def load_gguf(model: Transformer, file: GgufFile, copies: Copies) -> None:
             # A head of the same blocks is packed, and rows are looked up in the file.
             copies.run(partial(_keep_blocks, model, tensors[name]))
             continue
-        tensor, rows, interleaved = tensors[name], _rows(tensors[name]), _is_interleaved(name, file)
+        tensor, interleaved = tensors[name], _is_interleaved(name, file)
+        rows, into = _part(name, tensor, destination, cuts)
         if tensor.kind in FLOATS:
             if interleaved:
-                view = destination.unflatten(0, (-1, 2, half)).transpose(1, 2)
+                view = into.unflatten(0, (-1, 2, half)).transpose(1, 2)
                 copies.add(name, view, rows.unflatten(0, (-1, half, 2)))
             else:
-                copies.add(name, destination, rows)
+                copies.add(name, into, rows)
         else:
             copies.run(
-                partial(_dequantize, _shown(name, architecture), tensor, half if interleaved else 0, destination)
+                partial(_dequantize, _shown(name, architecture), tensor.kind, rows, half if interleaved else 0, into)
             )
     for name, piece in pieces.items():
         _load_piece(model, name, piece, tensors[name], copies)
@@ -94,7 +101,9 @@ def load_gguf(model: Transformer, file: GgufFile, copies: Copies) -> None:
         # A weight that a CPU converts is freed with its last part.
         module = modules.pop(0)
         name = f"{module.name}.weight"
-        copies.run(partial(_load, module, tensors[name], half if _is_interleaved(name, file) else 0))
+        rows = _rows(tensors[name])
+        rows = rows if cuts is None else cuts.of(name, rows)
+        copies.run(partial(_load, module, rows, half if _is_interleaved(name, file) else 0))
         _release(model, file)
 
 
@@ -169,6 +178,16 @@ def _rows(tensor: GgufTensor) -> torch.Tensor:
     return rows.view(torch.bfloat16) if tensor.kind == "BF16" else rows
 
 
+def _part(
+    name: str, tensor: GgufTensor, destination: torch.Tensor, cuts: RankTensors | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rows of a tensor that a rank has, and their destination."""
+    rows = _rows(tensor)
+    if cuts is None:
+        return rows, destination
+    return cuts.fitted(name, rows, destination, 1 if tensor.kind in FLOATS else BLOCK_TYPES[tensor.kind].inputs)
+
+
 def _in_halves(rows: torch.Tensor, half: int) -> torch.Tensor:
     """Return interleaved rows of heads in the order of transformers; `half` is 0 for rows that are not interleaved."""
     return rows.unflatten(0, (-1, half, 2)).transpose(1, 2).flatten(0, 2) if half else rows
@@ -183,12 +202,12 @@ def _keep_blocks(model: Transformer, tensor: GgufTensor) -> None:
     model.keep_embedding_blocks(BlockEmbedding(_rows(tensor), tensor.kind, model.dtype))
 
 
-def _dequantize(name: str, tensor: GgufTensor, half: int, destination: torch.Tensor) -> None:
-    dequantize_rows(name, tensor.kind, _in_halves(_rows(tensor), half), destination)
+def _dequantize(name: str, kind: str, rows: torch.Tensor, half: int, destination: torch.Tensor) -> None:
+    dequantize_rows(name, kind, _in_halves(rows, half), destination)
 
 
-def _load(module: QuantizedModule, tensor: GgufTensor, half: int) -> None:
-    module.load({"weight": _in_halves(_rows(tensor), half)})
+def _load(module: QuantizedModule, rows: torch.Tensor, half: int) -> None:
+    module.load({"weight": _in_halves(rows, half)})
 
 
 def _shown(name: str, architecture: str) -> str:

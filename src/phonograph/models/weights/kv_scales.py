@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -93,6 +94,12 @@ class KVScales:
                 absent = sorted(needed - scales.keys())
                 problem = f"none for the {name} of layer {absent[0]}" if absent else f"some for layer {max(scales)}"
                 raise WeightError(f"the checkpoint has scales of an FP8 KV cache, but {problem}; it is incomplete")
+
+    def keep(self, heads: Callable[[int], slice]) -> None:
+        """Keep the scales of some KV heads of each layer only."""
+        for scales in (self.keys, self.values, self.queries):
+            for layer, scale in scales.items():
+                scales[layer] = scale[heads(layer)].contiguous()
 
 
 def is_kv_scale(name: str) -> bool:

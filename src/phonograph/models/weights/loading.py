@@ -26,7 +26,9 @@ from phonograph.models.transformer import Transformer
 from phonograph.models.weights.file_format import match_experts, match_format
 from phonograph.models.weights.gguf_tensors import load_gguf, num_copies
 from phonograph.models.weights.kv_scales import is_kv_scale, is_unused_scale
+from phonograph.models.weights.rank_tensors import RankTensors
 from phonograph.models.weights.staging import Copies
+from phonograph.models.weights.tensor_parallel import cut_model
 from phonograph.models.weights.tied_embeddings import match_tied_embeddings
 from phonograph.models.wrapper import is_norm, skipped_note
 
@@ -70,6 +72,7 @@ def begin_loading(
     download_dir: str | None = None,
     cpu_products: CpuProducts | None = None,
     make_empty: Callable[..., torch.Tensor] = torch.empty,
+    rank: tuple[int, int] = (0, 1),
 ) -> Generator[Loading]:
     """Yield a model from a local folder or GGUF file, a hub id or "demo".
 
@@ -88,12 +91,13 @@ def begin_loading(
         download_dir: folder of downloads; default: the hub's cache.
         cpu_products: form that quantized weights take after loading; None leaves them in groups.
         make_empty: allocates the weights; called as `torch.empty`.
+        rank: number of this rank and of all ranks, each of which has a part of the model.
 
     Raises:
         WeightError: a file is missing, truncated or corrupt; a tensor is missing, unexpected, or of another shape or
             type.
         ModelError: there is no such model.
-        ConfigError: the load format is unknown, or not that of the file.
+        ConfigError: the load format is unknown, or not that of the file; or the model cannot be cut.
     """
     if load_format not in ("auto", "safetensors", "dummy"):
         raise ConfigError("load_format", load_format, "must be auto, safetensors or dummy")
@@ -102,9 +106,12 @@ def begin_loading(
     if load_format == "safetensors" and location is not None and is_gguf(location):
         raise ConfigError("load_format", load_format, f"{location} is a GGUF file, which auto reads")
     files = {} if location is None else weight_files(location)
+    if location is not None and spec.pooler is not None:
+        files |= {location / one.folder / "model.safetensors": [] for one in spec.pooler.stages if one.folder}
     known_notes = len(spec.notes)
-    spec, names = match_tied_embeddings(match_experts(match_format(spec, files), files), files)
-    notes = [*spec.notes[known_notes:]]
+    whole, names = match_tied_embeddings(match_experts(match_format(spec, files), files), files)
+    notes = [*whole.notes[known_notes:]]
+    spec, cuts = cut_model(whole, rank[1]), None if rank[1] == 1 else RankTensors(whole, *rank)
     with torch.inference_mode():
         model = Transformer(spec, dtype, device, make_empty)
     convert = None if cpu_products is None else partial(cpu_products.convert, dtype=dtype)
@@ -126,9 +133,9 @@ def begin_loading(
                 if convert is not None:
                     model.convert_drawn(convert)
             elif location is not None and is_gguf(location):
-                load_gguf(model, read_gguf(location), copies)
+                load_gguf(model, read_gguf(location), copies, cuts)
             else:
-                notes += _read(model, files, names, copies)
+                notes += _read(model, files, names, copies, whole, cuts)
 
         def finish() -> None:
             copies.finish()
@@ -185,15 +192,29 @@ def _read_index(path: Path) -> dict[str, str]:
     raise WeightError(f"{path} is not a usable index of weights: weight_map must name files of its own folder")
 
 
-def _read(model: Transformer, files: dict[Path, list[str]], names: dict[str, str], copies: Copies) -> list[str]:
+def _read(
+    model: Transformer,
+    files: dict[Path, list[str]],
+    names: dict[str, str],
+    copies: Copies,
+    whole: ModelSpec,
+    cuts: RankTensors | None,
+) -> list[str]:
     """Start copies of all tensors, and read the scales. Return notes on unused tensors.
 
-    `names` maps tensors to the names that they stand for.
+    `names` maps tensors to the names that they stand for, `whole` is the model in the files, and `cuts` are the parts
+    of its tensors in `model`, or None.
     """
-    shapes = model.spec.tensor_shapes()
+    shapes = whole.tensor_shapes()
+    # Modules of sentence-transformers have files in folders of their own.
+    stages = {one.spec.folder: one.spec.name for one in model.stages if one.spec.folder}
     destinations = model.destinations()
     modules = [(module, module.stored()) for module in model.quantized_modules()]
     packed = {module.tensor_name(end): stored for module, ends in modules for end, stored in ends.items()}
+    if cuts is not None:
+        packed = {name: stored._replace(shape=cuts.whole_shape(name, stored.shape)) for name, stored in packed.items()}
+        for one in cuts.dequantized:
+            packed |= {f"{one.module}.{end}": stored for end, stored in one.stored().items()}
     parts: dict[str, torch.Tensor] = {}
     written: dict[str, Path] = {}
     unused: list[str] = []
@@ -207,14 +228,15 @@ def _read(model: Transformer, files: dict[Path, list[str]], names: dict[str, str
                         if own_name == DRAFT_IDS[0]:
                             model.features.take_draft_ids(tensors.get_tensor(own_name), file)
                         continue
-                    text_name = model.spec.tensor_name(own_name)
+                    stage = stages.get(file.parent.name)
+                    text_name = own_name.replace("linear", stage) if stage else model.spec.tensor_name(own_name)
                     if text_name is None:
                         skipped.append(own_name)
                         continue
                     name = names.get(text_name, text_name)
                     if is_kv_scale(name):
                         tensor = cast("torch.Tensor", tensors.get_tensor(own_name))
-                        model.kv_scales.take(name, tensor, file, model.spec, model.device)
+                        model.kv_scales.take(name, tensor, file, whole, model.device)
                         continue
                     if name not in shapes and name not in packed:
                         # transformers ignores tensors that no part of the model takes. Tensors in the index belong to
@@ -230,7 +252,8 @@ def _read(model: Transformer, files: dict[Path, list[str]], names: dict[str, str
                     written[name] = file
                     if name in packed:
                         _check_packed(name, tensor, packed[name], file, model.spec)
-                        parts[name] = tensor.reshape(packed[name].shape)
+                        tensor = tensor.reshape(packed[name].shape)
+                        parts[name] = tensor if cuts is None else cuts.of(name, tensor)
                     else:
                         _check(name, tensor, shapes[name], file, model.spec)
                         if model.features is not None and bool(tensor[0].isnan().any()):
@@ -238,13 +261,17 @@ def _read(model: Transformer, files: dict[Path, list[str]], names: dict[str, str
                         if model.spec.norms.offset and is_norm(name):
                             tensor = tensor.float() + model.spec.norms.offset
                         destination = destinations[name]
+                        if cuts is not None:
+                            tensor, destination = cuts.fitted(name, tensor, destination)
                         if tensor.numel() == destination.numel():
                             # Outputs of stacked experts lie in another order in memory: a view has more dimensions.
-                            tensor = tensor.view(destination.shape)
+                            tensor = tensor.reshape(destination.shape)
                         copies.add(name, destination, tensor)
         except (SafetensorError, OSError) as error:
             raise WeightError(f"{file} is truncated or corrupt ({error}); download it again") from error
-    model.kv_scales.check(model.spec)
+    model.kv_scales.check(whole)
+    if cuts is not None:
+        model.kv_scales.keep(cuts.kv_heads)
     if model.features is not None:
         model.features.check_draft_ids(model.spec.vocab_size)
     expected = {name: list(shape) for name, shape in shapes.items()}
@@ -257,6 +284,9 @@ def _read(model: Transformer, files: dict[Path, list[str]], names: dict[str, str
             f"{f' ({INDEX_FILE} says {indexed[0]})' if indexed else ''}; missing are {_some(missing)}"
             f"{_stated(missing[0], model.spec)}"
         )
+    for one in () if cuts is None else cuts.dequantized:
+        own = {end: parts.pop(name) for end in one.stored() if (name := f"{one.module}.{end}") in parts}
+        copies.run(partial(one.load, own, destinations[f"{one.module}.weight"]))
     while modules:
         # A weight that a CPU converts is freed with its last part.
         module, ends = modules.pop(0)

@@ -50,6 +50,7 @@ class StepInFlight:
     def result(self) -> StepOutput:
         """Wait until the device has finished the step, and return its output."""
         output = self._sampled() if self.drafts is None else self._accepted(self.drafts)
+        output.attention_units = self.ring.units(self.ticket)
         if self.scores is not None:
             self.scores.take(output)
         return output

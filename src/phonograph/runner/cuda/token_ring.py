@@ -9,10 +9,18 @@ from phonograph.kernels.triton.step.pinned_words import copy_words
 
 
 class TokenRing:
-    """Holds the tokens of `depth` steps, `max_rows` tokens each. A row is overwritten `depth` sends later."""
+    """Holds the tokens of `depth` steps, `max_rows` tokens each. A row is overwritten `depth` sends later.
 
-    def __init__(self, *, depth: int, max_rows: int) -> None:
-        self._pinned = torch.zeros((depth, max_rows), dtype=torch.int32, pin_memory=True)
+    Args:
+        depth: steps.
+        max_rows: tokens of a step.
+        units: int32 [2], counts of a step that its tokens bring along; see `MetadataBuilder`. None for none.
+    """
+
+    def __init__(self, *, depth: int, max_rows: int, units: torch.Tensor | None = None) -> None:
+        self._units = units
+        num_words = max_rows + (0 if units is None else len(units))
+        self._pinned = torch.zeros((depth, num_words), dtype=torch.int32, pin_memory=True)
         self._rows = self._pinned.numpy()
         self._events = [torch.cuda.Event() for _ in range(depth)]
         self._sent = 0
@@ -22,7 +30,7 @@ class TokenRing:
         ticket = self._sent
         self._sent += 1
         place = ticket % len(self._events)
-        copy_words(tokens_N, self._pinned[place], tokens_N.shape[0])
+        copy_words(tokens_N, self._pinned[place], tokens_N.shape[0], more=self._units)
         self._events[place].record()
         return ticket
 
@@ -37,3 +45,7 @@ class TokenRing:
         place = ticket % len(self._events)
         self._events[place].synchronize()
         return self._rows[place]
+
+    def units(self, ticket: int) -> tuple[int, int]:
+        """Return the counts that came with tokens that were read; zeros if there are none."""
+        return (0, 0) if self._units is None else tuple(self._rows[ticket % len(self._events), -2:].tolist())

@@ -13,7 +13,7 @@ import torch
 from phonograph.core.batch import StepOutput
 from phonograph.runner.step_inputs import StepRows
 from phonograph.sampling.failures import SlotFailures
-from phonograph.sampling.logprobs import as_entries, score_tokens
+from phonograph.sampling.logprobs import as_entries, padded, score_listed, score_tokens
 from phonograph.sampling.sampler import Sampler
 
 
@@ -30,6 +30,8 @@ class TokenScores:
     def __init__(self, sampler: Sampler, rows: StepRows, logits_LV: torch.Tensor, masked: Sequence[int]) -> None:
         self._slots = rows.slots[rows.owners]
         self._tops = np.where(rows.samples, sampler.logprobs[rows.slots], -1)[rows.owners]
+        self._lists = sampler.lists[self._slots]
+        self._listed = sampler.listed
         self._chunk_rows = sampler.chunk_rows
         is_copied = np.isin(rows.owners, masked) & (self._tops >= 0)
         self._copied = np.flatnonzero(is_copied)
@@ -53,14 +55,19 @@ class TokenScores:
                 logits = self._copies[_to_device(np.searchsorted(self._copied, rows), logits_LV)]
             else:
                 logits = logits_LV[numbers]
-            found = score_tokens(logits, tokens, int(self._tops[rows].max()))
+            if self._lists[rows[0]]:
+                listed = padded([self._listed[slot] for slot in self._slots[rows].tolist()])
+                found = score_listed(logits, tokens, _to_device(listed, logits_LV))
+            else:
+                found = score_tokens(logits, tokens, int(self._tops[rows].max()))
             self._scores.append((rows, tuple(_to_host(one) for one in found)))
 
         slots: list[int] = self._slots.tolist()
-        for numbers in (self._in_place.tolist(), self._copied.tolist()):
-            for start in range(0, len(numbers), self._chunk_rows):
-                rows = numbers[start : start + self._chunk_rows]
-                failures.run_rows(rows, slots, "log-probabilities", score)
+        for group in (self._in_place, self._copied):
+            for numbers in (group[~self._lists[group]].tolist(), group[self._lists[group]].tolist()):
+                for start in range(0, len(numbers), self._chunk_rows):
+                    rows = numbers[start : start + self._chunk_rows]
+                    failures.run_rows(rows, slots, "log-probabilities", score)
 
     def take(self, output: StepOutput) -> None:
         """Add the scores to the output of the step, which the device has finished. Slots that failed get none."""

@@ -7,6 +7,7 @@ other groups do not use.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import cycle
 
 import torch
 
@@ -35,12 +36,12 @@ def allocate_kv_pool(
     Raises:
         MemoryLimitError: the device has too little memory.
     """
-    most = max(len(group.layers) for group in groups)
+    most = 1 if groups[0].step else max(len(group.layers) for group in groups)
     tensors = allocate_kv_caches(specs[0], num_layers=most, num_blocks=num_pages, device=device, make_empty=make_empty)
     return {
         layer: _view(tensor, specs[0], spec)
         for group, spec in zip(groups, specs, strict=True)
-        for layer, tensor in zip(group.layers, tensors, strict=False)
+        for layer, tensor in zip(group.layers, cycle(tensors) if group.step else tensors, strict=False)
     }
 
 

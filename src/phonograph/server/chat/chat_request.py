@@ -24,7 +24,8 @@ class ChatRequest:
     sampling:   sampling parameters by the engine's names, without `max_tokens`; also the form of the content
     max_tokens: maximum tokens of the answer; None is up to the context
     cuts:       a `max_tokens` that does not fit the context is reduced, not refused
-    truncate:   tokens of the prompt to keep, from its end; -1 keeps what fits, None all
+    truncate:   tokens of the prompt to keep; -1 keeps what fits, None all
+    keeps_first: keep its first tokens, not the last ones
     continues:  the answer continues the last message
     begins:     the prompt ends with the start of the answer; None is yes, unless it continues a message
     adds_special: the tokenizer adds special tokens to those of the chat template
@@ -38,6 +39,7 @@ class ChatRequest:
     max_tokens: int | None = None
     cuts: bool = False
     truncate: int | None = None
+    keeps_first: bool = False
     continues: bool = False
     begins: bool | None = None
     adds_special: bool = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from phonograph.config.base import nearest
 from phonograph.errors import shortened
@@ -17,21 +17,22 @@ MAX_STOP_LENGTH = 1024
 
 NO_EFFECT = frozenset(
     {
-        *("metadata", "prediction", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"),
-        *("service_tier", "store", "user"),
+        *("metadata", "prediction", "prompt_cache_key", "prompt_cache_retention", "return_token_offsets"),
+        *("safety_identifier", "service_tier", "session_id", "store", "user"),
     }
 )
-"""OpenAI fields that do not change the answer. They are accepted, and a header lists them."""
+"""Fields of OpenAI and vLLM that do not change the answer. They are accepted, and a header lists them."""
 
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
-    **dict.fromkeys(("audio", "chat_template", "documents"), ()),
+    **dict.fromkeys(("audio", "chat_template", "ec_transfer_params", "media_io_kwargs", "mm_payload"), ()),
     **dict.fromkeys(("functions", "guided_decoding_backend", "kv_transfer_params", "logits_processors"), ()),
-    **dict.fromkeys(("logprob_token_ids", "mm_processor_kwargs", "prompt_embeds", "prompt_logprob_token_ids"), ()),
-    **dict.fromkeys(("routed_experts_prompt_start", "thinking_token_budget", "truncation_side", "use_beam_search"), ()),
-    **dict.fromkeys(("vllm_xargs", "web_search_options"), ()),
+    **dict.fromkeys(("mm_processor_kwargs", "prompt_embeds", "prompt_logprob_token_ids", "repetition_detection"), ()),
+    **dict.fromkeys(("return_mm_kwargs", "return_prompt_text", "return_weight_versions"), ()),
+    **dict.fromkeys(("use_beam_search", "vllm_xargs", "watermarking", "web_search_options"), ()),
     **dict.fromkeys(("function_call", "reasoning_effort"), ("none",)),
     **dict.fromkeys(("include_reasoning", "spaces_between_special_tokens"), (True,)),
-    **{"length_penalty": (1,), "modalities": (["text"],), "suffix": ("",), "verbosity": ("medium",)},
+    **{"length_penalty": (1,), "modalities": (["text"],), "routed_experts_prompt_start": (0,), "stream_interval": (1,)},
+    **{"suffix": ("",), "thinking_token_budget": (-1,), "verbosity": ("medium",)},
 }
 """Fields of OpenAI or vLLM that are not served, with neutral values. Null, false, [] and {} are always neutral."""
 
@@ -184,7 +185,15 @@ Choices = Annotated[
     _list_of(str, "must be a list of texts"),
     WithJsonSchema({"type": "array", "items": {"type": "string"}, "minItems": 1}),
 ]
+Budget = Annotated[int | None, AfterValidator(lambda value: None if value == -1 else value)]
+"""Maximum of tokens; -1 is none, as null."""
+CacheSalt = Annotated[str, Field(min_length=1, max_length=128)]
 TokenIds = Annotated[list[Any], _list_of(int, "must be a list of token ids"), WithJsonSchema(_IDS)]
+Documents = Annotated[
+    list[Any],
+    _list_of(dict, "must be a list of objects"),
+    WithJsonSchema({"type": "array", "items": {"type": "object"}}),
+]
 Messages = Annotated[
     list[Any],
     _list_of(dict, "must be a list of one message or more, each an object", least=1),

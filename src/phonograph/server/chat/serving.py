@@ -166,10 +166,10 @@ class Serving:
         prompts: Sequence[str | list[int]],
         *,
         add_special_tokens: bool,
-        keep: int | None = None,
+        keep: slice | None = None,
         gone: threading.Event | None = None,
     ) -> list[list[int]]:
-        """Return the token ids of prompts, or their last `keep` ones. Prompts that are token ids stay unchanged.
+        """Return the token ids of prompts, or those of them that `keep` takes. Prompts may be token ids already.
 
         When `gone` is set, because the client has disconnected, the remaining prompts are skipped.
 
@@ -191,7 +191,7 @@ class Serving:
                 token_ids = self.encode_text(prompt, add_special_tokens=add_special_tokens, cuts=keep is not None)
             else:
                 token_ids = prompt
-            found.append(token_ids if keep is None else token_ids[-keep:])
+            found.append(token_ids if keep is None else token_ids[keep])
             num_ids += len(found[-1])
             if num_ids > self.config.max_request_token_ids:
                 limit = f"{self.config.max_request_token_ids} (max_request_token_ids)"
@@ -232,12 +232,13 @@ class Serving:
         self._check_length(field, len(token_ids), most)
         return token_ids
 
-    def kept_tokens(self, truncate: int | None, max_tokens: int | None) -> int | None:
-        """Return how many of the last tokens of a prompt stay; None is all.
+    def kept_tokens(self, truncate: int | None, max_tokens: int | None, *, first: bool) -> slice | None:
+        """Return which tokens of a prompt stay; None is all.
 
         Args:
             truncate: `truncate_prompt_tokens`; -1 leaves room for `max_tokens` in the context.
             max_tokens: tokens to generate; None is one at least.
+            first: the first tokens stay, not the last ones.
 
         Raises:
             ApiError: the number is out of range.
@@ -246,7 +247,10 @@ class Serving:
         if truncate is not None and (truncate < -1 or truncate == 0 or truncate > context):
             problem = f"truncate_prompt_tokens={truncate} must be 1 to {context} (max_model_len), or -1 for what fits"
             raise invalid("truncate_prompt_tokens", problem)
-        return max(context - (max_tokens or 1), 1) if truncate == -1 else truncate
+        if truncate is None:
+            return None
+        num_kept = max(context - (max_tokens or 1), 1) if truncate == -1 else truncate
+        return slice(num_kept) if first else slice(-num_kept, None)
 
     def _encode(self, field: str, text: str, add_special_tokens: bool) -> list[int]:
         try:
@@ -264,16 +268,16 @@ class Serving:
     def encode_chat(self, request: ChatRequest, *, whole_context: bool = True) -> list[int]:
         """Return the token ids of a request's conversation, with its tools in the prompt; see `encode_text`.
 
-        By default it ends with the start of the assistant's answer, unless the last message continues. If the request
-        truncates its prompt, these are the last tokens.
+        By default it ends with the start of the assistant's answer, unless the last message continues. A request may
+        truncate its prompt.
 
         Raises:
             ApiError: the messages are too long.
             RequestError: the chat template rejects them.
         """
-        keep = self.kept_tokens(request.truncate, request.max_tokens)
+        keep = self.kept_tokens(request.truncate, request.max_tokens, first=request.keeps_first)
         token_ids = self._encode_chat(request, whole_context=whole_context, cuts=keep is not None)
-        return token_ids if keep is None else token_ids[-keep:]
+        return token_ids if keep is None else token_ids[keep]
 
     def _encode_chat(self, request: ChatRequest, *, whole_context: bool, cuts: bool) -> list[int]:
         tools = None if request.tools is None else request.tools.tools

@@ -33,8 +33,8 @@ class Thinking:
     shown:     False leaves the reasoning out of the answer
     budget:    maximum tokens of reasoning
     variables: variables of the chat template
-    names:     names of `reasoning_effort`, `thinking_token_budget` and `include_reasoning` in the request, where they
-        differ
+    names:     names of `reasoning_effort`, `thinking_token_budget`, `include_reasoning` and variables in the request,
+        where they differ
     needed:    a budget for a model without reasoning is an error
     """
 
@@ -68,7 +68,7 @@ def template_options(
     ignored: list[str] = []
     if variables is not None:
         unread = [name for name in options if name not in variables]
-        ignored += (f"chat_template_kwargs.{name[:_SHOWN]}" for name in unread[:_MOST_NAMES])
+        ignored += (thinking.name(f"chat_template_kwargs.{name[:_SHOWN]}") for name in unread[:_MOST_NAMES])
         if len(unread) > _MOST_NAMES:
             ignored.append(f"{len(unread) - _MOST_NAMES} more of chat_template_kwargs")
     known = variables or frozenset()
@@ -135,8 +135,10 @@ def with_formats(
     Raises:
         RequestError: the budget is out of range.
     """
-    values: dict[str, Any] = {"shown_token_ids": tuple(_markers(formats, tokenizer))}
     form = formats.reasoning
+    if form is None and formats.tools is None:
+        return params
+    values: dict[str, Any] = {"shown_token_ids": tuple(_markers(formats, tokenizer))}
     if form is not None and opening is not Opening.OUTSIDE:
         values["reasoning_end_token_ids"] = (form.end_id,)
         values["thinking_token_budget"] = budget

@@ -34,6 +34,8 @@ LIMITS = {
     "stop_token_ids": "max_request_stop_token_ids",
     "bad_words": "max_request_stop_token_ids",
     "allowed_token_ids": "max_request_token_ids",
+    "logprob_token_ids": "max_request_token_ids",
+    "documents": "max_request_messages",
     "logit_bias": "max_request_biases",
     "tokens": "max_request_token_ids",
 }

@@ -20,7 +20,7 @@ from phonograph.config.engine_config import EngineConfig
 from phonograph.config.server_config import ServerConfig
 from phonograph.engine.async_llm import AsyncLLM
 from phonograph.engine.process.client import StartProgress
-from phonograph.engine.process.process_client import ProcessClient
+from phonograph.engine.process.process_client import start_processes
 from phonograph.errors import ModelError, RequestError
 from phonograph.server.chat.harmony import load_harmony
 from phonograph.server.chat.serving import Serving
@@ -104,9 +104,9 @@ def checked_template(engine: EngineConfig, server: ServerConfig) -> str | None:
 async def started_server(
     engine_config: EngineConfig, config: ServerConfig, template: str | None, progress: StartProgress
 ) -> AsyncGenerator[Serving]:
-    """Start an engine in a process of its own, and yield what answers requests with it."""
+    """Start an engine in a process of its own, or several, and yield what answers requests with it."""
     defaults = await asyncio.to_thread(sampling_defaults, engine_config, config)
-    client = partial(ProcessClient, log_settings=engine_logging(config))
+    client = partial(start_processes, log_settings=engine_logging(config))
     async with AsyncLLM(config=engine_config, client=client, progress=progress) as engine:
         harmony = None
         if config.chat_format == "harmony":

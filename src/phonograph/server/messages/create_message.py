@@ -31,7 +31,7 @@ async def create_message(body: MessageBody, request: Request) -> Response:
     headers = serving.admit(body)
     chat = await serving.prepare(request, lambda _: prepared_chat(serving, message_request(body)))
     streams = bool(body.stream)
-    call = serving.open(request, [chat.prompt], chat.params, streams=streams)
+    call = serving.open(request, [chat.prompt], chat.params, streams=streams, cache_salt=body.cache_salt)
     parts = ChatParts(call, serving.formats, serving.harmony, chat.tools, chat.opening)
     writer = MessageWriter(
         f"msg_{REQUEST_ID.get() or uuid.uuid4().hex}",

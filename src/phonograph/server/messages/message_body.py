@@ -8,7 +8,7 @@ from typing import Any, ClassVar, cast
 from phonograph.core.structured_outputs import StructuredOutputs
 from phonograph.errors import RequestError, quoted
 from phonograph.server.chat.chat_request import ChatRequest
-from phonograph.server.chat.fields import Body, Messages, Stops
+from phonograph.server.chat.fields import Body, CacheSalt, Messages, Stops
 from phonograph.server.chat.thinking import Thinking
 from phonograph.server.chat.tools import ToolChoice, chosen_tools, function_tool
 from phonograph.server.http.api_errors import api_error, invalid
@@ -46,6 +46,7 @@ class CountBody(Body):
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
     cache_control: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
     def check(self) -> list[str]:
         ignored = super().check()
@@ -86,6 +87,7 @@ class CountBody(Body):
             enabled=enabled,
             shown=thinking.get("display") != "omitted",
             budget=thinking.get("budget_tokens") if kind == "enabled" else None,
+            variables=self.chat_template_kwargs or {},
             names=_NAMES,
             needed=False,
         )
@@ -105,6 +107,7 @@ class MessageBody(CountBody):
     top_k: int | None = None
     stop_sequences: Stops | None = None
     stream: bool | None = None
+    cache_salt: CacheSalt | None = None
 
 
 def message_request(body: CountBody) -> ChatRequest:

@@ -53,7 +53,9 @@ async def graphs(
         "kv_groups": [asdict(group) for group in facts.kv_groups],
         "notes": [*facts.notes, *serving.formats.notes],
         "engine": {**_engine(engine), "errors": {"refused": errors.refused, "failed": errors.failed}},
+        "engines": _members(engine),
         "decisions": [_tally(tally) for tally in log.tallies],
+        "attention_units": {"shared": log.shared_units, "own": log.own_units},
         "num_steps": log.num_steps,
         "steps": [_step(number, step, log.epoch_offset) for number, step in log.since(after, last)],
     }
@@ -86,12 +88,38 @@ def _engine(engine: AsyncLLM) -> dict[str, Any]:
     }
 
 
+def _members(engine: AsyncLLM) -> list[dict[str, Any]]:
+    """Return the state of each of several engines; empty for one."""
+    if engine.engines is None:
+        return []
+    members = []
+    for rank, member in enumerate(engine.engines.members):
+        assert member.stats is not None, "the engines have started"
+        routed = {reason: count for (to, reason), count in engine.engines.router.counts.items() if to == rank}
+        members.append(
+            {
+                "engine": rank,
+                "up": member.up,
+                "restarts": member.num_restarts,
+                "running": member.stats.num_running,
+                "waiting": member.stats.num_waiting,
+                "kv_blocks_used": member.stats.blocks_used,
+                "kv_blocks": member.stats.num_blocks,
+                "prefix_queries": member.stats.prefix_queries,
+                "prefix_hits": member.stats.prefix_hits,
+                "routed": routed,
+            }
+        )
+    return members
+
+
 def _latency(histogram: Histogram) -> dict[str, float]:
     return {"count": histogram.count, "seconds": histogram.total}
 
 
 def _tally(tally: StepTally) -> dict[str, Any]:
     return {
+        "engine": tally.engine,
         "mode": tally.mode,
         "kind": tally.kind,
         "cause": tally.cause,
@@ -118,4 +146,5 @@ def _step(number: int, step: StepRecord, epoch_offset: float) -> dict[str, Any]:
         "graph_slots": step.graph_slots,
         "padded_tokens": step.graph_tokens - step.num_tokens,
         "reason": step.reason,
+        "attention_units": {"shared": step.shared_units, "own": step.own_units},
     }

@@ -5,7 +5,7 @@ Metrics that vLLM has too have its names, so that its dashboards work. The other
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeVar
 
 from fastapi import APIRouter, Request
@@ -15,12 +15,13 @@ from prometheus_client.registry import Collector
 from starlette.responses import Response
 
 from phonograph.core.request import FinishReason
-from phonograph.engine.async_llm import AsyncLLM
+from phonograph.engine.async_llm import AsyncLLM, SchedulerStats
 
 router = APIRouter()
 
 Family = TypeVar("Family", CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily)
-STEP_LABELS = ("mode", "kind", "reason")
+Numbers = TypeVar("Numbers", CounterMetricFamily, GaugeMetricFamily)
+STEP_LABELS = ("engine", "mode", "kind", "reason")
 
 
 @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
@@ -50,48 +51,66 @@ class EngineCollector(Collector):
         yield from self._histograms()
         yield from self._steps()
         yield from self._experts()
+        yield from self._pool()
+
+    @property
+    def _stats(self) -> dict[str, SchedulerStats]:
+        """Statistics of each engine."""
+        pool = self._engine.engines
+        if pool is None:
+            return {"0": self._engine.stats}
+        return {str(rank): one.stats for rank, one in enumerate(pool.members) if one.stats is not None}
 
     def _scheduler(self) -> Iterator[Metric]:
-        stats = self._engine.stats
-        yield self._gauge("vllm:num_requests_running", "Running requests.", stats.num_running)
-        waiting = {"capacity": stats.num_waiting, "deferred": stats.num_deferred}
-        yield self._gauge("vllm:num_requests_waiting", "Queued requests.", sum(waiting.values()))
-        yield self._by_label(
+        yield self._gauges("vllm:num_requests_running", "Running requests.", lambda stats: stats.num_running)
+        yield self._gauges(
+            "vllm:num_requests_waiting", "Queued requests.", lambda stats: stats.num_waiting + stats.num_deferred
+        )
+        yield self._by_engine(
             GaugeMetricFamily,
             "vllm:num_requests_waiting_by_reason",
             "Queued requests: capacity waits for a slot or blocks, deferred for a grammar.",
+            lambda stats: {"capacity": stats.num_waiting, "deferred": stats.num_deferred},
             "reason",
-            waiting,
         )
-        yield self._gauge(
+        yield self._gauges(
             "vllm:kv_cache_usage_perc",
             "Used fraction of the KV cache, 0 to 1.",
-            stats.blocks_used / stats.num_blocks,
+            lambda stats: stats.blocks_used / stats.num_blocks,
         )
-        yield self._counter(
-            "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_queries
+        yield self._counters(
+            "vllm:prefix_cache_queries",
+            "Prompt tokens looked up in the prefix cache.",
+            lambda stats: stats.prefix_queries,
         )
-        yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_hits)
-        drafts = stats.drafts
-        yield self._counter("vllm:spec_decode_num_drafts", "Decodes that verified drafts.", drafts.decodes)
-        yield self._counter("vllm:spec_decode_num_draft_tokens", "Drafts that were verified.", drafts.verified)
-        yield self._counter("vllm:spec_decode_num_accepted_tokens", "Drafts that were kept.", drafts.accepted)
-        yield self._by_label(
+        yield self._counters(
+            "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda stats: stats.prefix_hits
+        )
+        yield self._counters(
+            "vllm:spec_decode_num_drafts", "Decodes that verified drafts.", lambda stats: stats.drafts.decodes
+        )
+        yield self._counters(
+            "vllm:spec_decode_num_draft_tokens", "Drafts that were verified.", lambda stats: stats.drafts.verified
+        )
+        yield self._counters(
+            "vllm:spec_decode_num_accepted_tokens", "Drafts that were kept.", lambda stats: stats.drafts.accepted
+        )
+        yield self._counters("vllm:num_preemptions", "Preempted requests.", lambda stats: stats.num_preemptions)
+        yield self._by_engine(
             CounterMetricFamily,
             "vllm:spec_decode_num_accepted_tokens_per_pos",
             "Drafts that were kept, by position; the first draft has position 0.",
+            lambda stats: {str(place): count for place, count in enumerate(stats.drafts.accepted_by_position)},
             "position",
-            {str(position): count for position, count in enumerate(drafts.accepted_by_position)},
         )
-        yield self._by_label(
+        yield self._by_engine(
             CounterMetricFamily,
             "phonograph:draft_choices",
             "Steps of decodes by the reason for the number of their drafts; with speculation only.",
+            lambda stats: dict(stats.drafts.choices),
             "reason",
-            dict(drafts.choices),
         )
-        yield self._counter("vllm:num_preemptions", "Preempted requests.", stats.num_preemptions)
-        yield self._cache_config(stats.num_blocks)
+        yield self._cache_config()
         level = self._engine.sleep_level
         yield self._by_label(
             GaugeMetricFamily,
@@ -101,21 +120,43 @@ class EngineCollector(Collector):
             {name: int(level == place) for place, name in enumerate(("awake", "weights_offloaded", "discard_all"))},
         )
 
-    def _cache_config(self, num_blocks: int) -> Metric:
+    def _cache_config(self) -> Metric:
         """Return the settings of the KV cache as labels, with the value 1."""
         config = self._engine.config
         names = ("gpu_memory_utilization", "kv_cache_memory_bytes", "enable_prefix_caching")
         facts = {
             "block_size": self._engine.facts.block_size,
             "cache_dtype": config.kv_cache_dtype,
-            "num_gpu_blocks": num_blocks,
             **{name: getattr(config, name) for name in names},
         }
+        labels = ("engine", "num_gpu_blocks", *facts)
         family = self._family(
-            GaugeMetricFamily, "vllm:cache_config_info", "Settings of the KV cache, as labels.", *facts
+            GaugeMetricFamily, "vllm:cache_config_info", "Settings of the KV cache, as labels.", *labels
         )
-        family.add_metric([self._model_name, *map(str, facts.values())], 1)
+        for engine, stats in self._stats.items():
+            family.add_metric([self._model_name, engine, str(stats.num_blocks), *map(str, facts.values())], 1)
         return family
+
+    def _pool(self) -> Iterator[Metric]:
+        """Yield what there is of several engines only."""
+        pool = self._engine.engines
+        if pool is None:
+            return
+        restarts = self._family(
+            CounterMetricFamily, "phonograph:engine_restarts", "Starts of an engine after it had ended.", "engine"
+        )
+        for rank, member in enumerate(pool.members):
+            restarts.add_metric([self._model_name, str(rank)], member.num_restarts)
+        routed = self._family(
+            CounterMetricFamily,
+            "phonograph:routed_prompts",
+            "Prompts by engine and the reason for it; with several engines only.",
+            "engine",
+            "reason",
+        )
+        for (rank, reason), count in pool.router.counts.items():
+            routed.add_metric([self._model_name, str(rank), reason], count)
+        yield from (restarts, routed)
 
     def _requests(self) -> Iterator[Metric]:
         log = self._engine.requests
@@ -186,19 +227,31 @@ class EngineCollector(Collector):
             *STEP_LABELS,
         )
         for tally in log.tallies:
-            values = [self._model_name, tally.mode, tally.kind, tally.cause]
+            values = [self._model_name, str(tally.engine), tally.mode, tally.kind, tally.cause]
             steps.add_metric(values, tally.num_steps)
             tokens.add_metric(values, tally.num_tokens)
             padded.add_metric(values, tally.num_padded)
             seconds.add_metric(values, tally.seconds.buckets(), sum_value=tally.seconds.total)
         yield from (steps, tokens, padded, seconds)
+        yield self._by_label(
+            CounterMetricFamily,
+            "phonograph:attention_units",
+            "Units of attention of short queries in a layer: of prefixes that sequences share, and own ones; 0 where "
+            "the backend shares none.",
+            "kind",
+            {"shared": log.shared_units, "own": log.own_units},
+        )
         num_graphs = len(facts.captures.largest_first())
         yield self._gauge("phonograph:graphs", "Captured graphs.", num_graphs)
         num_retries = len(facts.capture_retries)
         yield self._gauge("phonograph:graph_capture_retries", "Graphs captured at the second attempt.", num_retries)
         yield self._gauge("phonograph:graph_memory_bytes", "Memory of the graphs in bytes.", facts.graph_memory_bytes)
         yield self._gauge("phonograph:start_seconds", "Duration of the engine's start in seconds.", facts.start_seconds)
-        yield self._gauge("phonograph:engine_up", "1 while the engine runs.", int(self._engine.death is None))
+        up = self._family(GaugeMetricFamily, "phonograph:engine_up", "1 while the engine runs.", "engine")
+        pool, lives = self._engine.engines, self._engine.death is None
+        for rank, one in enumerate([lives] if pool is None else [member.up for member in pool.members]):
+            up.add_metric([self._model_name, str(rank)], int(one))
+        yield up
 
     def _experts(self) -> Iterator[Metric]:
         """Yield the load of experts, with `expert_load_metrics` only."""
@@ -232,6 +285,27 @@ class EngineCollector(Collector):
         for value, count in values.items():
             family.add_metric([self._model_name, value], count)
         return family
+
+    def _by_engine(
+        self,
+        kind: type[Numbers],
+        name: str,
+        text: str,
+        values: Callable[[SchedulerStats], Mapping[str, float]],
+        *labels: str,
+    ) -> Metric:
+        """Return a metric of each engine; without a label the only key of its values is empty."""
+        family = self._family(kind, name, text, "engine", *labels)
+        for engine, stats in self._stats.items():
+            for label, value in values(stats).items():
+                family.add_metric([self._model_name, engine, *([label] if labels else [])], value)
+        return family
+
+    def _gauges(self, name: str, text: str, value: Callable[[SchedulerStats], float]) -> Metric:
+        return self._by_engine(GaugeMetricFamily, name, text, lambda stats: {"": value(stats)})
+
+    def _counters(self, name: str, text: str, value: Callable[[SchedulerStats], float]) -> Metric:
+        return self._by_engine(CounterMetricFamily, name, text, lambda stats: {"": value(stats)})
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         return self._value(GaugeMetricFamily, name, text, value)

@@ -45,6 +45,29 @@ async def load(request: Request) -> dict[str, int]:
     return {"server_load": serving.engine.num_open}
 
 
+@router.get("/kv_event_sources")
+async def kv_event_sources(request: Request) -> list[dict[str, Any]]:
+    """Return where the events of the prefix cache are published, for routers: a list of vLLM's form, empty without.
+
+    An address that is bound to every interface is answered with the name by which the client has reached the server.
+    """
+    serving: Serving = request.app.state.serving
+    config = serving.engine.config
+    if config.kv_events is None:
+        return []
+    host = request.url.hostname or "127.0.0.1"
+    sources = [config.kv_events.of_engine(rank) for rank in range(config.data_parallel_size)]
+    return [
+        {
+            "data_parallel_rank": rank,
+            "endpoint": one.endpoint.replace("*", host),
+            "replay_endpoint": one.replay_endpoint and one.replay_endpoint.replace("*", host),
+            "topic": one.topic,
+        }
+        for rank, one in enumerate(sources)
+    ]
+
+
 @router.get("/server_info")
 async def server_info(request: Request) -> dict[str, Any]:
     """Return the settings of engine and server without keys, and the decisions of the start."""

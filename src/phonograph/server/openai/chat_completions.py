@@ -10,10 +10,12 @@ from starlette.responses import Response
 from phonograph.core.batch import TokenLogprobs
 from phonograph.engine.process.calls import Delta, Sample
 from phonograph.server.chat.chat_parts import ChatParts
+from phonograph.server.chat.conversation import read_messages
 from phonograph.server.chat.prepared_chat import prepared_chat
 from phonograph.server.chat.respond import respond
 from phonograph.server.chat.serving import Serving
 from phonograph.server.http.api_errors import invalid
+from phonograph.server.http.json_meter import JsonMeter
 from phonograph.server.http.json_route import JsonRoute
 from phonograph.server.observe.warning_header import with_no_effect
 from phonograph.server.openai.answers import ANSWERS, ChunkStream, answer_head, usage_of
@@ -60,6 +62,10 @@ class ChatAnswer:
         self._parts = parts
         self._body = body
         self._begun: set[int] = set()
+        self._echo = ""
+        if body.echo and body.messages[-1].get("role") == "assistant":
+            (last,) = read_messages(body.messages[-1:], JsonMeter(serving.config))
+            self._echo = last["content"] or ""
         self._keys = _KEYS.get(serving.config.reasoning_key, (serving.config.reasoning_key,))
 
     def whole(self) -> dict[str, Any]:
@@ -88,7 +94,7 @@ class ChatAnswer:
         choices: list[dict[str, Any]] = []
         if sample.index not in self._begun:
             self._begun.add(sample.index)
-            role = {"role": "assistant", "content": ""}
+            role = {"role": "assistant", "content": self._echo}
             choices.append({"index": sample.index, "delta": role, "logprobs": None, "finish_reason": None})
         found = self._parts.found(sample, delta)
         # Tokens without text, such as parts of a character, have chunks too: clients count and time chunks.
@@ -111,15 +117,17 @@ class ChatAnswer:
     def _rest(self, sample: Sample, positions: list[TokenLogprobs]) -> dict[str, Any]:
         logprobs = None
         if self._body.logprobs:
-            as_ids = bool(self._body.return_tokens_as_token_ids)
-            logprobs = {"content": chat_content(positions, self._serving.texts, as_ids=as_ids), "refusal": None}
+            as_ids, listed = bool(self._body.return_tokens_as_token_ids), bool(self._body.logprob_token_ids)
+            content = chat_content(positions, self._serving.texts, as_ids=as_ids, listed=listed)
+            logprobs = {"content": content, "refusal": None}
         reason: str | None = sample.finish_reason
         if reason == "stop" and self._parts.has_calls(sample):
             reason = "tool_calls"
         return {"logprobs": logprobs, "finish_reason": reason, "stop_reason": sample.stop_reason}
 
     def _message(self, sample: Sample) -> dict[str, Any]:
-        return self._keyed(message_of(self._parts.whole(sample), short_ids=self._parts.short_ids))
+        message = self._keyed(message_of(self._parts.whole(sample), short_ids=self._parts.short_ids))
+        return {**message, "content": self._echo + (message["content"] or "")} if self._echo else message
 
     def _keyed(self, parts: dict[str, Any]) -> dict[str, Any]:
         """Return the parts of a message or delta with their reasoning by the configured keys."""

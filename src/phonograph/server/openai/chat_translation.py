@@ -35,6 +35,8 @@ def chat_request(body: ChatBody, config: ServerConfig) -> ChatRequest:
         ),
         max_tokens=body.requested_tokens(),
         truncate=body.truncate_prompt_tokens,
+        keeps_first=body.truncation_side == "right",
+        adds_special=bool(body.add_special_tokens),
         continues=bool(body.continue_final_message),
         begins=body.add_generation_prompt,
         names=names,

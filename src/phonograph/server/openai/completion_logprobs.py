@@ -65,8 +65,8 @@ class CompletionLogprobs:
     ) -> dict[str, Any]:
         """Return the log-probabilities of tokens, with one position for each: None for the first token of a prompt.
 
-        At most `top` likely tokens are listed, of which positions may have more. `echoed` are the offsets of the
-        prompt's tokens, with which `token_ids` begin.
+        `echoed` are the offsets of the prompt's tokens, with which `token_ids` begin. For these at most `top` likely
+        tokens are listed, of which positions may have more.
         """
         offsets = [*echoed]
         for token_id in token_ids[len(echoed) :]:
@@ -75,18 +75,23 @@ class CompletionLogprobs:
         return {
             "tokens": [self._name(token_id) for token_id in token_ids],
             "token_logprobs": [None if position is None else _finite(position.logprobs[0]) for position in positions],
-            "top_logprobs": [None if position is None else self._top(position, top) for position in positions],
+            "top_logprobs": [
+                None if position is None else self._top(position, top if place < len(echoed) else None)
+                for place, position in enumerate(positions)
+            ],
             "text_offset": offsets,
         }
 
-    def _top(self, position: TokenLogprobs, top: int) -> dict[str, float]:
-        """Return the most likely tokens of a position, and the token itself."""
-        pairs = zip(position.token_ids[: top + 1], position.logprobs, strict=False)
+    def _top(self, position: TokenLogprobs, top: int | None) -> dict[str, float]:
+        """Return the token itself, and at most `top` others of its position."""
+        pairs = islice(zip(position.token_ids, position.logprobs, strict=True), None if top is None else top + 1)
         return {self._name(token_id): _finite(logprob) for token_id, logprob in pairs}
 
 
-def chat_content(positions: Sequence[TokenLogprobs], texts: TokenTexts, *, as_ids: bool) -> list[dict[str, Any]]:
-    """Return `logprobs.content` of a chat choice."""
+def chat_content(
+    positions: Sequence[TokenLogprobs], texts: TokenTexts, *, as_ids: bool, listed: bool = False
+) -> list[dict[str, Any]]:
+    """Return `logprobs.content` of a chat choice. With `listed`, its `top_logprobs` begin with the token itself."""
     name = _namer(texts, as_ids)
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
@@ -94,8 +99,9 @@ def chat_content(positions: Sequence[TokenLogprobs], texts: TokenTexts, *, as_id
 
     found: list[dict[str, Any]] = []
     for position in positions:
-        first, *top = (entry(*pair) for pair in zip(position.token_ids, position.logprobs, strict=True))
-        found.append({**first, "top_logprobs": top})
+        pairs = zip(position.token_ids, position.logprobs, strict=True)
+        first, *top = (entry(*pair) for pair in (dict(pairs).items() if listed else pairs))
+        found.append({**first, "top_logprobs": [first, *top] if listed else top})
     return found
 
 

@@ -47,7 +47,7 @@ async def create_completion(body: CompletionBody, request: Request) -> Response:
 def _prepared(serving: Serving, body: CompletionBody, gone: threading.Event) -> tuple[list[list[int]], SamplingParams]:
     """Return the token ids and sampling parameters of a request, all checked."""
     requested = body.requested_tokens()
-    keep = serving.kept_tokens(body.truncate_prompt_tokens, requested)
+    keep = serving.kept_tokens(body.truncate_prompt_tokens, requested, first=body.truncation_side == "right")
     if body.suffix:
         return _with_gaps(serving, body)
     prompts = serving.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False, keep=keep, gone=gone)

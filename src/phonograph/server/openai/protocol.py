@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from phonograph.core.structured_outputs import StructuredOutputs
 from phonograph.errors import RequestError
 from phonograph.server.chat.conversation import further_keys
-from phonograph.server.chat.fields import Biases, Body, Messages, Prompts, Stops, TokenIds
+from phonograph.server.chat.fields import Biases, Body, Budget, CacheSalt, Documents, Messages, Prompts, Stops, TokenIds
 from phonograph.server.chat.thinking import Thinking
 from phonograph.server.http.api_errors import api_error, invalid
 from phonograph.server.openai.structured import PARAMETERS, StructuredFields, field_of, structured_outputs
@@ -66,13 +66,15 @@ class GenerationBody(StructuredFields):
     skip_special_tokens: bool | None = None
     speculate: bool | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: TokenIds | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
     return_tokens_as_token_ids: bool | None = None
     return_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: int | None = None
-    cache_salt: Annotated[str, Field(min_length=1)] | None = None
+    cache_salt: CacheSalt | None = None
     request_id: Annotated[str, Field(max_length=200)] | None = None
 
     @property
@@ -136,6 +138,8 @@ class GenerationBody(StructuredFields):
         values: dict[str, Any] = {name: value for name in _SAME_NAME if (value := getattr(self, name)) is not None}
         if scores_prompt and logprobs is not None:
             values["prompt_logprobs"] = max(logprobs, self.prompt_logprobs or 0)
+        if self.logprob_token_ids:
+            values["logprob_token_ids"], logprobs = self.logprob_token_ids, None
         try:
             requested = structured_outputs(self)
             if structured is not None and requested is not None:
@@ -159,9 +163,13 @@ class CompletionBody(GenerationBody):
     add_special_tokens: bool | None = None
 
     def check(self) -> list[str]:
+        name = self.names().get("max_tokens", "max_tokens")
         if self.requested_tokens() == 0 and not self.echo:
-            name = self.names().get("max_tokens", "max_tokens")
             raise invalid(name, f"{name}=0 needs echo=true, because the answer would be empty")
+        if self.logprob_token_ids and self.logprobs is None:
+            raise invalid("logprob_token_ids", "logprob_token_ids needs logprobs")
+        if self.logprob_token_ids and self.requested_tokens() == 0:
+            raise invalid("logprob_token_ids", f"logprob_token_ids needs tokens of the output, and {name} is 0")
         for name in ("echo", "truncate_prompt_tokens", "prompt_logprobs"):
             if self.suffix and getattr(self, name):
                 raise invalid(name, f"{name} contradicts suffix; give one of them")
@@ -172,6 +180,9 @@ class ChatBody(GenerationBody):
     """POST /v1/chat/completions."""
 
     messages: Messages
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
+    documents: Documents | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
@@ -182,14 +193,18 @@ class ChatBody(GenerationBody):
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     include_reasoning: bool | None = None
-    thinking_token_budget: int | None = None
+    thinking_token_budget: Budget = None
 
     def requested_thinking(self) -> Thinking:
         return Thinking(
             effort=self.reasoning_effort,
             shown=self.include_reasoning is not False,
             budget=self.thinking_token_budget,
-            variables=self.chat_template_kwargs or {},
+            variables={
+                **({"documents": self.documents} if self.documents else {}),
+                **(self.chat_template_kwargs or {}),
+            },
+            names={"chat_template_kwargs.documents": "documents"},
         )
 
     def names(self) -> dict[str, str]:
@@ -199,6 +214,8 @@ class ChatBody(GenerationBody):
     def check(self) -> list[str]:
         if self.top_logprobs is not None and not self.logprobs:
             raise invalid("top_logprobs", "top_logprobs needs logprobs=true")
+        if self.logprob_token_ids and not self.logprobs:
+            raise invalid("logprob_token_ids", "logprob_token_ids needs logprobs=true")
         if self.continue_final_message and self.add_generation_prompt:
             raise invalid(
                 "continue_final_message", "continue_final_message contradicts add_generation_prompt; give one of them"

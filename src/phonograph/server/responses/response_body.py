@@ -12,7 +12,7 @@ from phonograph.core.structured_outputs import StructuredOutputs
 from phonograph.errors import RequestError, quoted
 from phonograph.server.chat.chat_request import ChatRequest
 from phonograph.server.chat.custom_tools import custom_tool
-from phonograph.server.chat.fields import Body, Stops
+from phonograph.server.chat.fields import Biases, Body, Budget, CacheSalt, Stops, TokenIds
 from phonograph.server.chat.thinking import Thinking
 from phonograph.server.chat.tools import ToolChoice, chosen_tools, function_tool
 from phonograph.server.http.api_errors import api_error, invalid
@@ -30,8 +30,9 @@ _OF_TOOLS = frozenset(
 )
 """Values of `include` about items that no answer of this server has."""
 _SAMPLING = (
-    *("temperature", "top_p", "top_k", "min_p", "seed", "stop"),
+    *("temperature", "top_p", "top_k", "min_p", "seed", "logit_bias"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens"),
 )
 _SEARCHES = ("web_search", "tool_search")
 """Beginnings of the types of tools that search."""
@@ -83,13 +84,18 @@ class ResponseBody(Body):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
+    logit_bias: Biases | None = None
     stop: Stops | None = None
+    stop_token_ids: TokenIds | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
     tools: list[Any] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
-    thinking_token_budget: int | None = None
+    thinking_token_budget: Budget = None
     chat_template_kwargs: dict[str, Any] | None = None
     include: list[Any] | None = None
     top_logprobs: int | None = None
@@ -99,7 +105,7 @@ class ResponseBody(Body):
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     priority: int | None = None
-    cache_salt: Annotated[str, Field(min_length=1)] | None = None
+    cache_salt: CacheSalt | None = None
     request_id: Annotated[str, Field(max_length=200)] | None = None
 
     def check(self) -> list[str]:

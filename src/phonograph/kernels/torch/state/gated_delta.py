@@ -137,7 +137,7 @@ def gated_delta(
     out_TX.copy_((mixed_THV * inverse_rms * norm_V * functional.silu(z_THV.float())).flatten(1))
 
 
-class _Run(NamedTuple):
+class _StateRun(NamedTuple):
     """Tokens of a sequence between two reads or writes of its state.
 
     Attributes:
@@ -153,10 +153,12 @@ class _Run(NamedTuple):
     targets: tuple[int, int]
 
 
-def _runs(starts: list[int], lens: list[int], slots: list[int], checkpoints: list[list[int]]) -> Iterator[list[_Run]]:
+def _runs(
+    starts: list[int], lens: list[int], slots: list[int], checkpoints: list[list[int]]
+) -> Iterator[list[_StateRun]]:
     """Yield runs that are computed together: all of one token, then each of the others in their order."""
-    single: list[_Run] = []
-    others: list[_Run] = []
+    single: list[_StateRun] = []
+    others: list[_StateRun] = []
     rows = zip(pairwise(starts), lens, slots, *checkpoints, strict=True)
     for (start, stop), length, slot, restored, saved, saved_len in rows:
         count = stop - start
@@ -165,11 +167,11 @@ def _runs(starts: list[int], lens: list[int], slots: list[int], checkpoints: lis
         source = -1 if slot < 0 or length == count else slot if restored < 0 else restored
         before = saved_len - (length - count)
         if saved < 0 or before == count:
-            run = _Run(start, count, source, (slot, saved))
+            run = _StateRun(start, count, source, (slot, saved))
             (single if count == 1 else others).append(run)
         else:
-            others.append(_Run(start, before, source, (slot, saved)))
-            others.append(_Run(start + before, count - before, slot, (slot, -1)))
+            others.append(_StateRun(start, before, source, (slot, saved)))
+            others.append(_StateRun(start + before, count - before, slot, (slot, -1)))
     if single:
         yield single
     yield from ([run] for run in others)

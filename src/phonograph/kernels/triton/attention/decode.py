@@ -134,7 +134,7 @@ def decode_attention(
     prefixes, arrivals, shared_tokens = None, None, 0
     phases: tuple[int, ...] = (_OWN,)
     if plan.prefixes is not None:
-        _, prefixes, arrivals, shared_tokens = plan.prefixes
+        prefixes, arrivals, shared_tokens = plan.prefixes.words, plan.prefixes.arrivals, plan.prefixes.num_tokens
         phases = (_SHARED, _OWN) if knobs.runtime.interpret else (_BOTH,)
     for phase in phases:
         _attention_kernel[(plan.programs,)](

@@ -85,12 +85,14 @@ class SharedPrefixes(NamedTuple):
     words [R, 10]:     by sequence that shares: first token and tokens of its run, position of the first chunk, chunks
                        of a unit, each for both levels; chunks of a range, empty chunks before a unit
     arrivals [2]:      programs that have attended their prefixes, and those that go on; zero between launches
+    units [2]:         units of shared prefixes in the latest batch, and units of own keys
     num_tokens:        tokens of a batch that may share
     """
 
     shared: torch.Tensor
     words: torch.Tensor
     arrivals: torch.Tensor
+    units: torch.Tensor
     num_tokens: int
 
 
@@ -153,6 +155,7 @@ def make_decode_plan(
             shared=ints(most_seqs),
             words=ints(most_seqs, PREFIX_WORDS.value),
             arrivals=ints(2),
+            units=ints(2),
             num_tokens=shared_tokens,
         )
     return DecodePlan(
@@ -203,10 +206,10 @@ def plan_decode(
     seqs = plan.sequences.shape[0] - 1 if plan.prefixes is None else plan.prefixes.shared.shape[0]
     at_once = max(2, min(8, 8192 // seqs))
     small, large = row_tiles(plan.group, plan.partial_out.shape[2], shares=plan.prefixes is not None)
-    shared, words = None, None
+    shared, words, units = None, None, None
     if plan.prefixes is not None:
         assert block_table is not None and window[0] < 0, "a plan that shares prefixes is for whole contexts"
-        shared, words = plan.prefixes[:2]
+        shared, words, units = plan.prefixes.shared, plan.prefixes.words, plan.prefixes.units
         compare_tables(
             shared,
             query_start_loc,
@@ -223,6 +226,7 @@ def plan_decode(
         plan.records,
         plan.sequences,
         words,
+        units,
         multiprocessors,
         seq_lens.shape[0],
         max_query_len,
@@ -424,6 +428,7 @@ def _plan_kernel(
     records,
     sequences,
     words,
+    units,
     multiprocessors,
     num_seqs,
     max_query_len,
@@ -499,6 +504,9 @@ def _plan_kernel(
     if tl.program_id(0) == 0:
         entry_R = sequences + (tl.cumsum(served_R.to(tl.int32)) - 1) * SEQUENCE_WORDS
         store_words(entry_R, (seq_R, begin_R, len_R, keys_R, word_R), served_R)
+        if units is not None:
+            tl.store(units, tl.sum(units1_R + units2_R))
+            tl.store(units + 1, tl.sum(units_R))
 
     program_P = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
     exists_P = program_P < PROGRAMS

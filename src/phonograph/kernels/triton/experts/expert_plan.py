@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from phonograph.kernels.routing import Routing
+from phonograph.kernels.triton.gemm.choose import one_row
 from phonograph.kernels.triton.gemm.product_plan import WeightFormat, rows_class
 
 
@@ -91,3 +92,36 @@ def why_not(weights: WeightFormat) -> str | None:
     if weights.group % 16:
         return f"groups of {weights.group} inputs are not a multiple of 16, which a GPU's kernels of experts need"
     return None
+
+
+class RowTile(NamedTuple):
+    """Tile of a product of one row, and its launch.
+
+    Attributes:
+        block_n: outputs.
+        block_k: inputs of a step, a power of two.
+        ahead: steps whose weights are in registers.
+        num_warps: warps of a program.
+    """
+
+    block_n: int
+    block_k: int
+    ahead: int
+    num_warps: int
+
+
+class RowConfig(NamedTuple):
+    """Launch of a layer's experts for one row: tiles of the router's product, of gates and ups, and of `down`."""
+
+    route: RowTile
+    gate_up: RowTile
+    down: RowTile
+
+
+def row_config(hidden_size: int, intermediate_size: int) -> RowConfig:
+    """Return the launch of experts of such sizes, with the tiles of `choose` for one row of dense weights."""
+    tiles: list[RowTile] = []
+    for num_inputs in (hidden_size, intermediate_size):
+        config = one_row(num_inputs, gated=False)
+        tiles.append(RowTile(config.block_n, config.block_k, 1, config.num_warps))
+    return RowConfig(tiles[0], *tiles)

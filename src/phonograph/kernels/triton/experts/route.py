@@ -22,8 +22,8 @@ import torch
 import triton
 import triton.language as tl
 
-from phonograph.kernels import routing as rules
 from phonograph.kernels.routing import Routing
+from phonograph.kernels.triton.experts.choose_experts import choose_experts
 from phonograph.kernels.triton.experts.expert_lists import (
     EXPERTS,
     LARGE_TILE,
@@ -36,10 +36,6 @@ from phonograph.kernels.triton.experts.expert_lists import (
 from phonograph.kernels.triton.gemm.product_plan import rows_class
 from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_let_next_start, pdl_options, pdl_wait
 
-LEAST = tl.constexpr(rules.LEAST)
-_NO_KEY = tl.constexpr(-(1 << 63))
-"""Key of what cannot be chosen."""
-_LAST = tl.constexpr((1 << 31) - 1)
 _INPUTS = 128
 """Inputs of a step of the product, and least inputs of a program."""
 MOST_TILES = tl.constexpr(ONE_LAUNCH_TOKENS // TILE)
@@ -136,43 +132,6 @@ def _input_parts(programs: int, width: int) -> int:
     """
     wanted = min(PROGRAMS // programs, width // _INPUTS)
     return 16 if wanted >= 16 else 4 if wanted >= 4 else 1
-
-
-@triton.jit
-def _best(score, number, NUMBERS: tl.constexpr):
-    """Return the highest score of each row [r, n], and the lowest number that has it."""
-    best = tl.max(score, 1)
-    return best, tl.min(tl.where(score == best[:, None], number[None, :], NUMBERS), 1)
-
-
-@triton.jit
-def _in_top_groups(choice, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GP: tl.constexpr, SP: tl.constexpr):
-    """Return True for the experts [r, GP * SP] in the groups of a row with the highest sums of two scores."""
-    ROWS: tl.constexpr = choice.shape[0]
-    member = tl.arange(0, SP)
-    grouped = tl.reshape(choice, (ROWS * GP, SP))
-    first, at = _best(grouped, member, SP)
-    second = tl.max(tl.where(member[None, :] == at[:, None], float("-inf"), grouped), 1)
-    total = tl.where(second == float("-inf"), first, tl.maximum(first + second, LEAST))
-    group = tl.arange(0, GP)
-    total = tl.where(group[None, :] < GROUPS, tl.reshape(total, (ROWS, GP)), float("-inf"))
-    chosen = tl.zeros((ROWS, GP), tl.int32)
-    for _ in range(TOP_GROUPS):
-        _, best = _best(total, group, GP)
-        hit = group[None, :] == best[:, None]
-        chosen = tl.where(hit, 1, chosen)
-        total = tl.where(hit, float("-inf"), total)
-    return tl.reshape(tl.broadcast_to(chosen[:, :, None], (ROWS, GP, SP)), (ROWS, GP * SP)) > 0
-
-
-@triton.jit
-def _keys(choice, place, allowed):
-    """Return keys [r, n], int64, in the order of scores, and of equal ones the lower place first."""
-    # No score is -0.0, because sums begin with 0.0.
-    bits = choice.to(tl.int32, bitcast=True)
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    keys = (ordered.to(tl.int64) << 32) | (place ^ _LAST)[None, :].to(tl.int64)
-    return tl.where(allowed, keys, _NO_KEY)
 
 
 @triton.jit
@@ -279,35 +238,11 @@ def _route_kernel(
         logits += tl.load(router_bias_ptr + expert, exists, other=0.0).to(tl.float32)[None, :]
     if LOGIT_FACTOR != 1.0:
         logits *= LOGIT_FACTOR
-    if SIGMOID:
-        score = tl.sigmoid(logits)
-        choice = score
-    else:
-        high = tl.max(tl.where(exists[None, :], logits, float("-inf")), 1)
-        power = tl.where(exists[None, :], tl.exp(logits - high[:, None]), 0.0)
-        score = power / tl.sum(power, 1)[:, None]
-        choice = logits
-    if choice_bias_ptr is not None:
-        choice += tl.load(choice_bias_ptr + expert, exists, other=0.0)[None, :]
-    allowed = tl.broadcast_to(exists[None, :], choice.shape)
-    choice = tl.where(choice >= LEAST, choice, LEAST)  # what is not a number comes last
-    if GROUPS > 1:
-        by_group = tl.where(allowed, choice, float("-inf"))
-        allowed = allowed & _in_top_groups(by_group, GROUPS, TOP_GROUPS, GP, SP)
-
+    experts, weights, chosen = choose_experts(
+        logits, place, expert, exists, choice_bias_ptr, expert_scale_ptr,
+        (X, K, SIGMOID, RENORMALISED, GROUPS, TOP_GROUPS, GP, SP),
+    )  # fmt: skip
     column = tl.arange(0, triton.next_power_of_2(K))[None, :]
-    keys = _keys(choice, place, allowed)
-    places = tl.zeros((TILE, triton.next_power_of_2(K)), tl.int32)
-    for j in range(K):
-        best = tl.max(keys, 1)
-        keys = tl.where(keys == best[:, None], _NO_KEY, keys)
-        places = tl.where(column == j, ((best & _LAST) ^ _LAST).to(tl.int32)[:, None], places)
-    experts = places // SP * (X // GROUPS) + places % SP
-    weights = tl.where(column < K, tl.gather(score, places, 1), 0.0)
-    if RENORMALISED:
-        weights = weights / tl.sum(weights, 1)[:, None]
-    if expert_scale_ptr is not None:
-        weights *= tl.load(expert_scale_ptr + experts)
     own = (row < T)[:, None] & (column < K)
     tl.store(experts_ptr + row[:, None] * K + column, tl.where(valid[:, None], experts, -1), own)
     tl.store(weights_ptr + row[:, None] * K + column, weights * SCALE, own)
@@ -318,7 +253,7 @@ def _route_kernel(
         if router_bias_ptr is not None:
             gate += tl.load(router_bias_ptr + X).to(tl.float32)
         tl.store(shared_ptr + row, tl.sigmoid(gate), valid)
-    chosen = (valid[:, None] & allowed & (keys == _NO_KEY)).to(tl.uint32)
+    chosen = (valid[:, None] & chosen).to(tl.uint32)
     mask = tl.sum(chosen << tl.arange(0, TILE).to(tl.uint32)[:, None], 0)
     tl.store(masks_ptr + tile * X + expert, mask.to(tl.int32, bitcast=True), exists)
     if ONE_LAUNCH:

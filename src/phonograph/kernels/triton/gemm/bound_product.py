@@ -64,7 +64,7 @@ class BoundProduct:
     ) -> None:
         self.scratch = scratch
         self._weight, self._bias_N, self._shape = weight, bias_N, shape
-        self._gated = GATED_MODES[activation]
+        self._gated = GATED_MODES[activation] if shape.gated else STORE
         self._plans = cache(partial(choose, shape, weights, device=device, batch_invariant=batch_invariant))
 
     def plan(self, num_rows: int) -> ProductPlan:

@@ -158,7 +158,7 @@ def _dense(rows: int, shape: ProductShape, device: GemmDevice) -> KernelConfig |
     leave fewer loads in flight for each, which costs less than another kernel only at 32 and 64 rows of a large layer.
     """
     if rows == 1 and shape.num_outputs < HEAD:
-        return _one_row(shape.num_inputs, shape.gated)
+        return one_row(shape.num_inputs, shape.gated)
     rows = max(8, rows)
     found = _through_ring(rows, shape, device) or _through_registers(rows, shape)
     if found is not None:
@@ -173,7 +173,7 @@ def _dense(rows: int, shape: ProductShape, device: GemmDevice) -> KernelConfig |
     return _fitting(wide, shape, device) or _fitting(GemmTiledConfig(32, 64, 128, 1, 4, 3, 256), shape, device)
 
 
-def _one_row(num_inputs: int, gated: bool) -> GemvConfig:
+def one_row(num_inputs: int, gated: bool) -> GemvConfig:
     """Return the tiles of one row; with `gated` each output has two weight rows.
 
     By measurements on an H200. Up to 4096 columns go in one step, with 16 Ki weights a program at most; more columns go

@@ -40,7 +40,7 @@ def launch(product: Product, config: GemvConfig) -> None:
 
 
 @triton.jit
-def _products(weight, x):
+def products(weight, x):
     """Return products of weights [n, k] and x [k], summed over groups of eight columns of a thread: [n, k/8]."""
     product = weight.to(tl.float32) * x[None, :]
     return tl.sum(tl.reshape(product, (product.shape[0], product.shape[1] // 8, 8)), 2)
@@ -89,11 +89,11 @@ def _gemv_kernel(
             x *= tl.load(norm_ptr + columns, valid_k, other=0.0).to(tl.float32)
         ahead_mask = valid_n[:, None] & (columns < K - BLOCK_K)[None, :]
         next_weight = tl.load(weight_ptrs + step + BLOCK_K, ahead_mask, other=0.0)
-        sums += _products(weight, x)
+        sums += products(weight, x)
         weight = next_weight
         if MODE >= 2:
             next_up = tl.load(up_ptrs + step + BLOCK_K, ahead_mask, other=0.0)
-            up_sums += _products(up, x)
+            up_sums += products(up, x)
             up = next_up
 
     result = tl.sum(sums, 1)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-import torch
-
-from phonograph.kernels.triton.elementwise import layers
 from phonograph.kernels.triton.state.gated_delta import gated_delta
 from phonograph.models.layers.kernel_set import Step, Stream
 from phonograph.models.layers.states.gated_delta_net import DECAY, NORM, TAPS, TIME_BIAS, GatedDeltaNet
@@ -59,20 +56,9 @@ class TritonGatedDelta:
             conv_TC,
         )
         if step.rows_P is not None:
-            stream, mixed_TX = _kept(kernels, stream, mixed_TX, step)
+            stream, mixed_TX = kernels.keep_rows(stream, mixed_TX, step.rows_P, step.num_kept)
         then = None if self.then is None else self.then.begin
         return kernels.add(stream, mixed_TX, self._output, weights.output_norm, then)
-
-
-def _kept(kernels: StreamKernels, stream: Stream, mixed_TX: torch.Tensor, step: Step) -> tuple[Stream, torch.Tensor]:
-    """Return the kept rows of the stream and of a mixer's output, in memory of the projection and the norm."""
-    assert step.rows_P is not None
-    space, count = kernels.workspace, len(step.rows_P)
-    mixed_PX = space.shared[: count * mixed_TX.shape[1]].view(count, -1)
-    hidden_PE = space.normed_TE[count : 2 * count]
-    layers.gather_rows(mixed_TX, step.rows_P, mixed_PX)
-    layers.gather_rows(stream.hidden_TE, step.rows_P, hidden_PE)
-    return Stream(hidden_PE, is_part=True, num_rows=step.num_kept), mixed_PX
 
 
 TRITON_STATES: dict[type[StateMixer], type[TritonGatedDelta]] = {GatedDeltaNet: TritonGatedDelta}

@@ -15,7 +15,7 @@ from phonograph.errors import ModelError, UnsupportedModelError, shortened
 from phonograph.kernels.torch.state.gated_delta import DeltaSizes
 from phonograph.models.config_fields import COMMON, FLAG, FULL, INTS, POSITIVE_INT, TEXTS, UNREAD, Field, FieldKind
 from phonograph.models.families.family import EXPERT_LOSS, Family, Settings, layer_sizes, softmax_routing
-from phonograph.models.families.qwen_moe import has_experts
+from phonograph.models.families.qwens.qwen_moe import has_experts
 from phonograph.models.layer_spec import LayerFeedForward, LayerSpec, NormKind, decoder_layer
 from phonograph.models.layers.expert_spec import with_experts
 from phonograph.models.layers.states.gated_delta_net import gated_delta_net

@@ -32,7 +32,11 @@ def _qwen3(settings: Settings) -> tuple[LayerSpec, ...]:
 
 
 QWEN2 = Family(
-    model_type="qwen2", fields=_FIELDS, ignored={"attention_bias": TENSORS, "mlp_bias": TENSORS}, layers=_qwen2
+    model_type="qwen2",
+    # GTE-Qwen2 looks ahead.
+    fields={**_FIELDS, "is_causal": Field(True, FLAG)},
+    ignored={"attention_bias": TENSORS, "mlp_bias": TENSORS},
+    layers=_qwen2,
 )
 QWEN3 = Family(
     model_type="qwen3",

@@ -19,7 +19,7 @@ from phonograph.models.config_fields import (
     FieldKind,
 )
 from phonograph.models.families.family import EXPERT_LOSS, Family, Settings, layer_sizes, softmax_routing
-from phonograph.models.families.qwen import QWEN3
+from phonograph.models.families.qwens.qwen import QWEN3
 from phonograph.models.layer_spec import LayerFeedForward, LayerSpec, decoder_layer
 from phonograph.models.layers.expert_spec import with_experts
 

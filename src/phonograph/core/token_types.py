@@ -1,0 +1,26 @@
+"""Types of tokens beside their ids: the second text of a pair has type 1 in models that tell the two apart.
+
+A token and its type travel as one integer, so that prompts, slots and steps need nothing more for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+TYPE_SHIFT = 30
+"""Bits of a token id; those above are its type. An id of 32 bits has types 0 and 1."""
+ID_MASK = (1 << TYPE_SHIFT) - 1
+
+
+class TypedTokens(list[int]):
+    """Tokens with their types."""
+
+    @classmethod
+    def of(cls, token_ids: Iterable[int], types: Iterable[int]) -> TypedTokens:
+        """Return tokens with these types."""
+        return cls(token_id | kind << TYPE_SHIFT for token_id, kind in zip(token_ids, types, strict=True))
+
+    @property
+    def plain(self) -> list[int]:
+        """Token ids."""
+        return [token & ID_MASK for token in self]

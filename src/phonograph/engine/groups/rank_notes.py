@@ -1,0 +1,55 @@
+"""Notes and refusals of an engine on several ranks."""
+
+from __future__ import annotations
+
+from phonograph.config.engine_config import EngineConfig
+from phonograph.core.device import DeviceSpec
+from phonograph.errors import ConfigError
+from phonograph.models.spec import ModelSpec
+from phonograph.models.weights.tensor_parallel import SETTING
+
+
+def rank_notes(config: EngineConfig, whole: ModelSpec, model: ModelSpec, dtype: str, device: DeviceSpec) -> list[str]:
+    """Return notes on the parts of the ranks; none for one rank.
+
+    Args:
+        config: number of ranks, and settings that they may not support.
+        whole: the model.
+        model: the part of a rank.
+        dtype: type of the model.
+        device: of each rank.
+
+    Raises:
+        ConfigError: a setting has no rule for several ranks yet.
+    """
+    size = config.tensor_parallel_size
+    if size == 1:
+        return []
+    if config.enable_sleep_mode:
+        raise ConfigError("enable_sleep_mode", True, f"works with {SETTING}=1 only so far")
+    if config.speculation is not None and config.speculation.model is not None:
+        problem = f"a draft model works with {SETTING}=1 only so far; the methods ngram and suffix work"
+        raise ConfigError("speculative_config", config.speculative_config, problem)
+    all_heads, heads = whole.layers[0].attention, model.layers[0].attention
+    notes = [
+        f"{SETTING} {size}: a rank has {heads.num_query_heads} of {all_heads.num_query_heads} query heads, "
+        f"{heads.num_kv_heads} of {all_heads.num_kv_heads} KV heads and {model.head.num_outputs} of {whole.vocab_size} "
+        "tokens of the vocabulary; sums over ranks run by gloo"
+    ]
+    dense = {
+        one.name
+        for layer, cut in zip(whole.layers, model.layers, strict=True)
+        for one, own in zip(layer.matrices, cut.matrices, strict=True)
+        if one.scheme is not None and own.scheme is None
+    }
+    if dense:
+        notes.append(
+            f"the matrices {' and '.join(sorted(dense))} are in {dtype} on each rank: their inputs have an order over "
+            "all groups, which cannot be cut"
+        )
+    if all_heads.num_kv_heads < size:
+        times = size // all_heads.num_kv_heads
+        notes.append(f"there are fewer KV heads than ranks: each is on {times} ranks, whose KV caches repeat it")
+    if device.kind != "cpu":
+        notes.append("sums over ranks on GPUs are not here yet: this plan can be explained, but not started")
+    return notes

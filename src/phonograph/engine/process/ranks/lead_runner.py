@@ -1,0 +1,73 @@
+"""Runner of rank 0, which sends each step to the other ranks (`follow_rank`).
+
+Captures and verifications need no messages: all ranks run the same batches, which are drawn by equal seeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from phonograph.attention.metadata import CommonMetadata
+from phonograph.core.batch import ScheduledBatch
+from phonograph.engine.process.ranks.rank_step import RankStep, Score
+from phonograph.errors import RankError
+from phonograph.graphs.dispatch import Decision
+from phonograph.graphs.modes import GraphKey
+from phonograph.runner.runner import Runner
+from phonograph.runner.step_inputs import StepRows
+from phonograph.runner.step_program import StepOutputs
+from phonograph.runner.steps import PendingStep
+
+if TYPE_CHECKING:
+    from phonograph.engine.process.ranks.rank_group import RankGroup
+
+
+class LeadRunner(Runner):
+    """Runner of rank 0. The others run each step that is submitted here."""
+
+    def __init__(self, group: RankGroup, **parts: Any) -> None:
+        super().__init__(ranks=group.ranks, **parts)
+        self._group = group
+        self._submitted: StepRows | None = None
+
+    def submit(self, batch: ScheduledBatch) -> PendingStep:
+        with self._group.first_error():
+            return super().submit(batch)
+
+    def replay(self, key: GraphKey) -> StepOutputs:
+        self._send(key)
+        try:
+            return super().replay(key)
+        except RankError as error:
+            raise RankError(f"{key}: {error}", of_another=error.of_another) from error
+
+    def _decide(self, rows: StepRows, scores_prompts: bool) -> Decision:
+        self._submitted = rows
+        return super()._decide(rows, scores_prompts)
+
+    def _run_eager(
+        self, common: CommonMetadata, num_logits: int, *, all_hidden: bool = False, makes_drafts: bool
+    ) -> StepOutputs:
+        self._send(None, all_hidden=all_hidden)
+        return super()._run_eager(common, num_logits, all_hidden=all_hidden, makes_drafts=makes_drafts)
+
+    def _scorer(self, hidden_TE: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        logits_of = super()._scorer(hidden_TE)
+
+        def logits(hidden_NE: torch.Tensor) -> torch.Tensor:
+            # The rows are a slice of the step's.
+            offset = hidden_NE.storage_offset() - hidden_TE.storage_offset()
+            self._group.send(Score(offset // hidden_TE.stride(0), len(hidden_NE)))
+            return logits_of(hidden_NE)
+
+        return logits
+
+    def _send(self, key: GraphKey | None, *, all_hidden: bool = False) -> None:
+        """Send a submitted step to the other ranks; batches of captures and of `verify` are drawn by each rank."""
+        rows, self._submitted = self._submitted, None
+        if rows is not None:
+            token_ids_T = self._inputs.input_ids[: rows.batch.num_tokens].numpy()
+            self._group.send(RankStep.of(rows, token_ids_T, key, all_hidden=all_hidden))

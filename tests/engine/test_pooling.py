@@ -1,0 +1,331 @@
+"""Embeddings, classes and scores by `LLM` and `AsyncLLM`: folders of sentence-transformers, decoders, bad input."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint
+from encoder_checkpoints import expected_rows, make_encoder, random_prompts
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast, Qwen3ForSequenceClassification, Qwen3Model
+
+from phonograph import LLM, AsyncLLM, PoolingParams, SamplingParams
+from phonograph.core.token_types import TypedTokens
+from phonograph.errors import ConfigError, ModelError, PhonographError, RequestError
+
+RAW = PoolingParams(use_activation=False)
+WORDS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", *(f"w{number}" for number in range(90))]
+MODULES = {
+    "Transformer": "",
+    "Pooling": "1_Pooling",
+    "Dense": "2_Dense",
+    "Normalize": "3_Normalize",
+}
+
+
+def make_llm(folder: Path, **settings: Any) -> LLM:
+    return LLM(str(folder), **{"max_num_seqs": 3, "max_num_batched_tokens": 80, "enforce_eager": True, **settings})
+
+
+def make_tokenizer(folder: Path, *, pairs: bool = True) -> None:
+    backend = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if pairs:
+        backend.post_processor = processors.TemplateProcessing(
+            single="[CLS] $A [SEP]",
+            pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+            special_tokens=[("[CLS]", 1), ("[SEP]", 2)],
+        )
+    # As the files of sentence-transformers have it.
+    backend.enable_truncation(4)
+    backend.enable_padding(length=4)
+    PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="[PAD]").save_pretrained(folder)
+
+
+def make_folder(folder: Path, modules: list[str], pooling: dict[str, Any], **files: Any) -> None:
+    """Write the files of sentence-transformers next to a model."""
+    entries = [
+        {"idx": 0, "name": "0", "path": MODULES[name], "type": f"sentence_transformers.models.{name}"}
+        for name in modules
+    ]
+    (folder / "modules.json").write_text(json.dumps(entries))
+    for name in modules[1:]:
+        (folder / MODULES[name]).mkdir()
+    if "Pooling" in modules:
+        (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+
+
+def add_dense(folder: Path, size: int, **config: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    weight, bias = torch.randn(size, 48) * 0.2, torch.randn(size)
+    save_file({"linear.weight": weight, "linear.bias": bias}, folder / "2_Dense" / "model.safetensors")
+    content = {
+        "in_features": 48,
+        "out_features": size,
+        "bias": True,
+        "activation_function": "torch.nn.modules.activation.Tanh",
+    }
+    (folder / "2_Dense" / "config.json").write_text(json.dumps({**content, **config}))
+    return weight, bias
+
+
+def unit(row: torch.Tensor) -> np.ndarray:
+    return (row / row.norm()).numpy()
+
+
+@pytest.mark.parametrize("old", [True, False])
+def test_a_folder_of_sentence_transformers(old: bool, tmp_path: Path) -> None:
+    """Its pooling, dense layer, norm, length and prompts are obeyed, in older and newer files."""
+    model = make_encoder("bert", tmp_path)
+    make_tokenizer(tmp_path)
+    pooling = {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False, "word_embedding_dimension": 48}
+    make_folder(
+        tmp_path,
+        ["Transformer", "Pooling", "Dense", "Normalize"],
+        pooling if old else {"pooling_mode": "cls", "embedding_dimension": 48, "include_prompt": True},
+        sentence_bert_config={"max_seq_length": 20, "do_lower_case": False},
+        config_sentence_transformers={"prompts": {"query": "w7 w8 ", "document": ""}, "default_prompt_name": "query"},
+    )
+    weight, bias = add_dense(tmp_path, 20)
+    with make_llm(tmp_path) as llm:
+        assert llm.plan.limits.max_model_len == 20
+        assert llm.plan.model.pooler is not None and llm.plan.model.pooler.tasks == ("embed",)
+        text = "w1 w2 w3"
+        outputs = {name: llm.embed(text, prompt_name=name, use_tqdm=False)[0] for name in (None, "query", "document")}
+        assert outputs[None].prompt_token_ids == [1, 11, 12, 5, 6, 7, 2] == outputs["query"].prompt_token_ids
+        assert outputs["document"].prompt_token_ids == [1, 5, 6, 7, 2]
+        for output in outputs.values():
+            row = torch.tanh(expected_rows(model, output.prompt_token_ids)[0] @ weight.t() + bias)
+            assert np.allclose(output.outputs.data, unit(row), rtol=0, atol=1e-4)
+        cut = PoolingParams(dimensions=7)
+        (output,) = llm.embed(text, pooling_params=cut, use_tqdm=False)
+        assert np.allclose(output.outputs.data, unit(row_of(outputs["query"])[:7]), rtol=0, atol=1e-5)
+        with pytest.raises(RequestError, match="document"):
+            llm.embed(text, prompt_name="qeury", use_tqdm=False)
+
+
+def row_of(output: Any) -> torch.Tensor:
+    return torch.from_numpy(output.outputs.data)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda folder: make_folder(folder, ["Transformer", "Pooling"], {"pooling_mode": "max"}), "max"),
+        (
+            lambda folder: make_folder(folder, ["Transformer", "Pooling"], {"pooling_mode": ["cls", "mean"]}),
+            "cls and mean",
+        ),
+        (
+            lambda folder: make_folder(folder, ["Transformer", "Normalize", "Pooling"], {"pooling_mode": "cls"}),
+            "Normalize",
+        ),
+        (
+            lambda folder: make_folder(
+                folder, ["Transformer", "Pooling"], {"pooling_mode": "cls", "embedding_dimension": 7}
+            ),
+            "48",
+        ),
+    ],
+)
+def test_folders_that_are_refused(change: Callable[[Path], None], problem: str, tmp_path: Path) -> None:
+    make_encoder("bert", tmp_path)
+    change(tmp_path)
+    with pytest.raises(ModelError, match=problem):
+        make_llm(tmp_path)
+
+
+def test_a_dense_module_that_is_refused(tmp_path: Path) -> None:
+    make_encoder("bert", tmp_path)
+    make_folder(tmp_path, ["Transformer", "Pooling", "Dense"], {"pooling_mode": "mean"})
+    add_dense(tmp_path, 8, activation_function="torch.nn.modules.activation.Mish")
+    with pytest.raises(ModelError, match="Mish"):
+        make_llm(tmp_path)
+    add_dense(tmp_path, 8, module_input_name="token_embeddings")
+    with pytest.raises(ModelError, match="module_input_name"):
+        make_llm(tmp_path)
+
+
+def test_texts_and_pairs(tmp_path: Path) -> None:
+    """Texts are cut at their ends, of a pair the longer one first, and types tell the two apart."""
+    model = make_encoder("bert_classes", tmp_path, num_labels=1)
+    make_tokenizer(tmp_path)
+    with make_llm(tmp_path) as llm:
+        longest = PoolingParams(truncate_prompt_tokens=9)
+        outputs = llm.score(
+            "w1 w2", ["w3", " ".join(f"w{number}" for number in range(30))], pooling_params=longest, use_tqdm=False
+        )
+        assert [output.prompt_token_ids for output in outputs] == [[1, 5, 6, 2, 7, 2], [1, 5, 6, 2, 4, 5, 6, 7, 2]]
+        for output, second in zip(outputs, (2, 5), strict=True):
+            ids = output.prompt_token_ids
+            logit = expected_rows(model, ids, token_type_ids=[0] * (len(ids) - second) + [1] * second)
+            assert abs(output.outputs.score - torch.sigmoid(logit).item()) < 1e-5
+        (one,) = llm.classify("w1 " * 30, pooling_params=longest, use_tqdm=False)
+        assert one.prompt_token_ids == [1, *[5] * 7, 2]
+        for params, problem in (
+            (PoolingParams(truncate_prompt_tokens=2), "special tokens"),
+            (PoolingParams(truncate_prompt_tokens=400), "70"),
+        ):
+            with pytest.raises(RequestError, match=problem):
+                llm.classify("w1 w2", pooling_params=params, use_tqdm=False)
+        with pytest.raises(RequestError, match="as many"):
+            llm.score(["w1", "w2"], ["w3"], use_tqdm=False)
+        with pytest.raises(RequestError, match="dimensions"):
+            llm.classify("w1", pooling_params=PoolingParams(dimensions=1), use_tqdm=False)
+
+
+def test_a_pair_needs_a_token_between_its_texts(tmp_path: Path) -> None:
+    make_encoder("xlm_roberta_score", tmp_path)
+    make_tokenizer(tmp_path, pairs=False)
+    with make_llm(tmp_path) as llm, pytest.raises(RequestError, match="no token between"):
+        llm.score("w1", "w2", use_tqdm=False)
+
+
+def test_refusals_of_requests_lose_nothing_of_others(tmp_path: Path) -> None:
+    make_encoder("bert", tmp_path)
+    with make_llm(tmp_path, max_num_batched_tokens=64) as llm:
+        good, long, whole, outside = random_prompts(10)[0], [5] * 71, [5] * 66, [5, 1 << 20]
+        outputs = llm.embed([good, long, whole, outside, [], [5 | 1 << 30], good], use_tqdm=False)
+        assert np.array_equal(outputs[0].outputs.data, outputs[-1].outputs.data)
+        problems = [str(output.error) for output in outputs[1:-1]]
+        for problem, part in zip(problems, ("70", "max_num_batched_tokens=64", "100", "empty", "100"), strict=True):
+            assert part in problem, problem
+        with pytest.raises(RequestError, match="66"):
+            _ = outputs[2].outputs
+        with pytest.raises(RequestError, match="generates nothing"):
+            llm.generate([good], SamplingParams(), use_tqdm=False)
+        with pytest.raises(RequestError, match="classify"):
+            llm.classify([good], use_tqdm=False)
+        with pytest.raises(RequestError, match="1 to 48"):
+            llm.embed([good], pooling_params=PoolingParams(dimensions=49), use_tqdm=False)
+        with pytest.raises(RequestError, match="without a tokenizer"):
+            llm.embed("w1", use_tqdm=False)
+        assert llm.embed([], use_tqdm=False) == []
+
+
+@pytest.mark.parametrize(
+    "values", [{"task": "rank"}, {"dimensions": 0}, {"truncate_prompt_tokens": -2}, {"normalise": True}]
+)
+def test_pooling_parameters_are_checked(values: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match=next(iter(values))):
+        PoolingParams(**values)
+
+
+def decoder_rows(model: Any, prompt: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        return model.model(torch.tensor([prompt])).last_hidden_state[0]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_decoders_embed(family: str, tmp_path: Path) -> None:
+    """The last token after the final norm, in chunks and with cached prefixes."""
+    model = make_checkpoint(family, tmp_path)
+    prompts = [torch.randint(3, VOCAB_SIZE, (length,)).tolist() for length in (1, 2, 31, 33, 100)]
+    with make_llm(tmp_path, convert="embed", max_num_batched_tokens=32, num_kv_blocks=40, max_model_len=100) as llm:
+        first = llm.embed(prompts, use_tqdm=False)
+        again = llm.embed(prompts, use_tqdm=False)
+    for prompt, one, other in zip(prompts, first, again, strict=True):
+        wanted = unit(decoder_rows(model, prompt)[-1])
+        assert np.allclose(one.outputs.data, wanted, rtol=0, atol=1e-4)
+        assert np.allclose(other.outputs.data, wanted, rtol=0, atol=1e-4)
+    assert again[-1].num_cached_tokens == 96
+    with make_llm(tmp_path) as llm, pytest.raises(RequestError, match="convert=embed"):
+        llm.embed([prompts[0]], use_tqdm=False)
+
+
+def test_decoders_that_look_ahead_or_pool_all_tokens(tmp_path: Path) -> None:
+    model = make_checkpoint("qwen2", tmp_path, num_hidden_layers=1)
+    make_folder(tmp_path, ["Transformer", "Pooling", "Normalize"], {"pooling_mode": "mean"})
+    prompt = torch.randint(3, VOCAB_SIZE, (40,)).tolist()
+    with make_llm(tmp_path) as llm:
+        assert llm.plan.limits.whole_prompts
+        (output,) = llm.embed([prompt], use_tqdm=False)
+    assert np.allclose(output.outputs.data, unit(decoder_rows(model, prompt).mean(0)), rtol=0, atol=1e-4)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "is_causal": False}))
+    model.config.is_causal = False
+    with make_llm(tmp_path) as llm:
+        (ahead,) = llm.embed([prompt], use_tqdm=False)
+    assert np.allclose(ahead.outputs.data, unit(decoder_rows(model, prompt).mean(0)), rtol=0, atol=1e-4)
+    assert np.abs(ahead.outputs.data - output.outputs.data).max() > 1e-2
+
+
+def test_heads_of_decoders(tmp_path: Path) -> None:
+    """Scores of the last token, and files without `model.`."""
+    config_class, _, settings = FAMILIES["qwen3"]
+    config = config_class(**{**settings, "vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 88})
+    config.num_hidden_layers, config.pad_token_id, config.num_labels = 2, 0, 3
+    config.layer_types = config.layer_types[:2]
+    prompt = torch.randint(3, VOCAB_SIZE, (21,)).tolist()
+    torch.manual_seed(0)
+    scorer = Qwen3ForSequenceClassification(config).eval()
+    scorer.save_pretrained(tmp_path / "scorer")
+    with make_llm(tmp_path / "scorer", max_model_len=64) as llm:
+        (output,) = llm.classify([prompt], use_tqdm=False)
+        assert not llm.plan.limits.whole_prompts
+    with torch.inference_mode():
+        wanted = scorer(torch.tensor([prompt])).logits[0].softmax(-1)
+    assert np.allclose(output.outputs.probs, wanted, rtol=0, atol=1e-5)
+    bare = Qwen3Model(config).eval()
+    bare.save_pretrained(tmp_path / "bare")
+    with make_llm(tmp_path / "bare", max_model_len=64) as llm:
+        (output,) = llm.embed([prompt], use_tqdm=False)
+    with torch.inference_mode():
+        row = bare(torch.tensor([prompt])).last_hidden_state[0, -1]
+    assert np.allclose(output.outputs.data, unit(row), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_kv_blocks": 40},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+        {"quantize_lm_head": "fp8"},
+    ],
+)
+def test_settings_of_models_that_generate(settings: dict[str, Any], tmp_path: Path) -> None:
+    make_encoder("bert", tmp_path)
+    with pytest.raises(PhonographError, match=next(iter(settings))) as caught:
+        make_llm(tmp_path, **settings)
+    assert isinstance(caught.value, ConfigError)
+
+
+def test_an_engine_for_an_event_loop(tmp_path: Path) -> None:
+    """Many prompts in one call, one prompt by vLLM's form, tasks for servers, and messages that can be pickled."""
+    make_encoder("bert", tmp_path)
+    make_tokenizer(tmp_path)
+    prompts = ["w1 w2", [1, 5, 2], TypedTokens.of([1, 5, 2, 6, 2], [0, 0, 0, 1, 1])]
+    assert pickle.loads(pickle.dumps(prompts[2])).plain == [1, 5, 2, 6, 2]
+
+    async def run() -> None:
+        settings: dict[str, Any] = {"max_num_seqs": 2, "enforce_eager": True}
+        async with AsyncLLM(str(tmp_path), **settings) as llm:
+            assert llm.facts.pooler is not None and llm.facts.pooler.tasks == ("embed", "token_embed")
+            assert llm.facts.context_len == 70 and llm.facts.row_size == 48
+            outputs = await llm.pool(prompts * 20, PoolingParams(task="embed"))
+            assert [output.prompt_token_ids for output in outputs[:3]] == [[1, 5, 6, 2], [1, 5, 2], [1, 5, 2, 6, 2]]
+            assert np.abs(outputs[0].outputs.data - outputs[57].outputs.data).max() < 1e-5
+            assert llm.num_open == 0
+            (one,) = [output async for output in llm.encode("w1 w2", PoolingParams(), "name")]
+            assert one.request_id == "name" and np.abs(one.outputs.data - outputs[0].outputs.data).max() < 1e-5
+            tokens = await llm.pool([[1, 5, 2]], PoolingParams(task="token_embed"))
+            assert tokens[0].outputs.data.shape == (3, 48)
+            pair = llm.pooled_inputs.pair("w1", "w2", PoolingParams())
+            assert isinstance(pair, TypedTokens) and pair.plain == [1, 5, 2, 6, 2]
+            for wrong in ([[200]], [[5] * 71], [""]):
+                with pytest.raises(RequestError):
+                    await llm.pool([*prompts, *wrong], PoolingParams())
+            with pytest.raises(RequestError, match="generates nothing"):
+                _ = [output async for output in llm.generate([1, 5, 2], SamplingParams())]
+
+    asyncio.run(run())

@@ -1,0 +1,265 @@
+"""An engine of several ranks gives the tokens of one rank. Ranks are threads; `test_rank_processes` has processes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from invariants import check_scheduler
+from thread_ranks import ThreadRanks, engine_on_threads, on_ranks
+
+from phonograph.config.engine_config import EngineConfig
+from phonograph.core.device import known_device
+from phonograph.core.sampling_params import SamplingParams
+from phonograph.core.structured_outputs import StructuredOutputs
+from phonograph.engine.build import build_engine
+from phonograph.engine.core import EngineCore
+from phonograph.engine.outputs import RequestOutput
+from phonograph.engine.plan import EnginePlan, make_plan
+from phonograph.engine.process.ranks.follow_rank import FollowingRunner
+from phonograph.engine.session import Session, grammar_compiler
+from phonograph.engine.startup.start import verify_engine
+from phonograph.errors import CaptureError, ConfigError, RankError
+from phonograph.graphs.modes import GraphKey, GraphMode, GraphSet
+from phonograph.graphs.runtime import CapturedGraph
+from phonograph.graphs.tape.tape import TapeRuntime
+from phonograph.kernels import ranks as kernel_ranks
+from phonograph.models.spec import read_configured_model
+from phonograph.runner.runner import CaptureReport, capture_on_ranks
+from phonograph.text.tokenizer import load_tokenizer
+
+SETTINGS: dict[str, Any] = {
+    **{"model": "demo", "device": "cpu", "max_num_seqs": 4, "max_num_batched_tokens": 32, "block_size": 8},
+    **{"num_kv_blocks": 128, "max_cudagraph_capture_size": 8, "max_model_len": 512, "seed": 0},
+}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+
+
+def plan_of(size: int, **settings: Any) -> EnginePlan:
+    config = EngineConfig(**{**SETTINGS, "tensor_parallel_size": size, **settings})
+    return make_plan(config, read_configured_model(config, config_only=False), known_device("cpu"))
+
+
+@contextmanager
+def session_of(size: int, **settings: Any) -> Generator[Session]:
+    """Yield a session over an engine of some ranks."""
+    plan = plan_of(size, **settings)
+    if size == 1:
+        yield make_session(plan, build_engine(plan).core)
+    else:
+        with engine_on_threads(plan) as engine:
+            yield make_session(plan, engine.core)
+
+
+def make_session(plan: EnginePlan, core: EngineCore) -> Session:
+    tokenizer = load_tokenizer(plan.config)
+    return Session(core, plan.model, tokenizer, 0, grammar_compiler(lambda: tokenizer, plan.model, plan.config))
+
+
+def finish(session: Session) -> None:
+    while session.has_unfinished:
+        session.step()
+
+
+def generate(session: Session, prompts: list[Any], params: list[SamplingParams]) -> list[RequestOutput]:
+    outputs = [session.add(*pair) for pair in zip(prompts, params, strict=True)]
+    finish(session)
+    assert all(output.error is None for output in outputs)
+    return outputs
+
+
+def random_prompts(seed: int, *lengths: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, 2048, (length,), generator=generator).tolist() for length in lengths]
+
+
+PROMPTS = random_prompts(2, 1, 9, 40, 75, 3, 18)
+PARAMS = [SamplingParams(temperature=0.8, seed=index, max_tokens=16, ignore_eos=True) for index in range(6)]
+PARAMS[2] = PARAMS[5] = GREEDY
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    with session_of(1, cudagraph_mode="NONE") as session:
+        return [output.outputs[0].token_ids for output in generate(session, PROMPTS, PARAMS)]
+
+
+@pytest.mark.parametrize("mode", GraphMode)
+@pytest.mark.parametrize("size", [2, 4])
+def test_tokens_are_those_of_one_rank(size: int, mode: GraphMode, expected: list[list[int]]) -> None:
+    with session_of(size, cudagraph_mode=mode) as session:
+        assert [output.outputs[0].token_ids for output in generate(session, PROMPTS, PARAMS)] == expected
+        labels = set(session.core.runner.counts)
+        assert (labels == {"eager"}) is (mode is GraphMode.NONE)
+
+
+def test_whatever_requests_ask_for() -> None:
+    """Prefix cache, preemption, grammars, log-probabilities of outputs and prompts, speculation and aborts."""
+    schema = StructuredOutputs(json={"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]})
+    prompts: list[Any] = [*random_prompts(7, 60, 30, 25), "Tom has 12 apples.", random_prompts(7, 60)[0] + [9, 10]]
+    params = [
+        SamplingParams(temperature=0.7, seed=4, max_tokens=60, ignore_eos=True, repetition_penalty=1.2),
+        SamplingParams(temperature=0.0, max_tokens=40, logprobs=3, prompt_logprobs=2, ignore_eos=True),
+        SamplingParams(temperature=1.0, seed=9, n=2, max_tokens=60, ignore_eos=True, top_k=50, logit_bias={7: 2.0}),
+        SamplingParams(temperature=0.0, max_tokens=24, structured_outputs=schema),
+        SamplingParams(temperature=0.0, max_tokens=8, min_tokens=8, prompt_logprobs=0),
+    ]
+    settings = {
+        "num_kv_blocks": 24,
+        "max_model_len": 150,
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
+    }
+    results: list[list[RequestOutput]] = []
+    for size in (1, 2):
+        with session_of(size, **settings) as session:
+            aborted = [session.add(prompt, GREEDY) for prompt in random_prompts(11, 40, 12)]
+            outputs = [session.add(*pair) for pair in zip(prompts, params, strict=True)]
+            for number in range(4):
+                session.step()
+                if number == 2:
+                    session.abort(aborted[0])
+            session.abort(aborted[1])
+            finish(session)
+            scheduler = session.core.scheduler
+            check_scheduler(scheduler)
+            assert scheduler.stats.num_preemptions > 0
+            again = generate(session, [prompts[0]], [GREEDY])
+            assert again[0].num_cached_tokens % 8, "the tail behind the full blocks was copied"
+            results.append([*outputs, *again])
+    for one, two in zip(*results, strict=True):
+        assert one.error is None and two.error is None
+        assert [sample.token_ids for sample in one.outputs] == [sample.token_ids for sample in two.outputs]
+        check_logprobs(one, two)
+    assert results[1][3].outputs[0].text.startswith("{")
+
+
+def check_logprobs(one: RequestOutput, two: RequestOutput) -> None:
+    for first, second in (
+        (one.prompt_logprobs, two.prompt_logprobs),
+        (one.outputs[0].logprobs, two.outputs[0].logprobs),
+    ):
+        assert (first is None) == (second is None)
+        for entry, other in zip(first or (), second or (), strict=True):
+            assert (entry is None) == (other is None)
+            if entry is not None and other is not None:
+                assert entry.keys() == other.keys()
+                for token_id, logprob in entry.items():
+                    assert abs(logprob.logprob - other[token_id].logprob) < 1e-4
+
+
+def test_verify_runs_on_every_rank() -> None:
+    with engine_on_threads(plan_of(2, cudagraph_mode="FULL_AND_PIECEWISE")) as engine:
+        report = verify_engine(engine, num_replays=100)
+        assert report.ok and report.num_replays == 100
+
+
+@pytest.fixture
+def without_a_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave a sum out of each graph of rank 1."""
+    capture = FollowingRunner.capture
+
+    def faulty(self: FollowingRunner, *arguments: Any) -> CaptureReport:
+        report = capture(self, *arguments)
+        for graph in self._graphs.values():
+            sums = [step for step in graph.steps if getattr(step, "func", None) is kernel_ranks._sum]
+            graph.steps.remove(sums[3])
+        return report
+
+    monkeypatch.setattr(FollowingRunner, "capture", faulty)
+
+
+@pytest.mark.usefixtures("without_a_sum")
+def test_verify_finds_a_sum_that_one_rank_lacks() -> None:
+    with (
+        pytest.raises(
+            RankError, match=r"(mixed|decode).*: rank 0 is at operation \d+, sum of .*, and rank 1 at operation"
+        ),
+        engine_on_threads(plan_of(2, cudagraph_mode="FULL", cudagraph_capture_sizes=[4])) as engine,
+    ):
+        verify_engine(engine, num_replays=2)
+
+
+def test_verify_names_the_rank_whose_graph_is_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    capture = FollowingRunner.capture
+
+    def faulty(self: FollowingRunner, *arguments: Any) -> CaptureReport:
+        report = capture(self, *arguments)
+        for graph in self._graphs.values():
+            input_ids, own = self._inputs.input_ids, torch.empty_like(self._inputs.input_ids)
+            stale = [partial(own.copy_, input_ids), partial(input_ids.copy_, input_ids.clone())]
+            graph.steps[:] = [*stale, *graph.steps, partial(input_ids.copy_, own)]
+        return report
+
+    monkeypatch.setattr(FollowingRunner, "capture", faulty)
+    with engine_on_threads(plan_of(2, cudagraph_mode="FULL", cudagraph_capture_sizes=[4])) as engine:
+        report = verify_engine(engine, num_replays=2)
+    assert {mismatch.rank for mismatch in report.mismatches} == {None, 1}, "the sum brings it to rank 0"
+    assert str(report.mismatches[-1]).startswith("rank 1, ")
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_capture_that_fails_on_one_rank_has_failed_on_all(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    failures = [CaptureError("a library was not loaded")] * times
+    runs: list[int] = []
+    capture = TapeRuntime.capture
+
+    def failing(self: TapeRuntime, function: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            runs.append(len(failures))
+            if failures:
+                raise failures.pop()
+        return capture(self, function)
+
+    monkeypatch.setattr(TapeRuntime, "capture", failing)
+    plan = plan_of(2, cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes=[1, 2])
+    if times == 2:
+        with pytest.raises(CaptureError, match="rank 1: a library was not loaded"), engine_on_threads(plan):
+            pass
+        return
+    with engine_on_threads(plan) as engine:
+        (retry,) = engine.captured.retries
+        assert "rank 1: a library was not loaded" in str(retry) and runs == [1, 0, 0]
+        assert verify_engine(engine, num_replays=2).ok
+
+
+def test_ranks_with_unlike_graphs_do_not_start() -> None:
+    def capture(ranks: ThreadRanks) -> str:
+        key = GraphKey(GraphSet.DECODE, num_tokens=1 + ranks.rank, num_reqs=1 + ranks.rank)
+        with pytest.raises(RankError) as raised:
+            capture_on_ranks(ranks, key, lambda: CapturedGraph([], ()))
+        return str(raised.value)
+
+    texts = on_ranks(2, capture)
+    assert texts[0].startswith("rank 0 captures ") and "and rank 1 captures" in texts[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"size": 3}, "tensor_parallel_size=3: layer 0 has 4 query heads, no multiple of 3; 1 or 2 or 4 works"),
+        ({"size": 8}, "tensor_parallel_size=8: layer 0 has 4 query heads, no multiple of 8; 1 or 2 or 4 works"),
+        ({"size": 2, "enable_sleep_mode": True}, "enable_sleep_mode=True: works with tensor_parallel_size=1 only"),
+        (
+            {"size": 2, "speculative_config": {"method": "draft_model", "model": "demo", "num_speculative_tokens": 2}},
+            "a draft model works with tensor_parallel_size=1 only so far; the methods ngram and suffix work",
+        ),
+    ],
+)
+def test_what_several_ranks_cannot_do_is_refused_at_plan_time(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        plan_of(settings.pop("size"), **settings)
+    assert words in str(raised.value)
+
+
+def test_notes_say_what_a_rank_has() -> None:
+    plan = plan_of(4)
+    assert plan.whole.num_parameters == plan_of(1).model.num_parameters
+    assert any("a rank has 1 of 4 query heads, 1 of 2 KV heads and 512 of 2048 tokens" in note for note in plan.notes)
+    assert any("fewer KV heads than ranks: each is on 2 ranks" in note for note in plan.notes)
+    two, four = (plan_of(size).attention.kv_token_bytes for size in (2, 4))
+    assert two == four == plan_of(1).attention.kv_token_bytes // 2

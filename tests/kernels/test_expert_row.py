@@ -1,0 +1,83 @@
+"""Experts of one row against float64: random routings, odd sizes, and memory without contents is NaN."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from expert_problem import ROUTINGS, Problem, check_choice, reference
+
+from phonograph.kernels.triton.experts.expert_plan import RowTile
+from phonograph.kernels.triton.experts.route_row import route_row
+from phonograph.kernels.triton.experts.row_products import add_down_row, gate_up_row
+from phonograph.kernels.triton.gemm.product import CLAMPED_SWIGLU, GELU, SILU
+
+ROUTE = RowTile(4, 32, 1, 1)
+TILES = ((RowTile(4, 64, 1, 1), RowTile(4, 32, 1, 1)), (RowTile(2, 16, 2, 1), RowTile(8, 8, 3, 1)))
+
+
+def norm_of(x_1E: torch.Tensor) -> tuple[torch.Tensor, float, torch.Tensor]:
+    return torch.randn(x_1E.shape[1]).to(x_1E), 1e-5, torch.full_like(x_1E, torch.nan)
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+@pytest.mark.parametrize("normed", [False, True])
+def test_routes(name: str, normed: bool, device: torch.device) -> None:
+    problem = Problem(1, ROUTINGS[name], device)
+    lists, k = problem.lists, problem.routing.top_k
+    norm = norm_of(problem.x_TE) if normed else None
+    arguments = problem.x_TE, problem.router_OE, problem.routing, lists, ROUTE
+    route_row(*arguments, norm=norm, choice_bias_X=problem.bias_X)
+    if norm is not None:
+        wide = problem.x_TE.double()
+        wide = wide * torch.rsqrt(wide.square().mean() + norm[1]) * norm[0].double()
+        torch.testing.assert_close(norm[2].double(), wide, rtol=1e-5, atol=1e-6)
+        problem.x_TE = norm[2]
+    check_choice(problem, 1)
+    assert lists.pairs_P.tolist() == [*range(k)] and int(lists.num_items) == k and not lists.arrived.any()
+    assert lists.items_I3[:k].tolist() == [[one, pair, 1] for pair, one in enumerate(lists.experts_Tk[0].tolist())]
+    # Padding has no pairs.
+    route_row(*arguments, choice_bias_X=problem.bias_X, num_rows=torch.zeros(1, dtype=torch.int32, device=device))
+    assert int(lists.num_items) == 0 and (lists.experts_Tk == -1).all()
+
+
+def test_ties_and_logits_that_are_no_numbers(device: torch.device) -> None:
+    problem = Problem(1, ROUTINGS["many"], device)
+    problem.router_OE[:] = problem.router_OE[0].abs()
+    for number in (1.0, torch.nan, torch.inf):
+        problem.x_TE[0] = number
+        route_row(problem.x_TE, problem.router_OE, problem.routing, problem.lists, ROUTE)
+        assert problem.lists.experts_Tk[0].tolist() == [*range(problem.routing.top_k)]
+
+
+@pytest.mark.parametrize("mode", [SILU, GELU, CLAMPED_SWIGLU])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("tiles", TILES)
+@pytest.mark.parametrize("name", ["few", "many", "one"])
+def test_products(
+    name: str, tiles: tuple[RowTile, RowTile], dtype: torch.dtype, mode: int, device: torch.device
+) -> None:
+    """Experts that were not chosen are NaN. A row of padding stays as it is."""
+    width, inner, routing = 50, 27, ROUTINGS[name]
+    problem = Problem(1, routing, device, width)
+    x_1E, lists, num_experts = problem.x_TE.to(dtype), problem.lists, routing.num_experts
+    route_row(x_1E, problem.router_OE.to(dtype), routing, lists, ROUTE)
+    clamped = mode == CLAMPED_SWIGLU
+    gate_up = (torch.randn(num_experts, 2 * inner, width) * (1 + 5 * clamped) / width**0.5).to(device, dtype)
+    down = (torch.randn(num_experts, width, inner) / inner**0.5).to(device, dtype)
+    biases = tuple(torch.randn(num_experts, size).to(device, dtype) if clamped else None for size in (2 * inner, width))
+    for expert in set(range(num_experts)) - set(lists.experts_Tk[0].tolist()):
+        for tensor in (gate_up, down, *(bias for bias in biases if bias is not None)):
+            tensor[expert] = torch.nan
+    inner_kI = torch.full((routing.top_k, inner), torch.nan, dtype=dtype, device=device)
+    hidden = torch.randn(1, width).to(device, dtype)
+    wanted = hidden.double() + 0.5 * reference(x_1E, (gate_up, down), biases, mode, lists, 1)
+    flat = [None if bias is None else bias.flatten() for bias in biases]
+    gate_up_row(x_1E, gate_up.flatten(0, 1), lists, tiles[0], inner_kI, flat[0], mode=mode)
+    add_down_row(inner_kI, down.flatten(0, 1), lists, tiles[1], hidden, flat[1], factor=0.5)
+    limit = 1e-5 if dtype == torch.float32 else 2e-3
+    assert (hidden.double() - wanted).norm() <= limit * wanted.norm()
+    lists.experts_Tk.fill_(-1)
+    before = hidden.clone()
+    gate_up_row(x_1E, gate_up.flatten(0, 1), lists, tiles[0], inner_kI, flat[0], mode=mode)
+    add_down_row(inner_kI, down.flatten(0, 1), lists, tiles[1], hidden, flat[1])
+    assert torch.equal(hidden, before)

@@ -1,0 +1,97 @@
+"""Encoders next to transformers in float32: lengths around a page and at the limit, together, in all modes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from encoder_checkpoints import ENCODERS, POSITIONS, expected_rows, make_encoder, random_prompts
+
+from phonograph import LLM, PoolingParams
+from phonograph.graphs.modes import GraphMode
+
+RAW = PoolingParams(use_activation=False)
+LABELS = {
+    GraphMode.NONE: {"eager"},
+    GraphMode.PIECEWISE: {"piecewise"},
+    GraphMode.FULL: {"full mixed"},
+    GraphMode.FULL_DECODE_ONLY: {"eager"},
+    GraphMode.FULL_AND_PIECEWISE: {"piecewise"},
+}
+
+
+def make_llm(folder: Path, **settings: Any) -> LLM:
+    defaults: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 96, "enforce_eager": True}
+    if "cudagraph_mode" in settings:
+        del defaults["enforce_eager"]
+    return LLM(str(folder), **{**defaults, **settings})
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_rows_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
+    model = make_encoder(name, tmp_path)
+    with make_llm(tmp_path) as llm:
+        limit = llm.plan.limits.max_model_len
+        assert limit == POSITIONS - 2 * ("roberta" in name)
+        prompts = random_prompts(1, 2, 15, 16, 17, limit, 33)
+        outputs = llm.encode(prompts, RAW, use_tqdm=False)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        rows = expected_rows(model, prompt)
+        wanted = rows if "classes" in name or "score" in name else rows.mean(0)
+        assert torch.allclose(torch.from_numpy(output.outputs.data), wanted, rtol=0, atol=1e-4), len(prompt)
+
+
+@pytest.mark.parametrize("name", ["bert", "modernbert"])
+def test_five_modes_and_verify(name: str, tmp_path: Path) -> None:
+    make_encoder(name, tmp_path)
+    prompts = random_prompts(1, 9, 40, 3, 18, 1, 1)
+    found: dict[GraphMode, list[np.ndarray]] = {}
+    for mode in GraphMode:
+        with make_llm(tmp_path, cudagraph_mode=mode, cudagraph_capture_sizes=[4, 48, 96]) as llm:
+            found[mode] = [one.outputs.data for one in llm.embed(prompts, use_tqdm=False)]
+            assert set(llm.step_counts) == LABELS[mode], mode
+            if mode in (GraphMode.FULL, GraphMode.PIECEWISE):
+                report = llm.verify(num_replays=5)
+                assert report.ok, report.mismatches
+    for mode, rows in found.items():
+        assert all(np.allclose(*pair, rtol=0, atol=1e-6) for pair in zip(rows, found[GraphMode.NONE], strict=True)), (
+            mode
+        )
+
+
+def test_alone_and_together(tmp_path: Path) -> None:
+    make_encoder("bert", tmp_path)
+    prompts = random_prompts(5, 1, 30, 17, 16, 2, 60, seed=3)
+    with make_llm(tmp_path) as llm:
+        together = [one.outputs.data for one in llm.embed(prompts, use_tqdm=False)]
+        for prompt, rows in zip(prompts, together, strict=True):
+            (alone,) = llm.embed([prompt], use_tqdm=False)
+            assert np.abs(alone.outputs.data - rows).max() < 1e-5
+            assert abs(np.linalg.norm(rows) - 1) < 1e-5
+
+
+def test_types_of_the_tokens_of_a_pair(tmp_path: Path) -> None:
+    from phonograph.core.token_types import TypedTokens
+
+    model = make_encoder("bert_classes", tmp_path)
+    prompt, types = random_prompts(12)[0], [0] * 5 + [1] * 7
+    with make_llm(tmp_path) as llm:
+        (output,) = llm.encode([TypedTokens.of(prompt, types)], RAW, use_tqdm=False)
+        assert output.prompt_token_ids == prompt
+    wanted = expected_rows(model, prompt, token_type_ids=types)
+    plain = expected_rows(model, prompt)
+    assert torch.allclose(torch.from_numpy(output.outputs.data), wanted, rtol=0, atol=1e-4)
+    assert not torch.allclose(wanted, plain, rtol=0, atol=1e-2), "the types must matter"
+
+
+def test_rows_of_all_tokens(tmp_path: Path) -> None:
+    model = make_encoder("xlm_roberta", tmp_path)
+    prompts = random_prompts(3, 20, 7)
+    with make_llm(tmp_path) as llm:
+        outputs = llm.encode(prompts, RAW, pooling_task="token_embed", use_tqdm=False)
+    for prompt, output in zip(prompts, outputs, strict=True):
+        wanted = expected_rows(model, prompt)
+        assert torch.allclose(torch.from_numpy(output.outputs.data), wanted, rtol=0, atol=1e-4)

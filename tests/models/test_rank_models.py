@@ -1,0 +1,171 @@
+"""Models of several ranks against the whole model: the same logits, for each family and weight format.
+
+Ranks are threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import EXPERT_FAMILIES, FAMILIES, VOCAB_SIZE, load_model, make_checkpoint
+from dense import DenseSequences
+from fp4_weights import make_file
+from gguf_files import write_gguf
+from kernel_sets import bind_torch
+from quantized_checkpoints import FORMATS, quantize_checkpoint
+from thread_ranks import ThreadRanks, on_ranks
+
+from phonograph.errors import ConfigError
+from phonograph.models.quantization.quantization_config import choose_quantization
+from phonograph.models.spec import ModelSpec, read_model_spec
+from phonograph.models.weights.loading import begin_loading
+from phonograph.models.weights.rank_tensors import RankTensors
+from phonograph.models.weights.tensor_parallel import cut_model
+
+CPU = torch.device("cpu")
+TOLERANCE = 1e-4
+SIZES: dict[str, dict[str, Any]] = {
+    "llama_head": {"num_attention_heads": 6, "num_key_value_heads": 1},
+    "gemma4_moe": {"vocab_size": VOCAB_SIZE},
+}
+"""Sizes that two ranks can share, where those of a family cannot be."""
+
+
+def logits_on_ranks(spec: ModelSpec, folder: Path, chunks: list[list[int]], size: int) -> torch.Tensor:
+    """Return the logits of all tokens of a sequence, which runs in chunks on several ranks."""
+
+    def run(ranks: ThreadRanks) -> torch.Tensor:
+        settings: dict[str, Any] = {"dtype": torch.float32, "device": CPU, "rank": (ranks.rank, size)}
+        with begin_loading(spec, folder, **settings) as loading:
+            loading.finish()
+        sequences = DenseSequences(bind_torch(loading.model, ranks=ranks))
+        sequences.add()
+        found = [logits for chunk in chunks for logits in sequences.step([(0, chunk)])]
+        assert ranks.num_sums == len(chunks) * (2 * spec.num_layers + 1 + sum(map(_num_extra_sums, spec.layers)))
+        return torch.cat(found)
+
+    return on_ranks(size, run)[0]
+
+
+def _num_extra_sums(layer: Any) -> int:
+    """Return the sums of a layer beside those of a plain one: of a shared expert, and of norms over all heads."""
+    return int(getattr(layer.feed_forward, "shared", None) is not None) + layer.attention.joint_norms
+
+
+def check(folder: Path, size: int) -> None:
+    spec = read_model_spec(folder)
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, VOCAB_SIZE, (31,), generator=generator).tolist()
+    chunks = [tokens[:17], tokens[17:18], tokens[18:]]
+    sequences = DenseSequences(load_model(spec, folder, dtype=torch.float32, device=CPU))
+    sequences.add()
+    expected = torch.cat([logits for chunk in chunks for logits in sequences.step([(0, chunk)])])
+    assert expected.std() > 0.5
+    actual = logits_on_ranks(spec, folder, chunks, size)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *EXPERT_FAMILIES])
+def test_logits_of_two_ranks_are_those_of_one(family: str, tmp_path: Path) -> None:
+    make_checkpoint(family, tmp_path, seed=3, **SIZES.get(family, {}))
+    check(tmp_path, 2)
+
+
+@pytest.mark.parametrize("family", ["llama3", "qwen2", "mixtral", "olmo2"])
+def test_four_ranks_repeat_two_kv_heads(family: str, tmp_path: Path) -> None:
+    make_checkpoint(family, tmp_path, seed=5)
+    check(tmp_path, 4)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_quantized_weights_of_two_ranks(name: str, tmp_path: Path) -> None:
+    kind = FORMATS[name]
+    # Inner sizes of two ranks are whole groups.
+    sizes = {"hidden_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 48}
+    make_checkpoint("qwen2" if kind.scales else "llama3", tmp_path, seed=len(name), intermediate_size=768, **sizes)
+    quantize_checkpoint(tmp_path, kind)
+    spec = read_model_spec(tmp_path)
+    if kind.group in (64, 128):
+        with pytest.raises(ConfigError, match=r"self_attn.o_proj .* between groups of (64|128) only, and 96 is no"):
+            cut_model(spec, 2)
+        return
+    check(tmp_path, 2)
+
+
+def gguf_kinds(**by_part: str) -> Callable[[str], str]:
+    return lambda name: by_part.get(name.split(".")[-2].removesuffix("_proj"), by_part["rest"])
+
+
+WIDE = {"hidden_size": 512, "intermediate_size": 512}
+Q4_K = gguf_kinds(q="Q4_K", k="Q4_K", v="Q6_K", gate="Q5_K", up="Q4_K", down="Q4_K", o="Q5_K", rest="Q6_K")
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "kind_of"),
+    [
+        ("llama2", WIDE, Q4_K),
+        (
+            "llama_bias",
+            {"hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 128},
+            gguf_kinds(rest="Q4_1"),
+        ),
+        ("qwen2", {"intermediate_size": 128}, gguf_kinds(v="F16", up="BF16", rest="Q8_0")),
+        (
+            "qwen3",
+            {"num_attention_heads": 4, "intermediate_size": 96},
+            gguf_kinds(rest="BF16", o="Q4_0", down="F32", embed_tokens="Q8_0"),
+        ),
+    ],
+)
+def test_gguf_files_of_two_ranks(family: str, sizes: dict[str, Any], kind_of: Any, tmp_path: Path) -> None:
+    make_checkpoint(family, tmp_path, seed=1, **sizes)
+    write_gguf(tmp_path / "model.gguf", tmp_path, kind_of)
+    check(tmp_path / "model.gguf", 2)
+
+
+def test_blocks_of_gguf_files_are_not_cut(tmp_path: Path) -> None:
+    make_checkpoint("llama2", tmp_path, hidden_size=256, intermediate_size=256)
+    write_gguf(tmp_path / "model.gguf", tmp_path, Q4_K)
+    with pytest.raises(ConfigError, match=r"self_attn.o_proj in Q5_K .* between groups of 256 only, and 128 is no"):
+        cut_model(read_model_spec(tmp_path / "model.gguf"), 2)
+    make_checkpoint("mixtral", tmp_path, intermediate_size=96)
+    write_gguf(tmp_path / "model.gguf", tmp_path, gguf_kinds(rest="F16"))
+    with pytest.raises(ConfigError, match="tensor_parallel_size=2: experts of a GGUF file have no rule"):
+        check(tmp_path / "model.gguf", 2)
+
+
+def test_mxfp4_of_two_ranks_is_cut_between_its_groups(tmp_path: Path) -> None:
+    make_file(tmp_path, 64)
+    check(tmp_path, 2)
+    with pytest.raises(
+        ConfigError, match=r"experts.down_proj in MXFP4, groups of 32: .* 16 is not a multiple of 32; 1 or 2"
+    ):
+        cut_model(read_model_spec(tmp_path), 4)
+
+
+def test_fp8_that_is_made_at_load(tmp_path: Path) -> None:
+    """Scales of the parts of o and down are finer than those of whole outputs."""
+    make_checkpoint("llama3", tmp_path, intermediate_size=96)
+    spec = read_model_spec(tmp_path).with_quantization(choose_quantization(None, "fp8"))
+    sequences = DenseSequences(load_model(spec, tmp_path, dtype=torch.float32, device=CPU))
+    tokens = [5, 99, 3, 3, 42]
+    expected = sequences.step([(sequences.add(), tokens)])[0]
+    actual = logits_on_ranks(spec, tmp_path, [tokens], 2)
+    assert (actual - expected).norm() < 0.1 * expected.norm()
+
+
+def test_every_tensor_is_cut_into_disjoint_parts(tmp_path: Path) -> None:
+    make_checkpoint("gpt_oss", tmp_path)
+    spec = read_model_spec(tmp_path)
+    parts = [RankTensors(spec, rank, 4) for rank in range(4)]
+    for name, shape in spec.tensor_shapes().items():
+        cuts = [part.cuts.get(name) for part in parts]
+        if cuts[0] is None or cuts[0].dim is None:
+            continue
+        seen = [place for cut in cuts for first, last in cut.ranges for place in range(first, last)]
+        times = 2 if name.split(".")[-2] in ("k_proj", "v_proj") else 1
+        assert sorted(seen) == sorted([*range(shape[cuts[0].dim])] * times), name
