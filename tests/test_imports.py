@@ -61,7 +61,7 @@ WITHOUT_TORCH = COMMON | {"files", "kv_cache", "scheduling", "structured"}
 MOST_ENTRIES = 15
 """Modules and folders of one folder, without `__init__.py`. The entries of the package's own folder are the rooms."""
 MOST_LINES = 400
-MOST_ROOMS, MOST_ARROWS = 24, 95
+MOST_ROOMS, MOST_ARROWS = 24, 100
 PROTOCOLS = {
     "__init__.py": "",
     "__main__.py": "",
