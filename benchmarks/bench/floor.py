@@ -58,13 +58,11 @@ def decode_work(model: ModelSpec, attention: AttentionSpec, *, num_seqs: int, co
             for matrix in (experts.gate_up, experts.down):
                 num_bytes -= unread * matrix.nbytes(attention.element_bytes)
                 weights -= (1 - routing.top_k / routing.num_experts) * matrix.num_outputs * matrix.num_inputs
+    heads = next(iter(model.attentions.values()))
     pairs = len(model.attentions) * num_seqs * context
     return (
         Work(num_bytes, 2.0 * weights * num_seqs),
-        Work(
-            pairs * attention.kv_token_bytes,
-            4.0 * pairs * model.layers[0].attention.num_query_heads * model.layers[0].attention.head_size,
-        ),
+        Work(pairs * attention.kv_token_bytes, 4.0 * pairs * heads.num_query_heads * heads.head_size),
     )
 
 
@@ -90,12 +88,8 @@ def attention_work(spec: AttentionSpec, lengths: Sequence[tuple[int, int]], wind
     rows = sum(query for query, _ in lengths)
     keys = sum(min(length, query + left) for query, length in lengths)
     pairs = sum(_visible(query, length, left) for query, length in lengths)
-    queries = (
-        2 * rows * spec.layers[0].attention.num_query_heads * spec.layers[0].attention.head_size * spec.element_bytes
-    )
-    return int(keys * spec.kv_token_bytes + queries), int(
-        4 * spec.layers[0].attention.num_query_heads * spec.layers[0].attention.head_size * pairs
-    )
+    queries = 2 * rows * spec.num_query_heads * spec.head_size * spec.element_bytes
+    return int(keys * spec.kv_token_bytes + queries), int(4 * spec.num_query_heads * spec.head_size * pairs)
 
 
 def _visible(query: int, length: int, left: float) -> float:
