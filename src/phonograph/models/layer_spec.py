@@ -104,7 +104,7 @@ class LayerAttention:
     head_size: int
     qkv: LayerMatrix
     output: LayerMatrix
-    gated: bool
+    gated: bool = False
     window: tuple[int, int]
     scale: float
     softcap: float
