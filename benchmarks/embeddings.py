@@ -12,12 +12,14 @@ batches of 32, sorted by length; without the package, that side is left out.
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import random
 import tempfile
 import time
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,11 +98,10 @@ def main() -> None:
             result: dict[str, Any] = {"quality": compare(llm, folder, sentences)}
             sides: dict[str, Callable[[], object]] = {"phonograph": lambda: llm.embed(timed, use_tqdm=False)}
             if importlib.util.find_spec("sentence_transformers") is not None:
-                from sentence_transformers import SentenceTransformer
-
                 device = "cuda" if torch.cuda.is_available() else "cpu"
-                peer = SentenceTransformer(str(folder), device=device)
-                sides["sentence-transformers"] = lambda: peer.encode(timed, batch_size=BATCH, show_progress_bar=False)
+                library: Any = importlib.import_module("sentence_transformers")
+                peer = library.SentenceTransformer(str(folder), device=device)
+                sides["sentence-transformers"] = partial(peer.encode, timed, batch_size=BATCH, show_progress_bar=False)
             result["rates"] = rates(sides, len(timed), arguments.rounds)
     print(result["quality"], result["rates"], sep="\n")
     if arguments.output:

@@ -42,6 +42,7 @@ API = {
         "Sampling and structured outputs",
         (
             "phonograph.core.sampling_params.SamplingParams",
+            "phonograph.core.pooling_params.PoolingParams",
             "phonograph.core.structured_outputs.StructuredOutputs",
             "phonograph.core.beam_search_params.BeamSearchParams",
         ),

@@ -24,7 +24,7 @@ from phonograph.config.values import DType
 from phonograph.core.device import KNOWN_DEVICES, DeviceSpec
 from phonograph.models.quantization.gguf_blocks import BLOCK_TYPES, FLOATS
 from phonograph.models.quantization.quantization_config import QUANT_METHODS
-from phonograph.models.registry import ARCHITECTURES
+from phonograph.models.registry import ARCHITECTURES, ENCODERS
 from phonograph.models.wrapper import WRAPPERS
 
 README = Path(__file__).parents[1] / "README.md"
@@ -59,6 +59,15 @@ FAMILIES = {
     "qwen3_moe": "Qwen3-MoE",
 }
 """Names of the families by the model type of an architecture."""
+EMBEDDERS = {
+    "bert": "BERT, MiniLM, BGE, E5, GTE",
+    "distilbert": "DistilBERT",
+    "modernbert": "ModernBERT",
+    "nomic_bert": "NomicBERT",
+    "roberta": "RoBERTa",
+    "xlm-roberta": "XLM-RoBERTa, BGE-M3",
+}
+"""Names of the encoders by their model type."""
 WRAPPED = {
     "gemma3": "Gemma 3 with images: its text model",
     "gemma4": "Gemma 4 with images or sound: its text model",
@@ -89,6 +98,7 @@ def models_table() -> str:
     """Return the table of model families."""
     rows = [(FAMILIES[one.model_type], f"`{name}`") for name, one in sorted(ARCHITECTURES.items())]
     rows += [(WRAPPED[one.model_type], f"`{name}`") for name, one in sorted(WRAPPERS.items())]
+    rows += [(EMBEDDERS[one.model_type], f"`{name}Model`, `{name}For...`") for name, one in sorted(ENCODERS.items())]
     return _table(("models", "architecture in config.json"), rows)
 
 

@@ -110,6 +110,7 @@ def test_every_output_below_a_block_is_compared() -> None:
     [
         ("chat", r"19\b[^\n]*\n[\s\S]*26\b"),
         ("streaming", r"19\b"),
+        ("embeddings", r"embed: convert=embed[\s\S]*: 1\.000"),
         ("structured_output", r"\{'kind': '(apples|cards)', 'number': \d+\}"),
         (
             "vllm_calls",
@@ -121,7 +122,10 @@ def test_every_output_below_a_block_is_compared() -> None:
         ),
     ],
 )
-def test_an_example_prints_its_answer(name: str, pattern: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_example_prints_its_answer(
+    name: str, pattern: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [name])
     runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
     assert re.search(pattern, capsys.readouterr().out)
 

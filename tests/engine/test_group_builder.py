@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from phonograph.attention.attention_spec import AttentionKind
 from phonograph.attention.metadata import AttentionMetadata
 from phonograph.attention.selection import BUILT_IN
 from phonograph.runner.group_builder import GroupBuilder
@@ -27,7 +28,7 @@ class Backend:
     made: list[int] = field(default_factory=list[int])
     scheduled: list[Any] = field(default_factory=list[Any])
     reads_on_host = False
-    spec = None
+    spec = SimpleNamespace(kind=AttentionKind.DECODER)
 
     @property
     def capabilities(self) -> Any:

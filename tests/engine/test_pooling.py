@@ -93,14 +93,14 @@ def test_a_folder_of_sentence_transformers(old: bool, tmp_path: Path) -> None:
         tmp_path,
         ["Transformer", "Pooling", "Dense", "Normalize"],
         pooling if old else {"pooling_mode": "cls", "embedding_dimension": 48, "include_prompt": True},
-        sentence_bert_config={"max_seq_length": 20, "do_lower_case": False},
+        sentence_bert_config={"max_seq_length": 20, "do_lower_case": old},
         config_sentence_transformers={"prompts": {"query": "w7 w8 ", "document": ""}, "default_prompt_name": "query"},
     )
     weight, bias = add_dense(tmp_path, 20)
     with make_llm(tmp_path) as llm:
         assert llm.plan.limits.max_model_len == 20
         assert llm.plan.model.pooler is not None and llm.plan.model.pooler.tasks == ("embed",)
-        text = "w1 w2 w3"
+        text = "W1 w2 w3" if old else "w1 w2 w3"
         outputs = {name: llm.embed(text, prompt_name=name, use_tqdm=False)[0] for name in (None, "query", "document")}
         assert outputs[None].prompt_token_ids == [1, 11, 12, 5, 6, 7, 2] == outputs["query"].prompt_token_ids
         assert outputs["document"].prompt_token_ids == [1, 5, 6, 7, 2]

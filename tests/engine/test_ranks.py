@@ -128,8 +128,13 @@ def test_whatever_requests_ask_for() -> None:
             scheduler = session.core.scheduler
             check_scheduler(scheduler)
             assert scheduler.stats.num_preemptions > 0
-            again = generate(session, [prompts[0]], [GREEDY])
-            assert again[0].num_cached_tokens % 8, "the tail behind the full blocks was copied"
+            again = [session.add(prompts[0], GREEDY)]
+            for _ in range(4):
+                session.step()
+            again.append(session.add(prompts[0], GREEDY))
+            finish(session)
+            assert again[0].num_cached_tokens == 56, "the full blocks were in the prefix cache"
+            assert again[1].num_cached_tokens == 59, "the tail was copied too"
             results.append([*outputs, *again])
     for one, two in zip(*results, strict=True):
         assert one.error is None and two.error is None

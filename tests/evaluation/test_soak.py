@@ -89,7 +89,7 @@ def test_growth_is_that_of_the_second_half() -> None:
 @pytest.mark.long
 def test_a_short_soak(tmp_path: Path) -> None:
     output = tmp_path / "soak.json"
-    command = [sys.executable, str(SCRIPT), "--minutes", "0.05", "--streams", "12", "--abort-share", "0.5"]
+    command = [sys.executable, str(SCRIPT), "--minutes", "0.03", "--streams", "8", "--abort-share", "0.5"]
     served = ["--", "demo", "--max-num-seqs", "4", "--num-kv-blocks", "128", "--max-model-len", "1024"]
     served += ["--cudagraph-capture-sizes", "1,2,4,64"]
     done = subprocess.run(

@@ -45,6 +45,8 @@ def draw_case(rng: random.Random, *, small: bool) -> Case:
     longest = 500 if small else 6000
     drafts = rng.random() < 0.3
     count = rng.randint(2, 10 if small else 60)
+    # All share one length, or two groups share more of theirs, or each sequence draws.
+    form = rng.choice(["all", "levels", "drawn"])
     batch: list[tuple[int, int]] = []
     shared: list[tuple[int, int]] = []
     for index in range(count):
@@ -57,6 +59,11 @@ def draw_case(rng: random.Random, *, small: bool) -> Case:
         context = max(batch[source][1] - batch[source][0], 0) if index else 0
         most = context // size * size
         wanted = rng.choice([0, size, 256 - size, 256, 256 + size, most, most, most // 2, rng.randint(0, most)])
+        if form != "drawn" and index:
+            source = count // 2 if form == "levels" and index > count // 2 else 0
+            context = max(batch[source][1] - batch[source][0], 0)
+            most = context // size * size
+            wanted = most // 2 if form == "levels" and index == count // 2 else most
         keys = max(0, min(wanted, most)) // size * size
         own = rng.choice([0, 1, size - 1, rng.randint(0, longest // 4)])
         batch.append((query_len, (keys or (longest if index == 0 else rng.randint(0, longest))) + own + query_len))

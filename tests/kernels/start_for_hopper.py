@@ -1,8 +1,8 @@
-"""Starts the runner of an H200 without a GPU, and prints which kernels it launches as JSON.
+"""Starts runners of an H200 without a GPU, one after another, and prints which kernels they launch as a list in JSON.
 
-    python tests/kernels/start_for_hopper.py CONFIG_FOLDER [SPECULATION]
+    python tests/kernels/start_for_hopper.py CONFIG_FOLDER SPECULATION ...
 
-SPECULATION is a `speculative_config` as JSON.
+SPECULATION is a `speculative_config` as JSON, or null.
 
 Everything is as in a start but that tensors have no memory, no kernel is compiled or launched, and nothing is captured:
 what is recorded is the name under which Triton would file each kernel. A program of its own, since it tells torch and
@@ -123,14 +123,11 @@ def launched(run: Callable[[], None]) -> set[tuple[str, str]]:
     return set(kernels)
 
 
-def main() -> None:
-    pretend_gpu()
-    speculation = json.loads(sys.argv[2]) if len(sys.argv) > 2 else None
-    runner = make_hopper_runner(sys.argv[1], speculation)
-    JITFunction.run = record
+def report(folder: str, speculation: dict[str, Any] | None) -> dict[str, Any]:
+    runner = make_hopper_runner(folder, speculation)
     keys = runner.dispatcher.captures.largest_first()
     few = launched(runner.launch_kernels)
-    type(runner._program).few_layers = lambda _: nullcontext()
+    runner._program.few_layers = nullcontext
     every = launched(runner.launch_kernels)
 
     def capture_all() -> None:
@@ -156,7 +153,16 @@ def main() -> None:
     with torch.inference_mode():
         found = {"few": few, "every": every, "captured": launched(capture_all), "eager": launched(run_eagerly)}
     names = {name: sorted(f"{kernel} {key}" for kernel, key in those) for name, those in found.items()}
-    print(json.dumps({"graphs": len(keys), **names}))
+    return {"graphs": len(keys), **names}
+
+
+def main() -> None:
+    pretend_gpu()
+    JITFunction.run = record
+    arguments = sys.argv[1:]
+    print(
+        json.dumps([report(one, json.loads(other)) for one, other in zip(arguments[::2], arguments[1::2], strict=True)])
+    )
 
 
 if __name__ == "__main__":

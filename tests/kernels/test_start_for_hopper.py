@@ -12,7 +12,7 @@ from programs import report_of
 pytest.importorskip("triton")
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 6, "vocab_size": 128256,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 4, "vocab_size": 128256,
     "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "torch_dtype": "bfloat16",
 }  # fmt: skip
 QWEN3 = {
@@ -23,66 +23,78 @@ QWEN3 = {
 WINDOWS = {
     **LLAMA, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": True,
     "sliding_window": 4096, "max_position_embeddings": 40960,
-    "layer_types": [f"{kind}_attention" for kind in ("full", "full", "full", "sliding", "full", "full")],
+    "layer_types": [f"{kind}_attention" for kind in ("full", "full", "sliding", "full")],
 }  # fmt: skip
 
 GEMMA3 = {
     "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_size": 1152,
     "intermediate_size": 6912, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256,
-    "num_hidden_layers": 7, "sliding_window": 512, "max_position_embeddings": 32768, "torch_dtype": "bfloat16",
+    "num_hidden_layers": 6, "sliding_window": 512, "max_position_embeddings": 32768, "torch_dtype": "bfloat16",
+    "layer_types": [f"{kind}_attention" for kind in (*["sliding"] * 4, "full", "sliding")],
 }  # fmt: skip
 
 
-def start(config: dict[str, Any], folder: Path, *words: str) -> dict[str, Any]:
-    (folder / "config.json").write_text(json.dumps(config))
-    return report_of(Path(__file__).with_name("start_for_hopper.py"), str(folder), *words, TRITON_INTERPRET="0")
+def starts(folder: Path, cases: dict[str, tuple[dict[str, Any], Any]]) -> dict[str, dict[str, Any]]:
+    """Return what each case of a configuration and a speculative_config launches; one process starts all of them."""
+    words: list[str] = []
+    for name, (config, speculation) in cases.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(config))
+        words += [str(folder / name), json.dumps(speculation)]
+    reports = report_of(Path(__file__).with_name("start_for_hopper.py"), *words, TRITON_INTERPRET="0")
+    return dict(zip(cases, reports, strict=True))
 
 
-@pytest.mark.parametrize("config", [LLAMA, QWEN3, WINDOWS, GEMMA3], ids=["llama", "qwen3", "windows", "gemma3"])
-def test_all_kernels_are_compiled_before_the_captures(config: dict[str, Any], tmp_path: Path) -> None:
-    found = start(config, tmp_path)
-    few, every, captured, eager = (set(found[name]) for name in ("few", "every", "captured", "eager"))
-    assert found["graphs"] > 100 and len(every) > 30 and len(captured) > 25 and len(eager) > 10
-    assert few == every
-    # One of each window, for one sequence too, where torch forgets the stride between rows, and for Llama's heads the
-    # kernel of long prompts. They take longest to compile.
-    attention = [name for name in few if name.startswith(("_attention_kernel", "_prefill_kernel"))]
-    assert len(attention) == (6 if config is WINDOWS else 4 if config is GEMMA3 else 3)
-    assert captured <= few and eager <= few
+def test_all_kernels_are_compiled_before_the_captures(tmp_path: Path) -> None:
+    """One of attention for each window, which takes longest to compile.
+
+    One for one sequence too, where torch forgets the stride between rows, and for Llama's heads the kernel of long
+    prompts.
+    """
+    num_attention = {"llama": 3, "qwen3": 3, "windows": 6, "gemma3": 4}
+    configs = dict(zip(num_attention, (LLAMA, QWEN3, WINDOWS, GEMMA3), strict=True))
+    for name, found in starts(tmp_path, {name: (config, None) for name, config in configs.items()}).items():
+        few, every, captured, eager = (set(found[kind]) for kind in ("few", "every", "captured", "eager"))
+        assert found["graphs"] > 100 and len(every) > 30 and len(captured) > 25 and len(eager) > 10, name
+        assert few == every, name
+        attention = [kernel for kernel in few if kernel.startswith(("_attention_kernel", "_prefill_kernel"))]
+        assert len(attention) == num_attention[name]
+        assert captured <= few and eager <= few, name
 
 
 THIRD = {
     "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 32000, "max_position_embeddings": 2048,
-    "eagle_aux_hidden_state_layer_ids": [0, 3, 6],
+    "eagle_aux_hidden_state_layer_ids": [0, 2, 4],
 }  # fmt: skip
-HEADS: dict[str, dict[str, Any]] = {
-    "eagle3": THIRD,
-    "eagle3 with norms": THIRD | {"fc_norm": True, "norm_output": True},
-    "eagle": {"architectures": ["LlamaForCausalLMEagle"]},
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "draft_model": {**QWEN3, "vocab_size": LLAMA["vocab_size"]},
+    "eagle3": {**LLAMA, "num_hidden_layers": 1, **THIRD},
+    "eagle3 with norms": {**LLAMA, "num_hidden_layers": 1, **THIRD, "fc_norm": True, "norm_output": True},
+    "eagle": {**LLAMA, "num_hidden_layers": 1, "architectures": ["LlamaForCausalLMEagle"]},
 }
 
 
-@pytest.mark.parametrize("proposer", ["ngram", "draft_model", *HEADS])
-def test_so_are_those_of_speculation(proposer: str, tmp_path: Path) -> None:
+def test_so_are_those_of_speculation(tmp_path: Path) -> None:
     """Acceptance and drafts, decodes of several tokens, and the passes of a draft model of other sizes."""
-    method = proposer.split()[0]
-    speculation: dict[str, Any] = {"method": method, "num_speculative_tokens": 4}
-    kernels = {"_accept_kernel", "_ngram_kernel"}
-    if method == "draft_model":
-        draft = tmp_path / "draft"
-        draft.mkdir()
-        (draft / "config.json").write_text(json.dumps({**QWEN3, "vocab_size": LLAMA["vocab_size"]}))
-        speculation["model"] = str(draft)
-        kernels = {"_accept_kernel", "_first_rows_kernel", "_next_row_kernel"}
-    if proposer in HEADS:
-        head = tmp_path / "head"
-        head.mkdir()
-        (head / "config.json").write_text(json.dumps({**LLAMA, "num_hidden_layers": 1, **HEADS[proposer]}))
-        speculation["model"] = str(head)
-        gathers = "_gather_kernel" if method == proposer else "_norm_kernel"
-        kernels = {"_accept_kernel", "_first_rows_kernel", "_next_row_kernel", gathers}
-    config = {**LLAMA, "max_position_embeddings": 32768}
-    found = start(config, tmp_path, json.dumps(speculation))
-    few, every, captured, eager = (set(found[name]) for name in ("few", "every", "captured", "eager"))
-    assert few == every and captured <= few and eager <= few
-    assert kernels <= {name.split()[0] for name in few} and found["graphs"] > 150
+    config, passes = {**LLAMA, "max_position_embeddings": 32768}, {"_first_rows_kernel", "_next_row_kernel"}
+    kernels = {
+        "ngram": {"_ngram_kernel"},
+        "draft_model": passes,
+        "eagle3": {"_gather_kernel", *passes},
+        "eagle3 with norms": {"_norm_kernel", *passes},
+        "eagle": {"_gather_kernel", *passes},
+    }
+    cases: dict[str, tuple[dict[str, Any], Any]] = {}
+    for name in kernels:
+        speculation = {"method": name.split()[0], "num_speculative_tokens": 4}
+        if name in DRAFTERS:
+            drafter = tmp_path / f"drafter {name}"
+            drafter.mkdir()
+            (drafter / "config.json").write_text(json.dumps(DRAFTERS[name]))
+            speculation["model"] = str(drafter)
+        cases[name] = config, speculation
+    for name, found in starts(tmp_path, cases).items():
+        few, every, captured, eager = (set(found[kind]) for kind in ("few", "every", "captured", "eager"))
+        assert few == every and captured <= few and eager <= few, name
+        assert {"_accept_kernel", *kernels[name]} <= {kernel.split()[0] for kernel in few}, name
+        assert found["graphs"] > 150, name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import torch
 from encoder_checkpoints import ENCODERS, POSITIONS, expected_rows, make_encoder, random_prompts
 
 from phonograph import LLM, PoolingParams
+from phonograph.errors import ModelError
 from phonograph.graphs.modes import GraphMode
+from phonograph.models.spec import read_model_spec
 
 RAW = PoolingParams(use_activation=False)
 LABELS = {
@@ -95,3 +98,46 @@ def test_rows_of_all_tokens(tmp_path: Path) -> None:
     for prompt, output in zip(prompts, outputs, strict=True):
         wanted = expected_rows(model, prompt)
         assert torch.allclose(torch.from_numpy(output.outputs.data), wanted, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "problem"),
+    [
+        ("bert", {"position_embedding_type": "relative_key"}, "position_embedding_type"),
+        ("bert", {"is_decoder": True}, "is_decoder"),
+        ("bert", {"hidden_act": "gelu_fast"}, "hidden_act"),
+        ("bert", {"architectures": ["MPNetModel"]}, "relative position bias"),
+        ("bert", {"architectures": ["BertForQuestionAnswering"]}, "BertForQuestionAnswering"),
+        ("roberta", {"pad_token_id": None}, "pad_token_id"),
+        ("modernbert", {"norm_bias": True}, "norm_bias"),
+        ("modernbert_classes", {"classifier_pooling": "max"}, "classifier_pooling"),
+        ("modernbert_classes", {"classifier_activation": "relu"}, "classifier_activation"),
+        ("bert_classes", {"id2label": {"0": "a", "2": "b"}}, "id2label"),
+        ("bert_classes", {"problem_type": "ranking"}, "problem_type"),
+        ("bert_classes", {"sbert_ce_default_activation_function": "torch.nn.Mish"}, "Mish"),
+    ],
+)
+def test_configurations_that_are_refused(name: str, changes: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    make_encoder(name, tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    with pytest.raises(ModelError, match=problem):
+        read_model_spec(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "activation"),
+    [
+        ({"problem_type": "regression"}, "none"),
+        ({"problem_type": "multi_label_classification"}, "sigmoid"),
+        ({"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}, "none"),
+        ({}, "softmax"),
+    ],
+)
+def test_activations_of_classes(changes: dict[str, Any], activation: str, tmp_path: Path) -> None:
+    make_encoder("bert_classes", tmp_path)
+    file = tmp_path / "config.json"
+    names = {"id2label": {"0": "bad", "1": "fair", "2": "good"}}
+    file.write_text(json.dumps({**json.loads(file.read_text()), **names, **changes}))
+    pooler = read_model_spec(tmp_path).pooler
+    assert pooler is not None and pooler.activation == activation and pooler.labels == ("bad", "fair", "good")

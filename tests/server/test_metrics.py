@@ -243,7 +243,8 @@ def test_gauges_and_histograms_of_rare_states() -> None:
     sample.grow([5], None, "length", None)
     log.grown(Prompt(0, [1], [sample], num_growing=1), sample, 1, made=2.0, seen=2.0)
     facts = MagicMock(block_size=16, graph_memory_bytes=0, start_seconds=0.0)
-    engine = MagicMock(stats=stats, requests=log, facts=facts, steps=StepLog(), expert_load={}, death=None, pool=None)
+    counts = {"expert_load": {}, "death": None, "engines": None}
+    engine = MagicMock(stats=stats, requests=log, facts=facts, steps=StepLog(), **counts)
     values = {
         (sample.name, sample.labels.get("reason") or sample.labels.get("position")): sample.value
         for family in EngineCollector(engine, "demo", {}).collect()

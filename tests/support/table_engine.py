@@ -60,7 +60,7 @@ class TableModel:
         self.table[:, EOS] = -5.0
         self.device = device
         self.logits_NV = torch.zeros(num_logits, VOCAB, device=device)
-        self.spec = SimpleNamespace(layers=(SimpleNamespace(kind=None),))
+        self.spec = SimpleNamespace(layers=(SimpleNamespace(kind=None),), pooler=None)
         self.kernels = SimpleNamespace(leaves_rows_out=lambda num_tokens, num_kept: num_tokens >= 2 * num_kept)
         self._hidden = torch.zeros(TOKENS, VOCAB, device=device)
         self._rows = torch.zeros(num_logits, VOCAB, device=device)
@@ -209,9 +209,10 @@ def engine_maker() -> MakeEngine:
         device_sampler = DeviceSampler(inputs, model.logits_NV, speculation=speculation)
         backend: Any = Backend()
         table: Any = model
+        pages = torch.zeros(2, scheduler.num_blocks, 1, device=device)
         program = StepProgram(
             model=table,
-            attention=StepAttention([backend], [], [], inputs.slot_mappings, runtime),
+            attention=StepAttention([backend], [], [pages], inputs.slot_mappings, runtime),
             inputs=inputs,
             sample=device_sampler.sample,
             passes=passes,

@@ -23,7 +23,7 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys(("step_tag_id", "returned_token_ids", "late_chunking_params", "extra_kwargs"), ()),
     **dict.fromkeys(("requires_token_ids", "skip_reading_prefix_cache"), (False,)),
 }
-_HINTS = dict.fromkeys(
+_HINTS: Mapping[str, str] = dict.fromkeys(
     ("normalize", "activation", "softmax"), "is vLLM's old name; use_activation takes the same value"
 )
 

@@ -258,9 +258,9 @@ class PoolingRequestOutput:
 
     Example:
         ```python
-        embedder = LLM("demo", convert="embed", max_num_seqs=1, enforce_eager=True)
-        (output,) = embedder.embed("Tom has 12 apples.")
-        assert len(output.outputs.embedding) == embedder.plan.model.hidden_size
+        with LLM("demo", convert="embed", max_num_seqs=1, enforce_eager=True) as embedder:
+            (output,) = embedder.embed("Tom has 12 apples.")
+        assert len(output.outputs.embedding) == 256 and output.error is None
         ```
     """
 

@@ -43,7 +43,6 @@ class SentenceModules:
         size: numbers of a row that are pooled, or None if the file does not say.
         normalizes: True if the result is divided by its norm.
         max_tokens: longest text in tokens, or None.
-        lowers: True if texts are lowered first.
     """
 
     pooling: str
@@ -51,15 +50,15 @@ class SentenceModules:
     dense: tuple[DenseModule, ...] = ()
     normalizes: bool = False
     max_tokens: int | None = None
-    lowers: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class SentencePrompts:
-    """Texts that are put before a text, by name, and the name of the default or None."""
+    """Texts that are put before a text, by name, the name of the default or None, and True if texts are lowered."""
 
     prompts: Mapping[str, str] = field(default_factory=dict[str, str])
     default: str | None = None
+    lowers: bool = False
 
 
 def read_sentence_modules(folder: Path) -> SentenceModules | None:
@@ -92,15 +91,13 @@ def read_sentence_modules(folder: Path) -> SentenceModules | None:
             )
     if pooling is None:
         return None
-    settings = next((read_json(folder / name) for name in _LENGTH_FILES if (folder / name).is_file()), {})
-    length = settings.get("max_seq_length")
+    length = _text_settings(folder).get("max_seq_length")
     return SentenceModules(
         pooling=pooling[0],
         size=pooling[1],
         dense=tuple(dense),
         normalizes=normalizes,
         max_tokens=length if isinstance(length, int) and length > 0 else None,
-        lowers=bool(settings.get("do_lower_case")),
     )
 
 
@@ -117,7 +114,12 @@ def read_sentence_prompts(folder: Path) -> SentencePrompts:
         raise ModelError(f"prompts={shortened(repr(prompts))} in {path} must be texts by name")
     if default is not None and default not in prompts:
         raise ModelError(f"default_prompt_name={default!r} in {path} must be one of {', '.join(prompts) or 'none'}")
-    return SentencePrompts(prompts={**prompts}, default=default)
+    lowers = bool(_text_settings(folder).get("do_lower_case"))
+    return SentencePrompts(prompts={**prompts}, default=default, lowers=lowers)
+
+
+def _text_settings(folder: Path) -> Mapping[str, Any]:
+    return next((read_json(folder / name) for name in _LENGTH_FILES if (folder / name).is_file()), {})
 
 
 def _entries(path: Path) -> list[Mapping[str, Any]]:

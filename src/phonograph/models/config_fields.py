@@ -139,7 +139,7 @@ FIXED: Mapping[str, tuple[object, ...]] = {
 
 _BOOKKEEPING = "bookkeeping of the tools that wrote the file"
 TRAINING = "has an effect in training only"
-_HEADS = "describes classification heads, which a causal language model does not have"
+_HEADS = "describes a head of classes, which a causal language model does not have (`heads/find_pooler.py`)"
 _OUTPUTS = "chooses what a call of transformers returns"
 _GENERATION = "a default of generation, which generation_config.json sets"
 _KERNELS = "chooses among kernels that compute the same"
@@ -157,7 +157,11 @@ _GROUPS: tuple[tuple[str, str], ...] = (
         "initializer_range initializer_factor pretraining_tp gradient_checkpointing neftune_noise_alpha "
         "use_bfloat16 tf_legacy_loss label_smoothing",
     ),
-    (_HEADS, "id2label label2id num_labels problem_type task_specific_params finetuning_task"),
+    (
+        _HEADS,
+        "id2label label2id num_labels problem_type task_specific_params finetuning_task sentence_transformers "
+        "sbert_ce_default_activation_function",
+    ),
     (_OUTPUTS, "output_attentions output_hidden_states return_dict use_return_dict use_cache"),
     (
         _GENERATION,

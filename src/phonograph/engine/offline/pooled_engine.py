@@ -45,8 +45,8 @@ class PooledEngine(OfflineEngine):
 
         Example:
             ```python
-            embedder = LLM("demo", convert="embed", max_num_seqs=2, enforce_eager=True)
-            first, second = embedder.embed(["Tom has 12 apples.", "1 2 3"])
+            with LLM("demo", convert="embed", max_num_seqs=2, enforce_eager=True) as embedder:
+                first, second = embedder.embed(["Tom has 12 apples.", "1 2 3"])
             assert len(first.outputs.embedding) == len(second.outputs.embedding)
             ```
         """
@@ -117,8 +117,8 @@ class PooledEngine(OfflineEngine):
 
         Example:
             ```python
-            embedder = LLM("demo", convert="embed", max_num_seqs=2, enforce_eager=True)
-            same, other = embedder.score("1 2 3", ["1 2 3", "Tom has 12 apples."])
+            with LLM("demo", convert="embed", max_num_seqs=2, enforce_eager=True) as embedder:
+                same, other = embedder.score("1 2 3", ["1 2 3", "Tom has 12 apples."])
             assert same.outputs.score > other.outputs.score
             ```
         """

@@ -55,7 +55,10 @@ class PooledInputs:
         if name is not None and name not in self.prompts.prompts:
             known = ", ".join(self.prompts.prompts) or "none"
             raise RequestError("prompt_name", name, f"the model's folder has these: {known}")
-        return self.prompts.prompts[name] + plain if isinstance(plain, str) and name is not None else plain
+        if not isinstance(plain, str):
+            return plain
+        text = plain if name is None or not plain else self.prompts.prompts[name] + plain
+        return text.lower() if self.prompts.lowers else text
 
     def pair(self, first: str, second: str, params: PoolingParams) -> list[int]:
         """Return the tokens of a pair of texts.

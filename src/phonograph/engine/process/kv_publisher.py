@@ -65,6 +65,7 @@ class KVPublisher:
             if config.replay_endpoint is not None:
                 router = self._context.socket(zmq.ROUTER)
                 router.linger = 0
+                router.set_hwm(0)  # a ROUTER socket drops what does not fit its queue, also the end of a replay
                 _open(router, "replay_endpoint", config.replay_endpoint, binds=True)
                 self._replayer = threading.Thread(target=self._replay, args=(router,), name="kv-event-replay")
                 self._replayer.daemon = True

@@ -76,7 +76,7 @@ def pool_rows(
     if pooling != "mean":
         rows = starts if pooling == "first" else ends - 1
         return rows_TE.index_select(0, rows.clamp(0, num_tokens - 1)).float()
-    # Padding rows belong to a slot behind the last one.
+    # Padding rows belong to a slot after the last one.
     owners_T = torch.searchsorted(ends, numbers_T, right=True)
     sums_RE = torch.zeros(len(query_start_loc), rows_TE.shape[1], dtype=torch.float32, device=rows_TE.device)
     sums_RE.index_add_(0, owners_T, rows_TE.float())

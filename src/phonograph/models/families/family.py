@@ -98,7 +98,7 @@ class Family:
 
     def is_causal(self, settings: Settings) -> bool:
         """Return True if a token attends to no later one."""
-        looks_ahead = self.encodes or settings.get("use_bidirectional_attention")
+        looks_ahead = self.encodes or settings.get("use_bidirectional_attention") is True
         return not looks_ahead and settings.get("is_causal", True) is True
 
 

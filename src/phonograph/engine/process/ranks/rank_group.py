@@ -34,6 +34,67 @@ _CAUSE_SECONDS = 4.0
 _CLOSE_SECONDS = 2.0
 
 
+class _Watch:
+    """Thread that takes the answers of the ranks, until one of them ends by itself or `closing` is set.
+
+    It has no reference to the group, so that a group that nothing uses is collected, and its processes end.
+
+    answers:     of the ranks
+    failure:     reason of the end of a rank; set before `failed`
+    """
+
+    def __init__(
+        self,
+        processes: Sequence[SpawnProcess],
+        replies: Sequence[Connection],
+        on_failure: Callable[[str], None] | None,
+    ) -> None:
+        self.answers: SimpleQueue[object] = SimpleQueue()
+        self.failure: str | None = None
+        self.failed, self.closing = threading.Event(), threading.Event()
+        self._processes, self._on_failure = processes, on_failure
+        self._sources = {connection: rank for rank, connection in enumerate(replies, 1)}
+        self._failures: dict[int, Failed] = {}
+        self.thread = threading.Thread(target=self._run, name="phonograph-ranks", daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        stopped = [0] * len(self._processes)
+        while not self.closing.is_set():
+            wait([*self._sources, *(process.sentinel for process in self._processes)], POLL_SECONDS)
+            self._take()
+            for index, process in enumerate(self._processes):
+                stopped[index] = stopped[index] + 1 if is_stopped(process.pid) else 0
+            dead = [index for index, process in enumerate(self._processes) if not process.is_alive()]
+            if (self._failures or dead or max(stopped) >= STOPPED_POLLS) and not self.closing.is_set():
+                time.sleep(_OTHERS_SECONDS)
+                self._take()
+                self._fail(_cause(self._processes, self._failures, dead, stopped))
+                return
+
+    def _take(self) -> None:
+        for replies, rank in list(self._sources.items()):
+            try:
+                while replies.poll():
+                    message = replies.recv()
+                    if isinstance(message, Failed):
+                        self._failures[rank] = message
+                    else:
+                        self.answers.put(message)
+            except (EOFError, OSError):
+                del self._sources[replies]
+
+    def _fail(self, reason: str) -> None:
+        if self.closing.is_set():
+            return
+        self.failure = reason
+        for process in self._processes:
+            process.kill()
+        self.failed.set()
+        if self._on_failure is not None:
+            self._on_failure(reason)
+
+
 class RankGroup:
     """Ranks 1 and above, each in a process of its own. One thread uses it.
 
@@ -50,20 +111,15 @@ class RankGroup:
         self, plan: EnginePlan, *, on_failure: Callable[[str], None] | None = None, last_words: Connection | None = None
     ) -> None:
         size = plan.config.tensor_parallel_size
-        self._folder = Path(tempfile.mkdtemp(prefix="phonograph-ranks-"))
-        self._on_failure = on_failure
-        self._answers: SimpleQueue[object] = SimpleQueue()
-        self._failure: str | None = None
-        self._failed, self._closing = threading.Event(), threading.Event()
+        folder = Path(tempfile.mkdtemp(prefix="phonograph-ranks-"))
+        replies: list[Connection] = []
         self._commands: list[Connection] = []
-        self._replies: list[Connection] = []
         self._processes: list[SpawnProcess] = []
-        self._end = Finalize(self, _end_all, (self._processes, self._folder), exitpriority=10)
         context = multiprocessing.get_context("spawn")
         for rank in range(1, size):
             theirs, commands = context.Pipe(duplex=False)
-            replies, answers = context.Pipe(duplex=False)
-            place = Place(rank, size, str(self._folder))
+            answers_of_rank, answers = context.Pipe(duplex=False)
+            place = Place(rank, size, str(folder))
             process = context.Process(
                 target=run_rank, args=(place, theirs, answers, last_words), name=f"phonograph-rank-{rank}", daemon=True
             )
@@ -72,12 +128,12 @@ class RankGroup:
             answers.close()
             self._processes.append(process)
             self._commands.append(commands)
-            self._replies.append(replies)
-        self._watcher = threading.Thread(target=self._watch, name="phonograph-ranks", daemon=True)
-        self._watcher.start()
+            replies.append(answers_of_rank)
+        self._watch = _Watch(self._processes, replies, on_failure)
+        self._end = Finalize(self, _end_all, (self._processes, self._watch, folder), exitpriority=10)
         with self._closed_on_error(), self.first_error():
             self.send(plan)
-            self.ranks = GlooRanks(self._folder, 0, size)
+            self.ranks = GlooRanks(folder, 0, size)
 
     def send(self, message: Command | EnginePlan) -> None:
         """Send a message to each rank."""
@@ -111,10 +167,10 @@ class RankGroup:
         """Wait for an answer of each rank; raises RankError if one ends."""
         found: list[Any] = []
         while len(found) < len(self._processes):
-            if self._failed.is_set():
-                raise RankError(self._failure or "a rank ended")
+            if self._watch.failed.is_set():
+                raise RankError(self._watch.failure or "a rank ended")
             with suppress(Empty):
-                found.append(self._answers.get(timeout=POLL_SECONDS))
+                found.append(self._watch.answers.get(timeout=POLL_SECONDS))
         return found
 
     @contextmanager
@@ -125,19 +181,19 @@ class RankGroup:
         except (RankError, OSError) as error:
             if isinstance(error, RankError) and not error.of_another:
                 raise
-            self._failed.wait(_CAUSE_SECONDS)
-            raise RankError(self._failure or str(error)) from error
+            self._watch.failed.wait(_CAUSE_SECONDS)
+            raise RankError(self._watch.failure or str(error)) from error
 
     def close(self) -> None:
         """End the ranks."""
-        self._closing.set()
+        self._watch.closing.set()
         for commands in self._commands:
             commands.close()
         until = time.monotonic() + _CLOSE_SECONDS
         for process in self._processes:
             process.join(max(0.0, until - time.monotonic()))
         self._end()
-        self._watcher.join()
+        self._watch.thread.join()
 
     @contextmanager
     def _closed_on_error(self) -> Generator[None]:
@@ -146,45 +202,6 @@ class RankGroup:
         except BaseException:
             self.close()
             raise
-
-    def _watch(self) -> None:
-        """Take the answers of the ranks until one of them ends or `close` is called."""
-        failures: dict[int, Failed] = {}
-        stopped = [0] * len(self._processes)
-        sources = {replies: rank for rank, replies in enumerate(self._replies, 1)}
-        while not self._closing.is_set():
-            wait([*sources, *(process.sentinel for process in self._processes)], POLL_SECONDS)
-            self._take(sources, failures)
-            for index, process in enumerate(self._processes):
-                stopped[index] = stopped[index] + 1 if is_stopped(process.pid) else 0
-            dead = [index for index, process in enumerate(self._processes) if not process.is_alive()]
-            if (failures or dead or max(stopped) >= STOPPED_POLLS) and not self._closing.is_set():
-                time.sleep(_OTHERS_SECONDS)
-                self._take(sources, failures)
-                self._fail(_cause(self._processes, failures, dead, stopped))
-                return
-
-    def _take(self, sources: dict[Connection, int], failures: dict[int, Failed]) -> None:
-        for replies, rank in list(sources.items()):
-            try:
-                while replies.poll():
-                    message = replies.recv()
-                    if isinstance(message, Failed):
-                        failures[rank] = message
-                    else:
-                        self._answers.put(message)
-            except (EOFError, OSError):
-                del sources[replies]
-
-    def _fail(self, reason: str) -> None:
-        if self._closing.is_set():
-            return
-        self._failure = reason
-        for process in self._processes:
-            process.kill()
-        self._failed.set()
-        if self._on_failure is not None:
-            self._on_failure(reason)
 
 
 def _cause(processes: Sequence[SpawnProcess], failures: dict[int, Failed], dead: list[int], stopped: list[int]) -> str:
@@ -203,7 +220,8 @@ def _cause(processes: Sequence[SpawnProcess], failures: dict[int, Failed], dead:
     return next(iter(failures.values())).problem if failures else "a rank ended"
 
 
-def _end_all(processes: Sequence[SpawnProcess], folder: Path) -> None:
+def _end_all(processes: Sequence[SpawnProcess], watch: _Watch, folder: Path) -> None:
+    watch.closing.set()
     for process in processes:
         process.kill()
     for process in processes:

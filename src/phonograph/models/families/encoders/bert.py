@@ -70,6 +70,10 @@ def _bert_input(settings: Settings) -> InputEmbedding:
     return InputEmbedding(settings["max_position_embeddings"], token_types=settings["type_vocab_size"])
 
 
+def _distilbert_input(settings: Settings) -> InputEmbedding:
+    return InputEmbedding(settings["max_position_embeddings"])
+
+
 def _roberta_input(settings: Settings) -> InputEmbedding:
     if settings["pad_token_id"] is None:
         raise UnsupportedModelError("pad_token_id=None is not supported: positions begin behind it")
@@ -137,7 +141,7 @@ DISTILBERT = replace(
     ignored=dict.fromkeys(("qa_dropout", "seq_classif_dropout"), TRAINING)
     | {"tie_weights_": UNREAD, "output_past": UNREAD},
     layers=_distilbert,
-    input=lambda settings: InputEmbedding(settings["max_position_embeddings"]),
+    input=_distilbert_input,
     classifier=dense_classifier("relu", "pre_classifier", "classifier"),
     aliases={
         "dim": "hidden_size",
