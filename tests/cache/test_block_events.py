@@ -122,10 +122,14 @@ class RandomCache:
         table = self.cache.make_table(
             lambda start, stop: token_ids[start:stop], len(token_ids), self.rng.choice([None, "s"])
         )
-        if self.cache.admit(table, len(token_ids), reserve=0, reuse=True) is not None:
-            self.running.append((table, token_ids))
-            self.cache.extend(table, len(token_ids))
-            self.publish(table, token_ids)
+        if self.cache.admit(table, len(token_ids), reserve=0, reuse=True) is None:
+            return
+        if self.cache.num_missing(table, len(token_ids)) > self.cache.pool.num_free:
+            self.cache.free(table)
+            return
+        self.running.append((table, token_ids))
+        self.cache.extend(table, len(token_ids))
+        self.publish(table, token_ids)
 
     def grow(self, table: SequenceTable, token_ids: list[int]) -> None:
         token_ids.append(self.rng.randrange(2))

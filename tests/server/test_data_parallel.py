@@ -20,7 +20,7 @@ from phonograph.config.server_config import ServerConfig
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.async_llm import AsyncLLM
 from phonograph.engine.process.process_client import ProcessClient
-from phonograph.engine.startup.early_start import select_device
+from phonograph.engine.startup.early_start import select_devices
 from phonograph.errors import ConfigError, EngineUnavailable
 
 pytestmark = pytest.mark.long
@@ -151,17 +151,23 @@ def test_each_engine_gets_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,GPU-7")
-    select_device(1, 1)
+    select_devices(1, 1)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "5,GPU-7"
     with pytest.raises(ConfigError, match="found 2 GPUs in CUDA_VISIBLE_DEVICES=5,GPU-7; 2 works"):
-        select_device(0, 3)
-    select_device(1, 2)
+        select_devices(0, 3)
+    select_devices(1, 2)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "GPU-7"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    select_devices(1, 2, 2)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "6,7"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    with pytest.raises(ConfigError, match="needs 2 GPUs for each engine, found 3 GPUs in .*; 1 works"):
+        select_devices(0, 2, 2)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    with pytest.raises(ConfigError, match="data_parallel_size=4: needs a GPU for each engine, found 2 GPUs here"):
-        select_device(0, 4, tmp_path)
-    select_device(0, 2, tmp_path)
+    with pytest.raises(ConfigError, match="data_parallel_size=4: needs 1 GPU for each engine, found 2 GPUs here"):
+        select_devices(0, 4, devices=tmp_path)
+    select_devices(0, 2, devices=tmp_path)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    select_device(0, 2, tmp_path / "none")
+    select_devices(0, 2, devices=tmp_path / "none")
     assert "CUDA_VISIBLE_DEVICES" not in os.environ

@@ -15,7 +15,7 @@ import zmq
 
 from phonograph.config.engine_config import EngineConfig
 from phonograph.engine.process.messages import Command, Message, StartFailed
-from phonograph.engine.startup.early_start import select_device, start_early
+from phonograph.engine.startup.early_start import select_devices, start_early
 from phonograph.errors import PhonographError
 
 FAREWELL_MILLISECONDS = 2000
@@ -72,7 +72,7 @@ def run_core(
         channel = _SocketChannel(context, commands, messages)
         if config.device != "cpu":
             try:
-                select_device(rank, config.data_parallel_size)
+                select_devices(rank, config.data_parallel_size, config.tensor_parallel_size)
             except PhonographError as error:
                 channel.send(StartFailed(error))
                 return

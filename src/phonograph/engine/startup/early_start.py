@@ -28,14 +28,20 @@ def start_early() -> None:
         compile_helper.start_early()
 
 
-def select_device(rank: int, num_engines: int, devices: Path = Path("/dev")) -> None:
-    """Let this process see the GPU of its engine only. It has no effect with one engine, or without GPUs.
+def select_devices(rank: int, num_engines: int, num_ranks: int = 1, devices: Path = Path("/dev")) -> None:
+    """Let this process see the GPUs of its engine only. It has no effect with one engine, or without GPUs.
 
     Call it before the device's context is made. CUDA reads the environment then, and each thread would have to select
     the device otherwise.
 
+    Args:
+        rank: number of the engine.
+        num_engines: engines of this machine.
+        num_ranks: GPUs of each.
+        devices: folder of the device files.
+
     Raises:
-        ConfigError: there are fewer GPUs than engines.
+        ConfigError: there are too few GPUs.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
@@ -45,11 +51,11 @@ def select_device(rank: int, num_engines: int, devices: Path = Path("/dev")) -> 
         names = [name for name in visible.split(",") if name.strip()]
     if num_engines == 1 or not names:
         return
-    if len(names) < num_engines:
+    if len(names) < num_engines * num_ranks:
         where = "here" if visible is None else f"in CUDA_VISIBLE_DEVICES={visible}"
-        problem = f"needs a GPU for each engine, found {counted(len(names), 'GPU')} {where}; {len(names)} works"
-        raise ConfigError("data_parallel_size", num_engines, problem)
-    os.environ["CUDA_VISIBLE_DEVICES"] = names[rank]
+        problem = f"needs {counted(num_ranks, 'GPU')} for each engine, found {counted(len(names), 'GPU')} {where}"
+        raise ConfigError("data_parallel_size", num_engines, f"{problem}; {max(1, len(names) // num_ranks)} works")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[rank * num_ranks : (rank + 1) * num_ranks])
 
 
 def pause_collector() -> None:

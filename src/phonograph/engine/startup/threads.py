@@ -26,18 +26,16 @@ class Threads:
 
 
 def plan_threads(
-    model: ModelSpec, dtype: str, num_engines: int = 1, environment: Mapping[str, str] = os.environ
+    model: ModelSpec, dtype: str, num_processes: int = 1, environment: Mapping[str, str] = os.environ
 ) -> Threads:
     """Return the caller's number of threads if one is set, else a number by the size of the model.
 
-    Several engines of this machine share its cores.
+    Several engines of this machine share its cores, as do the ranks of an engine.
 
     Threads of one operator spin while they wait for each other. If another program occupies the core of one thread,
     each operator waits for that core, which can take a hundred times as long as the operator. A model whose products
     are too short for several threads therefore gets one. torch does not tell whether its number was set: a number that
     is neither the number of cores nor half of it (two hardware threads per core) is taken as set.
-
-    The ranks of an engine share the cores.
     """
     count = torch.get_num_threads()
     for name in _VARIABLES:
@@ -52,6 +50,6 @@ def plan_threads(
     gaining = max(1, int(average / _BYTES_PER_THREAD))
     least = _BYTES_PER_THREAD // _MIB
     why = f"a product reads {average / _MIB:.1f} MiB of weights on average, and a thread gains from {least} MiB on"
-    if num_engines > 1:
-        count, why = max(1, count // num_engines), f"{why}, and {num_engines} engines share the cores"
+    if num_processes > 1:
+        count, why = max(1, count // num_processes), f"{why}, and {num_processes} processes share the cores"
     return Threads(min(gaining, count), f"{why}; OMP_NUM_THREADS sets another number")

@@ -71,7 +71,6 @@ def with_pooler(
         spec,
         pooler=pooler,
         tie_word_embeddings=False,
-        head=spec.head.without_outputs(),
         context_length=length,
         context_source=source,
         renames=spec.renames if family.encodes else (*spec.renames, _BARE),
