@@ -109,7 +109,7 @@ class Chain:
         self.ids = torch.arange(rows, device=device, dtype=torch.int32)
         self._spec = spec = llm.plan.model
         blocks = -(-context // BLOCK)
-        shape = (2, rows * blocks, BLOCK, spec.num_kv_heads, spec.head_size)
+        shape = (2, rows * blocks, BLOCK, spec.layers[0].attention.num_kv_heads, spec.layers[0].attention.head_size)
         self._caches = [
             torch.empty(shape, dtype=torch.bfloat16, device=device).normal_() for _ in range(spec.num_layers)
         ]
@@ -121,9 +121,9 @@ class Chain:
         self._positions = torch.full((rows,), position, dtype=torch.int64, device=device)
         self._slots = torch.arange(rows, dtype=torch.int64, device=device) * (blocks * BLOCK) + context - 1
         self._plan = make_decode_plan(
-            num_query_heads=spec.num_query_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_size=spec.head_size,
+            num_query_heads=spec.layers[0].attention.num_query_heads,
+            num_kv_heads=spec.layers[0].attention.num_kv_heads,
+            head_size=spec.layers[0].attention.head_size,
             max_num_seqs=rows,
             num_sms=torch.cuda.get_device_properties(device).multi_processor_count,
             device=device,
@@ -160,7 +160,7 @@ class Chain:
             self._lens,
             out_THD,
             None,
-            scale=self._spec.head_size**-0.5,
+            scale=self._spec.layers[0].attention.head_size ** -0.5,
             window=(-1, -1),
             softcap=0.0,
             alibi_slopes=None,

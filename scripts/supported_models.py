@@ -52,6 +52,9 @@ FAMILIES = {
     "qwen2": "Qwen2, Qwen2.5",
     "qwen2_moe": "Qwen1.5-MoE, Qwen2-MoE",
     "qwen3": "Qwen3",
+    "qwen3_next": "Qwen3-Next (on a CPU)",
+    "qwen3_5_text": "Qwen3.5, Qwen3.6 (on a CPU)",
+    "qwen3_5_moe_text": "Qwen3.5 and Qwen3.6 with experts (on a CPU)",
     "smollm3": "SmolLM3",
     "qwen3_moe": "Qwen3-MoE",
 }
@@ -68,6 +71,8 @@ EMBEDDERS = {
 WRAPPED = {
     "gemma3": "Gemma 3 with images: its text model",
     "gemma4": "Gemma 4 with images or sound: its text model",
+    "qwen3_5": "Qwen3.5, Qwen3.6 with images: its text model (on a CPU)",
+    "qwen3_5_moe": "Qwen3.5, Qwen3.6 with experts and images: its text model (on a CPU)",
     "mistral3": "Mistral Small 3.1, Ministral 3 with images: their text models",
 }
 """Names of the models around a text model, by their model type."""

@@ -28,7 +28,7 @@ from phonograph.core.limits import Limits
 from phonograph.engine.plan import EnginePlan
 from phonograph.errors import ConfigError, PhonographError
 from phonograph.graphs.modes import GraphKey, GraphSet
-from phonograph.runner.kv_pool import allocate_kv_caches
+from phonograph.runner.pools.kv_pool import allocate_kv_caches
 
 Lengths = list[tuple[int, int]]
 """(query length, sequence length) of each sequence, decodes first."""

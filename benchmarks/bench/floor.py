@@ -58,10 +58,11 @@ def decode_work(model: ModelSpec, attention: AttentionSpec, *, num_seqs: int, co
             for matrix in (experts.gate_up, experts.down):
                 num_bytes -= unread * matrix.nbytes(attention.element_bytes)
                 weights -= (1 - routing.top_k / routing.num_experts) * matrix.num_outputs * matrix.num_inputs
-    pairs = model.num_layers * num_seqs * context
+    heads = next(iter(model.attentions.values()))
+    pairs = len(model.attentions) * num_seqs * context
     return (
         Work(num_bytes, 2.0 * weights * num_seqs),
-        Work(pairs * attention.kv_token_bytes, 4.0 * pairs * model.num_query_heads * model.head_size),
+        Work(pairs * attention.kv_token_bytes, 4.0 * pairs * heads.num_query_heads * heads.head_size),
     )
 
 

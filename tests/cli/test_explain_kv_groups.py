@@ -81,9 +81,7 @@ def test_a_group_of_wide_heads_has_its_own_backend_and_decides_on_the_mode(folde
 
     def with_heads(size: int) -> ModelSpec:
         layers = tuple(
-            replace(layer, attention=replace(layer.attention, head_size=size))
-            if layer.attention.window[0] < 0
-            else layer
+            replace(layer, mixer=replace(layer.attention, head_size=size)) if layer.attention.window[0] < 0 else layer
             for layer in model.layers
         )
         return replace(model, layers=layers)

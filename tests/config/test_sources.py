@@ -67,6 +67,8 @@ SETTINGS: dict[str, st.SearchStrategy[Any]] = {
     "num_kv_blocks": counts,
     "gpu_memory_utilization": st.floats(0, 1, exclude_min=True),
     "enable_prefix_caching": st.booleans(),
+    "state_checkpoint_share": st.floats(0, 1, exclude_min=True),
+    "state_checkpoint_interval": st.integers(0, 1 << 20),
     "enable_sleep_mode": st.booleans(),
     "profile_dir": words,
     "attention_backend": st.sampled_from(["torch", "triton", "flash_attn", "flashinfer"]),

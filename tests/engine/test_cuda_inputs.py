@@ -62,7 +62,12 @@ def test_steps_of_a_scheduler(most_appends: int, monkeypatch: pytest.MonkeyPatch
         assert np.array_equal(common.seq_lens_cpu[: batch.num_reqs] - more, wanted.seq_lens_cpu[: batch.num_reqs])
         assert not common.seq_lens_cpu[batch.num_reqs :].any()
         assert common.max_seq_len == common.seq_lens_cpu.max()
-        for name, count in (("input_ids", num_tokens), ("positions", num_tokens), ("logits_rows", num_reqs)):
+        for name, count in (
+            ("input_ids", num_tokens),
+            ("positions", num_tokens),
+            ("logits_rows", num_reqs),
+            ("slots", num_reqs),
+        ):
             assert getattr(on_gpu, name)[:count].tolist() == getattr(on_cpu, name)[:count].tolist(), name
         for row, seq_len in enumerate(wanted.seq_lens.tolist()):
             used = -(-seq_len // 4)

@@ -38,7 +38,7 @@ from phonograph.graphs.verification import verify
 from phonograph.kernels.triton.attention import decode_plan
 from phonograph.models.layers.linear import WeightAllocator
 from phonograph.models.spec import read_model_spec
-from phonograph.runner.kv_pool import allocate_kv_pool
+from phonograph.runner.pools.kv_pool import allocate_kv_pool
 from phonograph.scheduling import prompt_tails
 from phonograph.structured.compiler import GrammarCompiler
 
@@ -85,12 +85,17 @@ def start_engine(
     config = EngineConfig(
         model=str(folder),
         device="cuda",
-        dtype="float16",
         max_num_seqs=3,
         num_kv_blocks=40,
         block_size=16,
         cudagraph_capture_sizes=list(sizes),
-        **{"max_model_len": 256, "max_num_batched_tokens": 40, "cascade_attention": "off", **settings},
+        **{
+            "dtype": "float16",
+            "max_model_len": 256,
+            "max_num_batched_tokens": 40,
+            "cascade_attention": "off",
+            **settings,
+        },
     )
     device = replace(known_device("h200"), capability=(8, 0))
     return build.build_engine(make_plan(config, read_model_spec(folder), device), platform=platform or HostPlatform())
@@ -168,6 +173,27 @@ def test_a_whole_engine(family: str, tmp_path: Path) -> None:
     for output in (first, *more, again):
         check(reference, output)
     assert again.num_cached_tokens == 32 and {"full decode", "full mixed", "eager"} <= set(counts)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
+def test_state_layers(family: str, tmp_path: Path) -> None:
+    """In float32: prompts in chunks, in batches with decodes, and from a checkpoint; graphs equal eager steps."""
+    sizes = {"head_dim": 64, "num_key_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+    reference = make_checkpoint(family, tmp_path, **sizes)
+    engine = start_engine(tmp_path, dtype="float32")
+    session = Session(engine.core, engine.plan.model, None, 0, GrammarCompiler(lambda: None, ()))
+    greedy = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True, logprobs=1)
+    shared = prompt(0, 60)
+    outputs = [session.add(one, greedy) for one in (shared + prompt(1, 25), prompt(2, 1), prompt(3, 17), prompt(4, 2))]
+    finish(session, *outputs)
+    again = [session.add(shared + prompt(seed, 9), greedy) for seed in (5, 6)]
+    finish(session, *again)
+    for output in (*outputs, *again):
+        check(reference, output)
+    assert [output.num_cached_tokens for output in again] == [0, 48]
+    report = verify(engine.make_subject(), num_replays=6, seed=0)
+    assert report.ok, report.mismatches
 
 
 def test_samples_share_their_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

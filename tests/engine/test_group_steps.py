@@ -15,9 +15,9 @@ from group_driver import GroupDriver, Hand
 from phonograph.attention.reference.backend import ReferenceBackend, ReferenceCapabilities
 from phonograph.engine.llm import LLM
 from phonograph.graphs.modes import GraphMode
-from phonograph.runner import kv_pool
 from phonograph.runner.cpu_inputs import CpuInputs
 from phonograph.runner.group_builder import GroupBuilder
+from phonograph.runner.pools import kv_pool
 from phonograph.runner.step_attention import StepAttention
 
 MIXED = {

@@ -10,7 +10,7 @@ from attention_specs import TINY
 
 from phonograph.attention.attention_spec import AttentionSpec, KVLayout
 from phonograph.core.kv_group import KVGroup
-from phonograph.runner.kv_pool import allocate_kv_caches, allocate_kv_pool
+from phonograph.runner.pools.kv_pool import allocate_kv_caches, allocate_kv_pool
 
 CPU = torch.device("cpu")
 WIDE = replace(TINY, num_kv_heads=1, head_size=128, block_size=8)

@@ -180,7 +180,7 @@ def test_types_of_the_cache(given: str, dtype: str) -> None:
 def test_attention_serves_every_window_of_the_model() -> None:
     windows = ((-1, -1), (31, 0)) * (DEMO.num_layers // 2 or 1)
     layers = [
-        replace(layer, attention=replace(layer.attention, window=window))
+        replace(layer, mixer=replace(layer.attention, window=window))
         for layer, window in zip(DEMO.layers, windows, strict=True)
     ]
     kv = plan_of(model=replace(DEMO, layers=tuple(layers))).kv

@@ -116,7 +116,7 @@ def test_layers_of_several_softcaps_have_groups_of_their_own(tmp_path: Path) -> 
     model = read_model_spec(tmp_path)
     assert make_plan(EngineConfig(model="demo"), model, known_device("cpu")).attention.softcap == 2.0
     first, *others = model.layers
-    changed = replace(first, attention=replace(first.attention, softcap=7.0))
+    changed = replace(first, mixer=replace(first.attention, softcap=7.0))
     plan = make_plan(EngineConfig(model="demo"), replace(model, layers=(changed, *others)), known_device("cpu"))
     softcaps = {
         layer: spec.softcap for group, spec in zip(plan.kv.groups, plan.kv.specs, strict=True) for layer in group.layers

@@ -117,7 +117,7 @@ def test_few_layers_are_the_ends_and_each_kind_with_its_neighbours(
 def test_all_layers_are_back_after_few() -> None:
     layers = [
         SimpleNamespace(
-            attention=SimpleNamespace(),
+            mixer=SimpleNamespace(),
             feed_forward=SimpleNamespace(),
             embedding=SimpleNamespace() if index == 4 else None,
         )
@@ -127,10 +127,10 @@ def test_all_layers_are_back_after_few() -> None:
     model._link = lambda some: Transformer._link(model, some)
     with pytest.raises(ValueError), Transformer.only_layers(model, [0, 4]):
         assert model._running == [layers[0], layers[4]]
-        assert layers[0].feed_forward.then is layers[4].attention
+        assert layers[0].feed_forward.then is layers[4].mixer
         assert layers[4].feed_forward.then is layers[4].embedding and layers[4].embedding.then is None
         raise ValueError
-    assert model._running is layers and layers[0].feed_forward.then is layers[1].attention
+    assert model._running is layers and layers[0].feed_forward.then is layers[1].mixer
 
 
 @pytest.mark.parametrize("samples", [[True, False, True], [False, True, True], [True] * 3, [False] * 3])

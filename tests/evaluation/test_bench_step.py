@@ -99,9 +99,17 @@ def test_work_and_floor(demo_llm: LLM) -> None:
     size = {"num_seqs": 7, "context": 100}
     products, attention = decode_work(model, spec, **size)
     assert products.num_operations == 7 * products.num_bytes
-    group = model.num_query_heads / model.num_kv_heads
+    group = model.layers[0].attention.num_query_heads / model.layers[0].attention.num_kv_heads
     assert attention.num_operations == group * attention.num_bytes
-    cache = 7 * 100 * model.num_layers * 2 * model.num_kv_heads * model.head_size * 2
+    cache = (
+        7
+        * 100
+        * model.num_layers
+        * 2
+        * model.layers[0].attention.num_kv_heads
+        * model.layers[0].attention.head_size
+        * 2
+    )
     assert attention.num_bytes == cache
     floor = decode_floor(H200, model, spec, **size)
     assert floor == pytest.approx((products.num_bytes + cache) / H200.bandwidth)

@@ -32,9 +32,11 @@ from bench.kernel_parts import KERNEL_PARTS
 from phonograph.kernels.fp8_activations import Fp8Rows
 from phonograph.kernels.routing import Routing
 from phonograph.kernels.torch.grouped import Grouped
+from phonograph.kernels.torch.state.gated_delta import DeltaSizes
 from phonograph.kernels.triton.attention import page_indices, prefill, quantize_query, split_batch
 from phonograph.kernels.triton.attention import rope_and_kv_write as rope
 from phonograph.kernels.triton.elementwise import fp8_rows, layer_embeddings, layers
+from phonograph.kernels.triton.elementwise.gate_heads import gate_heads
 from phonograph.kernels.triton.experts.count_pairs import count_pairs
 from phonograph.kernels.triton.experts.expert_lists import ExpertLists
 from phonograph.kernels.triton.experts.expert_plan import FewRowsTile, expert_config
@@ -43,11 +45,12 @@ from phonograph.kernels.triton.experts.expert_results import add_results
 from phonograph.kernels.triton.experts.route import route
 from phonograph.kernels.triton.gemm.product import CLAMPED_SWIGLU, GELU, SILU
 from phonograph.kernels.triton.sampling import bitmask, sample
+from phonograph.kernels.triton.state.gated_delta import gated_delta
 from phonograph.kernels.triton.step import accept_drafts, draft_rows, pinned_words, prepare, prompt_lookup
 from phonograph.kernels.triton.step.step_layout import SlotState, StepLayout
 
 CPU, BF16, FP8 = torch.device("cpu"), torch.bfloat16, torch.float8_e4m3fn
-ROOMS = ("attention", "sampling", "step", "elementwise", "experts")
+ROOMS = ("attention", "sampling", "state", "step", "elementwise", "experts")
 
 
 class Accepted(Exception):
@@ -96,6 +99,11 @@ def launch_attention() -> None:
         heads["qk_norm"] = torch.zeros(6, 64)
         rope.rope_and_write_kv(qkv, longs(8), torch.zeros(32, width), cache, longs(8), **heads, **scales)
     rope.rope_and_write_kv(qkv, longs(8), None, cache, longs(8), **heads, **scales)
+    heads_and_room = halves(8, 16 * 64)
+    rope.rope_and_write_kv(
+        heads_and_room, longs(8), torch.zeros(32, 32), cache, longs(8), gated=True, **heads, **scales
+    )
+    gate_heads(halves(8, 4 * 64), heads_and_room, 64)
     values = {"value_norms": True, "keys_are_values": True, "pairs_in_halves": True}
     rope.rope_and_write_kv(qkv, longs(8), torch.zeros(32, 16), cache, longs(8), **heads, **scales, **values)
     layers.norm_queries_and_keys(qkv, torch.zeros(6, 64), 4, 1e-6)
@@ -117,7 +125,7 @@ def launch_others() -> None:
             prepare.prepare(
                 *step, block_sizes=sizes, num_reqs_padded=8, num_tokens_padded=64, input_ids_T=ints(64),
                 positions_T=longs(64), slot_mappings_GT=longs(groups, 64), query_start_loc=ints(9), seq_lens_R=ints(8),
-                block_tables_GRN=ints(groups, 8, 32), logits_rows_L=longs(logits),
+                slots_R=ints(8), block_tables_GRN=ints(groups, 8, 32), logits_rows_L=longs(logits),
             )  # fmt: skip
     rows = draft_rows.DraftRows.make(max_num_seqs=8, max_num_tokens=64, device=CPU)
     of_passes = {"block_size": 16, "num_reqs_padded": 8, "block_table_RN": ints(8, 32)}
@@ -194,6 +202,16 @@ def launch_experts() -> None:
             add_results(halves(pairs, width), x, routing.top_k, num_rows=real, shared=shared, norm=norm)
 
 
+def launch_states() -> None:
+    for net in (DeltaSizes(16, 32, 128, 128, by_head=False), DeltaSizes(1, 3, 10, 20, by_head=True)):
+        heads, values = net.value_heads, net.value_heads * net.value_size
+        weights = torch.zeros(net.channels, 4), torch.zeros(heads), torch.zeros(heads), torch.zeros(net.value_size)
+        rows = ints(9), ints(8), ints(8), ints(3, 8)
+        pool = halves(9, 3, net.channels), torch.zeros(9, heads, net.key_size, net.value_size)
+        projected, gates = halves(64, net.channels + values), halves(64, 2 * heads)
+        gated_delta(projected, gates, *weights, *rows, *pool, halves(64, values), net, 1e-6, halves(64, net.channels))
+
+
 def kernels_of_rooms() -> list[str]:
     """Return the names of all kernels in ROOMS."""
     found: set[str] = set()
@@ -221,6 +239,7 @@ def main() -> None:
     launch_attention()
     launch_others()
     launch_experts()
+    launch_states()
     print(json.dumps({"accepted": sorted(accepted), "all": kernels_of_rooms()}))
 
 

@@ -262,6 +262,7 @@ def walk_prepare(place: Place, device: torch.device) -> list[torch.Tensor]:
         num_reqs_padded=ROWS,
         num_tokens_padded=ROWS,
         seq_lens_R=seq_lens,
+        slots_R=torch.zeros_like(seq_lens),
         **outputs,
     )
     return [*tables, *outputs.values(), seq_lens]

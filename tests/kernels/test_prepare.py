@@ -100,7 +100,7 @@ class Sequences:
         staging = np.full(self.layout.num_words, POISON, np.int32)
         views = self.layout.host_views(staging)
         rows = batch.num_reqs
-        views.header[:4] = rows, batch.num_tokens, batch.num_decodes, batch.num_logits
+        views.header[:5] = rows, batch.num_tokens, batch.num_decodes, batch.num_logits, 1
         views.slots[:rows], views.samples[:rows] = batch.slots, batch.samples
         views.query_starts[: rows + 1] = np.cumsum([0, *batch.query_lens])
         views.block_sizes[:] = self.sizes[: len(views.block_sizes)]
@@ -176,11 +176,16 @@ class Sequences:
         key = GraphKey(GraphSet.MIXED, num_tokens, num_reqs)
         for array in (self.inputs.input_ids_np, self.inputs.positions_np, self.inputs.slot_mappings_np):
             array[:] = POISON
-        for array in (self.inputs.query_start_loc_np, self.inputs.seq_lens_np, self.inputs.logits_rows_np):
+        for array in (
+            self.inputs.query_start_loc_np,
+            self.inputs.seq_lens_np,
+            self.inputs.slots_np,
+            self.inputs.logits_rows_np,
+        ):
             array[:] = POISON
         self.inputs.write(rows_of(batch), key)
         staging = self.upload(batch, kept)
-        names = ("input_ids", "positions", "query_start_loc", "seq_lens", "logits_rows")
+        names = ("input_ids", "positions", "query_start_loc", "seq_lens", "slots", "logits_rows")
         expected = {name: getattr(self.inputs, name) for name in names}
         for name in ("slot_mappings", "block_tables"):
             expected[name] = torch.stack(getattr(self.inputs, name))
@@ -197,6 +202,7 @@ class Sequences:
             slot_mappings_GT=got["slot_mappings"],
             query_start_loc=got["query_start_loc"],
             seq_lens_R=got["seq_lens"],
+            slots_R=got["slots"],
             block_tables_GRN=got["block_tables"],
             logits_rows_L=got["logits_rows"],
         )
@@ -275,6 +281,7 @@ def test_drafts_beyond_the_end_of_a_sequence(device: torch.device) -> None:
         slot_mappings_GT=mappings,
         query_start_loc=ints.clone(),
         seq_lens_R=(lens := ints.clone()),
+        slots_R=ints.clone(),
         block_tables_GRN=ints[None].clone()[..., None].repeat(1, 1, 12),
         logits_rows_L=longs[:8],
     )
@@ -324,7 +331,7 @@ def test_layout_views_share_memory_and_are_aligned() -> None:
     staging = torch.from_numpy(words)
     views = layout.sampling_views(staging)
     host = layout.host_views(words)
-    host.header[:4] = 5, 7, 3, 6
+    host.header[:5] = 5, 7, 3, 6, 1
     assert layout.num_logits(staging).tolist() == [6]
     for name in (
         "row_slots",

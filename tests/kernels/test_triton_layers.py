@@ -9,6 +9,7 @@ from phonograph.kernels.torch.layers import rms_norm as reference_norm
 from phonograph.kernels.torch.layers import rope as reference_rope
 from phonograph.kernels.triton.attention import rope_and_kv_write as rope_kv
 from phonograph.kernels.triton.elementwise import layer_embeddings, layers
+from phonograph.kernels.triton.elementwise.gate_heads import gate_heads
 
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 EPS = 1e-5
@@ -180,6 +181,33 @@ def test_rope_of_a_part(size: int, pairs: int, scaled: bool, dtype: torch.dtype,
     assert relative(cache[0, 0, slots], wanted[:, heads:]) < limit(dtype)
     assert torch.equal(cache[1, 0, slots].double(), original[:, -kv_heads:])
     assert int(cache.isfinite().sum()) == 2 * tokens * kv_heads * size
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "heads", "kv_heads", "size"), [(1, 4, 2, 32), (5, 6, 3, 64), (20, 2, 2, 24)])
+def test_heads_with_gates(
+    tokens: int, heads: int, kv_heads: int, size: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Queries between their gates are rotated as without them, into memory behind the values."""
+    torch.manual_seed(tokens + size)
+    queries, gates = (torch.randn(tokens, heads, size, device=device).to(dtype) for _ in range(2))
+    others = torch.randn(tokens, 2 * kv_heads * size, device=device).to(dtype)
+    plain = torch.cat([queries.flatten(1), others], 1)
+    room = poison(tokens, heads * size, dtype=dtype, device=device)
+    gated = torch.cat([torch.stack([queries, gates], 2).flatten(1), others, room], 1)
+    angles = torch.rand(9, size // 4, device=device) * 6
+    table, positions = torch.cat((angles.cos(), angles.sin()), -1), torch.randint(0, 9, (tokens,), device=device)
+    norm, slots = torch.rand(heads + kv_heads, size, device=device) + 0.5, torch.randperm(32, device=device)[:tokens]
+    caches = [poison(2, 2, 16, kv_heads, size, dtype=dtype, device=device) for _ in range(2)]
+    sizes = {"num_query_heads": heads, "num_kv_heads": kv_heads, "eps": EPS, "k_scale": None, "v_scale": None}
+    for rows, cache in zip((plain, gated), caches, strict=True):
+        rope_kv.rope_and_write_kv(rows, positions, table, cache, slots, qk_norm=norm, gated=rows is gated, **sizes)
+    assert torch.equal(gated[:, -heads * size :], plain[:, : heads * size])
+    torch.testing.assert_close(*caches, rtol=0, atol=0, equal_nan=True)
+    out = torch.randn(tokens, heads * size, device=device).to(dtype)
+    wanted = out.double() * gates.flatten(1).double().sigmoid()
+    gate_heads(out, gated, size)
+    assert relative(out, wanted) < limit(dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

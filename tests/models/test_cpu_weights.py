@@ -107,7 +107,7 @@ def test_gguf(family: str, kind: str, tmp_path: Path) -> None:
     assert {type(linear.weight) for linear in linears(model)} == {Int4Weight}
     assert isinstance(model.embedding_VE, BlockEmbedding) == spec.tie_word_embeddings
     # The plan counts a norm of heads once; outputs are rounded up to blocks of 64, for each part of a fused matrix.
-    heads = [layer.attention.head_norms for layer in model.weights]
+    heads = [layer.mixer.head_norms for layer in model.weights]
     norms = sum(one.nbytes for one in heads if one is not None)
     planned, held = INT4.weight_bytes(INT4.with_head(spec), "float32"), held_bytes(model)
     assert -norms <= planned - held <= 0.1 * held

@@ -195,7 +195,7 @@ def test_layers_in_turn(pair: Pair, rows: int) -> None:
         begun.append(stream.hidden_TE.clone())
         found = []
         for layer in bound.layers:
-            found.append(layer.attention(stream, step).hidden_TE.clone())
+            found.append(layer.mixer(stream, step).hidden_TE.clone())
             found.append(layer.feed_forward(stream).hidden_TE.clone())
         assert len(found) == 2 * pair.model.spec.num_layers
         results.append([found[0] - begun[-1], cache, *found])
@@ -223,7 +223,7 @@ def test_parts_of_other_families(family: str, rows: int, tmp_path: Path, monkeyp
     results = []
     for bound, stream, step, cache in pair.streams(rows):
         for layer in bound.layers:
-            layer.feed_forward(layer.attention(stream, step))
+            layer.feed_forward(layer.mixer(stream, step))
             if layer.embedding is not None:
                 layer.embedding(stream, step)
         results.append((stream.hidden_TE.clone(), cache, bound.head(stream.hidden_TE, None)))
@@ -245,7 +245,7 @@ def test_rows_that_are_kept_have_their_own_embeddings(tmp_path: Path, monkeypatc
             stream = begun
             for layer in bound.layers:
                 own = step._replace(rows_P=kept if layer is bound.layers[-1] else None)
-                stream = layer.feed_forward(layer.attention(stream, own))
+                stream = layer.feed_forward(layer.mixer(stream, own))
                 assert layer.embedding is not None
                 stream = layer.embedding(stream, own)
             found.append(stream.hidden_TE.clone() if kept is not None else stream.hidden_TE[chosen].clone())
@@ -265,7 +265,7 @@ def test_fp8_activations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     for bound, stream, step, _ in pair.streams(rows):
         found = [stream.hidden_TE.clone()]
         for layer in bound.layers:
-            found.append(layer.attention(stream, step).hidden_TE.clone())
+            found.append(layer.mixer(stream, step).hidden_TE.clone())
             assert isinstance(stream.normed, Fp8Rows) == (bound is pair.triton)
             found.append(layer.feed_forward(stream).hidden_TE.clone())
         results.append([after - before for before, after in pairwise(found)])
@@ -283,8 +283,8 @@ def test_rows_that_are_kept(pair: Pair, rows: int) -> None:
     for bound, stream, step, _ in pair.streams(rows):
         *before, last = bound.layers
         for layer in before:
-            layer.feed_forward(layer.attention(stream, step))
-        kept = last.attention(stream, step._replace(rows_P=chosen))
+            layer.feed_forward(layer.mixer(stream, step))
+        kept = last.mixer(stream, step._replace(rows_P=chosen))
         results.append(last.feed_forward(kept).hidden_TE)
     assert len(results[0]) == len(chosen)
     pair.check(*results)
@@ -324,7 +324,7 @@ def test_outputs_of_layers_are_kept(pair: Pair) -> None:
     model, rows = pair.model, 5
     for bound, stream, step, _ in pair.streams(rows):
         first = bound.layers[0]
-        wanted = first.feed_forward(first.attention(stream, step)).hidden_TE.clone()
+        wanted = first.feed_forward(first.mixer(stream, step)).hidden_TE.clone()
         memory = torch.full((rows + 2, model.spec.hidden_size), torch.nan).to(model.device, model.dtype)
         model.bind(bound.kernels, {0: memory})
         hidden = model.forward(pair.ids, pair.positions, step.attend)

@@ -18,10 +18,10 @@ def test_replay_on_other_tokens_and_positions(family: str, calls_a_layer: int, n
     make_checkpoint(family, tmp_path)
     spec = read_model_spec(tmp_path)
     decoder = load_model(spec, tmp_path, dtype=torch.float32, device=torch.device("cpu"))
-    group = spec.num_query_heads // spec.num_kv_heads
+    group = spec.layers[0].attention.num_query_heads // spec.layers[0].attention.num_kv_heads
     input_ids = torch.randint(VOCAB_SIZE, (num_tokens,))
     positions = torch.randint(spec.context_length, (num_tokens,))
-    out = torch.empty(num_tokens, spec.num_query_heads, spec.head_size)
+    out = torch.empty(num_tokens, spec.layers[0].attention.num_query_heads, spec.layers[0].attention.head_size)
 
     def attention(query_THD: torch.Tensor, key_TKD: torch.Tensor, value_TKD: torch.Tensor, layer: int) -> torch.Tensor:
         """Not attention, but something of all three in one call for each query head of a KV head."""

@@ -52,9 +52,9 @@ def test_norms_in_float32_are_counted(family: str, tmp_path: Path) -> None:
     make_checkpoint(family, tmp_path)
     spec = read_model_spec(tmp_path)
     model = Transformer(spec, torch.bfloat16, CPU)
-    heads = 0 if family == "olmo2" else sum(weights.attention.head_norms.nbytes for weights in model.weights)
+    heads = 0 if family == "olmo2" else sum(weights.mixer.head_norms.nbytes for weights in model.weights)
     # Norms of each head are stored once a head.
-    stored = sum(4 * 2 * spec.head_size for _ in spec.layers) if heads else 0
+    stored = sum(4 * 2 * spec.layers[0].attention.head_size for _ in spec.layers) if heads else 0
     assert model.final_norm.dtype is torch.float32
     taken = sum(parameter.nbytes for parameter in model.parameters) - heads + stored
     assert spec.weight_bytes("bfloat16") == taken
@@ -363,12 +363,16 @@ def test_scales_of_an_fp8_cache(key: str, value: str | None, tmp_path: Path) -> 
     for layer in range(spec.num_layers):
         scales[f"model.layers.{layer}.{key}"] = torch.tensor(0.5 + layer)
         if value is not None:
-            scales[f"model.layers.{layer}.{value}"] = torch.arange(1.0, 1 + spec.num_kv_heads)
+            scales[f"model.layers.{layer}.{value}"] = torch.arange(1.0, 1 + spec.layers[0].attention.num_kv_heads)
     loaded = load(with_scales(tmp_path, scales)).kv_scales
     assert [loaded.keys[layer].tolist() for layer in range(spec.num_layers)] == [
-        [0.5 + layer] * spec.num_kv_heads for layer in range(spec.num_layers)
+        [0.5 + layer] * spec.layers[0].attention.num_kv_heads for layer in range(spec.num_layers)
     ]
-    wanted = loaded.keys[1].tolist() if value is None else [1.0 + head for head in range(spec.num_kv_heads)]
+    wanted = (
+        loaded.keys[1].tolist()
+        if value is None
+        else [1.0 + head for head in range(spec.layers[0].attention.num_kv_heads)]
+    )
     assert loaded.values[1].tolist() == wanted
 
 
@@ -378,13 +382,18 @@ def test_scales_of_an_fp8_cache(key: str, value: str | None, tmp_path: Path) -> 
 def test_scales_of_queries(name: str, tmp_path: Path) -> None:
     make_checkpoint("llama3", tmp_path / "plain")
     spec = read_model_spec(tmp_path / "plain")
-    heads, group = spec.num_query_heads, spec.num_query_heads // spec.num_kv_heads
+    heads, group = (
+        spec.layers[0].attention.num_query_heads,
+        spec.layers[0].attention.num_query_heads // spec.layers[0].attention.num_kv_heads,
+    )
     assert group > 1
     scales = {f"model.layers.{layer}.{name}": torch.tensor(0.5) for layer in range(spec.num_layers)}
     scales[f"model.layers.0.{name}"] = torch.arange(1.0, 1 + heads).view(heads, 1, 1)
     loaded = load(with_scales(tmp_path, scales)).kv_scales
-    assert loaded.queries[0].tolist() == [float(group * (1 + head)) for head in range(spec.num_kv_heads)]
-    assert loaded.queries[1].tolist() == [0.5] * spec.num_kv_heads
+    assert loaded.queries[0].tolist() == [
+        float(group * (1 + head)) for head in range(spec.layers[0].attention.num_kv_heads)
+    ]
+    assert loaded.queries[1].tolist() == [0.5] * spec.layers[0].attention.num_kv_heads
     assert not loaded.keys and not loaded.values
     del scales[f"model.layers.1.{name}"]
     with pytest.raises(WeightError, match="none for the queries of layer 1"):

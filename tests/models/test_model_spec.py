@@ -215,13 +215,18 @@ def windows_of(spec: ModelSpec) -> list[tuple[int, int]]:
 
 def test_fields(tmp_path: Path) -> None:
     spec = read(tmp_path, LLAMA, rms_norm_eps=3e-5)
-    assert (spec.num_layers, spec.num_query_heads, spec.num_kv_heads, spec.head_size) == (32, 32, 8, 128)
+    assert (
+        spec.num_layers,
+        spec.layers[0].attention.num_query_heads,
+        spec.layers[0].attention.num_kv_heads,
+        spec.layers[0].attention.head_size,
+    ) == (32, 32, 8, 128)
     assert (spec.rms_norm_eps, spec.context_length, spec.dtype) == (3e-5, 131072, "bfloat16")
     assert switches(spec) == (False, False, False, False)
     biased = read(tmp_path, LLAMA, attention_bias=True, mlp_bias=True)
     assert switches(biased) == (True, True, True, False)
     qwen2 = read(tmp_path, QWEN2)
-    assert switches(qwen2) == (True, False, False, False) and qwen2.head_size == 128
+    assert switches(qwen2) == (True, False, False, False) and qwen2.layers[0].attention.head_size == 128
     assert switches(read(tmp_path, QWEN3)) == (False, False, False, True)
     assert read(tmp_path, {key: value for key, value in LLAMA.items() if key != "torch_dtype"}).dtype == "float32"
 

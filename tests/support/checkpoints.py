@@ -53,10 +53,16 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
@@ -401,6 +407,33 @@ EXPERT_FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
 """Families with experts. Of random seeds, some have two logits of a router that differ by rounding only."""
 
 
+_DELTA: dict[str, Any] = {
+    # Outputs of heads may be near 0, and their norm then multiplies errors of rounding.
+    "rms_norm_eps": 1e-3,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "max_position_embeddings": 2048,
+}
+_DELTA_EXPERTS = {
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+}
+STATE_FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
+    # The columns of projections are in the order of heads; the second layer is dense.
+    "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM, {**_DELTA, **_DELTA_EXPERTS, "mlp_only_layers": [1]}),
+    "qwen3_5": (Qwen3_5TextConfig, Qwen3_5ForCausalLM, {**_DELTA, "linear_conv_kernel_dim": 3}),
+    "qwen3_5_moe": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM, {**_DELTA, **_DELTA_EXPERTS}),
+}
+"""Families with state layers; see `FAMILIES`."""
+
+
 def make_checkpoint(
     family: str, folder: Path, *, seed: int = 0, max_shard_size: str = "5GB", **overrides: Any
 ) -> PreTrainedModel:
@@ -408,7 +441,7 @@ def make_checkpoint(
 
     `overrides` are settings of its configuration; `max_shard_size` splits the file, as in save_pretrained.
     """
-    config_class, model_class, settings = (FAMILIES | EXPERT_FAMILIES)[family]
+    config_class, model_class, settings = (FAMILIES | EXPERT_FAMILIES | STATE_FAMILIES)[family]
     config = config_class(**{**COMMON, **settings, **overrides})
     model = model_class(config).to(torch.float32).eval()
     draw_weights(model, family, config.hidden_size, seed)
@@ -423,7 +456,8 @@ def draw_weights(model: PreTrainedModel, family: str, hidden_size: int, seed: in
         for name, parameter in model.named_parameters():
             if name.endswith(("norm.weight", "norm_1.weight", "norm_2.weight", "router.scale", "per_expert_scale")):
                 parameter.uniform_(0.5, 1.5, generator=generator)
-                if "gemma" in family and "gemma4" not in family:
+                has_offset = ("gemma" in family and "gemma4" not in family) or family in STATE_FAMILIES
+                if has_offset and "linear_attn.norm" not in name:
                     parameter.sub_(1.0)
             elif name.endswith("sinks"):
                 parameter.normal_(0.0, 2.0, generator=generator)

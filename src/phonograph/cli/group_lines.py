@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import pairwise
+from typing import Any
 
 from phonograph.attention.triton.prefix_runs import PrefixRun, count_units, find_runs
 from phonograph.cli.show import compact
@@ -12,6 +14,7 @@ from phonograph.engine.groups.kv_groups import KVGroups, group_name, window_name
 from phonograph.engine.plan import EnginePlan
 from phonograph.errors import counted
 from phonograph.kernels.attention_scratch import MAX_SHORT_QUERY
+from phonograph.models.spec import ModelSpec
 
 
 def group_names(kv: KVGroups, members: list[int]) -> str:
@@ -71,3 +74,24 @@ def sharing_lines(plan: EnginePlan, batch: ScheduledBatch, shared: list[int]) ->
         for run in runs
     ]
     return [*lines, f"- {counted(shared_units, 'shared unit')} and {own_units} others in each layer"]
+
+
+def layers_text(model: ModelSpec) -> str:
+    """Return the numbers of layers, of those with each kind of state, and of heads with sizes, which may differ."""
+    states = Counter(mixer.name for mixer in model.states.values())
+    heads = dict.fromkeys(
+        f"{one.num_query_heads} query and {one.num_kv_heads} KV heads of size {one.head_size}"
+        for one in model.attentions.values()
+    )
+    kinds = (f"{count} with a {name}" for name, count in states.items())
+    return ", ".join([f"{model.num_layers} layers", *kinds, " or ".join(heads)])
+
+
+def shorten_layers(layers: list[dict[str, Any]]) -> None:
+    """Name the mixer of each layer by its kind, and leave the frequencies of its rope out."""
+    for layer in layers:
+        mixer = layer.pop("mixer")
+        layer["attention" if "rope" in mixer else "state"] = mixer
+        rope = mixer.get("rope")
+        if rope is not None:
+            mixer["rope"] = {"pairs": len(rope.frequencies), "factor": rope.factor}

@@ -145,6 +145,14 @@ class EngineConfig(Settings):
         default=0.9, description="Fraction of the GPU's memory to use, without the CUDA context."
     )
     enable_prefix_caching: values.Flag = Field(default=True, description="Reuse the KV blocks of known prefixes.")
+    state_checkpoint_share: values.Fraction = Field(
+        default=0.1,
+        description="Share of the KV cache's memory for checkpoints of states, of models whose layers have them.",
+    )
+    state_checkpoint_interval: values.Count = Field(
+        default=0,
+        description="Tokens between checkpoints of a prompt's states; 0 for one at its end and at shared prefixes.",
+    )
     kv_events_config: values.OptionalObject = Field(
         default=None,
         description="Publication of the prefix cache's contents over ZeroMQ, such as "

@@ -11,6 +11,7 @@ the longer ones.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -64,6 +65,20 @@ class BlockAppend:
     group: int = 0
 
 
+class StateCopy(NamedTuple):
+    """Checkpoint that a sequence of a step reads or writes, for layers with a state.
+
+    Attributes:
+        slot: of the sequence.
+        row: of the checkpoint, behind the slots.
+        num_tokens: tokens of the sequence at the checkpoint.
+    """
+
+    slot: int
+    row: int
+    num_tokens: int
+
+
 @dataclass(slots=True, kw_only=True)
 class ScheduledBatch:
     """One step. The per-sequence lists are parallel, decodes first, then prefills.
@@ -78,6 +93,8 @@ class ScheduledBatch:
         copies: pages to copy before the step, from and to; no page is in both places.
         freed: slots to clear before `new` is loaded (finished, aborted or preempted sequences).
         makes_drafts: the step ends with the passes of a draft model, where there is one that runs in steps.
+        restored: checkpoints from which sequences start, at most one for each.
+        saved: checkpoints that the step writes, at most one for each sequence, within its tokens or at their end.
     """
 
     slots: list[int] = field(default_factory=list[int])
@@ -92,6 +109,8 @@ class ScheduledBatch:
     copies: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     freed: list[int] = field(default_factory=list[int])
     makes_drafts: bool = False
+    restored: Sequence[StateCopy] = ()
+    saved: Sequence[StateCopy] = ()
 
     @property
     def num_reqs(self) -> int:

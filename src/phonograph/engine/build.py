@@ -30,17 +30,20 @@ from phonograph.graphs.modes import GraphKey
 from phonograph.kernels.ranks import Ranks
 from phonograph.kv_cache.block_events import BlockEvents
 from phonograph.models.layer_spec import LayerAttention
+from phonograph.models.layers.part_weights import AttentionWeights
 from phonograph.models.transformer import Transformer
 from phonograph.models.weights.kv_scales import KVScales
 from phonograph.models.weights.loading import begin_loading
 from phonograph.runner.group_builder import GroupBuilder
-from phonograph.runner.kv_pool import allocate_kv_caches, allocate_kv_pool
+from phonograph.runner.pools.kv_pool import allocate_kv_caches, allocate_kv_pool
+from phonograph.runner.pools.state_pool import allocate_state_pool
 from phonograph.runner.runner import CaptureReport, Runner
 from phonograph.runner.sequences import Sequences
 from phonograph.runner.synthetic_batches import SyntheticBatches
 from phonograph.runner.verify_subject import RunnerSubject
 from phonograph.sampling.sampler import Sampler
 from phonograph.scheduling.draft_depths import DraftDepths
+from phonograph.scheduling.request_blocks import Checkpoints
 from phonograph.scheduling.scheduler import Scheduler
 from phonograph.speculation.device_drafts import DeviceDrafts
 
@@ -192,13 +195,18 @@ def build_engine(
         drafting = [] if parts.draft is None else [parts.draft]
         models = [parts.model, *(one.model for one in drafting)]
         caches = [*parts.kv_caches, *(cache for one in drafting for cache in one.kv_caches)]
+        caches += [state for states in parts.states.values() for state in states]
         sleeper.start(core, models, caches, zeroes=_zeroes_cache(plan))
     return Engine(
         core=core,
         plan=plan,
         captured=captured,
         make_subject=lambda: RunnerSubject(
-            runner, parts.kv_caches, plan.kv.groups, poisons_freed=skip_freed_blocks(plan)
+            runner,
+            dict(zip(plan.model.attentions, parts.kv_caches, strict=True)),
+            plan.kv.groups,
+            states=parts.states,
+            poisons_freed=skip_freed_blocks(plan),
         ),
         sleeper=sleeper,
         group=group,
@@ -224,14 +232,16 @@ def weights_load(plan: EnginePlan, device: torch.device, rank: int = 0) -> Load:
 
 def make_scheduler(plan: EnginePlan, drafts: DraftDepths | None = None) -> Scheduler:
     """Make the scheduler of a plan. `drafts` are those of its runner."""
+    num_checkpoints = plan.memory.num_checkpoints
     records = plan.config.kv_events is not None or plan.config.data_parallel_size > 1
     return Scheduler(
         plan.limits,
         groups=plan.kv.groups,
         num_blocks=plan.memory.num_blocks,
-        enable_prefix_caching=plan.config.enable_prefix_caching and not plan.limits.whole_prompts,
+        enable_prefix_caching=plan.prefix_caching,
         policy=plan.config.scheduling_policy,
         drafts=drafts,
+        checkpoints=Checkpoints(num_checkpoints, plan.config.state_checkpoint_interval) if num_checkpoints else None,
         events=BlockEvents() if records else None,
     )
 
@@ -286,6 +296,8 @@ def make_runner(
             vocab_size=plan.model.vocab_size,
             draft_tokens=limits.draft_tokens,
             ragged_decodes=plan.captures.ragged,
+            num_slots=limits.max_num_seqs if parts.states else 0,
+            num_checkpoints=plan.memory.num_checkpoints,
         ),
     )
 
@@ -323,7 +335,7 @@ def make_model_parts(
     # Only FP8 caches scale keys and values.
     scales = model.kv_scales if plan.attention.has_fp8_cache else KVScales()
     layers = _attention_layers(model, scales)
-    sources = [index if layer.kv_layer is None else layer.kv_layer for index, layer in _attentions(model)]
+    sources = [index if one.kv_layer is None else one.kv_layer for index, one in model.spec.attentions.items()]
     kv_caches = [caches[source] for source in sources]
     drafting = None
     if draft is not None and plan.draft is not None:
@@ -342,30 +354,35 @@ def make_model_parts(
     if _zeroes_cache(plan):
         for cache in (*kv_caches, *(() if drafting is None else drafting.kv_caches)):
             cache.zero_()
-    return ModelParts(model=model, backends=backends, layers=layers, kv_caches=kv_caches, draft=drafting)
-
-
-def _attentions(model: Transformer) -> list[tuple[int, LayerAttention]]:
-    return [(index, layer.attention) for index, layer in enumerate(model.spec.layers)]
+    states = allocate_state_pool(
+        model.spec.states,
+        num_slots=plan.limits.max_num_seqs + plan.memory.num_checkpoints,
+        dtype=model.dtype,
+        device=model.device,
+        make_empty=make_empty,
+    )
+    return ModelParts(model=model, backends=backends, layers=layers, kv_caches=kv_caches, states=states, draft=drafting)
 
 
 def _attention_layers(model: Transformer, scales: KVScales) -> list[AttentionLayer]:
-    """Return the parameters of the attention of each layer."""
+    """Return the parameters of the attention of each layer that has it."""
 
     def made(index: int, layer: LayerAttention) -> AttentionLayer:
         source = index if layer.kv_layer is None else layer.kv_layer
+        weights = model.weights[index].mixer
+        assert isinstance(weights, AttentionWeights)
         return AttentionLayer(
             index=index,
             scale=layer.scale,
             window=layer.window,
             softcap=layer.softcap,
-            sinks=model.weights[index].attention.sinks,
+            sinks=weights.sinks,
             k_scale=scales.keys.get(source),
             v_scale=scales.values.get(source),
             q_scale=scales.queries.get(index),
         )
 
-    return [made(index, layer) for index, layer in _attentions(model)]
+    return [made(index, attention) for index, attention in model.spec.attentions.items()]
 
 
 def _zeroes_cache(plan: EnginePlan) -> bool:

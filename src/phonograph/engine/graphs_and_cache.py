@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from phonograph.attention.attention_spec import AttentionSpec
@@ -19,7 +20,7 @@ from phonograph.core.device import DeviceSpec
 from phonograph.core.limits import Limits
 from phonograph.engine.groups.draft_plan import DraftPlan
 from phonograph.engine.groups.kv_groups import KVGroups
-from phonograph.engine.memory import MemoryPlan, plan_memory
+from phonograph.engine.memory import MemoryPlan, gib, plan_memory
 from phonograph.errors import ConfigError, MemoryLimitError
 from phonograph.graphs.capture_list import CaptureList, make_capture_list
 from phonograph.graphs.modes import GraphMode, GraphSupport
@@ -95,8 +96,8 @@ def size_graphs_and_cache(
 
     graphs = captures_within(limits).largest_first()
 
-    def plan_context(max_model_len: int) -> tuple[Limits, MemoryPlan]:
-        within = replace(limits, max_model_len=max_model_len)
+    def plan_context(max_model_len: int, max_num_seqs: int) -> tuple[Limits, MemoryPlan]:
+        within = replace(limits, max_model_len=max_model_len, max_num_seqs=max_num_seqs)
         attention_bytes = _more_table_bytes(kv, within)
         for spec, groups in kv.members.items():
             one = capabilities[spec]
@@ -119,18 +120,28 @@ def size_graphs_and_cache(
             draft=draft,
         )
 
-    if config.max_model_len is None:
-        within, memory = _largest_context(plan_context, limits.max_model_len, kv.block_sizes[0])
-    else:
-        within, memory = plan_context(limits.max_model_len)
+    def plan_seqs(max_num_seqs: int) -> tuple[Limits, MemoryPlan]:
+        if config.max_model_len is not None:
+            return plan_context(limits.max_model_len, max_num_seqs)
+        plan = partial(plan_context, max_num_seqs=max_num_seqs)
+        return _largest_context(plan, limits.max_model_len, kv.block_sizes[0])
+
+    within, memory = _with_states(plan_seqs, limits) if model.states else plan_seqs(limits.max_num_seqs)
     notes: list[str] = []
+    if within.max_num_seqs < limits.max_num_seqs:
+        each = gib(memory.states // within.max_num_seqs)
+        notes.append(
+            f"max_num_seqs {limits.max_num_seqs} -> {within.max_num_seqs}: the states of a sequence take {each}, and "
+            "the KV cache needs the rest of the memory"
+        )
     # A sequence has a block in each group.
     most_seqs = memory.num_blocks // len(kv.groups)
-    if most_seqs < limits.max_num_seqs:
+    if most_seqs < within.max_num_seqs:
         why = "the KV cache has no more blocks than that"
         if len(kv.groups) > 1:
             why = f"the KV cache has {memory.num_blocks} blocks, and a sequence takes one of each KV group"
-        notes.append(f"max_num_seqs {limits.max_num_seqs} -> {most_seqs}: {why}")
+        notes.append(f"max_num_seqs {within.max_num_seqs} -> {most_seqs}: {why}")
+        memory = replace(memory, states=memory.states // within.max_num_seqs * most_seqs)
         within = replace(within, max_num_seqs=most_seqs)
     configured = (config.cudagraph_capture_sizes or config.max_cudagraph_capture_size) is not None
     if device.kind == "cpu" and mode is not GraphMode.NONE and not configured:
@@ -165,6 +176,33 @@ def _largest_graph(config: EngineConfig, limits: Limits, device: DeviceSpec) -> 
             "the other",
         )
     return largest
+
+
+def _with_states(plan: Callable[[int], tuple[Limits, MemoryPlan]], limits: Limits) -> tuple[Limits, MemoryPlan]:
+    """Return the plan for the most sequences, halved until their states leave room for the KV cache.
+
+    Room is short where a request is shorter than the limits say and states take more than the KV cache.
+
+    Args:
+        plan: returns the plan for a number of sequences.
+        limits: the configured limits.
+
+    Raises:
+        MemoryLimitError: not even one sequence fits.
+    """
+    fitting: tuple[Limits, MemoryPlan] | None = None
+    count = limits.max_num_seqs
+    while count:
+        try:
+            fitting = within, memory = plan(count)
+            if within.max_model_len == limits.max_model_len or memory.states <= memory.kv_cache:
+                break
+        except MemoryLimitError:
+            if count == 1 and fitting is None:
+                raise
+        count //= 2
+    assert fitting is not None
+    return fitting
 
 
 def _largest_context(

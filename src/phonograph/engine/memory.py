@@ -12,10 +12,11 @@ from phonograph.core.device import GIB, DeviceSpec
 from phonograph.core.limits import Limits
 from phonograph.engine.groups.draft_plan import DraftPlan, keeps_tokens
 from phonograph.engine.groups.kv_groups import KVGroups
+from phonograph.engine.groups.state_slots import state_bytes
 from phonograph.errors import MemoryLimitError
 from phonograph.kernels.torch.grouped import TILE
 from phonograph.kernels.triton.gemm.product_plan import GemmDevice
-from phonograph.models.layer_spec import FeedForward, LayerFeedForward
+from phonograph.models.layer_spec import FeedForward, LayerFeedForward, LayerSpec
 from phonograph.models.layers.expert_spec import LayerExperts
 from phonograph.models.layers.workspace import Workspace
 from phonograph.models.quantization.cpu_weights import CpuProducts
@@ -47,6 +48,9 @@ class MemoryPlan:
     attention: buffers of the attention backends, and tables of further KV groups
     sampling:  state of the slots, such as counts of penalties, and temporaries; with drafts on a GPU also the tokens of
         all slots and the scratch of more rows
+    states:    states of all slots, of layers that have them
+    num_checkpoints: checkpoints of these states for the prefix cache
+    checkpoints: all checkpoints
     block:     one KV block in all layers of a group, and in those of a draft model
     num_tokens: tokens that the cache holds, in sequences of full length if there are windows or several groups
     note:      source of the size of the KV cache
@@ -56,6 +60,9 @@ class MemoryPlan:
     graphs: int
     attention: int
     sampling: int
+    states: int
+    num_checkpoints: int
+    checkpoints: int
     block: int
     num_blocks: int
     num_tokens: int
@@ -129,13 +136,16 @@ def plan_memory(
         sampling += history + _SAMPLE_BYTES_PER_ROW * (limits.max_num_logits - max_num_seqs)
         # Copies of rows of drafts that a grammar masks.
         sampling += (limits.max_masked_rows - max_num_seqs) * model.vocab_size * DTYPE_BYTES[dtype]
-    taken = weights + graphs + attention_bytes + sampling
+    state = state_bytes(model, dtype)
+    states = max_num_seqs * state
+    taken = weights + graphs + attention_bytes + sampling + states
     if device.kind != "cpu":
         taken += _LIBRARY_BYTES + (_SLEEP_BYTES if config.enable_sleep_mode else 0)
     available, place = _available(device, config.tensor_parallel_size)
     parts = (
         f"weights of {gib(weights)}, graphs with their workspace of {gib(graphs)}, attention, sampling and libraries "
-        f"of {gib(taken - weights - graphs)}"
+        f"of {gib(taken - weights - graphs - states)}"
+        + (f", states of {max_num_seqs} sequences of {gib(states)}" if states else "")
     )
     if taken > available:
         raise MemoryLimitError(
@@ -166,6 +176,7 @@ def plan_memory(
             f"gpu_memory_utilization={config.gpu_memory_utilization} of {device.memory / GIB:.1f} GiB, less weights "
             f"({weights / GIB:.1f}), graphs with their workspace ({graphs / GIB:.2f}), attention "
             f"({attention_bytes / GIB:.2f}), sampling ({sampling / GIB:.2f}) and libraries ({_LIBRARY_BYTES / GIB:.1f})"
+            + (f", states of {max_num_seqs} sequences ({states / GIB:.2f})" if states else "")
         )
         share = int(device.memory * config.gpu_memory_utilization)
         num_blocks = max(0, (share - taken) // block)
@@ -176,6 +187,11 @@ def plan_memory(
                 f"{config.model}: {parts} leave no KV block in gpu_memory_utilization={config.gpu_memory_utilization} "
                 f"of {gib(device.memory)}; at least {gib(taken + block - share)} more are needed; {remedy}"
             )
+    share = config.state_checkpoint_share if state and config.enable_prefix_caching else 0.0
+    num_checkpoints = int(share * num_blocks * block / state) if share else 0
+    checkpoints = num_checkpoints * state
+    if config.num_kv_blocks is None:
+        num_blocks -= -(-checkpoints // block)
     if num_blocks < blocks_per_request:
         fits = most_tokens(num_blocks, blocks_of, max_model_len)
         sizes = " and ".join(map(str, dict.fromkeys(kv.block_sizes)))
@@ -185,8 +201,8 @@ def plan_memory(
             f"gives {num_blocks}; "
             + (f"lower max_model_len to {fits} or grant more memory" if fits >= 2 else "grant more memory")
         )
-    if num_blocks * block > available - taken:
-        fits = (available - taken) // block
+    if num_blocks * block + checkpoints > available - taken:
+        fits = (available - taken - checkpoints) // block
         what_fits = f"{fits} blocks ({fits * block} bytes) fit"
         if fits < blocks_per_request:
             what_fits += f", and one request of max_model_len={max_model_len} needs {blocks_per_request}"
@@ -205,6 +221,9 @@ def plan_memory(
         graphs=graphs,
         attention=attention_bytes,
         sampling=sampling,
+        states=states,
+        num_checkpoints=num_checkpoints,
+        checkpoints=checkpoints,
         block=block,
         num_blocks=num_blocks,
         num_tokens=num_tokens,
@@ -231,13 +250,19 @@ def gib(num_bytes: int) -> str:
 
 def estimate_graph_bytes(model: ModelSpec, dtype: str, tokens: int, rows: int) -> int:
     """Estimate the shared pool: live tensors at the widest point of a layer in the largest graph, and its logits."""
-    attention = max(layer.attention.qkv.num_outputs + layer.attention.output.num_inputs for layer in model.kinds)
+    mixer = max(map(_mixer_width, model.kinds))
     feed_forward = max(_feed_forward_width(layer.feed_forward) for layer in model.kinds)
-    width = 2 * model.hidden_size + max(attention, feed_forward)
+    width = 2 * model.hidden_size + max(mixer, feed_forward)
     # A quantized product unpacks its weights tile by tile.
     quantized = next(model.quantized_matrices(), None) is not None
     tile = TILE if tokens and quantized else 0
     return DTYPE_BYTES[dtype] * (tile + tokens * width + rows * (model.num_outputs + model.hidden_size))
+
+
+def _mixer_width(layer: LayerSpec) -> int:
+    """Return the numbers of a token next to the stream: projections, and the input of the last one."""
+    *projections, output = layer.mixer.matrices
+    return sum(matrix.num_outputs for matrix in projections) + output.num_inputs
 
 
 def _feed_forward_width(spec: FeedForward) -> int:

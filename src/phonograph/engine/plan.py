@@ -19,6 +19,7 @@ from phonograph.engine.groups.kv_groups import KVGroups, make_kv_groups, make_st
 from phonograph.engine.groups.layer_specs import layer_specs
 from phonograph.engine.groups.rank_notes import rank_notes
 from phonograph.engine.groups.select_backends import select_backends, weakest_support
+from phonograph.engine.groups.state_slots import check_interval, check_states, prefix_cache_note, weakest_of
 from phonograph.engine.memory import MemoryPlan, gib
 from phonograph.engine.startup.cpu_products import plan_cpu_products
 from phonograph.engine.startup.threads import Threads, plan_threads
@@ -44,6 +45,7 @@ class EnginePlan:
     """Decisions of an engine.
 
     threads: threads of the operators on a CPU; None on a GPU
+    prefix_caching: blocks of known prefixes are found again
     cpu_products: products of quantized weights on a CPU; None on a GPU, and without such weights
     draft: draft model of speculation, or None
     notes:   limits, memory and threads that the configuration left open, or that differ from it
@@ -64,6 +66,7 @@ class EnginePlan:
     resolution: Resolution
     captures: CaptureList
     memory: MemoryPlan
+    prefix_caching: bool
     threads: Threads | None
     cpu_products: CpuProducts | None
     draft: DraftPlan | None
@@ -126,14 +129,16 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
         )
     if config.batch_invariant and model.quantization is not None:
         raise ConfigError("batch_invariant", True, f"weights in {model.quantization.name} have no such products")
+    check_states(config, model, dtype, device)
     _check_experts(config, model, dtype, device)
     _check_lm_head(config, model, dtype, device)
     kv, selected, sized = select_backends(config, kv, device)
+    check_interval(config, model, kv.block_sizes)
     notes += [*sized, *kv.notes, *_pooling_notes(config, model)]
     if config.speculation is not None:
         check_speculation(config, selected.values(), device)
     requested = GraphMode.NONE if config.enforce_eager else config.cudagraph_mode
-    support = weakest_support(kv, selected, device)
+    support = weakest_of(weakest_support(kv, selected, device), model)
     draft = None
     if limits.lookahead_tokens:
         drafting = read_draft_spec(config, model)
@@ -161,6 +166,8 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
         draft,
     )
     notes += sizing
+    of_prefixes = prefix_cache_note(config, model, memory.num_checkpoints)
+    notes += [] if of_prefixes is None else [of_prefixes]
     if config.speculation is not None:
         notes.append(config.speculation.note)
         waits = wait_reason(config, selected.values(), device)
@@ -183,6 +190,9 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
         resolution=resolution,
         captures=captures,
         memory=memory,
+        prefix_caching=config.enable_prefix_caching
+        and not limits.whole_prompts
+        and (not model.states or memory.num_checkpoints > 0),
         threads=threads,
         cpu_products=cpu_products,
         draft=draft,
@@ -350,7 +360,10 @@ def resolve_attention(config: EngineConfig, model: ModelSpec, device: DeviceSpec
     dtype = _dtype(config, model, device)
     specs = layer_specs(config, cut_model(model, config.tensor_parallel_size), dtype, device)
     context = _limits(config, model, device).max_model_len
-    sources = [layer.attention.kv_layer for layer in model.layers]
+    attentions = model.attentions
+    sources = [attention.kv_layer for attention in attentions.values()]
     if whole_prompts(model) and not any(source is not None for source in sources):
         return make_step_groups(specs, block_size=config.block_size)
-    return make_kv_groups(specs, max_model_len=context, block_size=config.block_size, sources=sources)
+    return make_kv_groups(
+        specs, max_model_len=context, block_size=config.block_size, sources=sources, indices=[*attentions]
+    )

@@ -28,12 +28,15 @@ from phonograph.core.blocks import blocks_for, group_pages
 from phonograph.core.kv_group import KVGroup
 from phonograph.kv_cache.block_events import BlockEvents
 from phonograph.kv_cache.block_pool import BlockPool
+from phonograph.kv_cache.checkpoints import CheckpointPool
 from phonograph.kv_cache.groups import BlockGroup, FullGroup, SlidingGroup
 from phonograph.kv_cache.tables import FREED, SequenceTable
 
 
 class CacheManager:
     """Allocator of blocks for sequences, with the prefix cache. One pool serves all KV groups.
+
+    With `checkpoints`, a prefix ends at one of them.
 
     A block is published when its last token is known and scheduled, and may be found by the next admission, even into
     the same step. It is read only after it is written, because steps run in the order of their schedules, and each
@@ -54,8 +57,10 @@ class CacheManager:
         num_blocks: int,
         max_num_batched_tokens: int,
         enable_prefix_caching: bool,
+        checkpoints: CheckpointPool | None = None,
         events: BlockEvents | None = None,
     ) -> None:
+        self.checkpoints = checkpoints
         self.pool = BlockPool(num_blocks, events)
         self._events = events
         self._enable_prefix_caching = enable_prefix_caching
@@ -68,7 +73,7 @@ class CacheManager:
         self._full = [index for index, window in enumerate(windows) if window is None]
         self._sliding = [index for index, window in enumerate(windows) if window is not None]
         # A prefix ends at a block's end in every group.
-        self._step = lcm(*self._sizes)
+        self.step = lcm(*self._sizes)
         self.most_promised = sum(
             group_pages(group, sys.maxsize, max_num_batched_tokens) for group in groups if group.window is not None
         )
@@ -101,6 +106,8 @@ class CacheManager:
         matched, num_cached = 0, 0
         if reuse and self._enable_prefix_caching:
             matched, num_cached = self._longest_prefix(table, num_tokens)
+            if self.checkpoints is not None:
+                num_cached = self._last_checkpoint(table, num_cached)
         found: list[tuple[int, list[int]]] = []
         needed = reserve
         for index, group in enumerate(self._groups):
@@ -121,6 +128,7 @@ class CacheManager:
             one.block_ids = [FREED] * first + block_ids + [pool.allocate() for _ in range(fresh)]
             one.num_published = num_cached // group.block_size
         table.num_found = min(table.num_found, num_cached)
+        table.num_matched = matched
         if self._enable_prefix_caching:
             self._choose_kept(table, matched, num_cached)
         return num_cached
@@ -210,6 +218,8 @@ class CacheManager:
             num_published = min(one.num_published, table.num_named(index))
             for key in table.keys(index, table.num_found // group.block_size, num_published):
                 self.pool.unname(key)
+                if self.checkpoints is not None:
+                    self.checkpoints.remove(key)
             one.num_published = sys.maxsize
 
     def reset(self, tables: Iterable[SequenceTable]) -> None:
@@ -220,34 +230,48 @@ class CacheManager:
                 because their contents are older than the reset.
         """
         self.pool.forget()
+        if self.checkpoints is not None:
+            self.checkpoints.forget()
         for table in tables:
             for one in table.groups:
                 one.num_published = sys.maxsize
 
     def _longest_prefix(self, table: SequenceTable, num_tokens: int) -> tuple[int, int]:
         """Return the tokens of the longest prefix in all full groups, and of the longest in all groups."""
-        prefix = (num_tokens - 1) // self._step * self._step
+        prefix = (num_tokens - 1) // self.step * self.step
 
         def is_cached(index: int) -> Callable[[int], bool]:
             keys = table.keys(index, 0, prefix // self._groups[index].block_size)
             return lambda block: self.pool.find(keys[block]) is not None
 
         for index in self._full:
-            prefix = self._groups[index].longest_prefix(prefix, self._step, is_cached(index))
+            prefix = self._groups[index].longest_prefix(prefix, self.step, is_cached(index))
         matched = prefix
         lookups = [(self._groups[index], is_cached(index)) for index in self._sliding]
         before = -1
         while prefix != before:
             before = prefix
             for group, lookup in lookups:
-                prefix = group.longest_prefix(prefix, self._step, lookup)
+                prefix = group.longest_prefix(prefix, self.step, lookup)
         return matched, prefix
+
+    def _last_checkpoint(self, table: SequenceTable, prefix: int) -> int:
+        """Return the tokens of the longest prefix, up to `prefix`, that ends at a checkpoint."""
+        assert self.checkpoints is not None
+        while prefix and not self.checkpoints.has(self.digest(table, prefix)):
+            prefix -= self.step
+        return prefix
+
+    def digest(self, table: SequenceTable, num_tokens: int) -> bytes:
+        """Return the digest of the leading tokens of a sequence, which end with a block."""
+        (digest,) = table.keys(0, num_tokens // self._sizes[0] - 1, num_tokens // self._sizes[0])
+        return digest
 
     def _choose_kept(self, table: SequenceTable, matched: int, num_cached: int) -> None:
         """Choose the windows that are kept: at the prompt's end, with a block before, and at the ends of prefixes."""
-        end = (table.prompt_len - 1) // self._step * self._step
+        end = (table.prompt_len - 1) // self.step * self.step
         for index in self._sliding:
             group = self._groups[index]
-            spans = ((max(0, end - self._step), end), (matched, matched), (num_cached, num_cached))
+            spans = ((max(0, end - self.step), end), (matched, matched), (num_cached, num_cached))
             kept = [range(group.first_block(start), stop // group.block_size) for start, stop in spans]
             table.groups[index].kept = list(filter(None, kept))

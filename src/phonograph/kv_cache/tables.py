@@ -45,9 +45,12 @@ class SequenceTable:
     Attributes:
         groups: block table of each group.
         num_found: leading tokens whose blocks other sequences computed, at every admission.
+        num_matched: leading tokens whose blocks were cached at the latest admission, with or without a checkpoint.
     """
 
-    __slots__ = ("_block_sizes", "_digests", "_root", "_tokens", "groups", "num_found", "prompt_len", "salt")
+    __slots__ = (
+        "_block_sizes", "_digests", "_root", "_tokens", "groups", "num_found", "num_matched", "prompt_len", "salt"
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -65,6 +68,7 @@ class SequenceTable:
         self.groups = tuple(GroupTable() for _ in block_sizes)
         self.prompt_len = prompt_len
         self.num_found = sys.maxsize
+        self.num_matched = 0
 
     def num_named(self, group: int) -> int:
         """Return the number of leading blocks of a group whose digests are computed."""

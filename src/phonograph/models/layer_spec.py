@@ -13,7 +13,9 @@ from typing import Literal, NamedTuple, Protocol
 
 import torch
 
+from phonograph.models.layers.layer_embedding import LayerEmbedding, layer_embedding
 from phonograph.models.layers.layer_matrix import LayerMatrix, MatrixPart
+from phonograph.models.layers.states.state_mixer import StateMixer
 from phonograph.models.quantization.scheme import Scheme
 
 UNLIMITED = (-1, -1)
@@ -45,21 +47,6 @@ class RopeTable(NamedTuple):
     long_frequencies: tuple[float, ...] = ()
     query_beta: float = 0.0
     query_length: int = 0
-
-
-class LayerEmbeddings(NamedTuple):
-    """Embeddings of a token in all layers, from a table of its own and from the token's embedding.
-
-    With token t, its embedding x of E numbers and L layers, those of P numbers in layer l are
-    (sqrt(P) * table[t] + norm(projection(x) / sqrt(E)))[l] / sqrt(2).
-
-    Attributes:
-        vocab_size: rows of the table.
-        size: P.
-    """
-
-    vocab_size: int
-    size: int
 
 
 class NormKind(NamedTuple):
@@ -94,6 +81,8 @@ class LayerAttention:
         num_kv_heads: K, a divisor of H.
         head_size: D.
         qkv: matrix of queries, keys and values; without values if they are the keys.
+        gated: the rows of each query head in `qkv` are followed by those of the gates of its output, which is
+            multiplied by their sigmoid.
         output: matrix of the output.
         window: (left, right) keys next to the query; -1 is unlimited. A `sliding_window` of W keys is (W - 1, 0).
         scale: factor of the scores.
@@ -115,6 +104,7 @@ class LayerAttention:
     head_size: int
     qkv: LayerMatrix
     output: LayerMatrix
+    gated: bool = False
     window: tuple[int, int]
     scale: float
     softcap: float
@@ -134,9 +124,23 @@ class LayerAttention:
         return self.num_kv_heads if self.kv_layer is None else 0
 
     @property
+    def matrices(self) -> tuple[LayerMatrix, ...]:
+        """Matrices in the order of the products."""
+        return self.qkv, self.output
+
+    @property
+    def scratch(self) -> int:
+        """Numbers of a token that a GPU keeps beside the projections: queries without the gates between them."""
+        return self.output.num_inputs if self.gated else 0
+
+    @property
     def other_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shapes of tensors of a checkpoint that are neither projections nor norms, by name in the layer."""
         return {SINKS: (self.num_query_heads,)} if self.sinks else {}
+
+    def with_schemes(self, scheme_of: Callable[[str], Scheme | None]) -> LayerAttention:
+        """Return the attention with the weight format of each projection, by its name in the layer."""
+        return replace(self, qkv=self.qkv.with_schemes(scheme_of), output=self.output.with_schemes(scheme_of))
 
 
 class FeedForward(Protocol):
@@ -198,25 +202,6 @@ class LayerFeedForward:
         return replace(self, gate_up=self.gate_up.with_schemes(scheme_of), down=self.down.with_schemes(scheme_of))
 
 
-@dataclass(frozen=True, kw_only=True)
-class LayerEmbedding:
-    """Embedding of a token in a layer, added after the feed-forward: output(activation(gate(stream)) * embedding).
-
-    Attributes:
-        gate: matrix of the gates, whose outputs are the numbers of the embedding.
-        output: matrix of what is added.
-        output_norm: norm of it.
-    """
-
-    gate: LayerMatrix
-    output: LayerMatrix
-    output_norm: str
-
-    def with_schemes(self, scheme_of: Callable[[str], Scheme | None]) -> LayerEmbedding:
-        """Return it with the weight format of each projection, by its name in the layer."""
-        return replace(self, gate=self.gate.with_schemes(scheme_of), output=self.output.with_schemes(scheme_of))
-
-
 class LayerSizes(NamedTuple):
     """Sizes of a layer."""
 
@@ -251,30 +236,36 @@ NO_FACTORS = Factors()
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """A decoder layer: attention, then the feed-forward, each added to the stream.
+    """A decoder layer: a mixer of tokens, then the feed-forward, each added to the stream.
 
     Attributes:
-        attention: of the layer.
+        mixer: attention, or a mixer with a state.
         feed_forward: of the layer.
         embedding: the layer's embedding of the token, or None.
         scalar: name of the tensor with one number, the factor of the stream after the layer; None for none.
     """
 
-    attention: LayerAttention
+    mixer: LayerAttention | StateMixer
     feed_forward: FeedForward
     embedding: LayerEmbedding | None = None
     scalar: str | None = None
 
     @property
+    def attention(self) -> LayerAttention:
+        """The mixer of a layer with attention; others are left out by `ModelSpec.attentions`."""
+        assert isinstance(self.mixer, LayerAttention)
+        return self.mixer
+
+    @property
     def matrices(self) -> tuple[LayerMatrix, ...]:
         """Matrices in the order of the products."""
         embedding = () if self.embedding is None else (self.embedding.gate, self.embedding.output)
-        return self.attention.qkv, self.attention.output, *self.feed_forward.matrices, *embedding
+        return *self.mixer.matrices, *self.feed_forward.matrices, *embedding
 
     @property
     def other_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shapes of tensors that are neither projections nor norms, by name in the layer; they are kept in float32."""
-        return {**self.attention.other_shapes, **self.feed_forward.other_shapes}
+        return {**self.mixer.other_shapes, **self.feed_forward.other_shapes}
 
     def modules(self) -> Iterator[tuple[str, MatrixPart, LayerMatrix]]:
         """Yield the projections: the name in the layer, the part, and its matrix."""
@@ -285,9 +276,9 @@ class LayerSpec:
     @property
     def norms(self) -> tuple[str, ...]:
         """Names of the norms of the stream and of outputs, in the order in which they run."""
-        attention = self.attention.input_norm, self.attention.output_norm
+        mixer = self.mixer.input_norm, self.mixer.output_norm
         embedding = None if self.embedding is None else self.embedding.output_norm
-        return tuple(name for name in (*attention, *self.feed_forward.norms, embedding) if name is not None)
+        return tuple(name for name in (*mixer, *self.feed_forward.norms, embedding) if name is not None)
 
     @cached_property
     def kind(self) -> tuple[object, ...]:
@@ -296,21 +287,22 @@ class LayerSpec:
 
     def with_rope(self, rope: RopeTable | None) -> LayerSpec:
         """Return the layer with another rotary embedding."""
-        return replace(self, attention=replace(self.attention, rope=rope))
+        return replace(self, mixer=replace(self.attention, rope=rope))
 
     def within(self, length: int) -> LayerSpec:
         """Return the layer for sequences of at most `length` tokens: a window that holds them all is none."""
-        left, right = self.attention.window
+        if not isinstance(self.mixer, LayerAttention):
+            return self
+        left, right = self.mixer.window
         if right not in (0, left) or left + 1 < length:
             return self
-        return replace(self, attention=replace(self.attention, window=UNLIMITED))
+        return replace(self, mixer=replace(self.mixer, window=UNLIMITED))
 
     def with_schemes(self, scheme_of: Callable[[str], Scheme | None]) -> LayerSpec:
         """Return the layer with the weight format of each projection, by its name in the layer."""
-        qkv, output = (one.with_schemes(scheme_of) for one in (self.attention.qkv, self.attention.output))
         return replace(
             self,
-            attention=replace(self.attention, qkv=qkv, output=output),
+            mixer=self.mixer.with_schemes(scheme_of),
             feed_forward=self.feed_forward.with_schemes(scheme_of),
             embedding=None if self.embedding is None else self.embedding.with_schemes(scheme_of),
         )
@@ -322,6 +314,7 @@ def decoder_layer(
     qkv_bias: bool = False,
     o_bias: bool = False,
     mlp_bias: bool = False,
+    gated: bool = False,
     head_norms: bool = False,
     joint_norms: bool = False,
     value_norms: bool = False,
@@ -346,7 +339,7 @@ def decoder_layer(
     """
     hidden_size, intermediate_size, num_query_heads, num_kv_heads, head_size = sizes
     q_size, kv_size = num_query_heads * head_size, num_kv_heads * head_size
-    qkv = (MatrixPart("q_proj", q_size), MatrixPart("k_proj", kv_size), MatrixPart("v_proj", kv_size))
+    qkv = (MatrixPart("q_proj", (1 + gated) * q_size), MatrixPart("k_proj", kv_size), MatrixPart("v_proj", kv_size))
     if kv_layer is not None:
         qkv = qkv[:1]
     elif keys_are_values:
@@ -366,6 +359,7 @@ def decoder_layer(
             head_size=head_size,
             qkv=LayerMatrix("qkv", attention, qkv, hidden_size, bias=qkv_bias),
             output=LayerMatrix("output", attention, output, q_size, bias=o_bias),
+            gated=gated,
             window=window,
             scale=head_size**-0.5 if scale is None else scale,
             softcap=softcap,
@@ -386,15 +380,6 @@ def decoder_layer(
             input_norm=feed_forward_norms[0],
             output_norm=feed_forward_norms[1],
         ),
-        _layer_embedding(hidden_size, embedding_size) if embedding_size else None,
+        layer_embedding(hidden_size, embedding_size) if embedding_size else None,
         scalar,
-    )
-
-
-def _layer_embedding(hidden_size: int, size: int) -> LayerEmbedding:
-    gate, output = (MatrixPart("per_layer_input_gate", size),), (MatrixPart("per_layer_projection", hidden_size),)
-    return LayerEmbedding(
-        gate=LayerMatrix("gate of the layer's embedding", "", gate, hidden_size),
-        output=LayerMatrix("layer's embedding", "", output, size),
-        output_norm="post_per_layer_input_norm",
     )

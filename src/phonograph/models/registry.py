@@ -18,8 +18,9 @@ from phonograph.models.families.ministral import MINISTRAL3
 from phonograph.models.families.mixtral import MIXTRAL
 from phonograph.models.families.olmo import OLMO2, OLMO3, OLMOE
 from phonograph.models.families.phi import PHI3
-from phonograph.models.families.qwen import QWEN2, QWEN3
-from phonograph.models.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
+from phonograph.models.families.qwens.qwen import QWEN2, QWEN3
+from phonograph.models.families.qwens.qwen_hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
+from phonograph.models.families.qwens.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from phonograph.models.families.smollm import SMOLLM3
 from phonograph.models.wrapper import WRAPPERS
 
@@ -45,6 +46,9 @@ ARCHITECTURES: dict[str, Family] = {
     "Qwen2ForCausalLM": QWEN2,
     "Qwen2MoeForCausalLM": QWEN2_MOE,
     "Qwen3ForCausalLM": QWEN3,
+    "Qwen3NextForCausalLM": QWEN3_NEXT,
+    "Qwen3_5ForCausalLM": QWEN3_5,
+    "Qwen3_5MoeForCausalLM": QWEN3_5_MOE,
     "SmolLM3ForCausalLM": SMOLLM3,
     "Qwen3MoeForCausalLM": QWEN3_MOE,
 }
@@ -62,7 +66,13 @@ _HEADLESS = re.compile("(Text)?Model$|ForSequenceClassification$|ForTokenClassif
 """Ends of the names of architectures that have another head, or none, than the logits of `ForCausalLM`."""
 _REFUSED = {
     "Deepseek": "multi-head latent attention",
-    "KimiLinear": "linear attention with state",
+    "FalconMamba": "layers of Mamba 1",
+    "Jamba": "layers of Mamba 1",
+    "KimiLinear": "Kimi delta attention",
+    "Mamba": "layers of Mamba",
+    "MiniMax": "Lightning attention",
+    "Rwkv": "layers of RWKV",
+    "xLSTM": "layers of xLSTM",
     "Mistral4": "multi-head latent attention",
     "Glm4MoeLite": "multi-head latent attention",
     "GlmMoeDsa": "sparse attention over latent keys",

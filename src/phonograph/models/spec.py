@@ -23,6 +23,7 @@ from phonograph.files.model_files import is_gguf, model_path, read_json
 from phonograph.models.context_length import context_length, rope_notes
 from phonograph.models.end_tokens import read_end_tokens, split_end_tokens
 from phonograph.models.families.family import Family
+from phonograph.models.heads.feature_input import FeatureInput
 from phonograph.models.heads.find_pooler import with_pooler
 from phonograph.models.heads.pooler_spec import InputEmbedding, Pooler
 from phonograph.models.hf_config import check_overrides, read_settings, window_notes, with_overrides
@@ -30,14 +31,15 @@ from phonograph.models.layer_spec import (
     NO_FACTORS,
     PLAIN_NORMS,
     Factors,
-    LayerEmbeddings,
+    LayerAttention,
     LayerSpec,
     NormKind,
     RopeTable,
 )
-from phonograph.models.layers.feature_input import FeatureInput
+from phonograph.models.layers.layer_embedding import LayerEmbeddings
 from phonograph.models.layers.layer_matrix import LayerMatrix, MatrixPart
 from phonograph.models.layers.rope import rope_tables, with_ropes
+from phonograph.models.layers.states.state_mixer import StateMixer
 from phonograph.models.quantization.float8 import Fp8Head
 from phonograph.models.quantization.quantization_config import choose_quantization, read_quantization
 from phonograph.models.quantization.scheme import Quantization, Scheme
@@ -114,16 +116,14 @@ class ModelSpec:
         return len(self.layers)
 
     @property
-    def num_query_heads(self) -> int:
-        return self.layers[0].attention.num_query_heads
+    def attentions(self) -> dict[int, LayerAttention]:
+        """Attention by the index of the layer, of those that have it."""
+        return {index: one.mixer for index, one in enumerate(self.layers) if isinstance(one.mixer, LayerAttention)}
 
     @property
-    def num_kv_heads(self) -> int:
-        return self.layers[0].attention.num_kv_heads
-
-    @property
-    def head_size(self) -> int:
-        return self.layers[0].attention.head_size
+    def states(self) -> dict[int, StateMixer]:
+        """Mixers with a state by the index of the layer."""
+        return {index: one.mixer for index, one in enumerate(self.layers) if not isinstance(one.mixer, LayerAttention)}
 
     @property
     def owns_head(self) -> bool:
@@ -204,8 +204,8 @@ class ModelSpec:
 
     def with_ropes(self, change: Callable[[RopeTable], RopeTable]) -> ModelSpec:
         """Return the model with changed rotary embeddings."""
-        ropes = [layer.attention.rope for layer in self.layers]
-        return replace(self, layers=with_ropes(self.layers, [None if one is None else change(one) for one in ropes]))
+        ropes = {index: change(one.rope) for index, one in self.attentions.items() if one.rope is not None}
+        return replace(self, layers=with_ropes(self.layers, [ropes.get(index) for index in range(self.num_layers)]))
 
     def with_head_scheme(self, scheme: Scheme) -> ModelSpec:
         """Return the model with its head in another format."""
@@ -363,7 +363,7 @@ def make_spec(
         raise UnsupportedModelError(f"dtype={dtype!r} is not supported; supported are {', '.join(DTYPE_BYTES)}")
     ropes = family.ropes(settings)
     layers = family.layers(settings)
-    tables = rope_tables(ropes, [layer.attention.head_size for layer in layers])
+    tables = rope_tables(ropes, layers)
     tables_added = family.input(settings)
     length, source = context_length(settings, ropes, 0 if tables_added is None else tables_added.first_position)
     eos_token_ids, note = split_end_tokens(end_tokens, settings["vocab_size"])

@@ -16,24 +16,20 @@ from typing import NamedTuple
 
 import torch
 
-from phonograph.kernels.torch.layers import rms_norm
+from phonograph.kernels.torch.layers import finish_logits, rms_norm
 from phonograph.models.heads.encoder_ends import InputWeights, StageWeights
-from phonograph.models.layers.finish_logits import finish_logits
 from phonograph.models.layers.kernel_set import (
     Attend,
-    AttentionPart,
     FeedForwardPart,
     KernelSet,
     LayerEmbeddingPart,
+    MixerPart,
     Step,
+    StepStates,
 )
+from phonograph.models.layers.layer_embedding import LayerEmbeddingsWeights
 from phonograph.models.layers.linear import Linear, WeightAllocator, norm_views
-from phonograph.models.layers.part_weights import (
-    ExpertsWeights,
-    FeatureWeights,
-    LayerEmbeddingsWeights,
-    LayerWeights,
-)
+from phonograph.models.layers.part_weights import AttentionWeights, ExpertsWeights, FeatureWeights, LayerWeights
 from phonograph.models.quantization.block_embedding import BlockEmbedding, Embedding
 from phonograph.models.quantization.gguf_blocks import GgufBlocks
 from phonograph.models.quantization.scheme import LinearWeight, QuantizedModule
@@ -49,10 +45,15 @@ def _feed_forward(kernels: KernelSet, layer: LayerWeights, load_X: torch.Tensor 
     return kernels.experts(weights, load_X) if isinstance(weights, ExpertsWeights) else kernels.feed_forward(weights)
 
 
+def _mixer(kernels: KernelSet, layer: LayerWeights) -> MixerPart:
+    weights = layer.mixer
+    return kernels.attention(weights) if isinstance(weights, AttentionWeights) else kernels.states(weights)
+
+
 class BoundLayer(NamedTuple):
     """Parts of a layer, and memory [T, E] in which its output is kept, or None."""
 
-    attention: AttentionPart
+    mixer: MixerPart
     feed_forward: FeedForwardPart
     embedding: LayerEmbeddingPart | None
     tap_TE: torch.Tensor | None
@@ -160,7 +161,7 @@ class Transformer:
         )
         self.layers = [
             BoundLayer(
-                kernels.attention(layer.attention),
+                _mixer(kernels, layer),
                 _feed_forward(kernels, layer, self.expert_load.get(index)),
                 None if layer.embedding is None else kernels.layer_embedding(layer.embedding),
                 taps.get(index),
@@ -179,6 +180,7 @@ class Transformer:
         num_rows: torch.Tensor | None = None,
         num_kept: torch.Tensor | None = None,
         features_TE: torch.Tensor | None = None,
+        states: StepStates | None = None,
     ) -> torch.Tensor:
         """Run all layers. Call it in inference mode.
 
@@ -191,11 +193,12 @@ class Transformer:
             num_rows: int32 [1], number of tokens that are not padding; None for all. Padding has no experts.
             num_kept: the same for `rows_P`.
             features_TE: features of the target, of a draft head.
+            states: states of the sequences, of a model with state layers.
 
         Returns:
             The residual stream before the final norm, [T, E], or [P, E] of the rows that are kept.
         """
-        step, last = Step(self.kernels.rotary(positions_T), attend), self._running[-1]
+        step, last = Step(self.kernels.rotary(positions_T), attend, states=states), self._running[-1]
         if self.feature_part is not None:
             assert features_TE is not None
             stream = self.feature_part(input_ids_T, features_TE)
@@ -212,7 +215,7 @@ class Transformer:
         for layer in self._running:
             if layer is last:
                 step = step._replace(rows_P=rows_P, num_kept=num_kept)
-            stream = layer.attention(stream, step)
+            stream = layer.mixer(stream, step)
             stream = layer.feed_forward(stream)
             if layer.embedding is not None:
                 stream = layer.embedding(stream, step)
@@ -224,7 +227,8 @@ class Transformer:
         """Return logits [N, V] of any number of rows, with torch's operators, which allocate them."""
         assert self.final_norm is not None
         logits_NP = self.lm_head.product(rms_norm(hidden_NE, self.final_norm, self._eps))
-        return self.kernels.gathered(finish_logits(logits_NP, self.spec.factors))
+        factors = self.spec.factors
+        return self.kernels.gathered(finish_logits(logits_NP, factors.logits, factors.softcap))
 
     def logits(self, hidden_TE: torch.Tensor, rows_N: torch.Tensor | None = None) -> torch.Tensor:
         """Return logits [N, V] in the model's dtype, of the rows `rows_N` of `forward`'s result, or of all rows."""
@@ -265,10 +269,10 @@ class Transformer:
         self._running = layers
         beginning = self.embedding or self.feature_part or self.input_part
         assert beginning is not None
-        beginning.then = layers[0].attention
+        beginning.then = layers[0].mixer
         for layer, following in zip_longest(layers, layers[1:]):
-            after = None if following is None else following.attention
-            layer.attention.then = layer.feed_forward
+            after = None if following is None else following.mixer
+            layer.mixer.then = layer.feed_forward
             layer.feed_forward.then = after if layer.embedding is None else layer.embedding
             if layer.embedding is not None:
                 layer.embedding.then = after

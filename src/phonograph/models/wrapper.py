@@ -30,6 +30,7 @@ class Wrapper:
     ignored: frozenset[str]
 
 
+_QWEN_VISION = frozenset({"image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"})
 WRAPPERS: Mapping[str, Wrapper] = {
     "Gemma3ForConditionalGeneration": Wrapper(
         "gemma3",
@@ -45,6 +46,10 @@ WRAPPERS: Mapping[str, Wrapper] = {
                 *("boi_token_id", "eoi_token_id", "image_token_id", "video_token_id", "vision_soft_tokens_per_image"),
             }
         ),
+    ),
+    "Qwen3_5ForConditionalGeneration": Wrapper("qwen3_5", {"qwen3_5_text": "Qwen3_5ForCausalLM"}, _QWEN_VISION),
+    "Qwen3_5MoeForConditionalGeneration": Wrapper(
+        "qwen3_5_moe", {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"}, _QWEN_VISION
     ),
     "Mistral3ForConditionalGeneration": Wrapper(
         "mistral3",
@@ -128,8 +133,11 @@ def text_name(name: str) -> str | None:
 
 
 def is_norm(name: str) -> bool:
-    """Return True for the name of a norm's weights in a checkpoint; some are numbered, a router's is a scale."""
-    return re.search(r"[nN]orm(_\d|\.\d+)?\.weight$|\.router\.scale$", name) is not None
+    """Return True for the name of a norm's weights in a checkpoint; some are numbered, a router's is a scale.
+
+    The norm inside a mixer with a state is none of these: its weights are w in a model of norms of 1 + w.
+    """
+    return re.search(r"(?<!linear_attn\.)[nN]orm(_\d|\.\d+)?\.weight$|\.router\.scale$", name) is not None
 
 
 def skipped_note(names: Iterable[str]) -> str:

@@ -29,6 +29,8 @@ class CpuInputs:
         slot_mappings   [G, T]    int64   -1 writes nothing
         query_start_loc [R+1]     int32
         seq_lens        [R]       int32
+        slots           [R]       int32   -1 for empty rows
+        checkpoints     [3, R]    int32   -1 for none
         block_tables    [G, R, N] int32
         logits_rows     [L]       int64   rows of `hidden` that have logits, L = max_num_logits
         num_reqs        [1]       int32   requests of the step without padding
@@ -60,6 +62,8 @@ class CpuInputs:
         self.slot_mappings_np = np.full((len(block_sizes), max_num_tokens), -1, np.int64)
         self.query_start_loc_np = np.zeros(max_num_seqs + 1, np.int32)
         self.seq_lens_np = np.zeros(max_num_seqs, np.int32)
+        self.slots_np = np.full(max_num_seqs, -1, np.int32)
+        self.checkpoints_np = np.full((3, max_num_seqs), -1, np.int32)
         self.block_tables_np = np.zeros_like(self.slot_blocks)
         self.logits_rows_np = np.zeros(max_num_logits or max_num_seqs, np.int64)
         self.num_logits_np = np.zeros(1, np.int32)
@@ -68,6 +72,8 @@ class CpuInputs:
         self.slot_mappings = torch.from_numpy(self.slot_mappings_np).unbind()
         self.query_start_loc = torch.from_numpy(self.query_start_loc_np)
         self.seq_lens = torch.from_numpy(self.seq_lens_np)
+        self.slots = torch.from_numpy(self.slots_np)
+        self.checkpoints = torch.from_numpy(self.checkpoints_np)
         self.block_tables = torch.from_numpy(self.block_tables_np).unbind()
         self.logits_rows = torch.from_numpy(self.logits_rows_np)
         self.num_logits = torch.from_numpy(self.num_logits_np)
@@ -137,6 +143,8 @@ class CpuInputs:
         num_reqs, num_tokens = batch.num_reqs, batch.num_tokens
         query_start_loc, seq_lens = self.query_start_loc_np, self.seq_lens_np
         query_start_loc[0] = 0
+        self.slots_np[:num_reqs] = slots
+        rows.write_copies(self.checkpoints_np)
         self.num_logits_np[0] = rows.num_logits
         if num_tokens == num_reqs:
             query_start_loc[1 : num_reqs + 1] = self._counting[1 : num_reqs + 1]
@@ -171,6 +179,7 @@ class CpuInputs:
         if padded_reqs > num_reqs:
             query_start_loc[num_reqs + 1 : padded_reqs + 1] = num_tokens
             seq_lens[num_reqs:padded_reqs] = 0
+            self.slots_np[num_reqs:padded_reqs] = -1
         if padded_tokens > num_tokens:
             self.input_ids_np[num_tokens:padded_tokens] = 0
             self.positions_np[num_tokens:padded_tokens] = 0
@@ -180,7 +189,10 @@ class CpuInputs:
 
     def load(self, batch: SyntheticBatch, key: GraphKey) -> tuple[CommonMetadata, ...]:
         """Write a synthetic batch; see `Inputs.load`."""
-        return self.write_tokens(batch.rows(), batch.token_ids, key)
+        commons = self.write_tokens(batch.rows(), batch.token_ids, key)
+        if not batch.writes_states:
+            self.slots_np.fill(-1)
+        return commons
 
     def write_tokens(self, rows: StepRows, token_ids_T: np.ndarray, key: GraphKey | None) -> tuple[CommonMetadata, ...]:
         """Write a step whose tokens, int32 [T], are not in their slots yet."""

@@ -26,10 +26,10 @@ class StepAttention:
     Args:
         backends: backend of each KV group; groups of equal attention have the same object.
         layers: parameters of the layers.
-        kv_caches: keys and values of each layer.
+        kv_caches: keys and values of each of `layers`.
         slot_mappings: int64 [T] of each group, static: cache slot of each token of the step.
         runtime: calls attention between the pieces of graphs.
-        groups: KV group of each layer; None if there is one.
+        groups: KV group of each of `layers`; None if there is one.
     """
 
     def __init__(
@@ -45,6 +45,8 @@ class StepAttention:
         self.pieces = False
         self.layers = layers
         self._groups = groups or [0] * len(layers)
+        # A model may have layers without attention between them.
+        self._places = {layer.index: place for place, layer in enumerate(layers)}
         self._backends = backends
         self._planning = list(dict.fromkeys(plan_sources(backends)))
         self._kv_caches = kv_caches
@@ -81,7 +83,7 @@ class StepAttention:
             layer: index of the layer.
         """
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
-        group = self._groups[layer]
+        group = self._group(layer)
         if not self._backends[group].clears_padding:
             out_THD.zero_()
         if k_TKD is not None and v_TKD is not None:
@@ -91,9 +93,10 @@ class StepAttention:
 
     def kv_target(self, layer: int, num_tokens: int) -> KVTarget:
         """Return the destination of a layer's keys and values, for a kernel that writes them itself."""
-        values, group = self.layers[layer], self._groups[layer]
+        place, group = self._places[layer], self._group(layer)
+        values = self.layers[place]
         return KVTarget(
-            self._kv_caches[layer],
+            self._kv_caches[place],
             self._slot_mappings[group][:num_tokens],
             values.k_scale,
             values.v_scale,
@@ -102,7 +105,7 @@ class StepAttention:
 
     def block_table(self, layer: int) -> torch.Tensor:
         """Return the block table that a layer reads in the step that runs next."""
-        return self._metadata(self._groups[layer]).common.block_table
+        return self._metadata(self._group(layer)).common.block_table
 
     def read(self, q_THD: torch.Tensor, layer: int, out_THD: torch.Tensor) -> None:
         """Attend to the cache, which already has the step's keys and values; write into `out_THD`."""
@@ -122,14 +125,18 @@ class StepAttention:
         self._backends[group].schedule(self._metadata(group))
 
     def _write(self, layer: int, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> None:
-        self._backends[self._groups[layer]].write_kv(k_TKD, v_TKD, self._call(layer))
+        self._backends[self._group(layer)].write_kv(k_TKD, v_TKD, self._call(layer))
 
     def _read(self, layer: int, q_THD: torch.Tensor, out_THD: torch.Tensor) -> None:
-        self._backends[self._groups[layer]].forward(q_THD, self._call(layer), out_THD)
+        self._backends[self._group(layer)].forward(q_THD, self._call(layer), out_THD)
 
     def _call(self, layer: int) -> AnyCall:
         # Created at each call: between pieces `_read` runs again at each replay, with that step's metadata.
-        return AttentionCall(self.layers[layer], self._kv_caches[layer], self._metadata(self._groups[layer]))
+        place = self._places[layer]
+        return AttentionCall(self.layers[place], self._kv_caches[place], self._metadata(self._groups[place]))
+
+    def _group(self, layer: int) -> int:
+        return self._groups[self._places[layer]]
 
     def _metadata(self, group: int) -> AttentionMetadata:
         assert self.metadata is not None, "the step's attention metadata is built before it runs"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
@@ -9,7 +10,7 @@ import numpy as np
 import torch
 
 from phonograph.attention.metadata import CommonMetadata
-from phonograph.core.batch import BlockAppend, ScheduledBatch
+from phonograph.core.batch import BlockAppend, ScheduledBatch, StateCopy
 from phonograph.graphs.modes import GraphKey
 from phonograph.sampling.failures import SlotFailures
 from phonograph.sampling.sampler import KernelParameters
@@ -43,6 +44,17 @@ class StepRows:
         counts = np.bincount(self.owners)
         return np.cumsum(counts) - counts, counts
 
+    def write_copies(self, checkpoints_3R: np.ndarray) -> None:
+        """Write the checkpoints of states that the step reads and writes, for `Inputs.checkpoints`."""
+        checkpoints_3R.fill(-1)
+        batch = self.batch
+        if batch.restored or batch.saved:
+            row_of = {slot: row for row, slot in enumerate(batch.slots)}
+            for one in batch.restored:
+                checkpoints_3R[0, row_of[one.slot]] = one.row
+            for one in batch.saved:
+                checkpoints_3R[1:, row_of[one.slot]] = one.row, one.num_tokens
+
 
 class KernelRows(NamedTuple):
     """Rows that the step's own kernels sample, bool [N], and the sampling parameters of the sequences that start.
@@ -61,6 +73,10 @@ class SyntheticBatch:
     num_decodes: leading sequences that are decodes, all of whose tokens have logits
     blocks: block table of each sequence, by KV group
     prefix_len: leading tokens that the first sequences have in the same blocks, or 0
+    slots: slot of each sequence; None for sequence i in slot i
+    restored: checkpoints that sequences start from
+    saved: checkpoints that sequences write
+    writes_states: False if the sequences start from zeros and write no state, as their slots may be in use
     """
 
     query_lens: list[int]
@@ -69,25 +85,32 @@ class SyntheticBatch:
     blocks: list[list[np.ndarray]]
     token_ids: np.ndarray
     prefix_len: int = 0
+    slots: list[int] | None = None
+    restored: Sequence[StateCopy] = ()
+    saved: Sequence[StateCopy] = ()
+    writes_states: bool = True
 
     def rows(self) -> StepRows:
-        """Return the step that computes the batch, with sequence i in slot i."""
+        """Return the step that computes the batch."""
         num_reqs = len(self.query_lens)
+        slots = [*range(num_reqs)] if self.slots is None else self.slots
         batch = ScheduledBatch(
-            slots=[*range(num_reqs)],
+            slots=slots,
             query_lens=self.query_lens,
             context_lens=self.context_lens,
             samples=[True] * num_reqs,
             num_decodes=self.num_decodes,
             num_decode_tokens=sum(self.query_lens[: self.num_decodes]),
             num_tokens=len(self.token_ids),
+            restored=self.restored,
+            saved=self.saved,
             appends=[
-                BlockAppend(slot=row, start=0, block_ids=ids.tolist(), group=group)
+                BlockAppend(slot=slot, start=0, block_ids=ids.tolist(), group=group)
                 for group, tables in enumerate(self.blocks)
-                for row, ids in enumerate(tables)
+                for slot, ids in zip(slots, tables, strict=True)
             ],
         )
-        return rows_of(batch, np.zeros(num_reqs, np.int64))
+        return rows_of(batch, np.zeros(max(slots) + 1, np.int64))
 
 
 def rows_of(batch: ScheduledBatch, prompt_lens: np.ndarray) -> StepRows:
@@ -169,6 +192,9 @@ class Inputs(Protocol):
     positions:   int64 [T]
     logits_rows: int64 [L], the rows of the residual stream that have logits, for the largest step
     query_start_loc, seq_lens: as in `CommonMetadata`, for the largest step
+    checkpoints: int32 [3, R], by sequence: the row of the pool of states that it starts from, in place of its slot; the
+        row that its state is copied to; and its tokens at the copy. -1 for none.
+    slots:       int32 [R], slot of each sequence of the step; -1 for empty rows, and for sequences that write no state
     block_tables, slot_mappings: likewise, of each KV group
     query_start_loc: int32 [R+1], see `CommonMetadata`
     num_logits:  int32 [1], rows of logits of the step without padding
@@ -180,6 +206,8 @@ class Inputs(Protocol):
     logits_rows: torch.Tensor
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
+    slots: torch.Tensor
+    checkpoints: torch.Tensor
     block_tables: tuple[torch.Tensor, ...]
     slot_mappings: tuple[torch.Tensor, ...]
     num_logits: torch.Tensor

@@ -8,10 +8,11 @@ the device for the next step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from itertools import pairwise
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import torch
@@ -19,6 +20,7 @@ import torch
 from phonograph.attention.backend import AttentionLayer
 from phonograph.attention.metadata import CommonMetadata
 from phonograph.graphs.modes import GraphKey
+from phonograph.models.layers.kernel_set import StepStates
 from phonograph.models.transformer import Transformer
 from phonograph.runner.group_builder import GroupBuilder
 from phonograph.runner.step_attention import StepAttention
@@ -71,6 +73,7 @@ class Passes(Protocol):
 class StepProgram:
     """Attention schedule, decoder layers, logits of the rows that need them, sampling, and drafts for the next step.
 
+    states:          states by slot, then by checkpoint, by the index of the layer that has them
     passes:          of a draft model; None without one
     features_TE:     features of the step's tokens, static, if the model is a draft head
     sample:          returns tokens int32 [L] of logits [L, V], and counts of the requests, whose padded number it gets;
@@ -89,8 +92,10 @@ class StepProgram:
         batch_invariant: bool = False,
         passes: Passes | None = None,
         features_TE: torch.Tensor | None = None,
+        states: Mapping[int, tuple[torch.Tensor, ...]] = MappingProxyType({}),
     ) -> None:
         self.passes = passes
+        self._states = states
         self._features_TE = features_TE
         self.model = model
         self.attention = attention
@@ -130,17 +135,28 @@ class StepProgram:
         # Its last entry is the number of tokens, after the padded requests too.
         num_rows = inputs.query_start_loc[num_reqs : num_reqs + 1]
         num_kept = max(num_logits, inputs.seq_lens.shape[0])
+        states = None
+        if self._states:
+            states = StepStates(
+                inputs.query_start_loc[: num_reqs + 1],
+                inputs.seq_lens[:num_reqs],
+                inputs.slots[:num_reqs],
+                inputs.checkpoints[:, :num_reqs],
+                self._states,
+            )
         all_hidden = all_hidden or model.spec.pooler is not None or (passes is not None and passes.needs_all_rows)
         if model.kernels.leaves_rows_out(num_tokens, num_kept) and not every_row and not all_hidden:
             # Padding rows have arbitrary contents.
             rows = inputs.logits_rows[:num_kept]
-            hidden_TE = model.forward(input_ids_T, positions_T, self.attention, rows, num_rows, inputs.num_logits)
+            hidden_TE = model.forward(
+                input_ids_T, positions_T, self.attention, rows, num_rows, inputs.num_logits, states=states
+            )
             hidden_TE = hidden_TE[:num_logits]
             gathered = False
         else:
             features_TE = None if self._features_TE is None else self._features_TE[:num_tokens]
             hidden_TE = model.forward(
-                input_ids_T, positions_T, self.attention, num_rows=num_rows, features_TE=features_TE
+                input_ids_T, positions_T, self.attention, num_rows=num_rows, features_TE=features_TE, states=states
             )
             # Gathered rows are normed by a separate kernel.
             gathered = not every_row or self._batch_invariant

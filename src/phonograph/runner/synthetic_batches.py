@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import lcm
+from typing import NamedTuple
 
 import numpy as np
 
 from phonograph.attention.metadata import CommonMetadata
+from phonograph.core.batch import StateCopy
 from phonograph.core.blocks import blocks_for, most_step_tokens, most_tokens
 from phonograph.core.kv_group import KVGroup
 from phonograph.errors import MemoryLimitError
@@ -34,6 +36,8 @@ class SyntheticBatches:
         vocab_size: token ids are below it.
         draft_tokens: most drafts of a decode.
         ragged_decodes: see `CaptureList.ragged`.
+        num_checkpoints: checkpoints of states behind the slots, which random batches read and write.
+        num_slots: slots that random batches choose from, for models whose layers have states; 0 for the first ones.
     """
 
     latest: SyntheticBatch
@@ -49,7 +53,11 @@ class SyntheticBatches:
         vocab_size: int,
         draft_tokens: int = 0,
         ragged_decodes: bool = True,
+        num_slots: int = 0,
+        num_checkpoints: int = 0,
     ) -> None:
+        self._num_checkpoints = num_checkpoints
+        self._num_slots = num_slots
         self._inputs = inputs
         self._draft_tokens = draft_tokens
         self._ragged_decodes = ragged_decodes
@@ -71,7 +79,10 @@ class SyntheticBatches:
         )
 
     def capture_batch(self, key: GraphKey) -> tuple[CommonMetadata, ...]:
-        """Write the simplest batch that fills `key`: no context, and as few sequences as can hold the tokens."""
+        """Write the simplest batch that fills `key`: no context, and as few sequences as can hold the tokens.
+
+        It writes no state, whatever the slots have.
+        """
         if key.graphs is GraphSet.DECODE:
             least, more = divmod(key.num_tokens, key.num_reqs)
             query_lens = [least + 1] * more + [least] * (key.num_reqs - more)
@@ -82,7 +93,8 @@ class SyntheticBatches:
             query_lens += [rest] if (rest := key.num_tokens % longest) else []
             query_lens.sort()
             num_decodes = query_lens.count(1)
-        return self._load(np.random.default_rng(0), key, query_lens, [0] * len(query_lens), (0, 0), num_decodes)
+        rng = np.random.default_rng(0)
+        return self._load(rng, key, query_lens, [0] * len(query_lens), (0, 0), num_decodes, writes_states=False)
 
     def random_batch(self, key: GraphKey, rng: np.random.Generator) -> tuple[CommonMetadata, ...]:
         """Write a random batch that pads to `key`: fewer tokens and sequences, ragged queries, long contexts.
@@ -175,6 +187,19 @@ class SyntheticBatches:
             lengths.append(fitting)
         return sorted(lengths)
 
+    def _states(self, rng: np.random.Generator, lengths: list[tuple[int, int]]) -> _StateRows:
+        """Draw slots of sequences with these contexts and queries, and checkpoints that some read and some write."""
+        slots = rng.permutation(self._num_slots)[: len(lengths)].tolist()
+        rows = iter((self._num_slots + rng.permutation(self._num_checkpoints)).tolist())
+        restored: list[StateCopy] = []
+        saved: list[StateCopy] = []
+        for slot, (context, query) in zip(slots, lengths, strict=True):
+            if context and rng.random() < 0.3 and (row := next(rows, None)) is not None:
+                restored.append(StateCopy(slot, row, context))
+            if rng.random() < 0.3 and (row := next(rows, None)) is not None:
+                saved.append(StateCopy(slot, row, context + int(rng.integers(1, query + 1))))
+        return _StateRows(slots, restored, saved)
+
     def _load(
         self,
         rng: np.random.Generator,
@@ -183,6 +208,8 @@ class SyntheticBatches:
         context_lens: list[int],
         prefix: tuple[int, int],
         num_decodes: int,
+        *,
+        writes_states: bool = True,
     ) -> tuple[CommonMetadata, ...]:
         """Write a batch.
 
@@ -193,6 +220,7 @@ class SyntheticBatches:
             context_lens: of each sequence, with the prefix.
             prefix: leading sequences with a common prefix, and its tokens.
             num_decodes: leading sequences that are decodes.
+            writes_states: see `SyntheticBatch`.
         """
         sharing, prefix_len = prefix
         num_shared = [0 if group.window is not None else prefix_len // group.block_size for group in self._groups]
@@ -220,6 +248,7 @@ class SyntheticBatches:
             np.concatenate([first, np.full(count, unused[:1]), blocks] if count else [first, blocks])
             for first, count, blocks in zip(leading, freed, separate, strict=True)
         ]
+        states = self._states(rng, lengths) if self._num_slots and writes_states else _StateRows()
         self.latest = SyntheticBatch(
             query_lens=query_lens,
             context_lens=context_lens,
@@ -227,8 +256,20 @@ class SyntheticBatches:
             blocks=[tables[first : first + num_reqs] for first in range(0, len(tables), num_reqs)],
             token_ids=rng.integers(0, self._vocab_size, sum(query_lens), np.int32),
             prefix_len=prefix_len,
+            writes_states=writes_states,
+            slots=states.slots,
+            restored=states.restored,
+            saved=states.saved,
         )
         return self._inputs(self.latest, key)
+
+
+class _StateRows(NamedTuple):
+    """States of a batch; see `SyntheticBatch`."""
+
+    slots: list[int] | None = None
+    restored: Sequence[StateCopy] = ()
+    saved: Sequence[StateCopy] = ()
 
 
 def _blocks_freed(group: KVGroup, context: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -15,8 +15,11 @@ from phonograph.runner.runner import Runner
 from phonograph.runner.step_program import StepOutputs
 
 _NAN_ROWS = "NaN rows, where blocks behind windows are NaN,"
+_WRITTEN_SLOTS = "states of no sequence that the step wrote"
 # Blocks filled at a time: the cache may leave little free memory.
 _BLOCKS_AT_ONCE = 4096
+_STATES_COMPARED = 8
+"""Sequences of a batch whose states are compared: those of all may take as much memory as is free."""
 
 
 class RunnerSubject:
@@ -26,24 +29,34 @@ class RunnerSubject:
 
     Args:
         runner: the runner.
-        kv_caches: keys and values of each layer.
+        kv_caches: keys and values of each layer with attention, by its index.
         groups: KV groups.
+        states: states by slot, by the index of the layer that has them.
         poisons_freed: fill the page in the place of blocks behind windows with NaN, so that reading one key too many
             shows.
     """
 
     def __init__(
-        self, runner: Runner, kv_caches: Sequence[torch.Tensor], groups: Sequence[KVGroup], *, poisons_freed: bool
+        self,
+        runner: Runner,
+        kv_caches: Mapping[int, torch.Tensor],
+        groups: Sequence[KVGroup],
+        *,
+        states: Mapping[int, tuple[torch.Tensor, ...]],
+        poisons_freed: bool,
     ) -> None:
         self._runner = runner
         self._groups = groups
         self._kv_caches = kv_caches
         # Layers of several groups view the same tensors.
-        self._tensors = list({cache.data_ptr(): cache for cache in kv_caches}.values())
+        self._tensors = list({cache.data_ptr(): cache for cache in kv_caches.values()}.values())
+        self._states = [state for of_layer in states.values() for state in of_layer]
+        self._device = self._tensors[0].device
+        self._state_seed = 0
         self._commons: tuple[CommonMetadata, ...] = ()
         self._poisons_freed = poisons_freed
         self._poisoned: int | None = None
-        self._generator = torch.Generator(kv_caches[0].device).manual_seed(0)
+        self._generator = torch.Generator(self._device).manual_seed(0)
         with runner.runtime.scope():
             for cache in self._tensors:
                 for blocks in cache.split(_BLOCKS_AT_ONCE, dim=1):
@@ -56,6 +69,7 @@ class RunnerSubject:
         synthetic = self._runner.synthetic
         with torch.inference_mode(), self._runner.runtime.scope():
             self._commons = synthetic.random_batch(key, rng)
+            self._state_seed = int(rng.integers(1 << 62))
             freed = synthetic.freed_page if self._poisons_freed else None
             for cache in self._tensors:
                 if self._poisoned is not None:
@@ -83,13 +97,18 @@ class RunnerSubject:
         return results
 
     def eager(self, key: GraphKey) -> dict[str, torch.Tensor]:
-        """Run the batch eagerly. Its block tables are those that were drawn, and no row may be NaN."""
+        """Run the batch eagerly.
+
+        Its block tables are those that were drawn, no row may be NaN, and no slot of another sequence may be written.
+        """
         results = self._results(key, self._runner.run_shape, poisons=False)
-        device = self._kv_caches[0].device
+        device = self._device
         for group, tables in enumerate(self._runner.synthetic.latest.blocks):
             results[self._name("block table", group)] = torch.from_numpy(np.concatenate(tables)).to(device)
         if self._poisoned is not None:
             results[_NAN_ROWS] = torch.zeros((), dtype=torch.int64, device=device)
+        if self._states:
+            results[_WRITTEN_SLOTS] = torch.zeros((), dtype=torch.int64, device=device)
         return results
 
     def _results(
@@ -103,6 +122,7 @@ class RunnerSubject:
             for (blocks, offsets), group in zip(places, self._groups, strict=True):
                 for layer in group.layers:
                     self._kv_caches[layer][:, blocks, offsets] = float("nan")
+            self._fill_states()
             if poisons:
                 runner.runtime.poison()
             runner.prepare(self._commons, key)
@@ -112,9 +132,39 @@ class RunnerSubject:
             for index, ((blocks, offsets), group) in enumerate(zip(places, self._groups, strict=True)):
                 written = [self._kv_caches[layer][:, blocks, offsets].float() for layer in group.layers]
                 results[self._name("kv", index)] = torch.stack(written)
+            results |= self._state_results()
             # The caller compares them on another stream.
             runner.runtime.synchronize()
             return results
+
+    def _fill_states(self) -> None:
+        """Draw the states that sequences with context start from; all others are NaN, which no sequence may read."""
+        if not self._states:
+            return
+        batch = self._runner.synthetic.latest
+        assert batch.slots is not None
+        places = {slot: slot for slot, context in zip(batch.slots, batch.context_lens, strict=True) if context}
+        places |= {one.slot: one.row for one in batch.restored}
+        generator = torch.Generator(self._device).manual_seed(self._state_seed)
+        for state in self._states:
+            state.fill_(float("nan"))
+            for place in places.values():
+                random = torch.randn(state.shape[1:], dtype=torch.float32, device=self._device, generator=generator)
+                state[place].copy_(random)
+
+    def _state_results(self) -> dict[str, torch.Tensor]:
+        """Return some of the states that the step wrote, and the number of places of no sequence that changed."""
+        if not self._states:
+            return {}
+        batch = self._runner.synthetic.latest
+        assert batch.slots is not None
+        written = [*batch.slots, *(one.row for one in batch.saved)]
+        step = -(-len(written) // _STATES_COMPARED)
+        states = torch.cat([state[written[::step]].float().flatten() for state in self._states])
+        used = {*written, *(one.row for one in batch.restored)}
+        others = [place for place in range(len(self._states[0])) if place not in used]
+        changed = sum(int((~state[place].isnan()).any()) for state in self._states for place in others)
+        return {"states": states, _WRITTEN_SLOTS: torch.tensor(changed, device=self._device)}
 
     def _table_read(self, group: int) -> torch.Tensor:
         """Return the block table that the layers of a group read; of several, one that is not the group's own."""

@@ -2,22 +2,45 @@
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
 from math import gcd
+from typing import NamedTuple, TypedDict
 
-from phonograph.core.batch import BlockAppend
+from phonograph.core.batch import BlockAppend, StateCopy
 from phonograph.core.blocks import blocks_for, most_tokens, pages_for_request
 from phonograph.core.kv_group import KVGroup
 from phonograph.core.limits import Limits
 from phonograph.core.request import Request
 from phonograph.kv_cache.block_events import BlockEvents
+from phonograph.kv_cache.checkpoints import CheckpointPool
 from phonograph.kv_cache.manager import CacheManager
 from phonograph.kv_cache.tables import SequenceTable
 from phonograph.scheduling.draft_depths import DraftDepths
 from phonograph.scheduling.prompt_tails import PromptTails
+
+
+class Checkpoints(NamedTuple):
+    """Checkpoints of states for the prefix cache.
+
+    Attributes:
+        num_checkpoints: places for them.
+        interval: tokens between those of a prompt, a multiple of the block sizes; 0 for none but that at its end.
+    """
+
+    num_checkpoints: int
+    interval: int = 0
+
+
+class BatchCopies(TypedDict):
+    """Arguments of `ScheduledBatch`."""
+
+    copies: list[tuple[int, int]]
+    restored: list[StateCopy]
+    saved: list[StateCopy]
 
 
 class RequestBlocks:
@@ -34,11 +57,15 @@ class RequestBlocks:
         limits: Limits,
         groups: Sequence[KVGroup],
         drafts: DraftDepths | None,
+        checkpoints: Checkpoints | None,
         events: BlockEvents | None,
-        *,
         num_blocks: int,
+        *,
         enable_prefix_caching: bool,
     ) -> None:
+        self._checkpoints = checkpoints
+        self._restored: list[StateCopy] = []
+        self._saved: list[StateCopy] = []
         self.groups = tuple(groups)
         self._draft_caches = None if drafts is None else drafts.caches
         most_drafts = 0 if drafts is None else drafts.most
@@ -47,10 +74,13 @@ class RequestBlocks:
             num_blocks=num_blocks,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             enable_prefix_caching=enable_prefix_caching,
+            checkpoints=None if checkpoints is None else CheckpointPool(checkpoints.num_checkpoints),
             events=events,
         )
         self.tables: dict[str, SequenceTable] = {}
         copies_tails = enable_prefix_caching and self._draft_caches is None and not limits.lookahead_tokens
+        # The state at the end of a prompt is not kept, only that at its last block.
+        copies_tails = copies_tails and checkpoints is None
         sizes = {group.block_size for group in groups}
         # A draft model has pages of its own, and blocks of one size end together.
         self.tails = PromptTails(self.tables, min(sizes) if copies_tails and len(sizes) == 1 else None)
@@ -100,6 +130,39 @@ class RequestBlocks:
             self._draft_caches.admit(request, shared, len(decodes))
         self._sources = [] if num_cached is None or not reuse else self.tails.block_ids(request, num_cached)
         return request.num_tokens - 1 if self._sources else num_cached
+
+    def chunk(self, request: Request, budget: int, *, is_new: bool) -> int:
+        """Return the tokens of the next chunk of a prompt, which reads and writes checkpoints of states, if any.
+
+        A state is kept at the last block boundary of the prompt, at the end of a prefix that other sequences share with
+        it, and every `Checkpoints.interval` tokens. A chunk has at most one, so that it may end before the budget does.
+
+        Args:
+            request: a running request with a slot.
+            budget: tokens of the step that are left.
+            is_new: this is its first chunk.
+        """
+        start = request.max_computed
+        stop = min(request.num_tokens, start + budget)
+        if self._checkpoints is None:
+            return stop - start
+        pool, table, offset = self.cache.checkpoints, self.tables[request.request_id], self._limits.max_num_seqs
+        assert pool is not None
+        if is_new and start:
+            row = pool.read(self.cache.digest(table, start))
+            self._restored.append(StateCopy(request.slot, offset + row, start))
+        last = (request.num_tokens - 1) // self.cache.step * self.cache.step
+        interval = self._checkpoints.interval
+        between = range(start // interval * interval + interval, stop + 1, interval) if interval else ()
+        ends = sorted(end for end in {table.num_matched, last, *between} if start < end <= stop)
+        if len(ends) > 1:
+            stop = ends[0]
+        # A sequence that was reset publishes nothing.
+        if ends and table.groups[0].num_published < sys.maxsize:
+            row = pool.write(self.cache.digest(table, ends[0]))
+            if row is not None:
+                self._saved.append(StateCopy(request.slot, offset + row, ends[0]))
+        return stop - start
 
     def place(self, request: Request, decodes: dict[int, Request]) -> dict[int, Request]:
         """Return the decodes by slot with one more, next to the one whose leading blocks it shares for longest.
@@ -184,9 +247,12 @@ class RequestBlocks:
             self._copies += zip(self._sources, targets, strict=True)
         appends += fresh
 
-    def take_copies(self) -> list[tuple[int, int]]:
-        """Return the pages to copy before the next batch, from and to."""
-        copies, self._copies = self._copies, []
+    def take_copies(self) -> BatchCopies:
+        """Return what a batch copies: pages before it, from and to, and checkpoints that it reads and writes."""
+        copies = BatchCopies(copies=self._copies, restored=self._restored, saved=self._saved)
+        self._copies, self._restored, self._saved = [], [], []
+        if self.cache.checkpoints is not None:
+            self.cache.checkpoints.end_step()
         return copies
 
     def suffices(self, num_decodes: int, prefilling: Request | None) -> bool:

@@ -54,7 +54,7 @@ from phonograph.errors import RequestError
 from phonograph.kv_cache.block_events import BlockEvents
 from phonograph.scheduling.check_prompt import check_prompt
 from phonograph.scheduling.draft_depths import DraftDepths, granted_depths
-from phonograph.scheduling.request_blocks import RequestBlocks
+from phonograph.scheduling.request_blocks import Checkpoints, RequestBlocks
 from phonograph.scheduling.scheduler_stats import SchedulerStats
 from phonograph.scheduling.step_results import (
     correct_bounds,
@@ -80,6 +80,7 @@ class Scheduler:
         enable_prefix_caching: reuse the blocks of prompts that begin alike.
         policy: "fcfs" serves by arrival; "priority" by priority, then arrival.
         drafts: chooses the drafts of each decode; None for none. The engine tells it the results.
+        checkpoints: of states, for the prefix cache of a model whose layers have them.
         events: records what enters and leaves the prefix cache; None for nothing.
     """
 
@@ -92,6 +93,7 @@ class Scheduler:
         enable_prefix_caching: bool = True,
         policy: Literal["fcfs", "priority"] = "fcfs",
         drafts: DraftDepths | None = None,
+        checkpoints: Checkpoints | None = None,
         events: BlockEvents | None = None,
     ) -> None:
         assert limits.max_num_batched_tokens >= limits.max_num_seqs
@@ -99,10 +101,9 @@ class Scheduler:
         self.groups = tuple(groups)
         self.num_blocks = num_blocks
         self.policy = policy
-        self.drafts = drafts
-        self.events = events
+        self.drafts, self.events = drafts, events
         self._blocks = RequestBlocks(
-            limits, groups, drafts, events, num_blocks=num_blocks, enable_prefix_caching=enable_prefix_caching
+            limits, groups, drafts, checkpoints, events, num_blocks, enable_prefix_caching=enable_prefix_caching
         )
         self.context_len = self._blocks.longest_request  # the model's context, or what the blocks hold
         self._requests: dict[str, Request] = {}
@@ -226,10 +227,10 @@ class Scheduler:
         num_decodes, num_decode_tokens = len(slots), len(slots) + sum(depths)
         query_lens = [1 + depth for depth in depths] or [1] * num_decodes
         samples = [True] * num_decodes
-        budget = self.limits.max_num_batched_tokens - num_decode_tokens
+        budget, complete = self.limits.max_num_batched_tokens - num_decode_tokens, True
         new: list[NewSequence] = []
         prefills: list[tuple[Request, int, int, bool]] = []
-        while budget:
+        while budget and complete:
             request = self._prefilling
             is_new = request is None
             if request is None:
@@ -238,7 +239,7 @@ class Scheduler:
                     break
                 new.append(request.new_sequence())
             context = request.max_computed
-            query_len = min(request.num_tokens - context, budget)
+            query_len = self._blocks.chunk(request, budget, is_new=is_new)
             budget -= query_len
             self._blocks.extend(request, context + query_len, appends, is_new=is_new)
             request.min_computed = request.max_computed = context + query_len
@@ -273,9 +274,9 @@ class Scheduler:
             num_tokens=self.limits.max_num_batched_tokens - budget,
             new=new,
             appends=appends,
-            copies=self._blocks.take_copies(),
             freed=self._freed,
             makes_drafts=self._blocks.makes_drafts(requests),
+            **self._blocks.take_copies(),
         )
         self._freed = []
         self._in_flight.append((batch, requests))

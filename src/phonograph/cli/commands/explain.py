@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from phonograph.engine.plan import EnginePlan
     from phonograph.graphs.dispatch import Decision
     from phonograph.graphs.modes import GraphKey
-    from phonograph.models.spec import ModelSpec
 
 
 class _Decided(NamedTuple):
@@ -112,13 +111,12 @@ def planned_device(config: EngineConfig, name: str | None) -> DeviceSpec:
 
 
 def _facts(plan: EnginePlan, decided: list[_Decided]) -> dict[str, Any]:
+    from phonograph.cli.group_lines import shorten_layers
     from phonograph.engine.groups.group_facts import group_facts
 
     capabilities, memory, captures = plan.selection.capabilities, plan.memory, plan.captures
     model = asdict(plan.whole)
-    for layer in model["layers"]:
-        rope = layer["attention"]["rope"]
-        layer["attention"]["rope"] = None if rope is None else {"pairs": len(rope.frequencies), "factor": rope.factor}
+    shorten_layers(model["layers"])
     return {
         "model": {"name": plan.config.model, **model, "num_parameters": plan.whole.num_parameters},
         "device": asdict(plan.device),
@@ -147,6 +145,8 @@ def _facts(plan: EnginePlan, decided: list[_Decided]) -> dict[str, Any]:
             "graphs": memory.graphs,
             "attention": memory.attention,
             "sampling": memory.sampling,
+            "states": memory.states,
+            "num_state_checkpoints": memory.num_checkpoints,
             "kv_cache": memory.kv_cache,
             "kv_block": memory.block,
             "num_kv_blocks": memory.num_blocks,
@@ -252,28 +252,22 @@ def _mode_lines(plan: EnginePlan, chain: list[str]) -> list[str]:
 
 
 def _model_line(plan: EnginePlan) -> str:
+    from phonograph.cli.group_lines import layers_text
+
     model, size = plan.whole, plan.config.tensor_parallel_size
-    windows = sorted({layer.attention.window[0] + 1 for layer in model.layers if layer.attention.window[0] >= 0})
+    attentions = model.attentions.values()
+    windows = sorted({one.window[0] + 1 for one in attentions if one.window[0] >= 0})
     return (
         f"{plan.config.model}: {model.architecture}, {model.num_parameters / 1e6:,.1f} million parameters in "
-        f"{plan.dtype}, {model.num_layers} layers, {_heads(model)}"
+        f"{plan.dtype}, {layers_text(model)}"
         + (f", sliding window {', '.join(map(str, windows))}" if windows else "")
-        + (", attention sinks" if any(layer.attention.sinks for layer in model.layers) else "")
+        + (", attention sinks" if any(one.sinks for one in attentions) else "")
         + (f"; projections in {model.quantization.name}" if model.quantization is not None else "")
         + (f"; lm_head in {model.head.scheme.name}" if model.head.scheme is not None else "")
         + f"; {_bytes(plan.memory.weights)} of weights"
         + (f" on each of {size} ranks" if size > 1 else "")
         + f"; KV cache in {plan.attention.kv_cache_dtype}"
     )
-
-
-def _heads(model: ModelSpec) -> str:
-    """Return the numbers of heads and their sizes, which layers may differ in."""
-    kinds = dict.fromkeys(
-        f"{one.num_query_heads} query and {one.num_kv_heads} KV heads of size {one.head_size}"
-        for one in (layer.attention for layer in model.layers)
-    )
-    return " or ".join(kinds)
 
 
 def _product_rows(plan: EnginePlan) -> list[ProductRow]:
@@ -330,9 +324,15 @@ def _graph_lines(plan: EnginePlan) -> list[str]:
 
 def _memory_lines(plan: EnginePlan) -> list[str]:
     memory, size = plan.memory, " and ".join(map(str, dict.fromkeys(plan.kv.block_sizes)))
+    slots = plan.limits.max_num_seqs
+    states = (
+        f", states {_bytes(memory.states)} ({slots} slots of {_bytes(memory.states // slots)}), checkpoints "
+        f"{_bytes(memory.checkpoints)} ({memory.num_checkpoints})"
+    )
     return [
         f"weights {_bytes(memory.weights)}, graphs {_bytes(memory.graphs)} (estimate), attention "
-        f"{_bytes(memory.attention)}, sampling {_bytes(memory.sampling)}, KV cache {_bytes(memory.kv_cache)}",
+        f"{_bytes(memory.attention)}, sampling {_bytes(memory.sampling)}{states if memory.states else ''}, KV cache "
+        f"{_bytes(memory.kv_cache)}",
         f"{memory.num_blocks} KV blocks of {size} tokens and {_bytes(memory.block)} each: {memory.num_tokens} tokens",
     ]
 

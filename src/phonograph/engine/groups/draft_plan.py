@@ -162,7 +162,7 @@ def plan_draft(
         )
     size = kv.block_sizes[0]
     specs = [replace(one, block_size=size) for one in attention]
-    sources = [layer.attention.kv_layer for layer in model.layers]
+    sources = [one.kv_layer for one in model.attentions.values()]
     own = make_kv_groups(specs, max_model_len=limits.max_model_len, block_size=size, sources=sources)
     group, *others = own.groups
     if others or group.window is not None or group.readers:

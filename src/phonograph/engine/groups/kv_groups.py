@@ -42,9 +42,9 @@ class KVGroups:
 
     @property
     def group_of_layer(self) -> list[int]:
-        """Group of each layer."""
+        """Group of each layer with attention, in their order."""
         found = {layer: index for index, group in enumerate(self.groups) for layer in (*group.layers, *group.readers)}
-        return [found[layer] for layer in range(len(found))]
+        return [found[layer] for layer in sorted(found)]
 
     @property
     def block_sizes(self) -> tuple[int, ...]:
@@ -112,16 +112,19 @@ def make_kv_groups(
     max_model_len: int,
     block_size: int | None = None,
     sources: Sequence[int | None] | None = None,
+    indices: Sequence[int] | None = None,
 ) -> KVGroups:
     """Group the layers of a model.
 
     A window that is at least as long as the context never hides a key, so it makes no sliding group.
 
     Args:
-        layers: attention of each layer, with its window as the only one. All have the default block size.
+        layers: attention of each layer that has it, with its window as the only one. All have the default block size.
         max_model_len: tokens of the longest sequence.
         block_size: configured block size; None for the default, which grows until pages are equal.
-        sources: for each layer the one whose keys and values it reads, None for its own; None if all have their own.
+        sources: for each of `layers` the one whose keys and values it reads, None for its own; None if all have their
+            own.
+        indices: index in the model of each of `layers`; None if all layers have attention.
 
     Raises:
         ConfigError: the configured block size makes pages of several sizes.
@@ -130,22 +133,24 @@ def make_kv_groups(
     """
     readers = _readers(layers, sources or [None] * len(layers))
     reading = {layer for found in readers.values() for layer in found}
+    numbers = indices or range(len(layers))
     kinds: dict[AttentionSpec, list[int]] = {}
     for index, spec in enumerate(layers):
         if index in reading:
             continue
         kinds.setdefault(replace(spec, windows=(_effective(spec.windows[0], max_model_len),)), []).append(index)
-    most = layers_per_group([len(indices) for indices in kinds.values()])
+    most = layers_per_group([len(found) for found in kinds.values()])
     sizes = _block_sizes([kind.kv_token_bytes for kind in kinds], next(iter(kinds)).block_size, block_size)
     groups: list[KVGroup] = []
     specs: list[AttentionSpec] = []
-    for (kind, indices), size in zip(kinds.items(), sizes, strict=True):
+    for (kind, found), size in zip(kinds.items(), sizes, strict=True):
         window = None if kind.windows[0] == _UNLIMITED else kind.windows[0][0] + 1
-        for first in range(0, len(indices), most):
-            members = tuple(indices[first : first + most])
-            reads = tuple(sorted(reader for member in members for reader in readers.get(member, ())))
-            groups.append(KVGroup(layers=members, block_size=size, window=window, readers=reads))
-            windows = tuple(sorted({layers[index].windows[0] for index in indices}))
+        for first in range(0, len(found), most):
+            members = tuple(found[first : first + most])
+            reads = tuple(numbers[one] for one in sorted(one for member in members for one in readers.get(member, ())))
+            written = tuple(numbers[member] for member in members)
+            groups.append(KVGroup(layers=written, block_size=size, window=window, readers=reads))
+            windows = tuple(sorted({layers[index].windows[0] for index in found}))
             specs.append(replace(kind, block_size=size, windows=windows))
     return KVGroups(groups=tuple(groups), specs=tuple(specs), layers_per_page=most)
 

@@ -14,7 +14,7 @@ _DEFAULT_BLOCK_SIZE = {"cpu": 16, "cuda": 64}
 
 
 def layer_specs(config: EngineConfig, model: ModelSpec, dtype: str, device: DeviceSpec) -> list[AttentionSpec]:
-    """Return the attention of each layer.
+    """Return the attention of each layer that has it.
 
     Args:
         config: settings of the KV cache and of graphs.
@@ -37,8 +37,8 @@ def layer_specs(config: EngineConfig, model: ModelSpec, dtype: str, device: Devi
             softcap=layer.softcap,
             sinks=layer.sinks,
             speculative_tokens=config.draft_tokens,
-            shared_prefixes=config.cascade_attention == "auto" and model.pooler is None,
+            shared_prefixes=config.cascade_attention == "auto" and model.pooler is None and not model.states,
             batch_invariant=config.batch_invariant,
         )
 
-    return [layer_spec(layer.attention) for layer in model.layers]
+    return [layer_spec(attention) for attention in model.attentions.values()]

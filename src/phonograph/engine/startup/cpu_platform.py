@@ -94,7 +94,7 @@ class CpuPlatform:
         return DeviceParts(
             runtime=runtime,
             inputs=inputs,
-            program=StepProgram(model=model, attention=attention, inputs=inputs),
+            program=StepProgram(model=model, attention=attention, inputs=inputs, states=parts.states),
             sampling=Pooling(model) if sampler is None else CpuSampling(sampler, inputs, drafts, draft_runner),
         )
 

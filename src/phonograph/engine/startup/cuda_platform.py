@@ -106,6 +106,7 @@ class CudaPlatform:
                 draft_tokens=limits.draft_tokens,
                 max_num_logits=limits.max_num_logits,
                 keeps_tokens=keeps_tokens(plan.config, plan.draft),
+                has_states=bool(spec.states),
             )
             if sampler is None:
                 return self._pooling_parts(plan, parts, inputs, workspace)
@@ -145,6 +146,7 @@ class CudaPlatform:
                 sample=device_sampler.sample,
                 batch_invariant=batch_invariant,
                 passes=passes,
+                states=parts.states,
             ),
             sampling=CudaSampling(sampler, inputs, masked, ring, drafts, 0 if plan.waits else LOOKAHEAD),
         )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -37,6 +37,7 @@ class DraftModelParts:
 class ModelParts:
     """Model, attention backend of each KV group, attention and KV cache of each layer, and a draft model if any.
 
+    states: states by slot, by the index of the layer that has them
     units: counts of attention that each step leaves; see `MetadataBuilder`
     """
 
@@ -44,6 +45,7 @@ class ModelParts:
     backends: Sequence[AnyBackend]
     layers: list[AttentionLayer]
     kv_caches: list[torch.Tensor]
+    states: Mapping[int, tuple[torch.Tensor, ...]] = field(default_factory=dict[int, tuple[torch.Tensor, ...]])
     draft: DraftModelParts | None = None
     units: torch.Tensor | None = None
 

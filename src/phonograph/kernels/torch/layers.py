@@ -130,6 +130,14 @@ def gelu_and_mul(gate_up_T2I: torch.Tensor) -> torch.Tensor:
     return functional.gelu(gate_TI).mul_(up_TI)
 
 
+def finish_logits(logits_NV: torch.Tensor, factor: float, softcap: float) -> torch.Tensor:
+    """Multiply logits by their factor and cap them, in place; a softcap of 0 caps nothing. Returns them."""
+    scale = factor / (softcap or 1.0)
+    if scale != 1:
+        logits_NV.mul_(scale)
+    return logits_NV.tanh_().mul_(softcap) if softcap else logits_NV
+
+
 ACTIVATIONS = {
     "silu": silu_and_mul,
     "gelu_tanh": gelu_tanh_and_mul,

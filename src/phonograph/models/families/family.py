@@ -10,16 +10,8 @@ from phonograph.errors import ModelError, UnsupportedModelError
 from phonograph.kernels.routing import Routing
 from phonograph.models.config_fields import FULL, SLIDING, TRAINING, Field
 from phonograph.models.heads.pooler_spec import InputEmbedding, PoolerStage, Pooling
-from phonograph.models.layer_spec import (
-    NO_FACTORS,
-    PLAIN_NORMS,
-    UNLIMITED,
-    Factors,
-    LayerEmbeddings,
-    LayerSizes,
-    LayerSpec,
-    NormKind,
-)
+from phonograph.models.layer_spec import NO_FACTORS, PLAIN_NORMS, UNLIMITED, Factors, LayerSizes, LayerSpec, NormKind
+from phonograph.models.layers.layer_embedding import LayerEmbeddings
 from phonograph.models.rope_parameters import RopeParameters, read_rope
 
 _MOST_HEAD_SIZE = 1 << 16

@@ -29,15 +29,9 @@ from phonograph.models.config_fields import (
     FieldKind,
 )
 from phonograph.models.families.family import GELU_TANH, Family, Settings, full_every, layer_sizes, windows
-from phonograph.models.layer_spec import (
-    Factors,
-    LayerEmbeddings,
-    LayerFeedForward,
-    LayerSpec,
-    NormKind,
-    decoder_layer,
-)
+from phonograph.models.layer_spec import Factors, LayerFeedForward, LayerSpec, NormKind, decoder_layer
 from phonograph.models.layers.expert_spec import LayerExperts
+from phonograph.models.layers.layer_embedding import LayerEmbeddings
 from phonograph.models.layers.layer_matrix import LayerMatrix, MatrixPart
 from phonograph.models.rope_parameters import RopeParameters, read_ropes_by_type
 from phonograph.models.weights.expert_tensors import ExpertTensors
@@ -108,7 +102,7 @@ def _with_experts(layer: LayerSpec, settings: Settings) -> LayerSpec:
     num_experts, top_k, size = (settings[field] for field in _EXPERT_FIELDS)
     if top_k > num_experts:
         raise ModelError(f"top_k_experts={top_k} must be at most num_experts={num_experts}")
-    dense, hidden_size = layer.feed_forward, layer.attention.qkv.num_inputs
+    dense, hidden_size = layer.feed_forward, layer.mixer.matrices[0].num_inputs
     assert isinstance(dense, LayerFeedForward)
 
     def experts(name: str, part: str, outputs: int, inputs: int, *, gated: bool = False) -> LayerMatrix:

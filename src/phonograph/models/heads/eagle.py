@@ -14,8 +14,8 @@ from pathlib import Path
 from phonograph.errors import ModelError, UnsupportedModelError
 from phonograph.files.model_files import read_json
 from phonograph.models.heads.eagle_config import LAYER_IDS, HeadConfig, read_head_config, refuse
+from phonograph.models.heads.feature_input import FeatureInput
 from phonograph.models.layer_spec import NO_FACTORS, PLAIN_NORMS
-from phonograph.models.layers.feature_input import FeatureInput
 from phonograph.models.layers.layer_matrix import LayerMatrix, MatrixPart
 from phonograph.models.spec import ModelSpec, make_spec
 
@@ -74,7 +74,7 @@ def _model(
     first, *others = model.layers
     width = model.hidden_size if features.joins_embedding else 2 * model.hidden_size
     attention = replace(first.attention, qkv=replace(first.attention.qkv, num_inputs=width), input_norm=None)
-    layers = (replace(first, attention=attention), *others)
+    layers = (replace(first, mixer=attention), *others)
     return replace(model, layers=layers, features=features, head=model.head if features.owns_head else target.head)
 
 

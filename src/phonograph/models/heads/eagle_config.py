@@ -13,7 +13,7 @@ from phonograph.errors import ModelError, UnsupportedModelError, shortened
 from phonograph.models.config_fields import FLAG, INTS, POSITIVE_INT, FieldKind
 from phonograph.models.families.family import Family, Settings
 from phonograph.models.families.llama import LLAMA
-from phonograph.models.families.qwen import QWEN3
+from phonograph.models.families.qwens.qwen import QWEN3
 from phonograph.models.hf_config import read_settings
 
 METHODS: Mapping[str, str] = {

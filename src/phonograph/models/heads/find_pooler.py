@@ -62,7 +62,7 @@ def with_pooler(
         pooler = _embedder(spec, family, modules, "convert=embed" if generates else name)
         if modules is not None and modules.max_tokens is not None and modules.max_tokens < length:
             length, source = modules.max_tokens, f"max_seq_length {modules.max_tokens} of sentence_bert_config.json"
-    if not spec.causal and any(layer.attention.window[1] == 0 for layer in spec.layers):
+    if not spec.causal and any(one.window[1] == 0 for one in spec.attentions.values()):
         raise UnsupportedModelError(f"{name} looks ahead and has windows that look back only, which is not supported")
     unused = family.unused if family.encodes else ("lm_head.",)
     if spec.wrapper is not None:

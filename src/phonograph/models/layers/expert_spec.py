@@ -163,7 +163,7 @@ def with_experts(
         shared_gate: the shared expert has a gate.
         choice_bias: a checkpoint has a bias for the choice.
     """
-    dense, hidden_size, num_experts = layer.feed_forward, layer.attention.qkv.num_inputs, routing.num_experts
+    dense, hidden_size, num_experts = layer.feed_forward, layer.mixer.matrices[0].num_inputs, routing.num_experts
     gates = (MatrixPart(names.router, num_experts), *((MatrixPart(names.shared_gate, 1),) if shared_gate else ()))
     gate_up = MatrixPart(names.gate, intermediate_size), MatrixPart(names.up, intermediate_size)
     if fused is not None:
@@ -211,3 +211,20 @@ def with_experts(
             output_norm=dense.output_norm,
         ),
     )
+
+
+STACKED = "gate_up_proj"
+"""Tensor of the gates and ups of all experts of a layer, in files that have one."""
+
+
+def with_stacked_experts(layer: LayerSpec) -> LayerSpec:
+    """Return a layer whose experts have one tensor of gates and ups, [X, 2I, E], and one of outputs, [X, E, I]."""
+    experts = layer.feed_forward
+    assert isinstance(experts, LayerExperts)
+    if experts.gate_up.fused is not None:
+        return layer
+    tensors = ExpertTensors(experts.routing.num_experts, bare=True)
+    parts = (MatrixPart(STACKED, experts.gate_up.expert_outputs, experts.gate_up.scheme),)
+    gate_up = replace(experts.gate_up, parts=parts, fused=tensors)
+    _check_fused(gate_up)
+    return replace(layer, feed_forward=replace(experts, gate_up=gate_up, down=replace(experts.down, fused=tensors)))

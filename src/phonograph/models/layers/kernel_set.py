@@ -10,6 +10,7 @@ size, E hidden size, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -17,15 +18,10 @@ import torch
 
 from phonograph.models.heads.encoder_ends import InputWeights
 from phonograph.models.heads.pooler_spec import Pooling
+from phonograph.models.layers.layer_embedding import LayerEmbeddingsWeights, LayerEmbeddingWeights
 from phonograph.models.layers.linear import Linear
-from phonograph.models.layers.part_weights import (
-    AttentionWeights,
-    ExpertsWeights,
-    FeatureWeights,
-    FeedForwardWeights,
-    LayerEmbeddingsWeights,
-    LayerEmbeddingWeights,
-)
+from phonograph.models.layers.part_weights import AttentionWeights, ExpertsWeights, FeatureWeights, FeedForwardWeights
+from phonograph.models.layers.states.state_weights import StateWeights
 from phonograph.models.quantization.block_embedding import Embedding
 
 
@@ -91,6 +87,25 @@ class Stream:
     num_rows: torch.Tensor | None = None
 
 
+class StepStates(NamedTuple):
+    """States of a step's sequences.
+
+    Attributes:
+        query_start_loc: int32 [R + 1], first token of each sequence in the step.
+        seq_lens: int32 [R], tokens of each sequence with those of the step; 0 for an empty row.
+        slots: int32 [R], slot of each sequence. A row with -1 starts from zeros and writes no state.
+        checkpoints: int32 [3, R], by row: the place in the pool that the state is read from in place of the slot; the
+            place that it is copied to; and the tokens of the sequence at the copy. -1 for none.
+        pool: states by slot, then by checkpoint, of each layer that has them, in the order of `StateMixer.states`.
+    """
+
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    slots: torch.Tensor
+    checkpoints: torch.Tensor
+    pool: Mapping[int, tuple[torch.Tensor, ...]]
+
+
 class Step(NamedTuple):
     """Inputs of a step that all layers share.
 
@@ -100,6 +115,7 @@ class Step(NamedTuple):
         rows_P: the only rows that are kept after attention, int64; None for all.
         num_kept: int32 [1] on the device, number of `rows_P` that are not padding; None for all.
         embeddings_TX: [T, L * P], embeddings of all tokens in all layers; None if the model has none.
+        states: states of the sequences; None if no layer has them.
     """
 
     rotary: Any
@@ -107,6 +123,7 @@ class Step(NamedTuple):
     rows_P: torch.Tensor | None = None
     num_kept: torch.Tensor | None = None
     embeddings_TX: torch.Tensor | None = None
+    states: StepStates | None = None
 
 
 class EmbeddingPart(Protocol):
@@ -147,8 +164,8 @@ class FeaturePart(Protocol):
     def __call__(self, input_ids_T: torch.Tensor, features_TE: torch.Tensor) -> Stream: ...
 
 
-class AttentionPart(Protocol):
-    """Attention of a layer; `then` as in `EmbeddingPart`."""
+class MixerPart(Protocol):
+    """Mixer of a layer: attention, or one with a state; `then` as in `EmbeddingPart`."""
 
     then: Any
 
@@ -206,7 +223,9 @@ class KernelSet(Protocol):
 
     def features(self, weights: FeatureWeights) -> FeaturePart: ...
 
-    def attention(self, weights: AttentionWeights) -> AttentionPart: ...
+    def attention(self, weights: AttentionWeights) -> MixerPart: ...
+
+    def states(self, weights: StateWeights) -> MixerPart: ...
 
     def feed_forward(self, weights: FeedForwardWeights) -> FeedForwardPart: ...
 

@@ -5,25 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from phonograph.errors import WeightError
+from phonograph.models.heads.feature_input import EMBEDDING_NORM, FEATURE_NORM, FeatureInput
 from phonograph.models.layer_spec import (
     SINKS,
     FeedForward,
     LayerAttention,
-    LayerEmbedding,
-    LayerEmbeddings,
     LayerFeedForward,
     LayerSpec,
 )
 from phonograph.models.layers.expert_spec import LayerExperts
-from phonograph.models.layers.feature_input import EMBEDDING_NORM, FEATURE_NORM, FeatureInput
-from phonograph.models.layers.layer_matrix import LayerMatrix, MatrixPart
+from phonograph.models.layers.layer_embedding import LayerEmbeddingWeights
 from phonograph.models.layers.linear import Linear, WeightAllocator, norm_views
+from phonograph.models.layers.states.state_weights import StateWeights
 from phonograph.models.quantization.block_embedding import Embedding
+
+Norm = Callable[[str | None], torch.Tensor | None]
+"""Allocator of a norm by its name; None for no norm."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +32,7 @@ class AttentionWeights:
     """Weights of a layer's attention, next to its specification and the index of the layer.
 
     Attributes:
-        qkv: queries, keys and values, one matrix with (H + 2K) * D outputs.
+        qkv: queries, keys and values, one matrix with (H + 2K) * D outputs, and H * D more with gates.
         head_norms: [H + K, D], the query norm's weight for each query head, then the key norm's for each KV head; or
             None. Norms over all heads have other weights for each head. Without keys of its own, a layer has [H, D].
         sinks: float32 [H], or None.
@@ -46,6 +47,38 @@ class AttentionWeights:
     sinks: torch.Tensor | None
     output: Linear
     output_norm: torch.Tensor | None
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """The matrices in the order of the products."""
+        return self.qkv, self.output
+
+    @classmethod
+    def make(cls, spec: LayerAttention, layer: int, norm: Norm, allocate: WeightAllocator) -> AttentionWeights:
+        """Allocate the weights without contents."""
+        heads = spec.num_query_heads + spec.num_key_heads
+        return cls(
+            spec=spec,
+            layer=layer,
+            input_norm=norm(spec.input_norm),
+            qkv=allocate.linear(spec.qkv),
+            head_norms=allocate.norm(heads, spec.head_size) if spec.head_norms else None,
+            sinks=allocate.tensor(spec.num_query_heads, dtype=torch.float32) if spec.sinks else None,
+            output=allocate.linear(spec.output),
+            output_norm=norm(spec.output_norm),
+        )
+
+    def own_views(self) -> dict[str, torch.Tensor]:
+        """Return the destination of sinks and of norms of heads, by the name in the layer."""
+        views: dict[str, torch.Tensor] = {} if self.sinks is None else {SINKS: self.sinks}
+        if self.head_norms is None:
+            return views
+        spec, count = self.spec, self.spec.num_query_heads
+        of_queries, of_keys = self.head_norms[:count], self.head_norms[count:]
+        views["self_attn.q_norm.weight"] = of_queries.view(-1) if spec.joint_norms else of_queries
+        if spec.kv_layer is None:
+            views["self_attn.k_norm.weight"] = of_keys.view(-1) if spec.joint_norms else of_keys
+        return views
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,80 +148,11 @@ class ExpertsWeights:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerEmbeddingWeights:
-    """Weights of a layer's embedding of a token.
-
-    Attributes:
-        layer: index of the layer.
-        scalar: [1], factor of the stream after it, or None.
-    """
-
-    spec: LayerEmbedding
-    layer: int
-    gate: Linear
-    output: Linear
-    output_norm: torch.Tensor
-    scalar: torch.Tensor | None
-
-
-class LayerEmbeddingFactors(NamedTuple):
-    """Factors of what the table has, of the projection before its norm, and of their sum."""
-
-    found: float
-    projected: float
-    both: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerEmbeddingsWeights:
-    """Weights of all layers' embeddings of a token.
-
-    Attributes:
-        table_VX: [vocabulary, L * P].
-        projection: [L * P, E], of the token's embedding.
-        norm_P: norm of its result in each layer.
-    """
-
-    spec: LayerEmbeddings
-    table_VX: torch.Tensor
-    projection: Linear
-    norm_P: torch.Tensor
-
-    @classmethod
-    def make(
-        cls, spec: LayerEmbeddings, num_layers: int, hidden_size: int, allocate: WeightAllocator
-    ) -> LayerEmbeddingsWeights:
-        """Allocate the weights without contents."""
-        size = num_layers * spec.size
-        part = (MatrixPart("per_layer_model_projection", size),)
-        matrix = LayerMatrix("layers' embeddings", "", part, hidden_size, quantizable=False)
-        return cls(
-            spec=spec,
-            table_VX=allocate.tensor(spec.vocab_size, size),
-            projection=allocate.linear(matrix),
-            norm_P=allocate.norm(spec.size),
-        )
-
-    def factors(self) -> LayerEmbeddingFactors:
-        """Return the factors in the model's type, as transformers rounds them."""
-        found = torch.tensor(self.spec.size**0.5, dtype=self.table_VX.dtype).item()
-        return LayerEmbeddingFactors(found, self.projection.spec.num_inputs**-0.5, 2**-0.5)
-
-    def checkpoint_views(self) -> dict[str, torch.Tensor]:
-        """Return the destination of each tensor of a checkpoint by its name in the model."""
-        return {
-            "embed_tokens_per_layer.weight": self.table_VX,
-            "per_layer_projection_norm.weight": self.norm_P,
-            **self.projection.checkpoint_views(),
-        }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
     """Weights of a layer, next to its specification."""
 
     spec: LayerSpec
-    attention: AttentionWeights
+    mixer: AttentionWeights | StateWeights
     feed_forward: FeedForwardWeights | ExpertsWeights
     embedding: LayerEmbeddingWeights | None
     scalar: torch.Tensor | None
@@ -196,21 +160,15 @@ class LayerWeights:
     @classmethod
     def make(cls, spec: LayerSpec, layer: int, hidden_size: int, allocate: WeightAllocator) -> LayerWeights:
         """Allocate the weights without contents. Dummy weights are drawn in this order."""
-        attention, feed_forward = spec.attention, spec.feed_forward
+        mixer, feed_forward = spec.mixer, spec.feed_forward
 
         def norm(name: str | None) -> torch.Tensor | None:
             return None if name is None else allocate.norm(hidden_size)
 
-        heads = attention.num_query_heads + attention.num_key_heads
-        of_attention = AttentionWeights(
-            spec=attention,
-            layer=layer,
-            input_norm=norm(attention.input_norm),
-            qkv=allocate.linear(attention.qkv),
-            head_norms=allocate.norm(heads, attention.head_size) if attention.head_norms else None,
-            sinks=allocate.tensor(attention.num_query_heads, dtype=torch.float32) if attention.sinks else None,
-            output=allocate.linear(attention.output),
-            output_norm=norm(attention.output_norm),
+        of_mixer = (
+            AttentionWeights.make(mixer, layer, norm, allocate)
+            if isinstance(mixer, LayerAttention)
+            else StateWeights.make(mixer, layer, norm, allocate)
         )
         of_feed_forward = _any_feed_forward(feed_forward, norm, allocate)
         scalar = None if spec.scalar is None else allocate.tensor(1)
@@ -226,18 +184,19 @@ class LayerWeights:
             )
         elif scalar is not None:
             of_feed_forward = replace(of_feed_forward, scalar=scalar)
-        return cls(spec=spec, attention=of_attention, feed_forward=of_feed_forward, embedding=embedding, scalar=scalar)
+        return cls(spec=spec, mixer=of_mixer, feed_forward=of_feed_forward, embedding=embedding, scalar=scalar)
 
     @property
     def linears(self) -> tuple[Linear, ...]:
         """The matrices in the order of the products."""
         embedding = () if self.embedding is None else (self.embedding.gate, self.embedding.output)
-        return self.attention.qkv, self.attention.output, *self.feed_forward.linears, *embedding
+        return *self.mixer.linears, *self.feed_forward.linears, *embedding
 
     def checkpoint_views(self) -> dict[str, torch.Tensor]:
         """Return the destination of each tensor of a checkpoint by its name in the layer: views of fused weights."""
-        views: dict[str, torch.Tensor] = {}
-        parts: list[AttentionWeights | FeedForwardWeights | ExpertsWeights] = [self.attention, self.feed_forward]
+        mixer = self.mixer
+        views = mixer.own_views() if isinstance(mixer, AttentionWeights) else dict(mixer.others)
+        parts: list[AttentionWeights | StateWeights | FeedForwardWeights | ExpertsWeights] = [mixer, self.feed_forward]
         if isinstance(self.feed_forward, ExpertsWeights):
             views |= self.feed_forward.own_views()
             parts += [] if self.feed_forward.shared is None else [self.feed_forward.shared]
@@ -257,29 +216,17 @@ class LayerWeights:
         if isinstance(self.feed_forward, ExpertsWeights) and self.feed_forward.choice_bias is not None:
             assert self.feed_forward.spec.choice_bias is not None
             views[self.feed_forward.spec.choice_bias] = self.feed_forward.choice_bias
-        if self.attention.sinks is not None:
-            views[SINKS] = self.attention.sinks
-        head_norms, num_query_heads = self.attention.head_norms, self.attention.spec.num_query_heads
-        if head_norms is not None:
-            of_queries, of_keys = head_norms[:num_query_heads], head_norms[num_query_heads:]
-            joint = self.attention.spec.joint_norms
-            views["self_attn.q_norm.weight"] = of_queries.view(-1) if joint else of_queries
-            if self.attention.spec.kv_layer is None:
-                views["self_attn.k_norm.weight"] = of_keys.view(-1) if joint else of_keys
         return views
 
 
-_Norm = Callable[[str | None], torch.Tensor | None]
-
-
-def _any_feed_forward(spec: FeedForward, norm: _Norm, allocate: WeightAllocator) -> FeedForwardWeights | ExpertsWeights:
+def _any_feed_forward(spec: FeedForward, norm: Norm, allocate: WeightAllocator) -> FeedForwardWeights | ExpertsWeights:
     if isinstance(spec, LayerExperts):
         return _experts(spec, norm, allocate)
     assert isinstance(spec, LayerFeedForward)
     return _feed_forward(spec, norm, allocate)
 
 
-def _feed_forward(spec: LayerFeedForward, norm: _Norm, allocate: WeightAllocator) -> FeedForwardWeights:
+def _feed_forward(spec: LayerFeedForward, norm: Norm, allocate: WeightAllocator) -> FeedForwardWeights:
     return FeedForwardWeights(
         spec=spec,
         input_norm=norm(spec.input_norm),
@@ -289,7 +236,7 @@ def _feed_forward(spec: LayerFeedForward, norm: _Norm, allocate: WeightAllocator
     )
 
 
-def _experts(spec: LayerExperts, norm: _Norm, allocate: WeightAllocator) -> ExpertsWeights:
+def _experts(spec: LayerExperts, norm: Norm, allocate: WeightAllocator) -> ExpertsWeights:
     def by_expert(name: str | None) -> torch.Tensor | None:
         return None if name is None else allocate.tensor(spec.routing.num_experts, dtype=torch.float32)
 

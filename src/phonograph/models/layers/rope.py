@@ -19,11 +19,11 @@ from phonograph.models.rope_parameters import ORIGINAL, RopeParameters
 def with_ropes(layers: Sequence[LayerSpec], ropes: Sequence[RopeTable | None]) -> tuple[LayerSpec, ...]:
     """Return layers with these rotary embeddings; equal layers are one object."""
     made: dict[LayerSpec, LayerSpec] = {}
-    found = [layer.with_rope(rope) for layer, rope in zip(layers, ropes, strict=True)]
+    found = [layer if rope is None else layer.with_rope(rope) for layer, rope in zip(layers, ropes, strict=True)]
     return tuple(made.setdefault(layer, layer) for layer in found)
 
 
-def rope_tables(ropes: Sequence[RopeParameters | None], head_sizes: Iterable[int]) -> list[RopeTable | None]:
+def rope_tables(ropes: Sequence[RopeParameters | None], layers: Iterable[LayerSpec]) -> list[RopeTable | None]:
     """Return the rotary embedding of each layer; equal parameters are one object.
 
     Raises:
@@ -31,10 +31,14 @@ def rope_tables(ropes: Sequence[RopeParameters | None], head_sizes: Iterable[int
     """
     made: dict[tuple[int, int], RopeTable] = {}
     found: list[RopeTable | None] = []
-    for rope, head_size in zip(ropes, head_sizes, strict=True):
-        if rope is not None and (id(rope), head_size) not in made:
-            made[id(rope), head_size] = rope_table(rope, head_size)
-        found.append(None if rope is None else made[id(rope), head_size])
+    for rope, layer in zip(ropes, layers, strict=True):
+        if rope is None:
+            found.append(None)
+            continue
+        key = id(rope), layer.attention.head_size
+        if key not in made:
+            made[key] = rope_table(rope, layer.attention.head_size)
+        found.append(made[key])
     return found
 
 

@@ -30,7 +30,7 @@ class RotaryTables(NamedTuple):
 
 def rotary_tables(spec: ModelSpec, num_positions: int, dtype: torch.dtype, device: torch.device) -> RotaryTables:
     """Return the tables of a model; angles in float32 as in transformers."""
-    ropes = dict.fromkeys(layer.attention.rope for layer in spec.kinds)
+    ropes = dict.fromkeys(one.rope for one in spec.attentions.values())
     tables = {rope: _table(rope, num_positions, dtype, device) for rope in ropes if rope is not None}
     return RotaryTables(tables, device)
 

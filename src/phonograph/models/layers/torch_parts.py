@@ -12,22 +12,25 @@ from torch.nn import functional
 
 from phonograph.core.token_types import ID_MASK, TYPE_SHIFT
 from phonograph.kernels.ranks import Ranks, embed_over_ranks, gather_ranks, joint_norm_over_ranks, sum_ranks
-from phonograph.kernels.torch.layers import ACTIVATIONS, UNGATED, layer_norm, pool_rows, rms_norm, rope
+from phonograph.kernels.torch.layers import (
+    ACTIVATIONS,
+    UNGATED,
+    finish_logits,
+    layer_norm,
+    pool_rows,
+    rms_norm,
+    rope,
+)
 from phonograph.models.heads.encoder_ends import InputWeights
 from phonograph.models.layer_spec import NO_FACTORS, PLAIN_NORMS, Factors, NormKind, RopeTable
 from phonograph.models.layers.experts import Experts
-from phonograph.models.layers.finish_logits import finish_logits
-from phonograph.models.layers.kernel_set import Step, Stream
+from phonograph.models.layers.kernel_set import MixerPart, Step, Stream
+from phonograph.models.layers.layer_embedding import LayerEmbeddingsWeights, LayerEmbeddingWeights
 from phonograph.models.layers.linear import Linear
-from phonograph.models.layers.part_weights import (
-    AttentionWeights,
-    ExpertsWeights,
-    FeatureWeights,
-    FeedForwardWeights,
-    LayerEmbeddingsWeights,
-    LayerEmbeddingWeights,
-)
+from phonograph.models.layers.part_weights import AttentionWeights, ExpertsWeights, FeatureWeights, FeedForwardWeights
 from phonograph.models.layers.rotary import RotaryTables
+from phonograph.models.layers.states.state_weights import StateWeights
+from phonograph.models.layers.states.torch_states import TORCH_STATES
 from phonograph.models.quantization.block_embedding import BlockEmbedding, Embedding
 
 
@@ -94,6 +97,9 @@ class TorchKernels:
 
     def attention(self, weights: AttentionWeights) -> TorchAttention:
         return TorchAttention(self, weights)
+
+    def states(self, weights: StateWeights) -> MixerPart:
+        return TORCH_STATES[type(weights.spec)](self, weights)
 
     def feed_forward(self, weights: FeedForwardWeights) -> TorchFeedForward:
         return TorchFeedForward(self, weights)
@@ -257,7 +263,10 @@ class TorchAttention:
         stream.normed = None
         qkv_TF = weights.qkv.product(kernels.normed(rows, weights.input_norm))
         qkv_TXD = qkv_TF.unflatten(-1, (-1, spec.head_size))
-        num_key_heads = spec.num_key_heads
+        num_key_heads, gate_THD = spec.num_key_heads, None
+        if spec.gated:
+            gate_THD = qkv_TXD[:, 1 : 2 * num_query_heads : 2]
+            qkv_TXD = torch.cat([qkv_TXD[:, : 2 * num_query_heads : 2], qkv_TXD[:, 2 * num_query_heads :]], 1)
         qk_TXD = qkv_TXD[:, : num_query_heads + num_key_heads]
         v_TKD = qkv_TXD[:, -num_key_heads:] if num_key_heads else None
         if v_TKD is not None and spec.value_norms:
@@ -271,6 +280,8 @@ class TorchAttention:
         if rotary is not None and rotary.query_scale_T11 is not None:
             q_THD = torch.mul(q_THD, rotary.query_scale_T11)
         out_THD = step.attend(q_THD, k_TKD, v_TKD, weights.layer)
+        if gate_THD is not None:
+            out_THD.mul_(gate_THD.sigmoid())
         attended_TF = out_THD.view(out_THD.shape[0], -1)
         if step.rows_P is not None:
             stream = Stream(stream.hidden_TE.index_select(0, step.rows_P), num_rows=step.num_kept)
@@ -379,4 +390,5 @@ class TorchHead:
     def __call__(self, hidden_TE: torch.Tensor, rows_N: torch.Tensor | None) -> torch.Tensor:
         hidden_NE = hidden_TE if rows_N is None else hidden_TE.index_select(0, rows_N)
         logits_NP = self._linear.product(self._kernels.normed(hidden_NE, self._norm_E))
-        return self._kernels.gathered(finish_logits(logits_NP, self._kernels.factors))
+        factors = self._kernels.factors
+        return self._kernels.gathered(finish_logits(logits_NP, factors.logits, factors.softcap))

@@ -12,24 +12,22 @@ import torch
 
 from phonograph.kernels.fp8_activations import Rows
 from phonograph.kernels.torch.grouped import Grouped
+from phonograph.kernels.torch.layers import finish_logits
 from phonograph.kernels.triton.attention.rope_and_kv_write import rope_and_write_kv
 from phonograph.kernels.triton.elementwise import encoder_rows, layers
+from phonograph.kernels.triton.elementwise.gate_heads import gate_heads
 from phonograph.kernels.triton.elementwise.layer_embeddings import add_table, gate_embedding
 from phonograph.kernels.triton.gemm.bound_product import BoundProduct
 from phonograph.models.heads.encoder_ends import InputWeights
-from phonograph.models.layers.finish_logits import finish_logits
-from phonograph.models.layers.kernel_set import Step, Stream
+from phonograph.models.layers.kernel_set import MixerPart, Step, Stream
+from phonograph.models.layers.layer_embedding import LayerEmbeddingsWeights, LayerEmbeddingWeights
 from phonograph.models.layers.linear import Linear
-from phonograph.models.layers.part_weights import (
-    AttentionWeights,
-    ExpertsWeights,
-    FeatureWeights,
-    FeedForwardWeights,
-    LayerEmbeddingsWeights,
-    LayerEmbeddingWeights,
-)
+from phonograph.models.layers.part_weights import AttentionWeights, ExpertsWeights, FeatureWeights, FeedForwardWeights
+from phonograph.models.layers.states.state_weights import StateWeights
+from phonograph.models.layers.states.triton_states import TRITON_STATES
 from phonograph.models.layers.triton_experts import ExpertKernels
 from phonograph.models.layers.triton_stream import NormedInput, StreamKernels
+from phonograph.models.layers.workspace import mixer_widths
 from phonograph.models.quantization.block_embedding import Embedding
 
 _FEW_TOKENS = 128
@@ -139,7 +137,8 @@ class TritonAttention:
     def __init__(self, kernels: StreamKernels, weights: AttentionWeights) -> None:
         self.then: TritonFeedForward | TritonExperts | None = None
         self.begin = NormedInput(weights.input_norm, kernels.bind(weights.qkv))
-        self._widths = weights.qkv.spec.num_outputs, weights.output.spec.num_inputs
+        self._widths = mixer_widths(weights.spec)
+        self._projected = weights.qkv.spec.num_outputs
         self._output = kernels.bind(weights.output)
         self._kernels, self._weights = kernels, weights
         rope = weights.spec.rope
@@ -148,10 +147,12 @@ class TritonAttention:
     def __call__(self, stream: Stream, step: Step) -> Stream:
         kernels = self._kernels
         qkv_TF, attended_TF = kernels.workspace.attention_memory(len(stream.hidden_TE), self._widths)
-        kernels.project(stream, self.begin, qkv_TF)
+        kernels.project(stream, self.begin, qkv_TF[:, : self._projected])
         self._attend(qkv_TF, attended_TF, step)
+        if self._weights.spec.gated:
+            gate_heads(attended_TF, qkv_TF, self._weights.spec.head_size)
         if step.rows_P is not None:
-            stream, attended_TF = self._keep_rows(stream, attended_TF, step.rows_P, step.num_kept)
+            stream, attended_TF = kernels.keep_rows(stream, attended_TF, step.rows_P, step.num_kept)
         then = None if self.then is None else self.then.begin
         return kernels.add(stream, attended_TF, self._output, self._weights.output_norm, then)
 
@@ -175,6 +176,7 @@ class TritonAttention:
             eps=kernels.eps,
             value_norms=spec.value_norms,
             keys_are_values=spec.keys_are_values,
+            gated=spec.gated,
             pairs_in_halves=spec.rope is not None and spec.rope.distance > 0,
             k_scale=target.k_scale,
             v_scale=target.v_scale,
@@ -183,20 +185,11 @@ class TritonAttention:
         )
         # Other views of one row lose the stride between rows, for which kernels are compiled.
         q_THD = qkv_TF.as_strided(
-            (num_tokens, spec.num_query_heads, spec.head_size), (qkv_TF.stride(0), spec.head_size, 1)
+            (num_tokens, spec.num_query_heads, spec.head_size),
+            (qkv_TF.stride(0), spec.head_size, 1),
+            qkv_TF.storage_offset() + (self._projected if spec.gated else 0),
         )
         step.attend.read(q_THD, weights.layer, out_TF.unflatten(-1, (-1, spec.head_size)))
-
-    def _keep_rows(
-        self, stream: Stream, attended_TF: torch.Tensor, rows_P: torch.Tensor, num_kept: torch.Tensor | None
-    ) -> tuple[Stream, torch.Tensor]:
-        """Return these rows of the stream and of attention's output, in memory that was the projection's and norm's."""
-        space, count = self._kernels.workspace, rows_P.shape[0]
-        attended_PF = space.attention_memory(count, self._widths)[0][:, : attended_TF.shape[1]]
-        hidden_PE = space.normed_TE[count : 2 * count]
-        layers.gather_rows(attended_TF, rows_P, attended_PF)
-        layers.gather_rows(stream.hidden_TE, rows_P, hidden_PE)
-        return Stream(hidden_PE, is_part=True, num_rows=num_kept), attended_PF
 
 
 class TritonFeedForward:
@@ -325,7 +318,7 @@ class TritonHead:
         rows_NE, logits_NV = kernels.workspace.rows_NE[:num_logits], kernels.workspace.logits_NV[:num_logits]
         kernels.take_rows(hidden_TE, rows_N, self._norm_E, rows_NE)
         self._product.store(rows_NE, logits_NV)
-        return finish_logits(logits_NV, kernels.factors)
+        return finish_logits(logits_NV, kernels.factors.logits, kernels.factors.softcap)
 
 
 class TritonKernels(StreamKernels):
@@ -348,6 +341,9 @@ class TritonKernels(StreamKernels):
 
     def attention(self, weights: AttentionWeights) -> TritonAttention:
         return TritonAttention(self, weights)
+
+    def states(self, weights: StateWeights) -> MixerPart:
+        return TRITON_STATES[type(weights.spec)](self, weights)
 
     def feed_forward(self, weights: FeedForwardWeights) -> TritonFeedForward:
         return TritonFeedForward(self, weights)

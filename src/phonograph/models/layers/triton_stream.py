@@ -118,6 +118,17 @@ class StreamKernels:
         else:
             out_NE.copy_(hidden_TE)
 
+    def keep_rows(
+        self, stream: Stream, mixed_TX: torch.Tensor, rows_P: torch.Tensor, num_kept: torch.Tensor | None
+    ) -> tuple[Stream, torch.Tensor]:
+        """Return these rows of the stream and of a mixer's output, in memory of its projection and of the norm."""
+        count, width = rows_P.shape[0], mixed_TX.shape[1]
+        mixed_PX = self.workspace.shared[: count * width].view(count, width)
+        hidden_PE = self.workspace.normed_TE[count : 2 * count]
+        layers.gather_rows(mixed_TX, rows_P, mixed_PX)
+        layers.gather_rows(stream.hidden_TE, rows_P, hidden_PE)
+        return Stream(hidden_PE, is_part=True, num_rows=num_kept), mixed_PX
+
     def fused_norm(self, stream: Stream, begin: NormedInput | None) -> tuple[torch.Tensor, float, torch.Tensor] | None:
         """Return weights, epsilon and memory of the next part's norm, if a kernel can compute it with a sum."""
         if begin is None or begin.norm_E is None or begin.norms_inside(len(stream.hidden_TE)):

@@ -19,9 +19,10 @@ from phonograph.kernels.torch.grouped import MAX_GROUPED_ROWS
 from phonograph.kernels.triton.experts.expert_lists import ExpertLists
 from phonograph.kernels.triton.gemm.choose import choose
 from phonograph.kernels.triton.gemm.product_plan import GemmDevice
-from phonograph.models.layer_spec import FeedForward, LayerFeedForward
+from phonograph.models.layer_spec import FeedForward, LayerAttention, LayerFeedForward
 from phonograph.models.layers.expert_spec import LayerExperts
 from phonograph.models.layers.layer_matrix import LayerMatrix
+from phonograph.models.layers.states.state_mixer import StateMixer
 from phonograph.models.spec import ModelSpec
 
 
@@ -161,9 +162,15 @@ def _feed_forward_width(spec: FeedForward) -> int:
 
 
 def _attention_widths(spec: ModelSpec) -> tuple[int, int]:
-    """Return the widths of the fused projection and of the attention's output, the largest of all layers."""
-    attentions = [layer.attention for layer in spec.kinds]
-    return max(one.qkv.num_outputs for one in attentions), max(one.output.num_inputs for one in attentions)
+    """Return the widths of the projections and of the mixer's output, the largest of all layers."""
+    widths = [mixer_widths(layer.mixer) for layer in spec.kinds]
+    return max(first for first, _ in widths), max(second for _, second in widths)
+
+
+def mixer_widths(mixer: LayerAttention | StateMixer) -> tuple[int, int]:
+    """Return the numbers of a token in a mixer's projections and scratch, and in its output."""
+    *projections, output = mixer.matrices
+    return sum(matrix.num_outputs for matrix in projections) + mixer.scratch, output.num_inputs
 
 
 def quantized_sizes(spec: ModelSpec, dtype: str, device: GemmDevice) -> tuple[int, int]:

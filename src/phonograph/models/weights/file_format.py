@@ -1,12 +1,12 @@
-"""Format of GPTQ weights as the files have it, where the configuration says something else.
+"""Format of weights as the files have it, where the configuration says something else, or nothing.
 
-The configuration says whether zeros and an order of the inputs exist. Files of several tools have both in any case, and
-some have other ones than the configuration says.
+Experts may have a tensor each, or one for all of a layer. The configuration of GPTQ says whether zeros and an order of
+the inputs exist. Files of several tools have both in any case, and some have other ones than the configuration says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -14,8 +14,33 @@ from typing import cast
 import torch
 from safetensors import SafetensorError, safe_open
 
+from phonograph.models.layer_spec import LayerSpec
+from phonograph.models.layers.expert_spec import STACKED, LayerExperts, with_stacked_experts
 from phonograph.models.quantization.gptq import Gptq
-from phonograph.models.spec import ModelSpec
+from phonograph.models.spec import LAYERS, ModelSpec
+
+
+def match_experts(spec: ModelSpec, files: Mapping[Path, list[str]]) -> ModelSpec:
+    """Return the model with the layout of experts that its files have: tensors of each expert, or of all of a layer.
+
+    Damaged files are skipped: loading reports them.
+    """
+    experts = {index for index, layer in enumerate(spec.layers) if isinstance(layer.feed_forward, LayerExperts)}
+    names: set[str | None] = set()
+    for file, indexed in files.items() if experts else ():
+        try:
+            with safe_open(file, framework="pt", device="cpu") as tensors:
+                names |= {spec.tensor_name(name) for name in indexed or cast("list[str]", tensors.keys())}
+        except (SafetensorError, OSError):
+            continue
+    made: dict[LayerSpec, LayerSpec] = {}
+    layers = [
+        made.setdefault(layer, with_stacked_experts(layer))
+        if index in experts and f"{LAYERS}.{index}.mlp.experts.{STACKED}" in names
+        else layer
+        for index, layer in enumerate(spec.layers)
+    ]
+    return replace(spec, layers=tuple(layers)) if made else spec
 
 
 def match_format(spec: ModelSpec, files: Iterable[Path]) -> ModelSpec:

@@ -46,7 +46,8 @@ class KVScales:
         assert match is not None
         which = "kv" if match["both"] else next(filter(None, match.group("projection", "q", "k", "v", "any")))
         layer = int(match["layer"])
-        attention = spec.layers[min(layer, spec.num_layers - 1)].attention
+        attentions = spec.attentions
+        attention = attentions.get(layer, attentions[max(attentions)])
         num_heads = attention.num_kv_heads
         per_query_head = which == "q" and tensor.numel() == attention.num_query_heads
         if tensor.numel() not in (1, num_heads) and not per_query_head:
@@ -82,8 +83,8 @@ class KVScales:
         Raises:
             WeightError: only some have.
         """
-        layers = set(range(spec.num_layers))
-        writers = {index for index, layer in enumerate(spec.layers) if layer.attention.kv_layer is None}
+        layers = set(spec.attentions)
+        writers = {index for index, attention in spec.attentions.items() if attention.kv_layer is None}
         for name, scales, wanted, needed in (
             ("keys", self.keys, self.keys or self.values, writers),
             ("values", self.values, self.keys, writers),

@@ -23,7 +23,7 @@ from phonograph.models.quantization.cpu_weights import CpuProducts
 from phonograph.models.quantization.scheme import Stored
 from phonograph.models.spec import ModelSpec
 from phonograph.models.transformer import Transformer
-from phonograph.models.weights.file_format import match_format
+from phonograph.models.weights.file_format import match_experts, match_format
 from phonograph.models.weights.gguf_tensors import load_gguf, num_copies
 from phonograph.models.weights.kv_scales import is_kv_scale, is_unused_scale
 from phonograph.models.weights.rank_tensors import RankTensors
@@ -38,7 +38,7 @@ Progress = Callable[[int, int], None]
 
 INDEX_FILE = "model.safetensors.index.json"
 DUMMY_STD = 0.02
-ONES = (".layer_scalar", ".per_expert_scale")
+ONES = (".layer_scalar", ".per_expert_scale", ".linear_attn.norm.weight")
 """Endings of names of factors, which are 1 in random weights."""
 DRAFT_IDS = "d2t", "t2d"
 """Tensors of a draft head that map its tokens to the target's, and say which of these it has."""
@@ -109,7 +109,7 @@ def begin_loading(
     if location is not None and spec.pooler is not None:
         files |= {location / one.folder / "model.safetensors": [] for one in spec.pooler.stages if one.folder}
     known_notes = len(spec.notes)
-    whole, names = match_tied_embeddings(match_format(spec, files), files)
+    whole, names = match_tied_embeddings(match_experts(match_format(spec, files), files), files)
     notes = [*whole.notes[known_notes:]]
     spec, cuts = cut_model(whole, rank[1]), None if rank[1] == 1 else RankTensors(whole, *rank)
     with torch.inference_mode():

@@ -54,6 +54,8 @@ def _can_cut(model: ModelSpec, num_ranks: int) -> bool:
 def _cut(model: ModelSpec, num_ranks: int) -> ModelSpec:
     if model.pooler is not None or model.input is not None or model.norms.after_sum:
         raise _Uncut("models that pool and encoders have no rule for several ranks yet")
+    if model.states:
+        raise _Uncut("layers with a state have no rule for several ranks yet")
     equal: dict[LayerSpec, LayerSpec] = {}
     for index, layer in enumerate(model.layers):
         if layer not in equal:
@@ -78,7 +80,7 @@ def _cut_layer(layer: LayerSpec, name: str, num_ranks: int) -> LayerSpec:
         qkv=_with_outputs(whole.qkv, qkv_ranges(whole, 0, num_ranks), name),
         output=_with_inputs(whole.output, num_query_heads * size, name),
     )
-    return replace(layer, attention=attention, feed_forward=_cut_feed_forward(layer.feed_forward, name, num_ranks))
+    return replace(layer, mixer=attention, feed_forward=_cut_feed_forward(layer.feed_forward, name, num_ranks))
 
 
 def _cut_feed_forward(whole: FeedForward, name: str, num_ranks: int) -> FeedForward:

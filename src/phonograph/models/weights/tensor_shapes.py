@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from phonograph.models.layer_spec import LayerAttention, LayerSpec
 from phonograph.models.wrapper import is_norm
 
 if TYPE_CHECKING:
@@ -30,20 +32,7 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         shapes["model.per_layer_model_projection.weight"] = (spec.num_layers * size, hidden)
         shapes["model.per_layer_projection_norm.weight"] = (size,)
     for index, layer in enumerate(spec.layers):
-        prefix = f"{_LAYERS}.{index}"
-        shapes |= {f"{prefix}.{norm}.{kind}": (hidden,) for norm in layer.norms for kind in norm_tensors}
-        for matrix in layer.matrices:
-            shapes |= {f"{prefix}.{name}": shape for name, shape in matrix.tensors()}
-        shapes |= {f"{prefix}.{name}": shape for name, shape in layer.other_shapes.items()}
-        if layer.scalar is not None:
-            shapes[f"{prefix}.{layer.scalar}"] = (1,)
-        if layer.attention.head_norms:
-            attention = layer.attention
-            for name, heads in (("q_norm", attention.num_query_heads), ("k_norm", attention.num_key_heads)):
-                if not heads:
-                    continue
-                width = attention.head_size * (heads if attention.joint_norms else 1)
-                shapes[f"{prefix}.self_attn.{name}.weight"] = (width,)
+        shapes |= {f"{_LAYERS}.{index}.{name}": shape for name, shape in _layer_tensors(layer, hidden, norm_tensors)}
     if spec.has_final_norm:
         shapes |= {f"model.norm.{kind}": (hidden,) for kind in norm_tensors}
     if not spec.tie_word_embeddings and spec.head.scheme is None and spec.owns_head:
@@ -55,6 +44,24 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     for stage in () if spec.pooler is None else spec.pooler.stages:
         shapes |= dict(stage.tensors())
     return shapes
+
+
+def _layer_tensors(
+    layer: LayerSpec, hidden_size: int, of_norms: Sequence[str]
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the name in the layer and the shape of each tensor; `of_norms` are those of a norm, such as its weight."""
+    yield from ((f"{norm}.{kind}", (hidden_size,)) for norm in layer.norms for kind in of_norms)
+    for matrix in layer.matrices:
+        yield from matrix.tensors()
+    yield from layer.other_shapes.items()
+    if layer.scalar is not None:
+        yield layer.scalar, (1,)
+    attention = layer.mixer
+    if isinstance(attention, LayerAttention) and attention.head_norms:
+        for name, heads in (("q_norm", attention.num_query_heads), ("k_norm", attention.num_key_heads)):
+            if heads:
+                width = attention.head_size * (heads if attention.joint_norms else 1)
+                yield f"self_attn.{name}.weight", (width,)
 
 
 def weight_bytes(spec: ModelSpec, dtype: str) -> int:

@@ -1,10 +1,9 @@
 """Inputs of a step on a GPU: request state in device slots, and one pinned buffer of changes per step.
 
 The device keeps the length, the last token, the block table and the sampling parameters of each sequence; with drafts
-also these, and all of its tokens, in which they are looked up. The host
-sends a few numbers per sequence, the tokens of prefills and the appended blocks. The prepare kernel at the head of
-every graph derives the step's tensors from both. Graphs freeze the addresses of these tensors, so they are allocated
-once.
+also these, and all of its tokens, in which they are looked up. The host sends a few numbers per sequence, the tokens of
+prefills and the appended blocks. The prepare kernel at the head of every graph derives the step's tensors from both.
+Graphs freeze the addresses of these tensors, so they are allocated once.
 """
 
 from __future__ import annotations
@@ -66,6 +65,7 @@ class CudaInputs:
         draft_tokens: most drafts of a sequence.
         max_num_logits: rows of logits of the largest step; by default one a sequence.
         keeps_tokens: keep the tokens of all sequences on the device.
+        has_states: layers have states, and the prefix cache may have checkpoints of them.
     """
 
     def __init__(
@@ -80,19 +80,15 @@ class CudaInputs:
         draft_tokens: int = 0,
         max_num_logits: int | None = None,
         keeps_tokens: bool = False,
+        has_states: bool = False,
     ) -> None:
         num_groups, num_logits = len(block_sizes), max_num_logits or max_num_seqs
+        sizes = max_num_seqs, max_num_tokens, _MAX_APPENDS
         # Drafts reach behind the longest sequence, where no token is computed for use.
         max_blocks = blocks_for(max_model_len + 2 * draft_tokens, min(block_sizes))
         self._block_sizes = tuple(block_sizes)
         self._max_model_len = max_model_len
-        self.layout = StepLayout(
-            max_num_seqs=max_num_seqs,
-            max_num_tokens=max_num_tokens,
-            max_appends=_MAX_APPENDS,
-            num_groups=num_groups,
-            max_num_logits=num_logits,
-        )
+        self.layout = StepLayout(*sizes, num_groups=num_groups, max_num_logits=num_logits, has_states=has_states)
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -105,8 +101,8 @@ class CudaInputs:
             device=device,
         )
         self.results = zeros(num_logits + (max_num_seqs * (1 + draft_tokens) if draft_tokens else 0))
-        sizes = num_logits, max_num_seqs if draft_tokens else 0, max_num_seqs * draft_tokens
-        self.tokens, self.counts, drafts = self.results.split(sizes)
+        parts = num_logits, max_num_seqs if draft_tokens else 0, max_num_seqs * draft_tokens
+        self.tokens, self.counts, drafts = self.results.split(parts)
         self.state = self.state._replace(drafts=drafts.view(max_num_seqs, draft_tokens))
         self.history = zeros(max_num_seqs, max_model_len + 1 if keeps_tokens else 0)
         self.input_ids = zeros(max_num_tokens)
@@ -115,6 +111,7 @@ class CudaInputs:
         self.slot_mappings = self._slot_mappings.unbind()
         self.query_start_loc = zeros(max_num_seqs + 1)
         self.seq_lens = zeros(max_num_seqs)
+        self.slots, self.checkpoints = zeros(max_num_seqs), self.layout.checkpoints(self.staging)
         self._block_tables = zeros(num_groups, max_num_seqs, max_blocks)
         self.block_tables = self._block_tables.unbind()
         self.logits_rows = zeros(num_logits, dtype=torch.int64)
@@ -122,8 +119,7 @@ class CudaInputs:
         self.sample_scratch = make_sample_scratch(num_logits, vocab_size, device)
         self.sampling = self.layout.sampling_views(self.staging)
         self._uploads = [_Upload(self.layout, device, self._block_sizes) for _ in range(_UPLOADS)]
-        self.num_logits = self.layout.num_logits(self.staging)
-        self._next = 0
+        self.num_logits, self._next = self.layout.num_logits(self.staging), 0
         self._views: dict[tuple[int, int], PaddedViews] = {}
         # By slot: token ids that the host has.
         self._tokens: dict[int, np.ndarray] = {}
@@ -183,9 +179,10 @@ class CudaInputs:
         )
         known = {row: batch.token_ids[starts[row] : starts[row + 1]] for row in range(num_reqs)}
         bounds = {slot: (0, self._max_model_len + 1) for slot in rows.batch.slots}
-        common = self._send(rows, key, known, bounds, KernelRows(rows.samples, greedy))
+        sampling = KernelRows(rows.samples, greedy)
+        commons = self._send(rows, key, known, bounds, sampling, writes_states=batch.writes_states)
         self.prepare(num_reqs=key.num_reqs, num_tokens=key.num_tokens)
-        return common
+        return commons
 
     def prepare(self, *, num_reqs: int, num_tokens: int) -> None:
         """Launch the prepare kernel for a padded shape; it is the head of every step."""
@@ -201,6 +198,7 @@ class CudaInputs:
             slot_mappings_GT=self._slot_mappings,
             query_start_loc=self.query_start_loc,
             seq_lens_R=self.seq_lens,
+            slots_R=self.slots,
             block_tables_GRN=self._block_tables,
             logits_rows_L=self.logits_rows,
         )
@@ -277,6 +275,8 @@ class CudaInputs:
         known: dict[int, np.ndarray],
         starts: dict[int, tuple[int, int]],
         sampling: KernelRows | None,
+        *,
+        writes_states: bool = True,
     ) -> tuple[CommonMetadata, ...]:
         """Upload a step.
 
@@ -287,17 +287,18 @@ class CudaInputs:
             starts: length of the prompt and most tokens by slot, of the sequences that start, in the order of
                 `sampling.starts`.
             sampling: as in `write`.
+            writes_states: see `SyntheticBatch`.
         """
         upload = self._uploads[self._next % _UPLOADS]
         self._next += 1
         upload.wait()
-        num_reqs = rows.batch.num_reqs
-        query_starts = upload.views.query_starts
+        batch, query_starts = rows.batch, upload.views.query_starts
+        num_reqs = batch.num_reqs
         query_starts[0] = 0
         np.cumsum(rows.query_lens, out=query_starts[1 : num_reqs + 1])
-        header = num_reqs, rows.batch.num_tokens, rows.batch.num_decodes, rows.num_logits
-        upload.views.header[:4] = header
+        upload.views.header[:5] = num_reqs, batch.num_tokens, batch.num_decodes, rows.num_logits, writes_states
         upload.views.slots[:num_reqs] = rows.slots
+        rows.write_copies(upload.views.checkpoints)
         upload.views.context_lens[:num_reqs] = rows.context_lens
         upload.views.start_at[:num_reqs] = -1
         if sampling is None:

@@ -190,11 +190,11 @@ class RooflineTimes:
             problem = f"is required for {plan.device.name}; phonograph bench steps writes one, and a roofline is known "
             raise ConfigError("step_times", "none", f"{problem}for --device-name {', '.join(_PEAKS)}")
         bandwidth, compute = _PEAKS[name]
-        model = plan.model
+        model, attention = plan.model, next(iter(plan.model.attentions.values()))
         self._bandwidth, self._compute = bandwidth * _BANDWIDTH_SHARE, compute * _COMPUTE_SHARE
         self._weights = model.weight_bytes(plan.dtype)
         self._key_bytes = sum(plan.kv.page_bytes / group.block_size for group in plan.kv.groups)
-        self._pair_flops = 4 * model.num_layers * model.num_query_heads * model.head_size
+        self._pair_flops = 4 * len(model.attentions) * attention.num_query_heads * attention.head_size
         self._token_flops = 2 * model.num_parameters
         self.notes = [
             f"step times: a roofline of {name}, not measured: {_BANDWIDTH_SHARE:.0%} of {bandwidth / 1e12:g} TB/s, "
@@ -212,14 +212,14 @@ class RooflineTimes:
 
 def model_facts(plan: EnginePlan) -> dict[str, Any]:
     """Return what a table of step times must share with a plan."""
-    model = plan.model
+    model, attention = plan.model, next(iter(plan.model.attentions.values()))
     return {
         "architecture": model.architecture,
         "num_parameters": model.num_parameters,
         "weight_bytes": model.weight_bytes(plan.dtype),
         "num_layers": model.num_layers,
-        "num_kv_heads": model.num_kv_heads,
-        "head_size": model.head_size,
+        "num_kv_heads": attention.num_kv_heads,
+        "head_size": attention.head_size,
     }
 
 

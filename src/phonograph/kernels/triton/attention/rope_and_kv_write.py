@@ -41,6 +41,7 @@ def rope_and_write_kv(
     eps: float,
     value_norms: bool = False,
     keys_are_values: bool = False,
+    gated: bool = False,
     pairs_in_halves: bool = False,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
@@ -64,6 +65,8 @@ def rope_and_write_kv(
         eps: of the norms
         value_norms: each head of values is normed, without weights
         keys_are_values: values are the keys before their norm and rotation
+        gated: each query head is followed by its gates. Rotated queries are written after the values, so that rows
+            have room for H * D numbers more
         pairs_in_halves: the pairs are (d, d + D/2), and not (d, d + R/2)
         k_scale: float32 [K], or None for 1
         v_scale: float32 [K], or None for 1
@@ -98,6 +101,7 @@ def rope_and_write_kv(
         IN_HALVES=pairs_in_halves,
         VALUE_NORMS=value_norms,
         KEYS_ARE_VALUES=keys_are_values,
+        GATED=gated,
         HALF=half,
         S=kv_cache.shape[2],
         HEADS=heads,
@@ -180,6 +184,7 @@ def _rope_kernel(
     IN_HALVES: tl.constexpr,
     VALUE_NORMS: tl.constexpr,
     KEYS_ARE_VALUES: tl.constexpr,
+    GATED: tl.constexpr,
     HALF: tl.constexpr,
     S: tl.constexpr,
     HEADS: tl.constexpr,
@@ -203,6 +208,8 @@ def _rope_kernel(
     if KEYS_ARE_VALUES:  # noqa: SIM102 (one is known when compiled, the other is not)
         if first_head >= H + K:
             source_head = head - K
+    if GATED:
+        source_head = tl.where(head < H, 2 * head, head + H)
     head_pointer = qkv_ptr + token * qkv_stride_t + source_head[:, None] * D + d[None, :]
     if norm_ptr is not None:  # constants, so before the wait
         norm_pointer = norm_ptr + head[:, None] * D + d[None, :]
@@ -244,8 +251,11 @@ def _rope_kernel(
                 scale = tl.load(row_pointer + 2 * PAIRS)
                 rotated_x *= scale
                 rotated_y *= scale
-            tl.store(head_pointer, rotated_x.to(dtype), mask)
-            tl.store(head_pointer + other, rotated_y.to(dtype), mask)
+            query_pointer = head_pointer
+            if GATED:
+                query_pointer = qkv_ptr + token * qkv_stride_t + (2 * H + 2 * K + head)[:, None] * D + d[None, :]
+            tl.store(query_pointer, rotated_x.to(dtype), mask)
+            tl.store(query_pointer + other, rotated_y.to(dtype), mask)
             if clear_ptr is not None:
                 clear_pointer = clear_ptr + token * H * D + head[:, None] * D + d[None, :]
                 nothing = tl.zeros([HEADS, HALF], clear_ptr.dtype.element_ty)

@@ -47,6 +47,7 @@ def prepare(
     slot_mappings_GT: torch.Tensor,
     query_start_loc: torch.Tensor,
     seq_lens_R: torch.Tensor,
+    slots_R: torch.Tensor,
     block_tables_GRN: torch.Tensor,
     logits_rows_L: torch.Tensor,
 ) -> None:
@@ -64,6 +65,7 @@ def prepare(
         slot_mappings_GT: int64 [G, >= T']; padding is -1
         query_start_loc: int32 [>= R' + 1]; padding repeats the number of tokens
         seq_lens_R: int32 [>= R']; padding is 0
+        slots_R: int32 [>= R'], slot of each sequence; -1 for padding, and in a step that writes no state
         block_tables_GRN: int32 [G, >= R', N], by row; entries after a sequence's blocks stay as they are
         logits_rows_L: int64 [>= L'], the token of each row of logits; padding is 0. L' is R' without drafts, else at
             most T', and all of it up to the end of the tensor is padded
@@ -84,6 +86,7 @@ def prepare(
         slot_mappings_GT,
         query_start_loc,
         seq_lens_R,
+        slots_R,
         block_tables_GRN,
         logits_rows_L,
         num_reqs_padded,
@@ -153,6 +156,7 @@ def _prepare_kernel(
     slot_mapping_ptr,
     query_start_loc_ptr,
     seq_lens_ptr,
+    slots_ptr,
     block_table_ptr,
     logits_rows_ptr,
     num_reqs_padded,
@@ -274,6 +278,7 @@ def _prepare_kernel(
         if (chunk == 0) & is_first:
             tl.store(query_start_loc_ptr + row, query_start)
             tl.store(seq_lens_ptr + row, seq_len)
+            tl.store(slots_ptr + row, tl.where(tl.load(staging + 4) > 0, slot, -1))
             num_rows, first_row = 1, row
             if MOST_DRAFTS:
                 first_row, num_rows = logits_rows(staging, row, query_start, query_end, QUERY_STARTS)
@@ -307,6 +312,7 @@ def _prepare_kernel(
     elif (chunk == 0) & is_first:
         tl.store(query_start_loc_ptr + row, num_tokens)
         tl.store(seq_lens_ptr + row, 0)
+        tl.store(slots_ptr + row, -1)
         if not MOST_DRAFTS:
             tl.store(logits_rows_ptr + row, tl.zeros((), tl.int64))
             tl.store(staging + SAMPLE_SLOTS + row, -1)

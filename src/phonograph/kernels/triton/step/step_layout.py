@@ -56,7 +56,8 @@ class SlotState(NamedTuple):
 class HostViews(NamedTuple):
     """Fields of a staging buffer as numpy arrays on its memory, by row of the batch.
 
-    header:        int32 [8]: numbers of requests, of tokens, of decodes and of rows of logits; the rest is not read
+    header:        int32 [8]: numbers of requests, of tokens, of decodes and of rows of logits; 1 if the step writes
+                               states of layers that have them; the rest is not read
     slots:         int32 [R]
     context_lens:  int32 [R]   tokens computed before this step; read with a token_start
     query_starts:  int32 [R+1] running sum of the query lengths, from 0; `num_reqs + 1` entries are read
@@ -67,6 +68,7 @@ class HostViews(NamedTuple):
     samples:       int32 [R]   1 if the step's sampling kernel chooses the row's token, else 0
     start_at:      int32 [R]   entry of `starts` for a row whose sequence starts, else -1
     block_sizes:   int32 [G]   tokens of a block, the same in every step; empty for a single group
+    checkpoints:   int32 [3, R] checkpoints of states; empty for a model whose layers have none
     appends:       int32 [A]   block ids of all groups
     starts:        int32 [R, 10] of sequences that start: temperature, top_k, top_p and min_p as `sampling.sample` takes
                                them, stream key (two words), length of the prompt, most tokens, 1 if its logits are
@@ -84,6 +86,7 @@ class HostViews(NamedTuple):
     samples: np.ndarray
     start_at: np.ndarray
     block_sizes: np.ndarray
+    checkpoints: np.ndarray
     appends: np.ndarray
     starts: np.ndarray
     tokens: np.ndarray
@@ -127,6 +130,7 @@ class StepLayout:
         *,
         num_groups: int = 1,
         max_num_logits: int | None = None,
+        has_states: bool = False,
     ) -> None:
         rows, self.max_appends, self.num_groups = max_num_seqs, max_appends, num_groups
         logits = max_num_logits or max_num_seqs
@@ -143,6 +147,7 @@ class StepLayout:
             ("samples", "int32", rows),
             ("start_at", "int32", rows),
             ("block_sizes", "int32", num_groups if num_groups > 1 else 0),
+            ("checkpoints", "int32", 3 * rows if has_states else 0),
             ("appends", "int32", max_appends),
             ("starts", "int32", rows * START_WORDS),
             ("tokens", "int32", max_num_tokens),
@@ -164,12 +169,17 @@ class StepLayout:
         """Return views of a staging buffer on the host, int32 [num_words]."""
         views = HostViews(*(words[self.fields[name][1]] for name in HostViews._fields))
         by_group = {name: getattr(views, name).reshape(self.num_groups, -1) for name in ("append_starts", "append_at")}
+        by_group["checkpoints"] = views.checkpoints.reshape(3, -1)
         return views._replace(**by_group, starts=views.starts.reshape(-1, START_WORDS))
 
     def sampling_views(self, staging: torch.Tensor) -> SamplingViews:
         """Return views of the staging buffer on the device, int32 [num_words]."""
         fields = (self.fields[name] for name in SamplingViews._fields)
         return SamplingViews(*(staging[where].view(getattr(torch, dtype)) for dtype, where in fields))
+
+    def checkpoints(self, staging: torch.Tensor) -> torch.Tensor:
+        """Return the checkpoints of states in the staging buffer on the device, [3, R] int32, or [3, 0]."""
+        return staging[self.fields["checkpoints"][1]].view(3, -1)
 
     def num_logits(self, staging: torch.Tensor) -> torch.Tensor:
         """Return the number of rows of logits in the staging buffer on the device, [1] int32."""

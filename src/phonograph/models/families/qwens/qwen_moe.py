@@ -19,12 +19,12 @@ from phonograph.models.config_fields import (
     FieldKind,
 )
 from phonograph.models.families.family import EXPERT_LOSS, Family, Settings, layer_sizes, softmax_routing
-from phonograph.models.families.qwen import QWEN3
+from phonograph.models.families.qwens.qwen import QWEN3
 from phonograph.models.layer_spec import LayerFeedForward, LayerSpec, decoder_layer
 from phonograph.models.layers.expert_spec import with_experts
 
 
-def _has_experts(settings: Settings) -> list[bool]:
+def has_experts(settings: Settings) -> list[bool]:
     """Return True for the layers that have experts; the others are dense."""
     every, dense = settings["decoder_sparse_step"], cast("list[int]", settings["mlp_only_layers"] or [])
     return [index not in dense and (index + 1) % every == 0 for index in range(settings["num_hidden_layers"])]
@@ -37,13 +37,13 @@ def _qwen2_moe(settings: Settings) -> tuple[LayerSpec, ...]:
     assert isinstance(shared, LayerFeedForward)
     dense = decoder_layer(sizes, qkv_bias=settings["qkv_bias"])
     sparse = with_experts(dense, routing, settings["moe_intermediate_size"], shared=shared, shared_gate=True)
-    return tuple(sparse if has_experts else dense for has_experts in _has_experts(settings))
+    return tuple(sparse if is_sparse else dense for is_sparse in has_experts(settings))
 
 
 def _qwen3_moe(settings: Settings) -> tuple[LayerSpec, ...]:
     routing = softmax_routing(settings, "num_experts", "num_local_experts", renormalised=settings["norm_topk_prob"])
-    size, layers = settings["moe_intermediate_size"], zip(QWEN3.layers(settings), _has_experts(settings), strict=True)
-    return tuple(with_experts(dense, routing, size) if has_experts else dense for dense, has_experts in layers)
+    size, layers = settings["moe_intermediate_size"], zip(QWEN3.layers(settings), has_experts(settings), strict=True)
+    return tuple(with_experts(dense, routing, size) if sparse else dense for dense, sparse in layers)
 
 
 _NO_WINDOW = FieldKind("false: windows of this family are not implemented", lambda value: value is False)

@@ -1,0 +1,124 @@
+"""Causal convolution of a gated delta net's queries, keys and values, with the last inputs of each slot.
+
+Shapes are those of the torch twin. Two launches, for queries of any lengths:
+
+1. Outputs. A program has a tile of tokens and channels. It finds the sequence of each token, and takes inputs before
+   the step from the place that the sequence's state is read from.
+2. Last inputs. A program has a sequence and channels: it writes them to the slot and to a checkpoint. The first launch
+   has read the old ones then.
+"""
+
+# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from phonograph.kernels.torch.state.gated_delta import DeltaSizes
+from phonograph.kernels.triton.state.delta_rows import column_of, sequence_of
+
+_TOKENS, _CHANNELS = 16, 128
+
+
+def delta_conv(
+    projected_TF: torch.Tensor,
+    taps_CW: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens_R: torch.Tensor,
+    slots_R: torch.Tensor,
+    checkpoints_3R: torch.Tensor,
+    history_SPC: torch.Tensor,
+    out_TC: torch.Tensor,
+    net: DeltaSizes,
+) -> None:
+    """Write silu(convolution) of all tokens, and the last inputs of each sequence.
+
+    Args:
+        projected_TF: rows may be apart from one another.
+        taps_CW: float32, contiguous.
+        query_start_loc: int32 [R + 1].
+        seq_lens_R: int32.
+        slots_R: int32.
+        checkpoints_3R: int32; rows may be apart from one another.
+        history_SPC: contiguous; see `gated_delta` of the torch set.
+        out_TC: contiguous; rows of padding are not written.
+        net: sizes.
+    """
+    num_tokens, (num_channels, num_taps) = len(projected_TF), taps_CW.shape
+    num_reqs = len(slots_R)
+    sizes = {"G": net.key_heads, "H": net.value_heads, "K": net.key_size, "V": net.value_size, "BY_HEAD": net.by_head}
+    rows = query_start_loc, seq_lens_R, slots_R, checkpoints_3R
+    channel_blocks = triton.cdiv(num_channels, _CHANNELS)
+    _conv_kernel[(triton.cdiv(num_tokens, _TOKENS), channel_blocks)](
+        projected_TF, taps_CW, *rows, history_SPC, out_TC, num_tokens, num_reqs, projected_TF.stride(0),
+        checkpoints_3R.stride(0), C=num_channels, W=num_taps, SEARCH=num_reqs.bit_length(), TOKENS=_TOKENS,
+        CHANNELS=_CHANNELS, **sizes,
+    )  # fmt: skip
+    _history_kernel[(num_reqs, channel_blocks)](
+        projected_TF, *rows, history_SPC, projected_TF.stride(0), checkpoints_3R.stride(0), C=num_channels, W=num_taps,
+        CHANNELS=_CHANNELS, **sizes,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_reqs"])
+def _conv_kernel(
+    projected_ptr, taps_ptr, starts_ptr, lens_ptr, slots_ptr, checkpoints_ptr, history_ptr, out_ptr, num_tokens,
+    num_reqs, projected_stride, checkpoints_stride, C: tl.constexpr, W: tl.constexpr, SEARCH: tl.constexpr,
+    TOKENS: tl.constexpr, CHANNELS: tl.constexpr, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BY_HEAD: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    # The last sequence that begins at the token or before is its own: empty ones begin where the next one does.
+    row = tl.zeros((TOKENS,), tl.int32)
+    for bit in tl.static_range(SEARCH):
+        probe = row + (1 << (SEARCH - 1 - bit))
+        begins = tl.load(starts_ptr + tl.minimum(probe, num_reqs))
+        row = tl.where((probe < num_reqs) & (begins <= token), probe, row)
+    start, _, source, _, _, _ = sequence_of(row, starts_ptr, lens_ptr, slots_ptr, checkpoints_ptr, checkpoints_stride)
+    is_token = (token < num_tokens) & (token < tl.load(starts_ptr + num_reqs))
+    mask = is_token[:, None] & (channel < C)[None, :]
+    column = column_of(channel, G, H, K, V, BY_HEAD)
+    total = tl.zeros((TOKENS, CHANNELS), tl.float32)
+    for tap in tl.static_range(W):
+        at = token - (W - 1) + tap
+        within = at >= start
+        pointer = projected_ptr + at.to(tl.int64)[:, None] * projected_stride + column[None, :]
+        x = tl.load(pointer, mask & within[:, None], other=0.0).to(tl.float32)
+        place = source.to(tl.int64) * (W - 1) + (W - 1) + at - start
+        known = (~within) & (source >= 0)
+        x += tl.load(history_ptr + place[:, None] * C + channel[None, :], mask & known[:, None], other=0.0).to(
+            tl.float32
+        )
+        total += x * tl.load(taps_ptr + channel * W + tap, channel < C, other=0.0)[None, :]
+    total *= tl.sigmoid(total)
+    pointer = out_ptr + token.to(tl.int64)[:, None] * C + channel[None, :]
+    tl.store(pointer, total.to(out_ptr.dtype.element_ty), mask)
+
+
+@triton.jit
+def _history_kernel(
+    projected_ptr, starts_ptr, lens_ptr, slots_ptr, checkpoints_ptr, history_ptr, projected_stride,
+    checkpoints_stride, C: tl.constexpr, W: tl.constexpr, CHANNELS: tl.constexpr, G: tl.constexpr, H: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BY_HEAD: tl.constexpr,
+):  # fmt: skip
+    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    start, count, source, slot, saved, before = sequence_of(
+        tl.program_id(0), starts_ptr, lens_ptr, slots_ptr, checkpoints_ptr, checkpoints_stride
+    )
+    if count == 0:
+        return
+    column = column_of(channel, G, H, K, V, BY_HEAD)
+    mask = channel < C
+    # The checkpoint comes first, as it reads inputs that the slot loses. Inputs move up by one thread for a channel.
+    for target in tl.static_range(2):
+        place = saved if target == 0 else slot
+        end = before if target == 0 else count
+        for index in tl.static_range(W - 1):
+            at = end - (W - 1) + index
+            pointer = projected_ptr + (start + at).to(tl.int64) * projected_stride + column
+            x = tl.load(pointer, mask & (at >= 0), other=0.0)
+            old = history_ptr + (source.to(tl.int64) * (W - 1) + (W - 1) + at) * C + channel
+            x += tl.load(old, mask & (at < 0) & (source >= 0), other=0.0)
+            tl.store(history_ptr + (place.to(tl.int64) * (W - 1) + index) * C + channel, x, mask & (place >= 0))

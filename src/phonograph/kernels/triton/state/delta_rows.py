@@ -1,0 +1,82 @@
+"""Places of a gated delta net's numbers: columns of projections by head, and states by sequence.
+
+Shapes are those of the torch twin (`kernels/torch/state/gated_delta.py`).
+"""
+
+# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def sequence_of(row, starts_ptr, lens_ptr, slots_ptr, checkpoints_ptr, num_reqs):
+    """Return what a step knows of a sequence.
+
+    These are its first token in the step, its tokens in it, its tokens before, the place that its state is read from
+    (-1 for zeros), its slot, and the place of a checkpoint with its tokens before it, in the step.
+    """
+    start = tl.load(starts_ptr + row)
+    count = tl.load(starts_ptr + row + 1) - start
+    context = tl.load(lens_ptr + row) - count
+    slot = tl.load(slots_ptr + row)
+    restored = tl.load(checkpoints_ptr + row)
+    saved = tl.load(checkpoints_ptr + num_reqs + row)
+    before = tl.load(checkpoints_ptr + 2 * num_reqs + row) - context
+    source = tl.where((slot < 0) | (context <= 0), -1, tl.where(restored < 0, slot, restored))
+    return start, count, source, slot, saved, before
+
+
+@triton.jit
+def column_of(channel, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BY_HEAD: tl.constexpr):
+    """Return the column of the projection with a channel of the convolution."""
+    if not BY_HEAD:
+        return channel
+    values: tl.constexpr = H // G * V
+    is_value = channel >= 2 * G * K
+    inner = tl.where(is_value, channel - 2 * G * K, channel % (G * K))
+    width = tl.where(is_value, values, K)
+    first = tl.where(is_value, 2 * K, tl.where(channel >= G * K, K, 0))
+    return inner // width * (2 * K + 2 * values) + first + inner % width
+
+
+@triton.jit
+def gate_column(head, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BY_HEAD: tl.constexpr):
+    """Return the column of the projection with the first output gate of a head of values."""
+    each: tl.constexpr = H // G
+    if BY_HEAD:
+        return head // each * (2 * K + 2 * each * V) + 2 * K + each * V + head % each * V
+    return 2 * G * K + H * V + head * V
+
+
+@triton.jit
+def decay_and_rate(
+    gates_ptr, decay_ptr, time_bias_ptr, head, mask, G: tl.constexpr, H: tl.constexpr, BY_HEAD: tl.constexpr
+):
+    """Return the logarithm of a head's decay and its learning rate, float32, at tokens whose gates are at `gates_ptr`.
+
+    Both are 0 where the mask is False: such a token changes no state.
+    """
+    each: tl.constexpr = H // G
+    if BY_HEAD:
+        rate_column = head // each * 2 * each + head % each
+        time_column = rate_column + each
+    else:
+        rate_column = head
+        time_column = H + head
+    rate = tl.load(gates_ptr + rate_column, mask, other=0.0).to(tl.float32)
+    time = tl.load(gates_ptr + time_column, mask, other=0.0).to(tl.float32) + tl.load(time_bias_ptr + head)
+    # The exponential of a large time overflows.
+    soft = tl.where(time > 20.0, time, tl.log(1.0 + tl.exp(tl.minimum(time, 20.0))))
+    decay = -tl.exp(tl.load(decay_ptr + head)) * soft
+    return tl.where(mask, decay, 0.0), tl.where(mask, tl.sigmoid(rate), 0.0)
+
+
+@triton.jit
+def store_state(state_ptr, place, head, state, mask, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr):
+    """Store the state of a head to a place of the pool; -1 stores nothing."""
+    key = tl.arange(0, state.shape[0])
+    value = tl.arange(0, state.shape[1])
+    pointer = state_ptr + (place.to(tl.int64) * H + head) * K * V + key[:, None] * V + value[None, :]
+    tl.store(pointer, state, mask & (place >= 0))

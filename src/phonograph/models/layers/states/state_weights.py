@@ -1,0 +1,47 @@
+"""Weights of a layer's mixer with a state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from phonograph.models.layers.linear import Linear, WeightAllocator
+from phonograph.models.layers.states.state_mixer import StateMixer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateWeights:
+    """Weights of a mixer, next to its specification and the index of the layer.
+
+    Attributes:
+        input_norm: [E], or None; so is `output_norm`.
+        linears: matrices in the order of the products; the last one is that of the output.
+        others: float32 tensors by their names in the layer.
+    """
+
+    spec: StateMixer
+    layer: int
+    input_norm: torch.Tensor | None
+    linears: tuple[Linear, ...]
+    others: Mapping[str, torch.Tensor]
+    output_norm: torch.Tensor | None
+
+    @classmethod
+    def make(
+        cls,
+        spec: StateMixer,
+        layer: int,
+        norm: Callable[[str | None], torch.Tensor | None],
+        allocate: WeightAllocator,
+    ) -> StateWeights:
+        """Allocate the weights without contents."""
+        return cls(
+            spec=spec,
+            layer=layer,
+            input_norm=norm(spec.input_norm),
+            linears=tuple(allocate.linear(matrix) for matrix in spec.matrices),
+            others={name: allocate.tensor(*shape, dtype=torch.float32) for name, shape in spec.other_shapes.items()},
+            output_norm=norm(spec.output_norm),
+        )

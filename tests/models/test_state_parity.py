@@ -1,0 +1,114 @@
+"""Families with state layers against transformers: logits of prompts of many lengths, cut anywhere."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import STATE_FAMILIES, VOCAB_SIZE, load_model, make_checkpoint
+from dense import DenseSequences
+from safetensors.torch import load_file, save_file
+
+from phonograph.errors import ModelError, UnsupportedModelError
+from phonograph.models.spec import read_model_spec
+from phonograph.models.weights.loading import begin_loading
+
+CPU = torch.device("cpu")
+LENGTHS = 1, 2, 3, 63, 64, 65, 127, 1000
+TOLERANCE = 1e-3
+
+
+def prompts_of(*lengths: int, seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
+
+
+@pytest.mark.parametrize("family", STATE_FAMILIES)
+def test_logits(family: str, tmp_path: Path) -> None:
+    """All prompts in one step, then again in steps of random parts, each with parts of several prompts."""
+    reference = make_checkpoint(family, tmp_path)
+    spec = read_model_spec(tmp_path)
+    assert reference.num_parameters() == spec.num_parameters
+    assert [*spec.states] == [0, 1, 2] and [*spec.attentions] == [3]
+    model = load_model(spec, tmp_path, dtype=torch.float32, device=CPU)
+    prompts = prompts_of(*LENGTHS)
+    with torch.no_grad():
+        wanted = [reference(torch.tensor([prompt])).logits[0] for prompt in prompts]
+    sequences = DenseSequences(model, num_slots=len(prompts))
+    for got, logits in zip(sequences.step([(sequences.add(), one) for one in prompts]), wanted, strict=True):
+        torch.testing.assert_close(got, logits, rtol=0, atol=TOLERANCE)
+    sequences = DenseSequences(model, num_slots=len(prompts))
+    found: dict[int, list[torch.Tensor]] = {sequences.add(): [] for _ in prompts}
+    generator = torch.Generator().manual_seed(1)
+    while left := [index for index, prompt in enumerate(prompts) if sequences.lengths[index] < len(prompt)]:
+        cuts = [int(torch.randint(1, (3, 20, 200)[index % 3], (), generator=generator)) for index in left]
+        parts = [
+            (index, prompts[index][sequences.lengths[index] :][:cut]) for index, cut in zip(left, cuts, strict=True)
+        ]
+        for index, got in zip(left, sequences.step(parts), strict=True):
+            found[index].append(got)
+    for index, logits in enumerate(wanted):
+        torch.testing.assert_close(torch.cat(found[index]), logits, rtol=0, atol=TOLERANCE)
+
+
+def test_published_files_have_experts_in_one_tensor(tmp_path: Path) -> None:
+    """The classes of transformers write a tensor for each expert, and published files have one for all of a layer."""
+    make_checkpoint("qwen3_5_moe", tmp_path)
+    ids, file = prompts_of(20)[0], tmp_path / "model.safetensors"
+    found: list[torch.Tensor] = []
+    for stacked in (False, True):
+        if stacked:
+            tensors = load_file(file)
+            for index in range(4):
+                prefix = f"model.layers.{index}.mlp.experts"
+                parts = {
+                    name: [tensors.pop(f"{prefix}.{expert}.{name}.weight") for expert in range(6)]
+                    for name in ("gate_proj", "up_proj", "down_proj")
+                }
+                halves = torch.stack(parts["gate_proj"]), torch.stack(parts["up_proj"])
+                tensors[f"{prefix}.gate_up_proj"] = torch.cat(halves, 1)
+                tensors[f"{prefix}.down_proj"] = torch.stack(parts["down_proj"])
+            save_file(tensors, file, {"format": "pt"})
+        model = load_model(read_model_spec(tmp_path), tmp_path, dtype=torch.float32, device=CPU)
+        sequences = DenseSequences(model)
+        found += sequences.step([(sequences.add(), ids)])
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])
+def test_layers_that_make_drafts_are_skipped_with_a_note(family: str, tmp_path: Path) -> None:
+    make_checkpoint(family, tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file({**load_file(file), "mtp.fc.weight": torch.ones(4, 4)}, file, {"format": "pt"})
+    with begin_loading(read_model_spec(tmp_path), tmp_path, dtype=torch.float32, device=CPU) as loading:
+        assert any("mtp 1" in note for note in loading.notes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"layer_types": ["linear_attention"] * 4}, UnsupportedModelError, "full_attention for one or more"),
+        ({"layer_types": ["mamba"] * 3 + ["full_attention"]}, UnsupportedModelError, "must name linear_attention or"),
+        ({"linear_num_value_heads": 5}, ModelError, "linear_num_value_heads=5 must be a multiple of"),
+        ({"linear_conv_kernel_dim": 1}, ModelError, "an integer of 2 or more"),
+        ({"mamba_ssm_dtype": "bfloat16"}, ModelError, "'float32', the type of states"),
+        ({"attn_output_gate": False}, ModelError, "attention of this family has gates"),
+        ({"output_gate_type": "sigmoid"}, ModelError, "'swish'"),
+    ],
+)
+def test_bad_fields(changes: dict[str, Any], error: type[Exception], message: str, tmp_path: Path) -> None:
+    make_checkpoint("qwen3_5", tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    with pytest.raises(error, match=message):
+        read_model_spec(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["MambaForCausalLM", "RwkvForCausalLM", "KimiLinearForCausalLM", "xLSTMForCausalLM"])
+def test_other_mixers_are_refused_by_name(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [name]}))
+    with pytest.raises(UnsupportedModelError, match=r"\((layers of|Kimi delta)"):
+        read_model_spec(tmp_path)
