@@ -34,8 +34,8 @@ def run(request: pytest.FixtureRequest) -> Iterator[Callable[[Work], None]]:
     """Run a test with an engine, which serves afterwards and has no request left."""
     start = run_engine.start_engine
 
-    def started(*arguments: Any) -> Any:
-        engine = start(*arguments)
+    def started(*arguments: Any, **named: Any) -> Any:
+        engine = start(*arguments, **named)
         engine.core.runner.lookahead = 1
         pausing = run_engine.CoreLoop._stop
 

@@ -26,6 +26,8 @@ ARGUMENTS: dict[str, Any] = {
     "prompt": "1 2 3",
     "messages": [{"role": "user", "content": "1 2 3"}],
     "params": BeamSearchParams(1, 1),
+    "data_1": "1 2 3",
+    "data_2": "1 2 3",
 }
 
 

@@ -191,7 +191,7 @@ def by_seed(llm: LLM, seed: int, *rest: Any) -> bool:
     return seed == VICTIM
 
 
-def scored_victim(llm: LLM, logits: Any, ids: Any, tops: list[int]) -> bool:
+def scored_victim(llm: LLM, logits: Any, ids: Any, tops: list[int], listed: Any = None) -> bool:
     return 7 in tops
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint
 from encoder_checkpoints import expected_rows, make_encoder, random_prompts
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, Qwen3ForSequenceClassification, Qwen3Model
 
@@ -213,6 +213,19 @@ def test_refusals_of_requests_lose_nothing_of_others(tmp_path: Path) -> None:
         assert llm.embed([], use_tqdm=False) == []
 
 
+def test_rows_that_are_not_finite_fail_their_request(tmp_path: Path) -> None:
+    """The others of its step, and those that wait, have their results."""
+    make_encoder("bert", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["embeddings.word_embeddings.weight"][7] = torch.nan
+    save_file(tensors, tmp_path / "model.safetensors")
+    with make_llm(tmp_path) as llm:
+        outputs = llm.embed([[5, 6], [6, 7], [5, 6], [8], [9], [7], [5, 6]], use_tqdm=False)
+        assert [output.error is not None for output in outputs] == [False, True, False, False, False, True, False]
+        assert "not finite" in str(outputs[1].error) and llm.engine.core.scheduler.stats.blocks_used == 0
+        assert np.abs(outputs[0].outputs.data - outputs[6].outputs.data).max() < 1e-5
+
+
 @pytest.mark.parametrize(
     "values", [{"task": "rank"}, {"dimensions": 0}, {"truncate_prompt_tokens": -2}, {"normalise": True}]
 )
@@ -291,6 +304,7 @@ def test_heads_of_decoders(tmp_path: Path) -> None:
         {"num_kv_blocks": 40},
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
         {"quantize_lm_head": "fp8"},
+        {"quantization": "fp8"},
     ],
 )
 def test_settings_of_models_that_generate(settings: dict[str, Any], tmp_path: Path) -> None:

@@ -128,4 +128,4 @@ def test_a_wrong_value_in_each_place(server: Server, url: str, body: dict[str, A
                 assert b'{"error":' not in answer.content or answer.is_client_error
                 answers[answer.status_code] = answers.get(answer.status_code, 0) + 1
     # Neither all refused nor all taken.
-    assert min(answers[400], answers[200]) > 10
+    assert min(answers[400], answers[200]) > 5

@@ -9,7 +9,7 @@ import torch
 
 
 class AttentionKind(Enum):
-    """Kinds of attention, by the part of a model that has them. The engine runs decoders."""
+    """Kinds of attention, by the part of a model that has them. The engine runs decoders and encoders alone."""
 
     DECODER = "decoder"
     ENCODER = "encoder"

@@ -323,6 +323,9 @@ def _pooling_notes(config: EngineConfig, model: ModelSpec) -> list[str]:
     for name in ("speculative_config", "num_speculative_tokens", "quantize_lm_head"):
         if value := getattr(config, name):
             raise ConfigError(name, value, f"{model.architecture} generates nothing here; leave it out")
+    if model.quantization is not None and not any(one.quantizable for layer in model.kinds for one in layer.matrices):
+        works = "encoders have weights in 16 or 32 bits only; leave it out"
+        raise ConfigError("quantization", config.quantization or model.quantization.name, works)
     tasks = ", ".join(model.pooler.tasks)
     notes = [f"tasks {tasks}: {model.pooler.origin}"]
     if not whole_prompts(model):

@@ -16,7 +16,7 @@ in the step that is being scheduled waits for the next step, if this saves as mu
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from itertools import takewhile
+from itertools import islice, takewhile
 
 from phonograph.core.request import Request, RequestState
 from phonograph.kv_cache.tables import FREED, SequenceTable
@@ -103,8 +103,10 @@ class PromptTails:
         name, tail = self._tables[request.request_id].tail_name(num_tokens), num_tokens % self._block_size
         if name not in self._computed or name in self._held or name == self._waited_for:
             return False
-        tokens = request.prompt_token_ids
-        if tail * sum(1 for _ in takewhile(lambda one: one.prompt_token_ids == tokens, waiting)) < WORTH_A_STEP:
+        tokens, needed = request.prompt_token_ids, -(-WORTH_A_STEP // tail)
+        # Samples of a prompt have one list.
+        alike = takewhile(lambda one: one.prompt_token_ids is tokens or one.prompt_token_ids == tokens, waiting)
+        if sum(1 for _ in islice(alike, needed)) < needed:
             return False
         self._waited_for = name
         return True

@@ -171,13 +171,18 @@ class RequestBlocks:
         """
         full = next((index for index, group in enumerate(self.groups) if group.window is None), None)
         items = [*decodes.items()]
-        place = len(items)
-        block_ids = self.tables[request.request_id].groups[full or 0].block_ids
-        if full is not None and self.cache.pool.num_references(block_ids[0]) > 1:
-            shared = [_num_shared(block_ids, self.tables[one.request_id].groups[full].block_ids) for _, one in items]
+        place, best = len(items), 0
+        if full is not None:
+            block_ids = self.tables[request.request_id].groups[full].block_ids
+            references = self.cache.pool.num_references
+            most = bisect_left(block_ids, True, key=lambda block_id: references(block_id) == 1)
             # After the last of several: two that share more stay neighbours.
-            if any(shared):
-                place -= shared[::-1].index(max(shared))
+            for after in range(len(items), 0, -1):
+                if best == most:
+                    break
+                other = self.tables[items[after - 1][1].request_id].groups[full].block_ids
+                if (shared := _num_shared(block_ids, other)) > best:
+                    place, best = after, shared
         items.insert(place, (request.slot, request))
         return dict(items)
 

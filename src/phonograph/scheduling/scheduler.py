@@ -302,7 +302,8 @@ class Scheduler:
         for request in scored:
             del request.logprobs[len(request.output_token_ids) :]
         for request in pooled:
-            self._finish(request, "stop", None)
+            if not request.finished:
+                self._finish(request, "stop", None)
         return news
 
     def _release_ending(self) -> None:

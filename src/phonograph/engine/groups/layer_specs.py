@@ -37,7 +37,7 @@ def layer_specs(config: EngineConfig, model: ModelSpec, dtype: str, device: Devi
             softcap=layer.softcap,
             sinks=layer.sinks,
             speculative_tokens=config.draft_tokens,
-            shared_prefixes=not model.states and config.cascade_attention == "auto",
+            shared_prefixes=config.cascade_attention == "auto" and model.pooler is None and not model.states,
             batch_invariant=config.batch_invariant,
         )
 

@@ -127,6 +127,8 @@ class ChatAnswer:
 
     def _message(self, sample: Sample) -> dict[str, Any]:
         message = self._keyed(message_of(self._parts.whole(sample), short_ids=self._parts.short_ids))
+        if self._serving.formats.reasoning is not None:  # null without, so that clients can read it
+            message = {**dict.fromkeys(self._keys), **message}
         return {**message, "content": self._echo + (message["content"] or "")} if self._echo else message
 
     def _keyed(self, parts: dict[str, Any]) -> dict[str, Any]:
