@@ -40,7 +40,7 @@ def load_gguf(model: Transformer, file: GgufFile, copies: Copies, cuts: RankTens
     """
     pieces, of_experts = expert_pieces(model.spec.layers), expert_modules(model.spec.layers)
     modules = [module for module in model.quantized_modules() if module.name not in of_experts]
-    architecture, half = str(file.values["general.architecture"]), model.spec.head_size // 2
+    architecture, half = str(file.values["general.architecture"]), model.spec.layers[0].attention.head_size // 2
     if cuts is not None and pieces:
         raise ConfigError(SETTING, cuts.num_ranks, "experts of a GGUF file have no rule for several ranks yet; 1 works")
     shapes = _without(model.spec.tensor_shapes(), of_experts)
