@@ -25,6 +25,7 @@ from phonograph.engine.process.client import StartProgress, no_progress
 from phonograph.engine.startup.cpu_platform import CpuPlatform
 from phonograph.engine.startup.platform import DraftModelParts, ModelParts, Platform
 from phonograph.engine.startup.sleeper import Load, Sleeper
+from phonograph.engine.startup.subject import make_subject, skip_freed_blocks
 from phonograph.errors import ConfigError
 from phonograph.graphs.modes import GraphKey
 from phonograph.kernels.ranks import Ranks
@@ -201,13 +202,7 @@ def build_engine(
         core=core,
         plan=plan,
         captured=captured,
-        make_subject=lambda: RunnerSubject(
-            runner,
-            dict(zip(plan.model.attentions, parts.kv_caches, strict=True)),
-            plan.kv.groups,
-            states=parts.states,
-            poisons_freed=skip_freed_blocks(plan),
-        ),
+        make_subject=partial(make_subject, plan, parts, runner),
         sleeper=sleeper,
         group=group,
     )
@@ -390,11 +385,3 @@ def _zeroes_cache(plan: EnginePlan) -> bool:
     # Drafts at the end of a sequence reach behind its blocks (prepare.py).
     reach_behind = plan.config.speculation is not None and plan.device.kind != "cpu"
     return reach_behind or not skip_freed_blocks(plan)
-
-
-def skip_freed_blocks(plan: EnginePlan) -> bool:
-    """Return True if no kernel uses what is behind a window, so that it may be NaN, as memory at the start may be."""
-    return all(
-        group.window is None or selection.capabilities.skips_freed_blocks
-        for group, selection in zip(plan.kv.groups, plan.selections, strict=True)
-    )

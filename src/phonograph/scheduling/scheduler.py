@@ -397,5 +397,4 @@ class Scheduler:
             del self._waiting[bisect_left(self._waiting, request.rank, key=_RANK)]
         del self._requests[request.request_id], self._blocks.tables[request.request_id]
         request.state = RequestState.FINISHED
-        request.finish_reason = reason
-        request.stop_reason = stop_reason
+        request.finish_reason, request.stop_reason = reason, stop_reason

@@ -123,7 +123,7 @@ def _with_experts(layer: LayerSpec, settings: Settings) -> LayerSpec:
             shared=replace(dense, output_norm="post_feedforward_layernorm_1"),
             input_norm="pre_feedforward_layernorm_2",
             output_norm=dense.output_norm,
-            activation=dense.activation,
+            activation="gelu_tanh",
             router_norm="router.scale",
             expert_scale="router.per_expert_scale",
             sum_norm="post_feedforward_layernorm_2",

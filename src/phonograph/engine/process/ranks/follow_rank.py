@@ -14,16 +14,15 @@ from phonograph.engine.build import (
     make_model_parts,
     make_platform,
     make_runner,
-    skip_freed_blocks,
     weights_load,
 )
 from phonograph.engine.plan import EnginePlan
 from phonograph.engine.process.ranks.rank_step import Capture, Command, RankStep, Score
+from phonograph.engine.startup.subject import make_subject
 from phonograph.graphs.verification import verify
 from phonograph.kernels.ranks import Ranks
 from phonograph.runner.cpu_inputs import CpuInputs
 from phonograph.runner.runner import Runner
-from phonograph.runner.verify_subject import RunnerSubject
 
 
 class FollowingRunner(Runner):
@@ -83,9 +82,8 @@ def serve_rank(plan: EnginePlan, ranks: Ranks, commands: Connection, answers: Co
         elif isinstance(command, Capture):
             runner.capture()
         else:
-            subject = RunnerSubject(runner, parts.kv_caches, plan.kv.groups, poisons_freed=skip_freed_blocks(plan))
             with ranks.checking():
-                report = verify(subject, num_replays=command.num_replays, seed=command.seed)
+                report = verify(make_subject(plan, parts, runner), num_replays=command.num_replays, seed=command.seed)
             answers.send([mismatch.on_rank(ranks.rank) for mismatch in report.mismatches])
 
 
