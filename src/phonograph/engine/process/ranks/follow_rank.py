@@ -83,7 +83,8 @@ def serve_rank(plan: EnginePlan, ranks: Ranks, commands: Connection, answers: Co
         elif isinstance(command, Capture):
             runner.capture()
         else:
-            subject = RunnerSubject(runner, parts.kv_caches, plan.kv.groups, poisons_freed=skip_freed_blocks(plan))
+            kv_caches = dict(enumerate(parts.kv_caches))  # every layer has attention
+            subject = RunnerSubject(runner, kv_caches, plan.kv.groups, poisons_freed=skip_freed_blocks(plan))
             with ranks.checking():
                 report = verify(subject, num_replays=command.num_replays, seed=command.seed)
             answers.send([mismatch.on_rank(ranks.rank) for mismatch in report.mismatches])
