@@ -43,6 +43,7 @@ SETTINGS: dict[str, st.SearchStrategy[Any]] = {
         ),
         max_size=2,
     ),
+    "convert": st.sampled_from(["auto", "none", "EMBED"]),
     "load_format": st.sampled_from(["auto", "safetensors", "DUMMY"]),
     "convert": st.sampled_from(["auto", "none", "EMBED"]),
     "quantization": st.sampled_from(["gptq", "AWQ", "compressed-tensors", "fp8"]),

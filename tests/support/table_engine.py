@@ -79,6 +79,7 @@ class TableModel:
         num_rows: torch.Tensor | None = None,
         num_kept: torch.Tensor | None = None,
         features_TE: torch.Tensor | None = None,
+        states: object = None,
     ) -> torch.Tensor:
         index = row_of(input_ids, positions)
         hidden = torch.index_select(self.table, 0, index, out=self._hidden[: len(input_ids)])
