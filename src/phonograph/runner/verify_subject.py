@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -42,7 +43,7 @@ class RunnerSubject:
         kv_caches: Mapping[int, torch.Tensor],
         groups: Sequence[KVGroup],
         *,
-        states: Mapping[int, tuple[torch.Tensor, ...]],
+        states: Mapping[int, tuple[torch.Tensor, ...]] = MappingProxyType({}),
         poisons_freed: bool,
     ) -> None:
         self._runner = runner

@@ -98,8 +98,7 @@ class Scheduler:
     ) -> None:
         assert limits.max_num_batched_tokens >= limits.max_num_seqs
         self.limits = limits
-        self.groups = tuple(groups)
-        self.num_blocks = num_blocks
+        self.groups, self.num_blocks = tuple(groups), num_blocks
         self.policy = policy
         self.drafts, self.events = drafts, events
         self._blocks = RequestBlocks(
