@@ -45,7 +45,6 @@ SETTINGS: dict[str, st.SearchStrategy[Any]] = {
     ),
     "convert": st.sampled_from(["auto", "none", "EMBED"]),
     "load_format": st.sampled_from(["auto", "safetensors", "DUMMY"]),
-    "convert": st.sampled_from(["auto", "none", "EMBED"]),
     "quantization": st.sampled_from(["gptq", "AWQ", "compressed-tensors", "fp8"]),
     "quantize_lm_head": st.just("fp8"),
     "dtype": st.sampled_from(["auto", "float32", "Float16", "bfloat16"]),
