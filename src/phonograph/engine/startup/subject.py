@@ -1,4 +1,4 @@
-"""What `verify` compares of an engine."""
+"""The subject of `verify`: a runner, and the memory of its model."""
 
 from __future__ import annotations
 
