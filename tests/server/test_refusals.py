@@ -195,7 +195,7 @@ CHATS: list[tuple[dict[str, Any], str, str]] = [
         "messages[0].tool_calls[0].function.arguments",
         "JSON text of an object",
     ),
-    ({"echo": True}, "echo", "no such field"),
+    ({"echo": "yes"}, "echo", "valid boolean"),
 ]
 
 
