@@ -127,7 +127,8 @@ def test_layers_of_several_softcaps_have_groups_of_their_own(tmp_path: Path) -> 
 def test_a_block_is_no_larger_than_kernels_can_address() -> None:
     """Kernels address what lies within a block of a layer's keys by 32 bits."""
     model = read_model_spec("demo")
-    most = ((1 << 31) - 1) // (model.num_kv_heads * model.head_size) // 16 * 16
+    attention = model.layers[0].attention
+    most = ((1 << 31) - 1) // (attention.num_kv_heads * attention.head_size) // 16 * 16
     with pytest.raises(ConfigError, match=rf"block_size={most + 16}: .*; {most} or less works"):
         make_plan(EngineConfig(model="demo", block_size=most + 16), model, known_device("h200"))
 

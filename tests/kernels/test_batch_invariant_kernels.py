@@ -198,7 +198,8 @@ def test_the_hosts_sampler_takes_rows_one_by_one(device: torch.device) -> None:
 def test_a_whole_decoder(batch_invariant: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """With attention that looks at its own row only. In float16, as the interpreter multiplies bfloat16 wrongly."""
     demo = read_model_spec("demo")
-    layer = decoder_layer(LayerSizes(128, 96, demo.num_query_heads, demo.num_kv_heads, demo.head_size))
+    heads = demo.layers[0].attention
+    layer = decoder_layer(LayerSizes(128, 96, heads.num_query_heads, heads.num_kv_heads, heads.head_size))
     head = LayerMatrix("lm_head", "", (MatrixPart("lm_head", 300),), 128)
     spec = replace(demo, vocab_size=300, hidden_size=128, layers=(layer,), head=head)
     with torch.inference_mode():
