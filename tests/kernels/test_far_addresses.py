@@ -20,6 +20,7 @@ from phonograph.kernels.attention_scratch import PREFILL_ROWS
 from phonograph.kernels.fp8_activations import Fp8Rows
 from phonograph.kernels.routing import Routing
 from phonograph.kernels.torch.grouped import Grouped
+from phonograph.kernels.torch.state.gated_delta import DeltaSizes
 from phonograph.kernels.triton.attention import prefill as attention_prefill
 from phonograph.kernels.triton.attention import rope_and_kv_write as rope_kv
 from phonograph.kernels.triton.attention.decode import decode_attention
@@ -31,6 +32,7 @@ from phonograph.kernels.triton.attention.quantize_query import quantize_queries
 from phonograph.kernels.triton.attention.shared_runs import compare_tables
 from phonograph.kernels.triton.elementwise import layer_embeddings, layers
 from phonograph.kernels.triton.elementwise.fp8_rows import quantize_rows
+from phonograph.kernels.triton.elementwise.gate_heads import gate_heads
 from phonograph.kernels.triton.experts.expert_lists import ExpertLists
 from phonograph.kernels.triton.experts.expert_plan import ExpertConfig, ExpertTile, FewRowsTile, RowTile
 from phonograph.kernels.triton.experts.expert_products import down_products, gate_up_products
@@ -52,6 +54,7 @@ from phonograph.kernels.triton.gemm.product_plan import (
 )
 from phonograph.kernels.triton.sampling.bitmask import mask_logits
 from phonograph.kernels.triton.sampling.sample import make_sample_scratch, sample
+from phonograph.kernels.triton.state.gated_delta import gated_delta
 from phonograph.kernels.triton.step.accept_drafts import accept
 from phonograph.kernels.triton.step.draft_rows import DraftRows, first_pass, next_pass
 from phonograph.kernels.triton.step.prepare import apply_appends, prepare
@@ -386,6 +389,22 @@ def walk_row_of_experts(place: Place, device: torch.device) -> list[torch.Tensor
     return [inner_rows, hidden, lists.experts_Tk, lists.weights_Tk]
 
 
+def walk_gated_delta(place: Place, device: torch.device) -> list[torch.Tensor]:
+    """Projections and gates of tokens, and gates of attention's heads; slots are in `test_far_states`."""
+    net = DeltaSizes(1, 2, 16, 32, by_head=True)
+    projected = place(randn(20, net.channels + 64, device=device))
+    gates, checkpoints = place(randn(20, 4, device=device)), place(torch.full((3, 2), -1).to(device, torch.int32))
+    taps, decay, bias, norm = (randn(*shape, device=device).float() for shape in ((net.channels, 3), (2,), (2,), (32,)))
+    starts, lens, slots = (torch.tensor(one).to(device, torch.int32) for one in ([0, 18, 20], [30, 2], [1, 0]))
+    history, out = randn(2, 2, net.channels, device=device), randn(20, 64, device=device)
+    state, scratch = randn(2, 2, 16, 32, device=device).float(), randn(20, net.channels, device=device)
+    rows = starts, lens, slots, checkpoints
+    gated_delta(projected, gates, taps, decay, bias, norm, *rows, history, state, out, net, EPS, scratch)
+    heads = place(randn(ROWS, 32, device=device))
+    gate_heads(heads, place(randn(ROWS, 96, device=device)), 16)
+    return [out, history, state, heads]
+
+
 WALKS: dict[str, tuple[Walk, tuple[str, ...]]] = {
     "gemv": (walk_gemv, ("gemv._gemv_kernel",)),
     "few rows": (walk_few_rows, ("gemm_small_m._gemm_small_m_kernel",)),
@@ -421,6 +440,7 @@ WALKS: dict[str, tuple[Walk, tuple[str, ...]]] = {
         ),
     ),
     "KV writes": (walk_kv_writes, KV_KERNELS),
+    "gated delta net": (walk_gated_delta, ("delta_conv._conv_kernel", "gate_heads._gate_heads_kernel")),
     "embeddings in layers": (
         walk_layer_embeddings,
         ("layer_embeddings._add_table_kernel", "layer_embeddings._gate_kernel"),
@@ -443,6 +463,8 @@ OTHER_TESTS = {
     "fp8_rows._quantize_rows_kernel",
     "quantize_query._quantize_kernel",
     "dequantize._dequantize_kernel",
+    *(f"encoder_rows.{name}" for name in ("_layer_norm_kernel", "_embed_kernel", "_activate_kernel", "_mean_kernel")),
+    *("delta_step.delta_step_kernel", "delta_chunk.delta_chunk_kernel", "delta_conv._history_kernel"),
 }
 WITHOUT_ROWS = {
     "decode_plan._plan_kernel",
