@@ -31,10 +31,12 @@ import test_attention_prefill_hopper as hopper_prefill
 import test_dequantize as dequantized
 import test_draft_rows as draft_rows
 import test_drafts_on_device as drafts
+import test_encoder_rows as encoder_rows
 import test_expert_fp4 as experts_fp4
 import test_expert_kernels as experts
 import test_expert_row as expert_row
 import test_fp8_rows as fp8_rows
+import test_gated_delta as gated_delta
 import test_grouped_products as grouped_products
 import test_grouped_ring
 import test_integer_row
@@ -126,6 +128,13 @@ def run_all(device: torch.device) -> None:
     layer_embeddings.test_gates_of_a_layer(True, dtype, device)
     layer_embeddings.test_joint_norms(3, 5, dtype, device)
     fp8_rows.test_rows(1008, dtype, device)
+    encoder_rows.test_layer_norm(384, torch.float16)
+    encoder_rows.test_embed("all")
+    encoder_rows.test_activations("gelu", 1500)
+    encoder_rows.test_means_and_rows_of_prompts(384)
+    for batch in gated_delta.BATCHES:
+        gated_delta.test_steps_are_those_of_the_torch_set("odd sizes", batch, dtype, device)
+    gated_delta.test_gates_of_attention(dtype, device)
     experts.test_routes("many", 50, 33, device)
     experts.test_counts_of_pairs(70, 33, device)
     experts.test_memory_of_routers_without_a_gate(device)

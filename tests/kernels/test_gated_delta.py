@@ -7,6 +7,7 @@ import torch
 
 from phonograph.kernels.torch.state import gated_delta as torch_set
 from phonograph.kernels.torch.state.gated_delta import DeltaSizes
+from phonograph.kernels.triton.elementwise.gate_heads import gate_heads
 from phonograph.kernels.triton.state import gated_delta as triton_set
 
 SLOTS, PLACES = 6, 9
@@ -69,3 +70,18 @@ def test_steps_are_those_of_the_torch_set(name: str, batch: str, dtype: torch.dt
     for one, other in zip(got, wanted, strict=True):
         torch.testing.assert_close(one.cpu(), other, rtol=0, atol=atol, equal_nan=True)
     assert not got[2][sum(queries) :].any(), "padding is 0"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gates_of_attention(dtype: torch.dtype, device: torch.device) -> None:
+    """Rows lie apart, and what follows the gates in a row is not read."""
+    heads, size, num_tokens = 3, 40, 5
+    projected, memory = (torch.randn(num_tokens, width).to(device, dtype) for width in (2 * heads * size + 24, 200))
+    projected[:, 2 * heads * size :] = torch.nan
+    out = memory[:, : heads * size]
+    gates = projected[:, : 2 * heads * size].double().view(num_tokens, heads, 2, size)[:, :, 1].flatten(1)
+    wanted = out.double() * gates.sigmoid()
+    rest = memory[:, heads * size :].clone()
+    gate_heads(out, projected, size)
+    torch.testing.assert_close(out.double(), wanted, rtol=1e-2 if dtype.itemsize == 2 else 1e-5, atol=1e-6)
+    assert torch.equal(memory[:, heads * size :], rest)
