@@ -186,7 +186,9 @@ def test_fields_that_the_format_restricts(fields: dict[str, Any], param: str | N
 
 def test_answers_of_the_endpoint(harmony: Harmony) -> None:
     """A chunk a step, and the finish reason of calls."""
-    serving: Any = SimpleNamespace(names=("m",), harmony=harmony, config=ServerConfig(), texts=None)
+    serving: Any = SimpleNamespace(
+        names=("m",), harmony=harmony, config=ServerConfig(), texts=None, formats=HARMONY_FORMATS
+    )
     text, reasoning, _, calls = ANSWERS[1]
     body = ChatBody(messages=[{"role": "user", "content": "Hi"}], stream=True)
     for stream in (True, False):
