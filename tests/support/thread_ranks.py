@@ -10,7 +10,7 @@ import pickle
 import threading
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -42,7 +42,8 @@ class ThreadRanks(CpuRanks):
         self._shared[self.rank] = x.clone()
         self._barrier.wait(SECONDS)
         found = list(self._shared)
-        self._barrier.wait(SECONDS)
+        with suppress(threading.BrokenBarrierError):  # by a rank that went on, and failed
+            self._barrier.wait(SECONDS)
         return found
 
     def abort(self) -> None:
