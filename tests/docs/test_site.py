@@ -76,7 +76,7 @@ TASKS = {
     "threads": "OMP_NUM_THREADS=4",
     "api key": "--api-key SECRET",
     "benchmark": "phonograph bench latency demo",
-    "embeddings": "no embeddings",
+    "embeddings": 'convert="embed"',
     "multiple gpus": "no tensor parallelism",
 }
 """Tasks of the quickstarts of vLLM and llama.cpp: words, and what the page of tasks has for them."""

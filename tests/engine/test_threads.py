@@ -36,7 +36,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 class Sized:
-    """The size of a model, which is all that the choice looks at."""
+    """The size of a model that generates, which is all that the choice looks at."""
+
+    pooler = None
 
     def __init__(self, num_layers: int, mib: float) -> None:
         self.num_layers, self.bytes = num_layers, int(mib * 1024**2)

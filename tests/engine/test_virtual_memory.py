@@ -129,6 +129,7 @@ class VirtualPlatform(CpuPlatform):
     """A CPU whose static memory is that of a fake GPU: graphs are tapes with frozen addresses."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.drivers: list[FakeMemoryDriver] = []
 
     def static_memory(self) -> VirtualMemory:
