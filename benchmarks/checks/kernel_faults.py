@@ -328,8 +328,8 @@ _EXPERTS: tuple[Fault, ...] = (
     Fault(
         name="experts: padding rows route",
         file="experts/route.py",
-        old="(valid[:, None] & allowed & (keys == _NO_KEY))",
-        new="(allowed & (keys == _NO_KEY))",
+        old="(valid[:, None] & chosen)",
+        new="chosen",
         narrow=_EXPERT_TESTS[:1],
         broad=_EXPERT_TESTS,
     ),
