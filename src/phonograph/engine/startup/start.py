@@ -52,22 +52,22 @@ def start_engine(
             engine = _start_ranks(plan, progress, on_rank_failure, last_words)
     finally:
         resume_collector()
-    try:
-        _check_graphs(engine)
-    except BaseException:
-        engine.close()
-        raise
+    if config.verify_graphs:
+        try:
+            _check_graphs(engine)
+        except BaseException:
+            engine.close()
+            raise
     return engine
 
 
 def _check_graphs(engine: Engine) -> None:
-    """Compare each graph with eager, if `verify_graphs` asks for it."""
-    if engine.plan.config.verify_graphs:
-        if engine.captured.retries:
-            raise CaptureError(f"verify_graphs: {'; '.join(map(str, engine.captured.retries))}")
-        report = verify_engine(engine, num_replays=1)
-        if not report.ok:
-            raise PhonographError(f"verify_graphs found a graph unlike eager: {report.mismatches[0]}")
+    """Compare each graph with eager."""
+    if engine.captured.retries:
+        raise CaptureError(f"verify_graphs: {'; '.join(map(str, engine.captured.retries))}")
+    report = verify_engine(engine, num_replays=1)
+    if not report.ok:
+        raise PhonographError(f"verify_graphs found a graph unlike eager: {report.mismatches[0]}")
 
 
 def _start_ranks(
