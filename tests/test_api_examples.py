@@ -43,7 +43,7 @@ def public_objects() -> Iterator[tuple[str, Any]]:
             if inspect.isclass(value) or inspect.isfunction(value):
                 yield key, value
             if inspect.isclass(value):
-                own = [base for base in value.__mro__ if base.__module__.startswith("phonograph.")]
+                own = [base for base in reversed(value.__mro__) if base.__module__.startswith("phonograph.")]
                 for method, function in (item for base in own for item in vars(base).items()):
                     if inspect.isfunction(function) and method[0] != "_":
                         yield f"{key}.{method}", function

@@ -62,7 +62,18 @@ class PooledEngine(OfflineEngine):
         lora_request: object = None,
         tokenization_kwargs: object = None,
     ) -> list[PoolingRequestOutput]:
-        """Return the probabilities of the classes of each prompt; the arguments are those of `embed`."""
+        """Return the probabilities of the classes of each prompt.
+
+        Args:
+            prompts: as for `generate`.
+            use_tqdm: as for `generate`.
+            pooling_params: defaults to `PoolingParams(task="classify")`.
+            lora_request: not supported; must be None.
+            tokenization_kwargs: not supported; must be None.
+
+        Raises:
+            RequestError: as for `generate`, or the model has no classes.
+        """
         refuse_unsupported(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
         return self._pooled("classify", prompts, pooling_params, use_tqdm=use_tqdm)
 
