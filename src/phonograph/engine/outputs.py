@@ -255,6 +255,7 @@ class PoolingRequestOutput:
         prompt_token_ids: tokens of the prompt, without what `truncate_prompt_tokens` cut off.
         result: the result, or the reason why there is none.
         num_cached_tokens: prompt tokens found in the prefix cache.
+        finished: True, as in vLLM's class.
 
     Example:
         ```python
@@ -289,7 +290,11 @@ class PoolingRequestOutput:
 
 
 def pooling_output(output: RequestOutput) -> PoolingRequestOutput:
-    """Return the output of a request that generates nothing, which has ended."""
+    """Return the result of a request that generates nothing.
+
+    Args:
+        output: of the request, which has ended.
+    """
     error = output.error
     if error is None and output.pooled is None:
         error = RequestFailure(output.request_id, "engine", "was aborted")

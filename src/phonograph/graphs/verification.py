@@ -108,7 +108,11 @@ class Mismatch:
     rank: int | None = None
 
     def on_rank(self, rank: int) -> Mismatch:
-        """Return the mismatch with the rank that found it."""
+        """Return the mismatch with the rank that found it.
+
+        Args:
+            rank: the number of that rank.
+        """
         return replace(self, rank=rank)
 
     def __str__(self) -> str:
