@@ -164,5 +164,6 @@ def test_variables_of_a_template() -> None:
 def test_the_text_of_several_templates() -> None:
     for template, text in (("one", "one"), (None, None), ({"default": "one", "tool_use": "two"}, "one\ntwo")):
         backend = SimpleNamespace(get_added_tokens_decoder=dict, decoder=None, truncation=None, padding=None)
-        tokenizer = Tokenizer(SimpleNamespace(backend_tokenizer=backend, chat_template=template))
+        of_library = SimpleNamespace(backend_tokenizer=backend, chat_template=template, apply_chat_template=len)
+        tokenizer = Tokenizer(of_library)
         assert tokenizer.template_text == text
