@@ -35,14 +35,16 @@ from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.torch.state.gated_delta import DeltaSizes
 from phonograph.kernels.triton.attention import page_indices, prefill, quantize_query, split_batch
 from phonograph.kernels.triton.attention import rope_and_kv_write as rope
-from phonograph.kernels.triton.elementwise import fp8_rows, layer_embeddings, layers
+from phonograph.kernels.triton.elementwise import encoder_rows, fp8_rows, layer_embeddings, layers
 from phonograph.kernels.triton.elementwise.gate_heads import gate_heads
 from phonograph.kernels.triton.experts.count_pairs import count_pairs
 from phonograph.kernels.triton.experts.expert_lists import ExpertLists
-from phonograph.kernels.triton.experts.expert_plan import FewRowsTile, expert_config
+from phonograph.kernels.triton.experts.expert_plan import FewRowsTile, expert_config, row_config
 from phonograph.kernels.triton.experts.expert_products import down_products, fitted, gate_up_products
 from phonograph.kernels.triton.experts.expert_results import add_results
 from phonograph.kernels.triton.experts.route import route
+from phonograph.kernels.triton.experts.route_row import route_row
+from phonograph.kernels.triton.experts.row_products import add_down_row, gate_up_row
 from phonograph.kernels.triton.gemm.product import CLAMPED_SWIGLU, GELU, SILU
 from phonograph.kernels.triton.sampling import bitmask, sample
 from phonograph.kernels.triton.state.gated_delta import gated_delta
@@ -161,6 +163,14 @@ def launch_others() -> None:
     layers.gather_rows(halves(8, 512), longs(4), halves(4, 512))
     layers.gather_columns(halves(8, 512), longs(512), halves(8, 512))
     fp8_rows.quantize_rows(halves(8, 512), rounded)
+    rows, weight = halves(8, 512), halves(2, 512)
+    encoder_rows.layer_norm(rows, weight, 1e-6, rows)
+    encoder_rows.layer_norm(rows, weight, 1e-6, halves(4, 512), rows_N=longs(4), added_TE=rows, kept_TE=rows)
+    encoder_rows.embed(ints(8), longs(8), halves(99, 512), None, None, None, 1e-6, rows)
+    encoder_rows.embed(ints(8), longs(8), halves(99, 512), halves(64, 512), weight, weight, 1e-6, rows)
+    for activation in ("silu", "gelu_tanh", "gelu", "relu"):
+        encoder_rows.activate(halves(8, 1024), rows, activation)
+    encoder_rows.mean_rows(rows, ints(3), torch.zeros(2, 512))
 
 
 def launch_experts() -> None:
@@ -179,6 +189,11 @@ def launch_experts() -> None:
         route(x, halves(num_experts + 1, width), routing, lists, block=config.block, **of_route)
         count_pairs(lists.experts_Tk, longs(num_experts))
         gate_up, down = halves(num_experts * 2 * inner, width), halves(num_experts * width, inner)
+        if tokens == 1:
+            tiles, norm, row = row_config(width, inner), (halves(width), 1e-6, halves(1, width)), halves(pairs, inner)
+            route_row(x, halves(num_experts + 1, width), routing, lists, tiles.route, norm=norm, **of_route)
+            gate_up_row(x, gate_up, lists, tiles.gate_up, row, halves(num_experts * 2 * inner), mode=CLAMPED_SWIGLU)
+            add_down_row(row, down, lists, tiles.down, x, halves(num_experts * width), factor=0.5)
         factors, scale = routing._replace(logit_factor=0.1), torch.zeros(num_experts)
         route(x, halves(num_experts, width), factors, lists, block=config.block, expert_scale_X=scale)
         for mode in (SILU, GELU, CLAMPED_SWIGLU):
