@@ -81,24 +81,11 @@ class ExpertKernels:
         is_fp4 = isinstance(gate_up, Grouped) and gate_up.is_fp4()
         config = fitted(expert_config(len(x_TE), routing, fp4=is_fp4), gate_up, down)
         memory = self._memory(len(x_TE))
-        if norm is not None:
-            self._route_row(hidden_TE, norm, num_rows)
-            x_TE = norm[2]
+        if norm is None:
+            routed_TE = self._normed(hidden_TE, x_TE, weights.router_norm, memory)
         else:
-            router = weights.router.weight.operand
-            assert isinstance(router, torch.Tensor)
-            route(
-                self._normed(hidden_TE, x_TE, weights.router_norm, memory),
-                router,
-                routing,
-                lists,
-                block=config.block,
-                router_bias_O=weights.router.bias_O,
-                choice_bias_X=weights.choice_bias,
-                expert_scale_X=weights.expert_scale,
-                num_rows=num_rows,
-            )
-            self._count(len(x_TE))
+            routed_TE, x_TE = hidden_TE, norm[2]
+        self._route(routed_TE, config.block, num_rows, norm)
         mode = GATED_MODES[self._spec.activation]
         gate_up_products(x_TE, gate_up, lists, routing, config, memory.inner_PI, weights.gate_up.bias_O, mode=mode)
         down_products(memory.inner_PI, down, lists, routing, config, memory.results_PE, weights.down.bias_O)
@@ -122,31 +109,28 @@ class ExpertKernels:
         weights, memory = self._weights, self._memory(1)
         gate_up, down = weights.gate_up.weight.operand, weights.down.weight.operand
         assert isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor)
-        self._route_row(hidden_1E, norm, num_rows)
+        self._route(hidden_1E, 1, num_rows, norm)
         inner_kI, lists, tiles, mode = memory.inner_PI, self._lists, self._tiles, GATED_MODES[self._spec.activation]
         gate_up_row(norm[2], gate_up, lists, tiles.gate_up, inner_kI, weights.gate_up.bias_O, mode=mode)
         add_down_row(inner_kI, down, lists, tiles.down, hidden_1E, weights.down.bias_O, factor=factor)
 
-    def _route_row(self, hidden_1E: torch.Tensor, norm: RowNorm, num_rows: torch.Tensor | None) -> None:
+    def _route(self, x_TE: torch.Tensor, block: int, num_rows: torch.Tensor | None, norm: RowNorm | None) -> None:
+        """Choose the experts of rows, which are normed before unless one row has its norm here."""
         weights, router = self._weights, self._weights.router.weight.operand
         assert isinstance(router, torch.Tensor)
-        route_row(
-            hidden_1E,
-            router,
-            self._spec.routing,
-            self._lists,
-            self._tiles.route,
-            norm=norm,
-            router_bias_O=weights.router.bias_O,
-            choice_bias_X=weights.choice_bias,
-            expert_scale_X=weights.expert_scale,
-            num_rows=num_rows,
-        )
-        self._count(1)
-
-    def _count(self, num_tokens: int) -> None:
+        fixed: dict[str, torch.Tensor | None] = {
+            "router_bias_O": weights.router.bias_O,
+            "choice_bias_X": weights.choice_bias,
+            "expert_scale_X": weights.expert_scale,
+            "num_rows": num_rows,
+        }
+        routing, lists = self._spec.routing, self._lists
+        if norm is None:
+            route(x_TE, router, routing, lists, block=block, **fixed)
+        else:
+            route_row(x_TE, router, routing, lists, self._tiles.route, norm=norm, **fixed)
         if self._load_X is not None:
-            count_pairs(self._lists.experts_Tk[:num_tokens], self._load_X)
+            count_pairs(lists.experts_Tk[: len(x_TE)], self._load_X)
 
     def add(
         self,

@@ -14,7 +14,7 @@ from itertools import count
 from math import ceil
 from typing import NamedTuple
 
-from phonograph.engine.offline.simulation.fleet import FleetResult, GraphUse, SimulatedAnswer, check_trace
+from phonograph.engine.offline.simulation.fleet import FleetResult, GraphUse, SimulatedAnswer, check_trace, steps_ahead
 from phonograph.engine.offline.simulation.request_traces import TracedRequest
 from phonograph.engine.offline.simulation.step_times import StepTimes, StepWork
 from phonograph.engine.plan import EnginePlan
@@ -95,7 +95,7 @@ class _CoarseFleet:
         self._capacity = plan.memory.num_tokens
         check_trace(trace, min(plan.limits.max_model_len, self._capacity))
         self._dispatcher = plan.make_dispatcher()
-        self._lookahead = 0 if plan.device.kind == "cpu" or plan.waits else 1
+        self._lookahead = steps_ahead(plan)
         self._engines = [_CoarseEngine() for _ in range(num_engines)]
         self._least = [(0, number) for number in range(num_engines)]  # open requests when it was noted
         self._due: list[tuple[float, int, int, int]] = []

@@ -106,10 +106,14 @@ class SimulatedEngine:
         self, plan: EnginePlan, dispatcher: Dispatcher, times: StepTimes, on_step: Callable[[StepRecord], None]
     ) -> None:
         self.clock = SimulatedClock()
-        lookahead = 0 if plan.device.kind == "cpu" or plan.waits else 1
-        runner = SimulatedStepRunner(dispatcher, times, self.clock, lookahead)
+        runner = SimulatedStepRunner(dispatcher, times, self.clock, steps_ahead(plan))
         self.core = EngineCore(make_scheduler(plan), runner, clock=self.clock)
         self.core.on_step = on_step
+
+
+def steps_ahead(plan: EnginePlan) -> int:
+    """Return the steps that an engine schedules before it reads the one in flight."""
+    return 0 if plan.device.kind == "cpu" or plan.waits else 1
 
 
 def check_trace(trace: Sequence[TracedRequest], context_len: int) -> None:

@@ -10,10 +10,13 @@ rounded up to a power of two; k experts of a token.
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
 from phonograph.kernels import routing as rules
+from phonograph.kernels.routing import Routing
 
 LEAST = tl.constexpr(rules.LEAST)
 _NO_KEY = tl.constexpr(-(1 << 63))
@@ -21,29 +24,58 @@ _NO_KEY = tl.constexpr(-(1 << 63))
 _LAST = tl.constexpr((1 << 31) - 1)
 
 
+def choice_constants(routing: Routing) -> dict[str, Any]:
+    """Return the constants of a routing for a kernel that calls `choose_experts`."""
+    return {
+        "SIGMOID": routing.sigmoid,
+        "RENORMALISED": routing.renormalised,
+        "SCALE": routing.scale,
+        "LOGIT_FACTOR": routing.logit_factor,
+        "GROUPS": routing.num_groups,
+        "TOP_GROUPS": routing.top_groups,
+        "GP": triton.next_power_of_2(routing.num_groups),
+        "SP": triton.next_power_of_2(routing.num_experts // routing.num_groups),
+    }
+
+
 @triton.jit
-def choose_experts(logits, place, expert, exists, choice_bias_ptr, expert_scale_ptr, shape):
-    """Return experts [r, k] by falling score, their weights without the scale [r, k], and the choice as a mask [r, n].
+def expert_places(X: tl.constexpr, GROUPS: tl.constexpr, GP: tl.constexpr, SP: tl.constexpr):
+    """Return the places [n], the expert of each, and False where a place has none."""
+    place = tl.arange(0, GP * SP)
+    expert = place // SP * (X // GROUPS) + place % SP
+    return place, expert, (place % SP < X // GROUPS) & (place // SP < GROUPS)
+
+
+@triton.jit
+def choose_experts(logits, place, expert, exists, router_bias_ptr, choice_bias_ptr, expert_scale_ptr, shape):
+    """Return experts [r, k] by falling score, their weights [r, k], and the choice as a mask [r, n].
 
     Both have columns up to a power of two.
 
     Args:
-        logits: float32 [r, n].
-        place: 0, 1, ... [n].
-        expert: of each place.
-        exists: False where a place has no expert.
+        logits: float32 [r, n], products of the router.
+        place: of `expert_places`.
+        expert: of `expert_places`.
+        exists: of `expert_places`.
+        router_bias_ptr: added to the logits, or None.
         choice_bias_ptr: added to the scores for the choice only, or None.
         expert_scale_ptr: factor of each expert's weight, or None.
-        shape: constants X, K, SIGMOID, RENORMALISED, GROUPS, TOP_GROUPS, and powers of two of groups and members.
+        shape: constants X, K, and those of `choice_constants` in their order.
     """
     X: tl.constexpr = shape[0]
     K: tl.constexpr = shape[1]
     SIGMOID: tl.constexpr = shape[2]
     RENORMALISED: tl.constexpr = shape[3]
-    GROUPS: tl.constexpr = shape[4]
-    TOP_GROUPS: tl.constexpr = shape[5]
-    GP: tl.constexpr = shape[6]
-    SP: tl.constexpr = shape[7]
+    SCALE: tl.constexpr = shape[4]
+    LOGIT_FACTOR: tl.constexpr = shape[5]
+    GROUPS: tl.constexpr = shape[6]
+    TOP_GROUPS: tl.constexpr = shape[7]
+    GP: tl.constexpr = shape[8]
+    SP: tl.constexpr = shape[9]
+    if router_bias_ptr is not None:
+        logits += tl.load(router_bias_ptr + expert, exists, other=0.0).to(tl.float32)[None, :]
+    if LOGIT_FACTOR != 1.0:
+        logits *= LOGIT_FACTOR
     if SIGMOID:
         score = tl.sigmoid(logits)
         choice = score
@@ -73,7 +105,7 @@ def choose_experts(logits, place, expert, exists, choice_bias_ptr, expert_scale_
         weights = weights / tl.sum(weights, 1)[:, None]
     if expert_scale_ptr is not None:
         weights *= tl.load(expert_scale_ptr + experts)
-    return experts, weights, allowed & (keys == _NO_KEY)
+    return experts, weights * SCALE, allowed & (keys == _NO_KEY)
 
 
 @triton.jit

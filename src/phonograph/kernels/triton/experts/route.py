@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from phonograph.kernels.routing import Routing
-from phonograph.kernels.triton.experts.choose_experts import choose_experts
+from phonograph.kernels.triton.experts.choose_experts import choice_constants, choose_experts, expert_places
 from phonograph.kernels.triton.experts.expert_lists import (
     EXPERTS,
     LARGE_TILE,
@@ -99,14 +99,7 @@ def route(
         INPUT_PARTS=input_parts,
         PARTS=expert_parts * input_parts,
         BLOCK_E=_INPUTS,
-        SIGMOID=routing.sigmoid,
-        RENORMALISED=routing.renormalised,
-        SCALE=routing.scale,
-        LOGIT_FACTOR=routing.logit_factor,
-        GROUPS=routing.num_groups,
-        TOP_GROUPS=routing.top_groups,
-        GP=triton.next_power_of_2(routing.num_groups),
-        SP=triton.next_power_of_2(routing.num_experts // routing.num_groups),
+        **choice_constants(routing),
         ONE_LAUNCH=one_launch,
         ONE_TILE=rows <= tile,
         **lists_shape,
@@ -225,27 +218,21 @@ def _route_kernel(
             return
         tl.store(arrived_ptr + 1 + tile, 0)
 
-    place = tl.arange(0, GP * SP)
-    expert = place // SP * (X // GROUPS) + place % SP
-    exists = (place % SP < X // GROUPS) & (place // SP < GROUPS)
+    place, expert, exists = expert_places(X, GROUPS, GP, SP)
     mask = valid[:, None] & exists[None, :]
     logits = tl.zeros((TILE, GP * SP), tl.float32)
     for other in tl.static_range(INPUT_PARTS):
         # Bypasses the L1 cache, which may hold older values.
         ptrs = partials_ptr + other * size + row[:, None] * OUTPUTS + expert[None, :]
         logits += tl.load(ptrs, mask, other=0.0, cache_modifier=".cg")
-    if router_bias_ptr is not None:
-        logits += tl.load(router_bias_ptr + expert, exists, other=0.0).to(tl.float32)[None, :]
-    if LOGIT_FACTOR != 1.0:
-        logits *= LOGIT_FACTOR
     experts, weights, chosen = choose_experts(
-        logits, place, expert, exists, choice_bias_ptr, expert_scale_ptr,
-        (X, K, SIGMOID, RENORMALISED, GROUPS, TOP_GROUPS, GP, SP),
+        logits, place, expert, exists, router_bias_ptr, choice_bias_ptr, expert_scale_ptr,
+        (X, K, SIGMOID, RENORMALISED, SCALE, LOGIT_FACTOR, GROUPS, TOP_GROUPS, GP, SP),
     )  # fmt: skip
     column = tl.arange(0, triton.next_power_of_2(K))[None, :]
     own = (row < T)[:, None] & (column < K)
     tl.store(experts_ptr + row[:, None] * K + column, tl.where(valid[:, None], experts, -1), own)
-    tl.store(weights_ptr + row[:, None] * K + column, weights * SCALE, own)
+    tl.store(weights_ptr + row[:, None] * K + column, weights, own)
     if OUTPUTS > X:
         gate = tl.zeros((TILE,), tl.float32)
         for other in tl.static_range(INPUT_PARTS):

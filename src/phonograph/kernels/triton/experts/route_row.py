@@ -17,7 +17,7 @@ import triton.language as tl
 
 from phonograph.kernels.routing import Routing
 from phonograph.kernels.triton.elementwise.layers import weighted
-from phonograph.kernels.triton.experts.choose_experts import choose_experts
+from phonograph.kernels.triton.experts.choose_experts import choice_constants, choose_experts, expert_places
 from phonograph.kernels.triton.experts.expert_lists import ExpertLists
 from phonograph.kernels.triton.experts.expert_plan import RowTile
 from phonograph.kernels.triton.gemm.gemv import products
@@ -75,14 +75,7 @@ def route_row(
         E=width,
         BLOCK_O=tile.block_n,
         BLOCK_E=tile.block_k,
-        SIGMOID=routing.sigmoid,
-        RENORMALISED=routing.renormalised,
-        SCALE=routing.scale,
-        LOGIT_FACTOR=routing.logit_factor,
-        GROUPS=routing.num_groups,
-        TOP_GROUPS=routing.top_groups,
-        GP=triton.next_power_of_2(routing.num_groups),
-        SP=triton.next_power_of_2(routing.num_experts // routing.num_groups),
+        **choice_constants(routing),
         **pdl_options(),
         num_warps=tile.num_warps,
     )
@@ -158,25 +151,19 @@ def _route_row_kernel(
         return
     tl.store(arrived_ptr, 0)
 
-    place = tl.arange(0, GP * SP)
-    expert = place // SP * (X // GROUPS) + place % SP
-    exists = (place % SP < X // GROUPS) & (place // SP < GROUPS)
+    place, expert, exists = expert_places(X, GROUPS, GP, SP)
     # Bypasses the L1 cache, which may hold older values.
     logits = tl.load(logits_ptr + expert, exists, other=0.0, cache_modifier=".cg")
-    if router_bias_ptr is not None:
-        logits += tl.load(router_bias_ptr + expert, exists, other=0.0).to(tl.float32)
-    if LOGIT_FACTOR != 1.0:
-        logits *= LOGIT_FACTOR
     experts, weights, _ = choose_experts(
-        logits[None, :], place, expert, exists, choice_bias_ptr, expert_scale_ptr,
-        (X, K, SIGMOID, RENORMALISED, GROUPS, TOP_GROUPS, GP, SP),
+        logits[None, :], place, expert, exists, router_bias_ptr, choice_bias_ptr, expert_scale_ptr,
+        (X, K, SIGMOID, RENORMALISED, SCALE, LOGIT_FACTOR, GROUPS, TOP_GROUPS, GP, SP),
     )  # fmt: skip
     count = K
     if num_rows_ptr is not None:
         count = tl.minimum(tl.load(num_rows_ptr), 1) * K
     pair = tl.arange(0, triton.next_power_of_2(K))[None, :]
     tl.store(experts_ptr + pair, tl.where(pair < count, experts, -1), pair < K)
-    tl.store(weights_ptr + pair, weights * SCALE, pair < K)
+    tl.store(weights_ptr + pair, weights, pair < K)
     tl.store(pairs_ptr + pair, pair, pair < count)
     tl.store(items_ptr + 3 * pair, experts, pair < count)
     tl.store(items_ptr + 3 * pair + 1, pair, pair < count)
