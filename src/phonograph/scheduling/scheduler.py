@@ -42,7 +42,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
-from itertools import compress, repeat
+from itertools import compress, islice, repeat
 from operator import attrgetter
 from typing import Literal
 
@@ -355,7 +355,7 @@ class Scheduler:
         if request.unscored:
             request.prompt_logprobs.clear()
         reuse = not (request.unscored or request.params.skip_reading_prefix_cache)
-        if reuse and self._blocks.tails.is_worth_waiting(request, self._waiting[: len(self._free_slots)]):
+        if reuse and self._blocks.tails.is_worth_waiting(request, islice(self._waiting, len(self._free_slots))):
             return None
         num_cached = self._blocks.admit(request, self._decoding.values(), budget=budget, reuse=reuse)
         if num_cached is None:
