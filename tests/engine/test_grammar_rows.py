@@ -126,7 +126,8 @@ def test_the_device_has_its_step_before_the_host_waits_and_other_steps_do_not_wa
 
 
 def test_rows_of_a_smaller_step_are_listed_without_those_of_a_larger() -> None:
-    masks = GrammarMasks(max_num_seqs=SLOTS, vocab_size=VOCAB, device=torch.device("cpu"))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    masks = GrammarMasks(max_num_seqs=SLOTS, vocab_size=VOCAB, device=device)
     for slot in range(SLOTS):
         masks.load(slot, Ladder(9, VOCAB, EOS), [8] if slot == 0 else [])
     seen: list[tuple[list[int], list[list[int]]]] = []
@@ -138,7 +139,7 @@ def test_rows_of_a_smaller_step_are_listed_without_those_of_a_larger() -> None:
     def no_results() -> Any:
         raise AssertionError("no sequence has drafts")
 
-    masked = MaskedSampling(sample_masked, masks=masks, max_rows=SLOTS, vocab_size=VOCAB, device=torch.device("cpu"))
+    masked = MaskedSampling(sample_masked, masks=masks, max_rows=SLOTS, vocab_size=VOCAB, device=device)
     decision = Decision(mode=GraphMode.NONE, key=None, num_tokens=5, cause="a test", reason="a test of 5 tokens")
     told = [
         masked.sample(

@@ -68,7 +68,9 @@ def test_steps_are_those_of_the_torch_set(name: str, batch: str, dtype: torch.dt
     triton_set.gated_delta(*inputs, *got, net, EPS, scratch)
     atol = {torch.float32: 5e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}[dtype]
     for one, other in zip(got, wanted, strict=True):
-        torch.testing.assert_close(one.cpu(), other, rtol=0, atol=atol, equal_nan=True)
+        # Both sides round: a large number may be the next one of its type.
+        rtol = 0 if one.dtype is torch.float32 else torch.finfo(dtype).eps
+        torch.testing.assert_close(one.cpu(), other, rtol=rtol, atol=atol, equal_nan=True)
     assert not got[2][sum(queries) :].any(), "padding is 0"
 
 
