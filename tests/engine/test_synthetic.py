@@ -44,15 +44,20 @@ def test_batches_of_a_cache_that_is_nearly_too_small(
 
     def fits(batch: Any, _: GraphKey) -> Any:
         assert sum(batch.query_lens) <= key.num_tokens and 1 <= len(batch.query_lens) <= max_num_seqs
-        assert min(batch.query_lens) >= 1 and batch.query_lens == sorted(batch.query_lens)
+        assert min(batch.query_lens) >= 1
+        assert batch.max_lens is not None or batch.query_lens == sorted(batch.query_lens)
         lengths = [query + context for query, context in zip(batch.query_lens, batch.context_lens, strict=True)]
         assert max(lengths) <= max_model_len
         assert [len(table) for table in batch.blocks[0]] == [blocks_for(length, block_size) for length in lengths]
+        if batch.max_lens is not None:
+            assert batch.max_lens == [len(table) * block_size for table in batch.blocks[0]]
+            assert all(length < most for length, most in zip(lengths, batch.max_lens, strict=True))
         used = held(batch.blocks[0], batch.prefix_len // block_size)
         assert len(set(used)) == len(used)
         return batch
 
-    batches = SyntheticBatches(fits, vocab_size=10, groups=(KVGroup(layers=(0,), block_size=block_size),), **limits)
+    groups = (KVGroup(layers=(0,), block_size=block_size),)
+    batches = SyntheticBatches(fits, vocab_size=10, groups=groups, ends_in_blocks=block_size > 1, **limits)
     assert sum(batches.capture_batch(key).query_lens) == key.num_tokens  # pyright: ignore[reportAttributeAccessIssue]
     rng = np.random.default_rng(seed)
     for _ in range(20):

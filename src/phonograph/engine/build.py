@@ -293,6 +293,7 @@ def make_runner(
             ragged_decodes=plan.captures.ragged,
             num_slots=limits.max_num_seqs if parts.states else 0,
             num_checkpoints=plan.memory.num_checkpoints,
+            ends_in_blocks=parts.draft is not None,
         ),
     )
 

@@ -77,6 +77,7 @@ class SyntheticBatch:
     restored: checkpoints that sequences start from
     saved: checkpoints that sequences write
     writes_states: False if the sequences start from zeros and write no state, as their slots may be in use
+    max_lens: tokens that each sequence can have; None for those of the longest one
     """
 
     query_lens: list[int]
@@ -89,6 +90,7 @@ class SyntheticBatch:
     restored: Sequence[StateCopy] = ()
     saved: Sequence[StateCopy] = ()
     writes_states: bool = True
+    max_lens: list[int] | None = None
 
     def rows(self) -> StepRows:
         """Return the step that computes the batch."""

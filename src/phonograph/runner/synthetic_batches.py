@@ -37,6 +37,8 @@ class SyntheticBatches:
         draft_tokens: most drafts of a decode.
         ragged_decodes: see `CaptureList.ragged`.
         num_checkpoints: checkpoints of states behind the slots, which random batches read and write.
+        ends_in_blocks: no sequence of a random batch may grow beyond its blocks, and each can grow; for draft models of
+            one KV group, whose passes write the keys of drafts.
         num_slots: slots that random batches choose from, for models whose layers have states; 0 for the first ones.
     """
 
@@ -55,7 +57,9 @@ class SyntheticBatches:
         ragged_decodes: bool = True,
         num_slots: int = 0,
         num_checkpoints: int = 0,
+        ends_in_blocks: bool = False,
     ) -> None:
+        self._ends_in_blocks = ends_in_blocks
         self._num_checkpoints = num_checkpoints
         self._num_slots = num_slots
         self._inputs = inputs
@@ -120,7 +124,16 @@ class SyntheticBatches:
             free -= sum(_blocks_in_use(group, context, length) for group in self._groups) - self._blocks_of([length])
             contexts.append(context)
         contexts = [context + prefix * (index < sharing) for index, context in enumerate(contexts)]
-        return self._load(rng, key, query_lens, contexts, (sharing, prefix), num_decodes)
+        if not self._ends_in_blocks:
+            return self._load(rng, key, query_lens, contexts, (sharing, prefix), num_decodes)
+        size = self._sizes[0]
+        for index, (context, length) in enumerate(zip(contexts, query_lens, strict=True)):
+            if (context + length) % size == 0:
+                (contexts if context else query_lens)[index] -= 1
+        max_lens = [
+            blocks_for(context + length, size) * size for context, length in zip(contexts, query_lens, strict=True)
+        ]
+        return self._load(rng, key, query_lens, contexts, (sharing, prefix), num_decodes, max_lens=max_lens)
 
     def _prefix(self, query_lens: list[int], free: int, rng: np.random.Generator) -> tuple[int, int, int]:
         """Draw how many leading sequences have a prefix in common, and its tokens; return the blocks it takes too."""
@@ -210,6 +223,7 @@ class SyntheticBatches:
         num_decodes: int,
         *,
         writes_states: bool = True,
+        max_lens: list[int] | None = None,
     ) -> tuple[CommonMetadata, ...]:
         """Write a batch.
 
@@ -221,6 +235,7 @@ class SyntheticBatches:
             prefix: leading sequences with a common prefix, and its tokens.
             num_decodes: leading sequences that are decodes.
             writes_states: see `SyntheticBatch`.
+            max_lens: see `SyntheticBatch`.
         """
         sharing, prefix_len = prefix
         num_shared = [0 if group.window is not None else prefix_len // group.block_size for group in self._groups]
@@ -260,6 +275,7 @@ class SyntheticBatches:
             slots=states.slots,
             restored=states.restored,
             saved=states.saved,
+            max_lens=max_lens,
         )
         return self._inputs(self.latest, key)
 

@@ -178,7 +178,8 @@ class CudaInputs:
             min_tokens_N=np.zeros(num_reqs, np.int64),
         )
         known = {row: batch.token_ids[starts[row] : starts[row + 1]] for row in range(num_reqs)}
-        bounds = {slot: (0, self._max_model_len + 1) for slot in rows.batch.slots}
+        max_lens = batch.max_lens or [self._max_model_len + 1] * num_reqs
+        bounds = {slot: (0, max_len) for slot, max_len in zip(rows.batch.slots, max_lens, strict=True)}
         sampling = KernelRows(rows.samples, greedy)
         commons = self._send(rows, key, known, bounds, sampling, writes_states=batch.writes_states)
         self.prepare(num_reqs=key.num_reqs, num_tokens=key.num_tokens)

@@ -115,10 +115,12 @@ def _history_kernel(
     for target in tl.static_range(2):
         place = saved if target == 0 else slot
         end = before if target == 0 else count
+        # Without a place the end is no token of the sequence either.
+        target_mask = mask & (place >= 0)
         for index in tl.static_range(W - 1):
             at = end - (W - 1) + index
             pointer = projected_ptr + (start + at).to(tl.int64) * projected_stride + column
-            x = tl.load(pointer, mask & (at >= 0), other=0.0)
+            x = tl.load(pointer, target_mask & (at >= 0), other=0.0)
             old = history_ptr + (source.to(tl.int64) * (W - 1) + (W - 1) + at) * C + channel
-            x += tl.load(old, mask & (at < 0) & (source >= 0), other=0.0)
-            tl.store(history_ptr + (place.to(tl.int64) * (W - 1) + index) * C + channel, x, mask & (place >= 0))
+            x += tl.load(old, target_mask & (at < 0) & (source >= 0), other=0.0)
+            tl.store(history_ptr + (place.to(tl.int64) * (W - 1) + index) * C + channel, x, target_mask)
