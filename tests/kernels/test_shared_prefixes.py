@@ -150,12 +150,15 @@ def check_plan(tables: Tables, plan: DecodePlan, device: torch.device, *, max_qu
     assert [tuple(entry) for entry in plan.sequences[: len(expected)].tolist()] == expected, tables
     assert prefixes_in(plan) == prefixes, tables
     assert plan.prefixes is not None and tuple(plan.prefixes.units.tolist()) == units, tables
-    for number, (index, _, _, ranges, *entry, together) in enumerate(plan.records.tolist()):
-        if number < plan.programs:
-            assert together == (plan.programs if prefixes else 0)
-            if ranges and index < len(expected):
-                assert tuple(entry) == expected[index], tables
-        elif prefixes and ranges and index - plan.prefixes.shared.shape[0] - 1 < len(prefixes):
+    records = plan.records.tolist()
+    own = records[plan.programs :] if prefixes else records[: plan.programs]
+    for index, _, _, ranges, *entry, together in own:
+        assert together == (plan.programs if prefixes else 0)
+        if ranges and index < len(expected):
+            assert tuple(entry) == expected[index], tables
+    for index, _, _, ranges, *entry, together in records[: plan.programs] if prefixes else ():
+        assert together == plan.programs
+        if ranges and index - plan.prefixes.shared.shape[0] - 1 < len(prefixes):
             assert tuple(entry) == prefixes[index - plan.prefixes.shared.shape[0] - 1], tables
     return bool(prefixes)
 

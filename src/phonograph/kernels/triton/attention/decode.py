@@ -281,25 +281,12 @@ def _attention_kernel(
     )  # fmt: skip
     program = tl.program_id(0)
     record = read_record(records, program)
+    if PHASES == 2 and prefixes is not None:
+        record = read_record(records + tl.where(record[11] > 0, PROGRAMS * RECORD_WORDS, 0), program)
     index, chunk, lead, empty, chunk_keys, ranges, seq, query_start, query_len, seq_len, first_word, together = record
     end = tl.load(query_start_loc + num_seqs)
-    shared = program * 0
-    if PHASES % 2:
-        # Both records are read at once, and no branch waits for them.
-        other = read_record(records + PROGRAMS * RECORD_WORDS, program)
-        shared = (together > 0).to(tl.int32)
-        first_index, first_chunk, first_lead, first_empty, first_keys, first_ranges = other[:6]
-        index, chunk, lead = (
-            _either(shared, first_index, index),
-            _either(shared, first_chunk, chunk),
-            _either(shared, first_lead, lead),
-        )
-        empty, chunk_keys = _either(shared, first_empty, empty), _either(shared, first_keys, chunk_keys)
-        ranges = _either(shared, first_ranges, ranges)
-        first_seq, first_start, first_len, first_end, first_of_run, _ = other[6:]
-        seq, query_start = _either(shared, first_seq, seq), _either(shared, first_start, query_start)
-        query_len, seq_len = _either(shared, first_len, query_len), _either(shared, first_end, seq_len)
-        first_word = _either(shared, first_of_run, first_word)
+    # The first record is of shared prefixes, if there are any.
+    shared = (together > 0).to(tl.int32) if PHASES % 2 else program * 0
     # `position` counts the chunks of the batch, `chunk` the sequence's chunks that have keys.
     share = share_of(program, ranges)
     position, stop = share[2] + lead, share[3]
@@ -361,7 +348,7 @@ def _attention_kernel(
         if PHASES == 3:  # noqa: SIM102 (one is known when compiled, the other is not)
             if phases > 0:
                 _wait_for_programs(arrivals, together)
-                record = read_record(records, program)
+                record = read_record(records + PROGRAMS * RECORD_WORDS, program)
                 index, chunk, lead, empty, chunk_keys, ranges, seq, query_start, query_len, seq_len, first_word, _ = (
                     record
                 )
@@ -383,11 +370,6 @@ def _attention_kernel(
     # A dependent of this kernel also waits for the prefill.
     if PDL:
         pdl_wait_if(overlaps_prefill != 0)
-
-
-@triton.jit
-def _either(condition, value, other):
-    return tl.where(condition != 0, value, other)
 
 
 @triton.jit

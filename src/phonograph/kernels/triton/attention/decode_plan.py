@@ -103,7 +103,7 @@ class DecodePlan:
     records [P, 10]:   by program: entry in `sequences`, chunk in that sequence (and empty ones before it in the range),
                        keys of a chunk (and empty chunks before each unit), chunks of a range (and the number of ranges
                        with one more), the entry itself, and the programs that attend shared prefixes first (0 if there
-                       are none). Then, [P, 10], the ranges of shared prefixes
+                       are none). If there are some, their ranges come before, [P, 10]
     sequences [R+1, 5]: the served sequences, in order: sequence, first token, query length, keys, first key of its own
                        (and kind). Then the prefixes that are attended once, in order, up to 2R: a sequence that
                        has the keys, first token and tokens of the run, end of the keys, first key (and level)
@@ -524,7 +524,8 @@ def _plan_kernel(
         word_P = _at(seq_R[None, :] == seq_P[:, None], word_R)
     entry_P = seq_P, begin_P, len_P, tl.load(seq_lens + seq_P), word_P
     takes_P = program_P < programs
-    record_P = records + program_P * RECORD_WORDS
+    # After the records of shared prefixes, if there are any.
+    record_P = records + (program_P + PROGRAMS * shares) * RECORD_WORDS
     together_P = tl.where(takes_P, programs * shares, 0)
     ranges_P = tl.where(takes_P, ranges, 0)
     _store_records(record_P, ranges_P, size, index_P, start_P - first_P, empty, entry_P, together_P, exists_P, SHAPE)
@@ -569,7 +570,7 @@ def _plan_kernel(
             index_P = _at(is_PR, index_R) + tl.where(in1_P, 0, (chunks1_P > 0).to(tl.int32))
             before_P -= tl.where(in1_P, 0, chunks1_P)
             entry_P = seq_P, tl.load(query_start_loc + seq_P), len_P, end_P, word_P
-            record_P += PROGRAMS * RECORD_WORDS
+            record_P = records + program_P * RECORD_WORDS
             ranges_P = tl.where(takes_P, ranges, 0)
             _store_records(record_P, ranges_P, size, index_P, before_P, empty, entry_P, together_P, exists_P, SHAPE)
     if PDL:

@@ -210,6 +210,7 @@ def filter_kernel(
     PDL: tl.constexpr,
 ):
     SHAPE: tl.constexpr = _Shape(BLOCK, ID_BITS, V, MOST_DRAFTS, edits_ptr is not None)
+    PLAIN: tl.constexpr = _Shape(BLOCK, ID_BITS, V, MOST_DRAFTS, False)
     entry = tl.program_id(0)
     part = tl.program_id(1)
     parts = tl.num_programs(1)
@@ -301,8 +302,11 @@ def filter_kernel(
         operands = _Row(row_ptr, list_ptr, row_max, factor, log_min_p, draw_key, key_shift, edit)
         if count <= CANDIDATES:
             token = _filter_and_draw(low, whole, count, operands, top_k, top_p, SHAPE, True)
-        else:
+        elif kind > 0:
             token = _filter_and_draw(low, whole, V, operands, top_k, top_p, SHAPE, False)
+        else:
+            # The loops over the row have no branch then, so that their loads are not serialized.
+            token = _filter_and_draw(low, whole, V, operands, top_k, top_p, PLAIN, False)
         token = tl.where(token < V, token, -1)
         finish(row, slot, token, tokens_ptr, last_token_ptr, num_computed_ptr, seq_lens_ptr)
         if edits_ptr is not None:
