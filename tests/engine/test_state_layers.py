@@ -40,7 +40,7 @@ def prompts_of(*lengths: int, seed: int = 0) -> list[list[int]]:
 
 
 def make_llm(folder: Path, **settings: Any) -> LLM:
-    defaults = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "block_size": 8, "num_kv_blocks": 128}
+    defaults = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "block_size": 8, "num_kv_blocks": 128, "device": "cpu"}
     defaults["max_cudagraph_capture_size"] = 32
     return LLM(model=str(folder), **{**defaults, **settings})
 

@@ -66,11 +66,12 @@ def test_steps_are_those_of_the_torch_set(name: str, batch: str, dtype: torch.dt
     inputs = (tensor.to(device) for tensor in (projected, gates, *weights, *rows))
     scratch = torch.full((num_tokens, net.channels), torch.nan, dtype=dtype, device=device)
     triton_set.gated_delta(*inputs, *got, net, EPS, scratch)
-    atol = {torch.float32: 5e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}[dtype]
+    # Products of chunks round more than sums of steps do, but for float32.
+    most = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 1e-2}[dtype]
     for one, other in zip(got, wanted, strict=True):
-        # Both sides round: a large number may be the next one of its type.
-        rtol = 0 if one.dtype is torch.float32 else torch.finfo(dtype).eps
-        torch.testing.assert_close(one.cpu(), other, rtol=rtol, atol=atol, equal_nan=True)
+        assert torch.equal(one.cpu().isnan(), other.isnan())
+        error = (one.cpu().double() - other.double()).nan_to_num()
+        assert error.norm() <= most * other.double().nan_to_num().norm()
     assert not got[2][sum(queries) :].any(), "padding is 0"
 
 

@@ -164,8 +164,11 @@ class RunnerSubject:
         states = torch.cat([state[written[::step]].float().flatten() for state in self._states])
         used = {*written, *(one.row for one in batch.restored)}
         others = [place for place in range(len(self._states[0])) if place not in used]
-        changed = sum(int((~state[place].isnan()).any()) for state in self._states for place in others)
-        return {"states": states, _WRITTEN_SLOTS: torch.tensor(changed, device=self._device)}
+        changed = torch.zeros((), dtype=torch.int64, device=self._device)
+        for state in self._states:
+            for place in others:
+                changed += (~state[place].isnan()).any()
+        return {"states": states, _WRITTEN_SLOTS: changed}
 
     def _table_read(self, group: int) -> torch.Tensor:
         """Return the block table that the layers of a group read; of several, one that is not the group's own."""

@@ -463,10 +463,15 @@ def _attend_unit(tensors, unit, shape, BLOCK_M: tl.constexpr):
     if shape.SHARED_TOKENS and BLOCK_M == shape.SMALL:  # noqa: SIM102 (one is known when compiled)
         if unit.kind == SHARES:
             state_MD, sum_M, max_M = _after_prefixes(tensors, unit, shape, token_M, head_M, valid_M)
+            # Both branches end in the layout of products' sums: else each unit would convert them, shared or not.
+            sum_M = tl.max(_as_sums(sum_M[:, None] + acc_MD, query_MD.dtype), 1)
+            max_M = tl.max(_as_sums(max_M[:, None] + acc_MD, query_MD.dtype), 1)
             if PAIRS:
                 acc_MD, odd_MD = tl.split(tl.reshape(state_MD, (BLOCK_M, WIDTH // 2, 2)))
+                odd_MD = _as_sums(odd_MD, query_MD.dtype)
             else:
                 acc_MD = state_MD
+            acc_MD = _as_sums(acc_MD, query_MD.dtype)
     # From 64 rows on, Hopper's products are asynchronous and hold one tile more.
     STAGES: tl.constexpr = shape.STAGES - 1 if BLOCK_M >= 64 else shape.STAGES
     for key in tl.range(unit.first_key, unit.key_end, BLOCK_N, num_stages=STAGES):
@@ -545,6 +550,14 @@ def _attend_unit(tensors, unit, shape, BLOCK_M: tl.constexpr):
             arrived = tl.atomic_add(tensors.counters + unit.first, 1)
             complete = (arrived == unit.last - unit.first).to(tl.int32)
     return complete
+
+
+@triton.jit
+def _as_sums(value_MD, dtype: tl.constexpr):
+    """Return the values as the sums of a product, which adds nothing to them."""
+    left = tl.zeros([value_MD.shape[0], 16], dtype)
+    right = tl.zeros([16, value_MD.shape[1]], dtype)
+    return tl.dot(left, right, value_MD, input_precision="ieee")
 
 
 @triton.jit
