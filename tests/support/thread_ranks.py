@@ -84,6 +84,9 @@ class ThreadGroup(RankGroup):
                     run.result()
         return [replies.recv() for replies in self._replies]
 
+    def check(self) -> None:
+        """Check nothing: operations raise."""
+
     def first_error(self) -> AbstractContextManager[None]:
         return nullcontext()
 

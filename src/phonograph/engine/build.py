@@ -116,7 +116,10 @@ def make_platform(kind: str, ranks: Ranks | None = None) -> Platform:
     # Imports Triton, which CPU installations may lack.
     from phonograph.engine.startup.cuda_platform import CudaPlatform
 
-    return CudaPlatform(torch.device(kind))
+    # Rank 0 has the current device.
+    return CudaPlatform(
+        torch.device(kind, ranks.rank) if ranks is not None and ranks.rank else torch.device(kind), ranks=ranks
+    )
 
 
 def build_engine(

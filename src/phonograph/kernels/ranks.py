@@ -44,12 +44,16 @@ class Ranks(Protocol):
         """
         ...
 
+    def broadcast(self, words: torch.Tensor) -> None:
+        """Replace a contiguous tensor by that of rank 0."""
+        ...
+
     def agree(self, text: str) -> list[str]:
         """Return the text of each rank, on all ranks; up to 1,000 bytes of each."""
         ...
 
     def recording(self) -> AbstractContextManager[object]:
-        """Return the context of a capture, in which `sum` and `gather` wait for no rank and results are arbitrary.
+        """Return the context of a capture, in which no operation waits for a rank and results are arbitrary.
 
         So a capture that fails on one rank leaves no other rank waiting.
         """
@@ -92,17 +96,23 @@ def gather_ranks(part_NP: torch.Tensor, vocab_size: int, ranks: Ranks) -> torch.
     return part_NP if out_NV is None else out_NV
 
 
-def embed_over_ranks(input_ids_T: torch.Tensor, table_PE: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """Return the embeddings [T, E] of tokens, of which each rank has P, in new memory."""
+def embed_over_ranks(
+    input_ids_T: torch.Tensor, table_PE: torch.Tensor, ranks: Ranks, out_TE: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the embeddings [T, E] of tokens, of which each rank has P, in `out_TE` or in new memory."""
     count = len(table_PE)
     own_T = input_ids_T - ranks.rank * count
     known_T = (own_T >= 0) & (own_T < count)
-    found_TE = torch.nn.functional.embedding(own_T.clamp_(0, count - 1), table_PE)
+    own_T.clamp_(0, count - 1)
+    if out_TE is None:
+        found_TE = torch.nn.functional.embedding(own_T, table_PE)
+    else:
+        found_TE = torch.index_select(table_PE, 0, own_T, out=out_TE)
     return sum_ranks(found_TE.mul_(known_T.unsqueeze(-1)), ranks)
 
 
 def joint_norm_over_ranks(
-    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], eps: torch.Tensor, ranks: Ranks
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], eps: torch.Tensor | float, ranks: Ranks
 ) -> torch.Tensor:
     """Return heads [T, X, D], each tensor normed over the heads of all ranks; see `kernels.torch.layers.rms_norm`.
 

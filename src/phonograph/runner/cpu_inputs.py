@@ -189,12 +189,24 @@ class CpuInputs:
 
     def load(self, batch: SyntheticBatch, key: GraphKey) -> tuple[CommonMetadata, ...]:
         """Write a synthetic batch; see `Inputs.load`."""
-        commons = self.write_tokens(batch.rows(), batch.token_ids, key)
+        commons = self._write_tokens(batch.rows(), batch.token_ids, key)
         if not batch.writes_states:
             self.slots_np.fill(-1)
         return commons
 
-    def write_tokens(self, rows: StepRows, token_ids_T: np.ndarray, key: GraphKey | None) -> tuple[CommonMetadata, ...]:
+    def host_tokens(self, rows: StepRows) -> np.ndarray:
+        """Return the tokens of the step, int32 [T]."""
+        return self.input_ids_np[: rows.batch.num_tokens]
+
+    def write_tokens(
+        self, rows: StepRows, token_ids_T: np.ndarray, starts_S3: np.ndarray, key: GraphKey | None
+    ) -> tuple[CommonMetadata, ...]:
+        """Write a step of rank 0, which has all tokens; see `Inputs.write_tokens`."""
+        return self._write_tokens(rows, token_ids_T, key)
+
+    def _write_tokens(
+        self, rows: StepRows, token_ids_T: np.ndarray, key: GraphKey | None
+    ) -> tuple[CommonMetadata, ...]:
         """Write a step whose tokens, int32 [T], are not in their slots yet."""
         self._append_blocks(rows.batch)
         first = np.cumsum(rows.query_lens) - rows.query_lens

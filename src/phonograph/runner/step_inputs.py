@@ -244,3 +244,24 @@ class Inputs(Protocol):
     def prepare(self, *, num_reqs: int, num_tokens: int) -> None:
         """Derive the tensors of a step at its padded shape. This is the first operation of the step."""
         ...
+
+
+class RankInputs(Inputs, Protocol):
+    """Inputs of one of several ranks."""
+
+    def host_tokens(self, rows: StepRows) -> np.ndarray:
+        """Return the tokens of a step that rank 0 has written, int32 [T]; -1 for those that only its device has."""
+        ...
+
+    def write_tokens(
+        self, rows: StepRows, token_ids_T: np.ndarray, starts_S3: np.ndarray, key: GraphKey | None
+    ) -> tuple[CommonMetadata, ...]:
+        """Write a step of rank 0 on another rank, and return the metadata that views its inputs, for each KV group.
+
+        Args:
+            rows: the step.
+            token_ids_T: its tokens, as from `host_tokens`.
+            starts_S3: slot, length of the prompt and most tokens of the sequences that start.
+            key: the graph to pad to, or None for no padding.
+        """
+        ...

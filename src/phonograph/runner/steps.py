@@ -201,6 +201,8 @@ class RowsInFlight:
 class Pooling:
     """Takes the rows of each step of a model that generates nothing; see `Sampling`.
 
+    A rank that does not sample has one too. It finishes no step.
+
     Args:
         model: the model.
         lookahead: as in `StepRunner`.
@@ -209,27 +211,25 @@ class Pooling:
     drafts = None
 
     def __init__(self, model: Transformer, *, lookahead: int = 0) -> None:
-        assert model.spec.pooler is not None
         self.lookahead = lookahead
-        self._model, self._pooler = model, model.spec.pooler
+        self._model = model
         self._params: dict[int, PoolingParams] = {}
 
     def plan(self, rows: StepRows) -> SamplingPlan:
         """Sample nothing. Sequences that start are loaded all the same."""
-        zeros = np.zeros(len(rows.batch.new))
-        counts = zeros.astype(np.int64)
-        starts = KernelParameters(zeros, counts, zeros + 1, zeros, counts, zeros.astype(bool), counts)
+        starts = KernelParameters.greedy(len(rows.batch.new))
         return SamplingPlan(KernelRows(np.zeros_like(rows.samples), starts))
 
     def finish(
         self, rows: StepRows, plan: SamplingPlan, outputs: StepOutputs, decision: Decision, failures: SlotFailures
     ) -> RowsInFlight:
         """Start to copy the rows to the host."""
-        batch = rows.batch
+        batch, pooler = rows.batch, self._model.spec.pooler
+        assert pooler is not None
         self._params.update((new.slot, new.pooling) for new in batch.new if new.pooling is not None)
         params = {slot: self._params[slot] for slot in batch.slots}
         of_tokens = None
-        if self._pooler.pooling != "all" and any(one.task in TOKEN_TASKS for one in params.values()):
+        if pooler.pooling != "all" and any(one.task in TOKEN_TASKS for one in params.values()):
             of_tokens = _to_host(self._model.token_rows(outputs.hidden))
         host = _to_host(outputs.logits)
         arrived = None
@@ -237,7 +237,7 @@ class Pooling:
             arrived = torch.cuda.Event()
             arrived.record()
         output = StepOutput(failures=failures.by_slot)
-        return RowsInFlight(batch, decision, output, self._pooler, params, host, of_tokens, arrived)
+        return RowsInFlight(batch, decision, output, pooler, params, host, of_tokens, arrived)
 
     def launch(self) -> None:
         """Do nothing: the step has all kernels."""

@@ -67,6 +67,12 @@ class KernelParameters(NamedTuple):
     edits_N: np.ndarray
     min_tokens_N: np.ndarray
 
+    @classmethod
+    def greedy(cls, num_slots: int) -> KernelParameters:
+        """Return those of slots whose most likely token is taken."""
+        integers, floats = np.zeros(num_slots, np.int64), np.zeros(num_slots)
+        return cls(floats, integers, np.ones(num_slots), floats, integers, np.zeros(num_slots, bool), integers)
+
 
 class Sampler:
     """Sampling state of the runner's slots 0 .. max_num_seqs - 1.

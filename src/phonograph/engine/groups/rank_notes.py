@@ -34,7 +34,7 @@ def rank_notes(config: EngineConfig, whole: ModelSpec, model: ModelSpec, dtype: 
     notes = [
         f"{SETTING} {size}: a rank has {heads.num_query_heads} of {all_heads.num_query_heads} query heads, "
         f"{heads.num_kv_heads} of {all_heads.num_kv_heads} KV heads and {model.head.num_outputs} of {whole.vocab_size} "
-        "tokens of the vocabulary; sums over ranks run by gloo"
+        "tokens of the vocabulary; sums over ranks run by {'gloo' if device.kind == 'cpu' else 'NCCL'}"
     ]
     dense = {
         one.name
@@ -50,6 +50,4 @@ def rank_notes(config: EngineConfig, whole: ModelSpec, model: ModelSpec, dtype: 
     if all_heads.num_kv_heads < size:
         times = size // all_heads.num_kv_heads
         notes.append(f"there are fewer KV heads than ranks: each is on {times} ranks, whose KV caches repeat it")
-    if device.kind != "cpu":
-        notes.append("sums over ranks on GPUs are not here yet: this plan can be explained, but not started")
     return notes

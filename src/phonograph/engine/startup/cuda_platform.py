@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import MappingProxyType
 
 import torch
@@ -24,6 +25,7 @@ from phonograph.engine.startup.static_memory import StaticMemory
 from phonograph.engine.startup.virtual_memory import MemoryDriver, VirtualMemory
 from phonograph.graphs.cuda import CudaRuntime
 from phonograph.graphs.runtime import GraphRuntime
+from phonograph.kernels.ranks import Ranks
 from phonograph.kernels.triton.gemm.product_plan import GemmDevice
 from phonograph.kernels.triton.launch import compile_helper
 from phonograph.kernels.triton.launch.precompile import begin_hashing, compile_only
@@ -32,6 +34,7 @@ from phonograph.models.layers.triton_parts import TritonKernels
 from phonograph.models.layers.workspace import Workspace
 from phonograph.models.transformer import Transformer
 from phonograph.runner.cuda.cuda_inputs import CudaInputs
+from phonograph.runner.cuda.cuda_rank_inputs import CudaRankInputs
 from phonograph.runner.cuda.cuda_sampling import LOOKAHEAD, RING_DEPTH, CudaSampling
 from phonograph.runner.cuda.device_sampler import DeviceSampler
 from phonograph.runner.cuda.draft_passes import DraftPasses
@@ -51,6 +54,7 @@ class CudaPlatform:
         make_runtime: called with the device and the static tensors that graphs use for intermediates.
         make_ring: called with `depth`, `max_rows` and `units`.
         make_memory_driver: called for each memory that can sleep.
+        ranks: ranks that have a part of the model each; None for a whole model.
     """
 
     compiles = True
@@ -62,7 +66,9 @@ class CudaPlatform:
         make_runtime: Callable[[torch.device, list[torch.Tensor]], GraphRuntime] = CudaRuntime,
         make_ring: Callable[..., TokenRing] = TokenRing,
         make_memory_driver: Callable[[], MemoryDriver] = CudaMemoryDriver,
+        ranks: Ranks | None = None,
     ) -> None:
+        self._ranks = ranks
         self.device = device
         self._make_runtime = make_runtime
         self._make_ring = make_ring
@@ -95,8 +101,9 @@ class CudaPlatform:
         with torch.inference_mode():
             taps = () if plan.draft is None else plan.draft.taps
             states, kept = make_states(plan, model)
-            workspace = _bind(plan, model, limits.max_num_logits, device, kept)
-            inputs = CudaInputs(
+            workspace = _bind(plan, model, limits.max_num_logits, device, kept, self._ranks)
+            make_inputs = CudaInputs if self._ranks is None else partial(CudaRankInputs, self._ranks)
+            inputs = make_inputs(
                 max_num_seqs=limits.max_num_seqs,
                 max_num_tokens=limits.max_num_batched_tokens,
                 max_model_len=limits.max_model_len,
@@ -108,8 +115,8 @@ class CudaPlatform:
                 keeps_tokens=keeps_tokens(plan.config, plan.draft),
                 has_states=bool(spec.states),
             )
-            if sampler is None:
-                return self._pooling_parts(plan, parts, inputs, workspace)
+            if sampler is None or (self._ranks is not None and self._ranks.rank > 0):
+                return self._parts_without_sampling(plan, parts, inputs, workspace)
             sampler.edits = inputs.edits
             static = workspace.tensors()
             if parts.draft is not None:
@@ -151,10 +158,10 @@ class CudaPlatform:
             sampling=CudaSampling(sampler, inputs, masked, ring, drafts, 0 if plan.waits else LOOKAHEAD),
         )
 
-    def _pooling_parts(
+    def _parts_without_sampling(
         self, plan: EnginePlan, parts: ModelParts, inputs: CudaInputs, workspace: Workspace
     ) -> DeviceParts:
-        """Make the parts of an engine that generates nothing."""
+        """Make the parts of an engine that generates nothing, or of a rank that does not sample."""
         runtime = self._make_runtime(parts.kv_caches[0].device, workspace.tensors())
         attention = make_step_attention(plan, parts, inputs, runtime)
         return DeviceParts(
@@ -171,6 +178,7 @@ def _bind(
     max_num_logits: int,
     device: torch.device,
     taps: Mapping[int, torch.Tensor] = MappingProxyType({}),
+    ranks: Ranks | None = None,
 ) -> Workspace:
     """Bind a model to kernels with a workspace of their own, for steps of all sizes, and return the workspace."""
     limits, spec, gemm_device = plan.limits, model.spec, GemmDevice.of(plan.device)
@@ -184,6 +192,7 @@ def _bind(
         device=gemm_device,
         factors=spec.factors,
         batch_invariant=plan.attention.batch_invariant,
+        ranks=ranks,
     )
     model.bind(kernels, taps)
     return workspace

@@ -7,12 +7,14 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from multiprocessing.connection import Connection
 
+import torch
+
 from phonograph.config.engine_config import EngineConfig
 from phonograph.engine.build import Engine, build_engine, this_device
 from phonograph.engine.plan import EnginePlan, make_plan
 from phonograph.engine.process.client import StartProgress, no_progress
 from phonograph.engine.startup.early_start import pause_collector, resume_collector
-from phonograph.errors import CaptureError, ConfigError, PhonographError
+from phonograph.errors import CaptureError, ConfigError, PhonographError, counted
 from phonograph.files.model_files import model_path
 from phonograph.graphs.modes import GraphMode
 from phonograph.graphs.verification import VerifyReport, verify
@@ -77,7 +79,7 @@ def _start_ranks(
     last_words: Connection | None,
 ) -> Engine:
     if plan.device.kind != "cpu":
-        raise ConfigError(SETTING, plan.config.tensor_parallel_size, "runs on a CPU only so far (device=cpu); 1 works")
+        _check_devices(plan.config.tensor_parallel_size)
     # Imports torch.distributed, which installations may lack.
     from phonograph.engine.process.ranks.rank_group import RankGroup
 
@@ -90,6 +92,25 @@ def _start_ranks(
     except BaseException:
         group.close()
         raise
+
+
+def _check_devices(num_ranks: int) -> None:
+    """Check that there are equal GPUs for all ranks, and that the first one is the current device.
+
+    Raises:
+        ConfigError: it is not so.
+    """
+    count = torch.cuda.device_count()
+    if count < num_ranks:
+        problem = f"needs {num_ranks} GPUs, found {counted(count, 'GPU')} here; {count} or fewer works"
+        raise ConfigError(SETTING, num_ranks, problem)
+    names = {torch.cuda.get_device_name(index) for index in range(num_ranks)}
+    if len(names) > 1:
+        problem = f"needs equal GPUs, and the first ones here are {' and '.join(sorted(names))}; CUDA_VISIBLE_DEVICES"
+        raise ConfigError(SETTING, num_ranks, f"{problem} selects others")
+    if torch.cuda.current_device():
+        problem = f"starts on device 0, and the current device is {torch.cuda.current_device()}; CUDA_VISIBLE_DEVICES"
+        raise ConfigError(SETTING, num_ranks, f"{problem} selects other GPUs")
 
 
 def _plan(config: EngineConfig) -> EnginePlan:

@@ -49,6 +49,12 @@ class CpuRanks(Ranks):
                 into = out_NV[:, rank * size : (rank + 1) * size]
                 into.copy_(part[:, : into.shape[1]])
 
+    def broadcast(self, words: torch.Tensor) -> None:
+        if self._recording:
+            return
+        self._check("broadcast", words)
+        words.copy_(self._all(words)[0])
+
     def agree(self, text: str) -> list[str]:
         encoded = text.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
         words = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
@@ -82,6 +88,9 @@ class CpuRanks(Ranks):
                     f"rank {self.rank} is at {operations[self.rank]}, and rank {rank} at {operation}: one of them left "
                     "an operation out"
                 )
+
+    def abort(self) -> None:
+        """End operations that wait for a rank which is not there any more. Here they end by themselves."""
 
     @abstractmethod
     def _all(self, x: torch.Tensor) -> Sequence[torch.Tensor]:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from phonograph.kernels.ranks import Ranks
 from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.triton.elementwise import layers
 from phonograph.kernels.triton.experts.count_pairs import count_pairs
@@ -47,6 +48,7 @@ class ExpertKernels:
         shared: products of the shared expert, or None.
         eps: epsilon of the norms.
         load_X: int64, counters of each expert's pairs; None launches no kernel that counts.
+        ranks: ranks that have a part of each expert; None for whole experts.
     """
 
     def __init__(
@@ -56,7 +58,9 @@ class ExpertKernels:
         shared: tuple[BoundProduct, BoundProduct] | None,
         eps: float,
         load_X: torch.Tensor | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
+        self._ranks = ranks
         self._weights, self._spec, self._shared, self._eps = weights, weights.spec, shared, eps
         self._load_X = load_X
         self._tiles = row_config(weights.gate_up.spec.num_inputs, weights.down.spec.num_inputs)
@@ -92,6 +96,9 @@ class ExpertKernels:
         if self._shared is not None and weights.shared is not None:
             x_TE = self._normed(hidden_TE, x_TE, weights.shared.input_norm, memory)
             self._run_shared(*self._shared, x_TE, memory)
+            if self._ranks is not None and self._spec.sum_norm is not None:
+                # It is normed alone; else it is summed with the others.
+                self._ranks.sum(memory.shared_TE)
             if weights.shared.output_norm is not None:
                 layers.rms_norm(memory.shared_TE, weights.shared.output_norm, self._eps, memory.shared_TE)
 

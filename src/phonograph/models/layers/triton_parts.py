@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from phonograph.kernels.fp8_activations import Rows
+from phonograph.kernels.ranks import embed_over_ranks, joint_norm_over_ranks
 from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.torch.layers import finish_logits
 from phonograph.kernels.triton.attention.rope_and_kv_write import rope_and_write_kv
@@ -46,8 +47,11 @@ class TritonEmbedding:
         hidden_TE = kernels.workspace.hidden_TE[: input_ids_T.shape[0]]
         stream, norm_E = Stream(hidden_TE), then.begin.norm_E
         factor = kernels.factors.of_embedding(hidden_TE.dtype)
-        if factor != 1 or norm_E is None:
-            layers.gather_rows(self._embedding_VE, input_ids_T, hidden_TE)
+        if kernels.ranks is not None or factor != 1 or norm_E is None:
+            if kernels.ranks is None:
+                layers.gather_rows(self._embedding_VE, input_ids_T, hidden_TE)
+            else:
+                embed_over_ranks(input_ids_T, self._embedding_VE, kernels.ranks, hidden_TE)
             if factor != 1:
                 hidden_TE.mul_(factor)
             return kernels.begin(stream, then.begin)
@@ -161,7 +165,13 @@ class TritonAttention:
         kernels, weights, spec, num_tokens = self._kernels, self._weights, self._weights.spec, len(qkv_TF)
         target = step.attend.kv_target(weights.layer, num_tokens)
         head_norms = weights.head_norms
-        if spec.joint_norms and head_norms is not None:
+        if spec.joint_norms and head_norms is not None and kernels.ranks is not None:
+            counts = spec.num_query_heads, spec.num_key_heads
+            heads_TXD = qkv_TF[:, : sum(counts) * spec.head_size].unflatten(1, (-1, spec.head_size))
+            pairs = [*zip(heads_TXD.split(counts, 1), head_norms.split(counts), strict=True)]
+            heads_TXD.copy_(joint_norm_over_ranks(pairs, kernels.eps, kernels.ranks))
+            head_norms = None
+        elif spec.joint_norms and head_norms is not None:
             layers.norm_queries_and_keys(qkv_TF, head_norms, spec.num_query_heads, kernels.eps)
             head_norms = None
         rope_and_write_kv(
@@ -240,9 +250,10 @@ class TritonExperts:
                 kernels.bind(weights.shared.down),
             )
         )
-        self._experts = ExpertKernels(weights, kernels.workspace, shared, kernels.eps, load_X)
+        self._experts = ExpertKernels(weights, kernels.workspace, shared, kernels.eps, load_X, kernels.ranks)
         alone = (weights.shared, weights.sum_norm, weights.output_norm, weights.scalar) == (None,) * 4
-        self._adds_row = alone and not isinstance(weights.down.weight.operand, Grouped)
+        self._partial = weights.down.spec.partial
+        self._adds_row = alone and not self._partial and not isinstance(weights.down.weight.operand, Grouped)
 
     def __call__(self, stream: Stream) -> Stream:
         kernels, weights, hidden_TE = self._kernels, self._weights, stream.hidden_TE
@@ -257,12 +268,14 @@ class TritonExperts:
         if weights.sum_norm is not None:
             added_TE, shared_TE = kernels.normed_memory(stream), self._experts.shared_memory(len(hidden_TE))
             self._experts.add(added_TE, stream.num_rows, added=False)
+            kernels.sum_ranks(added_TE, partial=self._partial)
             layers.rms_norm(added_TE, weights.sum_norm, kernels.eps, added_TE)
             layers.add_and_norm(shared_TE, added_TE, weights.output_norm, kernels.eps, shared_TE)
             return kernels.begin(stream, then, shared_TE, None, kernels.factors.residual, weights.scalar)
-        if weights.output_norm is not None or weights.scalar is not None:
+        if self._partial or weights.output_norm is not None or weights.scalar is not None:
             added_TE = kernels.normed_memory(stream)
             self._experts.add(added_TE, stream.num_rows, added=False)
+            kernels.sum_ranks(added_TE, partial=self._partial)
             return kernels.begin(stream, then, added_TE, weights.output_norm, kernels.factors.residual, weights.scalar)
         normed = kernels.fused_norm(stream, then)
         self._experts.add(hidden_TE, stream.num_rows, factor=kernels.factors.residual, norm=normed)
@@ -315,10 +328,11 @@ class TritonHead:
 
     def __call__(self, hidden_TE: torch.Tensor, rows_N: torch.Tensor | None) -> torch.Tensor:
         kernels, num_logits = self._kernels, (hidden_TE if rows_N is None else rows_N).shape[0]
-        rows_NE, logits_NV = kernels.workspace.rows_NE[:num_logits], kernels.workspace.logits_NV[:num_logits]
+        rows_NE, logits_NP = kernels.workspace.rows_NE[:num_logits], kernels.workspace.parts_NP[:num_logits]
         kernels.take_rows(hidden_TE, rows_N, self._norm_E, rows_NE)
-        self._product.store(rows_NE, logits_NV)
-        return finish_logits(logits_NV, kernels.factors.logits, kernels.factors.softcap)
+        self._product.store(rows_NE, logits_NP)
+        finish_logits(logits_NP, kernels.factors.logits, kernels.factors.softcap)
+        return kernels.gathered(logits_NP, kernels.workspace.logits_NV[:num_logits])
 
 
 class TritonKernels(StreamKernels):
@@ -359,30 +373,6 @@ class TritonKernels(StreamKernels):
 
     def head(self, norm_E: torch.Tensor | None, linear: Linear) -> TritonHead:
         return TritonHead(self, norm_E, self.bind(linear))
-
-    def pool(
-        self, hidden_TE: torch.Tensor, norm_E: torch.Tensor | None, query_start_loc: torch.Tensor | None, pooling: str
-    ) -> torch.Tensor:
-        """Return the normed rows of all tokens, or a row of each prompt; see `KernelSet.pool`."""
-        num_tokens, width = hidden_TE.shape
-        if query_start_loc is not None and pooling in ("first", "last"):
-            ends = query_start_loc[:-1] if pooling == "first" else query_start_loc[1:] - 1
-            out_RE = hidden_TE.new_empty(len(ends), width)
-            self.take_rows(hidden_TE, ends.clamp(0, num_tokens - 1), norm_E, out_RE)
-            return out_RE.float()
-        rows_TE = hidden_TE
-        if norm_E is not None:
-            rows_TE = self.workspace.normed_TE[:num_tokens]
-            self.take_rows(hidden_TE, None, norm_E, rows_TE)
-        if query_start_loc is None or pooling == "all":
-            return rows_TE.float()
-        out_RE = torch.empty(len(query_start_loc) - 1, width, dtype=torch.float32, device=hidden_TE.device)
-        encoder_rows.mean_rows(rows_TE, query_start_loc, out_RE)
-        return out_RE
-
-    def keep_pooled(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return a copy of the rows in the workspace."""
-        return self.workspace.pooled[: len(rows)].copy_(rows)
 
     def leaves_rows_out(self, num_tokens: int, num_kept: int) -> bool:
         """Return True if the last layer computes only the rows that need logits.

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from phonograph.kernels.fp8_activations import Rows
+from phonograph.kernels.ranks import Ranks, gather_ranks
 from phonograph.kernels.triton.elementwise import encoder_rows, layers
 from phonograph.kernels.triton.gemm.bound_product import BoundProduct
 from phonograph.kernels.triton.gemm.product import DeferredNorm, NextNorm, Norm
@@ -55,6 +56,7 @@ class StreamKernels:
         device: GPU that products are planned for.
         factors: of the model.
         batch_invariant: make each token's result independent, bit by bit, of other tokens; 16-bit weights only.
+        ranks: ranks that have a part of the model each; None for a whole model.
     """
 
     def __init__(
@@ -66,9 +68,10 @@ class StreamKernels:
         device: GemmDevice,
         factors: Factors = NO_FACTORS,
         batch_invariant: bool = False,
+        ranks: Ranks | None = None,
     ) -> None:
         self.workspace, self.tables, self.eps, self.factors = workspace, rotary, eps, factors
-        self.batch_invariant = batch_invariant
+        self.batch_invariant, self.ranks = batch_invariant, ranks
         self._device = device
         self._scratch = GemmScratch.make(rotary.device)._replace(
             dequantized=workspace.dequantized, scaled=workspace.scaled_scratch()
@@ -86,11 +89,47 @@ class StreamKernels:
             scratch=self._scratch,
             activation=activation,
             batch_invariant=self.batch_invariant,
+            summed=linear.spec.partial,
         )
 
-    def gathered(self, logits_NP: torch.Tensor) -> torch.Tensor:
-        """Return the logits: one rank has them all."""
-        return logits_NP
+    def gathered(self, logits_NP: torch.Tensor, out_NV: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the logits of the whole vocabulary on rank 0, in `out_NV` or in new memory; on others their part."""
+        if self.ranks is None:
+            return logits_NP
+        if out_NV is None:
+            return gather_ranks(logits_NP, self.workspace.logits_NV.shape[1], self.ranks)
+        self.ranks.gather(logits_NP, out_NV if self.ranks.rank == 0 else None)
+        return out_NV if self.ranks.rank == 0 else logits_NP
+
+    def sum_ranks(self, x_TE: torch.Tensor, *, partial: bool) -> None:
+        """Replace rows by their sum over the ranks, if each has a part of it."""
+        if partial:
+            assert self.ranks is not None
+            self.ranks.sum(x_TE)
+
+    def pool(
+        self, hidden_TE: torch.Tensor, norm_E: torch.Tensor | None, query_start_loc: torch.Tensor | None, pooling: str
+    ) -> torch.Tensor:
+        """Return the normed rows of all tokens, or a row of each prompt; see `KernelSet.pool`."""
+        num_tokens, width = hidden_TE.shape
+        if query_start_loc is not None and pooling in ("first", "last"):
+            ends = query_start_loc[:-1] if pooling == "first" else query_start_loc[1:] - 1
+            out_RE = hidden_TE.new_empty(len(ends), width)
+            self.take_rows(hidden_TE, ends.clamp(0, num_tokens - 1), norm_E, out_RE)
+            return out_RE.float()
+        rows_TE = hidden_TE
+        if norm_E is not None:
+            rows_TE = self.workspace.normed_TE[:num_tokens]
+            self.take_rows(hidden_TE, None, norm_E, rows_TE)
+        if query_start_loc is None or pooling == "all":
+            return rows_TE.float()
+        out_RE = torch.empty(len(query_start_loc) - 1, width, dtype=torch.float32, device=hidden_TE.device)
+        encoder_rows.mean_rows(rows_TE, query_start_loc, out_RE)
+        return out_RE
+
+    def keep_pooled(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return a copy of the rows in the workspace."""
+        return self.workspace.pooled[: len(rows)].copy_(rows)
 
     def input_memory(self, product: BoundProduct | None, rows_TI: torch.Tensor) -> Rows:
         """Return the memory of a product's input: room for FP8 if it takes that, or `rows_TI`."""
@@ -218,9 +257,10 @@ class StreamKernels:
             product.store(x, added_TE)
             encoder_rows.layer_norm(hidden_TE, norm_E, self.eps, hidden_TE, added_TE=added_TE)
             return self.begin(stream, then)
-        if norm_E is not None or self.factors.residual != 1 or scalar is not None:
+        if product.summed or norm_E is not None or self.factors.residual != 1 or scalar is not None:
             added_TE = self.normed_memory(stream)
             product.store(x, added_TE)
+            self.sum_ranks(added_TE, partial=product.summed)
             return self.begin(stream, then, added_TE, norm_E, self.factors.residual, scalar)
         deferred = None if stream.is_part else self._deferred_norm(len(hidden_TE), product, then)
         if deferred is None:

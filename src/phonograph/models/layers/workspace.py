@@ -34,6 +34,7 @@ class Workspace:
         shared: intermediates of attention or of the MLP.
         qkv_TF: the widest fused projection, in `shared`; so is `attention_TF`.
         rows_NE: normed rows that need logits.
+        parts_NP: logits of the part of the vocabulary that a rank has; `logits_NV` if there is one rank.
         dequantized: scratch for one dequantized matrix, or for rows in the order of a matrix (act-order).
         fp8_rows: one product's activations in FP8; empty if there are no such products. So is `fp8_scales_T`.
         embeddings_TX: embeddings of the tokens in all layers; empty if there are none.
@@ -48,6 +49,7 @@ class Workspace:
     qkv_TF: torch.Tensor
     attention_TF: torch.Tensor
     rows_NE: torch.Tensor
+    parts_NP: torch.Tensor
     logits_NV: torch.Tensor
     dequantized: torch.Tensor
     fp8_rows: torch.Tensor
@@ -81,6 +83,7 @@ class Workspace:
             qkv_TF=shared[: num_tokens * qkv].view(num_tokens, qkv),
             attention_TF=shared[num_tokens * qkv :][: num_tokens * attention].view(num_tokens, attention),
             rows_NE=made["rows"],
+            parts_NP=made["parts"] if made["parts"].numel() else made["logits"],
             logits_NV=made["logits"],
             dequantized=made["dequantized"].view(-1),
             fp8_rows=made["fp8_rows"].view(-1),
@@ -108,11 +111,13 @@ class Workspace:
         num_rows = num_tokens if spec.pooler and spec.pooler.pooling == "all" else num_logits
         embedded = 0 if spec.layer_embeddings is None else spec.layer_embeddings.size
         written_out, fp8_inputs = quantized_sizes(spec, str(dtype).removeprefix("torch."), gemm_device)
+        rows = spec.head.num_outputs
         return {
             "hidden": (num_tokens, spec.hidden_size, dtype),
             "normed": (num_tokens, spec.hidden_size, dtype),
             "shared": (num_tokens, max(sum(_attention_widths(spec)), feed_forward, spec.hidden_size, embedded), dtype),
             "rows": (num_logits, spec.hidden_size, dtype),
+            "parts": (num_logits, 0 if rows == spec.vocab_size else rows, dtype),
             "logits": (num_logits, 0 if spec.pooler else spec.vocab_size, dtype),
             "dequantized": (1, written_out, dtype),
             "fp8_rows": (num_tokens, fp8_inputs, torch.float8_e4m3fn),

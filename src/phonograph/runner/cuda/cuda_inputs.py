@@ -150,8 +150,13 @@ class CudaInputs:
 
     def write(self, rows: StepRows, key: GraphKey | None, *, sampling: KernelRows | None) -> tuple[CommonMetadata, ...]:
         """Send one step and return its metadata; see `Inputs.write`."""
+        starts = {new.slot: (new.prompt_len, new.max_len) for new in rows.batch.new}
+        return self._send(rows, key, self._known_tokens(rows), starts, sampling)
+
+    def _known_tokens(self, rows: StepRows) -> dict[int, np.ndarray]:
+        """Return the tokens of the rows that do not continue from the state of their slot."""
         slots, context_lens, query_lens = rows.batch.slots, rows.batch.context_lens, rows.batch.query_lens
-        # Decodes continue from the state of their slot, unless the host has made their drafts.
+        # Decodes continue from it, unless the host has made their drafts.
         known = {
             row: self._tokens[slots[row]][context_lens[row] : context_lens[row] + query_lens[row]]
             for row in range(rows.batch.num_decodes, rows.batch.num_reqs)
@@ -160,27 +165,17 @@ class CudaInputs:
             for row, query_len in enumerate(query_lens[: rows.batch.num_decodes]):
                 if query_len > 1:
                     known[row] = self._host_drafts[slots[row]][:query_len]
-        starts = {new.slot: (new.prompt_len, new.max_len) for new in rows.batch.new}
-        return self._send(rows, key, known, starts, sampling)
+        return known
 
     def load(self, batch: SyntheticBatch, key: GraphKey) -> tuple[CommonMetadata, ...]:
         """Send a synthetic batch with greedy sampling, and prepare it, so that its slot mapping is on the device."""
         rows = batch.rows()
         num_reqs = rows.batch.num_reqs
         starts = np.cumsum([0, *batch.query_lens])
-        greedy = KernelParameters(
-            temperature_N=np.zeros(num_reqs),
-            top_k_N=np.zeros(num_reqs, np.int64),
-            top_p_N=np.ones(num_reqs),
-            min_p_N=np.zeros(num_reqs),
-            stream_keys_N=np.zeros(num_reqs, np.int64),
-            edits_N=np.zeros(num_reqs, bool),
-            min_tokens_N=np.zeros(num_reqs, np.int64),
-        )
         known = {row: batch.token_ids[starts[row] : starts[row + 1]] for row in range(num_reqs)}
         max_lens = batch.max_lens or [self._max_model_len + 1] * num_reqs
         bounds = {slot: (0, max_len) for slot, max_len in zip(rows.batch.slots, max_lens, strict=True)}
-        sampling = KernelRows(rows.samples, greedy)
+        sampling = KernelRows(rows.samples, KernelParameters.greedy(num_reqs))
         commons = self._send(rows, key, known, bounds, sampling, writes_states=batch.writes_states)
         self.prepare(num_reqs=key.num_reqs, num_tokens=key.num_tokens)
         return commons

@@ -21,14 +21,14 @@ from phonograph.engine.process.ranks.rank_step import Capture, Command, RankStep
 from phonograph.engine.startup.subject import make_subject
 from phonograph.graphs.verification import verify
 from phonograph.kernels.ranks import Ranks
-from phonograph.runner.cpu_inputs import CpuInputs
 from phonograph.runner.runner import Runner
+from phonograph.runner.step_inputs import RankInputs
 
 
 class FollowingRunner(Runner):
     """Runner of another rank than 0."""
 
-    def __init__(self, *, inputs: CpuInputs, **parts: Any) -> None:
+    def __init__(self, *, inputs: RankInputs, **parts: Any) -> None:
         super().__init__(inputs=inputs, **parts)
         self._writes = inputs
         self._hidden_TE: torch.Tensor | None = None
@@ -39,13 +39,17 @@ class FollowingRunner(Runner):
             rows = step.rows()
             if rows.batch.copies:
                 self._program.attention.copy_pages(rows.batch.copies)
-            commons = self._writes.write_tokens(rows, step.token_ids, step.key)
+            commons = self._writes.write_tokens(rows, step.token_ids, step.starts, step.key)
             self.prepare(commons, step.key)
             if step.key is None:
                 outputs = self._run_eager(commons[0], rows.num_logits, all_hidden=step.all_hidden, makes_drafts=False)
             else:
                 outputs = self.replay(step.key)
             self._hidden_TE = outputs.hidden
+
+    def step_drafts(self) -> torch.Tensor:
+        """Return no drafts: those of rank 0 come at the head of a step."""
+        return self._inputs.drafts[:0]
 
     def score(self, rows: Score) -> None:
         """Take part in the logits of some rows of the latest step."""

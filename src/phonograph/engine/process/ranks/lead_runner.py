@@ -6,18 +6,19 @@ Captures and verifications need no messages: all ranks run the same batches, whi
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from phonograph.attention.metadata import CommonMetadata
-from phonograph.core.batch import ScheduledBatch
+from phonograph.core.batch import ScheduledBatch, StepOutput
 from phonograph.engine.process.ranks.rank_step import RankStep, Score
 from phonograph.errors import RankError
 from phonograph.graphs.dispatch import Decision
 from phonograph.graphs.modes import GraphKey
 from phonograph.runner.runner import Runner
-from phonograph.runner.step_inputs import StepRows
+from phonograph.runner.step_inputs import RankInputs, StepRows
 from phonograph.runner.step_program import StepOutputs
 from phonograph.runner.steps import PendingStep
 
@@ -25,17 +26,43 @@ if TYPE_CHECKING:
     from phonograph.engine.process.ranks.rank_group import RankGroup
 
 
+@dataclass(slots=True)
+class _RankStepInFlight:
+    """A step of all ranks."""
+
+    step: PendingStep
+    group: RankGroup
+
+    @property
+    def decision(self) -> Decision:
+        return self.step.decision
+
+    @property
+    def output(self) -> StepOutput:
+        return self.step.output
+
+    def result(self) -> StepOutput:
+        """Return the result. On a GPU no operation raises when a rank has ended."""
+        output = self.step.result()
+        self.group.check()
+        return output
+
+
 class LeadRunner(Runner):
     """Runner of rank 0. The others run each step that is submitted here."""
 
-    def __init__(self, group: RankGroup, **parts: Any) -> None:
-        super().__init__(ranks=group.ranks, **parts)
-        self._group = group
+    def __init__(self, group: RankGroup, *, inputs: RankInputs, **parts: Any) -> None:
+        super().__init__(ranks=group.ranks, inputs=inputs, **parts)
+        self._group, self._tokens = group, inputs
         self._submitted: StepRows | None = None
 
     def submit(self, batch: ScheduledBatch) -> PendingStep:
         with self._group.first_error():
-            return super().submit(batch)
+            return _RankStepInFlight(super().submit(batch), self._group)
+
+    def drop_graphs(self) -> None:
+        """Free the graphs, for which NCCL waits when a connection ends. No step follows."""
+        self._graphs.clear()
 
     def replay(self, key: GraphKey) -> StepOutputs:
         self._send(key)
@@ -69,5 +96,5 @@ class LeadRunner(Runner):
         """Send a submitted step to the other ranks; batches of captures and of `verify` are drawn by each rank."""
         rows, self._submitted = self._submitted, None
         if rows is not None:
-            token_ids_T = self._inputs.input_ids[: rows.batch.num_tokens].numpy()
+            token_ids_T = self._tokens.host_tokens(rows)
             self._group.send(RankStep.of(rows, token_ids_T, key, all_hidden=all_hidden))

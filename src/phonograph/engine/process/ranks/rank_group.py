@@ -10,6 +10,7 @@ import signal
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
@@ -20,12 +21,12 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from phonograph.engine.plan import EnginePlan
+from phonograph.engine.process.ranks.connect import connect
 from phonograph.engine.process.ranks.lead_runner import LeadRunner
 from phonograph.engine.process.ranks.rank_process import POLL_SECONDS, STOPPED_POLLS, Place, is_stopped, run_rank
 from phonograph.engine.process.ranks.rank_step import Capture, Command, Failed, Verify
 from phonograph.errors import RankError
 from phonograph.graphs.verification import Mismatch
-from phonograph.kernels.torch.gloo_ranks import GlooRanks
 
 _OTHERS_SECONDS = 0.5
 """Time in which other ranks may report errors after the first one was noticed, which may follow from theirs."""
@@ -41,6 +42,7 @@ class _Watch:
 
     answers:     of the ranks
     failure:     reason of the end of a rank; set before `failed`
+    abort:       ends what rank 0 waits for when a rank has ended
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class _Watch:
     ) -> None:
         self.answers: SimpleQueue[object] = SimpleQueue()
         self.failure: str | None = None
+        self.abort: Callable[[], None] | None = None
         self.failed, self.closing = threading.Event(), threading.Event()
         self._processes, self._on_failure = processes, on_failure
         self._sources = {connection: rank for rank, connection in enumerate(replies, 1)}
@@ -91,6 +94,8 @@ class _Watch:
         for process in self._processes:
             process.kill()
         self.failed.set()
+        if self.abort is not None:
+            self.abort()
         if self._on_failure is not None:
             self._on_failure(reason)
 
@@ -114,6 +119,7 @@ class RankGroup:
         folder = Path(tempfile.mkdtemp(prefix="phonograph-ranks-"))
         replies: list[Connection] = []
         self._commands: list[Connection] = []
+        self._runner: weakref.ref[LeadRunner] | None = None
         self._processes: list[SpawnProcess] = []
         context = multiprocessing.get_context("spawn")
         for rank in range(1, size):
@@ -133,7 +139,8 @@ class RankGroup:
         self._end = Finalize(self, _end_all, (self._processes, self._watch, folder), exitpriority=10)
         with self._closed_on_error(), self.first_error():
             self.send(plan)
-            self.ranks = GlooRanks(folder, 0, size)
+            self.ranks = connect(plan, folder, 0)
+            self._watch.abort = self.ranks.abort
 
     def send(self, message: Command | EnginePlan) -> None:
         """Send a message to each rank."""
@@ -143,7 +150,14 @@ class RankGroup:
 
     def make_runner(self, **parts: Any) -> LeadRunner:
         """Make the runner of rank 0 of these parts."""
-        return LeadRunner(self, **parts)
+        runner = LeadRunner(self, **parts)
+        self._runner = weakref.ref(runner)
+        return runner
+
+    def check(self) -> None:
+        """Raise RankError if a rank has ended by itself, so that results of rank 0 are arbitrary."""
+        if self._watch.failed.is_set():
+            raise RankError(self._watch.failure or "a rank ended")
 
     @contextmanager
     def capturing(self) -> Generator[None]:
@@ -167,8 +181,7 @@ class RankGroup:
         """Wait for an answer of each rank; raises RankError if one ends."""
         found: list[Any] = []
         while len(found) < len(self._processes):
-            if self._watch.failed.is_set():
-                raise RankError(self._watch.failure or "a rank ended")
+            self.check()
             with suppress(Empty):
                 found.append(self._watch.answers.get(timeout=POLL_SECONDS))
         return found
@@ -194,6 +207,11 @@ class RankGroup:
             process.join(max(0.0, until - time.monotonic()))
         self._end()
         self._watch.thread.join()
+        runner = None if self._runner is None else self._runner()
+        if runner is not None:
+            runner.drop_graphs()
+        if self._watch.abort is not None:
+            self._watch.abort()
 
     @contextmanager
     def _closed_on_error(self) -> Generator[None]:

@@ -46,10 +46,12 @@ def run_rank(place: Place, commands: Connection, answers: Connection, last_words
     try:
         plan = pickle.loads(commands.recv_bytes())
         # Imports torch, which takes seconds; by then the rank watches rank 0.
+        from phonograph.engine.process.ranks.connect import connect
         from phonograph.engine.process.ranks.follow_rank import serve_rank
-        from phonograph.kernels.torch.gloo_ranks import GlooRanks
 
-        serve_rank(plan, GlooRanks(Path(place.folder), place.rank, place.size), commands, answers)
+        serve_rank(plan, connect(plan, Path(place.folder), place.rank), commands, answers)
+        # Without the end of Python, in which NCCL would wait for the graphs.
+        os._exit(0)
     except BaseException as error:
         from phonograph.engine.process.ranks.rank_step import Failed
 

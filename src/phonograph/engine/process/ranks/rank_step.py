@@ -20,7 +20,8 @@ class RankStep(NamedTuple):
     Attributes:
         slots, context_lens, query_lens: [N], of the rows, decodes first.
         num_decodes, num_decode_tokens: see `ScheduledBatch`.
-        token_ids: [T], tokens of the step, which only rank 0 has.
+        token_ids: [T], tokens of the step, which only rank 0 has; -1 for those that its device has.
+        starts: [S, 3], of sequences that start: slot, length of the prompt and most tokens.
         appends: [A, 4], slot, first entry, KV group and number of blocks of each `BlockAppend`.
         block_ids: their blocks, one after another.
         copies: [C, 2], pages to copy before the step, from and to.
@@ -34,6 +35,7 @@ class RankStep(NamedTuple):
     num_decodes: int
     num_decode_tokens: int
     token_ids: np.ndarray
+    starts: np.ndarray
     appends: np.ndarray
     block_ids: np.ndarray
     copies: np.ndarray
@@ -45,6 +47,7 @@ class RankStep(NamedTuple):
         """Return a step of rank 0 for the others."""
         batch = rows.batch
         appends = [(one.slot, one.start, one.group, len(one.block_ids)) for one in batch.appends]
+        starts = [(new.slot, new.prompt_len, new.max_len) for new in batch.new]
         return cls(
             slots=rows.slots.astype(np.int32),
             context_lens=rows.context_lens.astype(np.int32),
@@ -52,6 +55,7 @@ class RankStep(NamedTuple):
             num_decodes=batch.num_decodes,
             num_decode_tokens=batch.num_decode_tokens,
             token_ids=token_ids_T,
+            starts=np.array(starts, np.int32).reshape(-1, 3),
             appends=np.array(appends, np.int32).reshape(-1, 4),
             block_ids=np.array([block for one in batch.appends for block in one.block_ids], np.int32),
             copies=np.array(batch.copies, np.int32).reshape(-1, 2),

@@ -48,6 +48,7 @@ class BoundProduct:
         scratch: scratch of products that follow one another.
         activation: of the gates of a gated product, "silu" or "gelu_tanh".
         batch_invariant: the result of a row does not depend on other rows.
+        summed: the inputs are those of one rank, so that the sum of all ranks is the result.
     """
 
     def __init__(
@@ -61,8 +62,9 @@ class BoundProduct:
         scratch: GemmScratch,
         activation: str = "silu",
         batch_invariant: bool = False,
+        summed: bool = False,
     ) -> None:
-        self.scratch = scratch
+        self.scratch, self.summed = scratch, summed
         self._weight, self._bias_N, self._shape = weight, bias_N, shape
         self._gated = GATED_MODES[activation] if shape.gated else STORE
         self._plans = cache(partial(choose, shape, weights, device=device, batch_invariant=batch_invariant))

@@ -106,6 +106,11 @@ def _load(function: JITFunction[Any], kernel: CompiledKernel) -> None:
         set_carveout(function, kernel)
 
 
+def is_compiling() -> bool:
+    """Return True inside `compile_only`."""
+    return active_mode.get() is not None
+
+
 def _on_disk(key: str, name: str) -> bool:
     """Return True if Triton's cache has the kernel, by the rule of `triton.compile`."""
     metadata = f"{name[:150]}.json"

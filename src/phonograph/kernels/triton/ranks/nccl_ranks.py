@@ -1,0 +1,115 @@
+"""Ranks on GPUs of one host, connected by NCCL.
+
+Operations run on the current stream, so that a capture records them. Host values travel by gloo.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Generator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+
+from phonograph.errors import RankError
+from phonograph.kernels.torch.gloo_ranks import GlooRanks
+from phonograph.kernels.triton.launch.precompile import is_compiling
+
+_SECONDS = 600.0
+"""Time after which torch ends the process for an operation that was not captured and did not end."""
+_ABORT_SECONDS = 2.0
+
+
+class NcclRanks(GlooRanks):
+    """Connection of a rank with the others; see `Ranks`. The constructor waits for all of them.
+
+    Args:
+        folder: empty folder, through which the ranks find each other.
+        rank: number of this rank.
+        size: number of ranks.
+        device: GPU of this rank, with its index. It must be the current device.
+    """
+
+    def __init__(self, folder: Path, rank: int, size: int, device: torch.device) -> None:
+        super().__init__(folder, rank, size)
+        self.device = device
+        nccl: Any = getattr(distributed, "ProcessGroupNCCL", None)
+        if nccl is None:
+            raise RankError("ranks on GPUs need a torch with NCCL, which this one lacks")
+        options = nccl.Options()
+        options._timeout = timedelta(seconds=_SECONDS)
+        store = distributed.PrefixStore("nccl", distributed.FileStore(str(folder / "store"), size))
+        try:
+            self._nccl: Any = nccl(store, rank, size, options)
+            self._end = weakref.finalize(self, _abort, self._nccl)
+            self._warm_up()
+        except RuntimeError as error:
+            raise RankError(f"rank {rank} cannot reach the others by NCCL: {str(error).splitlines()[0]}") from error
+
+    def _warm_up(self) -> None:
+        """Run each operation once, because NCCL connects the GPUs at the first one, which a capture must not hold."""
+        numbers = torch.ones(self.size, 1, device=self.device)
+        self.sum(numbers)
+        self.gather(numbers, torch.empty(self.size, self.size, device=self.device))
+        self.broadcast(numbers)
+        torch.cuda.synchronize(self.device)
+        if float(numbers[0]) != self.size:
+            raise RuntimeError(f"a sum of ones over {self.size} ranks gave {float(numbers[0])}")
+
+    def sum(self, x_TE: torch.Tensor) -> None:
+        if is_compiling():
+            return
+        self._check("sum", x_TE)
+        _enqueue(self._nccl.allreduce, distributed.AllreduceOptions(), [x_TE])
+
+    def gather(self, part_NP: torch.Tensor, out_NV: torch.Tensor | None) -> None:
+        if is_compiling():
+            return
+        self._check("gather", part_NP)
+        parts_SNP = part_NP.new_empty(self.size, *part_NP.shape)
+        _enqueue(self._nccl._allgather_base, distributed.AllgatherOptions(), parts_SNP, part_NP)
+        if out_NV is not None:
+            size = part_NP.shape[1]
+            for rank, part in enumerate(parts_SNP):
+                into = out_NV[:, rank * size : (rank + 1) * size]
+                into.copy_(part[:, : into.shape[1]])
+
+    def broadcast(self, words: torch.Tensor) -> None:
+        if is_compiling():
+            return
+        self._check("broadcast", words)
+        options = distributed.BroadcastOptions()
+        options.rootRank = 0
+        _enqueue(self._nccl.broadcast, options, [words])
+
+    @contextmanager
+    def recording(self) -> Generator[None]:
+        """Return a context that does nothing: a capture runs no operation."""
+        yield
+
+    def abort(self) -> None:
+        """End operations that wait for a rank which is not there any more, and the connection."""
+        self._end()
+
+
+def _abort(group: Any) -> None:
+    """End the operations and the connection of torch's process group.
+
+    Waits no longer than some seconds for it, because NCCL waits for the graphs that hold its operations.
+    """
+    thread = threading.Thread(target=group.abort, name="nccl-abort", daemon=True)
+    thread.start()
+    thread.join(_ABORT_SECONDS)
+
+
+def _enqueue(operation: Any, options: Any, *tensors: Any) -> None:
+    """Run an operation of torch's process group on the current stream."""
+    options.asyncOp = False
+    work = operation(*tensors, options)
+    if work is not None:
+        work.wait()

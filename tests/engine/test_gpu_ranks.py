@@ -1,0 +1,109 @@
+"""Ranks on GPUs: the tokens of one rank, graphs equal to eager on every rank, and the end of a rank."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from checkpoints import VOCAB_SIZE, make_checkpoint
+
+from phonograph.core.sampling_params import SamplingParams
+from phonograph.core.structured_outputs import StructuredOutputs
+from phonograph.engine.llm import LLM
+from phonograph.errors import ConfigError, RankError
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+SETTINGS: dict[str, Any] = {
+    **{"device": "cuda", "dtype": "float32", "max_num_seqs": 8, "num_kv_blocks": 512, "max_model_len": 512},
+    **{"max_num_batched_tokens": 128, "max_cudagraph_capture_size": 16, "seed": 0},
+}
+
+
+def prompts(vocab_size: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(2)
+    lengths = 1, 9, 40, 175, 3, 18
+    return [torch.randint(3, vocab_size, (length,), generator=generator).tolist() for length in lengths]
+
+
+PARAMS = [SamplingParams(temperature=0.8, seed=index, max_tokens=24, ignore_eos=True) for index in range(6)]
+PARAMS[2] = PARAMS[5] = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+PARAMS[3] = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+
+
+def tokens(llm: LLM, vocab_size: int) -> list[list[int]]:
+    outputs = llm.generate(prompts(vocab_size), PARAMS)
+    assert all(output.error is None for output in outputs)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[LLM]:
+    with LLM("demo", **SETTINGS, tensor_parallel_size=2) as llm:
+        yield llm
+
+
+def test_verify_runs_on_every_rank(two: LLM) -> None:
+    report = two.verify(num_replays=200)
+    assert report.ok, report.mismatches[:3]
+
+
+def test_the_demo_model_gives_the_tokens_of_one_rank(two: LLM) -> None:
+    with LLM("demo", **SETTINGS) as one:
+        assert tokens(two, 2048) == tokens(one, 2048)
+
+
+def test_grammars_are_masked_on_rank_0(two: LLM) -> None:
+    schema = StructuredOutputs(json={"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]})
+    params = SamplingParams(temperature=0.0, max_tokens=24, structured_outputs=schema)
+    with LLM("demo", **SETTINGS) as one:
+        texts = [llm.generate(["Tom has 12 apples."], params)[0].outputs[0].text for llm in (one, two)]
+    assert texts[0] == texts[1] and texts[0].startswith("{")
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("llama3", {"cudagraph_mode": "FULL_AND_PIECEWISE"}),
+        ("qwen2", {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}),
+        ("olmo2", {"cudagraph_mode": "NONE"}),
+        ("mixtral", {}),
+    ],
+)
+def test_two_ranks_give_the_tokens_of_one(family: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    make_checkpoint(family, tmp_path, seed=3)
+    found: list[list[list[int]]] = []
+    for size in (1, 2):
+        with LLM(str(tmp_path), **SETTINGS, **settings, tensor_parallel_size=size) as llm:
+            found.append(tokens(llm, VOCAB_SIZE))
+            if size == 2 and settings.get("cudagraph_mode") != "NONE":
+                assert llm.verify(num_replays=20).ok
+    assert found[0] == found[1]
+
+
+def test_more_ranks_than_gpus_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"needs 4 GPUs, found \d GPUs here"):
+        LLM("demo", **{**SETTINGS, "device": "cuda"}, tensor_parallel_size=4)
+
+
+def test_a_killed_rank_ends_the_engine_within_seconds() -> None:
+    before = set(psutil.Process().children(recursive=True))
+    with LLM("demo", **SETTINGS, tensor_parallel_size=2) as llm:
+        llm.generate([[5, 6, 7]], PARAMS[2])
+        ranks = set(psutil.Process().children(recursive=True)) - before
+        ranks = {one for one in ranks if "spawn_main" in " ".join(one.cmdline())}
+        for rank in ranks:
+            rank.send_signal(signal.SIGKILL)
+        began = time.monotonic()
+        with pytest.raises(RankError, match="the process of rank 1 ended by SIGKILL"):
+            llm.generate(prompts(2048), PARAMS)
+        assert time.monotonic() - began < 8

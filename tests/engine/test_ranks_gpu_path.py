@@ -1,0 +1,116 @@
+"""Ranks with all that runs on a GPU, in Triton's interpreter: ranks are threads, and graphs are calls.
+
+`test_gpu_ranks` has the same on GPUs.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import VOCAB_SIZE, make_checkpoint
+from host_runtime import CallRuntime, HostRing
+from thread_ranks import engine_on_threads
+
+from phonograph.config.engine_config import EngineConfig
+from phonograph.core.device import known_device
+from phonograph.core.sampling_params import SamplingParams
+from phonograph.engine import build
+from phonograph.engine.plan import make_plan
+from phonograph.engine.process.ranks import follow_rank
+from phonograph.engine.session import Session
+from phonograph.engine.startup.start import verify_engine
+from phonograph.kernels.ranks import Ranks
+from phonograph.models.layers.linear import WeightAllocator
+from phonograph.models.spec import read_model_spec
+from phonograph.structured.compiler import GrammarCompiler
+
+interpreter = pytest.importorskip("triton.runtime.interpreter")
+cuda_platform = pytest.importorskip("phonograph.engine.startup.cuda_platform")
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="there is a GPU: tests/engine/test_gpu_ranks.py runs all of this on two of them"
+)
+
+
+class HostPlatform(cuda_platform.CudaPlatform):
+    """Parts of a rank's GPU, with tensors in host memory."""
+
+    def __init__(self, ranks: Ranks | None) -> None:
+        make_runtime = {"make_runtime": lambda device, scratch: CallRuntime(lazily=True)}
+        super().__init__(torch.device("cpu"), **make_runtime, make_ring=HostRing, ranks=ranks)
+
+    def compile(self, launch: object) -> None:
+        """Launch nothing: the interpreter would take minutes for every kernel of every shape."""
+
+
+@pytest.fixture(autouse=True)
+def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WeightAllocator, "matrix", lambda self, size_in, size_out: self.tensor(size_out, size_in).t())
+    # The interpreter runs one launch at a time.
+    lock, launch = threading.Lock(), interpreter.GridExecutor.__call__
+
+    def launch_alone(*arguments: Any, **settings: Any) -> None:
+        with lock:
+            launch(*arguments, **settings)
+
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch_alone)
+    for module in (build, follow_rank):
+        monkeypatch.setattr(module, "make_platform", lambda kind, ranks=None: HostPlatform(ranks))
+
+
+def plan_of(folder: Path, num_ranks: int, **settings: Any) -> build.EnginePlan:
+    config = EngineConfig(
+        **{"model": str(folder), "device": "cuda", "max_num_seqs": 3, "num_kv_blocks": 40, "block_size": 16},
+        **{"dtype": "float32", "max_model_len": 256, "max_num_batched_tokens": 40, "cascade_attention": "off"},
+        tensor_parallel_size=num_ranks,
+        cudagraph_capture_sizes=[1, 3, 24],
+        **settings,
+    )
+    device = replace(known_device("h200"), capability=(8, 0))
+    return make_plan(config, read_model_spec(folder), device)
+
+
+def generate(engine: build.Engine) -> list[list[int]]:
+    model = engine.plan.model
+    session = Session(engine.core, model, None, 0, GrammarCompiler(lambda: None, tuple(model.eos_token_ids)))
+    generator = torch.Generator().manual_seed(2)
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, prompt_logprobs=1),
+        SamplingParams(temperature=0.9, seed=3, max_tokens=9, ignore_eos=True),
+        SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, repetition_penalty=1.3),
+        SamplingParams(temperature=0.7, seed=8, max_tokens=5, ignore_eos=True),
+    ]
+    lengths = 50, 1, 9, 30
+    outputs = [
+        session.add(torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist(), one)
+        for length, one in zip(lengths, params, strict=True)
+    ]
+    while session.has_unfinished:
+        session.step()
+    assert all(output.finished and output.error is None for output in outputs)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+NGRAM = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [("llama3", {}), ("qwen2", NGRAM), ("olmo2", {}), ("mixtral", {}), ("gemma2", {})],
+)
+def test_two_ranks_give_the_tokens_of_one(family: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    make_checkpoint(family, tmp_path, seed=3)
+    expected = generate(build.build_engine(plan_of(tmp_path, 1, **settings)))
+    with engine_on_threads(plan_of(tmp_path, 2, **settings)) as engine:
+        assert generate(engine) == expected
+
+
+def test_verify_runs_on_every_rank(tmp_path: Path) -> None:
+    make_checkpoint("llama3", tmp_path, seed=3)
+    with engine_on_threads(plan_of(tmp_path, 2, **NGRAM)) as engine:
+        assert verify_engine(engine, num_replays=3).ok
