@@ -11,7 +11,7 @@ from quick_rules import PLAIN, Result, replace, result_maker, result_of
 def make_memory_quick(interpreter: Any) -> None:
     semantic_type = interpreter.TritonSemantic
     slow_load, slow_store = semantic_type.load, semantic_type.store
-    load_from, store_to = interpreter._interpreter.load, interpreter._interpreter.store
+    memory = interpreter._interpreter
     loads, stores = dict[Any, Result | None](), dict[Any, Result | None]()
     masks, zeros = dict[Any, Any](), dict[Any, Any]()
     result = result_maker(interpreter)
@@ -57,7 +57,7 @@ def make_memory_quick(interpreter: Any) -> None:
                     zeros[shape, dtype] = np.zeros(shape, dtype)
                 without = zeros[shape, dtype]
             addresses = _broadcast(pointer.handle.data, shape)
-            return result(load_from(addresses, mask_of(mask, shape), without, dtype), rule)
+            return result(memory.load(addresses, mask_of(mask, shape), without, dtype), rule)
         found = slow_load(self, pointer, mask, other, boundary_check, padding_option, *rest)
         if key not in loads:
             loads[key] = None
@@ -74,7 +74,7 @@ def make_memory_quick(interpreter: Any) -> None:
             data, shape = _broadcast(value.handle.data, rule.to), rule.to
             if data.dtype is not rule.left:
                 data = data.astype(rule.left)
-            return store_to(_broadcast(pointer.handle.data, shape), data, mask_of(mask, shape))
+            return memory.store(_broadcast(pointer.handle.data, shape), data, mask_of(mask, shape))
         found = slow_store(self, pointer, value, mask, boundary_check, *rest)
         if key not in stores:
             stores[key] = None
