@@ -6,7 +6,7 @@ what it reads, is right in every test of its results; on a GPU it may end the pr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,7 @@ class OutOfBoundsError(Exception):
 
 
 @contextmanager
-def bounded_memory() -> Iterator[None]:
+def bounded_memory() -> Generator[None]:
     """Make kernels in the interpreter raise an OutOfBoundsError within the context."""
     from triton.runtime import interpreter as module
 
