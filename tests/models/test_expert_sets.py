@@ -34,7 +34,7 @@ FLOAT16 = torch.bfloat16 if torch.cuda.is_available() else torch.float16
 LIMITS = {torch.float32: 3e-5, FLOAT16: 2e-2}
 SCHEMES: dict[str, Scheme] = {
     "int4": Gptq(bits=4, group_size=32, version=1),
-    "int4 with zeros": Awq(bits=4, group_size=16, zeros=True),
+    "int4 with zeros": Awq(bits=4, group_size=32, zeros=True),
     "fp8 blocks": Fp8(origin="FP8", scales="block", block=(16, 32)),
     "fp8 channels": Fp8(origin="FP8", scales="channel"),
     "int8": Gptq(bits=8, group_size=32, zeros=True, version=2),

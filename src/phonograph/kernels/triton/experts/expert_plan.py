@@ -89,8 +89,9 @@ def why_not(weights: WeightFormat) -> str | None:
         return None
     if weights.dtype == "float32":
         return "a GPU multiplies quantized experts in bfloat16 and float16 only; choose one of these as dtype"
-    if weights.group % 16:
-        return f"groups of {weights.group} inputs are not a multiple of 16, which a GPU's kernels of experts need"
+    # Products over 16 inputs and 16 rows gave wrong sums on an H200; the interpreter's are right.
+    if weights.group % 32:
+        return f"groups of {weights.group} inputs are not a multiple of 32, which a GPU's kernels of experts need"
     return None
 
 
@@ -119,9 +120,14 @@ class RowConfig(NamedTuple):
 
 
 def row_config(hidden_size: int, intermediate_size: int) -> RowConfig:
-    """Return the launch of experts of such sizes, with the tiles of `choose` for one row of dense weights."""
+    """Return the launch of experts of such sizes, with the tiles of `choose` for one row of dense weights.
+
+    Gates and ups of 2048 inputs are an exception: 14.4 us of Qwen3-30B-A3B on an H200 in place of 18.6, as more programs
+    of one warp share a multiprocessor.
+    """
     tiles: list[RowTile] = []
     for num_inputs in (hidden_size, intermediate_size):
         config = one_row(num_inputs, gated=False)
         tiles.append(RowTile(config.block_n, config.block_k, 1, config.num_warps))
-    return RowConfig(tiles[0], *tiles)
+    route, down = tiles
+    return RowConfig(route, RowTile(4, 512, 4, 1) if hidden_size == 2048 else route, down)
