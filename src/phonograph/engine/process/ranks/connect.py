@@ -25,8 +25,17 @@ def connect(plan: EnginePlan, folder: Path, rank: int) -> GlooRanks:
     if plan.device.kind == "cpu":
         return GlooRanks(folder, rank, size)
     # Imports Triton, which CPU installations may lack.
-    from phonograph.kernels.triton.ranks.nccl_ranks import NcclRanks
+    from phonograph.kernels.triton.ranks.peer_ranks import PeerRanks
 
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    return NcclRanks(folder, rank, size, device)
+    return PeerRanks(
+        folder,
+        rank,
+        size,
+        device,
+        width=plan.model.hidden_size,
+        dtype=getattr(torch, plan.dtype),
+        max_rows=plan.limits.max_num_batched_tokens,
+        batch_invariant=plan.config.batch_invariant,
+    )
