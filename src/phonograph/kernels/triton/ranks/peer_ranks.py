@@ -10,10 +10,8 @@ from typing import Any
 import torch
 from torch import distributed
 
-from phonograph.errors import RankError
 from phonograph.kernels.fp8_activations import Fp8Rows, Rows
 from phonograph.kernels.triton.launch.precompile import is_compiling
-from phonograph.kernels.triton.ranks.choose_sum import choose_sum
 from phonograph.kernels.triton.ranks.nccl_ranks import NcclRanks
 from phonograph.kernels.triton.ranks.sum_rows import PARTS, PeerBuffers, sum_rows
 
@@ -39,7 +37,7 @@ class PeerRanks(NcclRanks):
         device: GPU of this rank, with its index. It must be the current device.
         width: numbers of the rows of the stream.
         dtype: their type.
-        max_rows: most rows of a step.
+        max_rows: most rows that are summed over peer memory; others are summed by NCCL.
         batch_invariant: sum all rows by one kernel, so that a row's sum does not depend on other rows.
     """
 
@@ -60,18 +58,17 @@ class PeerRanks(NcclRanks):
         super().__init__(folder, rank, size, device)
         self._batch_invariant = batch_invariant
         self._side = torch.cuda.Stream(device)
-        kernel = choose_sum(width, dtype.itemsize, size)
-        rows = min(kernel.max_rows, max_rows)
-        problem = None if rows else kernel.reason
-        shape = PARTS, size, rows, width
+        problem, shape = None, (PARTS, size, max_rows, width)
         for find in (self._peer_problem, partial(self._connect, folder, shape, dtype), self._fill, self._test):
             problem = problem or self._agreed(find)
         if problem is not None:
             self._buffers = None
             self.notes = (f"sums over ranks run by NCCL alone, because {problem}",)
-            if batch_invariant and size > 2:
-                # Of two ranks all orders give the same sum.
-                raise RankError(f"batch_invariant needs sums by one kernel, and {self.notes[0]}")
+
+    @property
+    def sums_by_nccl(self) -> bool:
+        """True if NCCL sums rows in place of the kernel."""
+        return self._buffers is None
 
     def sum(self, x_TE: torch.Tensor) -> None:
         buffers = self._buffers_for(x_TE)
