@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from far_memory import BORDER, far_tensor, last_programs
 
 sum_rows = pytest.importorskip("phonograph.kernels.triton.ranks.sum_rows")
 
@@ -115,3 +116,24 @@ def test_buffers_take_rows_of_their_width_and_type_only() -> None:
     assert buffers.take(torch.zeros(MAX_ROWS, 64, dtype=torch.float16))
     for shape, dtype in (((1, 32), torch.float16), ((1, 64), torch.float32), ((2, 1, 64), torch.float16)):
         assert not buffers.take(torch.zeros(shape, dtype=dtype))
+
+
+def test_rows_far_behind_the_first_ones() -> None:
+    """The last rows of a step of more than 2^31 numbers, in buffers of as many."""
+    width = 1024
+    rows, dtype, device = BORDER // width + 2, torch.float16, torch.device("cpu")
+    own, other = (far_tensor(sum_rows.PARTS, 2, rows, width, dtype=dtype, device=device) for _ in range(2))
+    x_TE, hidden_TE = (far_tensor(rows, width, dtype=dtype, device=device) for _ in range(2))
+    mine, theirs = torch.randn(2, 2, width).to(dtype)
+    x_TE[-2:], own[0, 1, -2:] = mine, theirs
+    buffers = sum_rows.PeerBuffers(
+        own=own,
+        offsets=torch.tensor([0, (other.data_ptr() - own.data_ptr()) // 2]),
+        counters=torch.zeros(rows, dtype=torch.int32),
+        limit=torch.tensor([3], dtype=torch.int32),
+        rank=0,
+    )
+    with last_programs(2):
+        sum_rows.sum_rows(x_TE, buffers, hidden_TE)
+    assert torch.equal(hidden_TE[-2:], (mine.float() + theirs.float()).to(dtype))
+    assert torch.equal(other[0, 0, -2:], mine) and own[2, 1, -1].signbit().all()

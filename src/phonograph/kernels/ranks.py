@@ -124,18 +124,12 @@ def gather_ranks(part_NP: torch.Tensor, vocab_size: int, ranks: Ranks) -> torch.
     return part_NP if out_NV is None else out_NV
 
 
-def embed_over_ranks(
-    input_ids_T: torch.Tensor, table_PE: torch.Tensor, ranks: Ranks, out_TE: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Return the embeddings [T, E] of tokens, of which each rank has P, in `out_TE` or in new memory."""
+def embed_over_ranks(input_ids_T: torch.Tensor, table_PE: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """Return the embeddings [T, E] of tokens, of which each rank has P, in new memory."""
     count = len(table_PE)
     own_T = input_ids_T - ranks.rank * count
     known_T = (own_T >= 0) & (own_T < count)
-    own_T.clamp_(0, count - 1)
-    if out_TE is None:
-        found_TE = torch.nn.functional.embedding(own_T, table_PE)
-    else:
-        found_TE = torch.index_select(table_PE, 0, own_T, out=out_TE)
+    found_TE = torch.nn.functional.embedding(own_T.clamp_(0, count - 1), table_PE)
     return sum_ranks(found_TE.mul_(known_T.unsqueeze(-1)), ranks)
 
 
