@@ -58,6 +58,7 @@ KERNEL_PARTS = {
     "_activation_kernel": "rest",
     "_joint_norm_kernel": "rest",
     "_route_kernel": "rest",
+    "_sum_rows_kernel": "rest",
     "_route_row_kernel": "rest",
     "_write_kernel": "rest",
     "filter_kernel": "rest",

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import thread_ranks
 import torch
 from checkpoints import VOCAB_SIZE, make_checkpoint
 from host_runtime import CallRuntime, HostRing
-from thread_ranks import engine_on_threads
+from thread_ranks import ThreadRanks, engine_on_threads
 
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.device import known_device
@@ -30,6 +31,7 @@ from phonograph.models.spec import read_model_spec
 from phonograph.structured.compiler import GrammarCompiler
 
 interpreter = pytest.importorskip("triton.runtime.interpreter")
+layers = pytest.importorskip("phonograph.kernels.triton.elementwise.layers")
 cuda_platform = pytest.importorskip("phonograph.engine.startup.cuda_platform")
 
 pytestmark = pytest.mark.skipif(
@@ -107,6 +109,29 @@ def test_two_ranks_give_the_tokens_of_one(family: str, settings: dict[str, Any],
     make_checkpoint(family, tmp_path, seed=3)
     expected = generate(build.build_engine(plan_of(tmp_path, 1, **settings)))
     with engine_on_threads(plan_of(tmp_path, 2, **settings)) as engine:
+        assert generate(engine) == expected
+
+
+class AddingRanks(ThreadRanks):
+    """Ranks that add a sum to the stream and norm it at once, as those with peer memory."""
+
+    def add_and_norm(self, x_TE: torch.Tensor, hidden_TE: torch.Tensor, *norm: Any) -> bool:
+        weight_E, eps, normed, factor = norm
+        if len(x_TE) > 3:
+            return False
+        self.sum(x_TE)
+        layers.add_and_norm(x_TE, hidden_TE, weight_E, eps, normed, factor=factor)
+        return True
+
+
+@pytest.mark.parametrize("family", ["llama3", "granite"])
+def test_sums_that_leave_what_the_next_product_takes(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(family, tmp_path, seed=4)
+    expected = generate(build.build_engine(plan_of(tmp_path, 1)))
+    monkeypatch.setattr(thread_ranks, "ThreadRanks", AddingRanks)
+    with engine_on_threads(plan_of(tmp_path, 2)) as engine:
         assert generate(engine) == expected
 
 

@@ -46,13 +46,14 @@ from phonograph.kernels.triton.experts.route import route
 from phonograph.kernels.triton.experts.route_row import route_row
 from phonograph.kernels.triton.experts.row_products import add_down_row, gate_up_row
 from phonograph.kernels.triton.gemm.product import CLAMPED_SWIGLU, GELU, SILU
+from phonograph.kernels.triton.ranks.sum_rows import PARTS, PeerBuffers, sum_rows
 from phonograph.kernels.triton.sampling import bitmask, sample
 from phonograph.kernels.triton.state.gated_delta import gated_delta
 from phonograph.kernels.triton.step import accept_drafts, draft_rows, pinned_words, prepare, prompt_lookup
 from phonograph.kernels.triton.step.step_layout import SlotState, StepLayout
 
 CPU, BF16, FP8 = torch.device("cpu"), torch.bfloat16, torch.float8_e4m3fn
-ROOMS = ("attention", "sampling", "state", "step", "elementwise", "experts")
+ROOMS = ("attention", "sampling", "state", "step", "elementwise", "experts", "ranks")
 
 
 class Accepted(Exception):
@@ -161,6 +162,7 @@ def launch_others() -> None:
     layers.silu_and_mul(halves(8, 1024), rounded)
     layers.gelu_tanh_and_mul(halves(8, 1024), rounded)
     layers.gather_rows(halves(8, 512), longs(4), halves(4, 512))
+    layers.gather_part(halves(8, 512), ints(4), 8, halves(4, 512))
     layers.gather_columns(halves(8, 512), longs(512), halves(8, 512))
     fp8_rows.quantize_rows(halves(8, 512), rounded)
     rows, weight = halves(8, 512), halves(2, 512)
@@ -171,6 +173,16 @@ def launch_others() -> None:
     for activation in ("silu", "gelu_tanh", "gelu", "relu"):
         encoder_rows.activate(halves(8, 1024), rows, activation)
     encoder_rows.mean_rows(rows, ints(3), torch.zeros(2, 512))
+
+
+def launch_sums() -> None:
+    for num_ranks in (2, 4):
+        buffers = PeerBuffers(halves(PARTS, num_ranks, 8, 512), longs(num_ranks), ints(8), ints(1), 1)
+        rows, weight, rounded = halves(8, 512), halves(512), Fp8Rows(halves(8, 512).to(FP8), torch.zeros(8, 1))
+        sum_rows(rows, buffers)
+        sum_rows(rows, buffers, halves(8, 512), factor=0.5)
+        for normed in (rows, rounded):
+            sum_rows(rows, buffers, halves(8, 512), weight_E=weight, eps=1e-6, normed=normed)
 
 
 def launch_experts() -> None:
@@ -255,6 +267,7 @@ def main() -> None:
     launch_others()
     launch_experts()
     launch_states()
+    launch_sums()
     print(json.dumps({"accepted": sorted(accepted), "all": kernels_of_rooms()}))
 
 

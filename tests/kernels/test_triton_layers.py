@@ -59,6 +59,10 @@ def test_gathered_rows(rows: int, width: int, dtype: torch.dtype, device: torch.
     memory = poison(rows + 2, width + 9, dtype=dtype, device=device)
     layers.gather_rows(source, picked, memory[1:-1, 4:-5])
     assert torch.equal(memory[1:-1, 4:-5], source[picked])
+    # A part of a table, from row 1 to 3.
+    layers.gather_part(source[1:4], picked, 1, memory[1:-1, 4:-5])
+    known = (picked > 0) & (picked < 4)
+    assert torch.equal(memory[1:-1, 4:-5], torch.where(known[:, None], source[picked], 0.0))
     memory[1:-1, 4:-5] = float("nan")
     assert bool(memory.isnan().all())
 

@@ -180,7 +180,8 @@ def build_engine(
             loading.finish()
             if draft is not None:
                 draft.finish()
-            plan = replace(plan, notes=(*plan.notes, *loading.notes))
+            of_ranks = () if group is None else group.ranks.notes
+            plan = replace(plan, notes=(*plan.notes, *of_ranks, *loading.notes))
             with nullcontext() if group is None else group.capturing():
                 captured = runner.capture(captured_one)
             drafts = runner.drafts

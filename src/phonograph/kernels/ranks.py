@@ -15,6 +15,8 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from phonograph.kernels.fp8_activations import Rows
+
 
 class Ranks(Protocol):
     """Connection of one rank with the others.
@@ -25,15 +27,41 @@ class Ranks(Protocol):
         rank: number of this rank, from 0.
         size: number of ranks.
         number: number by which operators find this object, from `register`.
+        notes: how sums run, if it was found out when the ranks were connected.
     """
 
     rank: int
     size: int
     number: int
+    notes: tuple[str, ...] = ()
 
     def sum(self, x_TE: torch.Tensor) -> None:
         """Replace a contiguous tensor by its sum over the ranks, in the order of the ranks: all get the same bits."""
         ...
+
+    def add_and_norm(
+        self,
+        x_TE: torch.Tensor,
+        hidden_TE: torch.Tensor,
+        weight_E: torch.Tensor | None,
+        eps: float,
+        normed: Rows | None,
+        factor: float,
+    ) -> bool:
+        """Compute hidden += factor * sum(x) and normed = rms_norm(hidden) by one kernel, if there is one for it.
+
+        Args:
+            x_TE: part of this rank; may overlay `normed`, and may be overwritten.
+            hidden_TE: the stream.
+            weight_E: weights of the norm; None for no norm, and nothing in `normed`.
+            eps: of the norm.
+            normed: result, or None.
+            factor: factor of the sum.
+
+        Returns:
+            False if nothing was done.
+        """
+        return False
 
     def gather(self, part_NP: torch.Tensor, out_NV: torch.Tensor | None) -> None:
         """Bring the parts of all ranks together on rank 0.
@@ -96,18 +124,12 @@ def gather_ranks(part_NP: torch.Tensor, vocab_size: int, ranks: Ranks) -> torch.
     return part_NP if out_NV is None else out_NV
 
 
-def embed_over_ranks(
-    input_ids_T: torch.Tensor, table_PE: torch.Tensor, ranks: Ranks, out_TE: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Return the embeddings [T, E] of tokens, of which each rank has P, in `out_TE` or in new memory."""
+def embed_over_ranks(input_ids_T: torch.Tensor, table_PE: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """Return the embeddings [T, E] of tokens, of which each rank has P, in new memory."""
     count = len(table_PE)
     own_T = input_ids_T - ranks.rank * count
     known_T = (own_T >= 0) & (own_T < count)
-    own_T.clamp_(0, count - 1)
-    if out_TE is None:
-        found_TE = torch.nn.functional.embedding(own_T, table_PE)
-    else:
-        found_TE = torch.index_select(table_PE, 0, own_T, out=out_TE)
+    found_TE = torch.nn.functional.embedding(own_T.clamp_(0, count - 1), table_PE)
     return sum_ranks(found_TE.mul_(known_T.unsqueeze(-1)), ranks)
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.device import DeviceSpec
 from phonograph.errors import ConfigError
+from phonograph.kernels.triton.ranks.choose_sum import choose_sum
 from phonograph.models.spec import ModelSpec
 from phonograph.models.weights.tensor_parallel import SETTING
+from phonograph.models.weights.tensor_shapes import DTYPE_BYTES
 
 
 def rank_notes(config: EngineConfig, whole: ModelSpec, model: ModelSpec, dtype: str, device: DeviceSpec) -> list[str]:
@@ -34,7 +36,8 @@ def rank_notes(config: EngineConfig, whole: ModelSpec, model: ModelSpec, dtype: 
     notes = [
         f"{SETTING} {size}: a rank has {heads.num_query_heads} of {all_heads.num_query_heads} query heads, "
         f"{heads.num_kv_heads} of {all_heads.num_kv_heads} KV heads and {model.head.num_outputs} of {whole.vocab_size} "
-        "tokens of the vocabulary; sums over ranks run by {'gloo' if device.kind == 'cpu' else 'NCCL'}"
+        "tokens of the vocabulary",
+        f"sums over ranks run {_sums(model, dtype, size, device)}",
     ]
     dense = {
         one.name
@@ -51,3 +54,11 @@ def rank_notes(config: EngineConfig, whole: ModelSpec, model: ModelSpec, dtype: 
         times = size // all_heads.num_kv_heads
         notes.append(f"there are fewer KV heads than ranks: each is on {times} ranks, whose KV caches repeat it")
     return notes
+
+
+def _sums(model: ModelSpec, dtype: str, size: int, device: DeviceSpec) -> str:
+    """Return how sums run, with the reason."""
+    if device.kind == "cpu":
+        return "by gloo"
+    kernel = choose_sum(model.hidden_size, DTYPE_BYTES[dtype], size)
+    return kernel.reason if kernel.max_rows else f"by NCCL, because {kernel.reason}"

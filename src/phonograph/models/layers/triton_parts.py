@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from phonograph.kernels.fp8_activations import Rows
-from phonograph.kernels.ranks import embed_over_ranks, joint_norm_over_ranks
+from phonograph.kernels.ranks import joint_norm_over_ranks
 from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.torch.layers import finish_logits
 from phonograph.kernels.triton.attention.rope_and_kv_write import rope_and_write_kv
@@ -51,7 +51,9 @@ class TritonEmbedding:
             if kernels.ranks is None:
                 layers.gather_rows(self._embedding_VE, input_ids_T, hidden_TE)
             else:
-                embed_over_ranks(input_ids_T, self._embedding_VE, kernels.ranks, hidden_TE)
+                first = kernels.ranks.rank * len(self._embedding_VE)
+                layers.gather_part(self._embedding_VE, input_ids_T, first, hidden_TE)
+                kernels.ranks.sum(hidden_TE)
             if factor != 1:
                 hidden_TE.mul_(factor)
             return kernels.begin(stream, then.begin)

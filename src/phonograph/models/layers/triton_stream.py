@@ -260,6 +260,8 @@ class StreamKernels:
         if product.summed or norm_E is not None or self.factors.residual != 1 or scalar is not None:
             added_TE = self.normed_memory(stream)
             product.store(x, added_TE)
+            if product.summed and norm_E is None and scalar is None and self._add_sum(stream, added_TE, then):
+                return stream
             self.sum_ranks(added_TE, partial=product.summed)
             return self.begin(stream, then, added_TE, norm_E, self.factors.residual, scalar)
         deferred = None if stream.is_part else self._deferred_norm(len(hidden_TE), product, then)
@@ -269,6 +271,22 @@ class StreamKernels:
         stream.normed, stream.norm = self.normed_memory(stream), deferred
         product.add(x, hidden_TE, NextNorm(then.norm_E, stream.normed, deferred))
         return stream
+
+    def _add_sum(self, stream: Stream, part_TE: torch.Tensor, then: NormedInput | None) -> bool:
+        """Add the sum of the ranks' parts to the stream, and norm it for the next part, by one kernel.
+
+        Returns:
+            False if nothing was done.
+        """
+        assert self.ranks is not None
+        weight_E, normed = None, None
+        if then is not None and then.norm_E is not None and not then.norms_inside(len(part_TE)):
+            weight_E, normed = then.norm_E, self.input_memory(then.product, self.normed_memory(stream))
+        hidden_TE = stream.hidden_TE
+        if not self.ranks.add_and_norm(part_TE, hidden_TE, weight_E, self.eps, normed, self.factors.residual):
+            return False
+        stream.norm, stream.normed = None, hidden_TE if normed is None else normed
+        return True
 
     def _deferred_norm(self, num_rows: int, product: BoundProduct, then: NormedInput | None) -> DeferredNorm | None:
         """Return the memory of a norm that `product` begins and the next part's first product ends, or None."""

@@ -91,7 +91,19 @@ def gather_and_norm(
 
 def gather_rows(source_TX: torch.Tensor, rows_N: torch.Tensor, out_NX: torch.Tensor) -> None:
     """Compute out = source[rows]; rows int32 or int64, any strides between rows."""
-    _gather(_gather_kernel, source_TX, rows_N, out_NX)
+    _gather(_gather_kernel, source_TX, rows_N, out_NX, None, None)
+
+
+def gather_part(source_PX: torch.Tensor, rows_N: torch.Tensor, first: int, out_NX: torch.Tensor) -> None:
+    """Compute out = source[rows - first], and zeros for rows that `source`, a part of a table, does not have.
+
+    Args:
+        source_PX: rows from `first` on.
+        rows_N: int32 or int64.
+        first: number of the first row.
+        out_NX: result; any strides between rows.
+    """
+    _gather(_gather_kernel, source_PX, rows_N, out_NX, first, len(source_PX))
 
 
 def gather_columns(source_TX: torch.Tensor, columns_I: torch.Tensor, out_TI: torch.Tensor) -> None:
@@ -99,11 +111,11 @@ def gather_columns(source_TX: torch.Tensor, columns_I: torch.Tensor, out_TI: tor
     _gather(_gather_columns_kernel, source_TX, columns_I, out_TI)
 
 
-def _gather(kernel: Any, source: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> None:
+def _gather(kernel: Any, source: torch.Tensor, index: torch.Tensor, out: torch.Tensor, *part: int | None) -> None:
     num_rows, width = out.shape
     block = min(_PIECE, triton.next_power_of_2(width))
     kernel[(num_rows, triton.cdiv(width, block))](
-        source, index, out, source.stride(0), out.stride(0), WIDTH=width, BLOCK=block, **pdl_options(),
+        source, index, out, source.stride(0), out.stride(0), *part, WIDTH=width, BLOCK=block, **pdl_options(),
         num_warps=max(1, block // 256),
     )  # fmt: skip
 
@@ -144,13 +156,15 @@ def gelu_slope(x):
     return 1.5957691216057308 * (x + 0.044715 * x * x * x)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "num_rows"])
 def _gather_kernel(
     source_ptr,
     rows_ptr,
     out_ptr,
     source_stride,
     out_stride,
+    first,
+    num_rows,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -159,7 +173,11 @@ def _gather_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     source = tl.load(rows_ptr + row).to(tl.int64)
-    x = tl.load(source_ptr + source * source_stride + column, column < WIDTH)
+    valid = column < WIDTH
+    if first is not None:
+        source -= first
+        valid &= (source >= 0) & (source < num_rows)
+    x = tl.load(source_ptr + source * source_stride + column, valid, other=0.0)
     tl.store(out_ptr + row * out_stride + column, x, column < WIDTH)
 
 

@@ -61,6 +61,11 @@ class NcclRanks(GlooRanks):
         if float(numbers[0]) != self.size:
             raise RuntimeError(f"a sum of ones over {self.size} ranks gave {float(numbers[0])}")
 
+    @property
+    def sums_by_nccl(self) -> bool:
+        """True if NCCL sums rows, in an order that may go by their number."""
+        return True
+
     def sum(self, x_TE: torch.Tensor) -> None:
         if is_compiling():
             return
