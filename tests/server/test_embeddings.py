@@ -16,7 +16,10 @@ from tokenizers_made import make_pair_tokenizer
 from transformers import PreTrainedModel
 
 from phonograph import LLM
+from phonograph.bench.serving.serving_bench import bench_serving
+from phonograph.bench.serving.settings import EMBEDDINGS, ServingBench
 from phonograph.config.server_config import ServerConfig
+from phonograph.errors import ConfigError
 
 TEXTS = ["Tom has 12 apples.", "1 2 3", "A much longer text about apples, pears, and the price of both in winter."]
 SMALL = {"convert": "embed", "enforce_eager": True, "max_model_len": 64, "max_num_seqs": 4}
@@ -134,6 +137,20 @@ def test_models_and_metrics_name_the_task(embedder: Server, server: Server) -> N
         ("vllm:generation_tokens_total", 0),
     ):
         assert after[name] - before[name] == more, name
+
+
+def test_bench_serve_measures_embeddings(embedder: Server) -> None:
+    settings: dict[str, Any] = {"base_url": embedder.url, "endpoint": EMBEDDINGS, "input_len": "5-30"}
+    for more, inputs, prompts in (({"random_batch_size": 3}, 12, 4), ({"prompt_format": "tokens"}, 5, 5)):
+        bench = ServingBench(**settings, **more, backend="openai-embeddings", num_prompts=prompts)
+        found = bench_serving(bench, lambda *_: None)
+        assert (found["completed"], found["failed"], found["backend"]) == (prompts, 0, "openai-embeddings")
+        assert found["total_input_sequences"] == inputs and found["total_output_tokens"] == 0
+        assert inputs * 4 <= found["total_input_tokens"] <= inputs * 31 and found["median_e2el_ms"] > 0
+    with pytest.raises(ConfigError, match="/v1/completions"):
+        ServingBench(**settings, backend="openai")
+    with pytest.raises(ConfigError, match="random_batch_size"):
+        ServingBench(random_batch_size=2)
 
 
 @pytest.mark.parametrize(

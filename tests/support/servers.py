@@ -64,7 +64,7 @@ class EngineThread:
     """
 
     def __init__(self, **settings: Any) -> None:
-        self._settings = {"model": "demo", **SMALL, **settings}
+        self._settings: dict[str, Any] = {"model": "demo", **SMALL, **settings}
         self.loop = asyncio.new_event_loop()
         self.engine: Future[AsyncLLM] = Future()
         self._done = asyncio.Event()
