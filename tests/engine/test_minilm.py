@@ -10,9 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from servers import EngineThread, serving
 from transformers import BertModel
 
 from phonograph import LLM, PoolingParams
+from phonograph.config.server_config import ServerConfig
 
 SENTENCES = (
     "A man is playing a guitar.",
@@ -61,6 +63,19 @@ def check(folder: Path, device: str, least: float) -> None:
 
 def test_embeddings_of_a_real_model(folder: Path) -> None:
     check(folder, "cpu", 0.99999)
+
+
+def test_the_server_ranks_texts_by_their_meaning(folder: Path) -> None:
+    """With the client of OpenAI, and with the fields of Cohere's."""
+    with EngineThread(model=str(folder), max_model_len=None) as thread, serving(thread, ServerConfig()) as server:
+        made = server.client().embeddings.create(model="demo", input=list(SENTENCES))
+        rows = np.array([one.embedding for one in made.data])
+        cosines = rows @ rows[0]
+        assert abs(cosines[0] - 1) < 1e-5 and cosines[1] > 0.5 > cosines[2:].max()
+        body = {"query": SENTENCES[0], "documents": SENTENCES[::-1], "top_n": 2}
+        results = server.post("/v2/rerank", body).json()["results"]
+    assert [one["index"] for one in results] == [3, 2]
+    assert abs(results[1]["relevance_score"] - cosines[1]) < 1e-5
 
 
 @pytest.mark.gpu

@@ -15,15 +15,14 @@ import torch
 from checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint
 from encoder_checkpoints import expected_rows, make_encoder, random_prompts
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast, Qwen3ForSequenceClassification, Qwen3Model
+from tokenizers_made import make_pair_tokenizer
+from transformers import Qwen3ForSequenceClassification, Qwen3Model
 
 from phonograph import LLM, AsyncLLM, PoolingParams, SamplingParams
 from phonograph.core.token_types import TypedTokens
 from phonograph.errors import ConfigError, ModelError, PhonographError, RequestError
 
 RAW = PoolingParams(use_activation=False)
-WORDS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", *(f"w{number}" for number in range(90))]
 MODULES = {
     "Transformer": "",
     "Pooling": "1_Pooling",
@@ -34,21 +33,6 @@ MODULES = {
 
 def make_llm(folder: Path, **settings: Any) -> LLM:
     return LLM(str(folder), **{"max_num_seqs": 3, "max_num_batched_tokens": 80, "enforce_eager": True, **settings})
-
-
-def make_tokenizer(folder: Path, *, pairs: bool = True) -> None:
-    backend = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    if pairs:
-        backend.post_processor = processors.TemplateProcessing(
-            single="[CLS] $A [SEP]",
-            pair="[CLS] $A [SEP] $B:1 [SEP]:1",
-            special_tokens=[("[CLS]", 1), ("[SEP]", 2)],
-        )
-    # As the files of sentence-transformers have it.
-    backend.enable_truncation(4)
-    backend.enable_padding(length=4)
-    PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="[PAD]").save_pretrained(folder)
 
 
 def make_folder(folder: Path, modules: list[str], pooling: dict[str, Any], **files: Any) -> None:
@@ -87,7 +71,7 @@ def unit(row: torch.Tensor) -> np.ndarray:
 def test_a_folder_of_sentence_transformers(old: bool, tmp_path: Path) -> None:
     """Its pooling, dense layer, norm, length and prompts are obeyed, in older and newer files."""
     model = make_encoder("bert", tmp_path)
-    make_tokenizer(tmp_path)
+    make_pair_tokenizer(tmp_path)
     pooling = {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False, "word_embedding_dimension": 48}
     make_folder(
         tmp_path,
@@ -159,7 +143,7 @@ def test_a_dense_module_that_is_refused(tmp_path: Path) -> None:
 def test_texts_and_pairs(tmp_path: Path) -> None:
     """Texts are cut at their ends, of a pair the longer one first, and types tell the two apart."""
     model = make_encoder("bert_classes", tmp_path, num_labels=1)
-    make_tokenizer(tmp_path)
+    make_pair_tokenizer(tmp_path)
     with make_llm(tmp_path) as llm:
         longest = PoolingParams(truncate_prompt_tokens=9)
         outputs = llm.score(
@@ -186,7 +170,7 @@ def test_texts_and_pairs(tmp_path: Path) -> None:
 
 def test_a_pair_needs_a_token_between_its_texts(tmp_path: Path) -> None:
     make_encoder("xlm_roberta_score", tmp_path)
-    make_tokenizer(tmp_path, pairs=False)
+    make_pair_tokenizer(tmp_path, pairs=False)
     with make_llm(tmp_path) as llm, pytest.raises(RequestError, match="no token between"):
         llm.score("w1", "w2", use_tqdm=False)
 
@@ -317,7 +301,7 @@ def test_settings_of_models_that_generate(settings: dict[str, Any], tmp_path: Pa
 def test_an_engine_for_an_event_loop(tmp_path: Path) -> None:
     """Many prompts in one call, one prompt by vLLM's form, tasks for servers, and messages that can be pickled."""
     make_encoder("bert", tmp_path)
-    make_tokenizer(tmp_path)
+    make_pair_tokenizer(tmp_path)
     prompts = ["w1 w2", [1, 5, 2], TypedTokens.of([1, 5, 2, 6, 2], [0, 0, 0, 1, 1])]
     assert pickle.loads(pickle.dumps(prompts[2])).plain == [1, 5, 2, 6, 2]
 

@@ -262,7 +262,7 @@ def test_prompts_from_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path)
         (["--num-prompts", "0"], "num_prompts=0"),
         (["--max-concurrency", "0"], "max_concurrency=0"),
         (["--request-timeout", "nan"], "request_timeout=nan"),
-        (["--endpoint", "/v1/embeddings"], "endpoint='/v1/embeddings'"),
+        (["--endpoint", "/v1/messages"], "endpoint='/v1/messages'"),
         (["--endpoint", "/v1/chat/completions", "--prompt-format", "tokens"], "prompt_format='tokens'"),
         (["--dataset-name", "jsonl"], "dataset_path is required with dataset_name='jsonl'"),
         (["--dataset-path", "x"], "dataset_path="),

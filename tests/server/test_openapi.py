@@ -14,6 +14,7 @@ from phonograph.server.chat.fields import NO_EFFECT
 
 BODIES = (
     *("CompletionBody", "ChatBody", "ResponseBody", "MessageBody", "CountBody", "TokenizeBody", "DetokenizeBody"),
+    *("EmbeddingBody", "PoolingBody", "ClassifyBody", "ScoreBody", "RerankBody"),
     *("OllamaChatBody", "GenerateBody", "Options", "ShowBody"),
 )
 FORMS = {"/v1/messages": "MessagesErrorAnswer", "/api/": "OllamaErrorAnswer"}

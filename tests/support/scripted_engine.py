@@ -53,6 +53,7 @@ class ScriptedClient:
         facts: Any = SimpleNamespace(
             context_len=CONTEXT_LEN,
             vocab_size=self._tokenizer.vocab_size,
+            pooler=None,
             max_num_seqs=256,
             scheduling_policy="fcfs",
             stats=self._stats(),

@@ -64,7 +64,7 @@ class EngineThread:
     """
 
     def __init__(self, **settings: Any) -> None:
-        self._settings = {**SMALL, **settings}
+        self._settings: dict[str, Any] = {"model": "demo", **SMALL, **settings}
         self.loop = asyncio.new_event_loop()
         self.engine: Future[AsyncLLM] = Future()
         self._done = asyncio.Event()
@@ -91,7 +91,7 @@ class EngineThread:
 
     async def _run(self) -> None:
         try:
-            async with AsyncLLM("demo", client=start_processes, **self._settings) as engine:
+            async with AsyncLLM(client=start_processes, **self._settings) as engine:
                 self.engine.set_result(engine)
                 await self._done.wait()
         except BaseException as error:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
@@ -85,3 +86,20 @@ def _finish(backend: Backend, markers: tuple[str, ...] = (THINK,)) -> Tokenizer:
     backend.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL])
     backend.add_tokens([AddedToken(text, special=False, normalized=False) for text in markers])
     return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
+
+
+def make_pair_tokenizer(folder: Path, *, pairs: bool = True) -> None:
+    """Write the tokenizer of an encoder: words w0 to w89 from token 4 on, and a separator unless `pairs` is False."""
+    words = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", *(f"w{number}" for number in range(90))]
+    backend = Backend(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if pairs:
+        backend.post_processor = processors.TemplateProcessing(
+            single="[CLS] $A [SEP]",
+            pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+            special_tokens=[("[CLS]", 1), ("[SEP]", 2)],
+        )
+    # As the files of sentence-transformers have it.
+    backend.enable_truncation(4)
+    backend.enable_padding(length=4)
+    PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="[PAD]").save_pretrained(folder)

@@ -24,3 +24,8 @@ class TypedTokens(list[int]):
     def plain(self) -> list[int]:
         """Token ids."""
         return [token & ID_MASK for token in self]
+
+
+def plain_ids(token_ids: list[int]) -> list[int]:
+    """Return token ids without types, which they may have."""
+    return token_ids.plain if isinstance(token_ids, TypedTokens) else token_ids

@@ -108,7 +108,14 @@ def refuse_generation(pooler: Pooler | None) -> None:
 
 
 def admitted_whole_prompt(
-    prompt: Prompt, params: PoolingParams, tokenizer: Tokenizer | None, vocab_size: int, max_len: int
+    prompt: Prompt,
+    params: PoolingParams,
+    tokenizer: Tokenizer | None,
+    vocab_size: int,
+    max_len: int,
+    *,
+    special: bool = True,
+    keeps_last: bool = False,
 ) -> list[int]:
     """Return the tokens of a prompt of a model that generates nothing; they may have types.
 
@@ -118,6 +125,8 @@ def admitted_whole_prompt(
         tokenizer: of the text.
         vocab_size: token ids of the model are below it.
         max_len: most tokens of a prompt.
+        special: add special tokens to a text.
+        keeps_last: what is cut is the beginning of the prompt, not its end.
 
     Raises:
         RequestError: as `admitted_prompt`, or more tokens should be kept than the model takes.
@@ -131,8 +140,10 @@ def admitted_whole_prompt(
         admitted_token_ids(prompt.plain, vocab_size)
         return prompt
     if not isinstance(prompt, str) or tokenizer is None or not prompt:
-        return admitted_prompt(prompt, tokenizer, vocab_size)[:most]
-    return admitted_token_ids(tokenizer.encode_cut(prompt, most=most), vocab_size)
+        token_ids = admitted_prompt(prompt, tokenizer, vocab_size)
+        return token_ids[-most:] if keeps_last and most is not None else token_ids[:most]
+    token_ids = tokenizer.encode_cut(prompt, most=most, special=special, keeps_last=keeps_last)
+    return admitted_token_ids(token_ids, vocab_size)
 
 
 def admit_stops(params: SamplingParams, tokenizer: Tokenizer | None) -> None:

@@ -255,7 +255,7 @@ class AsyncLLM(AsyncPooling):
                     token_ids,
                     [Sample(next(indices), self.tokenizer, sampling, token_ids) for _ in range(sampling.n)],
                     num_growing=sampling.n,
-                    max_tokens=sampling.max_tokens,
+                    max_tokens=sampling.max_tokens if sampling is params else None,
                 )
                 for token_ids in prompts
             ],

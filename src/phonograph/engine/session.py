@@ -20,7 +20,7 @@ from phonograph.core.logprob_views import LogprobsView
 from phonograph.core.pooling_params import NO_SAMPLING, PoolingParams
 from phonograph.core.request import Request
 from phonograph.core.sampling_params import SamplingParams
-from phonograph.core.token_types import TypedTokens
+from phonograph.core.token_types import plain_ids
 from phonograph.engine.admission import (
     Prompt,
     admit_cache_salt,
@@ -167,7 +167,7 @@ class Session:
         samples = [self._sample(output, params, index, priority, cache_salt) for index in range(params.n)]
         if pooling is not None:
             samples[0].request.pooling = pooling
-            output.prompt_token_ids = token_ids.plain if isinstance(token_ids, TypedTokens) else token_ids
+            output.prompt_token_ids = plain_ids(token_ids)
         if any(sample.request.request_id in self._samples for sample in samples):
             raise RequestError("request_id", request_id, "is in use by a request that has not ended")
         if params.structured_outputs is None:

@@ -135,7 +135,16 @@ class Tokenizer:
                 "prompt", shortened(text, _SHOWN), "is not valid Unicode (half of a surrogate pair)"
             ) from None
 
-    def encode_cut(self, text: str, pair: str | None = None, *, most: int | None, typed: bool = False) -> list[int]:
+    def encode_cut(
+        self,
+        text: str,
+        pair: str | None = None,
+        *,
+        most: int | None,
+        typed: bool = False,
+        special: bool = True,
+        keeps_last: bool = False,
+    ) -> list[int]:
         """Return the tokens of a text or of a pair of texts, with the special tokens that the model expects.
 
         Args:
@@ -144,13 +153,15 @@ class Tokenizer:
             most: tokens that are kept: the ends of the texts are cut, of two that of the longer one first. None for
                 all.
             typed: return `TypedTokens`, with the types that the tokenizer says.
+            special: add the special tokens.
+            keeps_last: cut the beginnings of the texts, not their ends.
 
         Raises:
             RequestError: as `encode`; the special tokens alone are `most` or more; or there is no token between the
                 texts of a pair.
         """
         try:
-            encoding = self._backend.encode(text, pair)
+            encoding = self._backend.encode(text, pair, add_special_tokens=special)
         except (TypeError, UnicodeEncodeError):
             raise RequestError(
                 "prompt", shortened(text, _SHOWN), "is not valid Unicode (half of a surrogate pair)"
@@ -160,9 +171,15 @@ class Tokenizer:
             problem = "is a pair, and the tokenizer has no token between texts; give one text by the model's template"
             raise RequestError("prompt", shortened(text, _SHOWN), problem)
         if most is not None and len(ids) > most:
-            kept = _kept_places(sequences, most)
+            kept = _kept_places(sequences[::-1] if keeps_last else sequences, most)
+            kept = [len(ids) - 1 - place for place in reversed(kept)] if keeps_last else kept
             ids, types = [ids[place] for place in kept], [types[place] for place in kept]
         return TypedTokens.of(ids, types) if typed else ids
+
+    def beginning(self, text: str, most: int) -> str:
+        """Return the part of a text that its first `most` tokens stand for."""
+        offsets = self._backend.encode(text, add_special_tokens=False).offsets
+        return text if len(offsets) <= most else text[: offsets[most - 1][1]]
 
     @cached_property
     def texts(self) -> TokenTexts:

@@ -43,6 +43,7 @@ class Reply:
 
     start:   seconds since the run began
     latency: seconds from `start` to the last chunk
+    num_inputs: inputs that were embedded
     samples: choices in the order of their index; none if no token was generated
     error:   reason of a failed request
     """
@@ -52,6 +53,7 @@ class Reply:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    num_inputs: int = 0
     samples: list[TimedSample] = field(default_factory=list[TimedSample])
     error: str | None = None
 
@@ -70,12 +72,12 @@ class BrokenStream(Exception):
 
 
 def read_reply(recording: Recording, run_start: float) -> Reply:
-    """Parse a recorded stream of a completion or chat; any fault is the reply's `error`."""
+    """Parse a recorded stream of a completion or chat, or embeddings; any fault is the reply's `error`."""
     reply = Reply(start=recording.start - run_start, error=recording.error)
     if recording.error is not None:
         return reply
     try:
-        _read(recording, reply)
+        (_read_embeddings if recording.pieces[:1] and recording.pieces[0][:1] == b"{" else _read)(recording, reply)
     except BrokenStream as broken:
         reply.error = str(broken)
     except (KeyError, TypeError, AttributeError) as error:
@@ -124,6 +126,13 @@ def _read(recording: Recording, reply: Reply) -> None:
     if reply.output_tokens:
         reply.samples = [samples[index] for index in sorted(samples)]
         _divide_tokens(reply.samples, reply.output_tokens)
+
+
+def _read_embeddings(recording: Recording, reply: Reply) -> None:
+    answer = _decode(recording.body)
+    reply.num_inputs = len(answer["data"])
+    reply.prompt_tokens = answer["usage"]["prompt_tokens"]
+    reply.latency = recording.times[-1] - recording.start
 
 
 def _divide_tokens(samples: Sequence[TimedSample], output_tokens: int) -> None:

@@ -14,8 +14,8 @@ from phonograph.bench.records.results import BenchProgress
 from phonograph.bench.serving import load
 from phonograph.bench.serving.connection import Target
 from phonograph.bench.serving.lengths import sharegpt_like_lengths
-from phonograph.bench.serving.serving_metrics import details, serving_metrics
-from phonograph.bench.serving.settings import ServingBench, ServingRequest
+from phonograph.bench.serving.serving_metrics import details, embedding_metrics, serving_metrics
+from phonograph.bench.serving.settings import BACKENDS, ServingBench, ServingRequest
 from phonograph.bench.serving.workload import random_prompts, read_requests
 from phonograph.config.engine_config import EngineConfig
 from phonograph.errors import ConfigError
@@ -41,14 +41,14 @@ async def _bench(bench: ServingBench, progress: BenchProgress, headers: dict[str
     model = bench.model or served["id"]
     source = bench.tokenizer or served.get("root") or model
     warmups, requests = _requests(bench, None if bench.dataset_name == "jsonl" else _tokenizer(source))
-    _check_fits([*warmups, *requests], served.get("max_model_len"))
+    _check_fits([*warmups, *requests], served.get("max_model_len"), generates=not bench.embeds)
     client = load.Client(target=target, path=bench.endpoint, headers=headers, timeout=bench.request_timeout)
     bodies = [bench.body(request, model) for request in requests]
     rng = random.Random(f"arrivals {bench.seed}")
     due = load.arrival_times(rng, len(bodies), rate=bench.request_rate, burstiness=bench.burstiness)
     await load.warm_up(client, [bench.body(request, model) for request in warmups], bench.max_concurrency)
     result = await load.offer(client, bodies, due, max_concurrency=bench.max_concurrency, progress=progress)
-    backend = "openai-chat" if bench.is_chat else "openai"
+    backend = BACKENDS[bench.endpoint]
     return {
         "endpoint_type": backend,
         "backend": backend,
@@ -63,6 +63,7 @@ async def _bench(bench: ServingBench, progress: BenchProgress, headers: dict[str
         "max_concurrency": bench.max_concurrency,
         "seed": bench.seed,
         **serving_metrics(result),
+        **(embedding_metrics(result) if bench.embeds else {}),
         **(details(result) if bench.save_detailed else {}),
     }
 
@@ -77,7 +78,7 @@ def _requests(bench: ServingBench, tokenizer: Tokenizer | None) -> tuple[list[Se
         if count > len(found):
             raise ConfigError("num_prompts", count, f"the file has {len(found)}; a prompt sent twice would be cached")
         return (found[count:] or found)[: bench.num_warmups], found[:count]
-    prompt_format = bench.prompt_format or ("text" if bench.is_chat else "tokens")
+    prompt_format = bench.prompt_format or ("text" if bench.is_chat or bench.embeds else "tokens")
     make = random_prompts(tokenizer, random.Random(f"prompts {bench.seed}"), prompt_format)
 
     def draw(name: str, count: int) -> list[ServingRequest]:
@@ -86,7 +87,11 @@ def _requests(bench: ServingBench, tokenizer: Tokenizer | None) -> tuple[list[Se
             lengths = sharegpt_like_lengths(rng, count)
         else:
             lengths = list(zip(input_len.draw(rng, count), output_len.draw(rng, count), strict=True))
-        return [ServingRequest(prompt=make(tokens), output_len=output) for tokens, output in lengths]
+        size = bench.random_batch_size
+        prompts = [make(tokens) if size == 1 else [make(tokens) for _ in range(size)] for tokens, _ in lengths]
+        return [
+            ServingRequest(prompt=one, output_len=output) for one, (_, output) in zip(prompts, lengths, strict=True)
+        ]
 
     # Measured requests first, so that they are the same after any warm-up.
     measured = draw("lengths", DEFAULT_NUM_PROMPTS if bench.num_prompts is None else bench.num_prompts)
@@ -100,11 +105,11 @@ def _tokenizer(source: str) -> Tokenizer:
     return tokenizer
 
 
-def _check_fits(requests: list[ServingRequest], max_model_len: object) -> None:
+def _check_fits(requests: list[ServingRequest], max_model_len: object, *, generates: bool) -> None:
     """Check prompts of token ids before they are sent; the server checks the others."""
     for request in requests:
         if isinstance(max_model_len, int) and isinstance(request.prompt, list) and isinstance(request.prompt[0], int):
-            tokens = len(request.prompt) + request.output_len
-            if tokens > max_model_len:
-                problem = f"with output_len={request.output_len} exceeds the server's max_model_len={max_model_len}"
+            output_len = request.output_len if generates else 0
+            if len(request.prompt) + output_len > max_model_len:
+                problem = f"with output_len={output_len} exceeds the server's max_model_len={max_model_len}"
                 raise ConfigError("input_len", len(request.prompt), problem)

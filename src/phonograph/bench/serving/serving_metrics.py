@@ -54,6 +54,12 @@ def serving_metrics(load: Load) -> dict[str, Any]:
     }
 
 
+def embedding_metrics(load: Load) -> dict[str, Any]:
+    """Return counts and rates of the inputs that were embedded."""
+    count = sum(reply.num_inputs for reply in load.replies if reply.error is None)
+    return {"total_input_sequences": count, "input_sequence_throughput": count / load.seconds}
+
+
 def details(load: Load) -> dict[str, Any]:
     """Return lists with one entry a request, in the order of their start, failed ones included."""
     replies = load.replies

@@ -12,10 +12,12 @@ from phonograph.bench.cases import Lengths
 from phonograph.bench.records.results import check_at_least
 from phonograph.errors import UNSET, ConfigError
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
+BACKENDS = {COMPLETIONS: "openai", CHAT: "openai-chat", EMBEDDINGS: "openai-embeddings"}
+"""vLLM's name of each endpoint that can be measured."""
 HOST, PORT = "127.0.0.1", 8000
-Prompt = str | list[int] | list[dict[str, Any]]
-"""A text, token ids, or the messages of a chat."""
+Prompt = str | list[int] | list[dict[str, Any]] | list[Any]
+"""A text, token ids, the messages of a chat, or several texts or lists of token ids to embed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +36,8 @@ class ServingBench:
         base_url: Server to measure; else http://HOST:PORT.
         host: Host of the server.
         port: Port of the server.
-        endpoint: /v1/completions or /v1/chat/completions.
+        endpoint: /v1/completions, /v1/chat/completions or /v1/embeddings.
+        backend: vLLM's name of the endpoint, which the endpoint must match: openai, openai-chat, openai-embeddings.
         model: Model to ask for; else the first that the server has.
         tokenizer: Folder or hub id of the tokenizer that makes prompts; else the model's.
         dataset_name: Random tokens of given lengths, of lengths like ShareGPT's, or prompts from a file.
@@ -42,7 +45,8 @@ class ServingBench:
         num_prompts: Requests to send; else 100, or all of the file.
         input_len: Tokens of a random prompt, or a range such as 100-1023.
         output_len: Tokens to generate, or a range; not for sharegpt-like.
-        prompt_format: Form of random prompts; else text to chats, tokens to completions.
+        random_batch_size: Random prompts of a request for embeddings.
+        prompt_format: Form of random prompts; else tokens to completions, text to others.
         request_rate: Requests a second; inf sends all at once.
         burstiness: Shape of the gaps between requests: 1 Poisson, less in bursts, more evenly.
         max_concurrency: Requests that are open at once, at most.
@@ -63,6 +67,7 @@ class ServingBench:
     host: str = HOST
     port: int = PORT
     endpoint: str = COMPLETIONS
+    backend: Literal["openai", "openai-chat", "openai-embeddings"] | None = None
     model: str | None = None
     tokenizer: str | None = None
     dataset_name: Literal["random", "sharegpt-like", "jsonl"] = "random"
@@ -70,6 +75,7 @@ class ServingBench:
     num_prompts: int | None = None
     input_len: str = "1024"
     output_len: str = "128"
+    random_batch_size: int = 1
     prompt_format: Literal["tokens", "text"] | None = None
     request_rate: float = math.inf
     burstiness: float = 1.0
@@ -90,8 +96,15 @@ class ServingBench:
             raise ConfigError("host", self.host, "must be a name or an address; base_url takes a URL")
         if self.base_url is not None and (self.host, self.port) != (HOST, PORT):
             raise ConfigError("base_url", self.base_url, f"contradicts {self.url}, the host and the port; give one")
-        if self.endpoint not in (COMPLETIONS, CHAT):
-            raise ConfigError("endpoint", self.endpoint, f"must be {COMPLETIONS} or {CHAT}")
+        if self.endpoint not in BACKENDS:
+            raise ConfigError("endpoint", self.endpoint, f"must be one of {', '.join(BACKENDS)}")
+        if self.backend not in (None, BACKENDS[self.endpoint]):
+            goes = next(endpoint for endpoint, name in BACKENDS.items() if name == self.backend)
+            raise ConfigError("backend", self.backend, f"goes with endpoint={goes}, not {self.endpoint}")
+        check_at_least("random_batch_size", self.random_batch_size, 1)
+        if self.random_batch_size > 1 and (not self.embeds or self.dataset_name == "jsonl"):
+            problem = f"goes with endpoint={EMBEDDINGS} and random prompts only"
+            raise ConfigError("random_batch_size", self.random_batch_size, problem)
         if self.dataset_name == "jsonl" and self.dataset_path is None:
             raise ConfigError("dataset_path", UNSET, "is required with dataset_name='jsonl'")
         if self.dataset_name != "jsonl" and self.dataset_path is not None:
@@ -119,6 +132,10 @@ class ServingBench:
     def is_chat(self) -> bool:
         return self.endpoint == CHAT
 
+    @property
+    def embeds(self) -> bool:
+        return self.endpoint == EMBEDDINGS
+
     def extra_fields(self) -> dict[str, Any]:
         """Parse `extra_body`."""
         try:
@@ -130,12 +147,14 @@ class ServingBench:
         return fields
 
     def body(self, request: ServingRequest, model: str) -> bytes:
-        """Return the request as JSON: streamed, with the usage at its end.
+        """Return the request as JSON. Answers that are generated are streamed, with the usage at their end.
 
         Raises:
             ConfigError: the endpoint does not take this kind of prompt.
         """
         prompt = request.prompt
+        if self.embeds and not (isinstance(prompt, list) and prompt and isinstance(prompt[0], dict)):
+            return json.dumps({"model": model, "input": prompt, **self.extra_fields()}, ensure_ascii=False).encode()
         if self.is_chat:
             if isinstance(prompt, str):
                 prompt = [{"role": "user", "content": prompt}]

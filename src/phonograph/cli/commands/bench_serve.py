@@ -19,10 +19,12 @@ COUNTS = {
     "completed": "Successful requests",
     "failed": "Failed requests",
     "duration": "Duration (s)",
+    "total_input_sequences": "Inputs embedded",
     "total_input_tokens": "Input tokens",
     "total_cached_tokens": "Input tokens cached",
     "total_output_tokens": "Output tokens",
     "request_throughput": "Requests/s",
+    "input_sequence_throughput": "Inputs/s",
     "output_throughput": "Output tokens/s",
     "total_token_throughput": "Tokens/s, input and output",
     "max_output_tokens_per_s": "Output tokens in the busiest second",
@@ -62,7 +64,7 @@ def serve(
 
 
 def _print_tables(result: dict[str, Any]) -> None:
-    print_table(("serving", ""), [(name, _number(result[key])) for key, name in COUNTS.items()])
+    print_table(("serving", ""), [(name, _number(result[key])) for key, name in COUNTS.items() if key in result])
     columns = ("mean", "median", "p99")
     rows = [(name, *(_number(result[f"{column}_{kind}_ms"]) for column in columns)) for kind, name in NAMES.items()]
     print_table(("ms", "mean", "median", "P99"), rows)

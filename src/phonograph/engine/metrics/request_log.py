@@ -10,6 +10,8 @@ from phonograph.engine.process.calls import Prompt, Sample
 class RequestLog:
     """Counts since the start. A request is one sample of a prompt. All but the first two are of completed requests.
 
+    For a request that generates nothing, the time of its result stands for those of the first and the last token.
+
     first_token: seconds from the opening of the prompt to the first token of the answer
     inter_token: seconds from token to token, by the clock of the engine
     whole:       seconds from the opening of the prompt to the end of the answer
@@ -71,10 +73,12 @@ class RequestLog:
         if sample.finish_reason is not None:
             self.num_ended[sample.finish_reason] += 1
             self.whole.observe(seen - prompt.opened)
-            self._ended(prompt, sample)
+            self._ended(prompt, sample, made)
 
-    def _ended(self, prompt: Prompt, sample: Sample) -> None:
+    def _ended(self, prompt: Prompt, sample: Sample, made: float) -> None:
         admitted, first, last = sample.admitted, sample.first_token, sample.last_token
+        if prompt.pooled is not None:
+            first = last = made
         if admitted is not None and first is not None and last is not None:
             self.queue.observe(admitted - prompt.opened)
             self.prefill.observe(first - admitted)

@@ -60,8 +60,8 @@ class PooledInputs:
         text = plain if name is None or not plain else self.prompts.prompts[name] + plain
         return text.lower() if self.prompts.lowers else text
 
-    def pair(self, first: str, second: str, params: PoolingParams) -> list[int]:
-        """Return the tokens of a pair of texts.
+    def pair(self, first: str, second: str, params: PoolingParams, *, keeps_last: bool = False) -> list[int]:
+        """Return the tokens of a pair of texts. What is cut is their ends, or with `keeps_last` their beginnings.
 
         Raises:
             RequestError: there is no tokenizer, or it has no token between two texts; or a text is empty.
@@ -73,7 +73,7 @@ class PooledInputs:
                 raise RequestError(name, shortened(repr(text)), "must be text that is not empty")
         most = params.truncate_prompt_tokens
         most = self.max_len if most == -1 else most
-        return self.tokenizer.encode_cut(first, second, most=most, typed=self.typed)
+        return self.tokenizer.encode_cut(first, second, most=most, typed=self.typed, keeps_last=keeps_last)
 
     @property
     def scores_pairs(self) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 from functools import cached_property
 
 from phonograph.core.pooling_params import PoolingParams
-from phonograph.core.token_types import TypedTokens
+from phonograph.core.token_types import plain_ids
 from phonograph.engine.admission import Prompt, admit_names, admitted_pooling, admitted_whole_prompt
 from phonograph.engine.offline.pooled_inputs import PooledInputs
 from phonograph.engine.offline.prompts import PromptInput
@@ -60,11 +60,10 @@ class AsyncPooling(AsyncVerbs):
         outputs: list[PoolingRequestOutput] = []
         for number, (prompt, pooled) in enumerate(done):
             name = f"{request_id}-{number}" if number else request_id
-            tokens = prompt.token_ids
             outputs.append(
                 PoolingRequestOutput(
                     request_id=name,
-                    prompt_token_ids=tokens.plain if isinstance(tokens, TypedTokens) else tokens,
+                    prompt_token_ids=plain_ids(prompt.token_ids),
                     result=RequestFailure(name, "engine", "was aborted") if pooled is None else PoolingOutput(pooled),
                     num_cached_tokens=prompt.num_cached_tokens,
                 )

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 from prometheus_client import CollectorRegistry, ProcessCollector
-from starlette.types import Receive
 
 from phonograph.config.server_config import ServerConfig
+from phonograph.core.pooling_params import PoolingParams
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.admission import admitted_token_ids
 from phonograph.engine.async_llm import AsyncLLM
@@ -27,12 +27,13 @@ from phonograph.server.chat.harmony import HARMONY_FORMATS, MOST_CHARACTERS, Har
 from phonograph.server.chat.thinking import template_options
 from phonograph.server.http.api_errors import ApiError, api_error, client_gone, invalid, queue_full
 from phonograph.server.http.error_count import ErrorCounts
-from phonograph.server.http.json_route import INLINE_BYTES, JsonRequest
+from phonograph.server.http.json_route import INLINE_BYTES, JsonRequest, until_gone
 from phonograph.server.observe.logs import route_path
 from phonograph.server.observe.metrics import EngineCollector
 from phonograph.server.observe.request_lines import log_request
 from phonograph.server.observe.traces import Traces
 from phonograph.server.observe.warning_header import field_warnings
+from phonograph.server.pooling.check_task import check_task
 from phonograph.text.formats.find_formats import Formats, find_formats
 from phonograph.text.formats.template_variables import template_variables
 from phonograph.text.token_texts import TokenTexts
@@ -122,7 +123,9 @@ class Serving:
             raise ApiError(404, problem, param="model", code="model_not_found")
         return field_warnings(ignored, dropped)
 
-    def admit(self, body: Body, *, num_prompts: int = 1, n: int = 1, priority: int = 0) -> dict[str, str]:
+    def admit(
+        self, body: Body, *, num_prompts: int = 1, n: int = 1, priority: int = 0, pooled: str | None = None
+    ) -> dict[str, str]:
         """Check a request before any work for it; return headers of its answer.
 
         Args:
@@ -130,6 +133,7 @@ class Serving:
             num_prompts: prompts of the request.
             n: samples of each prompt.
             priority: place in the queue.
+            pooled: field with the prompts of a request that generates nothing; None if it generates.
 
         Raises:
             ApiError: the request is wrong or not supported, or too many requests are in progress.
@@ -138,13 +142,14 @@ class Serving:
         engine, facts = self.engine, self.engine.facts
         if engine.problem is not None:
             raise api_error(engine.problem)
+        check_task(facts, pools=pooled is not None)
         if priority and facts.scheduling_policy != "priority":
             raise invalid("priority", f"priority={priority}: the server runs without --scheduling-policy priority")
         room = facts.max_num_seqs + self.config.max_queued_requests
         count = num_prompts * n
         if count > room:
             problem = f"{count} samples; this server takes {room} at most (max_num_seqs + max_queued_requests)"
-            raise invalid("n" if num_prompts == 1 else "prompt", problem)
+            raise invalid(pooled or ("n" if num_prompts == 1 else "prompt"), problem)
         if engine.num_open + count > room:
             self.errors.rejected["max_num_queued_reqs"] += 1
             problem = f"{counted(engine.num_open, 'sample')} in progress or queued; this server takes {room} at most"
@@ -342,9 +347,9 @@ class Serving:
         self,
         request: Request,
         prompts: list[list[int]],
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         *,
-        streams: bool,
+        streams: bool = False,
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> Call:
@@ -391,9 +396,3 @@ class Serving:
         finally:
             leaving.cancel()
             working.cancel()
-
-
-async def until_gone(receive: Receive) -> None:
-    """Return when the client has disconnected. The request's body must have been received."""
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -26,6 +26,7 @@ from phonograph.server.observe import api_page, graphs, metrics, status
 from phonograph.server.observe.logs import REQUEST_ID
 from phonograph.server.ollama import ollama_chat, ollama_models
 from phonograph.server.openai import chat_completions, completions, tokens
+from phonograph.server.pooling import embeddings, scores
 from phonograph.server.responses import create_response
 
 ROUTERS = (
@@ -36,6 +37,8 @@ ROUTERS = (
     ollama_chat.router,
     ollama_models.router,
     tokens.router,
+    embeddings.router,
+    scores.router,
     status.router,
     graphs.router,
     metrics.router,

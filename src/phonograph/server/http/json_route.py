@@ -11,6 +11,7 @@ from fastapi import Request
 from fastapi.routing import APIRoute
 from pydantic_core import from_json
 from starlette.responses import Response
+from starlette.types import Receive
 
 from phonograph.config.server_config import ServerConfig
 from phonograph.server.http.api_errors import invalid
@@ -26,7 +27,6 @@ EXACT_BYTES = 1 << 20
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 LIMITS = {
     "messages": "max_request_messages",
-    "input": "max_request_messages",
     "system": "max_request_messages",
     "tools": "max_request_tools",
     "stop": "max_request_stops",
@@ -99,6 +99,12 @@ class JsonRoute(APIRoute):
         return handle_parsed
 
 
+async def until_gone(receive: Receive) -> None:
+    """Return when the client has disconnected. The request's body must have been received."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 def parse_json(body: bytes) -> Any:
     """Parse a body. A byte-order mark before it is white space.
 
@@ -136,14 +142,23 @@ def check_sizes(body: Any, config: ServerConfig) -> None:
     stops = options.get("stop") if isinstance(options, dict) else None
     if isinstance(stops, list):
         _check("options.stop", len(stops), "items", LIMITS["stop"], config)
-    prompt = body.get("prompt")
-    if isinstance(prompt, list) and prompt:
-        # A prompt of token ids has no lists, unless it is refused later.
-        lists = [] if isinstance(prompt[0], int) else [one for one in prompt if isinstance(one, list)]
-        if lists or isinstance(prompt[0], str):
-            _check("prompt", len(prompt), "prompts", "max_request_prompts", config)
-        num_ids = sum(map(len, lists)) if lists else len(prompt)
-        _check("prompt", num_ids, "token ids", "max_request_token_ids", config)
+    for name in ("prompt", "input"):
+        prompts = body.get(name)
+        if isinstance(prompts, list) and prompts:
+            _check_prompts(name, prompts, config)
+
+
+def _check_prompts(name: str, prompts: list[Any], config: ServerConfig) -> None:
+    """Check texts, token ids, lists of these, or the items of a conversation."""
+    if isinstance(prompts[0], dict):
+        _check(name, len(prompts), "items", "max_request_messages", config)
+        return
+    # A prompt of token ids has no lists, unless it is refused later.
+    lists = [] if isinstance(prompts[0], int) else [one for one in prompts if isinstance(one, list)]
+    if lists or isinstance(prompts[0], str):
+        _check(name, len(prompts), "prompts", "max_request_prompts", config)
+    num_ids = sum(map(len, lists)) if lists else len(prompts)
+    _check(name, num_ids, "token ids", "max_request_token_ids", config)
 
 
 def _check(name: str, count: int, things: str, setting: str, config: ServerConfig) -> None:

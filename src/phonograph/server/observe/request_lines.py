@@ -6,7 +6,9 @@ import logging
 import time
 
 from phonograph.config.server_config import ServerConfig
+from phonograph.core.pooling_params import PoolingParams
 from phonograph.core.sampling_params import SamplingParams
+from phonograph.core.token_types import plain_ids
 from phonograph.engine.process.calls import Call
 from phonograph.errors import counted, shortened
 from phonograph.server.observe.logs import REQUEST_ID
@@ -15,12 +17,12 @@ from phonograph.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 
-def log_request(call: Call, params: SamplingParams, tokenizer: Tokenizer, config: ServerConfig) -> None:
+def log_request(call: Call, params: SamplingParams | PoolingParams, tokenizer: Tokenizer, config: ServerConfig) -> None:
     """Log a call that has been opened, and another line when it ends."""
     most = config.max_log_len
     for prompt in call.prompts:
         # A token has one character or more, but for parts of one.
-        text = tokenizer.decode(prompt.token_ids if most is None else prompt.token_ids[: 4 * most])
+        text = tokenizer.decode(plain_ids(prompt.token_ids)[: None if most is None else 4 * most])
         shown = repr(text if most is None else shortened(text, most))
         log.info("received: prompt %s of %s, %s", shown, counted(len(prompt.token_ids), "token"), params)
     # The end may come from another task.

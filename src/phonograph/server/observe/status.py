@@ -130,6 +130,7 @@ async def model(name: str, request: Request) -> dict[str, Any]:
 
 
 def _model(serving: Serving, name: str) -> dict[str, Any]:
+    pooler = serving.engine.facts.pooler
     return {
         "id": name,
         "object": "model",
@@ -138,4 +139,5 @@ def _model(serving: Serving, name: str) -> dict[str, Any]:
         "root": serving.root,
         "parent": None,
         "max_model_len": serving.engine.facts.context_len,
+        "tasks": ["generate"] if pooler is None else list(pooler.tasks),
     }

@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from phonograph import __version__
 from phonograph.config.server_config import ServerConfig
+from phonograph.core.pooling_params import PoolingParams
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.metrics.step_log import StepLog
 from phonograph.engine.process.calls import Call, Sample
@@ -29,6 +30,7 @@ EXPORT_SECONDS = 5
 OPERATIONS = {
     **dict.fromkeys(("/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat"), "chat"),
     **dict.fromkeys(("/v1/completions", "/api/generate"), "text_completion"),
+    "/v1/embeddings": "embeddings",
 }
 """Names of the GenAI conventions for endpoints."""
 REQUESTED = ("temperature", "top_p", "top_k", "max_tokens", "frequency_penalty", "presence_penalty", "seed")
@@ -88,12 +90,12 @@ class Traces:
         """Send the last spans, and stop."""
         self._provider.shutdown()
 
-    def follow(self, call: Call, params: SamplingParams, path: str, headers: Mapping[str, str]) -> None:
+    def follow(self, call: Call, params: SamplingParams | PoolingParams, path: str, headers: Mapping[str, str]) -> None:
         """Make the spans of a call when it ends. A `traceparent` among the headers names the parent."""
         # A value that is not valid is as none.
         parent = self._propagator.extract({"traceparent": headers.get("traceparent", "")})
         requested = {
-            f"gen_ai.request.{name}": value for name in REQUESTED if (value := getattr(params, name)) is not None
+            f"gen_ai.request.{name}": value for name in REQUESTED if (value := getattr(params, name, None)) is not None
         }
         operation = OPERATIONS.get(path, path)
         attributes = {
@@ -101,7 +103,7 @@ class Traces:
             "gen_ai.provider.name": "phonograph",
             "gen_ai.request.model": self._model_name,
             "gen_ai.response.model": self._model_name,
-            "gen_ai.request.choice.count": params.n,
+            "gen_ai.request.choice.count": getattr(params, "n", 1),
             "phonograph.request.id": REQUEST_ID.get() or "",
             **requested,
         }
