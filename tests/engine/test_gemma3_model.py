@@ -7,6 +7,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -46,13 +47,20 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def tokenizer(file: Path) -> Tokenizer:
-    return Tokenizer.load(file)
+def llm(file: Path) -> LLM:
+    settings: dict[str, Any] = {"max_model_len": 1200, "max_num_seqs": 2, "max_num_batched_tokens": 640}
+    return LLM(model=str(file), device="cpu", dtype="float32", cpu_products="float32", **settings)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(llm: LLM) -> Tokenizer:
+    assert llm.tokenizer is not None
+    return llm.tokenizer
 
 
 @pytest.mark.long
 @pytest.mark.index
-def test_answers_of_long_prompts(file: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_answers_of_long_prompts(file: Path, llm: LLM, tokenizer: Tokenizer, tmp_path: Path) -> None:
     """The window is 512 tokens: prompts, in chunks, are longer than it and than two. Greedy tokens are transformers'."""
     spec = read_model_spec(file)
     assert [layer.attention.window for layer in spec.layers[4:7]] == [(511, 0), (-1, -1), (511, 0)]
@@ -61,16 +69,6 @@ def test_answers_of_long_prompts(file: Path, tokenizer: Tokenizer, tmp_path: Pat
     tokens = tokenizer.encode(text)
     prompts = [tokens[:600], tokens[:1100]]
     assert len(prompts[-1]) == 1100
-    llm = LLM(
-        model=str(file),
-        device="cpu",
-        dtype="float32",
-        max_model_len=1200,
-        max_num_seqs=2,
-        max_num_batched_tokens=640,
-        cpu_products="float32",
-        skip_tokenizer_init=True,
-    )
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=1)
     outputs = llm.generate(prompts, params)
     assert "full decode" in llm.step_counts
