@@ -71,11 +71,14 @@ def shell_lines(language: str, text: str) -> list[str]:
 
 
 def environment_of_a_reader() -> dict[str, str]:
-    """Return this environment without what belongs to the tests: their virtual environment and variables."""
+    """Return this environment without what belongs to the tests: their virtual environment and variables.
+
+    One thread remains: two would wait for each other on cores that other tests use.
+    """
     own = ("PYTHON", "PYTEST", "PHONOGRAPH_", "VIRTUAL_ENV", "OMP_", "TRITON_", "COVERAGE_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(own) and name != "CI"}
     programs = [folder for folder in os.environ["PATH"].split(os.pathsep) if folder != str(Path(sys.prefix) / "bin")]
-    return kept | {"PATH": os.pathsep.join(programs)}
+    return kept | {"PATH": os.pathsep.join(programs), "OMP_NUM_THREADS": "1"}
 
 
 SHOWN = [block for block in blocks("") if block.startswith("$ phonograph ")]

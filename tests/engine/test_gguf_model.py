@@ -75,17 +75,20 @@ def test_answer_on_a_gpu(file: Path, tmp_path: Path) -> None:
     check(file, tmp_path, "cuda", QUESTIONS[:1], 5)
 
 
-@pytest.mark.parametrize("operator_rows", [8, 256])
-def test_packed_products_are_near_exact_ones(file: Path, operator_rows: int) -> None:
-    """The mean divergence of the next token's probabilities is a third of that of activations in 8 bits."""
+def test_packed_products_are_near_exact_ones(file: Path) -> None:
+    """The mean divergence of the next token's probabilities is a third of that of activations in 8 bits.
+
+    Of 208 rows, which tiles of 8 rows or all at once multiply, and of single ones.
+    """
     spec, text = read_model_spec(file), (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
     tokens = Tokenizer.load(file).encode(text)[:256]
-    packed = CpuProducts(
-        int4=True, dequantize=True, operator_rows=operator_rows, tile_dtype="bfloat16", reason="a test"
+    tiled, whole = (
+        CpuProducts(int4=True, dequantize=True, operator_rows=rows, tile_dtype="bfloat16", reason="a test")
+        for rows in (8, 256)
     )
     exact = CpuProducts(int4=False, dequantize=True, reason="a test")
     found: list[torch.Tensor] = []
-    for products in (packed, exact):
+    for products in (tiled, whole, exact):
         with begin_loading(
             products.with_head(spec),
             file,
@@ -96,12 +99,13 @@ def test_packed_products_are_near_exact_ones(file: Path, operator_rows: int) -> 
             loading.finish()
         sequences = DenseSequences(bind_torch(loading.model))
         sequences.add()
-        rows = sequences.step([(0, tokens[:-64])])
-        rows += [row for token in tokens[-64:] for row in sequences.step([(0, [token])])]
-        found.append(torch.cat(rows)[-64:].log_softmax(-1))
-    near, wanted = found
-    divergence = (wanted.exp() * (wanted - near)).sum(-1)
-    assert float(divergence.mean()) <= 1e-3 and float(divergence.max()) <= 2e-2
+        rows = sequences.step([(0, tokens[:-48])])
+        rows += [row for token in tokens[-48:] for row in sequences.step([(0, [token])])]
+        found.append(torch.cat(rows)[-48:].log_softmax(-1))
+    wanted = found.pop()
+    for near in found:
+        divergence = (wanted.exp() * (wanted - near)).sum(-1)
+        assert float(divergence.mean()) <= 1e-3 and float(divergence.max()) <= 2e-2
 
 
 def test_tokens(file: Path) -> None:

@@ -36,6 +36,8 @@ from phonograph.engine.startup import start as engine_start
 from phonograph.errors import CaptureError
 from phonograph.graphs.verification import verify
 from phonograph.kernels.triton.attention import decode_plan
+from phonograph.kernels.triton.gemm import choose
+from phonograph.kernels.triton.gemm.product_plan import GemmSmallMConfig
 from phonograph.models.layers.linear import WeightAllocator
 from phonograph.models.spec import read_model_spec
 from phonograph.runner.pools.kv_pool import allocate_kv_pool
@@ -77,6 +79,15 @@ class HostPlatform(cuda_platform.CudaPlatform):
 def matrices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights as they lie on a GPU."""
     monkeypatch.setattr(WeightAllocator, "matrix", lambda self, size_in, size_out: self.tensor(size_out, size_in).t())
+
+
+@pytest.fixture(autouse=True)
+def tiles_of_small_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large tiles of few columns: the interpreter takes as long for columns that the model does not have.
+
+    Tests of layers (tests/models/test_kernel_sets.py) and of products have the tiles of a GPU.
+    """
+    monkeypatch.setattr(choose, "_through_registers", lambda rows, shape: GemmSmallMConfig(rows, 32, 128, 2, 2, 4, 1))
 
 
 def start_engine(

@@ -36,7 +36,7 @@ def make_llm(folder: str, **settings: Any) -> LLM:
         "max_model_len": 256,
         "block_size": 8,
         "num_kv_blocks": 200,
-        "max_cudagraph_capture_size": 32,
+        "cudagraph_capture_sizes": [1, 4, 16, 32],
     }
     return LLM(model=folder, **{**defaults, **settings})
 
@@ -152,7 +152,7 @@ def test_aborts_of_sequences_that_share_prefixes(reference: tuple[Any, str]) -> 
 def test_a_context_beyond_what_a_sliding_model_keeps(tmp_path: Path) -> None:
     """A single sliding group holds a window and a chunk of each request, not its whole context."""
     model = make_checkpoint("mistral", tmp_path)
-    llm = make_llm(str(tmp_path), num_kv_blocks=20, max_num_batched_tokens=16, max_cudagraph_capture_size=16)
+    llm = make_llm(str(tmp_path), num_kv_blocks=20, max_num_batched_tokens=16, cudagraph_capture_sizes=[1, 4, 16])
     outputs = llm.generate(prompts(5, 200, 150, 170), SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True))
     check(model, outputs)
     check_all_pages_free(llm)

@@ -34,7 +34,7 @@ def make_llm(folder: Path, **settings: Any) -> LLM:
         "max_model_len": 256,
         "block_size": 8,
         "num_kv_blocks": 140,
-        "max_cudagraph_capture_size": 48,
+        "cudagraph_capture_sizes": [1, 4, 16, 48],
     }
     return LLM(model=str(folder), **{**defaults, **settings})
 

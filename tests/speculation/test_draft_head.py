@@ -9,7 +9,7 @@ import eagle_heads
 import pytest
 import torch
 from checkpoints import make_checkpoint
-from drafted_requests import KINDS, PROMPTS, SETTINGS, UNFINISHED, texts
+from drafted_requests import KINDS, PROMPTS, SETTINGS, UNFINISHED, PlainDecoding, plain_decoding, texts
 
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.device import known_device
@@ -34,8 +34,8 @@ def speculation(head: Path, method: str = "eagle3") -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def plain() -> LLM:
-    return LLM(**SETTINGS)
+def plain() -> PlainDecoding:
+    return plain_decoding()
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def drafting(head: Path) -> LLM:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_tokens_are_those_of_plain_decoding(kind: str, plain: LLM, drafting: LLM) -> None:
+def test_tokens_are_those_of_plain_decoding(kind: str, plain: PlainDecoding, drafting: LLM) -> None:
     params = SamplingParams(**(UNFINISHED | KINDS[kind]))
     before = drafting.engine.core.scheduler.stats.drafts
     assert texts(drafting.generate(PROMPTS, params)) == texts(plain.generate(PROMPTS, params))
@@ -63,7 +63,7 @@ def test_tokens_are_those_of_plain_decoding(kind: str, plain: LLM, drafting: LLM
 
 
 @pytest.mark.parametrize(("mode", "num_blocks"), [("FULL", 12), ("NONE", 64)])
-def test_prompts_in_chunks(mode: str, num_blocks: int, plain: LLM, head: Path) -> None:
+def test_prompts_in_chunks(mode: str, num_blocks: int, plain: PlainDecoding, head: Path) -> None:
     """With preemption where there are few blocks, and prefixes that are found again where there are many."""
     settings = SETTINGS | CHUNKS | {"cudagraph_mode": mode, "num_kv_blocks": num_blocks}
     llm = LLM(**settings, speculative_config=speculation(head))
@@ -76,7 +76,7 @@ def test_prompts_in_chunks(mode: str, num_blocks: int, plain: LLM, head: Path) -
     assert bool(stats.prefix_hits) == (num_blocks == 64)
 
 
-def test_drafts_end_with_the_context(drafting: LLM, plain: LLM) -> None:
+def test_drafts_end_with_the_context(drafting: LLM, plain: PlainDecoding) -> None:
     params = SamplingParams(temperature=0.0, ignore_eos=True)
     prompts = [[5 + token % 50 for token in range(length)] for length in (100, 118, 126, 127)]
     assert texts(drafting.generate(prompts, params)) == texts(plain.generate(prompts, params))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from checkpoints import make_checkpoint
-from drafted_requests import KINDS, PROMPTS, SETTINGS, UNFINISHED, texts
+from drafted_requests import KINDS, PROMPTS, SETTINGS, UNFINISHED, PlainDecoding, plain_decoding, texts
 
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.llm import LLM
@@ -23,8 +23,8 @@ def make_llm(**changes: Any) -> LLM:
 
 
 @pytest.fixture(scope="module")
-def plain() -> LLM:
-    return make_llm()
+def plain() -> PlainDecoding:
+    return plain_decoding()
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def drafting() -> LLM:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_tokens_are_those_of_plain_decoding(kind: str, plain: LLM, drafting: LLM) -> None:
+def test_tokens_are_those_of_plain_decoding(kind: str, plain: PlainDecoding, drafting: LLM) -> None:
     params = SamplingParams(**(UNFINISHED | KINDS[kind]))
     before = drafting.engine.core.scheduler.stats.drafts
     assert texts(drafting.generate(PROMPTS, params)) == texts(plain.generate(PROMPTS, params))
@@ -50,7 +50,7 @@ def test_tokens_are_those_of_plain_decoding(kind: str, plain: LLM, drafting: LLM
 
 
 @pytest.mark.parametrize("mode", ["FULL", "NONE"])
-def test_another_model_with_few_blocks(mode: str, plain: LLM, tmp_path: Path) -> None:
+def test_another_model_with_few_blocks(mode: str, plain: PlainDecoding, tmp_path: Path) -> None:
     """Prompts in chunks, preemption, prefixes that are found again: drafts may be wrong, tokens are not."""
     make_checkpoint("qwen3", tmp_path, vocab_size=2048, num_hidden_layers=2)
     speculation = SELF | {"model": str(tmp_path)}
@@ -67,13 +67,13 @@ def test_another_model_with_few_blocks(mode: str, plain: LLM, tmp_path: Path) ->
     assert right.drafts.accepted == right.drafts.verified > 100
 
 
-def test_drafts_end_with_the_context(drafting: LLM, plain: LLM) -> None:
+def test_drafts_end_with_the_context(drafting: LLM, plain: PlainDecoding) -> None:
     params = SamplingParams(temperature=0.0, ignore_eos=True)
     prompts = [[5 + token % 50 for token in range(length)] for length in (100, 118, 126, 127)]
     assert texts(drafting.generate(prompts, params)) == texts(plain.generate(prompts, params))
 
 
-def test_a_small_budget_takes_the_rest_in_the_next_step(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_budget_takes_the_rest_in_the_next_step(plain: PlainDecoding, monkeypatch: pytest.MonkeyPatch) -> None:
     """A draft model that is behind catches up, and has no drafts until then."""
     llm = make_llm(speculative_config=SELF)
     draft_runner: Any = llm.engine.core.runner._sampling

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from drafted_requests import KINDS, PROMPTS, SETTINGS, UNFINISHED, texts
+from drafted_requests import KINDS, PROMPTS, SETTINGS, UNFINISHED, PlainDecoding, plain_decoding, texts
 
 from phonograph.config.speculative_config import MOST_DRAFTS, SuffixSettings, read_speculative_config
 from phonograph.core.batch import DraftCounts
@@ -21,8 +21,8 @@ TIGHT = {"max_num_batched_tokens": 16, "block_size": 16, "num_kv_blocks": 12}
 
 
 @pytest.fixture(scope="module")
-def plain() -> LLM:
-    return LLM(**SETTINGS)
+def plain() -> PlainDecoding:
+    return plain_decoding()
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def counts_of(llm: LLM) -> DraftCounts:
     return llm.engine.core.scheduler.stats.drafts
 
 
-def test_tokens_are_those_of_plain_decoding(plain: LLM, drafting: LLM) -> None:
+def test_tokens_are_those_of_plain_decoding(plain: PlainDecoding, drafting: LLM) -> None:
     """Requests of all kinds run together. The second time, drafts come from the outputs of the first."""
     params = [SamplingParams(**(UNFINISHED | KINDS[kind])) for kind in KINDS for _ in PROMPTS[:4]]
     prompts = PROMPTS[:4] * len(KINDS)
@@ -48,7 +48,7 @@ def test_tokens_are_those_of_plain_decoding(plain: LLM, drafting: LLM) -> None:
 
 
 @pytest.mark.parametrize("mode", ["FULL", "NONE"])
-def test_few_blocks_and_the_end_of_the_context(mode: str, plain: LLM) -> None:
+def test_few_blocks_and_the_end_of_the_context(mode: str, plain: PlainDecoding) -> None:
     """Preempted sequences are loaded again, and their output is kept once."""
     settings: dict[str, Any] = {**SETTINGS, **TIGHT, "cudagraph_mode": mode}
     drafting = LLM(**settings, speculative_config=SUFFIX)
@@ -68,7 +68,7 @@ def test_few_blocks_and_the_end_of_the_context(mode: str, plain: LLM) -> None:
     assert total - stats.num_preemptions <= sum(token >= 0 for token in drafts.outputs.index.tokens) <= total
 
 
-def test_adaptive_depth(plain: LLM) -> None:
+def test_adaptive_depth(plain: PlainDecoding) -> None:
     drafting = LLM(**SETTINGS, speculative_config=SUFFIX | {"adaptive_depth": True})
     params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
     wanted = texts(plain.generate(PROMPTS, params))

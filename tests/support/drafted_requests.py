@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
+from phonograph.engine.llm import LLM
 from phonograph.engine.outputs import RequestOutput
 
 SETTINGS: dict[str, Any] = {"model": "demo", "device": "cpu", "max_num_seqs": 4, "max_model_len": 128}
@@ -30,6 +33,26 @@ KINDS: dict[str, dict[str, Any]] = {
     "switched off": {"temperature": 1.0, "seed": 3, "speculate": False},
 }
 UNFINISHED = {"max_tokens": 30, "ignore_eos": True}
+
+
+class PlainDecoding:
+    """Decoding without drafts. What it generates is kept: most tests ask for the same."""
+
+    def __init__(self) -> None:
+        self._llm = LLM(**SETTINGS)
+        self._known: dict[str, list[RequestOutput]] = {}
+
+    def generate(self, prompts: Sequence[Any], params: Any) -> list[RequestOutput]:
+        key = repr((prompts, params))
+        if key not in self._known:
+            self._known[key] = self._llm.generate(prompts, params)
+        return self._known[key]
+
+
+@cache
+def plain_decoding() -> PlainDecoding:
+    """Return the one of all tests of a process."""
+    return PlainDecoding()
 
 
 def scores(outputs: list[RequestOutput]) -> list[float]:
