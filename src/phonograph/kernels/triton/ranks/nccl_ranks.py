@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import distributed
+from torch.distributed import distributed_c10d
 
 from phonograph.errors import RankError
 from phonograph.kernels.torch.gloo_ranks import GlooRanks
@@ -77,7 +78,7 @@ class NcclRanks(GlooRanks):
             return
         self._check("gather", part_NP)
         parts_SNP = part_NP.new_empty(self.size, *part_NP.shape)
-        _enqueue(self._nccl._allgather_base, distributed.AllgatherOptions(), parts_SNP, part_NP)
+        _enqueue(self._nccl._allgather_base, distributed_c10d.AllgatherOptions(), parts_SNP, part_NP)
         if out_NV is not None:
             size = part_NP.shape[1]
             for rank, part in enumerate(parts_SNP):
