@@ -61,7 +61,7 @@ def tokenizer(llm: LLM) -> Tokenizer:
 @pytest.mark.long
 @pytest.mark.index
 def test_answers_of_long_prompts(file: Path, llm: LLM, tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """The window is 512 tokens: prompts, in chunks, are longer than it and than two. Greedy tokens are transformers'."""
+    """Prompts, in chunks, are longer than a window of 512 tokens and than two. Greedy tokens are transformers'."""
     spec = read_model_spec(file)
     assert [layer.attention.window for layer in spec.layers[4:7]] == [(511, 0), (-1, -1), (511, 0)]
     root = Path(__file__).parents[2]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
+from bounded_memory import bounded_memory
 
 from phonograph.kernels.triton.launch.pdl import gluon_usable
 
@@ -17,3 +20,13 @@ def hopper_gpu() -> None:
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def bounded() -> Iterator[None]:
+    """Kernels in the interpreter touch memory of their arguments only."""
+    if torch.cuda.is_available():
+        yield
+        return
+    with bounded_memory():
+        yield

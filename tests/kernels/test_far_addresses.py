@@ -59,7 +59,7 @@ from phonograph.kernels.triton.step.accept_drafts import accept
 from phonograph.kernels.triton.step.draft_rows import DraftRows, first_pass, next_pass
 from phonograph.kernels.triton.step.prepare import apply_appends, prepare
 from phonograph.kernels.triton.step.prompt_lookup import propose_ngrams
-from phonograph.kernels.triton.step.step_layout import SlotState, StepLayout
+from phonograph.kernels.triton.step.step_layout import START_WORDS, SlotState, StepLayout
 
 Place = Callable[..., torch.Tensor]
 """Copies a tensor: as it is, or with its rows far apart."""
@@ -256,7 +256,7 @@ def walk_prepare(place: Place, device: torch.device) -> list[torch.Tensor]:
         SlotState(
             last_token,
             num_computed,
-            torch.zeros(ROWS, 8, dtype=torch.int32, device=device),
+            torch.zeros(ROWS, START_WORDS, dtype=torch.int32, device=device),
             torch.zeros(ROWS, 0, dtype=torch.int32, device=device),
             tables[0][None],
         ),
