@@ -1,47 +1,209 @@
-"""Ranks by NCCL: each operation gets the options that torch has for it. `tests/engine/test_gpu_ranks.py` runs them."""
+"""Operations of ranks on GPUs, with torch's process group of gloo in place of NCCL's, which takes the same calls."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import distributed
+from torch.distributed import ProcessGroupGloo
 
-pytest.importorskip("triton", reason="Triton is not installed")
-from phonograph.kernels.triton.ranks.nccl_ranks import NcclRanks
+peer_ranks = pytest.importorskip("phonograph.kernels.triton.ranks.peer_ranks")
+nccl_ranks = pytest.importorskip("phonograph.kernels.triton.ranks.nccl_ranks")
 
 
-class OneRank:
-    """torch's process group of NCCL with one rank, on the host."""
+class Group:
+    """A process group as NCCL's; its options must have no time of their own."""
 
-    Options = SimpleNamespace
+    class Options:
+        _timeout: Any
 
-    def __init__(self, *_: Any) -> None:
-        self.options: list[str] = []
+    def __init__(self, store: Any, rank: int, size: int, options: Options) -> None:
+        made = ProcessGroupGloo._Options()
+        made._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        made._timeout = options._timeout
+        self.group = ProcessGroupGloo(store, rank, size, made)
+        self.aborted = 0
 
-    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> None:
-        self.options.append(type(options).__name__)
+    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> Any:
+        assert not options.asyncOp
+        return self.group.allreduce(tensors, options)
 
-    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> None:
-        assert options.rootRank == 0
-        self.options.append(type(options).__name__)
+    def _allgather_base(self, out: torch.Tensor, x: torch.Tensor, options: Any) -> Any:
+        assert not options.asyncOp
+        return self.group._allgather_base(out, x, options)
 
-    def _allgather_base(self, out: torch.Tensor, part: torch.Tensor, options: Any) -> None:
-        out.copy_(part)
-        self.options.append(type(options).__name__)
+    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> Any:
+        assert not options.asyncOp
+        return self.group.broadcast(tensors, options)
 
     def abort(self) -> None:
-        pass
+        self.aborted += 1
 
 
-def test_operations_have_options_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distributed, "ProcessGroupNCCL", OneRank, raising=False)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
-    ranks = NcclRanks(tmp_path, 0, 1, torch.device("cpu"))
-    assert ranks._nccl.options == ["AllreduceOptions", "AllgatherOptions", "BroadcastOptions"]
-    logits = torch.full((2, 3), torch.nan)
-    ranks.gather(torch.tensor([[1.0, 2, 3, 4], [5, 6, 7, 8]]), logits)
-    assert logits.tolist() == [[1, 2, 3], [5, 6, 7]], "columns of padding are left out"
+@pytest.fixture(autouse=True)
+def without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl_ranks.c10d, "ProcessGroupNCCL", Group, raising=False)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+
+
+def on_ranks(folder: Path, size: int, run: Callable[[Any], Any]) -> list[Any]:
+    def start(rank: int) -> Any:
+        return run(nccl_ranks.NcclRanks(folder, rank, size, torch.device("cpu")))
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(start, range(size)))
+
+
+def test_sums_gathers_and_broadcasts(tmp_path: Path) -> None:
+    def run(ranks: Any) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        x = torch.full((2, 3), 1.0 + ranks.rank)
+        words = torch.arange(4, dtype=torch.int32) * (1 - ranks.rank)
+        part = torch.full((2, 4), float(ranks.rank))
+        # Of 11 tokens the last rank has one less than the others.
+        out = torch.zeros(2, 11) if ranks.rank == 0 else None
+        ranks.sum(x)
+        ranks.broadcast(words)
+        with ranks.checking():
+            ranks.gather(part, out)
+        ranks.abort()
+        ranks.abort()
+        assert ranks._nccl.aborted == 1
+        return x, out, words
+
+    found = on_ranks(tmp_path, 3, run)
+    for x, _, words in found:
+        assert (x == 6).all() and words.tolist() == [0, 1, 2, 3]
+    assert found[0][1].tolist() == [[0.0] * 4 + [1.0] * 4 + [2.0] * 3] * 2
+
+
+def test_nothing_runs_while_kernels_are_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    [ranks] = on_ranks(tmp_path, 1, lambda ranks: ranks)
+    monkeypatch.setattr(nccl_ranks, "is_compiling", lambda: True)
+    monkeypatch.setattr(ranks, "_nccl", SimpleNamespace())
+    x = torch.ones(2, 2)
+    ranks.sum(x)
+    ranks.broadcast(x)
+    ranks.gather(x, None)
+    assert (x == 1).all()
+
+
+class Memory:
+    """Memory of all ranks, in place of torch's symmetric memory, and sums over it, in place of the kernel."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier = threading.Barrier(size)
+        self.parts: dict[int, torch.Tensor] = {}
+        self.own: dict[int, torch.Tensor] = {}
+        self.ranks: dict[str, list[int]] = {}
+        self.groups: dict[str, Any] = {}
+        self.num_launches, self.broken = [0] * size, False
+        self.rank = threading.local()
+
+    def set_group_info(self, name: str, rank: int, size: int, store: Any) -> None:
+        self.ranks.setdefault(name, []).append(rank)
+        self.rank.number = rank
+
+    def empty_strided_p2p(self, shape: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+
+    def rendezvous(self, tensor: torch.Tensor, name: str) -> Any:
+        assert self.groups[name].size() == self.barrier.parties
+        if self.broken:
+            raise RuntimeError("invalid argument\nwith a trace")
+        self.own[self.rank.number] = tensor
+        self.barrier.wait(10)
+        return SimpleNamespace(buffer_ptrs=[own.data_ptr() for _, own in sorted(self.own.items())])
+
+    def sum_rows(self, x_TE: torch.Tensor, buffers: Any, hidden_TE: Any = None, **arguments: Any) -> None:
+        addresses = buffers.offsets * x_TE.element_size() + buffers.own.data_ptr()
+        assert addresses.tolist() == [own.data_ptr() for _, own in sorted(self.own.items())]
+        assert 0 < len(x_TE) <= buffers.max_rows
+        self.parts[buffers.rank] = x_TE.clone()
+        self.num_launches[buffers.rank] += 1
+        self.barrier.wait(10)
+        total = sum(part for _, part in sorted(self.parts.items()))
+        self.barrier.wait(10)
+        if hidden_TE is None:
+            x_TE.copy_(total)
+        else:
+            hidden_TE += arguments["factor"] * total
+            arguments["normed"].copy_(hidden_TE * arguments["weight_E"])
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
+    made = Memory(2)
+    monkeypatch.setattr(peer_ranks.c10d, "_SymmetricMemory", made)
+    # Ranks have processes of their own, and each process a group of a name.
+    monkeypatch.setattr(peer_ranks.c10d, "_register_process_group", made.groups.__setitem__)
+    monkeypatch.setattr(peer_ranks, "sum_rows", made.sum_rows)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: one != other)
+    return made
+
+
+def peers(folder: Path, run: Callable[[Any], Any], *, batch_invariant: bool = False) -> list[Any]:
+    def start(rank: int) -> Any:
+        settings = {"width": 8, "dtype": torch.float32, "max_rows": 4, "batch_invariant": batch_invariant}
+        return run(peer_ranks.PeerRanks(folder, rank, 2, torch.device("cpu"), **settings))
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(start, range(2)))
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_rows_that_go_over_peer_memory(batch_invariant: bool, tmp_path: Path, memory: Memory) -> None:
+    def run(ranks: Any) -> tuple[list[int], list[torch.Tensor]]:
+        assert not ranks.sums_by_nccl and ranks.notes == ()
+        launches, sums = [], []
+        for rows in (1, 4, 9):
+            before = memory.num_launches[ranks.rank]
+            x = torch.full((rows, 8), 1.0 + ranks.rank)
+            ranks.sum(x)
+            launches.append(memory.num_launches[ranks.rank] - before)
+            sums.append(x)
+        # Another width.
+        x = torch.full((2, 4), 1.0 + ranks.rank)
+        ranks.sum(x)
+        part, hidden, out = torch.full((9, 8), 1.0 + ranks.rank), torch.ones(9, 8), torch.zeros(9, 8)
+        done = ranks.add_and_norm(part, hidden, torch.full((8,), 2.0), 1e-5, out, 0.5)
+        assert done is batch_invariant
+        assert (hidden == (2.5 if done else 1.0)).all() and (out == (5.0 if done else 0.0)).all()
+        return launches, [*sums, x]
+
+    for launches, sums in peers(tmp_path, run, batch_invariant=batch_invariant):
+        assert launches == ([1, 1, 3] if batch_invariant else [1, 1, 0])
+        assert all((one == 3).all() for one in sums)
+    assert memory.ranks and sorted(*memory.ranks.values()) == [0, 1]
+
+
+@pytest.mark.parametrize("fault", ["access", "rendezvous", "sum"])
+def test_ranks_without_peer_memory_sum_by_nccl(
+    fault: str, tmp_path: Path, memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = {
+        "access": "on rank 0: GPU 0 has no access to the memory of GPU 1",
+        "rendezvous": "on rank 0: RuntimeError: invalid argument",
+        "sum": "on rank 0: a sum that should be 1 is ",
+    }
+    if fault == "access":
+        monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: False)
+    memory.broken = fault == "rendezvous"
+    if fault == "sum":
+        monkeypatch.setattr(peer_ranks, "sum_rows", lambda *arguments, **settings: None)
+
+    def run(ranks: Any) -> str:
+        x = torch.full((1, 8), 1.0 + ranks.rank)
+        ranks.sum(x)
+        assert (x == 3).all() and ranks.sums_by_nccl
+        [note] = ranks.notes
+        return note
+
+    for note in peers(tmp_path, run):
+        assert note.startswith(f"sums over ranks run by NCCL alone, because {words[fault]}")

@@ -32,14 +32,8 @@ class _RankStepInFlight:
 
     step: PendingStep
     group: RankGroup
-
-    @property
-    def decision(self) -> Decision:
-        return self.step.decision
-
-    @property
-    def output(self) -> StepOutput:
-        return self.step.output
+    decision: Decision
+    output: StepOutput
 
     def result(self) -> StepOutput:
         """Return the result. On a GPU no operation raises when a rank has ended."""
@@ -58,7 +52,8 @@ class LeadRunner(Runner):
 
     def submit(self, batch: ScheduledBatch) -> PendingStep:
         with self._group.first_error():
-            return _RankStepInFlight(super().submit(batch), self._group)
+            step = super().submit(batch)
+            return _RankStepInFlight(step, self._group, step.decision, step.output)
 
     def drop_graphs(self) -> None:
         """Free the graphs, for which NCCL waits when a connection ends. No step follows."""

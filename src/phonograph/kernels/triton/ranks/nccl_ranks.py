@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import distributed
-from torch.distributed import distributed_c10d
+from torch._C import _distributed_c10d  # pyright: ignore[reportPrivateUsage]
 
 from phonograph.errors import RankError
 from phonograph.kernels.torch.gloo_ranks import GlooRanks
@@ -24,6 +23,9 @@ from phonograph.kernels.triton.launch.precompile import is_compiling
 _SECONDS = 600.0
 """Time after which torch ends the process for an operation that was not captured and did not end."""
 _ABORT_SECONDS = 2.0
+
+c10d: Any = _distributed_c10d
+"""torch's operations over processes, of which `torch.distributed` has a part."""
 
 
 class NcclRanks(GlooRanks):
@@ -39,15 +41,15 @@ class NcclRanks(GlooRanks):
     def __init__(self, folder: Path, rank: int, size: int, device: torch.device) -> None:
         super().__init__(folder, rank, size)
         self.device = device
-        nccl: Any = getattr(distributed, "ProcessGroupNCCL", None)
+        nccl: Any = getattr(c10d, "ProcessGroupNCCL", None)
         if nccl is None:
             raise RankError("ranks on GPUs need a torch with NCCL, which this one lacks")
         options = nccl.Options()
         options._timeout = timedelta(seconds=_SECONDS)
-        store = distributed.PrefixStore("nccl", distributed.FileStore(str(folder / "store"), size))
+        store = c10d.PrefixStore("nccl", c10d.FileStore(str(folder / "store"), size))
         try:
             self._nccl: Any = nccl(store, rank, size, options)
-            self._end = weakref.finalize(self, _abort, self._nccl)
+            self._end = weakref.finalize(self, *_aborting(self._nccl))
             self._warm_up()
         except RuntimeError as error:
             raise RankError(f"rank {rank} cannot reach the others by NCCL: {str(error).splitlines()[0]}") from error
@@ -71,14 +73,14 @@ class NcclRanks(GlooRanks):
         if is_compiling():
             return
         self._check("sum", x_TE)
-        _enqueue(self._nccl.allreduce, distributed.AllreduceOptions(), [x_TE])
+        _enqueue(self._nccl.allreduce, c10d.AllreduceOptions(), [x_TE])
 
     def gather(self, part_NP: torch.Tensor, out_NV: torch.Tensor | None) -> None:
         if is_compiling():
             return
         self._check("gather", part_NP)
         parts_SNP = part_NP.new_empty(self.size, *part_NP.shape)
-        _enqueue(self._nccl._allgather_base, distributed_c10d.AllgatherOptions(), parts_SNP, part_NP)
+        _enqueue(self._nccl._allgather_base, c10d.AllgatherOptions(), parts_SNP.view(-1), part_NP.view(-1))
         if out_NV is not None:
             size = part_NP.shape[1]
             for rank, part in enumerate(parts_SNP):
@@ -89,9 +91,7 @@ class NcclRanks(GlooRanks):
         if is_compiling():
             return
         self._check("broadcast", words)
-        options = distributed.BroadcastOptions()
-        options.rootRank = 0
-        _enqueue(self._nccl.broadcast, options, [words])
+        _enqueue(self._nccl.broadcast, c10d.BroadcastOptions(), [words])
 
     @contextmanager
     def recording(self) -> Generator[None]:
@@ -103,13 +103,25 @@ class NcclRanks(GlooRanks):
         self._end()
 
 
-def _abort(group: Any) -> None:
-    """End the operations and the connection of torch's process group.
+def _aborting(group: Any) -> tuple[Callable[..., None], threading.Event, threading.Thread]:
+    """Return a function that ends operations and connection of torch's process group, and its arguments.
 
-    Waits no longer than some seconds for it, because NCCL waits for the graphs that hold its operations.
+    It waits no longer than some seconds, because NCCL waits for the graphs that hold its operations. The thread starts
+    here: none can start at the end of Python.
     """
-    thread = threading.Thread(target=group.abort, name="nccl-abort", daemon=True)
+    begin = threading.Event()
+
+    def abort() -> None:
+        begin.wait()
+        group.abort()
+
+    thread = threading.Thread(target=abort, name="nccl-abort", daemon=True)
     thread.start()
+    return _abort, begin, thread
+
+
+def _abort(begin: threading.Event, thread: threading.Thread) -> None:
+    begin.set()
     thread.join(_ABORT_SECONDS)
 
 

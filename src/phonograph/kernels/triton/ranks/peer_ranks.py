@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import distributed
 
 from phonograph.kernels.fp8_activations import Fp8Rows, Rows
 from phonograph.kernels.triton.launch.precompile import is_compiling
-from phonograph.kernels.triton.ranks.nccl_ranks import NcclRanks
+from phonograph.kernels.triton.ranks.nccl_ranks import NcclRanks, c10d
 from phonograph.kernels.triton.ranks.sum_rows import PARTS, PeerBuffers, sum_rows
 
 _RENDEZVOUS_SECONDS = 20.0
@@ -135,15 +134,13 @@ class PeerRanks(NcclRanks):
 
     def _connect(self, folder: Path, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
         """Make this rank's buffer, and find those of the others."""
-        from torch._C import _distributed_c10d as c10d  # pyright: ignore[reportPrivateUsage]
-
-        symmetric: Any = c10d._SymmetricMemory  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+        symmetric = c10d._SymmetricMemory
         name = f"phonograph-{folder.name}"
-        store = distributed.PrefixStore(f"memory-{name}", distributed.FileStore(str(folder / "store"), self.size))
+        store = c10d.PrefixStore(f"memory-{name}", c10d.FileStore(str(folder / "store"), self.size))
         store.set_timeout(timedelta(seconds=_RENDEZVOUS_SECONDS))
-        group: Any = distributed.ProcessGroup(store, self.rank, self.size)
+        group = c10d.ProcessGroup(store, self.rank, self.size)
         group._set_group_name(name)
-        c10d._register_process_group(name, group)  # pyright: ignore[reportPrivateUsage]
+        c10d._register_process_group(name, group)
         symmetric.set_group_info(name, self.rank, self.size, store)
         stride = torch.empty(shape, device="meta").stride()
         own: torch.Tensor = symmetric.empty_strided_p2p(shape, stride, dtype, self.device)

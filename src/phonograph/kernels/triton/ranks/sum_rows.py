@@ -16,7 +16,7 @@ Shapes: T rows, E hidden size, W ranks, R most rows of a sum.
     buffer of rank 1, part t     | from rank 0, row 0 | row 1 | ... | from rank 1: unused | from rank 2, row 0 | ...
 """
 
-# pyright: basic
+# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportAssignmentType=false
 from __future__ import annotations
 
 from typing import NamedTuple
