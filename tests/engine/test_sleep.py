@@ -284,13 +284,11 @@ async def until_running(llm: AsyncLLM) -> None:
         await asyncio.sleep(0.001)
 
 
-@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
 @pytest.mark.parametrize("client", [ThreadClient, ProcessClient])
-def test_sleep_under_load(client: Any, mode: PauseMode) -> None:
+def test_sleep_under_load(client: Any) -> None:
     """Requests in progress end, or are computed again; those that come meanwhile wait."""
 
-    async def work(llm: AsyncLLM) -> None:
-        whole = (await final(llm.generate(PROMPT, LONG))).outputs[0].token_ids
+    async def sleep_once(llm: AsyncLLM, mode: PauseMode, whole: list[int]) -> None:
         running = [asyncio.create_task(final(llm.generate(PROMPT, LONG))) for _ in range(3)]
         await until_running(llm)
         await asyncio.sleep(0.02)
@@ -312,6 +310,11 @@ def test_sleep_under_load(client: Any, mode: PauseMode) -> None:
             assert all(one.token_ids == whole[: len(one.token_ids)] for one in outputs)
         else:
             assert [one.token_ids for one in outputs] == [whole] * 3
+
+    async def work(llm: AsyncLLM) -> None:
+        whole = (await final(llm.generate(PROMPT, LONG))).outputs[0].token_ids
+        for mode in ("abort", "wait", "keep"):
+            await sleep_once(llm, mode, whole)
 
     run(work, client)
 

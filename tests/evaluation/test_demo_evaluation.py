@@ -48,10 +48,10 @@ def test_each_item_is_the_models_own_answer_to_its_question(demo_llm: LLM) -> No
 
 def test_held_out_scores(demo_llm: LLM) -> None:
     """A part of the evaluation that `python -m demo_evaluation` runs whole."""
-    solved, recalled = evaluate_demo(demo_llm, num_problems=60, num_recalls=4)
+    solved, recalled = evaluate_demo(demo_llm, num_problems=40, num_recalls=2)
     print(f"problems {solved.score:.3f} ± {solved.standard_error:.3f}, recalls {recalled.score:.3f}")
     assert solved.score >= 0.90
-    assert recalled.num_correct >= 3
+    assert recalled.num_correct == 2
     assert all(item.num_prompt_tokens >= 3500 for item in recalled.items)
 
 

@@ -86,18 +86,22 @@ class Engine:
         self.scheduler = make_scheduler(drafts=self.drafts, **sizes)
         self.runner = SimulatedRunner(self.scheduler, seed)
         self.requests: list[Request] = []
+        self._live: list[Request] = []
         self.in_flight: deque[tuple[ScheduledBatch, StepOutput]] = deque()
 
     def add(self, request: Request) -> None:
         self.runner.salts[request.request_id] = request.cache_salt
         self.scheduler.add(request)
         self.requests.append(request)
+        self._live.append(request)
 
     def live(self) -> list[Request]:
-        return [request for request in self.requests if not request.finished]
+        """Return the requests that have not finished, which none does twice."""
+        self._live = [request for request in self._live if not request.finished]
+        return self._live
 
     def schedule(self) -> bool:
-        running = [request for request in self.requests if request.state is RequestState.RUNNING]
+        running = [request for request in self.live() if request.state is RequestState.RUNNING]
         best = min(running, key=lambda request: request.rank, default=None)
         before = best.min_computed if best else 0
         batch = self.scheduler.schedule()
@@ -117,18 +121,18 @@ class Engine:
 
     def update(self) -> None:
         batch, output = self.in_flight.popleft()
-        before = {id(request): len(request.output_token_ids) for request in self.requests}
+        before = [(request, len(request.output_token_ids)) for request in self.requests]
         news = self.scheduler.update(batch, output)
-        grown = [request for request in self.requests if len(request.output_token_ids) > before[id(request)]]
+        grown = [request for request, length in before if len(request.output_token_ids) > length]
         failed = [request for request in news if request.failure]
         assert {id(request) for request in news} == {id(request) for request in grown + failed}
         self.check()
 
     def check(self) -> None:
         check_scheduler(self.scheduler)
-        stats = self.scheduler.stats
-        assert stats.num_running + stats.num_waiting == len(self.live())
-        assert self.scheduler.has_unfinished == bool(self.live())
+        stats, num_live = self.scheduler.stats, len(self.live())
+        assert stats.num_running + stats.num_waiting == num_live
+        assert self.scheduler.has_unfinished == bool(num_live)
         self.check_bounds()
 
     def check_bounds(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import combinations, pairwise, takewhile
 
@@ -100,11 +99,11 @@ def check_cache(cache: CacheManager, tables: Iterable[tuple[SequenceTable, int]]
     held: list[tuple[list[int], int]] = []
     for table, computed in tables:
         for group, one in zip(cache._groups, table.groups, strict=True):
-            assert one.block_ids[: one.first] == [FREED] * one.first, (
-                "entries before the first held block are not freed"
-            )
-            assert FREED not in one.held, "a held entry is marked as freed"
-            held.append((one.held, computed // group.block_size - one.first))
+            first, blocks = one.first, one.held
+            assert one.block_ids[:first] == [FREED] * first, "entries before the first held block are not freed"
+            assert FREED not in blocks, "a held entry is marked as freed"
+            if blocks:
+                held.append((blocks, computed // group.block_size - first))
     check_pool(cache.pool, held)
 
 
@@ -113,17 +112,17 @@ def check_pool(pool: BlockPool, tables: Iterable[tuple[Sequence[int], int]]) -> 
 
     tables: of every sequence that holds blocks, its block table and the number of its blocks that are full
     """
-    holders: Counter[int] = Counter()
+    holders = [0] * len(pool._references)
     for block_ids, num_full in tables:
-        holders.update(block_ids)
+        for block_id in block_ids:
+            holders[block_id] += 1
         assert len(set(block_ids)) == len(block_ids), f"a table holds a block twice: {block_ids}"
         for block_id in block_ids[num_full:]:
             assert pool._references[block_id] == 1, f"block {block_id} is shared and can still be written"
             assert pool._digest_of[block_id] is None, f"block {block_id} has a name and can still be written"
-    for block_id, references in enumerate(pool._references):
-        assert references == holders[block_id], (
-            f"block {block_id} counts {references} references, {holders[block_id]} tables hold it"
-        )
+    if holders != pool._references:
+        for block_id, (references, number) in enumerate(zip(pool._references, holders, strict=True)):
+            assert references == number, f"block {block_id} counts {references} references, {number} tables hold it"
     free = [*pool._blank, *pool._evictable]
     assert len(set(free)) == len(free), "a block is free twice"
     assert set(free) == {b for b, n in enumerate(pool._references) if not n}, "held and free blocks overlap or leak"
