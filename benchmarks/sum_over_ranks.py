@@ -31,6 +31,8 @@ EPS = 1e-5
 
 def graph_us(ranks: PeerRanks, call: Callable[[], object]) -> float:
     """Return the microseconds of a call in a graph of several, on a stream of its own."""
+    # Sums follow one another on one stream.
+    torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         call()

@@ -12,6 +12,7 @@ import psutil
 import pytest
 import torch
 from checkpoints import VOCAB_SIZE, make_checkpoint
+from peer_sums import check_sums
 
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.core.structured_outputs import StructuredOutputs
@@ -107,3 +108,7 @@ def test_a_killed_rank_ends_the_engine_within_seconds() -> None:
         with pytest.raises(RankError, match="the process of rank 1 ended by SIGKILL"):
             llm.generate(prompts(2048), PARAMS)
         assert time.monotonic() - began < 8
+
+
+def test_sums_over_peer_memory_are_those_of_nccl(tmp_path: Path) -> None:
+    check_sums(tmp_path)

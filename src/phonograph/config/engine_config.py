@@ -98,7 +98,7 @@ class EngineConfig(Settings):
         default="auto", description="Device of the model; auto is a GPU if there is one."
     )
     tensor_parallel_size: values.Size = Field(
-        default=1, description="Devices that share the model, each with a part of every layer; on a CPU processes."
+        default=1, description="GPUs that share the model, each with a part of every layer; on a CPU processes."
     )
     seed: values.OptionalSeed = Field(default=None, description="Seed of requests that set none.")
 

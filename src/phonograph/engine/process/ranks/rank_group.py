@@ -205,13 +205,14 @@ class RankGroup:
         until = time.monotonic() + _CLOSE_SECONDS
         for process in self._processes:
             process.join(max(0.0, until - time.monotonic()))
-        self._end()
-        self._watch.thread.join()
         runner = None if self._runner is None else self._runner()
         if runner is not None:
             runner.drop_graphs()
         if self._watch.abort is not None:
+            # Before the folder goes, which threads of the connection read.
             self._watch.abort()
+        self._end()
+        self._watch.thread.join()
 
     @contextmanager
     def _closed_on_error(self) -> Generator[None]:
