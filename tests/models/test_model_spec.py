@@ -115,7 +115,9 @@ def test_public_checkpoints_are_accepted(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_declared_defaults_are_those_of_transformers(model_type: str) -> None:
-    theirs = {field.name: field.default for field in dataclasses.fields(CONFIG_MAPPING[model_type])}
+    aliases = MODEL_TYPES[model_type].aliases
+    fields = dataclasses.fields(CONFIG_MAPPING[model_type])
+    theirs = {aliases.get(field.name, field.name): field.default for field in fields}
     ours = {name: field.default for name, field in MODEL_TYPES[model_type].fields.items()}
     shared = theirs.keys() & ours.keys()
     assert {name: ours[name] for name in shared - {"architectures"}} == {
@@ -132,7 +134,7 @@ def test_declared_defaults_are_those_of_transformers(model_type: str) -> None:
 def test_every_field_of_transformers_is_declared_once(model_type: str) -> None:
     family = MODEL_TYPES[model_type]
     # A family has a feature that others must not ask for.
-    declared = [*family.fields, *(FIXED.keys() - family.fields.keys()), *IGNORED, *family.ignored]
+    declared = [*family.fields, *(FIXED.keys() - family.fields.keys()), *IGNORED, *family.ignored, *family.aliases]
     assert len(declared) == len(set(declared))
     assert {field.name for field in dataclasses.fields(CONFIG_MAPPING[model_type])} <= set(declared)
     assert GenerationConfig._get_default_generation_params().keys() <= set(declared)

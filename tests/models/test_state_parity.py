@@ -31,7 +31,9 @@ def test_logits(family: str, tmp_path: Path) -> None:
     """All prompts in one step, then again in steps of random parts, each with parts of several prompts."""
     reference = make_checkpoint(family, tmp_path)
     spec = read_model_spec(tmp_path)
-    assert reference.num_parameters() == spec.num_parameters
+    saved = reference.state_dict().keys()
+    biases = sum(buffer.numel() for name, buffer in reference.named_buffers() if name in saved)
+    assert reference.num_parameters() + biases == spec.num_parameters
     assert [*spec.states] == [0, 1, 2] and [*spec.attentions] == [3]
     model = load_model(spec, tmp_path, dtype=torch.float32, device=CPU)
     prompts = prompts_of(*LENGTHS)
@@ -88,19 +90,27 @@ def test_layers_that_make_drafts_are_skipped_with_a_note(family: str, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("changes", "error", "message"),
+    ("family", "changes", "error", "message"),
     [
-        ({"layer_types": ["linear_attention"] * 4}, UnsupportedModelError, "full_attention for one or more"),
-        ({"layer_types": ["mamba"] * 3 + ["full_attention"]}, UnsupportedModelError, "must name linear_attention or"),
-        ({"linear_num_value_heads": 5}, ModelError, "linear_num_value_heads=5 must be a multiple of"),
-        ({"linear_conv_kernel_dim": 1}, ModelError, "an integer of 2 or more"),
-        ({"mamba_ssm_dtype": "bfloat16"}, ModelError, "'float32', the type of states"),
-        ({"attn_output_gate": False}, ModelError, "attention of this family has gates"),
-        ({"output_gate_type": "sigmoid"}, ModelError, "'swish'"),
+        ("qwen3_5", {"layer_types": ["linear_attention"] * 4}, UnsupportedModelError, "full_attention for one or more"),
+        (
+            "qwen3_5",
+            {"layer_types": ["mamba"] * 3 + ["full_attention"]},
+            UnsupportedModelError,
+            "must name linear_attention or",
+        ),
+        ("qwen3_5", {"linear_num_value_heads": 5}, ModelError, "linear_num_value_heads=5 must be a multiple of"),
+        ("qwen3_5", {"linear_conv_kernel_dim": 1}, ModelError, "an integer of 2 or more"),
+        ("qwen3_5", {"mamba_ssm_dtype": "bfloat16"}, ModelError, "'float32', the type of states"),
+        ("qwen3_5", {"attn_output_gate": False}, ModelError, "attention of this family has gates"),
+        ("qwen3_5", {"output_gate_type": "sigmoid"}, ModelError, "'swish'"),
+        ("lfm2", {"layer_types": ["conv"] * 4}, UnsupportedModelError, "must name conv or full_attention for each"),
+        ("lfm2", {"conv_L_cache": 1}, ModelError, "an integer of 2 or more"),
+        ("lfm2_moe", {"num_experts_per_tok": 9}, ModelError, "must be at most num_experts=6"),
     ],
 )
-def test_bad_fields(changes: dict[str, Any], error: type[Exception], message: str, tmp_path: Path) -> None:
-    make_checkpoint("qwen3_5", tmp_path)
+def test_bad_fields(family: str, changes: dict[str, Any], error: type[Exception], message: str, tmp_path: Path) -> None:
+    make_checkpoint(family, tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
     with pytest.raises(error, match=message):

@@ -32,6 +32,10 @@ from transformers import (
     GraniteMoeHybridForCausalLM,
     GraniteMoeSharedConfig,
     GraniteMoeSharedForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    Lfm2MoeConfig,
+    Lfm2MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Ministral3Config,
@@ -425,13 +429,29 @@ _DELTA_EXPERTS = {
     "num_experts": 6,
     "num_experts_per_tok": 3,
 }
-STATE_FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
+_LFM: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["conv", "conv", "conv", "full_attention"],
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+}
+DELTA_FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
     # The columns of projections are in the order of heads; the second layer is dense.
     "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM, {**_DELTA, **_DELTA_EXPERTS, "mlp_only_layers": [1]}),
     "qwen3_5": (Qwen3_5TextConfig, Qwen3_5ForCausalLM, {**_DELTA, "linear_conv_kernel_dim": 3}),
     "qwen3_5_moe": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM, {**_DELTA, **_DELTA_EXPERTS}),
 }
-"""Families with state layers; see `FAMILIES`."""
+STATE_FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
+    **DELTA_FAMILIES,
+    "lfm2": (Lfm2Config, Lfm2ForCausalLM, {**_LFM, "conv_bias": True, "block_multiple_of": 8}),
+    # The first two layers are dense.
+    "lfm2_moe": (
+        Lfm2MoeConfig,
+        Lfm2MoeForCausalLM,
+        {**_LFM, "conv_L_cache": 4, "moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 3},
+    ),
+}
+"""Families with state layers; see `FAMILIES`. The first three layers have a state, and the last one attention."""
 
 
 def make_checkpoint(
@@ -456,7 +476,7 @@ def draw_weights(model: PreTrainedModel, family: str, hidden_size: int, seed: in
         for name, parameter in model.named_parameters():
             if name.endswith(("norm.weight", "norm_1.weight", "norm_2.weight", "router.scale", "per_expert_scale")):
                 parameter.uniform_(0.5, 1.5, generator=generator)
-                has_offset = ("gemma" in family and "gemma4" not in family) or family in STATE_FAMILIES
+                has_offset = ("gemma" in family and "gemma4" not in family) or family in DELTA_FAMILIES
                 if has_offset and "linear_attn.norm" not in name:
                     parameter.sub_(1.0)
             elif name.endswith("sinks"):
@@ -473,7 +493,7 @@ def draw_weights(model: PreTrainedModel, family: str, hidden_size: int, seed: in
             else:
                 parameter.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0.0, 0.2, generator=generator)
             elif name.endswith("layer_scalar"):
                 buffer.uniform_(0.5, 1.5, generator=generator)

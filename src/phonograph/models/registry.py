@@ -12,14 +12,15 @@ from phonograph.models.families.gemma import GEMMA, GEMMA2, GEMMA3
 from phonograph.models.families.gemma4 import GEMMA4
 from phonograph.models.families.glm_moe import GLM4_MOE
 from phonograph.models.families.gpt_oss import GPT_OSS
-from phonograph.models.families.granite import GRANITE, GRANITE_MOE, GRANITE_MOE_HYBRID, GRANITE_MOE_SHARED
+from phonograph.models.families.hybrids.granite import GRANITE, GRANITE_MOE, GRANITE_MOE_HYBRID, GRANITE_MOE_SHARED
+from phonograph.models.families.hybrids.lfm import LFM2, LFM2_MOE
+from phonograph.models.families.hybrids.qwen_hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from phonograph.models.families.llama import LLAMA, MISTRAL
 from phonograph.models.families.ministral import MINISTRAL3
 from phonograph.models.families.mixtral import MIXTRAL
 from phonograph.models.families.olmo import OLMO2, OLMO3, OLMOE
 from phonograph.models.families.phi import PHI3
 from phonograph.models.families.qwens.qwen import QWEN2, QWEN3
-from phonograph.models.families.qwens.qwen_hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from phonograph.models.families.qwens.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from phonograph.models.families.smollm import SMOLLM3
 from phonograph.models.wrapper import WRAPPERS
@@ -35,6 +36,8 @@ ARCHITECTURES: dict[str, Family] = {
     "GraniteMoeForCausalLM": GRANITE_MOE,
     "GraniteMoeHybridForCausalLM": GRANITE_MOE_HYBRID,
     "GraniteMoeSharedForCausalLM": GRANITE_MOE_SHARED,
+    "Lfm2ForCausalLM": LFM2,
+    "Lfm2MoeForCausalLM": LFM2_MOE,
     "LlamaForCausalLM": LLAMA,
     "Ministral3ForCausalLM": MINISTRAL3,
     "MistralForCausalLM": MISTRAL,

@@ -30,7 +30,7 @@ from phonograph.models.layers.linear import Linear
 from phonograph.models.layers.part_weights import AttentionWeights, ExpertsWeights, FeatureWeights, FeedForwardWeights
 from phonograph.models.layers.rotary import RotaryTables
 from phonograph.models.layers.states.state_weights import StateWeights
-from phonograph.models.layers.states.torch_states import TORCH_STATES
+from phonograph.models.layers.states.torch_states import TorchStates
 from phonograph.models.quantization.block_embedding import BlockEmbedding, Embedding
 
 
@@ -99,7 +99,7 @@ class TorchKernels:
         return TorchAttention(self, weights)
 
     def states(self, weights: StateWeights) -> MixerPart:
-        return TORCH_STATES[type(weights.spec)](self, weights)
+        return TorchStates(self, weights)
 
     def feed_forward(self, weights: FeedForwardWeights) -> TorchFeedForward:
         return TorchFeedForward(self, weights)

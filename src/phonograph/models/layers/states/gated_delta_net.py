@@ -13,6 +13,7 @@ from phonograph.models.quantization.scheme import Scheme
 
 _MODULE = "linear_attn"
 TAPS, DECAY, TIME_BIAS, NORM = (f"{_MODULE}.{name}" for name in ("conv1d.weight", "A_log", "dt_bias", "norm.weight"))
+OTHERS = TAPS, DECAY, TIME_BIAS, NORM
 """Names in a layer of the tensors that are no projections."""
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from phonograph.kernels.torch.state import gated_conv as _gated_conv  # noqa: F401  # defines the operator
 from phonograph.models.layers.kernel_set import Step, Stream
-from phonograph.models.layers.states.gated_delta_net import DECAY, NORM, TAPS, TIME_BIAS, GatedDeltaNet
+from phonograph.models.layers.states import gated_delta_net, short_conv
+from phonograph.models.layers.states.gated_delta_net import GatedDeltaNet
+from phonograph.models.layers.states.short_conv import ShortConv
 from phonograph.models.layers.states.state_mixer import StateMixer
 from phonograph.models.layers.states.state_weights import StateWeights
 
@@ -15,41 +19,47 @@ if TYPE_CHECKING:
     from phonograph.models.layers.torch_parts import TorchKernels
 
 
-class TorchGatedDelta:
-    """Gated delta net of a layer."""
+class TorchStates:
+    """Mixer of a layer with a state, by the operator of its type."""
 
     def __init__(self, kernels: TorchKernels, weights: StateWeights) -> None:
         self.then: object = None
         self._kernels, self._weights = kernels, weights
-        self._spec = cast("GatedDeltaNet", weights.spec)
 
     def __call__(self, stream: Stream, step: Step) -> Stream:
         kernels, weights, states = self._kernels, self._weights, step.states
         assert states is not None
-        projection, gates, output = weights.linears
+        *projections, output = weights.linears
         normed_TE = kernels.normed(stream.hidden_TE, weights.input_norm)
-        history_SPC, state_SHKV = states.pool[weights.layer]
         mixed_TX = normed_TE.new_empty(len(normed_TE), output.spec.num_inputs)
-        torch.ops.phonograph.gated_delta.default(
-            projection.product(normed_TE),
-            gates.product(normed_TE),
-            weights.others[TAPS].squeeze(1),
-            *(weights.others[name] for name in (DECAY, TIME_BIAS, NORM)),
-            states.query_start_loc,
-            states.seq_lens,
-            states.slots,
-            states.checkpoints,
-            history_SPC,
-            state_SHKV,
-            mixed_TX,
-            list(self._spec.sizes),
-            kernels.eps,
-        )
+        projected = [projection.product(normed_TE) for projection in projections]
+        rows = states.query_start_loc, states.seq_lens, states.slots, states.checkpoints, *states.pool[weights.layer]
+        _OPERATORS[type(weights.spec)](weights, projected, rows, mixed_TX, kernels.eps)
         if step.rows_P is not None:
             stream = Stream(stream.hidden_TE.index_select(0, step.rows_P), num_rows=step.num_kept)
             mixed_TX = mixed_TX.index_select(0, step.rows_P)
         return kernels.add(stream, mixed_TX, output, weights.output_norm)
 
 
-TORCH_STATES: dict[type[StateMixer], type[TorchGatedDelta]] = {GatedDeltaNet: TorchGatedDelta}
-"""Parts by the type of the mixer."""
+_Tensors = Sequence[torch.Tensor]
+
+
+def _gated_delta(
+    weights: StateWeights, projected: _Tensors, rows: _Tensors, mixed_TX: torch.Tensor, eps: torch.Tensor
+) -> None:
+    spec: Any = weights.spec
+    taps, *others = (weights.others[name] for name in gated_delta_net.OTHERS)
+    torch.ops.phonograph.gated_delta.default(
+        *projected, taps.squeeze(1), *others, *rows, mixed_TX, list(spec.sizes), eps
+    )
+
+
+def _mix_short(
+    weights: StateWeights, projected: _Tensors, rows: _Tensors, mixed_TX: torch.Tensor, eps: torch.Tensor
+) -> None:
+    taps, bias = weights.others[short_conv.TAPS].squeeze(1), weights.others.get(short_conv.BIAS)
+    torch.ops.phonograph.short_conv.default(*projected, taps, bias, *rows, mixed_TX)
+
+
+_OPERATORS: dict[type[StateMixer], Callable[..., None]] = {GatedDeltaNet: _gated_delta, ShortConv: _mix_short}
+"""Operators by the type of the mixer."""

@@ -1,0 +1,96 @@
+"""Gated short convolution of a layer as a plain value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from phonograph.graphs.modes import GraphSupport, Support
+from phonograph.models.layers.layer_matrix import LayerMatrix, MatrixPart
+from phonograph.models.layers.states.state_mixer import StateTensor
+from phonograph.models.quantization.scheme import Scheme
+
+TAPS, BIAS = "conv.conv.weight", "conv.conv.bias"
+"""Names in a layer of the tensors that are no projections."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShortConv:
+    """Mixer by a causal convolution with a gate on its input and one on its output, as in LFM2.
+
+    Attributes:
+        taps: W, taps of the convolution.
+        bias: the convolution has a bias.
+        projection: matrix of input gates, output gates and inputs.
+        output: matrix of the output.
+        input_norm: norm of the stream before it.
+        output_norm: norm of the output before it is added to the stream.
+    """
+
+    taps: int
+    bias: bool
+    projection: LayerMatrix
+    output: LayerMatrix
+    input_norm: str | None
+    output_norm: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Name for people."""
+        return "short convolution"
+
+    @property
+    def matrices(self) -> tuple[LayerMatrix, ...]:
+        """Matrices in the order of the products."""
+        return self.projection, self.output
+
+    @property
+    def other_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shapes of tensors that are no projections, by name in the layer."""
+        channels = self.output.num_inputs
+        return {TAPS: (channels, 1, self.taps)} | ({BIAS: (channels,)} if self.bias else {})
+
+    @property
+    def states(self) -> tuple[StateTensor, ...]:
+        """Last inputs of the convolution."""
+        return (StateTensor("convolution", (self.taps - 1, self.output.num_inputs), wide=False),)
+
+    @property
+    def scratch(self) -> int:
+        """Numbers of a token beside projections and output: none."""
+        return 0
+
+    @property
+    def gpu_refusal(self) -> str | None:
+        """Reason why no GPU runs it."""
+        return f"layers with a {self.name} have no GPU kernel yet"
+
+    @property
+    def graph_support(self) -> Support:
+        """Batches that may run in a graph: all."""
+        return Support(GraphSupport.ALWAYS, "short convolution: lengths and slots are read at each replay")
+
+    def with_schemes(self, scheme_of: Callable[[str], Scheme | None]) -> ShortConv:
+        """Return it with the weight format of each projection, by its name in the layer."""
+        return replace(
+            self, projection=self.projection.with_schemes(scheme_of), output=self.output.with_schemes(scheme_of)
+        )
+
+
+def short_conv(hidden_size: int, *, taps: int, bias: bool, input_norm: str | None = "input_layernorm") -> ShortConv:
+    """Return a short convolution with the names of LFM2.
+
+    Args:
+        hidden_size: E, which is the number of channels.
+        taps: of the convolution.
+        bias: of the convolution and the projections.
+        input_norm: norm of the stream before it.
+    """
+    inputs, output = (MatrixPart("in_proj", 3 * hidden_size),), (MatrixPart("out_proj", hidden_size),)
+    return ShortConv(
+        taps=taps,
+        bias=bias,
+        projection=LayerMatrix("gates and inputs", "conv", inputs, hidden_size, bias=bias),
+        output=LayerMatrix("output", "conv", output, hidden_size, bias=bias),
+        input_norm=input_norm,
+    )
