@@ -29,6 +29,7 @@ from phonograph.graphs.modes import GraphKey, GraphMode, GraphSet
 from phonograph.graphs.runtime import CapturedGraph
 from phonograph.graphs.tape.tape import TapeRuntime
 from phonograph.kernels import ranks as kernel_ranks
+from phonograph.kernels.triton.ranks.choose_sum import choose_sum
 from phonograph.models.spec import read_configured_model
 from phonograph.runner.runner import CaptureReport, capture_on_ranks
 from phonograph.text.tokenizer import load_tokenizer
@@ -268,3 +269,17 @@ def test_notes_say_what_a_rank_has() -> None:
     assert any("fewer KV heads than ranks: each is on 2 ranks" in note for note in plan.notes)
     two, four = (plan_of(size).attention.kv_token_bytes for size in (2, 4))
     assert two == four == plan_of(1).attention.kv_token_bytes // 2
+
+
+@pytest.mark.parametrize(("size", "rows"), [(2, 4 << 20), (4, 1 << 20)])
+def test_notes_say_how_sums_run_on_gpus(size: int, rows: int) -> None:
+    config = EngineConfig(**{**SETTINGS, "device": "cuda", "tensor_parallel_size": size})
+    model = read_configured_model(config, config_only=False)
+    plan = make_plan(config, model, known_device("h200"))
+    rows //= model.hidden_size * 2
+    assert any(f"sums over ranks run up to {rows} rows over peer memory" in note for note in plan.notes)
+
+
+def test_rows_too_wide_for_a_program_are_summed_by_nccl() -> None:
+    assert choose_sum(1 << 14, 2, 2).max_rows == 128
+    assert choose_sum((1 << 14) + 8, 2, 2) == (0, "rows of 16392 numbers are wider than 16384")
