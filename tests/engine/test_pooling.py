@@ -16,7 +16,7 @@ from checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint
 from encoder_checkpoints import expected_rows, make_encoder, random_prompts
 from safetensors.torch import load_file, save_file
 from tokenizers_made import make_pair_tokenizer
-from transformers import Qwen3ForSequenceClassification, Qwen3Model
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM, Qwen3ForSequenceClassification, Qwen3Model
 
 from phonograph import LLM, AsyncLLM, PoolingParams, SamplingParams
 from phonograph.core.token_types import TypedTokens
@@ -280,6 +280,87 @@ def test_heads_of_decoders(tmp_path: Path) -> None:
     with torch.inference_mode():
         row = bare(torch.tensor([prompt])).last_hidden_state[0, -1]
     assert np.allclose(output.outputs.data, unit(row), rtol=0, atol=1e-4)
+
+
+CARD = """<|im_start|>system
+Judge whether the Document meets the requirements based on the Query and the Instruct provided. Note that the answer \
+can only be "yes" or "no".<|im_end|>
+<|im_start|>user
+<Instruct>: {instruction}
+<Query>: {query}
+<Document>: {document}<|im_end|>
+<|im_start|>assistant
+<think>
+
+</think>
+
+"""
+INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+ORIGINAL: dict[str, Any] = {
+    "architectures": ["Qwen3ForSequenceClassification"],
+    "classifier_from_token": ["w7", "w9"],
+    "is_original_qwen3_reranker": True,
+}
+
+
+def make_generator(folder: Path, *, tied: bool) -> tuple[Any, Any]:
+    """Write a decoder with its head and a tokenizer without a separator; return both, of transformers."""
+    config_class, _, settings = FAMILIES["qwen3"]
+    sizes = {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 88, "num_hidden_layers": 2}
+    config = config_class(**{**settings, **sizes, "tie_word_embeddings": tied})
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(config).eval()
+    model.save_pretrained(folder)
+    make_pair_tokenizer(folder, pairs=False)
+    return model, PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_reranker_of_two_tokens(tied: bool, tmp_path: Path) -> None:
+    """Qwen3-Reranker as published: the softmax over the logits of two tokens, and the template of its model card."""
+    model, tokenizer = make_generator(tmp_path, tied=tied)
+
+    def expected(text: str) -> tuple[list[int], float]:
+        ids = tokenizer(text, truncation=False, padding=False)["input_ids"]
+        with torch.inference_mode():
+            logits = model(torch.tensor([ids])).logits[0, -1]
+        return ids, float(logits[[11, 13]].softmax(-1)[1])
+
+    documents = ["w4 w5", "w6", "w30 w31 w32 w33"]
+    cut = PoolingParams(truncate_prompt_tokens=-1)
+    with make_llm(tmp_path, hf_overrides=ORIGINAL, max_model_len=70) as llm:
+        for document, output in zip(documents, llm.score("w1 w2", documents, use_tqdm=False), strict=True):
+            ids, score = expected(CARD.format(instruction=INSTRUCTION, query="w1 w2", document=document))
+            assert output.prompt_token_ids == ids and abs(output.outputs.score - score) < 1e-5
+        own = '{{ messages[0]["content"] }} w20 {{ messages[1]["content"] }}'
+        (output,) = llm.score("w1 w2", "w3", chat_template=own, use_tqdm=False)
+        assert (
+            output.prompt_token_ids == [5, 6, 24, 7] and abs(output.outputs.score - expected("w1 w2 w20 w3")[1]) < 1e-5
+        )
+        (long,) = llm.score("w1 w2", " ".join(["w5"] * 100), pooling_params=cut, use_tqdm=False)
+        assert len(long.prompt_token_ids) == 70 and long.prompt_token_ids[-4:] == ids[-4:]
+        with pytest.raises(RequestError, match="leaves no room"):
+            llm.score("w1 " * 100, "w5", pooling_params=cut, use_tqdm=False)
+
+
+def test_classes_from_rows_of_the_head(tmp_path: Path) -> None:
+    model, _ = make_generator(tmp_path, tied=False)
+    plain = {**ORIGINAL, "method": "no_post_processing", "is_original_qwen3_reranker": False}
+    plain["classifier_from_token"] = ["w3", "w7", 13]
+    with make_llm(tmp_path, hf_overrides=plain, max_model_len=64) as llm:
+        (output,) = llm.classify([[5, 6, 7]], use_tqdm=False)
+        assert llm.plan.model.pooler is not None and llm.plan.model.pooler.labels == ("w3", "w7", "13")
+    with torch.inference_mode():
+        logits = model(torch.tensor([[5, 6, 7]])).logits[0, -1, [7, 11, 13]]
+    assert np.allclose(output.outputs.probs, logits.softmax(-1), rtol=0, atol=1e-5)
+    for change, problem in (
+        ({"classifier_from_token": ["w7"]}, "two tokens"),
+        ({"classifier_from_token": ["w7", "yes"]}, "has no token 'yes'"),
+        ({"is_original_qwen3_reranker": False}, "from_2_way_softmax"),
+        ({"architectures": ["Qwen3ForCausalLM"]}, "ForSequenceClassification"),
+    ):
+        with pytest.raises(ModelError, match=problem):
+            make_llm(tmp_path, hf_overrides={**ORIGINAL, **change})
 
 
 @pytest.mark.parametrize(

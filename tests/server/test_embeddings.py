@@ -186,6 +186,7 @@ def test_bench_serve_measures_embeddings(embedder: Server) -> None:
         ("/rerank", {"query": "a", "documents": []}, "documents", ["is empty"]),
         ("/rerank", {"query": "", "documents": ["a"]}, "query", ["is empty"]),
         ("/rerank", {"query": "a", "documents": ["b"], "rank_fields": ["title"]}, "rank_fields", ["one text"]),
+        ("/rerank", {"query": "a", "documents": ["b"], "instruction": "c"}, "chat_template_kwargs", ["rerankers"]),
         ("/v1/completions", {"prompt": "a"}, "model", ["generates nothing", "/v1/embeddings"]),
         ("/v1/messages", {"max_tokens": 1, "messages": [{"role": "user", "content": "a"}]}, None, ["/v1/embeddings"]),
     ],
@@ -257,5 +258,8 @@ def test_a_reranker(classifier: tuple[Server, PreTrainedModel]) -> None:
     assert classes[0]["label"] == "LABEL_0" and classes[0]["num_classes"] == 1 and 0 < classes[0]["probs"][0] < 1
     special = server.post("/classify", {"input": ["w1 w2"], "add_special_tokens": False}).json()
     assert special["usage"]["prompt_tokens"] == 2
+    # The model has no template of pairs, for which a variable would be; the server may have one.
+    param, message = refused(server, "/score", data_1="w1", data_2="w2", instruction="w3")
+    assert param == "chat_template_kwargs" and "w3" in message
     param, message = refused(server, "/v1/embeddings", input="w1")
     assert param == "task" and "score and classify" in message and "/rerank" in message and "not embed" in message

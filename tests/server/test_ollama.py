@@ -232,8 +232,8 @@ def test_wrong_fields(server: Server, path: str, change: dict[str, Any], problem
         ("generate", {"prompt": "Hi " * 3000, "truncate": False, "raw": True}, "prompt has more than 1024 tokens"),
         ("generate", {"prompt": "", "keep_alive": 0}, "keep_alive=0 unloads the model"),
         ("show", {"model": None}, "model is missing"),
-        ("embed", {"input": "a"}, "/api/embed is not supported: this server makes no embeddings"),
-        ("embeddings", {"prompt": "a"}, "makes no embeddings"),
+        ("embed", {"input": "a"}, "/api/embed is not supported: /v1/embeddings makes embeddings"),
+        ("embeddings", {"prompt": "a"}, "makes embeddings"),
         ("pull", {}, "started with; start another one with `phonograph serve`"),
     ],
 )

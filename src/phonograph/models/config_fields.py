@@ -160,7 +160,7 @@ _GROUPS: tuple[tuple[str, str], ...] = (
     (
         _HEADS,
         "id2label label2id num_labels problem_type task_specific_params finetuning_task sentence_transformers "
-        "sbert_ce_default_activation_function",
+        "sbert_ce_default_activation_function classifier_from_token is_original_qwen3_reranker method",
     ),
     (_OUTPUTS, "output_attentions output_hidden_states return_dict use_return_dict use_cache"),
     (

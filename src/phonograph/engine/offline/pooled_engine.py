@@ -14,6 +14,7 @@ from phonograph.engine.offline.offline_engine import OfflineEngine
 from phonograph.engine.offline.pooled_inputs import PooledInputs, cosine, paired
 from phonograph.engine.offline.prompts import PromptInput, prompt_list, refuse_unsupported
 from phonograph.engine.outputs import PoolingOutput, PoolingRequestOutput, pooling_output
+from phonograph.errors import RequestError, shortened
 
 
 class PooledEngine(OfflineEngine):
@@ -112,6 +113,7 @@ class PooledEngine(OfflineEngine):
         pooling_params: PoolingParams | None = None,
         lora_request: object = None,
         tokenization_kwargs: object = None,
+        chat_template: str | None = None,
     ) -> list[PoolingRequestOutput]:
         """Return the score of each pair of texts: that of a reranker, or the cosine of two embeddings.
 
@@ -122,6 +124,7 @@ class PooledEngine(OfflineEngine):
             pooling_params: parameters of all pairs.
             lora_request: not supported; must be None.
             tokenization_kwargs: not supported; must be None.
+            chat_template: template of a pair for rerankers, with the roles query and document; defaults to the model's.
 
         Raises:
             RequestError: the texts do not make pairs, or the model neither scores nor embeds.
@@ -136,8 +139,10 @@ class PooledEngine(OfflineEngine):
         refuse_unsupported(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
         pairs, params, inputs = paired(data_1, data_2), pooling_params or PoolingParams(), self._inputs
         if inputs.scores_pairs:
-            prompts = [inputs.pair(*pair, params) for pair in pairs]
+            prompts = [inputs.pair(*pair, params, template=chat_template) for pair in pairs]
             return self._pooled("score", prompts, params, use_tqdm=use_tqdm)
+        if chat_template is not None:
+            raise RequestError("chat_template", shortened(chat_template), "is for rerankers; embeddings have no pairs")
         texts = dict.fromkeys(text for pair in pairs for text in pair)
         found = dict(zip(texts, self._pooled("embed", [*texts], params, use_tqdm=use_tqdm), strict=True))
         return [

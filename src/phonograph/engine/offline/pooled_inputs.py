@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -18,6 +18,11 @@ from phonograph.files.model_files import model_path
 from phonograph.files.sentence_transformers import SentencePrompts, read_sentence_prompts
 from phonograph.models.heads.pooler_spec import Pooler
 from phonograph.text.tokenizer import Tokenizer
+
+_ROLES = ('"query"', '"document"')
+"""Roles in a template of pairs, as it compares them."""
+_CUTS = 8
+"""Attempts to cut a document to a number of tokens."""
 
 
 @dataclass
@@ -60,11 +65,30 @@ class PooledInputs:
         text = plain if name is None or not plain else self.prompts.prompts[name] + plain
         return text.lower() if self.prompts.lowers else text
 
-    def pair(self, first: str, second: str, params: PoolingParams, *, keeps_last: bool = False) -> list[int]:
-        """Return the tokens of a pair of texts. What is cut is their ends, or with `keeps_last` their beginnings.
+    def pair(
+        self,
+        first: str,
+        second: str,
+        params: PoolingParams,
+        *,
+        keeps_last: bool = False,
+        template: str | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Return the tokens of a pair of texts.
+
+        Args:
+            first: a query.
+            second: a document.
+            params: their `truncate_prompt_tokens` counts. The ends of the texts are cut, in a template that of the
+                document.
+            keeps_last: the beginnings of the texts are cut.
+            template: chat template of the pair; defaults to that of the model, if it has one for pairs.
+            variables: variables of the template.
 
         Raises:
-            RequestError: there is no tokenizer, or it has no token between two texts; or a text is empty.
+            RequestError: there is no tokenizer, or it has no token between two texts and there is no template; a text
+                is empty; or the template has no room or rejects the texts.
         """
         if self.tokenizer is None:
             raise RequestError("data_1", shortened(first), "is text, and the engine runs without a tokenizer")
@@ -73,7 +97,45 @@ class PooledInputs:
                 raise RequestError(name, shortened(repr(text)), "must be text that is not empty")
         most = params.truncate_prompt_tokens
         most = self.max_len if most == -1 else most
+        template = template or self.template
+        if template is not None:
+            return self._by_template(template, (first, second), most, variables or {}, keeps_last=keeps_last)
+        if variables:
+            raise RequestError("chat_template_kwargs", dict(variables), "needs a template of pairs; the model has none")
         return self.tokenizer.encode_cut(first, second, most=most, typed=self.typed, keeps_last=keeps_last)
+
+    @cached_property
+    def template(self) -> str | None:
+        """Chat template of a pair of texts: that of the model, or the tokenizer's if it has the roles of a pair."""
+        if self.pooler is not None and self.pooler.template is not None:
+            return self.pooler.template
+        found = None if self.tokenizer is None else self.tokenizer.chat_template
+        return found if isinstance(found, str) and all(role in found for role in _ROLES) else None
+
+    def _by_template(
+        self, template: str, pair: tuple[str, str], most: int | None, variables: Mapping[str, Any], *, keeps_last: bool
+    ) -> list[int]:
+        """Return the tokens of a pair in a template. A document that is too long loses its end."""
+        tokenizer, (query, document) = self.tokenizer, pair
+        assert tokenizer is not None
+        if keeps_last and most is not None:
+            raise RequestError("truncation_side", "left", "a template keeps the beginning of a document; right works")
+
+        def tokens(document: str) -> list[int]:
+            messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
+            text = tokenizer.render_chat(messages, template=template, add_generation_prompt=False, variables=variables)
+            return tokenizer.encode(text)
+
+        found = tokens(document)
+        if most is None or len(found) <= most:
+            return found
+        left = len(tokenizer.encode(document, add_special_tokens=False)) - (len(found) - most)
+        # Where a cut splits a word, its part may have more tokens than before.
+        for num_kept in range(left, max(left - _CUTS, 0), -1):
+            found = tokens(tokenizer.beginning(document, num_kept))
+            if len(found) <= most:
+                return found
+        raise RequestError("truncate_prompt_tokens", most, "leaves no room for a document beside query and template")
 
     @property
     def scores_pairs(self) -> bool:

@@ -5,12 +5,15 @@ The pooler's stages run by torch's operators in float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from torch.nn import functional
 
+from phonograph.errors import WeightError
 from phonograph.models.heads.pooler_spec import InputEmbedding, PoolerStage
 from phonograph.models.layers.linear import WeightAllocator, norm_views
 
@@ -76,6 +79,29 @@ class StageWeights:
         if self.norm_2O is not None:
             views[f"{self.spec.norm}.weight"] = self.norm_2O[0]
         return views
+
+    def read_rows(self, files: Iterable[Path]) -> torch.Tensor:
+        """Return the weight [O, I] of a classifier made of rows of the head, float32. Reads no other rows.
+
+        Raises:
+            WeightError: the files have no head of this width in 16 or 32 bits.
+        """
+        rows = self.spec.rows
+        assert rows is not None, "the stage has a weight of its own"
+        for file in files:
+            with safe_open(file, framework="pt", device="cpu") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 (it is no mapping)
+                    if not name.endswith(rows.source):
+                        continue
+                    matrix = tensors.get_slice(name)
+                    found = torch.cat([matrix[token : token + 1] for token in rows.token_ids])
+                    if not found.is_floating_point() or found.itemsize < 2 or found.shape[1] != self.spec.num_inputs:
+                        problem = f"is {str(found.dtype).removeprefix('torch.')} of {found.shape[1]} columns; expected "
+                        problem += f"16 or 32 bits and {self.spec.num_inputs}"
+                        raise WeightError(f"tensor {name} in {file} {problem}")
+                    found = found.float()
+                    return found if self.spec.num_outputs == len(rows.token_ids) else found[1:] - found[:1]
+        raise WeightError(f"no file has {rows.source}, whose rows are the classifier; is tie_word_embeddings right?")
 
     def __call__(self, rows_NI: torch.Tensor, eps: float) -> torch.Tensor:
         """Return the rows [N, O] of the stage."""

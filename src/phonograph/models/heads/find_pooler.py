@@ -11,6 +11,7 @@ from phonograph.core.pooling_params import PoolingTask, RowActivation
 from phonograph.errors import ModelError, UnsupportedModelError, shortened
 from phonograph.files.sentence_transformers import MODULES_FILE, SentenceModules, read_sentence_modules
 from phonograph.models.heads.pooler_spec import Pooler, PoolerStage, Pooling, StageActivation
+from phonograph.models.heads.token_classifier import TOKENS, token_rows
 
 if TYPE_CHECKING:
     from phonograph.models.families.family import Family, Settings
@@ -48,8 +49,11 @@ def with_pooler(
         ModelError: a file is unusable, or sizes do not go together.
     """
     name, length, source = spec.architecture, spec.context_length, spec.context_source
+    if raw.get(TOKENS) is not None and (family.encodes or not name.endswith(CLASSIFIER)):
+        problem = f"makes a classifier of a decoder's head; set architectures to one that ends in {CLASSIFIER}"
+        raise UnsupportedModelError(f"{TOKENS} {problem}, not {name}")
     if name.endswith((CLASSIFIER, TOKEN_CLASSIFIER)):
-        pooler = _classifier(name, family, settings, raw)
+        pooler = _classifier(name, family, settings, raw, folder)
     else:
         generates = name.endswith("ForCausalLM")
         modules = None if generates and convert == "none" else read_sentence_modules(folder)
@@ -123,10 +127,13 @@ def _embedder(spec: ModelSpec, family: Family, modules: SentenceModules | None, 
     )
 
 
-def _classifier(name: str, family: Family, settings: Settings, raw: Mapping[str, Any]) -> Pooler:
-    labels = _labels(raw)
+def _classifier(name: str, family: Family, settings: Settings, raw: Mapping[str, Any], folder: Path) -> Pooler:
+    rows = token_rows(raw, folder, tied=settings.get("tie_word_embeddings") is True)
+    labels = _labels(raw) if rows is None else rows.labels
     pooling, stages = family.classifier(settings, name, len(labels))
+    stages = (*stages[:-1], stages[-1]._replace(rows=rows))
     origin = f"{name}: {pooling} pooling{', dense' * (len(stages) - 1)}, {len(labels)} labels"
+    origin += "" if rows is None else f" of {TOKENS}"
     if name.endswith(TOKEN_CLASSIFIER):
         return Pooler(
             pooling="all",
@@ -145,6 +152,7 @@ def _classifier(name: str, family: Family, settings: Settings, raw: Mapping[str,
         origin=f"{origin}, {activation} ({field})",
         stages=stages,
         labels=labels,
+        template=None if rows is None else rows.template,
     )
 
 

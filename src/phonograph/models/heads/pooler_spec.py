@@ -33,6 +33,22 @@ class InputEmbedding(NamedTuple):
     norm: bool = True
 
 
+class TokenRows(NamedTuple):
+    """Rows of a language model's head that are the weight of a classifier; see `token_classifier`.
+
+    Attributes:
+        token_ids: tokens of the rows: one for each class, or two whose difference is the only class.
+        source: end of the name of the tensor that has the rows.
+        labels: names of the classes.
+        template: template of a pair of texts, or None if the tokenizer's is used.
+    """
+
+    token_ids: tuple[int, ...]
+    source: str
+    labels: tuple[str, ...]
+    template: str | None
+
+
 class PoolerStage(NamedTuple):
     """A dense layer: activation(x @ weight + bias), and maybe a layer norm after it.
 
@@ -40,6 +56,7 @@ class PoolerStage(NamedTuple):
         name: name of its module.
         norm: name of the norm, which has no bias; None for none.
         folder: folder of its file in the model's, or None if its tensors are among those of the model.
+        rows: rows of the head that are its weight, or None.
     """
 
     name: str
@@ -49,6 +66,7 @@ class PoolerStage(NamedTuple):
     activation: StageActivation = "none"
     norm: str | None = None
     folder: str | None = None
+    rows: TokenRows | None = None
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the name and shape of each tensor."""
@@ -71,6 +89,7 @@ class Pooler:
         origin: the files and fields that say so, for people.
         stages: layers after the pooling.
         labels: names of the classes, or none.
+        template: chat template of a pair of texts, with the roles query and document; None for that of the tokenizer.
     """
 
     pooling: Pooling
@@ -80,6 +99,7 @@ class Pooler:
     activates: bool = True
     stages: tuple[PoolerStage, ...] = ()
     labels: tuple[str, ...] = ()
+    template: str | None = None
 
     def num_outputs(self, hidden_size: int) -> int:
         """Return the numbers of a row of a model with this hidden size."""

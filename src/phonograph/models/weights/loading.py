@@ -205,7 +205,10 @@ def _read(
     `names` maps tensors to the names that they stand for, `whole` is the model in the files, and `cuts` are the parts
     of its tensors in `model`, or None.
     """
-    shapes = whole.tensor_shapes()
+    heads = [one for one in model.stages if one.spec.rows is not None]
+    # The weight of a classifier of tokens is no tensor of the files.
+    made = {f"{one.spec.name}.weight" for one in heads}
+    shapes = {name: shape for name, shape in whole.tensor_shapes().items() if name not in made}
     # Modules of sentence-transformers have files in folders of their own.
     stages = {one.spec.folder: one.spec.name for one in model.stages if one.spec.folder}
     destinations = model.destinations()
@@ -274,6 +277,8 @@ def _read(
         model.kv_scales.keep(cuts.kv_heads)
     if model.features is not None:
         model.features.check_draft_ids(model.spec.vocab_size)
+    for one in heads:
+        copies.add(f"{one.spec.name}.weight", one.weight_OI, one.read_rows(files))
     expected = {name: list(shape) for name, shape in shapes.items()}
     expected |= {name: list(stored.shape) for name, stored in packed.items() if stored.required}
     missing = [name for name in expected if name not in written]

@@ -126,7 +126,7 @@ def try_chat(serving: Serving) -> None:
 
     It is not an error: the template may accept other messages, and completions need none.
     """
-    if serving.harmony is not None:
+    if serving.harmony is not None or serving.engine.facts.pooler is not None:
         return
     if serving.chat_template is None and not serving.tokenizer.has_chat_template:
         return

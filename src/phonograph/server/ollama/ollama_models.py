@@ -22,7 +22,7 @@ _FOREVER = "2318-01-01T00:00:00Z"
 """End of the time that the model stays loaded."""
 _ONE_MODEL = "this server has the model it was started with; start another one with `phonograph serve`"
 _REFUSED = {
-    **dict.fromkeys(("embed", "embeddings"), "this server makes no embeddings"),
+    **dict.fromkeys(("embed", "embeddings"), "/v1/embeddings makes embeddings, if the model does"),
     **dict.fromkeys(("copy", "create", "delete", "pull", "push"), _ONE_MODEL),
     **{"me": "this server knows no accounts", "blobs/{digest}": _ONE_MODEL},
 }

@@ -125,10 +125,21 @@ class PoolingBody(EmbeddingBody):
 
 
 class PairsBody(PooledBody):
-    """Common fields of scores and ranks of pairs of texts. 0 tokens is no limit."""
+    """Common fields of scores and ranks of pairs of texts. 0 tokens is no limit.
+
+    `instruction` is the variable of that name in a template of pairs.
+    """
 
     max_tokens_per_query: Annotated[int, Field(ge=0)] | None = None
     max_tokens_per_doc: Annotated[int, Field(ge=0)] | None = None
+    instruction: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """Variables of the template of a pair."""
+        given = {} if self.instruction is None else {"instruction": self.instruction}
+        return {**given, **(self.chat_template_kwargs or {})}
 
 
 _PAIRS = (("data_1", "data_2"), ("text_1", "text_2"), ("queries", "documents"), ("queries", "items"))

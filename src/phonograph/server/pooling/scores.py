@@ -12,7 +12,7 @@ from starlette.responses import Response
 from phonograph.engine.offline.pooled_inputs import cosine, paired
 from phonograph.errors import RequestError
 from phonograph.server.chat.serving import Serving
-from phonograph.server.http.api_errors import api_error
+from phonograph.server.http.api_errors import api_error, invalid
 from phonograph.server.http.json_route import JsonRoute
 from phonograph.server.pooling.check_task import check_task
 from phonograph.server.pooling.pooled_body import PairsBody, RerankBody, ScoreBody
@@ -83,6 +83,8 @@ async def _scored(
         raise api_error(error, names) from None
     firsts, seconds = (list(dict.fromkeys(texts)) for texts in zip(*pairs, strict=True))
     num_prompts = len(pairs) if scores_pairs else len(firsts) + len(seconds)
+    if body.variables and not scores_pairs:
+        raise invalid("chat_template_kwargs", "chat_template_kwargs and instruction are for rerankers with a template")
     call = admitted_call(body, request, "score" if scores_pairs else "embed", field=fields[1], num_prompts=num_prompts)
 
     def tokens() -> Iterator[list[int]]:
@@ -91,9 +93,12 @@ async def _scored(
         documents = {text: cut(text, body.max_tokens_per_doc) if body.max_tokens_per_doc else text for text in seconds}
         if not scores_pairs:
             return (call.admitted(inputs.text(text, None)) for text in (*queries.values(), *documents.values()))
-        made = (
-            inputs.pair(queries[one], documents[two], call.params, keeps_last=body.keeps_last) for one, two in pairs
-        )
+        options: dict[str, Any] = {
+            "keeps_last": body.keeps_last,
+            "template": serving.chat_template,
+            "variables": body.variables,
+        }
+        made = (inputs.pair(queries[one], documents[two], call.params, **options) for one, two in pairs)
         return (call.admitted(prompt) for prompt in made)
 
     def scored(rows: list[np.ndarray]) -> Mapping[str, Any]:
