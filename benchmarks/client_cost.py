@@ -112,7 +112,8 @@ def measure(*, num_streams: int, num_tokens: int, step_ms: float) -> dict[str, A
         whole = time.process_time() - before
     assert all(reply.error is None for reply in result.replies), result.replies[0].error
     tokens = sum(reply.output_tokens for reply in result.replies)
-    late = np.concatenate([_arrivals(reply) - np.array(reply.text.split(), dtype=float) for reply in result.replies])
+    sent = [np.array(reply.text.split(), dtype=float) for reply in result.replies]
+    late = np.concatenate([_arrivals(reply) - times for reply, times in zip(result.replies, sent, strict=True)])
     late_ms = (late - late.min()) * 1e3
     gaps = np.concatenate([sample.itls for reply in result.replies for sample in reply.samples]) * 1e3
     return {
@@ -124,6 +125,7 @@ def measure(*, num_streams: int, num_tokens: int, step_ms: float) -> dict[str, A
         "read_us": round((whole - result.cpu_seconds) / tokens * 1e6, 2),
         "cpu_share": round(result.cpu_seconds / result.seconds, 3),
         **{f"late_{name}_ms": round(float(np.percentile(late_ms, at)), 3) for name, at in (("p50", 50), ("p99", 99))},
+        "sent_p50_ms": round(float(np.median(np.concatenate([np.diff(times) for times in sent]))) * 1e3, 3),
         **{f"itl_{name}_ms": round(float(np.percentile(gaps, at)), 3) for name, at in (("p50", 50), ("p99", 99))},
     }
 

@@ -332,6 +332,6 @@ def test_256_streams_cost_the_client_little() -> None:
     print(printed)
     runs = [json.loads(line) for line in printed.splitlines()]
     assert [found["tokens"] for found in runs] == [256 * 20] * 3
-    best = min(runs, key=lambda found: found["receive_us"])
-    assert best["itl_p50_ms"] == pytest.approx(20, rel=0.5)
-    assert best["receive_us"] < 100
+    # On a busy machine the server's steps take longer too.
+    assert any(found["itl_p50_ms"] == pytest.approx(found["sent_p50_ms"], rel=0.25) for found in runs), printed
+    assert min(found["receive_us"] for found in runs) < 100
