@@ -122,8 +122,8 @@ class RowConfig(NamedTuple):
 def row_config(hidden_size: int, intermediate_size: int) -> RowConfig:
     """Return the launch of experts of such sizes, with the tiles of `choose` for one row of dense weights.
 
-    Gates and ups of 2048 inputs are an exception: 14.4 us of Qwen3-30B-A3B on an H200 in place of 18.6, as more programs
-    of one warp share a multiprocessor.
+    Gates and ups of 2048 inputs are an exception: 14.4 us of Qwen3-30B-A3B on an H200 in place of 18.6, as more
+    programs of one warp share a multiprocessor.
     """
     tiles: list[RowTile] = []
     for num_inputs in (hidden_size, intermediate_size):
