@@ -21,7 +21,7 @@ from phonograph.engine.groups.state_slots import state_bytes
 from phonograph.engine.plan import make_plan
 from phonograph.errors import ConfigError, PhonographError, UnsupportedModelError
 from phonograph.graphs.modes import GraphMode, GraphSupport
-from phonograph.kernels.torch.state import gated_conv, gated_delta
+from phonograph.kernels.torch.state import gated_conv, gated_delta, mamba2
 from phonograph.models.spec import read_model_spec
 from phonograph.runner.synthetic_batches import SyntheticBatches
 
@@ -33,6 +33,7 @@ MIB = 1 << 20
 OPERATORS: dict[str, tuple[Any, Callable[..., None], int]] = {
     "qwen3_5": (torch.ops.phonograph.gated_delta.default, gated_delta.gated_delta, 6),
     "lfm2": (torch.ops.phonograph.short_conv.default, gated_conv.short_conv, 3),
+    "bamba": (torch.ops.phonograph.mamba2.default, mamba2.mamba2, 7),
 }
 """A family for each mixer: its operator, and the position of `query_start_loc` in its arguments."""
 
