@@ -31,6 +31,7 @@ README = Path(__file__).parents[1] / "README.md"
 BEGIN = "<!-- made by scripts/supported_models.py -->"
 END = "<!-- end -->"
 FAMILIES = {
+    "bamba": "Bamba (on a CPU)",
     "gemma": "Gemma 1",
     "gemma2": "Gemma 2",
     "gemma3_text": "Gemma 3 (text)",
@@ -39,7 +40,7 @@ FAMILIES = {
     "gpt_oss": "gpt-oss",
     "granite": "Granite 3",
     "granitemoe": "Granite 3 MoE, PowerMoE",
-    "granitemoehybrid": "Granite 4 without Mamba layers",
+    "granitemoehybrid": "Granite 4 (with Mamba layers: on a CPU)",
     "granitemoeshared": "Granite MoE with a shared expert",
     "lfm2": "LFM2 (on a CPU)",
     "lfm2_moe": "LFM2 with experts (on a CPU)",

@@ -21,7 +21,7 @@ from phonograph.engine.groups.state_slots import state_bytes
 from phonograph.engine.plan import make_plan
 from phonograph.errors import ConfigError, PhonographError, UnsupportedModelError
 from phonograph.graphs.modes import GraphMode, GraphSupport
-from phonograph.kernels.torch.state import gated_conv, gated_delta
+from phonograph.kernels.torch.state import gated_conv, gated_delta, mamba2
 from phonograph.models.spec import read_model_spec
 from phonograph.runner.synthetic_batches import SyntheticBatches
 
@@ -33,6 +33,7 @@ MIB = 1 << 20
 OPERATORS: dict[str, tuple[Any, Callable[..., None], int]] = {
     "qwen3_5": (torch.ops.phonograph.gated_delta.default, gated_delta.gated_delta, 6),
     "lfm2": (torch.ops.phonograph.short_conv.default, gated_conv.short_conv, 3),
+    "bamba": (torch.ops.phonograph.mamba2.default, mamba2.mamba2, 7),
 }
 """A family for each mixer: its operator, and the position of `query_start_loc` in its arguments."""
 
@@ -341,6 +342,16 @@ def test_heads_that_no_gpu_kernel_has_are_refused(tmp_path: Path) -> None:
         make_plan(config, model, known_device("h200"))
 
 
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [("lfm2", "short convolution have no GPU kernel yet; device=cpu works"), ("bamba", "Mamba 2 have no GPU kernel")],
+)
+def test_mixers_without_a_gpu_kernel_are_refused(family: str, message: str, tmp_path: Path) -> None:
+    make_checkpoint(family, tmp_path)
+    with pytest.raises(UnsupportedModelError, match=message):
+        make_plan(EngineConfig(model=str(tmp_path)), read_model_spec(tmp_path), known_device("h200"))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", GraphMode)
 def test_a_gpu_answers_as_transformers(mode: GraphMode, made: tuple[PreTrainedModel, Path]) -> None:
@@ -350,6 +361,8 @@ def test_a_gpu_answers_as_transformers(mode: GraphMode, made: tuple[PreTrainedMo
     float32. In float32 one whole answer may turn at a near-tie.
     """
     reference, folder = made
+    if read_model_spec(folder).states[0].gpu_refusal is not None:
+        pytest.skip("the mixer has no GPU kernel")
     prompts = prompts_of(*LENGTHS)
     wanted = wanted_of(reference, prompts, 16)
     is_exact = mode in (GraphMode.PIECEWISE, GraphMode.NONE)

@@ -136,8 +136,8 @@ CONFIGS: list[tuple[str, dict[str, Any], type[PhonographError], str]] = [
     ),
     ("granite4_moe", {"normalization_function": "layernorm"}, ModelError, "'layernorm' must be rmsnorm or null"),
     *(
-        ("granite4_moe", {"layer_types": types}, UnsupportedModelError, "layer_types=.* state .Mamba., which are not")
-        for types in (None, ["mamba", "attention"], ["linear_attention", "full_attention"])
+        ("granite4_moe", {"layer_types": types}, UnsupportedModelError, "layer_types=.* must name mamba or attention")
+        for types in (None, ["mamba", "linear_attention"], ["conv", "full_attention"])
     ),
     (
         "qwen3_moe",

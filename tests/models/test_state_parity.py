@@ -106,6 +106,10 @@ def test_layers_that_make_drafts_are_skipped_with_a_note(family: str, tmp_path: 
         ("qwen3_5", {"output_gate_type": "sigmoid"}, ModelError, "'swish'"),
         ("lfm2", {"layer_types": ["conv"] * 4}, UnsupportedModelError, "must name conv or full_attention for each"),
         ("lfm2", {"conv_L_cache": 1}, ModelError, "an integer of 2 or more"),
+        ("bamba", {"attn_layer_indices": [9]}, UnsupportedModelError, "must name one layer or more"),
+        ("bamba", {"mamba_d_head": 12}, ModelError, "mamba_n_heads=8 heads of mamba_d_head=12 must have .* = 64"),
+        ("bamba", {"mamba_n_groups": 3}, ModelError, "must be a multiple of mamba_n_groups=3"),
+        ("granite4_h", {"time_step_limit": [0.0, 1.0]}, ModelError, "null or 0 and infinity"),
         ("lfm2_moe", {"num_experts_per_tok": 9}, ModelError, "must be at most num_experts=6"),
     ],
 )

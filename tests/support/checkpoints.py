@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from kernel_sets import bind_torch
 from transformers import (
+    BambaConfig,
+    BambaForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -435,6 +437,19 @@ _LFM: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 2048,
 }
+_MAMBA: dict[str, Any] = {
+    # Outputs of heads may be near 0, and their norm then multiplies errors of rounding.
+    "rms_norm_eps": 1e-3,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_expand": 1,
+    "mamba_d_state": 8,
+    "mamba_d_conv": 4,
+    "pad_token_id": None,
+}
 DELTA_FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
     # The columns of projections are in the order of heads; the second layer is dense.
     "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM, {**_DELTA, **_DELTA_EXPERTS, "mlp_only_layers": [1]}),
@@ -449,6 +464,21 @@ STATE_FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
         Lfm2MoeConfig,
         Lfm2MoeForCausalLM,
         {**_LFM, "conv_L_cache": 4, "moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 3},
+    ),
+    "bamba": (BambaConfig, BambaForCausalLM, {**_MAMBA, "attn_layer_indices": [3], "mamba_proj_bias": True}),
+    # Without rotary embedding.
+    "granite4_h": (
+        GraniteMoeHybridConfig,
+        GraniteMoeHybridForCausalLM,
+        {
+            **GRANITE_HYBRID,
+            **_MAMBA,
+            "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+            "mamba_conv_bias": False,
+            "intermediate_size": 24,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+        },
     ),
 }
 """Families with state layers; see `FAMILIES`. The first three layers have a state, and the last one attention."""

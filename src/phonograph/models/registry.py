@@ -12,6 +12,7 @@ from phonograph.models.families.gemma import GEMMA, GEMMA2, GEMMA3
 from phonograph.models.families.gemma4 import GEMMA4
 from phonograph.models.families.glm_moe import GLM4_MOE
 from phonograph.models.families.gpt_oss import GPT_OSS
+from phonograph.models.families.hybrids.bamba import BAMBA
 from phonograph.models.families.hybrids.granite import GRANITE, GRANITE_MOE, GRANITE_MOE_HYBRID, GRANITE_MOE_SHARED
 from phonograph.models.families.hybrids.lfm import LFM2, LFM2_MOE
 from phonograph.models.families.hybrids.qwen_hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
@@ -26,6 +27,7 @@ from phonograph.models.families.smollm import SMOLLM3
 from phonograph.models.wrapper import WRAPPERS
 
 ARCHITECTURES: dict[str, Family] = {
+    "BambaForCausalLM": BAMBA,
     "Gemma2ForCausalLM": GEMMA2,
     "Gemma3ForCausalLM": GEMMA3,
     "Gemma4ForCausalLM": GEMMA4,

@@ -1,4 +1,4 @@
-"""Granite 3 and 4 without layers that have a state: Llama with factors of embeddings, scores, layers and logits.
+"""Granite 3 and 4: Llama with factors of embeddings, scores, layers and logits; most layers of Granite 4 are Mamba 2.
 
 Models with experts have all experts of a layer in one tensor. Granite 4 has a shared feed-forward next to the experts,
 or in place of them, and may do without a rotary embedding.
@@ -29,6 +29,7 @@ from phonograph.models.config_fields import (
     FieldKind,
 )
 from phonograph.models.families.family import EXPERT_LOSS, Family, Settings, layer_sizes, softmax_routing
+from phonograph.models.families.hybrids.bamba import CHUNK, MAMBA_FIELDS, mamba_of
 from phonograph.models.layer_spec import Factors, LayerFeedForward, LayerSpec, MatrixPart, decoder_layer
 from phonograph.models.layers.expert_spec import ExpertNames, with_experts
 from phonograph.models.rope_parameters import RopeParameters, read_rope
@@ -37,8 +38,8 @@ from phonograph.models.weights.expert_tensors import ExpertTensors
 _NAMES = ExpertNames(
     "block_sparse_moe", "router.layer", experts="", gate="input_linear", down="output_linear", shared=None
 )
-_ATTENTION = (FULL, "attention")
-"""Names of layers without a state in layer_types, today's and an older one."""
+_ATTENTION, _MAMBA = (FULL, "attention"), ("linear_attention", "mamba")
+"""Names of layers in layer_types, today's and older ones."""
 
 
 def _dense(settings: Settings) -> LayerSpec:
@@ -80,32 +81,45 @@ def _moe_shared(settings: Settings) -> tuple[LayerSpec, ...]:
     return _with_experts(settings, _shared(settings) if settings["shared_intermediate_size"] else None)
 
 
+def _has_attention(settings: Settings) -> list[bool]:
+    """Return True for each layer of Granite 4 with attention, and False for one with Mamba 2.
+
+    Raises:
+        UnsupportedModelError: there are other kinds, or no attention.
+        ModelError: a layer has no kind.
+    """
+    types, count = cast("list[str] | None", settings["layer_types"]), settings["num_hidden_layers"]
+    if types is None or not {*_ATTENTION, *_MAMBA} >= set(types) or not set(types) & {*_ATTENTION}:
+        raise UnsupportedModelError(
+            f"layer_types={shortened(repr(types))} must name {_MAMBA[1]} or {_ATTENTION[1]} for each layer, and "
+            f"{_ATTENTION[1]} for one or more"
+        )
+    if len(types) != count:
+        raise ModelError(f"layer_types={shortened(repr(types))} must have a type for each of {count} layers")
+    return [kind in _ATTENTION for kind in types]
+
+
 def _hybrid(settings: Settings) -> tuple[LayerSpec, ...]:
     """Return the layers of Granite 4.
 
     Raises:
-        UnsupportedModelError: a layer has a state.
         ModelError: the numbers do not go together.
     """
-    types, count = cast("list[str] | None", settings["layer_types"]), settings["num_hidden_layers"]
-    if types is None or not set(types) <= {*_ATTENTION}:
-        raise UnsupportedModelError(
-            f"layer_types={shortened(repr(types))} has layers with a state (Mamba), which are not implemented; models "
-            "of this architecture are supported if each layer is an attention layer"
-        )
-    if len(types) != count:
-        raise ModelError(f"layer_types={shortened(repr(types))} must have a type for each of {count} layers")
+    has_attention = _has_attention(settings)
     if settings["num_local_experts"]:
         if not settings["num_experts_per_tok"]:
             raise ModelError("num_experts_per_tok=0 must be positive, as num_local_experts is")
-        return _with_experts(settings, _shared(settings))
-    return (replace(_dense(settings), feed_forward=_shared(settings)),) * count
+        attention, *_ = _with_experts(settings, _shared(settings))
+    else:
+        attention = replace(_dense(settings), feed_forward=_shared(settings))
+    state = attention if all(has_attention) else replace(attention, mixer=mamba_of(settings))
+    return tuple(attention if one else state for one in has_attention)
 
 
 def _hybrid_ropes(settings: Settings) -> Sequence[RopeParameters | None]:
     """Return ropes for position_embedding_type rope, and none for others."""
     rope = read_rope(settings) if settings["position_embedding_type"] == "rope" else None
-    return (rope,) * settings["num_hidden_layers"]
+    return [rope if one else None for one in _has_attention(settings)]
 
 
 def _factors(settings: Settings) -> Factors:
@@ -131,7 +145,6 @@ _EXPERT_FIELDS = {
     "num_local_experts": Field(8, POSITIVE_INT),
     "num_experts_per_tok": Field(2, POSITIVE_INT),
 }
-_STATE = "for layers with a state, which the model does not have"
 _RMSNORM = FieldKind("rmsnorm or null", lambda value: value in ("rmsnorm", None))
 
 GRANITE = Family(
@@ -158,6 +171,7 @@ GRANITE_MOE_HYBRID = Family(
     model_type="granitemoehybrid",
     fields={
         **_FIELDS,
+        **MAMBA_FIELDS,
         "num_local_experts": Field(8, COUNT),
         "num_experts_per_tok": Field(2, COUNT),
         "shared_intermediate_size": Field(1024, POSITIVE_INT),
@@ -169,14 +183,7 @@ GRANITE_MOE_HYBRID = Family(
         **EXPERT_LOSS,
         "mlp_bias": TENSORS,
         "init_method": TRAINING,
-        "time_step_limit": _STATE,
-        **dict.fromkeys(
-            (
-                *("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv", "mamba_expand"),
-                *("mamba_chunk_size", "mamba_conv_bias", "mamba_proj_bias"),
-            ),
-            _STATE,
-        ),
+        **CHUNK,
     },
     layers=_hybrid,
     ropes=_hybrid_ropes,

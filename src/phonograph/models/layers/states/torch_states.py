@@ -9,8 +9,9 @@ import torch
 
 from phonograph.kernels.torch.state import gated_conv as _gated_conv  # noqa: F401  # defines the operator
 from phonograph.models.layers.kernel_set import Step, Stream
-from phonograph.models.layers.states import gated_delta_net, short_conv
+from phonograph.models.layers.states import gated_delta_net, mamba_mixer, short_conv
 from phonograph.models.layers.states.gated_delta_net import GatedDeltaNet
+from phonograph.models.layers.states.mamba_mixer import MambaMixer
 from phonograph.models.layers.states.short_conv import ShortConv
 from phonograph.models.layers.states.state_mixer import StateMixer
 from phonograph.models.layers.states.state_weights import StateWeights
@@ -61,5 +62,20 @@ def _mix_short(
     torch.ops.phonograph.short_conv.default(*projected, taps, bias, *rows, mixed_TX)
 
 
-_OPERATORS: dict[type[StateMixer], Callable[..., None]] = {GatedDeltaNet: _gated_delta, ShortConv: _mix_short}
+def _mamba2(
+    weights: StateWeights, projected: _Tensors, rows: _Tensors, mixed_TX: torch.Tensor, eps: torch.Tensor
+) -> None:
+    spec: Any = weights.spec
+    names, found = mamba_mixer, weights.others
+    heads = (found[name] for name in (names.DECAY, names.SKIP, names.TIME_BIAS, names.NORM))
+    torch.ops.phonograph.mamba2.default(
+        *projected, found[names.TAPS].squeeze(1), found.get(names.BIAS), *heads, *rows, mixed_TX, list(spec.sizes), eps
+    )
+
+
+_OPERATORS: dict[type[StateMixer], Callable[..., None]] = {
+    GatedDeltaNet: _gated_delta,
+    ShortConv: _mix_short,
+    MambaMixer: _mamba2,
+}
 """Operators by the type of the mixer."""
