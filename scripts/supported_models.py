@@ -41,6 +41,8 @@ FAMILIES = {
     "granitemoe": "Granite 3 MoE, PowerMoE",
     "granitemoehybrid": "Granite 4 without Mamba layers",
     "granitemoeshared": "Granite MoE with a shared expert",
+    "lfm2": "LFM2 (on a CPU)",
+    "lfm2_moe": "LFM2 with experts (on a CPU)",
     "llama": "Llama 2 and 3.x, SmolLM2, TinyLlama",
     "ministral3": "Ministral 3",
     "mistral": "Mistral",

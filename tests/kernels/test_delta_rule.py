@@ -61,7 +61,7 @@ def test_a_long_answer_does_not_drift(decay: str) -> None:
 def test_convolution_in_parts(taps: int) -> None:
     x_NTC, taps_CW = torch.randn(2, 9, 5), torch.randn(5, taps)
     padded = functional.pad(x_NTC.transpose(1, 2), (taps - 1, 0))
-    wanted = functional.silu(functional.conv1d(padded, taps_CW[:, None], groups=5)).transpose(1, 2)
+    wanted = functional.conv1d(padded, taps_CW[:, None], groups=5).transpose(1, 2)
     history = torch.zeros(2, taps - 1, 5)
     parts = [causal_conv(part, history, taps_CW) for part in x_NTC.split([1, 3, 1, 4], 1)]
     torch.testing.assert_close(torch.cat(parts, 1), wanted)

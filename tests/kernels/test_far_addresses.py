@@ -440,7 +440,7 @@ WALKS: dict[str, tuple[Walk, tuple[str, ...]]] = {
         ),
     ),
     "KV writes": (walk_kv_writes, KV_KERNELS),
-    "gated delta net": (walk_gated_delta, ("delta_conv._conv_kernel", "gate_heads._gate_heads_kernel")),
+    "gated delta net": (walk_gated_delta, ("causal_conv._conv_kernel", "gate_heads._gate_heads_kernel")),
     "embeddings in layers": (
         walk_layer_embeddings,
         ("layer_embeddings._add_table_kernel", "layer_embeddings._gate_kernel"),
@@ -465,7 +465,7 @@ OTHER_TESTS = {
     "sum_rows._sum_rows_kernel",
     "dequantize._dequantize_kernel",
     *(f"encoder_rows.{name}" for name in ("_layer_norm_kernel", "_embed_kernel", "_activate_kernel", "_mean_kernel")),
-    *("delta_step.delta_step_kernel", "delta_chunk.delta_chunk_kernel", "delta_conv._history_kernel"),
+    *("delta_step.delta_step_kernel", "delta_chunk.delta_chunk_kernel", "causal_conv._history_kernel"),
 }
 WITHOUT_ROWS = {
     "decode_plan._plan_kernel",

@@ -32,6 +32,10 @@ from transformers import (
     GraniteMoeHybridForCausalLM,
     GraniteMoeSharedConfig,
     GraniteMoeSharedForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    Lfm2MoeConfig,
+    Lfm2MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Ministral3Config,
@@ -425,11 +429,31 @@ _DELTA_EXPERTS = {
     "num_experts": 6,
     "num_experts_per_tok": 3,
 }
+_SHORT_CONV = {
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "layer_types": ["conv"] * 3 + ["full_attention"],
+    "max_position_embeddings": 2048,
+}
 STATE_FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
     # The columns of projections are in the order of heads; the second layer is dense.
     "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM, {**_DELTA, **_DELTA_EXPERTS, "mlp_only_layers": [1]}),
     "qwen3_5": (Qwen3_5TextConfig, Qwen3_5ForCausalLM, {**_DELTA, "linear_conv_kernel_dim": 3}),
     "qwen3_5_moe": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM, {**_DELTA, **_DELTA_EXPERTS}),
+    "lfm2": (Lfm2Config, Lfm2ForCausalLM, {**_SHORT_CONV, "block_multiple_of": 8, "block_ffn_dim_multiplier": 0.7}),
+    # The second and later layers have experts.
+    "lfm2_moe": (
+        Lfm2MoeConfig,
+        Lfm2MoeForCausalLM,
+        {
+            **_SHORT_CONV,
+            "num_dense_layers": 1,
+            "moe_intermediate_size": 24,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
 }
 """Families with state layers; see `FAMILIES`."""
 
@@ -456,7 +480,9 @@ def draw_weights(model: PreTrainedModel, family: str, hidden_size: int, seed: in
         for name, parameter in model.named_parameters():
             if name.endswith(("norm.weight", "norm_1.weight", "norm_2.weight", "router.scale", "per_expert_scale")):
                 parameter.uniform_(0.5, 1.5, generator=generator)
-                has_offset = ("gemma" in family and "gemma4" not in family) or family in STATE_FAMILIES
+                has_offset = ("gemma" in family and "gemma4" not in family) or family.startswith(
+                    ("qwen3_5", "qwen3_next")
+                )
                 if has_offset and "linear_attn.norm" not in name:
                     parameter.sub_(1.0)
             elif name.endswith("sinks"):
@@ -473,7 +499,7 @@ def draw_weights(model: PreTrainedModel, family: str, hidden_size: int, seed: in
             else:
                 parameter.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.normal_(0.0, 0.2, generator=generator)
             elif name.endswith("layer_scalar"):
                 buffer.uniform_(0.5, 1.5, generator=generator)

@@ -13,6 +13,7 @@ from phonograph.models.families.gemma4 import GEMMA4
 from phonograph.models.families.glm_moe import GLM4_MOE
 from phonograph.models.families.gpt_oss import GPT_OSS
 from phonograph.models.families.granite import GRANITE, GRANITE_MOE, GRANITE_MOE_HYBRID, GRANITE_MOE_SHARED
+from phonograph.models.families.lfm2 import LFM2, LFM2_MOE
 from phonograph.models.families.llama import LLAMA, MISTRAL
 from phonograph.models.families.ministral import MINISTRAL3
 from phonograph.models.families.mixtral import MIXTRAL
@@ -35,6 +36,8 @@ ARCHITECTURES: dict[str, Family] = {
     "GraniteMoeForCausalLM": GRANITE_MOE,
     "GraniteMoeHybridForCausalLM": GRANITE_MOE_HYBRID,
     "GraniteMoeSharedForCausalLM": GRANITE_MOE_SHARED,
+    "Lfm2ForCausalLM": LFM2,
+    "Lfm2MoeForCausalLM": LFM2_MOE,
     "LlamaForCausalLM": LLAMA,
     "Ministral3ForCausalLM": MINISTRAL3,
     "MistralForCausalLM": MISTRAL,

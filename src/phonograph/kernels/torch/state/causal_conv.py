@@ -10,7 +10,7 @@ from torch.nn import functional
 
 
 def causal_conv(x_NTC: torch.Tensor, history_NPC: torch.Tensor, taps_CW: torch.Tensor) -> torch.Tensor:
-    """Return silu(sum of taps w times inputs t - P + w) of each channel, float32 [N, T, C].
+    """Return the sum of taps w times inputs t - P + w of each channel, float32 [N, T, C].
 
     Args:
         x_NTC: inputs.
@@ -21,4 +21,4 @@ def causal_conv(x_NTC: torch.Tensor, history_NPC: torch.Tensor, taps_CW: torch.T
     inputs_NXC = torch.cat([history_NPC.float(), x_NTC.float()], 1)
     history_NPC.copy_(inputs_NXC[:, -history_NPC.shape[1] :])
     mixed_NCT = functional.conv1d(inputs_NXC.transpose(1, 2), taps_CW.unsqueeze(1), groups=len(taps_CW))
-    return functional.silu(mixed_NCT.transpose(1, 2))
+    return mixed_NCT.transpose(1, 2)

@@ -8,8 +8,6 @@ value, C channels of the convolution, W its taps, P = W - 1 inputs that a slot k
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -17,6 +15,7 @@ from torch.nn import functional
 
 from phonograph.kernels.torch.state.causal_conv import causal_conv
 from phonograph.kernels.torch.state.delta_rule import delta_chunks, delta_steps
+from phonograph.kernels.torch.state.state_runs import state_runs
 
 MOST_GPU_SIZE = 128
 """Largest head on a GPU, whose kernels hold the state of a head in registers."""
@@ -90,9 +89,6 @@ def gated_delta(
 ) -> None:
     """Mix the tokens of each sequence with its state, and write the new states into the slots.
 
-    A sequence whose step is its first one starts from zeros, whatever its slot has. A sequence in slot -1 starts from
-    zeros too, and writes no state.
-
     Args:
         projected_TF: queries, keys, values and output gates, before the convolution.
         gates_TB: rates and times of each head of values.
@@ -100,11 +96,10 @@ def gated_delta(
         decay_H: logarithm of the speed of each head's decay, float32.
         time_bias_H: bias of the times, float32.
         norm_V: weights of the norm of the output, float32.
-        query_start_loc: int32 [R + 1].
-        seq_lens_R: int32, tokens of each sequence, the step's included.
-        slots_R: int32, slot of each sequence; -1 for none.
-        checkpoints_3R: int32, by sequence: the place that its state is read from, in place of its slot; the place that
-            it is copied to; and its tokens at the copy. -1 for none.
+        query_start_loc: rows of the step, as in `state_runs`.
+        seq_lens_R: see there.
+        slots_R: see there.
+        checkpoints_3R: see there.
         history_SPC: last inputs of the convolution, by slot, then by checkpoint.
         state_SHKV: float32.
         out_TX: receives the normed and gated outputs [T, H * V]; outputs of padding are 0.
@@ -117,64 +112,18 @@ def gated_delta(
     decay_TH = -decay_H.exp() * functional.softplus(time_TH.float() + time_bias_H)
     rate_TH = rate_TH.float().sigmoid()
     mixed_TX = torch.zeros(out_TX.shape, dtype=torch.float32, device=out_TX.device)
-    for runs in _runs(query_start_loc.tolist(), seq_lens_R.tolist(), slots_R.tolist(), checkpoints_3R.tolist()):
-        count, sources = runs[0].num_tokens, torch.tensor([run.source for run in runs])
-        tokens_NT = torch.tensor([run.start for run in runs]).unsqueeze(1) + torch.arange(count)
-        history_NPC = history_SPC[sources.clamp_min(0)].masked_fill_((sources < 0)[:, None, None], 0)
-        state_NHKV = state_SHKV[sources.clamp_min(0)].masked_fill_((sources < 0)[:, None, None, None], 0)
-        conv_NTC = causal_conv(x_TC[tokens_NT], history_NPC, taps_CW)
+    for runs in state_runs(query_start_loc, seq_lens_R, slots_R, checkpoints_3R):
+        tokens_NT, history_NPC, state_NHKV = runs.tokens_NT, runs.read(history_SPC), runs.read(state_SHKV)
+        conv_NTC = functional.silu(causal_conv(x_TC[tokens_NT], history_NPC, taps_CW))
         q_NTHK, k_NTHK, v_NTHV = _heads(conv_NTC, net)
-        rule = delta_steps if count <= _MOST_STEPS else delta_chunks
+        rule = delta_steps if tokens_NT.shape[1] <= _MOST_STEPS else delta_chunks
         out_NTHV = rule(q_NTHK, k_NTHK, v_NTHV, decay_TH[tokens_NT], rate_TH[tokens_NT], state_NHKV)
         mixed_TX[tokens_NT] = out_NTHV.flatten(2)
-        for target in (0, 1):
-            places = torch.tensor([run.targets[target] for run in runs])
-            written = places >= 0
-            history_SPC[places[written]] = history_NPC[written]
-            state_SHKV[places[written]] = state_NHKV[written]
+        runs.write(history_SPC, history_NPC)
+        runs.write(state_SHKV, state_NHKV)
     mixed_THV = mixed_TX.view(z_THV.shape)
     inverse_rms = torch.addcmul(eps, mixed_THV, mixed_THV, value=1.0).mean(-1, keepdim=True).rsqrt_()
     out_TX.copy_((mixed_THV * inverse_rms * norm_V * functional.silu(z_THV.float())).flatten(1))
-
-
-class _StateRun(NamedTuple):
-    """Tokens of a sequence between two reads or writes of its state.
-
-    Attributes:
-        start: first token in the step.
-        num_tokens: its tokens.
-        source: place of the state before; -1 for zeros.
-        targets: places of the state after, the slot and a checkpoint; -1 for none.
-    """
-
-    start: int
-    num_tokens: int
-    source: int
-    targets: tuple[int, int]
-
-
-def _runs(
-    starts: list[int], lens: list[int], slots: list[int], checkpoints: list[list[int]]
-) -> Iterator[list[_StateRun]]:
-    """Yield runs that are computed together: all of one token, then each of the others in their order."""
-    single: list[_StateRun] = []
-    others: list[_StateRun] = []
-    rows = zip(pairwise(starts), lens, slots, *checkpoints, strict=True)
-    for (start, stop), length, slot, restored, saved, saved_len in rows:
-        count = stop - start
-        if not count:
-            continue
-        source = -1 if slot < 0 or length == count else slot if restored < 0 else restored
-        before = saved_len - (length - count)
-        if saved < 0 or before == count:
-            run = _StateRun(start, count, source, (slot, saved))
-            (single if count == 1 else others).append(run)
-        else:
-            others.append(_StateRun(start, before, source, (slot, saved)))
-            others.append(_StateRun(start + before, count - before, slot, (slot, -1)))
-    if single:
-        yield single
-    yield from ([run] for run in others)
 
 
 def _heads(conv_NTC: torch.Tensor, net: DeltaSizes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
