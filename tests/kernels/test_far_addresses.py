@@ -54,6 +54,7 @@ from phonograph.kernels.triton.gemm.product_plan import (
 )
 from phonograph.kernels.triton.sampling.bitmask import mask_logits
 from phonograph.kernels.triton.sampling.sample import make_sample_scratch, sample
+from phonograph.kernels.triton.state.causal_conv import short_conv
 from phonograph.kernels.triton.state.gated_delta import gated_delta
 from phonograph.kernels.triton.step.accept_drafts import accept
 from phonograph.kernels.triton.step.draft_rows import DraftRows, first_pass, next_pass
@@ -400,9 +401,14 @@ def walk_gated_delta(place: Place, device: torch.device) -> list[torch.Tensor]:
     state, scratch = randn(2, 2, 16, 32, device=device).float(), randn(20, net.channels, device=device)
     rows = starts, lens, slots, checkpoints
     gated_delta(projected, gates, taps, decay, bias, norm, *rows, history, state, out, net, EPS, scratch)
+    gates_and_inputs, inputs, mixed = (
+        place(randn(20, 96, device=device)),
+        *(randn(*shape, 32, device=device) for shape in ((2, 2), (20,))),
+    )
+    short_conv(gates_and_inputs, taps[:32].contiguous(), *rows, inputs, mixed)
     heads = place(randn(ROWS, 32, device=device))
     gate_heads(heads, place(randn(ROWS, 96, device=device)), 16)
-    return [out, history, state, heads]
+    return [out, history, state, heads, inputs, mixed]
 
 
 WALKS: dict[str, tuple[Walk, tuple[str, ...]]] = {

@@ -115,14 +115,16 @@ def test_public_checkpoints_are_accepted(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_declared_defaults_are_those_of_transformers(model_type: str) -> None:
-    theirs = {field.name: field.default for field in dataclasses.fields(CONFIG_MAPPING[model_type])}
-    ours = {name: field.default for name, field in MODEL_TYPES[model_type].fields.items()}
+    family = MODEL_TYPES[model_type]
+    fields = dataclasses.fields(CONFIG_MAPPING[model_type])
+    theirs = {family.aliases.get(field.name, field.name): field.default for field in fields}
+    ours = {name: field.default for name, field in family.fields.items()}
     shared = theirs.keys() & ours.keys()
     assert {name: ours[name] for name in shared - {"architectures"}} == {
         name: theirs[name] for name in shared - {"architectures"}
     }
     # Fields that the class lacks are those that its files have, or that the model reads, beside them.
-    others = {"rope_theta", "global_head_dim", "is_causal"}
+    others = {"rope_theta", "global_head_dim", "is_causal", "hidden_act"}
     assert all(ours[name] is None for name in ours.keys() - theirs.keys() - others)
     theta = CONFIG_MAPPING[model_type].default_theta
     assert ours["rope_theta"] == (theta["global"] if isinstance(theta, dict) else theta)
@@ -132,7 +134,7 @@ def test_declared_defaults_are_those_of_transformers(model_type: str) -> None:
 def test_every_field_of_transformers_is_declared_once(model_type: str) -> None:
     family = MODEL_TYPES[model_type]
     # A family has a feature that others must not ask for.
-    declared = [*family.fields, *(FIXED.keys() - family.fields.keys()), *IGNORED, *family.ignored]
+    declared = [*family.fields, *family.aliases, *(FIXED.keys() - family.fields.keys()), *IGNORED, *family.ignored]
     assert len(declared) == len(set(declared))
     assert {field.name for field in dataclasses.fields(CONFIG_MAPPING[model_type])} <= set(declared)
     assert GenerationConfig._get_default_generation_params().keys() <= set(declared)

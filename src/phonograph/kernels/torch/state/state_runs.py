@@ -52,8 +52,8 @@ def state_runs(
         checkpoints_3R: int32, by sequence: the place that its state is read from, in place of its slot; the place that
             it is copied to; and its tokens at the copy. -1 for none.
     """
-    single: list[_Run] = []
-    others: list[_Run] = []
+    single: list[_StateRun] = []
+    others: list[_StateRun] = []
     starts, lens, slots = query_start_loc.tolist(), seq_lens_R.tolist(), slots_R.tolist()
     rows = zip(pairwise(starts), lens, slots, *checkpoints_3R.tolist(), strict=True)
     for (start, stop), length, slot, restored, saved, saved_len in rows:
@@ -63,23 +63,23 @@ def state_runs(
         source = -1 if slot < 0 or length == count else slot if restored < 0 else restored
         before = saved_len - (length - count)
         if saved < 0 or before == count:
-            (single if count == 1 else others).append(_Run(start, count, source, (slot, saved)))
+            (single if count == 1 else others).append(_StateRun(start, count, source, (slot, saved)))
         else:
-            others.append(_Run(start, before, source, (slot, saved)))
-            others.append(_Run(start + before, count - before, slot, (slot, -1)))
+            others.append(_StateRun(start, before, source, (slot, saved)))
+            others.append(_StateRun(start + before, count - before, slot, (slot, -1)))
     if single:
         yield _together(single)
     yield from (_together([run]) for run in others)
 
 
-class _Run(NamedTuple):
+class _StateRun(NamedTuple):
     start: int
     num_tokens: int
     source: int
     targets: tuple[int, int]
 
 
-def _together(runs: list[_Run]) -> StateRuns:
+def _together(runs: list[_StateRun]) -> StateRuns:
     starts = torch.tensor([run.start for run in runs])
     return StateRuns(
         starts.unsqueeze(1) + torch.arange(runs[0].num_tokens),
