@@ -67,6 +67,7 @@ PROTOCOLS = {
     "__main__.py": "",
     "backend.py": "attention/",
     "capabilities.py": "attention/",
+    "causal_conv.py": "kernels/",
     "decode.py": "kernels/",
     "expert_products.py": "kernels/",
     "gated_delta.py": "kernels/",

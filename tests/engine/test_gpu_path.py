@@ -187,10 +187,12 @@ def test_a_whole_engine(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next", "lfm2"])
 def test_state_layers(family: str, tmp_path: Path) -> None:
     """In float32: prompts in chunks, in batches with decodes, and from a checkpoint; graphs equal eager steps."""
-    sizes = {"head_dim": 64, "num_key_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
+    sizes: dict[str, Any] = {"head_dim": 64, "num_key_value_heads": 2}
+    if family != "lfm2":
+        sizes |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
     reference = make_checkpoint(family, tmp_path, **sizes)
     engine = start_engine(tmp_path, dtype="float32")
     session = Session(engine.core, engine.plan.model, None, 0, GrammarCompiler(lambda: None, ()))

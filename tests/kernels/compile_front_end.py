@@ -48,6 +48,7 @@ from phonograph.kernels.triton.experts.row_products import add_down_row, gate_up
 from phonograph.kernels.triton.gemm.product import CLAMPED_SWIGLU, GELU, SILU
 from phonograph.kernels.triton.ranks.sum_rows import PARTS, PeerBuffers, sum_rows
 from phonograph.kernels.triton.sampling import bitmask, sample
+from phonograph.kernels.triton.state.causal_conv import short_conv
 from phonograph.kernels.triton.state.gated_delta import gated_delta
 from phonograph.kernels.triton.step import accept_drafts, draft_rows, pinned_words, prepare, prompt_lookup
 from phonograph.kernels.triton.step.step_layout import SlotState, StepLayout
@@ -237,6 +238,7 @@ def launch_states() -> None:
         pool = halves(9, 3, net.channels), torch.zeros(9, heads, net.key_size, net.value_size)
         projected, gates = halves(64, net.channels + values), halves(64, 2 * heads)
         gated_delta(projected, gates, *weights, *rows, *pool, halves(64, values), net, 1e-6, halves(64, net.channels))
+    short_conv(halves(64, 6144), torch.zeros(2048, 3), torch.zeros(2048), *rows, halves(9, 2, 2048), halves(64, 2048))
 
 
 def kernels_of_rooms() -> list[str]:

@@ -50,6 +50,7 @@ import test_quantize
 import test_ring
 import test_scaled_products as scaled_products
 import test_shared_prefixes
+import test_short_conv as short_conv
 import test_split_batch
 import test_triton_layers as layers
 import test_triton_products as products
@@ -137,6 +138,7 @@ def run_all(device: torch.device) -> None:
     encoder_rows.test_means_and_rows_of_prompts(384)
     for batch in gated_delta.BATCHES:
         gated_delta.test_steps_are_those_of_the_torch_set("odd sizes", batch, dtype, device)
+        short_conv.test_steps_are_those_of_the_torch_set(200, 3, True, batch, dtype, device)
     gated_delta.test_gates_of_attention(dtype, device)
     experts.test_routes("many", 50, 33, device)
     experts.test_counts_of_pairs(70, 33, device)

@@ -54,6 +54,7 @@ from phonograph.kernels.triton.gemm.product_plan import (
 )
 from phonograph.kernels.triton.sampling.bitmask import mask_logits
 from phonograph.kernels.triton.sampling.sample import make_sample_scratch, sample
+from phonograph.kernels.triton.state.causal_conv import short_conv
 from phonograph.kernels.triton.state.gated_delta import gated_delta
 from phonograph.kernels.triton.step.accept_drafts import accept
 from phonograph.kernels.triton.step.draft_rows import DraftRows, first_pass, next_pass
@@ -400,9 +401,14 @@ def walk_gated_delta(place: Place, device: torch.device) -> list[torch.Tensor]:
     state, scratch = randn(2, 2, 16, 32, device=device).float(), randn(20, net.channels, device=device)
     rows = starts, lens, slots, checkpoints
     gated_delta(projected, gates, taps, decay, bias, norm, *rows, history, state, out, net, EPS, scratch)
+    gates_and_inputs, inputs, mixed = (
+        place(randn(20, 96, device=device)),
+        *(randn(*shape, 32, device=device) for shape in ((2, 2), (20,))),
+    )
+    short_conv(gates_and_inputs, taps[:32].contiguous(), None, *rows, inputs, mixed)
     heads = place(randn(ROWS, 32, device=device))
     gate_heads(heads, place(randn(ROWS, 96, device=device)), 16)
-    return [out, history, state, heads]
+    return [out, history, state, heads, inputs, mixed]
 
 
 WALKS: dict[str, tuple[Walk, tuple[str, ...]]] = {
@@ -440,7 +446,7 @@ WALKS: dict[str, tuple[Walk, tuple[str, ...]]] = {
         ),
     ),
     "KV writes": (walk_kv_writes, KV_KERNELS),
-    "gated delta net": (walk_gated_delta, ("delta_conv._conv_kernel", "gate_heads._gate_heads_kernel")),
+    "gated delta net": (walk_gated_delta, ("causal_conv._conv_kernel", "gate_heads._gate_heads_kernel")),
     "embeddings in layers": (
         walk_layer_embeddings,
         ("layer_embeddings._add_table_kernel", "layer_embeddings._gate_kernel"),
@@ -465,7 +471,7 @@ OTHER_TESTS = {
     "sum_rows._sum_rows_kernel",
     "dequantize._dequantize_kernel",
     *(f"encoder_rows.{name}" for name in ("_layer_norm_kernel", "_embed_kernel", "_activate_kernel", "_mean_kernel")),
-    *("delta_step.delta_step_kernel", "delta_chunk.delta_chunk_kernel", "delta_conv._history_kernel"),
+    *("delta_step.delta_step_kernel", "delta_chunk.delta_chunk_kernel", "causal_conv._history_kernel"),
 }
 WITHOUT_ROWS = {
     "decode_plan._plan_kernel",

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from state_rows import BATCHES, PLACES, assert_near, step_rows
 
 from phonograph.kernels.torch.state import gated_delta as torch_set
 from phonograph.kernels.torch.state.gated_delta import DeltaSizes
 from phonograph.kernels.triton.elementwise.gate_heads import gate_heads
 from phonograph.kernels.triton.state import gated_delta as triton_set
 
-SLOTS, PLACES = 6, 9
 EPS = 1e-5
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 NETS = {
@@ -18,20 +18,13 @@ NETS = {
     "by head": (DeltaSizes(2, 6, 16, 16, by_head=True), 3),
     "odd sizes": (DeltaSizes(1, 3, 10, 20, by_head=True), 2),
 }
-BATCHES: dict[str, tuple[list[int], list[int], int]] = {
-    # Query lengths, contexts, and tokens of padding.
-    "decodes": ([1, 1, 1, 1], [5, 0, 80, 1], 2),
-    "drafts": ([3, 1, 16, 2], [4, 0, 9, 1], 0),
-    "mixed": ([1, 17, 64, 2], [30, 0, 3, 0], 3),
-    "chunks": ([65, 130], [0, 7], 1),
-}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("name", NETS)
 def test_steps_are_those_of_the_torch_set(name: str, batch: str, dtype: torch.dtype, device: torch.device) -> None:
-    (net, taps), (queries, contexts, padding) = NETS[name], BATCHES[batch]
+    (net, taps), (queries, _, padding) = NETS[name], BATCHES[batch]
     generator = torch.Generator().manual_seed(len(batch) + len(name))
 
     def normal(*shape: int, kind: torch.dtype = torch.float32) -> torch.Tensor:
@@ -41,24 +34,10 @@ def test_steps_are_those_of_the_torch_set(name: str, batch: str, dtype: torch.dt
     projected = normal(num_tokens, net.channels + heads * net.value_size, kind=dtype)
     gates = normal(num_tokens, 2 * heads, kind=dtype)
     weights = normal(net.channels, taps), normal(heads), normal(heads), 1 + 0.1 * normal(net.value_size)
-    # A row without a sequence is at the end, and the last of several sequences writes no state.
-    num_slots = max(2, len(queries) - 1)
-    slots = torch.randperm(SLOTS, generator=generator)[:num_slots].tolist() + [-1] * (len(queries) + 1 - num_slots)
-    checkpoints = torch.full((3, len(slots)), -1, dtype=torch.int32)
-    checkpoints[0, 0] = SLOTS
-    for row, (query, context) in enumerate(zip(queries[:2], contexts, strict=False)):
-        checkpoints[1:, row] = torch.tensor([SLOTS + 1 + row, context + (query + 1) // 2])
-    starts = torch.tensor([0, *queries, 0]).cumsum(0)
-    lens = [context + query for context, query in zip(contexts, queries, strict=True)]
-    numbers = (torch.tensor([*one], dtype=torch.int32) for one in (starts, [*lens, 0], slots))
-    rows = *numbers, checkpoints
+    rows, unread = step_rows(batch, generator)
     history = normal(PLACES, taps - 1, net.channels, kind=dtype)
     state = normal(PLACES, heads, net.key_size, net.value_size)
-    # Places that no sequence reads are NaN.
-    read = {slot for slot, context in zip(slots[1:], contexts[1:], strict=False) if context}
-    read |= {SLOTS} if contexts[0] else set()
-    for place in {*range(PLACES)} - read:
-        history[place], state[place] = torch.nan, torch.nan
+    history[unread], state[unread] = torch.nan, torch.nan
     out = torch.full((num_tokens, heads * net.value_size), torch.nan, dtype=dtype)
     wanted = history.clone(), state.clone(), out.clone()
     torch_set.gated_delta(projected, gates, *weights, *rows, *wanted, net, torch.tensor(EPS))
@@ -69,9 +48,7 @@ def test_steps_are_those_of_the_torch_set(name: str, batch: str, dtype: torch.dt
     # Products of chunks round more than sums of steps do, but for float32.
     most = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 1e-2}[dtype]
     for one, other in zip(got, wanted, strict=True):
-        assert torch.equal(one.cpu().isnan(), other.isnan())
-        error = (one.cpu().double() - other.double()).nan_to_num()
-        assert error.norm() <= most * other.double().nan_to_num().norm()
+        assert_near(one, other, most)
     assert not got[2][sum(queries) :].any(), "padding is 0"
 
 

@@ -282,7 +282,7 @@ def test_refused_by_a_plan(tmp_path: Path) -> None:
         make_plan(EngineConfig(model=str(tmp_path), batch_invariant=True), read_model_spec(tmp_path), gpu)
     for config, dtype, message in (
         (GPTQ, "float32", "quantized experts in bfloat16 and float16 only"),
-        (GPTQ | {"group_size": 24}, "bfloat16", "groups of 24 inputs are not a multiple of 16"),
+        (GPTQ | {"group_size": 24}, "bfloat16", "groups of 24 inputs are not a multiple of 32"),
     ):
         changed(tmp_path, quantization_config=config)
         with pytest.raises(UnsupportedModelError, match=message):

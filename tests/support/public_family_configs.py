@@ -52,6 +52,23 @@ def _gemma(model_type: str, name: str, **fields: Any) -> dict[str, Any]:
     }
 
 
+_LFM2: dict[str, Any] = {
+    "bos_token_id": 1,
+    "conv_L_cache": 3,
+    "conv_bias": False,
+    "eos_token_id": 7,
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "max_position_embeddings": 128000,
+    "norm_eps": 1e-05,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "pad_token_id": 0,
+    "rope_theta": 1000000.0,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "vocab_size": 65536,
+}
 _PIXTRAL: dict[str, Any] = {
     "architectures": ["Mistral3ForConditionalGeneration"],
     "model_type": "mistral3",
@@ -253,6 +270,49 @@ FAMILY_CONFIGS: dict[str, tuple[dict[str, Any], int]] = {
             "vocab_size": 100352,
         },
         131072,
+    ),
+    "LiquidAI/LFM2-1.2B": (
+        {
+            **_LFM2,
+            "architectures": ["Lfm2ForCausalLM"],
+            "model_type": "lfm2",
+            "block_auto_adjust_ff_dim": True,
+            "block_dim": 2048,
+            "block_ff_dim": 12288,
+            "block_ffn_dim_multiplier": 1.0,
+            "block_mlp_init_scale": 1.0,
+            "block_multiple_of": 256,
+            "block_norm_eps": 1e-05,
+            "block_out_init_scale": 1.0,
+            "block_use_swiglu": True,
+            "block_use_xavier_init": True,
+            "conv_dim": 2048,
+            "conv_dim_out": 2048,
+            "conv_use_xavier_init": True,
+            "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+            "num_heads": 32,
+            "num_hidden_layers": 16,
+            "use_pos_enc": True,
+        },
+        128000,
+    ),
+    "LiquidAI/LFM2-8B-A1B": (
+        {
+            **_LFM2,
+            "architectures": ["Lfm2MoeForCausalLM"],
+            "model_type": "lfm2_moe",
+            "intermediate_size": 7168,
+            "layer_types": ["full_attention" if layer in (2, 6, 10, 14, 18, 21) else "conv" for layer in range(24)],
+            "moe_intermediate_size": 1792,
+            "norm_topk_prob": True,
+            "num_dense_layers": 2,
+            "num_experts": 32,
+            "num_experts_per_tok": 4,
+            "num_hidden_layers": 24,
+            "routed_scaling_factor": 1.0,
+            "use_expert_bias": True,
+        },
+        128000,
     ),
     "HuggingFaceTB/SmolLM3-3B": (
         {

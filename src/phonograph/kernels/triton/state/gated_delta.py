@@ -1,6 +1,6 @@
 """Gated delta net of a step on a GPU: the twin of `kernels/torch/state/gated_delta.py`, in four launches.
 
-1. Convolution of all tokens, and 2. the last inputs of each sequence (`delta_conv.py`).
+1. Convolution of all tokens, and 2. the last inputs of each sequence (`causal_conv.py`).
 3. Sequences of up to 16 tokens in the step, token by token (`delta_step.py`).
 4. Longer ones, by chunks (`delta_chunk.py`); left out where no sequence can be longer.
 
@@ -15,8 +15,8 @@ import torch
 import triton
 
 from phonograph.kernels.torch.state.gated_delta import NORM_EPS, DeltaSizes
+from phonograph.kernels.triton.state.causal_conv import causal_conv
 from phonograph.kernels.triton.state.delta_chunk import delta_chunk_kernel
-from phonograph.kernels.triton.state.delta_conv import delta_conv
 from phonograph.kernels.triton.state.delta_step import delta_step_kernel
 
 _CHUNK = 64
@@ -63,7 +63,7 @@ def gated_delta(
     """
     num_tokens, num_reqs = len(projected_TF), len(slots_R)
     rows = query_start_loc, seq_lens_R, slots_R, checkpoints_3R
-    delta_conv(projected_TF, taps_CW, *rows, history_SPC, conv_TC, net)
+    causal_conv(projected_TF, taps_CW, *rows, history_SPC, conv_TC, net)
     out_TX.zero_()
     strides = projected_TF.stride(0), gates_TB.stride(0), checkpoints_3R.stride(0)
     weights = decay_H, time_bias_H, norm_V

@@ -1,6 +1,8 @@
-"""Causal convolution of a gated delta net's queries, keys and values, with the last inputs of each slot.
+"""Causal convolution of each channel, with the last inputs of each slot, for mixers that have one.
 
-Shapes are those of the torch twin. Two launches, for queries of any lengths:
+A gated delta net convolves its queries, keys and values, and silu follows. A short convolution is between two gates.
+
+Shapes are those of the torch twins. Two launches, for queries of any lengths:
 
 1. Outputs. A program has a tile of tokens and channels. It finds the sequence of each token, and takes inputs before
    the step from the place that the sequence's state is read from.
@@ -19,9 +21,38 @@ from phonograph.kernels.torch.state.gated_delta import DeltaSizes
 from phonograph.kernels.triton.state.delta_rows import column_of, sequence_of
 
 _TOKENS, _CHANNELS = 16, 128
+_NO_NET = DeltaSizes(1, 1, 1, 1, by_head=False)
 
 
-def delta_conv(
+def short_conv(
+    projected_TF: torch.Tensor,
+    taps_CW: torch.Tensor,
+    bias_C: torch.Tensor | None,
+    query_start_loc: torch.Tensor,
+    seq_lens_R: torch.Tensor,
+    slots_R: torch.Tensor,
+    checkpoints_3R: torch.Tensor,
+    history_SPC: torch.Tensor,
+    out_TC: torch.Tensor,
+) -> None:
+    """Write the outputs of a short convolution and the last inputs of each sequence; see the torch twin.
+
+    Args:
+        projected_TF: rows may be apart from one another, as those of `checkpoints_3R`.
+        taps_CW: as in the twin; all others too, and contiguous.
+        bias_C: see there.
+        query_start_loc: see there.
+        seq_lens_R: see there.
+        slots_R: see there.
+        checkpoints_3R: see there.
+        history_SPC: see there.
+        out_TC: see there.
+    """
+    rows = query_start_loc, seq_lens_R, slots_R, checkpoints_3R
+    causal_conv(projected_TF, taps_CW, *rows, history_SPC, out_TC, None, bias_C)
+
+
+def causal_conv(
     projected_TF: torch.Tensor,
     taps_CW: torch.Tensor,
     query_start_loc: torch.Tensor,
@@ -30,9 +61,10 @@ def delta_conv(
     checkpoints_3R: torch.Tensor,
     history_SPC: torch.Tensor,
     out_TC: torch.Tensor,
-    net: DeltaSizes,
+    net: DeltaSizes | None,
+    bias_C: torch.Tensor | None = None,
 ) -> None:
-    """Write silu(convolution) of all tokens, and the last inputs of each sequence.
+    """Write the mixed inputs of all tokens, and the last inputs of each sequence.
 
     Args:
         projected_TF: rows may be apart from one another.
@@ -42,31 +74,33 @@ def delta_conv(
         slots_R: int32.
         checkpoints_3R: int32; rows may be apart from one another.
         history_SPC: contiguous; see `gated_delta` of the torch set.
-        out_TC: contiguous; rows of padding are not written.
-        net: sizes.
+        out_TC: contiguous; rows of padding are 0.
+        net: sizes of a gated delta net, for silu(convolution); None for a short convolution with its gates.
+        bias_C: float32, added to the convolution; None for none.
     """
     num_tokens, (num_channels, num_taps) = len(projected_TF), taps_CW.shape
     num_reqs = len(slots_R)
+    gated, net = net is None, net or _NO_NET
     sizes = {"G": net.key_heads, "H": net.value_heads, "K": net.key_size, "V": net.value_size, "BY_HEAD": net.by_head}
     rows = query_start_loc, seq_lens_R, slots_R, checkpoints_3R
     channel_blocks = triton.cdiv(num_channels, _CHANNELS)
     _conv_kernel[(triton.cdiv(num_tokens, _TOKENS), channel_blocks)](
-        projected_TF, taps_CW, *rows, history_SPC, out_TC, num_tokens, num_reqs, projected_TF.stride(0),
+        projected_TF, taps_CW, bias_C, *rows, history_SPC, out_TC, num_tokens, num_reqs, projected_TF.stride(0),
         checkpoints_3R.stride(0), C=num_channels, W=num_taps, SEARCH=num_reqs.bit_length(), TOKENS=_TOKENS,
-        CHANNELS=_CHANNELS, **sizes,
+        CHANNELS=_CHANNELS, GATED=gated, **sizes,
     )  # fmt: skip
     _history_kernel[(num_reqs, channel_blocks)](
         projected_TF, *rows, history_SPC, projected_TF.stride(0), checkpoints_3R.stride(0), C=num_channels, W=num_taps,
-        CHANNELS=_CHANNELS, **sizes,
+        CHANNELS=_CHANNELS, GATED=gated, **sizes,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_reqs"])
 def _conv_kernel(
-    projected_ptr, taps_ptr, starts_ptr, lens_ptr, slots_ptr, checkpoints_ptr, history_ptr, out_ptr, num_tokens,
-    num_reqs, projected_stride, checkpoints_stride, C: tl.constexpr, W: tl.constexpr, SEARCH: tl.constexpr,
-    TOKENS: tl.constexpr, CHANNELS: tl.constexpr, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    BY_HEAD: tl.constexpr,
+    projected_ptr, taps_ptr, bias_ptr, starts_ptr, lens_ptr, slots_ptr, checkpoints_ptr, history_ptr, out_ptr,
+    num_tokens, num_reqs, projected_stride, checkpoints_stride, C: tl.constexpr, W: tl.constexpr, SEARCH: tl.constexpr,
+    TOKENS: tl.constexpr, CHANNELS: tl.constexpr, GATED: tl.constexpr, G: tl.constexpr, H: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BY_HEAD: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
@@ -80,28 +114,35 @@ def _conv_kernel(
     is_token = (token < num_tokens) & (token < tl.load(starts_ptr + num_reqs))
     mask = is_token[:, None] & (channel < C)[None, :]
     column = column_of(channel, G, H, K, V, BY_HEAD)
+    row_ptr = projected_ptr + token.to(tl.int64)[:, None] * projected_stride + column[None, :]
     total = tl.zeros((TOKENS, CHANNELS), tl.float32)
     for tap in tl.static_range(W):
         at = token - (W - 1) + tap
         within = at >= start
-        pointer = projected_ptr + at.to(tl.int64)[:, None] * projected_stride + column[None, :]
-        x = tl.load(pointer, mask & within[:, None], other=0.0).to(tl.float32)
+        pointer = row_ptr + (tap - (W - 1)) * projected_stride
+        x = _input(pointer, mask & within[:, None], C, GATED).to(tl.float32)
         place = source.to(tl.int64) * (W - 1) + (W - 1) + at - start
         known = (~within) & (source >= 0)
         x += tl.load(history_ptr + place[:, None] * C + channel[None, :], mask & known[:, None], other=0.0).to(
             tl.float32
         )
         total += x * tl.load(taps_ptr + channel * W + tap, channel < C, other=0.0)[None, :]
-    total *= tl.sigmoid(total)
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + channel, channel < C, other=0.0)[None, :]
+    if GATED:
+        total *= tl.load(row_ptr + C, mask, other=0.0).to(tl.float32)
+    else:
+        total *= tl.sigmoid(total)
     pointer = out_ptr + token.to(tl.int64)[:, None] * C + channel[None, :]
-    tl.store(pointer, total.to(out_ptr.dtype.element_ty), mask)
+    # Sums of padding are 0.
+    tl.store(pointer, total.to(out_ptr.dtype.element_ty), (token < num_tokens)[:, None] & (channel < C)[None, :])
 
 
 @triton.jit
 def _history_kernel(
     projected_ptr, starts_ptr, lens_ptr, slots_ptr, checkpoints_ptr, history_ptr, projected_stride,
-    checkpoints_stride, C: tl.constexpr, W: tl.constexpr, CHANNELS: tl.constexpr, G: tl.constexpr, H: tl.constexpr,
-    K: tl.constexpr, V: tl.constexpr, BY_HEAD: tl.constexpr,
+    checkpoints_stride, C: tl.constexpr, W: tl.constexpr, CHANNELS: tl.constexpr, GATED: tl.constexpr, G: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BY_HEAD: tl.constexpr,
 ):  # fmt: skip
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     start, count, source, slot, saved, before = sequence_of(
@@ -120,7 +161,17 @@ def _history_kernel(
         for index in tl.static_range(W - 1):
             at = end - (W - 1) + index
             pointer = projected_ptr + (start + at).to(tl.int64) * projected_stride + column
-            x = tl.load(pointer, target_mask & (at >= 0), other=0.0)
+            x = _input(pointer, target_mask & (at >= 0), C, GATED)
             old = history_ptr + (source.to(tl.int64) * (W - 1) + (W - 1) + at) * C + channel
             x += tl.load(old, target_mask & (at < 0) & (source >= 0), other=0.0)
             tl.store(history_ptr + (place.to(tl.int64) * (W - 1) + index) * C + channel, x, target_mask)
+
+
+@triton.jit
+def _input(pointer, mask, C: tl.constexpr, GATED: tl.constexpr):
+    """Return inputs of the convolution, rounded to the model's type; 0 where the mask is False."""
+    x = tl.load(pointer, mask, other=0.0)
+    if GATED:
+        gated = x.to(tl.float32) * tl.load(pointer + 2 * C, mask, other=0.0).to(tl.float32)
+        x = gated.to(pointer.dtype.element_ty)
+    return x
