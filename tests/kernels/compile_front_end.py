@@ -238,7 +238,8 @@ def launch_states() -> None:
         pool = halves(9, 3, net.channels), torch.zeros(9, heads, net.key_size, net.value_size)
         projected, gates = halves(64, net.channels + values), halves(64, 2 * heads)
         gated_delta(projected, gates, *weights, *rows, *pool, halves(64, values), net, 1e-6, halves(64, net.channels))
-    short_conv(halves(64, 6144), torch.zeros(2048, 3), torch.zeros(2048), *rows, halves(9, 2, 2048), halves(64, 2048))
+    for bias in (None, torch.zeros(2048)):
+        short_conv(halves(64, 6144), torch.zeros(2048, 3), bias, *rows, halves(9, 2, 2048), halves(64, 2048))
 
 
 def kernels_of_rooms() -> list[str]:

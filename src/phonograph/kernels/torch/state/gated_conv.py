@@ -53,5 +53,7 @@ def short_conv(
 
 for _device in ("CPU", "CUDA"):
     _library.impl("short_conv", short_conv, _device)
+OPERATOR = torch.ops.phonograph.short_conv.default
+"""`short_conv` as an operator."""
 # The tape's replay, which is on a CPU, calls the function without torch's dispatch.
-torch.ops.phonograph.short_conv.default.python_function = short_conv  # pyright: ignore[reportAttributeAccessIssue]
+OPERATOR.python_function = short_conv  # pyright: ignore[reportAttributeAccessIssue]

@@ -28,13 +28,15 @@ from phonograph.models.config_fields import (
     FieldKind,
 )
 from phonograph.models.families.family import EXPERT_LOSS, Family, Settings, layer_sizes
-from phonograph.models.layer_spec import LayerSpec, decoder_layer
-from phonograph.models.layers.expert_spec import with_experts
+from phonograph.models.layer_spec import LayerAttention, LayerFeedForward, LayerSpec, decoder_layer
+from phonograph.models.layers.expert_spec import ExpertNames, with_experts
+from phonograph.models.layers.layer_matrix import MatrixPart
 from phonograph.models.layers.states.short_conv import short_conv
 from phonograph.models.rope_parameters import RopeParameters, read_rope
 
 _CONV = "conv"
 """Layers with a short convolution, in layer_types."""
+_NAMES = ExpertNames("feed_forward", gate="w1", up="w3", down="w2")
 _TAPS = FieldKind("an integer of 2 or more", lambda value: type(value) is int and value > 1)
 
 
@@ -62,10 +64,19 @@ def _ropes(settings: Settings) -> Sequence[RopeParameters | None]:
 
 
 def _layers(settings: Settings) -> tuple[LayerSpec, ...]:
-    attention = decoder_layer(layer_sizes({**settings, "hidden_act": "silu"}), head_norms=True)
+    """Return the layers with dense feed-forwards. Projections have the names of the file, as weight formats do."""
+    hidden_size, size = settings["hidden_size"], settings["intermediate_size"]
+    layer = decoder_layer(layer_sizes({**settings, "hidden_act": "silu"}), head_norms=True)
+    attention, dense = layer.mixer, layer.feed_forward
+    assert isinstance(attention, LayerAttention) and isinstance(dense, LayerFeedForward)
+    output = replace(attention.output, parts=(MatrixPart("out_proj", hidden_size),))
+    parts = MatrixPart(_NAMES.gate, size), MatrixPart(_NAMES.up, size)
+    gate_up = replace(dense.gate_up, module=_NAMES.module, parts=parts)
+    down = replace(dense.down, module=_NAMES.module, parts=(MatrixPart(_NAMES.down, hidden_size),))
+    layer = LayerSpec(replace(attention, output=output), replace(dense, gate_up=gate_up, down=down))
     taps, bias = settings["conv_L_cache"], settings["conv_bias"]
-    convolution = replace(attention, mixer=short_conv(settings["hidden_size"], taps=taps, bias=bias))
-    return tuple(convolution if kind == _CONV else attention for kind in _types(settings))
+    convolution = replace(layer, mixer=short_conv(hidden_size, taps=taps, bias=bias))
+    return tuple(convolution if kind == _CONV else layer for kind in _types(settings))
 
 
 def _dense(settings: Settings) -> tuple[LayerSpec, ...]:
@@ -91,7 +102,9 @@ def _sparse(settings: Settings) -> tuple[LayerSpec, ...]:
     )
     size, biased = settings["moe_intermediate_size"], settings["use_expert_bias"]
     return tuple(
-        layer if index < settings["num_dense_layers"] else with_experts(layer, routing, size, choice_bias=biased)
+        layer
+        if index < settings["num_dense_layers"]
+        else with_experts(layer, routing, size, names=_NAMES, choice_bias=biased)
         for index, layer in enumerate(_layers(settings))
     )
 
@@ -116,13 +129,8 @@ _RENAMES = (
     (r"^model\.embedding_norm\.", "model.norm."),
     (r"\.operator_norm\.", ".input_layernorm."),
     (r"\.ffn_norm\.", ".post_attention_layernorm."),
-    (r"\.self_attn\.out_proj\.", ".self_attn.o_proj."),
     (r"\.self_attn\.([qk])_layernorm\.", r".self_attn.\1_norm."),
-    (r"\.feed_forward\.expert_bias$", ".mlp.gate.e_score_correction_bias"),
-    (r"\.feed_forward\.", ".mlp."),
-    (r"\.w1\.", ".gate_proj."),
-    (r"\.w2\.", ".down_proj."),
-    (r"\.w3\.", ".up_proj."),
+    (r"\.feed_forward\.expert_bias$", ".feed_forward.gate.e_score_correction_bias"),
 )
 _UNREAD = dict.fromkeys(
     (

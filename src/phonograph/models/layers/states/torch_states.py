@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from phonograph.kernels.torch.state import gated_conv as _gated_conv  # noqa: F401  # defines the operator
+from phonograph.kernels.torch.state import gated_conv
 from phonograph.models.layers.kernel_set import Step, Stream
 from phonograph.models.layers.states import gated_delta_net, mamba_mixer, short_conv
 from phonograph.models.layers.states.gated_delta_net import GatedDeltaNet
@@ -59,7 +59,7 @@ def _mix_short(
     weights: StateWeights, projected: _Tensors, rows: _Tensors, mixed_TX: torch.Tensor, eps: torch.Tensor
 ) -> None:
     taps, bias = weights.others[short_conv.TAPS].squeeze(1), weights.others.get(short_conv.BIAS)
-    torch.ops.phonograph.short_conv.default(*projected, taps, bias, *rows, mixed_TX)
+    gated_conv.OPERATOR(*projected, taps, bias, *rows, mixed_TX)
 
 
 def _mamba2(

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
-from phonograph.kernels.triton.state.causal_conv import short_conv
+from phonograph.kernels.triton.state.causal_conv import short_conv as mix_short
 from phonograph.kernels.triton.state.gated_delta import gated_delta
-from phonograph.models.layers.kernel_set import Step, StepStates, Stream
-from phonograph.models.layers.states import short_conv as short
-from phonograph.models.layers.states.gated_delta_net import DECAY, NORM, TAPS, TIME_BIAS, GatedDeltaNet
+from phonograph.models.layers.kernel_set import Step, Stream
+from phonograph.models.layers.states import gated_delta_net, short_conv
+from phonograph.models.layers.states.gated_delta_net import GatedDeltaNet
 from phonograph.models.layers.states.short_conv import ShortConv
 from phonograph.models.layers.states.state_mixer import StateMixer
 from phonograph.models.layers.states.state_weights import StateWeights
@@ -18,8 +19,8 @@ from phonograph.models.layers.triton_stream import NormedInput, StreamKernels
 from phonograph.models.layers.workspace import mixer_widths
 
 
-class _TritonMixer:
-    """Products of a layer's mixer, between which a subclass mixes."""
+class TritonStates:
+    """Mixer of a layer with a state, by the kernels of its type."""
 
     def __init__(self, kernels: StreamKernels, weights: StateWeights) -> None:
         self.then: Any = None
@@ -38,63 +39,43 @@ class _TritonMixer:
         *projected, scratch = (part.view(num_tokens, width) for part, width in zip(parts, widths, strict=True))
         for product, rows_TF in zip(self._projections, projected, strict=True):
             product.store(stream.normed, rows_TF)
-        self._mix(projected, scratch, states, mixed_TX)
+        rows = states.query_start_loc, states.seq_lens, states.slots, states.checkpoints, *states.pool[weights.layer]
+        _KERNELS[type(spec)](weights, projected, rows, mixed_TX, kernels.eps, scratch)
         if step.rows_P is not None:
             stream, mixed_TX = kernels.keep_rows(stream, mixed_TX, step.rows_P, step.num_kept)
         then = None if self.then is None else self.then.begin
         return kernels.add(stream, mixed_TX, self._output, weights.output_norm, then)
 
-    def _mix(
-        self, projected: list[torch.Tensor], scratch: torch.Tensor, states: StepStates, mixed_TX: torch.Tensor
-    ) -> None:
-        raise NotImplementedError
+
+_Tensors = Sequence[torch.Tensor]
 
 
-class TritonGatedDelta(_TritonMixer):
-    """Gated delta net of a layer."""
-
-    def _mix(
-        self, projected: list[torch.Tensor], scratch: torch.Tensor, states: StepStates, mixed_TX: torch.Tensor
-    ) -> None:
-        weights = self._weights
-        gated_delta(
-            *projected,
-            weights.others[TAPS].squeeze(1),
-            *(weights.others[name] for name in (DECAY, TIME_BIAS, NORM)),
-            states.query_start_loc,
-            states.seq_lens,
-            states.slots,
-            states.checkpoints,
-            *states.pool[weights.layer],
-            mixed_TX,
-            cast("GatedDeltaNet", weights.spec).sizes,
-            self._kernels.eps,
-            scratch,
-        )
+def _gated_delta(
+    weights: StateWeights,
+    projected: _Tensors,
+    rows: _Tensors,
+    mixed_TX: torch.Tensor,
+    eps: float,
+    scratch: torch.Tensor,
+) -> None:
+    spec: Any = weights.spec
+    taps, *others = (weights.others[name] for name in gated_delta_net.OTHERS)
+    args: list[Any] = [*projected, taps.squeeze(1), *others, *rows, mixed_TX, spec.sizes, eps, scratch]
+    gated_delta(*args)
 
 
-class TritonShortConv(_TritonMixer):
-    """Short convolution of a layer."""
-
-    def _mix(
-        self, projected: list[torch.Tensor], scratch: torch.Tensor, states: StepStates, mixed_TX: torch.Tensor
-    ) -> None:
-        weights = self._weights
-        short_conv(
-            *projected,
-            weights.others[short.TAPS].squeeze(1),
-            weights.others.get(short.BIAS),
-            states.query_start_loc,
-            states.seq_lens,
-            states.slots,
-            states.checkpoints,
-            *states.pool[weights.layer],
-            mixed_TX,
-        )
+def _mix_short(
+    weights: StateWeights,
+    projected: _Tensors,
+    rows: _Tensors,
+    mixed_TX: torch.Tensor,
+    eps: float,
+    scratch: torch.Tensor,
+) -> None:
+    taps, bias = weights.others[short_conv.TAPS].squeeze(1), weights.others.get(short_conv.BIAS)
+    args: list[Any] = [*projected, taps, bias, *rows, mixed_TX]
+    mix_short(*args)
 
 
-TRITON_STATES: dict[type[StateMixer], type[_TritonMixer]] = {
-    GatedDeltaNet: TritonGatedDelta,
-    ShortConv: TritonShortConv,
-}
-"""Parts by the type of the mixer."""
+_KERNELS: dict[type[StateMixer], Callable[..., None]] = {GatedDeltaNet: _gated_delta, ShortConv: _mix_short}
+"""Kernels by the type of the mixer."""
