@@ -121,14 +121,23 @@ def test_bad_fields(family: str, changes: dict[str, Any], error: type[Exception]
         read_model_spec(tmp_path)
 
 
-def test_modules_in_16_bits_have_the_names_of_the_file(tmp_path: Path) -> None:
-    make_checkpoint("lfm2", tmp_path)
-    kept = [f"model.layers.3.{name}" for name in ("feed_forward.w1", "feed_forward.w3", "self_attn.out_proj")]
+@pytest.mark.parametrize(
+    ("family", "modules", "matrix_names"),
+    [
+        ("lfm2", ["feed_forward.w1", "feed_forward.w3", "self_attn.out_proj"], ["output", "gate and up"]),
+        ("bamba", ["feed_forward.down_proj"], ["down"]),
+    ],
+)
+def test_modules_in_16_bits_have_the_names_of_the_file(
+    family: str, modules: list[str], matrix_names: list[str], tmp_path: Path
+) -> None:
+    make_checkpoint(family, tmp_path)
+    kept = [f"model.layers.3.{name}" for name in modules]
     quantization = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": kept}
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": quantization}))
     matrices = read_model_spec(tmp_path).layers[3].matrices
-    assert [matrix.name for matrix in matrices if matrix.scheme is None] == ["output", "gate and up"]
+    assert [matrix.name for matrix in matrices if matrix.scheme is None] == matrix_names
 
 
 @pytest.mark.parametrize("name", ["MambaForCausalLM", "RwkvForCausalLM", "KimiLinearForCausalLM", "xLSTMForCausalLM"])

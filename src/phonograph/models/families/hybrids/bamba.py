@@ -22,7 +22,7 @@ from phonograph.models.config_fields import (
     FieldKind,
 )
 from phonograph.models.families.family import Family, Settings, layer_sizes
-from phonograph.models.layer_spec import LayerSpec, decoder_layer
+from phonograph.models.layer_spec import LayerFeedForward, LayerSpec, decoder_layer
 from phonograph.models.layers.states.mamba_mixer import MambaMixer, mamba_mixer
 from phonograph.models.rope_parameters import PARTIAL, RopeParameters, read_rope
 
@@ -99,6 +99,11 @@ def _attention_layers(settings: Settings) -> set[int]:
 def _layers(settings: Settings) -> tuple[LayerSpec, ...]:
     bias, attentions = settings["attention_bias"], _attention_layers(settings)
     attention = decoder_layer(layer_sizes(settings), qkv_bias=bias, o_bias=bias, mlp_bias=settings["mlp_bias"])
+    dense = attention.feed_forward
+    assert isinstance(dense, LayerFeedForward)
+    # Weight formats name modules as the file does.
+    gate_up, down = (replace(matrix, module="feed_forward") for matrix in dense.matrices)
+    attention = replace(attention, feed_forward=replace(dense, gate_up=gate_up, down=down))
     state = replace(attention, mixer=mamba_of(settings))
     return tuple(attention if index in attentions else state for index in range(settings["num_hidden_layers"]))
 
@@ -141,6 +146,5 @@ BAMBA = Family(
     renames=(
         (r"^model\.final_layernorm\.", "model.norm."),
         (r"\.pre_ff_layernorm\.", ".post_attention_layernorm."),
-        (r"\.feed_forward\.", ".mlp."),
     ),
 )
