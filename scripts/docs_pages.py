@@ -350,6 +350,8 @@ def models_page() -> str:
         # Some families have no layers by default that are implemented.
         if "layer_types" in one.fields and one.fields["layer_types"].kind.accepts([FULL]):
             config["layer_types"] = [FULL]
+        if "attn_layer_indices" in one.fields:
+            config["attn_layer_indices"] = [0]
         attention = one.layers(read_settings(config, name, one))[0].attention
         bias = "by config.json" if "attention_bias" in one.fields else "yes" if attention.qkv.bias else "no"
         rows.append((f"`{name}`", f"`{one.model_type}`", bias, "yes" if attention.head_norms else "no"))

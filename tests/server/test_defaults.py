@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from servers import Server
@@ -106,8 +107,10 @@ def test_a_model_without_a_tokenizer_is_refused_first(tmp_path: Path) -> None:
 
 def test_a_chat_template_that_fails_when_it_runs_is_logged_at_the_start(caplog: pytest.LogCaptureFixture) -> None:
     tokenizer = Tokenizer.load(model_path("demo"))
-    for template in ("{{ messages[0].absent.name }}", "{{ raise_exception('no') }}"):
-        try_chat(SimpleNamespace(tokenizer=tokenizer, chat_template=template, harmony=None))  # pyright: ignore[reportArgumentType]
-    try_chat(SimpleNamespace(tokenizer=tokenizer, chat_template=None, harmony=None))  # pyright: ignore[reportArgumentType]
+    serving: Any = SimpleNamespace(tokenizer=tokenizer, harmony=None)
+    serving.engine = SimpleNamespace(facts=SimpleNamespace(pooler=None))
+    for template in ("{{ messages[0].absent.name }}", "{{ raise_exception('no') }}", None):
+        serving.chat_template = template
+        try_chat(serving)
     first, second = (record.getMessage() for record in caplog.records)
     assert first.startswith("chats may fail: ") and "absent" in first and second.endswith("no")

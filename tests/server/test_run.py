@@ -54,6 +54,7 @@ def test_a_template_that_fails_is_a_warning(
 
     tokenizer = SimpleNamespace(has_chat_template=has_template, encode_chat=encode_chat)
     serving: Any = SimpleNamespace(chat_template=template, tokenizer=tokenizer, harmony=None)
+    serving.engine = SimpleNamespace(facts=SimpleNamespace(pooler=None))
     with caplog.at_level(logging.WARNING):
         run.try_chat(serving)
     assert used == [template] * warns
