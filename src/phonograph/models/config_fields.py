@@ -69,6 +69,7 @@ INTS = FieldKind(
 )
 INT = FieldKind("an integer", lambda value: type(value) is int)
 COUNT = FieldKind("an integer of 0 or more", lambda value: type(value) is int and value >= 0)
+TAPS = FieldKind("an integer of 2 or more", lambda value: type(value) is int and value > 1)
 ANY = FieldKind("any value", lambda value: True)
 
 

@@ -141,7 +141,7 @@ def mamba2(
     time_TH = functional.softplus(time_TH.float() + time_bias_H)
     mixed_TX = torch.zeros(out_TX.shape, dtype=torch.float32, device=out_TX.device)
     rows = query_start_loc, seq_lens_R, slots_R, checkpoints_3R
-    keys = net.groups * net.key_size
+    keys, rate_H = net.groups * net.key_size, -decay_H.exp()
     for tokens_NT, (history_NPC, state_NHVK) in state_runs(*rows, (history_SPC, state_SHVK)):
         conv_NTC = causal_conv(x_TC[tokens_NT], history_NPC, taps_CW, bias_C)
         x_NTX, keys_NTX, queries_NTX = conv_NTC.split([net.inner, keys, keys], -1)
@@ -150,7 +150,7 @@ def mamba2(
             for part in (keys_NTX, queries_NTX)
         )
         x_NTHV = x_NTX.unflatten(-1, (net.heads, -1))
-        out_NTHV = scan(x_NTHV, keys_NTHK, queries_NTHK, time_TH[tokens_NT], -decay_H.exp(), state_NHVK)
+        out_NTHV = scan(x_NTHV, keys_NTHK, queries_NTHK, time_TH[tokens_NT], rate_H, state_NHVK)
         mixed_TX[tokens_NT] = (out_NTHV + x_NTHV * skip_H.unsqueeze(-1)).flatten(2)
     gated_TGX = (mixed_TX * functional.silu(gates_TX.float())).unflatten(-1, (net.norm_groups, -1))
     inverse_rms = torch.addcmul(eps, gated_TGX, gated_TGX, value=1.0).mean(-1, keepdim=True).rsqrt_()

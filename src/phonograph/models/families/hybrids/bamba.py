@@ -16,6 +16,7 @@ from phonograph.models.config_fields import (
     INT,
     INTS,
     POSITIVE_INT,
+    TAPS,
     TRAINING,
     UNREAD,
     Field,
@@ -37,7 +38,6 @@ def _is_no_limit(value: object) -> bool:
     return tuple(items) == NO_LIMIT
 
 
-_TAPS = FieldKind("an integer of 2 or more", lambda value: type(value) is int and value > 1)
 _HEAD = FieldKind("a positive integer or auto", lambda value: value == "auto" or POSITIVE_INT.accepts(value))
 _LIMIT = FieldKind("null or 0 and infinity, as others are not supported", _is_no_limit)
 MAMBA_FIELDS = {
@@ -45,7 +45,7 @@ MAMBA_FIELDS = {
     "mamba_d_head": Field("auto", _HEAD),
     "mamba_n_groups": Field(1, POSITIVE_INT),
     "mamba_d_state": Field(256, POSITIVE_INT),
-    "mamba_d_conv": Field(4, _TAPS),
+    "mamba_d_conv": Field(4, TAPS),
     "mamba_expand": Field(2, POSITIVE_INT),
     "mamba_conv_bias": Field(True, FLAG),
     "mamba_proj_bias": Field(False, FLAG),

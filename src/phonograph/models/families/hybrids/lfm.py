@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
 
-from phonograph.errors import ModelError, UnsupportedModelError, shortened
+from phonograph.errors import ModelError
 from phonograph.kernels.routing import Routing
 from phonograph.models.config_fields import (
     COMMON,
@@ -21,13 +21,14 @@ from phonograph.models.config_fields import (
     INTS,
     POSITIVE_INT,
     POSITIVE_NUMBER,
+    TAPS,
     TENSORS,
     TEXTS,
     UNREAD,
     Field,
-    FieldKind,
 )
 from phonograph.models.families.family import EXPERT_LOSS, Family, Settings, layer_sizes
+from phonograph.models.families.hybrids.layer_kinds import check_kinds
 from phonograph.models.layer_spec import LayerAttention, LayerFeedForward, LayerSpec, decoder_layer
 from phonograph.models.layers.expert_spec import ExpertNames, with_experts
 from phonograph.models.layers.layer_matrix import MatrixPart
@@ -37,7 +38,6 @@ from phonograph.models.rope_parameters import RopeParameters, read_rope
 _CONV = "conv"
 """Layers with a short convolution, in layer_types."""
 _NAMES = ExpertNames("feed_forward", gate="w1", up="w3", down="w2")
-_TAPS = FieldKind("an integer of 2 or more", lambda value: type(value) is int and value > 1)
 
 
 def _types(settings: Settings) -> list[str]:
@@ -50,11 +50,7 @@ def _types(settings: Settings) -> list[str]:
     indices = cast("list[int] | None", settings.get("full_attn_idxs"))
     if types is None:
         types = [FULL if indices is None or layer in indices else _CONV for layer in range(count)]
-    if len(types) != count or not {_CONV, FULL} >= set(types) or FULL not in types:
-        raise UnsupportedModelError(
-            f"layer_types={shortened(repr(types))} must name {_CONV} or {FULL} for each of {count} layers, and {FULL} "
-            "for one or more"
-        )
+    check_kinds(types, _CONV, count)
     return types
 
 
@@ -121,7 +117,7 @@ _FIELDS = {
     "bos_token_id": Field(1, INT.or_null()),
     "eos_token_id": Field(2, COMMON["eos_token_id"].kind),
     "conv_bias": Field(False, FLAG),
-    "conv_L_cache": Field(3, _TAPS),
+    "conv_L_cache": Field(3, TAPS),
     "layer_types": Field(None, TEXTS.or_null()),
 }
 _ALIASES = {"norm_eps": "rms_norm_eps", "tie_embedding": "tie_word_embeddings"}

@@ -11,10 +11,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
-from phonograph.errors import ModelError, UnsupportedModelError, shortened
+from phonograph.errors import ModelError
 from phonograph.kernels.torch.state.gated_delta import DeltaSizes
-from phonograph.models.config_fields import COMMON, FLAG, FULL, INTS, POSITIVE_INT, TEXTS, UNREAD, Field, FieldKind
+from phonograph.models.config_fields import (
+    COMMON,
+    FLAG,
+    FULL,
+    INTS,
+    POSITIVE_INT,
+    TAPS,
+    TEXTS,
+    UNREAD,
+    Field,
+    FieldKind,
+)
 from phonograph.models.families.family import EXPERT_LOSS, Family, Settings, layer_sizes, softmax_routing
+from phonograph.models.families.hybrids.layer_kinds import check_kinds
 from phonograph.models.families.qwens.qwen_moe import has_experts
 from phonograph.models.layer_spec import LayerFeedForward, LayerSpec, NormKind, decoder_layer
 from phonograph.models.layers.expert_spec import with_experts
@@ -28,7 +40,6 @@ _MULTI = "mrope_section", "mrope_interleaved"
 _MAMBA_DTYPE = FieldKind("'float32', the type of states", lambda value: value == "float32")
 _GATED = FieldKind("true, as attention of this family has gates", lambda value: value is True)
 _SWISH = FieldKind("'swish', the gate of this family", lambda value: value == "swish")
-_TAPS = FieldKind("an integer of 2 or more", lambda value: type(value) is int and value > 1)
 
 
 def _types(settings: Settings) -> list[str]:
@@ -41,11 +52,7 @@ def _types(settings: Settings) -> list[str]:
     if types is None:
         every = settings["full_attention_interval"] or 4
         types = [_LINEAR if (layer + 1) % every else FULL for layer in range(count)]
-    if len(types) != count or not {_LINEAR, FULL} >= set(types) or FULL not in types:
-        raise UnsupportedModelError(
-            f"layer_types={shortened(repr(types))} must name {_LINEAR} or {FULL} for each of {count} layers, and "
-            f"{FULL} for one or more"
-        )
+    check_kinds(types, _LINEAR, count)
     return types
 
 
@@ -111,7 +118,7 @@ _DELTA_FIELDS = {
     "attention_bias": Field(False, FLAG),
     "layer_types": Field(None, TEXTS.or_null()),
     "full_attention_interval": Field(None, POSITIVE_INT.or_null()),
-    "linear_conv_kernel_dim": Field(4, _TAPS),
+    "linear_conv_kernel_dim": Field(4, TAPS),
     "linear_key_head_dim": Field(128, POSITIVE_INT),
     "linear_value_head_dim": Field(128, POSITIVE_INT),
     "linear_num_key_heads": Field(16, POSITIVE_INT),
