@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from phonograph.graphs.modes import GraphSupport, Support
 from phonograph.kernels.torch.state.mamba2 import MambaSizes
 from phonograph.models.layers.layer_matrix import LayerMatrix, MatrixPart
+from phonograph.models.layers.states.conv_mixer import ConvMixer
 from phonograph.models.layers.states.state_mixer import StateTensor
-from phonograph.models.quantization.scheme import Scheme
 
 _MODULE = "mamba"
 TAPS, BIAS, DECAY, SKIP, TIME_BIAS, NORM = (
@@ -19,36 +19,21 @@ TAPS, BIAS, DECAY, SKIP, TIME_BIAS, NORM = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class MambaMixer:
+class MambaMixer(ConvMixer):
     """Mixer by a causal convolution and the scan of Mamba 2 (Dao and Gu 2024, arXiv:2405.21060).
+
+    The projection has output gates, inputs, keys, queries and times. See `ConvMixer` for the other attributes.
 
     Attributes:
         sizes: heads.
-        taps: W, taps of the convolution.
-        bias: the convolution has a bias.
-        projection: matrix of output gates, inputs, keys, queries and times.
-        output: matrix of the output.
-        input_norm: norm of the stream before it.
-        output_norm: norm of the output before it is added to the stream.
     """
 
     sizes: MambaSizes
-    taps: int
-    bias: bool
-    projection: LayerMatrix
-    output: LayerMatrix
-    input_norm: str | None
-    output_norm: str | None = None
 
     @property
     def name(self) -> str:
         """Name for people."""
         return "Mamba 2"
-
-    @property
-    def matrices(self) -> tuple[LayerMatrix, ...]:
-        """Matrices in the order of the products."""
-        return self.projection, self.output
 
     @property
     def other_shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -81,12 +66,6 @@ class MambaMixer:
     def graph_support(self) -> Support:
         """Batches that may run in a graph: all."""
         return Support(GraphSupport.ALWAYS, "Mamba 2: lengths and slots are read at each replay")
-
-    def with_schemes(self, scheme_of: Callable[[str], Scheme | None]) -> MambaMixer:
-        """Return it with the weight format of each projection, by its name in the layer."""
-        return replace(
-            self, projection=self.projection.with_schemes(scheme_of), output=self.output.with_schemes(scheme_of)
-        )
 
 
 def mamba_mixer(

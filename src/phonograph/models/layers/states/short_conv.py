@@ -2,47 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from phonograph.graphs.modes import GraphSupport, Support
 from phonograph.models.layers.layer_matrix import LayerMatrix, MatrixPart
+from phonograph.models.layers.states.conv_mixer import ConvMixer
 from phonograph.models.layers.states.state_mixer import StateTensor
-from phonograph.models.quantization.scheme import Scheme
 
 TAPS, BIAS = "conv.conv.weight", "conv.conv.bias"
 """Names in a layer of the tensors that are no projections."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShortConv:
+class ShortConv(ConvMixer):
     """Mixer by a causal convolution with a gate on its input and one on its output, as in LFM2.
 
-    Attributes:
-        taps: W, taps of the convolution.
-        bias: the convolution has a bias.
-        projection: matrix of input gates, output gates and inputs.
-        output: matrix of the output.
-        input_norm: norm of the stream before it.
-        output_norm: norm of the output before it is added to the stream.
+    The projection has input gates, output gates and inputs. See `ConvMixer` for the attributes.
     """
-
-    taps: int
-    bias: bool
-    projection: LayerMatrix
-    output: LayerMatrix
-    input_norm: str | None
-    output_norm: str | None = None
 
     @property
     def name(self) -> str:
         """Name for people."""
         return "short convolution"
-
-    @property
-    def matrices(self) -> tuple[LayerMatrix, ...]:
-        """Matrices in the order of the products."""
-        return self.projection, self.output
 
     @property
     def other_shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -69,12 +51,6 @@ class ShortConv:
     def graph_support(self) -> Support:
         """Batches that may run in a graph: all."""
         return Support(GraphSupport.ALWAYS, "short convolution: lengths and slots are read at each replay")
-
-    def with_schemes(self, scheme_of: Callable[[str], Scheme | None]) -> ShortConv:
-        """Return it with the weight format of each projection, by its name in the layer."""
-        return replace(
-            self, projection=self.projection.with_schemes(scheme_of), output=self.output.with_schemes(scheme_of)
-        )
 
 
 def short_conv(hidden_size: int, *, taps: int, bias: bool, input_norm: str | None = "input_layernorm") -> ShortConv:
