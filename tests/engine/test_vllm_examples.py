@@ -188,17 +188,19 @@ llm.wake_up(tags=["kv_cache"])
 after = llm.generate("Tom has 12 apples.", sampling_params)[0].outputs[0].text
 print("The same after level 2:", before == after)
 """
-TEXT = "'[^\\n]+'"
+# Python writes a text with an apostrophe in double quotes.
+TEXT = "(?:'[^\\n]*'|\"[^\\n]*\")"
 ESSAY = r"Write an essay about the importance of higher education\."
 EMAIL = r"[a-z]{1,9}@[a-z]{1,9}\.com\n"
-CAR = r'\{"brand": "(SEDAN|SUV)", "car_type": "(SEDAN|SUV)"\}'
+# A schema says nothing about the space between its tokens.
+CAR = r'\{\s*"brand"\s*:\s*"(SEDAN|SUV)"\s*,\s*"car_type"\s*:\s*"(SEDAN|SUV)"\s*\}'
 SQL = r"SELECT col_[12]  from table_[12]  where col_[12] = [12] \n"
 PRINTED = {
     "basic": (BASIC, rf"-+\n(Prompt:    {TEXT}\nOutput:    {TEXT}\n){{3}}"),
     "chat": (
         CHAT,
-        rf"(Prompt: '<\|begin\|>.*{ESSAY}<\|end\|><\|assistant\|>', Generated text: '.*'\n){{11}}"
-        rf"(Prompt: 'system: You .*user: {ESSAY}\. ', Generated text: '.*'\n){{10}}",
+        rf"(Prompt: '<\|begin\|>.*{ESSAY}<\|end\|><\|assistant\|>', Generated text: {TEXT}\n){{11}}"
+        rf"(Prompt: 'system: You .*user: {ESSAY}\. ', Generated text: {TEXT}\n){{10}}",
     ),
     "structured output": (STRUCTURED, rf"(Positive|Negative)\n{EMAIL}{CAR}\n{SQL}"),
     "beam search": (BEAM_SEARCH, r"(Tom has 12 apples\..* -\d+\.\d+ \d+\n){3}(.* -\d+\.\d+ \d+\n){3}(1 2 3.*\n){3}"),

@@ -49,8 +49,8 @@ def pids(engine: AsyncLLM) -> list[int]:
     return [client.pid for client in clients if isinstance(client, ProcessClient) and client.pid is not None]
 
 
-def complete(server: Server, prompt: Any, max_tokens: int = 8) -> list[str]:
-    body = {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "temperature": 0}
+def complete(server: Server, prompt: Any, max_tokens: int = 8, temperature: float = 0) -> list[str]:
+    body = {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "temperature": temperature}
     answer = server.post("/v1/completions", body)
     assert answer.status_code == 200, answer.text
     return [choice["text"] for choice in answer.json()["choices"]]
@@ -80,6 +80,17 @@ def test_a_call_of_many_prompts_is_shared_out_with_the_tokens_of_one_engine(serv
     assert [one["engine"] for one in shown["engines"]] == [0, 1] and shown["engine"]["max_num_seqs"] == 8
     assert {one["engine"] for one in shown["decisions"]} == {0, 1}
     assert shown["engine"]["kv_blocks"] == sum(one["kv_blocks"] for one in shown["engines"])
+
+
+def test_engines_draw_other_samples_for_equal_prompts(server: Server) -> None:
+    before = metric(server, "phonograph:routed_prompts_total")
+    texts = complete(server, ["A song"] * 8, max_tokens=12, temperature=1.5)
+    after = metric(server, "phonograph:routed_prompts_total")
+    assert {engine for (engine, reason), value in after.items() if value > before.get((engine, reason), 0)} == {
+        "0",
+        "1",
+    }
+    assert len(set(texts)) == 8
 
 
 def test_turns_of_a_conversation_meet_their_prefix(server: Server) -> None:

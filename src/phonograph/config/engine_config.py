@@ -100,7 +100,7 @@ class EngineConfig(Settings):
     tensor_parallel_size: values.Size = Field(
         default=1, description="GPUs that share the model, each with a part of every layer; on a CPU processes."
     )
-    seed: values.OptionalSeed = Field(default=None, description="Seed of requests that set none.")
+    seed: values.Seed = Field(default=0, description="Seed of requests that set none, so that a run can be repeated.")
 
     data_parallel_size: Annotated[int, values.whole(1, 64)] = Field(
         default=1, description="Engines behind one server, each in a process and on a GPU of its own."

@@ -260,7 +260,7 @@ OptionalContext = Annotated[int | None, auto_or(whole(1), "the largest that fits
 # Bounds far above any useful value: tables and graphs are sized by them at the start.
 OptionalSeqs = Annotated[int | None, whole(1, 1 << 17)]
 OptionalStepTokens = Annotated[int | None, whole(1, 1 << 20)]
-OptionalSeed = Annotated[int | None, whole(0, 2**63 - 1)]
+Seed = Annotated[int, whole(0, 2**63 - 1)]
 Seconds = Annotated[float, ValueKind("seconds >= 0", _number(lambda number: number >= 0), "SECONDS")]
 _parse_duration = _number(lambda number: number > 0)
 Duration = Annotated[float, ValueKind("seconds > 0", _parse_duration, "SECONDS")]

@@ -221,7 +221,7 @@ def weights_load(plan: EnginePlan, device: torch.device, rank: int = 0) -> Load:
         dtype=getattr(torch, plan.dtype),
         device=device,
         load_format=plan.config.load_format,
-        seed=plan.config.seed or 0,
+        seed=plan.config.seed,
         revision=plan.config.revision,
         download_dir=plan.config.download_dir,
         cpu_products=plan.cpu_products,
@@ -257,7 +257,7 @@ def _draft_load(plan: EnginePlan, device: torch.device) -> Load | None:
         dtype=getattr(torch, plan.draft.dtype),
         device=device,
         load_format=plan.config.load_format,
-        seed=plan.config.seed or 0,
+        seed=plan.config.seed,
         revision=speculation.revision,
         download_dir=plan.config.download_dir,
     )

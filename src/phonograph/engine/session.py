@@ -89,7 +89,7 @@ class Session:
         core: EngineCore,
         model: ModelSpec,
         tokenizer: Tokenizer | None,
-        seed: int | None,
+        seed: int,
         grammars: GrammarCompiler,
     ) -> None:
         self.core = core

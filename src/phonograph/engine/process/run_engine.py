@@ -64,19 +64,20 @@ def run_engine(
             gc.collect()
             gc.freeze()
         channel.send(_facts(engine, time.perf_counter() - began))
-        _serve(engine, config, channel, publisher)
+        _serve(engine, config, channel, publisher, rank)
     finally:
         engine.close()
 
 
-def _serve(engine: Engine, config: EngineConfig, channel: Channel, publisher: KVPublisher | None) -> None:
+def _serve(engine: Engine, config: EngineConfig, channel: Channel, publisher: KVPublisher | None, rank: int) -> None:
     begin = channel.receive(wait=True)
     if not isinstance(begin, Begin):
         return
     model = engine.plan.model.with_tokenizer_end(begin.eos_token_id)
     grammars = grammar_compiler(lambda: load_tokenizer(config), model, config)
     grammars.warm()
-    session = Session(engine.core, model, None, config.seed, grammars)
+    # Engines with one seed would give equal samples to equal prompts.
+    session = Session(engine.core, model, None, config.seed + rank, grammars)
     profiler = Profiler(config.profile_dir)
     reports_cache = config.data_parallel_size > 1
     CoreLoop(session, channel, engine.sleeper, profiler, publisher, reports_cache=reports_cache).run()
