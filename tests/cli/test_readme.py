@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import importlib.metadata
 import os
 import re
 import shlex
@@ -117,12 +118,22 @@ def skip_without_index(folder: Path) -> None:
         pytest.skip(f"pip cannot reach a package index: {result.stderr.strip().splitlines()[-1]}")
 
 
+def torch_of_these_tests() -> str:
+    """Return a line for a shell that links the torch of this environment into .venv."""
+    found = importlib.metadata.distribution("torch")
+    names = sorted({file.parts[0] for file in found.files or () if file.parts[0].startswith("torch")})
+    assert {"torch", "torchgen"} < set(names) and names[1].endswith(".dist-info")
+    folders = " ".join(shlex.quote(str(found.locate_file(name))) for name in names)
+    return f"ln -s {folders} .venv/lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages/"
+
+
 @pytest.mark.long
 @pytest.mark.index
 def test_every_block_runs_in_a_fresh_clone(tmp_path: Path) -> None:
-    """`scripts/demo` makes the environment. Outputs that README shows above its first command come last.
+    """`scripts/demo` fills the environment. Outputs that README shows above its first command come last.
 
-    Downloads take what they take, so that the limit of a test's time is not for this one.
+    It finds torch there, as `scripts/test` has installed it in this clone by the same function a moment ago, and to
+    unpack a gigabyte takes long. Downloads take what they take, so that the limit of a test's time is not for this one.
     """
     faulthandler.cancel_dump_traceback_later()
     skip_without_index(tmp_path)
@@ -132,7 +143,8 @@ def test_every_block_runs_in_a_fresh_clone(tmp_path: Path) -> None:
     environment = environment_of_a_reader() | {"REPOSITORY": str(ROOT), "GIT_CONFIG_GLOBAL": str(config)}
     ordered = sorted(BLOCKS, key=lambda block: block[0] == "")
     lines = [line for language, text in ordered for line in shell_lines(language, text)]
-    assert lines[0].startswith("git clone ")
+    assert lines[:2] == ['git clone "$REPOSITORY" phonograph', "cd phonograph"]
+    lines[2:2] = [f"{shlex.quote(sys.executable)} -m venv .venv", torch_of_these_tests()]
     script = tmp_path / "readme.sh"
     script.write_text("\n".join(["set -exo pipefail", *lines, "command -v phonograph", ""]))
     # Only a file: a pipe would stay open as long as anything that the script has left.

@@ -23,7 +23,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 import torch
 import triton
 import triton.backends.nvidia.driver as nvidia
-from decode_problem import Case, Problem
 from far_gpu import FarGpu
 from product_problem import linear
 from triton import knobs
@@ -35,14 +34,6 @@ from triton.runtime.jit import JITFunction
 from phonograph.kernels.triton.gemm.product_plan import GemmRingConfig, GemmSmallMConfig
 from phonograph.kernels.triton.launch import compile_helper, precompile
 from phonograph.kernels.triton.sampling.sample import make_sample_scratch, sample
-
-
-def attend() -> None:
-    problem = Problem(
-        Case(batch=((1, 30), (16, 90)), num_query_heads=8, head_size=64, block_size=64, num_sms=132),
-        torch.device("cpu"),
-    )
-    problem.run(problem.plan())
 
 
 def choose_tokens() -> None:
@@ -98,7 +89,6 @@ def main() -> None:
     launch = JITFunction.run
     with precompile.compile_only():
         if "few" not in sys.argv:
-            attend()
             choose_tokens()
         x, weight, out = (torch.empty(shape, dtype=torch.bfloat16) for shape in ((8, 256), (64, 256), (8, 64)))
         linear(x, weight, None, out, config=GemmSmallMConfig(8, 16, 128, 2, 1, 4, 1, programs=4))

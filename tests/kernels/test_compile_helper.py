@@ -18,9 +18,7 @@ pytest.importorskip("triton")
 
 from phonograph.kernels.triton.launch import compile_helper, precompile
 
-KERNELS = {
-    "_plan_kernel", "_attention_kernel", "_gemm_small_m_kernel", "_gemm_ring_kernel", "scan_kernel", "filter_kernel",
-}  # fmt: skip
+KERNELS = {"_gemm_small_m_kernel", "_gemm_ring_kernel", "scan_kernel", "filter_kernel"}
 
 
 def run(cache: Path, *arguments: str, **environment: str) -> dict[str, Any]:

@@ -64,10 +64,10 @@ def test_all_kernels_are_compiled_before_the_captures(tmp_path: Path) -> None:
 
 THIRD = {
     "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 32000, "max_position_embeddings": 2048,
-    "eagle_aux_hidden_state_layer_ids": [0, 2, 4],
+    "eagle_aux_hidden_state_layer_ids": [0, 1, 3],
 }  # fmt: skip
 DRAFTERS: dict[str, dict[str, Any]] = {
-    "draft_model": {**QWEN3, "vocab_size": LLAMA["vocab_size"]},
+    "draft_model": {**QWEN3, "num_hidden_layers": 2, "vocab_size": LLAMA["vocab_size"]},
     "eagle3": {**LLAMA, "num_hidden_layers": 1, **THIRD},
     "eagle3 with norms": {**LLAMA, "num_hidden_layers": 1, **THIRD, "fc_norm": True, "norm_output": True},
     "eagle": {**LLAMA, "num_hidden_layers": 1, "architectures": ["LlamaForCausalLMEagle"]},
@@ -76,7 +76,10 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 
 def test_so_are_those_of_speculation(tmp_path: Path) -> None:
     """Acceptance and drafts, decodes of several tokens, and the passes of a draft model of other sizes."""
-    config, passes = {**LLAMA, "max_position_embeddings": 32768}, {"_first_rows_kernel", "_next_row_kernel"}
+    config, passes = (
+        {**LLAMA, "num_hidden_layers": 3, "max_position_embeddings": 32768},
+        {"_first_rows_kernel", "_next_row_kernel"},
+    )
     kernels = {
         "ngram": {"_ngram_kernel"},
         "draft_model": passes,
