@@ -23,6 +23,7 @@ from phonograph.engine.outputs import RequestOutput
 from phonograph.engine.plan import EnginePlan, make_plan
 from phonograph.engine.process.ranks.follow_rank import FollowingRunner
 from phonograph.engine.session import Session, grammar_compiler
+from phonograph.engine.startup.configured_model import read_configured_model
 from phonograph.engine.startup.start import verify_engine
 from phonograph.errors import CaptureError, ConfigError, RankError
 from phonograph.graphs.modes import GraphKey, GraphMode, GraphSet
@@ -30,7 +31,6 @@ from phonograph.graphs.runtime import CapturedGraph
 from phonograph.graphs.tape.tape import TapeRuntime
 from phonograph.kernels import ranks as kernel_ranks
 from phonograph.kernels.triton.ranks.choose_sum import choose_sum
-from phonograph.models.spec import read_configured_model
 from phonograph.runner.runner import CaptureReport, capture_on_ranks
 from phonograph.text.tokenizer import load_tokenizer
 

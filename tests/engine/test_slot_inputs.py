@@ -10,6 +10,7 @@ from step_rows import rows_of
 from phonograph.attention.metadata import CommonMetadata
 from phonograph.core.batch import BlockAppend, NewSequence, ScheduledBatch
 from phonograph.core.blocks import most_step_tokens
+from phonograph.core.kv_group import KVGroup
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.runner.cpu_inputs import CpuInputs
@@ -79,7 +80,7 @@ def test_a_step_behind_a_longer_one_padded_to_its_graph() -> None:
 
 
 def test_a_context_is_not_longer_than_the_model() -> None:
-    sizes: dict[str, Any] = {"block_sizes": (16,), "max_model_len": 40, "max_num_seqs": 9}
+    sizes: dict[str, Any] = {"groups": [KVGroup(layers=(0,), block_size=16)], "max_model_len": 40, "max_num_seqs": 9}
     assert most_step_tokens(num_blocks=2, **sizes) == 32
     assert most_step_tokens(num_blocks=3, **sizes) == 40
     assert most_step_tokens(num_blocks=5, **sizes) == 40 + 32

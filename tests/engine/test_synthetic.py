@@ -38,8 +38,9 @@ def test_batches_of_a_cache_that_is_nearly_too_small(
     block_size: int, max_model_len: int, max_num_seqs: int, more_blocks: int, share: float, seed: int
 ) -> None:
     per_request = blocks_for(max_model_len, block_size)
+    groups = (KVGroup(layers=(0,), block_size=block_size),)
     limits = {"max_model_len": max_model_len, "num_blocks": max(per_request, max_num_seqs) + more_blocks}
-    most = most_step_tokens(max_num_seqs=max_num_seqs, block_sizes=(block_size,), **limits)
+    most = most_step_tokens(max_num_seqs=max_num_seqs, groups=groups, **limits)
     key = GraphKey(GraphSet.MIXED, max(1, round(share * most)), max_num_seqs)
 
     def fits(batch: Any, _: GraphKey) -> Any:
@@ -56,7 +57,6 @@ def test_batches_of_a_cache_that_is_nearly_too_small(
         assert len(set(used)) == len(used)
         return batch
 
-    groups = (KVGroup(layers=(0,), block_size=block_size),)
     batches = SyntheticBatches(fits, vocab_size=10, groups=groups, ends_in_blocks=block_size > 1, **limits)
     assert sum(batches.capture_batch(key).query_lens) == key.num_tokens  # pyright: ignore[reportAttributeAccessIssue]
     rng = np.random.default_rng(seed)
@@ -81,8 +81,7 @@ def test_blocks_behind_windows_are_one_page_that_no_sequence_has(
     groups: list[KVGroup], max_model_len: int, more_blocks: int, seed: int
 ) -> None:
     num_blocks = 6 * len(groups) + more_blocks
-    sizes = [group.block_size for group in groups]
-    most = most_step_tokens(num_blocks=num_blocks, block_sizes=sizes, max_model_len=max_model_len, max_num_seqs=6)
+    most = most_step_tokens(num_blocks=num_blocks, groups=groups, max_model_len=max_model_len, max_num_seqs=6)
     key = GraphKey(GraphSet.MIXED, most, 6)
 
     def fits(batch: Any, _: GraphKey) -> Any:

@@ -11,7 +11,7 @@ from phonograph.bench.engine import bench_latency, bench_throughput
 from phonograph.bench.records.results import BenchProgress, Row, check_at_least
 from phonograph.config.engine_config import EngineConfig
 from phonograph.engine.llm import LLM
-from phonograph.models.spec import read_configured_model
+from phonograph.engine.startup.configured_model import read_configured_model
 
 Note = Callable[[str], None]
 """Callback for remarks on the choice of cases."""

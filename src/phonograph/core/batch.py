@@ -39,6 +39,7 @@ class NewSequence:
         grammar: constraint on the output, if any.
         salted: True if the request has a `cache_salt`: its output must not change the time of other answers.
         pooling: of a request that generates nothing, or None.
+        features: log-mel frames of its audio, float32 [M, F], for a model with an encoder; else None.
     """
 
     slot: int
@@ -53,6 +54,7 @@ class NewSequence:
     grammar: Grammar | None = None
     salted: bool = False
     pooling: PoolingParams | None = None
+    features: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

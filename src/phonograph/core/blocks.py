@@ -12,6 +12,11 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
     return -(-num_tokens // block_size)
 
 
+def group_blocks(group: KVGroup, num_tokens: int) -> int:
+    """Return the blocks of one KV group that hold the keys of a sequence of `num_tokens` tokens, without its window."""
+    return blocks_for((group.encoder_len or num_tokens) if num_tokens else 0, group.block_size)
+
+
 def pages_for_request(groups: Sequence[KVGroup], num_tokens: int, max_num_batched_tokens: int) -> int:
     """Return the most pages that a request of `num_tokens` tokens holds at a time.
 
@@ -29,7 +34,7 @@ def group_pages(group: KVGroup, num_tokens: int, max_num_batched_tokens: int) ->
     A chunk reads the window before its first token and writes its own tokens. These are at most W - 1 + T adjacent
     tokens, with a window of W and a chunk of T tokens. They begin anywhere in a block.
     """
-    all_tokens = blocks_for(num_tokens, group.block_size)
+    all_tokens = group_blocks(group, num_tokens)
     if group.window is None:
         return all_tokens
     return min(all_tokens, blocks_for(group.window + max_num_batched_tokens - 2, group.block_size) + 1)
@@ -53,15 +58,19 @@ def most_tokens(num_blocks: int, blocks_of: Callable[[int], int], most: int) -> 
     return fitting
 
 
-def most_step_tokens(*, num_blocks: int, block_sizes: Sequence[int], max_model_len: int, max_num_seqs: int) -> int:
+def most_step_tokens(*, num_blocks: int, groups: Sequence[KVGroup], max_model_len: int, max_num_seqs: int) -> int:
     """Return the tokens of the largest step that the cache holds: at most `max_num_seqs` sequences without context.
 
     Args:
         num_blocks: pages of the cache; one holds a block of any KV group.
-        block_sizes: tokens of a block, by KV group.
+        groups: KV groups of the model.
         max_model_len: tokens of the longest sequence.
         max_num_seqs: number of sequences.
     """
-    whole, rest = divmod(num_blocks, sum(blocks_for(max_model_len, size) for size in block_sizes))
-    longest = most_tokens(rest, lambda length: sum(blocks_for(length, size) for size in block_sizes), max_model_len)
+
+    def blocks_of(length: int) -> int:
+        return sum(group_blocks(group, length) for group in groups)
+
+    whole, rest = divmod(num_blocks, blocks_of(max_model_len))
+    longest = most_tokens(rest, blocks_of, max_model_len)
     return min(whole * max_model_len + longest, max_num_seqs * max_model_len)

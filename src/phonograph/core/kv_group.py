@@ -17,6 +17,8 @@ class KVGroup:
         readers: indices of the layers that write none and read those of a layer of the group.
         window: keys that a token attends to, itself included; None for all. Blocks behind it may be freed.
         step: keys and values are read in the layer and the step that write them, so all layers share one tensor.
+        encoder_len: positions of an encoder, if the layers attend to its states; 0 if they attend to the sequence's own
+            tokens. Every sequence has the blocks of all positions from its admission on.
     """
 
     layers: tuple[int, ...]
@@ -24,3 +26,4 @@ class KVGroup:
     window: int | None = None
     readers: tuple[int, ...] = ()
     step: bool = False
+    encoder_len: int = 0

@@ -43,6 +43,7 @@ class Request:
         sample_index: index of this sample among `params.n`.
         cache_salt: cached prefixes are shared only with requests of the same salt.
         pooling: of a request that generates nothing and ends with its prompt, or None.
+        features: of its audio; see `NewSequence`.
         output_token_ids: generated tokens, with `logprobs` beside them if requested.
         prompt_logprobs: computed positions of the prompt, if requested.
         pooled: result of `pooling`, float32 [F], or [T, F] of all tokens.
@@ -71,6 +72,7 @@ class Request:
     grammar: Grammar | None = None
     cache_salt: str | None = None
     pooling: PoolingParams | None = None
+    features: np.ndarray | None = None
 
     state: RequestState = RequestState.WAITING
     output_token_ids: list[int] = field(default_factory=list[int])
@@ -148,6 +150,7 @@ class Request:
             grammar=self.grammar,
             salted=self.cache_salt is not None,
             pooling=self.pooling,
+            features=self.features,
         )
 
     def tokens(self, start: int, stop: int) -> list[int]:

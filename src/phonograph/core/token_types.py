@@ -1,11 +1,14 @@
-"""Types of tokens beside their ids: the second text of a pair has type 1 in models that tell the two apart.
+"""Tokens of prompts with more than their ids.
 
-A token and its type travel as one integer, so that prompts, slots and steps need nothing more for them.
+The second text of a pair has type 1 in models that tell the two apart. A token and its type travel as one integer, so
+that prompts, slots and steps need nothing more for them. Tokens of a decoder with an encoder have its input with them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+
+import numpy as np
 
 TYPE_SHIFT = 30
 """Bits of a token id; those above are its type. An id of 32 bits has types 0 and 1."""
@@ -24,6 +27,14 @@ class TypedTokens(list[int]):
     def plain(self) -> list[int]:
         """Token ids."""
         return [token & ID_MASK for token in self]
+
+
+class AudioTokens(list[int]):
+    """Tokens of a prompt of a decoder, with the log-mel frames of the audio that its encoder reads, float32 [M, F]."""
+
+    def __init__(self, token_ids: Iterable[int], features: np.ndarray) -> None:
+        super().__init__(token_ids)
+        self.features = features
 
 
 def plain_ids(token_ids: list[int]) -> list[int]:

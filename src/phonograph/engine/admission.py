@@ -14,8 +14,9 @@ from typing import Any, cast
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.pooling_params import PoolingParams
 from phonograph.core.sampling_params import SamplingParams
-from phonograph.core.token_types import TypedTokens
+from phonograph.core.token_types import AudioTokens, TypedTokens
 from phonograph.errors import ConfigError, RequestError, counted, shortened
+from phonograph.models.heads.audio_encoder import AudioEncoder
 from phonograph.models.heads.pooler_spec import Pooler
 from phonograph.text.tokenizer import Tokenizer
 
@@ -105,6 +106,21 @@ def refuse_generation(pooler: Pooler | None) -> None:
     if pooler is not None:
         problem = f"the model generates nothing; its tasks are {' and '.join(pooler.tasks)} ({pooler.origin})"
         raise RequestError("task", "generate", problem)
+
+
+def admit_audio(prompt: Prompt, encoder: AudioEncoder | None) -> None:
+    """Check that a prompt has audio if the model has an encoder of it, and none else.
+
+    Raises:
+        RequestError: it has not, or its frames are not those of the model.
+    """
+    features = prompt.features if isinstance(prompt, AudioTokens) else None
+    if (features is None) != (encoder is None):
+        problem = "the model reads no audio" if encoder is None else "is missing, and the model writes text of audio"
+        raise RequestError("audio", None if features is None else "an array", problem)
+    shape = None if encoder is None else (encoder.num_mel_bins, 2 * encoder.num_positions)
+    if features is not None and features.shape != shape:
+        raise RequestError("audio", list(features.shape), f"has other frames than the model's {shape}")
 
 
 def admitted_whole_prompt(

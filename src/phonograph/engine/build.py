@@ -31,7 +31,6 @@ from phonograph.graphs.modes import GraphKey
 from phonograph.kernels.ranks import Ranks
 from phonograph.kv_cache.block_events import BlockEvents
 from phonograph.models.layer_spec import LayerAttention
-from phonograph.models.layers.part_weights import AttentionWeights
 from phonograph.models.transformer import Transformer
 from phonograph.models.weights.kv_scales import KVScales
 from phonograph.models.weights.loading import begin_loading
@@ -369,8 +368,7 @@ def _attention_layers(model: Transformer, scales: KVScales) -> list[AttentionLay
 
     def made(index: int, layer: LayerAttention) -> AttentionLayer:
         source = index if layer.kv_layer is None else layer.kv_layer
-        weights = model.weights[index].mixer
-        assert isinstance(weights, AttentionWeights)
+        weights = model.attention_weights(index)
         return AttentionLayer(
             index=index,
             scale=layer.scale,

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from phonograph.attention.attention_spec import AttentionSpec
 from phonograph.attention.backend import Capabilities
 from phonograph.config.engine_config import EngineConfig
-from phonograph.core.blocks import blocks_for, most_step_tokens
+from phonograph.core.blocks import blocks_for, most_step_tokens, pages_for_request
 from phonograph.core.device import DeviceSpec
 from phonograph.core.limits import Limits
 from phonograph.engine.groups.draft_plan import DraftPlan
@@ -134,12 +134,14 @@ def size_graphs_and_cache(
             f"max_num_seqs {limits.max_num_seqs} -> {within.max_num_seqs}: the states of a sequence take {each}, and "
             "the KV cache needs the rest of the memory"
         )
-    # A sequence has a block in each group.
-    most_seqs = memory.num_blocks // len(kv.groups)
+    # A sequence has a block in each group, and those of all positions of an encoder.
+    least = pages_for_request(kv.groups, 1, within.max_num_batched_tokens)
+    most_seqs = memory.num_blocks // least
     if most_seqs < within.max_num_seqs:
         why = "the KV cache has no more blocks than that"
         if len(kv.groups) > 1:
-            why = f"the KV cache has {memory.num_blocks} blocks, and a sequence takes one of each KV group"
+            each = "one of each KV group" if least == len(kv.groups) else f"{least} or more"
+            why = f"the KV cache has {memory.num_blocks} blocks, and a sequence takes {each}"
         notes.append(f"max_num_seqs {within.max_num_seqs} -> {most_seqs}: {why}")
         memory = replace(memory, states=memory.states // within.max_num_seqs * most_seqs)
         within = replace(within, max_num_seqs=most_seqs)
@@ -149,7 +151,7 @@ def size_graphs_and_cache(
     # The cache and the longest requests bound the tokens of a step.
     most = most_step_tokens(
         num_blocks=memory.num_blocks,
-        block_sizes=kv.block_sizes,
+        groups=kv.groups,
         max_model_len=within.max_model_len,
         max_num_seqs=within.max_num_seqs,
     )

@@ -15,6 +15,7 @@ from phonograph.core.device import DeviceSpec
 from phonograph.core.limits import Limits
 from phonograph.engine.graphs_and_cache import SHORTEST, size_graphs_and_cache
 from phonograph.engine.groups.draft_plan import DraftPlan, check_speculation, plan_draft, read_draft_spec, wait_reason
+from phonograph.engine.groups.encoder_notes import encoder_notes
 from phonograph.engine.groups.kv_groups import KVGroups, make_kv_groups, make_step_groups
 from phonograph.engine.groups.layer_specs import layer_specs
 from phonograph.engine.groups.rank_notes import rank_notes
@@ -114,8 +115,9 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
     cpu_products = plan_cpu_products(config.cpu_products, model, dtype) if device.kind == "cpu" else None
     if cpu_products is not None and config.tensor_parallel_size == 1:
         model = cpu_products.with_head(model)
+    notes = encoder_notes(config, model, device)
     whole, model = model, cut_model(model, config.tensor_parallel_size)
-    notes = [*rank_notes(config, whole, model, dtype, device), *_product_notes(model, dtype, device)]
+    notes += [*rank_notes(config, whole, model, dtype, device), *_product_notes(model, dtype, device)]
     if cpu_products is not None:
         notes.append(f"cpu_products: {cpu_products.reason}")
     kv = resolve_attention(config, whole, device)
@@ -192,6 +194,7 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
         memory=memory,
         prefix_caching=config.enable_prefix_caching
         and not limits.whole_prompts
+        and model.encoder is None
         and (not model.states or memory.num_checkpoints > 0),
         threads=threads,
         cpu_products=cpu_products,
@@ -365,5 +368,10 @@ def resolve_attention(config: EngineConfig, model: ModelSpec, device: DeviceSpec
     if whole_prompts(model) and not any(source is not None for source in sources):
         return make_step_groups(specs, block_size=config.block_size)
     return make_kv_groups(
-        specs, max_model_len=context, block_size=config.block_size, sources=sources, indices=[*attentions]
+        specs,
+        max_model_len=context,
+        block_size=config.block_size,
+        sources=sources,
+        indices=[*attentions],
+        encoder_len=0 if model.encoder is None else model.encoder.num_positions,
     )

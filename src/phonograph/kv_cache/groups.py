@@ -69,6 +69,20 @@ class FullGroup:
         return count * self.block_size // step * step
 
 
+class CrossGroup(FullGroup):
+    """A group of cross attention: blocks for all positions of the encoder, taken at admission."""
+
+    def __init__(self, group: KVGroup) -> None:
+        super().__init__(group)
+        self._num_blocks = blocks_for(group.encoder_len, group.block_size)
+
+    def blocks_at_admission(self, num_tokens: int, num_found: int) -> int:
+        return self._num_blocks
+
+    def most_blocks(self, num_tokens: int, first: int) -> int:
+        return self._num_blocks
+
+
 class SlidingGroup:
     """A group whose tokens attend to a window. Blocks are taken by chunk, and freed when they are behind the window."""
 

@@ -29,7 +29,7 @@ from phonograph.core.kv_group import KVGroup
 from phonograph.kv_cache.block_events import BlockEvents
 from phonograph.kv_cache.block_pool import BlockPool
 from phonograph.kv_cache.checkpoints import CheckpointPool
-from phonograph.kv_cache.groups import BlockGroup, FullGroup, SlidingGroup
+from phonograph.kv_cache.groups import BlockGroup, CrossGroup, FullGroup, SlidingGroup
 from phonograph.kv_cache.tables import FREED, SequenceTable
 
 
@@ -65,10 +65,17 @@ class CacheManager:
         self._events = events
         self._enable_prefix_caching = enable_prefix_caching
         self._groups: tuple[BlockGroup, ...] = tuple(
-            FullGroup(group) if group.window is None else SlidingGroup(group, max_num_batched_tokens)
+            CrossGroup(group)
+            if group.encoder_len
+            else FullGroup(group)
+            if group.window is None
+            else SlidingGroup(group, max_num_batched_tokens)
             for group in groups
         )
         self._sizes = [group.block_size for group in groups]
+        # Cross attention has all of its blocks from the admission on.
+        self._growing = [index for index, group in enumerate(groups) if not group.encoder_len]
+        assert len(self._growing) == len(groups) or not enable_prefix_caching, "keys of an encoder are not found again"
         windows = [group.window for group in groups]
         self._full = [index for index, window in enumerate(windows) if window is None]
         self._sliding = [index for index, window in enumerate(windows) if window is not None]
@@ -139,7 +146,8 @@ class CacheManager:
         The caller has checked that enough are free.
         """
         appends: list[BlockAppend] = []
-        for index, one in enumerate(table.groups):
+        for index in self._growing:
+            one = table.groups[index]
             start = len(one.block_ids)
             missing = blocks_for(num_tokens, self._sizes[index]) - start
             if missing > 0:
@@ -150,8 +158,8 @@ class CacheManager:
 
     def num_missing(self, table: SequenceTable, num_tokens: int) -> int:
         """Return the number of blocks that `extend` would append."""
-        sizes = zip(table.groups, self._sizes, strict=True)
-        return sum(max(0, blocks_for(num_tokens, size) - len(one.block_ids)) for one, size in sizes)
+        growing = ((len(table.groups[index].block_ids), self._sizes[index]) for index in self._growing)
+        return sum(max(0, blocks_for(num_tokens, size) - count) for count, size in growing)
 
     def free_behind(self, table: SequenceTable, num_computed: int) -> None:
         """Free the blocks that no token after the first `num_computed` ones reads.

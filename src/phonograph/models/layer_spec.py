@@ -95,6 +95,8 @@ class LayerAttention:
         keys_are_values: True if values are the keys as they are before their norm and the rotary embedding.
         kv_layer: index of an earlier layer whose keys and values the layer reads, so that it has and writes none; None
             for its own.
+        memory: matrix of the keys and values of an encoder's states, to which the layer attends; `qkv` then has queries
+            alone. None for attention to the sequence itself.
         input_norm: norm of the stream before the layer's attention.
         output_norm: norm of the output before it is added to the stream.
     """
@@ -117,16 +119,17 @@ class LayerAttention:
     kv_layer: int | None
     input_norm: str | None
     output_norm: str | None
+    memory: LayerMatrix | None = None
 
     @property
     def num_key_heads(self) -> int:
         """Heads of keys in `qkv`."""
-        return self.num_kv_heads if self.kv_layer is None else 0
+        return self.num_kv_heads if self.kv_layer is None and self.memory is None else 0
 
     @property
     def matrices(self) -> tuple[LayerMatrix, ...]:
         """Matrices in the order of the products."""
-        return self.qkv, self.output
+        return (self.qkv, self.output) if self.memory is None else (self.memory, self.qkv, self.output)
 
     @property
     def scratch(self) -> int:
@@ -240,6 +243,7 @@ class LayerSpec:
 
     Attributes:
         mixer: attention, or a mixer with a state.
+        cross: attention to an encoder's states after the mixer, or None.
         feed_forward: of the layer.
         embedding: the layer's embedding of the token, or None.
         scalar: name of the tensor with one number, the factor of the stream after the layer; None for none.
@@ -249,6 +253,7 @@ class LayerSpec:
     feed_forward: FeedForward
     embedding: LayerEmbedding | None = None
     scalar: str | None = None
+    cross: LayerAttention | None = None
 
     @property
     def attention(self) -> LayerAttention:
@@ -260,7 +265,8 @@ class LayerSpec:
     def matrices(self) -> tuple[LayerMatrix, ...]:
         """Matrices in the order of the products."""
         embedding = () if self.embedding is None else (self.embedding.gate, self.embedding.output)
-        return *self.mixer.matrices, *self.feed_forward.matrices, *embedding
+        cross = () if self.cross is None else self.cross.matrices
+        return *self.mixer.matrices, *cross, *self.feed_forward.matrices, *embedding
 
     @property
     def other_shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -276,7 +282,7 @@ class LayerSpec:
     @property
     def norms(self) -> tuple[str, ...]:
         """Names of the norms of the stream and of outputs, in the order in which they run."""
-        mixer = self.mixer.input_norm, self.mixer.output_norm
+        mixer = self.mixer.input_norm, self.mixer.output_norm, None if self.cross is None else self.cross.input_norm
         embedding = None if self.embedding is None else self.embedding.output_norm
         return tuple(name for name in (*mixer, *self.feed_forward.norms, embedding) if name is not None)
 
@@ -303,6 +309,7 @@ class LayerSpec:
         return replace(
             self,
             mixer=self.mixer.with_schemes(scheme_of),
+            cross=None if self.cross is None else self.cross.with_schemes(scheme_of),
             feed_forward=self.feed_forward.with_schemes(scheme_of),
             embedding=None if self.embedding is None else self.embedding.with_schemes(scheme_of),
         )

@@ -7,6 +7,7 @@ import re
 from phonograph.errors import UnsupportedModelError
 from phonograph.models.families.encoders.bert import BERT, DISTILBERT, ROBERTA, XLM_ROBERTA
 from phonograph.models.families.encoders.modernbert import MODERNBERT, NOMIC_BERT
+from phonograph.models.families.encoders.whisper import WHISPER
 from phonograph.models.families.family import Family
 from phonograph.models.families.gemma import GEMMA, GEMMA2, GEMMA3
 from phonograph.models.families.gemma4 import GEMMA4
@@ -66,6 +67,8 @@ ENCODERS: dict[str, Family] = {
     "XLMRoberta": XLM_ROBERTA,
 }
 """Encoders by the beginning of the names of their architectures; `Model` and the ends of `_HEADS` follow."""
+SPEECH: dict[str, Family] = {"WhisperForConditionalGeneration": WHISPER}
+"""Encoders of audio with a decoder of text."""
 _HEADS = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
 _HEADLESS = re.compile("(Text)?Model$|ForSequenceClassification$|ForTokenClassification$")
 """Ends of the names of architectures that have another head, or none, than the logits of `ForCausalLM`."""
@@ -94,7 +97,7 @@ def find_architecture(name: str) -> Family:
     Raises:
         UnsupportedModelError: it is not implemented; the message lists the supported ones.
     """
-    found = ARCHITECTURES.get(name) or ARCHITECTURES.get(_HEADLESS.sub("ForCausalLM", name))
+    found = ARCHITECTURES.get(name) or SPEECH.get(name) or ARCHITECTURES.get(_HEADLESS.sub("ForCausalLM", name))
     found = found or next(
         (ENCODERS[name.removesuffix(head)] for head in _HEADS if name.removesuffix(head) in ENCODERS), None
     )
@@ -106,12 +109,12 @@ def find_architecture(name: str) -> Family:
         raise UnsupportedModelError(
             f"architecture {name!r} is not supported{reason}; supported are "
             f"{', '.join(sorted({*ARCHITECTURES, *WRAPPERS}))}; for embeddings and classes also "
-            f"{', '.join(ENCODERS)}"
+            f"{', '.join(ENCODERS)}; for speech {', '.join(SPEECH)}"
         )
     return found
 
 
 def known_fields() -> set[str]:
     """Return the fields of config.json that some family uses."""
-    families = (*ARCHITECTURES.values(), *ENCODERS.values())
+    families = (*ARCHITECTURES.values(), *ENCODERS.values(), *SPEECH.values())
     return {name for family in families for name in (*family.fields, *family.aliases)}

@@ -15,14 +15,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from phonograph.config.engine_config import EngineConfig
-from phonograph.errors import ConfigError, ModelError, UnsupportedModelError, shortened
+from phonograph.errors import ModelError, UnsupportedModelError, shortened
 from phonograph.files.catalog import CONFIGS_DIRECTORY, HUB_IDS
 from phonograph.files.gguf_file import read_gguf
 from phonograph.files.model_files import is_gguf, model_path, read_json
 from phonograph.models.context_length import context_length, rope_notes
 from phonograph.models.end_tokens import read_end_tokens, split_end_tokens
 from phonograph.models.families.family import Family
+from phonograph.models.heads.audio_encoder import AudioEncoder
 from phonograph.models.heads.feature_input import FeatureInput
 from phonograph.models.heads.find_pooler import with_pooler
 from phonograph.models.heads.pooler_spec import InputEmbedding, Pooler
@@ -40,8 +40,7 @@ from phonograph.models.layers.layer_embedding import LayerEmbeddings
 from phonograph.models.layers.layer_matrix import LayerMatrix, MatrixPart
 from phonograph.models.layers.rope import rope_tables, with_ropes
 from phonograph.models.layers.states.state_mixer import StateMixer
-from phonograph.models.quantization.float8 import Fp8Head
-from phonograph.models.quantization.quantization_config import choose_quantization, read_quantization
+from phonograph.models.quantization.quantization_config import read_quantization
 from phonograph.models.quantization.scheme import Quantization, Scheme
 from phonograph.models.registry import find_architecture, known_fields
 from phonograph.models.weights.gguf_config import (
@@ -74,6 +73,7 @@ class ModelSpec:
         factors: of embeddings, layers and logits.
         layer_embeddings: embeddings of a token in all layers, or None.
         input: embeddings beside those of tokens, or None.
+        encoder: encoder of audio whose states the layers' cross attention reads, or None.
         pooler: end of a model that generates nothing; None for logits.
         causal: a token attends to no later one.
         renames: patterns of names in the checkpoint, each with what replaces it.
@@ -100,6 +100,7 @@ class ModelSpec:
     factors: Factors = NO_FACTORS
     layer_embeddings: LayerEmbeddings | None = None
     input: InputEmbedding | None = None
+    encoder: AudioEncoder | None = None
     pooler: Pooler | None = None
     causal: bool = True
     final_norm: bool = True
@@ -117,8 +118,10 @@ class ModelSpec:
 
     @property
     def attentions(self) -> dict[int, LayerAttention]:
-        """Attention by the index of the layer, of those that have it."""
-        return {index: one.mixer for index, one in enumerate(self.layers) if isinstance(one.mixer, LayerAttention)}
+        """Attention by the index of the layer, of those that have it. Cross attention has `num_layers` added to it."""
+        found = {index: one.mixer for index, one in enumerate(self.layers) if isinstance(one.mixer, LayerAttention)}
+        crosses = enumerate((one.cross for one in self.layers), self.num_layers)
+        return found | {index: cross for index, cross in crosses if cross is not None}
 
     @property
     def states(self) -> dict[int, StateMixer]:
@@ -238,30 +241,6 @@ class ModelSpec:
 
 def _scheme_in(quantization: Quantization | None, prefix: str, name: str) -> Scheme | None:
     return None if quantization is None else quantization.scheme_of(prefix + name)
-
-
-def read_configured_model(config: EngineConfig, *, config_only: bool) -> ModelSpec:
-    """Return the spec of the configured model, in the configured weight format.
-
-    Raises:
-        ConfigError: the checkpoint is in another weight format, or its head cannot be converted.
-        ModelError: as `read_model_spec`.
-    """
-    folder = model_path(
-        config.model, revision=config.revision, config_only=config_only, download_dir=config.download_dir
-    )
-    if config.quantize_lm_head is not None and is_gguf(folder):
-        raise ConfigError("quantize_lm_head", config.quantize_lm_head, f"{folder} is a GGUF file; leave it out")
-    spec = read_model_spec(
-        folder, trust_remote_code=config.trust_remote_code, hf_overrides=config.hf_overrides, convert=config.convert
-    )
-    if spec.fp8_kv_cache and config.kv_cache_dtype != "fp8":
-        note = "the checkpoint has scales for a KV cache in FP8, which kv_cache_dtype=fp8 uses"
-        spec = replace(spec, notes=(*spec.notes, note))
-    if config.quantize_lm_head is not None:
-        spec = spec.with_head_scheme(Fp8Head(origin="FP8, made at load", scales="channel"))
-    quantization = choose_quantization(spec.quantization, config.quantization)
-    return spec if quantization is spec.quantization else spec.with_quantization(quantization)
 
 
 def read_model_spec(
@@ -386,6 +365,7 @@ def make_spec(
         eos_token_ids=eos_token_ids,
         norms=family.norms,
         input=tables_added,
+        encoder=family.encoder(settings),
         final_norm=family.final_norm,
         renames=family.renames,
         causal=family.is_causal(settings),

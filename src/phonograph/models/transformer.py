@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 import torch
 
-from phonograph.kernels.torch.layers import finish_logits, rms_norm
+from phonograph.kernels.torch.layers import finish_logits, layer_norm, rms_norm
+from phonograph.models.heads.audio_encoder import AudioEncoderWeights
 from phonograph.models.heads.encoder_ends import InputWeights, StageWeights
 from phonograph.models.layers.kernel_set import (
     Attend,
@@ -57,6 +58,7 @@ class BoundLayer(NamedTuple):
     feed_forward: FeedForwardPart
     embedding: LayerEmbeddingPart | None
     tap_TE: torch.Tensor | None
+    cross: MixerPart | None
 
 
 class Transformer:
@@ -93,8 +95,16 @@ class Transformer:
         self.parameters = allocate.parameters
         self.quantized = allocate.quantized
         self.weights = [
-            LayerWeights.make(layer, index, spec.hidden_size, allocate) for index, layer in enumerate(spec.layers)
+            LayerWeights.make(layer, index, spec.hidden_size, allocate, spec.num_layers)
+            for index, layer in enumerate(spec.layers)
         ]
+        self.encoder = None
+        if spec.encoder is not None:
+            layers = [
+                LayerWeights.make(layer, index, spec.hidden_size, allocate)
+                for index, layer in enumerate(spec.encoder.layers)
+            ]
+            self.encoder = AudioEncoderWeights(spec.encoder, layers, allocate, spec.rms_norm_eps)
         self.layer_embeddings = (
             None
             if spec.layer_embeddings is None
@@ -165,9 +175,13 @@ class Transformer:
                 _feed_forward(kernels, layer, self.expert_load.get(index)),
                 None if layer.embedding is None else kernels.layer_embedding(layer.embedding),
                 taps.get(index),
+                None if layer.cross is None else kernels.attention(layer.cross),
             )
             for index, layer in enumerate(self.weights)
         ]
+        if self.encoder is not None:
+            parts = [(_mixer(kernels, layer), _feed_forward(kernels, layer, None)) for layer in self.encoder.layers]
+            self.encoder.bind(parts)
         self._head = None if self.spec.pooler else kernels.head(self.final_norm, self.lm_head)
         self._link(self.layers)
 
@@ -216,6 +230,8 @@ class Transformer:
             if layer is last:
                 step = step._replace(rows_P=rows_P, num_kept=num_kept)
             stream = layer.mixer(stream, step)
+            if layer.cross is not None:
+                stream = layer.cross(stream, step)
             stream = layer.feed_forward(stream)
             if layer.embedding is not None:
                 stream = layer.embedding(stream, step)
@@ -223,10 +239,21 @@ class Transformer:
                 layer.tap_TE[: len(stream.hidden_TE)].copy_(stream.hidden_TE)
         return stream.hidden_TE
 
+    def attention_weights(self, index: int) -> AttentionWeights:
+        """Return the weights of an attention by its index in `ModelSpec.attentions`."""
+        layer = self.weights[index % len(self.weights)]
+        weights = layer.mixer if index < len(self.weights) else layer.cross
+        assert isinstance(weights, AttentionWeights)
+        return weights
+
     def prompt_logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
         """Return logits [N, V] of any number of rows, with torch's operators, which allocate them."""
         assert self.final_norm is not None
-        logits_NP = self.lm_head.product(rms_norm(hidden_NE, self.final_norm, self._eps))
+        if self.spec.norms.layer:
+            normed_NE = layer_norm(hidden_NE, self.final_norm, self.spec.rms_norm_eps)
+        else:
+            normed_NE = rms_norm(hidden_NE, self.final_norm, self._eps)
+        logits_NP = self.lm_head.product(normed_NE)
         factors = self.spec.factors
         return self.kernels.gathered(finish_logits(logits_NP, factors.logits, factors.softcap))
 
@@ -272,7 +299,9 @@ class Transformer:
         beginning.then = layers[0].mixer
         for layer, following in zip_longest(layers, layers[1:]):
             after = None if following is None else following.mixer
-            layer.mixer.then = layer.feed_forward
+            layer.mixer.then = layer.cross or layer.feed_forward
+            if layer.cross is not None:
+                layer.cross.then = layer.feed_forward
             layer.feed_forward.then = after if layer.embedding is None else layer.embedding
             if layer.embedding is not None:
                 layer.embedding.then = after
@@ -288,6 +317,8 @@ class Transformer:
         views = {} if self.final_norm is None else norm_views("model.norm", self.final_norm)
         if self.input is not None:
             views |= {f"model.{name}": view for name, view in self.input.checkpoint_views().items()}
+        if self.encoder is not None:
+            views |= self.encoder.checkpoint_views()
         for stage in self.stages:
             views |= stage.checkpoint_views()
         if self.features is None:

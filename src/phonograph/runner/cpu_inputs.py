@@ -7,6 +7,7 @@ number of vectorized NumPy calls, however many requests there are.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -32,12 +33,21 @@ class CpuInputs:
         slots           [R]       int32   -1 for empty rows
         checkpoints     [3, R]    int32   -1 for none
         block_tables    [G, R, N] int32
+        encoder_lens    [R]       int32   keys of cross attention: positions of the encoder, 0 for empty rows
         logits_rows     [L]       int64   rows of `hidden` that have logits, L = max_num_logits
         num_reqs        [1]       int32   requests of the step without padding
 
     Each has a NumPy view of the same name with the suffix `_np`, through which it is written.
 
     State of the sequences by slot: token_ids [R, max_model_len + 1], slot_blocks [G, R, N].
+
+    Args:
+        max_num_seqs: R.
+        max_num_tokens: T.
+        max_model_len: tokens of the longest sequence.
+        block_sizes: tokens of a block in each KV group.
+        max_num_logits: L; R if None.
+        encoder_lens: `KVGroup.encoder_len` of each group; none if no group has it.
     """
 
     def __init__(
@@ -48,9 +58,11 @@ class CpuInputs:
         max_model_len: int,
         block_sizes: Sequence[int],
         max_num_logits: int | None = None,
+        encoder_lens: Sequence[int] = (),
     ) -> None:
         self.block_sizes = tuple(block_sizes)
-        most_blocks = blocks_for(max_model_len, min(block_sizes))
+        self._encoder_lens = encoder_lens or (0,) * len(block_sizes)
+        most_blocks = blocks_for(max(max_model_len, *self._encoder_lens), min(block_sizes))
         self.max_model_len = max_model_len
         # A column more, for a draft head, whose entry of a token has the next one.
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
@@ -62,6 +74,7 @@ class CpuInputs:
         self.slot_mappings_np = np.full((len(block_sizes), max_num_tokens), -1, np.int64)
         self.query_start_loc_np = np.zeros(max_num_seqs + 1, np.int32)
         self.seq_lens_np = np.zeros(max_num_seqs, np.int32)
+        self.encoder_lens_np = np.zeros(max_num_seqs, np.int32)
         self.slots_np = np.full(max_num_seqs, -1, np.int32)
         self.checkpoints_np = np.full((3, max_num_seqs), -1, np.int32)
         self.block_tables_np = np.zeros_like(self.slot_blocks)
@@ -72,6 +85,7 @@ class CpuInputs:
         self.slot_mappings = torch.from_numpy(self.slot_mappings_np).unbind()
         self.query_start_loc = torch.from_numpy(self.query_start_loc_np)
         self.seq_lens = torch.from_numpy(self.seq_lens_np)
+        self.encoder_lens = torch.from_numpy(self.encoder_lens_np)
         self.slots = torch.from_numpy(self.slots_np)
         self.checkpoints = torch.from_numpy(self.checkpoints_np)
         self.block_tables = torch.from_numpy(self.block_tables_np).unbind()
@@ -159,9 +173,17 @@ class CpuInputs:
         self.positions_np[:num_tokens] = positions
         self.input_ids_np[:num_tokens] = self.token_ids[token_slots, positions]
         longest = int(seq_lens[:num_reqs].max())
-        for size, blocks, table, mapping in zip(
-            self.block_sizes, self.slot_blocks, self.block_tables_np, self.slot_mappings_np, strict=True
+        for size, length, blocks, table, mapping in zip(
+            self.block_sizes,
+            self._encoder_lens,
+            self.slot_blocks,
+            self.block_tables_np,
+            self.slot_mappings_np,
+            strict=True,
         ):
+            if length:  # The encoder wrote these keys when the sequence started.
+                table[:num_reqs] = blocks[slots]
+                continue
             block, offset = np.divmod(positions, size)
             mapping[:num_tokens] = blocks[token_slots, block] * size + offset
             num_blocks = blocks_for(longest, size)
@@ -185,7 +207,15 @@ class CpuInputs:
             self.positions_np[num_tokens:padded_tokens] = 0
             self.slot_mappings_np[:, num_tokens:padded_tokens] = -1
         views = padded_views(self, padded_reqs, padded_tokens)
-        return metadata_of(rows, views, query_start_loc[: padded_reqs + 1], seq_lens[:padded_reqs])
+        commons = metadata_of(rows, views, query_start_loc[: padded_reqs + 1], seq_lens[:padded_reqs])
+        if not any(self._encoder_lens):
+            return commons
+        self.encoder_lens_np[:num_reqs], self.encoder_lens_np[num_reqs:padded_reqs] = max(self._encoder_lens), 0
+        lens, lens_cpu = self.encoder_lens[:padded_reqs], self.encoder_lens_np[:padded_reqs]
+        return tuple(
+            replace(common, max_seq_len=length, seq_lens=lens, seq_lens_cpu=lens_cpu) if length else common
+            for common, length in zip(commons, self._encoder_lens, strict=True)
+        )
 
     def load(self, batch: SyntheticBatch, key: GraphKey) -> tuple[CommonMetadata, ...]:
         """Write a synthetic batch; see `Inputs.load`."""

@@ -36,7 +36,7 @@ class GroupBuilder:
 
     def __init__(self, backends: Sequence[AnyBackend]) -> None:
         self._sources = plan_sources(backends)
-        self._causal = backends[0].spec.kind is AttentionKind.DECODER
+        self._causal = [one.spec.kind is AttentionKind.DECODER for one in backends]
         self._builders = {group: backends[group].make_builder() for group in dict.fromkeys(self._sources)}
         self.units = next((one.units for one in self._builders.values() if one.units is not None), None)
 
@@ -49,7 +49,7 @@ class GroupBuilder:
         """
         made: list[AttentionMetadata] = []
         for group, (source, given) in enumerate(zip(self._sources, commons, strict=True)):
-            common = given if self._causal else replace(given, causal=False)
+            common = given if self._causal[group] else replace(given, causal=False)
             if source == group:
                 made.append(self._builders[group].build(common, key=key))
             else:

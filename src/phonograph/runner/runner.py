@@ -24,6 +24,7 @@ from phonograph.graphs.runtime import CapturedGraph, GraphRuntime
 from phonograph.kernels.ranks import Ranks
 from phonograph.runner.group_builder import GroupBuilder
 from phonograph.runner.kernel_shapes import eager_shapes, graph_shapes
+from phonograph.runner.pools.encoder_keys import EncoderKeys
 from phonograph.runner.sequences import Sequences
 from phonograph.runner.step_inputs import Inputs, StepRows
 from phonograph.runner.step_program import StepOutputs, StepProgram
@@ -83,6 +84,8 @@ class Runner:
         self._sampling = sampling
         self._sequences = sequences
         self._ranks = ranks
+        model = program.model
+        self._encoder_keys = None if model.spec.encoder is None else EncoderKeys(model, program.attention)
         self._graphs: dict[GraphKey, CapturedGraph] = {}
         self._prepared_for: GraphKey | None = None
 
@@ -92,6 +95,8 @@ class Runner:
             failures = SlotFailures()
             self._sequences.take_over(batch, failures)
             self._inputs.take_over(batch, failures)
+            if self._encoder_keys is not None:
+                self._encoder_keys.write(batch, failures)
             if batch.copies:
                 self._program.attention.copy_pages(batch.copies)
             scores_prompts = self._sequences.scores_prompts(batch)

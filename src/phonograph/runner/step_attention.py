@@ -83,7 +83,7 @@ class StepAttention:
             layer: index of the layer.
         """
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
-        group = self._group(layer)
+        group = self.group(layer)
         if not self._backends[group].clears_padding:
             out_THD.zero_()
         if k_TKD is not None and v_TKD is not None:
@@ -93,7 +93,7 @@ class StepAttention:
 
     def kv_target(self, layer: int, num_tokens: int) -> KVTarget:
         """Return the destination of a layer's keys and values, for a kernel that writes them itself."""
-        place, group = self._places[layer], self._group(layer)
+        place, group = self._places[layer], self.group(layer)
         values = self.layers[place]
         return KVTarget(
             self._kv_caches[place],
@@ -105,7 +105,7 @@ class StepAttention:
 
     def block_table(self, layer: int) -> torch.Tensor:
         """Return the block table that a layer reads in the step that runs next."""
-        return self._metadata(self._group(layer)).common.block_table
+        return self._metadata(self.group(layer)).common.block_table
 
     def read(self, q_THD: torch.Tensor, layer: int, out_THD: torch.Tensor) -> None:
         """Attend to the cache, which already has the step's keys and values; write into `out_THD`."""
@@ -125,17 +125,17 @@ class StepAttention:
         self._backends[group].schedule(self._metadata(group))
 
     def _write(self, layer: int, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> None:
-        self._backends[self._group(layer)].write_kv(k_TKD, v_TKD, self._call(layer))
+        self._backends[self.group(layer)].write_kv(k_TKD, v_TKD, self._call(layer))
 
     def _read(self, layer: int, q_THD: torch.Tensor, out_THD: torch.Tensor) -> None:
-        self._backends[self._group(layer)].forward(q_THD, self._call(layer), out_THD)
+        self._backends[self.group(layer)].forward(q_THD, self._call(layer), out_THD)
 
     def _call(self, layer: int) -> AnyCall:
         # Created at each call: between pieces `_read` runs again at each replay, with that step's metadata.
         place = self._places[layer]
         return AttentionCall(self.layers[place], self._kv_caches[place], self._metadata(self._groups[place]))
 
-    def _group(self, layer: int) -> int:
+    def group(self, layer: int) -> int:
         return self._groups[self._places[layer]]
 
     def _metadata(self, group: int) -> AttentionMetadata:

@@ -210,7 +210,8 @@ def _few_layers(model: Transformer, layers: Sequence[AttentionLayer]) -> list[in
         # A library may read a layer's scale tensors once, which must not happen in a capture.
         values = (getattr(layer, field.name) for field in fields(layer) if field.name != "index")
         kind = tuple(id(value) if isinstance(value, torch.Tensor) else value for value in values)
-        attentions.setdefault(kind, layer.index)
+        # Cross attention is of the layer of `len(specs)` less.
+        attentions.setdefault(kind, layer.index % len(specs))
     pairs = {(one.kind, other.kind): index for index, (one, other) in reversed([*enumerate(pairwise(specs))])}
     neighbours = {index + side for index in pairs.values() for side in (0, 1)}
     return sorted({0, len(specs) - 1, *attentions.values(), *neighbours})

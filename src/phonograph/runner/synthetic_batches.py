@@ -15,7 +15,7 @@ import numpy as np
 
 from phonograph.attention.metadata import CommonMetadata
 from phonograph.core.batch import StateCopy
-from phonograph.core.blocks import blocks_for, most_step_tokens, most_tokens
+from phonograph.core.blocks import blocks_for, group_blocks, most_step_tokens, most_tokens
 from phonograph.core.kv_group import KVGroup
 from phonograph.errors import MemoryLimitError
 from phonograph.graphs.modes import GraphKey, GraphSet
@@ -69,7 +69,7 @@ class SyntheticBatches:
         self._groups = groups
         self._sizes = [group.block_size for group in groups]
         # Tokens of a common prefix are whole blocks of each group of full attention.
-        self._shared_sizes = [group.block_size for group in groups if group.window is None]
+        self._shared_sizes = [group.block_size for group in groups if group.window is None and not group.encoder_len]
         self._num_blocks = num_blocks
         self._vocab_size = vocab_size
 
@@ -77,7 +77,7 @@ class SyntheticBatches:
         """Return the tokens of the largest batch without context, of at most `max_num_seqs` sequences."""
         return most_step_tokens(
             num_blocks=self._num_blocks,
-            block_sizes=self._sizes,
+            groups=self._groups,
             max_model_len=self._max_model_len,
             max_num_seqs=max_num_seqs,
         )
@@ -170,7 +170,7 @@ class SyntheticBatches:
         return count
 
     def _blocks_of(self, lengths: list[int]) -> int:
-        return sum(blocks_for(length, size) for size in self._sizes for length in lengths)
+        return sum(group_blocks(group, length) for group in self._groups for length in lengths)
 
     def _most_context_blocks(self, context: int) -> int:
         """Return a bound on the blocks that a context takes beside those of its query."""
@@ -179,22 +179,23 @@ class SyntheticBatches:
             if group.window is None
             else min(blocks_for(context, group.block_size), blocks_for(group.window, group.block_size) + 1)
             for group in self._groups
+            if not group.encoder_len
         )
 
     def _ragged(self, key: GraphKey, rng: np.random.Generator) -> list[int]:
         """Draw query lengths, decodes first, of at most key.num_tokens in total."""
         budget = int(rng.integers(max(1, key.num_tokens * 3 // 4), key.num_tokens + 1))
         # Each sequence may leave one block partly empty, which bounds the number of sequences.
-        groups, blocks = len(self._groups), self._blocks_of([budget])
-        most = max(1, min(key.num_reqs, budget, (self._num_blocks - blocks) // groups))
+        least, blocks = self._blocks_of([1]), self._blocks_of([budget])
+        most = max(1, min(key.num_reqs, budget, (self._num_blocks - blocks) // least))
         num_reqs = int(rng.integers(1, most + 1)) if rng.random() < 0.5 else int(rng.integers(1, min(most, 4) + 1))
         num_reqs = max(num_reqs, blocks_for(budget, self._max_model_len))
         cuts = np.sort(rng.choice(np.arange(1, budget), size=num_reqs - 1, replace=False)) if num_reqs > 1 else []
         lengths: list[int] = []
         free = self._num_blocks
         for left, length in zip(range(num_reqs, 0, -1), np.diff(np.array([0, *cuts, budget])), strict=True):
-            # One block of each group is reserved for each later sequence.
-            room = free - (left - 1) * len(self._groups)
+            # The least blocks are reserved for each later sequence.
+            room = free - (left - 1) * least
             fitting = most_tokens(room, lambda tokens: self._blocks_of([tokens]), min(int(length), self._max_model_len))
             free -= self._blocks_of([fitting])
             lengths.append(fitting)
@@ -238,7 +239,10 @@ class SyntheticBatches:
             max_lens: see `SyntheticBatch`.
         """
         sharing, prefix_len = prefix
-        num_shared = [0 if group.window is not None else prefix_len // group.block_size for group in self._groups]
+        num_shared = [
+            0 if group.window is not None or group.encoder_len else prefix_len // group.block_size
+            for group in self._groups
+        ]
         lengths = [*zip(context_lens, query_lens, strict=True)]
         needed = [
             _blocks_in_use(group, *length) - (shared if index < sharing else 0)
@@ -295,4 +299,4 @@ def _blocks_freed(group: KVGroup, context: int) -> int:
 
 
 def _blocks_in_use(group: KVGroup, context: int, query: int) -> int:
-    return blocks_for(context + query, group.block_size) - _blocks_freed(group, context)
+    return group_blocks(group, context + query) - _blocks_freed(group, context)

@@ -121,7 +121,7 @@ class RunnerSubject:
         with torch.inference_mode(), runner.runtime.scope():
             places = [self._places(group) for group in range(len(self._groups))]
             for (blocks, offsets), group in zip(places, self._groups, strict=True):
-                for layer in group.layers:
+                for layer in () if group.encoder_len else group.layers:
                     self._kv_caches[layer][:, blocks, offsets] = float("nan")
             self._fill_states()
             if poisons:
@@ -131,6 +131,8 @@ class RunnerSubject:
             results = {name: tensor.clone() for name, tensor in outputs._asdict().items()}
             results["drafts"] = runner.step_drafts().clone()
             for index, ((blocks, offsets), group) in enumerate(zip(places, self._groups, strict=True)):
+                if group.encoder_len:
+                    continue
                 written = [self._kv_caches[layer][:, blocks, offsets].float() for layer in group.layers]
                 results[self._name("kv", index)] = torch.stack(written)
             results |= self._state_results()

@@ -92,6 +92,8 @@ class RequestBlocks:
         # The most blocks that a decode takes in a step, by window.
         self._step_blocks: Counter[int | None] = Counter()
         for group in groups:
+            if group.encoder_len:
+                continue
             self._step_blocks[group.window] += blocks_for(1 + most_drafts, group.block_size)
         self._slides = any(group.window is not None for group in groups)
 

@@ -63,8 +63,8 @@ def explain(
     from phonograph.cli.attention_matrix import make_matrix
     from phonograph.cli.group_lines import group_names
     from phonograph.engine.plan import make_plan, resolve_attention
+    from phonograph.engine.startup.configured_model import read_configured_model
     from phonograph.files.catalog import catalog_name
-    from phonograph.models.spec import read_configured_model
     from phonograph.runner.runner import shape_of
 
     device = planned_device(config, device_name)

@@ -77,7 +77,7 @@ def simulate(
     from phonograph.engine.offline.simulation.fleet import simulate as run
     from phonograph.engine.offline.simulation.step_times import RooflineTimes, read_table
     from phonograph.engine.plan import make_plan
-    from phonograph.models.spec import read_configured_model
+    from phonograph.engine.startup.configured_model import read_configured_model
 
     engines = config.data_parallel_size if num_engines is None else num_engines
     check_at_least("num_engines", engines, 1)

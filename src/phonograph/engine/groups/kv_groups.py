@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from phonograph.attention.attention_spec import UNBOUNDED, AttentionSpec
+from phonograph.attention.attention_spec import UNBOUNDED, AttentionKind, AttentionSpec
 from phonograph.core.kv_group import KVGroup
 from phonograph.errors import ConfigError, UnsupportedModelError, counted
 
@@ -98,7 +98,8 @@ class KVGroups:
 
 def group_name(index: int, group: KVGroup) -> str:
     """Return the name of a group in messages."""
-    return f"KV group {index} ({counted(len(group.layers), 'layer')}, {window_name(group.window)})"
+    name = f"{group.encoder_len} positions of the encoder" if group.encoder_len else window_name(group.window)
+    return f"KV group {index} ({counted(len(group.layers), 'layer')}, {name})"
 
 
 def window_name(window: int | None) -> str:
@@ -113,6 +114,7 @@ def make_kv_groups(
     block_size: int | None = None,
     sources: Sequence[int | None] | None = None,
     indices: Sequence[int] | None = None,
+    encoder_len: int = 0,
 ) -> KVGroups:
     """Group the layers of a model.
 
@@ -125,6 +127,7 @@ def make_kv_groups(
         sources: for each of `layers` the one whose keys and values it reads, None for its own; None if all have their
             own.
         indices: index in the model of each of `layers`; None if all layers have attention.
+        encoder_len: positions of the encoder that cross attention reads.
 
     Raises:
         ConfigError: the configured block size makes pages of several sizes.
@@ -149,7 +152,8 @@ def make_kv_groups(
             members = tuple(found[first : first + most])
             reads = tuple(numbers[one] for one in sorted(one for member in members for one in readers.get(member, ())))
             written = tuple(numbers[member] for member in members)
-            groups.append(KVGroup(layers=written, block_size=size, window=window, readers=reads))
+            positions = encoder_len if kind.kind is AttentionKind.ENCODER_DECODER else 0
+            groups.append(KVGroup(layers=written, block_size=size, window=window, readers=reads, encoder_len=positions))
             windows = tuple(sorted({layers[index].windows[0] for index in found}))
             specs.append(replace(kind, block_size=size, windows=windows))
     return KVGroups(groups=tuple(groups), specs=tuple(specs), layers_per_page=most)

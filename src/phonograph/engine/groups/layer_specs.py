@@ -23,6 +23,11 @@ def layer_specs(config: EngineConfig, model: ModelSpec, dtype: str, device: Devi
         device: its default block size.
     """
 
+    def kind(layer: LayerAttention) -> AttentionKind:
+        if layer.memory is not None:
+            return AttentionKind.ENCODER_DECODER
+        return AttentionKind.DECODER if model.causal else AttentionKind.ENCODER_ONLY
+
     def layer_spec(layer: LayerAttention) -> AttentionSpec:
         return AttentionSpec(
             num_query_heads=layer.num_query_heads,
@@ -31,13 +36,16 @@ def layer_specs(config: EngineConfig, model: ModelSpec, dtype: str, device: Devi
             dtype=dtype,
             kv_cache_dtype=KV_CACHE_DTYPES.get(config.kv_cache_dtype, dtype),
             block_size=config.block_size or _DEFAULT_BLOCK_SIZE[device.kind],
-            kind=AttentionKind.DECODER if model.causal else AttentionKind.ENCODER_ONLY,
+            kind=kind(layer),
             layout=KVLayout(config.kv_cache_layout),
             windows=(layer.window,),
             softcap=layer.softcap,
             sinks=layer.sinks,
             speculative_tokens=config.draft_tokens,
-            shared_prefixes=config.cascade_attention == "auto" and model.pooler is None and not model.states,
+            shared_prefixes=config.cascade_attention == "auto"
+            and model.pooler is None
+            and not model.states
+            and model.encoder is None,
             batch_invariant=config.batch_invariant,
         )
 

@@ -81,6 +81,7 @@ class CpuPlatform:
             max_model_len=limits.max_model_len,
             block_sizes=plan.kv.block_sizes,
             max_num_logits=limits.max_num_logits,
+            encoder_lens=[group.encoder_len for group in plan.kv.groups],
         )
         states_TF, taps = make_states(plan, model)
         _bind(model, limits.max_model_len, taps, max_num_tokens=limits.max_num_batched_tokens, ranks=self._ranks)

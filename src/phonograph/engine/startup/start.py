@@ -13,12 +13,12 @@ from phonograph.config.engine_config import EngineConfig
 from phonograph.engine.build import Engine, build_engine, this_device
 from phonograph.engine.plan import EnginePlan, make_plan
 from phonograph.engine.process.client import StartProgress, no_progress
+from phonograph.engine.startup.configured_model import read_configured_model
 from phonograph.engine.startup.early_start import pause_collector, resume_collector
 from phonograph.errors import CaptureError, ConfigError, PhonographError, counted
 from phonograph.files.model_files import model_path
 from phonograph.graphs.modes import GraphMode
 from phonograph.graphs.verification import VerifyReport, verify
-from phonograph.models.spec import read_configured_model
 from phonograph.models.weights.loading import weight_files
 from phonograph.models.weights.tensor_parallel import SETTING
 from phonograph.models.weights.tied_embeddings import match_tied_embeddings

@@ -49,6 +49,10 @@ def with_pooler(
         ModelError: a file is unusable, or sizes do not go together.
     """
     name, length, source = spec.architecture, spec.context_length, spec.context_source
+    if spec.encoder is not None:
+        if convert == "embed":
+            raise UnsupportedModelError(f"convert=embed makes no embeddings of {name}, which writes text of audio")
+        return spec
     if raw.get(TOKENS) is not None and (family.encodes or not name.endswith(CLASSIFIER)):
         problem = f"makes a classifier of a decoder's head; set architectures to one that ends in {CLASSIFIER}"
         raise UnsupportedModelError(f"{TOKENS} {problem}, not {name}")

@@ -18,11 +18,13 @@ class MatrixPart(NamedTuple):
         name: last component of its name in a checkpoint.
         num_outputs: its outputs.
         scheme: its weight format; None for the model's type.
+        bias: False for a part without a bias in a matrix that has one.
     """
 
     name: str
     num_outputs: int
     scheme: Scheme | None = None
+    bias: bool = True
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,7 @@ class LayerMatrix:
             rows: dict[str, tuple[int, ...]] = (
                 {} if part.scheme is not None else {"weight": (part.num_outputs, self.num_inputs)}
             )
-            if self.bias:
+            if self.bias and part.bias:
                 rows["bias"] = (part.num_outputs,)
             for kind, shape in rows.items():
                 yield self.tensor_name(name, kind), shape if self.fused is None else self.fused.shape(kind, shape)

@@ -54,7 +54,9 @@ class Linear:
         views: dict[str, torch.Tensor] = {}
         counts = [part.num_outputs for _, part in spec.projections()]
         for kind, outputs in whole.items():
-            for (name, _), rows in zip(spec.projections(), outputs.split(counts), strict=True):
+            for (name, part), rows in zip(spec.projections(), outputs.split(counts), strict=True):
+                if kind == "bias" and not part.bias:
+                    continue
                 views[spec.tensor_name(name, kind)] = rows if spec.fused is None else spec.fused.view(kind, rows)
         return views
 
@@ -120,4 +122,7 @@ class WeightAllocator:
         else:
             weight = scheme.allocate(num_outputs, num_inputs, self.empty)
             self.quantized.append(weight)
-        return Linear(matrix, weight, self.tensor(num_outputs) if matrix.bias else None)
+        bias_O = self.tensor(num_outputs) if matrix.bias else None
+        if bias_O is not None and not all(part.bias for part in matrix.parts):
+            bias_O.zero_()
+        return Linear(matrix, weight, bias_O)

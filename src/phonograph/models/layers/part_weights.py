@@ -37,6 +37,7 @@ class AttentionWeights:
             None. Norms over all heads have other weights for each head. Without keys of its own, a layer has [H, D].
         sinks: float32 [H], or None.
         input_norm: [E], or None; so is `output_norm`. A layer norm has [2, E]: its weight and its bias.
+        memory: keys and values of an encoder's states, one matrix with 2K * D outputs, or None.
     """
 
     spec: LayerAttention
@@ -47,11 +48,12 @@ class AttentionWeights:
     sinks: torch.Tensor | None
     output: Linear
     output_norm: torch.Tensor | None
+    memory: Linear | None = None
 
     @property
     def linears(self) -> tuple[Linear, ...]:
         """The matrices in the order of the products."""
-        return self.qkv, self.output
+        return (self.qkv, self.output) if self.memory is None else (self.memory, self.qkv, self.output)
 
     @classmethod
     def make(cls, spec: LayerAttention, layer: int, norm: Norm, allocate: WeightAllocator) -> AttentionWeights:
@@ -66,6 +68,7 @@ class AttentionWeights:
             sinks=allocate.tensor(spec.num_query_heads, dtype=torch.float32) if spec.sinks else None,
             output=allocate.linear(spec.output),
             output_norm=norm(spec.output_norm),
+            memory=None if spec.memory is None else allocate.linear(spec.memory),
         )
 
     def own_views(self) -> dict[str, torch.Tensor]:
@@ -156,10 +159,16 @@ class LayerWeights:
     feed_forward: FeedForwardWeights | ExpertsWeights
     embedding: LayerEmbeddingWeights | None
     scalar: torch.Tensor | None
+    cross: AttentionWeights | None
 
     @classmethod
-    def make(cls, spec: LayerSpec, layer: int, hidden_size: int, allocate: WeightAllocator) -> LayerWeights:
-        """Allocate the weights without contents. Dummy weights are drawn in this order."""
+    def make(
+        cls, spec: LayerSpec, layer: int, hidden_size: int, allocate: WeightAllocator, num_layers: int = 0
+    ) -> LayerWeights:
+        """Allocate the weights without contents. Dummy weights are drawn in this order.
+
+        Cross attention counts as the layer of `num_layers` more.
+        """
         mixer, feed_forward = spec.mixer, spec.feed_forward
 
         def norm(name: str | None) -> torch.Tensor | None:
@@ -170,6 +179,9 @@ class LayerWeights:
             if isinstance(mixer, LayerAttention)
             else StateWeights.make(mixer, layer, norm, allocate)
         )
+        cross = None
+        if spec.cross is not None:
+            cross = AttentionWeights.make(spec.cross, num_layers + layer, norm, allocate)
         of_feed_forward = _any_feed_forward(feed_forward, norm, allocate)
         scalar = None if spec.scalar is None else allocate.tensor(1)
         embedding = None
@@ -184,19 +196,23 @@ class LayerWeights:
             )
         elif scalar is not None:
             of_feed_forward = replace(of_feed_forward, scalar=scalar)
-        return cls(spec=spec, mixer=of_mixer, feed_forward=of_feed_forward, embedding=embedding, scalar=scalar)
+        return cls(
+            spec=spec, mixer=of_mixer, feed_forward=of_feed_forward, embedding=embedding, scalar=scalar, cross=cross
+        )
 
     @property
     def linears(self) -> tuple[Linear, ...]:
         """The matrices in the order of the products."""
         embedding = () if self.embedding is None else (self.embedding.gate, self.embedding.output)
-        return *self.mixer.linears, *self.feed_forward.linears, *embedding
+        cross = () if self.cross is None else self.cross.linears
+        return *self.mixer.linears, *cross, *self.feed_forward.linears, *embedding
 
     def checkpoint_views(self) -> dict[str, torch.Tensor]:
         """Return the destination of each tensor of a checkpoint by its name in the layer: views of fused weights."""
         mixer = self.mixer
         views = mixer.own_views() if isinstance(mixer, AttentionWeights) else dict(mixer.others)
         parts: list[AttentionWeights | StateWeights | FeedForwardWeights | ExpertsWeights] = [mixer, self.feed_forward]
+        parts += [] if self.cross is None else [self.cross]
         if isinstance(self.feed_forward, ExpertsWeights):
             views |= self.feed_forward.own_views()
             parts += [] if self.feed_forward.shared is None else [self.feed_forward.shared]

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from phonograph.models.heads.audio_encoder import PREFIX as ENCODER
 from phonograph.models.layer_spec import LayerAttention, LayerSpec
 from phonograph.models.wrapper import is_norm
 
@@ -33,6 +34,12 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         shapes["model.per_layer_projection_norm.weight"] = (size,)
     for index, layer in enumerate(spec.layers):
         shapes |= {f"{_LAYERS}.{index}.{name}": shape for name, shape in _layer_tensors(layer, hidden, norm_tensors)}
+    if spec.encoder is not None:
+        encoder = spec.encoder
+        shapes |= {f"{ENCODER}.{name}": shape for name, shape in encoder.tensors()}
+        for index, layer in enumerate(encoder.layers):
+            tensors = _layer_tensors(layer, encoder.hidden_size, norm_tensors)
+            shapes |= {f"{ENCODER}.layers.{index}.{name}": shape for name, shape in tensors}
     if spec.has_final_norm:
         shapes |= {f"model.norm.{kind}": (hidden,) for kind in norm_tensors}
     if not spec.tie_word_embeddings and spec.head.scheme is None and spec.owns_head:

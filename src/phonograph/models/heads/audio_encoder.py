@@ -1,0 +1,119 @@
+"""Encoder of audio: log-mel frames become the states that a decoder's cross attention reads (Whisper).
+
+Radford et al., "Robust Speech Recognition via Large-Scale Weak Supervision" (2022, arXiv:2212.04356): two convolutions,
+of which the second halves the frames, learned positions, layers that look to both sides, and a norm. The layers are
+those of a kernel set; each audio has the same number of frames, so that attention needs no pages.
+
+Shapes: B audios, M mel bins, P positions, E hidden size, H heads, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch.nn import functional
+
+from phonograph.kernels.torch.layers import layer_norm
+from phonograph.models.layer_spec import LayerSpec
+from phonograph.models.layers.linear import WeightAllocator, norm_views
+
+if TYPE_CHECKING:
+    from phonograph.models.layers.kernel_set import Attend, FeedForwardPart, KernelSet, MixerPart
+    from phonograph.models.layers.part_weights import LayerWeights
+
+PREFIX = "model.encoder"
+"""Prefix of the names of the encoder's tensors."""
+_TAPS = 3
+"""Frames that a convolution reads."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AudioEncoder:
+    """The encoder as plain values.
+
+    Attributes:
+        num_mel_bins: M, numbers of a frame.
+        num_positions: P, states of an audio, which has 2 * P frames.
+        hidden_size: E, that of the decoder too.
+        layers: layers without rope and window.
+    """
+
+    num_mel_bins: int
+    num_positions: int
+    hidden_size: int
+    layers: tuple[LayerSpec, ...]
+
+    def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield the name behind the prefix and the shape of each tensor that is of no layer."""
+        size = self.hidden_size
+        for number, inputs in ((1, self.num_mel_bins), (2, size)):
+            yield f"conv{number}.weight", (size, inputs, _TAPS)
+            yield f"conv{number}.bias", (size,)
+        yield "embed_positions.weight", (self.num_positions, size)
+        yield "layer_norm.weight", (size,)
+        yield "layer_norm.bias", (size,)
+
+
+class AudioEncoderWeights:
+    """Weights of the encoder, and its forward pass on a kernel set.
+
+    Attributes:
+        spec: the encoder as values.
+        layers: weights of its layers.
+    """
+
+    def __init__(self, spec: AudioEncoder, layers: list[LayerWeights], allocate: WeightAllocator, eps: float) -> None:
+        self.spec = spec
+        self.layers = layers
+        self._eps = eps
+        self._norm_2E = allocate.layer_norm(spec.hidden_size, bias=True)
+        shapes = {name: shape for name, shape in spec.tensors() if not name.startswith("layer_norm")}
+        self._tensors = {name: allocate.tensor(*shape) for name, shape in shapes.items()}
+        self._parts: list[tuple[MixerPart, FeedForwardPart]] = []
+
+    def bind(self, parts: list[tuple[MixerPart, FeedForwardPart]]) -> None:
+        """Take the parts of the layers, made by a kernel set."""
+        self._parts = parts
+
+    def checkpoint_views(self) -> dict[str, torch.Tensor]:
+        """Return the destination of each tensor of a checkpoint by its name."""
+        views = self._tensors | norm_views("layer_norm", self._norm_2E)
+        for index, layer in enumerate(self.layers):
+            views |= {f"layers.{index}.{name}": view for name, view in layer.checkpoint_views().items()}
+        return {f"{PREFIX}.{name}": view for name, view in views.items()}
+
+    def __call__(self, features_BMF: torch.Tensor, kernels: KernelSet) -> torch.Tensor:
+        """Return the states [B * P, E] of audios.
+
+        Args:
+            features_BMF: log-mel frames, F = 2 * P of each audio, in the model's type.
+            kernels: the kernel set of the parts.
+        """
+        from phonograph.models.layers.kernel_set import Step, Stream
+
+        weights = self._tensors
+        x_BEF = functional.gelu(
+            functional.conv1d(features_BMF, weights["conv1.weight"], weights["conv1.bias"], padding=1)
+        )
+        x_BEP = functional.gelu(
+            functional.conv1d(x_BEF, weights["conv2.weight"], weights["conv2.bias"], stride=2, padding=1)
+        )
+        stream = Stream((x_BEP.transpose(1, 2) + weights["embed_positions.weight"]).flatten(0, 1))
+        step = Step([], cast("Attend", _WholeAttention(self.spec.num_positions)))
+        for mixer, feed_forward in self._parts:
+            stream = feed_forward(mixer(stream, step))
+        return layer_norm(stream.hidden_TE, self._norm_2E, self._eps)
+
+
+class _WholeAttention:
+    """Attention of each token to all tokens of its audio, without a cache; see `Attend`."""
+
+    def __init__(self, num_positions: int) -> None:
+        self._num_positions = num_positions
+
+    def __call__(self, q_THD: torch.Tensor, k_THD: torch.Tensor, v_THD: torch.Tensor, layer: int) -> torch.Tensor:
+        q, k, v = (x_THD.unflatten(0, (-1, self._num_positions)).transpose(1, 2) for x_THD in (q_THD, k_THD, v_THD))
+        return functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(0, 1).contiguous()

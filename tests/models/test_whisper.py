@@ -1,0 +1,141 @@
+"""Whisper next to transformers in float32: the encoder once a request, cross attention in each mode and in chunks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from whisper_checkpoint import START, make_whisper
+
+from phonograph import LLM, SamplingParams
+from phonograph.core.token_types import AudioTokens
+from phonograph.errors import ConfigError, ModelError, PhonographError, RequestError, UnsupportedModelError
+from phonograph.models.spec import read_model_spec
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+LENGTHS = [1, 3, 2, 33, 17]
+
+
+def features(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((80, 100)).astype(np.float32)
+
+
+def inputs() -> list[AudioTokens]:
+    rng = np.random.default_rng(0)
+    return [
+        AudioTokens([START, *rng.integers(4, 90, length - 1).tolist()], features(seed))
+        for seed, length in enumerate(LENGTHS)
+    ]
+
+
+def greedy(model: Any, prompt: AudioTokens) -> list[int]:
+    ids = torch.tensor([prompt])
+    with torch.no_grad():
+        states = model.model.encoder(torch.from_numpy(prompt.features)[None])
+        for _ in range(GREEDY.max_tokens or 0):
+            logits = model(encoder_outputs=states, decoder_input_ids=ids).logits[0, -1]
+            ids = torch.cat([ids, logits.argmax()[None, None]], 1)
+    return ids[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize(
+    ("settings", "labels"),
+    [
+        ({"enforce_eager": True}, {"eager"}),
+        ({"cudagraph_mode": "piecewise", "cudagraph_capture_sizes": [4, 64]}, {"piecewise"}),
+        ({"cudagraph_mode": "full", "max_num_batched_tokens": 8}, {"full mixed", "full decode"}),
+    ],
+)
+def test_tokens_equal_those_of_transformers(settings: dict[str, Any], labels: set[str], tmp_path: Path) -> None:
+    model, prompts = make_whisper(tmp_path), inputs()
+    with LLM(str(tmp_path), max_num_seqs=4, **settings) as llm:
+        together = [one.outputs[0].token_ids for one in llm.generate(prompts, GREEDY, use_tqdm=False)]
+        (alone,) = llm.generate([prompts[-1]], GREEDY, use_tqdm=False)
+        assert set(llm.step_counts) == labels
+        if labels != {"eager"}:
+            report = llm.verify(num_replays=5)
+            assert report.ok, report.mismatches
+    assert together == [greedy(model, prompt) for prompt in prompts]
+    assert alone.outputs[0].token_ids == together[-1]
+    assert together[0] != greedy(model, AudioTokens(prompts[0], features(9))), "the audio must matter"
+
+
+def test_a_preempted_request_is_encoded_again(tmp_path: Path) -> None:
+    make_whisper(tmp_path)
+    long, outputs = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True), []
+    prompts = [AudioTokens([START], features(seed)) for seed in range(3)]
+    # A request has 4 blocks of the encoder, and 4 of its own at its end.
+    for num_kv_blocks in (24, 14):
+        with LLM(str(tmp_path), max_num_seqs=3, num_kv_blocks=num_kv_blocks, enforce_eager=True) as llm:
+            outputs.append([one.outputs[0].token_ids for one in llm.generate(prompts, long, use_tqdm=False)])
+            stats = llm.session.core.scheduler.stats
+            assert bool(stats.num_preemptions) == (num_kv_blocks == 14) and stats.blocks_used == 0
+    assert outputs[0] == outputs[1]
+
+
+def test_samples_and_prompt_scores(tmp_path: Path) -> None:
+    model = make_whisper(tmp_path)
+    (prompt,) = inputs()[3:4]
+    params = SamplingParams(n=2, seed=1, max_tokens=8, prompt_logprobs=0)
+    with LLM(str(tmp_path), max_num_seqs=2, enforce_eager=True) as llm:
+        (output,) = llm.generate([prompt], params, use_tqdm=False)
+    assert output.outputs[0].token_ids != output.outputs[1].token_ids
+    with torch.no_grad():
+        states = model.model.encoder(torch.from_numpy(prompt.features)[None])
+        wanted = model(encoder_outputs=states, decoder_input_ids=torch.tensor([prompt])).logits[0].log_softmax(-1)
+    assert output.prompt_logprobs is not None
+    for place in range(1, len(prompt)):
+        found = output.prompt_logprobs[place]
+        assert found is not None and found[prompt[place]].logprob == pytest.approx(
+            float(wanted[place - 1, prompt[place]]), abs=1e-4
+        )
+
+
+def test_prompts_without_audio_and_with_other_frames(tmp_path: Path) -> None:
+    make_whisper(tmp_path)
+    with LLM(str(tmp_path), max_num_seqs=2, enforce_eager=True) as llm:
+        with pytest.raises(RequestError, match="audio.*is missing"):
+            llm.generate([[START]], GREEDY)
+        with pytest.raises(RequestError, match="other frames"):
+            llm.generate([AudioTokens([START], np.zeros((80, 98), np.float32))], GREEDY)
+    with LLM("demo", max_num_seqs=2, enforce_eager=True) as llm, pytest.raises(RequestError, match="reads no audio"):
+        llm.generate([AudioTokens([START], features(0))], GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem", "kind"),
+    [
+        ({"device": "cpu", "tensor_parallel_size": 2}, "tensor_parallel_size", ConfigError),
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "speculative_config", ConfigError),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype", ConfigError),
+        ({"enable_sleep_mode": True}, "enable_sleep_mode", ConfigError),
+        ({"convert": "embed"}, "convert=embed", UnsupportedModelError),
+    ],
+)
+def test_settings_without_a_rule(
+    settings: dict[str, Any], problem: str, kind: type[PhonographError], tmp_path: Path
+) -> None:
+    make_whisper(tmp_path)
+    with pytest.raises(kind, match=problem):
+        LLM(str(tmp_path), **settings)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"scale_embedding": True}, "scale_embedding"),
+        ({"max_source_positions": 75}, "max_source_positions=75"),
+        ({"activation_function": "gelu_fast"}, "hidden_act"),
+        ({"is_encoder_decoder": False}, "is_encoder_decoder"),
+    ],
+)
+def test_configurations_that_are_refused(changes: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    make_whisper(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    with pytest.raises(ModelError, match=problem):
+        read_model_spec(tmp_path)
