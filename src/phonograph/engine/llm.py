@@ -75,6 +75,7 @@ class LLM(PooledEngine):
         Args:
             prompts: one or a list: text, token ids, `{"prompt": text}` or `{"prompt_token_ids": token_ids}`. A mapping
                 may have a `cache_salt`: cached prefixes are shared only with prompts of the same salt.
+                For speech it has `"multi_modal_data": {"audio": (samples, sampling_rate)}` too.
             sampling_params: one for all prompts, or one for each; defaults to `get_default_sampling_params()`.
             use_tqdm: show a progress bar on stderr if that is a terminal; defaults to True.
             lora_request: not supported; must be None.
@@ -102,7 +103,7 @@ class LLM(PooledEngine):
             return answer_inputs(
                 self.session,
                 inputs,
-                plain_prompt,
+                self._prompt,
                 sampling_params=self.get_default_sampling_params() if sampling_params is None else sampling_params,
                 priority=priority,
                 use_tqdm=use_tqdm,
@@ -211,7 +212,7 @@ class LLM(PooledEngine):
                 print(output.outputs[0].text)
             ```
         """
-        plain = plain_prompt(prompt)
+        plain = self._prompt(prompt)
         params = sampling_params or self.get_default_sampling_params()
         with self._calls.held("stream"):
             output = self.session.add(plain, params, cache_salt=salt_of(prompt))
@@ -270,7 +271,7 @@ class LLM(PooledEngine):
             outputs = enqueue_inputs(
                 self.session,
                 inputs,
-                plain_prompt,
+                self._prompt,
                 sampling_params=self.get_default_sampling_params() if sampling_params is None else sampling_params,
                 priority=priority,
             )

@@ -10,10 +10,11 @@ from typing import Any, Self
 
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.sampling_params import SamplingParams
-from phonograph.engine.admission import admit_level, admitted_config, admitted_tags
+from phonograph.engine.admission import Prompt, admit_level, admitted_config, admitted_tags
 from phonograph.engine.build import Engine
 from phonograph.engine.metrics.profiler import Profiler
 from phonograph.engine.metrics.session_counts import MetricValue, metric_values
+from phonograph.engine.offline.audio_prompts import audio_prompt
 from phonograph.engine.offline.call_lock import CallLock
 from phonograph.engine.offline.model_defaults import default_sampling_params
 from phonograph.engine.offline.vllm_methods import VllmMethods
@@ -129,6 +130,10 @@ class OfflineEngine(VllmMethods):
                     self._calls.close()
         del session, engine
         release_memory()
+
+    def _prompt(self, prompt: object) -> Prompt:
+        """Return the text or the token ids of a prompt, with the frames of its audio if it has some."""
+        return audio_prompt(prompt, self.tokenizer, self.plan.model.encoder)
 
     def get_tokenizer(self) -> Any:
         """Return the model's tokenizer as an object of transformers, as vLLM does.
