@@ -43,7 +43,7 @@ from phonograph.sampling.dead_ends import dead_end
 from phonograph.structured.compiler import GrammarCompiler
 from phonograph.structured.min_tokens import with_min_tokens
 from phonograph.structured.phases import with_reasoning
-from phonograph.structured.token_rules import TokenRules
+from phonograph.structured.token_rules import with_token_rules
 from phonograph.structured.vocabulary import Vocabulary
 from phonograph.text.output_text import text_builder, token_text
 from phonograph.text.tokenizer import Tokenizer
@@ -281,10 +281,9 @@ class Session:
         params = samples[0].request.params
         if grammar is not None:
             samples[0].parent.warnings = grammar.warnings
-        if params.allowed_token_ids is not None or params.bad_words:
-            words = [word for word in params.bad_words if not isinstance(word, str)]
-            allowed, vocab_size = params.allowed_token_ids, self._model.vocab_size
-            grammar = TokenRules(vocab_size, allowed=allowed, forbidden=words, inner=grammar)
+        encoder = self._model.encoder
+        suppressed = ((), ()) if encoder is None else (encoder.suppressed, encoder.suppressed_first)
+        grammar = with_token_rules(grammar, params, self._model.vocab_size, *suppressed)
         grammar = with_min_tokens(grammar, params, samples[0].request.end_token_ids)
         for queued, sample in enumerate(samples):
             sample.request.grammar = grammar

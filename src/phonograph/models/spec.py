@@ -298,6 +298,8 @@ def read_model_spec(
     with _located(path, overrides):
         spec = make_spec(settings, name, family, end_tokens, wrapper)
         spec = with_pooler(spec, family, settings, raw, folder, convert)
+        if spec.encoder is not None:
+            spec = replace(spec, encoder=spec.encoder.suppressing(generation, raw, spec.vocab_size))
     if folder.parent != CONFIGS_DIRECTORY:
         return spec
     note = f"the configuration is that of {HUB_IDS[folder.name]}, as it ships with the package"

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from phonograph.core.grammar import Grammar, GrammarError, Matcher
+from phonograph.core.sampling_params import SamplingParams
 
 
 class TokenRules:
@@ -17,6 +18,7 @@ class TokenRules:
         allowed: token ids that an output may have; None for all.
         forbidden: words, each as one token or more, none of them empty. An output never has all tokens of one in order.
         inner: a grammar that outputs also follow.
+        first: token ids that no output begins with.
     """
 
     def __init__(
@@ -26,8 +28,9 @@ class TokenRules:
         allowed: Sequence[int] | None,
         forbidden: Sequence[Sequence[int]],
         inner: Grammar | None,
+        first: Sequence[int] = (),
     ) -> None:
-        self.inner = inner
+        self.inner, self.first = inner, first
         allowed_V = np.ones(vocab_size, dtype=bool)
         if allowed is not None:
             allowed_V[:] = False
@@ -49,6 +52,30 @@ class TokenRules:
 
     def matcher(self) -> Matcher:
         return _RulesMatcher(self, None if self.inner is None else self.inner.matcher(), [])
+
+
+def with_token_rules(
+    inner: Grammar | None,
+    params: SamplingParams,
+    vocab_size: int,
+    suppressed: Sequence[int] = (),
+    suppressed_first: Sequence[int] = (),
+) -> Grammar | None:
+    """Return a grammar with the allowed tokens and bad words of a request, and the tokens that its model suppresses.
+
+    Args:
+        inner: grammar of the request, or None.
+        params: their bad words are token ids.
+        vocab_size: tokens of the model.
+        suppressed: tokens that no output has.
+        suppressed_first: tokens that no output begins with.
+    """
+    words = [word for word in params.bad_words if not isinstance(word, str)]
+    words += [(token,) for token in suppressed]
+    if params.allowed_token_ids is None and not words and not suppressed_first:
+        return inner
+    allowed = params.allowed_token_ids
+    return TokenRules(vocab_size, allowed=allowed, forbidden=words, inner=inner, first=suppressed_first)
 
 
 class _RulesMatcher:
@@ -103,8 +130,10 @@ class _RulesMatcher:
         word = int(self._rules.mask_W[token_id // 32]) & 0xFFFFFFFF
         return bool(word >> token_id % 32 & 1) and token_id not in self._completing()
 
-    def _completing(self) -> list[int]:
-        """Return the tokens that would complete a word of several tokens."""
+    def _completing(self) -> Sequence[int]:
+        """Return the tokens that would complete a word of several tokens; at the beginning, those that begin none."""
         output = self._output
-        words = self._rules.longer.get(output[-1], ()) if output else ()
+        if not output:
+            return self._rules.first
+        words = self._rules.longer.get(output[-1], ())
         return [last for before, last in words if output[-len(before) :] == before]

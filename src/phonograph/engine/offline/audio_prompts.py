@@ -40,7 +40,7 @@ def audio_prompt(prompt: object, tokenizer: Tokenizer | None, encoder: AudioEnco
     Raises:
         RequestError: the prompt has another form, or its audio cannot be used.
     """
-    if not isinstance(prompt, Mapping):
+    if encoder is None or not isinstance(prompt, Mapping):
         return plain_prompt(prompt)
     entries = dict(cast("Mapping[str, Any]", prompt))
     if "encoder_prompt" in entries:
@@ -58,8 +58,6 @@ def audio_prompt(prompt: object, tokenizer: Tokenizer | None, encoder: AudioEnco
     text = plain_prompt(entries)
     if not data:
         return text
-    if encoder is None:
-        raise RequestError("multi_modal_data", shortened(repr(data)), "the model reads text alone; leave it out")
     if not isinstance(data, Mapping) or list(cast("Mapping[str, Any]", data)) != ["audio"]:
         raise RequestError("multi_modal_data", shortened(repr(data)), _WORKS)
     if isinstance(text, str):

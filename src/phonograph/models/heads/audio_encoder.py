@@ -9,14 +9,16 @@ Shapes: B audios, M mel bins, P positions, E hidden size, H heads, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.nn import functional
 
+from phonograph.errors import ModelError, shortened
 from phonograph.kernels.torch.layers import layer_norm
+from phonograph.models.config_fields import INTS
 from phonograph.models.layer_spec import LayerSpec
 from phonograph.models.layers.linear import WeightAllocator, norm_views
 
@@ -39,12 +41,30 @@ class AudioEncoder:
         num_positions: P, states of an audio, which has 2 * P frames.
         hidden_size: E, that of the decoder too.
         layers: layers without rope and window.
+        suppressed: tokens that the decoder never writes.
+        suppressed_first: tokens that it does not begin with either.
     """
 
     num_mel_bins: int
     num_positions: int
     hidden_size: int
     layers: tuple[LayerSpec, ...]
+    suppressed: tuple[int, ...] = ()
+    suppressed_first: tuple[int, ...] = ()
+
+    def suppressing(self, generation: Mapping[str, Any], config: Mapping[str, Any], vocab_size: int) -> AudioEncoder:
+        """Return the encoder with the tokens that generation_config.json, or else config.json, suppresses.
+
+        Raises:
+            ModelError: they are no list of integers.
+        """
+        found: list[tuple[int, ...]] = []
+        for name in ("suppress_tokens", "begin_suppress_tokens"):
+            tokens = generation.get(name, config.get(name)) or []
+            if not INTS.accepts(tokens):
+                raise ModelError(f"{name}={shortened(repr(tokens))} must be {INTS.works} or null")
+            found.append(tuple(token for token in tokens if 0 <= token < vocab_size))
+        return replace(self, suppressed=found[0], suppressed_first=found[1])
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the name behind the prefix and the shape of each tensor that is of no layer."""

