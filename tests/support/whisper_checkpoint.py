@@ -36,3 +36,26 @@ def make_whisper(folder: Path, **changes: Any) -> WhisperForConditionalGeneratio
             parameter.normal_(float("norm.weight" in name), 0.2)
     model.save_pretrained(folder)
     return model
+
+
+MULTILINGUAL = {"startoftranscript": 50258, "en": 50259, "de": 50260, "translate": 50358, "transcribe": 50359}
+MULTILINGUAL |= {"startofprev": 50361, "notimestamps": 50363, "endoftext": 50257}
+
+
+def make_multilingual(folder: Path) -> WhisperForConditionalGeneration:
+    """Write a checkpoint with the vocabulary of several languages and a tokenizer of words w0, w1, ..."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    size, special = 51865, {number: f"<|l{number}|>" for number in range(50259, 50358)}
+    special |= {number: f"<|{name}|>" for name, number in MULTILINGUAL.items()}
+    ends = {"eos_token_id": 50257, "decoder_start_token_id": 50258, "pad_token_id": 50257, "bos_token_id": 50257}
+    model = make_whisper(folder, vocab_size=size, max_target_positions=36, **ends)
+    vocabulary = {special.get(number, f"w{number}"): number for number in range(size)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.decoder = decoders.Fuse()  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in special.values()])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    # The class of Whisper would make a tokenizer of byte pairs of it.
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    return model

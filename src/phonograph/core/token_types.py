@@ -38,5 +38,7 @@ class AudioTokens(list[int]):
 
 
 def plain_ids(token_ids: list[int]) -> list[int]:
-    """Return token ids without types, which they may have."""
+    """Return token ids without types and frames, which they may have."""
+    if isinstance(token_ids, AudioTokens):
+        return [*token_ids]
     return token_ids.plain if isinstance(token_ids, TypedTokens) else token_ids

@@ -58,6 +58,8 @@ def admitted_prompt(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int
     Raises:
         RequestError: a token is outside the model's vocabulary, or the prompt is text that cannot be tokenized.
     """
+    if isinstance(prompt, AudioTokens):
+        return AudioTokens(admitted_token_ids(prompt, vocab_size), prompt.features)
     if not isinstance(prompt, str):
         return admitted_token_ids(prompt, vocab_size)
     if tokenizer is None:

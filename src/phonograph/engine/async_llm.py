@@ -13,10 +13,11 @@ from typing import Any, Self
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.pooling_params import NO_SAMPLING, PoolingParams
 from phonograph.core.sampling_params import RequestOutputKind, SamplingParams
+from phonograph.core.token_types import plain_ids
 from phonograph.engine.admission import admit_names, admit_stops, admitted_bad_words, admitted_config, admitted_prompt
 from phonograph.engine.metrics.request_log import RequestLog
 from phonograph.engine.metrics.step_log import StepLog
-from phonograph.engine.offline.prompts import PromptInput, plain_prompt, salt_of
+from phonograph.engine.offline.prompts import PromptInput, salt_of
 from phonograph.engine.outputs import RequestMetrics, RequestOutput
 from phonograph.engine.process.async_pooling import AsyncPooling
 from phonograph.engine.process.calls import Call, Prompt, Sample
@@ -185,7 +186,7 @@ class AsyncLLM(AsyncPooling):
         admit_names(name, priority)
         await self._start_itself()
         self._check()
-        plain, cache_salt = plain_prompt(prompt), salt_of(prompt)
+        plain, cache_salt = await self._plain(prompt), salt_of(prompt)
         tokenizer, vocab_size = self.tokenizer, self.facts.vocab_size
         admit_stops(params, tokenizer)
         if isinstance(plain, str) and len(plain) > INLINE_CHARACTERS:
@@ -200,7 +201,7 @@ class AsyncLLM(AsyncPooling):
         output = RequestOutput(
             request_id=name,
             prompt=text,
-            prompt_token_ids=token_ids,
+            prompt_token_ids=plain_ids(token_ids),
             outputs=[*source.samples],
             metrics=RequestMetrics(queued_ts=source.opened),
         )

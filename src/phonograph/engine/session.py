@@ -171,7 +171,7 @@ class Session:
             sample.request.features = prompt.features if isinstance(prompt, AudioTokens) else None
         if pooling is not None:
             samples[0].request.pooling = pooling
-            output.prompt_token_ids = plain_ids(token_ids)
+        output.prompt_token_ids = plain_ids(token_ids)
         if any(sample.request.request_id in self._samples for sample in samples):
             raise RequestError("request_id", request_id, "is in use by a request that has not ended")
         if params.structured_outputs is None:

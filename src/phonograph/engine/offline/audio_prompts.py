@@ -21,7 +21,8 @@ from phonograph.text.tokenizer import Tokenizer
 
 SAMPLING_RATE = 16000
 """Samples of a second that the encoder's frames are made of."""
-_SAMPLES_PER_POSITION = 320
+SAMPLES_PER_POSITION = 320
+"""Samples of a position of the encoder: two frames."""
 _RATES = range(1000, 384001, 25)
 """Rates that are resampled: the kernel has a row for each sample of the shortest common period."""
 _ZERO_CROSSINGS = 64
@@ -128,7 +129,7 @@ def log_mel(samples_N: np.ndarray, encoder: AudioEncoder) -> np.ndarray:
     Raises:
         RequestError: the audio is longer.
     """
-    most = encoder.num_positions * _SAMPLES_PER_POSITION
+    most = encoder.num_positions * SAMPLES_PER_POSITION
     if len(samples_N) > most:
         seconds = f"{len(samples_N) / SAMPLING_RATE:.2f} s"
         raise RequestError("audio", seconds, f"the model hears {most / SAMPLING_RATE:g} s at a time; give parts of it")

@@ -10,8 +10,9 @@ from functools import cached_property
 from phonograph.core.pooling_params import PoolingParams
 from phonograph.core.token_types import plain_ids
 from phonograph.engine.admission import Prompt, admit_names, admitted_pooling, admitted_whole_prompt
+from phonograph.engine.offline.audio_prompts import audio_prompt
 from phonograph.engine.offline.pooled_inputs import PooledInputs
-from phonograph.engine.offline.prompts import PromptInput
+from phonograph.engine.offline.prompts import PromptInput, plain_prompt
 from phonograph.engine.outputs import PoolingOutput, PoolingRequestOutput
 from phonograph.engine.process.async_verbs import AsyncVerbs
 from phonograph.engine.process.calls import Call
@@ -20,7 +21,7 @@ from phonograph.errors import RequestError, RequestFailure, shortened
 
 
 class AsyncPooling(AsyncVerbs):
-    """Base of `AsyncLLM`: embeddings, classes and scores."""
+    """Base of `AsyncLLM`: embeddings, classes and scores, and prompts with audio."""
 
     facts: EngineFacts
 
@@ -95,6 +96,13 @@ class AsyncPooling(AsyncVerbs):
         plain = self.pooled_inputs.text(prompt, None)
         (output,) = await self.pool([plain], pooling_params, request_id=name)
         yield output
+
+    async def _plain(self, prompt: PromptInput) -> Prompt:
+        """Return the text or the token ids of a prompt, with the frames of its audio if it has some."""
+        encoder = self.facts.encoder
+        if encoder is None:
+            return plain_prompt(prompt)
+        return await asyncio.to_thread(audio_prompt, prompt, self.tokenizer, encoder)
 
     def _tokens(self, prompts: Sequence[Prompt], params: PoolingParams) -> list[list[int]]:
         """Return the tokens of prompts that can be served."""

@@ -17,6 +17,7 @@ from phonograph.engine.metrics.step_record import StepRecord
 from phonograph.errors import EngineUnavailable, PhonographError, RequestError, RequestFailure
 from phonograph.graphs.capture_list import CaptureList, CaptureRetry
 from phonograph.graphs.resolve import Resolution
+from phonograph.models.heads.audio_encoder import AudioEncoder
 from phonograph.models.heads.pooler_spec import Pooler
 from phonograph.scheduling.engine_router import IndexChange
 from phonograph.scheduling.scheduler_stats import SchedulerStats
@@ -149,6 +150,7 @@ class EngineFacts:
 
     context_len: maximum tokens of prompt and output of a request
     pooler:      end of a model that generates nothing, with its tasks, or None
+    encoder:     encoder of audio, or None
     row_size:    numbers of a row of logits, or of an embedding or classifier
     has_token_types: the model tells the texts of a pair apart by the types of their tokens
     resolution:  graph mode with its reasons
@@ -163,6 +165,7 @@ class EngineFacts:
     context_len: int
     vocab_size: int
     pooler: Pooler | None = None
+    encoder: AudioEncoder | None = None
     row_size: int = 0
     has_token_types: bool = False
     max_num_seqs: int

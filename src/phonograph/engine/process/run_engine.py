@@ -115,6 +115,7 @@ def _facts(engine: Engine, seconds: float) -> EngineFacts:
         context_len=engine.core.scheduler.context_len - plan.limits.pools,
         vocab_size=plan.model.vocab_size,
         pooler=model.pooler,
+        encoder=model.encoder,
         row_size=model.num_outputs,
         has_token_types=model.has_token_types,
         max_num_seqs=plan.limits.max_num_seqs,

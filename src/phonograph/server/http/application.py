@@ -28,6 +28,7 @@ from phonograph.server.ollama import ollama_chat, ollama_models
 from phonograph.server.openai import chat_completions, completions, tokens
 from phonograph.server.pooling import embeddings, scores
 from phonograph.server.responses import create_response
+from phonograph.server.speech import transcriptions
 
 ROUTERS = (
     completions.router,
@@ -39,6 +40,7 @@ ROUTERS = (
     tokens.router,
     embeddings.router,
     scores.router,
+    transcriptions.router,
     status.router,
     graphs.router,
     metrics.router,

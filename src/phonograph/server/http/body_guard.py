@@ -16,6 +16,8 @@ from phonograph.server.http.json_meter import PIECE, JsonMeter
 
 BYTES_PER_SECOND = 131_072
 """Minimum rate of a body, in addition to `body_timeout`."""
+FORM_PATHS = ("/audio/transcriptions", "/audio/translations")
+"""Ends of the paths whose bodies are forms."""
 LINGER_SECONDS = 5.0
 """Time in which the rest of a refused body is read and dropped.
 
@@ -64,7 +66,8 @@ class BodyGuard:
         length = Headers(scope=scope).get("content-length", "0")
         if not length.isdecimal() or int(length) > most:
             raise too_large
-        meter = JsonMeter(self._config)
+        # A form has bytes of a recording, which are no JSON; its endpoint counts its fields.
+        meter = None if scope["path"].endswith(FORM_PATHS) else JsonMeter(self._config)
         began = asyncio.get_running_loop().time()
         while not body.complete:
             seconds = self._config.body_timeout + body.num_bytes / BYTES_PER_SECOND
@@ -82,6 +85,8 @@ class BodyGuard:
                 raise queue_full(
                     f"more than {self._config.max_queued_bytes} bytes of bodies are queued (max_queued_bytes)"
                 )
+            if meter is None:
+                continue
             for start in range(0, len(piece), PIECE):
                 if start:
                     await asyncio.sleep(0)

@@ -1,0 +1,208 @@
+"""/v1/audio/transcriptions and translations: prompts of several languages, forms of answers, and wrong bodies."""
+
+from __future__ import annotations
+
+import io
+import re
+import wave
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from servers import EngineThread, Server, serving
+from transformers import WhisperFeatureExtractor
+from whisper_checkpoint import MULTILINGUAL, SECONDS, make_multilingual
+
+from phonograph.config.server_config import ServerConfig
+from phonograph.server.http.api_errors import ApiError
+from phonograph.server.speech.audio_file import parts_of, read_samples
+from phonograph.server.speech.form import read_form
+from phonograph.server.speech.transcript import Segment, segments_of, srt, vtt
+
+RATE = 16000
+PATH = "/v1/audio/transcriptions"
+
+
+def wav(samples: np.ndarray, rate: int = RATE, channels: int = 1) -> bytes:
+    file = io.BytesIO()
+    with wave.open(file, "wb") as writer:
+        writer.setparams((channels, 2, rate, 0, "NONE", ""))
+        writer.writeframes((samples * 32767).round().astype("<i2").tobytes())
+    return file.getvalue()
+
+
+def sound(seconds: float, seed: int = 0) -> np.ndarray:
+    return 0.2 * np.random.default_rng(seed).standard_normal(round(seconds * RATE)).astype(np.float32).clip(-4, 4)
+
+
+@pytest.fixture(scope="module")
+def spoken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Server]]:
+    folder = tmp_path_factory.mktemp("multilingual")
+    model = make_multilingual(folder)
+    settings = {"max_model_len": None, "max_num_seqs": 4, "cudagraph_capture_sizes": "1,4"}
+    with EngineThread(model=str(folder), **settings) as thread, serving(thread, ServerConfig()) as server:
+        yield model, server
+
+
+def post(server: Server, content: bytes | None, path: str = PATH, **fields: Any) -> httpx.Response:
+    files = {"language": (None, b"en")} if content is None else {"file": ("a.wav", content)}
+    return httpx.post(f"{server.url}{path}", data=fields, files=files, timeout=30)
+
+
+def written(model: Any, content: bytes, prompt: list[int], count: int = 99, allowed: range | None = None) -> list[int]:
+    """Return the greedy tokens behind a prompt, by transformers."""
+    (samples,) = [read_samples(content)]
+    features = WhisperFeatureExtractor(chunk_length=SECONDS)(samples, sampling_rate=RATE, return_tensors="pt")
+    ids, found = torch.tensor([prompt]), list[int]()
+    with torch.no_grad():
+        states = model.model.encoder(features["input_features"])
+        while len(found) < count and ids.shape[1] < 36:
+            logits = model(encoder_outputs=states, decoder_input_ids=ids).logits[0, -1]
+            if allowed is not None:
+                logits = torch.where(
+                    torch.isin(torch.arange(len(logits)), torch.tensor([*allowed])), logits, -torch.inf
+                )
+            found.append(int(logits.argmax()))
+            ids = torch.cat([ids, torch.tensor([[found[-1]]])], 1)
+            if found[-1] == MULTILINGUAL["endoftext"]:
+                break
+    return found
+
+
+def words(tokens: list[int]) -> str:
+    return "".join(f"w{token}" for token in tokens if token not in MULTILINGUAL.values())
+
+
+def prompt_of(language: int, task: str = "transcribe", *, timed: bool = False) -> list[int]:
+    named = [MULTILINGUAL["startoftranscript"], language, MULTILINGUAL[task]]
+    return named if timed else [*named, MULTILINGUAL["notimestamps"]]
+
+
+def test_text_in_a_language_that_is_given_or_found(spoken: tuple[Any, Server]) -> None:
+    model, server = spoken
+    content = wav(sound(0.8))
+    german = post(server, content, language="de").json()
+    assert german["text"] == words(written(model, content, prompt_of(MULTILINGUAL["de"])))
+    assert german["usage"] == {"type": "duration", "seconds": 1}
+    start = [MULTILINGUAL["startoftranscript"]]
+    (language,) = written(model, content, start, 1, range(50259, 50358))
+    assert post(server, content).json()["text"] == words(written(model, content, prompt_of(language)))
+    english = post(server, content, "/v1/audio/translations", language="de", response_format="text")
+    wanted = words(written(model, content, prompt_of(MULTILINGUAL["de"], "translate")))
+    assert english.text == wanted + "\n" and english.headers["content-type"].startswith("text/plain")
+    server.wait_until_idle()
+
+
+def test_parts_of_a_long_recording_and_the_prompt(spoken: tuple[Any, Server]) -> None:
+    model, server = spoken
+    samples = sound(2.3)
+    parts = parts_of(read_samples(wav(samples)), RATE * SECONDS)
+    before = [MULTILINGUAL["startofprev"], 7, 9]
+    wanted = [written(model, wav(p * 32768 / 32767), [*before, *prompt_of(MULTILINGUAL["en"])]) for p in parts]
+    found = post(server, wav(samples), language="en", prompt="w7 w9").json()["text"]
+    assert found == " ".join(map(words, wanted)) and len(parts) >= 3
+
+
+def test_segments_by_the_client_of_openai(spoken: tuple[Any, Server]) -> None:
+    model, server = spoken
+    content = wav(sound(0.9, 3))
+    client = server.client()
+    made = client.audio.transcriptions.create(
+        model="demo", file=("a.wav", content), language="en", response_format="verbose_json", temperature=0
+    )
+    tokens = written(model, content, prompt_of(MULTILINGUAL["en"], timed=True))
+    texts = [token for token in tokens if token < MULTILINGUAL["endoftext"]]
+    assert made.segments and [token for one in made.segments for token in one.tokens] == texts
+    assert made.duration == 0.9 and all(0 <= one.start <= one.end <= 0.9 for one in made.segments)
+    assert all(one.avg_logprob < 0 for one in made.segments)
+    subtitles = client.audio.transcriptions.create(
+        model="demo", file=("a.wav", content), language="en", response_format="vtt"
+    )
+    assert str(subtitles).startswith("WEBVTT\n\n00:00:0")
+
+
+@pytest.mark.parametrize(
+    ("content", "fields", "field", "problem"),
+    [
+        (b"", {}, "file", "empty"),
+        (b"RIFF no recording", {}, "file", "no WAV file"),
+        (wav(np.zeros(0)), {}, "file", "no samples"),
+        (wav(np.zeros(9), rate=8001), {}, "file", "multiple of 25"),
+        (wav(np.zeros(1000 * 1801), rate=1000), {}, "file", "1801 s"),
+        (None, {}, "file", "missing"),
+        (wav(np.zeros(99)), {"language": "tlh"}, "language", "the model lacks it; codes such as en, de"),
+        (wav(np.zeros(99)), {"response_format": "xml"}, "response_format", "json"),
+        (wav(np.zeros(99)), {"stream": "true"}, "stream", "at once"),
+        (wav(np.zeros(99)), {"temperature": "hot"}, "temperature", "number"),
+        (wav(np.zeros(99)), {"temperature": "-1"}, "temperature", "temperature"),
+        (wav(np.zeros(99)), {"timestamp_granularities[]": ["word"]}, "timestamp_granularities", "words"),
+        (wav(np.zeros(99)), {"sped": "2"}, "sped", "unknown field"),
+    ],
+)
+def test_what_is_refused(
+    content: bytes | None, fields: dict[str, Any], field: str, problem: str, spoken: tuple[Any, Server]
+) -> None:
+    answer = post(spoken[1], content, **fields)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == field and problem in error["message"], error
+
+
+def test_bodies_that_are_no_form_and_a_model_that_hears_nothing(spoken: tuple[Any, Server], server: Server) -> None:
+    answer = spoken[1].post(PATH, {"file": "a"})
+    assert answer.status_code == 400 and "multipart/form-data" in answer.json()["error"]["message"]
+    answer = post(server, wav(np.zeros(99)))
+    assert answer.status_code == 400 and answer.json()["error"]["code"] == "unsupported_task"
+    answer = spoken[1].post("/v1/completions", {"prompt": "w1"})
+    assert answer.status_code == 400 and "audio" in answer.json()["error"]["message"]
+
+
+def test_forms() -> None:
+    kind = 'multipart/form-data; boundary="a b"'
+    file = b"\x00\r\n--a\r\n\r\n\xff"
+    body = b'--a b\r\nContent-Disposition: form-data; name="x[]"\r\n\r\n1\r\n'
+    body += b'--a b\r\nContent-Disposition: form-data; name="x[]"\r\n\r\n\r\n'
+    body += b'--a b\r\ncontent-disposition: form-data; filename="f"; name="file"\r\nContent-Type: a/b\r\n\r\n' + file
+    assert read_form(kind, body + b"\r\n--a b--\r\n") == ({"x": ["1", ""]}, file)
+    for wrong in (b"", b"--a b", body, b"x" + body + b"\r\n--a b--", b"--a b\r\n\r\nno name\r\n--a b--"):
+        with pytest.raises(ApiError):
+            read_form(kind, wrong)
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 4])
+def test_samples_of_each_width_and_channels(width: int) -> None:
+    values = np.array([[0.5, -0.25], [-1.0, 0.0], [0.0, 0.5]])
+    if width == 1:
+        data = (values * 128 + 128).astype(np.uint8).tobytes()
+    else:
+        whole = (values * 2 ** (8 * width - 1)).astype("<i8")
+        data = b"".join(int(one).to_bytes(width, "little", signed=True) for one in whole.flat)
+    file = io.BytesIO()
+    with wave.open(file, "wb") as writer:
+        writer.setparams((2, width, RATE, 0, "NONE", ""))
+        writer.writeframes(data)
+    assert np.allclose(read_samples(file.getvalue()), [0.125, -0.5, 0.25])
+
+
+def test_parts_are_cut_in_pauses() -> None:
+    samples = np.ones(RATE * 5, np.float32)
+    samples[RATE * 3 // 2 : RATE * 3 // 2 + 3200] = 0
+    parts = parts_of(samples, RATE * 2)
+    assert np.array_equal(np.concatenate(parts), samples) and max(map(len, parts)) <= 2 * RATE
+    assert RATE * 3 // 2 <= len(parts[0]) <= RATE * 3 // 2 + 3200
+
+
+def test_segments_between_timestamps() -> None:
+    settings: dict[str, Any] = {"offset": 30.0, "seconds": 8.0, "first_timestamp": 100, "end": 50}
+    tokens = [100, 1, 2, 200, 200, 3, 60, 350, 4]
+    found = segments_of(tokens, [-1.0] * len(tokens), **settings, decode=lambda ids: f" t{ids}")
+    assert [(one.start, one.end, one.token_ids) for one in found] == [
+        (30.0, 32.0, [1, 2]),
+        (32.0, 35.0, [3]),
+        (35.0, 38.0, [4]),
+    ]
+    late = [Segment(start=3661.5, end=3662.0, text=" a --> b", token_ids=[1], avg_logprob=-1.0)]
+    assert srt(late) == "1\n01:01:01,500 --> 01:01:02,000\na --> b\n\n"
+    assert re.fullmatch(r"WEBVTT\n\n01:01:01\.500 --> 01:01:02\.000\na -> b\n\n", vtt(late))
