@@ -26,7 +26,7 @@ from phonograph.cli.show import Json, Output, note, print_table
 from phonograph.config.engine_config import EngineConfig
 from phonograph.engine.build import this_device
 from phonograph.engine.plan import make_plan
-from phonograph.models.spec import read_configured_model
+from phonograph.engine.startup.configured_model import read_configured_model
 
 COLUMNS: bench.Columns = {
     **bench.COLUMNS,

@@ -7,13 +7,13 @@ import pytest
 from phonograph.cli.product_table import Kernels, product_kernels, product_rows
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.device import KNOWN_DEVICES
+from phonograph.engine.startup.configured_model import read_configured_model
 from phonograph.kernels.triton.gemm.choose import choose
 from phonograph.kernels.triton.gemm.product_plan import GemmDevice, rows_class
 from phonograph.models.layers.layer_matrix import LayerMatrix, MatrixPart
 from phonograph.models.quantization.float8 import Fp8
 from phonograph.models.quantization.gptq import Gptq
 from phonograph.models.quantization.scheme import Scheme
-from phonograph.models.spec import read_configured_model
 
 SHAPES = [
     (4608, 3584, False),

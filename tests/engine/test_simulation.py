@@ -33,8 +33,8 @@ from phonograph.engine.offline.simulation.step_times import (
     table_of,
 )
 from phonograph.engine.plan import EnginePlan, make_plan
+from phonograph.engine.startup.configured_model import read_configured_model
 from phonograph.errors import ConfigError
-from phonograph.models.spec import read_configured_model
 
 SETTINGS: dict[str, Any] = {
     "model": "demo",

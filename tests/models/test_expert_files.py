@@ -18,12 +18,13 @@ from phonograph.cli.product_table import product_rows
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.device import known_device
 from phonograph.engine.plan import make_plan
+from phonograph.engine.startup.configured_model import read_configured_model
 from phonograph.errors import ConfigError, ModelError, PhonographError, UnsupportedModelError, WeightError
 from phonograph.kernels.torch.grouped import dequantize
 from phonograph.kernels.torch.layers import rms_norm
 from phonograph.models.layers.expert_spec import LayerExperts
 from phonograph.models.quantization.cpu_weights import CpuProducts, Int4Weight
-from phonograph.models.spec import read_configured_model, read_model_spec
+from phonograph.models.spec import read_model_spec
 from phonograph.models.weights.loading import begin_loading
 
 CPU = torch.device("cpu")

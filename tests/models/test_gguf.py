@@ -17,10 +17,11 @@ from dense import DenseSequences
 from gguf_files import own_name, write_gguf
 
 from phonograph.config.engine_config import EngineConfig
+from phonograph.engine.startup.configured_model import read_configured_model
 from phonograph.errors import ConfigError, ModelError, PhonographError, UnsupportedModelError, WeightError
 from phonograph.kernels.torch.grouped import dequantize
 from phonograph.models.quantization.gguf_blocks import BLOCK_TYPES, dequantize_rows, fused_schemes
-from phonograph.models.spec import ModelSpec, read_configured_model, read_model_spec
+from phonograph.models.spec import ModelSpec, read_model_spec
 from phonograph.models.weights.loading import begin_loading
 
 CPU = torch.device("cpu")

@@ -14,10 +14,11 @@ from phonograph import LLM, SamplingParams
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.device import known_device
 from phonograph.engine.plan import EnginePlan, make_plan
+from phonograph.engine.startup.configured_model import read_configured_model
 from phonograph.errors import ConfigError
 from phonograph.kernels.torch.grouped import Grouped, dequantize
 from phonograph.models.quantization.float8 import Fp8Head
-from phonograph.models.spec import read_configured_model, read_model_spec
+from phonograph.models.spec import read_model_spec
 from phonograph.models.transformer import Transformer
 
 

@@ -18,6 +18,7 @@ from quantized_checkpoints import FORMATS, Format, quantize_checkpoint, words
 from safetensors.torch import load_file, save_file
 
 from phonograph.config.engine_config import EngineConfig
+from phonograph.engine.startup.configured_model import read_configured_model
 from phonograph.errors import ConfigError, ModelError, PhonographError, UnsupportedModelError, WeightError
 from phonograph.kernels.torch import grouped
 from phonograph.kernels.torch.grouped import Grouped, add_product, dequantize, product
@@ -28,7 +29,7 @@ from phonograph.models.quantization.gptq import Gptq
 from phonograph.models.quantization.grouped_weight import GroupedWeight, slices, unpack
 from phonograph.models.quantization.quantization_config import read_quantization
 from phonograph.models.quantization.scheme import Quantization
-from phonograph.models.spec import read_configured_model, read_model_spec
+from phonograph.models.spec import read_model_spec
 from phonograph.models.weights.loading import begin_loading
 
 CPU = torch.device("cpu")

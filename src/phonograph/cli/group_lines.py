@@ -10,7 +10,7 @@ from phonograph.attention.triton.prefix_runs import PrefixRun, count_units, find
 from phonograph.cli.show import compact
 from phonograph.core.batch import ScheduledBatch
 from phonograph.engine.groups.group_facts import group_facts
-from phonograph.engine.groups.kv_groups import KVGroups, group_name, window_name
+from phonograph.engine.groups.kv_groups import KVGroups, group_name, keys_name
 from phonograph.engine.plan import EnginePlan
 from phonograph.errors import counted
 from phonograph.kernels.attention_scratch import MAX_SHORT_QUERY
@@ -33,7 +33,7 @@ def group_lines(plan: EnginePlan) -> list[str]:
         reads = f", read by {len(group.readers)} more ({compact(group.readers)})" if group.readers else ""
         lines.append(
             f"{index}: {counted(len(group.layers), 'layer')} ({compact(group.layers)}{reads}), "
-            f"{window_name(group.window)}, blocks of {counted(group.block_size, 'token')}, at most "
+            f"{keys_name(group)}, blocks of {counted(group.block_size, 'token')}, at most "
             f"{group.blocks_per_request} a request, {group.backend}"
         )
     return lines

@@ -98,13 +98,14 @@ class KVGroups:
 
 def group_name(index: int, group: KVGroup) -> str:
     """Return the name of a group in messages."""
-    name = f"{group.encoder_len} positions of the encoder" if group.encoder_len else window_name(group.window)
-    return f"KV group {index} ({counted(len(group.layers), 'layer')}, {name})"
+    return f"KV group {index} ({counted(len(group.layers), 'layer')}, {keys_name(group)})"
 
 
-def window_name(window: int | None) -> str:
-    """Return the name of a group's window in messages."""
-    return "full attention" if window is None else f"window {window}"
+def keys_name(group: KVGroup) -> str:
+    """Return the name of the keys that a group's tokens attend to in messages."""
+    if group.encoder_len:
+        return f"{group.encoder_len} positions of the encoder"
+    return "full attention" if group.window is None else f"window {group.window}"
 
 
 def make_kv_groups(
