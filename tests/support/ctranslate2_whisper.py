@@ -71,13 +71,10 @@ def write_whisper(source: Path, folder: Path) -> None:
     for side in ("encoder", "decoder"):
         sizes |= {f"{side}_attention_heads": width // 64, f"{side}_ffn_dim": 4 * width}
     first = 50256 + (vocab_size >= 51865)  # Models of several languages have one token more.
+    tokens = {"eos_token_id": first, "pad_token_id": first, "decoder_start_token_id": first + 1}
     ids = json.loads((source / "config.json").read_text())
-    suppressed = {"suppress_tokens": ids["suppress_ids"], "begin_suppress_tokens": ids["suppress_ids_begin"]}
-    ends = {
-        **dict.fromkeys(("eos_token_id", "pad_token_id", "bos_token_id"), first),
-        "decoder_start_token_id": first + 1,
-    }
+    tokens |= {"suppress_tokens": ids["suppress_ids"], "begin_suppress_tokens": ids["suppress_ids_begin"]}
     name = "WhisperForConditionalGeneration"
-    WhisperConfig(**sizes, **ends, **suppressed, architectures=[name], dtype="float16").save_pretrained(folder)
-    GenerationConfig(**ends, **suppressed, no_timestamps_token_id=first + 106).save_pretrained(folder)
+    WhisperConfig(**sizes, **tokens, architectures=[name], dtype="float16").save_pretrained(folder)
+    GenerationConfig(**tokens, no_timestamps_token_id=first + 106).save_pretrained(folder)
     shutil.copy(source / "tokenizer.json", folder)
