@@ -29,11 +29,11 @@ def group_lines(plan: EnginePlan) -> list[str]:
     if plan.kv.grows_with_tokens:
         return []
     lines: list[str] = []
-    for index, group in enumerate(group_facts(plan)):
+    for index, (kv_group, group) in enumerate(zip(plan.kv.groups, group_facts(plan), strict=True)):
         reads = f", read by {len(group.readers)} more ({compact(group.readers)})" if group.readers else ""
         lines.append(
             f"{index}: {counted(len(group.layers), 'layer')} ({compact(group.layers)}{reads}), "
-            f"{keys_name(group)}, blocks of {counted(group.block_size, 'token')}, at most "
+            f"{keys_name(kv_group)}, blocks of {counted(group.block_size, 'token')}, at most "
             f"{group.blocks_per_request} a request, {group.backend}"
         )
     return lines

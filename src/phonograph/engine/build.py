@@ -35,6 +35,7 @@ from phonograph.models.transformer import Transformer
 from phonograph.models.weights.kv_scales import KVScales
 from phonograph.models.weights.loading import begin_loading
 from phonograph.runner.group_builder import GroupBuilder
+from phonograph.runner.pools.encoder_keys import EncoderKeys
 from phonograph.runner.pools.kv_pool import allocate_kv_caches, allocate_kv_pool
 from phonograph.runner.pools.state_pool import allocate_state_pool
 from phonograph.runner.runner import CaptureReport, Runner
@@ -278,6 +279,9 @@ def make_runner(
         )
     builder = GroupBuilder(parts.backends)
     device_parts = platform.make_parts(plan, replace(parts, units=builder.units), sampler)
+    encoder_keys = None
+    if parts.model.encoder is not None:
+        encoder_keys = EncoderKeys(parts.model, device_parts.program.attention)
     return make(
         program=device_parts.program,
         builder=builder,
@@ -286,6 +290,7 @@ def make_runner(
         sequences=Sequences(sampler, max_num_seqs=limits.max_num_seqs),
         dispatcher=plan.make_dispatcher(),
         runtime=device_parts.runtime,
+        encoder_keys=encoder_keys,
         synthetic=SyntheticBatches(
             device_parts.inputs.load,
             max_model_len=limits.max_model_len,

@@ -71,6 +71,7 @@ class Runner:
         runtime: GraphRuntime,
         synthetic: SyntheticBatches,
         ranks: Ranks | None = None,
+        encoder_keys: EncoderKeys | None = None,
     ) -> None:
         self.counts: Counter[str] = Counter()
         self.lookahead = sampling.lookahead
@@ -84,8 +85,7 @@ class Runner:
         self._sampling = sampling
         self._sequences = sequences
         self._ranks = ranks
-        model = program.model
-        self._encoder_keys = None if model.spec.encoder is None else EncoderKeys(model, program.attention)
+        self._encoder_keys = encoder_keys
         self._graphs: dict[GraphKey, CapturedGraph] = {}
         self._prepared_for: GraphKey | None = None
 
