@@ -128,7 +128,7 @@ class Host:
             num_seqs * (blocks_for(longest, BLOCK_SIZE) + 1),
             self._clock,
         )
-        model: Any = SimpleNamespace(vocab_size=VOCAB_SIZE, eos_token_ids=(VOCAB_SIZE - 1,), pooler=None)
+        model: Any = SimpleNamespace(vocab_size=VOCAB_SIZE, eos_token_ids=(VOCAB_SIZE - 1,), pooler=None, encoder=None)
         grammars = GrammarCompiler(lambda: None, model.eos_token_ids)
         session = Session(EngineCore(scheduler, self._runner), model, None, 0, grammars)
         rng = np.random.default_rng(0)

@@ -56,7 +56,7 @@ class ScriptedRunner:
 @pytest.fixture
 def session() -> Session:
     core = EngineCore(make_scheduler(drafts=FixedDepths(3), max_num_batched_tokens=32), ScriptedRunner())
-    model: Any = SimpleNamespace(vocab_size=2048, eos_token_ids=(0,), pooler=None)
+    model: Any = SimpleNamespace(vocab_size=2048, eos_token_ids=(0,), pooler=None, encoder=None)
     return Session(core, model, TOKENIZER, 0, GrammarCompiler(lambda: None, (0,)))
 
 

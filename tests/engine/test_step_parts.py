@@ -120,6 +120,7 @@ def test_all_layers_are_back_after_few() -> None:
             mixer=SimpleNamespace(),
             feed_forward=SimpleNamespace(),
             embedding=SimpleNamespace() if index == 4 else None,
+            cross=None,
         )
         for index in range(5)
     ]

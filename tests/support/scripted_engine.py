@@ -54,6 +54,7 @@ class ScriptedClient:
             context_len=CONTEXT_LEN,
             vocab_size=self._tokenizer.vocab_size,
             pooler=None,
+            encoder=None,
             max_num_seqs=256,
             scheduling_policy="fcfs",
             stats=self._stats(),

@@ -280,7 +280,7 @@ def make_runner(
     builder = GroupBuilder(parts.backends)
     device_parts = platform.make_parts(plan, replace(parts, units=builder.units), sampler)
     encoder_keys = None
-    if parts.model.encoder is not None:
+    if plan.model.encoder is not None:
         encoder_keys = EncoderKeys(parts.model, device_parts.program.attention)
     return make(
         program=device_parts.program,
