@@ -15,6 +15,7 @@ from invariants import check_scheduler
 from transformers import PreTrainedModel
 
 from phonograph import LLM, SamplingParams
+from phonograph.cli.group_lines import sharing_reason
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.device import known_device
 from phonograph.engine.groups.state_slots import state_bytes
@@ -130,6 +131,7 @@ def test_prefixes_end_at_checkpoints(folder: Path, mode: str) -> None:
     assert [tokens for tokens, _ in found] == wanted
     # The first prompt that shares 56 tokens writes the checkpoint that the others start from.
     assert [count for _, count in found] == [0, 96, 96, 0, 56, 56, 96]
+    assert {one.name: one.value for one in llm.get_metrics()}["phonograph:state_checkpoint_hits"] == 5
     assert any("checkpoints of the states" in note for note in llm.plan.notes)
 
 
@@ -333,6 +335,7 @@ def test_sizes_of_a_published_model(name: str, kept: int, tmp_path: Path) -> Non
     assert len(lowered) == (kept < 256) and all("states of a sequence take" in note for note in lowered)
     taken = memory.weights + memory.graphs + memory.attention + memory.sampling + memory.states
     assert taken + memory.checkpoints + memory.kv_cache < 0.9 * known_device(name).memory
+    assert sharing_reason(plan, plan.selection, plan.attention).endswith("not tested with layers that have a state")
 
 
 def test_heads_that_no_gpu_kernel_has_are_refused(tmp_path: Path) -> None:
