@@ -150,5 +150,6 @@ UNGATED = {
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),
     "gelu": functional.gelu,
     "relu": functional.relu,
+    "relu2": lambda x: functional.relu(x).square_(),
 }
 """Activations of feed-forwards without gates."""

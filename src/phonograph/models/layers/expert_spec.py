@@ -163,7 +163,9 @@ def with_experts(
         shared_gate: the shared expert has a gate.
         choice_bias: a checkpoint has a bias for the choice.
     """
-    dense, hidden_size, num_experts = layer.feed_forward, layer.mixer.matrices[0].num_inputs, routing.num_experts
+    dense, num_experts = layer.feed_forward, routing.num_experts
+    assert isinstance(dense, LayerFeedForward)
+    hidden_size = dense.gate_up.num_inputs
     gates = (MatrixPart(names.router, num_experts), *((MatrixPart(names.shared_gate, 1),) if shared_gate else ()))
     gate_up = MatrixPart(names.gate, intermediate_size), MatrixPart(names.up, intermediate_size)
     if fused is not None:

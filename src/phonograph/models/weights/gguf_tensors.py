@@ -16,6 +16,7 @@ import torch
 
 from phonograph.errors import ConfigError, WeightError
 from phonograph.files.gguf_file import GgufFile, GgufTensor
+from phonograph.models.layers.linear import Linear
 from phonograph.models.quantization.block_embedding import BlockEmbedding
 from phonograph.models.quantization.gguf_blocks import BLOCK_TYPES, FLOATS, GgufBlocks, dequantize_rows
 from phonograph.models.quantization.scheme import QuantizedModule
@@ -131,8 +132,7 @@ def _release(model: Transformer, file: GgufFile) -> None:
 
 def _load_piece(model: Transformer, name: str, piece: ExpertPiece, tensor: GgufTensor, copies: Copies) -> None:
     """Start to load a piece of a matrix of experts."""
-    weights = model.weights[piece.layer].feed_forward
-    linear, experts = weights.linears[piece.place], piece.matrix.num_experts or 1
+    linear, experts = _linear(model, piece), piece.matrix.num_experts or 1
     rows = _rows(tensor).view(experts, piece.outputs, -1)
     if linear.spec.scheme is not None:
         copies.run(partial(_load_blocks, model, name, piece, tensor.kind, rows))
@@ -144,9 +144,15 @@ def _load_piece(model: Transformer, name: str, piece: ExpertPiece, tensor: GgufT
         copies.run(partial(_dequantize_experts, name, tensor.kind, rows, into))
 
 
+def _linear(model: Transformer, piece: ExpertPiece) -> Linear:
+    weights = model.weights[piece.layer].feed_forward
+    assert weights is not None
+    return weights.linears[piece.place]
+
+
 @torch.inference_mode()
 def _load_blocks(model: Transformer, name: str, piece: ExpertPiece, kind: str, rows: torch.Tensor) -> None:
-    linear = model.weights[piece.layer].feed_forward.linears[piece.place]
+    linear = _linear(model, piece)
     assert isinstance(linear.spec.scheme, GgufBlocks)
     # Pieces of several types have one layout in memory.
     scheme, outputs = replace(linear.spec.scheme, kind=kind), linear.spec.expert_outputs
