@@ -21,8 +21,8 @@ from phonograph.models.quantization.scheme import Scheme
 UNLIMITED = (-1, -1)
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2"]
 """Activation of gates: x * sigmoid(x), GELU by the approximation with tanh or by erf, max(x, 0), or its square."""
-ExpertActivation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
-"""Activation of experts' gates and ups: one of `Activation`, or that of `clamped_swiglu_and_mul`."""
+ExpertActivation = Literal["silu", "gelu_tanh", "clamped_swiglu", "relu2"]
+"""Activation of experts' gates and ups, or of ups alone: one of `Activation`, or that of `clamped_swiglu_and_mul`."""
 
 
 class RopeTable(NamedTuple):

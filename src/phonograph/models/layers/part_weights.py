@@ -102,6 +102,11 @@ class FeedForwardWeights:
         """The matrices in the order of the products."""
         return self.gate_up, self.down
 
+    @property
+    def gated(self) -> bool:
+        """True if there are gates, and not ups alone."""
+        return self.gate_up.spec.num_outputs > self.down.spec.num_inputs
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsWeights:
