@@ -47,6 +47,7 @@ FAMILIES = {
     "llama": "Llama 2 and 3.x, SmolLM2, TinyLlama",
     "ministral3": "Ministral 3",
     "mistral": "Mistral",
+    "nemotron_h": "Nemotron-H, Nemotron Nano 2 and 3 (on a CPU)",
     "olmo2": "OLMo 2",
     "olmo3": "OLMo 3",
     "olmoe": "OLMoE",

@@ -25,6 +25,7 @@ def test_the_oldest_is_evicted_but_none_that_the_step_reads() -> None:
     pool.end_step()
     assert not pool.has(b"b") and pool.has(b"a") and pool.has(b"c")
     assert pool.write(b"d") == rows[b"a"]
+    assert pool.counts == (1, 2)
 
 
 def test_removed_and_forgotten_rows_are_used_again() -> None:

@@ -31,6 +31,7 @@ from phonograph.engine.process.messages import (
     WakeUp,
 )
 from phonograph.errors import EngineUnavailable, PhonographError, RequestError
+from phonograph.kv_cache.checkpoints import CheckpointCounts
 from phonograph.scheduling.engine_router import IndexChange
 from phonograph.scheduling.scheduler_stats import SchedulerStats
 
@@ -40,7 +41,8 @@ GROUP = GroupFacts(layers=(0,), readers=(), window=None, block_size=4, blocks_pe
 
 def stats(number: int = 0) -> SchedulerStats:
     counts = {"num_running": number, "num_waiting": 0, "blocks_used": number, "num_blocks": 10, "num_preemptions": 0}
-    return SchedulerStats(**counts, prefix_queries=number, prefix_hits=0, drafts=DraftCounts(number, 0, 0, (number,)))
+    drafts, checkpoints = DraftCounts(number, 0, 0, (number,)), CheckpointCounts(number, 1)
+    return SchedulerStats(**counts, prefix_queries=number, prefix_hits=0, drafts=drafts, checkpoints=checkpoints)
 
 
 @dataclass
@@ -276,4 +278,5 @@ def test_an_engine_that_cannot_start_fails_the_start() -> None:
 def test_statistics_are_added() -> None:
     one = merged_stats([stats(2), stats(3)])
     assert (one.num_running, one.num_blocks, one.drafts) == (5, 20, DraftCounts(5, 0, 0, (5,)))
+    assert one.checkpoints == (5, 2)
     assert merged_stats([stats(4)]) == stats(4)

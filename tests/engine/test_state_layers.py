@@ -12,16 +12,25 @@ import pytest
 import torch
 from checkpoints import STATE_FAMILIES, VOCAB_SIZE, make_checkpoint
 from invariants import check_scheduler
+from state_faults import (
+    OPERATORS,
+    another_boundary,
+    not_reset,
+    not_restored,
+    one_token_is_a_decode,
+    padding_writes,
+    plant,
+)
 from transformers import PreTrainedModel
 
 from phonograph import LLM, SamplingParams
+from phonograph.cli.group_lines import sharing_reason
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.device import known_device
 from phonograph.engine.groups.state_slots import state_bytes
 from phonograph.engine.plan import make_plan
 from phonograph.errors import ConfigError, PhonographError, UnsupportedModelError
 from phonograph.graphs.modes import GraphMode, GraphSupport
-from phonograph.kernels.torch.state import gated_conv, gated_delta, mamba2
 from phonograph.models.spec import read_model_spec
 from phonograph.runner.synthetic_batches import SyntheticBatches
 
@@ -30,12 +39,6 @@ ANSWER = 128
 GREEDY = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True)
 SHORT = replace(GREEDY, max_tokens=12)
 MIB = 1 << 20
-OPERATORS: dict[str, tuple[Any, Callable[..., None], int]] = {
-    "qwen3_5": (torch.ops.phonograph.gated_delta.default, gated_delta.gated_delta, 6),
-    "lfm2": (torch.ops.phonograph.short_conv.default, gated_conv.short_conv, 3),
-    "bamba": (torch.ops.phonograph.mamba2.default, mamba2.mamba2, 7),
-}
-"""A family for each mixer: its operator, and the position of `query_start_loc` in its arguments."""
 
 
 def prompts_of(*lengths: int, seed: int = 0) -> list[list[int]]:
@@ -130,6 +133,7 @@ def test_prefixes_end_at_checkpoints(folder: Path, mode: str) -> None:
     assert [tokens for tokens, _ in found] == wanted
     # The first prompt that shares 56 tokens writes the checkpoint that the others start from.
     assert [count for _, count in found] == [0, 96, 96, 0, 56, 56, 96]
+    assert {one.name: one.value for one in llm.get_metrics()}["phonograph:state_checkpoint_hits"] == 5
     assert any("checkpoints of the states" in note for note in llm.plan.notes)
 
 
@@ -196,47 +200,6 @@ def test_states_are_verified_and_dummy_runs_write_none(folder: Path, monkeypatch
     assert report.ok, report.mismatches[:3]
 
 
-STARTS, LENS, SLOTS, CHECKPOINTS = range(4)
-"""Arguments of the operators from the first of a step's rows on."""
-
-
-def later(args: list[Any], more: torch.Tensor) -> None:
-    """Have sequences begin `more` tokens later than they do."""
-    args[LENS] = args[LENS] + more
-    saved = args[CHECKPOINTS][2] + more
-    args[CHECKPOINTS] = torch.cat([args[CHECKPOINTS][:2], saved.unsqueeze(0)])
-
-
-def padding_writes(args: list[Any]) -> None:
-    """Padding rows have a token of their own, and write to slot 0; the step's tokens follow its rows."""
-    args[SLOTS] = args[SLOTS].clamp_min(0)
-    args[STARTS], args[LENS] = args[STARTS].clone(), args[LENS].clone()
-    if int(args[STARTS][-1]) < args[-1]:
-        args[STARTS][-1] += 1
-        args[LENS][-1] += 1
-
-
-def not_reset(args: list[Any]) -> None:
-    """Sequences without context read their slot."""
-    later(args, torch.ones_like(args[LENS]))
-
-
-def one_token_is_a_decode(args: list[Any]) -> None:
-    """Prompts of one token read the state of their slot."""
-    later(args, (args[STARTS].diff() == 1).to(torch.int32))
-
-
-def not_restored(args: list[Any]) -> None:
-    """Sequences that start from a checkpoint read their slot."""
-    args[CHECKPOINTS] = args[CHECKPOINTS].clone()
-    args[CHECKPOINTS][0] = -1
-
-
-def another_boundary(args: list[Any]) -> None:
-    """Checkpoints have the state at the end of the step."""
-    args[CHECKPOINTS] = torch.cat([args[CHECKPOINTS][:2], args[LENS].unsqueeze(0)])
-
-
 @pytest.mark.parametrize(
     ("fault", "caught"),
     [
@@ -255,14 +218,7 @@ def test_planted_faults_are_found_by_verify(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The fault is in replays only, as one of a kernel in a graph is."""
-    operator, original, first = OPERATORS[request.node.callspec.params["made"]]
-
-    def faulty(*args: Any) -> None:
-        rows = [*args[first : first + 4], len(args[0])]
-        fault(rows)
-        original(*args[:first], *rows[:4], *args[first + 4 :])
-
-    monkeypatch.setattr(operator, "python_function", faulty)
+    plant(fault, request.node.callspec.params["made"], monkeypatch)
     report = make_llm(folder).verify(num_replays=40)
     assert caught <= {mismatch.tensor for mismatch in report.mismatches}
 
@@ -333,6 +289,7 @@ def test_sizes_of_a_published_model(name: str, kept: int, tmp_path: Path) -> Non
     assert len(lowered) == (kept < 256) and all("states of a sequence take" in note for note in lowered)
     taken = memory.weights + memory.graphs + memory.attention + memory.sampling + memory.states
     assert taken + memory.checkpoints + memory.kv_cache < 0.9 * known_device(name).memory
+    assert sharing_reason(plan, plan.selection, plan.attention).endswith("not tested with layers that have a state")
 
 
 def test_heads_that_no_gpu_kernel_has_are_refused(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ EPS = 1e-5
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 NETS = {
     "by kind": (DeltaSizes(2, 4, 16, 16, by_head=False), 4),
+    "tiled": (DeltaSizes(2, 6, 16, 16, by_head=False, tiled=True), 4),
     "by head": (DeltaSizes(2, 6, 16, 16, by_head=True), 3),
     "odd sizes": (DeltaSizes(1, 3, 10, 20, by_head=True), 2),
 }

@@ -45,6 +45,8 @@ GEMMA3 = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
     },
 }
+QWEN3_5 = {"linear_num_value_heads": 6, "linear_value_head_dim": 16, "intermediate_size": 96}
+"""Widths are whole blocks; more heads of values than of keys have an order."""
 GEMMA3_HEADER = {
     "gemma3.attention.sliding_window": 9,
     "gemma3.rope.scaling.type": "linear",
@@ -90,6 +92,8 @@ def logits(spec: ModelSpec, path: Path, tokens: list[int]) -> torch.Tensor:
         ("qwen2", SMALL, kinds(v="F16", up="BF16", rest="Q8_0"), {}),
         ("qwen3", SMALL, kinds(rest="BF16", o="Q4_0", down="F32"), {}),
         ("gemma3", GEMMA3, kinds(v="Q8_0", rest="Q5_0"), GEMMA3_HEADER),
+        ("qwen3_5", QWEN3_5, kinds(rest="BF16"), {}),
+        ("qwen3_5", QWEN3_5, kinds(rest="Q8_0", out="Q5_0", in_proj_a="F32", in_proj_b="F32"), {}),
     ],
 )
 def test_logits_are_those_of_the_weights_that_the_file_means(

@@ -110,6 +110,15 @@ def test_layers_that_make_drafts_are_skipped_with_a_note(family: str, tmp_path: 
         ("bamba", {"mamba_d_head": 12}, ModelError, "mamba_n_heads=8 heads of mamba_d_head=12 must have .* = 64"),
         ("bamba", {"mamba_n_groups": 3}, ModelError, "must be a multiple of mamba_n_groups=3"),
         ("granite4_h", {"time_step_limit": [0.0, 1.0]}, ModelError, "null or 0 and infinity"),
+        (
+            "nemotron_h",
+            {"layers_block_type": ["mamba", "mlp"]},
+            UnsupportedModelError,
+            "full_attention for one or more",
+        ),
+        ("nemotron_h", {"layers_block_type": None, "hybrid_override_pattern": "MX*"}, UnsupportedModelError, "'MX\\*'"),
+        ("nemotron_h", {"mamba_num_heads": 9}, ModelError, "mamba_num_heads=9 must be a multiple of n_groups=2"),
+        ("nemotron_h", {"moe_latent_size": 16}, ModelError, "must be null"),
         ("lfm2_moe", {"num_experts_per_tok": 9}, ModelError, "must be at most num_experts=6"),
     ],
 )
@@ -138,6 +147,18 @@ def test_modules_in_16_bits_have_the_names_of_the_file(
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": quantization}))
     matrices = read_model_spec(tmp_path).layers[3].matrices
     assert [matrix.name for matrix in matrices if matrix.scheme is None] == matrix_names
+
+
+def test_older_files_name_layers_in_their_way(tmp_path: Path) -> None:
+    make_checkpoint("nemotron_h", tmp_path)
+    path, layers = tmp_path / "config.json", read_model_spec(tmp_path).layers
+    named = json.loads(path.read_text())
+    for field, value in (
+        ("hybrid_override_pattern", "MMM*-E"),
+        ("layers_block_type", ["mamba", "mamba", "mamba", "attention", "mlp", "moe"]),
+    ):
+        path.write_text(json.dumps({**named, "layers_block_type": None, field: value}))
+        assert read_model_spec(tmp_path).layers == layers
 
 
 @pytest.mark.parametrize("name", ["MambaForCausalLM", "RwkvForCausalLM", "KimiLinearForCausalLM", "xLSTMForCausalLM"])

@@ -34,6 +34,8 @@ NAMES = {
     "vllm:engine_sleep_state": "gauge",
     "vllm:prefix_cache_queries": "counter",
     "vllm:prefix_cache_hits": "counter",
+    "phonograph:state_checkpoint_hits": "counter",
+    "phonograph:state_checkpoint_evictions": "counter",
     "vllm:spec_decode_num_drafts": "counter",
     "vllm:spec_decode_num_draft_tokens": "counter",
     "vllm:spec_decode_num_accepted_tokens": "counter",

@@ -41,12 +41,24 @@ BOTH_NORMS = {
 """Names in files of Gemma 3."""
 
 
+OF_STATES = {
+    "post_attention_layernorm": "post_attention_norm",
+    **{f"linear_attn.in_proj_{part}": own for part, own in zip("ba", ("ssm_beta", "ssm_alpha"), strict=True)},
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    **{f"linear_attn.{part}": f"ssm_{part}" for part in ("conv1d", "norm")},
+    "linear_attn.out_proj": "ssm_out",
+}
+"""Names in files of Qwen3.5."""
+
+
 ARCHITECTURES = {
     "mistral": "llama",
     "mixtral": "llama",
     "gemma3_text": "gemma3",
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
+    "qwen3_5_text": "qwen35",
     "granitemoeshared": "granitemoe",
     # Files of Granite 4 without layers that have a state.
     "granitemoehybrid": "granite",
@@ -121,6 +133,10 @@ def own_name(name: str, architecture: str = "") -> str:
         return f"{NAMES[module]}.{end}"
     _, _, layer, rest = module.split(".", 3)
     names = {**NAMES, **BOTH_NORMS} if architecture == "gemma3" else NAMES
+    if architecture == "qwen35":
+        names = {**names, **OF_STATES}
+        if end in ("A_log", "dt_bias"):
+            return f"blk.{layer}.{'ssm_a' if end == 'A_log' else 'ssm_dt.bias'}"
     names |= dict.fromkeys(ROUTERS, "ffn_gate_inp")
     names |= {f"mlp.shared_expert.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")}
     names["mlp.shared_expert_gate"] = "ffn_gate_inp_shexp"
@@ -135,6 +151,42 @@ def interleaved(rows: np.ndarray, heads: int) -> np.ndarray:
 def halved(rows: np.ndarray, heads: int) -> np.ndarray:
     """Undo `interleaved`."""
     return rows.reshape(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def state_header(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of Qwen3.5."""
+    rotated = int(config["head_dim"] * config["rope_parameters"]["partial_rotary_factor"])
+    keys = {
+        "ssm.conv_kernel": config["linear_conv_kernel_dim"],
+        "ssm.state_size": config["linear_key_head_dim"],
+        "ssm.group_count": config["linear_num_key_heads"],
+        "ssm.time_step_rank": config["linear_num_value_heads"],
+        "ssm.inner_size": config["linear_num_value_heads"] * config["linear_value_head_dim"],
+        "full_attention_interval": 4,
+        "rope.dimension_count": rotated,
+        "rope.dimension_sections": [rotated // 2, 0, 0, 0],
+    }
+    return {f"qwen35.{key}": value for key, value in keys.items()}
+
+
+def tiled(name: str, array: np.ndarray, config: dict[str, Any], *, back: bool = False) -> np.ndarray:
+    """Order heads of values as llama.cpp's conversion of Qwen3.5 does: first those of each key head, then the second.
+
+    With `back`, undo it.
+    """
+    part = name.split("linear_attn.")[-1].removesuffix(".weight")
+    groups, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
+    sizes = dict.fromkeys(("in_proj_qkv", "conv1d", "in_proj_z", "out_proj"), config["linear_value_head_dim"])
+    size = sizes.get(part, 1 if part in ("in_proj_b", "in_proj_a", "A_log", "dt_bias") else 0)
+    if not size:
+        return array
+    if part == "out_proj":
+        array = array.T
+    first = array.shape[0] - heads * size
+    each = (heads // groups, groups) if back else (groups, heads // groups)
+    values = array[first:].reshape(*each, size, *array.shape[1:]).swapaxes(0, 1).reshape(array[first:].shape)
+    array = np.concatenate([array[:first], values])
+    return np.ascontiguousarray(array.T if part == "out_proj" else array)
 
 
 def random_blocks(kind: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
@@ -189,6 +241,7 @@ def write_gguf(
         f"{arch}.rope.freq_base": float(rope.get("full_attention", rope)["rope_theta"]),
         f"{arch}.rope.dimension_count": head_size,
         **expert_header(config, arch),
+        **(state_header(config) if arch == "qwen35" else {}),
         **(header or {}),
     }
     writer = gguf.GGUFWriter(path, arch)
@@ -213,16 +266,23 @@ def write_gguf(
         count = {"q_proj": heads, "k_proj": config["num_key_value_heads"]}.get(parts[-2], 0)
         count = count if arch in INTERLEAVED else 0
         array = interleaved(array, count) if count else array
-        # Norms of Gemma are stored as the weights that are multiplied.
-        offset = 1 if arch == "gemma3" and array.ndim == 1 else 0
+        # Norms of Gemma and Qwen3.5 are stored as the weights that are multiplied.
+        is_norm = name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")
+        offset = 1 if arch in ("gemma3", "qwen35") and is_norm else 0
         array = array + offset
+        if arch == "qwen35":
+            array = tiled(name, array.squeeze(1) if array.ndim == 3 else array, config)
+            array = -np.exp(array) if name.endswith("A_log") else array
         # llama.cpp leaves routers as they are.
-        kind = kind_of(name) if array.ndim > 1 and "ffn_gate_inp" not in own else "F32"
+        kind = kind_of(name) if array.ndim > 1 and not re.search("ffn_gate_inp|conv1d", own) else "F32"
         data = random_blocks(kind, array.shape, seed) if kind in RANDOM else gguf.quants.quantize(array, Kind[kind])
         if without not in (name, own):
             writer.add_tensor(own, data.squeeze(0) if own.endswith("inp_shexp.weight") else data, raw_dtype=Kind[kind])
         numbers = gguf.quants.dequantize(data, Kind[kind]).astype(np.float32)
-        tensor.copy_(torch.from_numpy(halved(numbers, count) if count else numbers - offset))
+        numbers = halved(numbers, count) if count else numbers - offset
+        if arch == "qwen35":
+            numbers = tiled(name, np.log(-numbers) if name.endswith("A_log") else numbers, config, back=True)
+        tensor.copy_(torch.from_numpy(numbers).view(tensor.shape))
     for name, array in (tensors or {}).items():
         writer.add_tensor(name, array.astype(np.float32))
     writer.write_header_to_file()

@@ -69,7 +69,7 @@ def train(model: nn.Module, losses_of: Losses, writer: ChatWriter, *, steps: int
     """Run the steps, and write a line of the log in twenty."""
     named = dict(model.named_parameters())
     matrices = [one for name, one in named.items() if one.dim() == 2 and "embed_tokens" not in name]
-    others = [one for name, one in named.items() if one.dim() == 1 or "embed_tokens" in name]
+    others = [one for name, one in named.items() if one.dim() != 2 or "embed_tokens" in name]
     optimizers = [
         torch.optim.Muon(matrices, lr=RATE, weight_decay=WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(others, lr=RATE, weight_decay=0.0),

@@ -6,6 +6,8 @@ from collections import Counter
 from itertools import pairwise
 from typing import Any
 
+from phonograph.attention.attention_spec import AttentionSpec
+from phonograph.attention.selection import Selection
 from phonograph.attention.triton.prefix_runs import PrefixRun, count_units, find_runs
 from phonograph.cli.show import compact
 from phonograph.core.batch import ScheduledBatch
@@ -37,6 +39,36 @@ def group_lines(plan: EnginePlan) -> list[str]:
             f"{group.blocks_per_request} a request, {group.backend}"
         )
     return lines
+
+
+def attention_lines(plan: EnginePlan) -> list[str]:
+    """Return the backend of each KV group and the steps to it."""
+    members = plan.kv.members
+    if len(members) == 1:
+        return _selection_lines(plan, plan.selection, plan.attention)
+    lines: list[str] = []
+    for spec, groups in members.items():
+        label, *reasons = _selection_lines(plan, plan.selections[groups[0]], spec)
+        lines += [f"{group_names(plan.kv, groups)}: {label}", *reasons]
+    return lines
+
+
+def _selection_lines(plan: EnginePlan, selection: Selection, spec: AttentionSpec) -> list[str]:
+    """Return a backend and the steps to it. On a CPU one line stands for all backends that only run on a GPU."""
+    label = selection.capabilities.label
+    kernels = [name for name, why in selection.rejected.items() if any(text.startswith("device ") for text in why)]
+    if plan.device.kind != "cpu" or not kernels:
+        sharing = [] if plan.device.kind == "cpu" else [sharing_reason(plan, selection, spec)]
+        return [label, *(f"- {reason}" for reason in (*selection.reasons, *sharing))]
+    others = (f"- {name} refuses: {'; '.join(why)}" for name, why in selection.rejected.items() if name not in kernels)
+    return [f"{label}: the GPU kernels need a GPU (--matrix has each refusal)", *others]
+
+
+def sharing_reason(plan: EnginePlan, selection: Selection, spec: AttentionSpec) -> str:
+    """Return the reason why decodes attend a prefix that they share once, or not."""
+    if plan.model.states and plan.config.cascade_attention == "auto":
+        return "each decode reads a shared prefix: attending it once is not tested with layers that have a state"
+    return selection.capabilities.prefix_sharing(spec, plan.device)[1]
 
 
 def runs_of(plan: EnginePlan, batch: ScheduledBatch, shared: list[int]) -> tuple[list[PrefixRun], tuple[int, int]]:

@@ -261,12 +261,16 @@ def estimate_graph_bytes(model: ModelSpec, dtype: str, tokens: int, rows: int) -
 
 def _mixer_width(layer: LayerSpec) -> int:
     """Return the numbers of a token next to the stream: projections, and the input of the last one."""
+    if layer.mixer is None:
+        return 0
     *projections, output = layer.mixer.matrices
     return sum(matrix.num_outputs for matrix in projections) + output.num_inputs
 
 
-def _feed_forward_width(spec: FeedForward) -> int:
+def _feed_forward_width(spec: FeedForward | None) -> int:
     """Return the numbers of a token next to the stream. The experts' operator has its own memory outside the pool."""
+    if spec is None:
+        return 0
     if isinstance(spec, LayerExperts):
         shared = 0 if spec.shared is None else _feed_forward_width(spec.shared) + spec.down.expert_outputs
         return 2 * spec.down.expert_outputs + spec.router.num_outputs + shared

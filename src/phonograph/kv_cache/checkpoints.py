@@ -10,6 +10,19 @@ can be found from the next step on only, and one that is read is not evicted wit
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import NamedTuple
+
+
+class CheckpointCounts(NamedTuple):
+    """Counters since the start.
+
+    Attributes:
+        hits: checkpoints from which a request started.
+        evictions: checkpoints whose place another one took.
+    """
+
+    hits: int = 0
+    evictions: int = 0
 
 
 class CheckpointPool:
@@ -21,6 +34,11 @@ class CheckpointPool:
         self._rows: OrderedDict[bytes, int] = OrderedDict()
         self._written: dict[bytes, int] = {}
         self._read: set[bytes] = set()
+        self._num_hits = self._num_evictions = 0
+
+    @property
+    def counts(self) -> CheckpointCounts:
+        return CheckpointCounts(self._num_hits, self._num_evictions)
 
     @property
     def num_used(self) -> int:
@@ -35,6 +53,7 @@ class CheckpointPool:
         """Return the row of a checkpoint that `has` found. It stays until the end of the step."""
         self._rows.move_to_end(digest)
         self._read.add(digest)
+        self._num_hits += 1
         return self._rows[digest]
 
     def write(self, digest: bytes) -> int | None:
@@ -51,6 +70,7 @@ class CheckpointPool:
             if oldest is None:
                 return None
             row = self._rows.pop(oldest)
+            self._num_evictions += 1
         self._written[digest] = row
         return row
 

@@ -19,10 +19,10 @@ from phonograph.models.layers.states.state_mixer import StateMixer
 from phonograph.models.quantization.scheme import Scheme
 
 UNLIMITED = (-1, -1)
-Activation = Literal["silu", "gelu_tanh", "gelu", "relu"]
-"""Activation of gates: x * sigmoid(x), GELU by the approximation with tanh or by erf, or max(x, 0)."""
-ExpertActivation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
-"""Activation of experts' gates and ups: one of `Activation`, or that of `clamped_swiglu_and_mul`."""
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2"]
+"""Activation of gates: x * sigmoid(x), GELU by the approximation with tanh or by erf, max(x, 0), or its square."""
+ExpertActivation = Literal["silu", "gelu_tanh", "clamped_swiglu", "relu2"]
+"""Activation of experts' gates and ups, or of ups alone: one of `Activation`, or that of `clamped_swiglu_and_mul`."""
 
 
 class RopeTable(NamedTuple):
@@ -239,18 +239,18 @@ NO_FACTORS = Factors()
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """A decoder layer: a mixer of tokens, then the feed-forward, each added to the stream.
+    """A decoder layer: a mixer of tokens, then the feed-forward, each added to the stream. It may have one of them.
 
     Attributes:
-        mixer: attention, or a mixer with a state.
+        mixer: attention, or a mixer with a state; None for none.
         cross: attention to an encoder's states after the mixer, or None.
-        feed_forward: of the layer.
+        feed_forward: of the layer; None for none.
         embedding: the layer's embedding of the token, or None.
         scalar: name of the tensor with one number, the factor of the stream after the layer; None for none.
     """
 
-    mixer: LayerAttention | StateMixer
-    feed_forward: FeedForward
+    mixer: LayerAttention | StateMixer | None
+    feed_forward: FeedForward | None
     embedding: LayerEmbedding | None = None
     scalar: str | None = None
     cross: LayerAttention | None = None
@@ -262,16 +262,25 @@ class LayerSpec:
         return self.mixer
 
     @property
+    def state(self) -> StateMixer | None:
+        """The mixer of a layer with a state; None for others."""
+        return None if isinstance(self.mixer, LayerAttention) else self.mixer
+
+    @property
+    def parts(self) -> tuple[LayerAttention | StateMixer | FeedForward, ...]:
+        """The mixer, attention to an encoder and the feed-forward, as far as the layer has them."""
+        return tuple(part for part in (self.mixer, self.cross, self.feed_forward) if part is not None)
+
+    @property
     def matrices(self) -> tuple[LayerMatrix, ...]:
         """Matrices in the order of the products."""
         embedding = () if self.embedding is None else (self.embedding.gate, self.embedding.output)
-        cross = () if self.cross is None else self.cross.matrices
-        return *self.mixer.matrices, *cross, *self.feed_forward.matrices, *embedding
+        return *(matrix for part in self.parts for matrix in part.matrices), *embedding
 
     @property
     def other_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shapes of tensors that are neither projections nor norms, by name in the layer; they are kept in float32."""
-        return {**self.mixer.other_shapes, **self.feed_forward.other_shapes}
+        return {name: shape for part in self.parts for name, shape in part.other_shapes.items()}
 
     def modules(self) -> Iterator[tuple[str, MatrixPart, LayerMatrix]]:
         """Yield the projections: the name in the layer, the part, and its matrix."""
@@ -282,9 +291,11 @@ class LayerSpec:
     @property
     def norms(self) -> tuple[str, ...]:
         """Names of the norms of the stream and of outputs, in the order in which they run."""
-        mixer = self.mixer.input_norm, self.mixer.output_norm, None if self.cross is None else self.cross.input_norm
+        mixers = (one for one in (self.mixer, self.cross) if one is not None)
+        mixer = (name for one in mixers for name in (one.input_norm, one.output_norm))
+        feed_forward = () if self.feed_forward is None else self.feed_forward.norms
         embedding = None if self.embedding is None else self.embedding.output_norm
-        return tuple(name for name in (*mixer, *self.feed_forward.norms, embedding) if name is not None)
+        return tuple(name for name in (*mixer, *feed_forward, embedding) if name is not None)
 
     @cached_property
     def kind(self) -> tuple[object, ...]:
@@ -308,9 +319,9 @@ class LayerSpec:
         """Return the layer with the weight format of each projection, by its name in the layer."""
         return replace(
             self,
-            mixer=self.mixer.with_schemes(scheme_of),
+            mixer=None if self.mixer is None else self.mixer.with_schemes(scheme_of),
             cross=None if self.cross is None else self.cross.with_schemes(scheme_of),
-            feed_forward=self.feed_forward.with_schemes(scheme_of),
+            feed_forward=None if self.feed_forward is None else self.feed_forward.with_schemes(scheme_of),
             embedding=None if self.embedding is None else self.embedding.with_schemes(scheme_of),
         )
 

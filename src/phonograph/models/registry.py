@@ -16,6 +16,7 @@ from phonograph.models.families.gpt_oss import GPT_OSS
 from phonograph.models.families.hybrids.bamba import BAMBA
 from phonograph.models.families.hybrids.granite import GRANITE, GRANITE_MOE, GRANITE_MOE_HYBRID, GRANITE_MOE_SHARED
 from phonograph.models.families.hybrids.lfm import LFM2, LFM2_MOE
+from phonograph.models.families.hybrids.nemotron_h import NEMOTRON_H
 from phonograph.models.families.hybrids.qwen_hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from phonograph.models.families.llama import LLAMA, MISTRAL
 from phonograph.models.families.ministral import MINISTRAL3
@@ -44,6 +45,7 @@ ARCHITECTURES: dict[str, Family] = {
     "LlamaForCausalLM": LLAMA,
     "Ministral3ForCausalLM": MINISTRAL3,
     "MistralForCausalLM": MISTRAL,
+    "NemotronHForCausalLM": NEMOTRON_H,
     "Olmo2ForCausalLM": OLMO2,
     "Olmo3ForCausalLM": OLMO3,
     "OlmoeForCausalLM": OLMOE,

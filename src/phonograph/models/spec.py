@@ -126,7 +126,7 @@ class ModelSpec:
     @property
     def states(self) -> dict[int, StateMixer]:
         """Mixers with a state by the index of the layer."""
-        return {index: one.mixer for index, one in enumerate(self.layers) if not isinstance(one.mixer, LayerAttention)}
+        return {index: state for index, one in enumerate(self.layers) if (state := one.state) is not None}
 
     @property
     def owns_head(self) -> bool:

@@ -41,21 +41,25 @@ Convert = Callable[[LinearWeight, bool], LinearWeight]
 """Conversion of a loaded weight into the form that is multiplied; the second argument is True for the head."""
 
 
-def _feed_forward(kernels: KernelSet, layer: LayerWeights, load_X: torch.Tensor | None) -> FeedForwardPart:
+def _feed_forward(kernels: KernelSet, layer: LayerWeights, load_X: torch.Tensor | None) -> FeedForwardPart | None:
     weights = layer.feed_forward
+    if weights is None:
+        return None
     return kernels.experts(weights, load_X) if isinstance(weights, ExpertsWeights) else kernels.feed_forward(weights)
 
 
-def _mixer(kernels: KernelSet, layer: LayerWeights) -> MixerPart:
+def _mixer(kernels: KernelSet, layer: LayerWeights) -> MixerPart | None:
     weights = layer.mixer
+    if weights is None:
+        return None
     return kernels.attention(weights) if isinstance(weights, AttentionWeights) else kernels.states(weights)
 
 
 class BoundLayer(NamedTuple):
-    """Parts of a layer, and memory [T, E] in which its output is kept, or None."""
+    """Parts of a layer, and memory [T, E] in which its output is kept, each of them or None."""
 
-    mixer: MixerPart
-    feed_forward: FeedForwardPart
+    mixer: MixerPart | None
+    feed_forward: FeedForwardPart | None
     embedding: LayerEmbeddingPart | None
     tap_TE: torch.Tensor | None
     cross: MixerPart | None
@@ -229,10 +233,12 @@ class Transformer:
         for layer in self._running:
             if layer is last:
                 step = step._replace(rows_P=rows_P, num_kept=num_kept)
-            stream = layer.mixer(stream, step)
+            if layer.mixer is not None:
+                stream = layer.mixer(stream, step)
             if layer.cross is not None:
                 stream = layer.cross(stream, step)
-            stream = layer.feed_forward(stream)
+            if layer.feed_forward is not None:
+                stream = layer.feed_forward(stream)
             if layer.embedding is not None:
                 stream = layer.embedding(stream, step)
             if layer.tap_TE is not None:
@@ -295,16 +301,12 @@ class Transformer:
         """Run these layers, and tell each part which one reads its stream."""
         self._running = layers
         beginning = self.embedding or self.feature_part or self.input_part
-        assert beginning is not None
-        beginning.then = layers[0].mixer
-        for layer, following in zip_longest(layers, layers[1:]):
-            after = None if following is None else following.mixer
-            layer.mixer.then = layer.cross or layer.feed_forward
-            if layer.cross is not None:
-                layer.cross.then = layer.feed_forward
-            layer.feed_forward.then = after if layer.embedding is None else layer.embedding
-            if layer.embedding is not None:
-                layer.embedding.then = after
+        parts = [beginning]
+        for layer in layers:
+            parts += [layer.mixer, layer.cross, layer.feed_forward, layer.embedding]
+        present = [part for part in parts if part is not None]
+        for part, following in zip_longest(present, present[1:]):
+            part.then = following
 
     def destinations(self) -> dict[str, torch.Tensor]:
         """Return the destination of each tensor of a checkpoint by its name: a view of the fused weights.

@@ -16,7 +16,7 @@ from phonograph.core.kv_group import KVGroup
 from phonograph.core.limits import Limits
 from phonograph.core.request import Request
 from phonograph.kv_cache.block_events import BlockEvents
-from phonograph.kv_cache.checkpoints import CheckpointPool
+from phonograph.kv_cache.checkpoints import CheckpointCounts, CheckpointPool
 from phonograph.kv_cache.manager import CacheManager
 from phonograph.kv_cache.tables import SequenceTable
 from phonograph.scheduling.draft_depths import DraftDepths
@@ -132,6 +132,11 @@ class RequestBlocks:
             self._draft_caches.admit(request, shared, len(decodes))
         self._sources = [] if num_cached is None or not reuse else self.tails.block_ids(request, num_cached)
         return request.num_tokens - 1 if self._sources else num_cached
+
+    @property
+    def checkpoint_counts(self) -> CheckpointCounts:
+        """Counts of checkpoints; zeros without any."""
+        return CheckpointCounts() if self.cache.checkpoints is None else self.cache.checkpoints.counts
 
     def chunk(self, request: Request, budget: int, *, is_new: bool) -> int:
         """Return the tokens of the next chunk of a prompt, which reads and writes checkpoints of states, if any.

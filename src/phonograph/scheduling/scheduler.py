@@ -137,6 +137,7 @@ class Scheduler:
             prefix_queries=self._prefix_queries,
             prefix_hits=self._prefix_hits,
             drafts=DraftCounts() if self.drafts is None else self.drafts.counts,
+            checkpoints=self._blocks.checkpoint_counts,
         )
 
     @property

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from phonograph.core.batch import DraftCounts
+from phonograph.kv_cache.checkpoints import CheckpointCounts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +19,7 @@ class SchedulerStats:
         prefix_queries: prompt tokens of admitted requests.
         prefix_hits: those of them found in the prefix cache.
         drafts: counts of drafts.
+        checkpoints: counts of checkpoints of states.
     """
 
     num_running: int
@@ -29,3 +31,4 @@ class SchedulerStats:
     prefix_hits: int
     drafts: DraftCounts
     num_deferred: int = 0
+    checkpoints: CheckpointCounts = field(default_factory=CheckpointCounts)

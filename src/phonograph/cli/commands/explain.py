@@ -22,8 +22,6 @@ from phonograph.errors import BackendError, ConfigError
 from phonograph.graphs.resolve import without_support
 
 if TYPE_CHECKING:
-    from phonograph.attention.attention_spec import AttentionSpec
-    from phonograph.attention.selection import Selection
     from phonograph.cli.attention_matrix import BackendRows
     from phonograph.cli.product_table import Kernels, ProductRow
     from phonograph.engine.plan import EnginePlan
@@ -111,7 +109,7 @@ def planned_device(config: EngineConfig, name: str | None) -> DeviceSpec:
 
 
 def _facts(plan: EnginePlan, decided: list[_Decided]) -> dict[str, Any]:
-    from phonograph.cli.group_lines import shorten_layers
+    from phonograph.cli.group_lines import sharing_reason, shorten_layers
     from phonograph.engine.groups.group_facts import group_facts
 
     capabilities, memory, captures = plan.selection.capabilities, plan.memory, plan.captures
@@ -130,7 +128,7 @@ def _facts(plan: EnginePlan, decided: list[_Decided]) -> dict[str, Any]:
             "missing": capabilities.missing(),
             "reasons": plan.selection.reasons,
             "rejected": plan.selection.rejected,
-            "shared_prefixes": capabilities.prefix_sharing(plan.attention, plan.device)[1],
+            "shared_prefixes": sharing_reason(plan, plan.selection, plan.attention),
         },
         "support": {"level": plan.resolution.support.level.name, "reason": plan.resolution.support.reason},
         "mode": mode_facts(plan),
@@ -198,7 +196,7 @@ def _print(plan: EnginePlan, decided: list[_Decided]) -> None:
 
 
 def _sections(plan: EnginePlan, decided: list[_Decided]) -> list[tuple[str, list[str]]]:
-    from phonograph.cli.group_lines import group_lines
+    from phonograph.cli.group_lines import attention_lines, group_lines
 
     support = plan.resolution.support
     # The chain repeats why the support is what it is; here that stands right above it.
@@ -209,7 +207,7 @@ def _sections(plan: EnginePlan, decided: list[_Decided]) -> list[tuple[str, list
         ("products", _product_lines(plan)),
         ("limits", [", ".join(f"{name} {size}" for name, size in _limits(plan).items())]),
         ("KV groups", group_lines(plan)),
-        ("attention", _attention_lines(plan)),
+        ("attention", attention_lines(plan)),
         ("support", [support.level.name, f"- {support.reason}"]),
         ("mode", _mode_lines(plan, chain)),
         ("graphs", _graph_lines(plan)),
@@ -217,31 +215,6 @@ def _sections(plan: EnginePlan, decided: list[_Decided]) -> list[tuple[str, list
         ("notes", [f"- {text}" for text in plan.notes]),
         ("batches", [line for one in decided for line in _batch_lines(plan, one)]),
     ]
-
-
-def _attention_lines(plan: EnginePlan) -> list[str]:
-    """Return the backend of each KV group and the steps to it."""
-    from phonograph.cli.group_lines import group_names
-
-    members = plan.kv.members
-    if len(members) == 1:
-        return _selection_lines(plan, plan.selection, plan.attention)
-    lines: list[str] = []
-    for spec, groups in members.items():
-        label, *reasons = _selection_lines(plan, plan.selections[groups[0]], spec)
-        lines += [f"{group_names(plan.kv, groups)}: {label}", *reasons]
-    return lines
-
-
-def _selection_lines(plan: EnginePlan, selection: Selection, spec: AttentionSpec) -> list[str]:
-    """Return a backend and the steps to it. On a CPU one line stands for all backends that only run on a GPU."""
-    label = selection.capabilities.label
-    kernels = [name for name, why in selection.rejected.items() if any(text.startswith("device ") for text in why)]
-    if plan.device.kind != "cpu" or not kernels:
-        sharing = [] if plan.device.kind == "cpu" else [selection.capabilities.prefix_sharing(spec, plan.device)[1]]
-        return [label, *(f"- {reason}" for reason in (*selection.reasons, *sharing))]
-    others = (f"- {name} refuses: {'; '.join(why)}" for name, why in selection.rejected.items() if name not in kernels)
-    return [f"{label}: the GPU kernels need a GPU (--matrix has each refusal)", *others]
 
 
 def _mode_lines(plan: EnginePlan, chain: list[str]) -> list[str]:

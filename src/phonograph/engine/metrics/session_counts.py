@@ -52,6 +52,8 @@ def metric_values(stats: SchedulerStats, counts: SessionCounts, steps: Mapping[s
     for name, value in (
         ("vllm:prefix_cache_queries", stats.prefix_queries),
         ("vllm:prefix_cache_hits", stats.prefix_hits),
+        ("phonograph:state_checkpoint_hits", stats.checkpoints.hits),
+        ("phonograph:state_checkpoint_evictions", stats.checkpoints.evictions),
         ("vllm:num_preemptions", stats.num_preemptions),
         ("vllm:prompt_tokens", counts.num_prompt_tokens),
         ("vllm:generation_tokens", counts.num_output_tokens),

@@ -28,6 +28,7 @@ from phonograph.engine.process.messages import (
     WakeUp,
 )
 from phonograph.errors import EngineUnavailable, PhonographError
+from phonograph.kv_cache.checkpoints import CheckpointCounts
 from phonograph.scheduling.engine_router import EngineRouter
 from phonograph.scheduling.scheduler_stats import SchedulerStats
 
@@ -327,7 +328,7 @@ def merged_stats(stats: Sequence[SchedulerStats]) -> SchedulerStats:
     counts = {
         one.name: sum(getattr(each, one.name) for each in stats)
         for one in fields(SchedulerStats)
-        if one.name != "drafts"
+        if one.name not in ("drafts", "checkpoints")
     }
     return SchedulerStats(
         **counts,
@@ -338,6 +339,7 @@ def merged_stats(stats: Sequence[SchedulerStats]) -> SchedulerStats:
             accepted_by_position=tuple(map(sum, positions)),
             choices=tuple(choices.items()),
         ),
+        checkpoints=CheckpointCounts(*map(sum, zip(*(one.checkpoints for one in stats), strict=True))),
     )
 
 

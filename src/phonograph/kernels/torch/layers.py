@@ -145,10 +145,17 @@ ACTIVATIONS = {
     "clamped_swiglu": clamped_swiglu_and_mul,
 }
 """Activations of gates by their names in a model's specification."""
+
+
+def _relu2(x: torch.Tensor) -> torch.Tensor:
+    return functional.relu(x).square_()
+
+
 UNGATED = {
     "silu": functional.silu,
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),
     "gelu": functional.gelu,
     "relu": functional.relu,
+    "relu2": _relu2,
 }
 """Activations of feed-forwards without gates."""

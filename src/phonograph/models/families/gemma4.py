@@ -102,8 +102,9 @@ def _with_experts(layer: LayerSpec, settings: Settings) -> LayerSpec:
     num_experts, top_k, size = (settings[field] for field in _EXPERT_FIELDS)
     if top_k > num_experts:
         raise ModelError(f"top_k_experts={top_k} must be at most num_experts={num_experts}")
-    dense, hidden_size = layer.feed_forward, layer.mixer.matrices[0].num_inputs
+    dense = layer.feed_forward
     assert isinstance(dense, LayerFeedForward)
+    hidden_size = dense.gate_up.num_inputs
 
     def experts(name: str, part: str, outputs: int, inputs: int, *, gated: bool = False) -> LayerMatrix:
         parts = (MatrixPart(part, outputs),)

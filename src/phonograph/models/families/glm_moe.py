@@ -28,7 +28,7 @@ _SHARE = 0.5
 _NAMES = ExpertNames(shared="shared_experts")
 
 
-def _routing(settings: Settings) -> Routing:
+def group_routing(settings: Settings) -> Routing:
     """Return the sigmoid of the logits, in groups.
 
     Raises:
@@ -58,7 +58,7 @@ def _routing(settings: Settings) -> Routing:
 
 
 def _layers(settings: Settings) -> tuple[LayerSpec, ...]:
-    sizes, routing, inner = layer_sizes(settings), _routing(settings), settings["moe_intermediate_size"]
+    sizes, routing, inner = layer_sizes(settings), group_routing(settings), settings["moe_intermediate_size"]
     shared_size = inner * settings["n_shared_experts"]
     dense = decoder_layer(sizes, qkv_bias=settings["attention_bias"], head_norms=settings["use_qk_norm"])
     shared = decoder_layer(sizes._replace(intermediate_size=shared_size)).feed_forward if shared_size else None

@@ -118,7 +118,8 @@ class ExpertNames(NamedTuple):
         module: module of the router and the experts.
         router: name of the router in the module.
         experts: module of the experts in the module; empty if they are next to the router.
-        gate, up, down: projections of an expert. Tensors of all experts have gates and ups under the name of the gate.
+        gate, up, down: projections of an expert; the gate is empty for experts without gates. Tensors of all experts
+            have gates and ups under the name of the gate.
         shared: name of the shared expert in the module; None if it is outside, under the name that it has.
         shared_gate: name of its gate.
     """
@@ -163,9 +164,11 @@ def with_experts(
         shared_gate: the shared expert has a gate.
         choice_bias: a checkpoint has a bias for the choice.
     """
-    dense, hidden_size, num_experts = layer.feed_forward, layer.mixer.matrices[0].num_inputs, routing.num_experts
+    dense, num_experts = layer.feed_forward, routing.num_experts
+    assert isinstance(dense, LayerFeedForward)
+    hidden_size = dense.gate_up.num_inputs
     gates = (MatrixPart(names.router, num_experts), *((MatrixPart(names.shared_gate, 1),) if shared_gate else ()))
-    gate_up = MatrixPart(names.gate, intermediate_size), MatrixPart(names.up, intermediate_size)
+    gate_up = tuple(MatrixPart(name, intermediate_size) for name in (names.gate, names.up) if name)
     if fused is not None:
         gate_up = (MatrixPart(names.gate, 2 * intermediate_size),)
     gate_up_tensors, down_tensors = fused or (None, None)
@@ -192,7 +195,7 @@ def with_experts(
                 gate_up,
                 hidden_size,
                 bias=bias,
-                gated=True,
+                gated=bool(names.gate),
                 num_experts=num_experts,
                 fused=gate_up_tensors,
             ),

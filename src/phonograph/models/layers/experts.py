@@ -13,7 +13,7 @@ import weakref
 import torch
 
 from phonograph.kernels.torch.expert_products import add_experts
-from phonograph.kernels.torch.layers import ACTIVATIONS
+from phonograph.kernels.torch.layers import ACTIVATIONS, UNGATED
 from phonograph.kernels.torch.route import route
 from phonograph.models.layers.linear import Linear
 from phonograph.models.layers.part_weights import ExpertsWeights
@@ -63,7 +63,7 @@ def _experts(
     routing, count = weights.spec.routing, len(x_TE) if num_rows is None else int(num_rows)
     logits_TX = logits_TX[:count, : routing.num_experts]
     experts_Tk, weights_Tk = route(logits_TX, routing, weights.choice_bias, weights.expert_scale)
-    activation = ACTIVATIONS[weights.spec.activation]
+    activation = (ACTIVATIONS if weights.spec.gate_up.gated else UNGATED)[weights.spec.activation]
     if load_X is not None:
         load_X[: routing.num_experts] += torch.bincount(experts_Tk.flatten(), minlength=routing.num_experts)
     total_TE = torch.zeros(out_TE.shape, dtype=torch.float32, device=out_TE.device)

@@ -20,6 +20,7 @@ from phonograph.models.layer_spec import (
 from phonograph.models.layers.expert_spec import LayerExperts
 from phonograph.models.layers.layer_embedding import LayerEmbeddingWeights
 from phonograph.models.layers.linear import Linear, WeightAllocator, norm_views
+from phonograph.models.layers.states.state_mixer import StateMixer
 from phonograph.models.layers.states.state_weights import StateWeights
 from phonograph.models.quantization.block_embedding import Embedding
 
@@ -104,6 +105,11 @@ class FeedForwardWeights:
         """The matrices in the order of the products."""
         return self.gate_up, self.down
 
+    @property
+    def gated(self) -> bool:
+        """True if there are gates, and not ups alone."""
+        return self.gate_up.spec.num_outputs > self.down.spec.num_inputs
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsWeights:
@@ -155,8 +161,8 @@ class LayerWeights:
     """Weights of a layer, next to its specification."""
 
     spec: LayerSpec
-    mixer: AttentionWeights | StateWeights
-    feed_forward: FeedForwardWeights | ExpertsWeights
+    mixer: AttentionWeights | StateWeights | None
+    feed_forward: FeedForwardWeights | ExpertsWeights | None
     embedding: LayerEmbeddingWeights | None
     scalar: torch.Tensor | None
     cross: AttentionWeights | None
@@ -174,15 +180,11 @@ class LayerWeights:
         def norm(name: str | None) -> torch.Tensor | None:
             return None if name is None else allocate.norm(hidden_size)
 
-        of_mixer = (
-            AttentionWeights.make(mixer, layer, norm, allocate)
-            if isinstance(mixer, LayerAttention)
-            else StateWeights.make(mixer, layer, norm, allocate)
-        )
+        of_mixer = None if mixer is None else _any_mixer(mixer, layer, norm, allocate)
         cross = None
         if spec.cross is not None:
             cross = AttentionWeights.make(spec.cross, num_layers + layer, norm, allocate)
-        of_feed_forward = _any_feed_forward(feed_forward, norm, allocate)
+        of_feed_forward = None if feed_forward is None else _any_feed_forward(feed_forward, norm, allocate)
         scalar = None if spec.scalar is None else allocate.tensor(1)
         embedding = None
         if spec.embedding is not None:
@@ -195,24 +197,28 @@ class LayerWeights:
                 scalar=scalar,
             )
         elif scalar is not None:
+            assert of_feed_forward is not None
             of_feed_forward = replace(of_feed_forward, scalar=scalar)
         return cls(
             spec=spec, mixer=of_mixer, feed_forward=of_feed_forward, embedding=embedding, scalar=scalar, cross=cross
         )
 
     @property
+    def parts(self) -> list[AttentionWeights | StateWeights | FeedForwardWeights | ExpertsWeights]:
+        """The mixer, attention to an encoder and the feed-forward, as far as the layer has them."""
+        return [part for part in (self.mixer, self.cross, self.feed_forward) if part is not None]
+
+    @property
     def linears(self) -> tuple[Linear, ...]:
         """The matrices in the order of the products."""
         embedding = () if self.embedding is None else (self.embedding.gate, self.embedding.output)
-        cross = () if self.cross is None else self.cross.linears
-        return *self.mixer.linears, *cross, *self.feed_forward.linears, *embedding
+        return *(linear for part in self.parts for linear in part.linears), *embedding
 
     def checkpoint_views(self) -> dict[str, torch.Tensor]:
         """Return the destination of each tensor of a checkpoint by its name in the layer: views of fused weights."""
-        mixer = self.mixer
-        views = mixer.own_views() if isinstance(mixer, AttentionWeights) else dict(mixer.others)
-        parts: list[AttentionWeights | StateWeights | FeedForwardWeights | ExpertsWeights] = [mixer, self.feed_forward]
-        parts += [] if self.cross is None else [self.cross]
+        views = self.mixer.own_views() if isinstance(self.mixer, AttentionWeights) else dict[str, torch.Tensor]()
+        views |= self.mixer.others if isinstance(self.mixer, StateWeights) else {}
+        parts = self.parts
         if isinstance(self.feed_forward, ExpertsWeights):
             views |= self.feed_forward.own_views()
             parts += [] if self.feed_forward.shared is None else [self.feed_forward.shared]
@@ -233,6 +239,14 @@ class LayerWeights:
             assert self.feed_forward.spec.choice_bias is not None
             views[self.feed_forward.spec.choice_bias] = self.feed_forward.choice_bias
         return views
+
+
+def _any_mixer(
+    spec: LayerAttention | StateMixer, layer: int, norm: Norm, allocate: WeightAllocator
+) -> AttentionWeights | StateWeights:
+    if isinstance(spec, LayerAttention):
+        return AttentionWeights.make(spec, layer, norm, allocate)
+    return StateWeights.make(spec, layer, norm, allocate)
 
 
 def _any_feed_forward(spec: FeedForward, norm: Norm, allocate: WeightAllocator) -> FeedForwardWeights | ExpertsWeights:

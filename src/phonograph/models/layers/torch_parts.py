@@ -313,11 +313,14 @@ class TorchFeedForward:
 
     def __call__(self, stream: Stream) -> Stream:
         kernels, weights = self._kernels, self._weights
-        gate_up_T2I = weights.gate_up.product(kernels.normed(stream.hidden_TE, weights.input_norm))
-        gated = gate_up_T2I.shape[1] > weights.down.spec.num_inputs
-        activations = ACTIVATIONS if gated else UNGATED
-        inner_TI = activations[weights.spec.activation](gate_up_T2I)
+        inner_TI = _activated(weights, kernels.normed(stream.hidden_TE, weights.input_norm))
         return kernels.add(stream, inner_TI, weights.down, weights.output_norm, weights.scalar)
+
+
+def _activated(weights: FeedForwardWeights, x_TE: torch.Tensor) -> torch.Tensor:
+    """Return the input of the last product of a feed-forward."""
+    activations = ACTIVATIONS if weights.gated else UNGATED
+    return activations[weights.spec.activation](weights.gate_up.product(x_TE))
 
 
 class TorchExperts:
@@ -337,7 +340,7 @@ class TorchExperts:
         added_TE = kernels.normed(added_TE, weights.sum_norm)
         if shared is not None:
             own_TE = normed_TE if shared.input_norm is None else kernels.normed(hidden_TE, shared.input_norm)
-            inner_TI = ACTIVATIONS[shared.spec.activation](shared.gate_up.product(own_TE))
+            inner_TI = _activated(shared, own_TE)
             shared_TE = kernels.normed(kernels.summed(shared.down.product(inner_TI), shared.down), shared.output_norm)
             if spec.shared_gate:
                 shared_TE.mul_(logits_TX[:, spec.routing.num_experts :].sigmoid())

@@ -158,8 +158,10 @@ def expert_memory(spec: LayerExperts) -> list[tuple[int, int]]:
     return [(top_k, spec.down.num_inputs), (top_k, hidden_size), *((1, width) for width in widths)]
 
 
-def _feed_forward_width(spec: FeedForward) -> int:
+def _feed_forward_width(spec: FeedForward | None) -> int:
     """Return the numbers of a token in `shared`."""
+    if spec is None:
+        return 0
     if isinstance(spec, LayerExperts):
         return sum(rows * width for rows, width in expert_memory(spec))
     assert isinstance(spec, LayerFeedForward)
@@ -172,8 +174,10 @@ def _attention_widths(spec: ModelSpec) -> tuple[int, int]:
     return max(first for first, _ in widths), max(second for _, second in widths)
 
 
-def mixer_widths(mixer: LayerAttention | StateMixer) -> tuple[int, int]:
+def mixer_widths(mixer: LayerAttention | StateMixer | None) -> tuple[int, int]:
     """Return the numbers of a token in a mixer's projections and scratch, and in its output."""
+    if mixer is None:
+        return 0, 0
     *projections, output = mixer.matrices
     return sum(matrix.num_outputs for matrix in projections) + mixer.scratch, output.num_inputs
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from phonograph.errors import ModelError, UnsupportedModelError, shortened
 from phonograph.files.gguf_file import GgufFile
+from phonograph.models.families.hybrids.qwen_hybrid import TILED
 from phonograph.models.layer_spec import LayerSpec, RopeTable
 from phonograph.models.quantization.gguf_blocks import FLOATS, check_kind, fused_schemes
 from phonograph.models.quantization.scheme import Quantization
@@ -30,6 +31,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "olmoe": "OlmoeForCausalLM",
     "granite": "GraniteForCausalLM",
     "granitemoe": "GraniteMoeForCausalLM",
+    "qwen35": "Qwen3_5ForCausalLM",
 }
 """Architectures by `general.architecture`. Files of Mistral and Mixtral models mostly say "llama"."""
 INTERLEAVED = frozenset({"llama", "mistral", "granite", "granitemoe"})
@@ -102,6 +104,13 @@ _OWN_KEYS: Mapping[str, Mapping[str, _Key]] = {
         **_USED,
         "expert_shared_feed_forward_length": _Key("shared_intermediate_size", int),
     },
+    "qwen35": {
+        "full_attention_interval": _Key("full_attention_interval", int, 4),
+        "ssm.conv_kernel": _Key("linear_conv_kernel_dim", int, _REQUIRED),
+        "ssm.state_size": _Key("linear_key_head_dim", int, _REQUIRED),
+        "ssm.group_count": _Key("linear_num_key_heads", int, _REQUIRED),
+        "ssm.time_step_rank": _Key("linear_num_value_heads", int, _REQUIRED),
+    },
 }
 """Keys of single architectures."""
 _RENORMALISED = {"qwen2moe": False, "qwen3moe": True, "olmoe": False}
@@ -115,7 +124,13 @@ _BIASES: Mapping[str, tuple[str, ...]] = {
 _FIXED: Mapping[str, Callable[[Any, dict[str, Any]], bool]] = {
     "vocab_size": lambda value, config: value == config["vocab_size"],
     "attention.value_length": lambda value, config: value == _head_size(config),
-    "rope.dimension_count": lambda value, config: value == _head_size(config),
+    "rope.dimension_count": lambda value, config: value == _head_size(config) * config.get("partial_rotary_factor", 1),
+    # Positions of images, which are those of text without any.
+    "rope.dimension_sections": lambda value, config: config["model_type"] == "qwen3_5_text",
+    "ssm.inner_size": lambda value, config: (
+        value == config.get("linear_num_value_heads", 0) * config.get("linear_value_head_dim", 0)
+    ),
+    "nextn_predict_layers": lambda value, config: value == 0,
     # For Granite false means that no layer has a rope.
     "rope.scaling.finetuned": lambda value, config: value is True or "granite" not in config["model_type"],
     "rope.scaling.type": lambda value, config: value in ("none", "linear", "yarn"),
@@ -173,6 +188,8 @@ def config_of_gguf(file: GgufFile) -> dict[str, Any]:
         config |= {"architectures": ["GraniteMoeSharedForCausalLM"], "model_type": "granitemoeshared"}
     # Qwen3's default is another one; llama.cpp's is this.
     config.setdefault("head_dim", _head_size(config))
+    if name == "qwen35":
+        config |= _of_qwen35(file, config)
     _check_sizes(file, config)
     _read_scaling(file, name, config)
     window = _read(file, f"{name}.attention.sliding_window", _Key("sliding_window", int))
@@ -193,6 +210,18 @@ def _of_gemma3(config: Mapping[str, Any], window: int) -> dict[str, Any]:
         "sliding_window": window,
         "sliding_window_pattern": 6,
         "query_pre_attn_scalar": share if config["num_hidden_layers"] == _LAYERS_OF_27B else head_size,
+    }
+
+
+def _of_qwen35(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return fields of Qwen3.5 that a header has in other units."""
+    inner, rotated = (
+        _read(file, f"qwen35.{key}", _Key("", int, _REQUIRED)) for key in ("ssm.inner_size", "rope.dimension_count")
+    )
+    return {
+        TILED: True,
+        "linear_value_head_dim": inner // max(config["linear_num_value_heads"], 1),
+        "partial_rotary_factor": rotated / config["head_dim"],
     }
 
 
@@ -278,7 +307,7 @@ def _check_sizes(file: GgufFile, config: dict[str, Any]) -> None:
     name = f"blk.{config['num_hidden_layers'] - 1}.attn_q.weight"
     tensor, expected = (
         file.tensors.get(name),
-        [config["num_attention_heads"] * _head_size(config), config["hidden_size"]],
+        [(1 + (TILED in config)) * config["num_attention_heads"] * _head_size(config), config["hidden_size"]],
     )
     if tensor is None:
         raise ModelError(

@@ -16,6 +16,7 @@ import torch
 
 from phonograph.errors import ConfigError, WeightError
 from phonograph.files.gguf_file import GgufFile, GgufTensor
+from phonograph.models.layers.linear import Linear
 from phonograph.models.quantization.block_embedding import BlockEmbedding
 from phonograph.models.quantization.gguf_blocks import BLOCK_TYPES, FLOATS, GgufBlocks, dequantize_rows
 from phonograph.models.quantization.scheme import QuantizedModule
@@ -40,7 +41,8 @@ def load_gguf(model: Transformer, file: GgufFile, copies: Copies, cuts: RankTens
     """
     pieces, of_experts = expert_pieces(model.spec.layers), expert_modules(model.spec.layers)
     modules = [module for module in model.quantized_modules() if module.name not in of_experts]
-    architecture, half = str(file.values["general.architecture"]), model.spec.layers[0].attention.head_size // 2
+    architecture = str(file.values["general.architecture"])
+    half = next(iter(model.spec.attentions.values())).head_size // 2
     if cuts is not None and pieces:
         raise ConfigError(SETTING, cuts.num_ranks, "experts of a GGUF file have no rule for several ranks yet; 1 works")
     shapes = _without(model.spec.tensor_shapes(), of_experts)
@@ -62,8 +64,8 @@ def load_gguf(model: Transformer, file: GgufFile, copies: Copies, cuts: RankTens
             raise WeightError(
                 f"{shown} is not part of this {model.spec.architecture}; it has a feature that is not implemented"
             )
-        # A matrix of one output may be a vector.
-        if tensor.shape not in (shapes[name], shapes[name][1:] if shapes[name][0] == 1 else None):
+        # A matrix of one output may be a vector, and taps have no dimension of one input.
+        if [size for size in tensor.shape if size > 1] != [size for size in shapes[name] if size > 1]:
             raise WeightError(
                 f"{shown} has shape {list(tensor.shape)}; the header's sizes of the model ask for {list(shapes[name])}"
             )
@@ -89,7 +91,7 @@ def load_gguf(model: Transformer, file: GgufFile, copies: Copies, cuts: RankTens
                 view = into.unflatten(0, (-1, 2, half)).transpose(1, 2)
                 copies.add(name, view, rows.unflatten(0, (-1, half, 2)))
             else:
-                copies.add(name, into, rows)
+                copies.add(name, into, _numbers(name, rows))
         else:
             copies.run(
                 partial(_dequantize, _shown(name, architecture), tensor.kind, rows, half if interleaved else 0, into)
@@ -131,8 +133,7 @@ def _release(model: Transformer, file: GgufFile) -> None:
 
 def _load_piece(model: Transformer, name: str, piece: ExpertPiece, tensor: GgufTensor, copies: Copies) -> None:
     """Start to load a piece of a matrix of experts."""
-    weights = model.weights[piece.layer].feed_forward
-    linear, experts = weights.linears[piece.place], piece.matrix.num_experts or 1
+    linear, experts = _linear(model, piece), piece.matrix.num_experts or 1
     rows = _rows(tensor).view(experts, piece.outputs, -1)
     if linear.spec.scheme is not None:
         copies.run(partial(_load_blocks, model, name, piece, tensor.kind, rows))
@@ -144,9 +145,15 @@ def _load_piece(model: Transformer, name: str, piece: ExpertPiece, tensor: GgufT
         copies.run(partial(_dequantize_experts, name, tensor.kind, rows, into))
 
 
+def _linear(model: Transformer, piece: ExpertPiece) -> Linear:
+    weights = model.weights[piece.layer].feed_forward
+    assert weights is not None
+    return weights.linears[piece.place]
+
+
 @torch.inference_mode()
 def _load_blocks(model: Transformer, name: str, piece: ExpertPiece, kind: str, rows: torch.Tensor) -> None:
-    linear = model.weights[piece.layer].feed_forward.linears[piece.place]
+    linear = _linear(model, piece)
     assert isinstance(linear.spec.scheme, GgufBlocks)
     # Pieces of several types have one layout in memory.
     scheme, outputs = replace(linear.spec.scheme, kind=kind), linear.spec.expert_outputs
@@ -186,6 +193,13 @@ def _part(
     if cuts is None:
         return rows, destination
     return cuts.fitted(name, rows, destination, 1 if tensor.kind in FLOATS else BLOCK_TYPES[tensor.kind].inputs)
+
+
+def _numbers(name: str, rows: torch.Tensor) -> torch.Tensor:
+    """Return the numbers of a checkpoint. A file has rates of decay without the logarithm, and taps as a matrix."""
+    if name.endswith(".conv1d.weight"):
+        return rows.unsqueeze(1)
+    return rows.neg().log_() if name.endswith(".A_log") else rows
 
 
 def _in_halves(rows: torch.Tensor, half: int) -> torch.Tensor:

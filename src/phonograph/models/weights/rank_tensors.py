@@ -72,6 +72,7 @@ class RankTensors:
             prefix, attention, own = f"{LAYERS}.{index}.", layer.attention, cut.layers[index]
             self._add(prefix, attention.qkv, own.attention.qkv, qkv_ranges(attention, rank, num_ranks))
             self._add(prefix, attention.output, own.attention.output, self._inputs(own.attention.output))
+            assert layer.feed_forward is not None and own.feed_forward is not None
             for one, part in _feed_forwards(layer.feed_forward, own.feed_forward):
                 outputs = gate_up_ranges(one.gate_up, one.down.num_inputs, rank, num_ranks)
                 self._add(prefix, one.gate_up, part.gate_up, outputs)

@@ -83,7 +83,7 @@ def _cut_layer(layer: LayerSpec, name: str, num_ranks: int) -> LayerSpec:
     return replace(layer, mixer=attention, feed_forward=_cut_feed_forward(layer.feed_forward, name, num_ranks))
 
 
-def _cut_feed_forward(whole: FeedForward, name: str, num_ranks: int) -> FeedForward:
+def _cut_feed_forward(whole: FeedForward | None, name: str, num_ranks: int) -> FeedForward:
     assert isinstance(whole, LayerFeedForward | LayerExperts)
     what = "an inner size of {}" if isinstance(whole, LayerFeedForward) else "experts of an inner size of {}"
     inner = _share(name, what, whole.down.num_inputs, num_ranks)

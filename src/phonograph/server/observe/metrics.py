@@ -87,6 +87,16 @@ class EngineCollector(Collector):
             "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda stats: stats.prefix_hits
         )
         yield self._counters(
+            "phonograph:state_checkpoint_hits",
+            "Checkpoints of states from which a request started; in models whose layers have states.",
+            lambda stats: stats.checkpoints.hits,
+        )
+        yield self._counters(
+            "phonograph:state_checkpoint_evictions",
+            "Checkpoints of states whose place another one took.",
+            lambda stats: stats.checkpoints.evictions,
+        )
+        yield self._counters(
             "vllm:spec_decode_num_drafts", "Decodes that verified drafts.", lambda stats: stats.drafts.decodes
         )
         yield self._counters(

@@ -36,6 +36,7 @@ class DeltaSizes(NamedTuple):
         by_head: columns of the projections are in the order of the heads of keys: the query, the key, the values and
             the output gates of each, and the rates and times of its values. Otherwise all queries come first, then all
             keys, and so on.
+        tiled: value head h has the query and the key of head h % G, as in GGUF files; otherwise of head h // (H / G).
     """
 
     key_heads: int
@@ -43,6 +44,7 @@ class DeltaSizes(NamedTuple):
     key_size: int
     value_size: int
     by_head: bool
+    tiled: bool = False
 
     @property
     def channels(self) -> int:
@@ -110,8 +112,8 @@ def gated_delta(
         sizes: `DeltaSizes` as a list.
         eps: epsilon of the norm of the output.
     """
-    *counts, by_head = sizes
-    net = DeltaSizes(*counts, by_head=bool(by_head))
+    *counts, by_head, tiled = sizes
+    net = DeltaSizes(*counts, by_head=bool(by_head), tiled=bool(tiled))
     x_TC, z_THV, rate_TH, time_TH = net.split(projected_TF, gates_TB)
     decay_TH = -decay_H.exp() * functional.softplus(time_TH.float() + time_bias_H)
     rate_TH = rate_TH.float().sigmoid()
@@ -136,7 +138,8 @@ def _heads(conv_NTC: torch.Tensor, net: DeltaSizes) -> tuple[torch.Tensor, torch
     def normed(x_NTX: torch.Tensor) -> torch.Tensor:
         x_NTGK = x_NTX.unflatten(-1, (net.key_heads, -1))
         x_NTGK = x_NTGK * (x_NTGK.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt()
-        return x_NTGK.repeat_interleave(net.value_heads // net.key_heads, 2)
+        count = net.value_heads // net.key_heads
+        return x_NTGK.repeat(1, 1, count, 1) if net.tiled else x_NTGK.repeat_interleave(count, 2)
 
     return normed(q_NTX) * net.key_size**-0.5, normed(k_NTX), v_NTX.unflatten(-1, (net.value_heads, -1))
 

@@ -18,8 +18,8 @@ from phonograph.kernels.triton.state.delta_rows import decay_and_rate, gate_colu
 def delta_step_kernel(
     conv_ptr, projected_ptr, gates_ptr, decay_ptr, time_bias_ptr, norm_ptr, starts_ptr, lens_ptr, slots_ptr,
     checkpoints_ptr, state_ptr, out_ptr, eps, projected_stride, gates_stride, checkpoints_stride, C: tl.constexpr,
-    G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BY_HEAD: tl.constexpr, KEYS: tl.constexpr,
-    VALUES: tl.constexpr, MOST: tl.constexpr, NORM_EPS: tl.constexpr,
+    G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BY_HEAD: tl.constexpr, TILED: tl.constexpr,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, MOST: tl.constexpr, NORM_EPS: tl.constexpr,
 ):  # fmt: skip
     """Mix up to MOST tokens of a sequence; programs of longer ones and of empty rows do nothing.
 
@@ -37,7 +37,7 @@ def delta_step_kernel(
     place = state_ptr + (source.to(tl.int64) * H + head) * K * V + key[:, None] * V + value[None, :]
     state = tl.load(place, mask & (source >= 0), other=0.0)
     norm = tl.load(norm_ptr + value, has_value, other=0.0)
-    key_head = head // (H // G)
+    key_head = head % G if TILED else head // (H // G)
     for index in range(count):
         token = (start + index).to(tl.int64)
         row = conv_ptr + token * C

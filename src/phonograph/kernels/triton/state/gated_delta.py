@@ -68,7 +68,8 @@ def gated_delta(
     strides = projected_TF.stride(0), gates_TB.stride(0), checkpoints_3R.stride(0)
     weights = decay_H, time_bias_H, norm_V
     args = conv_TC, projected_TF, gates_TB, *weights, *rows, state_SHKV, out_TX, eps, *strides
-    sizes = {"G": net.key_heads, "H": net.value_heads, "K": net.key_size, "V": net.value_size, "BY_HEAD": net.by_head}
+    sizes = {"G": net.key_heads, "H": net.value_heads, "K": net.key_size, "V": net.value_size}
+    sizes |= {"BY_HEAD": net.by_head, "TILED": net.tiled}
     settings = {
         **sizes,
         "C": net.channels,

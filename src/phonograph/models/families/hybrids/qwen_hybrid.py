@@ -35,6 +35,8 @@ from phonograph.models.rope_parameters import PARTIAL, RopeParameters, read_rope
 
 _LINEAR = "linear_attention"
 """Layers with a gated delta net, in layer_types."""
+TILED = "linear_value_heads_tiled"
+"""Field that stands for the order of heads in GGUF files, and is in no config.json; see `DeltaSizes.tiled`."""
 _MULTI = "mrope_section", "mrope_interleaved"
 """Keys of rope_parameters for positions of images."""
 _MAMBA_DTYPE = FieldKind("'float32', the type of states", lambda value: value == "float32")
@@ -70,7 +72,8 @@ def _delta_sizes(settings: Settings, *, by_head: bool) -> DeltaSizes:
     keys, values = settings["linear_num_key_heads"], settings["linear_num_value_heads"]
     if values % keys:
         raise ModelError(f"linear_num_value_heads={values} must be a multiple of linear_num_key_heads={keys}")
-    return DeltaSizes(keys, values, settings["linear_key_head_dim"], settings["linear_value_head_dim"], by_head)
+    sizes = settings["linear_key_head_dim"], settings["linear_value_head_dim"]
+    return DeltaSizes(keys, values, *sizes, by_head, bool(settings.get(TILED)))
 
 
 def _hybrid(settings: Settings, *, by_head: bool = False) -> list[LayerSpec]:
@@ -130,6 +133,7 @@ _EXPERT_FIELDS = {
 }
 _QWEN3_5_FIELDS = {
     **_DELTA_FIELDS,
+    TILED: Field(None, FLAG.or_null()),
     "vocab_size": Field(248320, POSITIVE_INT),
     "attn_output_gate": Field(None, _GATED.or_null()),
     "output_gate_type": Field(None, _SWISH.or_null()),
