@@ -9,7 +9,7 @@ from checkpoints import FAMILIES, VOCAB_SIZE, make_checkpoint
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.llm import LLM
 
-OUTPUT_TOKENS = 64
+OUTPUT_TOKENS = 24
 
 
 def _prompts(seed: int) -> list[list[int]]:

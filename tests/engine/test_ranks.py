@@ -90,8 +90,7 @@ def expected() -> list[list[int]]:
         return [output.outputs[0].token_ids for output in generate(session, PROMPTS, PARAMS)]
 
 
-@pytest.mark.parametrize("mode", GraphMode)
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("size", "mode"), [*((2, mode) for mode in GraphMode), (4, GraphMode.FULL)])
 def test_tokens_are_those_of_one_rank(size: int, mode: GraphMode, expected: list[list[int]]) -> None:
     with session_of(size, cudagraph_mode=mode) as session:
         assert [output.outputs[0].token_ids for output in generate(session, PROMPTS, PARAMS)] == expected
@@ -160,8 +159,8 @@ def check_logprobs(one: RequestOutput, two: RequestOutput) -> None:
 
 def test_verify_runs_on_every_rank() -> None:
     with engine_on_threads(plan_of(2, cudagraph_mode="FULL_AND_PIECEWISE")) as engine:
-        report = verify_engine(engine, num_replays=100)
-        assert report.ok and report.num_replays == 100
+        report = verify_engine(engine, num_replays=40)
+        assert report.ok and report.num_replays == 40
 
 
 @pytest.fixture

@@ -82,12 +82,12 @@ def generate(engine: build.Engine) -> list[list[int]]:
     session = Session(engine.core, model, None, 0, GrammarCompiler(lambda: None, tuple(model.eos_token_ids)))
     generator = torch.Generator().manual_seed(2)
     params = [
-        SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, prompt_logprobs=1),
-        SamplingParams(temperature=0.9, seed=3, max_tokens=9, ignore_eos=True),
-        SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, repetition_penalty=1.3),
-        SamplingParams(temperature=0.7, seed=8, max_tokens=5, ignore_eos=True),
+        SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, prompt_logprobs=1),
+        SamplingParams(temperature=0.9, seed=3, max_tokens=5, ignore_eos=True),
+        SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, repetition_penalty=1.3),
+        SamplingParams(temperature=0.7, seed=8, max_tokens=3, ignore_eos=True),
     ]
-    lengths = 50, 1, 9, 30
+    lengths = 45, 1, 9, 20
     outputs = [
         session.add(torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist(), one)
         for length, one in zip(lengths, params, strict=True)

@@ -22,7 +22,7 @@ from phonograph.models.layers.part_weights import ExpertsWeights
 from phonograph.models.spec import read_model_spec
 
 VOCAB_SIZE = read_model_spec("demo").vocab_size
-TOLERANCE, PROMPT, ANSWER = 1e-4, 30, 64
+TOLERANCE, PROMPT, ANSWER = 1e-4, 30, 32
 
 
 def checkpoint(family: str, folder: Path, **overrides: Any) -> tuple[PreTrainedModel, torch.Tensor]:

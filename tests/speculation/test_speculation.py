@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drafted_requests import KINDS, PROMPTS, SETTINGS, UNFINISHED, PlainDecoding, plain_decoding, scores, texts
+from drafted_requests import KINDS, PROMPTS, UNFINISHED, PlainDecoding, make_llm, plain_decoding, scores, texts
 
 from phonograph.config.speculative_config import read_speculative_config
 from phonograph.core.batch import ScheduledBatch, StepOutput
@@ -65,13 +65,13 @@ def plain() -> PlainDecoding:
 
 @pytest.fixture(scope="module")
 def drafting() -> LLM:
-    return LLM(**SETTINGS, speculative_config=SPECULATION)
+    return make_llm(speculative_config=SPECULATION)
 
 
 @pytest.fixture(scope="module")
 def adapting() -> LLM:
     """An engine whose drafts cost nothing for some steps, then much, so that its budget goes through all choices."""
-    llm = LLM(**SETTINGS, speculative_config=LOOKUP)
+    llm = make_llm(speculative_config=LOOKUP)
     budget, steps = drafts_of(llm).budget, count()
     learn = budget.learn
 
@@ -180,8 +180,8 @@ def test_ends_within_a_run(oracle: str, plain: PlainDecoding, drafting: LLM, mon
 
 def test_the_end_of_the_context_and_preemptions() -> None:
     """Prompts up to the context's last place, and blocks for fewer sequences than run."""
-    settings = SETTINGS | {"max_model_len": 48, "block_size": 8, "num_kv_blocks": 13}
-    plain, drafting = LLM(**settings), LLM(**settings, speculative_config=SPECULATION)
+    settings = {"max_model_len": 48, "block_size": 8, "num_kv_blocks": 13}
+    plain, drafting = make_llm(**settings), make_llm(**settings, speculative_config=SPECULATION)
     prompts = [[7 + index % 3] * length for index, length in enumerate((1, 20, 46, 47, 9, 30, 44, 45, 5))]
     params = SamplingParams(temperature=1.0, seed=4, max_tokens=None, ignore_eos=True)
     wanted, found = ([one.outputs[0].token_ids for one in llm.generate(prompts, params)] for llm in (plain, drafting))
@@ -265,7 +265,7 @@ def test_a_right_draft_saves_steps(plain: PlainDecoding, drafting: LLM, monkeypa
 )
 def test_refused_configurations(given: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        LLM(**SETTINGS, speculative_config=given)
+        make_llm(speculative_config=given)
 
 
 @pytest.mark.parametrize(
@@ -285,14 +285,14 @@ def test_the_method_follows_from_the_name_of_the_model(model: str, method: str) 
 
 def test_other_settings_that_do_not_go_with_it() -> None:
     with pytest.raises(ConfigError, match="give num_speculative_tokens in the latter"):
-        LLM(**SETTINGS, speculative_config=SPECULATION, num_speculative_tokens=2)
+        make_llm(speculative_config=SPECULATION, num_speculative_tokens=2)
     with pytest.raises(ConfigError, match="to speculate, give speculative_config"):
-        LLM(**SETTINGS, num_speculative_tokens=2)
+        make_llm(num_speculative_tokens=2)
 
 
 def test_batch_sizes_bound_the_depth(plain: PlainDecoding, monkeypatch: pytest.MonkeyPatch) -> None:
     ranges = [[2, 2, 1], [3, 9, 0]]
-    llm = LLM(**SETTINGS, speculative_config=SPECULATION | {"num_speculative_tokens_per_batch_size": ranges})
+    llm = make_llm(speculative_config=SPECULATION | {"num_speculative_tokens_per_batch_size": ranges})
     records: list[StepRecord] = []
     llm.engine.core.on_step = records.append
     proposer = Oracle(ORACLES["right"])
@@ -325,7 +325,7 @@ def test_the_budget_learns_each_step_with_its_duration(drafting: LLM, monkeypatc
 def test_explain_says_how_the_depth_is_chosen() -> None:
     for settings, says in ((LOOKUP, "by acceptance and durations of steps"), (SPECULATION, "all that ngram makes")):
         assert f"speculation: 0 to {K} drafts a decode, {says}" in "; ".join(
-            LLM(**SETTINGS, speculative_config=settings).plan.notes
+            make_llm(speculative_config=settings).plan.notes
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from drafted_requests import KINDS, PROMPTS, SETTINGS, UNFINISHED, PlainDecoding, plain_decoding, texts
+from drafted_requests import KINDS, PROMPTS, UNFINISHED, PlainDecoding, make_llm, plain_decoding, texts
 
 from phonograph.config.speculative_config import MOST_DRAFTS, SuffixSettings, read_speculative_config
 from phonograph.core.batch import DraftCounts
@@ -27,7 +27,7 @@ def plain() -> PlainDecoding:
 
 @pytest.fixture(scope="module")
 def drafting() -> LLM:
-    return LLM(**SETTINGS, speculative_config=SUFFIX)
+    return make_llm(speculative_config=SUFFIX)
 
 
 def counts_of(llm: LLM) -> DraftCounts:
@@ -50,8 +50,8 @@ def test_tokens_are_those_of_plain_decoding(plain: PlainDecoding, drafting: LLM)
 @pytest.mark.parametrize("mode", ["FULL", "NONE"])
 def test_few_blocks_and_the_end_of_the_context(mode: str, plain: PlainDecoding) -> None:
     """Preempted sequences are loaded again, and their output is kept once."""
-    settings: dict[str, Any] = {**SETTINGS, **TIGHT, "cudagraph_mode": mode}
-    drafting = LLM(**settings, speculative_config=SUFFIX)
+    settings: dict[str, Any] = {**TIGHT, "cudagraph_mode": mode}
+    drafting = make_llm(**settings, speculative_config=SUFFIX)
     prompts = [[3 + index % 7, 5, 6, 7] * (1 + 6 * index) for index in range(5)]
     total = 0
     for params in ({"max_tokens": 90}, {"max_tokens": 20}):
@@ -69,7 +69,7 @@ def test_few_blocks_and_the_end_of_the_context(mode: str, plain: PlainDecoding) 
 
 
 def test_adaptive_depth(plain: PlainDecoding) -> None:
-    drafting = LLM(**SETTINGS, speculative_config=SUFFIX | {"adaptive_depth": True})
+    drafting = make_llm(speculative_config=SUFFIX | {"adaptive_depth": True})
     params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
     wanted = texts(plain.generate(PROMPTS, params))
     assert all(texts(drafting.generate(PROMPTS, params)) == wanted for _ in range(3))

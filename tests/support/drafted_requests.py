@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import atexit
+import json
+import shutil
+import tempfile
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file, save_file
+
+from phonograph.demo import MODEL_DIRECTORY
 from phonograph.engine.llm import LLM
 from phonograph.engine.outputs import RequestOutput
 
-SETTINGS: dict[str, Any] = {"model": "demo", "device": "cpu", "max_num_seqs": 4, "max_model_len": 128}
-PROMPTS = ["12+7=", "99-3=", "1 2 3 1 2 3 1 2", "7*8=", "5", "44+44=44+44=", "3-1="]
+SETTINGS: dict[str, Any] = {"device": "cpu", "max_num_seqs": 4, "max_model_len": 128}
+PROMPTS = ["12+7=", "99-3=", "1 2 3 1 2 3 1 2", "7*8=", "44+44=44+44="]
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 1.0, "seed": 3},
@@ -21,7 +29,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "least": {"temperature": 1.0, "seed": 2, "min_tokens": 9},
     "biased": {"temperature": 0.0, "logit_bias": {5: 2.0}},
     "counted": {"temperature": 0.8, "seed": 8, "presence_penalty": 0.7, "frequency_penalty": 0.4, "logprobs": 3},
-    "allowed": {"temperature": 1.0, "seed": 2, "allowed_token_ids": [*range(40, 90)], "logprobs": 0},
+    "allowed": {"temperature": 1.0, "seed": 2, "allowed_token_ids": [*range(40, 1040)], "logprobs": 0},
     "ruled": {
         "temperature": 1.0,
         "seed": 6,
@@ -32,14 +40,36 @@ KINDS: dict[str, dict[str, Any]] = {
     "prompt scored": {"temperature": 0.0, "prompt_logprobs": 1},
     "switched off": {"temperature": 1.0, "seed": 3, "speculate": False},
 }
-UNFINISHED = {"max_tokens": 30, "ignore_eos": True}
+UNFINISHED = {"max_tokens": 20, "ignore_eos": True}
+NUM_LAYERS = 3
+"""An EAGLE-3 head needs the states of three."""
+
+
+@cache
+def shallow_demo() -> Path:
+    """Return a folder with the demo model's first layers, for all tests of a process."""
+    folder = Path(tempfile.mkdtemp())
+    atexit.register(shutil.rmtree, folder)
+    for path in MODEL_DIRECTORY.glob("*.json"):
+        shutil.copy(path, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": NUM_LAYERS}))
+    others = tuple(f"model.layers.{index}." for index in range(NUM_LAYERS, config["num_hidden_layers"]))
+    tensors = load_file(MODEL_DIRECTORY / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(others)}
+    save_file(kept, folder / "model.safetensors")
+    return folder
+
+
+def make_llm(**settings: Any) -> LLM:
+    return LLM(**({"model": str(shallow_demo())} | SETTINGS | settings))
 
 
 class PlainDecoding:
     """Decoding without drafts. What it generates is kept: most tests ask for the same."""
 
     def __init__(self) -> None:
-        self._llm = LLM(**SETTINGS)
+        self._llm = make_llm()
         self._known: dict[str, list[RequestOutput]] = {}
 
     def generate(self, prompts: Sequence[Any], params: Any) -> list[RequestOutput]:
