@@ -24,7 +24,7 @@ from phonograph.models.families.phi import PHI3
 from phonograph.models.families.qwens.qwen import QWEN2, QWEN3
 from phonograph.models.families.qwens.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from phonograph.models.families.smollm import SMOLLM3
-from phonograph.models.wrapper import WRAPPERS
+from phonograph.models.weights.wrapper import WRAPPERS
 
 ARCHITECTURES: dict[str, Family] = {
     "BambaForCausalLM": BAMBA,

@@ -52,7 +52,7 @@ from phonograph.models.weights.gguf_config import (
     rope_of_gguf,
 )
 from phonograph.models.weights.tensor_shapes import DTYPE_BYTES, tensor_shapes, weight_bytes
-from phonograph.models.wrapper import TEXT_PREFIXES, head_tensor_name, text_name, unwrapped
+from phonograph.models.weights.wrapper import TEXT_PREFIXES, head_tensor_name, text_name, unwrapped
 
 log = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ from phonograph.models.weights.rank_tensors import RankTensors
 from phonograph.models.weights.staging import Copies
 from phonograph.models.weights.tensor_parallel import cut_model
 from phonograph.models.weights.tied_embeddings import match_tied_embeddings
-from phonograph.models.wrapper import is_norm, skipped_note
+from phonograph.models.weights.wrapper import is_norm, skipped_note
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 Progress = Callable[[int, int], None]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from phonograph.models.layer_spec import LayerAttention, LayerSpec
-from phonograph.models.wrapper import is_norm
+from phonograph.models.weights.wrapper import is_norm
 
 if TYPE_CHECKING:
     from phonograph.models.spec import ModelSpec
