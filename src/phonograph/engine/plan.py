@@ -17,6 +17,7 @@ from phonograph.engine.graphs_and_cache import SHORTEST, size_graphs_and_cache
 from phonograph.engine.groups.draft_plan import DraftPlan, check_speculation, plan_draft, read_draft_spec, wait_reason
 from phonograph.engine.groups.kv_groups import KVGroups, make_kv_groups, make_step_groups
 from phonograph.engine.groups.layer_specs import layer_specs
+from phonograph.engine.groups.module_limits import check_module
 from phonograph.engine.groups.rank_notes import rank_notes
 from phonograph.engine.groups.select_backends import select_backends, weakest_support
 from phonograph.engine.groups.state_slots import check_interval, check_states, prefix_cache_note, weakest_of
@@ -109,6 +110,7 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
         BackendError: no attention backend supports the configuration, or the selected one does not.
         MemoryLimitError: weights and one request do not fit the available memory.
     """
+    check_module(config, model)
     dtype = _dtype(config, model, device)
     limits = _limits(config, model, device)
     cpu_products = plan_cpu_products(config.cpu_products, model, dtype) if device.kind == "cpu" else None
