@@ -48,7 +48,7 @@ def read_settings(raw: Mapping[str, Any], architecture: str, family: Family) -> 
 
 
 def check_code(raw: Mapping[str, Any], trust_remote_code: bool) -> None:
-    """Check that nobody expects model code of the checkpoint to run.
+    """Check that trust_remote_code does not ask for model code of the checkpoint.
 
     Raises:
         UnsupportedModelError: there is some, and trust_remote_code is set.

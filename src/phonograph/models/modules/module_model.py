@@ -120,7 +120,8 @@ def begin_loading_module(
         if any(hasattr(one, "experts") for one in module.modules()):
             # It needs no number on the host.
             module.set_experts_implementation("grouped_mm")
-        model = ModuleModel(spec, module.to(device).eval().requires_grad_(False))
+        module.to(device)  # pyright: ignore
+        model = ModuleModel(spec, module.eval().requires_grad_(False))
     if progress is not None:
         progress(1, 1)
     yield Loading(model, (), lambda: None)

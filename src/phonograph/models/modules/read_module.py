@@ -18,8 +18,8 @@ import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-from transformers.utils import ModelOutput
 from transformers.utils import logging as transformers_logging
+from transformers.utils.generic import ModelOutput
 
 from phonograph.errors import ModelError, UnsupportedModelError, shortened
 from phonograph.models.end_tokens import model_end_tokens, split_end_tokens
@@ -160,13 +160,14 @@ def read_module_spec(
 
 
 def _config(raw: Mapping[str, Any]) -> Any:
-    model_type = raw.get("model_type")
+    model_type: Any = raw.get("model_type")
     if model_type not in CONFIG_MAPPING:
         raise UnsupportedModelError(
             f"model_type={model_type!r} is none of transformers {transformers.__version__}, and code of a checkpoint "
             "does not run here"
         )
-    fields = {key: value for key, value in raw.items() if key not in ("auto_map", "attn_implementation")}
+    # With the token of padding, GPT-2 looks for it in each step; nothing else of a forward pass uses it.
+    fields = {key: value for key, value in raw.items() if key != "auto_map"} | {"pad_token_id": None}
     try:
         return CONFIG_MAPPING[model_type].from_dict(fields)
     except Exception as error:  # transformers' checks raise errors of many types
@@ -176,9 +177,7 @@ def _config(raw: Mapping[str, Any]) -> Any:
 def build_module(name: str, raw: Mapping[str, Any]) -> PreTrainedModel:
     """Return the module on the meta device."""
     config = _config(raw)
-    # With it, GPT-2 looks for padding in the ids of each step; nothing else of a forward pass uses it.
-    config.pad_token_id = None
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if kind is None or kind.__name__ != name:
         has = "none" if kind is None else kind.__name__
         raise UnsupportedModelError(f"transformers has {has} for model_type={raw['model_type']!r}, and not {name!r}")
