@@ -25,7 +25,7 @@ from phonograph.core.device import KNOWN_DEVICES, DeviceSpec
 from phonograph.models.quantization.gguf_blocks import BLOCK_TYPES, FLOATS
 from phonograph.models.quantization.quantization_config import QUANT_METHODS
 from phonograph.models.registry import ARCHITECTURES, ENCODERS
-from phonograph.models.wrapper import WRAPPERS
+from phonograph.models.weights.wrapper import WRAPPERS
 
 README = Path(__file__).parents[1] / "README.md"
 BEGIN = "<!-- made by scripts/supported_models.py -->"

@@ -252,6 +252,13 @@ def test_query_and_output_may_be_strided(query_lens: list[int], k_scale: torch.T
     assert out[:, HEADS + 2 :].isnan().all()
 
 
+def test_one_token_may_have_any_stride() -> None:
+    """As transposed heads of a single token have."""
+    batch = Paged([1], [9])
+    batch.query = batch.query.as_strided((1, HEADS, HEAD_SIZE), (HEAD_SIZE, HEAD_SIZE, 1))
+    np.testing.assert_allclose(batch.attend()[0], batch.expected()[0], atol=3e-6)
+
+
 def write(
     key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, *scales: torch.Tensor | None
 ) -> None:

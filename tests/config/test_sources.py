@@ -44,6 +44,7 @@ SETTINGS: dict[str, st.SearchStrategy[Any]] = {
         max_size=2,
     ),
     "convert": st.sampled_from(["auto", "none", "EMBED"]),
+    "model_impl": st.sampled_from(["auto", "TRANSFORMERS", "vllm"]),
     "load_format": st.sampled_from(["auto", "safetensors", "DUMMY"]),
     "quantization": st.sampled_from(["gptq", "AWQ", "compressed-tensors", "fp8"]),
     "quantize_lm_head": st.just("fp8"),

@@ -217,6 +217,11 @@ def test_host_data_and_random_numbers_inside_a_capture(runtime: TapeRuntime, x: 
         runtime.capture(lambda: (x + torch.tensor(1.0),))
     with pytest.raises(CaptureError, match="random numbers"):
         runtime.capture(lambda: (x + torch.rand(7),))
+    with pytest.raises(CaptureError, match="random numbers"):
+        runtime.capture(lambda: (torch.dropout(x, 0.5, True),))
+    graph = runtime.capture(lambda: (torch.dropout(x, 0.5, False) + 1,))
+    graph.replay()
+    assert torch.equal(graph.outputs[0], x + 1)
 
 
 def test_a_failed_or_nested_capture_leaves_the_runtime_usable(runtime: TapeRuntime, x: torch.Tensor) -> None:

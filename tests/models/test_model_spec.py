@@ -566,7 +566,7 @@ def test_end_of_sequence_tokens_come_from_both_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, UnsupportedModelError, "GPT2LMHeadModel.*LlamaForCausalLM.*Qwen3"),
+        ({"architectures": ["OtherForCausalLM"]}, UnsupportedModelError, "OtherForCausalLM.*LlamaForCausalLM.*Qwen3"),
         ({"architectures": None}, UnsupportedModelError, "none named.*LlamaForCausalLM"),
         ({"hidden_act": "gelu"}, UnsupportedModelError, "hidden_act='gelu'.*silu"),
         ({"quantization_config": {"quant_method": "bitnet"}}, UnsupportedModelError, "quantization_config"),

@@ -27,7 +27,7 @@ from phonograph.models.quantization.scheme import Quantization
 from phonograph.models.registry import find_architecture
 from phonograph.models.spec import read_model_spec
 from phonograph.models.weights.loading import begin_loading
-from phonograph.models.wrapper import TEXT_PREFIXES, WRAPPERS
+from phonograph.models.weights.wrapper import TEXT_PREFIXES, WRAPPERS
 
 CPU = torch.device("cpu")
 TOWER = {

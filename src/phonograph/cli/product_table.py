@@ -13,6 +13,7 @@ from phonograph.kernels.torch.grouped import MAX_GROUPED_ROWS
 from phonograph.kernels.triton.gemm.choose import choose
 from phonograph.kernels.triton.gemm.product_plan import GemmDevice
 from phonograph.models.layers.layer_matrix import LayerMatrix
+from phonograph.models.modules.module_spec import ModuleSpec
 from phonograph.models.quantization.cpu_weights import CpuProducts
 from phonograph.models.quantization.scheme import Scheme
 from phonograph.models.spec import DTYPE_BYTES, ModelSpec
@@ -50,7 +51,12 @@ class ProductRow:
 def product_rows(
     model: ModelSpec, dtype: str, device: DeviceSpec, cpu_products: CpuProducts | None = None
 ) -> list[ProductRow]:
-    """Return the weights of all matrices but the embedding, which is not multiplied unless it is the head too."""
+    """Return the weights of all matrices but the embedding, which is not multiplied unless it is the head too.
+
+    torch multiplies the matrices of a module of transformers, which are not listed.
+    """
+    if isinstance(model, ModuleSpec):
+        return []
     found: dict[tuple[str, str, int, int], ProductRow] = {}
     matrices = [matrix for layer in model.layers for matrix in layer.matrices]
     head = () if model.pooler else (model.head,)

@@ -79,6 +79,11 @@ class EngineConfig(Settings):
         description="What a model that generates becomes: embed makes embeddings of its last layer; auto does so where "
         "the folder has modules.json, none never.",
     )
+    model_impl: Annotated[values.ModelImpl, values.one_of(values.ModelImpl, {"vllm": "phonograph"})] = Field(
+        default="auto",
+        description="Code of the model: that of phonograph, or the module of transformers with phonograph's attention; "
+        "auto takes the latter where the former does not know the architecture.",
+    )
     quantization: Annotated[values.QuantizationMethod | None, values.one_of(values.QuantizationMethod)] = Field(
         default=None,
         description="Weight format; default: the checkpoint's. fp8 converts weights in 16 bits while they are loaded.",

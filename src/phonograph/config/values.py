@@ -234,6 +234,7 @@ QuantizationMethod = Literal["gptq", "awq", "compressed-tensors", "fp8", "auto-r
 HeadFormat = Literal["fp8"]
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 Convert = Literal["auto", "embed", "none"]
+ModelImpl = Literal["auto", "phonograph", "transformers"]
 CpuProductsChoice = Literal["auto", "int4", "float32"]
 DeviceKind = Literal["auto", "cpu", "cuda"]
 KVCacheDType = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"]

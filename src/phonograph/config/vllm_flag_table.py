@@ -115,7 +115,7 @@ ABSENT: Mapping[tuple[str, str], str] = {
         --kv-cache-dtype-skip-layers --kv-sharing-fast-prefill --swa-bounded-replay --disable-sliding-window
         --disable-hybrid-kv-cache-manager""",
     ("Models and loading", ""): """
-        --hf-config-path --code-revision --config-format --model-impl --model-class-overrides --quantization-config
+        --hf-config-path --code-revision --config-format --model-class-overrides --quantization-config
         --allow-deprecated-quantization --model-loader-extra-config --ignore-patterns --worker-cls
         --worker-extension-cls --additional-config""",
     ("Models and loading", "the environment variable HF_TOKEN has the token"): "--hf-token",
@@ -186,7 +186,6 @@ NEUTRAL: Mapping[str, tuple[str, ...]] = {
     "--tokenizer-mode": ("auto",),
     "--config-format": ("auto",),
     "--chat-template-content-format": ("auto", "string"),
-    "--model-impl": ("auto",),
     "--response-role": ("assistant",),
     "--runner": ("auto", "generate"),
     "--task": ("auto", "generate"),

@@ -31,6 +31,8 @@ from phonograph.graphs.modes import GraphKey
 from phonograph.kernels.ranks import Ranks
 from phonograph.kv_cache.block_events import BlockEvents
 from phonograph.models.layer_spec import LayerAttention
+from phonograph.models.modules.module_spec import ModuleSpec
+from phonograph.models.modules.step_model import StepModel
 from phonograph.models.transformer import Transformer
 from phonograph.models.weights.kv_scales import KVScales
 from phonograph.models.weights.loading import begin_loading
@@ -169,8 +171,10 @@ def build_engine(
             if plan.config.load_format == "dummy":
                 report("weights", 1, 1)
             if plan.config.expert_load_metrics:
+                assert isinstance(loading.model, Transformer)
                 loading.model.count_expert_load()
             draft_model = None if draft is None else draft.model
+            assert draft_model is None or isinstance(draft_model, Transformer)
             parts = make_model_parts(plan, backends, loading.model, draft_model, make_empty=empty_cache)
             runner = make_runner(plan, parts, platform, Runner if group is None else group.make_runner)
             if platform.compiles:
@@ -214,18 +218,22 @@ def build_engine(
 
 def weights_load(plan: EnginePlan, device: torch.device, rank: int = 0) -> Load:
     """Return a function that begins to load the weights of a rank."""
+    if isinstance(plan.whole, ModuleSpec):
+        from phonograph.models.modules.module_model import begin_loading_module  # It imports transformers.
+
+        begin: Load = partial(begin_loading_module, plan.whole)
+    else:
+        ranks = rank, plan.config.tensor_parallel_size
+        begin = partial(begin_loading, plan.whole, cpu_products=plan.cpu_products, rank=ranks)
     return partial(
-        begin_loading,
-        plan.whole,
-        plan.config.model,
+        begin,
+        path=plan.config.model,
         dtype=getattr(torch, plan.dtype),
         device=device,
         load_format=plan.config.load_format,
         seed=plan.config.seed,
         revision=plan.config.revision,
         download_dir=plan.config.download_dir,
-        cpu_products=plan.cpu_products,
-        rank=(rank, plan.config.tensor_parallel_size),
     )
 
 
@@ -279,9 +287,7 @@ def make_runner(
         )
     builder = GroupBuilder(parts.backends)
     device_parts = platform.make_parts(plan, replace(parts, units=builder.units), sampler)
-    encoder_keys = None
-    if plan.model.encoder is not None:
-        encoder_keys = EncoderKeys(parts.model, device_parts.program.attention)
+    has_encoder = plan.model.encoder is not None
     return make(
         program=device_parts.program,
         builder=builder,
@@ -290,7 +296,7 @@ def make_runner(
         sequences=Sequences(sampler, max_num_seqs=limits.max_num_seqs),
         dispatcher=plan.make_dispatcher(),
         runtime=device_parts.runtime,
-        encoder_keys=encoder_keys,
+        encoder_keys=EncoderKeys(parts.model, device_parts.program.attention) if has_encoder else None,
         synthetic=SyntheticBatches(
             device_parts.inputs.load,
             max_model_len=limits.max_model_len,
@@ -323,7 +329,7 @@ def make_backends(plan: EnginePlan, device: torch.device) -> list[AnyBackend]:
 def make_model_parts(
     plan: EnginePlan,
     backends: Sequence[AnyBackend],
-    model: Transformer,
+    model: StepModel,
     draft: Transformer | None = None,
     *,
     make_empty: Callable[..., torch.Tensor] = torch.empty,
@@ -368,18 +374,17 @@ def make_model_parts(
     return ModelParts(model=model, backends=backends, layers=layers, kv_caches=kv_caches, states=states, draft=drafting)
 
 
-def _attention_layers(model: Transformer, scales: KVScales) -> list[AttentionLayer]:
+def _attention_layers(model: StepModel, scales: KVScales) -> list[AttentionLayer]:
     """Return the parameters of the attention of each layer that has it."""
 
     def made(index: int, layer: LayerAttention) -> AttentionLayer:
         source = index if layer.kv_layer is None else layer.kv_layer
-        weights = model.attention_weights(index)
         return AttentionLayer(
             index=index,
             scale=layer.scale,
             window=layer.window,
             softcap=layer.softcap,
-            sinks=weights.sinks,
+            sinks=model.sinks(index),
             k_scale=scales.keys.get(source),
             v_scale=scales.values.get(source),
             q_scale=scales.queries.get(index),

@@ -18,6 +18,7 @@ from phonograph.engine.groups.draft_plan import DraftPlan, check_speculation, pl
 from phonograph.engine.groups.encoder_notes import encoder_notes
 from phonograph.engine.groups.kv_groups import KVGroups, make_kv_groups, make_step_groups
 from phonograph.engine.groups.layer_specs import layer_specs
+from phonograph.engine.groups.module_limits import check_module
 from phonograph.engine.groups.rank_notes import rank_notes
 from phonograph.engine.groups.select_backends import select_backends, weakest_support
 from phonograph.engine.groups.state_slots import check_interval, check_states, prefix_cache_note, weakest_of
@@ -110,6 +111,7 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
         BackendError: no attention backend supports the configuration, or the selected one does not.
         MemoryLimitError: weights and one request do not fit the available memory.
     """
+    check_module(config, model)
     dtype = _dtype(config, model, device)
     limits = _limits(config, model, device)
     cpu_products = plan_cpu_products(config.cpu_products, model, dtype) if device.kind == "cpu" else None

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from phonograph.errors import ModelError, shortened
+from phonograph.files.model_files import read_json
 
 
 def read_end_tokens(value: object, path: Path) -> tuple[int, ...]:
@@ -27,6 +28,22 @@ def read_end_tokens(value: object, path: Path) -> tuple[int, ...]:
                 + (f", and {shortened(repr(token_id))} is not an integer" if isinstance(value, list) else "")
             )
     return cast("tuple[int, ...]", tuple(token_ids))
+
+
+def model_end_tokens(value: object, path: Path) -> tuple[int, ...]:
+    """Return the tokens of `eos_token_id` in config.json, `path`, and of generation_config.json next to it.
+
+    Raises:
+        ModelError: one of the files has something else than tokens.
+    """
+    tokens = read_generation(path).get("eos_token_id")
+    return *read_end_tokens(value, path), *read_end_tokens(tokens, path.with_name("generation_config.json"))
+
+
+def read_generation(path: Path) -> dict[str, Any]:
+    """Return generation_config.json next to config.json, `path`; empty without it."""
+    other = path.with_name("generation_config.json")
+    return read_json(other) if other.is_file() else {}
 
 
 def split_end_tokens(token_ids: Iterable[int], vocab_size: int) -> tuple[tuple[int, ...], str | None]:

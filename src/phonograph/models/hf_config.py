@@ -47,6 +47,19 @@ def read_settings(raw: Mapping[str, Any], architecture: str, family: Family) -> 
     return settings
 
 
+def check_code(raw: Mapping[str, Any], trust_remote_code: bool) -> None:
+    """Check that trust_remote_code does not ask for model code of the checkpoint.
+
+    Raises:
+        UnsupportedModelError: there is some, and trust_remote_code is set.
+    """
+    if trust_remote_code and raw.get("auto_map"):
+        raise UnsupportedModelError(
+            f"auto_map={shortened(repr(raw['auto_map']))} names model code of the checkpoint, which does not run here; "
+            "leave out trust_remote_code, or set auto_map to null by hf_overrides to run only that of the tokenizer"
+        )
+
+
 def check_overrides(overrides: Mapping[str, Any], raw: Mapping[str, Any], fields: Iterable[str]) -> None:
     """Check that each override names a field of the file or of a family (`fields`).
 

@@ -291,8 +291,7 @@ class LayerSpec:
     @property
     def norms(self) -> tuple[str, ...]:
         """Names of the norms of the stream and of outputs, in the order in which they run."""
-        mixers = (one for one in (self.mixer, self.cross) if one is not None)
-        mixer = (name for one in mixers for name in (one.input_norm, one.output_norm))
+        mixer = (name for one in (self.mixer, self.cross) if one for name in (one.input_norm, one.output_norm))
         feed_forward = () if self.feed_forward is None else self.feed_forward.norms
         embedding = None if self.embedding is None else self.embedding.output_norm
         return tuple(name for name in (*mixer, *feed_forward, embedding) if name is not None)
@@ -358,10 +357,7 @@ def decoder_layer(
     hidden_size, intermediate_size, num_query_heads, num_kv_heads, head_size = sizes
     q_size, kv_size = num_query_heads * head_size, num_kv_heads * head_size
     qkv = (MatrixPart("q_proj", (1 + gated) * q_size), MatrixPart("k_proj", kv_size), MatrixPart("v_proj", kv_size))
-    if kv_layer is not None:
-        qkv = qkv[:1]
-    elif keys_are_values:
-        qkv = qkv[:2]
+    qkv = qkv[:1] if kv_layer is not None else qkv[:2] if keys_are_values else qkv
     gate_up = MatrixPart("gate_proj", intermediate_size), MatrixPart("up_proj", intermediate_size)
     if fused_names:
         qkv, gate_up = (

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from phonograph.errors import UnsupportedModelError
 from phonograph.models.families.encoders.bert import BERT, DISTILBERT, ROBERTA, XLM_ROBERTA
@@ -26,7 +28,7 @@ from phonograph.models.families.phi import PHI3
 from phonograph.models.families.qwens.qwen import QWEN2, QWEN3
 from phonograph.models.families.qwens.qwen_moe import QWEN2_MOE, QWEN3_MOE
 from phonograph.models.families.smollm import SMOLLM3
-from phonograph.models.wrapper import WRAPPERS
+from phonograph.models.weights.wrapper import WRAPPERS
 
 ARCHITECTURES: dict[str, Family] = {
     "BambaForCausalLM": BAMBA,
@@ -74,8 +76,10 @@ SPEECH: dict[str, Family] = {"WhisperForConditionalGeneration": WHISPER}
 _HEADS = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
 _HEADLESS = re.compile("(Text)?Model$|ForSequenceClassification$|ForTokenClassification$")
 """Ends of the names of architectures that have another head, or none, than the logits of `ForCausalLM`."""
+_LATENT = "multi-head latent attention"
 _REFUSED = {
-    "Deepseek": "multi-head latent attention",
+    "DeepseekV32": "sparse attention over latent keys",
+    "Deepseek": _LATENT,
     "FalconMamba": "layers of Mamba 1",
     "Jamba": "layers of Mamba 1",
     "KimiLinear": "Kimi delta attention",
@@ -83,14 +87,51 @@ _REFUSED = {
     "MiniMax": "Lightning attention",
     "Rwkv": "layers of RWKV",
     "xLSTM": "layers of xLSTM",
-    "Mistral4": "multi-head latent attention",
-    "Glm4MoeLite": "multi-head latent attention",
     "GlmMoeDsa": "sparse attention over latent keys",
+    "Mistral4": _LATENT,
+    "Glm4MoeLite": _LATENT,
     "Llama4": "chunked attention",
     "Gemma3n": "AltUp and Laurel blocks",
     **dict.fromkeys(("T5", "MT5", "MPNet", "Deberta"), "relative position bias in attention"),
 }
-"""Features of architectures, by the beginning of their names, that are not implemented."""
+"""Features of architectures, by the beginning of their names, that are not implemented.
+
+Transformers' modules have latent attention, with keys and values of each head.
+"""
+
+
+def architecture_name(raw: Mapping[str, Any]) -> str:
+    """Return the architecture that config.json names."""
+    names = raw.get("architectures")
+    return str(names[0]) if isinstance(names, list) and names else "(none named in config.json)"
+
+
+def module_reason(name: str, model_impl: str) -> str | None:
+    """Return the reason why transformers' module runs an architecture; None if a family here does, or nothing.
+
+    Args:
+        name: architecture in config.json.
+        model_impl: the setting.
+    """
+    if model_impl != "auto":
+        return "model_impl=transformers" if model_impl == "transformers" else None
+    if _family_of(name) is not None or _refused_feature(name) not in (None, _LATENT):
+        return None
+    # Imported for unknown names only, because it takes as long as the rest of a start.
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return f"no family here is {name}" if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() else None
+
+
+def _family_of(name: str) -> Family | None:
+    found = ARCHITECTURES.get(name) or SPEECH.get(name) or ARCHITECTURES.get(_HEADLESS.sub("ForCausalLM", name))
+    return found or next(
+        (ENCODERS[name.removesuffix(head)] for head in _HEADS if name.removesuffix(head) in ENCODERS), None
+    )
+
+
+def _refused_feature(name: str) -> str | None:
+    return next((feature for start, feature in _REFUSED.items() if name.startswith(start)), None)
 
 
 def find_architecture(name: str) -> Family:
@@ -99,12 +140,9 @@ def find_architecture(name: str) -> Family:
     Raises:
         UnsupportedModelError: it is not implemented; the message lists the supported ones.
     """
-    found = ARCHITECTURES.get(name) or SPEECH.get(name) or ARCHITECTURES.get(_HEADLESS.sub("ForCausalLM", name))
-    found = found or next(
-        (ENCODERS[name.removesuffix(head)] for head in _HEADS if name.removesuffix(head) in ENCODERS), None
-    )
+    found = _family_of(name)
     if found is None:
-        feature = next((feature for start, feature in _REFUSED.items() if name.startswith(start)), None)
+        feature = _refused_feature(name)
         if feature is None and "moe" in name.lower():
             feature = "a mixture of experts of this family"
         reason = "" if feature is None else f" ({feature}, which is not implemented)"

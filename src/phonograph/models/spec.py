@@ -20,13 +20,13 @@ from phonograph.files.catalog import CONFIGS_DIRECTORY, HUB_IDS
 from phonograph.files.gguf_file import read_gguf
 from phonograph.files.model_files import is_gguf, model_path, read_json
 from phonograph.models.context_length import context_length, rope_notes
-from phonograph.models.end_tokens import read_end_tokens, split_end_tokens
+from phonograph.models.end_tokens import model_end_tokens, read_generation, split_end_tokens
 from phonograph.models.families.family import Family
 from phonograph.models.heads.audio_encoder import AudioEncoder
 from phonograph.models.heads.feature_input import FeatureInput
 from phonograph.models.heads.find_pooler import with_pooler
 from phonograph.models.heads.pooler_spec import InputEmbedding, Pooler
-from phonograph.models.hf_config import check_overrides, read_settings, window_notes, with_overrides
+from phonograph.models.hf_config import check_code, check_overrides, read_settings, window_notes, with_overrides
 from phonograph.models.layer_spec import (
     NO_FACTORS,
     PLAIN_NORMS,
@@ -42,7 +42,7 @@ from phonograph.models.layers.rope import rope_tables, with_ropes
 from phonograph.models.layers.states.state_mixer import StateMixer
 from phonograph.models.quantization.quantization_config import read_quantization
 from phonograph.models.quantization.scheme import Quantization, Scheme
-from phonograph.models.registry import find_architecture, known_fields
+from phonograph.models.registry import architecture_name, find_architecture, known_fields, module_reason
 from phonograph.models.weights.gguf_config import (
     config_of_gguf,
     end_tokens_of_gguf,
@@ -51,7 +51,7 @@ from phonograph.models.weights.gguf_config import (
     rope_of_gguf,
 )
 from phonograph.models.weights.tensor_shapes import DTYPE_BYTES, tensor_shapes, weight_bytes
-from phonograph.models.wrapper import TEXT_PREFIXES, head_tensor_name, text_name, unwrapped
+from phonograph.models.weights.wrapper import TEXT_PREFIXES, head_tensor_name, text_name, unwrapped
 
 log = logging.getLogger(__name__)
 
@@ -251,24 +251,25 @@ def read_model_spec(
     hf_overrides: Mapping[str, Any] | None = None,
     config_only: bool = False,
     convert: str = "auto",
+    model_impl: str = "auto",
 ) -> ModelSpec:
     """Return the spec of a local folder or GGUF file, a hub id or "demo". Reads no weights.
 
     Args:
         model: folder, GGUF file, hub id or "demo".
-        trust_remote_code: reject models with code of their own, which does not run here.
+        trust_remote_code: reject models with code of their own.
         revision: branch, tag or commit on the hub.
         hf_overrides: fields that replace those of config.json.
         config_only: allow names of the catalog.
         convert: see `with_pooler`.
+        model_impl: see `module_reason`.
 
     Raises:
         UnsupportedModelError: the architecture, or a feature that the configuration requires, is not implemented.
         ModelError: there is no such model, or its config.json is missing or unusable.
         ConfigError: hf_overrides names no field.
     """
-    folder = model_path(model, revision=revision, config_only=config_only)
-    overrides = dict(hf_overrides or {})
+    folder, overrides = model_path(model, revision=revision, config_only=config_only), dict(hf_overrides or {})
     if is_gguf(folder):
         return _read_gguf_spec(folder, overrides)
     path = folder / "config.json"
@@ -276,29 +277,25 @@ def read_model_spec(
         raise ModelError(f"{folder} has no config.json; give the folder of a model in the transformers format")
     with _located(path, {}):
         raw, wrapper = unwrapped(read_json(path))
+    with _located(path, overrides):
+        check_code({**raw, **overrides}, trust_remote_code)
+        name = architecture_name({**raw, **overrides})
+        reason = module_reason(name, model_impl)
+        if reason is not None:
+            from phonograph.models.modules.read_module import read_module_spec  # It imports transformers.
+
+            return read_module_spec(path, raw, overrides, reason, wrapper)
     check_overrides(overrides, raw, known_fields())
     raw = with_overrides(raw, overrides)
     with _located(path, overrides):
-        if trust_remote_code and raw.get("auto_map"):
-            raise UnsupportedModelError(
-                f"auto_map={shortened(repr(raw['auto_map']))} names model code of the checkpoint, which does not run "
-                "here; leave out trust_remote_code, or set auto_map to null by hf_overrides to run only that of the "
-                "tokenizer"
-            )
-        names = raw.get("architectures")
-        name = str(names[0]) if isinstance(names, list) and names else "(none named in config.json)"
         family = find_architecture(name)
         settings = read_settings(raw, name, family)
-    generation_path = folder / "generation_config.json"
-    generation = read_json(generation_path) if generation_path.is_file() else {}
-    end_tokens = (
-        *read_end_tokens(settings["eos_token_id"], path),
-        *read_end_tokens(generation.get("eos_token_id"), generation_path),
-    )
+    end_tokens = model_end_tokens(settings["eos_token_id"], path)
     with _located(path, overrides):
         spec = make_spec(settings, name, family, end_tokens, wrapper)
         spec = with_pooler(spec, family, settings, raw, folder, convert)
         if spec.encoder is not None:
+            generation = read_generation(path)
             spec = replace(spec, encoder=spec.encoder.suppressing(generation, raw, spec.vocab_size))
     if folder.parent != CONFIGS_DIRECTORY:
         return spec

@@ -31,6 +31,7 @@ from phonograph.models.layers.kernel_set import (
 from phonograph.models.layers.layer_embedding import LayerEmbeddingsWeights
 from phonograph.models.layers.linear import Linear, WeightAllocator, norm_views
 from phonograph.models.layers.part_weights import AttentionWeights, ExpertsWeights, FeatureWeights, LayerWeights
+from phonograph.models.modules.step_model import StepModel
 from phonograph.models.quantization.block_embedding import BlockEmbedding, Embedding
 from phonograph.models.quantization.gguf_blocks import GgufBlocks
 from phonograph.models.quantization.scheme import LinearWeight, QuantizedModule
@@ -65,7 +66,7 @@ class BoundLayer(NamedTuple):
     cross: MixerPart | None
 
 
-class Transformer:
+class Transformer(StepModel):
     """Weights of a model, allocated without contents, and its forward pass on a kernel set.
 
     Attributes:
@@ -200,21 +201,9 @@ class Transformer:
         features_TE: torch.Tensor | None = None,
         states: StepStates | None = None,
     ) -> torch.Tensor:
-        """Run all layers. Call it in inference mode.
+        """Return the residual stream before the final norm, [T, E] or [P, E]; see `StepModel.forward`.
 
-        Args:
-            input_ids_T: token ids.
-            positions_T: int64, the position of each token in its sequence.
-            attend: attention of this step.
-            rows_P: the only rows that the caller reads, int64. The last layer computes only these after its attention.
-                For steps for which `kernels.leaves_rows_out` is True.
-            num_rows: int32 [1], number of tokens that are not padding; None for all. Padding has no experts.
-            num_kept: the same for `rows_P`.
-            features_TE: features of the target, of a draft head.
-            states: states of the sequences, of a model with state layers.
-
-        Returns:
-            The residual stream before the final norm, [T, E], or [P, E] of the rows that are kept.
+        The last layer computes only the rows `rows_P` after its attention. Padding has no experts.
         """
         step, last = Step(self.kernels.rotary(positions_T), attend, states=states), self._running[-1]
         if self.feature_part is not None:
@@ -253,7 +242,6 @@ class Transformer:
         return weights
 
     def prompt_logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
-        """Return logits [N, V] of any number of rows, with torch's operators, which allocate them."""
         assert self.final_norm is not None
         if self.spec.norms.layer:
             normed_NE = layer_norm(hidden_NE, self.final_norm, self.spec.rms_norm_eps)
@@ -264,17 +252,10 @@ class Transformer:
         return self.kernels.gathered(finish_logits(logits_NP, factors.logits, factors.softcap))
 
     def logits(self, hidden_TE: torch.Tensor, rows_N: torch.Tensor | None = None) -> torch.Tensor:
-        """Return logits [N, V] in the model's dtype, of the rows `rows_N` of `forward`'s result, or of all rows."""
         assert self._head is not None, "a model with a pooler has no logits"
         return self._head(hidden_TE, rows_N)
 
     def pooled(self, hidden_TE: torch.Tensor, query_start_loc: torch.Tensor) -> torch.Tensor:
-        """Return the pooler's rows, float32 [R, F] of `forward`'s result, or [T, F] of all tokens.
-
-        Args:
-            hidden_TE: the stream before the final norm.
-            query_start_loc: int32 [R+1].
-        """
         assert self.spec.pooler is not None
         rows = self.kernels.pool(hidden_TE, self.final_norm, query_start_loc, self.spec.pooler.pooling)
         for stage in self.stages:
@@ -282,8 +263,13 @@ class Transformer:
         return self.kernels.keep_pooled(rows)
 
     def token_rows(self, hidden_TE: torch.Tensor) -> torch.Tensor:
-        """Return the normed rows of all tokens of `forward`'s result, float32 [T, E]."""
         return self.kernels.pool(hidden_TE, self.final_norm, None, "all")
+
+    def leaves_rows_out(self, num_tokens: int, num_kept: int) -> bool:
+        return self.kernels.leaves_rows_out(num_tokens, num_kept)
+
+    def sinks(self, layer: int) -> torch.Tensor | None:
+        return self.attention_weights(layer).sinks
 
     @contextmanager
     def only_layers(self, indices: Sequence[int]) -> Generator[None]:

@@ -258,7 +258,7 @@ class Runner:
 
     def _leaves_rows_out(self, key: GraphKey) -> bool:
         num_kept = max(key.logits, self._sequences.max_num_seqs)
-        return not _every_row(key) and self._program.model.kernels.leaves_rows_out(key.num_tokens, num_kept)
+        return not _every_row(key) and self._program.model.leaves_rows_out(key.num_tokens, num_kept)
 
     def _run_eager(
         self, common: CommonMetadata, num_logits: int, *, all_hidden: bool = False, makes_drafts: bool

@@ -21,6 +21,7 @@ from phonograph.attention.backend import AttentionLayer
 from phonograph.attention.metadata import CommonMetadata
 from phonograph.graphs.modes import GraphKey
 from phonograph.models.layers.kernel_set import StepStates
+from phonograph.models.modules.step_model import StepModel
 from phonograph.models.transformer import Transformer
 from phonograph.runner.group_builder import GroupBuilder
 from phonograph.runner.step_attention import StepAttention
@@ -85,7 +86,7 @@ class StepProgram:
     def __init__(
         self,
         *,
-        model: Transformer,
+        model: StepModel,
         attention: StepAttention,
         inputs: Inputs,
         sample: Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]] | None = None,
@@ -145,7 +146,7 @@ class StepProgram:
                 self._states,
             )
         all_hidden = all_hidden or model.spec.pooler is not None or (passes is not None and passes.needs_all_rows)
-        if model.kernels.leaves_rows_out(num_tokens, num_kept) and not every_row and not all_hidden:
+        if model.leaves_rows_out(num_tokens, num_kept) and not every_row and not all_hidden:
             # Padding rows have arbitrary contents.
             rows = inputs.logits_rows[:num_kept]
             hidden_TE = model.forward(
@@ -198,7 +199,7 @@ class StepProgram:
             yield
 
 
-def _few_layers(model: Transformer, layers: Sequence[AttentionLayer]) -> list[int]:
+def _few_layers(model: StepModel, layers: Sequence[AttentionLayer]) -> list[int]:
     """Return layers that launch all kernels of a model.
 
     These are layers of each kind, and two neighbours for each pair of kinds, because the kernel before a product

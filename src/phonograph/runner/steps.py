@@ -19,7 +19,7 @@ from phonograph.core.pooling_params import TOKEN_TASKS, PoolingParams
 from phonograph.graphs.dispatch import Decision
 from phonograph.graphs.runtime import GraphRuntime
 from phonograph.models.heads.pooler_spec import Pooler
-from phonograph.models.transformer import Transformer
+from phonograph.models.modules.step_model import StepModel
 from phonograph.runner.step_inputs import KernelRows, StepRows
 from phonograph.runner.step_program import StepOutputs
 from phonograph.sampling.failures import SlotFailures
@@ -210,7 +210,7 @@ class Pooling:
 
     drafts = None
 
-    def __init__(self, model: Transformer, *, lookahead: int = 0) -> None:
+    def __init__(self, model: StepModel, *, lookahead: int = 0) -> None:
         self.lookahead = lookahead
         self._model = model
         self._params: dict[int, PoolingParams] = {}

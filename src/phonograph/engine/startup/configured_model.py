@@ -25,7 +25,11 @@ def read_configured_model(config: EngineConfig, *, config_only: bool) -> ModelSp
     if config.quantize_lm_head is not None and is_gguf(folder):
         raise ConfigError("quantize_lm_head", config.quantize_lm_head, f"{folder} is a GGUF file; leave it out")
     spec = read_model_spec(
-        folder, trust_remote_code=config.trust_remote_code, hf_overrides=config.hf_overrides, convert=config.convert
+        folder,
+        trust_remote_code=config.trust_remote_code,
+        hf_overrides=config.hf_overrides,
+        convert=config.convert,
+        model_impl=config.model_impl,
     )
     if spec.fp8_kv_cache and config.kv_cache_dtype != "fp8":
         note = "the checkpoint has scales for a KV cache in FP8, which kv_cache_dtype=fp8 uses"

@@ -84,11 +84,13 @@ class CpuPlatform:
             encoder_lens=[group.encoder_len for group in plan.kv.groups],
         )
         states_TF, taps = make_states(plan, model)
-        _bind(model, limits.max_model_len, taps, max_num_tokens=limits.max_num_batched_tokens, ranks=self._ranks)
+        if isinstance(model, Transformer):
+            _bind(model, limits.max_model_len, taps, max_num_tokens=limits.max_num_batched_tokens, ranks=self._ranks)
         draft_runner = None
         if parts.draft is not None:
             assert sampler is not None, "a draft model is for models that generate"
             if taps:
+                assert isinstance(model, Transformer), "a draft head has a decoder of ours"
                 parts.draft.model.share(model)
             draft_runner = _draft_runner(plan, parts.draft, inputs, runtime, sampler, states_TF)
         attention = make_step_attention(plan, parts, inputs, runtime)

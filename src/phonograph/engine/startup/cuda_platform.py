@@ -32,6 +32,7 @@ from phonograph.kernels.triton.launch.precompile import begin_hashing, compile_o
 from phonograph.models.layers.rotary import rotary_tables
 from phonograph.models.layers.triton_parts import TritonKernels
 from phonograph.models.layers.workspace import Workspace
+from phonograph.models.modules.step_model import StepModel
 from phonograph.models.transformer import Transformer
 from phonograph.runner.cuda.cuda_inputs import CudaInputs
 from phonograph.runner.cuda.cuda_rank_inputs import CudaRankInputs
@@ -121,6 +122,7 @@ class CudaPlatform:
             static = workspace.tensors()
             if parts.draft is not None:
                 if parts.draft.model.features is not None:
+                    assert isinstance(model, Transformer), "a draft head has a decoder of ours"
                     parts.draft.model.share(model)
                 static += _bind(plan, parts.draft.model, limits.max_num_seqs, device).tensors()
         runtime = self._make_runtime(device, static)
@@ -174,7 +176,7 @@ class CudaPlatform:
 
 def _bind(
     plan: EnginePlan,
-    model: Transformer,
+    model: StepModel,
     max_num_logits: int,
     device: torch.device,
     taps: Mapping[int, torch.Tensor] = MappingProxyType({}),
@@ -185,6 +187,9 @@ def _bind(
     workspace = Workspace.make(
         spec, limits.max_num_batched_tokens, max_num_logits, model.dtype, device, gemm_device=gemm_device
     )
+    if not isinstance(model, Transformer):
+        model.logits_NV = workspace.logits_NV
+        return workspace
     kernels = TritonKernels(
         workspace,
         rotary_tables(spec, limits.max_model_len, torch.float32, device),

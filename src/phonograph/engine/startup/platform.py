@@ -13,6 +13,7 @@ from phonograph.attention.backend import AnyBackend, AttentionLayer
 from phonograph.engine.plan import EnginePlan
 from phonograph.engine.startup.static_memory import StaticMemory
 from phonograph.graphs.runtime import GraphRuntime
+from phonograph.models.modules.step_model import StepModel
 from phonograph.models.transformer import Transformer
 from phonograph.runner.step_attention import StepAttention
 from phonograph.runner.step_inputs import Inputs
@@ -41,7 +42,7 @@ class ModelParts:
     units: counts of attention that each step leaves; see `MetadataBuilder`
     """
 
-    model: Transformer
+    model: StepModel
     backends: Sequence[AnyBackend]
     layers: list[AttentionLayer]
     kv_caches: list[torch.Tensor]
@@ -90,7 +91,7 @@ class Platform(Protocol):
         ...
 
 
-def make_states(plan: EnginePlan, model: Transformer) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+def make_states(plan: EnginePlan, model: StepModel) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
     """Return memory for the states that a draft head reads, and its parts by layer; see `Transformer.bind`."""
     taps = () if plan.draft is None else plan.draft.taps
     size = plan.limits.max_num_batched_tokens, len(taps) * model.spec.hidden_size

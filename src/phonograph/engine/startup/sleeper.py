@@ -15,13 +15,14 @@ from phonograph.engine.core import EngineCore
 from phonograph.engine.startup.release import release_memory
 from phonograph.engine.startup.static_memory import StaticMemory
 from phonograph.errors import ConfigError
+from phonograph.models.modules.step_model import StepModel
 from phonograph.models.quantization.block_embedding import BlockEmbedding
 from phonograph.models.transformer import Transformer
 from phonograph.models.weights.loading import Loading
 
 log = logging.getLogger(__name__)
 
-Load = Callable[..., AbstractContextManager[Loading]]
+Load = Callable[..., AbstractContextManager[Loading[StepModel]]]
 """Starts to load the weights again; `make_empty` allocates them."""
 
 
@@ -46,7 +47,7 @@ class Sleeper:
         self._loads = loads
 
     def start(
-        self, core: EngineCore, models: Sequence[Transformer], kv_caches: Sequence[torch.Tensor], *, zeroes: bool
+        self, core: EngineCore, models: Sequence[StepModel], kv_caches: Sequence[torch.Tensor], *, zeroes: bool
     ) -> None:
         """Take the parts of a started engine.
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Generic, Literal, NamedTuple, TypeVar, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from phonograph.errors import ConfigError, WeightError, shortened
 from phonograph.files.gguf_file import read_gguf
 from phonograph.files.model_files import is_gguf, model_path
+from phonograph.models.modules.step_model import StepModel
 from phonograph.models.quantization.cpu_weights import CpuProducts
 from phonograph.models.quantization.scheme import Stored
 from phonograph.models.spec import ModelSpec
@@ -30,9 +31,10 @@ from phonograph.models.weights.rank_tensors import RankTensors
 from phonograph.models.weights.staging import Copies
 from phonograph.models.weights.tensor_parallel import cut_model
 from phonograph.models.weights.tied_embeddings import match_tied_embeddings
-from phonograph.models.wrapper import is_norm, skipped_note
+from phonograph.models.weights.wrapper import is_norm, skipped_note
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]
+Model_co = TypeVar("Model_co", bound=StepModel, covariant=True)
 Progress = Callable[[int, int], None]
 """Called with the number of loaded tensors and of all tensors."""
 
@@ -45,7 +47,7 @@ DRAFT_IDS = "d2t", "t2d"
 OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack")
 
 
-class Loading(NamedTuple):
+class Loading(NamedTuple, Generic[Model_co]):
     """A model whose weights may still be loading; its scales are complete.
 
     Attributes:
@@ -53,7 +55,7 @@ class Loading(NamedTuple):
         finish: waits for the weights; raises WeightError if one does not fit the dtype.
     """
 
-    model: Transformer
+    model: Model_co
     notes: tuple[str, ...]
     finish: Callable[[], None]
 
@@ -73,7 +75,7 @@ def begin_loading(
     cpu_products: CpuProducts | None = None,
     make_empty: Callable[..., torch.Tensor] = torch.empty,
     rank: tuple[int, int] = (0, 1),
-) -> Generator[Loading]:
+) -> Generator[Loading[Transformer]]:
     """Yield a model from a local folder or GGUF file, a hub id or "demo".
 
     Copies that are not finished at the exit are dropped.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from phonograph.models.heads.audio_encoder import PREFIX as ENCODER
 from phonograph.models.layer_spec import LayerAttention, LayerSpec
-from phonograph.models.wrapper import is_norm
+from phonograph.models.weights.wrapper import is_norm
 
 if TYPE_CHECKING:
     from phonograph.models.spec import ModelSpec

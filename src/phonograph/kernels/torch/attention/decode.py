@@ -45,6 +45,8 @@ def decode(
     # Queries that are slices of a joint projection are read in place, as rows with other rows between them.
     num_heads, head_size = query_THD.shape[1:]
     stride, heads_apart, _ = query_THD.stride()
+    if len(query_THD) == 1:
+        stride = num_heads * head_size  # A view of one token may have any stride.
     in_rows = heads_apart == head_size and stride % head_size == 0 and query_THD.dtype is torch.float32
     spacing = stride // head_size if in_rows and scoring.k_scale_K is None else num_heads
     key = scoring.left, spacing
