@@ -62,7 +62,9 @@ def shallow_demo() -> Path:
 
 
 def make_llm(**settings: Any) -> LLM:
-    return LLM(**({"model": str(shallow_demo())} | SETTINGS | settings))
+    """Return an engine of the shallow demo model."""
+    given: dict[str, Any] = {"model": str(shallow_demo()), **SETTINGS, **settings}
+    return LLM(**given)
 
 
 class PlainDecoding:
