@@ -16,9 +16,9 @@ from phonograph.core.device import known_device
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.llm import LLM
 from phonograph.engine.plan import make_plan
+from phonograph.engine.startup.configured_model import read_configured_model
 from phonograph.errors import ConfigError, ModelError, UnsupportedModelError, WeightError
 from phonograph.graphs.modes import GraphMode
-from phonograph.engine.startup.configured_model import read_configured_model
 from phonograph.models.spec import read_model_spec
 
 LIMITS: dict[str, Any] = {

@@ -287,7 +287,6 @@ def make_runner(
         )
     builder = GroupBuilder(parts.backends)
     device_parts = platform.make_parts(plan, replace(parts, units=builder.units), sampler)
-    has_encoder = plan.model.encoder is not None
     return make(
         program=device_parts.program,
         builder=builder,
@@ -296,7 +295,7 @@ def make_runner(
         sequences=Sequences(sampler, max_num_seqs=limits.max_num_seqs),
         dispatcher=plan.make_dispatcher(),
         runtime=device_parts.runtime,
-        encoder_keys=EncoderKeys(parts.model, device_parts.program.attention) if has_encoder else None,
+        encoder_keys=EncoderKeys.of(parts.model, device_parts.program.attention),
         synthetic=SyntheticBatches(
             device_parts.inputs.load,
             max_model_len=limits.max_model_len,

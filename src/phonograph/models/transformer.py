@@ -185,8 +185,7 @@ class Transformer(StepModel):
             for index, layer in enumerate(self.weights)
         ]
         if self.encoder is not None:
-            parts = [(_mixer(kernels, layer), _feed_forward(kernels, layer, None)) for layer in self.encoder.layers]
-            self.encoder.bind(parts)
+            self.encoder.bind((_mixer(kernels, one), _feed_forward(kernels, one, None)) for one in self.encoder.layers)
         self._head = None if self.spec.pooler else kernels.head(self.final_norm, self.lm_head)
         self._link(self.layers)
 

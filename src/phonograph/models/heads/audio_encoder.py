@@ -9,7 +9,7 @@ Shapes: B audios, M mel bins, P positions, E hidden size, H heads, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -94,9 +94,9 @@ class AudioEncoderWeights:
         self._tensors = {name: allocate.tensor(*shape) for name, shape in shapes.items()}
         self._parts: list[tuple[MixerPart, FeedForwardPart]] = []
 
-    def bind(self, parts: list[tuple[MixerPart, FeedForwardPart]]) -> None:
-        """Take the parts of the layers, made by a kernel set."""
-        self._parts = parts
+    def bind(self, parts: Iterable[tuple[MixerPart | None, FeedForwardPart | None]]) -> None:
+        """Take the parts of the layers, made by a kernel set. Each layer has both."""
+        self._parts = [(mixer, after) for mixer, after in parts if mixer is not None and after is not None]
 
     def checkpoint_views(self) -> dict[str, torch.Tensor]:
         """Return the destination of each tensor of a checkpoint by its name."""

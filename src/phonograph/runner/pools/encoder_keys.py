@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from phonograph.core.batch import ScheduledBatch
+from phonograph.models.modules.step_model import StepModel
 from phonograph.models.transformer import Transformer
 from phonograph.runner.step_attention import StepAttention
 from phonograph.sampling.failures import SlotFailures
@@ -25,6 +26,11 @@ class EncoderKeys:
         self._model, self._attention = model, attention
         # All layers of cross attention are equal, so that they have one group.
         self._group = attention.group(model.spec.num_layers)
+
+    @classmethod
+    def of(cls, model: StepModel, attention: StepAttention) -> EncoderKeys | None:
+        """Return the writer of a model's encoder; None without one."""
+        return cls(model, attention) if isinstance(model, Transformer) and model.encoder is not None else None
 
     def write(self, batch: ScheduledBatch, failures: SlotFailures) -> None:
         """Write the keys of the requests that start with a step.
