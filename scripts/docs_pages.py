@@ -352,6 +352,8 @@ def models_page() -> str:
             config["layer_types"] = [FULL]
         if "attn_layer_indices" in one.fields:
             config["attn_layer_indices"] = [0]
+        if "hybrid_override_pattern" in one.fields:
+            config["hybrid_override_pattern"] = "*"
         attention = one.layers(read_settings(config, name, one))[0].attention
         bias = "by config.json" if "attention_bias" in one.fields else "yes" if attention.qkv.bias else "no"
         rows.append((f"`{name}`", f"`{one.model_type}`", bias, "yes" if attention.head_norms else "no"))

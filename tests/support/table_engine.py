@@ -61,11 +61,13 @@ class TableModel:
         self.device = device
         self.logits_NV = torch.zeros(num_logits, VOCAB, device=device)
         self.spec = SimpleNamespace(layers=(SimpleNamespace(kind=None),), pooler=None)
-        self.kernels = SimpleNamespace(leaves_rows_out=lambda num_tokens, num_kept: num_tokens >= 2 * num_kept)
         self._hidden = torch.zeros(TOKENS, VOCAB, device=device)
         self._rows = torch.zeros(num_logits, VOCAB, device=device)
         if device.type == "cuda":
             torch.cuda.synchronize()  # the engine has a stream of its own
+
+    def leaves_rows_out(self, num_tokens: int, num_kept: int) -> bool:
+        return num_tokens >= 2 * num_kept
 
     def only_layers(self, indices: object) -> AbstractContextManager[None]:
         return nullcontext()
