@@ -219,11 +219,11 @@ def test_shapes_of_batches(query_lens: list[int], num_decodes: int, longest: int
 def test_graphs_lack_rows_where_not_every_token_is_a_last_one(
     key: GraphKey, every: bool, leaves_rows_out: bool
 ) -> None:
-    kernels = SimpleNamespace(
+    model = SimpleNamespace(
         leaves_rows_out=lambda num_tokens, num_kept: (
             leaves_rows_out and (num_tokens, num_kept) == (8, max(key.logits, 4))
         )
     )
-    program, sequences = SimpleNamespace(model=SimpleNamespace(kernels=kernels)), SimpleNamespace(max_num_seqs=4)
+    program, sequences = SimpleNamespace(model=model), SimpleNamespace(max_num_seqs=4)
     runner: Any = SimpleNamespace(_program=program, _sequences=sequences)
     assert Runner._leaves_rows_out(runner, key) == (leaves_rows_out and not every)
