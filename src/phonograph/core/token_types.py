@@ -36,9 +36,12 @@ class AudioTokens(list[int]):
         super().__init__(token_ids)
         self.features = features
 
+    @property
+    def plain(self) -> list[int]:
+        """The token ids without the frames."""
+        return [*self]
+
 
 def plain_ids(token_ids: list[int]) -> list[int]:
     """Return token ids without types and frames, which they may have."""
-    if isinstance(token_ids, AudioTokens):
-        return [*token_ids]
-    return token_ids.plain if isinstance(token_ids, TypedTokens) else token_ids
+    return token_ids.plain if isinstance(token_ids, TypedTokens | AudioTokens) else token_ids

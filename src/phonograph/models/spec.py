@@ -278,8 +278,9 @@ def read_model_spec(
     with _located(path, {}):
         raw, wrapper = unwrapped(read_json(path))
     with _located(path, overrides):
-        check_code({**raw, **overrides}, trust_remote_code)
-        name = architecture_name({**raw, **overrides})
+        given = {**raw, **overrides}
+        check_code(given, trust_remote_code)
+        name = architecture_name(given)
         reason = module_reason(name, model_impl)
         if reason is not None:
             from phonograph.models.modules.read_module import read_module_spec  # It imports transformers.

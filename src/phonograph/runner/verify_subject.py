@@ -119,9 +119,10 @@ class RunnerSubject:
         runner = self._runner
         assert self._commons, "prepare() comes first"
         with torch.inference_mode(), runner.runtime.scope():
-            places = [self._places(group) for group in range(len(self._groups))]
-            for (blocks, offsets), group in zip(places, self._groups, strict=True):
-                for layer in () if group.encoder_len else group.layers:
+            # No step writes the keys of an encoder.
+            places = {index: self._places(index) for index, one in enumerate(self._groups) if not one.encoder_len}
+            for index, (blocks, offsets) in places.items():
+                for layer in self._groups[index].layers:
                     self._kv_caches[layer][:, blocks, offsets] = float("nan")
             self._fill_states()
             if poisons:
@@ -130,10 +131,8 @@ class RunnerSubject:
             outputs = run(key)
             results = {name: tensor.clone() for name, tensor in outputs._asdict().items()}
             results["drafts"] = runner.step_drafts().clone()
-            for index, ((blocks, offsets), group) in enumerate(zip(places, self._groups, strict=True)):
-                if group.encoder_len:
-                    continue
-                written = [self._kv_caches[layer][:, blocks, offsets].float() for layer in group.layers]
+            for index, (blocks, offsets) in places.items():
+                written = [self._kv_caches[layer][:, blocks, offsets].float() for layer in self._groups[index].layers]
                 results[self._name("kv", index)] = torch.stack(written)
             results |= self._state_results()
             # The caller compares them on another stream.

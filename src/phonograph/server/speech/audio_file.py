@@ -27,7 +27,7 @@ def read_samples(content: bytes) -> np.ndarray:
     PCM in WAV needs no library. The package soundfile, if it is installed, reads FLAC, MP3, OGG and other WAV.
 
     Raises:
-        ApiError: the file is no audio, has none, or is too long.
+        ApiError: the file is not audio, has none, or is too long.
     """
     if not content:
         raise invalid("file", "file: is empty; a recording works")
@@ -35,7 +35,7 @@ def read_samples(content: bytes) -> np.ndarray:
         samples_NC, rate = _read_wav(content)
     except (wave.Error, EOFError) as error:
         if find_spec("soundfile") is None:
-            problem = f"file: is no WAV file of PCM ({error}); the package soundfile, which reads others, is missing"
+            problem = f"file: holds no WAV file of PCM ({error}); the package soundfile, which reads others, is missing"
             raise invalid("file", problem, code="invalid_audio") from None
         samples_NC, rate = _read_by_soundfile(content)
     try:
@@ -74,7 +74,7 @@ def _read_by_soundfile(content: bytes) -> tuple[np.ndarray, int]:
     except ApiError:
         raise
     except RuntimeError as error:
-        raise invalid("file", f"file: is no audio that soundfile reads ({error})", code="invalid_audio") from None
+        raise invalid("file", f"file: is not audio that soundfile reads ({error})", code="invalid_audio") from None
 
 
 def _check_length(num_samples: int, rate: int) -> None:

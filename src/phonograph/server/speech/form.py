@@ -20,7 +20,7 @@ def read_form(content_type: str, body: bytes) -> tuple[dict[str, Any], bytes | N
     A field whose name ends with [] becomes a list.
 
     Raises:
-        ApiError: the body is no form.
+        ApiError: the body is not a form.
     """
     header = EmailMessage()
     header["content-type"] = content_type
@@ -30,7 +30,7 @@ def read_form(content_type: str, body: bytes) -> tuple[dict[str, Any], bytes | N
     # The first delimiter may be at the beginning; each ends what is before it with a line break.
     head, *pieces = (b"\r\n" + body).split(b"\r\n--" + boundary.encode("latin-1", "replace"))
     if len(pieces) < 2 or head.strip() or not pieces[-1].startswith(b"--"):
-        raise invalid(None, "the body is no form: a delimiter is missing")
+        raise invalid(None, "the body is not a form: a delimiter is missing")
     if len(pieces) > MAX_BODY_FIELDS:
         raise invalid(None, f"the body has {len(pieces)} fields; no endpoint has more than {MAX_BODY_FIELDS}")
     fields: dict[str, Any] = {}
@@ -40,7 +40,7 @@ def read_form(content_type: str, body: bytes) -> tuple[dict[str, Any], bytes | N
         part = BytesHeaderParser(policy=HTTP).parsebytes(heads[:MOST_CHARACTERS])
         name = part.get_param("name", header="content-disposition")
         if not isinstance(name, str):
-            raise invalid(None, "the body is no form: a part has no name")
+            raise invalid(None, "the body is not a form: a part has no name")
         if name == "file":
             file = content
             continue

@@ -63,7 +63,7 @@ def _encoder(settings: Settings) -> AudioEncoder:
     positions = settings["max_source_positions"]
     if positions % POSITIONS_PER_SECOND:
         raise UnsupportedModelError(
-            f"max_source_positions={positions} is no number of seconds; multiples of {POSITIONS_PER_SECOND} work"
+            f"max_source_positions={positions} is not in whole seconds; use a multiple of {POSITIONS_PER_SECOND}"
         )
     heads, size = (settings[name] for name in _OF_ENCODER)
     own = {**settings, "num_attention_heads": heads, "num_key_value_heads": heads, "intermediate_size": size}
