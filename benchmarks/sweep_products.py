@@ -168,6 +168,7 @@ class Chain:
             k_scale=None,
             v_scale=None,
             causal=True,
+            max_query_len=1,
         )
 
     def compile(self, settings: list[Settings], rows: int) -> None:

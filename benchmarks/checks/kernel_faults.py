@@ -264,8 +264,8 @@ _OTHERS: tuple[Fault, ...] = (
     Fault(
         name="decode: a program counts its result before all of its threads have stored it",
         file=DECODE,
-        old="            tl.debug_barrier()\n            arrived = tl.atomic_add(tensors.counters + unit.first, 1)\n",
-        new="            arrived = tl.atomic_add(tensors.counters + unit.first, 1)\n",
+        old="        tl.debug_barrier()\n        arrived = tl.atomic_add(tensors.counters + unit.first, 1)\n",
+        new="        arrived = tl.atomic_add(tensors.counters + unit.first, 1)\n",
         narrow=(_DECODE, "-k", "(test_models and 32-8-128) or order_of_arrival"),
         broad=(_DECODE, _MATRIX, "-m", "gpu", "-k", "decode or D128"),
     ),

@@ -641,7 +641,8 @@ def test_decodes_at_the_end_of_a_large_step(far: str, device: torch.device) -> N
     plan_decode(plan, starts, lens, max_query_len=16, window=(-1, -1))
     query = fused[:, :heads]
     decode_attention(
-        plan, query, cache, table, starts, lens, out, None, scale=size**-0.5, causal=True, **FEATURES
+        plan, query, cache, table, starts, lens, out, None,
+        scale=size**-0.5, causal=True, max_query_len=16, **FEATURES
     )  # fmt: skip
     for row, (blocks, length) in enumerate((([2, 1], 20), ([0], 9))):
         keys = cache[:, blocks].flatten(1, 2)[:, :length]

@@ -394,6 +394,7 @@ def test_a_graph_serves_other_groups(device: torch.device) -> None:
         decode_attention(
             plan, query, cache, table, starts, lens, out, None, scale=1.2 * 128**-0.5,
             window=(-1, -1), softcap=0.0, alibi_slopes=None, sinks=None, k_scale=None, v_scale=None, causal=True,
+            max_query_len=1,
         )  # fmt: skip
 
     step()

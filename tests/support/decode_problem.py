@@ -148,6 +148,7 @@ class Problem:
             k_scale=on_device(self.scales[0]),
             v_scale=on_device(self.scales[1]),
             causal=case.causal,
+            max_query_len=case.max_query_len,
         )
         return out, lse
 

@@ -149,6 +149,7 @@ class TritonBackend(GpuBackend[TritonMetadata]):
             common.seq_lens,
             out_THD,
             lse_HT,
+            max_query_len=metadata.short_query_len,
             overlaps_prefill=metadata.has_long and prefill_overlaps(query_THD.shape[0]),
             **scoring,
         )

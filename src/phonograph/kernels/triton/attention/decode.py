@@ -100,6 +100,7 @@ def decode_attention(
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
     causal: bool,
+    max_query_len: int,
     overlaps_prefill: bool = False,
 ) -> None:
     """Attend the queries of the planned sequences to their keys; padding rows get zeros and an LSE of -inf.
@@ -123,6 +124,7 @@ def decode_attention(
         k_scale: [K] float32 factors of FP8 keys, or None
         v_scale: [K] float32 factors of FP8 values, or None
         causal: a query sees no key after its own
+        max_query_len: longest query that the plan serves
         overlaps_prefill: the previous launch is `prefill_attention`, and may run at the same time (`prefill_overlaps`)
     """
     width = plan.partial_out.shape[2]
@@ -164,6 +166,7 @@ def decode_attention(
             softcap,
             int(overlaps_prefill),
             PHASES=phase,
+            ONE_TILE=plan.prefixes is not None and max_query_len * plan.group <= small,
             SHARED_TOKENS=shared_tokens,
             PROGRAMS=plan.programs,
             KV_HEADS=plan.num_kv_heads,
@@ -200,16 +203,15 @@ _Tensors = namedtuple(
     "prefixes stride_kv stride_table stride_lse scale softcap",
 )
 # A program's keys of one unit: `first` and `last` are the programs that have keys of the unit, `slot` and `first_slot`
-# the partial results of this one and of the first. `shared` is 1 for a prefix, whose `kind` is its level, and 0 for own
-# keys, whose kind is SHARES if the first of them follows a prefix.
+# the partial results of this one and of the first. `kind` is the level of a prefix, and SHARES for the first own keys
+# after a prefix.
 _Unit = namedtuple(
-    "_Unit",
-    "seq query_start query_len seq_len shared kind low kv_head row_tile first_key key_end first last slot first_slot",
+    "_Unit", "seq query_start query_len seq_len kind low kv_head row_tile first_key key_end first last slot first_slot"
 )
 # Constants of the kernel.
 _Shape = namedtuple(
     "_Shape",
-    "KV_HEADS GROUP SMALL LARGE HEAD_SIZE WIDTH STRIDE_TOKEN STRIDE_BLOCK STRIDE_SLOT STRIDE_HEAD BLOCK_SIZE "
+    "KV_HEADS GROUP SMALL LARGE ONE_TILE HEAD_SIZE WIDTH STRIDE_TOKEN STRIDE_BLOCK STRIDE_SLOT STRIDE_HEAD BLOCK_SIZE "
     "SCRATCH_ROWS SHARED_TOKENS PROGRAMS BLOCK_N LEFT RIGHT SOFTCAP MERGED STAGES FP8_AT_ONCE",
 )
 
@@ -242,6 +244,7 @@ def _attention_kernel(
     softcap,
     overlaps_prefill,
     PHASES: tl.constexpr,
+    ONE_TILE: tl.constexpr,
     SHARED_TOKENS: tl.constexpr,
     PROGRAMS: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -276,83 +279,34 @@ def _attention_kernel(
         partial_out, partial_lse, prefixes, stride_kv, stride_table, stride_lse, scale, softcap,
     )  # fmt: skip
     SHAPE: tl.constexpr = _Shape(
-        KV_HEADS, GROUP, SMALL, LARGE, HEAD_SIZE, WIDTH, STRIDE_TOKEN, STRIDE_BLOCK, STRIDE_SLOT, STRIDE_HEAD,
-        BLOCK_SIZE, SCRATCH_ROWS, SHARED_TOKENS, PROGRAMS, BLOCK_N, LEFT, RIGHT, SOFTCAP, MERGED, STAGES, FP8_AT_ONCE,
+        KV_HEADS, GROUP, SMALL, LARGE, ONE_TILE, HEAD_SIZE, WIDTH, STRIDE_TOKEN, STRIDE_BLOCK, STRIDE_SLOT,
+        STRIDE_HEAD, BLOCK_SIZE, SCRATCH_ROWS, SHARED_TOKENS, PROGRAMS, BLOCK_N, LEFT, RIGHT, SOFTCAP, MERGED, STAGES,
+        FP8_AT_ONCE,
     )  # fmt: skip
     program = tl.program_id(0)
     record = read_record(records, program)
     if PHASES == 2 and prefixes is not None:
         record = read_record(records + tl.where(record[11] > 0, PROGRAMS * RECORD_WORDS, 0), program)
-    index, chunk, lead, empty, chunk_keys, ranges, seq, query_start, query_len, seq_len, first_word, together = record
+    _, chunk, lead, _, chunk_keys, ranges, seq, _, query_len, seq_len, first_word, together = record
     end = tl.load(query_start_loc + num_seqs)
-    # The first record is of shared prefixes, if there are any.
-    shared = (together > 0).to(tl.int32) if PHASES % 2 else program * 0
-    # `position` counts the chunks of the batch, `chunk` the sequence's chunks that have keys.
-    share = share_of(program, ranges)
-    position, stop = share[2] + lead, share[3]
     if PDL:
-        if AHEAD > 0 and position < stop:
+        share = share_of(program, ranges)
+        if AHEAD > 0 and share[2] + lead < share[3]:
             _, start, num_chunks, _, num_row_tiles = sequence_chunks(query_len, seq_len, first_word, chunk_keys, SHAPE)
             base = cache + chunk // num_chunks // num_row_tiles * STRIDE_HEAD
             table = block_table + seq.to(tl.int64) * stride_table
             _prefetch(base, table, start + chunk % num_chunks * chunk_keys, seq_len, stride_kv, SHAPE, AHEAD)
         # A prefill at the same time has waited for its predecessors before it let this kernel start (`pdl_wait_first`).
         pdl_wait_if(overlaps_prefill == 0)
-    phases = 1 + shared
-    if PHASES == 1:
-        phases = shared
-    while phases > 0:
-        share = share_of(program, ranges)
-        position, stop = share[2] + lead, share[3]
-        while position < stop:
-            # Loaded early, used at the end.
-            entry = sequences + (index + 1) * SEQUENCE_WORDS
-            next_seq, next_start, next_len, next_keys, next_first = load_words(entry, SEQUENCE_WORDS)
-
-            low, start, num_chunks, tile_rows, num_row_tiles = sequence_chunks(
-                query_len, seq_len, first_word, chunk_keys, SHAPE
-            )
-            unit = chunk // num_chunks
-            key_chunk, taken, first, last, first_slot, slot = cut_of(position, chunk, share, program, num_chunks, empty)
-            kv_head = unit // num_row_tiles
-            row_tile = unit % num_row_tiles
-            key = start + key_chunk * chunk_keys
-            key_end = tl.minimum(key + taken * chunk_keys, seq_len)
-            # The first of a sequence's keys follow its prefixes.
-            kind = tl.where((shared == 0) & (key_chunk > 0), 0, first_word % PACKED)
-            part_of_unit = _Unit(
-                seq, query_start, query_len, seq_len, shared, kind, low, kv_head, row_tile, key, key_end, first, last,
-                slot, first_slot,
-            )  # fmt: skip
-            if SMALL == LARGE or tile_rows == SMALL:  # noqa: PLR1714 (one is known when compiled)
-                complete = _attend_unit(tensors, part_of_unit, SHAPE, SMALL)
-            else:
-                complete = _attend_unit(tensors, part_of_unit, SHAPE, LARGE)
-            if complete != 0:
-                first_row = row_tile * tile_rows
-                num_rows = tl.minimum(query_len * GROUP - first_row, tile_rows)
-                _merge_unit(tensors, part_of_unit, SHAPE, first_row, num_rows, MERGE_ROWS, PARTS)
-                tl.store(counters + first, 0)
-
-            position += taken + empty
-            chunk += taken
-            if chunk == num_chunks * num_row_tiles * KV_HEADS:
-                chunk = chunk * 0
-                index += 1
-                seq = next_seq
-                query_start = next_start
-                query_len = next_len
-                seq_len = next_keys
-                first_word = next_first
-        phases -= 1
-        if PHASES == 3:  # noqa: SIM102 (one is known when compiled, the other is not)
-            if phases > 0:
+    # The first record is of shared prefixes, if there are any.
+    if PHASES % 2:  # noqa: SIM102 (one is known when compiled, the other is not)
+        if together > 0:
+            _attend_range(tensors, sequences, record, program, SHAPE, MERGE_ROWS, PARTS, SHARED=True)
+            if PHASES == 3:
                 _wait_for_programs(arrivals, together)
                 record = read_record(records + PROGRAMS * RECORD_WORDS, program)
-                index, chunk, lead, empty, chunk_keys, ranges, seq, query_start, query_len, seq_len, first_word, _ = (
-                    record
-                )
-                shared = shared * 0
+    if PHASES >= 2:
+        _attend_range(tensors, sequences, record, program, SHAPE, MERGE_ROWS, PARTS, SHARED=False)
 
     # Zero the padding rows.
     ROW: tl.constexpr = KV_HEADS * GROUP * HEAD_SIZE
@@ -370,6 +324,63 @@ def _attention_kernel(
     # A dependent of this kernel also waits for the prefill.
     if PDL:
         pdl_wait_if(overlaps_prefill != 0)
+
+
+@triton.jit
+def _attend_range(
+    tensors, sequences, record, program, shape, MERGE_ROWS: tl.constexpr, PARTS: tl.constexpr, SHARED: tl.constexpr
+):
+    """Attend the units of a program's range, from that of its record on: of shared prefixes, or of own keys."""
+    index, chunk, lead, empty, chunk_keys, ranges, seq, query_start, query_len, seq_len, first_word, _ = record
+    # `position` counts the chunks of the batch, `chunk` the sequence's chunks that have keys.
+    share = share_of(program, ranges)
+    position, stop = share[2] + lead, share[3]
+    while position < stop:
+        # Loaded early, used at the end.
+        entry = sequences + (index + 1) * SEQUENCE_WORDS
+        next_seq, next_start, next_len, next_keys, next_first = load_words(entry, SEQUENCE_WORDS)
+
+        low, start, num_chunks, tile_rows, num_row_tiles = sequence_chunks(
+            query_len, seq_len, first_word, chunk_keys, shape
+        )
+        unit = chunk // num_chunks
+        key_chunk, taken, first, last, first_slot, slot = cut_of(position, chunk, share, program, num_chunks, empty)
+        kv_head = unit // num_row_tiles
+        row_tile = unit % num_row_tiles
+        key = start + key_chunk * chunk_keys
+        key_end = tl.minimum(key + taken * chunk_keys, seq_len)
+        kind = first_word % PACKED
+        if not SHARED:
+            # The first of a sequence's keys follow its prefixes.
+            kind = tl.where(key_chunk > 0, 0, kind)
+        part_of_unit = _Unit(
+            seq, query_start, query_len, seq_len, kind, low, kv_head, row_tile, key, key_end, first, last, slot,
+            first_slot,
+        )  # fmt: skip
+        # Each tile that a kernel has costs time where it is not used too (docs/notebook/shared-prefixes.md).
+        if SHARED:
+            complete = _attend_unit(tensors, part_of_unit, shape, shape.LARGE, SHARED)
+        elif shape.ONE_TILE or shape.SMALL == shape.LARGE or tile_rows == shape.SMALL:  # noqa: PLR1714 (constants)
+            complete = _attend_unit(tensors, part_of_unit, shape, shape.SMALL, SHARED)
+        else:
+            complete = _attend_unit(tensors, part_of_unit, shape, shape.LARGE, SHARED)
+        if not SHARED:  # noqa: SIM102 (one is known when compiled, the other is not)
+            if complete != 0:
+                first_row = row_tile * tile_rows
+                num_rows = tl.minimum(query_len * shape.GROUP - first_row, tile_rows)
+                _merge_unit(tensors, part_of_unit, shape, first_row, num_rows, MERGE_ROWS, PARTS)
+                tl.store(tensors.counters + first, 0)
+
+        position += taken + empty
+        chunk += taken
+        if chunk == num_chunks * num_row_tiles * shape.KV_HEADS:
+            chunk = chunk * 0
+            index += 1
+            seq = next_seq
+            query_start = next_start
+            query_len = next_len
+            seq_len = next_keys
+            first_word = next_first
 
 
 @triton.jit
@@ -408,10 +419,10 @@ def _prefetch(base, table, first_key, seq_len, stride_kv, shape, AHEAD: tl.const
 
 
 @triton.jit
-def _attend_unit(tensors, unit, shape, BLOCK_M: tl.constexpr):
+def _attend_unit(tensors, unit, shape, BLOCK_M: tl.constexpr, SHARED: tl.constexpr):
     """Attend a unit's rows to its keys from `first_key` to `key_end`; write the result, or a partial one.
 
-    Returns 1 if that was the last partial result of the unit, else 0.
+    Returns 1 if that was the last partial result of a unit of own keys, else 0.
     """
     BLOCK_N: tl.constexpr = shape.BLOCK_N
     BLOCK_SIZE: tl.constexpr = shape.BLOCK_SIZE
@@ -432,7 +443,9 @@ def _attend_unit(tensors, unit, shape, BLOCK_M: tl.constexpr):
     token_M, head_M = token_and_head(row_M, unit.kv_head, shape.GROUP)
     valid_M = token_M < unit.query_len
     # The queries of a shared prefix come after all of its keys.
-    position_M = unit.seq_len - tl.where(unit.shared != 0, 0, unit.query_len) + token_M
+    position_M = unit.seq_len + token_M
+    if not SHARED:
+        position_M -= unit.query_len
     offset_N = tl.arange(0, BLOCK_N)
     table = tensors.block_table + unit.seq.to(tl.int64) * tensors.stride_table
     # Block ids are read one tile ahead, so that no tile waits for them before it requests its keys.
@@ -460,7 +473,7 @@ def _attend_unit(tensors, unit, shape, BLOCK_M: tl.constexpr):
     sum_M = tl.zeros([BLOCK_M], tl.float32)
     max_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
     odd_MD = acc_MD
-    if shape.SHARED_TOKENS and BLOCK_M == shape.SMALL:  # noqa: SIM102 (one is known when compiled)
+    if shape.SHARED_TOKENS and not SHARED and BLOCK_M == shape.SMALL:  # noqa: SIM102 (known when compiled)
         if unit.kind == SHARES:
             state_MD, sum_M, max_M = _after_prefixes(tensors, unit, shape, token_M, head_M, valid_M)
             # Both branches end in the layout of products' sums: else each unit would convert them, shared or not.
@@ -523,11 +536,17 @@ def _attend_unit(tensors, unit, shape, BLOCK_M: tl.constexpr):
     if PAIRS:
         acc_MD = tl.reshape(tl.join(acc_MD, odd_MD), (BLOCK_M, WIDTH))
     value_factor = 1.0
-    if tensors.v_scale is not None:
-        # The sequences that share a prefix apply it, as to their own keys.
-        value_factor = tl.where(unit.shared != 0, 1.0, tl.load(tensors.v_scale + unit.kv_head))
+    # The sequences that share a prefix apply it, as to their own keys.
+    if tensors.v_scale is not None and not SHARED:
+        value_factor = tl.load(tensors.v_scale + unit.kv_head)
     complete = unit.slot * 0
-    if (unit.first == unit.last) & (unit.shared == 0):
+    if SHARED:
+        acc_MD, lse_M = normalize(acc_MD, sum_M, max_M, value_factor)
+        shared_M = _rows_of_prefix(unit.kind, unit.query_start + token_M, head_M, shape)
+        cut_M = (2 * shape.PROGRAMS + unit.slot) * shape.SCRATCH_ROWS + tl.arange(0, BLOCK_M)
+        scratch_M = tl.where(unit.first == unit.last, shared_M, cut_M)
+        _store_partial(tensors, scratch_M, acc_MD, lse_M, valid_M)
+    elif unit.first == unit.last:
         if tensors.sinks is not None:
             acc_MD, sum_M, max_M = add_sink(tensors.sinks, head_M, acc_MD, sum_M, max_M)
         acc_MD, lse_M = normalize(acc_MD, sum_M, max_M, value_factor)
@@ -538,18 +557,20 @@ def _attend_unit(tensors, unit, shape, BLOCK_M: tl.constexpr):
     else:
         acc_MD, lse_M = normalize(acc_MD, sum_M, max_M, value_factor)
         scratch_M = unit.slot * shape.SCRATCH_ROWS + tl.arange(0, BLOCK_M)
-        if shape.SHARED_TOKENS:
-            shared_M = _rows_of_prefix(unit.kind, unit.query_start + token_M, head_M, shape)
-            cut_M = scratch_M + 2 * shape.PROGRAMS * shape.SCRATCH_ROWS
-            scratch_M = tl.where(unit.shared == 0, scratch_M, tl.where(unit.first == unit.last, shared_M, cut_M))
-        tl.store(tensors.partial_out + scratch_M[:, None] * WIDTH + dim[None, :], acc_MD, mask=valid_M[:, None])
-        tl.store(tensors.partial_lse + scratch_M, lse_M, mask=valid_M)
-        if unit.shared == 0:
-            # All threads have written before one of them counts the result.
-            tl.debug_barrier()
-            arrived = tl.atomic_add(tensors.counters + unit.first, 1)
-            complete = (arrived == unit.last - unit.first).to(tl.int32)
+        _store_partial(tensors, scratch_M, acc_MD, lse_M, valid_M)
+        # All threads have written before one of them counts the result.
+        tl.debug_barrier()
+        arrived = tl.atomic_add(tensors.counters + unit.first, 1)
+        complete = (arrived == unit.last - unit.first).to(tl.int32)
     return complete
+
+
+@triton.jit
+def _store_partial(tensors, row_M, acc_MD, lse_M, valid_M):
+    """Write a partial result to rows of `partial_out`."""
+    WIDTH: tl.constexpr = acc_MD.shape[1]
+    tl.store(tensors.partial_out + row_M[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :], acc_MD, mask=valid_M[:, None])
+    tl.store(tensors.partial_lse + row_M, lse_M, mask=valid_M)
 
 
 @triton.jit
