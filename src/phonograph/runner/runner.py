@@ -192,9 +192,11 @@ class Runner:
                 retries.append(CaptureRetry(key, str(error)))
                 self._capturable(key)()
                 self._capture(key)
-        num_behind = self._sampling.capture(self.runtime) if keys else 0
+        num_others = self._sampling.capture(self.runtime) if keys else 0
+        if keys and self._encoder_keys is not None:
+            num_others += self._encoder_keys.capture(self.runtime)
         return CaptureReport(
-            num_graphs=len(keys) + num_behind,
+            num_graphs=len(keys) + num_others,
             seconds=time.perf_counter() - start,
             memory_bytes=self.runtime.memory_bytes,
             retries=tuple(retries),
