@@ -83,8 +83,9 @@ def test_a_whole_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     plan = make_plan(config, read_model_spec(tmp_path), device)
     assert any("for up to 2 audios" in note for note in plan.notes)
     engine = build.build_engine(plan, platform=HostPlatform())
-    report = verify(engine.make_subject(), num_replays=3, seed=0)
+    report = verify(engine.make_subject(), num_replays=5, seed=0)
     assert report.ok, report.mismatches
+    assert [str(key) for key in report.replays][-2:] == ["encoder[100 tokens, 2 slots]", "encoder[50 tokens, 1 slot]"]
     session = Session(engine.core, engine.plan.model, None, 0, GrammarCompiler(lambda: None, ()))
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=1)
     prompts = audio_prompts()

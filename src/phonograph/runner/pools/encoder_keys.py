@@ -5,13 +5,15 @@ Shapes: B audios, M mel bins, F frames, P positions of an audio, E hidden size, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
 import torch
 
 from phonograph.core.batch import NewSequence, ScheduledBatch
+from phonograph.core.blocks import blocks_for
+from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.graphs.runtime import CapturedGraph, GraphRuntime
 from phonograph.models.modules.step_model import StepModel
 from phonograph.models.transformer import Transformer
@@ -24,6 +26,8 @@ class EncoderKeys:
 
     Batches have powers of two of audios, 5 of them 4 and 1, so that none is padded. `capture` makes a graph of each
     size; without it they run eagerly. A request that lost its blocks starts again, so that its encoder runs again too.
+
+    graphs: captured graphs; their keys name positions as tokens
 
     Args:
         model: has the encoder.
@@ -49,7 +53,7 @@ class EncoderKeys:
         )
         # Page of each position, and its place in the page.
         self._places_B2P = torch.zeros(self._most, 2, spec.num_positions, dtype=torch.int64, device=device)
-        self._graphs: dict[int, CapturedGraph] = {}
+        self.graphs: dict[GraphKey, CapturedGraph] = {}
 
     @classmethod
     def of(cls, model: StepModel, attention: StepAttention, most: int) -> EncoderKeys | None:
@@ -63,7 +67,7 @@ class EncoderKeys:
             run = partial(self.run, size)
             with torch.inference_mode(), runtime.scope():
                 run()  # Libraries load their kernels.
-            self._graphs[size] = runtime.capture(run)
+            self.graphs[self._key(size)] = runtime.capture(run)
         return len(sizes)
 
     def write(self, batch: ScheduledBatch, failures: SlotFailures) -> None:
@@ -84,11 +88,14 @@ class EncoderKeys:
 
     def _write(self, new: Sequence[NewSequence], blocks: dict[int, list[int]], rows: Sequence[int]) -> None:
         self.load([new[row].features for row in rows], [blocks[new[row].slot] for row in rows])
-        graph = self._graphs.get(len(rows))
+        graph = self.graphs.get(self._key(len(rows)))
         if graph is None:
             self.run(len(rows))
         else:
             graph.replay()
+
+    def _key(self, num_audios: int) -> GraphKey:
+        return GraphKey(GraphSet.ENCODER, num_audios * self._encoder.spec.num_positions, num_audios)
 
     def load(self, features: Sequence[np.ndarray | None], block_ids: Sequence[Sequence[int]]) -> None:
         """Load the log-mel frames, float32 [M, F], and the blocks of each audio of a batch."""
@@ -112,3 +119,18 @@ class EncoderKeys:
             for part, rows_PKD in zip(kv_cache, kv_PXD.chunk(2, 1), strict=True):
                 part[page, offset] = rows_PKD
         return ()
+
+    def draw(self, num_audios: int, rng: np.random.Generator) -> None:
+        """Load random audios, and pages of their own, for `verify`."""
+        size, shape = self._memories[0][1].shape, self._features_BMF.shape[1:]
+        num_blocks = blocks_for(self._encoder.spec.num_positions, size[2])
+        pages = rng.permutation(size[1])[: num_audios * num_blocks].reshape(num_audios, num_blocks)
+        self.load([rng.standard_normal(shape, np.float32) for _ in range(num_audios)], pages.tolist())
+
+    def written(self, num_audios: int, run: Callable[[], object]) -> torch.Tensor:
+        """Return the keys and values that a run writes, by layer, for `verify`."""
+        page, offset = self._places_B2P[:num_audios].transpose(0, 1).flatten(1)
+        for _, kv_cache in self._memories:
+            kv_cache[:, page, offset] = float("nan")
+        run()
+        return torch.stack([kv_cache[:, page, offset] for _, kv_cache in self._memories])
