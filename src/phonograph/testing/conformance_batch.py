@@ -69,8 +69,9 @@ def batch_shapes(block_size: int, kind: AttentionKind) -> list[BatchShape]:
         one = BatchShape(name="one token", query_lens=(1,), seq_lens=(1,), padded_reqs=1)
         found = [replace(prefills, name="bidirectional", padded_reqs=2, padded_tokens=3), one]
         if kind is AttentionKind.ENCODER_DECODER:
-            lens = {"query_lens": (1, 1, 5, size + 1), "seq_lens": (2 * size + 3,) * 4}
-            found.append(BatchShape(name="keys of an encoder", **lens, padded_reqs=2, padded_tokens=3))
+            queries, keys = (1, 1, 5, size + 1), 2 * size + 3
+            of_encoder = BatchShape(name="keys of an encoder", query_lens=queries, seq_lens=(keys,) * len(queries))
+            found.append(replace(of_encoder, padded_reqs=2, padded_tokens=3))
         return found
     return [
         BatchShape(name="one decode", query_lens=(1,), seq_lens=(2 * size + 3,)),
