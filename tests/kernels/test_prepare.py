@@ -33,7 +33,9 @@ class Sequences:
         sizes: tuple[int, ...],
         device: torch.device,
         drafts: int = 0,
+        encoder_lens: tuple[int, ...] = (),
     ) -> None:
+        self.encoder_lens = encoder_lens or (0,) * len(sizes)
         self.rng = np.random.default_rng(slots * max_len + sum(sizes))
         self.sizes, self.groups, self.drafts = sizes, range(len(sizes)), drafts
         self.inputs = CpuInputs(
@@ -42,13 +44,14 @@ class Sequences:
             max_model_len=max_len,
             block_sizes=sizes,
             max_num_logits=slots * (1 + drafts),
+            encoder_lens=encoder_lens,
         )
         self.inputs.token_ids[:] = self.rng.integers(0, 1000, self.inputs.token_ids.shape)
         self.max_len = max_len
         self.computed = np.zeros(slots, np.int64)
         self.num_blocks = np.zeros((len(sizes), slots), np.int64)
         self.next_block = 1
-        max_appends = slots * sum(blocks_for(max_len, size) for size in sizes)
+        max_appends = slots * sum(blocks_for(max(max_len, *self.encoder_lens), size) for size in sizes)
         self.layout = StepLayout(
             slots, max_tokens, max_appends=max_appends, num_groups=len(sizes), max_num_logits=slots * (1 + drafts)
         )
@@ -72,7 +75,8 @@ class Sequences:
                 self.computed[slot] = self.num_blocks[:, slot] = 0
                 self.started.discard(slot)
             for group, size in enumerate(self.sizes):
-                needed = blocks_for(int(self.computed[slot]) + query_len, size) + ahead
+                needed = blocks_for(self.encoder_lens[group] or int(self.computed[slot]) + query_len, size)
+                needed += 0 if self.encoder_lens[group] else ahead
                 needed = min(needed, self.inputs.slot_blocks.shape[2])
                 start = int(self.num_blocks[group, slot])
                 if needed > start:
@@ -181,6 +185,7 @@ class Sequences:
             self.inputs.seq_lens_np,
             self.inputs.slots_np,
             self.inputs.logits_rows_np,
+            self.inputs.encoder_lens_np,
         ):
             array[:] = POISON
         self.inputs.write(rows_of(batch), key)
@@ -189,6 +194,11 @@ class Sequences:
         expected = {name: getattr(self.inputs, name) for name in names}
         for name in ("slot_mappings", "block_tables"):
             expected[name] = torch.stack(getattr(self.inputs, name))
+        if any(self.encoder_lens):
+            names = (*names, "encoder_lens")
+            expected["encoder_lens"] = self.inputs.encoder_lens
+            for mapping, length in zip(expected["slot_mappings"], self.encoder_lens, strict=True):
+                mapping[:num_tokens] = torch.where(torch.tensor(length > 0), -1, mapping[:num_tokens])
         got = {name: torch.full_like(tensor, POISON).to(self.device) for name, tensor in expected.items()}
         prepare(
             staging,
@@ -205,6 +215,8 @@ class Sequences:
             slots_R=got["slots"],
             block_tables_GRN=got["block_tables"],
             logits_rows_L=got["logits_rows"],
+            encoder_lens=self.encoder_lens,
+            encoder_lens_R=got.get("encoder_lens"),
         )
         if self.drafts:
             expected["logits_rows"][batch.num_logits :] = 0
@@ -215,7 +227,8 @@ class Sequences:
         self.check_sampling(staging, batch)
         for group, size in enumerate(self.sizes):
             for row, slot in enumerate(batch.slots):
-                used = blocks_for(batch.context_lens[row] + batch.query_lens[row], size)
+                num_tokens = batch.context_lens[row] + batch.query_lens[row]
+                used = blocks_for(self.encoder_lens[group] or num_tokens, size)
                 assert torch.equal(blocks[group, row, :used], expected["block_tables"][group, row, :used])
                 assert (blocks[group, row, used:] == POISON).all()
                 held = int(self.num_blocks[group, slot])
@@ -238,6 +251,18 @@ def test_steps_of_mixed_batches(device: torch.device, sizes: tuple[int, ...]) ->
     sequences.check([1, 1, 1, 1, 1, 1], num_reqs=6, num_tokens=6, ahead=3)
     sequences.check([1, 2, 9, 17], num_reqs=4, num_tokens=29)
     sequences.check([1, 1, 1], num_reqs=5, num_tokens=5)
+
+
+@pytest.mark.parametrize(("sizes", "encoder_lens"), [((4, 4), (0, 90)), ((8, 4), (3, 0)), ((2, 1), (0, 700))])
+def test_a_group_of_cross_attention(
+    device: torch.device, sizes: tuple[int, ...], encoder_lens: tuple[int, ...]
+) -> None:
+    """Each sequence has all keys of the encoder, a padding row none, and no token writes a key."""
+    sequences = Sequences(slots=6, max_tokens=64, max_len=80, sizes=sizes, device=device, encoder_lens=encoder_lens)
+    sequences.check([1], num_reqs=1, num_tokens=1)
+    sequences.check([1, 1, 30], num_reqs=6, num_tokens=40, ahead=1)
+    sequences.check([64], num_reqs=3, num_tokens=64)
+    sequences.check([1, 1, 1, 1, 1], num_reqs=6, num_tokens=6)
 
 
 @pytest.mark.parametrize("sizes", [(4,), (4, 8)])

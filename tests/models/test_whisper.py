@@ -52,7 +52,7 @@ def greedy(model: Any, prompt: AudioTokens) -> list[int]:
 )
 def test_tokens_equal_those_of_transformers(settings: dict[str, Any], labels: set[str], tmp_path: Path) -> None:
     model, prompts = make_whisper(tmp_path), inputs()
-    with LLM(str(tmp_path), max_num_seqs=4, **settings) as llm:
+    with LLM(str(tmp_path), device="cpu", max_num_seqs=4, **settings) as llm:
         together = [one.outputs[0].token_ids for one in llm.generate(prompts, GREEDY, use_tqdm=False)]
         (alone,) = llm.generate([prompts[-1]], GREEDY, use_tqdm=False)
         assert set(llm.step_counts) == labels
@@ -70,7 +70,7 @@ def test_a_preempted_request_is_encoded_again(tmp_path: Path) -> None:
     prompts = [AudioTokens([START], features(seed)) for seed in range(3)]
     # A request has 4 blocks of the encoder, and 4 of its own at its end.
     for num_kv_blocks in (24, 14):
-        with LLM(str(tmp_path), max_num_seqs=3, num_kv_blocks=num_kv_blocks, enforce_eager=True) as llm:
+        with LLM(str(tmp_path), device="cpu", max_num_seqs=3, num_kv_blocks=num_kv_blocks, enforce_eager=True) as llm:
             outputs.append([one.outputs[0].token_ids for one in llm.generate(prompts, long, use_tqdm=False)])
             stats = llm.session.core.scheduler.stats
             assert bool(stats.num_preemptions) == (num_kv_blocks == 14) and stats.blocks_used == 0
@@ -81,7 +81,7 @@ def test_samples_and_prompt_scores(tmp_path: Path) -> None:
     model = make_whisper(tmp_path)
     (prompt,) = inputs()[3:4]
     params = SamplingParams(n=2, seed=1, max_tokens=8, prompt_logprobs=0)
-    with LLM(str(tmp_path), max_num_seqs=2, enforce_eager=True) as llm:
+    with LLM(str(tmp_path), device="cpu", max_num_seqs=2, enforce_eager=True) as llm:
         (output,) = llm.generate([prompt], params, use_tqdm=False)
     assert output.outputs[0].token_ids != output.outputs[1].token_ids
     with torch.no_grad():
@@ -97,7 +97,7 @@ def test_samples_and_prompt_scores(tmp_path: Path) -> None:
 
 def test_prompts_without_audio_and_with_other_frames(tmp_path: Path) -> None:
     make_whisper(tmp_path)
-    with LLM(str(tmp_path), max_num_seqs=2, enforce_eager=True) as llm:
+    with LLM(str(tmp_path), device="cpu", max_num_seqs=2, enforce_eager=True) as llm:
         with pytest.raises(RequestError, match="audio.*is missing"):
             llm.generate([[START]], GREEDY)
         with pytest.raises(RequestError, match="other frames"):

@@ -20,6 +20,7 @@ class Limits:
         lookahead_tokens: tokens behind those of a step that have blocks too, for keys of a draft model.
         pools: requests generate nothing, so that a prompt may have `max_model_len` tokens.
         whole_prompts: each prompt is computed in one step.
+        max_audios: audios that an encoder encodes at a time, a power of two; 0 for one at a time, without graphs.
     """
 
     max_model_len: int
@@ -29,6 +30,7 @@ class Limits:
     lookahead_tokens: int = 0
     pools: bool = False
     whole_prompts: bool = False
+    max_audios: int = 0
 
     @property
     def max_len(self) -> int:

@@ -295,7 +295,7 @@ def make_runner(
         sequences=Sequences(sampler, max_num_seqs=limits.max_num_seqs),
         dispatcher=plan.make_dispatcher(),
         runtime=device_parts.runtime,
-        encoder_keys=EncoderKeys.of(parts.model, device_parts.program.attention),
+        encoder_keys=EncoderKeys.of(parts.model, device_parts.program.attention, limits.max_audios),
         synthetic=SyntheticBatches(
             device_parts.inputs.load,
             max_model_len=limits.max_model_len,

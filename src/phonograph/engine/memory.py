@@ -11,6 +11,7 @@ from phonograph.core.blocks import most_tokens, pages_for_request
 from phonograph.core.device import GIB, DeviceSpec
 from phonograph.core.limits import Limits
 from phonograph.engine.groups.draft_plan import DraftPlan, keeps_tokens
+from phonograph.engine.groups.encoder_notes import encoder_bytes
 from phonograph.engine.groups.kv_groups import KVGroups
 from phonograph.engine.groups.state_slots import state_bytes
 from phonograph.errors import MemoryLimitError
@@ -123,6 +124,7 @@ def plan_memory(
             workspace += draft.workspace_bytes(limits, device)
             num_layers += limits.draft_tokens * draft.model.num_layers
         graphs = workspace + masks + num_graphs * num_layers * _GRAPH_BYTES_PER_LAYER
+        graphs += encoder_bytes(model, dtype, limits)
     sampling = 0
     if model.pooler is None:
         sampling = Sampler.nbytes(

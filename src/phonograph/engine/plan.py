@@ -15,7 +15,7 @@ from phonograph.core.device import DeviceSpec
 from phonograph.core.limits import Limits
 from phonograph.engine.graphs_and_cache import SHORTEST, size_graphs_and_cache
 from phonograph.engine.groups.draft_plan import DraftPlan, check_speculation, plan_draft, read_draft_spec, wait_reason
-from phonograph.engine.groups.encoder_notes import encoder_notes
+from phonograph.engine.groups.encoder_notes import encoder_notes, max_audios
 from phonograph.engine.groups.kv_groups import KVGroups, make_kv_groups, make_step_groups
 from phonograph.engine.groups.layer_specs import layer_specs
 from phonograph.engine.groups.module_limits import check_module
@@ -117,7 +117,7 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
     cpu_products = plan_cpu_products(config.cpu_products, model, dtype) if device.kind == "cpu" else None
     if cpu_products is not None and config.tensor_parallel_size == 1:
         model = cpu_products.with_head(model)
-    notes = encoder_notes(config, model, device)
+    notes = encoder_notes(config, model, limits)
     whole, model = model, cut_model(model, config.tensor_parallel_size)
     notes += [*rank_notes(config, whole, model, dtype, device), *_product_notes(model, dtype, device)]
     if cpu_products is not None:
@@ -309,6 +309,7 @@ def _limits(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Limit
         lookahead_tokens=config.draft_tokens if has_model else 0,
         pools=model.pooler is not None,
         whole_prompts=whole_prompts(model),
+        max_audios=max_audios(model, seqs, device),
     )
 
 

@@ -83,6 +83,8 @@ class GraphSet(Enum):
     DECODE = "decode"
     MIXED = "mixed"
     PIECEWISE = "piecewise"
+    ENCODER = "encoder"
+    """Encoders of audio: the tokens of a key are positions, and its slots audios."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,13 +158,19 @@ class Transformer(StepModel):
             assert target.final_norm is not None
             self.features.state_norms = [target.final_norm]
 
-    def bind(self, kernels: KernelSet, taps: Mapping[int, torch.Tensor] = MappingProxyType({})) -> None:
+    def bind(
+        self,
+        kernels: KernelSet,
+        taps: Mapping[int, torch.Tensor] = MappingProxyType({}),
+        of_encoder: KernelSet | None = None,
+    ) -> None:
         """Build the parts by a kernel set.
 
         Args:
             kernels: the kernel set.
             taps: memory [T, E] by the index of a layer, in which each step keeps the stream after it (for draft heads);
                 -1 for the stream before the first.
+            of_encoder: kernel set of an encoder of audio; None for the same.
         """
         self.kernels = kernels
         self._first_tap_TE = taps.get(-1)
@@ -185,7 +191,8 @@ class Transformer(StepModel):
             for index, layer in enumerate(self.weights)
         ]
         if self.encoder is not None:
-            self.encoder.bind((_mixer(kernels, one), _feed_forward(kernels, one, None)) for one in self.encoder.layers)
+            own = of_encoder or kernels
+            self.encoder.bind((_mixer(own, one), _feed_forward(own, one, None)) for one in self.encoder.layers)
         self._head = None if self.spec.pooler else kernels.head(self.final_norm, self.lm_head)
         self._link(self.layers)
 

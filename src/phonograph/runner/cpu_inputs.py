@@ -7,7 +7,6 @@ number of vectorized NumPy calls, however many requests there are.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -207,15 +206,10 @@ class CpuInputs:
             self.positions_np[num_tokens:padded_tokens] = 0
             self.slot_mappings_np[:, num_tokens:padded_tokens] = -1
         views = padded_views(self, padded_reqs, padded_tokens)
-        commons = metadata_of(rows, views, query_start_loc[: padded_reqs + 1], seq_lens[:padded_reqs])
-        if not any(self._encoder_lens):
-            return commons
         self.encoder_lens_np[:num_reqs], self.encoder_lens_np[num_reqs:padded_reqs] = max(self._encoder_lens), 0
-        lens, lens_cpu = self.encoder_lens[:padded_reqs], self.encoder_lens_np[:padded_reqs]
-        return tuple(
-            replace(common, max_seq_len=length, seq_lens=lens, seq_lens_cpu=lens_cpu) if length else common
-            for common, length in zip(commons, self._encoder_lens, strict=True)
-        )
+        lens_R = self.encoder_lens if any(self._encoder_lens) else None
+        starts_cpu, lens_cpu = query_start_loc[: padded_reqs + 1], seq_lens[:padded_reqs]
+        return metadata_of(rows, views, starts_cpu, lens_cpu, self._encoder_lens, lens_R)
 
     def load(self, batch: SyntheticBatch, key: GraphKey) -> tuple[CommonMetadata, ...]:
         """Write a synthetic batch; see `Inputs.load`."""

@@ -57,6 +57,7 @@ class Runner:
     counts:    number of steps by kind of decision
     lookahead: steps that may be in flight beside the one whose result is awaited
     drafts:    drafts that the steps verify, or None without speculation
+    encoder_keys: writer of an encoder's keys, or None without one
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class Runner:
         self._sampling = sampling
         self._sequences = sequences
         self._ranks = ranks
-        self._encoder_keys = encoder_keys
+        self.encoder_keys = encoder_keys
         self._graphs: dict[GraphKey, CapturedGraph] = {}
         self._prepared_for: GraphKey | None = None
 
@@ -95,8 +96,8 @@ class Runner:
             failures = SlotFailures()
             self._sequences.take_over(batch, failures)
             self._inputs.take_over(batch, failures)
-            if self._encoder_keys is not None:
-                self._encoder_keys.write(batch, failures)
+            if self.encoder_keys is not None:
+                self.encoder_keys.write(batch, failures)
             if batch.copies:
                 self._program.attention.copy_pages(batch.copies)
             scores_prompts = self._sequences.scores_prompts(batch)
@@ -192,9 +193,11 @@ class Runner:
                 retries.append(CaptureRetry(key, str(error)))
                 self._capturable(key)()
                 self._capture(key)
-        num_behind = self._sampling.capture(self.runtime) if keys else 0
+        num_others = self._sampling.capture(self.runtime) if keys else 0
+        if keys and self.encoder_keys is not None:
+            num_others += self.encoder_keys.capture(self.runtime)
         return CaptureReport(
-            num_graphs=len(keys) + num_behind,
+            num_graphs=len(keys) + num_others,
             seconds=time.perf_counter() - start,
             memory_bytes=self.runtime.memory_bytes,
             retries=tuple(retries),

@@ -158,7 +158,12 @@ def padded_views(inputs: Inputs, num_reqs: int, num_tokens: int) -> PaddedViews:
 
 
 def metadata_of(
-    rows: StepRows, views: PaddedViews, starts_cpu: np.ndarray, lens_cpu: np.ndarray
+    rows: StepRows,
+    views: PaddedViews,
+    starts_cpu: np.ndarray,
+    lens_cpu: np.ndarray,
+    encoder_lens: Sequence[int] = (),
+    encoder_lens_R: torch.Tensor | None = None,
 ) -> tuple[CommonMetadata, ...]:
     """Return the attention metadata of a step, for each KV group.
 
@@ -167,6 +172,8 @@ def metadata_of(
         views: its padded inputs.
         starts_cpu: host copy of query_start_loc, int32 [R+1].
         lens_cpu: host copy of seq_lens, int32 [R].
+        encoder_lens: `KVGroup.encoder_len` of each group.
+        encoder_lens_R: int32, keys of cross attention for the largest step; None if no group has it.
     """
     num_reqs, num_decodes = rows.batch.num_reqs, rows.batch.num_decodes
     first = CommonMetadata(
@@ -184,7 +191,16 @@ def metadata_of(
         seq_lens_cpu=lens_cpu,
     )
     others = zip(views.block_tables[1:], views.slot_mappings[1:], strict=True)
-    return first, *(replace(first, block_table=table, slot_mapping=mapping) for table, mapping in others)
+    commons = first, *(replace(first, block_table=table, slot_mapping=mapping) for table, mapping in others)
+    if encoder_lens_R is None:
+        return commons
+    padded_reqs = len(lens_cpu)
+    all_lens_cpu = np.where(np.arange(padded_reqs) < num_reqs, max(encoder_lens), 0).astype(np.int32)
+    of_encoder = {"seq_lens": encoder_lens_R[:padded_reqs], "seq_lens_cpu": all_lens_cpu}
+    return tuple(
+        replace(common, max_seq_len=length, **of_encoder) if length else common
+        for common, length in zip(commons, encoder_lens, strict=True)
+    )
 
 
 class Inputs(Protocol):

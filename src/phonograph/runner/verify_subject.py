@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 
 from phonograph.attention.metadata import CommonMetadata
 from phonograph.core.kv_group import KVGroup
-from phonograph.graphs.modes import GraphKey
+from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.graphs.verification import Drawn
 from phonograph.runner.runner import Runner
 from phonograph.runner.step_program import StepOutputs
@@ -64,9 +65,12 @@ class RunnerSubject:
                     self._fill(blocks)
 
     def graph_keys(self) -> tuple[GraphKey, ...]:
-        return self._runner.dispatcher.captures.largest_first()
+        encoder = self._runner.encoder_keys
+        return *self._runner.dispatcher.captures.largest_first(), *(() if encoder is None else encoder.graphs)
 
     def prepare(self, key: GraphKey, rng: np.random.Generator) -> Drawn:
+        if key.graphs is GraphSet.ENCODER:
+            return self._draw_audios(key, rng)
         synthetic = self._runner.synthetic
         with torch.inference_mode(), self._runner.runtime.scope():
             self._commons = synthetic.random_batch(key, rng)
@@ -89,6 +93,8 @@ class RunnerSubject:
         )
 
     def replay(self, key: GraphKey) -> dict[str, torch.Tensor]:
+        if key.graphs is GraphSet.ENCODER:
+            return self._encoded(key, eager=False)
         results = self._results(key, self._runner.replay, poisons=True)
         for index, tables in enumerate(self._runner.synthetic.latest.blocks):
             rows = zip(self._table_read(index), tables, strict=False)
@@ -102,6 +108,8 @@ class RunnerSubject:
 
         Its block tables are those that were drawn, no row may be NaN, and no slot of another sequence may be written.
         """
+        if key.graphs is GraphSet.ENCODER:
+            return self._encoded(key, eager=True)
         results = self._results(key, self._runner.run_shape, poisons=False)
         device = self._device
         for group, tables in enumerate(self._runner.synthetic.latest.blocks):
@@ -138,6 +146,24 @@ class RunnerSubject:
             # The caller compares them on another stream.
             runner.runtime.synchronize()
             return results
+
+    def _draw_audios(self, key: GraphKey, rng: np.random.Generator) -> Drawn:
+        assert self._runner.encoder_keys is not None
+        with torch.inference_mode(), self._runner.runtime.scope():
+            self._runner.encoder_keys.draw(key.num_reqs, rng)
+        each = key.num_tokens // key.num_reqs
+        return Drawn(num_tokens=key.num_tokens, num_decodes=0, num_prefills=key.num_reqs, longest=each, median=each)
+
+    def _encoded(self, key: GraphKey, *, eager: bool) -> dict[str, torch.Tensor]:
+        runner, keys = self._runner, self._runner.encoder_keys
+        assert keys is not None
+        run = partial(keys.run, key.num_reqs) if eager else keys.graphs[key].replay
+        with torch.inference_mode(), runner.runtime.scope():
+            if not eager:
+                runner.runtime.poison()
+            written = keys.written(key.num_reqs, run)
+            runner.runtime.synchronize()
+        return {"keys of the encoder": written}
 
     def _fill_states(self) -> None:
         """Draw the states that sequences with context start from; all others are NaN, which no sequence may read."""

@@ -67,7 +67,12 @@ def batch_shapes(block_size: int, kind: AttentionKind) -> list[BatchShape]:
     prefills = BatchShape(name="prefills", query_lens=(5, size + 1, 2 * size + 3), seq_lens=(5, size + 1, 2 * size + 3))
     if kind is not AttentionKind.DECODER:
         one = BatchShape(name="one token", query_lens=(1,), seq_lens=(1,), padded_reqs=1)
-        return [replace(prefills, name="bidirectional", padded_reqs=2, padded_tokens=3), one]
+        found = [replace(prefills, name="bidirectional", padded_reqs=2, padded_tokens=3), one]
+        if kind is AttentionKind.ENCODER_DECODER:
+            queries, keys = (1, 1, 5, size + 1), 2 * size + 3
+            of_encoder = BatchShape(name="keys of an encoder", query_lens=queries, seq_lens=(keys,) * len(queries))
+            found.append(replace(of_encoder, padded_reqs=2, padded_tokens=3))
+        return found
     return [
         BatchShape(name="one decode", query_lens=(1,), seq_lens=(2 * size + 3,)),
         BatchShape(

@@ -60,7 +60,7 @@ class TritonCapabilities(DeclaredCapabilities):
         head_size_multiple=8,
         max_head_size=512,
         block_size_multiple=16,
-        kinds=(AttentionKind.DECODER, AttentionKind.ENCODER_ONLY),
+        kinds=(AttentionKind.DECODER, AttentionKind.ENCODER_ONLY, AttentionKind.ENCODER_DECODER),
         windows=True,
         softcap=True,
         lse=True,

@@ -159,7 +159,7 @@ def _facts(plan: EnginePlan, decided: list[_Decided]) -> dict[str, Any]:
 
 def _limits(plan: EnginePlan) -> dict[str, int]:
     limits = asdict(plan.limits)
-    for name in ("lookahead_tokens", "pools", "whole_prompts"):
+    for name in ("lookahead_tokens", "pools", "whole_prompts", "max_audios"):
         if not limits[name]:
             del limits[name]
     return {**limits, "block_size": plan.attention.block_size}

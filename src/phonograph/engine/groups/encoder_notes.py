@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.device import DeviceSpec
-from phonograph.errors import ConfigError, UnsupportedModelError
-from phonograph.models.spec import ModelSpec
+from phonograph.core.limits import Limits
+from phonograph.errors import ConfigError
+from phonograph.models.layer_spec import LayerFeedForward
+from phonograph.models.spec import DTYPE_BYTES, ModelSpec
 from phonograph.models.weights.tensor_parallel import SETTING
 
 _UNSUPPORTED = {
@@ -20,24 +22,52 @@ _UNSUPPORTED = {
 """Settings without a rule for encoders of audio, with the only value that works."""
 
 
-def encoder_notes(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> list[str]:
+_MOST_AUDIOS = 8
+"""Audios of the largest graph of an encoder. Those of 12,000 positions keep a GPU busy."""
+
+
+def max_audios(model: ModelSpec, max_num_seqs: int, device: DeviceSpec) -> int:
+    """Return the audios that a GPU encodes at a time; 0 on a CPU, which encodes one after another."""
+    if model.encoder is None or device.kind == "cpu":
+        return 0
+    return min(_MOST_AUDIOS, 1 << (max_num_seqs.bit_length() - 1))
+
+
+def encoder_bytes(model: ModelSpec, dtype: str, limits: Limits) -> int:
+    """Estimate the memory of the encoder on a GPU: inputs, and twice the intermediates of the largest batch.
+
+    Libraries load their kernels in a run before the capture, whose memory is not that of the graphs.
+    """
+    if model.encoder is None or not limits.max_audios:
+        return 0
+    encoder, size = model.encoder, model.encoder.hidden_size
+    inner = max(
+        layer.feed_forward.down.num_inputs
+        for layer in encoder.layers
+        if isinstance(layer.feed_forward, LayerFeedForward)
+    )
+    frames = 2 * encoder.num_mel_bins
+    # The stream with its norm, and projections, the input of the second convolution or both ends of the activation.
+    width = 2 * size + max(6 * size, 2 * inner, 4 * encoder.num_mel_bins + 4 * size)
+    return DTYPE_BYTES[dtype] * limits.max_audios * encoder.num_positions * (frames + 2 * width)
+
+
+def encoder_notes(config: EngineConfig, model: ModelSpec, limits: Limits) -> list[str]:
     """Return notes on the encoder of audio; none without one.
 
     Raises:
         ConfigError: a setting has no rule for it yet.
-        UnsupportedModelError: nor has the device.
     """
     if model.encoder is None:
         return []
-    if device.kind != "cpu":
-        raise UnsupportedModelError(f"{model.architecture} does not run on a GPU yet; device=cpu works")
     for name, works in _UNSUPPORTED.items():
         if (value := getattr(config, name)) != works:
             raise ConfigError(name, value, f"{model.architecture} has no rule for it yet; leave it out")
     if model.quantization is not None:
         raise ConfigError("quantization", model.quantization.name, f"{model.architecture} has weights of 16 or 32 bits")
+    graphs = f"in graphs of its own, for up to {limits.max_audios} audios" if limits.max_audios else "outside of graphs"
     return [
         f"each audio has {model.encoder.num_positions} positions of the encoder in a KV group of their own; the "
-        "encoder runs once a request, before its first step, outside of graphs",
+        f"encoder runs once a request, before its first step, {graphs}",
         "no prefix cache: keys of the decoder depend on the audio, and its prompts are shorter than a block",
     ]

@@ -30,6 +30,7 @@ from phonograph.kernels.triton.gemm.product_plan import GemmDevice
 from phonograph.kernels.triton.launch import compile_helper
 from phonograph.kernels.triton.launch.precompile import begin_hashing, compile_only
 from phonograph.models.layers.rotary import rotary_tables
+from phonograph.models.layers.torch_parts import TorchKernels
 from phonograph.models.layers.triton_parts import TritonKernels
 from phonograph.models.layers.workspace import Workspace
 from phonograph.models.modules.step_model import StepModel
@@ -115,6 +116,7 @@ class CudaPlatform:
                 max_num_logits=limits.max_num_logits,
                 keeps_tokens=keeps_tokens(plan.config, plan.draft),
                 has_states=bool(spec.states),
+                encoder_lens=[group.encoder_len for group in plan.kv.groups],
             )
             if sampler is None or (self._ranks is not None and self._ranks.rank > 0):
                 return self._parts_without_sampling(plan, parts, inputs, workspace)
@@ -199,7 +201,11 @@ def _bind(
         batch_invariant=plan.attention.batch_invariant,
         ranks=ranks,
     )
-    model.bind(kernels, taps)
+    # An encoder of audio has more rows than a step, and no cache: torch's operators allocate what it needs.
+    of_encoder = None
+    if spec.encoder is not None:
+        of_encoder = TorchKernels(rotary_tables(spec, 1, model.dtype, device), spec.rms_norm_eps, norms=spec.norms)
+    model.bind(kernels, taps, of_encoder)
     return workspace
 
 

@@ -23,7 +23,7 @@ from phonograph.models.layer_spec import LayerSpec
 from phonograph.models.layers.linear import WeightAllocator, norm_views
 
 if TYPE_CHECKING:
-    from phonograph.models.layers.kernel_set import Attend, FeedForwardPart, KernelSet, MixerPart
+    from phonograph.models.layers.kernel_set import Attend, FeedForwardPart, MixerPart
     from phonograph.models.layers.part_weights import LayerWeights
 
 PREFIX = "model.encoder"
@@ -105,27 +105,27 @@ class AudioEncoderWeights:
             views |= {f"layers.{index}.{name}": view for name, view in layer.checkpoint_views().items()}
         return {f"{PREFIX}.{name}": view for name, view in views.items()}
 
-    def __call__(self, features_BMF: torch.Tensor, kernels: KernelSet) -> torch.Tensor:
+    def __call__(self, features_BMF: torch.Tensor) -> torch.Tensor:
         """Return the states [B * P, E] of audios.
 
         Args:
             features_BMF: log-mel frames, F = 2 * P of each audio, in the model's type.
-            kernels: the kernel set of the parts.
         """
         from phonograph.models.layers.kernel_set import Step, Stream
 
-        weights = self._tensors
-        x_BEF = functional.gelu(
-            functional.conv1d(features_BMF, weights["conv1.weight"], weights["conv1.bias"], padding=1)
-        )
-        x_BEP = functional.gelu(
-            functional.conv1d(x_BEF, weights["conv2.weight"], weights["conv2.bias"], stride=2, padding=1)
-        )
-        stream = Stream((x_BEP.transpose(1, 2) + weights["embed_positions.weight"]).flatten(0, 1))
+        x_BFE = self._convolved(1, features_BMF, stride=1)
+        x_BPE = self._convolved(2, x_BFE.transpose(1, 2), stride=2)
+        stream = Stream((x_BPE + self._tensors["embed_positions.weight"]).flatten(0, 1))
         step = Step([], cast("Attend", _WholeAttention(self.spec.num_positions)))
         for mixer, feed_forward in self._parts:
             stream = feed_forward(mixer(stream, step))
         return layer_norm(stream.hidden_TE, self._norm_2E, self._eps)
+
+    def _convolved(self, number: int, x_BCF: torch.Tensor, *, stride: int) -> torch.Tensor:
+        """Return a convolution over frames with its activation, as one product: [B, F / stride, E]."""
+        weight_ECX, bias_E = (self._tensors[f"conv{number}.{name}"] for name in ("weight", "bias"))
+        taps_BCFX = functional.pad(x_BCF, (1, 1)).unfold(2, _TAPS, stride)
+        return functional.gelu(functional.linear(taps_BCFX.transpose(1, 2).flatten(2), weight_ECX.flatten(1), bias_E))
 
 
 class _WholeAttention:

@@ -66,6 +66,7 @@ class CudaInputs:
         max_num_logits: rows of logits of the largest step; by default one a sequence.
         keeps_tokens: keep the tokens of all sequences on the device.
         has_states: layers have states, and the prefix cache may have checkpoints of them.
+        encoder_lens: `KVGroup.encoder_len` of each group; none if no group has it.
     """
 
     def __init__(
@@ -81,11 +82,13 @@ class CudaInputs:
         max_num_logits: int | None = None,
         keeps_tokens: bool = False,
         has_states: bool = False,
+        encoder_lens: Sequence[int] = (),
     ) -> None:
         num_groups, num_logits = len(block_sizes), max_num_logits or max_num_seqs
         sizes = max_num_seqs, max_num_tokens, _MAX_APPENDS
         # Drafts reach behind the longest sequence, where no token is computed for use.
-        max_blocks = blocks_for(max_model_len + 2 * draft_tokens, min(block_sizes))
+        max_blocks = blocks_for(max([max_model_len + 2 * draft_tokens, *encoder_lens]), min(block_sizes))
+        self._encoder_lens = encoder_lens if any(encoder_lens) else ()
         self._block_sizes = tuple(block_sizes)
         self._max_model_len = max_model_len
         self.layout = StepLayout(*sizes, num_groups=num_groups, max_num_logits=num_logits, has_states=has_states)
@@ -95,10 +98,7 @@ class CudaInputs:
 
         self.staging = zeros(self.layout.num_words)
         self.state = SlotState.make(
-            num_groups=num_groups,
-            max_num_seqs=max_num_seqs,
-            max_blocks=max_blocks,
-            device=device,
+            num_groups=num_groups, max_num_seqs=max_num_seqs, max_blocks=max_blocks, device=device
         )
         self.results = zeros(num_logits + (max_num_seqs * (1 + draft_tokens) if draft_tokens else 0))
         parts = num_logits, max_num_seqs if draft_tokens else 0, max_num_seqs * draft_tokens
@@ -111,6 +111,7 @@ class CudaInputs:
         self.slot_mappings = self._slot_mappings.unbind()
         self.query_start_loc = zeros(max_num_seqs + 1)
         self.seq_lens = zeros(max_num_seqs)
+        self._encoder_lens_R = zeros(max_num_seqs) if self._encoder_lens else None
         self.slots, self.checkpoints = zeros(max_num_seqs), self.layout.checkpoints(self.staging)
         self._block_tables = zeros(num_groups, max_num_seqs, max_blocks)
         self.block_tables = self._block_tables.unbind()
@@ -197,6 +198,8 @@ class CudaInputs:
             slots_R=self.slots,
             block_tables_GRN=self._block_tables,
             logits_rows_L=self.logits_rows,
+            encoder_lens=self._encoder_lens,
+            encoder_lens_R=self._encoder_lens_R,
         )
 
     def results_of(self, words: np.ndarray) -> StepResults:
@@ -380,7 +383,7 @@ class CudaInputs:
             views = padded_views(self, padded_reqs, padded_tokens)
             if key is not None:  # eager shapes are too many to keep
                 self._views[padded_reqs, padded_tokens] = views
-        return metadata_of(rows, views, starts_cpu, lens_cpu)
+        return metadata_of(rows, views, starts_cpu, lens_cpu, self._encoder_lens, self._encoder_lens_R)
 
 
 class _Upload(PinnedWords):

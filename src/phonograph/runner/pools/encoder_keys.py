@@ -1,11 +1,20 @@
-"""Keys and values of an encoder's states, written to the pages of the requests that start, before their first step."""
+"""Keys and values of an encoder's states, written to the pages of the requests that start, before their first step.
+
+Shapes: B audios, M mel bins, F frames, P positions of an audio, E hidden size, X heads of keys and values, D head size.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 
-from phonograph.core.batch import ScheduledBatch
+from phonograph.core.batch import NewSequence, ScheduledBatch
+from phonograph.core.blocks import blocks_for
+from phonograph.graphs.modes import GraphKey, GraphSet
+from phonograph.graphs.runtime import CapturedGraph, GraphRuntime
 from phonograph.models.modules.step_model import StepModel
 from phonograph.models.transformer import Transformer
 from phonograph.runner.step_attention import StepAttention
@@ -13,24 +22,53 @@ from phonograph.sampling.failures import SlotFailures
 
 
 class EncoderKeys:
-    """Runs the encoder for each request that starts, eagerly, and fills the blocks of its cross attention.
+    """Runs the encoder for the requests that start, and fills the blocks of their cross attention.
 
-    A request that lost its blocks starts again, so that its encoder runs again too.
+    Batches have powers of two of audios, 5 of them 4 and 1, so that none is padded. `capture` makes a graph of each
+    size; without it they run eagerly. A request that lost its blocks starts again, so that its encoder runs again too.
+
+    graphs: captured graphs; their keys name positions as tokens
 
     Args:
         model: has the encoder.
         attention: KV caches and groups of the layers.
+        most: audios of the largest batch, a power of two; 0 for one at a time, of which there is no graph.
     """
 
-    def __init__(self, model: Transformer, attention: StepAttention) -> None:
-        self._model, self._attention = model, attention
+    def __init__(self, model: Transformer, attention: StepAttention, most: int) -> None:
+        assert model.encoder is not None
+        self._model, self._encoder = model, model.encoder
+        self._captured, self._most = most, max(most, 1)
         # All layers of cross attention are equal, so that they have one group.
         self._group = attention.group(model.spec.num_layers)
+        crosses = [layer.cross for layer in model.weights if layer.cross is not None]
+        self._memories = [
+            (cross.memory, attention.kv_target(cross.layer, 0).kv_cache)
+            for cross in crosses
+            if cross.memory is not None
+        ]
+        spec, device = model.encoder.spec, model.device
+        self._features_BMF = torch.zeros(
+            self._most, spec.num_mel_bins, 2 * spec.num_positions, dtype=model.dtype, device=device
+        )
+        # Page of each position, and its place in the page.
+        self._places_B2P = torch.zeros(self._most, 2, spec.num_positions, dtype=torch.int64, device=device)
+        self.graphs: dict[GraphKey, CapturedGraph] = {}
 
     @classmethod
-    def of(cls, model: StepModel, attention: StepAttention) -> EncoderKeys | None:
+    def of(cls, model: StepModel, attention: StepAttention, most: int) -> EncoderKeys | None:
         """Return the writer of a model's encoder; None without one."""
-        return cls(model, attention) if isinstance(model, Transformer) and model.encoder is not None else None
+        return cls(model, attention, most) if isinstance(model, Transformer) and model.encoder is not None else None
+
+    def capture(self, runtime: GraphRuntime) -> int:
+        """Capture a graph of each size, and return their number. They write to the first page."""
+        sizes = [1 << power for power in reversed(range(self._captured.bit_length()))]
+        for size in sizes:
+            run = partial(self.run, size)
+            with torch.inference_mode(), runtime.scope():
+                run()  # Libraries load their kernels.
+            self.graphs[self._key(size)] = runtime.capture(run)
+        return len(sizes)
 
     def write(self, batch: ScheduledBatch, failures: SlotFailures) -> None:
         """Write the keys of the requests that start with a step.
@@ -42,19 +80,57 @@ class EncoderKeys:
         if not batch.new:
             return
         blocks = {append.slot: append.block_ids for append in batch.appends if append.group == self._group}
-        for new in batch.new:
-            failures.run(new.slot, "encoder", self._write, new.features, blocks[new.slot])
+        slots, first = [new.slot for new in batch.new], 0
+        while first < len(slots):
+            size = min(self._most, 1 << ((len(slots) - first).bit_length() - 1))
+            failures.run_rows(range(first, first + size), slots, "encoder", partial(self._write, batch.new, blocks))
+            first += size
 
-    def _write(self, features_MF: np.ndarray | None, block_ids: list[int]) -> None:
-        assert features_MF is not None, "the session admits no prompt without audio"
-        features_1MF = torch.from_numpy(features_MF)[None].to(self._model.device, self._model.dtype)
-        encoder, blocks = self._model.encoder, np.array(block_ids)
-        assert encoder is not None
-        states_PE = encoder(features_1MF, self._model.kernels)
-        for layer in self._model.weights:
-            assert layer.cross is not None and layer.cross.memory is not None
-            kv_PXD = layer.cross.memory.product(states_PE).unflatten(-1, (-1, layer.cross.spec.head_size))
-            kv_cache = self._attention.kv_target(layer.cross.layer, 0).kv_cache
-            page, offset = np.divmod(np.arange(len(kv_PXD)), kv_cache.shape[2])
+    def _write(self, new: Sequence[NewSequence], blocks: dict[int, list[int]], rows: Sequence[int]) -> None:
+        self.load([new[row].features for row in rows], [blocks[new[row].slot] for row in rows])
+        graph = self.graphs.get(self._key(len(rows)))
+        if graph is None:
+            self.run(len(rows))
+        else:
+            graph.replay()
+
+    def _key(self, num_audios: int) -> GraphKey:
+        return GraphKey(GraphSet.ENCODER, num_audios * self._encoder.spec.num_positions, num_audios)
+
+    def load(self, features: Sequence[np.ndarray | None], block_ids: Sequence[Sequence[int]]) -> None:
+        """Load the log-mel frames, float32 [M, F], and the blocks of each audio of a batch."""
+        place = np.arange(self._places_B2P.shape[2])
+        page, offset = np.divmod(place, self._memories[0][1].shape[2])
+        places_B2P = np.stack([np.stack([np.array(ids)[page], offset]) for ids in block_ids])
+        features_BMF = np.stack([one for one in features if one is not None])
+        for target, source in (
+            (self._features_BMF, torch.from_numpy(features_BMF).to(self._model.dtype)),
+            (self._places_B2P, torch.from_numpy(places_B2P)),
+        ):
+            sent = source.pin_memory() if target.is_cuda else source
+            target[: len(sent)].copy_(sent, non_blocking=True)
+
+    def run(self, num_audios: int) -> tuple[torch.Tensor, ...]:
+        """Encode the first audios that are loaded, and write the keys and values of all layers. Return nothing."""
+        states_PE = self._encoder(self._features_BMF[:num_audios])
+        page, offset = self._places_B2P[:num_audios].transpose(0, 1).flatten(1)
+        for memory, kv_cache in self._memories:
+            kv_PXD = memory.product(states_PE).unflatten(-1, (-1, kv_cache.shape[-1]))
             for part, rows_PKD in zip(kv_cache, kv_PXD.chunk(2, 1), strict=True):
-                part[blocks[page], offset] = rows_PKD
+                part[page, offset] = rows_PKD
+        return ()
+
+    def draw(self, num_audios: int, rng: np.random.Generator) -> None:
+        """Load random audios, and pages of their own, for `verify`."""
+        size, shape = self._memories[0][1].shape, self._features_BMF.shape[1:]
+        num_blocks = blocks_for(self._encoder.spec.num_positions, size[2])
+        pages = rng.permutation(size[1])[: num_audios * num_blocks].reshape(num_audios, num_blocks)
+        self.load([rng.standard_normal(shape, np.float32) for _ in range(num_audios)], pages.tolist())
+
+    def written(self, num_audios: int, run: Callable[[], object]) -> torch.Tensor:
+        """Return the keys and values that a run writes, by layer, for `verify`."""
+        page, offset = self._places_B2P[:num_audios].transpose(0, 1).flatten(1)
+        for _, kv_cache in self._memories:
+            kv_cache[:, page, offset] = float("nan")
+        run()
+        return torch.stack([kv_cache[:, page, offset] for _, kv_cache in self._memories])

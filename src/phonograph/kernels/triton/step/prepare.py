@@ -50,6 +50,8 @@ def prepare(
     slots_R: torch.Tensor,
     block_tables_GRN: torch.Tensor,
     logits_rows_L: torch.Tensor,
+    encoder_lens: Sequence[int] = (),
+    encoder_lens_R: torch.Tensor | None = None,
 ) -> None:
     """Write the first R' requests and T' tokens of a step's inputs from the staging buffer.
 
@@ -69,7 +71,10 @@ def prepare(
         block_tables_GRN: int32 [G, >= R', N], by row; entries after a sequence's blocks stay as they are
         logits_rows_L: int64 [>= L'], the token of each row of logits; padding is 0. L' is R' without drafts, else at
             most T', and all of it up to the end of the tensor is padded
+        encoder_lens: keys of a sequence in each group of cross attention, which has no slot mapping; 0 in all others
+        encoder_lens_R: int32 [>= R'], keys of cross attention; padding is 0. None if no group has it.
     """
+    assert len({*encoder_lens} - {0}) <= 1, "all layers of cross attention are in one group"
     slot_block_tables_GRN, most_drafts = state.block_tables, state.drafts.shape[1]
     num_groups, _, max_blocks = slot_block_tables_GRN.shape
     block = 256 if num_tokens_padded <= 1024 else 1024
@@ -89,6 +94,7 @@ def prepare(
         slots_R,
         block_tables_GRN,
         logits_rows_L,
+        encoder_lens_R,
         num_reqs_padded,
         num_tokens_padded,
         slot_block_tables_GRN.stride(1),
@@ -101,6 +107,8 @@ def prepare(
         ROW_LANES=triton.next_power_of_2(1 + most_drafts),
         NUM_GROUPS=num_groups,
         BLOCK_SIZE=block_sizes[0] if len(set(block_sizes)) == 1 else 0,
+        ENCODER_LEN=max(encoder_lens, default=0),
+        ENCODER_GROUP=max(range(len(encoder_lens)), key=encoder_lens.__getitem__, default=0),
         **layout.constants,
         BLOCK=block,
         **pdl_options(),
@@ -159,6 +167,7 @@ def _prepare_kernel(
     slots_ptr,
     block_table_ptr,
     logits_rows_ptr,
+    encoder_lens_ptr,
     num_reqs_padded,
     num_tokens_padded,
     slot_table_stride,
@@ -171,6 +180,8 @@ def _prepare_kernel(
     ROW_LANES: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    ENCODER_LEN: tl.constexpr,
+    ENCODER_GROUP: tl.constexpr,
     SLOTS: tl.constexpr,
     CONTEXT_LENS: tl.constexpr,
     QUERY_STARTS: tl.constexpr,
@@ -201,6 +212,7 @@ def _prepare_kernel(
     Only latency counts, so all loads come before stores that they would have to wait for.
 
     BLOCK_SIZE: tokens of a block; 0 if it differs between groups
+    ENCODER_LEN: keys of cross attention, which is group ENCODER_GROUP; 0 for none
     ROW_LANES: power of two, at least the rows of logits of a sequence
     """
     pdl_begin(PDL)
@@ -242,7 +254,10 @@ def _prepare_kernel(
         appends = staging + APPENDS + append_start
         query_len = query_end - query_start
         seq_len = context_len + query_len
-        num_blocks = (seq_len + block_size - 1) // block_size
+        num_keys = seq_len
+        if ENCODER_LEN:
+            num_keys = tl.where(group == ENCODER_GROUP, ENCODER_LEN, seq_len)
+        num_blocks = (num_keys + block_size - 1) // block_size
         # Blocks may be appended ahead of the tokens that will fill them.
         end = tl.maximum(num_blocks, append_at + num_appends)
 
@@ -271,6 +286,8 @@ def _prepare_kernel(
             last = tl.where(entry >= 0, tl.load(new + 7, mask=entry >= 0, other=0), tl.load(old + 7)) - 1
             kv_slot = tl.where(position < last, kv_slot, -1)
             position = tl.minimum(position, tl.maximum(last, 0))
+        if ENCODER_LEN:
+            kv_slot = tl.where(group == ENCODER_GROUP, -1, kv_slot)
         tl.store(positions_ptr + token, position.to(tl.int64), mask=is_shared)
         tl.store(slot_mapping_ptr + token, kv_slot, mask=is_token)
         tl.store(out_row + lane, block_ids, mask=lane < num_blocks)
@@ -278,6 +295,8 @@ def _prepare_kernel(
         if (chunk == 0) & is_first:
             tl.store(query_start_loc_ptr + row, query_start)
             tl.store(seq_lens_ptr + row, seq_len)
+            if ENCODER_LEN:
+                tl.store(encoder_lens_ptr + row, ENCODER_LEN)
             tl.store(slots_ptr + row, tl.where(tl.load(staging + 4) > 0, slot, -1))
             num_rows, first_row = 1, row
             if MOST_DRAFTS:
@@ -312,6 +331,8 @@ def _prepare_kernel(
     elif (chunk == 0) & is_first:
         tl.store(query_start_loc_ptr + row, num_tokens)
         tl.store(seq_lens_ptr + row, 0)
+        if ENCODER_LEN:
+            tl.store(encoder_lens_ptr + row, 0)
         tl.store(slots_ptr + row, -1)
         if not MOST_DRAFTS:
             tl.store(logits_rows_ptr + row, tl.zeros((), tl.int64))
