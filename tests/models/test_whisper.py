@@ -15,6 +15,7 @@ from phonograph import LLM, SamplingParams
 from phonograph.core.token_types import AudioTokens
 from phonograph.errors import ConfigError, ModelError, PhonographError, RequestError, UnsupportedModelError
 from phonograph.models.spec import read_model_spec
+from phonograph.runner.pools.encoder_keys import EncoderKeys
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 LENGTHS = [1, 3, 2, 33, 17]
@@ -93,6 +94,56 @@ def test_samples_and_prompt_scores(tmp_path: Path) -> None:
         assert found is not None and found[prompt[place]].logprob == pytest.approx(
             float(wanted[place - 1, prompt[place]]), abs=1e-4
         )
+
+
+def test_an_audio_is_encoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By samples of a prompt, by prompts of one step and later ones; prompts of another salt or audio share nothing."""
+    model, run, encoded = make_whisper(tmp_path), EncoderKeys.run, list[int]()
+    monkeypatch.setattr(EncoderKeys, "run", lambda keys, count: encoded.append(count) or run(keys, count))
+    short = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, n=2, logprobs=0)
+    prompts = [
+        AudioTokens([START, *range(4, 4 + length)], features(seed)) for seed, length in ((0, 33), (0, 2), (1, 33))
+    ]
+
+    def check(outputs: list[Any]) -> None:
+        for prompt, output in zip(prompts, outputs, strict=False):
+            for sample in output.outputs:
+                assert sample.token_ids == greedy(model, prompt)[:6]
+
+    with LLM(str(tmp_path), device="cpu", max_num_seqs=4, enforce_eager=True) as llm:
+        check(llm.generate(prompts, short, use_tqdm=False))
+        assert len(encoded) == 2
+        check(llm.generate(prompts[:1], short, use_tqdm=False))
+        assert len(encoded) == 2 and llm.session.core.scheduler.stats.blocks_used == 0
+        salted = {"prompt_token_ids": prompts[0], "cache_salt": "mine"}
+        check(llm.generate([salted], short, use_tqdm=False))
+        assert len(encoded) == 3
+        llm.reset_prefix_cache()
+        check(llm.generate(prompts[:1], short, use_tqdm=False))
+        assert len(encoded) == 4
+    with LLM(str(tmp_path), device="cpu", max_num_seqs=4, enforce_eager=True, enable_prefix_caching=False) as llm:
+        check(llm.generate(prompts, short, use_tqdm=False))
+    assert len(encoded) == 4 + 2 * len(prompts)
+
+
+def test_an_encoder_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It fails the requests with this audio, and no later one finds their blocks."""
+    model, load, prompts = make_whisper(tmp_path), EncoderKeys.load, inputs()[:3]
+    prompts[2] = AudioTokens(prompts[2], prompts[1].features)
+
+    def failing(keys: EncoderKeys, frames: Any, blocks: Any) -> None:
+        if any(one is prompts[1].features for one in frames):
+            raise ValueError("broken frames")
+        load(keys, frames, blocks)
+
+    with LLM(str(tmp_path), device="cpu", max_num_seqs=4, enforce_eager=True) as llm:
+        with monkeypatch.context() as patch:
+            patch.setattr(EncoderKeys, "load", failing)
+            first, *others = llm.generate(prompts, GREEDY, use_tqdm=False)
+        assert first.outputs[0].token_ids == greedy(model, prompts[0])
+        assert all("broken frames" in str(output.error) for output in others)
+        (again,) = llm.generate([prompts[1]], GREEDY, use_tqdm=False)
+    assert again.outputs[0].token_ids == greedy(model, prompts[1])
 
 
 def test_prompts_without_audio_and_with_other_frames(tmp_path: Path) -> None:

@@ -39,7 +39,8 @@ class NewSequence:
         grammar: constraint on the output, if any.
         salted: True if the request has a `cache_salt`: its output must not change the time of other answers.
         pooling: of a request that generates nothing, or None.
-        features: log-mel frames of its audio, float32 [M, F], for a model with an encoder; else None.
+        features: log-mel frames of its audio, float32 [M, F], for a model with an encoder; None if there is none, or if
+            its blocks have the keys of the encoder already.
     """
 
     slot: int

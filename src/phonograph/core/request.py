@@ -44,6 +44,8 @@ class Request:
         cache_salt: cached prefixes are shared only with requests of the same salt.
         pooling: of a request that generates nothing and ends with its prompt, or None.
         features: of its audio; see `NewSequence`.
+        audio_digest: names the audio.
+        encoded: its blocks have the keys of the encoder since the latest admission.
         output_token_ids: generated tokens, with `logprobs` beside them if requested.
         prompt_logprobs: computed positions of the prompt, if requested.
         pooled: result of `pooling`, float32 [F], or [T, F] of all tokens.
@@ -73,6 +75,8 @@ class Request:
     cache_salt: str | None = None
     pooling: PoolingParams | None = None
     features: np.ndarray | None = None
+    audio_digest: str = ""
+    encoded: bool = False
 
     state: RequestState = RequestState.WAITING
     output_token_ids: list[int] = field(default_factory=list[int])
@@ -104,6 +108,11 @@ class Request:
     def num_tokens(self) -> int:
         """Number of known tokens: prompt and output."""
         return self.prompt_len + len(self.output_token_ids)
+
+    @property
+    def prefix_salt(self) -> str | None:
+        """Salt of its cached prefixes: keys of a decoder depend on the audio."""
+        return f"{self.audio_digest} {self.cache_salt or ''}" if self.audio_digest else self.cache_salt
 
     @property
     def num_computed(self) -> int:
@@ -150,7 +159,7 @@ class Request:
             grammar=self.grammar,
             salted=self.cache_salt is not None,
             pooling=self.pooling,
-            features=self.features,
+            features=None if self.encoded else self.features,
         )
 
     def tokens(self, start: int, stop: int) -> list[int]:

@@ -7,6 +7,7 @@ that prompts, slots and steps need nothing more for them. Tokens of a decoder wi
 from __future__ import annotations
 
 from collections.abc import Iterable
+from hashlib import sha256
 
 import numpy as np
 
@@ -35,6 +36,11 @@ class AudioTokens(list[int]):
     def __init__(self, token_ids: Iterable[int], features: np.ndarray) -> None:
         super().__init__(token_ids)
         self.features = features
+
+    @property
+    def digest(self) -> str:
+        """Digest of the frames."""
+        return sha256(np.ascontiguousarray(self.features)).hexdigest()
 
     @property
     def plain(self) -> list[int]:

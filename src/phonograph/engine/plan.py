@@ -196,7 +196,6 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
         memory=memory,
         prefix_caching=config.enable_prefix_caching
         and not limits.whole_prompts
-        and model.encoder is None
         and (not model.states or memory.num_checkpoints > 0),
         threads=threads,
         cpu_products=cpu_products,

@@ -167,8 +167,10 @@ class Session:
             metrics=RequestMetrics(),
         )
         samples = [self._sample(output, params, index, priority, cache_salt) for index in range(params.n)]
-        for sample in samples:
-            sample.request.features = prompt.features if isinstance(prompt, AudioTokens) else None
+        if isinstance(prompt, AudioTokens):
+            digest = prompt.digest
+            for sample in samples:
+                sample.request.features, sample.request.audio_digest = prompt.features, digest
         if pooling is not None:
             samples[0].request.pooling = pooling
         output.prompt_token_ids = plain_ids(token_ids)

@@ -15,6 +15,9 @@ evicted first, because few prompts end there. Some are kept as long as other blo
 - the window at the end of a prefix that other sequences share with this one. It is known when a full group has more of
   the prefix than the sliding groups have. (Pan et al., "Marconi: Prefix Caching for the Era of Hybrid LLMs", 2025, keep
   states of hybrid models at branches for the same reason.)
+
+The salt of a prompt with audio has a digest of the audio. Blocks of cross attention are named by it when a request gets
+them, and a request that finds all of them is not encoded.
 """
 
 from __future__ import annotations
@@ -75,10 +78,9 @@ class CacheManager:
         self._sizes = [group.block_size for group in groups]
         # Cross attention has all of its blocks from the admission on.
         self._growing = [index for index, group in enumerate(groups) if not group.encoder_len]
-        assert len(self._growing) == len(groups) or not enable_prefix_caching, "keys of an encoder are not found again"
-        windows = [group.window for group in groups]
-        self._full = [index for index, window in enumerate(windows) if window is None]
-        self._sliding = [index for index, window in enumerate(windows) if window is not None]
+        self._cross = [index for index, group in enumerate(groups) if group.encoder_len]
+        self._full = [index for index in self._growing if groups[index].window is None]
+        self._sliding = [index for index in self._growing if groups[index].window is not None]
         # A prefix ends at a block's end in every group.
         self.step = lcm(*self._sizes)
         self.most_promised = sum(
@@ -118,12 +120,18 @@ class CacheManager:
         found: list[tuple[int, list[int]]] = []
         needed = reserve
         for index, group in enumerate(self._groups):
-            first = group.first_block(num_cached)
-            keys = table.keys(index, first, num_cached // group.block_size)
+            first, most = group.first_block(num_cached), group.most_blocks(num_tokens + ahead, 0)
+            if index in self._cross:
+                keys = table.encoder_keys(index, most) if reuse and self._enable_prefix_caching else []
+            else:
+                keys = table.keys(index, first, num_cached // group.block_size)
             block_ids = [block_id for key in keys if (block_id := pool.find(key)) is not None]
+            if index in self._cross:
+                table.encoded = len(block_ids) == most
+                block_ids = block_ids if table.encoded else []
             found.append((first, block_ids))
             needed += group.most_blocks(num_tokens + ahead, first)
-            if index in self._full:
+            if index not in self._sliding:
                 needed -= sum(map(pool.is_used, block_ids))
         if needed > pool.num_free:
             return None
@@ -134,6 +142,10 @@ class CacheManager:
             one.first = first
             one.block_ids = [FREED] * first + block_ids + [pool.allocate() for _ in range(fresh)]
             one.num_published = num_cached // group.block_size
+        for index in self._cross if self._enable_prefix_caching and not table.encoded else ():
+            block_ids = table.groups[index].block_ids
+            for block_id, key in zip(block_ids, table.encoder_keys(index, len(block_ids)), strict=True):
+                pool.name(block_id, key)
         table.num_found = min(table.num_found, num_cached)
         table.num_matched = matched
         if self._enable_prefix_caching:
@@ -194,7 +206,8 @@ class CacheManager:
         """
         if not self._enable_prefix_caching:
             return
-        for index, one in enumerate(table.groups):
+        for index in self._growing:
+            one = table.groups[index]
             num_full = num_tokens // self._sizes[index]
             if num_full > one.num_published:
                 start = max(one.num_published, one.first)
@@ -208,8 +221,7 @@ class CacheManager:
 
     def free(self, table: SequenceTable) -> None:
         """Release the blocks; published ones can be found until they are evicted, those that are kept last."""
-        for index in (*self._full, *self._sliding):
-            one = table.groups[index]
+        for one in table.groups:
             self.pool.release(one.held)
             one.block_ids, one.first = [], 0
         for index in self._sliding:
@@ -222,8 +234,11 @@ class CacheManager:
 
         Includes blocks that it released before. Sequences that share such a block keep it.
         """
+        for index in self._cross if not table.encoded else ():
+            for key in table.encoder_keys(index, len(table.groups[index].block_ids)):
+                self.pool.unname(key)
         for index, (group, one) in enumerate(zip(self._groups, table.groups, strict=True)):
-            num_published = min(one.num_published, table.num_named(index))
+            num_published = 0 if index in self._cross else min(one.num_published, table.num_named(index))
             for key in table.keys(index, table.num_found // group.block_size, num_published):
                 self.pool.unname(key)
                 if self.checkpoints is not None:

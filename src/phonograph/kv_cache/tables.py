@@ -46,10 +46,12 @@ class SequenceTable:
         groups: block table of each group.
         num_found: leading tokens whose blocks other sequences computed, at every admission.
         num_matched: leading tokens whose blocks were cached at the latest admission, with or without a checkpoint.
+        encoded: the blocks of an encoder were cached at the latest admission.
     """
 
     __slots__ = (
-        "_block_sizes", "_digests", "_root", "_tokens", "groups", "num_found", "num_matched", "prompt_len", "salt"
+        "_block_sizes", "_digests", "_root", "_tokens", "encoded", "groups", "num_found", "num_matched", "prompt_len",
+        "salt",
     )  # fmt: skip
 
     def __init__(
@@ -69,6 +71,7 @@ class SequenceTable:
         self.prompt_len = prompt_len
         self.num_found = sys.maxsize
         self.num_matched = 0
+        self.encoded = False
 
     def num_named(self, group: int) -> int:
         """Return the number of leading blocks of a group whose digests are computed."""
@@ -103,6 +106,10 @@ class SequenceTable:
             return digests[start:stop]
         suffix = bytes([group])
         return [digest + suffix for digest in digests[start:stop]]
+
+    def encoder_keys(self, group: int, num_blocks: int) -> list[bytes]:
+        """Return the names of the blocks of an encoder in a group of cross attention."""
+        return [sha256(self._root + pack("q", number)).digest() + bytes([group]) for number in range(num_blocks)]
 
     def token_ids(self, group: int, start: int, stop: int) -> list[int]:
         """Return the tokens of blocks `start` to `stop` of a group."""

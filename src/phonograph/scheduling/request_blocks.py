@@ -82,6 +82,8 @@ class RequestBlocks:
         # The state at the end of a prompt is not kept, only that at its last block.
         copies_tails = copies_tails and checkpoints is None
         sizes = {group.block_size for group in groups}
+        # The end of a prompt is in no block of an encoder.
+        copies_tails = copies_tails and not any(group.encoder_len for group in groups)
         # A draft model has pages of its own, and blocks of one size end together.
         self.tails = PromptTails(self.tables, min(sizes) if copies_tails and len(sizes) == 1 else None)
         self._sources: list[int] = []
@@ -110,7 +112,7 @@ class RequestBlocks:
 
     def add(self, request: Request) -> None:
         """Give a request empty block tables."""
-        self.tables[request.request_id] = self.cache.make_table(request.tokens, request.prompt_len, request.cache_salt)
+        self.tables[request.request_id] = self.cache.make_table(request.tokens, request.prompt_len, request.prefix_salt)
 
     def admit(self, request: Request, decodes: Collection[Request], *, budget: int, reuse: bool) -> int | None:
         """Admit a request beside running decodes to a step with room for `budget` tokens; see `CacheManager.admit`.
@@ -125,6 +127,7 @@ class RequestBlocks:
         ahead = min(self.ahead, request.max_len - 1 - request.num_tokens)
         table = self.tables[request.request_id]
         num_cached = self.cache.admit(table, request.num_tokens, reserve=reserve, reuse=reuse, ahead=ahead)
+        request.encoded = table.encoded
         if self._draft_caches is not None and num_cached is not None:
             for one in table.groups:
                 self._draft_caches.taken(one.block_ids[one.num_published :])

@@ -68,6 +68,5 @@ def encoder_notes(config: EngineConfig, model: ModelSpec, limits: Limits) -> lis
     graphs = f"in graphs of its own, for up to {limits.max_audios} audios" if limits.max_audios else "outside of graphs"
     return [
         f"each audio has {model.encoder.num_positions} positions of the encoder in a KV group of their own; the "
-        f"encoder runs once a request, before its first step, {graphs}",
-        "no prefix cache: keys of the decoder depend on the audio, and its prompts are shorter than a block",
+        f"encoder runs before the first step of a request, {graphs}; with the prefix cache, once for each audio",
     ]

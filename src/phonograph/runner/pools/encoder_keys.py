@@ -77,14 +77,21 @@ class EncoderKeys:
             batch: the step, with the blocks of these requests.
             failures: receives slots whose audio cannot be encoded.
         """
-        if not batch.new:
+        starting = [new for new in batch.new if new.features is not None]
+        if not starting:
             return
         blocks = {append.slot: append.block_ids for append in batch.appends if append.group == self._group}
-        slots, first = [new.slot for new in batch.new], 0
+        slots, first = [new.slot for new in starting], 0
         while first < len(slots):
             size = min(self._most, 1 << ((len(slots) - first).bit_length() - 1))
-            failures.run_rows(range(first, first + size), slots, "encoder", partial(self._write, batch.new, blocks))
+            failures.run_rows(range(first, first + size), slots, "encoder", partial(self._write, starting, blocks))
             first += size
+        for slot in slots if failures.by_slot else ():
+            # Other requests of the step may have found these blocks.
+            failure = failures.by_slot.get(slot)
+            for new in batch.new if failure is not None and failure.part == "encoder" else ():
+                if blocks[new.slot] == blocks[slot]:
+                    failures.by_slot.setdefault(new.slot, failure)
 
     def _write(self, new: Sequence[NewSequence], blocks: dict[int, list[int]], rows: Sequence[int]) -> None:
         self.load([new[row].features for row in rows], [blocks[new[row].slot] for row in rows])
