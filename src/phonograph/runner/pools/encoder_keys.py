@@ -86,10 +86,10 @@ class EncoderKeys:
             size = min(self._most, 1 << ((len(slots) - first).bit_length() - 1))
             failures.run_rows(range(first, first + size), slots, "encoder", partial(self._write, starting, blocks))
             first += size
-        for slot in slots if failures.by_slot else ():
-            # Other requests of the step may have found these blocks.
-            failure = failures.by_slot.get(slot)
-            for new in batch.new if failure is not None and failure.part == "encoder" else ():
+        # Other requests of the step may have found the blocks of those that failed.
+        failed = [(slot, failure) for slot, failure in failures.by_slot.items() if failure.part == "encoder"]
+        for slot, failure in failed:
+            for new in batch.new:
                 if blocks[new.slot] == blocks[slot]:
                     failures.by_slot.setdefault(new.slot, failure)
 
