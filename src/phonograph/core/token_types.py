@@ -40,7 +40,7 @@ class AudioTokens(list[int]):
     @property
     def digest(self) -> str:
         """Digest of the frames."""
-        return sha256(np.ascontiguousarray(self.features)).hexdigest()
+        return sha256(self.features.tobytes()).hexdigest()
 
     @property
     def plain(self) -> list[int]:
