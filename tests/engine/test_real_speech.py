@@ -76,6 +76,22 @@ def test_tokens_of_generate_beside_silence_noise_and_31_seconds(
     assert alone.outputs[0].token_ids == found[0]
 
 
+def test_timestamps_of_generate(whisper: tuple[LLM, Any], recording: np.ndarray) -> None:
+    """The rules of transformers: pairs of rising times, and a time where all together are likelier than each text."""
+    llm, model = whisper
+    noise = 0.1 * np.random.default_rng(0).standard_normal(3 * RATE).astype(np.float32)
+    audios = [recording, noise, np.concatenate([recording, np.zeros(RATE, np.float32), recording[: 6 * RATE]])]
+    prompts = [{**prompt_of(audio), "prompt": "<|startoftranscript|>"} for audio in audios]
+    outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    features = WhisperFeatureExtractor()(audios, sampling_rate=RATE, return_tensors="pt")["input_features"]
+    rows = model.generate(features, max_new_tokens=GREEDY.max_tokens, do_sample=False, return_timestamps=True).tolist()
+    end = model.generation_config.eos_token_id
+    for output, row in zip(outputs, rows, strict=True):
+        tokens = output.outputs[0].token_ids
+        assert [token for token in tokens if token != end] == [token for token in row if token != end]
+    assert outputs[0].outputs[0].text == WORDS
+
+
 @pytest.mark.gpu
 def test_words_in_bfloat16_on_a_gpu(whisper: tuple[LLM, Any], recording: np.ndarray) -> None:
     """Full graphs of the decoder, and batches of 4 and 1 of the encoder: each token is a near tie or equal."""

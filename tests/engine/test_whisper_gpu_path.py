@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from host_runtime import CallRuntime, HostRing
+from transformers import GenerationConfig
+from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
 from whisper_checkpoint import START, make_whisper
 
 from phonograph import LLM, SamplingParams
@@ -26,7 +29,9 @@ from phonograph.structured.compiler import GrammarCompiler
 
 cuda_platform = pytest.importorskip("phonograph.engine.startup.cuda_platform")
 
-LENGTHS = [1, 33, 2, 17, 5]
+LENGTHS = [2, 33, 3, 17, 5]
+NO_TIMES = 79
+"""Token of prompts after which the model writes no timestamps, which are the tokens above."""
 NEAR = 0.03
 """Half precision against float32: log-probabilities, and by how much a token may be behind the best."""
 
@@ -45,11 +50,23 @@ def audio_prompts(seconds: int = 1) -> list[AudioTokens]:
     rng = np.random.default_rng(0)
     return [
         AudioTokens(
-            [START, *rng.integers(4, 90, length - 1).tolist()],
+            [START, *rng.integers(4, NO_TIMES, length - 2).tolist(), NO_TIMES],
             rng.standard_normal((80, 100 * seconds)).astype(np.float32),
         )
         for length in LENGTHS
     ]
+
+
+def make_timed(folder: Path, **changes: Any) -> Any:
+    """Write a checkpoint whose vocabulary has timestamps."""
+    model = make_whisper(folder, **changes)
+    file = folder / "generation_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "no_timestamps_token_id": NO_TIMES}))
+    return model
+
+
+def timed(prompt: AudioTokens) -> AudioTokens:
+    return AudioTokens(prompt[:-1], prompt.features)
 
 
 def check(model: Any, prompt: AudioTokens, output: Any, near: float) -> None:
@@ -59,16 +76,25 @@ def check(model: Any, prompt: AudioTokens, output: Any, near: float) -> None:
         states = model.model.encoder(torch.from_numpy(prompt.features)[None])
         logits = model(encoder_outputs=states, decoder_input_ids=torch.tensor([[*prompt, *tokens]])).logits[0]
     wanted = logits.log_softmax(-1)[len(prompt) - 1 : -1]
-    for row, token, found in zip(wanted, tokens, output.outputs[0].logprobs, strict=True):
-        assert float(row.max() - row[token]) < near
+    times = NO_TIMES + 1
+    settings = GenerationConfig(eos_token_id=2, no_timestamps_token_id=NO_TIMES)
+    processor = WhisperTimeStampLogitsProcessor(settings, begin_index=len(prompt))
+    for place, (row, token, found) in enumerate(zip(wanted, tokens, output.outputs[0].logprobs, strict=True)):
         assert found[token].logprob == pytest.approx(float(row[token]), abs=near)
+        if NO_TIMES not in prompt:
+            before: Any = torch.tensor([[*prompt, *tokens[:place]]])
+            margin = float(row[times:].logsumexp(0) - row[:times].max())
+            ruled = processor(before, cast("Any", row[None]))[0]
+            assert abs(margin) < near or float(ruled.max() - ruled[token]) < near
+        else:
+            assert float(row.max() - row[token]) < near
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, on which the next test runs")
 def test_a_whole_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The encoder in batches of 2 and 1, chunks of prompts, mixed steps and decodes."""
     monkeypatch.setattr(WeightAllocator, "matrix", lambda self, size_in, size_out: self.tensor(size_out, size_in).t())
-    model = make_whisper(tmp_path, encoder_layers=1, decoder_layers=2)
+    model = make_timed(tmp_path, encoder_layers=1, decoder_layers=2)
     config = EngineConfig(
         model=str(tmp_path),
         device="cuda",
@@ -87,8 +113,9 @@ def test_a_whole_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert report.ok, report.mismatches
     assert [str(key) for key in report.replays][-2:] == ["encoder[100 tokens, 2 slots]", "encoder[50 tokens, 1 slot]"]
     session = Session(engine.core, engine.plan.model, None, 0, GrammarCompiler(lambda: None, ()))
-    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True, logprobs=1)
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=1)
     prompts = audio_prompts()
+    prompts += [timed(prompt) for prompt in prompts[1:3]]
     outputs = [session.add(prompt, params) for prompt in prompts]
     while session.has_unfinished:
         session.step()
@@ -112,7 +139,7 @@ def test_a_whole_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_on_a_gpu(mode: str, dtype: str, tmp_path: Path) -> None:
     """Alone and in batches of 5, next to transformers; an encoder in graphs, also of 50 positions and 1,500."""
     seconds = 30 if mode == "FULL" else 1
-    model = make_whisper(tmp_path, max_source_positions=50 * seconds)
+    model = make_timed(tmp_path, max_source_positions=50 * seconds)
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=1)
     prompts = audio_prompts(seconds)
     near = NEAR if dtype == "float16" else 0.25
@@ -125,7 +152,8 @@ def test_on_a_gpu(mode: str, dtype: str, tmp_path: Path) -> None:
         together = llm.generate(prompts, params, use_tqdm=False)
         for prompt, output in zip(prompts, together, strict=True):
             check(model, prompt, output, near)
-        check(model, prompts[1], llm.generate(prompts[1], params, use_tqdm=False)[0], near)
+        for alone in (prompts[1], timed(prompts[2])):
+            check(model, alone, llm.generate(alone, params, use_tqdm=False)[0], near)
         if mode == "FULL":
             assert set(llm.step_counts) == {"full mixed", "full decode"}
 

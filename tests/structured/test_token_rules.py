@@ -9,16 +9,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from token_grammars import END, VOCAB, InTurn
+from transformers import GenerationConfig
+from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
 
 from phonograph import LLM, AsyncLLM, SamplingParams, StructuredOutputs
 from phonograph.core.grammar import GrammarError, Matcher
 from phonograph.engine.admission import admitted_bad_words
 from phonograph.engine.outputs import RequestOutput
 from phonograph.errors import RequestError
-from phonograph.structured.token_rules import TokenRules
+from phonograph.kernels.torch.sampling import mask_tokens, prefer_timestamps
+from phonograph.structured.token_rules import TimestampRules, TokenRules
 
 SETTINGS: dict[str, Any] = {"max_model_len": 128, "max_num_seqs": 4, "enforce_eager": True, "seed": 0}
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
@@ -219,3 +223,52 @@ def test_a_word_is_forbidden_with_and_without_a_space_before(llm: LLM) -> None:
         (7, 8),
     )
     assert admitted_bad_words(params, None) is params
+
+
+FIRST, TEXT_END = 60, 50
+"""Of a vocabulary of 101 tokens: the time 0, and the token that ends an output."""
+
+
+@pytest.mark.parametrize("most_first", [None, 5, 90])
+@given(output=st.lists(st.one_of(st.integers(0, 58), st.integers(FIRST, 100)), max_size=6), seed=st.integers(0, 99))
+def test_timestamps_are_those_of_transformers(most_first: int | None, output: list[int], seed: int) -> None:
+    """Masks and the choice of timestamps, next to the logits processor, on outputs that follow the rules or do not."""
+    settings = GenerationConfig(eos_token_id=TEXT_END, no_timestamps_token_id=FIRST - 1)
+    settings.max_initial_timestamp_index = most_first  # pyright: ignore[reportAttributeAccessIssue]
+    processor = WhisperTimeStampLogitsProcessor(settings, begin_index=2)
+    rules = TimestampRules(101, first=FIRST, end=TEXT_END, most_first=most_first)
+    matcher, followed = rules.matcher(), list[int]()
+    for token in output:
+        if matcher.validate([token]):
+            matcher.accept(token)
+            followed.append(token)
+    logits_2V = torch.randn((2, 101), generator=torch.Generator().manual_seed(seed)) * 3
+    wanted_V = processor(torch.tensor([[0, 0, *followed]]), logits_2V[:1])[0]  # pyright: ignore[reportArgumentType]
+    masks_1W = np.zeros((1, 4), np.int32)
+    matcher.fill(masks_1W, 0)
+    found_2V, masks = logits_2V.clone(), torch.from_numpy(masks_1W)
+    found_2V[:1] = mask_tokens(found_2V[:1], masks)
+    allowed_V = found_2V[0] > -torch.inf
+    assert [bool(matcher.validate([token])) for token in range(101)] == allowed_V.tolist()
+    padded = torch.cat([masks, torch.zeros_like(masks)])
+    prefer_timestamps(found_2V, torch.tensor([0, -1]), padded, FIRST)
+    assert torch.equal(found_2V[0], wanted_V)
+    assert torch.equal(found_2V[1], logits_2V[1]), "a row without masks"
+    prefer_timestamps(found_2V, torch.tensor([1]), torch.full((1, 4), -1, dtype=torch.int32), FIRST)
+    assert torch.equal(found_2V[1], logits_2V[1]), "a row with other masks"
+
+
+def test_outputs_of_timestamps_go_back() -> None:
+    rules = TimestampRules(101, first=FIRST, end=TEXT_END, most_first=3)
+    matcher = rules.matcher()
+    assert matcher.validate([62, 7, 8, 64, 64, 9]) == 6 and matcher.validate([64]) == 0
+    assert matcher.validate([62, 7, 64, 63]) == 3 and matcher.validate([62, 62]) == 1
+    for token in (62, 7, 64):
+        matcher.accept(token)
+    copy = matcher.copy()
+    copy.accept(64)
+    matcher.rollback(2)
+    matcher.accept(9)
+    assert copy.validate([64]) == 0 and copy.validate([5, TEXT_END]) == 2
+    with pytest.raises(GrammarError, match="61"):
+        matcher.accept(61)

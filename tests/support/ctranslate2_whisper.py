@@ -76,5 +76,6 @@ def write_whisper(source: Path, folder: Path) -> None:
     tokens |= {"suppress_tokens": ids["suppress_ids"], "begin_suppress_tokens": ids["suppress_ids_begin"]}
     name = "WhisperForConditionalGeneration"
     WhisperConfig(**sizes, **tokens, architectures=[name], dtype="float16").save_pretrained(folder)
-    GenerationConfig(**tokens, no_timestamps_token_id=first + 106).save_pretrained(folder)
+    times = {"no_timestamps_token_id": first + 106, "max_initial_timestamp_index": 50}
+    GenerationConfig(**tokens, **times).save_pretrained(folder)
     shutil.copy(source / "tokenizer.json", folder)

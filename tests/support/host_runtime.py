@@ -37,10 +37,12 @@ class CallRuntime:
         """Poison nothing: there is no pool."""
 
     def capture(self, function: Callable[[], tuple[torch.Tensor, ...]]) -> Any:
-        graph = SimpleNamespace(outputs=None if self.lazily else function())
+        with torch.inference_mode():
+            graph = SimpleNamespace(outputs=None if self.lazily else function())
 
         def replay() -> None:
-            outputs = function()
+            with torch.inference_mode():
+                outputs = function()
             self.log.append("step" if outputs else "masks")
             graph.outputs = outputs if graph.outputs is None else graph.outputs
 

@@ -12,12 +12,16 @@ from pathlib import Path
 from typing import Any, cast
 
 from phonograph.config.engine_config import EngineConfig
+from phonograph.core.grammar import Grammar
 from phonograph.core.pooling_params import PoolingParams
+from phonograph.core.request import Request
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.core.token_types import AudioTokens, TypedTokens
 from phonograph.errors import ConfigError, RequestError, counted, shortened
 from phonograph.models.heads.audio_encoder import AudioEncoder
 from phonograph.models.heads.pooler_spec import Pooler
+from phonograph.models.spec import ModelSpec
+from phonograph.structured.token_rules import TimestampRules, with_token_rules
 from phonograph.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -284,3 +288,19 @@ def admitted_tags(tags: object) -> tuple[str, ...]:
     if isinstance(tags, str) or not isinstance(tags, Sequence) or not all(tag in SLEEP_TAGS for tag in tags):  # pyright: ignore[reportUnknownVariableType]
         raise RequestError("tags", shortened(repr(tags)), f"must be a list of {' and '.join(SLEEP_TAGS)}")  # pyright: ignore[reportUnknownArgumentType]
     return tuple(tags)  # pyright: ignore[reportUnknownArgumentType]
+
+
+def with_model_rules(grammar: Grammar | None, request: Request, model: ModelSpec) -> Grammar | None:
+    """Return a grammar with the token rules of a request and of its model.
+
+    A model of speech writes timestamps by its rules, unless the prompt has its token for none of them, or the request
+    chooses its tokens otherwise.
+    """
+    encoder, params = model.encoder, request.params
+    if encoder is None:
+        return with_token_rules(grammar, params, model.vocab_size)
+    first, is_free = encoder.first_timestamp, grammar is None and params.allowed_token_ids is None
+    if first is not None and is_free and first - 1 not in request.prompt_token_ids:
+        end, most_first = min(model.eos_token_ids, default=first), encoder.max_first_timestamp
+        grammar = TimestampRules(model.vocab_size, first=first, end=end, most_first=most_first)
+    return with_token_rules(grammar, params, model.vocab_size, encoder.suppressed, encoder.suppressed_first)

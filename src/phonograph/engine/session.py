@@ -33,6 +33,7 @@ from phonograph.engine.admission import (
     admitted_prompt,
     admitted_whole_prompt,
     refuse_generation,
+    with_model_rules,
 )
 from phonograph.engine.core import EngineCore
 from phonograph.engine.metrics.session_counts import SessionCounts
@@ -43,7 +44,6 @@ from phonograph.sampling.dead_ends import dead_end
 from phonograph.structured.compiler import GrammarCompiler
 from phonograph.structured.min_tokens import with_min_tokens
 from phonograph.structured.phases import with_reasoning
-from phonograph.structured.token_rules import with_token_rules
 from phonograph.structured.vocabulary import Vocabulary
 from phonograph.text.output_text import text_builder, token_text
 from phonograph.text.tokenizer import Tokenizer
@@ -283,9 +283,7 @@ class Session:
         params = samples[0].request.params
         if grammar is not None:
             samples[0].parent.warnings = grammar.warnings
-        encoder = self._model.encoder
-        suppressed = ((), ()) if encoder is None else (encoder.suppressed, encoder.suppressed_first)
-        grammar = with_token_rules(grammar, params, self._model.vocab_size, *suppressed)
+        grammar = with_model_rules(grammar, samples[0].request, self._model)
         grammar = with_min_tokens(grammar, params, samples[0].request.end_token_ids)
         for queued, sample in enumerate(samples):
             sample.request.grammar = grammar

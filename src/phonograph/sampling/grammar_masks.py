@@ -12,7 +12,7 @@ import torch
 
 from phonograph.core.device import num_cores
 from phonograph.core.grammar import Grammar, Matcher
-from phonograph.kernels.torch.sampling import mask_tokens
+from phonograph.kernels.torch.sampling import mask_tokens, prefer_timestamps
 from phonograph.sampling.failures import SlotFailures
 
 _SEQUENTIAL_SECONDS = 2e-3
@@ -29,12 +29,13 @@ class GrammarMasks:
     """Matchers of the slots 0 .. max_num_seqs - 1, and one bitmask [max_num_seqs, words] int32 on the host.
 
     `constrained` is True for slots with a grammar: bool [max_num_seqs]. `slow` counts fills with drafts that took too
-    long, for each slot.
+    long, for each slot. `first_timestamp` is that of a model of speech, see `prefer_timestamps`.
     """
 
     def __init__(self, *, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
         self.constrained = np.zeros(max_num_seqs, dtype=bool)
         self.slow = np.zeros(max_num_seqs, dtype=np.int64)
+        self.first_timestamp: int | None = None
         self._matchers: dict[int, Matcher] = {}
         self._device = device
         self._threads: ThreadPoolExecutor | None = None
@@ -135,6 +136,8 @@ class GrammarMasks:
         bitmask = self._bitmask[: len(slots)].to(self._device, non_blocking=True)
         rows_G = torch.from_numpy(rows).to(self._device)
         logits_NV[rows_G] = mask_tokens(logits_NV[rows_G], bitmask)
+        if self.first_timestamp is not None:
+            prefer_timestamps(logits_NV, rows_G, bitmask, self.first_timestamp)
 
     def accept(self, slot: int, token_id: int, failures: SlotFailures) -> None:
         """Advance the matcher of a slot, if any, by the chosen token."""

@@ -10,6 +10,92 @@ from phonograph.core.grammar import Grammar, GrammarError, Matcher
 from phonograph.core.sampling_params import SamplingParams
 
 
+class TimestampRules:
+    """A grammar of texts between timestamps, as transformers' `WhisperTimeStampLogitsProcessor` has it; see `Grammar`.
+
+    An output begins with a timestamp. Timestamps do not fall; two of them in turn have text before and after them, or
+    the end. Bit V of its masks is 0, for `prefer_timestamps`.
+
+    Args:
+        vocab_size: tokens V of the model, no multiple of 32.
+        first: token of the time 0, after that of no timestamps; those after it are later times.
+        end: token that ends an output; text is below.
+        most_first: number of the latest timestamp that an output begins with; None for any.
+    """
+
+    warnings: tuple[str, ...] = ()
+
+    def __init__(self, vocab_size: int, *, first: int, end: int, most_first: int | None) -> None:
+        self.vocab_size, self.first, self.end, self.most_first = vocab_size, first, end, most_first
+
+    def matcher(self) -> Matcher:
+        return _TimestampMatcher(self, [])
+
+
+class _TimestampMatcher:
+    """Position of one output, by its tokens so far; see `Matcher`."""
+
+    ended = False
+
+    def __init__(self, rules: TimestampRules, output: list[int]) -> None:
+        self._rules, self._output = rules, output
+
+    def accept(self, token_id: int) -> None:
+        if self._forbids(token_id):
+            raise GrammarError(f"token {token_id} does not follow the rules of timestamps")
+        self._output.append(token_id)
+
+    def validate(self, token_ids: Sequence[int]) -> int:
+        copy = self.copy()
+        for count, token_id in enumerate(token_ids):
+            if copy._forbids(token_id):
+                return count
+            copy._output.append(token_id)
+        return len(token_ids)
+
+    def rollback(self, num_tokens: int) -> None:
+        del self._output[len(self._output) - num_tokens :]
+
+    def copy(self) -> _TimestampMatcher:
+        return _TimestampMatcher(self._rules, self._output.copy())
+
+    def fill(self, bitmask_RW: np.ndarray, row: int) -> None:
+        bits_W = bitmask_RW[row].view(np.uint32)
+        bits_W[:] = 0xFFFFFFFF
+        size = self._rules.vocab_size
+        for start, stop in (*self._forbidden(), (size, size + 1)):
+            first, last = start // 32, stop // 32
+            # Bits before `start` and from `stop` on.
+            before, after = np.uint32((1 << start % 32) - 1), np.uint32(0xFFFFFFFF << stop % 32 & 0xFFFFFFFF)
+            if first == last:
+                bits_W[first] &= before | after
+                continue
+            bits_W[first] &= before
+            bits_W[first + 1 : last] = 0
+            bits_W[last : last + 1] &= after
+
+    def _forbids(self, token_id: int) -> bool:
+        return any(start <= token_id < stop for start, stop in self._forbidden())
+
+    def _forbidden(self) -> list[tuple[int, int]]:
+        """Return the ranges of tokens that cannot follow."""
+        rules, output = self._rules, self._output
+        first, size = rules.first, rules.vocab_size
+        if not output:
+            latest = size if rules.most_first is None else min(size, first + rules.most_first + 1)
+            return [(0, first), (latest, size)] if latest < size else [(0, first)]
+        found = [(first - 1, first)]
+        is_time = output[-1] >= first
+        # The one after the first timestamp is text too.
+        opens = is_time and (len(output) < 2 or output[-2] >= first)
+        if is_time:
+            found.append((first, size) if opens else (0, rules.end))
+        latest = next((token for token in reversed(output) if token >= first), None)
+        if latest is not None and (bound := latest + (opens or not is_time)) > first:
+            found.append((first, min(bound, size)))
+        return found
+
+
 class TokenRules:
     """A grammar of all outputs of allowed tokens without forbidden words; see `Grammar`.
 

@@ -83,6 +83,8 @@ class CpuPlatform:
             max_num_logits=limits.max_num_logits,
             encoder_lens=[group.encoder_len for group in plan.kv.groups],
         )
+        if sampler is not None and plan.model.encoder is not None:
+            sampler.grammars.first_timestamp = plan.model.encoder.first_timestamp
         states_TF, taps = make_states(plan, model)
         if isinstance(model, Transformer):
             _bind(model, limits.max_model_len, taps, max_num_tokens=limits.max_num_batched_tokens, ranks=self._ranks)

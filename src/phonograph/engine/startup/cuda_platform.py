@@ -134,7 +134,11 @@ class CudaPlatform:
             slow = sampler.grammars.slow
             drafts = DeviceDrafts(budget, max_num_logits=limits.max_num_logits, slow_masks=slow, in_steps=in_steps)
         device_sampler = DeviceSampler(
-            inputs, workspace.logits_NV, speculation=plan.config.speculation, batch_invariant=batch_invariant
+            inputs,
+            workspace.logits_NV,
+            speculation=plan.config.speculation,
+            batch_invariant=batch_invariant,
+            first_timestamp=None if spec.encoder is None else spec.encoder.first_timestamp,
         )
         masked = MaskedSampling(
             device_sampler.sample_masked,

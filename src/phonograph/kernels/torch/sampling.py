@@ -182,6 +182,29 @@ def penalize(
     return out_NV.sub_(output_counts_NV * frequency_N.to(torch.float32)[:, None])
 
 
+def prefer_timestamps(
+    logits_LV: torch.Tensor, rows_G: torch.Tensor, bitmask_GW: torch.Tensor, first_timestamp: int
+) -> None:
+    """Set the logits of text to -inf where all timestamps together are more likely than any token of text.
+
+    It is the rule of Whisper's decoding (transformers' `WhisperTimeStampLogitsProcessor`), which follows the masks.
+
+    Args:
+        logits_LV: rows of logits, masked already; tokens from `first_timestamp` on are timestamps.
+        rows_G: rows that have masks; entries below 0 are padding.
+        bitmask_GW: their masks, int32. Bit V, after the vocabulary, is 0 for rows that follow the rule.
+        first_timestamp: token of the time 0.
+    """
+    num_rows, vocab_size = logits_LV.shape
+    follows_G = (bitmask_GW[:, vocab_size // 32] >> (vocab_size % 32)) & 1 == 0
+    # One row more, for padding.
+    follows_L = torch.zeros(num_rows + 1, dtype=torch.bool, device=logits_LV.device)
+    follows_L[torch.where(rows_G < 0, num_rows, rows_G).long()] = follows_G
+    text_LX, times_LX = logits_LV.split((first_timestamp, vocab_size - first_timestamp), 1)
+    is_time_L = times_LX.float().logsumexp(1) > text_LX.amax(1)
+    text_LX.masked_fill_((follows_L[:-1] & is_time_L)[:, None], -torch.inf)
+
+
 def mask_tokens(logits_NV: torch.Tensor, bitmask_NW: torch.Tensor) -> torch.Tensor:
     """Return the logits with -inf for tokens whose bit is not set; token t is bit t % 32 of word t // 32 (int32)."""
     shifts = torch.arange(32, dtype=torch.int32, device=bitmask_NW.device)

@@ -43,6 +43,9 @@ class AudioEncoder:
         layers: layers without rope and window.
         suppressed: tokens that the decoder never writes.
         suppressed_first: tokens that it does not begin with either.
+        no_timestamps: token of prompts after which it writes no timestamps, which are the tokens above; None if
+            generation_config.json has none.
+        max_first_timestamp: number of the latest timestamp that it begins with; None for any.
     """
 
     num_mel_bins: int
@@ -51,12 +54,19 @@ class AudioEncoder:
     layers: tuple[LayerSpec, ...]
     suppressed: tuple[int, ...] = ()
     suppressed_first: tuple[int, ...] = ()
+    no_timestamps: int | None = None
+    max_first_timestamp: int | None = None
+
+    @property
+    def first_timestamp(self) -> int | None:
+        """Token of the time 0; None for a model without timestamps."""
+        return None if self.no_timestamps is None else self.no_timestamps + 1
 
     def suppressing(self, generation: Mapping[str, Any], config: Mapping[str, Any], vocab_size: int) -> AudioEncoder:
         """Return the encoder with the tokens that generation_config.json, or else config.json, suppresses.
 
         Raises:
-            ModelError: they are no list of integers.
+            ModelError: they are no list of integers, or a token or number of timestamps is none.
         """
         found: list[tuple[int, ...]] = []
         for name in ("suppress_tokens", "begin_suppress_tokens"):
@@ -64,7 +74,28 @@ class AudioEncoder:
             if not INTS.accepts(tokens):
                 raise ModelError(f"{name}={shortened(repr(tokens))} must be {INTS.works} or null")
             found.append(tuple(token for token in tokens if 0 <= token < vocab_size))
-        return replace(self, suppressed=found[0], suppressed_first=found[1])
+        numbers: list[int | None] = []
+        for name in ("no_timestamps_token_id", "max_initial_timestamp_index"):
+            number = generation.get(name)
+            is_number = isinstance(number, int) and not isinstance(number, bool)
+            if number is not None and not (is_number and number in range(vocab_size)):
+                raise ModelError(
+                    f"{name}={shortened(repr(number))} must be a number below vocab_size={vocab_size} or null"
+                )
+            numbers.append(number)
+        if numbers[0] is not None and not vocab_size % 32:
+            # Masks have a bit after the vocabulary for the rule of `prefer_timestamps`.
+            raise ModelError(
+                f"no_timestamps_token_id={numbers[0]} needs a vocab_size that is no multiple of 32; leave it out"
+            )
+        suppressed, suppressed_first = found
+        return replace(
+            self,
+            suppressed=suppressed,
+            suppressed_first=suppressed_first,
+            no_timestamps=numbers[0],
+            max_first_timestamp=numbers[1],
+        )
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the name behind the prefix and the shape of each tensor that is of no layer."""

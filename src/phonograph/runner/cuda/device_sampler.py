@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from phonograph.config.speculative_config import SpeculativeConfig
+from phonograph.kernels.torch.sampling import prefer_timestamps
 from phonograph.kernels.triton.sampling.bitmask import mask_logits
 from phonograph.kernels.triton.sampling.sample import sample
 from phonograph.runner.cuda.cuda_inputs import CudaInputs
@@ -18,6 +19,7 @@ class DeviceSampler:
         logits_LV: static tensor in which steps leave their logits.
         speculation: kind of drafts; None for none.
         batch_invariant: see `sampling.sample`.
+        first_timestamp: of a model of speech, see `prefer_timestamps`.
     """
 
     def __init__(
@@ -27,7 +29,9 @@ class DeviceSampler:
         *,
         speculation: SpeculativeConfig | None = None,
         batch_invariant: bool = False,
+        first_timestamp: int | None = None,
     ) -> None:
+        self._first_timestamp = first_timestamp
         self._inputs = inputs
         self._logits_LV = logits_LV
         self._speculation = speculation
@@ -60,6 +64,8 @@ class DeviceSampler:
             requests_G: int32 numbers of the requests that have these rows; entries below 0 are padding.
         """
         mask_logits(self._logits_LV, rows_G, bitmask_GW)
+        if self._first_timestamp is not None:
+            prefer_timestamps(self._logits_LV, rows_G, bitmask_GW, self._first_timestamp)
         self._sample(self._logits_LV, self._inputs.sampling.row_slots, None, rows_G)
         self._draft(self._inputs.tokens, len(requests_G), requests_G)
 
