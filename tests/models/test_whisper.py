@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import WhisperFeatureExtractor
 from whisper_checkpoint import START, make_whisper
 
 from phonograph import LLM, SamplingParams
@@ -178,6 +179,23 @@ def test_settings_without_a_rule(
         LLM(str(tmp_path), **settings)
 
 
+@pytest.mark.parametrize("name", ["preprocessor_config.json", "processor_config.json"])
+def test_preprocessors(name: str, tmp_path: Path) -> None:
+    make_whisper(tmp_path)
+    fields = WhisperFeatureExtractor(chunk_length=1).to_dict()
+
+    def write(changes: dict[str, Any]) -> None:
+        found = {**fields, **changes}
+        (tmp_path / name).write_text(json.dumps(found if name[:3] == "pre" else {"feature_extractor": found}))
+
+    write({})
+    read_model_spec(tmp_path)
+    for changes in ({"hop_length": 80}, {"chunk_length": 30}, {"feature_size": 128}, {"dither": 0.1}):
+        write(changes)
+        with pytest.raises(ModelError, match=f"{next(iter(changes))}=.* of the preprocessor"):
+            read_model_spec(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
@@ -192,4 +210,15 @@ def test_configurations_that_are_refused(changes: dict[str, Any], problem: str, 
     file = tmp_path / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
     with pytest.raises(ModelError, match=problem):
+        read_model_spec(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"no_timestamps_token_id": 101}, {"no_timestamps_token_id": "79"}, {"max_initial_timestamp_index": -1}]
+)
+def test_timestamps_that_are_refused(changes: dict[str, Any], tmp_path: Path) -> None:
+    make_whisper(tmp_path)
+    file = tmp_path / "generation_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    with pytest.raises(ModelError, match=f"{next(iter(changes))}=.* below vocab_size=101"):
         read_model_spec(tmp_path)

@@ -298,6 +298,8 @@ def read_model_spec(
         if spec.encoder is not None:
             generation = read_generation(path)
             spec = replace(spec, encoder=spec.encoder.suppressing(generation, raw, spec.vocab_size))
+            for other in (path.with_name("preprocessor_config.json"), path.with_name("processor_config.json")):
+                spec.encoder.check_frames(read_json(other) if other.is_file() else {})
     if folder.parent != CONFIGS_DIRECTORY:
         return spec
     note = f"the configuration is that of {HUB_IDS[folder.name]}, as it ships with the package"

@@ -28,6 +28,12 @@ if TYPE_CHECKING:
 
 PREFIX = "model.encoder"
 """Prefix of the names of the encoder's tensors."""
+_POSITIONS_PER_SECOND = 50
+_FRAMES = {
+    **{"feature_extractor_type": "WhisperFeatureExtractor", "sampling_rate": 16000, "hop_length": 160, "n_fft": 400},
+    **{"padding_value": 0, "dither": 0, "do_normalize": False},
+}
+"""Fields of preprocessor_config.json by which frames are made, with the only values that work."""
 _TAPS = 3
 """Frames that a convolution reads."""
 
@@ -96,6 +102,23 @@ class AudioEncoder:
             no_timestamps=numbers[0],
             max_first_timestamp=numbers[1],
         )
+
+    def check_frames(self, preprocessor: Mapping[str, Any]) -> None:
+        """Check that a preprocessor makes the frames that the encoder gets.
+
+        Args:
+            preprocessor: of preprocessor_config.json, or of processor_config.json where transformers 5 writes it.
+
+        Raises:
+            ModelError: it makes others.
+        """
+        inner = preprocessor.get("feature_extractor")
+        found = cast("Mapping[str, Any]", inner) if isinstance(inner, dict) else preprocessor
+        works = {**_FRAMES, "feature_size": self.num_mel_bins}
+        works["chunk_length"] = self.num_positions // _POSITIONS_PER_SECOND
+        for name, value in works.items():
+            if found.get(name) not in (None, value):
+                raise ModelError(f"{name}={shortened(repr(found[name]))} of the preprocessor: only {value} works")
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the name behind the prefix and the shape of each tensor that is of no layer."""
