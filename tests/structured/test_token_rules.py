@@ -226,7 +226,7 @@ def test_a_word_is_forbidden_with_and_without_a_space_before(llm: LLM) -> None:
 
 
 FIRST, TEXT_END = 60, 50
-"""Of a vocabulary of 101 tokens: the time 0, and the token that ends an output."""
+"""Tokens of the time 0, and of the end of an output, in a vocabulary of 101 tokens."""
 
 
 @pytest.mark.parametrize("most_first", [None, 5, 90])

@@ -297,9 +297,10 @@ def read_model_spec(
         spec = with_pooler(spec, family, settings, raw, folder, convert)
         if spec.encoder is not None:
             generation = read_generation(path)
-            spec = replace(spec, encoder=spec.encoder.suppressing(generation, raw, spec.vocab_size))
+            encoder = spec.encoder.suppressing(generation, raw, spec.vocab_size)
             for other in (path.with_name("preprocessor_config.json"), path.with_name("processor_config.json")):
-                spec.encoder.check_frames(read_json(other) if other.is_file() else {})
+                encoder.check_frames(read_json(other) if other.is_file() else {})
+            spec = replace(spec, encoder=encoder)
     if folder.parent != CONFIGS_DIRECTORY:
         return spec
     note = f"the configuration is that of {HUB_IDS[folder.name]}, as it ships with the package"
