@@ -192,7 +192,7 @@ def test_state_layers(family: str, tmp_path: Path) -> None:
     """In float32: prompts in chunks, in batches with decodes, and from a checkpoint; graphs equal eager steps."""
     sizes: dict[str, Any] = {"head_dim": 64, "num_key_value_heads": 2}
     if family == "nemotron_h":
-        sizes |= {"layers_block_type": ["linear_attention", "full_attention", "mlp"]}
+        sizes |= {"layers_block_type": ["linear_attention", "full_attention", "mlp", "moe"]}
     if family == "bamba":
         sizes = {"num_attention_heads": 2, "num_key_value_heads": 1}
     if family.startswith("qwen"):

@@ -341,9 +341,7 @@ def test_a_gpu_answers_as_transformers(mode: GraphMode, made: tuple[PreTrainedMo
 @pytest.mark.parametrize("family", [family for family in STATE_FAMILIES if family not in OPERATORS])
 def test_other_families_on_a_gpu(family: str, tmp_path: Path) -> None:
     """Answers are those of transformers in float32, and graphs equal eager steps in bfloat16."""
-    # Experts without gates have no GPU kernel.
-    dense = {"layers_block_type": ["linear_attention", "full_attention", "mlp"]} if family == "nemotron_h" else {}
-    reference, prompts = make_checkpoint(family, tmp_path, **dense), prompts_of(1, 2, 65, 1000)
+    reference, prompts = make_checkpoint(family, tmp_path), prompts_of(1, 2, 65, 1000)
     gpu = {"device": "cuda", "block_size": 16, "max_num_batched_tokens": 100, "num_kv_blocks": 160}
     llm = make_llm(tmp_path, dtype="float32", cudagraph_mode="PIECEWISE", **gpu)
     wanted, answers = wanted_of(reference, prompts, SHORT.max_tokens), tokens_of(llm, prompts, SHORT)

@@ -151,7 +151,7 @@ def run_all(device: torch.device) -> None:
     for tiles in expert_row.TILES:
         expert_row.test_products("many", tiles, torch.float16, experts.CLAMPED_SWIGLU, device)
     for config in experts_fp4.TILES:
-        experts_fp4.test_products(Routing(5, 2), 9, 7, config, dtype, device)
+        experts_fp4.test_products(Routing(5, 2), 9, 7, config, dtype, device, experts_fp4.SILU)
     products.test_one_row_with_every_epilogue(13, 200, True, torch.float16, device)
     for rows, outputs, inputs, padded, splits in ((5, 31, 263, 8, 3), (21, 33, 256, 16, 1), (3, 45, 320, 8, 3)):
         products.test_tiles_of_rows(rows, outputs, inputs, padded, splits, device)
