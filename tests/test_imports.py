@@ -72,6 +72,7 @@ PROTOCOLS = {
     "expert_products.py": "kernels/",
     "gated_delta.py": "kernels/",
     "layers.py": "kernels/",
+    "mamba2.py": "kernels/",
     "prefill.py": "kernels/",
     "route.py": "kernels/",
 }

@@ -307,9 +307,9 @@ def test_heads_that_no_gpu_kernel_has_are_refused(tmp_path: Path) -> None:
         make_plan(config, model, known_device("h200"))
 
 
-def test_mixers_without_a_gpu_kernel_are_refused(tmp_path: Path) -> None:
-    make_checkpoint("bamba", tmp_path)
-    with pytest.raises(UnsupportedModelError, match="Mamba 2 have no GPU kernel yet; device=cpu works"):
+def test_keys_that_no_gpu_kernel_has_are_refused(tmp_path: Path) -> None:
+    make_checkpoint("bamba", tmp_path, mamba_d_state=300)
+    with pytest.raises(UnsupportedModelError, match="a state of 300 numbers .* up to 256; device=cpu works"):
         make_plan(EngineConfig(model=str(tmp_path)), read_model_spec(tmp_path), known_device("h200"))
 
 
@@ -322,8 +322,6 @@ def test_a_gpu_answers_as_transformers(mode: GraphMode, made: tuple[PreTrainedMo
     float32. In float32 one whole answer may turn at a near-tie.
     """
     reference, folder = made
-    if read_model_spec(folder).states[0].gpu_refusal is not None:
-        pytest.skip("the mixer has no GPU kernel")
     prompts = prompts_of(*LENGTHS)
     wanted = wanted_of(reference, prompts, 16)
     is_exact = mode in (GraphMode.PIECEWISE, GraphMode.NONE)
@@ -337,3 +335,16 @@ def test_a_gpu_answers_as_transformers(mode: GraphMode, made: tuple[PreTrainedMo
     if mode is not GraphMode.NONE:
         report = llm.verify(num_replays=200)
         assert report.ok, report.mismatches[:3]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", [family for family in STATE_FAMILIES if family not in OPERATORS])
+def test_other_families_on_a_gpu(family: str, tmp_path: Path) -> None:
+    """Answers are those of transformers in float32, and graphs equal eager steps in bfloat16."""
+    reference, prompts = make_checkpoint(family, tmp_path), prompts_of(1, 2, 65, 1000)
+    gpu = {"device": "cuda", "block_size": 16, "max_num_batched_tokens": 100, "num_kv_blocks": 160}
+    llm = make_llm(tmp_path, dtype="float32", cudagraph_mode="PIECEWISE", **gpu)
+    wanted, answers = wanted_of(reference, prompts, SHORT.max_tokens), tokens_of(llm, prompts, SHORT)
+    assert sum(one == other for one, other in zip(answers, wanted, strict=True)) >= len(prompts) - 1
+    report = make_llm(tmp_path, dtype="bfloat16", **gpu).verify(num_replays=50)
+    assert report.ok, report.mismatches[:3]

@@ -33,6 +33,7 @@ from phonograph.kernels.fp8_activations import Fp8Rows
 from phonograph.kernels.routing import Routing
 from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.torch.state.gated_delta import DeltaSizes
+from phonograph.kernels.torch.state.mamba2 import MambaSizes
 from phonograph.kernels.triton.attention import page_indices, prefill, quantize_query, split_batch
 from phonograph.kernels.triton.attention import rope_and_kv_write as rope
 from phonograph.kernels.triton.elementwise import encoder_rows, fp8_rows, layer_embeddings, layers
@@ -50,6 +51,7 @@ from phonograph.kernels.triton.ranks.sum_rows import PARTS, PeerBuffers, sum_row
 from phonograph.kernels.triton.sampling import bitmask, sample
 from phonograph.kernels.triton.state.causal_conv import short_conv
 from phonograph.kernels.triton.state.gated_delta import gated_delta
+from phonograph.kernels.triton.state.mamba2 import mamba2
 from phonograph.kernels.triton.step import accept_drafts, draft_rows, pinned_words, prepare, prompt_lookup
 from phonograph.kernels.triton.step.step_layout import SlotState, StepLayout
 
@@ -172,7 +174,7 @@ def launch_others() -> None:
     encoder_rows.layer_norm(rows, weight, 1e-6, halves(4, 512), rows_N=longs(4), added_TE=rows, kept_TE=rows)
     encoder_rows.embed(ints(8), longs(8), halves(99, 512), None, None, None, 1e-6, rows)
     encoder_rows.embed(ints(8), longs(8), halves(99, 512), halves(64, 512), weight, weight, 1e-6, rows)
-    for activation in ("silu", "gelu_tanh", "gelu", "relu"):
+    for activation in ("silu", "gelu_tanh", "gelu", "relu", "relu2"):
         encoder_rows.activate(halves(8, 1024), rows, activation)
     encoder_rows.mean_rows(rows, ints(3), torch.zeros(2, 512))
 
@@ -239,6 +241,12 @@ def launch_states() -> None:
         pool = halves(9, 3, net.channels), torch.zeros(9, heads, net.key_size, net.value_size)
         projected, gates = halves(64, net.channels + values), halves(64, 2 * heads)
         gated_delta(projected, gates, *weights, *rows, *pool, halves(64, values), net, 1e-6, halves(64, net.channels))
+    for sizes in (MambaSizes(128, 80, 8, 128, norm_groups=8), MambaSizes(3, 20, 1, 10)):
+        heads, channels = (torch.zeros(sizes.heads) for _ in range(3)), sizes.channels
+        weights = torch.zeros(channels, 4), torch.zeros(channels), *heads, torch.zeros(sizes.inner)
+        pool = halves(9, 3, channels), torch.zeros(9, sizes.heads, sizes.head_size, sizes.key_size)
+        projected, out = halves(64, sizes.inner + channels + sizes.heads), halves(64, sizes.inner)
+        mamba2(projected, *weights, *rows, *pool, out, sizes, 1e-6, halves(64, channels))
     for bias in (None, torch.zeros(2048)):
         short_conv(halves(64, 6144), torch.zeros(2048, 3), bias, *rows, halves(9, 2, 2048), halves(64, 2048))
 

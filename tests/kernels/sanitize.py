@@ -43,6 +43,7 @@ import test_grouped_products as grouped_products
 import test_grouped_ring
 import test_integer_row
 import test_layer_embeddings as layer_embeddings
+import test_mamba2 as mamba2
 import test_masked_sampling as masked
 import test_page_indices as page_indices
 import test_prepare
@@ -139,6 +140,7 @@ def run_all(device: torch.device) -> None:
     for batch in gated_delta.BATCHES:
         gated_delta.test_steps_are_those_of_the_torch_set("odd sizes", batch, dtype, device)
         short_conv.test_steps_are_those_of_the_torch_set(200, 3, True, batch, dtype, device)
+        mamba2.test_kernels_are_the_torch_set("odd sizes", batch, dtype, device)
     gated_delta.test_gates_of_attention(dtype, device)
     experts.test_routes("many", 50, 33, device)
     experts.test_counts_of_pairs(70, 33, device)
@@ -149,7 +151,7 @@ def run_all(device: torch.device) -> None:
     for tiles in expert_row.TILES:
         expert_row.test_products("many", tiles, torch.float16, experts.CLAMPED_SWIGLU, device)
     for config in experts_fp4.TILES:
-        experts_fp4.test_products(Routing(5, 2), 9, 7, config, dtype, device)
+        experts_fp4.test_products(Routing(5, 2), 9, 7, config, dtype, device, experts_fp4.SILU)
     products.test_one_row_with_every_epilogue(13, 200, True, torch.float16, device)
     for rows, outputs, inputs, padded, splits in ((5, 31, 263, 8, 3), (21, 33, 256, 16, 1), (3, 45, 320, 8, 3)):
         products.test_tiles_of_rows(rows, outputs, inputs, padded, splits, device)

@@ -63,7 +63,7 @@ def test_embed(parts: str) -> None:
     assert (out - wanted).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("name", ["silu", "gelu_tanh", "gelu", "relu"])
+@pytest.mark.parametrize("name", ["silu", "gelu_tanh", "gelu", "relu", "relu2"])
 @pytest.mark.parametrize("width", [40, 1500])
 def test_activations(name: str, width: int) -> None:
     plain = random(3, width) * 3

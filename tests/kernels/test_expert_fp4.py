@@ -16,6 +16,7 @@ from phonograph.kernels.triton.experts.expert_plan import ExpertConfig, ExpertTi
 from phonograph.kernels.triton.experts.expert_products import down_products, fitted, gate_up_products
 from phonograph.kernels.triton.experts.expert_tile import fp4_bits, power_of_two
 from phonograph.kernels.triton.experts.route import route
+from phonograph.kernels.triton.gemm.product import RELU2, SILU
 
 TILES = (
     ExpertConfig(16, ExpertTile(16, 128, 1, 1), ExpertTile(32, 256, 1, 1)),
@@ -49,31 +50,41 @@ def routed(x_TE: torch.Tensor, routing: Routing, block: int, count: int) -> Expe
         (Routing(3, 1, renormalised=False), 50, 50, TILES[1]),
     ],
 )
+@pytest.mark.parametrize("mode", [SILU, RELU2])
 def test_products(
-    routing: Routing, num_tokens: int, count: int, config: ExpertConfig, dtype: torch.dtype, device: torch.device
+    routing: Routing,
+    num_tokens: int,
+    count: int,
+    config: ExpertConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    mode: int,
 ) -> None:
     """Inputs end within a tile, and within a word of exponents. Padding and experts without tokens are NaN."""
     width, inner, num_experts = 192, 64, routing.num_experts
     x_TE = torch.randn(num_tokens, width).to(device, dtype)
     x_TE[count:] = torch.nan
     lists = routed(x_TE, routing, config.block, count)
-    files = random_file(num_experts, 2 * inner, width), random_file(num_experts, width, inner)
+    parts = 2 if mode == SILU else 1
+    files = random_file(num_experts, parts * inner, width), random_file(num_experts, width, inner)
     gate_up, down = (weight_for_gpu(file, device) for file in files)
     experts = lists.experts_Tk[:count].long()
     for expert in set(range(num_experts)) - set(experts.flatten().tolist()):
-        for weight, outputs in ((gate_up, 2 * inner), (down, width)):
+        for weight, outputs in ((gate_up, parts * inner), (down, width)):
             weight.scales_OG[expert * outputs : (expert + 1) * outputs] = -1
     pairs = num_tokens * routing.top_k
     inner_PI = torch.full((pairs, inner), torch.nan, dtype=dtype, device=device)
     results_PE = torch.full((pairs, width), torch.nan, dtype=dtype, device=device)
     bias = torch.randn(num_experts * width).to(device, dtype)
-    gate_up_products(x_TE, gate_up, lists, routing, config, inner_PI)
+    gate_up_products(x_TE, gate_up, lists, routing, config, inner_PI, mode=mode)
     down_products(inner_PI, down, lists, routing, config, results_PE, bias)
     gates, outputs = (meant(file).to(device) for file in files)
     for token in range(count):
         for rank, expert in enumerate(experts[token].tolist()):
-            gate, up = (gates[expert] @ x_TE[token].double()).chunk(2)
-            wanted = outputs[expert] @ (gate * gate.sigmoid() * up) + bias.view(num_experts, width)[expert].double()
+            first = gates[expert] @ x_TE[token].double()
+            gate, up = first.chunk(2)
+            wanted = outputs[expert] @ (first.relu().square() if mode == RELU2 else gate * gate.sigmoid() * up)
+            wanted += bias.view(num_experts, width)[expert].double()
             wanted *= lists.weights_Tk[token, rank].double()
             found = results_PE[token * routing.top_k + rank].double()
             assert (found - wanted).norm() <= (4e-3 if dtype == torch.float16 else 2e-2) * wanted.norm()

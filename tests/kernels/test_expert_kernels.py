@@ -16,7 +16,7 @@ from phonograph.kernels.triton.experts.count_pairs import count_pairs
 from phonograph.kernels.triton.experts.expert_lists import EXPERTS, LARGE_TILE, TILE, ExpertLists
 from phonograph.kernels.triton.experts.expert_plan import ExpertConfig, ExpertTile, expert_config
 from phonograph.kernels.triton.experts.route import route
-from phonograph.kernels.triton.gemm.product import CLAMPED_SWIGLU, GELU, SILU
+from phonograph.kernels.triton.gemm.product import CLAMPED_SWIGLU, GELU, RELU2, SILU
 from phonograph.kernels.triton.gemm.product_plan import rows_class
 
 
@@ -118,7 +118,7 @@ TILES = (
 )
 
 
-@pytest.mark.parametrize("mode", [SILU, GELU, CLAMPED_SWIGLU])
+@pytest.mark.parametrize("mode", [SILU, GELU, CLAMPED_SWIGLU, RELU2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("config", TILES)
 @pytest.mark.parametrize(("name", "num_tokens", "count"), [("few", 1, 1), ("many", 9, 7), ("one", 70, 70)])
@@ -137,8 +137,8 @@ def test_products(
     real = torch.tensor([count], dtype=torch.int32, device=device)
     problem.route(block=config.block, num_rows=real)
     lists, num_experts = problem.lists, routing.num_experts
-    clamped = mode == CLAMPED_SWIGLU
-    gate_up = (torch.randn(num_experts, 2 * inner, width) * (1 + 5 * clamped) / width**0.5).to(device, dtype)
+    clamped, parts = mode == CLAMPED_SWIGLU, 1 if mode == RELU2 else 2
+    gate_up = (torch.randn(num_experts, parts * inner, width) * (1 + 5 * clamped) / width**0.5).to(device, dtype)
     down = (torch.randn(num_experts, width, inner) / inner**0.5).to(device, dtype)
     biases = tuple(torch.randn(num_experts, size).to(device, dtype) if clamped else None for size in (2 * inner, width))
     chosen = set(lists.experts_Tk[:count].flatten().tolist())

@@ -21,6 +21,7 @@ from phonograph.kernels.fp8_activations import Fp8Rows
 from phonograph.kernels.routing import Routing
 from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.torch.state.gated_delta import DeltaSizes
+from phonograph.kernels.torch.state.mamba2 import MambaSizes
 from phonograph.kernels.triton.attention import prefill as attention_prefill
 from phonograph.kernels.triton.attention import rope_and_kv_write as rope_kv
 from phonograph.kernels.triton.attention.decode import decode_attention
@@ -56,6 +57,7 @@ from phonograph.kernels.triton.sampling.bitmask import mask_logits
 from phonograph.kernels.triton.sampling.sample import make_sample_scratch, sample
 from phonograph.kernels.triton.state.causal_conv import short_conv
 from phonograph.kernels.triton.state.gated_delta import gated_delta
+from phonograph.kernels.triton.state.mamba2 import mamba2
 from phonograph.kernels.triton.step.accept_drafts import accept
 from phonograph.kernels.triton.step.draft_rows import DraftRows, first_pass, next_pass
 from phonograph.kernels.triton.step.prepare import apply_appends, prepare
@@ -390,8 +392,8 @@ def walk_row_of_experts(place: Place, device: torch.device) -> list[torch.Tensor
     return [inner_rows, hidden, lists.experts_Tk, lists.weights_Tk]
 
 
-def walk_gated_delta(place: Place, device: torch.device) -> list[torch.Tensor]:
-    """Projections and gates of tokens, and gates of attention's heads; slots are in `test_far_states`."""
+def walk_states(place: Place, device: torch.device) -> list[torch.Tensor]:
+    """Projections and gates of mixers with a state, and gates of attention's heads; slots are in `test_far_states`."""
     net = DeltaSizes(1, 2, 16, 32, by_head=True)
     projected = place(randn(20, net.channels + 64, device=device))
     gates, checkpoints = place(randn(20, 4, device=device)), place(torch.full((3, 2), -1).to(device, torch.int32))
@@ -406,9 +408,16 @@ def walk_gated_delta(place: Place, device: torch.device) -> list[torch.Tensor]:
         *(randn(*shape, 32, device=device) for shape in ((2, 2), (20,))),
     )
     short_conv(gates_and_inputs, taps[:32].contiguous(), None, *rows, inputs, mixed)
+    mamba = MambaSizes(2, 32, 1, 16)
+    per_head, norm = (randn(2, device=device).float() for _ in range(3)), randn(64, device=device).float()
+    scanned, kept = randn(20, 64, device=device), randn(2, 2, 32, 16, device=device).float()
+    weights = taps[: mamba.channels].contiguous(), None, *per_head, norm
+    scratch, columns = randn(20, mamba.channels, device=device), mamba.inner + mamba.channels + 2
+    pools = randn(2, 2, mamba.channels, device=device), kept
+    mamba2(place(randn(20, columns, device=device)), *weights, *rows, *pools, scanned, mamba, EPS, scratch)
     heads = place(randn(ROWS, 32, device=device))
     gate_heads(heads, place(randn(ROWS, 96, device=device)), 16)
-    return [out, history, state, heads, inputs, mixed]
+    return [out, history, state, heads, inputs, mixed, scanned, *pools]
 
 
 WALKS: dict[str, tuple[Walk, tuple[str, ...]]] = {
@@ -446,7 +455,13 @@ WALKS: dict[str, tuple[Walk, tuple[str, ...]]] = {
         ),
     ),
     "KV writes": (walk_kv_writes, KV_KERNELS),
-    "gated delta net": (walk_gated_delta, ("causal_conv._conv_kernel", "gate_heads._gate_heads_kernel")),
+    "states": (
+        walk_states,
+        (
+            *("causal_conv._conv_kernel", "gate_heads._gate_heads_kernel", "mamba2._gated_norm_kernel"),
+            *("mamba_step.mamba_step_kernel", "mamba_chunk.mamba_chunk_kernel"),
+        ),
+    ),
     "embeddings in layers": (
         walk_layer_embeddings,
         ("layer_embeddings._add_table_kernel", "layer_embeddings._gate_kernel"),

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from far_memory import BORDER, far_tensor, gpu_turn, last_programs
 
 from phonograph.kernels.torch.state.gated_delta import DeltaSizes
+from phonograph.kernels.torch.state.mamba2 import MambaSizes
 from phonograph.kernels.triton.elementwise import encoder_rows
 from phonograph.kernels.triton.state.gated_delta import gated_delta
+from phonograph.kernels.triton.state.mamba2 import mamba2
 
 WIDTH, EPS = 1024, 1e-5
 TOKENS = BORDER // WIDTH + 2
@@ -60,31 +63,38 @@ def test_rows_of_encoders(device: torch.device) -> None:
     assert torch.equal(means[2], rows[1].float())
 
 
+@pytest.mark.parametrize("mixer", ["gated delta net", "Mamba 2"])
 @pytest.mark.parametrize("long", [False, True])
-def test_the_last_slots_of_a_large_pool(long: bool, device: torch.device) -> None:
+def test_the_last_slots_of_a_large_pool(long: bool, mixer: str, device: torch.device) -> None:
     """States and last inputs of slots beyond the border, by steps and by chunks."""
-    net, taps = DeltaSizes(1, 2, 16, 32, by_head=False), 3
-    inputs, state_size = (taps - 1) * net.channels, net.value_heads * net.key_size * net.value_size
+    delta, mamba = DeltaSizes(1, 2, 16, 32, by_head=False), MambaSizes(2, 32, 1, 16)
+    is_mamba, taps = mixer == "Mamba 2", 3
+    net, heads = mamba if is_mamba else delta, 2
+    shape, width = (heads, 32, 16) if is_mamba else (heads, 16, 32), heads * 32
+    inputs, state_size = (taps - 1) * net.channels, heads * 16 * 32
     slots = max(BORDER // inputs, BORDER // state_size) + 3
     torch.manual_seed(1)
     queries = (20, 3) if long else (1, 3)
-    projected = randn(sum(queries), net.channels + net.value_heads * net.value_size, device=device)
-    gates = randn(sum(queries), 2 * net.value_heads, device=device)
-    weights = [torch.randn(*shape).to(device) for shape in ((net.channels, taps), (2,), (2,), (net.value_size,))]
-    starts = torch.tensor([0, queries[0], sum(queries)], dtype=torch.int32, device=device)
+    tokens = sum(queries)
+    projected = [randn(tokens, net.channels + width + heads * is_mamba, device=device)]
+    if not is_mamba:
+        projected.append(randn(tokens, 2 * heads, device=device))
+    shapes = ((heads,),) * 3 + ((width,),) if is_mamba else ((heads,), (heads,), (32,))
+    weights: list[Any] = [torch.randn(*one).to(device) for one in ((net.channels, taps), *shapes)]
+    if is_mamba:
+        weights.insert(1, None)
+    starts = torch.tensor([0, queries[0], tokens], dtype=torch.int32, device=device)
     lens = torch.tensor([30, 9], dtype=torch.int32, device=device)
-    before = (
-        randn(2, taps - 1, net.channels, device=device),
-        torch.randn(2, net.value_heads, net.key_size, net.value_size).to(device),
-    )
+    before = randn(2, taps - 1, net.channels, device=device), torch.randn(2, *shape).to(device)
+    mix: Any = mamba2 if is_mamba else gated_delta
 
     def run(places: tuple[int, int], history: torch.Tensor, state: torch.Tensor) -> list[torch.Tensor]:
         at = torch.tensor(places, dtype=torch.int32, device=device)
         checkpoints = torch.full((3, 2), -1, dtype=torch.int32, device=device)
-        out = torch.zeros(sum(queries), net.value_heads * net.value_size, dtype=torch.float16, device=device)
+        out = torch.zeros(tokens, width, dtype=torch.float16, device=device)
         rows = starts, lens, at, checkpoints
-        scratch = torch.empty(sum(queries), net.channels, dtype=torch.float16, device=device)
-        gated_delta(projected, gates, *weights, *rows, history, state, out, net, EPS, scratch)
+        scratch = torch.empty(tokens, net.channels, dtype=torch.float16, device=device)
+        mix(*projected, *weights, *rows, history, state, out, net, EPS, scratch)
         return [out, *(pool[list(places)].clone() for pool in (history, state))]
 
     expected = run((1, 0), *(pool.flip(0).contiguous() for pool in before))

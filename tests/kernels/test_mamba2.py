@@ -1,13 +1,25 @@
-"""The scan of Mamba 2 by chunks against the recurrence of transformers, and its drift over a long answer."""
+"""Mamba 2: the scan against the recurrence of transformers, its drift, and kernels against the torch set."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from state_rows import BATCHES, PLACES, assert_near, step_rows
 from torch.nn import functional
 from transformers.models.bamba.modeling_bamba import mamba2_selective_state_update
 
-from phonograph.kernels.torch.state.mamba2 import scan
+from phonograph.kernels.torch.state import mamba2 as torch_set
+from phonograph.kernels.torch.state.mamba2 import MambaSizes, scan
+from phonograph.kernels.triton.state import mamba2 as triton_set
+
+EPS = 1e-5
+DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
+NETS = {
+    "one group": (MambaSizes(4, 16, 1, 16), 4),
+    "groups": (MambaSizes(6, 40, 2, 32, norm_groups=2), 4),
+    "odd sizes": (MambaSizes(3, 20, 3, 10, norm_groups=3), 2),
+    "wide keys": (MambaSizes(4, 80, 2, 256), 4),
+}
 
 
 @pytest.mark.parametrize("decay", [1e-4, 1.0, 50.0])
@@ -42,3 +54,36 @@ def test_a_long_answer_does_not_drift(decay: float, gates: str) -> None:
     whole = scan(x, keys, queries, time, rates, states[1])
     assert (states[0] - states[1]).norm() < 1e-4 * states[1].norm()
     assert (stepped - whole).norm() < 1e-4 * whole.norm()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("name", NETS)
+def test_kernels_are_the_torch_set(name: str, batch: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Rows of the projection lie apart, places that no sequence reads are NaN, and padding is 0."""
+    (net, taps), (queries, _, padding) = NETS[name], BATCHES[batch]
+    generator = torch.Generator().manual_seed(len(batch) + len(name))
+
+    def normal(*shape: int, kind: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(kind)
+
+    num_tokens, width = sum(queries) + padding, net.inner + net.channels + net.heads
+    memory = normal(num_tokens, width + 8, kind=dtype)
+    memory[:, width:] = torch.nan
+    bias = None if name == "one group" else normal(net.channels)
+    weights = normal(net.channels, taps), bias, *(normal(net.heads) for _ in range(3)), 1 + 0.1 * normal(net.inner)
+    rows, unread = step_rows(batch, generator)
+    history = normal(PLACES, taps - 1, net.channels, kind=dtype)
+    state = normal(PLACES, net.heads, net.head_size, net.key_size)
+    history[unread], state[unread] = torch.nan, torch.nan
+    out = torch.full((num_tokens, net.inner), torch.nan, dtype=dtype)
+    wanted = history.clone(), state.clone(), out.clone()
+    torch_set.mamba2(memory[:, :width], *weights, *rows, *wanted, list(net), torch.tensor(EPS))
+    got = [tensor.to(device) for tensor in (history, state, out)]
+    inputs = [tensor if tensor is None else tensor.to(device) for tensor in (*weights, *rows)]
+    scratch = torch.full((num_tokens, net.channels), torch.nan, dtype=dtype, device=device)
+    triton_set.mamba2(memory.to(device)[:, :width], *inputs, *got, net, EPS, scratch)
+    most = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
+    for one, other in zip(got, wanted, strict=True):
+        assert_near(one, other, most)
+    assert not got[2][sum(queries) :].any(), "padding is 0"

@@ -10,7 +10,7 @@ from phonograph.kernels.routing import Routing
 from phonograph.kernels.torch.route import route as torch_route
 from phonograph.kernels.triton.experts.expert_lists import TILE, ExpertLists
 from phonograph.kernels.triton.experts.route import route
-from phonograph.kernels.triton.gemm.product import CLAMPED_SWIGLU, GELU
+from phonograph.kernels.triton.gemm.product import CLAMPED_SWIGLU, GELU, RELU2
 
 ROUTINGS = {
     "few": Routing(5, 2),
@@ -94,7 +94,9 @@ def reference(
     for expert in range(num_experts):
         rows, ranks = (lists.experts_Tk[:count] == expert).nonzero(as_tuple=True)
         if len(rows):
-            gate, up = (x_TE[rows].double() @ gate_up[expert].double().t() + gate_up_bias[expert]).chunk(2, -1)
-            result = activated(gate, up, mode) @ down[expert].double().t() + down_bias[expert]
+            inner = x_TE[rows].double() @ gate_up[expert].double().t() + gate_up_bias[expert]
+            result = (inner.relu().square() if mode == RELU2 else activated(*inner.chunk(2, -1), mode)) @ down[
+                expert
+            ].double().t() + down_bias[expert]
             total.index_add_(0, rows, result * lists.weights_Tk[rows, ranks].double().unsqueeze(1))
     return total

@@ -11,7 +11,7 @@ import torch
 
 from phonograph.kernels.ranks import Ranks
 from phonograph.kernels.torch.grouped import Grouped
-from phonograph.kernels.triton.elementwise import layers
+from phonograph.kernels.triton.elementwise import encoder_rows, layers
 from phonograph.kernels.triton.experts.count_pairs import count_pairs
 from phonograph.kernels.triton.experts.expert_lists import ExpertLists
 from phonograph.kernels.triton.experts.expert_plan import expert_config, row_config
@@ -21,7 +21,7 @@ from phonograph.kernels.triton.experts.route import route
 from phonograph.kernels.triton.experts.route_row import route_row
 from phonograph.kernels.triton.experts.row_products import add_down_row, gate_up_row
 from phonograph.kernels.triton.gemm.bound_product import BoundProduct
-from phonograph.kernels.triton.gemm.product import GATED_MODES
+from phonograph.kernels.triton.gemm.product import EXPERT_MODES
 from phonograph.models.layers.part_weights import ExpertsWeights
 from phonograph.models.layers.workspace import Workspace, expert_memory
 
@@ -90,7 +90,7 @@ class ExpertKernels:
         else:
             routed_TE, x_TE = hidden_TE, norm[2]
         self._route(routed_TE, config.block, num_rows, norm)
-        mode = GATED_MODES[self._spec.activation]
+        mode = EXPERT_MODES[self._spec.activation]
         gate_up_products(x_TE, gate_up, lists, routing, config, memory.inner_PI, weights.gate_up.bias_O, mode=mode)
         down_products(memory.inner_PI, down, lists, routing, config, memory.results_PE, weights.down.bias_O)
         if self._shared is not None and weights.shared is not None:
@@ -117,7 +117,7 @@ class ExpertKernels:
         gate_up, down = weights.gate_up.weight.operand, weights.down.weight.operand
         assert isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor)
         self._route(hidden_1E, 1, num_rows, norm)
-        inner_kI, lists, tiles, mode = memory.inner_PI, self._lists, self._tiles, GATED_MODES[self._spec.activation]
+        inner_kI, lists, tiles, mode = memory.inner_PI, self._lists, self._tiles, EXPERT_MODES[self._spec.activation]
         gate_up_row(norm[2], gate_up, lists, tiles.gate_up, inner_kI, weights.gate_up.bias_O, mode=mode)
         add_down_row(inner_kI, down, lists, tiles.down, hidden_1E, weights.down.bias_O, factor=factor)
 
@@ -178,12 +178,16 @@ class ExpertKernels:
         return memory.normed_TE
 
     def _run_shared(self, gate_up: BoundProduct, down: BoundProduct, x_TE: torch.Tensor, memory: _Memory) -> None:
+        shared = self._spec.shared
+        assert shared is not None
         gate_up_T2I = memory.gate_up
-        inner_TI = gate_up_T2I[:, : gate_up_T2I.shape[1] // 2]
-        if gate_up.plan(len(x_TE)).gates_apart:
+        inner_TI = gate_up_T2I[:, : shared.down.num_inputs]
+        if not shared.gate_up.gated:
+            gate_up.store(x_TE, inner_TI)
+            encoder_rows.activate(inner_TI, inner_TI, shared.activation)
+        elif gate_up.plan(len(x_TE)).gates_apart:
             gate_up.store(x_TE, gate_up_T2I)
-            assert self._spec.shared is not None
-            layers.ACTIVATIONS[self._spec.shared.activation](gate_up_T2I, inner_TI)
+            layers.ACTIVATIONS[shared.activation](gate_up_T2I, inner_TI)
         else:
             gate_up.store(x_TE, inner_TI)
         down.store(inner_TI, memory.shared_TE)

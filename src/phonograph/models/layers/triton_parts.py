@@ -255,7 +255,8 @@ class TritonExperts:
         self._experts = ExpertKernels(weights, kernels.workspace, shared, kernels.eps, load_X, kernels.ranks)
         alone = (weights.shared, weights.sum_norm, weights.output_norm, weights.scalar) == (None,) * 4
         self._partial = weights.down.spec.partial
-        self._adds_row = alone and not self._partial and not isinstance(weights.down.weight.operand, Grouped)
+        plain = weights.gate_up.spec.gated and not isinstance(weights.down.weight.operand, Grouped)
+        self._adds_row = alone and not self._partial and plain
 
     def __call__(self, stream: Stream) -> Stream:
         kernels, weights, hidden_TE = self._kernels, self._weights, stream.hidden_TE

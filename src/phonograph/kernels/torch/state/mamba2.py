@@ -23,6 +23,8 @@ from torch.nn import functional
 from phonograph.kernels.torch.state.causal_conv import causal_conv
 from phonograph.kernels.torch.state.state_runs import state_runs
 
+MOST_GPU_KEYS = 256
+"""Largest K on a GPU, whose kernels hold rows of the state in registers."""
 _CHUNK = 64
 
 

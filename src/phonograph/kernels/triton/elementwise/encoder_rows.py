@@ -22,7 +22,7 @@ from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_options
 
 _PIECE = 1024
 _MEAN_PIECE = 128
-_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
+_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3, "relu2": 4}
 
 
 def layer_norm(
@@ -210,6 +210,8 @@ def _activate_kernel(
         out = 0.5 * wide * (1.0 + tl.erf(wide * 0.7071067811865476))
     else:
         out = tl.maximum(wide, 0.0)
+        if ACTIVATION == 4:
+            out *= out
     # The activation is rounded before the product, as torch does it.
     out = out.to(x.dtype)
     if GATED:

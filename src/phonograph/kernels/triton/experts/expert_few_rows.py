@@ -103,7 +103,7 @@ def expert_few_rows_kernel(
     PDL: tl.constexpr,
     num_warps: tl.constexpr,
 ):
-    GATED: tl.constexpr = MODE >= 2
+    GATED: tl.constexpr = MODE >= 2 and MODE < 5
     KIND: tl.constexpr = x_ptr.dtype.element_ty
     LAST: tl.constexpr = (K + 127) // 128 - 1
     TURNS: tl.constexpr = (LAST + UNITS * AHEAD) // (UNITS * AHEAD)
@@ -137,7 +137,7 @@ def expert_few_rows_kernel(
         exponents += (_read_exponents(byte_ptrs, unit_stride, step, UNITS, LAST),)
     # Places after the item's last have its row, whose results are not stored.
     x_row = start + tl.minimum(m_eight, count - 1)
-    if GATED:
+    if MODE >= 2:
         x_row = tl.load(pairs_ptr + x_row) // TOP_K
     x_ptrs = x_ptr + x_row.to(tl.int64) * x_stride
     sums = tl.zeros((UNITS, OUTPUTS, ROWS), tl.float32)

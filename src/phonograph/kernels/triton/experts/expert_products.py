@@ -29,7 +29,7 @@ from phonograph.kernels.triton.experts.expert_results import write_results
 from phonograph.kernels.triton.experts.expert_tile import expert_tile, whole_sums
 from phonograph.kernels.triton.gemm.gemm_tiled import TileShape
 from phonograph.kernels.triton.gemm.grouped_operands import MAGIC
-from phonograph.kernels.triton.gemm.product import SILU, STORE, Matrix
+from phonograph.kernels.triton.gemm.product import RELU2, SILU, STORE, Matrix
 from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_options
 
 
@@ -60,16 +60,16 @@ def gate_up_products(
     *,
     mode: int = SILU,
 ) -> None:
-    """Write activation(gate) * up of each pair, in the order of the items.
+    """Write activation(gate) * up of each pair, or activation(up) without gates, in the order of the items.
 
     Args:
         x_TE: rows.
-        matrix: weights of all experts, [X * 2I, E]: of each the gates, then the ups.
+        matrix: weights of all experts, [X * 2I, E]: of each the gates, then the ups; or the ups alone, [X * I, E].
         lists: of the routing.
         routing: rule of the choice.
         config: launch.
         inner_PI: receives the results; rows after the last pair stay as they are.
-        bias: [X * 2I].
+        bias: of each row of `matrix`.
         mode: activation, as in `Product`.
     """
     _launch(x_TE, matrix, lists, routing, config.block, config.gate_up, inner_PI, bias, mode)
@@ -113,7 +113,7 @@ def _launch(
     words = matrix.packed_OW.view(torch.int32) if isinstance(matrix, Grouped) else matrix
     num_pairs, num_outputs = out.shape
     num_inputs = x.shape[1]
-    rows = routing.num_experts * num_outputs * (1 + (mode >= SILU))
+    rows = routing.num_experts * num_outputs * (1 + (SILU <= mode < RELU2))
     assert words.shape[0] == rows and words.stride(1) == x.stride(1) == out.stride(1) == 1
     if weight is None:
         assert words.shape[1] == num_inputs
@@ -201,7 +201,7 @@ def _expert_kernel(
     INT8: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    GATED: tl.constexpr = MODE >= 2
+    GATED: tl.constexpr = MODE >= 2 and MODE < 5
     pdl_begin(PDL)
     column_tiles: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     n = tl.arange(0, BLOCK_N)
@@ -222,7 +222,7 @@ def _expert_kernel(
         return
     valid_m = m < count
     pair = tl.load(pairs_ptr + start + m, valid_m, other=0)
-    x_row = pair // TOP_K if GATED else start + m
+    x_row = pair // TOP_K if MODE >= 2 else start + m
     first = tile % column_tiles * BLOCK_N
     rows_left = N - first
     weight_row = expert * (2 * N if GATED else N) + first

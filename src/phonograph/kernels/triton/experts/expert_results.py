@@ -43,7 +43,7 @@ def write_results(
         up_sums: the same of the ups, with a gated activation.
         bias_ptr: biases of all experts, or None.
         weights_ptr: weights of pairs.
-        out_ptr: receives rows by place in the lists with a gated activation, otherwise by pair.
+        out_ptr: receives rows by place in the lists with an activation, otherwise by pair.
         out_stride: between two rows.
         bias_row: of the first output, int64.
         item: first place, number of pairs, and the pairs [m].
@@ -58,7 +58,7 @@ def write_results(
     valid_m = m < count
     if bias_ptr is not None:
         sums += tl.load(bias_ptr + bias_row + n, valid_n, other=0.0).to(tl.float32)[:, None]
-        if MODE >= 2:
+        if MODE >= 2 and MODE < 5:
             up_sums += tl.load(bias_ptr + bias_row + N + n, valid_n, other=0.0).to(tl.float32)[:, None]
     if MODE >= 2:
         result = activated(sums, up_sums, MODE)

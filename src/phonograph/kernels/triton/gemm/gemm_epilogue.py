@@ -92,6 +92,9 @@ def activated(gate, up, MODE: tl.constexpr):
     """Return activation(gate) * up in float32, by the mode of `Product`."""
     if MODE == 2:
         result = gate * tl.sigmoid(gate) * up
+    elif MODE == 5:
+        # Without gates.
+        result = tl.maximum(gate, 0.0) * tl.maximum(gate, 0.0)
     elif MODE == 3:
         # The approximation by tanh, as `elementwise.layers.gelu_slope`.
         result = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)) * up

@@ -18,9 +18,11 @@ from phonograph.kernels.fp8_activations import numbers_and_scales
 from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.triton.gemm.product_plan import WeightFormat
 
-STORE, ADD, SILU, GELU, CLAMPED_SWIGLU = 0, 1, 2, 3, 4
+STORE, ADD, SILU, GELU, CLAMPED_SWIGLU, RELU2 = 0, 1, 2, 3, 4, 5
 GATED_MODES = {"silu": SILU, "gelu_tanh": GELU, "clamped_swiglu": CLAMPED_SWIGLU}
 """Modes of gated products by the activation of their gates in a model's specification."""
+EXPERT_MODES = {**GATED_MODES, "relu2": RELU2}
+"""Modes of experts' first products. Those of relu2 have no gates."""
 MAX_SQUARE_TILES = 256
 """Most sums of squares of a row; each program that takes the row reads all of them."""
 Parts = tuple[torch.Tensor, torch.Tensor]

@@ -1,6 +1,7 @@
 """Causal convolution of each channel, with the last inputs of each slot, for mixers that have one.
 
-A gated delta net convolves its queries, keys and values, and silu follows. A short convolution is between two gates.
+A gated delta net and Mamba 2 convolve their queries, keys and values, and silu follows. A short convolution is between
+two gates.
 
 Shapes are those of the torch twins. Two launches, for queries of any lengths:
 
@@ -21,7 +22,8 @@ from phonograph.kernels.torch.state.gated_delta import DeltaSizes
 from phonograph.kernels.triton.state.delta_rows import column_of, sequence_of
 
 _TOKENS, _CHANNELS = 16, 128
-_NO_NET = DeltaSizes(1, 1, 1, 1, by_head=False)
+NO_NET = DeltaSizes(1, 1, 1, 1, by_head=False)
+"""Sizes for mixers whose channels are in the order of the projection's columns."""
 
 
 def short_conv(
@@ -75,12 +77,12 @@ def causal_conv(
         checkpoints_3R: int32; rows may be apart from one another.
         history_SPC: contiguous; see `gated_delta` of the torch set.
         out_TC: contiguous; rows of padding are 0.
-        net: sizes of a gated delta net, for silu(convolution); None for a short convolution with its gates.
+        net: sizes of a gated delta net, or NO_NET, for silu(convolution); None for a short convolution with its gates.
         bias_C: float32, added to the convolution; None for none.
     """
     num_tokens, (num_channels, num_taps) = len(projected_TF), taps_CW.shape
     num_reqs = len(slots_R)
-    gated, net = net is None, net or _NO_NET
+    gated, net = net is None, net or NO_NET
     sizes = {"G": net.key_heads, "H": net.value_heads, "K": net.key_size, "V": net.value_size, "BY_HEAD": net.by_head}
     rows = query_start_loc, seq_lens_R, slots_R, checkpoints_3R
     channel_blocks = triton.cdiv(num_channels, _CHANNELS)

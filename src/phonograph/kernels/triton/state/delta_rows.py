@@ -67,10 +67,15 @@ def decay_and_rate(
         time_column = H + head
     rate = tl.load(gates_ptr + rate_column, mask, other=0.0).to(tl.float32)
     time = tl.load(gates_ptr + time_column, mask, other=0.0).to(tl.float32) + tl.load(time_bias_ptr + head)
-    # The exponential of a large time overflows.
-    soft = tl.where(time > 20.0, time, tl.log(1.0 + tl.exp(tl.minimum(time, 20.0))))
-    decay = -tl.exp(tl.load(decay_ptr + head)) * soft
+    decay = -tl.exp(tl.load(decay_ptr + head)) * softplus(time)
     return tl.where(mask, decay, 0.0), tl.where(mask, tl.sigmoid(rate), 0.0)
+
+
+@triton.jit
+def softplus(time):
+    """Return log(1 + exp(time))."""
+    # The exponential of a large time overflows.
+    return tl.where(time > 20.0, time, tl.log(1.0 + tl.exp(tl.minimum(time, 20.0))))
 
 
 @triton.jit

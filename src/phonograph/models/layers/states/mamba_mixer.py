@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
+
 from phonograph.graphs.modes import GraphSupport, Support
-from phonograph.kernels.torch.state.mamba2 import MambaSizes
+from phonograph.kernels.torch.state.mamba2 import MOST_GPU_KEYS, MambaSizes
 from phonograph.models.layers.layer_matrix import LayerMatrix, MatrixPart
 from phonograph.models.layers.states.conv_mixer import ConvMixer
 from phonograph.models.layers.states.state_mixer import StateTensor
@@ -59,13 +61,22 @@ class MambaMixer(ConvMixer):
 
     @property
     def gpu_refusal(self) -> str | None:
-        """Reason why no GPU runs it."""
-        return f"layers with {self.name} have no GPU kernel yet"
+        """Size of keys that GPU kernels do not take; None if they take these."""
+        size = self.sizes.key_size
+        if size <= MOST_GPU_KEYS:
+            return None
+        return f"a state of {size} numbers for each input of {self.name}; GPU kernels take up to {MOST_GPU_KEYS}"
 
     @property
     def graph_support(self) -> Support:
         """Batches that may run in a graph: all."""
         return Support(GraphSupport.ALWAYS, "Mamba 2: lengths and slots are read at each replay")
+
+
+def operands(others: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
+    """Return the layer's tensors that are no projections, in the order of the operator's arguments."""
+    names = DECAY, SKIP, TIME_BIAS, NORM
+    return others[TAPS].squeeze(1), others.get(BIAS), *(others[name] for name in names)
 
 
 def mamba_mixer(

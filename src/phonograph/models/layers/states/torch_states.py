@@ -66,11 +66,8 @@ def _mamba2(
     weights: StateWeights, projected: _Tensors, rows: _Tensors, mixed_TX: torch.Tensor, eps: torch.Tensor
 ) -> None:
     spec: Any = weights.spec
-    names, found = mamba_mixer, weights.others
-    heads = (found[name] for name in (names.DECAY, names.SKIP, names.TIME_BIAS, names.NORM))
-    torch.ops.phonograph.mamba2.default(
-        *projected, found[names.TAPS].squeeze(1), found.get(names.BIAS), *heads, *rows, mixed_TX, list(spec.sizes), eps
-    )
+    operands = mamba_mixer.operands(weights.others)
+    torch.ops.phonograph.mamba2.default(*projected, *operands, *rows, mixed_TX, list(spec.sizes), eps)
 
 
 _OPERATORS: dict[type[StateMixer], Callable[..., None]] = {

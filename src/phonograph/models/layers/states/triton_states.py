@@ -9,9 +9,11 @@ import torch
 
 from phonograph.kernels.triton.state.causal_conv import short_conv as mix_short
 from phonograph.kernels.triton.state.gated_delta import gated_delta
+from phonograph.kernels.triton.state.mamba2 import mamba2
 from phonograph.models.layers.kernel_set import Step, Stream
-from phonograph.models.layers.states import gated_delta_net, short_conv
+from phonograph.models.layers.states import gated_delta_net, mamba_mixer, short_conv
 from phonograph.models.layers.states.gated_delta_net import GatedDeltaNet
+from phonograph.models.layers.states.mamba_mixer import MambaMixer
 from phonograph.models.layers.states.short_conv import ShortConv
 from phonograph.models.layers.states.state_mixer import StateMixer
 from phonograph.models.layers.states.state_weights import StateWeights
@@ -77,5 +79,22 @@ def _mix_short(
     mix_short(*args)
 
 
-_KERNELS: dict[type[StateMixer], Callable[..., None]] = {GatedDeltaNet: _gated_delta, ShortConv: _mix_short}
+def _mamba2(
+    weights: StateWeights,
+    projected: _Tensors,
+    rows: _Tensors,
+    mixed_TX: torch.Tensor,
+    eps: float,
+    scratch: torch.Tensor,
+) -> None:
+    spec: Any = weights.spec
+    args: list[Any] = [*projected, *mamba_mixer.operands(weights.others), *rows, mixed_TX, spec.sizes, eps, scratch]
+    mamba2(*args)
+
+
+_KERNELS: dict[type[StateMixer], Callable[..., None]] = {
+    GatedDeltaNet: _gated_delta,
+    ShortConv: _mix_short,
+    MambaMixer: _mamba2,
+}
 """Kernels by the type of the mixer."""

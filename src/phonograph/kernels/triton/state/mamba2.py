@@ -1,0 +1,110 @@
+"""Mamba 2 of a step on a GPU: the twin of `kernels/torch/state/mamba2.py`, in five launches.
+
+1. Convolution of all tokens, and 2. the last inputs of each sequence (`causal_conv.py`).
+3. Scan of sequences of up to 16 tokens in the step, token by token (`mamba_step.py`).
+4. Scan of longer ones, by chunks (`mamba_chunk.py`); left out where no sequence can be longer.
+5. Gates and norm of the outputs, in place: a program has a token and a group of the norm.
+
+All read lengths, slots and checkpoints on the device, so that a captured graph serves any batch.
+"""
+
+# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from phonograph.kernels.torch.state.mamba2 import MambaSizes
+from phonograph.kernels.triton.state.causal_conv import NO_NET, causal_conv
+from phonograph.kernels.triton.state.mamba_chunk import mamba_chunk_kernel
+from phonograph.kernels.triton.state.mamba_step import mamba_step_kernel
+
+_CHUNK = 64
+_MOST_STEPS = 16
+_BLOCK = 4096
+"""Numbers of the state that a program holds."""
+
+
+def mamba2(
+    projected_TF: torch.Tensor,
+    taps_CW: torch.Tensor,
+    bias_C: torch.Tensor | None,
+    decay_H: torch.Tensor,
+    skip_H: torch.Tensor,
+    time_bias_H: torch.Tensor,
+    norm_X: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens_R: torch.Tensor,
+    slots_R: torch.Tensor,
+    checkpoints_3R: torch.Tensor,
+    history_SPC: torch.Tensor,
+    state_SHVK: torch.Tensor,
+    out_TX: torch.Tensor,
+    net: MambaSizes,
+    eps: float,
+    conv_TC: torch.Tensor,
+) -> None:
+    """Mix the tokens of each sequence with its state, and write the new states; see the torch twin.
+
+    Args:
+        projected_TF: rows may be apart from one another, as those of `checkpoints_3R`.
+        taps_CW: as in the twin; all others too, and contiguous.
+        bias_C: see there.
+        decay_H: see there.
+        skip_H: see there.
+        time_bias_H: see there.
+        norm_X: see there.
+        query_start_loc: see there.
+        seq_lens_R: see there.
+        slots_R: see there.
+        checkpoints_3R: see there.
+        history_SPC: see there.
+        state_SHVK: see there.
+        out_TX: contiguous; receives zeros for padding.
+        net: sizes.
+        eps: epsilon of the norm.
+        conv_TC: scratch, contiguous.
+    """
+    num_tokens, num_reqs = len(projected_TF), len(slots_R)
+    rows = query_start_loc, seq_lens_R, slots_R, checkpoints_3R
+    gates_TX, x_TC, times_TH = projected_TF.split([net.inner, net.channels, net.heads], 1)
+    causal_conv(x_TC, taps_CW, *rows, history_SPC, conv_TC, NO_NET, bias_C)
+    weights, strides = (decay_H, skip_H, time_bias_H), (projected_TF.stride(0), checkpoints_3R.stride(0))
+    args = conv_TC, times_TH, *weights, *rows, state_SHVK, out_TX, *strides
+    keys, size = (max(16, triton.next_power_of_2(one)) for one in (net.key_size, net.head_size))
+    sizes = {"H": net.heads, "V": net.head_size, "G": net.groups, "K": net.key_size, "KEYS": keys}
+
+    def scan(kernel: Any, most_values: int, **settings: Any) -> None:
+        values = min(size, most_values, _BLOCK // keys)
+        grid = num_reqs, net.heads, triton.cdiv(net.head_size, values)
+        kernel[grid](*args, **sizes, VALUES=values, MOST=_MOST_STEPS, **settings)
+
+    scan(mamba_step_kernel, 32, num_warps=4)
+    if num_tokens > _MOST_STEPS:
+        precision = "ieee" if projected_TF.dtype is torch.float32 else "tf32"
+        scan(mamba_chunk_kernel, 64, CHUNK=_CHUNK, PRECISION=precision, num_warps=8)
+    width = net.inner // net.norm_groups
+    _gated_norm_kernel[(num_tokens, net.norm_groups)](
+        out_TX, gates_TX, norm_X, query_start_loc, num_reqs, eps, projected_TF.stride(0), X=net.inner, WIDTH=width,
+        BLOCK=triton.next_power_of_2(width), num_warps=8 if width > 2048 else 4,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_reqs"])
+def _gated_norm_kernel(
+    out_ptr, gates_ptr, norm_ptr, starts_ptr, num_reqs, eps, gates_stride, X: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    token, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    mask = column < WIDTH
+    column += tl.program_id(1) * WIDTH
+    # Outputs of padding have no contents yet.
+    is_token = mask & (token < tl.load(starts_ptr + num_reqs))
+    out = out_ptr + token * X + column
+    gate = tl.load(gates_ptr + token * gates_stride + column, is_token, other=0.0).to(tl.float32)
+    mixed = tl.load(out, is_token, other=0.0).to(tl.float32) * gate * tl.sigmoid(gate)
+    mixed *= tl.rsqrt(tl.sum(mixed * mixed) / WIDTH + eps) * tl.load(norm_ptr + column, mask, other=0.0)
+    tl.store(out, mixed.to(out_ptr.dtype.element_ty), mask)
