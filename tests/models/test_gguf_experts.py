@@ -36,6 +36,10 @@ OWN: dict[str, dict[str, Any]] = {
     "granitemoeshared": {**MIXTRAL, **SHARED},
     "granite": MIXTRAL,
     "granite4": {**SHARED, "intermediate_size": 64},
+    "qwen3_5_moe": {
+        **{"linear_num_value_heads": 4, "linear_value_head_dim": 64, "moe_intermediate_size": 64},
+        "shared_expert_intermediate_size": 96,
+    },
 }
 """Sizes that are multiples of 32, the smallest blocks; llama.cpp has no dense layers between others."""
 MIXED = {"gate": "Q4_K", "up": "Q6_K", "down": "Q5_K", "rest": "Q6_K"}

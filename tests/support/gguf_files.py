@@ -59,6 +59,7 @@ ARCHITECTURES = {
     "qwen2_moe": "qwen2moe",
     "qwen3_moe": "qwen3moe",
     "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
     "granitemoeshared": "granitemoe",
     # Files of Granite 4 without layers that have a state.
     "granitemoehybrid": "granite",
@@ -133,7 +134,7 @@ def own_name(name: str, architecture: str = "") -> str:
         return f"{NAMES[module]}.{end}"
     _, _, layer, rest = module.split(".", 3)
     names = {**NAMES, **BOTH_NORMS} if architecture == "gemma3" else NAMES
-    if architecture == "qwen35":
+    if architecture.startswith("qwen35"):
         names = {**names, **OF_STATES}
         if end in ("A_log", "dt_bias"):
             return f"blk.{layer}.{'ssm_a' if end == 'A_log' else 'ssm_dt.bias'}"
@@ -153,7 +154,7 @@ def halved(rows: np.ndarray, heads: int) -> np.ndarray:
     return rows.reshape(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
-def state_header(config: dict[str, Any]) -> dict[str, Any]:
+def state_header(config: dict[str, Any], arch: str) -> dict[str, Any]:
     """Return the keys of Qwen3.5."""
     rotated = int(config["head_dim"] * config["rope_parameters"]["partial_rotary_factor"])
     keys = {
@@ -166,7 +167,7 @@ def state_header(config: dict[str, Any]) -> dict[str, Any]:
         "rope.dimension_count": rotated,
         "rope.dimension_sections": [rotated // 2, 0, 0, 0],
     }
-    return {f"qwen35.{key}": value for key, value in keys.items()}
+    return {f"{arch}.{key}": value for key, value in keys.items()}
 
 
 def tiled(name: str, array: np.ndarray, config: dict[str, Any], *, back: bool = False) -> np.ndarray:
@@ -241,7 +242,7 @@ def write_gguf(
         f"{arch}.rope.freq_base": float(rope.get("full_attention", rope)["rope_theta"]),
         f"{arch}.rope.dimension_count": head_size,
         **expert_header(config, arch),
-        **(state_header(config) if arch == "qwen35" else {}),
+        **(state_header(config, arch) if arch.startswith("qwen35") else {}),
         **(header or {}),
     }
     writer = gguf.GGUFWriter(path, arch)
@@ -268,10 +269,10 @@ def write_gguf(
         array = interleaved(array, count) if count else array
         # Norms of Gemma and Qwen3.5 are stored as the weights that are multiplied.
         is_norm = name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")
-        offset = 1 if arch in ("gemma3", "qwen35") and is_norm else 0
+        offset = 1 if arch.startswith(("gemma3", "qwen35")) and is_norm else 0
         array = array + offset
-        if arch == "qwen35":
-            array = tiled(name, array.squeeze(1) if array.ndim == 3 else array, config)
+        if arch.startswith("qwen35"):
+            array = tiled(name, array.squeeze(1) if "conv1d" in name else array, config)
             array = -np.exp(array) if name.endswith("A_log") else array
         # llama.cpp leaves routers as they are.
         kind = kind_of(name) if array.ndim > 1 and not re.search("ffn_gate_inp|conv1d", own) else "F32"
@@ -280,7 +281,7 @@ def write_gguf(
             writer.add_tensor(own, data.squeeze(0) if own.endswith("inp_shexp.weight") else data, raw_dtype=Kind[kind])
         numbers = gguf.quants.dequantize(data, Kind[kind]).astype(np.float32)
         numbers = halved(numbers, count) if count else numbers - offset
-        if arch == "qwen35":
+        if arch.startswith("qwen35"):
             numbers = tiled(name, np.log(-numbers) if name.endswith("A_log") else numbers, config, back=True)
         tensor.copy_(torch.from_numpy(numbers).view(tensor.shape))
     for name, array in (tensors or {}).items():

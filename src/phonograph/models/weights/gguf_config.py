@@ -32,6 +32,7 @@ ARCHITECTURES: Mapping[str, str] = {
     "granite": "GraniteForCausalLM",
     "granitemoe": "GraniteMoeForCausalLM",
     "qwen35": "Qwen3_5ForCausalLM",
+    "qwen35moe": "Qwen3_5MoeForCausalLM",
 }
 """Architectures by `general.architecture`. Files of Mistral and Mixtral models mostly say "llama"."""
 INTERLEAVED = frozenset({"llama", "mistral", "granite", "granitemoe"})
@@ -84,18 +85,25 @@ _GRANITE = {
     "logit_scale": _Key("logits_scaling", float, _REQUIRED),
 }
 _MIXTRAL = {"expert_count": _Key("num_local_experts", int), **_USED}
+_QWEN3_MOE = {
+    "expert_count": _Key("num_experts", int, _REQUIRED),
+    **_USED,
+    "expert_feed_forward_length": _Key("moe_intermediate_size", int, _REQUIRED),
+}
+_QWEN2_MOE = {
+    **_QWEN3_MOE,
+    "expert_shared_feed_forward_length": _Key("shared_expert_intermediate_size", int, _REQUIRED),
+}
+_QWEN35 = {
+    "full_attention_interval": _Key("full_attention_interval", int, 4),
+    "ssm.conv_kernel": _Key("linear_conv_kernel_dim", int, _REQUIRED),
+    "ssm.state_size": _Key("linear_key_head_dim", int, _REQUIRED),
+    "ssm.group_count": _Key("linear_num_key_heads", int, _REQUIRED),
+    "ssm.time_step_rank": _Key("linear_num_value_heads", int, _REQUIRED),
+}
 _OWN_KEYS: Mapping[str, Mapping[str, _Key]] = {
-    "qwen2moe": {
-        "expert_count": _Key("num_experts", int, _REQUIRED),
-        **_USED,
-        "expert_feed_forward_length": _Key("moe_intermediate_size", int, _REQUIRED),
-        "expert_shared_feed_forward_length": _Key("shared_expert_intermediate_size", int, _REQUIRED),
-    },
-    "qwen3moe": {
-        "expert_count": _Key("num_experts", int, _REQUIRED),
-        **_USED,
-        "expert_feed_forward_length": _Key("moe_intermediate_size", int, _REQUIRED),
-    },
+    "qwen2moe": _QWEN2_MOE,
+    "qwen3moe": _QWEN3_MOE,
     "olmoe": {"expert_count": _Key("num_experts", int, _REQUIRED), **_USED},
     "granite": _GRANITE,
     "granitemoe": {
@@ -104,13 +112,9 @@ _OWN_KEYS: Mapping[str, Mapping[str, _Key]] = {
         **_USED,
         "expert_shared_feed_forward_length": _Key("shared_intermediate_size", int),
     },
-    "qwen35": {
-        "full_attention_interval": _Key("full_attention_interval", int, 4),
-        "ssm.conv_kernel": _Key("linear_conv_kernel_dim", int, _REQUIRED),
-        "ssm.state_size": _Key("linear_key_head_dim", int, _REQUIRED),
-        "ssm.group_count": _Key("linear_num_key_heads", int, _REQUIRED),
-        "ssm.time_step_rank": _Key("linear_num_value_heads", int, _REQUIRED),
-    },
+    "qwen35": _QWEN35,
+    # No matrix has the size of a dense feed-forward, which files may leave out.
+    "qwen35moe": {**_QWEN35, **_QWEN2_MOE, "feed_forward_length": _Key("intermediate_size", int)},
 }
 """Keys of single architectures."""
 _RENORMALISED = {"qwen2moe": False, "qwen3moe": True, "olmoe": False}
@@ -126,7 +130,7 @@ _FIXED: Mapping[str, Callable[[Any, dict[str, Any]], bool]] = {
     "attention.value_length": lambda value, config: value == _head_size(config),
     "rope.dimension_count": lambda value, config: value == _head_size(config) * config.get("partial_rotary_factor", 1),
     # Positions of images, which are those of text without any.
-    "rope.dimension_sections": lambda value, config: config["model_type"] == "qwen3_5_text",
+    "rope.dimension_sections": lambda value, config: config["model_type"].startswith("qwen3_5"),
     "ssm.inner_size": lambda value, config: (
         value == config.get("linear_num_value_heads", 0) * config.get("linear_value_head_dim", 0)
     ),
@@ -188,8 +192,8 @@ def config_of_gguf(file: GgufFile) -> dict[str, Any]:
         config |= {"architectures": ["GraniteMoeSharedForCausalLM"], "model_type": "granitemoeshared"}
     # Qwen3's default is another one; llama.cpp's is this.
     config.setdefault("head_dim", _head_size(config))
-    if name == "qwen35":
-        config |= _of_qwen35(file, config)
+    if name.startswith("qwen35"):
+        config |= _of_qwen35(file, name, config)
     _check_sizes(file, config)
     _read_scaling(file, name, config)
     window = _read(file, f"{name}.attention.sliding_window", _Key("sliding_window", int))
@@ -213,10 +217,10 @@ def _of_gemma3(config: Mapping[str, Any], window: int) -> dict[str, Any]:
     }
 
 
-def _of_qwen35(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Any]:
+def _of_qwen35(file: GgufFile, name: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return fields of Qwen3.5 that a header has in other units."""
     inner, rotated = (
-        _read(file, f"qwen35.{key}", _Key("", int, _REQUIRED)) for key in ("ssm.inner_size", "rope.dimension_count")
+        _read(file, f"{name}.{key}", _Key("", int, _REQUIRED)) for key in ("ssm.inner_size", "rope.dimension_count")
     )
     return {
         TILED: True,
