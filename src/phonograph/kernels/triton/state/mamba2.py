@@ -24,8 +24,8 @@ from phonograph.kernels.triton.state.mamba_step import mamba_step_kernel
 
 _CHUNK = 64
 _MOST_STEPS = 16
-_BLOCK = 4096
-"""Numbers of the state that a program holds."""
+_STEP_BLOCK, _CHUNK_BLOCK = 4096, 8192
+"""Most numbers of the state in a program, up to 256 for each input."""
 
 
 def mamba2(
@@ -77,15 +77,14 @@ def mamba2(
     keys, size = (max(16, triton.next_power_of_2(one)) for one in (net.key_size, net.head_size))
     sizes = {"H": net.heads, "V": net.head_size, "G": net.groups, "K": net.key_size, "KEYS": keys}
 
-    def scan(kernel: Any, most_values: int, **settings: Any) -> None:
-        values = min(size, most_values, _BLOCK // keys)
+    def scan(kernel: Any, block: int, **settings: Any) -> None:
+        values = min(size, block // keys)
         grid = num_reqs, net.heads, triton.cdiv(net.head_size, values)
         kernel[grid](*args, **sizes, VALUES=values, MOST=_MOST_STEPS, **settings)
 
-    scan(mamba_step_kernel, 32, num_warps=4)
+    scan(mamba_step_kernel, _STEP_BLOCK, num_warps=4)
     if num_tokens > _MOST_STEPS:
-        precision = "ieee" if projected_TF.dtype is torch.float32 else "tf32"
-        scan(mamba_chunk_kernel, 64, CHUNK=_CHUNK, PRECISION=precision, num_warps=8)
+        scan(mamba_chunk_kernel, _CHUNK_BLOCK, CHUNK=_CHUNK, num_warps=8)
     width = net.inner // net.norm_groups
     _gated_norm_kernel[(num_tokens, net.norm_groups)](
         out_TX, gates_TX, norm_X, query_start_loc, num_reqs, eps, projected_TF.stride(0), X=net.inner, WIDTH=width,

@@ -34,8 +34,8 @@ def mamba_step_kernel(
     key, value = tl.arange(0, KEYS), tl.program_id(2) * VALUES + tl.arange(0, VALUES)
     has_key, has_value = key < K, value < V
     mask = has_value[:, None] & has_key[None, :]
-    states = state_ptr + (head * V + value)[:, None] * K + key[None, :]
-    state = tl.load(states + source.to(tl.int64) * (H * V * K), mask & (source >= 0), other=0.0)
+    number = (head * V + value)[:, None] * K + key[None, :]
+    state = tl.load(state_ptr + source.to(tl.int64) * (H * V * K) + number, mask & (source >= 0), other=0.0)
     rate, skip, time_bias = -tl.exp(tl.load(decay_ptr + head)), tl.load(skip_ptr + head), tl.load(time_bias_ptr + head)
     for index in range(count):
         token = (start + index).to(tl.int64)
@@ -49,5 +49,5 @@ def mamba_step_kernel(
         mixed = tl.sum(state * c[None, :], 1) + skip * x
         tl.store(out_ptr + (token * H + head) * V + value, mixed.to(out_ptr.dtype.element_ty), has_value)
         if index + 1 == before:
-            tl.store(states + saved.to(tl.int64) * (H * V * K), state, mask & (saved >= 0))
-    tl.store(states + slot.to(tl.int64) * (H * V * K), state, mask & (slot >= 0))
+            tl.store(state_ptr + saved.to(tl.int64) * (H * V * K) + number, state, mask & (saved >= 0))
+    tl.store(state_ptr + slot.to(tl.int64) * (H * V * K) + number, state, mask & (slot >= 0))
