@@ -25,7 +25,7 @@ from phonograph.kernels.triton.state.mamba_step import mamba_step_kernel
 _CHUNK = 64
 _MOST_STEPS = 16
 _STEP_BLOCK, _CHUNK_BLOCK = 4096, 8192
-"""Most numbers of the state in a program, up to 256 for each input."""
+"""Most numbers of the state that a program holds."""
 
 
 def mamba2(
