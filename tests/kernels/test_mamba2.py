@@ -87,3 +87,10 @@ def test_kernels_are_the_torch_set(name: str, batch: str, dtype: torch.dtype, de
     for one, other in zip(got, wanted, strict=True):
         assert_near(one, other, most)
     assert not got[2][sum(queries) :].any(), "padding is 0"
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_few_programs_scan_all(batch: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_set, "_STEP_PROGRAMS", 5)
+    monkeypatch.setattr(triton_set, "_CHUNK_PROGRAMS", 3)
+    test_kernels_are_the_torch_set("groups", batch, torch.float32, device)

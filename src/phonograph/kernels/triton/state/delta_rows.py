@@ -29,6 +29,18 @@ def sequence_of(row, starts_ptr, lens_ptr, slots_ptr, checkpoints_ptr, num_reqs)
 
 
 @triton.jit
+def places_by_length(starts_ptr, num_reqs, LEAST: tl.constexpr, MOST: tl.constexpr, ROWS: tl.constexpr):
+    """Return the place of each sequence among those with LEAST to MOST tokens, -1 for others, and their number.
+
+    ROWS: power of two, at least the number of sequences.
+    """
+    row = tl.arange(0, ROWS)
+    count = tl.load(starts_ptr + tl.minimum(row + 1, num_reqs)) - tl.load(starts_ptr + tl.minimum(row, num_reqs))
+    chosen = ((count >= LEAST) & (count <= MOST)).to(tl.int32)
+    return tl.where(chosen == 1, tl.cumsum(chosen, 0) - 1, -1), tl.sum(chosen, 0)
+
+
+@triton.jit
 def column_of(channel, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BY_HEAD: tl.constexpr):
     """Return the column of the projection with a channel of the convolution."""
     if not BY_HEAD:

@@ -25,7 +25,9 @@ from phonograph.kernels.triton.state.mamba_step import mamba_step_kernel
 _CHUNK = 64
 _MOST_STEPS = 16
 _STEP_BLOCK, _CHUNK_BLOCK = 4096, 8192
-"""Most numbers of the state that a program holds."""
+"""Most numbers of the state in an item."""
+_STEP_PROGRAMS, _CHUNK_PROGRAMS = 1056, 264
+"""Most programs: 8 and 2 for each SM of an H200. More would end at once where rows are empty or belong to the other."""
 
 
 def mamba2(
@@ -73,18 +75,19 @@ def mamba2(
     gates_TX, x_TC, times_TH = projected_TF.split([net.inner, net.channels, net.heads], 1)
     causal_conv(x_TC, taps_CW, *rows, history_SPC, conv_TC, NO_NET, bias_C)
     weights, strides = (decay_H, skip_H, time_bias_H), (projected_TF.stride(0), checkpoints_3R.stride(0))
-    args = conv_TC, times_TH, *weights, *rows, state_SHVK, out_TX, *strides
+    args = conv_TC, times_TH, *weights, *rows, state_SHVK, out_TX, num_reqs, *strides
     keys, size = (max(16, triton.next_power_of_2(one)) for one in (net.key_size, net.head_size))
     sizes = {"H": net.heads, "V": net.head_size, "G": net.groups, "K": net.key_size, "KEYS": keys}
+    sizes["ROWS"] = max(128, triton.next_power_of_2(num_reqs))
 
-    def scan(kernel: Any, block: int, **settings: Any) -> None:
+    def scan(kernel: Any, num_rows: int, block: int, programs: int, **settings: Any) -> None:
         values = min(size, block // keys)
-        grid = num_reqs, net.heads, triton.cdiv(net.head_size, values)
+        grid = (min(num_rows * net.heads * triton.cdiv(net.head_size, values), programs),)
         kernel[grid](*args, **sizes, VALUES=values, MOST=_MOST_STEPS, **settings)
 
-    scan(mamba_step_kernel, _STEP_BLOCK, num_warps=4)
-    if num_tokens > _MOST_STEPS:
-        scan(mamba_chunk_kernel, _CHUNK_BLOCK, CHUNK=_CHUNK, num_warps=8)
+    scan(mamba_step_kernel, num_reqs, _STEP_BLOCK, _STEP_PROGRAMS, num_warps=4)
+    if most_long := min(num_reqs, num_tokens // (_MOST_STEPS + 1)):
+        scan(mamba_chunk_kernel, most_long, _CHUNK_BLOCK, _CHUNK_PROGRAMS, CHUNK=_CHUNK, num_warps=8)
     width = net.inner // net.norm_groups
     _gated_norm_kernel[(num_tokens, net.norm_groups)](
         out_TX, gates_TX, norm_X, query_start_loc, num_reqs, eps, projected_TF.stride(0), X=net.inner, WIDTH=width,

@@ -1,10 +1,10 @@
 """Scan of Mamba 2 for many tokens of a sequence, by products of matrices over chunks of tokens.
 
-A program has a sequence, a head and a block of the head's inputs, and holds their rows of the state [V, K] in
-registers. A chunk ends at the checkpoint, if there is one. Its tokens read the state before the chunk, and each other
-as causal attention does, with decays in place of a softmax (Dao and Gu 2024, arXiv:2405.21060). Formulas and shapes are
-in the torch twin (`kernels/torch/state/mamba2.py`). Operands of products are in the type of the inputs, sums and the
-state in float32.
+An item is a sequence of these, a head and a block of the head's inputs. A program has one item after another, and holds
+their rows of the state [V, K] in registers. A chunk ends at the checkpoint, if there is one. Its tokens read the
+state before the chunk, and each other as causal attention does, with decays in place of a softmax (Dao and Gu 2024,
+arXiv:2405.21060). Formulas and shapes are in the torch twin (`kernels/torch/state/mamba2.py`). Operands of products are
+in the type of the inputs, sums and the state in float32.
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -13,65 +13,70 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from phonograph.kernels.triton.state.delta_rows import sequence_of, softplus
+from phonograph.kernels.triton.state.delta_rows import places_by_length, sequence_of, softplus
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_reqs"])
 def mamba_chunk_kernel(
     conv_ptr, times_ptr, decay_ptr, skip_ptr, time_bias_ptr, starts_ptr, lens_ptr, slots_ptr, checkpoints_ptr,
-    state_ptr, out_ptr, times_stride, checkpoints_stride, H: tl.constexpr, V: tl.constexpr, G: tl.constexpr,
-    K: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, MOST: tl.constexpr, CHUNK: tl.constexpr,
+    state_ptr, out_ptr, num_reqs, times_stride, checkpoints_stride, H: tl.constexpr, V: tl.constexpr, G: tl.constexpr,
+    K: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, ROWS: tl.constexpr,
+    MOST: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Mix more than MOST tokens of a sequence; programs of shorter ones do nothing.
+    """Mix the tokens of sequences with more than MOST.
 
     KEYS: power of two of at least 16, at least K.
-    VALUES: rows of the state of a program, a power of two of at least 16.
+    VALUES: rows of the state of an item, a power of two of at least 16.
+    ROWS: see `places_by_length`.
     """
-    head = tl.program_id(1)
-    start, count, source, slot, saved, before = sequence_of(
-        tl.program_id(0), starts_ptr, lens_ptr, slots_ptr, checkpoints_ptr, checkpoints_stride
-    )
-    if count <= MOST:
-        return
-    C: tl.constexpr = H * V + 2 * G * K
-    key, value, line = tl.arange(0, KEYS), tl.program_id(2) * VALUES + tl.arange(0, VALUES), tl.arange(0, CHUNK)
-    has_key, has_value = key < K, value < V
-    mask = has_value[:, None] & has_key[None, :]
-    number = (head * V + value)[:, None] * K + key[None, :]
-    state = tl.load(state_ptr + source.to(tl.int64) * (H * V * K) + number, mask & (source >= 0), other=0.0)
-    rate, skip, time_bias = -tl.exp(tl.load(decay_ptr + head)), tl.load(skip_ptr + head), tl.load(time_bias_ptr + head)
-    is_later = line[:, None] >= line[None, :]
-    first = tl.zeros((), tl.int32)
-    while first < count:
-        end = tl.minimum(first + CHUNK, count)
-        end = tl.where((first < before) & (before < end), before, end)
-        is_token = first + line < end
-        token = (start + first).to(tl.int64)
-        row = conv_ptr + token * C
-        keys = row + H * V + head // (H // G) * K + (line[:, None] * C + key[None, :])
-        key_mask = is_token[:, None] & has_key[None, :]
-        value_mask = is_token[:, None] & has_value[None, :]
-        x = tl.load(row + head * V + (line[:, None] * C + value[None, :]), value_mask, other=0.0)
-        b = tl.load(keys, key_mask, other=0.0)
-        c = tl.load(keys + G * K, key_mask, other=0.0)
-        times = times_ptr + token * times_stride + head + line * times_stride
-        time = softplus(tl.load(times, is_token, other=0.0).to(tl.float32) + time_bias)
-        # A row after the last token changes no state.
-        time = tl.where(is_token, time, 0.0)
-        total = tl.cumsum(rate * time, 0)
-        # The last line's own number: a sum in another order has other errors, which the exponential enlarges.
-        whole = tl.sum(tl.where(line == CHUNK - 1, total, 0.0), 0)
-        factors = tl.exp(tl.where(is_later, total[:, None] - total[None, :], -float("inf"))) * time[None, :]
-        scores = (tl.dot(c, tl.trans(b), input_precision="ieee") * factors).to(x.dtype)
-        mixed = tl.dot(c, tl.trans(state.to(x.dtype)), input_precision="ieee") * tl.exp(total)[:, None]
-        mixed = tl.dot(scores, x, mixed, input_precision="ieee")
-        wide = x.to(tl.float32)
-        mixed += skip * wide
-        added = (wide * (tl.exp(whole - total) * time)[:, None]).to(x.dtype)
-        state = tl.dot(tl.trans(added), b, state * tl.exp(whole), input_precision="ieee")
-        out = out_ptr + (token * H + head) * V + (line[:, None] * (H * V) + value[None, :])
-        tl.store(out, mixed.to(out_ptr.dtype.element_ty), value_mask)
-        if end == before:
-            tl.store(state_ptr + saved.to(tl.int64) * (H * V * K) + number, state, mask & (saved >= 0))
-        first = end
-    tl.store(state_ptr + slot.to(tl.int64) * (H * V * K) + number, state, mask & (slot >= 0))
+    BLOCKS: tl.constexpr = (V + VALUES - 1) // VALUES
+    place, num_rows = places_by_length(starts_ptr, num_reqs, MOST + 1, 2**31 - 1, ROWS)
+    for item in tl.range(tl.program_id(0), num_rows * (H * BLOCKS), tl.num_programs(0), num_stages=1):
+        row = tl.sum(tl.where(place == item // (H * BLOCKS), tl.arange(0, ROWS), 0), 0)
+        head = item // BLOCKS % H
+        start, count, source, slot, saved, before = sequence_of(
+            row, starts_ptr, lens_ptr, slots_ptr, checkpoints_ptr, checkpoints_stride
+        )
+        C: tl.constexpr = H * V + 2 * G * K
+        key, value, line = tl.arange(0, KEYS), item % BLOCKS * VALUES + tl.arange(0, VALUES), tl.arange(0, CHUNK)
+        has_key, has_value = key < K, value < V
+        mask = has_value[:, None] & has_key[None, :]
+        number = (head * V + value)[:, None] * K + key[None, :]
+        state = tl.load(state_ptr + source.to(tl.int64) * (H * V * K) + number, mask & (source >= 0), other=0.0)
+        rate, skip = -tl.exp(tl.load(decay_ptr + head)), tl.load(skip_ptr + head)
+        time_bias = tl.load(time_bias_ptr + head)
+        is_later = line[:, None] >= line[None, :]
+        first = tl.zeros((), tl.int32)
+        while first < count:
+            end = tl.minimum(first + CHUNK, count)
+            end = tl.where((first < before) & (before < end), before, end)
+            is_token = first + line < end
+            token = (start + first).to(tl.int64)
+            inputs = conv_ptr + token * C
+            keys = inputs + H * V + head // (H // G) * K + (line[:, None] * C + key[None, :])
+            key_mask = is_token[:, None] & has_key[None, :]
+            value_mask = is_token[:, None] & has_value[None, :]
+            x = tl.load(inputs + head * V + (line[:, None] * C + value[None, :]), value_mask, other=0.0)
+            b = tl.load(keys, key_mask, other=0.0)
+            c = tl.load(keys + G * K, key_mask, other=0.0)
+            times = times_ptr + token * times_stride + head + line * times_stride
+            time = softplus(tl.load(times, is_token, other=0.0).to(tl.float32) + time_bias)
+            # A row after the last token changes no state.
+            time = tl.where(is_token, time, 0.0)
+            total = tl.cumsum(rate * time, 0)
+            # The last line's own number: a sum in another order has other errors, which the exponential enlarges.
+            whole = tl.sum(tl.where(line == CHUNK - 1, total, 0.0), 0)
+            factors = tl.exp(tl.where(is_later, total[:, None] - total[None, :], -float("inf"))) * time[None, :]
+            scores = (tl.dot(c, tl.trans(b), input_precision="ieee") * factors).to(x.dtype)
+            mixed = tl.dot(c, tl.trans(state.to(x.dtype)), input_precision="ieee") * tl.exp(total)[:, None]
+            mixed = tl.dot(scores, x, mixed, input_precision="ieee")
+            wide = x.to(tl.float32)
+            mixed += skip * wide
+            added = (wide * (tl.exp(whole - total) * time)[:, None]).to(x.dtype)
+            state = tl.dot(tl.trans(added), b, state * tl.exp(whole), input_precision="ieee")
+            out = out_ptr + (token * H + head) * V + (line[:, None] * (H * V) + value[None, :])
+            tl.store(out, mixed.to(out_ptr.dtype.element_ty), value_mask)
+            if end == before:
+                tl.store(state_ptr + saved.to(tl.int64) * (H * V * K) + number, state, mask & (saved >= 0))
+            first = end
+        tl.store(state_ptr + slot.to(tl.int64) * (H * V * K) + number, state, mask & (slot >= 0))

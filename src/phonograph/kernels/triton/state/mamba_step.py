@@ -1,8 +1,8 @@
 """Scan of Mamba 2 for few tokens of a sequence, one after another.
 
-A program has a sequence, a head and a block of the head's inputs, and holds their rows of the state [V, K] in
-registers. It reads the state once and writes it once (and a checkpoint, if there is one). Formulas and shapes are in
-the torch twin (`kernels/torch/state/mamba2.py`).
+An item is a sequence of these, a head and a block of the head's inputs. A program has one item after another, and holds
+their rows of the state [V, K] in registers. It reads the state once and writes it once (and a checkpoint, if there
+is one). Formulas and shapes are in the torch twin (`kernels/torch/state/mamba2.py`).
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -11,43 +11,48 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from phonograph.kernels.triton.state.delta_rows import sequence_of, softplus
+from phonograph.kernels.triton.state.delta_rows import places_by_length, sequence_of, softplus
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_reqs"])
 def mamba_step_kernel(
     conv_ptr, times_ptr, decay_ptr, skip_ptr, time_bias_ptr, starts_ptr, lens_ptr, slots_ptr, checkpoints_ptr,
-    state_ptr, out_ptr, times_stride, checkpoints_stride, H: tl.constexpr, V: tl.constexpr, G: tl.constexpr,
-    K: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, MOST: tl.constexpr,
+    state_ptr, out_ptr, num_reqs, times_stride, checkpoints_stride, H: tl.constexpr, V: tl.constexpr, G: tl.constexpr,
+    K: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, ROWS: tl.constexpr,
+    MOST: tl.constexpr,
 ):  # fmt: skip
-    """Mix up to MOST tokens of a sequence; programs of longer ones and of empty rows do nothing.
+    """Mix the tokens of sequences with up to MOST.
 
     KEYS: power of two, at least K.
-    VALUES: rows of the state of a program, a power of two.
+    VALUES: rows of the state of an item, a power of two.
+    ROWS: see `places_by_length`.
     """
-    head = tl.program_id(1)
-    start, count, source, slot, saved, before = sequence_of(
-        tl.program_id(0), starts_ptr, lens_ptr, slots_ptr, checkpoints_ptr, checkpoints_stride
-    )
-    if (count == 0) | (count > MOST):
-        return
-    key, value = tl.arange(0, KEYS), tl.program_id(2) * VALUES + tl.arange(0, VALUES)
-    has_key, has_value = key < K, value < V
-    mask = has_value[:, None] & has_key[None, :]
-    number = (head * V + value)[:, None] * K + key[None, :]
-    state = tl.load(state_ptr + source.to(tl.int64) * (H * V * K) + number, mask & (source >= 0), other=0.0)
-    rate, skip, time_bias = -tl.exp(tl.load(decay_ptr + head)), tl.load(skip_ptr + head), tl.load(time_bias_ptr + head)
-    for index in range(count):
-        token = (start + index).to(tl.int64)
-        row = conv_ptr + token * (H * V + 2 * G * K)
-        keys = row + H * V + head // (H // G) * K + key
-        x = tl.load(row + head * V + value, has_value, other=0.0).to(tl.float32)
-        b = tl.load(keys, has_key, other=0.0).to(tl.float32)
-        c = tl.load(keys + G * K, has_key, other=0.0).to(tl.float32)
-        time = softplus(tl.load(times_ptr + token * times_stride + head).to(tl.float32) + time_bias)
-        state = state * tl.exp(rate * time) + (time * x)[:, None] * b[None, :]
-        mixed = tl.sum(state * c[None, :], 1) + skip * x
-        tl.store(out_ptr + (token * H + head) * V + value, mixed.to(out_ptr.dtype.element_ty), has_value)
-        if index + 1 == before:
-            tl.store(state_ptr + saved.to(tl.int64) * (H * V * K) + number, state, mask & (saved >= 0))
-    tl.store(state_ptr + slot.to(tl.int64) * (H * V * K) + number, state, mask & (slot >= 0))
+    BLOCKS: tl.constexpr = (V + VALUES - 1) // VALUES
+    place, num_rows = places_by_length(starts_ptr, num_reqs, 1, MOST, ROWS)
+    for item in tl.range(tl.program_id(0), num_rows * (H * BLOCKS), tl.num_programs(0), num_stages=1):
+        row = tl.sum(tl.where(place == item // (H * BLOCKS), tl.arange(0, ROWS), 0), 0)
+        head = item // BLOCKS % H
+        start, count, source, slot, saved, before = sequence_of(
+            row, starts_ptr, lens_ptr, slots_ptr, checkpoints_ptr, checkpoints_stride
+        )
+        key, value = tl.arange(0, KEYS), item % BLOCKS * VALUES + tl.arange(0, VALUES)
+        has_key, has_value = key < K, value < V
+        mask = has_value[:, None] & has_key[None, :]
+        number = (head * V + value)[:, None] * K + key[None, :]
+        state = tl.load(state_ptr + source.to(tl.int64) * (H * V * K) + number, mask & (source >= 0), other=0.0)
+        rate, skip = -tl.exp(tl.load(decay_ptr + head)), tl.load(skip_ptr + head)
+        time_bias = tl.load(time_bias_ptr + head)
+        for index in range(count):
+            token = (start + index).to(tl.int64)
+            inputs = conv_ptr + token * (H * V + 2 * G * K)
+            keys = inputs + H * V + head // (H // G) * K + key
+            x = tl.load(inputs + head * V + value, has_value, other=0.0).to(tl.float32)
+            b = tl.load(keys, has_key, other=0.0).to(tl.float32)
+            c = tl.load(keys + G * K, has_key, other=0.0).to(tl.float32)
+            time = softplus(tl.load(times_ptr + token * times_stride + head).to(tl.float32) + time_bias)
+            state = state * tl.exp(rate * time) + (time * x)[:, None] * b[None, :]
+            mixed = tl.sum(state * c[None, :], 1) + skip * x
+            tl.store(out_ptr + (token * H + head) * V + value, mixed.to(out_ptr.dtype.element_ty), has_value)
+            if index + 1 == before:
+                tl.store(state_ptr + saved.to(tl.int64) * (H * V * K) + number, state, mask & (saved >= 0))
+        tl.store(state_ptr + slot.to(tl.int64) * (H * V * K) + number, state, mask & (slot >= 0))
