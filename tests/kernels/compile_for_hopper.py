@@ -34,6 +34,7 @@ from triton.runtime.jit import JITFunction
 
 from phonograph.kernels.routing import Routing
 from phonograph.kernels.torch.grouped import Grouped
+from phonograph.kernels.torch.state.mamba2 import MambaSizes
 from phonograph.kernels.triton.attention import decode as attention_decode
 from phonograph.kernels.triton.attention import decode_plan as attention_plan
 from phonograph.kernels.triton.attention import prefill as attention_prefill
@@ -48,6 +49,7 @@ from phonograph.kernels.triton.gemm.product import Product
 from phonograph.kernels.triton.gemm.product_plan import GemmRingConfig, GemvIntegerConfig
 from phonograph.kernels.triton.gemm.run_product import GemmScratch
 from phonograph.kernels.triton.launch.shared_memory import shared_memory
+from phonograph.kernels.triton.state.mamba2 import mamba2
 
 _MORE = {
     "_gemm_ring_kernel": {"UTMALDG": "ask"},
@@ -70,10 +72,14 @@ _MORE = {
         "STS": "exchange",
         "STL": "spill",
     },
+    "mamba_chunk_kernel": {"HGMMA": "product", "LDGSTS": "copy", "STL": "spill"},
     "_prefill_kernel": {"DEPBAR.LE gsb0, 0x2": "keys", "DEPBAR.LE gsb0, 0x0": "all", "MUFU.EX2": "exp"},
 }
 """Instructions of a kernel that are told, beside those of all."""
-_WITHOUT_PRODUCTS = ("_plan_kernel", "_merge_kernel", "_compare_kernel")
+_WITHOUT_PRODUCTS = (
+    *("_plan_kernel", "_merge_kernel", "_compare_kernel"),
+    *("_conv_kernel", "_history_kernel", "mamba_step_kernel", "_gated_norm_kernel"),
+)
 """Kernels that are compiled on the way. Nothing in their machine code is looked at."""
 _ZERO = 63
 """The uniform register that is always zero."""
@@ -187,6 +193,17 @@ def main() -> None:
         rows, out = (torch.empty(count, size, dtype=torch.bfloat16) for count in (tokens if gated else pairs, pairs))
         launch = expert_products.gate_up_products if gated else expert_products.down_products
         launch(rows, weight, lists, routing, config, out)
+    net = MambaSizes(128, 64, 1, 128)
+    name, heads, rows = "long", torch.empty(128), (torch.empty(size, dtype=torch.int32) for size in (9, 8, 8))
+    projected, taps = (
+        torch.empty(64, net.inner + net.channels + 128, dtype=torch.bfloat16),
+        torch.empty(net.channels, 4),
+    )
+    checkpoints, out = torch.empty(3, 8, dtype=torch.int32), torch.empty(64, net.inner, dtype=torch.bfloat16)
+    pool = torch.empty(9, 3, net.channels, dtype=torch.bfloat16), torch.empty(9, 128, 64, 128)
+    scratch = torch.empty(64, net.channels, dtype=torch.bfloat16)
+    weights = taps, None, heads, heads, heads, torch.empty(net.inner)
+    mamba2(projected, *weights, *rows, checkpoints, *pool, out, net, 1e-5, scratch)
     limit = shared_memory()
     too_large = {name: size for name, kernel in kernels.items() if (size := kernel.metadata.shared) > limit}
     assert not too_large, f"of {limit} bytes of shared memory: {too_large}"

@@ -55,6 +55,15 @@ def test_words_of_one_row_are_asked_for_before_waiting(report: Report) -> None:
 
 
 @pytest.mark.long
+def test_chunks_of_a_scan_are_copied_ahead(report: Report) -> None:
+    """Inputs of the next chunk are copied before the products of this one, and few registers are spilled."""
+    _, _, launches = report["mamba_chunk_kernel long"]
+    first = launches.index("product")
+    assert launches[:first].count("copy") >= 8 and launches.count("copy") >= 16
+    assert launches.count("spill") <= 20 and launches[first:].count("spill") <= 4
+
+
+@pytest.mark.long
 def test_numbers_of_fp4_are_made_where_they_are_multiplied(report: Report) -> None:
     """No register is spilled, words are copied 16 bytes at a time, and numbers are not exchanged between threads.
 

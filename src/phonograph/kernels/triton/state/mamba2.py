@@ -87,7 +87,7 @@ def mamba2(
 
     scan(mamba_step_kernel, num_reqs, _STEP_BLOCK, _STEP_PROGRAMS, num_warps=4)
     if most_long := min(num_reqs, num_tokens // (_MOST_STEPS + 1)):
-        scan(mamba_chunk_kernel, most_long, _CHUNK_BLOCK, _CHUNK_PROGRAMS, CHUNK=_CHUNK, num_warps=8)
+        scan(mamba_chunk_kernel, most_long, _CHUNK_BLOCK, _CHUNK_PROGRAMS, CHUNK=_CHUNK, STAGES=2, num_warps=8)
     width = net.inner // net.norm_groups
     _gated_norm_kernel[(num_tokens, net.norm_groups)](
         out_TX, gates_TX, norm_X, query_start_loc, num_reqs, eps, projected_TF.stride(0), X=net.inner, WIDTH=width,

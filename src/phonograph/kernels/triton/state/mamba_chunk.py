@@ -21,7 +21,7 @@ def mamba_chunk_kernel(
     conv_ptr, times_ptr, decay_ptr, skip_ptr, time_bias_ptr, starts_ptr, lens_ptr, slots_ptr, checkpoints_ptr,
     state_ptr, out_ptr, num_reqs, times_stride, checkpoints_stride, H: tl.constexpr, V: tl.constexpr, G: tl.constexpr,
     K: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, ROWS: tl.constexpr,
-    MOST: tl.constexpr, CHUNK: tl.constexpr,
+    MOST: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Mix the tokens of sequences with more than MOST.
 
@@ -46,10 +46,13 @@ def mamba_chunk_kernel(
         rate, skip = -tl.exp(tl.load(decay_ptr + head)), tl.load(skip_ptr + head)
         time_bias = tl.load(time_bias_ptr + head)
         is_later = line[:, None] >= line[None, :]
-        first = tl.zeros((), tl.int32)
-        while first < count:
-            end = tl.minimum(first + CHUNK, count)
-            end = tl.where((first < before) & (before < end), before, end)
+        # Tokens up to a checkpoint within them, or all of them, and chunks of these.
+        until = tl.where((before > 0) & (before < count), before, count)
+        num_first = tl.cdiv(until, CHUNK)
+        for chunk in tl.range(num_first + tl.cdiv(count - until, CHUNK), num_stages=STAGES):
+            is_first = chunk < num_first
+            first = tl.where(is_first, 0, until - num_first * CHUNK) + chunk * CHUNK
+            end = tl.minimum(first + CHUNK, tl.where(is_first, until, count))
             is_token = first + line < end
             token = (start + first).to(tl.int64)
             inputs = conv_ptr + token * C
@@ -76,7 +79,6 @@ def mamba_chunk_kernel(
             state = tl.dot(tl.trans(added), b, state * tl.exp(whole), input_precision="ieee")
             out = out_ptr + (token * H + head) * V + (line[:, None] * (H * V) + value[None, :])
             tl.store(out, mixed.to(out_ptr.dtype.element_ty), value_mask)
-            if end == before:
-                tl.store(state_ptr + saved.to(tl.int64) * (H * V * K) + number, state, mask & (saved >= 0))
-            first = end
+            saves = (end == before) & (saved >= 0)
+            tl.store(state_ptr + saved.to(tl.int64) * (H * V * K) + number, state, mask & saves)
         tl.store(state_ptr + slot.to(tl.int64) * (H * V * K) + number, state, mask & (slot >= 0))
