@@ -12,28 +12,37 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from phonograph.kernels.triton.state.delta_rows import decay_and_rate, gate_column, sequence_of, store_state
+from phonograph.kernels.triton.state.delta_rows import (
+    decay_and_rate,
+    gate_column,
+    places_by_length,
+    sequence_of,
+    store_state,
+)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_reqs"])
 def delta_chunk_kernel(
     conv_ptr, projected_ptr, gates_ptr, decay_ptr, time_bias_ptr, norm_ptr, starts_ptr, lens_ptr, slots_ptr,
-    checkpoints_ptr, state_ptr, out_ptr, eps, projected_stride, gates_stride, checkpoints_stride, C: tl.constexpr,
-    G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BY_HEAD: tl.constexpr, TILED: tl.constexpr,
-    KEYS: tl.constexpr, VALUES: tl.constexpr, MOST: tl.constexpr, NORM_EPS: tl.constexpr, CHUNK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    checkpoints_ptr, state_ptr, out_ptr, eps, projected_stride, gates_stride, checkpoints_stride, num_reqs,
+    C: tl.constexpr, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BY_HEAD: tl.constexpr,
+    TILED: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, MOST: tl.constexpr, NORM_EPS: tl.constexpr,
+    CHUNK: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Mix more than MOST tokens of a sequence; programs of shorter ones do nothing.
+    """Mix the tokens of sequences with more than MOST; a program has one by its place among them, if there is one.
 
     KEYS, VALUES: powers of two of at least 16, at least K and V.
     PRECISION: of the products of float32 matrices.
+    ROWS: see `places_by_length`.
     """
     head = tl.program_id(1)
-    start, count, source, slot, saved, before = sequence_of(
-        tl.program_id(0), starts_ptr, lens_ptr, slots_ptr, checkpoints_ptr, checkpoints_stride
-    )
-    if count <= MOST:
+    place, num_rows = places_by_length(starts_ptr, num_reqs, MOST + 1, 2**31 - 1, ROWS)
+    if tl.program_id(0) >= num_rows:
         return
+    row = tl.sum(tl.where(place == tl.program_id(0), tl.arange(0, ROWS), 0), 0)
+    start, count, source, slot, saved, before = sequence_of(
+        row, starts_ptr, lens_ptr, slots_ptr, checkpoints_ptr, checkpoints_stride
+    )
     key, value, line = tl.arange(0, KEYS), tl.arange(0, VALUES), tl.arange(0, CHUNK)
     has_value = value < V
     mask = (key < K)[:, None] & has_value[None, :]
@@ -49,19 +58,20 @@ def delta_chunk_kernel(
         index = first + line
         is_token = index < end
         token = (start + index).to(tl.int64)
-        row = conv_ptr + token[:, None] * C
+        inputs = conv_ptr + token[:, None] * C
         key_mask = is_token[:, None] & (key < K)[None, :]
         value_mask = is_token[:, None] & has_value[None, :]
-        q = tl.load(row + key_head * K + key[None, :], key_mask, other=0.0).to(tl.float32)
-        k = tl.load(row + G * K + key_head * K + key[None, :], key_mask, other=0.0).to(tl.float32)
-        v = tl.load(row + 2 * G * K + head * V + value[None, :], value_mask, other=0.0).to(tl.float32)
+        q = tl.load(inputs + key_head * K + key[None, :], key_mask, other=0.0).to(tl.float32)
+        k = tl.load(inputs + G * K + key_head * K + key[None, :], key_mask, other=0.0).to(tl.float32)
+        v = tl.load(inputs + 2 * G * K + head * V + value[None, :], value_mask, other=0.0).to(tl.float32)
         q *= (tl.rsqrt(tl.sum(q * q, 1) + NORM_EPS) * (K**-0.5))[:, None]
         k *= tl.rsqrt(tl.sum(k * k, 1) + NORM_EPS)[:, None]
         decay, rate = decay_and_rate(
             gates_ptr + token * gates_stride, decay_ptr, time_bias_ptr, head, is_token, G, H, BY_HEAD
         )
         total = tl.cumsum(decay, 0)
-        whole = tl.sum(decay, 0)
+        # The last line's own number: a sum in another order has other errors, which the exponential enlarges.
+        whole = tl.sum(tl.where(line == CHUNK - 1, total, 0.0), 0)
         is_later = line[:, None] >= line[None, :]
         between = tl.exp(tl.where(is_later, total[:, None] - total[None, :], 0.0))
         since = tl.exp(total)[:, None]

@@ -28,6 +28,11 @@ def sequence_of(row, starts_ptr, lens_ptr, slots_ptr, checkpoints_ptr, num_reqs)
     return start, count, source, slot, saved, before
 
 
+def places_size(num_reqs: int) -> int:
+    """Return ROWS of `places_by_length`: few values, so that few kernels are compiled."""
+    return max(128, triton.next_power_of_2(num_reqs))
+
+
 @triton.jit
 def places_by_length(starts_ptr, num_reqs, LEAST: tl.constexpr, MOST: tl.constexpr, ROWS: tl.constexpr):
     """Return the place of each sequence among those with LEAST to MOST tokens, -1 for others, and their number.

@@ -17,6 +17,7 @@ import triton
 from phonograph.kernels.torch.state.gated_delta import NORM_EPS, DeltaSizes
 from phonograph.kernels.triton.state.causal_conv import causal_conv
 from phonograph.kernels.triton.state.delta_chunk import delta_chunk_kernel
+from phonograph.kernels.triton.state.delta_rows import places_size
 from phonograph.kernels.triton.state.delta_step import delta_step_kernel
 
 _CHUNK = 64
@@ -79,8 +80,8 @@ def gated_delta(
         "NORM_EPS": NORM_EPS,
         "num_warps": 8,
     }
-    grid = num_reqs, net.value_heads
-    delta_step_kernel[grid](*args, **settings)
-    if num_tokens > _MOST_STEPS:
+    delta_step_kernel[(num_reqs, net.value_heads)](*args, **settings)
+    if most_long := min(num_reqs, num_tokens // (_MOST_STEPS + 1)):
         precision = "ieee" if projected_TF.dtype is torch.float32 else "tf32"
-        delta_chunk_kernel[grid](*args, **settings, CHUNK=_CHUNK, PRECISION=precision)
+        settings |= {"CHUNK": _CHUNK, "PRECISION": precision, "ROWS": places_size(num_reqs)}
+        delta_chunk_kernel[(most_long, net.value_heads)](*args, num_reqs, **settings)

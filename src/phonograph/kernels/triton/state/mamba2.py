@@ -19,6 +19,7 @@ import triton.language as tl
 
 from phonograph.kernels.torch.state.mamba2 import MambaSizes
 from phonograph.kernels.triton.state.causal_conv import NO_NET, causal_conv
+from phonograph.kernels.triton.state.delta_rows import places_size
 from phonograph.kernels.triton.state.mamba_chunk import mamba_chunk_kernel
 from phonograph.kernels.triton.state.mamba_step import mamba_step_kernel
 
@@ -78,7 +79,7 @@ def mamba2(
     args = conv_TC, times_TH, *weights, *rows, state_SHVK, out_TX, num_reqs, *strides
     keys, size = (max(16, triton.next_power_of_2(one)) for one in (net.key_size, net.head_size))
     sizes = {"H": net.heads, "V": net.head_size, "G": net.groups, "K": net.key_size, "KEYS": keys}
-    sizes["ROWS"] = max(128, triton.next_power_of_2(num_reqs))
+    sizes["ROWS"] = places_size(num_reqs)
 
     def scan(kernel: Any, num_rows: int, block: int, programs: int, **settings: Any) -> None:
         values = min(size, block // keys)
