@@ -31,7 +31,7 @@ README = Path(__file__).parents[1] / "README.md"
 BEGIN = "<!-- made by scripts/supported_models.py -->"
 END = "<!-- end -->"
 FAMILIES = {
-    "bamba": "Bamba (on a CPU)",
+    "bamba": "Bamba",
     "gemma": "Gemma 1",
     "gemma2": "Gemma 2",
     "gemma3_text": "Gemma 3 (text)",
@@ -40,14 +40,14 @@ FAMILIES = {
     "gpt_oss": "gpt-oss",
     "granite": "Granite 3",
     "granitemoe": "Granite 3 MoE, PowerMoE",
-    "granitemoehybrid": "Granite 4 (with Mamba layers: on a CPU)",
+    "granitemoehybrid": "Granite 4",
     "granitemoeshared": "Granite MoE with a shared expert",
     "lfm2": "LFM2 (on a CPU)",
     "lfm2_moe": "LFM2 with experts (on a CPU)",
     "llama": "Llama 2 and 3.x, SmolLM2, TinyLlama",
     "ministral3": "Ministral 3",
     "mistral": "Mistral",
-    "nemotron_h": "Nemotron-H, Nemotron Nano 2 and 3 (on a CPU)",
+    "nemotron_h": "Nemotron-H, Nemotron Nano 2 and 3",
     "olmo2": "OLMo 2",
     "olmo3": "OLMo 3",
     "olmoe": "OLMoE",
