@@ -23,10 +23,12 @@ from phonograph.kernels.triton.state.delta_rows import places_size
 from phonograph.kernels.triton.state.mamba_chunk import mamba_chunk_kernel
 from phonograph.kernels.triton.state.mamba_step import mamba_step_kernel
 
-_CHUNK = 64
 _MOST_STEPS = 16
-_STEP_BLOCK, _CHUNK_BLOCK = 4096, 8192
-"""Most numbers of the state in an item."""
+_STEP_BLOCK = 4096
+"""Most numbers of the state in an item of few tokens."""
+_CHUNKS, _WIDE_CHUNKS = (8192, 64, 2), (4096, 32, 1)
+"""Of chunks the most numbers of the state in an item, the tokens, and the stages; and with inputs in float32, whose
+products take more registers."""
 _STEP_PROGRAMS, _CHUNK_PROGRAMS = 1056, 264
 """Most programs: 8 and 2 for each SM of an H200. More would end at once where rows are empty or belong to the other."""
 
@@ -88,7 +90,8 @@ def mamba2(
 
     scan(mamba_step_kernel, num_reqs, _STEP_BLOCK, _STEP_PROGRAMS, num_warps=4)
     if most_long := min(num_reqs, num_tokens // (_MOST_STEPS + 1)):
-        scan(mamba_chunk_kernel, most_long, _CHUNK_BLOCK, _CHUNK_PROGRAMS, CHUNK=_CHUNK, STAGES=2, num_warps=8)
+        block, chunk, stages = _WIDE_CHUNKS if projected_TF.dtype is torch.float32 else _CHUNKS
+        scan(mamba_chunk_kernel, most_long, block, _CHUNK_PROGRAMS, CHUNK=chunk, STAGES=stages, num_warps=8)
     width = net.inner // net.norm_groups
     _gated_norm_kernel[(num_tokens, net.norm_groups)](
         out_TX, gates_TX, norm_X, query_start_loc, num_reqs, eps, projected_TF.stride(0), X=net.inner, WIDTH=width,
