@@ -30,7 +30,7 @@ def sequence_of(row, starts_ptr, lens_ptr, slots_ptr, checkpoints_ptr, num_reqs)
 
 def places_size(num_reqs: int) -> int:
     """Return ROWS of `places_by_length`: few values, so that few kernels are compiled."""
-    return max(128, triton.next_power_of_2(num_reqs))
+    return max(128, 1 << (num_reqs - 1).bit_length())
 
 
 @triton.jit

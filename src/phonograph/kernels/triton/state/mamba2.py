@@ -27,8 +27,8 @@ _MOST_STEPS = 16
 _STEP_BLOCK = 4096
 """Most numbers of the state in an item of few tokens."""
 _CHUNKS, _WIDE_CHUNKS = (8192, 64, 2), (4096, 32, 1)
-"""Of chunks the most numbers of the state in an item, the tokens, and the stages; and with inputs in float32, whose
-products take more registers."""
+"""Most numbers of the state in an item of many tokens, tokens of a chunk, and stages of its copies. Those of float32,
+whose products take more registers, are smaller."""
 _STEP_PROGRAMS, _CHUNK_PROGRAMS = 1056, 264
 """Most programs: 8 and 2 for each SM of an H200. More would end at once where rows are empty or belong to the other."""
 
