@@ -226,10 +226,11 @@ class Transformer(StepModel):
         if self._layer_embeddings is not None:
             step = step._replace(embeddings_TX=self._layer_embeddings(input_ids_T, stream))
         for layer in self._running:
+            whole = step
             if layer is last:
                 step = step._replace(rows_P=rows_P, num_kept=num_kept)
             if layer.mixer is not None:
-                stream = layer.mixer(stream, step)
+                stream = layer.mixer(stream, step if layer.cross is None else whole)
             if layer.cross is not None:
                 stream = layer.cross(stream, step)
             if layer.feed_forward is not None:
