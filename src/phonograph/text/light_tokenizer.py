@@ -10,9 +10,21 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property, lru_cache
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any, NoReturn, cast
 
 from tokenizers import Tokenizer as Backend
+from tokenizers.processors import TemplateProcessing
+
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_UNDERSTOOD = {*_NAMED, "additional_special_tokens", "added_tokens_decoder", "chat_template", "tokenizer_class"} | {
+    "clean_up_tokenization_spaces",
+    "model_input_names",
+    "model_max_length",
+}
+"""Settings of tokenizer_config.json with which a tokenizer needs nothing of transformers."""
+_OTHER_FILES = ("added_tokens.json", "special_tokens_map.json", "chat_template.jinja", "additional_chat_templates")
+"""Files of a tokenizer that only transformers reads."""
 
 
 class LightTokenizer:
@@ -22,13 +34,21 @@ class LightTokenizer:
         backend_tokenizer: splits and joins texts.
         chat_template: template of chats, or None.
         clean_up_tokenization_spaces: False, since decoded text is not changed.
+        folder: folder from which it was read, or None.
     """
 
     clean_up_tokenization_spaces = False
 
-    def __init__(self, backend: Backend, special_tokens: Mapping[str, str], chat_template: str | None) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        special_tokens: Mapping[str, str],
+        chat_template: str | None,
+        folder: Path | None = None,
+    ) -> None:
         self.backend_tokenizer = backend
         self.chat_template = chat_template
+        self.folder = folder
         self._special_tokens = dict(special_tokens)
 
     @property
@@ -83,6 +103,8 @@ class LightTokenizer:
         """The same tokenizer as one of transformers."""
         from transformers import PreTrainedTokenizerFast
 
+        if self.folder is not None:
+            return PreTrainedTokenizerFast.from_pretrained(str(self.folder))
         return PreTrainedTokenizerFast(
             tokenizer_object=self.backend_tokenizer,
             clean_up_tokenization_spaces=False,
@@ -93,6 +115,35 @@ class LightTokenizer:
     def _token_id(self, name: str) -> int | None:
         text = self._special_tokens.get(name)
         return None if text is None else self.backend_tokenizer.token_to_id(text)
+
+
+def read_light_tokenizer(folder: Path) -> LightTokenizer | None:
+    """Return the tokenizer of a folder whose class is PreTrainedTokenizerFast, or None if it needs transformers."""
+    settings: dict[str, Any] = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    template = settings.get("chat_template")
+    other = not settings.keys() <= _UNDERSTOOD or any((folder / name).exists() for name in _OTHER_FILES)
+    if other or settings.get("clean_up_tokenization_spaces") or not isinstance(template, str | None):
+        return None
+    text = (folder / "tokenizer.json").read_text(encoding="utf-8")
+    content = json.loads(text)
+    fields = {str(token["id"]): {**token, "id": None} for token in content.get("added_tokens") or ()}
+    decoder = {key: {**token, "id": None} for key, token in settings.get("added_tokens_decoder", fields).items()}
+    special = {token["content"] for token in fields.values() if token["special"]}
+    named = {name: _content(settings[name]) for name in _NAMED if settings.get(name) is not None}
+    additional = map(_content, settings.get("additional_special_tokens") or ())
+    # Transformers would add a missing token, and decoded text would have it.
+    if decoder != fields or not {*named.values(), *additional} <= special:
+        return None
+    backend = Backend.from_str(text)
+    if backend.post_processor is None:
+        # It gives the second text of a pair another type; transformers makes the same.
+        backend.post_processor = TemplateProcessing("$A", "$A $B:1")
+    return LightTokenizer(backend, named, template, folder)
+
+
+def _content(token: str | Mapping[str, Any]) -> str:
+    """Return the text of a special token, which a file has as a text or as fields."""
+    return token if isinstance(token, str) else cast("str", token["content"])
 
 
 @lru_cache(maxsize=8)

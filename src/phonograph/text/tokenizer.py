@@ -20,7 +20,7 @@ from phonograph.files.hub_gguf import gguf_reference
 from phonograph.files.model_files import DEMO, is_gguf, model_path
 from phonograph.text.detokenizer import TokenBytes, TokenStream
 from phonograph.text.gguf_tokenizer import has_gguf_tokenizer, make_gguf_tokenizer
-from phonograph.text.light_tokenizer import LightTokenizer
+from phonograph.text.light_tokenizer import LightTokenizer, read_light_tokenizer
 from phonograph.text.token_texts import TokenTexts
 
 ChatMessage = dict[str, Any]
@@ -41,6 +41,9 @@ class Tokenizer:
     """
 
     def __init__(self, tokenizer: Any) -> None:
+        self._use(tokenizer)
+
+    def _use(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._backend = tokenizer.backend_tokenizer
         # Files of sentence-transformers have a length to which texts are cut and padded.
@@ -71,6 +74,8 @@ class Tokenizer:
         if is_gguf(Path(folder)):
             return cls(make_gguf_tokenizer(read_gguf(Path(folder))))
         try:
+            if _is_generic(Path(folder)) and (light := read_light_tokenizer(Path(folder))) is not None:
+                return cls(light)
             tokenizer = _tokenizer_class(Path(folder)).from_pretrained(
                 str(folder), trust_remote_code=trust_remote_code, revision=revision, cache_dir=download_dir
             )
@@ -89,8 +94,13 @@ class Tokenizer:
     @property
     def hugging_face(self) -> Any:
         """The tokenizer of transformers, for libraries that need it."""
-        light = isinstance(self._tokenizer, LightTokenizer)
-        return self._tokenizer.transformers_tokenizer if light else self._tokenizer
+        if not isinstance(self._tokenizer, LightTokenizer):
+            return self._tokenizer
+        found = self._tokenizer.transformers_tokenizer
+        if self._tokenizer.folder is not None:
+            # Tokens that the caller adds are the engine's too.
+            self._use(found)
+        return found
 
     @property
     def eos_token_id(self) -> int | None:
