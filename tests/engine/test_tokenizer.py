@@ -30,7 +30,7 @@ def make_folder(folder: Path, settings: dict[str, Any], model: dict[str, Any]) -
 
 
 BEGIN = {"content": "<|begin|>", "lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
-LIGHT: list[dict[str, Any]] = [{}, {"bos_token": BEGIN}, {"additional_special_tokens": None}]
+LIGHT: list[dict[str, Any]] = [{}, {"bos_token": BEGIN | {"__type": "AddedToken"}}, {"additional_special_tokens": None}]
 OTHERS: list[dict[str, Any]] = [
     {"add_bos_token": True},
     {"clean_up_tokenization_spaces": True},
