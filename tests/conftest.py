@@ -97,7 +97,6 @@ def pytest_collection() -> Generator[None, object, object]:
 
 def pytest_collection_finish() -> None:
     """Take what all tests have imported out of the garbage collector's way: engines collect at their end."""
-    gc.collect()
     gc.freeze()
 
 

@@ -94,7 +94,10 @@ def size_graphs_and_cache(
             decodes=not limits.pools,
         )
 
-    graphs = captures_within(limits).largest_first()
+    graphs, dtype = captures_within(limits).largest_first(), kv.specs[0].dtype
+    # Once, because a search may plan many contexts.
+    weights = model.weight_bytes(dtype) if cpu_products is None else cpu_products.weight_bytes(model, dtype)
+    weights += 0 if draft is None else draft.weight_bytes
 
     def plan_context(max_model_len: int, max_num_seqs: int) -> tuple[Limits, MemoryPlan]:
         within = replace(limits, max_model_len=max_model_len, max_num_seqs=max_num_seqs)
@@ -116,7 +119,7 @@ def size_graphs_and_cache(
             attention_bytes=attention_bytes,
             graph_tokens=graphs[0].num_tokens if graphs else 0,
             num_graphs=len(graphs),
-            cpu_products=cpu_products,
+            weights=weights,
             draft=draft,
         )
 

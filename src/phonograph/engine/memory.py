@@ -20,7 +20,6 @@ from phonograph.kernels.triton.gemm.product_plan import GemmDevice
 from phonograph.models.layer_spec import FeedForward, LayerFeedForward, LayerSpec
 from phonograph.models.layers.expert_spec import LayerExperts
 from phonograph.models.layers.workspace import Workspace
-from phonograph.models.quantization.cpu_weights import CpuProducts
 from phonograph.models.spec import DTYPE_BYTES, ModelSpec
 from phonograph.sampling.grammar_masks import bitmask_words
 from phonograph.sampling.sampler import Sampler
@@ -84,7 +83,7 @@ def plan_memory(
     attention_bytes: int,
     graph_tokens: int,
     num_graphs: int,
-    cpu_products: CpuProducts | None = None,
+    weights: int,
     draft: DraftPlan | None = None,
 ) -> MemoryPlan:
     """Size the KV cache.
@@ -98,7 +97,7 @@ def plan_memory(
         attention_bytes: bytes that the attention backend takes in addition to the KV cache.
         graph_tokens: tokens of the largest graph, 0 without graphs.
         num_graphs: number of graphs.
-        cpu_products: form of quantized weights on a CPU.
+        weights: bytes of the weights.
         draft: draft model of speculation, or None.
 
     Raises:
@@ -107,8 +106,6 @@ def plan_memory(
     """
     max_model_len, max_num_seqs = limits.max_model_len, limits.max_num_seqs
     dtype = kv.specs[0].dtype
-    weights = model.weight_bytes(dtype) if cpu_products is None else cpu_products.weight_bytes(model, dtype)
-    weights += 0 if draft is None else draft.weight_bytes
     if device.kind == "cpu":
         models = [model] if draft is None else [model, draft.model]
         rows = min(graph_tokens, max_num_seqs)
