@@ -217,16 +217,16 @@ def test_a_port_in_use_is_found_before_the_engine_starts(start: Callable[..., Pr
         assert f"port={port}: cannot be bound on 127.0.0.1" in server.said and "starting" not in server.said
 
 
-def test_progress_of_the_start_then_ten_thousand_idle_connections(start: Callable[..., Process]) -> None:
+def test_progress_of_the_start_then_thousands_of_idle_connections(start: Callable[..., Process]) -> None:
     server = start_with_progress(start, "--header-timeout", "600", "--body-timeout", "600")
     address = ("127.0.0.1", int(server.url.rsplit(":")[-1]))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     room = (1 << 20) if hard == resource.RLIM_INFINITY else hard
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(room, max(soft, 10_500)), hard))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(room, max(soft, 2_500)), hard))
     silent: list[socket.socket] = []
     try:
-        # Fewer where the system allows a process fewer files.
-        while len(silent) < min(10_000, room - 500):
+        # More than the 1024 files that a process may have by default, fewer where the system allows a process fewer.
+        while len(silent) < min(2_000, room - 500):
             silent.append(socket.create_connection(address))
             if len(silent) % 2:
                 silent[-1].sendall(b"POST /v1/completions HTTP/1.1\r\ncontent-length: 10\r\n\r\n{")

@@ -26,7 +26,6 @@ from phonograph.server.openai.chat_translation import chat_request
 from phonograph.server.openai.protocol import ChatBody
 
 pytest.importorskip("openai_harmony")
-pytest.importorskip("bpe_openai")
 VOCAB_SIZE = 201_088
 WEATHER = {
     "name": "weather",
@@ -65,6 +64,7 @@ ANSWERS: list[tuple[str, str | None, str | None, list[tuple[str, str]]]] = [
 
 @pytest.fixture(scope="module")
 def harmony(tmp_path_factory: pytest.TempPathFactory) -> Harmony:
+    pytest.importorskip("bpe_openai")  # takes a second: most workers run none of these tests
     from harmony_vocabulary import write_vocabulary
 
     folder = tmp_path_factory.mktemp("vocabulary")
