@@ -225,6 +225,7 @@ ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 
 
+@pytest.mark.long
 def test_servers_are_run_and_compared(
     benchmark_script: Load, config: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

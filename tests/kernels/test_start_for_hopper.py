@@ -34,34 +34,7 @@ GEMMA3 = {
 }  # fmt: skip
 
 
-def starts(folder: Path, cases: dict[str, tuple[dict[str, Any], Any]]) -> dict[str, dict[str, Any]]:
-    """Return what each case of a configuration and a speculative_config launches; one process starts all of them."""
-    words: list[str] = []
-    for name, (config, speculation) in cases.items():
-        (folder / name).mkdir()
-        (folder / name / "config.json").write_text(json.dumps(config))
-        words += [str(folder / name), json.dumps(speculation)]
-    reports = report_of(Path(__file__).with_name("start_for_hopper.py"), *words, TRITON_INTERPRET="0")
-    return dict(zip(cases, reports, strict=True))
-
-
-def test_all_kernels_are_compiled_before_the_captures(tmp_path: Path) -> None:
-    """One of attention for each window, which takes longest to compile.
-
-    Where prefixes are shared, decodes of one token have one of their own. So has one sequence, where torch forgets the
-    stride between rows, and Llama's heads have the kernel of long prompts.
-    """
-    num_attention = {"llama": 4, "qwen3": 4, "windows": 7, "gemma3": 5}
-    configs = dict(zip(num_attention, (LLAMA, QWEN3, WINDOWS, GEMMA3), strict=True))
-    for name, found in starts(tmp_path, {name: (config, None) for name, config in configs.items()}).items():
-        few, every, captured, eager = (set(found[kind]) for kind in ("few", "every", "captured", "eager"))
-        assert found["graphs"] > 100 and len(every) > 30 and len(captured) > 25 and len(eager) > 10, name
-        assert few == every, name
-        attention = [kernel for kernel in few if kernel.startswith(("_attention_kernel", "_prefill_kernel"))]
-        assert len(attention) == num_attention[name]
-        assert captured <= few and eager <= few, name
-
-
+MODELS = {"llama": LLAMA, "qwen3": QWEN3, "windows": WINDOWS, "gemma3": GEMMA3}
 THIRD = {
     "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 32000, "max_position_embeddings": 2048,
     "eagle_aux_hidden_state_layer_ids": [0, 1, 3],
@@ -74,12 +47,48 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 }
 
 
-def test_so_are_those_of_speculation(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What each model launches, and Llama with each drafter; one process starts all of them."""
+    folder, words = tmp_path_factory.mktemp("starts"), []
+
+    def write(name: str, config: dict[str, Any]) -> str:
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(config))
+        return str(folder / name)
+
+    for name, config in MODELS.items():
+        words += [write(name, config), "null"]
+    target = write("target", {**LLAMA, "num_hidden_layers": 3, "max_position_embeddings": 32768})
+    for name in ("ngram", *DRAFTERS):
+        speculation = {"method": name.split()[0], "num_speculative_tokens": 4}
+        if name in DRAFTERS:
+            speculation["model"] = write(name, DRAFTERS[name])
+        words += [target, json.dumps(speculation)]
+    found = report_of(Path(__file__).with_name("start_for_hopper.py"), *words, TRITON_INTERPRET="0")
+    return dict(zip((*MODELS, "ngram", *DRAFTERS), found, strict=True))
+
+
+def test_all_kernels_are_compiled_before_the_captures(reports: dict[str, dict[str, Any]]) -> None:
+    """One of attention for each window, which takes longest to compile.
+
+    Where prefixes are shared, decodes of one token have one of their own. So has one sequence, where torch forgets the
+    stride between rows, and Llama's heads have the kernel of long prompts.
+    """
+    num_attention = {"llama": 4, "qwen3": 4, "windows": 7, "gemma3": 5}
+    for name in MODELS:
+        found = reports[name]
+        few, every, captured, eager = (set(found[kind]) for kind in ("few", "every", "captured", "eager"))
+        assert found["graphs"] > 100 and len(every) > 30 and len(captured) > 25 and len(eager) > 10, name
+        assert few == every, name
+        attention = [kernel for kernel in few if kernel.startswith(("_attention_kernel", "_prefill_kernel"))]
+        assert len(attention) == num_attention[name]
+        assert captured <= few and eager <= few, name
+
+
+def test_so_are_those_of_speculation(reports: dict[str, dict[str, Any]]) -> None:
     """Acceptance and drafts, decodes of several tokens, and the passes of a draft model of other sizes."""
-    config, passes = (
-        {**LLAMA, "num_hidden_layers": 3, "max_position_embeddings": 32768},
-        {"_first_rows_kernel", "_next_row_kernel"},
-    )
+    passes = {"_first_rows_kernel", "_next_row_kernel"}
     kernels = {
         "ngram": {"_ngram_kernel"},
         "draft_model": passes,
@@ -87,17 +96,9 @@ def test_so_are_those_of_speculation(tmp_path: Path) -> None:
         "eagle3 with norms": {"_norm_kernel", *passes},
         "eagle": {"_gather_kernel", *passes},
     }
-    cases: dict[str, tuple[dict[str, Any], Any]] = {}
-    for name in kernels:
-        speculation = {"method": name.split()[0], "num_speculative_tokens": 4}
-        if name in DRAFTERS:
-            drafter = tmp_path / f"drafter {name}"
-            drafter.mkdir()
-            (drafter / "config.json").write_text(json.dumps(DRAFTERS[name]))
-            speculation["model"] = str(drafter)
-        cases[name] = config, speculation
-    for name, found in starts(tmp_path, cases).items():
+    for name, launched in kernels.items():
+        found = reports[name]
         few, every, captured, eager = (set(found[kind]) for kind in ("few", "every", "captured", "eager"))
         assert few == every and captured <= few and eager <= few, name
-        assert {"_accept_kernel", *kernels[name]} <= {kernel.split()[0] for kernel in few}, name
+        assert {"_accept_kernel", *launched} <= {kernel.split()[0] for kernel in few}, name
         assert found["graphs"] > 150, name
