@@ -49,7 +49,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What each model launches, and Llama with each drafter; one process starts all of them."""
+    """Kernels that each model launches, and Llama with each drafter; one process starts all of them."""
     folder, words = tmp_path_factory.mktemp("starts"), []
 
     def write(name: str, config: dict[str, Any]) -> str:

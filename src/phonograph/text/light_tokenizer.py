@@ -71,7 +71,7 @@ class LightTokenizer:
         conversation: list[dict[str, Any]],
         chat_template: str | None = None,
         tools: list[Any] | None = None,
-        documents: None = None,
+        documents: list[Any] | None = None,
         add_generation_prompt: bool = False,
         continue_final_message: bool = False,
         tokenize: bool = False,
@@ -93,7 +93,7 @@ class LightTokenizer:
         return _compiled(template).render(
             messages=conversation,
             tools=None,
-            documents=None,
+            documents=documents,
             add_generation_prompt=add_generation_prompt,
             **{**self._special_tokens, **variables},
         )
