@@ -206,8 +206,10 @@ class CpuInputs:
             self.positions_np[num_tokens:padded_tokens] = 0
             self.slot_mappings_np[:, num_tokens:padded_tokens] = -1
         views = padded_views(self, padded_reqs, padded_tokens)
-        self.encoder_lens_np[:num_reqs], self.encoder_lens_np[num_reqs:padded_reqs] = max(self._encoder_lens), 0
-        lens_R = self.encoder_lens if any(self._encoder_lens) else None
+        lens_R = None
+        if any(self._encoder_lens):
+            lens_R = self.encoder_lens
+            self.encoder_lens_np[:num_reqs], self.encoder_lens_np[num_reqs:padded_reqs] = max(self._encoder_lens), 0
         starts_cpu, lens_cpu = query_start_loc[: padded_reqs + 1], seq_lens[:padded_reqs]
         return metadata_of(rows, views, starts_cpu, lens_cpu, self._encoder_lens, lens_R)
 

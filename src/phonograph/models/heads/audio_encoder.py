@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 PREFIX = "model.encoder"
 """Prefix of the names of the encoder's tensors."""
-_POSITIONS_PER_SECOND = 50
+POSITIONS_PER_SECOND = 50
 _FRAMES = {
     **{"feature_extractor_type": "WhisperFeatureExtractor", "sampling_rate": 16000, "hop_length": 160, "n_fft": 400},
     **{"padding_value": 0, "dither": 0, "do_normalize": False},
@@ -115,7 +115,7 @@ class AudioEncoder:
         inner = preprocessor.get("feature_extractor")
         found = cast("Mapping[str, Any]", inner) if isinstance(inner, dict) else preprocessor
         works = {**_FRAMES, "feature_size": self.num_mel_bins}
-        works["chunk_length"] = self.num_positions // _POSITIONS_PER_SECOND
+        works["chunk_length"] = self.num_positions // POSITIONS_PER_SECOND
         for name, value in works.items():
             if found.get(name) not in (None, value):
                 raise ModelError(f"{name}={shortened(repr(found[name]))} of the preprocessor: only {value} works")

@@ -1,4 +1,4 @@
-"""Places of a gated delta net's numbers: columns of projections by head, and states by sequence.
+"""Places of numbers of gated delta nets (columns of projections by head), and of sequences and states of all mixers.
 
 Shapes are those of the torch twin (`kernels/torch/state/gated_delta.py`).
 """

@@ -12,12 +12,11 @@ from phonograph.errors import UnsupportedModelError
 from phonograph.models.config_fields import ANY, COMMON, FLAG, LAYERS, POSITIVE_INT, TRAINING, UNREAD, Field, FieldKind
 from phonograph.models.families.encoders.encoder_layer import EncoderNames, encoder_layer
 from phonograph.models.families.family import Family, Settings
-from phonograph.models.heads.audio_encoder import AudioEncoder
+from phonograph.models.heads.audio_encoder import POSITIONS_PER_SECOND, AudioEncoder
 from phonograph.models.heads.pooler_spec import InputEmbedding
 from phonograph.models.layer_spec import LayerAttention, LayerSpec, NormKind
 from phonograph.models.layers.layer_matrix import LayerMatrix
 
-POSITIONS_PER_SECOND = 50
 """States of a second of audio, which has 100 frames."""
 _TRUE = FieldKind("true, as the model has an encoder", lambda value: value is True)
 _FALSE = FieldKind("false, as embeddings are not scaled here", lambda value: value is False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from phonograph.graphs.modes import GraphSupport, Support
 from phonograph.kernels.torch.state.gated_delta import MOST_GPU_SIZE, DeltaSizes
@@ -11,9 +12,11 @@ from phonograph.models.layers.layer_matrix import LayerMatrix, MatrixPart
 from phonograph.models.layers.states.state_mixer import StateTensor
 from phonograph.models.quantization.scheme import Scheme
 
+if TYPE_CHECKING:
+    import torch
+
 _MODULE = "linear_attn"
 TAPS, DECAY, TIME_BIAS, NORM = (f"{_MODULE}.{name}" for name in ("conv1d.weight", "A_log", "dt_bias", "norm.weight"))
-OTHERS = TAPS, DECAY, TIME_BIAS, NORM
 """Names in a layer of the tensors that are no projections."""
 
 
@@ -86,6 +89,10 @@ class GatedDeltaNet:
     def graph_support(self) -> Support:
         """Batches that may run in a graph: all."""
         return Support(GraphSupport.ALWAYS, "gated delta net: kernels read lengths and slots at each replay")
+
+    def operands(self, others: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
+        """Return the tensors that are no projections, in the order of the operator's arguments."""
+        return others[TAPS].squeeze(1), *(others[name] for name in (DECAY, TIME_BIAS, NORM))
 
     def with_schemes(self, scheme_of: Callable[[str], Scheme | None]) -> GatedDeltaNet:
         """Return it with the weight format of each projection, by its name in the layer."""

@@ -72,11 +72,10 @@ class MambaMixer(ConvMixer):
         """Batches that may run in a graph: all."""
         return Support(GraphSupport.ALWAYS, "Mamba 2: lengths and slots are read at each replay")
 
-
-def operands(others: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
-    """Return the layer's tensors that are no projections, in the order of the operator's arguments."""
-    names = DECAY, SKIP, TIME_BIAS, NORM
-    return others[TAPS].squeeze(1), others.get(BIAS), *(others[name] for name in names)
+    def operands(self, others: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
+        """Return the tensors that are no projections, in the order of the operator's arguments."""
+        names = DECAY, SKIP, TIME_BIAS, NORM
+        return others[TAPS].squeeze(1), others.get(BIAS), *(others[name] for name in names)
 
 
 def mamba_mixer(

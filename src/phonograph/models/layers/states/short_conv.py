@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from phonograph.graphs.modes import GraphSupport, Support
 from phonograph.models.layers.layer_matrix import LayerMatrix, MatrixPart
 from phonograph.models.layers.states.conv_mixer import ConvMixer
 from phonograph.models.layers.states.state_mixer import StateTensor
+
+if TYPE_CHECKING:
+    import torch
 
 TAPS, BIAS = "conv.conv.weight", "conv.conv.bias"
 """Names in a layer of the tensors that are no projections."""
@@ -51,6 +55,10 @@ class ShortConv(ConvMixer):
     def graph_support(self) -> Support:
         """Batches that may run in a graph: all."""
         return Support(GraphSupport.ALWAYS, "short convolution: lengths and slots are read at each replay")
+
+    def operands(self, others: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
+        """Return the tensors that are no projections, in the order of the operator's arguments."""
+        return others[TAPS].squeeze(1), others.get(BIAS)
 
 
 def short_conv(hidden_size: int, *, taps: int, bias: bool, input_norm: str | None = "input_layernorm") -> ShortConv:

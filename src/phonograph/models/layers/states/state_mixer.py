@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from math import prod
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from phonograph.graphs.modes import Support
 from phonograph.models.layers.layer_matrix import LayerMatrix
 from phonograph.models.quantization.scheme import Scheme
+
+if TYPE_CHECKING:
+    import torch
 
 
 class StateTensor(NamedTuple):
@@ -74,6 +77,10 @@ class StateMixer(Protocol):
     @property
     def graph_support(self) -> Support:
         """Batches that may run in a graph."""
+        ...
+
+    def operands(self, others: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
+        """Return the tensors that are no projections, in the order of the operator's arguments."""
         ...
 
     def with_schemes(self, scheme_of: Callable[[str], Scheme | None]) -> StateMixer: ...

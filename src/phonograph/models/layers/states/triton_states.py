@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import torch
-
-from phonograph.kernels.triton.state.causal_conv import short_conv as mix_short
+from phonograph.kernels.triton.state.causal_conv import short_conv
 from phonograph.kernels.triton.state.gated_delta import gated_delta
 from phonograph.kernels.triton.state.mamba2 import mamba2
 from phonograph.models.layers.kernel_set import Step, Stream
-from phonograph.models.layers.states import gated_delta_net, mamba_mixer, short_conv
 from phonograph.models.layers.states.gated_delta_net import GatedDeltaNet
 from phonograph.models.layers.states.mamba_mixer import MambaMixer
 from phonograph.models.layers.states.short_conv import ShortConv
@@ -32,7 +29,8 @@ class TritonStates:
         self._kernels, self._weights = kernels, weights
 
     def __call__(self, stream: Stream, step: Step) -> Stream:
-        kernels, weights, spec, states = self._kernels, self._weights, self._weights.spec, step.states
+        kernels, weights, states = self._kernels, self._weights, step.states
+        spec: Any = weights.spec
         assert states is not None
         num_tokens = len(stream.hidden_TE)
         memory_TF, mixed_TX = kernels.workspace.attention_memory(num_tokens, mixer_widths(spec))
@@ -42,59 +40,16 @@ class TritonStates:
         for product, rows_TF in zip(self._projections, projected, strict=True):
             product.store(stream.normed, rows_TF)
         rows = states.query_start_loc, states.seq_lens, states.slots, states.checkpoints, *states.pool[weights.layer]
-        _KERNELS[type(spec)](weights, projected, rows, mixed_TX, kernels.eps, scratch)
+        args: list[Any] = [*projected, *spec.operands(weights.others), *rows, mixed_TX]
+        if isinstance(spec, ShortConv):
+            short_conv(*args)
+        else:
+            _KERNELS[type(spec)](*args, spec.sizes, kernels.eps, scratch)
         if step.rows_P is not None:
             stream, mixed_TX = kernels.keep_rows(stream, mixed_TX, step.rows_P, step.num_kept)
         then = None if self.then is None else self.then.begin
         return kernels.add(stream, mixed_TX, self._output, weights.output_norm, then)
 
 
-_Tensors = Sequence[torch.Tensor]
-
-
-def _gated_delta(
-    weights: StateWeights,
-    projected: _Tensors,
-    rows: _Tensors,
-    mixed_TX: torch.Tensor,
-    eps: float,
-    scratch: torch.Tensor,
-) -> None:
-    spec: Any = weights.spec
-    taps, *others = (weights.others[name] for name in gated_delta_net.OTHERS)
-    args: list[Any] = [*projected, taps.squeeze(1), *others, *rows, mixed_TX, spec.sizes, eps, scratch]
-    gated_delta(*args)
-
-
-def _mix_short(
-    weights: StateWeights,
-    projected: _Tensors,
-    rows: _Tensors,
-    mixed_TX: torch.Tensor,
-    eps: float,
-    scratch: torch.Tensor,
-) -> None:
-    taps, bias = weights.others[short_conv.TAPS].squeeze(1), weights.others.get(short_conv.BIAS)
-    args: list[Any] = [*projected, taps, bias, *rows, mixed_TX]
-    mix_short(*args)
-
-
-def _mamba2(
-    weights: StateWeights,
-    projected: _Tensors,
-    rows: _Tensors,
-    mixed_TX: torch.Tensor,
-    eps: float,
-    scratch: torch.Tensor,
-) -> None:
-    spec: Any = weights.spec
-    args: list[Any] = [*projected, *mamba_mixer.operands(weights.others), *rows, mixed_TX, spec.sizes, eps, scratch]
-    mamba2(*args)
-
-
-_KERNELS: dict[type[StateMixer], Callable[..., None]] = {
-    GatedDeltaNet: _gated_delta,
-    ShortConv: _mix_short,
-    MambaMixer: _mamba2,
-}
-"""Kernels by the type of the mixer."""
+_KERNELS: dict[type[StateMixer], Callable[..., None]] = {GatedDeltaNet: gated_delta, MambaMixer: mamba2}
+"""Kernels by the type of the mixer, but for short convolutions, which have no sizes and no scratch."""
