@@ -32,6 +32,7 @@ BEGIN = "<!-- made by scripts/supported_models.py -->"
 END = "<!-- end -->"
 FAMILIES = {
     "bamba": "Bamba",
+    "falcon_h1": "Falcon-H1",
     "gemma": "Gemma 1",
     "gemma2": "Gemma 2",
     "gemma3_text": "Gemma 3 (text)",
@@ -42,8 +43,8 @@ FAMILIES = {
     "granitemoe": "Granite 3 MoE, PowerMoE",
     "granitemoehybrid": "Granite 4",
     "granitemoeshared": "Granite MoE with a shared expert",
-    "lfm2": "LFM2 (on a CPU)",
-    "lfm2_moe": "LFM2 with experts (on a CPU)",
+    "lfm2": "LFM2",
+    "lfm2_moe": "LFM2 with experts",
     "llama": "Llama 2 and 3.x, SmolLM2, TinyLlama",
     "ministral3": "Ministral 3",
     "mistral": "Mistral",
@@ -56,9 +57,9 @@ FAMILIES = {
     "qwen2": "Qwen2, Qwen2.5",
     "qwen2_moe": "Qwen1.5-MoE, Qwen2-MoE",
     "qwen3": "Qwen3",
-    "qwen3_next": "Qwen3-Next (on a CPU)",
-    "qwen3_5_text": "Qwen3.5, Qwen3.6 (on a CPU)",
-    "qwen3_5_moe_text": "Qwen3.5 and Qwen3.6 with experts (on a CPU)",
+    "qwen3_next": "Qwen3-Next",
+    "qwen3_5_text": "Qwen3.5, Qwen3.6",
+    "qwen3_5_moe_text": "Qwen3.5 and Qwen3.6 with experts",
     "smollm3": "SmolLM3",
     "qwen3_moe": "Qwen3-MoE",
 }
@@ -75,8 +76,8 @@ EMBEDDERS = {
 WRAPPED = {
     "gemma3": "Gemma 3 with images: its text model",
     "gemma4": "Gemma 4 with images or sound: its text model",
-    "qwen3_5": "Qwen3.5, Qwen3.6 with images: its text model (on a CPU)",
-    "qwen3_5_moe": "Qwen3.5, Qwen3.6 with experts and images: its text model (on a CPU)",
+    "qwen3_5": "Qwen3.5, Qwen3.6 with images: its text model",
+    "qwen3_5_moe": "Qwen3.5, Qwen3.6 with experts and images: its text model",
     "mistral3": "Mistral Small 3.1, Ministral 3 with images: their text models",
 }
 """Names of the models around a text model, by their model type."""

@@ -187,13 +187,13 @@ def test_a_whole_engine(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next", "lfm2", "bamba", "nemotron_h"])
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next", "lfm2", "falcon_h1", "nemotron_h"])
 def test_state_layers(family: str, tmp_path: Path) -> None:
     """In float32: prompts in chunks, in batches with decodes, and from a checkpoint; graphs equal eager steps."""
     sizes: dict[str, Any] = {"head_dim": 64, "num_key_value_heads": 2}
     if family == "nemotron_h":
         sizes |= {"layers_block_type": ["linear_attention", "full_attention", "mlp", "moe"]}
-    if family == "bamba":
+    if family == "falcon_h1":
         sizes = {"num_attention_heads": 2, "num_key_value_heads": 1}
     if family.startswith("qwen"):
         sizes |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}

@@ -101,6 +101,17 @@ def test_other_families_answer_as_transformers(family: str, tmp_path: Path) -> N
     check_greedy(reference, prompts, tokens_of(llm, prompts, SHORT))
 
 
+def test_factors_are_folded_into_weights_of_8_bits(tmp_path: Path) -> None:
+    """Projections whose sizes FP8 takes; without the factors, log-probabilities are others."""
+    make_checkpoint("falcon_h1", tmp_path, hidden_size=128, num_attention_heads=2, intermediate_size=256)
+    params = replace(SHORT, max_tokens=1, logprobs=0)
+    found = []
+    for quantization in (None, "fp8"):
+        llm = make_llm(tmp_path, quantization=quantization)
+        found.append([output.outputs[0].cumulative_logprob for output in llm.generate(prompts_of(20, 50), params)])
+    torch.testing.assert_close(*map(torch.tensor, found), rtol=0, atol=0.05)
+
+
 def test_many_requests_through_few_slots(folder: Path) -> None:
     """Slots are used again, requests are preempted and begin again; each answer is the one that it has alone."""
     lengths = [1 + 7 * index % 40 for index in range(24)]

@@ -241,9 +241,10 @@ def launch_states() -> None:
         pool = halves(9, 3, net.channels), torch.zeros(9, heads, net.key_size, net.value_size)
         projected, gates = halves(64, net.channels + values), halves(64, 2 * heads)
         gated_delta(projected, gates, *weights, *rows, *pool, halves(64, values), net, 1e-6, halves(64, net.channels))
-    for sizes in (MambaSizes(128, 80, 8, 128, norm_groups=8), MambaSizes(3, 20, 1, 10)):
+    for sizes in (MambaSizes(128, 80, 8, 128, norm_groups=8), MambaSizes(3, 20, 1, 10, norm_groups=0)):
         heads, channels = (torch.zeros(sizes.heads) for _ in range(3)), sizes.channels
-        weights = torch.zeros(channels, 4), torch.zeros(channels), *heads, torch.zeros(sizes.inner)
+        norm = torch.zeros(sizes.inner) if sizes.norm_groups else None
+        weights = torch.zeros(channels, 4), torch.zeros(channels), *heads, norm
         pool = halves(9, 3, channels), torch.zeros(9, sizes.heads, sizes.head_size, sizes.key_size)
         projected, out = halves(64, sizes.inner + channels + sizes.heads), halves(64, sizes.inner)
         mamba2(projected, *weights, *rows, *pool, out, sizes, 1e-6, halves(64, channels))

@@ -20,6 +20,10 @@ NETS = {
     "odd sizes": (MambaSizes(3, 20, 3, 10, norm_groups=3), 2),
     "wide keys": (MambaSizes(4, 80, 2, 256), 4),
 }
+ENDS = {
+    "gates last": (MambaSizes(4, 24, 2, 16, norm_groups=2, gates_last=1), 4),
+    "no norm": (MambaSizes(4, 24, 2, 16, norm_groups=0), 4),
+}
 
 
 @pytest.mark.parametrize("decay", [1e-4, 1.0, 50.0])
@@ -61,7 +65,7 @@ def test_a_long_answer_does_not_drift(decay: float, gates: str) -> None:
 @pytest.mark.parametrize("name", NETS)
 def test_kernels_are_the_torch_set(name: str, batch: str, dtype: torch.dtype, device: torch.device) -> None:
     """Rows of the projection lie apart, places that no sequence reads are NaN, and padding is 0."""
-    (net, taps), (queries, _, padding) = NETS[name], BATCHES[batch]
+    (net, taps), (queries, _, padding) = (NETS | ENDS)[name], BATCHES[batch]
     generator = torch.Generator().manual_seed(len(batch) + len(name))
 
     def normal(*shape: int, kind: torch.dtype = torch.float32) -> torch.Tensor:
@@ -71,7 +75,8 @@ def test_kernels_are_the_torch_set(name: str, batch: str, dtype: torch.dtype, de
     memory = normal(num_tokens, width + 8, kind=dtype)
     memory[:, width:] = torch.nan
     bias = None if name == "one group" else normal(net.channels)
-    weights = normal(net.channels, taps), bias, *(normal(net.heads) for _ in range(3)), 1 + 0.1 * normal(net.inner)
+    norm = 1 + 0.1 * normal(net.inner) if net.norm_groups else None
+    weights = normal(net.channels, taps), bias, *(normal(net.heads) for _ in range(3)), norm
     rows, unread = step_rows(batch, generator)
     history = normal(PLACES, taps - 1, net.channels, kind=dtype)
     state = normal(PLACES, net.heads, net.head_size, net.key_size)
@@ -87,6 +92,12 @@ def test_kernels_are_the_torch_set(name: str, batch: str, dtype: torch.dtype, de
     for one, other in zip(got, wanted, strict=True):
         assert_near(one, other, most)
     assert not got[2][sum(queries) :].any(), "padding is 0"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ENDS)
+def test_ends_of_outputs(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    test_kernels_are_the_torch_set(name, next(iter(BATCHES)), dtype, device)
 
 
 @pytest.mark.parametrize("batch", BATCHES)

@@ -34,7 +34,8 @@ def test_logits(family: str, tmp_path: Path) -> None:
     saved = reference.state_dict().keys()
     biases = sum(buffer.numel() for name, buffer in reference.named_buffers() if name in saved)
     assert reference.num_parameters() + biases == spec.num_parameters
-    assert [*spec.states] == [0, 1, 2] and [*spec.attentions] == [3]
+    attentions = [0, 1, 2] if family == "falcon_h1" else [3]
+    assert [*spec.states] == [0, 1, 2] and [*spec.attentions] == attentions
     model = load_model(spec, tmp_path, dtype=torch.float32, device=CPU)
     prompts = prompts_of(*LENGTHS)
     with torch.no_grad():
@@ -54,6 +55,25 @@ def test_logits(family: str, tmp_path: Path) -> None:
             found[index].append(got)
     for index, logits in enumerate(wanted):
         torch.testing.assert_close(torch.cat(found[index]), logits, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mamba_rms_norm": False},
+        {"mamba_norm_before_gate": False, "mamba_d_ssm": None},
+        {"mlp_multipliers": None, "ssm_multipliers": None, "projectors_bias": False, "mamba_proj_bias": False},
+    ],
+    ids=["no norm", "gates first", "fewer factors"],
+)
+def test_other_falcons(changes: dict[str, Any], tmp_path: Path) -> None:
+    reference = make_checkpoint("falcon_h1", tmp_path, **changes)
+    prompts = prompts_of(70, 5)
+    sequences = DenseSequences(load_model(read_model_spec(tmp_path), tmp_path, dtype=torch.float32, device=CPU))
+    for got, prompt in zip(sequences.step([(sequences.add(), one) for one in prompts]), prompts, strict=True):
+        with torch.no_grad():
+            wanted = reference(torch.tensor([prompt])).logits[0]
+        torch.testing.assert_close(got, wanted, rtol=0, atol=TOLERANCE)
 
 
 def test_published_files_have_experts_in_one_tensor(tmp_path: Path) -> None:
@@ -109,6 +129,19 @@ def test_layers_that_make_drafts_are_skipped_with_a_note(family: str, tmp_path: 
         ("bamba", {"attn_layer_indices": [9]}, UnsupportedModelError, "must name one layer or more"),
         ("bamba", {"mamba_d_head": 12}, ModelError, "mamba_n_heads=8 heads of mamba_d_head=12 must have .* = 64"),
         ("bamba", {"mamba_n_groups": 3}, ModelError, "must be a multiple of mamba_n_groups=3"),
+        (
+            "falcon_h1",
+            {"mamba_n_heads": 5},
+            ModelError,
+            "mamba_n_heads=5 heads of mamba_d_head=12 must have mamba_d_ssm",
+        ),
+        ("falcon_h1", {"ssm_multipliers": [1.0] * 4}, ModelError, "null or a list of 5 numbers"),
+        (
+            "falcon_h1",
+            {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+            UnsupportedModelError,
+            "multipliers are folded into the weights",
+        ),
         ("granite4_h", {"time_step_limit": [0.0, 1.0]}, ModelError, "null or 0 and infinity"),
         (
             "nemotron_h",

@@ -14,6 +14,8 @@ from kernel_sets import bind_torch
 from transformers import (
     BambaConfig,
     BambaForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -452,6 +454,25 @@ _MAMBA: dict[str, Any] = {
     "mamba_d_conv": 4,
     "pad_token_id": None,
 }
+_FALCON: dict[str, Any] = {
+    **_MAMBA,
+    "num_hidden_layers": 3,
+    "mamba_d_ssm": 96,
+    "mamba_rms_norm": True,
+    "attention_bias": True,
+    "mlp_bias": True,
+    "projectors_bias": True,
+    "mamba_proj_bias": True,
+    "attention_in_multiplier": 0.75,
+    "attention_out_multiplier": 1.25,
+    "key_multiplier": 1.5,
+    "embedding_multiplier": 5.5,
+    "lm_head_multiplier": 0.3,
+    "mlp_multipliers": [0.9, 1.7],
+    "ssm_in_multiplier": 1.3,
+    "ssm_out_multiplier": 0.6,
+    "ssm_multipliers": [0.7, 0.8, 0.9, 1.1, 1.2],
+}
 DELTA_FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
     # The columns of projections are in the order of heads; the second layer is dense.
     "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM, {**_DELTA, **_DELTA_EXPERTS, "mlp_only_layers": [1]}),
@@ -467,6 +488,8 @@ STATE_FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
         Lfm2MoeForCausalLM,
         {**_LFM, "conv_L_cache": 4, "moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 3},
     ),
+    # Attention and Mamba 2 in each layer, and factors that differ from one another.
+    "falcon_h1": (FalconH1Config, FalconH1ForCausalLM, _FALCON),
     "bamba": (BambaConfig, BambaForCausalLM, {**_MAMBA, "attn_layer_indices": [3], "mamba_proj_bias": True}),
     # Without rotary embedding.
     "granite4_h": (

@@ -260,10 +260,12 @@ def estimate_graph_bytes(model: ModelSpec, dtype: str, tokens: int, rows: int) -
 
 def _mixer_width(layer: LayerSpec) -> int:
     """Return the numbers of a token next to the stream: projections, and the input of the last one."""
-    if layer.mixer is None:
-        return 0
-    *projections, output = layer.mixer.matrices
-    return sum(matrix.num_outputs for matrix in projections) + output.num_inputs
+    widths = [0]
+    for mixer in (layer.mixer, layer.beside):
+        if mixer is not None:
+            *projections, output = mixer.matrices
+            widths.append(sum(matrix.num_outputs for matrix in projections) + output.num_inputs)
+    return max(widths)
 
 
 def _feed_forward_width(spec: FeedForward | None) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
@@ -243,6 +243,7 @@ class LayerSpec:
 
     Attributes:
         mixer: attention, or a mixer with a state; None for none.
+        beside: mixer with a state that reads the same normed rows as the attention, or None. Both are added.
         cross: attention to an encoder's states after the mixer, or None.
         feed_forward: of the layer; None for none.
         embedding: the layer's embedding of the token, or None.
@@ -254,6 +255,7 @@ class LayerSpec:
     embedding: LayerEmbedding | None = None
     scalar: str | None = None
     cross: LayerAttention | None = None
+    beside: StateMixer | None = None
 
     @property
     def attention(self) -> LayerAttention:
@@ -264,12 +266,12 @@ class LayerSpec:
     @property
     def state(self) -> StateMixer | None:
         """The mixer of a layer with a state; None for others."""
-        return None if isinstance(self.mixer, LayerAttention) else self.mixer
+        return self.beside if isinstance(self.mixer, LayerAttention) else self.mixer
 
     @property
     def parts(self) -> tuple[LayerAttention | StateMixer | FeedForward, ...]:
-        """The mixer, attention to an encoder and the feed-forward, as far as the layer has them."""
-        return tuple(part for part in (self.mixer, self.cross, self.feed_forward) if part is not None)
+        """The mixers, attention to an encoder and the feed-forward, as far as the layer has them."""
+        return tuple(part for part in (self.mixer, self.beside, self.cross, self.feed_forward) if part is not None)
 
     @property
     def matrices(self) -> tuple[LayerMatrix, ...]:
@@ -316,13 +318,9 @@ class LayerSpec:
 
     def with_schemes(self, scheme_of: Callable[[str], Scheme | None]) -> LayerSpec:
         """Return the layer with the weight format of each projection, by its name in the layer."""
-        return replace(
-            self,
-            mixer=None if self.mixer is None else self.mixer.with_schemes(scheme_of),
-            cross=None if self.cross is None else self.cross.with_schemes(scheme_of),
-            feed_forward=None if self.feed_forward is None else self.feed_forward.with_schemes(scheme_of),
-            embedding=None if self.embedding is None else self.embedding.with_schemes(scheme_of),
-        )
+        names = "mixer", "beside", "cross", "feed_forward", "embedding"
+        parts: dict[str, Any] = {name: part for name in names if (part := getattr(self, name)) is not None}
+        return replace(self, **{name: part.with_schemes(scheme_of) for name, part in parts.items()})
 
 
 def decoder_layer(

@@ -16,6 +16,7 @@ from phonograph.models.families.gemma4 import GEMMA4
 from phonograph.models.families.glm_moe import GLM4_MOE
 from phonograph.models.families.gpt_oss import GPT_OSS
 from phonograph.models.families.hybrids.bamba import BAMBA
+from phonograph.models.families.hybrids.falcon_h1 import FALCON_H1
 from phonograph.models.families.hybrids.granite import GRANITE, GRANITE_MOE, GRANITE_MOE_HYBRID, GRANITE_MOE_SHARED
 from phonograph.models.families.hybrids.lfm import LFM2, LFM2_MOE
 from phonograph.models.families.hybrids.nemotron_h import NEMOTRON_H
@@ -32,6 +33,7 @@ from phonograph.models.weights.wrapper import WRAPPERS
 
 ARCHITECTURES: dict[str, Family] = {
     "BambaForCausalLM": BAMBA,
+    "FalconH1ForCausalLM": FALCON_H1,
     "Gemma2ForCausalLM": GEMMA2,
     "Gemma3ForCausalLM": GEMMA3,
     "Gemma4ForCausalLM": GEMMA4,

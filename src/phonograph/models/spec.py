@@ -21,7 +21,7 @@ from phonograph.files.gguf_file import read_gguf
 from phonograph.files.model_files import is_gguf, model_path, read_json
 from phonograph.models.context_length import context_length, rope_notes
 from phonograph.models.end_tokens import model_end_tokens, read_generation, split_end_tokens
-from phonograph.models.families.family import Family
+from phonograph.models.families.family import Family, TensorFactors
 from phonograph.models.heads.audio_encoder import AudioEncoder
 from phonograph.models.heads.feature_input import FeatureInput
 from phonograph.models.heads.find_pooler import with_pooler
@@ -77,6 +77,7 @@ class ModelSpec:
         pooler: end of a model that generates nothing; None for logits.
         causal: a token attends to no later one.
         renames: patterns of names in the checkpoint, each with what replaces it.
+        tensor_factors: factors of weights, which loading multiplies (`Family.tensor_factors`).
         features: input of a draft head, whose `vocab_size` is that of its logits; None for a model of its own.
         quantization: format of quantized projections, or None.
         fp8_kv_cache: True if the configuration says that the checkpoint has scales for keys and values in FP8.
@@ -105,6 +106,7 @@ class ModelSpec:
     causal: bool = True
     final_norm: bool = True
     renames: tuple[tuple[str, str], ...] = ()
+    tensor_factors: TensorFactors = ()
     features: FeatureInput | None = None
     quantization: Quantization | None = None
     fp8_kv_cache: bool = False
@@ -353,6 +355,12 @@ def make_spec(
     quantization = None if quantized is None else read_quantization(quantized)
     if quantization is not None and wrapper is not None:
         quantization = replace(quantization, prefixes=TEXT_PREFIXES)
+    factors = family.tensor_factors(settings)
+    if factors and quantization is not None and quantization.has_schemes:
+        raise UnsupportedModelError(
+            f"quantization_config of {name}: its multipliers are folded into the weights, which must be in 16 bits for "
+            "that; give the model without it (--quantization fp8 works)"
+        )
     hidden_size, vocab_size = settings["hidden_size"], settings["vocab_size"]
     spec = ModelSpec(
         architecture=name,
@@ -371,6 +379,7 @@ def make_spec(
         encoder=family.encoder(settings),
         final_norm=family.final_norm,
         renames=family.renames,
+        tensor_factors=factors,
         causal=family.is_causal(settings),
         factors=family.factors(settings),
         layer_embeddings=family.layer_embeddings(settings),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import zip_longest
 from types import MappingProxyType
 from typing import NamedTuple
@@ -53,6 +54,9 @@ def _mixer(kernels: KernelSet, layer: LayerWeights) -> MixerPart | None:
     weights = layer.mixer
     if weights is None:
         return None
+    if isinstance(weights, AttentionWeights) and layer.beside is not None:
+        beside = replace(layer.beside, input_norm=weights.input_norm)
+        return kernels.beside(replace(weights, input_norm=None), beside)
     return kernels.attention(weights) if isinstance(weights, AttentionWeights) else kernels.states(weights)
 
 

@@ -26,6 +26,8 @@ EXPERT_LOSS = {"router_aux_loss_coef": TRAINING, "router_jitter_noise": TRAINING
 
 Settings = Mapping[str, Any]
 """Fields of config.json with their defaults."""
+TensorFactors = tuple[tuple[str, tuple[tuple[int, float], ...]], ...]
+"""Names of tensors in a layer, each with numbers of its rows, from the first, and the factor of these."""
 
 
 def _windows_above(settings: Settings) -> list[str]:
@@ -77,6 +79,8 @@ class Family:
             pooling and stages.
         aliases: fields of config.json by names that this family has for those of others.
         renames: patterns of names of tensors, each with what replaces it.
+        tensor_factors: function that returns factors that weights are multiplied by when they are loaded: the name of
+            a tensor in its layer, and each number of rows with its factor.
         unused: beginnings of names of tensors that embeddings do not use, such as those of another head.
     """
 
@@ -98,6 +102,7 @@ class Family:
     unused: tuple[str, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict[str, str])
     renames: tuple[tuple[str, str], ...] = ()
+    tensor_factors: Callable[[Settings], TensorFactors] = lambda _: ()
 
     def is_causal(self, settings: Settings) -> bool:
         """Return True if a token attends to no later one."""

@@ -227,6 +227,10 @@ class KernelSet(Protocol):
 
     def states(self, weights: StateWeights) -> MixerPart: ...
 
+    def beside(self, attention: AttentionWeights, states: StateWeights) -> MixerPart:
+        """Return a part of two mixers that read the same rows, normed by `states.input_norm`."""
+        ...
+
     def feed_forward(self, weights: FeedForwardWeights) -> FeedForwardPart: ...
 
     def experts(self, weights: ExpertsWeights, load_X: torch.Tensor | None = None) -> FeedForwardPart:

@@ -166,6 +166,7 @@ class LayerWeights:
     embedding: LayerEmbeddingWeights | None
     scalar: torch.Tensor | None
     cross: AttentionWeights | None
+    beside: StateWeights | None
 
     @classmethod
     def make(
@@ -181,6 +182,7 @@ class LayerWeights:
             return None if name is None else allocate.norm(hidden_size)
 
         of_mixer = None if mixer is None else _any_mixer(mixer, layer, norm, allocate)
+        beside = None if spec.beside is None else StateWeights.make(spec.beside, layer, norm, allocate)
         cross = None
         if spec.cross is not None:
             cross = AttentionWeights.make(spec.cross, num_layers + layer, norm, allocate)
@@ -200,13 +202,19 @@ class LayerWeights:
             assert of_feed_forward is not None
             of_feed_forward = replace(of_feed_forward, scalar=scalar)
         return cls(
-            spec=spec, mixer=of_mixer, feed_forward=of_feed_forward, embedding=embedding, scalar=scalar, cross=cross
+            spec=spec,
+            mixer=of_mixer,
+            feed_forward=of_feed_forward,
+            embedding=embedding,
+            scalar=scalar,
+            cross=cross,
+            beside=beside,
         )
 
     @property
     def parts(self) -> list[AttentionWeights | StateWeights | FeedForwardWeights | ExpertsWeights]:
-        """The mixer, attention to an encoder and the feed-forward, as far as the layer has them."""
-        return [part for part in (self.mixer, self.cross, self.feed_forward) if part is not None]
+        """The mixers, attention to an encoder and the feed-forward, as far as the layer has them."""
+        return [part for part in (self.mixer, self.beside, self.cross, self.feed_forward) if part is not None]
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -217,7 +225,8 @@ class LayerWeights:
     def checkpoint_views(self) -> dict[str, torch.Tensor]:
         """Return the destination of each tensor of a checkpoint by its name in the layer: views of fused weights."""
         views = self.mixer.own_views() if isinstance(self.mixer, AttentionWeights) else dict[str, torch.Tensor]()
-        views |= self.mixer.others if isinstance(self.mixer, StateWeights) else {}
+        for mixer in (self.mixer, self.beside):
+            views |= mixer.others if isinstance(mixer, StateWeights) else {}
         parts = self.parts
         if isinstance(self.feed_forward, ExpertsWeights):
             views |= self.feed_forward.own_views()

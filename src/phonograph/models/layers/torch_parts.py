@@ -30,7 +30,7 @@ from phonograph.models.layers.linear import Linear
 from phonograph.models.layers.part_weights import AttentionWeights, ExpertsWeights, FeatureWeights, FeedForwardWeights
 from phonograph.models.layers.rotary import RotaryTables
 from phonograph.models.layers.states.state_weights import StateWeights
-from phonograph.models.layers.states.torch_states import TorchStates
+from phonograph.models.layers.states.torch_states import TorchBeside, TorchStates
 from phonograph.models.quantization.block_embedding import BlockEmbedding, Embedding
 
 
@@ -100,6 +100,9 @@ class TorchKernels:
 
     def states(self, weights: StateWeights) -> MixerPart:
         return TorchStates(self, weights)
+
+    def beside(self, attention: AttentionWeights, states: StateWeights) -> MixerPart:
+        return TorchBeside(self, self.attention(attention), states)
 
     def feed_forward(self, weights: FeedForwardWeights) -> TorchFeedForward:
         return TorchFeedForward(self, weights)

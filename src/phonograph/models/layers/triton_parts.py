@@ -25,7 +25,7 @@ from phonograph.models.layers.layer_embedding import LayerEmbeddingsWeights, Lay
 from phonograph.models.layers.linear import Linear
 from phonograph.models.layers.part_weights import AttentionWeights, ExpertsWeights, FeatureWeights, FeedForwardWeights
 from phonograph.models.layers.states.state_weights import StateWeights
-from phonograph.models.layers.states.triton_states import TritonStates
+from phonograph.models.layers.states.triton_states import TritonBeside, TritonStates
 from phonograph.models.layers.triton_experts import ExpertKernels
 from phonograph.models.layers.triton_stream import NormedInput, StreamKernels
 from phonograph.models.layers.workspace import mixer_widths
@@ -361,6 +361,9 @@ class TritonKernels(StreamKernels):
 
     def states(self, weights: StateWeights) -> MixerPart:
         return TritonStates(self, weights)
+
+    def beside(self, attention: AttentionWeights, states: StateWeights) -> MixerPart:
+        return TritonBeside(self.attention(attention), TritonStates(self, states))
 
     def feed_forward(self, weights: FeedForwardWeights) -> TritonFeedForward:
         return TritonFeedForward(self, weights)

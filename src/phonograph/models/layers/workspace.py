@@ -170,7 +170,7 @@ def _feed_forward_width(spec: FeedForward | None) -> int:
 
 def _attention_widths(spec: ModelSpec) -> tuple[int, int]:
     """Return the widths of the projections and of the mixer's output, the largest of all layers."""
-    widths = [mixer_widths(layer.mixer) for layer in spec.kinds]
+    widths = [mixer_widths(mixer) for layer in spec.kinds for mixer in (layer.mixer, layer.beside)]
     return max(first for first, _ in widths), max(second for _, second in widths)
 
 

@@ -213,7 +213,7 @@ def _read(
     shapes = {name: shape for name, shape in whole.tensor_shapes().items() if name not in made}
     # Modules of sentence-transformers have files in folders of their own.
     stages = {one.spec.folder: one.spec.name for one in model.stages if one.spec.folder}
-    destinations = model.destinations()
+    destinations, factors = model.destinations(), dict(whole.tensor_factors)
     modules = [(module, module.stored()) for module in model.quantized_modules()]
     packed = {module.tensor_name(end): stored for module, ends in modules for end, stored in ends.items()}
     if cuts is not None:
@@ -255,9 +255,11 @@ def _read(
                         raise WeightError(f"tensor {name} is in both {written[name]} and {file}; remove one")
                     tensor = cast("torch.Tensor", tensors.get_tensor(own_name))
                     written[name] = file
+                    pieces = factors.get(name.split(".", 3)[-1])
                     if name in packed:
                         _check_packed(name, tensor, packed[name], file, model.spec)
                         tensor = tensor.reshape(packed[name].shape)
+                        tensor = tensor if pieces is None else _multiplied(tensor, pieces)
                         parts[name] = tensor if cuts is None else cuts.of(name, tensor)
                     else:
                         _check(name, tensor, shapes[name], file, model.spec)
@@ -265,6 +267,7 @@ def _read(
                             raise WeightError(f"tensor {own_name} in {file} has NaN; its tool left it unset")
                         if model.spec.norms.offset and is_norm(name):
                             tensor = tensor.float() + model.spec.norms.offset
+                        tensor = tensor if pieces is None else _multiplied(tensor, pieces)
                         destination = destinations[name]
                         if cuts is not None:
                             tensor, destination = cuts.fitted(name, tensor, destination)
@@ -301,6 +304,13 @@ def _read(
         copies.run(partial(module.load, own))
     notes = [f"tensors of the checkpoint that the model does not use: {_some(unused)}"] if unused else []
     return [*notes, skipped_note(skipped)] if skipped else notes
+
+
+def _multiplied(tensor: torch.Tensor, pieces: tuple[tuple[int, float], ...]) -> torch.Tensor:
+    """Return the tensor, float32, with each number of rows multiplied by its factor."""
+    rows, factors = zip(*pieces, strict=True)
+    by_row = torch.tensor(factors).repeat_interleave(torch.tensor(rows))
+    return tensor.float() * by_row.view(-1, *(1,) * (tensor.ndim - 1))
 
 
 def _check_packed(name: str, tensor: torch.Tensor, stored: Stored, file: Path, spec: ModelSpec) -> None:

@@ -36,7 +36,8 @@ class MambaSizes(NamedTuple):
         head_size: V.
         groups: G, a divisor of H.
         key_size: K, the size of the state of a number.
-        norm_groups: parts of an output that are normed on their own.
+        norm_groups: parts of an output that are normed on their own; 0 for no norm.
+        gates_last: 1 if outputs are multiplied by their gates after the norm, and not before it.
     """
 
     heads: int
@@ -44,6 +45,7 @@ class MambaSizes(NamedTuple):
     groups: int
     key_size: int
     norm_groups: int = 1
+    gates_last: int = 0
 
     @property
     def inner(self) -> int:
@@ -94,7 +96,7 @@ def scan(
 
 _library = torch.library.Library("phonograph", "FRAGMENT")
 _library.define(
-    "mamba2(Tensor projected, Tensor taps, Tensor? bias, Tensor decay, Tensor skip, Tensor time_bias, Tensor norm, "
+    "mamba2(Tensor projected, Tensor taps, Tensor? bias, Tensor decay, Tensor skip, Tensor time_bias, Tensor? norm, "
     "Tensor query_start_loc, Tensor seq_lens, Tensor slots, Tensor checkpoints, "
     "Tensor(a!) history, Tensor(b!) state, Tensor(c!) out, int[] sizes, Tensor eps) -> ()"
 )
@@ -107,7 +109,7 @@ def mamba2(
     decay_H: torch.Tensor,
     skip_H: torch.Tensor,
     time_bias_H: torch.Tensor,
-    norm_X: torch.Tensor,
+    norm_X: torch.Tensor | None,
     query_start_loc: torch.Tensor,
     seq_lens_R: torch.Tensor,
     slots_R: torch.Tensor,
@@ -127,7 +129,7 @@ def mamba2(
         decay_H: logarithm of -a, float32.
         skip_H: d, float32.
         time_bias_H: bias of the times, float32.
-        norm_X: weights of the norm of the gated output, float32.
+        norm_X: weights of the norm of the output, float32; None for none.
         query_start_loc: as in `state_runs`, and the next three too.
         seq_lens_R: see there.
         slots_R: see there.
@@ -154,9 +156,14 @@ def mamba2(
         x_NTHV = x_NTX.unflatten(-1, (net.heads, -1))
         out_NTHV = scan(x_NTHV, keys_NTHK, queries_NTHK, time_TH[tokens_NT], rate_H, state_NHVK)
         mixed_TX[tokens_NT] = (out_NTHV + x_NTHV * skip_H.unsqueeze(-1)).flatten(2)
-    gated_TGX = (mixed_TX * functional.silu(gates_TX.float())).unflatten(-1, (net.norm_groups, -1))
-    inverse_rms = torch.addcmul(eps, gated_TGX, gated_TGX, value=1.0).mean(-1, keepdim=True).rsqrt_()
-    out_TX.copy_((gated_TGX * inverse_rms).flatten(1) * norm_X)
+    gates_TX = functional.silu(gates_TX.float())
+    if not net.gates_last:
+        mixed_TX *= gates_TX
+    if norm_X is not None:
+        mixed_TGX = mixed_TX.unflatten(-1, (net.norm_groups, -1))
+        inverse_rms = torch.addcmul(eps, mixed_TGX, mixed_TGX, value=1.0).mean(-1, keepdim=True).rsqrt_()
+        mixed_TX = (mixed_TGX * inverse_rms).flatten(1) * norm_X
+    out_TX.copy_(mixed_TX * gates_TX if net.gates_last else mixed_TX)
 
 
 for _device in ("CPU", "CUDA"):

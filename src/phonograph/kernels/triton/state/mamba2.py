@@ -3,7 +3,7 @@
 1. Convolution of all tokens, and 2. the last inputs of each sequence (`causal_conv.py`).
 3. Scan of sequences of up to 16 tokens in the step, token by token (`mamba_step.py`).
 4. Scan of longer ones, by chunks (`mamba_chunk.py`); left out where no sequence can be longer.
-5. Gates and norm of the outputs, in place: a program has a token and a group of the norm.
+5. Gates and norm of the outputs, in place: a program has a token and a group of the norm, or all of an output.
 
 All read lengths, slots and checkpoints on the device, so that a captured graph serves any batch.
 """
@@ -40,7 +40,7 @@ def mamba2(
     decay_H: torch.Tensor,
     skip_H: torch.Tensor,
     time_bias_H: torch.Tensor,
-    norm_X: torch.Tensor,
+    norm_X: torch.Tensor | None,
     query_start_loc: torch.Tensor,
     seq_lens_R: torch.Tensor,
     slots_R: torch.Tensor,
@@ -92,17 +92,18 @@ def mamba2(
     if most_long := min(num_reqs, num_tokens // (_MOST_STEPS + 1)):
         block, chunk, stages = _WIDE_CHUNKS if projected_TF.dtype is torch.float32 else _CHUNKS
         scan(mamba_chunk_kernel, most_long, block, _CHUNK_PROGRAMS, CHUNK=chunk, STAGES=stages, num_warps=8)
-    width = net.inner // net.norm_groups
-    _gated_norm_kernel[(num_tokens, net.norm_groups)](
+    groups = max(1, net.norm_groups)
+    width = net.inner // groups
+    _gated_norm_kernel[(num_tokens, groups)](
         out_TX, gates_TX, norm_X, query_start_loc, num_reqs, eps, projected_TF.stride(0), X=net.inner, WIDTH=width,
-        BLOCK=triton.next_power_of_2(width), num_warps=8 if width > 2048 else 4,
+        GATES_LAST=net.gates_last, BLOCK=triton.next_power_of_2(width), num_warps=8 if width > 2048 else 4,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_reqs"])
 def _gated_norm_kernel(
     out_ptr, gates_ptr, norm_ptr, starts_ptr, num_reqs, eps, gates_stride, X: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
+    GATES_LAST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     mask = column < WIDTH
@@ -111,6 +112,11 @@ def _gated_norm_kernel(
     is_token = mask & (token < tl.load(starts_ptr + num_reqs))
     out = out_ptr + token * X + column
     gate = tl.load(gates_ptr + token * gates_stride + column, is_token, other=0.0).to(tl.float32)
-    mixed = tl.load(out, is_token, other=0.0).to(tl.float32) * gate * tl.sigmoid(gate)
-    mixed *= tl.rsqrt(tl.sum(mixed * mixed) / WIDTH + eps) * tl.load(norm_ptr + column, mask, other=0.0)
+    mixed, gate = tl.load(out, is_token, other=0.0).to(tl.float32), gate * tl.sigmoid(gate)
+    if not GATES_LAST:
+        mixed *= gate
+    if norm_ptr is not None:
+        mixed *= tl.rsqrt(tl.sum(mixed * mixed) / WIDTH + eps) * tl.load(norm_ptr + column, mask, other=0.0)
+    if GATES_LAST:
+        mixed *= gate
     tl.store(out, mixed.to(out_ptr.dtype.element_ty), mask)

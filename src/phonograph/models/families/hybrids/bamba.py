@@ -1,4 +1,4 @@
-"""Bamba: most layers are Mamba 2, the others attention; and the fields of Mamba 2 that it shares with Granite 4."""
+"""Bamba: most layers are Mamba 2, the others attention; and what it shares with Granite 4 and Falcon-H1."""
 
 from __future__ import annotations
 
@@ -51,33 +51,41 @@ MAMBA_FIELDS = {
     "mamba_proj_bias": Field(False, FLAG),
     "time_step_limit": Field(NO_LIMIT, _LIMIT),
 }
+NORM_NAMES = (
+    (r"^model\.final_layernorm\.", "model.norm."),
+    (r"\.pre_ff_layernorm\.", ".post_attention_layernorm."),
+)
+"""Names of norms in files, with what stands for them."""
 CHUNK = {"mamba_chunk_size": "tokens of a chunk, which the result does not depend on"}
 
 
-def mamba_of(settings: Settings) -> MambaMixer:
+def mamba_of(settings: Settings, *, norm_groups: int = 1, gates_last: bool = False) -> MambaMixer:
     """Return the mixer of layers with a state.
+
+    Args:
+        settings: of the model.
+        norm_groups: as in `MambaSizes`; so is the next one.
+        gates_last: see there.
 
     Raises:
         ModelError: the numbers do not go together.
     """
-    heads, groups, inner = (
-        settings["mamba_n_heads"],
-        settings["mamba_n_groups"],
-        settings["mamba_expand"] * settings["hidden_size"],
-    )
+    heads, groups, inner = settings["mamba_n_heads"], settings["mamba_n_groups"], settings.get("mamba_d_ssm")
+    source = "mamba_d_ssm"
+    if inner is None:
+        inner, source = settings["mamba_expand"] * settings["hidden_size"], "mamba_expand * hidden_size"
     size = inner // heads if settings["mamba_d_head"] == "auto" else settings["mamba_d_head"]
     if size * heads != inner:
-        raise ModelError(
-            f"mamba_n_heads={heads} heads of mamba_d_head={size} must have mamba_expand * hidden_size = {inner} numbers"
-        )
+        raise ModelError(f"mamba_n_heads={heads} heads of mamba_d_head={size} must have {source} = {inner} numbers")
     if heads % groups:
         raise ModelError(f"mamba_n_heads={heads} must be a multiple of mamba_n_groups={groups}")
     return mamba_mixer(
-        MambaSizes(heads, size, groups, settings["mamba_d_state"]),
+        MambaSizes(heads, size, groups, settings["mamba_d_state"], norm_groups, int(gates_last)),
         hidden_size=settings["hidden_size"],
         taps=settings["mamba_d_conv"],
         conv_bias=settings["mamba_conv_bias"],
         bias=settings["mamba_proj_bias"],
+        output_bias=settings.get("projectors_bias"),
     )
 
 
@@ -96,14 +104,19 @@ def _attention_layers(settings: Settings) -> set[int]:
     return found
 
 
-def _layers(settings: Settings) -> tuple[LayerSpec, ...]:
-    bias, attentions = settings["attention_bias"], _attention_layers(settings)
+def attention_layer(settings: Settings) -> LayerSpec:
+    """Return a layer with attention."""
+    bias = settings["attention_bias"]
     attention = decoder_layer(layer_sizes(settings), qkv_bias=bias, o_bias=bias, mlp_bias=settings["mlp_bias"])
     dense = attention.feed_forward
     assert isinstance(dense, LayerFeedForward)
     # Weight formats name modules as the file does.
     gate_up, down = (replace(matrix, module="feed_forward") for matrix in dense.matrices)
-    attention = replace(attention, feed_forward=replace(dense, gate_up=gate_up, down=down))
+    return replace(attention, feed_forward=replace(dense, gate_up=gate_up, down=down))
+
+
+def _layers(settings: Settings) -> tuple[LayerSpec, ...]:
+    attention, attentions = attention_layer(settings), _attention_layers(settings)
     state = replace(attention, mixer=mamba_of(settings))
     return tuple(attention if index in attentions else state for index in range(settings["num_hidden_layers"]))
 
@@ -143,8 +156,5 @@ BAMBA = Family(
     },
     layers=_layers,
     ropes=_ropes,
-    renames=(
-        (r"^model\.final_layernorm\.", "model.norm."),
-        (r"\.pre_ff_layernorm\.", ".post_attention_layernorm."),
-    ),
+    renames=NORM_NAMES,
 )

@@ -43,7 +43,8 @@ class MambaMixer(ConvMixer):
         sizes = self.sizes
         heads = dict.fromkeys((DECAY, SKIP, TIME_BIAS), (sizes.heads,))
         bias = {BIAS: (sizes.channels,)} if self.bias else {}
-        return {TAPS: (sizes.channels, 1, self.taps), **bias, **heads, NORM: (sizes.inner,)}
+        norm = {NORM: (sizes.inner,)} if sizes.norm_groups else {}
+        return {TAPS: (sizes.channels, 1, self.taps), **bias, **heads, **norm}
 
     @property
     def states(self) -> tuple[StateTensor, ...]:
@@ -74,8 +75,8 @@ class MambaMixer(ConvMixer):
 
     def operands(self, others: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
         """Return the tensors that are no projections, in the order of the operator's arguments."""
-        names = DECAY, SKIP, TIME_BIAS, NORM
-        return others[TAPS].squeeze(1), others.get(BIAS), *(others[name] for name in names)
+        heads = (others[name] for name in (DECAY, SKIP, TIME_BIAS))
+        return others[TAPS].squeeze(1), others.get(BIAS), *heads, others.get(NORM)
 
 
 def mamba_mixer(
@@ -85,6 +86,7 @@ def mamba_mixer(
     taps: int,
     conv_bias: bool,
     bias: bool,
+    output_bias: bool | None = None,
     input_norm: str | None = "input_layernorm",
 ) -> MambaMixer:
     """Return a mixer with the names of Bamba.
@@ -95,6 +97,7 @@ def mamba_mixer(
         taps: of the convolution.
         conv_bias: the convolution has a bias.
         bias: the projections have a bias.
+        output_bias: the last one has a bias; None for as the others.
         input_norm: norm of the stream before it.
     """
     inputs = (MatrixPart("in_proj", sizes.inner + sizes.channels + sizes.heads),)
@@ -104,6 +107,6 @@ def mamba_mixer(
         taps=taps,
         bias=conv_bias,
         projection=LayerMatrix("gates, inputs, keys and times", _MODULE, inputs, hidden_size, bias=bias),
-        output=LayerMatrix("output", _MODULE, output, sizes.inner, bias=bias),
+        output=LayerMatrix("output", _MODULE, output, sizes.inner, bias=bias if output_bias is None else output_bias),
         input_norm=input_norm,
     )

@@ -8,7 +8,7 @@ from typing import Any
 from phonograph.kernels.triton.state.causal_conv import short_conv
 from phonograph.kernels.triton.state.gated_delta import gated_delta
 from phonograph.kernels.triton.state.mamba2 import mamba2
-from phonograph.models.layers.kernel_set import Step, Stream
+from phonograph.models.layers.kernel_set import MixerPart, Step, Stream
 from phonograph.models.layers.states.gated_delta_net import GatedDeltaNet
 from phonograph.models.layers.states.mamba_mixer import MambaMixer
 from phonograph.models.layers.states.short_conv import ShortConv
@@ -49,6 +49,21 @@ class TritonStates:
             stream, mixed_TX = kernels.keep_rows(stream, mixed_TX, step.rows_P, step.num_kept)
         then = None if self.then is None else self.then.begin
         return kernels.add(stream, mixed_TX, self._output, weights.output_norm, then)
+
+
+class TritonBeside:
+    """Attention and a mixer with a state that read the same normed rows."""
+
+    def __init__(self, attention: MixerPart, states: TritonStates) -> None:
+        self.then: Any = None
+        self.begin = states.begin
+        self._attention, self._states = attention, states
+
+    def __call__(self, stream: Stream, step: Step) -> Stream:
+        normed_TE, self._states.then = stream.normed, self.then
+        stream = self._attention(stream, step._replace(rows_P=None, num_kept=None))
+        stream.normed = normed_TE
+        return self._states(stream, step)
 
 
 _KERNELS: dict[type[StateMixer], Callable[..., None]] = {GatedDeltaNet: gated_delta, MambaMixer: mamba2}
