@@ -12,6 +12,7 @@ import torch
 from phonograph.attention.attention_spec import AttentionSpec
 from phonograph.kernels.routing import Routing
 from phonograph.models.layers.expert_spec import LayerExperts
+from phonograph.models.layers.states.state_mixer import slot_bytes
 from phonograph.models.spec import ModelSpec
 
 
@@ -42,9 +43,10 @@ class Work(NamedTuple):
 
 
 def decode_work(model: ModelSpec, attention: AttentionSpec, *, num_seqs: int, context: int) -> tuple[Work, Work]:
-    """Return the work of one decode step of `num_seqs` sequences: products with all weights, and attention.
+    """Return the work of one decode step of `num_seqs` sequences: products with all weights, and mixers of tokens.
 
-    An embedding that is not the LM head too is left out, since a step reads one row a sequence of it. Of experts, the
+    Attention reads the keys in its window, and a mixer with a state reads and writes that of each sequence. An
+    embedding that is not the LM head too is left out, since a step reads one row a sequence of it. Of experts, the
     expected number of different ones is read, as if each token chose at random.
     """
     embedding = 0 if model.tie_word_embeddings else model.vocab_size * model.hidden_size
@@ -59,10 +61,15 @@ def decode_work(model: ModelSpec, attention: AttentionSpec, *, num_seqs: int, co
                 num_bytes -= unread * matrix.nbytes(attention.element_bytes)
                 weights -= (1 - routing.top_k / routing.num_experts) * matrix.num_outputs * matrix.num_inputs
     heads = next(iter(model.attentions.values()))
-    pairs = len(model.attentions) * num_seqs * context
+    windows = (one.window[0] for one in model.attentions.values())
+    pairs = num_seqs * sum(context if window < 0 else min(context, window + 1) for window in windows)
+    states = sum(slot_bytes(mixer, attention.element_bytes) for mixer in model.states.values())
     return (
         Work(num_bytes, 2.0 * weights * num_seqs),
-        Work(pairs * attention.kv_token_bytes, 4.0 * pairs * heads.num_query_heads * heads.head_size),
+        Work(
+            pairs * attention.kv_token_bytes + 2.0 * num_seqs * states,
+            4.0 * pairs * heads.num_query_heads * heads.head_size,
+        ),
     )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -56,6 +58,26 @@ def test_decode_floor_of_experts(num_seqs: int, context: int, published_ms: floa
     model = read_model_spec("qwen3-30b-a3b", config_only=True)
     floor = decode_floor(H200, model, heads, num_seqs=num_seqs, context=context)
     assert floor * 1e3 == pytest.approx(published_ms, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "context", "stated_ms"), [(1, 1024, 1.39), (8, 1024, 4.51), (32, 1024, 11.5), (256, 512, 24.0)]
+)
+def test_decode_floor_of_states(num_seqs: int, context: int, stated_ms: float, tmp_path: Path) -> None:
+    """Qwen3.6-35B-A3B, whose sizes are its class's: 30 of 40 layers read and write a state of each sequence."""
+    config = {"architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    heads = replace(HEADS, num_query_heads=16, num_kv_heads=2, head_size=256)
+    floor = decode_floor(H200, read_model_spec(tmp_path), heads, num_seqs=num_seqs, context=context)
+    assert floor * 1e3 == pytest.approx(stated_ms, rel=0.01)
+
+
+def test_windows_bound_the_keys(llama_8b: ModelSpec) -> None:
+    attention = replace(llama_8b.layers[0].attention, window=(99, 0))
+    half = (replace(llama_8b.layers[0], mixer=attention),) * 16 + llama_8b.layers[16:]
+    step = {"num_seqs": 3, "context": 1000}
+    (_, whole), (_, less) = (decode_work(model, HEADS, **step) for model in (llama_8b, replace(llama_8b, layers=half)))
+    assert less.num_bytes == pytest.approx(0.55 * whole.num_bytes)
 
 
 def test_work_of_experts_against_counting() -> None:
