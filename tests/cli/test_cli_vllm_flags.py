@@ -105,7 +105,8 @@ def test_each_flag_of_the_table_is_explained_where_it_is_unknown(
     [
         (
             ["serve", "demo", "--pipeline_parallel_size=2"],
-            "--pipeline-parallel-size is vLLM's and not here yet (an engine runs on one GPU); leave it out",
+            "--pipeline-parallel-size is vLLM's and not here yet (-tp N runs an engine on GPUs of one host, -dp N "
+            "several engines); leave it out",
         ),
         (
             ["serve", "demo", "--no-enable-chunked-prefill"],

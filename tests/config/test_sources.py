@@ -52,6 +52,7 @@ SETTINGS: dict[str, st.SearchStrategy[Any]] = {
     "cpu_products": st.sampled_from(["auto", "INT4", "float32"]),
     "device": st.sampled_from(["auto", "cpu", "CUDA"]),
     "tensor_parallel_size": counts,
+    "decode_context_parallel_size": counts,
     "seed": st.integers(0, 2**63 - 1),
     "max_model_len": st.one_of(counts, st.sampled_from(["auto", "AUTO", -1])),
     "max_num_seqs": st.integers(1, 1 << 17),

@@ -91,6 +91,18 @@ def test_two_ranks_give_the_tokens_of_one(family: str, settings: dict[str, Any],
     assert found[0] == found[1]
 
 
+def test_ranks_that_share_the_tokens_of_a_head(tmp_path: Path) -> None:
+    """Decode context parallelism, with one KV head on both ranks."""
+    make_checkpoint("llama3", tmp_path, seed=3, num_attention_heads=2, num_key_value_heads=1)
+    found: list[list[list[int]]] = []
+    for size in (1, 2):
+        with LLM(str(tmp_path), **SETTINGS, tensor_parallel_size=size, decode_context_parallel_size=size) as llm:
+            found.append(tokens(llm, VOCAB_SIZE))
+            if size == 2:
+                assert llm.verify(num_replays=20).ok
+    assert found[0] == found[1]
+
+
 def test_more_ranks_than_gpus_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"needs 4 GPUs, found \d GPUs here"):
         LLM("demo", **{**SETTINGS, "device": "cuda"}, tensor_parallel_size=4)

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from invariants import check_scheduler
+from rank_sessions import (
+    GREEDY,
+    PARAMS,
+    PROMPTS,
+    SETTINGS,
+    finish,
+    generate,
+    plan_of,
+    random_prompts,
+    session_of,
+)
 from thread_ranks import ThreadRanks, engine_on_threads, on_ranks
 
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.device import known_device
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.core.structured_outputs import StructuredOutputs
-from phonograph.engine.build import build_engine
-from phonograph.engine.core import EngineCore
 from phonograph.engine.outputs import RequestOutput
-from phonograph.engine.plan import EnginePlan, make_plan
+from phonograph.engine.plan import make_plan
 from phonograph.engine.process.ranks.follow_rank import FollowingRunner
-from phonograph.engine.session import Session, grammar_compiler
 from phonograph.engine.startup.configured_model import read_configured_model
 from phonograph.engine.startup.start import verify_engine
 from phonograph.errors import CaptureError, ConfigError, RankError
@@ -32,56 +38,6 @@ from phonograph.graphs.tape.tape import TapeRuntime
 from phonograph.kernels import ranks as kernel_ranks
 from phonograph.kernels.triton.ranks.choose_sum import choose_sum
 from phonograph.runner.runner import CaptureReport, capture_on_ranks
-from phonograph.text.tokenizer import load_tokenizer
-
-SETTINGS: dict[str, Any] = {
-    **{"model": "demo", "device": "cpu", "max_num_seqs": 4, "max_num_batched_tokens": 32, "block_size": 8},
-    **{"num_kv_blocks": 128, "max_cudagraph_capture_size": 8, "max_model_len": 512, "seed": 0},
-}
-GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
-
-
-def plan_of(size: int, **settings: Any) -> EnginePlan:
-    config = EngineConfig(**{**SETTINGS, "tensor_parallel_size": size, **settings})
-    return make_plan(config, read_configured_model(config, config_only=False), known_device("cpu"))
-
-
-@contextmanager
-def session_of(size: int, **settings: Any) -> Generator[Session]:
-    """Yield a session over an engine of some ranks."""
-    plan = plan_of(size, **settings)
-    if size == 1:
-        yield make_session(plan, build_engine(plan).core)
-    else:
-        with engine_on_threads(plan) as engine:
-            yield make_session(plan, engine.core)
-
-
-def make_session(plan: EnginePlan, core: EngineCore) -> Session:
-    tokenizer = load_tokenizer(plan.config)
-    return Session(core, plan.model, tokenizer, 0, grammar_compiler(lambda: tokenizer, plan.model, plan.config))
-
-
-def finish(session: Session) -> None:
-    while session.has_unfinished:
-        session.step()
-
-
-def generate(session: Session, prompts: list[Any], params: list[SamplingParams]) -> list[RequestOutput]:
-    outputs = [session.add(*pair) for pair in zip(prompts, params, strict=True)]
-    finish(session)
-    assert all(output.error is None for output in outputs)
-    return outputs
-
-
-def random_prompts(seed: int, *lengths: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(3, 2048, (length,), generator=generator).tolist() for length in lengths]
-
-
-PROMPTS = random_prompts(2, 1, 9, 40, 75, 3, 18)
-PARAMS = [SamplingParams(temperature=0.8, seed=index, max_tokens=16, ignore_eos=True) for index in range(6)]
-PARAMS[2] = PARAMS[5] = GREEDY
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +54,13 @@ def test_tokens_are_those_of_one_rank(size: int, mode: GraphMode, expected: list
         assert (labels == {"eager"}) is (mode is GraphMode.NONE)
 
 
-def test_whatever_requests_ask_for() -> None:
+@pytest.mark.parametrize(
+    ("size", "divided"),
+    # Both have blocks of 8 tokens.
+    [(2, {}), (4, {"decode_context_parallel_size": 2, "block_size": 4})],
+    ids=["2", "4 that share tokens"],
+)
+def test_whatever_requests_ask_for(size: int, divided: dict[str, Any]) -> None:
     """Prefix cache, preemption, grammars, log-probabilities of outputs and prompts, speculation and aborts."""
     schema = StructuredOutputs(json={"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]})
     prompts: list[Any] = [*random_prompts(7, 60, 30, 25), "Tom has 12 apples.", random_prompts(7, 60)[0] + [9, 10]]
@@ -115,8 +77,8 @@ def test_whatever_requests_ask_for() -> None:
         "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
     }
     results: list[list[RequestOutput]] = []
-    for size in (1, 2):
-        with session_of(size, **settings) as session:
+    for count, more in ((1, {}), (size, divided)):
+        with session_of(count, **settings, **more) as session:
             aborted = [session.add(prompt, GREEDY) for prompt in random_prompts(11, 40, 12)]
             outputs = [session.add(*pair) for pair in zip(prompts, params, strict=True)]
             for number in range(4):

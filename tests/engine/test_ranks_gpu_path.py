@@ -112,6 +112,15 @@ def test_two_ranks_give_the_tokens_of_one(family: str, settings: dict[str, Any],
         assert generate(engine) == expected
 
 
+def test_ranks_that_share_the_tokens_of_a_head(tmp_path: Path) -> None:
+    """Decode context parallelism, in graphs of decodes and of mixed batches, and eager."""
+    make_checkpoint("llama3", tmp_path, seed=3, num_attention_heads=2, num_key_value_heads=1)
+    expected = generate(build.build_engine(plan_of(tmp_path, 1)))
+    with engine_on_threads(plan_of(tmp_path, 2, decode_context_parallel_size=2)) as engine:
+        assert generate(engine) == expected
+        assert verify_engine(engine, num_replays=2).ok
+
+
 class AddingRanks(ThreadRanks):
     """Ranks that add a sum to the stream and norm it at once, as those with peer memory."""
 

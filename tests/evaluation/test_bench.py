@@ -32,6 +32,8 @@ def _quiet(*_: object) -> None:
 
 
 def test_latency_of_a_batch(demo_llm: LLM) -> None:
+    # Other tests may have had these prompts.
+    demo_llm.reset_prefix_cache()
     hits = demo_llm.engine.core.scheduler.stats.prefix_hits
     progress: list[tuple[str, int, int]] = []
     (row, other) = bench_latency(

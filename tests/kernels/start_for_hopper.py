@@ -32,7 +32,7 @@ from triton.runtime.jit import JITFunction
 from phonograph.attention.triton import backend as triton_backend
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.device import known_device
-from phonograph.engine.build import make_backends, make_model_parts, make_runner
+from phonograph.engine.build import make_backends_of, make_model_parts, make_runner
 from phonograph.engine.plan import make_plan
 from phonograph.engine.startup.cuda_platform import CudaPlatform
 from phonograph.graphs.modes import GraphKey, GraphSet
@@ -113,7 +113,7 @@ def make_hopper_runner(folder: str, speculation: dict[str, Any] | None) -> Runne
     meta = torch.device("meta")
     make_runtime: Any = DryRuntime
     draft = None if plan.draft is None else Transformer(plan.draft.model, torch.bfloat16, meta)
-    parts = make_model_parts(plan, make_backends(plan, meta), Transformer(spec, torch.bfloat16, meta), draft)
+    parts = make_model_parts(plan, make_backends_of(plan, meta), Transformer(spec, torch.bfloat16, meta), draft)
     return make_runner(plan, parts, CudaPlatform(meta, make_runtime=make_runtime))
 
 

@@ -226,6 +226,17 @@ class AttentionBackend(ABC, Generic[MetadataT]):
             call: layer, cache and metadata.
         """
 
+    def kv_places(
+        self, call: AttentionCall[MetadataT], slot_mapping: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the cache and the slots for a kernel that writes keys and values in place of `write_kv`.
+
+        Args:
+            call: layer, cache and metadata.
+            slot_mapping: slots of the step's tokens.
+        """
+        return call.kv_cache, slot_mapping
+
     @abstractmethod
     def forward(
         self,

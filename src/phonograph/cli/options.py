@@ -47,6 +47,7 @@ SERVER_FIELDS: Mapping[str, FieldInfo] = ServerConfig.model_fields
 SHORT_NAMES: Mapping[str, str] = {
     "attention_backend": "--backend",
     "data_parallel_size": "-dp",
+    "decode_context_parallel_size": "-dcp",
     "quantization": "-q",
     "tensor_parallel_size": "-tp",
     "gpu_memory_utilization": "--device-memory-utilization",

@@ -105,6 +105,11 @@ class EngineConfig(Settings):
     tensor_parallel_size: values.Size = Field(
         default=1, description="GPUs that share the model, each with a part of every layer; on a CPU processes."
     )
+    decode_context_parallel_size: values.Size = Field(
+        default=1,
+        description="Ranks with the same KV head that share its tokens, in place of copies of all. It divides "
+        "tensor_parallel_size / KV heads.",
+    )
     seed: values.Seed = Field(default=0, description="Seed of requests that set none, so that a run can be repeated.")
 
     data_parallel_size: Annotated[int, values.whole(1, 64)] = Field(

@@ -39,7 +39,7 @@ ALWAYS = {
     "--enable-chunked-prefill": "prefills are always chunked",
     "--disable-tqdm": "bars are only on a terminal",
     "--disable-log-requests": "requests are logged with --enable-log-requests only",
-    "--disable-custom-all-reduce": "an engine runs on one GPU",
+    "--disable-custom-all-reduce": "the notes of a start say which sums over ranks run by NCCL",
     "--enable-prompt-tokens-details": "the usage always has the cached tokens",
     "--enable-request-id-headers": "every answer has the header x-request-id",
     "--enable-server-load-tracking": "/load always has the number of requests",
@@ -47,9 +47,8 @@ ALWAYS = {
 """Flags of vLLM for behaviour that is fixed here, each with that behaviour."""
 
 ABSENT: Mapping[tuple[str, str], str] = {
-    ("Several GPUs", "an engine runs on one GPU"): """
-        --pipeline-parallel-size -pp --decode-context-parallel-size -dcp
-        --prefill-context-parallel-size -pcp --data-parallel-size-local -dpl
+    ("Several GPUs", "-tp N runs an engine on GPUs of one host, -dp N several engines"): """
+        --pipeline-parallel-size -pp --prefill-context-parallel-size -pcp --data-parallel-size-local -dpl
         --data-parallel-rank -dpn --data-parallel-start-rank -dpr --data-parallel-address -dpa
         --data-parallel-rpc-port -dpp --data-parallel-backend -dpb --data-parallel-hybrid-lb -dph
         --data-parallel-external-lb -dpe --data-parallel-multi-port-external-lb -dpm --data-parallel-supervisor-port
@@ -162,7 +161,8 @@ _TRUE, _FALSE, _ONE, _ZERO = ("true",), ("false",), ("1",), ("0",)
 NEUTRAL: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("--pipeline-parallel-size", "-pp"), _ONE),
     **dict.fromkeys(("--data-parallel-size-local", "--nnodes"), _ONE),
-    **dict.fromkeys(("--decode-context-parallel-size", "-dcp", "--api-server-count", "-asc"), _ONE),
+    **dict.fromkeys(("--dcp-kv-cache-interleave-size", "--cp-kv-cache-interleave-size"), _ONE),
+    **dict.fromkeys(("--api-server-count", "-asc"), _ONE),
     **dict.fromkeys(("--prefill-context-parallel-size", "-pcp", "-dpl", "-n"), _ONE),
     **dict.fromkeys(("--max-num-partial-prefills", "--max-long-partial-prefills", "--stream-interval"), _ONE),
     **dict.fromkeys(("--data-parallel-rank", "--node-rank", "-dpn", "-r", "--long-prefill-token-threshold"), _ZERO),

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from phonograph.attention.attention_spec import AttentionSpec
 from phonograph.attention.backend import AnyBackend, AttentionLayer
 from phonograph.attention.selection import load
 from phonograph.core.device import DeviceSpec, known_device
 from phonograph.engine.core import EngineCore
+from phonograph.engine.groups.select_backends import make_backends
 from phonograph.engine.plan import EnginePlan
 from phonograph.engine.process.client import StartProgress, no_progress
 from phonograph.engine.startup.cpu_platform import CpuPlatform
@@ -156,7 +156,7 @@ def build_engine(
 
     with platform.starting():
         # Before the weights, because a library may turn out not to support this model.
-        backends = make_backends(plan, platform.device)
+        backends = make_backends_of(plan, platform.device, None if group is None else group.ranks)
         load_weights = weights_load(plan, platform.device)
         load_draft = _draft_load(plan, platform.device)
         sleeper, empty_weights, empty_cache = None, torch.empty, torch.empty
@@ -311,18 +311,10 @@ def make_runner(
     )
 
 
-def make_backends(plan: EnginePlan, device: torch.device) -> list[AnyBackend]:
-    """Make the attention backend of each KV group; groups of equal attention have the same one.
-
-    Raises:
-        ConfigError: a library is missing.
-        BackendError: an adapter does not fit its library.
-    """
-    made: dict[AttentionSpec, AnyBackend] = {}
-    for spec, selection in zip(plan.kv.specs, plan.selections, strict=True):
-        if spec not in made:
-            made[spec] = load(selection)(spec, device, plan.limits)
-    return [made[spec] for spec in plan.kv.specs]
+def make_backends_of(plan: EnginePlan, device: torch.device, ranks: Ranks | None = None) -> list[AnyBackend]:
+    """Make the attention backends of a plan; `ranks` connects with the other ranks."""
+    divided = plan.config.decode_context_parallel_size
+    return make_backends(plan.kv, plan.selections, device, plan.limits, ranks=ranks, context_ranks=divided)
 
 
 def make_model_parts(

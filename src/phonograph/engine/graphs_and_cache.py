@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from phonograph.attention.attention_spec import AttentionSpec
 from phonograph.attention.backend import Capabilities
+from phonograph.attention.composite.context_parallel import context_spec, step_cache_bytes
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.blocks import blocks_for, most_step_tokens, pages_for_request
 from phonograph.core.device import DeviceSpec
@@ -106,6 +107,9 @@ def size_graphs_and_cache(
             one = capabilities[spec]
             plans = 1 if one.shares_plan(spec) else len(groups)
             attention_bytes += plans * one.buffer_bytes(spec, device, within, graphs)
+            if config.decode_context_parallel_size > 1:
+                of_context = context_spec(spec, config.decode_context_parallel_size)
+                attention_bytes += one.buffer_bytes(of_context, device, within, graphs) + step_cache_bytes(spec, within)
         if draft is not None:
             # The first pass and the others have a plan each.
             spec, one = draft.attention, draft.selection.capabilities

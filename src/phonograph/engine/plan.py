@@ -14,6 +14,7 @@ from phonograph.core.blocks import pages_for_request
 from phonograph.core.device import DeviceSpec
 from phonograph.core.limits import Limits
 from phonograph.engine.graphs_and_cache import SHORTEST, size_graphs_and_cache
+from phonograph.engine.groups.context_ranks import divide_context
 from phonograph.engine.groups.draft_plan import DraftPlan, check_speculation, plan_draft, read_draft_spec, wait_reason
 from phonograph.engine.groups.encoder_notes import encoder_notes, max_audios
 from phonograph.engine.groups.kv_groups import KVGroups, make_kv_groups, make_step_groups
@@ -137,8 +138,9 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
     _check_experts(config, model, dtype, device)
     _check_lm_head(config, model, dtype, device)
     kv, selected, sized = select_backends(config, kv, device)
+    kv, divided = divide_context(config, whole, kv, device)
     check_interval(config, model, kv.block_sizes)
-    notes += [*sized, *kv.notes, *_pooling_notes(config, model)]
+    notes += [*sized, *divided, *kv.notes, *_pooling_notes(config, model)]
     if config.speculation is not None:
         check_speculation(config, selected.values(), device)
     requested = GraphMode.NONE if config.enforce_eager else config.cudagraph_mode

@@ -72,6 +72,24 @@ class Ranks(Protocol):
         """
         ...
 
+    def share(self, part: torch.Tensor, out: torch.Tensor) -> None:
+        """Bring the parts of neighbours together on each of them.
+
+        Args:
+            part: part of this rank, contiguous.
+            out: [N, ...], parts of the N ranks that have the same number // N.
+        """
+        ...
+
+    def exchange(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Send a part to each neighbour, and receive one from each.
+
+        Args:
+            x: [N, ...], contiguous: part i is for the i-th of the N ranks that have the same number // N.
+            out: [N, ...], part i is that of the i-th.
+        """
+        ...
+
     def broadcast(self, words: torch.Tensor) -> None:
         """Replace a contiguous tensor by that of rank 0."""
         ...
@@ -109,6 +127,8 @@ def register(ranks: Ranks) -> int:
 _library = torch.library.Library("phonograph", "FRAGMENT")
 _library.define("sum_ranks(Tensor(a!) x, int ranks) -> ()")
 _library.define("gather_ranks(Tensor part, Tensor(a!)? out, int ranks) -> ()")
+_library.define("share_ranks(Tensor part, Tensor(a!) out, int ranks) -> ()")
+_library.define("exchange_ranks(Tensor x, Tensor(a!) out, int ranks) -> ()")
 
 
 def sum_ranks(x_TE: torch.Tensor, ranks: Ranks) -> torch.Tensor:
@@ -122,6 +142,20 @@ def gather_ranks(part_NP: torch.Tensor, vocab_size: int, ranks: Ranks) -> torch.
     out_NV = part_NP.new_empty(part_NP.shape[0], vocab_size) if ranks.rank == 0 else None
     torch.ops.phonograph.gather_ranks.default(part_NP, out_NV, ranks.number)
     return part_NP if out_NV is None else out_NV
+
+
+def share_ranks(part: torch.Tensor, count: int, ranks: Ranks) -> torch.Tensor:
+    """Return [count, ...], the parts of this rank and its neighbours; see `Ranks.share`."""
+    out = part.new_empty((count, *part.shape))
+    torch.ops.phonograph.share_ranks.default(part, out, ranks.number)
+    return out
+
+
+def exchange_ranks(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """Return what the neighbours have for this rank; see `Ranks.exchange`."""
+    out = torch.empty_like(x)
+    torch.ops.phonograph.exchange_ranks.default(x, out, ranks.number)
+    return out
 
 
 def embed_over_ranks(input_ids_T: torch.Tensor, table_PE: torch.Tensor, ranks: Ranks) -> torch.Tensor:
@@ -162,9 +196,16 @@ def _gather(part_NP: torch.Tensor, out_NV: torch.Tensor | None, number: int) -> 
     _by_number[number].gather(part_NP, out_NV)
 
 
-for _device in ("CPU", "CUDA"):
-    _library.impl("sum_ranks", _sum, _device)
-    _library.impl("gather_ranks", _gather, _device)
-# The tape's replay, which is on a CPU, calls the functions without torch's dispatch.
-torch.ops.phonograph.sum_ranks.default.python_function = _sum  # pyright: ignore[reportAttributeAccessIssue]
-torch.ops.phonograph.gather_ranks.default.python_function = _gather  # pyright: ignore[reportAttributeAccessIssue]
+def _share(part: torch.Tensor, out: torch.Tensor, number: int) -> None:
+    _by_number[number].share(part, out)
+
+
+def _exchange(x: torch.Tensor, out: torch.Tensor, number: int) -> None:
+    _by_number[number].exchange(x, out)
+
+
+for _name, _function in (("sum", _sum), ("gather", _gather), ("share", _share), ("exchange", _exchange)):
+    for _device in ("CPU", "CUDA"):
+        _library.impl(f"{_name}_ranks", _function, _device)
+    # The tape's replay, which is on a CPU, calls the functions without torch's dispatch.
+    getattr(torch.ops.phonograph, f"{_name}_ranks").default.python_function = _function

@@ -93,11 +93,10 @@ class StepAttention:
 
     def kv_target(self, layer: int, num_tokens: int) -> KVTarget:
         """Return the destination of a layer's keys and values, for a kernel that writes them itself."""
-        place, group = self._places[layer], self.group(layer)
-        values = self.layers[place]
+        group, call = self.group(layer), self._call(layer)
+        values = call.layer
         return KVTarget(
-            self._kv_caches[place],
-            self._slot_mappings[group][:num_tokens],
+            *self._backends[group].kv_places(call, self._slot_mappings[group][:num_tokens]),
             values.k_scale,
             values.v_scale,
             self._backends[group].clears_padding,

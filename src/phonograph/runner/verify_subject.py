@@ -34,6 +34,8 @@ class RunnerSubject:
         kv_caches: keys and values of each layer with attention, by its index.
         groups: KV groups.
         states: states by slot, by the index of the layer that has them.
+        local_slots: for each group, a function that returns the slots in the pages of this rank, -1 for those of other
+            ranks; None where slots are those of the pages.
         poisons_freed: fill the page in the place of blocks behind windows with NaN, so that reading one key too many
             shows.
     """
@@ -45,10 +47,12 @@ class RunnerSubject:
         groups: Sequence[KVGroup],
         *,
         states: Mapping[int, tuple[torch.Tensor, ...]] = MappingProxyType({}),
+        local_slots: Sequence[Callable[[torch.Tensor], torch.Tensor] | None] = (),
         poisons_freed: bool,
     ) -> None:
         self._runner = runner
         self._groups = groups
+        self._local_slots = local_slots or (None,) * len(groups)
         self._kv_caches = kv_caches
         # Layers of several groups view the same tensors.
         self._tensors = list({cache.data_ptr(): cache for cache in kv_caches.values()}.values())
@@ -206,8 +210,12 @@ class RunnerSubject:
 
     def _places(self, group: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the page and the offset in it of each new token's keys and values."""
-        common, size = self._commons[group], self._groups[group].block_size
+        common, local = self._commons[group], self._local_slots[group]
+        size = self._kv_caches[self._groups[group].layers[0]].shape[2]
         slots = common.slot_mapping[: common.num_tokens]
+        if local is not None:
+            slots = local(slots)
+            slots = slots[slots >= 0]
         return slots // size, slots % size
 
     def _name(self, name: str, group: int) -> str:

@@ -67,7 +67,7 @@ class KVGroups:
     @property
     def page_bytes(self) -> int:
         """Bytes of a page: a block of any group."""
-        return self.layers_per_page * self.groups[0].block_size * self.specs[0].kv_token_bytes
+        return self.layers_per_page * self.specs[0].block_size * self.specs[0].kv_token_bytes
 
     @property
     def waste(self) -> float:

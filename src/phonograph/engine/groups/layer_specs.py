@@ -22,6 +22,7 @@ def layer_specs(config: EngineConfig, model: ModelSpec, dtype: str, device: Devi
         dtype: type of its weights.
         device: its default block size.
     """
+    divides = config.decode_context_parallel_size > 1
 
     def kind(layer: LayerAttention) -> AttentionKind:
         if layer.memory is not None:
@@ -42,7 +43,10 @@ def layer_specs(config: EngineConfig, model: ModelSpec, dtype: str, device: Devi
             softcap=layer.softcap,
             sinks=layer.sinks,
             speculative_tokens=config.draft_tokens,
+            lse=divides,
+            non_causal=divides,
             shared_prefixes=config.cascade_attention == "auto"
+            and not divides
             and model.pooler is None
             and not model.states
             and model.encoder is None,

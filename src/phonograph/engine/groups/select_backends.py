@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+
+import torch
 
 from phonograph.attention.attention_spec import AttentionSpec
-from phonograph.attention.selection import Selection, select
+from phonograph.attention.backend import AnyBackend
+from phonograph.attention.composite.context_parallel import ContextParallelBackend
+from phonograph.attention.selection import Selection, load, select
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.device import DeviceSpec
+from phonograph.core.limits import Limits
 from phonograph.engine.groups.kv_groups import KVGroups, group_name
 from phonograph.errors import BackendError
 from phonograph.graphs.modes import Support
+from phonograph.kernels.ranks import Ranks
 
 
 def select_backends(
@@ -49,6 +57,39 @@ def select_backends(
         return kv, selected, []
     groups = tuple(replace(group, block_size=size) for group in kv.groups)
     return replace(kv, groups=groups, specs=(resized,)), {resized: selection}, [f"block_size {size}: {reason}"]
+
+
+def make_backends(
+    kv: KVGroups,
+    selections: Sequence[Selection],
+    device: torch.device,
+    limits: Limits,
+    *,
+    ranks: Ranks | None = None,
+    context_ranks: int = 1,
+) -> list[AnyBackend]:
+    """Make the attention backend of each KV group; groups of equal attention have the same one.
+
+    Args:
+        kv: groups.
+        selections: backend of each group.
+        device: of the backends.
+        limits: the largest batch.
+        ranks: connection with the other ranks; None for one rank.
+        context_ranks: ranks that share the tokens of a KV head.
+
+    Raises:
+        ConfigError: a library is missing.
+        BackendError: an adapter does not fit its library.
+    """
+    made: dict[AttentionSpec, AnyBackend] = {}
+    for spec, selection in zip(kv.specs, selections, strict=True):
+        if spec not in made:
+            make = load(selection)
+            if ranks is not None and context_ranks > 1:
+                make = partial(ContextParallelBackend, make=make, ranks=ranks, num_ranks=context_ranks)
+            made[spec] = make(spec, device, limits)
+    return [made[spec] for spec in kv.specs]
 
 
 def weakest_support(kv: KVGroups, selected: dict[AttentionSpec, Selection], device: DeviceSpec) -> Support:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from phonograph.attention.composite.context_parallel import ContextParallelBackend
 from phonograph.engine.plan import EnginePlan
 from phonograph.engine.startup.platform import ModelParts
 from phonograph.runner.runner import Runner
@@ -15,6 +16,9 @@ def make_subject(plan: EnginePlan, parts: ModelParts, runner: Runner) -> RunnerS
         dict(zip(plan.model.attentions, parts.kv_caches, strict=True)),
         plan.kv.groups,
         states=parts.states,
+        local_slots=[
+            one.tensors.local_slots if isinstance(one, ContextParallelBackend) else None for one in parts.backends
+        ],
         poisons_freed=skip_freed_blocks(plan),
     )
 

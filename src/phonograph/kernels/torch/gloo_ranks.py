@@ -49,6 +49,18 @@ class CpuRanks(Ranks):
                 into = out_NV[:, rank * size : (rank + 1) * size]
                 into.copy_(part[:, : into.shape[1]])
 
+    def share(self, part: torch.Tensor, out: torch.Tensor) -> None:
+        if self._recording:
+            return
+        self._check("share", part)
+        torch.stack(self._neighbours(part, len(out)), out=out)
+
+    def exchange(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        if self._recording:
+            return
+        self._check("exchange", x)
+        torch.stack([other[self.rank % len(x)] for other in self._neighbours(x, len(x))], out=out)
+
     def broadcast(self, words: torch.Tensor) -> None:
         if self._recording:
             return
@@ -88,6 +100,10 @@ class CpuRanks(Ranks):
                     f"rank {self.rank} is at {operations[self.rank]}, and rank {rank} at {operation}: one of them left "
                     "an operation out"
                 )
+
+    def _neighbours(self, x: torch.Tensor, count: int) -> list[torch.Tensor]:
+        first = self.rank // count * count
+        return [*self._all(x)[first : first + count]]
 
     def abort(self) -> None:
         """End operations that wait for a rank which is not there any more. Here they end by themselves."""

@@ -33,6 +33,7 @@ def connect(plan: EnginePlan, folder: Path, rank: int) -> GlooRanks:
 
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
+    neighbours = plan.config.decode_context_parallel_size
     width, dtype = plan.model.hidden_size, getattr(torch, plan.dtype)
     kernel = choose_sum(width, dtype.itemsize, size)
     if kernel.max_rows:
@@ -45,9 +46,10 @@ def connect(plan: EnginePlan, folder: Path, rank: int) -> GlooRanks:
             dtype=dtype,
             max_rows=min(kernel.max_rows, plan.limits.max_num_batched_tokens),
             batch_invariant=plan.config.batch_invariant,
+            neighbours=neighbours,
         )
     else:
-        ranks = NcclRanks(folder, rank, size, device)
+        ranks = NcclRanks(folder, rank, size, device, neighbours=neighbours)
     # Of two ranks all orders give the same sum.
     if plan.config.batch_invariant and size > 2 and ranks.sums_by_nccl:
         reason = ranks.notes[0] if ranks.notes else f"they run by NCCL, because {kernel.reason}"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from phonograph.engine.build import (
-    make_backends,
+    make_backends_of,
     make_model_parts,
     make_platform,
     make_runner,
@@ -73,7 +73,7 @@ def serve_rank(plan: EnginePlan, ranks: Ranks, commands: Connection, answers: Co
     """
     platform = make_platform(plan.device.kind, ranks)
     with platform.starting(), weights_load(plan, platform.device, ranks.rank)() as loading:
-        parts = make_model_parts(plan, make_backends(plan, platform.device), loading.model)
+        parts = make_model_parts(plan, make_backends_of(plan, platform.device, ranks), loading.model)
         runner = make_runner(plan, parts, platform, partial(FollowingRunner, ranks=ranks))
         platform.compile(runner.launch_kernels)
         loading.finish()

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,10 @@ class NcclRanks(GlooRanks):
         rank: number of this rank.
         size: number of ranks.
         device: GPU of this rank, with its index. It must be the current device.
+        neighbours: ranks of `share` and `exchange`.
     """
 
-    def __init__(self, folder: Path, rank: int, size: int, device: torch.device) -> None:
+    def __init__(self, folder: Path, rank: int, size: int, device: torch.device, *, neighbours: int = 1) -> None:
         super().__init__(folder, rank, size)
         self.device = device
         nccl: Any = getattr(c10d, "ProcessGroupNCCL", None)
@@ -47,9 +49,14 @@ class NcclRanks(GlooRanks):
         options = nccl.Options()
         options._timeout = timedelta(seconds=_SECONDS)
         store = c10d.PrefixStore("nccl", c10d.FileStore(str(folder / "store"), size))
+        self._num_neighbours = neighbours
         try:
             self._nccl: Any = nccl(store, rank, size, options)
-            self._end = weakref.finalize(self, *_aborting(self._nccl))
+            self._near: Any = self._nccl
+            if 1 < neighbours < size:
+                near = c10d.PrefixStore(f"near {rank // neighbours}", store)
+                self._near = nccl(near, rank % neighbours, neighbours, options)
+            self._end = weakref.finalize(self, *_aborting(*{id(one): one for one in (self._nccl, self._near)}.values()))
             self._warm_up()
         except RuntimeError as error:
             raise RankError(f"rank {rank} cannot reach the others by NCCL: {str(error).splitlines()[0]}") from error
@@ -60,6 +67,10 @@ class NcclRanks(GlooRanks):
         self.sum(numbers)
         self.gather(numbers, torch.empty(self.size, self.size, device=self.device))
         self.broadcast(numbers)
+        if self._num_neighbours > 1:
+            shared = torch.empty(self._num_neighbours, 1, device=self.device)
+            self.share(numbers[0], shared)
+            self.exchange(shared.clone(), shared)
         torch.cuda.synchronize(self.device)
         if float(numbers[0]) != self.size:
             raise RuntimeError(f"a sum of ones over {self.size} ranks gave {float(numbers[0])}")
@@ -93,6 +104,19 @@ class NcclRanks(GlooRanks):
         self._check("broadcast", words)
         _enqueue(self._nccl.broadcast, c10d.BroadcastOptions(), [words])
 
+    def share(self, part: torch.Tensor, out: torch.Tensor) -> None:
+        if is_compiling():
+            return
+        self._check("share", part)
+        _enqueue(self._near._allgather_base, c10d.AllgatherOptions(), out.view(-1), part.view(-1))
+
+    def exchange(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        if is_compiling():
+            return
+        self._check("exchange", x)
+        # Without sizes each rank has as many rows.
+        _enqueue(partial(self._near.alltoall_base, out, x, [], []), c10d.AllToAllOptions())
+
     @contextmanager
     def recording(self) -> Generator[None]:
         """Return a context that does nothing: a capture runs no operation."""
@@ -103,8 +127,8 @@ class NcclRanks(GlooRanks):
         self._end()
 
 
-def _aborting(group: Any) -> tuple[Callable[..., None], threading.Event, threading.Thread]:
-    """Return a function that ends operations and connection of torch's process group, and its arguments.
+def _aborting(*groups: Any) -> tuple[Callable[..., None], threading.Event, threading.Thread]:
+    """Return a function that ends operations and connections of torch's process groups, and its arguments.
 
     It waits no longer than some seconds, because NCCL waits for the graphs that hold its operations. The thread starts
     here: none can start at the end of Python.
@@ -113,7 +137,8 @@ def _aborting(group: Any) -> tuple[Callable[..., None], threading.Event, threadi
 
     def abort() -> None:
         begin.wait()
-        group.abort()
+        for group in groups:
+            group.abort()
 
     thread = threading.Thread(target=abort, name="nccl-abort", daemon=True)
     thread.start()

@@ -38,6 +38,7 @@ class PeerRanks(NcclRanks):
         dtype: their type.
         max_rows: most rows that are summed over peer memory; others are summed by NCCL.
         batch_invariant: sum all rows by one kernel, so that a row's sum does not depend on other rows.
+        neighbours: ranks of `share` and `exchange`.
     """
 
     _buffers: PeerBuffers | None = None
@@ -53,8 +54,9 @@ class PeerRanks(NcclRanks):
         dtype: torch.dtype,
         max_rows: int,
         batch_invariant: bool,
+        neighbours: int = 1,
     ) -> None:
-        super().__init__(folder, rank, size, device)
+        super().__init__(folder, rank, size, device, neighbours=neighbours)
         self._batch_invariant = batch_invariant
         self._side = torch.cuda.Stream(device)
         problem, shape = None, (PARTS, size, max_rows, width)
