@@ -6,6 +6,8 @@ import io
 import re
 import wave
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,7 +18,10 @@ from servers import EngineThread, Server, serving
 from transformers import WhisperFeatureExtractor
 from whisper_checkpoint import MULTILINGUAL, SECONDS, make_multilingual
 
+from phonograph.bench.serving.serving_bench import bench_serving
+from phonograph.bench.serving.settings import TRANSCRIPTIONS, ServingBench
 from phonograph.config.server_config import ServerConfig
+from phonograph.errors import ConfigError
 from phonograph.server.http.api_errors import ApiError
 from phonograph.server.speech.audio_file import parts_of, read_samples
 from phonograph.server.speech.form import read_form
@@ -206,3 +211,31 @@ def test_segments_between_timestamps() -> None:
     late = [Segment(start=3661.5, end=3662.0, text=" a --> b", token_ids=[1], avg_logprob=-1.0)]
     assert srt(late) == "1\n01:01:01,500 --> 01:01:02,000\na --> b\n\n"
     assert re.fullmatch(r"WEBVTT\n\n01:01:01\.500 --> 01:01:02\.000\na -> b\n\n", vtt(late))
+
+
+def test_bench_serve(spoken: tuple[Any, Server], tmp_path: Path) -> None:
+    _, server = spoken
+    for name, seconds in (("a.wav", 0.5), ("b.wav", 1.75)):
+        (tmp_path / name).write_bytes(wav(sound(seconds)))
+    settings: dict[str, Any] = {"base_url": server.url, "endpoint": TRANSCRIPTIONS, "num_warmups": 1}
+    extra = '{"language": "en", "max_completion_tokens": 3}'
+    recordings = ServingBench(dataset_name="audio", dataset_path=tmp_path, extra_body=extra, **settings)
+    found = bench_serving(replace(recordings, save_detailed=True), lambda *_: None)
+    assert (found["completed"], found["failed"], found["backend"]) == (2, 0, "openai-audio")
+    assert found["total_audio_seconds"] == 2.25 and found["rtfx"] == pytest.approx(2.25 / found["duration"])
+    assert found["output_throughput"] == pytest.approx(found["total_output_tokens"] / found["duration"])
+    assert found["mean_ttft_ms"] == found["mean_e2el_ms"] > 0 and found["mean_tpot_ms"] is None
+    # Each recording of more than a second has two parts.
+    texts = [
+        post(server, wav(sound(seconds)), language="en", max_completion_tokens=3).json() for seconds in (0.5, 1.75)
+    ]
+    assert found["generated_texts"] == [text["text"] for text in texts]
+    assert texts[1]["text"].count("w") <= 6
+    noise = bench_serving(ServingBench(audio_seconds="1-2", num_prompts=3, **settings), lambda *_: None)
+    assert noise["completed"] == 3 and 3 <= noise["total_audio_seconds"] <= 6
+    for wrong in ({"dataset_name": "jsonl", "dataset_path": tmp_path}, {"audio_seconds": "0"}):
+        with pytest.raises(ConfigError, match="dataset_name.*random or audio work|audio_seconds"):
+            ServingBench(**settings, **wrong)
+    (tmp_path / "c.txt").write_text("no audio")
+    with pytest.raises(ConfigError, match=r"dataset_path.*(is no WAV file|is not audio)"):
+        bench_serving(recordings, lambda *_: None)

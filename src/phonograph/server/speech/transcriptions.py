@@ -57,6 +57,7 @@ class SpeechBody(Body):
     temperature: float | None = None
     top_p: float | None = None
     seed: int | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     timestamp_granularities: list[str] | None = None
 
     def check(self) -> list[str]:
@@ -220,11 +221,12 @@ class _Speech(NamedTuple):
             before = serving.encode_text(f" {body.prompt.strip()}", whole_context=False)
             prompt = [vocabulary.before, *before[-_MOST_BEFORE:], *prompt]
         prompts = [AudioTokens(prompt, part.features) for part in parts]
+        most = serving.engine.facts.context_len - len(prompt)
         params = SamplingParams(
             temperature=body.temperature or 0.0,
             top_p=1.0 if body.top_p is None else body.top_p,
             seed=body.seed,
-            max_tokens=serving.engine.facts.context_len - len(prompt),
+            max_tokens=min(body.max_completion_tokens or most, most),
             logprobs=0 if timed else None,
         )
         samples = await self._written(prompts, params)
