@@ -16,6 +16,7 @@ import pytest
 import torch
 from servers import EngineThread, Server, serving
 from transformers import WhisperFeatureExtractor
+from transformers.models.whisper import generation_whisper, tokenization_whisper
 from whisper_checkpoint import MULTILINGUAL, SECONDS, make_multilingual
 
 from phonograph.bench.serving.serving_bench import bench_serving
@@ -26,9 +27,11 @@ from phonograph.server.http.api_errors import ApiError
 from phonograph.server.speech.audio_file import parts_of, read_samples
 from phonograph.server.speech.form import read_form
 from phonograph.server.speech.transcript import Segment, segments_of, srt, vtt
+from phonograph.server.speech.word_times import token_times, words_of
 
 RATE = 16000
 PATH = "/v1/audio/transcriptions"
+WORDS = {"timestamp_granularities[]": ["word"]}
 
 
 def wav(samples: np.ndarray, rate: int = RATE, channels: int = 1) -> bytes:
@@ -143,7 +146,8 @@ def test_segments_by_the_client_of_openai(spoken: tuple[Any, Server]) -> None:
         (wav(np.zeros(99)), {"stream": "true"}, "stream", "at once"),
         (wav(np.zeros(99)), {"temperature": "hot"}, "temperature", "number"),
         (wav(np.zeros(99)), {"temperature": "-1"}, "temperature", "temperature"),
-        (wav(np.zeros(99)), {"timestamp_granularities[]": ["word"]}, "timestamp_granularities", "words"),
+        (wav(np.zeros(99)), {"timestamp_granularities[]": ["word"]}, "timestamp_granularities", "verbose_json"),
+        (wav(np.zeros(99)), {**WORDS, "response_format": "verbose_json"}, "timestamp_granularities", "alignment_heads"),
         (wav(np.zeros(99)), {"sped": "2"}, "sped", "unknown field"),
     ],
 )
@@ -208,9 +212,45 @@ def test_segments_between_timestamps() -> None:
         (32.0, 35.0, [3]),
         (35.0, 38.0, [4]),
     ]
-    late = [Segment(start=3661.5, end=3662.0, text=" a --> b", token_ids=[1], avg_logprob=-1.0)]
+    late = [Segment(start=3661.5, end=3662.0, text=" a --> b", token_ids=[1], avg_logprob=-1.0, places=[0])]
     assert srt(late) == "1\n01:01:01,500 --> 01:01:02,000\na --> b\n\n"
     assert re.fullmatch(r"WEBVTT\n\n01:01:01\.500 --> 01:01:02\.000\na -> b\n\n", vtt(late))
+
+
+@pytest.mark.parametrize(("tokens", "positions"), [(1, 1), (1, 9), (7, 3), (13, 60)])
+def test_token_times_are_those_of_transformers(tokens: int, positions: int) -> None:
+    rng = np.random.default_rng(tokens)
+    # Few different numbers have ties.
+    for matrix in (rng.standard_normal((tokens, positions)), rng.integers(0, 3, (tokens, positions)).astype(float)):
+        text, time = generation_whisper._dynamic_time_warping(-matrix)
+        begins = np.pad(np.diff(text), (1, 0), constant_values=1).astype(bool)
+        assert token_times(matrix) == (time[begins] * 0.02).tolist()
+
+
+@pytest.mark.parametrize(
+    ("pieces", "language", "name"),
+    [
+        ([" Well", ",", " I", "'", "m", ' "', "O", "K", '"', "!", " (", "a", ")"], "en", "english"),
+        (["wor", "ds", " -", "x", " ¿", "Qué", "?"], "es", "spanish"),
+        (["今", "\ufffd", "\ufffd日", "。", "は"], "ja", "japanese"),
+    ],
+)
+def test_words_are_those_of_transformers(pieces: list[str], language: str, name: str) -> None:
+    class Decoder:
+        eos_token_id = 100
+
+        @staticmethod
+        def decode(token_ids: list[int], **_: Any) -> str:
+            # Two tokens of one character.
+            return "".join(pieces[token] for token in token_ids).replace("\ufffd\ufffd日", "日")
+
+    tokens = [*range(len(pieces))]
+    words, _, places = tokenization_whisper._combine_tokens_into_words(Decoder, tokens, name)
+    segment = Segment(start=0, end=9, text="", token_ids=tokens, avg_logprob=0, places=tokens)
+    found = words_of(segment, [(token, token + 1) for token in tokens], language, Decoder.decode)
+    assert found == [
+        {"word": word.strip(), "start": at[0], "end": at[-1] + 1} for word, at in zip(words, places, strict=True)
+    ]
 
 
 def test_bench_serve(spoken: tuple[Any, Server], tmp_path: Path) -> None:
