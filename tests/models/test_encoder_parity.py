@@ -65,6 +65,27 @@ def test_five_modes_and_verify(name: str, tmp_path: Path) -> None:
         )
 
 
+def test_old_names_of_nomic_bert(tmp_path: Path) -> None:
+    """The names of the class in nomic-ai/contrastors, which the published file has next to new ones."""
+    make_encoder("nomic", tmp_path)
+    file, new = tmp_path / "config.json", read_model_spec(tmp_path)
+    content = json.loads(file.read_text())
+    old = {"n_embd": 48, "n_head": 3, "n_inner": 72, "n_layer": 2, "layer_norm_epsilon": 1e-12, "rotary_emb_base": 1000}
+    names = ("hidden_size", "num_attention_heads", "intermediate_size", "num_hidden_layers", "layer_norm_eps")
+    for name in (*names, "hidden_act", "max_position_embeddings", "rope_parameters"):
+        del content[name]
+    old |= {"activation_function": "swiglu", "max_trained_positions": POSITIONS, "n_positions": 8192}
+    old |= {"qkv_proj_bias": False, "mlp_fc1_bias": False, "mlp_fc2_bias": False, "prenorm": False, "causal": False}
+    old |= {"rotary_emb_fraction": 1.0, "rotary_emb_scale_base": None, "rotary_emb_interleaved": False}
+    old |= {"use_rms_norm": False, "parallel_block": False, "rotary_scaling_factor": None, "fused_bias_fc": True}
+    file.write_text(json.dumps(content | old))
+    assert read_model_spec(tmp_path) == new
+    for name, value in (("rotary_emb_fraction", 0.5), ("qkv_proj_bias", True), ("activation_function", "gelu_fast")):
+        file.write_text(json.dumps(content | old | {name: value}))
+        with pytest.raises(ModelError, match=f"{name if name != 'activation_function' else 'hidden_act'}="):
+            read_model_spec(tmp_path)
+
+
 def test_alone_and_together(tmp_path: Path) -> None:
     make_encoder("bert", tmp_path)
     prompts = random_prompts(5, 1, 30, 17, 16, 2, 60, seed=3)
