@@ -9,7 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from encoder_checkpoints import ENCODERS, POSITIONS, expected_rows, make_encoder, random_prompts
+from public_encoder_configs import ENCODER_CONFIGS
+from transformers import AutoConfig
 
 from phonograph import LLM, PoolingParams
 from phonograph.errors import ModelError
@@ -63,6 +66,19 @@ def test_five_modes_and_verify(name: str, tmp_path: Path) -> None:
         assert all(np.allclose(*pair, rtol=0, atol=1e-6) for pair in zip(rows, found[GraphMode.NONE], strict=True)), (
             mode
         )
+
+
+@pytest.mark.parametrize("name", ENCODER_CONFIGS)
+def test_public_configurations(name: str, tmp_path: Path) -> None:
+    content, positions, task = ENCODER_CONFIGS[name]
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    spec = read_model_spec(tmp_path)
+    assert spec.context_length == positions and spec.pooler is not None and task in spec.pooler.tasks
+    theirs = AutoConfig.for_model(**content)
+    with torch.device("meta"):
+        architecture: Any = getattr(transformers, content["architectures"][0])
+        parameters = sum(one.numel() for key, one in architecture(theirs).named_parameters() if "pooler" not in key)
+    assert spec.num_parameters == parameters
 
 
 def test_old_names_of_nomic_bert(tmp_path: Path) -> None:

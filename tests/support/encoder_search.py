@@ -88,7 +88,7 @@ _OWN_FIELDS: dict[str, dict[str, Draw]] = {
     "embedding_gemma": {
         "hidden_activation": one_of("gelu_pytorch_tanh", "gelu"),
         "rms_norm_eps": one_of(1e-6, 0.3, 1),
-        "use_bidirectional_attention": one_of(True, True, False),
+        "use_bidirectional_attention": one_of(True),
         "sliding_window": one_of(2, 5, 10, 200),
         "query_pre_attn_scalar": one_of(4, 24),
         "num_key_value_heads": one_of(None, 1, 3),
