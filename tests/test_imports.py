@@ -33,7 +33,7 @@ ALLOWED: dict[str, frozenset[str]] = {
     "kernels": COMMON,
     "graphs": COMMON,
     "attention": COMMON | {"kernels"},
-    "models": COMMON - {"demo"} | {"files", "kernels"},
+    "models": COMMON - {"demo"} | {"files", "graphs", "kernels"},
     "sampling": COMMON | {"kernels"},
     "text": COMMON | {"files"},
     "structured": COMMON | {"text"},

@@ -7,17 +7,20 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 
 from phonograph.core.batch import DraftCounts
 from phonograph.core.pooling_params import PoolingParams
 from phonograph.core.sampling_params import SamplingParams
+from phonograph.core.token_types import AudioTokens
 from phonograph.engine.groups.group_facts import GroupFacts
 from phonograph.engine.process.client import StartProgress, no_progress
 from phonograph.engine.process.engine_pool import EnginePool, merged_stats
 from phonograph.engine.process.messages import (
     Abort,
     Add,
+    Align,
     Begin,
     Command,
     Pause,
@@ -280,3 +283,14 @@ def test_statistics_are_added() -> None:
     assert (one.num_running, one.num_blocks, one.drafts) == (5, 20, DraftCounts(5, 0, 0, (5,)))
     assert one.checkpoints == (5, 2)
     assert merged_stats([stats(4)]) == stats(4)
+
+
+def test_a_transcript_is_aligned_by_one_engine() -> None:
+    async def test(bench: Bench) -> None:
+        prompt, matrix = AudioTokens([1], np.zeros((80, 100), np.float32)), np.ones((2, 3), np.float32)
+        for key, rank in ((4, 0), (5, 1)):
+            bench.pool.send(Align(key, prompt, [2, 3], 50))
+            assert [isinstance(engine.sent[-1], Align) for engine in bench.engines] == [True, rank == 1]
+            assert (await bench.says(rank, done={key: matrix})).done[key] is matrix
+
+    run(test)

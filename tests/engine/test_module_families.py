@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +12,16 @@ import pytest
 import torch
 from checkpoints import VOCAB_SIZE, make_checkpoint
 from module_families import MODULE_FAMILIES, make_module_checkpoint
+from transformers.models.olmo.modeling_olmo import OlmoMLP
 
+from phonograph.attention.reference.backend import ReferenceBackend
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.device import known_device
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.llm import LLM
 from phonograph.engine.plan import make_plan
 from phonograph.engine.startup.configured_model import read_configured_model
-from phonograph.errors import ConfigError, ModelError, UnsupportedModelError, WeightError
+from phonograph.errors import CaptureError, ConfigError, ModelError, UnsupportedModelError, WeightError
 from phonograph.graphs.modes import GraphMode
 from phonograph.models.spec import read_model_spec
 
@@ -89,6 +93,66 @@ def test_our_families_by_their_modules(family: str, tmp_path: Path) -> None:
     greedy = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
     tokens = [[one.outputs[0].token_ids for one in llm.generate(prompts(), greedy)] for llm in (ours, by_module)]
     assert tokens[0] == tokens[1]
+
+
+def _positive_rows(x_TE: torch.Tensor) -> torch.Tensor:
+    """Do what a graph cannot hold, without an effect, at planning too: the shape depends on data."""
+    return x_TE.index_put((x_TE.sum(-1) > 0).nonzero(as_tuple=True), torch.zeros(()), accumulate=True)
+
+
+def _host_read(x_TE: torch.Tensor) -> torch.Tensor:
+    """Read a number on the host, which the planner's step without weights does not show."""
+    return x_TE if x_TE.device.type == "meta" else x_TE * (1.0 if x_TE.sum().item() == 0.5 else 1)
+
+
+@pytest.mark.parametrize(
+    ("operation", "reasons"),
+    [
+        (
+            _positive_rows,
+            ["FULL_AND_PIECEWISE -> NONE: support is NEVER .*aten.nonzero_numpy.default depends on tensor"],
+        ),
+        (_host_read, ["FULL -> PIECEWISE: OlmoForCausalLM of.*item", "PIECEWISE -> NONE: OlmoForCausalLM of.*item"]),
+    ],
+)
+def test_a_module_that_a_graph_cannot_hold_runs_eagerly(
+    operation: Callable[[torch.Tensor], torch.Tensor],
+    reasons: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reference = make_module_checkpoint("olmo", tmp_path)
+    plain = OlmoMLP.forward
+
+    def forward(self: OlmoMLP, x: torch.Tensor) -> torch.Tensor:
+        return plain(self, operation(x))
+
+    monkeypatch.setattr(OlmoMLP, "forward", forward)
+    llm = LLM(model=str(tmp_path), **LIMITS)
+    check(llm, reference)
+    assert set(llm.step_counts) == {"eager"}
+    for got, expected in zip(llm.plan.resolution.reasons[1:], reasons, strict=True):
+        assert re.match(expected, str(got))
+    with pytest.raises((ConfigError, CaptureError), match="nonzero|item"):
+        LLM(model=str(tmp_path), cudagraph_mode="PIECEWISE", **LIMITS)
+
+
+def test_a_module_whose_attention_a_graph_cannot_hold_runs_in_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference = make_module_checkpoint("olmo", tmp_path)
+    plain = ReferenceBackend.forward
+
+    def forward(self: ReferenceBackend, q_THD: torch.Tensor, call: Any, out_THD: torch.Tensor) -> None:
+        plain(self, _host_read(q_THD), call, out_THD)
+
+    monkeypatch.setattr(ReferenceBackend, "forward", forward)
+    llm = LLM(model=str(tmp_path), **LIMITS)
+    check(llm, reference)
+    assert {"piecewise"} == set(llm.step_counts)
+    (_, reason) = llm.plan.resolution.reasons
+    assert "FULL -> PIECEWISE" in str(reason) and f"graphs {reason}" in llm.plan.notes
+    assert llm.verify(num_replays=1).ok
 
 
 def test_prompt_logits_and_verify(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 from ctranslate2_whisper import write_whisper
 from servers import EngineThread, serving
-from transformers import WhisperFeatureExtractor, WhisperForConditionalGeneration
+from transformers import WhisperFeatureExtractor, WhisperForConditionalGeneration, WhisperTokenizerFast, pipeline
 
 from phonograph import LLM, SamplingParams
 from phonograph.config.server_config import ServerConfig
@@ -112,6 +112,14 @@ def test_words_in_bfloat16_on_a_gpu(whisper: tuple[LLM, Any], recording: np.ndar
         assert output.outputs[0].text == WORDS
 
 
+def times_of_words(llm: LLM, model: Any, recording: np.ndarray) -> list[tuple[str, float, float]]:
+    """Return the words and times of transformers' pipeline."""
+    extractor, tokenizer = WhisperFeatureExtractor(), WhisperTokenizerFast.from_pretrained(llm.config.model)
+    pipe = pipeline("automatic-speech-recognition", model, tokenizer=tokenizer, feature_extractor=extractor)
+    made: Any = pipe(recording, return_timestamps="word", generate_kwargs={"num_beams": 1})
+    return [(one["text"].strip(), *one["timestamp"]) for one in made["chunks"]]
+
+
 def test_the_server_transcribes_for_the_client_of_openai(
     whisper: tuple[LLM, Any], recording: np.ndarray, tmp_path: Path
 ) -> None:
@@ -128,9 +136,20 @@ def test_the_server_transcribes_for_the_client_of_openai(
         serving(thread, ServerConfig()) as server,
     ):
         speech = server.client().audio
-        made = speech.transcriptions.create(model="demo", file=path, response_format="verbose_json", temperature=0)
-        whole = speech.transcriptions.create(model="demo", file=long)
+        form: dict[str, Any] = {"response_format": "verbose_json", "timestamp_granularities": ["word", "segment"]}
+        made = speech.transcriptions.create(model="demo", file=path, temperature=0, **form)
+        whole = speech.transcriptions.create(model="demo", file=long, **form)
         refused = httpx.post(f"{server.url}/v1/audio/translations", files={"file": path.read_bytes()})
+    assert made.words is not None
+    heard, expected = [(one.word, one.start, one.end) for one in made.words], times_of_words(*whisper, recording)
+    assert [word for word, _, _ in heard] == [word for word, _, _ in expected] == WORDS.split()
+    # A near tie may move a path by a position.
+    assert np.allclose([times for _, *times in heard], [times for _, *times in expected], atol=0.021)
+    again = (whole.words or [])[len(heard) :]
+    assert [one.word for one in again] == WORDS.split()
+    # The second part begins where the silence was cut.
+    shift = again[0].start - heard[0][1]
+    assert 20 < shift < 22 + len(recording) / RATE
     assert made.text == WORDS.strip() and made.language == "en" and made.segments
     assert [one.start for one in made.segments] == sorted(one.start for one in made.segments)
     assert made.segments[-1].end <= len(recording) / RATE

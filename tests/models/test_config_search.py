@@ -6,6 +6,7 @@ from collections import Counter
 
 from checkpoints import EXPERT_FAMILIES
 from config_search import draw_case, run_case
+from encoder_search import run_encoder_case
 
 
 def test_random_configurations_run_as_in_transformers_or_are_refused_by_field() -> None:
@@ -20,3 +21,9 @@ def test_random_configurations_run_as_in_transformers_or_are_refused_by_field() 
     # Many cases of most families have to reach the logits, else the search would compare nothing.
     assert outcomes["equal"] >= 30 and outcomes["refused"] >= 6
     assert len(families) >= 15 and len(families & EXPERT_FAMILIES.keys()) >= 4
+
+
+def test_random_encoders() -> None:
+    outcomes = Counter(run_encoder_case(seed).split()[0] for seed in range(36))
+    print(outcomes)
+    assert outcomes["equal"] >= 12 and outcomes["refused"] >= 2

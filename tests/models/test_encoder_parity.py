@@ -9,7 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from encoder_checkpoints import ENCODERS, POSITIONS, expected_rows, make_encoder, random_prompts
+from public_encoder_configs import ENCODER_CONFIGS
+from transformers import AutoConfig
 
 from phonograph import LLM, PoolingParams
 from phonograph.errors import ModelError
@@ -63,6 +66,40 @@ def test_five_modes_and_verify(name: str, tmp_path: Path) -> None:
         assert all(np.allclose(*pair, rtol=0, atol=1e-6) for pair in zip(rows, found[GraphMode.NONE], strict=True)), (
             mode
         )
+
+
+@pytest.mark.parametrize("name", ENCODER_CONFIGS)
+def test_public_configurations(name: str, tmp_path: Path) -> None:
+    content, positions, task = ENCODER_CONFIGS[name]
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    spec = read_model_spec(tmp_path)
+    assert spec.context_length == positions and spec.pooler is not None and task in spec.pooler.tasks
+    theirs = AutoConfig.for_model(**content)
+    with torch.device("meta"):
+        architecture: Any = getattr(transformers, content["architectures"][0])
+        parameters = sum(one.numel() for key, one in architecture(theirs).named_parameters() if "pooler" not in key)
+    assert spec.num_parameters == parameters
+
+
+def test_old_names_of_nomic_bert(tmp_path: Path) -> None:
+    """The names of the class in nomic-ai/contrastors, which the published file has next to new ones."""
+    make_encoder("nomic", tmp_path)
+    file, new = tmp_path / "config.json", read_model_spec(tmp_path)
+    content = json.loads(file.read_text())
+    old = {"n_embd": 48, "n_head": 3, "n_inner": 72, "n_layer": 2, "layer_norm_epsilon": 1e-12, "rotary_emb_base": 1000}
+    names = ("hidden_size", "num_attention_heads", "intermediate_size", "num_hidden_layers", "layer_norm_eps")
+    for name in (*names, "hidden_act", "max_position_embeddings", "rope_parameters"):
+        del content[name]
+    old |= {"activation_function": "swiglu", "max_trained_positions": POSITIONS, "n_positions": 8192}
+    old |= {"qkv_proj_bias": False, "mlp_fc1_bias": False, "mlp_fc2_bias": False, "prenorm": False, "causal": False}
+    old |= {"rotary_emb_fraction": 1.0, "rotary_emb_scale_base": None, "rotary_emb_interleaved": False}
+    old |= {"use_rms_norm": False, "parallel_block": False, "rotary_scaling_factor": None, "fused_bias_fc": True}
+    file.write_text(json.dumps(content | old))
+    assert read_model_spec(tmp_path) == new
+    for name, value in (("rotary_emb_fraction", 0.5), ("qkv_proj_bias", True), ("activation_function", "gelu_fast")):
+        file.write_text(json.dumps(content | old | {name: value}))
+        with pytest.raises(ModelError, match=f"{name if name != 'activation_function' else 'hidden_act'}="):
+            read_model_spec(tmp_path)
 
 
 def test_alone_and_together(tmp_path: Path) -> None:

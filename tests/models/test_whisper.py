@@ -10,13 +10,17 @@ import numpy as np
 import pytest
 import torch
 from transformers import WhisperFeatureExtractor
+from transformers.models.whisper.generation_whisper import _median_filter
 from whisper_checkpoint import START, make_whisper
 
 from phonograph import LLM, SamplingParams
+from phonograph.config.engine_config import EngineConfig
 from phonograph.core.token_types import AudioTokens
+from phonograph.engine.startup.start import start_engine
 from phonograph.errors import ConfigError, ModelError, PhonographError, RequestError, UnsupportedModelError
 from phonograph.models.spec import read_model_spec
 from phonograph.runner.pools.encoder_keys import EncoderKeys
+from phonograph.runner.runner import Runner
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 LENGTHS = [1, 3, 2, 33, 17]
@@ -77,6 +81,28 @@ def test_a_preempted_request_is_encoded_again(tmp_path: Path) -> None:
             stats = llm.session.core.scheduler.stats
             assert bool(stats.num_preemptions) == (num_kv_blocks == 14) and stats.blocks_used == 0
     assert outputs[0] == outputs[1]
+
+
+def test_what_the_second_pass_says_of_tokens_and_positions(tmp_path: Path) -> None:
+    model = make_whisper(tmp_path)
+    heads = [[2, 0], [1, 2], [2, 1]]
+    (tmp_path / "generation_config.json").write_text(json.dumps({"alignment_heads": heads}))
+    prompt, written, positions = AudioTokens([START, 7, 8], features(1)), [9, 30, 31, 9, 40], 41
+    runner = start_engine(EngineConfig(model=str(tmp_path), max_num_seqs=1, enforce_eager=True)).core.runner
+    assert isinstance(runner, Runner) and runner.encoder_keys is not None
+    matrix = runner.encoder_keys.align(prompt, written, positions)
+    model.set_attn_implementation("eager")
+    ids = torch.tensor([[*prompt, *written]])
+    with torch.no_grad():
+        found = model(torch.from_numpy(prompt.features)[None], decoder_input_ids=ids, output_attentions=True)
+    weights = torch.stack([found.cross_attentions[layer][0, head] for layer, head in heads])[:, 3:, :positions]
+    std, mean = torch.std_mean(weights, dim=-2, keepdim=True, correction=0)
+    expected = _median_filter((weights - mean) / std, 7).mean(0)
+    assert matrix.shape == (5, 41) and np.abs(matrix - expected.numpy()).max() < 1e-3
+    for wrong in ([[3, 0]], [[0, 3]], [[0]], [0], 3):
+        (tmp_path / "generation_config.json").write_text(json.dumps({"alignment_heads": wrong}))
+        with pytest.raises(ModelError, match=r"alignment_heads=.*below \(3, 3\)"):
+            read_model_spec(tmp_path)
 
 
 def test_samples_and_prompt_scores(tmp_path: Path) -> None:

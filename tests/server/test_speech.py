@@ -6,6 +6,8 @@ import io
 import re
 import wave
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,16 +16,22 @@ import pytest
 import torch
 from servers import EngineThread, Server, serving
 from transformers import WhisperFeatureExtractor
+from transformers.models.whisper import generation_whisper, tokenization_whisper
 from whisper_checkpoint import MULTILINGUAL, SECONDS, make_multilingual
 
+from phonograph.bench.serving.serving_bench import bench_serving
+from phonograph.bench.serving.settings import TRANSCRIPTIONS, ServingBench
 from phonograph.config.server_config import ServerConfig
+from phonograph.errors import ConfigError
 from phonograph.server.http.api_errors import ApiError
 from phonograph.server.speech.audio_file import parts_of, read_samples
 from phonograph.server.speech.form import read_form
 from phonograph.server.speech.transcript import Segment, segments_of, srt, vtt
+from phonograph.server.speech.word_times import token_times, words_of
 
 RATE = 16000
 PATH = "/v1/audio/transcriptions"
+WORDS = {"timestamp_granularities[]": ["word"]}
 
 
 def wav(samples: np.ndarray, rate: int = RATE, channels: int = 1) -> bytes:
@@ -138,7 +146,8 @@ def test_segments_by_the_client_of_openai(spoken: tuple[Any, Server]) -> None:
         (wav(np.zeros(99)), {"stream": "true"}, "stream", "at once"),
         (wav(np.zeros(99)), {"temperature": "hot"}, "temperature", "number"),
         (wav(np.zeros(99)), {"temperature": "-1"}, "temperature", "temperature"),
-        (wav(np.zeros(99)), {"timestamp_granularities[]": ["word"]}, "timestamp_granularities", "words"),
+        (wav(np.zeros(99)), {"timestamp_granularities[]": ["word"]}, "timestamp_granularities", "verbose_json"),
+        (wav(np.zeros(99)), {**WORDS, "response_format": "verbose_json"}, "timestamp_granularities", "alignment_heads"),
         (wav(np.zeros(99)), {"sped": "2"}, "sped", "unknown field"),
     ],
 )
@@ -203,6 +212,70 @@ def test_segments_between_timestamps() -> None:
         (32.0, 35.0, [3]),
         (35.0, 38.0, [4]),
     ]
-    late = [Segment(start=3661.5, end=3662.0, text=" a --> b", token_ids=[1], avg_logprob=-1.0)]
+    late = [Segment(start=3661.5, end=3662.0, text=" a --> b", token_ids=[1], avg_logprob=-1.0, places=[0])]
     assert srt(late) == "1\n01:01:01,500 --> 01:01:02,000\na --> b\n\n"
     assert re.fullmatch(r"WEBVTT\n\n01:01:01\.500 --> 01:01:02\.000\na -> b\n\n", vtt(late))
+
+
+@pytest.mark.parametrize(("tokens", "positions"), [(1, 1), (1, 9), (7, 3), (13, 60)])
+def test_token_times_are_those_of_transformers(tokens: int, positions: int) -> None:
+    rng = np.random.default_rng(tokens)
+    # Few different numbers have ties.
+    for matrix in (rng.standard_normal((tokens, positions)), rng.integers(0, 3, (tokens, positions)).astype(float)):
+        text, time = generation_whisper._dynamic_time_warping(-matrix)
+        begins = np.pad(np.diff(text), (1, 0), constant_values=1).astype(bool)
+        assert token_times(matrix) == (time[begins] * 0.02).tolist()
+
+
+@pytest.mark.parametrize(
+    ("pieces", "language", "name"),
+    [
+        ([" Well", ",", " I", "'", "m", ' "', "O", "K", '"', "!", " (", "a", ")"], "en", "english"),
+        (["wor", "ds", " -", "x", " ¿", "Qué", "?"], "es", "spanish"),
+        (["今", "\ufffd", "\ufffd日", "。", "は"], "ja", "japanese"),
+    ],
+)
+def test_words_are_those_of_transformers(pieces: list[str], language: str, name: str) -> None:
+    class Decoder:
+        eos_token_id = 100
+
+        @staticmethod
+        def decode(token_ids: list[int], **_: Any) -> str:
+            # Two tokens of one character.
+            return "".join(pieces[token] for token in token_ids).replace("\ufffd\ufffd日", "日")
+
+    tokens = [*range(len(pieces))]
+    words, _, places = tokenization_whisper._combine_tokens_into_words(Decoder, tokens, name)
+    segment = Segment(start=0, end=9, text="", token_ids=tokens, avg_logprob=0, places=tokens)
+    found = words_of(segment, [(token, token + 1) for token in tokens], language, Decoder.decode)
+    assert found == [
+        {"word": word.strip(), "start": at[0], "end": at[-1] + 1} for word, at in zip(words, places, strict=True)
+    ]
+
+
+def test_bench_serve(spoken: tuple[Any, Server], tmp_path: Path) -> None:
+    _, server = spoken
+    for name, seconds in (("a.wav", 0.5), ("b.wav", 1.75)):
+        (tmp_path / name).write_bytes(wav(sound(seconds)))
+    settings: dict[str, Any] = {"base_url": server.url, "endpoint": TRANSCRIPTIONS, "num_warmups": 1}
+    extra = '{"language": "en", "max_completion_tokens": 3}'
+    recordings = ServingBench(dataset_name="audio", dataset_path=tmp_path, extra_body=extra, **settings)
+    found = bench_serving(replace(recordings, save_detailed=True), lambda *_: None)
+    assert (found["completed"], found["failed"], found["backend"]) == (2, 0, "openai-audio")
+    assert found["total_audio_seconds"] == 2.25 and found["rtfx"] == pytest.approx(2.25 / found["duration"])
+    assert found["output_throughput"] == pytest.approx(found["total_output_tokens"] / found["duration"])
+    assert found["mean_ttft_ms"] == found["mean_e2el_ms"] > 0 and found["mean_tpot_ms"] is None
+    # Each recording of more than a second has two parts.
+    texts = [
+        post(server, wav(sound(seconds)), language="en", max_completion_tokens=3).json() for seconds in (0.5, 1.75)
+    ]
+    assert found["generated_texts"] == [text["text"] for text in texts]
+    assert texts[1]["text"].count("w") <= 6
+    noise = bench_serving(ServingBench(audio_seconds="1-2", num_prompts=3, **settings), lambda *_: None)
+    assert noise["completed"] == 3 and 3 <= noise["total_audio_seconds"] <= 6
+    for wrong in ({"dataset_name": "jsonl", "dataset_path": tmp_path}, {"audio_seconds": "0"}):
+        with pytest.raises(ConfigError, match="dataset_name.*random or audio work|audio_seconds"):
+            ServingBench(**settings, **wrong)
+    (tmp_path / "c.txt").write_text("no audio")
+    with pytest.raises(ConfigError, match=r"dataset_path.*(is no WAV file|is not audio)"):
+        bench_serving(recordings, lambda *_: None)

@@ -369,14 +369,7 @@ def check_case(case: Case, folder: Path, seed: int) -> str:
     except PhonographError as error:
         if expected is None:
             return "unusable"
-        text = str(error).removeprefix(f"{path}: ")
-        # Rotary keys may be named alone: "factor=0 in rope_scaling ...".
-        rope = case.changes.get("rope_scaling") or case.changes.get("rope_parameters")
-        ropes = [rope, *rope.values()] if isinstance(rope, dict) else []
-        names = [*case.changes, *(key for one in ropes if isinstance(one, dict) for key in one)]
-        named = [name for name in names if re.search(rf"\b{name}=|^{name.removesuffix('s')} ", text)]
-        assert named, f"refused without the name of a changed field: {error}"
-        return f"refused {named[0]}"
+        return f"refused {refused_field(error, path, case.changes)}"
     sequences = DenseSequences(decoder)
     (actual,) = sequences.step([(sequences.add(), prompt)])
     if expected is None:
@@ -385,6 +378,22 @@ def check_case(case: Case, folder: Path, seed: int) -> str:
     difference = (actual - expected).abs().max().item()
     assert difference <= TOLERANCE, f"logits differ by {difference:.3g}"
     return "equal"
+
+
+def refused_field(error: PhonographError, path: Path, changes: dict[str, Any]) -> str:
+    """Return the changed field that a refusal of config.json names.
+
+    Raises:
+        AssertionError: it names none.
+    """
+    text = str(error).removeprefix(f"{path}: ")
+    # Rotary keys may be named alone: "factor=0 in rope_scaling ...".
+    rope = changes.get("rope_scaling") or changes.get("rope_parameters")
+    ropes = [rope, *rope.values()] if isinstance(rope, dict) else []
+    names = [*changes, *(key for one in ropes if isinstance(one, dict) for key in one)]
+    named = [name for name in names if re.search(rf"\b{name}=|^{name.removesuffix('s')} ", text)]
+    assert named, f"refused without the name of a changed field: {error}"
+    return named[0]
 
 
 def run_case(seed: int) -> str:

@@ -11,7 +11,7 @@ import shutil
 import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 from safetensors.torch import save_file
@@ -76,6 +76,7 @@ def write_whisper(source: Path, folder: Path) -> None:
     tokens |= {"suppress_tokens": ids["suppress_ids"], "begin_suppress_tokens": ids["suppress_ids_begin"]}
     name = "WhisperForConditionalGeneration"
     WhisperConfig(**sizes, **tokens, architectures=[name], dtype="float16").save_pretrained(folder)
-    times = {"no_timestamps_token_id": first + 106, "max_initial_timestamp_index": 50}
+    times: dict[str, Any] = {"alignment_heads": ids["alignment_heads"]}
+    times |= {"no_timestamps_token_id": first + 106, "max_initial_timestamp_index": 50}
     GenerationConfig(**tokens, **times).save_pretrained(folder)
     shutil.copy(source / "tokenizer.json", folder)

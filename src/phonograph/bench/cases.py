@@ -31,7 +31,7 @@ class Lengths:
         except ValueError:
             lengths = cls(0, 0)
         if not 1 <= lengths.low <= lengths.high:
-            raise ConfigError(setting, text, "must be a number of tokens >= 1, or a range of them such as 100-1023")
+            raise ConfigError(setting, text, "must be a whole number >= 1, or a range such as 100-1023")
         return lengths
 
     def draw(self, rng: random.Random, count: int) -> list[int]:

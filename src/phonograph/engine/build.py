@@ -19,6 +19,7 @@ from phonograph.attention.backend import AnyBackend, AttentionLayer
 from phonograph.attention.selection import load
 from phonograph.core.device import DeviceSpec, known_device
 from phonograph.engine.core import EngineCore
+from phonograph.engine.groups.module_limits import capture_graphs
 from phonograph.engine.groups.select_backends import make_backends
 from phonograph.engine.plan import EnginePlan
 from phonograph.engine.process.client import StartProgress, no_progress
@@ -187,7 +188,7 @@ def build_engine(
             of_ranks = () if group is None else group.ranks.notes
             plan = replace(plan, notes=(*plan.notes, *of_ranks, *loading.notes))
             with nullcontext() if group is None else group.capturing():
-                captured = runner.capture(captured_one)
+                plan, captured = capture_graphs(plan, runner, captured_one)
             drafts = runner.drafts
             if isinstance(drafts, DeviceDrafts) and drafts.caches is not None and drafts.budget.adaptive:
                 runner.time_drafting(drafts.budget.costs.learn)

@@ -19,7 +19,7 @@ from phonograph.engine.groups.draft_plan import DraftPlan, check_speculation, pl
 from phonograph.engine.groups.encoder_notes import encoder_notes, max_audios
 from phonograph.engine.groups.kv_groups import KVGroups, make_kv_groups, make_step_groups
 from phonograph.engine.groups.layer_specs import layer_specs
-from phonograph.engine.groups.module_limits import check_module
+from phonograph.engine.groups.module_limits import check_module, limit_graphs
 from phonograph.engine.groups.rank_notes import rank_notes
 from phonograph.engine.groups.select_backends import select_backends, weakest_support
 from phonograph.engine.groups.state_slots import check_interval, check_states, prefix_cache_note, weakest_of
@@ -36,6 +36,7 @@ from phonograph.kernels.triton.experts.expert_plan import why_not
 from phonograph.kernels.triton.gemm.choose import MAX_16_BIT_ROWS, has_fp8_products, takes_fp8_rows
 from phonograph.kernels.triton.gemm.product_plan import GemmDevice
 from phonograph.models.layers.workspace import quantized_sizes
+from phonograph.models.modules.module_spec import ModuleSpec
 from phonograph.models.quantization.cpu_weights import CpuProducts
 from phonograph.models.spec import ModelSpec
 from phonograph.models.weights.tensor_parallel import cut_model
@@ -144,7 +145,9 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
     if config.speculation is not None:
         check_speculation(config, selected.values(), device)
     requested = GraphMode.NONE if config.enforce_eager else config.cudagraph_mode
-    support = weakest_of(weakest_support(kv, selected, device), model)
+    support, pieces = weakest_of(weakest_support(kv, selected, device), model), PIECES
+    if isinstance(model, ModuleSpec) and model.uncapturable is not None:
+        support, pieces = limit_graphs(model, model.uncapturable, requested)
     draft = None
     if limits.lookahead_tokens:
         drafting = read_draft_spec(config, model)
@@ -159,7 +162,7 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
         draft = plan_draft(config, drafting, dtype, specs, kv, limits, device)
         check_speculation(config, [draft.selection], device, in_passes=True)
         notes.append(draft.note)
-    resolution = resolve_mode(requested, support, PIECES, speculative_tokens=config.draft_tokens)
+    resolution = resolve_mode(requested, support, pieces, speculative_tokens=config.draft_tokens)
     limits, captures, memory, sizing = size_graphs_and_cache(
         config,
         model,

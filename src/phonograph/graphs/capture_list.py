@@ -59,6 +59,14 @@ class CaptureList:
         every = self.decode + self.drafting + self.mixed + self.piecewise + self.wide
         return tuple(sorted(every, key=_capture_order, reverse=True))
 
+    def in_pieces(self) -> CaptureList:
+        """Return the list with pieces in the place of whole graphs."""
+        pieces, wide = (
+            tuple(replace(key, graphs=GraphSet.PIECEWISE) for key in keys)
+            for keys in (self.piecewise or self.mixed, self.wide)
+        )
+        return CaptureList(piecewise=pieces, wide=wide, ragged=self.ragged, notes=self.notes)
+
 
 def _capture_order(key: GraphKey) -> tuple[object, ...]:
     return key.num_tokens, key.kind, key.makes_drafts, key.logits, key.num_reqs

@@ -6,7 +6,7 @@ tests walk the whole table (mode x support x pieces x speculation) of docs/archi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from phonograph.errors import ConfigError, counted
 from phonograph.graphs.modes import GraphMode, GraphSupport, Support
@@ -67,6 +67,11 @@ class Resolution:
         if self.asked is None:
             return f"mode {self.mode.value} (default)"
         return f"mode {self.mode.value}" + ("" if self.asked is self.mode else f" ({self.asked.value} was asked for)")
+
+    def after_failure(self, problem: str) -> Resolution:
+        """Return the resolution with pieces in the place of whole graphs, or without graphs, as a capture failed."""
+        after = GraphMode.PIECEWISE if self.mode.decode_full else GraphMode.NONE
+        return replace(self, mode=after, reasons=(*self.reasons, Reason(self.mode, after, problem)))
 
 
 def without_support(reason: str, support: Support) -> str:

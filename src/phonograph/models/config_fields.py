@@ -143,7 +143,7 @@ TRAINING = "has an effect in training only"
 _HEADS = "describes a head of classes, which a causal language model does not have (`heads/find_pooler.py`)"
 _OUTPUTS = "chooses what a call of transformers returns"
 _GENERATION = "a default of generation, which generation_config.json sets"
-_KERNELS = "chooses among kernels that compute the same"
+KERNELS = "chooses among kernels that compute the same"
 UNREAD = "not read by these architectures in transformers"
 TENSORS = "fixed by the architecture; the tensors of the file must agree with it"
 _GROUPS: tuple[tuple[str, str], ...] = (
@@ -175,7 +175,7 @@ _GROUPS: tuple[tuple[str, str], ...] = (
         "sep_token_id unk_token_id mask_token_id cls_token_id decoder_start_token_id prefix",
     ),
     (
-        _KERNELS,
+        KERNELS,
         "attn_implementation cache_implementation experts_implementation use_flash_attn use_flash_attention "
         "use_flash_attention_2",
     ),

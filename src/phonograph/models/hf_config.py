@@ -36,9 +36,9 @@ def read_settings(raw: Mapping[str, Any], architecture: str, family: Family) -> 
             f"model_type={raw.get('model_type')!r} and architectures={raw.get('architectures')!r} do not belong "
             f"together; {architecture} has the model_type {model_type!r}"
         )
-    raw = {family.aliases.get(name, name): value for name, value in raw.items()}
     for name, value in raw.items():
         _check(name, value, family)
+    raw = {family.aliases.get(name, name): value for name, value in raw.items()}
     settings = {name: raw.get(name, field.default) for name, field in family.fields.items()}
     settings["dtype"] = settings["dtype"] or settings["torch_dtype"]
     settings["num_key_value_heads"] = settings["num_key_value_heads"] or settings["num_attention_heads"]
@@ -101,8 +101,8 @@ def _merged(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, A
 def _check(name: str, value: Any, family: Family) -> None:
     if name.startswith("_"):
         return
+    shown, name = f"{name}={shortened(repr(value))}", family.aliases.get(name, name)
     field = family.fields.get(name)
-    shown = f"{name}={shortened(repr(value))}"
     if field is not None:
         if not field.kind.accepts(value):
             raise ModelError(f"{shown} must be {field.kind.works}; {field.default!r} is the default")

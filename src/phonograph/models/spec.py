@@ -299,7 +299,8 @@ def read_model_spec(
         spec = with_pooler(spec, family, settings, raw, folder, convert)
         if spec.encoder is not None:
             generation = read_generation(path)
-            encoder = spec.encoder.suppressing(generation, raw, spec.vocab_size)
+            sizes = spec.num_layers, spec.attentions[0].num_query_heads
+            encoder = spec.encoder.suppressing(generation, raw, spec.vocab_size, sizes)
             for other in (path.with_name("preprocessor_config.json"), path.with_name("processor_config.json")):
                 encoder.check_frames(read_json(other) if other.is_file() else {})
             spec = replace(spec, encoder=encoder)

@@ -194,8 +194,8 @@ class Transformer(StepModel):
             )
             for index, layer in enumerate(self.weights)
         ]
+        self.of_encoder = own = of_encoder or kernels
         if self.encoder is not None:
-            own = of_encoder or kernels
             self.encoder.bind((_mixer(own, one), _feed_forward(own, one, None)) for one in self.encoder.layers)
         self._head = None if self.spec.pooler else kernels.head(self.final_norm, self.lm_head)
         self._link(self.layers)

@@ -184,6 +184,7 @@ class Runner:
         keys = self.dispatcher.captures.largest_first()
         start = time.perf_counter()
         retries: list[CaptureRetry] = []
+        self._graphs.clear()
         for done, key in enumerate(keys):
             if progress is not None:
                 progress(done, len(keys), key)

@@ -33,8 +33,8 @@ class TimedSample:
 
     @property
     def tpot(self) -> float | None:
-        """Mean seconds of each token but the first; None if there is only one."""
-        return (self.end - self.times[0]) / (self.tokens - 1) if self.tokens >= 2 else None
+        """Mean seconds of each token but the first; None if there is only one, or all came at once."""
+        return (self.end - self.times[0]) / (self.tokens - 1) if self.tokens >= 2 and self.end > self.times[0] else None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -72,12 +72,12 @@ class BrokenStream(Exception):
 
 
 def read_reply(recording: Recording, run_start: float) -> Reply:
-    """Parse a recorded stream of a completion or chat, or embeddings; any fault is the reply's `error`."""
+    """Parse a recorded stream of a completion or chat, embeddings or a transcript; a fault is the reply's `error`."""
     reply = Reply(start=recording.start - run_start, error=recording.error)
     if recording.error is not None:
         return reply
     try:
-        (_read_embeddings if recording.pieces[:1] and recording.pieces[0][:1] == b"{" else _read)(recording, reply)
+        (_read_object if recording.pieces[:1] and recording.pieces[0][:1] == b"{" else _read)(recording, reply)
     except BrokenStream as broken:
         reply.error = str(broken)
     except (KeyError, TypeError, AttributeError) as error:
@@ -128,11 +128,15 @@ def _read(recording: Recording, reply: Reply) -> None:
         _divide_tokens(reply.samples, reply.output_tokens)
 
 
-def _read_embeddings(recording: Recording, reply: Reply) -> None:
+def _read_object(recording: Recording, reply: Reply) -> None:
+    """Read embeddings, or a transcript, which has no counts of tokens."""
     answer = _decode(recording.body)
+    reply.latency = recording.times[-1] - recording.start
+    if "text" in answer:
+        reply.samples = [TimedSample(times=[reply.latency], end=reply.latency, text=answer["text"])]
+        return
     reply.num_inputs = len(answer["data"])
     reply.prompt_tokens = answer["usage"]["prompt_tokens"]
-    reply.latency = recording.times[-1] - recording.start
 
 
 def _divide_tokens(samples: Sequence[TimedSample], output_tokens: int) -> None:

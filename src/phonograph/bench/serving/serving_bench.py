@@ -1,6 +1,7 @@
 """One run of `phonograph bench serve`: its requests, their load on a server, and the record.
 
-The server may be any with OpenAI's API. Token counts are the server's own (`usage`).
+The server may be any with OpenAI's API. Token counts are the server's own (`usage`); of a transcript, which has none,
+they are those of its text.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from phonograph.bench.records.results import BenchProgress
 from phonograph.bench.serving import load
 from phonograph.bench.serving.connection import Target
 from phonograph.bench.serving.lengths import sharegpt_like_lengths
-from phonograph.bench.serving.serving_metrics import details, embedding_metrics, serving_metrics
-from phonograph.bench.serving.settings import BACKENDS, ServingBench, ServingRequest
+from phonograph.bench.serving.recordings import noise, read_recordings
+from phonograph.bench.serving.serving_metrics import details, embedding_metrics, serving_metrics, speech_metrics
+from phonograph.bench.serving.settings import BACKENDS, BOUNDARY, ServingBench, ServingRequest
 from phonograph.bench.serving.workload import random_prompts, read_requests
 from phonograph.config.engine_config import EngineConfig
 from phonograph.errors import ConfigError
@@ -40,15 +42,23 @@ async def _bench(bench: ServingBench, progress: BenchProgress, headers: dict[str
     target, served = await load.find_model(Target.parse(bench.base_url or bench.url), headers)
     model = bench.model or served["id"]
     source = bench.tokenizer or served.get("root") or model
-    warmups, requests = _requests(bench, None if bench.dataset_name == "jsonl" else _tokenizer(source))
+    tokenizer = None if bench.dataset_name == "jsonl" else _tokenizer(source)
+    warmups, requests = _requests(bench, tokenizer)
     _check_fits([*warmups, *requests], served.get("max_model_len"), generates=not bench.embeds)
-    client = load.Client(target=target, path=bench.endpoint, headers=headers, timeout=bench.request_timeout)
+    kind = {"content-type": f"multipart/form-data; boundary={BOUNDARY}"} if bench.hears else {}
+    client = load.Client(target=target, path=bench.endpoint, headers=headers | kind, timeout=bench.request_timeout)
     bodies = [bench.body(request, model) for request in requests]
     rng = random.Random(f"arrivals {bench.seed}")
     due = load.arrival_times(rng, len(bodies), rate=bench.request_rate, burstiness=bench.burstiness)
     await load.warm_up(client, [bench.body(request, model) for request in warmups], bench.max_concurrency)
     result = await load.offer(client, bodies, due, max_concurrency=bench.max_concurrency, progress=progress)
     backend = BACKENDS[bench.endpoint]
+    if bench.hears:
+        assert tokenizer is not None
+        for reply in result.replies:
+            reply.output_tokens = len(tokenizer.encode(reply.text, add_special_tokens=False))
+            for sample in reply.samples:
+                sample.tokens = reply.output_tokens
     return {
         "endpoint_type": backend,
         "backend": backend,
@@ -64,6 +74,7 @@ async def _bench(bench: ServingBench, progress: BenchProgress, headers: dict[str
         "seed": bench.seed,
         **serving_metrics(result),
         **(embedding_metrics(result) if bench.embeds else {}),
+        **(speech_metrics(result, [request.seconds for request in requests]) if bench.hears else {}),
         **(details(result) if bench.save_detailed else {}),
     }
 
@@ -71,18 +82,26 @@ async def _bench(bench: ServingBench, progress: BenchProgress, headers: dict[str
 def _requests(bench: ServingBench, tokenizer: Tokenizer | None) -> tuple[list[ServingRequest], list[ServingRequest]]:
     """Return warm-up and measured requests. Random ones share no prompt; those of a short file may."""
     input_len, output_len = Lengths.parse("input_len", bench.input_len), Lengths.parse("output_len", bench.output_len)
-    if tokenizer is None:
-        assert bench.dataset_path is not None
-        found = read_requests(bench.dataset_path, output_len=output_len.high)
+    if bench.dataset_path is not None:
+        found = (
+            read_recordings(bench.dataset_path)
+            if bench.hears
+            else read_requests(bench.dataset_path, output_len=output_len.high)
+        )
         count = len(found) if bench.num_prompts is None else bench.num_prompts
         if count > len(found):
             raise ConfigError("num_prompts", count, f"the file has {len(found)}; a prompt sent twice would be cached")
         return (found[count:] or found)[: bench.num_warmups], found[:count]
+    assert tokenizer is not None
     prompt_format = bench.prompt_format or ("text" if bench.is_chat or bench.embeds else "tokens")
     make = random_prompts(tokenizer, random.Random(f"prompts {bench.seed}"), prompt_format)
 
     def draw(name: str, count: int) -> list[ServingRequest]:
         rng = random.Random(f"{name} {bench.seed}")
+        if bench.hears:
+            return [
+                noise(rng, seconds) for seconds in Lengths.parse("audio_seconds", bench.audio_seconds).draw(rng, count)
+            ]
         if bench.dataset_name == "sharegpt-like":
             lengths = sharegpt_like_lengths(rng, count)
         else:

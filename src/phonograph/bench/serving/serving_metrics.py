@@ -60,6 +60,17 @@ def embedding_metrics(load: Load) -> dict[str, Any]:
     return {"total_input_sequences": count, "input_sequence_throughput": count / load.seconds}
 
 
+def speech_metrics(load: Load, seconds: Sequence[float]) -> dict[str, Any]:
+    """Return the seconds of audio that were transcribed, and how much faster than real time.
+
+    Args:
+        load: answers.
+        seconds: length of each recording, in the order of their start.
+    """
+    heard = sum(one for one, reply in zip(seconds, load.replies, strict=True) if reply.error is None)
+    return {"total_audio_seconds": heard, "rtfx": heard / load.seconds}
+
+
 def details(load: Load) -> dict[str, Any]:
     """Return lists with one entry a request, in the order of their start, failed ones included."""
     replies = load.replies

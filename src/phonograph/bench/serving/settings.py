@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,19 +14,32 @@ from phonograph.bench.records.results import check_at_least
 from phonograph.errors import UNSET, ConfigError
 
 COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
-BACKENDS = {COMPLETIONS: "openai", CHAT: "openai-chat", EMBEDDINGS: "openai-embeddings"}
+TRANSCRIPTIONS, TRANSLATIONS = "/v1/audio/transcriptions", "/v1/audio/translations"
+BACKENDS = {
+    COMPLETIONS: "openai",
+    CHAT: "openai-chat",
+    EMBEDDINGS: "openai-embeddings",
+    TRANSCRIPTIONS: "openai-audio",
+    TRANSLATIONS: "openai-audio",
+}
 """vLLM's name of each endpoint that can be measured."""
 HOST, PORT = "127.0.0.1", 8000
-Prompt = str | list[int] | list[dict[str, Any]] | list[Any]
-"""A text, token ids, the messages of a chat, or several texts or lists of token ids to embed."""
+BOUNDARY = "phonograph-bench-54f0b1a7c3d94e2a"
+"""Delimiter of the parts of a form."""
+Prompt = str | list[int] | list[dict[str, Any]] | list[Any] | bytes
+"""A text, token ids, the messages of a chat, several texts or lists of token ids to embed, or a file of audio."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingRequest:
-    """A prompt, and the tokens of its answer: at most, or exactly if the end of sequence is ignored."""
+    """A prompt, and the tokens of its answer: at most, or exactly if the end of sequence is ignored.
+
+    seconds: of a recording, whose answer has any length
+    """
 
     prompt: Prompt
     output_len: int
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,16 +50,21 @@ class ServingBench:
         base_url: Server to measure; else http://HOST:PORT.
         host: Host of the server.
         port: Port of the server.
-        endpoint: /v1/completions, /v1/chat/completions or /v1/embeddings.
-        backend: vLLM's name of the endpoint, which the endpoint must match: openai, openai-chat, openai-embeddings.
+        endpoint: /v1/completions, /v1/chat/completions, /v1/embeddings, /v1/audio/transcriptions or
+            /v1/audio/translations.
+        backend: vLLM's name of the endpoint, which the endpoint must match: openai, openai-chat, openai-embeddings,
+            openai-audio.
         model: Model to ask for; else the first that the server has.
         tokenizer: Folder or hub id of the tokenizer that makes prompts; else the model's.
-        dataset_name: Random tokens of given lengths, of lengths like ShareGPT's, or prompts from a file.
-        dataset_path: File of jsonl: one object a line with prompt or messages, and max_tokens if need be.
+        dataset_name: Random tokens of given lengths, of lengths like ShareGPT's, prompts from a file, or recordings
+            from a folder. Random recordings are noise.
+        dataset_path: File of jsonl: one object a line with prompt or messages, and max_tokens if need be. Folder of
+            recordings for audio.
         num_prompts: Requests to send; else 100, or all of the file.
         input_len: Tokens of a random prompt, or a range such as 100-1023.
         output_len: Tokens to generate, or a range; not for sharegpt-like.
         random_batch_size: Random prompts of a request for embeddings.
+        audio_seconds: Length of a random recording, or a range such as 5-30.
         prompt_format: Form of random prompts; else tokens to completions, text to others.
         request_rate: Requests a second; inf sends all at once.
         burstiness: Shape of the gaps between requests: 1 Poisson, less in bursts, more evenly.
@@ -67,15 +86,16 @@ class ServingBench:
     host: str = HOST
     port: int = PORT
     endpoint: str = COMPLETIONS
-    backend: Literal["openai", "openai-chat", "openai-embeddings"] | None = None
+    backend: Literal["openai", "openai-chat", "openai-embeddings", "openai-audio"] | None = None
     model: str | None = None
     tokenizer: str | None = None
-    dataset_name: Literal["random", "sharegpt-like", "jsonl"] = "random"
+    dataset_name: Literal["random", "sharegpt-like", "jsonl", "audio"] = "random"
     dataset_path: Path | None = None
     num_prompts: int | None = None
     input_len: str = "1024"
     output_len: str = "128"
     random_batch_size: int = 1
+    audio_seconds: str = "30"
     prompt_format: Literal["tokens", "text"] | None = None
     request_rate: float = math.inf
     burstiness: float = 1.0
@@ -105,10 +125,14 @@ class ServingBench:
         if self.random_batch_size > 1 and (not self.embeds or self.dataset_name == "jsonl"):
             problem = f"goes with endpoint={EMBEDDINGS} and random prompts only"
             raise ConfigError("random_batch_size", self.random_batch_size, problem)
-        if self.dataset_name == "jsonl" and self.dataset_path is None:
-            raise ConfigError("dataset_path", UNSET, "is required with dataset_name='jsonl'")
-        if self.dataset_name != "jsonl" and self.dataset_path is not None:
-            raise ConfigError("dataset_path", str(self.dataset_path), "goes with dataset_name='jsonl' only")
+        reads = self.dataset_name in ("jsonl", "audio")
+        if reads and self.dataset_path is None:
+            raise ConfigError("dataset_path", UNSET, f"is required with dataset_name={self.dataset_name!r}")
+        if not reads and self.dataset_path is not None:
+            raise ConfigError("dataset_path", str(self.dataset_path), "goes with dataset_name='jsonl' or 'audio' only")
+        if self.dataset_name in (("jsonl", "sharegpt-like") if self.hears else ("audio",)):
+            works = "random or audio" if self.hears else f"{TRANSCRIPTIONS} and {TRANSLATIONS}"
+            raise ConfigError("dataset_name", self.dataset_name, f"endpoint={self.endpoint} takes none; {works} work")
         if self.is_chat and self.prompt_format == "tokens":
             raise ConfigError("prompt_format", "tokens", "a chat takes text; leave it out, or use another endpoint")
         for name, value in (("request_rate", self.request_rate), ("burstiness", self.burstiness)):
@@ -121,6 +145,7 @@ class ServingBench:
         check_at_least("max_concurrency", 1 if self.max_concurrency is None else self.max_concurrency, 1)
         Lengths.parse("input_len", self.input_len)
         Lengths.parse("output_len", self.output_len)
+        Lengths.parse("audio_seconds", self.audio_seconds)
         self.extra_fields()
 
     @property
@@ -136,6 +161,10 @@ class ServingBench:
     def embeds(self) -> bool:
         return self.endpoint == EMBEDDINGS
 
+    @property
+    def hears(self) -> bool:
+        return self.endpoint in (TRANSCRIPTIONS, TRANSLATIONS)
+
     def extra_fields(self) -> dict[str, Any]:
         """Parse `extra_body`."""
         try:
@@ -147,12 +176,17 @@ class ServingBench:
         return fields
 
     def body(self, request: ServingRequest, model: str) -> bytes:
-        """Return the request as JSON. Answers that are generated are streamed, with the usage at their end.
+        """Return the request as JSON, or as the form of a recording.
+
+        Answers that are generated are streamed, with the usage at their end. Transcripts come at once.
 
         Raises:
             ConfigError: the endpoint does not take this kind of prompt.
         """
         prompt = request.prompt
+        if isinstance(prompt, bytes):
+            fields = {"model": model, "response_format": "json", "temperature": self.temperature}
+            return make_form(prompt, {**fields, **self.extra_fields()})
         if self.embeds and not (isinstance(prompt, list) and prompt and isinstance(prompt[0], dict)):
             return json.dumps({"model": model, "input": prompt, **self.extra_fields()}, ensure_ascii=False).encode()
         if self.is_chat:
@@ -176,3 +210,11 @@ class ServingBench:
             **self.extra_fields(),
         }
         return json.dumps(body, ensure_ascii=False).encode()
+
+
+def make_form(content: bytes, fields: Mapping[str, Any]) -> bytes:
+    """Return a body of multipart/form-data with a file and text fields."""
+    parts = [f'name="{name}"\r\n\r\n{value}'.encode() for name, value in fields.items()]
+    parts.append(b'name="file"; filename="recording"\r\n\r\n' + content)
+    head = f"--{BOUNDARY}\r\nContent-Disposition: form-data; ".encode()
+    return b"".join(head + part + b"\r\n" for part in parts) + f"--{BOUNDARY}--\r\n".encode()

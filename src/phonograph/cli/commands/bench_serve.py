@@ -20,11 +20,13 @@ COUNTS = {
     "failed": "Failed requests",
     "duration": "Duration (s)",
     "total_input_sequences": "Inputs embedded",
+    "total_audio_seconds": "Audio (s)",
     "total_input_tokens": "Input tokens",
     "total_cached_tokens": "Input tokens cached",
     "total_output_tokens": "Output tokens",
     "request_throughput": "Requests/s",
     "input_sequence_throughput": "Inputs/s",
+    "rtfx": "Audio seconds a second (RTFx)",
     "output_throughput": "Output tokens/s",
     "total_token_throughput": "Tokens/s, input and output",
     "max_output_tokens_per_s": "Output tokens in the busiest second",
@@ -71,7 +73,7 @@ def _print_tables(result: dict[str, Any]) -> None:
     for error, count in result["error_counts"].items():
         print(f"{count} failed: {error}")
     chunks, share = result["chunks_per_output_token"], result["client_cpu_share"]
-    if chunks is not None and abs(chunks - 1) > 0.02:
+    if result["mean_itl_ms"] is not None and chunks is not None and abs(chunks - 1) > 0.02:
         note(f"{chunks:.2f} chunks for each output token: ITL is the time between chunks")
     if share > BUSY:
         note(f"the client was busy for {share:.0%} of the time: it may have measured itself")

@@ -8,14 +8,19 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
+import numpy as np
+
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.sampling_params import SamplingParams
+from phonograph.core.token_types import AudioTokens
 from phonograph.engine.admission import admit_level, admitted_tags
 from phonograph.engine.offline.model_defaults import default_sampling_params
 from phonograph.engine.offline.vllm_methods import VllmMethods
 from phonograph.engine.process.client import EngineClient
 from phonograph.engine.process.engine_pool import EnginePool
 from phonograph.engine.process.messages import (
+    Align,
+    Answer,
     Command,
     Pause,
     PauseMode,
@@ -51,7 +56,7 @@ class AsyncVerbs(VllmMethods):
         self.sleep_level = 0
         self._paused = False
         self._verb_keys = itertools.count()
-        self._answers: dict[int, asyncio.Future[str | None]] = {}
+        self._answers: dict[int, asyncio.Future[Any]] = {}
         self._starts_itself = False
         self._starting: asyncio.Future[None] | None = None
 
@@ -250,7 +255,18 @@ class AsyncVerbs(VllmMethods):
         assert self._client is not None, "requests are open only while there is a client"
         self._client.send(command)
 
-    async def _execute(self, verb: Callable[[int], Verb]) -> str | None:
+    async def align(self, prompt: AudioTokens, token_ids: list[int], num_positions: int) -> np.ndarray:
+        """Return how well the tokens behind a prompt and positions of its audio fit; see `align_words`.
+
+        Raises:
+            EngineUnavailable: the engine has not started, or ends meanwhile.
+        """
+        matrix = await self._execute(lambda key: Align(key, prompt, token_ids, num_positions))
+        if matrix is None:
+            raise EngineUnavailable("an engine ended before it answered; try again", "engine_died")
+        return matrix
+
+    async def _execute(self, verb: Callable[[int], Verb]) -> Any:
         """Send a verb with a key of its own, and return the answer."""
         self._check()
         key = next(self._verb_keys)
@@ -261,7 +277,7 @@ class AsyncVerbs(VllmMethods):
         finally:
             self._answers.pop(key, None)
 
-    def _take_answers(self, results: Mapping[int, str | PhonographError | None]) -> None:
+    def _take_answers(self, results: Mapping[int, Answer]) -> None:
         for key, result in results.items():
             answer = self._answers.get(key)
             if answer is None or answer.done():  # The caller was cancelled meanwhile.

@@ -19,6 +19,8 @@ from phonograph.engine.outputs import RequestOutput
 from phonograph.engine.process.messages import (
     Abort,
     Add,
+    Align,
+    Answer,
     Channel,
     Pause,
     Profile,
@@ -37,6 +39,7 @@ from phonograph.engine.session import Session
 from phonograph.engine.startup.sleeper import Sleeper, checked_sleeper
 from phonograph.errors import PhonographError, RequestError, RequestFailure, cause_text
 from phonograph.kv_cache.block_events import BlockEvent
+from phonograph.runner.pools.encoder_keys import EncoderKeys
 from phonograph.scheduling.engine_router import IndexChange, index_changes
 from phonograph.scheduling.scheduler import Scheduler
 
@@ -90,6 +93,7 @@ class CoreLoop:
         profiler: executes `Profile`; without it there is no folder for traces.
         publisher: gets the events of the prefix cache.
         reports_cache: report the changes of the prefix cache.
+        encoder_keys: executes `Align`; None for a model without an encoder of audio.
     """
 
     def __init__(
@@ -101,6 +105,7 @@ class CoreLoop:
         publisher: EventPublisher | None = None,
         *,
         reports_cache: bool = False,
+        encoder_keys: EncoderKeys | None = None,
     ) -> None:
         self._session = session
         self._channel = channel
@@ -111,12 +116,13 @@ class CoreLoop:
         self._profiler = profiler or Profiler(None)
         self._publisher = publisher
         self._reports_cache = reports_cache
+        self._encoder_keys = encoder_keys
         self._cached: list[IndexChange] = []
         self._paused = self._sleeping = False  # by Pause, and by Sleep
         self._stopped = False  # the pause or sleep has begun: no step runs
         self._held: deque[_Adding] = deque()  # calls that came after it
         self._unanswered: list[Pause | Sleep] = []  # those that wait for requests
-        self._done: dict[int, str | PhonographError | None] = {}
+        self._done: dict[int, Answer] = {}
         self._ended: list[SampleUpdate] = []  # samples that ended before they were queued
         self._num_steps = 0
         self._expert_load_read = 0.0
@@ -189,7 +195,13 @@ class CoreLoop:
             self._done[verb.key] = error
         return []
 
-    def _execute_at_once(self, verb: Resume | ResetPrefixCache | WakeUp | Profile) -> str | None:
+    def _execute_at_once(self, verb: Resume | ResetPrefixCache | WakeUp | Profile | Align) -> Answer:
+        if isinstance(verb, Align):
+            assert self._encoder_keys is not None, "clients align transcripts of models with an encoder"
+            try:
+                return self._encoder_keys.align(verb.prompt, verb.token_ids, verb.num_positions)
+            except RuntimeError as error:  # such as too little memory
+                raise RequestFailure("transcription", "alignment", cause_text(error)) from error
         if isinstance(verb, Profile):
             return self._profiler.start() if verb.start else self._profiler.stop()
         if isinstance(verb, ResetPrefixCache):

@@ -10,12 +10,16 @@ from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from itertools import zip_longest
 
+import numpy as np
+
 from phonograph.core.batch import DraftCounts
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.process.client import REPORTS_AT_ONCE, EngineClient, StartProgress, no_progress
 from phonograph.engine.process.messages import (
     Abort,
     Add,
+    Align,
+    Answer,
     Begin,
     Command,
     EngineFacts,
@@ -62,7 +66,7 @@ class _Answer:
     """Answers of the engines to one verb: those that are missing, and what has come."""
 
     missing: set[int]
-    texts: list[str]
+    results: list[str | np.ndarray]
     error: PhonographError | None = None
 
 
@@ -232,13 +236,15 @@ class EnginePool:
             del self._open[key]
 
     def _execute(self, verb: Verb) -> None:
-        """Send a verb to all engines. Those that start later get what lasts."""
+        """Send a verb to all engines, or work to one of them. Those that start later get what lasts."""
         if isinstance(verb, Pause | Sleep):
             self._standing.append(verb)
         elif isinstance(verb, Resume | WakeUp):
             kept = Sleep if isinstance(verb, Resume) else Pause
             self._standing = [one for one in self._standing if type(one) is kept]
         up = {rank for rank, member in enumerate(self.members) if member.up}
+        if isinstance(verb, Align):
+            up = {*sorted(up)[verb.key % max(len(up), 1) :][:1]}
         self._answers[verb.key] = _Answer(set(up), [])
         for rank in up:
             self.members[rank].client.send(verb)
@@ -246,9 +252,7 @@ class EnginePool:
             error = EngineUnavailable("no engine runs at this moment; try again later", "engine_died")
             self._tell(Report(self.stats, 0, done={verb.key: error}))
 
-    def _answered(
-        self, rank: int, key: int, result: str | PhonographError | None
-    ) -> Sequence[str | PhonographError | None]:
+    def _answered(self, rank: int, key: int, result: Answer) -> Sequence[Answer]:
         """Note an engine's answer to a verb; return the answer of all engines if it was the last one."""
         answer = self._answers.get(key)
         if answer is None:
@@ -257,11 +261,12 @@ class EnginePool:
         if isinstance(result, PhonographError):
             answer.error = answer.error or result
         elif result is not None:
-            answer.texts.append(result)
+            answer.results.append(result)
         if answer.missing:
             return ()
         del self._answers[key]
-        return [answer.error or ", ".join(answer.texts) or None]
+        texts = [result for result in answer.results if isinstance(result, str)]
+        return [answer.error or (", ".join(texts) or None if texts == answer.results else answer.results[0])]
 
     def _lose(self, rank: int, reason: str | None = None) -> None:
         """Fail the prompts of an engine that has ended, and start it again."""

@@ -12,6 +12,7 @@ from phonograph.core.batch import TokenLogprobs
 from phonograph.core.pooling_params import PoolingParams
 from phonograph.core.request import FinishReason
 from phonograph.core.sampling_params import SamplingParams
+from phonograph.core.token_types import AudioTokens
 from phonograph.engine.groups.group_facts import GroupFacts
 from phonograph.engine.metrics.step_record import StepRecord
 from phonograph.errors import EngineUnavailable, PhonographError, RequestError, RequestFailure
@@ -113,12 +114,28 @@ class Profile:
 
 
 @dataclass(slots=True)
+class Align:
+    """Compares a transcript with its recording; the answer is the matrix of `align_words`.
+
+    token_ids:     of the transcript, behind the prompt
+    num_positions: of the recording, without padding
+    """
+
+    key: int
+    prompt: AudioTokens
+    token_ids: list[int]
+    num_positions: int
+
+
+@dataclass(slots=True)
 class Stop:
     """Ends the engine and all requests in progress."""
 
 
-Verb = Pause | Resume | ResetPrefixCache | Sleep | WakeUp | Profile
+Verb = Pause | Resume | ResetPrefixCache | Sleep | WakeUp | Profile | Align
 """Commands that the engine answers by their keys."""
+Answer = str | np.ndarray | PhonographError | None
+"""Result of a verb."""
 Command = Begin | Add | Abort | Verb | Stop
 
 
@@ -243,7 +260,7 @@ class Report:
     preempted: dict[tuple[int, int], int] = field(default_factory=dict[tuple[int, int], int])
     steps: list[StepRecord] = field(default_factory=list[StepRecord])
     expert_load: dict[int, list[int]] | None = None
-    done: dict[int, str | PhonographError | None] = field(default_factory=dict[int, str | PhonographError | None])
+    done: dict[int, Answer] = field(default_factory=dict[int, "Answer"])
     asleep: frozenset[str] = frozenset()
     sleep_level: int = 0
     cached: list[IndexChange] = field(default_factory=list[IndexChange])

@@ -18,6 +18,7 @@ from phonograph.engine.process.messages import Begin, Channel, EngineFacts, Mode
 from phonograph.engine.session import Session, grammar_compiler
 from phonograph.engine.startup.start import start_engine
 from phonograph.errors import ConfigError, PhonographError
+from phonograph.runner.runner import Runner
 from phonograph.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
@@ -80,7 +81,10 @@ def _serve(engine: Engine, config: EngineConfig, channel: Channel, publisher: KV
     session = Session(engine.core, model, None, config.seed + rank, grammars)
     profiler = Profiler(config.profile_dir)
     reports_cache = config.data_parallel_size > 1
-    CoreLoop(session, channel, engine.sleeper, profiler, publisher, reports_cache=reports_cache).run()
+    keys = engine.core.runner.encoder_keys if isinstance(engine.core.runner, Runner) else None
+    CoreLoop(
+        session, channel, engine.sleeper, profiler, publisher, reports_cache=reports_cache, encoder_keys=keys
+    ).run()
     profiler.close()
     if publisher is not None:
         publisher.close()

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from phonograph.errors import CaptureError
 from phonograph.graphs.tape.nested import tensors_in
@@ -93,6 +94,27 @@ def refuse_unless_capturable(func: Any, args: Any) -> None:
     # Dropout outside of training returns its input.
     if torch.Tag.nondeterministic_seeded in tags and not (name == "aten::dropout" and not args[2]):
         raise CaptureError(f"random numbers inside a capture: a replay of {func} could not be compared with eager")
+
+
+class CaptureProbe(TorchDispatchMode):
+    """Mode that runs all operators and keeps what the first refused one does; see `refuse_unless_capturable`.
+
+    Attributes:
+        problem: the refusal, without advice; None if a graph can hold everything.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.problem: str | None = None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        try:
+            refuse_unless_capturable(func, args)
+        except CaptureError as error:
+            self.problem = self.problem or str(error).partition(";")[0]
+        return func(*args, **(kwargs or {}))
 
 
 def _full_name(func: Any) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -52,6 +53,8 @@ class AudioEncoder:
         no_timestamps: token of prompts after which it writes no timestamps, which are the tokens above; None if
             generation_config.json has none.
         max_first_timestamp: number of the latest timestamp that it begins with; None for any.
+        alignment_heads: layer and head of each cross attention that shows when a token is spoken; empty if unknown.
+        median_width: positions whose median smooths these heads.
     """
 
     num_mel_bins: int
@@ -62,17 +65,27 @@ class AudioEncoder:
     suppressed_first: tuple[int, ...] = ()
     no_timestamps: int | None = None
     max_first_timestamp: int | None = None
+    alignment_heads: tuple[tuple[int, int], ...] = ()
+    median_width: int = 7
 
     @property
     def first_timestamp(self) -> int | None:
         """Token of the time 0; None for a model without timestamps."""
         return None if self.no_timestamps is None else self.no_timestamps + 1
 
-    def suppressing(self, generation: Mapping[str, Any], config: Mapping[str, Any], vocab_size: int) -> AudioEncoder:
+    def suppressing(
+        self, generation: Mapping[str, Any], config: Mapping[str, Any], vocab_size: int, of_decoder: tuple[int, int]
+    ) -> AudioEncoder:
         """Return the encoder with the tokens that generation_config.json, or else config.json, suppresses.
 
+        Args:
+            generation: generation_config.json.
+            config: config.json.
+            vocab_size: tokens of the model.
+            of_decoder: layers and heads of the decoder.
+
         Raises:
-            ModelError: they are no list of integers, or a token or number of timestamps is none.
+            ModelError: they are no list of integers, or a token or number of timestamps or an alignment head is none.
         """
         found: list[tuple[int, ...]] = []
         for name in ("suppress_tokens", "begin_suppress_tokens"):
@@ -94,6 +107,11 @@ class AudioEncoder:
             raise ModelError(
                 f"no_timestamps_token_id={numbers[0]} needs a vocab_size that is no multiple of 32; leave it out"
             )
+        heads = generation.get("alignment_heads") or []
+        known = {(layer, head) for layer, head in product(*map(range, of_decoder))}
+        if not isinstance(heads, list) or not all(isinstance(pair, list) and tuple(pair) in known for pair in heads):
+            problem = f"must be null or pairs of a layer and a head below {of_decoder}"
+            raise ModelError(f"alignment_heads={shortened(repr(heads))} {problem}")
         suppressed, suppressed_first = found
         return replace(
             self,
@@ -101,6 +119,7 @@ class AudioEncoder:
             suppressed_first=suppressed_first,
             no_timestamps=numbers[0],
             max_first_timestamp=numbers[1],
+            alignment_heads=tuple((layer, head) for layer, head in heads),
         )
 
     def check_frames(self, preprocessor: Mapping[str, Any]) -> None:

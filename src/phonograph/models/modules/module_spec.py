@@ -42,11 +42,13 @@ class ModuleSpec(ModelSpec):
         config: fields of config.json, as JSON.
         calls: attention of each layer.
         shapes: shapes of the parameters, by name in the module.
+        uncapturable: operation of the module that a graph cannot hold, or None.
     """
 
     config: str
     calls: tuple[RecordedAttention, ...]
     shapes: Mapping[str, tuple[int, ...]]
+    uncapturable: str | None
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return name and shape of every parameter of the module."""

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
+from torch.fx.experimental import _config as symbolic_config
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -22,6 +23,7 @@ from transformers.utils import logging as transformers_logging
 from transformers.utils.generic import ModelOutput
 
 from phonograph.errors import ModelError, UnsupportedModelError, shortened
+from phonograph.graphs.tape.guards import CaptureProbe
 from phonograph.models.end_tokens import model_end_tokens, split_end_tokens
 from phonograph.models.hf_config import check_overrides, with_overrides
 from phonograph.models.layer_spec import UNLIMITED, LayerSizes, LayerSpec, decoder_layer
@@ -126,7 +128,7 @@ def read_module_spec(
     module = build_module(name, raw)
     config: Any = module.config
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-    calls, logits = _record(module)
+    calls, logits, uncapturable = _record(module)
     length = getattr(config, "max_position_embeddings", None)
     if type(length) is not int:
         raise ModelError(f"max_position_embeddings={length!r} must be an integer")
@@ -156,6 +158,7 @@ def read_module_spec(
         config=json.dumps(dict(raw)),
         calls=calls,
         shapes=shapes,
+        uncapturable=uncapturable,
     )
 
 
@@ -193,8 +196,8 @@ def build_module(name: str, raw: Mapping[str, Any]) -> PreTrainedModel:
     return module.eval()
 
 
-def _record(module: PreTrainedModel) -> tuple[tuple[RecordedAttention, ...], torch.Tensor]:
-    """Run a step on the meta device. Return the attention of each layer, and logits."""
+def _record(module: PreTrainedModel) -> tuple[tuple[RecordedAttention, ...], torch.Tensor, str | None]:
+    """Run a step on the meta device. Return the attention of each layer, logits, and what a graph cannot hold."""
     name = type(module).__name__
     kept = next((type(one).__name__ for one in module.modules() if isinstance(one, torch.nn.Conv1d)), None)
     if kept is not None or getattr(module, "_is_stateful", False):
@@ -202,8 +205,10 @@ def _record(module: PreTrainedModel) -> tuple[tuple[RecordedAttention, ...], tor
     recorder = Recorder(module)
     cut = cut_module(module)
     ids_T = torch.zeros(_TOKENS, dtype=torch.int64, device="meta")
+    # Shapes that depend on data get their largest size.
+    any_shape = symbolic_config.patch(meta_nonzero_assume_all_nonzero=True)
     try:
-        with quiet(), torch.inference_mode():
+        with quiet(), torch.inference_mode(), any_shape, CaptureProbe() as probe:
             logits_TV = cut.logits(cut.run(ids_T, ids_T))
     except UnsupportedModelError:
         raise
@@ -216,7 +221,7 @@ def _record(module: PreTrainedModel) -> tuple[tuple[RecordedAttention, ...], tor
             f"{len(recorder.calls)} of {num_layers} layers of {name} call attention by AttentionInterface; all must"
         )
     _check_windows(module.config, recorder.calls, name)
-    return tuple(recorder.calls), logits_TV
+    return tuple(recorder.calls), logits_TV, probe.problem
 
 
 def _check_windows(config: Any, calls: list[RecordedAttention], name: str) -> None:

@@ -13,8 +13,10 @@ import torch
 
 from phonograph.core.batch import NewSequence, ScheduledBatch
 from phonograph.core.blocks import blocks_for
+from phonograph.core.token_types import AudioTokens
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.graphs.runtime import CapturedGraph, GraphRuntime
+from phonograph.models.heads.word_alignment import align_words
 from phonograph.models.modules.step_model import StepModel
 from phonograph.models.transformer import Transformer
 from phonograph.runner.step_attention import StepAttention
@@ -126,6 +128,10 @@ class EncoderKeys:
             for part, rows_PKD in zip(kv_cache, kv_PXD.chunk(2, 1), strict=True):
                 part[page, offset] = rows_PKD
         return ()
+
+    def align(self, prompt: AudioTokens, token_ids: Sequence[int], num_positions: int) -> np.ndarray:
+        """Return how well the tokens behind a prompt and positions of its audio fit; see `align_words`."""
+        return align_words(self._model, prompt.features, [*prompt, *token_ids], len(prompt), num_positions)
 
     def draw(self, num_audios: int, rng: np.random.Generator) -> None:
         """Load random audios, and pages of their own, for `verify`."""

@@ -13,13 +13,17 @@ SECONDS_PER_STEP = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """Text between two times in seconds of the recording, with its tokens and their mean log-probability."""
+    """Text between two times in seconds of the recording, with its tokens and their mean log-probability.
+
+    places: of the tokens among those that the model wrote
+    """
 
     start: float
     end: float
     text: str
     token_ids: list[int]
     avg_logprob: float
+    places: list[int]
 
 
 def segments_of(
@@ -44,24 +48,22 @@ def segments_of(
         decode: returns the text of tokens.
     """
     found: list[Segment] = []
-    start, tokens, scores = 0.0, list[int](), list[float]()
+    start, places = 0.0, list[int]()
 
     def close(stop: float) -> None:
-        if tokens:
-            text, mean = decode(tokens), sum(scores) / len(scores)
+        if places:
+            tokens, mean = [token_ids[at] for at in places], sum(logprobs[at] for at in places) / len(places)
             times = {"start": round(offset + start, 2), "end": round(offset + max(start, min(stop, seconds)), 2)}
-            found.append(Segment(**times, text=text, token_ids=[*tokens], avg_logprob=mean))
-            tokens.clear()
-            scores.clear()
+            found.append(Segment(**times, text=decode(tokens), token_ids=tokens, avg_logprob=mean, places=[*places]))
+            places.clear()
 
-    for token, score in zip(token_ids, logprobs, strict=True):
+    for at, token in enumerate(token_ids):
         if token >= first_timestamp:
             time = (token - first_timestamp) * SECONDS_PER_STEP
             close(time)
             start = time
         elif token < end:
-            tokens.append(token)
-            scores.append(score)
+            places.append(at)
     close(seconds)
     return found
 

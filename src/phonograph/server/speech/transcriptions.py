@@ -5,6 +5,7 @@ A recording that is longer than what the model hears at a time is cut in pauses;
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
@@ -27,6 +28,7 @@ from phonograph.server.http.json_route import JsonRequest
 from phonograph.server.speech.audio_file import parts_of, read_samples
 from phonograph.server.speech.form import read_form
 from phonograph.server.speech.transcript import Segment, segments_of, srt, verbose, vtt
+from phonograph.server.speech.word_times import token_times, words_of
 
 router = APIRouter()
 Task = Literal["transcribe", "translate"]
@@ -57,14 +59,17 @@ class SpeechBody(Body):
     temperature: float | None = None
     top_p: float | None = None
     seed: int | None = None
-    timestamp_granularities: list[str] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    timestamp_granularities: list[Literal["segment", "word"]] | None = None
+
+    def times_of(self, part: Literal["segment", "word"]) -> bool:
+        """Return True if the answer has times of these parts."""
+        return self.response_format == "verbose_json" and part in (self.timestamp_granularities or ["segment"])
 
     def check(self) -> list[str]:
-        if set(self.timestamp_granularities or ()) - {"segment"}:
-            problem = (
-                f"timestamp_granularities={self.timestamp_granularities}: times of words are not computed; segment"
-            )
-            raise invalid("timestamp_granularities", f"{problem} works", code="unsupported_parameter")
+        if self.timestamp_granularities and self.response_format != "verbose_json":
+            problem = f"timestamp_granularities={self.timestamp_granularities}: goes with response_format=verbose_json"
+            raise invalid("timestamp_granularities", problem)
         return super().check()
 
 
@@ -125,6 +130,12 @@ async def _answer(request: Request, task: Task) -> Response:
     headers = serving.admit(body)
     vocabulary = _Vocabulary.of(serving)
     language = _language(serving, vocabulary, body, task)
+    encoder = serving.engine.facts.encoder
+    if body.times_of("word") and (encoder is None or not encoder.alignment_heads):
+        problem = (
+            "timestamp_granularities=word: generation_config.json of the model has no alignment_heads; segment works"
+        )
+        raise invalid("timestamp_granularities", problem, code="unsupported_parameter")
     if file is None:
         raise invalid("file", "file: is missing; a recording works")
     parsed = JsonRequest(request.scope, request.receive)
@@ -132,9 +143,10 @@ async def _answer(request: Request, task: Task) -> Response:
     speech = _Speech(serving, parsed, body, vocabulary)
     try:
         parts = await serving.prepare(parsed, lambda gone: _parts(serving, file, gone))
-        segments, text, language = await speech.transcribe(parts, task, language)
+        transcript = await speech.transcribe(parts, task, language)
     except PhonographError as error:
         raise api_error(error) from None
+    segments, text = transcript.segments, transcript.text
     seconds = sum(part.seconds for part in parts)
     form = body.response_format or "json"
     if form in ("text", "srt", "vtt"):
@@ -142,9 +154,21 @@ async def _answer(request: Request, task: Task) -> Response:
         return PlainTextResponse(plain, headers=headers)
     answer: dict[str, Any] = {"text": text, "usage": {"type": "duration", "seconds": round(seconds)}}
     if form == "verbose_json":
-        times = {"task": task, "language": language, "duration": round(seconds, 2)}
-        answer |= {**times, "segments": verbose(segments, body.temperature or 0.0)}
+        answer |= {"task": task, "language": transcript.language, "duration": round(seconds, 2)}
+        if body.times_of("word"):
+            answer["words"] = transcript.words
+        if body.times_of("segment"):
+            answer["segments"] = verbose(segments, body.temperature or 0.0)
     return JSONResponse(answer, headers=headers)
+
+
+class _Transcript(NamedTuple):
+    """Text of a recording, its segments and words, and its language."""
+
+    segments: list[Segment]
+    words: list[dict[str, object]]
+    text: str
+    language: str | None
 
 
 class _Part(NamedTuple):
@@ -200,10 +224,8 @@ class _Speech(NamedTuple):
     body: SpeechBody
     vocabulary: _Vocabulary
 
-    async def transcribe(
-        self, parts: Sequence[_Part], task: Task, language: str | None
-    ) -> tuple[list[Segment], str, str | None]:
-        """Return the segments of a recording, its text and its language, which the first part decides if it is None."""
+    async def transcribe(self, parts: Sequence[_Part], task: Task, language: str | None) -> _Transcript:
+        """Return the transcript of a recording, whose language the first part decides if it is None."""
         serving, body, vocabulary = self.serving, self.body, self.vocabulary
         if language is None:
             params = SamplingParams(temperature=0, max_tokens=1, allowed_token_ids=[*vocabulary.languages])
@@ -220,20 +242,22 @@ class _Speech(NamedTuple):
             before = serving.encode_text(f" {body.prompt.strip()}", whole_context=False)
             prompt = [vocabulary.before, *before[-_MOST_BEFORE:], *prompt]
         prompts = [AudioTokens(prompt, part.features) for part in parts]
+        most = serving.engine.facts.context_len - len(prompt)
         params = SamplingParams(
             temperature=body.temperature or 0.0,
             top_p=1.0 if body.top_p is None else body.top_p,
             seed=body.seed,
-            max_tokens=serving.engine.facts.context_len - len(prompt),
+            max_tokens=min(body.max_completion_tokens or most, most),
             logprobs=0 if timed else None,
         )
         samples = await self._written(prompts, params)
         if not timed:
-            return [], " ".join(filter(None, (sample.text.strip() for sample in samples))), language
-        segments: list[Segment] = []
+            text = " ".join(filter(None, (sample.text.strip() for sample in samples)))
+            return _Transcript([], [], text, language)
+        segments, words = list[Segment](), list[dict[str, object]]()
         offset = 0.0
-        for part, sample in zip(parts, samples, strict=True):
-            segments += segments_of(
+        for audio, part, sample in zip(prompts, parts, samples, strict=True):
+            found = segments_of(
                 sample.token_ids,
                 [position.logprobs[0] for position in sample.positions or ()],
                 offset=offset,
@@ -242,8 +266,23 @@ class _Speech(NamedTuple):
                 end=vocabulary.end,
                 decode=serving.tokenizer.decode,
             )
+            if body.times_of("word") and found:
+                times = await self._token_times(audio, part, sample.token_ids, offset)
+                for one in found:
+                    words += words_of(one, [times[at] for at in one.places], language, serving.tokenizer.decode)
+            segments += found
             offset += part.seconds
-        return segments, "".join(segment.text for segment in segments).strip(), language
+        return _Transcript(segments, words, "".join(segment.text for segment in segments).strip(), language)
+
+    async def _token_times(
+        self, prompt: AudioTokens, part: _Part, token_ids: list[int], offset: float
+    ) -> list[tuple[float, float]]:
+        """Return begin and end of each token that the model wrote, in seconds of the recording."""
+        num_positions = max(1, int(part.seconds * SAMPLING_RATE) // SAMPLES_PER_POSITION)
+        written = [token for token in token_ids if token != self.vocabulary.end]
+        matrix_NP = await self.serving.engine.align(prompt, written, num_positions)
+        ends = [offset + time for time in await asyncio.to_thread(token_times, matrix_NP)]
+        return list(zip([offset, *ends], ends, strict=False))
 
     async def _written(self, prompts: list[AudioTokens], params: SamplingParams) -> list[Sample]:
         """Return what the model writes for each prompt.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from phonograph.errors import UnsupportedModelError
-from phonograph.models.config_fields import FLAG, INT, POSITIVE_INT, TRAINING, UNREAD, Field, FieldKind
+from phonograph.models.config_fields import FLAG, INT, POSITIVE_INT, TRAINING, UNREAD, Field
 from phonograph.models.families.encoders.encoder_layer import (
     ENCODER_FIELDS,
     ENCODER_IGNORED,
@@ -81,8 +81,7 @@ def _roberta_input(settings: Settings) -> InputEmbedding:
 
 
 _BERT_FIELDS = {
-    **{name: field for name, field in ENCODER_FIELDS.items() if name != "num_key_value_heads"},
-    "num_key_value_heads": Field(None, FieldKind("null, as the model has none", lambda value: value is None)),
+    **ENCODER_FIELDS,
     "vocab_size": Field(30522, POSITIVE_INT),
     "hidden_size": Field(768, POSITIVE_INT),
     "intermediate_size": Field(3072, POSITIVE_INT),

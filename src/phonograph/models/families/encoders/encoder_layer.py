@@ -29,11 +29,14 @@ _ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
 }
 """Activations by their names in config.json."""
+_GATED = ("gelu", "gelu_tanh", "silu")
+"""Activations that gates may have."""
 _FALSE = FieldKind("false, as the model is an encoder here", lambda value: value is False or value is None)
 ENCODER_FIELDS: Mapping[str, Field] = {
     **COMMON,
     "is_decoder": Field(False, _FALSE),
     "tie_word_embeddings": Field(True, FLAG),
+    "num_key_value_heads": Field(None, FieldKind("null, as the model has none", lambda value: value is None)),
     "position_embedding_type": Field(
         "absolute", FieldKind("absolute, as relative positions are not supported", lambda value: value == "absolute")
     ),
@@ -82,7 +85,8 @@ def encoder_layer(
         ModelError: the numbers do not go together.
         UnsupportedModelError: the activation is not known.
     """
-    hidden_size, inner_size, num_heads, num_kv_heads, head_size = layer_sizes(settings, tuple(_ACTIVATIONS))
+    known = tuple(name for name, one in _ACTIVATIONS.items() if not gated or one in _GATED)
+    hidden_size, inner_size, num_heads, num_kv_heads, head_size = layer_sizes(settings, known)
     size, activation = num_heads * head_size, _ACTIVATIONS[settings["hidden_act"]]
     return LayerSpec(
         LayerAttention(

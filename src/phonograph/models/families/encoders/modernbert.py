@@ -13,12 +13,14 @@ from phonograph.models.config_fields import (
     FLAG,
     FULL,
     INT,
+    KERNELS,
     POSITIVE_INT,
     POSITIVE_NUMBER,
     SLIDING,
     TEXT,
     TEXTS,
     TRAINING,
+    UNREAD,
     Field,
     FieldKind,
 )
@@ -147,8 +149,9 @@ MODERNBERT = Family(
 
 
 def _nomic(settings: Settings) -> tuple[LayerSpec, ...]:
+    is_old = settings["hidden_act"] == "swiglu"
     layer = encoder_layer(
-        settings,
+        {**settings, "hidden_act": "silu"} if is_old else settings,
         _NOMIC_NAMES,
         attention_norms=(None, "norm1"),
         feed_forward_norms=(None, "norm2"),
@@ -156,6 +159,30 @@ def _nomic(settings: Settings) -> tuple[LayerSpec, ...]:
         gated=True,
     )
     return (layer,) * settings["num_hidden_layers"]
+
+
+_OLD_NOMIC = {
+    "n_embd": "hidden_size",
+    "n_head": "num_attention_heads",
+    "n_inner": "intermediate_size",
+    "n_layer": "num_hidden_layers",
+    "activation_function": "hidden_act",
+    "layer_norm_epsilon": "rms_norm_eps",
+    "max_trained_positions": "max_position_embeddings",
+    "rotary_emb_base": "rope_theta",
+}
+"""Fields of the configuration class that came with the model before transformers had one."""
+_FIXED_NOMIC: dict[str, object] = {
+    **dict.fromkeys(("causal", "mlp_fc1_bias", "mlp_fc2_bias", "parallel_block", "prenorm", "qkv_proj_bias"), False),
+    **dict.fromkeys(("rotary_emb_interleaved", "scale_attn_by_inverse_layer_idx", "use_rms_norm"), False),
+    **{"rotary_emb_fraction": 1.0, "rotary_emb_scale_base": None, "scale_attn_weights": True},
+}
+
+
+def _only(value: object) -> Field:
+    return Field(
+        value, FieldKind(f"{value}, as other models of this class are not supported", lambda one: one == value)
+    )
 
 
 NOMIC_BERT = Family(
@@ -173,15 +200,22 @@ NOMIC_BERT = Family(
         "rms_norm_eps": Field(1e-12, ENCODER_FIELDS["rms_norm_eps"].kind),
         "rope_theta": Field(1000.0, POSITIVE_NUMBER.or_null()),
         "pad_token_id": Field(0, INT.or_null()),
+        **{name: _only(value) for name, value in _FIXED_NOMIC.items()},
+        "rotary_scaling_factor": Field(None, FieldKind("null or 1, which scale nothing", lambda one: one in (None, 1))),
     },
-    ignored=ENCODER_IGNORED,
+    ignored={
+        **ENCODER_IGNORED,
+        **dict.fromkeys(("dense_seq_output", "fused_bias_fc", "fused_dropout_add_ln", "use_xentropy"), KERNELS),
+        **dict.fromkeys(("pad_vocab_size_multiple", "parallel_block_tied_norm", "reorder_and_upcast_attn"), UNREAD),
+        **{f"summary_{name}": UNREAD for name in ("activation", "first_dropout", "proj_to_labels", "type", "use_proj")},
+    },
     layers=_nomic,
     norms=LAYER_NORMS_AFTER,
     encodes=True,
     final_norm=False,
     input=lambda settings: InputEmbedding(token_types=settings["type_vocab_size"]),
     classifier=dense_classifier("tanh", "pooler.dense", "classifier"),
-    aliases={"layer_norm_eps": "rms_norm_eps"},
+    aliases={"layer_norm_eps": "rms_norm_eps", **_OLD_NOMIC},
     renames=(
         (r"^nomic_bert\.", ""),
         (r"^encoder\.layers\.", "model.layers."),

