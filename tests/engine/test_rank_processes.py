@@ -77,6 +77,7 @@ async def _ends(
     llm = AsyncLLM("demo", client=client, **SETTINGS)
     before = set(ranks_of(psutil.Process()))
     await llm.start()
+    assert [one.kernel for one in llm.facts.sums] == ["gloo"]
     if isinstance(llm._client, ProcessClient):
         engine = psutil.Process(llm._client.pid)
         (rank,) = ranks_of(engine)
@@ -138,6 +139,37 @@ def test_a_rank_that_dies_at_the_start() -> None:
         assert not engine.is_running()
 
     asyncio.run(start())
+
+
+@pytest.mark.parametrize(
+    ("signal_number", "of_rank", "reason"),
+    [
+        (signal.SIGKILL, 1, "the process of rank 1 ended by SIGKILL"),
+        (signal.SIGSTOP, 1, r"the process of rank 1 was stopped \(SIGSTOP\)"),
+        (signal.SIGKILL, 0, "the engine's process ended by SIGKILL while it started"),
+        (signal.SIGSTOP, 0, r"the engine's process was stopped \(SIGSTOP\), so that rank 1 waited for it"),
+    ],
+)
+def test_a_rank_that_ends_or_stops_in_a_capture(signal_number: signal.Signals, of_rank: int, reason: str) -> None:
+    processes: list[psutil.Process] = []
+    began: list[float] = []
+
+    def act(phase: str, done: int, total: int) -> None:
+        if phase != "graphs" or not done or processes:
+            return
+        client = llm._client
+        assert isinstance(client, ProcessClient) and done < total // 2
+        engine = psutil.Process(client.pid)
+        processes.extend([engine, *ranks_of(engine)])
+        began.append(time.monotonic())
+        processes[of_rank].send_signal(signal_number)
+
+    sizes = {"max_num_seqs": 64, "cudagraph_capture_sizes": list(range(1, 65))}
+    llm = AsyncLLM("demo", client=ProcessClient, progress=act, **{**SETTINGS, **sizes})
+    with pytest.raises(PhonographError, match=reason):
+        asyncio.run(llm.start())
+    assert time.monotonic() - began[0] < SECONDS
+    wait_until(lambda: not any(one.is_running() for one in processes))
 
 
 @pytest.mark.parametrize(

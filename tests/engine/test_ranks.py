@@ -36,7 +36,7 @@ from phonograph.graphs.modes import GraphKey, GraphMode, GraphSet
 from phonograph.graphs.runtime import CapturedGraph
 from phonograph.graphs.tape.tape import TapeRuntime
 from phonograph.kernels import ranks as kernel_ranks
-from phonograph.kernels.triton.ranks.choose_sum import choose_sum
+from phonograph.kernels.triton.ranks.choose_sum import SumChoice, choose_sums
 from phonograph.runner.runner import CaptureReport, capture_on_ranks
 
 
@@ -234,13 +234,26 @@ def test_notes_say_what_a_rank_has() -> None:
 
 @pytest.mark.parametrize(("size", "rows"), [(2, 4 << 20), (4, 1 << 20)])
 def test_notes_say_how_sums_run_on_gpus(size: int, rows: int) -> None:
-    config = EngineConfig(**{**SETTINGS, "device": "cuda", "tensor_parallel_size": size})
+    settings = {**SETTINGS, "max_num_batched_tokens": 16384}
+    config = EngineConfig(**{**settings, "device": "cuda", "tensor_parallel_size": size})
     model = read_configured_model(config, config_only=False)
     plan = make_plan(config, model, known_device("h200"))
     rows //= model.hidden_size * 2
-    assert any(f"sums over ranks run up to {rows} rows over peer memory" in note for note in plan.notes)
+    assert (plan.sums[0].kernel, plan.sums[0].max_rows) == ("one-shot", rows)
+    assert plan.sums[1:] == (SumChoice("nccl", rows + 1, None, "NCCL sends less, in several trips"),)
+    assert any(note.startswith(f"sums over ranks of 1 to {rows} rows by one-shot: one trip") for note in plan.notes)
 
 
 def test_rows_too_wide_for_a_program_are_summed_by_nccl() -> None:
-    assert choose_sum(1 << 14, 2, 2).max_rows == 128
-    assert choose_sum((1 << 14) + 8, 2, 2) == (0, "rows of 16392 numbers are wider than 16384")
+    settings = {"most_rows": 512, "on_cpu": False}
+    assert choose_sums(1 << 14, 2, 2, **settings, batch_invariant=False)[0].max_rows == 128
+    wide = choose_sums((1 << 14) + 8, 2, 2, **settings, batch_invariant=True)
+    assert wide == (SumChoice("nccl", 1, None, "rows of 16392 numbers are wider than 16384"),)
+
+
+def test_batch_invariant_sums_run_by_one_kernel() -> None:
+    settings = {"on_cpu": False, "batch_invariant": True}
+    few = choose_sums(4096, 2, 4, most_rows=64, **settings)
+    assert [(one.kernel, one.rows) for one in few] == [("one-shot", "1 to 64")]
+    many = choose_sums(4096, 2, 4, most_rows=512, **settings)
+    assert [(one.kernel, one.rows) for one in many] == [("one-shot", "1 to 128"), ("one-shot", "129 and more")]

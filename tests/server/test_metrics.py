@@ -21,6 +21,7 @@ from phonograph.engine.metrics.histogram import Histogram
 from phonograph.engine.metrics.request_log import RequestLog
 from phonograph.engine.metrics.step_log import StepLog
 from phonograph.engine.process.calls import Prompt, Sample
+from phonograph.kernels.triton.ranks.choose_sum import SumChoice
 from phonograph.scheduling.scheduler_stats import SchedulerStats
 from phonograph.server.observe.metrics import EngineCollector
 
@@ -244,24 +245,27 @@ def test_gauges_and_histograms_of_rare_states() -> None:
     sample.num_preemptions = 2
     sample.grow([5], None, "length", None)
     log.grown(Prompt(0, [1], [sample], num_growing=1), sample, 1, made=2.0, seen=2.0)
-    facts = MagicMock(block_size=16, graph_memory_bytes=0, start_seconds=0.0)
+    sums = (SumChoice("one-shot", 1, 64, "small"), SumChoice("nccl", 65, None, "large"))
+    facts = MagicMock(block_size=16, graph_memory_bytes=0, start_seconds=0.0, sums=sums)
     counts = {"expert_load": {}, "death": None, "engines": None}
     engine = MagicMock(stats=stats, requests=log, facts=facts, steps=StepLog(), **counts)
     values = {
-        (sample.name, sample.labels.get("reason") or sample.labels.get("position")): sample.value
+        (sample.name, *filter(None, map(sample.labels.get, ("reason", "position", "kernel", "rows")))): sample.value
         for family in EngineCollector(engine, "demo", {}).collect()
         for sample in family.samples
     }
-    assert values["vllm:num_requests_waiting", None] == 5
+    assert values["vllm:num_requests_waiting",] == 5
     assert values["vllm:num_requests_waiting_by_reason", "capacity"] == 2
     assert values["vllm:num_requests_waiting_by_reason", "deferred"] == 3
-    assert values["vllm:request_num_preemptions_sum", None] == 2
-    assert values["vllm:num_preemptions_total", None] == 5
+    assert values["vllm:request_num_preemptions_sum",] == 2
+    assert values["vllm:num_preemptions_total",] == 5
     drafts = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
-    assert [values[f"vllm:spec_decode_{name}_total", None] for name in drafts] == [4, 12, 7]
+    assert [values[f"vllm:spec_decode_{name}_total",] for name in drafts] == [4, 12, 7]
     accepted = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
     assert [values[accepted, position] for position in ("0", "1")] == [4, 3]
     assert values["phonograph:draft_choices_total", "no drafts"] == 9
+    assert values["phonograph:sums_over_ranks_info", "one-shot", "1 to 64"] == 1
+    assert values["phonograph:sums_over_ranks_info", "nccl", "65 and more"] == 1
 
 
 def test_steps_are_counted_by_graph(server: Server) -> None:

@@ -20,7 +20,7 @@ from phonograph.engine.groups.encoder_notes import encoder_notes, max_audios
 from phonograph.engine.groups.kv_groups import KVGroups, make_kv_groups, make_step_groups
 from phonograph.engine.groups.layer_specs import layer_specs
 from phonograph.engine.groups.module_limits import check_module, limit_graphs
-from phonograph.engine.groups.rank_notes import rank_notes
+from phonograph.engine.groups.rank_notes import plan_sums, rank_notes
 from phonograph.engine.groups.select_backends import select_backends, weakest_support
 from phonograph.engine.groups.state_slots import check_interval, check_states, prefix_cache_note, weakest_of
 from phonograph.engine.memory import MemoryPlan, gib
@@ -35,6 +35,7 @@ from phonograph.kernels.torch.grouped import MAX_GROUPED_ROWS
 from phonograph.kernels.triton.experts.expert_plan import why_not
 from phonograph.kernels.triton.gemm.choose import MAX_16_BIT_ROWS, has_fp8_products, takes_fp8_rows
 from phonograph.kernels.triton.gemm.product_plan import GemmDevice
+from phonograph.kernels.triton.ranks.choose_sum import SumChoice
 from phonograph.models.layers.workspace import quantized_sizes
 from phonograph.models.modules.module_spec import ModuleSpec
 from phonograph.models.quantization.cpu_weights import CpuProducts
@@ -50,6 +51,7 @@ class EnginePlan:
 
     threads: threads of the operators on a CPU; None on a GPU
     prefix_caching: blocks of known prefixes are found again
+    sums:    kernels that sum over ranks, by rows; empty for one rank
     cpu_products: products of quantized weights on a CPU; None on a GPU, and without such weights
     draft: draft model of speculation, or None
     notes:   limits, memory and threads that the configuration left open, or that differ from it
@@ -72,6 +74,7 @@ class EnginePlan:
     memory: MemoryPlan
     prefix_caching: bool
     threads: Threads | None
+    sums: tuple[SumChoice, ...] = ()
     cpu_products: CpuProducts | None
     draft: DraftPlan | None
     notes: tuple[str, ...]
@@ -121,7 +124,8 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
         model = cpu_products.with_head(model)
     notes = encoder_notes(config, model, limits)
     whole, model = model, cut_model(model, config.tensor_parallel_size)
-    notes += [*rank_notes(config, whole, model, dtype, device), *_product_notes(model, dtype, device)]
+    sums = plan_sums(config, model, dtype, limits, device)
+    notes += [*rank_notes(config, whole, model, dtype, sums), *_product_notes(model, dtype, device)]
     if cpu_products is not None:
         notes.append(f"cpu_products: {cpu_products.reason}")
     kv = resolve_attention(config, whole, device)
@@ -203,6 +207,7 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
         and not limits.whole_prompts
         and (not model.states or memory.num_checkpoints > 0),
         threads=threads,
+        sums=sums,
         cpu_products=cpu_products,
         draft=draft,
         notes=(*model.notes, *notes, memory.note, *captures.notes),

@@ -16,6 +16,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from phonograph.kernels.fp8_activations import Rows
+from phonograph.kernels.triton.ranks.choose_sum import SumChoice
 
 
 class Ranks(Protocol):
@@ -27,13 +28,15 @@ class Ranks(Protocol):
         rank: number of this rank, from 0.
         size: number of ranks.
         number: number by which operators find this object, from `register`.
-        notes: how sums run, if it was found out when the ranks were connected.
+        notes: problem of peer memory, if one was found when the ranks were connected.
+        sums: kernels of sums by rows.
     """
 
     rank: int
     size: int
     number: int
     notes: tuple[str, ...] = ()
+    sums: tuple[SumChoice, ...] = ()
 
     def sum(self, x_TE: torch.Tensor) -> None:
         """Replace a contiguous tensor by its sum over the ranks, in the order of the ranks: all get the same bits."""

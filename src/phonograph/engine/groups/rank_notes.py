@@ -1,17 +1,39 @@
-"""Notes and refusals of an engine on several ranks."""
+"""Sums, notes and refusals of an engine on several ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.device import DeviceSpec
+from phonograph.core.limits import Limits
 from phonograph.errors import ConfigError
-from phonograph.kernels.triton.ranks.choose_sum import choose_sum
+from phonograph.kernels.triton.ranks.choose_sum import SumChoice, choose_sums
 from phonograph.models.spec import ModelSpec
 from phonograph.models.weights.tensor_parallel import SETTING
 from phonograph.models.weights.tensor_shapes import DTYPE_BYTES
 
 
-def rank_notes(config: EngineConfig, whole: ModelSpec, model: ModelSpec, dtype: str, device: DeviceSpec) -> list[str]:
+def plan_sums(
+    config: EngineConfig, model: ModelSpec, dtype: str, limits: Limits, device: DeviceSpec
+) -> tuple[SumChoice, ...]:
+    """Return the kernels that sum over ranks, by rows; none for one rank."""
+    size = config.tensor_parallel_size
+    if size == 1:
+        return ()
+    return choose_sums(
+        model.hidden_size,
+        DTYPE_BYTES[dtype],
+        size,
+        most_rows=limits.max_num_batched_tokens,
+        on_cpu=device.kind == "cpu",
+        batch_invariant=config.batch_invariant,
+    )
+
+
+def rank_notes(
+    config: EngineConfig, whole: ModelSpec, model: ModelSpec, dtype: str, sums: Sequence[SumChoice]
+) -> list[str]:
     """Return notes on the parts of the ranks; none for one rank.
 
     Args:
@@ -19,7 +41,7 @@ def rank_notes(config: EngineConfig, whole: ModelSpec, model: ModelSpec, dtype: 
         whole: the model.
         model: the part of a rank.
         dtype: type of the model.
-        device: of each rank.
+        sums: kernels that sum over the ranks.
 
     Raises:
         ConfigError: a setting has no rule for several ranks yet.
@@ -37,7 +59,7 @@ def rank_notes(config: EngineConfig, whole: ModelSpec, model: ModelSpec, dtype: 
         f"{SETTING} {size}: a rank has {heads.num_query_heads} of {all_heads.num_query_heads} query heads, "
         f"{heads.num_kv_heads} of {all_heads.num_kv_heads} KV heads and {model.head.num_outputs} of {whole.vocab_size} "
         "tokens of the vocabulary",
-        f"sums over ranks run {_sums(model, dtype, size, device)}",
+        *(f"sums over ranks of {one.rows} rows by {one.kernel}: {one.reason}" for one in sums),
     ]
     dense = {
         one.name
@@ -54,11 +76,3 @@ def rank_notes(config: EngineConfig, whole: ModelSpec, model: ModelSpec, dtype: 
         times = size // all_heads.num_kv_heads
         notes.append(f"there are fewer KV heads than ranks: each is on {times} ranks, whose KV caches repeat it")
     return notes
-
-
-def _sums(model: ModelSpec, dtype: str, size: int, device: DeviceSpec) -> str:
-    """Return how sums run, with the reason."""
-    if device.kind == "cpu":
-        return "by gloo"
-    kernel = choose_sum(model.hidden_size, DTYPE_BYTES[dtype], size)
-    return kernel.reason if kernel.max_rows else f"by NCCL, because {kernel.reason}"

@@ -18,6 +18,7 @@ from phonograph.engine.metrics.step_record import StepRecord
 from phonograph.errors import EngineUnavailable, PhonographError, RequestError, RequestFailure
 from phonograph.graphs.capture_list import CaptureList, CaptureRetry
 from phonograph.graphs.resolve import Resolution
+from phonograph.kernels.triton.ranks.choose_sum import SumChoice
 from phonograph.models.heads.audio_encoder import AudioEncoder
 from phonograph.models.heads.pooler_spec import Pooler
 from phonograph.scheduling.engine_router import IndexChange
@@ -174,6 +175,7 @@ class EngineFacts:
     captures:    list of the captured graphs; `graph_memory_bytes` and `capture_seconds` are their cost
     capture_retries: graphs captured at the second attempt, with the reasons
     block_size:  tokens of a KV block of the first group of `kv_groups`
+    sums:        kernels that sum over ranks, by rows; empty for one rank
     notes:       decisions that the configuration left open, or that differ from it
     stats:       scheduler statistics before the first step
     """
@@ -196,6 +198,7 @@ class EngineFacts:
     capture_retries: tuple[CaptureRetry, ...] = ()
     block_size: int
     kv_groups: tuple[GroupFacts, ...]
+    sums: tuple[SumChoice, ...] = ()
     notes: tuple[str, ...]
     start_seconds: float
     stats: SchedulerStats

@@ -133,6 +133,7 @@ def _facts(engine: Engine, seconds: float) -> EngineFacts:
         capture_retries=engine.captured.retries,
         block_size=plan.attention.block_size,
         kv_groups=group_facts(plan),
+        sums=() if engine.group is None else engine.group.ranks.sums,
         notes=(*plan.notes, *_event_notes(plan.config), *map(str, engine.captured.retries)),
         start_seconds=seconds,
         stats=engine.core.scheduler.stats,

@@ -51,6 +51,7 @@ async def graphs(
             "retries": [{**_graph(retry.key), "reason": retry.reason} for retry in facts.capture_retries],
         },
         "kv_groups": [asdict(group) for group in facts.kv_groups],
+        "sums_over_ranks": [one._asdict() for one in facts.sums],
         "notes": [*facts.notes, *serving.formats.notes],
         "engine": {**_engine(engine), "errors": {"refused": errors.refused, "failed": errors.failed}},
         "engines": _members(engine),

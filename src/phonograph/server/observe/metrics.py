@@ -251,6 +251,13 @@ class EngineCollector(Collector):
             "kind",
             {"shared": log.shared_units, "own": log.own_units},
         )
+        if facts.sums:
+            sums = self._family(
+                GaugeMetricFamily, "phonograph:sums_over_ranks_info", "Kernels that sum over ranks.", "kernel", "rows"
+            )
+            for one in facts.sums:
+                sums.add_metric([self._model_name, one.kernel, one.rows], 1)
+            yield sums
         num_graphs = len(facts.captures.largest_first())
         yield self._gauge("phonograph:graphs", "Captured graphs.", num_graphs)
         num_retries = len(facts.capture_retries)

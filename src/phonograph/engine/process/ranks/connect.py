@@ -9,7 +9,7 @@ import torch
 from phonograph.engine.plan import EnginePlan
 from phonograph.errors import ConfigError
 from phonograph.kernels.torch.gloo_ranks import GlooRanks
-from phonograph.kernels.triton.ranks.choose_sum import choose_sum
+from phonograph.kernels.triton.ranks.choose_sum import SumChoice
 
 
 def connect(plan: EnginePlan, folder: Path, rank: int) -> GlooRanks:
@@ -26,32 +26,33 @@ def connect(plan: EnginePlan, folder: Path, rank: int) -> GlooRanks:
     """
     size = plan.config.tensor_parallel_size
     if plan.device.kind == "cpu":
-        return GlooRanks(folder, rank, size)
+        ranks = GlooRanks(folder, rank, size)
+        ranks.sums = plan.sums
+        return ranks
     # Imports Triton, which CPU installations may lack.
     from phonograph.kernels.triton.ranks.nccl_ranks import NcclRanks
     from phonograph.kernels.triton.ranks.peer_ranks import PeerRanks
 
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    neighbours = plan.config.decode_context_parallel_size
-    width, dtype = plan.model.hidden_size, getattr(torch, plan.dtype)
-    kernel = choose_sum(width, dtype.itemsize, size)
-    if kernel.max_rows:
+    first, neighbours = plan.sums[0], plan.config.decode_context_parallel_size
+    if first.kernel == "one-shot" and first.max_rows is not None:
         ranks = PeerRanks(
             folder,
             rank,
             size,
             device,
-            width=width,
-            dtype=dtype,
-            max_rows=min(kernel.max_rows, plan.limits.max_num_batched_tokens),
+            width=plan.model.hidden_size,
+            dtype=getattr(torch, plan.dtype),
+            max_rows=first.max_rows,
             batch_invariant=plan.config.batch_invariant,
             neighbours=neighbours,
         )
     else:
         ranks = NcclRanks(folder, rank, size, device, neighbours=neighbours)
+    # Notes of a connection are those on peer memory that does not work.
+    ranks.sums = tuple(SumChoice("nccl", 1, None, note) for note in ranks.notes) or plan.sums
     # Of two ranks all orders give the same sum.
     if plan.config.batch_invariant and size > 2 and ranks.sums_by_nccl:
-        reason = ranks.notes[0] if ranks.notes else f"they run by NCCL, because {kernel.reason}"
-        raise ConfigError("batch_invariant", True, f"needs sums over ranks by one kernel; {reason}")
+        raise ConfigError("batch_invariant", True, f"needs sums over ranks by one kernel; {ranks.sums[0].reason}")
     return ranks

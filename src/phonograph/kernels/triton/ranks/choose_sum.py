@@ -1,12 +1,13 @@
 """Choice of the kernel that sums rows over ranks, by their number and size.
 
-A one-shot sum over peer memory sends all rows of a rank to each other rank, and takes one trip. NCCL sends less from
-three ranks on, and takes many trips. With two ranks both send the same.
+On CPUs gloo sums. On GPUs a one-shot sum over peer memory sends all rows of a rank to each
+other rank, and takes one trip. NCCL sends less from three ranks on, and takes many trips. With two ranks both send the
+same.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 _MIB = 1 << 20
 _MAX_BYTES = {2: 4 * _MIB, 3: 1 * _MIB, 4: 1 * _MIB}
@@ -16,23 +17,50 @@ MAX_WIDTH = 16384
 """Widest row: a program has a whole one in its registers."""
 
 
-class SumKernel(NamedTuple):
-    """Rows that one-shot sums take, from 1 on, with the reason. NCCL sums the others; 0 for none."""
+class SumChoice(NamedTuple):
+    """Sums of some numbers of rows.
 
-    max_rows: int
+    Attributes:
+        kernel: "one-shot" is the kernel over peer memory.
+        min_rows: fewest rows.
+        max_rows: most rows; None for no limit.
+        reason: reason for the kernel.
+    """
+
+    kernel: Literal["gloo", "nccl", "one-shot"]
+    min_rows: int
+    max_rows: int | None
     reason: str
 
+    @property
+    def rows(self) -> str:
+        """Range of the rows, such as "1 to 512" or "513 and more"."""
+        return f"{self.min_rows} and more" if self.max_rows is None else f"{self.min_rows} to {self.max_rows}"
 
-def choose_sum(width: int, itemsize: int, num_ranks: int) -> SumKernel:
-    """Return the number of rows up to which the one-shot kernel sums, for GPUs that reach each other's memory.
+
+def choose_sums(
+    width: int, itemsize: int, num_ranks: int, *, most_rows: int, on_cpu: bool, batch_invariant: bool
+) -> tuple[SumChoice, ...]:
+    """Return the sums by rows, fewest rows first, for GPUs that reach each other's memory or for a CPU.
 
     Args:
         width: numbers of a row.
         itemsize: bytes of a number.
         num_ranks: number of ranks.
+        most_rows: rows of the largest step.
+        on_cpu: the ranks run on a CPU.
+        batch_invariant: one kernel sums all rows, if it can.
     """
+    if on_cpu:
+        return (SumChoice("gloo", 1, None, "the ranks run on a CPU"),)
     if width > MAX_WIDTH:
-        return SumKernel(0, f"rows of {width} numbers are wider than {MAX_WIDTH}")
+        return (SumChoice("nccl", 1, None, f"rows of {width} numbers are wider than {MAX_WIDTH}"),)
     most = _MAX_BYTES.get(num_ranks, _MAX_BYTES_OF_MORE)
-    rows = most // (width * itemsize)
-    return SumKernel(rows, f"up to {rows} rows over peer memory in one trip, of {most >> 10} KiB at most, else by NCCL")
+    rows = min(most // (width * itemsize), most_rows)
+    reason = f"one trip over peer memory is the fastest up to {most >> 10} KiB"
+    if batch_invariant:
+        reason = "batch_invariant asks for one kernel"
+        rest = SumChoice("one-shot", rows + 1, None, f"{reason}, which sums {rows} rows at a time")
+    else:
+        rest = SumChoice("nccl", rows + 1, None, "NCCL sends less, in several trips")
+    return SumChoice("one-shot", 1, rows, reason), *([rest] if rows < most_rows else [])
