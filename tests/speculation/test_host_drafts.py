@@ -1,14 +1,10 @@
-"""Drafts that a host makes: none for a request that rests, none for a request that leaves them out."""
+"""Drafts that a host makes: none for a request that rests."""
 
 from __future__ import annotations
 
 import numpy as np
-from ladders import Ladder
-from scheduling import request
 from speculating import Simulation, adaptive, decoding
 
-from phonograph.core.sampling_params import SamplingParams
-from phonograph.speculation.device_drafts import speculates
 from phonograph.speculation.host_drafts import HostDrafts
 
 
@@ -37,13 +33,3 @@ def test_no_drafts_are_made_for_a_request_that_rests() -> None:
 def test_drafts_end_where_a_grammar_forbids_one() -> None:
     drafts, known = HostDrafts(Proposer(), adaptive(3, 2), max_num_seqs=2), np.arange(9, dtype=np.int32)
     assert drafts.draft(1, known, lambda token_ids: token_ids.index(8)).tolist() == [6, 7]
-
-
-def test_requests_that_leave_drafts_out() -> None:
-    """On a device a grammar does too: its masks are filled behind the step."""
-    for more in ({}, {"logprobs": 1}, {"min_tokens": 3}, {"presence_penalty": 1.0}, {"logit_bias": {3: 1.0}}):
-        assert speculates(request("a", [1], **more)), more
-    assert not speculates(request("a", [1], speculate=False)) and SamplingParams().speculate
-    ruled = request("a", [1])
-    ruled.grammar = Ladder(3, 100, 99)
-    assert not speculates(ruled)

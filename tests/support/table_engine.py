@@ -101,7 +101,7 @@ class Backend:
 
 
 class Passes:
-    """Stands for the passes of a draft model: `propose` writes the drafts at the end of a step."""
+    """Stands for the passes of a draft model: `propose` writes the drafts at the end of a step, and behind masks."""
 
     needs_all_rows = False
 
@@ -114,6 +114,15 @@ class Passes:
 
     def run(self, tokens: object, **shape: object) -> None:
         self._propose()
+
+    def draft(self, numbers: object) -> None:
+        self._propose()
+
+    def launch(self) -> None:
+        """Launch nothing."""
+
+    def capture(self, runtime: object) -> int:
+        return 0
 
 
 @dataclass
@@ -237,7 +246,7 @@ def engine_maker() -> MakeEngine:
             program=program,
             builder=builder,
             inputs=inputs,
-            sampling=CudaSampling(sampler, inputs, masked, ring, drafts, lookahead),
+            sampling=CudaSampling(sampler, inputs, masked, ring, drafts, lookahead, passes),
             sequences=Sequences(sampler, max_num_seqs=SLOTS),
             dispatcher=Dispatcher(resolution, captures, max_num_tokens=TOKENS),
             runtime=runtime,

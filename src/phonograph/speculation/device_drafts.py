@@ -26,8 +26,7 @@ class DeviceDrafts:
     Args:
         budget: chooses the depths.
         max_num_logits: rows of logits of the largest step.
-        in_steps: a draft model makes the drafts. Then sequences with a grammar have none, because their tokens are not
-            known when it runs.
+        in_steps: a draft model makes the drafts.
         slow_masks: see `GrammarMasks.slow`; a sequence whose grammar does not keep up has no drafts.
 
     Attributes:
@@ -41,7 +40,7 @@ class DeviceDrafts:
         self, budget: DraftBudget, *, max_num_logits: int, slow_masks: np.ndarray, in_steps: bool = False
     ) -> None:
         self.budget = budget
-        self.caches = DraftCaches(budget, speculates) if in_steps else None
+        self.caches = DraftCaches(budget) if in_steps else None
         self.most = budget.most
         self.max_num_logits = max_num_logits
         self._slow_masks = slow_masks
@@ -64,7 +63,7 @@ class DeviceDrafts:
             may_draft = one.whole_drafts and one.params.speculate and wants(one.slot)
             most = self.most if may_draft else 0
             if one.grammar is not None:
-                most = min(most, room) if self.caches is None and keeps_up[one.slot] else 0
+                most = min(most, room) if keeps_up[one.slot] else 0
                 room -= most
             available.append(most)
         return self.budget.choose(decodes, available).depths
@@ -76,8 +75,3 @@ class DeviceDrafts:
     def count(self, verified: np.ndarray, accepted: np.ndarray) -> None:
         """Count the drafts of a step: for each decode those that the device had found, and those that were kept."""
         self._counter.add(verified, accepted)
-
-
-def speculates(request: Request) -> bool:
-    """Return True if a request may have drafts of a model whose passes run in the steps."""
-    return request.params.speculate and request.grammar is None

@@ -24,6 +24,7 @@ from phonograph.engine.startup.platform import (
 from phonograph.engine.startup.static_memory import StaticMemory
 from phonograph.engine.startup.virtual_memory import MemoryDriver, VirtualMemory
 from phonograph.graphs.cuda import CudaRuntime
+from phonograph.graphs.modes import GraphMode
 from phonograph.graphs.runtime import GraphRuntime
 from phonograph.kernels.ranks import Ranks
 from phonograph.kernels.triton.gemm.product_plan import GemmDevice
@@ -40,6 +41,7 @@ from phonograph.runner.cuda.cuda_rank_inputs import CudaRankInputs
 from phonograph.runner.cuda.cuda_sampling import LOOKAHEAD, RING_DEPTH, CudaSampling
 from phonograph.runner.cuda.device_sampler import DeviceSampler
 from phonograph.runner.cuda.draft_passes import DraftPasses
+from phonograph.runner.cuda.listed_drafts import ListedDrafts
 from phonograph.runner.cuda.masked_sampling import MaskedSampling
 from phonograph.runner.cuda.token_ring import TokenRing
 from phonograph.runner.step_program import StepProgram
@@ -147,9 +149,11 @@ class CudaPlatform:
             vocab_size=spec.vocab_size,
             device=device,
         )
-        passes = None
+        passes = listed = None
         if parts.draft is not None:
             passes = _draft_passes(plan, parts.draft, inputs, runtime, states, taps)
+            pieces = plan.resolution.mode is GraphMode.PIECEWISE
+            listed = ListedDrafts(passes, masked.requests, max_num_seqs=limits.max_num_seqs, pieces=pieces)
         ring = self._make_ring(depth=RING_DEPTH, max_rows=len(inputs.results), units=parts.units)
         return DeviceParts(
             runtime=runtime,
@@ -163,7 +167,7 @@ class CudaPlatform:
                 passes=passes,
                 states=parts.states,
             ),
-            sampling=CudaSampling(sampler, inputs, masked, ring, drafts, 0 if plan.waits else LOOKAHEAD),
+            sampling=CudaSampling(sampler, inputs, masked, ring, drafts, 0 if plan.waits else LOOKAHEAD, listed),
         )
 
     def _parts_without_sampling(

@@ -17,6 +17,7 @@ from phonograph.graphs.dispatch import Decision
 from phonograph.graphs.runtime import GraphRuntime
 from phonograph.kernels.triton.step.accept_drafts import DRAFTS_SHIFT, LENGTH_MASK
 from phonograph.runner.cuda.cuda_inputs import CudaInputs, StepResults
+from phonograph.runner.cuda.listed_drafts import ListedDrafts
 from phonograph.runner.cuda.masked_sampling import MaskedSampling, MaskedSequence
 from phonograph.runner.cuda.token_ring import TokenRing
 from phonograph.runner.cuda.token_scores import TokenScores
@@ -100,6 +101,7 @@ class CudaSampling:
         masked: samples rows with a grammar behind the step.
         ring: copies the step's results to the host; of RING_DEPTH steps.
         drafts: drafts that the step verifies, and makes if the host does not; None for none.
+        listed: passes of a draft model for rows with a grammar; None without one.
         lookahead: as in `StepRunner`, at most LOOKAHEAD.
     """
 
@@ -111,6 +113,7 @@ class CudaSampling:
         ring: TokenRing,
         drafts: DeviceDrafts | SuffixDrafts | None = None,
         lookahead: int = LOOKAHEAD,
+        listed: ListedDrafts | None = None,
     ) -> None:
         self.lookahead = lookahead
         self.drafts = drafts
@@ -118,6 +121,7 @@ class CudaSampling:
         self._inputs = inputs
         self._masked = masked
         self._ring = ring
+        self._listed = listed
 
     def plan(self, rows: StepRows) -> SamplingPlan:
         """Divide the rows among the step's kernels and those behind it."""
@@ -144,6 +148,8 @@ class CudaSampling:
                 MaskedSequence(row, batch.slots[row], int(firsts[row]), int(counts[row])) for row in plan.masked
             ]
             decision = self._masked.sample(sequences, self._latest, decision, failures)
+            if self._listed is not None and batch.makes_drafts:
+                self._listed.draft(plan.masked)
         if scores is not None:
             scores.start(outputs.logits, outputs.tokens, failures)
         ticket = self._ring.send(outputs.tokens if self.drafts is None else self._inputs.results)
@@ -158,10 +164,12 @@ class CudaSampling:
         return self._inputs.results_of(self._ring.read(self._ring.latest))
 
     def launch(self) -> None:
-        """Launch masked sampling for each size that has a graph."""
+        """Launch masked sampling, and the passes behind it, for each size that has a graph."""
         for size in self._masked.sizes:
             self._masked.run(size)
+        if self._listed is not None:
+            self._listed.launch()
 
     def capture(self, runtime: GraphRuntime) -> int:
-        """Capture the graphs of masked sampling."""
-        return self._masked.capture(runtime)
+        """Capture the graphs of masked sampling, and of the passes behind it."""
+        return self._masked.capture(runtime) + (0 if self._listed is None else self._listed.capture(runtime))
