@@ -11,6 +11,7 @@ from phonograph.config.speculative_config import read_speculative_config
 from phonograph.core.batch import DraftCounts
 from phonograph.core.request import Request
 from phonograph.graphs.modes import GraphMode
+from phonograph.sampling import grammar_masks
 
 pytest.importorskip("phonograph.runner.cuda.cuda_inputs")
 
@@ -51,12 +52,21 @@ def test_on_the_parts_of_a_gpu(mode: GraphMode, num_blocks: int, adaptive: bool,
     assert "full decode" in engine.core.runner.counts or mode is GraphMode.NONE
 
 
-def test_rows_that_are_masked_behind_a_step(make: MakeEngine) -> None:
-    engine = make(GraphMode.FULL, SUFFIX, lookahead=0)
-    for number in range(2):
-        several = [ruled("a", 7), free("b", temperature=0.0), ruled("c", 4, temperature=1.0), free("d", logprobs=0)]
-        for one in several:
-            one.request_id += f" {number}"
-        engine.run(*several)
-        assert [one.output_token_ids for one in several] == [wanted(engine.model, one) for one in several]
-    assert engine.core.scheduler.stats.drafts.accepted > 0
+def test_rows_that_are_masked_behind_a_step(make: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows with a grammar have drafts too. The second time outputs are known, the third time masks take long."""
+    engine, found = make(GraphMode.FULL, SUFFIX, lookahead=0), list[tuple[int, int]]()
+    for number in range(3):
+        if number == 2:
+            monkeypatch.setattr(grammar_masks, "_SLOW_SECONDS", 0.0)
+        before, verified = len(engine.records), engine.core.scheduler.stats.drafts.verified
+        for several in (
+            [ruled("a", 40, temperature=1.0), ruled("c", 30, temperature=1.0)],
+            [ruled("a", 7), free("b", temperature=0.0), ruled("c", 4, temperature=1.0), free("d", logprobs=0)],
+        ):
+            for one in several:
+                one.request_id += f" {number}"
+            engine.run(*several)
+            assert [one.output_token_ids for one in several] == [wanted(engine.model, one) for one in several]
+        found.append((len(engine.records) - before, engine.core.scheduler.stats.drafts.verified - verified))
+    (steps, _), (fewer, most), (more, few) = found
+    assert fewer < 0.6 * steps and more > 1.3 * fewer and few < 0.7 * most

@@ -11,9 +11,7 @@ from phonograph.core.request import Request
 from phonograph.scheduling.draft_budget import DraftBudget
 from phonograph.scheduling.draft_caches import DraftCaches
 from phonograph.scheduling.draft_counter import DraftCounter
-
-_SLOW_FILLS = 4
-"""Fills of masks that took too long, after which a sequence has no more drafts."""
+from phonograph.speculation.masked_depths import bound_masked
 
 
 class DeviceDrafts:
@@ -27,7 +25,7 @@ class DeviceDrafts:
         budget: chooses the depths.
         max_num_logits: rows of logits of the largest step.
         in_steps: a draft model makes the drafts.
-        slow_masks: see `GrammarMasks.slow`; a sequence whose grammar does not keep up has no drafts.
+        slow_masks: see `bound_masked`.
 
     Attributes:
         budget: as above.
@@ -52,21 +50,12 @@ class DeviceDrafts:
         return self._counter.counts._replace(choices=self.budget.counts.choices)
 
     def choose(self, decodes: Collection[Request]) -> Sequence[int]:
-        """Return the depth of each decode.
-
-        Sequences with a grammar have as many drafts together as there are slots, which bounds the memory of masks.
-        """
-        wants, keeps_up = self.budget.wants_drafts, self._slow_masks < _SLOW_FILLS
-        available: list[int] = []
-        room = len(keeps_up)
-        for one in decodes:
-            may_draft = one.whole_drafts and one.params.speculate and wants(one.slot)
-            most = self.most if may_draft else 0
-            if one.grammar is not None:
-                most = min(most, room) if keeps_up[one.slot] else 0
-                room -= most
-            available.append(most)
-        return self.budget.choose(decodes, available).depths
+        """Return the depth of each decode."""
+        wants = self.budget.wants_drafts
+        available = [
+            self.most if one.whole_drafts and one.params.speculate and wants(one.slot) else 0 for one in decodes
+        ]
+        return self.budget.choose(decodes, bound_masked(available, decodes, self._slow_masks)).depths
 
     def learn(self, batch: ScheduledBatch, output: StepOutput, seconds: float) -> None:
         """Take the result of a step, and its duration."""

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+
+import numpy as np
 
 from phonograph.config.speculative_config import SuffixSettings
 from phonograph.core.batch import ScheduledBatch, StepOutput
+from phonograph.core.request import Request
 from phonograph.scheduling.draft_budget import DraftBudget
 from phonograph.speculation.host_drafts import HostDrafts
+from phonograph.speculation.masked_depths import bound_masked
 from phonograph.speculation.suffix_index import END, PathLimits, SuffixIndex
 
 MOST_CACHED_TOKENS = 1 << 20
@@ -23,6 +27,7 @@ class SuffixDrafts(HostDrafts):
         budget: chooses the depths.
         max_num_seqs: slots.
         max_num_logits: rows of logits of the largest step.
+        slow_masks: see `bound_masked`.
 
     Attributes:
         max_num_logits: as above.
@@ -30,10 +35,17 @@ class SuffixDrafts(HostDrafts):
     """
 
     def __init__(
-        self, settings: SuffixSettings, budget: DraftBudget, *, max_num_seqs: int, max_num_logits: int
+        self,
+        settings: SuffixSettings,
+        budget: DraftBudget,
+        *,
+        max_num_seqs: int,
+        max_num_logits: int,
+        slow_masks: np.ndarray,
     ) -> None:
         super().__init__(None, budget, max_num_seqs=max_num_seqs)
         self.max_num_logits = max_num_logits
+        self._slow_masks = slow_masks
         self._limits = PathLimits(
             budget.most, settings.max_tree_depth, settings.max_spec_factor, settings.min_token_prob
         )
@@ -51,8 +63,6 @@ class SuffixDrafts(HostDrafts):
                     self.outputs.add(own.tokens[known:])
         self.start(batch.new)
         for new in batch.new:
-            if new.grammar is not None:
-                self._plain.add(new.slot)  # masks behind a step are not filled for these drafts
             (self._salted.add if new.salted else self._salted.discard)(new.slot)
             known = [] if new.slot in self._plain else new.token_ids
             self._own[new.slot] = own = SuffixIndex()
@@ -68,6 +78,9 @@ class SuffixDrafts(HostDrafts):
             made.append(self._draft(slot) if self.wants(slot) else [])
             self._num_found[slot] = len(made[-1])
         return made
+
+    def _available(self, decodes: Collection[Request]) -> list[int]:
+        return bound_masked(super()._available(decodes), decodes, self._slow_masks)
 
     def _draft(self, slot: int) -> list[int]:
         own = self._own[slot]

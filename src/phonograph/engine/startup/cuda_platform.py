@@ -130,7 +130,7 @@ class CudaPlatform:
                     parts.draft.model.share(model)
                 static += _bind(plan, parts.draft.model, limits.max_num_seqs, device).tensors()
         runtime = self._make_runtime(device, static)
-        in_steps, drafts = parts.draft is not None, make_suffix_drafts(plan)
+        in_steps, drafts = parts.draft is not None, make_suffix_drafts(plan, sampler)
         budget = make_draft_budget(plan, in_steps=in_steps)
         if drafts is None and budget is not None:
             slow = sampler.grammars.slow
