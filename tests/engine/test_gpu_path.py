@@ -256,7 +256,7 @@ def test_speculation(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
 def test_speculation_on_flashinfer(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each step is sent when the tokens of the one before are known, so that plans of the host have exact lengths."""
+    """A step after drafts is sent when these are known, so that plans of the host have exact lengths."""
     fake_flashinfer.install(monkeypatch)
     monkeypatch.setattr("phonograph.attention.flashinfer.backend._NO_GPU", ((8, 0), fake_flashinfer.NUM_SMS))
     monkeypatch.setattr("phonograph.attention.flashinfer.capabilities.find_spec", lambda name: name)
@@ -271,7 +271,12 @@ def test_speculation_on_flashinfer(method: str, tmp_path: Path, monkeypatch: pyt
     session = Session(engine.core, engine.plan.model, None, 0, GrammarCompiler(lambda: None, ()))
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     outputs = [session.add(prompt(seed, 3) * 3, params) for seed in range(2)]
-    finish(session, *outputs)
+    outputs.append(session.add(prompt(5, 4), replace(params, max_tokens=16, speculate=False)))
+    overlapped = 0
+    while session.has_unfinished:
+        session.step()
+        overlapped += engine.core.in_flight
+    assert overlapped > 2
     for output in outputs:
         check(reference, output)
     counts = engine.core.scheduler.stats.drafts

@@ -306,7 +306,13 @@ def walk_drafts(place: Place, device: torch.device) -> list[torch.Tensor]:
     listed = torch.tensor([2, 0, -1], dtype=torch.int32, device=device)
     listed_table = place(torch.zeros(ROWS, 8, dtype=torch.int32, device=device))
     listed_pass(
-        *common, rows, block_size=4, listed_G=listed, seq_lens_R=lens, block_table_RN=table, listed_table_GN=listed_table
+        *common,
+        rows,
+        block_size=4,
+        listed_G=listed,
+        seq_lens_R=lens,
+        block_table_RN=table,
+        listed_table_GN=listed_table,
     )
     states = state.drafts, state.num_computed, state.last_token
     return [history, counts, *states, first, later, rows.slot_mapping, listed_table]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-from speculating import Simulation, adaptive, decoding
+from speculating import Simulation, adaptive, decoding, fixed
 
+from phonograph.core.sampling_params import SamplingParams
+from phonograph.speculation.device_drafts import DeviceDrafts
 from phonograph.speculation.host_drafts import HostDrafts
 
 
@@ -33,3 +35,13 @@ def test_no_drafts_are_made_for_a_request_that_rests() -> None:
 def test_drafts_end_where_a_grammar_forbids_one() -> None:
     drafts, known = HostDrafts(Proposer(), adaptive(3, 2), max_num_seqs=2), np.arange(9, dtype=np.int32)
     assert drafts.draft(1, known, lambda token_ids: token_ids.index(8)).tolist() == [6, 7]
+
+
+def test_a_device_with_exact_lengths_waits_for_steps_with_drafts() -> None:
+    slow, requests = np.zeros(2, np.int64), decoding(2)
+    drafts = DeviceDrafts(fixed(3, 2), max_num_logits=8, slow_masks=slow, waits_for_lengths=True)
+    assert not drafts.waits
+    assert drafts.choose(requests) == [3, 3] and drafts.waits
+    for one in requests:
+        one.params = SamplingParams(speculate=False)
+    assert drafts.choose(requests) == [0, 0] and not drafts.waits

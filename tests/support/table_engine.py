@@ -35,7 +35,7 @@ from phonograph.speculation.suffix_drafts import SuffixDrafts
 pytest.importorskip("phonograph.runner.cuda.cuda_inputs")
 
 from phonograph.runner.cuda.cuda_inputs import CudaInputs
-from phonograph.runner.cuda.cuda_sampling import LOOKAHEAD, RING_DEPTH, CudaSampling
+from phonograph.runner.cuda.cuda_sampling import RING_DEPTH, CudaSampling
 from phonograph.runner.cuda.device_sampler import DeviceSampler
 from phonograph.runner.cuda.masked_sampling import MaskedSampling
 from phonograph.runner.runner import Runner
@@ -159,7 +159,6 @@ def engine_maker() -> MakeEngine:
         speculation: SpeculativeConfig | None = None,
         propose: Callable[..., None] | None = None,
         in_steps: bool = False,
-        lookahead: int = LOOKAHEAD,
         **changes: Any,
     ) -> Engine:
         """Make an engine; `propose` takes the inputs and the table, and writes drafts in the place of prompt lookup.
@@ -247,7 +246,7 @@ def engine_maker() -> MakeEngine:
             program=program,
             builder=builder,
             inputs=inputs,
-            sampling=CudaSampling(sampler, inputs, masked, ring, drafts, lookahead, passes),
+            sampling=CudaSampling(sampler, inputs, masked, ring, drafts, passes),
             sequences=Sequences(sampler, max_num_seqs=SLOTS),
             dispatcher=Dispatcher(resolution, captures, max_num_tokens=TOKENS),
             runtime=runtime,

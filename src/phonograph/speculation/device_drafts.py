@@ -26,6 +26,8 @@ class DeviceDrafts:
         max_num_logits: rows of logits of the largest step.
         in_steps: a draft model makes the drafts.
         slow_masks: see `bound_masked`.
+        waits_for_lengths: lengths must be exact on the host, so that nothing follows a step with drafts before its
+            result.
 
     Attributes:
         budget: as above.
@@ -35,13 +37,21 @@ class DeviceDrafts:
     """
 
     def __init__(
-        self, budget: DraftBudget, *, max_num_logits: int, slow_masks: np.ndarray, in_steps: bool = False
+        self,
+        budget: DraftBudget,
+        *,
+        max_num_logits: int,
+        slow_masks: np.ndarray,
+        in_steps: bool = False,
+        waits_for_lengths: bool = False,
     ) -> None:
         self.budget = budget
         self.caches = DraftCaches(budget) if in_steps else None
         self.most = budget.most
         self.max_num_logits = max_num_logits
         self._slow_masks = slow_masks
+        self._waits_for_lengths = waits_for_lengths
+        self._has_drafts = False  # the step that was chosen last
         self._counter = DraftCounter(self.most)
 
     @property
@@ -49,13 +59,20 @@ class DeviceDrafts:
         """Counts of the drafts that the device has found so far."""
         return self._counter.counts._replace(choices=self.budget.counts.choices)
 
+    @property
+    def waits(self) -> bool:
+        """True if the host must know how many drafts of the last step are accepted; see `DraftDepths`."""
+        return self._waits_for_lengths and self._has_drafts
+
     def choose(self, decodes: Collection[Request]) -> Sequence[int]:
         """Return the depth of each decode."""
         wants = self.budget.wants_drafts
         available = [
             self.most if one.whole_drafts and one.params.speculate and wants(one.slot) else 0 for one in decodes
         ]
-        return self.budget.choose(decodes, bound_masked(available, decodes, self._slow_masks)).depths
+        depths = self.budget.choose(decodes, bound_masked(available, decodes, self._slow_masks)).depths
+        self._has_drafts = any(depths)
+        return depths
 
     def learn(self, batch: ScheduledBatch, output: StepOutput, seconds: float) -> None:
         """Take the result of a step, and its duration."""

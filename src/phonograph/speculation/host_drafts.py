@@ -52,6 +52,11 @@ class HostDrafts:
         """Counts of the drafts so far."""
         return self.budget.counts
 
+    @property
+    def waits(self) -> bool:
+        """False: the runner has no steps in flight; see `DraftDepths`."""
+        return False
+
     def choose(self, decodes: Collection[Request]) -> Sequence[int]:
         """Return the depth of each decode: 0 to the number of its drafts."""
         return self.budget.choose(decodes, self._available(decodes)).depths

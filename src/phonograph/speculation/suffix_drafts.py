@@ -20,7 +20,9 @@ MOST_CACHED_TOKENS = 1 << 20
 
 
 class SuffixDrafts(HostDrafts):
-    """Drafts of each slot, made when the tokens of a step are known. The next step must not be scheduled before.
+    """Drafts of each slot, made when the tokens of a step are known.
+
+    The next step must not be scheduled before. While all sequences rest it may be: then no drafts are made.
 
     Args:
         settings: of suffix decoding.
@@ -54,8 +56,17 @@ class SuffixDrafts(HostDrafts):
         self._known: dict[int, int] = {}  # by slot: tokens that it started with
         self._salted: set[int] = set()
 
-    def begin(self, batch: ScheduledBatch) -> None:
-        """Keep the outputs of sequences that ended before a step, and load those that start with it."""
+    @property
+    def waits(self) -> bool:
+        """True if a sequence may have drafts; see `DraftDepths`."""
+        return any(map(self.wants, self._own))
+
+    def begin(self, batch: ScheduledBatch) -> dict[int, SuffixIndex]:
+        """Keep the outputs of sequences that ended before a step, and load those that start with it.
+
+        Returns:
+            Tokens of the sequences by slot, for `follow`. Another sequence may be in the slot by then.
+        """
         for slot in batch.freed:
             if slot in self._own:
                 own, known = self._own.pop(slot), self._known.pop(slot)
@@ -68,14 +79,20 @@ class SuffixDrafts(HostDrafts):
             self._own[new.slot] = own = SuffixIndex()
             own.extend(known)
             self._known[new.slot] = len(known)
+        return {slot: self._own[slot] for slot in batch.slots}
 
-    def follow(self, output: StepOutput) -> list[list[int]]:
-        """Take the tokens of a step, and return the drafts of each slot in `output.slots`."""
+    def follow(self, output: StepOutput, owners: dict[int, SuffixIndex], *, is_last: bool = True) -> list[list[int]]:
+        """Take the tokens of a step, and return the drafts of each slot in `output.slots`.
+
+        Args:
+            output: of the step.
+            owners: what `begin` returned for the step.
+            is_last: no later step was sent. Otherwise there are no drafts.
+        """
         made: list[list[int]] = []
         for slot, run in zip(output.slots, output.token_ids, strict=True):
-            own = self._own[slot]
-            own.extend(run)
-            made.append(self._draft(slot) if self.wants(slot) else [])
+            owners[slot].extend(run)
+            made.append(self._draft(slot) if is_last and self.wants(slot) else [])
             self._num_found[slot] = len(made[-1])
         return made
 

@@ -133,8 +133,13 @@ class CudaPlatform:
         in_steps, drafts = parts.draft is not None, make_suffix_drafts(plan, sampler)
         budget = make_draft_budget(plan, in_steps=in_steps)
         if drafts is None and budget is not None:
-            slow = sampler.grammars.slow
-            drafts = DeviceDrafts(budget, max_num_logits=limits.max_num_logits, slow_masks=slow, in_steps=in_steps)
+            drafts = DeviceDrafts(
+                budget,
+                max_num_logits=limits.max_num_logits,
+                slow_masks=sampler.grammars.slow,
+                in_steps=in_steps,
+                waits_for_lengths=plan.waits,
+            )
         device_sampler = DeviceSampler(
             inputs,
             workspace.logits_NV,
@@ -167,7 +172,7 @@ class CudaPlatform:
                 passes=passes,
                 states=parts.states,
             ),
-            sampling=CudaSampling(sampler, inputs, masked, ring, drafts, 0 if plan.waits else LOOKAHEAD, listed),
+            sampling=CudaSampling(sampler, inputs, masked, ring, drafts, listed),
         )
 
     def _parts_without_sampling(

@@ -28,6 +28,7 @@ from phonograph.sampling.failures import SlotFailures
 from phonograph.sampling.sampler import Sampler
 from phonograph.speculation.device_drafts import DeviceDrafts
 from phonograph.speculation.suffix_drafts import SuffixDrafts
+from phonograph.speculation.suffix_index import SuffixIndex
 
 LOOKAHEAD = 1
 RING_DEPTH = LOOKAHEAD + 2
@@ -47,6 +48,7 @@ class StepInFlight:
     drafts: DeviceDrafts | SuffixDrafts | None
     scores: TokenScores | None
     inputs: CudaInputs
+    owners: dict[int, SuffixIndex]
 
     def result(self) -> StepOutput:
         """Wait until the device has finished the step, and return its output."""
@@ -85,7 +87,8 @@ class StepInFlight:
         last = take_tokens(output, slots, [run[-1] for _, run in runs], self.vocab_size)
         output.token_ids = [[*run[:-1], token_id] for (_, run), token_id in zip(runs, last, strict=True)]
         if isinstance(drafts, SuffixDrafts):
-            for slot, run, made in zip(slots, output.token_ids, drafts.follow(output), strict=True):
+            several = drafts.follow(output, self.owners, is_last=self.ring.latest == self.ticket)
+            for slot, run, made in zip(slots, output.token_ids, several, strict=True):
                 self.inputs.write_drafts(slot, run[-1], made)
         else:
             drafts.count((counts >> DRAFTS_SHIFT)[: batch.num_decodes], lengths[: batch.num_decodes] - 1)
@@ -102,7 +105,6 @@ class CudaSampling:
         ring: copies the step's results to the host; of RING_DEPTH steps.
         drafts: drafts that the step verifies, and makes if the host does not; None for none.
         listed: passes of a draft model for rows with a grammar; None without one.
-        lookahead: as in `StepRunner`, at most LOOKAHEAD.
     """
 
     def __init__(
@@ -112,10 +114,9 @@ class CudaSampling:
         masked: MaskedSampling,
         ring: TokenRing,
         drafts: DeviceDrafts | SuffixDrafts | None = None,
-        lookahead: int = LOOKAHEAD,
         listed: ListedDrafts | None = None,
     ) -> None:
-        self.lookahead = lookahead
+        self.lookahead = LOOKAHEAD
         self.drafts = drafts
         self._sampler = sampler
         self._inputs = inputs
@@ -153,11 +154,10 @@ class CudaSampling:
         if scores is not None:
             scores.start(outputs.logits, outputs.tokens, failures)
         ticket = self._ring.send(outputs.tokens if self.drafts is None else self._inputs.results)
-        if isinstance(self.drafts, SuffixDrafts):
-            self.drafts.begin(batch)
+        owners = self.drafts.begin(batch) if isinstance(self.drafts, SuffixDrafts) else {}
         output = StepOutput(failures=failures.by_slot)
-        vocab_size = sampler.vocab_size
-        return StepInFlight(output, decision, batch, self._ring, ticket, vocab_size, self.drafts, scores, self._inputs)
+        of_step = output, decision, batch, self._ring, ticket, sampler.vocab_size
+        return StepInFlight(*of_step, self.drafts, scores, self._inputs, owners)
 
     def _latest(self) -> StepResults:
         """Wait for the step before the one that was sent last, and return its results."""

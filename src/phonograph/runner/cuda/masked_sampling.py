@@ -4,9 +4,9 @@ The step's graph skips these rows. Their masks need the tokens of the step befor
 ends. By then the device runs this step's forward pass, and the host fills the masks beside it. The device waits only if
 filling the masks takes longer than the forward pass.
 
-With drafts a sequence has a row for each of them too. The drafts come to the host with the tokens of the step before. A
-matcher is advanced through them, gives a mask for each place, and is rolled back. The small graph then accepts drafts of
-these sequences, and looks up the next ones. A draft model makes them after it (`listed_drafts.py`).
+With drafts a sequence has a row for each of them too. The drafts come to the host with the tokens of the step before.
+A matcher is advanced through them, gives a mask for each place, and is rolled back. The small graph then accepts drafts
+of these sequences, and looks up the next ones. A draft model makes them after it (`listed_drafts.py`).
 
 There is one graph for each power of two of rows. The kernel splits each row of logits into as many parts as fill the
 device with the graph's number of rows, so a single graph of maximal size would read one row with few programs. All

@@ -477,9 +477,7 @@ def _listed_rows_kernel(
         last_row = query_end - tl.load(step_lens_ptr + row) + computed - 1
         tl.store(last_rows_ptr + place, tl.maximum(last_row, query_start).to(tl.int64))
         tl.store(sample_slots_ptr + place, slot)
-        _write_draw(
-            place, parameters, computed + 1, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, draw_keys_ptr
-        )
+        _write_draw(place, parameters, computed + 1, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, draw_keys_ptr)
         num_blocks = tl.minimum(position + MOST_DRAFTS, last_position) // BLOCK_SIZE + 1
         listed_row = listed_table_ptr + place.to(tl.int64) * listed_table_stride
         for start in range(0, num_blocks, BLOCK):
