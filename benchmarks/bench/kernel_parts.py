@@ -48,6 +48,7 @@ KERNEL_PARTS = {
     "_gather_kernel": "rest",
     "_layer_norm_kernel": "rest",
     "_list_kernel": "rest",
+    "_listed_rows_kernel": "rest",
     "_mask_kernel": "rest",
     "_mean_kernel": "rest",
     "_ngram_kernel": "rest",

@@ -256,7 +256,7 @@ def test_speculation(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
 def test_speculation_on_flashinfer(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each step is sent when the tokens of the one before are known, so that plans of the host have exact lengths."""
+    """A step after drafts is sent when these are known, so that plans of the host have exact lengths."""
     fake_flashinfer.install(monkeypatch)
     monkeypatch.setattr("phonograph.attention.flashinfer.backend._NO_GPU", ((8, 0), fake_flashinfer.NUM_SMS))
     monkeypatch.setattr("phonograph.attention.flashinfer.capabilities.find_spec", lambda name: name)
@@ -271,7 +271,12 @@ def test_speculation_on_flashinfer(method: str, tmp_path: Path, monkeypatch: pyt
     session = Session(engine.core, engine.plan.model, None, 0, GrammarCompiler(lambda: None, ()))
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     outputs = [session.add(prompt(seed, 3) * 3, params) for seed in range(2)]
-    finish(session, *outputs)
+    outputs.append(session.add(prompt(5, 4), replace(params, max_tokens=16, speculate=False)))
+    overlapped = 0
+    while session.has_unfinished:
+        session.step()
+        overlapped += engine.core.in_flight
+    assert overlapped > 2
     for output in outputs:
         check(reference, output)
     counts = engine.core.scheduler.stats.drafts
@@ -280,7 +285,11 @@ def test_speculation_on_flashinfer(method: str, tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_draft_model_that_is_the_model_is_always_right(tmp_path: Path) -> None:
-    """Keys of the draft model are those of the sequences, and its samples have the noise of the draws."""
+    """Keys of the draft model are those of the sequences, and its samples have the noise of the draws.
+
+    Drafts cross the borders of blocks, at which the passes write keys behind the blocks of their step. Requests with a
+    grammar, which allows all tokens but one, are sampled behind the step, and have passes of their own.
+    """
     make_checkpoint("qwen3", tmp_path, **HEADS, num_hidden_layers=1)
     speculation = {
         "method": "draft_model",
@@ -293,9 +302,10 @@ def test_a_draft_model_that_is_the_model_is_always_right(tmp_path: Path) -> None
         engine = start_engine(tmp_path, (3,), **settings)
         session = Session(engine.core, engine.plan.model, None, 0, GrammarCompiler(lambda: None, ()))
         outputs: list[RequestOutput] = []
-        for temperature in (0.0, 0.8):
-            params = SamplingParams(temperature=temperature, max_tokens=7, ignore_eos=True, seed=3)
-            several = [session.add(prompt(length, length), params) for length in (5, 43, 2)]
+        for temperature, free in ((0.0, 13), (0.8, 43)):
+            params = SamplingParams(temperature=temperature, max_tokens=8, ignore_eos=True, seed=3)
+            ruled = replace(params, allowed_token_ids=[*range(1, VOCAB_SIZE)])
+            several = [session.add(prompt(n, n), params if n == free else ruled) for n in (13, 43, 2)]
             finish(session, *several)
             outputs += several
         found.append([one.outputs[0].token_ids for one in outputs])
@@ -303,7 +313,7 @@ def test_a_draft_model_that_is_the_model_is_always_right(tmp_path: Path) -> None
     report = verify(engine.make_subject(), num_replays=2, seed=0)
     assert report.ok, report.mismatches
     assert found[0] == found[1]
-    assert counts.verified > 12 and counts.accepted >= 0.85 * counts.verified
+    assert counts.verified > 24 and counts.accepted >= 0.95 * counts.verified
 
 
 def test_drafts_behind_the_end_read_nothing_but_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -414,16 +424,22 @@ def test_sleep(name: str | None, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "changes"),
+    ("method", "changes", "more"),
     [
-        ("eagle3", {}),
-        ("eagle3", {"norm_before_fc": True, "norm_output": True}),
-        ("eagle", {}),
+        ("eagle3", {}, {}),
+        ("eagle3", {"norm_before_fc": True, "norm_output": True}, {"allowed_token_ids": [*range(1, VOCAB_SIZE)]}),
+        ("eagle", {}, {}),
+        ("eagle", {}, {"allowed_token_ids": [*range(1, VOCAB_SIZE)]}),
     ],
-    ids=["states", "norms", "first version"],
+    ids=["states", "norms, masked", "first version", "first version, masked"],
 )
-def test_drafts_of_a_head_are_those_of_a_plain_one(method: str, changes: dict[str, Any], tmp_path: Path) -> None:
-    """After a prompt in chunks, and behind decodes: states of the target's layers, tokens shifted by one, d2t."""
+def test_drafts_of_a_head_are_those_of_a_plain_one(
+    method: str, changes: dict[str, Any], more: dict[str, Any], tmp_path: Path
+) -> None:
+    """After a prompt in chunks, and behind decodes: states of the target's layers, tokens shifted by one, d2t.
+
+    Rows with a grammar are sampled behind the step, and have passes of their own.
+    """
     torch.manual_seed(3)
     length, said = (57, 9) if method == "eagle3" and not changes else (43, 3)
     target = tmp_path / "target"
@@ -436,7 +452,8 @@ def test_drafts_of_a_head_are_those_of_a_plain_one(method: str, changes: dict[st
     speculation = {"method": method, "model": str(head), "num_speculative_tokens": 2, "adaptive_depth": False}
     engine = start_engine(target, (3,), speculative_config=speculation)
     session = Session(engine.core, engine.plan.model, None, 0, GrammarCompiler(lambda: None, ()))
-    output = session.add(prompt(1, length), SamplingParams(temperature=0.0, max_tokens=said + 9, ignore_eos=True))
+    params = SamplingParams(temperature=0.0, max_tokens=said + 9, ignore_eos=True, **more)
+    output = session.add(prompt(1, length), params)
     # A step behind the last token of a request would write no keys.
     while len(output.outputs[0].token_ids) < said:
         session.step()

@@ -145,6 +145,10 @@ def launch_others() -> None:
     )  # fmt: skip
     for shifts in (False, True):
         draft_rows.next_pass(state, rows, index=1, shifts=shifts, **of_passes)
+        draft_rows.listed_pass(
+            *step, rows, block_size=16, listed_G=ints(4), seq_lens_R=ints(8), block_table_RN=ints(8, 32),
+            listed_table_GN=ints(4, 32), shifts=shifts,
+        )  # fmt: skip
     behind = {"num_reqs_padded": 8, "tokens_L": ints(32), "history_RM": ints(8, 100)}
     for shares in (None, torch.zeros(3)):
         accept_drafts.accept(*step, input_ids_T=ints(64), counts_R=ints(8), synthetic_K=shares, **behind)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from phonograph.kernels.torch.sampling import draw_keys
-from phonograph.kernels.triton.step.draft_rows import DraftRows, first_pass, next_pass
+from phonograph.kernels.triton.step.draft_rows import DraftRows, first_pass, listed_pass, next_pass
 from phonograph.kernels.triton.step.step_layout import SlotState, StepLayout
 
 POISON, NOT_SAMPLED = -77, -2
@@ -72,7 +72,7 @@ class Device:
                 state.parameters[slot, 4:6].view(torch.int64)[:] = one.key
             if given is None:
                 tokens[first_row] = NOT_SAMPLED
-                one.computed += query_len if row >= decodes else 1
+                one.computed += query_len if row >= decodes else 1 + (query_len - 1) // 2
                 state.num_computed[slot] = state.last_token[slot] = POISON
             else:
                 one.computed += query_len - 1 + given if row >= decodes else given
@@ -96,12 +96,14 @@ class Device:
             self.reaching[slot] = given is not None if self.shifts else one.held > one.computed
             history[slot, : LONGEST + 1] = np.resize(one.tokens, LONGEST + 1)
         padded, num_tokens = min(SLOTS, len(batch) + 1), sum(lens)
+        staging = torch.from_numpy(words).to(self.device)
+        step_lens = torch.from_numpy(seq_lens).int().to(self.device)
         first_pass(
-            torch.from_numpy(words).to(self.device), self.layout, state, self.rows, block_size=SIZE,
+            staging, self.layout, state, self.rows, block_size=SIZE,
             num_reqs_padded=padded, num_tokens_padded=num_tokens + 3,
             tokens_L=torch.from_numpy(tokens).int().to(self.device),
             input_ids_T=torch.from_numpy(input_ids).int().to(self.device),
-            seq_lens_R=torch.from_numpy(seq_lens).int().to(self.device), block_table_RN=self.table.to(self.device),
+            seq_lens_R=step_lens, block_table_RN=self.table.to(self.device),
             history_RM=torch.from_numpy(history).int().to(self.device) if self.shifts else None,
         )  # fmt: skip
         found = DraftRows(*(tensor.cpu() for tensor in self.rows))
@@ -123,7 +125,51 @@ class Device:
         assert found.query_start_loc[: padded + 1].tolist() == [min(row, len(batch)) for row in range(padded + 1)]
         assert (found.seq_lens[len(batch) : padded] == 0).all()
         for index in range(K):
-            self.next(rng, batch, index, padded)
+            self.next(rng, batch, index, padded, self.table)
+        numbers = [row for row, (_, _, _, given) in enumerate(batch[:decodes]) if given is None]
+        self.listed(rng, batch, numbers, staging, step_lens, starts)
+
+    def listed(
+        self,
+        rng: np.random.Generator,
+        batch: list[tuple[int, Sequence, int, int | None]],
+        numbers: list[int],
+        staging: torch.Tensor,
+        step_lens: torch.Tensor,
+        starts: np.ndarray,
+    ) -> None:
+        """Run the passes of decodes that another sampler took, after it has, and compare."""
+        size = len(numbers) + 1
+        listed = torch.tensor([*numbers, -1], dtype=torch.int32, device=self.device)
+        table = torch.zeros((size, self.table.shape[1]), dtype=torch.int32, device=self.device)
+        for row in numbers:
+            slot, one, *_ = batch[row]
+            self.state.num_computed[slot], self.state.last_token[slot] = one.computed, int(one.tokens[one.computed])
+            self.reaching[slot] = True
+        listed_pass(
+            staging, self.layout, self.state, self.rows, block_size=SIZE, listed_G=listed, seq_lens_R=step_lens,
+            block_table_RN=self.table.to(self.device), listed_table_GN=table, shifts=self.shifts,
+        )  # fmt: skip
+        found, table = DraftRows(*(tensor.cpu() for tensor in self.rows)), table.cpu()
+        for place, row in enumerate(numbers):
+            slot, one, query_len, _ = batch[row]
+            position = one.computed - self.shifts
+            assert found.input_ids[place] == one.tokens[one.computed] and found.positions[place] == position
+            block = int(self.table[row, position // SIZE])
+            behind = position >= one.longest - 1
+            assert found.slot_mapping[place] == (-1 if behind else block * SIZE + position % SIZE)
+            assert found.seq_lens[place] == position + 1 and found.sample_slots[place] == slot
+            context = int(step_lens[row]) - query_len
+            assert found.last_rows[place] == starts[row] + one.computed - 1 - context
+            used = min(position + K, one.longest - 1) // SIZE + 1
+            assert torch.equal(table[place, :used], self.table[row, :used]) and not table[place, used:].any()
+            self.check_draw(found, place, one, one.computed + 1)
+        assert found.query_start_loc[: size + 1].tolist() == [*range(size), size - 1]
+        assert [found.seq_lens[size - 1], found.sample_slots[size - 1], found.slot_mapping[size - 1]] == [0, -1, -1]
+        for index in range(K):
+            self.next(rng, [batch[row] for row in numbers], index, size, table)
+        for row in numbers:
+            self.state.num_computed[batch[row][0]] = self.state.last_token[batch[row][0]] = POISON
 
     def check_draw(self, found: DraftRows, row: int, one: Sequence, length: int) -> None:
         key = draw_keys(torch.tensor([one.key]), torch.tensor([length - one.prompt_len]))
@@ -132,14 +178,19 @@ class Device:
         assert torch.equal(torch.stack(numbers), torch.from_numpy(one.parameters))
 
     def next(
-        self, rng: np.random.Generator, batch: list[tuple[int, Sequence, int, int | None]], index: int, padded: int
+        self,
+        rng: np.random.Generator,
+        batch: list[tuple[int, Sequence, int, int | None]],
+        index: int,
+        padded: int,
+        table: torch.Tensor,
     ) -> None:
         tokens = torch.from_numpy(rng.integers(-1, 1000, SLOTS)).int()
         self.rows.tokens.copy_(tokens)
         before = self.state.drafts.cpu().clone()
         next_pass(
             self.state, self.rows, index=index, block_size=SIZE, num_reqs_padded=padded, shifts=self.shifts,
-            block_table_RN=self.table.to(self.device),
+            block_table_RN=table.to(self.device),
         )  # fmt: skip
         found, drafts = DraftRows(*(tensor.cpu() for tensor in self.rows)), self.state.drafts.cpu()
         for row, (slot, one, _, _) in enumerate(batch):
@@ -152,7 +203,7 @@ class Device:
             behind = position >= one.longest - 1
             assert found.positions[row] == min(position, one.longest - 1)
             assert found.seq_lens[row] == min(position, one.longest - 1) + 1
-            place = int(self.table[row, position // SIZE]) * SIZE + position % SIZE
+            place = int(table[row, position // SIZE]) * SIZE + position % SIZE
             assert found.slot_mapping[row] == (-1 if behind else place)
             self.check_draw(found, row, one, one.computed + 2 + index)
         assert (found.seq_lens[len(batch) : padded] == 0).all()
@@ -178,7 +229,7 @@ def test_rows_of_all_passes(device: torch.device, longest: int, shifts: bool) ->
                 whole = chunk == rest and rng.random() < 0.9
                 prefills.append((slot, one, chunk, 1 if whole else None))
             elif rng.random() < 0.2:
-                decodes.append((slot, one, 1, None))
+                decodes.append((slot, one, int(rng.integers(1, 2 + K)), None))
             else:
                 query_len = int(rng.integers(1, 2 + K))
                 decodes.append((slot, one, query_len, int(rng.integers(1, query_len + 1))))

@@ -59,7 +59,7 @@ from phonograph.kernels.triton.state.causal_conv import short_conv
 from phonograph.kernels.triton.state.gated_delta import gated_delta
 from phonograph.kernels.triton.state.mamba2 import mamba2
 from phonograph.kernels.triton.step.accept_drafts import accept
-from phonograph.kernels.triton.step.draft_rows import DraftRows, first_pass, next_pass
+from phonograph.kernels.triton.step.draft_rows import DraftRows, first_pass, listed_pass, next_pass
 from phonograph.kernels.triton.step.prepare import apply_appends, prepare
 from phonograph.kernels.triton.step.prompt_lookup import propose_ngrams
 from phonograph.kernels.triton.step.step_layout import START_WORDS, SlotState, StepLayout
@@ -302,8 +302,20 @@ def walk_drafts(place: Place, device: torch.device) -> list[torch.Tensor]:
     )
     first = rows.slot_mapping.clone()
     next_pass(state, rows, index=0, **of_passes)
+    later = rows.slot_mapping.clone()
+    listed = torch.tensor([2, 0, -1], dtype=torch.int32, device=device)
+    listed_table = place(torch.zeros(ROWS, 8, dtype=torch.int32, device=device))
+    listed_pass(
+        *common,
+        rows,
+        block_size=4,
+        listed_G=listed,
+        seq_lens_R=lens,
+        block_table_RN=table,
+        listed_table_GN=listed_table,
+    )
     states = state.drafts, state.num_computed, state.last_token
-    return [history, counts, *states, first, rows.slot_mapping]
+    return [history, counts, *states, first, later, rows.slot_mapping, listed_table]
 
 
 def walk_kv_writes(place: Place, device: torch.device) -> list[torch.Tensor]:
@@ -451,7 +463,7 @@ WALKS: dict[str, tuple[Walk, tuple[str, ...]]] = {
         walk_drafts,
         (
             *("accept_drafts._accept_kernel", "prompt_lookup._ngram_kernel"),
-            *("draft_rows._first_rows_kernel", "draft_rows._next_row_kernel"),
+            *("draft_rows._first_rows_kernel", "draft_rows._next_row_kernel", "draft_rows._listed_rows_kernel"),
         ),
     ),
     "KV writes": (walk_kv_writes, KV_KERNELS),

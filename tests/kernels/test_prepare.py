@@ -230,6 +230,9 @@ class Sequences:
                 num_tokens = batch.context_lens[row] + batch.query_lens[row]
                 used = blocks_for(self.encoder_lens[group] or num_tokens, size)
                 assert torch.equal(blocks[group, row, :used], expected["block_tables"][group, row, :used])
+                # With drafts also those of keys that the passes of a draft model write behind the step.
+                used = blocks_for(self.encoder_lens[group] or num_tokens + self.drafts, size)
+                assert torch.equal(blocks[group, row, :used], state[group, slot, :used])
                 assert (blocks[group, row, used:] == POISON).all()
                 held = int(self.num_blocks[group, slot])
                 assert state[group, slot, :held].tolist() == self.inputs.slot_blocks[group, slot, :held].tolist()

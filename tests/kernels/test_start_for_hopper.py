@@ -88,7 +88,7 @@ def test_all_kernels_are_compiled_before_the_captures(reports: dict[str, dict[st
 
 def test_so_are_those_of_speculation(reports: dict[str, dict[str, Any]]) -> None:
     """Acceptance and drafts, decodes of several tokens, and the passes of a draft model of other sizes."""
-    passes = {"_first_rows_kernel", "_next_row_kernel"}
+    passes = {"_first_rows_kernel", "_next_row_kernel", "_listed_rows_kernel"}
     kernels = {
         "ngram": {"_ngram_kernel"},
         "draft_model": passes,

@@ -68,7 +68,7 @@ class RandomDepths:
     """Drafts of each decode: none, the most, or a random number, for some steps each."""
 
     def __init__(self, most: int, seed: int) -> None:
-        self.most, self.caches, self.counts = most, None, DraftCounts()
+        self.most, self.caches, self.counts, self.waits = most, None, DraftCounts(), False
         self.rng = random.Random(seed)
         self.num_drafts = 0
 

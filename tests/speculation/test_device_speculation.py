@@ -230,13 +230,15 @@ class Known:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="drafts of the host's making cannot be captured")
+@pytest.mark.parametrize("in_steps", [False, True], ids=["lookup", "draft model"])
 @pytest.mark.parametrize(("share", "mode"), [(1, GraphMode.FULL), (2, GraphMode.NONE), (3, GraphMode.FULL)])
 def test_drafts_of_rows_with_a_grammar(
-    share: int, mode: GraphMode, make: MakeEngine, monkeypatch: pytest.MonkeyPatch
+    share: int, mode: GraphMode, in_steps: bool, make: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Masks for each place behind drafts, some of which the grammar forbids, beside prefills and with preemption."""
     known = Known(lambda position: share == 1 or position % share > 0)
-    engine = make(mode, NGRAM, known, num_blocks=10, enable_prefix_caching=False)
+    speculation = NGRAM._replace(model="a draft model") if in_steps else NGRAM
+    engine = make(mode, speculation, known, in_steps=in_steps, num_blocks=10, enable_prefix_caching=False)
     several = [
         ruled("a", 9, temperature=1.0),
         ruled("b", 12, temperature=0.0, logprobs=2),

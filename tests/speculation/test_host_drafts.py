@@ -1,14 +1,12 @@
-"""Drafts that a host makes: none for a request that rests, none for a request that leaves them out."""
+"""Drafts that a host makes: none for a request that rests."""
 
 from __future__ import annotations
 
 import numpy as np
-from ladders import Ladder
-from scheduling import request
-from speculating import Simulation, adaptive, decoding
+from speculating import Simulation, adaptive, decoding, fixed
 
 from phonograph.core.sampling_params import SamplingParams
-from phonograph.speculation.device_drafts import speculates
+from phonograph.speculation.device_drafts import DeviceDrafts
 from phonograph.speculation.host_drafts import HostDrafts
 
 
@@ -39,11 +37,11 @@ def test_drafts_end_where_a_grammar_forbids_one() -> None:
     assert drafts.draft(1, known, lambda token_ids: token_ids.index(8)).tolist() == [6, 7]
 
 
-def test_requests_that_leave_drafts_out() -> None:
-    """On a device a grammar does too: its masks are filled behind the step."""
-    for more in ({}, {"logprobs": 1}, {"min_tokens": 3}, {"presence_penalty": 1.0}, {"logit_bias": {3: 1.0}}):
-        assert speculates(request("a", [1], **more)), more
-    assert not speculates(request("a", [1], speculate=False)) and SamplingParams().speculate
-    ruled = request("a", [1])
-    ruled.grammar = Ladder(3, 100, 99)
-    assert not speculates(ruled)
+def test_a_device_with_exact_lengths_waits_for_steps_with_drafts() -> None:
+    slow, requests = np.zeros(2, np.int64), decoding(2)
+    drafts = DeviceDrafts(fixed(3, 2), max_num_logits=8, slow_masks=slow, waits_for_lengths=True)
+    assert not drafts.waits
+    assert drafts.choose(requests) == [3, 3] and drafts.waits
+    for one in requests:
+        one.params = SamplingParams(speculate=False)
+    assert drafts.choose(requests) == [0, 0] and not drafts.waits

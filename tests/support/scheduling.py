@@ -21,7 +21,7 @@ class FixedDepths:
     """As many drafts for each decode in each step, as far as the scheduler grants them."""
 
     def __init__(self, most: int) -> None:
-        self.most, self.caches, self.counts = most, None, DraftCounts()
+        self.most, self.caches, self.counts, self.waits = most, None, DraftCounts(), False
 
     def choose(self, decodes: Collection[Request]) -> list[int]:
         return [self.most] * len(decodes)

@@ -35,7 +35,7 @@ from phonograph.speculation.suffix_drafts import SuffixDrafts
 pytest.importorskip("phonograph.runner.cuda.cuda_inputs")
 
 from phonograph.runner.cuda.cuda_inputs import CudaInputs
-from phonograph.runner.cuda.cuda_sampling import LOOKAHEAD, RING_DEPTH, CudaSampling
+from phonograph.runner.cuda.cuda_sampling import RING_DEPTH, CudaSampling
 from phonograph.runner.cuda.device_sampler import DeviceSampler
 from phonograph.runner.cuda.masked_sampling import MaskedSampling
 from phonograph.runner.runner import Runner
@@ -101,7 +101,7 @@ class Backend:
 
 
 class Passes:
-    """Stands for the passes of a draft model: `propose` writes the drafts at the end of a step."""
+    """Stands for the passes of a draft model: `propose` writes the drafts at the end of a step, and behind masks."""
 
     needs_all_rows = False
 
@@ -114,6 +114,15 @@ class Passes:
 
     def run(self, tokens: object, **shape: object) -> None:
         self._propose()
+
+    def draft(self, numbers: object) -> None:
+        self._propose()
+
+    def launch(self) -> None:
+        """Launch nothing."""
+
+    def capture(self, runtime: object) -> int:
+        return 0
 
 
 @dataclass
@@ -150,7 +159,6 @@ def engine_maker() -> MakeEngine:
         speculation: SpeculativeConfig | None = None,
         propose: Callable[..., None] | None = None,
         in_steps: bool = False,
-        lookahead: int = LOOKAHEAD,
         **changes: Any,
     ) -> Engine:
         """Make an engine; `propose` takes the inputs and the table, and writes drafts in the place of prompt lookup.
@@ -167,7 +175,8 @@ def engine_maker() -> MakeEngine:
             slow = sampler.grammars.slow
             drafts = DeviceDrafts(budget, max_num_logits=num_logits, slow_masks=slow, in_steps=in_steps)
             if speculation.on_host:
-                drafts = SuffixDrafts(speculation.suffix, budget, max_num_seqs=SLOTS, max_num_logits=num_logits)
+                sizes = {"max_num_seqs": SLOTS, "max_num_logits": num_logits, "slow_masks": slow}
+                drafts = SuffixDrafts(speculation.suffix, budget, **sizes)
         model = TableModel(device, num_logits)
         scheduler = make_scheduler(max_num_seqs=SLOTS, max_num_batched_tokens=TOKENS, drafts=drafts, **changes)
         captures = make_capture_list(
@@ -237,7 +246,7 @@ def engine_maker() -> MakeEngine:
             program=program,
             builder=builder,
             inputs=inputs,
-            sampling=CudaSampling(sampler, inputs, masked, ring, drafts, lookahead),
+            sampling=CudaSampling(sampler, inputs, masked, ring, drafts, passes),
             sequences=Sequences(sampler, max_num_seqs=SLOTS),
             dispatcher=Dispatcher(resolution, captures, max_num_tokens=TOKENS),
             runtime=runtime,

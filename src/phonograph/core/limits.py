@@ -47,7 +47,6 @@ class Limits:
     def max_masked_rows(self) -> int:
         """Rows with the mask of a grammar in one step of a GPU.
 
-        One for each sequence, and with prompt lookup as many drafts. A draft model makes none for these sequences.
+        One for each sequence, and with speculation as many drafts.
         """
-        has_drafts = self.draft_tokens and not self.lookahead_tokens
-        return min(2 * self.max_num_seqs, self.max_num_logits) if has_drafts else self.max_num_seqs
+        return min(2 * self.max_num_seqs, self.max_num_logits)

@@ -71,7 +71,7 @@ class EngineCore:
         """Submit the next step, take the results of the oldest, and return the requests that got a token.
 
         While the runner accepts more steps in flight, it only submits and returns an empty list. If nothing can be
-        scheduled, or without `schedules`, it only takes results.
+        scheduled, or without `schedules`, it only takes results. So it does while drafts need these.
 
         Raises:
             PhonographError: an earlier step failed, so that the state of cache and slots is unknown.
@@ -79,16 +79,22 @@ class EngineCore:
         if self._failed is not None:
             raise PhonographError(f"the engine stopped when a step failed ({self._failed!r}); make a new one")
         try:
+            schedules = schedules and len(self._in_flight) <= self._lookahead
             batch = self.scheduler.schedule() if schedules else ScheduledBatch()
             if batch.slots:
                 began = self._clock()
                 self._in_flight.append((batch, self.runner.submit(batch), began))
-                if len(self._in_flight) <= self.runner.lookahead:
+                if len(self._in_flight) <= self._lookahead:
                     return []
             return self._take() if self._in_flight else []
         except BaseException as error:
             self._failed = error
             raise
+
+    @property
+    def _lookahead(self) -> int:
+        drafts = self.scheduler.drafts
+        return 0 if drafts is not None and drafts.waits else self.runner.lookahead
 
     def settle(self) -> None:
         """Take the results of steps in flight if there are no unfinished requests, as after an abort."""

@@ -91,7 +91,7 @@ class EnginePlan:
 
     @property
     def waits(self) -> bool:
-        """True if a step is made when the tokens of the one before are known, because of speculation on a GPU."""
+        """True if steps with drafts wait for the tokens of the one before, because of speculation on a GPU."""
         return wait_reason(self.config, self.selections, self.device) is not None
 
     @property
@@ -184,7 +184,9 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
     if config.speculation is not None:
         notes.append(config.speculation.note)
         waits = wait_reason(config, selected.values(), device)
-        notes += [f"speculation: each step waits for the tokens of the one before, because {waits}"] if waits else []
+        if waits:
+            while_drafting = "while requests have drafts, each step waits for the tokens of the one before"
+            notes.append(f"speculation: {while_drafting}, because {waits}")
     if config.max_model_len is None:
         notes.insert(0, _context_note(limits, kv, memory, model))
     processes = config.data_parallel_size * config.tensor_parallel_size

@@ -77,8 +77,7 @@ class CpuSampling:
             lengths = {slot: len(self._inputs.tokens_of(slot)) for slot in slots}
             self.drafts.found(self._draft_runner.draft(batch, lengths, self.drafts.wants), slots)
         elif isinstance(self.drafts, SuffixDrafts):
-            self.drafts.begin(batch)
-            for slot, made in zip(slots, self.drafts.follow(output), strict=True):
+            for slot, made in zip(slots, self.drafts.follow(output, self.drafts.begin(batch)), strict=True):
                 self._inputs.write_drafts(slot, np.array(made, np.int32))
         elif self.drafts is not None:
             for slot in slots:

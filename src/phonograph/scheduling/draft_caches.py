@@ -5,7 +5,7 @@ A step makes drafts if one of its requests lacks nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from phonograph.core.request import Request
 from phonograph.scheduling.draft_budget import DraftBudget
@@ -19,12 +19,10 @@ class DraftCaches:
 
     Args:
         budget: says if drafts gain time.
-        speculates: returns True for a request that may have drafts.
     """
 
-    def __init__(self, budget: DraftBudget, speculates: Callable[[Request], bool]) -> None:
+    def __init__(self, budget: DraftBudget) -> None:
         self._budget = budget
-        self._speculates = speculates
         self._holed: set[int] = set()
 
     def admit(self, request: Request, shared: Iterable[int], num_decodes: int) -> None:
@@ -35,7 +33,7 @@ class DraftCaches:
             shared: its blocks that other requests have filled.
             num_decodes: running requests past their prompts.
         """
-        may_draft = self._speculates(request) and self._holed.isdisjoint(shared)
+        may_draft = request.params.speculate and self._holed.isdisjoint(shared)
         if may_draft:
             self._budget.try_again(num_decodes + 1)
         request.whole_drafts = may_draft and self._budget.makes_drafts

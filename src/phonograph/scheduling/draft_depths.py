@@ -28,6 +28,11 @@ class DraftDepths(Protocol):
     @property
     def counts(self) -> DraftCounts: ...
 
+    @property
+    def waits(self) -> bool:
+        """True if the next step must not be scheduled before the results of all steps are taken."""
+        ...
+
     def choose(self, decodes: Collection[Request]) -> Sequence[int]:
         """Return the depth of each decode, 0 to `most`."""
         ...

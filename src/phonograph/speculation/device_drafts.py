@@ -11,9 +11,7 @@ from phonograph.core.request import Request
 from phonograph.scheduling.draft_budget import DraftBudget
 from phonograph.scheduling.draft_caches import DraftCaches
 from phonograph.scheduling.draft_counter import DraftCounter
-
-_SLOW_FILLS = 4
-"""Fills of masks that took too long, after which a sequence has no more drafts."""
+from phonograph.speculation.masked_depths import bound_masked
 
 
 class DeviceDrafts:
@@ -26,9 +24,10 @@ class DeviceDrafts:
     Args:
         budget: chooses the depths.
         max_num_logits: rows of logits of the largest step.
-        in_steps: a draft model makes the drafts. Then sequences with a grammar have none, because their tokens are not
-            known when it runs.
-        slow_masks: see `GrammarMasks.slow`; a sequence whose grammar does not keep up has no drafts.
+        in_steps: a draft model makes the drafts.
+        slow_masks: see `bound_masked`.
+        waits_for_lengths: lengths must be exact on the host, so that nothing follows a step with drafts before its
+            result.
 
     Attributes:
         budget: as above.
@@ -38,13 +37,21 @@ class DeviceDrafts:
     """
 
     def __init__(
-        self, budget: DraftBudget, *, max_num_logits: int, slow_masks: np.ndarray, in_steps: bool = False
+        self,
+        budget: DraftBudget,
+        *,
+        max_num_logits: int,
+        slow_masks: np.ndarray,
+        in_steps: bool = False,
+        waits_for_lengths: bool = False,
     ) -> None:
         self.budget = budget
-        self.caches = DraftCaches(budget, speculates) if in_steps else None
+        self.caches = DraftCaches(budget) if in_steps else None
         self.most = budget.most
         self.max_num_logits = max_num_logits
         self._slow_masks = slow_masks
+        self._waits_for_lengths = waits_for_lengths
+        self._has_drafts = False  # the step that was chosen last
         self._counter = DraftCounter(self.most)
 
     @property
@@ -52,22 +59,20 @@ class DeviceDrafts:
         """Counts of the drafts that the device has found so far."""
         return self._counter.counts._replace(choices=self.budget.counts.choices)
 
-    def choose(self, decodes: Collection[Request]) -> Sequence[int]:
-        """Return the depth of each decode.
+    @property
+    def waits(self) -> bool:
+        """True if the host must know how many drafts of the last step are accepted; see `DraftDepths`."""
+        return self._waits_for_lengths and self._has_drafts
 
-        Sequences with a grammar have as many drafts together as there are slots, which bounds the memory of masks.
-        """
-        wants, keeps_up = self.budget.wants_drafts, self._slow_masks < _SLOW_FILLS
-        available: list[int] = []
-        room = len(keeps_up)
-        for one in decodes:
-            may_draft = one.whole_drafts and one.params.speculate and wants(one.slot)
-            most = self.most if may_draft else 0
-            if one.grammar is not None:
-                most = min(most, room) if self.caches is None and keeps_up[one.slot] else 0
-                room -= most
-            available.append(most)
-        return self.budget.choose(decodes, available).depths
+    def choose(self, decodes: Collection[Request]) -> Sequence[int]:
+        """Return the depth of each decode."""
+        wants = self.budget.wants_drafts
+        available = [
+            self.most if one.whole_drafts and one.params.speculate and wants(one.slot) else 0 for one in decodes
+        ]
+        depths = self.budget.choose(decodes, bound_masked(available, decodes, self._slow_masks)).depths
+        self._has_drafts = any(depths)
+        return depths
 
     def learn(self, batch: ScheduledBatch, output: StepOutput, seconds: float) -> None:
         """Take the result of a step, and its duration."""
@@ -76,8 +81,3 @@ class DeviceDrafts:
     def count(self, verified: np.ndarray, accepted: np.ndarray) -> None:
         """Count the drafts of a step: for each decode those that the device had found, and those that were kept."""
         self._counter.add(verified, accepted)
-
-
-def speculates(request: Request) -> bool:
-    """Return True if a request may have drafts of a model whose passes run in the steps."""
-    return request.params.speculate and request.grammar is None

@@ -52,10 +52,17 @@ class HostDrafts:
         """Counts of the drafts so far."""
         return self.budget.counts
 
+    @property
+    def waits(self) -> bool:
+        """False: the runner has no steps in flight; see `DraftDepths`."""
+        return False
+
     def choose(self, decodes: Collection[Request]) -> Sequence[int]:
         """Return the depth of each decode: 0 to the number of its drafts."""
-        available = [self._num_found[one.slot] if one.params.speculate else 0 for one in decodes]
-        return self.budget.choose(decodes, available).depths
+        return self.budget.choose(decodes, self._available(decodes)).depths
+
+    def _available(self, decodes: Collection[Request]) -> list[int]:
+        return [self._num_found[one.slot] if one.params.speculate else 0 for one in decodes]
 
     def learn(self, batch: ScheduledBatch, output: StepOutput, seconds: float) -> None:
         """Take the result of a step, and its duration."""

@@ -69,7 +69,8 @@ class CpuPlatform:
         """Make the parts; see `Platform`."""
         limits, model = plan.limits, parts.model
         runtime = TapeRuntime(None if plan.threads is None else plan.threads.count)
-        speculation, budget, drafts = plan.config.speculation, make_draft_budget(plan), make_suffix_drafts(plan)
+        speculation, budget = plan.config.speculation, make_draft_budget(plan)
+        drafts = make_suffix_drafts(plan, sampler)
         if drafts is None and speculation is not None and budget is not None:
             proposer = None
             if parts.draft is None:

@@ -24,6 +24,7 @@ from phonograph.engine.startup.platform import (
 from phonograph.engine.startup.static_memory import StaticMemory
 from phonograph.engine.startup.virtual_memory import MemoryDriver, VirtualMemory
 from phonograph.graphs.cuda import CudaRuntime
+from phonograph.graphs.modes import GraphMode
 from phonograph.graphs.runtime import GraphRuntime
 from phonograph.kernels.ranks import Ranks
 from phonograph.kernels.triton.gemm.product_plan import GemmDevice
@@ -40,6 +41,7 @@ from phonograph.runner.cuda.cuda_rank_inputs import CudaRankInputs
 from phonograph.runner.cuda.cuda_sampling import LOOKAHEAD, RING_DEPTH, CudaSampling
 from phonograph.runner.cuda.device_sampler import DeviceSampler
 from phonograph.runner.cuda.draft_passes import DraftPasses
+from phonograph.runner.cuda.listed_drafts import ListedDrafts
 from phonograph.runner.cuda.masked_sampling import MaskedSampling
 from phonograph.runner.cuda.token_ring import TokenRing
 from phonograph.runner.step_program import StepProgram
@@ -128,11 +130,16 @@ class CudaPlatform:
                     parts.draft.model.share(model)
                 static += _bind(plan, parts.draft.model, limits.max_num_seqs, device).tensors()
         runtime = self._make_runtime(device, static)
-        in_steps, drafts = parts.draft is not None, make_suffix_drafts(plan)
+        in_steps, drafts = parts.draft is not None, make_suffix_drafts(plan, sampler)
         budget = make_draft_budget(plan, in_steps=in_steps)
         if drafts is None and budget is not None:
-            slow = sampler.grammars.slow
-            drafts = DeviceDrafts(budget, max_num_logits=limits.max_num_logits, slow_masks=slow, in_steps=in_steps)
+            drafts = DeviceDrafts(
+                budget,
+                max_num_logits=limits.max_num_logits,
+                slow_masks=sampler.grammars.slow,
+                in_steps=in_steps,
+                waits_for_lengths=plan.waits,
+            )
         device_sampler = DeviceSampler(
             inputs,
             workspace.logits_NV,
@@ -147,9 +154,11 @@ class CudaPlatform:
             vocab_size=spec.vocab_size,
             device=device,
         )
-        passes = None
+        passes = listed = None
         if parts.draft is not None:
             passes = _draft_passes(plan, parts.draft, inputs, runtime, states, taps)
+            pieces = plan.resolution.mode is GraphMode.PIECEWISE
+            listed = ListedDrafts(passes, masked.requests, max_num_seqs=limits.max_num_seqs, pieces=pieces)
         ring = self._make_ring(depth=RING_DEPTH, max_rows=len(inputs.results), units=parts.units)
         return DeviceParts(
             runtime=runtime,
@@ -163,7 +172,7 @@ class CudaPlatform:
                 passes=passes,
                 states=parts.states,
             ),
-            sampling=CudaSampling(sampler, inputs, masked, ring, drafts, 0 if plan.waits else LOOKAHEAD),
+            sampling=CudaSampling(sampler, inputs, masked, ring, drafts, listed),
         )
 
     def _parts_without_sampling(

@@ -125,12 +125,16 @@ def make_draft_budget(plan: EnginePlan, *, in_steps: bool = False) -> DraftBudge
     )
 
 
-def make_suffix_drafts(plan: EnginePlan) -> SuffixDrafts | None:
+def make_suffix_drafts(plan: EnginePlan, sampler: Sampler | None) -> SuffixDrafts | None:
     """Make the drafts of suffix decoding; None without it."""
     speculation, budget = plan.config.speculation, make_draft_budget(plan)
-    if speculation is None or budget is None or not speculation.on_host:
+    if speculation is None or budget is None or sampler is None or not speculation.on_host:
         return None
     limits = plan.limits
     return SuffixDrafts(
-        speculation.suffix, budget, max_num_seqs=limits.max_num_seqs, max_num_logits=limits.max_num_logits
+        speculation.suffix,
+        budget,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_logits=limits.max_num_logits,
+        slow_masks=sampler.grammars.slow,
     )

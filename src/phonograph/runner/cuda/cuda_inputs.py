@@ -207,6 +207,10 @@ class CudaInputs:
         num_logits, (num_slots, most_drafts) = len(self.tokens), self.drafts.shape
         end = num_logits + len(self.counts)
         drafts = words[end : end + num_slots * most_drafts].reshape(num_slots, most_drafts)
+        if self._host_drafts:
+            drafts = drafts.copy()
+            for slot, made in self._host_drafts.items():
+                drafts[slot, : len(made) - 1] = made[1:]
         return StepResults(words[:num_logits], words[num_logits:end], drafts)
 
     def accept(

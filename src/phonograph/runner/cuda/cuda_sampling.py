@@ -17,6 +17,7 @@ from phonograph.graphs.dispatch import Decision
 from phonograph.graphs.runtime import GraphRuntime
 from phonograph.kernels.triton.step.accept_drafts import DRAFTS_SHIFT, LENGTH_MASK
 from phonograph.runner.cuda.cuda_inputs import CudaInputs, StepResults
+from phonograph.runner.cuda.listed_drafts import ListedDrafts
 from phonograph.runner.cuda.masked_sampling import MaskedSampling, MaskedSequence
 from phonograph.runner.cuda.token_ring import TokenRing
 from phonograph.runner.cuda.token_scores import TokenScores
@@ -27,6 +28,7 @@ from phonograph.sampling.failures import SlotFailures
 from phonograph.sampling.sampler import Sampler
 from phonograph.speculation.device_drafts import DeviceDrafts
 from phonograph.speculation.suffix_drafts import SuffixDrafts
+from phonograph.speculation.suffix_index import SuffixIndex
 
 LOOKAHEAD = 1
 RING_DEPTH = LOOKAHEAD + 2
@@ -46,6 +48,7 @@ class StepInFlight:
     drafts: DeviceDrafts | SuffixDrafts | None
     scores: TokenScores | None
     inputs: CudaInputs
+    owners: dict[int, SuffixIndex]
 
     def result(self) -> StepOutput:
         """Wait until the device has finished the step, and return its output."""
@@ -84,7 +87,8 @@ class StepInFlight:
         last = take_tokens(output, slots, [run[-1] for _, run in runs], self.vocab_size)
         output.token_ids = [[*run[:-1], token_id] for (_, run), token_id in zip(runs, last, strict=True)]
         if isinstance(drafts, SuffixDrafts):
-            for slot, run, made in zip(slots, output.token_ids, drafts.follow(output), strict=True):
+            several = drafts.follow(output, self.owners, is_last=self.ring.latest == self.ticket)
+            for slot, run, made in zip(slots, output.token_ids, several, strict=True):
                 self.inputs.write_drafts(slot, run[-1], made)
         else:
             drafts.count((counts >> DRAFTS_SHIFT)[: batch.num_decodes], lengths[: batch.num_decodes] - 1)
@@ -100,7 +104,7 @@ class CudaSampling:
         masked: samples rows with a grammar behind the step.
         ring: copies the step's results to the host; of RING_DEPTH steps.
         drafts: drafts that the step verifies, and makes if the host does not; None for none.
-        lookahead: as in `StepRunner`, at most LOOKAHEAD.
+        listed: passes of a draft model for rows with a grammar; None without one.
     """
 
     def __init__(
@@ -110,14 +114,15 @@ class CudaSampling:
         masked: MaskedSampling,
         ring: TokenRing,
         drafts: DeviceDrafts | SuffixDrafts | None = None,
-        lookahead: int = LOOKAHEAD,
+        listed: ListedDrafts | None = None,
     ) -> None:
-        self.lookahead = lookahead
+        self.lookahead = LOOKAHEAD
         self.drafts = drafts
         self._sampler = sampler
         self._inputs = inputs
         self._masked = masked
         self._ring = ring
+        self._listed = listed
 
     def plan(self, rows: StepRows) -> SamplingPlan:
         """Divide the rows among the step's kernels and those behind it."""
@@ -144,24 +149,27 @@ class CudaSampling:
                 MaskedSequence(row, batch.slots[row], int(firsts[row]), int(counts[row])) for row in plan.masked
             ]
             decision = self._masked.sample(sequences, self._latest, decision, failures)
+            if self._listed is not None and batch.makes_drafts:
+                self._listed.draft(plan.masked)
         if scores is not None:
             scores.start(outputs.logits, outputs.tokens, failures)
         ticket = self._ring.send(outputs.tokens if self.drafts is None else self._inputs.results)
-        if isinstance(self.drafts, SuffixDrafts):
-            self.drafts.begin(batch)
+        owners = self.drafts.begin(batch) if isinstance(self.drafts, SuffixDrafts) else {}
         output = StepOutput(failures=failures.by_slot)
-        vocab_size = sampler.vocab_size
-        return StepInFlight(output, decision, batch, self._ring, ticket, vocab_size, self.drafts, scores, self._inputs)
+        of_step = output, decision, batch, self._ring, ticket, sampler.vocab_size
+        return StepInFlight(*of_step, self.drafts, scores, self._inputs, owners)
 
     def _latest(self) -> StepResults:
         """Wait for the step before the one that was sent last, and return its results."""
         return self._inputs.results_of(self._ring.read(self._ring.latest))
 
     def launch(self) -> None:
-        """Launch masked sampling for each size that has a graph."""
+        """Launch masked sampling, and the passes behind it, for each size that has a graph."""
         for size in self._masked.sizes:
             self._masked.run(size)
+        if self._listed is not None:
+            self._listed.launch()
 
     def capture(self, runtime: GraphRuntime) -> int:
-        """Capture the graphs of masked sampling."""
-        return self._masked.capture(runtime)
+        """Capture the graphs of masked sampling, and of the passes behind it."""
+        return self._masked.capture(runtime) + (0 if self._listed is None else self._listed.capture(runtime))

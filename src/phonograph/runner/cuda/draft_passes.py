@@ -1,4 +1,7 @@
-"""Passes of a draft model at the end of a step: the first over the step's rows, the others over a row a sequence."""
+"""Passes of a draft model at the end of a step: the first over the step's rows, the others over a row a sequence.
+
+Sequences with a grammar are sampled behind the step's graph, so their passes are in graphs of their own (`listed`).
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,9 @@ from phonograph.attention.backend import AnyBackend, AttentionLayer
 from phonograph.attention.metadata import CommonMetadata
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.graphs.runtime import GraphRuntime
+from phonograph.kernels.triton.elementwise.layers import gather_rows
 from phonograph.kernels.triton.sampling.sample import make_sample_scratch, sample
-from phonograph.kernels.triton.step.draft_rows import DraftRows, first_pass, next_pass
+from phonograph.kernels.triton.step.draft_rows import DraftRows, first_pass, listed_pass, next_pass
 from phonograph.models.transformer import Transformer
 from phonograph.runner.cuda.cuda_inputs import CudaInputs
 from phonograph.runner.step_attention import StepAttention
@@ -65,10 +69,15 @@ class DraftPasses:
         self._scratch = make_sample_scratch(max_num_seqs, vocab_size, device)
         # Sampling writes the state of a slot, which `accept` has written already.
         self._ignored = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
+        # Of the first pass, of the others, and of all that are listed.
         self._attentions = [
-            StepAttention([backend], layers, kv_caches, [self._rows.slot_mapping], runtime) for _ in range(2)
+            StepAttention([backend], layers, kv_caches, [self._rows.slot_mapping], runtime) for _ in range(3)
         ]
         self._builders = [backend.make_builder() for _ in self._attentions]
+        self._listed_tables = torch.zeros_like(inputs.block_tables[0])
+        self._common: CommonMetadata | None = None
+        # Features of the last step's rows. Those of all steps begin at the same address.
+        self._features_TE: torch.Tensor | None = None
         self._features_RE = torch.empty(max_num_seqs, model.spec.hidden_size, dtype=model.dtype, device=device)
         # Logits of a head that has fewer tokens, at those of the target; others are never drawn.
         self._target_ids = None if model.features is None else model.features.target_ids
@@ -83,32 +92,54 @@ class DraftPasses:
             key: the graph that will be captured or replayed; None for an eager step.
         """
         common, rows = commons[0], self._rows
+        self._common = common
         num_reqs, num_tokens = len(common.seq_lens), len(common.slot_mapping)
         first = replace(
             common,
             seq_lens=rows.seq_lens[:num_reqs],
             slot_mapping=rows.slot_mapping[:num_tokens],
-            seq_lens_cpu=self._bounds(common, 1),
+            seq_lens_cpu=self._bounds(common.seq_lens_cpu, 1),
             max_seq_len=min(common.max_seq_len + 1, self._max_model_len),
         )
-        starts = np.minimum(np.arange(num_reqs + 1, dtype=np.int32), common.num_reqs)
-        later = replace(
-            first,
-            num_decodes=common.num_reqs,
-            num_tokens=common.num_reqs,
-            num_decode_tokens=common.num_reqs,
+        later = self._one_row_each(common, common.seq_lens_cpu, common.num_reqs, common.block_table)
+        of_later = None if key is None else GraphKey(GraphSet.DECODE, num_reqs, num_reqs, 1)
+        for place, (one, of_pass) in enumerate([(first, key), (later, of_later)]):
+            self._attentions[place].metadata = (self._builders[place].build(one, key=of_pass),)
+
+    def build_listed(self, numbers: Sequence[int], size: int) -> None:
+        """Build the attention metadata of `run_listed` behind the step that `build` was called for.
+
+        Args:
+            numbers: rows of the batch.
+            size: rows of the passes, with padding.
+        """
+        assert self._common is not None, "a step that makes drafts comes before"
+        lens_cpu = np.zeros(size, np.int32)
+        lens_cpu[: len(numbers)] = self._common.seq_lens_cpu[[*numbers]]
+        common = self._one_row_each(self._common, lens_cpu, len(numbers), self._listed_tables[:size])
+        key = GraphKey(GraphSet.DECODE, size, size, 1)
+        self._attentions[2].metadata = (self._builders[2].build(common, key=key),)
+
+    def _one_row_each(
+        self, common: CommonMetadata, lens_cpu: np.ndarray, count: int, block_table: torch.Tensor
+    ) -> CommonMetadata:
+        """Return a step of one row for each of `count` sequences, padded to the lengths before the drafts."""
+        rows, size = self._rows, len(lens_cpu)
+        return replace(
+            common,
+            num_reqs=count,
+            num_decodes=count,
+            num_tokens=count,
+            num_decode_tokens=count,
             max_query_len=1,
             max_seq_len=min(common.max_seq_len + self._most_drafts, self._max_model_len),
-            query_start_loc=rows.query_start_loc[: num_reqs + 1],
-            slot_mapping=rows.slot_mapping[:num_reqs],
-            query_start_loc_cpu=starts,
-            seq_lens_cpu=self._bounds(common, self._most_drafts),
+            query_start_loc=rows.query_start_loc[: size + 1],
+            seq_lens=rows.seq_lens[:size],
+            block_table=block_table,
+            slot_mapping=rows.slot_mapping[:size],
+            query_start_loc_cpu=np.minimum(np.arange(size + 1, dtype=np.int32), count),
+            seq_lens_cpu=self._bounds(lens_cpu, self._most_drafts),
         )
-        keys = key, None if key is None else GraphKey(GraphSet.DECODE, num_reqs, num_reqs, 1)
-        for attention, builder, one, of_pass in zip(
-            self._attentions, self._builders, (first, later), keys, strict=True
-        ):
-            attention.metadata = (builder.build(one, key=of_pass),)
 
     def run(self, tokens_L: torch.Tensor, *, num_tokens: int, num_reqs: int, pieces: bool) -> None:
         """Leave drafts in the slots of the sequences that the step sampled.
@@ -135,24 +166,78 @@ class DraftPasses:
             block_table_RN=block_table,
             history_RM=None if self._states_TF is None else inputs.history,
         )
-        features = None
         if self._states_TF is not None:
             assert self.model.feature_part is not None
-            features = self.model.feature_part.join(self._states_TF[:num_tokens])
+            self._features_TE = self.model.feature_part.join(self._states_TF[:num_tokens])
+        self._draft(
+            [num_tokens, num_reqs], self._attentions[:2], block_table, self._features_TE, rows.last_rows, pieces=pieces
+        )
+
+    def run_listed(self, requests_G: torch.Tensor, *, pieces: bool) -> tuple[torch.Tensor, ...]:
+        """Leave drafts in the slots of sequences that were sampled behind the step; return no tensors.
+
+        The first pass has a row for the last token of each: `run` has computed the tokens before it.
+
+        Args:
+            requests_G: int32, rows of the batch, below 0 for padding.
+            pieces: as in `run`.
+        """
+        inputs, rows, size = self._inputs, self._rows, len(requests_G)
+        block_table, shifts = self._listed_tables[:size], self._states_TF is not None
+        listed_pass(
+            inputs.staging,
+            inputs.layout,
+            inputs.state,
+            rows,
+            block_size=self._block_size,
+            listed_G=requests_G,
+            seq_lens_R=inputs.seq_lens,
+            block_table_RN=inputs.block_tables[0],
+            listed_table_GN=block_table,
+            shifts=shifts,
+        )
+        features = None
+        if shifts:
+            assert self._features_TE is not None
+            features = self._features_RE[:size]
+            gather_rows(self._features_TE, rows.last_rows[:size], features)
+        self._draft([size, size], [self._attentions[2]] * 2, block_table, features, None, pieces=pieces)
+        return ()
+
+    def _draft(
+        self,
+        counts: Sequence[int],
+        attentions: Sequence[StepAttention],
+        block_table: torch.Tensor,
+        features: torch.Tensor | None,
+        last_rows_R: torch.Tensor | None,
+        *,
+        pieces: bool,
+    ) -> None:
+        """Run all passes.
+
+        Args:
+            counts: rows of the first pass, and sequences, with padding.
+            attentions: of the first pass and of the others.
+            block_table: int32, blocks of the sequences.
+            features: of the rows of the first pass, for a draft head.
+            last_rows_R: int64, rows of the first pass whose samples are drafts; None for all of them.
+            pieces: as in `run`.
+        """
+        rows, num_reqs = self._rows, counts[1]
         for index in range(self._most_drafts):
-            first = index == 0
-            count, attention = (num_tokens, self._attentions[0]) if first else (num_reqs, self._attentions[1])
+            count, attention = counts[index > 0], attentions[index > 0]
             attention.pieces = pieces
             attention.schedule()
             ids, positions = rows.input_ids[:count], rows.positions[:count]
             hidden = self.model.forward(ids, positions, attention, features_TE=features)
-            last_rows = rows.last_rows[:num_reqs] if first else None
+            last_rows = None if last_rows_R is None or index else last_rows_R[:num_reqs]
             self._sample(self.model.logits(hidden, last_rows), num_reqs)
             if self.model.feature_part is not None:
                 features = self._features_RE[:num_reqs]
                 self.model.feature_part.next_features(hidden, last_rows, features)
             next_pass(
-                inputs.state,
+                self._inputs.state,
                 rows,
                 index=index,
                 block_size=self._block_size,
@@ -182,7 +267,6 @@ class DraftPasses:
             self._ignored,
         )
 
-    def _bounds(self, common: CommonMetadata, more: int) -> np.ndarray:
+    def _bounds(self, lens: np.ndarray, more: int) -> np.ndarray:
         """Return upper bounds of the lengths with `more` tokens, 0 for padding."""
-        lens = common.seq_lens_cpu
         return np.where(lens > 0, np.minimum(lens + more, self._max_model_len), 0).astype(np.int32)

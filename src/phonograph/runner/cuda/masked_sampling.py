@@ -4,9 +4,9 @@ The step's graph skips these rows. Their masks need the tokens of the step befor
 ends. By then the device runs this step's forward pass, and the host fills the masks beside it. The device waits only if
 filling the masks takes longer than the forward pass.
 
-With prompt lookup a sequence has a row for each draft too. The drafts come to the host with the tokens of the step
-before. A matcher is advanced through them, gives a mask for each place, and is rolled back. The small graph then
-accepts drafts of these sequences, and looks up the next ones.
+With drafts a sequence has a row for each of them too. The drafts come to the host with the tokens of the step before.
+A matcher is advanced through them, gives a mask for each place, and is rolled back. The small graph then accepts drafts
+of these sequences, and looks up the next ones. A draft model makes them after it (`listed_drafts.py`).
 
 There is one graph for each power of two of rows. The kernel splits each row of logits into as many parts as fill the
 device with the graph's number of rows, so a single graph of maximal size would read one row with few programs. All
@@ -54,6 +54,7 @@ class MaskedSampling:
     sample_masked: called with rows int32 [G], bitmask int32 [G, words] and requests int32 [G], views of static tensors;
         see `DeviceSampler.sample_masked`. This call is captured.
     sizes:         numbers of rows that have a graph, rising
+    requests:      int32, static: rows of the batch that were sampled last, then entries below 0
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class MaskedSampling:
         vocab_size: int,
         device: torch.device,
     ) -> None:
-        self.sizes = (*(1 << bit for bit in range((max_rows - 1).bit_length())), max_rows)
+        self.sizes = graph_sizes(max_rows)
         self._sample_masked = sample_masked
         self._masks = masks
         self._vocab_size = vocab_size
@@ -74,7 +75,7 @@ class MaskedSampling:
         self._start = 2 * self._requests_at
         staging = torch.full((self._start + max_rows * self._num_words,), -1, dtype=torch.int32, device=device)
         self._staging = staging
-        self._rows, self._requests = staging[:max_rows], staging[self._requests_at :][:max_rows]
+        self._rows, self.requests = staging[:max_rows], staging[self._requests_at :][:max_rows]
         self._bitmask = staging[self._start :].view(max_rows, self._num_words)
         self._uploads = [PinnedWords(staging.shape[0], device) for _ in range(_UPLOADS)]
         self._next = 0
@@ -83,7 +84,7 @@ class MaskedSampling:
 
     def run(self, size: int) -> tuple[torch.Tensor, ...]:
         """Launch masking and sampling of the first `size` rows of what was uploaded; return no tensors."""
-        self._sample_masked(self._rows[:size], self._bitmask[:size], self._requests[:size])
+        self._sample_masked(self._rows[:size], self._bitmask[:size], self.requests[:size])
         return ()
 
     def capture(self, runtime: GraphRuntime) -> int:
@@ -158,6 +159,11 @@ class MaskedSampling:
         else:
             graph.replay()
         return _with_masked_rows(decision, num_rows, None if graph is None else size)
+
+
+def graph_sizes(most: int) -> tuple[int, ...]:
+    """Return the powers of two below a number, and the number."""
+    return (*(1 << bit for bit in range((most - 1).bit_length())), most)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -13,6 +13,9 @@ token, its row gives the first draft. Each further pass has one row a sequence, 
 
 A draft head (EAGLE) has an entry for each computed token, of the token's features and of the token that follows. So it
 has the rows of the step, and each sequence reaches the last token: `shifts` is True.
+
+Rows with a grammar are sampled after these passes. Their sequences have passes of their own then, *listed* ones, all of
+one row a sequence: the first has the last token, or the entry of a head that waits for it.
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -42,7 +45,8 @@ class DraftRows(NamedTuple):
     slot_mapping:    cache slot of each row; -1 after the end of a sequence and for padding
     seq_lens:        int32 [R], tokens of a sequence with the rows of the pass; 0 for padding
     query_start_loc: int32 [R+1] of passes of one row a sequence; padding repeats the number of requests
-    last_rows:       int64 [R], row of the first pass that has the last token; 0 if none has
+    last_rows:       int64 [R], row of the first pass that has the last token; 0 if none has. Of a listed pass: the
+        step's row of the token before the last one
     sample_slots:    int32 [R], slot of a sequence whose rows reach its last token, else -1
     temperature:     float32 [R], as are top_p and min_p; top_k int32 and draw_keys int64: see `sampling.sample`
     tokens:          int32 [R], the samples of a pass
@@ -145,6 +149,58 @@ def first_pass(
     )
 
 
+def listed_pass(
+    staging: torch.Tensor,
+    layout: StepLayout,
+    state: SlotState,
+    rows: DraftRows,
+    *,
+    block_size: int,
+    listed_G: torch.Tensor,
+    seq_lens_R: torch.Tensor,
+    block_table_RN: torch.Tensor,
+    listed_table_GN: torch.Tensor,
+    shifts: bool = False,
+) -> None:
+    """Write the rows of the first listed pass.
+
+    Args:
+        staging: as `prepare` left it
+        layout: of the staging buffer
+        state: as `accept` left it for the listed sequences
+        rows: written, entry i for listed sequence i
+        block_size: tokens of a block
+        listed_G: int32, rows of the batch, then entries below 0 for padding
+        seq_lens_R: int32, tokens of each sequence with all rows of the step
+        block_table_RN: int32, blocks of the sequences of the step
+        listed_table_GN: int32, receives those of the listed sequences
+        shifts: as in `next_pass`
+    """
+    constants = layout.constants
+    _listed_rows_kernel[(listed_G.shape[0],)](
+        staging,
+        state.last_token,
+        state.num_computed,
+        state.parameters,
+        *rows[1:-1],
+        seq_lens_R,
+        block_table_RN,
+        block_table_RN.stride(0),
+        listed_table_GN,
+        listed_table_GN.stride(0),
+        listed_G,
+        listed_G.shape[0],
+        SLOTS=constants["SLOTS"],
+        QUERY_STARTS=constants["QUERY_STARTS"],
+        MOST_DRAFTS=state.drafts.shape[1],
+        BLOCK_SIZE=block_size,
+        SHIFT=int(shifts),
+        BLOCK=256,
+        **pdl_options(),
+        num_warps=4,
+    )
+
+
 def next_pass(
     state: SlotState,
     rows: DraftRows,
@@ -186,6 +242,16 @@ def next_pass(
 def _draw_key(parameters, length):
     """Return the key of the draw that follows the first `length` tokens of a sequence."""
     return draw_key(tl.load(parameters + 4), tl.load(parameters + 5), length - tl.load(parameters + 6))
+
+
+@triton.jit
+def _write_draw(row, parameters, length, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, draw_keys_ptr):
+    """Write the sampling parameters of the draw that follows the first `length` tokens of a sequence."""
+    tl.store(temperature_ptr + row, tl.load((parameters + 0).to(tl.pointer_type(tl.float32))))
+    tl.store(top_k_ptr + row, tl.load(parameters + 1))
+    tl.store(top_p_ptr + row, tl.load((parameters + 2).to(tl.pointer_type(tl.float32))))
+    tl.store(min_p_ptr + row, tl.load((parameters + 3).to(tl.pointer_type(tl.float32))))
+    tl.store(draw_keys_ptr + row, _draw_key(parameters, length))
 
 
 @triton.jit
@@ -286,11 +352,7 @@ def _first_rows_kernel(
             last_row = query_start + computed - shift - context - ahead
             tl.store(last_rows_ptr + row, tl.where(reaches, last_row, 0).to(tl.int64))
             tl.store(sample_slots_ptr + row, tl.where(reaches, slot, -1))
-            tl.store(temperature_ptr + row, tl.load((parameters + 0).to(tl.pointer_type(tl.float32))))
-            tl.store(top_k_ptr + row, tl.load(parameters + 1))
-            tl.store(top_p_ptr + row, tl.load((parameters + 2).to(tl.pointer_type(tl.float32))))
-            tl.store(min_p_ptr + row, tl.load((parameters + 3).to(tl.pointer_type(tl.float32))))
-            tl.store(draw_keys_ptr + row, _draw_key(parameters, computed + 1))
+            _write_draw(row, parameters, computed + 1, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, draw_keys_ptr)
     elif chunk == 0:
         tl.store(seq_lens_ptr + row, 0)
         tl.store(query_start_loc_ptr + row, num_reqs)
@@ -353,3 +415,78 @@ def _next_row_kernel(
         tl.store(positions_ptr + row, tl.zeros((), tl.int64))
         tl.store(slot_mapping_ptr + row, tl.full((), -1, tl.int64))
         tl.store(seq_lens_ptr + row, tl.where(is_padding, 0, 1))
+
+
+@triton.jit(do_not_specialize=["num_listed"])
+def _listed_rows_kernel(
+    staging,
+    last_token_ptr,
+    num_computed_ptr,
+    parameters_ptr,
+    ids_ptr,
+    positions_ptr,
+    slot_mapping_ptr,
+    seq_lens_ptr,
+    query_start_loc_ptr,
+    last_rows_ptr,
+    sample_slots_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    draw_keys_ptr,
+    step_lens_ptr,
+    block_table_ptr,
+    block_table_stride,
+    listed_table_ptr,
+    listed_table_stride,
+    listed_ptr,
+    num_listed,
+    SLOTS: tl.constexpr,
+    QUERY_STARTS: tl.constexpr,
+    MOST_DRAFTS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SHIFT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    pdl_begin(PDL)
+    place = tl.program_id(0)
+    lane = tl.arange(0, BLOCK)
+    num_reqs = 0
+    for start in range(0, num_listed, BLOCK):
+        row = tl.load(listed_ptr + start + lane, mask=start + lane < num_listed, other=-1)
+        num_reqs += tl.sum((row >= 0).to(tl.int32), 0)
+    tl.store(query_start_loc_ptr + place, tl.minimum(place, num_reqs))
+    if place == 0:
+        tl.store(query_start_loc_ptr + num_listed, num_reqs)
+    if place < num_reqs:
+        row = tl.load(listed_ptr + place)
+        slot = tl.load(staging + SLOTS + row)
+        query_start = tl.load(staging + QUERY_STARTS + row)
+        query_end = tl.load(staging + QUERY_STARTS + row + 1)
+        computed = tl.load(num_computed_ptr + slot)
+        parameters = parameters_ptr + slot * _START_WORDS
+        last_position = tl.maximum(tl.load(parameters + 7) - 1, 0)
+        position = computed - SHIFT
+        table_row = block_table_ptr + row.to(tl.int64) * block_table_stride
+        tl.store(ids_ptr + place, tl.load(last_token_ptr + slot))
+        _write_place(positions_ptr, slot_mapping_ptr, place, position, last_position, table_row, True, BLOCK_SIZE)
+        tl.store(seq_lens_ptr + place, tl.minimum(position, last_position) + 1)
+        # Row `query_end` of the step would have the position after all of its rows.
+        last_row = query_end - tl.load(step_lens_ptr + row) + computed - 1
+        tl.store(last_rows_ptr + place, tl.maximum(last_row, query_start).to(tl.int64))
+        tl.store(sample_slots_ptr + place, slot)
+        _write_draw(place, parameters, computed + 1, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, draw_keys_ptr)
+        num_blocks = tl.minimum(position + MOST_DRAFTS, last_position) // BLOCK_SIZE + 1
+        listed_row = listed_table_ptr + place.to(tl.int64) * listed_table_stride
+        for start in range(0, num_blocks, BLOCK):
+            index = start + lane
+            tl.store(listed_row + index, tl.load(table_row + index, mask=index < num_blocks), mask=index < num_blocks)
+    else:
+        tl.store(ids_ptr + place, 0)
+        tl.store(positions_ptr + place, tl.zeros((), tl.int64))
+        tl.store(slot_mapping_ptr + place, tl.full((), -1, tl.int64))
+        tl.store(seq_lens_ptr + place, 0)
+        tl.store(last_rows_ptr + place, tl.zeros((), tl.int64))
+        tl.store(sample_slots_ptr + place, -1)

@@ -254,9 +254,10 @@ def _prepare_kernel(
         appends = staging + APPENDS + append_start
         query_len = query_end - query_start
         seq_len = context_len + query_len
-        num_keys = seq_len
+        # The passes of a draft model have keys behind those of the step.
+        num_keys = seq_len + MOST_DRAFTS
         if ENCODER_LEN:
-            num_keys = tl.where(group == ENCODER_GROUP, ENCODER_LEN, seq_len)
+            num_keys = tl.where(group == ENCODER_GROUP, ENCODER_LEN, num_keys)
         num_blocks = (num_keys + block_size - 1) // block_size
         # Blocks may be appended ahead of the tokens that will fill them.
         end = tl.maximum(num_blocks, append_at + num_appends)
