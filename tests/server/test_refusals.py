@@ -161,7 +161,7 @@ CHATS: list[tuple[dict[str, Any], str, str]] = [
         ({"chat_template_kwargs": {name: 3}}, "chat_template_kwargs", "not a variable")
         for name in ("messages", "conversation", "conversations", "self", "tools", "add_generation_prompt")
     ),
-    ({"chat_template": "x"}, "chat_template", "not supported"),
+    ({"chat_template": "x"}, "chat_template", "--trust-request-chat-template"),
     ({"response_format": {"type": "yaml"}}, "response_format", "must be text, json_object or json_schema"),
     ({"response_format": {"type": "json_schema"}}, "response_format", "a name and a schema"),
     ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex", "contradicts"),

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from phonograph.config.base import nearest
+from phonograph.config.server_config import ServerConfig
 from phonograph.errors import shortened
 from phonograph.server.chat.thinking import Thinking
 from phonograph.server.http.api_errors import invalid
@@ -24,14 +25,14 @@ NO_EFFECT = frozenset(
 """Fields of OpenAI and vLLM that do not change the answer. They are accepted, and a header lists them."""
 
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
-    **dict.fromkeys(("audio", "chat_template", "ec_transfer_params", "media_io_kwargs", "mm_payload"), ()),
+    **dict.fromkeys(("audio", "ec_transfer_params", "media_io_kwargs", "mm_payload"), ()),
     **dict.fromkeys(("functions", "guided_decoding_backend", "kv_transfer_params", "logits_processors"), ()),
-    **dict.fromkeys(("mm_processor_kwargs", "prompt_embeds", "prompt_logprob_token_ids", "repetition_detection"), ()),
+    **dict.fromkeys(("mm_processor_kwargs", "prompt_embeds", "prompt_logprob_token_ids"), ()),
     **dict.fromkeys(("return_mm_kwargs", "return_prompt_text", "return_weight_versions"), ()),
     **dict.fromkeys(("use_beam_search", "vllm_xargs", "watermarking", "web_search_options"), ()),
     **dict.fromkeys(("function_call", "reasoning_effort"), ("none",)),
     **dict.fromkeys(("include_reasoning", "spaces_between_special_tokens"), (True,)),
-    **{"length_penalty": (1,), "modalities": (["text"],), "routed_experts_prompt_start": (0,), "stream_interval": (1,)},
+    **{"length_penalty": (1,), "modalities": (["text"],), "routed_experts_prompt_start": (0,)},
     **{"suffix": ("",), "thinking_token_budget": (-1,), "verbosity": ("medium",)},
 }
 """Fields of OpenAI or vLLM that are not served, with neutral values. Null, false, [] and {} are always neutral."""
@@ -98,6 +99,9 @@ class Body(Fields):
     """Body of a request."""
 
     model: str | None = None
+
+    def complete(self, config: ServerConfig) -> None:
+        """Set fields that the request leaves out and the server has a default for."""
 
     def requested_thinking(self) -> Thinking | None:
         """Return the reasoning that the request asks for; None for other requests."""

@@ -115,6 +115,7 @@ class Serving:
         """
         dropped = body.drop_unknown() if self.config.unknown_fields == "warn" else []
         ignored = body.check()
+        body.complete(self.config)
         thinking = body.requested_thinking()
         if thinking is not None and self.harmony is None:
             ignored += template_options(thinking, self.variables, self.formats)[1]
@@ -296,7 +297,7 @@ class Serving:
         def render(messages: list[Message]) -> str:
             return self.tokenizer.render_chat(
                 messages,
-                template=self.chat_template,
+                template=request.thinking.template or self.chat_template,
                 add_generation_prompt=not request.continues if request.begins is None else request.begins,
                 continue_final_message=request.continues,
                 variables=variables,

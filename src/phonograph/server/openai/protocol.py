@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from phonograph.config.server_config import ServerConfig
+from phonograph.core.repetition_detection import MAX_PATTERN_SIZE
 from phonograph.core.structured_outputs import StructuredOutputs
 from phonograph.errors import RequestError
 from phonograph.server.chat.conversation import further_keys
@@ -21,7 +23,7 @@ DEFAULT_MAX_TOKENS = 16
 _SAME_NAME = (
     *("n", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("logit_bias", "seed", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output"),
-    *("skip_special_tokens", "prompt_logprobs", "allowed_token_ids", "bad_words", "speculate"),
+    *("skip_special_tokens", "prompt_logprobs", "allowed_token_ids", "bad_words", "speculate", "stream_interval"),
 )
 """Fields that have the same name in the engine."""
 
@@ -39,6 +41,16 @@ class StreamOptions(BaseModel):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
+
+
+class Repetition(BaseModel):
+    """Repeated pattern that ends an answer; see `RepetitionDetectionParams`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    max_pattern_size: Annotated[int, Field(ge=0, le=MAX_PATTERN_SIZE)] = 0
+    min_pattern_size: Annotated[int, Field(ge=0)] = 0
+    min_count: Annotated[int, Field(ge=0)] = 0
 
 
 class GenerationBody(StructuredFields):
@@ -65,6 +77,7 @@ class GenerationBody(StructuredFields):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     speculate: bool | None = None
+    repetition_detection: Repetition | None = None
     prompt_logprobs: int | None = None
     logprob_token_ids: TokenIds | None = None
     truncate_prompt_tokens: int | None = None
@@ -73,6 +86,7 @@ class GenerationBody(StructuredFields):
     return_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    stream_interval: int | None = None
     priority: int | None = None
     cache_salt: CacheSalt | None = None
     request_id: Annotated[str, Field(max_length=200)] | None = None
@@ -85,6 +99,12 @@ class GenerationBody(StructuredFields):
     def continuous_usage(self) -> bool:
         options = self.stream_options
         return options is not None and options.include_usage is not False and bool(options.continuous_usage_stats)
+
+    def complete(self, config: ServerConfig) -> None:
+        if self.return_tokens_as_token_ids is None:
+            self.return_tokens_as_token_ids = config.return_tokens_as_token_ids
+        if config.enable_force_include_usage and self.stream:
+            self.stream_options = StreamOptions(include_usage=True, continuous_usage_stats=True)
 
     def check(self) -> list[str]:
         if self.stream_options is not None and not self.stream:
@@ -136,6 +156,8 @@ class GenerationBody(StructuredFields):
             if value is not None and value > max_logprobs:
                 raise invalid(name, f"{name}={value}: this server gives {max_logprobs} at most (max_logprobs)")
         values: dict[str, Any] = {name: value for name in _SAME_NAME if (value := getattr(self, name)) is not None}
+        if self.repetition_detection is not None:
+            values["repetition_detection"] = self.repetition_detection.model_dump()
         if scores_prompt and logprobs is not None:
             values["prompt_logprobs"] = max(logprobs, self.prompt_logprobs or 0)
         if self.logprob_token_ids:
@@ -187,6 +209,7 @@ class ChatBody(GenerationBody):
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    chat_template: Annotated[str, Field(min_length=1)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[Any] | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -195,11 +218,16 @@ class ChatBody(GenerationBody):
     include_reasoning: bool | None = None
     thinking_token_budget: Budget = None
 
+    def complete(self, config: ServerConfig) -> None:
+        super().complete(config)
+        _check_template(self.chat_template, config)
+
     def requested_thinking(self) -> Thinking:
         return Thinking(
             effort=self.reasoning_effort,
             shown=self.include_reasoning is not False,
             budget=self.thinking_token_budget,
+            template=self.chat_template,
             variables={
                 **({"documents": self.documents} if self.documents else {}),
                 **(self.chat_template_kwargs or {}),
@@ -223,6 +251,17 @@ class ChatBody(GenerationBody):
         return super().check() + further_keys(self.messages)
 
 
+def _check_template(template: str | None, config: ServerConfig) -> None:
+    """Check that a request may have a chat template."""
+    problem = None
+    if template is not None and config.chat_format == "harmony":
+        problem = "chats in the harmony format have no template"
+    elif template is not None and not config.trust_request_chat_template:
+        problem = "the server takes templates of requests only with --trust-request-chat-template"
+    if problem is not None:
+        raise invalid("chat_template", f"chat_template: {problem}", code="unsupported_parameter")
+
+
 class TokenizeBody(Body):
     """POST /tokenize: a text, or a conversation."""
 
@@ -231,17 +270,27 @@ class TokenizeBody(Body):
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    chat_template: Annotated[str, Field(min_length=1)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[Any] | None = None
     return_token_strs: bool | None = None
 
+    def complete(self, config: ServerConfig) -> None:
+        _check_template(self.chat_template, config)
+
     def requested_thinking(self) -> Thinking:
-        return Thinking(variables=self.chat_template_kwargs or {})
+        return Thinking(template=self.chat_template, variables=self.chat_template_kwargs or {})
 
     def check(self) -> list[str]:
         if (self.prompt is None) == (self.messages is None):
             raise invalid("prompt", "give either prompt or messages")
-        for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools"):
+        for name in (
+            "add_generation_prompt",
+            "continue_final_message",
+            "chat_template",
+            "chat_template_kwargs",
+            "tools",
+        ):
             if self.prompt is not None and getattr(self, name):
                 raise invalid(name, f"{name} needs messages")
         return super().check() + further_keys(self.messages or [])
