@@ -91,7 +91,6 @@ COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"request_id": "x" * 201}, "request_id", "200"),
     ({"request_id": "\udc00"}, "request_id", ""),
     ({"suffix": "."}, "suffix", "suffix needs tokens"),
-    ({"use_beam_search": True}, "use_beam_search", "not supported"),
     ({"guided_regex": ""}, "guided_regex", "non-empty"),
     ({"guided_regex": "a("}, "guided_regex", "unclosed group"),
     ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice", "contradicts guided_regex"),

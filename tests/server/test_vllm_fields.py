@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
+import httpx
+import pytest
 from servers import QUESTION, Server
+
+from phonograph import LLM, BeamSearchParams
+from phonograph.engine.offline.beam_search import BeamSearchOutput
 
 PROMPT = f"<|begin|><|user|>{QUESTION}<|end|><|assistant|>"
 GREEDY: dict[str, Any] = {"model": "demo", "prompt": PROMPT, "temperature": 0, "max_tokens": 24}
@@ -64,3 +70,67 @@ def test_the_chat_template_of_a_request(server: Server, serve_with: Callable[...
     assert chat["prompt_token_ids"] == plain
     broken = trusting.post("/v1/chat/completions", {**body, "chat_template": "{% if %}"})
     assert broken.status_code == 400 and "chat template" in broken.text
+
+
+BEAMS: dict[str, Any] = {**GREEDY, "max_tokens": 6, "n": 3, "use_beam_search": True}
+
+
+@pytest.fixture(scope="module")
+def searched() -> list[BeamSearchOutput]:
+    with LLM("demo", max_model_len=256, max_num_seqs=8, enforce_eager=True) as llm:
+        return llm.beam_search([PROMPT, "Tom has"], BeamSearchParams(3, 6))
+
+
+def test_beams_of_completions_are_those_of_python(server: Server, searched: list[BeamSearchOutput]) -> None:
+    body = {**BEAMS, "prompt": [PROMPT, "Tom has"], "logprobs": 2, "return_token_ids": True}
+    answer = server.post("/v1/completions", body).json()
+    expected = [one for output in searched for one in output.sequences]
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3, 4, 5]
+    for choice, sequence in zip(answer["choices"], expected, strict=True):
+        assert choice["prompt_token_ids"] + choice["token_ids"] == sequence.tokens
+        assert (choice["finish_reason"], choice["stop_reason"]) == (sequence.finish_reason, sequence.stop_reason)
+        total = sum(choice["logprobs"]["token_logprobs"])
+        assert sequence.finish_reason == "stop" or math.isclose(total, sequence.cum_logprob, abs_tol=1e-3)
+        assert all(2 <= len(top) <= 3 for top in choice["logprobs"]["top_logprobs"])
+    streamed = list(
+        server.client().completions.create(
+            stream=True, extra_body={"use_beam_search": True}, **{**GREEDY, "max_tokens": 6, "n": 3}
+        )
+    )
+    assert [chunk.choices[0].text for chunk in streamed] == [choice["text"] for choice in answer["choices"][:3]]
+
+
+def test_beams_of_chats(server: Server, searched: list[BeamSearchOutput]) -> None:
+    chat = {name: value for name, value in BEAMS.items() if name != "prompt"}
+    answer = server.post("/v1/chat/completions", {**chat, "messages": [{"role": "user", "content": QUESTION}]}).json()
+    completion = server.post("/v1/completions", BEAMS).json()
+    assert [choice["message"]["content"] for choice in answer["choices"]] == [
+        choice["text"] for choice in completion["choices"]
+    ]
+    assert answer["usage"]["completion_tokens"] == sum(
+        len(one.tokens) - answer["usage"]["prompt_tokens"] for one in searched[0].sequences
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"n": 600}, "n", "must be an integer >= 1 and <= 512"),
+        ({"top_p": 0.5}, "top_p", "no effect on a beam search"),
+        ({"stop": "a"}, "stop", "no effect on a beam search"),
+        ({"structured_outputs": {"regex": "a"}}, "use_beam_search", "contradicts structured outputs"),
+        ({"echo": True, "logprobs": 1}, "echo", "no log-probabilities"),
+        ({"use_beam_search": False, "length_penalty": 2.0}, "length_penalty", "needs use_beam_search"),
+        ({"max_tokens": 2000}, "max_tokens", "context holds 1024"),
+    ],
+)
+def test_fields_that_contradict_beams_are_named(server: Server, fields: dict[str, Any], param: str, says: str) -> None:
+    refused = server.post("/v1/completions", {**BEAMS, **fields})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == param and says in refused.json()["error"]["message"]
+
+
+def test_a_client_that_leaves_ends_its_search(server: Server) -> None:
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{server.url}/v1/completions", json={**BEAMS, "max_tokens": 900, "ignore_eos": True}, timeout=0.5)
+    server.wait_until_idle()

@@ -37,6 +37,7 @@ class Sample(CompletionOutput):
     admitted, first_token, last_token: times of the admission, and at which the engine made the first and the latest
         token, in seconds of `time.monotonic`
     num_preemptions: known when the sample has ended
+    num_taken: tokens of the deltas so far
     num_reported: tokens for which the caller was woken last, if it does not wake for each
     """
 
@@ -51,7 +52,7 @@ class Sample(CompletionOutput):
         self.last_token: float | None = None
         self.num_preemptions = 0
         self.num_reported = 0
-        self._num_taken = 0
+        self.num_taken = 0
         self._text_taken = 0
 
     def grow(
@@ -75,8 +76,8 @@ class Sample(CompletionOutput):
 
     def take(self) -> Delta:
         """Return what is new since the last call."""
-        start, text = self._num_taken, self.text_from(self._text_taken)
-        self._num_taken = len(self.token_ids)
+        start, text = self.num_taken, self.text_from(self._text_taken)
+        self.num_taken = len(self.token_ids)
         self._text_taken += len(text)
         return Delta(text, self.token_ids[start:], [] if self.positions is None else self.positions[start:])
 
@@ -201,7 +202,7 @@ class Call:
             prompt.num_growing -= 1
             self._num_growing -= 1
         elif self._interval > 1:
-            if 0 < sample.num_reported > len(sample.token_ids) - self._interval:
+            if 0 < max(sample.num_reported, sample.num_taken) > len(sample.token_ids) - self._interval:
                 return
             sample.num_reported = len(sample.token_ids)
         if self._streams:

@@ -25,14 +25,14 @@ NO_EFFECT = frozenset(
 """Fields of OpenAI and vLLM that do not change the answer. They are accepted, and a header lists them."""
 
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
-    **dict.fromkeys(("audio", "ec_transfer_params", "media_io_kwargs", "mm_payload"), ()),
+    **dict.fromkeys(("audio", "chat_template", "ec_transfer_params", "media_io_kwargs", "mm_payload"), ()),
     **dict.fromkeys(("functions", "guided_decoding_backend", "kv_transfer_params", "logits_processors"), ()),
-    **dict.fromkeys(("mm_processor_kwargs", "prompt_embeds", "prompt_logprob_token_ids"), ()),
+    **dict.fromkeys(("mm_processor_kwargs", "prompt_embeds", "prompt_logprob_token_ids", "repetition_detection"), ()),
     **dict.fromkeys(("return_mm_kwargs", "return_prompt_text", "return_weight_versions"), ()),
     **dict.fromkeys(("use_beam_search", "vllm_xargs", "watermarking", "web_search_options"), ()),
     **dict.fromkeys(("function_call", "reasoning_effort"), ("none",)),
     **dict.fromkeys(("include_reasoning", "spaces_between_special_tokens"), (True,)),
-    **{"length_penalty": (1,), "modalities": (["text"],), "routed_experts_prompt_start": (0,)},
+    **{"length_penalty": (1,), "modalities": (["text"],), "routed_experts_prompt_start": (0,), "stream_interval": (1,)},
     **{"suffix": ("",), "thinking_token_budget": (-1,), "verbosity": ("medium",)},
 }
 """Fields of OpenAI or vLLM that are not served, with neutral values. Null, false, [] and {} are always neutral."""
@@ -82,7 +82,7 @@ class Fields(BaseModel):
                 if value is not None:
                     ignored.append(name)
             elif key in self.unsupported:
-                if not _asks_nothing(value, self.unsupported[key]):
+                if not asks_nothing(value, self.unsupported[key]):
                     problem = f"{name} is not supported by this server"
                     if key in self.reasons:
                         problem += f": {self.reasons[key]}"
@@ -108,7 +108,8 @@ class Body(Fields):
         return None
 
 
-def _asks_nothing(value: object, neutral: tuple[object, ...]) -> bool:
+def asks_nothing(value: object, neutral: tuple[object, ...]) -> bool:
+    """Return True if a field with this value changes nothing."""
     return value is None or value is False or value in ([], {}) or value in neutral
 
 

@@ -8,11 +8,24 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from phonograph.config.server_config import ServerConfig
+from phonograph.core.beam_search_params import BeamSearchParams
 from phonograph.core.repetition_detection import MAX_PATTERN_SIZE
+from phonograph.core.sampling_params import SamplingParams
 from phonograph.core.structured_outputs import StructuredOutputs
 from phonograph.errors import RequestError
 from phonograph.server.chat.conversation import further_keys
-from phonograph.server.chat.fields import Biases, Body, Budget, CacheSalt, Documents, Messages, Prompts, Stops, TokenIds
+from phonograph.server.chat.fields import (
+    Biases,
+    Body,
+    Budget,
+    CacheSalt,
+    Documents,
+    Messages,
+    Prompts,
+    Stops,
+    TokenIds,
+    asks_nothing,
+)
 from phonograph.server.chat.thinking import Thinking
 from phonograph.server.http.api_errors import api_error, invalid
 from phonograph.server.openai.structured import PARAMETERS, StructuredFields, field_of, structured_outputs
@@ -26,6 +39,13 @@ _SAME_NAME = (
     *("skip_special_tokens", "prompt_logprobs", "allowed_token_ids", "bad_words", "speculate", "stream_interval"),
 )
 """Fields that have the same name in the engine."""
+_NOT_OF_BEAMS: dict[str, tuple[object, ...]] = {
+    **{"top_k": (0, -1), "top_p": (1,), "min_p": (0,), "repetition_penalty": (1,), "min_tokens": (0,)},
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), (0,)),
+    **dict.fromkeys(("logit_bias", "stop", "stop_token_ids", "allowed_token_ids", "bad_words", "prompt_logprobs"), ()),
+    **dict.fromkeys(("logprob_token_ids", "repetition_detection", "thinking_token_budget", "suffix", "seed"), ()),
+}
+"""Fields without effect on a beam search, with neutral values."""
 
 
 class StreamOptions(BaseModel):
@@ -73,6 +93,8 @@ class GenerationBody(StructuredFields):
     stop_token_ids: TokenIds | None = None
     allowed_token_ids: TokenIds | None = None
     bad_words: Stops | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -111,6 +133,7 @@ class GenerationBody(StructuredFields):
             raise invalid("stream_options", "stream_options needs stream=true")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise invalid("max_tokens", "max_tokens and max_completion_tokens contradict each other; give one of them")
+        self._check_beams()
         extra = self.model_extra or {}
         if extra.get("best_of") is not None and extra["best_of"] != (self.n or 1):
             raise invalid("best_of", "best_of other than n is not supported", code="unsupported_parameter")
@@ -119,6 +142,42 @@ class GenerationBody(StructuredFields):
         if self.stream_options is not None and self.stream_options.include_obfuscation:
             ignored.append("stream_options.include_obfuscation")
         return ignored
+
+    def _check_beams(self) -> None:
+        """Check that no field contradicts `use_beam_search`."""
+        if not self.use_beam_search:
+            if self.length_penalty not in (None, 1):
+                raise invalid("length_penalty", "length_penalty needs use_beam_search=true")
+            return
+        for name, neutral in _NOT_OF_BEAMS.items():
+            if not asks_nothing(getattr(self, name, None), neutral):
+                raise invalid(name, f"{name} has no effect on a beam search; leave it or use_beam_search out")
+
+    def beams(self, params: SamplingParams) -> BeamSearchParams | None:
+        """Return the parameters of a beam search, or None if the request does not ask for one.
+
+        Args:
+            params: sampling parameters of the request.
+
+        Raises:
+            ApiError: a value is out of range, or the answer must have a form.
+        """
+        if not self.use_beam_search:
+            return None
+        if params.structured_outputs is not None:
+            problem = "use_beam_search contradicts structured outputs and tools that must be called; leave it out"
+            raise invalid("use_beam_search", problem)
+        try:
+            return BeamSearchParams(
+                params.n,
+                params.max_tokens or 1,
+                ignore_eos=params.ignore_eos,
+                temperature=params.temperature,
+                length_penalty=1.0 if self.length_penalty is None else self.length_penalty,
+                include_stop_str_in_output=params.include_stop_str_in_output,
+            )
+        except RequestError as error:
+            raise api_error(error, {"beam_width": "n"}) from None
 
     def requested_tokens(self) -> int | None:
         """Return max_tokens, which has two names."""
@@ -186,6 +245,8 @@ class CompletionBody(GenerationBody):
 
     def check(self) -> list[str]:
         name = self.names().get("max_tokens", "max_tokens")
+        if self.use_beam_search and self.echo and (self.logprobs is not None or self.requested_tokens() == 0):
+            raise invalid("echo", f"echo with logprobs or {name}=0 has no log-probabilities of a beam search")
         if self.requested_tokens() == 0 and not self.echo:
             raise invalid(name, f"{name}=0 needs echo=true, because the answer would be empty")
         if self.logprob_token_ids and self.logprobs is None:
