@@ -134,3 +134,10 @@ def test_a_client_that_leaves_ends_its_search(server: Server) -> None:
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{server.url}/v1/completions", json={**BEAMS, "max_tokens": 900, "ignore_eos": True}, timeout=0.5)
     server.wait_until_idle()
+
+
+def test_structured_outputs_of_responses(server: Server) -> None:
+    body = {"model": "demo", "input": QUESTION, "structured_outputs": {"choice": ["red", "blue"]}, "session_id": "a"}
+    answer = server.post("/v1/responses", {**body, "spaces_between_special_tokens": False})
+    (item,) = answer.json()["output"]
+    assert item["content"][0]["text"] in ("red", "blue") and "session_id" in answer.headers["warning"]

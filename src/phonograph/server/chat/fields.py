@@ -24,12 +24,16 @@ NO_EFFECT = frozenset(
 )
 """Fields of OpenAI and vLLM that do not change the answer. They are accepted, and a header lists them."""
 
+VLLM_UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
+    **dict.fromkeys(("ec_transfer_params", "kv_transfer_params", "media_io_kwargs", "mm_payload"), ()),
+    **dict.fromkeys(("mm_processor_kwargs", "return_mm_kwargs", "vllm_xargs", "watermarking"), ()),
+}
+"""Fields of vLLM for every protocol that are not served, with neutral values as in `UNSUPPORTED`."""
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
-    **dict.fromkeys(("audio", "chat_template", "ec_transfer_params", "media_io_kwargs", "mm_payload"), ()),
-    **dict.fromkeys(("functions", "guided_decoding_backend", "kv_transfer_params", "logits_processors"), ()),
-    **dict.fromkeys(("mm_processor_kwargs", "prompt_embeds", "prompt_logprob_token_ids", "repetition_detection"), ()),
-    **dict.fromkeys(("return_mm_kwargs", "return_prompt_text", "return_weight_versions"), ()),
-    **dict.fromkeys(("use_beam_search", "vllm_xargs", "watermarking", "web_search_options"), ()),
+    **VLLM_UNSUPPORTED,
+    **dict.fromkeys(("audio", "chat_template", "functions", "guided_decoding_backend", "logits_processors"), ()),
+    **dict.fromkeys(("prompt_embeds", "prompt_logprob_token_ids", "repetition_detection"), ()),
+    **dict.fromkeys(("return_prompt_text", "return_weight_versions", "use_beam_search", "web_search_options"), ()),
     **dict.fromkeys(("function_call", "reasoning_effort"), ("none",)),
     **dict.fromkeys(("include_reasoning", "spaces_between_special_tokens"), (True,)),
     **{"length_penalty": (1,), "modalities": (["text"],), "routed_experts_prompt_start": (0,), "stream_interval": (1,)},
