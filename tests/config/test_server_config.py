@@ -27,6 +27,7 @@ VALUES: dict[str, tuple[str, Any]] = {
     "trust_request_chat_template": ("true", True),
     "return_tokens_as_token_ids": ("true", True),
     "enable_force_include_usage": ("true", True),
+    "enable_per_request_metrics": ("true", True),
     "stream_interval": ("5", 5),
     "max_logprobs": ("0", 0),
     "enable_auto_tool_choice": ("false", False),

@@ -54,7 +54,7 @@ COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"min_p": 2}, "min_p", "min_p=2"),
     ({"frequency_penalty": 3}, "frequency_penalty", "<= 2"),
     ({"repetition_penalty": 0}, "repetition_penalty", "repetition_penalty=0"),
-    ({"logit_bias": {"a": 1}}, "logit_bias", "not a token id"),
+    ({"logit_bias": {"a": 1, "5": 1, "b": 1}}, "logit_bias", "no token ids: 'a', 'b'"),
     ({"logit_bias": {"5": "1"}}, "logit_bias", "must be a number"),
     ({"logit_bias": {"2048": 1}}, "logit_bias", "0 to 2047"),
     ({"logit_bias": [1]}, "logit_bias", "must map"),

@@ -44,8 +44,15 @@ def test_chunks_of_several_tokens_by_request_and_by_flag(server: Server, serve_w
 
 
 def test_flags_that_replace_fields_of_requests(serve_with: Callable[..., Server]) -> None:
-    server = serve_with(return_tokens_as_token_ids=True, enable_force_include_usage=True)
+    server = serve_with(
+        return_tokens_as_token_ids=True, enable_force_include_usage=True, enable_per_request_metrics=True
+    )
     found = chunks(server, logprobs=1)
+    answer = server.post("/v1/completions", GREEDY).json()
+    for metrics in (found[-1].metrics, answer["metrics"]):
+        assert metrics["time_to_first_token_ms"] > 0 and metrics["generation_time_ms"] > metrics["mean_itl_ms"] > 0
+        assert metrics["queue_time_ms"] >= 0 and metrics["tokens_per_second"] > 1
+    assert not hasattr(found[-2], "metrics")
     assert all(chunk.usage.completion_tokens > 0 for chunk in found)
     assert found[0].choices[0].logprobs.tokens[0].startswith("token_id:")
     named = chunks(server, logprobs=1, extra_body={"return_tokens_as_token_ids": False})

@@ -139,6 +139,9 @@ class ServerConfig(Settings):
     enable_force_include_usage: values.Flag = Field(
         default=False, description="Send the usage in every chunk of completions and chats, whatever the request says."
     )
+    enable_per_request_metrics: values.Flag = Field(
+        default=False, description="Send the times of the request with completions and chats."
+    )
     stream_interval: values.Size = Field(
         default=1, description="Tokens of a chunk of a stream; the first and the last chunk may have fewer."
     )

@@ -102,7 +102,7 @@ ABSENT: Mapping[tuple[str, str], str] = {
     ("Requests and sampling", ""): """
         --logits-processors --logprobs-mode --return-sampling-mask --use-fp64-gumbel --enable-prompt-embeds
         --enable-return-routed-experts --aux-output-config --skip-tokenizer-init --tokenizer-mode
-        --sse-keep-alive-interval --enable-per-request-metrics --structured-outputs-config
+        --sse-keep-alive-interval --structured-outputs-config
         --guided-decoding-backend --watermark-config --enable-trace-replay --fingerprint-mode --fingerprint-value
         --tokens-only""",
     ("Scheduling and the KV cache", ""): """

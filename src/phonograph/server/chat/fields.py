@@ -128,12 +128,13 @@ def _texts(value: object) -> list[str]:
 
 def _biases(value: object) -> dict[int, float]:
     """Return biases by token id, which JSON has as text."""
-    if not isinstance(value, dict):
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         raise ValueError("must map token ids to biases")
     biases: dict[int, float] = {}
+    wrong = [key for key in value if not (key.isascii() and key.isdecimal()) or len(key) > 10]
+    if wrong:
+        raise ValueError(f"no token ids: {', '.join(repr(key[:50]) for key in wrong[:8])}")
     for key, bias in value.items():
-        if not (isinstance(key, str) and key.isascii() and key.isdecimal()) or len(key) > 10:
-            raise ValueError(f"{str(key)[:50]!r} is not a token id")
         if isinstance(bias, bool) or not isinstance(bias, int | float):
             raise ValueError(f"the bias of token {key} must be a number")
         biases[int(key)] = bias

@@ -46,7 +46,9 @@ async def create_completion(body: CompletionBody, request: Request) -> Response:
         cache_salt=body.cache_salt,
         beams=body.beams(params),
     )
-    answer = ChunkStream(CompletionAnswer(serving, call, body), call, body)
+    answer = ChunkStream(
+        CompletionAnswer(serving, call, body), call, body, timed=serving.config.enable_per_request_metrics
+    )
     return await respond(call, answer, headers, body.names(), streams=streams)
 
 
@@ -115,7 +117,11 @@ class CompletionAnswer:
         place = sample.index // (self._body.n or 1)
         prompt, source, echo = self._call.prompts[place], self._body.prompt[place], None
         if echoed:
-            echo = source if isinstance(source, str) else self._serving.tokenizer.decode(prompt.token_ids)
+            echo = (
+                source
+                if isinstance(source, str)
+                else self._serving.tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
+            )
         # Special tokens that the tokenizer adds before the text.
         adds = isinstance(source, str) and self._body.add_special_tokens is not False
         num_before = self._serving.tokenizer.num_tokens_before if adds else 0
