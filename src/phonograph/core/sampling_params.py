@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from numbers import Integral, Real
-from typing import TypeVar
+from typing import Any
 
 from phonograph.core.checked_arguments import checks_arguments
 from phonograph.core.repetition_detection import RepetitionDetectionParams
@@ -34,6 +34,7 @@ _HINTS = {
     "best_of": "is not here; n samples are returned, and cumulative_logprob ranks them",
     "use_beam_search": "is vLLM's old name; LLM.beam_search does it",
     "length_penalty": "belongs to BeamSearchParams of LLM.beam_search",
+    "prompt_logprob_token_ids": "is not here; prompt_logprobs reports the likeliest tokens at each position",
     "early_stopping": "is not here; LLM.beam_search has BeamSearchParams",
     "logits_processors": "is not here yet; logit_bias, allowed_token_ids and bad_words change logits",
 }
@@ -274,8 +275,7 @@ _FLAGS = (
     *("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"),
     *("skip_reading_prefix_cache", "speculate"),
 )
-_Nested = TypeVar("_Nested", StructuredOutputs, RepetitionDetectionParams)
-_NESTED: dict[str, type[StructuredOutputs | RepetitionDetectionParams]] = {
+_NESTED: dict[str, type[Any]] = {
     "structured_outputs": StructuredOutputs,
     "repetition_detection": RepetitionDetectionParams,
 }
@@ -338,7 +338,7 @@ def _bad_word(word: object) -> str | tuple[int, ...]:
     return token_ids
 
 
-def _nested(name: str, value: object, kind: type[_Nested]) -> _Nested | None:
+def _nested(name: str, value: object, kind: type[Any]) -> Any:
     if value is None or isinstance(value, kind):
         return value
     if not isinstance(value, Mapping):

@@ -25,9 +25,9 @@ class _Aborted(Exception):
 
 def open_beams(
     engine: AsyncLLM,
-    beams: BeamSearchParams,
     prompts: Sequence[list[int]],
     params: SamplingParams,
+    beams: BeamSearchParams,
     *,
     streams: bool = False,
     priority: int = 0,
@@ -37,9 +37,9 @@ def open_beams(
 
     Args:
         engine: the engine.
-        beams: parameters of the search.
         prompts: token ids of each prompt.
         params: form of the samples' text and log-probabilities; `n` is the number of beams.
+        beams: parameters of the search.
         streams: wake the caller at each change, not only at the end.
         priority: as for `AsyncLLM.open`.
         cache_salt: as for `AsyncLLM.open`.
@@ -60,7 +60,11 @@ def open_beams(
         )
         for place, token_ids in enumerate(prompts)
     ]
-    call = Call(opened, streams=streams, end=lambda _: task.cancel())
+
+    def end(_: Call) -> None:
+        task.cancel()
+
+    call = Call(opened, streams=streams, end=end)
 
     async def generate(growing: list[list[int]], step: SamplingParams) -> list[Sample]:
         inner = engine.open(growing, step, priority=priority, cache_salt=cache_salt)

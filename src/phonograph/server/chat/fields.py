@@ -41,6 +41,17 @@ UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
 }
 """Fields of OpenAI or vLLM that are not served, with neutral values. Null, false, [] and {} are always neutral."""
 
+_REASONS: Mapping[str, str] = {
+    "function_call": "tool_choice replaces it",
+    "functions": "tools replaces it",
+    "guided_decoding_backend": "one library compiles all grammars",
+    "logits_processors": "logit_bias, allowed_token_ids and bad_words change logits",
+    "prompt_logprob_token_ids": "prompt_logprobs has the likeliest tokens at each position",
+    "return_prompt_text": "echo has the prompt's text",
+    "thinking_token_budget": "chats and responses have it",
+    "use_beam_search": "completions and chats have it",
+}
+
 
 def _close(schema: dict[str, Any], body: type[Fields]) -> None:
     schema["properties"] |= {name: {"description": "accepted, without effect"} for name in sorted(body.no_effect)}
@@ -59,7 +70,7 @@ class Fields(BaseModel):
     prefix: ClassVar[str] = ""
     no_effect: ClassVar[frozenset[str]] = NO_EFFECT
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = UNSUPPORTED
-    reasons: ClassVar[Mapping[str, str]] = {}
+    reasons: ClassVar[Mapping[str, str]] = _REASONS
 
     # Extra fields are only read to be named in an error; the OpenAPI document excludes them.
     model_config = ConfigDict(extra="allow", strict=True, json_schema_extra=_close)

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -340,9 +339,12 @@ class Serving:
         beams: BeamSearchParams | None = None,
     ) -> Call:
         """Open a call of the engine. It fails when the client disconnects or request_timeout has passed."""
-        begin = self.engine.open if beams is None else partial(open_beams, self.engine, beams)
+        options: dict[str, Any] = {"streams": streams, "priority": priority, "cache_salt": cache_salt}
         try:
-            call = begin(prompts, params, streams=streams, priority=priority, cache_salt=cache_salt)
+            if beams is not None and isinstance(params, SamplingParams):
+                call = open_beams(self.engine, prompts, params, beams, **options)
+            else:
+                call = self.engine.open(prompts, params, **options)
         except EngineUnavailable as error:
             raise api_error(error) from None
         if self.config.request_timeout is not None:
