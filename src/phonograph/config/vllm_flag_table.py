@@ -101,7 +101,7 @@ ABSENT: Mapping[tuple[str, str], str] = {
         --enable-cumem-allocator --weight-transfer-config""",
     ("Requests and sampling", ""): """
         --logits-processors --logprobs-mode --return-sampling-mask --use-fp64-gumbel --enable-prompt-embeds
-        --enable-return-routed-experts --aux-output-config --skip-tokenizer-init --tokenizer-mode
+        --enable-return-routed-experts --aux-output-config --tokenizer-mode
         --sse-keep-alive-interval --structured-outputs-config
         --guided-decoding-backend --watermark-config --enable-trace-replay --fingerprint-mode --fingerprint-value
         --tokens-only""",
@@ -169,9 +169,7 @@ NEUTRAL: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(
         ("--enable-prompt-tokens-details", "--enable-request-id-headers", "--enable-server-load-tracking"), _TRUE
     ),
-    **dict.fromkeys(
-        ("--enable-expert-parallel", "-ep", "--enable-lora", "--headless", "--skip-tokenizer-init"), _FALSE
-    ),
+    **dict.fromkeys(("--enable-expert-parallel", "-ep", "--enable-lora", "--headless"), _FALSE),
     **dict.fromkeys(("--disable-sliding-window", "--enable-eplb", "--enable-dbo"), _FALSE),
     **dict.fromkeys(("--enable-prompt-embeds", "--grpc", "--enable-log-outputs", "--log-error-stack"), _FALSE),
     "--enable-mm-embeds": _FALSE,
