@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from phonograph.config.engine_config import EngineConfig as EngineArgs
     from phonograph.core.beam_search_params import BeamSearchParams
     from phonograph.core.pooling_params import PoolingParams
+    from phonograph.core.repetition_detection import RepetitionDetectionParams
     from phonograph.core.sampling_params import RequestOutputKind, SamplingParams
     from phonograph.core.structured_outputs import StructuredOutputs
     from phonograph.core.structured_outputs import StructuredOutputs as GuidedDecodingParams
@@ -38,6 +39,7 @@ __all__ = [
     "PoolingOutput",
     "PoolingParams",
     "PoolingRequestOutput",
+    "RepetitionDetectionParams",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
@@ -57,6 +59,7 @@ _HOMES = {
     "PoolingOutput": "phonograph.engine.outputs",
     "PoolingParams": "phonograph.core.pooling_params",
     "PoolingRequestOutput": "phonograph.engine.outputs",
+    "RepetitionDetectionParams": "phonograph.core.repetition_detection",
     "RequestOutput": "phonograph.engine.outputs",
     "RequestOutputKind": "phonograph.core.sampling_params",
     "SamplingParams": "phonograph.core.sampling_params",

@@ -1,4 +1,4 @@
-"""`phonograph run-batch`: OpenAI's files, answered in order; what is wrong is found before the engine starts."""
+"""`phonograph run-batch`: OpenAI's files, answered in order; a file without requests is found before the start."""
 
 from __future__ import annotations
 
@@ -22,33 +22,41 @@ def test_a_file_is_answered_in_its_order(tmp_path: Path, capsys: pytest.CaptureF
         line("long", prompt="Tom has", max_tokens=40, ignore_eos=True),
         line("chat", "/v1/chat/completions", **CHAT, model="demo"),
         line("wrong", prompt="a", temperature=-1),
+        line("elsewhere", "/v1/audio/transcriptions", prompt="a"),
+        line("streamed", prompt="a", stream="True"),
+        line("response", "/v1/responses", input="a", max_output_tokens=1),
         *(line(f"n{number}", prompt="a", max_tokens=2, n=4) for number in range(9)),
     ]
     requests.write_text("\n".join([*lines, "", ""]))
     answers.write_text("of an earlier run\n")
     flags = ["--max-num-seqs", "2", "--max-queued-requests", "3", "--enforce-eager", "--max-model-len", "256"]
-    run(capsys, "run-batch", "demo", "-i", str(requests), "-o", str(answers), *flags, code=2)
+    run(capsys, "run-batch", "demo", "-i", str(requests), "-o", str(answers), *flags)
     found = [json.loads(text) for text in answers.read_text().splitlines()]
-    assert [one["custom_id"] for one in found] == ["long", "chat", "wrong", *(f"n{number}" for number in range(9))]
-    assert len({one["id"] for one in found}) == 12 and all(one["error"] is None for one in found)
+    names = ["long", "chat", "wrong", "elsewhere", "streamed", "response", *(f"n{number}" for number in range(9))]
+    assert [one["custom_id"] for one in found] == names
+    assert len({one["id"] for one in found}) == 15 and all(one["error"] is None for one in found)
     responses = [one["response"] for one in found]
-    assert [one["status_code"] for one in responses] == [200, 200, 400, *[200] * 9]
-    long, chat, wrong, *others = (one["body"] for one in responses)
+    assert [one["status_code"] for one in responses] == [200, 200, 400, 400, 400, *[200] * 10]
+    long, chat, wrong, elsewhere, streamed, response, *others = (one["body"] for one in responses)
     assert long["usage"]["completion_tokens"] == 40 and long["id"] == f"cmpl-{responses[0]['request_id']}"
     assert chat["object"] == "chat.completion" and wrong["error"]["param"] == "temperature"
+    assert "must be one of /v1/chat/completions" in elsewhere["error"]["message"]
+    assert "not streamed" in streamed["error"]["message"] and response["object"] == "response"
     assert all(len(other["choices"]) == 4 for other in others)
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "has no request; a line is a JSON object such as"),
         ("{", "line 1: "),
         ("[]", "line 1: is not a JSON object such as"),
         (f"{line('a', prompt='b')}\n{line('a', prompt='b')}", "line 2: custom_id 'a' is in an earlier line"),
         ('{"url": "/v1/completions", "body": {}}', "line 1: custom_id must be a text"),
-        (line("a", "/v1/embeddings"), "url='/v1/embeddings': must be one of /v1/chat/completions, /v1/completions"),
-        (line("a", stream=True), "line 1: stream=true"),
+        (
+            line("a", "/embeddings"),
+            "no line can be answered; the first one: url='/embeddings': must be one of /v1/chat",
+        ),
+        (line("a", stream=True), "no line can be answered; the first one: stream=true"),
         ('{"custom_id": "a", "url": "/v1/completions", "body": 5}', "body must be a JSON object"),
         ('{"custom_id": "a", "method": "GET", "url": "/v1/completions", "body": {}}', "method='GET': must be POST"),
     ],
@@ -75,3 +83,9 @@ def test_files_that_cannot_be_read_or_written_are_named(tmp_path: Path, capsys: 
     ):
         assert main(["run-batch", "demo", *words]) == 2
         assert said in capsys.readouterr().err
+
+
+def test_a_file_without_lines_has_no_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "in").write_text("\n")
+    run(capsys, "run-batch", "demo", "-i", str(tmp_path / "in"), "-o", str(tmp_path / "out"))
+    assert (tmp_path / "out").read_text() == ""

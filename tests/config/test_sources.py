@@ -28,6 +28,7 @@ SETTINGS: dict[str, st.SearchStrategy[Any]] = {
     "model": words,
     "tokenizer": words,
     "revision": words,
+    "skip_tokenizer_init": st.booleans(),
     "tokenizer_revision": words,
     "download_dir": words,
     "trust_remote_code": st.booleans(),

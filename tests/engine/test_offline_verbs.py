@@ -15,8 +15,8 @@ import torch
 
 from phonograph import LLM, BeamSearchParams, SamplingParams
 from phonograph.core.batch import TokenLogprobs
-from phonograph.engine.offline.beam_search import beam_search
-from phonograph.engine.outputs import CompletionOutput, RequestOutput
+from phonograph.engine.offline.beam_search import beam_search, completed
+from phonograph.engine.outputs import CompletionOutput
 from phonograph.errors import ConfigError, RequestError, RequestFailure
 
 SETTINGS: dict[str, Any] = {"max_model_len": 96, "max_num_seqs": 4, "enforce_eager": True, "block_size": 8, "seed": 0}
@@ -223,18 +223,17 @@ def test_a_sequence_is_ranked_by_its_length(penalty: float, shows: bool, end: fl
     """After token 1: the end (9) or token 2. After token 2: token 3."""
     rows = {1: {9: end, 2: -1.0}, 2: {3: -0.5}, 3: {3: -9.0}}
 
-    def generate(beams: list[list[int]], step: SamplingParams) -> list[RequestOutput]:
+    async def generate(beams: list[list[int]], step: SamplingParams) -> list[CompletionOutput]:
         assert (step.logprobs, step.max_tokens, step.temperature) == (4, 1, 0.0)
-        outputs: list[RequestOutput] = []
+        outputs: list[CompletionOutput] = []
         for beam in beams:
             row = rows[beam[-1]]
             scored = [TokenLogprobs([*row], [*row.values()], [*range(1, len(row) + 1)])]
-            sample = CompletionOutput(0, token_ids=[next(iter(row))], logprobs=scored)
-            outputs.append(RequestOutput(request_id="x", prompt=None, prompt_token_ids=beam, outputs=[sample]))
+            outputs.append(CompletionOutput(0, token_ids=[next(iter(row))], logprobs=scored))
         return outputs
 
     params = BeamSearchParams(2, 2, length_penalty=penalty, include_stop_str_in_output=shows)
-    (output,) = beam_search([[1]], params, generate, eos=frozenset({9}), context_len=50)
+    (output,) = completed(beam_search([[1]], params, generate, eos=frozenset({9}), context_len=50))
     ended, longer = ([1, 9] if shows else [1]), [1, 2, 3]
     assert [one.tokens for one in output.sequences] == ([ended, longer] if best == "ended" else [longer, ended])
     assert {tuple(one.tokens): (one.cum_logprob, one.finish_reason, one.stop_reason) for one in output.sequences} == {

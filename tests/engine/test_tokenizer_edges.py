@@ -15,6 +15,7 @@ from tokenizers.normalizers import NFC
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
+from phonograph import LLM, SamplingParams, StructuredOutputs
 from phonograph.config.engine_config import EngineConfig
 from phonograph.demo import MODEL_DIRECTORY
 from phonograph.engine.admission import admitted_token_ids
@@ -173,3 +174,17 @@ def test_long_outputs_are_decoded_as_short_ones_are(count: int, skip: bool) -> N
     token_ids = [*(text * count)[: count - 1], tokenizer.eos_token_id]
     wanted = tokenizer.hugging_face.decode(token_ids, skip_special_tokens=skip)
     assert tokenizer.decode(token_ids, skip_special_tokens=skip) == wanted
+
+
+def test_without_its_tokenizer_a_model_takes_token_ids(capsys: pytest.CaptureFixture[str]) -> None:
+    from phonograph.cli.app import main
+
+    with LLM("demo", skip_tokenizer_init=True, max_model_len=64, max_num_seqs=2, enforce_eager=True) as llm:
+        (output,) = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))
+        assert len(output.outputs[0].token_ids) == 4 and not output.outputs[0].text
+        with pytest.raises(RequestError, match="without a tokenizer"):
+            llm.generate("a")
+        with pytest.raises(RequestError, match="needs the model's tokenizer"):
+            llm.generate([[5]], SamplingParams(structured_outputs=StructuredOutputs(regex="a")))
+    assert main(["serve", "demo", "--skip-tokenizer-init"]) == 2
+    assert "skip_tokenizer_init=True: a server needs the tokenizer" in capsys.readouterr().err

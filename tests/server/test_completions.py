@@ -122,7 +122,7 @@ def test_a_prompt_is_scored_without_output(client: OpenAI) -> None:
 @pytest.mark.parametrize("skip", [True, False])
 @pytest.mark.parametrize("stream", [False, True])
 def test_offsets_find_tokens_behind_special_tokens(server: Server, client: OpenAI, stream: bool, skip: bool) -> None:
-    """Written out, special tokens of a prompt are echoed; given as ids, they are not."""
+    """Special tokens of a prompt are echoed, written out or given as ids, as by vLLM."""
     special = ("<|begin|>", "<|user|>", "<|end|>", "<|assistant|>")
     prompt: Any
     for prompt in (PROMPT, ids_of(server, PROMPT)):
@@ -134,10 +134,7 @@ def test_offsets_find_tokens_behind_special_tokens(server: Server, client: OpenA
         tokens = [token for part in parts for token in part.logprobs.tokens]
         offsets = [offset for part in parts for offset in part.logprobs.text_offset]
         num_prompt = len(ids_of(server, PROMPT))
-        shown = [
-            token not in special or (prompt is PROMPT if place < num_prompt else not skip)
-            for place, token in enumerate(tokens)
-        ]
+        shown = [token not in special or place < num_prompt or not skip for place, token in enumerate(tokens)]
         assert tokens[:2] == ["<|begin|>", "<|user|>"]
         for is_shown, token, offset, end in zip(shown, tokens, offsets, [*offsets[1:], len(text)], strict=True):
             assert text[offset:end] == (token if is_shown else ""), (token, offset)

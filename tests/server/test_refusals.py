@@ -54,7 +54,7 @@ COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"min_p": 2}, "min_p", "min_p=2"),
     ({"frequency_penalty": 3}, "frequency_penalty", "<= 2"),
     ({"repetition_penalty": 0}, "repetition_penalty", "repetition_penalty=0"),
-    ({"logit_bias": {"a": 1}}, "logit_bias", "not a token id"),
+    ({"logit_bias": {"a": 1, "5": 1, "b": 1}}, "logit_bias", "no token ids: 'a', 'b'"),
     ({"logit_bias": {"5": "1"}}, "logit_bias", "must be a number"),
     ({"logit_bias": {"2048": 1}}, "logit_bias", "0 to 2047"),
     ({"logit_bias": [1]}, "logit_bias", "must map"),
@@ -91,7 +91,6 @@ COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"request_id": "x" * 201}, "request_id", "200"),
     ({"request_id": "\udc00"}, "request_id", ""),
     ({"suffix": "."}, "suffix", "suffix needs tokens"),
-    ({"use_beam_search": True}, "use_beam_search", "not supported"),
     ({"guided_regex": ""}, "guided_regex", "non-empty"),
     ({"guided_regex": "a("}, "guided_regex", "unclosed group"),
     ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice", "contradicts guided_regex"),
@@ -161,7 +160,7 @@ CHATS: list[tuple[dict[str, Any], str, str]] = [
         ({"chat_template_kwargs": {name: 3}}, "chat_template_kwargs", "not a variable")
         for name in ("messages", "conversation", "conversations", "self", "tools", "add_generation_prompt")
     ),
-    ({"chat_template": "x"}, "chat_template", "not supported"),
+    ({"chat_template": "x"}, "chat_template", "--trust-request-chat-template"),
     ({"response_format": {"type": "yaml"}}, "response_format", "must be text, json_object or json_schema"),
     ({"response_format": {"type": "json_schema"}}, "response_format", "a name and a schema"),
     ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex", "contradicts"),

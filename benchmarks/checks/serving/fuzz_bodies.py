@@ -103,6 +103,10 @@ NARROW: dict[str, Schema] = {
     "prompt_logprobs": number(0, 5),
     "stop": {"anyOf": [TEXT, strings(4)]},
     "stop_token_ids": IDS,
+    "stream_interval": number(1, 9),
+    "repetition_detection": struct({"max_pattern_size": number(1, 8), "min_count": number(2, 5)}),
+    "length_penalty": number(0.5, 2, "number"),
+    "chat_template": {"enum": ["{{ messages[0].content }}", "{% for m in messages %}{{ m.role }}{% endfor %}", "{{"]},
     "response_format": {"anyOf": [{"enum": [{"type": "text"}, {"type": "json_object"}]}, FORMAT]},
     "structured_outputs": OUTPUTS | {"minProperties": 1, "maxProperties": 1},
 }

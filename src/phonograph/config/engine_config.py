@@ -57,6 +57,9 @@ class EngineConfig(Settings):
         default=None, description="Name or folder of the tokenizer; default: the model's."
     )
     revision: values.OptionalText = Field(default=None, description="Branch, tag or commit of a model on the hub.")
+    skip_tokenizer_init: values.Flag = Field(
+        default=False, description="Load no tokenizer: prompts and outputs are token ids, without text."
+    )
     tokenizer_revision: values.OptionalText = Field(
         default=None,
         description="Branch, tag or commit of the tokenizer on the hub; default: that of the model, or the latest with "

@@ -97,6 +97,10 @@ class ServerConfig(Settings):
     chat_template: values.OptionalText = Field(
         default=None, description="Chat template, or its file; default: the model's."
     )
+    trust_request_chat_template: values.Flag = Field(
+        default=False,
+        description="Take chat_template of requests. A template is a program: one that does not end blocks the server.",
+    )
     default_chat_template_kwargs: values.OptionalObject = Field(
         default=None,
         description="Variables of the chat template, as a JSON object; chat_template_kwargs of a request go before.",
@@ -128,6 +132,18 @@ class ServerConfig(Settings):
     unknown_fields: Annotated[UnknownFields, values.one_of(UnknownFields)] = Field(
         default="error",
         description="Unknown fields of a request: error refuses it, warn drops them and names them in a header.",
+    )
+    return_tokens_as_token_ids: values.Flag = Field(
+        default=False, description="Name tokens in log-probabilities by their ids, unless the request says otherwise."
+    )
+    enable_force_include_usage: values.Flag = Field(
+        default=False, description="Send the usage in every chunk of completions and chats, whatever the request says."
+    )
+    enable_per_request_metrics: values.Flag = Field(
+        default=False, description="Send the times of the request with completions and chats."
+    )
+    stream_interval: values.Size = Field(
+        default=1, description="Tokens of a chunk of a stream; the first and the last chunk may have fewer."
     )
     max_logprobs: values.Count = Field(default=20, description="Maximum logprobs of a request.")
     request_timeout: values.OptionalDuration = Field(

@@ -93,19 +93,17 @@ ABSENT: Mapping[tuple[str, str], str] = {
     ("Thinking and tools", ""): """
         --reasoning-parser-plugin --reasoning-config --reasoning-effort-map --tool-parser-plugin
         --exclude-tools-when-tool-choice-none --tool-strict-level --tool-server --chat-template-content-format
-        --response-role --trust-request-chat-template --anthropic-disabled-thinking-effort
+        --response-role --anthropic-disabled-thinking-effort
         --cohere-is-reasoning-model --cohere-format""",
     ("Sleep and transfer of weights", ""): """
         --sleep-mode-backend --sleep-mode-offload-cudagraph --sleep-preserve-parameter-names
         --enable-cumem-allocator --weight-transfer-config""",
     ("Requests and sampling", ""): """
         --logits-processors --logprobs-mode --return-sampling-mask --use-fp64-gumbel --enable-prompt-embeds
-        --enable-return-routed-experts --aux-output-config --skip-tokenizer-init --tokenizer-mode
-        --stream-interval --sse-keep-alive-interval --enable-per-request-metrics --structured-outputs-config
+        --enable-return-routed-experts --aux-output-config --tokenizer-mode
+        --sse-keep-alive-interval --structured-outputs-config
         --guided-decoding-backend --watermark-config --enable-trace-replay --fingerprint-mode --fingerprint-value
         --tokens-only""",
-    ("Requests and sampling", "return_tokens_as_token_ids of a request does it"): "--return-tokens-as-token-ids",
-    ("Requests and sampling", "stream_options of a request asks for it"): "--enable-force-include-usage",
     ("Scheduling and the KV cache", ""): """
         --long-prefill-token-threshold --long-prefill-token-threshold-adaptive --max-num-partial-prefills
         --max-long-partial-prefills --max-num-scheduled-tokens --max-num-active-seqs --max-num-queued-tokens
@@ -164,19 +162,17 @@ NEUTRAL: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("--dcp-kv-cache-interleave-size", "--cp-kv-cache-interleave-size"), _ONE),
     **dict.fromkeys(("--api-server-count", "-asc"), _ONE),
     **dict.fromkeys(("--prefill-context-parallel-size", "-pcp", "-dpl", "-n"), _ONE),
-    **dict.fromkeys(("--max-num-partial-prefills", "--max-long-partial-prefills", "--stream-interval"), _ONE),
+    **dict.fromkeys(("--max-num-partial-prefills", "--max-long-partial-prefills"), _ONE),
     **dict.fromkeys(("--data-parallel-rank", "--node-rank", "-dpn", "-r", "--long-prefill-token-threshold"), _ZERO),
     **dict.fromkeys(("--cpu-offload-gb", "--kv-offloading-size", "--sse-keep-alive-interval", "--watermark"), _ZERO),
     **dict.fromkeys(("--enable-chunked-prefill", "--disable-log-requests"), _TRUE),
     **dict.fromkeys(
         ("--enable-prompt-tokens-details", "--enable-request-id-headers", "--enable-server-load-tracking"), _TRUE
     ),
-    **dict.fromkeys(
-        ("--enable-expert-parallel", "-ep", "--enable-lora", "--headless", "--skip-tokenizer-init"), _FALSE
-    ),
+    **dict.fromkeys(("--enable-expert-parallel", "-ep", "--enable-lora", "--headless"), _FALSE),
     **dict.fromkeys(("--disable-sliding-window", "--enable-eplb", "--enable-dbo"), _FALSE),
     **dict.fromkeys(("--enable-prompt-embeds", "--grpc", "--enable-log-outputs", "--log-error-stack"), _FALSE),
-    **dict.fromkeys(("--enable-force-include-usage", "--return-tokens-as-token-ids", "--enable-mm-embeds"), _FALSE),
+    "--enable-mm-embeds": _FALSE,
     # They choose among ways to the same result, or have no effect in vLLM either.
     **dict.fromkeys(("--swap-space", "--disable-custom-all-reduce", "--disable-hybrid-kv-cache-manager"), _ANY),
     "--guided-decoding-backend": _ANY,

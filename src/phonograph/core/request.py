@@ -17,9 +17,10 @@ import numpy as np
 from phonograph.core.batch import NewSequence, SlotFailure, TokenLogprobs
 from phonograph.core.grammar import Grammar
 from phonograph.core.pooling_params import PoolingParams
+from phonograph.core.repetition_detection import RepetitionDetector
 from phonograph.core.sampling_params import SamplingParams
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "repetition"]
 
 
 class RequestState(Enum):
@@ -58,6 +59,7 @@ class Request:
         min_computed, max_computed: bounds of the tokens whose keys and values are right when all scheduled steps have
             run. They differ while a step with drafts is in flight.
         slot: row of the runner's state while RUNNING, else -1.
+        repetition: detects repeated patterns of the output, or None.
         end_token_ids: tokens that end the output: stop_token_ids, and end-of-sequence unless it is ignored.
         rank: order of service, smallest first: priority, arrival, order of `Scheduler.add`, which sets it.
         max_len: tokens of prompt and output at which the request ends, by max_tokens or the context; set by the
@@ -95,12 +97,15 @@ class Request:
     whole_drafts: bool = True
 
     prompt_len: int = field(init=False)
+    repetition: RepetitionDetector | None = field(init=False)
     end_token_ids: frozenset[int] = field(init=False)
     rank: tuple[int, float, int] = field(init=False)
     max_len: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.prompt_token_ids)
+        repetition = self.params.repetition_detection
+        self.repetition = None if repetition is None else RepetitionDetector(repetition)
         eos = () if self.params.ignore_eos else self.eos_token_ids
         self.end_token_ids = frozenset((*self.params.stop_token_ids, *eos))
 

@@ -7,8 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from numbers import Integral, Real
+from typing import Any
 
 from phonograph.core.checked_arguments import checks_arguments
+from phonograph.core.repetition_detection import RepetitionDetectionParams
 from phonograph.core.structured_outputs import StructuredOutputs
 from phonograph.errors import RequestError
 
@@ -20,11 +22,11 @@ MAX_BIASES = 1023
 
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys(("best_of", "logits_processors", "extra_args"), ()),
-    **dict.fromkeys(("repetition_detection", "truncate_prompt_tokens", "guided_decoding"), ()),
+    **dict.fromkeys(("truncate_prompt_tokens", "guided_decoding"), ()),
     **dict.fromkeys(("prompt_logprob_start", "prompt_logprob_token_ids", "trace_decode_token_ids"), ()),
     **dict.fromkeys(("use_beam_search", "early_stopping", "watermarking"), (False,)),
     **dict.fromkeys(("flat_logprobs", "skip_clone"), (False, True)),
-    **{"spaces_between_special_tokens": (True,), "length_penalty": (1.0,), "stream_interval": (1,)},
+    **{"spaces_between_special_tokens": (True,), "length_penalty": (1.0,)},
     "routed_experts_prompt_start": (0,),
 }
 _HINTS = {
@@ -32,6 +34,7 @@ _HINTS = {
     "best_of": "is not here; n samples are returned, and cumulative_logprob ranks them",
     "use_beam_search": "is vLLM's old name; LLM.beam_search does it",
     "length_penalty": "belongs to BeamSearchParams of LLM.beam_search",
+    "prompt_logprob_token_ids": "is not here; prompt_logprobs reports the likeliest tokens at each position",
     "early_stopping": "is not here; LLM.beam_search has BeamSearchParams",
     "logits_processors": "is not here yet; logit_bias, allowed_token_ids and bad_words change logits",
 }
@@ -89,6 +92,8 @@ class SamplingParams:
         detokenize: produce text; False gives token ids only and allows no stop strings.
         output_kind: outputs of `AsyncLLM.generate`: CUMULATIVE yields the whole output so far, DELTA only what is new,
             FINAL_ONLY the complete output. `LLM` returns complete outputs with each of them.
+        repetition_detection: pattern whose repetition ends the output after `min_tokens`; also a mapping of its fields.
+        stream_interval: tokens of a sample after which `AsyncLLM` yields; and at the first and the last one.
         skip_reading_prefix_cache: compute the whole prompt. Its blocks are cached nevertheless.
         speculate: verify drafts, where the engine speculates (`speculative_config`). The tokens are the same without.
 
@@ -127,8 +132,10 @@ class SamplingParams:
     shown_token_ids: Sequence[int] = ()
     detokenize: bool = True
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    stream_interval: int = 1
     skip_reading_prefix_cache: bool = False
     speculate: bool = True
+    repetition_detection: RepetitionDetectionParams | None = None
     structured_outputs: StructuredOutputs | None = None
     reasoning_end_token_ids: Sequence[int] = ()
     reasoning_start_token_id: int | None = None
@@ -153,6 +160,7 @@ class SamplingParams:
         for name, (low, high) in _OPTIONAL_RANGES.items():
             value = getattr(self, name)
             self._set(name, None if value is None else _integer(name, value, low, high))
+        self._set("stream_interval", _integer("stream_interval", self.stream_interval, 1, None))
         self._set("min_tokens", _integer("min_tokens", self.min_tokens, 0, None))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError("min_tokens", self.min_tokens, f"must be at most max_tokens ({self.max_tokens})")
@@ -183,7 +191,8 @@ class SamplingParams:
         if self.thinking_token_budget is not None and not self.reasoning_end_token_ids:
             problem = "needs reasoning_end_token_ids, which are forced after it"
             raise RequestError("thinking_token_budget", self.thinking_token_budget, problem)
-        self._set("structured_outputs", _structured(self.structured_outputs))
+        for name, kind in _NESTED.items():
+            self._set(name, _nested(name, getattr(self, name), kind))
         if self.structured_outputs is not None:
             # After a complete grammar only the end can follow.
             problem = "contradicts structured_outputs, which determines the end of the output"
@@ -260,12 +269,16 @@ _OPTIONAL_RANGES: dict[str, tuple[int, int | None]] = {
 }
 _NULLABLE: dict[str, object] = {
     **{"stop": (), "stop_token_ids": (), "bad_words": (), "logit_bias": {}},
-    "skip_reading_prefix_cache": False,
+    **{"skip_reading_prefix_cache": False, "stream_interval": 1},
 }
 _FLAGS = (
     *("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"),
     *("skip_reading_prefix_cache", "speculate"),
 )
+_NESTED: dict[str, type[Any]] = {
+    "structured_outputs": StructuredOutputs,
+    "repetition_detection": RepetitionDetectionParams,
+}
 _TOKEN_LISTS = ("stop_token_ids", "shown_token_ids", "reasoning_end_token_ids")
 
 
@@ -325,16 +338,16 @@ def _bad_word(word: object) -> str | tuple[int, ...]:
     return token_ids
 
 
-def _structured(value: object) -> StructuredOutputs | None:
-    if value is None or isinstance(value, StructuredOutputs):
+def _nested(name: str, value: object, kind: type[Any]) -> Any:
+    if value is None or isinstance(value, kind):
         return value
     if not isinstance(value, Mapping):
-        raise RequestError("structured_outputs", value, "must be StructuredOutputs or a mapping of its fields")
-    known = [one.name for one in fields(StructuredOutputs)]
-    for name in value:
-        if name not in known:
-            raise RequestError("structured_outputs", name, f"is not a field; fields are {', '.join(known)}")
-    return StructuredOutputs(**value)
+        raise RequestError(name, value, f"must be {kind.__name__} or a mapping of its fields")
+    known = [one.name for one in fields(kind)]
+    for key in value:
+        if key not in known:
+            raise RequestError(name, key, f"is not a field; fields are {', '.join(known)}")
+    return kind(**value)
 
 
 def _items(name: str, value: object, expected: str) -> tuple[object, ...]:

@@ -161,8 +161,7 @@ class AsyncLLM(AsyncPooling):
         """Continue one prompt, and yield its output each time the engine has added to it.
 
         All yields are the same object, which grows, unless `output_kind` of the parameters is DELTA; the last one is
-        `finished`. Leaving the loop early, closing the
-        generator or cancelling the task that awaits it aborts the request.
+        `finished`. Leaving the loop early, closing the generator or cancelling its task aborts the request.
 
         Args:
             prompt: text, token ids, `{"prompt": text}` or `{"prompt_token_ids": token_ids}`; a mapping may have a
@@ -261,6 +260,7 @@ class AsyncLLM(AsyncPooling):
                 for token_ids in prompts
             ],
             streams=streams,
+            interval=sampling.stream_interval,
             end=self._abandon,
         )
         for prompt in call.prompts:

@@ -10,7 +10,7 @@ from phonograph.core.beam_search_params import BeamSearchParams
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.admission import admitted_prompt
 from phonograph.engine.offline.answer_inputs import answer_inputs, complete_outputs, enqueue_inputs
-from phonograph.engine.offline.beam_search import BeamSearchOutput, beam_search
+from phonograph.engine.offline.beam_search import BeamSearchOutput, beam_search, completed
 from phonograph.engine.offline.interrupts import deferred_interrupts
 from phonograph.engine.offline.pooled_engine import PooledEngine
 from phonograph.engine.offline.prompts import (
@@ -22,7 +22,7 @@ from phonograph.engine.offline.prompts import (
     refuse_unsupported,
     salt_of,
 )
-from phonograph.engine.outputs import RequestOutput
+from phonograph.engine.outputs import CompletionOutput, RequestOutput
 from phonograph.errors import RequestError
 from phonograph.text.tokenizer import ChatMessage, Tokenizer
 
@@ -335,22 +335,23 @@ class LLM(PooledEngine):
         with self._calls.held("beam_search"):
             session, tokenizer, vocab_size = self.session, self.tokenizer, self.plan.model.vocab_size
 
-            def generate(beams: list[list[int]], step: SamplingParams) -> list[RequestOutput]:
+            async def generate(beams: list[list[int]], step: SamplingParams) -> list[CompletionOutput]:
                 outputs = answer_inputs(
                     session, beams, plain_prompt, sampling_params=step, priority=None, use_tqdm=False
                 )
                 for output in outputs:
                     if output.error is not None:
                         raise output.error
-                return outputs
+                return [output.outputs[0] for output in outputs]
 
-            found = beam_search(
+            search = beam_search(
                 [admitted_prompt(prompt, tokenizer, vocab_size) for prompt in inputs],
                 params,
                 generate,
                 eos=frozenset(session.eos_token_ids),
                 context_len=session.core.scheduler.context_len,
             )
+            found = completed(search)
         if tokenizer is None:
             return found
         return [

@@ -24,7 +24,7 @@ class CompletionOutput:
     Attributes:
         index: number of the sample among those of its prompt.
         token_ids: tokens so far.
-        finish_reason: "stop", "length", "abort", or None while the sample is in progress.
+        finish_reason: "stop", "length", "abort", "repetition", or None while the sample is in progress.
         stop_reason: the stop token or stop string that ended the sample, or None.
         positions: log-probabilities as the engine appends them, one entry per token, or None.
 

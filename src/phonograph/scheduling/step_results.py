@@ -121,4 +121,7 @@ def take_tokens(
             if request.prompt_len + len(tokens) == request.max_len:
                 finish(request, "length", None)
                 break
+            if request.repetition is not None and request.repetition.push(token_id) and request.may_end:
+                finish(request, "repetition", "repetition_detected")
+                break
     return news

@@ -318,7 +318,8 @@ def _kept_places(sequence_ids: Sequence[int | None], most: int) -> list[int]:
 def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
     """Load the tokenizer of the configured model.
 
-    Returns None for a local folder or file, or catalog name, without a tokenizer. Such an engine serves token ids only.
+    Returns None with skip_tokenizer_init, and for a local folder or file, or catalog name, without a tokenizer. Such an
+    engine serves token ids only.
 
     Raises:
         ModelError: the tokenizer is unusable.
@@ -356,8 +357,8 @@ def transformers_tokenizer(tokenizer: Tokenizer | None) -> Any:
 def has_tokenizer(config: EngineConfig) -> bool:
     """Return False if `load_tokenizer` returns None, without loading anything."""
     name = config.model
-    if config.tokenizer is not None:
-        return True
+    if config.skip_tokenizer_init or config.tokenizer is not None:
+        return not config.skip_tokenizer_init
     if not _is_local(name):
         return config.load_format != "dummy" or not catalog_name(name)
     path = model_path(name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 from phonograph.core.request import FinishReason
 from phonograph.engine.metrics.histogram import FEW, MILLISECONDS, SECONDS, TOKENS, Histogram
 from phonograph.engine.process.calls import Prompt, Sample
@@ -42,7 +44,7 @@ class RequestLog:
         self.decode = Histogram(SECONDS)
         self.inference = Histogram(SECONDS)
         self.per_token = Histogram(MILLISECONDS)
-        self.num_ended: dict[FinishReason, int] = {"stop": 0, "length": 0, "abort": 0}
+        self.num_ended: dict[FinishReason, int] = dict.fromkeys(get_args(FinishReason), 0)
         self.prompt_lens = Histogram(TOKENS)
         self.computed_lens = Histogram(TOKENS)
         self.output_lens = Histogram(TOKENS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from phonograph.core.request import FinishReason
 from phonograph.scheduling.scheduler_stats import SchedulerStats
@@ -32,7 +32,7 @@ class SessionCounts:
 
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
-    num_ended: dict[FinishReason, int] = field(default_factory=lambda: {"stop": 0, "length": 0, "abort": 0})
+    num_ended: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(get_args(FinishReason), 0))
 
 
 def metric_values(stats: SchedulerStats, counts: SessionCounts, steps: Mapping[str, int]) -> Iterator[MetricValue]:

@@ -6,14 +6,17 @@ prefix cache has the keys and values of all its full blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 from phonograph.core.beam_search_params import BeamSearchParams
 from phonograph.core.logprob_views import PositionLogprobs
 from phonograph.core.request import FinishReason
 from phonograph.core.sampling_params import SamplingParams
-from phonograph.engine.outputs import RequestOutput
+from phonograph.engine.outputs import CompletionOutput
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,10 +59,10 @@ class _BeamState:
     ended: list[BeamSearchSequence]
 
 
-def beam_search(
+async def beam_search(
     prompts: Sequence[list[int]],
     params: BeamSearchParams,
-    generate: Callable[[list[list[int]], SamplingParams], list[RequestOutput]],
+    generate: Callable[[list[list[int]], SamplingParams], Awaitable[Sequence[CompletionOutput]]],
     *,
     eos: frozenset[int],
     context_len: int,
@@ -69,7 +72,7 @@ def beam_search(
     Args:
         prompts: token ids of each.
         params: parameters of all searches.
-        generate: returns the outputs of prompts, and raises if one fails.
+        generate: returns the output of each prompt, and raises if one fails.
         eos: end-of-sequence tokens of the model.
         context_len: tokens of prompt and output that a request may have.
 
@@ -96,7 +99,7 @@ def beam_search(
         growing = [beam for search in searches for beam in search.beams]
         if not growing:
             break
-        outputs = iter(generate([beam.tokens for beam in growing], step))
+        outputs = iter(await generate([beam.tokens for beam in growing], step))
         for search in searches:
             grown = [one for beam in search.beams for one in _grown(beam, next(outputs), params, ends)]
             search.ended += [one for one in grown if one.finish_reason is not None]
@@ -109,11 +112,20 @@ def beam_search(
     return found
 
 
+def completed(work: Coroutine[Any, Any, Result]) -> Result:
+    """Return the result of a coroutine that never suspends."""
+    try:
+        work.send(None)
+    except StopIteration as end:
+        return end.value
+    raise AssertionError("the coroutine was suspended")
+
+
 def _grown(
-    beam: BeamSearchSequence, output: RequestOutput, params: BeamSearchParams, ends: frozenset[int]
+    beam: BeamSearchSequence, output: CompletionOutput, params: BeamSearchParams, ends: frozenset[int]
 ) -> list[BeamSearchSequence]:
     """Return a beam with each of its likeliest next tokens."""
-    logprobs = output.outputs[0].logprobs
+    logprobs = output.logprobs
     assert logprobs is not None, "the step asks for log-probabilities"
     (position,) = logprobs
     found: list[BeamSearchSequence] = []

@@ -37,6 +37,8 @@ class Sample(CompletionOutput):
     admitted, first_token, last_token: times of the admission, and at which the engine made the first and the latest
         token, in seconds of `time.monotonic`
     num_preemptions: known when the sample has ended
+    num_taken: tokens of the deltas so far
+    num_reported: tokens for which the caller was woken last, if it does not wake for each
     """
 
     def __init__(
@@ -49,7 +51,8 @@ class Sample(CompletionOutput):
         self.first_token: float | None = None
         self.last_token: float | None = None
         self.num_preemptions = 0
-        self._num_taken = 0
+        self.num_reported = 0
+        self.num_taken = 0
         self._text_taken = 0
 
     def grow(
@@ -73,8 +76,8 @@ class Sample(CompletionOutput):
 
     def take(self) -> Delta:
         """Return what is new since the last call."""
-        start, text = self._num_taken, self.text_from(self._text_taken)
-        self._num_taken = len(self.token_ids)
+        start, text = self.num_taken, self.text_from(self._text_taken)
+        self.num_taken = len(self.token_ids)
         self._text_taken += len(text)
         return Delta(text, self.token_ids[start:], [] if self.positions is None else self.positions[start:])
 
@@ -131,6 +134,7 @@ class Call:
 
     name:      name of the request for `AsyncLLM.abort`, or None
     streams:   wake the caller at every change, not only at the end
+    interval:  new tokens of a sample for which the caller wakes; the first and the last one always do
     end:       called when the call closes
     on_change: if set, called once for the changes of a round of reports; `wait` then returns only for the end and
         errors
@@ -141,11 +145,13 @@ class Call:
         prompts: list[Prompt],
         *,
         streams: bool,
+        interval: int = 1,
         end: Callable[[Call], None],
     ) -> None:
         self.prompts = prompts
         self.name: str | None = None
         self._streams = streams
+        self._interval = interval
         self._end = end
         self._num_growing = sum(prompt.num_growing for prompt in prompts)
         self._error: Exception | None = None
@@ -195,6 +201,10 @@ class Call:
         if sample.finish_reason is not None:
             prompt.num_growing -= 1
             self._num_growing -= 1
+        elif self._interval > 1:
+            if 0 < max(sample.num_reported, sample.num_taken) > len(sample.token_ids) - self._interval:
+                return
+            sample.num_reported = len(sample.token_ids)
         if self._streams:
             self._changed[sample.index] = sample
         if self.finished or (self._streams and self.on_change is None):

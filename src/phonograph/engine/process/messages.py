@@ -167,6 +167,7 @@ class EngineFacts:
     """Properties of an engine that has started.
 
     context_len: maximum tokens of prompt and output of a request
+    eos_token_ids: end-of-sequence tokens of the model's files; the tokenizer may have another one
     pooler:      end of a model that generates nothing, with its tasks, or None
     encoder:     encoder of audio, or None
     row_size:    numbers of a row of logits, or of an embedding or classifier
@@ -183,6 +184,7 @@ class EngineFacts:
     model: ModelFacts
     context_len: int
     vocab_size: int
+    eos_token_ids: tuple[int, ...] = ()
     pooler: Pooler | None = None
     encoder: AudioEncoder | None = None
     row_size: int = 0

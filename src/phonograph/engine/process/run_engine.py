@@ -118,6 +118,7 @@ def _facts(engine: Engine, seconds: float) -> EngineFacts:
         ),
         context_len=engine.core.scheduler.context_len - plan.limits.pools,
         vocab_size=plan.model.vocab_size,
+        eos_token_ids=plan.model.eos_token_ids,
         pooler=model.pooler,
         encoder=model.encoder,
         row_size=model.num_outputs,

@@ -19,22 +19,27 @@ class BatchRequest:
     custom_id: name of the request, unique in its file
     url:       path of the endpoint
     body:      JSON of the request
+    problem:   reason why no endpoint gets it, or None
     """
 
     custom_id: str
     url: str
     body: bytes
+    problem: str | None = None
 
 
 def read_batch(path: Path, urls: Collection[str]) -> list[BatchRequest]:
     """Return the requests of a file; blank lines are skipped.
+
+    A request for another endpoint, or for a stream, has a problem, which becomes its answer.
 
     Args:
         path: the file.
         urls: paths of the endpoints that a request may name.
 
     Raises:
-        RequestError: the file cannot be read, or a line is no request; the message has its number.
+        RequestError: the file cannot be read, a line is no request, or all requests have problems; the message has the
+            number of the line.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -54,9 +59,10 @@ def read_batch(path: Path, urls: Collection[str]) -> list[BatchRequest]:
             problem = str(error)
         if problem is not None:
             raise RequestError("input_file", str(path), f"line {number}: {problem}")
-    if not found:
-        raise RequestError("input_file", str(path), "has no request; a line is a JSON object such as " + EXAMPLE)
-    return list(found.values())
+    requests = list(found.values())
+    if requests and all(request.problem is not None for request in requests):
+        raise RequestError("input_file", str(path), f"no line can be answered; the first one: {requests[0].problem}")
+    return requests
 
 
 EXAMPLE = (
@@ -73,13 +79,16 @@ def _read_line(line: str, urls: Collection[str]) -> BatchRequest:
         raise ValueError("custom_id must be a text that is not empty")
     if value.get("method", "POST") != "POST":
         raise ValueError(f"method={quoted(value['method'])}: must be POST")
-    if not isinstance(url, str) or url not in urls:
-        raise ValueError(f"url={quoted(url)}: must be one of {', '.join(urls)}")
+    if not isinstance(url, str):
+        raise ValueError("url must be a text")
     if not isinstance(body, dict):
         raise ValueError("body must be a JSON object")
-    if body.get("stream"):
-        raise ValueError("stream=true: answers of a batch are not streamed; leave it out")
-    return BatchRequest(custom_id, url, json.dumps(body).encode())
+    problem = None
+    if url not in urls:
+        problem = f"url={quoted(url)}: must be one of {', '.join(urls)}"
+    elif body.get("stream"):
+        problem = "stream=true: answers of a batch are not streamed; leave it out"
+    return BatchRequest(custom_id, url, json.dumps(body).encode(), problem)
 
 
 def answer_line(request: BatchRequest, status: int, request_id: str, body: bytes) -> str:

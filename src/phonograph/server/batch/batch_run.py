@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -10,11 +11,15 @@ from phonograph.config.engine_config import EngineConfig
 from phonograph.config.server_config import ServerConfig
 from phonograph.engine.process.client import StartProgress
 from phonograph.server.batch.batch_file import BatchRequest, answer_line
+from phonograph.server.http.api_errors import invalid
 from phonograph.server.http.application import make_app
 from phonograph.server.http.request_ids import HEADER
 from phonograph.server.http.run import checked_template, started_server
 
-URLS = ("/v1/chat/completions", "/v1/completions")
+URLS = (
+    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings", "/pooling"),
+    *("/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank"),
+)
 """Endpoints of a batch."""
 FULL = 429
 RETRY_SECONDS = 0.2
@@ -51,6 +56,9 @@ async def _run(
         room = asyncio.Semaphore(2 * serving.engine.facts.max_num_seqs)
 
         async def answer(request: BatchRequest) -> tuple[str, int]:
+            if request.problem is not None:
+                error = invalid(None, request.problem)
+                return answer_line(request, error.status, "", json.dumps(error.body()).encode()), error.status
             async with room:
                 status, headers, body = await post(app, request.url, request.body)
                 while status == FULL:

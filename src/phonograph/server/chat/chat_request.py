@@ -11,7 +11,7 @@ from phonograph.errors import RequestError
 from phonograph.server.chat.conversation import Message
 from phonograph.server.chat.thinking import Thinking
 from phonograph.server.chat.tools import ToolChoice
-from phonograph.server.http.api_errors import api_error
+from phonograph.server.http.api_errors import api_error, invalid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,3 +68,24 @@ def sampling_params(
         return SamplingParams(**{**defaults, **values}, max_tokens=max_tokens)
     except RequestError as error:
         raise api_error(error, names) from None
+
+
+def kept_tokens(truncate: int | None, max_tokens: int | None, *, first: bool, context_len: int) -> slice | None:
+    """Return which tokens of a prompt stay; None is all.
+
+    Args:
+        truncate: `truncate_prompt_tokens`; -1 leaves room for `max_tokens` in the context.
+        max_tokens: tokens to generate; None is one at least.
+        first: the first tokens stay, not the last ones.
+        context_len: maximum tokens of prompt and output.
+
+    Raises:
+        ApiError: the number is out of range.
+    """
+    if truncate is None:
+        return None
+    if truncate < -1 or truncate == 0 or truncate > context_len:
+        problem = f"truncate_prompt_tokens={truncate} must be 1 to {context_len} (max_model_len), or -1 for what fits"
+        raise invalid("truncate_prompt_tokens", problem)
+    num_kept = max(context_len - (max_tokens or 1), 1) if truncate == -1 else truncate
+    return slice(num_kept) if first else slice(-num_kept, None)

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from phonograph.config.base import nearest
+from phonograph.config.server_config import ServerConfig
 from phonograph.errors import shortened
 from phonograph.server.chat.thinking import Thinking
 from phonograph.server.http.api_errors import invalid
@@ -23,18 +24,33 @@ NO_EFFECT = frozenset(
 )
 """Fields of OpenAI and vLLM that do not change the answer. They are accepted, and a header lists them."""
 
+VLLM_UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
+    **dict.fromkeys(("ec_transfer_params", "kv_transfer_params", "media_io_kwargs", "mm_payload"), ()),
+    **dict.fromkeys(("mm_processor_kwargs", "return_mm_kwargs", "vllm_xargs", "watermarking"), ()),
+}
+"""Fields of vLLM for every protocol that are not served, with neutral values as in `UNSUPPORTED`."""
 UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
-    **dict.fromkeys(("audio", "chat_template", "ec_transfer_params", "media_io_kwargs", "mm_payload"), ()),
-    **dict.fromkeys(("functions", "guided_decoding_backend", "kv_transfer_params", "logits_processors"), ()),
-    **dict.fromkeys(("mm_processor_kwargs", "prompt_embeds", "prompt_logprob_token_ids", "repetition_detection"), ()),
-    **dict.fromkeys(("return_mm_kwargs", "return_prompt_text", "return_weight_versions"), ()),
-    **dict.fromkeys(("use_beam_search", "vllm_xargs", "watermarking", "web_search_options"), ()),
+    **VLLM_UNSUPPORTED,
+    **dict.fromkeys(("audio", "chat_template", "functions", "guided_decoding_backend", "logits_processors"), ()),
+    **dict.fromkeys(("prompt_embeds", "prompt_logprob_token_ids", "repetition_detection"), ()),
+    **dict.fromkeys(("return_prompt_text", "return_weight_versions", "use_beam_search", "web_search_options"), ()),
     **dict.fromkeys(("function_call", "reasoning_effort"), ("none",)),
     **dict.fromkeys(("include_reasoning", "spaces_between_special_tokens"), (True,)),
     **{"length_penalty": (1,), "modalities": (["text"],), "routed_experts_prompt_start": (0,), "stream_interval": (1,)},
     **{"suffix": ("",), "thinking_token_budget": (-1,), "verbosity": ("medium",)},
 }
 """Fields of OpenAI or vLLM that are not served, with neutral values. Null, false, [] and {} are always neutral."""
+
+_REASONS: Mapping[str, str] = {
+    "function_call": "tool_choice replaces it",
+    "functions": "tools replaces it",
+    "guided_decoding_backend": "one library compiles all grammars",
+    "logits_processors": "logit_bias, allowed_token_ids and bad_words change logits",
+    "prompt_logprob_token_ids": "prompt_logprobs has the likeliest tokens at each position",
+    "return_prompt_text": "echo has the prompt's text",
+    "thinking_token_budget": "chats and responses have it",
+    "use_beam_search": "completions and chats have it",
+}
 
 
 def _close(schema: dict[str, Any], body: type[Fields]) -> None:
@@ -54,7 +70,7 @@ class Fields(BaseModel):
     prefix: ClassVar[str] = ""
     no_effect: ClassVar[frozenset[str]] = NO_EFFECT
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = UNSUPPORTED
-    reasons: ClassVar[Mapping[str, str]] = {}
+    reasons: ClassVar[Mapping[str, str]] = _REASONS
 
     # Extra fields are only read to be named in an error; the OpenAPI document excludes them.
     model_config = ConfigDict(extra="allow", strict=True, json_schema_extra=_close)
@@ -81,7 +97,7 @@ class Fields(BaseModel):
                 if value is not None:
                     ignored.append(name)
             elif key in self.unsupported:
-                if not _asks_nothing(value, self.unsupported[key]):
+                if not asks_nothing(value, self.unsupported[key]):
                     problem = f"{name} is not supported by this server"
                     if key in self.reasons:
                         problem += f": {self.reasons[key]}"
@@ -99,12 +115,16 @@ class Body(Fields):
 
     model: str | None = None
 
+    def complete(self, config: ServerConfig) -> None:
+        """Set fields that the request leaves out and the server has a default for."""
+
     def requested_thinking(self) -> Thinking | None:
         """Return the reasoning that the request asks for; None for other requests."""
         return None
 
 
-def _asks_nothing(value: object, neutral: tuple[object, ...]) -> bool:
+def asks_nothing(value: object, neutral: tuple[object, ...]) -> bool:
+    """Return True if a field with this value changes nothing."""
     return value is None or value is False or value in ([], {}) or value in neutral
 
 
@@ -119,12 +139,13 @@ def _texts(value: object) -> list[str]:
 
 def _biases(value: object) -> dict[int, float]:
     """Return biases by token id, which JSON has as text."""
-    if not isinstance(value, dict):
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         raise ValueError("must map token ids to biases")
     biases: dict[int, float] = {}
+    wrong = [key for key in value if not (key.isascii() and key.isdecimal()) or len(key) > 10]
+    if wrong:
+        raise ValueError(f"no token ids: {', '.join(repr(key[:50]) for key in wrong[:8])}")
     for key, bias in value.items():
-        if not (isinstance(key, str) and key.isascii() and key.isdecimal()) or len(key) > 10:
-            raise ValueError(f"{str(key)[:50]!r} is not a token id")
         if isinstance(bias, bool) or not isinstance(bias, int | float):
             raise ValueError(f"the bias of token {key} must be a number")
         biases[int(key)] = bias

@@ -14,13 +14,15 @@ from fastapi import Request
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from phonograph.config.server_config import ServerConfig
+from phonograph.core.beam_search_params import BeamSearchParams
 from phonograph.core.pooling_params import PoolingParams
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.admission import admitted_token_ids
 from phonograph.engine.async_llm import AsyncLLM
+from phonograph.engine.process.beam_call import open_beams
 from phonograph.engine.process.calls import Call
 from phonograph.errors import EngineUnavailable, RequestError, counted, quoted
-from phonograph.server.chat.chat_request import ChatRequest
+from phonograph.server.chat.chat_request import ChatRequest, kept_tokens
 from phonograph.server.chat.conversation import Message, rendered
 from phonograph.server.chat.fields import Body
 from phonograph.server.chat.harmony import HARMONY_FORMATS, MOST_CHARACTERS, Harmony
@@ -115,6 +117,7 @@ class Serving:
         """
         dropped = body.drop_unknown() if self.config.unknown_fields == "warn" else []
         ignored = body.check()
+        body.complete(self.config)
         thinking = body.requested_thinking()
         if thinking is not None and self.harmony is None:
             ignored += template_options(thinking, self.variables, self.formats)[1]
@@ -237,26 +240,6 @@ class Serving:
         self._check_length(field, len(token_ids), most)
         return token_ids
 
-    def kept_tokens(self, truncate: int | None, max_tokens: int | None, *, first: bool) -> slice | None:
-        """Return which tokens of a prompt stay; None is all.
-
-        Args:
-            truncate: `truncate_prompt_tokens`; -1 leaves room for `max_tokens` in the context.
-            max_tokens: tokens to generate; None is one at least.
-            first: the first tokens stay, not the last ones.
-
-        Raises:
-            ApiError: the number is out of range.
-        """
-        context = self.engine.facts.context_len
-        if truncate is not None and (truncate < -1 or truncate == 0 or truncate > context):
-            problem = f"truncate_prompt_tokens={truncate} must be 1 to {context} (max_model_len), or -1 for what fits"
-            raise invalid("truncate_prompt_tokens", problem)
-        if truncate is None:
-            return None
-        num_kept = max(context - (max_tokens or 1), 1) if truncate == -1 else truncate
-        return slice(num_kept) if first else slice(-num_kept, None)
-
     def _encode(self, field: str, text: str, add_special_tokens: bool) -> list[int]:
         try:
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
@@ -280,7 +263,8 @@ class Serving:
             ApiError: the messages are too long.
             RequestError: the chat template rejects them.
         """
-        keep = self.kept_tokens(request.truncate, request.max_tokens, first=request.keeps_first)
+        context = self.engine.facts.context_len
+        keep = kept_tokens(request.truncate, request.max_tokens, first=request.keeps_first, context_len=context)
         token_ids = self._encode_chat(request, whole_context=whole_context, cuts=keep is not None)
         return token_ids if keep is None else token_ids[keep]
 
@@ -296,7 +280,7 @@ class Serving:
         def render(messages: list[Message]) -> str:
             return self.tokenizer.render_chat(
                 messages,
-                template=self.chat_template,
+                template=request.thinking.template or self.chat_template,
                 add_generation_prompt=not request.continues if request.begins is None else request.begins,
                 continue_final_message=request.continues,
                 variables=variables,
@@ -352,10 +336,15 @@ class Serving:
         streams: bool = False,
         priority: int = 0,
         cache_salt: str | None = None,
+        beams: BeamSearchParams | None = None,
     ) -> Call:
         """Open a call of the engine. It fails when the client disconnects or request_timeout has passed."""
+        options: dict[str, Any] = {"streams": streams, "priority": priority, "cache_salt": cache_salt}
         try:
-            call = self.engine.open(prompts, params, streams=streams, priority=priority, cache_salt=cache_salt)
+            if beams is not None and isinstance(params, SamplingParams):
+                call = open_beams(self.engine, prompts, params, beams, **options)
+            else:
+                call = self.engine.open(prompts, params, **options)
         except EngineUnavailable as error:
             raise api_error(error) from None
         if self.config.request_timeout is not None:

@@ -11,6 +11,7 @@ from phonograph.errors import quoted
 from phonograph.server.http.api_errors import invalid
 from phonograph.text.formats.find_formats import Formats
 from phonograph.text.formats.reasoning import Opening
+from phonograph.text.formats.template_variables import template_variables
 from phonograph.text.tokenizer import Tokenizer
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
@@ -32,6 +33,7 @@ class Thinking:
     enabled:   whether the model reasons; None is the template's default
     shown:     False leaves the reasoning out of the answer
     budget:    maximum tokens of reasoning
+    template:  chat template in place of the server's
     variables: variables of the chat template
     names:     names of `reasoning_effort`, `thinking_token_budget`, `include_reasoning` and variables in the request,
         where they differ
@@ -42,6 +44,7 @@ class Thinking:
     enabled: bool | None = None
     shown: bool = True
     budget: int | None = None
+    template: str | None = None
     variables: Mapping[str, Any] = field(default_factory=dict[str, Any])
     names: Mapping[str, str] = field(default_factory=dict[str, str])
     needed: bool = True
@@ -58,13 +61,15 @@ def template_options(
 
     Args:
         thinking: reasoning that the request asks for.
-        variables: those that the template reads; None if they are unknown.
+        variables: those that the server's template reads; None if they are unknown.
         formats: formats of the model's answers.
 
     Raises:
         ApiError: the effort is unknown, or turns off reasoning that cannot be turned off.
     """
     options = dict(thinking.variables)
+    if thinking.template is not None:
+        variables = template_variables(thinking.template)
     ignored: list[str] = []
     if variables is not None:
         unread = [name for name in options if name not in variables]

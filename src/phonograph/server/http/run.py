@@ -21,7 +21,7 @@ from phonograph.config.server_config import ServerConfig
 from phonograph.engine.async_llm import AsyncLLM
 from phonograph.engine.process.client import StartProgress
 from phonograph.engine.process.process_client import start_processes
-from phonograph.errors import ModelError, RequestError
+from phonograph.errors import ConfigError, ModelError, RequestError
 from phonograph.server.chat.harmony import load_harmony
 from phonograph.server.chat.serving import Serving
 from phonograph.server.http.admin import check_admin
@@ -94,6 +94,8 @@ def checked_template(engine: EngineConfig, server: ServerConfig) -> str | None:
         PhonographError: the model has no tokenizer, or a setting is wrong.
     """
     if not has_tokenizer(engine):
+        if engine.skip_tokenizer_init:
+            raise ConfigError("skip_tokenizer_init", True, "a server needs the tokenizer; AsyncLLM works without")
         raise ModelError(f"{engine.model} has no tokenizer, which a server needs; give one with --tokenizer")
     check_admin(server)
     check_formats(server)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, cast
 from phonograph.core.structured_outputs import StructuredOutputs
 from phonograph.errors import RequestError, quoted
 from phonograph.server.chat.chat_request import ChatRequest
-from phonograph.server.chat.fields import Body, CacheSalt, Messages, Stops
+from phonograph.server.chat.fields import VLLM_UNSUPPORTED, Body, CacheSalt, Messages, Stops
 from phonograph.server.chat.thinking import Thinking
 from phonograph.server.chat.tools import ToolChoice, chosen_tools, function_tool
 from phonograph.server.http.api_errors import api_error, invalid
@@ -37,7 +37,10 @@ class CountBody(Body):
             *("user_profile_id", "workspace_id"),
         }
     )
-    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = dict.fromkeys(("container", "mcp_servers"), ())
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        **VLLM_UNSUPPORTED,
+        **dict.fromkeys(("container", "mcp_servers"), ()),
+    }
 
     messages: Messages
     system: str | list[Any] | None = None

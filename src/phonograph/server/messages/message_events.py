@@ -43,7 +43,8 @@ class MessageWriter:
 
     def begin(self, usage: TokenUsage) -> bytes:
         """Return the events before all parts."""
-        message = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(usage)}
+        none_sent = _usage(usage._replace(completion=0))
+        message = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": none_sent}
         return _event("message_start", message=message) + _event("ping")
 
     def write(self, found: Found, logprobs: Logprobs) -> bytes:

@@ -65,6 +65,30 @@ def usage_of(call: Call, *, num_completion_tokens: int | None = None) -> dict[st
     }
 
 
+def timings_of(call: Call) -> dict[str, float]:
+    """Return the times of a call that has ended, with vLLM's names; times that are unknown are left out.
+
+    They go from the call's first sample that was admitted to its last token, in milliseconds.
+    """
+    samples = call.samples
+    admitted = min((one.admitted for one in samples if one.admitted is not None), default=None)
+    first = min((one.first_token for one in samples if one.first_token is not None), default=None)
+    last = max((one.last_token for one in samples if one.last_token is not None), default=None)
+    if admitted is None or first is None or last is None:
+        return {}
+    count = sum(len(one.token_ids) for one in samples)
+    found = {
+        "time_to_first_token_ms": (first - admitted) * 1e3,
+        "generation_time_ms": (last - first) * 1e3,
+        "queue_time_ms": (admitted - call.prompts[0].opened) * 1e3,
+    }
+    if count > len(samples):
+        found["mean_itl_ms"] = (last - first) * 1e3 * len(samples) / (count - len(samples))
+    if last > admitted:
+        found["tokens_per_second"] = count / (last - admitted)
+    return found
+
+
 def _usage_before(usage: dict[str, Any], sample: Sample) -> dict[str, Any]:
     """Return the usage without the tokens of a sample of which no text was sent."""
     num_unsent = len(sample.token_ids)
@@ -126,10 +150,17 @@ class ChunkWriter:
         self._begin = b"data: " + to_json(head)[:-1] + b',"choices":['
         self._first = b"data: " + to_json({**head, **first_fields})[:-1] + b',"choices":['
 
-    def chunk(self, choice: Mapping[str, Any] | None, usage: Mapping[str, Any] | None = None) -> bytes:
-        """Return one event. Without a choice it is the last chunk, with the usage alone."""
+    def chunk(
+        self,
+        choice: Mapping[str, Any] | None,
+        usage: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, Any] | None = None,
+    ) -> bytes:
+        """Return one event. Without a choice it is the last chunk, with the usage and perhaps metrics."""
         middle = b"" if choice is None else to_json(choice, inf_nan_mode="null")
         end = b"]}\n\n" if usage is None else b'],"usage":' + to_json(usage) + b"}\n\n"
+        if metrics is not None:
+            end = end[:-3] + b',"metrics":' + to_json(metrics) + b"}\n\n"
         begin, self._first = self._first, self._begin
         return begin + middle + end
 
@@ -141,17 +172,19 @@ class ChunkStream:
         answer: the answer.
         call: the call of the engine.
         body: fields of the request.
+        timed: the answer, or the last chunk with the usage, has the times of the request.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, answer: Answer, call: Call, body: GenerationBody) -> None:
+    def __init__(self, answer: Answer, call: Call, body: GenerationBody, *, timed: bool) -> None:
         first_fields: Mapping[str, Any] = {}
         if body.return_token_ids:
             answer = TokenIdAnswer(answer, call, prompt_only=body.requested_tokens() == 0)
             first_fields = answer.first_fields
         self.name: str = answer.head["id"]
         self._answer = answer
+        self._timed = call if timed else None
         self._chunk = ChunkWriter(answer.head, first_fields).chunk
         self._continuous_usage = body.continuous_usage
         self._include_usage = body.include_usage
@@ -164,7 +197,7 @@ class ChunkStream:
             part |= {name: part.get(name) for name in ("prompt_logprobs", "prompt_token_ids")}
         for choice in choices:
             choice.setdefault("token_ids", None)
-        return answer
+        return answer if self._timed is None else {**answer, "metrics": timings_of(self._timed)}
 
     def write(self, changed: list[Sample]) -> bytes:
         usage = self._answer.usage() if self._continuous_usage else None
@@ -180,7 +213,9 @@ class ChunkStream:
         )
 
     def end(self) -> bytes:
-        return (self._chunk(None, self._answer.usage()) if self._include_usage else b"") + DONE
+        if not self._include_usage:
+            return DONE
+        return self._chunk(None, self._answer.usage(), None if self._timed is None else timings_of(self._timed)) + DONE
 
     def error(self, error: ApiError) -> bytes:
         return b"data: " + to_json(error.body()) + b"\n\n" + DONE

@@ -45,9 +45,10 @@ async def create_chat_completion(body: ChatBody, request: Request) -> Response:
         streams=streams,
         priority=body.priority or 0,
         cache_salt=body.cache_salt,
+        beams=body.beams(prepared.params),
     )
     parts = ChatParts(call, serving.formats, serving.harmony, prepared.tools, prepared.opening)
-    answer = ChunkStream(ChatAnswer(serving, parts, body), call, body)
+    answer = ChunkStream(ChatAnswer(serving, parts, body), call, body, timed=serving.config.enable_per_request_metrics)
     headers = with_no_effect(headers, prepared.ignored)
     return await respond(call, answer, headers, body.names(), streams=streams)
 

@@ -13,7 +13,7 @@ from phonograph.core.batch import TokenLogprobs
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.admission import admitted_bad_words
 from phonograph.engine.process.calls import Call, Delta, Prompt, Sample
-from phonograph.server.chat.chat_request import sampling_params
+from phonograph.server.chat.chat_request import kept_tokens, sampling_params
 from phonograph.server.chat.gap_prompts import gap_prompt, infill_form
 from phonograph.server.chat.respond import respond
 from phonograph.server.chat.serving import Serving
@@ -38,16 +38,29 @@ async def create_completion(body: CompletionBody, request: Request) -> Response:
     )
     streams = bool(body.stream)
     call = serving.open(
-        request, prompts, params, streams=streams, priority=body.priority or 0, cache_salt=body.cache_salt
+        request,
+        prompts,
+        params,
+        streams=streams,
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt,
+        beams=body.beams(params),
     )
-    answer = ChunkStream(CompletionAnswer(serving, call, body), call, body)
+    answer = ChunkStream(
+        CompletionAnswer(serving, call, body), call, body, timed=serving.config.enable_per_request_metrics
+    )
     return await respond(call, answer, headers, body.names(), streams=streams)
 
 
 def _prepared(serving: Serving, body: CompletionBody, gone: threading.Event) -> tuple[list[list[int]], SamplingParams]:
     """Return the token ids and sampling parameters of a request, all checked."""
     requested = body.requested_tokens()
-    keep = serving.kept_tokens(body.truncate_prompt_tokens, requested, first=body.truncation_side == "right")
+    keep = kept_tokens(
+        body.truncate_prompt_tokens,
+        requested,
+        first=body.truncation_side == "right",
+        context_len=serving.engine.facts.context_len,
+    )
     if body.suffix:
         return _with_gaps(serving, body)
     prompts = serving.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False, keep=keep, gone=gone)
@@ -104,7 +117,11 @@ class CompletionAnswer:
         place = sample.index // (self._body.n or 1)
         prompt, source, echo = self._call.prompts[place], self._body.prompt[place], None
         if echoed:
-            echo = source if isinstance(source, str) else self._serving.tokenizer.decode(prompt.token_ids)
+            echo = (
+                source
+                if isinstance(source, str)
+                else self._serving.tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
+            )
         # Special tokens that the tokenizer adds before the text.
         adds = isinstance(source, str) and self._body.add_special_tokens is not False
         num_before = self._serving.tokenizer.num_tokens_before if adds else 0

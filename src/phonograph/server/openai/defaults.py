@@ -20,7 +20,8 @@ def sampling_defaults(engine: EngineConfig, server: ServerConfig) -> dict[str, A
         ConfigError: override_generation_config has an unknown parameter or a value out of range.
         ModelError: the model's generation_config.json is unusable.
     """
-    return {**_of_model(engine, server), **_of_server(server)}
+    interval = {} if server.stream_interval == 1 else {"stream_interval": server.stream_interval}
+    return {**_of_model(engine, server), **_of_server(server), **interval}
 
 
 def _of_server(server: ServerConfig) -> Mapping[str, Any]:

@@ -8,11 +8,12 @@ from typing import Annotated, Any, ClassVar, cast
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from phonograph.config.server_config import ServerConfig
+from phonograph.core.sampling_params import SamplingParams
 from phonograph.core.structured_outputs import StructuredOutputs
 from phonograph.errors import RequestError, quoted
 from phonograph.server.chat.chat_request import ChatRequest
 from phonograph.server.chat.custom_tools import custom_tool
-from phonograph.server.chat.fields import Biases, Body, Budget, CacheSalt, Stops, TokenIds
+from phonograph.server.chat.fields import VLLM_UNSUPPORTED, Biases, Body, Budget, CacheSalt, Stops, TokenIds
 from phonograph.server.chat.thinking import Thinking
 from phonograph.server.chat.tools import ToolChoice, chosen_tools, function_tool
 from phonograph.server.http.api_errors import api_error, invalid
@@ -61,12 +62,15 @@ class ResponseBody(Body):
     no_effect: ClassVar[frozenset[str]] = frozenset(
         {
             *("client_metadata", "max_tool_calls", "prompt_cache_key", "prompt_cache_options"),
-            *("prompt_cache_retention", "safety_identifier", "service_tier", "user"),
+            *("prompt_cache_retention", "safety_identifier", "service_tier", "session_id", "user"),
         }
     )
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **dict.fromkeys(("background", "background_options", "context_management", "conversation"), ()),
         **dict.fromkeys(("moderation", "previous_response_id", "prompt"), ()),
+        **VLLM_UNSUPPORTED,
+        **dict.fromkeys(("enable_response_messages", "previous_input_messages"), ()),
+        **dict.fromkeys(("include_reasoning", "spaces_between_special_tokens"), (True,)),
     }
     reasons: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("conversation", "previous_response_id", "prompt"), _STATELESS),
@@ -94,6 +98,7 @@ class ResponseBody(Body):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
     thinking_token_budget: Budget = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -163,6 +168,7 @@ class ResponseBody(Body):
     def names(self) -> dict[str, str]:
         """Return the request's names of the fields of chats and of engine parameters, where they differ."""
         form = "text.format" if self.text is not None and self.text.get("format") is not None else "tools"
+        form = form if self.structured_outputs is None else "structured_outputs"
         names = {"messages": "input", "max_tokens": "max_output_tokens", "logprobs": "top_logprobs"}
         return {**names, **dict.fromkeys(PARAMETERS, form)}
 
@@ -188,7 +194,7 @@ def response_request(body: ResponseBody, config: ServerConfig) -> ChatRequest:
             raise invalid("top_logprobs", problem)
     form, forced = _form(body, names), None if tools is None else tools.structured
     if form is not None and forced is not None:
-        raise invalid("tool_choice", "tool_choice forces a call, which contradicts text.format")
+        raise invalid("tool_choice", f"tool_choice forces a call, which contradicts {names['structured_outputs']}")
     if form is not None or forced is not None:
         values["structured_outputs"] = form or forced
     return ChatRequest(
@@ -203,6 +209,13 @@ def response_request(body: ResponseBody, config: ServerConfig) -> ChatRequest:
 
 def _form(body: ResponseBody, names: Mapping[str, str]) -> StructuredOutputs | None:
     form = (body.text or {}).get("format")
+    if body.structured_outputs is not None:
+        if form is not None:
+            raise invalid("structured_outputs", "structured_outputs contradicts text.format; give one of them")
+        try:
+            return SamplingParams(structured_outputs=body.structured_outputs).structured_outputs  # pyright: ignore[reportArgumentType]
+        except RequestError as error:
+            raise api_error(error, names) from None
     if form is None:
         return None
     if not isinstance(form, dict):

@@ -31,6 +31,7 @@ _PART = re.compile(f"{_PARAMETER}|{_FUNCTION_END}|{_CLOSE}")
 _SPACES = re.compile(r"\s*")
 _NAME = 256
 """Characters of a name and of the white space before it, at most."""
+_encode = json.JSONEncoder(ensure_ascii=False).encode
 _TYPES: Mapping[str, type | tuple[type, ...]] = {
     "string": str,
     "integer": int,
@@ -173,9 +174,13 @@ class XmlCalls:
     def _in_value(self) -> bool:
         end = self._text.find(_PARAMETER_END, self._at)
         if end < 0:
-            ends = (_PARAMETER_END, "\n" + _PARAMETER_END, "\r\n" + _PARAMETER_END)
-            kept = max(partial_suffix(self._text, tag) for tag in ends)
-            self._grow(self._take(max(self._at, len(self._text) - kept)))
+            # The line break before the tag is part of it.
+            end = len(self._text) - partial_suffix(self._text, _PARAMETER_END)
+            if self._text.endswith("\n", 0, end):
+                end -= 2 if self._text.endswith("\r\n", 0, end) else 1
+            elif self._text.endswith("\r"):
+                end = len(self._text) - 1
+            self._grow(self._take(max(self._at, end)))
             return False
         value = self._take(end)
         self._grow(value.removesuffix("\r\n") if value.endswith("\r\n") else value.removesuffix("\n"))
@@ -221,7 +226,7 @@ class XmlCalls:
 
 def _escaped(text: str) -> str:
     """Return a text as within a JSON string."""
-    return json.dumps(text, ensure_ascii=False)[1:-1]
+    return _encode(text)[1:-1]
 
 
 def value_types(schema: object) -> frozenset[str]:
