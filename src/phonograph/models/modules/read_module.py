@@ -206,7 +206,7 @@ def _record(module: PreTrainedModel) -> tuple[tuple[RecordedAttention, ...], tor
     cut = cut_module(module)
     ids_T = torch.zeros(_TOKENS, dtype=torch.int64, device="meta")
     # Shapes that depend on data get their largest size.
-    any_shape = symbolic_config.patch(meta_nonzero_assume_all_nonzero=True)
+    any_shape = symbolic_config.patch(meta_nonzero_assume_all_nonzero=True)  # pyright: ignore[reportAttributeAccessIssue]
     try:
         with quiet(), torch.inference_mode(), any_shape, CaptureProbe() as probe:
             logits_TV = cut.logits(cut.run(ids_T, ids_T))
