@@ -78,6 +78,8 @@ def test_grammars_are_masked_on_rank_0(two: LLM) -> None:
         ("qwen2", {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}),
         ("olmo2", {"cudagraph_mode": "NONE"}),
         ("mixtral", {}),
+        ("qwen3_5", {}),
+        ("nemotron_h", {}),
     ],
 )
 def test_two_ranks_give_the_tokens_of_one(family: str, settings: dict[str, Any], tmp_path: Path) -> None:

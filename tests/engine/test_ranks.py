@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from checkpoints import make_checkpoint
 from invariants import check_scheduler
 from rank_sessions import (
     GREEDY,
@@ -26,9 +29,11 @@ from phonograph.config.engine_config import EngineConfig
 from phonograph.core.device import known_device
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.core.structured_outputs import StructuredOutputs
+from phonograph.engine.build import build_engine
 from phonograph.engine.outputs import RequestOutput
 from phonograph.engine.plan import make_plan
 from phonograph.engine.process.ranks.follow_rank import FollowingRunner
+from phonograph.engine.session import Session
 from phonograph.engine.startup.configured_model import read_configured_model
 from phonograph.engine.startup.start import verify_engine
 from phonograph.errors import CaptureError, ConfigError, RankError
@@ -38,6 +43,7 @@ from phonograph.graphs.tape.tape import TapeRuntime
 from phonograph.kernels import ranks as kernel_ranks
 from phonograph.kernels.triton.ranks.choose_sum import SumChoice, choose_sums
 from phonograph.runner.runner import CaptureReport, capture_on_ranks
+from phonograph.structured.compiler import GrammarCompiler
 
 
 @pytest.fixture(scope="module")
@@ -257,3 +263,22 @@ def test_batch_invariant_sums_run_by_one_kernel() -> None:
     assert [(one.kernel, one.rows) for one in few] == [("one-shot", "1 to 64")]
     many = choose_sums(4096, 2, 4, most_rows=512, **settings)
     assert [(one.kernel, one.rows) for one in many] == [("one-shot", "1 to 128"), ("one-shot", "129 and more")]
+
+
+def test_states_and_their_checkpoints_are_on_every_rank(tmp_path: Path) -> None:
+    """A prompt again starts from a checkpoint, which each rank has of its heads."""
+    make_checkpoint("qwen3_5", tmp_path)
+    settings = {"model": str(tmp_path), "num_kv_blocks": 64, "state_checkpoint_share": 0.5}
+    prompts = [[3 + token % 90 for token in prompt] for prompt in random_prompts(3, 50, 1, 70)]
+    found: list[list[list[int]]] = []
+    for size in (1, 2):
+        plan = plan_of(size, **settings)
+        with nullcontext(build_engine(plan)) if size == 1 else engine_on_threads(plan) as engine:
+            session = Session(engine.core, plan.model, None, 0, GrammarCompiler(lambda: None, ()))
+            outputs = generate(session, prompts, [GREEDY] * 3)
+            again = generate(session, [prompts[2], prompts[0] + [9, 10]], [GREEDY] * 2)
+            assert [output.num_cached_tokens for output in again] == [64, 48]
+            found.append([output.outputs[0].token_ids for output in (*outputs, *again)])
+            if size == 2:
+                assert verify_engine(engine, num_replays=6).ok
+    assert found[0] == found[1]

@@ -103,7 +103,15 @@ NGRAM = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}
 
 @pytest.mark.parametrize(
     ("family", "settings"),
-    [("llama3", {}), ("qwen2", NGRAM), ("olmo2", {}), ("mixtral", {}), ("gemma2", {})],
+    [
+        ("llama3", {}),
+        ("qwen2", NGRAM),
+        ("olmo2", {}),
+        ("mixtral", {}),
+        ("gemma2", {}),
+        ("qwen3_5", {}),
+        ("nemotron_h", {}),
+    ],
 )
 def test_two_ranks_give_the_tokens_of_one(family: str, settings: dict[str, Any], tmp_path: Path) -> None:
     make_checkpoint(family, tmp_path, seed=3)

@@ -42,7 +42,7 @@ def divide_context(
         problem = "attention with sinks has no rule for it"
     if problem is not None:
         raise ConfigError(SETTING, size, f"{problem}; 1 works")
-    num_kv_heads = whole.layers[0].attention.num_kv_heads
+    num_kv_heads = next(iter(whole.attentions.values())).num_kv_heads
     copies = max(1, ranks // num_kv_heads)
     if copies % size:
         works = " or ".join(str(count) for count in range(1, copies + 1) if copies % count == 0)

@@ -54,7 +54,7 @@ def rank_notes(
     if config.speculation is not None and config.speculation.model is not None:
         problem = f"a draft model works with {SETTING}=1 only so far; the methods ngram and suffix work"
         raise ConfigError("speculative_config", config.speculative_config, problem)
-    all_heads, heads = whole.layers[0].attention, model.layers[0].attention
+    all_heads, heads = (next(iter(one.attentions.values())) for one in (whole, model))
     notes = [
         f"{SETTING} {size}: a rank has {heads.num_query_heads} of {all_heads.num_query_heads} query heads, "
         f"{heads.num_kv_heads} of {all_heads.num_kv_heads} KV heads and {model.head.num_outputs} of {whole.vocab_size} "

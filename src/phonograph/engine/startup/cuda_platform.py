@@ -184,7 +184,7 @@ class CudaPlatform:
         return DeviceParts(
             runtime=runtime,
             inputs=inputs,
-            program=StepProgram(model=parts.model, attention=attention, inputs=inputs),
+            program=StepProgram(model=parts.model, attention=attention, inputs=inputs, states=parts.states),
             sampling=Pooling(parts.model, lookahead=LOOKAHEAD),
         )
 

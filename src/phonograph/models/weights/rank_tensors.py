@@ -7,14 +7,16 @@ from typing import NamedTuple
 
 import torch
 
-from phonograph.models.layer_spec import SINKS, FeedForward, LayerFeedForward
+from phonograph.models.layer_spec import SINKS, FeedForward, LayerAttention, LayerFeedForward
 from phonograph.models.layers.expert_spec import LayerExperts
 from phonograph.models.layers.layer_matrix import LayerMatrix
+from phonograph.models.layers.states.state_cuts import Ranges, state_part
+from phonograph.models.layers.states.state_mixer import StateMixer
 from phonograph.models.quantization.cpu_weights import dequantized
 from phonograph.models.quantization.grouped_weight import GroupedScheme, GroupedWeight
 from phonograph.models.quantization.scheme import Stored
 from phonograph.models.spec import LAYERS, ModelSpec
-from phonograph.models.weights.tensor_cuts import Ranges, TensorCut, gate_up_ranges, matrix_cuts, qkv_ranges
+from phonograph.models.weights.tensor_cuts import TensorCut, gate_up_ranges, matrix_cuts, qkv_ranges
 from phonograph.models.weights.tensor_parallel import cut_model
 
 _CutFeedForward = LayerFeedForward | LayerExperts
@@ -69,25 +71,15 @@ class RankTensors:
         self._whole, self._rank, self.num_ranks = whole, rank, num_ranks
         cut = cut_model(whole, num_ranks)
         for index, layer in enumerate(whole.layers):
-            prefix, attention, own = f"{LAYERS}.{index}.", layer.attention, cut.layers[index]
-            self._add(prefix, attention.qkv, own.attention.qkv, qkv_ranges(attention, rank, num_ranks))
-            self._add(prefix, attention.output, own.attention.output, self._inputs(own.attention.output))
-            assert layer.feed_forward is not None and own.feed_forward is not None
+            prefix, own = f"{LAYERS}.{index}.", cut.layers[index]
+            if isinstance(layer.mixer, LayerAttention):
+                self._add_attention(prefix, layer.mixer, own.attention)
+            elif layer.mixer is not None and own.mixer is not None:
+                self._add_state(prefix, layer.mixer, own.mixer)
             for one, part in _feed_forwards(layer.feed_forward, own.feed_forward):
                 outputs = gate_up_ranges(one.gate_up, one.down.num_inputs, rank, num_ranks)
                 self._add(prefix, one.gate_up, part.gate_up, outputs)
                 self._add(prefix, one.down, part.down, self._inputs(part.down))
-            if attention.joint_norms:
-                queries, *keys = qkv_ranges(attention, rank, num_ranks)
-                for norm, first, spans in (("q_norm", 0, [queries]), ("k_norm", attention.num_query_heads, keys[:1])):
-                    start = first * attention.head_size
-                    size = (attention.num_key_heads if first else attention.num_query_heads) * attention.head_size
-                    ranges = tuple((begin - start, end - start) for begin, end in spans)
-                    self.cuts[f"{prefix}self_attn.{norm}.weight"] = TensorCut((size,), 0, ranges)
-            if attention.sinks:
-                heads = own.attention.num_query_heads
-                span = rank * heads, (rank + 1) * heads
-                self.cuts[prefix + SINKS] = TensorCut((attention.num_query_heads,), 0, (span,))
         rows, size = cut.head.num_outputs, whole.vocab_size
         vocabulary = ((min(rank * rows, size), min((rank + 1) * rows, size)),)
         for name in ("model.embed_tokens.weight", "lm_head.weight"):
@@ -126,6 +118,30 @@ class RankTensors:
         first = self._rank * num_heads // self.num_ranks
         return slice(first, first + max(1, num_heads // self.num_ranks))
 
+    def _add_attention(self, prefix: str, whole: LayerAttention, own: LayerAttention) -> None:
+        ranges = qkv_ranges(whole, self._rank, self.num_ranks)
+        self._add(prefix, whole.qkv, own.qkv, ranges)
+        self._add(prefix, whole.output, own.output, self._inputs(own.output))
+        if whole.joint_norms:
+            queries, *keys = ranges
+            for norm, first, spans in (("q_norm", 0, [queries]), ("k_norm", whole.num_query_heads, keys[:1])):
+                start = first * whole.head_size
+                size = (whole.num_key_heads if first else whole.num_query_heads) * whole.head_size
+                own_spans = tuple((begin - start, end - start) for begin, end in spans)
+                self.cuts[f"{prefix}self_attn.{norm}.weight"] = TensorCut((size,), 0, own_spans)
+        if whole.sinks:
+            heads = own.num_query_heads
+            span = self._rank * heads, (self._rank + 1) * heads
+            self.cuts[prefix + SINKS] = TensorCut((whole.num_query_heads,), 0, (span,))
+
+    def _add_state(self, prefix: str, whole: StateMixer, own: StateMixer) -> None:
+        part = state_part(whole, self._rank, self.num_ranks)
+        for matrix, cut, ranges in zip(whole.matrices, own.matrices, (*part.projections, part.inputs), strict=True):
+            self._add(prefix, matrix, cut, ranges)
+        for name, shape in whole.other_shapes.items():
+            if name in part.others:
+                self.cuts[prefix + name] = TensorCut(shape, 0, part.others[name])
+
     def _inputs(self, cut: LayerMatrix) -> Ranges:
         return ((self._rank * cut.num_inputs, (self._rank + 1) * cut.num_inputs),)
 
@@ -139,8 +155,12 @@ class RankTensors:
             self.cuts[prefix + name] = found._replace(zero=kind == "bias" and cut.partial and self._rank > 0)
 
 
-def _feed_forwards(whole: FeedForward, cut: FeedForward) -> Iterator[tuple[_CutFeedForward, _CutFeedForward]]:
-    """Yield a feed-forward next to its cut, and then a shared expert next to its cut."""
+def _feed_forwards(
+    whole: FeedForward | None, cut: FeedForward | None
+) -> Iterator[tuple[_CutFeedForward, _CutFeedForward]]:
+    """Yield a feed-forward next to its cut, if there is one, and then a shared expert next to its cut."""
+    if whole is None:
+        return
     assert isinstance(whole, LayerFeedForward | LayerExperts) and isinstance(cut, LayerFeedForward | LayerExperts)
     yield whole, cut
     if isinstance(whole, LayerExperts) and isinstance(cut, LayerExperts) and whole.shared and cut.shared:

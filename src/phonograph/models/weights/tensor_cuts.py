@@ -11,9 +11,7 @@ import torch
 from phonograph.errors import UnsupportedModelError, WeightError
 from phonograph.models.layer_spec import LayerAttention
 from phonograph.models.layers.layer_matrix import LayerMatrix, MatrixPart
-
-Ranges = tuple[tuple[int, int], ...]
-"""First and last (exclusive) outputs or inputs, in order."""
+from phonograph.models.layers.states.state_cuts import Ranges
 
 
 class TensorCut(NamedTuple):
@@ -59,14 +57,12 @@ class TensorCut(NamedTuple):
 
 def qkv_ranges(whole: LayerAttention, rank: int, num_ranks: int) -> Ranges:
     """Return the outputs of a rank's query, key and value heads in the whole matrix."""
-    size, queries, kv_heads = (
-        whole.head_size,
-        whole.num_query_heads // num_ranks,
-        max(1, whole.num_kv_heads // num_ranks),
-    )
+    size, kv_heads = whole.head_size, max(1, whole.num_kv_heads // num_ranks)
+    # A gate follows each query.
+    queries = (1 + whole.gated) * whole.num_query_heads
     first = rank * whole.num_kv_heads // num_ranks
-    blocks = [(0, rank * queries, queries)]
-    starts = range(whole.num_query_heads, whole.qkv.num_outputs // size, whole.num_kv_heads)
+    blocks = [(0, rank * queries // num_ranks, queries // num_ranks)]
+    starts = range(queries, whole.qkv.num_outputs // size, whole.num_kv_heads)
     blocks += [(start, first, kv_heads) for start in starts]
     return tuple(((start + head) * size, (start + head + count) * size) for start, head, count in blocks)
 
@@ -74,6 +70,8 @@ def qkv_ranges(whole: LayerAttention, rank: int, num_ranks: int) -> Ranges:
 def gate_up_ranges(whole: LayerMatrix, inner: int, rank: int, num_ranks: int) -> Ranges:
     """Return the outputs of a rank's gates and ups in the whole matrix of one expert, in the order of a checkpoint."""
     count = inner // num_ranks
+    if not whole.gated:
+        return ((rank * count, (rank + 1) * count),)
     if whole.fused is not None and whole.fused.interleaved:
         return ((2 * rank * count, 2 * (rank + 1) * count),)
     return tuple((half + rank * count, half + (rank + 1) * count) for half in (0, inner))

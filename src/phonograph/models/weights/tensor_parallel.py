@@ -2,7 +2,8 @@
 
 A rank has a part of the heads, of the feed-forward's inner size and of the vocabulary. Queries, keys, values, gates and
 ups are cut by their outputs, the products that follow them by their inputs; the sum of these over the ranks is the
-output. KV heads are repeated where there are fewer than ranks. All ranks have equal sizes.
+output. Layers with a state are cut by heads (`state_cuts`). KV heads are repeated where there are fewer than ranks. All
+ranks have equal sizes.
 """
 
 from __future__ import annotations
@@ -11,15 +12,17 @@ from dataclasses import replace
 from itertools import islice
 
 from phonograph.errors import ConfigError, UnsupportedModelError
-from phonograph.models.layer_spec import FeedForward, LayerFeedForward, LayerSpec
+from phonograph.models.layer_spec import FeedForward, LayerAttention, LayerFeedForward, LayerSpec
 from phonograph.models.layers.expert_spec import LayerExperts
 from phonograph.models.layers.layer_matrix import LayerMatrix
+from phonograph.models.layers.states.state_cuts import Ranges, state_part
+from phonograph.models.layers.states.state_mixer import StateMixer
 from phonograph.models.quantization.float8 import Fp8
 from phonograph.models.quantization.gguf_blocks import BLOCK_TYPES, GgufBlocks
 from phonograph.models.quantization.grouped_weight import GroupedScheme
 from phonograph.models.quantization.scheme import Scheme
 from phonograph.models.spec import ModelSpec
-from phonograph.models.weights.tensor_cuts import Ranges, gate_up_ranges, matrix_cuts, part_ranges, qkv_ranges
+from phonograph.models.weights.tensor_cuts import gate_up_ranges, matrix_cuts, part_ranges, qkv_ranges
 
 SETTING = "tensor_parallel_size"
 _MOST_RANKS = 64
@@ -54,8 +57,8 @@ def _can_cut(model: ModelSpec, num_ranks: int) -> bool:
 def _cut(model: ModelSpec, num_ranks: int) -> ModelSpec:
     if model.pooler is not None or model.input is not None or model.norms.after_sum:
         raise _Uncut("models that pool and encoders have no rule for several ranks yet")
-    if model.states:
-        raise _Uncut("layers with a state have no rule for several ranks yet")
+    if any(layer.beside is not None for layer in model.layers):
+        raise _Uncut("attention beside a state has no rule for several ranks yet")
     equal: dict[LayerSpec, LayerSpec] = {}
     for index, layer in enumerate(model.layers):
         if layer not in equal:
@@ -67,23 +70,41 @@ def _cut(model: ModelSpec, num_ranks: int) -> ModelSpec:
 
 
 def _cut_layer(layer: LayerSpec, name: str, num_ranks: int) -> LayerSpec:
-    whole = layer.attention
+    mixer = layer.mixer
+    if isinstance(mixer, LayerAttention):
+        mixer = _cut_attention(mixer, name, num_ranks)
+    elif mixer is not None:
+        mixer = _cut_state(mixer, name, num_ranks)
+    feed_forward = None if layer.feed_forward is None else _cut_feed_forward(layer.feed_forward, name, num_ranks)
+    return replace(layer, mixer=mixer, feed_forward=feed_forward)
+
+
+def _cut_state(whole: StateMixer, name: str, num_ranks: int) -> StateMixer:
+    try:
+        part = state_part(whole, 0, num_ranks)
+    except ValueError as error:
+        raise _Uncut(f"{name}: {whole.name} has {error}") from None
+    *projections, output = whole.matrices
+    matrices = [_with_outputs(*pair, name) for pair in zip(projections, part.projections, strict=True)]
+    return part.cut(whole, [*matrices, _with_inputs(output, output.num_inputs // num_ranks, name)])
+
+
+def _cut_attention(whole: LayerAttention, name: str, num_ranks: int) -> LayerAttention:
     num_query_heads = _share(name, "{} query heads", whole.num_query_heads, num_ranks)
     if whole.num_kv_heads % num_ranks and num_ranks % whole.num_kv_heads:
         raise _Uncut(f"{name} has {whole.num_kv_heads} KV heads, neither a multiple nor a divisor of {num_ranks}")
     num_kv_heads = max(1, whole.num_kv_heads // num_ranks)
     size = whole.head_size
-    attention = replace(
+    return replace(
         whole,
         num_query_heads=num_query_heads,
         num_kv_heads=num_kv_heads,
         qkv=_with_outputs(whole.qkv, qkv_ranges(whole, 0, num_ranks), name),
         output=_with_inputs(whole.output, num_query_heads * size, name),
     )
-    return replace(layer, mixer=attention, feed_forward=_cut_feed_forward(layer.feed_forward, name, num_ranks))
 
 
-def _cut_feed_forward(whole: FeedForward | None, name: str, num_ranks: int) -> FeedForward:
+def _cut_feed_forward(whole: FeedForward, name: str, num_ranks: int) -> FeedForward:
     assert isinstance(whole, LayerFeedForward | LayerExperts)
     what = "an inner size of {}" if isinstance(whole, LayerFeedForward) else "experts of an inner size of {}"
     inner = _share(name, what, whole.down.num_inputs, num_ranks)

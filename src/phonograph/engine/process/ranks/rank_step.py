@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from phonograph.core.batch import BlockAppend, ScheduledBatch
+from phonograph.core.batch import BlockAppend, ScheduledBatch, StateCopy
 from phonograph.graphs.modes import GraphKey
 from phonograph.runner.step_inputs import StepRows, rows_of
 
@@ -25,6 +25,8 @@ class RankStep(NamedTuple):
         appends: [A, 4], slot, first entry, KV group and number of blocks of each `BlockAppend`.
         block_ids: their blocks, one after another.
         copies: [C, 2], pages to copy before the step, from and to.
+        states: [C, 4], checkpoints of states: 1 for those that the step writes and 0 for those that sequences start
+            from, then the numbers of `StateCopy`.
         key: graph that runs the step; None for an eager step.
         all_hidden: an eager step computes all rows in the last layer.
     """
@@ -39,6 +41,7 @@ class RankStep(NamedTuple):
     appends: np.ndarray
     block_ids: np.ndarray
     copies: np.ndarray
+    states: np.ndarray
     key: GraphKey | None
     all_hidden: bool
 
@@ -47,6 +50,7 @@ class RankStep(NamedTuple):
         """Return a step of rank 0 for the others."""
         batch = rows.batch
         appends = [(one.slot, one.start, one.group, len(one.block_ids)) for one in batch.appends]
+        states = [(saves, *one) for saves, copies in enumerate((batch.restored, batch.saved)) for one in copies]
         starts = [(new.slot, new.prompt_len, new.max_len) for new in batch.new]
         return cls(
             slots=rows.slots.astype(np.int32),
@@ -59,6 +63,7 @@ class RankStep(NamedTuple):
             appends=np.array(appends, np.int32).reshape(-1, 4),
             block_ids=np.array([block for one in batch.appends for block in one.block_ids], np.int32),
             copies=np.array(batch.copies, np.int32).reshape(-1, 2),
+            states=np.array(states, np.int32).reshape(-1, 4),
             key=key,
             all_hidden=all_hidden,
         )
@@ -70,6 +75,9 @@ class RankStep(NamedTuple):
             BlockAppend(slot=slot, start=start, group=group, block_ids=self.block_ids[end - count : end].tolist())
             for (slot, start, group, count), end in zip(self.appends.tolist(), ends.tolist(), strict=True)
         ]
+        restored, saved = (
+            [StateCopy(*copy) for kind, *copy in self.states.tolist() if kind == saves] for saves in (0, 1)
+        )
         batch = ScheduledBatch(
             slots=self.slots.tolist(),
             query_lens=self.query_lens.tolist(),
@@ -80,6 +88,8 @@ class RankStep(NamedTuple):
             num_tokens=len(self.token_ids),
             appends=appends,
             copies=[(source, target) for source, target in self.copies.tolist()],
+            restored=restored,
+            saved=saved,
         )
         return rows_of(batch, np.zeros(int(self.slots.max()) + 1, np.int64))
 
