@@ -30,7 +30,7 @@ class TypedTokens(list[int]):
         return [token & ID_MASK for token in self]
 
 
-class AudioTokens(list[int]):
+class EncoderTokens(list[int]):
     """Tokens of a prompt of a decoder, with the log-mel frames of the audio that its encoder reads, float32 [M, F]."""
 
     def __init__(self, token_ids: Iterable[int], features: np.ndarray) -> None:
@@ -50,4 +50,4 @@ class AudioTokens(list[int]):
 
 def plain_ids(token_ids: list[int]) -> list[int]:
     """Return token ids without types and frames, which they may have."""
-    return token_ids.plain if isinstance(token_ids, TypedTokens | AudioTokens) else token_ids
+    return token_ids.plain if isinstance(token_ids, TypedTokens | EncoderTokens) else token_ids

@@ -16,7 +16,7 @@ from phonograph.core.grammar import Grammar
 from phonograph.core.pooling_params import PoolingParams
 from phonograph.core.request import Request
 from phonograph.core.sampling_params import SamplingParams
-from phonograph.core.token_types import AudioTokens, TypedTokens
+from phonograph.core.token_types import EncoderTokens, TypedTokens
 from phonograph.errors import ConfigError, RequestError, counted, shortened
 from phonograph.models.heads.audio_encoder import AudioEncoder
 from phonograph.models.heads.pooler_spec import Pooler
@@ -62,8 +62,8 @@ def admitted_prompt(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int
     Raises:
         RequestError: a token is outside the model's vocabulary, or the prompt is text that cannot be tokenized.
     """
-    if isinstance(prompt, AudioTokens):
-        return AudioTokens(admitted_token_ids(prompt, vocab_size), prompt.features)
+    if isinstance(prompt, EncoderTokens):
+        return EncoderTokens(admitted_token_ids(prompt, vocab_size), prompt.features)
     if not isinstance(prompt, str):
         return admitted_token_ids(prompt, vocab_size)
     if tokenizer is None:
@@ -120,7 +120,7 @@ def admit_audio(prompt: Prompt, encoder: AudioEncoder | None) -> None:
     Raises:
         RequestError: it has not, or its frames are not those of the model.
     """
-    features = prompt.features if isinstance(prompt, AudioTokens) else None
+    features = prompt.features if isinstance(prompt, EncoderTokens) else None
     if (features is None) != (encoder is None):
         problem = "the model reads no audio" if encoder is None else "is missing, and the model writes text of audio"
         raise RequestError("audio", None if features is None else "an array", problem)

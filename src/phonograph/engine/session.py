@@ -20,7 +20,7 @@ from phonograph.core.logprob_views import LogprobsView
 from phonograph.core.pooling_params import NO_SAMPLING, PoolingParams
 from phonograph.core.request import Request
 from phonograph.core.sampling_params import SamplingParams
-from phonograph.core.token_types import AudioTokens, plain_ids
+from phonograph.core.token_types import EncoderTokens, plain_ids
 from phonograph.engine.admission import (
     Prompt,
     admit_audio,
@@ -167,10 +167,10 @@ class Session:
             metrics=RequestMetrics(),
         )
         samples = [self._sample(output, params, index, priority, cache_salt) for index in range(params.n)]
-        if isinstance(prompt, AudioTokens):
+        if isinstance(prompt, EncoderTokens):
             digest = prompt.digest
             for sample in samples:
-                sample.request.features, sample.request.audio_digest = prompt.features, digest
+                sample.request.features, sample.request.encoder_digest = prompt.features, digest
         if pooling is not None:
             samples[0].request.pooling = pooling
         output.prompt_token_ids = plain_ids(token_ids)

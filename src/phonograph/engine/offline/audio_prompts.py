@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from phonograph.core.token_types import AudioTokens
+from phonograph.core.token_types import EncoderTokens
 from phonograph.engine.admission import Prompt
 from phonograph.engine.offline.prompts import plain_prompt
 from phonograph.errors import RequestError, counted, shortened
@@ -65,7 +65,7 @@ def audio_prompt(prompt: object, tokenizer: Tokenizer | None, encoder: AudioEnco
         if tokenizer is None:
             raise RequestError("prompt", text, "is text, and the engine runs without a tokenizer; give token ids")
         text = tokenizer.encode(text, add_special_tokens=False)
-    return AudioTokens(text, log_mel(checked_samples(cast("Mapping[str, Any]", data)["audio"]), encoder))
+    return EncoderTokens(text, log_mel(checked_samples(cast("Mapping[str, Any]", data)["audio"]), encoder))
 
 
 def checked_samples(audio: object) -> np.ndarray:

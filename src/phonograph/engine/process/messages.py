@@ -12,7 +12,7 @@ from phonograph.core.batch import TokenLogprobs
 from phonograph.core.pooling_params import PoolingParams
 from phonograph.core.request import FinishReason
 from phonograph.core.sampling_params import SamplingParams
-from phonograph.core.token_types import AudioTokens
+from phonograph.core.token_types import EncoderTokens
 from phonograph.engine.groups.group_facts import GroupFacts
 from phonograph.engine.metrics.step_record import StepRecord
 from phonograph.errors import EngineUnavailable, PhonographError, RequestError, RequestFailure
@@ -123,7 +123,7 @@ class Align:
     """
 
     key: int
-    prompt: AudioTokens
+    prompt: EncoderTokens
     token_ids: list[int]
     num_positions: int
 

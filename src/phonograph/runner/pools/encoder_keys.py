@@ -13,7 +13,7 @@ import torch
 
 from phonograph.core.batch import NewSequence, ScheduledBatch
 from phonograph.core.blocks import blocks_for
-from phonograph.core.token_types import AudioTokens
+from phonograph.core.token_types import EncoderTokens
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.graphs.runtime import CapturedGraph, GraphRuntime
 from phonograph.models.heads.word_alignment import align_words
@@ -129,7 +129,7 @@ class EncoderKeys:
                 part[page, offset] = rows_PKD
         return ()
 
-    def align(self, prompt: AudioTokens, token_ids: Sequence[int], num_positions: int) -> np.ndarray:
+    def align(self, prompt: EncoderTokens, token_ids: Sequence[int], num_positions: int) -> np.ndarray:
         """Return how well the tokens behind a prompt and positions of its audio fit; see `align_words`."""
         return align_words(self._model, prompt.features, [*prompt, *token_ids], len(prompt), num_positions)
 
