@@ -165,6 +165,7 @@ class Request:
             salted=self.cache_salt is not None,
             pooling=self.pooling,
             features=None if self.encoded else self.features,
+            encoder_len=len(self.features) if self.features is not None and self.features.ndim == 1 else 0,
         )
 
     def tokens(self, start: int, stop: int) -> list[int]:

@@ -23,8 +23,8 @@ from phonograph.core.sampling_params import SamplingParams
 from phonograph.core.token_types import EncoderTokens, plain_ids
 from phonograph.engine.admission import (
     Prompt,
-    admit_audio,
     admit_cache_salt,
+    admit_encoder_input,
     admit_names,
     admit_parameters,
     admit_stops,
@@ -149,7 +149,7 @@ class Session:
             params = NO_SAMPLING
         else:
             refuse_generation(self._model.pooler)
-            admit_audio(prompt, self._model.encoder)
+            admit_encoder_input(prompt, self._model.encoder, self._model.vocab_size)
             token_ids = admitted_prompt(prompt, self.tokenizer, self._model.vocab_size)
         params = admitted_bad_words(params, self.tokenizer)
         admit_parameters(params, len(token_ids), self._model.vocab_size, self.core.scheduler.context_len)
