@@ -46,7 +46,7 @@ class EncoderKeys:
         self._group = attention.group(model.spec.num_layers)
         crosses = [layer.cross for layer in model.weights if layer.cross is not None]
         self._memories = [
-            (cross.memory, attention.kv_target(cross.layer, 0).kv_cache)
+            (cross.memory, attention.kv_cache(cross.layer))
             for cross in crosses
             if cross.memory is not None
         ]
