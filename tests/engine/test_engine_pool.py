@@ -13,7 +13,7 @@ import pytest
 from phonograph.core.batch import DraftCounts
 from phonograph.core.pooling_params import PoolingParams
 from phonograph.core.sampling_params import SamplingParams
-from phonograph.core.token_types import AudioTokens
+from phonograph.core.token_types import EncoderTokens
 from phonograph.engine.groups.group_facts import GroupFacts
 from phonograph.engine.process.client import StartProgress, no_progress
 from phonograph.engine.process.engine_pool import EnginePool, merged_stats
@@ -287,7 +287,7 @@ def test_statistics_are_added() -> None:
 
 def test_a_transcript_is_aligned_by_one_engine() -> None:
     async def test(bench: Bench) -> None:
-        prompt, matrix = AudioTokens([1], np.zeros((80, 100), np.float32)), np.ones((2, 3), np.float32)
+        prompt, matrix = EncoderTokens([1], np.zeros((80, 100), np.float32)), np.ones((2, 3), np.float32)
         for key, rank in ((4, 0), (5, 1)):
             bench.pool.send(Align(key, prompt, [2, 3], 50))
             assert [isinstance(engine.sent[-1], Align) for engine in bench.engines] == [True, rank == 1]

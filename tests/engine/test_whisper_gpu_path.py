@@ -18,7 +18,7 @@ from whisper_checkpoint import START, make_whisper
 from phonograph import LLM, SamplingParams
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.device import known_device
-from phonograph.core.token_types import AudioTokens
+from phonograph.core.token_types import EncoderTokens
 from phonograph.engine import build
 from phonograph.engine.plan import make_plan
 from phonograph.engine.session import Session
@@ -46,10 +46,10 @@ class HostPlatform(cuda_platform.CudaPlatform):
         """Launch nothing: the interpreter would take minutes for every kernel of every shape."""
 
 
-def audio_prompts(seconds: int = 1) -> list[AudioTokens]:
+def audio_prompts(seconds: int = 1) -> list[EncoderTokens]:
     rng = np.random.default_rng(0)
     return [
-        AudioTokens(
+        EncoderTokens(
             [START, *rng.integers(4, NO_TIMES, length - 2).tolist(), NO_TIMES],
             rng.standard_normal((80, 100 * seconds)).astype(np.float32),
         )
@@ -65,11 +65,11 @@ def make_timed(folder: Path, **changes: Any) -> Any:
     return model
 
 
-def timed(prompt: AudioTokens) -> AudioTokens:
-    return AudioTokens(prompt[:-1], prompt.features)
+def timed(prompt: EncoderTokens) -> EncoderTokens:
+    return EncoderTokens(prompt[:-1], prompt.features)
 
 
-def check(model: Any, prompt: AudioTokens, output: Any, near: float) -> None:
+def check(model: Any, prompt: EncoderTokens, output: Any, near: float) -> None:
     """Each token is that of transformers in float32 or a near tie, with its log-probability."""
     tokens = output.outputs[0].token_ids
     with torch.no_grad():
@@ -158,7 +158,7 @@ def test_on_a_gpu(mode: str, dtype: str, tmp_path: Path) -> None:
             check(model, prompt, output, near)
         for alone in (prompts[1], timed(prompts[4])):
             check(model, alone, llm.generate(alone, params, use_tqdm=False)[0], near)
-        long = [AudioTokens([START, *[7 + index] * 43, NO_TIMES], prompts[index].features) for index in range(5)]
+        long = [EncoderTokens([START, *[7 + index] * 43, NO_TIMES], prompts[index].features) for index in range(5)]
         for prompt, output in zip(long, llm.generate(long, params, use_tqdm=False), strict=True):
             check(model, prompt, output, near)
         if mode == "FULL":

@@ -15,7 +15,7 @@ from whisper_checkpoint import START, make_whisper
 
 from phonograph import LLM, SamplingParams
 from phonograph.config.engine_config import EngineConfig
-from phonograph.core.token_types import AudioTokens
+from phonograph.core.token_types import EncoderTokens
 from phonograph.engine.startup.start import start_engine
 from phonograph.errors import ConfigError, ModelError, PhonographError, RequestError, UnsupportedModelError
 from phonograph.models.spec import read_model_spec
@@ -30,15 +30,15 @@ def features(seed: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal((80, 100)).astype(np.float32)
 
 
-def inputs() -> list[AudioTokens]:
+def inputs() -> list[EncoderTokens]:
     rng = np.random.default_rng(0)
     return [
-        AudioTokens([START, *rng.integers(4, 90, length - 1).tolist()], features(seed))
+        EncoderTokens([START, *rng.integers(4, 90, length - 1).tolist()], features(seed))
         for seed, length in enumerate(LENGTHS)
     ]
 
 
-def greedy(model: Any, prompt: AudioTokens) -> list[int]:
+def greedy(model: Any, prompt: EncoderTokens) -> list[int]:
     ids = torch.tensor([prompt])
     with torch.no_grad():
         states = model.model.encoder(torch.from_numpy(prompt.features)[None])
@@ -67,13 +67,13 @@ def test_tokens_equal_those_of_transformers(settings: dict[str, Any], labels: se
             assert report.ok, report.mismatches
     assert together == [greedy(model, prompt) for prompt in prompts]
     assert alone.outputs[0].token_ids == together[-1]
-    assert together[0] != greedy(model, AudioTokens(prompts[0], features(9))), "the audio must matter"
+    assert together[0] != greedy(model, EncoderTokens(prompts[0], features(9))), "the audio must matter"
 
 
 def test_a_preempted_request_is_encoded_again(tmp_path: Path) -> None:
     make_whisper(tmp_path)
     long, outputs = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True), []
-    prompts = [AudioTokens([START], features(seed)) for seed in range(3)]
+    prompts = [EncoderTokens([START], features(seed)) for seed in range(3)]
     # A request has 4 blocks of the encoder, and 4 of its own at its end.
     for num_kv_blocks in (24, 14):
         with LLM(str(tmp_path), device="cpu", max_num_seqs=3, num_kv_blocks=num_kv_blocks, enforce_eager=True) as llm:
@@ -87,7 +87,7 @@ def test_what_the_second_pass_says_of_tokens_and_positions(tmp_path: Path) -> No
     model = make_whisper(tmp_path)
     heads = [[2, 0], [1, 2], [2, 1]]
     (tmp_path / "generation_config.json").write_text(json.dumps({"alignment_heads": heads}))
-    prompt, written, positions = AudioTokens([START, 7, 8], features(1)), [9, 30, 31, 9, 40], 41
+    prompt, written, positions = EncoderTokens([START, 7, 8], features(1)), [9, 30, 31, 9, 40], 41
     runner = start_engine(EngineConfig(model=str(tmp_path), max_num_seqs=1, enforce_eager=True)).core.runner
     assert isinstance(runner, Runner) and runner.encoder_keys is not None
     matrix = runner.encoder_keys.align(prompt, written, positions)
@@ -129,7 +129,7 @@ def test_an_audio_is_encoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(EncoderKeys, "run", lambda keys, count: encoded.append(count) or run(keys, count))
     short = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, n=2, logprobs=0)
     prompts = [
-        AudioTokens([START, *range(4, 4 + length)], features(seed)) for seed, length in ((0, 33), (0, 2), (1, 33))
+        EncoderTokens([START, *range(4, 4 + length)], features(seed)) for seed, length in ((0, 33), (0, 2), (1, 33))
     ]
 
     def check(outputs: list[Any]) -> None:
@@ -156,7 +156,7 @@ def test_an_audio_is_encoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_an_encoder_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It fails the requests with this audio, and no later one finds their blocks."""
     model, load, prompts = make_whisper(tmp_path), EncoderKeys.load, inputs()[:3]
-    prompts[2] = AudioTokens(prompts[2], prompts[1].features)
+    prompts[2] = EncoderTokens(prompts[2], prompts[1].features)
 
     def failing(keys: EncoderKeys, frames: Any, blocks: Any) -> None:
         if any(one is prompts[1].features for one in frames):
@@ -179,12 +179,12 @@ def test_prompts_without_audio_and_with_other_frames(tmp_path: Path) -> None:
         with pytest.raises(RequestError, match="audio.*is missing"):
             llm.generate([[START]], GREEDY)
         with pytest.raises(RequestError, match="other frames"):
-            llm.generate([AudioTokens([START], np.zeros((80, 98), np.float32))], GREEDY)
+            llm.generate([EncoderTokens([START], np.zeros((80, 98), np.float32))], GREEDY)
     with (
         LLM("demo", device="cpu", max_num_seqs=2, enforce_eager=True) as llm,
         pytest.raises(RequestError, match="reads no audio"),
     ):
-        llm.generate([AudioTokens([START], features(0))], GREEDY)
+        llm.generate([EncoderTokens([START], features(0))], GREEDY)
 
 
 @pytest.mark.parametrize(

@@ -39,8 +39,9 @@ class NewSequence:
         grammar: constraint on the output, if any.
         salted: True if the request has a `cache_salt`: its output must not change the time of other answers.
         pooling: of a request that generates nothing, or None.
-        features: log-mel frames of its audio, float32 [M, F], for a model with an encoder; None if there is none, or if
-            its blocks have the keys of the encoder already.
+        features: input of an encoder, see `EncoderTokens`; None if there is none, or if the blocks have the keys of the
+            encoder already.
+        encoder_len: positions of the encoder that the sequence reads; 0 for all.
     """
 
     slot: int
@@ -56,6 +57,7 @@ class NewSequence:
     salted: bool = False
     pooling: PoolingParams | None = None
     features: np.ndarray | None = None
+    encoder_len: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,7 +45,7 @@ class Request:
         cache_salt: cached prefixes are shared only with requests of the same salt.
         pooling: of a request that generates nothing and ends with its prompt, or None.
         features: of its audio; see `NewSequence`.
-        audio_digest: names the audio.
+        encoder_digest: names the audio.
         encoded: its blocks have the keys of the encoder since the latest admission.
         output_token_ids: generated tokens, with `logprobs` beside them if requested.
         prompt_logprobs: computed positions of the prompt, if requested.
@@ -77,7 +77,7 @@ class Request:
     cache_salt: str | None = None
     pooling: PoolingParams | None = None
     features: np.ndarray | None = None
-    audio_digest: str = ""
+    encoder_digest: str = ""
     encoded: bool = False
 
     state: RequestState = RequestState.WAITING
@@ -117,7 +117,7 @@ class Request:
     @property
     def prefix_salt(self) -> str | None:
         """Salt of its cached prefixes: keys of a decoder depend on the audio."""
-        return f"{self.audio_digest} {self.cache_salt or ''}" if self.audio_digest else self.cache_salt
+        return f"{self.encoder_digest} {self.cache_salt or ''}" if self.encoder_digest else self.cache_salt
 
     @property
     def num_computed(self) -> int:
@@ -165,6 +165,7 @@ class Request:
             salted=self.cache_salt is not None,
             pooling=self.pooling,
             features=None if self.encoded else self.features,
+            encoder_len=len(self.features) if self.features is not None and self.features.ndim == 1 else 0,
         )
 
     def tokens(self, start: int, stop: int) -> list[int]:

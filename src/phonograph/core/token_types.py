@@ -30,8 +30,12 @@ class TypedTokens(list[int]):
         return [token & ID_MASK for token in self]
 
 
-class AudioTokens(list[int]):
-    """Tokens of a prompt of a decoder, with the log-mel frames of the audio that its encoder reads, float32 [M, F]."""
+class EncoderTokens(list[int]):
+    """Tokens of a prompt of a decoder, with the input of its encoder.
+
+    Attributes:
+        features: log-mel frames of audio, float32 [M, F], or token ids of text, int32 [P].
+    """
 
     def __init__(self, token_ids: Iterable[int], features: np.ndarray) -> None:
         super().__init__(token_ids)
@@ -39,15 +43,15 @@ class AudioTokens(list[int]):
 
     @property
     def digest(self) -> str:
-        """Digest of the frames."""
+        """Digest of the encoder's input."""
         return sha256(self.features.tobytes()).hexdigest()
 
     @property
     def plain(self) -> list[int]:
-        """The token ids without the frames."""
+        """The token ids without the encoder's input."""
         return [*self]
 
 
 def plain_ids(token_ids: list[int]) -> list[int]:
-    """Return token ids without types and frames, which they may have."""
-    return token_ids.plain if isinstance(token_ids, TypedTokens | AudioTokens) else token_ids
+    """Return token ids without types and the input of an encoder, which they may have."""
+    return token_ids.plain if isinstance(token_ids, TypedTokens | EncoderTokens) else token_ids

@@ -16,10 +16,11 @@ from phonograph.core.grammar import Grammar
 from phonograph.core.pooling_params import PoolingParams
 from phonograph.core.request import Request
 from phonograph.core.sampling_params import SamplingParams
-from phonograph.core.token_types import AudioTokens, TypedTokens
+from phonograph.core.token_types import EncoderTokens, TypedTokens
 from phonograph.errors import ConfigError, RequestError, counted, shortened
 from phonograph.models.heads.audio_encoder import AudioEncoder
 from phonograph.models.heads.pooler_spec import Pooler
+from phonograph.models.heads.text_encoder import TextEncoder
 from phonograph.models.spec import ModelSpec
 from phonograph.structured.token_rules import TimestampRules, with_token_rules
 from phonograph.text.tokenizer import Tokenizer
@@ -62,8 +63,8 @@ def admitted_prompt(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int
     Raises:
         RequestError: a token is outside the model's vocabulary, or the prompt is text that cannot be tokenized.
     """
-    if isinstance(prompt, AudioTokens):
-        return AudioTokens(admitted_token_ids(prompt, vocab_size), prompt.features)
+    if isinstance(prompt, EncoderTokens):
+        return EncoderTokens(admitted_token_ids(prompt, vocab_size), prompt.features)
     if not isinstance(prompt, str):
         return admitted_token_ids(prompt, vocab_size)
     if tokenizer is None:
@@ -114,17 +115,24 @@ def refuse_generation(pooler: Pooler | None) -> None:
         raise RequestError("task", "generate", problem)
 
 
-def admit_audio(prompt: Prompt, encoder: AudioEncoder | None) -> None:
-    """Check that a prompt has audio if the model has an encoder of it, and none else.
+def admit_encoder_input(prompt: Prompt, encoder: AudioEncoder | TextEncoder | None, vocab_size: int) -> None:
+    """Check that a prompt has input for the encoder of the model if it has one, and none else.
 
     Raises:
-        RequestError: it has not, or its frames are not those of the model.
+        RequestError: it has not, or its frames or tokens are not those of the model.
     """
-    features = prompt.features if isinstance(prompt, AudioTokens) else None
+    features = prompt.features if isinstance(prompt, EncoderTokens) else None
+    if isinstance(encoder, TextEncoder):
+        most = encoder.num_positions
+        if features is None or features.ndim != 1 or not 0 < len(features) <= most:
+            has = None if features is None else f"{features.size} tokens"
+            raise RequestError("encoder_prompt", has, f"the model reads 1 to {counted(most, 'token')}")
+        admitted_token_ids(features.tolist(), vocab_size)
+        return
     if (features is None) != (encoder is None):
         problem = "the model reads no audio" if encoder is None else "is missing, and the model writes text of audio"
         raise RequestError("audio", None if features is None else "an array", problem)
-    shape = None if encoder is None else (encoder.num_mel_bins, 2 * encoder.num_positions)
+    shape = None if encoder is None else encoder.input_shape
     if features is not None and features.shape != shape:
         raise RequestError("audio", list(features.shape), f"has other frames than the model's {shape}")
 
@@ -297,7 +305,7 @@ def with_model_rules(grammar: Grammar | None, request: Request, model: ModelSpec
     chooses its tokens otherwise.
     """
     encoder, params = model.encoder, request.params
-    if encoder is None:
+    if not isinstance(encoder, AudioEncoder):
         return with_token_rules(grammar, params, model.vocab_size)
     first, is_free = encoder.first_timestamp, grammar is None and params.allowed_token_ids is None
     if first is not None and is_free and first - 1 not in request.prompt_token_ids:

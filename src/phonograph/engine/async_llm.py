@@ -257,7 +257,7 @@ class AsyncLLM(AsyncPooling):
                     num_growing=sampling.n,
                     max_tokens=sampling.max_tokens if sampling is params else None,
                 )
-                for token_ids in prompts
+                for token_ids in self._pairs(prompts)
             ],
             streams=streams,
             interval=sampling.stream_interval,

@@ -122,7 +122,7 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
     cpu_products = plan_cpu_products(config.cpu_products, model, dtype) if device.kind == "cpu" else None
     if cpu_products is not None and config.tensor_parallel_size == 1:
         model = cpu_products.with_head(model)
-    notes = encoder_notes(config, model, limits)
+    notes = encoder_notes(config, model, limits, device)
     whole, model = model, cut_model(model, config.tensor_parallel_size)
     sums = plan_sums(config, model, dtype, limits, device)
     notes += [*rank_notes(config, whole, model, dtype, sums), *_product_notes(model, dtype, device)]

@@ -20,11 +20,11 @@ from phonograph.core.logprob_views import LogprobsView
 from phonograph.core.pooling_params import NO_SAMPLING, PoolingParams
 from phonograph.core.request import Request
 from phonograph.core.sampling_params import SamplingParams
-from phonograph.core.token_types import AudioTokens, plain_ids
+from phonograph.core.token_types import EncoderTokens, plain_ids
 from phonograph.engine.admission import (
     Prompt,
-    admit_audio,
     admit_cache_salt,
+    admit_encoder_input,
     admit_names,
     admit_parameters,
     admit_stops,
@@ -149,7 +149,7 @@ class Session:
             params = NO_SAMPLING
         else:
             refuse_generation(self._model.pooler)
-            admit_audio(prompt, self._model.encoder)
+            admit_encoder_input(prompt, self._model.encoder, self._model.vocab_size)
             token_ids = admitted_prompt(prompt, self.tokenizer, self._model.vocab_size)
         params = admitted_bad_words(params, self.tokenizer)
         admit_parameters(params, len(token_ids), self._model.vocab_size, self.core.scheduler.context_len)
@@ -167,10 +167,10 @@ class Session:
             metrics=RequestMetrics(),
         )
         samples = [self._sample(output, params, index, priority, cache_salt) for index in range(params.n)]
-        if isinstance(prompt, AudioTokens):
+        if isinstance(prompt, EncoderTokens):
             digest = prompt.digest
             for sample in samples:
-                sample.request.features, sample.request.audio_digest = prompt.features, digest
+                sample.request.features, sample.request.encoder_digest = prompt.features, digest
         if pooling is not None:
             samples[0].request.pooling = pooling
         output.prompt_token_ids = plain_ids(token_ids)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from phonograph.errors import UnsupportedModelError
+from phonograph.models.families.encoders.bart import BART
 from phonograph.models.families.encoders.bert import BERT, DISTILBERT, ROBERTA, XLM_ROBERTA
 from phonograph.models.families.encoders.modernbert import MODERNBERT, NOMIC_BERT
 from phonograph.models.families.encoders.whisper import WHISPER
@@ -73,8 +74,8 @@ ENCODERS: dict[str, Family] = {
     "XLMRoberta": XLM_ROBERTA,
 }
 """Encoders by the beginning of the names of their architectures; `Model` and the ends of `_HEADS` follow."""
-SPEECH: dict[str, Family] = {"WhisperForConditionalGeneration": WHISPER}
-"""Encoders of audio with a decoder of text."""
+PAIRS: dict[str, Family] = {"BartForConditionalGeneration": BART, "WhisperForConditionalGeneration": WHISPER}
+"""Encoders of text or audio with a decoder."""
 _HEADS = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
 _HEADLESS = re.compile("(Text)?Model$|ForSequenceClassification$|ForTokenClassification$")
 """Ends of the names of architectures that have another head, or none, than the logits of `ForCausalLM`."""
@@ -126,7 +127,7 @@ def module_reason(name: str, model_impl: str) -> str | None:
 
 
 def _family_of(name: str) -> Family | None:
-    found = ARCHITECTURES.get(name) or SPEECH.get(name) or ARCHITECTURES.get(_HEADLESS.sub("ForCausalLM", name))
+    found = ARCHITECTURES.get(name) or PAIRS.get(name) or ARCHITECTURES.get(_HEADLESS.sub("ForCausalLM", name))
     return found or next(
         (ENCODERS[name.removesuffix(head)] for head in _HEADS if name.removesuffix(head) in ENCODERS), None
     )
@@ -151,12 +152,12 @@ def find_architecture(name: str) -> Family:
         raise UnsupportedModelError(
             f"architecture {name!r} is not supported{reason}; supported are "
             f"{', '.join(sorted({*ARCHITECTURES, *WRAPPERS}))}; for embeddings and classes also "
-            f"{', '.join(ENCODERS)}; for speech {', '.join(SPEECH)}"
+            f"{', '.join(ENCODERS)}; with an encoder {', '.join(PAIRS)}"
         )
     return found
 
 
 def known_fields() -> set[str]:
     """Return the fields of config.json that some family uses."""
-    families = (*ARCHITECTURES.values(), *ENCODERS.values(), *SPEECH.values())
+    families = (*ARCHITECTURES.values(), *ENCODERS.values(), *PAIRS.values())
     return {name for family in families for name in (*family.fields, *family.aliases)}

@@ -26,6 +26,7 @@ from phonograph.models.heads.audio_encoder import AudioEncoder
 from phonograph.models.heads.feature_input import FeatureInput
 from phonograph.models.heads.find_pooler import with_pooler
 from phonograph.models.heads.pooler_spec import InputEmbedding, Pooler
+from phonograph.models.heads.text_encoder import TextEncoder
 from phonograph.models.hf_config import check_code, check_overrides, read_settings, window_notes, with_overrides
 from phonograph.models.layer_spec import (
     NO_FACTORS,
@@ -73,7 +74,7 @@ class ModelSpec:
         factors: of embeddings, layers and logits.
         layer_embeddings: embeddings of a token in all layers, or None.
         input: embeddings beside those of tokens, or None.
-        encoder: encoder of audio whose states the layers' cross attention reads, or None.
+        encoder: encoder of audio or text whose states the layers' cross attention reads, or None.
         pooler: end of a model that generates nothing; None for logits.
         causal: a token attends to no later one.
         renames: patterns of names in the checkpoint, each with what replaces it.
@@ -101,7 +102,7 @@ class ModelSpec:
     factors: Factors = NO_FACTORS
     layer_embeddings: LayerEmbeddings | None = None
     input: InputEmbedding | None = None
-    encoder: AudioEncoder | None = None
+    encoder: AudioEncoder | TextEncoder | None = None
     pooler: Pooler | None = None
     causal: bool = True
     final_norm: bool = True
@@ -297,8 +298,10 @@ def read_model_spec(
     with _located(path, overrides):
         spec = make_spec(settings, name, family, end_tokens, wrapper)
         spec = with_pooler(spec, family, settings, raw, folder, convert)
-        if spec.encoder is not None:
-            generation = read_generation(path)
+        generation = {} if spec.encoder is None else read_generation(path)
+        if isinstance(spec.encoder, TextEncoder):
+            spec = replace(spec, encoder=spec.encoder.starting(generation, raw, spec.vocab_size))
+        elif spec.encoder is not None:
             sizes = spec.num_layers, spec.attentions[0].num_query_heads
             encoder = spec.encoder.suppressing(generation, raw, spec.vocab_size, sizes)
             for other in (path.with_name("preprocessor_config.json"), path.with_name("processor_config.json")):
@@ -350,7 +353,9 @@ def make_spec(
     layers = family.layers(settings)
     tables = rope_tables(ropes, layers)
     tables_added = family.input(settings)
-    length, source = context_length(settings, ropes, 0 if tables_added is None else tables_added.first_position)
+    # BART's number of positions is without those before the first token.
+    before = 0 if tables_added is None or family.encoder(settings) is not None else tables_added.first_position
+    length, source = context_length(settings, ropes, before)
     eos_token_ids, note = split_end_tokens(end_tokens, settings["vocab_size"])
     quantized = settings["quantization_config"]
     quantization = None if quantized is None else read_quantization(quantized)

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import torch
 
 from phonograph.kernels.torch.layers import finish_logits, layer_norm, rms_norm
-from phonograph.models.heads.audio_encoder import AudioEncoderWeights
 from phonograph.models.heads.encoder_ends import InputWeights, StageWeights
+from phonograph.models.heads.text_encoder import make_encoder
 from phonograph.models.layers.kernel_set import (
     Attend,
     FeedForwardPart,
@@ -113,7 +113,7 @@ class Transformer(StepModel):
                 LayerWeights.make(layer, index, spec.hidden_size, allocate)
                 for index, layer in enumerate(spec.encoder.layers)
             ]
-            self.encoder = AudioEncoderWeights(spec.encoder, layers, allocate, spec.rms_norm_eps)
+            self.encoder = make_encoder(spec.encoder, layers, allocate, spec.rms_norm_eps)
         self.layer_embeddings = (
             None
             if spec.layer_embeddings is None
@@ -174,7 +174,7 @@ class Transformer(StepModel):
             kernels: the kernel set.
             taps: memory [T, E] by the index of a layer, in which each step keeps the stream after it (for draft heads);
                 -1 for the stream before the first.
-            of_encoder: kernel set of an encoder of audio; None for the same.
+            of_encoder: kernel set of an encoder; None for the same.
         """
         self.kernels = kernels
         self._first_tap_TE = taps.get(-1)
@@ -196,7 +196,8 @@ class Transformer(StepModel):
         ]
         self.of_encoder = own = of_encoder or kernels
         if self.encoder is not None:
-            self.encoder.bind((_mixer(own, one), _feed_forward(own, one, None)) for one in self.encoder.layers)
+            begin = None if self.encoder.input is None else own.input(self.embedding_VE, self.encoder.input)
+            self.encoder.bind(((_mixer(own, one), _feed_forward(own, one, None)) for one in self.encoder.layers), begin)
         self._head = None if self.spec.pooler else kernels.head(self.final_norm, self.lm_head)
         self._link(self.layers)
 
@@ -253,8 +254,9 @@ class Transformer(StepModel):
         return weights
 
     def prompt_logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
-        assert self.final_norm is not None
-        if self.spec.norms.layer:
+        if self.final_norm is None:
+            normed_NE = hidden_NE
+        elif self.spec.norms.layer:
             normed_NE = layer_norm(hidden_NE, self.final_norm, self.spec.rms_norm_eps)
         else:
             normed_NE = rms_norm(hidden_NE, self.final_norm, self._eps)

@@ -38,7 +38,7 @@ class CpuInputs:
 
     Each has a NumPy view of the same name with the suffix `_np`, through which it is written.
 
-    State of the sequences by slot: token_ids [R, max_model_len + 1], slot_blocks [G, R, N].
+    State of the sequences by slot: token_ids [R, max_model_len + 1], slot_blocks [G, R, N], slot_encoder_lens [R].
 
     Args:
         max_num_seqs: R.
@@ -67,6 +67,7 @@ class CpuInputs:
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
         # Zeros, as each entry must be a page: kernels may read one that a sliding group never filled.
         self.slot_blocks = np.zeros((len(block_sizes), max_num_seqs, most_blocks), np.int32)
+        self.slot_encoder_lens = np.full(max_num_seqs, max(self._encoder_lens), np.int32)
         self._num_tokens = [0] * max_num_seqs
         self.input_ids_np = np.zeros(max_num_tokens, np.int32)
         self.positions_np = np.zeros(max_num_tokens, np.int64)
@@ -98,6 +99,7 @@ class CpuInputs:
         """Load the sequences that start, and append their new blocks."""
         for new in batch.new:
             self._num_tokens[new.slot] = len(new.token_ids)
+            self.slot_encoder_lens[new.slot] = new.encoder_len or max(self._encoder_lens)
             failures.run(new.slot, "token ids", self._keep_tokens, new.slot, new.token_ids)
         self._append_blocks(batch)
 
@@ -209,9 +211,12 @@ class CpuInputs:
         lens_R = None
         if any(self._encoder_lens):
             lens_R = self.encoder_lens
-            self.encoder_lens_np[:num_reqs], self.encoder_lens_np[num_reqs:padded_reqs] = max(self._encoder_lens), 0
+            self.encoder_lens_np[:num_reqs], self.encoder_lens_np[num_reqs:padded_reqs] = (
+                self.slot_encoder_lens[slots],
+                0,
+            )
         starts_cpu, lens_cpu = query_start_loc[: padded_reqs + 1], seq_lens[:padded_reqs]
-        return metadata_of(rows, views, starts_cpu, lens_cpu, self._encoder_lens, lens_R)
+        return metadata_of(rows, views, starts_cpu, lens_cpu, self._encoder_lens, lens_R, self.slot_encoder_lens)
 
     def load(self, batch: SyntheticBatch, key: GraphKey) -> tuple[CommonMetadata, ...]:
         """Write a synthetic batch; see `Inputs.load`."""

@@ -91,6 +91,10 @@ class StepAttention:
         self.read(q_THD, layer, out_THD)
         return out_THD
 
+    def kv_cache(self, layer: int) -> torch.Tensor:
+        """Return the keys and values of a layer."""
+        return self._kv_caches[self._places[layer]]
+
     def kv_target(self, layer: int, num_tokens: int) -> KVTarget:
         """Return the destination of a layer's keys and values, for a kernel that writes them itself."""
         group, call = self.group(layer), self._call(layer)

@@ -164,6 +164,7 @@ def metadata_of(
     lens_cpu: np.ndarray,
     encoder_lens: Sequence[int] = (),
     encoder_lens_R: torch.Tensor | None = None,
+    slot_encoder_lens: np.ndarray | None = None,
 ) -> tuple[CommonMetadata, ...]:
     """Return the attention metadata of a step, for each KV group.
 
@@ -174,6 +175,7 @@ def metadata_of(
         lens_cpu: host copy of seq_lens, int32 [R].
         encoder_lens: `KVGroup.encoder_len` of each group.
         encoder_lens_R: int32, keys of cross attention for the largest step; None if no group has it.
+        slot_encoder_lens: int32, keys of cross attention by slot; None if all are those of `encoder_lens`.
     """
     num_reqs, num_decodes = rows.batch.num_reqs, rows.batch.num_decodes
     first = CommonMetadata(
@@ -195,10 +197,11 @@ def metadata_of(
     if encoder_lens_R is None:
         return commons
     padded_reqs = len(lens_cpu)
-    all_lens_cpu = np.where(np.arange(padded_reqs) < num_reqs, max(encoder_lens), 0).astype(np.int32)
+    all_lens_cpu = np.zeros(padded_reqs, np.int32)
+    all_lens_cpu[:num_reqs] = max(encoder_lens) if slot_encoder_lens is None else slot_encoder_lens[rows.slots]
     of_encoder = {"seq_lens": encoder_lens_R[:padded_reqs], "seq_lens_cpu": all_lens_cpu}
     return tuple(
-        replace(common, max_seq_len=length, **of_encoder) if length else common
+        replace(common, max_seq_len=int(all_lens_cpu.max()), **of_encoder) if length else common
         for common, length in zip(commons, encoder_lens, strict=True)
     )
 

@@ -1,4 +1,4 @@
-"""Notes and refusals of a model whose decoder attends to the states of an encoder of audio."""
+"""Notes and refusals of a model whose decoder attends to the states of an encoder."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from phonograph.config.engine_config import EngineConfig
 from phonograph.core.device import DeviceSpec
 from phonograph.core.limits import Limits
 from phonograph.errors import ConfigError
+from phonograph.models.heads.audio_encoder import AudioEncoder
+from phonograph.models.heads.text_encoder import TextEncoder
 from phonograph.models.layer_spec import LayerFeedForward
 from phonograph.models.spec import DTYPE_BYTES, ModelSpec
 from phonograph.models.weights.tensor_parallel import SETTING
@@ -27,8 +29,8 @@ _MOST_AUDIOS = 8
 
 
 def max_audios(model: ModelSpec, max_num_seqs: int, device: DeviceSpec) -> int:
-    """Return the audios that a GPU encodes at a time; 0 on a CPU, which encodes one after another."""
-    if model.encoder is None or device.kind == "cpu":
+    """Return the audios that a GPU encodes at a time; 0 on a CPU, which encodes one after another, and for texts."""
+    if not isinstance(model.encoder, AudioEncoder) or device.kind == "cpu":
         return 0
     return min(_MOST_AUDIOS, 1 << (max_num_seqs.bit_length() - 1))
 
@@ -38,7 +40,7 @@ def encoder_bytes(model: ModelSpec, dtype: str, limits: Limits) -> int:
 
     Libraries load their kernels in a run before the capture, whose memory is not that of the graphs.
     """
-    if model.encoder is None or not limits.max_audios:
+    if not isinstance(model.encoder, AudioEncoder) or not limits.max_audios:
         return 0
     encoder, size = model.encoder, model.encoder.hidden_size
     inner = max(
@@ -52,8 +54,8 @@ def encoder_bytes(model: ModelSpec, dtype: str, limits: Limits) -> int:
     return DTYPE_BYTES[dtype] * limits.max_audios * encoder.num_positions * (frames + 2 * width)
 
 
-def encoder_notes(config: EngineConfig, model: ModelSpec, limits: Limits) -> list[str]:
-    """Return notes on the encoder of audio; none without one.
+def encoder_notes(config: EngineConfig, model: ModelSpec, limits: Limits, device: DeviceSpec) -> list[str]:
+    """Return notes on the encoder; none without one.
 
     Raises:
         ConfigError: a setting has no rule for it yet.
@@ -65,8 +67,13 @@ def encoder_notes(config: EngineConfig, model: ModelSpec, limits: Limits) -> lis
             raise ConfigError(name, value, f"{model.architecture} has no rule for it yet; leave it out")
     if model.quantization is not None:
         raise ConfigError("quantization", model.quantization.name, f"{model.architecture} has weights of 16 or 32 bits")
+    is_text = isinstance(model.encoder, TextEncoder)
+    if is_text and device.kind != "cpu":
+        problem = f"{model.architecture} runs on a CPU only, as lengths of its encoder differ; device=cpu works"
+        raise ConfigError("device", device.kind, problem)
     graphs = f"in graphs of its own, for up to {limits.max_audios} audios" if limits.max_audios else "outside of graphs"
     return [
-        f"each audio has {model.encoder.num_positions} positions of the encoder in a KV group of their own; the "
-        f"encoder runs before the first step of a request, {graphs}; with the prefix cache, once for each audio",
+        f"each {'text' if is_text else 'audio'} has {model.encoder.num_positions} positions of the encoder in a KV "
+        f"group of their own; the encoder runs before the first step of a request, {graphs}; with the prefix cache, "
+        "once for each of them",
     ]

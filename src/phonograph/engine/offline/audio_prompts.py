@@ -12,11 +12,13 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from phonograph.core.token_types import AudioTokens
+from phonograph.core.token_types import EncoderTokens
 from phonograph.engine.admission import Prompt
 from phonograph.engine.offline.prompts import plain_prompt
+from phonograph.engine.offline.text_pairs import text_pair
 from phonograph.errors import RequestError, counted, shortened
 from phonograph.models.heads.audio_encoder import AudioEncoder
+from phonograph.models.heads.text_encoder import TextEncoder
 from phonograph.text.tokenizer import Tokenizer
 
 SAMPLING_RATE = 16000
@@ -29,18 +31,20 @@ _ZERO_CROSSINGS = 64
 _WORKS = '{"audio": (samples, sampling_rate)} with one dimension of floats works'
 
 
-def audio_prompt(prompt: object, tokenizer: Tokenizer | None, encoder: AudioEncoder | None) -> Prompt:
-    """Return a prompt, with the frames of its audio if it has some.
+def encoder_prompt(prompt: object, tokenizer: Tokenizer | None, encoder: AudioEncoder | TextEncoder | None) -> Prompt:
+    """Return a prompt, with the frames of its audio if it has some, or with its text for the encoder.
 
     Args:
         prompt: as for `plain_prompt`; or a mapping with `multi_modal_data` too; or one with `encoder_prompt`, which has
-            that, and `decoder_prompt`, which is text or token ids.
+            that, and `decoder_prompt`, which is text or token ids. For an encoder of text see `text_pair`.
         tokenizer: of the text.
-        encoder: encoder of audio of the model, or None.
+        encoder: encoder of the model, or None.
 
     Raises:
         RequestError: the prompt has another form, or its audio cannot be used.
     """
+    if isinstance(encoder, TextEncoder):
+        return text_pair(prompt, tokenizer, encoder)
     if encoder is None or not isinstance(prompt, Mapping):
         return plain_prompt(prompt)
     entries = dict(cast("Mapping[str, Any]", prompt))
@@ -65,7 +69,7 @@ def audio_prompt(prompt: object, tokenizer: Tokenizer | None, encoder: AudioEnco
         if tokenizer is None:
             raise RequestError("prompt", text, "is text, and the engine runs without a tokenizer; give token ids")
         text = tokenizer.encode(text, add_special_tokens=False)
-    return AudioTokens(text, log_mel(checked_samples(cast("Mapping[str, Any]", data)["audio"]), encoder))
+    return EncoderTokens(text, log_mel(checked_samples(cast("Mapping[str, Any]", data)["audio"]), encoder))
 
 
 def checked_samples(audio: object) -> np.ndarray:

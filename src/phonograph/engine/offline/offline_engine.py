@@ -14,7 +14,7 @@ from phonograph.engine.admission import Prompt, admit_level, admitted_config, ad
 from phonograph.engine.build import Engine
 from phonograph.engine.metrics.profiler import Profiler
 from phonograph.engine.metrics.session_counts import MetricValue, metric_values
-from phonograph.engine.offline.audio_prompts import audio_prompt
+from phonograph.engine.offline.audio_prompts import encoder_prompt
 from phonograph.engine.offline.call_lock import CallLock
 from phonograph.engine.offline.model_defaults import default_sampling_params
 from phonograph.engine.offline.vllm_methods import VllmMethods
@@ -133,7 +133,7 @@ class OfflineEngine(VllmMethods):
 
     def _prompt(self, prompt: object) -> Prompt:
         """Return the text or the token ids of a prompt, with the frames of its audio if it has some."""
-        return audio_prompt(prompt, self.tokenizer, self.plan.model.encoder)
+        return encoder_prompt(prompt, self.tokenizer, self.plan.model.encoder)
 
     def get_tokenizer(self) -> Any:
         """Return the model's tokenizer as an object of transformers, as vLLM does.

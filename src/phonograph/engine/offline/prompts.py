@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any, NotRequired, TypedDict, cast
 
-from phonograph.core.token_types import AudioTokens
+from phonograph.core.token_types import EncoderTokens
 from phonograph.engine.admission import Prompt, admit_cache_salt
 from phonograph.errors import RequestError, shortened
 from phonograph.text.tokenizer import ChatMessage
@@ -40,7 +40,7 @@ def prompt_list(prompts: object) -> list[PromptInput]:
     Raises:
         RequestError: the value is neither.
     """
-    if isinstance(prompts, (str, Mapping, AudioTokens)):
+    if isinstance(prompts, (str, Mapping, EncoderTokens)):
         return [cast("PromptInput", prompts)]
     if not isinstance(prompts, Iterable) or isinstance(prompts, bytes):
         raise RequestError("prompts", shortened(repr(prompts)), _WORKS)

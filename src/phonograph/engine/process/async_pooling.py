@@ -10,9 +10,10 @@ from functools import cached_property
 from phonograph.core.pooling_params import PoolingParams
 from phonograph.core.token_types import plain_ids
 from phonograph.engine.admission import Prompt, admit_names, admitted_pooling, admitted_whole_prompt
-from phonograph.engine.offline.audio_prompts import audio_prompt
+from phonograph.engine.offline.audio_prompts import encoder_prompt
 from phonograph.engine.offline.pooled_inputs import PooledInputs
 from phonograph.engine.offline.prompts import PromptInput, plain_prompt
+from phonograph.engine.offline.text_pairs import text_pair
 from phonograph.engine.outputs import PoolingOutput, PoolingRequestOutput
 from phonograph.engine.process.async_verbs import AsyncVerbs
 from phonograph.engine.process.calls import Call
@@ -97,12 +98,17 @@ class AsyncPooling(AsyncVerbs):
         (output,) = await self.pool([plain], pooling_params, request_id=name)
         yield output
 
+    def _pairs(self, prompts: Sequence[list[int]]) -> Sequence[list[int]]:
+        """Return prompts as pairs, of which the encoder reads the prompt, for a model with an encoder of text."""
+        encoder = self.facts.text_encoder
+        return prompts if encoder is None else [text_pair(prompt, None, encoder) for prompt in prompts]
+
     async def _plain(self, prompt: PromptInput) -> Prompt:
         """Return the text or the token ids of a prompt, with the frames of its audio if it has some."""
-        encoder = self.facts.encoder
+        encoder = self.facts.encoder or self.facts.text_encoder
         if encoder is None:
             return plain_prompt(prompt)
-        return await asyncio.to_thread(audio_prompt, prompt, self.tokenizer, encoder)
+        return await asyncio.to_thread(encoder_prompt, prompt, self.tokenizer, encoder)
 
     def _tokens(self, prompts: Sequence[Prompt], params: PoolingParams) -> list[list[int]]:
         """Return the tokens of prompts that can be served."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.sampling_params import SamplingParams
-from phonograph.core.token_types import AudioTokens
+from phonograph.core.token_types import EncoderTokens
 from phonograph.engine.admission import admit_level, admitted_tags
 from phonograph.engine.offline.model_defaults import default_sampling_params
 from phonograph.engine.offline.vllm_methods import VllmMethods
@@ -255,7 +255,7 @@ class AsyncVerbs(VllmMethods):
         assert self._client is not None, "requests are open only while there is a client"
         self._client.send(command)
 
-    async def align(self, prompt: AudioTokens, token_ids: list[int], num_positions: int) -> np.ndarray:
+    async def align(self, prompt: EncoderTokens, token_ids: list[int], num_positions: int) -> np.ndarray:
         """Return how well the tokens behind a prompt and positions of its audio fit; see `align_words`.
 
         Raises:

@@ -12,7 +12,7 @@ from phonograph.core.batch import TokenLogprobs
 from phonograph.core.pooling_params import PoolingParams
 from phonograph.core.request import FinishReason
 from phonograph.core.sampling_params import SamplingParams
-from phonograph.core.token_types import AudioTokens
+from phonograph.core.token_types import EncoderTokens
 from phonograph.engine.groups.group_facts import GroupFacts
 from phonograph.engine.metrics.step_record import StepRecord
 from phonograph.errors import EngineUnavailable, PhonographError, RequestError, RequestFailure
@@ -21,6 +21,7 @@ from phonograph.graphs.resolve import Resolution
 from phonograph.kernels.triton.ranks.choose_sum import SumChoice
 from phonograph.models.heads.audio_encoder import AudioEncoder
 from phonograph.models.heads.pooler_spec import Pooler
+from phonograph.models.heads.text_encoder import TextEncoder
 from phonograph.scheduling.engine_router import IndexChange
 from phonograph.scheduling.scheduler_stats import SchedulerStats
 
@@ -123,7 +124,7 @@ class Align:
     """
 
     key: int
-    prompt: AudioTokens
+    prompt: EncoderTokens
     token_ids: list[int]
     num_positions: int
 
@@ -169,7 +170,7 @@ class EngineFacts:
     context_len: maximum tokens of prompt and output of a request
     eos_token_ids: end-of-sequence tokens of the model's files; the tokenizer may have another one
     pooler:      end of a model that generates nothing, with its tasks, or None
-    encoder:     encoder of audio, or None
+    encoder:     encoder of audio, or None; so is that of text
     row_size:    numbers of a row of logits, or of an embedding or classifier
     has_token_types: the model tells the texts of a pair apart by the types of their tokens
     resolution:  graph mode with its reasons
@@ -187,6 +188,7 @@ class EngineFacts:
     eos_token_ids: tuple[int, ...] = ()
     pooler: Pooler | None = None
     encoder: AudioEncoder | None = None
+    text_encoder: TextEncoder | None = None
     row_size: int = 0
     has_token_types: bool = False
     max_num_seqs: int

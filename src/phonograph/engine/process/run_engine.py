@@ -18,6 +18,8 @@ from phonograph.engine.process.messages import Begin, Channel, EngineFacts, Mode
 from phonograph.engine.session import Session, grammar_compiler
 from phonograph.engine.startup.start import start_engine
 from phonograph.errors import ConfigError, PhonographError
+from phonograph.models.heads.audio_encoder import AudioEncoder
+from phonograph.models.heads.text_encoder import TextEncoder
 from phonograph.runner.runner import Runner
 from phonograph.text.tokenizer import load_tokenizer
 
@@ -120,7 +122,8 @@ def _facts(engine: Engine, seconds: float) -> EngineFacts:
         vocab_size=plan.model.vocab_size,
         eos_token_ids=plan.model.eos_token_ids,
         pooler=model.pooler,
-        encoder=model.encoder,
+        encoder=model.encoder if isinstance(model.encoder, AudioEncoder) else None,
+        text_encoder=model.encoder if isinstance(model.encoder, TextEncoder) else None,
         row_size=model.num_outputs,
         has_token_types=model.has_token_types,
         max_num_seqs=plan.limits.max_num_seqs,

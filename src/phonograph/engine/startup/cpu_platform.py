@@ -24,6 +24,7 @@ from phonograph.graphs.dispatch import Dispatcher
 from phonograph.graphs.runtime import GraphRuntime
 from phonograph.graphs.tape.tape import TapeRuntime
 from phonograph.kernels.ranks import Ranks
+from phonograph.models.heads.audio_encoder import AudioEncoder
 from phonograph.models.layers.rotary import rotary_tables
 from phonograph.models.layers.torch_parts import TorchKernels
 from phonograph.models.transformer import Transformer
@@ -84,7 +85,7 @@ class CpuPlatform:
             max_num_logits=limits.max_num_logits,
             encoder_lens=[group.encoder_len for group in plan.kv.groups],
         )
-        if sampler is not None and plan.model.encoder is not None:
+        if sampler is not None and isinstance(plan.model.encoder, AudioEncoder):
             sampler.grammars.first_timestamp = plan.model.encoder.first_timestamp
         states_TF, taps = make_states(plan, model)
         if isinstance(model, Transformer):

@@ -30,6 +30,7 @@ from phonograph.kernels.ranks import Ranks
 from phonograph.kernels.triton.gemm.product_plan import GemmDevice
 from phonograph.kernels.triton.launch import compile_helper
 from phonograph.kernels.triton.launch.precompile import begin_hashing, compile_only
+from phonograph.models.heads.audio_encoder import AudioEncoder
 from phonograph.models.layers.rotary import rotary_tables
 from phonograph.models.layers.torch_parts import TorchKernels
 from phonograph.models.layers.triton_parts import TritonKernels
@@ -145,7 +146,7 @@ class CudaPlatform:
             workspace.logits_NV,
             speculation=plan.config.speculation,
             batch_invariant=batch_invariant,
-            first_timestamp=None if spec.encoder is None else spec.encoder.first_timestamp,
+            first_timestamp=spec.encoder.first_timestamp if isinstance(spec.encoder, AudioEncoder) else None,
         )
         masked = MaskedSampling(
             device_sampler.sample_masked,

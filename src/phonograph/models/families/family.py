@@ -11,6 +11,7 @@ from phonograph.kernels.routing import Routing
 from phonograph.models.config_fields import FULL, SLIDING, TRAINING, Field
 from phonograph.models.heads.audio_encoder import AudioEncoder
 from phonograph.models.heads.pooler_spec import InputEmbedding, PoolerStage, Pooling
+from phonograph.models.heads.text_encoder import TextEncoder
 from phonograph.models.layer_spec import NO_FACTORS, PLAIN_NORMS, UNLIMITED, Factors, LayerSizes, LayerSpec, NormKind
 from phonograph.models.layers.layer_embedding import LayerEmbeddings
 from phonograph.models.rope_parameters import RopeParameters, read_rope
@@ -74,7 +75,7 @@ class Family:
         encodes: the family looks ahead and has no logits.
         final_norm: the stream is normed after the last layer.
         input: function that returns the embeddings beside those of tokens, or None.
-        encoder: function that returns the encoder of audio, or None.
+        encoder: function that returns the encoder of audio or text, or None.
         classifier: function of the settings, the architecture and the number of classes that returns a classifier's
             pooling and stages.
         aliases: fields of config.json by names that this family has for those of others.
@@ -97,7 +98,7 @@ class Family:
     encodes: bool = False
     final_norm: bool = True
     input: Callable[[Settings], InputEmbedding | None] = lambda _: None
-    encoder: Callable[[Settings], AudioEncoder | None] = lambda _: None
+    encoder: Callable[[Settings], AudioEncoder | TextEncoder | None] = lambda _: None
     classifier: Classifier = _score
     unused: tuple[str, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict[str, str])

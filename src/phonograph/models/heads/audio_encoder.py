@@ -24,7 +24,8 @@ from phonograph.models.layer_spec import LayerSpec
 from phonograph.models.layers.linear import WeightAllocator, norm_views
 
 if TYPE_CHECKING:
-    from phonograph.models.layers.kernel_set import Attend, FeedForwardPart, MixerPart
+    from phonograph.models.heads.encoder_ends import InputWeights
+    from phonograph.models.layers.kernel_set import Attend, FeedForwardPart, InputPart, MixerPart, Stream
     from phonograph.models.layers.part_weights import LayerWeights
 
 PREFIX = "model.encoder"
@@ -67,6 +68,11 @@ class AudioEncoder:
     max_first_timestamp: int | None = None
     alignment_heads: tuple[tuple[int, int], ...] = ()
     median_width: int = 7
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """Shape of an input: log-mel frames."""
+        return self.num_mel_bins, 2 * self.num_positions
 
     @property
     def first_timestamp(self) -> int | None:
@@ -150,33 +156,60 @@ class AudioEncoder:
         yield "layer_norm.bias", (size,)
 
 
-class AudioEncoderWeights:
-    """Weights of the encoder, and its forward pass on a kernel set.
+class EncoderLayers:
+    """Layers of an encoder, on a kernel set.
+
+    Attributes:
+        layers: their weights.
+        input: tables of the input; None for audio.
+    """
+
+    input: InputWeights | None = None
+    _begin: InputPart | None = None
+
+    def __init__(self, layers: list[LayerWeights]) -> None:
+        self.layers = layers
+        self._parts: list[tuple[MixerPart, FeedForwardPart]] = []
+
+    def bind(self, parts: Iterable[tuple[MixerPart | None, FeedForwardPart | None]], begin: InputPart | None) -> None:
+        """Take the parts of the layers, which have both, and that of the input, if it has tables."""
+        self._parts = [(mixer, after) for mixer, after in parts if mixer is not None and after is not None]
+        self._begin = begin
+
+    def run(self, stream: Stream, num_positions: int) -> Stream:
+        """Return the stream behind the layers, of inputs with `num_positions` each."""
+        from phonograph.models.layers.kernel_set import Step
+
+        step = Step([], cast("Attend", _WholeAttention(num_positions)))
+        for mixer, feed_forward in self._parts:
+            stream = feed_forward(mixer(stream, step))
+        return stream
+
+    def with_layers(self, views: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the destinations of an encoder's tensors, and those of the layers, by the names in a checkpoint."""
+        for index, layer in enumerate(self.layers):
+            views |= {f"layers.{index}.{name}": view for name, view in layer.checkpoint_views().items()}
+        return {f"{PREFIX}.{name}": view for name, view in views.items()}
+
+
+class AudioEncoderWeights(EncoderLayers):
+    """Weights of the encoder, and its forward pass.
 
     Attributes:
         spec: the encoder as values.
-        layers: weights of its layers.
     """
 
     def __init__(self, spec: AudioEncoder, layers: list[LayerWeights], allocate: WeightAllocator, eps: float) -> None:
+        super().__init__(layers)
         self.spec = spec
-        self.layers = layers
         self._eps = eps
         self._norm_2E = allocate.layer_norm(spec.hidden_size, bias=True)
         shapes = {name: shape for name, shape in spec.tensors() if not name.startswith("layer_norm")}
         self._tensors = {name: allocate.tensor(*shape) for name, shape in shapes.items()}
-        self._parts: list[tuple[MixerPart, FeedForwardPart]] = []
-
-    def bind(self, parts: Iterable[tuple[MixerPart | None, FeedForwardPart | None]]) -> None:
-        """Take the parts of the layers, made by a kernel set. Each layer has both."""
-        self._parts = [(mixer, after) for mixer, after in parts if mixer is not None and after is not None]
 
     def checkpoint_views(self) -> dict[str, torch.Tensor]:
         """Return the destination of each tensor of a checkpoint by its name."""
-        views = self._tensors | norm_views("layer_norm", self._norm_2E)
-        for index, layer in enumerate(self.layers):
-            views |= {f"layers.{index}.{name}": view for name, view in layer.checkpoint_views().items()}
-        return {f"{PREFIX}.{name}": view for name, view in views.items()}
+        return self.with_layers(self._tensors | norm_views("layer_norm", self._norm_2E))
 
     def __call__(self, features_BMF: torch.Tensor) -> torch.Tensor:
         """Return the states [B * P, E] of audios.
@@ -184,15 +217,12 @@ class AudioEncoderWeights:
         Args:
             features_BMF: log-mel frames, F = 2 * P of each audio, in the model's type.
         """
-        from phonograph.models.layers.kernel_set import Step, Stream
+        from phonograph.models.layers.kernel_set import Stream
 
         x_BFE = self._convolved(1, features_BMF, stride=1)
         x_BPE = self._convolved(2, x_BFE.transpose(1, 2), stride=2)
         stream = Stream((x_BPE + self._tensors["embed_positions.weight"]).flatten(0, 1))
-        step = Step([], cast("Attend", _WholeAttention(self.spec.num_positions)))
-        for mixer, feed_forward in self._parts:
-            stream = feed_forward(mixer(stream, step))
-        return layer_norm(stream.hidden_TE, self._norm_2E, self._eps)
+        return layer_norm(self.run(stream, self.spec.num_positions).hidden_TE, self._norm_2E, self._eps)
 
     def _convolved(self, number: int, x_BCF: torch.Tensor, *, stride: int) -> torch.Tensor:
         """Return a convolution over frames with its activation, as one product: [B, F / stride, E]."""

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from phonograph.models.heads.audio_encoder import AudioEncoderWeights
 from phonograph.models.layers.part_weights import AttentionWeights, FeedForwardWeights
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def align_words(
     from phonograph.models.layers.kernel_set import Step
 
     kernels, encoder = model.of_encoder, model.encoder
-    assert encoder is not None and model.input is not None
+    assert isinstance(encoder, AudioEncoderWeights) and model.input is not None
     with torch.inference_mode():
         states_PE = encoder(torch.from_numpy(features_MF)[None].to(model.device, model.dtype))
         attend = _KeptWeights(model, states_PE, encoder.spec.alignment_heads)

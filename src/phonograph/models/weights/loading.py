@@ -330,9 +330,10 @@ def _check_packed(name: str, tensor: torch.Tensor, stored: Stored, file: Path, s
 
 
 def _is_zero_bias(name: str, tensors: Any, own_name: str, spec: ModelSpec) -> bool:
-    """Return True for a bias of zeros that a quantization tool added to a projection without bias."""
+    """Return True for zeros: a bias that a quantization tool added to a projection, or BART's bias of the logits."""
     module, _, end = name.rpartition(".")
-    if end != "bias" or spec.scheme_of(module) is None or not module.startswith("model.layers."):
+    added = end == "bias" and spec.scheme_of(module) is not None and module.startswith("model.layers.")
+    if not added and name != "final_logits_bias":
         return False
     return not bool(tensors.get_tensor(own_name).any())
 

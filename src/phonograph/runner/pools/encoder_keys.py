@@ -13,9 +13,10 @@ import torch
 
 from phonograph.core.batch import NewSequence, ScheduledBatch
 from phonograph.core.blocks import blocks_for
-from phonograph.core.token_types import AudioTokens
+from phonograph.core.token_types import EncoderTokens
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.graphs.runtime import CapturedGraph, GraphRuntime
+from phonograph.models.heads.text_encoder import TextEncoder
 from phonograph.models.heads.word_alignment import align_words
 from phonograph.models.modules.step_model import StepModel
 from phonograph.models.transformer import Transformer
@@ -45,14 +46,15 @@ class EncoderKeys:
         self._group = attention.group(model.spec.num_layers)
         crosses = [layer.cross for layer in model.weights if layer.cross is not None]
         self._memories = [
-            (cross.memory, attention.kv_target(cross.layer, 0).kv_cache)
+            (cross.memory, attention.kv_cache(cross.layer))
             for cross in crosses
             if cross.memory is not None
         ]
         spec, device = model.encoder.spec, model.device
-        self._features_BMF = torch.zeros(
-            self._most, spec.num_mel_bins, 2 * spec.num_positions, dtype=model.dtype, device=device
-        )
+        is_text = isinstance(spec, TextEncoder)
+        kind = torch.int64 if is_text else model.dtype
+        self._features = torch.zeros(self._most, *spec.input_shape, dtype=kind, device=device)
+        self._num_tokens = spec.num_positions if is_text else None
         # Page of each position, and its place in the page.
         self._places_B2P = torch.zeros(self._most, 2, spec.num_positions, dtype=torch.int64, device=device)
         self.graphs: dict[GraphKey, CapturedGraph] = {}
@@ -107,35 +109,44 @@ class EncoderKeys:
         return GraphKey(GraphSet.ENCODER, num_audios * self._encoder.spec.num_positions, num_audios)
 
     def load(self, features: Sequence[np.ndarray | None], block_ids: Sequence[Sequence[int]]) -> None:
-        """Load the log-mel frames, float32 [M, F], and the blocks of each audio of a batch."""
+        """Load the log-mel frames, float32 [M, F], and the blocks of each audio of a batch; or the tokens of a text."""
         place = np.arange(self._places_B2P.shape[2])
         page, offset = np.divmod(place, self._memories[0][1].shape[2])
         places_B2P = np.stack([np.stack([np.array(ids)[page], offset]) for ids in block_ids])
-        features_BMF = np.stack([one for one in features if one is not None])
-        for target, source in (
-            (self._features_BMF, torch.from_numpy(features_BMF).to(self._model.dtype)),
-            (self._places_B2P, torch.from_numpy(places_B2P)),
-        ):
+        loaded = np.stack([one for one in features if one is not None])
+        targets = self._features, self._places_B2P
+        if self._num_tokens is not None:
+            self._num_tokens = loaded.shape[1]
+            targets = self._features[:, : self._num_tokens], self._places_B2P
+        sources = torch.from_numpy(loaded).to(self._features.dtype), torch.from_numpy(places_B2P)
+        for target, source in zip(targets, sources, strict=True):
             sent = source.pin_memory() if target.is_cuda else source
             target[: len(sent)].copy_(sent, non_blocking=True)
 
     def run(self, num_audios: int) -> tuple[torch.Tensor, ...]:
-        """Encode the first audios that are loaded, and write the keys and values of all layers. Return nothing."""
-        states_PE = self._encoder(self._features_BMF[:num_audios])
-        page, offset = self._places_B2P[:num_audios].transpose(0, 1).flatten(1)
+        """Encode the first audios or the text that are loaded, and write the keys and values of all layers.
+
+        Returns:
+            Nothing.
+        """
+        if self._num_tokens is None:
+            states_PE = self._encoder(self._features[:num_audios])
+        else:
+            states_PE = self._encoder(self._features[0, : self._num_tokens])
+        page, offset = self._places_B2P[:num_audios].transpose(0, 1).flatten(1)[:, : len(states_PE)]
         for memory, kv_cache in self._memories:
             kv_PXD = memory.product(states_PE).unflatten(-1, (-1, kv_cache.shape[-1]))
             for part, rows_PKD in zip(kv_cache, kv_PXD.chunk(2, 1), strict=True):
                 part[page, offset] = rows_PKD
         return ()
 
-    def align(self, prompt: AudioTokens, token_ids: Sequence[int], num_positions: int) -> np.ndarray:
+    def align(self, prompt: EncoderTokens, token_ids: Sequence[int], num_positions: int) -> np.ndarray:
         """Return how well the tokens behind a prompt and positions of its audio fit; see `align_words`."""
         return align_words(self._model, prompt.features, [*prompt, *token_ids], len(prompt), num_positions)
 
     def draw(self, num_audios: int, rng: np.random.Generator) -> None:
         """Load random audios, and pages of their own, for `verify`."""
-        size, shape = self._memories[0][1].shape, self._features_BMF.shape[1:]
+        size, shape = self._memories[0][1].shape, self._features.shape[1:]
         num_blocks = blocks_for(self._encoder.spec.num_positions, size[2])
         pages = rng.permutation(size[1])[: num_audios * num_blocks].reshape(num_audios, num_blocks)
         self.load([rng.standard_normal(shape, np.float32) for _ in range(num_audios)], pages.tolist())

@@ -17,7 +17,7 @@ from pydantic import ConfigDict, Field, ValidationError
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from phonograph.core.sampling_params import SamplingParams
-from phonograph.core.token_types import AudioTokens
+from phonograph.core.token_types import EncoderTokens
 from phonograph.engine.offline.audio_prompts import SAMPLES_PER_POSITION, SAMPLING_RATE, log_mel
 from phonograph.engine.process.calls import Sample
 from phonograph.errors import PhonographError, RequestFailure
@@ -229,7 +229,7 @@ class _Speech(NamedTuple):
         serving, body, vocabulary = self.serving, self.body, self.vocabulary
         if language is None:
             params = SamplingParams(temperature=0, max_tokens=1, allowed_token_ids=[*vocabulary.languages])
-            (sample,) = await self._written([AudioTokens([vocabulary.start], parts[0].features)], params)
+            (sample,) = await self._written([EncoderTokens([vocabulary.start], parts[0].features)], params)
             language = _code(serving, sample.token_ids[0])
         prompt = [vocabulary.start]
         if vocabulary.languages:
@@ -241,7 +241,7 @@ class _Speech(NamedTuple):
         if body.prompt:
             before = serving.encode_text(f" {body.prompt.strip()}", whole_context=False)
             prompt = [vocabulary.before, *before[-_MOST_BEFORE:], *prompt]
-        prompts = [AudioTokens(prompt, part.features) for part in parts]
+        prompts = [EncoderTokens(prompt, part.features) for part in parts]
         most = serving.engine.facts.context_len - len(prompt)
         params = SamplingParams(
             temperature=body.temperature or 0.0,
@@ -275,7 +275,7 @@ class _Speech(NamedTuple):
         return _Transcript(segments, words, "".join(segment.text for segment in segments).strip(), language)
 
     async def _token_times(
-        self, prompt: AudioTokens, part: _Part, token_ids: list[int], offset: float
+        self, prompt: EncoderTokens, part: _Part, token_ids: list[int], offset: float
     ) -> list[tuple[float, float]]:
         """Return begin and end of each token that the model wrote, in seconds of the recording."""
         num_positions = max(1, int(part.seconds * SAMPLING_RATE) // SAMPLES_PER_POSITION)
@@ -284,7 +284,7 @@ class _Speech(NamedTuple):
         ends = [offset + time for time in await asyncio.to_thread(token_times, matrix_NP)]
         return list(zip([offset, *ends], ends, strict=False))
 
-    async def _written(self, prompts: list[AudioTokens], params: SamplingParams) -> list[Sample]:
+    async def _written(self, prompts: list[EncoderTokens], params: SamplingParams) -> list[Sample]:
         """Return what the model writes for each prompt.
 
         Raises:

@@ -17,9 +17,8 @@ from phonograph.models.heads.pooler_spec import InputEmbedding
 from phonograph.models.layer_spec import LayerAttention, LayerSpec, NormKind
 from phonograph.models.layers.layer_matrix import LayerMatrix
 
-"""States of a second of audio, which has 100 frames."""
-_TRUE = FieldKind("true, as the model has an encoder", lambda value: value is True)
-_FALSE = FieldKind("false, as embeddings are not scaled here", lambda value: value is False)
+HAS_ENCODER = FieldKind("true, as the model has an encoder", lambda value: value is True)
+NOT_SCALED = FieldKind("false, as embeddings are not scaled here", lambda value: value is False)
 _IN_TRAINING = (
     *("activation_dropout", "init_std", "encoder_layerdrop", "decoder_layerdrop", "apply_spec_augment"),
     *("mask_time_prob", "mask_time_length", "mask_time_min_masks"),
@@ -93,8 +92,8 @@ WHISPER = Family(
         "hidden_act": Field("gelu", COMMON["hidden_act"].kind),
         "rms_norm_eps": Field(1e-5, COMMON["rms_norm_eps"].kind),
         "tie_word_embeddings": Field(True, FLAG),
-        "is_encoder_decoder": Field(True, _TRUE),
-        "scale_embedding": Field(False, _FALSE),
+        "is_encoder_decoder": Field(True, HAS_ENCODER),
+        "scale_embedding": Field(False, NOT_SCALED),
         "eos_token_id": Field(50256, ANY),
         "median_filter_width": Field(
             7, FieldKind("an odd number", lambda value: type(value) is int and value % 2 == 1)
