@@ -25,6 +25,7 @@ COMMANDS = {
     "chat": "Talk with the model, each answer streamed.",
     "explain": "Print what would run and why, for any device, without weights.",
     "serve": "Serve a model to OpenAI's clients over HTTP.",
+    "deploy": "Serve a model by replicas on a Ray cluster.",
     "run-batch": "Answer the requests of a file in OpenAI's batch format.",
     "verify": "Replay every captured graph on random batches and compare with eager.",
     "eval": "Score a model on tasks of lm-evaluation-harness.",
