@@ -177,7 +177,7 @@ def scale_up() -> dict[str, Any]:
             await asyncio.sleep(1)
         return {"seconds_until_three": round(time.monotonic() - began, 1)}
 
-    return asyncio.run(load(600, STREAMS, 200, act))
+    return asyncio.run(load(400, STREAMS, 200, act))
 
 
 def drain() -> dict[str, Any]:
