@@ -25,6 +25,7 @@ COMMANDS = {
     "chat": "Talk with the model, each answer streamed.",
     "explain": "Print what would run and why, for any device, without weights.",
     "serve": "Serve a model to OpenAI's clients over HTTP.",
+    "deploy": "Serve a model by replicas on a Ray cluster.",
     "run-batch": "Answer the requests of a file in OpenAI's batch format.",
     "verify": "Replay every captured graph on random batches and compare with eager.",
     "eval": "Score a model on tasks of lm-evaluation-harness.",
@@ -37,6 +38,8 @@ COMMANDS = {
     "collect-env": "Print versions, hardware and settings of this machine, for a report of a problem.",
 }
 """Subcommands by name, each with its line in the help."""
+MODULES = {"deploy": "serve"}
+"""Modules of commands that share one."""
 FUNCTIONS = {"list": "list_models"}
 """Functions of commands whose name is a name of Python."""
 WITH_ENGINE = ("generate", "chat", "verify", "eval", "bench")
@@ -52,8 +55,9 @@ app = App(
     help_epilogue=epilogue(""),
 )
 for _name, _summary in COMMANDS.items():
-    _module = _name.replace("-", "_")
-    _function, _end = ("app", {}) if _name == "bench" else (_module, {"help_epilogue": epilogue(_name)})
+    _function = _name.replace("-", "_")
+    _module = MODULES.get(_name, _function)
+    _function, _end = ("app", {}) if _name == "bench" else (_function, {"help_epilogue": epilogue(_name)})
     _function = FUNCTIONS.get(_name, _function)
     app.command(f"phonograph.cli.commands.{_module}:{_function}", name=_name, help=_summary, **_end)
 app.register_install_completion_command(

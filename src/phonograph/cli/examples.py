@@ -47,6 +47,7 @@ USAGE: Mapping[str, Usage] = {
         ),
     ),
     "serve": Usage("guides/server.md", ("serve demo", "serve Qwen/Qwen3-0.6B --port 8001 --max-num-seqs 64")),
+    "deploy": Usage("guides/ray.md", ("deploy demo --replicas 1-3 --device cpu", "deploy Qwen/Qwen3-0.6B -tp 2")),
     "run-batch": Usage("guides/server.md", ("run-batch demo -i requests.jsonl -o answers.jsonl",)),
     "verify": Usage("guides/verify.md", ("verify demo", "verify demo --replays 1000 --verify-seed 1 --json")),
     "pull": Usage("guides/weights.md", ("pull Qwen/Qwen3-0.6B", "pull Qwen/Qwen2.5-7B-Instruct-GGUF:Q4_K_M --json")),
