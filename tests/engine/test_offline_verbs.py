@@ -184,6 +184,10 @@ def test_a_beam_ends_at_the_end_of_sequence_or_of_the_context(llm: LLM) -> None:
         assert (sequence.finish_reason, sequence.stop_reason) == ("stop", wanted[-1])
         assert sequence.tokens == output.prompt_token_ids + (wanted if shows else wanted[:-1])
         assert len(sequence.logprobs) == len(wanted)
+    params = BeamSearchParams(1, 60, include_stop_str_in_output=True, skip_special_tokens=False)
+    (shown,) = llm.beam_search("1 2 3", params)[0].sequences
+    assert llm.tokenizer is not None and shown.text == llm.tokenizer.decode(shown.tokens, skip_special_tokens=False)
+    assert shown.text.endswith("<|end|>")
     params = BeamSearchParams(2, 60, ignore_eos=True)
     long, short = llm.beam_search([PROMPT + PROMPT, PROMPT], params)
     assert [len(one.tokens) for one in long.sequences] == [96, 96]

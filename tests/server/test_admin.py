@@ -89,6 +89,14 @@ def test_requests_are_aborted_by_the_ids_of_their_answers(admin: Server) -> None
         assert found == 1 and '"finish_reason":"abort"' in last and done == "data: [DONE]"
 
 
+def test_a_beam_search_is_aborted_by_its_id(admin: Server) -> None:
+    search = Posted(admin, {**LONG, "request_id": "beams", "use_beam_search": True, "n": 2})
+    # Between two steps the search has no request in the engine.
+    while not admin.post("/abort_requests", {"request_ids": ["beams"]}, headers=KEY).json()["num_aborted"]:
+        assert not search.answers
+    assert [choice["finish_reason"] for choice in search.answer()["choices"]] == ["abort", "abort"]
+
+
 def test_the_prefix_cache_is_forgotten(admin: Server) -> None:
     body = {**SHORT, "prompt": list(range(5, 105))}
 

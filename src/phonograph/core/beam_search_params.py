@@ -15,8 +15,7 @@ MAX_WIDTH = MAX_LOGPROBS // 2
 
 
 _NEUTRAL: dict[str, tuple[object, ...]] = {
-    **{"allowed_token_ids": (), "structured_outputs": ()},
-    **{"skip_special_tokens": (True,), "watermarking": (False,)},
+    **{"allowed_token_ids": (), "structured_outputs": (), "watermarking": (False,)},
 }
 
 
@@ -32,6 +31,7 @@ class BeamSearchParams:
         temperature: draws one more continuation of each beam at this temperature; 0 takes the most likely ones only.
         length_penalty: exponent of the length that divides a sequence's log-probability; larger prefers longer ones.
         include_stop_str_in_output: keep the end-of-sequence token in the tokens.
+        skip_special_tokens: omit special tokens from the text.
 
     Raises:
         RequestError: a value is out of range.
@@ -49,6 +49,7 @@ class BeamSearchParams:
     temperature: float = 0.0
     length_penalty: float = 1.0
     include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         for name, most in (("beam_width", MAX_WIDTH), ("max_tokens", None)):
@@ -61,6 +62,6 @@ class BeamSearchParams:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value) or value < least:
                 raise RequestError(name, value, "must be a finite number" + " >= 0" * (least == 0.0))
-        for name in ("ignore_eos", "include_stop_str_in_output"):
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(name, getattr(self, name), "must be True or False")

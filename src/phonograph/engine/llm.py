@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from phonograph.core.beam_search_params import BeamSearchParams
@@ -354,9 +355,9 @@ class LLM(PooledEngine):
             found = completed(search)
         if tokenizer is None:
             return found
+        decode = partial(tokenizer.decode, skip_special_tokens=params.skip_special_tokens)
         return [
-            BeamSearchOutput([replace(one, text=tokenizer.decode(one.tokens)) for one in output.sequences])
-            for output in found
+            BeamSearchOutput([replace(one, text=decode(one.tokens)) for one in output.sequences]) for output in found
         ]
 
     def encode_chat(self, messages: Sequence[ChatMessage], **options: Any) -> list[int]:

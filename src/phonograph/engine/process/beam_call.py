@@ -68,6 +68,7 @@ def open_beams(
 
     async def generate(growing: list[list[int]], step: SamplingParams) -> list[Sample]:
         inner = engine.open(growing, step, priority=priority, cache_salt=cache_salt)
+        inner.name = call.name
         try:
             await inner.wait()
         finally:
