@@ -229,7 +229,7 @@ def test_a_conversation_for_the_engine(harmony: Harmony) -> None:
     engine = SimpleNamespace(facts=SimpleNamespace(context_len=100))
     for text, problem in (("Hi", None), ("Hi " * 100, "more than 100 tokens"), ("x" * 101 * MOST_CHARACTERS, "more")):
         serving: Any = SimpleNamespace(harmony=harmony, config=limits, engine=engine)
-        for name in ("_encode_chat", "_encode_harmony", "_check_length", "kept_tokens"):
+        for name in ("_encode_chat", "_encode_harmony", "_check_length"):
             setattr(serving, name, getattr(Serving, name).__get__(serving))
         body = ChatBody(messages=[{"role": "user", "content": text}], reasoning_effort="low")
         request = chat_request(body, ServerConfig())

@@ -177,7 +177,7 @@ class ChunkStream:
 
     media_type = "text/event-stream"
 
-    def __init__(self, answer: Answer, call: Call, body: GenerationBody, *, timed: bool) -> None:
+    def __init__(self, answer: Answer, call: Call, body: GenerationBody, *, timed: bool = False) -> None:
         first_fields: Mapping[str, Any] = {}
         if body.return_token_ids:
             answer = TokenIdAnswer(answer, call, prompt_only=body.requested_tokens() == 0)
