@@ -46,9 +46,7 @@ class EncoderKeys:
         self._group = attention.group(model.spec.num_layers)
         crosses = [layer.cross for layer in model.weights if layer.cross is not None]
         self._memories = [
-            (cross.memory, attention.kv_cache(cross.layer))
-            for cross in crosses
-            if cross.memory is not None
+            (cross.memory, attention.kv_cache(cross.layer)) for cross in crosses if cross.memory is not None
         ]
         spec, device = model.encoder.spec, model.device
         is_text = isinstance(spec, TextEncoder)
