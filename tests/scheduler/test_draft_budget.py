@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from speculating import Accepts, Cost, Simulation, adaptive, decoding, fixed, limits
+from speculating import Accepts, Cost, Simulation, Work, adaptive, decoding, fixed, limits
 
 from phonograph.core.batch import ScheduledBatch, StepOutput
 from phonograph.scheduling import draft_budget
@@ -59,6 +59,23 @@ def test_resting_costs_a_hundredth() -> None:
     assert 0 < sum(simulation.depths[-3000:]) < 300
     counts = dict(budget.counts.choices)
     assert counts[draft_budget.NO_DRAFTS] > 2000 and counts[draft_budget.PROBE] > 2
+
+
+@pytest.mark.parametrize("number", [1, 4])
+def test_short_requests_try_few_drafts(number: int) -> None:
+    """Requests of 64 steps that find few drafts and accept none, at once and after others that accepted all."""
+    share = [0.0]
+    simulation = Simulation(lambda slot, step: share[0], computes, number=number, most=K, found=0.2)
+    budget, plain = adaptive(K, number), number / computes(number, number)
+    rates: list[float] = []
+    for accepted in (0.0, 1.0, 0.0):
+        share[0], works = accepted, list[Work]()
+        for _ in range(16):
+            for request in simulation.requests:
+                request.request_id += "'"
+            works.append(simulation.run(budget, 64))
+        rates.append(sum(work.tokens for work in works) / sum(work.seconds for work in works) / plain)
+    assert min(rates[0], rates[2]) > 0.97 and rates[1] > 1.03
 
 
 def test_a_request_that_rests_wakes_when_its_drafts_are_accepted() -> None:

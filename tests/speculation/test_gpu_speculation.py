@@ -27,6 +27,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1,
 MODEL = {"method": "draft_model", "model": "demo", "num_speculative_tokens": 3, "adaptive_depth": False}
 """The model is its own draft model, so that its drafts are right wherever rounding does not decide."""
 SUFFIX = {"method": "suffix", "num_speculative_tokens": 4, "adaptive_depth": False}
+HEAD = {"method": "eagle3", "model": "demo-eagle3", "num_speculative_tokens": 4, "adaptive_depth": False}
 GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
 KINDS = {
     "greedy": GREEDY,
@@ -39,6 +40,12 @@ KINDS = {
 }
 UNEDITED = "greedy", "drawn", "filtered"
 """Kinds whose drafts a draft model draws as the model does."""
+RULED = [
+    SamplingParams(max_tokens=30, allowed_token_ids=[*range(1, 2000)], logprobs=1, seed=9),
+    SamplingParams(max_tokens=40, temperature=0.0, structured_outputs={"regex": "([0-9]{1,3}[+=-]){12}"}),
+    SamplingParams(max_tokens=40, temperature=1.0, seed=4, structured_outputs={"regex": "([0-9]{1,3}[+=-]){12}"}),
+]
+"""Requests whose rows are masked behind the step."""
 PENALIZED = SamplingParams(max_tokens=200, temperature=0.0, presence_penalty=0.2, ignore_eos=True, detokenize=False)
 
 
@@ -90,12 +97,41 @@ def test_tokens_are_bit_by_bit_those_of_plain_decoding(backend: str) -> None:
     assert 0 < counts.accepted < counts.verified
 
 
-def test_requests_of_all_kinds_together() -> None:
-    plain, drafting = (make_llm(batch_invariant=True, **more) for more in ({}, {"speculative_config": NGRAM}))
-    params = [*KINDS.values(), SamplingParams(max_tokens=30, allowed_token_ids=[*range(20, 200)], logprobs=1, seed=9)]
+@pytest.mark.parametrize("mode", ["FULL", "PIECEWISE", "NONE"])
+@pytest.mark.parametrize("speculation", [NGRAM, SUFFIX, MODEL, HEAD], ids=["lookup", "suffix", "model", "head"])
+def test_requests_of_all_kinds_together(speculation: dict[str, Any], mode: str) -> None:
+    """Requests with a grammar have masks at each position; a draft model makes their drafts behind the masks."""
+    settings = {"batch_invariant": True, "cudagraph_mode": mode}
+    plain, drafting = (make_llm(**settings, **more) for more in ({}, {"speculative_config": speculation}))
+    params = [*RULED, *KINDS.values()]
     mixture = [params[index % len(params)] for index in range(len(prompts(plain)))]
     wanted, found = (results_of(llm.generate(prompts(llm), mixture)) for llm in (plain, drafting))
     assert found == wanted
+    before = drafting.engine.core.scheduler.stats.drafts
+    mixture = [RULED[index % len(RULED)] for index in range(len(prompts(plain)))]
+    wanted, found = (results_of(llm.generate(prompts(llm), mixture)) for llm in (plain, drafting))
+    assert found == wanted
+    counts = drafting.engine.core.scheduler.stats.drafts
+    assert counts.verified > before.verified and counts.accepted > before.accepted
+    if speculation is MODEL:
+        assert counts.accepted - before.accepted > 0.3 * (counts.verified - before.verified)
+
+
+def test_masks_and_passes_behind_them_run_in_graphs() -> None:
+    """Nothing is compiled when they run first, and with a head that is mostly right, decodes are fewer."""
+    from triton import knobs
+
+    llm, compiled = make_llm(speculative_config=HEAD), list[str]()
+    before = knobs.runtime.jit_post_compile_hook
+    knobs.runtime.jit_post_compile_hook = lambda **facts: compiled.append(facts["repr"])
+    try:
+        params = SamplingParams(temperature=0.0, max_tokens=80, bad_words=["no such text"])
+        for count in (1, 3, 12):
+            llm.generate(prompts(llm)[: 2 * count : 2], params)
+    finally:
+        knobs.runtime.jit_post_compile_hook = before
+    counts = llm.engine.core.scheduler.stats.drafts
+    assert not compiled and counts.accepted > counts.decodes > 0
 
 
 def test_tokens_with_suffix_decoding_are_bit_by_bit_those_of_plain_decoding() -> None:
@@ -191,8 +227,7 @@ def test_a_head_of_random_weights_changes_no_token(method: str, changes: dict[st
 
 
 def test_the_head_of_the_demo_model_is_right_for_most_drafts() -> None:
-    head = {"method": "eagle3", "model": "demo-eagle3", "num_speculative_tokens": 4, "adaptive_depth": False}
-    llm = make_llm(speculative_config=head)
+    llm = make_llm(speculative_config=HEAD)
     llm.generate(prompts(llm)[::2], SamplingParams(temperature=0.0, max_tokens=80))
     counts = llm.engine.core.scheduler.stats.drafts
     assert counts.accepted > 2 * counts.decodes > 0

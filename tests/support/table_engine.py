@@ -175,7 +175,7 @@ def engine_maker() -> MakeEngine:
             slow = sampler.grammars.slow
             drafts = DeviceDrafts(budget, max_num_logits=num_logits, slow_masks=slow, in_steps=in_steps)
             if speculation.on_host:
-                sizes = {"max_num_seqs": SLOTS, "max_num_logits": num_logits, "slow_masks": slow}
+                sizes: dict[str, Any] = {"max_num_seqs": SLOTS, "max_num_logits": num_logits, "slow_masks": slow}
                 drafts = SuffixDrafts(speculation.suffix, budget, **sizes)
         model = TableModel(device, num_logits)
         scheduler = make_scheduler(max_num_seqs=SLOTS, max_num_batched_tokens=TOKENS, drafts=drafts, **changes)

@@ -53,15 +53,25 @@ class DraftAcceptance:
         self._tried[slot] *= weight
         self._kept[slot] *= weight
 
-    def gains(self, slots: np.ndarray, *, hopeful: bool) -> np.ndarray:
+    def has_accepted(self, slots: np.ndarray) -> np.ndarray:
+        """Return True for each slot that has accepted a draft lately, bool [N].
+
+        Args:
+            slots: int [N].
+        """
+        return self._kept[slots, 0] > 0
+
+    def gains(self, slots: np.ndarray, *, hopeful: bool = False, trusts_others: bool = True) -> np.ndarray:
         """Return the probability that a draft and all before it are accepted, float [N, most].
 
         Args:
             slots: int [N].
             hopeful: add a fraction of the standard error to each mean, which is large where few drafts were tried.
+            trusts_others: begin with the mean of other requests, not with zero.
         """
         weight = self._tried[slots] + _PRIOR_WEIGHT
-        means = (self._kept[slots] + _PRIOR_WEIGHT * self._prior_kept / self._prior_tried) / weight
+        prior = _PRIOR_WEIGHT * self._prior_kept / self._prior_tried if trusts_others else 0.0
+        means = (self._kept[slots] + prior) / weight
         if hopeful:
             means = np.minimum(means + _DEVIATIONS * np.sqrt(means * (1 - means) / weight), 1.0)
         return np.cumprod(means, axis=1)
@@ -90,7 +100,7 @@ class DraftAcceptance:
         """Extend the runs of equal outcomes at the first position, and forget the means that these contradict."""
         run = self._run[slots]
         run = np.where(kept, np.maximum(run, 0) + 1, np.minimum(run, 0) - 1)
-        mean = np.clip(self.gains(slots, hopeful=False)[:, 0], 0.02, 0.98)
+        mean = np.clip(self.gains(slots)[:, 0], 0.02, 0.98)
         changed = np.where(kept, mean, 1 - mean) ** np.abs(run) < _SURPRISE
         self._run[slots] = np.where(changed, 0, run)
         # The run but for its newest outcome, which `learn` adds, is what remains known.

@@ -5,6 +5,10 @@ A step with drafts takes longer and yields more tokens. The budget knows how lon
 the one with the most expected tokens a second, none included. It gives them to the requests whose drafts are the most
 probable to be accepted.
 
+A request that has accepted no draft yet has the acceptance of others for a start. Its first drafts are few, and they
+are made only while drafts have gained more time than they cost, a hundredth of all time aside. So in an engine whose
+requests are short and accept nothing, few of them try.
+
 A request whose drafts gain nothing for some steps *rests*: no drafts are made for it. Now and then a resting request
 verifies drafts as a probe. Probes take at most a hundredth of the time: what a probe may cost is saved up from the
 steps before, so that dear probes are rare. A request whose probe shows a gain wakes.
@@ -60,6 +64,8 @@ _IDLE_STEPS = 2
 """Steps in a row that make drafts and verify none, before an engine rests."""
 _TRIAL_RUNS = 6
 """Decodes that verify all drafts after an engine has rested."""
+_FIRST_DRAFTS = 2
+"""Most drafts of a request that has not accepted one."""
 _STEPS_WITHOUT_DEEP = 16
 """Steps until all drafts are verified again where fewer gain more."""
 
@@ -118,6 +124,7 @@ class DraftBudget:
         self._speculates = True
         self._next_deep = 0
         self._saved = 0.0  # seconds that probes may cost
+        self._balance = 0.0  # seconds that drafts have gained, with the share of all that they may cost
         self._since_plain: dict[int, int] = {}  # steps with drafts since a plain one, by the size of the requests
         self._choices: Counter[str] = Counter()
         self._counter = DraftCounter(self.most)
@@ -162,11 +169,14 @@ class DraftBudget:
         if self.adaptive and number == batch.num_reqs:
             if tokens > number or not batch.makes_drafts:
                 self.costs.learn(number, tokens - number, seconds)
-            gain = _PROBE_SHARE * seconds
-            if batch.makes_drafts:
-                plain = float(self.costs.estimate(number, np.zeros(1))[0])
-                gain += plain * sum(map(len, output.token_ids)) / number - seconds
-            self._saved = min(max(self._saved + gain, -_MOST_OWED * seconds), _SAVED_STEPS * seconds)
+            saved = balance = _PROBE_SHARE * seconds
+            if tokens > number or batch.makes_drafts:
+                plain, drafting = self.costs.estimate(number, np.array([0, tokens - number])).tolist()
+                gained = plain * sum(map(len, output.token_ids)) / number
+                saved += gained - seconds if batch.makes_drafts else 0.0
+                balance += gained - drafting
+            self._saved = min(max(self._saved + saved, -_MOST_OWED * seconds), _SAVED_STEPS * seconds)
+            self._balance = min(self._balance + balance, _SAVED_STEPS * seconds)
             size = size_of(number, 8)
             self._since_plain[size] = 1 + self._since_plain.get(size, 0) if tokens > number else 0
         if tokens == number:
@@ -239,9 +249,12 @@ class DraftBudget:
             slots: int [N].
             most: most drafts of each, int [N].
         """
-        number = len(slots)
-        gains = self._acceptance.gains(slots, hopeful=True)
-        gains[np.arange(self.most) >= most[:, None]] = 0.0
+        # The passes of a draft model take time anyway.
+        number, may_lose = len(slots), self._in_steps or self._balance > 0
+        gains = self._acceptance.gains(slots, hopeful=may_lose, trusts_others=may_lose)
+        if not self._in_steps:
+            most = np.where(self._acceptance.has_accepted(slots), most, np.minimum(most, _FIRST_DRAFTS))
+        gains[np.arange(self.most) >= most[:, None]] = -1.0
         # Gains of a slot fall with the position, and equal ones keep their order, so that no position is skipped.
         order = np.argsort(-gains, axis=None, kind="stable")[: most.sum()]
         tokens = number + np.concatenate(([0.0], np.cumsum(gains.flat[order])))
@@ -282,7 +295,7 @@ class DraftBudget:
         """
         seconds = self.costs.estimate(number, np.arange(number * self.most + 1))
         price = ((seconds[1:] - seconds[0]) / np.arange(1, len(seconds))).min() * number / seconds[0]
-        gains = self._acceptance.gains(np.array(slots), hopeful=False)
+        gains = self._acceptance.gains(np.array(slots))
         return ((np.cumsum(gains, axis=1) / np.arange(1, self.most + 1)).max(axis=1) > price).tolist()
 
     def _rest(self, slot: int, steps: int) -> None:
