@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -102,17 +103,19 @@ async def complete(client: httpx.AsyncClient, prompt: str, max_tokens: int, **mo
 async def load(
     number: int, streams: int, max_tokens: int, meanwhile: Callable[[], Awaitable[Any]] | None = None
 ) -> dict[str, Any]:
-    """Complete prompts, some at a time; run something after a quarter of them."""
+    """Complete prompts, some at a time, and more while something runs that begins after a quarter of them."""
     failed: list[str] = []
     done: list[int] = []
-    left = iter(range(number))
-    quarter = asyncio.Event()
+    left = itertools.count()
+    quarter, ended = asyncio.Event(), asyncio.Event()
     began = time.monotonic()
 
     async def work(client: httpx.AsyncClient) -> None:
         for index in left:
             if index >= number // 4:
                 quarter.set()
+            if index >= number and ended.is_set():
+                return
             try:
                 await complete(client, f"{index} apples and {index * 7} pears are", max_tokens)
             except (httpx.HTTPError, RuntimeError) as error:
@@ -122,17 +125,21 @@ async def load(
     async def act() -> Any:
         await quarter.wait()
         if meanwhile is None:
+            ended.set()
             return {}
         before, names = len(done), set(actors())
-        found = await meanwhile()
+        try:
+            found = await meanwhile()
+        finally:
+            ended.set()
         gone = len(names - set(actors()))
         return {**(found or {}), "done_before": before, "done_until_its_end": len(done), "replicas_gone": gone}
 
     async with httpx.AsyncClient(timeout=300, limits=httpx.Limits(max_connections=None)) as client:
         *_, found = await asyncio.gather(*(work(client) for _ in range(streams)), act())
     seconds = time.monotonic() - began
-    facts = {"requests": number, "failed": len(failed), "seconds": round(seconds, 2), **found}
-    return {**facts, "errors": sorted(set(failed)), "tokens_per_second": round(number * max_tokens / seconds, 1)}
+    facts = {"requests": len(done), "failed": len(failed), "seconds": round(seconds, 2), **found}
+    return {**facts, "errors": sorted(set(failed)), "tokens_per_second": round(len(done) * max_tokens / seconds, 1)}
 
 
 def kill() -> dict[str, Any]:
@@ -177,7 +184,7 @@ def scale_up() -> dict[str, Any]:
             await asyncio.sleep(1)
         return {"seconds_until_three": round(time.monotonic() - began, 1)}
 
-    return asyncio.run(load(400, STREAMS, 200, act))
+    return asyncio.run(load(300, STREAMS, 200, act))
 
 
 def drain() -> dict[str, Any]:
