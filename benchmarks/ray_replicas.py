@@ -19,6 +19,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -26,6 +27,7 @@ from typing import Any
 
 import httpx
 import ray
+import yaml
 from ray import serve
 
 from phonograph.bench.records.record import provenance
@@ -33,6 +35,7 @@ from phonograph.config.engine_config import EngineConfig
 from phonograph.config.server_config import ServerConfig
 from phonograph.server.cluster import ray_deployment
 
+ROOT = Path(__file__).resolve().parents[1]
 PORT, DIRECT_PORT = 8123, 8124
 URL = f"http://127.0.0.1:{PORT}"
 NAME = "phonograph"
@@ -167,11 +170,29 @@ def update() -> dict[str, Any]:
     return asyncio.run(load(NUM_REQUESTS, STREAMS, 24, lambda: asyncio.to_thread(deploy, "3", max_logprobs=5)))
 
 
+def deploy_file(replicas: int) -> None:
+    """Run the application by `serve deploy`, or change the number of its replicas, which keeps the others."""
+    file = yaml.safe_load((ROOT / "deploy/ray-serve.yaml").read_text(encoding="utf-8"))
+    file["http_options"] = {"host": "127.0.0.1", "port": PORT}
+    file["applications"][0]["args"] = {"model": "demo", **SETTINGS}
+    file["applications"][0]["deployments"] = [{"name": NAME, "num_replicas": replicas}]
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as written:
+        json.dump(file, written)
+        written.flush()
+        subprocess.run(["serve", "deploy", written.name], check=True, capture_output=True)
+    until = time.monotonic() + 120
+    while time.monotonic() < until:
+        status = serve.status().applications.get(NAME)
+        if status is not None and status.status == "RUNNING" and len(actors()) == replicas:
+            return
+        time.sleep(0.5)
+    raise RuntimeError(f"{replicas} replicas do not run: {serve.status()}")
+
+
 def scale_down() -> dict[str, Any]:
     """Remove two of three replicas under load."""
-    deploy("3")
-    found = asyncio.run(load(NUM_REQUESTS, STREAMS, 24, lambda: asyncio.to_thread(deploy, "1")))
-    return {**found, "replicas_after": len(actors())}
+    deploy_file(3)
+    return asyncio.run(load(NUM_REQUESTS, STREAMS, 24, lambda: asyncio.to_thread(deploy_file, 1)))
 
 
 def scale_up() -> dict[str, Any]:
