@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -25,6 +27,7 @@ from typing import Any
 
 import httpx
 import ray
+import yaml
 from ray import serve
 
 from phonograph.bench.records.record import provenance
@@ -32,6 +35,7 @@ from phonograph.config.engine_config import EngineConfig
 from phonograph.config.server_config import ServerConfig
 from phonograph.server.cluster import ray_deployment
 
+ROOT = Path(__file__).resolve().parents[1]
 PORT, DIRECT_PORT = 8123, 8124
 URL = f"http://127.0.0.1:{PORT}"
 NAME = "phonograph"
@@ -102,17 +106,19 @@ async def complete(client: httpx.AsyncClient, prompt: str, max_tokens: int, **mo
 async def load(
     number: int, streams: int, max_tokens: int, meanwhile: Callable[[], Awaitable[Any]] | None = None
 ) -> dict[str, Any]:
-    """Complete prompts, some at a time; run something after a quarter of them."""
+    """Complete prompts, some at a time, and more while something runs that begins after a quarter of them."""
     failed: list[str] = []
     done: list[int] = []
-    left = iter(range(number))
-    quarter = asyncio.Event()
+    left = itertools.count()
+    quarter, ended = asyncio.Event(), asyncio.Event()
     began = time.monotonic()
 
     async def work(client: httpx.AsyncClient) -> None:
         for index in left:
             if index >= number // 4:
                 quarter.set()
+            if index >= number and ended.is_set():
+                return
             try:
                 await complete(client, f"{index} apples and {index * 7} pears are", max_tokens)
             except (httpx.HTTPError, RuntimeError) as error:
@@ -122,17 +128,21 @@ async def load(
     async def act() -> Any:
         await quarter.wait()
         if meanwhile is None:
+            ended.set()
             return {}
         before, names = len(done), set(actors())
-        found = await meanwhile()
+        try:
+            found = await meanwhile()
+        finally:
+            ended.set()
         gone = len(names - set(actors()))
         return {**(found or {}), "done_before": before, "done_until_its_end": len(done), "replicas_gone": gone}
 
     async with httpx.AsyncClient(timeout=300, limits=httpx.Limits(max_connections=None)) as client:
         *_, found = await asyncio.gather(*(work(client) for _ in range(streams)), act())
     seconds = time.monotonic() - began
-    facts = {"requests": number, "failed": len(failed), "seconds": round(seconds, 2), **found}
-    return {**facts, "errors": sorted(set(failed)), "tokens_per_second": round(number * max_tokens / seconds, 1)}
+    facts = {"requests": len(done), "failed": len(failed), "seconds": round(seconds, 2), **found}
+    return {**facts, "errors": sorted(set(failed)), "tokens_per_second": round(len(done) * max_tokens / seconds, 1)}
 
 
 def kill() -> dict[str, Any]:
@@ -160,11 +170,29 @@ def update() -> dict[str, Any]:
     return asyncio.run(load(NUM_REQUESTS, STREAMS, 24, lambda: asyncio.to_thread(deploy, "3", max_logprobs=5)))
 
 
+def deploy_file(replicas: int) -> None:
+    """Run the application by `serve deploy`, or change the number of its replicas, which keeps the others."""
+    file = yaml.safe_load((ROOT / "deploy/ray-serve.yaml").read_text(encoding="utf-8"))
+    file["http_options"] = {"host": "127.0.0.1", "port": PORT}
+    file["applications"][0]["args"] = {"model": "demo", **SETTINGS}
+    file["applications"][0]["deployments"] = [{"name": NAME, "num_replicas": replicas}]
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as written:
+        json.dump(file, written)
+        written.flush()
+        subprocess.run(["serve", "deploy", written.name], check=True, capture_output=True)
+    until = time.monotonic() + 120
+    while time.monotonic() < until:
+        status = serve.status().applications.get(NAME)
+        if status is not None and status.status == "RUNNING" and len(actors()) == replicas:
+            return
+        time.sleep(0.5)
+    raise RuntimeError(f"{replicas} replicas do not run: {serve.status()}")
+
+
 def scale_down() -> dict[str, Any]:
     """Remove two of three replicas under load."""
-    deploy("3")
-    found = asyncio.run(load(NUM_REQUESTS, STREAMS, 24, lambda: asyncio.to_thread(deploy, "1")))
-    return {**found, "replicas_after": len(actors())}
+    deploy_file(3)
+    return asyncio.run(load(NUM_REQUESTS, STREAMS, 24, lambda: asyncio.to_thread(deploy_file, 1)))
 
 
 def scale_up() -> dict[str, Any]:
@@ -177,7 +205,7 @@ def scale_up() -> dict[str, Any]:
             await asyncio.sleep(1)
         return {"seconds_until_three": round(time.monotonic() - began, 1)}
 
-    return asyncio.run(load(400, STREAMS, 200, act))
+    return asyncio.run(load(300, STREAMS, 200, act))
 
 
 def drain() -> dict[str, Any]:

@@ -186,7 +186,7 @@ def test_a_coarse_simulation_is_close_to_the_exact_one(device: str) -> None:
     assert [answer.request for answer in coarse.answers] == trace
     assert all(answer.request.arrival < answer.first_token <= answer.ended for answer in coarse.answers)
     for name in ("output_throughput", "median_ttft_ms", "median_tpot_ms", "median_e2el_ms"):
-        assert others[name] == pytest.approx(facts[name], rel=0.06), name
+        assert others[name] == pytest.approx(facts[name], rel=0.03), name
     difference = coarse_difference(plan, Smooth(), trace, 4)
     assert difference["requests"] == 400 and abs(difference["relative"]["output_throughput"]) < 0.03
     with pytest.raises(ConfigError, match="has hash_ids, and --coarse shares no prefixes"):

@@ -52,9 +52,9 @@ def ray_serve() -> Any:
 
 
 def this_actor() -> Any:
-    """Return the object of Ray's actor in this process: of a proxy or of a replica."""
+    """Return the object of Ray's actor in this process: of a proxy or of a replica; None in a driver."""
     worker: Any = import_module("ray._private.worker").global_worker
-    return worker.actors[worker.actor_id]
+    return worker.actors.get(worker.actor_id)
 
 
 def build(args: dict[str, Any]) -> Any:

@@ -2,7 +2,8 @@
 
 Scheduler, cache and router are imitated here: decodes run until one of them ends or a prompt arrives, at the time of a
 step in the middle; prompts are computed in chunks beside the decodes; a prompt goes to the engine with the fewest
-requests. Prefixes are not shared, and a request whose prompt has blocks always gets those of its answer.
+requests, then with the emptiest cache. Prefixes are not shared, and a request whose prompt has blocks always gets those
+of its answer.
 """
 
 from __future__ import annotations
@@ -45,19 +46,33 @@ class _CoarseEngine:
 
     decodes: requests that decode, by the step at whose end they have all tokens
     steps: steps that were made
+    cached: tokens of the prompts that its cache is taken to have
     keys: tokens of their contexts together
     waiting: requests that wait, or whose prompt is in progress
     computed: computed tokens of the prompt of the first of these
     run: steps in progress
+    scheduled: time at which the next step was scheduled, from which on requests do not join it
     version: number of changes of `run`
     """
 
-    __slots__ = ("computed", "decodes", "keys", "now", "num_open", "run", "steps", "version", "waiting")
+    __slots__ = (
+        "cached",
+        "computed",
+        "decodes",
+        "keys",
+        "now",
+        "num_open",
+        "run",
+        "scheduled",
+        "steps",
+        "version",
+        "waiting",
+    )
 
     def __init__(self) -> None:
-        self.now = 0.0
+        self.now = self.scheduled = 0.0
         self.decodes: list[tuple[int, int, SimulatedAnswer]] = []
-        self.steps = self.keys = self.computed = self.num_open = self.version = 0
+        self.steps = self.keys = self.cached = self.computed = self.num_open = self.version = 0
         self.waiting: deque[SimulatedAnswer] = deque()
         self.run: _Run | None = None
 
@@ -97,7 +112,8 @@ class _CoarseFleet:
         self._dispatcher = plan.make_dispatcher()
         self._lookahead = steps_ahead(plan)
         self._engines = [_CoarseEngine() for _ in range(num_engines)]
-        self._least = [(0, number) for number in range(num_engines)]  # open requests when it was noted
+        # Open requests and cached tokens when they were noted.
+        self._least = [(0, 0, number) for number in range(num_engines)]
         self._due: list[tuple[float, int, int, int]] = []
         self._order = count()
         self._result = FleetResult([])
@@ -121,26 +137,30 @@ class _CoarseFleet:
     def _arrive(self, request: TracedRequest) -> None:
         """Give a request to the engine with the fewest, and end the decodes there at the next step."""
         if len(self._least) > 4 * len(self._engines):
-            self._least = sorted((engine.num_open, number) for number, engine in enumerate(self._engines))
-        while True:
-            num_open, number = self._least[0]
-            if num_open == self._engines[number].num_open:
-                break
-            heapq.heapreplace(self._least, (self._engines[number].num_open, number))
+            self._least = sorted(self._load(number) for number in range(len(self._engines)))
+        while (load := self._load(self._least[0][2])) != self._least[0]:
+            heapq.heapreplace(self._least, load)
+        number = load[2]
         engine = self._engines[number]
         engine.num_open += 1
-        heapq.heapreplace(self._least, (engine.num_open, number))
+        engine.cached = min(engine.cached + request.input_len, self._capacity)
+        heapq.heapreplace(self._least, self._load(number))
         answer = SimulatedAnswer(request, number)
         self._result.answers.append(answer)
         engine.waiting.append(answer)
         run = engine.run
         if run is None:
-            engine.now = max(engine.now, request.arrival)
+            engine.now = engine.scheduled = max(engine.now, request.arrival)
             self._begin_run(number)
         elif run.num_steps > 1:
             num_steps = max(1, ceil((request.arrival - run.begins) / run.seconds)) + self._lookahead
             if num_steps < run.num_steps:
                 self._start(number, run._replace(num_steps=num_steps))
+
+    def _load(self, number: int) -> tuple[int, int, int]:
+        """Return what an engine is chosen by: open requests, then cached tokens."""
+        engine = self._engines[number]
+        return engine.num_open, engine.cached, number
 
     def _begin_run(self, number: int) -> None:
         """Start the next steps of an engine, if it has work."""
@@ -149,8 +169,13 @@ class _CoarseFleet:
         budget = self._limits.max_num_batched_tokens - num_decodes
         held, num_reqs, pairs, num_tokens = engine.keys, num_decodes, 0, num_decodes
         ready: list[SimulatedAnswer] = []
+        scheduled = engine.scheduled if num_decodes else engine.now
+        comes_later = False
         # The prompts that fit the step, the last one in part.
         for answer in engine.waiting:
+            if answer.request.arrival > scheduled:
+                comes_later = True
+                break
             computed = engine.computed if not ready else 0
             input_len = answer.request.input_len
             fits = held + input_len + answer.request.output_len <= self._capacity
@@ -176,7 +201,7 @@ class _CoarseFleet:
             makes_drafts=False,
         )
         decision = self._dispatcher.decide(shape)
-        num_steps = engine.decodes[0][0] - engine.steps if is_decode else 1
+        num_steps = engine.decodes[0][0] - engine.steps if is_decode and not comes_later else 1
         keys = engine.keys + num_decodes * (num_steps + 1) // 2
         graph = "eager" if decision.key is None else f"{decision.label} {decision.num_tokens}"
         seconds = self._times.seconds(StepWork(graph, decision.num_tokens, num_reqs, keys, pairs))
@@ -197,6 +222,7 @@ class _CoarseFleet:
         run = engine.run
         assert run is not None, "steps of this version are in progress"
         engine.now = moment
+        engine.scheduled = moment - run.seconds if self._lookahead else moment
         engine.steps += run.num_steps
         engine.keys += run.num_steps * len(engine.decodes)
         self._result.note_use(moment, engine.keys / self._capacity, run.num_steps)
@@ -216,7 +242,7 @@ class _CoarseFleet:
             answer.ended = moment
             engine.keys -= answer.request.input_len + answer.request.output_len - 1
             engine.num_open -= 1
-            heapq.heappush(self._least, (engine.num_open, number))
+            heapq.heappush(self._least, self._load(number))
             self._num_ended += 1
             self._progress(self._num_ended, len(self._trace))
         self._begin_run(number)
