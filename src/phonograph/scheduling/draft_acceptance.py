@@ -61,17 +61,15 @@ class DraftAcceptance:
         """
         return self._kept[slots, 0] > 0
 
-    def gains(self, slots: np.ndarray, *, hopeful: bool = False, trusts_others: bool = True) -> np.ndarray:
+    def gains(self, slots: np.ndarray, *, hopeful: bool = False) -> np.ndarray:
         """Return the probability that a draft and all before it are accepted, float [N, most].
 
         Args:
             slots: int [N].
             hopeful: add a fraction of the standard error to each mean, which is large where few drafts were tried.
-            trusts_others: begin with the mean of other requests, not with zero.
         """
         weight = self._tried[slots] + _PRIOR_WEIGHT
-        prior = _PRIOR_WEIGHT * self._prior_kept / self._prior_tried if trusts_others else 0.0
-        means = (self._kept[slots] + prior) / weight
+        means = (self._kept[slots] + _PRIOR_WEIGHT * self._prior_kept / self._prior_tried) / weight
         if hopeful:
             means = np.minimum(means + _DEVIATIONS * np.sqrt(means * (1 - means) / weight), 1.0)
         return np.cumprod(means, axis=1)

@@ -6,7 +6,7 @@ the one with the most expected tokens a second, none included. It gives them to 
 probable to be accepted.
 
 A request that has accepted no draft yet has the acceptance of others for a start. Its first drafts are few, and they
-are made only while drafts have gained more time than they cost, a hundredth of all time aside. So in an engine whose
+are made only while drafts have gained more time than they cost, a small share of all time aside. So in an engine whose
 requests are short and accept nothing, few of them try.
 
 A request whose drafts gain nothing for some steps *rests*: no drafts are made for it. Now and then a resting request
@@ -46,6 +46,8 @@ RESTS = "the engine rests"
 
 _PROBE_SHARE = 0.01
 """Time that probes may cost, of all time."""
+_TRIAL_SHARE = 0.015
+"""Time that the first drafts of requests may cost beyond what drafts gain, likewise."""
 _SAVED_STEPS = 8
 """Most that is saved up for probes, in steps."""
 _MOST_OWED = 50
@@ -169,7 +171,7 @@ class DraftBudget:
         if self.adaptive and number == batch.num_reqs:
             if tokens > number or not batch.makes_drafts:
                 self.costs.learn(number, tokens - number, seconds)
-            saved = balance = _PROBE_SHARE * seconds
+            saved, balance = _PROBE_SHARE * seconds, _TRIAL_SHARE * seconds
             if tokens > number or batch.makes_drafts:
                 plain, drafting = self.costs.estimate(number, np.array([0, tokens - number])).tolist()
                 gained = plain * sum(map(len, output.token_ids)) / number
@@ -249,11 +251,11 @@ class DraftBudget:
             slots: int [N].
             most: most drafts of each, int [N].
         """
-        # The passes of a draft model take time anyway.
         number, may_lose = len(slots), self._in_steps or self._balance > 0
-        gains = self._acceptance.gains(slots, hopeful=may_lose, trusts_others=may_lose)
-        if not self._in_steps:
-            most = np.where(self._acceptance.has_accepted(slots), most, np.minimum(most, _FIRST_DRAFTS))
+        gains = self._acceptance.gains(slots, hopeful=may_lose)
+        if not self._in_steps:  # else the passes of a draft model take time anyway
+            first = np.minimum(most, _FIRST_DRAFTS if may_lose else 0)
+            most = np.where(self._acceptance.has_accepted(slots), most, first)
         gains[np.arange(self.most) >= most[:, None]] = -1.0
         # Gains of a slot fall with the position, and equal ones keep their order, so that no position is skipped.
         order = np.argsort(-gains, axis=None, kind="stable")[: most.sum()]
