@@ -33,6 +33,9 @@ class Backend:
     def write_kv(self, k_TKD: torch.Tensor, v_TKD: torch.Tensor, call: Any) -> None:
         self.calls.append(f"write {call.layer.index} {call.metadata}")
 
+    def kv_places(self, call: Any, slot_mapping: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return call.kv_cache, slot_mapping
+
     def forward(self, q_THD: torch.Tensor, call: Any, out_THD: torch.Tensor) -> None:
         self.calls.append(f"read {call.layer.index} {call.metadata}")
         if self.clears_padding:
@@ -140,7 +143,7 @@ def test_only_rows_that_sample_have_a_token(samples: list[bool]) -> None:
     read = torch.tensor([5, 6, 7, -9])  # the last one of an earlier step
     ring = SimpleNamespace(read=lambda ticket: read, units=lambda ticket: (2, 3))
     batch, output = ScheduledBatch(slots=[4, 2, 0], samples=samples), StepOutput()
-    assert cuda_sampling.StepInFlight(output, None, batch, ring, 1, 10, None, None, None).result() is output
+    assert cuda_sampling.StepInFlight(output, None, batch, ring, 1, 10, None, None, None, {}).result() is output
     assert output.slots == list(compress([4, 2, 0], samples)) and output.failures == {}
     assert output.attention_units == (2, 3)
     assert output.token_ids == list(compress([[5], [6], [7]], samples))

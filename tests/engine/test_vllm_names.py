@@ -60,7 +60,7 @@ def test_what_is_a_parameter_here_is_in_no_table_of_vllms() -> None:
         ({"extra_args": torch.zeros(2)}, "is vLLM's and not here yet"),
         ({"use_beam_search": True}, "LLM.beam_search does it"),
         ({"logits_processors": [print]}, "logit_bias, allowed_token_ids and bad_words change logits"),
-        ({"prompt_logprob_token_ids": [[5]]}, "is vLLM's and not here yet; leave it out"),
+        ({"prompt_logprob_token_ids": [[5]]}, "prompt_logprobs reports the likeliest tokens at each position"),
         ({"output_kind": 3}, "output_kind=3: must be one of RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA, "),
         ({"output_kind": True}, "output_kind=True: must be one of "),
     ],
@@ -98,7 +98,7 @@ def test_neutral_settings_are_taken() -> None:
         "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
     }
     assert EngineConfig(model="demo", **neutral) == EngineConfig(model="demo")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ConfigError, match="pipeline_parallel_size=2: is vLLM's and not here yet .an engine runs"):
+    with pytest.raises(ConfigError, match="pipeline_parallel_size=2: is vLLM's and not here yet .-tp N runs an engine"):
         EngineConfig(model="demo", pipeline_parallel_size=2)  # pyright: ignore[reportCallIssue]
     reasons = {"structured_outputs_config": {"backend": "auto", "enable_in_reasoning": True}}
     with pytest.raises(ConfigError, match="structured_outputs_config=.*not here yet"):

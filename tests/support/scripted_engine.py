@@ -55,6 +55,7 @@ class ScriptedClient:
             vocab_size=self._tokenizer.vocab_size,
             pooler=None,
             encoder=None,
+            text_encoder=None,
             max_num_seqs=256,
             scheduling_policy="fcfs",
             stats=self._stats(),

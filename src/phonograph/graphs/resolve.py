@@ -69,7 +69,11 @@ class Resolution:
         return f"mode {self.mode.value}" + ("" if self.asked is self.mode else f" ({self.asked.value} was asked for)")
 
     def after_failure(self, problem: str) -> Resolution:
-        """Return the resolution with pieces in the place of whole graphs, or without graphs, as a capture failed."""
+        """Return the resolution with pieces in the place of whole graphs, or without graphs, as a capture failed.
+
+        Args:
+            problem: why it failed.
+        """
         after = GraphMode.PIECEWISE if self.mode.decode_full else GraphMode.NONE
         return replace(self, mode=after, reasons=(*self.reasons, Reason(self.mode, after, problem)))
 

@@ -258,6 +258,11 @@ class AsyncVerbs(VllmMethods):
     async def align(self, prompt: EncoderTokens, token_ids: list[int], num_positions: int) -> np.ndarray:
         """Return how well the tokens behind a prompt and positions of its audio fit; see `align_words`.
 
+        Args:
+            prompt: prompt with audio.
+            token_ids: text of the audio.
+            num_positions: positions of the encoder that have audio.
+
         Raises:
             EngineUnavailable: the engine has not started, or ends meanwhile.
         """
