@@ -126,7 +126,7 @@ class PrefixRouter(_request_router.RequestRouter):
 
 
 async def _words(request_id: str) -> list[int]:
-    """Return the first bytes of a request's body as words; none if this process is no proxy, or has no whole body.
+    """Return the first bytes of a request's body as words; none outside of a proxy, or without a whole body.
 
     The body stays in the proxy, where the replica fetches it.
     """

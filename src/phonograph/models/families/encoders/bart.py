@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from phonograph.models.config_fields import ANY, COMMON, FLAG, INT, LAYERS, POSITIVE_INT, TRAINING, UNREAD, Field
+from phonograph.models.config_fields import ANY, INT, LAYERS, POSITIVE_INT, TRAINING, UNREAD, Field
 from phonograph.models.families.encoders.encoder_layer import LAYER_NORMS_AFTER, EncoderNames, encoder_layer
-from phonograph.models.families.encoders.whisper import HAS_ENCODER, NOT_SCALED
+from phonograph.models.families.encoders.whisper import ENCODER_DECODER_FIELDS, ENCODER_DECODER_NAMES
 from phonograph.models.families.family import Family, Settings
 from phonograph.models.heads.pooler_spec import InputEmbedding
 from phonograph.models.heads.text_encoder import TextEncoder
@@ -65,7 +65,7 @@ _UNREAD = (
 BART = Family(
     model_type="bart",
     fields={
-        **{name: field for name, field in COMMON.items() if name != "num_hidden_layers"},
+        **ENCODER_DECODER_FIELDS,
         "vocab_size": Field(50265, POSITIVE_INT),
         "hidden_size": Field(1024, POSITIVE_INT),
         "intermediate_size": Field(4096, POSITIVE_INT),
@@ -75,11 +75,6 @@ BART = Family(
         "encoder_attention_heads": Field(16, POSITIVE_INT),
         "encoder_ffn_dim": Field(4096, POSITIVE_INT),
         "max_position_embeddings": Field(1024, POSITIVE_INT),
-        "hidden_act": Field("gelu", COMMON["hidden_act"].kind),
-        "rms_norm_eps": Field(1e-5, COMMON["rms_norm_eps"].kind),
-        "tie_word_embeddings": Field(True, FLAG),
-        "is_encoder_decoder": Field(True, HAS_ENCODER),
-        "scale_embedding": Field(False, NOT_SCALED),
         "decoder_start_token_id": Field(2, INT),
         "eos_token_id": Field(2, ANY),
     },
@@ -95,12 +90,7 @@ BART = Family(
     input=_input,
     encoder=_encoder,
     skipped=lambda _: ("model.encoder.embed_tokens.", "model.decoder.embed_tokens."),
-    aliases={
-        "d_model": "hidden_size",
-        "decoder_attention_heads": "num_attention_heads",
-        "decoder_ffn_dim": "intermediate_size",
-        "activation_function": "hidden_act",
-    },
+    aliases=ENCODER_DECODER_NAMES,
     renames=(
         (r"^model\.shared\.", "model.embed_tokens."),
         (r"^model\.decoder\.layers\.", "model.layers."),

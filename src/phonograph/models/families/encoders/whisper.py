@@ -17,8 +17,8 @@ from phonograph.models.heads.pooler_spec import InputEmbedding
 from phonograph.models.layer_spec import LayerAttention, LayerSpec, NormKind
 from phonograph.models.layers.layer_matrix import LayerMatrix
 
-HAS_ENCODER = FieldKind("true, as the model has an encoder", lambda value: value is True)
-NOT_SCALED = FieldKind("false, as embeddings are not scaled here", lambda value: value is False)
+_HAS_ENCODER = FieldKind("true, as the model has an encoder", lambda value: value is True)
+_NOT_SCALED = FieldKind("false, as embeddings are not scaled here", lambda value: value is False)
 _IN_TRAINING = (
     *("activation_dropout", "init_std", "encoder_layerdrop", "decoder_layerdrop", "apply_spec_augment"),
     *("mask_time_prob", "mask_time_length", "mask_time_min_masks"),
@@ -74,10 +74,26 @@ def _encoder(settings: Settings) -> AudioEncoder:
     )
 
 
+ENCODER_DECODER_FIELDS = {
+    **{name: field for name, field in COMMON.items() if name != "num_hidden_layers"},
+    "hidden_act": Field("gelu", COMMON["hidden_act"].kind),
+    "rms_norm_eps": Field(1e-5, COMMON["rms_norm_eps"].kind),
+    "tie_word_embeddings": Field(True, FLAG),
+    "is_encoder_decoder": Field(True, _HAS_ENCODER),
+    "scale_embedding": Field(False, _NOT_SCALED),
+}
+"""Fields of Whisper and BART, whose decoders count their layers in `decoder_layers`."""
+ENCODER_DECODER_NAMES = {
+    "d_model": "hidden_size",
+    "decoder_attention_heads": "num_attention_heads",
+    "decoder_ffn_dim": "intermediate_size",
+    "activation_function": "hidden_act",
+}
+"""Names that both have for fields of other families."""
 WHISPER = Family(
     model_type="whisper",
     fields={
-        **{name: field for name, field in COMMON.items() if name != "num_hidden_layers"},
+        **ENCODER_DECODER_FIELDS,
         "vocab_size": Field(51865, POSITIVE_INT),
         "hidden_size": Field(384, POSITIVE_INT),
         "intermediate_size": Field(1536, POSITIVE_INT),
@@ -89,11 +105,6 @@ WHISPER = Family(
         "num_mel_bins": Field(80, POSITIVE_INT),
         "max_source_positions": Field(1500, POSITIVE_INT),
         "max_position_embeddings": Field(448, POSITIVE_INT),
-        "hidden_act": Field("gelu", COMMON["hidden_act"].kind),
-        "rms_norm_eps": Field(1e-5, COMMON["rms_norm_eps"].kind),
-        "tie_word_embeddings": Field(True, FLAG),
-        "is_encoder_decoder": Field(True, HAS_ENCODER),
-        "scale_embedding": Field(False, NOT_SCALED),
         "eos_token_id": Field(50256, ANY),
         "median_filter_width": Field(
             7, FieldKind("an odd number", lambda value: type(value) is int and value % 2 == 1)
@@ -110,10 +121,7 @@ WHISPER = Family(
     input=lambda settings: InputEmbedding(settings["max_position_embeddings"], norm=False),
     encoder=_encoder,
     aliases={
-        "d_model": "hidden_size",
-        "decoder_attention_heads": "num_attention_heads",
-        "decoder_ffn_dim": "intermediate_size",
-        "activation_function": "hidden_act",
+        **ENCODER_DECODER_NAMES,
         "max_target_positions": "max_position_embeddings",
     },
     renames=(

@@ -56,6 +56,20 @@ NORM_NAMES = (
     (r"\.pre_ff_layernorm\.", ".post_attention_layernorm."),
 )
 """Names of norms in files, with what stands for them."""
+DECODER_FIELDS = {
+    **COMMON,
+    **MAMBA_FIELDS,
+    "vocab_size": Field(128000, POSITIVE_INT),
+    "intermediate_size": Field(14336, POSITIVE_INT),
+    "num_key_value_heads": Field(8, POSITIVE_INT.or_null()),
+    "rms_norm_eps": Field(1e-5, COMMON["rms_norm_eps"].kind),
+    "pad_token_id": Field(0, INT.or_null()),
+    "bos_token_id": Field(1, INT.or_null()),
+    "eos_token_id": Field(2, ANY),
+    "attention_bias": Field(False, FLAG),
+    "mlp_bias": Field(False, FLAG),
+}
+"""Fields of Bamba and Falcon-H1."""
 CHUNK = {"mamba_chunk_size": "tokens of a chunk, which the result does not depend on"}
 
 
@@ -130,21 +144,11 @@ def _ropes(settings: Settings) -> Sequence[RopeParameters | None]:
 BAMBA = Family(
     model_type="bamba",
     fields={
-        **COMMON,
-        **MAMBA_FIELDS,
+        **DECODER_FIELDS,
         # transformers rotates half of each head, whatever the file says.
         "partial_rotary_factor": PARTIAL,
-        "vocab_size": Field(128000, POSITIVE_INT),
-        "intermediate_size": Field(14336, POSITIVE_INT),
-        "num_key_value_heads": Field(8, POSITIVE_INT.or_null()),
-        "rms_norm_eps": Field(1e-5, COMMON["rms_norm_eps"].kind),
         "max_position_embeddings": Field(262144, POSITIVE_INT),
-        "pad_token_id": Field(0, INT.or_null()),
-        "bos_token_id": Field(1, INT.or_null()),
-        "eos_token_id": Field(2, ANY),
         "attn_layer_indices": Field(None, INTS.or_null()),
-        "attention_bias": Field(False, FLAG),
-        "mlp_bias": Field(False, FLAG),
     },
     ignored={
         **CHUNK,

@@ -9,10 +9,7 @@ from dataclasses import replace
 from typing import cast
 
 from phonograph.models.config_fields import (
-    ANY,
-    COMMON,
     FLAG,
-    INT,
     NUMBER,
     POSITIVE_INT,
     UNREAD,
@@ -21,7 +18,7 @@ from phonograph.models.config_fields import (
     is_number,
 )
 from phonograph.models.families.family import Family, Settings, TensorFactors
-from phonograph.models.families.hybrids.bamba import CHUNK, MAMBA_FIELDS, NORM_NAMES, attention_layer, mamba_of
+from phonograph.models.families.hybrids.bamba import CHUNK, DECODER_FIELDS, NORM_NAMES, attention_layer, mamba_of
 from phonograph.models.layer_spec import Factors, LayerSpec
 from phonograph.models.layers.states.mamba_mixer import MambaMixer
 
@@ -92,22 +89,12 @@ def _factors(settings: Settings) -> Factors:
 FALCON_H1 = Family(
     model_type="falcon_h1",
     fields={
-        **COMMON,
-        **MAMBA_FIELDS,
+        **DECODER_FIELDS,
         "mamba_d_ssm": Field(1024, POSITIVE_INT.or_null()),
         "mamba_norm_before_gate": Field(True, FLAG),
         "mamba_rms_norm": Field(False, FLAG),
         "projectors_bias": Field(False, FLAG),
-        "vocab_size": Field(128000, POSITIVE_INT),
-        "intermediate_size": Field(14336, POSITIVE_INT),
-        "num_key_value_heads": Field(8, POSITIVE_INT.or_null()),
-        "rms_norm_eps": Field(1e-5, COMMON["rms_norm_eps"].kind),
         "max_position_embeddings": Field(8192, POSITIVE_INT),
-        "pad_token_id": Field(0, INT.or_null()),
-        "bos_token_id": Field(1, INT.or_null()),
-        "eos_token_id": Field(2, ANY),
-        "attention_bias": Field(False, FLAG),
-        "mlp_bias": Field(False, FLAG),
         **{f"{name}_multiplier": Field(1.0, NUMBER) for name in _MULTIPLIERS},
         "mlp_multipliers": Field(None, _numbers(2)),
         "ssm_multipliers": Field(None, _numbers(5)),

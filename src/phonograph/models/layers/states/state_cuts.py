@@ -87,7 +87,7 @@ def _delta_part(mixer: GatedDeltaNet, rank: int, num_ranks: int) -> StatePart:
 
 
 def _mamba_part(mixer: MambaMixer, rank: int, num_ranks: int) -> StatePart:
-    sizes, (gates, inputs) = mixer.sizes, (0, mixer.sizes.inner)
+    sizes = mixer.sizes
     heads = _share(sizes.heads, rank, num_ranks, "heads")
     if sizes.norm_groups % num_ranks:
         raise ValueError(f"norms over {sizes.norm_groups} parts of an output, no multiple of {num_ranks}")
@@ -102,9 +102,9 @@ def _mamba_part(mixer: MambaMixer, rank: int, num_ranks: int) -> StatePart:
         *_spans(groups, sizes.key_size, sizes.inner + keys),
     )
     projection = (
-        *_spans(heads, sizes.head_size, gates),
-        *_spans(channels, 1, inputs),
-        *_spans(heads, 1, inputs + sizes.channels),
+        *_spans(heads, sizes.head_size),
+        *_spans(channels, 1, sizes.inner),
+        *_spans(heads, 1, sizes.inner + sizes.channels),
     )
     others = dict.fromkeys((mamba_mixer.TAPS, mamba_mixer.BIAS), channels)
     others |= dict.fromkeys((mamba_mixer.DECAY, mamba_mixer.SKIP, mamba_mixer.TIME_BIAS), heads)
