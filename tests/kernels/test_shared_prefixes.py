@@ -363,7 +363,8 @@ def test_models(heads: int, kv_heads: int, dim: int, kv_dtype: torch.dtype | Non
         plan = problem.plan()
         for _ in range(2):
             problem.check(plan)
-        assert shares(plan)
+        # With one KV head and drafts, sharing would save less than its waits cost.
+        assert shares(plan) == (kv_heads > 1 or case is not drafts)
 
 
 @pytest.mark.gpu

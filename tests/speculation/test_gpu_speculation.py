@@ -114,7 +114,10 @@ def test_requests_of_all_kinds_together(speculation: dict[str, Any], mode: str) 
     counts = drafting.engine.core.scheduler.stats.drafts
     assert counts.verified > before.verified and counts.accepted > before.accepted
     if speculation is MODEL:
-        assert counts.accepted - before.accepted > 0.3 * (counts.verified - before.verified)
+        # Masks of a few tokens change few choices, so that the model is its own good draft model.
+        drafting.generate(prompts(drafting), RULED[0])
+        after = drafting.engine.core.scheduler.stats.drafts
+        assert after.accepted - counts.accepted > 0.6 * (after.verified - counts.verified)
 
 
 def test_masks_and_passes_behind_them_run_in_graphs() -> None:

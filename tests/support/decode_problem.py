@@ -183,7 +183,7 @@ class Problem:
     def attend(self, tokens: slice, length: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         case = self.case
         group = case.num_query_heads // case.num_kv_heads
-        rows = self.cache.cpu().flatten(1, 2)[:, slots].double()
+        rows = self.cache.flatten(1, 2)[:, slots.to(self.cache.device)].cpu().double()
         if self.scales[0] is not None:
             rows *= torch.stack([self.scales[0], self.scales[1]])[:, None, :, None]
         keys, values = rows.repeat_interleave(group, 2).unbind()

@@ -54,7 +54,8 @@ class ListedDrafts:
         for size in reversed(self._sizes):
             run = self._prepared([0] * size, size)
             if self._pieces and not runtime.runs_captured:
-                run()  # Attention between the pieces runs during the capture, on the results of this run.
+                with torch.inference_mode(), runtime.scope():
+                    run()  # Attention between the pieces runs during the capture, on the results of this run.
             self._graphs[size] = runtime.capture(run)
         return len(self._graphs)
 

@@ -1,0 +1,96 @@
+"""Times mixers with a state in CUDA graphs: decodes and prompts of one layer, beside the time to move their states.
+
+    python benchmarks/state_mixers.py --output FILE
+
+Layers have the sizes of public models, random inputs and bfloat16 activations. Each sequence has a slot of its own, so
+that the states of many lie outside the L2 cache. The floor is the bytes of the states, read and written once, at
+4.3 TB/s.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton.testing
+from rich.console import Console
+from rich.table import Table
+
+from bench.result_files import output_file, write_result
+from phonograph.bench.records.record import provenance
+from phonograph.kernels.torch.state.gated_delta import DeltaSizes
+from phonograph.kernels.torch.state.mamba2 import MambaSizes
+from phonograph.kernels.triton.state.gated_delta import gated_delta
+from phonograph.kernels.triton.state.mamba2 import mamba2
+
+NETS: dict[str, MambaSizes | DeltaSizes] = {
+    "Granite 4 H Small": MambaSizes(128, 64, 1, 128),
+    "Nemotron 3 Nano": MambaSizes(64, 64, 8, 128, norm_groups=8),
+    "Qwen3.6 35B-A3B": DeltaSizes(16, 32, 128, 128, by_head=False),
+}
+STEPS = ((1, 1), (8, 1), (32, 1), (128, 1), (256, 1), (1, 512), (1, 2048), (1, 8192), (8, 1024))
+"""Sequences of a step, and tokens of each."""
+TAPS, EPS, BANDWIDTH, CALLS = 4, 1e-5, 4.3e12, 10
+
+
+def normal(*shape: int, kind: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda").to(kind)
+
+
+def layer_of(net: MambaSizes | DeltaSizes, num_seqs: int, length: int) -> tuple[Callable[[], None], int]:
+    """Return the launches of a layer on new random inputs, and the bytes of the states."""
+    tokens, wide = num_seqs * length, torch.float32
+    columns = torch.arange(num_seqs + 1) * length, torch.full((num_seqs,), 100 + length), torch.randperm(num_seqs)
+    rows = [one.to("cuda", torch.int32) for one in (*columns, torch.full((3, num_seqs), -1))]
+    history, conv = normal(num_seqs, TAPS - 1, net.channels), normal(tokens, net.channels)
+    taps = normal(net.channels, TAPS, kind=wide)
+    if isinstance(net, MambaSizes):
+        heads, inner = net.heads, net.inner
+        state = normal(num_seqs, heads, net.head_size, net.key_size, kind=wide)
+        weights = normal(net.channels, kind=wide), *(normal(heads, kind=wide) for _ in range(3))
+        inputs = normal(tokens, inner + net.channels + heads), taps, *weights, normal(inner, kind=wide)
+        kernel: Callable[..., None] = mamba2
+    else:
+        heads, inner = net.value_heads, net.value_heads * net.value_size
+        state = normal(num_seqs, heads, net.key_size, net.value_size, kind=wide)
+        weights = normal(heads, kind=wide), normal(heads, kind=wide), normal(net.value_size, kind=wide)
+        inputs = normal(tokens, net.channels + inner), normal(tokens, 2 * heads), taps, *weights
+        kernel = gated_delta
+    out = normal(tokens, inner)
+    return lambda: kernel(*inputs, *rows, history, state, out, net, EPS, conv), state.nbytes
+
+
+def measure(net: MambaSizes | DeltaSizes, num_seqs: int, length: int) -> dict[str, float]:
+    call, num_bytes = layer_of(net, num_seqs, length)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        call()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(CALLS):
+                call()
+        time_ms: Any = triton.testing.do_bench(graph.replay, warmup=20, rep=100, return_mode="median")
+    return {"us": time_ms * 1e3 / CALLS, "floor_us": 2 * num_bytes / BANDWIDTH * 1e6}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--output", type=output_file, required=True, help="file of the result")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    rows: list[dict[str, Any]] = []
+    table = Table("layer", "sequences", "tokens of each", "us", "us to move the states")
+    for name, net in NETS.items():
+        for num_seqs, length in STEPS:
+            row = {"layer": name, "seqs": num_seqs, "tokens": length, **measure(net, num_seqs, length)}
+            rows.append(row)
+            table.add_row(name, str(num_seqs), str(length), f"{row['us']:.1f}", f"{row['floor_us']:.1f}")
+    write_result(arguments.output, provenance(), {"rows": rows})
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
