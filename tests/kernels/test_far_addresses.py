@@ -471,6 +471,7 @@ WALKS: dict[str, tuple[Walk, tuple[str, ...]]] = {
         walk_states,
         (
             *("causal_conv._conv_kernel", "gate_heads._gate_heads_kernel", "mamba2._gated_norm_kernel"),
+            "delta_norm.delta_norm_kernel",
             *("mamba_step.mamba_step_kernel", "mamba_chunk.mamba_chunk_kernel"),
         ),
     ),

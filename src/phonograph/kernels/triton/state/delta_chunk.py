@@ -14,7 +14,6 @@ import triton.language as tl
 
 from phonograph.kernels.triton.state.delta_rows import (
     decay_and_rate,
-    gate_column,
     places_by_length,
     sequence_of,
     store_state,
@@ -23,11 +22,10 @@ from phonograph.kernels.triton.state.delta_rows import (
 
 @triton.jit(do_not_specialize=["num_reqs"])
 def delta_chunk_kernel(
-    conv_ptr, projected_ptr, gates_ptr, decay_ptr, time_bias_ptr, norm_ptr, starts_ptr, lens_ptr, slots_ptr,
-    checkpoints_ptr, state_ptr, out_ptr, eps, projected_stride, gates_stride, checkpoints_stride, num_reqs,
-    C: tl.constexpr, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BY_HEAD: tl.constexpr,
-    TILED: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, MOST: tl.constexpr, NORM_EPS: tl.constexpr,
-    CHUNK: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
+    conv_ptr, gates_ptr, decay_ptr, time_bias_ptr, starts_ptr, lens_ptr, slots_ptr, checkpoints_ptr, state_ptr, out_ptr,
+    num_reqs, gates_stride, checkpoints_stride, C: tl.constexpr, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
+    V: tl.constexpr, BY_HEAD: tl.constexpr, TILED: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    MOST: tl.constexpr, NORM_EPS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Mix the tokens of sequences with more than MOST; a program has one by its place among them, if there is one.
 
@@ -48,7 +46,6 @@ def delta_chunk_kernel(
     mask = (key < K)[:, None] & has_value[None, :]
     place = state_ptr + (source.to(tl.int64) * H + head) * K * V + key[:, None] * V + value[None, :]
     state = tl.load(place, mask & (source >= 0), other=0.0)
-    norm = tl.load(norm_ptr + value, has_value, other=0.0)
     key_head = head % G if TILED else head // (H // G)
     diagonal = (line[:, None] == line[None, :]).to(tl.float32)
     first = tl.zeros((), tl.int32)
@@ -90,10 +87,6 @@ def delta_chunk_kernel(
         mixed += tl.dot(scores, correction, input_precision=PRECISION)
         until = tl.exp(whole - total)[:, None]
         state = state * tl.exp(whole) + tl.dot(tl.trans(k * until), correction, input_precision=PRECISION)
-        mixed *= tl.rsqrt(tl.sum(mixed * mixed, 1) / V + eps)[:, None] * norm[None, :]
-        first_gate = projected_ptr + token * projected_stride + gate_column(head, G, H, K, V, BY_HEAD)
-        gate = tl.load(first_gate[:, None] + value[None, :], value_mask, other=0.0).to(tl.float32)
-        mixed *= gate * tl.sigmoid(gate)
         out = out_ptr + (token[:, None] * H + head) * V + value[None, :]
         tl.store(out, mixed.to(out_ptr.dtype.element_ty), value_mask)
         if end == before:
