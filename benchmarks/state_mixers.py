@@ -62,7 +62,16 @@ def layer_of(net: MambaSizes | DeltaSizes, num_seqs: int, length: int) -> tuple[
     return lambda: kernel(*inputs, *rows, history, state, out, net, EPS, conv), state.nbytes
 
 
-def measure(net: MambaSizes | DeltaSizes, num_seqs: int, length: int) -> dict[str, float]:
+def kernel_us(call: Callable[[], None]) -> dict[str, float]:
+    """Return the microseconds of each kernel of the launches, from a profiler's trace of some."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
+        for _ in range(CALLS):
+            call()
+        torch.cuda.synchronize()
+    return {row.key: round(row.self_device_time_total / CALLS, 1) for row in trace.key_averages()}
+
+
+def measure(net: MambaSizes | DeltaSizes, num_seqs: int, length: int) -> dict[str, Any]:
     call, num_bytes = layer_of(net, num_seqs, length)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -73,7 +82,8 @@ def measure(net: MambaSizes | DeltaSizes, num_seqs: int, length: int) -> dict[st
             for _ in range(CALLS):
                 call()
         time_ms: Any = triton.testing.do_bench(graph.replay, warmup=20, rep=100, return_mode="median")
-    return {"us": time_ms * 1e3 / CALLS, "floor_us": 2 * num_bytes / BANDWIDTH * 1e6}
+    floor_us = 2 * num_bytes / BANDWIDTH * 1e6
+    return {"us": time_ms * 1e3 / CALLS, "floor_us": floor_us, "kernel_us": kernel_us(call)}
 
 
 def main() -> None:
@@ -82,12 +92,14 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.manual_seed(0)
     rows: list[dict[str, Any]] = []
-    table = Table("layer", "sequences", "tokens of each", "us", "us to move the states")
+    table = Table("layer", "sequences", "tokens of each", "us", "us to move the states", "us of kernels")
     for name, net in NETS.items():
         for num_seqs, length in STEPS:
-            row = {"layer": name, "seqs": num_seqs, "tokens": length, **measure(net, num_seqs, length)}
+            row: dict[str, Any] = {"layer": name, "seqs": num_seqs, "tokens": length}
+            row |= measure(net, num_seqs, length)
             rows.append(row)
-            table.add_row(name, str(num_seqs), str(length), f"{row['us']:.1f}", f"{row['floor_us']:.1f}")
+            parts = ", ".join(f"{kernel} {us}" for kernel, us in row["kernel_us"].items())
+            table.add_row(name, str(num_seqs), str(length), f"{row['us']:.1f}", f"{row['floor_us']:.1f}", parts)
     write_result(arguments.output, provenance(), {"rows": rows})
     Console().print(table)
 
