@@ -80,6 +80,8 @@ def test_grammars_are_masked_on_rank_0(two: LLM) -> None:
         ("mixtral", {}),
         ("qwen3_5", {}),
         ("nemotron_h", {}),
+        ("granite4_h", {}),
+        ("falcon_h1", {}),
     ],
 )
 def test_two_ranks_give_the_tokens_of_one(family: str, settings: dict[str, Any], tmp_path: Path) -> None:

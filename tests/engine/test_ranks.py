@@ -265,9 +265,10 @@ def test_batch_invariant_sums_run_by_one_kernel() -> None:
     assert [(one.kernel, one.rows) for one in many] == [("one-shot", "1 to 128"), ("one-shot", "129 and more")]
 
 
-def test_states_and_their_checkpoints_are_on_every_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen3_5", "bamba", "falcon_h1"])
+def test_states_and_their_checkpoints_are_on_every_rank(family: str, tmp_path: Path) -> None:
     """A prompt again starts from a checkpoint, which each rank has of its heads."""
-    make_checkpoint("qwen3_5", tmp_path)
+    make_checkpoint(family, tmp_path)
     settings = {"model": str(tmp_path), "num_kv_blocks": 64, "state_checkpoint_share": 0.5}
     prompts = [[3 + token % 90 for token in prompt] for prompt in random_prompts(3, 50, 1, 70)]
     found: list[list[list[int]]] = []

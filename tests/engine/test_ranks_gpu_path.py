@@ -111,6 +111,8 @@ NGRAM = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}
         ("gemma2", {}),
         ("qwen3_5", {}),
         ("nemotron_h", {}),
+        ("granite4_h", {}),
+        ("falcon_h1", {}),
     ],
 )
 def test_two_ranks_give_the_tokens_of_one(family: str, settings: dict[str, Any], tmp_path: Path) -> None:

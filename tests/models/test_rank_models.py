@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import EXPERT_FAMILIES, FAMILIES, VOCAB_SIZE, load_model, make_checkpoint
+from checkpoints import EXPERT_FAMILIES, FAMILIES, STATE_FAMILIES, VOCAB_SIZE, load_model, make_checkpoint
 from dense import DenseSequences
 from fp4_weights import make_file
 from gguf_files import write_gguf
@@ -20,6 +20,7 @@ from quantized_checkpoints import FORMATS, quantize_checkpoint
 from thread_ranks import ThreadRanks, on_ranks
 
 from phonograph.errors import ConfigError
+from phonograph.models.layers.states.mamba_mixer import MambaMixer
 from phonograph.models.quantization.quantization_config import choose_quantization
 from phonograph.models.spec import ModelSpec, read_model_spec
 from phonograph.models.weights.loading import begin_loading
@@ -54,7 +55,9 @@ def logits_on_ranks(spec: ModelSpec, folder: Path, chunks: list[list[int]], size
 def _num_sums(layer: Any) -> int:
     """Return the sums of a layer: of its parts, of a shared expert, and of norms over all heads."""
     shared = getattr(layer.feed_forward, "shared", None)
-    return len(layer.parts) + (shared is not None) + getattr(layer.mixer, "joint_norms", False)
+    joint = getattr(layer.mixer, "joint_norms", False)
+    joint |= isinstance(layer.mixer, MambaMixer) and layer.mixer.sizes.norm_groups == 1
+    return len(layer.parts) + (shared is not None) + joint
 
 
 def check(folder: Path, size: int, least_spread: float = 0.5) -> None:
@@ -76,7 +79,7 @@ def test_logits_of_two_ranks_are_those_of_one(family: str, tmp_path: Path) -> No
     check(tmp_path, 2)
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5", "qwen3_5_moe", "lfm2", "lfm2_moe", "nemotron_h"])
+@pytest.mark.parametrize("family", STATE_FAMILIES)
 def test_layers_with_a_state_are_cut_by_heads(family: str, tmp_path: Path) -> None:
     make_checkpoint(family, tmp_path, seed=6)
     check(tmp_path, 2, least_spread=0.2)
@@ -85,9 +88,12 @@ def test_layers_with_a_state_are_cut_by_heads(family: str, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("family", "changes", "words"),
     [
-        ("bamba", {}, "layer 0: Mamba 2 has norms over 1 parts of an output, no multiple of 2; 1 works"),
+        (
+            "falcon_h1",
+            {"mamba_n_groups": 1},
+            "layer 0: Mamba 2 has norms over 1 parts of an output, no multiple of 2; 1 works",
+        ),
         ("qwen3_5", {"linear_num_key_heads": 1}, "gated delta net has 1 heads of keys, no multiple of 2; 1 works"),
-        ("falcon_h1", {}, "attention beside a state has no rule for several ranks yet; 1 works"),
     ],
 )
 def test_layers_with_a_state_that_cannot_be_cut(

@@ -33,6 +33,7 @@ class Workspace:
     Attributes:
         shared: intermediates of attention or of the MLP.
         qkv_TF: the widest fused projection, in `shared`; so is `attention_TF`.
+        kept_TE: normed rows that two mixers read, where the first one's sum over ranks takes `normed_TE`; or empty.
         rows_NE: normed rows that need logits.
         parts_NP: logits of the part of the vocabulary that a rank has; `logits_NV` if there is one rank.
         dequantized: scratch for one dequantized matrix, or for rows in the order of a matrix (act-order).
@@ -48,6 +49,7 @@ class Workspace:
     shared: torch.Tensor
     qkv_TF: torch.Tensor
     attention_TF: torch.Tensor
+    kept_TE: torch.Tensor
     rows_NE: torch.Tensor
     parts_NP: torch.Tensor
     logits_NV: torch.Tensor
@@ -82,6 +84,7 @@ class Workspace:
             shared=shared,
             qkv_TF=shared[: num_tokens * qkv].view(num_tokens, qkv),
             attention_TF=shared[num_tokens * qkv :][: num_tokens * attention].view(num_tokens, attention),
+            kept_TE=made["kept"],
             rows_NE=made["rows"],
             parts_NP=made["parts"] if made["parts"].numel() else made["logits"],
             logits_NV=made["logits"],
@@ -111,11 +114,12 @@ class Workspace:
         num_rows = num_tokens if spec.pooler and spec.pooler.pooling == "all" else num_logits
         embedded = 0 if spec.layer_embeddings is None else spec.layer_embeddings.size
         written_out, fp8_inputs = quantized_sizes(spec, str(dtype).removeprefix("torch."), gemm_device)
-        rows = spec.head.num_outputs
+        rows, keeps = spec.head.num_outputs, any(one.beside and one.beside.matrices[-1].partial for one in spec.kinds)
         return {
             "hidden": (num_tokens, spec.hidden_size, dtype),
             "normed": (num_tokens, spec.hidden_size, dtype),
             "shared": (num_tokens, max(sum(_attention_widths(spec)), feed_forward, spec.hidden_size, embedded), dtype),
+            "kept": (num_tokens, spec.hidden_size if keeps else 0, dtype),
             "rows": (num_logits, spec.hidden_size, dtype),
             "parts": (num_logits, 0 if rows == spec.vocab_size else rows, dtype),
             "logits": (num_logits, 0 if spec.pooler else spec.vocab_size, dtype),

@@ -74,7 +74,7 @@ class RankTensors:
             prefix, own = f"{LAYERS}.{index}.", cut.layers[index]
             if isinstance(layer.mixer, LayerAttention):
                 self._add_attention(prefix, layer.mixer, own.attention)
-            elif layer.state is not None and own.state is not None:
+            if layer.state is not None and own.state is not None:
                 self._add_state(prefix, layer.state, own.state)
             for one, part in _feed_forwards(layer.feed_forward, own.feed_forward):
                 outputs = gate_up_ranges(one.gate_up, one.down.num_inputs, rank, num_ranks)

@@ -57,8 +57,6 @@ def _can_cut(model: ModelSpec, num_ranks: int) -> bool:
 def _cut(model: ModelSpec, num_ranks: int) -> ModelSpec:
     if model.pooler is not None or model.input is not None or model.norms.after_sum:
         raise _Uncut("models that pool and encoders have no rule for several ranks yet")
-    if any(layer.beside is not None for layer in model.layers):
-        raise _Uncut("attention beside a state has no rule for several ranks yet")
     equal: dict[LayerSpec, LayerSpec] = {}
     for index, layer in enumerate(model.layers):
         if layer not in equal:
@@ -75,8 +73,9 @@ def _cut_layer(layer: LayerSpec, name: str, num_ranks: int) -> LayerSpec:
         mixer = _cut_attention(mixer, name, num_ranks)
     elif mixer is not None:
         mixer = _cut_state(mixer, name, num_ranks)
+    beside = None if layer.beside is None else _cut_state(layer.beside, name, num_ranks)
     feed_forward = None if layer.feed_forward is None else _cut_feed_forward(layer.feed_forward, name, num_ranks)
-    return replace(layer, mixer=mixer, feed_forward=feed_forward)
+    return replace(layer, mixer=mixer, beside=beside, feed_forward=feed_forward)
 
 
 def _cut_state(whole: StateMixer, name: str, num_ranks: int) -> StateMixer:

@@ -28,9 +28,11 @@ class MambaMixer(ConvMixer):
 
     Attributes:
         sizes: heads.
+        joint_norm: outputs have one norm over the heads of all ranks, after the mixer.
     """
 
     sizes: MambaSizes
+    joint_norm: bool = False
 
     @property
     def name(self) -> str:
@@ -43,7 +45,7 @@ class MambaMixer(ConvMixer):
         sizes = self.sizes
         heads = dict.fromkeys((DECAY, SKIP, TIME_BIAS), (sizes.heads,))
         bias = {BIAS: (sizes.channels,)} if self.bias else {}
-        norm = {NORM: (sizes.inner,)} if sizes.norm_groups else {}
+        norm = {NORM: (sizes.inner,)} if sizes.norm_groups or self.joint_norm else {}
         return {TAPS: (sizes.channels, 1, self.taps), **bias, **heads, **norm}
 
     @property
@@ -76,7 +78,7 @@ class MambaMixer(ConvMixer):
     def operands(self, others: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
         """Return the tensors that are no projections, in the order of the operator's arguments."""
         heads = (others[name] for name in (DECAY, SKIP, TIME_BIAS))
-        return others[TAPS].squeeze(1), others.get(BIAS), *heads, others.get(NORM)
+        return others[TAPS].squeeze(1), others.get(BIAS), *heads, None if self.joint_norm else others.get(NORM)
 
 
 def mamba_mixer(

@@ -42,8 +42,10 @@ class StatePart(NamedTuple):
         if isinstance(whole, GatedDeltaNet):
             projection, gates = projections
             return replace(whole, sizes=self.sizes, projection=projection, gates=gates, output=output)
-        sizes = {} if self.sizes is None else {"sizes": self.sizes}
-        return replace(whole, projection=projections[0], output=output, **sizes)
+        if isinstance(whole, ShortConv):
+            return replace(whole, projection=projections[0], output=output)
+        joint_norm = whole.sizes.norm_groups > 0 and not self.sizes.norm_groups
+        return replace(whole, sizes=self.sizes, projection=projections[0], output=output, joint_norm=joint_norm)
 
 
 def state_part(mixer: StateMixer, rank: int, num_ranks: int) -> StatePart:
@@ -89,7 +91,9 @@ def _delta_part(mixer: GatedDeltaNet, rank: int, num_ranks: int) -> StatePart:
 def _mamba_part(mixer: MambaMixer, rank: int, num_ranks: int) -> StatePart:
     sizes = mixer.sizes
     heads = _share(sizes.heads, rank, num_ranks, "heads")
-    if sizes.norm_groups % num_ranks:
+    # One norm over all heads follows the mixer, over the ranks. Gates after it would follow it in turn.
+    norm_groups = 0 if sizes.norm_groups == 1 and not sizes.gates_last else sizes.norm_groups
+    if norm_groups % num_ranks:
         raise ValueError(f"norms over {sizes.norm_groups} parts of an output, no multiple of {num_ranks}")
     if sizes.groups % num_ranks and num_ranks % sizes.groups:
         raise ValueError(f"{sizes.groups} groups of keys, neither a multiple nor a divisor of {num_ranks}")
@@ -109,7 +113,7 @@ def _mamba_part(mixer: MambaMixer, rank: int, num_ranks: int) -> StatePart:
     others = dict.fromkeys((mamba_mixer.TAPS, mamba_mixer.BIAS), channels)
     others |= dict.fromkeys((mamba_mixer.DECAY, mamba_mixer.SKIP, mamba_mixer.TIME_BIAS), heads)
     others[mamba_mixer.NORM] = _spans(heads, sizes.head_size)
-    part = sizes._replace(heads=sizes.heads // num_ranks, groups=own, norm_groups=sizes.norm_groups // num_ranks)
+    part = sizes._replace(heads=sizes.heads // num_ranks, groups=own, norm_groups=norm_groups // num_ranks)
     return StatePart(part, (projection,), _spans(heads, sizes.head_size), others)
 
 

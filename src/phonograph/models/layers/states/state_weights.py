@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from phonograph.kernels.ranks import Ranks, joint_norm_over_ranks
 from phonograph.models.layers.linear import Linear, WeightAllocator
+from phonograph.models.layers.states.mamba_mixer import NORM, MambaMixer
 from phonograph.models.layers.states.state_mixer import StateMixer
 
 
@@ -45,3 +47,19 @@ class StateWeights:
             others={name: allocate.tensor(*shape, dtype=torch.float32) for name, shape in spec.other_shapes.items()},
             output_norm=norm(spec.output_norm),
         )
+
+
+def norm_over_ranks(
+    weights: StateWeights, mixed_TX: torch.Tensor, eps: torch.Tensor | float, ranks: Ranks | None
+) -> None:
+    """Norm the outputs of a mixer in place, if they have one norm over the heads of all ranks.
+
+    Args:
+        weights: of the mixer.
+        mixed_TX: outputs of the heads of this rank.
+        eps: of the norm.
+        ranks: ranks with equal numbers of heads; None for a whole model.
+    """
+    if ranks is not None and isinstance(weights.spec, MambaMixer) and weights.spec.joint_norm:
+        pair = mixed_TX.unsqueeze(1), weights.others[NORM].unsqueeze(0)
+        mixed_TX.copy_(joint_norm_over_ranks([pair], eps, ranks).squeeze(1))

@@ -13,7 +13,7 @@ from phonograph.models.layers.states.gated_delta_net import GatedDeltaNet
 from phonograph.models.layers.states.mamba_mixer import MambaMixer
 from phonograph.models.layers.states.short_conv import ShortConv
 from phonograph.models.layers.states.state_mixer import StateMixer
-from phonograph.models.layers.states.state_weights import StateWeights
+from phonograph.models.layers.states.state_weights import StateWeights, norm_over_ranks
 
 if TYPE_CHECKING:
     from phonograph.models.layers.torch_parts import TorchKernels
@@ -41,6 +41,7 @@ class TorchStates:
             gated_conv.OPERATOR(*args)
         else:
             _OPERATORS[type(spec)](*args, list(spec.sizes), kernels.eps)
+        norm_over_ranks(weights, mixed_TX, kernels.eps, kernels.ranks)
         if step.rows_P is not None:
             stream = Stream(stream.hidden_TE.index_select(0, step.rows_P), num_rows=step.num_kept)
             mixed_TX = mixed_TX.index_select(0, step.rows_P)

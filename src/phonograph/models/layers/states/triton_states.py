@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from phonograph.kernels.triton.state.causal_conv import short_conv
 from phonograph.kernels.triton.state.gated_delta import gated_delta
 from phonograph.kernels.triton.state.mamba2 import mamba2
@@ -13,7 +15,7 @@ from phonograph.models.layers.states.gated_delta_net import GatedDeltaNet
 from phonograph.models.layers.states.mamba_mixer import MambaMixer
 from phonograph.models.layers.states.short_conv import ShortConv
 from phonograph.models.layers.states.state_mixer import StateMixer
-from phonograph.models.layers.states.state_weights import StateWeights
+from phonograph.models.layers.states.state_weights import StateWeights, norm_over_ranks
 from phonograph.models.layers.triton_stream import NormedInput, StreamKernels
 from phonograph.models.layers.workspace import mixer_widths
 
@@ -45,6 +47,7 @@ class TritonStates:
             short_conv(*args)
         else:
             _KERNELS[type(spec)](*args, spec.sizes, kernels.eps, scratch)
+        norm_over_ranks(weights, mixed_TX, kernels.eps, kernels.ranks)
         if step.rows_P is not None:
             stream, mixed_TX = kernels.keep_rows(stream, mixed_TX, step.rows_P, step.num_kept)
         then = None if self.then is None else self.then.begin
@@ -54,13 +57,17 @@ class TritonStates:
 class TritonBeside:
     """Attention and a mixer with a state that read the same normed rows."""
 
-    def __init__(self, attention: MixerPart, states: TritonStates) -> None:
+    def __init__(self, kernels: StreamKernels, attention: MixerPart, states: TritonStates) -> None:
         self.then: Any = None
+        self._kept_TE = kernels.workspace.kept_TE
         self.begin = states.begin
         self._attention, self._states = attention, states
 
     def __call__(self, stream: Stream, step: Step) -> Stream:
         normed_TE, self._states.then = stream.normed, self.then
+        if self._kept_TE.numel():
+            assert isinstance(normed_TE, torch.Tensor)
+            normed_TE = self._kept_TE[: len(normed_TE)].copy_(normed_TE)
         stream = self._attention(stream, step._replace(rows_P=None, num_kept=None))
         stream.normed = normed_TE
         return self._states(stream, step)
