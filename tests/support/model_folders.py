@@ -37,8 +37,9 @@ def configs() -> dict[str, dict[str, Any]]:
         "falcon-h1-0.5b": FAMILY_CONFIGS["tiiuae/Falcon-H1-0.5B-Base"][0],
         "nemotron-3-nano": FAMILY_CONFIGS["nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"][0],
     }
-    for name, config in (("gemma-4-26b-a4b", gemma4_configs.EXPERTS), ("gemma-4-31b", gemma4_configs.DENSE)):
-        found[name] = {**config["text_config"], "architectures": ["Gemma4ForCausalLM"]}
+    of_gemma_4 = {"26b-a4b": gemma4_configs.EXPERTS, "31b": gemma4_configs.DENSE, "e2b": gemma4_configs.SMALL}
+    for name, config in of_gemma_4.items():
+        found[f"gemma-4-{name}"] = {**config["text_config"], "architectures": ["Gemma4ForCausalLM"]}
     return found | {name.lower(): config for name, (config, *_) in ENCODER_CONFIGS.items()}
 
 
