@@ -12,6 +12,7 @@ KERNEL_PARTS = {
     "_compare_kernel": "attention",
     "_conv_kernel": "attention",
     "_gated_norm_kernel": "attention",
+    "_pack_kernel": "attention",
     "_history_kernel": "attention",
     "_indices_kernel": "attention",
     "_merge_kernel": "attention",

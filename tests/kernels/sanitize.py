@@ -45,6 +45,7 @@ import test_integer_row
 import test_layer_embeddings as layer_embeddings
 import test_mamba2 as mamba2
 import test_masked_sampling as masked
+import test_merge_parts as merge_parts
 import test_page_indices as page_indices
 import test_prepare
 import test_quantize
@@ -186,6 +187,8 @@ def run_all(device: torch.device) -> None:
     drafts.test_runs_and_state_are_those_of_the_host(device, 3)
     drafts.test_lookups_are_those_of_the_host(device, 1, 4, 2)
     test_split_batch.test_cut(5, 1)
+    merge_parts.test_each_rank_gets_the_results_of_its_heads(merge_parts.triton_set, 2, 5, 4, 64, dtype, device)
+    merge_parts.test_merged_results_are_those_of_all_keys(merge_parts.triton_set, 3, 3, 7, 40, torch.float16, device)
     page_indices.check(7, 1100, 16, device)
     for case in test_shared_prefixes.CASES[2:4]:
         test_shared_prefixes.test_shared_prefixes(case, device)

@@ -17,6 +17,8 @@ A block of the engine has N * S tokens, of which each rank keeps S in one page.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any
 
 import torch
 
@@ -166,6 +168,9 @@ class ContextParallelBackend(AttentionBackend[DividedMetadata]):
         self.capabilities = self._step.capabilities
         self.reads_on_host = self._step.reads_on_host
         self._ranks, self._num_ranks = ranks, num_ranks
+        # Triton is installed where there is a GPU.
+        kernels = "triton" if device.type == "cuda" else "torch"
+        self._kernels: Any = import_module(f"phonograph.kernels.{kernels}.attention.merge_parts")
         self.tensors = DividedTensors(spec, limits, device, ranks.rank % num_ranks, num_ranks)
         shape = 2, step_pages(spec, limits), spec.block_size, spec.num_kv_heads, spec.head_size
         self._step_cache = torch.zeros(shape, dtype=getattr(torch, spec.kv_cache_dtype), device=device)
@@ -208,25 +213,14 @@ class ContextParallelBackend(AttentionBackend[DividedMetadata]):
         if self._copies:
             self._copy_step(call)
         layer, kv_cache, metadata = call
-        num_ranks, (num_tokens, num_heads, head_size) = self._num_ranks, query_THD.shape
+        num_ranks = self._num_ranks
         query_NTHD = share_ranks(query_THD.contiguous(), num_ranks, self._ranks)
         query_TXD = query_NTHD.transpose(0, 1).flatten(1, 2)
         found_TXD, lse_XT = self._attend(self._context, query_TXD, AttentionCall(layer, kv_cache, metadata.context))
         # The log-sum-exps travel with the results.
-        packed_TXF = torch.cat([found_TXD.float(), lse_XT.t().unsqueeze(-1)], -1)
-        packed_NTHF = packed_TXF.view(num_tokens, num_ranks, num_heads, -1).transpose(0, 1).contiguous()
-        parts_NTHF = exchange_ranks(packed_NTHF, self._ranks)
+        parts_NTHF = exchange_ranks(self._kernels.pack_parts(found_TXD, lse_XT, num_ranks), self._ranks)
         own_THD, own_HT = self._attend(self._step, query_THD, AttentionCall(layer, self._step_cache, metadata.step))
-        own_THF = torch.cat([own_THD.float(), own_HT.t().unsqueeze(-1)], -1)
-        all_XTHF = torch.cat([parts_NTHF, own_THF.unsqueeze(0)])
-        lse_XTH = all_XTHF[..., head_size]
-        total_TH = lse_XTH.logsumexp(0)
-        # Rows of padding have no keys, and any numbers.
-        weights_XTH = (lse_XTH - total_TH).exp().nan_to_num(0.0)
-        values_XTHD = all_XTHF[..., :head_size].masked_fill(weights_XTH.unsqueeze(-1) == 0, 0.0)
-        out_THD.copy_((values_XTHD * weights_XTH.unsqueeze(-1)).sum(0))
-        if lse_HT is not None:
-            lse_HT.copy_(total_TH.t())
+        self._kernels.merge_parts(parts_NTHF, own_THD, own_HT, out_THD, lse_HT)
 
     def _attend(
         self, backend: AnyBackend, query_THD: torch.Tensor, call: AttentionCall[AttentionMetadata]
