@@ -7,7 +7,7 @@ Packing and merging are a launch each. A program has a token and some of its hea
     merge on rank n        | of rank 0, of rank 1, of the step |    weights exp(lse - total)
 """
 
-# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportReturnType=false
 from __future__ import annotations
 
 import torch
