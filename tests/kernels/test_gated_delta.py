@@ -44,7 +44,7 @@ def test_steps_are_those_of_the_torch_set(name: str, batch: str, dtype: torch.dt
     torch_set.gated_delta(projected, gates, *weights, *rows, *wanted, net, torch.tensor(EPS))
     got = [tensor.to(device) for tensor in (history, state, out)]
     inputs = (tensor.to(device) for tensor in (projected, gates, *weights, *rows))
-    scratch = torch.full((num_tokens, net.channels), torch.nan, dtype=dtype, device=device)
+    scratch = torch.full((num_tokens, sum(net.scratch_widths)), torch.nan, dtype=dtype, device=device)
     triton_set.gated_delta(*inputs, *got, net, EPS, scratch)
     # Products of chunks round more than sums of steps do, but for float32.
     most = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 1e-2}[dtype]

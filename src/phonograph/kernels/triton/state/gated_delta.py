@@ -1,11 +1,17 @@
-"""Gated delta net of a step on a GPU: the twin of `kernels/torch/state/gated_delta.py`, in four launches.
+"""Gated delta net of a step on a GPU: the twin of `kernels/torch/state/gated_delta.py`, in six launches.
 
 1. Convolution of all tokens, and 2. the last inputs of each sequence (`causal_conv.py`).
 3. Sequences of up to 16 tokens in the step, token by token (`delta_step.py`).
-4. Longer ones, by chunks (`delta_chunk.py`); left out where no sequence can be longer.
+4. Relations between the tokens of each chunk of 64, for longer sequences (`delta_chunk.py`).
+5. Their states and outputs, chunk by chunk (`delta_scan.py`), and 6. norm and gate of the outputs (`delta_chunk.py`).
 
 All read lengths, slots and checkpoints on the device, so that a captured graph serves any batch. Programs of rows that
-belong to the other launch end at once.
+belong to other launches end at once. The last three are left out where no sequence can be longer.
+
+Scratch of T tokens has two parts beside the outputs of the convolution. Pairs [T, H, 3, 64] are, for a token and each
+token of its chunk, the inverse of the system as the sum of two numbers, and the score. Factors [4, H, T] are float32:
+a token's factors of its key's product with the state before its chunk, of its query's product with that, and of its
+correction in the state after the chunk; and, at the first token of a chunk, that state's decay.
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -14,14 +20,19 @@ from __future__ import annotations
 import torch
 import triton
 
+from phonograph.kernels.torch.state.delta_rule import CHUNK
 from phonograph.kernels.torch.state.gated_delta import NORM_EPS, DeltaSizes
 from phonograph.kernels.triton.state.causal_conv import causal_conv
-from phonograph.kernels.triton.state.delta_chunk import delta_chunk_kernel
+from phonograph.kernels.triton.state.delta_chunk import delta_chunk_kernel, delta_norm_kernel
 from phonograph.kernels.triton.state.delta_rows import places_size
+from phonograph.kernels.triton.state.delta_scan import delta_scan_kernel
 from phonograph.kernels.triton.state.delta_step import delta_step_kernel
 
-_CHUNK = 64
 _MOST_STEPS = 16
+_SCAN_VALUES = 64
+"""Most values of a head in an item of the scan: rows of one instruction of Hopper's tensor cores."""
+_CHUNK_PROGRAMS, _SCAN_PROGRAMS = 528, 264
+"""Most programs: 4 and 2 for each SM of an H200."""
 
 
 def gated_delta(
@@ -40,7 +51,7 @@ def gated_delta(
     out_TX: torch.Tensor,
     net: DeltaSizes,
     eps: float,
-    conv_TC: torch.Tensor,
+    scratch_TY: torch.Tensor,
 ) -> None:
     """Mix the tokens of each sequence with its state, and write the new states; see the torch twin.
 
@@ -60,28 +71,46 @@ def gated_delta(
         out_TX: contiguous; receives zeros for padding.
         net: sizes.
         eps: epsilon of the norm of the output.
-        conv_TC: scratch, contiguous.
+        scratch_TY: contiguous; `net.scratch_widths` numbers of each token.
     """
     num_tokens, num_reqs = len(projected_TF), len(slots_R)
+    # Factors first, where they are aligned whatever the number of tokens is.
+    words, pairs, conv_TC = scratch_TY.view(-1).split([num_tokens * width for width in net.scratch_widths])
+    factors = words.view(torch.float32)
     rows = query_start_loc, seq_lens_R, slots_R, checkpoints_3R
     causal_conv(projected_TF, taps_CW, *rows, history_SPC, conv_TC, net)
     out_TX.zero_()
-    strides = projected_TF.stride(0), gates_TB.stride(0), checkpoints_3R.stride(0)
-    weights = decay_H, time_bias_H, norm_V
-    args = conv_TC, projected_TF, gates_TB, *weights, *rows, state_SHKV, out_TX, eps, *strides
-    sizes = {"G": net.key_heads, "H": net.value_heads, "K": net.key_size, "V": net.value_size}
-    sizes |= {"BY_HEAD": net.by_head, "TILED": net.tiled}
-    settings = {
-        **sizes,
-        "C": net.channels,
-        "KEYS": max(16, triton.next_power_of_2(net.key_size)),
-        "VALUES": max(16, triton.next_power_of_2(net.value_size)),
-        "MOST": _MOST_STEPS,
-        "NORM_EPS": NORM_EPS,
-        "num_warps": 8,
-    }
-    delta_step_kernel[(num_reqs, net.value_heads)](*args, **settings)
-    if most_long := min(num_reqs, num_tokens // (_MOST_STEPS + 1)):
-        precision = "ieee" if projected_TF.dtype is torch.float32 else "tf32"
-        settings |= {"CHUNK": _CHUNK, "PRECISION": precision, "ROWS": places_size(num_reqs)}
-        delta_chunk_kernel[(most_long, net.value_heads)](*args, num_reqs, **settings)
+    stride, gates_stride, checkpoints_stride = projected_TF.stride(0), gates_TB.stride(0), checkpoints_3R.stride(0)
+    heads = {"G": net.key_heads, "H": net.value_heads, "BY_HEAD": net.by_head}
+    channels = {"C": net.channels, "TILED": net.tiled}
+    keys, values = (max(16, triton.next_power_of_2(size)) for size in (net.key_size, net.value_size))
+    sizes = {"K": net.key_size, "V": net.value_size}
+    delta_step_kernel[(num_reqs, net.value_heads)](
+        conv_TC, projected_TF, gates_TB, decay_H, time_bias_H, norm_V, *rows, state_SHKV, out_TX, eps, stride,
+        gates_stride, checkpoints_stride, **heads, **channels, **sizes, KEYS=keys, VALUES=values, MOST=_MOST_STEPS,
+        NORM_EPS=NORM_EPS, num_warps=8,
+    )  # fmt: skip
+    most_long = min(num_reqs, num_tokens // (_MOST_STEPS + 1))
+    if not most_long:
+        return
+    is_wide = projected_TF.dtype is torch.float32
+    shared = {"MOST": _MOST_STEPS, "CHUNK": CHUNK, "ROWS": places_size(num_reqs), "num_warps": 4}
+    # A rounded inverse would add up errors of one sign where keys are alike.
+    parts = {"PARTS": 1 if is_wide else 2}
+    most_items = (num_tokens // CHUNK + 2 * most_long) * net.value_heads
+    delta_chunk_kernel[(min(most_items, _CHUNK_PROGRAMS),)](
+        conv_TC, gates_TB, decay_H, time_bias_H, *rows, pairs, factors, num_reqs, num_tokens, gates_stride,
+        checkpoints_stride, **heads, **channels, K=net.key_size, KEYS=keys, NORM_EPS=NORM_EPS,
+        PRECISION="ieee" if is_wide else "tf32x3", **parts, **shared,
+    )  # fmt: skip
+    block = min(values, _SCAN_VALUES)
+    most_scans = most_long * net.value_heads * triton.cdiv(net.value_size, block)
+    sizes_of_scan = {"G": net.key_heads, "H": net.value_heads, **channels, **sizes, **parts}
+    delta_scan_kernel[(min(most_scans, _SCAN_PROGRAMS),)](
+        conv_TC, pairs, factors, *rows, state_SHKV, out_TX, num_reqs, num_tokens, checkpoints_stride, **sizes_of_scan,
+        KEYS=keys, VALUES=block, STAGES=1 if is_wide else 2, **shared,
+    )  # fmt: skip
+    delta_norm_kernel[(min(most_items, _CHUNK_PROGRAMS),)](
+        projected_TF, norm_V, *rows, out_TX, num_reqs, eps, stride, checkpoints_stride, **heads, **sizes,
+        VALUES=values, **shared,
+    )  # fmt: skip
