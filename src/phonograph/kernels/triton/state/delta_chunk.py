@@ -62,19 +62,17 @@ def _chunk_of(
     return (start + first).to(tl.int64), tl.minimum(end - first, CHUNK)
 
 
-@triton.jit(do_not_specialize=["num_reqs", "num_tokens"])
+@triton.jit(do_not_specialize=["num_reqs"])
 def delta_chunk_kernel(
     conv_ptr, gates_ptr, decay_ptr, time_bias_ptr, starts_ptr, lens_ptr, slots_ptr, checkpoints_ptr, pairs_ptr,
-    factors_ptr, num_reqs, num_tokens, gates_stride, checkpoints_stride, C: tl.constexpr, G: tl.constexpr,
+    factors_ptr, num_reqs, gates_stride, checkpoints_stride, C: tl.constexpr, G: tl.constexpr,
     H: tl.constexpr, K: tl.constexpr, BY_HEAD: tl.constexpr, TILED: tl.constexpr, KEYS: tl.constexpr,
-    MOST: tl.constexpr, NORM_EPS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
-    ROWS: tl.constexpr,
+    MOST: tl.constexpr, NORM_EPS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Write the relations between the tokens of each chunk of sequences with more than MOST.
 
     KEYS: power of two of at least 16, at least K.
     PARTS: numbers in the type of the activations whose sum is a number of the inverse.
-    PRECISION: of the products of float32 matrices.
     ROWS: see `places_by_length`.
     """
     rows = starts_ptr, lens_ptr, slots_ptr, checkpoints_ptr, checkpoints_stride
@@ -98,24 +96,23 @@ def delta_chunk_kernel(
         total = tl.cumsum(decay, 0)
         # The last line's own number: a sum in another order has other errors, which the exponential enlarges.
         whole = tl.sum(tl.where(line == CHUNK - 1, total, 0.0), 0)
-        factors = factors_ptr + head * num_tokens.to(tl.int64) + first
-        stride = H * num_tokens.to(tl.int64)
+        factors = factors_ptr + (first * H + head) * 4 + line * (H * 4)
         since = tl.exp(total)
-        tl.store(factors + line, k_norm * since, is_token)
-        tl.store(factors + stride + line, q_norm * since, is_token)
-        tl.store(factors + 2 * stride + line, k_norm * tl.exp(whole - total), is_token)
-        tl.store(factors + 3 * stride, tl.exp(whole))
+        tl.store(factors, k_norm * since, is_token)
+        tl.store(factors + 1, q_norm * since, is_token)
+        tl.store(factors + 2, k_norm * tl.exp(whole - total), is_token)
+        tl.store(factors + 3, tl.exp(whole) + tl.zeros((CHUNK,), tl.float32), is_token)
 
         pairs = pairs_ptr + (first * H + head) * ((PARTS + 1) * CHUNK)
         pairs += line[:, None] * (H * (PARTS + 1) * CHUNK) + line[None, :]
         between = total[:, None] - total[None, :]
         between = tl.exp(tl.where(line[:, None] >= line[None, :], between, -float("inf"))) * k_norm[None, :]
         k_t = tl.trans(k)
-        scores = tl.dot(q, k_t, input_precision="ieee") * between * q_norm[:, None]
+        scores = tl.dot(q, k_t, input_precision="tf32x3") * between * q_norm[:, None]
         tl.store(pairs + PARTS * CHUNK, scores.to(pairs_ptr.dtype.element_ty), is_token[:, None])
-        system = tl.dot(k, k_t, input_precision="ieee") * between * (rate * k_norm)[:, None]
+        system = tl.dot(k, k_t, input_precision="tf32x3") * between * (rate * k_norm)[:, None]
         system = tl.where(line[:, None] > line[None, :], system, 0.0)
-        inverse = _inverse(system, CHUNK, PRECISION) * rate[None, :]
+        inverse = _inverse(system, CHUNK) * rate[None, :]
         for part in tl.static_range(PARTS):
             rounded = inverse.to(pairs_ptr.dtype.element_ty)
             tl.store(pairs + part * CHUNK, rounded, is_token[:, None])
@@ -123,7 +120,7 @@ def delta_chunk_kernel(
 
 
 @triton.jit
-def _inverse(system, SIZE: tl.constexpr, PRECISION: tl.constexpr):
+def _inverse(system, SIZE: tl.constexpr):
     """Return the inverse of the sum of 1 and a strictly lower triangular matrix [SIZE, SIZE].
 
     Blocks on the diagonal are inverted at the same time: blocks of 8 by the finite series of their powers, those of 16
@@ -137,19 +134,25 @@ def _inverse(system, SIZE: tl.constexpr, PRECISION: tl.constexpr):
     power = tl.where(in_eighth, near, 0.0)
     inverse = (line[:, None] == line[None, :]).to(tl.float32)[None] - power
     for _ in tl.static_range(2):
-        power = tl.dot(power, power, input_precision=PRECISION)
-        inverse += tl.dot(inverse, power, input_precision=PRECISION)
-    below = tl.dot(inverse, tl.where(in_eighth, 0.0, near), input_precision=PRECISION)
-    inverse -= tl.dot(below, inverse, input_precision=PRECISION)
+        power = _product(power, power)
+        inverse += _product(inverse, power)
+    inverse -= _product(_product(inverse, tl.where(in_eighth, 0.0, near)), inverse)
 
     inverse = tl.reshape(tl.where(on_diagonal, inverse[:, :, None, :], 0.0), (SIZE, SIZE))
     index = tl.arange(0, SIZE)
-    far = tl.where(index[:, None] // 16 == index[None, :] // 16, 0.0, system)
-    # Powers of 4 and more of this one are zero.
-    far = tl.dot(inverse, far, input_precision=PRECISION)
-    square = tl.dot(far, far, input_precision=PRECISION)
-    inverse += tl.dot(square, inverse, input_precision=PRECISION)
-    return inverse - tl.dot(far, inverse, input_precision=PRECISION)
+    # The fourth power of this one is zero.
+    far = _product(inverse, tl.where(index[:, None] // 16 == index[None, :] // 16, 0.0, system))
+    inverse += _product(_product(far, far), inverse)
+    return inverse - _product(far, inverse)
+
+
+@triton.jit
+def _product(a, b):
+    """Return the product of float32 matrices of numbers up to 100, each of them as the sum of two float16 numbers."""
+    first, second = a.to(tl.float16), b.to(tl.float16)
+    product = tl.dot((a - first.to(tl.float32)).to(tl.float16), second)
+    product = tl.dot(first, (b - second.to(tl.float32)).to(tl.float16), product)
+    return tl.dot(first, second, product)
 
 
 @triton.jit(do_not_specialize=["num_reqs"])

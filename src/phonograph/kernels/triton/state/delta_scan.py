@@ -17,10 +17,10 @@ from phonograph.kernels.triton.state.delta_chunk import tokens_until
 from phonograph.kernels.triton.state.delta_rows import places_by_length, sequence_of
 
 
-@triton.jit(do_not_specialize=["num_reqs", "num_tokens"])
+@triton.jit(do_not_specialize=["num_reqs"])
 def delta_scan_kernel(
     conv_ptr, pairs_ptr, factors_ptr, starts_ptr, lens_ptr, slots_ptr, checkpoints_ptr, state_ptr, out_ptr, num_reqs,
-    num_tokens, checkpoints_stride, C: tl.constexpr, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
+    checkpoints_stride, C: tl.constexpr, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
     V: tl.constexpr, TILED: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, MOST: tl.constexpr,
     CHUNK: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -60,33 +60,34 @@ def delta_scan_kernel(
                 values = conv_ptr + token * C + 2 * G * K + head * V + (line[:, None] * C + value[None, :])
                 pairs = pairs_ptr + (token * H + head) * ((PARTS + 1) * CHUNK)
                 pairs += line[:, None] * (H * (PARTS + 1) * CHUNK) + line[None, :]
-                stride = H * num_tokens.to(tl.int64)
-                factors = factors_ptr + head * num_tokens.to(tl.int64) + token + line
-                whole = tl.load(
-                    factors_ptr + head * num_tokens.to(tl.int64) + token + 3 * stride + tl.zeros((1, 1), tl.int32)
-                )
+                factors = factors_ptr + (token * H + head) * 4
+                whole = tl.load(factors + 3 + tl.zeros((1, 1), tl.int32))
+                factors += line[:, None] * (H * 4) + tl.arange(0, 4)[None, :]
+                table = tl.load(factors, is_token[:, None], other=0.0)
+                even, odd = tl.split(tl.reshape(table, (CHUNK, 2, 2)))
+                known, kept = tl.split(even)
+                asked, _ = tl.split(odd)
+
+                before_t = state.to(conv_ptr.dtype.element_ty)
                 k = tl.load(inputs + G * K, key_mask, other=0.0)
-                known = tl.load(factors, is_token, other=0.0)
-                asked = tl.load(factors + stride, is_token, other=0.0)
-                kept = tl.load(factors + 2 * stride, is_token, other=0.0)
+                change_t = tl.dot(before_t, tl.trans(k), input_precision="tf32x3")
                 v = tl.load(values, value_mask, other=0.0)
-                q = tl.load(inputs, key_mask, other=0.0)
-                before_t = state.to(k.dtype)
-                change_t = tl.dot(before_t, tl.trans(k), input_precision="ieee")
-                mixed_t = tl.dot(before_t, tl.trans(q), input_precision="ieee")
                 change_t = (tl.trans(v).to(tl.float32) - change_t * known[None, :]).to(k.dtype)
                 inverse = tl.load(pairs, is_token[:, None], other=0.0)
-                correction_t = tl.dot(change_t, tl.trans(inverse), input_precision="ieee")
+                correction_t = tl.dot(change_t, tl.trans(inverse), input_precision="tf32x3")
                 if PARTS == 2:
                     inverse = tl.load(pairs + CHUNK, is_token[:, None], other=0.0)
-                    correction_t = tl.dot(change_t, tl.trans(inverse), correction_t, input_precision="ieee")
-                scores = tl.load(pairs + PARTS * CHUNK, is_token[:, None], other=0.0)
+                    correction_t = tl.dot(change_t, tl.trans(inverse), correction_t)
+                # From here on only 16 bits of a correction need registers.
                 added_t = (correction_t * kept[None, :]).to(k.dtype)
-                state = tl.dot(added_t, k, state * whole, input_precision="ieee")
-                mixed_t *= asked[None, :]
-                mixed_t = tl.dot(correction_t.to(k.dtype), tl.trans(scores), mixed_t, input_precision="ieee")
+                correction_t = correction_t.to(k.dtype)
+                q = tl.load(inputs, key_mask, other=0.0)
+                mixed_t = tl.dot(before_t, tl.trans(q), input_precision="tf32x3") * asked[None, :]
+                scores = tl.load(pairs + PARTS * CHUNK, is_token[:, None], other=0.0)
+                mixed_t = tl.dot(correction_t, tl.trans(scores), mixed_t, input_precision="tf32x3")
+                state = tl.dot(added_t, k, state * whole, input_precision="tf32x3")
                 out = out_ptr + (token * H + head) * V + (line[:, None] * (H * V) + value[None, :])
-                tl.store(out, tl.trans(mixed_t).to(out_ptr.dtype.element_ty), value_mask)
+                tl.store(out, tl.trans(mixed_t.to(out_ptr.dtype.element_ty)), value_mask)
             target = tl.where(half == 0, saved, slot)
             stores = (target >= 0) & ((half == 1) | (until > 0))
             tl.store(state_ptr + target.to(tl.int64) * (H * K * V) + number, state, mask & stores)

@@ -8,14 +8,16 @@
 All read lengths, slots and checkpoints on the device, so that a captured graph serves any batch. Programs of rows that
 belong to other launches end at once. The last three are left out where no sequence can be longer.
 
-Scratch of T tokens has two parts beside the outputs of the convolution. Pairs [T, H, 3, 64] are, for a token and each
-token of its chunk, the inverse of the system as the sum of two numbers, and the score. Factors [4, H, T] are float32:
-a token's factors of its key's product with the state before its chunk, of its query's product with that, and of its
-correction in the state after the chunk; and, at the first token of a chunk, that state's decay.
+Scratch has two parts beside the outputs of the convolution. Pairs [T, H, 3, 64] are, for a token and each token of its
+chunk, the inverse of the system times the rate, as the sum of two numbers, and the score. Factors [T, H, 4] are
+float32: a token's factors of its key's product with the state before its chunk, of its query's product with that, and
+of its correction in the state after the chunk; and that state's decay in the chunk.
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -31,8 +33,10 @@ from phonograph.kernels.triton.state.delta_step import delta_step_kernel
 _MOST_STEPS = 16
 _SCAN_VALUES = 64
 """Most values of a head in an item of the scan: rows of one instruction of Hopper's tensor cores."""
-_CHUNK_PROGRAMS, _SCAN_PROGRAMS = 528, 264
-"""Most programs: 4 and 2 for each SM of an H200."""
+_CHUNK_PROGRAMS, _SCAN_PROGRAMS, _NORM_PROGRAMS = 396, 132, 264
+"""Most programs: 3, 1 and 2 for each SM of an H200, which run at the same time."""
+_CHUNK_REGISTERS = 168
+"""Most registers of a thread, so that 3 programs run at the same time."""
 
 
 def gated_delta(
@@ -81,36 +85,34 @@ def gated_delta(
     causal_conv(projected_TF, taps_CW, *rows, history_SPC, conv_TC, net)
     out_TX.zero_()
     stride, gates_stride, checkpoints_stride = projected_TF.stride(0), gates_TB.stride(0), checkpoints_3R.stride(0)
-    heads = {"G": net.key_heads, "H": net.value_heads, "BY_HEAD": net.by_head}
-    channels = {"C": net.channels, "TILED": net.tiled}
+    weights = decay_H, time_bias_H
     keys, values = (max(16, triton.next_power_of_2(size)) for size in (net.key_size, net.value_size))
-    sizes = {"K": net.key_size, "V": net.value_size}
+    heads: dict[str, Any] = {"G": net.key_heads, "H": net.value_heads, "K": net.key_size, "MOST": _MOST_STEPS}
+    by_head, inputs = {"BY_HEAD": net.by_head}, {"C": net.channels, "TILED": net.tiled, "KEYS": keys}
     delta_step_kernel[(num_reqs, net.value_heads)](
-        conv_TC, projected_TF, gates_TB, decay_H, time_bias_H, norm_V, *rows, state_SHKV, out_TX, eps, stride,
-        gates_stride, checkpoints_stride, **heads, **channels, **sizes, KEYS=keys, VALUES=values, MOST=_MOST_STEPS,
-        NORM_EPS=NORM_EPS, num_warps=8,
+        conv_TC, projected_TF, gates_TB, *weights, norm_V, *rows, state_SHKV, out_TX, eps, stride, gates_stride,
+        checkpoints_stride, V=net.value_size, VALUES=values, NORM_EPS=NORM_EPS, **heads, **by_head, **inputs,
+        num_warps=8,
     )  # fmt: skip
     most_long = min(num_reqs, num_tokens // (_MOST_STEPS + 1))
     if not most_long:
         return
-    is_wide = projected_TF.dtype is torch.float32
-    shared = {"MOST": _MOST_STEPS, "CHUNK": CHUNK, "ROWS": places_size(num_reqs), "num_warps": 4}
-    # A rounded inverse would add up errors of one sign where keys are alike.
-    parts = {"PARTS": 1 if is_wide else 2}
     most_items = (num_tokens // CHUNK + 2 * most_long) * net.value_heads
+    heads |= {"CHUNK": CHUNK, "ROWS": places_size(num_reqs)}
+    is_wide = projected_TF.dtype is torch.float32
+    # One rounded number would make errors of one sign, which add up where keys are alike.
+    inputs |= {"PARTS": 1 if is_wide else 2}
     delta_chunk_kernel[(min(most_items, _CHUNK_PROGRAMS),)](
-        conv_TC, gates_TB, decay_H, time_bias_H, *rows, pairs, factors, num_reqs, num_tokens, gates_stride,
-        checkpoints_stride, **heads, **channels, K=net.key_size, KEYS=keys, NORM_EPS=NORM_EPS,
-        PRECISION="ieee" if is_wide else "tf32x3", **parts, **shared,
+        conv_TC, gates_TB, *weights, *rows, pairs, factors, num_reqs, gates_stride, checkpoints_stride,
+        NORM_EPS=NORM_EPS, **heads, **by_head, **inputs, num_warps=4, maxnreg=None if is_wide else _CHUNK_REGISTERS,
     )  # fmt: skip
     block = min(values, _SCAN_VALUES)
     most_scans = most_long * net.value_heads * triton.cdiv(net.value_size, block)
-    sizes_of_scan = {"G": net.key_heads, "H": net.value_heads, **channels, **sizes, **parts}
     delta_scan_kernel[(min(most_scans, _SCAN_PROGRAMS),)](
-        conv_TC, pairs, factors, *rows, state_SHKV, out_TX, num_reqs, num_tokens, checkpoints_stride, **sizes_of_scan,
-        KEYS=keys, VALUES=block, STAGES=1 if is_wide else 2, **shared,
+        conv_TC, pairs, factors, *rows, state_SHKV, out_TX, num_reqs, checkpoints_stride, V=net.value_size,
+        VALUES=block, STAGES=1 if is_wide else 2, **heads, **inputs, num_warps=4,
     )  # fmt: skip
-    delta_norm_kernel[(min(most_items, _CHUNK_PROGRAMS),)](
-        projected_TF, norm_V, *rows, out_TX, num_reqs, eps, stride, checkpoints_stride, **heads, **sizes,
-        VALUES=values, **shared,
+    delta_norm_kernel[(min(most_items, _NORM_PROGRAMS),)](
+        projected_TF, norm_V, *rows, out_TX, num_reqs, eps, stride, checkpoints_stride, V=net.value_size,
+        VALUES=values, **heads, **by_head, num_warps=8,
     )  # fmt: skip
