@@ -27,28 +27,27 @@ def tokens_until(count, before):
 
 
 @triton.jit
-def _chunks_by_row(
+def _ends_of_chunks(
     starts_ptr, lens_ptr, slots_ptr, checkpoints_ptr, checkpoints_stride, num_reqs, MOST: tl.constexpr,
     CHUNK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Return the number of chunks of each sequence with more than MOST tokens, and 0 for others."""
+    """Return the number of chunks up to each sequence, its own included. Those with up to MOST tokens have none."""
     row = tl.arange(0, ROWS)
     _, count, _, _, _, before = sequence_of(
         tl.minimum(row, num_reqs - 1), starts_ptr, lens_ptr, slots_ptr, checkpoints_ptr, checkpoints_stride
     )
     until = tokens_until(count, before)
-    return tl.where((row < num_reqs) & (count > MOST), tl.cdiv(until, CHUNK) + tl.cdiv(count - until, CHUNK), 0)
+    chunks = tl.cdiv(until, CHUNK) + tl.cdiv(count - until, CHUNK)
+    return tl.cumsum(tl.where((row < num_reqs) & (count > MOST), chunks, 0), 0)
 
 
 @triton.jit
 def _chunk_of(
-    chunk, chunks, starts_ptr, lens_ptr, slots_ptr, checkpoints_ptr, checkpoints_stride, CHUNK: tl.constexpr,
-    ROWS: tl.constexpr,
-):  # fmt: skip
-    """Return the first token of a chunk and its number of tokens, from the numbers of chunks of all sequences."""
-    ends = tl.cumsum(chunks, 0)
+    chunk, ends, starts_ptr, lens_ptr, slots_ptr, checkpoints_ptr, checkpoints_stride, CHUNK: tl.constexpr
+):
+    """Return the first token of a chunk and its number of tokens."""
     row = tl.sum((ends <= chunk).to(tl.int32), 0)
-    chunk -= tl.sum(tl.where(tl.arange(0, ROWS) < row, chunks, 0), 0)
+    chunk -= tl.max(tl.where(ends <= chunk, ends, 0), 0)
     start, count, _, _, _, before = sequence_of(
         row, starts_ptr, lens_ptr, slots_ptr, checkpoints_ptr, checkpoints_stride
     )
@@ -67,19 +66,21 @@ def delta_chunk_kernel(
     conv_ptr, gates_ptr, decay_ptr, time_bias_ptr, starts_ptr, lens_ptr, slots_ptr, checkpoints_ptr, pairs_ptr,
     factors_ptr, num_reqs, gates_stride, checkpoints_stride, C: tl.constexpr, G: tl.constexpr,
     H: tl.constexpr, K: tl.constexpr, BY_HEAD: tl.constexpr, TILED: tl.constexpr, KEYS: tl.constexpr,
-    MOST: tl.constexpr, NORM_EPS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
+    MOST: tl.constexpr, NORM_EPS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
     """Write the relations between the tokens of each chunk of sequences with more than MOST.
 
     KEYS: power of two of at least 16, at least K.
     PARTS: numbers in the type of the activations whose sum is a number of the inverse.
+    STAGES: of the copies of queries and keys.
     ROWS: see `places_by_length`.
     """
     rows = starts_ptr, lens_ptr, slots_ptr, checkpoints_ptr, checkpoints_stride
-    chunks = _chunks_by_row(*rows, num_reqs, MOST, CHUNK, ROWS)
-    for item in tl.range(tl.program_id(0), tl.sum(chunks, 0) * H, tl.num_programs(0), num_stages=1):
+    ends = _ends_of_chunks(*rows, num_reqs, MOST, CHUNK, ROWS)
+    for item in tl.range(tl.program_id(0), tl.max(ends, 0) * H, tl.num_programs(0), num_stages=STAGES):
         head = item % H
-        first, size = _chunk_of(item // H, chunks, *rows, CHUNK, ROWS)
+        first, size = _chunk_of(item // H, ends, *rows, CHUNK)
         key, line = tl.arange(0, KEYS), tl.arange(0, CHUNK)
         is_token = line < size
         key_head = head % G if TILED else head // (H // G)
@@ -148,7 +149,7 @@ def _inverse(system, SIZE: tl.constexpr):
 
 @triton.jit
 def _product(a, b):
-    """Return the product of float32 matrices of numbers up to 100, each of them as the sum of two float16 numbers."""
+    """Return the product of float32 matrices of small numbers, each of them as the sum of two float16 numbers."""
     first, second = a.to(tl.float16), b.to(tl.float16)
     product = tl.dot((a - first.to(tl.float32)).to(tl.float16), second)
     product = tl.dot(first, (b - second.to(tl.float32)).to(tl.float16), product)
@@ -167,12 +168,12 @@ def delta_norm_kernel(
     ROWS: see `places_by_length`.
     """
     rows = starts_ptr, lens_ptr, slots_ptr, checkpoints_ptr, checkpoints_stride
-    chunks = _chunks_by_row(*rows, num_reqs, MOST, CHUNK, ROWS)
+    ends = _ends_of_chunks(*rows, num_reqs, MOST, CHUNK, ROWS)
     value, line = tl.arange(0, VALUES), tl.arange(0, CHUNK)
     norm = tl.load(norm_ptr + value, value < V, other=0.0)
-    for item in tl.range(tl.program_id(0), tl.sum(chunks, 0) * H, tl.num_programs(0), num_stages=1):
+    for item in tl.range(tl.program_id(0), tl.max(ends, 0) * H, tl.num_programs(0), num_stages=1):
         head = item % H
-        first, size = _chunk_of(item // H, chunks, *rows, CHUNK, ROWS)
+        first, size = _chunk_of(item // H, ends, *rows, CHUNK)
         mask = (line < size)[:, None] & (value < V)[None, :]
         gates = projected_ptr + first * projected_stride + gate_column(head, G, H, K, V, BY_HEAD)
         gate = tl.load(gates + line[:, None] * projected_stride + value[None, :], mask, other=0.0).to(tl.float32)

@@ -29,6 +29,7 @@ def delta_scan_kernel(
     KEYS: power of two of at least 16, at least K.
     VALUES: values of an item, a power of two of at least 16.
     PARTS: see `delta_chunk_kernel`.
+    STAGES: of the copies of a chunk's inputs.
     ROWS: see `places_by_length`.
     """
     BLOCKS: tl.constexpr = (V + VALUES - 1) // VALUES
