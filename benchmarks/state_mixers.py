@@ -44,7 +44,7 @@ def layer_of(net: MambaSizes | DeltaSizes, num_seqs: int, length: int) -> tuple[
     tokens, wide = num_seqs * length, torch.float32
     columns = torch.arange(num_seqs + 1) * length, torch.full((num_seqs,), 100 + length), torch.randperm(num_seqs)
     rows = [one.to("cuda", torch.int32) for one in (*columns, torch.full((3, num_seqs), -1))]
-    history, conv = normal(num_seqs, TAPS - 1, net.channels), normal(tokens, net.channels)
+    history = normal(num_seqs, TAPS - 1, net.channels)
     taps = normal(net.channels, TAPS, kind=wide)
     if isinstance(net, MambaSizes):
         heads, inner = net.heads, net.inner
@@ -52,14 +52,16 @@ def layer_of(net: MambaSizes | DeltaSizes, num_seqs: int, length: int) -> tuple[
         weights = normal(net.channels, kind=wide), *(normal(heads, kind=wide) for _ in range(3))
         inputs = normal(tokens, inner + net.channels + heads), taps, *weights, normal(inner, kind=wide)
         kernel: Callable[..., None] = mamba2
+        scratch = normal(tokens, net.channels)
     else:
         heads, inner = net.value_heads, net.value_heads * net.value_size
         state = normal(num_seqs, heads, net.key_size, net.value_size, kind=wide)
         weights = normal(heads, kind=wide), normal(heads, kind=wide), normal(net.value_size, kind=wide)
         inputs = normal(tokens, net.channels + inner), normal(tokens, 2 * heads), taps, *weights
         kernel = gated_delta
+        scratch = normal(tokens, sum(net.scratch_widths))
     out = normal(tokens, inner)
-    return lambda: kernel(*inputs, *rows, history, state, out, net, EPS, conv), state.nbytes
+    return lambda: kernel(*inputs, *rows, history, state, out, net, EPS, scratch), state.nbytes
 
 
 def kernel_us(call: Callable[[], None]) -> dict[str, float]:

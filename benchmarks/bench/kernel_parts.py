@@ -22,6 +22,7 @@ KERNEL_PARTS = {
     "_split_kernel": "attention",
     "delta_chunk_kernel": "attention",
     "delta_norm_kernel": "attention",
+    "delta_scan_kernel": "attention",
     "delta_step_kernel": "attention",
     "mamba_chunk_kernel": "attention",
     "mamba_step_kernel": "attention",

@@ -34,6 +34,7 @@ from triton.runtime.jit import JITFunction
 
 from phonograph.kernels.routing import Routing
 from phonograph.kernels.torch.grouped import Grouped
+from phonograph.kernels.torch.state.gated_delta import DeltaSizes
 from phonograph.kernels.torch.state.mamba2 import MambaSizes
 from phonograph.kernels.triton.attention import decode as attention_decode
 from phonograph.kernels.triton.attention import decode_plan as attention_plan
@@ -49,6 +50,7 @@ from phonograph.kernels.triton.gemm.product import Product
 from phonograph.kernels.triton.gemm.product_plan import GemmRingConfig, GemvIntegerConfig
 from phonograph.kernels.triton.gemm.run_product import GemmScratch
 from phonograph.kernels.triton.launch.shared_memory import shared_memory
+from phonograph.kernels.triton.state.gated_delta import gated_delta
 from phonograph.kernels.triton.state.mamba2 import mamba2
 
 _MORE = {
@@ -72,13 +74,16 @@ _MORE = {
         "STS": "exchange",
         "STL": "spill",
     },
-    "mamba_chunk_kernel": {"HGMMA": "product", "LDGSTS": "copy", "STL": "spill"},
+    "delta_chunk_kernel": (_SCAN := {"HGMMA": "product", "LDGSTS": "copy", "STL": "spill"}),
+    "delta_scan_kernel": _SCAN,
+    "mamba_chunk_kernel": _SCAN,
     "_prefill_kernel": {"DEPBAR.LE gsb0, 0x2": "keys", "DEPBAR.LE gsb0, 0x0": "all", "MUFU.EX2": "exp"},
 }
 """Instructions of a kernel that are told, beside those of all."""
 _WITHOUT_PRODUCTS = (
     *("_plan_kernel", "_merge_kernel", "_compare_kernel"),
     *("_conv_kernel", "_history_kernel", "mamba_step_kernel", "_gated_norm_kernel"),
+    *("delta_step_kernel", "delta_norm_kernel"),
 )
 """Kernels that are compiled on the way. Nothing in their machine code is looked at."""
 _ZERO = 63
@@ -194,7 +199,7 @@ def main() -> None:
         launch = expert_products.gate_up_products if gated else expert_products.down_products
         launch(rows, weight, lists, routing, config, out)
     net = MambaSizes(128, 64, 1, 128)
-    name, heads, rows = "long", torch.empty(128), (torch.empty(size, dtype=torch.int32) for size in (9, 8, 8))
+    name, heads, rows = "long", torch.empty(128), [torch.empty(size, dtype=torch.int32) for size in (9, 8, 8)]
     projected, taps = (
         torch.empty(64, net.inner + net.channels + 128, dtype=torch.bfloat16),
         torch.empty(net.channels, 4),
@@ -204,6 +209,14 @@ def main() -> None:
     scratch = torch.empty(64, net.channels, dtype=torch.bfloat16)
     weights = taps, None, heads, heads, heads, torch.empty(net.inner)
     mamba2(projected, *weights, *rows, checkpoints, *pool, out, net, 1e-5, scratch)
+    delta = DeltaSizes(16, 32, 128, 128, by_head=False)
+    projected, gates, scratch, out = (
+        torch.empty(64, width, dtype=torch.bfloat16)
+        for width in (delta.channels + 4096, 64, sum(delta.scratch_widths), 4096)
+    )
+    weights = torch.empty(delta.channels, 4), torch.empty(32), torch.empty(32), torch.empty(128)
+    pool = torch.empty(9, 3, delta.channels, dtype=torch.bfloat16), torch.empty(9, 32, 128, 128)
+    gated_delta(projected, gates, *weights, *rows, checkpoints, *pool, out, delta, 1e-6, scratch)
     limit = shared_memory()
     too_large = {name: size for name, kernel in kernels.items() if (size := kernel.metadata.shared) > limit}
     assert not too_large, f"of {limit} bytes of shared memory: {too_large}"

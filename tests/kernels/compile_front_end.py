@@ -244,7 +244,8 @@ def launch_states() -> None:
         rows = ints(9), ints(8), ints(8), ints(3, 8)
         pool = halves(9, 3, net.channels), torch.zeros(9, heads, net.key_size, net.value_size)
         projected, gates = halves(64, net.channels + values), halves(64, 2 * heads)
-        gated_delta(projected, gates, *weights, *rows, *pool, halves(64, values), net, 1e-6, halves(64, net.channels))
+        scratch = halves(64, sum(net.scratch_widths))
+        gated_delta(projected, gates, *weights, *rows, *pool, halves(64, values), net, 1e-6, scratch)
     for sizes in (MambaSizes(128, 80, 8, 128, norm_groups=8), MambaSizes(3, 20, 1, 10, norm_groups=0)):
         heads, channels = (torch.zeros(sizes.heads) for _ in range(3)), sizes.channels
         norm = torch.zeros(sizes.inner) if sizes.norm_groups else None

@@ -412,7 +412,7 @@ def walk_states(place: Place, device: torch.device) -> list[torch.Tensor]:
     taps, decay, bias, norm = (randn(*shape, device=device).float() for shape in ((net.channels, 3), (2,), (2,), (32,)))
     starts, lens, slots = (torch.tensor(one).to(device, torch.int32) for one in ([0, 18, 20], [30, 2], [1, 0]))
     history, out = randn(2, 2, net.channels, device=device), randn(20, 64, device=device)
-    state, scratch = randn(2, 2, 16, 32, device=device).float(), randn(20, net.channels, device=device)
+    state, scratch = randn(2, 2, 16, 32, device=device).float(), randn(20, sum(net.scratch_widths), device=device)
     rows = starts, lens, slots, checkpoints
     gated_delta(projected, gates, taps, decay, bias, norm, *rows, history, state, out, net, EPS, scratch)
     gates_and_inputs, inputs, mixed = (
@@ -471,7 +471,7 @@ WALKS: dict[str, tuple[Walk, tuple[str, ...]]] = {
         walk_states,
         (
             *("causal_conv._conv_kernel", "gate_heads._gate_heads_kernel", "mamba2._gated_norm_kernel"),
-            "delta_norm.delta_norm_kernel",
+            *("delta_chunk.delta_chunk_kernel", "delta_norm.delta_norm_kernel"),
             *("mamba_step.mamba_step_kernel", "mamba_chunk.mamba_chunk_kernel"),
         ),
     ),
@@ -500,7 +500,7 @@ OTHER_TESTS = {
     *("merge_parts._pack_kernel", "merge_parts._merge_kernel"),
     "dequantize._dequantize_kernel",
     *(f"encoder_rows.{name}" for name in ("_layer_norm_kernel", "_embed_kernel", "_activate_kernel", "_mean_kernel")),
-    *("delta_step.delta_step_kernel", "delta_chunk.delta_chunk_kernel", "causal_conv._history_kernel"),
+    *("delta_step.delta_step_kernel", "delta_scan.delta_scan_kernel", "causal_conv._history_kernel"),
 }
 WITHOUT_ROWS = {
     "decode_plan._plan_kernel",

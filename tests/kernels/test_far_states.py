@@ -113,7 +113,8 @@ def test_the_last_slots_of_a_large_pool(long: bool, mixer: str, device: torch.de
         checkpoints = torch.full((3, 2), -1, dtype=torch.int32, device=device)
         out = torch.zeros(tokens, width, dtype=torch.float16, device=device)
         rows = starts, lens, at, checkpoints
-        scratch = torch.empty(tokens, net.channels, dtype=torch.float16, device=device)
+        size = net.channels if isinstance(net, MambaSizes) else sum(net.scratch_widths)
+        scratch = torch.empty(tokens, size, dtype=torch.float16, device=device)
         mix(*projected, *weights, *rows, history, state, out, net, EPS, scratch)
         return [out, *(pool[list(places)].clone() for pool in (history, state))]
 

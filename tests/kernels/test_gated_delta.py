@@ -18,7 +18,42 @@ NETS = {
     "tiled": (DeltaSizes(2, 6, 16, 16, by_head=False, tiled=True), 4),
     "by head": (DeltaSizes(2, 6, 16, 16, by_head=True), 3),
     "odd sizes": (DeltaSizes(1, 3, 10, 20, by_head=True), 2),
+    "blocks of values": (DeltaSizes(1, 2, 40, 72, by_head=False), 3),
 }
+
+
+class Problem:
+    """Random inputs of a step, its rows, and the pools of states with NaN in places that no sequence reads."""
+
+    def __init__(self, net: DeltaSizes, taps: int, num_tokens: int, places: int, dtype: torch.dtype, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        self.net, heads = net, net.value_heads
+        self.projected = self.normal(num_tokens, net.channels + heads * net.value_size).to(dtype)
+        self.gates = self.normal(num_tokens, 2 * heads).to(dtype)
+        scale = 1 + 0.1 * self.normal(net.value_size)
+        self.weights = self.normal(net.channels, taps), self.normal(heads), self.normal(heads), scale
+        self.history = self.normal(places, taps - 1, net.channels).to(dtype)
+        self.state = self.normal(places, heads, net.key_size, net.value_size)
+
+    def normal(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=self.generator)
+
+    def check(self, rows: list[torch.Tensor], unread: list[int], device: torch.device) -> None:
+        dtype, num_tokens = self.projected.dtype, len(self.projected)
+        self.history[unread], self.state[unread] = torch.nan, torch.nan
+        out = torch.full((num_tokens, self.net.value_heads * self.net.value_size), torch.nan, dtype=dtype)
+        wanted = self.history.clone(), self.state.clone(), out.clone()
+        inputs = self.projected, self.gates, *self.weights, *rows
+        torch_set.gated_delta(*inputs, *wanted, self.net, torch.tensor(EPS))
+        got = [tensor.to(device) for tensor in (self.history, self.state, out)]
+        widths = sum(self.net.scratch_widths)
+        scratch = torch.full((num_tokens, widths), torch.nan, dtype=dtype, device=device)
+        triton_set.gated_delta(*(tensor.to(device) for tensor in inputs), *got, self.net, EPS, scratch)
+        # Products of chunks round more than sums of steps do, but for float32.
+        most = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 1e-2}[dtype]
+        for one, other in zip(got, wanted, strict=True):
+            assert_near(one, other, most)
+        assert not got[2][int(rows[0][-1]) :].any(), "padding is 0"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -26,31 +61,40 @@ NETS = {
 @pytest.mark.parametrize("name", NETS)
 def test_steps_are_those_of_the_torch_set(name: str, batch: str, dtype: torch.dtype, device: torch.device) -> None:
     (net, taps), (queries, _, padding) = NETS[name], BATCHES[batch]
-    generator = torch.Generator().manual_seed(len(batch) + len(name))
+    problem = Problem(net, taps, sum(queries) + padding, PLACES, dtype, len(batch) + len(name))
+    problem.check(*step_rows(batch, problem.generator), device)
 
-    def normal(*shape: int, kind: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator).to(kind)
 
-    num_tokens, heads = sum(queries) + padding, net.value_heads
-    projected = normal(num_tokens, net.channels + heads * net.value_size, kind=dtype)
-    gates = normal(num_tokens, 2 * heads, kind=dtype)
-    weights = normal(net.channels, taps), normal(heads), normal(heads), 1 + 0.1 * normal(net.value_size)
-    rows, unread = step_rows(batch, generator)
-    history = normal(PLACES, taps - 1, net.channels, kind=dtype)
-    state = normal(PLACES, heads, net.key_size, net.value_size)
-    history[unread], state[unread] = torch.nan, torch.nan
-    out = torch.full((num_tokens, heads * net.value_size), torch.nan, dtype=dtype)
-    wanted = history.clone(), state.clone(), out.clone()
-    torch_set.gated_delta(projected, gates, *weights, *rows, *wanted, net, torch.tensor(EPS))
-    got = [tensor.to(device) for tensor in (history, state, out)]
-    inputs = (tensor.to(device) for tensor in (projected, gates, *weights, *rows))
-    scratch = torch.full((num_tokens, net.channels), torch.nan, dtype=dtype, device=device)
-    triton_set.gated_delta(*inputs, *got, net, EPS, scratch)
-    # Products of chunks round more than sums of steps do, but for float32.
-    most = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 1e-2}[dtype]
-    for one, other in zip(got, wanted, strict=True):
-        assert_near(one, other, most)
-    assert not got[2][sum(queries) :].any(), "padding is 0"
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("noise", [0.0, 0.01, 0.3])
+def test_alike_keys(noise: float, dtype: torch.dtype, device: torch.device) -> None:
+    """Each token replaces what the one before it wrote: rates are near 1, decays near 0, and keys are alike.
+
+    The inverse of the system has terms of alternating signs then, and errors of one sign add up.
+    """
+    net = DeltaSizes(1, 2, 32, 32, by_head=False)
+    problem = Problem(net, 2, 200, 3, dtype, 1)
+    keys = problem.projected[:, 32:64]
+    keys.copy_(keys[0].abs() + noise * keys)
+    rates, times = problem.gates.split(2, 1)
+    rates.fill_(7), times.fill_(-9)
+    # Nor may the convolution change them from token to token.
+    problem.weights[0].abs_(), problem.weights[2].zero_()
+    rows = [torch.tensor(one, dtype=torch.int32) for one in ([0, 200], [230], [1])]
+    problem.check([*rows, torch.tensor([[-1], [2], [30 + 77]], dtype=torch.int32)], [0, 2], device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_many_sequences(dtype: torch.dtype, device: torch.device) -> None:
+    """Long ones lie between others, and there are more than a program has threads."""
+    num = 150
+    lengths = torch.randint(0, 4, (num,), generator=torch.Generator().manual_seed(1))
+    queries = torch.tensor([0, 1, 17, 70])[lengths]
+    starts = torch.cat([torch.zeros(1), queries.cumsum(0)])
+    contexts = torch.where(queries > 0, torch.arange(num) % 3, 0)
+    problem = Problem(DeltaSizes(1, 1, 16, 16, by_head=False), 2, int(queries.sum()) + 3, num, dtype, 2)
+    rows = [one.to(torch.int32) for one in (starts, contexts + queries, torch.arange(num).flip(0))]
+    problem.check([*rows, torch.full((3, num), -1, dtype=torch.int32)], [], device)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 
 from phonograph.kernels.torch.state.causal_conv import causal_conv
-from phonograph.kernels.torch.state.delta_rule import delta_chunks, delta_steps
+from phonograph.kernels.torch.state.delta_rule import CHUNK, delta_chunks, delta_steps
 from phonograph.kernels.torch.state.state_runs import state_runs
 
 MOST_GPU_SIZE = 128
@@ -50,6 +50,11 @@ class DeltaSizes(NamedTuple):
     def channels(self) -> int:
         """C: queries, keys and values of a token."""
         return 2 * self.key_heads * self.key_size + self.value_heads * self.value_size
+
+    @property
+    def scratch_widths(self) -> tuple[int, int, int]:
+        """Numbers of a token in the scratch of a GPU's kernels: factors, pairs, and outputs of the convolution."""
+        return 8 * self.value_heads, 3 * CHUNK * self.value_heads, self.channels
 
     def split(self, projected_TF: torch.Tensor, gates_TB: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return inputs of the convolution [T, C], output gates [T, H, V], and rates and times, [T, H] each."""

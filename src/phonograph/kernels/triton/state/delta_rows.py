@@ -93,12 +93,3 @@ def softplus(time):
     """Return log(1 + exp(time))."""
     # The exponential of a large time overflows.
     return tl.where(time > 20.0, time, tl.log(1.0 + tl.exp(tl.minimum(time, 20.0))))
-
-
-@triton.jit
-def store_state(state_ptr, place, head, state, mask, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr):
-    """Store the state of a head to a place of the pool; -1 stores nothing."""
-    key = tl.arange(0, state.shape[0])
-    value = tl.arange(0, state.shape[1])
-    pointer = state_ptr + (place.to(tl.int64) * H + head) * K * V + key[:, None] * V + value[None, :]
-    tl.store(pointer, state, mask & (place >= 0))

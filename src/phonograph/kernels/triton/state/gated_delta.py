@@ -1,34 +1,46 @@
-"""Gated delta net of a step on a GPU: the twin of `kernels/torch/state/gated_delta.py`, in five launches.
+"""Gated delta net of a step on a GPU: the twin of `kernels/torch/state/gated_delta.py`, in six launches.
 
 1. Convolution of all tokens, and 2. the last inputs of each sequence (`causal_conv.py`).
 3. Sequences of up to 16 tokens in the step, token by token (`delta_step.py`).
-4. Longer ones, by chunks (`delta_chunk.py`); left out where no sequence can be longer.
-5. Norm and gates of the outputs, in place (`delta_norm.py`).
+4. Relations between the tokens of each chunk of 64, for longer sequences (`delta_chunk.py`).
+5. Their states and outputs, chunk by chunk (`delta_scan.py`).
+6. Norm and gates of all outputs, in place (`delta_norm.py`).
 
-All read lengths, slots and checkpoints on the device, so that a captured graph serves any batch.
+All read lengths, slots and checkpoints on the device, so that a captured graph serves any batch. The fourth and the
+fifth are left out where no sequence can be longer.
+
+Scratch has two parts beside the outputs of the convolution. Pairs [T, H, 3, 64] are, for a token and each token of its
+chunk, the inverse of the system times the rate, as the sum of two numbers, and the score. Factors [T, H, 4] are
+float32: a token's factors of its key's product with the state before its chunk, of its query's product with that, and
+of its correction in the state after the chunk; and that state's decay in the chunk.
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 
+from phonograph.kernels.torch.state.delta_rule import CHUNK
 from phonograph.kernels.torch.state.gated_delta import NORM_EPS, DeltaSizes
 from phonograph.kernels.triton.state.causal_conv import causal_conv
 from phonograph.kernels.triton.state.delta_chunk import delta_chunk_kernel
 from phonograph.kernels.triton.state.delta_norm import delta_norm_kernel
 from phonograph.kernels.triton.state.delta_rows import places_size
+from phonograph.kernels.triton.state.delta_scan import delta_scan_kernel
 from phonograph.kernels.triton.state.delta_step import delta_step_kernel
 
-_CHUNK = 64
 _MOST_STEPS = 16
-_STEP_BLOCK = 4096
-"""Most numbers of the state in an item of few tokens."""
-_STEP_PROGRAMS = 1056
-"""Most programs: 8 for each SM of an H200."""
-_NORM_BLOCK = 1024
-"""Most numbers of the outputs in a program of the last launch."""
+_STEP_BLOCK, _NORM_BLOCK = 4096, 1024
+"""Most numbers of the state in an item of few tokens, and of the outputs in a program of the last launch."""
+_SCAN_VALUES = 64
+"""Most values of a head in an item of the scan: rows of one instruction of Hopper's tensor cores."""
+_STEP_PROGRAMS, _CHUNK_PROGRAMS, _SCAN_PROGRAMS = 1056, 396, 132
+"""Most programs: 8, 3 and 1 for each SM of an H200."""
+_CHUNK_REGISTERS = 168
+"""Most registers of a thread, so that 3 programs run at the same time."""
 
 
 def gated_delta(
@@ -47,7 +59,7 @@ def gated_delta(
     out_TX: torch.Tensor,
     net: DeltaSizes,
     eps: float,
-    conv_TC: torch.Tensor,
+    scratch_TY: torch.Tensor,
 ) -> None:
     """Mix the tokens of each sequence with its state, and write the new states; see the torch twin.
 
@@ -67,27 +79,41 @@ def gated_delta(
         out_TX: contiguous; receives zeros for padding.
         net: sizes.
         eps: epsilon of the norm of the output.
-        conv_TC: scratch, contiguous.
+        scratch_TY: contiguous; `net.scratch_widths` numbers of each token.
     """
     num_tokens, num_reqs = len(projected_TF), len(slots_R)
+    # Factors first, where they are aligned whatever the number of tokens is.
+    words, pairs, conv_TC = scratch_TY.view(-1).split([num_tokens * width for width in net.scratch_widths])
+    factors = words.view(torch.float32)
     rows = query_start_loc, seq_lens_R, slots_R, checkpoints_3R
     causal_conv(projected_TF, taps_CW, *rows, history_SPC, conv_TC, net)
-    strides = gates_TB.stride(0), checkpoints_3R.stride(0)
-    args = conv_TC, gates_TB, decay_H, time_bias_H, *rows, state_SHKV, out_TX, num_reqs, *strides
-    sizes = {"G": net.key_heads, "H": net.value_heads, "K": net.key_size, "V": net.value_size, "BY_HEAD": net.by_head}
+    strides, is_wide = (gates_TB.stride(0), checkpoints_3R.stride(0)), projected_TF.dtype is torch.float32
     keys, values = (max(16, triton.next_power_of_2(size)) for size in (net.key_size, net.value_size))
-    settings = {"KEYS": keys, "MOST": _MOST_STEPS, "NORM_EPS": NORM_EPS, "ROWS": places_size(num_reqs)}
-    settings |= {**sizes, "TILED": net.tiled}
+    heads: dict[str, Any] = {"G": net.key_heads, "H": net.value_heads, "K": net.key_size}
+    items = {"TILED": net.tiled, "KEYS": keys, "MOST": _MOST_STEPS, "ROWS": places_size(num_reqs)}
+    weights, by_head, norm = (decay_H, time_bias_H), {"BY_HEAD": net.by_head}, {"NORM_EPS": NORM_EPS}
     block = min(values, max(16, _STEP_BLOCK // keys))
-    items = num_reqs * net.value_heads * triton.cdiv(net.value_size, block)
-    delta_step_kernel[(min(items, _STEP_PROGRAMS),)](*args, **settings, VALUES=block, num_warps=4)
+    most_items = num_reqs * net.value_heads * triton.cdiv(net.value_size, block)
+    delta_step_kernel[(min(most_items, _STEP_PROGRAMS),)](
+        conv_TC, gates_TB, *weights, *rows, state_SHKV, out_TX, num_reqs, *strides, V=net.value_size, VALUES=block,
+        **heads, **items, **by_head, **norm, num_warps=4,
+    )  # fmt: skip
     if most_long := min(num_reqs, num_tokens // (_MOST_STEPS + 1)):
-        precision = "ieee" if projected_TF.dtype is torch.float32 else "tf32"
-        delta_chunk_kernel[(most_long, net.value_heads)](
-            *args, **settings, C=net.channels, VALUES=values, CHUNK=_CHUNK, PRECISION=precision, num_warps=8
-        )
-    heads = min(triton.next_power_of_2(net.value_heads), max(1, _NORM_BLOCK // values))
-    delta_norm_kernel[(num_tokens, triton.cdiv(net.value_heads, heads))](
-        projected_TF, norm_V, query_start_loc, out_TX, num_reqs, eps, projected_TF.stride(0), **sizes, HEADS=heads,
-        VALUES=values, num_warps=4,
+        # One rounded number would make errors of one sign, which add up where keys are alike.
+        items |= {"PARTS": 1 if is_wide else 2, "STAGES": 1 if is_wide else 2, "CHUNK": CHUNK, "C": net.channels}
+        most_items = (num_tokens // CHUNK + 2 * most_long) * net.value_heads
+        delta_chunk_kernel[(min(most_items, _CHUNK_PROGRAMS),)](
+            conv_TC, gates_TB, *weights, *rows, pairs, factors, num_reqs, *strides, **heads, **items, **by_head, **norm,
+            num_warps=4, maxnreg=None if is_wide else _CHUNK_REGISTERS,
+        )  # fmt: skip
+        block = min(values, _SCAN_VALUES)
+        most_items = most_long * net.value_heads * triton.cdiv(net.value_size, block)
+        delta_scan_kernel[(min(most_items, _SCAN_PROGRAMS),)](
+            conv_TC, pairs, factors, *rows, state_SHKV, out_TX, num_reqs, checkpoints_3R.stride(0), V=net.value_size,
+            VALUES=block, **heads, **items, num_warps=4,
+        )  # fmt: skip
+    num_heads = min(triton.next_power_of_2(net.value_heads), max(1, _NORM_BLOCK // values))
+    delta_norm_kernel[(num_tokens, triton.cdiv(net.value_heads, num_heads))](
+        projected_TF, norm_V, query_start_loc, out_TX, num_reqs, eps, projected_TF.stride(0), V=net.value_size,
+        HEADS=num_heads, VALUES=values, **heads, **by_head, num_warps=4,
     )  # fmt: skip

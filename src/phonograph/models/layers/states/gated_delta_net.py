@@ -74,8 +74,8 @@ class GatedDeltaNet:
 
     @property
     def scratch(self) -> int:
-        """Numbers of a token beside projections and output: inputs of the rule, after the convolution."""
-        return self.sizes.channels
+        """Numbers of a token beside projections and output: inputs of the rule, and what its chunks need."""
+        return sum(self.sizes.scratch_widths)
 
     @property
     def gpu_refusal(self) -> str | None:
