@@ -329,20 +329,26 @@ def test_keys_that_no_gpu_kernel_has_are_refused(tmp_path: Path) -> None:
 def test_a_gpu_answers_as_transformers(mode: GraphMode, made: tuple[PreTrainedModel, Path]) -> None:
     """Graphs equal eager steps.
 
-    Full graphs need a kernel of attention, which float32 has not: there only first tokens are those of transformers in
-    float32. In float32 one whole answer may turn at a near-tie.
+    Full graphs need a kernel of attention, which float32 has not: there only first tokens are compared, and one counts
+    as right if transformers in float32 has it within a tenth of the logits' deviation. Routers may turn in bfloat16. In
+    float32 one whole answer may turn at a near-tie.
     """
     reference, folder = made
     prompts = prompts_of(*LENGTHS)
     wanted = wanted_of(reference, prompts, 16)
     is_exact = mode in (GraphMode.PIECEWISE, GraphMode.NONE)
-    count = 16 if is_exact else 1
     dtype = "float32" if is_exact else "bfloat16"
+    with torch.no_grad():
+        firsts = [reference(torch.tensor([prompt])).logits[0, -1] for prompt in prompts]
+    near = [(logits >= logits.max() - 0.1 * logits.std()).nonzero().flatten().tolist() for logits in firsts]
+    assert sum(map(len, near)) < 2 * len(prompts)
     llm = make_llm(folder, device="cuda", dtype=dtype, block_size=16, cudagraph_mode=mode)
     for _ in range(2):
         answers = tokens_of(llm, prompts, replace(GREEDY, max_tokens=16))
-        same = sum(one[:count] == other[:count] for one, other in zip(answers, wanted, strict=True))
-        assert same >= len(prompts) - (1 if is_exact else 2)
+        if is_exact:
+            assert sum(one == other for one, other in zip(answers, wanted, strict=True)) >= len(prompts) - 1
+        else:
+            assert sum(one[0] in other for one, other in zip(answers, near, strict=True)) >= len(prompts) - 2
     if mode is not GraphMode.NONE:
         report = llm.verify(num_replays=200)
         assert report.ok, report.mismatches[:3]
