@@ -101,7 +101,7 @@ def gated_delta(
     heads |= {"CHUNK": CHUNK, "ROWS": places_size(num_reqs)}
     is_wide = projected_TF.dtype is torch.float32
     # One rounded number would make errors of one sign, which add up where keys are alike.
-    inputs |= {"PARTS": 1 if is_wide else 2, "STAGES": 1 if is_wide else 2}
+    inputs |= {"PARTS": 1 if is_wide else 2}
     delta_chunk_kernel[(min(most_items, _CHUNK_PROGRAMS),)](
         conv_TC, gates_TB, *weights, *rows, pairs, factors, num_reqs, gates_stride, checkpoints_stride,
         NORM_EPS=NORM_EPS, **heads, **by_head, **inputs, num_warps=4, maxnreg=None if is_wide else _CHUNK_REGISTERS,
@@ -110,7 +110,7 @@ def gated_delta(
     most_scans = most_long * net.value_heads * triton.cdiv(net.value_size, block)
     delta_scan_kernel[(min(most_scans, _SCAN_PROGRAMS),)](
         conv_TC, pairs, factors, *rows, state_SHKV, out_TX, num_reqs, checkpoints_stride, V=net.value_size,
-        VALUES=block, **heads, **inputs, num_warps=4,
+        VALUES=block, STAGES=1 if is_wide else 3, **heads, **inputs, num_warps=4,
     )  # fmt: skip
     delta_norm_kernel[(min(most_items, _NORM_PROGRAMS),)](
         projected_TF, norm_V, *rows, out_TX, num_reqs, eps, stride, checkpoints_stride, V=net.value_size,
