@@ -1,10 +1,10 @@
 """Scan of the gated delta rule over the chunks of long sequences, one chunk after another.
 
 An item is a sequence, a head of values and a block of its values. A program has one item after another, and holds the
-transposed rows [VALUES, K] of the state in registers. Products have the tokens of a chunk in their columns, so that
-each result is in the registers where the next product takes it from. What tokens of a chunk are to each other is known
-from `delta_chunk.py`, which says more about chunks. Operands of products are in the type of the activations, sums and
-the state in float32.
+block of the state, transposed [VALUES, K], in registers. Results of products have the tokens of a chunk as columns, so
+that the next product takes them from the same registers. `delta_chunk.py` has computed the relations between the tokens
+of a chunk before; see there for the chunks too. Operands of products are in the type of the activations, sums and the
+state in float32.
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -70,8 +70,8 @@ def delta_scan_kernel(
                 known, kept = tl.split(even)
                 asked, _ = tl.split(odd)
 
-                # Triton copies operands of products alone to shared memory, if they are in 16 bits. The next chunk's
-                # values wait in registers.
+                # Triton makes no asynchronous copies of numbers in 16 bits but for operands of products. Values of the
+                # next chunk are therefore loaded to registers.
                 following = first + CHUNK
                 is_value = (line < end - following)[:, None] & has_value[None, :]
                 next_v = tl.load(values + following.to(tl.int64) * C, is_value, other=0.0)
@@ -93,7 +93,7 @@ def delta_scan_kernel(
                 mixed_t = tl.dot(correction_t, tl.trans(scores), mixed_t, input_precision="tf32x3")
                 state = tl.dot(added_t, k, state * whole, input_precision="tf32x3")
                 out = out_ptr + (token * H + head) * V + (line[:, None] * (H * V) + value[None, :])
-                # The mask of the copies would wait in registers until here.
+                # The mask of the copies would take registers from there to here.
                 is_stored = (line < end - first)[:, None] & has_value[None, :]
                 tl.store(out, tl.trans(mixed_t.to(out_ptr.dtype.element_ty)), is_stored)
                 v = next_v
