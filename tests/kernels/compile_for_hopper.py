@@ -74,7 +74,9 @@ _MORE = {
         "STS": "exchange",
         "STL": "spill",
     },
-    "delta_chunk_kernel": (_SCAN := {"HGMMA": "product", "LDGSTS": "copy", "STL": "spill"}),
+    "delta_chunk_kernel": (
+        _SCAN := {"HGMMA": "product", "LDGSTS": "copy", "STL": "spill", "DEPBAR.LE SB0, 0x0": "all copied"}
+    ),
     "delta_scan_kernel": _SCAN,
     "mamba_chunk_kernel": _SCAN,
     "_prefill_kernel": {"DEPBAR.LE gsb0, 0x2": "keys", "DEPBAR.LE gsb0, 0x0": "all", "MUFU.EX2": "exp"},

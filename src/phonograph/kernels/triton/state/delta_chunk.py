@@ -60,19 +60,17 @@ def delta_chunk_kernel(
     conv_ptr, gates_ptr, decay_ptr, time_bias_ptr, starts_ptr, lens_ptr, slots_ptr, checkpoints_ptr, pairs_ptr,
     factors_ptr, num_reqs, gates_stride, checkpoints_stride, C: tl.constexpr, G: tl.constexpr,
     H: tl.constexpr, K: tl.constexpr, BY_HEAD: tl.constexpr, TILED: tl.constexpr, KEYS: tl.constexpr,
-    MOST: tl.constexpr, NORM_EPS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr,
-    ROWS: tl.constexpr,
+    MOST: tl.constexpr, NORM_EPS: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Write the relations between the tokens of each chunk of sequences with more than MOST.
 
     KEYS: power of two of at least 16, at least K.
     PARTS: numbers in the type of the activations whose sum is a number of the inverse.
-    STAGES: of the copies of queries and keys.
     ROWS: see `places_by_length`.
     """
     rows = starts_ptr, lens_ptr, slots_ptr, checkpoints_ptr, checkpoints_stride
     ends = _ends_of_chunks(*rows, num_reqs, MOST, CHUNK, ROWS)
-    for item in tl.range(tl.program_id(0), tl.max(ends, 0) * H, tl.num_programs(0), num_stages=STAGES):
+    for item in tl.range(tl.program_id(0), tl.max(ends, 0) * H, tl.num_programs(0), num_stages=1):
         head = item % H
         first, size = _chunk_of(item // H, ends, *rows, CHUNK)
         key, line = tl.arange(0, KEYS), tl.arange(0, CHUNK)

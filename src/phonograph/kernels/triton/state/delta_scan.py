@@ -1,10 +1,10 @@
 """Scan of the gated delta rule over the chunks of long sequences, one chunk after another.
 
 An item is a sequence, a head of values and a block of its values. A program has one item after another, and holds the
-transposed rows [VALUES, K] of the state in registers. Products have the tokens of a chunk in their columns, so that
-each result is in the registers where the next product takes it from. What tokens of a chunk are to each other is known
-from `delta_chunk.py`, which says more about chunks. Operands of products are in the type of the activations, sums and
-the state in float32.
+block of the state, transposed [VALUES, K], in registers. Results of products have the tokens of a chunk as columns, so
+that the next product takes them from the same registers. `delta_chunk.py` has computed the relations between the tokens
+of a chunk before; see there for the chunks too. Operands of products are in the type of the activations, sums and the
+state in float32.
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -51,14 +51,15 @@ def delta_scan_kernel(
         for half in tl.range(2, num_stages=1):
             begin = tl.where(half == 0, 0, until)
             end = tl.where(half == 0, until, count)
+            values = conv_ptr + start.to(tl.int64) * C + 2 * G * K + head * V + (line[:, None] * C + value[None, :])
+            is_value = (line < end - begin)[:, None] & has_value[None, :]
+            v = tl.load(values + begin.to(tl.int64) * C, is_value, other=0.0)
             for chunk in tl.range(tl.cdiv(end - begin, CHUNK), num_stages=STAGES):
                 first = begin + chunk * CHUNK
                 is_token = first + line < end
                 token = (start + first).to(tl.int64)
                 inputs = conv_ptr + token * C + key_head * K + (line[:, None] * C + key[None, :])
                 key_mask = is_token[:, None] & has_key[None, :]
-                value_mask = is_token[:, None] & has_value[None, :]
-                values = conv_ptr + token * C + 2 * G * K + head * V + (line[:, None] * C + value[None, :])
                 pairs = pairs_ptr + (token * H + head) * ((PARTS + 1) * CHUNK)
                 pairs += line[:, None] * (H * (PARTS + 1) * CHUNK) + line[None, :]
                 factors = factors_ptr + (token * H + head) * 4
@@ -69,10 +70,14 @@ def delta_scan_kernel(
                 known, kept = tl.split(even)
                 asked, _ = tl.split(odd)
 
+                # Triton makes no asynchronous copies of numbers in 16 bits but for operands of products. Values of the
+                # next chunk are therefore loaded to registers.
+                following = first + CHUNK
+                is_value = (line < end - following)[:, None] & has_value[None, :]
+                next_v = tl.load(values + following.to(tl.int64) * C, is_value, other=0.0)
                 before_t = state.to(conv_ptr.dtype.element_ty)
                 k = tl.load(inputs + G * K, key_mask, other=0.0)
                 change_t = tl.dot(before_t, tl.trans(k), input_precision="tf32x3")
-                v = tl.load(values, value_mask, other=0.0)
                 change_t = (tl.trans(v).to(tl.float32) - change_t * known[None, :]).to(k.dtype)
                 inverse = tl.load(pairs, is_token[:, None], other=0.0)
                 correction_t = tl.dot(change_t, tl.trans(inverse), input_precision="tf32x3")
@@ -88,7 +93,10 @@ def delta_scan_kernel(
                 mixed_t = tl.dot(correction_t, tl.trans(scores), mixed_t, input_precision="tf32x3")
                 state = tl.dot(added_t, k, state * whole, input_precision="tf32x3")
                 out = out_ptr + (token * H + head) * V + (line[:, None] * (H * V) + value[None, :])
-                tl.store(out, tl.trans(mixed_t.to(out_ptr.dtype.element_ty)), value_mask)
+                # The mask of the copies would take registers from there to here.
+                is_stored = (line < end - first)[:, None] & has_value[None, :]
+                tl.store(out, tl.trans(mixed_t.to(out_ptr.dtype.element_ty)), is_stored)
+                v = next_v
             target = tl.where(half == 0, saved, slot)
             stores = (target >= 0) & ((half == 1) | (until > 0))
             tl.store(state_ptr + target.to(tl.int64) * (H * K * V) + number, state, mask & stores)

@@ -9,10 +9,10 @@
 All read lengths, slots and checkpoints on the device, so that a captured graph serves any batch. The fourth and the
 fifth are left out where no sequence can be longer.
 
-Scratch has two parts beside the outputs of the convolution. Pairs [T, H, 3, 64] are, for a token and each token of its
-chunk, the inverse of the system times the rate, as the sum of two numbers, and the score. Factors [T, H, 4] are
-float32: a token's factors of its key's product with the state before its chunk, of its query's product with that, and
-of its correction in the state after the chunk; and that state's decay in the chunk.
+Scratch has two parts beside the outputs of the convolution. Pairs [T, H, 3, 64] have, for a token and each token of its
+chunk, the inverse of the system times the rate, as the sum of two numbers, and the score; float32 needs one number, and
+leaves a third of the room empty. Factors [T, H, 4] are float32: those of the products of a token's key and query with
+the state before the chunk, that of the token's correction in the state after it, and the decay of the state in it.
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -35,12 +35,10 @@ from phonograph.kernels.triton.state.delta_step import delta_step_kernel
 _MOST_STEPS = 16
 _STEP_BLOCK, _NORM_BLOCK = 4096, 1024
 """Most numbers of the state in an item of few tokens, and of the outputs in a program of the last launch."""
-_SCAN_VALUES = 64
-"""Most values of a head in an item of the scan: rows of one instruction of Hopper's tensor cores."""
-_STEP_PROGRAMS, _CHUNK_PROGRAMS, _SCAN_PROGRAMS = 1056, 396, 132
-"""Most programs: 8, 3 and 1 for each SM of an H200."""
-_CHUNK_REGISTERS = 168
-"""Most registers of a thread, so that 3 programs run at the same time."""
+_SCAN_VALUES, _SCAN_STAGES = 32, 3
+"""Most values of a head in an item of the scan, and stages of its copies."""
+_STEP_PROGRAMS, _CHUNK_PROGRAMS, _SCAN_PROGRAMS = 1056, 264, 264
+"""Most programs: 8, 2 and 2 for each SM of an H200."""
 
 
 def gated_delta(
@@ -100,17 +98,17 @@ def gated_delta(
     )  # fmt: skip
     if most_long := min(num_reqs, num_tokens // (_MOST_STEPS + 1)):
         # One rounded number would make errors of one sign, which add up where keys are alike.
-        items |= {"PARTS": 1 if is_wide else 2, "STAGES": 1 if is_wide else 2, "CHUNK": CHUNK, "C": net.channels}
+        items |= {"PARTS": 1 if is_wide else 2, "CHUNK": CHUNK, "C": net.channels}
         most_items = (num_tokens // CHUNK + 2 * most_long) * net.value_heads
         delta_chunk_kernel[(min(most_items, _CHUNK_PROGRAMS),)](
             conv_TC, gates_TB, *weights, *rows, pairs, factors, num_reqs, *strides, **heads, **items, **by_head, **norm,
-            num_warps=4, maxnreg=None if is_wide else _CHUNK_REGISTERS,
+            num_warps=4,
         )  # fmt: skip
         block = min(values, _SCAN_VALUES)
         most_items = most_long * net.value_heads * triton.cdiv(net.value_size, block)
         delta_scan_kernel[(min(most_items, _SCAN_PROGRAMS),)](
             conv_TC, pairs, factors, *rows, state_SHKV, out_TX, num_reqs, checkpoints_3R.stride(0), V=net.value_size,
-            VALUES=block, **heads, **items, num_warps=4,
+            VALUES=block, STAGES=1 if is_wide else _SCAN_STAGES, **heads, **items, num_warps=4,
         )  # fmt: skip
     num_heads = min(triton.next_power_of_2(net.value_heads), max(1, _NORM_BLOCK // values))
     delta_norm_kernel[(num_tokens, triton.cdiv(net.value_heads, num_heads))](
