@@ -143,6 +143,15 @@ def test_a_stream_for_the_client_of_openai(seconds: float, spoken: tuple[Any, Se
     server.wait_until_idle()
 
 
+def test_a_stream_of_several_tokens_an_event(hearing: tuple[Any, EngineThread], spoken: tuple[Any, Server]) -> None:
+    form: dict[str, Any] = {"model": "demo", "file": ("a.wav", wav(sound(0.8))), "language": "en", "stream": True}
+    *deltas, done = list(spoken[1].client().audio.transcriptions.create(**form))
+    with serving(hearing[1], ServerConfig(stream_interval=8)) as server:
+        *fewer, same = list(server.client().audio.transcriptions.create(**form))
+    assert same == done.model_copy(update={"id": getattr(same, "id", None), "created": getattr(same, "created", None)})
+    assert 1 + len(deltas) // 8 <= len(fewer) <= 2 + len(deltas) // 8 and len(deltas) > 16
+
+
 def test_a_stream_for_a_client_of_vllm(spoken: tuple[Any, Server]) -> None:
     server = spoken[1]
     content = wav(sound(2.3))

@@ -66,6 +66,8 @@ class TranscriptAnswer:
         return {"text": self.text, "usage": {"type": "duration", "seconds": round(self._seconds)}}
 
     def write(self, changed: list[Sample]) -> bytes:
+        if all(sample.index != self._place for sample in changed):
+            return b""
         text = self._take()
         return self._delta({"delta": {"content": text}}) if text else b""
 
