@@ -139,6 +139,8 @@ def test_the_server_transcribes_for_the_client_of_openai(
         form: dict[str, Any] = {"response_format": "verbose_json", "timestamp_granularities": ["word", "segment"]}
         made = speech.transcriptions.create(model="demo", file=path, temperature=0, **form)
         whole = speech.transcriptions.create(model="demo", file=long, **form)
+        at_once = speech.transcriptions.create(model="demo", file=long)
+        *deltas, done = list(speech.transcriptions.create(model="demo", file=long, stream=True))
         refused = httpx.post(f"{server.url}/v1/audio/translations", files={"file": path.read_bytes()})
     assert made.words is not None
     heard, expected = [(one.word, one.start, one.end) for one in made.words], times_of_words(*whisper, recording)
@@ -153,5 +155,7 @@ def test_the_server_transcribes_for_the_client_of_openai(
     assert made.text == WORDS.strip() and made.language == "en" and made.segments
     assert [one.start for one in made.segments] == sorted(one.start for one in made.segments)
     assert made.segments[-1].end <= len(recording) / RATE
-    assert whole.text == f"{made.text} {made.text}"
+    assert whole.text == at_once.text == f"{made.text} {made.text}"
+    pieces = [getattr(one, "delta", None) for one in deltas]
+    assert "".join(map(str, pieces)) == getattr(done, "text", None) == at_once.text and len(pieces) > len(WORDS.split())
     assert refused.status_code == 400 and "English alone" in refused.json()["error"]["message"]

@@ -107,6 +107,26 @@ def test_samples_of_one_request_have_times_and_tokens_of_their_own() -> None:
     assert [(sample.tokens, sample.itls, sample.tpot) for sample in merged.samples] == [(4, [1.0], 1 / 3)] * 3
 
 
+def test_transcripts_of_openai_and_of_vllm() -> None:
+    """Events without choices, and chunks without a usage: tokens are counted later."""
+    done = {"type": "transcript.text.done", "text": "ab"}
+    pieces = [events({"type": "transcript.text.delta", "delta": text}) for text in "ab"]
+    counted = {"type": "tokens", "input_tokens": 4, "output_tokens": 3, "total_tokens": 7}
+    reply = read_reply(recorded(*pieces, events({**done, "usage": counted})), 0.0)
+    assert (reply.error, reply.text, reply.prompt_tokens, reply.output_tokens) == (None, "ab", 4, 3)
+    assert (reply.ttft, reply.latency, reply.samples[0].itls) == (1.0, 3.0, [1.0])
+    chunk = {"object": "transcription.chunk", "choices": [{"delta": {"content": "a"}}]}
+    end = {"object": "transcription.chunk", "choices": [{"delta": {"content": "b"}, "finish_reason": "stop"}]}
+    for found in (
+        read_reply(recorded(*pieces, events(done)), 0.0),
+        read_reply(recorded(*map(events, (chunk, end))), 0.0),
+    ):
+        assert (found.error, found.text, found.ttft, found.output_tokens) == (None, "ab", 1.0, 0)
+        found.count_tokens(5)
+        (sample,) = found.samples
+        assert sample.tokens == found.output_tokens == 5 and sample.tpot == pytest.approx((found.latency - 1) / 4)
+
+
 @pytest.mark.parametrize(
     ("script", "error"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import wave
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from openai import APIError
+from openai.types.audio import TranscriptionTextDeltaEvent, TranscriptionTextDoneEvent
 from servers import EngineThread, Server, serving
 from transformers import WhisperFeatureExtractor
 from transformers.models.whisper import generation_whisper, tokenization_whisper
@@ -47,11 +50,18 @@ def sound(seconds: float, seed: int = 0) -> np.ndarray:
 
 
 @pytest.fixture(scope="module")
-def spoken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Server]]:
+def hearing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, EngineThread]]:
     folder = tmp_path_factory.mktemp("multilingual")
     model = make_multilingual(folder)
     settings = {"max_model_len": None, "max_num_seqs": 4, "cudagraph_capture_sizes": "1,4"}
-    with EngineThread(model=str(folder), **settings) as thread, serving(thread, ServerConfig()) as server:
+    with EngineThread(model=str(folder), **settings) as thread:
+        yield model, thread
+
+
+@pytest.fixture(scope="module")
+def spoken(hearing: tuple[Any, EngineThread]) -> Iterator[tuple[Any, Server]]:
+    model, thread = hearing
+    with serving(thread, ServerConfig()) as server:
         yield model, server
 
 
@@ -114,6 +124,82 @@ def test_parts_of_a_long_recording_and_the_prompt(spoken: tuple[Any, Server]) ->
     assert found == " ".join(map(words, wanted)) and len(parts) >= 3
 
 
+@pytest.mark.parametrize("seconds", [0.8, 3.3])
+def test_a_stream_for_the_client_of_openai(seconds: float, spoken: tuple[Any, Server]) -> None:
+    """A recording that fits and one of several parts, in a language that is found."""
+    server = spoken[1]
+    content = wav(sound(seconds, 5))
+    num_parts = len(parts_of(read_samples(content), RATE * SECONDS))
+    whole = post(server, content).json()["text"]
+    events = [*server.client().audio.transcriptions.create(model="demo", file=("a.wav", content), stream=True)]
+    *deltas, done = events
+    assert {type(one) for one in deltas} == {TranscriptionTextDeltaEvent} and len(deltas) > 4
+    assert "".join(one.delta for one in deltas) == whole and whole.count(" ") == num_parts - 1
+    assert isinstance(done, TranscriptionTextDoneEvent) and done.text == whole and done.usage is not None
+    assert done.usage.total_tokens == done.usage.input_tokens + done.usage.output_tokens
+    # Tokens of words, and an end of each part that did not reach the limit.
+    assert whole.count("w") <= done.usage.output_tokens <= whole.count("w") + num_parts
+    assert done.usage.input_tokens == 4 * num_parts and (num_parts > 3) == (seconds > 1)
+    server.wait_until_idle()
+
+
+def test_a_stream_of_several_tokens_an_event(hearing: tuple[Any, EngineThread], spoken: tuple[Any, Server]) -> None:
+    form: dict[str, Any] = {"model": "demo", "file": ("a.wav", wav(sound(0.8))), "language": "en", "stream": True}
+    *deltas, done = list(spoken[1].client().audio.transcriptions.create(**form))
+    with serving(hearing[1], ServerConfig(stream_interval=8)) as server:
+        *fewer, same = list(server.client().audio.transcriptions.create(**form))
+    assert same == done.model_copy(update={"id": getattr(same, "id", None), "created": getattr(same, "created", None)})
+    assert 1 + len(deltas) // 8 <= len(fewer) <= 2 + len(deltas) // 8 and len(deltas) > 16
+
+
+def test_a_stream_for_a_client_of_vllm(spoken: tuple[Any, Server]) -> None:
+    server = spoken[1]
+    content = wav(sound(2.3))
+    most = 3 * len(parts_of(read_samples(content), RATE * SECONDS))
+    path = "/v1/audio/translations"
+    whole = post(server, content, path, language="de").json()["text"]
+
+    def events(**fields: Any) -> list[Any]:
+        lines = post(server, content, path, language="de", stream="True", **fields).text.split("\n\n")
+        assert lines[-2:] == ["data: [DONE]", ""]
+        return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+
+    plain = events(response_format="text")
+    assert "".join(one["choices"][0]["delta"]["content"] for one in plain) == whole
+    assert {(one["object"], one["model"], one["id"]) for one in plain} == {
+        ("translation.chunk", "demo", plain[0]["id"])
+    }
+    reasons = [one["choices"][0].get("finish_reason") for one in plain]
+    assert reasons == [None] * (len(plain) - 1) + ["length"]
+    assert "usage" not in plain[0]
+    *chunks, last = events(stream_include_usage="True", stream_continuous_usage_stats="True", max_completion_tokens=3)
+    counts = [one["usage"]["completion_tokens"] for one in chunks]
+    assert last["choices"] == [] and last["usage"]["completion_tokens"] == most == counts[-1]
+    assert counts == sorted(counts) and counts[0] < most
+    assert [one["choices"][0].get("finish_reason") for one in chunks][-2:] == [None, "length"]
+    assert last["text"] == "".join(one["choices"][0]["delta"]["content"] for one in chunks)
+
+
+def test_a_stream_whose_client_goes_away_or_that_is_aborted(
+    hearing: tuple[Any, EngineThread], spoken: tuple[Any, Server]
+) -> None:
+    """A recording of more than 40 parts, of which 4 run at a time."""
+    thread, server = hearing[1], spoken[1]
+    form: dict[str, Any] = {"model": "demo", "file": ("a.wav", wav(sound(40))), "language": "en", "stream": True}
+    speech = server.client().audio.transcriptions
+    before = server.engine.num_steps
+    with speech.create(**form) as stream:
+        next(stream)
+        assert server.engine.num_open > 30
+    server.wait_until_idle()
+    assert server.engine.num_steps - before < 150, "it did not run to its end"
+    with speech.create(**form) as stream, pytest.raises(APIError, match="was aborted"):
+        first: Any = next(stream)
+        assert thread.submit(server.engine.abort(first.id)).result(10) == 1
+        list(stream)
+    server.wait_until_idle()
+
+
 def test_segments_by_the_client_of_openai(spoken: tuple[Any, Server]) -> None:
     model, server = spoken
     content = wav(sound(0.9, 3))
@@ -143,7 +229,12 @@ def test_segments_by_the_client_of_openai(spoken: tuple[Any, Server]) -> None:
         (None, {}, "file", "missing"),
         (wav(np.zeros(99)), {"language": "tlh"}, "language", "the model lacks it; codes such as en, de"),
         (wav(np.zeros(99)), {"response_format": "xml"}, "response_format", "json"),
-        (wav(np.zeros(99)), {"stream": "true"}, "stream", "at once"),
+        (wav(np.zeros(99)), {"stream": "true", "response_format": "verbose_json"}, "response_format", "not streamed"),
+        (wav(np.zeros(99)), {"stream": "true", "response_format": "srt"}, "response_format", "not streamed"),
+        (wav(np.zeros(99)), {"stream": "True", "response_format": "vtt"}, "response_format", "not streamed"),
+        (wav(np.zeros(99)), {"stream": "soon"}, "stream", "boolean"),
+        (wav(np.zeros(99)), {"stream_include_usage": "true"}, "stream_include_usage", "stream=true"),
+        (b"RIFF no recording", {"stream": "true"}, "file", "no WAV file"),
         (wav(np.zeros(99)), {"temperature": "hot"}, "temperature", "number"),
         (wav(np.zeros(99)), {"temperature": "-1"}, "temperature", "temperature"),
         (wav(np.zeros(99)), {"timestamp_granularities[]": ["word"]}, "timestamp_granularities", "verbose_json"),
@@ -264,12 +355,15 @@ def test_bench_serve(spoken: tuple[Any, Server], tmp_path: Path) -> None:
     assert (found["completed"], found["failed"], found["backend"]) == (2, 0, "openai-audio")
     assert found["total_audio_seconds"] == 2.25 and found["rtfx"] == pytest.approx(2.25 / found["duration"])
     assert found["output_throughput"] == pytest.approx(found["total_output_tokens"] / found["duration"])
-    assert found["mean_ttft_ms"] == found["mean_e2el_ms"] > 0 and found["mean_tpot_ms"] is None
+    assert 0 < found["mean_ttft_ms"] < found["mean_e2el_ms"] and found["mean_tpot_ms"] > 0
+    at_once = bench_serving(replace(recordings, extra_body=extra[:-1] + ', "stream": false}'), lambda *_: None)
+    assert at_once["mean_ttft_ms"] == at_once["mean_e2el_ms"] > 0 and at_once["mean_tpot_ms"] is None
     # Each recording of more than a second has two parts.
     texts = [
         post(server, wav(sound(seconds)), language="en", max_completion_tokens=3).json() for seconds in (0.5, 1.75)
     ]
     assert found["generated_texts"] == [text["text"] for text in texts]
+    assert found["total_output_tokens"] == 9 and at_once["total_output_tokens"] > 0
     assert texts[1]["text"].count("w") <= 6
     noise = bench_serving(ServingBench(audio_seconds="1-2", num_prompts=3, **settings), lambda *_: None)
     assert noise["completed"] == 3 and 3 <= noise["total_audio_seconds"] <= 6

@@ -66,6 +66,16 @@ class Reply:
     def text(self) -> str:
         return "".join(sample.text for sample in self.samples)
 
+    def count_tokens(self, output_tokens: int) -> None:
+        """Set the number of output tokens, and divide them among the samples by chunks; exact if each is a chunk."""
+        self.output_tokens = output_tokens
+        for sample in self.samples:
+            # A sample without text, such as an end of sequence alone, counts its last chunk.
+            sample.times = sample.times or [sample.end]
+        num_chunks = sum(len(sample.times) for sample in self.samples)
+        for sample in self.samples:
+            sample.tokens = output_tokens * len(sample.times) / num_chunks
+
 
 class BrokenStream(Exception):
     """Error of a stream that is incomplete or reports an error."""
@@ -103,11 +113,12 @@ def chunks(recording: Recording) -> Iterator[tuple[float, dict[str, Any]]]:
 
 def _read(recording: Recording, reply: Reply) -> None:
     usage: dict[str, Any] | None = None
-    finished = False
+    finished = hears = False
     samples: dict[int, TimedSample] = {}
     for at, chunk in chunks(recording):
         usage = chunk.get("usage") or usage
-        for choice in chunk.get("choices") or ():
+        hears |= str(chunk.get("type") or chunk.get("object")).startswith(("transcript", "translation"))
+        for choice in _choices(chunk):
             sample = samples.setdefault(choice.get("index", 0), TimedSample())
             text, is_output = _output_of(choice)
             sample.text += text
@@ -117,19 +128,25 @@ def _read(recording: Recording, reply: Reply) -> None:
                 sample.times.append(sample.end)
     if not finished:
         raise BrokenStream("the stream ended without a finish_reason")
+    if hears:
+        # A transcript may have no usage, or OpenAI's names.
+        usage = usage or {}
+        usage = {
+            "prompt_tokens": usage.get("input_tokens", 0),
+            "completion_tokens": usage.get("output_tokens", 0),
+        } | usage
     if usage is None:
         raise BrokenStream("the stream has no usage: the server does not honour stream_options.include_usage")
     reply.prompt_tokens = usage["prompt_tokens"]
     reply.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-    reply.output_tokens = usage["completion_tokens"]
     reply.latency = max(sample.end for sample in samples.values())
-    if reply.output_tokens:
+    if usage["completion_tokens"] or hears:
         reply.samples = [samples[index] for index in sorted(samples)]
-        _divide_tokens(reply.samples, reply.output_tokens)
+    reply.count_tokens(usage["completion_tokens"])
 
 
 def _read_object(recording: Recording, reply: Reply) -> None:
-    """Read embeddings, or a transcript, which has no counts of tokens."""
+    """Read embeddings, or a transcript that came at once, which has no counts of tokens."""
     answer = _decode(recording.body)
     reply.latency = recording.times[-1] - recording.start
     if "text" in answer:
@@ -139,14 +156,12 @@ def _read_object(recording: Recording, reply: Reply) -> None:
     reply.prompt_tokens = answer["usage"]["prompt_tokens"]
 
 
-def _divide_tokens(samples: Sequence[TimedSample], output_tokens: int) -> None:
-    """Divide the answer's tokens among its samples by chunks; exact if each token is a chunk."""
-    for sample in samples:
-        # A sample without text, such as an end of sequence alone, counts its last chunk.
-        sample.times = sample.times or [sample.end]
-    num_chunks = sum(len(sample.times) for sample in samples)
-    for sample in samples:
-        sample.tokens = output_tokens * len(sample.times) / num_chunks
+def _choices(chunk: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the choices of a chunk. OpenAI's events of a transcript have none; each is one."""
+    kind = chunk.get("type")
+    if "choices" not in chunk and kind in ("transcript.text.delta", "transcript.text.done"):
+        return [{"text": chunk.get("delta"), "finish_reason": "stop" if kind == "transcript.text.done" else None}]
+    return chunk.get("choices") or []
 
 
 def _output_of(choice: dict[str, Any]) -> tuple[str, bool]:

@@ -1,7 +1,7 @@
 """One run of `phonograph bench serve`: its requests, their load on a server, and the record.
 
-The server may be any with OpenAI's API. Token counts are the server's own (`usage`); of a transcript, which has none,
-they are those of its text.
+The server may be any with OpenAI's API. Token counts are the server's own (`usage`); of a transcript without one, they
+are those of its text.
 """
 
 from __future__ import annotations
@@ -56,9 +56,8 @@ async def _bench(bench: ServingBench, progress: BenchProgress, headers: dict[str
     if bench.hears:
         assert tokenizer is not None
         for reply in result.replies:
-            reply.output_tokens = len(tokenizer.encode(reply.text, add_special_tokens=False))
-            for sample in reply.samples:
-                sample.tokens = reply.output_tokens
+            if not reply.output_tokens:
+                reply.count_tokens(len(tokenizer.encode(reply.text, add_special_tokens=False)))
     return {
         "endpoint_type": backend,
         "backend": backend,

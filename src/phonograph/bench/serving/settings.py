@@ -178,15 +178,17 @@ class ServingBench:
     def body(self, request: ServingRequest, model: str) -> bytes:
         """Return the request as JSON, or as the form of a recording.
 
-        Answers that are generated are streamed, with the usage at their end. Transcripts come at once.
+        Answers that are generated are streamed, with the usage at their end.
 
         Raises:
             ConfigError: the endpoint does not take this kind of prompt.
         """
         prompt = request.prompt
         if isinstance(prompt, bytes):
-            fields = {"model": model, "response_format": "json", "temperature": self.temperature}
-            return make_form(prompt, {**fields, **self.extra_fields()})
+            fields = {"model": model, "response_format": "json", "temperature": self.temperature, "stream": True}
+            fields |= self.extra_fields()
+            # Servers take the second field in a stream only.
+            return make_form(prompt, {**fields, **({"stream_include_usage": True} if fields["stream"] else {})})
         if self.embeds and not (isinstance(prompt, list) and prompt and isinstance(prompt[0], dict)):
             return json.dumps({"model": model, "input": prompt, **self.extra_fields()}, ensure_ascii=False).encode()
         if self.is_chat:

@@ -22,16 +22,21 @@ from phonograph.engine.offline.audio_prompts import SAMPLES_PER_POSITION, SAMPLI
 from phonograph.engine.process.calls import Sample
 from phonograph.errors import PhonographError, RequestFailure
 from phonograph.server.chat.fields import UNSUPPORTED, Body
+from phonograph.server.chat.respond import respond
 from phonograph.server.chat.serving import Serving
 from phonograph.server.http.api_errors import api_error, invalid, queue_full
 from phonograph.server.http.json_route import JsonRequest
+from phonograph.server.openai.answers import ANSWERS, answer_head
 from phonograph.server.speech.audio_file import parts_of, read_samples
 from phonograph.server.speech.form import read_form
 from phonograph.server.speech.transcript import Segment, segments_of, srt, verbose, vtt
-from phonograph.server.speech.word_times import token_times, words_of
+from phonograph.server.speech.transcript_answer import TranscriptAnswer
+from phonograph.server.speech.word_times import WITHOUT_SPACES, token_times, words_of
 
 router = APIRouter()
 Task = Literal["transcribe", "translate"]
+_CHUNKS: Mapping[Task, str] = {"transcribe": "transcription.chunk", "translate": "translation.chunk"}
+"""vLLM's names of the events of a stream."""
 _MULTILINGUAL = 51865
 """Vocabulary of the smallest model of several languages; those of English alone have one token less."""
 _MOST_BEFORE = 223
@@ -44,12 +49,10 @@ class SpeechBody(Body):
     model_config = ConfigDict(strict=False)
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **UNSUPPORTED,
-        "stream": ("false", "False"),
         "chunking_strategy": ("auto",),
         **dict.fromkeys(("include", "known_speaker_names", "known_speaker_references", "hotwords", "to_language"), ()),
     }
     reasons: ClassVar[Mapping[str, str]] = {
-        "stream": "the whole text comes at once",
         "chunking_strategy": "recordings are cut in pauses, as auto does",
     }
 
@@ -61,6 +64,14 @@ class SpeechBody(Body):
     seed: int | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     timestamp_granularities: list[Literal["segment", "word"]] | None = None
+    stream: bool | None = None
+    stream_include_usage: bool | None = None
+    stream_continuous_usage_stats: bool | None = None
+
+    @property
+    def timed(self) -> bool:
+        """True if the answer has times."""
+        return self.response_format in ("srt", "vtt", "verbose_json")
 
     def times_of(self, part: Literal["segment", "word"]) -> bool:
         """Return True if the answer has times of these parts."""
@@ -70,6 +81,12 @@ class SpeechBody(Body):
         if self.timestamp_granularities and self.response_format != "verbose_json":
             problem = f"timestamp_granularities={self.timestamp_granularities}: goes with response_format=verbose_json"
             raise invalid("timestamp_granularities", problem)
+        if self.stream and self.timed:
+            problem = f"response_format={self.response_format}: times are not streamed; json and text work with stream"
+            raise invalid("response_format", problem, code="unsupported_parameter")
+        for name in ("stream_include_usage", "stream_continuous_usage_stats"):
+            if getattr(self, name) and not self.stream:
+                raise invalid(name, f"{name} needs stream=true")
         return super().check()
 
 
@@ -107,13 +124,13 @@ class _Vocabulary(NamedTuple):
         return cls(start, before, no_timestamps, end, {"transcribe": transcribe, "translate": translate}, languages)
 
 
-@router.post("/v1/audio/transcriptions", response_model=dict[str, Any], openapi_extra=_FORM)
+@router.post("/v1/audio/transcriptions", responses=ANSWERS, openapi_extra=_FORM)
 async def create_transcription(request: Request) -> Response:
     """Return the text of a recording in its language."""
     return await _answer(request, "transcribe")
 
 
-@router.post("/v1/audio/translations", response_model=dict[str, Any], openapi_extra=_FORM)
+@router.post("/v1/audio/translations", responses=ANSWERS, openapi_extra=_FORM)
 async def create_translation(request: Request) -> Response:
     """Return the text of a recording in English."""
     return await _answer(request, "translate")
@@ -143,31 +160,52 @@ async def _answer(request: Request, task: Task) -> Response:
     speech = _Speech(serving, parsed, body, vocabulary)
     try:
         parts = await serving.prepare(parsed, lambda gone: _parts(serving, file, gone))
-        transcript = await speech.transcribe(parts, task, language)
+        heard = await speech.prompts(parts, task, language)
+        if body.timed:
+            return await _timed_answer(speech, heard, parts, task, headers)
     except PhonographError as error:
         raise api_error(error) from None
-    segments, text = transcript.segments, transcript.text
-    seconds = sum(part.seconds for part in parts)
-    form = body.response_format or "json"
-    if form in ("text", "srt", "vtt"):
-        plain = text + "\n" if form == "text" else (srt if form == "srt" else vtt)(segments)
-        return PlainTextResponse(plain, headers=headers)
-    answer: dict[str, Any] = {"text": text, "usage": {"type": "duration", "seconds": round(seconds)}}
-    if form == "verbose_json":
-        answer |= {"task": task, "language": transcript.language, "duration": round(seconds, 2)}
-        if body.times_of("word"):
-            answer["words"] = transcript.words
-        if body.times_of("segment"):
-            answer["segments"] = verbose(segments, body.temperature or 0.0)
+    call = serving.open(parsed, [*heard.prompts], heard.params, streams=bool(body.stream))
+    answer = TranscriptAnswer(
+        call,
+        answer_head(task, _CHUNKS[task], serving.names[0], None),
+        seconds=sum(part.seconds for part in parts),
+        separator="" if heard.language in WITHOUT_SPACES else " ",
+        ends_without_choices=bool(body.stream_include_usage),
+        continuous_usage=bool(body.stream_include_usage is not False and body.stream_continuous_usage_stats),
+    )
+    response = await respond(call, answer, headers, {}, streams=bool(body.stream))
+    if body.response_format == "text" and not body.stream:
+        return PlainTextResponse(answer.text + "\n", headers=headers)
+    return response
+
+
+async def _timed_answer(
+    speech: _Speech, heard: _Heard, parts: Sequence[_Part], task: Task, headers: dict[str, str]
+) -> Response:
+    body, seconds = speech.body, sum(part.seconds for part in parts)
+    segments, words = await speech.transcribe(heard, parts)
+    if body.response_format != "verbose_json":
+        return PlainTextResponse((srt if body.response_format == "srt" else vtt)(segments), headers=headers)
+    answer: dict[str, Any] = {
+        "text": "".join(segment.text for segment in segments).strip(),
+        "usage": {"type": "duration", "seconds": round(seconds)},
+        "task": task,
+        "language": heard.language,
+        "duration": round(seconds, 2),
+    }
+    if body.times_of("word"):
+        answer["words"] = words
+    if body.times_of("segment"):
+        answer["segments"] = verbose(segments, body.temperature or 0.0)
     return JSONResponse(answer, headers=headers)
 
 
-class _Transcript(NamedTuple):
-    """Text of a recording, its segments and words, and its language."""
+class _Heard(NamedTuple):
+    """Prompts of the parts of a recording, their parameters, and its language."""
 
-    segments: list[Segment]
-    words: list[dict[str, object]]
-    text: str
+    prompts: list[EncoderTokens]
+    params: SamplingParams
     language: str | None
 
 
@@ -224,8 +262,8 @@ class _Speech(NamedTuple):
     body: SpeechBody
     vocabulary: _Vocabulary
 
-    async def transcribe(self, parts: Sequence[_Part], task: Task, language: str | None) -> _Transcript:
-        """Return the transcript of a recording, whose language the first part decides if it is None."""
+    async def prompts(self, parts: Sequence[_Part], task: Task, language: str | None) -> _Heard:
+        """Return the prompts of a recording, whose language the first part decides if it is None."""
         serving, body, vocabulary = self.serving, self.body, self.vocabulary
         if language is None:
             params = SamplingParams(temperature=0, max_tokens=1, allowed_token_ids=[*vocabulary.languages])
@@ -236,27 +274,28 @@ class _Speech(NamedTuple):
             spoken = serving.tokenizer.token_id(f"<|{language}|>")
             assert spoken is not None
             prompt += [spoken, vocabulary.tasks[task]]
-        timed = body.response_format in ("srt", "vtt", "verbose_json")
-        prompt += [] if timed else [vocabulary.no_timestamps]
+        prompt += [] if body.timed else [vocabulary.no_timestamps]
         if body.prompt:
             before = serving.encode_text(f" {body.prompt.strip()}", whole_context=False)
             prompt = [vocabulary.before, *before[-_MOST_BEFORE:], *prompt]
-        prompts = [EncoderTokens(prompt, part.features) for part in parts]
         most = serving.engine.facts.context_len - len(prompt)
         params = SamplingParams(
             temperature=body.temperature or 0.0,
             top_p=1.0 if body.top_p is None else body.top_p,
             seed=body.seed,
             max_tokens=min(body.max_completion_tokens or most, most),
-            logprobs=0 if timed else None,
+            logprobs=0 if body.timed else None,
+            stream_interval=serving.config.stream_interval,
         )
-        samples = await self._written(prompts, params)
-        if not timed:
-            text = " ".join(filter(None, (sample.text.strip() for sample in samples)))
-            return _Transcript([], [], text, language)
+        return _Heard([EncoderTokens(prompt, part.features) for part in parts], params, language)
+
+    async def transcribe(self, heard: _Heard, parts: Sequence[_Part]) -> tuple[list[Segment], list[dict[str, object]]]:
+        """Return the segments of a recording, and its words if the request asks for their times."""
+        serving, body, vocabulary = self.serving, self.body, self.vocabulary
+        samples = await self._written(heard.prompts, heard.params)
         segments, words = list[Segment](), list[dict[str, object]]()
         offset = 0.0
-        for audio, part, sample in zip(prompts, parts, samples, strict=True):
+        for audio, part, sample in zip(heard.prompts, parts, samples, strict=True):
             found = segments_of(
                 sample.token_ids,
                 [position.logprobs[0] for position in sample.positions or ()],
@@ -269,10 +308,10 @@ class _Speech(NamedTuple):
             if body.times_of("word") and found:
                 times = await self._token_times(audio, part, sample.token_ids, offset)
                 for one in found:
-                    words += words_of(one, [times[at] for at in one.places], language, serving.tokenizer.decode)
+                    words += words_of(one, [times[at] for at in one.places], heard.language, serving.tokenizer.decode)
             segments += found
             offset += part.seconds
-        return _Transcript(segments, words, "".join(segment.text for segment in segments).strip(), language)
+        return segments, words
 
     async def _token_times(
         self, prompt: EncoderTokens, part: _Part, token_ids: list[int], offset: float

@@ -18,7 +18,7 @@ from phonograph.server.speech.transcript import SECONDS_PER_STEP, Segment
 _BEFORE = "\"'“¡¿([{-"
 _AFTER = "\"'.。,，!！?？:：”)]}、"  # noqa: RUF001
 """Punctuation that belongs to the word after it, or before it."""
-_WITHOUT_SPACES = frozenset({"zh", "ja", "th", "lo", "my", "yue"})
+WITHOUT_SPACES = frozenset({"zh", "ja", "th", "lo", "my", "yue"})
 """Languages whose words are characters."""
 
 
@@ -70,7 +70,7 @@ def words_of(
         decode: returns the text of tokens.
     """
     words = _characters(segment.token_ids, decode)
-    if language not in _WITHOUT_SPACES:
+    if language not in WITHOUT_SPACES:
         words = _spaced(words)
     return [
         {"word": one.text.strip(), "start": round(times[one.first][0], 2), "end": round(times[one.last][1], 2)}
