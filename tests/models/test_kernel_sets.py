@@ -83,6 +83,7 @@ class Pair:
 
     def __init__(self, model: Transformer, num_tokens: int = MAX_TOKENS, *, fp8_rows: bool = False) -> None:
         spec, dtype, device = model.spec, model.dtype, model.device
+        torch.manual_seed(0)
         generator = torch.Generator().manual_seed(0)
         for weight in model.parameters:
             drawn = torch.randn(weight.shape, generator=generator)
