@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ from servers import QUESTION, Server
 
 from phonograph import LLM, BeamSearchParams
 from phonograph.engine.offline.beam_search import BeamSearchOutput
+from phonograph.server.openai.invocations import endpoint_of
 
 PROMPT = f"<|begin|><|user|>{QUESTION}<|end|><|assistant|>"
 GREEDY: dict[str, Any] = {"model": "demo", "prompt": PROMPT, "temperature": 0, "max_tokens": 24}
@@ -148,3 +150,57 @@ def test_structured_outputs_of_responses(server: Server) -> None:
     answer = server.post("/v1/responses", {**body, "spaces_between_special_tokens": False})
     (item,) = answer.json()["output"]
     assert item["content"][0]["text"] in ("red", "blue") and "session_id" in answer.headers["warning"]
+
+
+def test_invocations_answer_as_the_endpoint_of_their_fields(server: Server, serve_with: Callable[..., Server]) -> None:
+    chat = {"messages": [{"role": "user", "content": QUESTION}], "temperature": 0, "max_tokens": 4}
+    for path, body in (("/v1/completions", GREEDY), ("/v1/chat/completions", chat)):
+        answer, found = server.post(path, body).json(), server.post("/invocations", body)
+        assert found.status_code == 200 and found.json()["choices"] == answer["choices"], path
+    with httpx.stream("POST", f"{server.url}/invocations", json={**chat, "stream": True}, timeout=30) as stream:
+        lines = [line for line in stream.iter_lines() if line]
+    assert "chat.completion.chunk" in lines[0] and lines[-1] == "data: [DONE]"
+    behind = serve_with(root_path="/llm", api_key=["k"])
+    assert behind.post("/llm/invocations", GREEDY).status_code == 401
+    assert behind.post("/llm/invocations", GREEDY, headers={"x-api-key": "k"}).status_code == 200
+    wrong = [({"input": "a"}, "messages, prompt"), (["a"], "messages, prompt"), ({**GREEDY, "top_p": 5}, "top_p")]
+    for body, problem in wrong:
+        refused = server.post("/invocations", body)
+        assert refused.status_code == 400 and problem in refused.json()["error"]["message"]
+    broken = httpx.post(f"{server.url}/invocations", content=b"{")
+    assert broken.status_code == 400 and broken.json()["error"]["code"] == "invalid_json"
+
+
+@pytest.mark.parametrize(
+    ("tasks", "fields", "path"),
+    [
+        (("embed",), "input", "/v1/embeddings"),
+        (("classify", "token_classify"), "input", "/classify"),
+        (("token_embed",), "input", "/pooling"),
+        (("embed", "token_embed"), "input task", "/pooling"),
+        (("score",), "query documents", "/rerank"),
+        (("score",), "queries documents", "/score"),
+        (("embed",), "text_1 text_2", "/score"),
+        (None, "prompt messages", "/v1/chat/completions"),
+    ],
+)
+def test_endpoints_of_invocations(tasks: Any, fields: str, path: str) -> None:
+    assert endpoint_of(dict.fromkeys(fields.split(), "x"), tasks) == path
+
+
+def test_the_load_in_a_header(server: Server) -> None:
+    plain = server.post("/v1/completions", GREEDY)
+    assert "endpoint-load-metrics" not in plain.headers
+    text = server.post("/v1/completions", GREEDY, headers={"endpoint-load-metrics-format": "text"})
+    kind, _, rest = text.headers["endpoint-load-metrics"].partition(" ")
+    load = dict(one.split("=") for one in rest.split(", "))
+    assert kind == "TEXT" and set(load) == {
+        "named_metrics.kv_cache_usage_perc",
+        "named_metrics.num_requests_waiting",
+    }
+    headers = {"endpoint-load-metrics-format": "JSON"}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json={**GREEDY, "stream": True}, headers=headers) as one:
+        kind, _, rest = one.headers["endpoint-load-metrics"].partition(" ")
+        assert kind == "JSON" and json.loads(rest)["named_metrics"]["kv_cache_usage_perc"] > 0
+    other = server.post("/v1/completions", GREEDY, headers={"endpoint-load-metrics-format": "BIN"})
+    assert "endpoint-load-metrics" not in other.headers

@@ -23,9 +23,10 @@ from phonograph.server.http.request_ids import HEADER, RequestIds
 from phonograph.server.http.stream import DirectSend
 from phonograph.server.messages import create_message
 from phonograph.server.observe import api_page, graphs, metrics, status
+from phonograph.server.observe.load_report import LoadReports
 from phonograph.server.observe.logs import REQUEST_ID
 from phonograph.server.ollama import ollama_chat, ollama_models
-from phonograph.server.openai import chat_completions, completions, tokens
+from phonograph.server.openai import chat_completions, completions, invocations, tokens
 from phonograph.server.pooling import embeddings, scores
 from phonograph.server.responses import create_response
 from phonograph.server.speech import transcriptions
@@ -37,6 +38,7 @@ ROUTERS = (
     create_message.router,
     ollama_chat.router,
     ollama_models.router,
+    invocations.router,
     tokens.router,
     embeddings.router,
     scores.router,
@@ -80,6 +82,7 @@ def make_app(serving: Serving) -> FastAPI:
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(Exception, _on_bug)
     # Requests pass the middleware added last first.
+    app.add_middleware(LoadReports, engine=serving.engine)
     app.add_middleware(BodyGuard, config=config)
     if config.api_key:
         app.add_middleware(ApiKeys, keys=config.api_key, open_paths=admin.PATHS if config.enable_admin else ())
