@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import dataclasses
 import json
+import math
 import pickle
 import time
 from pathlib import Path
@@ -54,6 +56,21 @@ def test_outputs_read_as_those_of_vllm(llm: LLM, engine: str) -> None:
     assert output.prompt_logprobs[0] is None and len(output.prompt_logprobs) == len(output.prompt_token_ids)
     for token_id, position in list(zip(output.prompt_token_ids, output.prompt_logprobs, strict=True))[1:]:
         assert position is not None and token_id in position and position[token_id].decoded_token is not None
+
+
+def test_all_of_the_vocabulary(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=3, temperature=0, logprobs=-1, prompt_logprobs=-1, ignore_eos=True)
+    (output,) = llm.generate("1 2 3", params)
+    positions = [*(output.prompt_logprobs or ())[1:], *(output.outputs[0].logprobs or ())]
+    assert len(positions) == len(output.prompt_token_ids) - 1 + 3
+    for position in positions:
+        assert position is not None and len(position) == llm.engine.plan.model.vocab_size
+        assert math.fsum(math.exp(one.logprob) for one in position.values()) == pytest.approx(1, abs=1e-4)
+        assert {token_id: position[token_id] for token_id in position} == dict(position.items())
+    (few,) = llm.generate("1 2 3", dataclasses.replace(params, logprobs=3))
+    assert few.outputs[0].token_ids == output.outputs[0].token_ids
+    for whole, part in zip(positions[-3:], few.outputs[0].logprobs or (), strict=True):
+        assert whole is not None and all(whole[token_id] == one for token_id, one in part.items())
 
 
 @pytest.mark.parametrize("engine", ["LLM", "AsyncLLM"])

@@ -38,11 +38,12 @@ class PositionLogprobs(Mapping[int, Logprob]):
         ranks: rank of each of them.
     """
 
-    __slots__ = ("_position", "_text")
+    __slots__ = ("_places", "_position", "_text")
 
     def __init__(self, position: TokenLogprobs, text: TokenText) -> None:
         self._position = position
         self._text = text
+        self._places: dict[int, int] | None = None
 
     @property
     def token_ids(self) -> list[int]:
@@ -58,9 +59,10 @@ class PositionLogprobs(Mapping[int, Logprob]):
 
     def __getitem__(self, token_id: int) -> Logprob:
         token_ids, logprobs, ranks = self._position
-        if token_id not in token_ids:
-            raise KeyError(token_id)
-        place = token_ids.index(token_id)
+        if self._places is None:
+            count = len(token_ids)
+            self._places = dict(zip(reversed(token_ids), range(count - 1, -1, -1), strict=True))
+        place = self._places[token_id]
         return Logprob(logprobs[place], ranks[place], self._text(token_ids[place]))
 
     def __iter__(self) -> Iterator[int]:

@@ -71,10 +71,11 @@ class SamplingParams:
         bad_words: texts that the output must not have, as their tokens with and without a space before. Other tokens
             may spell them. A list of token ids is taken as it stands.
         seed: makes the draws of this request repeatable, independent of the rest of the batch.
-        logprobs: most likely tokens to report beside each sampled one; 0 is only the sampled one, None is none.
+        logprobs: most likely tokens to report beside each sampled one, at most 1024; 0 is only the sampled one, -1 is
+            the whole vocabulary, None is none.
         logprob_token_ids: tokens to report beside each sampled one in place of the most likely ones, at most 128. Their
             number becomes `logprobs`.
-        prompt_logprobs: most likely tokens to report beside each token of the prompt.
+        prompt_logprobs: most likely tokens to report beside each token of the prompt; -1 is the whole vocabulary.
         max_tokens: maximum tokens to generate; None is up to the model's context.
         min_tokens: tokens before which neither end-of-sequence nor stop conditions apply; structured outputs that are
             complete end before.
@@ -261,8 +262,8 @@ class SamplingParams:
 
 _OPTIONAL_RANGES: dict[str, tuple[int, int | None]] = {
     "seed": (-(2**63), 2**63 - 1),
-    "logprobs": (0, MAX_LOGPROBS),
-    "prompt_logprobs": (0, MAX_LOGPROBS),
+    "logprobs": (-1, MAX_LOGPROBS),
+    "prompt_logprobs": (-1, MAX_LOGPROBS),
     "max_tokens": (1, None),
     "reasoning_start_token_id": (0, None),
     "thinking_token_budget": (0, None),

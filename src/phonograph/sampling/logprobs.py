@@ -121,7 +121,7 @@ def prompt_logprobs(
         hidden_TE: hidden states that logits_fn takes; row t predicts target_token_ids[t], the next prompt token.
         logits_fn: hidden states [rows, E] -> logits [rows, V]; called with one row first, to learn V.
         target_token_ids: the predicted tokens.
-        top: most likely tokens to report beside each target.
+        top: most likely tokens to report beside each target; -1 is the whole vocabulary.
         max_bytes: bound of the temporaries; one row is always computed.
     """
     assert len(target_token_ids) == hidden_TE.shape[0], (len(target_token_ids), hidden_TE.shape)
@@ -130,6 +130,7 @@ def prompt_logprobs(
     start, stop = 0, 1
     while start < len(target_token_ids):
         logits_NV = logits_fn(hidden_TE[start:stop])
+        top = logits_NV.shape[1] if top < 0 else top
         result += token_logprobs(logits_NV, targets_T[start:stop], [top] * logits_NV.shape[0])
         row_bytes = logits_NV.shape[1] * _BYTES_PER_LOGIT + top * _BYTES_PER_TOP
         start, stop = stop, stop + max(1, max_bytes // row_bytes)

@@ -116,7 +116,7 @@ def _end(sample: Sample, sequence: BeamSearchSequence, prompt: Prompt, top: int 
 
 def _position(token_id: int, found: PositionLogprobs, top: int) -> TokenLogprobs:
     """Return the log-probabilities of a token, and of the `top` most likely ones at its position."""
-    likely = sorted(((one.rank, other) for other, one in found.items()))[:top]
+    likely = sorted(((one.rank, other) for other, one in found.items()))[: None if top < 0 else top]
     token_ids = [token_id, *(other for _, other in likely)]
     chosen = [found[one] for one in token_ids]
     return TokenLogprobs(token_ids, [one.logprob for one in chosen], [one.rank for one in chosen])

@@ -13,6 +13,7 @@ from phonograph.core.repetition_detection import MAX_PATTERN_SIZE
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.core.structured_outputs import StructuredOutputs
 from phonograph.errors import RequestError
+from phonograph.server.chat.chat_request import check_logprobs
 from phonograph.server.chat.conversation import further_keys
 from phonograph.server.chat.fields import (
     Biases,
@@ -212,13 +213,14 @@ class GenerationBody(StructuredFields):
         """
         names = self.names()
         for name, value in ((names.get("logprobs", "logprobs"), logprobs), ("prompt_logprobs", self.prompt_logprobs)):
-            if value is not None and value > max_logprobs:
-                raise invalid(name, f"{name}={value}: this server gives {max_logprobs} at most (max_logprobs)")
+            if value is not None:
+                check_logprobs(name, value, max_logprobs)
         values: dict[str, Any] = {name: value for name in _SAME_NAME if (value := getattr(self, name)) is not None}
         if self.repetition_detection is not None:
             values["repetition_detection"] = self.repetition_detection.model_dump()
         if scores_prompt and logprobs is not None:
-            values["prompt_logprobs"] = max(logprobs, self.prompt_logprobs or 0)
+            both = logprobs, self.prompt_logprobs or 0
+            values["prompt_logprobs"] = -1 if -1 in both else max(both)
         if self.logprob_token_ids:
             values["logprob_token_ids"], logprobs = self.logprob_token_ids, None
         try:

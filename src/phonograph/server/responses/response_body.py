@@ -11,7 +11,7 @@ from phonograph.config.server_config import ServerConfig
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.core.structured_outputs import StructuredOutputs
 from phonograph.errors import RequestError, quoted
-from phonograph.server.chat.chat_request import ChatRequest
+from phonograph.server.chat.chat_request import ChatRequest, check_logprobs
 from phonograph.server.chat.custom_tools import custom_tool
 from phonograph.server.chat.fields import VLLM_UNSUPPORTED, Biases, Body, Budget, CacheSalt, Stops, TokenIds
 from phonograph.server.chat.thinking import Thinking
@@ -187,11 +187,7 @@ def response_request(body: ResponseBody, config: ServerConfig) -> ChatRequest:
     values: dict[str, Any] = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
     if body.includes(LOGPROBS):
         values["logprobs"] = body.top_logprobs or 0
-        if values["logprobs"] > config.max_logprobs:
-            problem = (
-                f"top_logprobs={body.top_logprobs}: this server gives {config.max_logprobs} at most (max_logprobs)"
-            )
-            raise invalid("top_logprobs", problem)
+        check_logprobs("top_logprobs", values["logprobs"], config.max_logprobs)
     form, forced = _form(body, names), None if tools is None else tools.structured
     if form is not None and forced is not None:
         raise invalid("tool_choice", f"tool_choice forces a call, which contradicts {names['structured_outputs']}")
