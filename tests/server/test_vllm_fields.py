@@ -127,7 +127,7 @@ def test_beams_of_chats(server: Server, searched: list[BeamSearchOutput]) -> Non
         ({"n": 600}, "n", "must be an integer >= 1 and <= 512"),
         ({"top_p": 0.5}, "top_p", "no effect on a beam search"),
         ({"stop": "a"}, "stop", "no effect on a beam search"),
-        ({"structured_outputs": {"regex": "a"}}, "use_beam_search", "contradicts structured outputs"),
+        ({"bad_words": ["a"]}, "bad_words", "no effect on a beam search"),
         ({"echo": True, "logprobs": 1}, "echo", "no log-probabilities"),
         ({"use_beam_search": False, "length_penalty": 2.0}, "length_penalty", "needs use_beam_search"),
         ({"max_tokens": 2000}, "max_tokens", "context holds 1024"),
@@ -137,6 +137,27 @@ def test_fields_that_contradict_beams_are_named(server: Server, fields: dict[str
     refused = server.post("/v1/completions", {**BEAMS, **fields})
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == param and says in refused.json()["error"]["message"]
+
+
+def test_beams_of_a_constraint(server: Server) -> None:
+    choice = {"structured_outputs": {"choice": ["yes", "no"]}, "max_tokens": 20}
+    answer = server.post("/v1/completions", {**BEAMS, **choice, "prompt": [PROMPT, "Tom has"], "logprobs": 1}).json()
+    found = {one["index"]: one for one in answer["choices"]}
+    assert {0, 3} <= set(found) <= {0, 1, 2, 3, 4, 5}
+    assert {(one["text"], one["finish_reason"]) for one in found.values()} <= {("yes", "stop"), ("no", "stop")}
+    assert all("".join(one["logprobs"]["tokens"]) == one["text"] for one in found.values())
+    single = {**BEAMS, "allowed_token_ids": server.post("/tokenize", {"prompt": "7"}).json()["tokens"], "n": 3}
+    answer = server.post("/v1/completions", {**single, "max_tokens": 3}).json()
+    assert [one["text"] for one in answer["choices"]] == ["777"] and answer["usage"]["completion_tokens"] == 3
+    with httpx.stream("POST", f"{server.url}/v1/completions", json={**single, "stream": True}, timeout=30) as stream:
+        lines = [line for line in stream.iter_lines() if line]
+    assert json.loads(lines[0][6:])["choices"][0]["text"] == "7" * 6 and lines[-1] == "data: [DONE]"
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+    chat = {"messages": [{"role": "user", "content": QUESTION}], "tools": [tool], "tool_choice": "required"}
+    rest = {name: value for name, value in BEAMS.items() if name != "prompt"}
+    answer = server.post("/v1/chat/completions", {**chat, **rest, "max_tokens": 60}).json()
+    calls = [call for one in answer["choices"] for call in one["message"]["tool_calls"]]
+    assert calls and all(call["function"] == {"name": "add", "arguments": "{}"} for call in calls)
 
 
 def test_a_client_that_leaves_ends_its_search(server: Server) -> None:

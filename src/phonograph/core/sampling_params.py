@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, NamedTuple
 
 from phonograph.core.checked_arguments import checks_arguments
 from phonograph.core.repetition_detection import RepetitionDetectionParams
@@ -46,6 +46,18 @@ class RequestOutputKind(IntEnum):
     CUMULATIVE = 0
     DELTA = 1
     FINAL_ONLY = 2
+
+
+class BeamStep(NamedTuple):
+    """Place of a request for one token in a beam search whose output has a constraint.
+
+    Attributes:
+        prefix_len: last tokens of the prompt that belong to the output.
+        num_tokens: likeliest allowed tokens to report.
+    """
+
+    prefix_len: int
+    num_tokens: int
 
 
 @checks_arguments("sampling parameter", neutral=_NEUTRAL, hints=_HINTS)
@@ -96,6 +108,7 @@ class SamplingParams:
         repetition_detection: pattern whose repetition ends the output after `min_tokens`; also a mapping of its fields.
         stream_interval: tokens of a sample after which `AsyncLLM` yields; and at the first and the last one.
         skip_reading_prefix_cache: compute the whole prompt. Its blocks are cached nevertheless.
+        beam_step: set by a beam search with a constraint. Log-probabilities are those of the likeliest allowed tokens.
         speculate: verify drafts, where the engine speculates (`speculative_config`). The tokens are the same without.
 
     Raises:
@@ -135,6 +148,7 @@ class SamplingParams:
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     stream_interval: int = 1
     skip_reading_prefix_cache: bool = False
+    beam_step: BeamStep | None = None
     speculate: bool = True
     repetition_detection: RepetitionDetectionParams | None = None
     structured_outputs: StructuredOutputs | None = None

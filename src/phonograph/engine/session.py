@@ -44,6 +44,7 @@ from phonograph.sampling.dead_ends import dead_end
 from phonograph.structured.compiler import GrammarCompiler
 from phonograph.structured.min_tokens import with_min_tokens
 from phonograph.structured.phases import with_reasoning
+from phonograph.structured.token_rules import BegunGrammar, likeliest_allowed
 from phonograph.structured.vocabulary import Vocabulary
 from phonograph.text.output_text import text_builder, token_text
 from phonograph.text.tokenizer import Tokenizer
@@ -284,6 +285,9 @@ class Session:
         if grammar is not None:
             samples[0].parent.warnings = grammar.warnings
         grammar = with_model_rules(grammar, samples[0].request, self._model)
+        if grammar is not None and params.beam_step is not None:
+            prompt = samples[0].request.prompt_token_ids
+            grammar = BegunGrammar(grammar, prompt[len(prompt) - params.beam_step.prefix_len :])
         grammar = with_min_tokens(grammar, params, samples[0].request.end_token_ids)
         for queued, sample in enumerate(samples):
             sample.request.grammar = grammar
@@ -352,6 +356,10 @@ class Session:
     def _close(self, sample: _Sample) -> None:
         """Report the prompt of a sample that has ended, and remove the sample."""
         self._report_prompt(sample)
+        request, step = sample.request, sample.request.params.beam_step
+        if step is not None and request.grammar is not None:
+            size, found = self._model.vocab_size, request.logprobs
+            found[:] = [likeliest_allowed(one, request.grammar, size, step.num_tokens) for one in found]
         metrics, num_tokens = sample.parent.metrics, len(sample.request.output_token_ids)
         counts, reason = self.counts, sample.completion.finish_reason
         counts.num_output_tokens += num_tokens

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from phonograph.engine.async_llm import AsyncLLM
 
 
+_RULES = ("reasoning_end_token_ids", "reasoning_start_token_id")
+"""Parameters that say where a constraint begins."""
+
+
 class _Aborted(Exception):
     """A step of a search was aborted."""
 
@@ -86,9 +90,13 @@ def open_beams(
             eos.add(engine.tokenizer.eos_token_id)
         try:
             found = await beam_search(
-                prompts, beams, generate, eos=frozenset(eos), context_len=engine.facts.context_len
+                *(prompts, beams, generate),
+                eos=frozenset(eos),
+                context_len=engine.facts.context_len,
+                rules={name: getattr(params, name) for name in _RULES},
             )
             for prompt, output in zip(opened, found, strict=True):
+                call.drop(prompt, len(output.sequences))
                 for sample, sequence in zip(prompt.samples, output.sequences, strict=True):
                     _end(sample, sequence, prompt, params.logprobs)
                     call.touch(prompt, sample)

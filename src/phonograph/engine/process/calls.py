@@ -210,6 +210,15 @@ class Call:
         if self.finished or (self._streams and self.on_change is None):
             self._event.set()
 
+    def drop(self, prompt: Prompt, num_samples: int) -> None:
+        """Remove the growing samples of a prompt after its first `num_samples`."""
+        num_dropped = len(prompt.samples[num_samples:])
+        del prompt.samples[num_samples:]
+        prompt.num_growing -= num_dropped
+        self._num_growing -= num_dropped
+        if self.finished:
+            self._event.set()
+
     def fail(self, error: Exception) -> None:
         """End the call with an error, which `wait` raises. Later errors, and errors after the end, are ignored."""
         if not self._closed:

@@ -84,7 +84,9 @@ class CompletionLogprobs:
 
     def _top(self, position: TokenLogprobs, top: int | None) -> dict[str, float]:
         """Return the token itself, and at most `top` others of its position."""
-        pairs = islice(zip(position.token_ids, position.logprobs, strict=True), None if top is None or top < 0 else top + 1)
+        pairs = islice(
+            zip(position.token_ids, position.logprobs, strict=True), None if top is None or top < 0 else top + 1
+        )
         return {self._name(token_id): _finite(logprob) for token_id, logprob in pairs}
 
 

@@ -43,7 +43,7 @@ _SAME_NAME = (
 _NOT_OF_BEAMS: dict[str, tuple[object, ...]] = {
     **{"top_k": (0, -1), "top_p": (1,), "min_p": (0,), "repetition_penalty": (1,), "min_tokens": (0,)},
     **dict.fromkeys(("presence_penalty", "frequency_penalty"), (0,)),
-    **dict.fromkeys(("logit_bias", "stop", "stop_token_ids", "allowed_token_ids", "bad_words", "prompt_logprobs"), ()),
+    **dict.fromkeys(("logit_bias", "stop", "stop_token_ids", "bad_words", "prompt_logprobs"), ()),
     **dict.fromkeys(("logprob_token_ids", "repetition_detection", "thinking_token_budget", "suffix", "seed"), ()),
 }
 """Fields without effect on a beam search, with neutral values."""
@@ -161,13 +161,10 @@ class GenerationBody(StructuredFields):
             params: sampling parameters of the request.
 
         Raises:
-            ApiError: a value is out of range, or the answer must have a form.
+            ApiError: a value is out of range.
         """
         if not self.use_beam_search:
             return None
-        if params.structured_outputs is not None:
-            problem = "use_beam_search contradicts structured outputs and tools that must be called; leave it out"
-            raise invalid("use_beam_search", problem)
         try:
             return BeamSearchParams(
                 params.n,
@@ -176,6 +173,8 @@ class GenerationBody(StructuredFields):
                 temperature=params.temperature,
                 length_penalty=1.0 if self.length_penalty is None else self.length_penalty,
                 include_stop_str_in_output=params.include_stop_str_in_output,
+                structured_outputs=params.structured_outputs,
+                allowed_token_ids=params.allowed_token_ids,
             )
         except RequestError as error:
             raise api_error(error, {"beam_width": "n"}) from None
