@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +13,10 @@ import httpx
 import pytest
 from servers import QUESTION, Server
 
-from phonograph import LLM, BeamSearchParams
+from phonograph import LLM, AsyncLLM, BeamSearchParams, SamplingParams
 from phonograph.engine.offline.beam_search import BeamSearchOutput
+from phonograph.engine.process.beam_call import open_beams
+from phonograph.errors import EngineUnavailable
 from phonograph.server.openai.invocations import endpoint_of
 
 PROMPT = f"<|begin|><|user|>{QUESTION}<|end|><|assistant|>"
@@ -164,6 +168,34 @@ def test_a_client_that_leaves_ends_its_search(server: Server) -> None:
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{server.url}/v1/completions", json={**BEAMS, "max_tokens": 900, "ignore_eos": True}, timeout=0.5)
     server.wait_until_idle()
+
+
+@pytest.mark.parametrize("seconds", [60.0, 0.1])
+def test_a_search_ends_during_a_shutdown_unless_its_time_is_over(seconds: float) -> None:
+    async def drained() -> None:
+        async with AsyncLLM("demo", max_model_len=512, max_num_seqs=2, enforce_eager=True) as engine:
+            num_tokens = 40 if seconds == 60 else 500
+            params, beams = SamplingParams(n=2), BeamSearchParams(2, num_tokens, ignore_eos=True)
+            call = open_beams(engine, [[5, 6, 7]], params, beams)
+            while not engine.num_steps:
+                await asyncio.sleep(0.001)
+            ending = asyncio.create_task(engine.drain(seconds))
+            await asyncio.sleep(0)
+            with pytest.raises(EngineUnavailable, match="shutting down"):
+                open_beams(engine, [[5, 6, 7]], params, beams)
+            if seconds == 60:
+                await call.wait()
+                assert [(len(one.token_ids), one.finish_reason) for one in call.samples] == [(40, "length")] * 2
+            else:
+                with pytest.raises(EngineUnavailable, match="before the answer was complete"):
+                    await call.wait()
+            call.close()
+            began = time.monotonic()
+            await ending
+            await asyncio.sleep(0.01)
+            assert time.monotonic() - began < 5 and not engine.searches and not engine.num_open
+
+    asyncio.run(drained())
 
 
 def test_structured_outputs_of_responses(server: Server) -> None:

@@ -69,9 +69,10 @@ def open_beams(
         task.cancel()
 
     call = Call(opened, streams=streams, end=end)
+    engine.searches.add(call)
 
     async def generate(growing: list[list[int]], step: SamplingParams) -> list[Sample]:
-        inner = engine.open(growing, step, priority=priority, cache_salt=cache_salt)
+        inner = engine.open(growing, step, priority=priority, cache_salt=cache_salt, continues=True)
         inner.name = call.name
         try:
             await inner.wait()
@@ -111,6 +112,7 @@ def open_beams(
             call.on_change()
 
     task = asyncio.ensure_future(search())
+    task.add_done_callback(lambda _: engine.searches.discard(call))
     return call
 
 
