@@ -29,6 +29,7 @@ VALUES: dict[str, tuple[str, Any]] = {
     "enable_force_include_usage": ("true", True),
     "enable_per_request_metrics": ("true", True),
     "stream_interval": ("5", 5),
+    "max_stored_responses": ("0", 0),
     "max_logprobs": ("-1", -1),
     "enable_auto_tool_choice": ("false", False),
     "tool_call_parser": ("HERMES", "hermes"),

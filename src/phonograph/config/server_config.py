@@ -153,6 +153,10 @@ class ServerConfig(Settings):
         default=20.0, description="Grace period in seconds for running requests after SIGTERM."
     )
 
+    max_stored_responses: values.Count = Field(
+        default=1024,
+        description="Latest answers of /v1/responses that stay in memory, for previous_response_id; 0 stores none.",
+    )
     max_queued_requests: values.Count = Field(
         default=4096, description="Maximum waiting prompts, times their samples; more are refused."
     )

@@ -28,13 +28,14 @@ from phonograph.server.observe.logs import REQUEST_ID
 from phonograph.server.ollama import ollama_chat, ollama_models
 from phonograph.server.openai import chat_completions, completions, invocations, tokens
 from phonograph.server.pooling import embeddings, scores
-from phonograph.server.responses import create_response
+from phonograph.server.responses import create_response, response_store
 from phonograph.server.speech import transcriptions
 
 ROUTERS = (
     completions.router,
     chat_completions.router,
     create_response.router,
+    response_store.router,
     create_message.router,
     ollama_chat.router,
     ollama_models.router,
@@ -71,6 +72,7 @@ def make_app(serving: Serving) -> FastAPI:
     # As an argument it is deprecated. uvicorn's setting expects a proxy that removes the path.
     app.root_path = config.root_path or ""
     app.state.serving = serving
+    app.state.responses = response_store.ResponseStore(config.max_stored_responses)
     for router in ROUTERS:
         app.include_router(router)
     if config.enable_admin:
