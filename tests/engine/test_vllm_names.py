@@ -94,6 +94,7 @@ def test_neutral_settings_are_taken() -> None:
     neutral = {
         **{"tensor_parallel_size": 1, "enable_chunked_prefill": True, "disable_log_stats": True, "swap_space": 0},
         **{"tokenizer_mode": "auto", "runner": "auto", "speculative_config": None, "pipeline_parallel_size": 1},
+        "logprobs_mode": "raw_logprobs",
         **{"max_logprobs": MAX_LOGPROBS, "async_scheduling": False},
         "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
     }

@@ -153,12 +153,15 @@ def test_prompt_logprobs_by_token_id(server: Server) -> None:
     assert choice["logprobs"]["tokens"][0].startswith("token_id:")
 
 
-def test_log_probabilities_of_the_whole_vocabulary(server: Server, serve_with: Callable[..., Server]) -> None:
+@pytest.mark.parametrize("most", [-1, 10**6])
+def test_log_probabilities_of_the_whole_vocabulary(
+    server: Server, serve_with: Callable[..., Server], most: int
+) -> None:
     body = {"prompt": "Tom has 12", "max_tokens": 2, "temperature": 0, "logprobs": -1, "prompt_logprobs": -1}
     ids = {"return_tokens_as_token_ids": True, "echo": True}
     refused = server.post("/v1/completions", body)
     assert refused.status_code == 400 and "logprobs=-1: this server gives 20 at most" in refused.text
-    whole = serve_with(max_logprobs=-1)
+    whole = serve_with(max_logprobs=most)
     (choice,) = whole.post("/v1/completions", {**body, **ids}).json()["choices"]
     sizes = {len(one) for one in (*choice["logprobs"]["top_logprobs"][1:], *choice["prompt_logprobs"][1:])}
     assert sizes == {server.engine.facts.vocab_size}

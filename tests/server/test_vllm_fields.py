@@ -44,7 +44,7 @@ def test_chunks_of_several_tokens_by_request_and_by_flag(server: Server, serve_w
         chunks(serve_with({"stream_interval": 8}), extra_body=ids),
     ):
         counts = [len(chunk.choices[0].token_ids) for chunk in found]
-        assert counts[0] == 1 and all(count >= 8 for count in counts[1:-1]) and sum(counts) == 24
+        assert len(counts) <= 4 and all(count >= 8 for count in counts[1:-1]) and sum(counts) == 24
     text = "".join(chunk.choices[0].text for chunk in chunks(server))
     assert "".join(chunk.choices[0].text for chunk in chunks(server, extra_body={"stream_interval": 7})) == text
 

@@ -145,7 +145,9 @@ class ServerConfig(Settings):
     stream_interval: values.Size = Field(
         default=1, description="Tokens of a chunk of a stream; the first and the last chunk may have fewer."
     )
-    max_logprobs: values.CountOrAll = Field(default=20, description="Maximum logprobs of a request; -1 is no limit.")
+    max_logprobs: values.CountOrAll = Field(
+        default=20, description="Maximum logprobs of a request; -1 is the vocabulary."
+    )
     request_timeout: values.OptionalDuration = Field(
         default=None, description="Timeout in seconds from a request to the end of its answer."
     )

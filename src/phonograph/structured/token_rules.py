@@ -198,7 +198,12 @@ def likeliest_allowed(position: TokenLogprobs, grammar: Grammar, vocab_size: int
     allowed_V = np.unpackbits(bitmask_RW[0].view(np.uint8), bitorder="little")[:vocab_size].astype(bool)
     possible = allowed_V[position.token_ids[1:]] & np.isfinite(position.logprobs[1:])
     places = [0, *(np.flatnonzero(possible)[:count] + 1).tolist()]
-    return TokenLogprobs(*([numbers[place] for place in places] for numbers in position))
+    token_ids, logprobs, ranks = position
+    return TokenLogprobs(
+        [token_ids[place] for place in places],
+        [logprobs[place] for place in places],
+        [ranks[place] for place in places],
+    )
 
 
 class _RulesMatcher:

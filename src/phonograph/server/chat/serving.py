@@ -82,6 +82,8 @@ class Serving:
 
     def __post_init__(self) -> None:
         self.texts = self.tokenizer.texts
+        if self.config.max_logprobs >= self.engine.facts.vocab_size:
+            self.config = self.config.model_copy(update={"max_logprobs": -1})
         template = self.chat_template or self.tokenizer.template_text
         self.variables = None if template is None else template_variables(template)
         self.formats = (
