@@ -132,9 +132,7 @@ def test_lines_of_unknown_flags(tokens: list[str], line: str, capsys: pytest.Cap
 def test_the_table_of_neutral_values_is_of_flags_that_are_not_here() -> None:
     assert NEUTRAL.keys() <= ALWAYS.keys() | MISSING.keys() | NO_MEANING.keys()
     assert NEUTRAL.keys() >= SWITCHES
-    assert {*SAMPLING, "beam_step", "output_kind"} == {one.name for one in fields(SamplingParams)} - set(
-        EngineConfig.model_fields
-    )
+    assert {*SAMPLING, "output_kind"} == {one.name for one in fields(SamplingParams)} - set(EngineConfig.model_fields)
 
 
 @pytest.mark.parametrize(

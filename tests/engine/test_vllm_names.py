@@ -60,7 +60,7 @@ def test_what_is_a_parameter_here_is_in_no_table_of_vllms() -> None:
         ({"extra_args": torch.zeros(2)}, "is vLLM's and not here yet"),
         ({"use_beam_search": True}, "LLM.beam_search does it"),
         ({"logits_processors": [print]}, "logit_bias, allowed_token_ids and bad_words change logits"),
-        ({"prompt_logprob_token_ids": [[5]]}, "prompt_logprobs reports the likeliest tokens at each position"),
+        ({"trace_decode_token_ids": [5]}, "is vLLM's and not here yet"),
         ({"output_kind": 3}, "output_kind=3: must be one of RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA, "),
         ({"output_kind": True}, "output_kind=True: must be one of "),
     ],

@@ -345,7 +345,7 @@ class AsyncLLM(AsyncPooling):
             if key in self._open:
                 prompt = self._open[key][1]
                 prompt.num_cached_tokens, prompt.logprobs = facts.num_cached_tokens, facts.prompt_logprobs
-                prompt.warnings, prompt.pooled = facts.warnings, facts.pooled
+                prompt.warnings, prompt.pooled, prompt.listed = facts.warnings, facts.pooled, facts.listed
                 self.requests.begun(prompt)
         for (key, index), admitted in report.admitted.items():
             if key in self._open:
