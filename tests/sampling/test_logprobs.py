@@ -39,6 +39,12 @@ def test_token_logprobs(dtype: torch.dtype, vocab_size: int) -> None:
     token_ids = torch.randint(0, vocab_size, (9,), generator=generator)
     token_ids[4] = 0
     tops = [0, 1, 5, 1024, 2, 0, 20, 3, 7]
+    for found, again in zip(
+        token_logprobs(logits, token_ids, tops),
+        token_logprobs(logits, token_ids, [*tops[:3], 5000, *tops[4:]]),
+        strict=True,
+    ):
+        assert found == again
     for i, found in enumerate(token_logprobs(logits, token_ids, tops)):
         check(found, logits[i], int(token_ids[i]), min(tops[i], vocab_size))
 

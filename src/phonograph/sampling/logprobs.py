@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from phonograph.core.batch import NewSequence, ScheduledBatch, TokenLogprobs
-from phonograph.core.sampling_params import SamplingParams
+from phonograph.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from phonograph.kernels.torch.sampling import ranked
 from phonograph.sampling.failures import SlotFailures
 
@@ -96,6 +96,9 @@ def as_entries(
     tops: Sequence[int], ids_NK: torch.Tensor, values_NK: torch.Tensor, ranks_NK: torch.Tensor
 ) -> list[TokenLogprobs]:
     """Return the results of `score_tokens` or `score_listed` as an entry for each row, with its `tops[i]` tokens."""
+    if max(tops) > MAX_LOGPROBS:  # the whole vocabulary, perhaps of one row among many
+        tensors = ids_NK, values_NK, ranks_NK
+        return [TokenLogprobs(*(one[row, : t + 1].tolist() for one in tensors)) for row, t in enumerate(tops)]
     rows = zip(tops, ids_NK.tolist(), values_NK.tolist(), ranks_NK.tolist(), strict=True)
     return [TokenLogprobs(token_ids=i[: t + 1], logprobs=v[: t + 1], ranks=r[: t + 1]) for t, i, v, r in rows]
 
