@@ -156,6 +156,9 @@ def test_beams_of_a_constraint(server: Server) -> None:
     with httpx.stream("POST", f"{server.url}/v1/completions", json={**single, "stream": True}, timeout=30) as stream:
         lines = [line for line in stream.iter_lines() if line]
     assert json.loads(lines[0][6:])["choices"][0]["text"] == "7" * 6 and lines[-1] == "data: [DONE]"
+    schema = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+    loose = {"structured_outputs": {"json": schema}, "structured_outputs_strictness": "relaxed"}
+    assert "uniqueItems" in server.post("/v1/completions", {**BEAMS, **loose}).headers["warning"]
     tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
     chat = {"messages": [{"role": "user", "content": QUESTION}], "tools": [tool], "tool_choice": "required"}
     rest = {name: value for name, value in BEAMS.items() if name != "prompt"}

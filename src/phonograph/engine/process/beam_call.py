@@ -83,6 +83,7 @@ def open_beams(
         if len(growing) == len(opened):  # the first step has the prompts themselves
             for prompt, first in zip(opened, inner.prompts, strict=True):
                 prompt.num_cached_tokens = prompt.num_cached_tokens or first.num_cached_tokens
+                prompt.warnings = first.warnings
         return inner.samples
 
     async def search() -> None:
