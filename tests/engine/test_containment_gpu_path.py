@@ -150,11 +150,11 @@ def test_log_probabilities_of_a_prompt(engine: Engine, monkeypatch: pytest.Monke
     monkeypatch.setattr(engine.model, "prompt_logits", lambda hidden: hidden, raising=False)
     seen: list[int] = []
 
-    def broken(hidden: Any, logits_fn: Any, targets: list[int], top: int) -> Any:
+    def broken(hidden: Any, logits_fn: Any, targets: list[int], top: int, listed: Any) -> Any:
         seen.append(top)
         if top == 3:
             raise ValueError("prompt")
-        return function(hidden, logits_fn, targets, top)
+        return function(hidden, logits_fn, targets, top, listed)
 
     monkeypatch.setattr(logprobs, "prompt_logprobs", broken)
     check(engine, victim_of(prompt_logprobs=3), "log-probabilities of the prompt", "prompt")

@@ -5,6 +5,7 @@ The GPU's own tests compare the same on a GPU, with graphs; here it is seen that
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ from quantized_checkpoints import FORMATS, quantize_checkpoint
 
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.device import known_device
-from phonograph.core.sampling_params import SamplingParams
+from phonograph.core.sampling_params import BeamStep, SamplingParams
 from phonograph.engine import build
 from phonograph.engine.metrics.step_record import StepRecord
 from phonograph.engine.outputs import RequestOutput
@@ -231,6 +232,28 @@ def test_samples_share_their_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert [record.prefill_lens for record in records] == [[200], [1, 1], []]
     # A tile of 6 rows in each of two KV heads, and one for each sequence. For the last two it does not pay.
     assert [(record.shared_units, record.own_units) for record in records] == [(0, 0), (2, 6), (0, 4)]
+
+
+def test_the_whole_vocabulary_and_a_step_of_a_beam_search(tmp_path: Path) -> None:
+    """Next to a request that asks for few log-probabilities: those of all tokens, and of the likeliest allowed ones."""
+    reference = make_checkpoint("qwen3", tmp_path, **HEADS, num_hidden_layers=1)
+    engine = start_engine(tmp_path, (3,))
+    session = Session(engine.core, engine.plan.model, None, 0, GrammarCompiler(lambda: None, ()))
+    base = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, logprobs=-1)
+    allowed = sorted({*range(5, VOCAB_SIZE, 7)})
+    steps = replace(base, allowed_token_ids=allowed, beam_step=BeamStep(1, 3))
+    whole, beam, few = (
+        session.add([*prompt(8, 11), allowed[2]], one) for one in (base, steps, replace(base, logprobs=2))
+    )
+    finish(session, whole, beam, few)
+    check(reference, whole)
+    check(reference, few)
+    (position,), (kept,), (two,) = (one.outputs[0].logprobs or () for one in (whole, beam, few))
+    assert len(position) == VOCAB_SIZE and sum(math.exp(one.logprob) for one in position.values()) == pytest.approx(1)
+    assert all(position[token_id] == one for token_id, one in two.items())
+    likeliest = sorted(allowed, key=lambda token_id: -position[token_id].logprob)[:3]
+    assert [*kept] == likeliest and beam.outputs[0].token_ids == likeliest[:1]
+    assert [kept[one].logprob for one in likeliest] == pytest.approx([position[one].logprob for one in likeliest])
 
 
 def test_speculation(tmp_path: Path) -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import dataclasses
 import json
+import math
 import pickle
+import random
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from phonograph import LLM, AsyncLLM, EngineConfig, SamplingParams
@@ -54,6 +58,97 @@ def test_outputs_read_as_those_of_vllm(llm: LLM, engine: str) -> None:
     assert output.prompt_logprobs[0] is None and len(output.prompt_logprobs) == len(output.prompt_token_ids)
     for token_id, position in list(zip(output.prompt_token_ids, output.prompt_logprobs, strict=True))[1:]:
         assert position is not None and token_id in position and position[token_id].decoded_token is not None
+
+
+def test_all_of_the_vocabulary(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=3, temperature=0, logprobs=-1, prompt_logprobs=-1, ignore_eos=True)
+    (output,) = llm.generate("1 2 3", params)
+    positions = [*(output.prompt_logprobs or ())[1:], *(output.outputs[0].logprobs or ())]
+    assert len(positions) == len(output.prompt_token_ids) - 1 + 3
+    for position in positions:
+        assert position is not None and len(position) == llm.engine.plan.model.vocab_size
+        assert math.fsum(math.exp(one.logprob) for one in position.values()) == pytest.approx(1, abs=1e-4)
+        assert {token_id: position[token_id] for token_id in position} == dict(position.items())
+    (few,) = llm.generate("1 2 3", dataclasses.replace(params, logprobs=3))
+    assert few.outputs[0].token_ids == output.outputs[0].token_ids
+    for whole, part in zip(positions[-3:], few.outputs[0].logprobs or (), strict=True):
+        assert whole is not None and all(whole[token_id] == one for token_id, one in part.items())
+
+
+@pytest.mark.parametrize(("start", "others"), [(0, None), (3, None), (2, 2), (1, -1)])
+def test_listed_tokens_of_a_prompt(start: int, others: int | None) -> None:
+    """Rows of several lengths, in chunks of a prompt, beside the log-probabilities of the whole vocabulary."""
+    rng, settings = random.Random(start), {**SETTINGS, "max_num_batched_tokens": 8, "max_num_seqs": 4}
+    prompts = [[rng.randrange(5, 200) for _ in range(length)] for length in (19, 5)]
+    with LLM("demo", **settings) as llm:
+        whole = llm.generate(prompts, SamplingParams(max_tokens=1, prompt_logprobs=-1))
+        rows = [
+            [[rng.randrange(2048) for _ in range(rng.choice([0, 1, 4]))] + [-1, 7][:1] for _ in prompt[1 + start :]]
+            for prompt in prompts
+        ]
+        asked = [
+            SamplingParams(
+                max_tokens=2,
+                prompt_logprobs=others,
+                prompt_logprob_token_ids=one if start else np.array([(row + [-1] * 4)[:4] for row in one]),  # pyright: ignore[reportArgumentType]
+                prompt_logprob_start=start,
+            )
+            for one in rows
+        ]
+        for _ in range(2):  # the second time with cached prefixes
+            for output, full, params in zip(llm.generate(prompts, asked), whole, asked, strict=True):
+                found, listed = output.prompt_token_id_logprobs, params.prompt_logprob_token_ids
+                assert found is not None and listed is not None and found.dtype == np.float32
+                assert found.shape == (len(output.prompt_token_ids) - 1 - start, max(map(len, listed)))
+                for place, row in enumerate(listed):
+                    position = (full.prompt_logprobs or ())[place + 1 + start]
+                    assert position is not None
+                    expected = [position[one].logprob if one >= 0 else -math.inf for one in row]
+                    expected += [-math.inf] * (found.shape[1] - len(row))
+                    assert found[place].tolist() == pytest.approx(expected, abs=1e-4)
+                assert output.prompt_logprobs is not None and full.prompt_logprobs is not None
+                for token_id, one, all_of_it in zip(
+                    output.prompt_token_ids[1:], output.prompt_logprobs[1:], full.prompt_logprobs[1:], strict=True
+                ):
+                    assert one is not None and all_of_it is not None and one.token_ids[0] == token_id
+                    count = {None: 0, 2: 2, -1: len(all_of_it)}[others]
+                    assert one.token_ids[1:] == all_of_it.token_ids[1 : 1 + count]
+
+
+def test_listed_tokens_of_a_prompt_by_the_other_engine() -> None:
+    params = SamplingParams(max_tokens=1, prompt_logprob_token_ids=[[5, 6], [7]], prompt_logprob_start=1)
+
+    async def last() -> RequestOutput:
+        async with AsyncLLM("demo", **SETTINGS) as engine:
+            return [output async for output in engine.generate([9, 8, 7, 6], params)][-1]
+
+    with LLM("demo", **SETTINGS) as llm:
+        (expected,) = llm.generate([[9, 8, 7, 6]], params)
+    found = asyncio.run(last()).prompt_token_id_logprobs
+    assert found is not None and found.shape == (2, 2) and found[1, 1] == -np.inf
+    np.testing.assert_array_equal(found, expected.prompt_token_id_logprobs)
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"prompt_logprob_token_ids": [[5]]}, "must be 3 scored rows: all of 4 tokens of the prompt but the first"),
+        ({"prompt_logprob_token_ids": [[5]] * 3, "prompt_logprob_start": 1}, "must be 2 scored rows"),
+        ({"prompt_logprob_token_ids": [[5], [6], [2048]]}, "2048: the model's token ids are 0 to 2047"),
+        ({"prompt_logprob_token_ids": [[5], [6], [-2]]}, "must be an integer >= -1"),
+        ({"prompt_logprob_token_ids": [[], [], []]}, "must have rows of 1 to 1024 token ids"),
+        ({"prompt_logprob_token_ids": [[5] * 1025]}, "must have rows of 1 to 1024 token ids"),
+        ({"prompt_logprob_token_ids": [5, 6, 7]}, "must be a list of token ids"),
+        ({"prompt_logprob_start": 1}, "needs prompt_logprob_token_ids"),
+        ({"prompt_logprob_start": -1}, "must be an integer >= 0"),
+    ],
+)
+def test_wrong_lists_for_prompts_are_refused(llm: LLM, values: dict[str, Any], says: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        (output,) = llm.generate([[9, 8, 7, 6]], SamplingParams(**values))
+        assert output.error is not None
+        raise output.error
+    assert says in str(caught.value)
 
 
 @pytest.mark.parametrize("engine", ["LLM", "AsyncLLM"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
+import itertools
 import json
 import math
 import random
@@ -13,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from phonograph import LLM, BeamSearchParams, SamplingParams
+from phonograph import LLM, BeamSearchParams, SamplingParams, StructuredOutputs
 from phonograph.core.batch import TokenLogprobs
 from phonograph.engine.offline.beam_search import beam_search, completed
 from phonograph.engine.outputs import CompletionOutput
@@ -172,6 +174,43 @@ def test_beams_are_the_likeliest_sequences(llm: LLM, penalty: float) -> None:
             assert math.isclose(one.cum_logprob, total, abs_tol=1e-4)
             if one.finish_reason == "length":
                 assert math.isclose(one.cum_logprob, scores_of(llm, prompt, tokens[len(prompt) :]), abs_tol=1e-3)
+
+
+def test_beams_of_allowed_tokens_are_the_likeliest_of_all(llm: LLM) -> None:
+    """So many beams that nothing is cut, beside all outputs of three tokens; most of them are unlikely."""
+    rng = random.Random(11)
+    prompt, allowed = [rng.randrange(5, 200) for _ in range(9)], rng.sample(range(5, 200), 4)
+    scores = {one: scores_of(llm, prompt, list(one)) for one in itertools.product(allowed, repeat=3)}
+    params = BeamSearchParams(16, 3, allowed_token_ids=allowed)
+    (output,) = llm.beam_search([prompt], params)
+    expected = sorted(scores, key=lambda one: -scores[one])[:16]
+    assert [tuple(one.tokens[len(prompt) :]) for one in output.sequences] == expected
+    for one, tokens in zip(output.sequences, expected, strict=True):
+        assert math.isclose(one.cum_logprob, scores[tokens], abs_tol=1e-3)
+        assert all(set(position) <= set(allowed) for position in one.logprobs)
+    (drawn,) = llm.beam_search([prompt], dataclasses.replace(params, beam_width=1, temperature=50.0))
+    assert {*drawn.sequences[0].tokens[len(prompt) :]} <= set(allowed)
+
+
+def test_beams_of_a_structured_output(llm: LLM) -> None:
+    (eos,) = llm.session.eos_token_ids
+    assert llm.tokenizer is not None
+    choices = {"red", "blue", "green"}
+    params = BeamSearchParams(3, 12, structured_outputs=StructuredOutputs(choice=choices))
+    for output in llm.beam_search([PROMPT, "Tom has"], params):
+        prompt = PROMPT if output.sequences[0].tokens[: len(PROMPT)] == PROMPT else llm.tokenizer.encode("Tom has")
+        for one in output.sequences:
+            tokens = one.tokens[len(prompt) :]
+            assert llm.tokenizer.decode(tokens) in choices and (one.finish_reason, one.stop_reason) == ("stop", eos)
+            assert math.isclose(one.cum_logprob, scores_of(llm, prompt, [*tokens, eos]), abs_tol=1e-3)
+    params = BeamSearchParams(2, 5, structured_outputs={"regex": "[0-9]+"}, allowed_token_ids=llm.tokenizer.encode("7"))  # pyright: ignore[reportArgumentType]
+    (output,) = llm.beam_search([PROMPT], params)
+    assert [llm.tokenizer.decode(one.tokens[len(PROMPT) :]) for one in output.sequences] == ["77777"]
+    one_end = dataclasses.replace(params, structured_outputs={"choice": ["7"]}, allowed_token_ids=None)  # pyright: ignore[reportArgumentType]
+    (output,) = llm.beam_search([PROMPT], one_end)
+    assert [llm.tokenizer.decode(one.tokens[len(PROMPT) :]) for one in output.sequences] == ["7"]
+    with pytest.raises(RequestError, match="contradicts structured_outputs"):
+        dataclasses.replace(params, ignore_eos=True)
 
 
 def test_a_beam_ends_at_the_end_of_sequence_or_of_the_context(llm: LLM) -> None:

@@ -60,7 +60,7 @@ def test_what_is_a_parameter_here_is_in_no_table_of_vllms() -> None:
         ({"extra_args": torch.zeros(2)}, "is vLLM's and not here yet"),
         ({"use_beam_search": True}, "LLM.beam_search does it"),
         ({"logits_processors": [print]}, "logit_bias, allowed_token_ids and bad_words change logits"),
-        ({"prompt_logprob_token_ids": [[5]]}, "prompt_logprobs reports the likeliest tokens at each position"),
+        ({"trace_decode_token_ids": [5]}, "is vLLM's and not here yet"),
         ({"output_kind": 3}, "output_kind=3: must be one of RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA, "),
         ({"output_kind": True}, "output_kind=True: must be one of "),
     ],
@@ -94,6 +94,7 @@ def test_neutral_settings_are_taken() -> None:
     neutral = {
         **{"tensor_parallel_size": 1, "enable_chunked_prefill": True, "disable_log_stats": True, "swap_space": 0},
         **{"tokenizer_mode": "auto", "runner": "auto", "speculative_config": None, "pipeline_parallel_size": 1},
+        "logprobs_mode": "raw_logprobs",
         **{"max_logprobs": MAX_LOGPROBS, "async_scheduling": False},
         "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
     }

@@ -39,6 +39,12 @@ def test_token_logprobs(dtype: torch.dtype, vocab_size: int) -> None:
     token_ids = torch.randint(0, vocab_size, (9,), generator=generator)
     token_ids[4] = 0
     tops = [0, 1, 5, 1024, 2, 0, 20, 3, 7]
+    for found, again in zip(
+        token_logprobs(logits, token_ids, tops),
+        token_logprobs(logits, token_ids, [*tops[:3], 5000, *tops[4:]]),
+        strict=True,
+    ):
+        assert found == again
     for i, found in enumerate(token_logprobs(logits, token_ids, tops)):
         check(found, logits[i], int(token_ids[i]), min(tops[i], vocab_size))
 
@@ -54,6 +60,10 @@ def test_they_are_those_of_the_raw_logits() -> None:
     assert sampled.logprobs.keys() == {4, 2}
     check(sampled.logprobs[4], logits[0], sampled.token_ids[0], 6)
     check(sampled.logprobs[2], logits[2], sampled.token_ids[2], 0)
+    sampler.load(0, SamplingParams(temperature=0, logprobs=-1), [], [], [], 0)
+    whole = sampler.sample(logits, [4, 0, 2], [0, 0, 0])
+    check(whole.logprobs[0], logits[1], whole.token_ids[1], 203)
+    check(whole.logprobs[4], logits[0], whole.token_ids[0], 6)
 
 
 def test_listed_tokens_are_reported_in_place_of_the_most_likely_ones() -> None:
@@ -99,7 +109,7 @@ def test_wrong_lists_are_refused(values: dict[str, Any], says: str) -> None:
         params.check_vocabulary(203)
 
 
-@pytest.mark.parametrize("top", [0, 4])
+@pytest.mark.parametrize("top", [0, 4, -1])
 @pytest.mark.parametrize("length", [0, 1, 2, 37])
 def test_prompt_logprobs_in_chunks(top: int, length: int) -> None:
     generator = torch.Generator().manual_seed(length)
@@ -114,9 +124,9 @@ def test_prompt_logprobs_in_chunks(top: int, length: int) -> None:
 
     found = prompt_logprobs(hidden, head, targets, top, max_bytes=5 * (307 * 24 + 4 * 32))
     assert sum(chunks) == length
-    assert max(chunks, default=0) == min(5, max(length - 1, length and 1))
+    assert max(chunks, default=0) == min(5 if top >= 0 else 2, max(length - 1, length and 1))
     for i, entry in enumerate(found):
-        check(entry, hidden[i] @ weight.T, targets[i], top)
+        check(entry, hidden[i] @ weight.T, targets[i], 307 if top < 0 else top)
 
 
 def test_prompt_logprobs_go_on_where_a_row_takes_more_than_their_memory() -> None:

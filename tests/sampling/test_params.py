@@ -28,8 +28,8 @@ REFUSED = [
         ("seed", value, ">= -9223372036854775808 and <= 9223372036854775807")
         for value in (2**63, -(2**63) - 1, 0.5, True)
     ),
-    *(("logprobs", value, ">= 0 and <= 1024") for value in (-1, 1025, True, 1.0)),
-    *(("prompt_logprobs", value, ">= 0 and <= 1024") for value in (-1, 1025, False, "2")),
+    *(("logprobs", value, ">= -1 and <= 1024") for value in (-2, 1025, True, 1.0)),
+    *(("prompt_logprobs", value, ">= -1 and <= 1024") for value in (-2, 1025, False, "2")),
     *(("max_tokens", value, ">= 1") for value in (0, -5, 1.0, True, "16")),
     *(("min_tokens", value, ">= 0") for value in (-1, 0.0, None, True)),
     *(("stop", value, "strings") for value in (5, b"ab", {"a": 1})),

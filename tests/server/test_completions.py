@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -150,6 +151,27 @@ def test_prompt_logprobs_by_token_id(server: Server) -> None:
         entry = position[str(token_id)]
         assert entry["logprob"] < 0 and entry["rank"] >= 1 and len(position) == (1 if entry["rank"] == 1 else 2)
     assert choice["logprobs"]["tokens"][0].startswith("token_id:")
+
+
+@pytest.mark.parametrize("most", [-1, 10**6])
+def test_log_probabilities_of_the_whole_vocabulary(
+    server: Server, serve_with: Callable[..., Server], most: int
+) -> None:
+    body = {"prompt": "Tom has 12", "max_tokens": 2, "temperature": 0, "logprobs": -1, "prompt_logprobs": -1}
+    ids = {"return_tokens_as_token_ids": True, "echo": True}
+    refused = server.post("/v1/completions", body)
+    assert refused.status_code == 400 and "logprobs=-1: this server gives 20 at most" in refused.text
+    whole = serve_with(max_logprobs=most)
+    (choice,) = whole.post("/v1/completions", {**body, **ids}).json()["choices"]
+    sizes = {len(one) for one in (*choice["logprobs"]["top_logprobs"][1:], *choice["prompt_logprobs"][1:])}
+    assert sizes == {server.engine.facts.vocab_size}
+    chat = {"messages": [{"role": "user", "content": "1"}], "max_tokens": 2, "logprobs": True, "top_logprobs": -1}
+    (choice,) = whole.post("/v1/chat/completions", chat).json()["choices"]
+    assert {len(one["top_logprobs"]) for one in choice["logprobs"]["content"]} == sizes
+    assert whole.post("/v1/completions", {**body, "logprobs": -2}).status_code == 400
+    beams = {**body, "use_beam_search": True, "n": 2, "prompt_logprobs": None}
+    choices = whole.post("/v1/completions", beams).json()["choices"]
+    assert all(len(top) == 4 for choice in choices for top in choice["logprobs"]["top_logprobs"])
 
 
 def test_log_probabilities_of_listed_tokens(server: Server) -> None:

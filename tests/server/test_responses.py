@@ -256,7 +256,7 @@ WRONG: list[tuple[dict[str, Any], str | None, str]] = [
     ({"input": [{"role": "user"}]}, "input[0].content", "is missing"),
     ({"input": [USER, {"role": "user", "content": [{"type": "input_image"}]}]}, "input[1].content[0]", "reads text"),
     ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text", "a string"),
-    ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]", "nothing is stored"),
+    ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0]", "send the item itself, or previous"),
     ({"input": [{"type": "computer_call"}]}, "input[0]", "'computer_call' are not supported"),
     ({"input": [OUTPUT, CALL]}, "input[0].call_id", "an earlier function_call"),
     ({"input": [CALL, {**OUTPUT, "call_id": "c2"}]}, "input[1].call_id", "call_id='c2'"),
@@ -269,10 +269,11 @@ WRONG: list[tuple[dict[str, Any], str | None, str]] = [
     ({"input": [{"type": "reasoning", "encrypted_content": "gAAAA"}]}, "input[0].encrypted_content", "another server"),
     ({"input": [{"type": "reasoning", "encrypted_content": 5}]}, "input[0].encrypted_content", "another server"),
     ({"input": [{"type": "reasoning", "content": [{"type": "x"}]}]}, "input[0].content[0]", "'x' are not supported"),
-    ({"previous_response_id": "resp_1"}, "previous_response_id", "nothing is stored; send the whole conversation"),
-    ({"conversation": "conv_1"}, "conversation", "nothing is stored"),
-    ({"prompt": {"id": "p"}}, "prompt", "nothing is stored"),
-    ({"background": True}, "background", "not supported by this server: nothing is stored; use stream"),
+    ({"previous_response_id": "resp_1"}, "previous_response_id", "Response with id 'resp_1' not found."),
+    ({"conversation": "conv_1"}, "conversation", "only responses are stored"),
+    ({"prompt": {"id": "p"}}, "prompt", "only responses are stored"),
+    ({"background": True, "store": False}, "background", "background can only be used when `store` is true"),
+    ({"background": True, "stream": True}, "background", "background with stream is not supported"),
     ({"truncation": "auto"}, "truncation", "only disabled"),
     ({"tools": [{"type": "web_search"}]}, "tools[0]", "tools of type 'web_search' are not supported"),
     ({"tools": [TOOL, {"type": "custom"}]}, "tools[1]", "a custom tool with a name"),
@@ -334,13 +335,13 @@ def test_refusals_name_the_field(server: Server, body: dict[str, Any], param: st
 
 def test_fields_without_effect_are_named(server: Server) -> None:
     fields: dict[str, Any] = {
-        **{"store": True, "user": "me", "client_metadata": {"a": "b"}, "max_tool_calls": 3, "prompt_cache_key": "x"},
+        **{"user": "me", "client_metadata": {"a": "b"}, "max_tool_calls": 3, "prompt_cache_key": "x"},
         "reasoning": {"effort": "low", "summary": "auto"},
         "include": ["reasoning.encrypted_content", "web_search_call.action.sources"],
     }
     answer = server.post("/v1/responses", {"input": "Hi", "max_output_tokens": 1, **fields})
-    assert answer.status_code == 200 and answer.json()["store"] is False
-    for name in (*("store", "user", "client_metadata", "max_tool_calls", "prompt_cache_key", "reasoning.summary"),):
+    assert answer.status_code == 200 and answer.json()["store"] is True
+    for name in (*("user", "client_metadata", "max_tool_calls", "prompt_cache_key", "reasoning.summary"),):
         assert name in answer.headers["warning"]
     assert "reasoning.effort" in answer.headers["warning"] and "web_search_call" in answer.headers["warning"]
     neutral = {"store": False, "background": False, "truncation": "disabled", "previous_response_id": None}

@@ -321,7 +321,7 @@ def _without_vllms(settings: Mapping[str, Any]) -> dict[str, Any]:
     """
     kept: dict[str, Any] = {}
     for name, value in settings.items():
-        if name == "max_logprobs" and value in range(_PYTHON_LOGPROBS + 1):
+        if name == "max_logprobs" and value in range(-1, _PYTHON_LOGPROBS + 1):
             continue  # requests from Python may ask for as many without it
         if name in EngineConfig.model_fields or not is_neutral(name, value):
             kept[name] = value

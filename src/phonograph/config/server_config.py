@@ -145,7 +145,9 @@ class ServerConfig(Settings):
     stream_interval: values.Size = Field(
         default=1, description="Tokens of a chunk of a stream; the first and the last chunk may have fewer."
     )
-    max_logprobs: values.Count = Field(default=20, description="Maximum logprobs of a request.")
+    max_logprobs: values.CountOrAll = Field(
+        default=20, description="Maximum logprobs of a request; -1 is the vocabulary."
+    )
     request_timeout: values.OptionalDuration = Field(
         default=None, description="Timeout in seconds from a request to the end of its answer."
     )
@@ -153,6 +155,10 @@ class ServerConfig(Settings):
         default=20.0, description="Grace period in seconds for running requests after SIGTERM."
     )
 
+    max_stored_responses: values.Count = Field(
+        default=1024,
+        description="Latest answers of /v1/responses that stay in memory, for previous_response_id; 0 stores none.",
+    )
     max_queued_requests: values.Count = Field(
         default=4096, description="Maximum waiting prompts, times their samples; more are refused."
     )

@@ -254,6 +254,7 @@ Texts = Annotated[
 Flag = Annotated[bool, ValueKind("true or false", _parse_flag, "true|false")]
 Fraction = Annotated[float, ValueKind("a number > 0 and <= 1", _number(lambda number: 0 < number <= 1), "X")]
 Count = Annotated[int, whole(0)]
+CountOrAll = Annotated[int, whole(-1)]
 Size = Annotated[int, whole(1)]
 OptionalCount = Annotated[int | None, whole(0)]
 OptionalSize = Annotated[int | None, whole(1)]

@@ -183,6 +183,7 @@ NEUTRAL: Mapping[str, tuple[str, ...]] = {
     "--config-format": ("auto",),
     "--chat-template-content-format": ("auto", "string"),
     "--response-role": ("assistant",),
+    "--logprobs-mode": ("raw_logprobs",),
     "--runner": ("auto", "generate"),
     "--task": ("auto", "generate"),
 }

@@ -18,7 +18,7 @@ SAMPLING = (
     *("include_stop_str_in_output", "skip_special_tokens", "shown_token_ids", "detokenize", "structured_outputs"),
     *("reasoning_end_token_ids", "reasoning_start_token_id", "thinking_token_budget"),
     *("allowed_token_ids", "bad_words", "logprob_token_ids", "skip_reading_prefix_cache", "speculate"),
-    *("repetition_detection", "stream_interval"),
+    *("repetition_detection", "stream_interval", "beam_step", "prompt_logprob_token_ids", "prompt_logprob_start"),
 )
 """Sampling parameters, which are no settings of an engine. This room cannot import them."""
 

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
 
 from phonograph.core.checked_arguments import checks_arguments
-from phonograph.core.sampling_params import MAX_LOGPROBS
+from phonograph.core.sampling_params import MAX_LOGPROBS, SamplingParams
+from phonograph.core.structured_outputs import StructuredOutputs
 from phonograph.errors import RequestError
 
 MAX_WIDTH = MAX_LOGPROBS // 2
 """Each beam is continued by twice as many tokens as there are beams."""
 
 
-_NEUTRAL: dict[str, tuple[object, ...]] = {
-    **{"allowed_token_ids": (), "structured_outputs": (), "watermarking": (False,)},
-}
-
-
-@checks_arguments("parameter of beam search", neutral=_NEUTRAL, hints={})
+@checks_arguments("parameter of beam search", neutral={"watermarking": (False,)}, hints={})
 @dataclass(frozen=True, slots=True)
 class BeamSearchParams:
     """Parameters of `LLM.beam_search`, with vLLM's names and meanings.
@@ -32,6 +29,9 @@ class BeamSearchParams:
         length_penalty: exponent of the length that divides a sequence's log-probability; larger prefers longer ones.
         include_stop_str_in_output: keep the end-of-sequence token in the tokens.
         skip_special_tokens: omit special tokens from the text.
+        structured_outputs: constraint on the output, as of `SamplingParams`. There may be fewer sequences than beams.
+        allowed_token_ids: tokens that the output may have; None for all. The end-of-sequence token is one of them only
+            if it is listed.
 
     Raises:
         RequestError: a value is out of range.
@@ -50,6 +50,8 @@ class BeamSearchParams:
     length_penalty: float = 1.0
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputs | None = None
+    allowed_token_ids: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         for name, most in (("beam_width", MAX_WIDTH), ("max_tokens", None)):
@@ -65,3 +67,12 @@ class BeamSearchParams:
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(name, getattr(self, name), "must be True or False")
+        names = ("ignore_eos", "structured_outputs", "allowed_token_ids")
+        checked = SamplingParams(**{name: getattr(self, name) for name in names})
+        for name in names:
+            object.__setattr__(self, name, getattr(checked, name))
+
+    @property
+    def has_constraint(self) -> bool:
+        """True if the output may not have every token."""
+        return self.structured_outputs is not None or self.allowed_token_ids is not None

@@ -8,7 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, cast, overload
 
+import numpy as np
+
 from phonograph.core.batch import TokenLogprobs
+from phonograph.core.sampling_params import SamplingParams
 
 TokenText = Callable[[int], str | None]
 """Returns the text of a token, or None if it is not known."""
@@ -38,11 +41,12 @@ class PositionLogprobs(Mapping[int, Logprob]):
         ranks: rank of each of them.
     """
 
-    __slots__ = ("_position", "_text")
+    __slots__ = ("_places", "_position", "_text")
 
     def __init__(self, position: TokenLogprobs, text: TokenText) -> None:
         self._position = position
         self._text = text
+        self._places: dict[int, int] | None = None
 
     @property
     def token_ids(self) -> list[int]:
@@ -58,9 +62,10 @@ class PositionLogprobs(Mapping[int, Logprob]):
 
     def __getitem__(self, token_id: int) -> Logprob:
         token_ids, logprobs, ranks = self._position
-        if token_id not in token_ids:
-            raise KeyError(token_id)
-        place = token_ids.index(token_id)
+        if self._places is None:
+            count = len(token_ids)
+            self._places = dict(zip(reversed(token_ids), range(count - 1, -1, -1), strict=True))
+        place = self._places[token_id]
         return Logprob(logprobs[place], ranks[place], self._text(token_ids[place]))
 
     def __iter__(self) -> Iterator[int]:
@@ -121,6 +126,29 @@ class LogprobsView(Sequence[Item]):
 
     def _item(self, position: TokenLogprobs | None) -> Item:
         return cast("Item", None if position is None else PositionLogprobs(position, self._text))
+
+
+def without_listed(
+    positions: Sequence[TokenLogprobs], params: SamplingParams
+) -> tuple[Sequence[TokenLogprobs], np.ndarray | None]:
+    """Return the positions of a prompt without listed tokens, and the log-probabilities of these.
+
+    Args:
+        positions: of all tokens of the prompt but the first, with the listed tokens at the end of each.
+        params: of the request.
+
+    Returns:
+        The positions, and float32 [rows, widest row]; None without listed tokens, or before all rows are computed.
+    """
+    rows, start = params.prompt_logprob_token_ids, params.prompt_logprob_start
+    if rows is None:
+        return positions, None
+    found = np.full((len(rows), max(map(len, rows))), -np.inf, np.float32)
+    plain = list(positions[:start])
+    for place, (row, position) in enumerate(zip(rows, positions[start:], strict=False)):
+        found[place, : len(row)] = position.logprobs[-len(row) :]
+        plain.append(TokenLogprobs(*(numbers[: -len(row)] for numbers in position)))  # pyright: ignore[reportArgumentType]
+    return plain, found if len(positions) == start + len(rows) else None
 
 
 def no_text(token_id: int) -> None:

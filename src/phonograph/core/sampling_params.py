@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, NamedTuple
 
 from phonograph.core.checked_arguments import checks_arguments
 from phonograph.core.repetition_detection import RepetitionDetectionParams
@@ -22,8 +22,7 @@ MAX_BIASES = 1023
 
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     **dict.fromkeys(("best_of", "logits_processors", "extra_args"), ()),
-    **dict.fromkeys(("truncate_prompt_tokens", "guided_decoding"), ()),
-    **dict.fromkeys(("prompt_logprob_start", "prompt_logprob_token_ids", "trace_decode_token_ids"), ()),
+    **dict.fromkeys(("truncate_prompt_tokens", "guided_decoding", "trace_decode_token_ids"), ()),
     **dict.fromkeys(("use_beam_search", "early_stopping", "watermarking"), (False,)),
     **dict.fromkeys(("flat_logprobs", "skip_clone"), (False, True)),
     **{"spaces_between_special_tokens": (True,), "length_penalty": (1.0,)},
@@ -34,7 +33,6 @@ _HINTS = {
     "best_of": "is not here; n samples are returned, and cumulative_logprob ranks them",
     "use_beam_search": "is vLLM's old name; LLM.beam_search does it",
     "length_penalty": "belongs to BeamSearchParams of LLM.beam_search",
-    "prompt_logprob_token_ids": "is not here; prompt_logprobs reports the likeliest tokens at each position",
     "early_stopping": "is not here; LLM.beam_search has BeamSearchParams",
     "logits_processors": "is not here yet; logit_bias, allowed_token_ids and bad_words change logits",
 }
@@ -46,6 +44,18 @@ class RequestOutputKind(IntEnum):
     CUMULATIVE = 0
     DELTA = 1
     FINAL_ONLY = 2
+
+
+class BeamStep(NamedTuple):
+    """Place of a request for one token in a beam search whose output has a constraint.
+
+    Attributes:
+        prefix_len: last tokens of the prompt that belong to the output.
+        num_tokens: likeliest allowed tokens to report.
+    """
+
+    prefix_len: int
+    num_tokens: int
 
 
 @checks_arguments("sampling parameter", neutral=_NEUTRAL, hints=_HINTS)
@@ -71,10 +81,14 @@ class SamplingParams:
         bad_words: texts that the output must not have, as their tokens with and without a space before. Other tokens
             may spell them. A list of token ids is taken as it stands.
         seed: makes the draws of this request repeatable, independent of the rest of the batch.
-        logprobs: most likely tokens to report beside each sampled one; 0 is only the sampled one, None is none.
+        logprobs: most likely tokens to report beside each sampled one, at most 1024; 0 is only the sampled one, -1 is
+            the whole vocabulary, None is none.
         logprob_token_ids: tokens to report beside each sampled one in place of the most likely ones, at most 128. Their
             number becomes `logprobs`.
-        prompt_logprobs: most likely tokens to report beside each token of the prompt.
+        prompt_logprobs: most likely tokens to report beside each token of the prompt; -1 is the whole vocabulary.
+        prompt_logprob_token_ids: for each token of the prompt but the first, tokens that are scored in its place: the
+            output's `prompt_token_id_logprobs`. An array, or rows of at most 1024 tokens; -1 fills a row up.
+        prompt_logprob_start: number of rows that are left out at the beginning.
         max_tokens: maximum tokens to generate; None is up to the model's context.
         min_tokens: tokens before which neither end-of-sequence nor stop conditions apply; structured outputs that are
             complete end before.
@@ -95,6 +109,7 @@ class SamplingParams:
         repetition_detection: pattern whose repetition ends the output after `min_tokens`; also a mapping of its fields.
         stream_interval: tokens of a sample after which `AsyncLLM` yields; and at the first and the last one.
         skip_reading_prefix_cache: compute the whole prompt. Its blocks are cached nevertheless.
+        beam_step: set by a beam search with a constraint. Log-probabilities are those of the likeliest allowed tokens.
         speculate: verify drafts, where the engine speculates (`speculative_config`). The tokens are the same without.
 
     Raises:
@@ -122,6 +137,8 @@ class SamplingParams:
     logprobs: int | None = None
     logprob_token_ids: Sequence[int] | None = None
     prompt_logprobs: int | None = None
+    prompt_logprob_token_ids: Sequence[Sequence[int]] | None = None
+    prompt_logprob_start: int = 0
     max_tokens: int | None = 16
     min_tokens: int = 0
     stop: Sequence[str] = ()
@@ -134,6 +151,7 @@ class SamplingParams:
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     stream_interval: int = 1
     skip_reading_prefix_cache: bool = False
+    beam_step: BeamStep | None = None
     speculate: bool = True
     repetition_detection: RepetitionDetectionParams | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -147,8 +165,7 @@ class SamplingParams:
                 self._set(name, empty)
         self._set("n", _integer("n", self.n, 1, MAX_N))
         self._set("temperature", _number("temperature", self.temperature, 0.0, math.inf))
-        # -1 means "no limit" in other engines.
-        self._set("top_k", max(_integer("top_k", self.top_k, -1, None), 0))
+        self._set("top_k", max(_integer("top_k", self.top_k, -1, None), 0))  # -1 means "no limit" in other engines
         # At 2^-32 one token is kept of any vocabulary; kernels compute in float32, which represents that number.
         self._set("top_p", max(_number("top_p", self.top_p, 0.0, 1.0, low_open=True), 2.0**-32))
         self._set("min_p", _number("min_p", self.min_p, 0.0, 1.0))
@@ -174,6 +191,13 @@ class SamplingParams:
             self._set(name, tuple(_integer(name, token_id, 0, None) for token_id in token_ids))
         if self.logprob_token_ids is not None:
             self._set_logprob_token_ids(self.logprob_token_ids)
+        if self.prompt_logprob_token_ids is not None:
+            self._set(
+                "prompt_logprob_token_ids", _token_rows("prompt_logprob_token_ids", self.prompt_logprob_token_ids)
+            )
+            self._set("prompt_logprobs", self.prompt_logprobs or 0)
+        elif self.prompt_logprob_start:
+            raise RequestError("prompt_logprob_start", self.prompt_logprob_start, "needs prompt_logprob_token_ids")
         if self.allowed_token_ids is not None:
             token_ids = _items("allowed_token_ids", self.allowed_token_ids, "token ids")
             if not token_ids:
@@ -233,6 +257,7 @@ class SamplingParams:
         listed: list[tuple[str, Iterable[int]]] = [
             ("allowed_token_ids", self.allowed_token_ids or ()),
             ("logprob_token_ids", self.logprob_token_ids or ()),
+            ("prompt_logprob_token_ids", map(max, self.prompt_logprob_token_ids or ())),
             ("bad_words", words),
         ]
         for name, token_ids in (*((name, getattr(self, name)) for name in ("logit_bias", *_TOKEN_LISTS)), *listed):
@@ -261,15 +286,16 @@ class SamplingParams:
 
 _OPTIONAL_RANGES: dict[str, tuple[int, int | None]] = {
     "seed": (-(2**63), 2**63 - 1),
-    "logprobs": (0, MAX_LOGPROBS),
-    "prompt_logprobs": (0, MAX_LOGPROBS),
+    "logprobs": (-1, MAX_LOGPROBS),
+    "prompt_logprobs": (-1, MAX_LOGPROBS),
+    "prompt_logprob_start": (0, None),
     "max_tokens": (1, None),
     "reasoning_start_token_id": (0, None),
     "thinking_token_budget": (0, None),
 }
 _NULLABLE: dict[str, object] = {
     **{"stop": (), "stop_token_ids": (), "bad_words": (), "logit_bias": {}},
-    **{"skip_reading_prefix_cache": False, "stream_interval": 1},
+    **{"skip_reading_prefix_cache": False, "stream_interval": 1, "prompt_logprob_start": 0},
 }
 _FLAGS = (
     *("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "detokenize"),
@@ -336,6 +362,14 @@ def _bad_word(word: object) -> str | tuple[int, ...]:
     if not token_ids:
         raise RequestError("bad_words", [], "each word must have a token")
     return token_ids
+
+
+def _token_rows(name: str, rows: object) -> tuple[tuple[int, ...], ...]:
+    """Return rows of token ids, each with at least one, which is -1 if there is none."""
+    found = [_items(name, row, "token ids") for row in _items(name, rows, "lists of token ids")]
+    if not 0 < max(map(len, found), default=0) <= MAX_LOGPROBS:
+        raise RequestError(name, f"{len(found)} rows", f"must have rows of 1 to {MAX_LOGPROBS} token ids")
+    return tuple(tuple(_integer(name, one, -1, None) for one in row) or (-1,) for row in found)
 
 
 def _nested(name: str, value: object, kind: type[Any]) -> Any:

@@ -240,9 +240,15 @@ def admit_parameters(params: SamplingParams, prompt_len: int, vocab_size: int, c
     """Check the parameters of a request against the vocabulary and the context length.
 
     Raises:
-        RequestError: a token id is outside the vocabulary, or `min_tokens` exceeds the room in the context.
+        RequestError: a token id is outside the vocabulary, `min_tokens` exceeds the room in the context, or the rows of
+            `prompt_logprob_token_ids` are not those of the prompt.
     """
     params.check_vocabulary(vocab_size)
+    rows, num_scored = params.prompt_logprob_token_ids, prompt_len - 1 - params.prompt_logprob_start
+    if rows is not None and len(rows) != num_scored:
+        problem = f"must be {num_scored} scored rows: all of {counted(prompt_len, 'token')} of the prompt but the first"
+        problem += f" and prompt_logprob_start={params.prompt_logprob_start}"
+        raise RequestError("prompt_logprob_token_ids", f"{len(rows)} rows", problem)
     room = context_len - prompt_len
     # The scheduler refuses a prompt that leaves no room, with an error about the prompt.
     if params.min_tokens > room > 0:

@@ -20,6 +20,7 @@ from phonograph.engine.metrics.step_log import StepLog
 from phonograph.engine.offline.prompts import PromptInput, salt_of
 from phonograph.engine.outputs import RequestMetrics, RequestOutput
 from phonograph.engine.process.async_pooling import AsyncPooling
+from phonograph.engine.process.async_verbs import shut_down
 from phonograph.engine.process.calls import Call, Prompt, Sample
 from phonograph.engine.process.client import EngineClient, StartProgress, no_progress
 from phonograph.engine.process.messages import Abort, Add, Begin, EngineFacts, Report, SampleUpdate
@@ -139,7 +140,7 @@ class AsyncLLM(AsyncPooling):
         self.draining = True
         if self._receiver is not None:
             self._receiver.cancel()
-        self._fail_all(_shut_down())
+        self._fail_all(shut_down())
         client, self._client = self._client, None
         return client
 
@@ -224,6 +225,7 @@ class AsyncLLM(AsyncPooling):
         streams: bool = False,
         priority: int = 0,
         cache_salt: str | None = None,
+        continues: bool = False,
     ) -> Call:
         """Queue prompts of one call.
 
@@ -236,13 +238,15 @@ class AsyncLLM(AsyncPooling):
             streams: wake the caller at each change, not only at the end.
             priority: as for `generate`.
             cache_salt: cached prefixes are shared only with prompts of the same salt.
+            continues: the prompts are a step of one of `searches`, which may end during a shutdown.
 
         Raises:
             EngineUnavailable: the engine does not accept calls.
             RequestError: bad_words has texts and there is no tokenizer.
         """
-        if self.problem is not None:
-            raise self.problem
+        problem = self.problem
+        if problem is not None and not (continues and problem.code == "shutting_down"):
+            raise problem
         # Stop strings are found on this side, where text is assembled.
         sampling = params if isinstance(params, SamplingParams) else NO_SAMPLING
         bare = admitted_bad_words(sampling, self.tokenizer)
@@ -304,9 +308,9 @@ class AsyncLLM(AsyncPooling):
         """
         self.draining = True
         until = time.monotonic() + seconds
-        while self._open and self.death is None and time.monotonic() < until:
+        while (self._open or self.searches) and self.death is None and time.monotonic() < until:
             await asyncio.sleep(DRAIN_POLL_SECONDS)
-        self._fail_all(_shut_down())
+        self._fail_all(shut_down())
 
     async def _receive(self, client: EngineClient) -> None:
         try:
@@ -341,7 +345,7 @@ class AsyncLLM(AsyncPooling):
             if key in self._open:
                 prompt = self._open[key][1]
                 prompt.num_cached_tokens, prompt.logprobs = facts.num_cached_tokens, facts.prompt_logprobs
-                prompt.warnings, prompt.pooled = facts.warnings, facts.pooled
+                prompt.warnings, prompt.pooled, prompt.listed = facts.warnings, facts.pooled, facts.listed
                 self.requests.begun(prompt)
         for (key, index), admitted in report.admitted.items():
             if key in self._open:
@@ -391,10 +395,6 @@ class AsyncLLM(AsyncPooling):
         self.died.set()
 
     def _fail_all(self, error: EngineUnavailable) -> None:
-        for call in {id(call): call for call, _ in self._open.values()}.values():
+        for call in {*self.searches, *(call for call, _ in self._open.values())}:
             call.fail(error)
         self._fail_verbs(error)
-
-
-def _shut_down() -> EngineUnavailable:
-    return EngineUnavailable("the engine was shut down before the answer was complete", "shutting_down")

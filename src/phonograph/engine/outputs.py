@@ -170,6 +170,7 @@ class RequestOutput:
         prompt_token_ids: tokens of the prompt.
         outputs: the samples.
         prompt_logprobs: one mapping per prompt token, the first None, if the parameters request them; else None.
+        prompt_token_id_logprobs: log-probabilities of `prompt_logprob_token_ids`, float32 [rows, tokens]; else None.
         num_cached_tokens: prompt tokens found in the prefix cache.
         pooled: result of a request that generates nothing, float32 [F], or [T, F] of all tokens; else None.
         metrics: times of the request; None if it was refused.
@@ -189,6 +190,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput] = field(default_factory=list[CompletionOutput])
     prompt_logprobs: LogprobsView[PositionLogprobs | None] | None = None
+    prompt_token_id_logprobs: np.ndarray | None = None
     num_cached_tokens: int = 0
     pooled: np.ndarray | None = None
     metrics: RequestMetrics | None = None

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.grammar import Grammar
-from phonograph.core.logprob_views import LogprobsView
+from phonograph.core.logprob_views import LogprobsView, without_listed
 from phonograph.core.pooling_params import NO_SAMPLING, PoolingParams
 from phonograph.core.request import Request
 from phonograph.core.sampling_params import SamplingParams
@@ -44,6 +44,7 @@ from phonograph.sampling.dead_ends import dead_end
 from phonograph.structured.compiler import GrammarCompiler
 from phonograph.structured.min_tokens import with_min_tokens
 from phonograph.structured.phases import with_reasoning
+from phonograph.structured.token_rules import BegunGrammar, likeliest_allowed
 from phonograph.structured.vocabulary import Vocabulary
 from phonograph.text.output_text import text_builder, token_text
 from phonograph.text.tokenizer import Tokenizer
@@ -284,6 +285,9 @@ class Session:
         if grammar is not None:
             samples[0].parent.warnings = grammar.warnings
         grammar = with_model_rules(grammar, samples[0].request, self._model)
+        if grammar is not None and params.beam_step is not None:
+            prompt = samples[0].request.prompt_token_ids
+            grammar = BegunGrammar(grammar, prompt[len(prompt) - params.beam_step.prefix_len :])
         grammar = with_min_tokens(grammar, params, samples[0].request.end_token_ids)
         for queued, sample in enumerate(samples):
             sample.request.grammar = grammar
@@ -352,6 +356,9 @@ class Session:
     def _close(self, sample: _Sample) -> None:
         """Report the prompt of a sample that has ended, and remove the sample."""
         self._report_prompt(sample)
+        step, grammar, found = sample.request.params.beam_step, sample.request.grammar, sample.request.logprobs
+        if step is not None and grammar is not None:
+            found[:] = [likeliest_allowed(one, grammar, self._model.vocab_size, step.num_tokens) for one in found]
         metrics, num_tokens = sample.parent.metrics, len(sample.request.output_token_ids)
         counts, reason = self.counts, sample.completion.finish_reason
         counts.num_output_tokens += num_tokens
@@ -374,7 +381,8 @@ class Session:
         known = output.prompt_logprobs
         # Of n samples, the one that has progressed most has the longest list.
         if request.params.prompt_logprobs is not None and len(known or ()) <= len(request.prompt_logprobs):
-            output.prompt_logprobs = LogprobsView([None, *request.prompt_logprobs], token_text(self.tokenizer))
+            positions, output.prompt_token_id_logprobs = without_listed(request.prompt_logprobs, request.params)
+            output.prompt_logprobs = LogprobsView([None, *positions], token_text(self.tokenizer))
 
 
 def grammar_compiler(load: Callable[[], Tokenizer | None], model: ModelSpec, config: EngineConfig) -> GrammarCompiler:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from phonograph.core.batch import NewSequence, ScheduledBatch, TokenLogprobs
+from phonograph.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from phonograph.kernels.torch.sampling import ranked
 from phonograph.sampling.failures import SlotFailures
 
@@ -95,6 +96,9 @@ def as_entries(
     tops: Sequence[int], ids_NK: torch.Tensor, values_NK: torch.Tensor, ranks_NK: torch.Tensor
 ) -> list[TokenLogprobs]:
     """Return the results of `score_tokens` or `score_listed` as an entry for each row, with its `tops[i]` tokens."""
+    if max(tops) > MAX_LOGPROBS:  # the whole vocabulary, perhaps of one row among many
+        tensors = ids_NK, values_NK, ranks_NK
+        return [TokenLogprobs(*(one[row, : t + 1].tolist() for one in tensors)) for row, t in enumerate(tops)]
     rows = zip(tops, ids_NK.tolist(), values_NK.tolist(), ranks_NK.tolist(), strict=True)
     return [TokenLogprobs(token_ids=i[: t + 1], logprobs=v[: t + 1], ranks=r[: t + 1]) for t, i, v, r in rows]
 
@@ -112,6 +116,7 @@ def prompt_logprobs(
     logits_fn: Callable[[torch.Tensor], torch.Tensor],
     target_token_ids: Sequence[int],
     top: int,
+    listed: Sequence[Sequence[int]] | None = None,
     *,
     max_bytes: int = 64 * 1024**2,
 ) -> list[TokenLogprobs]:
@@ -121,7 +126,8 @@ def prompt_logprobs(
         hidden_TE: hidden states that logits_fn takes; row t predicts target_token_ids[t], the next prompt token.
         logits_fn: hidden states [rows, E] -> logits [rows, V]; called with one row first, to learn V.
         target_token_ids: the predicted tokens.
-        top: most likely tokens to report beside each target.
+        top: most likely tokens to report beside each target; -1 is the whole vocabulary.
+        listed: tokens to report after these, for each target, with rank 0; -1 has minus infinity. None for none.
         max_bytes: bound of the temporaries; one row is always computed.
     """
     assert len(target_token_ids) == hidden_TE.shape[0], (len(target_token_ids), hidden_TE.shape)
@@ -130,10 +136,26 @@ def prompt_logprobs(
     start, stop = 0, 1
     while start < len(target_token_ids):
         logits_NV = logits_fn(hidden_TE[start:stop])
-        result += token_logprobs(logits_NV, targets_T[start:stop], [top] * logits_NV.shape[0])
+        top = logits_NV.shape[1] if top < 0 else top
+        found = token_logprobs(logits_NV, targets_T[start:stop], [top] * logits_NV.shape[0])
+        result += found if listed is None else _with_listed(found, logits_NV, listed[start:stop])
         row_bytes = logits_NV.shape[1] * _BYTES_PER_LOGIT + top * _BYTES_PER_TOP
         start, stop = stop, stop + max(1, max_bytes // row_bytes)
     return result
+
+
+def _with_listed(
+    found: Sequence[TokenLogprobs], logits_NV: torch.Tensor, listed: Sequence[Sequence[int]]
+) -> list[TokenLogprobs]:
+    """Return positions with the log-probabilities of listed tokens at their ends."""
+    logits_NV = logits_NV.to(torch.float32)
+    ids_NK = torch.from_numpy(padded(listed)).to(logits_NV.device)
+    values_NK = logits_NV.gather(-1, ids_NK.clamp(min=0)) - logits_NV.logsumexp(dim=-1, keepdim=True)
+    rows: list[list[float]] = values_NK.masked_fill_(ids_NK < 0, -torch.inf).tolist()
+    return [
+        TokenLogprobs([*one.token_ids, *ids], [*one.logprobs, *row[: len(ids)]], [*one.ranks, *[0] * len(ids)])
+        for one, ids, row in zip(found, listed, rows, strict=True)
+    ]
 
 
 def step_prompt_logprobs(
@@ -149,19 +171,24 @@ def step_prompt_logprobs(
     to `failures`.
     """
 
-    def score(slot: int, hidden_TE: torch.Tensor, targets: list[int], top: int) -> None:
-        found[slot] = prompt_logprobs(hidden_TE, logits_fn, targets, top)
+    def score(slot: int, hidden_TE: torch.Tensor, targets: list[int], params: SamplingParams, first: int) -> None:
+        listed, top = params.prompt_logprob_token_ids, params.prompt_logprobs
+        if listed is not None:
+            places = range(first - params.prompt_logprob_start, first - params.prompt_logprob_start + len(targets))
+            listed = [listed[place] if place >= 0 else () for place in places]
+        assert top is not None, "the request asks for log-probabilities of its prompt"
+        found[slot] = prompt_logprobs(hidden_TE, logits_fn, targets, top, listed)
 
     found: dict[int, list[TokenLogprobs]] = {}
     start = 0
     for slot, query_len, context_len in zip(batch.slots, batch.query_lens, batch.context_lens, strict=True):
         sequence = live[slot]
-        top = sequence.params.prompt_logprobs
         # Row p predicts token p + 1; the prompt's last row predicts the output.
         rows = min(query_len, sequence.prompt_len - 1 - context_len)
-        if top is not None and rows > 0:
+        if sequence.params.prompt_logprobs is not None and rows > 0:
             targets = sequence.token_ids[context_len + 1 : context_len + 1 + rows]
             part = "log-probabilities of the prompt"
-            failures.run(slot, part, score, slot, hidden_TE[start : start + rows], targets, top)
+            hidden = hidden_TE[start : start + rows]
+            failures.run(slot, part, score, slot, hidden, targets, sequence.params, context_len)
         start += query_len
     return found

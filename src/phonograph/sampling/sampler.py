@@ -176,7 +176,8 @@ class Sampler:
         self._min_p[slot] = params.min_p
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(64) - 2**63
         self._stream_key[slot] = sampling.stream_key(seed, sample_index)
-        self.logprobs[slot] = params.logprobs if params.logprobs is not None else -1
+        if params.logprobs is not None:
+            self.logprobs[slot] = params.logprobs if params.logprobs >= 0 else self.vocab_size
         if params.logprob_token_ids is not None:
             self.listed[slot] = params.logprob_token_ids
             self.lists[slot] = True

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from phonograph.core.batch import TokenLogprobs
 from phonograph.core.grammar import Grammar, GrammarError, Matcher
 from phonograph.core.sampling_params import SamplingParams
 
@@ -162,6 +163,47 @@ def with_token_rules(
         return inner
     allowed = params.allowed_token_ids
     return TokenRules(vocab_size, allowed=allowed, forbidden=words, inner=inner, first=suppressed_first)
+
+
+class BegunGrammar:
+    """A grammar of outputs that have begun; see `Grammar`.
+
+    Args:
+        grammar: grammar of whole outputs.
+        token_ids: beginning of the output, which the grammar allows.
+    """
+
+    def __init__(self, grammar: Grammar, token_ids: Sequence[int]) -> None:
+        self._grammar, self._token_ids = grammar, token_ids
+        self.warnings = grammar.warnings
+
+    def matcher(self) -> Matcher:
+        matcher = self._grammar.matcher()
+        for token_id in self._token_ids:
+            matcher.accept(token_id)
+        return matcher
+
+
+def likeliest_allowed(position: TokenLogprobs, grammar: Grammar, vocab_size: int, count: int) -> TokenLogprobs:
+    """Return the first token of a position, and of the others the `count` likeliest that a grammar begins with.
+
+    Args:
+        position: a token, then the whole vocabulary, the likeliest first.
+        grammar: grammar of the output from this position on.
+        vocab_size: tokens of the model.
+        count: maximum number of other tokens.
+    """
+    bitmask_RW = np.full((1, -(-vocab_size // 32)), -1, np.int32)
+    grammar.matcher().fill(bitmask_RW, 0)
+    allowed_V = np.unpackbits(bitmask_RW[0].view(np.uint8), bitorder="little")[:vocab_size].astype(bool)
+    possible = allowed_V[position.token_ids[1:]] & np.isfinite(position.logprobs[1:])
+    places = [0, *(np.flatnonzero(possible)[:count] + 1).tolist()]
+    token_ids, logprobs, ranks = position
+    return TokenLogprobs(
+        [token_ids[place] for place in places],
+        [logprobs[place] for place in places],
+        [ranks[place] for place in places],
+    )
 
 
 class _RulesMatcher:

@@ -1,19 +1,20 @@
 """Beam search: keep the likeliest sequences after each token.
 
 A host loop over log-probabilities. Each token of each beam is a request of one token, whose prompt is the beam; the
-prefix cache has the keys and values of all its full blocks.
+prefix cache has the keys and values of all its full blocks. With a constraint, the engine continues the grammar after
+the tokens of the beam, and reports the likeliest tokens among those that it allows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from phonograph.core.beam_search_params import BeamSearchParams
 from phonograph.core.logprob_views import PositionLogprobs
 from phonograph.core.request import FinishReason
-from phonograph.core.sampling_params import SamplingParams
+from phonograph.core.sampling_params import BeamStep, SamplingParams
 from phonograph.engine.outputs import CompletionOutput
 
 Result = TypeVar("Result")
@@ -66,6 +67,7 @@ async def beam_search(
     *,
     eos: frozenset[int],
     context_len: int,
+    rules: Mapping[str, Any] = {},
 ) -> list[BeamSearchOutput]:
     """Search the likeliest continuations of prompts, of all together.
 
@@ -75,12 +77,21 @@ async def beam_search(
         generate: returns the output of each prompt, and raises if one fails.
         eos: end-of-sequence tokens of the model.
         context_len: tokens of prompt and output that a request may have.
+        rules: sampling parameters that belong to the constraint of the output, if it has one.
 
     Raises:
         RequestError: a prompt cannot be served.
     """
+    num_tokens, constrained = 2 * params.beam_width, params.has_constraint
     step = SamplingParams(
-        logprobs=2 * params.beam_width, max_tokens=1, temperature=params.temperature, detokenize=False, ignore_eos=True
+        logprobs=-1 if constrained else num_tokens,
+        max_tokens=1,
+        temperature=params.temperature,
+        detokenize=False,
+        ignore_eos=not constrained,
+        structured_outputs=params.structured_outputs,
+        allowed_token_ids=params.allowed_token_ids,
+        **rules if constrained else {},
     )
     ends = frozenset[int]() if params.ignore_eos else eos
 
@@ -99,6 +110,8 @@ async def beam_search(
         growing = [beam for search in searches for beam in search.beams]
         if not growing:
             break
+        if constrained:
+            step = step.with_checked(beam_step=BeamStep(place, num_tokens))
         outputs = iter(await generate([beam.tokens for beam in growing], step))
         for search in searches:
             grown = [one for beam in search.beams for one in _grown(beam, next(outputs), params, ends)]

@@ -16,6 +16,7 @@ from phonograph.core.token_types import EncoderTokens
 from phonograph.engine.admission import admit_level, admitted_tags
 from phonograph.engine.offline.model_defaults import default_sampling_params
 from phonograph.engine.offline.vllm_methods import VllmMethods
+from phonograph.engine.process.calls import Call
 from phonograph.engine.process.client import EngineClient
 from phonograph.engine.process.engine_pool import EnginePool
 from phonograph.engine.process.messages import (
@@ -35,12 +36,18 @@ from phonograph.errors import EngineUnavailable, PhonographError, RequestError, 
 from phonograph.text.tokenizer import Tokenizer, transformers_tokenizer
 
 
+def shut_down() -> EngineUnavailable:
+    """Return the error of requests that a shutdown ends."""
+    return EngineUnavailable("the engine was shut down before the answer was complete", "shutting_down")
+
+
 class AsyncVerbs(VllmMethods):
     """Base of `AsyncLLM`: the client of its engine, and the verbs.
 
     Attributes:
         asleep: parts of the engine's memory that were given back, as of the latest report.
         sleep_level: of the sleep, 0 while all memory is awake.
+        searches: beam searches in progress, whose steps are calls of their own.
     """
 
     tokenizer: Tokenizer | None
@@ -49,6 +56,7 @@ class AsyncVerbs(VllmMethods):
         self.config = config
         self.death: str | None = None
         self.draining = False
+        self.searches: set[Call] = set()
         self._client: EngineClient | None = None
         self._receiver: asyncio.Task[None] | None = None
         self._defaults: SamplingParams | None = None

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from phonograph.engine.async_llm import AsyncLLM
 
 
+_RULES = ("reasoning_end_token_ids", "reasoning_start_token_id")
+"""Parameters that say where a constraint begins."""
+
+
 class _Aborted(Exception):
     """A step of a search was aborted."""
 
@@ -65,9 +69,10 @@ def open_beams(
         task.cancel()
 
     call = Call(opened, streams=streams, end=end)
+    engine.searches.add(call)
 
     async def generate(growing: list[list[int]], step: SamplingParams) -> list[Sample]:
-        inner = engine.open(growing, step, priority=priority, cache_salt=cache_salt)
+        inner = engine.open(growing, step, priority=priority, cache_salt=cache_salt, continues=True)
         inner.name = call.name
         try:
             await inner.wait()
@@ -78,6 +83,7 @@ def open_beams(
         if len(growing) == len(opened):  # the first step has the prompts themselves
             for prompt, first in zip(opened, inner.prompts, strict=True):
                 prompt.num_cached_tokens = prompt.num_cached_tokens or first.num_cached_tokens
+                prompt.warnings = first.warnings
         return inner.samples
 
     async def search() -> None:
@@ -86,9 +92,13 @@ def open_beams(
             eos.add(engine.tokenizer.eos_token_id)
         try:
             found = await beam_search(
-                prompts, beams, generate, eos=frozenset(eos), context_len=engine.facts.context_len
+                *(prompts, beams, generate),
+                eos=frozenset(eos),
+                context_len=engine.facts.context_len,
+                rules={name: getattr(params, name) for name in _RULES},
             )
             for prompt, output in zip(opened, found, strict=True):
+                call.drop(prompt, len(output.sequences))
                 for sample, sequence in zip(prompt.samples, output.sequences, strict=True):
                     _end(sample, sequence, prompt, params.logprobs)
                     call.touch(prompt, sample)
@@ -103,6 +113,7 @@ def open_beams(
             call.on_change()
 
     task = asyncio.ensure_future(search())
+    task.add_done_callback(lambda _: engine.searches.discard(call))
     return call
 
 
@@ -116,7 +127,7 @@ def _end(sample: Sample, sequence: BeamSearchSequence, prompt: Prompt, top: int 
 
 def _position(token_id: int, found: PositionLogprobs, top: int) -> TokenLogprobs:
     """Return the log-probabilities of a token, and of the `top` most likely ones at its position."""
-    likely = sorted(((one.rank, other) for other, one in found.items()))[:top]
+    likely = sorted(((one.rank, other) for other, one in found.items()))[: None if top < 0 else top]
     token_ids = [token_id, *(other for _, other in likely)]
     chosen = [found[one] for one in token_ids]
     return TokenLogprobs(token_ids, [one.logprob for one in chosen], [one.rank for one in chosen])

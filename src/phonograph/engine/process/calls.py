@@ -87,6 +87,7 @@ class Prompt:
     """A prompt and its samples. The first token brings `num_cached_tokens`, `logprobs` and `warnings`.
 
     pooled: result of a prompt that generates nothing, which has one sample without tokens
+    listed: see `RequestOutput.prompt_token_id_logprobs`
     max_tokens: as requested
     opened: time of the request, in seconds of `time.monotonic`
     """
@@ -99,12 +100,14 @@ class Prompt:
     logprobs: list[TokenLogprobs | None] | None = None
     warnings: tuple[str, ...] = ()
     pooled: np.ndarray | None = None
+    listed: np.ndarray | None = None
     max_tokens: int | None = None
     opened: float = field(default_factory=time.monotonic)
 
     def report(self, output: RequestOutput, text: TokenText) -> None:
         """Copy what is known now to the output of this prompt, whose samples are its `outputs`."""
         output.num_cached_tokens, output.warnings = self.num_cached_tokens, self.warnings
+        output.prompt_token_id_logprobs = self.listed
         if self.logprobs is not None:
             output.prompt_logprobs = LogprobsView(self.logprobs, text)
         metrics = output.metrics
@@ -208,6 +211,15 @@ class Call:
         if self._streams:
             self._changed[sample.index] = sample
         if self.finished or (self._streams and self.on_change is None):
+            self._event.set()
+
+    def drop(self, prompt: Prompt, num_samples: int) -> None:
+        """Remove the growing samples of a prompt after its first `num_samples`."""
+        num_dropped = len(prompt.samples[num_samples:])
+        del prompt.samples[num_samples:]
+        prompt.num_growing -= num_dropped
+        self._num_growing -= num_dropped
+        if self.finished:
             self._event.set()
 
     def fail(self, error: Exception) -> None:

@@ -364,7 +364,9 @@ class CoreLoop:
         if not opened.prompt_reported:
             opened.prompt_reported = True
             scored = None if output.prompt_logprobs is None else list(output.prompt_logprobs.positions)
-            report.prompts[opened.key] = PromptFacts(output.num_cached_tokens, scored, output.warnings, output.pooled)
+            report.prompts[opened.key] = PromptFacts(
+                output.num_cached_tokens, scored, output.warnings, output.pooled, output.prompt_token_id_logprobs
+            )
         for index, completion in enumerate(output.outputs):
             start, end = opened.num_reported[index], len(completion.token_ids)
             ended = completion.finish_reason is not None and index not in opened.ended

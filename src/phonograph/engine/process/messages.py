@@ -226,13 +226,14 @@ A plain tuple, because there is one per running sequence and step.
 class PromptFacts:
     """Facts about a prompt that come with its first token, or with the result of one that generates nothing.
 
-    See `RequestOutput`.
+    See `RequestOutput`, where `listed` is `prompt_token_id_logprobs`.
     """
 
     num_cached_tokens: int
     prompt_logprobs: list[TokenLogprobs | None] | None
     warnings: tuple[str, ...] = ()
     pooled: np.ndarray | None = None
+    listed: np.ndarray | None = None
 
 
 Refusal = RequestError | RequestFailure | EngineUnavailable

@@ -70,6 +70,21 @@ def sampling_params(
         raise api_error(error, names) from None
 
 
+def check_logprobs(name: str, count: int, most: int) -> None:
+    """Check the number of log-probabilities of a position against the server's limit.
+
+    Args:
+        name: field of the request.
+        count: its value; -1 is the whole vocabulary.
+        most: `max_logprobs` of the server; -1 is no limit.
+
+    Raises:
+        ApiError: the server gives fewer.
+    """
+    if most >= 0 and (count > most or count == -1):
+        raise invalid(name, f"{name}={count}: this server gives {most} at most (max_logprobs)")
+
+
 def kept_tokens(truncate: int | None, max_tokens: int | None, *, first: bool, context_len: int) -> slice | None:
     """Return which tokens of a prompt stay; None is all.
 

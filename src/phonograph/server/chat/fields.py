@@ -46,7 +46,7 @@ _REASONS: Mapping[str, str] = {
     "functions": "tools replaces it",
     "guided_decoding_backend": "one library compiles all grammars",
     "logits_processors": "logit_bias, allowed_token_ids and bad_words change logits",
-    "prompt_logprob_token_ids": "prompt_logprobs has the likeliest tokens at each position",
+    "prompt_logprob_token_ids": "LLM and AsyncLLM have it; prompt_logprobs has the likeliest tokens at each position",
     "return_prompt_text": "echo has the prompt's text",
     "thinking_token_budget": "chats and responses have it",
     "use_beam_search": "completions and chats have it",

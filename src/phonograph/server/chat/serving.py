@@ -82,6 +82,8 @@ class Serving:
 
     def __post_init__(self) -> None:
         self.texts = self.tokenizer.texts
+        if self.config.max_logprobs >= self.engine.facts.vocab_size:
+            self.config = self.config.model_copy(update={"max_logprobs": -1})
         template = self.chat_template or self.tokenizer.template_text
         self.variables = None if template is None else template_variables(template)
         self.formats = (
@@ -337,8 +339,12 @@ class Serving:
         priority: int = 0,
         cache_salt: str | None = None,
         beams: BeamSearchParams | None = None,
+        detached: bool = False,
     ) -> Call:
-        """Open a call of the engine. It fails when the client disconnects or request_timeout has passed."""
+        """Open a call of the engine.
+
+        It fails when request_timeout has passed, or when the client disconnects unless it is `detached`.
+        """
         options: dict[str, Any] = {"streams": streams, "priority": priority, "cache_salt": cache_salt}
         try:
             if beams is not None and isinstance(params, SamplingParams):
@@ -353,7 +359,8 @@ class Serving:
                 504, f"not complete within {seconds:g} s (request_timeout)", kind="server_error", code="timeout"
             )
             call.limit(seconds, error)
-        call.watch(until_gone(request.receive), client_gone())
+        if not detached:
+            call.watch(until_gone(request.receive), client_gone())
         if self.config.enable_log_requests:
             log_request(call, params, self.tokenizer, self.config)
         if self.traces is not None:

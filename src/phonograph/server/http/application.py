@@ -23,20 +23,23 @@ from phonograph.server.http.request_ids import HEADER, RequestIds
 from phonograph.server.http.stream import DirectSend
 from phonograph.server.messages import create_message
 from phonograph.server.observe import api_page, graphs, metrics, status
+from phonograph.server.observe.load_report import LoadReports
 from phonograph.server.observe.logs import REQUEST_ID
 from phonograph.server.ollama import ollama_chat, ollama_models
-from phonograph.server.openai import chat_completions, completions, tokens
+from phonograph.server.openai import chat_completions, completions, invocations, tokens
 from phonograph.server.pooling import embeddings, scores
-from phonograph.server.responses import create_response
+from phonograph.server.responses import create_response, response_store
 from phonograph.server.speech import transcriptions
 
 ROUTERS = (
     completions.router,
     chat_completions.router,
     create_response.router,
+    response_store.router,
     create_message.router,
     ollama_chat.router,
     ollama_models.router,
+    invocations.router,
     tokens.router,
     embeddings.router,
     scores.router,
@@ -69,6 +72,7 @@ def make_app(serving: Serving) -> FastAPI:
     # As an argument it is deprecated. uvicorn's setting expects a proxy that removes the path.
     app.root_path = config.root_path or ""
     app.state.serving = serving
+    app.state.responses = response_store.ResponseStore(config.max_stored_responses)
     for router in ROUTERS:
         app.include_router(router)
     if config.enable_admin:
@@ -80,6 +84,7 @@ def make_app(serving: Serving) -> FastAPI:
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(Exception, _on_bug)
     # Requests pass the middleware added last first.
+    app.add_middleware(LoadReports, engine=serving.engine)
     app.add_middleware(BodyGuard, config=config)
     if config.api_key:
         app.add_middleware(ApiKeys, keys=config.api_key, open_paths=admin.PATHS if config.enable_admin else ())

@@ -61,14 +61,9 @@ class JsonRequest(Request):
         self.num_bytes = len(body)
         if not body:
             return
-        try:
-            await self._yield()
-            self._value = parse_json(body)
-            del body
-        except UnicodeDecodeError as error:
-            raise invalid(None, f"the body is not JSON: not UTF-8 at byte {error.start}", code="invalid_json") from None
-        except (ValueError, RecursionError) as error:
-            raise invalid(None, f"the body is not JSON: {error}", code="invalid_json") from None
+        await self._yield()
+        self._value = parsed_body(body)
+        del body
         # FastAPI keeps the body until the answer is complete, and only tests that it is not empty.
         self._body = b"{}"
         check_sizes(self._value, config)
@@ -97,6 +92,20 @@ class JsonRoute(APIRoute):
             return await handle(parsed)
 
         return handle_parsed
+
+
+def parsed_body(body: bytes) -> Any:
+    """Parse a body.
+
+    Raises:
+        ApiError: it is not JSON.
+    """
+    try:
+        return parse_json(body)
+    except UnicodeDecodeError as error:
+        raise invalid(None, f"the body is not JSON: not UTF-8 at byte {error.start}", code="invalid_json") from None
+    except (ValueError, RecursionError) as error:
+        raise invalid(None, f"the body is not JSON: {error}", code="invalid_json") from None
 
 
 async def until_gone(receive: Receive) -> None:

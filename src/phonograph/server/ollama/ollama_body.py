@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from phonograph.config.server_config import ServerConfig
 from phonograph.core.structured_outputs import StructuredOutputs
 from phonograph.errors import RequestError, quoted
-from phonograph.server.chat.chat_request import ChatRequest
+from phonograph.server.chat.chat_request import ChatRequest, check_logprobs
 from phonograph.server.chat.fields import Body, Fields, Stops
 from phonograph.server.chat.thinking import Thinking
 from phonograph.server.chat.tools import read_tools
@@ -140,9 +140,7 @@ class OllamaBody(Body):
             values = {name: value for name, value in given.items() if value is not None}
         if self.logprobs:
             values["logprobs"] = self.top_logprobs or 0
-            if values["logprobs"] > config.max_logprobs:
-                problem = f"this server gives {config.max_logprobs} at most (max_logprobs)"
-                raise invalid("top_logprobs", f"top_logprobs={self.top_logprobs}: {problem}")
+            check_logprobs("top_logprobs", values["logprobs"], config.max_logprobs)
         form = self._form()
         return values if form is None else {**values, "structured_outputs": form}
 

@@ -84,7 +84,9 @@ class CompletionLogprobs:
 
     def _top(self, position: TokenLogprobs, top: int | None) -> dict[str, float]:
         """Return the token itself, and at most `top` others of its position."""
-        pairs = islice(zip(position.token_ids, position.logprobs, strict=True), None if top is None else top + 1)
+        pairs = islice(
+            zip(position.token_ids, position.logprobs, strict=True), None if top is None or top < 0 else top + 1
+        )
         return {self._name(token_id): _finite(logprob) for token_id, logprob in pairs}
 
 
@@ -108,7 +110,7 @@ def chat_content(
 def prompt_positions(
     positions: Sequence[TokenLogprobs | None] | None, texts: TokenTexts, *, top: int
 ) -> list[dict[str, Any] | None] | None:
-    """Return `prompt_logprobs` of a choice: by token id, the token itself and the `top` most likely."""
+    """Return `prompt_logprobs` of a choice: by token id, the token itself and the `top` most likely; -1 is all."""
     if positions is None:
         return None
     return [
@@ -116,7 +118,7 @@ def prompt_positions(
         if position is None
         else {
             str(token_id): {"logprob": _finite(logprob), "rank": rank, "decoded_token": texts.text(token_id)}
-            for token_id, logprob, rank in islice(zip(*position, strict=True), top + 1)
+            for token_id, logprob, rank in islice(zip(*position, strict=True), None if top < 0 else top + 1)
         }
         for position in positions
     ]

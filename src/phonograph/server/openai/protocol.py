@@ -13,6 +13,7 @@ from phonograph.core.repetition_detection import MAX_PATTERN_SIZE
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.core.structured_outputs import StructuredOutputs
 from phonograph.errors import RequestError
+from phonograph.server.chat.chat_request import check_logprobs
 from phonograph.server.chat.conversation import further_keys
 from phonograph.server.chat.fields import (
     Biases,
@@ -42,7 +43,7 @@ _SAME_NAME = (
 _NOT_OF_BEAMS: dict[str, tuple[object, ...]] = {
     **{"top_k": (0, -1), "top_p": (1,), "min_p": (0,), "repetition_penalty": (1,), "min_tokens": (0,)},
     **dict.fromkeys(("presence_penalty", "frequency_penalty"), (0,)),
-    **dict.fromkeys(("logit_bias", "stop", "stop_token_ids", "allowed_token_ids", "bad_words", "prompt_logprobs"), ()),
+    **dict.fromkeys(("logit_bias", "stop", "stop_token_ids", "bad_words", "prompt_logprobs"), ()),
     **dict.fromkeys(("logprob_token_ids", "repetition_detection", "thinking_token_budget", "suffix", "seed"), ()),
 }
 """Fields without effect on a beam search, with neutral values."""
@@ -160,13 +161,10 @@ class GenerationBody(StructuredFields):
             params: sampling parameters of the request.
 
         Raises:
-            ApiError: a value is out of range, or the answer must have a form.
+            ApiError: a value is out of range.
         """
         if not self.use_beam_search:
             return None
-        if params.structured_outputs is not None:
-            problem = "use_beam_search contradicts structured outputs and tools that must be called; leave it out"
-            raise invalid("use_beam_search", problem)
         try:
             return BeamSearchParams(
                 params.n,
@@ -175,6 +173,8 @@ class GenerationBody(StructuredFields):
                 temperature=params.temperature,
                 length_penalty=1.0 if self.length_penalty is None else self.length_penalty,
                 include_stop_str_in_output=params.include_stop_str_in_output,
+                structured_outputs=params.structured_outputs,
+                allowed_token_ids=params.allowed_token_ids,
             )
         except RequestError as error:
             raise api_error(error, {"beam_width": "n"}) from None
@@ -212,13 +212,14 @@ class GenerationBody(StructuredFields):
         """
         names = self.names()
         for name, value in ((names.get("logprobs", "logprobs"), logprobs), ("prompt_logprobs", self.prompt_logprobs)):
-            if value is not None and value > max_logprobs:
-                raise invalid(name, f"{name}={value}: this server gives {max_logprobs} at most (max_logprobs)")
+            if value is not None:
+                check_logprobs(name, value, max_logprobs)
         values: dict[str, Any] = {name: value for name in _SAME_NAME if (value := getattr(self, name)) is not None}
         if self.repetition_detection is not None:
             values["repetition_detection"] = self.repetition_detection.model_dump()
         if scores_prompt and logprobs is not None:
-            values["prompt_logprobs"] = max(logprobs, self.prompt_logprobs or 0)
+            both = logprobs, self.prompt_logprobs or 0
+            values["prompt_logprobs"] = -1 if -1 in both else max(both)
         if self.logprob_token_ids:
             values["logprob_token_ids"], logprobs = self.logprob_token_ids, None
         try:

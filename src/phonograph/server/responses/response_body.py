@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, cast
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
@@ -11,7 +11,7 @@ from phonograph.config.server_config import ServerConfig
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.core.structured_outputs import StructuredOutputs
 from phonograph.errors import RequestError, quoted
-from phonograph.server.chat.chat_request import ChatRequest
+from phonograph.server.chat.chat_request import ChatRequest, check_logprobs
 from phonograph.server.chat.custom_tools import custom_tool
 from phonograph.server.chat.fields import VLLM_UNSUPPORTED, Biases, Body, Budget, CacheSalt, Stops, TokenIds
 from phonograph.server.chat.thinking import Thinking
@@ -37,7 +37,7 @@ _SAMPLING = (
 )
 _SEARCHES = ("web_search", "tool_search")
 """Beginnings of the types of tools that search."""
-_STATELESS = "nothing is stored; send the whole conversation as input"
+_NOT_STORED = "only responses are stored; send previous_response_id, or the whole conversation as input"
 
 
 def _items(value: object) -> object:
@@ -66,15 +66,13 @@ class ResponseBody(Body):
         }
     )
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        **dict.fromkeys(("background", "background_options", "context_management", "conversation"), ()),
-        **dict.fromkeys(("moderation", "previous_response_id", "prompt"), ()),
+        **dict.fromkeys(("background_options", "context_management", "conversation", "moderation", "prompt"), ()),
         **VLLM_UNSUPPORTED,
         **dict.fromkeys(("enable_response_messages", "previous_input_messages"), ()),
         **dict.fromkeys(("include_reasoning", "spaces_between_special_tokens"), (True,)),
     }
     reasons: ClassVar[Mapping[str, str]] = {
-        **dict.fromkeys(("conversation", "previous_response_id", "prompt"), _STATELESS),
-        "background": "nothing is stored; use stream",
+        **dict.fromkeys(("conversation", "prompt"), _NOT_STORED),
     }
 
     input: Input
@@ -106,6 +104,8 @@ class ResponseBody(Body):
     top_logprobs: int | None = None
     truncation: str | None = None
     store: bool | None = None
+    previous_response_id: Annotated[str, Field(max_length=300)] | None = None
+    background: bool | None = None
     metadata: dict[str, str] | None = None
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
@@ -115,8 +115,11 @@ class ResponseBody(Body):
 
     def check(self) -> list[str]:
         ignored = super().check()
-        if self.store:
-            ignored.append("store")
+        if self.background and self.store is False:
+            raise invalid("background", "background can only be used when `store` is true")
+        if self.background and self.stream:
+            problem = "background with stream is not supported: GET /v1/responses/{id} returns the response"
+            raise invalid("background", problem, code="unsupported_parameter")
         if self.truncation not in (None, "disabled"):
             raise invalid("truncation", f"truncation={quoted(self.truncation)}: only disabled is supported")
         if self.stream_options is not None:
@@ -173,12 +176,13 @@ class ResponseBody(Body):
         return {**names, **dict.fromkeys(PARAMETERS, form)}
 
 
-def response_request(body: ResponseBody, config: ServerConfig) -> ChatRequest:
+def response_request(body: ResponseBody, config: ServerConfig, before: Sequence[dict[str, Any]] = ()) -> ChatRequest:
     """Return the chat request of a body.
 
     Args:
         body: fields of the request.
         config: limits of the server.
+        before: items of the conversation before.
 
     Raises:
         ApiError: a field is wrong.
@@ -187,18 +191,14 @@ def response_request(body: ResponseBody, config: ServerConfig) -> ChatRequest:
     values: dict[str, Any] = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
     if body.includes(LOGPROBS):
         values["logprobs"] = body.top_logprobs or 0
-        if values["logprobs"] > config.max_logprobs:
-            problem = (
-                f"top_logprobs={body.top_logprobs}: this server gives {config.max_logprobs} at most (max_logprobs)"
-            )
-            raise invalid("top_logprobs", problem)
+        check_logprobs("top_logprobs", values["logprobs"], config.max_logprobs)
     form, forced = _form(body, names), None if tools is None else tools.structured
     if form is not None and forced is not None:
         raise invalid("tool_choice", f"tool_choice forces a call, which contradicts {names['structured_outputs']}")
     if form is not None or forced is not None:
         values["structured_outputs"] = form or forced
     return ChatRequest(
-        messages=read_input(body.input, body.instructions, JsonMeter(config)),
+        messages=read_input(body.input, body.instructions, JsonMeter(config), before),
         tools=tools,
         thinking=body.requested_thinking(),
         sampling=values,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pydantic_core import to_json
@@ -30,6 +30,7 @@ class ResponseWriter:
         seals: reasoning has `encrypted_content` too.
         short_ids: ids of calls have the length that Mistral's templates require.
         namespaces: namespace and name of functions, by their names in the prompt.
+        keep: called with the response when it has ended.
     """
 
     media_type = "text/event-stream"
@@ -41,12 +42,15 @@ class ResponseWriter:
         seals: bool = False,
         short_ids: bool = False,
         namespaces: Mapping[str, tuple[str, str]] = {},
+        keep: Callable[[dict[str, Any]], None] = lambda _: None,
     ) -> None:
         self.name: str = head["id"]
         self._head = head
         self._seals = seals
         self._short_ids = short_ids
         self._namespaces = namespaces
+        self._keep = keep
+        self._ended: dict[str, Any] = {}
         self._items = AnswerItems()
         self._names: list[tuple[str, str]] = []  # of each item: its id, and the id of its call
         self._output: list[dict[str, Any]] = []
@@ -56,10 +60,14 @@ class ResponseWriter:
 
     def begin(self, usage: TokenUsage) -> bytes:
         """Return the events before all parts. The usage is known at the end."""
-        response = self._response("in_progress")
+        response = self.unfinished("in_progress")
         return self._event("response.created", response=response) + self._event(
             "response.in_progress", response=response
         )
+
+    def unfinished(self, status: str) -> dict[str, Any]:
+        """Return the response before its end, with a status."""
+        return {**self._response(status), "output": []}
 
     def write(self, found: Found, logprobs: Logprobs) -> bytes:
         """Return the events of new parts. Log-probabilities are those of the text; others are dropped."""
@@ -73,12 +81,17 @@ class ResponseWriter:
         """Return the events after all parts."""
         status = "incomplete" if reason == "length" else "completed"
         events = b"".join([self._item_event(event, status) for event in self._items.end()])
-        return events + self._event(f"response.{status}", response=self._response(status, usage))
+        self._ended = self._response(status, usage)
+        self._keep(self._ended)
+        return events + self._event(f"response.{status}", response=self._ended)
 
     def error(self, error: ApiError) -> bytes:
         """Return the event of an answer that ends with an error."""
-        failure = {"code": "server_error", "message": error.message}
-        return self._event("response.failed", response={**self._response("failed"), "error": failure})
+        return self._event("response.failed", response=self.failed(error))
+
+    def failed(self, error: ApiError) -> dict[str, Any]:
+        """Return a response that ends with an error."""
+        return {**self._response("failed"), "error": {"code": "server_error", "message": error.message}}
 
     def whole(
         self, found: Found, logprobs: Logprobs, reason: FinishReason, stop: int | str | None, usage: TokenUsage
@@ -86,7 +99,7 @@ class ResponseWriter:
         """Return the response at once."""
         self.write(found, logprobs)
         self.end(reason, stop, usage)
-        return self._response("incomplete" if reason == "length" else "completed", usage)
+        return self._ended
 
     def _response(self, status: str, usage: TokenUsage | None = None) -> dict[str, Any]:
         return {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+from collections.abc import Sequence
 from typing import Any
 
 from phonograph.errors import quoted
@@ -38,13 +39,24 @@ def joined_name(namespace: str | None, name: str) -> str:
     return f"{namespace}__{name}" if namespace else name
 
 
-def read_input(items: str | list[dict[str, Any]], instructions: str | None, meter: JsonMeter) -> list[Message]:
+def input_items(value: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the items of an input."""
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+
+def read_input(
+    value: str | list[dict[str, Any]],
+    instructions: str | None,
+    meter: JsonMeter,
+    before: Sequence[dict[str, Any]] = (),
+) -> list[Message]:
     """Return the messages of a request.
 
     Args:
-        items: text of the user, or items.
+        value: text of the user, or items.
         instructions: text for the system.
         meter: limits the arguments of calls, which are JSON text within the JSON of the body.
+        before: items of the conversation before.
 
     Raises:
         ApiError: an item is wrong, out of order, or of a type that is not supported.
@@ -52,12 +64,11 @@ def read_input(items: str | list[dict[str, Any]], instructions: str | None, mete
     reader = _InputReader(meter)
     if instructions:
         reader.messages.append({"role": "system", "content": instructions})
-    if isinstance(items, str):
-        reader.messages.append({"role": "user", "content": items})
-    else:
-        for index, item in enumerate(items):
-            reader.read(item, f"input[{index}]")
-        reader.close()
+    for item in before:
+        reader.read(item, "previous_response_id")
+    for index, item in enumerate(input_items(value)):
+        reader.read(item, "input" if isinstance(value, str) else f"input[{index}]")
+    reader.close()
     return joined_turns(reader.messages)
 
 
@@ -86,7 +97,7 @@ class _InputReader:
         elif kind in ("function_call_output", "custom_tool_call_output"):
             self._output(item, where)
         elif kind == "item_reference":
-            problem = "items of type 'item_reference' are not supported: nothing is stored; send the item itself"
+            problem = "items of type 'item_reference' are not supported; send the item itself, or previous_response_id"
             raise invalid(where, problem, code="unsupported_item")
         else:
             known = "message, reasoning, function_call, custom_tool_call and their outputs"
