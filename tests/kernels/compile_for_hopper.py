@@ -75,7 +75,13 @@ _MORE = {
         "STL": "spill",
     },
     "delta_chunk_kernel": (
-        _SCAN := {"HGMMA": "product", "LDGSTS": "copy", "STL": "spill", "DEPBAR.LE SB0, 0x0": "all copied"}
+        _SCAN := {
+            "HGMMA": "product",
+            "HMMA": "product",
+            "LDGSTS": "copy",
+            "STL": "spill",
+            "DEPBAR.LE SB0, 0x0": "all copied",
+        }
     ),
     "delta_scan_kernel": _SCAN,
     "mamba_chunk_kernel": _SCAN,

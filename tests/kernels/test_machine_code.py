@@ -56,16 +56,12 @@ def test_words_of_one_row_are_asked_for_before_waiting(report: Report) -> None:
 
 @pytest.mark.long
 def test_chunks_of_a_scan_are_copied_ahead(report: Report) -> None:
-    """Inputs of a chunk are copied before the products of the one before, and few registers are spilled.
-
-    The scan of a gated delta net waits for all copies after its loop only.
-    """
+    """Inputs of a chunk are copied before the products of the one before end, and few registers are spilled."""
     for name in ("mamba_chunk_kernel", "delta_scan_kernel"):
         _, _, launches = report[f"{name} long"]
         first = launches.index("product")
         assert launches[:first].count("copy") >= 8 and launches.count("copy") >= 16
         assert launches.count("spill") <= 48 and launches[first:].count("spill") <= 4
-    assert launches.index("all copied") > launches.index("copy", first)
     assert "product" in report["delta_chunk_kernel long"][2]
 
 

@@ -35,10 +35,10 @@ from phonograph.kernels.triton.state.delta_step import delta_step_kernel
 _MOST_STEPS = 16
 _STEP_BLOCK, _NORM_BLOCK = 4096, 1024
 """Most numbers of the state in an item of few tokens, and of the outputs in a program of the last launch."""
-_SCAN_VALUES, _SCAN_STAGES = 32, 3
+_SCAN_VALUES, _SCAN_STAGES = 32, 2
 """Most values of a head in an item of the scan, and stages of its copies."""
-_STEP_PROGRAMS, _CHUNK_PROGRAMS, _SCAN_PROGRAMS = 1056, 264, 264
-"""Most programs: 8, 2 and 2 for each SM of an H200."""
+_STEP_PROGRAMS, _CHUNK_PROGRAMS, _SCAN_PROGRAMS = 528, 264, 264
+"""Most programs: 4, 2 and 2 for each SM of an H200."""
 
 
 def gated_delta(

@@ -24,7 +24,7 @@ from phonograph.kernels.triton.state.mamba_chunk import mamba_chunk_kernel
 from phonograph.kernels.triton.state.mamba_step import mamba_step_kernel
 
 _MOST_STEPS = 16
-_STEP_BLOCK = 4096
+_STEP_BLOCK = 2048
 """Most numbers of the state in an item of few tokens."""
 _CHUNKS, _WIDE_CHUNKS = (8192, 64, 2), (4096, 32, 1)
 """Most numbers of the state in an item of many tokens, tokens of a chunk, and stages of its copies. Those of float32,
