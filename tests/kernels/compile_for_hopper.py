@@ -80,7 +80,6 @@ _MORE = {
             "HMMA": "product",
             "LDGSTS": "copy",
             "STL": "spill",
-            "DEPBAR.LE SB0, 0x0": "all copied",
         }
     ),
     "delta_scan_kernel": _SCAN,
