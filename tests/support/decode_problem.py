@@ -183,26 +183,31 @@ class Problem:
     def attend(self, tokens: slice, length: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         case = self.case
         group = case.num_query_heads // case.num_kv_heads
-        rows = self.cache.flatten(1, 2)[:, slots.to(self.cache.device)].cpu().double()
-        if self.scales[0] is not None:
-            rows *= torch.stack([self.scales[0], self.scales[1]])[:, None, :, None]
+        scales, slopes, sinks = (
+            None if one is None else one.to(self.device, torch.float64)
+            for one in (None if self.scales[0] is None else torch.stack([*self.scales]), self.slopes, self.sinks)
+        )
+        rows = self.cache.flatten(1, 2)[:, slots.to(self.device)].double()
+        if scales is not None:
+            rows *= scales[:, None, :, None]
         keys, values = rows.repeat_interleave(group, 2).unbind()
-        query = self.query[tokens].double().cpu()
+        query = self.query[tokens].double()
         logits = torch.einsum("thd,lhd->htl", query, keys) * (1.2 * case.head_size**-0.5)
         if case.softcap:
             logits = case.softcap * torch.tanh(logits / case.softcap)
-        key, position = torch.arange(length)[None, :], (length - len(query) + torch.arange(len(query)))[:, None]
-        if self.slopes is not None:
-            logits += self.slopes.double()[:, None, None] * (key - position)
+        key = torch.arange(length, device=self.device)[None, :]
+        position = torch.arange(length - len(query), length, device=self.device)[:, None]
+        if slopes is not None:
+            logits += slopes[:, None, None] * (key - position)
         left, right = case.window
-        hidden = torch.zeros(len(query), length, dtype=torch.bool)
+        hidden = torch.zeros(len(query), length, dtype=torch.bool, device=self.device)
         hidden |= (key > position) if case.causal else hidden
         hidden |= (key < position - left) if left >= 0 else hidden
         hidden |= (key > position + right) if right >= 0 else hidden
         logits[:, hidden] = float("-inf")
         joined = logits
-        if self.sinks is not None:
-            joined = torch.cat([logits, self.sinks.double()[:, None, None].expand(-1, len(query), 1)], 2)
+        if sinks is not None:
+            joined = torch.cat([logits, sinks[:, None, None].expand(-1, len(query), 1)], 2)
         lse = torch.logsumexp(joined, 2)
         weights = torch.exp(logits - torch.where(lse.isinf(), 0.0, lse)[:, :, None])
-        return torch.einsum("htl,lhd->thd", weights, values), lse
+        return torch.einsum("htl,lhd->thd", weights, values).cpu(), lse.cpu()
