@@ -34,7 +34,7 @@ from phonograph.kernels.routing import Routing
 from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.torch.state.gated_delta import DeltaSizes
 from phonograph.kernels.torch.state.mamba2 import MambaSizes
-from phonograph.kernels.triton.attention import page_indices, prefill, quantize_query, split_batch
+from phonograph.kernels.triton.attention import merge_parts, page_indices, prefill, quantize_query, split_batch
 from phonograph.kernels.triton.attention import rope_and_kv_write as rope
 from phonograph.kernels.triton.elementwise import encoder_rows, fp8_rows, layer_embeddings, layers
 from phonograph.kernels.triton.elementwise.gate_heads import gate_heads
@@ -95,6 +95,10 @@ def launch_attention() -> None:
     problem = decode_problem.Problem(shared, CPU)
     problem.run(problem.plan())
     split_batch.split_batch(split_batch.SplitBatch.make(8, CPU), ints(9), ints(8), decode_query_len=1)
+    found, lse = torch.zeros(3, 8, 128, dtype=BF16), torch.zeros(8, 3)
+    parts = merge_parts.pack_parts(found, lse, 2)
+    for own_lse in (None, torch.zeros(4, 3)):
+        merge_parts.merge_parts(parts, found[:, :4].contiguous(), lse[:4], found[:, 4:], own_lse)
     page_indices.page_indices(ints(8, 32), ints(8), ints(300), page_size=16)
     quantize_query.quantize_queries(halves(8, 4, 64), torch.zeros(2), halves(8, 4, 64).to(FP8))
     qkv, cache = halves(8, 8 * 64), halves(2, 4, 16, 2, 64).to(FP8)
