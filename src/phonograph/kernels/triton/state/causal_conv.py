@@ -21,7 +21,7 @@ import triton.language as tl
 from phonograph.kernels.torch.state.gated_delta import DeltaSizes
 from phonograph.kernels.triton.state.delta_rows import column_of, sequence_of
 
-_TOKENS, _CHANNELS = 16, 128
+_TOKENS, _CHANNELS, _HISTORY_CHANNELS = 16, 128, 512
 NO_NET = DeltaSizes(1, 1, 1, 1, by_head=False)
 """Sizes for mixers whose channels are in the order of the projection's columns."""
 
@@ -85,15 +85,14 @@ def causal_conv(
     gated, net = net is None, net or NO_NET
     sizes = {"G": net.key_heads, "H": net.value_heads, "K": net.key_size, "V": net.value_size, "BY_HEAD": net.by_head}
     rows = query_start_loc, seq_lens_R, slots_R, checkpoints_3R
-    channel_blocks = triton.cdiv(num_channels, _CHANNELS)
-    _conv_kernel[(triton.cdiv(num_tokens, _TOKENS), channel_blocks)](
+    _conv_kernel[(triton.cdiv(num_tokens, _TOKENS), triton.cdiv(num_channels, _CHANNELS))](
         projected_TF, taps_CW, bias_C, *rows, history_SPC, out_TC, num_tokens, num_reqs, projected_TF.stride(0),
         checkpoints_3R.stride(0), C=num_channels, W=num_taps, SEARCH=num_reqs.bit_length(), TOKENS=_TOKENS,
         CHANNELS=_CHANNELS, GATED=gated, **sizes,
     )  # fmt: skip
-    _history_kernel[(num_reqs, channel_blocks)](
+    _history_kernel[(num_reqs, triton.cdiv(num_channels, _HISTORY_CHANNELS))](
         projected_TF, *rows, history_SPC, projected_TF.stride(0), checkpoints_3R.stride(0), C=num_channels, W=num_taps,
-        CHANNELS=_CHANNELS, GATED=gated, **sizes,
+        CHANNELS=_HISTORY_CHANNELS, GATED=gated, **sizes,
     )  # fmt: skip
 
 
