@@ -27,7 +27,7 @@ def merge_parts(
     out_THD: torch.Tensor,
     lse_HT: torch.Tensor | None,
 ) -> None:
-    """Merge results over the keys of each rank, and over those of the step.
+    """Merge results over the keys of each rank, and over the keys of the step.
 
     Args:
         parts_NTHF: see `pack_parts`.

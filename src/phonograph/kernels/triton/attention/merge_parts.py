@@ -48,7 +48,7 @@ def merge_parts(
     out_THD: torch.Tensor,
     lse_HT: torch.Tensor | None,
 ) -> None:
-    """Merge results over the keys of each rank, and over those of the step; see the torch twin.
+    """Merge results over the keys of each rank and of the step; see the torch twin.
 
     Args:
         parts_NTHF: contiguous, as are all but the last two, whose tokens and heads may be apart.

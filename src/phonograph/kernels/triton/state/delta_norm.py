@@ -1,6 +1,6 @@
 """Norm and gates of a gated delta net's outputs, in place: the last launch of `gated_delta`.
 
-A program has a token and some heads of values. Shapes are those of the torch twin.
+A program has a token and some heads of values. The torch twin has the shapes.
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false

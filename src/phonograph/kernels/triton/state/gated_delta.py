@@ -11,8 +11,8 @@ fifth are left out where no sequence can be longer.
 
 Scratch has two parts beside the outputs of the convolution. Pairs [T, H, 3, 64] have, for a token and each token of its
 chunk, the inverse of the system times the rate, as the sum of two numbers, and the score; float32 needs one number, and
-leaves a third of the room empty. Factors [T, H, 4] are float32: those of the products of a token's key and query with
-the state before the chunk, that of the token's correction in the state after it, and the decay of the state in it.
+leaves a third of the room empty. Factors [T, H, 4] are float32: factors of the products of a token's key and query with
+the state before the chunk, a factor of its correction in the state after it, and the decay of the state in it.
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
