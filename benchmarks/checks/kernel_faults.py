@@ -37,8 +37,7 @@ class Fault:
         """
         path = root / KERNELS / self.file
         source = path.read_text()
-        count = source.count(self.old)
-        if count != 1:
+        if (count := source.count(self.old)) != 1:
             raise ValueError(f"{self.name}: the text to replace occurs {count} times in {self.file}, not once")
         path.write_text(source.replace(self.old, self.new))
 
@@ -58,8 +57,7 @@ _CHAIN = f"{_TESTS}/test_grouped_chain.py"
 _HOPPER = f"{_TESTS}/test_attention_prefill_hopper.py"
 _PREFILL = f"{_TESTS}/test_attention_prefill.py"
 _DECODE = f"{_TESTS}/test_attention_decode.py"
-_LAYERS = f"{_TESTS}/test_triton_layers.py"
-_SAMPLING = f"{_TESTS}/test_triton_sampling.py"
+_LAYERS, _SAMPLING = f"{_TESTS}/test_triton_layers.py", f"{_TESTS}/test_triton_sampling.py"
 _MATRIX = "tests/attention/test_triton_gpu_matrix.py"
 _ENGINE = ("tests/engine/test_gpu_engine.py", "tests/engine/test_quantized_engine.py", "-m", "gpu")
 _SET = "tests/models/test_kernel_sets.py"
@@ -276,6 +274,14 @@ _OTHERS: tuple[Fault, ...] = (
         new="rows = tl.where(part < 0, first_rows, rows)",
         narrow=(_DECODE, "-k", "order_of_arrival or few_units or one_plan"),
         broad=(_DECODE,),
+    ),
+    Fault(
+        name="decode plan: a window one tile too long in a shared run",
+        file="attention/decode_plan.py",
+        old="tl.cdiv(tl.maximum(-least_R, 0), shape.BLOCK_N) * shape.BLOCK_N",
+        new="tl.maximum(-least_R, 0) // shape.BLOCK_N * shape.BLOCK_N",
+        narrow=(f"{_TESTS}/test_shared_prefixes.py", "-k", "chains or wrong_windows"),
+        broad=(f"{_TESTS}/test_shared_prefixes.py",),
     ),
     Fault(
         name="rope: values have the scale of keys",

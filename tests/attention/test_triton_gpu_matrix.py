@@ -261,18 +261,19 @@ def test_small(device: torch.device) -> None:
 
 def test_a_shared_prefix(device: torch.device) -> None:
     """Decodes, with drafts too, beside a prefill; two KV groups of this attention have a plan each."""
-    spec = replace(TINY, windows=(FULL,), alibi=False)
-    assert not TritonCapabilities().shares_plan(spec)
+    spec = replace(TINY, windows=(FULL, (699, 0)), alibi=False)
+    assert not TritonCapabilities().shares_plan(spec, (9, 0))
     arena = Arena(
         TritonBackend, spec, device, causal=True, num_reqs=8, num_tokens=60, num_blocks=90, max_keys=700, seed=3
     )
     with torch.inference_mode():
         for batch in ([(1, 600), (1, 513), (1, 700), (3, 620), (1, 590), (20, 533)], [(1, 600)] * 6, [(1, 9)]):
             arena.check(batch, prefix_len=512 if len(batch) > 1 else 0)
-            decodes = arena.plans[FULL][0]
-            if device.type == "cpu":  # for the programs of a GPU this batch is too small to be worth it
-                assert (decodes.records[0, -1] > 0) == (len(batch) > 1)
-            assert decodes.prefixes is not None and not decodes.prefixes.arrivals.any()
+            for window in spec.windows:
+                decodes = arena.plans[window][0]
+                if device.type == "cpu":  # for the programs of a GPU this batch is too small to be worth it
+                    assert (decodes.records[0, -1] > 0) == (len(batch) > 1)
+                assert decodes.prefixes is not None and not decodes.prefixes.arrivals.any()
 
 
 def test_the_reference_is_the_oracle(device: torch.device) -> None:

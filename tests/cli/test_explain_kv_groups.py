@@ -66,7 +66,11 @@ def test_memory_counts_the_buffers_of_each_plan_and_the_tables_of_each_group(fol
     tables = 5 * (8 * 64 * 32768 // 64 + 8 * one.limits.max_num_batched_tokens)
     capabilities, specs = one.selection.capabilities, list(one.kv.members)
     buffers = [capabilities.buffer_bytes(spec, device, one.limits, ()) for spec in specs]
-    assert len(specs) == 2 and one.memory.attention == sum(buffers) + tables
+    # Groups with a window share prefixes, each by its own blocks, unless the GPU cannot.
+    assert len(specs) == 2 and one.memory.attention == 5 * buffers[0] + buffers[1] + tables
+    older = plan.make_plan(config, one.model, known_device("a100-80gb"))
+    buffers = [capabilities.buffer_bytes(spec, known_device("a100-80gb"), older.limits, ()) for spec in specs]
+    assert older.memory.attention == sum(buffers) + 5 * (8 * 64 * 32768 // 64 + 8 * older.limits.max_num_batched_tokens)
     infer = plan.make_plan(config.model_copy(update={"attention_backend": "flashinfer"}), one.model, device)
     capabilities, graphs = infer.selection.capabilities, infer.captures.largest_first()
     windowed, full = (capabilities.buffer_bytes(spec, device, infer.limits, graphs) for spec in specs)
@@ -104,6 +108,21 @@ def test_text_names_the_groups(folder: str, capsys: pytest.CaptureFixture[str]) 
     assert "KV group 5 (8 layers, full attention): triton - none was asked for" in text
     one = " ".join(run(capsys, "explain", "demo", "--device-name", "h200").split())
     assert "KV groups" not in one
+
+
+def test_prefixes_that_windows_share(folder: str, run_json: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """A window of 1,024 has all of 900 tokens in common, the tiles of 32 from key 288 on, or none."""
+    batches = [word for keys in (950, 1300, 2000) for word in ("--batch", f"32x1@{keys}/900")]
+    text = " ".join(run(capsys, "explain", folder, *SIZES, *batches).split())
+    windows, full = "KV groups 0, 1, 2, 3, 4 (8 layers, window 1024): ", "KV group 5 (8 layers, full attention): "
+    runs = [0, 288, None]
+    for begin, after in zip(runs, text.split("32 x 1@")[-3:], strict=True):
+        assert f"{full}sequences 0 to 31 attend keys 0 to 896 once" in after
+        assert (f"{windows}sequences 0 to 31 attend keys {begin} to 896 once" in after) == (begin is not None), after
+        assert (windows in after) == (begin is not None)
+    assert "share 256 keys or more in equal blocks and in the windows of all attend them once" in text
+    (facts,) = run_json("explain", folder, *SIZES, *batches)
+    assert [[run["begin"] for run in one["shared_prefixes"]] for one in facts["batches"]] == [[0], [288], []]
 
 
 def test_the_matrix_of_each_attention(folder: str, run_json: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from phonograph.attention.attention_spec import AttentionKind
 from phonograph.attention.metadata import AttentionMetadata
@@ -29,10 +30,11 @@ class Backend:
     scheduled: list[Any] = field(default_factory=list[Any])
     reads_on_host = False
     spec = SimpleNamespace(kind=AttentionKind.DECODER)
+    device = torch.device("cpu")
 
     @property
     def capabilities(self) -> Any:
-        return SimpleNamespace(shares_plan=lambda spec: self.shares)
+        return SimpleNamespace(shares_plan=lambda spec, capability: self.shares)
 
     def make_builder(self) -> Any:
         number = len(self.made)

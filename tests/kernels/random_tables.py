@@ -3,10 +3,12 @@
     python tests/kernels/random_tables.py --tables 10000 --attended 500 --output tables.json
 
 A table has sequences that copy leading blocks of earlier ones, with blocks that are permuted, equal in the middle only,
-or written by a later sequence, and empty slots between them. Each plan is compared with runs that plain Python finds.
+or written by a later sequence, and empty slots between them. Half have a window, with blocks that were freed before it.
+Each plan is compared with runs that plain Python finds.
 Attention over other random batches (runs of one to all sequences, shared lengths of 0, a page, a page more or less, and
-all but one token; two levels, drafts, FP8, several shapes of heads) is compared with its definition in float64. On a
-CPU the kernels run in Triton's interpreter. The exit code is 1 at the first difference, whose seed is printed.
+all but one token; two levels, drafts, windows, FP8, several shapes of heads) is compared with its definition in
+float64. On a CPU the kernels run in Triton's interpreter. The exit code is 1 at the first difference, whose seed is
+printed.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ _PLANS = ((8, 4, 60), (2, 7, 60), (8, 1, 60), (4, 4, 8))
 def draw_case(rng: random.Random, *, small: bool) -> Case:
     """Draw a batch for attention. Small ones are for the interpreter, in which BF16 products are wrong."""
     heads, kv_heads, head_size, size = rng.choice(_SMALL_HEADS if small else _HEADS)
-    longest = 500 if small else 6000
+    longest = 900 if small else 6000
     drafts = rng.random() < 0.3
     count = rng.randint(2, 10 if small else 60)
     # All share one length, or two groups share more of theirs, or each sequence draws.
@@ -68,8 +70,13 @@ def draw_case(rng: random.Random, *, small: bool) -> Case:
         own = rng.choice([0, 1, size - 1, rng.randint(0, longest // 4)])
         batch.append((query_len, (keys or (longest if index == 0 else rng.randint(0, longest))) + own + query_len))
         shared.append((source, keys))
+    most = max(keys for _, keys in batch)
+    left = rng.choice(
+        [-1, rng.choice([256, most // 2, most - 300, most - 2 * size, most, rng.randint(256, 256 + most)])]
+    )
     return Case(
         batch=tuple(batch),
+        window=(left, -1),
         shared=tuple(shared),
         num_query_heads=heads,
         num_kv_heads=kv_heads,
@@ -126,7 +133,7 @@ def _plans(arguments: argparse.Namespace, device: torch.device) -> dict[str, Any
 
 
 def _attention(arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    done = sharing = 0
+    done = sharing = windowed = 0
     began = time.monotonic()
     for seed in range(arguments.first, arguments.first + arguments.attended):
         if time.monotonic() - began > arguments.seconds:
@@ -140,7 +147,9 @@ def _attention(arguments: argparse.Namespace, device: torch.device) -> dict[str,
             print(f"attention {seed}, {case}: {error}", file=sys.stderr)
             return {"batches": done, "share": sharing, "failed": seed}
         done, sharing = done + 1, sharing + shares(plan)
-    return {"batches": done, "share": sharing, "failed": None, "seconds": round(time.monotonic() - began, 1)}
+        windowed += shares(plan) and case.window[0] >= 0
+    seconds = round(time.monotonic() - began, 1)
+    return {"batches": done, "share": sharing, "share in windows": windowed, "failed": None, "seconds": seconds}
 
 
 if __name__ == "__main__":

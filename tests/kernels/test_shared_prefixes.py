@@ -13,10 +13,10 @@ from decode_problem import NAN, Case, Problem
 
 from phonograph.attention.attention_spec import AttentionSpec
 from phonograph.attention.triton.prefix_runs import count_units, find_runs
-from phonograph.kernels.attention_scratch import DECODE_PROGRAMS
+from phonograph.kernels.attention_scratch import DECODE_PROGRAMS, row_tiles
 from phonograph.kernels.triton.attention import decode_plan
 from phonograph.kernels.triton.attention.decode import decode_attention
-from phonograph.kernels.triton.attention.decode_plan import SHARES, DecodePlan, make_decode_plan, plan_decode
+from phonograph.kernels.triton.attention.decode_plan import PACKED, SHARES, DecodePlan, make_decode_plan, plan_decode
 from phonograph.kernels.triton.attention.shared_runs import compare_tables
 
 Entry = tuple[int, int, int, int, int]
@@ -24,11 +24,15 @@ Entry = tuple[int, int, int, int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Tables:
-    """Block tables of a batch of (query length, keys); entries behind a sequence's end are those of others."""
+    """Block tables of a batch of (query length, keys); entries behind a sequence's end are those of others.
+
+    left: keys before a query that it sees, -1 for all. Entries before a sequence's window mean nothing.
+    """
 
     batch: list[tuple[int, int]]
     rows: list[list[int]]
     block_size: int
+    left: int = -1
 
 
 def draw_tables(rng: random.Random) -> Tables:
@@ -69,11 +73,19 @@ def draw_tables(rng: random.Random) -> Tables:
         keys = min(shared * size + own, width * size - 20) + query_len
         batch.append((query_len, keys if query_len else 0))
         rows.append(row)
-    return Tables(batch=batch, rows=rows, block_size=size)
+    longest = max(keys for _, keys in batch)
+    left = rng.choice([255, 256, 600, longest // 2, longest - 300, longest - size, longest, rng.randint(0, longest)])
+    left = rng.choice([-1, left])
+    if left >= 0:
+        freed = ids.pop()
+        for row, (query_len, keys) in zip(rows, batch, strict=True):
+            count = max(keys - query_len - left, 0) // size
+            row[:count] = rng.choice([row[:count], [freed] * count])
+    return Tables(batch=batch, rows=rows, block_size=size, left=left)
 
 
 def shared_keys(tables: Tables, *, max_query_len: int, max_tokens: int) -> list[int]:
-    """Return the keys that each sequence shares with the one before, block by block."""
+    """Return the end of the keys that each sequence shares with the one before, block by block from the window on."""
     found: list[int] = []
     end = 0
     for row, (query_len, keys) in enumerate(tables.batch):
@@ -83,7 +95,10 @@ def shared_keys(tables: Tables, *, max_query_len: int, max_tokens: int) -> list[
         if row == 0 or not (1 <= query_len <= max_query_len and 1 <= query_before <= max_query_len) or end > max_tokens:
             continue
         context = min(keys - query_len, keys_before - query_before)
-        for mine, other in zip(tables.rows[row], tables.rows[row - 1], strict=True):
+        low = max(keys, keys_before) - 1 - tables.left if tables.left >= 0 else 0
+        first = max(low, 0) // tables.block_size
+        found[-1] = first * tables.block_size
+        for mine, other in zip(tables.rows[row][first:], tables.rows[row - 1][first:], strict=True):
             if mine != other or found[-1] + tables.block_size > context:
                 break
             found[-1] += tables.block_size
@@ -106,7 +121,8 @@ def expected_entries(
         kv_cache_dtype="float32",
         block_size=tables.block_size,
     )
-    runs = find_runs(spec, plan.programs // DECODE_PROGRAMS, shared, query_lens)
+    seq_lens = [keys for _, keys in tables.batch]
+    runs = find_runs(spec, plan.programs // DECODE_PROGRAMS, shared, query_lens, seq_lens, tables.left)
     entries: list[Entry] = []
     prefixes: list[Entry] = []
     for row, (query_len, keys) in enumerate(tables.batch):
@@ -117,6 +133,10 @@ def expected_entries(
             if run.first == row:
                 prefixes.append((row, starts[row], starts[run.last + 1] - starts[row], run.end, run.begin + run.level))
         own = max((run.end for run in inside), default=0)
+        if inside and tables.left >= 0:
+            # Tiles of own keys before the hole, then those in it.
+            before = inside[0].begin // plan.block_n - max(keys - query_len - tables.left, 0) // plan.block_n
+            own = ((before << 14) + (own - inside[0].begin) // plan.block_n) * PACKED.value
         entries.append((row, starts[row], query_len, keys, own + SHARES.value * bool(inside)))
     served = [query_len if query_len <= max_query_len else 0 for query_len in query_lens]
     return entries, prefixes, count_units(spec, runs, served)
@@ -126,6 +146,22 @@ def prefixes_in(plan: DecodePlan) -> list[Entry]:
     """Return the entries of shared prefixes that a plan has, or once had."""
     assert plan.prefixes is not None
     return [tuple(entry) for entry in plan.sequences[1 + plan.prefixes.shared.shape[0] :].tolist() if entry[0] >= 0]
+
+
+def check_work(tables: Tables, plan: DecodePlan, entries: list[Entry], record: list[int]) -> None:
+    """Compare the chunks of all ranges with the tiles of own keys."""
+    small, large = row_tiles(plan.group, plan.partial_out.shape[2], shares=True)
+    size, empty = record[2] // PACKED.value * PACKED.value // plan.block_n, record[2] % PACKED.value
+    chunks = 0
+    for _, _, query_len, keys, word in entries:
+        first, kind = word // PACKED.value, word % PACKED.value
+        tiles = first * PACKED.value // plan.block_n
+        if tables.left >= 0:
+            tiles = max(keys - query_len - tables.left, 0) // plan.block_n + first % (1 << 14)
+        rows = query_len * plan.group
+        units = -(-rows // (small if rows <= small or kind else large)) * plan.num_kv_heads
+        chunks += (-(-(-(-keys // plan.block_n) - tiles) // size) + empty) * units
+    assert record[3] // 1024 * plan.programs + record[3] % 1024 == chunks, tables
 
 
 def check_plan(tables: Tables, plan: DecodePlan, device: torch.device, *, max_query_len: int, slots: int = 0) -> bool:
@@ -142,7 +178,7 @@ def check_plan(tables: Tables, plan: DecodePlan, device: torch.device, *, max_qu
         starts,
         torch.tensor(lens, dtype=torch.int32, device=device),
         max_query_len=max_query_len,
-        window=(-1, -1),
+        window=(tables.left, -1),
         block_table=table,
         block_size=tables.block_size,
     )
@@ -152,6 +188,7 @@ def check_plan(tables: Tables, plan: DecodePlan, device: torch.device, *, max_qu
     assert plan.prefixes is not None and tuple(plan.prefixes.units.tolist()) == units, tables
     records = plan.records.tolist()
     own = records[plan.programs :] if prefixes else records[: plan.programs]
+    check_work(tables, plan, expected, own[0])
     for index, _, _, ranges, *entry, together in own:
         assert together == (plan.programs if prefixes else 0)
         if ranges and index < len(expected):
@@ -188,17 +225,17 @@ def test_plans_of_random_tables(seed: int, device: torch.device) -> None:
     for _ in range(40):
         plan, max_query_len = rng.choice(plans), rng.choice([1, 16, 16])
         sharing += check_plan(draw_tables(rng), plan, device, max_query_len=max_query_len, slots=rng.choice([0, 2]))
-    assert 4 <= sharing <= 38
+    assert 3 <= sharing <= 38
 
 
-def chain(*lengths: int, size: int = 16, own: int = 90) -> Tables:
+def chain(*lengths: int, size: int = 16, own: int = 90, left: int = -1) -> Tables:
     """Return one sequence, and those that share that many keys with the one before each."""
     ids = iter(range(1, 1 << 20))
     keys = max(lengths) + own
     rows: list[list[int]] = [[next(ids) for _ in range(-(-keys // size))]]
     for length in lengths:
         rows.append(rows[-1][: length // size] + [next(ids) for _ in range(len(rows[0]) - length // size)])
-    return Tables(batch=[(1, keys)] * len(rows), rows=rows, block_size=size)
+    return Tables(batch=[(1, keys)] * len(rows), rows=rows, block_size=size, left=left)
 
 
 @pytest.mark.parametrize(
@@ -214,12 +251,48 @@ def chain(*lengths: int, size: int = 16, own: int = 90) -> Tables:
         (chain(2048, 2048, 512, 1024, 1024), [(0, 6, 512, 0), (0, 3, 2048, 512 + 1), (3, 3, 1024, 512 + 1)]),
         (chain(2048, 256, 2048), [(0, 4, 256, 0), (0, 2, 2048, 256 + 1), (2, 2, 2048, 256 + 1)]),
         (chain(2048, 0, 2048), [(0, 2, 2048, 0), (2, 2, 2048, 0)]),
+        # The window of 1,114 keys begins at 0, at 64 or later, or behind all that pays.
+        (chain(*[1024] * 7, left=1113), [(0, 8, 1024, 0)]),
+        (chain(*[1024] * 7, left=1049), [(0, 8, 1024, 64)]),
+        (chain(*[1024] * 7, left=1048), [(0, 8, 1024, 128)]),
+        (chain(*[1024] * 7, left=345), [(0, 8, 1024, 768)]),
+        (chain(*[1024] * 7, left=344), []),
+        # Of a common prefix the window leaves 256 keys, or less; longer ones have more.
+        (chain(2048, 512, 2048, left=1881), [(0, 4, 512, 256), (0, 2, 2048, 512 + 1), (2, 2, 2048, 512 + 1)]),
+        (chain(2048, 512, 2048, left=1880), [(0, 2, 2048, 320), (2, 2, 2048, 320)]),
     ],
 )
 def test_plans_of_chains(tables: Tables, shared: list[tuple[int, int, int, int]], device: torch.device) -> None:
     plan = plan_for(device, kv_heads=8)
     check_plan(tables, plan, device, max_query_len=1)
     assert [entry[1:] for entry in prefixes_in(plan)] == shared
+
+
+def copies(*sequences: tuple[int, int, int], left: int, size: int = 16) -> Tables:
+    """Return sequences of (query length, keys, keys that it shares with the one before)."""
+    ids, rows = iter(range(1, 1 << 20)), list[list[int]]()
+    for _, keys, shared in sequences:
+        row = rows[-1][: shared // size] if rows else []
+        rows.append(row + [next(ids) for _ in range(-(-keys // size) - len(row))])
+    return Tables(batch=[(query, keys) for query, keys, _ in sequences], rows=rows, block_size=size, left=left)
+
+
+def test_windows_of_unlike_lengths(device: torch.device) -> None:
+    """The first window ends before the last begins, so that the run of all has no keys."""
+    levels = copies((1, 1100, 0), (1, 1100, 480), *[(1, 1500, 1040)] * 6, left=900)
+    plan = plan_for(device, kv_heads=8)
+    assert check_plan(levels, plan, device, max_query_len=1)
+    assert prefixes_in(plan) == [(1, 1, 7, 1024, 640 + 1)]
+    # Less than nothing, times more tiles of rows than sequences, is no gain.
+    drafts = copies((16, 1100, 0), (16, 2000, 576), (16, 3000, 1904), left=1700)
+    assert not check_plan(drafts, plan_for(device, kv_heads=8, group=7, num_sms=1), device, max_query_len=16)
+    # Windows begin at key 51, and tiles at key 64 of the same page of 48 keys, which one sequence does not share.
+    tables = copies(*[(1, 1100, 1008 * bool(row)) for row in range(8)], left=1048, size=48)
+    for last in (7, 3):
+        tables.rows[last + 1 :] = [[*row[:1], 7000, *row[2:]] for row in tables.rows[last + 1 :]]
+        check_plan(tables, plan, device, max_query_len=1)
+        ends = (0, 960), (4, 960)
+        assert [entry[:1] + entry[3:4] for entry in prefixes_in(plan)] == [*ends[: 2 - (last == 7)]]
 
 
 def test_sharing_must_pay(device: torch.device) -> None:
@@ -263,11 +336,65 @@ CASES = [
 ]
 
 
+UNLIKE = Case(
+    batch=((1, 1100), (1, 1090), (2, 1117), (1, 1085), (1, 1200), (5, 1140), (1, 1100), (1, 1099)),
+    shared=((0, 0), *[(0, 1040)] * 7),
+    window=(700, 0),
+)
+"""Sequences of unlike lengths, whose windows begin in several tiles."""
+WINDOWS = [
+    # A prefix of 960 keys and a window of fewer, as many, a page more or less, and more; then of all keys but one.
+    *(
+        Case(batch=((1, 1003),) * 7, shared=((0, 0), *[(0, 960)] * 6), window=(keys - 1, 0))
+        for keys in (500, 959, 960, 961, 944, 976, 1002, 1003, 1500)
+    ),
+    *(replace(UNLIKE, window=(left, 0), sinks=True) for left in (500, 607, 623, 639)),
+    replace(UNLIKE, num_query_heads=14, max_query_len=16, num_sms=1, softcap=2.5),
+    replace(UNLIKE, block_size=48, shared=((0, 0), *[(0, 1008)] * 7), head_size=96, hnd=True, lse=False),
+    replace(UNLIKE, block_size=64, shared=((0, 0), *[(0, 1024)] * 7), head_size=128, dtype=torch.float16),
+    replace(UNLIKE, dtype=torch.float16, kv_dtype=torch.float8_e4m3fn, head_size=64, sinks=True),
+    replace(UNLIKE, head_size=256, dtype=torch.float16, num_sms=1),
+    # More programs than tiles, so that units are cut before, at and after their holes.
+    replace(UNLIKE, num_sms=5, num_query_heads=8, num_kv_heads=8),
+    # All queries of a run see a prefix that is as long as their windows, also the last of more tokens than own keys.
+    Case(batch=((2, 652),) * 14, shared=((0, 0), *[(0, 640)] * 13), window=(331, 0), num_sms=1),
+    # The second level has keys in all of its windows, and the first has none.
+    Case(
+        batch=((1, 1100), (1, 1100), *[(1, 1500)] * 6),
+        shared=((0, 0), (0, 480), *[(1, 1040)] * 6),
+        window=(900, 0),
+        num_sms=1,
+    ),
+    # Two levels; the window leaves a part of the first.
+    Case(
+        batch=((1, 90), *[(1, 1400)] * 9, (3, 50), (0, 0)),
+        shared=((0, 0), (0, 0), *[(1, 640)] * 4, *[(5, 1300)] * 4, (0, 0), (0, 0)),
+        window=(1070, 0),
+        sinks=True,
+    ),
+    # One long sequence whose window begins behind the prefix divides a run.
+    Case(
+        batch=(*[(1, 1100)] * 5, (1, 3000), *[(1, 1100)] * 5),
+        shared=((0, 0), *[(0, 1040)] * 10),
+        window=(900, 0),
+        num_sms=1,
+    ),
+    # Drafts, beside a prefill.
+    Case(
+        batch=((5, 1000), (1, 960), (16, 1000), (3, 981), (40, 900), (1, 30)),
+        shared=((0, 0), *[(0, 944)] * 3, (0, 0), (0, 0)),
+        window=(800, 0),
+        divide=True,
+        num_sms=1,
+    ),
+]
+
+
 def shares(plan: DecodePlan) -> bool:
     return bool((plan.records[: plan.programs, -1] > 0).any())
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES + WINDOWS, ids=str)
 def test_shared_prefixes(case: Case, device: torch.device) -> None:
     problem = Problem(case, device)
     plan = problem.plan()
@@ -325,6 +452,37 @@ def test_wrong_runs_are_caught(
         problem.check(plan)
 
 
+def a_window_one_page_too_long(lows: torch.Tensor) -> None:
+    lows -= 16
+
+
+def a_window_of_the_first_sequence(lows: torch.Tensor) -> None:
+    lows[:] = lows[0]
+
+
+@pytest.mark.parametrize(
+    "plant", [a_window_one_page_too_long, a_window_of_the_first_sequence], ids=lambda one: one.__name__
+)
+def test_wrong_windows_are_caught(
+    plant: Callable[[torch.Tensor], None], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shared run may not begin before the window of one of its queries."""
+    # Windows begin at keys 72 and, of the last, 136: a run at 64 is too early for both.
+    batch = (*[(1, 708)] * 6, (1, 772))
+    problem = Problem(Case(batch=batch, shared=((0, 0), *[ALIKE] * 6), window=(635, 0)), device)
+    plan = problem.plan()
+    problem.check(plan)
+    assert shares(plan)
+
+    def planted(*tensors: torch.Tensor, lows: torch.Tensor, **settings: int) -> None:
+        compare_tables(*tensors, lows=lows, **settings)  # pyright: ignore[reportCallIssue]
+        plant(lows[:7])
+
+    monkeypatch.setattr(decode_plan, "compare_tables", planted)
+    with pytest.raises(AssertionError):
+        problem.check(plan)
+
+
 def test_a_prefix_that_counts_twice_is_caught(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second level that repeats the first."""
     problem = Problem(Case(batch=((1, 708),) * 7, shared=((0, 0), *[ALIKE] * 5, (0, 0))), device)
@@ -358,13 +516,30 @@ def test_models(heads: int, kv_heads: int, dim: int, kv_dtype: torch.dtype | Non
         num_sms=132,
     )
     drafts = replace(base, batch=tuple((1 + index % 6, keys) for index, (_, keys) in enumerate(base.batch)))
-    for case in (base, replace(base, max_query_len=1, block_size=64), drafts, replace(base, softcap=20.0, hnd=True)):
+    for case in (
+        base,
+        replace(base, max_query_len=1, block_size=64),
+        drafts,
+        replace(base, softcap=20.0, hnd=True),
+        replace(base, window=(8191, 0)),
+        replace(drafts, window=(8191, 0)),
+    ):
         problem = Problem(case, device)
         plan = problem.plan()
         for _ in range(2):
             problem.check(plan)
         # With one KV head and drafts, sharing would save less than its waits cost.
-        assert shares(plan) == (kv_heads > 1 or case is not drafts)
+        assert shares(plan) == (kv_heads > 1 or case.batch != drafts.batch)
+
+
+@pytest.mark.parametrize("left", [255, 256, 400, 640, 704, 1099])
+def test_windows_behind_the_prefix(left: int, device: torch.device) -> None:
+    """Sequences have 704 keys in common and 395 of their own: only the longest windows see enough of the former."""
+    shared = ((0, 0), *[(0, 704)] * 8)
+    problem = Problem(Case(batch=((1, 1100),) * 9, shared=shared, window=(left, 0), num_sms=1), device)
+    plan = problem.plan()
+    problem.check(plan)
+    assert shares(plan) == (left >= 704)
 
 
 @pytest.mark.gpu

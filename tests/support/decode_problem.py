@@ -71,6 +71,10 @@ class Problem:
             slots = (self.table[index, : num_blocks[index], None].long() * size + torch.arange(size)).flatten()[:length]
             rows[:, slots[first * size :]] = torch.randn(2, length - first * size, kv_heads, dim, generator=generator)
             self.slots.append(slots)
+        if case.window[0] >= 0:
+            # Pages behind the windows have been freed.
+            for index, (query_len, length) in enumerate(case.batch):
+                self.table[index, : max(length - query_len - case.window[0], 0) // size] = ids[-1 - index % 3]
         self.scales = (None, None)
         if case.kv_dtype is not None:
             self.scales = tuple(torch.rand(kv_heads, generator=generator) * 0.05 + 0.02 for _ in range(2))

@@ -91,11 +91,12 @@ class Capabilities(ABC):
         """
         return None
 
-    def shares_plan(self, spec: AttentionSpec) -> bool:
+    def shares_plan(self, spec: AttentionSpec, capability: tuple[int, int]) -> bool:
         """Return True if KV groups of equal attention have one plan. Override it if that depends on the spec.
 
         Args:
             spec: attention of the groups.
+            capability: compute capability of the GPU; (0, 0) is a CPU.
         """
         return self.plans_by_lengths
 

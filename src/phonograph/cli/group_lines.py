@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
 from phonograph.attention.attention_spec import AttentionSpec
 from phonograph.attention.selection import Selection
+from phonograph.attention.triton.capabilities import why_not_shared
 from phonograph.attention.triton.prefix_runs import PrefixRun, count_units, find_runs
 from phonograph.cli.show import compact
 from phonograph.core.batch import ScheduledBatch
@@ -71,41 +73,46 @@ def sharing_reason(plan: EnginePlan, selection: Selection, spec: AttentionSpec) 
     return selection.capabilities.prefix_sharing(spec, plan.device)[1]
 
 
-def runs_of(plan: EnginePlan, batch: ScheduledBatch, shared: list[int]) -> tuple[list[PrefixRun], tuple[int, int]]:
-    """Return the runs of a batch that attend a prefix once, in the first KV group where some backend does that.
+def runs_of(
+    plan: EnginePlan, batch: ScheduledBatch, shared: list[int]
+) -> Iterator[tuple[str, list[PrefixRun], tuple[int, int]]]:
+    """Yield the runs of a batch that attend a prefix once, for each kind of KV group whose backend does that.
 
-    The second value are the units of these runs and of own keys in a layer, zeros where no backend does that.
+    The values are the names of the groups, the runs, and the units of these runs and of own keys in a layer.
 
     Args:
         plan: of the engine.
         batch: the batch.
         shared: leading tokens of each sequence that are in the same blocks as its neighbours'.
     """
-    for spec, selection in zip(plan.kv.specs, plan.selections, strict=True):
-        if selection.capabilities.prefix_sharing(spec, plan.device)[0]:
+    for spec, groups in plan.kv.members.items():
+        if plan.selections[groups[0]].capabilities.prefix_sharing(spec, plan.device)[0]:
             size = spec.block_size
             keys = [0, *(min(pair) // size * size for pair in pairwise(shared))]
             # Longer queries are attended by another launch.
             keys = [
                 count if query <= MAX_SHORT_QUERY else 0 for count, query in zip(keys, batch.query_lens, strict=True)
             ]
-            runs = find_runs(spec, plan.device.num_sms, keys, batch.query_lens)
-            return runs, count_units(spec, runs, batch.query_lens)
-    return [], (0, 0)
+            left = next(one[0] for one in spec.windows if not why_not_shared(spec, one, plan.device.capability))
+            seq_lens = [sum(pair) for pair in zip(batch.context_lens, batch.query_lens, strict=True)]
+            runs = find_runs(spec, plan.device.num_sms, keys, batch.query_lens, seq_lens, left)
+            yield group_names(plan.kv, groups), runs, count_units(spec, runs, batch.query_lens)
 
 
 def sharing_lines(plan: EnginePlan, batch: ScheduledBatch, shared: list[int]) -> list[str]:
     """Return a line for each run of a batch that attends a prefix once; none for a batch that shares nothing."""
     if not any(shared):
         return []
-    runs, (shared_units, own_units) = runs_of(plan, batch, shared)
-    if not runs:
-        return ["- no prefix is attended once: no backend does that here, or it would save too little"]
-    lines = [
-        f"- sequences {run.first} to {run.last} attend keys {run.begin} to {run.end} once, then each its own"
-        for run in runs
-    ]
-    return [*lines, f"- {counted(shared_units, 'shared unit')} and {own_units} others in each layer"]
+    lines: list[str] = []
+    for name, runs, (shared_units, own_units) in runs_of(plan, batch, shared):
+        label = f"{name}: " if len(plan.kv.members) > 1 else ""
+        lines += [
+            f"- {label}sequences {run.first} to {run.last} attend keys {run.begin} to {run.end} once, then each its own"
+            for run in runs
+        ]
+        if runs:
+            lines.append(f"- {label}{counted(shared_units, 'shared unit')} and {own_units} others in each layer")
+    return lines or ["- no prefix is attended once: no backend does that here, or it would save too little"]
 
 
 def layers_text(model: ModelSpec) -> str:

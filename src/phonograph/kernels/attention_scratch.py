@@ -14,6 +14,8 @@ UNIT_COST = 2
 """Cost of beginning a unit, in tiles of keys (`decode_plan`)."""
 MIN_SHARED = 256
 """Keys of the shortest prefix that decodes attend once."""
+LONGEST_WINDOW = 1 << 17
+"""Keys of the longest window in which decodes share prefixes: its tiles are counted in a part of a word."""
 SHARING_COST = 12
 """Cost of sharing prefixes in a batch, in tiles of keys of each program: these wait for each other, and read partial
 results. On an H200 sharing lost below 10 (2,688 tiles of 264 programs) and won from 13 on."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+
 from phonograph.attention.attention_spec import AttentionKind
 from phonograph.attention.backend import AnyBackend
 from phonograph.attention.metadata import AttentionMetadata, CommonMetadata
@@ -19,8 +21,12 @@ def plan_sources(backends: Sequence[AnyBackend]) -> list[int]:
     """Return, for each KV group, the group whose plan it uses: itself, or the first one with its backend."""
     sources: list[int] = []
     for group, backend in enumerate(backends):
-        first = next(other for other in range(group + 1) if backends[other] is backend)
-        sources.append(first if first != group and backend.capabilities.shares_plan(backend.spec) else group)
+        first = backends.index(backend)
+        if first != group:
+            on_gpu = backend.device.type == "cuda"
+            capability = torch.cuda.get_device_capability(backend.device) if on_gpu else (0, 0)
+            first = first if backend.capabilities.shares_plan(backend.spec, capability) else group
+        sources.append(first)
     return sources
 
 

@@ -10,7 +10,13 @@ from phonograph.attention.capabilities import Declaration, DeclaredCapabilities
 from phonograph.core.device import DeviceSpec
 from phonograph.core.limits import Limits
 from phonograph.graphs.modes import GraphKey, GraphSupport, Support
-from phonograph.kernels.attention_scratch import MIN_SHARED, decode_partials, holds_all_programs, prefill_partials
+from phonograph.kernels.attention_scratch import (
+    LONGEST_WINDOW,
+    MIN_SHARED,
+    decode_partials,
+    holds_all_programs,
+    prefill_partials,
+)
 
 
 def why_not_shared(spec: AttentionSpec, window: tuple[int, int], capability: tuple[int, int]) -> str:
@@ -32,7 +38,10 @@ def why_not_shared(spec: AttentionSpec, window: tuple[int, int], capability: tup
         return "batch_invariant: results would depend on the other sequences"
     if spec.alibi:
         return "ALiBi: the bias on the prefix is another one for each query"
-    return "" if window == (UNBOUNDED, UNBOUNDED) else "a window: it may begin elsewhere in the prefix for each query"
+    left = window[0]
+    if left == UNBOUNDED or MIN_SHARED <= left < LONGEST_WINDOW:
+        return ""
+    return f"a window of {left + 1} keys: prefixes are shared in windows of {MIN_SHARED + 1} to {LONGEST_WINDOW} keys"
 
 
 def shared_tokens(spec: AttentionSpec, limits: Limits, window: tuple[int, int], capability: tuple[int, int]) -> int:
@@ -102,15 +111,18 @@ class TritonCapabilities(DeclaredCapabilities):
             count += 4 * sum(slots * rows * (width + 1) for slots, rows, width in shapes)
         return count
 
-    def shares_plan(self, spec: AttentionSpec) -> bool:
-        # A plan that shares prefixes depends on the block table of its group. The device is not known here.
-        return all(why_not_shared(spec, window, (0, 0)) for window in spec.windows)
+    def shares_plan(self, spec: AttentionSpec, capability: tuple[int, int]) -> bool:
+        # A plan that shares prefixes depends on the block table of its group.
+        return all(why_not_shared(spec, window, capability) for window in spec.windows)
 
     def prefix_sharing(self, spec: AttentionSpec, device: DeviceSpec) -> tuple[bool, str]:
-        why = [why_not_shared(spec, window, device.capability) for window in spec.windows]
-        if all(why):
-            return False, f"each decode reads a shared prefix: {why[0]}"
-        return True, f"decodes that share {MIN_SHARED} keys or more in equal blocks attend them once, if that is faster"
+        why = {window: why_not_shared(spec, window, device.capability) for window in spec.windows}
+        if all(why.values()):
+            return False, f"each decode reads a shared prefix: {why[spec.windows[0]]}"
+        where = " and in the windows of all" if any(left >= 0 for left, _ in why) else ""
+        return True, (
+            f"decodes that share {MIN_SHARED} keys or more in equal blocks{where} attend them once, if that is faster"
+        )
 
     def missing(self) -> str | None:
         if find_spec("triton") is None:

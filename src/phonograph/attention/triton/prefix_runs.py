@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from phonograph.attention.attention_spec import AttentionSpec
+from phonograph.attention.attention_spec import UNBOUNDED, AttentionSpec
 from phonograph.kernels.attention_scratch import (
     DECODE_PROGRAMS,
     MAX_SHORT_QUERY,
@@ -26,7 +26,7 @@ class PrefixRun(NamedTuple):
     """Sequences `first` to `last` of a batch, which attend keys `begin` to `end` once; `level` is 0 or 1.
 
     A run of level 1 lies inside a longest range of neighbours that share MIN_SHARED keys, and begins behind its run of
-    level 0, if that pays.
+    level 0, if that pays. Else a run begins with the first tile of keys that all queries see.
     """
 
     level: int
@@ -36,7 +36,14 @@ class PrefixRun(NamedTuple):
     end: int
 
 
-def find_runs(spec: AttentionSpec, num_sms: int, shared: Sequence[int], query_lens: Sequence[int]) -> list[PrefixRun]:
+def find_runs(
+    spec: AttentionSpec,
+    num_sms: int,
+    shared: Sequence[int],
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    left: int = UNBOUNDED,
+) -> list[PrefixRun]:
     """Return the runs of a batch, by their first sequence and level; none if they do not pay.
 
     Args:
@@ -44,24 +51,33 @@ def find_runs(spec: AttentionSpec, num_sms: int, shared: Sequence[int], query_le
         num_sms: multiprocessors.
         shared: keys in whole blocks that each sequence shares with the one before.
         query_lens: query tokens of each sequence.
+        seq_lens: keys of each sequence, the queries' own included.
+        left: keys before a query that it sees; UNBOUNDED for all.
     """
     group, width = spec.num_query_heads // spec.num_kv_heads, tile_width(spec.head_size)
     (small, large), tile = row_tiles(group, width, shares=True), key_tile(width)
     starts = [0, *accumulate(query_lens)]
+    # First key that all queries of a sequence see.
+    lows = [0 if left < 0 else max(keys - 1 - left, 0) for keys in seq_lens]
+    shared = [0, *(end * (end - max(pair) >= MIN_SHARED) for end, pair in zip(shared[1:], pairwise(lows), strict=True))]
+
+    def first_tile(first: int, last: int) -> int:
+        return -(-max(lows[first : last + 1]) // tile) * tile
 
     def saved(run: PrefixRun) -> int:
         """Return the tiles of keys that a run saves in each KV head, less what it costs."""
         rows, count = (starts[run.last + 1] - starts[run.first]) * group, run.last - run.first + 1
         tiles = 1 if rows <= small else -(-rows // large)
-        return (count - tiles) * (run.end - run.begin) // tile - tiles * UNIT_COST - count
+        return (count - tiles) * max(run.end - run.begin, 0) // tile - tiles * UNIT_COST - count
 
     found: list[PrefixRun] = []
     for first, last in _neighbours(shared, 0, len(shared) - 1, MIN_SHARED):
         end = min(shared[first + 1 : last + 1]) // tile * tile
-        run = PrefixRun(0, first, last, 0, end)
-        begin = end if saved(run) > 0 else 0
+        run = PrefixRun(0, first, last, first_tile(first, last), end)
+        pays = saved(run) > 0
         found.append(run)
         for head, tail in _neighbours(shared, first, last, end + MIN_SHARED):
+            begin = end if pays else first_tile(head, tail)
             found.append(PrefixRun(1, head, tail, begin, min(shared[head + 1 : tail + 1]) // tile * tile))
     found = [run for run in found if saved(run) > 0]
     worth = sum(map(saved, found)) * spec.num_kv_heads >= SHARING_COST * DECODE_PROGRAMS * num_sms

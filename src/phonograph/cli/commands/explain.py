@@ -169,7 +169,7 @@ def _batch_facts(plan: EnginePlan, one: _Decided) -> dict[str, Any]:
     from phonograph.cli.group_lines import runs_of
 
     batch, decision = one.batch, one.decision
-    runs, (shared_units, own_units) = runs_of(plan, batch, one.shared)
+    _, runs, (shared_units, own_units) = next(runs_of(plan, batch, one.shared), ("", [], (0, 0)))
     return {
         "batch": batch_text(batch),
         "num_reqs": batch.num_reqs,

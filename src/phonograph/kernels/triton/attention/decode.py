@@ -13,7 +13,8 @@ Algorithm: split keys with a merge by LSE (Flash-Decoding, Dao et al., 2023), di
    result that does not depend on which program comes last.
 5. Prefixes that sequences share (`shared_runs`) come first: all programs attend them, as sequences with the queries of
    all that share them, and leave partial results. Then the programs wait for each other. The softmax of a sequence that
-   shares begins with the partial results of its prefixes, in the order of their keys.
+   shares begins with the partial results of its prefixes, in the order of their keys. With a window they lie amid the
+   sequence's own keys, which then have a hole.
 
     units     |  sequence 0, KV head 0  | 0, 1 | 0, 2 |   1, 0   |   ...
     key tiles | t  t  t  t  t  t  t  t  | t  t | t  t | t  t  t  |
@@ -43,6 +44,7 @@ from phonograph.kernels.triton.attention.decode_plan import (
     SHARES,
     DecodePlan,
     cut_of,
+    hole_of,
     programs_of,
     read_record,
     row_tiles_of,
@@ -204,15 +206,17 @@ _Tensors = namedtuple(
 )
 # A program's keys of one unit: `first` and `last` are the programs that have keys of the unit, `slot` and `first_slot`
 # the partial results of this one and of the first. `kind` is the level of a prefix, and SHARES for the first own keys
-# after a prefix.
+# after a prefix. `first_key` and `key_end` do not count the `hole` keys from `hole_begin` on (`_skip_hole`).
 _Unit = namedtuple(
-    "_Unit", "seq query_start query_len seq_len kind low kv_head row_tile first_key key_end first last slot first_slot"
+    "_Unit",
+    "seq query_start query_len seq_len kind low kv_head row_tile first_key key_end hole_begin hole first last slot "
+    "first_slot",
 )
 # Constants of the kernel.
 _Shape = namedtuple(
     "_Shape",
     "KV_HEADS GROUP SMALL LARGE ONE_TILE HEAD_SIZE WIDTH STRIDE_TOKEN STRIDE_BLOCK STRIDE_SLOT STRIDE_HEAD BLOCK_SIZE "
-    "SCRATCH_ROWS SHARED_TOKENS PROGRAMS BLOCK_N LEFT RIGHT SOFTCAP MERGED STAGES FP8_AT_ONCE",
+    "SCRATCH_ROWS SHARED_TOKENS PROGRAMS BLOCK_N LEFT HOLES RIGHT SOFTCAP MERGED STAGES FP8_AT_ONCE",
 )
 
 
@@ -280,8 +284,8 @@ def _attention_kernel(
     )  # fmt: skip
     SHAPE: tl.constexpr = _Shape(
         KV_HEADS, GROUP, SMALL, LARGE, ONE_TILE, HEAD_SIZE, WIDTH, STRIDE_TOKEN, STRIDE_BLOCK, STRIDE_SLOT,
-        STRIDE_HEAD, BLOCK_SIZE, SCRATCH_ROWS, SHARED_TOKENS, PROGRAMS, BLOCK_N, LEFT, RIGHT, SOFTCAP, MERGED, STAGES,
-        FP8_AT_ONCE,
+        STRIDE_HEAD, BLOCK_SIZE, SCRATCH_ROWS, SHARED_TOKENS, PROGRAMS, BLOCK_N, LEFT, LEFT >= 0 and SHARED_TOKENS > 0,
+        RIGHT, SOFTCAP, MERGED, STAGES, FP8_AT_ONCE,
     )  # fmt: skip
     program = tl.program_id(0)
     record = read_record(records, program)
@@ -292,7 +296,10 @@ def _attention_kernel(
     if PDL:
         share = share_of(program, ranges)
         if AHEAD > 0 and share[2] + lead < share[3]:
-            _, start, num_chunks, _, num_row_tiles = sequence_chunks(query_len, seq_len, first_word, chunk_keys, SHAPE)
+            # A first record of own keys has no hole, since nothing is shared.
+            _, start, num_chunks, _, num_row_tiles = sequence_chunks(
+                query_len, seq_len, first_word, chunk_keys, SHAPE, together > 0
+            )
             base = cache + chunk // num_chunks // num_row_tiles * STRIDE_HEAD
             table = block_table + seq.to(tl.int64) * stride_table
             _prefetch(base, table, start + chunk % num_chunks * chunk_keys, seq_len, stride_kv, SHAPE, AHEAD)
@@ -341,21 +348,24 @@ def _attend_range(
         next_seq, next_start, next_len, next_keys, next_first = load_words(entry, SEQUENCE_WORDS)
 
         low, start, num_chunks, tile_rows, num_row_tiles = sequence_chunks(
-            query_len, seq_len, first_word, chunk_keys, shape
+            query_len, seq_len, first_word, chunk_keys, shape, SHARED
         )
         unit = chunk // num_chunks
         key_chunk, taken, first, last, first_slot, slot = cut_of(position, chunk, share, program, num_chunks, empty)
         kv_head = unit // num_row_tiles
         row_tile = unit % num_row_tiles
         key = start + key_chunk * chunk_keys
-        key_end = tl.minimum(key + taken * chunk_keys, seq_len)
+        hole_begin, hole = 0, 0
+        if shape.HOLES and not SHARED:
+            hole_begin, hole = hole_of(first_word, start, shape)
+        key_end = tl.minimum(key + taken * chunk_keys, seq_len - hole)
         kind = first_word % PACKED
         if not SHARED:
             # The first of a sequence's keys follow its prefixes.
             kind = tl.where(key_chunk > 0, 0, kind)
         part_of_unit = _Unit(
-            seq, query_start, query_len, seq_len, kind, low, kv_head, row_tile, key, key_end, first, last, slot,
-            first_slot,
+            seq, query_start, query_len, seq_len, kind, low, kv_head, row_tile, key, key_end, hole_begin, hole, first,
+            last, slot, first_slot,
         )  # fmt: skip
         # Each tile that a kernel has costs time where it is not used too (docs/notebook/shared-prefixes.md).
         if SHARED:
@@ -419,6 +429,14 @@ def _prefetch(base, table, first_key, seq_len, stride_kv, shape, AHEAD: tl.const
 
 
 @triton.jit
+def _skip_hole(key, unit, HOLES: tl.constexpr):
+    """Return the key at a place among a unit's keys; places do not count the keys of the hole."""
+    if HOLES:
+        key += tl.where(key >= unit.hole_begin, unit.hole, 0)
+    return key
+
+
+@triton.jit
 def _attend_unit(tensors, unit, shape, BLOCK_M: tl.constexpr, SHARED: tl.constexpr):
     """Attend a unit's rows to its keys from `first_key` to `key_end`; write the result, or a partial one.
 
@@ -428,7 +446,9 @@ def _attend_unit(tensors, unit, shape, BLOCK_M: tl.constexpr, SHARED: tl.constex
     BLOCK_SIZE: tl.constexpr = shape.BLOCK_SIZE
     WIDTH: tl.constexpr = shape.WIDTH
     HEAD_SIZE: tl.constexpr = shape.HEAD_SIZE
-    LEFT: tl.constexpr = shape.LEFT
+    # All queries of a shared prefix see all of its keys.
+    LEFT: tl.constexpr = -1 if SHARED else shape.LEFT
+    HOLES: tl.constexpr = shape.HOLES and not SHARED
     ONE_BLOCK: tl.constexpr = BLOCK_SIZE % BLOCK_N == 0
     FP8: tl.constexpr = tensors.cache.dtype.element_ty.primitive_bitwidth == 8
     E5M2: tl.constexpr = tensors.cache.dtype.element_ty == tl.float8e5
@@ -449,10 +469,11 @@ def _attend_unit(tensors, unit, shape, BLOCK_M: tl.constexpr, SHARED: tl.constex
     offset_N = tl.arange(0, BLOCK_N)
     table = tensors.block_table + unit.seq.to(tl.int64) * tensors.stride_table
     # Block ids are read one tile ahead, so that no tile waits for them before it requests its keys.
+    first_key = _skip_hole(unit.first_key, unit, HOLES)
     if ONE_BLOCK:
-        next_block = tl.load(table + unit.first_key // BLOCK_SIZE, mask=unit.first_key < unit.key_end, other=0)
+        next_block = tl.load(table + first_key // BLOCK_SIZE, mask=unit.first_key < unit.key_end, other=0)
     else:
-        key_N = unit.first_key + offset_N
+        key_N = first_key + offset_N
         next_block = tl.load(table + key_N // BLOCK_SIZE, mask=(key_N >= unit.low) & (key_N < unit.seq_len), other=0)
     query = tensors.query_THD + unit.query_start.to(tl.int64) * shape.STRIDE_TOKEN
     mask_MD = valid_M[:, None] & (dim < HEAD_SIZE)[None, :]
@@ -487,21 +508,23 @@ def _attend_unit(tensors, unit, shape, BLOCK_M: tl.constexpr, SHARED: tl.constex
             acc_MD = _as_sums(acc_MD, query_MD.dtype)
     # From 64 rows on, Hopper's products are asynchronous and hold one tile more.
     STAGES: tl.constexpr = shape.STAGES - 1 if BLOCK_M >= 64 else shape.STAGES
-    for key in tl.range(unit.first_key, unit.key_end, BLOCK_N, num_stages=STAGES):
+    for place in tl.range(unit.first_key, unit.key_end, BLOCK_N, num_stages=STAGES):
+        key = _skip_hole(place, unit, HOLES)
         key_N = key + offset_N
         seen_N = key_N < unit.seq_len
         if LEFT >= 0:
             seen_N = seen_N & (key_N >= unit.low)
         block = next_block
-        ahead = key + BLOCK_N
+        ahead = place + BLOCK_N
+        ahead_key = _skip_hole(ahead, unit, HOLES)
         if ONE_BLOCK:
-            next_block = tl.load(table + ahead // BLOCK_SIZE, mask=ahead < unit.key_end, other=0)
+            next_block = tl.load(table + ahead_key // BLOCK_SIZE, mask=ahead < unit.key_end, other=0)
             tile = base + block.to(tl.int64) * shape.STRIDE_BLOCK + key % BLOCK_SIZE * shape.STRIDE_SLOT
             slot_N = offset_N * shape.STRIDE_SLOT
         else:
             ahead_N = ahead + offset_N
             inside_N = (ahead_N >= unit.low) & (ahead_N < unit.key_end)
-            next_block = tl.load(table + ahead_N // BLOCK_SIZE, mask=inside_N, other=0)
+            next_block = tl.load(table + (ahead_key + offset_N) // BLOCK_SIZE, mask=inside_N, other=0)
             slot_N = block.to(tl.int64) * shape.STRIDE_BLOCK + key_N % BLOCK_SIZE * shape.STRIDE_SLOT
             tile = base
         # Unwritten slots may hold NaN, which a weight of zero does not remove.

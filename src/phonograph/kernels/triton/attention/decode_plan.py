@@ -17,6 +17,7 @@ over keys.
    ranges are cut for the programs on the others.
 6. A prefix that neighbouring sequences share (`shared_runs`) is a sequence of its own: its queries are those of the
    run, which see all of its keys. These sequences have ranges of their own, which all programs take before the others.
+   With a window, the keys of a sequence's prefixes are a *hole* in its own keys.
 
     chunks    | e e 0 0 0 0 0 0 | e e 1 1 1 | e e 2 2 2 2 |    e: empty, a number: unit
     programs  |   p0    |   p1    |   p2    |   p3  |          equal ranges, empty chunks included
@@ -41,6 +42,7 @@ from triton.language.extra import cuda as tl_cuda
 
 from phonograph.kernels.attention_scratch import (
     DECODE_PROGRAMS,
+    LONGEST_WINDOW,
     SHARING_COST,
     SHORTEST_PIECE,
     decode_partials,
@@ -76,12 +78,15 @@ _MERGED = tl.constexpr(8)
 # word with a multiple of this.
 PACKED = tl.constexpr(8)
 _SHARING_COST = tl.constexpr(SHARING_COST)
+# Tiles of a window, at most. Two such numbers share a word with a kind.
+_WINDOW_TILES = tl.constexpr(1 << 14)
 
 
 class SharedPrefixes(NamedTuple):
     """Prefixes of a batch that are attended once, for its first tokens.
 
     shared [R]:        keys that each sequence shares with the one before
+    lows [R]:          with a window, the first key that all queries of both see
     words [R, 10]:     by sequence that shares: first token and tokens of its run, position of the first chunk, chunks
                        of a unit, each for both levels; chunks of a range, empty chunks before a unit
     arrivals [2]:      programs that have attended their prefixes, and those that go on; zero between launches
@@ -90,6 +95,7 @@ class SharedPrefixes(NamedTuple):
     """
 
     shared: torch.Tensor
+    lows: torch.Tensor
     words: torch.Tensor
     arrivals: torch.Tensor
     units: torch.Tensor
@@ -105,8 +111,9 @@ class DecodePlan:
                        with one more), the entry itself, and the programs that attend shared prefixes first (0 if there
                        are none). If there are some, their ranges come before, [P, 10]
     sequences [R+1, 5]: the served sequences, in order: sequence, first token, query length, keys, first key of its own
-                       (and kind). Then the prefixes that are attended once, in order, up to 2R: a sequence that
-                       has the keys, first token and tokens of the run, end of the keys, first key (and level)
+                       (and kind); with a window, tiles of keys before and in the hole (and kind). Then the prefixes
+                       that are attended once, in order, up to 2R: a sequence that has the keys, first token and tokens
+                       of the run, end of the keys, first key (and level)
     counters [P]:      partial results that have arrived of the unit that begins in this program and ends in another;
                        zero between launches
     partial_out [2P, rows, D], partial_lse [2P, rows]: results of a range's first and last unit where these are cut; D
@@ -153,6 +160,7 @@ def make_decode_plan(
     if shared_tokens:
         prefixes = SharedPrefixes(
             shared=ints(most_seqs),
+            lows=ints(most_seqs),
             words=ints(most_seqs, PREFIX_WORDS.value),
             arrivals=ints(2),
             units=ints(2),
@@ -206,10 +214,11 @@ def plan_decode(
     seqs = plan.sequences.shape[0] - 1 if plan.prefixes is None else plan.prefixes.shared.shape[0]
     at_once = max(2, min(8, 8192 // seqs))
     small, large = row_tiles(plan.group, plan.partial_out.shape[2], shares=plan.prefixes is not None)
-    shared, words, units = None, None, None
+    shared, lows, words, units = None, None, None, None
     if plan.prefixes is not None:
-        assert block_table is not None and window[0] < 0, "a plan that shares prefixes is for whole contexts"
+        assert block_table is not None and window[0] < LONGEST_WINDOW
         shared, words, units = plan.prefixes.shared, plan.prefixes.words, plan.prefixes.units
+        lows = plan.prefixes.lows if window[0] >= 0 else None
         compare_tables(
             shared,
             query_start_loc,
@@ -218,11 +227,14 @@ def plan_decode(
             block_size=block_size,
             max_query_len=max_query_len,
             max_tokens=plan.prefixes.num_tokens,
+            lows=lows,
+            left=window[0],
         )
     _plan_kernel[(triton.cdiv(plan.programs, at_once),)](
         query_start_loc,
         seq_lens,
         shared,
+        lows,
         plan.records,
         plan.sequences,
         words,
@@ -247,23 +259,37 @@ def plan_decode(
     )
 
 
-# Query heads of a KV head, rows of the two tiles, keys of a tile, and the left window.
-_Shape = namedtuple("_Shape", "GROUP SMALL LARGE BLOCK_N LEFT")
+# Query heads of a KV head, rows of the two tiles, keys of a tile, the left window, and True if own keys have holes.
+_Shape = namedtuple("_Shape", "GROUP SMALL LARGE BLOCK_N LEFT HOLES")
 
 
 @triton.jit
-def sequence_chunks(query_len, seq_len, word, chunk, shape):
+def sequence_chunks(query_len, seq_len, word, chunk, shape, prefix):
     """Return an entry's first visible key, first key of the first chunk, chunks (at least one), rows of a tile, tiles.
 
-    The entry's keys are those from the first key in `word`, which is 0 with a window, to `seq_len`.
+    The entry's keys are those from the first key in `word`, or of the window, to `seq_len`, less those of its hole.
+    Entries of prefixes (`prefix`) have no window.
     """
     low = word // PACKED * PACKED
+    hole = 0
     if shape.LEFT >= 0:
-        low = tl.minimum(tl.maximum(seq_len - query_len - shape.LEFT, 0), seq_len)
+        left = tl.minimum(tl.maximum(seq_len - query_len - shape.LEFT, 0), seq_len)
+        if shape.HOLES:
+            low = tl.where(prefix, low, left)
+            hole = tl.where(prefix, 0, hole_of(word, 0, shape)[1])
+        else:
+            low = left
     start = low // shape.BLOCK_N * shape.BLOCK_N
-    chunks = tl.maximum(tl.cdiv(seq_len - start, chunk), 1)
+    chunks = tl.maximum(tl.cdiv(seq_len - start - hole, chunk), 1)
     tile_rows, num_tiles = row_tiles_of(query_len, word % PACKED == SHARES, shape)
     return low, start, chunks, tile_rows, num_tiles
+
+
+@triton.jit
+def hole_of(word, start, shape):
+    """Return the first key of the hole in the own keys of a sequence, which begin at `start`, and its keys."""
+    tiles = word // PACKED
+    return start + tiles // _WINDOW_TILES * shape.BLOCK_N, tiles % _WINDOW_TILES * shape.BLOCK_N
 
 
 @triton.jit
@@ -348,36 +374,59 @@ def _weigh(run_R, begin, shape):
     sequences_R = last_R - first_R + 1
     end_R = tl.where(sequences_R > 1, least_R // shape.BLOCK_N * shape.BLOCK_N, begin)
     _, row_tiles_R = row_tiles_of(tokens_R, False, shape)
-    saved_R = (sequences_R - row_tiles_R) * ((end_R - begin) // shape.BLOCK_N)
+    tiles_R = (end_R - begin) // shape.BLOCK_N
+    if shape.LEFT >= 0:
+        # The window of one sequence may begin after the prefix that two others share.
+        tiles_R = tl.maximum(tiles_R, 0)
+    saved_R = (sequences_R - row_tiles_R) * tiles_R
     saved_R -= row_tiles_R * UNIT_COST + sequences_R
     return end_R, tl.where(sequences_R > 1, tl.maximum(saved_R, 0), 0)
 
 
 @triton.jit
-def _find_levels(query_start_loc, shared, num_seqs, shape, SEQS: tl.constexpr):
+def _first_tiles(low_R, joins_R, joins_next_R, shape):
+    """Return the first key of the first tile that all queries of each sequence's run see."""
+    _, _, least_R = find_runs(-low_R, joins_R, joins_next_R)
+    return tl.cdiv(tl.maximum(-least_R, 0), shape.BLOCK_N) * shape.BLOCK_N
+
+
+@triton.jit
+def _find_levels(query_start_loc, shared, lows, num_seqs, shape, SEQS: tl.constexpr):
     """Return the runs of both levels and what they save.
 
-    The values are, for each level, of each sequence's run: the end of the keys (0 where there is no run that pays), its
-    first sequence and its tokens; then the tiles that all runs save.
+    The values are, for each level, of each sequence's run: begin and end of the keys (equal where there is no run that
+    pays), its first sequence and its tokens; then the tiles that all runs save.
     """
     seq_R = tl.arange(0, SEQS)
+    low_R = seq_R * 0
     shared_R = tl.load(shared + seq_R, mask=seq_R < num_seqs, other=0)
     next_R = tl.load(shared + seq_R + 1, mask=seq_R + 1 < num_seqs, other=0)
     first_R, last_R, least_R = find_runs(shared_R, shared_R >= MIN_SHARED, next_R >= MIN_SHARED)
     inside_R = last_R < num_seqs
     tokens_R = tl.load(query_start_loc + last_R + 1, mask=inside_R, other=0)
     tokens_R -= tl.load(query_start_loc + first_R, mask=inside_R, other=0)
-    end_R, saved_R = _weigh((first_R, last_R, least_R, tokens_R), seq_R * 0, shape)
+    begin_R = low_R
+    if lows is not None:
+        low_R = tl.load(lows + seq_R, mask=seq_R < num_seqs, other=0)
+        begin_R = _first_tiles(low_R, shared_R >= MIN_SHARED, next_R >= MIN_SHARED, shape)
+    end_R, saved_R = _weigh((first_R, last_R, least_R, tokens_R), begin_R, shape)
 
     # A run of a longer prefix lies inside one run, all of whose sequences have the same end.
     longer_R = end_R + MIN_SHARED
     first2_R, last2_R, least2_R = find_runs(shared_R, shared_R >= longer_R, next_R >= longer_R)
     end_R = tl.where(saved_R > 0, end_R, 0)
+    begin2_R = end_R
+    if lows is not None:
+        begin_R = tl.where(saved_R > 0, begin_R, 0)
+        begin2_R = tl.where(saved_R > 0, end_R, _first_tiles(low_R, shared_R >= longer_R, next_R >= longer_R, shape))
     tokens2_R = tl.load(query_start_loc + last2_R + 1, mask=inside_R, other=0)
     tokens2_R -= tl.load(query_start_loc + first2_R, mask=inside_R, other=0)
-    end2_R, saved2_R = _weigh((first2_R, last2_R, least2_R, tokens2_R), end_R, shape)
+    end2_R, saved2_R = _weigh((first2_R, last2_R, least2_R, tokens2_R), begin2_R, shape)
     saved = tl.sum(tl.where(first_R == seq_R, saved_R, 0)) + tl.sum(tl.where(first2_R == seq_R, saved2_R, 0))
-    return end_R, first_R, tokens_R, tl.where(saved2_R > 0, end2_R, 0), first2_R, tokens2_R, saved
+    end2_R = tl.where(saved2_R > 0, end2_R, 0)
+    if lows is not None:
+        begin2_R = tl.where(saved2_R > 0, begin2_R, end_R)
+    return begin_R, end_R, first_R, tokens_R, begin2_R, end2_R, first2_R, tokens2_R, saved
 
 
 @triton.jit
@@ -396,10 +445,10 @@ def _divide(tiles_R, units_R, more_tiles_R, more_units_R, programs):
 
 
 @triton.jit
-def _store_records(records, ranges_P, size, index_P, before_P, empty, entry_P, together_P, exists_P, shape):
+def _store_records(records, ranges_P, size, index_P, before_P, empty, entry_P, together_P, exists_P, shape, prefix):
     """Write records of programs P, whose ranges begin `before_P` chunks after their entries do."""
     seq_P, begin_P, len_P, keys_P, word_P = entry_P
-    _, _, chunks_P, _, _ = sequence_chunks(len_P, keys_P, word_P, size * shape.BLOCK_N, shape)
+    _, _, chunks_P, _, _ = sequence_chunks(len_P, keys_P, word_P, size * shape.BLOCK_N, shape, prefix)
     # Chunks of the sequence and of the unit that belong to earlier programs, with empty ones.
     unit_P = before_P // (chunks_P + empty)
     chunk_P = before_P % (chunks_P + empty)
@@ -425,6 +474,7 @@ def _plan_kernel(
     query_start_loc,
     seq_lens,
     shared,
+    lows,
     records,
     sequences,
     words,
@@ -447,7 +497,7 @@ def _plan_kernel(
     PDL: tl.constexpr,
 ):
     """Write AT_ONCE records a program. Each program sums the batch itself, which is faster than waiting for another."""
-    SHAPE: tl.constexpr = _Shape(GROUP, SMALL, LARGE, BLOCK_N, LEFT)
+    SHAPE: tl.constexpr = _Shape(GROUP, SMALL, LARGE, BLOCK_N, LEFT, lows is not None)
     if PDL:
         tl_cuda.gdc_wait()
     seq_R = tl.arange(0, SEQS)
@@ -456,25 +506,34 @@ def _plan_kernel(
     len_R = tl.load(query_start_loc + seq_R + 1, mask=valid_R, other=0) - begin_R
     keys_R = tl.load(seq_lens + seq_R, mask=valid_R, other=0)
     served_R = valid_R & (len_R >= 1) & (len_R <= max_query_len)
-    # Ends and tokens of the runs of both levels, the latter at their first sequences.
-    end1_R, tokens1_R, end2_R, tokens2_R = seq_R * 0, seq_R * 0, seq_R * 0, seq_R * 0
+    # Keys and tokens of the runs of both levels, the latter at their first sequences.
+    low1_R, end1_R, tokens1_R, low2_R, end2_R, tokens2_R = (
+        seq_R * 0, seq_R * 0, seq_R * 0, seq_R * 0, seq_R * 0, seq_R * 0,
+    )  # fmt: skip
     first1_R, first2_R = seq_R, seq_R
     shares = num_seqs * 0
     if shared is not None:  # noqa: SIM102 (one is known when compiled, the other is not)
         if tl.max(tl.load(shared + seq_R, mask=valid_R, other=0)) >= MIN_SHARED:
-            ends_R, firsts_R, token_R, ends2_R, firsts2_R, token2_R, saved = _find_levels(
-                query_start_loc, shared, num_seqs, SHAPE, SEQS
+            begins_R, ends_R, firsts_R, token_R, begins2_R, ends2_R, firsts2_R, token2_R, saved = _find_levels(
+                query_start_loc, shared, lows, num_seqs, SHAPE, SEQS
             )
             if saved * KV_HEADS >= _SHARING_COST * PROGRAMS:
-                end1_R, first1_R, tokens1_R, end2_R, first2_R, tokens2_R = (
-                    ends_R, firsts_R, token_R, ends2_R, firsts2_R, token2_R,
+                low1_R, end1_R, first1_R, tokens1_R, low2_R, end2_R, first2_R, tokens2_R = (
+                    begins_R, ends_R, firsts_R, token_R, begins2_R, ends2_R, firsts2_R, token2_R,
                 )  # fmt: skip
                 shares += 1
     own_R = tl.maximum(end1_R, end2_R)
     word_R = own_R + tl.where(own_R > 0, SHARES, 0)
-    _, _, tiles_R, _, units_R = sequence_chunks(len_R, keys_R, word_R, BLOCK_N, SHAPE)
+    if lows is None:
+        low1_R, low2_R = seq_R * 0, end1_R
+    else:
+        hole_R = tl.where(end1_R > 0, low1_R, low2_R)
+        before_R = hole_R // BLOCK_N - tl.maximum(keys_R - len_R - LEFT, 0) // BLOCK_N
+        word_R = (before_R * _WINDOW_TILES + (own_R - hole_R) // BLOCK_N) * PACKED + SHARES
+        word_R = tl.where(own_R > 0, word_R, 0)
+    _, _, tiles_R, _, units_R = sequence_chunks(len_R, keys_R, word_R, BLOCK_N, SHAPE, False)
     units_R = tl.where(served_R, units_R * KV_HEADS, 0)
-    tiles1_R, tiles2_R = end1_R // BLOCK_N, (own_R - end1_R) // BLOCK_N
+    tiles1_R, tiles2_R = (end1_R - low1_R) // BLOCK_N, (own_R - low2_R) // BLOCK_N
     units1_R = tl.where((first1_R == seq_R) & (end1_R > 0), row_tiles_of(tokens1_R, False, SHAPE)[1] * KV_HEADS, 0)
     units2_R = tl.where((first2_R == seq_R) & (end2_R > 0), row_tiles_of(tokens2_R, False, SHAPE)[1] * KV_HEADS, 0)
     work_R = tiles_R * units_R + tiles1_R * units1_R + tiles2_R * units2_R
@@ -528,7 +587,8 @@ def _plan_kernel(
     record_P = records + (program_P + PROGRAMS * shares) * RECORD_WORDS
     together_P = tl.where(takes_P, programs * shares, 0)
     ranges_P = tl.where(takes_P, ranges, 0)
-    _store_records(record_P, ranges_P, size, index_P, start_P - first_P, empty, entry_P, together_P, exists_P, SHAPE)
+    before_P = start_P - first_P
+    _store_records(record_P, ranges_P, size, index_P, before_P, empty, entry_P, together_P, exists_P, SHAPE, False)
 
     if shared is not None:  # noqa: SIM102 (one is known when compiled, the other is not)
         if shares != 0:
@@ -546,9 +606,9 @@ def _plan_kernel(
             index_R += SEQS + 1
             if tl.program_id(0) == 0:
                 run_R = sequences + index_R * SEQUENCE_WORDS
-                store_words(run_R, (seq_R, begin_R, tokens1_R, end1_R, seq_R * 0), is1_R)
+                store_words(run_R, (seq_R, begin_R, tokens1_R, end1_R, low1_R), is1_R)
                 run_R += is1_R.to(tl.int32) * SEQUENCE_WORDS
-                store_words(run_R, (seq_R, begin_R, tokens2_R, own_R, end1_R + 1), is2_R)
+                store_words(run_R, (seq_R, begin_R, tokens2_R, own_R, low2_R + 1), is2_R)
                 # A sequence's runs are the last that have begun.
                 begin1_R = tl.load(query_start_loc + first1_R, mask=end1_R > 0)
                 begin2_R = tl.load(query_start_loc + first2_R, mask=end2_R > 0)
@@ -564,15 +624,16 @@ def _plan_kernel(
             before_P, chunks1_P = start_P - _at(is_PR, position1_R), _at(is_PR, chunks1_R)
             in1_P = before_P < chunks1_P
             len_P = tl.where(in1_P, _at(is_PR, tokens1_R), _at(is_PR, tokens2_R))
-            end1_P = _at(is_PR, end1_R)
-            end_P = tl.where(in1_P, end1_P, _at(is_PR, own_R))
-            word_P = tl.where(in1_P, 0, end1_P + 1)
+            end_P = tl.where(in1_P, _at(is_PR, end1_R), _at(is_PR, own_R))
+            word_P = tl.where(in1_P, _at(is_PR, low1_R), _at(is_PR, low2_R) + 1)
             index_P = _at(is_PR, index_R) + tl.where(in1_P, 0, (chunks1_P > 0).to(tl.int32))
             before_P -= tl.where(in1_P, 0, chunks1_P)
             entry_P = seq_P, tl.load(query_start_loc + seq_P), len_P, end_P, word_P
             record_P = records + program_P * RECORD_WORDS
             ranges_P = tl.where(takes_P, ranges, 0)
-            _store_records(record_P, ranges_P, size, index_P, before_P, empty, entry_P, together_P, exists_P, SHAPE)
+            _store_records(
+                record_P, ranges_P, size, index_P, before_P, empty, entry_P, together_P, exists_P, SHAPE, True
+            )
     if PDL:
         _fence()
 

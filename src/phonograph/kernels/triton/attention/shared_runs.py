@@ -15,6 +15,9 @@ other in the batch. That order is a hint: only the block tables decide here.
     level 1     |          2k            |    |    5k   |
     level 2     |    9k       |    9k    |    |         |     from key 2k on
     sequences   |  0    1    2 |  3    4 |  5 |  6    7 |     each attends alone to the keys after the last level
+
+With a window, two sequences share the keys from the first that all queries of both see. Pages before it are not
+compared, as they may have been freed. A run begins with the first whole tile of keys that all its queries see.
 """
 
 # pyright: basic, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -44,6 +47,8 @@ def compare_tables(
     block_size: int,
     max_query_len: int,
     max_tokens: int,
+    lows: torch.Tensor | None = None,
+    left: int = -1,
 ) -> None:
     """Write the number of keys that each sequence shares with the one before; one launch.
 
@@ -55,6 +60,9 @@ def compare_tables(
         block_size: keys of a page
         max_query_len: longest query served
         max_tokens: sequences with later tokens share nothing
+        lows: with a window receives the first key that all queries of both sequences see, [>= R] int32. Of two that
+            have less than MIN_SHARED equal keys from there on, `shared` is 0
+        left: keys before a query that it sees; -1 for all
     """
     _compare_kernel[(seq_lens.shape[0],)](
         shared,
@@ -64,6 +72,8 @@ def compare_tables(
         block_table.stride(0),
         max_query_len,
         max_tokens,
+        lows,
+        LEFT=left,
         BLOCK_SIZE=block_size,
         BLOCK=_COMPARED,
         **pdl_options(),
@@ -80,6 +90,8 @@ def _compare_kernel(
     stride_table,
     max_query_len,
     max_tokens,
+    lows,
+    LEFT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -99,6 +111,11 @@ def _compare_kernel(
     table = block_table + row.to(tl.int64) * stride_table
     equal = pages
     first = 0
+    if LEFT >= 0:
+        keys = tl.maximum(tl.load(seq_lens + before), tl.load(seq_lens + row))
+        low = tl.maximum(keys - 1 - LEFT, 0)
+        tl.store(lows + row, low)
+        first = low // BLOCK_SIZE
     while first < equal:
         column = first + tl.arange(0, BLOCK)
         inside = column < pages
@@ -106,6 +123,8 @@ def _compare_kernel(
         block_id = tl.load(table + column, mask=inside, other=0)
         equal = tl.minimum(equal, tl.min(tl.where(id_before == block_id, _FAR, column)))
         first += BLOCK
+    if LEFT >= 0:
+        equal = tl.where(equal * BLOCK_SIZE - low >= MIN_SHARED, equal, 0)
     tl.store(shared + row, equal * BLOCK_SIZE)
 
 
