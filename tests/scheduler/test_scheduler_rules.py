@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from invariants import check_scheduler
-from scheduling import EOS, add, make_scheduler, output_of, request, step
+from scheduling import EOS, add, make_scheduler, output_of, request, sliding_group, step
 
 from phonograph.core.batch import BlockAppend, ScheduledBatch, StepOutput, TokenLogprobs
 from phonograph.core.request import RequestState
@@ -45,6 +45,20 @@ def test_decodes_with_leading_blocks_in_common_are_neighbours() -> None:
     scheduler = make_scheduler(max_num_seqs=7, max_num_batched_tokens=64)
     x, y = list(range(8)), [*range(4), *range(100, 104)]
     prompts = {"a": x, "b": 9, "c": y, "d": 7, "e": x, "f": x, "g": y}
+    for number, (name, prompt) in enumerate(prompts.items()):
+        tokens = prompt if isinstance(prompt, int) else [*prompt, 50 + number]
+        add(scheduler, request(name, tokens, arrival=number))
+        step(scheduler)
+    batch = step(scheduler)
+    names = "".join("abcdefg"[slot] for slot in batch.slots)
+    assert names == "aefcgbd"
+
+
+def test_neighbours_by_the_blocks_in_their_windows() -> None:
+    """Without full attention. Sequences free the blocks before their windows at unlike times."""
+    scheduler = make_scheduler(max_num_seqs=7, max_num_batched_tokens=64, groups=[sliding_group(13)])
+    x, y = list(range(20)), [*range(16), *range(100, 104)]
+    prompts = {"a": [*x, 1, 2, 3], "b": 21, "c": y, "d": 9, "e": x, "f": [*x, 4], "g": y}
     for number, (name, prompt) in enumerate(prompts.items()):
         tokens = prompt if isinstance(prompt, int) else [*prompt, 50 + number]
         add(scheduler, request(name, tokens, arrival=number))

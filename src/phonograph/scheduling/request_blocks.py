@@ -18,7 +18,7 @@ from phonograph.core.request import Request
 from phonograph.kv_cache.block_events import BlockEvents
 from phonograph.kv_cache.checkpoints import CheckpointCounts, CheckpointPool
 from phonograph.kv_cache.manager import CacheManager
-from phonograph.kv_cache.tables import SequenceTable
+from phonograph.kv_cache.tables import GroupTable, SequenceTable
 from phonograph.scheduling.draft_depths import DraftDepths
 from phonograph.scheduling.prompt_tails import PromptTails
 
@@ -177,21 +177,27 @@ class RequestBlocks:
     def place(self, request: Request, decodes: dict[int, Request]) -> dict[int, Request]:
         """Return the decodes by slot with one more, next to the one whose leading blocks it shares for longest.
 
-        Attention may read such blocks once for neighbours. Results do not depend on the order.
+        Attention may read such blocks once for neighbours. Results do not depend on the order. Without a group of full
+        attention, the blocks in the window of both count.
         """
-        full = next((index for index, group in enumerate(self.groups) if group.window is None), None)
+        first_group = 0 if self.groups else None
+        index = next((index for index, group in enumerate(self.groups) if group.window is None), first_group)
         items = [*decodes.items()]
         place, best = len(items), 0
-        if full is not None:
-            block_ids = self.tables[request.request_id].groups[full].block_ids
-            references = self.cache.pool.num_references
-            most = bisect_left(block_ids, True, key=lambda block_id: references(block_id) == 1)
+        if index is not None:
+            table = self.tables[request.request_id].groups[index]
+            references, held = self.cache.pool.num_references, table.held
+            if self.groups[index].window is None:
+                most = bisect_left(held, True, key=lambda block_id: references(block_id) == 1)
+            else:
+                # Others may have freed the first ones.
+                most = max((at for at, one in enumerate(held, table.first + 1) if references(one) > 1), default=0)
             # After the last of several: two that share more stay neighbours.
             for after in range(len(items), 0, -1):
                 if best == most:
                     break
-                other = self.tables[items[after - 1][1].request_id].groups[full].block_ids
-                if (shared := _num_shared(block_ids, other)) > best:
+                other = self.tables[items[after - 1][1].request_id].groups[index]
+                if (shared := _num_shared(table, other)) > best:
                     place, best = after, shared
         items.insert(place, (request.slot, request))
         return dict(items)
@@ -306,8 +312,9 @@ class RequestBlocks:
         return count
 
 
-def _num_shared(block_ids: Sequence[int], others: Sequence[int]) -> int:
-    """Return the number of leading equal blocks. A block is shared only if those before it are."""
-    if block_ids[:1] != others[:1]:
+def _num_shared(one: GroupTable, two: GroupTable) -> int:
+    """Return the end of the equal blocks from the first that both hold. A block is shared only if those before are."""
+    first, end = max(one.first, two.first), min(len(one.block_ids), len(two.block_ids))
+    if first >= end or one.block_ids[first] != two.block_ids[first]:
         return 0
-    return bisect_left(range(min(len(block_ids), len(others))), True, key=lambda at: block_ids[at] != others[at])
+    return bisect_left(range(end), True, lo=first, key=lambda at: one.block_ids[at] != two.block_ids[at])
