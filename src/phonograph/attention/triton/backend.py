@@ -38,6 +38,7 @@ from phonograph.kernels.triton.attention.prefill_plan import (
 )
 
 Window = tuple[int, int]
+Plans = dict[Window, tuple[DecodePlan, PrefillPlan]]
 _INTERPRETER_SMS = 2
 
 
@@ -51,21 +52,29 @@ class TritonMetadata(AttentionMetadata):
         divide: True if the two launches divide the multiprocessors.
     """
 
-    plans: dict[Window, tuple[DecodePlan, PrefillPlan]]
+    plans: Plans
     short_query_len: int
     has_long: bool
     divide: bool
 
 
 class TritonMetadataBuilder(MetadataBuilder[TritonMetadata]):
-    """Builder with one plan for each window, shared by all graphs. Each step computes them for its layers."""
+    """Builder with one plan for each window, shared by all graphs. Each step computes them for its layers.
 
-    def __init__(self, spec: AttentionSpec, device: torch.device, limits: Limits) -> None:
+    Args:
+        spec, device, limits: as of the backend.
+        scratch: plans whose scratch these have in common; receives the first ones.
+    """
+
+    def __init__(self, spec: AttentionSpec, device: torch.device, limits: Limits, scratch: Plans) -> None:
         num_sms = _INTERPRETER_SMS
         if device.type == "cuda":
             num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._batch_invariant = spec.batch_invariant
-        self._plans = {window: _make_plans(spec, device, limits, num_sms, window) for window in spec.windows}
+        self._plans = {
+            window: _make_plans(spec, device, limits, num_sms, window, scratch.get(window)) for window in spec.windows
+        }
+        scratch.update(self._plans)
         prefixes = (short.prefixes for short, _ in self._plans.values() if short.prefixes is not None)
         self.units = next((one.units for one in prefixes), None)
 
@@ -95,8 +104,12 @@ class TritonBackend(GpuBackend[TritonMetadata]):
     capabilities = TritonCapabilities()
     only_triton = True
 
+    def __init__(self, spec: AttentionSpec, device: torch.device, limits: Limits) -> None:
+        super().__init__(spec, device, limits)
+        self._scratch: Plans = {}
+
     def make_builder(self) -> TritonMetadataBuilder:
-        return TritonMetadataBuilder(self.spec, self.device, self.limits)
+        return TritonMetadataBuilder(self.spec, self.device, self.limits, self._scratch)
 
     def schedule(self, metadata: TritonMetadata) -> None:
         common = metadata.common
@@ -158,7 +171,12 @@ class TritonBackend(GpuBackend[TritonMetadata]):
 
 
 def _make_plans(
-    spec: AttentionSpec, device: torch.device, limits: Limits, num_sms: int, window: Window
+    spec: AttentionSpec,
+    device: torch.device,
+    limits: Limits,
+    num_sms: int,
+    window: Window,
+    scratch: tuple[DecodePlan, PrefillPlan] | None,
 ) -> tuple[DecodePlan, PrefillPlan]:
     sizes: dict[str, Any] = {
         "num_query_heads": spec.num_query_heads,
@@ -171,5 +189,8 @@ def _make_plans(
     cuts = not spec.batch_invariant
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     tokens = shared_tokens(spec, limits, window, capability)
-    short = make_decode_plan(**sizes, shared_tokens=tokens)
-    return short, make_prefill_plan(**sizes, max_num_tokens=limits.max_num_batched_tokens, cuts=cuts)
+    # Launches of all layers come one after another.
+    first, second = scratch or (None, None)
+    short = make_decode_plan(**sizes, shared_tokens=tokens, scratch=first)
+    most = limits.max_num_batched_tokens
+    return short, make_prefill_plan(**sizes, max_num_tokens=most, cuts=cuts, scratch=second)
