@@ -262,17 +262,10 @@ def test_small(device: torch.device) -> None:
 def test_a_shared_prefix(device: torch.device) -> None:
     """Decodes, with drafts too, beside a prefill; two KV groups of this attention have a plan each."""
     spec = replace(TINY, windows=(FULL, (699, 0)), alibi=False)
-    assert not TritonCapabilities().shares_plan(spec, (9, 0)) and TritonCapabilities().shares_plan(spec, (8, 0))
+    assert not TritonCapabilities().shares_plan(spec, (9, 0))
     arena = Arena(
         TritonBackend, spec, device, causal=True, num_reqs=8, num_tokens=60, num_blocks=90, max_keys=700, seed=3
     )
-    # The first builder's partial results are those of a second.
-    plans, others = arena.builder._plans, arena.backend.make_builder()._plans
-    for window, pair in plans.items():
-        for plan, other in zip(pair, others[window], strict=True):
-            assert plan.partial_out is other.partial_out and plan.partial_lse is other.partial_lse
-        assert pair[0].records is not others[window][0].records and pair[0].counters is others[window][0].counters
-        assert pair[1].header is not others[window][1].header
     with torch.inference_mode():
         for batch in ([(1, 600), (1, 513), (1, 700), (3, 620), (1, 590), (20, 533)], [(1, 600)] * 6, [(1, 9)]):
             arena.check(batch, prefix_len=512 if len(batch) > 1 else 0)

@@ -34,7 +34,6 @@ class Capabilities(ABC):
         takes_length_bounds: True if the host's lengths of decodes may be upper bounds, as they are while a step that
             verifies drafts is in flight. Otherwise the host must know them before it plans a step.
         takes_ragged_decodes: True if a decode graph may replay queries of different lengths.
-        shares_scratch: True if the builders of one `AttentionBackend` have the buffers of `buffer_bytes` in common.
     """
 
     name: str
@@ -44,7 +43,6 @@ class Capabilities(ABC):
     skips_freed_blocks: bool = False
     takes_length_bounds: bool = False
     takes_ragged_decodes: bool = True
-    shares_scratch: bool = False
 
     @abstractmethod
     def refusals(self, spec: AttentionSpec, device: DeviceSpec) -> list[str]:

@@ -105,8 +105,8 @@ def size_graphs_and_cache(
         attention_bytes = _more_table_bytes(kv, within)
         for spec, groups in kv.members.items():
             one = capabilities[spec]
-            once = one.shares_scratch or one.shares_plan(spec, device.capability)
-            attention_bytes += (1 if once else len(groups)) * one.buffer_bytes(spec, device, within, graphs)
+            plans = 1 if one.shares_plan(spec, device.capability) else len(groups)
+            attention_bytes += plans * one.buffer_bytes(spec, device, within, graphs)
             if config.decode_context_parallel_size > 1:
                 of_context = context_spec(spec, config.decode_context_parallel_size)
                 attention_bytes += one.buffer_bytes(of_context, device, within, graphs) + step_cache_bytes(spec, within)

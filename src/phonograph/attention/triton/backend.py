@@ -38,7 +38,6 @@ from phonograph.kernels.triton.attention.prefill_plan import (
 )
 
 Window = tuple[int, int]
-Plans = dict[Window, tuple[DecodePlan, PrefillPlan]]
 _INTERPRETER_SMS = 2
 
 
@@ -52,29 +51,21 @@ class TritonMetadata(AttentionMetadata):
         divide: True if the two launches divide the multiprocessors.
     """
 
-    plans: Plans
+    plans: dict[Window, tuple[DecodePlan, PrefillPlan]]
     short_query_len: int
     has_long: bool
     divide: bool
 
 
 class TritonMetadataBuilder(MetadataBuilder[TritonMetadata]):
-    """Builder with one plan for each window, shared by all graphs. Each step computes them for its layers.
+    """Builder with one plan for each window, shared by all graphs. Each step computes them for its layers."""
 
-    Args:
-        spec, device, limits: as of the backend.
-        scratch: plans whose scratch these have in common; receives the first ones.
-    """
-
-    def __init__(self, spec: AttentionSpec, device: torch.device, limits: Limits, scratch: Plans) -> None:
+    def __init__(self, spec: AttentionSpec, device: torch.device, limits: Limits) -> None:
         num_sms = _INTERPRETER_SMS
         if device.type == "cuda":
             num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._batch_invariant = spec.batch_invariant
-        self._plans = {
-            window: _make_plans(spec, device, limits, num_sms, window, scratch.get(window)) for window in spec.windows
-        }
-        scratch.update(self._plans)
+        self._plans = {window: _make_plans(spec, device, limits, num_sms, window) for window in spec.windows}
         prefixes = (short.prefixes for short, _ in self._plans.values() if short.prefixes is not None)
         self.units = next((one.units for one in prefixes), None)
 
@@ -104,12 +95,8 @@ class TritonBackend(GpuBackend[TritonMetadata]):
     capabilities = TritonCapabilities()
     only_triton = True
 
-    def __init__(self, spec: AttentionSpec, device: torch.device, limits: Limits) -> None:
-        super().__init__(spec, device, limits)
-        self._scratch: Plans = {}
-
     def make_builder(self) -> TritonMetadataBuilder:
-        return TritonMetadataBuilder(self.spec, self.device, self.limits, self._scratch)
+        return TritonMetadataBuilder(self.spec, self.device, self.limits)
 
     def schedule(self, metadata: TritonMetadata) -> None:
         common = metadata.common
@@ -171,12 +158,7 @@ class TritonBackend(GpuBackend[TritonMetadata]):
 
 
 def _make_plans(
-    spec: AttentionSpec,
-    device: torch.device,
-    limits: Limits,
-    num_sms: int,
-    window: Window,
-    scratch: tuple[DecodePlan, PrefillPlan] | None,
+    spec: AttentionSpec, device: torch.device, limits: Limits, num_sms: int, window: Window
 ) -> tuple[DecodePlan, PrefillPlan]:
     sizes: dict[str, Any] = {
         "num_query_heads": spec.num_query_heads,
@@ -189,8 +171,5 @@ def _make_plans(
     cuts = not spec.batch_invariant
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     tokens = shared_tokens(spec, limits, window, capability)
-    # Launches of all layers come one after another.
-    first, second = scratch or (None, None)
-    short = make_decode_plan(**sizes, shared_tokens=tokens, scratch=first)
-    most = limits.max_num_batched_tokens
-    return short, make_prefill_plan(**sizes, max_num_tokens=most, cuts=cuts, scratch=second)
+    short = make_decode_plan(**sizes, shared_tokens=tokens)
+    return short, make_prefill_plan(**sizes, max_num_tokens=limits.max_num_batched_tokens, cuts=cuts)

@@ -63,7 +63,6 @@ class TritonCapabilities(DeclaredCapabilities):
     plans_by_lengths = True
     skips_freed_blocks = True
     takes_length_bounds = True
-    shares_scratch = True
     declared = Declaration(
         min_capability=(8, 0),
         kv_dtypes=("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),

@@ -145,12 +145,10 @@ def make_decode_plan(
     num_sms: int,
     device: torch.device,
     shared_tokens: int = 0,
-    scratch: DecodePlan | None = None,
 ) -> DecodePlan:
     """Make the persistent tensors for batches of up to `max_num_seqs` sequences.
 
-    Prefixes are shared among the first `shared_tokens` tokens of a batch. Partial results and counters are those of
-    `scratch`, a plan of the same sizes whose launches are never at the same time.
+    Prefixes are shared among the first `shared_tokens` tokens of a batch.
     """
     group = num_query_heads // num_kv_heads
     slots, rows, width = decode_partials(group, head_size, num_sms, shared_rows=shared_tokens * num_query_heads)
@@ -172,9 +170,9 @@ def make_decode_plan(
         records=ints(2 * programs if shared_tokens else programs, RECORD_WORDS.value),
         # One more, because the entry after the last is read, though not used.
         sequences=ints(3 * most_seqs + 2 if shared_tokens else most_seqs + 1, SEQUENCE_WORDS.value),
-        counters=ints(programs) if scratch is None else scratch.counters,
-        partial_out=floats(slots, rows, width) if scratch is None else scratch.partial_out,
-        partial_lse=floats(slots, rows) if scratch is None else scratch.partial_lse,
+        counters=ints(programs),
+        partial_out=floats(slots, rows, width),
+        partial_lse=floats(slots, rows),
         num_kv_heads=num_kv_heads,
         group=group,
         head_size=head_size,
@@ -376,12 +374,12 @@ def _weigh(run_R, begin, shape):
     sequences_R = last_R - first_R + 1
     end_R = tl.where(sequences_R > 1, least_R // shape.BLOCK_N * shape.BLOCK_N, begin)
     _, row_tiles_R = row_tiles_of(tokens_R, False, shape)
-    saved_R = sequences_R - row_tiles_R
     tiles_R = (end_R - begin) // shape.BLOCK_N
     if shape.LEFT >= 0:
         # The window of one sequence may begin after the prefix that two others share.
         tiles_R = tl.maximum(tiles_R, 0)
-    saved_R = saved_R * tiles_R - (row_tiles_R * UNIT_COST + sequences_R)
+    saved_R = (sequences_R - row_tiles_R) * tiles_R
+    saved_R -= row_tiles_R * UNIT_COST + sequences_R
     return end_R, tl.where(sequences_R > 1, tl.maximum(saved_R, 0), 0)
 
 
@@ -627,8 +625,7 @@ def _plan_kernel(
             in1_P = before_P < chunks1_P
             len_P = tl.where(in1_P, _at(is_PR, tokens1_R), _at(is_PR, tokens2_R))
             end_P = tl.where(in1_P, _at(is_PR, end1_R), _at(is_PR, own_R))
-            low1_P = 0 if lows is None else _at(is_PR, low1_R)
-            word_P = tl.where(in1_P, low1_P, _at(is_PR, low2_R) + 1)
+            word_P = tl.where(in1_P, _at(is_PR, low1_R), _at(is_PR, low2_R) + 1)
             index_P = _at(is_PR, index_R) + tl.where(in1_P, 0, (chunks1_P > 0).to(tl.int32))
             before_P -= tl.where(in1_P, 0, chunks1_P)
             entry_P = seq_P, tl.load(query_start_loc + seq_P), len_P, end_P, word_P

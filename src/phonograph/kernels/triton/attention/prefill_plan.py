@@ -104,25 +104,20 @@ def make_prefill_plan(
     num_sms: int,
     device: torch.device,
     cuts: bool = True,
-    scratch: PrefillPlan | None = None,
 ) -> PrefillPlan:
-    """Make the persistent tensors for batches of up to `max_num_seqs` sequences and `max_num_tokens` query tokens.
-
-    Partial results are those of `scratch`, a plan of the same sizes whose launches are never at the same time.
-    """
+    """Make the persistent tensors for batches of up to `max_num_seqs` sequences and `max_num_tokens` query tokens."""
     group = num_query_heads // num_kv_heads
     max_tiles = max_num_tokens * group // prefill_rows(head_size) + max_num_seqs
     partials = prefill_partials(num_kv_heads, head_size, num_sms, cuts=cuts)
     max_slots = partials[0] // num_kv_heads
     ints = partial(torch.zeros, dtype=torch.int32, device=device)
-    floats = partial(torch.zeros, dtype=torch.float32, device=device)
     plan = PrefillPlan(
         header=ints(4),
         entries=ints(max_tiles + max_slots, ENTRY_WORDS.value),
         merges=ints(max_slots, ENTRY_WORDS.value),
         first_tile=ints(triton.next_power_of_2(max(_FEWEST_SEQS, max_num_seqs))),
-        partial_out=floats(partials) if scratch is None else scratch.partial_out,
-        partial_lse=floats(partials[:2]) if scratch is None else scratch.partial_lse,
+        partial_out=torch.zeros(partials, dtype=torch.float32, device=device),
+        partial_lse=torch.zeros(partials[:2], dtype=torch.float32, device=device),
         num_kv_heads=num_kv_heads,
         group=group,
         num_sms=num_sms,
