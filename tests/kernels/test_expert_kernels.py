@@ -61,14 +61,18 @@ def test_factors_of_logits_and_of_experts(sigmoid: bool, device: torch.device) -
     torch.testing.assert_close(found[1].double(), weights, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["few", "many", "odd groups"])
-def test_two_launches(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "num_tokens", "block"),
+    [*((name, 3 * LARGE_TILE + 5, 32) for name in ("few", "many", "odd groups")), ("all", 8 * LARGE_TILE + 5, 256)],
+)
+def test_two_launches(
+    name: str, num_tokens: int, block: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("phonograph.kernels.triton.experts.route.ONE_LAUNCH_TOKENS", 4)
-    num_tokens = 3 * LARGE_TILE + 5
     problem = Problem(num_tokens, ROUTINGS[name], device)
-    problem.route(block=32)
+    problem.route(block=block)
     check_choice(problem, num_tokens)
-    problem.check_lists(num_tokens, 32)
+    problem.check_lists(num_tokens, block)
 
 
 def test_memory_of_routers_without_a_gate(device: torch.device) -> None:
@@ -118,13 +122,16 @@ def test_ties_and_logits_that_are_no_numbers(name: str, device: torch.device) ->
 TILES = (
     ExpertConfig(8, ExpertTile(16, 32, 1, 1), ExpertTile(32, 16, 1, 1)),
     ExpertConfig(32, ExpertTile(32, 16, 1, 1), ExpertTile(16, 32, 1, 1)),
+    ExpertConfig(256, ExpertTile(16, 32, 1, 1), ExpertTile(32, 64, 1, 1), tail=16),
 )
 
 
 @pytest.mark.parametrize("mode", [SILU, GELU, CLAMPED_SWIGLU, RELU2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("config", TILES)
-@pytest.mark.parametrize(("name", "num_tokens", "count"), [("few", 1, 1), ("many", 9, 7), ("one", 70, 70)])
+@pytest.mark.parametrize(
+    ("name", "num_tokens", "count"), [("few", 1, 1), ("many", 9, 7), ("one", 70, 70), ("few", 5, 0)]
+)
 def test_products(
     name: str, num_tokens: int, count: int, config: ExpertConfig, dtype: torch.dtype, device: torch.device, mode: int
 ) -> None:

@@ -51,11 +51,13 @@ class ExpertConfig(NamedTuple):
         block: most pairs of an item.
         gate_up: tile of the first product; it has as many outputs of gates as of ups.
         down: tile of the second.
+        tail: rows of the product of items with at most that many pairs, less than `block`; 0 for `block`.
     """
 
     block: int
     gate_up: ExpertTile | FewRowsTile
     down: ExpertTile | FewRowsTile
+    tail: int = 0
 
 
 _CONFIGS = (
