@@ -25,7 +25,7 @@ TILES = (
     ExpertConfig(16, FewRowsTile(32, 4, 1, 4), ExpertTile(32, 256, 1, 1)),
     # Gates and ups in one product.
     ExpertConfig(128, ExpertTile(32, 256, 4, 1), ExpertTile(64, 128, 4, 1), tail=16),
-    ExpertConfig(256, ExpertTile(128, 128, 16, 1), ExpertTile(128, 128, 8, 1), tail=32),
+    ExpertConfig(256, ExpertTile(64, 128, 8, 1), ExpertTile(128, 128, 8, 1), tail=32),
 )
 
 

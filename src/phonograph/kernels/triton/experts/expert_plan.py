@@ -20,12 +20,14 @@ class ExpertTile(NamedTuple):
         block_k: inputs of a step; a divisor of a group's.
         num_warps: warps of a program.
         num_stages: steps in flight.
+        max_registers: of a thread; None for as many as the compiler wants.
     """
 
     block_n: int
     block_k: int
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
 
 
 class FewRowsTile(NamedTuple):

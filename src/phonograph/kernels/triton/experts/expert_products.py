@@ -168,6 +168,7 @@ def _launch(
         INT8=weight is not None and weight.is_int8(),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
+        maxnreg=tile.max_registers,
     )
 
 
@@ -287,7 +288,8 @@ def _write_item(
     weight_row = expert * (2 * N if GATED else N) + first
     if JOINED:
         # The ups of eight outputs follow their gates, so that one thread has both sums of an output.
-        n = tl.minimum(n // 16 * 8 + n % 8, rows_left - 1) + n // 8 % 2 * N
+        tl.static_assert(N % BLOCK_N == 0)
+        n = n // 16 * 8 + n % 8 + n // 8 % 2 * N
         rows_left += N
     x_ptrs = x_ptr + x_row.to(tl.int64)[:, None] * x_stride + k[None, :]
     sums = tl.zeros((OUTPUTS, ROWS), tl.float32)
