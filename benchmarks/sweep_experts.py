@@ -64,21 +64,13 @@ MODELS = {
     "olmoe-7b": Model(Routing(64, 8, renormalised=False), 2048, 1024),
 }
 FORMATS = ("bf16", "fp8", "fp8-128", "int4", "int8", "mxfp4")
-_OF_FP4 = ExpertTile(64, 128, 4, 3), ExpertTile(128, 128, 8, 4)
-_OF_BF16 = ExpertTile(128, 64, 8, 4), ExpertTile(128, 64, 4, 3)
 LONG = {
     "mxfp4": (
-        *(ExpertConfig(128, *_OF_FP4, tail=tail) for tail in (0, 32, 64)),
-        ExpertConfig(128, ExpertTile(128, 128, 8, 4), ExpertTile(128, 128, 8, 3), tail=64),
-        ExpertConfig(128, ExpertTile(64, 128, 8, 4), ExpertTile(64, 128, 4, 3), tail=64),
-        ExpertConfig(128, ExpertTile(64, 128, 8, 3, 128), ExpertTile(128, 128, 8, 3, 128), tail=64),
+        *(ExpertConfig(128, ExpertTile(64, 128, 4, 3), ExpertTile(128, 128, 8, 4), tail=tail) for tail in (0, 32, 64)),
         *(ExpertConfig(256, ExpertTile(64, 128, 8, 3), ExpertTile(128, 128, 8, 3), tail=tail) for tail in (0, 64, 128)),
-        ExpertConfig(256, ExpertTile(64, 128, 8, 2), ExpertTile(128, 128, 8, 2), tail=64),
     ),
-    "bf16": (
-        *(ExpertConfig(128, *_OF_BF16, tail=tail) for tail in (0, 16, 32, 64)),
-        ExpertConfig(128, ExpertTile(128, 64, 8, 3), ExpertTile(128, 64, 8, 3, 128), tail=32),
-        *(ExpertConfig(256, ExpertTile(64, 64, 8, 4), ExpertTile(128, 64, 8, 4), tail=tail) for tail in (64, 128)),
+    "bf16": tuple(
+        ExpertConfig(128, ExpertTile(128, 64, 8, 4), ExpertTile(128, 64, 4, 3), tail=tail) for tail in (0, 16, 32, 64)
     ),
 }
 """Configurations for prompts of which an expert has 64 pairs or more."""

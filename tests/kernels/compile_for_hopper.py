@@ -43,7 +43,7 @@ from phonograph.kernels.triton.attention import prefill_hopper as attention_pref
 from phonograph.kernels.triton.attention import shared_runs as attention_runs
 from phonograph.kernels.triton.experts import expert_products
 from phonograph.kernels.triton.experts.expert_lists import ExpertLists
-from phonograph.kernels.triton.experts.expert_plan import ExpertConfig, ExpertTile, expert_config
+from phonograph.kernels.triton.experts.expert_plan import expert_config
 from phonograph.kernels.triton.gemm import launch_product
 from phonograph.kernels.triton.gemm.hopper import gemm_ring, gemv_integer
 from phonograph.kernels.triton.gemm.product import Product
@@ -194,10 +194,9 @@ def main() -> None:
         gemv_integer.launch(Product(x, weight, None, out, mode), GemvIntegerConfig(64, 2, splits, 2, 2, 1), parts)
     expert_products.pdl_options = lambda: {"PDL": True, "launch_pdl": True}
     routing, size = Routing(32, 4), 2880
-    joined = ExpertConfig(256, ExpertTile(64, 128, 8, 3), ExpertTile(128, 128, 8, 3), tail=64)
-    shapes = (1, True), (32, False), (128, True), (128, False), (2048, True)
-    configs = [(*shape, expert_config(shape[0], routing, fp4=True)) for shape in shapes]
-    for tokens, gated, config in (*configs, (2048, True, joined), (2048, False, joined)):
+    shapes = (1, True), (32, False), (128, True), (128, False), (2048, True), (4096, True), (4096, False)
+    for tokens, gated in shapes:
+        config = expert_config(tokens, routing, fp4=True)
         name = f"tokens {tokens} tail {config.tail} gated {gated}"
         pairs, outputs = tokens * routing.top_k, 32 * size * (1 + gated)
         words = torch.empty(ExpertLists.num_words(tokens, routing))

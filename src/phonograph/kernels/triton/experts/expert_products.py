@@ -168,7 +168,6 @@ def _launch(
         INT8=weight is not None and weight.is_int8(),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        maxnreg=tile.max_registers,
     )
 
 
