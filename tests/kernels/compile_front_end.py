@@ -43,6 +43,7 @@ from phonograph.kernels.triton.experts.expert_lists import ExpertLists
 from phonograph.kernels.triton.experts.expert_plan import FewRowsTile, expert_config, row_config
 from phonograph.kernels.triton.experts.expert_products import down_products, fitted, gate_up_products
 from phonograph.kernels.triton.experts.expert_results import add_results
+from phonograph.kernels.triton.experts.list_experts import list_experts
 from phonograph.kernels.triton.experts.route import route
 from phonograph.kernels.triton.experts.route_row import route_row
 from phonograph.kernels.triton.experts.row_products import add_down_row, gate_up_row
@@ -212,6 +213,8 @@ def launch_experts() -> None:
         of_route = {"choice_bias_X": bias, "router_bias_O": halves(num_experts + 1), "num_rows": real}
         route(x, halves(num_experts + 1, width), routing, lists, block=config.block, **of_route)
         count_pairs(lists.experts_Tk, longs(num_experts))
+        chosen = longs(tokens, routing.top_k), halves(tokens, routing.top_k)
+        list_experts(*chosen, routing, lists, block=config.block)
         gate_up, down = halves(num_experts * 2 * inner, width), halves(num_experts * width, inner)
         if tokens == 1:
             tiles, norm, row = row_config(width, inner), (halves(width), 1e-6, halves(1, width)), halves(pairs, inner)
