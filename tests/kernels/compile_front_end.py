@@ -133,11 +133,13 @@ def launch_others() -> None:
             layout = StepLayout(8, 64, 16, num_groups=groups, max_num_logits=logits)
             state = SlotState.make(num_groups=groups, max_num_seqs=8, max_blocks=32, device=CPU, most_drafts=drafts)
             step = ints(layout.num_words), layout, state
+            crossed = groups == 3
             prepare.prepare(
                 *step, block_sizes=sizes, num_reqs_padded=8, num_tokens_padded=64, input_ids_T=ints(64),
                 positions_T=longs(64), slot_mappings_GT=longs(groups, 64), query_start_loc=ints(9), seq_lens_R=ints(8),
                 slots_R=ints(8), block_tables_GRN=ints(groups, 8, 32), logits_rows_L=longs(logits),
-                encoder_lens=(0, 1500, 0) if groups == 3 else (), encoder_lens_R=ints(8) if groups == 3 else None,
+                encoder_lens=(0, 1500, 0) if crossed else (), encoder_lens_R=ints(8) if crossed else None,
+                slot_encoder_lens_R=ints(8) if crossed and drafts else None,
             )  # fmt: skip
     rows = draft_rows.DraftRows.make(max_num_seqs=8, max_num_tokens=64, device=CPU)
     of_passes = {"block_size": 16, "num_reqs_padded": 8, "block_table_RN": ints(8, 32)}
