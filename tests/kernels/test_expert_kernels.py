@@ -15,6 +15,7 @@ from phonograph.kernels.triton.experts import route as route_module
 from phonograph.kernels.triton.experts.count_pairs import count_pairs
 from phonograph.kernels.triton.experts.expert_lists import EXPERTS, LARGE_TILE, TILE, ExpertLists
 from phonograph.kernels.triton.experts.expert_plan import ExpertConfig, ExpertTile, expert_config
+from phonograph.kernels.triton.experts.list_experts import list_experts
 from phonograph.kernels.triton.experts.route import route
 from phonograph.kernels.triton.gemm.product import CLAMPED_SWIGLU, GELU, RELU2, SILU
 from phonograph.kernels.triton.gemm.product_plan import rows_class
@@ -72,6 +73,19 @@ def test_two_launches(
     problem = Problem(num_tokens, ROUTINGS[name], device)
     problem.route(block=block)
     check_choice(problem, num_tokens)
+    problem.check_lists(num_tokens, block)
+
+
+@pytest.mark.parametrize(("name", "num_tokens", "block"), [("few", 1, 8), ("all", 32, 16), ("many", 101, 32)])
+def test_lists_of_chosen_experts(name: str, num_tokens: int, block: int, device: torch.device) -> None:
+    """Experts and weights may be rows of wider tensors."""
+    problem = Problem(num_tokens, ROUTINGS[name], device)
+    experts_TX = torch.rand(num_tokens, problem.routing.num_experts, device=device).argsort(-1)
+    experts_Tk = experts_TX[:, : problem.routing.top_k]
+    weights_Tk = torch.rand(num_tokens, 99, device=device, dtype=torch.float16)[:, : problem.routing.top_k]
+    list_experts(experts_Tk, weights_Tk, problem.routing, problem.lists, block=block)
+    assert problem.lists.experts_Tk.tolist() == experts_Tk.tolist()
+    assert problem.lists.weights_Tk.tolist() == weights_Tk.tolist()
     problem.check_lists(num_tokens, block)
 
 
