@@ -2,11 +2,14 @@
 
     python benchmarks/sweep_experts.py --model qwen3-30b-a3b --tokens 1 8 32 128 256 2048
     python benchmarks/sweep_experts.py --model gpt-oss-20b --format mxfp4 --tokens 8 --sweep gate_up
+    python benchmarks/sweep_experts.py --model gpt-oss-20b --format mxfp4 --tokens 2048 8192 --layers 2 --long
 
 A graph has several layers with weights of their own, so that the L2 cache has none of them at the next replay; random
 rows route nearly independently. The floor is the bytes of the experts that were chosen, and of the router, over 4.33
-TB/s. A sweep tries all candidates for one product, the others as `expert_plan` says, and prints the best; the block of
-pairs belongs to both products. The results name the entries of `_CONFIGS` in kernels/triton/experts/expert_plan.py.
+TB/s; `tflops` is the speed of both products together. A sweep tries all candidates for one product, the others as
+`expert_plan` says, and prints the best; the block of pairs and the tail belong to both products. `--long` measures a
+few configurations for long prompts, and compares their results with those of the first. The results name the entries
+of `_CONFIGS` in kernels/triton/experts/expert_plan.py.
 """
 
 from __future__ import annotations
@@ -61,6 +64,16 @@ MODELS = {
     "olmoe-7b": Model(Routing(64, 8, renormalised=False), 2048, 1024),
 }
 FORMATS = ("bf16", "fp8", "fp8-128", "int4", "int8", "mxfp4")
+LONG = {
+    "mxfp4": (
+        *(ExpertConfig(128, ExpertTile(64, 128, 4, 3), ExpertTile(128, 128, 8, 4), tail=tail) for tail in (0, 32, 64)),
+        *(ExpertConfig(256, ExpertTile(64, 128, 8, 3), ExpertTile(128, 128, 8, 3), tail=tail) for tail in (0, 64, 128)),
+    ),
+    "bf16": tuple(
+        ExpertConfig(128, ExpertTile(128, 64, 8, 4), ExpertTile(128, 64, 4, 3), tail=tail) for tail in (0, 16, 32, 64)
+    ),
+}
+"""Configurations for prompts of which an expert has 64 pairs or more."""
 
 
 def matrix(outputs: int, inputs: int, kind: str) -> Matrix:
@@ -130,6 +143,10 @@ class Layer:
             "add": lambda: add_results(self.results, self.hidden, routing.top_k, num_rows=self.real, norm=norm),
         }
 
+    def tflops(self, us: float) -> float:
+        """Return the speed of both products from their time."""
+        return 6 * self.results.numel() * self.inner.shape[1] / us / 1e6
+
     def floor_us(self) -> tuple[float, int]:
         """Return the microseconds that reading the chosen experts takes at least, and their number, after a route."""
         chosen = len(self.lists.experts_Tk.unique())
@@ -176,20 +193,30 @@ def candidates(config: ExpertConfig | RowConfig, product: str) -> Iterator[Exper
             if block_n * block_k <= 512 * warps * 4 and block_k >= 64 * warps:
                 yield config._replace(**{product: RowTile(block_n, block_k, ahead, warps)})
         return
-    if product == "block":
-        yield from (config._replace(block=block) for block in (16, 32, 64, 128))
+    if product in ("block", "tail"):
+        sizes = (16, 32, 64, 128, 256) if product == "block" else (0, 16, 32, 64, 128)
+        yield from (config._replace(**{product: size}) for size in sizes)
         return
     if product == "route":
         return
-    for tile in itertools.product((16, 32, 64, 128), (32, 64, 128, 256), (2, 4, 8), (2, 3, 4, 6)):
-        yield config._replace(**{product: ExpertTile(*tile)})
+    tiles = [
+        ExpertTile(*tile) for tile in itertools.product((16, 32, 64, 128), (32, 64, 128, 256), (2, 4, 8), (2, 3, 4, 6))
+    ]
+    if config.block < 128:
+        yield from (config._replace(**{product: tile}) for tile in tiles)
+        return
+    # Sums of 64 to 128 numbers a thread.
+    for block, tile in itertools.product((128, 256), tiles):
+        outputs = tile.block_n * (1 + (product == "gate_up"))
+        if 64 <= outputs * block // (32 * tile.num_warps) <= 128 and tile.block_k >= 64:
+            yield config._replace(**{"block": block, product: tile})
 
 
 def sweep(
     layers: list[Layer], config: ExpertConfig | RowConfig, product: str, most: int
 ) -> list[tuple[float, ExpertConfig | RowConfig]]:
     """Return times and configurations, best first."""
-    kernel = "all" if product == "block" else product
+    kernel = "all" if product in ("block", "tail") else product
     found: list[tuple[float, ExpertConfig | RowConfig]] = []
     matrices = layers[0].gate_up, layers[0].down
     wanted = candidates(config, product)
@@ -206,13 +233,31 @@ def sweep(
     return sorted(found, key=lambda pair: pair[0])
 
 
+def long_prompts(layers: list[Layer], configs: tuple[ExpertConfig, ...]) -> list[tuple[str, str]]:
+    """Return the times of configurations, and the relative difference of their results from those of the first."""
+    rows: list[tuple[str, str]] = []
+    wanted: torch.Tensor | None = None
+    for config in configs:
+        layers[0].inner.fill_(torch.nan)
+        layers[0].results.fill_(torch.nan)
+        times = measure(layers, config)
+        found = layers[0].results.float()
+        wanted = found if wanted is None else wanted
+        error = float((found - wanted).norm() / wanted.norm())
+        speed = layers[0].tflops(times["gate_up"] + times["down"])
+        texts = [f"{name} {time:.1f}" for name, time in times.items()]
+        rows.append(("  ".join([*texts, f"tflops {speed:.0f}", f"difference {error:.1e}"]), repr(config)))
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="qwen3-30b-a3b")
     parser.add_argument("--format", choices=FORMATS, default="bf16")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 32, 128, 256, 2048])
     parser.add_argument("--layers", type=int, default=4, help="in a graph, with weights of their own")
-    parser.add_argument("--sweep", choices=("route", "gate_up", "down", "block"), help="try candidates for this")
+    parser.add_argument("--sweep", choices=("route", "gate_up", "down", "block", "tail"), help="try candidates")
+    parser.add_argument("--long", action="store_true", help="measure configurations for long prompts; bf16 or mxfp4")
     parser.add_argument("--one-row", action="store_true", help="with the kernels of one row; --tokens 1, bf16 only")
     parser.add_argument("--most", type=int, default=200, help="candidates that are tried")
     parser.add_argument("--output", type=output_file)
@@ -229,9 +274,12 @@ def main() -> None:
         floor, chosen = layers[0].floor_us()
         row = {"tokens": num_tokens, "experts": chosen, "floor": round(floor, 2), **times, "config": repr(config)}
         row["of floor"] = round(times["all"] / floor, 2)
+        row["tflops"] = round(layers[0].tflops(times["gate_up"] + times["down"]))
         if options.sweep is not None:
             best = sweep(layers, config, options.sweep, options.most)
             row["best"] = [(round(time, 2), repr(one)) for time, one in best[:5]]
+        if options.long:
+            row["best"] = long_prompts(layers, LONG[options.format])
         rows.append(row)
         print("  ".join(f"{key} {value}" for key, value in row.items() if key != "best"), flush=True)
         for time, one in row.get("best", ()):

@@ -134,6 +134,7 @@ class Settings:
     timeout: float
     load_format: str = "dummy"
     peer_arguments: dict[str, Any] | None = None
+    adapt_peer: bool = False
 
     def command(self, run: Run, rows: Path) -> list[str]:
         if not run.is_ours:
@@ -162,6 +163,9 @@ class Settings:
             return environment
         if self.peer_site is not None:
             environment["PYTHONPATH"] = str(self.peer_site)
+        if self.adapt_peer:
+            adapted = str(Path(__file__).parent / "checks" / "peer_site")
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, (adapted, environment.get("PYTHONPATH"))))
         if self.max_model_len:
             environment["MAX_MODEL_LEN"] = str(self.max_model_len)
         environment["LOAD_FORMAT"] = self.load_format
@@ -314,6 +318,7 @@ def main(tokens: Sequence[str] | None = None) -> None:
     parser.add_argument("--our-flags", type=shlex.split, default=[], help="further flags of the engine, in one string")
     peer_help = "arguments of vLLM's LLM as JSON, such as a speculative_config; its script is then vllm_features.py"
     parser.add_argument("--peer-arguments", type=json.loads, help=peer_help)
+    parser.add_argument("--adapt-peer", action="store_true", help="change vLLM's process as checks/peer_site says")
     parser.add_argument("--timeout", type=float, default=600, help="seconds a run may take")
     parser.add_argument("--skip-existing", action="store_true", help="keep runs that ended well before")
     arguments = parser.parse_args(tokens)
@@ -332,6 +337,7 @@ def main(tokens: Sequence[str] | None = None) -> None:
         timeout=arguments.timeout,
         load_format=arguments.load_format,
         peer_arguments=arguments.peer_arguments,
+        adapt_peer=arguments.adapt_peer,
     )
     wanted: list[Run] = [
         *itertools.chain(*arguments.runs),

@@ -50,6 +50,7 @@ KERNEL_PARTS = {
     "_first_rows_kernel": "rest",
     "_gather_kernel": "rest",
     "_layer_norm_kernel": "rest",
+    "_chosen_kernel": "rest",
     "_list_kernel": "rest",
     "_listed_rows_kernel": "rest",
     "_mask_kernel": "rest",

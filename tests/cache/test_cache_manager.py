@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from invariants import check_cache
 from scheduling import full_group
 
+from phonograph.core.kv_group import KVGroup
 from phonograph.kv_cache.manager import CacheManager
 from phonograph.kv_cache.tables import SequenceTable
 
@@ -74,6 +76,23 @@ def test_admission_counts_found_blocks_that_are_free_as_taken() -> None:
     assert blocks(again) == [] and cache.pool.num_free == 4
     assert cache.admit(again, 10, reserve=0, reuse=True) == 6
     assert cache.pool.num_free == 0
+
+
+@pytest.mark.parametrize(("encoder_len", "count"), [(1, 1), (2, 1), (3, 1), (4, 2), (20, 7), (0, 7)])
+def test_cross_attention_has_the_blocks_of_its_sequence(encoder_len: int, count: int) -> None:
+    groups = [full_group(SIZE), KVGroup(layers=(1,), block_size=SIZE, encoder_len=20)]
+    cache = CacheManager(groups, num_blocks=12, max_num_batched_tokens=8, enable_prefix_caching=True)
+    tables = [cache.make_table(lambda start, stop: [1] * (stop - start), 4, "text", encoder_len) for _ in range(2)]
+    assert cache.admit(tables[0], 4, reserve=11 - count, reuse=True) is None
+    assert cache.admit(tables[0], 4, reserve=0, reuse=True) == 0 and not tables[0].encoded
+    assert len(tables[0].groups[1].block_ids) == count and cache.pool.num_free == 12 - 2 - count
+    # The second one finds them, and a longer answer takes no more.
+    assert cache.admit(tables[1], 4, reserve=0, reuse=True) == 0 and tables[1].encoded
+    assert tables[1].groups[1].block_ids == tables[0].groups[1].block_ids
+    assert [append.group for append in cache.extend(tables[0], 7)] == [0]
+    for table in tables:
+        cache.free(table)
+    assert cache.pool.num_free == 12
 
 
 def test_found_blocks_are_not_evicted_to_make_room_for_the_rest() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from phonograph.cli.product_table import Kernels, product_kernels, product_rows
@@ -92,3 +94,11 @@ def test_bytes_are_those_of_the_plan() -> None:
     norms = 2 * model.hidden_size * (2 * model.num_layers + 1)
     # The embedding is the head.
     assert sum(one.nbytes for one in found) + norms == model.weight_bytes("float16")
+
+
+def test_matrices_that_are_in_16_bits_in_every_file() -> None:
+    """Matrices of encoders have the kernels of others, and routers one of their own."""
+    one, device = matrix(4096, 1024, None), KNOWN_DEVICES["h200"]
+    kept = replace(one, quantizable=False)
+    assert product_kernels(kept, "bfloat16", device) == product_kernels(one, "bfloat16", device)
+    assert product_kernels(replace(kept, name="router"), "bfloat16", device) == ((None, "route"),)

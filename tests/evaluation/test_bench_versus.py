@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -405,3 +406,30 @@ def test_what_the_peer_chose_is_in_the_record(kernel: str, benchmark_script: Loa
     else:
         assert run["choices"][0] == "Using MacheteLinearKernel for GPTQMarlinLinearMethod" and run["ok"]
         assert len(result["rows"]) == 2
+
+
+def test_a_peers_weights_have_the_size_of_trained_ones(benchmark_script: Load, tmp_path: Path) -> None:
+    """The change reaches the functions of a module that is imported later, in a process of its own."""
+    script = benchmark_script("vs_vllm")
+    settings = script.Settings("m", Path("peer"), tmp_path, tmp_path, "bfloat16", None, (), 1, adapt_peer=True)
+    folder = tmp_path / "vllm" / "model_executor" / "model_loader"
+    folder.mkdir(parents=True)
+    (folder / "weight_utils.py").write_text(
+        "def initialize_single_dummy_weight(param, low, high):\n    param.uniform_(low, high)\n\n"
+        "def initialize_dummy_weights(params):\n"
+        "    for param in params:\n        initialize_single_dummy_weight(param, -1e-3, 1e-3)\n"
+    )
+    program = (
+        "import torch\nfrom vllm.model_executor.model_loader.weight_utils import initialize_dummy_weights\n"
+        "found = [torch.zeros(5), torch.zeros(50, 300), torch.zeros(64, 48).to(torch.float8_e4m3fn)]\n"
+        "initialize_dummy_weights(found)\nprint(*[float(one.float().square().mean()) for one in found])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=settings.environment(script.Run.parse("FLASH_ATTN/FULL=decode")),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    ones, wide, narrow = (float(word) for word in done.stdout.split())
+    assert ones == 1 and wide == pytest.approx(1 / 300, rel=0.05) and narrow == pytest.approx(1 / 48, rel=0.1)

@@ -194,14 +194,15 @@ def main() -> None:
         gemv_integer.launch(Product(x, weight, None, out, mode), GemvIntegerConfig(64, 2, splits, 2, 2, 1), parts)
     expert_products.pdl_options = lambda: {"PDL": True, "launch_pdl": True}
     routing, size = Routing(32, 4), 2880
-    for tokens, gated in ((1, True), (32, False), (128, True), (128, False), (2048, True)):
-        name = f"tokens {tokens} gated {gated}"
+    shapes = (1, True), (32, False), (128, True), (128, False), (2048, True), (4096, True), (4096, False)
+    for tokens, gated in shapes:
+        config = expert_config(tokens, routing, fp4=True)
+        name = f"tokens {tokens} tail {config.tail} gated {gated}"
         pairs, outputs = tokens * routing.top_k, 32 * size * (1 + gated)
         words = torch.empty(ExpertLists.num_words(tokens, routing))
         lists = ExpertLists.over(words, tokens, routing, ExpertLists.counters(tokens, device))
         exponents = torch.empty(23, outputs, dtype=torch.int32).t()
         weight = Grouped(torch.empty(outputs, size // 8, dtype=torch.int32), exponents, None, 4, 32, interleaved=True)
-        config = expert_config(tokens, routing, fp4=True)
         rows, out = (torch.empty(count, size, dtype=torch.bfloat16) for count in (tokens if gated else pairs, pairs))
         launch = expert_products.gate_up_products if gated else expert_products.down_products
         launch(rows, weight, lists, routing, config, out)

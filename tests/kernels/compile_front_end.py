@@ -43,6 +43,7 @@ from phonograph.kernels.triton.experts.expert_lists import ExpertLists
 from phonograph.kernels.triton.experts.expert_plan import FewRowsTile, expert_config, row_config
 from phonograph.kernels.triton.experts.expert_products import down_products, fitted, gate_up_products
 from phonograph.kernels.triton.experts.expert_results import add_results
+from phonograph.kernels.triton.experts.list_experts import list_experts
 from phonograph.kernels.triton.experts.route import route
 from phonograph.kernels.triton.experts.route_row import route_row
 from phonograph.kernels.triton.experts.row_products import add_down_row, gate_up_row
@@ -132,11 +133,13 @@ def launch_others() -> None:
             layout = StepLayout(8, 64, 16, num_groups=groups, max_num_logits=logits)
             state = SlotState.make(num_groups=groups, max_num_seqs=8, max_blocks=32, device=CPU, most_drafts=drafts)
             step = ints(layout.num_words), layout, state
+            crossed = groups == 3
             prepare.prepare(
                 *step, block_sizes=sizes, num_reqs_padded=8, num_tokens_padded=64, input_ids_T=ints(64),
                 positions_T=longs(64), slot_mappings_GT=longs(groups, 64), query_start_loc=ints(9), seq_lens_R=ints(8),
                 slots_R=ints(8), block_tables_GRN=ints(groups, 8, 32), logits_rows_L=longs(logits),
-                encoder_lens=(0, 1500, 0) if groups == 3 else (), encoder_lens_R=ints(8) if groups == 3 else None,
+                encoder_lens=(0, 1500, 0) if crossed else (), encoder_lens_R=ints(8) if crossed else None,
+                slot_encoder_lens_R=ints(8) if crossed and drafts else None,
             )  # fmt: skip
     rows = draft_rows.DraftRows.make(max_num_seqs=8, max_num_tokens=64, device=CPU)
     of_passes = {"block_size": 16, "num_reqs_padded": 8, "block_table_RN": ints(8, 32)}
@@ -212,6 +215,8 @@ def launch_experts() -> None:
         of_route = {"choice_bias_X": bias, "router_bias_O": halves(num_experts + 1), "num_rows": real}
         route(x, halves(num_experts + 1, width), routing, lists, block=config.block, **of_route)
         count_pairs(lists.experts_Tk, longs(num_experts))
+        chosen = longs(tokens, routing.top_k), halves(tokens, routing.top_k)
+        list_experts(*chosen, routing, lists, block=config.block)
         gate_up, down = halves(num_experts * 2 * inner, width), halves(num_experts * width, inner)
         if tokens == 1:
             tiles, norm, row = row_config(width, inner), (halves(width), 1e-6, halves(1, width)), halves(pairs, inner)

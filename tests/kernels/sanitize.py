@@ -148,6 +148,7 @@ def run_all(device: torch.device) -> None:
     gated_delta.test_gates_of_attention(dtype, device)
     experts.test_routes("many", 50, 33, device)
     experts.test_counts_of_pairs(70, 33, device)
+    experts.test_lists_of_chosen_experts("many", 101, 32, device)
     experts.test_memory_of_routers_without_a_gate(device)
     for config in experts.TILES:
         experts.test_products("many", 9, 7, config, torch.float16, device, experts.CLAMPED_SWIGLU)

@@ -23,6 +23,9 @@ TILES = (
     ExpertConfig(32, ExpertTile(32, 256, 1, 1), ExpertTile(16, 128, 1, 1)),
     ExpertConfig(8, FewRowsTile(16, 1, 2, 1), FewRowsTile(32, 2, 1, 2)),
     ExpertConfig(16, FewRowsTile(32, 4, 1, 4), ExpertTile(32, 256, 1, 1)),
+    # Gates and ups in one product.
+    ExpertConfig(128, ExpertTile(32, 256, 4, 1), ExpertTile(64, 128, 4, 1), tail=16),
+    ExpertConfig(256, ExpertTile(64, 128, 8, 1), ExpertTile(128, 128, 8, 1), tail=32),
 )
 
 
@@ -48,6 +51,11 @@ def routed(x_TE: torch.Tensor, routing: Routing, block: int, count: int) -> Expe
         (Routing(3, 1, renormalised=False), 50, 50, TILES[2]),
         (Routing(3, 1, renormalised=False), 50, 50, TILES[3]),
         (Routing(3, 1, renormalised=False), 50, 50, TILES[1]),
+        (Routing(3, 1, renormalised=False), 50, 50, TILES[4]),
+        (Routing(5, 2), 9, 0, TILES[4]),
+        (Routing(15, 4), 30, 29, TILES[5]),
+        # All rows have one expert; the last item is one row, has as many rows as the tail, and has more.
+        *((Routing(1, 1), 300, count, TILES[5]) for count in (257, 288, 289)),
     ],
 )
 @pytest.mark.parametrize("mode", [SILU, RELU2])
@@ -88,6 +96,7 @@ def test_products(
             wanted *= lists.weights_Tk[token, rank].double()
             found = results_PE[token * routing.top_k + rank].double()
             assert (found - wanted).norm() <= (4e-3 if dtype == torch.float16 else 2e-2) * wanted.norm()
+    assert inner_PI[count * routing.top_k :].isnan().all() and results_PE[count * routing.top_k :].isnan().all()
 
 
 @pytest.mark.parametrize(
@@ -151,11 +160,13 @@ def test_tiles_are_those_of_the_format() -> None:
     for tokens in (1, 8, 32, 128, 256, 2048, 8192):
         config = expert_config(tokens, Routing(32, 4), fp4=True)
         assert fitted(config, weight, weight) == config
-        for tile in (config.gate_up, config.down):
+        for tile, products in ((config.gate_up, 2), (config.down, 1)):
             if isinstance(tile, FewRowsTile):
                 assert tile.block_n % 16 == 0 == tile.units % tile.num_warps
             else:
-                assert tile.block_k % 128 == 0 and tile.block_n >= 64 and tile.num_warps == tile.block_n // 16
+                # Gates and ups are one product where both fit into the warps.
+                outputs = {tile.block_n, tile.block_n * products}
+                assert tile.block_k % 128 == 0 and tile.block_n >= 64 and 16 * tile.num_warps in outputs
 
 
 @pytest.mark.parametrize(

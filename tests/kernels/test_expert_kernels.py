@@ -15,6 +15,7 @@ from phonograph.kernels.triton.experts import route as route_module
 from phonograph.kernels.triton.experts.count_pairs import count_pairs
 from phonograph.kernels.triton.experts.expert_lists import EXPERTS, LARGE_TILE, TILE, ExpertLists
 from phonograph.kernels.triton.experts.expert_plan import ExpertConfig, ExpertTile, expert_config
+from phonograph.kernels.triton.experts.list_experts import list_experts
 from phonograph.kernels.triton.experts.route import route
 from phonograph.kernels.triton.gemm.product import CLAMPED_SWIGLU, GELU, RELU2, SILU
 from phonograph.kernels.triton.gemm.product_plan import rows_class
@@ -61,14 +62,31 @@ def test_factors_of_logits_and_of_experts(sigmoid: bool, device: torch.device) -
     torch.testing.assert_close(found[1].double(), weights, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["few", "many", "odd groups"])
-def test_two_launches(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "num_tokens", "block"),
+    [*((name, 3 * LARGE_TILE + 5, 32) for name in ("few", "many", "odd groups")), ("all", 8 * LARGE_TILE + 5, 256)],
+)
+def test_two_launches(
+    name: str, num_tokens: int, block: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("phonograph.kernels.triton.experts.route.ONE_LAUNCH_TOKENS", 4)
-    num_tokens = 3 * LARGE_TILE + 5
     problem = Problem(num_tokens, ROUTINGS[name], device)
-    problem.route(block=32)
+    problem.route(block=block)
     check_choice(problem, num_tokens)
-    problem.check_lists(num_tokens, 32)
+    problem.check_lists(num_tokens, block)
+
+
+@pytest.mark.parametrize(("name", "num_tokens", "block"), [("few", 1, 8), ("all", 32, 16), ("many", 101, 32)])
+def test_lists_of_chosen_experts(name: str, num_tokens: int, block: int, device: torch.device) -> None:
+    """Experts and weights may be rows of wider tensors."""
+    problem = Problem(num_tokens, ROUTINGS[name], device)
+    experts_TX = torch.rand(num_tokens, problem.routing.num_experts, device=device).argsort(-1)
+    experts_Tk = experts_TX[:, : problem.routing.top_k]
+    weights_Tk = torch.rand(num_tokens, 99, device=device, dtype=torch.float16)[:, : problem.routing.top_k]
+    list_experts(experts_Tk, weights_Tk, problem.routing, problem.lists, block=block)
+    assert problem.lists.experts_Tk.tolist() == experts_Tk.tolist()
+    assert problem.lists.weights_Tk.tolist() == weights_Tk.tolist()
+    problem.check_lists(num_tokens, block)
 
 
 def test_memory_of_routers_without_a_gate(device: torch.device) -> None:
@@ -118,13 +136,16 @@ def test_ties_and_logits_that_are_no_numbers(name: str, device: torch.device) ->
 TILES = (
     ExpertConfig(8, ExpertTile(16, 32, 1, 1), ExpertTile(32, 16, 1, 1)),
     ExpertConfig(32, ExpertTile(32, 16, 1, 1), ExpertTile(16, 32, 1, 1)),
+    ExpertConfig(256, ExpertTile(16, 32, 1, 1), ExpertTile(32, 64, 1, 1), tail=16),
 )
 
 
 @pytest.mark.parametrize("mode", [SILU, GELU, CLAMPED_SWIGLU, RELU2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("config", TILES)
-@pytest.mark.parametrize(("name", "num_tokens", "count"), [("few", 1, 1), ("many", 9, 7), ("one", 70, 70)])
+@pytest.mark.parametrize(
+    ("name", "num_tokens", "count"), [("few", 1, 1), ("many", 9, 7), ("one", 70, 70), ("few", 5, 0)]
+)
 def test_products(
     name: str, num_tokens: int, count: int, config: ExpertConfig, dtype: torch.dtype, device: torch.device, mode: int
 ) -> None:

@@ -507,6 +507,7 @@ WITHOUT_ROWS = {
     "prefill_plan._plan_kernel",
     "split_batch._split_kernel",
     "route._list_kernel",
+    "list_experts._chosen_kernel",
     "count_pairs._count_kernel",
     "pinned_words._copy_kernel",
 }

@@ -34,8 +34,9 @@ class Sequences:
         device: torch.device,
         drafts: int = 0,
         encoder_lens: tuple[int, ...] = (),
+        ragged: bool = False,
     ) -> None:
-        self.encoder_lens = encoder_lens or (0,) * len(sizes)
+        self.encoder_lens, self.ragged = encoder_lens or (0,) * len(sizes), ragged
         self.rng = np.random.default_rng(slots * max_len + sum(sizes))
         self.sizes, self.groups, self.drafts = sizes, range(len(sizes)), drafts
         self.inputs = CpuInputs(
@@ -63,6 +64,12 @@ class Sequences:
         self.top_k, self.prompt_lens = self.rng.integers(0, 9, slots), self.rng.integers(0, max_len, slots)
         self.stream_keys = self.rng.integers(-(2**63), 2**63, slots)
         self.started: set[int] = set()
+        if ragged:
+            self.inputs.slot_encoder_lens[:] = self.rng.integers(1, max(encoder_lens) + 1, slots)
+
+    def encoded(self, group: int, slot: int) -> int:
+        """Return the keys of cross attention of a sequence in a group, or 0."""
+        return int(self.inputs.slot_encoder_lens[slot]) if self.encoder_lens[group] else 0
 
     def draw(
         self, query_lens: list[int], *, ahead: int = 0, slots: list[int] | None = None
@@ -74,8 +81,10 @@ class Sequences:
             if self.computed[slot] + query_len > self.max_len:  # a new sequence in this slot
                 self.computed[slot] = self.num_blocks[:, slot] = 0
                 self.started.discard(slot)
+                if self.ragged:
+                    self.inputs.slot_encoder_lens[slot] = self.rng.integers(1, max(self.encoder_lens) + 1)
             for group, size in enumerate(self.sizes):
-                needed = blocks_for(self.encoder_lens[group] or int(self.computed[slot]) + query_len, size)
+                needed = blocks_for(self.encoded(group, slot) or int(self.computed[slot]) + query_len, size)
                 needed += 0 if self.encoder_lens[group] else ahead
                 needed = min(needed, self.inputs.slot_blocks.shape[2])
                 start = int(self.num_blocks[group, slot])
@@ -217,6 +226,9 @@ class Sequences:
             logits_rows_L=got["logits_rows"],
             encoder_lens=self.encoder_lens,
             encoder_lens_R=got.get("encoder_lens"),
+            slot_encoder_lens_R=torch.tensor(self.inputs.slot_encoder_lens, device=self.device)
+            if self.ragged
+            else None,
         )
         if self.drafts:
             expected["logits_rows"][batch.num_logits :] = 0
@@ -228,10 +240,10 @@ class Sequences:
         for group, size in enumerate(self.sizes):
             for row, slot in enumerate(batch.slots):
                 num_tokens = batch.context_lens[row] + batch.query_lens[row]
-                used = blocks_for(self.encoder_lens[group] or num_tokens, size)
+                used = blocks_for(self.encoded(group, slot) or num_tokens, size)
                 assert torch.equal(blocks[group, row, :used], expected["block_tables"][group, row, :used])
                 # With drafts also those of keys that the passes of a draft model write behind the step.
-                used = blocks_for(self.encoder_lens[group] or num_tokens + self.drafts, size)
+                used = blocks_for(self.encoded(group, slot) or num_tokens + self.drafts, size)
                 assert torch.equal(blocks[group, row, :used], state[group, slot, :used])
                 assert (blocks[group, row, used:] == POISON).all()
                 held = int(self.num_blocks[group, slot])
@@ -256,16 +268,19 @@ def test_steps_of_mixed_batches(device: torch.device, sizes: tuple[int, ...]) ->
     sequences.check([1, 1, 1], num_reqs=5, num_tokens=5)
 
 
+@pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize(("sizes", "encoder_lens"), [((4, 4), (0, 90)), ((8, 4), (3, 0)), ((2, 1), (0, 700))])
 def test_a_group_of_cross_attention(
-    device: torch.device, sizes: tuple[int, ...], encoder_lens: tuple[int, ...]
+    device: torch.device, sizes: tuple[int, ...], encoder_lens: tuple[int, ...], ragged: bool
 ) -> None:
-    """Each sequence has all keys of the encoder, a padding row none, and no token writes a key."""
-    sequences = Sequences(slots=6, max_tokens=64, max_len=80, sizes=sizes, device=device, encoder_lens=encoder_lens)
+    """Each sequence has the keys of its encoder, all or some, a padding row none, and no token writes a key."""
+    of_encoder = {"encoder_lens": encoder_lens, "ragged": ragged}
+    sequences = Sequences(slots=6, max_tokens=64, max_len=80, sizes=sizes, device=device, **of_encoder)
     sequences.check([1], num_reqs=1, num_tokens=1)
     sequences.check([1, 1, 30], num_reqs=6, num_tokens=40, ahead=1)
     sequences.check([64], num_reqs=3, num_tokens=64)
     sequences.check([1, 1, 1, 1, 1], num_reqs=6, num_tokens=6)
+    sequences.check([20, 30], num_reqs=2, num_tokens=50)
 
 
 @pytest.mark.parametrize("sizes", [(4,), (4, 8)])

@@ -10,33 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from bart_checkpoint import POSITIONS, START, VOCAB_SIZE, make_bart
 from safetensors.torch import load_file, save_file
-from transformers import BartConfig, BartForConditionalGeneration
 
 from phonograph import LLM, AsyncLLM, SamplingParams
 from phonograph.core.token_types import EncoderTokens
 from phonograph.errors import ConfigError, ModelError, RequestError, WeightError
 from phonograph.models.spec import read_model_spec
 
-VOCAB_SIZE, POSITIONS, START, FORCED = 101, 70, 2, 0
-SIZES: dict[str, Any] = {
-    **{"vocab_size": VOCAB_SIZE, "d_model": 48, "max_position_embeddings": POSITIONS},
-    **{"encoder_layers": 2, "decoder_layers": 3, "encoder_ffn_dim": 72, "decoder_ffn_dim": 60},
-    **{"encoder_attention_heads": 4, "decoder_attention_heads": 3},
-}
+FORCED = 0
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 SETTINGS: dict[str, Any] = {"device": "cpu", "max_num_seqs": 4, "num_kv_blocks": 200}
-
-
-def make_bart(folder: Path, **changes: Any) -> BartForConditionalGeneration:
-    """Write a checkpoint of random weights, all of which matter, and return the model that wrote it."""
-    torch.manual_seed(0)
-    model = BartForConditionalGeneration(BartConfig(**{**SIZES, **changes})).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.normal_(float("norm" in name and name.endswith("weight")), 0.2)
-    model.save_pretrained(folder)
-    return model
 
 
 def texts() -> list[list[int]]:
@@ -75,6 +59,18 @@ def test_tokens_equal_those_of_transformers(settings: dict[str, Any], labels: se
     assert found[:-1] == [greedy(model, text, [START]) for text in texts()]
     assert found[-1] == greedy(model, texts()[3], [START] + [7] * 11)
     assert alone.outputs[0].token_ids == found[1]
+
+
+def test_short_texts_take_few_blocks(tmp_path: Path) -> None:
+    """Four of them run together where two long ones do not, and a long one after them."""
+    model, params = make_bart(tmp_path), SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    prompts = [text[:16] for text in texts()[3:]] + [texts()[2]]
+    with LLM(str(tmp_path), block_size=16, enforce_eager=True, **{**SETTINGS, "num_kv_blocks": 12}) as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert sum(llm.step_counts.values()) <= 9
+        outputs += llm.generate(texts()[1], params, use_tqdm=False)
+    for text, output in zip([*prompts, texts()[1]], outputs, strict=True):
+        assert output.outputs[0].token_ids == greedy(model, text, [START])[:8]
 
 
 def test_an_asynchronous_engine_and_drawn_weights(tmp_path: Path) -> None:

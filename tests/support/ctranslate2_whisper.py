@@ -70,7 +70,8 @@ def write_whisper(source: Path, folder: Path) -> None:
     sizes = {"vocab_size": vocab_size, "d_model": width, "encoder_layers": layers, "decoder_layers": layers}
     for side in ("encoder", "decoder"):
         sizes |= {f"{side}_attention_heads": width // 64, f"{side}_ffn_dim": 4 * width}
-    first = 50256 + (vocab_size >= 51865)  # Models of several languages have one token more.
+    several = vocab_size >= 51865
+    first = 50256 + several  # Models of several languages have one token more.
     tokens = {"eos_token_id": first, "pad_token_id": first, "decoder_start_token_id": first + 1}
     ids = json.loads((source / "config.json").read_text())
     tokens |= {"suppress_tokens": ids["suppress_ids"], "begin_suppress_tokens": ids["suppress_ids_begin"]}
@@ -78,5 +79,10 @@ def write_whisper(source: Path, folder: Path) -> None:
     WhisperConfig(**sizes, **tokens, architectures=[name], dtype="float16").save_pretrained(folder)
     times: dict[str, Any] = {"alignment_heads": ids["alignment_heads"]}
     times |= {"no_timestamps_token_id": first + 106, "max_initial_timestamp_index": 50}
+    if several:
+        added = json.loads((source / "tokenizer.json").read_text())["added_tokens"]
+        names = {token["id"]: token["content"] for token in added}
+        times |= {"is_multilingual": True, "lang_to_id": {names[token]: token for token in ids["lang_ids"]}}
+        times |= {"task_to_id": {"translate": first + 101, "transcribe": first + 102}}
     GenerationConfig(**tokens, **times).save_pretrained(folder)
     shutil.copy(source / "tokenizer.json", folder)

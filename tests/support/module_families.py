@@ -28,6 +28,7 @@ _LATENT = {
     **{"num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     **{"n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
 }
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 MODULE_FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": _GPT2,
     "gpt_neox": {},
@@ -49,6 +50,8 @@ MODULE_FAMILIES: dict[str, dict[str, Any]] = {
     "helium": _HEADS,
     "deepseek_v2": {**_LATENT, "q_lora_rank": None},
     "glm4_moe_lite": _LATENT,
+    "dots1": {**_EXPERTS, **_HEADS, "n_routed_experts": 6, "n_shared_experts": 2, "first_k_dense_replace": 1},
+    "phimoe": {**_EXPERTS, "num_local_experts": 5, "intermediate_size": 40},
 }
 """Settings of each family's configuration, by its model type."""
 

@@ -94,7 +94,7 @@ def product_kernels(
         return _cpu_kernels(matrix.scheme, matrix.num_inputs, dtype, cpu_products)
     if matrix.num_experts is not None:
         return ((None, "expert_products"),)
-    if not matrix.quantizable:
+    if matrix.name == "router":
         return ((None, "route"),)
     weights, gemm_device = matrix.weight_format(dtype), GemmDevice.of(device)
     names: dict[int | None, str] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from phonograph.core.kv_group import KVGroup
 
@@ -13,8 +14,17 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
 
 
 def group_blocks(group: KVGroup, num_tokens: int) -> int:
-    """Return the blocks of one KV group that hold the keys of a sequence of `num_tokens` tokens, without its window."""
-    return blocks_for((group.encoder_len or num_tokens) if num_tokens else 0, group.block_size)
+    """Return the blocks of one KV group that hold the keys of a sequence of `num_tokens` tokens, without its window.
+
+    If encoders differ in length, that of the sequence has as many positions as the sequence has tokens, if it may.
+    """
+    return blocks_for(encoder_positions(group, num_tokens) if group.encoder_len else num_tokens, group.block_size)
+
+
+def encoder_positions(group: KVGroup, num_tokens: int) -> int:
+    """Return the positions of the encoder of such a sequence of `num_tokens` tokens, in a group of cross attention."""
+    most = group.encoder_len if num_tokens else 0
+    return min(most, num_tokens) if group.ragged_encoder else most
 
 
 def pages_for_request(groups: Sequence[KVGroup], num_tokens: int, max_num_batched_tokens: int) -> int:
@@ -32,9 +42,10 @@ def group_pages(group: KVGroup, num_tokens: int, max_num_batched_tokens: int) ->
     """Return the most pages of one KV group that a request holds at a time; see `pages_for_request`.
 
     A chunk reads the window before its first token and writes its own tokens. These are at most W - 1 + T adjacent
-    tokens, with a window of W and a chunk of T tokens. They begin anywhere in a block.
+    tokens, with a window of W and a chunk of T tokens. They begin anywhere in a block. An encoder may have all of its
+    positions.
     """
-    all_tokens = group_blocks(group, num_tokens)
+    all_tokens = group_blocks(replace(group, ragged_encoder=False), num_tokens)
     if group.window is None:
         return all_tokens
     return min(all_tokens, blocks_for(group.window + max_num_batched_tokens - 2, group.block_size) + 1)

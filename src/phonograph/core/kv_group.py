@@ -18,7 +18,8 @@ class KVGroup:
         window: keys that a token attends to, itself included; None for all. Blocks behind it may be freed.
         step: keys and values are read in the layer and the step that write them, so all layers share one tensor.
         encoder_len: positions of an encoder, if the layers attend to its states; 0 if they attend to the sequence's own
-            tokens. Every sequence has the blocks of all positions from its admission on.
+            tokens. A sequence has the blocks of its positions from its admission on.
+        ragged_encoder: sequences may have fewer positions than `encoder_len`.
     """
 
     layers: tuple[int, ...]
@@ -27,3 +28,4 @@ class KVGroup:
     readers: tuple[int, ...] = ()
     step: bool = False
     encoder_len: int = 0
+    ragged_encoder: bool = False

@@ -120,6 +120,11 @@ class Request:
         return f"{self.encoder_digest} {self.cache_salt or ''}" if self.encoder_digest else self.cache_salt
 
     @property
+    def encoder_len(self) -> int:
+        """Positions of the encoder that it reads; 0 for all, as of every audio."""
+        return 0 if self.features is None or self.features.ndim > 1 else len(self.features)
+
+    @property
     def num_computed(self) -> int:
         """Number of known tokens whose keys and values are right when all scheduled steps have run."""
         return min(self.min_computed, self.num_tokens)
@@ -165,7 +170,7 @@ class Request:
             salted=self.cache_salt is not None,
             pooling=self.pooling,
             features=None if self.encoded else self.features,
-            encoder_len=len(self.features) if self.features is not None and self.features.ndim == 1 else 0,
+            encoder_len=self.encoder_len,
         )
 
     def tokens(self, start: int, stop: int) -> list[int]:

@@ -16,7 +16,7 @@ from phonograph.attention.attention_spec import AttentionSpec
 from phonograph.attention.backend import Capabilities
 from phonograph.attention.composite.context_parallel import context_spec, step_cache_bytes
 from phonograph.config.engine_config import EngineConfig
-from phonograph.core.blocks import blocks_for, most_step_tokens, pages_for_request
+from phonograph.core.blocks import blocks_for, group_blocks, most_step_tokens
 from phonograph.core.device import DeviceSpec
 from phonograph.core.limits import Limits
 from phonograph.engine.groups.draft_plan import DraftPlan
@@ -141,8 +141,8 @@ def size_graphs_and_cache(
             f"max_num_seqs {limits.max_num_seqs} -> {within.max_num_seqs}: the states of a sequence take {each}, and "
             "the KV cache needs the rest of the memory"
         )
-    # A sequence has a block in each group, and those of all positions of an encoder.
-    least = pages_for_request(kv.groups, 1, within.max_num_batched_tokens)
+    # A sequence has a block in each group, and those of all positions of an encoder, if these are as many in each.
+    least = sum(group_blocks(group, 1) for group in kv.groups)
     most_seqs = memory.num_blocks // least
     if most_seqs < within.max_num_seqs:
         why = "the KV cache has no more blocks than that"

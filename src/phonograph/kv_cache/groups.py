@@ -48,7 +48,10 @@ class BlockGroup(Protocol):
 
 
 class FullGroup:
-    """A group whose tokens attend to all tokens before them. Blocks for all known tokens are taken at admission."""
+    """A group whose tokens attend to all tokens before them. Blocks for all known tokens are taken at admission.
+
+    The tokens of cross attention are the positions of a sequence's encoder.
+    """
 
     def __init__(self, group: KVGroup) -> None:
         self.block_size = group.block_size
@@ -67,20 +70,6 @@ class FullGroup:
         while count * self.block_size < limit and is_cached(count):
             count += 1
         return count * self.block_size // step * step
-
-
-class CrossGroup(FullGroup):
-    """A group of cross attention: blocks for all positions of the encoder, taken at admission."""
-
-    def __init__(self, group: KVGroup) -> None:
-        super().__init__(group)
-        self._num_blocks = blocks_for(group.encoder_len, group.block_size)
-
-    def blocks_at_admission(self, num_tokens: int, num_found: int) -> int:
-        return self._num_blocks
-
-    def most_blocks(self, num_tokens: int, first: int) -> int:
-        return self._num_blocks
 
 
 class SlidingGroup:

@@ -32,7 +32,7 @@ from phonograph.core.kv_group import KVGroup
 from phonograph.kv_cache.block_events import BlockEvents
 from phonograph.kv_cache.block_pool import BlockPool
 from phonograph.kv_cache.checkpoints import CheckpointPool
-from phonograph.kv_cache.groups import BlockGroup, CrossGroup, FullGroup, SlidingGroup
+from phonograph.kv_cache.groups import BlockGroup, FullGroup, SlidingGroup
 from phonograph.kv_cache.tables import FREED, SequenceTable
 
 
@@ -68,17 +68,14 @@ class CacheManager:
         self._events = events
         self._enable_prefix_caching = enable_prefix_caching
         self._groups: tuple[BlockGroup, ...] = tuple(
-            CrossGroup(group)
-            if group.encoder_len
-            else FullGroup(group)
-            if group.window is None
-            else SlidingGroup(group, max_num_batched_tokens)
+            FullGroup(group) if group.window is None else SlidingGroup(group, max_num_batched_tokens)
             for group in groups
         )
         self._sizes = [group.block_size for group in groups]
         # Cross attention has all of its blocks from the admission on.
         self._growing = [index for index, group in enumerate(groups) if not group.encoder_len]
         self._cross = [index for index, group in enumerate(groups) if group.encoder_len]
+        self._most_encoded = max(group.encoder_len for group in groups)
         self._full = [index for index in self._growing if groups[index].window is None]
         self._sliding = [index for index in self._growing if groups[index].window is not None]
         # A prefix ends at a block's end in every group.
@@ -88,9 +85,11 @@ class CacheManager:
         )
         """Limit of `promised`."""
 
-    def make_table(self, tokens: Callable[[int, int], list[int]], prompt_len: int, salt: str | None) -> SequenceTable:
-        """Return the empty block tables of a sequence; see `SequenceTable`."""
-        return SequenceTable(tokens, prompt_len, salt, self._sizes)
+    def make_table(
+        self, tokens: Callable[[int, int], list[int]], prompt_len: int, salt: str | None, encoder_len: int = 0
+    ) -> SequenceTable:
+        """Return the empty block tables of a sequence; see `SequenceTable`. An `encoder_len` of 0 is all positions."""
+        return SequenceTable(tokens, prompt_len, salt, self._sizes, encoder_len or self._most_encoded)
 
     def admit(self, table: SequenceTable, num_tokens: int, *, reserve: int, reuse: bool, ahead: int = 0) -> int | None:
         """Fill an empty table with cached blocks and those that full groups need, or do nothing if blocks are short.
@@ -120,7 +119,8 @@ class CacheManager:
         found: list[tuple[int, list[int]]] = []
         needed = reserve
         for index, group in enumerate(self._groups):
-            first, most = group.first_block(num_cached), group.most_blocks(num_tokens + ahead, 0)
+            length = table.encoder_len if index in self._cross else num_tokens + ahead
+            first, most = group.first_block(num_cached), group.most_blocks(length, 0)
             if index in self._cross:
                 keys = table.encoder_keys(index, most) if reuse and self._enable_prefix_caching else []
             else:
@@ -130,15 +130,16 @@ class CacheManager:
                 table.encoded = len(block_ids) == most
                 block_ids = block_ids if table.encoded else []
             found.append((first, block_ids))
-            needed += group.most_blocks(num_tokens + ahead, first)
+            needed += group.most_blocks(length, first)
             if index not in self._sliding:
                 needed -= sum(map(pool.is_used, block_ids))
         if needed > pool.num_free:
             return None
         for _, block_ids in found:
             pool.share(block_ids)  # before allocation, which may evict found blocks
-        for group, one, (first, block_ids) in zip(self._groups, table.groups, found, strict=True):
-            fresh = group.blocks_at_admission(num_tokens + ahead, num_cached) - first - len(block_ids)
+        for index, (group, one, (first, block_ids)) in enumerate(zip(self._groups, table.groups, found, strict=True)):
+            length = table.encoder_len if index in self._cross else num_tokens + ahead
+            fresh = group.blocks_at_admission(length, num_cached) - first - len(block_ids)
             one.first = first
             one.block_ids = [FREED] * first + block_ids + [pool.allocate() for _ in range(fresh)]
             one.num_published = num_cached // group.block_size

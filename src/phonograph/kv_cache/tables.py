@@ -41,6 +41,7 @@ class SequenceTable:
         prompt_len: tokens of the prompt.
         salt: beginning of all digests, if any. Sequences with unlike salts share no blocks.
         block_sizes: tokens of a block, by group.
+        encoder_len: positions of its encoder; 0 without one.
 
     Attributes:
         groups: block table of each group.
@@ -50,8 +51,8 @@ class SequenceTable:
     """
 
     __slots__ = (
-        "_block_sizes", "_digests", "_root", "_tokens", "encoded", "groups", "num_found", "num_matched", "prompt_len",
-        "salt",
+        "_block_sizes", "_digests", "_root", "_tokens", "encoded", "encoder_len", "groups", "num_found", "num_matched",
+        "prompt_len", "salt",
     )  # fmt: skip
 
     def __init__(
@@ -60,8 +61,9 @@ class SequenceTable:
         prompt_len: int,
         salt: str | None,
         block_sizes: Sequence[int],
+        encoder_len: int = 0,
     ) -> None:
-        self._tokens = tokens
+        self._tokens, self.encoder_len = tokens, encoder_len
         self.salt = salt
         self._root = root_digest(salt)
         self._block_sizes = block_sizes

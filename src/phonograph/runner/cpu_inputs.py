@@ -220,7 +220,9 @@ class CpuInputs:
 
     def load(self, batch: SyntheticBatch, key: GraphKey) -> tuple[CommonMetadata, ...]:
         """Write a synthetic batch; see `Inputs.load`."""
-        commons = self._write_tokens(batch.rows(), batch.token_ids, key)
+        rows = batch.rows()
+        self.slot_encoder_lens[rows.slots] = batch.encoder_lens
+        commons = self._write_tokens(rows, batch.token_ids, key)
         if not batch.writes_states:
             self.slots_np.fill(-1)
         return commons

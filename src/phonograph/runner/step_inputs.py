@@ -78,6 +78,7 @@ class SyntheticBatch:
     saved: checkpoints that sequences write
     writes_states: False if the sequences start from zeros and write no state, as their slots may be in use
     max_lens: tokens that each sequence can have; None for those of the longest one
+    encoder_lens: positions of each sequence's encoder; zeros without one
     """
 
     query_lens: list[int]
@@ -91,6 +92,7 @@ class SyntheticBatch:
     saved: Sequence[StateCopy] = ()
     writes_states: bool = True
     max_lens: list[int] | None = None
+    encoder_lens: list[int]
 
     def rows(self) -> StepRows:
         """Return the step that computes the batch."""

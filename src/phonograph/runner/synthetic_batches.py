@@ -15,7 +15,7 @@ import numpy as np
 
 from phonograph.attention.metadata import CommonMetadata
 from phonograph.core.batch import StateCopy
-from phonograph.core.blocks import blocks_for, group_blocks, most_step_tokens, most_tokens
+from phonograph.core.blocks import blocks_for, encoder_positions, group_blocks, most_step_tokens, most_tokens
 from phonograph.core.kv_group import KVGroup
 from phonograph.errors import MemoryLimitError
 from phonograph.graphs.modes import GraphKey, GraphSet
@@ -140,9 +140,9 @@ class SyntheticBatches:
         if not self._shared_sizes or rng.random() < 0.5:
             return 0, 0, 0
         size, sharing = lcm(*self._shared_sizes), int(rng.integers(1, len(query_lens) + 1))
-        # Each sequence has blocks of its own in sliding groups.
-        sliding = [group.block_size for group in self._groups if group.window is not None]
-        each = sum(size // one for one in self._shared_sizes) + sharing * sum(blocks_for(size, one) for one in sliding)
+        # Each sequence has blocks of its own in sliding groups, and for its encoder.
+        own = [group.block_size for group in self._groups if group.window is not None or group.ragged_encoder]
+        each = sum(size // one for one in self._shared_sizes) + sharing * sum(blocks_for(size, one) for one in own)
         most = max(0, min((self._max_model_len - max(query_lens)) // size, free // each))
         count = min(most, int((most + 1) ** rng.random()))
         return sharing, count * size, count * each
@@ -173,13 +173,16 @@ class SyntheticBatches:
         return sum(group_blocks(group, length) for group in self._groups for length in lengths)
 
     def _most_context_blocks(self, context: int) -> int:
-        """Return a bound on the blocks that a context takes beside those of its query."""
+        """Return a bound on the blocks that a context takes beside those of its query.
+
+        With a ragged encoder, each token of a context may add a position of the encoder.
+        """
         return sum(
             blocks_for(context, group.block_size)
             if group.window is None
             else min(blocks_for(context, group.block_size), blocks_for(group.window, group.block_size) + 1)
             for group in self._groups
-            if not group.encoder_len
+            if not group.encoder_len or group.ragged_encoder
         )
 
     def _ragged(self, key: GraphKey, rng: np.random.Generator) -> list[int]:
@@ -281,6 +284,7 @@ class SyntheticBatches:
             restored=states.restored,
             saved=states.saved,
             max_lens=max_lens,
+            encoder_lens=[max(encoder_positions(group, sum(one)) for group in self._groups) for one in lengths],
         )
         return self._inputs(self.latest, key)
 

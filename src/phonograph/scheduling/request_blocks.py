@@ -112,7 +112,9 @@ class RequestBlocks:
 
     def add(self, request: Request) -> None:
         """Give a request empty block tables."""
-        self.tables[request.request_id] = self.cache.make_table(request.tokens, request.prompt_len, request.prefix_salt)
+        self.tables[request.request_id] = self.cache.make_table(
+            request.tokens, request.prompt_len, request.prefix_salt, request.encoder_len
+        )
 
     def admit(self, request: Request, decodes: Collection[Request], *, budget: int, reuse: bool) -> int | None:
         """Admit a request beside running decodes to a step with room for `budget` tokens; see `CacheManager.admit`.

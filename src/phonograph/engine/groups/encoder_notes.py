@@ -36,22 +36,22 @@ def max_audios(model: ModelSpec, max_num_seqs: int, device: DeviceSpec) -> int:
 
 
 def encoder_bytes(model: ModelSpec, dtype: str, limits: Limits) -> int:
-    """Estimate the memory of the encoder on a GPU: inputs, and twice the intermediates of the largest batch.
+    """Estimate the memory of the encoder on a GPU: inputs, and twice the intermediates of the largest batch, or text.
 
     Libraries load their kernels in a run before the capture, whose memory is not that of the graphs.
     """
-    if not isinstance(model.encoder, AudioEncoder) or not limits.max_audios:
+    encoder = model.encoder
+    if encoder is None:
         return 0
-    encoder, size = model.encoder, model.encoder.hidden_size
+    size, num_mel_bins = encoder.hidden_size, encoder.num_mel_bins if isinstance(encoder, AudioEncoder) else 0
     inner = max(
         layer.feed_forward.down.num_inputs
         for layer in encoder.layers
         if isinstance(layer.feed_forward, LayerFeedForward)
     )
-    frames = 2 * encoder.num_mel_bins
     # The stream with its norm, and projections, the input of the second convolution or both ends of the activation.
-    width = 2 * size + max(6 * size, 2 * inner, 4 * encoder.num_mel_bins + 4 * size)
-    return DTYPE_BYTES[dtype] * limits.max_audios * encoder.num_positions * (frames + 2 * width)
+    width = 2 * size + max(6 * size, 2 * inner, 4 * num_mel_bins + 4 * size)
+    return DTYPE_BYTES[dtype] * max(limits.max_audios, 1) * encoder.num_positions * (2 * num_mel_bins + 2 * width)
 
 
 def encoder_notes(config: EngineConfig, model: ModelSpec, limits: Limits, device: DeviceSpec) -> list[str]:
@@ -68,12 +68,9 @@ def encoder_notes(config: EngineConfig, model: ModelSpec, limits: Limits, device
     if model.quantization is not None:
         raise ConfigError("quantization", model.quantization.name, f"{model.architecture} has weights of 16 or 32 bits")
     is_text = isinstance(model.encoder, TextEncoder)
-    if is_text and device.kind != "cpu":
-        problem = f"{model.architecture} runs on a CPU only, as lengths of its encoder differ; device=cpu works"
-        raise ConfigError("device", device.kind, problem)
     graphs = f"in graphs of its own, for up to {limits.max_audios} audios" if limits.max_audios else "outside of graphs"
     return [
-        f"each {'text' if is_text else 'audio'} has {model.encoder.num_positions} positions of the encoder in a KV "
-        f"group of their own; the encoder runs before the first step of a request, {graphs}; with the prefix cache, "
-        "once for each of them",
+        f"each {'text has up to' if is_text else 'audio has'} {model.encoder.num_positions} positions of the encoder "
+        f"in a KV group of their own; the encoder runs before the first step of a request, {graphs}; with the prefix "
+        "cache, once for each of them",
     ]

@@ -104,7 +104,7 @@ def group_name(index: int, group: KVGroup) -> str:
 def keys_name(group: KVGroup) -> str:
     """Return the name of the keys that a group's tokens attend to in messages."""
     if group.encoder_len:
-        return f"{group.encoder_len} positions of the encoder"
+        return f"{'up to ' if group.ragged_encoder else ''}{group.encoder_len} positions of the encoder"
     return "full attention" if group.window is None else f"window {group.window}"
 
 
@@ -116,6 +116,7 @@ def make_kv_groups(
     sources: Sequence[int | None] | None = None,
     indices: Sequence[int] | None = None,
     encoder_len: int = 0,
+    ragged_encoder: bool = False,
 ) -> KVGroups:
     """Group the layers of a model.
 
@@ -129,6 +130,7 @@ def make_kv_groups(
             own.
         indices: index in the model of each of `layers`; None if all layers have attention.
         encoder_len: positions of the encoder that cross attention reads.
+        ragged_encoder: sequences may have fewer of them.
 
     Raises:
         ConfigError: the configured block size makes pages of several sizes.
@@ -153,8 +155,10 @@ def make_kv_groups(
             members = tuple(found[first : first + most])
             reads = tuple(numbers[one] for one in sorted(one for member in members for one in readers.get(member, ())))
             written = tuple(numbers[member] for member in members)
-            positions = encoder_len if kind.kind is AttentionKind.ENCODER_DECODER else 0
-            groups.append(KVGroup(layers=written, block_size=size, window=window, readers=reads, encoder_len=positions))
+            group = KVGroup(layers=written, block_size=size, window=window, readers=reads)
+            if kind.kind is AttentionKind.ENCODER_DECODER:
+                group = replace(group, encoder_len=encoder_len, ragged_encoder=ragged_encoder)
+            groups.append(group)
             windows = tuple(sorted({layers[index].windows[0] for index in found}))
             specs.append(replace(kind, block_size=size, windows=windows))
     return KVGroups(groups=tuple(groups), specs=tuple(specs), layers_per_page=most)

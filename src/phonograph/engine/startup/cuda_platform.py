@@ -120,6 +120,7 @@ class CudaPlatform:
                 keeps_tokens=keeps_tokens(plan.config, plan.draft),
                 has_states=bool(spec.states),
                 encoder_lens=[group.encoder_len for group in plan.kv.groups],
+                ragged_encoder=any(group.ragged_encoder for group in plan.kv.groups),
             )
             if sampler is None or (self._ranks is not None and self._ranks.rank > 0):
                 return self._parts_without_sampling(plan, parts, inputs, workspace)
@@ -215,7 +216,7 @@ def _bind(
         batch_invariant=plan.attention.batch_invariant,
         ranks=ranks,
     )
-    # An encoder of audio has more rows than a step, and no cache: torch's operators allocate what it needs.
+    # An encoder may have more rows than a step, and has no cache: torch's operators allocate what it needs.
     of_encoder = None
     if spec.encoder is not None:
         of_encoder = TorchKernels(rotary_tables(spec, 1, model.dtype, device), spec.rms_norm_eps, norms=spec.norms)

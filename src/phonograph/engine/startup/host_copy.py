@@ -6,6 +6,7 @@ import ctypes
 import logging
 import mmap
 import os
+import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -48,9 +49,13 @@ class HostCopy:
         self.bytes = torch.frombuffer(self._pages, dtype=torch.uint8)
         self._unlock: weakref.finalize[..., HostCopy] | None = None
         if page_locked:
+            began = time.perf_counter()
             self._touch(nbytes)
+            touched = time.perf_counter()
             address = self.bytes.data_ptr()
             error = int(_runtime().cudaHostRegister(address, nbytes, 0))
+            seconds = touched - began, time.perf_counter() - touched
+            log.debug("%d bytes of host memory: %.2f s to touch, %.2f s to lock", nbytes, *seconds)
             if error:
                 log.warning("host memory of a sleeping engine is not page-locked (error %d): copies take longer", error)
             else:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from phonograph.kernels.ranks import Ranks
+from phonograph.kernels.routing import Routing
 from phonograph.kernels.torch.grouped import Grouped
 from phonograph.kernels.triton.elementwise import encoder_rows, layers
 from phonograph.kernels.triton.experts.count_pairs import count_pairs
@@ -17,16 +18,44 @@ from phonograph.kernels.triton.experts.expert_lists import ExpertLists
 from phonograph.kernels.triton.experts.expert_plan import expert_config, row_config
 from phonograph.kernels.triton.experts.expert_products import down_products, fitted, gate_up_products
 from phonograph.kernels.triton.experts.expert_results import add_results
+from phonograph.kernels.triton.experts.list_experts import list_experts
 from phonograph.kernels.triton.experts.route import route
 from phonograph.kernels.triton.experts.route_row import route_row
 from phonograph.kernels.triton.experts.row_products import add_down_row, gate_up_row
 from phonograph.kernels.triton.gemm.bound_product import BoundProduct
 from phonograph.kernels.triton.gemm.product import EXPERT_MODES
+from phonograph.models.layer_spec import ExpertActivation
 from phonograph.models.layers.part_weights import ExpertsWeights
 from phonograph.models.layers.workspace import Workspace, expert_memory
 
 RowNorm = tuple[torch.Tensor, float, torch.Tensor]
 """Weights and epsilon of a norm, and memory [1, E] that receives the normed row."""
+
+
+def chosen_experts(
+    x_TE: torch.Tensor,
+    experts_Tk: torch.Tensor,
+    weights_Tk: torch.Tensor,
+    gate_up_XOE: torch.Tensor,
+    down_XEI: torch.Tensor,
+    activation: ExpertActivation,
+) -> torch.Tensor:
+    """Return the weighted sum of experts that were chosen before, in memory of torch.
+
+    The arguments are those of `phonograph.models.layers.experts.chosen_experts`.
+    """
+    (num_tokens, top_k), (num_experts, _, inner_size) = experts_Tk.shape, down_XEI.shape
+    routing = Routing(num_experts, top_k)
+    config, pairs = expert_config(num_tokens, routing), num_tokens * top_k
+    words = x_TE.new_empty(ExpertLists.num_words(num_tokens, routing), dtype=torch.float32)
+    lists = ExpertLists.over(words, num_tokens, routing, words[:0].view(torch.int32))
+    list_experts(experts_Tk, weights_Tk, routing, lists, block=config.block)
+    inner_PI, results_PE = x_TE.new_empty(pairs, inner_size), x_TE.new_empty(pairs, x_TE.shape[1])
+    mode, out_TE = EXPERT_MODES[activation], torch.empty_like(x_TE)
+    gate_up_products(x_TE, gate_up_XOE.flatten(0, 1), lists, routing, config, inner_PI, mode=mode)
+    down_products(inner_PI, down_XEI.flatten(0, 1), lists, routing, config, results_PE)
+    add_results(results_PE, out_TE, top_k, added=False)
+    return out_TE
 
 
 class _Memory(NamedTuple):

@@ -14,6 +14,7 @@ from phonograph.errors import WeightError, shortened
 from phonograph.files.model_files import model_path
 from phonograph.models.layers.kernel_set import Attend, StepStates
 from phonograph.models.modules.module_attention import IMPLEMENTATION, ModuleAttention, set_attention
+from phonograph.models.modules.module_experts import set_experts
 from phonograph.models.modules.module_spec import ModuleSpec
 from phonograph.models.modules.read_module import build_module, cut_module, quiet
 from phonograph.models.modules.step_model import StepModel
@@ -117,10 +118,8 @@ def begin_loading_module(
         else:
             folder = model_path(path, weights=True, revision=revision, download_dir=download_dir)
             module = _read(type(built), folder, built.config, dtype)
-        if any(hasattr(one, "experts") for one in module.modules()):
-            # It needs no number on the host.
-            module.set_experts_implementation("grouped_mm")
         module.to(device)  # pyright: ignore
+        set_experts(module)
         model = ModuleModel(spec, module.eval().requires_grad_(False))
     if progress is not None:
         progress(1, 1)

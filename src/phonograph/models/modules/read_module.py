@@ -29,6 +29,7 @@ from phonograph.models.hf_config import check_overrides, with_overrides
 from phonograph.models.layer_spec import UNLIMITED, LayerSizes, LayerSpec, decoder_layer
 from phonograph.models.layers.layer_matrix import LayerMatrix, MatrixPart
 from phonograph.models.modules.module_attention import IMPLEMENTATION, Recorder
+from phonograph.models.modules.module_experts import experts_notes
 from phonograph.models.modules.module_spec import ModuleSpec, RecordedAttention
 from phonograph.models.registry import architecture_name
 from phonograph.models.weights.tensor_shapes import DTYPE_BYTES
@@ -128,6 +129,7 @@ def read_module_spec(
     module = build_module(name, raw)
     config: Any = module.config
     shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    of_experts = experts_notes(module)
     calls, logits, uncapturable = _record(module)
     length = getattr(config, "max_position_embeddings", None)
     if type(length) is not int:
@@ -138,7 +140,7 @@ def read_module_spec(
     end_tokens, note = split_end_tokens(model_end_tokens(config.eos_token_id, path), logits.shape[1])
     if reason != "model_impl=transformers":
         log.warning("%s: %s, so that the slower module of transformers runs it", path, reason)
-    notes = (f"module {type(module).__name__} of transformers {transformers.__version__}: {reason}",)
+    notes = (f"module {type(module).__name__} of transformers {transformers.__version__}: {reason}", *of_experts)
     padded = next((call for call in calls if call.value_size < call.head_size), None)
     if padded is not None:
         notes += (f"the cache has values of {padded.value_size} numbers padded to the {padded.head_size} of keys",)

@@ -24,6 +24,7 @@ from phonograph.kernels.triton.step.accept_drafts import accept
 from phonograph.kernels.triton.step.prepare import apply_appends, prepare
 from phonograph.kernels.triton.step.prompt_lookup import propose_ngrams
 from phonograph.kernels.triton.step.step_layout import SlotState, StepLayout
+from phonograph.runner.cuda.encoder_lens import EncoderLens
 from phonograph.runner.cuda.pinned import PinnedWords
 from phonograph.runner.step_inputs import KernelRows, PaddedViews, StepRows, SyntheticBatch, metadata_of, padded_views
 from phonograph.sampling.failures import SlotFailures
@@ -67,6 +68,7 @@ class CudaInputs:
         keeps_tokens: keep the tokens of all sequences on the device.
         has_states: layers have states, and the prefix cache may have checkpoints of them.
         encoder_lens: `KVGroup.encoder_len` of each group; none if no group has it.
+        ragged_encoder: sequences may have fewer positions of the encoder.
     """
 
     def __init__(
@@ -83,12 +85,13 @@ class CudaInputs:
         keeps_tokens: bool = False,
         has_states: bool = False,
         encoder_lens: Sequence[int] = (),
+        ragged_encoder: bool = False,
     ) -> None:
         num_groups, num_logits = len(block_sizes), max_num_logits or max_num_seqs
         sizes = max_num_seqs, max_num_tokens, _MAX_APPENDS
         # Drafts reach behind the longest sequence, where no token is computed for use.
         max_blocks = blocks_for(max([max_model_len + 2 * draft_tokens, *encoder_lens]), min(block_sizes))
-        self._encoder_lens = encoder_lens if any(encoder_lens) else ()
+        self._encoder_lens = EncoderLens(encoder_lens, max_num_seqs, device, ragged=ragged_encoder)
         self._block_sizes = tuple(block_sizes)
         self._max_model_len = max_model_len
         self.layout = StepLayout(*sizes, num_groups=num_groups, max_num_logits=num_logits, has_states=has_states)
@@ -105,13 +108,10 @@ class CudaInputs:
         self.tokens, self.counts, drafts = self.results.split(parts)
         self.state = self.state._replace(drafts=drafts.view(max_num_seqs, draft_tokens))
         self.history = zeros(max_num_seqs, max_model_len + 1 if keeps_tokens else 0)
-        self.input_ids = zeros(max_num_tokens)
-        self.positions = zeros(max_num_tokens, dtype=torch.int64)
+        self.input_ids, self.positions = zeros(max_num_tokens), zeros(max_num_tokens, dtype=torch.int64)
         self._slot_mappings = zeros(num_groups, max_num_tokens, dtype=torch.int64)
         self.slot_mappings = self._slot_mappings.unbind()
-        self.query_start_loc = zeros(max_num_seqs + 1)
-        self.seq_lens = zeros(max_num_seqs)
-        self._encoder_lens_R = zeros(max_num_seqs) if self._encoder_lens else None
+        self.query_start_loc, self.seq_lens = zeros(max_num_seqs + 1), zeros(max_num_seqs)
         self.slots, self.checkpoints = zeros(max_num_seqs), self.layout.checkpoints(self.staging)
         self._block_tables = zeros(num_groups, max_num_seqs, max_blocks)
         self.block_tables = self._block_tables.unbind()
@@ -133,6 +133,7 @@ class CudaInputs:
 
     def take_over(self, batch: ScheduledBatch, failures: SlotFailures) -> None:
         """Keep the token ids of sequences that start; appended blocks travel with the step."""
+        self._encoder_lens.keep([new.slot for new in batch.new], [new.encoder_len for new in batch.new])
         for new in batch.new:
             if not failures.run(new.slot, "token ids", self._keep_tokens, new.slot, new.token_ids):
                 self._tokens[new.slot] = np.zeros(len(new.token_ids), np.int32)
@@ -177,6 +178,7 @@ class CudaInputs:
         max_lens = batch.max_lens or [self._max_model_len + 1] * num_reqs
         bounds = {slot: (0, max_len) for slot, max_len in zip(rows.batch.slots, max_lens, strict=True)}
         sampling = KernelRows(rows.samples, KernelParameters.greedy(num_reqs))
+        self._encoder_lens.keep(rows.batch.slots, batch.encoder_lens)
         commons = self._send(rows, key, known, bounds, sampling, writes_states=batch.writes_states)
         self.prepare(num_reqs=key.num_reqs, num_tokens=key.num_tokens)
         return commons
@@ -198,8 +200,7 @@ class CudaInputs:
             slots_R=self.slots,
             block_tables_GRN=self._block_tables,
             logits_rows_L=self.logits_rows,
-            encoder_lens=self._encoder_lens,
-            encoder_lens_R=self._encoder_lens_R,
+            **self._encoder_lens.of_kernel,
         )
 
     def results_of(self, words: np.ndarray) -> StepResults:
@@ -387,7 +388,7 @@ class CudaInputs:
             views = padded_views(self, padded_reqs, padded_tokens)
             if key is not None:  # eager shapes are too many to keep
                 self._views[padded_reqs, padded_tokens] = views
-        return metadata_of(rows, views, starts_cpu, lens_cpu, self._encoder_lens, self._encoder_lens_R)
+        return metadata_of(rows, views, starts_cpu, lens_cpu, *self._encoder_lens.of_metadata)
 
 
 class _Upload(PinnedWords):

@@ -108,14 +108,14 @@ class EncoderKeys:
 
     def load(self, features: Sequence[np.ndarray | None], block_ids: Sequence[Sequence[int]]) -> None:
         """Load the log-mel frames, float32 [M, F], and the blocks of each audio of a batch; or the tokens of a text."""
-        place = np.arange(self._places_B2P.shape[2])
+        loaded = np.stack([one for one in features if one is not None])
+        place = np.arange(self._places_B2P.shape[2] if self._num_tokens is None else loaded.shape[1])
         page, offset = np.divmod(place, self._memories[0][1].shape[2])
         places_B2P = np.stack([np.stack([np.array(ids)[page], offset]) for ids in block_ids])
-        loaded = np.stack([one for one in features if one is not None])
         targets = self._features, self._places_B2P
         if self._num_tokens is not None:
-            self._num_tokens = loaded.shape[1]
-            targets = self._features[:, : self._num_tokens], self._places_B2P
+            self._num_tokens = len(place)
+            targets = self._features[:, : len(place)], self._places_B2P[..., : len(place)]
         sources = torch.from_numpy(loaded).to(self._features.dtype), torch.from_numpy(places_B2P)
         for target, source in zip(targets, sources, strict=True):
             sent = source.pin_memory() if target.is_cuda else source

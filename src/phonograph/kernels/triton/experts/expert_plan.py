@@ -51,11 +51,13 @@ class ExpertConfig(NamedTuple):
         block: most pairs of an item.
         gate_up: tile of the first product; it has as many outputs of gates as of ups.
         down: tile of the second.
+        tail: rows of the product of items with at most that many pairs, less than `block`; 0 for `block`.
     """
 
     block: int
     gate_up: ExpertTile | FewRowsTile
     down: ExpertTile | FewRowsTile
+    tail: int = 0
 
 
 _CONFIGS = (
@@ -63,7 +65,7 @@ _CONFIGS = (
     (8, ExpertConfig(16, ExpertTile(64, 128, 4, 3), ExpertTile(128, 128, 4, 3))),
     (24, ExpertConfig(32, ExpertTile(64, 128, 4, 5), ExpertTile(128, 64, 4, 5))),
     (48, ExpertConfig(64, ExpertTile(64, 64, 4, 4), ExpertTile(128, 64, 4, 4))),
-    (None, ExpertConfig(128, ExpertTile(128, 64, 8, 4), ExpertTile(128, 64, 4, 3))),
+    (None, ExpertConfig(128, ExpertTile(128, 64, 8, 4), ExpertTile(128, 64, 4, 3), tail=64)),
 )
 """Configurations by the largest mean number of an expert's pairs, if all experts have as many."""
 _FP4_CONFIGS = (
@@ -71,7 +73,8 @@ _FP4_CONFIGS = (
     (4, ExpertConfig(8, FewRowsTile(16, 4, 1, 4), FewRowsTile(32, 4, 1, 4))),
     (8, ExpertConfig(16, FewRowsTile(16, 2, 1, 2), FewRowsTile(32, 2, 1, 2))),
     (48, ExpertConfig(32, ExpertTile(64, 128, 4, 3), ExpertTile(64, 128, 4, 4))),
-    (None, ExpertConfig(128, ExpertTile(64, 128, 4, 3), ExpertTile(128, 128, 8, 4))),
+    (256, ExpertConfig(128, ExpertTile(64, 128, 4, 3), ExpertTile(128, 128, 8, 4), tail=32)),
+    (None, ExpertConfig(256, ExpertTile(64, 128, 8, 3), ExpertTile(128, 128, 8, 3), tail=64)),
 )
 """The same for FP4. A warp makes operands of 16 outputs in registers; an `ExpertTile` of fewer than 64 outputs would
 pass through shared memory."""

@@ -72,7 +72,7 @@ def gate_up_products(
         bias: of each row of `matrix`.
         mode: activation, as in `Product`.
     """
-    _launch(x_TE, matrix, lists, routing, config.block, config.gate_up, inner_PI, bias, mode)
+    _launch(x_TE, matrix, lists, routing, config, config.gate_up, inner_PI, bias, mode)
 
 
 def down_products(
@@ -95,7 +95,7 @@ def down_products(
         results_PE: receives the results; rows of padding stay as they are.
         bias: [X * E].
     """
-    _launch(inner_PI, matrix, lists, routing, config.block, config.down, results_PE, bias, STORE)
+    _launch(inner_PI, matrix, lists, routing, config, config.down, results_PE, bias, STORE)
 
 
 def _launch(
@@ -103,7 +103,7 @@ def _launch(
     matrix: Matrix,
     lists: ExpertLists,
     routing: Routing,
-    block: int,
+    config: ExpertConfig,
     tile: ExpertTile | FewRowsTile,
     out: torch.Tensor,
     bias: torch.Tensor | None,
@@ -121,9 +121,10 @@ def _launch(
         assert weight.interleaved and words.stride(0) == num_inputs // 8 and num_outputs % 8 == num_inputs % 64 == 0
     else:
         assert weight.order_I is None and weight.has_equal_strides()
-    programs = triton.cdiv(num_outputs, tile.block_n) * max_items(num_pairs // routing.top_k, routing, block)
+    programs = triton.cdiv(num_outputs, tile.block_n) * max_items(num_pairs // routing.top_k, routing, config.block)
     work = lists.weights_Tk, lists.pairs_P, lists.items_I3, lists.num_items
-    shape = {"N": num_outputs, "K": num_inputs, "TOP_K": routing.top_k, "ROWS": block, "MODE": mode, **pdl_options()}
+    shape = {"N": num_outputs, "K": num_inputs, "TOP_K": routing.top_k, "ROWS": config.block, "MODE": mode}
+    shape |= pdl_options()
     if isinstance(tile, FewRowsTile):
         assert weight is not None and weight.is_fp4()
         expert_few_rows_kernel[(programs,)](
@@ -160,6 +161,7 @@ def _launch(
         **shape,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
+        TAIL=config.tail,
         BITS=weight.bits if weight is not None else 0,
         INTERLEAVED=weight is not None and weight.interleaved,
         GROUP=weight.group if weight is not None else 0,
@@ -192,6 +194,7 @@ def _expert_kernel(
     K: tl.constexpr,
     TOP_K: tl.constexpr,
     ROWS: tl.constexpr,
+    TAIL: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     MODE: tl.constexpr,
@@ -200,18 +203,14 @@ def _expert_kernel(
     GROUP: tl.constexpr,
     INT8: tl.constexpr,
     PDL: tl.constexpr,
+    num_warps: tl.constexpr,
 ):
-    GATED: tl.constexpr = MODE >= 2 and MODE < 5
     pdl_begin(PDL)
     column_tiles: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    n = tl.arange(0, BLOCK_N)
-    m = tl.arange(0, ROWS)
-    k = tl.arange(0, BLOCK_K)
-    groups = (scales_ptr, zeros_ptr, offsets_ptr, output_stride, group_stride, magic)
-    SHAPE: tl.constexpr = TileShape(K, BLOCK_K, BITS, GROUP, INTERLEAVED, INT8)
-    KIND: tl.constexpr = x_ptr.dtype.element_ty
     # Exponents are in int32.
     FP4: tl.constexpr = BITS == 4 and scales_ptr.dtype.element_ty == tl.int32
+    groups = (scales_ptr, zeros_ptr, offsets_ptr, output_stride, group_stride, magic)
+    SHAPE: tl.constexpr = TileShape(K, BLOCK_K, BITS, GROUP, INTERLEAVED, INT8)
     tile = tl.program_id(0)
     item = items_ptr + tile // column_tiles * 3
     expert = tl.load(item).to(tl.int64)
@@ -220,31 +219,105 @@ def _expert_kernel(
     # Later than the item, which may be none: both come from memory at once.
     if tile >= tl.load(num_items_ptr) * column_tiles:
         return
-    valid_m = m < count
-    pair = tl.load(pairs_ptr + start + m, valid_m, other=0)
-    x_row = pair // TOP_K if MODE >= 2 else start + m
     first = tile % column_tiles * BLOCK_N
+    place = (expert, start, count, first)
+    tensors = (x_ptr, weight_ptr, bias_ptr, out_ptr, weights_ptr, pairs_ptr)
+    strides = (x_stride, weight_stride, out_stride)
+    # Gates and ups of FP4 are one product where each of them would have less than 16 rows a warp.
+    JOINED: tl.constexpr = FP4 and MODE >= 2 and MODE < 5 and 16 * num_warps > BLOCK_N
+    if TAIL > 0:
+        if count > TAIL:
+            _write_item(tensors, strides, groups, place, N, TOP_K, ROWS, BLOCK_N, MODE, FP4, JOINED, SHAPE)
+        else:
+            _write_item(tensors, strides, groups, place, N, TOP_K, TAIL, BLOCK_N, MODE, FP4, JOINED, SHAPE)
+    else:
+        _write_item(tensors, strides, groups, place, N, TOP_K, ROWS, BLOCK_N, MODE, FP4, JOINED, SHAPE)
+
+
+@triton.jit
+def _write_item(
+    tensors,
+    strides,
+    groups,
+    place,
+    N: tl.constexpr,
+    TOP_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MODE: tl.constexpr,
+    FP4: tl.constexpr,
+    JOINED: tl.constexpr,
+    SHAPE: tl.constexpr,
+):
+    """Write the results of a tile of an item that has ROWS pairs at most.
+
+    Args:
+        tensors: rows, weights, biases, results, weights of pairs, and pairs.
+        strides: strides of the rows, weights and results.
+        groups: argument of `weight_tile`.
+        place: expert, first place in the pairs, number of pairs, and first output of the tile.
+        N: outputs of an expert.
+        TOP_K: experts of a token.
+        ROWS: rows of the product.
+        BLOCK_N: outputs of the tile.
+        MODE: activation.
+        FP4: the weights are FP4.
+        JOINED: one product computes gates and ups.
+        SHAPE: `TileShape` of the weights.
+    """
+    x_ptr, weight_ptr, bias_ptr, out_ptr, weights_ptr, pairs_ptr = tensors
+    x_stride, weight_stride, out_stride = strides
+    expert, start, count, first = place
+    GATED: tl.constexpr = MODE >= 2 and MODE < 5
+    KIND: tl.constexpr = x_ptr.dtype.element_ty
+    K: tl.constexpr = SHAPE.K
+    BLOCK_K: tl.constexpr = SHAPE.BLOCK_K
+    OUTPUTS: tl.constexpr = 2 * BLOCK_N if JOINED else BLOCK_N
+    n = tl.arange(0, OUTPUTS)
+    m = tl.arange(0, ROWS)
+    k = tl.arange(0, BLOCK_K)
+    # Without masks of rows a step has a fifth fewer instructions. Places after the item's last load the last row again,
+    # which costs few bytes only where most items are full.
+    CLAMPED: tl.constexpr = ROWS >= 128
+    valid_m = m < count
+    at = start + tl.minimum(m, count - 1)
+    pair = tl.load(pairs_ptr + at)
+    x_row = pair // TOP_K if MODE >= 2 else at
     rows_left = N - first
     weight_row = expert * (2 * N if GATED else N) + first
+    if JOINED:
+        # The ups of eight outputs follow their gates, so that one thread has both sums of an output.
+        tl.static_assert(N % BLOCK_N == 0)
+        n = n // 16 * 8 + n % 8 + n // 8 % 2 * N
+        rows_left += N
     x_ptrs = x_ptr + x_row.to(tl.int64)[:, None] * x_stride + k[None, :]
-    sums = tl.zeros((BLOCK_N, ROWS), tl.float32)
+    sums = tl.zeros((OUTPUTS, ROWS), tl.float32)
     up_sums = tl.zeros((BLOCK_N, ROWS), tl.float32)
     for start_k in range(0, K, BLOCK_K):
-        x_mask = valid_m[:, None]
-        if K % BLOCK_K != 0:
-            x_mask = x_mask & (start_k + k < K)[None, :]
-        x = tl.load(x_ptrs + start_k, x_mask, other=0.0).trans()
+        if CLAMPED and K % BLOCK_K == 0:
+            x = tl.load(x_ptrs + start_k).trans()
+        else:
+            x_mask = tl.full((ROWS, 1), True, tl.int1) if CLAMPED else valid_m[:, None]
+            if K % BLOCK_K != 0:
+                x_mask = x_mask & (start_k + k < K)[None, :]
+            x = tl.load(x_ptrs + start_k, x_mask, other=0.0).trans()
         column = start_k + (weight_row * 0).to(tl.int32)  # the interpreter's loops have numbers of Python
         weight = expert_tile(
             weight_ptr, weight_stride, groups, weight_row, column, rows_left, n, k, SHAPE, KIND, FP4
         )  # fmt: skip
         sums = tl.dot(weight, x, sums, input_precision="ieee")
-        if GATED:
+        if GATED and not JOINED:
             up = expert_tile(
                 weight_ptr, weight_stride, groups, weight_row + N, column, rows_left, n, k, SHAPE, KIND, FP4
             )  # fmt: skip
             up_sums = tl.dot(up, x, up_sums, input_precision="ieee")
+    sums = whole_sums(sums, KIND, FP4)
+    if JOINED:
+        gate_and_up = tl.permute(tl.reshape(sums, (BLOCK_N // 8, 2, 8, ROWS)), (0, 2, 3, 1))
+        gates, ups = tl.split(gate_and_up)
+        sums, up_sums = tl.reshape(gates, (BLOCK_N, ROWS)), tl.reshape(ups, (BLOCK_N, ROWS))
+    else:
+        up_sums = whole_sums(up_sums, KIND, FP4)
     write_results(
-        whole_sums(sums, KIND, FP4), whole_sums(up_sums, KIND, FP4), bias_ptr, weights_ptr, out_ptr, out_stride,
-        weight_row, (start, count, pair), first, N, MODE,
-    )  # fmt: skip
+        sums, up_sums, bias_ptr, weights_ptr, out_ptr, out_stride, weight_row, (start, count, pair), first, N, MODE
+    )

@@ -18,6 +18,8 @@ Shapes: T tokens, E hidden size, X experts, k experts of a token; see `expert_li
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -70,7 +72,7 @@ def route(
         num_rows: int32 [1], number of rows that are not padding; None for all. Padding has no pairs.
     """
     num_tokens, width = x_TE.shape
-    outputs, top_k = router_OE.shape[0], routing.top_k
+    outputs = router_OE.shape[0]
     assert block >= LEAST_BLOCK and x_TE.stride(1) == router_OE.stride(1) == 1
     one_launch = num_tokens <= ONE_LAUNCH_TOKENS
     tile = TILE if one_launch else LARGE_TILE
@@ -78,9 +80,7 @@ def route(
     expert_parts = triton.cdiv(outputs, EXPERTS)
     input_parts = _input_parts(triton.cdiv(rows, tile) * expert_parts, width)
     assert input_parts * num_tokens * outputs <= lists.partials.numel()
-    shape = {"X": routing.num_experts, "K": top_k, "TILE": tile, "XP": triton.next_power_of_2(routing.num_experts)}
-    pairs = triton.next_power_of_2((rows if one_launch else tile) * top_k)
-    lists_shape = {"BLOCK": block, "PAIRS": min(pairs, _PAIRS), **pdl_options(), "num_warps": 4}
+    shape = list_constants(routing, tile, rows if one_launch else tile, block)
     _route_kernel[(tiles, expert_parts * input_parts)](
         x_TE,
         router_OE,
@@ -92,7 +92,6 @@ def route(
         num_tokens,
         x_TE.stride(0),
         router_OE.stride(0),
-        **shape,
         OUTPUTS=outputs,
         E=width,
         SPLIT_O=EXPERTS,
@@ -102,20 +101,40 @@ def route(
         **choice_constants(routing),
         ONE_LAUNCH=one_launch,
         ONE_TILE=rows <= tile,
-        **lists_shape,
+        **shape,
+        **pdl_options(),
+        num_warps=4,
     )
     if not one_launch:
-        _list_kernel[(tiles,)](
-            lists.experts_Tk,
-            lists.pairs_P,
-            lists.items_I3,
-            lists.num_items,
-            lists.masks_NX,
-            lists.starts_NX,
-            num_tokens,
-            **shape,
-            **lists_shape,
-        )
+        list_pairs(lists, num_tokens, shape)
+
+
+def list_constants(routing: Routing, tile: int, rows: int, block: int) -> dict[str, Any]:
+    """Return the constants of kernels that make lists, for programs that place the pairs of `rows` tokens."""
+    return {
+        "X": routing.num_experts,
+        "K": routing.top_k,
+        "TILE": tile,
+        "XP": triton.next_power_of_2(routing.num_experts),
+        "BLOCK": block,
+        "PAIRS": min(triton.next_power_of_2(rows * routing.top_k), _PAIRS),
+    }
+
+
+def list_pairs(lists: ExpertLists, num_tokens: int, shape: dict[str, Any]) -> None:
+    """Write pairs and items of T tokens, whose experts and masks of tiles are there, with the `list_constants`."""
+    _list_kernel[(triton.cdiv(num_tokens, shape["TILE"]),)](
+        lists.experts_Tk,
+        lists.pairs_P,
+        lists.items_I3,
+        lists.num_items,
+        lists.masks_NX,
+        lists.starts_NX,
+        num_tokens,
+        **shape,
+        **pdl_options(),
+        num_warps=4,
+    )
 
 
 def _input_parts(programs: int, width: int) -> int:

@@ -52,6 +52,7 @@ def prepare(
     logits_rows_L: torch.Tensor,
     encoder_lens: Sequence[int] = (),
     encoder_lens_R: torch.Tensor | None = None,
+    slot_encoder_lens_R: torch.Tensor | None = None,
 ) -> None:
     """Write the first R' requests and T' tokens of a step's inputs from the staging buffer.
 
@@ -73,6 +74,7 @@ def prepare(
             most T', and all of it up to the end of the tensor is padded
         encoder_lens: keys of a sequence in each group of cross attention, which has no slot mapping; 0 in all others
         encoder_lens_R: int32 [>= R'], keys of cross attention; padding is 0. None if no group has it.
+        slot_encoder_lens_R: int32 [R], keys of cross attention by slot; None if all are those of `encoder_lens`
     """
     assert len({*encoder_lens} - {0}) <= 1, "all layers of cross attention are in one group"
     slot_block_tables_GRN, most_drafts = state.block_tables, state.drafts.shape[1]
@@ -95,6 +97,7 @@ def prepare(
         block_tables_GRN,
         logits_rows_L,
         encoder_lens_R,
+        slot_encoder_lens_R,
         num_reqs_padded,
         num_tokens_padded,
         slot_block_tables_GRN.stride(1),
@@ -168,6 +171,7 @@ def _prepare_kernel(
     block_table_ptr,
     logits_rows_ptr,
     encoder_lens_ptr,
+    slot_encoder_lens_ptr,
     num_reqs_padded,
     num_tokens_padded,
     slot_table_stride,
@@ -212,7 +216,7 @@ def _prepare_kernel(
     Only latency counts, so all loads come before stores that they would have to wait for.
 
     BLOCK_SIZE: tokens of a block; 0 if it differs between groups
-    ENCODER_LEN: keys of cross attention, which is group ENCODER_GROUP; 0 for none
+    ENCODER_LEN: most keys of cross attention, which is group ENCODER_GROUP; 0 for none
     ROW_LANES: power of two, at least the rows of logits of a sequence
     """
     pdl_begin(PDL)
@@ -257,7 +261,11 @@ def _prepare_kernel(
         # The passes of a draft model have keys behind those of the step.
         num_keys = seq_len + MOST_DRAFTS
         if ENCODER_LEN:
-            num_keys = tl.where(group == ENCODER_GROUP, ENCODER_LEN, num_keys)
+            if slot_encoder_lens_ptr is not None:
+                encoder_len = tl.load(slot_encoder_lens_ptr + slot)
+            else:
+                encoder_len: tl.constexpr = ENCODER_LEN
+            num_keys = tl.where(group == ENCODER_GROUP, encoder_len, num_keys)
         num_blocks = (num_keys + block_size - 1) // block_size
         # Blocks may be appended ahead of the tokens that will fill them.
         end = tl.maximum(num_blocks, append_at + num_appends)
@@ -297,7 +305,7 @@ def _prepare_kernel(
             tl.store(query_start_loc_ptr + row, query_start)
             tl.store(seq_lens_ptr + row, seq_len)
             if ENCODER_LEN:
-                tl.store(encoder_lens_ptr + row, ENCODER_LEN)
+                tl.store(encoder_lens_ptr + row, encoder_len)
             tl.store(slots_ptr + row, tl.where(tl.load(staging + 4) > 0, slot, -1))
             num_rows, first_row = 1, row
             if MOST_DRAFTS:
