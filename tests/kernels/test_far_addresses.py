@@ -232,7 +232,7 @@ def walk_block_tables(place: Place, device: torch.device) -> list[torch.Tensor]:
     table[2, 0] = table[1, 0]
     shared = torch.full((ROWS,), -1, dtype=torch.int32, device=device)
     starts = torch.arange(ROWS + 1, dtype=torch.int32, device=device)
-    compare_tables(shared, starts, lens + 40, table, block_size=16, max_query_len=1, max_tokens=ROWS)
+    compare_tables(shared, starts, lens + 40, (table,), block_size=16, max_query_len=1, max_tokens=ROWS)
     return [table, pages, shared]
 
 

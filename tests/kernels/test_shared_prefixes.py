@@ -179,7 +179,7 @@ def check_plan(tables: Tables, plan: DecodePlan, device: torch.device, *, max_qu
         torch.tensor(lens, dtype=torch.int32, device=device),
         max_query_len=max_query_len,
         window=(tables.left, -1),
-        block_table=table,
+        block_tables=(table,),
         block_size=tables.block_size,
     )
     expected, prefixes, units = expected_entries(tables, plan, max_query_len=max_query_len)
@@ -452,6 +452,25 @@ def test_wrong_runs_are_caught(
         problem.check(plan)
 
 
+def test_pages_are_shared_that_are_equal_in_all_groups(device: torch.device) -> None:
+    """Groups of equal attention have one plan, and a table each; behind a window entries may be anything."""
+    rng = torch.Generator().manual_seed(5)
+    rows, pages = 5, 70
+    one, other = (torch.randint(0, 9, (1, pages), generator=rng).repeat(rows, 1).int() for _ in range(2))
+    one[3, 50], other[1, 40], other[2, 3], other[4, 30] = 99, 98, 97, 96
+    other[3, 30] = 96
+    lens = torch.full((rows,), pages * 16, dtype=torch.int32, device=device)
+    starts = torch.arange(rows + 1, dtype=torch.int32, device=device)
+    tables = one.to(device), other.to(device)
+    for left, expected in ((-1, [0, 40, 3, 3, 50]), (1023, [0, 40, 40, 30, 50])):
+        shared, lows = (torch.full((rows,), -1, dtype=torch.int32, device=device) for _ in range(2))
+        compare_tables(
+            shared, starts, lens, tables, block_size=16, max_query_len=1, max_tokens=rows, lows=lows, left=left
+        )
+        assert shared.tolist() == [16 * page for page in expected]
+        assert lows.tolist() == [pages * 16 - 1 - left if left >= 0 else -1] * rows
+
+
 def a_window_one_page_too_long(lows: torch.Tensor) -> None:
     lows -= 16
 
@@ -566,7 +585,7 @@ def test_a_graph_serves_other_groups(device: torch.device) -> None:
     out = torch.empty(query.shape, dtype=torch.bfloat16, device=device)
 
     def step() -> None:
-        plan_decode(plan, starts, lens, max_query_len=1, window=(-1, -1), block_table=table, block_size=16)
+        plan_decode(plan, starts, lens, max_query_len=1, window=(-1, -1), block_tables=(table,), block_size=16)
         decode_attention(
             plan, query, cache, table, starts, lens, out, None, scale=1.2 * 128**-0.5,
             window=(-1, -1), softcap=0.0, alibi_slopes=None, sinks=None, k_scale=None, v_scale=None, causal=True,

@@ -128,7 +128,7 @@ class Problem:
             window=case.window,
             multiprocessors=self.multiprocessors if case.divide else None,
             divide=case.divide,
-            block_table=table,
+            block_tables=(table,),
             block_size=case.block_size,
         )
 

@@ -91,15 +91,6 @@ class Capabilities(ABC):
         """
         return None
 
-    def shares_plan(self, spec: AttentionSpec, capability: tuple[int, int]) -> bool:
-        """Return True if KV groups of equal attention have one plan. Override it if that depends on the spec.
-
-        Args:
-            spec: attention of the groups.
-            capability: compute capability of the GPU; (0, 0) is a CPU.
-        """
-        return self.plans_by_lengths
-
     def prefix_sharing(self, spec: AttentionSpec, device: DeviceSpec) -> tuple[bool, str]:
         """Return True if decodes attend a prefix that they share once, and the reason.
 

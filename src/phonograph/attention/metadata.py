@@ -33,6 +33,7 @@ class CommonMetadata:
         seq_lens: [R] int32, context + query length; 0 in empty slots.
         block_table: [R, max_blocks_per_seq] int32. Each entry is a valid block id, also behind a sequence's end and
             behind a window, where the block may belong to another sequence.
+        plan_tables: block tables of all groups that use this group's plan, its own among them; empty if no other does.
         slot_mapping: [T] int64, where each token's key and value go; -1 writes nothing.
         query_start_loc_cpu, seq_lens_cpu: host copies, for backends that plan on the host. For backends with
             `takes_length_bounds`, lengths of decodes may be upper bounds, and so may `max_seq_len`.
@@ -52,6 +53,7 @@ class CommonMetadata:
     query_start_loc_cpu: np.ndarray
     seq_lens_cpu: np.ndarray
     causal: bool = True
+    plan_tables: tuple[torch.Tensor, ...] = ()
 
 
 def leading_decodes(query_start_loc_cpu: np.ndarray, query_len: int) -> int:

@@ -105,7 +105,7 @@ def size_graphs_and_cache(
         attention_bytes = _more_table_bytes(kv, within)
         for spec, groups in kv.members.items():
             one = capabilities[spec]
-            plans = 1 if one.shares_plan(spec, device.capability) else len(groups)
+            plans = 1 if one.plans_by_lengths else len(groups)
             attention_bytes += plans * one.buffer_bytes(spec, device, within, graphs)
             if config.decode_context_parallel_size > 1:
                 of_context = context_spec(spec, config.decode_context_parallel_size)

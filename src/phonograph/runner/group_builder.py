@@ -1,15 +1,13 @@
 """Attention metadata of a step for all KV groups, with one plan for groups of equal attention.
 
-A plan of most backends depends on lengths and windows only. Groups with one backend then share a plan: the metadata of
-later groups differ from the first one's in block table and slot mapping.
+A plan of most backends depends on lengths and windows, and on the pages that sequences share in all groups. Groups with
+one backend then share a plan: the metadata of later groups differ from the first one's in block table and slot mapping.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-
-import torch
 
 from phonograph.attention.attention_spec import AttentionKind
 from phonograph.attention.backend import AnyBackend
@@ -19,15 +17,10 @@ from phonograph.graphs.modes import GraphKey
 
 def plan_sources(backends: Sequence[AnyBackend]) -> list[int]:
     """Return, for each KV group, the group whose plan it uses: itself, or the first one with its backend."""
-    sources: list[int] = []
-    for group, backend in enumerate(backends):
-        first = backends.index(backend)
-        if first != group:
-            on_gpu = backend.device.type == "cuda"
-            capability = torch.cuda.get_device_capability(backend.device) if on_gpu else (0, 0)
-            first = first if backend.capabilities.shares_plan(backend.spec, capability) else group
-        sources.append(first)
-    return sources
+    return [
+        backends.index(backend) if backend.capabilities.plans_by_lengths else group
+        for group, backend in enumerate(backends)
+    ]
 
 
 class GroupBuilder:
@@ -57,6 +50,8 @@ class GroupBuilder:
         for group, (source, given) in enumerate(zip(self._sources, commons, strict=True)):
             common = given if self._causal[group] else replace(given, causal=False)
             if source == group:
+                tables = tuple(one.block_table for one, of in zip(commons, self._sources, strict=True) if of == group)
+                common = replace(common, plan_tables=tables) if len(tables) > 1 else common
                 made.append(self._builders[group].build(common, key=key))
             else:
                 made.append(replace(made[source], common=common))

@@ -110,7 +110,7 @@ class TritonBackend(GpuBackend[TritonMetadata]):
                 window=window,
                 multiprocessors=multiprocessors_of(long),
                 divide=metadata.divide,
-                block_table=common.block_table,
+                block_tables=common.plan_tables or (common.block_table,),
                 block_size=self.spec.block_size,
             )
             if metadata.has_long:

@@ -111,10 +111,6 @@ class TritonCapabilities(DeclaredCapabilities):
             count += 4 * sum(slots * rows * (width + 1) for slots, rows, width in shapes)
         return count
 
-    def shares_plan(self, spec: AttentionSpec, capability: tuple[int, int]) -> bool:
-        # A plan that shares prefixes depends on the block table of its group.
-        return all(why_not_shared(spec, window, capability) for window in spec.windows)
-
     def prefix_sharing(self, spec: AttentionSpec, device: DeviceSpec) -> tuple[bool, str]:
         why = {window: why_not_shared(spec, window, device.capability) for window in spec.windows}
         if all(why.values()):

@@ -191,7 +191,7 @@ def plan_decode(
     window: tuple[int, int],
     multiprocessors: torch.Tensor | None = None,
     divide: bool = False,
-    block_table: torch.Tensor | None = None,
+    block_tables: tuple[torch.Tensor, ...] = (),
     block_size: int = 0,
 ) -> None:
     """Write the ranges of the sequences with 1 to `max_query_len` queries; one launch, or two with shared prefixes.
@@ -207,7 +207,8 @@ def plan_decode(
         window: (left, right) keys before and after the query; -1 for no bound. The right bound does not matter here.
         multiprocessors: [1] int32; receives the number of multiprocessors for the launch for long queries
         divide: that launch runs at the same time, and leaves the other multiprocessors to this one
-        block_table: [R, max blocks] int32, rows contiguous, of a plan that shares prefixes
+        block_tables: each [R, max blocks] int32, rows contiguous, of a plan that shares prefixes: pages that are equal
+            in all of them are shared
         block_size: keys of a block
     """
     assert plan.programs <= _RANGES.value
@@ -216,14 +217,14 @@ def plan_decode(
     small, large = row_tiles(plan.group, plan.partial_out.shape[2], shares=plan.prefixes is not None)
     shared, lows, words, units = None, None, None, None
     if plan.prefixes is not None:
-        assert block_table is not None and window[0] < LONGEST_WINDOW
+        assert block_tables and window[0] < LONGEST_WINDOW
         shared, words, units = plan.prefixes.shared, plan.prefixes.words, plan.prefixes.units
         lows = plan.prefixes.lows if window[0] >= 0 else None
         compare_tables(
             shared,
             query_start_loc,
             seq_lens,
-            block_table,
+            block_tables,
             block_size=block_size,
             max_query_len=max_query_len,
             max_tokens=plan.prefixes.num_tokens,

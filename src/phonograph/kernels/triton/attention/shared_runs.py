@@ -2,8 +2,9 @@
 
 Shapes: R sequences of the batch; N entries of a block table.
 
-Two sequences share the keys of their leading equal pages. The scheduler places sequences that share pages next to each
-other in the batch. That order is a hint: only the block tables decide here.
+Two sequences share the keys of their leading pages, as far as these are equal in all KV groups with this plan. The
+scheduler places sequences that share pages next to each other in the batch. That order is a hint: only the block tables
+decide here.
 1. `compare_tables` writes for each sequence how many keys it shares with the one before. A page counts only if both
    sequences had computed all of it before this step, so no page is shared in which a sequence still writes.
 2. `find_runs`, a part of the plan of `decode_attention`, makes two levels of *runs* of these numbers. A run of level 1
@@ -42,7 +43,7 @@ def compare_tables(
     shared: torch.Tensor,
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
-    block_table: torch.Tensor,
+    block_tables: tuple[torch.Tensor, ...],
     *,
     block_size: int,
     max_query_len: int,
@@ -56,7 +57,7 @@ def compare_tables(
         shared: receives them, [>= R] int32; 0 where one of both has no query, or one that is not served here
         query_start_loc: [R+1] int32, cumulative query lengths
         seq_lens: [R] int32, keys of each sequence, the queries' own included
-        block_table: [R, N] int32, rows contiguous
+        block_tables: each [R, N] int32, rows contiguous and of one stride. Keys are shared whose pages are equal in all
         block_size: keys of a page
         max_query_len: longest query served
         max_tokens: sequences with later tokens share nothing
@@ -68,8 +69,8 @@ def compare_tables(
         shared,
         query_start_loc,
         seq_lens,
-        block_table,
-        block_table.stride(0),
+        block_tables,
+        block_tables[0].stride(0),
         max_query_len,
         max_tokens,
         lows,
@@ -86,7 +87,7 @@ def _compare_kernel(
     shared,
     query_start_loc,
     seq_lens,
-    block_table,
+    block_tables,
     stride_table,
     max_query_len,
     max_tokens,
@@ -107,22 +108,24 @@ def _compare_kernel(
     context = tl.minimum(tl.load(seq_lens + before) - len_before, tl.load(seq_lens + row) - query_len)
     joins = (query_len >= 1) & (query_len <= max_query_len) & (len_before >= 1) & (len_before <= max_query_len)
     pages = tl.where(joins & (row > 0) & (end <= max_tokens), tl.maximum(context, 0) // BLOCK_SIZE, 0)
-    table_before = block_table + before.to(tl.int64) * stride_table
-    table = block_table + row.to(tl.int64) * stride_table
     equal = pages
-    first = 0
+    low_page = 0
     if LEFT >= 0:
         keys = tl.maximum(tl.load(seq_lens + before), tl.load(seq_lens + row))
         low = tl.maximum(keys - 1 - LEFT, 0)
         tl.store(lows + row, low)
-        first = low // BLOCK_SIZE
-    while first < equal:
-        column = first + tl.arange(0, BLOCK)
-        inside = column < pages
-        id_before = tl.load(table_before + column, mask=inside, other=0)
-        block_id = tl.load(table + column, mask=inside, other=0)
-        equal = tl.minimum(equal, tl.min(tl.where(id_before == block_id, _FAR, column)))
-        first += BLOCK
+        low_page = low // BLOCK_SIZE
+    for number in tl.static_range(len(block_tables)):
+        table_before = block_tables[number] + before.to(tl.int64) * stride_table
+        table = block_tables[number] + row.to(tl.int64) * stride_table
+        first = low_page
+        while first < equal:
+            column = first + tl.arange(0, BLOCK)
+            inside = column < pages
+            id_before = tl.load(table_before + column, mask=inside, other=0)
+            block_id = tl.load(table + column, mask=inside, other=0)
+            equal = tl.minimum(equal, tl.min(tl.where(id_before == block_id, _FAR, column)))
+            first += BLOCK
     if LEFT >= 0:
         equal = tl.where(equal * BLOCK_SIZE - low >= MIN_SHARED, equal, 0)
     tl.store(shared + row, equal * BLOCK_SIZE)
