@@ -45,10 +45,10 @@ CASES = [(family, torch.float32, None) for family in EXPERT_FAMILIES]
 # One family for each way to route and each kind of expert.
 CASES += [(family, FLOAT16, None) for family in ("qwen2_moe", "glm4_moe", "gpt_oss", "gemma4_moe")]
 CASES += [("qwen2_moe", FLOAT16, scheme) for scheme in SCHEMES]
-# Shared experts of the experts' size and format are one of them on a GPU.
+# Shared experts of the experts' size and format are one of them on a GPU. With MXFP4 they are in 16 bits.
 ALIKE = " alike"
 CASES += [(family + ALIKE, torch.float32, None) for family in ("qwen2_moe", "granitemoeshared", "granite4_moe")]
-CASES += [("qwen2_moe" + ALIKE, FLOAT16, scheme) for scheme in (None, *SCHEMES) if scheme != "mxfp4"]
+CASES += [("qwen2_moe" + ALIKE, FLOAT16, scheme) for scheme in (None, *SCHEMES)]
 
 
 class Sets:
@@ -61,7 +61,7 @@ class Sets:
         if family.endswith(ALIKE):
             family = family.removesuffix(ALIKE)
             sizes |= {"shared_expert_intermediate_size": inner, "shared_intermediate_size": inner}
-        alike = family == "glm4_moe" or len(sizes) > 2
+        alike = (family == "glm4_moe" or len(sizes) > 2) and not isinstance(scheme, Mxfp4Scheme)
         own = {name: size for name, size in sizes.items() if EXPERT_FAMILIES[family][2].get(name)}
         make_checkpoint(family, folder, seed=2, **own)
         only = ("mlp.experts",) if isinstance(scheme, Mxfp4Scheme) else ()
