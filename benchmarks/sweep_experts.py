@@ -2,6 +2,7 @@
 
     python benchmarks/sweep_experts.py --model qwen3-30b-a3b --tokens 1 8 32 128 256 2048
     python benchmarks/sweep_experts.py --model gpt-oss-20b --format mxfp4 --tokens 8 --sweep gate_up
+    python benchmarks/sweep_experts.py --model qwen3.6-35b-a3b --tokens 1 --one-row --sweep down
     python benchmarks/sweep_experts.py --model gpt-oss-20b --format mxfp4 --tokens 2048 8192 --layers 2 --long
 
 A graph has several layers with weights of their own, so that the L2 cache has none of them at the next replay; random
@@ -59,6 +60,7 @@ class Model(NamedTuple):
 
 MODELS = {
     "qwen3-30b-a3b": Model(Routing(128, 8), 2048, 768),
+    "qwen3.6-35b-a3b": Model(Routing(256, 8, shared=True), 2048, 512),
     "gpt-oss-20b": Model(Routing(32, 4), 2880, 2880),
     "mixtral-8x7b": Model(Routing(8, 2), 4096, 14336),
     "olmoe-7b": Model(Routing(64, 8, renormalised=False), 2048, 1024),
@@ -107,15 +109,16 @@ class Layer:
 
     def __init__(self, model: Model, num_tokens: int, kind: str) -> None:
         routing, hidden, inner = model
-        pairs = num_tokens * routing.top_k
+        pairs, matrices = num_tokens * routing.num_pairs, routing.num_matrices
         self.routing = routing
 
         def halves(*shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_()
 
-        self.x, self.router = halves(num_tokens, hidden), halves(routing.num_experts, hidden)
-        self.gate_up = matrix(routing.num_experts * 2 * inner, hidden, kind)
-        self.down = matrix(routing.num_experts * hidden, inner, kind)
+        # A gate of a shared expert is one more output.
+        self.x, self.router = halves(num_tokens, hidden), halves(matrices, hidden)
+        self.gate_up = matrix(matrices * 2 * inner, hidden, kind)
+        self.down = matrix(matrices * hidden, inner, kind)
         self.hidden, self.normed, self.norm = halves(num_tokens, hidden), halves(num_tokens, hidden), halves(hidden)
         self.inner, self.results = halves(pairs, inner), halves(pairs, hidden)
         words = torch.zeros(ExpertLists.num_words(num_tokens, routing), device="cuda")
@@ -140,7 +143,7 @@ class Layer:
             "route": lambda: route(self.x, self.router, routing, lists, block=config.block, num_rows=self.real),
             "gate_up": lambda: gate_up_products(self.x, self.gate_up, lists, routing, config, self.inner),
             "down": lambda: down_products(self.inner, self.down, lists, routing, config, self.results),
-            "add": lambda: add_results(self.results, self.hidden, routing.top_k, num_rows=self.real, norm=norm),
+            "add": lambda: add_results(self.results, self.hidden, routing.num_pairs, num_rows=self.real, norm=norm),
         }
 
     def tflops(self, us: float) -> float:
@@ -150,7 +153,7 @@ class Layer:
     def floor_us(self) -> tuple[float, int]:
         """Return the microseconds that reading the chosen experts takes at least, and their number, after a route."""
         chosen = len(self.lists.experts_Tk.unique())
-        weights = (nbytes(self.gate_up) + nbytes(self.down)) * chosen / self.routing.num_experts
+        weights = (nbytes(self.gate_up) + nbytes(self.down)) * chosen / self.routing.num_matrices
         return (weights + self.router.nbytes) / BYTES_PER_US, chosen
 
 

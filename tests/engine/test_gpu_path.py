@@ -79,7 +79,7 @@ class HostPlatform(cuda_platform.CudaPlatform):
 @pytest.fixture(autouse=True)
 def matrices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights as they lie on a GPU."""
-    monkeypatch.setattr(WeightAllocator, "matrix", lambda self, size_in, size_out: self.tensor(size_out, size_in).t())
+    monkeypatch.setattr(WeightAllocator, "by_outputs", True)
 
 
 @pytest.fixture(autouse=True)
@@ -165,7 +165,7 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", ["qwen3", "gemma2", "qwen2_moe"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "qwen2_moe", "glm4_moe"])
 def test_a_whole_engine(family: str, tmp_path: Path) -> None:
     """Chunks, mixed batches, prefixes found again, more requests than slots, samples, scored prompts."""
     reference = make_checkpoint(family, tmp_path, **HEADS)
@@ -193,11 +193,15 @@ def test_state_layers(family: str, tmp_path: Path) -> None:
     """In float32: prompts in chunks, in batches with decodes, and from a checkpoint; graphs equal eager steps."""
     sizes: dict[str, Any] = {"head_dim": 64, "num_key_value_heads": 2}
     if family == "nemotron_h":
+        # The shared expert has the size of the others, and is one of them.
+        sizes |= {"moe_shared_expert_intermediate_size": 24}
         sizes |= {"layers_block_type": ["linear_attention", "full_attention", "mlp", "moe"]}
     if family == "falcon_h1":
         sizes = {"num_attention_heads": 2, "num_key_value_heads": 1}
     if family.startswith("qwen"):
         sizes |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+    if family == "qwen3_next":
+        sizes |= {"shared_expert_intermediate_size": 24}
     reference = make_checkpoint(family, tmp_path, **sizes)
     engine = start_engine(tmp_path, dtype="float32")
     session = Session(engine.core, engine.plan.model, None, 0, GrammarCompiler(lambda: None, ()))

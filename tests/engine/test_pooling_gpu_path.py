@@ -48,7 +48,7 @@ def wanted_row(model: Any, prompt: list[int], name: str) -> np.ndarray:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, on which the next test runs")
 @pytest.mark.parametrize("name", ["bert_classes", "modernbert"])
 def test_a_whole_engine(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(WeightAllocator, "matrix", lambda self, size_in, size_out: self.tensor(size_out, size_in).t())
+    monkeypatch.setattr(WeightAllocator, "by_outputs", True)
     model = make_encoder(name, tmp_path, **SIZES)
     config = EngineConfig(
         model=str(tmp_path),

@@ -52,7 +52,7 @@ class HostPlatform(cuda_platform.CudaPlatform):
 
 @pytest.fixture(autouse=True)
 def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(WeightAllocator, "matrix", lambda self, size_in, size_out: self.tensor(size_out, size_in).t())
+    monkeypatch.setattr(WeightAllocator, "by_outputs", True)
     # The interpreter runs one launch at a time.
     lock, launch = threading.Lock(), interpreter.GridExecutor.__call__
 
@@ -108,6 +108,7 @@ NGRAM = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}
         ("qwen2", NGRAM),
         ("olmo2", {}),
         ("mixtral", {}),
+        ("glm4_moe", {}),
         ("gemma2", {}),
         ("qwen3_5", {}),
         ("nemotron_h", {}),

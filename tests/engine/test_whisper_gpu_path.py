@@ -94,7 +94,7 @@ def check(model: Any, prompt: EncoderTokens, output: Any, near: float) -> None:
 def test_a_whole_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The encoder in batches of 2 and 1, chunks of prompts, mixed steps whose last layer leaves rows out, decodes."""
     monkeypatch.setattr("phonograph.models.layers.triton_parts._FEW_TOKENS", 8)
-    monkeypatch.setattr(WeightAllocator, "matrix", lambda self, size_in, size_out: self.tensor(size_out, size_in).t())
+    monkeypatch.setattr(WeightAllocator, "by_outputs", True)
     model = make_timed(tmp_path, encoder_layers=1, decoder_layers=2)
     config = EngineConfig(
         model=str(tmp_path),

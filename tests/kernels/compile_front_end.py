@@ -204,27 +204,29 @@ def launch_experts() -> None:
     routings = (
         Routing(128, 8),
         Routing(24, 4, sigmoid=True, num_groups=4, top_groups=2),
+        Routing(256, 8, shared=True),
     )
     for routing, tokens in itertools.product(routings, (1, 200, 700)):
-        width, inner, pairs, num_experts = 256, 128, tokens * routing.top_k, routing.num_experts
+        width, inner, pairs, num_experts = 256, 128, tokens * routing.num_pairs, routing.num_matrices
         words = torch.zeros(ExpertLists.num_words(tokens, routing))
         lists = ExpertLists.over(words, tokens, routing, ExpertLists.counters(tokens, CPU))
         x, real = halves(tokens, width), ints(1)
         config = expert_config(tokens, routing)
-        bias = torch.zeros(num_experts) if routing.sigmoid else None
-        of_route = {"choice_bias_X": bias, "router_bias_O": halves(num_experts + 1), "num_rows": real}
-        route(x, halves(num_experts + 1, width), routing, lists, block=config.block, **of_route)
-        count_pairs(lists.experts_Tk, longs(num_experts))
-        chosen = longs(tokens, routing.top_k), halves(tokens, routing.top_k)
-        list_experts(*chosen, routing, lists, block=config.block)
+        bias, outputs = torch.zeros(num_experts) if routing.sigmoid else None, routing.num_experts + 1
+        of_route = {"choice_bias_X": bias, "router_bias_O": halves(outputs), "num_rows": real}
+        route(x, halves(outputs, width), routing, lists, block=config.block, **of_route)
+        count_pairs(lists.experts_Tk, longs(routing.num_experts), shared=routing.shared)
+        if not routing.shared:
+            chosen = longs(tokens, routing.top_k), halves(tokens, routing.top_k)
+            list_experts(*chosen, routing, lists, block=config.block)
         gate_up, down = halves(num_experts * 2 * inner, width), halves(num_experts * width, inner)
         if tokens == 1:
             tiles, norm, row = row_config(width, inner), (halves(width), 1e-6, halves(1, width)), halves(pairs, inner)
-            route_row(x, halves(num_experts + 1, width), routing, lists, tiles.route, norm=norm, **of_route)
+            route_row(x, halves(outputs, width), routing, lists, tiles.route, norm=norm, **of_route)
             gate_up_row(x, gate_up, lists, tiles.gate_up, row, halves(num_experts * 2 * inner), mode=CLAMPED_SWIGLU)
             add_down_row(row, down, lists, tiles.down, x, halves(num_experts * width), factor=0.5)
         factors, scale = routing._replace(logit_factor=0.1), torch.zeros(num_experts)
-        route(x, halves(num_experts, width), factors, lists, block=config.block, expert_scale_X=scale)
+        route(x, halves(outputs - 1, width), factors, lists, block=config.block, expert_scale_X=scale)
         for mode in (SILU, GELU, CLAMPED_SWIGLU):
             biases = halves(num_experts * 2 * inner)
             gate_up_products(x, gate_up, lists, routing, config, halves(pairs, inner), biases, mode=mode)
@@ -243,7 +245,7 @@ def launch_experts() -> None:
         shared = x, lists.shared_T
         for weights in (halves(width), torch.zeros(width)):
             norm = weights, 1e-6, x
-            add_results(halves(pairs, width), x, routing.top_k, num_rows=real, shared=shared, norm=norm)
+            add_results(halves(pairs, width), x, routing.num_pairs, num_rows=real, shared=shared, norm=norm)
 
 
 def launch_states() -> None:

@@ -203,9 +203,7 @@ def test_a_whole_decoder(batch_invariant: bool, device: torch.device, monkeypatc
     head = LayerMatrix("lm_head", "", (MatrixPart("lm_head", 300),), 128)
     spec = replace(demo, vocab_size=300, hidden_size=128, layers=(layer,), head=head)
     with torch.inference_mode():
-        monkeypatch.setattr(
-            WeightAllocator, "matrix", lambda self, size_in, size_out: self.tensor(size_out, size_in).t()
-        )
+        monkeypatch.setattr(WeightAllocator, "by_outputs", True)
         model = Transformer(spec, torch.float16, device)
         generator = torch.Generator().manual_seed(6)
         for parameter in model.parameters:

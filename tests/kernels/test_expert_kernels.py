@@ -31,18 +31,30 @@ def test_routes(name: str, num_tokens: int, count: int, device: torch.device) ->
     problem.check_lists(count, TILE)
 
 
+@pytest.mark.parametrize(("num_tokens", "count"), [(1, 1), (2, 0), (16, 16), (257, 257), (300, 299)])
+def test_routes_to_a_shared_expert_without_a_gate(num_tokens: int, count: int, device: torch.device) -> None:
+    problem = Problem(num_tokens, ROUTINGS["shared"], device)
+    problem.router_OE = problem.router_OE[:-1]
+    problem.route(num_rows=torch.tensor([count], dtype=torch.int32, device=device))
+    check_choice(problem, count)
+    problem.check_lists(count, TILE)
+
+
+@pytest.mark.parametrize("name", ["many", "shared"])
 @pytest.mark.parametrize(("num_tokens", "count"), [(1, 1), (7, 0), (70, 33)])
-def test_counts_of_pairs(num_tokens: int, count: int, device: torch.device) -> None:
-    """Padding counts nothing, and counts of several steps add up, beyond 32 bits too."""
-    routing = ROUTINGS["many"]
+def test_counts_of_pairs(name: str, num_tokens: int, count: int, device: torch.device) -> None:
+    """Padding and a shared expert count nothing. Counts of several steps add up, beyond 32 bits too."""
+    routing = ROUTINGS[name]
     problem = Problem(num_tokens, routing, device)
     problem.route(num_rows=torch.tensor([count], dtype=torch.int32, device=device))
-    before = torch.arange(routing.num_experts, device=device) + 2**33
-    load_X = before.clone()
+    before = torch.arange(routing.num_experts + 1, device=device) + 2**33
+    memory = before.clone()
+    load_X = memory[:-1]
     for _ in range(2):
-        count_pairs(problem.lists.experts_Tk, load_X)
-    chosen = problem.lists.experts_Tk[:count].flatten().long()
-    assert (load_X - before).tolist() == (2 * torch.bincount(chosen, minlength=routing.num_experts)).tolist()
+        count_pairs(problem.lists.experts_Tk, load_X, shared=routing.shared)
+    chosen = problem.lists.experts_Tk[:count, : routing.top_k].flatten().long()
+    assert memory[-1] == before[-1]
+    assert (load_X - before[:-1]).tolist() == (2 * torch.bincount(chosen, minlength=routing.num_experts)).tolist()
 
 
 @pytest.mark.parametrize("sigmoid", [False, True])
@@ -64,7 +76,10 @@ def test_factors_of_logits_and_of_experts(sigmoid: bool, device: torch.device) -
 
 @pytest.mark.parametrize(
     ("name", "num_tokens", "block"),
-    [*((name, 3 * LARGE_TILE + 5, 32) for name in ("few", "many", "odd groups")), ("all", 8 * LARGE_TILE + 5, 256)],
+    [
+        *((name, 3 * LARGE_TILE + 5, 32) for name in ("few", "many", "odd groups", "shared")),
+        *((name, 8 * LARGE_TILE + 5, 256) for name in ("all", "shared, few")),
+    ],
 )
 def test_two_launches(
     name: str, num_tokens: int, block: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
@@ -144,7 +159,7 @@ TILES = (
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("config", TILES)
 @pytest.mark.parametrize(
-    ("name", "num_tokens", "count"), [("few", 1, 1), ("many", 9, 7), ("one", 70, 70), ("few", 5, 0)]
+    ("name", "num_tokens", "count"), [("few", 1, 1), ("many", 9, 7), ("one", 70, 70), ("few", 5, 0), ("shared", 21, 17)]
 )
 def test_products(
     name: str, num_tokens: int, count: int, config: ExpertConfig, dtype: torch.dtype, device: torch.device, mode: int
@@ -160,7 +175,7 @@ def test_products(
     x_TE[count:] = torch.nan
     real = torch.tensor([count], dtype=torch.int32, device=device)
     problem.route(block=config.block, num_rows=real)
-    lists, num_experts = problem.lists, routing.num_experts
+    lists, num_experts = problem.lists, routing.num_matrices
     clamped, parts = mode == CLAMPED_SWIGLU, 1 if mode == RELU2 else 2
     gate_up = (torch.randn(num_experts, parts * inner, width) * (1 + 5 * clamped) / width**0.5).to(device, dtype)
     down = (torch.randn(num_experts, width, inner) / inner**0.5).to(device, dtype)
@@ -169,7 +184,7 @@ def test_products(
     for expert in set(range(num_experts)) - chosen:
         for tensor in (gate_up, down, *(bias for bias in biases if bias is not None)):
             tensor[expert] = torch.nan
-    pairs = num_tokens * routing.top_k
+    pairs = num_tokens * routing.num_pairs
     inner_PI = torch.full((pairs, inner), torch.nan, dtype=dtype, device=device)
     results_PE = torch.full((pairs, width), torch.nan, dtype=dtype, device=device)
     flat = [None if bias is None else bias.flatten() for bias in biases]
@@ -186,7 +201,7 @@ def test_products(
     expert_results.add_results(
         results_PE,
         hidden,
-        routing.top_k,
+        routing.num_pairs,
         factor=0.5,
         num_rows=real,
         shared=(shared, lists.shared_T),

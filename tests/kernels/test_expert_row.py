@@ -19,11 +19,13 @@ def norm_of(x_1E: torch.Tensor) -> tuple[torch.Tensor, float, torch.Tensor]:
     return torch.randn(x_1E.shape[1]).to(x_1E), 1e-5, torch.full_like(x_1E, torch.nan)
 
 
+@pytest.mark.parametrize("gate", [False, True])
 @pytest.mark.parametrize("name", ROUTINGS)
 @pytest.mark.parametrize("normed", [False, True])
-def test_routes(name: str, normed: bool, device: torch.device) -> None:
+def test_routes(name: str, normed: bool, gate: bool, device: torch.device) -> None:
     problem = Problem(1, ROUTINGS[name], device)
-    lists, k = problem.lists, problem.routing.top_k
+    problem.router_OE = problem.router_OE[: problem.routing.num_experts + gate]
+    lists, k = problem.lists, problem.routing.num_pairs
     norm = norm_of(problem.x_TE) if normed else None
     arguments = problem.x_TE, problem.router_OE, problem.routing, lists, ROUTE
     route_row(*arguments, norm=norm, choice_bias_X=problem.bias_X)
@@ -53,14 +55,14 @@ def test_ties_and_logits_that_are_no_numbers(device: torch.device) -> None:
 @pytest.mark.parametrize("mode", [SILU, GELU, CLAMPED_SWIGLU])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("tiles", TILES)
-@pytest.mark.parametrize("name", ["few", "many", "one"])
+@pytest.mark.parametrize("name", ["few", "many", "one", "shared"])
 def test_products(
     name: str, tiles: tuple[RowTile, RowTile], dtype: torch.dtype, mode: int, device: torch.device
 ) -> None:
     """Experts that were not chosen are NaN. A row of padding stays as it is."""
     width, inner, routing = 50, 27, ROUTINGS[name]
     problem = Problem(1, routing, device, width)
-    x_1E, lists, num_experts = problem.x_TE.to(dtype), problem.lists, routing.num_experts
+    x_1E, lists, num_experts = problem.x_TE.to(dtype), problem.lists, routing.num_matrices
     route_row(x_1E, problem.router_OE.to(dtype), routing, lists, ROUTE)
     clamped = mode == CLAMPED_SWIGLU
     gate_up = (torch.randn(num_experts, 2 * inner, width) * (1 + 5 * clamped) / width**0.5).to(device, dtype)
@@ -69,7 +71,7 @@ def test_products(
     for expert in set(range(num_experts)) - set(lists.experts_Tk[0].tolist()):
         for tensor in (gate_up, down, *(bias for bias in biases if bias is not None)):
             tensor[expert] = torch.nan
-    inner_kI = torch.full((routing.top_k, inner), torch.nan, dtype=dtype, device=device)
+    inner_kI = torch.full((routing.num_pairs, inner), torch.nan, dtype=dtype, device=device)
     hidden = torch.randn(1, width).to(device, dtype)
     wanted = hidden.double() + 0.5 * reference(x_1E, (gate_up, down), biases, mode, lists, 1)
     flat = [None if bias is None else bias.flatten() for bias in biases]

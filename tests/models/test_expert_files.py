@@ -23,6 +23,7 @@ from phonograph.errors import ConfigError, ModelError, PhonographError, Unsuppor
 from phonograph.kernels.torch.grouped import dequantize
 from phonograph.kernels.torch.layers import rms_norm
 from phonograph.models.layers.expert_spec import LayerExperts
+from phonograph.models.layers.linear import WeightAllocator
 from phonograph.models.quantization.cpu_weights import CpuProducts, Int4Weight
 from phonograph.models.spec import read_model_spec
 from phonograph.models.weights.loading import begin_loading
@@ -38,9 +39,13 @@ def logits(folder: Path, **settings: Any) -> torch.Tensor:
     return sequences.step([(sequences.add(), TOKENS)])[0]
 
 
+@pytest.mark.parametrize("joint", [False, True])
 @pytest.mark.parametrize("name", ["gptq", "awq", "packed 8 bits", "int8 channel", "fp8", "fp8 blocks"])
-def test_quantized_experts_are_those_of_the_file(name: str, tmp_path: Path) -> None:
-    """The router stays as it is."""
+def test_quantized_experts_are_those_of_the_file(
+    name: str, joint: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The router stays as it is. On a GPU the shared expert has one memory with the others."""
+    monkeypatch.setattr(WeightAllocator, "by_outputs", joint)
     make_checkpoint("qwen2_moe", tmp_path, moe_intermediate_size=40)
     plain = (tmp_path / "config.json").read_text()
     meant = quantize_checkpoint(tmp_path, FORMATS[name])
@@ -48,6 +53,7 @@ def test_quantized_experts_are_those_of_the_file(name: str, tmp_path: Path) -> N
     spec = read_model_spec(tmp_path)
     assert spec.layers[1].feed_forward.router.scheme is None and spec.layers[1].feed_forward.down.scheme is not None
     model = load_model(spec, tmp_path, dtype=torch.float32, device=CPU)
+    assert (model.weights[1].feed_forward.joint is not None) == joint
     measured = sum(tensor.nbytes for weight in model.quantized for tensor in weight.values if torch.is_tensor(tensor))
     measured += sum(parameter.nbytes for parameter in model.parameters)
     assert measured == spec.weight_bytes("float32")
@@ -288,6 +294,17 @@ def test_refused_by_a_plan(tmp_path: Path) -> None:
         changed(tmp_path, quantization_config=config)
         with pytest.raises(UnsupportedModelError, match=message):
             make_plan(EngineConfig(model=str(tmp_path), dtype=dtype), read_model_spec(tmp_path), gpu)
+
+
+@pytest.mark.parametrize(("size", "kernel"), [(24, "expert_products"), (40, "gemv"), (None, "expert_products")])
+def test_products_of_a_shared_expert_are_named(size: int | None, kernel: str, tmp_path: Path) -> None:
+    """On a GPU a shared expert of the experts' size is one of them."""
+    sizes = {} if size is None else {"shared_expert_intermediate_size": size}
+    make_checkpoint("glm4_moe" if size is None else "qwen2_moe", tmp_path, **sizes)
+    for device, wanted in (("h200", kernel), ("cpu", "torch")):
+        rows = product_rows(read_model_spec(tmp_path), "bfloat16", known_device(device))
+        shared = [one for one in rows if one.layer.startswith("shared")]
+        assert len(shared) == 2 and all(one.kernels[0][1] == wanted for one in shared)
 
 
 def test_products_of_experts_are_named() -> None:

@@ -15,6 +15,7 @@ from phonograph.kernels.triton.experts.count_pairs import count_pairs
 from phonograph.models.layers import triton_experts
 from phonograph.models.layers.kernel_set import KernelSet
 from phonograph.models.layers.linear import WeightAllocator
+from phonograph.models.layers.part_weights import ExpertsWeights
 from phonograph.models.layers.rotary import rotary_tables
 from phonograph.models.layers.torch_parts import TorchKernels
 from phonograph.models.layers.triton_parts import TritonExperts, TritonKernels
@@ -44,6 +45,10 @@ CASES = [(family, torch.float32, None) for family in EXPERT_FAMILIES]
 # One family for each way to route and each kind of expert.
 CASES += [(family, FLOAT16, None) for family in ("qwen2_moe", "glm4_moe", "gpt_oss", "gemma4_moe")]
 CASES += [("qwen2_moe", FLOAT16, scheme) for scheme in SCHEMES]
+# Shared experts of the experts' size and format are one of them on a GPU. With MXFP4 they are in 16 bits.
+ALIKE = " alike"
+CASES += [(family + ALIKE, torch.float32, None) for family in ("qwen2_moe", "granitemoeshared", "granite4_moe")]
+CASES += [("qwen2_moe" + ALIKE, FLOAT16, scheme) for scheme in (None, *SCHEMES)]
 
 
 class Sets:
@@ -53,12 +58,18 @@ class Sets:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         inner = 64 if isinstance(scheme, Mxfp4Scheme) else 32
         sizes = {"moe_intermediate_size": inner, "intermediate_size": inner}
+        if family.endswith(ALIKE):
+            family = family.removesuffix(ALIKE)
+            sizes |= {"shared_expert_intermediate_size": inner, "shared_intermediate_size": inner}
+        alike = (family == "glm4_moe" or len(sizes) > 2) and not isinstance(scheme, Mxfp4Scheme)
         own = {name: size for name, size in sizes.items() if EXPERT_FAMILIES[family][2].get(name)}
         make_checkpoint(family, folder, seed=2, **own)
         only = ("mlp.experts",) if isinstance(scheme, Mxfp4Scheme) else ()
         quantization = None if scheme is None else Quantization("", scheme, only=only)
         spec = read_model_spec(folder).with_quantization(quantization)
         self.model = model = Transformer(spec, dtype, device)
+        experts = [one.feed_forward for one in model.weights if isinstance(one.feed_forward, ExpertsWeights)]
+        assert all((one.joint is not None) == alike for one in experts)
         generator = torch.Generator().manual_seed(5)
         for weight in model.parameters:
             drawn = torch.randn(weight.shape, generator=generator)
@@ -93,7 +104,7 @@ class Sets:
 def sets(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sets:
     family, dtype, scheme = request.param
     monkeypatch.setattr(mxfp4, "_in_order_of_gpu", lambda _: True)
-    monkeypatch.setattr(WeightAllocator, "matrix", lambda self, ins, outs: self.tensor(outs, ins).t())
+    monkeypatch.setattr(WeightAllocator, "by_outputs", True)
     with torch.inference_mode():
         return Sets(tmp_path, family, dtype, None if scheme is None else SCHEMES[scheme])
 
@@ -116,16 +127,17 @@ def test_rows_that_are_kept(sets: Sets) -> None:
     assert (found - wanted).norm() <= LIMITS[sets.model.dtype] * wanted.norm()
 
 
+@pytest.mark.parametrize("family", ["qwen2_moe", "qwen2_moe" + ALIKE])
 @torch.inference_mode()
-def test_both_sets_count_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_sets_count_alike(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of padding count nothing. Without counters no kernel counts."""
-    monkeypatch.setattr(WeightAllocator, "matrix", lambda self, ins, outs: self.tensor(outs, ins).t())
-    sets = Sets(tmp_path, "qwen2_moe", torch.float32, None)
+    monkeypatch.setattr(WeightAllocator, "by_outputs", True)
+    sets = Sets(tmp_path, family, torch.float32, None)
     launched: list[int] = []
 
-    def seen(experts_Tk: torch.Tensor, load_X: torch.Tensor) -> None:
+    def seen(experts_Tk: torch.Tensor, load_X: torch.Tensor, **settings: bool) -> None:
         launched.append(len(experts_Tk))
-        count_pairs(experts_Tk, load_X)
+        count_pairs(experts_Tk, load_X, **settings)
 
     monkeypatch.setattr(triton_experts, "count_pairs", seen)
     ids = torch.arange(MAX_TOKENS, dtype=torch.int32, device=sets.model.device) * 3

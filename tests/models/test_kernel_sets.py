@@ -166,7 +166,7 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def lay_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(WeightAllocator, "matrix", lambda self, size_in, size_out: self.tensor(size_out, size_in).t())
+    monkeypatch.setattr(WeightAllocator, "by_outputs", True)
 
 
 def make_model(

@@ -87,7 +87,7 @@ def expected(spec: ModelSpec, weights: dict[str, torch.Tensor], ids: torch.Tenso
 def test_layers_are_the_formula(folder: Path, kernel_set: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if kernel_set == "triton":
-        monkeypatch.setattr(WeightAllocator, "matrix", lambda self, ins, outs: self.tensor(outs, ins).t())
+        monkeypatch.setattr(WeightAllocator, "by_outputs", True)
     spec = read_model_spec(folder)
     model = load_model(spec, folder, dtype=torch.float32, device=device)
     table = rotary_tables(spec, 64, torch.float32, device)

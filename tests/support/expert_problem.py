@@ -20,6 +20,8 @@ ROUTINGS = {
     "groups": Routing(24, 5, sigmoid=True, scale=1.5, num_groups=4, top_groups=2),
     "odd groups": Routing(15, 4, sigmoid=True, num_groups=3, top_groups=2),
     "sigmoid": Routing(9, 3, sigmoid=True, renormalised=False),
+    "shared": Routing(15, 4, sigmoid=True, scale=1.5, num_groups=3, top_groups=2, shared=True),
+    "shared, few": Routing(4, 1, shared=True),
 }
 
 
@@ -45,13 +47,13 @@ class Problem:
 
     def check_lists(self, count: int, block: int) -> None:
         """Check that pairs and items are those of the experts of the first `count` tokens."""
-        lists, k = self.lists, self.routing.top_k
+        lists, k = self.lists, self.routing.num_pairs
         experts = lists.experts_Tk[:count].flatten().cpu()
         order = experts.sort(stable=True).indices
         assert lists.pairs_P[: count * k].tolist() == order.tolist()
         wanted: list[list[int]] = []
         start = 0
-        for expert in range(self.routing.num_experts):
+        for expert in range(self.routing.num_matrices):
             pairs = int((experts == expert).sum())
             wanted += [[expert, start + first, min(block, pairs - first)] for first in range(0, pairs, block)]
             start += pairs
@@ -63,10 +65,15 @@ def check_choice(problem: Problem, count: int) -> None:
     lists, routing = problem.lists, problem.routing
     logits = (problem.x_TE.double() @ problem.router_OE.double().t()).float()
     experts, weights = torch_route(logits[:count, : routing.num_experts], routing, problem.bias_X)
+    if routing.shared:
+        experts = torch.nn.functional.pad(experts, (0, 1), value=routing.num_experts)
+        gates = logits[:count, routing.num_experts :].sigmoid()
+        weights = torch.cat((weights, gates if gates.numel() else torch.ones_like(weights[:, :1])), 1)
     assert lists.experts_Tk[:count].tolist() == experts.tolist()
     assert (lists.experts_Tk[count:] == -1).all()
     torch.testing.assert_close(lists.weights_Tk[:count], weights, rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(lists.shared_T[:count], logits[:count, -1].sigmoid(), rtol=1e-4, atol=1e-6)
+    if logits.shape[1] > routing.num_experts:
+        torch.testing.assert_close(lists.shared_T[:count], logits[:count, -1].sigmoid(), rtol=1e-4, atol=1e-6)
 
 
 def activated(gate: torch.Tensor, up: torch.Tensor, mode: int) -> torch.Tensor:

@@ -12,6 +12,7 @@ from phonograph.core.device import DeviceSpec
 from phonograph.kernels.torch.grouped import MAX_GROUPED_ROWS
 from phonograph.kernels.triton.gemm.choose import choose
 from phonograph.kernels.triton.gemm.product_plan import GemmDevice
+from phonograph.models.layers.expert_spec import LayerExperts
 from phonograph.models.layers.layer_matrix import LayerMatrix
 from phonograph.models.modules.module_spec import ModuleSpec
 from phonograph.models.quantization.cpu_weights import CpuProducts
@@ -23,6 +24,7 @@ _ROWS = 1, 8, 16, 32, 64, 128, 256, 512
 
 Kernels = tuple[tuple[int | None, str], ...]
 """Kernels by the largest number of rows that they multiply; None for any."""
+_EXPERTS: Kernels = ((None, "expert_products"),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +62,12 @@ def product_rows(
     found: dict[tuple[str, str, int, int], ProductRow] = {}
     matrices = [matrix for layer in model.layers for matrix in layer.matrices]
     head = () if model.pooler else (model.head,)
+    experts = [one for layer in model.kinds if isinstance(one := layer.feed_forward, LayerExperts)]
+    joint = {matrix for one in experts if one.shared and one.gpu_routing.shared for matrix in one.shared.matrices}
     for matrix in (*matrices, *head):
         one = _weights(matrix, dtype, device, cpu_products)
+        if matrix in joint and device.kind != "cpu":
+            one = replace(one, kernels=_EXPERTS)
         key = one.layer, one.format, one.outputs, one.inputs
         before = found.get(key)
         count, nbytes = (0, 0) if before is None else (before.count, before.nbytes)
@@ -93,7 +99,7 @@ def product_kernels(
     if device.kind == "cpu":
         return _cpu_kernels(matrix.scheme, matrix.num_inputs, dtype, cpu_products)
     if matrix.num_experts is not None:
-        return ((None, "expert_products"),)
+        return _EXPERTS
     if matrix.name == "router":
         return ((None, "route"),)
     weights, gemm_device = matrix.weight_format(dtype), GemmDevice.of(device)

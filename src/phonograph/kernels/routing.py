@@ -24,6 +24,7 @@ class Routing(NamedTuple):
             the sum of its two highest.
         top_groups: see `num_groups`.
         logit_factor: factor of the logits.
+        shared: each token has expert X too, as its last one. The weight is the sigmoid of a gate, or 1.
     """
 
     num_experts: int
@@ -34,3 +35,14 @@ class Routing(NamedTuple):
     num_groups: int = 1
     top_groups: int = 1
     logit_factor: float = 1.0
+    shared: bool = False
+
+    @property
+    def num_matrices(self) -> int:
+        """Number of experts, with a shared one."""
+        return self.num_experts + self.shared
+
+    @property
+    def num_pairs(self) -> int:
+        """Number of a token's experts, with a shared one."""
+        return self.top_k + self.shared

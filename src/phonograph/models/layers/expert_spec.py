@@ -62,6 +62,18 @@ class LayerExperts:
         return self.router.num_outputs > self.routing.num_experts
 
     @property
+    def gpu_routing(self) -> Routing:
+        """Routing on a GPU: a shared expert with the size, format and input of the others is one of them."""
+        shared = self.shared
+        alike = (
+            shared is not None
+            and (shared.activation, *shared.norms, self.sum_norm) == (self.activation, None, None, None)
+            and _alike(shared.gate_up, self.gate_up)
+            and _alike(shared.down, self.down)
+        )
+        return self.routing._replace(shared=alike)
+
+    @property
     def other_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shapes of tensors of a checkpoint that are neither projections nor norms, by name in the layer."""
         num_experts, hidden_size = self.routing.num_experts, self.router.num_inputs
@@ -95,6 +107,12 @@ class LayerExperts:
             down=down,
             shared=None if self.shared is None else self.shared.with_schemes(scheme_of),
         )
+
+
+def _alike(shared: LayerMatrix, experts: LayerMatrix) -> bool:
+    """Return True if the matrix of a shared expert has the size and format of the experts', without biases."""
+    sizes = [(one.shape, one.scheme, one.bias) for one in (shared, experts)]
+    return sizes[0] == sizes[1] and not shared.bias
 
 
 def _check_fused(matrix: LayerMatrix) -> None:

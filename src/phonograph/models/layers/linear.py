@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -105,11 +105,21 @@ class WeightAllocator:
         """Return a tensor that is not in `parameters`."""
         return self.make_empty(shape, dtype=dtype or self.dtype, device=self.device)
 
+    @property
+    def by_outputs(self) -> bool:
+        """True if the rows of a matrix in memory are outputs, as on a GPU (`DenseWeight`)."""
+        return self.device.type != "cpu"
+
     def matrix(self, size_in: int, size_out: int) -> torch.Tensor:
         """Return [size_in, size_out] in the memory layout of `DenseWeight`."""
-        if self.device.type == "cpu":
-            return self.tensor(size_in, size_out)
-        return self.tensor(size_out, size_in).t()
+        return self.tensor(size_out, size_in).t() if self.by_outputs else self.tensor(size_in, size_out)
+
+    def joint(self, experts: LayerMatrix, shared: LayerMatrix) -> tuple[Linear, Linear, LinearWeight]:
+        """Return layers of experts and of a shared expert like them, and the weights in which its rows come last."""
+        assert experts.num_experts is not None
+        whole, outputs = self.linear(replace(experts, num_experts=experts.num_experts + 1)).weight, experts.num_outputs
+        of_shared = whole.rows(outputs, outputs + shared.num_outputs)
+        return Linear(experts, whole.rows(0, outputs)), Linear(shared, of_shared), whole
 
     def linear(self, matrix: LayerMatrix) -> Linear:
         """Return a layer without contents, in the format of the matrix."""

@@ -23,6 +23,7 @@ from phonograph.models.layers.linear import Linear, WeightAllocator, norm_views
 from phonograph.models.layers.states.state_mixer import StateMixer
 from phonograph.models.layers.states.state_weights import StateWeights
 from phonograph.models.quantization.block_embedding import Embedding
+from phonograph.models.quantization.scheme import LinearWeight
 
 Norm = Callable[[str | None], torch.Tensor | None]
 """Allocator of a norm by its name; None for no norm."""
@@ -124,6 +125,8 @@ class ExpertsWeights:
         router_norm: [E], or None; so is `sum_norm`.
         expert_scale: float32 [X], or None.
         scalar: [1], factor of the stream after them, or None.
+        joint: weights of `gate_up` and of `down`, each with the rows of the shared expert after its own; None if the
+            shared expert has memory of its own.
     """
 
     spec: LayerExperts
@@ -138,6 +141,7 @@ class ExpertsWeights:
     expert_scale: torch.Tensor | None = None
     sum_norm: torch.Tensor | None = None
     scalar: torch.Tensor | None = None
+    joint: tuple[LinearWeight, LinearWeight] | None = None
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -279,15 +283,26 @@ def _experts(spec: LayerExperts, norm: Norm, allocate: WeightAllocator) -> Exper
     def by_expert(name: str | None) -> torch.Tensor | None:
         return None if name is None else allocate.tensor(spec.routing.num_experts, dtype=torch.float32)
 
-    choice_bias = by_expert(spec.choice_bias)
+    choice_bias, input_norm, router = by_expert(spec.choice_bias), norm(spec.input_norm), allocate.linear(spec.router)
+    if spec.shared is not None and spec.gpu_routing.shared and allocate.by_outputs:
+        gate_up, shared_gate_up, both_gate_up = allocate.joint(spec.gate_up, spec.shared.gate_up)
+        down, shared_down, both_down = allocate.joint(spec.down, spec.shared.down)
+        joint = both_gate_up, both_down
+        shared = FeedForwardWeights(
+            spec=spec.shared, input_norm=None, gate_up=shared_gate_up, down=shared_down, output_norm=None
+        )
+    else:
+        gate_up, down, joint = allocate.linear(spec.gate_up), allocate.linear(spec.down), None
+        shared = None if spec.shared is None else _feed_forward(spec.shared, norm, allocate)
     return ExpertsWeights(
         spec=spec,
-        input_norm=norm(spec.input_norm),
-        router=allocate.linear(spec.router),
+        input_norm=input_norm,
+        router=router,
         choice_bias=choice_bias,
-        gate_up=allocate.linear(spec.gate_up),
-        down=allocate.linear(spec.down),
-        shared=None if spec.shared is None else _feed_forward(spec.shared, norm, allocate),
+        gate_up=gate_up,
+        down=down,
+        shared=shared,
+        joint=joint,
         output_norm=norm(spec.output_norm),
         router_norm=norm(spec.router_norm),
         expert_scale=by_expert(spec.expert_scale),

@@ -1,6 +1,7 @@
 """Experts of a layer on a GPU, over the static memory of the workspace.
 
-Shapes: T tokens, k experts of a token, P = T * k pairs, E hidden size, I intermediate size of an expert.
+Shapes: T tokens, k experts of a token (with a shared one that is like them), P = T * k pairs, E hidden size, I
+intermediate size of an expert.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class ExpertKernels:
     Args:
         weights: of the experts.
         workspace: intermediates of the largest step.
-        shared: products of the shared expert, or None.
+        shared: products of the shared expert; None if there is none, or if it is one of the experts.
         eps: epsilon of the norms.
         load_X: int64, counters of each expert's pairs; None launches no kernel that counts.
         ranks: ranks that have a part of each expert; None for whole experts.
@@ -93,10 +94,11 @@ class ExpertKernels:
         self._weights, self._spec, self._shared, self._eps = weights, weights.spec, shared, eps
         self._load_X = load_X
         self._tiles = row_config(weights.gate_up.spec.num_inputs, weights.down.spec.num_inputs)
-        self._space = workspace.shared
-        assert workspace.arrived is not None
-        routing, num_tokens = weights.spec.routing, len(workspace.hidden_TE)
-        self._lists = ExpertLists.over(workspace.routing, num_tokens, routing, workspace.arrived)
+        self._space, self._routing = workspace.shared, weights.spec.gpu_routing
+        assert workspace.arrived is not None and self._routing.shared == (weights.joint is not None)
+        both = weights.joint or (weights.gate_up.weight, weights.down.weight)
+        self._gate_up, self._down = both[0].operand, both[1].operand
+        self._lists = ExpertLists.over(workspace.routing, len(workspace.hidden_TE), self._routing, workspace.arrived)
 
     def run(
         self, hidden_TE: torch.Tensor, x_TE: torch.Tensor, num_rows: torch.Tensor | None, norm: RowNorm | None = None
@@ -109,8 +111,8 @@ class ExpertKernels:
             num_rows: int32 [1], number of rows that are not padding; None for all.
             norm: norm of one row, which was not normed before.
         """
-        weights, routing, lists = self._weights, self._spec.routing, self._lists
-        gate_up, down = weights.gate_up.weight.operand, weights.down.weight.operand
+        weights, routing, lists = self._weights, self._routing, self._lists
+        gate_up, down = self._gate_up, self._down
         is_fp4 = isinstance(gate_up, Grouped) and gate_up.is_fp4()
         config = fitted(expert_config(len(x_TE), routing, fp4=is_fp4), gate_up, down)
         memory = self._memory(len(x_TE))
@@ -143,7 +145,7 @@ class ExpertKernels:
             factor: of what is added.
         """
         weights, memory = self._weights, self._memory(1)
-        gate_up, down = weights.gate_up.weight.operand, weights.down.weight.operand
+        gate_up, down = self._gate_up, self._down
         assert isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor)
         self._route(hidden_1E, 1, num_rows, norm)
         inner_kI, lists, tiles, mode = memory.inner_PI, self._lists, self._tiles, EXPERT_MODES[self._spec.activation]
@@ -160,13 +162,13 @@ class ExpertKernels:
             "expert_scale_X": weights.expert_scale,
             "num_rows": num_rows,
         }
-        routing, lists = self._spec.routing, self._lists
+        routing, lists = self._routing, self._lists
         if norm is None:
             route(x_TE, router, routing, lists, block=block, **fixed)
         else:
             route_row(x_TE, router, routing, lists, self._tiles.route, norm=norm, **fixed)
         if self._load_X is not None:
-            count_pairs(lists.experts_Tk[: len(x_TE)], self._load_X)
+            count_pairs(lists.experts_Tk[: len(x_TE)], self._load_X, shared=routing.shared)
 
     def add(
         self,
@@ -185,7 +187,7 @@ class ExpertKernels:
         add_results(
             memory.results_PE,
             hidden_TE,
-            self._spec.routing.top_k,
+            self._routing.num_pairs,
             added=added,
             factor=factor,
             num_rows=num_rows,

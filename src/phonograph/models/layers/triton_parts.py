@@ -244,16 +244,10 @@ class TritonExperts:
         self.then: TritonAttention | TritonLayerEmbedding | None = None
         self.begin = NormedInput(weights.input_norm, None, norms_one_row=weights.router_norm is None)
         self._kernels, self._weights = kernels, weights
-        shared = (
-            None
-            if weights.shared is None
-            else (
-                kernels.bind(weights.shared.gate_up, weights.shared.spec.activation),
-                kernels.bind(weights.shared.down),
-            )
-        )
+        apart = weights.shared if weights.joint is None else None
+        shared = apart and (kernels.bind(apart.gate_up, apart.spec.activation), kernels.bind(apart.down))
         self._experts = ExpertKernels(weights, kernels.workspace, shared, kernels.eps, load_X, kernels.ranks)
-        alone = (weights.shared, weights.sum_norm, weights.output_norm, weights.scalar) == (None,) * 4
+        alone = (apart, weights.sum_norm, weights.output_norm, weights.scalar) == (None,) * 4
         self._partial = weights.down.spec.partial
         plain = weights.gate_up.spec.gated and not isinstance(weights.down.weight.operand, Grouped)
         self._adds_row = alone and not self._partial and plain

@@ -110,7 +110,7 @@ class Workspace:
         feed_forwards = [layer.feed_forward for layer in spec.kinds]
         experts = [one for one in feed_forwards if isinstance(one, LayerExperts)]
         feed_forward = max(map(_feed_forward_width, feed_forwards))
-        words = max((ExpertLists.num_words(num_tokens, one.routing) for one in experts), default=0)
+        words = max((ExpertLists.num_words(num_tokens, one.gpu_routing) for one in experts), default=0)
         num_rows = num_tokens if spec.pooler and spec.pooler.pooling == "all" else num_logits
         embedded = 0 if spec.layer_embeddings is None else spec.layer_embeddings.size
         written_out, fp8_inputs = quantized_sizes(spec, str(dtype).removeprefix("torch."), gemm_device)
@@ -152,14 +152,15 @@ class Workspace:
 def expert_memory(spec: LayerExperts) -> list[tuple[int, int]]:
     """Return the slices of `shared` that experts take, as the rows of a token and their width.
 
-    These are inner rows and results of its experts, then gates and ups and the result of a shared expert, then a norm
-    of the stream for the router or the shared expert. What an expert has not takes none.
+    These are inner rows and results of its experts, then gates and ups and the result of a shared expert that is none
+    of them, then a norm of the stream for the router or the shared expert. What an expert has not takes none.
     """
-    top_k, hidden_size = spec.routing.top_k, spec.down.expert_outputs
-    shared = (0, 0) if spec.shared is None else (spec.shared.gate_up.num_outputs, hidden_size)
+    routing, hidden_size = spec.gpu_routing, spec.down.expert_outputs
+    shared = (0, 0) if spec.shared is None or routing.shared else (spec.shared.gate_up.num_outputs, hidden_size)
     has_norm = spec.router_norm is not None or (spec.shared is not None and spec.shared.input_norm is not None)
     widths = *shared, hidden_size if has_norm else 0
-    return [(top_k, spec.down.num_inputs), (top_k, hidden_size), *((1, width) for width in widths)]
+    pairs = (routing.num_pairs, spec.down.num_inputs), (routing.num_pairs, hidden_size)
+    return [*pairs, *((1, width) for width in widths)]
 
 
 def _feed_forward_width(spec: FeedForward | None) -> int:

@@ -20,22 +20,29 @@ from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_options
 _BLOCK = 256
 
 
-def count_pairs(experts_Tk: torch.Tensor, load_X: torch.Tensor) -> None:
+def count_pairs(experts_Tk: torch.Tensor, load_X: torch.Tensor, *, shared: bool = False) -> None:
     """Add the pairs of a step to the counters.
 
     Args:
         experts_Tk: int32, experts of each token; -1 for padding.
         load_X: int64, counters.
+        shared: there are pairs of a shared expert X, which are not counted.
     """
     assert experts_Tk.is_contiguous() and load_X.dtype == torch.int64
     pairs = experts_Tk.numel()
-    _count_kernel[(triton.cdiv(pairs, _BLOCK),)](experts_Tk, load_X, pairs, BLOCK=_BLOCK, **pdl_options(), num_warps=4)
+    _count_kernel[(triton.cdiv(pairs, _BLOCK),)](
+        experts_Tk, load_X, pairs, END=len(load_X) if shared else None, BLOCK=_BLOCK, **pdl_options(), num_warps=4
+    )
 
 
 @triton.jit(do_not_specialize=["P"])
-def _count_kernel(experts_ptr, load_ptr, P, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _count_kernel(experts_ptr, load_ptr, P, END: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     pdl_begin(PDL)
     pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     expert = tl.load(experts_ptr + pair, pair < P, other=-1)
     one = tl.full((BLOCK,), 1, tl.int64)
-    tl.atomic_add(load_ptr + expert, one, expert >= 0, sem="relaxed")
+    counters = load_ptr + expert
+    counted = expert >= 0
+    if END is not None:
+        counted = counted & (expert < END)
+    tl.atomic_add(counters, one, counted, sem="relaxed")

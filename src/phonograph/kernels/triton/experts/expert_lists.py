@@ -7,7 +7,9 @@ that a graph needs no knowledge of counts.
     pairs       | expert 2: p0 p5 p9 | expert 3: p1 | expert 7: p2 p3 ... |      in the order of the tokens
     items       | 2, 0, 3            | 3, 3, 1      | 7, 4, block | 7, 4 + block, rest |      expert, first, pairs
 
-Shapes: T tokens, X experts, k experts of a token.
+A shared expert is expert X. Each token that is not padding has one pair of it, and its pairs and items are the last.
+
+Shapes: T tokens, X experts, k experts of a token, with a shared one.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ class ExpertLists(NamedTuple):
     """Memory of one routing, for up to T tokens. Only `arrived` must have its contents before a routing.
 
     Attributes:
-        experts_Tk: int32, highest score first; -1 for padding.
+        experts_Tk: int32, highest score first, then a shared expert; -1 for padding.
         weights_Tk: float32, of each expert's result.
         shared_T: float32, weight of the shared expert.
         pairs_P: int32 [T * k], sorted by expert.
@@ -94,8 +96,8 @@ class ExpertLists(NamedTuple):
 
 def max_items(num_tokens: int, routing: Routing, block: int) -> int:
     """Return the most items of T tokens: each expert has one that is not full."""
-    pairs = num_tokens * routing.top_k
-    return min(pairs, routing.num_experts) + pairs // block
+    pairs = num_tokens * routing.num_pairs
+    return min(pairs, routing.num_matrices) + pairs // block
 
 
 def _aligned(words: int) -> int:
@@ -104,11 +106,11 @@ def _aligned(words: int) -> int:
 
 
 def _shapes(num_tokens: int, routing: Routing) -> list[tuple[int, int]]:
-    pairs, outputs = num_tokens * routing.top_k, routing.num_experts + 1
+    pairs, outputs = num_tokens * routing.num_pairs, routing.num_experts + 1
     tiles = cdiv(num_tokens, TILE)
     return [
-        (num_tokens, routing.top_k),
-        (num_tokens, routing.top_k),
+        (num_tokens, routing.num_pairs),
+        (num_tokens, routing.num_pairs),
         (1, num_tokens),
         (1, pairs),
         (max_items(num_tokens, routing, LEAST_BLOCK), 3),

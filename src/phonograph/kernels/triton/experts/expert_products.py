@@ -113,7 +113,7 @@ def _launch(
     words = matrix.packed_OW.view(torch.int32) if isinstance(matrix, Grouped) else matrix
     num_pairs, num_outputs = out.shape
     num_inputs = x.shape[1]
-    rows = routing.num_experts * num_outputs * (1 + (SILU <= mode < RELU2))
+    rows = routing.num_matrices * num_outputs * (1 + (SILU <= mode < RELU2))
     assert words.shape[0] == rows and words.stride(1) == x.stride(1) == out.stride(1) == 1
     if weight is None:
         assert words.shape[1] == num_inputs
@@ -121,9 +121,9 @@ def _launch(
         assert weight.interleaved and words.stride(0) == num_inputs // 8 and num_outputs % 8 == num_inputs % 64 == 0
     else:
         assert weight.order_I is None and weight.has_equal_strides()
-    programs = triton.cdiv(num_outputs, tile.block_n) * max_items(num_pairs // routing.top_k, routing, config.block)
+    programs = triton.cdiv(num_outputs, tile.block_n) * max_items(num_pairs // routing.num_pairs, routing, config.block)
     work = lists.weights_Tk, lists.pairs_P, lists.items_I3, lists.num_items
-    shape = {"N": num_outputs, "K": num_inputs, "TOP_K": routing.top_k, "ROWS": config.block, "MODE": mode}
+    shape = {"N": num_outputs, "K": num_inputs, "TOP_K": routing.num_pairs, "ROWS": config.block, "MODE": mode}
     shape |= pdl_options()
     if isinstance(tile, FewRowsTile):
         assert weight is not None and weight.is_fp4()

@@ -114,10 +114,11 @@ def list_constants(routing: Routing, tile: int, rows: int, block: int) -> dict[s
     return {
         "X": routing.num_experts,
         "K": routing.top_k,
+        "SHARED": int(routing.shared),
         "TILE": tile,
         "XP": triton.next_power_of_2(routing.num_experts),
         "BLOCK": block,
-        "PAIRS": min(triton.next_power_of_2(rows * routing.top_k), _PAIRS),
+        "PAIRS": min(triton.next_power_of_2(rows * routing.num_pairs), _PAIRS),
     }
 
 
@@ -178,6 +179,7 @@ def _route_kernel(
     router_stride,
     X: tl.constexpr,
     K: tl.constexpr,
+    SHARED: tl.constexpr,
     TILE: tl.constexpr,
     XP: tl.constexpr,
     OUTPUTS: tl.constexpr,
@@ -250,8 +252,8 @@ def _route_kernel(
     )  # fmt: skip
     column = tl.arange(0, triton.next_power_of_2(K))[None, :]
     own = (row < T)[:, None] & (column < K)
-    tl.store(experts_ptr + row[:, None] * K + column, tl.where(valid[:, None], experts, -1), own)
-    tl.store(weights_ptr + row[:, None] * K + column, weights, own)
+    tl.store(experts_ptr + row[:, None] * (K + SHARED) + column, tl.where(valid[:, None], experts, -1), own)
+    tl.store(weights_ptr + row[:, None] * (K + SHARED) + column, weights, own)
     if OUTPUTS > X:
         gate = tl.zeros((TILE,), tl.float32)
         for other in tl.static_range(INPUT_PARTS):
@@ -259,6 +261,10 @@ def _route_kernel(
         if router_bias_ptr is not None:
             gate += tl.load(router_bias_ptr + X).to(tl.float32)
         tl.store(shared_ptr + row, tl.sigmoid(gate), valid)
+    if SHARED:
+        pair = row * (K + 1) + K
+        tl.store(experts_ptr + pair, tl.where(valid, X, -1), row < T)
+        tl.store(weights_ptr + pair, tl.sigmoid(gate) if OUTPUTS > X else 1.0, row < T)
     chosen = (valid[:, None] & chosen).to(tl.uint32)
     mask = tl.sum(chosen << tl.arange(0, TILE).to(tl.uint32)[:, None], 0)
     tl.store(masks_ptr + tile * X + expert, mask.to(tl.int32, bitcast=True), exists)
@@ -272,7 +278,7 @@ def _route_kernel(
             tl.store(arrived_ptr, 0)
             _list_tiles(
                 experts_ptr, pairs_ptr, items_ptr, num_items_ptr, masks_ptr, starts_ptr, tiles, T,
-                (X, K, TILE, XP, BLOCK, PAIRS, 1 if ONE_TILE else MOST_TILES),
+                (X, K, TILE, XP, BLOCK, PAIRS, SHARED, 1 if ONE_TILE else MOST_TILES),
             )  # fmt: skip
 
 
@@ -282,10 +288,10 @@ def _list_tiles(
 ):  # fmt: skip
     """Write the items, and the pairs of all tiles."""
     X: tl.constexpr = shape[0]
-    K: tl.constexpr = shape[1]
+    K: tl.constexpr = shape[1] + shape[6]
     XP: tl.constexpr = shape[3]
     PAIRS: tl.constexpr = shape[5]
-    TILES: tl.constexpr = shape[6]
+    TILES: tl.constexpr = shape[7]
     tile, expert = tl.arange(0, TILES), tl.arange(0, XP)
     at = tile[:, None] * X + expert[None, :]
     has = (tile < tiles)[:, None] & (expert < X)[None, :]
@@ -293,10 +299,11 @@ def _list_tiles(
     total = tl.sum(counts, 0)
     first = tl.cumsum(total, 0) - total
     _write_items(first, total, items_ptr, num_items_ptr, shape)
+    num_routed = tl.sum(total, 0)
     tl.store(starts_ptr + at, first[None, :] + tl.cumsum(counts, 0) - counts, has)
     tl.debug_barrier()
     for begin in range(0, T * K, PAIRS):
-        _write_pairs(experts_ptr, pairs_ptr, masks_ptr, starts_ptr, begin, T * K, shape)
+        _write_pairs(experts_ptr, pairs_ptr, masks_ptr, starts_ptr, num_routed, begin, T * K, shape)
 
 
 @triton.jit
@@ -318,22 +325,37 @@ def _write_items(first, total, items_ptr, num_items_ptr, shape):
         tl.store(ptrs, expert, has)
         tl.store(ptrs + 1, first + block * BLOCK, has)
         tl.store(ptrs + 2, tl.minimum(total - block * BLOCK, BLOCK), has)
-    tl.store(num_items_ptr, tl.sum(blocks, 0))
+    num_items = tl.sum(blocks, 0)
+    if shape[6]:
+        # Each token has k pairs of others.
+        start = tl.sum(total, 0)
+        tokens = start // shape[1]
+        for begin in range(0, tokens, BLOCK):
+            ptrs = items_ptr + num_items * 3
+            tl.store(ptrs, shape[0])
+            tl.store(ptrs + 1, start + begin)
+            tl.store(ptrs + 2, tl.minimum(tokens - begin, BLOCK))
+            num_items += 1
+    tl.store(num_items_ptr, num_items)
 
 
 @triton.jit
-def _write_pairs(experts_ptr, pairs_ptr, masks_ptr, starts_ptr, begin, end, shape):
+def _write_pairs(experts_ptr, pairs_ptr, masks_ptr, starts_ptr, num_routed, begin, end, shape):
     """Write the pairs from `begin` on to their places.
 
-    A pair comes after the pairs of the same expert in lower tiles, and in lower rows of its tile.
+    A pair comes after the pairs of the same expert in lower tiles, and in lower rows of its tile. Those of a shared
+    expert follow the `num_routed` others.
     """
     X: tl.constexpr = shape[0]
-    K: tl.constexpr = shape[1]
+    K: tl.constexpr = shape[1] + shape[6]
     TILE: tl.constexpr = shape[2]
     pair = begin + tl.arange(0, shape[5])
     row = pair // K
     expert = tl.load(experts_ptr + pair, pair < end, other=-1, cache_modifier=".cg")
     has = expert >= 0
+    if shape[6]:
+        tl.store(pairs_ptr + num_routed + row, pair, expert == X)
+        has = has & (expert < X)
     at = row // TILE * X + expert
     mask = tl.load(masks_ptr + at, has, other=0, cache_modifier=".cg").to(tl.uint32, bitcast=True)
     start = tl.load(starts_ptr + at, has, other=0, cache_modifier=".cg")
@@ -352,6 +374,7 @@ def _list_kernel(
     T,
     X: tl.constexpr,
     K: tl.constexpr,
+    SHARED: tl.constexpr,
     TILE: tl.constexpr,
     XP: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -360,7 +383,7 @@ def _list_kernel(
 ):
     pdl_begin(PDL)
     own, tiles = tl.program_id(0), tl.num_programs(0)
-    shape: tl.constexpr = (X, K, TILE, XP, BLOCK, PAIRS)
+    shape: tl.constexpr = (X, K, TILE, XP, BLOCK, PAIRS, SHARED)
     expert = tl.arange(0, XP)
     total = tl.zeros((XP,), tl.int32)
     earlier = tl.zeros((XP,), tl.int32)
@@ -375,6 +398,7 @@ def _list_kernel(
         _write_items(first, total, items_ptr, num_items_ptr, shape)
     tl.store(starts_ptr + own * X + expert, first + earlier, expert < X)
     tl.debug_barrier()
-    begin, end = own * TILE * K, tl.minimum((own + 1) * TILE, T) * K
+    num_routed = tl.sum(total, 0)
+    begin, end = own * TILE * (K + SHARED), tl.minimum((own + 1) * TILE, T) * (K + SHARED)
     for place in range(begin, end, PAIRS):
-        _write_pairs(experts_ptr, pairs_ptr, masks_ptr, starts_ptr, place, end, shape)
+        _write_pairs(experts_ptr, pairs_ptr, masks_ptr, starts_ptr, num_routed, place, end, shape)

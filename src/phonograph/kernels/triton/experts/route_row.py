@@ -71,6 +71,7 @@ def route_row(
         router_OE.stride(0),
         X=routing.num_experts,
         K=routing.top_k,
+        SHARED=int(routing.shared),
         OUTPUTS=outputs,
         E=width,
         BLOCK_O=tile.block_n,
@@ -103,6 +104,7 @@ def _route_row_kernel(
     router_stride,
     X: tl.constexpr,
     K: tl.constexpr,
+    SHARED: tl.constexpr,
     OUTPUTS: tl.constexpr,
     E: tl.constexpr,
     BLOCK_O: tl.constexpr,
@@ -168,9 +170,16 @@ def _route_row_kernel(
     tl.store(items_ptr + 3 * pair, experts, pair < count)
     tl.store(items_ptr + 3 * pair + 1, pair, pair < count)
     tl.store(items_ptr + 3 * pair + 2, 1, pair < count)
-    tl.store(num_items_ptr, count)
+    tl.store(num_items_ptr, count + SHARED * (count // K))
     if OUTPUTS > X:
         gate = tl.load(logits_ptr + X, cache_modifier=".cg")
         if router_bias_ptr is not None:
             gate += tl.load(router_bias_ptr + X).to(tl.float32)
         tl.store(shared_ptr, tl.sigmoid(gate))
+    if SHARED:
+        tl.store(experts_ptr + K, tl.where(count > 0, X, -1))
+        tl.store(weights_ptr + K, tl.sigmoid(gate) if OUTPUTS > X else 1.0)
+        tl.store(pairs_ptr + K, K, count > 0)
+        tl.store(items_ptr + 3 * K, X, count > 0)
+        tl.store(items_ptr + 3 * K + 1, K, count > 0)
+        tl.store(items_ptr + 3 * K + 2, 1, count > 0)
