@@ -103,7 +103,7 @@ def route(
         ONE_TILE=rows <= tile,
         **shape,
         **pdl_options(),
-        num_warps=4,
+        num_warps=8 if routing.num_experts > 128 else 4,
     )
     if not one_launch:
         list_pairs(lists, num_tokens, shape)
