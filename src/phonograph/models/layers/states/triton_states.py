@@ -42,7 +42,7 @@ class TritonStates:
         for product, rows_TF in zip(self._projections, projected, strict=True):
             product.store(stream.normed, rows_TF)
         rows = states.query_start_loc, states.seq_lens, states.slots, states.checkpoints, *states.pool[weights.layer]
-        args: list[Any] = [*projected, *spec.operands(weights.others), *rows, mixed_TX]
+        args: list[Any] = [*spec.operands(projected, weights.others), *rows, mixed_TX]
         if isinstance(spec, ShortConv):
             short_conv(*args)
         else:
