@@ -218,13 +218,16 @@ def main() -> None:
     weights = taps, None, heads, heads, heads, torch.empty(net.inner)
     mamba2(projected, *weights, *rows, checkpoints, *pool, out, net, 1e-5, scratch)
     delta = DeltaSizes(16, 32, 128, 128, by_head=False)
-    projected, gates, scratch, out = (
+    projected, scratch, out = (
         torch.empty(64, width, dtype=torch.bfloat16)
-        for width in (delta.channels + 4096, 64, sum(delta.scratch_widths), 4096)
+        for width in (delta.channels + 4096 + 64, sum(delta.scratch_widths), 4096)
     )
+    inputs = projected.split([delta.channels + 4096, 64], 1)
     weights = torch.empty(delta.channels, 4), torch.empty(32), torch.empty(32), torch.empty(128)
     pool = torch.empty(9, 3, delta.channels, dtype=torch.bfloat16), torch.empty(9, 32, 128, 128)
-    gated_delta(projected, gates, *weights, *rows, checkpoints, *pool, out, delta, 1e-6, scratch)
+    for single in (False, True):
+        name = "single" if single else "long"
+        gated_delta(*inputs, *weights, *rows, checkpoints, *pool, out, delta, 1e-6, scratch, single=single)
     limit = shared_memory()
     too_large = {name: size for name, kernel in kernels.items() if (size := kernel.metadata.shared) > limit}
     assert not too_large, f"of {limit} bytes of shared memory: {too_large}"

@@ -7,7 +7,7 @@
 6. Norm and gates of all outputs, in place (`delta_norm.py`).
 
 All read lengths, slots and checkpoints on the device, so that a captured graph serves any batch. The fourth and the
-fifth are left out where no sequence can be longer.
+fifth are left out where no sequence can be longer, and the second where none has more than one token.
 
 Scratch has two parts beside the outputs of the convolution. Pairs [T, H, 3, 64] have, for a token and each token of its
 chunk, the inverse of the system times the rate, as the sum of two numbers, and the score; float32 needs one number, and
@@ -58,6 +58,8 @@ def gated_delta(
     net: DeltaSizes,
     eps: float,
     scratch_TY: torch.Tensor,
+    *,
+    single: bool = False,
 ) -> None:
     """Mix the tokens of each sequence with its state, and write the new states; see the torch twin.
 
@@ -78,13 +80,14 @@ def gated_delta(
         net: sizes.
         eps: epsilon of the norm of the output.
         scratch_TY: contiguous; `net.scratch_widths` numbers of each token.
+        single: see `StepStates`.
     """
     num_tokens, num_reqs = len(projected_TF), len(slots_R)
     # Factors first, where they are aligned whatever the number of tokens is.
     words, pairs, conv_TC = scratch_TY.view(-1).split([num_tokens * width for width in net.scratch_widths])
     factors = words.view(torch.float32)
     rows = query_start_loc, seq_lens_R, slots_R, checkpoints_3R
-    causal_conv(projected_TF, taps_CW, *rows, history_SPC, conv_TC, net)
+    causal_conv(projected_TF, taps_CW, *rows, history_SPC, conv_TC, net, single=single)
     strides, is_wide = (gates_TB.stride(0), checkpoints_3R.stride(0)), projected_TF.dtype is torch.float32
     keys, values = (max(16, triton.next_power_of_2(size)) for size in (net.key_size, net.value_size))
     heads: dict[str, Any] = {"G": net.key_heads, "H": net.value_heads, "K": net.key_size}
@@ -96,7 +99,7 @@ def gated_delta(
         conv_TC, gates_TB, *weights, *rows, state_SHKV, out_TX, num_reqs, *strides, V=net.value_size, VALUES=block,
         **heads, **items, **by_head, **norm, num_warps=4,
     )  # fmt: skip
-    if most_long := min(num_reqs, num_tokens // (_MOST_STEPS + 1)):
+    if most_long := 0 if single else min(num_reqs, num_tokens // (_MOST_STEPS + 1)):
         # One rounded number would make errors of one sign, which add up where keys are alike.
         items |= {"PARTS": 1 if is_wide else 2, "CHUNK": CHUNK, "C": net.channels}
         most_items = (num_tokens // CHUNK + 2 * most_long) * net.value_heads
@@ -112,6 +115,6 @@ def gated_delta(
         )  # fmt: skip
     num_heads = min(triton.next_power_of_2(net.value_heads), max(1, _NORM_BLOCK // values))
     delta_norm_kernel[(num_tokens, triton.cdiv(net.value_heads, num_heads))](
-        projected_TF, norm_V, query_start_loc, out_TX, num_reqs, eps, projected_TF.stride(0), V=net.value_size,
-        HEADS=num_heads, VALUES=values, **heads, **by_head, num_warps=4,
+        projected_TF, norm_V, query_start_loc, out_TX, num_reqs, eps, STRIDE=projected_TF.stride(0),
+        V=net.value_size, HEADS=num_heads, VALUES=values, **heads, **by_head, num_warps=4,
     )  # fmt: skip

@@ -44,9 +44,9 @@ class TritonStates:
         rows = states.query_start_loc, states.seq_lens, states.slots, states.checkpoints, *states.pool[weights.layer]
         args: list[Any] = [*spec.operands(projected, weights.others), *rows, mixed_TX]
         if isinstance(spec, ShortConv):
-            short_conv(*args)
+            short_conv(*args, single=states.single)
         else:
-            _KERNELS[type(spec)](*args, spec.sizes, kernels.eps, scratch)
+            _KERNELS[type(spec)](*args, spec.sizes, kernels.eps, scratch, single=states.single)
         norm_over_ranks(weights, mixed_TX, kernels.eps, kernels.ranks)
         if step.rows_P is not None:
             stream, mixed_TX = kernels.keep_rows(stream, mixed_TX, step.rows_P, step.num_kept)
