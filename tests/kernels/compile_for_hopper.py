@@ -50,8 +50,7 @@ from phonograph.kernels.triton.gemm.product import Product
 from phonograph.kernels.triton.gemm.product_plan import GemmRingConfig, GemvIntegerConfig
 from phonograph.kernels.triton.gemm.run_product import GemmScratch
 from phonograph.kernels.triton.launch.shared_memory import shared_memory
-from phonograph.kernels.triton.state.gated_delta import gated_delta
-from phonograph.kernels.triton.state.mamba2 import mamba2
+from phonograph.kernels.triton.state import causal_conv, gated_delta, mamba2
 
 _MORE = {
     "_gemm_ring_kernel": {"UTMALDG": "ask"},
@@ -216,7 +215,9 @@ def main() -> None:
     pool = torch.empty(9, 3, net.channels, dtype=torch.bfloat16), torch.empty(9, 128, 64, 128)
     scratch = torch.empty(64, net.channels, dtype=torch.bfloat16)
     weights = taps, None, heads, heads, heads, torch.empty(net.inner)
-    mamba2(projected, *weights, *rows, checkpoints, *pool, out, net, 1e-5, scratch)
+    for module in (causal_conv, gated_delta, mamba2):
+        module.pdl_options = launch_product.pdl_options
+    mamba2.mamba2(projected, *weights, *rows, checkpoints, *pool, out, net, 1e-5, scratch)
     delta = DeltaSizes(16, 32, 128, 128, by_head=False)
     projected, scratch, out = (
         torch.empty(64, width, dtype=torch.bfloat16)
@@ -227,7 +228,7 @@ def main() -> None:
     pool = torch.empty(9, 3, delta.channels, dtype=torch.bfloat16), torch.empty(9, 32, 128, 128)
     for single in (False, True):
         name = "single" if single else "long"
-        gated_delta(*inputs, *weights, *rows, checkpoints, *pool, out, delta, 1e-6, scratch, single=single)
+        gated_delta.gated_delta(*inputs, *weights, *rows, checkpoints, *pool, out, delta, 1e-6, scratch, single=single)
     limit = shared_memory()
     too_large = {name: size for name, kernel in kernels.items() if (size := kernel.metadata.shared) > limit}
     assert not too_large, f"of {limit} bytes of shared memory: {too_large}"

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from phonograph.kernels.torch.state.gated_delta import DeltaSizes
+from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_options
 from phonograph.kernels.triton.state.delta_rows import column_of, sequence_of
 
 _TOKENS, _CHANNELS, _HISTORY_CHANNELS = 16, 128, 512
@@ -98,12 +99,13 @@ def causal_conv(
     _conv_kernel[(triton.cdiv(num_tokens, _TOKENS), triton.cdiv(num_channels, _CHANNELS))](
         projected_TF, taps_CW, bias_C, *rows, history_SPC, out_TC, num_tokens, num_reqs,
         checkpoints_3R.stride(0), SEARCH=0 if single else num_reqs.bit_length(), TOKENS=_TOKENS, CHANNELS=_CHANNELS,
-        GATED=gated, **sizes,
+        GATED=gated, **sizes, **pdl_options(),
     )  # fmt: skip
     if single:
         return
     _history_kernel[(num_reqs, triton.cdiv(num_channels, _HISTORY_CHANNELS))](
         projected_TF, *rows, history_SPC, checkpoints_3R.stride(0), CHANNELS=_HISTORY_CHANNELS, GATED=gated, **sizes,
+        **pdl_options(),
     )  # fmt: skip
 
 
@@ -112,13 +114,14 @@ def _conv_kernel(
     projected_ptr, taps_ptr, bias_ptr, starts_ptr, lens_ptr, slots_ptr, checkpoints_ptr, history_ptr, out_ptr,
     num_tokens, num_reqs, checkpoints_stride, STRIDE: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
     SEARCH: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, GATED: tl.constexpr, G: tl.constexpr,
-    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BY_HEAD: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BY_HEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Write the outputs.
 
     STRIDE: numbers from a row of the projection to the next one, a constant so that loads are as wide as it allows.
     SEARCH: bits of the number of sequences; 0 if each has one token, and for the last inputs too.
     """
+    pdl_begin(PDL)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     # The last sequence that begins at the token or before is its own: empty ones begin where the next one does.
@@ -169,8 +172,9 @@ def _conv_kernel(
 def _history_kernel(
     projected_ptr, starts_ptr, lens_ptr, slots_ptr, checkpoints_ptr, history_ptr, checkpoints_stride,
     STRIDE: tl.constexpr, C: tl.constexpr, W: tl.constexpr, CHANNELS: tl.constexpr, GATED: tl.constexpr,
-    G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BY_HEAD: tl.constexpr,
+    G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BY_HEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    pdl_begin(PDL)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     start, count, source, slot, saved, before = sequence_of(
         tl.program_id(0), starts_ptr, lens_ptr, slots_ptr, checkpoints_ptr, checkpoints_stride

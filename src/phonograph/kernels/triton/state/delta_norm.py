@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from phonograph.kernels.triton.launch.pdl import pdl_begin
 from phonograph.kernels.triton.state.delta_rows import gate_column
 
 
@@ -16,6 +17,7 @@ from phonograph.kernels.triton.state.delta_rows import gate_column
 def delta_norm_kernel(
     projected_ptr, norm_ptr, starts_ptr, out_ptr, num_reqs, eps, STRIDE: tl.constexpr, G: tl.constexpr, H: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, BY_HEAD: tl.constexpr, HEADS: tl.constexpr, VALUES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Norm the outputs of each head and multiply by their gates; outputs of padding become 0.
 
@@ -23,6 +25,7 @@ def delta_norm_kernel(
     HEADS: heads of a program, a power of two.
     VALUES: power of two, at least V.
     """
+    pdl_begin(PDL)
     token, value = tl.program_id(0).to(tl.int64), tl.arange(0, VALUES)[None, :]
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     mask = (head < H) & (value < V)

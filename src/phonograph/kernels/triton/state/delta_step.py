@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from phonograph.kernels.triton.launch.pdl import pdl_begin
 from phonograph.kernels.triton.state.delta_rows import decay_and_rate, places_by_length, sequence_of
 
 
@@ -20,7 +21,7 @@ def delta_step_kernel(
     conv_ptr, gates_ptr, decay_ptr, time_bias_ptr, starts_ptr, lens_ptr, slots_ptr, checkpoints_ptr, state_ptr, out_ptr,
     num_reqs, gates_stride, checkpoints_stride, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BY_HEAD: tl.constexpr, TILED: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, ROWS: tl.constexpr,
-    MOST: tl.constexpr, NORM_EPS: tl.constexpr,
+    MOST: tl.constexpr, NORM_EPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Mix the tokens of sequences with up to MOST.
 
@@ -28,6 +29,7 @@ def delta_step_kernel(
     VALUES: columns of the state of an item, a power of two.
     ROWS: see `places_by_length`.
     """
+    pdl_begin(PDL)
     BLOCKS: tl.constexpr = (V + VALUES - 1) // VALUES
     C: tl.constexpr = 2 * G * K + H * V
     place, num_rows = places_by_length(starts_ptr, num_reqs, 1, MOST, ROWS)

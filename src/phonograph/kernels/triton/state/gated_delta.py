@@ -25,6 +25,7 @@ import triton
 
 from phonograph.kernels.torch.state.delta_rule import CHUNK
 from phonograph.kernels.torch.state.gated_delta import NORM_EPS, DeltaSizes
+from phonograph.kernels.triton.launch.pdl import pdl_options
 from phonograph.kernels.triton.state.causal_conv import causal_conv
 from phonograph.kernels.triton.state.delta_chunk import delta_chunk_kernel
 from phonograph.kernels.triton.state.delta_norm import delta_norm_kernel
@@ -97,7 +98,7 @@ def gated_delta(
     most_items = num_reqs * net.value_heads * triton.cdiv(net.value_size, block)
     delta_step_kernel[(min(most_items, _STEP_PROGRAMS),)](
         conv_TC, gates_TB, *weights, *rows, state_SHKV, out_TX, num_reqs, *strides, V=net.value_size, VALUES=block,
-        **heads, **items, **by_head, **norm, num_warps=4,
+        **heads, **items, **by_head, **norm, **pdl_options(), num_warps=4,
     )  # fmt: skip
     if most_long := 0 if single else min(num_reqs, num_tokens // (_MOST_STEPS + 1)):
         # One rounded number would make errors of one sign, which add up where keys are alike.
@@ -116,5 +117,5 @@ def gated_delta(
     num_heads = min(triton.next_power_of_2(net.value_heads), max(1, _NORM_BLOCK // values))
     delta_norm_kernel[(num_tokens, triton.cdiv(net.value_heads, num_heads))](
         projected_TF, norm_V, query_start_loc, out_TX, num_reqs, eps, STRIDE=projected_TF.stride(0),
-        V=net.value_size, HEADS=num_heads, VALUES=values, **heads, **by_head, num_warps=4,
+        V=net.value_size, HEADS=num_heads, VALUES=values, **heads, **by_head, **pdl_options(), num_warps=4,
     )  # fmt: skip

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from phonograph.kernels.torch.state.mamba2 import MambaSizes
+from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_options
 from phonograph.kernels.triton.state.causal_conv import NO_NET, causal_conv
 from phonograph.kernels.triton.state.delta_rows import places_size
 from phonograph.kernels.triton.state.mamba_chunk import mamba_chunk_kernel
@@ -91,7 +92,7 @@ def mamba2(
         grid = (min(num_rows * net.heads * triton.cdiv(net.head_size, values), programs),)
         kernel[grid](*args, **sizes, VALUES=values, MOST=_MOST_STEPS, **settings)
 
-    scan(mamba_step_kernel, num_reqs, _STEP_BLOCK, _STEP_PROGRAMS, num_warps=4)
+    scan(mamba_step_kernel, num_reqs, _STEP_BLOCK, _STEP_PROGRAMS, num_warps=4, **pdl_options())
     if most_long := 0 if single else min(num_reqs, num_tokens // (_MOST_STEPS + 1)):
         block, chunk, stages = _WIDE_CHUNKS if projected_TF.dtype is torch.float32 else _CHUNKS
         scan(mamba_chunk_kernel, most_long, block, _CHUNK_PROGRAMS, CHUNK=chunk, STAGES=stages, num_warps=8)
@@ -100,14 +101,16 @@ def mamba2(
     _gated_norm_kernel[(num_tokens, groups)](
         out_TX, gates_TX, norm_X, query_start_loc, num_reqs, eps, projected_TF.stride(0), X=net.inner, WIDTH=width,
         GATES_LAST=net.gates_last, BLOCK=triton.next_power_of_2(width), num_warps=8 if width > 2048 else 4,
+        **pdl_options(),
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_reqs"])
 def _gated_norm_kernel(
     out_ptr, gates_ptr, norm_ptr, starts_ptr, num_reqs, eps, gates_stride, X: tl.constexpr, WIDTH: tl.constexpr,
-    GATES_LAST: tl.constexpr, BLOCK: tl.constexpr,
+    GATES_LAST: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    pdl_begin(PDL)
     token, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     mask = column < WIDTH
     column += tl.program_id(1) * WIDTH
