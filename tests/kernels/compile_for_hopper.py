@@ -3,7 +3,7 @@
 ptxas 12.8 got one of ours wrong: where two products of the tensor cores read shared memory at one address by two
 descriptors that differ in their swizzle, it left a part of the second descriptor in registers that nothing wrote. Such
 a read can be seen in the machine code, and only there. A program of its own, since the interpreter, which other tests
-run kernels in, is chosen when Triton is imported. Prints JSON: by kernel with products how many instructions, those
+run kernels in, is chosen when Triton is imported. Prints JSON: by kernel how many instructions, those
 that read what nothing wrote, and in order those that wait for the kernel before ("wait"), that let the next begin
 ("let") and, of products through a ring, that have the copy engine bring something ("ask"); of the attention of long
 prompts those that wait for the products of keys ("keys") or all of them ("all"), and exponentials ("exp"); of experts
@@ -86,11 +86,7 @@ _MORE = {
     "_prefill_kernel": {"DEPBAR.LE gsb0, 0x2": "keys", "DEPBAR.LE gsb0, 0x0": "all", "MUFU.EX2": "exp"},
 }
 """Instructions of a kernel that are told, beside those of all."""
-_WITHOUT_PRODUCTS = (
-    *("_plan_kernel", "_merge_kernel", "_compare_kernel"),
-    *("_conv_kernel", "_history_kernel", "mamba_step_kernel", "_gated_norm_kernel"),
-    *("delta_step_kernel", "delta_norm_kernel"),
-)
+_WITHOUT_PRODUCTS = "_plan_kernel", "_merge_kernel", "_compare_kernel"
 """Kernels that are compiled on the way. Nothing in their machine code is looked at."""
 _ZERO = 63
 """The uniform register that is always zero."""
