@@ -57,11 +57,13 @@ def layer_of(net: MambaSizes | DeltaSizes, num_seqs: int, length: int) -> tuple[
         heads, inner = net.value_heads, net.value_heads * net.value_size
         state = normal(num_seqs, heads, net.key_size, net.value_size, kind=wide)
         weights = normal(heads, kind=wide), normal(heads, kind=wide), normal(net.value_size, kind=wide)
-        inputs = normal(tokens, net.channels + inner), normal(tokens, 2 * heads), taps, *weights
+        widths = [net.channels + inner, 2 * heads]
+        inputs = *normal(tokens, sum(widths)).split(widths, 1), taps, *weights
         kernel = gated_delta
         scratch = normal(tokens, sum(net.scratch_widths))
     out = normal(tokens, inner)
-    return lambda: kernel(*inputs, *rows, history, state, out, net, EPS, scratch), state.nbytes
+    args = *inputs, *rows, history, state, out, net, EPS, scratch
+    return lambda: kernel(*args, single=length == 1), state.nbytes
 
 
 def kernel_us(call: Callable[[], None]) -> dict[str, float]:

@@ -24,11 +24,12 @@ from fake_memory_driver import FakeMemoryDriver
 from group_driver import GroupDriver
 from host_runtime import CallRuntime, HostRing
 from quantized_checkpoints import FORMATS, quantize_checkpoint
+from triton.runtime.interpreter import GridExecutor
 
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.device import known_device
 from phonograph.core.sampling_params import BeamStep, SamplingParams
-from phonograph.engine import build
+from phonograph.engine import build, plan
 from phonograph.engine.metrics.step_record import StepRecord
 from phonograph.engine.outputs import RequestOutput
 from phonograph.engine.plan import make_plan
@@ -216,6 +217,37 @@ def test_state_layers(family: str, tmp_path: Path) -> None:
     assert [output.num_cached_tokens for output in again] == [0, 32]
     report = verify(engine.make_subject(), num_replays=3, seed=0)
     assert report.ok, report.mismatches
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "lfm2", "nemotron_h"])
+def test_decodes_of_state_layers(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph of decodes writes last inputs and outputs of a convolution in one launch, and padding rows nothing."""
+    sizes: dict[str, Any] = {"head_dim": 64, "num_key_value_heads": 2}
+    if family == "qwen3_next":
+        sizes |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+    if family == "nemotron_h":
+        sizes |= {"layers_block_type": ["linear_attention", "full_attention", "mlp"]}
+    reference = make_checkpoint(family, tmp_path, **sizes)
+    # Users cannot have float16, and graphs of decodes are in 16 bits.
+    monkeypatch.setattr(plan, "check_states", lambda *args: None)
+    launches, launch = list[str](), GridExecutor.__call__
+
+    def logged(self: Any, *args: Any, **keywords: Any) -> Any:
+        launches.append(self.fn.__name__)
+        return launch(self, *args, **keywords)
+
+    monkeypatch.setattr(GridExecutor, "__call__", logged)
+    engine = start_engine(tmp_path, (1, 3))
+    session = Session(engine.core, engine.plan.model, None, 0, GrammarCompiler(lambda: None, ()))
+    greedy = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True, logprobs=1)
+    outputs = [session.add(prompt(1, 9), greedy), session.add(prompt(2, 2), greedy)]
+    finish(session, *outputs)
+    for output in outputs:
+        check(reference, output)
+    steps = " ".join(launches).split("_prepare_kernel")[-4:]
+    assert engine.core.runner.counts["full decode"] == 4 and "_history_kernel" in launches
+    for step in steps:
+        assert step.count("_conv_kernel") == len(engine.plan.model.states) and "_history_kernel" not in step
 
 
 def test_samples_share_their_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 ptxas 12.8 got one of ours wrong: where two products of the tensor cores read shared memory at one address by two
 descriptors that differ in their swizzle, it left a part of the second descriptor in registers that nothing wrote. Such
 a read can be seen in the machine code, and only there. A program of its own, since the interpreter, which other tests
-run kernels in, is chosen when Triton is imported. Prints JSON: by kernel with products how many instructions, those
+run kernels in, is chosen when Triton is imported. Prints JSON: by kernel how many instructions, those
 that read what nothing wrote, and in order those that wait for the kernel before ("wait"), that let the next begin
 ("let") and, of products through a ring, that have the copy engine bring something ("ask"); of the attention of long
 prompts those that wait for the products of keys ("keys") or all of them ("all"), and exponentials ("exp"); of experts
@@ -50,8 +50,7 @@ from phonograph.kernels.triton.gemm.product import Product
 from phonograph.kernels.triton.gemm.product_plan import GemmRingConfig, GemvIntegerConfig
 from phonograph.kernels.triton.gemm.run_product import GemmScratch
 from phonograph.kernels.triton.launch.shared_memory import shared_memory
-from phonograph.kernels.triton.state.gated_delta import gated_delta
-from phonograph.kernels.triton.state.mamba2 import mamba2
+from phonograph.kernels.triton.state import causal_conv, gated_delta, mamba2
 
 _MORE = {
     "_gemm_ring_kernel": {"UTMALDG": "ask"},
@@ -87,11 +86,7 @@ _MORE = {
     "_prefill_kernel": {"DEPBAR.LE gsb0, 0x2": "keys", "DEPBAR.LE gsb0, 0x0": "all", "MUFU.EX2": "exp"},
 }
 """Instructions of a kernel that are told, beside those of all."""
-_WITHOUT_PRODUCTS = (
-    *("_plan_kernel", "_merge_kernel", "_compare_kernel"),
-    *("_conv_kernel", "_history_kernel", "mamba_step_kernel", "_gated_norm_kernel"),
-    *("delta_step_kernel", "delta_norm_kernel"),
-)
+_WITHOUT_PRODUCTS = "_plan_kernel", "_merge_kernel", "_compare_kernel"
 """Kernels that are compiled on the way. Nothing in their machine code is looked at."""
 _ZERO = 63
 """The uniform register that is always zero."""
@@ -216,15 +211,20 @@ def main() -> None:
     pool = torch.empty(9, 3, net.channels, dtype=torch.bfloat16), torch.empty(9, 128, 64, 128)
     scratch = torch.empty(64, net.channels, dtype=torch.bfloat16)
     weights = taps, None, heads, heads, heads, torch.empty(net.inner)
-    mamba2(projected, *weights, *rows, checkpoints, *pool, out, net, 1e-5, scratch)
+    for module in (causal_conv, gated_delta, mamba2):
+        module.pdl_options = launch_product.pdl_options
+    mamba2.mamba2(projected, *weights, *rows, checkpoints, *pool, out, net, 1e-5, scratch)
     delta = DeltaSizes(16, 32, 128, 128, by_head=False)
-    projected, gates, scratch, out = (
+    projected, scratch, out = (
         torch.empty(64, width, dtype=torch.bfloat16)
-        for width in (delta.channels + 4096, 64, sum(delta.scratch_widths), 4096)
+        for width in (delta.channels + 4096 + 64, sum(delta.scratch_widths), 4096)
     )
+    inputs = projected.split([delta.channels + 4096, 64], 1)
     weights = torch.empty(delta.channels, 4), torch.empty(32), torch.empty(32), torch.empty(128)
     pool = torch.empty(9, 3, delta.channels, dtype=torch.bfloat16), torch.empty(9, 32, 128, 128)
-    gated_delta(projected, gates, *weights, *rows, checkpoints, *pool, out, delta, 1e-6, scratch)
+    for single in (False, True):
+        name = "single" if single else "long"
+        gated_delta.gated_delta(*inputs, *weights, *rows, checkpoints, *pool, out, delta, 1e-6, scratch, single=single)
     limit = shared_memory()
     too_large = {name: size for name, kernel in kernels.items() if (size := kernel.metadata.shared) > limit}
     assert not too_large, f"of {limit} bytes of shared memory: {too_large}"

@@ -254,18 +254,21 @@ def launch_states() -> None:
         weights = torch.zeros(net.channels, 4), torch.zeros(heads), torch.zeros(heads), torch.zeros(net.value_size)
         rows = ints(9), ints(8), ints(8), ints(3, 8)
         pool = halves(9, 3, net.channels), torch.zeros(9, heads, net.key_size, net.value_size)
-        projected, gates = halves(64, net.channels + values), halves(64, 2 * heads)
+        inputs = halves(64, net.channels + values + 2 * heads).split([net.channels + values, 2 * heads], 1)
         scratch = halves(64, sum(net.scratch_widths))
-        gated_delta(projected, gates, *weights, *rows, *pool, halves(64, values), net, 1e-6, scratch)
+        for single in (False, True):
+            gated_delta(*inputs, *weights, *rows, *pool, halves(64, values), net, 1e-6, scratch, single=single)
     for sizes in (MambaSizes(128, 80, 8, 128, norm_groups=8), MambaSizes(3, 20, 1, 10, norm_groups=0)):
         heads, channels = (torch.zeros(sizes.heads) for _ in range(3)), sizes.channels
         norm = torch.zeros(sizes.inner) if sizes.norm_groups else None
         weights = torch.zeros(channels, 4), torch.zeros(channels), *heads, norm
         pool = halves(9, 3, channels), torch.zeros(9, sizes.heads, sizes.head_size, sizes.key_size)
         projected, out = halves(64, sizes.inner + channels + sizes.heads), halves(64, sizes.inner)
-        mamba2(projected, *weights, *rows, *pool, out, sizes, 1e-6, halves(64, channels))
-    for bias in (None, torch.zeros(2048)):
-        short_conv(halves(64, 6144), torch.zeros(2048, 3), bias, *rows, halves(9, 2, 2048), halves(64, 2048))
+        for single in (False, True):
+            mamba2(projected, *weights, *rows, *pool, out, sizes, 1e-6, halves(64, channels), single=single)
+    for bias, single in ((None, False), (torch.zeros(2048), True)):
+        args = halves(64, 6144), torch.zeros(2048, 3), bias, *rows, halves(9, 2, 2048), halves(64, 2048)
+        short_conv(*args, single=single)
 
 
 def kernels_of_rooms() -> list[str]:

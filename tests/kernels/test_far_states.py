@@ -84,8 +84,8 @@ def test_parts_of_ranks(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("mixer", ["gated delta net", "Mamba 2"])
-@pytest.mark.parametrize("long", [False, True])
-def test_the_last_slots_of_a_large_pool(long: bool, mixer: str, device: torch.device) -> None:
+@pytest.mark.parametrize("queries", [(20, 3), (1, 3), (1, 1)])
+def test_the_last_slots_of_a_large_pool(queries: tuple[int, int], mixer: str, device: torch.device) -> None:
     """States and last inputs of slots beyond the border, by steps and by chunks."""
     delta, mamba = DeltaSizes(1, 2, 16, 32, by_head=False), MambaSizes(2, 32, 1, 16)
     is_mamba, taps = mixer == "Mamba 2", 3
@@ -94,7 +94,6 @@ def test_the_last_slots_of_a_large_pool(long: bool, mixer: str, device: torch.de
     inputs, state_size = (taps - 1) * net.channels, heads * 16 * 32
     slots = max(BORDER // inputs, BORDER // state_size) + 3
     torch.manual_seed(1)
-    queries = (20, 3) if long else (1, 3)
     tokens = sum(queries)
     projected = [randn(tokens, net.channels + width + heads * is_mamba, device=device)]
     if not is_mamba:
@@ -115,7 +114,7 @@ def test_the_last_slots_of_a_large_pool(long: bool, mixer: str, device: torch.de
         rows = starts, lens, at, checkpoints
         size = net.channels if isinstance(net, MambaSizes) else sum(net.scratch_widths)
         scratch = torch.empty(tokens, size, dtype=torch.float16, device=device)
-        mix(*projected, *weights, *rows, history, state, out, net, EPS, scratch)
+        mix(*projected, *weights, *rows, history, state, out, net, EPS, scratch, single=queries == (1, 1))
         return [out, *(pool[list(places)].clone() for pool in (history, state))]
 
     expected = run((1, 0), *(pool.flip(0).contiguous() for pool in before))

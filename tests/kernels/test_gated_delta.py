@@ -38,7 +38,7 @@ class Problem:
     def normal(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=self.generator)
 
-    def check(self, rows: list[torch.Tensor], unread: list[int], device: torch.device) -> None:
+    def check(self, rows: list[torch.Tensor], unread: list[int], device: torch.device, *, single: bool = False) -> None:
         dtype, num_tokens = self.projected.dtype, len(self.projected)
         self.history[unread], self.state[unread] = torch.nan, torch.nan
         out = torch.full((num_tokens, self.net.value_heads * self.net.value_size), torch.nan, dtype=dtype)
@@ -48,7 +48,8 @@ class Problem:
         got = [tensor.to(device) for tensor in (self.history, self.state, out)]
         widths = sum(self.net.scratch_widths)
         scratch = torch.full((num_tokens, widths), torch.nan, dtype=dtype, device=device)
-        triton_set.gated_delta(*(tensor.to(device) for tensor in inputs), *got, self.net, EPS, scratch)
+        moved = (tensor.to(device) for tensor in inputs)
+        triton_set.gated_delta(*moved, *got, self.net, EPS, scratch, single=single)
         # Products of chunks round more than sums of steps do, but for float32.
         most = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 1e-2}[dtype]
         for one, other in zip(got, wanted, strict=True):
@@ -62,7 +63,7 @@ class Problem:
 def test_steps_are_those_of_the_torch_set(name: str, batch: str, dtype: torch.dtype, device: torch.device) -> None:
     (net, taps), (queries, _, padding) = NETS[name], BATCHES[batch]
     problem = Problem(net, taps, sum(queries) + padding, PLACES, dtype, len(batch) + len(name))
-    problem.check(*step_rows(batch, problem.generator), device)
+    problem.check(*step_rows(batch, problem.generator), device, single=batch == "single")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -85,16 +86,19 @@ def test_alike_keys(noise: float, dtype: torch.dtype, device: torch.device) -> N
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_many_sequences(dtype: torch.dtype, device: torch.device) -> None:
+@pytest.mark.parametrize("single", [False, True])
+def test_many_sequences(single: bool, dtype: torch.dtype, device: torch.device) -> None:
     """Long ones lie between others, and there are more than a program has threads."""
     num = 150
     lengths = torch.randint(0, 4, (num,), generator=torch.Generator().manual_seed(1))
     queries = torch.tensor([0, 1, 17, 70])[lengths]
+    if single:
+        queries = (torch.arange(num) < 140).long()
     starts = torch.cat([torch.zeros(1), queries.cumsum(0)])
     contexts = torch.where(queries > 0, torch.arange(num) % 3, 0)
     problem = Problem(DeltaSizes(1, 1, 16, 16, by_head=False), 2, int(queries.sum()) + 3, num, dtype, 2)
     rows = [one.to(torch.int32) for one in (starts, contexts + queries, torch.arange(num).flip(0))]
-    problem.check([*rows, torch.full((3, num), -1, dtype=torch.int32)], [], device)
+    problem.check([*rows, torch.full((3, num), -1, dtype=torch.int32)], [], device, single=single)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

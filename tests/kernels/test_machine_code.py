@@ -66,6 +66,16 @@ def test_chunks_of_a_scan_are_copied_ahead(report: Report) -> None:
 
 
 @pytest.mark.long
+def test_kernels_of_states_start_early(report: Report) -> None:
+    """Kernels of few tokens let the next one begin, and wait for the one before."""
+    names = "delta_step_kernel", "delta_norm_kernel", "mamba_step_kernel", "_gated_norm_kernel", "_history_kernel"
+    found = [report[f"{name} long"][2] for name in names] + [
+        report[f"_conv_kernel {one}"][2] for one in ("long", "single")
+    ]
+    assert found == [["let", "wait"]] * 7
+
+
+@pytest.mark.long
 def test_numbers_of_fp4_are_made_where_they_are_multiplied(report: Report) -> None:
     """No register is spilled, words are copied 16 bytes at a time, and numbers are not exchanged between threads.
 

@@ -87,7 +87,7 @@ def test_kernels_are_the_torch_set(name: str, batch: str, dtype: torch.dtype, de
     got = [tensor.to(device) for tensor in (history, state, out)]
     inputs = [tensor if tensor is None else tensor.to(device) for tensor in (*weights, *rows)]
     scratch = torch.full((num_tokens, net.channels), torch.nan, dtype=dtype, device=device)
-    triton_set.mamba2(memory.to(device)[:, :width], *inputs, *got, net, EPS, scratch)
+    triton_set.mamba2(memory.to(device)[:, :width], *inputs, *got, net, EPS, scratch, single=batch == "single")
     most = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
     for one, other in zip(got, wanted, strict=True):
         assert_near(one, other, most)

@@ -36,7 +36,7 @@ def test_steps_are_those_of_the_torch_set(
     torch_set.short_conv(memory[:, : 3 * channels], weights, bias, *rows, *wanted)
     got = [tensor.to(device) for tensor in (history, out)]
     inputs = [tensor if tensor is None else tensor.to(device) for tensor in (weights, bias, *rows)]
-    triton_set.short_conv(memory.to(device)[:, : 3 * channels], *inputs, *got)
+    triton_set.short_conv(memory.to(device)[:, : 3 * channels], *inputs, *got, single=batch == "single")
     for one, other in zip(got, wanted, strict=True):
         assert_near(one, other, {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}[dtype])
     assert not got[1][sum(queries) :].any() and not got[1].isnan().any()

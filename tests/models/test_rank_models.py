@@ -151,6 +151,16 @@ Q4_K = gguf_kinds(q="Q4_K", k="Q4_K", v="Q6_K", gate="Q5_K", up="Q4_K", down="Q4
         ),
         # A file has value heads in an order of its own, of which a rank's are not next to each other.
         ("qwen3_5", {"vocab_size": VOCAB_SIZE, "linear_num_value_heads": 8}, gguf_kinds(rest="BF16")),
+        # Rates and times are a matrix of their own.
+        (
+            "qwen3_5",
+            {
+                **{"vocab_size": VOCAB_SIZE, "linear_num_value_heads": 8, "linear_value_head_dim": 32},
+                **{"linear_num_key_heads": 4, "linear_key_head_dim": 16, "num_attention_heads": 4, "head_dim": 32},
+                **{"hidden_size": 64, "intermediate_size": 64},
+            },
+            gguf_kinds(rest="Q8_0", in_proj_a="F32", in_proj_b="F32"),
+        ),
     ],
 )
 def test_gguf_files_of_two_ranks(family: str, sizes: dict[str, Any], kind_of: Any, tmp_path: Path) -> None:

@@ -182,6 +182,32 @@ def test_modules_in_16_bits_have_the_names_of_the_file(
     assert [matrix.name for matrix in matrices if matrix.scheme is None] == matrix_names
 
 
+@pytest.mark.parametrize(
+    ("family", "gates"), [("qwen3_5", ("in_proj_b", "in_proj_a")), ("qwen3_next", ("in_proj_ba",))]
+)
+def test_rates_and_times_in_another_format_have_a_product_of_their_own(
+    family: str, gates: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Other products of a gated delta net with the same input are one."""
+    make_checkpoint(family, tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+
+    def products(layer: int) -> list[tuple[str, int]]:
+        mixer = read_model_spec(tmp_path).layers[layer].mixer
+        assert mixer is not None
+        return [(matrix.name, matrix.num_outputs) for matrix in mixer.matrices]
+
+    (_, width), output = products(0)
+    assert products(1) == [("q, k, v, gate, rates and times", width), output]
+    kept = [f"model.layers.0.linear_attn.{name}" for name in gates]
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": kept}
+    path.write_text(json.dumps({**config, "quantization_config": quantization}))
+    num_gates = 2 * config["linear_num_value_heads"]
+    assert products(0) == [("q, k, v and gate", width - num_gates), ("rates and times", num_gates), output]
+    assert products(1) == [("q, k, v, gate, rates and times", width), output]
+
+
 def test_older_files_name_layers_in_their_way(tmp_path: Path) -> None:
     make_checkpoint("nemotron_h", tmp_path)
     path, layers = tmp_path / "config.json", read_model_spec(tmp_path).layers

@@ -8,6 +8,8 @@ SLOTS, PLACES = 6, 9
 BATCHES: dict[str, tuple[list[int], list[int], int]] = {
     # Query lengths, contexts, and tokens of padding.
     "decodes": ([1, 1, 1, 1], [5, 0, 80, 1], 2),
+    # Kernels that take single tokens only.
+    "single": ([1, 1, 1, 1, 1], [3, 0, 1, 80, 2], 2),
     "drafts": ([3, 1, 16, 2], [4, 0, 9, 1], 0),
     "mixed": ([1, 17, 64, 2], [30, 0, 3, 0], 3),
     "chunks": ([65, 130], [0, 7], 1),

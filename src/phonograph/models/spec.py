@@ -200,7 +200,7 @@ class ModelSpec:
         for index, layer in enumerate(self.layers):
             made = layer.with_schemes(partial(_scheme_in, quantization, f"{LAYERS}.{index}."))
             if quantization is not None:
-                for matrix in layer.matrices:
+                for matrix in made.matrices:
                     quantization.check_parts(f"{LAYERS}.{index}.{matrix.module}", matrix.quantized_names)
             layers.append(equal.setdefault(made, made))
         spec = replace(self, layers=tuple(layers), quantization=quantization)

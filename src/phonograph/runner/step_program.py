@@ -144,6 +144,7 @@ class StepProgram:
                 inputs.slots[:num_reqs],
                 inputs.checkpoints[:, :num_reqs],
                 self._states,
+                single=every_row and num_tokens == num_reqs,
             )
         all_hidden = all_hidden or model.spec.pooler is not None or (passes is not None and passes.needs_all_rows)
         if model.leaves_rows_out(num_tokens, num_kept) and not every_row and not all_hidden:

@@ -97,6 +97,7 @@ class StepStates(NamedTuple):
         checkpoints: int32 [3, R], by row: the place in the pool that the state is read from in place of the slot; the
             place that it is copied to; and the tokens of the sequence at the copy. -1 for none.
         pool: states by slot, then by checkpoint, of each layer that has them, in the order of `StateMixer.states`.
+        single: True if the first sequences have one token each, and the others, after them, none.
     """
 
     query_start_loc: torch.Tensor
@@ -104,6 +105,7 @@ class StepStates(NamedTuple):
     slots: torch.Tensor
     checkpoints: torch.Tensor
     pool: Mapping[int, tuple[torch.Tensor, ...]]
+    single: bool = False
 
 
 class Step(NamedTuple):

@@ -28,6 +28,19 @@ def sequence_of(row, starts_ptr, lens_ptr, slots_ptr, checkpoints_ptr, num_reqs)
     return start, count, source, slot, saved, before
 
 
+@triton.jit
+def sequence_of_item(
+    item, place, starts_ptr, lens_ptr, slots_ptr, checkpoints_ptr, num_reqs, H: tl.constexpr, BLOCKS: tl.constexpr
+):
+    """Return the head of an item, and what a step knows of its sequence; `place` is of `places_by_length`."""
+    row = tl.sum(tl.where(place == item // (H * BLOCKS), tl.arange(0, place.shape[0]), 0), 0)
+    head = item // BLOCKS % H
+    start, count, source, slot, saved, before = sequence_of(
+        row, starts_ptr, lens_ptr, slots_ptr, checkpoints_ptr, num_reqs
+    )
+    return head, start, count, source, slot, saved, before
+
+
 def places_size(num_reqs: int) -> int:
     """Return ROWS of `places_by_length`: few values, so that few kernels are compiled."""
     return max(128, 1 << (num_reqs - 1).bit_length())

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from phonograph.kernels.triton.state.delta_chunk import tokens_until
-from phonograph.kernels.triton.state.delta_rows import places_by_length, sequence_of
+from phonograph.kernels.triton.state.delta_rows import places_by_length, sequence_of_item
 
 
 @triton.jit(do_not_specialize=["num_reqs"])
@@ -35,10 +35,8 @@ def delta_scan_kernel(
     BLOCKS: tl.constexpr = (V + VALUES - 1) // VALUES
     place, num_rows = places_by_length(starts_ptr, num_reqs, MOST + 1, 2**31 - 1, ROWS)
     for item in tl.range(tl.program_id(0), num_rows * (H * BLOCKS), tl.num_programs(0), num_stages=1):
-        row = tl.sum(tl.where(place == item // (H * BLOCKS), tl.arange(0, ROWS), 0), 0)
-        head = item // BLOCKS % H
-        start, count, source, slot, saved, before = sequence_of(
-            row, starts_ptr, lens_ptr, slots_ptr, checkpoints_ptr, checkpoints_stride
+        head, start, count, source, slot, saved, before = sequence_of_item(
+            item, place, starts_ptr, lens_ptr, slots_ptr, checkpoints_ptr, checkpoints_stride, H, BLOCKS
         )
         key, value, line = tl.arange(0, KEYS), item % BLOCKS * VALUES + tl.arange(0, VALUES), tl.arange(0, CHUNK)
         has_key, has_value = key < K, value < V

@@ -12,7 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from phonograph.kernels.triton.state.delta_rows import decay_and_rate, places_by_length, sequence_of
+from phonograph.kernels.triton.launch.pdl import pdl_begin
+from phonograph.kernels.triton.state.delta_rows import decay_and_rate, places_by_length, sequence_of_item
 
 
 @triton.jit(do_not_specialize=["num_reqs"])
@@ -20,7 +21,7 @@ def delta_step_kernel(
     conv_ptr, gates_ptr, decay_ptr, time_bias_ptr, starts_ptr, lens_ptr, slots_ptr, checkpoints_ptr, state_ptr, out_ptr,
     num_reqs, gates_stride, checkpoints_stride, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BY_HEAD: tl.constexpr, TILED: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, ROWS: tl.constexpr,
-    MOST: tl.constexpr, NORM_EPS: tl.constexpr,
+    MOST: tl.constexpr, NORM_EPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Mix the tokens of sequences with up to MOST.
 
@@ -28,14 +29,13 @@ def delta_step_kernel(
     VALUES: columns of the state of an item, a power of two.
     ROWS: see `places_by_length`.
     """
+    pdl_begin(PDL)
     BLOCKS: tl.constexpr = (V + VALUES - 1) // VALUES
     C: tl.constexpr = 2 * G * K + H * V
     place, num_rows = places_by_length(starts_ptr, num_reqs, 1, MOST, ROWS)
     for item in tl.range(tl.program_id(0), num_rows * (H * BLOCKS), tl.num_programs(0), num_stages=1):
-        row = tl.sum(tl.where(place == item // (H * BLOCKS), tl.arange(0, ROWS), 0), 0)
-        head = item // BLOCKS % H
-        start, count, source, slot, saved, before = sequence_of(
-            row, starts_ptr, lens_ptr, slots_ptr, checkpoints_ptr, checkpoints_stride
+        head, start, count, source, slot, saved, before = sequence_of_item(
+            item, place, starts_ptr, lens_ptr, slots_ptr, checkpoints_ptr, checkpoints_stride, H, BLOCKS
         )
         key, value = tl.arange(0, KEYS), item % BLOCKS * VALUES + tl.arange(0, VALUES)
         has_key, has_value = key < K, value < V

@@ -7,7 +7,7 @@
 6. Norm and gates of all outputs, in place (`delta_norm.py`).
 
 All read lengths, slots and checkpoints on the device, so that a captured graph serves any batch. The fourth and the
-fifth are left out where no sequence can be longer.
+fifth are left out where no sequence can be longer, and the second where none has more than one token.
 
 Scratch has two parts beside the outputs of the convolution. Pairs [T, H, 3, 64] have, for a token and each token of its
 chunk, the inverse of the system times the rate, as the sum of two numbers, and the score; float32 needs one number, and
@@ -25,6 +25,7 @@ import triton
 
 from phonograph.kernels.torch.state.delta_rule import CHUNK
 from phonograph.kernels.torch.state.gated_delta import NORM_EPS, DeltaSizes
+from phonograph.kernels.triton.launch.pdl import pdl_options
 from phonograph.kernels.triton.state.causal_conv import causal_conv
 from phonograph.kernels.triton.state.delta_chunk import delta_chunk_kernel
 from phonograph.kernels.triton.state.delta_norm import delta_norm_kernel
@@ -58,6 +59,8 @@ def gated_delta(
     net: DeltaSizes,
     eps: float,
     scratch_TY: torch.Tensor,
+    *,
+    single: bool = False,
 ) -> None:
     """Mix the tokens of each sequence with its state, and write the new states; see the torch twin.
 
@@ -78,13 +81,14 @@ def gated_delta(
         net: sizes.
         eps: epsilon of the norm of the output.
         scratch_TY: contiguous; `net.scratch_widths` numbers of each token.
+        single: see `StepStates`.
     """
     num_tokens, num_reqs = len(projected_TF), len(slots_R)
     # Factors first, where they are aligned whatever the number of tokens is.
     words, pairs, conv_TC = scratch_TY.view(-1).split([num_tokens * width for width in net.scratch_widths])
     factors = words.view(torch.float32)
     rows = query_start_loc, seq_lens_R, slots_R, checkpoints_3R
-    causal_conv(projected_TF, taps_CW, *rows, history_SPC, conv_TC, net)
+    causal_conv(projected_TF, taps_CW, *rows, history_SPC, conv_TC, net, single=single)
     strides, is_wide = (gates_TB.stride(0), checkpoints_3R.stride(0)), projected_TF.dtype is torch.float32
     keys, values = (max(16, triton.next_power_of_2(size)) for size in (net.key_size, net.value_size))
     heads: dict[str, Any] = {"G": net.key_heads, "H": net.value_heads, "K": net.key_size}
@@ -94,9 +98,9 @@ def gated_delta(
     most_items = num_reqs * net.value_heads * triton.cdiv(net.value_size, block)
     delta_step_kernel[(min(most_items, _STEP_PROGRAMS),)](
         conv_TC, gates_TB, *weights, *rows, state_SHKV, out_TX, num_reqs, *strides, V=net.value_size, VALUES=block,
-        **heads, **items, **by_head, **norm, num_warps=4,
+        **heads, **items, **by_head, **norm, **pdl_options(), num_warps=4,
     )  # fmt: skip
-    if most_long := min(num_reqs, num_tokens // (_MOST_STEPS + 1)):
+    if most_long := 0 if single else min(num_reqs, num_tokens // (_MOST_STEPS + 1)):
         # One rounded number would make errors of one sign, which add up where keys are alike.
         items |= {"PARTS": 1 if is_wide else 2, "CHUNK": CHUNK, "C": net.channels}
         most_items = (num_tokens // CHUNK + 2 * most_long) * net.value_heads
@@ -112,6 +116,6 @@ def gated_delta(
         )  # fmt: skip
     num_heads = min(triton.next_power_of_2(net.value_heads), max(1, _NORM_BLOCK // values))
     delta_norm_kernel[(num_tokens, triton.cdiv(net.value_heads, num_heads))](
-        projected_TF, norm_V, query_start_loc, out_TX, num_reqs, eps, projected_TF.stride(0), V=net.value_size,
-        HEADS=num_heads, VALUES=values, **heads, **by_head, num_warps=4,
+        projected_TF, norm_V, query_start_loc, out_TX, num_reqs, eps, STRIDE=projected_TF.stride(0),
+        V=net.value_size, HEADS=num_heads, VALUES=values, **heads, **by_head, **pdl_options(), num_warps=4,
     )  # fmt: skip

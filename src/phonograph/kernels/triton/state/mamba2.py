@@ -1,6 +1,6 @@
 """Mamba 2 of a step on a GPU: the twin of `kernels/torch/state/mamba2.py`, in five launches.
 
-1. Convolution of all tokens, and 2. the last inputs of each sequence (`causal_conv.py`).
+1. Convolution of all tokens, and 2. the last inputs of each sequence (`causal_conv.py`); one launch for single tokens.
 3. Scan of sequences of up to 16 tokens in the step, token by token (`mamba_step.py`).
 4. Scan of longer ones, by chunks (`mamba_chunk.py`); left out where no sequence can be longer.
 5. Gates and norm of the outputs, in place: a program has a token and a group of the norm, or all of an output.
@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from phonograph.kernels.torch.state.mamba2 import MambaSizes
+from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_options
 from phonograph.kernels.triton.state.causal_conv import NO_NET, causal_conv
 from phonograph.kernels.triton.state.delta_rows import places_size
 from phonograph.kernels.triton.state.mamba_chunk import mamba_chunk_kernel
@@ -51,6 +52,8 @@ def mamba2(
     net: MambaSizes,
     eps: float,
     conv_TC: torch.Tensor,
+    *,
+    single: bool = False,
 ) -> None:
     """Mix the tokens of each sequence with its state, and write the new states; see the torch twin.
 
@@ -72,11 +75,12 @@ def mamba2(
         net: sizes.
         eps: epsilon of the norm.
         conv_TC: scratch, contiguous.
+        single: see `StepStates`.
     """
     num_tokens, num_reqs = len(projected_TF), len(slots_R)
     rows = query_start_loc, seq_lens_R, slots_R, checkpoints_3R
     gates_TX, x_TC, times_TH = projected_TF.split([net.inner, net.channels, net.heads], 1)
-    causal_conv(x_TC, taps_CW, *rows, history_SPC, conv_TC, NO_NET, bias_C)
+    causal_conv(x_TC, taps_CW, *rows, history_SPC, conv_TC, NO_NET, bias_C, single=single)
     weights, strides = (decay_H, skip_H, time_bias_H), (projected_TF.stride(0), checkpoints_3R.stride(0))
     args = conv_TC, times_TH, *weights, *rows, state_SHVK, out_TX, num_reqs, *strides
     keys, size = (max(16, triton.next_power_of_2(one)) for one in (net.key_size, net.head_size))
@@ -88,8 +92,8 @@ def mamba2(
         grid = (min(num_rows * net.heads * triton.cdiv(net.head_size, values), programs),)
         kernel[grid](*args, **sizes, VALUES=values, MOST=_MOST_STEPS, **settings)
 
-    scan(mamba_step_kernel, num_reqs, _STEP_BLOCK, _STEP_PROGRAMS, num_warps=4)
-    if most_long := min(num_reqs, num_tokens // (_MOST_STEPS + 1)):
+    scan(mamba_step_kernel, num_reqs, _STEP_BLOCK, _STEP_PROGRAMS, num_warps=4, **pdl_options())
+    if most_long := 0 if single else min(num_reqs, num_tokens // (_MOST_STEPS + 1)):
         block, chunk, stages = _WIDE_CHUNKS if projected_TF.dtype is torch.float32 else _CHUNKS
         scan(mamba_chunk_kernel, most_long, block, _CHUNK_PROGRAMS, CHUNK=chunk, STAGES=stages, num_warps=8)
     groups = max(1, net.norm_groups)
@@ -97,14 +101,16 @@ def mamba2(
     _gated_norm_kernel[(num_tokens, groups)](
         out_TX, gates_TX, norm_X, query_start_loc, num_reqs, eps, projected_TF.stride(0), X=net.inner, WIDTH=width,
         GATES_LAST=net.gates_last, BLOCK=triton.next_power_of_2(width), num_warps=8 if width > 2048 else 4,
+        **pdl_options(),
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_reqs"])
 def _gated_norm_kernel(
     out_ptr, gates_ptr, norm_ptr, starts_ptr, num_reqs, eps, gates_stride, X: tl.constexpr, WIDTH: tl.constexpr,
-    GATES_LAST: tl.constexpr, BLOCK: tl.constexpr,
+    GATES_LAST: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    pdl_begin(PDL)
     token, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     mask = column < WIDTH
     column += tl.program_id(1) * WIDTH

@@ -11,7 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from phonograph.kernels.triton.state.delta_rows import places_by_length, sequence_of, softplus
+from phonograph.kernels.triton.launch.pdl import pdl_begin
+from phonograph.kernels.triton.state.delta_rows import places_by_length, sequence_of_item, softplus
 
 
 @triton.jit(do_not_specialize=["num_reqs"])
@@ -19,7 +20,7 @@ def mamba_step_kernel(
     conv_ptr, times_ptr, decay_ptr, skip_ptr, time_bias_ptr, starts_ptr, lens_ptr, slots_ptr, checkpoints_ptr,
     state_ptr, out_ptr, num_reqs, times_stride, checkpoints_stride, H: tl.constexpr, V: tl.constexpr, G: tl.constexpr,
     K: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, ROWS: tl.constexpr,
-    MOST: tl.constexpr,
+    MOST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Mix the tokens of sequences with up to MOST.
 
@@ -27,13 +28,12 @@ def mamba_step_kernel(
     VALUES: rows of the state of an item, a power of two.
     ROWS: see `places_by_length`.
     """
+    pdl_begin(PDL)
     BLOCKS: tl.constexpr = (V + VALUES - 1) // VALUES
     place, num_rows = places_by_length(starts_ptr, num_reqs, 1, MOST, ROWS)
     for item in tl.range(tl.program_id(0), num_rows * (H * BLOCKS), tl.num_programs(0), num_stages=1):
-        row = tl.sum(tl.where(place == item // (H * BLOCKS), tl.arange(0, ROWS), 0), 0)
-        head = item // BLOCKS % H
-        start, count, source, slot, saved, before = sequence_of(
-            row, starts_ptr, lens_ptr, slots_ptr, checkpoints_ptr, checkpoints_stride
+        head, start, count, source, slot, saved, before = sequence_of_item(
+            item, place, starts_ptr, lens_ptr, slots_ptr, checkpoints_ptr, checkpoints_stride, H, BLOCKS
         )
         key, value = tl.arange(0, KEYS), item % BLOCKS * VALUES + tl.arange(0, VALUES)
         has_key, has_value = key < K, value < V

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -27,8 +27,8 @@ class GatedDeltaNet:
     Attributes:
         sizes: heads, and the order of the columns of the projections.
         taps: W, taps of the convolution.
-        projection: matrix of queries, keys, values and output gates.
-        gates: matrix of rates and times.
+        projection: matrix of queries, keys, values and output gates, then of rates and times.
+        gates: matrix of rates and times where their weights have another format; else None.
         output: matrix of the output.
         input_norm: norm of the stream before it.
         output_norm: norm of the output before it is added to the stream.
@@ -37,7 +37,7 @@ class GatedDeltaNet:
     sizes: DeltaSizes
     taps: int
     projection: LayerMatrix
-    gates: LayerMatrix
+    gates: LayerMatrix | None
     output: LayerMatrix
     input_norm: str | None
     output_norm: str | None = None
@@ -50,7 +50,7 @@ class GatedDeltaNet:
     @property
     def matrices(self) -> tuple[LayerMatrix, ...]:
         """Matrices in the order of the products."""
-        return self.projection, self.gates, self.output
+        return self.projection, *(() if self.gates is None else (self.gates,)), self.output
 
     @property
     def other_shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -90,18 +90,30 @@ class GatedDeltaNet:
         """Batches that may run in a graph: all."""
         return Support(GraphSupport.ALWAYS, "gated delta net: kernels read lengths and slots at each replay")
 
-    def operands(self, others: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
-        """Return the tensors that are no projections, in the order of the operator's arguments."""
-        return others[TAPS].squeeze(1), *(others[name] for name in (DECAY, TIME_BIAS, NORM))
+    def operands(
+        self, projected: Sequence[torch.Tensor], others: Mapping[str, torch.Tensor]
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Return mixed inputs and gates of the tokens, and the tensors that are no projections."""
+        if self.gates is None:
+            (projected_TF,) = projected
+            num_gates = 2 * self.sizes.value_heads
+            projected = projected_TF.split([projected_TF.shape[1] - num_gates, num_gates], 1)
+        return *projected, others[TAPS].squeeze(1), *(others[name] for name in (DECAY, TIME_BIAS, NORM))
 
     def with_schemes(self, scheme_of: Callable[[str], Scheme | None]) -> GatedDeltaNet:
         """Return it with the weight format of each projection, by its name in the layer."""
-        return replace(
-            self,
-            projection=self.projection.with_schemes(scheme_of),
-            gates=self.gates.with_schemes(scheme_of),
-            output=self.output.with_schemes(scheme_of),
-        )
+        parts = (part for matrix in self.matrices[:-1] for part in matrix.with_schemes(scheme_of).parts)
+        projection, gates = _projections((*parts,), self.projection.num_inputs)
+        return replace(self, projection=projection, gates=gates, output=self.output.with_schemes(scheme_of))
+
+
+def _projections(parts: tuple[MatrixPart, ...], num_inputs: int) -> tuple[LayerMatrix, LayerMatrix | None]:
+    """Return the matrix of all inputs, or two if rates and times, the second half of the parts, have another format."""
+    if len({part.scheme for part in parts}) == 1:
+        return LayerMatrix("q, k, v, gate, rates and times", _MODULE, parts, num_inputs), None
+    half = len(parts) // 2
+    gates = LayerMatrix("rates and times", _MODULE, parts[half:], num_inputs)
+    return LayerMatrix("q, k, v and gate", _MODULE, parts[:half], num_inputs), gates
 
 
 def gated_delta_net(
@@ -117,17 +129,15 @@ def gated_delta_net(
     """
     heads, values = sizes.value_heads, sizes.value_heads * sizes.value_size
     widths = {"qkv": sizes.channels, "z": values, "b": heads, "a": heads}
-    names = ("qkvz",), ("ba",)
-    if not sizes.by_head:
-        names = ("qkv", "z"), ("b", "a")
-    else:
+    if sizes.by_head:
         widths = {"qkvz": sizes.channels + values, "ba": 2 * heads}
-    projection, gates = (tuple(MatrixPart(f"in_proj_{name}", widths[name]) for name in group) for group in names)
+    parts = tuple(MatrixPart(f"in_proj_{name}", width) for name, width in widths.items())
+    projection, gates = _projections(parts, hidden_size)
     return GatedDeltaNet(
         sizes=sizes,
         taps=taps,
-        projection=LayerMatrix("q, k, v and gate", _MODULE, projection, hidden_size),
-        gates=LayerMatrix("rates and times", _MODULE, gates, hidden_size),
+        projection=projection,
+        gates=gates,
         output=LayerMatrix("output", _MODULE, (MatrixPart("out_proj", hidden_size),), values),
         input_norm=input_norm,
     )

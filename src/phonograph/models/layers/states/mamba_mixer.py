@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -75,10 +75,13 @@ class MambaMixer(ConvMixer):
         """Batches that may run in a graph: all."""
         return Support(GraphSupport.ALWAYS, "Mamba 2: lengths and slots are read at each replay")
 
-    def operands(self, others: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
-        """Return the tensors that are no projections, in the order of the operator's arguments."""
+    def operands(
+        self, projected: Sequence[torch.Tensor], others: Mapping[str, torch.Tensor]
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Return what the product has written, and the tensors that are no projections."""
         heads = (others[name] for name in (DECAY, SKIP, TIME_BIAS))
-        return others[TAPS].squeeze(1), others.get(BIAS), *heads, None if self.joint_norm else others.get(NORM)
+        norm = None if self.joint_norm else others.get(NORM)
+        return *projected, others[TAPS].squeeze(1), others.get(BIAS), *heads, norm
 
 
 def mamba_mixer(

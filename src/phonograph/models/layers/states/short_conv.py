@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -56,9 +56,11 @@ class ShortConv(ConvMixer):
         """Batches that may run in a graph: all."""
         return Support(GraphSupport.ALWAYS, "short convolution: lengths and slots are read at each replay")
 
-    def operands(self, others: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
-        """Return the tensors that are no projections, in the order of the operator's arguments."""
-        return others[TAPS].squeeze(1), others.get(BIAS)
+    def operands(
+        self, projected: Sequence[torch.Tensor], others: Mapping[str, torch.Tensor]
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Return what the product has written, and the tensors that are no projections."""
+        return *projected, others[TAPS].squeeze(1), others.get(BIAS)
 
 
 def short_conv(hidden_size: int, *, taps: int, bias: bool, input_norm: str | None = "input_layernorm") -> ShortConv:

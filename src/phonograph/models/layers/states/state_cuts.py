@@ -40,7 +40,7 @@ class StatePart(NamedTuple):
         *projections, output = matrices
         whole: Any = mixer
         if isinstance(whole, GatedDeltaNet):
-            projection, gates = projections
+            projection, gates = projections if len(projections) == 2 else (*projections, None)
             return replace(whole, sizes=self.sizes, projection=projection, gates=gates, output=output)
         if isinstance(whole, ShortConv):
             return replace(whole, projection=projections[0], output=output)
@@ -83,6 +83,9 @@ def _delta_part(mixer: GatedDeltaNet, rank: int, num_ranks: int) -> StatePart:
     else:
         gates = _spans(values, value_size, sizes.channels)
         projections = (*channels, *gates), (*values, *_spans(values, 1, num_values))
+    if mixer.gates is None:
+        mixed, rates_and_times = projections
+        projections = ((*mixed, *_spans(rates_and_times, 1, sizes.channels + num_values * value_size)),)
     others = {gated_delta_net.TAPS: channels, gated_delta_net.DECAY: values, gated_delta_net.TIME_BIAS: values}
     part = sizes._replace(key_heads=num_keys // num_ranks, value_heads=num_values // num_ranks)
     return StatePart(part, projections, _spans(values, value_size), others)

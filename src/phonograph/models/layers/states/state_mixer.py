@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -79,8 +79,15 @@ class StateMixer(Protocol):
         """Batches that may run in a graph."""
         ...
 
-    def operands(self, others: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
-        """Return the tensors that are no projections, in the order of the operator's arguments."""
+    def operands(
+        self, projected: Sequence[torch.Tensor], others: Mapping[str, torch.Tensor]
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Return the operator's first arguments.
+
+        Args:
+            projected: results of the products but the last, [T, outputs] each.
+            others: tensors that are no projections, by name in the layer.
+        """
         ...
 
     def with_schemes(self, scheme_of: Callable[[str], Scheme | None]) -> StateMixer: ...

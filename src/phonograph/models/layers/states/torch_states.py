@@ -36,7 +36,7 @@ class TorchStates:
         projected = [projection.product(normed_TE) for projection in projections]
         rows = states.query_start_loc, states.seq_lens, states.slots, states.checkpoints, *states.pool[weights.layer]
         spec: Any = weights.spec
-        args = *projected, *spec.operands(weights.others), *rows, mixed_TX
+        args = *spec.operands(projected, weights.others), *rows, mixed_TX
         if isinstance(spec, ShortConv):
             gated_conv.OPERATOR(*args)
         else:

@@ -42,11 +42,11 @@ class TritonStates:
         for product, rows_TF in zip(self._projections, projected, strict=True):
             product.store(stream.normed, rows_TF)
         rows = states.query_start_loc, states.seq_lens, states.slots, states.checkpoints, *states.pool[weights.layer]
-        args: list[Any] = [*projected, *spec.operands(weights.others), *rows, mixed_TX]
+        args: list[Any] = [*spec.operands(projected, weights.others), *rows, mixed_TX]
         if isinstance(spec, ShortConv):
-            short_conv(*args)
+            short_conv(*args, single=states.single)
         else:
-            _KERNELS[type(spec)](*args, spec.sizes, kernels.eps, scratch)
+            _KERNELS[type(spec)](*args, spec.sizes, kernels.eps, scratch, single=states.single)
         norm_over_ranks(weights, mixed_TX, kernels.eps, kernels.ranks)
         if step.rows_P is not None:
             stream, mixed_TX = kernels.keep_rows(stream, mixed_TX, step.rows_P, step.num_kept)
