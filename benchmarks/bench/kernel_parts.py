@@ -40,6 +40,7 @@ KERNEL_PARTS = {
     "_gemm_ring_kernel": "products",
     "_gemm_tiled_kernel": "products",
     "_add_kernel": "rest",
+    "_join_kernel": "rest",
     "_add_table_kernel": "rest",
     "_append_kernel": "rest",
     "_copy_kernel": "rest",

@@ -43,6 +43,7 @@ from phonograph.kernels.triton.experts.expert_lists import ExpertLists
 from phonograph.kernels.triton.experts.expert_plan import FewRowsTile, expert_config, row_config
 from phonograph.kernels.triton.experts.expert_products import down_products, fitted, gate_up_products
 from phonograph.kernels.triton.experts.expert_results import add_results
+from phonograph.kernels.triton.experts.join_results import join_results
 from phonograph.kernels.triton.experts.list_experts import list_experts
 from phonograph.kernels.triton.experts.route import route
 from phonograph.kernels.triton.experts.route_row import route_row
@@ -246,6 +247,9 @@ def launch_experts() -> None:
         for weights in (halves(width), torch.zeros(width)):
             norm = weights, 1e-6, x
             add_results(halves(pairs, width), x, routing.num_pairs, num_rows=real, shared=shared, norm=norm)
+            norms, scalar = (weights, weights, weights), halves(1)
+            results = halves(tokens * routing.num_pairs, width)
+            join_results(results, x, x, norms, 1e-6, scalar=scalar, num_rows=real, norm=(weights, x))
 
 
 def launch_states() -> None:

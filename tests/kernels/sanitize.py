@@ -150,6 +150,7 @@ def run_all(device: torch.device) -> None:
     experts.test_counts_of_pairs(70, 33, device)
     experts.test_lists_of_chosen_experts("many", 101, 32, device)
     experts.test_memory_of_routers_without_a_gate(device)
+    experts.test_results_that_are_joined(7, 3, torch.float16, device)
     for config in experts.TILES:
         experts.test_products("many", 9, 7, config, torch.float16, device, experts.CLAMPED_SWIGLU)
     if device.type == "cuda":

@@ -15,6 +15,7 @@ from phonograph.kernels.triton.experts import route as route_module
 from phonograph.kernels.triton.experts.count_pairs import count_pairs
 from phonograph.kernels.triton.experts.expert_lists import EXPERTS, LARGE_TILE, TILE, ExpertLists
 from phonograph.kernels.triton.experts.expert_plan import ExpertConfig, ExpertTile, expert_config
+from phonograph.kernels.triton.experts.join_results import join_results
 from phonograph.kernels.triton.experts.list_experts import list_experts
 from phonograph.kernels.triton.experts.route import route
 from phonograph.kernels.triton.gemm.product import CLAMPED_SWIGLU, GELU, RELU2, SILU
@@ -102,6 +103,38 @@ def test_lists_of_chosen_experts(name: str, num_tokens: int, block: int, device:
     assert problem.lists.experts_Tk.tolist() == experts_Tk.tolist()
     assert problem.lists.weights_Tk.tolist() == weights_Tk.tolist()
     problem.check_lists(num_tokens, block)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("num_tokens", "top_k"), [(1, 8), (7, 3), (5, 1)])
+def test_results_that_are_joined(
+    num_tokens: int, top_k: int, dtype: torch.dtype, device: torch.device, width: int = 90
+) -> None:
+    """Against a reference in float64 that rounds where separate launches would; padding keeps the stream's rows."""
+    rng = torch.Generator().manual_seed(num_tokens)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=rng).to(device, dtype)
+
+    def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        wide = x.double()
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5) * weight.double()).to(dtype).double()
+
+    real = max(1, num_tokens - 2)
+    results, other, hidden = draw(num_tokens * top_k, width), draw(num_tokens, width), draw(num_tokens, width)
+    results[real * top_k :], other[real:] = torch.nan, torch.nan
+    norms, scalar, weight = (draw(width), draw(width), draw(width)), draw(1), draw(width)
+    total = normed(results.view(num_tokens, top_k, width).double().sum(1).to(dtype), norms[0])
+    added = normed((total + normed(other, norms[1])).to(dtype), norms[2])
+    added[real:] = 0
+    wanted = ((hidden.double() + 0.5 * added).to(dtype).double() * scalar.double()).to(dtype).double()
+    # With one result a row, the norm of the stream may take its place.
+    out = results if top_k == 1 else torch.full_like(hidden, torch.nan)
+    num_rows = torch.tensor([real], dtype=torch.int32, device=device)
+    join_results(results, other, hidden, norms, 1e-5, factor=0.5, scalar=scalar, num_rows=num_rows, norm=(weight, out))
+    limit = 1e-5 if dtype == torch.float32 else 4e-3
+    for found, expected in ((hidden, wanted), (out, normed(hidden, weight))):
+        assert (found.double() - expected).norm() <= limit * expected.norm()
 
 
 def test_memory_of_routers_without_a_gate(device: torch.device) -> None:

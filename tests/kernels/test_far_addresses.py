@@ -38,6 +38,7 @@ from phonograph.kernels.triton.experts.expert_lists import ExpertLists
 from phonograph.kernels.triton.experts.expert_plan import ExpertConfig, ExpertTile, FewRowsTile, RowTile
 from phonograph.kernels.triton.experts.expert_products import down_products, gate_up_products
 from phonograph.kernels.triton.experts.expert_results import add_results
+from phonograph.kernels.triton.experts.join_results import join_results
 from phonograph.kernels.triton.experts.route import route
 from phonograph.kernels.triton.experts.route_row import route_row
 from phonograph.kernels.triton.experts.row_products import add_down_row, gate_up_row
@@ -493,6 +494,7 @@ OTHER_TESTS = {
     "prefill._merge_kernel",
     "prefill_hopper._prefill_kernel",
     "layers._norm_kernel",
+    "join_results._join_kernel",
     "layers._activation_kernel",
     "fp8_rows._quantize_rows_kernel",
     "quantize_query._quantize_kernel",
@@ -572,6 +574,12 @@ def test_rows_of_one_large_tensor(device: torch.device) -> None:
     with last_programs(2):
         layers.add_and_norm(table, table, weight, EPS, out)
     layers.add_and_norm(rows, kept, weight, EPS, expected)
+    assert torch.equal(out[-1], expected[1]) and torch.equal(table[-1], kept[1])
+
+    norms = weight, weight, weight
+    with last_programs(2):
+        join_results(table, table, out, norms, EPS, norm=(weight, table))
+    join_results(kept, kept, expected, norms, EPS, norm=(weight, kept))
     assert torch.equal(out[-1], expected[1]) and torch.equal(table[-1], kept[1])
 
 

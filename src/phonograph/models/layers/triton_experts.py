@@ -19,6 +19,7 @@ from phonograph.kernels.triton.experts.expert_lists import ExpertLists
 from phonograph.kernels.triton.experts.expert_plan import expert_config, row_config
 from phonograph.kernels.triton.experts.expert_products import down_products, fitted, gate_up_products
 from phonograph.kernels.triton.experts.expert_results import add_results
+from phonograph.kernels.triton.experts.join_results import join_results
 from phonograph.kernels.triton.experts.list_experts import list_experts
 from phonograph.kernels.triton.experts.route import route
 from phonograph.kernels.triton.experts.route_row import route_row
@@ -66,7 +67,8 @@ class _Memory(NamedTuple):
     results_PE: torch.Tensor
     gate_up: torch.Tensor
     shared_TE: torch.Tensor
-    normed_TE: torch.Tensor
+    routed_TE: torch.Tensor
+    beside_TE: torch.Tensor
 
 
 class ExpertKernels:
@@ -98,6 +100,11 @@ class ExpertKernels:
         assert workspace.arrived is not None and self._routing.shared == (weights.joint is not None)
         both = weights.joint or (weights.gate_up.weight, weights.down.weight)
         self._gate_up, self._down = both[0].operand, both[1].operand
+        self._join_norms: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        if weights.sum_norm is not None:
+            assert weights.shared is not None and weights.shared.output_norm is not None
+            assert weights.output_norm is not None
+            self._join_norms = weights.sum_norm, weights.shared.output_norm, weights.output_norm
         self._lists = ExpertLists.over(workspace.routing, len(workspace.hidden_TE), self._routing, workspace.arrived)
 
     def run(
@@ -116,22 +123,20 @@ class ExpertKernels:
         is_fp4 = isinstance(gate_up, Grouped) and gate_up.is_fp4()
         config = fitted(expert_config(len(x_TE), routing, fp4=is_fp4), gate_up, down)
         memory = self._memory(len(x_TE))
-        if norm is None:
-            routed_TE = self._normed(hidden_TE, x_TE, weights.router_norm, memory)
-        else:
-            routed_TE, x_TE = hidden_TE, norm[2]
+        routed_TE = beside_TE = x_TE
+        if norm is not None:
+            routed_TE, x_TE, beside_TE = hidden_TE, norm[2], norm[2]
+        elif self._join_norms is not None:
+            assert weights.router_norm is not None and weights.shared is not None
+            routed_TE, beside_TE = memory.routed_TE, memory.beside_TE
+            second = weights.shared.input_norm, beside_TE
+            layers.rms_norm(hidden_TE, weights.router_norm, self._eps, routed_TE, second)
         self._route(routed_TE, config.block, num_rows, norm)
         mode = EXPERT_MODES[self._spec.activation]
         gate_up_products(x_TE, gate_up, lists, routing, config, memory.inner_PI, weights.gate_up.bias_O, mode=mode)
         down_products(memory.inner_PI, down, lists, routing, config, memory.results_PE, weights.down.bias_O)
         if self._shared is not None and weights.shared is not None:
-            x_TE = self._normed(hidden_TE, x_TE, weights.shared.input_norm, memory)
-            self._run_shared(*self._shared, x_TE, memory)
-            if self._ranks is not None and self._spec.sum_norm is not None:
-                # It is normed alone; else it is summed with the others.
-                self._ranks.sum(memory.shared_TE)
-            if weights.shared.output_norm is not None:
-                layers.rms_norm(memory.shared_TE, weights.shared.output_norm, self._eps, memory.shared_TE)
+            self._run_shared(*self._shared, beside_TE, memory)
 
     def add_row(
         self, hidden_1E: torch.Tensor, norm: RowNorm, num_rows: torch.Tensor | None, factor: float = 1.0
@@ -195,18 +200,43 @@ class ExpertKernels:
             norm=norm,
         )
 
-    def shared_memory(self, num_tokens: int) -> torch.Tensor:
-        """Return the results [T, E] of the shared expert of `run`."""
-        return self._memory(num_tokens).shared_TE
+    def join(
+        self,
+        hidden_TE: torch.Tensor,
+        sums_TE: torch.Tensor,
+        num_rows: torch.Tensor | None,
+        *,
+        factor: float,
+        norm: tuple[torch.Tensor, float, torch.Tensor] | None,
+    ) -> None:
+        """Add the results of `run` to the stream, where they and those of the shared expert have norms.
 
-    def _normed(
-        self, hidden_TE: torch.Tensor, x_TE: torch.Tensor, norm_E: torch.Tensor | None, memory: _Memory
-    ) -> torch.Tensor:
-        """Return rows of the stream by a norm of their own, or `x_TE` if there is none."""
-        if norm_E is None:
-            return x_TE
-        layers.rms_norm(hidden_TE, norm_E, self._eps, memory.normed_TE)
-        return memory.normed_TE
+        Args:
+            hidden_TE: rows of the stream.
+            sums_TE: memory of the sums of experts, for ranks.
+            num_rows: int32 [1], number of rows that are not padding; None for all.
+            factor: of what is added.
+            norm: of the part that follows, as of `add_results`.
+        """
+        assert self._join_norms is not None
+        memory = self._memory(len(hidden_TE))
+        results = memory.results_PE
+        if self._ranks is not None:
+            self.add(sums_TE, num_rows, added=False)
+            results = sums_TE
+            for part_TE in (results, memory.shared_TE):
+                self._ranks.sum(part_TE)
+        join_results(
+            results,
+            memory.shared_TE,
+            hidden_TE,
+            self._join_norms,
+            self._eps,
+            factor=factor,
+            scalar=self._weights.scalar,
+            num_rows=num_rows,
+            norm=None if norm is None else (norm[0], norm[2]),
+        )
 
     def _run_shared(self, gate_up: BoundProduct, down: BoundProduct, x_TE: torch.Tensor, memory: _Memory) -> None:
         shared = self._spec.shared

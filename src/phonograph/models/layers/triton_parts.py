@@ -262,20 +262,18 @@ class TritonExperts:
                 self._experts.add_row(hidden_TE, norm, stream.num_rows, kernels.factors.residual)
                 return kernels.begin(stream, then)
         self._experts.run(hidden_TE, stream.normed, stream.num_rows, norm)
-        if weights.sum_norm is not None:
-            added_TE, shared_TE = kernels.normed_memory(stream), self._experts.shared_memory(len(hidden_TE))
-            self._experts.add(added_TE, stream.num_rows, added=False)
-            kernels.sum_ranks(added_TE, partial=self._partial)
-            layers.rms_norm(added_TE, weights.sum_norm, kernels.eps, added_TE)
-            layers.add_and_norm(shared_TE, added_TE, weights.output_norm, kernels.eps, shared_TE)
-            return kernels.begin(stream, then, shared_TE, None, kernels.factors.residual, weights.scalar)
-        if self._partial or weights.output_norm is not None or weights.scalar is not None:
+        joins = weights.sum_norm is not None
+        if not joins and (self._partial or weights.output_norm is not None or weights.scalar is not None):
             added_TE = kernels.normed_memory(stream)
             self._experts.add(added_TE, stream.num_rows, added=False)
             kernels.sum_ranks(added_TE, partial=self._partial)
             return kernels.begin(stream, then, added_TE, weights.output_norm, kernels.factors.residual, weights.scalar)
         normed = kernels.fused_norm(stream, then)
-        self._experts.add(hidden_TE, stream.num_rows, factor=kernels.factors.residual, norm=normed)
+        if joins:
+            sums_TE = kernels.normed_memory(stream)
+            self._experts.join(hidden_TE, sums_TE, stream.num_rows, factor=kernels.factors.residual, norm=normed)
+        else:
+            self._experts.add(hidden_TE, stream.num_rows, factor=kernels.factors.residual, norm=normed)
         if normed is None:
             return kernels.begin(stream, then)
         stream.norm, stream.normed = None, normed[2]

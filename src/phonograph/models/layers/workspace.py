@@ -153,12 +153,12 @@ def expert_memory(spec: LayerExperts) -> list[tuple[int, int]]:
     """Return the slices of `shared` that experts take, as the rows of a token and their width.
 
     These are inner rows and results of its experts, then gates and ups and the result of a shared expert that is none
-    of them, then a norm of the stream for the router or the shared expert. What an expert has not takes none.
+    of them, then norms of the stream for the router and for the shared expert. What an expert has not takes none.
     """
     routing, hidden_size = spec.gpu_routing, spec.down.expert_outputs
     shared = (0, 0) if spec.shared is None or routing.shared else (spec.shared.gate_up.num_outputs, hidden_size)
-    has_norm = spec.router_norm is not None or (spec.shared is not None and spec.shared.input_norm is not None)
-    widths = *shared, hidden_size if has_norm else 0
+    norm = 0 if spec.router_norm is None else hidden_size
+    widths = *shared, norm, norm
     pairs = (routing.num_pairs, spec.down.num_inputs), (routing.num_pairs, hidden_size)
     return [*pairs, *((1, width) for width in widths)]
 

@@ -40,9 +40,23 @@ def embed_and_norm(
     _norm(embedding_VE, input_ids_T, weight_E, eps, hidden_TE, normed)
 
 
-def rms_norm(x_TE: torch.Tensor, weight_E: torch.Tensor, eps: float, out: Rows) -> None:
-    """Compute out = x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
-    _norm(x_TE, None, weight_E, eps, None, out)
+def rms_norm(
+    x_TE: torch.Tensor,
+    weight_E: torch.Tensor,
+    eps: float,
+    out: Rows,
+    second: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+) -> None:
+    """Compute out = x / sqrt(mean(x^2) + eps) * weight over the last dimension.
+
+    Args:
+        x_TE: rows.
+        weight_E: weights, of their type or float32.
+        eps: added to the mean.
+        out: result.
+        second: weights of another norm of the same rows, and its result, of their type.
+    """
+    _norm(x_TE, None, weight_E, eps, None, out, second=second)
 
 
 def add_and_norm(
@@ -132,13 +146,14 @@ def _norm(
     added_weight: torch.Tensor | None = None,
     factor: float = 1.0,
     scalar: torch.Tensor | None = None,
+    second: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
 ) -> None:
     values, scales = (None, None) if out is None else numbers_and_scales(out)
     num_rows, width = source.shape if values is None else values.shape
     block = triton.next_power_of_2(width)
     _norm_kernel[(num_rows,)](
-        source, rows, added, added_weight, scalar, weight, kept, values, scales, eps, FACTOR=factor, WIDTH=width,
-        BLOCK=block, **pdl_options(), num_warps=min(16, max(1, block // 256)),
+        source, rows, added, added_weight, scalar, weight, kept, values, scales, *second, eps, FACTOR=factor,
+        WIDTH=width, BLOCK=block, **pdl_options(), num_warps=min(16, max(1, block // 256)),
     )  # fmt: skip
 
 
@@ -211,6 +226,8 @@ def _norm_kernel(
     kept_ptr,
     out_ptr,
     scales_ptr,
+    second_weight_ptr,
+    second_ptr,
     eps,
     FACTOR: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -227,6 +244,8 @@ def _norm_kernel(
         added_weight = tl.load(added_weight_ptr + column, valid, other=0.0)
     if scalar_ptr is not None:
         scalar = tl.load(scalar_ptr)
+    if second_ptr is not None:
+        second_weight = tl.load(second_weight_ptr + column, valid, other=0.0)
     pdl_begin(PDL)
     source = row
     if rows_ptr is not None:
@@ -252,6 +271,8 @@ def _norm_kernel(
             out, scale = quantize_row(out.to(tl.float32), out_ptr.dtype.element_ty)
             tl.store(scales_ptr + row, scale)
         tl.store(out_ptr + row * WIDTH + column, out, valid)
+        if second_ptr is not None:
+            tl.store(second_ptr + row * WIDTH + column, weighted(wide * inverse, second_weight, x.dtype), valid)
 
 
 def norm_queries_and_keys(qkv_TF: torch.Tensor, weights_XD: torch.Tensor, num_query_heads: int, eps: float) -> None:
