@@ -38,8 +38,8 @@ from phonograph.engine.startup import start as engine_start
 from phonograph.errors import CaptureError
 from phonograph.graphs.verification import verify
 from phonograph.kernels.triton.attention import decode_plan
-from phonograph.kernels.triton.gemm import choose
-from phonograph.kernels.triton.gemm.product_plan import GemmSmallMConfig
+from phonograph.kernels.triton.gemm import bound_product, choose
+from phonograph.kernels.triton.gemm.product_plan import GemmSmallMConfig, ProductPlan, ProductShape, WeightFormat
 from phonograph.models.layers.linear import WeightAllocator
 from phonograph.models.spec import read_model_spec
 from phonograph.runner.pools.kv_pool import allocate_kv_pool
@@ -219,17 +219,35 @@ def test_state_layers(family: str, tmp_path: Path) -> None:
     assert report.ok, report.mismatches
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "lfm2", "nemotron_h"])
-def test_decodes_of_state_layers(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph of decodes writes last inputs and outputs of a convolution in one launch, and padding rows nothing."""
+def deferring(shape: ProductShape, weights: WeightFormat, rows: int, *args: Any, **keywords: Any) -> ProductPlan:
+    """Return the plan of a product, which defers norms as in bfloat16: the interpreter multiplies that wrongly."""
+    chosen = choose.choose(shape, weights, rows, *args, **keywords)
+    return chosen._replace(defers_norms=isinstance(chosen.kernel, GemmSmallMConfig))
+
+
+@pytest.mark.parametrize(
+    ("family", "norms"),
+    [("qwen3_next", (5, 2)), ("lfm2", (2, 2)), ("nemotron_h", (2, 2)), ("falcon_h1", (4, 4)), ("bamba", (2, 2))],
+)
+def test_decodes_of_state_layers(
+    family: str, norms: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph of decodes writes last inputs and outputs of a convolution in one launch, and padding rows nothing.
+
+    `norms` are launches of norms in steps of three rows and of one: the first, the last, those before experts of three
+    rows, and those before attention and a mixer that read the same rows.
+    """
     sizes: dict[str, Any] = {"head_dim": 64, "num_key_value_heads": 2}
     if family == "qwen3_next":
-        sizes |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+        sizes |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "shared_expert_intermediate_size": 24}
     if family == "nemotron_h":
-        sizes |= {"layers_block_type": ["linear_attention", "full_attention", "mlp"]}
+        sizes |= {"layers_block_type": ["linear_attention", "full_attention", "mlp", "linear_attention"]}
+    if family == "falcon_h1":
+        sizes = {"num_attention_heads": 2, "num_key_value_heads": 1}
     reference = make_checkpoint(family, tmp_path, **sizes)
-    # Users cannot have float16, and graphs of decodes are in 16 bits.
+    # Users cannot have float16, and graphs of decodes are in 16 bits. Of these only bfloat16 has deferred norms.
     monkeypatch.setattr(plan, "check_states", lambda *args: None)
+    monkeypatch.setattr(bound_product, "choose", deferring)
     launches, launch = list[str](), GridExecutor.__call__
 
     def logged(self: Any, *args: Any, **keywords: Any) -> Any:
@@ -240,14 +258,15 @@ def test_decodes_of_state_layers(family: str, tmp_path: Path, monkeypatch: pytes
     engine = start_engine(tmp_path, (1, 3))
     session = Session(engine.core, engine.plan.model, None, 0, GrammarCompiler(lambda: None, ()))
     greedy = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True, logprobs=1)
-    outputs = [session.add(prompt(1, 9), greedy), session.add(prompt(2, 2), greedy)]
+    outputs = [session.add(prompt(1, 9), greedy), session.add(prompt(2, 2), replace(greedy, max_tokens=3))]
     finish(session, *outputs)
     for output in outputs:
         check(reference, output)
-    steps = " ".join(launches).split("_prepare_kernel")[-4:]
+    steps = [step.split() for step in " ".join(launches).split("_prepare_kernel")[-4:]]
     assert engine.core.runner.counts["full decode"] == 4 and "_history_kernel" in launches
     for step in steps:
         assert step.count("_conv_kernel") == len(engine.plan.model.states) and "_history_kernel" not in step
+    assert [step.count("_norm_kernel") for step in steps] == [norms[0]] * 2 + [norms[1]] * 2
 
 
 def test_samples_share_their_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

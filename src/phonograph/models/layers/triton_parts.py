@@ -355,7 +355,7 @@ class TritonKernels(StreamKernels):
         return TritonStates(self, weights)
 
     def beside(self, attention: AttentionWeights, states: StateWeights) -> MixerPart:
-        return TritonBeside(self, self.attention(attention), TritonStates(self, states))
+        return TritonBeside(self, self.attention(attention), states)
 
     def feed_forward(self, weights: FeedForwardWeights) -> TritonFeedForward:
         return TritonFeedForward(self, weights)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,9 +26,10 @@ class TritonStates:
 
     def __init__(self, kernels: StreamKernels, weights: StateWeights) -> None:
         self.then: Any = None
-        # Several products may read the normed rows.
-        self.begin = NormedInput(weights.input_norm, None)
         *self._projections, self._output = (kernels.bind(linear) for linear in weights.linears)
+        # One product can norm its rows itself; several read the same normed rows.
+        only = self._projections[0] if len(self._projections) == 1 else None
+        self.begin = NormedInput(weights.input_norm, only)
         self._kernels, self._weights = kernels, weights
 
     def __call__(self, stream: Stream, step: Step) -> Stream:
@@ -39,8 +41,11 @@ class TritonStates:
         widths = *(matrix.num_outputs for matrix in spec.matrices[:-1]), spec.scratch
         parts = memory_TF.view(-1).split([num_tokens * width for width in widths])
         *projected, scratch = (part.view(num_tokens, width) for part, width in zip(parts, widths, strict=True))
-        for product, rows_TF in zip(self._projections, projected, strict=True):
-            product.store(stream.normed, rows_TF)
+        if self.begin.product is not None:
+            kernels.project(stream, self.begin, projected[0])
+        else:
+            for product, rows_TF in zip(self._projections, projected, strict=True):
+                product.store(stream.normed, rows_TF)
         rows = states.query_start_loc, states.seq_lens, states.slots, states.checkpoints, *states.pool[weights.layer]
         args: list[Any] = [*spec.operands(projected, weights.others), *rows, mixed_TX]
         if isinstance(spec, ShortConv):
@@ -57,11 +62,11 @@ class TritonStates:
 class TritonBeside:
     """Attention and a mixer with a state that read the same normed rows."""
 
-    def __init__(self, kernels: StreamKernels, attention: MixerPart, states: TritonStates) -> None:
+    def __init__(self, kernels: StreamKernels, attention: MixerPart, states: StateWeights) -> None:
         self.then: Any = None
         self._kept_TE = kernels.workspace.kept_TE
-        self.begin = states.begin
-        self._attention, self._states = attention, states
+        self.begin = NormedInput(states.input_norm, None)
+        self._attention, self._states = attention, TritonStates(kernels, replace(states, input_norm=None))
 
     def __call__(self, stream: Stream, step: Step) -> Stream:
         normed_TE, self._states.then = stream.normed, self.then
