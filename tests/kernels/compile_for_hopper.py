@@ -42,6 +42,7 @@ from phonograph.kernels.triton.attention import prefill as attention_prefill
 from phonograph.kernels.triton.attention import prefill_hopper as attention_prefill_hopper
 from phonograph.kernels.triton.attention import shared_runs as attention_runs
 from phonograph.kernels.triton.experts import expert_products
+from phonograph.kernels.triton.experts import route as route_module
 from phonograph.kernels.triton.experts.expert_lists import ExpertLists
 from phonograph.kernels.triton.experts.expert_plan import expert_config
 from phonograph.kernels.triton.gemm import launch_product
@@ -73,6 +74,7 @@ _MORE = {
         "STS": "exchange",
         "STL": "spill",
     },
+    "_route_kernel": {"HGMMA": "product", "STL": "spill"},
     "delta_chunk_kernel": (
         _SCAN := {
             "HGMMA": "product",
@@ -201,6 +203,13 @@ def main() -> None:
         rows, out = (torch.empty(count, size, dtype=torch.bfloat16) for count in (tokens if gated else pairs, pairs))
         launch = expert_products.gate_up_products if gated else expert_products.down_products
         launch(rows, weight, lists, routing, config, out)
+    route_module.pdl_options = launch_product.pdl_options
+    for experts, width in ((32, 2880), (128, 2048), (256, 2048)):
+        name, routing = f"experts {experts}", Routing(experts, 8)
+        words = torch.empty(ExpertLists.num_words(4096, routing))
+        lists = ExpertLists.over(words, 4096, routing, ExpertLists.counters(4096, device))
+        rows, router = (torch.empty(count, width, dtype=torch.bfloat16) for count in (4096, experts))
+        route_module.route(rows, router, routing, lists, block=128)
     net = MambaSizes(128, 64, 1, 128)
     name, heads, rows = "long", torch.empty(128), [torch.empty(size, dtype=torch.int32) for size in (9, 8, 8)]
     projected, taps = (

@@ -78,7 +78,7 @@ def test_factors_of_logits_and_of_experts(sigmoid: bool, device: torch.device) -
 @pytest.mark.parametrize(
     ("name", "num_tokens", "block"),
     [
-        *((name, 3 * LARGE_TILE + 5, 32) for name in ("few", "many", "odd groups", "shared")),
+        *((name, 3 * LARGE_TILE + 5, 32) for name in ("few", "many", "groups", "odd groups", "shared")),
         *((name, 8 * LARGE_TILE + 5, 256) for name in ("all", "shared, few")),
     ],
 )
@@ -90,6 +90,36 @@ def test_two_launches(
     problem.route(block=block)
     check_choice(problem, num_tokens)
     problem.check_lists(num_tokens, block)
+
+
+@pytest.mark.parametrize(
+    ("routing", "gate", "num_tokens", "count", "width", "dtype"),
+    [
+        (Routing(32, 4), False, 257, 257, 50, torch.float32),
+        (Routing(60, 4, shared=True), True, 300, 299, 2100, torch.float16),
+        (Routing(128, 8), False, 2049, 2049, 300, torch.float32),
+        (Routing(256, 8, shared=True), True, 513, 300, 520, torch.float32),
+    ],
+)
+def test_long_prompts(
+    routing: Routing, gate: bool, num_tokens: int, count: int, width: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Sums of small whole numbers are exact, so that experts and lists must be equal, those of equal logits too."""
+    problem = Problem(num_tokens, routing, device, width)
+    problem.x_TE, problem.router_OE = ((2 * numbers).round().to(dtype) for numbers in (problem.x_TE, problem.router_OE))
+    problem.router_OE = problem.router_OE[: routing.num_experts + gate] / 64
+    logits = problem.x_TE[:count].double() @ problem.router_OE.double().t()
+    problem.x_TE[count:] = torch.nan
+    problem.route(block=256, num_rows=torch.tensor([count], dtype=torch.int32, device=device))
+    sorted_TX = logits[:, : routing.num_experts].sort(descending=True, stable=True)
+    k, lists = routing.top_k, problem.lists
+    assert lists.experts_Tk[:count, :k].tolist() == sorted_TX.indices[:, :k].tolist()
+    assert (lists.experts_Tk[:count, k:] == routing.num_experts).all() and (lists.experts_Tk[count:] == -1).all()
+    weights = sorted_TX.values[:, :k].softmax(-1)
+    torch.testing.assert_close(lists.weights_Tk[:count, :k].double(), weights, rtol=1e-4, atol=1e-6)
+    if gate:
+        torch.testing.assert_close(lists.shared_T[:count].double(), logits[:, -1].sigmoid(), rtol=1e-4, atol=1e-6)
+    problem.check_lists(count, 256)
 
 
 @pytest.mark.parametrize(("name", "num_tokens", "block"), [("few", 1, 8), ("all", 32, 16), ("many", 101, 32)])
@@ -281,8 +311,8 @@ def test_kernels_go_by_the_magnitude_of_a_step(monkeypatch: pytest.MonkeyPatch) 
     ):
         monkeypatch.setattr(module, name, Recorded(seen))
     routing = ROUTINGS["many"]
-    x_TE, out = torch.zeros(2048, 512), torch.zeros(2048 * routing.top_k, 16)
-    router, gate_up = torch.zeros(40, 512), torch.zeros(40 * 32, 512)
+    x_TE, out = torch.zeros(2048, 2048), torch.zeros(2048 * routing.top_k, 16)
+    router, gate_up = torch.zeros(40, 2048), torch.zeros(40 * 32, 2048)
     lists = make_lists(2048, routing, torch.device("cpu"))
     by_class: dict[int, set[tuple[Any, ...]]] = {}
     for tokens in range(1, 2049, 5):

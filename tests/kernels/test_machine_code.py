@@ -106,6 +106,15 @@ def test_numbers_of_few_rows_stay_in_registers(report: Report) -> None:
 
 
 @pytest.mark.long
+def test_routes_of_long_prompts_use_tensor_cores_without_spills(report: Report) -> None:
+    """The products of Hopper need 64 rows; the choice of that many at once would spill registers."""
+    routes = [launches for name, (_, _, launches) in report.items() if name.startswith("_route_kernel")]
+    assert len(routes) == 3
+    for launches in routes:
+        assert launches == ["let", "wait", *["product"] * 8]
+
+
+@pytest.mark.long
 def test_half_of_a_tiles_exponentials_run_beside_later_products(report: Report) -> None:
     """The compiler could move all of them before the wait for the values' products, or behind it: 5% slower. Those of
     heads of 64 are half as long, and less need to run beside them."""

@@ -24,11 +24,13 @@ from phonograph.kernels.triton.gemm.product_plan import cdiv
 ONE_LAUNCH_TOKENS = 256
 """Most tokens that one launch routes. The program that arrives last makes the lists."""
 TILE, LARGE_TILE = 16, 32
-"""Tokens of a program of one launch, and of two."""
+"""Tokens of a mask of one launch, and of two."""
+LIST_TILES = 4
+"""Masks of an expert whose pairs a program of the second launch lists."""
 LEAST_BLOCK = 8
 """Least pairs of a whole item."""
-EXPERTS = 32
-"""Experts of a program of the router's product."""
+EXPERTS, MOST_EXPERTS = 32, 128
+"""Experts of a program of the router's product in one launch, and most in two."""
 PROGRAMS = 256
 """Most programs that the router's product is split over by its inputs."""
 
@@ -118,5 +120,5 @@ def _shapes(num_tokens: int, routing: Routing) -> list[tuple[int, int]]:
         (tiles, routing.num_experts),
         (tiles, routing.num_experts),
         # A router without a gate has one output less, and may be in fewer parts of experts.
-        (max(num_tokens, PROGRAMS * LARGE_TILE // cdiv(routing.num_experts, EXPERTS)), outputs),
+        (max(num_tokens, PROGRAMS * LARGE_TILE // cdiv(routing.num_experts, MOST_EXPERTS)), outputs),
     ]

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from phonograph.kernels.routing import Routing
-from phonograph.kernels.triton.experts.expert_lists import LARGE_TILE, LEAST_BLOCK, ExpertLists
+from phonograph.kernels.triton.experts.expert_lists import LARGE_TILE, LEAST_BLOCK, LIST_TILES, ExpertLists
 from phonograph.kernels.triton.experts.route import list_constants, list_pairs
 from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_options
 
@@ -35,7 +35,7 @@ def list_experts(
     """
     num_tokens, top_k = experts_Tk.shape
     assert block >= LEAST_BLOCK and top_k == routing.top_k
-    shape = list_constants(routing, LARGE_TILE, LARGE_TILE, block)
+    shape = list_constants(routing, LARGE_TILE, LIST_TILES * LARGE_TILE, block)
     _chosen_kernel[(triton.cdiv(num_tokens, LARGE_TILE),)](
         experts_Tk.contiguous(),
         weights_Tk.contiguous(),

@@ -3,11 +3,12 @@
 The product of a tile of tokens is split over experts and inputs. The program of a tile that arrives last adds the parts
 in a fixed order and chooses; it keeps a mask for each expert, with the bit of each token that has the expert. A pair's
 place in the lists follows from masks alone: pairs of lower experts, pairs of the expert in lower tiles, and the bits
-below its own. Up to `ONE_LAUNCH_TOKENS` tokens, the last program of all makes the lists of all tiles; for more
-tokens a second launch has one program a tile.
+below its own. Up to `ONE_LAUNCH_TOKENS` tokens, the last program of all makes the lists of all tiles. For more
+tokens, programs multiply more rows by more experts, so that few read the same rows and the same weights, and a program
+of a second launch makes the lists of a few tiles.
 
     one launch     | tile 0: part 0, part 1, ... last chooses | tile 1 ... | last of all makes the lists
-    two launches   | tile 0: part 0, part 1, ... last chooses | tile 1 ... |   then   | lists of tile 0 | of tile 1 ...
+    two launches   | tiles 0, 1: part 0, ... last chooses | tiles 2, 3 ... |  then  | lists of tiles 0 to 3 | 4 to 7 ...
 
 Results depend neither on timing nor on the order of programs. Equal scores go to the lower expert. A logit that is not
 a number comes last, so that a token always has k different experts, and only the weights of its own row are wrong.
@@ -30,6 +31,8 @@ from phonograph.kernels.triton.experts.expert_lists import (
     EXPERTS,
     LARGE_TILE,
     LEAST_BLOCK,
+    LIST_TILES,
+    MOST_EXPERTS,
     ONE_LAUNCH_TOKENS,
     PROGRAMS,
     TILE,
@@ -39,9 +42,13 @@ from phonograph.kernels.triton.gemm.product_plan import rows_class
 from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_let_next_start, pdl_options, pdl_wait
 
 _INPUTS = 128
-"""Inputs of a step of the product, and least inputs of a program."""
+"""Inputs of a step of the product, half as many of float32 in two launches, and least inputs of a program."""
+_ROWS, _LEAST_STEPS = 64, 4
+"""Rows of a program of two launches, and least steps of its product."""
 MOST_TILES = tl.constexpr(ONE_LAUNCH_TOKENS // TILE)
-"""Tiles whose masks a program reads at once."""
+"""Tiles whose masks the last program of one launch reads at once."""
+MOST_MASKS = tl.constexpr(8192)
+"""Masks that a program of the second launch reads at once."""
 _PAIRS = 2048
 """Most pairs that a program places at once."""
 
@@ -76,12 +83,14 @@ def route(
     assert block >= LEAST_BLOCK and x_TE.stride(1) == router_OE.stride(1) == 1
     one_launch = num_tokens <= ONE_LAUNCH_TOKENS
     tile = TILE if one_launch else LARGE_TILE
-    tiles, rows = triton.cdiv(num_tokens, tile), rows_class(num_tokens)
-    expert_parts = triton.cdiv(outputs, EXPERTS)
-    input_parts = _input_parts(triton.cdiv(rows, tile) * expert_parts, width)
+    experts = EXPERTS if one_launch else max(EXPERTS, min(MOST_EXPERTS, triton.next_power_of_2(outputs)))
+    program_rows = tile if one_launch else _ROWS
+    rows, expert_parts = rows_class(num_tokens), triton.cdiv(outputs, experts)
+    least_inputs = _INPUTS if one_launch else _LEAST_STEPS * _INPUTS
+    input_parts = _input_parts(triton.cdiv(rows, tile) * expert_parts, width // least_inputs)
     assert input_parts * num_tokens * outputs <= lists.partials.numel()
-    shape = list_constants(routing, tile, rows if one_launch else tile, block)
-    _route_kernel[(tiles, expert_parts * input_parts)](
+    shape = list_constants(routing, tile, rows if one_launch else LIST_TILES * tile, block)
+    _route_kernel[(triton.cdiv(num_tokens, program_rows), expert_parts * input_parts)](
         x_TE,
         router_OE,
         router_bias_O,
@@ -94,16 +103,17 @@ def route(
         router_OE.stride(0),
         OUTPUTS=outputs,
         E=width,
-        SPLIT_O=EXPERTS,
+        ROWS=program_rows,
+        SPLIT_O=experts,
         INPUT_PARTS=input_parts,
         PARTS=expert_parts * input_parts,
-        BLOCK_E=_INPUTS,
+        BLOCK_E=_INPUTS if one_launch else 2 * _INPUTS // x_TE.element_size(),
         **choice_constants(routing),
         ONE_LAUNCH=one_launch,
         ONE_TILE=rows <= tile,
         **shape,
         **pdl_options(),
-        num_warps=8 if routing.num_experts > 128 else 4,
+        num_warps=4 if one_launch and routing.num_experts <= 128 else 8,
     )
     if not one_launch:
         list_pairs(lists, num_tokens, shape)
@@ -124,7 +134,7 @@ def list_constants(routing: Routing, tile: int, rows: int, block: int) -> dict[s
 
 def list_pairs(lists: ExpertLists, num_tokens: int, shape: dict[str, Any]) -> None:
     """Write pairs and items of T tokens, whose experts and masks of tiles are there, with the `list_constants`."""
-    _list_kernel[(triton.cdiv(num_tokens, shape["TILE"]),)](
+    _list_kernel[(triton.cdiv(num_tokens, LIST_TILES * shape["TILE"]),)](
         lists.experts_Tk,
         lists.pairs_P,
         lists.items_I3,
@@ -133,17 +143,18 @@ def list_pairs(lists: ExpertLists, num_tokens: int, shape: dict[str, Any]) -> No
         lists.starts_NX,
         num_tokens,
         **shape,
+        LIST_TILES=LIST_TILES,
         **pdl_options(),
-        num_warps=4,
+        num_warps=8,
     )
 
 
-def _input_parts(programs: int, width: int) -> int:
-    """Return into how many parts the inputs are split, for a product of so many programs.
+def _input_parts(programs: int, most: int) -> int:
+    """Return into how many parts the inputs are split, for a product of that many programs.
 
     Each number is compiled as a separate kernel.
     """
-    wanted = min(PROGRAMS // programs, width // _INPUTS)
+    wanted = min(PROGRAMS // programs, most)
     return 16 if wanted >= 16 else 4 if wanted >= 4 else 1
 
 
@@ -184,6 +195,7 @@ def _route_kernel(
     XP: tl.constexpr,
     OUTPUTS: tl.constexpr,
     E: tl.constexpr,
+    ROWS: tl.constexpr,
     SPLIT_O: tl.constexpr,
     INPUT_PARTS: tl.constexpr,
     PARTS: tl.constexpr,
@@ -211,27 +223,32 @@ def _route_kernel(
     end = tl.minimum((part % INPUT_PARTS + 1) * steps // INPUT_PARTS * BLOCK_E, E)
     router_ptrs = router_ptr + output.to(tl.int64)[None, :] * router_stride
     is_output = (output < OUTPUTS)[None, :]
-    e = begin + tl.arange(0, BLOCK_E)
-    # Weights are constants, so the first step's come before the wait.
-    router = tl.load(router_ptrs + e[:, None], is_output & (e < end)[:, None], other=0.0)
+    if ONE_LAUNCH:
+        e = begin + tl.arange(0, BLOCK_E)
+        # Weights are constants, so the first step's come before the wait.
+        router = tl.load(router_ptrs + e[:, None], is_output & (e < end)[:, None], other=0.0)
     pdl_wait(PDL)
-    row = tile * TILE + tl.arange(0, TILE)
+    x_row = tile * ROWS + tl.arange(0, ROWS)
     num_rows = T
     if num_rows_ptr is not None:
         num_rows = tl.minimum(tl.load(num_rows_ptr), T)
-    valid = row < num_rows
-    x_ptrs = x_ptr + row.to(tl.int64)[:, None] * x_stride
-    x = tl.load(x_ptrs + e[None, :], valid[:, None] & (e < end)[None, :], other=0.0)
-    sums = tl.dot(x, router, input_precision="ieee")
-    for start in range(begin + BLOCK_E, end, BLOCK_E):
+    has_row = x_row < num_rows
+    x_ptrs = x_ptr + x_row.to(tl.int64)[:, None] * x_stride
+    if ONE_LAUNCH:
+        x = tl.load(x_ptrs + e[None, :], has_row[:, None] & (e < end)[None, :], other=0.0)
+        sums = tl.dot(x, router, input_precision="ieee")
+        begin += BLOCK_E
+    else:
+        sums = tl.zeros((ROWS, SPLIT_O), tl.float32)
+    for start in range(begin, end, BLOCK_E):
         e = start + tl.arange(0, BLOCK_E)
-        x = tl.load(x_ptrs + e[None, :], valid[:, None] & (e < end)[None, :], other=0.0)
+        x = tl.load(x_ptrs + e[None, :], has_row[:, None] & (e < end)[None, :], other=0.0)
         router = tl.load(router_ptrs + e[:, None], is_output & (e < end)[:, None], other=0.0)
         sums = tl.dot(x, router, sums, input_precision="ieee")
     # Logits pass through memory, which puts groups of experts into the order of `_in_top_groups`.
     size = T * OUTPUTS
-    at = part % INPUT_PARTS * size + row[:, None] * OUTPUTS + output[None, :]
-    tl.store(partials_ptr + at, sums, valid[:, None] & is_output)
+    at = part % INPUT_PARTS * size + x_row[:, None] * OUTPUTS + output[None, :]
+    tl.store(partials_ptr + at, sums, has_row[:, None] & is_output)
     tl.debug_barrier()
     if PARTS > 1:
         arrived = tl.atomic_add(arrived_ptr + 1 + tile, 1, sem="acq_rel", scope="gpu")
@@ -240,34 +257,38 @@ def _route_kernel(
         tl.store(arrived_ptr + 1 + tile, 0)
 
     place, expert, exists = expert_places(X, GROUPS, GP, SP)
-    mask = valid[:, None] & exists[None, :]
-    logits = tl.zeros((TILE, GP * SP), tl.float32)
-    for other in tl.static_range(INPUT_PARTS):
-        # Bypasses the L1 cache, which may hold older values.
-        ptrs = partials_ptr + other * size + row[:, None] * OUTPUTS + expert[None, :]
-        logits += tl.load(ptrs, mask, other=0.0, cache_modifier=".cg")
-    experts, weights, chosen = choose_experts(
-        logits, place, expert, exists, router_bias_ptr, choice_bias_ptr, expert_scale_ptr,
-        (X, K, SIGMOID, RENORMALISED, SCALE, LOGIT_FACTOR, GROUPS, TOP_GROUPS, GP, SP),
-    )  # fmt: skip
-    column = tl.arange(0, triton.next_power_of_2(K))[None, :]
-    own = (row < T)[:, None] & (column < K)
-    tl.store(experts_ptr + row[:, None] * (K + SHARED) + column, tl.where(valid[:, None], experts, -1), own)
-    tl.store(weights_ptr + row[:, None] * (K + SHARED) + column, weights, own)
-    if OUTPUTS > X:
-        gate = tl.zeros((TILE,), tl.float32)
+    # A choice of more rows at once would spill registers.
+    for half in range(ROWS // TILE):
+        row = tile * ROWS + half * TILE + tl.arange(0, TILE)
+        valid = row < num_rows
+        mask = valid[:, None] & exists[None, :]
+        logits = tl.zeros((TILE, GP * SP), tl.float32)
         for other in tl.static_range(INPUT_PARTS):
-            gate += tl.load(partials_ptr + other * size + row * OUTPUTS + X, valid, other=0.0, cache_modifier=".cg")
-        if router_bias_ptr is not None:
-            gate += tl.load(router_bias_ptr + X).to(tl.float32)
-        tl.store(shared_ptr + row, tl.sigmoid(gate), valid)
-    if SHARED:
-        pair = row * (K + 1) + K
-        tl.store(experts_ptr + pair, tl.where(valid, X, -1), row < T)
-        tl.store(weights_ptr + pair, tl.sigmoid(gate) if OUTPUTS > X else 1.0, row < T)
-    chosen = (valid[:, None] & chosen).to(tl.uint32)
-    mask = tl.sum(chosen << tl.arange(0, TILE).to(tl.uint32)[:, None], 0)
-    tl.store(masks_ptr + tile * X + expert, mask.to(tl.int32, bitcast=True), exists)
+            # Bypasses the L1 cache, which may hold older values.
+            ptrs = partials_ptr + other * size + row[:, None] * OUTPUTS + expert[None, :]
+            logits += tl.load(ptrs, mask, other=0.0, cache_modifier=".cg")
+        experts, weights, chosen = choose_experts(
+            logits, place, expert, exists, router_bias_ptr, choice_bias_ptr, expert_scale_ptr,
+            (X, K, SIGMOID, RENORMALISED, SCALE, LOGIT_FACTOR, GROUPS, TOP_GROUPS, GP, SP),
+        )  # fmt: skip
+        column = tl.arange(0, triton.next_power_of_2(K))[None, :]
+        own = (row < T)[:, None] & (column < K)
+        tl.store(experts_ptr + row[:, None] * (K + SHARED) + column, tl.where(valid[:, None], experts, -1), own)
+        tl.store(weights_ptr + row[:, None] * (K + SHARED) + column, weights, own)
+        if OUTPUTS > X:
+            gate = tl.zeros((TILE,), tl.float32)
+            for other in tl.static_range(INPUT_PARTS):
+                gate += tl.load(partials_ptr + other * size + row * OUTPUTS + X, valid, other=0.0, cache_modifier=".cg")
+            if router_bias_ptr is not None:
+                gate += tl.load(router_bias_ptr + X).to(tl.float32)
+            tl.store(shared_ptr + row, tl.sigmoid(gate), valid)
+        if SHARED:
+            pair = row * (K + 1) + K
+            tl.store(experts_ptr + pair, tl.where(valid, X, -1), row < T)
+            tl.store(weights_ptr + pair, tl.sigmoid(gate) if OUTPUTS > X else 1.0, row < T)
+        chosen = (valid[:, None] & chosen).to(tl.uint32)
+        mask = tl.sum(chosen << tl.arange(0, TILE).to(tl.uint32)[:, None], 0)
+        tl.store(masks_ptr + (tile * (ROWS // TILE) + half) * X + expert, mask.to(tl.int32, bitcast=True), exists)
     if ONE_LAUNCH:
         tl.debug_barrier()
         tiles = tl.num_programs(0)
@@ -379,26 +400,33 @@ def _list_kernel(
     XP: tl.constexpr,
     BLOCK: tl.constexpr,
     PAIRS: tl.constexpr,
+    LIST_TILES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     pdl_begin(PDL)
-    own, tiles = tl.program_id(0), tl.num_programs(0)
+    own, tiles = tl.program_id(0) * LIST_TILES, tl.cdiv(T, TILE)
     shape: tl.constexpr = (X, K, TILE, XP, BLOCK, PAIRS, SHARED)
+    TILES: tl.constexpr = MOST_MASKS // XP
     expert = tl.arange(0, XP)
-    total = tl.zeros((XP,), tl.int32)
-    earlier = tl.zeros((XP,), tl.int32)
-    for start in range(0, tiles, MOST_TILES):
-        tile = start + tl.arange(0, MOST_TILES)
+    # Sums over warps follow the loop.
+    total = tl.zeros((TILES, XP), tl.int32)
+    earlier = tl.zeros((TILES, XP), tl.int32)
+    for start in range(0, tiles, TILES):
+        tile = start + tl.arange(0, TILES)
         has = (tile < tiles)[:, None] & (expert < X)[None, :]
         counts = _counts(masks_ptr + tile[:, None] * X + expert[None, :], has)
-        total += tl.sum(counts, 0)
-        earlier += tl.sum(tl.where((tile < own)[:, None], counts, 0), 0)
+        total += counts
+        earlier += tl.where((tile < own)[:, None], counts, 0)
+    total = tl.sum(total, 0)
     first = tl.cumsum(total, 0) - total
     if own == 0:
         _write_items(first, total, items_ptr, num_items_ptr, shape)
-    tl.store(starts_ptr + own * X + expert, first + earlier, expert < X)
+    tile = own + tl.arange(0, LIST_TILES)
+    at, has = tile[:, None] * X + expert[None, :], (tile < tiles)[:, None] & (expert < X)[None, :]
+    counts = _counts(masks_ptr + at, has)
+    tl.store(starts_ptr + at, (first + tl.sum(earlier, 0))[None, :] + tl.cumsum(counts, 0) - counts, has)
     tl.debug_barrier()
     num_routed = tl.sum(total, 0)
-    begin, end = own * TILE * (K + SHARED), tl.minimum((own + 1) * TILE, T) * (K + SHARED)
+    begin, end = own * TILE * (K + SHARED), tl.minimum((own + LIST_TILES) * TILE, T) * (K + SHARED)
     for place in range(begin, end, PAIRS):
         _write_pairs(experts_ptr, pairs_ptr, masks_ptr, starts_ptr, num_routed, place, end, shape)
