@@ -17,9 +17,10 @@ from phonograph.graphs.modes import GraphKey
 
 def plan_sources(backends: Sequence[AnyBackend]) -> list[int]:
     """Return, for each KV group, the group whose plan it uses: itself, or the first one with its backend."""
+    firsts = [backends.index(backend) for backend in backends]
     return [
-        backends.index(backend) if backend.capabilities.plans_by_lengths else group
-        for group, backend in enumerate(backends)
+        first if first != group and backends[group].capabilities.plans_by_lengths else group
+        for group, first in enumerate(firsts)
     ]
 
 
