@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from phonograph.kernels.triton.elementwise.layers import gelu_slope, weighted
+from phonograph.kernels.triton.elementwise.layers import gelu_slope, normal, weighted
 from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_options
 
 
@@ -91,8 +91,7 @@ def _add_table_kernel(
     found = tl.load(table_ptr + row * table_stride + first + column, valid, other=0.0)
     dtype = x.dtype
     wide = (x.to(tl.float32) * PROJECTION).to(dtype).to(tl.float32)
-    inverse = tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps)
-    normed = weighted(wide * inverse, weight, dtype).to(tl.float32)
+    normed = weighted(normal(wide, eps, SIZE), weight, dtype).to(tl.float32)
     found = (found.to(tl.float32) * FOUND).to(dtype).to(tl.float32)
     out = (normed + found).to(dtype).to(tl.float32) * BOTH
     tl.store(pointer, out.to(dtype), valid)

@@ -166,6 +166,13 @@ def weighted(normal, weight, dtype: tl.constexpr):
 
 
 @triton.jit
+def normal(x, eps, width):
+    """Return a row over the root of its mean square, in float32. Numbers after the first `width` are 0."""
+    wide = x.to(tl.float32)
+    return wide * tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
+
+
+@triton.jit
 def gelu_slope(x):
     """Return y such that x * sigmoid(y) is GELU's approximation by tanh (Hendrycks 2016, arXiv:1606.08415)."""
     return 1.5957691216057308 * (x + 0.044715 * x * x * x)
@@ -254,8 +261,7 @@ def _norm_kernel(
     if added_ptr is not None:
         added = tl.load(added_ptr + row * WIDTH + column, valid, other=0.0).to(tl.float32)
         if added_weight_ptr is not None:
-            added_inverse = tl.rsqrt(tl.sum(added * added, 0) / WIDTH + eps)
-            added = weighted(added * added_inverse, added_weight, x.dtype).to(tl.float32)
+            added = weighted(normal(added, eps, WIDTH), added_weight, x.dtype).to(tl.float32)
         if FACTOR != 1.0:
             added *= FACTOR
         x = (x.to(tl.float32) + added).to(x.dtype)
@@ -264,15 +270,14 @@ def _norm_kernel(
     if kept_ptr is not None:
         tl.store(kept_ptr + row * WIDTH + column, x, valid)
     if weight_ptr is not None:
-        wide = x.to(tl.float32)
-        inverse = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
-        out = weighted(wide * inverse, weight, x.dtype)
+        row_normal = normal(x, eps, WIDTH)
+        out = weighted(row_normal, weight, x.dtype)
         if scales_ptr is not None:
             out, scale = quantize_row(out.to(tl.float32), out_ptr.dtype.element_ty)
             tl.store(scales_ptr + row, scale)
         tl.store(out_ptr + row * WIDTH + column, out, valid)
         if second_ptr is not None:
-            tl.store(second_ptr + row * WIDTH + column, weighted(wide * inverse, second_weight, x.dtype), valid)
+            tl.store(second_ptr + row * WIDTH + column, weighted(row_normal, second_weight, x.dtype), valid)
 
 
 def norm_queries_and_keys(qkv_TF: torch.Tensor, weights_XD: torch.Tensor, num_query_heads: int, eps: float) -> None:
@@ -313,10 +318,7 @@ def _joint_norm_kernel(
     pdl_begin(PDL)
     pointer = qkv_ptr + tl.program_id(0).to(tl.int64) * qkv_stride + column
     x = tl.load(pointer, valid, other=0.0)
-    wide = x.to(tl.float32)
-    inverse = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
-    out = weighted(wide * inverse, weight, x.dtype)
-    tl.store(pointer, out, valid)
+    tl.store(pointer, weighted(normal(x, eps, width), weight, x.dtype), valid)
 
 
 def silu_and_mul(gate_up_T2I: torch.Tensor, out: Rows) -> None:

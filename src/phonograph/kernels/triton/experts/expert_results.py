@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from phonograph.kernels.triton.elementwise.layers import weighted
+from phonograph.kernels.triton.elementwise.layers import normal, weighted
 from phonograph.kernels.triton.gemm.gemm_epilogue import activated
 from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_options
 
@@ -165,5 +165,4 @@ def _add_kernel(
     tl.store(hidden_ptrs, rounded, exists)
     if norm_ptr is not None:
         wide = tl.where(exists, rounded.to(tl.float32), 0.0)
-        inverse = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
-        tl.store(normed_ptr + row * WIDTH + column, weighted(wide * inverse, norm, rounded.dtype), exists)
+        tl.store(normed_ptr + row * WIDTH + column, weighted(normal(wide, eps, WIDTH), norm, rounded.dtype), exists)

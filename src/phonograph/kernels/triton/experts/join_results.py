@@ -1,4 +1,4 @@
-"""The end of a layer whose experts stand beside a feed-forward of all tokens, each with a norm (Gemma 4).
+"""The end of a layer that has experts and a feed-forward of all tokens, each with a norm (Gemma 4).
 
     stream = (stream + factor * norm(norm(sum of experts) + norm(feed-forward))) * scalar,  then the next part's norm
 
@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from phonograph.kernels.triton.elementwise.layers import weighted
+from phonograph.kernels.triton.elementwise.layers import normal, weighted
 from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_options
 
 
@@ -56,8 +56,7 @@ def join_results(
 
 @triton.jit
 def _normed(x, weight, eps, WIDTH: tl.constexpr):
-    wide = x.to(tl.float32)
-    return weighted(wide * tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps), weight, x.dtype)
+    return weighted(normal(x, eps, WIDTH), weight, x.dtype)
 
 
 @triton.jit

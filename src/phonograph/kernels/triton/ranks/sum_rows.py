@@ -27,7 +27,7 @@ import triton.language as tl
 
 from phonograph.kernels.fp8_activations import Rows, numbers_and_scales
 from phonograph.kernels.triton.elementwise.fp8_rows import quantize_row
-from phonograph.kernels.triton.elementwise.layers import weighted
+from phonograph.kernels.triton.elementwise.layers import normal, weighted
 from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_options
 
 PARTS = 3
@@ -159,9 +159,7 @@ def _sum_rows_kernel(
         x = (tl.load(hidden_ptr + row * WIDTH + column, valid, other=0.0).to(tl.float32) + total).to(number)
         tl.store(hidden_ptr + row * WIDTH + column, x, valid)
         if weight_ptr is not None:
-            wide = x.to(tl.float32)
-            inverse = tl.rsqrt(tl.sum(wide * wide, 0) / WIDTH + eps)
-            out = weighted(wide * inverse, weight, number)
+            out = weighted(normal(x, eps, WIDTH), weight, number)
             if scales_ptr is not None:
                 out, scale = quantize_row(out.to(tl.float32), out_ptr.dtype.element_ty)
                 tl.store(scales_ptr + row, scale)
