@@ -118,8 +118,10 @@ class CacheManager:
                 num_cached = self._last_checkpoint(table, num_cached)
         found: list[tuple[int, list[int]]] = []
         needed = reserve
-        for index, group in enumerate(self._groups):
-            length = table.encoder_len if index in self._cross else num_tokens + ahead
+        lengths = [
+            table.encoder_len if index in self._cross else num_tokens + ahead for index in range(len(self._groups))
+        ]
+        for index, (group, length) in enumerate(zip(self._groups, lengths, strict=True)):
             first, most = group.first_block(num_cached), group.most_blocks(length, 0)
             if index in self._cross:
                 keys = table.encoder_keys(index, most) if reuse and self._enable_prefix_caching else []
@@ -137,8 +139,7 @@ class CacheManager:
             return None
         for _, block_ids in found:
             pool.share(block_ids)  # before allocation, which may evict found blocks
-        for index, (group, one, (first, block_ids)) in enumerate(zip(self._groups, table.groups, found, strict=True)):
-            length = table.encoder_len if index in self._cross else num_tokens + ahead
+        for group, length, one, (first, block_ids) in zip(self._groups, lengths, table.groups, found, strict=True):
             fresh = group.blocks_at_admission(length, num_cached) - first - len(block_ids)
             one.first = first
             one.block_ids = [FREED] * first + block_ids + [pool.allocate() for _ in range(fresh)]

@@ -36,6 +36,9 @@ class GroupBuilder:
 
     def __init__(self, backends: Sequence[AnyBackend]) -> None:
         self._sources = plan_sources(backends)
+        together = {source: [i for i, one in enumerate(self._sources) if one == source] for source in self._sources}
+        # Of plans for several groups, the groups.
+        self._together = {source: groups for source, groups in together.items() if len(groups) > 1}
         self._causal = [one.spec.kind is AttentionKind.DECODER for one in backends]
         self._builders = {group: backends[group].make_builder() for group in dict.fromkeys(self._sources)}
         self.units = next((one.units for one in self._builders.values() if one.units is not None), None)
@@ -51,8 +54,9 @@ class GroupBuilder:
         for group, (source, given) in enumerate(zip(self._sources, commons, strict=True)):
             common = given if self._causal[group] else replace(given, causal=False)
             if source == group:
-                tables = tuple(one.block_table for one, of in zip(commons, self._sources, strict=True) if of == group)
-                common = replace(common, plan_tables=tables) if len(tables) > 1 else common
+                if group in self._together:
+                    tables = tuple(commons[member].block_table for member in self._together[group])
+                    common = replace(common, plan_tables=tables)
                 made.append(self._builders[group].build(common, key=key))
             else:
                 made.append(replace(made[source], common=common))
