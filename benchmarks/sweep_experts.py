@@ -8,9 +8,9 @@
 A graph has several layers with weights of their own, so that the L2 cache has none of them at the next replay; random
 rows route nearly independently. The floor is the bytes of the experts that were chosen, and of the router, over 4.33
 TB/s; `tflops` is the speed of both products together. A sweep tries all candidates for one product, the others as
-`expert_plan` says, and prints the best; the block of pairs and the tail belong to both products. `--long` measures a
-few configurations for long prompts, and compares their results with those of the first. The results name the entries
-of `_CONFIGS` in kernels/triton/experts/expert_plan.py.
+`expert_plan` says, and prints the best; the block of pairs and the tail belong to both products. `--long` measures
+the configurations for long prompts with all tails, and compares their results with those of the first. The results name
+the entries of `_CONFIGS` in kernels/triton/experts/expert_plan.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import argparse
 import itertools
 import json
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -66,16 +66,8 @@ MODELS = {
     "olmoe-7b": Model(Routing(64, 8, renormalised=False), 2048, 1024),
 }
 FORMATS = ("bf16", "fp8", "fp8-128", "int4", "int8", "mxfp4")
-LONG = {
-    "mxfp4": (
-        *(ExpertConfig(128, ExpertTile(64, 128, 4, 3), ExpertTile(128, 128, 8, 4), tail=tail) for tail in (0, 32, 64)),
-        *(ExpertConfig(256, ExpertTile(64, 128, 8, 3), ExpertTile(128, 128, 8, 3), tail=tail) for tail in (0, 64, 128)),
-    ),
-    "bf16": tuple(
-        ExpertConfig(128, ExpertTile(128, 64, 8, 4), ExpertTile(128, 64, 4, 3), tail=tail) for tail in (0, 16, 32, 64)
-    ),
-}
-"""Configurations for prompts of which an expert has 64 pairs or more."""
+LONG_TOKENS = 2048, 8192
+"""Prompts whose configurations `--long` measures with all tails."""
 
 
 def matrix(outputs: int, inputs: int, kind: str) -> Matrix:
@@ -198,7 +190,7 @@ def candidates(config: ExpertConfig | RowConfig, product: str) -> Iterator[Exper
         return
     if product in ("block", "tail"):
         sizes = (16, 32, 64, 128, 256) if product == "block" else (0, 16, 32, 64, 128)
-        yield from (config._replace(**{product: size}) for size in sizes)
+        yield from (config._replace(**{product: size}) for size in sizes if product == "block" or size < config.block)
         return
     if product == "route":
         return
@@ -236,7 +228,7 @@ def sweep(
     return sorted(found, key=lambda pair: pair[0])
 
 
-def long_prompts(layers: list[Layer], configs: tuple[ExpertConfig, ...]) -> list[tuple[str, str]]:
+def long_prompts(layers: list[Layer], configs: Iterable[ExpertConfig | RowConfig]) -> list[tuple[str, str]]:
     """Return the times of configurations, and the relative difference of their results from those of the first."""
     rows: list[tuple[str, str]] = []
     wanted: torch.Tensor | None = None
@@ -260,7 +252,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 32, 128, 256, 2048])
     parser.add_argument("--layers", type=int, default=4, help="in a graph, with weights of their own")
     parser.add_argument("--sweep", choices=("route", "gate_up", "down", "block", "tail"), help="try candidates")
-    parser.add_argument("--long", action="store_true", help="measure configurations for long prompts; bf16 or mxfp4")
+    parser.add_argument("--long", action="store_true", help="measure the tails of configurations for long prompts")
     parser.add_argument("--one-row", action="store_true", help="with the kernels of one row; --tokens 1, bf16 only")
     parser.add_argument("--most", type=int, default=200, help="candidates that are tried")
     parser.add_argument("--output", type=output_file)
@@ -282,7 +274,9 @@ def main() -> None:
             best = sweep(layers, config, options.sweep, options.most)
             row["best"] = [(round(time, 2), repr(one)) for time, one in best[:5]]
         if options.long:
-            row["best"] = long_prompts(layers, LONG[options.format])
+            plans = [expert_config(count, layers[0].routing, fp4=options.format == "mxfp4") for count in LONG_TOKENS]
+            tails = [one for plan in dict.fromkeys(plans) for one in candidates(plan, "tail")]
+            row["best"] = long_prompts(layers, tails)
         rows.append(row)
         print("  ".join(f"{key} {value}" for key, value in row.items() if key != "best"), flush=True)
         for time, one in row.get("best", ()):
