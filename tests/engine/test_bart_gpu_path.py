@@ -66,7 +66,7 @@ def check(model: Any, text: EncoderTokens, output: Any, near: float) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, on which the next test runs")
 def test_a_whole_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts of all lengths together: one token, around the ends of pages, and the longest."""
-    monkeypatch.setattr(WeightAllocator, "matrix", lambda self, size_in, size_out: self.tensor(size_out, size_in).t())
+    monkeypatch.setattr(WeightAllocator, "by_outputs", True)
     model = make_bart(tmp_path, encoder_layers=1, decoder_layers=2, max_position_embeddings=POSITIONS)
     config = EngineConfig(
         model=str(tmp_path),

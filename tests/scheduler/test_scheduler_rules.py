@@ -11,6 +11,7 @@ from scheduling import EOS, add, make_scheduler, output_of, request, sliding_gro
 from phonograph.core.batch import BlockAppend, ScheduledBatch, StepOutput, TokenLogprobs
 from phonograph.core.request import RequestState
 from phonograph.errors import RequestError
+from phonograph.scheduling.scheduler import Scheduler
 
 # Batches and budgets
 
@@ -40,18 +41,21 @@ def test_blocks_of_all_known_tokens_come_at_admission_and_then_one_at_each_borde
     assert appends[7] == [BlockAppend(slot=0, start=3, block_ids=[3])]
 
 
+def placed(scheduler: Scheduler, prompts: dict[str, int | list[int]]) -> str:
+    """Return the names of decodes in the order of their batch, after prompts that came one by one."""
+    for number, (name, prompt) in enumerate(prompts.items()):
+        tokens = prompt if isinstance(prompt, int) else [*prompt, 50 + number]
+        add(scheduler, request(name, tokens, arrival=number))
+        step(scheduler)
+    return "".join([*prompts][slot] for slot in step(scheduler).slots)
+
+
 def test_decodes_with_leading_blocks_in_common_are_neighbours() -> None:
     """Prompts x share two blocks, of which y shares the first; the others share nothing."""
     scheduler = make_scheduler(max_num_seqs=7, max_num_batched_tokens=64)
     x, y = list(range(8)), [*range(4), *range(100, 104)]
     prompts = {"a": x, "b": 9, "c": y, "d": 7, "e": x, "f": x, "g": y}
-    for number, (name, prompt) in enumerate(prompts.items()):
-        tokens = prompt if isinstance(prompt, int) else [*prompt, 50 + number]
-        add(scheduler, request(name, tokens, arrival=number))
-        step(scheduler)
-    batch = step(scheduler)
-    names = "".join("abcdefg"[slot] for slot in batch.slots)
-    assert names == "aefcgbd"
+    assert placed(scheduler, prompts) == "aefcgbd"
 
 
 def test_neighbours_by_the_blocks_in_their_windows() -> None:
@@ -59,13 +63,7 @@ def test_neighbours_by_the_blocks_in_their_windows() -> None:
     scheduler = make_scheduler(max_num_seqs=7, max_num_batched_tokens=64, groups=[sliding_group(13)])
     x, y = list(range(20)), [*range(16), *range(100, 104)]
     prompts = {"a": [*x, 1, 2, 3], "b": 21, "c": y, "d": 9, "e": x, "f": [*x, 4], "g": y}
-    for number, (name, prompt) in enumerate(prompts.items()):
-        tokens = prompt if isinstance(prompt, int) else [*prompt, 50 + number]
-        add(scheduler, request(name, tokens, arrival=number))
-        step(scheduler)
-    batch = step(scheduler)
-    names = "".join("abcdefg"[slot] for slot in batch.slots)
-    assert names == "aefcgbd"
+    assert placed(scheduler, prompts) == "aefcgbd"
 
 
 def test_a_preempted_sequence_returns_to_those_that_share_its_blocks() -> None:
