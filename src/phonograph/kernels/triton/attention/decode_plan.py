@@ -78,7 +78,7 @@ _MERGED = tl.constexpr(8)
 # word with a multiple of this.
 PACKED = tl.constexpr(8)
 _SHARING_COST = tl.constexpr(SHARING_COST)
-# Tiles of a window, at most. Two such numbers share a word with a kind.
+# Tiles of a window, at most. Two numbers of tiles share a word with a kind.
 _WINDOW_TILES = tl.constexpr(1 << 14)
 
 
@@ -268,7 +268,7 @@ _Shape = namedtuple("_Shape", "GROUP SMALL LARGE BLOCK_N LEFT HOLES")
 def sequence_chunks(query_len, seq_len, word, chunk, shape, prefix):
     """Return an entry's first visible key, first key of the first chunk, chunks (at least one), rows of a tile, tiles.
 
-    The entry's keys are those from the first key in `word`, or of the window, to `seq_len`, less those of its hole.
+    The entry's keys are those from the first key in `word`, or of the window, to `seq_len`, without its hole.
     Entries of prefixes (`prefix`) have no window.
     """
     low = word // PACKED * PACKED

@@ -42,7 +42,7 @@ from phonograph.kernels.triton.gemm.product_plan import rows_class
 from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_let_next_start, pdl_options, pdl_wait
 
 _INPUTS = 128
-"""Inputs of a step of the product, half as many of float32 in two launches, and least inputs of a program."""
+"""Inputs of a step of the product (half of them with float32 in two launches), and least inputs of a program."""
 _ROWS, _LEAST_STEPS = 64, 4
 """Rows of a program of two launches, and least steps of its product."""
 MOST_TILES = tl.constexpr(ONE_LAUNCH_TOKENS // TILE)
@@ -364,7 +364,7 @@ def _write_items(first, total, items_ptr, num_items_ptr, shape):
 def _write_pairs(experts_ptr, pairs_ptr, masks_ptr, starts_ptr, num_routed, begin, end, shape):
     """Write the pairs from `begin` on to their places.
 
-    A pair comes after the pairs of the same expert in lower tiles, and in lower rows of its tile. Those of a shared
+    A pair comes after the pairs of the same expert in lower tiles, and in lower rows of its tile. Pairs of a shared
     expert follow the `num_routed` others.
     """
     X: tl.constexpr = shape[0]

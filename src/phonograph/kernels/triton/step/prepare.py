@@ -74,7 +74,7 @@ def prepare(
             most T', and all of it up to the end of the tensor is padded
         encoder_lens: keys of a sequence in each group of cross attention, which has no slot mapping; 0 in all others
         encoder_lens_R: int32 [>= R'], keys of cross attention; padding is 0. None if no group has it.
-        slot_encoder_lens_R: int32 [R], keys of cross attention by slot; None if all are those of `encoder_lens`
+        slot_encoder_lens_R: int32 [R], keys of cross attention by slot; None if `encoder_lens` has them
     """
     assert len({*encoder_lens} - {0}) <= 1, "all layers of cross attention are in one group"
     slot_block_tables_GRN, most_drafts = state.block_tables, state.drafts.shape[1]
