@@ -206,7 +206,8 @@ def test_a_stream_is_the_answer_in_pieces(client: OpenAI, extra: dict[str, Any])
     last = chunks[-1]
     assert last.choices == [] and last.usage is not None and whole.usage is not None
     assert last.usage.completion_tokens == whole.usage.completion_tokens
-    assert len(chunks) > 10
+    # A loop that is late joins tokens of several steps, but never all of an answer.
+    assert len(chunks) > 1 + len(texts)
 
 
 def test_a_stream_has_logprobs_echo_and_usage_all_along(client: OpenAI) -> None:

@@ -133,7 +133,7 @@ def test_a_stream_for_the_client_of_openai(seconds: float, spoken: tuple[Any, Se
     whole = post(server, content).json()["text"]
     events = [*server.client().audio.transcriptions.create(model="demo", file=("a.wav", content), stream=True)]
     *deltas, done = events
-    assert {type(one) for one in deltas} == {TranscriptionTextDeltaEvent} and len(deltas) > 4
+    assert {type(one) for one in deltas} == {TranscriptionTextDeltaEvent} and len(deltas) > num_parts
     assert "".join(one.delta for one in deltas) == whole and whole.count(" ") == num_parts - 1
     assert isinstance(done, TranscriptionTextDoneEvent) and done.text == whole and done.usage is not None
     assert done.usage.total_tokens == done.usage.input_tokens + done.usage.output_tokens
@@ -358,7 +358,7 @@ def test_bench_serve(spoken: tuple[Any, Server], tmp_path: Path) -> None:
     assert (found["completed"], found["failed"], found["backend"]) == (2, 0, "openai-audio")
     assert found["total_audio_seconds"] == 2.25 and found["rtfx"] == pytest.approx(2.25 / found["duration"])
     assert found["output_throughput"] == pytest.approx(found["total_output_tokens"] / found["duration"])
-    assert 0 < found["mean_ttft_ms"] < found["mean_e2el_ms"] and found["mean_tpot_ms"] > 0
+    assert 0 < found["mean_ttft_ms"] <= found["mean_e2el_ms"] and found["mean_tpot_ms"] >= 0
     at_once = bench_serving(replace(recordings, extra_body=extra[:-1] + ', "stream": false}'), lambda *_: None)
     assert at_once["mean_ttft_ms"] == at_once["mean_e2el_ms"] > 0 and at_once["mean_tpot_ms"] is None
     # Each recording of more than a second has two parts.
