@@ -97,8 +97,9 @@ def make_app(serving: Serving) -> FastAPI:
             allow_credentials=config.allow_credentials,
         )
     app.add_middleware(ErrorCount, counts=serving.errors)
-    app.add_middleware(DirectSend)
     app.add_middleware(RequestIds)
+    # Around the framework's own layer too, which would wrap `send` once more.
+    app.middleware_stack = DirectSend(app.build_middleware_stack())
     return app
 
 
