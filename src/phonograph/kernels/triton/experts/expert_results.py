@@ -120,6 +120,20 @@ def add_results(
 
 
 @triton.jit
+def sum_pairs(results_ptr, stride, num_rows_ptr, row, column, exists, TOP_K: tl.constexpr):
+    """Return the sum of the results of a row's pairs in float32, in their order, and which numbers exist.
+
+    None exist in a row of padding, whose sum is 0.
+    """
+    if num_rows_ptr is not None:
+        exists = exists & (row < tl.load(num_rows_ptr))
+    total = tl.zeros(column.shape, tl.float32)
+    for j in tl.static_range(TOP_K):
+        total += tl.load(results_ptr + (row * TOP_K + j) * stride + column, exists, other=0.0).to(tl.float32)
+    return total, exists
+
+
+@triton.jit
 def _add_kernel(
     results_ptr,
     hidden_ptr,
@@ -145,12 +159,7 @@ def _add_kernel(
     if norm_ptr is not None:
         norm = tl.load(norm_ptr + column, exists, other=0.0)  # a constant, so before the wait
     pdl_begin(PDL)
-    valid = exists
-    if num_rows_ptr is not None:
-        valid = exists & (row < tl.load(num_rows_ptr))
-    total = tl.zeros((BLOCK,), tl.float32)
-    for j in tl.static_range(TOP_K):
-        total += tl.load(results_ptr + (row * TOP_K + j) * results_stride + column, valid, other=0.0).to(tl.float32)
+    total, valid = sum_pairs(results_ptr, results_stride, num_rows_ptr, row, column, exists, TOP_K)
     if shared_ptr is not None:
         shared = tl.load(shared_ptr + row * WIDTH + column, valid, other=0.0).to(tl.float32)
         if shared_weights_ptr is not None:

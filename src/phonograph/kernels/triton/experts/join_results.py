@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from phonograph.kernels.triton.elementwise.layers import normal, weighted
+from phonograph.kernels.triton.experts.expert_results import sum_pairs
 from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_options
 
 
@@ -92,12 +93,7 @@ def _join_kernel(
     if scalar_ptr is not None:
         scalar = tl.load(scalar_ptr)
     pdl_begin(PDL)
-    valid = exists
-    if num_rows_ptr is not None:
-        valid = exists & (row < tl.load(num_rows_ptr))
-    total = tl.zeros((BLOCK,), tl.float32)
-    for j in tl.static_range(TOP_K):
-        total += tl.load(results_ptr + (row * TOP_K + j) * WIDTH + column, valid, other=0.0).to(tl.float32)
+    total, valid = sum_pairs(results_ptr, WIDTH, num_rows_ptr, row, column, exists, TOP_K)
     total = _normed(total.to(KIND), sum_norm, eps, WIDTH)
     other = _normed(tl.load(other_ptr + row * WIDTH + column, valid, other=0.0), other_norm, eps, WIDTH)
     both = (total.to(tl.float32) + other.to(tl.float32)).to(KIND)
