@@ -410,6 +410,24 @@ def test_one_plan_serves_other_groups(device: torch.device) -> None:
         Problem(replace(base, shared=shared), device).check(plan)
 
 
+@pytest.mark.parametrize("window", [(-1, -1), (400, 0)], ids=str)
+def test_a_single_sequence(window: tuple[int, int], device: torch.device) -> None:
+    """It has kernels of its own, over the plan of larger batches, and those after it share again."""
+    base = Case(batch=((1, 700),) * 8, shared=((0, 0), *[ALIKE] * 7), window=window, num_sms=1)
+    plan = Problem(base, device).plan()
+    assert plan.prefixes is not None
+    for queries in (1, 2, 3):
+        # Two query heads of a KV head: 16 rows are 8 tokens.
+        single = replace(base, batch=((queries, 650),), shared=((0, 0),), max_query_len=8, sinks=True)
+        Problem(base, device).check(plan)
+        assert shares(plan)
+        plan.prefixes.shared.fill_(1 << 20)
+        Problem(single, device).check(plan)
+        assert (plan.prefixes.shared == 1 << 20).all() and plan.prefixes.units.tolist() == [0, 2]
+    Problem(replace(single, max_query_len=9), device).check(plan)
+    assert plan.prefixes.shared[0] == 0
+
+
 def test_the_order_of_arrival_does_not_matter(device: torch.device) -> None:
     problem = Problem(CASES[2], device)
     plan = problem.plan()

@@ -130,15 +130,18 @@ def decode_attention(
         overlaps_prefill: the previous launch is `prefill_attention`, and may run at the same time (`prefill_overlaps`)
     """
     width = plan.partial_out.shape[2]
-    small, large = row_tiles(plan.group, width, shares=plan.prefixes is not None)
+    shares = plan.prefixes_of(seq_lens.shape[0], max_query_len)
+    small, large = row_tiles(plan.group, width, shares=shares is not None)
     merge_rows = min(max(4 if plan.group <= 4 else 8, 512 // width), plan.partial_out.shape[1])
-    in_flight = min(_IN_FLIGHT[large <= 16], shared_memory() - _OTHER_BYTES)
+    one_tile = max_query_len * plan.group <= small
+    largest = small if one_tile and shares is None else large
+    in_flight = min(_IN_FLIGHT[largest <= 16], shared_memory() - _OTHER_BYTES)
     stages = 1 + in_flight // (2 * plan.block_n * width * kv_cache.element_size())
     stride_kv, stride_block, stride_slot, stride_head, _ = kv_cache.stride()
     prefixes, arrivals, shared_tokens = None, None, 0
     phases: tuple[int, ...] = (_OWN,)
-    if plan.prefixes is not None:
-        prefixes, arrivals, shared_tokens = plan.prefixes.words, plan.prefixes.arrivals, plan.prefixes.num_tokens
+    if shares is not None:
+        prefixes, arrivals, shared_tokens = shares.words, shares.arrivals, shares.num_tokens
         phases = (_SHARED, _OWN) if knobs.runtime.interpret else (_BOTH,)
     for phase in phases:
         _attention_kernel[(plan.programs,)](
@@ -168,7 +171,7 @@ def decode_attention(
             softcap,
             int(overlaps_prefill),
             PHASES=phase,
-            ONE_TILE=plan.prefixes is not None and max_query_len * plan.group <= small,
+            ONE_TILE=one_tile,
             SHARED_TOKENS=shared_tokens,
             PROGRAMS=plan.programs,
             KV_HEADS=plan.num_kv_heads,

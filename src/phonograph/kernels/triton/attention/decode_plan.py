@@ -135,6 +135,15 @@ class DecodePlan:
     block_n: int
     prefixes: SharedPrefixes | None = None
 
+    def prefixes_of(self, num_seqs: int, max_query_len: int) -> SharedPrefixes | None:
+        """Return the prefixes of a launch, or None if it can share nothing, whose kernels are smaller and faster.
+
+        A single sequence shares nothing. Where its queries have more than the small tile, this is not worth kernels of
+        its own.
+        """
+        small, _ = row_tiles(self.group, self.partial_out.shape[2])
+        return self.prefixes if num_seqs > 1 or max_query_len * self.group > small else None
+
 
 def make_decode_plan(
     *,
@@ -214,12 +223,14 @@ def plan_decode(
     assert plan.programs <= _RANGES.value
     seqs = plan.sequences.shape[0] - 1 if plan.prefixes is None else plan.prefixes.shared.shape[0]
     at_once = max(2, min(8, 8192 // seqs))
-    small, large = row_tiles(plan.group, plan.partial_out.shape[2], shares=plan.prefixes is not None)
-    shared, lows, words, units = None, None, None, None
-    if plan.prefixes is not None:
+    prefixes = plan.prefixes_of(seq_lens.shape[0], max_query_len)
+    small, large = row_tiles(plan.group, plan.partial_out.shape[2], shares=prefixes is not None)
+    shared, lows, words = None, None, None
+    units = None if plan.prefixes is None else plan.prefixes.units
+    if prefixes is not None:
         assert block_tables and window[0] < LONGEST_WINDOW
-        shared, words, units = plan.prefixes.shared, plan.prefixes.words, plan.prefixes.units
-        lows = plan.prefixes.lows if window[0] >= 0 else None
+        shared, words = prefixes.shared, prefixes.words
+        lows = prefixes.lows if window[0] >= 0 else None
         compare_tables(
             shared,
             query_start_loc,
@@ -227,7 +238,7 @@ def plan_decode(
             block_tables,
             block_size=block_size,
             max_query_len=max_query_len,
-            max_tokens=plan.prefixes.num_tokens,
+            max_tokens=prefixes.num_tokens,
             lows=lows,
             left=window[0],
         )
