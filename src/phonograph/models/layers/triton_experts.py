@@ -158,7 +158,7 @@ class ExpertKernels:
         add_down_row(inner_kI, down, lists, tiles.down, hidden_1E, weights.down.bias_O, factor=factor)
 
     def _route(self, x_TE: torch.Tensor, block: int, num_rows: torch.Tensor | None, norm: RowNorm | None) -> None:
-        """Choose the experts of rows, which are normed before unless one row has its norm here."""
+        """Choose the experts of rows; one row may have its norm here."""
         weights, router = self._weights, self._weights.router.weight.operand
         assert isinstance(router, torch.Tensor)
         fixed: dict[str, torch.Tensor | None] = {
@@ -168,10 +168,10 @@ class ExpertKernels:
             "num_rows": num_rows,
         }
         routing, lists = self._routing, self._lists
-        if norm is None:
-            route(x_TE, router, routing, lists, block=block, **fixed)
-        else:
+        if len(x_TE) == 1:
             route_row(x_TE, router, routing, lists, self._tiles.route, norm=norm, **fixed)
+        else:
+            route(x_TE, router, routing, lists, block=block, **fixed)
         if self._load_X is not None:
             count_pairs(lists.experts_Tk[: len(x_TE)], self._load_X, shared=routing.shared)
 

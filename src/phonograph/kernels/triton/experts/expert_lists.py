@@ -108,7 +108,7 @@ def _aligned(words: int) -> int:
 
 
 def _shapes(num_tokens: int, routing: Routing) -> list[tuple[int, int]]:
-    pairs, outputs = num_tokens * routing.num_pairs, routing.num_experts + 1
+    pairs, outputs = num_tokens * routing.num_pairs, _aligned(routing.num_experts + 1)
     tiles = cdiv(num_tokens, TILE)
     return [
         (num_tokens, routing.num_pairs),

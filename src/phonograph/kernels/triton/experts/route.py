@@ -88,7 +88,7 @@ def route(
     rows, expert_parts = rows_class(num_tokens), triton.cdiv(outputs, experts)
     least_inputs = _INPUTS if one_launch else _LEAST_STEPS * _INPUTS
     input_parts = _input_parts(triton.cdiv(rows, tile) * expert_parts, width // least_inputs)
-    assert input_parts * num_tokens * outputs <= lists.partials.numel()
+    assert input_parts * num_tokens * triton.cdiv(outputs, 4) * 4 <= lists.partials.numel()
     shape = list_constants(routing, tile, rows if one_launch else LIST_TILES * tile, block)
     _route_kernel[(triton.cdiv(num_tokens, program_rows), expert_parts * input_parts)](
         x_TE,
@@ -113,7 +113,7 @@ def route(
         ONE_TILE=rows <= tile,
         **shape,
         **pdl_options(),
-        num_warps=4 if one_launch and routing.num_experts <= 128 else 8,
+        num_warps=4 if one_launch and routing.num_experts <= 64 else 8,
     )
     if not one_launch:
         list_pairs(lists, num_tokens, shape)
@@ -246,8 +246,10 @@ def _route_kernel(
         router = tl.load(router_ptrs + e[:, None], is_output & (e < end)[:, None], other=0.0)
         sums = tl.dot(x, router, sums, input_precision="ieee")
     # Logits pass through memory, which puts groups of experts into the order of `_in_top_groups`.
-    size = T * OUTPUTS
-    at = part % INPUT_PARTS * size + x_row[:, None] * OUTPUTS + output[None, :]
+    # Rows begin at addresses that are loaded as vectors, also with the gate of a shared expert.
+    STRIDE: tl.constexpr = (OUTPUTS + 3) // 4 * 4
+    size = T * STRIDE
+    at = part % INPUT_PARTS * size + x_row[:, None] * STRIDE + output[None, :]
     tl.store(partials_ptr + at, sums, has_row[:, None] & is_output)
     tl.debug_barrier()
     if PARTS > 1:
@@ -265,7 +267,7 @@ def _route_kernel(
         logits = tl.zeros((TILE, GP * SP), tl.float32)
         for other in tl.static_range(INPUT_PARTS):
             # Bypasses the L1 cache, which may hold older values.
-            ptrs = partials_ptr + other * size + row[:, None] * OUTPUTS + expert[None, :]
+            ptrs = partials_ptr + other * size + row[:, None] * STRIDE + expert[None, :]
             logits += tl.load(ptrs, mask, other=0.0, cache_modifier=".cg")
         experts, weights, chosen = choose_experts(
             logits, place, expert, exists, router_bias_ptr, choice_bias_ptr, expert_scale_ptr,
@@ -278,7 +280,7 @@ def _route_kernel(
         if OUTPUTS > X:
             gate = tl.zeros((TILE,), tl.float32)
             for other in tl.static_range(INPUT_PARTS):
-                gate += tl.load(partials_ptr + other * size + row * OUTPUTS + X, valid, other=0.0, cache_modifier=".cg")
+                gate += tl.load(partials_ptr + other * size + row * STRIDE + X, valid, other=0.0, cache_modifier=".cg")
             if router_bias_ptr is not None:
                 gate += tl.load(router_bias_ptr + X).to(tl.float32)
             tl.store(shared_ptr + row, tl.sigmoid(gate), valid)
