@@ -138,8 +138,8 @@ class DecodePlan:
     def prefixes_of(self, num_seqs: int, max_query_len: int) -> SharedPrefixes | None:
         """Return the prefixes of a launch, or None if it can share nothing, whose kernels are smaller and faster.
 
-        A single sequence shares nothing. Where its queries have more than the small tile, this is not worth kernels of
-        its own.
+        A single sequence shares nothing. If its queries do not fit the small tile, it has the kernels of several
+        sequences all the same, as others would have to be compiled.
         """
         small, _ = row_tiles(self.group, self.partial_out.shape[2])
         return self.prefixes if num_seqs > 1 or max_query_len * self.group > small else None

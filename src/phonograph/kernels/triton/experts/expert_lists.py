@@ -65,7 +65,7 @@ class ExpertLists(NamedTuple):
     @staticmethod
     def num_words(num_tokens: int, routing: Routing) -> int:
         """Return the words of 32 bits of the memory."""
-        return sum(_aligned(rows * width) for rows, width in _shapes(num_tokens, routing))
+        return sum(aligned(rows * width) for rows, width in _shapes(num_tokens, routing))
 
     @classmethod
     def over(cls, words: torch.Tensor, num_tokens: int, routing: Routing, arrived: torch.Tensor) -> ExpertLists:
@@ -74,7 +74,7 @@ class ExpertLists(NamedTuple):
         start = 0
         for rows, width in _shapes(num_tokens, routing):
             views.append(words[start : start + rows * width].view(rows, width))
-            start += _aligned(rows * width)
+            start += aligned(rows * width)
         experts, weights, shared, pairs, items, num_items, masks, starts, partials = views
         return cls(
             experts.view(torch.int32),
@@ -102,13 +102,13 @@ def max_items(num_tokens: int, routing: Routing, block: int) -> int:
     return min(pairs, routing.num_matrices) + pairs // block
 
 
-def _aligned(words: int) -> int:
+def aligned(words: int) -> int:
     """Return the words up to the next address that kernels may take 16 bytes from, so that one kernel serves all T."""
     return cdiv(words, 4) * 4
 
 
 def _shapes(num_tokens: int, routing: Routing) -> list[tuple[int, int]]:
-    pairs, outputs = num_tokens * routing.num_pairs, _aligned(routing.num_experts + 1)
+    pairs, outputs = num_tokens * routing.num_pairs, aligned(routing.num_experts + 1)
     tiles = cdiv(num_tokens, TILE)
     return [
         (num_tokens, routing.num_pairs),

@@ -37,6 +37,7 @@ from phonograph.kernels.triton.experts.expert_lists import (
     PROGRAMS,
     TILE,
     ExpertLists,
+    aligned,
 )
 from phonograph.kernels.triton.gemm.product_plan import rows_class
 from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_let_next_start, pdl_options, pdl_wait
@@ -88,7 +89,8 @@ def route(
     rows, expert_parts = rows_class(num_tokens), triton.cdiv(outputs, experts)
     least_inputs = _INPUTS if one_launch else _LEAST_STEPS * _INPUTS
     input_parts = _input_parts(triton.cdiv(rows, tile) * expert_parts, width // least_inputs)
-    assert input_parts * num_tokens * triton.cdiv(outputs, 4) * 4 <= lists.partials.numel()
+    stride = aligned(outputs)
+    assert input_parts * num_tokens * stride <= lists.partials.numel()
     shape = list_constants(routing, tile, rows if one_launch else LIST_TILES * tile, block)
     _route_kernel[(triton.cdiv(num_tokens, program_rows), expert_parts * input_parts)](
         x_TE,
@@ -102,6 +104,7 @@ def route(
         x_TE.stride(0),
         router_OE.stride(0),
         OUTPUTS=outputs,
+        STRIDE=stride,
         E=width,
         ROWS=program_rows,
         SPLIT_O=experts,
@@ -194,6 +197,7 @@ def _route_kernel(
     TILE: tl.constexpr,
     XP: tl.constexpr,
     OUTPUTS: tl.constexpr,
+    STRIDE: tl.constexpr,
     E: tl.constexpr,
     ROWS: tl.constexpr,
     SPLIT_O: tl.constexpr,
@@ -246,8 +250,7 @@ def _route_kernel(
         router = tl.load(router_ptrs + e[:, None], is_output & (e < end)[:, None], other=0.0)
         sums = tl.dot(x, router, sums, input_precision="ieee")
     # Logits pass through memory, which puts groups of experts into the order of `_in_top_groups`.
-    # Rows begin at addresses that are loaded as vectors, also with the gate of a shared expert.
-    STRIDE: tl.constexpr = (OUTPUTS + 3) // 4 * 4
+    # Their rows begin at addresses that are loaded as vectors, also with the gate of a shared expert.
     size = T * STRIDE
     at = part % INPUT_PARTS * size + x_row[:, None] * STRIDE + output[None, :]
     tl.store(partials_ptr + at, sums, has_row[:, None] & is_output)
