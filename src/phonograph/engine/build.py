@@ -169,6 +169,8 @@ def build_engine(
             load_weights(progress=partial(report, "weights"), make_empty=empty_weights) as loading,
             nullcontext() if load_draft is None else load_draft(make_empty=empty_weights) as draft,
         ):
+            if sleeper is not None:
+                sleeper.prepare()
             if plan.config.load_format == "dummy":
                 report("weights", 1, 1)
             if plan.config.expert_load_metrics:

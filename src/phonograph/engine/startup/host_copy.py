@@ -26,11 +26,10 @@ class HostCopy:
     """Bytes on the host, which go back to the operating system with `close`.
 
     An allocator of page-locked memory touches its pages one after the other, which takes most of the time of a copy.
-    Here threads touch them, and the driver locks them when they are there.
+    Here threads begin to touch them at once, and the driver locks them when they are there.
 
     Args:
         nbytes: size.
-        page_locked: lock the pages for the current device, so that it reads and writes them itself.
 
     Attributes:
         bytes: uint8 [nbytes].
@@ -39,7 +38,7 @@ class HostCopy:
         MemoryError: the host has too little memory.
     """
 
-    def __init__(self, nbytes: int, *, page_locked: bool) -> None:
+    def __init__(self, nbytes: int) -> None:
         memory = psutil.virtual_memory()
         if nbytes > memory.available - _SPARE_SHARE * memory.total:
             raise MemoryError(f"{memory.available} bytes are available, of which a fiftieth of all stays free")
@@ -48,14 +47,29 @@ class HostCopy:
             self._pages.madvise(mmap.MADV_HUGEPAGE)
         self.bytes = torch.frombuffer(self._pages, dtype=torch.uint8)
         self._unlock: weakref.finalize[..., HostCopy] | None = None
+        threads = ThreadPoolExecutor(min(8, os.cpu_count() or 1))
+        for start in range(0, nbytes, _PIECE):
+            threads.submit(ctypes.memset, self.bytes.data_ptr() + start, 0, min(_PIECE, nbytes - start))
+        self._touch = weakref.finalize(self, threads.shutdown, cancel_futures=True)
+        self._threads = threads
+
+    def wait(self, *, page_locked: bool) -> None:
+        """Wait until all pages are there.
+
+        Args:
+            page_locked: lock the pages for the current device, so that it reads and writes them itself.
+        """
+        if not self._touch.alive:
+            return
+        began = time.perf_counter()
+        self._threads.shutdown()
+        self._touch.detach()
+        touched = time.perf_counter()
         if page_locked:
-            began = time.perf_counter()
-            self._touch(nbytes)
-            touched = time.perf_counter()
-            address = self.bytes.data_ptr()
+            address, nbytes = self.bytes.data_ptr(), len(self.bytes)
             error = int(_runtime().cudaHostRegister(address, nbytes, 0))
             seconds = touched - began, time.perf_counter() - touched
-            log.debug("%d bytes of host memory: %.2f s to touch, %.2f s to lock", nbytes, *seconds)
+            log.debug("%d bytes of host memory: %.2f s to wait for, %.2f s to lock", nbytes, *seconds)
             if error:
                 log.warning("host memory of a sleeping engine is not page-locked (error %d): copies take longer", error)
             else:
@@ -64,16 +78,11 @@ class HostCopy:
 
     def close(self) -> None:
         """Give the memory back. Copies from it must have ended."""
+        self._touch()
         if self._unlock is not None:
             self._unlock()
         del self.bytes
         self._pages.close()
-
-    def _touch(self, nbytes: int) -> None:
-        address = self.bytes.data_ptr()
-        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
-            for start in range(0, nbytes, _PIECE):
-                threads.submit(ctypes.memset, address + start, 0, min(_PIECE, nbytes - start))
 
 
 def _unlock(address: int) -> None:

@@ -46,6 +46,10 @@ class Sleeper:
         self._kv_cache = kv_cache
         self._loads = loads
 
+    def prepare(self) -> None:
+        """Begin to make the host memory of a sleep at level 1, in threads. The weights are allocated, if not loaded."""
+        self._weights.prepare()
+
     def start(
         self, core: EngineCore, models: Sequence[StepModel], kv_caches: Sequence[torch.Tensor], *, zeroes: bool
     ) -> None:

@@ -23,6 +23,10 @@ class StaticMemory(Protocol):
 
     empty: Callable[..., torch.Tensor]
 
+    def prepare(self) -> None:
+        """Begin to make what a first `release` with `keep` needs, which takes seconds. All tensors are allocated."""
+        ...
+
     def release(self, storages: Iterable[torch.UntypedStorage], *, keep: bool) -> None:
         """Give the memory back. With `keep` the contents are in host memory afterwards.
 
@@ -56,6 +60,9 @@ class HostMemory:
         self._released = 0
         self._madvise = ctypes.CDLL(None, use_errno=True).madvise
         self._madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+    def prepare(self) -> None:
+        pass  # Contents stay where they are.
 
     def release(self, storages: Iterable[torch.UntypedStorage], *, keep: bool) -> None:
         if keep:  # It is host memory.

@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Protocol
 
+import psutil
 import torch
 
 from phonograph.engine.startup.host_copy import HostCopy
@@ -18,6 +20,8 @@ from phonograph.errors import MemoryLimitError, cause_text
 
 CHUNK_BYTES = 32 << 20
 """Bytes of a chunk: a multiple of the driver's granularity."""
+_PREPARED_SHARE = 0.5
+"""Share of the host's available memory that is taken before the first sleep needs it."""
 _ALIGNMENT = 512
 """Alignment of a tensor, that of torch's allocator."""
 
@@ -66,7 +70,7 @@ class VirtualMemory:
         self._used = 0
         self._num_chunks = 0
         self._handles: dict[int, int] = {}  # by address
-        self._host_copy: HostCopy | None = None  # kept while awake, because it takes time to make
+        self._host_copy: HostCopy | None = None  # made early and kept while awake, because it takes time to make
         self._holds_contents = False
         finalizer = weakref.finalize(
             self, _give_back, driver, self._address, self._reserved, chunk_bytes, self._handles
@@ -91,6 +95,12 @@ class VirtualMemory:
             self._num_chunks += 1
         self._used = end
         return self._driver.tensor(self._address + start, nbytes, self).view(dtype).view(*shape)
+
+    def prepare(self) -> None:
+        nbytes = self._num_chunks * self._chunk_bytes
+        if 0 < nbytes <= psutil.virtual_memory().available * _PREPARED_SHARE:
+            with suppress(MemoryError, OSError):  # A sleep that needs the memory tries again.
+                self._host_copy = HostCopy(nbytes)
 
     def release(self, storages: Iterable[torch.UntypedStorage], *, keep: bool) -> None:
         if not keep:
@@ -120,7 +130,8 @@ class VirtualMemory:
         nbytes = self._num_chunks * self._chunk_bytes
         if self._host_copy is None or len(self._host_copy.bytes) != nbytes:
             self._drop()
-            self._host_copy = HostCopy(nbytes, page_locked=self._chunk(self._address).is_cuda)
+            self._host_copy = HostCopy(nbytes)
+        self._host_copy.wait(page_locked=self._chunk(self._address).is_cuda)
         self._copy(self._host_copy, back=False)
         self._holds_contents = True
 
