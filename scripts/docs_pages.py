@@ -51,9 +51,9 @@ API = {
         "Outputs",
         (
             "phonograph.engine.outputs",
-            "phonograph.core.logprob_views.LogprobsView",
-            "phonograph.core.logprob_views.PositionLogprobs",
-            "phonograph.core.logprob_views.Logprob",
+            "phonograph.text.logprob_views.LogprobsView",
+            "phonograph.text.logprob_views.PositionLogprobs",
+            "phonograph.text.logprob_views.Logprob",
             "phonograph.engine.offline.beam_search.BeamSearchOutput",
             "phonograph.engine.offline.beam_search.BeamSearchSequence",
         ),

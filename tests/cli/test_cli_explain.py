@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from commands import run
 from phonograph.attention.reference.backend import ReferenceCapabilities
 from phonograph.attention.selection import BUILT_IN, Registered
 from phonograph.cli.app import main
+from phonograph.core.host_resources import FreeMemory
 
 GIB = 1024**3
 
@@ -248,8 +248,7 @@ def test_weights_beyond_the_card_say_what_is_missing(
 
 @pytest.mark.parametrize("flags", [[], ["--max-model-len", "auto"], ["--max-model-len", "-1"]])
 def test_the_context_is_the_largest_that_fits(run_json: Any, monkeypatch: pytest.MonkeyPatch, flags: list[str]) -> None:
-    free = SimpleNamespace(available=8 * GIB)
-    monkeypatch.setattr("phonograph.engine.memory.psutil.virtual_memory", lambda: free)
+    monkeypatch.setattr("phonograph.engine.memory.free_memory", lambda: FreeMemory(8 * GIB))
     (facts,) = run_json("explain", "qwen3-0.6b", "--device", "cpu", *flags)
     context = facts["limits"]["max_model_len"]
     assert context == facts["memory"]["num_kv_tokens"] == 2 * GIB // facts["memory"]["kv_block"] * 16 < 40960

@@ -8,6 +8,7 @@ import pytest
 from commands import run
 
 from phonograph.cli.app import main
+from phonograph.core.host_resources import FreeMemory
 from phonograph.files.catalog import HUB_IDS
 
 GIB = 1024**3
@@ -36,10 +37,7 @@ def test_a_cpu_that_has_no_room_for_float32_is_told_the_type_that_fits(
 ) -> None:
     from phonograph.engine import memory
 
-    class Free:
-        available = 22 * GIB
-
-    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: Free)
+    monkeypatch.setattr(memory, "free_memory", lambda: FreeMemory(22 * GIB))
     rows = {row["name"]: row["fits"] for row in run_json("models", "--device-name", "cpu")}
     assert (rows["qwen3-4b"], rows["llama-3.1-8b"], rows["qwen3-14b"]) == ("yes", "in bfloat16", "in 4 bits")
 

@@ -87,10 +87,7 @@ def test_weights_that_fit_in_no_other_way_stay_in_groups(tmp_path: Path, monkeyp
     make_checkpoint("qwen2", tmp_path)
     quantize_checkpoint(tmp_path, FORMATS["fp8"])
 
-    class Free:
-        available = 100_000
-
-    monkeypatch.setattr(cpu_products.psutil, "virtual_memory", lambda: Free)
+    monkeypatch.setattr(cpu_products, "available_memory", lambda: 100_000)
     chosen = cpu_products.plan_cpu_products("auto", read_model_spec(tmp_path), "float32")
     assert chosen is not None and not chosen.dequantize and "each step unpacks them" in chosen.reason
     asked = cpu_products.plan_cpu_products("float32", read_model_spec(tmp_path), "float32")

@@ -18,10 +18,10 @@ import pytest
 
 from phonograph import LLM, AsyncLLM, EngineConfig, SamplingParams
 from phonograph.core.batch import TokenLogprobs
-from phonograph.core.logprob_views import Logprob, LogprobsView, PositionLogprobs, no_text
 from phonograph.engine.offline.model_defaults import default_sampling_params
 from phonograph.engine.outputs import CompletionOutput, RequestOutput
 from phonograph.errors import ModelError, RequestError
+from phonograph.text.logprob_views import Logprob, LogprobsView, PositionLogprobs, no_text
 
 SCORED = SamplingParams(max_tokens=6, temperature=0.8, seed=3, logprobs=2, prompt_logprobs=1, ignore_eos=True)
 SETTINGS: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": 4, "enforce_eager": True}

@@ -17,6 +17,7 @@ from resized import resized
 
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.device import GIB, known_device
+from phonograph.core.host_resources import FreeMemory
 from phonograph.engine import build, memory
 from phonograph.engine.plan import EnginePlan, _check_block_size, make_plan
 from phonograph.errors import ConfigError, MemoryLimitError, WeightError
@@ -104,7 +105,7 @@ def test_no_more_sequences_than_blocks() -> None:
 
 def test_a_cpu_claims_no_more_than_its_requests_could_use(monkeypatch: pytest.MonkeyPatch) -> None:
     def with_free(gib: int, **settings: Any) -> memory.MemoryPlan:
-        monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=gib * GIB))
+        monkeypatch.setattr(memory, "free_memory", lambda: FreeMemory(gib * GIB))
         return plan_of(enforce_eager=True, **settings).memory
 
     assert with_free(64, max_num_seqs=2, max_model_len=50).num_blocks == 2 * 4
@@ -262,7 +263,7 @@ def test_a_share_of_a_card_that_others_use() -> None:
 
 
 def test_a_cache_that_the_machine_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=GIB))
+    monkeypatch.setattr(memory, "free_memory", lambda: FreeMemory(GIB))
     with pytest.raises(MemoryLimitError, match="the 1.0 GiB of free memory of this machine") as caught:
         plan_of(max_model_len=64, num_kv_blocks=10**9)
     assert plan_of(max_model_len=64, num_kv_blocks=fitting_blocks(caught.value)).memory.num_blocks > 64

@@ -21,6 +21,7 @@ from quantized_checkpoints import FORMATS, quantize_checkpoint
 from safetensors.torch import save_file
 
 from phonograph import LLM, AsyncLLM, SamplingParams
+from phonograph.core.host_resources import FreeMemory
 from phonograph.engine.outputs import RequestOutput
 from phonograph.engine.process.messages import PauseMode
 from phonograph.engine.process.process_client import ProcessClient
@@ -255,8 +256,10 @@ def test_wrong_sleeps_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         *_, last = stream
         assert len(last.outputs[0].token_ids) == 120
         llm.sleep(2)
-        monkeypatch.setattr(static_memory.psutil, "virtual_memory", lambda: SimpleNamespace(available=1))
-        with pytest.raises(MemoryLimitError, match=r"no memory to wake up: \d+ bytes are needed, and 1 are free"):
+        monkeypatch.setattr(static_memory, "free_memory", lambda: FreeMemory(1))
+        with pytest.raises(
+            MemoryLimitError, match=r"no memory to wake up: \d+ bytes are needed, and 1 are free of this machine"
+        ):
             llm.wake_up()
         assert llm.is_sleeping()
         monkeypatch.undo()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,22 +13,24 @@ from phonograph import LLM, SamplingParams
 from phonograph.cli.app import main
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.device import known_device
+from phonograph.engine import build
 from phonograph.engine import plan as plans
 from phonograph.engine.plan import make_plan
-from phonograph.engine.startup import threads
-from phonograph.engine.startup.threads import Threads, plan_threads
+from phonograph.engine.startup import cpu_platform, threads
+from phonograph.engine.startup.threads import Threads, plan_threads, start_threads
 from phonograph.models.spec import ModelSpec, read_model_spec
 from phonograph.sampling.sampler import Sampler
 
-Machine = Callable[[int, int], None]
+Machine = Callable[..., None]
 
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """Imitate a machine with this many cores and torch threads, without environment variables."""
+    """Imitate a machine with this many cores and torch threads and a CPU quota, without environment variables."""
 
-    def make(num_cores: int, num_threads: int) -> None:
+    def make(num_cores: int, num_threads: int, quota: int | None = None) -> None:
         monkeypatch.setattr(threads, "num_cores", lambda: num_cores)
+        monkeypatch.setattr(threads, "usable_cpus", lambda: quota or num_cores)
         monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
 
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -77,6 +80,43 @@ def test_the_callers_number_goes_before(machine: Machine, monkeypatch: pytest.Mo
         with monkeypatch.context() as patch:
             patch.setenv(name, "16")
             assert plan_threads(_demo(), "float32") == Threads(16, f"{name}=16")
+
+
+def test_a_cpu_quota_bounds_torchs_number_and_not_the_callers(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large = Sized(32, 30_000)
+    for num_threads in (64, 32):
+        machine(64, num_threads, quota=3)
+        found = chosen(large)
+        assert found.count == start_threads() == 3 and "quota of the control group (container) allows 3" in found.reason
+        assert plan_threads(large, "float32", 2).count == 1
+    assert chosen(Sized(8, 23)).count == 1
+    pooling: Any = SimpleNamespace(pooler=object())
+    assert chosen(pooling).count == 3 and "allows 3; OMP_NUM_THREADS" in chosen(pooling).reason
+    machine(64, 5, quota=3)
+    assert chosen(large) == Threads(5, "set by torch.set_num_threads") and start_threads() == 5
+    machine(64, 64, quota=3)
+    monkeypatch.setenv("OMP_NUM_THREADS", "64")
+    assert chosen(large).count == start_threads() == 64
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    machine(64, 64)
+    assert start_threads() == 64 and "quota" not in chosen(large).reason
+
+
+def test_weights_are_loaded_within_a_cpu_quota(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_num_threads()
+    monkeypatch.setattr(cpu_platform, "start_threads", lambda: before + 3)
+    seen: list[int] = []
+    begin = build.begin_loading
+
+    def watched(*args: Any, **settings: Any) -> Any:
+        seen.append(torch.get_num_threads())
+        return begin(*args, **settings)
+
+    monkeypatch.setattr(build, "begin_loading", watched)
+    LLM(model="demo", enforce_eager=True, max_num_seqs=2, num_kv_blocks=16, max_model_len=64).close()
+    assert seen == [before + 3] and torch.get_num_threads() == before
 
 
 def test_the_plan_says_the_number_and_why(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,8 +22,8 @@ from rich.table import Table
 
 from phonograph.cli.progress import progress_bar
 from phonograph.config.engine_config import EngineConfig
-from phonograph.core.logprob_views import PositionLogprobs
 from phonograph.errors import ConfigError, counted
+from phonograph.text.logprob_views import PositionLogprobs
 
 if TYPE_CHECKING:
     from phonograph.engine.llm import LLM

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import psutil
-
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.blocks import most_tokens, pages_for_request
 from phonograph.core.device import GIB, DeviceSpec
+from phonograph.core.host_resources import free_memory
 from phonograph.core.limits import Limits
 from phonograph.engine.groups.draft_plan import DraftPlan, keeps_tokens
 from phonograph.engine.groups.encoder_notes import encoder_bytes
@@ -166,7 +165,7 @@ def plan_memory(
         num_blocks = config.kv_cache_memory_bytes // block
         source = f"kv_cache_memory_bytes={config.kv_cache_memory_bytes}"
     elif device.kind == "cpu":
-        source = "half of the free memory, 2 GiB at most"
+        source = f"half of the free memory {free_memory().place}, 2 GiB at most"
         granted = min(_CPU_KV_LIMIT // config.tensor_parallel_size, (available - taken) // 2)
         # Blocks beyond those of all running requests would never be used.
         num_blocks = min(granted // block, max_num_seqs * blocks_per_request)
@@ -233,9 +232,10 @@ def plan_memory(
 def _available(device: DeviceSpec, num_ranks: int) -> tuple[int, str]:
     """Return the bytes that a rank can use on a device, and a description of them. Ranks share the memory of a CPU."""
     if device.kind == "cpu":
-        free = psutil.virtual_memory().available // num_ranks
+        of_ranks = free_memory()
+        free = of_ranks.available // num_ranks
         share = "" if num_ranks == 1 else f", of {num_ranks} equal parts one"
-        return free, f"the {gib(free)} of free memory of this machine{share}"
+        return free, f"the {gib(free)} of free memory {of_ranks.place}{share}"
     if device.free is not None:
         return device.free, f"the {gib(device.free)} that are free of {gib(device.memory)} of {device.name}"
     free = device.memory - _CONTEXT_BYTES

@@ -9,9 +9,9 @@ from typing import Any, NoReturn
 import numpy as np
 
 from phonograph.core.batch import TokenLogprobs
-from phonograph.core.logprob_views import LogprobsView, PositionLogprobs, TokenText, no_text
 from phonograph.core.request import FinishReason
 from phonograph.errors import RequestError, RequestFailure
+from phonograph.text.logprob_views import LogprobsView, PositionLogprobs, TokenText, no_text
 from phonograph.text.output_text import TextBuilder
 
 _FIELDS = ("index", "text", "token_ids", "finish_reason", "stop_reason", "logprobs")

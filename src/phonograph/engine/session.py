@@ -16,7 +16,6 @@ from typing import TypeVar
 
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.grammar import Grammar
-from phonograph.core.logprob_views import LogprobsView, without_listed
 from phonograph.core.pooling_params import NO_SAMPLING, PoolingParams
 from phonograph.core.request import Request
 from phonograph.core.sampling_params import SamplingParams
@@ -46,6 +45,7 @@ from phonograph.structured.min_tokens import with_min_tokens
 from phonograph.structured.phases import with_reasoning
 from phonograph.structured.token_rules import BegunGrammar, likeliest_allowed
 from phonograph.structured.vocabulary import Vocabulary
+from phonograph.text.logprob_views import LogprobsView, without_listed
 from phonograph.text.output_text import text_builder, token_text
 from phonograph.text.tokenizer import Tokenizer
 

@@ -10,8 +10,8 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from phonograph.core.device import num_cores
 from phonograph.core.grammar import Grammar, Matcher
+from phonograph.core.host_resources import usable_cpus
 from phonograph.kernels.torch.sampling import mask_tokens, prefer_timestamps
 from phonograph.sampling.failures import SlotFailures
 
@@ -19,7 +19,7 @@ _SEQUENTIAL_SECONDS = 2e-3
 """Time after which threads fill the remaining masks. Threads that start earlier mostly wait for Python's lock."""
 _SLOW_SECONDS = 1e-3
 """Time of the masks of one slot and its drafts that is too long beside a step."""
-_THREADS = max(1, min(8, num_cores() // 2))
+_THREADS = max(1, min(8, usable_cpus() // 2))
 
 _Work = tuple[int, int, Sequence[int]]
 """First row of a slot, the slot, and its drafts."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from io import SEEK_END, StringIO
 
-from phonograph.core.logprob_views import TokenText, no_text
 from phonograph.core.sampling_params import SamplingParams
+from phonograph.text.logprob_views import TokenText, no_text
 from phonograph.text.tokenizer import Tokenizer
 
 

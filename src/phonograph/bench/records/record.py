@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from phonograph import __version__
-from phonograph.core.device import num_cores
+from phonograph.core.host_resources import num_cores
 
 _LIBRARIES = ("transformers", "numpy")
 _CODE = (":/src", ":/benchmarks/*.py")

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from phonograph.core.beam_search_params import BeamSearchParams
-from phonograph.core.logprob_views import PositionLogprobs
 from phonograph.core.request import FinishReason
 from phonograph.core.sampling_params import BeamStep, SamplingParams
 from phonograph.engine.outputs import CompletionOutput
+from phonograph.text.logprob_views import PositionLogprobs
 
 Result = TypeVar("Result")
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from phonograph.core.batch import TokenLogprobs
 from phonograph.core.beam_search_params import BeamSearchParams
-from phonograph.core.logprob_views import PositionLogprobs
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.offline.beam_search import BeamSearchSequence, beam_search
 from phonograph.engine.process.calls import Call, Prompt, Sample
+from phonograph.text.logprob_views import PositionLogprobs
 
 if TYPE_CHECKING:
     from phonograph.engine.async_llm import AsyncLLM

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from phonograph.core.batch import TokenLogprobs
-from phonograph.core.logprob_views import LogprobsView, TokenText
 from phonograph.core.request import FinishReason
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine.outputs import CompletionOutput, RequestOutput
+from phonograph.text.logprob_views import LogprobsView, TokenText
 from phonograph.text.output_text import text_builder, token_text
 from phonograph.text.tokenizer import Tokenizer
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -20,9 +20,10 @@ from phonograph.engine.startup.platform import (
     make_suffix_drafts,
 )
 from phonograph.engine.startup.static_memory import HostMemory, StaticMemory
+from phonograph.engine.startup.threads import start_threads
 from phonograph.graphs.dispatch import Dispatcher
 from phonograph.graphs.runtime import GraphRuntime
-from phonograph.graphs.tape.tape import TapeRuntime
+from phonograph.graphs.tape.tape import TapeRuntime, operator_threads
 from phonograph.kernels.ranks import Ranks
 from phonograph.models.heads.audio_encoder import AudioEncoder
 from phonograph.models.layers.rotary import rotary_tables
@@ -56,8 +57,8 @@ class CpuPlatform:
         self._ranks = ranks
 
     def starting(self) -> AbstractContextManager[object]:
-        """Return a context that does nothing."""
-        return nullcontext()
+        """Return a context whose operators take no more threads than the CPU quota allows."""
+        return operator_threads(start_threads())
 
     def compile(self, launch: Callable[[], None]) -> None:
         """Do nothing: torch has no kernels to compile."""

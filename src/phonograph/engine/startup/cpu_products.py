@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 
-import psutil
 import torch
 
+from phonograph.core.host_resources import available_memory
 from phonograph.engine.memory import gib
 from phonograph.errors import ConfigError
 from phonograph.kernels.torch import int4pack
@@ -80,7 +80,7 @@ def plan_cpu_products(setting: str, model: ModelSpec, dtype: str) -> CpuProducts
 def _with_rest(model: ModelSpec, dtype: str, products: CpuProducts) -> CpuProducts:
     """Return the products with weights that are not packed in groups, if they would not fit when dequantized."""
     model = products.with_head(model)
-    needed, half = products.weight_bytes(model, dtype), psutil.virtual_memory().available // 2
+    needed, half = products.weight_bytes(model, dtype), available_memory() // 2
     if needed <= half:
         return products
     reason = (

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-import psutil
 import torch
 
+from phonograph.core.host_resources import free_memory
 from phonograph.errors import ConfigError, MemoryLimitError
 
 
@@ -77,8 +77,8 @@ class HostMemory:
                 raise OSError(ctypes.get_errno(), "madvise")
 
     def claim(self) -> None:
-        free = psutil.virtual_memory().available
-        if self._released > free:
-            problem = f"no memory to wake up: {self._released} bytes are needed, and {free} are free"
-            raise MemoryLimitError(f"{problem}; end other programs and wake up again")
+        free = free_memory()
+        if self._released > free.available:
+            problem = f"{self._released} bytes are needed, and {free.available} are free {free.place}"
+            raise MemoryLimitError(f"no memory to wake up: {problem}; end other programs and wake up again")
         self._released = 0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from phonograph.core.device import num_cores
+from phonograph.core.host_resources import num_cores, usable_cpus
 from phonograph.models.spec import ModelSpec
 
 _MIB = 1024**2
@@ -35,16 +35,19 @@ def plan_threads(
     Threads of one operator spin while they wait for each other. If another program occupies the core of one thread,
     each operator waits for that core, which can take a hundred times as long as the operator. A model whose products
     are too short for several threads therefore gets one. torch does not tell whether its number was set: a number that
-    is neither the number of cores nor half of it (two hardware threads per core) is taken as set.
+    is neither the number of cores nor half of it (two hardware threads per core) is taken as set. Without a set number,
+    the CPU quota of the process is the upper bound.
     """
-    count = torch.get_num_threads()
-    for name in _VARIABLES:
-        if environment.get(name):
-            return Threads(count, f"{name}={environment[name]}")
-    if count not in (num_cores(), num_cores() // 2):
-        return Threads(count, "set by torch.set_num_threads")
+    count, quota = torch.get_num_threads(), ""
+    caller = _caller(count, environment)
+    if caller is not None:
+        return Threads(count, caller)
+    if usable_cpus() < count:
+        count = usable_cpus()
+        quota = f", and the CPU quota of the control group (container) allows {count}"
+    rest = f"{quota}; OMP_NUM_THREADS sets another number"
     if model.pooler is not None:
-        return Threads(count, "prompts without output make steps of many tokens; OMP_NUM_THREADS sets another number")
+        return Threads(count, f"prompts without output make steps of many tokens{rest}")
     # Products: QKV, output, gate-up and down of each layer, and the logits.
     average = model.weight_bytes(dtype) / (4 * model.num_layers + 1)
     gaining = max(1, int(average / _BYTES_PER_THREAD))
@@ -52,4 +55,18 @@ def plan_threads(
     why = f"a product reads {average / _MIB:.1f} MiB of weights on average, and a thread gains from {least} MiB on"
     if num_processes > 1:
         count, why = max(1, count // num_processes), f"{why}, and {num_processes} processes share the cores"
-    return Threads(min(gaining, count), f"{why}; OMP_NUM_THREADS sets another number")
+    return Threads(min(gaining, count), f"{why}{rest}")
+
+
+def start_threads(environment: Mapping[str, str] = os.environ) -> int:
+    """Return the number of threads for the load of weights: torch's, within the CPU quota unless a caller set it."""
+    count = torch.get_num_threads()
+    return min(count, usable_cpus()) if _caller(count, environment) is None else count
+
+
+def _caller(count: int, environment: Mapping[str, str]) -> str | None:
+    """Return what set torch's number of threads, or None if torch chose it."""
+    for name in _VARIABLES:
+        if environment.get(name):
+            return f"{name}={environment[name]}"
+    return None if count in (num_cores(), num_cores() // 2) else "set by torch.set_num_threads"

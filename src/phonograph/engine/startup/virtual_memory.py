@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
-import psutil
 import torch
 
+from phonograph.core.host_resources import available_memory
 from phonograph.engine.startup.host_copy import HostCopy
 from phonograph.errors import MemoryLimitError, cause_text
 
@@ -98,7 +98,7 @@ class VirtualMemory:
 
     def prepare(self) -> None:
         nbytes = self._num_chunks * self._chunk_bytes
-        if 0 < nbytes <= psutil.virtual_memory().available * _PREPARED_SHARE:
+        if 0 < nbytes <= available_memory() * _PREPARED_SHARE:
             with suppress(MemoryError, OSError):  # A sleep that needs the memory tries again.
                 self._host_copy = HostCopy(nbytes)
 

@@ -58,7 +58,7 @@ class TapeRuntime:
         self._recorder: _Recorder | None = None
 
     def scope(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._num_threads is None else _operator_threads(self._num_threads)
+        return nullcontext() if self._num_threads is None else operator_threads(self._num_threads)
 
     def capture(self, function: Callable[[], tuple[torch.Tensor, ...]]) -> CapturedGraph:
         if self._recorder is not None:
@@ -104,8 +104,8 @@ class TapeRuntime:
 
 
 @contextmanager
-def _operator_threads(count: int) -> Generator[None]:
-    """Give torch's operators so many threads, and afterwards the number before. Setting it takes 0.1 us."""
+def operator_threads(count: int) -> Generator[None]:
+    """Give torch's operators `count` threads, and afterwards the number before. Setting it takes 0.1 us."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

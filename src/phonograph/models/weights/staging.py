@@ -14,7 +14,7 @@ from threading import local
 import numpy as np
 import torch
 
-from phonograph.core.device import num_cores
+from phonograph.core.host_resources import usable_cpus
 from phonograph.errors import WeightError
 
 STAGING_BYTES = 32 << 20
@@ -77,7 +77,7 @@ class Copies:
         self._num_done = 0
         self._pool = None
         if device.type == "cuda":
-            self._pool = ThreadPoolExecutor(min(_THREADS, num_cores()), thread_name_prefix="weights")
+            self._pool = ThreadPoolExecutor(min(_THREADS, usable_cpus()), thread_name_prefix="weights")
 
     def __enter__(self) -> Copies:
         return self

@@ -32,7 +32,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from phonograph.core.device import num_cores
+from phonograph.core.host_resources import available_memory, usable_cpus
 
 log = logging.getLogger(__name__)
 
@@ -227,8 +227,7 @@ def main() -> None:
     triton_key()  # hashes the compiler, once for all children
     gc.collect()
     gc.freeze()
-    free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    children = max(1, min(_MAX_CHILDREN, num_cores(), free_bytes // _CHILD_BYTES))
+    children = max(1, min(_MAX_CHILDREN, usable_cpus(), available_memory() // _CHILD_BYTES))
     pool = ProcessPoolExecutor(children, multiprocessing.get_context("fork"))
     pool.submit(os.getpid)  # forks the children, before the first job
     with contextlib.suppress(EOFError, BrokenProcessPool):

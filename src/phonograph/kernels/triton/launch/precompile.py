@@ -27,7 +27,7 @@ from triton.runtime._async_compile import active_mode
 from triton.runtime.cache import get_cache_manager, triton_key
 from triton.runtime.jit import JITFunction, JitFunctionInfo, compute_cache_key
 
-from phonograph.core.device import num_cores
+from phonograph.core.host_resources import usable_cpus
 from phonograph.kernels.triton.launch.compile_helper import Job, end_helper, helper
 from phonograph.kernels.triton.launch.l1_carveout import set_carveout
 
@@ -40,7 +40,7 @@ class _CompileMode(AsyncCompileMode):
     """Collects the kernels of all launches inside; compiles and loads them at the end."""
 
     def __init__(self) -> None:
-        threads, device = min(_MAX_THREADS, 2 * num_cores()), torch.cuda.current_device()
+        threads, device = min(_MAX_THREADS, 2 * usable_cpus()), torch.cuda.current_device()
         super().__init__(ThreadPoolExecutor(threads, initializer=torch.cuda.set_device, initargs=(device,)))
         target: Any = driver.active.get_current_target()
         self._arch: int = target.arch
