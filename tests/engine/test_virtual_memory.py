@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from phonograph import LLM, SamplingParams
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.device import known_device
+from phonograph.core.host_resources import FreeMemory
 from phonograph.engine.plan import make_plan
 from phonograph.engine.startup import cuda_memory_driver, host_copy
 from phonograph.engine.startup import start as start_module
@@ -100,8 +101,7 @@ def test_without_host_memory_the_device_keeps_its_own(monkeypatch: pytest.Monkey
     tensors = filled(memory)
     expected = contents(tensors)
 
-    memory_of_host = SimpleNamespace(available=20_000, total=1_000_000)
-    monkeypatch.setattr(host_copy.psutil, "virtual_memory", lambda: memory_of_host)
+    monkeypatch.setattr(host_copy, "free_memory", lambda: FreeMemory(20_000, 1_000_000))
     with pytest.raises(MemoryLimitError, match="no host memory to keep 16384 bytes.*level 2 keeps nothing"):
         memory.release((), keep=True)
     assert len(driver.mapped) == 4 and contents(tensors) == expected

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import mmap
-import os
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -14,10 +13,12 @@ from typing import Any
 import psutil
 import torch
 
+from phonograph.core.host_resources import free_memory, usable_cpus
+
 _PIECE = 256 << 20
 """Bytes that a thread touches at a time."""
 _SPARE_SHARE = 0.02
-"""Share of the host's memory that a copy leaves to other programs."""
+"""Share of the host's or the container's memory that a copy leaves to others."""
 
 log = logging.getLogger(__name__)
 
@@ -39,15 +40,16 @@ class HostCopy:
     """
 
     def __init__(self, nbytes: int) -> None:
-        memory = psutil.virtual_memory()
-        if nbytes > memory.available - _SPARE_SHARE * memory.total:
-            raise MemoryError(f"{memory.available} bytes are available, of which a fiftieth of all stays free")
+        free = free_memory()
+        spare = _SPARE_SHARE * (free.limit or psutil.virtual_memory().total)
+        if nbytes > free.available - spare:
+            raise MemoryError(f"{free.available} bytes are free {free.place}, and a fiftieth of all stays free")
         self._pages = mmap.mmap(-1, nbytes)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._pages.madvise(mmap.MADV_HUGEPAGE)
         self.bytes = torch.frombuffer(self._pages, dtype=torch.uint8)
         self._unlock: weakref.finalize[..., HostCopy] | None = None
-        threads = ThreadPoolExecutor(min(8, os.cpu_count() or 1))
+        threads = ThreadPoolExecutor(min(8, usable_cpus()))
         for start in range(0, nbytes, _PIECE):
             threads.submit(ctypes.memset, self.bytes.data_ptr() + start, 0, min(_PIECE, nbytes - start))
         self._touch = weakref.finalize(self, threads.shutdown, cancel_futures=True)
