@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,9 @@ from phonograph.kernels.triton.state.gated_delta import gated_delta
 from phonograph.kernels.triton.state.mamba2 import mamba2
 from phonograph.models.layers.kernel_set import MixerPart, Step, Stream
 from phonograph.models.layers.states.gated_delta_net import GatedDeltaNet
+from phonograph.models.layers.states.mamba_mixer import MambaMixer
 from phonograph.models.layers.states.short_conv import ShortConv
+from phonograph.models.layers.states.state_mixer import StateMixer
 from phonograph.models.layers.states.state_weights import StateWeights, norm_over_ranks
 from phonograph.models.layers.triton_stream import NormedInput, StreamKernels
 from phonograph.models.layers.workspace import mixer_widths
@@ -45,12 +48,11 @@ class TritonStates:
                 product.store(stream.normed, rows_TF)
         rows = states.query_start_loc, states.seq_lens, states.slots, states.checkpoints, *states.pool[weights.layer]
         args: list[Any] = [*spec.operands(projected, weights.others), *rows, mixed_TX]
-        if isinstance(spec, GatedDeltaNet):
-            gated_delta(*args, spec.sizes, kernels.eps, scratch, single=states.single, early=states.early)
-        elif isinstance(spec, ShortConv):
+        if isinstance(spec, ShortConv):
             short_conv(*args, single=states.single)
         else:
-            mamba2(*args, spec.sizes, kernels.eps, scratch, single=states.single)
+            known = {"early": states.early} if isinstance(spec, GatedDeltaNet) else {}
+            _KERNELS[type(spec)](*args, spec.sizes, kernels.eps, scratch, single=states.single, **known)
         norm_over_ranks(weights, mixed_TX, kernels.eps, kernels.ranks)
         if step.rows_P is not None:
             stream, mixed_TX = kernels.keep_rows(stream, mixed_TX, step.rows_P, step.num_kept)
@@ -75,3 +77,7 @@ class TritonBeside:
         stream = self._attention(stream, step._replace(rows_P=None, num_kept=None))
         stream.normed = normed_TE
         return self._states(stream, step)
+
+
+_KERNELS: dict[type[StateMixer], Callable[..., None]] = {GatedDeltaNet: gated_delta, MambaMixer: mamba2}
+"""Kernels by the type of the mixer, but for short convolutions, which have no sizes and no scratch."""
