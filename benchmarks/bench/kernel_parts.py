@@ -21,6 +21,7 @@ KERNEL_PARTS = {
     "_quantize_kernel": "attention",
     "_split_kernel": "attention",
     "delta_chunk_kernel": "attention",
+    "delta_decode_kernel": "attention",
     "delta_norm_kernel": "attention",
     "delta_scan_kernel": "attention",
     "delta_step_kernel": "attention",

@@ -26,6 +26,7 @@ from host_runtime import CallRuntime, HostRing
 from quantized_checkpoints import FORMATS, quantize_checkpoint
 from triton.runtime.interpreter import GridExecutor
 
+from phonograph.attention.triton.backend import TritonBackend
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.device import known_device
 from phonograph.core.sampling_params import BeamStep, SamplingParams
@@ -226,13 +227,19 @@ def deferring(shape: ProductShape, weights: WeightFormat, rows: int, *args: Any,
 
 
 @pytest.mark.parametrize(
-    ("family", "norms"),
-    [("qwen3_next", (5, 2)), ("lfm2", (2, 2)), ("nemotron_h", (2, 2)), ("falcon_h1", (4, 4)), ("bamba", (2, 2))],
+    ("family", "norms", "barrier"),
+    [
+        *(("qwen3_next", (5, 2), barrier) for barrier in (True, False)),
+        *((family, (2, 2), True) for family in ("lfm2", "nemotron_h", "bamba")),
+        ("falcon_h1", (4, 4), True),
+    ],
 )
 def test_decodes_of_state_layers(
-    family: str, norms: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, norms: tuple[int, int], barrier: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A graph of decodes writes last inputs and outputs of a convolution in one launch, and padding rows nothing.
+    """A graph of decodes has one launch of a convolution, or none of its own, and padding rows write nothing.
+
+    A gated delta net has none if the schedule of attention is a barrier.
 
     `norms` are launches of norms in steps of three rows and of one: the first, the last, those before experts of three
     rows, and those before attention and a mixer that read the same rows.
@@ -255,6 +262,7 @@ def test_decodes_of_state_layers(
         return launch(self, *args, **keywords)
 
     monkeypatch.setattr(GridExecutor, "__call__", logged)
+    monkeypatch.setattr(TritonBackend, "schedule_is_barrier", barrier)
     engine = start_engine(tmp_path, (1, 3))
     session = Session(engine.core, engine.plan.model, None, 0, GrammarCompiler(lambda: None, ()))
     greedy = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True, logprobs=1)
@@ -265,7 +273,9 @@ def test_decodes_of_state_layers(
     steps = [step.split() for step in " ".join(launches).split("_prepare_kernel")[-4:]]
     assert engine.core.runner.counts["full decode"] == 4 and "_history_kernel" in launches
     for step in steps:
-        assert step.count("_conv_kernel") == len(engine.plan.model.states) and "_history_kernel" not in step
+        kernel, other = ("delta_decode_kernel", "_conv_kernel")[:: 1 if family == "qwen3_next" and barrier else -1]
+        assert step.count(kernel) == len(engine.plan.model.states) and other not in step
+        assert "_history_kernel" not in step
     assert [step.count("_norm_kernel") for step in steps] == [norms[0]] * 2 + [norms[1]] * 2
 
 

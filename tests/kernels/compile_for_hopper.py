@@ -84,6 +84,7 @@ _MORE = {
         }
     ),
     "delta_scan_kernel": _SCAN,
+    "delta_decode_kernel": {"LDG": "read", "STL": "spill"},
     "mamba_chunk_kernel": _SCAN,
     "_prefill_kernel": {"DEPBAR.LE gsb0, 0x2": "keys", "DEPBAR.LE gsb0, 0x0": "all", "MUFU.EX2": "exp"},
 }
@@ -231,9 +232,9 @@ def main() -> None:
     inputs = projected.split([delta.channels + 4096, 64], 1)
     weights = torch.empty(delta.channels, 4), torch.empty(32), torch.empty(32), torch.empty(128)
     pool = torch.empty(9, 3, delta.channels, dtype=torch.bfloat16), torch.empty(9, 32, 128, 128)
-    for single in (False, True):
-        name = "single" if single else "long"
-        gated_delta.gated_delta(*inputs, *weights, *rows, checkpoints, *pool, out, delta, 1e-6, scratch, single=single)
+    for case, known in {"long": {}, "single": {"single": True}, "decodes": {"single": True, "early": True}}.items():
+        name = case
+        gated_delta.gated_delta(*inputs, *weights, *rows, checkpoints, *pool, out, delta, 1e-6, scratch, **known)
     limit = shared_memory()
     too_large = {name: size for name, kernel in kernels.items() if (size := kernel.metadata.shared) > limit}
     assert not too_large, f"of {limit} bytes of shared memory: {too_large}"

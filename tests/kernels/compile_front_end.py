@@ -261,7 +261,9 @@ def launch_states() -> None:
         inputs = halves(64, net.channels + values + 2 * heads).split([net.channels + values, 2 * heads], 1)
         scratch = halves(64, sum(net.scratch_widths))
         for single in (False, True):
-            gated_delta(*inputs, *weights, *rows, *pool, halves(64, values), net, 1e-6, scratch, single=single)
+            gated_delta(
+                *inputs, *weights, *rows, *pool, halves(64, values), net, 1e-6, scratch, single=single, early=True
+            )
     for sizes in (MambaSizes(128, 80, 8, 128, norm_groups=8), MambaSizes(3, 20, 1, 10, norm_groups=0)):
         heads, channels = (torch.zeros(sizes.heads) for _ in range(3)), sizes.channels
         norm = torch.zeros(sizes.inner) if sizes.norm_groups else None

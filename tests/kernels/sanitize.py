@@ -147,7 +147,7 @@ def run_all(device: torch.device) -> None:
         mamba2.test_kernels_are_the_torch_set("odd sizes", batch, dtype, device)
     gated_delta.test_gates_of_attention(dtype, device)
     experts.test_routes("many", 50, 33, device)
-    experts.test_counts_of_pairs(70, 33, device)
+    experts.test_counts_of_pairs("shared", 70, 33, device)
     experts.test_lists_of_chosen_experts("many", 101, 32, device)
     experts.test_memory_of_routers_without_a_gate(device)
     experts.test_results_that_are_joined(7, 3, torch.float16, device)
@@ -156,7 +156,7 @@ def run_all(device: torch.device) -> None:
     if device.type == "cuda":
         # The threads of the tests' small tile have copies of its logits, and store them to one address: no race.
         expert_row.ROUTE = row_config(2048, 768).route
-    expert_row.test_routes("groups", True, device)
+    expert_row.test_routes("groups", True, True, device)
     for tiles in expert_row.TILES:
         expert_row.test_products("many", tiles, torch.float16, experts.CLAMPED_SWIGLU, device)
     for config in experts_fp4.TILES:

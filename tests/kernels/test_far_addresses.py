@@ -502,7 +502,12 @@ OTHER_TESTS = {
     *("merge_parts._pack_kernel", "merge_parts._merge_kernel"),
     "dequantize._dequantize_kernel",
     *(f"encoder_rows.{name}" for name in ("_layer_norm_kernel", "_embed_kernel", "_activate_kernel", "_mean_kernel")),
-    *("delta_step.delta_step_kernel", "delta_scan.delta_scan_kernel", "causal_conv._history_kernel"),
+    *(
+        "delta_step.delta_step_kernel",
+        "delta_step.delta_decode_kernel",
+        "delta_scan.delta_scan_kernel",
+        "causal_conv._history_kernel",
+    ),
 }
 WITHOUT_ROWS = {
     "decode_plan._plan_kernel",

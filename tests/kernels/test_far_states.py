@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -84,8 +85,10 @@ def test_parts_of_ranks(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("mixer", ["gated delta net", "Mamba 2"])
-@pytest.mark.parametrize("queries", [(20, 3), (1, 3), (1, 1)])
-def test_the_last_slots_of_a_large_pool(queries: tuple[int, int], mixer: str, device: torch.device) -> None:
+@pytest.mark.parametrize(("queries", "early"), [((20, 3), False), ((1, 3), False), ((1, 1), False), ((1, 1), True)])
+def test_the_last_slots_of_a_large_pool(
+    queries: tuple[int, int], early: bool, mixer: str, device: torch.device
+) -> None:
     """States and last inputs of slots beyond the border, by steps and by chunks."""
     delta, mamba = DeltaSizes(1, 2, 16, 32, by_head=False), MambaSizes(2, 32, 1, 16)
     is_mamba, taps = mixer == "Mamba 2", 3
@@ -105,7 +108,7 @@ def test_the_last_slots_of_a_large_pool(queries: tuple[int, int], mixer: str, de
     starts = torch.tensor([0, queries[0], tokens], dtype=torch.int32, device=device)
     lens = torch.tensor([30, 9], dtype=torch.int32, device=device)
     before = randn(2, taps - 1, net.channels, device=device), torch.randn(2, *shape).to(device)
-    mix: Any = mamba2 if is_mamba else gated_delta
+    mix: Any = mamba2 if is_mamba else functools.partial(gated_delta, early=early)
 
     def run(places: tuple[int, int], history: torch.Tensor, state: torch.Tensor) -> list[torch.Tensor]:
         at = torch.tensor(places, dtype=torch.int32, device=device)

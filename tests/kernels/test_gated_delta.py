@@ -38,18 +38,22 @@ class Problem:
     def normal(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=self.generator)
 
-    def check(self, rows: list[torch.Tensor], unread: list[int], device: torch.device, *, single: bool = False) -> None:
-        dtype, num_tokens = self.projected.dtype, len(self.projected)
+    def results(self, rows: list[torch.Tensor], device: torch.device, **known: bool) -> list[torch.Tensor]:
+        """Return last inputs, states and outputs of the kernels."""
+        out = self.projected.new_full((len(self.projected), self.net.value_heads * self.net.value_size), torch.nan)
+        got = [tensor.to(device, copy=True) for tensor in (self.history, self.state, out)]
+        scratch = out.new_full((len(out), sum(self.net.scratch_widths)), torch.nan).to(device)
+        moved = [tensor.to(device) for tensor in (self.projected, self.gates, *self.weights, *rows)]
+        triton_set.gated_delta(*moved, *got, self.net, EPS, scratch, **known)
+        return got
+
+    def check(self, rows: list[torch.Tensor], unread: list[int], device: torch.device, **known: bool) -> None:
+        dtype = self.projected.dtype
         self.history[unread], self.state[unread] = torch.nan, torch.nan
-        out = torch.full((num_tokens, self.net.value_heads * self.net.value_size), torch.nan, dtype=dtype)
-        wanted = self.history.clone(), self.state.clone(), out.clone()
+        got = self.results(rows, device, **known)
+        wanted = self.history.clone(), self.state.clone(), torch.full_like(got[2], torch.nan, device="cpu")
         inputs = self.projected, self.gates, *self.weights, *rows
         torch_set.gated_delta(*inputs, *wanted, self.net, torch.tensor(EPS))
-        got = [tensor.to(device) for tensor in (self.history, self.state, out)]
-        widths = sum(self.net.scratch_widths)
-        scratch = torch.full((num_tokens, widths), torch.nan, dtype=dtype, device=device)
-        moved = (tensor.to(device) for tensor in inputs)
-        triton_set.gated_delta(*moved, *got, self.net, EPS, scratch, single=single)
         # Products of chunks round more than sums of steps do, but for float32.
         most = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 1e-2}[dtype]
         for one, other in zip(got, wanted, strict=True):
@@ -63,7 +67,33 @@ class Problem:
 def test_steps_are_those_of_the_torch_set(name: str, batch: str, dtype: torch.dtype, device: torch.device) -> None:
     (net, taps), (queries, _, padding) = NETS[name], BATCHES[batch]
     problem = Problem(net, taps, sum(queries) + padding, PLACES, dtype, len(batch) + len(name))
-    problem.check(*step_rows(batch, problem.generator), device, single=batch == "single")
+    rows, unread = step_rows(batch, problem.generator)
+    problem.check(rows, unread, device, single=batch == "single")
+    if batch == "single":
+        problem.check(rows, unread, device, single=True, early=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("order", ["by kind", "tiled", "by head"])
+def test_a_convolution_within_the_step(order: str, count: int, dtype: torch.dtype, device: torch.device) -> None:
+    """All numbers are those of kernels that convolve before it; sequences start, and begin and end at checkpoints."""
+    generator = torch.Generator().manual_seed(count)
+    net = DeltaSizes(3, 3 * count, 16, 80, by_head=order == "by head", tiled=order == "tiled")
+    slots, num_tokens, num_rows, places = torch.randperm(16, generator=generator), 13, 16, 22
+    starts = torch.arange(num_rows + 1).clamp_max(num_tokens)
+    lens = torch.where(torch.arange(num_rows) < num_tokens, 1 + torch.arange(num_rows) % 3, 0)
+    slots[4], checkpoints = -1, torch.full((3, num_rows), -1)
+    # Rows without a token keep the places of an earlier step.
+    checkpoints[0, [1, 2, 14]] = torch.tensor([16, 17, 18])
+    checkpoints[1:, [0, 2, 15]] = torch.tensor([[19, 20, 21], [1, 3, 1]])
+    rows = [one.to(torch.int32) for one in (starts, lens, slots, checkpoints)]
+    problem = Problem(net, 4, num_rows, places, dtype, count)
+    apart, within = (problem.results(rows, device, single=True, early=early) for early in (False, True))
+    for one, other, before in zip(apart, within, (problem.history, problem.state, None), strict=True):
+        assert torch.equal(one, other) and (before is None or not torch.equal(one.cpu(), before))
+    unread = [*slots[[0, 1, 2, 3, 6, 9, 12, 13, 14, 15]].tolist(), 18, 19, 20, 21]
+    problem.check(rows, unread, device, single=True, early=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -76,6 +76,16 @@ def test_kernels_of_states_start_early(report: Report) -> None:
 
 
 @pytest.mark.long
+def test_decodes_read_states_and_last_inputs_before_waiting(report: Report) -> None:
+    """After the wait come the token's query, key, values and two gates alone; a program of the norm has one wait."""
+    launches = report["delta_decode_kernel decodes"][2]
+    wait = launches.index("wait")
+    assert launches[0] == "let" and set(launches[1:wait]) == {"read"} and wait > 40
+    assert launches[wait + 1 :] == ["read"] * 5
+    assert report["delta_norm_kernel decodes"][2] == ["let", "wait", "wait"]
+
+
+@pytest.mark.long
 def test_numbers_of_fp4_are_made_where_they_are_multiplied(report: Report) -> None:
     """No register is spilled, words are copied 16 bytes at a time, and numbers are not exchanged between threads.
 

@@ -174,6 +174,7 @@ class AttentionBackend(ABC, Generic[MetadataT]):
             compile, and the conformance suite compiles them in parallel.
         reads_on_host: True if `schedule` or `write_kv` copies the batch's numbers to the host, which no capture allows.
             Piecewise graphs then contain neither, as they never contain `forward`. Full graphs need `NEVER`.
+        schedule_is_barrier: True if each `schedule` launches a kernel that no later one starts before the end of.
 
     The guide `docs/guides/writing-a-backend.md` has a complete backend of 70 lines and a step by all methods;
     `examples/out_of_tree_backend` has windows, softcap and the LSE.
@@ -184,6 +185,7 @@ class AttentionBackend(ABC, Generic[MetadataT]):
     quantizes_queries: bool = False
     only_triton: bool = False
     reads_on_host: bool = False
+    schedule_is_barrier: bool = False
 
     def __init__(self, spec: AttentionSpec, device: torch.device, limits: Limits) -> None:
         self.spec = spec

@@ -66,6 +66,11 @@ class StepAttention:
                 pages_B = cache.view(torch.uint8) if cache.element_size() == 1 else cache
                 pages_B[:, targets] = pages_B[:, sources]
 
+    @property
+    def is_barrier(self) -> bool:
+        """True if no kernel after `schedule` starts before all those at the head of the step have ended."""
+        return any(self._backends[group].schedule_is_barrier for group in self._planning)
+
     def schedule(self) -> None:
         """Compute the attention schedules that all layers of the step share."""
         for group in self._planning:

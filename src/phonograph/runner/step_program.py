@@ -145,6 +145,7 @@ class StepProgram:
                 inputs.checkpoints[:, :num_reqs],
                 self._states,
                 single=every_row and num_tokens == num_reqs,
+                early=self.attention.is_barrier,
             )
         all_hidden = all_hidden or model.spec.pooler is not None or (passes is not None and passes.needs_all_rows)
         if model.leaves_rows_out(num_tokens, num_kept) and not every_row and not all_hidden:

@@ -94,6 +94,8 @@ class TritonMetadataBuilder(MetadataBuilder[TritonMetadata]):
 class TritonBackend(GpuBackend[TritonMetadata]):
     capabilities = TritonCapabilities()
     only_triton = True
+    # The kernel of `plan_decode` does not let the next one start.
+    schedule_is_barrier = True
 
     def make_builder(self) -> TritonMetadataBuilder:
         return TritonMetadataBuilder(self.spec, self.device, self.limits)

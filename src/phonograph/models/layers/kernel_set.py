@@ -98,6 +98,8 @@ class StepStates(NamedTuple):
             place that it is copied to; and the tokens of the sequence at the copy. -1 for none.
         pool: states by slot, then by checkpoint, of each layer that has them, in the order of `StateMixer.states`.
         single: True if the first sequences have one token each, and the others, after them, none.
+        early: True if a kernel that starts while the one before it runs may read the tensors above: those at the head
+            of the step, and those of the step before, have ended.
     """
 
     query_start_loc: torch.Tensor
@@ -106,6 +108,7 @@ class StepStates(NamedTuple):
     checkpoints: torch.Tensor
     pool: Mapping[int, tuple[torch.Tensor, ...]]
     single: bool = False
+    early: bool = False
 
 
 class Step(NamedTuple):

@@ -1,8 +1,9 @@
 """Programmatic dependent launch: a kernel may start while its predecessor still ends (CUDA, from Hopper on).
 
 Every kernel of a step begins with `pdl_begin` and is launched with `pdl_options`: it lets the next kernel start, then
-waits until its predecessor has ended and the writes are visible. Before that it may read only constants of the model
-and the results of the kernels at the head of a step, because `plan_decode` lets no kernel start before it has ended.
+waits until its predecessor has ended and the writes are visible. Before that it may read only constants of the model,
+results of the kernels at the head of a step and of earlier steps, because `plan_decode` lets no kernel start before it
+has ended. Schedules of other backends may not (`AttentionBackend.schedule_is_barrier`).
 Every kernel waits, so a kernel that waits for its predecessor waits for all earlier kernels.
 
 Two kernels run at the same time if the first begins with `pdl_wait_first` and the second waits at its end: all earlier

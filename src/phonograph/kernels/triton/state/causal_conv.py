@@ -11,7 +11,8 @@ Shapes are those of the torch twins. Two launches, for queries of any lengths:
    has read the old ones then.
 
 Where no sequence has more than one token, the first launch writes the last inputs too: what a program reads of a place
-of the pool, no other one overwrites.
+of the pool, no other one overwrites. Decodes of a gated delta net with few rows convolve elsewhere (`delta_step.py`),
+and write last inputs by `append_input`.
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -22,10 +23,10 @@ import triton
 import triton.language as tl
 
 from phonograph.kernels.torch.state.gated_delta import DeltaSizes
-from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_options
+from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_options, pdl_wait
 from phonograph.kernels.triton.state.delta_rows import column_of, sequence_of
 
-_TOKENS, _CHANNELS, _HISTORY_CHANNELS = 16, 128, 512
+_TOKENS, _CHANNELS, HISTORY_CHANNELS = 16, 128, 512
 NO_NET = DeltaSizes(1, 1, 1, 1, by_head=False)
 """Sizes for mixers whose channels are in the order of the projection's columns."""
 
@@ -103,8 +104,8 @@ def causal_conv(
     )  # fmt: skip
     if single:
         return
-    _history_kernel[(num_reqs, triton.cdiv(num_channels, _HISTORY_CHANNELS))](
-        projected_TF, *rows, history_SPC, checkpoints_3R.stride(0), CHANNELS=_HISTORY_CHANNELS, GATED=gated, **sizes,
+    _history_kernel[(num_reqs, triton.cdiv(num_channels, HISTORY_CHANNELS))](
+        projected_TF, *rows, history_SPC, checkpoints_3R.stride(0), CHANNELS=HISTORY_CHANNELS, GATED=gated, **sizes,
         **pdl_options(),
     )  # fmt: skip
 
@@ -196,6 +197,34 @@ def _history_kernel(
             old = history_ptr + (source.to(tl.int64) * (W - 1) + (W - 1) + at) * C + channel
             x += tl.load(old, target_mask & (at < 0) & (source >= 0), other=0.0)
             tl.store(history_ptr + (place.to(tl.int64) * (W - 1) + index) * C + channel, x, target_mask)
+
+
+@triton.jit
+def append_input(
+    projected_ptr, starts_ptr, lens_ptr, slots_ptr, checkpoints_ptr, history_ptr, checkpoints_stride, row, block,
+    STRIDE: tl.constexpr, C: tl.constexpr, W: tl.constexpr, CHANNELS: tl.constexpr, G: tl.constexpr, H: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BY_HEAD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Write the last inputs of a block of channels of a sequence with one token; old ones are read before the wait."""
+    channel = block * CHANNELS + tl.arange(0, CHANNELS)
+    start, count, source, slot, saved, _ = sequence_of(
+        row, starts_ptr, lens_ptr, slots_ptr, checkpoints_ptr, checkpoints_stride
+    )
+    mask = (channel < C) & (count > 0)
+    inputs = ()
+    for index in tl.static_range(1, W - 1):
+        old = history_ptr + (source.to(tl.int64) * (W - 1) + index) * C + channel
+        inputs = inputs + (tl.load(old, mask & (source >= 0), other=0.0),)
+    pdl_wait(PDL)
+    new = projected_ptr + start.to(tl.int64) * STRIDE + column_of(channel, G, H, K, V, BY_HEAD)
+    inputs = inputs + (tl.load(new, mask, other=0.0),)
+    # Another thread may have read what a thread overwrites.
+    tl.debug_barrier()
+    for index in tl.static_range(W - 1):
+        for target in tl.static_range(2):
+            place = saved if target == 0 else slot
+            pointer = history_ptr + (place.to(tl.int64) * (W - 1) + index) * C + channel
+            tl.store(pointer, inputs[index], mask & (place >= 0))
 
 
 @triton.jit

@@ -85,7 +85,9 @@ def delta_chunk_kernel(
         wide = q.to(tl.float32)
         q_norm = tl.rsqrt(tl.sum(wide * wide, 1) + NORM_EPS) * (K**-0.5)
         gates = gates_ptr + first * gates_stride + line * gates_stride
-        decay, rate = decay_and_rate(gates, decay_ptr, time_bias_ptr, head, is_token, G, H, BY_HEAD)
+        decay, rate = decay_and_rate(
+            gates, tl.load(decay_ptr + head), tl.load(time_bias_ptr + head), head, is_token, G, H, BY_HEAD
+        )
         total = tl.cumsum(decay, 0)
         # The last line's own number: a sum in another order has other errors, which the exponential enlarges.
         whole = tl.sum(tl.where(line == CHUNK - 1, total, 0.0), 0)

@@ -81,12 +81,10 @@ def gate_column(head, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.c
 
 
 @triton.jit
-def decay_and_rate(
-    gates_ptr, decay_ptr, time_bias_ptr, head, mask, G: tl.constexpr, H: tl.constexpr, BY_HEAD: tl.constexpr
-):
+def decay_and_rate(gates_ptr, speed, time_bias, head, mask, G: tl.constexpr, H: tl.constexpr, BY_HEAD: tl.constexpr):
     """Return the logarithm of a head's decay and its learning rate, float32, at tokens whose gates are at `gates_ptr`.
 
-    Both are 0 where the mask is False: such a token changes no state.
+    `speed` and `time_bias` are the head's weights. Results are 0 where the mask is False: the token changes no state.
     """
     each: tl.constexpr = H // G
     if BY_HEAD:
@@ -96,8 +94,8 @@ def decay_and_rate(
         rate_column = head
         time_column = H + head
     rate = tl.load(gates_ptr + rate_column, mask, other=0.0).to(tl.float32)
-    time = tl.load(gates_ptr + time_column, mask, other=0.0).to(tl.float32) + tl.load(time_bias_ptr + head)
-    decay = -tl.exp(tl.load(decay_ptr + head)) * softplus(time)
+    time = tl.load(gates_ptr + time_column, mask, other=0.0).to(tl.float32) + time_bias
+    decay = -tl.exp(speed) * softplus(time)
     return tl.where(mask, decay, 0.0), tl.where(mask, tl.sigmoid(rate), 0.0)
 
 

@@ -6,6 +6,8 @@
 5. Their states and outputs, chunk by chunk (`delta_scan.py`).
 6. Norm and gates of all outputs, in place (`delta_norm.py`).
 
+Graphs of few decodes have two: the third convolves too, and the last one writes the last inputs.
+
 All read lengths, slots and checkpoints on the device, so that a captured graph serves any batch. The fourth and the
 fifth are left out where no sequence can be longer, and the second where none has more than one token.
 
@@ -26,12 +28,12 @@ import triton
 from phonograph.kernels.torch.state.delta_rule import CHUNK
 from phonograph.kernels.torch.state.gated_delta import NORM_EPS, DeltaSizes
 from phonograph.kernels.triton.launch.pdl import pdl_options
-from phonograph.kernels.triton.state.causal_conv import causal_conv
+from phonograph.kernels.triton.state.causal_conv import HISTORY_CHANNELS, causal_conv
 from phonograph.kernels.triton.state.delta_chunk import delta_chunk_kernel
 from phonograph.kernels.triton.state.delta_norm import delta_norm_kernel
 from phonograph.kernels.triton.state.delta_rows import places_size
 from phonograph.kernels.triton.state.delta_scan import delta_scan_kernel
-from phonograph.kernels.triton.state.delta_step import delta_step_kernel
+from phonograph.kernels.triton.state.delta_step import delta_decode_kernel, delta_step_kernel
 
 _MOST_STEPS = 16
 _STEP_BLOCK, _NORM_BLOCK = 4096, 1024
@@ -40,6 +42,8 @@ _SCAN_VALUES, _SCAN_STAGES = 32, 2
 """Most values of a head in an item of the scan, and stages of its copies."""
 _STEP_PROGRAMS, _CHUNK_PROGRAMS, _SCAN_PROGRAMS = 528, 264, 264
 """Most programs: 4, 2 and 2 for each SM of an H200."""
+_DECODE_ROWS = 16
+"""Most rows of a step that convolves too. Each item reads 5.5 KB more from caches, so that more rows would lose."""
 
 
 def gated_delta(
@@ -61,6 +65,7 @@ def gated_delta(
     scratch_TY: torch.Tensor,
     *,
     single: bool = False,
+    early: bool = False,
 ) -> None:
     """Mix the tokens of each sequence with its state, and write the new states; see the torch twin.
 
@@ -82,24 +87,36 @@ def gated_delta(
         eps: epsilon of the norm of the output.
         scratch_TY: contiguous; `net.scratch_widths` numbers of each token.
         single: see `StepStates`.
+        early: see there.
     """
     num_tokens, num_reqs = len(projected_TF), len(slots_R)
     # Factors first, where they are aligned whatever the number of tokens is.
     words, pairs, conv_TC = scratch_TY.view(-1).split([num_tokens * width for width in net.scratch_widths])
     factors = words.view(torch.float32)
     rows = query_start_loc, seq_lens_R, slots_R, checkpoints_3R
-    causal_conv(projected_TF, taps_CW, *rows, history_SPC, conv_TC, net, single=single)
+    decodes = early and single and num_reqs <= _DECODE_ROWS
+    if not decodes:
+        causal_conv(projected_TF, taps_CW, *rows, history_SPC, conv_TC, net, single=single)
     strides, is_wide = (gates_TB.stride(0), checkpoints_3R.stride(0)), projected_TF.dtype is torch.float32
     keys, values = (max(16, triton.next_power_of_2(size)) for size in (net.key_size, net.value_size))
     heads: dict[str, Any] = {"G": net.key_heads, "H": net.value_heads, "K": net.key_size}
-    items = {"TILED": net.tiled, "KEYS": keys, "MOST": _MOST_STEPS, "ROWS": places_size(num_reqs)}
+    items: dict[str, Any] = {"TILED": net.tiled, "KEYS": keys}
     weights, by_head, norm = (decay_H, time_bias_H), {"BY_HEAD": net.by_head}, {"NORM_EPS": NORM_EPS}
+    stride = {"STRIDE": projected_TF.stride(0)}
     block = min(values, max(16, _STEP_BLOCK // keys))
     most_items = num_reqs * net.value_heads * triton.cdiv(net.value_size, block)
-    delta_step_kernel[(min(most_items, _STEP_PROGRAMS),)](
-        conv_TC, gates_TB, *weights, *rows, state_SHKV, out_TX, num_reqs, *strides, V=net.value_size, VALUES=block,
-        **heads, **items, **by_head, **norm, **pdl_options(), num_warps=4,
-    )  # fmt: skip
+    if decodes:
+        delta_decode_kernel[(most_items,)](
+            projected_TF, gates_TB, taps_CW, *weights, *rows, history_SPC, state_SHKV, out_TX, *strides, **stride,
+            W=taps_CW.shape[1], V=net.value_size, VALUES=block, **heads, **items, **by_head, **norm, **pdl_options(),
+            num_warps=4,
+        )  # fmt: skip
+    else:
+        items |= {"MOST": _MOST_STEPS, "ROWS": places_size(num_reqs)}
+        delta_step_kernel[(min(most_items, _STEP_PROGRAMS),)](
+            conv_TC, gates_TB, *weights, *rows, state_SHKV, out_TX, num_reqs, *strides, V=net.value_size, VALUES=block,
+            **heads, **items, **by_head, **norm, **pdl_options(), num_warps=4,
+        )  # fmt: skip
     if most_long := 0 if single else min(num_reqs, num_tokens // (_MOST_STEPS + 1)):
         # One rounded number would make errors of one sign, which add up where keys are alike.
         items |= {"PARTS": 1 if is_wide else 2, "CHUNK": CHUNK, "C": net.channels}
@@ -115,7 +132,9 @@ def gated_delta(
             VALUES=block, STAGES=1 if is_wide else _SCAN_STAGES, **heads, **items, num_warps=4,
         )  # fmt: skip
     num_heads = min(triton.next_power_of_2(net.value_heads), max(1, _NORM_BLOCK // values))
-    delta_norm_kernel[(num_tokens, triton.cdiv(net.value_heads, num_heads))](
-        projected_TF, norm_V, query_start_loc, out_TX, num_reqs, eps, STRIDE=projected_TF.stride(0),
-        V=net.value_size, HEADS=num_heads, VALUES=values, **heads, **by_head, **pdl_options(), num_warps=4,
+    blocks = triton.cdiv(net.value_heads, num_heads) + (triton.cdiv(net.channels, HISTORY_CHANNELS) if decodes else 0)
+    delta_norm_kernel[(num_tokens, blocks)](
+        projected_TF, norm_V, *rows, history_SPC, out_TX, num_reqs, eps, checkpoints_3R.stride(0), **stride,
+        W=taps_CW.shape[1] if decodes else 0, V=net.value_size, HEADS=num_heads, VALUES=values,
+        CHANNELS=HISTORY_CHANNELS, **heads, **by_head, **pdl_options(), num_warps=4,
     )  # fmt: skip

@@ -51,7 +51,8 @@ class TritonStates:
         if isinstance(spec, ShortConv):
             short_conv(*args, single=states.single)
         else:
-            _KERNELS[type(spec)](*args, spec.sizes, kernels.eps, scratch, single=states.single)
+            known = {"early": states.early} if isinstance(spec, GatedDeltaNet) else {}
+            _KERNELS[type(spec)](*args, spec.sizes, kernels.eps, scratch, single=states.single, **known)
         norm_over_ranks(weights, mixed_TX, kernels.eps, kernels.ranks)
         if step.rows_P is not None:
             stream, mixed_TX = kernels.keep_rows(stream, mixed_TX, step.rows_P, step.num_kept)
