@@ -55,8 +55,6 @@ _ROWS, _LEAST_STEPS = 64, 4
 """Rows of a program of two launches, and least steps of its product."""
 _REGISTERS = 128
 """Registers of a thread in one launch: two programs a multiprocessor, and most parts of logits are loaded at once."""
-MOST_TILES = tl.constexpr(ONE_LAUNCH_TOKENS // TILE)
-"""Tiles whose masks the last program of one launch reads at once."""
 MOST_MASKS = tl.constexpr(8192)
 """Masks that a program of the second launch reads at once."""
 _PAIRS = 2048
@@ -126,7 +124,7 @@ def route(
         BLOCK_E=_INPUTS if one_launch else 2 * _INPUTS // x_TE.element_size(),
         **choice_constants(routing),
         ONE_LAUNCH=one_launch,
-        ONE_TILE=rows <= tile,
+        TILES=triton.cdiv(rows, tile) if one_launch else 0,
         FEW_PAIRS=few_pairs,
         **shape,
         **pdl_options(),
@@ -228,7 +226,7 @@ def _route_kernel(
     GP: tl.constexpr,
     SP: tl.constexpr,
     ONE_LAUNCH: tl.constexpr,
-    ONE_TILE: tl.constexpr,
+    TILES: tl.constexpr,
     FEW_PAIRS: tl.constexpr,
     BLOCK: tl.constexpr,
     PAIRS: tl.constexpr,
@@ -280,7 +278,7 @@ def _route_kernel(
 
     place, expert, exists = expert_places(X, GROUPS, GP, SP)
     # A choice of more rows at once would spill registers.
-    for half in range(1 if ONE_TILE else ROWS // TILE):
+    for half in range(1 if TILES == 1 else ROWS // TILE):
         row = tile * ROWS + half * TILE + tl.arange(0, TILE)
         valid = row < num_rows
         gates = ()
@@ -318,13 +316,13 @@ def _route_kernel(
         tl.debug_barrier()
         tiles = tl.num_programs(0)
         last = True
-        if not ONE_TILE:
+        if TILES > 1:
             last = tl.atomic_add(arrived_ptr, 1, sem="acq_rel", scope="gpu") == tiles - 1
         if last:
             tl.store(arrived_ptr, 0)
             _list_tiles(
                 experts_ptr, pairs_ptr, items_ptr, num_items_ptr, masks_ptr, starts_ptr, tiles, T,
-                (X, K, TILE, XP, BLOCK, PAIRS, SHARED, 1 if ONE_TILE else MOST_TILES),
+                (X, K, TILE, XP, BLOCK, PAIRS, SHARED, TILES),
             )  # fmt: skip
 
 
