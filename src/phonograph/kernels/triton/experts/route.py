@@ -41,6 +41,8 @@ from phonograph.kernels.triton.experts.expert_lists import (
     MOST_EXPERTS,
     ONE_LAUNCH_TOKENS,
     PROGRAMS,
+    SMALL_TILE,
+    SMALL_TILES_TOKENS,
     TILE,
     ExpertLists,
     aligned,
@@ -90,19 +92,19 @@ def route(
     outputs = router_OE.shape[0]
     assert block >= LEAST_BLOCK and x_TE.stride(1) == router_OE.stride(1) == 1
     one_launch = num_tokens <= ONE_LAUNCH_TOKENS
-    tile = TILE if one_launch else LARGE_TILE
+    rows = max(rows_class(num_tokens), SMALL_TILE)
+    pairs = rows * triton.next_power_of_2(routing.top_k)
+    few_pairs = one_launch and rows <= TILE and pairs <= MOST_PAIRS and routing.num_experts <= MOST_LISTED
+    small = SMALL_TILE if rows <= SMALL_TILES_TOKENS else TILE
+    tile = rows if few_pairs else small if one_launch else LARGE_TILE
     experts = EXPERTS if one_launch else max(EXPERTS, min(MOST_EXPERTS, triton.next_power_of_2(outputs)))
     program_rows = tile if one_launch else _ROWS
-    rows, expert_parts = rows_class(num_tokens), triton.cdiv(outputs, experts)
+    expert_parts = triton.cdiv(outputs, experts)
     least_inputs = _INPUTS if one_launch else _LEAST_STEPS * _INPUTS
     input_parts = _input_parts(triton.cdiv(rows, tile) * expert_parts, width // least_inputs)
     stride = aligned(outputs)
     assert input_parts * num_tokens * stride <= lists.partials.numel()
-    # A program of one tile chooses for the rows that there may be.
-    mask_rows = min(tile, rows) if one_launch else tile
-    shape = list_constants(routing, mask_rows, rows if one_launch else LIST_TILES * tile, block)
-    pairs = mask_rows * triton.next_power_of_2(routing.top_k)
-    few_pairs = rows <= tile and pairs <= MOST_PAIRS and routing.num_experts <= MOST_LISTED
+    shape = list_constants(routing, tile, rows if one_launch else LIST_TILES * tile, block)
     _route_kernel[(triton.cdiv(num_tokens, program_rows), expert_parts * input_parts)](
         x_TE,
         router_OE,
@@ -246,11 +248,13 @@ def _route_kernel(
         # Weights are constants, so the first step's come before the wait.
         router = tl.load(router_ptrs + e[:, None], is_output & (e < end)[:, None], other=0.0)
     pdl_wait(PDL)
-    x_row = tile * ROWS + tl.arange(0, ROWS)
+    # Tensor cores multiply at least 16 rows.
+    index = tl.arange(0, 16 if ROWS < 16 else ROWS)
+    x_row = tile * ROWS + index
     num_rows = T
     if num_rows_ptr is not None:
         num_rows = tl.minimum(tl.load(num_rows_ptr), T)
-    has_row = x_row < num_rows
+    has_row = (x_row < num_rows) & (index < ROWS)
     x_ptrs = x_ptr + x_row.to(tl.int64)[:, None] * x_stride
     if ONE_LAUNCH:
         x = tl.load(x_ptrs + e[None, :], has_row[:, None] & (e < end)[None, :], other=0.0)
@@ -278,7 +282,7 @@ def _route_kernel(
 
     place, expert, exists = expert_places(X, GROUPS, GP, SP)
     # A choice of more rows at once would spill registers.
-    for half in range(1 if TILES == 1 else ROWS // TILE):
+    for half in range(ROWS // TILE):
         row = tile * ROWS + half * TILE + tl.arange(0, TILE)
         valid = row < num_rows
         gates = ()
