@@ -8,7 +8,7 @@ rounded up to a power of two; k experts of a token.
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
-# pyright: basic, reportAssignmentType=false
+# pyright: basic, reportAssignmentType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 from typing import Any
