@@ -340,6 +340,14 @@ _EXPERTS: tuple[Fault, ...] = (
         broad=_EXPERT_TESTS,
     ),
     Fault(
+        name="experts: padding rows have pairs where few pairs are compared",
+        file="experts/list_few_pairs.py",
+        old="has = (row < num_rows)[:, None] & (column < K)[None, :]",
+        new="has = (row >= 0)[:, None] & (column < K)[None, :]",
+        narrow=_EXPERT_TESTS[:1],
+        broad=_EXPERT_TESTS,
+    ),
+    Fault(
         name="experts: a part of the router's product is read before all have arrived",
         file="experts/route.py",
         old="        if arrived < PARTS - 1:\n            return\n",

@@ -25,7 +25,7 @@ def test_each_fault_can_be_planted(fault: Fault) -> None:
 
 
 def test_faults_differ() -> None:
-    assert len(FAULTS) == 40 == len({fault.name for fault in FAULTS})
+    assert len(FAULTS) == 41 == len({fault.name for fault in FAULTS})
 
 
 def test_a_text_that_is_not_there(tmp_path: Path) -> None:

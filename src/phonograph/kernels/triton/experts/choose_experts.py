@@ -8,6 +8,7 @@ rounded up to a power of two; k experts of a token.
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: basic, reportAssignmentType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 from typing import Any
@@ -19,9 +20,8 @@ from phonograph.kernels import routing as rules
 from phonograph.kernels.routing import Routing
 
 LEAST = tl.constexpr(rules.LEAST)
-_NO_KEY = tl.constexpr(-(1 << 63))
+_NO_KEY = tl.constexpr(-(1 << 31))
 """Key of what cannot be chosen."""
-_LAST = tl.constexpr((1 << 31) - 1)
 
 
 def choice_constants(routing: Routing) -> dict[str, Any]:
@@ -47,7 +47,55 @@ def expert_places(X: tl.constexpr, GROUPS: tl.constexpr, GP: tl.constexpr, SP: t
 
 
 @triton.jit
-def choose_experts(logits, place, expert, exists, router_bias_ptr, choice_bias_ptr, expert_scale_ptr, shape):
+def load_logits(
+    rows, has_row, size, PARTS: tl.constexpr,
+    X: tl.constexpr, GROUPS: tl.constexpr, GP: tl.constexpr, SP: tl.constexpr,
+):  # fmt: skip
+    """Return the sums [r, n] of the parts of logits in memory, which other programs wrote, by place.
+
+    With as many rows as warps each warp has a row, so that choices need no shared memory.
+
+    Args:
+        rows: pointers to the first part of each row [r].
+        has_row: False for rows of zeros.
+        size: words of a part.
+        PARTS: number of parts, added in their order.
+        X: experts.
+        GROUPS: see `choice_constants`, as the others.
+        GP: see `GROUPS`.
+        SP: see `GROUPS`.
+    """
+    R: tl.constexpr = rows.shape[0]
+    N: tl.constexpr = GP * SP
+    # A load takes four places at most, so a lane has its places by several.
+    LOADS: tl.constexpr = 1 if N <= 128 else 2 if N == 256 else 4
+    WIDTH: tl.constexpr = 4 if LOADS > 1 else N // 32 if N >= 32 else 1
+    LANES: tl.constexpr = N // LOADS // WIDTH
+    lane = tl.arange(0, LANES)[:, None] * (LOADS * WIDTH) + tl.arange(0, WIDTH)[None, :]
+    loaded = ()
+    for load in tl.static_range(LOADS):
+        place = lane + load * WIDTH
+        # Lanes come first, since of dimensions without contiguous numbers a warp takes the first.
+        ptrs = rows[None, :, None] + (place // SP * (X // GROUPS) + place % SP)[:, None, :]
+        exists = (place % SP < X // GROUPS) & (place // SP < GROUPS)
+        mask = has_row[None, :, None] & exists[:, None, :]
+        logits = tl.zeros((LANES, R, WIDTH), tl.float32)
+        for part in tl.static_range(PARTS):
+            # Bypasses the L1 cache, which may hold older values.
+            logits += tl.load(ptrs + part * size, mask, other=0.0, cache_modifier=".cg")
+        loaded += (logits,)
+    if LOADS == 1:
+        joined = tl.permute(loaded[0], (1, 0, 2))
+    elif LOADS == 2:
+        joined = tl.permute(tl.join(loaded[0], loaded[1]), (1, 0, 3, 2))
+    else:
+        pairs = tl.join(tl.join(loaded[0], loaded[2]), tl.join(loaded[1], loaded[3]))
+        joined = tl.permute(pairs, (1, 0, 3, 4, 2))
+    return tl.reshape(joined, (R, N))
+
+
+@triton.jit
+def choose_experts(logits, place, expert, exists, router_bias_ptr, choice_bias_ptr, expert_scale_ptr, one, shape):
     """Return experts [r, k] by falling score, their weights [r, k], and the choice as a mask [r, n].
 
     Both have columns up to a power of two.
@@ -60,6 +108,7 @@ def choose_experts(logits, place, expert, exists, router_bias_ptr, choice_bias_p
         router_bias_ptr: added to the logits, or None.
         choice_bias_ptr: added to the scores for the choice only, or None.
         expert_scale_ptr: factor of each expert's weight, or None.
+        one: 1, as a number that the compiler does not know, so that the choice stays a loop of little code.
         shape: constants X, K, and those of `choice_constants` in their order.
     """
     X: tl.constexpr = shape[0]
@@ -93,14 +142,20 @@ def choose_experts(logits, place, expert, exists, router_bias_ptr, choice_bias_p
         allowed = allowed & _in_top_groups(by_group, GROUPS, TOP_GROUPS, GP, SP)
 
     column = tl.arange(0, triton.next_power_of_2(K))[None, :]
-    keys = _keys(choice, place, allowed)
+    keys = _keys(choice, allowed)
+    words = score.to(tl.int32, bitcast=True)
     places = tl.zeros((logits.shape[0], triton.next_power_of_2(K)), tl.int32)
-    for j in range(K):
+    weights = tl.zeros((logits.shape[0], triton.next_power_of_2(K)), tl.int32)
+    for j in range(0, K, one):
+        # Warps have one instruction for the maximum of 32 integers.
         best = tl.max(keys, 1)
-        keys = tl.where(keys == best[:, None], _NO_KEY, keys)
-        places = tl.where(column == j, ((best & _LAST) ^ _LAST).to(tl.int32)[:, None], places)
+        found = tl.min(tl.where(keys == best[:, None], place[None, :], GP * SP), 1)
+        hit = place[None, :] == found[:, None]
+        keys = tl.where(hit, _NO_KEY, keys)
+        places = tl.where(column == j, found[:, None], places)
+        weights = tl.where(column == j, tl.max(tl.where(hit, words, _NO_KEY), 1)[:, None], weights)
     experts = places // SP * (X // GROUPS) + places % SP
-    weights = tl.where(column < K, tl.gather(score, places, 1), 0.0)
+    weights = weights.to(tl.float32, bitcast=True)
     if RENORMALISED:
         weights = weights / tl.sum(weights, 1)[:, None]
     if expert_scale_ptr is not None:
@@ -136,10 +191,8 @@ def _in_top_groups(choice, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GP: t
 
 
 @triton.jit
-def _keys(choice, place, allowed):
-    """Return keys [r, n], int64, in the order of scores, and of equal ones the lower place first."""
+def _keys(choice, allowed):
+    """Return keys [r, n], int32, in the order of scores."""
     # No score is -0.0, because sums begin with 0.0.
     bits = choice.to(tl.int32, bitcast=True)
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    keys = (ordered.to(tl.int64) << 32) | (place ^ _LAST)[None, :].to(tl.int64)
-    return tl.where(allowed, keys, _NO_KEY)
+    return tl.where(allowed, bits ^ ((bits >> 31) & 0x7FFFFFFF), _NO_KEY)

@@ -23,8 +23,10 @@ from phonograph.kernels.triton.gemm.product_plan import cdiv
 
 ONE_LAUNCH_TOKENS = 256
 """Most tokens that one launch routes. The program that arrives last makes the lists."""
-TILE, LARGE_TILE = 16, 32
-"""Tokens of a mask of one launch, and of two."""
+SMALL_TILE, TILE, LARGE_TILE = 8, 16, 32
+"""Tokens of a mask of one launch of up to `SMALL_TILES_TOKENS`, of one launch, and of two."""
+SMALL_TILES_TOKENS = 32
+"""Most tokens in small tiles, whose programs choose for one token a warp."""
 LIST_TILES = 4
 """Masks of an expert whose pairs a program of the second launch lists."""
 LEAST_BLOCK = 8
@@ -92,7 +94,7 @@ class ExpertLists(NamedTuple):
     @staticmethod
     def counters(num_tokens: int, device: torch.device) -> torch.Tensor:
         """Return counters of zero for up to T tokens: of tiles, and of each tile's parts."""
-        tiles = max(cdiv(min(num_tokens, ONE_LAUNCH_TOKENS), TILE), cdiv(num_tokens, LARGE_TILE))
+        tiles = max(cdiv(min(num_tokens, ONE_LAUNCH_TOKENS), TILE), cdiv(num_tokens, LARGE_TILE), _small(num_tokens))
         return torch.zeros(1 + tiles, dtype=torch.int32, device=device)
 
 
@@ -107,9 +109,13 @@ def aligned(words: int) -> int:
     return cdiv(words, 4) * 4
 
 
+def _small(num_tokens: int) -> int:
+    return cdiv(min(num_tokens, SMALL_TILES_TOKENS), SMALL_TILE)
+
+
 def _shapes(num_tokens: int, routing: Routing) -> list[tuple[int, int]]:
     pairs, outputs = num_tokens * routing.num_pairs, aligned(routing.num_experts + 1)
-    tiles = cdiv(num_tokens, TILE)
+    tiles = max(cdiv(num_tokens, TILE), _small(num_tokens))
     return [
         (num_tokens, routing.num_pairs),
         (num_tokens, routing.num_pairs),

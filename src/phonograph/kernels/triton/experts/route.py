@@ -3,9 +3,10 @@
 The product of a tile of tokens is split over experts and inputs. The program of a tile that arrives last adds the parts
 in a fixed order and chooses; it keeps a mask for each expert, with the bit of each token that has the expert. A pair's
 place in the lists follows from masks alone: pairs of lower experts, pairs of the expert in lower tiles, and the bits
-below its own. Up to `ONE_LAUNCH_TOKENS` tokens, the last program of all makes the lists of all tiles. For more
-tokens, programs multiply more rows by more experts, so that few read the same rows and the same weights, and a program
-of a second launch makes the lists of a few tiles.
+below its own. Up to `ONE_LAUNCH_TOKENS` tokens, the last program of all makes the lists of all tiles. If one tile has
+few pairs, its program compares them with each other, without masks. For more tokens, programs multiply more rows by
+more experts, so that few read the same rows and the same weights, and a program of a second launch makes the lists of a
+few tiles.
 
     one launch     | tile 0: part 0, part 1, ... last chooses | tile 1 ... | last of all makes the lists
     two launches   | tiles 0, 1: part 0, ... last chooses | tiles 2, 3 ... |  then  | lists of tiles 0 to 3 | 4 to 7 ...
@@ -26,7 +27,12 @@ import triton
 import triton.language as tl
 
 from phonograph.kernels.routing import Routing
-from phonograph.kernels.triton.experts.choose_experts import choice_constants, choose_experts, expert_places
+from phonograph.kernels.triton.experts.choose_experts import (
+    choice_constants,
+    choose_experts,
+    expert_places,
+    load_logits,
+)
 from phonograph.kernels.triton.experts.expert_lists import (
     EXPERTS,
     LARGE_TILE,
@@ -35,10 +41,13 @@ from phonograph.kernels.triton.experts.expert_lists import (
     MOST_EXPERTS,
     ONE_LAUNCH_TOKENS,
     PROGRAMS,
+    SMALL_TILE,
+    SMALL_TILES_TOKENS,
     TILE,
     ExpertLists,
     aligned,
 )
+from phonograph.kernels.triton.experts.list_few_pairs import MOST_LISTED, MOST_PAIRS, list_few_pairs
 from phonograph.kernels.triton.gemm.product_plan import rows_class
 from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_let_next_start, pdl_options, pdl_wait
 
@@ -46,8 +55,8 @@ _INPUTS = 128
 """Inputs of a step of the product (half of them with float32 in two launches), and least inputs of a program."""
 _ROWS, _LEAST_STEPS = 64, 4
 """Rows of a program of two launches, and least steps of its product."""
-MOST_TILES = tl.constexpr(ONE_LAUNCH_TOKENS // TILE)
-"""Tiles whose masks the last program of one launch reads at once."""
+_REGISTERS = 128
+"""Registers of a thread in one launch: two programs a multiprocessor, and most parts of logits are loaded at once."""
 MOST_MASKS = tl.constexpr(8192)
 """Masks that a program of the second launch reads at once."""
 _PAIRS = 2048
@@ -83,10 +92,14 @@ def route(
     outputs = router_OE.shape[0]
     assert block >= LEAST_BLOCK and x_TE.stride(1) == router_OE.stride(1) == 1
     one_launch = num_tokens <= ONE_LAUNCH_TOKENS
-    tile = TILE if one_launch else LARGE_TILE
+    rows = max(rows_class(num_tokens), SMALL_TILE)
+    pairs = rows * triton.next_power_of_2(routing.top_k)
+    few_pairs = one_launch and rows <= TILE and pairs <= MOST_PAIRS and routing.num_experts <= MOST_LISTED
+    small = SMALL_TILE if rows <= SMALL_TILES_TOKENS else TILE
+    tile = rows if few_pairs else small if one_launch else LARGE_TILE
     experts = EXPERTS if one_launch else max(EXPERTS, min(MOST_EXPERTS, triton.next_power_of_2(outputs)))
     program_rows = tile if one_launch else _ROWS
-    rows, expert_parts = rows_class(num_tokens), triton.cdiv(outputs, experts)
+    expert_parts = triton.cdiv(outputs, experts)
     least_inputs = _INPUTS if one_launch else _LEAST_STEPS * _INPUTS
     input_parts = _input_parts(triton.cdiv(rows, tile) * expert_parts, width // least_inputs)
     stride = aligned(outputs)
@@ -113,10 +126,12 @@ def route(
         BLOCK_E=_INPUTS if one_launch else 2 * _INPUTS // x_TE.element_size(),
         **choice_constants(routing),
         ONE_LAUNCH=one_launch,
-        ONE_TILE=rows <= tile,
+        TILES=triton.cdiv(rows, tile) if one_launch else 0,
+        FEW_PAIRS=few_pairs,
         **shape,
         **pdl_options(),
-        num_warps=4 if one_launch and routing.num_experts <= 64 else 8,
+        num_warps=8,
+        maxnreg=_REGISTERS if one_launch else None,
     )
     if not one_launch:
         list_pairs(lists, num_tokens, shape)
@@ -213,7 +228,8 @@ def _route_kernel(
     GP: tl.constexpr,
     SP: tl.constexpr,
     ONE_LAUNCH: tl.constexpr,
-    ONE_TILE: tl.constexpr,
+    TILES: tl.constexpr,
+    FEW_PAIRS: tl.constexpr,
     BLOCK: tl.constexpr,
     PAIRS: tl.constexpr,
     PDL: tl.constexpr,
@@ -232,11 +248,13 @@ def _route_kernel(
         # Weights are constants, so the first step's come before the wait.
         router = tl.load(router_ptrs + e[:, None], is_output & (e < end)[:, None], other=0.0)
     pdl_wait(PDL)
-    x_row = tile * ROWS + tl.arange(0, ROWS)
+    # Tensor cores multiply at least 16 rows.
+    index = tl.arange(0, 16 if ROWS < 16 else ROWS)
+    x_row = tile * ROWS + index
     num_rows = T
     if num_rows_ptr is not None:
         num_rows = tl.minimum(tl.load(num_rows_ptr), T)
-    has_row = x_row < num_rows
+    has_row = (x_row < num_rows) & (index < ROWS)
     x_ptrs = x_ptr + x_row.to(tl.int64)[:, None] * x_stride
     if ONE_LAUNCH:
         x = tl.load(x_ptrs + e[None, :], has_row[:, None] & (e < end)[None, :], other=0.0)
@@ -244,11 +262,12 @@ def _route_kernel(
         begin += BLOCK_E
     else:
         sums = tl.zeros((ROWS, SPLIT_O), tl.float32)
-    for start in range(begin, end, BLOCK_E):
-        e = start + tl.arange(0, BLOCK_E)
-        x = tl.load(x_ptrs + e[None, :], has_row[:, None] & (e < end)[None, :], other=0.0)
-        router = tl.load(router_ptrs + e[:, None], is_output & (e < end)[:, None], other=0.0)
-        sums = tl.dot(x, router, sums, input_precision="ieee")
+    if not ONE_LAUNCH or steps > INPUT_PARTS:
+        for start in range(begin, end, BLOCK_E):
+            e = start + tl.arange(0, BLOCK_E)
+            x = tl.load(x_ptrs + e[None, :], has_row[:, None] & (e < end)[None, :], other=0.0)
+            router = tl.load(router_ptrs + e[:, None], is_output & (e < end)[:, None], other=0.0)
+            sums = tl.dot(x, router, sums, input_precision="ieee")
     # Logits pass through memory, which puts groups of experts into the order of `_in_top_groups`.
     # Their rows begin at addresses that are loaded as vectors, also with the gate of a shared expert.
     size = T * STRIDE
@@ -266,45 +285,48 @@ def _route_kernel(
     for half in range(ROWS // TILE):
         row = tile * ROWS + half * TILE + tl.arange(0, TILE)
         valid = row < num_rows
-        mask = valid[:, None] & exists[None, :]
-        logits = tl.zeros((TILE, GP * SP), tl.float32)
-        for other in tl.static_range(INPUT_PARTS):
-            # Bypasses the L1 cache, which may hold older values.
-            ptrs = partials_ptr + other * size + row[:, None] * STRIDE + expert[None, :]
-            logits += tl.load(ptrs, mask, other=0.0, cache_modifier=".cg")
+        gates = ()
+        if OUTPUTS > X:
+            for other in tl.static_range(INPUT_PARTS):
+                ptrs = partials_ptr + other * size + row * STRIDE + X
+                gates += (tl.load(ptrs, valid, other=0.0, cache_modifier=".cg"),)
+        logits = load_logits(partials_ptr + row * STRIDE, valid, size, INPUT_PARTS, X, GROUPS, GP, SP)
+        if OUTPUTS > X:
+            gate = tl.zeros((TILE,), tl.float32)
+            for other in tl.static_range(INPUT_PARTS):
+                gate += gates[other]
+            if router_bias_ptr is not None:
+                gate += tl.load(router_bias_ptr + X).to(tl.float32)
+            tl.store(shared_ptr + row, tl.sigmoid(gate), valid)
         experts, weights, chosen = choose_experts(
             logits, place, expert, exists, router_bias_ptr, choice_bias_ptr, expert_scale_ptr,
-            (X, K, SIGMOID, RENORMALISED, SCALE, LOGIT_FACTOR, GROUPS, TOP_GROUPS, GP, SP),
+            tl.minimum(T, 1), (X, K, SIGMOID, RENORMALISED, SCALE, LOGIT_FACTOR, GROUPS, TOP_GROUPS, GP, SP),
         )  # fmt: skip
         column = tl.arange(0, triton.next_power_of_2(K))[None, :]
         own = (row < T)[:, None] & (column < K)
         tl.store(experts_ptr + row[:, None] * (K + SHARED) + column, tl.where(valid[:, None], experts, -1), own)
         tl.store(weights_ptr + row[:, None] * (K + SHARED) + column, weights, own)
-        if OUTPUTS > X:
-            gate = tl.zeros((TILE,), tl.float32)
-            for other in tl.static_range(INPUT_PARTS):
-                gate += tl.load(partials_ptr + other * size + row * STRIDE + X, valid, other=0.0, cache_modifier=".cg")
-            if router_bias_ptr is not None:
-                gate += tl.load(router_bias_ptr + X).to(tl.float32)
-            tl.store(shared_ptr + row, tl.sigmoid(gate), valid)
         if SHARED:
             pair = row * (K + 1) + K
             tl.store(experts_ptr + pair, tl.where(valid, X, -1), row < T)
             tl.store(weights_ptr + pair, tl.sigmoid(gate) if OUTPUTS > X else 1.0, row < T)
-        chosen = (valid[:, None] & chosen).to(tl.uint32)
-        mask = tl.sum(chosen << tl.arange(0, TILE).to(tl.uint32)[:, None], 0)
-        tl.store(masks_ptr + (tile * (ROWS // TILE) + half) * X + expert, mask.to(tl.int32, bitcast=True), exists)
-    if ONE_LAUNCH:
+        if FEW_PAIRS:
+            list_few_pairs(experts, row, num_rows, pairs_ptr, items_ptr, num_items_ptr, X, K, SHARED, BLOCK)
+        else:
+            chosen = (valid[:, None] & chosen).to(tl.uint32)
+            mask = tl.sum(chosen << tl.arange(0, TILE).to(tl.uint32)[:, None], 0)
+            tl.store(masks_ptr + (tile * (ROWS // TILE) + half) * X + expert, mask.to(tl.int32, bitcast=True), exists)
+    if ONE_LAUNCH and not FEW_PAIRS:
         tl.debug_barrier()
         tiles = tl.num_programs(0)
         last = True
-        if not ONE_TILE:
+        if TILES > 1:
             last = tl.atomic_add(arrived_ptr, 1, sem="acq_rel", scope="gpu") == tiles - 1
         if last:
             tl.store(arrived_ptr, 0)
             _list_tiles(
                 experts_ptr, pairs_ptr, items_ptr, num_items_ptr, masks_ptr, starts_ptr, tiles, T,
-                (X, K, TILE, XP, BLOCK, PAIRS, SHARED, 1 if ONE_TILE else MOST_TILES),
+                (X, K, TILE, XP, BLOCK, PAIRS, SHARED, TILES),
             )  # fmt: skip
 
 

@@ -17,7 +17,12 @@ import triton.language as tl
 
 from phonograph.kernels.routing import Routing
 from phonograph.kernels.triton.elementwise.layers import weighted
-from phonograph.kernels.triton.experts.choose_experts import choice_constants, choose_experts, expert_places
+from phonograph.kernels.triton.experts.choose_experts import (
+    choice_constants,
+    choose_experts,
+    expert_places,
+    load_logits,
+)
 from phonograph.kernels.triton.experts.expert_lists import ExpertLists
 from phonograph.kernels.triton.experts.expert_plan import RowTile
 from phonograph.kernels.triton.gemm.gemv import products
@@ -76,6 +81,7 @@ def route_row(
         E=width,
         BLOCK_O=tile.block_n,
         BLOCK_E=tile.block_k,
+        WARPS=tile.num_warps,
         **choice_constants(routing),
         **pdl_options(),
         num_warps=tile.num_warps,
@@ -109,6 +115,7 @@ def _route_row_kernel(
     E: tl.constexpr,
     BLOCK_O: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    WARPS: tl.constexpr,
     SIGMOID: tl.constexpr,
     RENORMALISED: tl.constexpr,
     SCALE: tl.constexpr,
@@ -154,27 +161,32 @@ def _route_row_kernel(
     tl.store(arrived_ptr, 0)
 
     place, expert, exists = expert_places(X, GROUPS, GP, SP)
-    # Bypasses the L1 cache, which may hold older values.
-    logits = tl.load(logits_ptr + expert, exists, other=0.0, cache_modifier=".cg")
-    experts, weights, _ = choose_experts(
-        logits[None, :], place, expert, exists, router_bias_ptr, choice_bias_ptr, expert_scale_ptr,
-        (X, K, SIGMOID, RENORMALISED, SCALE, LOGIT_FACTOR, GROUPS, TOP_GROUPS, GP, SP),
-    )  # fmt: skip
     count = K
     if num_rows_ptr is not None:
         count = tl.minimum(tl.load(num_rows_ptr), 1) * K
-    pair = tl.arange(0, triton.next_power_of_2(K))[None, :]
-    tl.store(experts_ptr + pair, tl.where(pair < count, experts, -1), pair < K)
-    tl.store(weights_ptr + pair, weights, pair < K)
-    tl.store(pairs_ptr + pair, pair, pair < count)
-    tl.store(items_ptr + 3 * pair, experts, pair < count)
-    tl.store(items_ptr + 3 * pair + 1, pair, pair < count)
-    tl.store(items_ptr + 3 * pair + 2, 1, pair < count)
-    tl.store(num_items_ptr, count + SHARED * (count // K))
     if OUTPUTS > X:
         gate = tl.load(logits_ptr + X, cache_modifier=".cg")
         if router_bias_ptr is not None:
             gate += tl.load(router_bias_ptr + X).to(tl.float32)
+    # Each warp chooses for itself.
+    same = tl.arange(0, WARPS)
+    logits = load_logits(logits_ptr + same * 0, same >= 0, 0, 1, X, GROUPS, GP, SP)
+    experts, weights, _ = choose_experts(
+        logits, place, expert, exists, router_bias_ptr, choice_bias_ptr, expert_scale_ptr,
+        tl.minimum(router_stride, 1), (X, K, SIGMOID, RENORMALISED, SCALE, LOGIT_FACTOR, GROUPS, TOP_GROUPS, GP, SP),
+    )  # fmt: skip
+    # The first warp writes.
+    pair = tl.arange(0, WARPS * experts.shape[1])
+    experts, weights = tl.reshape(experts, pair.shape), tl.reshape(weights, pair.shape)
+    has = pair < count
+    tl.store(experts_ptr + pair, tl.where(has, experts, -1), pair < K)
+    tl.store(weights_ptr + pair, weights, pair < K)
+    tl.store(pairs_ptr + pair, pair, has)
+    tl.store(items_ptr + 3 * pair, experts, has)
+    tl.store(items_ptr + 3 * pair + 1, pair, has)
+    tl.store(items_ptr + 3 * pair + 2, 1, has)
+    tl.store(num_items_ptr, count + SHARED * (count // K))
+    if OUTPUTS > X:
         tl.store(shared_ptr, tl.sigmoid(gate))
     if SHARED:
         tl.store(experts_ptr + K, tl.where(count > 0, X, -1))
