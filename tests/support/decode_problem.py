@@ -40,7 +40,6 @@ class Case:
     padding: int = 2
     num_sms: int = 2
     divide: bool = False
-    prefix_tiles: bool = False
 
     def __str__(self) -> str:
         defaults = Case(batch=())
@@ -103,7 +102,6 @@ class Problem:
             num_sms=case.num_sms,
             device=self.device,
             shared_tokens=self.query.shape[0] if case.shared else 0,
-            prefix_tiles=case.prefix_tiles,
         )
         if plan.prefixes is not None:
             plan.prefixes.shared.fill_(1 << 20)
@@ -130,7 +128,6 @@ class Problem:
             window=case.window,
             multiprocessors=self.multiprocessors if case.divide else None,
             divide=case.divide,
-            alone=case.prefix_tiles,
             block_tables=(table,),
             block_size=case.block_size,
         )
@@ -156,7 +153,6 @@ class Problem:
             v_scale=on_device(self.scales[1]),
             causal=case.causal,
             max_query_len=case.max_query_len,
-            alone=case.prefix_tiles,
         )
         return out, lse
 

@@ -19,9 +19,6 @@ LONGEST_WINDOW = 1 << 17
 SHARING_COST = 12
 """Cost of sharing prefixes in a batch, in tiles of keys of each program: these wait for each other, and read partial
 results. On an H200 sharing lost below 10 (2,688 tiles of 264 programs) and won from 13 on."""
-PREFIX_TILES_FROM = 64
-"""Sequences of a graph of decodes from which shared prefixes have tiles of 128 rows, in a launch of their own: a launch
-without work costs 1 to 2 us a layer, which is 1% of a step of fewer sequences."""
 _PARTIALS_PER_PROGRAM = 3
 
 
@@ -49,30 +46,15 @@ def row_tiles(group: int, width: int, *, shares: bool = False) -> tuple[int, int
     return small, most if shares else min(max(tile_width(MAX_SHORT_QUERY * group), small), most)
 
 
-def decode_partials(
-    group: int, head_size: int, num_sms: int, *, shared_rows: int = 0, tile_rows: int = 0
-) -> tuple[int, int, int]:
+def decode_partials(group: int, head_size: int, num_sms: int, *, shared_rows: int = 0) -> tuple[int, int, int]:
     """Return slots, rows and columns of the partial results of the launch for short queries.
 
-    `shared_rows` are (token, query head) that may share prefixes, each on two levels; `tile_rows` those of cut tiles of
-    a launch for prefixes.
+    `shared_rows` are (token, query head) that may share prefixes, each on two levels.
     """
     width = tile_width(head_size)
     rows = row_tiles(group, width, shares=shared_rows > 0)[1]
     slots = 2 * DECODE_PROGRAMS * num_sms
-    if shared_rows:
-        slots = 2 * slots + -(-2 * shared_rows // rows) + -(-tile_rows // rows)
-    return slots, rows, width
-
-
-def prefix_slots(num_kv_heads: int, num_sms: int) -> int:
-    """Return the cut tiles of shared prefixes, for each KV head, in the launch for prefixes: two rounds of programs."""
-    return max(2 * num_sms // num_kv_heads, 1)
-
-
-def prefix_tile_rows(num_kv_heads: int, num_sms: int) -> int:
-    """Return the rows of the partial results of cut tiles of the launch for prefixes."""
-    return prefix_slots(num_kv_heads, num_sms) * num_kv_heads * PREFILL_ROWS
+    return 2 * slots + -(-2 * shared_rows // rows) if shared_rows else slots, rows, width
 
 
 def key_tile(width: int) -> int:

@@ -23,7 +23,7 @@ from phonograph.attention.attention_spec import AttentionSpec
 from phonograph.attention.backend import AttentionCall
 from phonograph.attention.kv_write import GpuBackend
 from phonograph.attention.metadata import AttentionMetadata, CommonMetadata, MetadataBuilder
-from phonograph.attention.triton.capabilities import TritonCapabilities, has_prefix_tiles, shared_tokens
+from phonograph.attention.triton.capabilities import TritonCapabilities, shared_tokens
 from phonograph.core.limits import Limits
 from phonograph.graphs.modes import GraphKey, GraphSet
 from phonograph.kernels.attention_scratch import MAX_SHORT_QUERY
@@ -112,7 +112,6 @@ class TritonBackend(GpuBackend[TritonMetadata]):
                 window=window,
                 multiprocessors=multiprocessors_of(long),
                 divide=metadata.divide,
-                alone=not metadata.has_long,
                 block_tables=common.plan_tables or (common.block_table,),
                 block_size=self.spec.block_size,
             )
@@ -153,7 +152,6 @@ class TritonBackend(GpuBackend[TritonMetadata]):
             out_THD,
             lse_HT,
             max_query_len=metadata.short_query_len,
-            alone=not metadata.has_long,
             overlaps_prefill=metadata.has_long and prefill_overlaps(query_THD.shape[0]),
             **scoring,
         )
@@ -175,6 +173,5 @@ def _make_plans(
     cuts = not spec.batch_invariant
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     tokens = shared_tokens(spec, limits, window, capability)
-    tiles = tokens > 0 and has_prefix_tiles(spec, limits, capability)
-    short = make_decode_plan(**sizes, shared_tokens=tokens, prefix_tiles=tiles)
+    short = make_decode_plan(**sizes, shared_tokens=tokens)
     return short, make_prefill_plan(**sizes, max_num_tokens=limits.max_num_batched_tokens, cuts=cuts)
