@@ -77,7 +77,10 @@ def test_steps_are_those_of_the_torch_set(name: str, batch: str, dtype: torch.dt
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("order", ["by kind", "tiled", "by head"])
 def test_a_convolution_within_the_step(order: str, count: int, dtype: torch.dtype, device: torch.device) -> None:
-    """All numbers are those of kernels that convolve before it; sequences start, and begin and end at checkpoints."""
+    """All numbers are those of kernels that convolve before it; sequences start, and begin and end at checkpoints.
+
+    On a GPU float32 may differ in the last bits, as products and sums are joined elsewhere.
+    """
     generator = torch.Generator().manual_seed(count)
     net = DeltaSizes(3, 3 * count, 16, 80, by_head=order == "by head", tiled=order == "tiled")
     slots, num_tokens, num_rows, places = torch.randperm(16, generator=generator), 13, 16, 22
@@ -91,7 +94,11 @@ def test_a_convolution_within_the_step(order: str, count: int, dtype: torch.dtyp
     problem = Problem(net, 4, num_rows, places, dtype, count)
     apart, within = (problem.results(rows, device, single=True, early=early) for early in (False, True))
     for one, other, before in zip(apart, within, (problem.history, problem.state, None), strict=True):
-        assert torch.equal(one, other) and (before is None or not torch.equal(one.cpu(), before))
+        if device.type == "cuda" and one.dtype is torch.float32:
+            assert_near(one, other.cpu(), 1e-6)
+        else:
+            assert torch.equal(one, other)
+        assert before is None or not torch.equal(one.cpu(), before)
     unread = [*slots[[0, 1, 2, 3, 6, 9, 12, 13, 14, 15]].tolist(), 18, 19, 20, 21]
     problem.check(rows, unread, device, single=True, early=True)
 
