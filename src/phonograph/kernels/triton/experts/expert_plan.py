@@ -104,7 +104,7 @@ class RowTile(NamedTuple):
     Attributes:
         block_n: outputs.
         block_k: inputs of a step, a power of two.
-        ahead: steps whose weights are in registers.
+        ahead: steps whose weights are in registers; of `down` before the kernel waits for its inputs.
         num_warps: warps of a program.
     """
 
@@ -126,11 +126,11 @@ def row_config(hidden_size: int, intermediate_size: int) -> RowConfig:
     """Return the launch of experts of such sizes, with the tiles of `choose` for one row of dense weights.
 
     Gates and ups of 2048 inputs are an exception: 14.4 us of Qwen3-30B-A3B on an H200 in place of 18.6, as more
-    programs of one warp share a multiprocessor.
+    programs of one warp share a multiprocessor. Four steps of `down` come in while gates and ups are computed.
     """
     tiles: list[RowTile] = []
     for num_inputs in (hidden_size, intermediate_size):
         config = one_row(num_inputs, gated=False)
         tiles.append(RowTile(config.block_n, config.block_k, 1, config.num_warps))
     route, down = tiles
-    return RowConfig(route, RowTile(4, 512, 4, 1) if hidden_size == 2048 else route, down)
+    return RowConfig(route, RowTile(4, 512, 4, 1) if hidden_size == 2048 else route, down._replace(ahead=4))

@@ -22,7 +22,7 @@ from phonograph.kernels.triton.gemm.gemm_epilogue import activated
 from phonograph.kernels.triton.gemm.gemv import products
 from phonograph.kernels.triton.gemm.product import SILU
 from phonograph.kernels.triton.launch.l1_carveout import prefer_l1
-from phonograph.kernels.triton.launch.pdl import pdl_begin, pdl_options
+from phonograph.kernels.triton.launch.pdl import pdl_let_next_start, pdl_options, pdl_wait, pdl_wait_first
 
 
 def gate_up_row(
@@ -127,7 +127,8 @@ def _gate_up_row_kernel(
     PDL: tl.constexpr,
 ):
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    pdl_begin(PDL)
+    # The next kernel starts when the experts are known: it loads their weights.
+    pdl_wait_first(PDL)
     pair = tl.program_id(1)
     expert = tl.load(experts_ptr + pair).to(tl.int64)
     if expert < 0:
@@ -184,15 +185,19 @@ def _down_row_kernel(
 ):
     PARTS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     STEPS: tl.constexpr = PARTS * TOP_K
-    pdl_begin(PDL)
-    if tl.load(experts_ptr) < 0:
-        return
+    pdl_let_next_start(PDL)
+    # The routing has ended, because `gate_up_row` waits for it before it lets this kernel start. Its results bypass the
+    # L1 cache, which may still have those of the layer before.
+    first_expert = tl.load(experts_ptr, cache_modifier=".cg")
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     row_ptrs = weight_ptr + n.to(tl.int64)[:, None] * weight_stride + k[None, :]
     tiles = ()
     for step in tl.static_range(AHEAD if AHEAD < STEPS else STEPS):
         tiles += (_down_tile(row_ptrs, experts_ptr, weight_stride, n, k, step, PARTS, N, K, BLOCK_K),)
+    pdl_wait(PDL)
+    if first_expert < 0:
+        return
     sums = tl.zeros((BLOCK_N, BLOCK_K // 8), tl.float32)
     total = tl.zeros((BLOCK_N,), tl.float32)
     for step in tl.static_range(STEPS):
@@ -217,10 +222,10 @@ def _down_tile(
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Load the weights [n, k] of a step: a part of the inputs of one expert."""
-    row = tl.load(experts_ptr + step // PARTS).to(tl.int64) * N
+    expert = tl.load(experts_ptr + step // PARTS, cache_modifier=".cg").to(tl.int64)
     column = step % PARTS * BLOCK_K
-    mask = (n < N)[:, None] & (column + k < K)[None, :]
-    return tl.load(row_ptrs + row * weight_stride + column, mask, other=0.0)
+    mask = (n < N)[:, None] & (column + k < K)[None, :] & (expert >= 0)
+    return tl.load(row_ptrs + expert * N * weight_stride + column, mask, other=0.0)
 
 
 prefer_l1(_gate_up_row_kernel, carveout=3)

@@ -7,7 +7,8 @@ has ended. Schedules of other backends may not (`AttentionBackend.schedule_is_ba
 Every kernel waits, so a kernel that waits for its predecessor waits for all earlier kernels.
 
 Two kernels run at the same time if the first begins with `pdl_wait_first` and the second waits at its end: all earlier
-kernels have ended when the second starts, and a dependent of the second waits for both.
+kernels have ended when the second starts, and a dependent of the second waits for both. For that reason the second may
+read results of all earlier kernels before it waits for the first.
 
     kernel 0   |====== work ======|
     kernel 1        | constants   |== work ======|      starts early, waits for kernel 0
