@@ -38,7 +38,7 @@ from rich.table import Table
 
 from bench.result_files import output_file, read_records, write_result
 from checks.peer_log import missing_kernel, peer_choices
-from checks.processes import ServerProcess, free_port, gpu_memory_mib, gpu_uuid, portable
+from checks.processes import ServerProcess, free_port, gpu_memory_mib, gpu_uuid, leave_at_sigterm, portable
 from checks.serving import faults, versus
 from checks.serving.generated import make_model_folder
 from phonograph.bench.records.record import provenance
@@ -375,6 +375,7 @@ def main(tokens: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    leave_at_sigterm()
     # Ended from outside, it still ends its servers, which would keep the GPU's memory.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if sys.argv[1:2] == [CLIENT]:

@@ -194,9 +194,10 @@ def _append(path: Path, row: Row) -> None:
 
 def serve(arguments: argparse.Namespace, rows: Path) -> None:
     """Load our server with and without sharing, and vLLM's, with one file of prompts."""
-    from checks.processes import ServerProcess, free_port
+    from checks.processes import ServerProcess, free_port, leave_at_sigterm
     from checks.serving.generated import make_model_folder
 
+    leave_at_sigterm()
     folder, scale, rng = rows.parent, arguments.scale, random.Random(1)
     model = "demo" if arguments.dry_run else str(make_model_folder(Path(arguments.model), folder / "model"))
     prefix = [rng.randrange(5, 250) for _ in range(STREAM_PREFIX // scale)]

@@ -27,7 +27,7 @@ import jsonschema
 from openai import OpenAI
 
 from bench.result_files import output_file, write_result
-from checks.processes import ServerProcess, free_port
+from checks.processes import ServerProcess, free_port, leave_at_sigterm
 from phonograph.bench.records.record import provenance
 from phonograph.demo import MODEL_DIRECTORY
 
@@ -135,4 +135,5 @@ def judged(client: OpenAI, model: str, number: int, max_tokens: int, largest: in
 
 
 if __name__ == "__main__":
+    leave_at_sigterm()
     sys.exit(main())

@@ -41,7 +41,7 @@ from rich.table import Table
 from bench.result_files import output_file, read_records, write_result
 from checks.bench_versus import OURS, backend_of, compare, summarise
 from checks.peer_log import missing_kernel, peer_choices
-from checks.processes import end_group, gpu_uuid, portable
+from checks.processes import end_group, gpu_uuid, leave_at_sigterm, portable
 from phonograph.bench.records.record import provenance
 from phonograph.graphs.modes import GraphMode
 
@@ -365,4 +365,5 @@ def main(tokens: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    leave_at_sigterm()
     main()

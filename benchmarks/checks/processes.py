@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -109,6 +110,11 @@ class ServerProcess:
         lines = self._log.read_bytes()[-4096:].decode("utf-8", "replace").split("\n")
         shown = [line.strip() for line in lines if line.strip()]
         return f"its log ends: {shown[-1][:SHOWN_LINE]}" if shown else "its log is empty"
+
+
+def leave_at_sigterm() -> None:
+    """Make SIGTERM raise SystemExit in this program, so that it ends what it started: a server may hold a GPU."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def end_group(

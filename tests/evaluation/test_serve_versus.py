@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -365,3 +366,27 @@ def test_blocks_that_come_back_late_are_found(
     seen = load.run(faults.try_disconnect(Target.parse("http://127.0.0.1:1"), prompt_len=1024, output_len=900))
     assert seen["streams_cut"] == 3 and seen["steps_from_abort_to_blocks"] == late
     assert [says in problem for problem in seen["problems"]] == [True] if says else seen["problems"] == []
+
+
+def test_a_server_ends_with_a_program_that_a_time_limit_ends(tmp_path: Path) -> None:
+    program = """
+import os, sys, time
+from pathlib import Path
+from checks.processes import ServerProcess, leave_at_sigterm
+leave_at_sigterm()
+server = ServerProcess("it", ["sleep", "60"], url="", log=Path(sys.argv[1]), environment=os.environ)
+try:
+    print(server.pid, flush=True)
+    time.sleep(60)
+finally:
+    server.stop()
+"""
+    path = f"{Path(__file__).parents[2] / 'benchmarks'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    command = [sys.executable, "-c", program, str(tmp_path / "log")]
+    environment = {**os.environ, "PYTHONPATH": path}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as parent:
+        assert parent.stdout is not None
+        server = psutil.Process(int(parent.stdout.readline()))
+        parent.terminate()
+        assert parent.wait(30) == 128 + signal.SIGTERM
+    assert not server.is_running()
