@@ -15,6 +15,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 
 from phonograph.errors import EndpointError
 
@@ -114,7 +115,11 @@ class ServerProcess:
 
 def leave_at_sigterm() -> None:
     """Make SIGTERM raise SystemExit in this program, so that it ends what it started: a server may hold a GPU."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+    def leave(number: int, _frame: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGTERM, leave)
 
 
 def end_group(
