@@ -35,6 +35,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.result_files import output_file, read_records, write_result
+from checks.processes import ServerProcess, free_port, leave_at_sigterm
 
 Row = dict[str, Any]
 CHILD = "--child"
@@ -63,7 +64,7 @@ class Bench:
         from phonograph import LLM
 
         self._llm = LLM(**settings)
-        self._rng, self._scale = random.Random(0), scale
+        self._rng, self._scale, self._count = random.Random(0), scale, max(4, TOKENS // scale)
         self._vocab = self._llm.plan.model.vocab_size
         self._records: list[Any] = []
         self._llm.engine.core.on_step = self._records.append
@@ -83,11 +84,10 @@ class Bench:
 
     def itl(self, prompts: Sequence[list[int]]) -> Row:
         """Return ms between tokens of prompts that are cached by then, the best of three, and the units of a step."""
-        count = max(4, TOKENS // self._scale)
         self.seconds(prompts, 1)
         rows: list[Row] = []
         for _ in range(3):
-            self.seconds(prompts, 1 + count)
+            self.seconds(prompts, 1 + self._count)
             rows.append(self._between_tokens(len(prompts)))
         return min(rows, key=lambda row: row["itl_ms"])
 
@@ -128,7 +128,7 @@ class Bench:
             found = [(self.seconds([self.tokens(size)], 2, n=n, temperature=1.0), self._computed()) for _ in range(3)]
             best, computed = min(found)
             prompt = self.tokens(size)
-            self.seconds([prompt], 2 + max(4, TOKENS // self._scale), n=n, temperature=1.0)
+            self.seconds([prompt], 2 + self._count, n=n, temperature=1.0)
             yield {
                 "case": f"{count} samples of {length}",
                 "ratio": round(best / one, 4),
@@ -194,10 +194,8 @@ def _append(path: Path, row: Row) -> None:
 
 def serve(arguments: argparse.Namespace, rows: Path) -> None:
     """Load our server with and without sharing, and vLLM's, with one file of prompts."""
-    from checks.processes import ServerProcess, free_port, leave_at_sigterm
     from checks.serving.generated import make_model_folder
 
-    leave_at_sigterm()
     folder, scale, rng = rows.parent, arguments.scale, random.Random(1)
     model = "demo" if arguments.dry_run else str(make_model_folder(Path(arguments.model), folder / "model"))
     prefix = [rng.randrange(5, 250) for _ in range(STREAM_PREFIX // scale)]
@@ -360,4 +358,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    leave_at_sigterm()
     sys.exit(main())

@@ -68,7 +68,7 @@ class StepAttention:
 
     @property
     def is_barrier(self) -> bool:
-        """True if no kernel after `schedule` starts before all those at the head of the step have ended."""
+        """True if no kernel after `schedule` starts before all those before it in the step have ended."""
         return any(self._backends[group].schedule_is_barrier for group in self._planning)
 
     def schedule(self) -> None:

@@ -52,7 +52,7 @@ class HostCopy:
         threads = ThreadPoolExecutor(min(8, usable_cpus()))
         for start in range(0, nbytes, _PIECE):
             threads.submit(ctypes.memset, self.bytes.data_ptr() + start, 0, min(_PIECE, nbytes - start))
-        self._touch = weakref.finalize(self, threads.shutdown, cancel_futures=True)
+        self._stop_touching = weakref.finalize(self, threads.shutdown, cancel_futures=True)
         self._threads = threads
 
     def wait(self, *, page_locked: bool) -> None:
@@ -61,11 +61,11 @@ class HostCopy:
         Args:
             page_locked: lock the pages for the current device, so that it reads and writes them itself.
         """
-        if not self._touch.alive:
+        if not self._stop_touching.alive:
             return
         began = time.perf_counter()
         self._threads.shutdown()
-        self._touch.detach()
+        self._stop_touching.detach()
         touched = time.perf_counter()
         if page_locked:
             address, nbytes = self.bytes.data_ptr(), len(self.bytes)
@@ -80,7 +80,7 @@ class HostCopy:
 
     def close(self) -> None:
         """Give the memory back. Copies from it must have ended."""
-        self._touch()
+        self._stop_touching()
         if self._unlock is not None:
             self._unlock()
         del self.bytes

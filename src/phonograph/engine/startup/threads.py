@@ -42,8 +42,8 @@ def plan_threads(
     caller = _caller(count, environment)
     if caller is not None:
         return Threads(count, caller)
-    if usable_cpus() < count:
-        count = usable_cpus()
+    if (allowed := usable_cpus()) < count:
+        count = allowed
         quota = f", and the CPU quota of the control group (container) allows {count}"
     rest = f"{quota}; OMP_NUM_THREADS sets another number"
     if model.pooler is not None:

@@ -8,7 +8,7 @@ rounded up to a power of two; k experts of a token.
 """
 
 # pyright: basic, reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
-# pyright: basic, reportAssignmentType=false, reportGeneralTypeIssues=false
+# pyright: reportAssignmentType=false
 from __future__ import annotations
 
 from typing import Any
@@ -42,8 +42,14 @@ def choice_constants(routing: Routing) -> dict[str, Any]:
 def expert_places(X: tl.constexpr, GROUPS: tl.constexpr, GP: tl.constexpr, SP: tl.constexpr):
     """Return the places [n], the expert of each, and False where a place has none."""
     place = tl.arange(0, GP * SP)
-    expert = place // SP * (X // GROUPS) + place % SP
-    return place, expert, (place % SP < X // GROUPS) & (place // SP < GROUPS)
+    expert, exists = _experts_at(place, X, GROUPS, SP)
+    return place, expert, exists
+
+
+@triton.jit
+def _experts_at(place, X: tl.constexpr, GROUPS: tl.constexpr, SP: tl.constexpr):
+    """Return the expert of each place, and False where it has none."""
+    return place // SP * (X // GROUPS) + place % SP, (place % SP < X // GROUPS) & (place // SP < GROUPS)
 
 
 @triton.jit
@@ -53,17 +59,18 @@ def load_logits(
 ):  # fmt: skip
     """Return the sums [r, n] of the parts of logits in memory, which other programs wrote, by place.
 
-    With as many rows as warps each warp has a row, so that choices need no shared memory.
+    With as many rows as warps each warp has a row, so that choices need no shared memory. Constants are those of
+    `choice_constants`.
 
     Args:
         rows: pointers to the first part of each row [r].
         has_row: False for rows of zeros.
         size: words of a part.
         PARTS: number of parts, added in their order.
-        X: experts.
-        GROUPS: see `choice_constants`, as the others.
-        GP: see `GROUPS`.
-        SP: see `GROUPS`.
+        X: number of experts.
+        GROUPS: number of groups.
+        GP: the same up to a power of two.
+        SP: experts of a group up to a power of two.
     """
     R: tl.constexpr = rows.shape[0]
     N: tl.constexpr = GP * SP
@@ -76,8 +83,8 @@ def load_logits(
     for load in tl.static_range(LOADS):
         place = lane + load * WIDTH
         # Lanes come first, since of dimensions without contiguous numbers a warp takes the first.
-        ptrs = rows[None, :, None] + (place // SP * (X // GROUPS) + place % SP)[:, None, :]
-        exists = (place % SP < X // GROUPS) & (place // SP < GROUPS)
+        expert, exists = _experts_at(place, X, GROUPS, SP)
+        ptrs = rows[None, :, None] + expert[:, None, :]
         mask = has_row[None, :, None] & exists[:, None, :]
         logits = tl.zeros((LANES, R, WIDTH), tl.float32)
         for part in tl.static_range(PARTS):
@@ -154,7 +161,7 @@ def choose_experts(logits, place, expert, exists, router_bias_ptr, choice_bias_p
         keys = tl.where(hit, _NO_KEY, keys)
         places = tl.where(column == j, found[:, None], places)
         weights = tl.where(column == j, tl.max(tl.where(hit, words, _NO_KEY), 1)[:, None], weights)
-    experts = places // SP * (X // GROUPS) + places % SP
+    experts, _ = _experts_at(places, X, GROUPS, SP)
     weights = weights.to(tl.float32, bitcast=True)
     if RENORMALISED:
         weights = weights / tl.sum(weights, 1)[:, None]

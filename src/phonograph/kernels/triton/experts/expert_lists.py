@@ -94,7 +94,9 @@ class ExpertLists(NamedTuple):
     @staticmethod
     def counters(num_tokens: int, device: torch.device) -> torch.Tensor:
         """Return counters of zero for up to T tokens: of tiles, and of each tile's parts."""
-        tiles = max(cdiv(min(num_tokens, ONE_LAUNCH_TOKENS), TILE), cdiv(num_tokens, LARGE_TILE), _small(num_tokens))
+        tiles = max(
+            cdiv(min(num_tokens, ONE_LAUNCH_TOKENS), TILE), cdiv(num_tokens, LARGE_TILE), _small_tiles(num_tokens)
+        )
         return torch.zeros(1 + tiles, dtype=torch.int32, device=device)
 
 
@@ -109,13 +111,14 @@ def aligned(words: int) -> int:
     return cdiv(words, 4) * 4
 
 
-def _small(num_tokens: int) -> int:
+def _small_tiles(num_tokens: int) -> int:
+    """Return the most small tiles of a launch for up to so many tokens."""
     return cdiv(min(num_tokens, SMALL_TILES_TOKENS), SMALL_TILE)
 
 
 def _shapes(num_tokens: int, routing: Routing) -> list[tuple[int, int]]:
     pairs, outputs = num_tokens * routing.num_pairs, aligned(routing.num_experts + 1)
-    tiles = max(cdiv(num_tokens, TILE), _small(num_tokens))
+    tiles = max(cdiv(num_tokens, TILE), _small_tiles(num_tokens))
     return [
         (num_tokens, routing.num_pairs),
         (num_tokens, routing.num_pairs),

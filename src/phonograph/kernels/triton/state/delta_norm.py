@@ -39,9 +39,9 @@ def delta_norm_kernel(
                 tl.program_id(0), block, STRIDE, 2 * G * K + H * V, W, CHANNELS, G, H, K, V, BY_HEAD, PDL,
             )  # fmt: skip
             return
-    weights = tl.load(norm_ptr + tl.arange(0, VALUES)[None, :], tl.arange(0, VALUES)[None, :] < V, other=0.0)
-    pdl_wait(PDL)
     token, value = tl.program_id(0).to(tl.int64), tl.arange(0, VALUES)[None, :]
+    weights = tl.load(norm_ptr + value, value < V, other=0.0)
+    pdl_wait(PDL)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     mask = (head < H) & (value < V)
     is_token = token < tl.load(starts_ptr + num_reqs)

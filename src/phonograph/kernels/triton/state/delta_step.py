@@ -50,9 +50,7 @@ def delta_step_kernel(
         )
         key, value = tl.arange(0, KEYS), item % BLOCKS * VALUES + tl.arange(0, VALUES)
         has_key, has_value = key < K, value < V
-        mask = has_key[:, None] & has_value[None, :]
-        number = (head * K + key)[:, None] * V + value[None, :]
-        state = tl.load(state_ptr + source.to(tl.int64) * (H * K * V) + number, mask & (source >= 0), other=0.0)
+        state, number, mask = _load_state(state_ptr, source, head, key, value, H, K, V)
         key_head = head % G if TILED else head // (H // G)
         for index in range(count):
             token = (start + index).to(tl.int64)
@@ -65,8 +63,8 @@ def delta_step_kernel(
             state, mixed = _mix_token(state, q, k, v, decay, rate, K, NORM_EPS)
             tl.store(out_ptr + (token * H + head) * V + value, mixed.to(out_ptr.dtype.element_ty), has_value)
             if index + 1 == before:
-                tl.store(state_ptr + saved.to(tl.int64) * (H * K * V) + number, state, mask & (saved >= 0))
-        tl.store(state_ptr + slot.to(tl.int64) * (H * K * V) + number, state, mask & (slot >= 0))
+                _store_state(state_ptr, saved, number, state, mask, H * K * V)
+        _store_state(state_ptr, slot, number, state, mask, H * K * V)
 
 
 @triton.jit
@@ -92,9 +90,7 @@ def delta_decode_kernel(
     )
     key, value = tl.arange(0, KEYS), item % BLOCKS * VALUES + tl.arange(0, VALUES)
     has_key, has_value = key < K, value < V
-    mask = has_key[:, None] & has_value[None, :]
-    number = (head * K + key)[:, None] * V + value[None, :]
-    state = tl.load(state_ptr + source.to(tl.int64) * (H * K * V) + number, mask & (source >= 0), other=0.0)
+    state, number, mask = _load_state(state_ptr, source, head, key, value, H, K, V)
     key_head = head % G if TILED else head // (H // G)
     q_channel, v_channel = key_head * K + key, 2 * G * K + head * V + value
     k_channel = G * K + q_channel
@@ -116,8 +112,23 @@ def delta_decode_kernel(
     q, k, v = _convolved(q, q_sum, q_tap), _convolved(k, k_sum, k_tap), _convolved(v, v_sum, v_tap)
     state, mixed = _mix_token(state, q, k, v, decay, rate, K, NORM_EPS)
     tl.store(out_ptr + (token * H + head) * V + value, mixed.to(out_ptr.dtype.element_ty), has_value)
-    tl.store(state_ptr + saved.to(tl.int64) * (H * K * V) + number, state, mask & (saved >= 0) & (before == 1))
-    tl.store(state_ptr + slot.to(tl.int64) * (H * K * V) + number, state, mask & (slot >= 0))
+    _store_state(state_ptr, saved, number, state, mask & (before == 1), H * K * V)
+    _store_state(state_ptr, slot, number, state, mask, H * K * V)
+
+
+@triton.jit
+def _load_state(state_ptr, source, head, key, value, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr):
+    """Return columns of a head's state at a place of the pool (0 without one), their numbers in it, and their mask."""
+    mask = (key < K)[:, None] & (value < V)[None, :]
+    number = (head * K + key)[:, None] * V + value[None, :]
+    state = tl.load(state_ptr + source.to(tl.int64) * (H * K * V) + number, mask & (source >= 0), other=0.0)
+    return state, number, mask
+
+
+@triton.jit
+def _store_state(state_ptr, place, number, state, mask, SIZE: tl.constexpr):
+    """Write columns of a state to a place of the pool; a place below 0 is none."""
+    tl.store(state_ptr + place.to(tl.int64) * SIZE + number, state, mask & (place >= 0))
 
 
 @triton.jit
