@@ -368,6 +368,50 @@ def test_blocks_that_come_back_late_are_found(
     assert [says in problem for problem in seen["problems"]] == [True] if says else seen["problems"] == []
 
 
+@pytest.mark.parametrize(
+    ("long_enough", "error", "scale", "says"),
+    [
+        (300, None, 4, []),
+        (3000, None, 8, ["streams ended before all decoded: ['complete']"]),
+        (300, "refused", 1, ["streams ended before all decoded: ['refused']"]),
+    ],
+)
+def test_streams_that_end_unseen_are_started_again(
+    long_enough: int, error: str | None, scale: int, says: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program that sees the engine only after short streams have ended starts them again, with more tokens."""
+    running, started = list[int](), list[int]()
+
+    async def post(_: Target, *, prompt_len: int, output_len: int) -> Recording:
+        started.append(output_len)
+        if output_len < long_enough:
+            return Recording(error=error)
+        running.append(prompt_len)
+        try:
+            await faults.asyncio.sleep(60)
+        finally:
+            running.remove(prompt_len)
+        return Recording()
+
+    async def graphs(_: Target, *, last: int) -> dict[str, Any]:
+        await faults.asyncio.sleep(0.001)
+        engine = {"running": len(running), "waiting": 0, "kv_blocks_used": len(running)}
+        return {"engine": engine, "steps": [{"decodes": len(running)}]}
+
+    monkeypatch.setattr(faults, "_post", post)
+    monkeypatch.setattr(faults, "_graphs", graphs)
+    problems: list[str] = []
+
+    async def start() -> tuple[list[bool], int]:
+        target = Target.parse("http://127.0.0.1:1")
+        streams, scale = await faults.start_together(target, lambda scale: [(16, 100 * scale), (32, 5000)], problems)
+        return [one.done() for one in streams], scale
+
+    assert load.run(start()) == ([says != [], False], scale) and problems == says
+    attempts = [1, 2, 4, 8][: scale.bit_length()]
+    assert started == [length for attempt in attempts for length in (100 * attempt, 5000)]
+
+
 def test_a_server_ends_with_a_program_that_a_time_limit_ends(tmp_path: Path) -> None:
     program = """
 import os, sys, time

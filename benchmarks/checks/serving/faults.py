@@ -40,11 +40,14 @@ async def try_disconnect(target: Target, *, prompt_len: int = 1024, output_len: 
     """
     facts = (await _graphs(target, last=0))["engine"]
     block_size, count = facts["kv_block_size"], min(MOST_LEAVERS, facts["max_num_seqs"] - 1)
-    stays = asyncio.create_task(_post(target, prompt_len=16, output_len=output_len))
-    leavers = [asyncio.create_task(_post(target, prompt_len=prompt_len, output_len=output_len)) for _ in range(count)]
     problems: list[str] = []
+
+    def lens(scale: int) -> list[tuple[int, int]]:
+        return [(16, output_len * scale)] + [(prompt_len * scale, output_len * scale)] * count
+
+    (stays, *leavers), scale = await start_together(target, lens, problems)
+    output_len *= scale
     try:
-        await _until(target, lambda found: _decodes(found) == count + 1, problems, "all streams decode")
         before = await _metrics(target)
         cut, cut_at = time.perf_counter(), time.time()
         for leaver in leavers:
@@ -94,9 +97,9 @@ async def try_drain(server: ServerProcess, target: Target, *, idle_mib: int | No
     """Send SIGTERM: short requests complete, new ones are refused, long ones end with an error, and the exit code is
     0."""
     longest = await _max_model_len(target)
-    streams = [asyncio.create_task(_post(target, output_len=length)) for length in (SHORT_LEN, longest - 64)]
     problems: list[str] = []
-    await _until(target, lambda found: _decodes(found) == len(streams), problems, "both streams decode")
+    streams, scale = await start_together(target, lambda scale: [(16, SHORT_LEN * scale), (16, longest - 64)], problems)
+    short_len = SHORT_LEN * scale
     began = time.perf_counter()
     server.terminate()
     statuses: list[int | None] = []
@@ -109,8 +112,8 @@ async def try_drain(server: ServerProcess, target: Target, *, idle_mib: int | No
     seconds = time.perf_counter() - began
     if statuses != [503] or refused.status != 503:
         problems.append(f"while it drained, /ready said {statuses[0]} and a request got {refused.status}")
-    if short.error is not None or short.output_tokens != SHORT_LEN:
-        problems.append(f"the short stream has {short.output_tokens} tokens, {short.error}")
+    if short.error is not None or short.output_tokens != short_len:
+        problems.append(f"the short stream has {short.output_tokens} of {short_len} tokens, {short.error}")
     if long.error is not None and "shut down" not in long.error:
         problems.append(f"the long stream ended with: {long.error}")
     if code != 0:
@@ -223,9 +226,10 @@ async def try_slow_readers(target: Target, *, count: int = 16, output_len: int =
 async def try_stop(server: ServerProcess, target: Target, *, count: int = 8, seconds: float = 5) -> Seen:
     """SIGSTOP of the engine, and SIGCONT: /health answers meanwhile, a client may leave, and all others go on."""
     problems: list[str] = []
-    streams = [asyncio.create_task(_post(target, output_len=2 * SHORT_LEN)) for _ in range(count)]
-    leaver = asyncio.create_task(_post(target, output_len=2 * SHORT_LEN))
-    await _until(target, lambda found: _decodes(found) == count + 1, problems, "all streams decode")
+    (leaver, *streams), scale = await start_together(
+        target, lambda scale: [(16, 2 * SHORT_LEN * scale)] * (count + 1), problems
+    )
+    output_len = 2 * SHORT_LEN * scale
     engine = engine_of(server)
     engine.send_signal(signal.SIGSTOP)
     try:
@@ -240,11 +244,40 @@ async def try_stop(server: ServerProcess, target: Target, *, count: int = 8, sec
     replies = [read_reply(one, 0.0) for one in await asyncio.gather(*streams, waits)]
     if status != 200 or milliseconds > 1e3:
         problems.append(f"/health said {status} after {milliseconds:.0f} ms")
-    for reply, expected in zip(replies, [2 * SHORT_LEN] * count + [4], strict=True):
+    for reply, expected in zip(replies, [output_len] * count + [4], strict=True):
         if reply.error is not None or reply.output_tokens != expected:
             problems.append(f"a stream has {reply.output_tokens} of {expected} tokens, {reply.error}")
     await _until(target, lambda found: _idle(found["engine"]), problems, "nothing is left of the streams")
     return {"streams": count, "stopped_seconds": seconds, "health_ms": round(milliseconds, 1), "problems": problems}
+
+
+async def start_together(
+    target: Target, lens: Callable[[int], list[tuple[int, int]]], problems: list[str]
+) -> tuple[list[asyncio.Task[Recording]], int]:
+    """Start streams and wait until one step decodes all of them; return them and the scale of their lengths.
+
+    `lens(scale)` gives the tokens of each prompt and output. A busy machine may look for the step only after a short
+    stream has ended: all are then started again with a larger scale.
+    """
+    for scale in (1, 2, 4, 8):
+        streams = [asyncio.create_task(_post(target, prompt_len=a, output_len=b)) for a, b in lens(scale)]
+        await _until(
+            target,
+            lambda found, these=streams: _decodes(found) == len(these) or any(one.done() for one in these),
+            problems,
+            f"all {len(streams)} streams decode",
+        )
+        ended = [one.result() for one in streams if one.done()]
+        if problems or not ended:
+            break
+        if scale == 8 or any(one.error for one in ended):
+            problems.append(f"streams ended before all decoded: {[one.error or 'complete' for one in ended]}")
+            break
+        for one in streams:
+            one.cancel()
+        await asyncio.gather(*streams, return_exceptions=True)
+        await _until(target, lambda found: _idle(found["engine"]), problems, "nothing is left of the streams")
+    return streams, scale
 
 
 async def _post(target: Target, *, prompt_len: int = 16, output_len: int, stream: bool = True) -> Recording:
