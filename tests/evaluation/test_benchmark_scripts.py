@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -12,6 +14,7 @@ from phonograph import LLM
 from phonograph.graphs.modes import GraphSet
 
 Load = Callable[[str], ModuleType]
+WHISPER_PARTS = (("layers", 1), ("attention_heads", 2), ("ffn_dim", 64))
 
 
 def test_host_cost_of_256_decodes(benchmark_script: Load) -> None:
@@ -47,6 +50,35 @@ def test_tape_overhead(benchmark_script: Load, demo_llm: LLM) -> None:
         # The bound is 1.1; a busy machine gets some more.
         assert result["ratio"] < 1.3
     demo_llm.engine.core.scheduler.reset_prefix_cache()
+
+
+def test_encoders_are_timed(
+    benchmark_script: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder with a configuration becomes one that all sides read; rows have a rate for each case."""
+    transformers = pytest.importorskip("transformers")
+    script = benchmark_script("encoders_beside_peers")
+    for name, numbers in (("TEXTS", (1, 3)), ("RECORDINGS", (2,)), ("TOKENS", 4), ("SECONDS", 1), ("WARM_UPS", 0)):
+        monkeypatch.setattr(script, name, numbers)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    transformers.BertConfig(**sizes, vocab_size=400, architectures=["BertModel"]).save_pretrained(tmp_path / "bert")
+    parts = {f"{side}_{what}": value for side in ("encoder", "decoder") for what, value in WHISPER_PARTS}
+    whisper = transformers.WhisperConfig(
+        **parts, d_model=64, vocab_size=700, decoder_start_token_id=600, pad_token_id=599, bos_token_id=599,
+        eos_token_id=599, suppress_tokens=[], begin_suppress_tokens=[],
+        architectures=["WhisperForConditionalGeneration"],
+    )  # fmt: skip
+    whisper.save_pretrained(tmp_path / "whisper")
+    for name in ("bert", "whisper"):
+        folder = script.make_folder(tmp_path / name, tmp_path / "made" / name)
+        assert script.child("ours", folder, tmp_path / "rows", {"dtype": "float32", "device": "cpu"}) == 0
+    processor = transformers.WhisperProcessor.from_pretrained(tmp_path / "made" / "whisper")
+    assert processor.tokenizer(script.PROMPT, add_special_tokens=False).input_ids == [600, 601]
+    rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
+    assert [row["case"] for row in rows] == ["1 texts", "3 texts", "steps", "2 recordings", "steps"]
+    assert all(row["rate"] > 0 for row in rows if row["case"] != "steps")
+    script.show([*rows, {"model": "bert", "side": "vllm", "case": "3 texts", "rate": rows[1]["rate"] / 2}])
+    assert [line.split()[-2] for line in capsys.readouterr().out.splitlines() if "bert, 3 texts" in line] == ["2.00"]
 
 
 def test_sets_of_products_are_read_and_chosen(benchmark_script: Load) -> None:
