@@ -6,6 +6,7 @@ Ranks are threads.
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from phonograph.errors import ConfigError
 from phonograph.models.layers.states.mamba_mixer import MambaMixer
 from phonograph.models.quantization.quantization_config import choose_quantization
 from phonograph.models.spec import ModelSpec, read_model_spec
+from phonograph.models.weights.gguf_experts import expert_pieces
 from phonograph.models.weights.loading import begin_loading
 from phonograph.models.weights.rank_tensors import RankTensors
 from phonograph.models.weights.tensor_parallel import cut_model
@@ -174,10 +176,74 @@ def test_blocks_of_gguf_files_are_not_cut(tmp_path: Path) -> None:
     write_gguf(tmp_path / "model.gguf", tmp_path, Q4_K)
     with pytest.raises(ConfigError, match=r"self_attn.o_proj in Q5_K .* between groups of 256 only, and 128 is no"):
         cut_model(read_model_spec(tmp_path / "model.gguf"), 2)
-    make_checkpoint("mixtral", tmp_path, intermediate_size=96)
-    write_gguf(tmp_path / "model.gguf", tmp_path, gguf_kinds(rest="F16"))
-    with pytest.raises(ConfigError, match="tensor_parallel_size=2: experts of a GGUF file have no rule"):
-        check(tmp_path / "model.gguf", 2)
+
+
+SMALL = gguf_kinds(gate="Q4_1", up="Q5_0", down="Q8_0", rest="Q4_0")
+DELTA = {"linear_num_value_heads": 4, "linear_value_head_dim": 64, "moe_intermediate_size": 64}
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "kind_of", "size"),
+    [
+        ("qwen3_moe", {"moe_intermediate_size": 64, "mlp_only_layers": []}, SMALL, 2),
+        ("qwen3_moe", {"moe_intermediate_size": 384, "mlp_only_layers": []}, gguf_kinds(down="Q4_1", rest="F32"), 4),
+        (
+            "mixtral",
+            {"hidden_size": 512, "intermediate_size": 512},
+            gguf_kinds(gate="Q4_K", up="Q6_K", down="Q5_K", rest="Q6_K"),
+            2,
+        ),
+        # Gates and ups are in one tensor of a checkpoint, as those of the shared expert.
+        ("granitemoeshared", {"intermediate_size": 64, "shared_intermediate_size": 128}, SMALL, 2),
+        # Outputs of a rank are no multiple of anything, and ups are dequantized.
+        (
+            "qwen2_moe",
+            {
+                **{"moe_intermediate_size": 70, "decoder_sparse_step": 1},
+                **{"intermediate_size": 64, "shared_expert_intermediate_size": 128},
+            },
+            gguf_kinds(gate="F16", up="Q4_0", down="BF16", rest="Q8_0"),
+            2,
+        ),
+        ("olmoe", {"intermediate_size": 74}, gguf_kinds(gate="Q8_0", up="Q4_0", rest="F32"), 2),
+        ("qwen3_5_moe", {**DELTA, "shared_expert_intermediate_size": 64}, SMALL, 2),
+    ],
+)
+def test_experts_of_gguf_files_on_several_ranks(
+    family: str, sizes: dict[str, Any], kind_of: Any, size: int, tmp_path: Path
+) -> None:
+    make_checkpoint(family, tmp_path, seed=1, vocab_size=VOCAB_SIZE, **sizes)
+    write_gguf(tmp_path / "model.gguf", tmp_path, kind_of)
+    check(tmp_path / "model.gguf", size)
+
+
+@pytest.mark.parametrize(
+    ("inner", "kind", "size", "words"),
+    [
+        (256, "Q4_K", 2, "layer 0: mlp.experts.0.down_proj in Q4_K .* groups of 256 only, and 128 is no .*; 1 works"),
+        (96, "Q8_0", 2, "layer 0: mlp.experts.0.down_proj in Q8_0 .* groups of 32 only, and 48 is no .*; 1 or 3 works"),
+        (96, "F16", 5, "layer 0 has experts of an inner size of 96, no multiple of 5; 1 or 2 or 3 or 4 .* works"),
+    ],
+)
+def test_blocks_of_experts_are_not_cut(inner: int, kind: str, size: int, words: str, tmp_path: Path) -> None:
+    heads = {"num_attention_heads": 60, "num_key_value_heads": 60, "head_dim": 8}
+    make_checkpoint("qwen3_moe", tmp_path, moe_intermediate_size=inner, mlp_only_layers=[], **heads)
+    write_gguf(tmp_path / "model.gguf", tmp_path, gguf_kinds(down=kind, rest="F16"))
+    with pytest.raises(ConfigError, match=f"tensor_parallel_size={size}: {words}"):
+        cut_model(read_model_spec(tmp_path / "model.gguf"), size)
+
+
+def test_a_rank_views_its_part_of_experts_in_a_file(tmp_path: Path) -> None:
+    """Parts are views, which have each number on one rank; those of the router are whole."""
+    make_checkpoint("qwen2_moe", tmp_path, moe_intermediate_size=70, decoder_sparse_step=1)
+    spec = read_model_spec(tmp_path)
+    own_pieces = expert_pieces(cut_model(spec, 2).layers)
+    for name, whole in expert_pieces(spec.layers).items():
+        tensor = torch.arange(prod(whole.shape)).view(whole.shape)
+        parts = [own_pieces[name].part(whole, rank, tensor) for rank in range(2)]
+        assert all(part.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() for part in parts)
+        times = 2 if "inp" in name else 1
+        assert torch.equal(torch.cat([part.flatten() for part in parts]).sort()[0][::times], tensor.flatten()), name
 
 
 def test_mxfp4_of_two_ranks_is_cut_between_its_groups(tmp_path: Path) -> None:

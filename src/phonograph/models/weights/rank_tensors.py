@@ -60,6 +60,9 @@ class RankTensors:
     """Parts of a checkpoint's tensors that a rank loads.
 
     Attributes:
+        whole: the model in the checkpoint.
+        rank: the rank.
+        num_ranks: number of ranks.
         cuts: by the names of tensors. Tensors without an entry are whole on every rank.
         dequantized: matrices that are quantized in the checkpoint and not on the rank.
     """
@@ -68,7 +71,7 @@ class RankTensors:
         self.cuts: dict[str, TensorCut] = {}
         self._sizes: dict[str, tuple[int, ...]] = {}
         self.dequantized: list[DequantizedCut] = []
-        self._whole, self._rank, self.num_ranks = whole, rank, num_ranks
+        self.whole, self.rank, self.num_ranks = whole, rank, num_ranks
         cut = cut_model(whole, num_ranks)
         for index, layer in enumerate(whole.layers):
             prefix, own = f"{LAYERS}.{index}.", cut.layers[index]
@@ -114,12 +117,12 @@ class RankTensors:
 
     def kv_heads(self, layer: int) -> slice:
         """Return the rank's KV heads of a layer."""
-        num_heads = self._whole.layers[layer].attention.num_kv_heads
-        first = self._rank * num_heads // self.num_ranks
+        num_heads = self.whole.layers[layer].attention.num_kv_heads
+        first = self.rank * num_heads // self.num_ranks
         return slice(first, first + max(1, num_heads // self.num_ranks))
 
     def _add_attention(self, prefix: str, whole: LayerAttention, own: LayerAttention) -> None:
-        ranges = qkv_ranges(whole, self._rank, self.num_ranks)
+        ranges = qkv_ranges(whole, self.rank, self.num_ranks)
         self._add(prefix, whole.qkv, own.qkv, ranges)
         self._add(prefix, whole.output, own.output, self._inputs(own.output))
         if whole.joint_norms:
@@ -131,11 +134,11 @@ class RankTensors:
                 self.cuts[f"{prefix}self_attn.{norm}.weight"] = TensorCut((size,), 0, own_spans)
         if whole.sinks:
             heads = own.num_query_heads
-            span = self._rank * heads, (self._rank + 1) * heads
+            span = self.rank * heads, (self.rank + 1) * heads
             self.cuts[prefix + SINKS] = TensorCut((whole.num_query_heads,), 0, (span,))
 
     def _add_state(self, prefix: str, whole: StateMixer, own: StateMixer) -> None:
-        part = state_part(whole, self._rank, self.num_ranks)
+        part = state_part(whole, self.rank, self.num_ranks)
         for matrix, cut, ranges in zip(whole.matrices, own.matrices, (*part.projections, part.inputs), strict=True):
             self._add(prefix, matrix, cut, ranges)
         for name, shape in whole.other_shapes.items():
@@ -143,7 +146,7 @@ class RankTensors:
                 self.cuts[prefix + name] = TensorCut(shape, 0, part.others[name])
 
     def _inputs(self, cut: LayerMatrix) -> Ranges:
-        return ((self._rank * cut.num_inputs, (self._rank + 1) * cut.num_inputs),)
+        return ((self.rank * cut.num_inputs, (self.rank + 1) * cut.num_inputs),)
 
     def _add(self, prefix: str, whole: LayerMatrix, cut: LayerMatrix, ranges: Ranges) -> None:
         for name, part in whole.projections():
@@ -152,7 +155,7 @@ class RankTensors:
             ((name, _),) = whole.projections()
             self.dequantized.append(DequantizedCut(prefix + name, whole, *ranges[0]))
         for name, kind, found in matrix_cuts(whole, cut, ranges):
-            self.cuts[prefix + name] = found._replace(zero=kind == "bias" and cut.partial and self._rank > 0)
+            self.cuts[prefix + name] = found._replace(zero=kind == "bias" and cut.partial and self.rank > 0)
 
 
 def _feed_forwards(
