@@ -13,6 +13,7 @@ import torch
 from checkpoints import make_checkpoint
 from gguf_files import write_gguf
 from invariants import check_scheduler
+from quantized_checkpoints import quantized_demo
 from rank_sessions import (
     GREEDY,
     PARAMS,
@@ -237,6 +238,19 @@ def test_notes_say_what_a_rank_has() -> None:
     assert any("fewer KV heads than ranks: each is on 2 ranks" in note for note in plan.notes)
     two, four = (plan_of(size).attention.kv_token_bytes for size in (2, 4))
     assert two == four == plan_of(1).attention.kv_token_bytes // 2
+
+
+def test_gates_and_ups_in_the_order_of_down(tmp_path: Path) -> None:
+    """Tokens of one rank; notes name the matrices that lose their format."""
+    quantized_demo(tmp_path / "demo", "gptq order")
+    settings: dict[str, Any] = {"model": str(tmp_path / "demo"), "dtype": "float32", "cpu_products": "float32"}
+    notes = plan_of(2, **settings).notes
+    assert any(note.startswith("output in float32 on each rank: the inputs have an order") for note in notes)
+    found: list[list[list[int]]] = []
+    for size in (1, 2):
+        with session_of(size, **settings) as session:
+            found.append([output.outputs[0].token_ids for output in generate(session, PROMPTS, PARAMS)])
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(("size", "rows"), [(2, 4 << 20), (4, 1 << 20)])

@@ -18,9 +18,10 @@ from fp4_weights import make_file
 from gguf_files import write_gguf
 from kernel_sets import bind_torch
 from quantized_checkpoints import FORMATS, quantize_checkpoint
+from safetensors.torch import load_file, save_file
 from thread_ranks import ThreadRanks, on_ranks
 
-from phonograph.errors import ConfigError
+from phonograph.errors import ConfigError, WeightError
 from phonograph.models.layers.states.mamba_mixer import MambaMixer
 from phonograph.models.quantization.quantization_config import choose_quantization
 from phonograph.models.spec import ModelSpec, read_model_spec
@@ -126,6 +127,41 @@ def test_quantized_weights_of_two_ranks(name: str, tmp_path: Path) -> None:
             cut_model(spec, 2)
         return
     check(tmp_path, 2)
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "inner", "size", "permutes"),
+    [
+        ("llama3", "gptq order", 128, 4, True),
+        ("llama3", "packed order", 96, 2, True),
+        # Gates and ups are in one tensor.
+        ("phi3", "packed order", 128, 4, True),
+        # A rank would have parts of groups.
+        ("llama3", "gptq order", 96, 2, False),
+        # Biases of gates and ups would be permuted too.
+        ("llama_bias", "gptq order", 128, 2, False),
+    ],
+)
+def test_an_order_of_inputs(family: str, name: str, inner: int, size: int, permutes: bool, tmp_path: Path) -> None:
+    """`down` keeps its format where each rank has whole groups; the attention's output does not."""
+    heads = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    make_checkpoint(family, tmp_path, seed=7, intermediate_size=inner, **heads)
+    quantize_checkpoint(tmp_path, FORMATS[name])
+    for layer in cut_model(read_model_spec(tmp_path), size).layers:
+        assert layer.attention.output.scheme is None
+        assert (layer.feed_forward.down.scheme is not None) is permutes
+    check(tmp_path, size)
+
+
+def test_a_damaged_order_of_inputs(tmp_path: Path) -> None:
+    make_checkpoint("llama3", tmp_path, intermediate_size=128)
+    quantize_checkpoint(tmp_path, FORMATS["gptq order"])
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.1.mlp.down_proj.g_idx"][:5] = 3
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(WeightError, match=r"layers.1.mlp.down_proj.g_idx does not put 32 inputs into each of 4 groups"):
+        check(tmp_path, 2)
 
 
 def gguf_kinds(**by_part: str) -> Callable[[str], str]:
