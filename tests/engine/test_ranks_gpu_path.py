@@ -15,6 +15,7 @@ import thread_ranks
 import torch
 from checkpoints import VOCAB_SIZE, make_checkpoint
 from fake_memory_driver import FakeMemoryDriver
+from gguf_files import write_gguf
 from host_runtime import CallRuntime, HostRing
 from thread_ranks import ThreadRanks, engine_on_threads
 
@@ -76,10 +77,8 @@ def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
 def plan_of(folder: Path, num_ranks: int, **settings: Any) -> build.EnginePlan:
     config = EngineConfig(
         **{"model": str(folder), "device": "cuda", "max_num_seqs": 3, "num_kv_blocks": 40, "block_size": 16},
-        **{"dtype": "float32", "max_model_len": 256, "max_num_batched_tokens": 40, "cascade_attention": "off"},
-        tensor_parallel_size=num_ranks,
-        cudagraph_capture_sizes=[1, 3, 24],
-        **settings,
+        **{"max_model_len": 256, "max_num_batched_tokens": 40, "cascade_attention": "off"},
+        **{"dtype": "float32", "tensor_parallel_size": num_ranks, "cudagraph_capture_sizes": [1, 3, 24], **settings},
     )
     device = replace(known_device("h200"), capability=(8, 0))
     return make_plan(config, read_model_spec(folder), device)
@@ -128,6 +127,15 @@ def test_two_ranks_give_the_tokens_of_one(family: str, settings: dict[str, Any],
     make_checkpoint(family, tmp_path, seed=3)
     expected = generate(build.build_engine(plan_of(tmp_path, 1, **settings)))
     with engine_on_threads(plan_of(tmp_path, 2, **settings)) as engine:
+        assert generate(engine) == expected
+
+
+def test_experts_of_a_gguf_file(tmp_path: Path) -> None:
+    make_checkpoint("qwen3_moe", tmp_path, seed=3, moe_intermediate_size=64, mlp_only_layers=[])
+    write_gguf(path := tmp_path / "model.gguf", tmp_path, lambda name: "Q4_1" if "gate" in name else "Q4_0")
+    # Kernels of quantized experts have no float32.
+    expected = generate(build.build_engine(plan_of(path, 1, dtype="float16")))
+    with engine_on_threads(plan_of(path, 2, dtype="float16")) as engine:
         assert generate(engine) == expected
 
 

@@ -67,8 +67,8 @@ def rank_notes(
     }
     if dense:
         notes.append(
-            f"the matrices {' and '.join(sorted(dense))} are in {dtype} on each rank: their inputs have an order over "
-            "all groups, which cannot be cut"
+            f"{' and '.join(sorted(dense))} in {dtype} on each rank: the inputs have an order over all groups, which "
+            "cannot be cut"
         )
     if all_heads.num_kv_heads < size:
         times = size // all_heads.num_kv_heads
