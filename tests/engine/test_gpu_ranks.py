@@ -17,7 +17,7 @@ from peer_sums import check_sums
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.core.structured_outputs import StructuredOutputs
 from phonograph.engine.llm import LLM
-from phonograph.errors import ConfigError, RankError
+from phonograph.errors import ConfigError, MemoryLimitError, RankError
 
 pytestmark = [
     pytest.mark.gpu,
@@ -105,6 +105,31 @@ def test_ranks_that_share_the_tokens_of_a_head(tmp_path: Path) -> None:
             if size == 2:
                 assert llm.verify(num_replays=20).ok
     assert found[0] == found[1]
+
+
+def test_both_gpus_give_their_memory_back_and_wake_up_with_their_graphs() -> None:
+    """Sums over peer memory and NCCL go on, because their buffers stay; rank 1 alone may lack memory."""
+    with LLM("demo", **{**SETTINGS, "num_kv_blocks": 8192}, tensor_parallel_size=2, enable_sleep_mode=True) as llm:
+        expected = tokens(llm, 2048)
+        free = [torch.cuda.mem_get_info(index)[0] for index in range(2)]
+        for level in (1, 2, 2, 1, 2):
+            llm.sleep(level)
+            asleep = [torch.cuda.mem_get_info(index)[0] for index in range(2)]
+            assert all(now > before + llm.plan.memory.kv_cache for now, before in zip(asleep, free, strict=True))
+            llm.wake_up(["weights"])
+            llm.wake_up()
+            assert tokens(llm, 2048) == expected
+        llm.sleep(1)
+        taken = torch.empty(torch.cuda.mem_get_info(1)[0] - (40 << 20), dtype=torch.uint8, device="cuda:1")
+        with pytest.raises(MemoryLimitError, match="^rank 1: no memory to wake up"):
+            llm.wake_up()
+        assert llm.is_sleeping() and torch.cuda.mem_get_info(0)[0] > free[0] + llm.plan.memory.kv_cache
+        del taken
+        torch.cuda.empty_cache()
+        llm.wake_up()
+        assert tokens(llm, 2048) == expected
+        report = llm.verify(num_replays=50)
+        assert report.ok, report.mismatches[:3]
 
 
 def test_more_ranks_than_gpus_are_refused() -> None:

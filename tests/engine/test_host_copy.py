@@ -69,8 +69,8 @@ def test_a_second_sleep_finds_the_memory_of_the_first(monkeypatch: pytest.Monkey
     made: list[int] = []
 
     class Counted(HostCopy):
-        def __init__(self, nbytes: int) -> None:
-            super().__init__(nbytes)
+        def __init__(self, nbytes: int, num_ranks: int) -> None:
+            super().__init__(nbytes, num_ranks)
             made.append(nbytes)
 
     monkeypatch.setattr("phonograph.engine.startup.virtual_memory.HostCopy", Counted)
@@ -105,15 +105,19 @@ def test_memory_is_made_before_the_first_sleep(monkeypatch: pytest.MonkeyPatch) 
             assert bool((tensor == value).all())
 
 
-@pytest.mark.parametrize("available", [2 * 3 * CHUNK - 1, 2 * 3 * CHUNK])
-def test_memory_that_others_may_need_is_taken_by_a_sleep_only(monkeypatch: pytest.MonkeyPatch, available: int) -> None:
-    made: list[int] = []
-    memory = VirtualMemory(FakeMemoryDriver(10 * CHUNK), CHUNK)
+@pytest.mark.parametrize("num_ranks", [1, 4])
+@pytest.mark.parametrize("missing", [1, 0])
+def test_memory_that_others_may_need_is_taken_by_a_sleep_only(
+    monkeypatch: pytest.MonkeyPatch, num_ranks: int, missing: int
+) -> None:
+    made: list[tuple[int, int]] = []
+    memory = VirtualMemory(FakeMemoryDriver(10 * CHUNK), CHUNK, num_ranks)
     memory.empty((3 * CHUNK,), dtype=torch.uint8)
+    available = num_ranks * 2 * 3 * CHUNK - missing
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=available, total=available))
-    monkeypatch.setattr("phonograph.engine.startup.virtual_memory.HostCopy", made.append)
+    monkeypatch.setattr("phonograph.engine.startup.virtual_memory.HostCopy", lambda *sizes: made.append(sizes))
     memory.prepare()
-    assert made == [3 * CHUNK] * (available % 2 == 0)
+    assert made == [(3 * CHUNK, num_ranks)] * (not missing)
 
 
 @pytest.mark.parametrize("closes", [True, False])

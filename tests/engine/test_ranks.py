@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint
+from gguf_files import write_gguf
 from invariants import check_scheduler
+from quantized_checkpoints import quantized_demo
 from rank_sessions import (
     GREEDY,
     PARAMS,
@@ -216,7 +218,6 @@ def test_ranks_with_unlike_graphs_do_not_start() -> None:
     [
         ({"size": 3}, "tensor_parallel_size=3: layer 0 has 4 query heads, no multiple of 3; 1 or 2 or 4 works"),
         ({"size": 8}, "tensor_parallel_size=8: layer 0 has 4 query heads, no multiple of 8; 1 or 2 or 4 works"),
-        ({"size": 2, "enable_sleep_mode": True}, "enable_sleep_mode=True: works with tensor_parallel_size=1 only"),
         (
             {"size": 2, "speculative_config": {"method": "draft_model", "model": "demo", "num_speculative_tokens": 2}},
             "a draft model works with tensor_parallel_size=1 only so far; the methods ngram and suffix work",
@@ -236,6 +237,19 @@ def test_notes_say_what_a_rank_has() -> None:
     assert any("fewer KV heads than ranks: each is on 2 ranks" in note for note in plan.notes)
     two, four = (plan_of(size).attention.kv_token_bytes for size in (2, 4))
     assert two == four == plan_of(1).attention.kv_token_bytes // 2
+
+
+def test_gates_and_ups_in_the_order_of_down(tmp_path: Path) -> None:
+    """Tokens of one rank; notes name the matrices that lose their format."""
+    quantized_demo(tmp_path / "demo", "gptq order")
+    settings: dict[str, Any] = {"model": str(tmp_path / "demo"), "dtype": "float32", "cpu_products": "float32"}
+    notes = plan_of(2, **settings).notes
+    assert any(note.startswith("output in float32 on each rank: the inputs have an order") for note in notes)
+    found: list[list[list[int]]] = []
+    for size in (1, 2):
+        with session_of(size, **settings) as session:
+            found.append([output.outputs[0].token_ids for output in generate(session, PROMPTS, PARAMS)])
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize(("size", "rows"), [(2, 4 << 20), (4, 1 << 20)])
@@ -283,3 +297,26 @@ def test_states_and_their_checkpoints_are_on_every_rank(family: str, tmp_path: P
             if size == 2:
                 assert verify_engine(engine, num_replays=6).ok
     assert found[0] == found[1]
+
+
+def test_experts_of_a_gguf_file_are_cut(tmp_path: Path) -> None:
+    """Greedy tokens, log-probabilities and graphs of all ranks."""
+    make_checkpoint("qwen3_moe", tmp_path, seed=4, moe_intermediate_size=64, mlp_only_layers=[])
+    path = tmp_path / "model.gguf"
+    kinds = {"gate": "Q4_1", "down": "Q8_0", "o_pr": "F16"}
+    write_gguf(path, tmp_path, lambda name: kinds.get(name.split(".")[-2][:4], "Q4_0"))
+    settings: dict[str, Any] = {"model": str(path), "tokenizer": "demo", "dtype": "float32", "cpu_products": "float32"}
+    prompts = [[3 + token % 90 for token in prompt] for prompt in random_prompts(3, 50, 1)]
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, logprobs=1, prompt_logprobs=1)
+    found: list[list[RequestOutput]] = []
+    for size in (1, 2):
+        plan = plan_of(size, **settings)
+        with nullcontext(build_engine(plan)) if size == 1 else engine_on_threads(plan) as engine:
+            session = Session(engine.core, plan.model, None, 0, GrammarCompiler(lambda: None, ()))
+            found.append(generate(session, prompts, [params] * 2))
+            assert verify_engine(engine, num_replays=4).ok
+    for one, two in zip(*found, strict=True):
+        assert one.outputs[0].token_ids == two.outputs[0].token_ids
+        check_logprobs(one, two)
+    with pytest.raises(ConfigError, match=r"=4: layer 0: mlp.experts.0.down_proj in Q8_0 .* 32 only, and 16 is no"):
+        plan_of(4, **settings)

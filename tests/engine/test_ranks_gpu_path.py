@@ -8,12 +8,14 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import thread_ranks
 import torch
 from checkpoints import VOCAB_SIZE, make_checkpoint
+from fake_memory_driver import FakeMemoryDriver
+from gguf_files import write_gguf
 from host_runtime import CallRuntime, HostRing
 from thread_ranks import ThreadRanks, engine_on_threads
 
@@ -42,9 +44,16 @@ pytestmark = pytest.mark.skipif(
 class HostPlatform(cuda_platform.CudaPlatform):
     """Parts of a rank's GPU, with tensors in host memory."""
 
+    drivers: ClassVar[list[FakeMemoryDriver]] = []
+
     def __init__(self, ranks: Ranks | None) -> None:
         make_runtime = {"make_runtime": lambda device, scratch: CallRuntime(lazily=True)}
-        super().__init__(torch.device("cpu"), **make_runtime, make_ring=HostRing, ranks=ranks)
+        drivers = {"make_memory_driver": self._make_driver}
+        super().__init__(torch.device("cpu"), **make_runtime, **drivers, make_ring=HostRing, ranks=ranks)
+
+    def _make_driver(self) -> FakeMemoryDriver:
+        self.drivers.append(FakeMemoryDriver(64 << 20))
+        return self.drivers[-1]
 
     def compile(self, launch: object) -> None:
         """Launch nothing: the interpreter would take minutes for every kernel of every shape."""
@@ -68,10 +77,8 @@ def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
 def plan_of(folder: Path, num_ranks: int, **settings: Any) -> build.EnginePlan:
     config = EngineConfig(
         **{"model": str(folder), "device": "cuda", "max_num_seqs": 3, "num_kv_blocks": 40, "block_size": 16},
-        **{"dtype": "float32", "max_model_len": 256, "max_num_batched_tokens": 40, "cascade_attention": "off"},
-        tensor_parallel_size=num_ranks,
-        cudagraph_capture_sizes=[1, 3, 24],
-        **settings,
+        **{"max_model_len": 256, "max_num_batched_tokens": 40, "cascade_attention": "off"},
+        **{"dtype": "float32", "tensor_parallel_size": num_ranks, "cudagraph_capture_sizes": [1, 3, 24], **settings},
     )
     device = replace(known_device("h200"), capability=(8, 0))
     return make_plan(config, read_model_spec(folder), device)
@@ -123,6 +130,15 @@ def test_two_ranks_give_the_tokens_of_one(family: str, settings: dict[str, Any],
         assert generate(engine) == expected
 
 
+def test_experts_of_a_gguf_file(tmp_path: Path) -> None:
+    make_checkpoint("qwen3_moe", tmp_path, seed=3, moe_intermediate_size=64, mlp_only_layers=[])
+    write_gguf(path := tmp_path / "model.gguf", tmp_path, lambda name: "Q4_1" if "gate" in name else "Q4_0")
+    # Kernels of quantized experts have no float32.
+    expected = generate(build.build_engine(plan_of(path, 1, dtype="float16")))
+    with engine_on_threads(plan_of(path, 2, dtype="float16")) as engine:
+        assert generate(engine) == expected
+
+
 def test_ranks_that_share_the_tokens_of_a_head(tmp_path: Path) -> None:
     """Decode context parallelism, in graphs of decodes and of mixed batches, and eager."""
     make_checkpoint("llama3", tmp_path, seed=3, num_attention_heads=2, num_key_value_heads=1)
@@ -159,3 +175,20 @@ def test_verify_runs_on_every_rank(tmp_path: Path) -> None:
     make_checkpoint("llama3", tmp_path, seed=3)
     with engine_on_threads(plan_of(tmp_path, 2, **NGRAM)) as engine:
         assert verify_engine(engine, num_replays=3).ok
+
+
+@pytest.mark.parametrize("family", ["llama3", "mixtral", "qwen3_5"])
+def test_ranks_sleep_in_memory_of_their_own(family: str, tmp_path: Path) -> None:
+    """Memory is useless while the ranks sleep; each reads its part again into the addresses of the first one."""
+    make_checkpoint(family, tmp_path, seed=3)
+    HostPlatform.drivers.clear()
+    with engine_on_threads(plan_of(tmp_path, 2, enable_sleep_mode=True)) as engine:
+        expected, drivers = generate(engine), [*HostPlatform.drivers]
+        sizes = [len(one.mapped) for one in drivers]
+        assert len(drivers) == 4 and all(sizes) and engine.sleeper is not None
+        for level in (2, 1, 2):
+            engine.sleeper.sleep(level)
+            assert not any(one.mapped for one in drivers)
+            engine.sleeper.wake_up()
+            assert [len(one.mapped) for one in drivers] == sizes
+            assert generate(engine) == expected

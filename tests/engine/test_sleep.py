@@ -8,7 +8,6 @@ import sys
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import eagle_heads
@@ -28,6 +27,7 @@ from phonograph.engine.process.process_client import ProcessClient
 from phonograph.engine.process.thread_client import ThreadClient
 from phonograph.engine.startup import sleeper as sleeper_module
 from phonograph.engine.startup import static_memory
+from phonograph.engine.startup.platform import DraftModelParts, ModelParts
 from phonograph.engine.startup.static_memory import HostMemory
 from phonograph.errors import ConfigError, EngineUnavailable, MemoryLimitError, RequestError
 from phonograph.models.heads.eagle import read_eagle
@@ -173,9 +173,10 @@ def test_a_head_comes_back_beside_its_target(owns_embedding: bool, tmp_path: Pat
     models[1].share(models[0])
     found = [*sleeper_module._tensors(models)]
     expected = [one.clone() for one in found]
-    core: Any = SimpleNamespace(scheduler=SimpleNamespace(reset_prefix_cache=lambda: None), asleep=False)
+    backend: Any = None
+    draft = DraftModelParts(model=models[1], backend=backend, layers=[], kv_caches=[])
     sleeper = sleeper_module.Sleeper(memory, PoisonedMemory(), loads)
-    sleeper.start(core, models, [], zeroes=False)
+    sleeper.start(ModelParts(model=models[0], backends=[], layers=[], kv_caches=[], draft=draft), None, zeroes=False)
     features = models[1].features
     assert features is not None and {id(one) for one in features.norms.values()} <= {id(one) for one in found}
     for _ in range(2):
@@ -290,8 +291,8 @@ async def until_running(llm: AsyncLLM) -> None:
         await asyncio.sleep(0.001)
 
 
-@pytest.mark.parametrize("client", [ThreadClient, ProcessClient])
-def test_sleep_under_load(client: Any) -> None:
+@pytest.mark.parametrize(("client", "num_ranks"), [(ThreadClient, 1), (ProcessClient, 1), (ProcessClient, 2)])
+def test_sleep_under_load(client: Any, num_ranks: int) -> None:
     """Requests in progress end, or are computed again; those that come meanwhile wait."""
 
     async def sleep_once(llm: AsyncLLM, mode: PauseMode, whole: list[int]) -> None:
@@ -322,7 +323,7 @@ def test_sleep_under_load(client: Any) -> None:
         for mode in ("abort", "wait", "keep"):
             await sleep_once(llm, mode, whole)
 
-    run(work, client)
+    run(work, client, tensor_parallel_size=num_ranks)
 
 
 def test_pause_and_sleep_are_apart() -> None:

@@ -156,6 +156,49 @@ def test_a_chat_is_encoded_as_transformers_encodes_it() -> None:
         assert Tokenizer(theirs).encode_chat(chat, **options) == list(expected)
 
 
+@pytest.mark.parametrize("light", [False, True])
+def test_texts_that_are_tokenized_ahead_have_the_same_tokens(light: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = sentencepiece_like().hugging_face
+    backend = theirs.backend_tokenizer
+    backend.post_processor = TemplateProcessing(f"{END} $A", special_tokens=[(END, backend.token_to_id(END))])
+    tokenizer = Tokenizer(LightTokenizer(backend, {}, None) if light else theirs)
+    texts = ["Tom has 3 apples.", "", "é  b", "a" * 300, "Tom has 3 apples."]
+    expected = [tokenizer.encode(text) for text in texts]
+    cut = [tokenizer.encode_cut(text, most=7) for text in texts[1:4]]
+    tokenizer.encode_ahead(texts)
+    assert [tokenizer.encode(text, add_special_tokens=False) for text in texts[:1]] != expected[:1]
+    assert [tokenizer.encode(text) for text in texts] == expected
+    for most, found in ((7, cut), (None, expected[1:4])):
+        tokenizer.encode_ahead(texts)
+        assert [tokenizer.encode_cut(text, most=most) for text in texts[1:4]] == found
+    tokenizer.encode_ahead(texts)
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenizer, "_tokenizer", None)
+        assert [tokenizer.encode(text) for text in texts[:4]] == expected[:4]
+    tokenizer.encode_ahead(["Tom", "half \ud83d of a pair"])
+    assert tokenizer.encode("Tom") == Tokenizer(theirs).encode("Tom")
+    with pytest.raises(RequestError, match="valid Unicode"):
+        tokenizer.encode("half \ud83d of a pair")
+
+
+def test_one_call_tokenizes_its_texts_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In their order; what cannot be served has its error."""
+    with LLM("demo", max_num_seqs=2, enforce_eager=True) as llm:
+        assert llm.tokenizer is not None
+        ahead, calls = llm.tokenizer.encode_ahead, list[list[str]]()
+        monkeypatch.setattr(llm.tokenizer, "encode_ahead", lambda texts: (calls.append(texts), ahead(texts)))
+        texts = [f"{number} apples" for number in range(70)]
+        prompts = [texts[0], [5, 6, 7], "", *texts[1:]]
+        params = SamplingParams(max_tokens=1, temperature=0.0)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        assert calls == [[texts[0], "", *texts[1:62]], texts[62:]]
+        assert [output.prompt for output in outputs] == [texts[0], None, "", *texts[1:]]
+        assert [output.error is None for output in outputs] == [True, True, False, *[True] * 69]
+        alone = [llm.generate(text, params, use_tqdm=False)[0] for text in texts[:3]]
+        assert len(calls) == 2
+        assert [one.prompt_token_ids for one in alone] == [outputs[i].prompt_token_ids for i in (0, 3, 4)]
+
+
 def test_libraries_get_a_tokenizer_of_transformers() -> None:
     """Whatever the engine itself uses."""
     theirs = of_demo()

@@ -6,6 +6,7 @@ Ranks are threads.
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,14 @@ from fp4_weights import make_file
 from gguf_files import write_gguf
 from kernel_sets import bind_torch
 from quantized_checkpoints import FORMATS, quantize_checkpoint
+from safetensors.torch import load_file, save_file
 from thread_ranks import ThreadRanks, on_ranks
 
-from phonograph.errors import ConfigError
+from phonograph.errors import ConfigError, WeightError
 from phonograph.models.layers.states.mamba_mixer import MambaMixer
 from phonograph.models.quantization.quantization_config import choose_quantization
 from phonograph.models.spec import ModelSpec, read_model_spec
+from phonograph.models.weights.gguf_experts import expert_pieces
 from phonograph.models.weights.loading import begin_loading
 from phonograph.models.weights.rank_tensors import RankTensors
 from phonograph.models.weights.tensor_parallel import cut_model
@@ -126,6 +129,41 @@ def test_quantized_weights_of_two_ranks(name: str, tmp_path: Path) -> None:
     check(tmp_path, 2)
 
 
+@pytest.mark.parametrize(
+    ("family", "name", "inner", "size", "permutes"),
+    [
+        ("llama3", "gptq order", 128, 4, True),
+        ("llama3", "packed order", 96, 2, True),
+        # Gates and ups are in one tensor.
+        ("phi3", "packed order", 128, 4, True),
+        # A rank would have parts of groups.
+        ("llama3", "gptq order", 96, 2, False),
+        # Biases of gates and ups would be permuted too.
+        ("llama_bias", "gptq order", 128, 2, False),
+    ],
+)
+def test_an_order_of_inputs(family: str, name: str, inner: int, size: int, permutes: bool, tmp_path: Path) -> None:
+    """`down` keeps its format where each rank has whole groups; the attention's output does not."""
+    heads = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    make_checkpoint(family, tmp_path, seed=7, intermediate_size=inner, **heads)
+    quantize_checkpoint(tmp_path, FORMATS[name])
+    for layer in cut_model(read_model_spec(tmp_path), size).layers:
+        assert layer.attention.output.scheme is None
+        assert (layer.feed_forward.down.scheme is not None) is permutes
+    check(tmp_path, size)
+
+
+def test_a_damaged_order_of_inputs(tmp_path: Path) -> None:
+    make_checkpoint("llama3", tmp_path, intermediate_size=128)
+    quantize_checkpoint(tmp_path, FORMATS["gptq order"])
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.1.mlp.down_proj.g_idx"][:5] = 3
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(WeightError, match=r"layers.1.mlp.down_proj.g_idx does not put 32 inputs into each of 4 groups"):
+        check(tmp_path, 2)
+
+
 def gguf_kinds(**by_part: str) -> Callable[[str], str]:
     return lambda name: by_part.get(name.split(".")[-2].removesuffix("_proj"), by_part["rest"])
 
@@ -174,10 +212,74 @@ def test_blocks_of_gguf_files_are_not_cut(tmp_path: Path) -> None:
     write_gguf(tmp_path / "model.gguf", tmp_path, Q4_K)
     with pytest.raises(ConfigError, match=r"self_attn.o_proj in Q5_K .* between groups of 256 only, and 128 is no"):
         cut_model(read_model_spec(tmp_path / "model.gguf"), 2)
-    make_checkpoint("mixtral", tmp_path, intermediate_size=96)
-    write_gguf(tmp_path / "model.gguf", tmp_path, gguf_kinds(rest="F16"))
-    with pytest.raises(ConfigError, match="tensor_parallel_size=2: experts of a GGUF file have no rule"):
-        check(tmp_path / "model.gguf", 2)
+
+
+SMALL = gguf_kinds(gate="Q4_1", up="Q5_0", down="Q8_0", rest="Q4_0")
+DELTA = {"linear_num_value_heads": 4, "linear_value_head_dim": 64, "moe_intermediate_size": 64}
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "kind_of", "size"),
+    [
+        ("qwen3_moe", {"moe_intermediate_size": 64, "mlp_only_layers": []}, SMALL, 2),
+        ("qwen3_moe", {"moe_intermediate_size": 384, "mlp_only_layers": []}, gguf_kinds(down="Q4_1", rest="F32"), 4),
+        (
+            "mixtral",
+            {"hidden_size": 512, "intermediate_size": 512},
+            gguf_kinds(gate="Q4_K", up="Q6_K", down="Q5_K", rest="Q6_K"),
+            2,
+        ),
+        # Gates and ups are in one tensor of a checkpoint, as those of the shared expert.
+        ("granitemoeshared", {"intermediate_size": 64, "shared_intermediate_size": 128}, SMALL, 2),
+        # Outputs of a rank are no multiple of anything, and ups are dequantized.
+        (
+            "qwen2_moe",
+            {
+                **{"moe_intermediate_size": 70, "decoder_sparse_step": 1},
+                **{"intermediate_size": 64, "shared_expert_intermediate_size": 128},
+            },
+            gguf_kinds(gate="F16", up="Q4_0", down="BF16", rest="Q8_0"),
+            2,
+        ),
+        ("olmoe", {"intermediate_size": 74}, gguf_kinds(gate="Q8_0", up="Q4_0", rest="F32"), 2),
+        ("qwen3_5_moe", {**DELTA, "shared_expert_intermediate_size": 64}, SMALL, 2),
+    ],
+)
+def test_experts_of_gguf_files_on_several_ranks(
+    family: str, sizes: dict[str, Any], kind_of: Any, size: int, tmp_path: Path
+) -> None:
+    make_checkpoint(family, tmp_path, seed=1, vocab_size=VOCAB_SIZE, **sizes)
+    write_gguf(tmp_path / "model.gguf", tmp_path, kind_of)
+    check(tmp_path / "model.gguf", size)
+
+
+@pytest.mark.parametrize(
+    ("inner", "kind", "size", "words"),
+    [
+        (256, "Q4_K", 2, "layer 0: mlp.experts.0.down_proj in Q4_K .* groups of 256 only, and 128 is no .*; 1 works"),
+        (96, "Q8_0", 2, "layer 0: mlp.experts.0.down_proj in Q8_0 .* groups of 32 only, and 48 is no .*; 1 or 3 works"),
+        (96, "F16", 5, "layer 0 has experts of an inner size of 96, no multiple of 5; 1 or 2 or 3 or 4 .* works"),
+    ],
+)
+def test_blocks_of_experts_are_not_cut(inner: int, kind: str, size: int, words: str, tmp_path: Path) -> None:
+    heads = {"num_attention_heads": 60, "num_key_value_heads": 60, "head_dim": 8}
+    make_checkpoint("qwen3_moe", tmp_path, moe_intermediate_size=inner, mlp_only_layers=[], **heads)
+    write_gguf(tmp_path / "model.gguf", tmp_path, gguf_kinds(down=kind, rest="F16"))
+    with pytest.raises(ConfigError, match=f"tensor_parallel_size={size}: {words}"):
+        cut_model(read_model_spec(tmp_path / "model.gguf"), size)
+
+
+def test_a_rank_views_its_part_of_experts_in_a_file(tmp_path: Path) -> None:
+    """Parts are views, which have each number on one rank; those of the router are whole."""
+    make_checkpoint("qwen2_moe", tmp_path, moe_intermediate_size=70, decoder_sparse_step=1)
+    spec = read_model_spec(tmp_path)
+    own_pieces = expert_pieces(cut_model(spec, 2).layers)
+    for name, whole in expert_pieces(spec.layers).items():
+        tensor = torch.arange(prod(whole.shape)).view(whole.shape)
+        parts = [own_pieces[name].part(whole, rank, tensor) for rank in range(2)]
+        assert all(part.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() for part in parts)
+        times = 2 if "inp" in name else 1
+        assert torch.equal(torch.cat([part.flatten() for part in parts]).sort()[0][::times], tensor.flatten()), name
 
 
 def test_mxfp4_of_two_ranks_is_cut_between_its_groups(tmp_path: Path) -> None:

@@ -14,7 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from phonograph.demo import MODEL_DIRECTORY
 
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+PROJECTIONS = (
+    *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"),
+    *("gate_proj", "up_proj", "gate_up_proj", "down_proj"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)

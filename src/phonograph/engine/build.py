@@ -160,11 +160,12 @@ def build_engine(
         backends = make_backends_of(plan, platform.device, None if group is None else group.ranks)
         load_weights = weights_load(plan, platform.device)
         load_draft = _draft_load(plan, platform.device)
-        sleeper, empty_weights, empty_cache = None, torch.empty, torch.empty
+        sleeper, (empty_weights, empty_cache) = None, (torch.empty, torch.empty)
         if plan.config.enable_sleep_mode:
-            weights, kv_cache = platform.static_memory(), platform.static_memory()
-            empty_weights, empty_cache = weights.empty, kv_cache.empty
-            sleeper = Sleeper(weights, kv_cache, [load_weights] if load_draft is None else [load_weights, load_draft])
+            make_sleeper = Sleeper if group is None else group.make_sleeper
+            loads = [load_weights] if load_draft is None else [load_weights, load_draft]
+            sleeper = make_sleeper(platform.static_memory(), platform.static_memory(), loads)
+            empty_weights, empty_cache = sleeper.allocators
         with (
             load_weights(progress=partial(report, "weights"), make_empty=empty_weights) as loading,
             nullcontext() if load_draft is None else load_draft(make_empty=empty_weights) as draft,
@@ -204,11 +205,7 @@ def build_engine(
     scheduler = make_scheduler(plan, runner.drafts)
     core = EngineCore(scheduler, runner, parts.model.expert_load)
     if sleeper is not None:
-        drafting = [] if parts.draft is None else [parts.draft]
-        models = [parts.model, *(one.model for one in drafting)]
-        caches = [*parts.kv_caches, *(cache for one in drafting for cache in one.kv_caches)]
-        caches += [state for states in parts.states.values() for state in states]
-        sleeper.start(core, models, caches, zeroes=_zeroes_cache(plan))
+        sleeper.start(parts, core, zeroes=zeroes_cache(plan))
     return Engine(
         core=core,
         plan=plan,
@@ -355,7 +352,7 @@ def make_model_parts(
                 make_empty=make_empty,
             ),
         )
-    if _zeroes_cache(plan):
+    if zeroes_cache(plan):
         for cache in (*kv_caches, *(() if drafting is None else drafting.kv_caches)):
             cache.zero_()
     states = allocate_state_pool(
@@ -387,7 +384,7 @@ def _attention_layers(model: StepModel, scales: KVScales) -> list[AttentionLayer
     return [made(index, attention) for index, attention in model.spec.attentions.items()]
 
 
-def _zeroes_cache(plan: EnginePlan) -> bool:
+def zeroes_cache(plan: EnginePlan) -> bool:
     """Return True if kernels may use what no request has written, which must not be NaN then."""
     # Drafts at the end of a sequence reach behind its blocks (prepare.py).
     reach_behind = plan.config.speculation is not None and plan.device.kind != "cpu"

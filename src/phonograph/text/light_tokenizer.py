@@ -59,9 +59,14 @@ class LightTokenizer:
     def eos_token_id(self) -> int | None:
         return self._token_id("eos_token")
 
-    def __call__(self, text: str, *, add_special_tokens: bool, return_attention_mask: bool) -> dict[str, list[int]]:
+    def __call__(
+        self, text: str | list[str], *, add_special_tokens: bool, return_attention_mask: bool
+    ) -> dict[str, list[int] | list[list[int]]]:
         del return_attention_mask  # there is none
-        return {"input_ids": self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids}
+        if isinstance(text, str):
+            return {"input_ids": self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids}
+        encodings = self.backend_tokenizer.encode_batch_fast(text, add_special_tokens=add_special_tokens)
+        return {"input_ids": [encoding.ids for encoding in encodings]}
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         return self.backend_tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)

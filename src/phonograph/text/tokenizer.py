@@ -44,6 +44,7 @@ class Tokenizer:
         self._use(tokenizer)
 
     def _use(self, tokenizer: Any) -> None:
+        self._ahead: dict[str, list[int]] = {}
         self._tokenizer = tokenizer
         self._backend = tokenizer.backend_tokenizer
         # Files of sentence-transformers have a length to which texts are cut and padded.
@@ -130,12 +131,25 @@ class Tokenizer:
         """The largest token id plus one. Some smaller ids may have no token."""
         return max(self._backend.get_vocab().values()) + 1
 
+    def encode_ahead(self, texts: Sequence[str]) -> None:
+        """Tokenize texts in several threads, for one `encode` or `encode_cut` of each, with special tokens.
+
+        If one of them is not valid Unicode, nothing is done ahead.
+        """
+        try:
+            found = self._tokenizer(list(texts), add_special_tokens=True, return_attention_mask=False)["input_ids"]
+        except (TypeError, UnicodeEncodeError):
+            found = []
+        self._ahead = dict(zip(texts, map(list, found), strict=False))
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text, by default with the special tokens that the model expects around it.
 
         Raises:
             RequestError: the text has a lone surrogate, which is not valid Unicode.
         """
+        if add_special_tokens and (ahead := self._ahead.pop(text, None)) is not None:
+            return ahead
         try:
             # The mask of ones would take as long as the ids.
             encoded = self._tokenizer(text, add_special_tokens=add_special_tokens, return_attention_mask=False)
@@ -170,6 +184,10 @@ class Tokenizer:
             RequestError: as `encode`; the special tokens alone are `most` or more; or there is no token between the
                 texts of a pair.
         """
+        if pair is None and special and not typed:
+            ahead = self._ahead.pop(text, None)
+            if ahead is not None and (most is None or len(ahead) <= most):
+                return ahead
         try:
             encoding = self._backend.encode(text, pair, add_special_tokens=special)
         except (TypeError, UnicodeEncodeError):

@@ -49,8 +49,6 @@ def rank_notes(
     size = config.tensor_parallel_size
     if size == 1:
         return []
-    if config.enable_sleep_mode:
-        raise ConfigError("enable_sleep_mode", True, f"works with {SETTING}=1 only so far")
     if config.speculation is not None and config.speculation.model is not None:
         problem = f"a draft model works with {SETTING}=1 only so far; the methods ngram and suffix work"
         raise ConfigError("speculative_config", config.speculative_config, problem)
@@ -69,8 +67,8 @@ def rank_notes(
     }
     if dense:
         notes.append(
-            f"the matrices {' and '.join(sorted(dense))} are in {dtype} on each rank: their inputs have an order over "
-            "all groups, which cannot be cut"
+            f"{' and '.join(sorted(dense))} in {dtype} on each rank: the inputs have an order over all groups, which "
+            "cannot be cut"
         )
     if all_heads.num_kv_heads < size:
         times = size // all_heads.num_kv_heads

@@ -21,6 +21,8 @@ from phonograph.errors import RequestError, shortened
 
 Input = TypeVar("Input")
 Params = SamplingParams | PoolingParams
+_TOGETHER = 64
+"""Texts that are tokenized at the same time."""
 
 
 def answer_inputs(
@@ -137,10 +139,13 @@ def _queue(
         if not isinstance(value, Params):
             raise RequestError("sampling_params", shortened(repr(value)), "must be SamplingParams, or a list of them")
     priorities = _per_input("priority", 0 if priority is None else priority, inputs)
-    for index, (item, one, rank) in enumerate(zip(inputs, params, priorities, strict=True)):
+    prompts = _prompts(session, inputs, encode)
+    for index, (item, made, one, rank) in enumerate(zip(inputs, prompts, params, priorities, strict=True)):
         prompt: Prompt = []
         try:
-            prompt = encode(item)
+            if isinstance(made, RequestError):
+                raise made
+            prompt = made
             yield session.add(prompt, one, priority=rank, cache_salt=salt_of(item))
         except RequestError as error:
             if len(inputs) == 1:
@@ -148,6 +153,23 @@ def _queue(
             text = prompt if isinstance(prompt, str) else None
             ids: list[int] = [] if isinstance(prompt, str) else list(prompt)
             yield RequestOutput(request_id=f"refused-{index}", prompt=text, prompt_token_ids=ids, error=error)
+
+
+def _prompts(
+    session: Session, inputs: Sequence[Input], encode: Callable[[Input], Prompt]
+) -> Iterator[Prompt | RequestError]:
+    """Yield what `encode` returns or raises for each input. Texts are tokenized ahead, in several threads."""
+    for start in range(0, len(inputs), _TOGETHER):
+        prompts: list[Prompt | RequestError] = []
+        for item in inputs[start : start + _TOGETHER]:
+            try:
+                prompts.append(encode(item))
+            except RequestError as error:
+                prompts.append(error)
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        if session.tokenizer is not None and len(texts) > 1:
+            session.tokenizer.encode_ahead(texts)
+        yield from prompts
 
 
 @contextmanager

@@ -199,6 +199,7 @@ class OfflineEngine(VllmMethods):
             ConfigError: the engine was started without enable_sleep_mode.
             RequestError: requests are in flight, or there is no such level.
             MemoryLimitError: the host has no memory for the weights; nothing has changed.
+            RankError: a rank failed otherwise; the engine has ended.
 
         Example:
             ```python
@@ -228,6 +229,7 @@ class OfflineEngine(VllmMethods):
             RequestError: a tag is unknown.
             MemoryLimitError: there is too little memory; the engine still sleeps.
             WeightError: the files of the weights have changed; likewise.
+            RankError: a rank failed otherwise; the engine has ended.
         """
         names = admitted_tags(tags)
         with self._calls.held("wake_up"):

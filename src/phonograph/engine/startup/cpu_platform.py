@@ -65,7 +65,7 @@ class CpuPlatform:
 
     def static_memory(self) -> StaticMemory:
         """Return memory of the host; see `Platform`."""
-        return HostMemory()
+        return HostMemory(1 if self._ranks is None else self._ranks.size)
 
     def make_parts(self, plan: EnginePlan, parts: ModelParts, sampler: Sampler | None) -> DeviceParts:
         """Make the parts; see `Platform`."""

@@ -96,7 +96,7 @@ class CudaPlatform:
 
     def static_memory(self) -> StaticMemory:
         """Return memory on virtual addresses; see `Platform`."""
-        return VirtualMemory(self._make_memory_driver())
+        return VirtualMemory(self._make_memory_driver(), num_ranks=1 if self._ranks is None else self._ranks.size)
 
     def make_parts(self, plan: EnginePlan, parts: ModelParts, sampler: Sampler | None) -> DeviceParts:
         """Make the parts; see `Platform`."""

@@ -31,6 +31,7 @@ class HostCopy:
 
     Args:
         nbytes: size.
+        num_ranks: ranks of this machine, each of which makes a copy of this size.
 
     Attributes:
         bytes: uint8 [nbytes].
@@ -39,10 +40,10 @@ class HostCopy:
         MemoryError: the host has too little memory.
     """
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, num_ranks: int = 1) -> None:
         free = free_memory()
         spare = _SPARE_SHARE * (free.limit or psutil.virtual_memory().total)
-        if nbytes > free.available - spare:
+        if nbytes * num_ranks > free.available - spare:
             raise MemoryError(f"{free.available} bytes are free {free.place}, and a fiftieth of all stays free")
         self._pages = mmap.mmap(-1, nbytes)
         if hasattr(mmap, "MADV_HUGEPAGE"):

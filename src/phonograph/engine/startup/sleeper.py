@@ -12,6 +12,7 @@ import torch
 
 from phonograph.engine.admission import SLEEP_TAGS
 from phonograph.engine.core import EngineCore
+from phonograph.engine.startup.platform import ModelParts
 from phonograph.engine.startup.release import release_memory
 from phonograph.engine.startup.static_memory import StaticMemory
 from phonograph.errors import ConfigError
@@ -24,6 +25,8 @@ log = logging.getLogger(__name__)
 
 Load = Callable[..., AbstractContextManager[Loading[StepModel]]]
 """Starts to load the weights again; `make_empty` allocates them."""
+MakeEmpty = Callable[..., torch.Tensor]
+"""Allocates a tensor; called as `torch.empty`."""
 
 
 class Sleeper:
@@ -37,11 +40,13 @@ class Sleeper:
     Attributes:
         asleep: tags of the memory that was given back.
         level: of the sleep, 0 when all memory is awake.
+        allocators: allocate the weights and the KV cache.
     """
 
     def __init__(self, weights: StaticMemory, kv_cache: StaticMemory, loads: Sequence[Load]) -> None:
         self.asleep: frozenset[str] = frozenset()
         self.level = 0
+        self.allocators: tuple[MakeEmpty, MakeEmpty] = weights.empty, kv_cache.empty
         self._weights = weights
         self._kv_cache = kv_cache
         self._loads = loads
@@ -50,18 +55,19 @@ class Sleeper:
         """Begin to make the host memory of a sleep at level 1, in threads. The weights are allocated, if not loaded."""
         self._weights.prepare()
 
-    def start(
-        self, core: EngineCore, models: Sequence[StepModel], kv_caches: Sequence[torch.Tensor], *, zeroes: bool
-    ) -> None:
+    def start(self, parts: ModelParts, core: EngineCore | None, *, zeroes: bool) -> None:
         """Take the parts of a started engine.
 
         Args:
-            core: is told whether it can run steps.
-            models: their weights are in the memory of weights. Later ones may share tensors of earlier ones.
-            kv_caches: tensors of the KV cache.
+            parts: models and KV caches in the two memories. A draft model may share tensors of its target.
+            core: is told whether it can run steps; None on other ranks than 0.
             zeroes: fill the KV cache with 0 after each sleep.
         """
-        self._core, self._models, self._kv_caches, self._zeroes = core, models, kv_caches, zeroes
+        drafting = [] if parts.draft is None else [parts.draft]
+        self._models = [parts.model, *(one.model for one in drafting)]
+        self._kv_caches = [*parts.kv_caches, *(cache for one in drafting for cache in one.kv_caches)]
+        self._kv_caches += [state for states in parts.states.values() for state in states]
+        self._core, self._zeroes = core, zeroes
 
     def sleep(self, level: int) -> None:
         """Give the memory back. Prefixes are forgotten. A sleep from level 1 to 2 drops the copy of the weights.
@@ -76,7 +82,8 @@ class Sleeper:
         if "weights" not in self.asleep or level == 2:
             self._weights.release(_storages(_tensors(self._models)), keep=level == 1)
             self.level = level
-        self._core.scheduler.reset_prefix_cache()
+        if self._core is not None:
+            self._core.scheduler.reset_prefix_cache()
         self._kv_cache.release(_storages(self._kv_caches), keep=False)
         self._set(SLEEP_TAGS)
         release_memory()
@@ -114,7 +121,8 @@ class Sleeper:
 
     def _set(self, asleep: Collection[str]) -> None:
         self.asleep = frozenset(asleep)
-        self._core.asleep = bool(asleep)
+        if self._core is not None:
+            self._core.asleep = bool(asleep)
         if not asleep:
             self.level = 0
 

@@ -51,13 +51,17 @@ class StaticMemory(Protocol):
 
 
 class HostMemory:
-    """Memory of a CPU. Pages that were given back come with the next write."""
+    """Memory of a CPU. Pages that were given back come with the next write.
 
-    def __init__(self) -> None:
+    Args:
+        num_ranks: ranks of this machine, each of which has as much memory.
+    """
+
+    def __init__(self, num_ranks: int = 1) -> None:
         if sys.platform != "linux":
             raise ConfigError("enable_sleep_mode", True, f"needs Linux on a CPU; this is {sys.platform}")
         self.empty = torch.empty
-        self._released = 0
+        self._released, self._num_ranks = 0, num_ranks
         self._madvise = ctypes.CDLL(None, use_errno=True).madvise
         self._madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
@@ -77,8 +81,8 @@ class HostMemory:
                 raise OSError(ctypes.get_errno(), "madvise")
 
     def claim(self) -> None:
-        free = free_memory()
-        if self._released > free.available:
-            problem = f"{self._released} bytes are needed, and {free.available} are free {free.place}"
+        free, needed = free_memory(), self._released * self._num_ranks
+        if needed > free.available:
+            problem = f"{needed} bytes are needed, and {free.available} are free {free.place}"
             raise MemoryLimitError(f"no memory to wake up: {problem}; end other programs and wake up again")
         self._released = 0

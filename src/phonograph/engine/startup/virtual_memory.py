@@ -60,10 +60,17 @@ class MemoryDriver(Protocol):
 
 
 class VirtualMemory:
-    """`StaticMemory` of a GPU."""
+    """`StaticMemory` of a GPU.
 
-    def __init__(self, driver: MemoryDriver, chunk_bytes: int = CHUNK_BYTES) -> None:
+    Args:
+        driver: of the GPU.
+        chunk_bytes: bytes of a chunk.
+        num_ranks: ranks of this machine, which share its host memory, with a GPU each.
+    """
+
+    def __init__(self, driver: MemoryDriver, chunk_bytes: int = CHUNK_BYTES, num_ranks: int = 1) -> None:
         self._driver = driver
+        self._num_ranks = num_ranks
         self._chunk_bytes = chunk_bytes
         self._reserved = -(-driver.device_bytes // chunk_bytes) * chunk_bytes
         self._address = driver.reserve(self._reserved)
@@ -98,9 +105,9 @@ class VirtualMemory:
 
     def prepare(self) -> None:
         nbytes = self._num_chunks * self._chunk_bytes
-        if 0 < nbytes <= available_memory() * _PREPARED_SHARE:
+        if 0 < nbytes * self._num_ranks <= available_memory() * _PREPARED_SHARE:
             with suppress(MemoryError, OSError):  # A sleep that needs the memory tries again.
-                self._host_copy = HostCopy(nbytes)
+                self._host_copy = HostCopy(nbytes, self._num_ranks)
 
     def release(self, storages: Iterable[torch.UntypedStorage], *, keep: bool) -> None:
         if not keep:
@@ -130,7 +137,7 @@ class VirtualMemory:
         nbytes = self._num_chunks * self._chunk_bytes
         if self._host_copy is None or len(self._host_copy.bytes) != nbytes:
             self._drop()
-            self._host_copy = HostCopy(nbytes)
+            self._host_copy = HostCopy(nbytes, self._num_ranks)
         self._host_copy.wait(page_locked=self._chunk(self._address).is_cuda)
         self._copy(self._host_copy, back=False)
         self._holds_contents = True

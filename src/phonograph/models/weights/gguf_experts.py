@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import torch
+
 from phonograph.models.layer_spec import LayerMatrix, LayerSpec
 from phonograph.models.layers.expert_spec import LayerExperts
 from phonograph.models.quantization.gguf_blocks import FLOATS, GgufBlocks, fused_schemes
@@ -41,6 +43,21 @@ class ExpertPiece(NamedTuple):
     def module(self) -> str:
         """Name of the matrix's first projection in a checkpoint of transformers."""
         return f"model.layers.{self.layer}.{next(self.matrix.projections())[0]}"
+
+    def part(self, whole: ExpertPiece, rank: int, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a view of a rank's part of a tensor, [experts, outputs, numbers or bytes of the inputs].
+
+        Args:
+            whole: the piece of the file, of which this one is the rank's part.
+            rank: the rank.
+            tensor: numbers or bytes of the file.
+        """
+        rows = tensor.view(whole.matrix.num_experts or 1, whole.outputs, -1)
+        sizes = (self.outputs, whole.outputs), (self.matrix.num_inputs, whole.matrix.num_inputs)
+        for dim, (own, size) in enumerate(sizes, start=1):
+            length = rows.shape[dim] * own // size
+            rows = rows.narrow(dim, rank * length % rows.shape[dim], length)
+        return rows
 
 
 def expert_pieces(layers: Sequence[LayerSpec]) -> dict[str, ExpertPiece]:

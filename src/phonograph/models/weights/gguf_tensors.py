@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import torch
 
-from phonograph.errors import ConfigError, WeightError
+from phonograph.errors import WeightError
 from phonograph.files.gguf_file import GgufFile, GgufTensor
 from phonograph.models.layers.linear import Linear
 from phonograph.models.quantization.block_embedding import BlockEmbedding
@@ -26,7 +26,6 @@ from phonograph.models.weights.gguf_experts import ExpertPiece, expert_modules, 
 from phonograph.models.weights.gguf_names import gguf_name, hugging_face_name
 from phonograph.models.weights.rank_tensors import RankTensors
 from phonograph.models.weights.staging import Copies
-from phonograph.models.weights.tensor_parallel import SETTING
 
 _EMBEDDING = "model.embed_tokens.weight"
 _USED_ELSEWHERE = frozenset({ROPE_FACTORS})
@@ -43,11 +42,10 @@ def load_gguf(model: Transformer, file: GgufFile, copies: Copies, cuts: RankTens
     modules = [module for module in model.quantized_modules() if module.name not in of_experts]
     architecture = str(file.values["general.architecture"])
     half = next(iter(model.spec.attentions.values())).head_size // 2
-    if cuts is not None and pieces:
-        raise ConfigError(SETTING, cuts.num_ranks, "experts of a GGUF file have no rule for several ranks yet; 1 works")
+    rank, whole_pieces = (0, pieces) if cuts is None else (cuts.rank, expert_pieces(cuts.whole.layers))
     shapes = _without(model.spec.tensor_shapes(), of_experts)
     shapes |= {f"{module.name}.weight": (module.outputs, module.weight.shape[0]) for module in modules}
-    shapes |= {name: piece.shape for name, piece in pieces.items()}
+    shapes |= {name: piece.shape for name, piece in whole_pieces.items()}
     if cuts is not None:
         shapes = {name: cuts.whole_sizes(name, shape) for name, shape in shapes.items()}
     tensors = {
@@ -97,7 +95,8 @@ def load_gguf(model: Transformer, file: GgufFile, copies: Copies, cuts: RankTens
                 partial(_dequantize, _shown(name, architecture), tensor.kind, rows, half if interleaved else 0, into)
             )
     for name, piece in pieces.items():
-        _load_piece(model, name, piece, tensors[name], copies)
+        rows = piece.part(whole_pieces[name], rank, _rows(tensors[name]))
+        _load_piece(model, name, piece, tensors[name].kind, rows, copies)
         _release(model, file)
     while modules:
         # A weight that a CPU converts is freed with its last part.
@@ -131,18 +130,19 @@ def _release(model: Transformer, file: GgufFile) -> None:
         file.release()
 
 
-def _load_piece(model: Transformer, name: str, piece: ExpertPiece, tensor: GgufTensor, copies: Copies) -> None:
-    """Start to load a piece of a matrix of experts."""
-    linear, experts = _linear(model, piece), piece.matrix.num_experts or 1
-    rows = _rows(tensor).view(experts, piece.outputs, -1)
+def _load_piece(
+    model: Transformer, name: str, piece: ExpertPiece, kind: str, rows: torch.Tensor, copies: Copies
+) -> None:
+    """Start to load a piece of a matrix of experts, whose rows are [experts, outputs, numbers or bytes]."""
+    linear = _linear(model, piece)
     if linear.spec.scheme is not None:
-        copies.run(partial(_load_blocks, model, name, piece, tensor.kind, rows))
+        copies.run(partial(_load_blocks, model, name, piece, kind, rows))
         return
-    into = linear.matrix.t().unflatten(0, (experts, -1))[:, piece.first : piece.first + piece.outputs]
-    if tensor.kind in FLOATS:
+    into = linear.matrix.t().unflatten(0, (len(rows), -1))[:, piece.first : piece.first + piece.outputs]
+    if kind in FLOATS:
         copies.add(name, into, rows)
     else:
-        copies.run(partial(_dequantize_experts, name, tensor.kind, rows, into))
+        copies.run(partial(_dequantize_experts, name, kind, rows, into))
 
 
 def _linear(model: Transformer, piece: ExpertPiece) -> Linear:

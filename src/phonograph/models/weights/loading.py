@@ -218,7 +218,7 @@ def _read(
     packed = {module.tensor_name(end): stored for module, ends in modules for end, stored in ends.items()}
     if cuts is not None:
         packed = {name: stored._replace(shape=cuts.whole_shape(name, stored.shape)) for name, stored in packed.items()}
-        for one in cuts.dequantized:
+        for one in (*cuts.dequantized, *cuts.permuted.values()):
             packed |= {f"{one.module}.{end}": stored for end, stored in one.stored().items()}
     parts: dict[str, torch.Tensor] = {}
     written: dict[str, Path] = {}
@@ -295,11 +295,13 @@ def _read(
             f"{_stated(missing[0], model.spec)}"
         )
     for one in () if cuts is None else cuts.dequantized:
-        own = {end: parts.pop(name) for end in one.stored() if (name := f"{one.module}.{end}") in parts}
-        copies.run(partial(one.load, own, destinations[f"{one.module}.weight"]))
+        copies.run(partial(one.load, parts, destinations[f"{one.module}.weight"]))
     while modules:
         # A weight that a CPU converts is freed with its last part.
         module, ends = modules.pop(0)
+        if cuts is not None and module.name in cuts.permuted:
+            copies.run(partial(cuts.permuted[module.name].load, parts, module))
+            continue
         own = {end: parts[module.tensor_name(end)] for end in ends if module.tensor_name(end) in parts}
         copies.run(partial(module.load, own))
     notes = [f"tensors of the checkpoint that the model does not use: {_some(unused)}"] if unused else []

@@ -108,12 +108,33 @@ def _cut_feed_forward(whole: FeedForward, name: str, num_ranks: int) -> FeedForw
     what = "an inner size of {}" if isinstance(whole, LayerFeedForward) else "experts of an inner size of {}"
     inner = _share(name, what, whole.down.num_inputs, num_ranks)
     ranges = gate_up_ranges(whole.gate_up, whole.down.num_inputs, 0, num_ranks)
-    gate_up, down = _with_outputs(whole.gate_up, ranges, name), _with_inputs(whole.down, inner, name)
+    down = _in_order(whole.down) if _can_permute(whole, inner) else whole.down
+    gate_up, down = _with_outputs(whole.gate_up, ranges, name), _with_inputs(down, inner, name)
     if isinstance(whole, LayerFeedForward):
         return replace(whole, gate_up=gate_up, down=down)
     shared = None if whole.shared is None else _cut_feed_forward(whole.shared, f"{name}, shared expert", num_ranks)
     assert shared is None or isinstance(shared, LayerFeedForward)
     return replace(whole, gate_up=gate_up, down=down, shared=shared)
+
+
+def is_ordered(matrix: LayerMatrix) -> bool:
+    """Return True if the inputs of each group are spread over the matrix."""
+    return isinstance(matrix.scheme, GroupedScheme) and matrix.scheme.ordered
+
+
+def _can_permute(whole: LayerFeedForward | LayerExperts, inner: int) -> bool:
+    """Return True if `down` has an order of inputs, and ranks of an inner size can have gates and ups of its groups."""
+    scheme = whole.down.scheme
+    if not isinstance(scheme, GroupedScheme) or not scheme.ordered or scheme.group_size < 0 or whole.gate_up.bias:
+        return False
+    return inner % scheme.group_size == 0 and all(type(part.scheme) is type(scheme) for part in whole.gate_up.parts)
+
+
+def _in_order(down: LayerMatrix) -> LayerMatrix:
+    """Return the matrix with the inputs of each group next to each other."""
+    assert isinstance(down.scheme, GroupedScheme)
+    scheme = replace(down.scheme, ordered=False)
+    return down.with_schemes(lambda _: scheme)
 
 
 def _share(name: str, what: str, size: int, num_ranks: int) -> int:
@@ -134,7 +155,7 @@ def _with_outputs(whole: LayerMatrix, ranges: Ranges, name: str) -> LayerMatrix:
 
 def _with_inputs(whole: LayerMatrix, num_inputs: int, name: str) -> LayerMatrix:
     parts = whole.parts
-    if isinstance(whole.scheme, GroupedScheme) and whole.scheme.ordered:
+    if is_ordered(whole):
         # The inputs of a rank have parts of all groups, so that they are dequantized while they are loaded.
         parts = tuple(part._replace(scheme=None) for part in parts)
     cut = replace(whole, num_inputs=num_inputs, partial=True, parts=parts)

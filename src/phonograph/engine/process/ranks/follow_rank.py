@@ -15,9 +15,12 @@ from phonograph.engine.build import (
     make_platform,
     make_runner,
     weights_load,
+    zeroes_cache,
 )
 from phonograph.engine.plan import EnginePlan
-from phonograph.engine.process.ranks.rank_step import Capture, Command, RankStep, Score
+from phonograph.engine.process.ranks.lead_sleeper import try_verb
+from phonograph.engine.process.ranks.rank_step import Capture, Command, RankSleep, RankStep, RankWakeUp, Score
+from phonograph.engine.startup.sleeper import Sleeper
 from phonograph.engine.startup.subject import make_subject
 from phonograph.graphs.verification import verify
 from phonograph.kernels.ranks import Ranks
@@ -65,18 +68,28 @@ def serve_rank(plan: EnginePlan, ranks: Ranks, commands: Connection, answers: Co
         plan: the plan of rank 0, which has equal sizes.
         ranks: connection with the others.
         commands: pickled commands.
-        answers: takes the number of the rank when it is ready, and the answer of each `Verify`.
+        answers: takes the number of the rank when it is ready, and the answers of commands that have one.
 
     Raises:
         WeightError: the weights cannot be read.
         RankError: another rank has ended.
     """
     platform = make_platform(plan.device.kind, ranks)
-    with platform.starting(), weights_load(plan, platform.device, ranks.rank)() as loading:
-        parts = make_model_parts(plan, make_backends_of(plan, platform.device, ranks), loading.model)
+    load = weights_load(plan, platform.device, ranks.rank)
+    sleeper, (empty_weights, empty_cache) = None, (torch.empty, torch.empty)
+    if plan.config.enable_sleep_mode:
+        sleeper = Sleeper(platform.static_memory(), platform.static_memory(), [load])
+        empty_weights, empty_cache = sleeper.allocators
+    with platform.starting(), load(make_empty=empty_weights) as loading:
+        if sleeper is not None:
+            sleeper.prepare()
+        backends = make_backends_of(plan, platform.device, ranks)
+        parts = make_model_parts(plan, backends, loading.model, make_empty=empty_cache)
         runner = make_runner(plan, parts, platform, partial(FollowingRunner, ranks=ranks))
         platform.compile(runner.launch_kernels)
         loading.finish()
+    if sleeper is not None:
+        sleeper.start(parts, None, zeroes=zeroes_cache(plan))
     answers.send(ranks.rank)
     while (command := _received(commands)) is not None:
         if isinstance(command, RankStep):
@@ -85,6 +98,9 @@ def serve_rank(plan: EnginePlan, ranks: Ranks, commands: Connection, answers: Co
             runner.score(command)
         elif isinstance(command, Capture):
             runner.capture()
+        elif isinstance(command, RankSleep | RankWakeUp):
+            assert sleeper is not None, "rank 0 has the same settings"
+            answers.send(try_verb(sleeper, command, ranks.rank))
         else:
             with ranks.checking():
                 report = verify(make_subject(plan, parts, runner), num_replays=command.num_replays, seed=command.seed)

@@ -23,9 +23,10 @@ from typing import Any
 from phonograph.engine.plan import EnginePlan
 from phonograph.engine.process.ranks.connect import connect
 from phonograph.engine.process.ranks.lead_runner import LeadRunner
+from phonograph.engine.process.ranks.lead_sleeper import LeadSleeper
 from phonograph.engine.process.ranks.rank_process import POLL_SECONDS, STOPPED_POLLS, Place, is_stopped, run_rank
-from phonograph.engine.process.ranks.rank_step import Capture, Command, Failed, Verify
-from phonograph.errors import RankError
+from phonograph.engine.process.ranks.rank_step import Capture, Command, Failed, RankSleep, RankWakeUp, Verify
+from phonograph.errors import PhonographError, RankError, cause_text
 from phonograph.graphs.verification import Mismatch
 
 _OTHERS_SECONDS = 0.5
@@ -72,7 +73,7 @@ class _Watch:
             if (self._failures or dead or max(stopped) >= STOPPED_POLLS) and not self.closing.is_set():
                 time.sleep(_OTHERS_SECONDS)
                 self._take()
-                self._fail(_cause(self._processes, self._failures, dead, stopped))
+                self.fail(_cause(self._processes, self._failures, dead, stopped))
                 return
 
     def _take(self) -> None:
@@ -87,8 +88,9 @@ class _Watch:
             except (EOFError, OSError):
                 del self._sources[replies]
 
-    def _fail(self, reason: str) -> None:
-        if self.closing.is_set():
+    def fail(self, reason: str) -> None:
+        """End all ranks, unless they have ended."""
+        if self.closing.is_set() or self.failed.is_set():
             return
         self.failure = reason
         for process in self._processes:
@@ -107,7 +109,8 @@ class RankGroup:
 
     Args:
         plan: of the engine; each rank gets it.
-        on_failure: called on another thread with the reason when a rank has ended by itself and all are killed.
+        on_failure: called with the reason when a rank has ended by itself and all are killed, mostly on another
+            thread.
         last_words: connection by which ranks say why the engine ends, if rank 0's process has only the engine. They
             then kill a stopped rank 0.
     """
@@ -154,6 +157,10 @@ class RankGroup:
         self._runner = weakref.ref(runner)
         return runner
 
+    def make_sleeper(self, *parts: Any) -> LeadSleeper:
+        """Make the sleeper of rank 0 of these parts."""
+        return LeadSleeper(self, *parts)
+
     def check(self) -> None:
         """Raise RankError if a rank has ended by itself, so that results of rank 0 are arbitrary."""
         if self._watch.failed.is_set():
@@ -176,6 +183,27 @@ class RankGroup:
             with self.ranks.checking():
                 yield found
             found += itertools.chain(*self.answers())
+
+    @contextmanager
+    def executing(self, verb: RankSleep | RankWakeUp) -> Generator[list[PhonographError]]:
+        """Return a context in which every rank executes a verb, with the list that gets the errors of the others.
+
+        Any other error ends all ranks, also one of rank 0.
+        """
+        errors: list[PhonographError] = []
+        with self.first_error():
+            self.send(verb)
+            try:
+                yield errors
+                errors += [error for error in self.answers() if error is not None]
+            except BaseException as error:
+                if not isinstance(error, RankError):
+                    self.fail(f"rank 0 failed: {cause_text(error)}")
+                raise
+
+    def fail(self, reason: str) -> None:
+        """End all ranks for an error that rank 0 found."""
+        self._watch.fail(reason)
 
     def answers(self) -> list[Any]:
         """Wait for an answer of each rank; raises RankError if one ends."""

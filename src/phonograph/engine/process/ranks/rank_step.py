@@ -112,6 +112,18 @@ class Verify(NamedTuple):
     seed: int
 
 
+class RankSleep(NamedTuple):
+    """Sleep of all ranks at a level; the answer is None, or the error of a rank that is as it was before."""
+
+    level: int
+
+
+class RankWakeUp(NamedTuple):
+    """End of the sleep of parts of the memory on all ranks; answered as `RankSleep`."""
+
+    tags: tuple[str, ...]
+
+
 class Failed(NamedTuple):
     """End of a rank by an error; `of_another` is True if it only noticed that another rank is missing."""
 
@@ -119,4 +131,4 @@ class Failed(NamedTuple):
     of_another: bool
 
 
-Command = RankStep | Score | Capture | Verify
+Command = RankStep | Score | Capture | Verify | RankSleep | RankWakeUp
