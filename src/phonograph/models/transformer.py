@@ -150,18 +150,6 @@ class Transformer(StepModel):
             if isinstance(layer.feed_forward, ExpertsWeights)
         }
 
-    def share(self, target: Transformer) -> None:
-        """Take what a draft head does not own of its target. Call it before `bind`."""
-        assert self.features is not None
-        spec = self.features.spec
-        if not spec.owns_embedding:
-            self.features.embedding_VE = target.embedding_VE
-        if not spec.owns_head:
-            self.lm_head = target.lm_head
-        if spec.of_last_state:
-            assert target.final_norm is not None
-            self.features.state_norms = [target.final_norm]
-
     def bind(
         self,
         kernels: KernelSet,

@@ -51,9 +51,6 @@ def rank_notes(
         return []
     if config.enable_sleep_mode:
         raise ConfigError("enable_sleep_mode", True, f"works with {SETTING}=1 only so far")
-    if config.speculation is not None and config.speculation.model is not None:
-        problem = f"a draft model works with {SETTING}=1 only so far; the methods ngram and suffix work"
-        raise ConfigError("speculative_config", config.speculative_config, problem)
     all_heads, heads = (next(iter(one.attentions.values())) for one in (whole, model))
     notes = [
         f"{SETTING} {size}: a rank has {heads.num_query_heads} of {all_heads.num_query_heads} query heads, "
