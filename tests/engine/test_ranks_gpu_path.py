@@ -139,6 +139,18 @@ def test_ranks_that_share_the_tokens_of_a_head(tmp_path: Path) -> None:
         assert verify_engine(engine, num_replays=2).ok
 
 
+def test_a_draft_model_beside_ranks_that_share_the_tokens_of_a_head(tmp_path: Path) -> None:
+    """Kernels attend one query head of each rank, and drafts lie in whole blocks on rank 0."""
+    make_checkpoint("llama3", tmp_path, seed=4, num_hidden_layers=1, **HEADS | {"num_key_value_heads": 1})
+    speculation = {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 2}
+    settings: dict[str, Any] = {"speculative_config": {**speculation, "adaptive_depth": False}}
+    expected = drafted(build.build_engine(plan_of(tmp_path, 1, (3, 9), "float16", **settings)), masked=False)
+    settings["decode_context_parallel_size"] = 2
+    with engine_on_threads(plan_of(tmp_path, 2, (3, 9), "float16", **settings)) as engine:
+        assert drafted(engine, masked=False) == expected
+    assert expected[2].accepted == expected[2].verified > 6
+
+
 class AddingRanks(ThreadRanks):
     """Ranks that add a sum to the stream and norm it at once, as those with peer memory."""
 
