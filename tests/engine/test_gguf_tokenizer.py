@@ -219,6 +219,7 @@ def test_without_a_tokenizer(tmp_path: Path) -> None:
         (("smollm", "starcoder"), ["It", "'s", " ", "1", "2", "3", "4", "5", " cafe", "\u0301", "\n\n ", " ok"]),
         (("gpt-2",), ["It", "'s", " 12345", " cafe", "\u0301", "\n\n ", " ok"]),
         (("tekken",), ["It", "'s", " ", "1", "2", "3", "4", "5", " cafe\u0301", "\n\n", " ", " ok"]),
+        (("gpt-4o",), ["It's", " ", "123", "45", " cafe\u0301", "\n\n", " ", " ok"]),
     ],
 )
 def test_splittings_into_words(

@@ -21,6 +21,7 @@ import pytest
 import torch
 from checkpoints import VOCAB_SIZE, make_checkpoint
 from fake_memory_driver import FakeMemoryDriver
+from gguf_files import write_gguf
 from group_driver import GroupDriver
 from host_runtime import CallRuntime, HostRing
 from quantized_checkpoints import FORMATS, quantize_checkpoint
@@ -43,6 +44,7 @@ from phonograph.kernels.triton.attention import decode_plan
 from phonograph.kernels.triton.gemm import bound_product, choose
 from phonograph.kernels.triton.gemm.product_plan import GemmSmallMConfig, ProductPlan, ProductShape, WeightFormat
 from phonograph.models.layers.linear import WeightAllocator
+from phonograph.models.quantization import mxfp4
 from phonograph.models.spec import read_model_spec
 from phonograph.runner import runner
 from phonograph.runner.pools.kv_pool import allocate_kv_pool
@@ -483,6 +485,24 @@ def test_quantized_weights(name: str, tmp_path: Path) -> None:
     session, _ = start(tmp_path, sizes=(2, 16))
     outputs = [
         session.add(prompt(length, length), SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True))
+        for length in (1, 13)
+    ]
+    finish(session, *outputs)
+    for output in outputs:
+        check(reference, output)
+
+
+@pytest.mark.parametrize("up", ["MXFP4", "Q8_0"])
+def test_experts_in_mxfp4_of_a_gguf_file(up: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In 4 bits, and in 8 bits if one of two parts of a matrix has another type."""
+    monkeypatch.setattr(mxfp4, "_in_order_of_gpu", lambda _: True)
+    reference = make_checkpoint("gpt_oss", tmp_path, **HEADS, intermediate_size=64, num_hidden_layers=2)
+    path = tmp_path / "model.gguf"
+    kinds = {"up_proj": up, "gate_proj": "MXFP4", "down_proj": "MXFP4"}
+    reference.load_state_dict(write_gguf(path, tmp_path, lambda name: kinds.get(name.split(".")[-2], "Q8_0")))
+    session, _ = start(path, sizes=(2, 16))
+    outputs = [
+        session.add(prompt(length, length), SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True, logprobs=2))
         for length in (1, 13)
     ]
     finish(session, *outputs)

@@ -132,6 +132,29 @@ def test_both_gpus_give_their_memory_back_and_wake_up_with_their_graphs() -> Non
         assert report.ok, report.mismatches[:3]
 
 
+@pytest.mark.parametrize(
+    "speculation",
+    [{"method": "eagle3", "model": "demo-eagle3"}, {"method": "draft_model", "model": "demo"}],
+    ids=["head", "model"],
+)
+def test_drafts_of_rank_0_are_those_of_one_rank(speculation: dict[str, Any]) -> None:
+    """In whole graphs too, some of which rank 0 times. Acceptance may differ where two tokens are almost equal."""
+    speculation = {**speculation, "num_speculative_tokens": 3}
+    found: list[list[list[int]]] = []
+    accepted: list[int] = []
+    for size in (1, 2):
+        fixed = {"speculative_config": {**speculation, "adaptive_depth": False}, "tensor_parallel_size": size}
+        with LLM("demo", **SETTINGS, **fixed) as llm:
+            found.append(tokens(llm, 2048))
+            accepted.append(llm.engine.core.scheduler.stats.drafts.accepted)
+    assert found[0] == found[1]
+    assert accepted[0] > 0 and abs(accepted[0] - accepted[1]) <= 0.05 * accepted[0] + 3
+    whole = {**SETTINGS, "dtype": "bfloat16", "tensor_parallel_size": 2, "speculative_config": speculation}
+    with LLM("demo", **whole) as llm:
+        tokens(llm, 2048)
+        assert llm.verify(num_replays=60).ok
+
+
 def test_more_ranks_than_gpus_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"needs 4 GPUs, found \d GPUs here"):
         LLM("demo", **{**SETTINGS, "device": "cuda"}, tensor_parallel_size=4)

@@ -30,6 +30,7 @@ SETTINGS = {
     **{"device": "cpu", "tensor_parallel_size": 2, "max_num_seqs": 2, "num_kv_blocks": 64, "max_model_len": 512},
     **{"cudagraph_capture_sizes": [1, 2], "max_num_batched_tokens": 64},
 }
+HEAD = {"method": "eagle3", "model": "demo-eagle3", "num_speculative_tokens": 3, "adaptive_depth": False}
 LONG = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
 
 
@@ -49,12 +50,15 @@ def wait_until(done: Callable[[], bool], seconds: float = SECONDS) -> None:
 def test_two_processes_give_the_tokens_of_one_and_a_stopped_rank_ends_them() -> None:
     params = SamplingParams(temperature=0.0, max_tokens=12, prompt_logprobs=1)
     prompts = ["Tom has 12 apples.", "Anna buys 3 books for"]
-    one = LLM("demo", **{**SETTINGS, "tensor_parallel_size": 1}).generate(prompts, params)
+    of_one = LLM("demo", **{**SETTINGS, "tensor_parallel_size": 1}, speculative_config=HEAD)
+    one = of_one.generate(prompts, params)
     me = psutil.Process()
     before = set(ranks_of(me))
-    with LLM("demo", **SETTINGS) as llm:
+    with LLM("demo", **SETTINGS, speculative_config=HEAD) as llm:
         two = llm.generate(prompts, params)
         assert [out.outputs[0].token_ids for out in two] == [out.outputs[0].token_ids for out in one]
+        counts = llm.engine.core.scheduler.stats.drafts
+        assert counts == of_one.engine.core.scheduler.stats.drafts and counts.accepted > 0
         assert llm.verify(num_replays=3).ok
         (rank,) = set(ranks_of(me)) - before
         rank.send_signal(signal.SIGSTOP)

@@ -42,7 +42,7 @@ class VirtualPlatform(CpuPlatform):
     drivers: dict[int, list[FakeMemoryDriver]]
 
     def static_memory(self) -> VirtualMemory:
-        driver = FakeMemoryDriver(8 << 20)
+        driver = FakeMemoryDriver(64 << 20)
         rank, size = (0, 1) if self._ranks is None else (self._ranks.rank, self._ranks.size)
         self.drivers.setdefault(rank, []).append(driver)
         return VirtualMemory(driver, 1 << 16, num_ranks=size)
@@ -112,6 +112,30 @@ def test_both_ranks_wake_up_with_their_graphs(
             assert bench.tokens() == expected
         report = verify_engine(bench.engine, num_replays=3)
         assert report.ok, report.mismatches
+
+
+@pytest.mark.parametrize("on_gpus", [False, True], ids=["host", "fake GPUs"])
+@pytest.mark.parametrize(("method", "model"), [("eagle3", "demo-eagle3"), ("draft_model", "demo")])
+def test_draft_models_sleep_with_their_target(
+    method: str, model: str, on_gpus: bool, request: pytest.FixtureRequest
+) -> None:
+    """Copies of what all ranks have stay, also where weights are read again."""
+    drivers: dict[int, list[FakeMemoryDriver]] = request.getfixturevalue("drivers") if on_gpus else {}
+    speculation = {"method": method, "model": model, "num_speculative_tokens": 3, "adaptive_depth": False}
+    sizes = {"dtype": "float32", "num_kv_blocks": 64, "max_model_len": 96, "cudagraph_capture_sizes": [1, 2, 8]}
+    found: list[tuple[list[list[int]], int]] = []
+    plan = plan_of(2, enable_sleep_mode=True, speculative_config=speculation, **sizes)
+    with thread_ranks.engine_on_threads(plan) as engine:
+        bench, scheduler, before = Bench(engine), engine.core.scheduler, 0
+        for level in (1, 2, 2, 1, None):
+            found.append((bench.tokens(), scheduler.stats.drafts.accepted - before))
+            before = scheduler.stats.drafts.accepted
+            if level is None:
+                break
+            bench.sleeper.sleep(level)
+            assert not any(one.mapped for of_rank in drivers.values() for one in of_rank)
+            bench.sleeper.wake_up()
+    assert found[0][1] > 10 and found[1:] == [found[0]] * 4
 
 
 @pytest.mark.parametrize(("form", "products"), [("gptq", "int4"), ("awq", "float32"), ("fp8", "float32")])

@@ -218,10 +218,6 @@ def test_ranks_with_unlike_graphs_do_not_start() -> None:
     [
         ({"size": 3}, "tensor_parallel_size=3: layer 0 has 4 query heads, no multiple of 3; 1 or 2 or 4 works"),
         ({"size": 8}, "tensor_parallel_size=8: layer 0 has 4 query heads, no multiple of 8; 1 or 2 or 4 works"),
-        (
-            {"size": 2, "speculative_config": {"method": "draft_model", "model": "demo", "num_speculative_tokens": 2}},
-            "a draft model works with tensor_parallel_size=1 only so far; the methods ngram and suffix work",
-        ),
     ],
 )
 def test_what_several_ranks_cannot_do_is_refused_at_plan_time(settings: dict[str, Any], words: str) -> None:

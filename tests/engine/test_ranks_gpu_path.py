@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import eagle_heads
 import pytest
 import thread_ranks
 import torch
@@ -20,6 +21,7 @@ from host_runtime import CallRuntime, HostRing
 from thread_ranks import ThreadRanks, engine_on_threads
 
 from phonograph.config.engine_config import EngineConfig
+from phonograph.core.batch import DraftCounts
 from phonograph.core.device import known_device
 from phonograph.core.sampling_params import SamplingParams
 from phonograph.engine import build
@@ -27,13 +29,16 @@ from phonograph.engine.plan import make_plan
 from phonograph.engine.process.ranks import follow_rank
 from phonograph.engine.session import Session
 from phonograph.engine.startup.start import verify_engine
+from phonograph.graphs.modes import GraphKey
 from phonograph.kernels.ranks import Ranks
 from phonograph.models.layers.linear import WeightAllocator
 from phonograph.models.spec import read_model_spec
+from phonograph.runner.runner import Runner
 from phonograph.structured.compiler import GrammarCompiler
 
 interpreter = pytest.importorskip("triton.runtime.interpreter")
 layers = pytest.importorskip("phonograph.kernels.triton.elementwise.layers")
+triton_parts = pytest.importorskip("phonograph.models.layers.triton_parts")
 cuda_platform = pytest.importorskip("phonograph.engine.startup.cuda_platform")
 
 pytestmark = pytest.mark.skipif(
@@ -74,11 +79,13 @@ def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "make_platform", lambda kind, ranks=None: HostPlatform(ranks))
 
 
-def plan_of(folder: Path, num_ranks: int, **settings: Any) -> build.EnginePlan:
+def plan_of(
+    folder: Path, num_ranks: int, sizes: tuple[int, ...] = (1, 3, 24), dtype: str = "float32", **settings: Any
+) -> build.EnginePlan:
     config = EngineConfig(
         **{"model": str(folder), "device": "cuda", "max_num_seqs": 3, "num_kv_blocks": 40, "block_size": 16},
-        **{"max_model_len": 256, "max_num_batched_tokens": 40, "cascade_attention": "off"},
-        **{"dtype": "float32", "tensor_parallel_size": num_ranks, "cudagraph_capture_sizes": [1, 3, 24], **settings},
+        **{"dtype": dtype, "max_model_len": 256, "max_num_batched_tokens": 40, "cascade_attention": "off"},
+        **{"tensor_parallel_size": num_ranks, "cudagraph_capture_sizes": [*sizes], **settings},
     )
     device = replace(known_device("h200"), capability=(8, 0))
     return make_plan(config, read_model_spec(folder), device)
@@ -148,6 +155,18 @@ def test_ranks_that_share_the_tokens_of_a_head(tmp_path: Path) -> None:
         assert verify_engine(engine, num_replays=2).ok
 
 
+def test_a_draft_model_beside_ranks_that_share_the_tokens_of_a_head(tmp_path: Path) -> None:
+    """Kernels attend one query head of each rank, and drafts lie in whole blocks on rank 0."""
+    make_checkpoint("llama3", tmp_path, seed=4, num_hidden_layers=1, **HEADS | {"num_key_value_heads": 1})
+    speculation = {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 2}
+    settings: dict[str, Any] = {"speculative_config": {**speculation, "adaptive_depth": False}}
+    expected = drafted(build.build_engine(plan_of(tmp_path, 1, (3, 9), "float16", **settings)), masked=False)
+    settings["decode_context_parallel_size"] = 2
+    with engine_on_threads(plan_of(tmp_path, 2, (3, 9), "float16", **settings)) as engine:
+        assert drafted(engine, masked=False) == expected
+    assert expected[2].accepted == expected[2].verified > 6
+
+
 class AddingRanks(ThreadRanks):
     """Ranks that add a sum to the stream and norm it at once, as those with peer memory."""
 
@@ -192,3 +211,76 @@ def test_ranks_sleep_in_memory_of_their_own(family: str, tmp_path: Path) -> None
             engine.sleeper.wake_up()
             assert [len(one.mapped) for one in drivers] == sizes
             assert generate(engine) == expected
+
+
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
+
+
+def drafted(engine: build.Engine, *, masked: bool) -> tuple[list[list[int]], list[Any], DraftCounts]:
+    """Return the tokens of some requests, the drafts in all slots after each step, and the counts of drafts."""
+    session = Session(engine.core, engine.plan.model, None, 0, GrammarCompiler(lambda: None, ()))
+    inputs: Any = engine.core.runner._inputs
+    greedy = SamplingParams(temperature=0.0, max_tokens=7, ignore_eos=True)
+    ruled = replace(greedy, allowed_token_ids=[*range(1, VOCAB_SIZE)])
+    params = [ruled if masked else greedy, replace(greedy, temperature=0.8, seed=3), greedy]
+    generator, drafts = torch.Generator().manual_seed(2), list[Any]()
+    outputs = [
+        session.add(torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist(), one)
+        for length, one in zip((45, 15, 2), params, strict=True)
+    ]
+    while session.has_unfinished:
+        session.step()
+        drafts.append(inputs.drafts.tolist())
+    assert all(output.finished and output.error is None for output in outputs)
+    return [output.outputs[0].token_ids for output in outputs], drafts, engine.core.scheduler.stats.drafts
+
+
+@pytest.mark.parametrize(
+    ("method", "dtype", "tied"),
+    [("draft_model", "float16", False), ("eagle3", "float32", True), ("eagle", "float16", False)],
+    ids=["model", "states", "first version"],
+)
+def test_drafts_of_rank_0_are_those_of_one_rank(
+    method: str, dtype: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Passes in the steps of rank 0 alone, whose target computes all rows of the last layer if a head reads them.
+
+    In half precision graphs are whole; in single precision they are split at attention.
+    """
+    monkeypatch.setattr(triton_parts, "_FEW_TOKENS", 8)
+    torch.manual_seed(5)
+    folder = draft = tmp_path / "target"
+    layers = {"num_hidden_layers": 3 if method == "eagle3" else 1, "head_dim": 32, "tie_word_embeddings": tied}
+    # No two tokens are almost equal with these weights, as half precision may change places of them.
+    reference = make_checkpoint("llama3", folder, seed=4, **layers)
+    if method != "draft_model":
+        draft = tmp_path / "head"
+        sizes = {"vocab_size": VOCAB_SIZE, "rms_norm_eps": reference.config.rms_norm_eps, "num_hidden_layers": 1}
+        eagle_heads.make_head(draft, method, sizes | HEADS, {})
+    speculation = {"method": method, "model": str(draft), "num_speculative_tokens": 2, "adaptive_depth": False}
+    settings, masked = {"dtype": dtype, "speculative_config": speculation}, method == "eagle3"
+    expected = drafted(build.build_engine(plan_of(folder, 1, (1, 3, 9, 24), **settings)), masked=masked)
+    with engine_on_threads(plan_of(folder, 2, (1, 3, 9, 24), **settings)) as engine:
+        assert drafted(engine, masked=masked) == expected
+        assert engine.core.runner.counts["piecewise" if dtype == "float32" else "full decode"] > 3
+        report = verify_engine(engine, num_replays=2)
+        assert report.ok, report.mismatches[:3]
+    counts = expected[2]
+    assert counts.verified > 6 and (method != "draft_model" or counts.accepted >= 0.9 * counts.verified)
+
+
+def test_all_ranks_replay_what_rank_0_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint("qwen3", tmp_path, seed=3, num_hidden_layers=1, head_dim=32)
+    times: list[tuple[str, GraphKey]] = []
+
+    def timed(self: Runner, key: GraphKey) -> Any:
+        times.append((type(self).__name__, key))
+        return replayed(self, key)
+
+    replayed = Runner._replayed
+    monkeypatch.setattr(Runner, "_replayed", timed)
+    speculation = {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 2}
+    with engine_on_threads(plan_of(tmp_path, 2, (3, 9), "float16", speculative_config=speculation)) as engine:
+        *_, counts = drafted(engine, masked=False)
+    lead, following = ([key for name, key in times if name == kind] for kind in ("LeadRunner", "FollowingRunner"))
+    assert lead == following and len(lead) >= 4 and dict(counts.choices)

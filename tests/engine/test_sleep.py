@@ -31,6 +31,7 @@ from phonograph.engine.startup.platform import DraftModelParts, ModelParts
 from phonograph.engine.startup.static_memory import HostMemory
 from phonograph.errors import ConfigError, EngineUnavailable, MemoryLimitError, RequestError
 from phonograph.models.heads.eagle import read_eagle
+from phonograph.models.heads.shared_weights import share
 from phonograph.models.spec import read_model_spec
 from phonograph.models.transformer import Transformer
 from phonograph.models.weights.loading import begin_loading
@@ -170,7 +171,7 @@ def test_a_head_comes_back_beside_its_target(owns_embedding: bool, tmp_path: Pat
         with load(make_empty=memory.empty) as loading:
             loading.finish()
             models.append(loading.model)
-    models[1].share(models[0])
+    share(models[1], models[0])
     found = [*sleeper_module._tensors(models)]
     expected = [one.clone() for one in found]
     backend: Any = None

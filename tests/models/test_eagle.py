@@ -23,6 +23,7 @@ from torch.nn import functional
 from phonograph.errors import ModelError, UnsupportedModelError, WeightError
 from phonograph.models.heads.eagle import DraftSpec, read_eagle
 from phonograph.models.heads.eagle_config import method_of
+from phonograph.models.heads.shared_weights import share
 from phonograph.models.layers.rotary import rotary_tables
 from phonograph.models.layers.torch_parts import TorchKernels
 from phonograph.models.quantization.float8 import Fp8Head
@@ -66,7 +67,7 @@ def load(folder: Path, head: DraftSpec, target: Transformer | None = None) -> Tr
         loading.finish()
         model = loading.model
     if target is not None:
-        model.share(target)
+        share(model, target)
     tables = rotary_tables(model.spec, 512, torch.float32, torch.device("cpu"))
     model.bind(TorchKernels(tables, model.spec.rms_norm_eps))
     return model

@@ -12,6 +12,7 @@ from eagle_heads import FIRST, HEAD, TARGET
 from product_problem import gemm_device
 
 from phonograph.models.heads.eagle import read_eagle
+from phonograph.models.heads.shared_weights import share
 from phonograph.models.layers.rotary import rotary_tables
 from phonograph.models.layers.torch_parts import TorchKernels
 from phonograph.models.layers.triton_parts import TritonKernels
@@ -48,7 +49,7 @@ def test_both_kernel_sets_agree(changes: dict[str, Any], rows: int, tmp_path: Pa
     model = Transformer(spec, torch.float32, DEVICE)
     for parameter in (*target.parameters, *model.parameters):
         parameter.normal_(std=0.2).add_(1 if parameter.dim() == 1 else 0)
-    model.share(target)
+    share(model, target)
     gpu = gemm_device()._replace(capability=(8, 0))
     workspace = Workspace.make(spec, MAX_TOKENS, MAX_ROWS, torch.float32, DEVICE, gemm_device=gpu)
     tables = rotary_tables(spec, 64, torch.float32, DEVICE)

@@ -232,9 +232,12 @@ def test_blocks(kind: str) -> None:
     block = BLOCK_TYPES[kind]
     rng = np.random.default_rng()
     blocks = rng.integers(0, 256, (24, 3, block.nbytes), dtype=np.uint8)
-    for place in {"Q6_K": (208,), "Q4_0": (0,), "Q5_0": (0,), "Q8_0": (0,)}.get(kind, (0, 2)):
+    places = {"Q6_K": (208,), "MXFP4": (), **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0"), (0,))}
+    for place in places.get(kind, (0, 2)):
         numbers = rng.uniform(-2, 2, (24, 3)).astype(np.float16)
         blocks[:, :, place : place + 2] = numbers[..., None].view(np.uint8)
+    if kind == "MXFP4":
+        blocks[:, :, 0] = rng.integers(115, 135, (24, 3))
     blocks[0, 0] = 0
     rows = torch.from_numpy(blocks.reshape(24, -1))
     wanted = gguf.quants.dequantize(rows.numpy(), gguf.GGMLQuantizationType[kind])

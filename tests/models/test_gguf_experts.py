@@ -89,6 +89,19 @@ def test_logits_are_those_of_the_weights_that_the_file_means(family: str, large:
     assert (found - wanted).norm() <= 1e-4 * wanted.norm()
 
 
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
+def test_experts_in_mxfp4(family: str, tmp_path: Path) -> None:
+    """They keep the type's own form in 4 bits; a shared expert and other matrices take 8 bits."""
+    make_checkpoint(family, tmp_path, seed=3, **sizes_of(family))
+    path = tmp_path / "model.gguf"
+    wanted = wanted_logits(tmp_path, write_gguf(path, tmp_path, kinds({"rest": "MXFP4"})))
+    spec = read_model_spec(path)
+    formats = [matrix.scheme.name for matrix in spec.layers[0].feed_forward.matrices[1:]]
+    assert formats[:2] == ["MXFP4, groups of 32"] * 2
+    assert set(formats[2:]) <= {"MXFP4 (8 bits in groups of 32)"}
+    assert (logits(path) - wanted).norm() <= 1e-4 * wanted.norm()
+
+
 @pytest.mark.parametrize("family", ["qwen2_moe", "granitemoeshared"])
 def test_matrices_that_are_not_in_blocks_as_a_whole(family: str, tmp_path: Path) -> None:
     """A matrix with a part in floating point is in the model's type, with a note. Progress counts each tensor."""

@@ -243,6 +243,9 @@ DELTA = {"linear_num_value_heads": 4, "linear_value_head_dim": 64, "moe_intermed
         ),
         ("olmoe", {"intermediate_size": 74}, gguf_kinds(gate="Q8_0", up="Q4_0", rest="F32"), 2),
         ("qwen3_5_moe", {**DELTA, "shared_expert_intermediate_size": 64}, SMALL, 2),
+        # Biases of outputs are added by one rank.
+        ("gpt_oss", {"intermediate_size": 64}, gguf_kinds(gate="MXFP4", up="MXFP4", down="MXFP4", rest="F32"), 2),
+        ("gpt_oss", {"intermediate_size": 64}, gguf_kinds(gate="MXFP4", up="Q8_0", down="Q5_0", rest="F16"), 2),
     ],
 )
 def test_experts_of_gguf_files_on_several_ranks(
@@ -258,6 +261,7 @@ def test_experts_of_gguf_files_on_several_ranks(
     [
         (256, "Q4_K", 2, "layer 0: mlp.experts.0.down_proj in Q4_K .* groups of 256 only, and 128 is no .*; 1 works"),
         (96, "Q8_0", 2, "layer 0: mlp.experts.0.down_proj in Q8_0 .* groups of 32 only, and 48 is no .*; 1 or 3 works"),
+        (96, "MXFP4", 2, "layer 0: mlp.experts.0.down_proj in MXFP4, .* 48 is not a multiple of 32; 1 or 3 works"),
         (96, "F16", 5, "layer 0 has experts of an inner size of 96, no multiple of 5; 1 or 2 or 3 or 4 .* works"),
     ],
 )

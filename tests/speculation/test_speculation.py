@@ -212,6 +212,10 @@ def test_a_right_draft_saves_steps(plain: PlainDecoding, drafting: LLM, monkeypa
         ({"num_speculative_tokens": 2, "method": "eagle3"}, "model=None: must be the folder or"),
         ({"num_speculative_tokens": 2, "heads": "x"}, "speculative_config.heads=.*is not known; the keys are method"),
         (
+            {"num_speculative_tokens": 2, "model": "x", "draft_tensor_parallel_size": 2},
+            "draft_tensor_parallel_size=.*2.*is not supported; 1 is",
+        ),
+        (
             {"num_speculative_tokens": 2, "model": "x", "method": "ngram"},
             "model=.*x.*belongs to methods draft_model",
         ),

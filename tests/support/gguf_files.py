@@ -63,16 +63,18 @@ ARCHITECTURES = {
     "granitemoeshared": "granitemoe",
     # Files of Granite 4 without layers that have a state.
     "granitemoehybrid": "granite",
+    "gpt_oss": "gpt-oss",
 }
 """llama.cpp's architectures by the model type, where they have other names."""
 EXPERT_PARTS = {
     **{f"{part}_proj": part for part in ("gate", "up", "down")},
     **{"w1": "gate", "w3": "up", "w2": "down"},
 }
-ROUTERS = ("mlp.gate", "block_sparse_moe.gate", "block_sparse_moe.router.layer")
+ROUTERS = ("mlp.gate", "mlp.router", "block_sparse_moe.gate", "block_sparse_moe.router.layer")
 INTERLEAVED = ("llama", "granite", "granitemoe")
 _EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
 _FUSED = re.compile(r"model\.layers\.(\d+)\.(shared_mlp|block_sparse_moe)\.(input|output)_linear\.weight")
+_OSS = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up|down)_proj(_bias)?")
 
 
 def expert_header(config: dict[str, Any], arch: str) -> dict[str, Any]:
@@ -97,6 +99,15 @@ def expert_header(config: dict[str, Any], arch: str) -> dict[str, Any]:
             "residual_scale": config["residual_multiplier"],
             "logit_scale": config["logits_scaling"],
         }
+    if arch == "gpt-oss":
+        rope = config["rope_parameters"]
+        keys |= {
+            "attention.sliding_window": config["sliding_window"],
+            "expert_feed_forward_length": config["intermediate_size"],
+            "rope.scaling.type": rope["rope_type"],
+            "rope.scaling.factor": rope["factor"],
+            "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
+        }
     return {f"{arch}.{key}": value for key, value in keys.items()}
 
 
@@ -120,6 +131,12 @@ def stacked(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[torch.Tensor, s
             )
             for part, piece in pieces.items():
                 found[f"blk.{match[1]}.ffn_{part}{end}.weight"] = piece, f"{match[2]}.{part}_proj.weight"
+        elif (match := _OSS.fullmatch(name)) is not None:
+            rows, kind = (tensor, "bias") if match[3] else (tensor.transpose(1, 2), "weight")
+            # Gates and ups lie in turn.
+            pieces = {"down": rows} if match[2] == "down" else {"gate": rows[:, ::2], "up": rows[:, 1::2]}
+            for part, piece in pieces.items():
+                found[f"blk.{match[1]}.ffn_{part}_exps.{kind}"] = piece, f"experts.{part}_proj.{kind}"
     for (layer, part), names in groups.items():
         whole = torch.stack([tensors[names[expert]] for expert in range(len(names))])
         tensors |= {names[expert]: rows for expert, rows in enumerate(whole)}
@@ -138,6 +155,10 @@ def own_name(name: str, architecture: str = "") -> str:
         names = {**names, **OF_STATES}
         if end in ("A_log", "dt_bias"):
             return f"blk.{layer}.{'ssm_a' if end == 'A_log' else 'ssm_dt.bias'}"
+    if architecture == "gpt-oss":
+        names = {**names, "post_attention_layernorm": "post_attention_norm"}
+        if end == "sinks":
+            return f"blk.{layer}.attn_sinks.weight"
     names |= dict.fromkeys(ROUTERS, "ffn_gate_inp")
     names |= {f"mlp.shared_expert.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")}
     names["mlp.shared_expert_gate"] = "ffn_gate_inp_shexp"
@@ -260,7 +281,7 @@ def write_gguf(
     meant = load_file(folder / "model.safetensors")
     meant = {name: tensor.float() for name, tensor in meant.items()}
     of_experts = stacked(meant)
-    inside = {name for name in meant if _EXPERT.fullmatch(name) or _FUSED.fullmatch(name)}
+    inside = {name for name in meant if any(one.fullmatch(name) for one in (_EXPERT, _FUSED, _OSS))}
     plain = {own_name(name, arch): (tensor, name) for name, tensor in meant.items() if name not in inside}
     for seed, (own, (tensor, name)) in enumerate({**plain, **of_experts}.items()):
         array, parts = tensor.numpy(), name.split(".")
@@ -275,7 +296,7 @@ def write_gguf(
             array = tiled(name, array.squeeze(1) if "conv1d" in name else array, config)
             array = -np.exp(array) if name.endswith("A_log") else array
         # llama.cpp leaves routers as they are.
-        kind = kind_of(name) if array.ndim > 1 and not re.search("ffn_gate_inp|conv1d", own) else "F32"
+        kind = kind_of(name) if array.ndim > 1 and not re.search("ffn_gate_inp|conv1d|bias", own) else "F32"
         data = random_blocks(kind, array.shape, seed) if kind in RANDOM else gguf.quants.quantize(array, Kind[kind])
         if without not in (name, own):
             writer.add_tensor(own, data.squeeze(0) if own.endswith("inp_shexp.weight") else data, raw_dtype=Kind[kind])

@@ -103,8 +103,6 @@ class Backend:
 class Passes:
     """Stands for the passes of a draft model: `propose` writes the drafts at the end of a step, and behind masks."""
 
-    needs_all_rows = False
-
     def __init__(self, propose: Callable[[], None], model: Any) -> None:
         self._propose, self.model, self.layers = propose, model, []
         self.num_built = 0

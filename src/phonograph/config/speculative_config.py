@@ -12,7 +12,7 @@ MOST_DRAFTS = 15
 """Largest number of drafts: attention takes up to 16 tokens of a sequence beside decodes of one."""
 METHODS = ("ngram", "draft_model", "eagle", "eagle3", "suffix")
 _PER_BATCH_SIZE = "num_speculative_tokens_per_batch_size"
-_SUFFIX = "suffix_decoding_"
+_SUFFIX, _RANKS = "suffix_decoding_", "draft_tensor_parallel_size"
 _RATES, _LENGTH, _ACCEPTANCE = "synthetic_acceptance_rates", "synthetic_acceptance_length", "rejection_sample_method"
 _RANGES = {
     "num_speculative_tokens": (1, MOST_DRAFTS),
@@ -26,7 +26,7 @@ _RANGES = {
 """Least and largest value of each number. A number whose bounds are whole is whole."""
 _KEYS = (
     *("method", *_RANGES),
-    *("model", "revision", "adaptive_depth", _PER_BATCH_SIZE, _ACCEPTANCE, _RATES, _LENGTH),
+    *("model", "revision", _RANKS, "adaptive_depth", _PER_BATCH_SIZE, _ACCEPTANCE, _RATES, _LENGTH),
 )
 _OWNERS = {"prompt_lookup_": "ngram", _SUFFIX: "suffix"}
 """Method of the keys that begin so."""
@@ -144,6 +144,8 @@ def read_speculative_config(given: Mapping[str, Any]) -> SpeculativeConfig:
         if type(value) not in (int, type(most)) or not least <= value <= most:
             noun = "whole number" if type(most) is int else "number"
             raise refused(key, f"must be a {noun} from {least:g} to {most:g}")
+    if given.get(_RANKS, 1) != 1:
+        raise refused(_RANKS, "is not supported; 1 is, as a draft model runs on rank 0")
     suffix = {key.removeprefix(_SUFFIX): value for key, value in given.items() if key.startswith(_SUFFIX)}
     longest = given.get("prompt_lookup_max", given.get("prompt_lookup_min", _LOOKUP))
     shortest = given.get("prompt_lookup_min", longest)

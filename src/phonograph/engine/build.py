@@ -24,7 +24,7 @@ from phonograph.engine.groups.select_backends import make_backends
 from phonograph.engine.plan import EnginePlan
 from phonograph.engine.process.client import StartProgress, no_progress
 from phonograph.engine.startup.cpu_platform import CpuPlatform
-from phonograph.engine.startup.platform import DraftModelParts, ModelParts, Platform
+from phonograph.engine.startup.platform import DraftModelParts, ModelParts, Platform, gather_draft_weights
 from phonograph.engine.startup.sleeper import Load, Sleeper
 from phonograph.engine.startup.subject import make_subject, skip_freed_blocks
 from phonograph.errors import ConfigError
@@ -191,6 +191,8 @@ def build_engine(
             of_ranks = () if group is None else group.ranks.notes
             plan = replace(plan, notes=(*plan.notes, *of_ranks, *loading.notes))
             with nullcontext() if group is None else group.capturing():
+                if group is not None:
+                    gather_draft_weights(plan, parts, group.ranks)
                 plan, captured = capture_graphs(plan, runner, captured_one)
             drafts = runner.drafts
             if isinstance(drafts, DeviceDrafts) and drafts.caches is not None and drafts.budget.adaptive:
@@ -306,7 +308,7 @@ def make_runner(
             ragged_decodes=plan.captures.ragged,
             num_slots=limits.max_num_seqs if parts.states else 0,
             num_checkpoints=plan.memory.num_checkpoints,
-            ends_in_blocks=parts.draft is not None,
+            ends_in_blocks=plan.draft is not None,
         ),
     )
 

@@ -155,7 +155,7 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
         support, pieces = limit_graphs(model, model.uncapturable, requested)
     draft = None
     if limits.lookahead_tokens:
-        drafting = read_draft_spec(config, model)
+        drafting = read_draft_spec(config, whole)
         specs = layer_specs(config, drafting.model, dtype, device)
         notes += drafting.notes
         if limits.max_model_len > drafting.model.context_length:
@@ -164,7 +164,7 @@ def make_plan(config: EngineConfig, model: ModelSpec, device: DeviceSpec) -> Eng
                 f"the head was trained for {trained} positions, and max_model_len is {limits.max_model_len}: fewer "
                 "drafts are right behind these"
             )
-        draft = plan_draft(config, drafting, dtype, specs, kv, limits, device)
+        draft = plan_draft(config, drafting, whole, dtype, specs, kv, limits, device)
         check_speculation(config, [draft.selection], device, in_passes=True)
         notes.append(draft.note)
     resolution = resolve_mode(requested, support, pieces, speculative_tokens=config.draft_tokens)

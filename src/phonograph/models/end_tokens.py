@@ -1,4 +1,4 @@
-"""End-of-sequence tokens in configuration files.
+"""End-of-sequence tokens in configuration files and in headers of GGUF files.
 
 A model's end-of-sequence tokens are the union of `eos_token_id` in config.json, in generation_config.json and in the
 tokenizer, as in vLLM and SGLang. Chat fine-tunes often name the token that ends a turn in only one of them.
@@ -11,7 +11,17 @@ from pathlib import Path
 from typing import Any, cast
 
 from phonograph.errors import ModelError, shortened
+from phonograph.files.gguf_file import GgufFile
 from phonograph.files.model_files import read_json
+
+_END_TEXTS = (
+    "<|im_end|> <|endoftext|> <|eot_id|> <|eom_id|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> </s> "
+    "<EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response> <|fim_pad|> <fim-pad> "
+    "<fim_pad> <PAD> [PAD] <|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame> <|file_sep|> "
+    "<\uff5cend\u2581of\u2581sentence\uff5c>"
+)
+"""Texts of tokens at which llama.cpp ends a text or a turn, whatever the header says (`src/llama-vocab.cpp`)."""
+_END_KEYS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 
 
 def read_end_tokens(value: object, path: Path) -> tuple[int, ...]:
@@ -58,3 +68,15 @@ def split_end_tokens(token_ids: Iterable[int], vocab_size: int) -> tuple[tuple[i
         return known, None
     names = shortened(", ".join(map(str, outside)))
     return known, f"eos_token_id {names} ignored: the model's token ids are 0 to {vocab_size - 1}"
+
+
+def end_tokens_of_gguf(file: GgufFile) -> tuple[int, ...]:
+    """Return the tokens that end a text or a turn: those that the header names, and those with known texts."""
+    named = [file.values.get(f"tokenizer.ggml.{name}_token_id") for name in _END_KEYS]
+    texts = file.values.get("tokenizer.ggml.tokens")
+    ends = set(_END_TEXTS.split())
+    found = {text: token for token, text in enumerate(texts) if text in ends} if isinstance(texts, list) else {}
+    # In the format of gpt-oss this token only ends a message within an answer.
+    if "<|return|>" in found and "<|call|>" in found:
+        found.pop("<|end|>", None)
+    return tuple(dict.fromkeys(token for token in (*named, *found.values()) if type(token) is int))

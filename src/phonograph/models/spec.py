@@ -20,7 +20,7 @@ from phonograph.files.catalog import CONFIGS_DIRECTORY, HUB_IDS
 from phonograph.files.gguf_file import read_gguf
 from phonograph.files.model_files import is_gguf, model_path, read_json
 from phonograph.models.context_length import context_length, rope_notes
-from phonograph.models.end_tokens import model_end_tokens, read_generation, split_end_tokens
+from phonograph.models.end_tokens import end_tokens_of_gguf, model_end_tokens, read_generation, split_end_tokens
 from phonograph.models.families.family import Family, TensorFactors
 from phonograph.models.heads.audio_encoder import AudioEncoder
 from phonograph.models.heads.feature_input import FeatureInput
@@ -46,7 +46,6 @@ from phonograph.models.quantization.scheme import Quantization, Scheme
 from phonograph.models.registry import architecture_name, find_architecture, known_fields, module_reason
 from phonograph.models.weights.gguf_config import (
     config_of_gguf,
-    end_tokens_of_gguf,
     notes_of_gguf,
     quantization_of_gguf,
     rope_of_gguf,

@@ -78,6 +78,7 @@ class Transformer(StepModel):
         quantized: the weights in another format.
         kv_scales: scales of an FP8 KV cache.
         weights: weights of each layer.
+        gathered: copies of parts of a target that all ranks have, in a draft head (`heads/shared_weights.py`).
         expert_load: int64 [X], by the index of a layer: pairs of a token and an expert that were computed since the
             start. Empty unless `count_expert_load` was called.
         kernels: set by `bind`, before the first step.
@@ -102,6 +103,7 @@ class Transformer(StepModel):
         layer_norms = spec.norms.bias if spec.norms.layer else None
         allocate = WeightAllocator(dtype, device, norm_dtype, make_empty, layer_norms)
         self.parameters = allocate.parameters
+        self.gathered: list[torch.Tensor] = []
         self.quantized = allocate.quantized
         self.weights = [
             LayerWeights.make(layer, index, spec.hidden_size, allocate, spec.num_layers)
@@ -149,18 +151,6 @@ class Transformer(StepModel):
             for index, layer in enumerate(self.weights)
             if isinstance(layer.feed_forward, ExpertsWeights)
         }
-
-    def share(self, target: Transformer) -> None:
-        """Take what a draft head does not own of its target. Call it before `bind`."""
-        assert self.features is not None
-        spec = self.features.spec
-        if not spec.owns_embedding:
-            self.features.embedding_VE = target.embedding_VE
-        if not spec.owns_head:
-            self.lm_head = target.lm_head
-        if spec.of_last_state:
-            assert target.final_norm is not None
-            self.features.state_norms = [target.final_norm]
 
     def bind(
         self,

@@ -169,7 +169,7 @@ class Runner:
             for key in eager_shapes(self.dispatcher, num_slots=num_slots, most_tokens=most):
                 commons = self.synthetic.capture_batch(key)
                 self.prepare(commons, None)
-                for makes_drafts in {False, self._program.passes is not None}:
+                for makes_drafts in {False, self._program.varies_with_drafts}:
                     self._run_eager(commons[0], commons[0].num_reqs, makes_drafts=makes_drafts)
             self._sampling.launch()
 
@@ -217,7 +217,8 @@ class Runner:
         ]
         # One in each power of four, and the largest.
         timed = {(key.num_reqs.bit_length() - 1) // 2: key for key in reversed(whole)}
-        for drafting in {*timed.values(), *whole[-1:]}:
+        # In an order that is the same on all ranks.
+        for drafting in dict.fromkeys([*timed.values(), *whole[-1:]]):
             plain = next((key for key in captures.decode if key.num_reqs >= drafting.num_reqs), None)
             for key in (plain, drafting) if plain is not None else ():
                 run = self._replayed(key)

@@ -46,14 +46,10 @@ class StepOutputs(NamedTuple):
 
 
 class Passes(Protocol):
-    """Passes of a draft model behind the sampling of a step.
-
-    needs_all_rows: the last layer must compute all rows, whose states a draft head reads
-    """
+    """Passes of a draft model behind the sampling of a step."""
 
     model: Transformer
     layers: Sequence[AttentionLayer]
-    needs_all_rows: bool
 
     def build(self, commons: Sequence[CommonMetadata], key: GraphKey | None) -> None:
         """Build the attention metadata of the passes; see `StepProgram.build`."""
@@ -81,6 +77,8 @@ class StepProgram:
         None if the host samples
     batch_invariant: no kernel is chosen by the number of tokens or requests; model and backend must be batch-invariant
         too
+    drafts_read_last: the passes read the states behind the last layer, which then computes all rows in steps with
+        passes; on each rank, although only rank 0 has the passes
     """
 
     def __init__(
@@ -94,8 +92,9 @@ class StepProgram:
         passes: Passes | None = None,
         features_TE: torch.Tensor | None = None,
         states: Mapping[int, tuple[torch.Tensor, ...]] = MappingProxyType({}),
+        drafts_read_last: bool = False,
     ) -> None:
-        self.passes = passes
+        self.passes, self._drafts_read_last = passes, drafts_read_last
         self._states = states
         self._features_TE = features_TE
         self.model = model
@@ -147,7 +146,7 @@ class StepProgram:
                 single=every_row and num_tokens == num_reqs,
                 early=self.attention.is_barrier,
             )
-        all_hidden = all_hidden or model.spec.pooler is not None or (passes is not None and passes.needs_all_rows)
+        all_hidden = all_hidden or model.spec.pooler is not None or (makes_drafts and self._drafts_read_last)
         if model.leaves_rows_out(num_tokens, num_kept) and not every_row and not all_hidden:
             # Padding rows have arbitrary contents.
             rows = inputs.logits_rows[:num_kept]
@@ -174,6 +173,11 @@ class StepProgram:
         if passes is not None:
             passes.run(tokens, num_tokens=num_tokens, num_reqs=num_reqs, pieces=pieces)
         return StepOutputs(hidden_TE, logits_NV, tokens, counts)
+
+    @property
+    def varies_with_drafts(self) -> bool:
+        """True if steps that make drafts run other kernels than those that make none."""
+        return self.passes is not None or self._drafts_read_last
 
     def build(self, builder: GroupBuilder, commons: Sequence[CommonMetadata], key: GraphKey | None) -> None:
         """Build the attention metadata of the step that runs next.

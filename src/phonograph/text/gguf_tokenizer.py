@@ -22,11 +22,13 @@ _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,%d}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
     r"\s+(?!\S)|\s+"
 )
-_TEKKEN = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|"
-    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_CASED_WORDS = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+%(end)s|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*%(end)s|\p{N}{1,%(digits)d}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_TEKKEN = _CASED_WORDS % {"end": "", "digits": 1}
+_O200K = _CASED_WORDS % {"end": "(?i:'s|'t|'re|'ve|'m|'ll|'d)?", "digits": 3}
 
 
 class _Splitting(NamedTuple):
@@ -55,6 +57,7 @@ _SPLITTINGS: Mapping[str, _Splitting] = {
     **dict.fromkeys(("smollm", "starcoder"), _Splitting(digits=True)),
     "gpt-2": _Splitting(),
     "tekken": _Splitting(_TEKKEN, whole_words=True, bos=True),
+    "gpt-4o": _Splitting(_O200K, whole_words=True),
 }
 
 

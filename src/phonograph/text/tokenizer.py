@@ -20,6 +20,7 @@ from phonograph.files.hub_gguf import gguf_reference
 from phonograph.files.model_files import DEMO, is_gguf, model_path
 from phonograph.text.detokenizer import TokenBytes, TokenStream
 from phonograph.text.gguf_tokenizer import has_gguf_tokenizer, make_gguf_tokenizer
+from phonograph.text.kept_places import kept_places
 from phonograph.text.light_tokenizer import LightTokenizer, read_light_tokenizer
 from phonograph.text.token_texts import TokenTexts
 
@@ -199,7 +200,7 @@ class Tokenizer:
             problem = "is a pair, and the tokenizer has no token between texts; give one text by the model's template"
             raise RequestError("prompt", shortened(text, _SHOWN), problem)
         if most is not None and len(ids) > most:
-            kept = _kept_places(sequences[::-1] if keeps_last else sequences, most)
+            kept = kept_places(sequences[::-1] if keeps_last else sequences, most)
             kept = [len(ids) - 1 - place for place in reversed(kept)] if keeps_last else kept
             ids, types = [ids[place] for place in kept], [types[place] for place in kept]
         return TypedTokens.of(ids, types) if typed else ids
@@ -309,28 +310,6 @@ class Tokenizer:
         special = self.special_token_ids
         hidden = (special.difference(shown) if shown else special) if skip_special_tokens else ()
         return TokenStream(self.token_bytes, self.special_token_ids, hidden=hidden, after=after)
-
-
-def _kept_places(sequence_ids: Sequence[int | None], most: int) -> list[int]:
-    """Return the places of the tokens that are kept of one text or two; None is the sequence of a special token.
-
-    Raises:
-        RequestError: there are more special tokens.
-    """
-    left = [sum(one == number for one in sequence_ids) for number in (0, 1)]
-    num_special = len(sequence_ids) - sum(left)
-    if most <= num_special:
-        problem = f"leaves no room for a text beside {num_special} special tokens"
-        raise RequestError("truncate_prompt_tokens", most, problem)
-    for _ in range(len(sequence_ids) - most):
-        left[left[1] >= left[0]] -= 1
-    kept: list[int] = []
-    for place, sequence in enumerate(sequence_ids):
-        if sequence is not None:
-            left[sequence] -= 1
-        if sequence is None or left[sequence] >= 0:
-            kept.append(place)
-    return kept
 
 
 def load_tokenizer(config: EngineConfig) -> Tokenizer | None:

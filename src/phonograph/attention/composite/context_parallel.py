@@ -215,7 +215,8 @@ class ContextParallelBackend(AttentionBackend[DividedMetadata]):
         layer, kv_cache, metadata = call
         num_ranks = self._num_ranks
         query_NTHD = share_ranks(query_THD.contiguous(), num_ranks, self._ranks)
-        query_TXD = query_NTHD.transpose(0, 1).flatten(1, 2)
+        # Of one head a rank, `flatten` returns a view, whose heads lie far apart.
+        query_TXD = query_NTHD.transpose(0, 1).flatten(1, 2).contiguous()
         found_TXD, lse_XT = self._attend(self._context, query_TXD, AttentionCall(layer, kv_cache, metadata.context))
         # The log-sum-exps travel with the results.
         parts_NTHF = exchange_ranks(self._kernels.pack_parts(found_TXD, lse_XT, num_ranks), self._ranks)

@@ -21,6 +21,7 @@ from phonograph.files.model_files import is_gguf, model_path, read_json
 from phonograph.kernels.triton.gemm.product_plan import GemmDevice
 from phonograph.models.heads.eagle import DraftSpec, read_eagle
 from phonograph.models.heads.eagle_config import method_of
+from phonograph.models.heads.shared_weights import num_copied
 from phonograph.models.layers.workspace import Workspace
 from phonograph.models.spec import DTYPE_BYTES, ModelSpec, read_model_spec
 from phonograph.models.weights.loading import weight_files
@@ -40,6 +41,9 @@ class DraftPlan:
         page_bytes: bytes of its layers in a block.
         taps: hidden states of the target that a draft head reads, the stream that enters each layer; empty for a model
             of its own.
+        copied: numbers of the target's embedding and matrix of logits that a head has copies of, because a rank has a
+            part of them.
+        num_ranks: ranks of the target; the draft model is on rank 0.
     """
 
     model: ModelSpec
@@ -48,10 +52,12 @@ class DraftPlan:
     selection: Selection
     page_bytes: int
     taps: tuple[int, ...] = ()
+    copied: int = 0
+    num_ranks: int = 1
 
     @property
     def weight_bytes(self) -> int:
-        return self.model.weight_bytes(self.dtype)
+        return self.model.weight_bytes(self.dtype) + self.copied * DTYPE_BYTES[self.dtype]
 
     def feature_bytes(self, limits: Limits) -> int:
         """Return the bytes of the states that a draft head reads, its features, and logits by the target's tokens."""
@@ -77,7 +83,12 @@ class DraftPlan:
         """Its sizes, for `explain`."""
         parts = f"{counted(self.model.num_layers, 'layer')}, {self.weight_bytes / (1 << 20):.1f} MiB of weights"
         kind = "head" if self.taps else "model"
-        return f"draft {kind} {self.model.architecture}: {parts}, {self.page_bytes / 1024:.1f} KiB of each block"
+        note = f"draft {kind} {self.model.architecture}: {parts}, {self.page_bytes / 1024:.1f} KiB of each block"
+        if self.num_ranks == 1:
+            return note
+        copies = self.copied * DTYPE_BYTES[self.dtype] / (1 << 20)
+        of_target = f", with {copies:.1f} MiB of copies of the target's embedding or head" if copies else ""
+        return f"{note}; it is on rank 0{of_target}, and the plan of each rank has room for it"
 
 
 def read_draft_spec(config: EngineConfig, target: ModelSpec) -> DraftSpec:
@@ -85,7 +96,7 @@ def read_draft_spec(config: EngineConfig, target: ModelSpec) -> DraftSpec:
 
     Args:
         config: has a draft model.
-        target: the model that verifies.
+        target: the model that verifies, of all ranks.
 
     Raises:
         ConfigError: it has another vocabulary, or is not what the method says.
@@ -128,17 +139,18 @@ def _tensor_names(folder: Path) -> set[str]:
 
 
 def plan_draft(
-    config: EngineConfig, draft: DraftSpec, dtype: str, attention: list[AttentionSpec], kv: KVGroups,
-    limits: Limits, device: DeviceSpec,
+    config: EngineConfig, draft: DraftSpec, target: ModelSpec, dtype: str, attention: list[AttentionSpec],
+    kv: KVGroups, limits: Limits, device: DeviceSpec,
 ) -> DraftPlan:  # fmt: skip
     """Decide how a draft model runs beside a target.
 
     Args:
         config: has the draft model.
         draft: the draft model.
+        target: the model that verifies, of all ranks.
         dtype: type of its weights.
-        attention: attention of each of its layers, with the target's block size.
-        kv: KV groups of the target.
+        attention: attention of each of its layers.
+        kv: KV groups of a rank of the target.
         limits: what runs at once.
         device: the device.
 
@@ -146,7 +158,7 @@ def plan_draft(
         ConfigError: one of the models has windows that the context exceeds, the draft model has a shorter context.
         BackendError: no backend serves its attention.
     """
-    speculation, model = config.speculation, draft.model
+    speculation, model, num_ranks = config.speculation, draft.model, config.tensor_parallel_size
     assert speculation is not None
 
     def refused(problem: str) -> ConfigError:
@@ -161,7 +173,8 @@ def plan_draft(
             f"{limits.max_model_len}; max_model_len={model.context_length} works"
         )
     size = kv.block_sizes[0]
-    specs = [replace(one, block_size=size) for one in attention]
+    # Ranks that share the tokens of a head keep parts of a block; a draft model has whole ones.
+    specs = [replace(one, block_size=size, lse=False, non_causal=False) for one in attention]
     sources = [one.kv_layer for one in model.attentions.values()]
     own = make_kv_groups(specs, max_model_len=limits.max_model_len, block_size=size, sources=sources)
     group, *others = own.groups
@@ -171,7 +184,8 @@ def plan_draft(
     (selection,) = selected.values()
     return DraftPlan(
         model=model, dtype=dtype, attention=own.specs[0], selection=selection, page_bytes=own.page_bytes,
-        taps=draft.taps,
+        taps=draft.taps, num_ranks=num_ranks,
+        copied=0 if num_ranks == 1 or model.features is None else num_copied(model.features, target),
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Sums, notes and refusals of an engine on several ranks."""
+"""Sums and notes of an engine on several ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from phonograph.config.engine_config import EngineConfig
 from phonograph.core.device import DeviceSpec
 from phonograph.core.limits import Limits
-from phonograph.errors import ConfigError
 from phonograph.kernels.triton.ranks.choose_sum import SumChoice, choose_sums
 from phonograph.models.spec import ModelSpec
 from phonograph.models.weights.tensor_parallel import SETTING
@@ -37,21 +36,15 @@ def rank_notes(
     """Return notes on the parts of the ranks; none for one rank.
 
     Args:
-        config: number of ranks, and settings that they may not support.
+        config: number of ranks.
         whole: the model.
         model: the part of a rank.
         dtype: type of the model.
         sums: kernels that sum over the ranks.
-
-    Raises:
-        ConfigError: a setting has no rule for several ranks yet.
     """
     size = config.tensor_parallel_size
     if size == 1:
         return []
-    if config.speculation is not None and config.speculation.model is not None:
-        problem = f"a draft model works with {SETTING}=1 only so far; the methods ngram and suffix work"
-        raise ConfigError("speculative_config", config.speculative_config, problem)
     all_heads, heads = (next(iter(one.attentions.values())) for one in (whole, model))
     notes = [
         f"{SETTING} {size}: a rank has {heads.num_query_heads} of {all_heads.num_query_heads} query heads, "

@@ -26,6 +26,7 @@ from phonograph.graphs.runtime import GraphRuntime
 from phonograph.graphs.tape.tape import TapeRuntime, operator_threads
 from phonograph.kernels.ranks import Ranks
 from phonograph.models.heads.audio_encoder import AudioEncoder
+from phonograph.models.heads.shared_weights import share
 from phonograph.models.layers.rotary import rotary_tables
 from phonograph.models.layers.torch_parts import TorchKernels
 from phonograph.models.transformer import Transformer
@@ -88,7 +89,7 @@ class CpuPlatform:
         )
         if sampler is not None and isinstance(plan.model.encoder, AudioEncoder):
             sampler.grammars.first_timestamp = plan.model.encoder.first_timestamp
-        states_TF, taps = make_states(plan, model)
+        states_TF, taps = make_states(plan, parts)
         if isinstance(model, Transformer):
             _bind(model, limits.max_model_len, taps, max_num_tokens=limits.max_num_batched_tokens, ranks=self._ranks)
         draft_runner = None
@@ -96,7 +97,7 @@ class CpuPlatform:
             assert sampler is not None, "a draft model is for models that generate"
             if taps:
                 assert isinstance(model, Transformer), "a draft head has a decoder of ours"
-                parts.draft.model.share(model)
+                share(parts.draft.model, model)
             draft_runner = _draft_runner(plan, parts.draft, inputs, runtime, sampler, states_TF)
         attention = make_step_attention(plan, parts, inputs, runtime)
         return DeviceParts(

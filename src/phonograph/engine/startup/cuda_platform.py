@@ -31,6 +31,7 @@ from phonograph.kernels.triton.gemm.product_plan import GemmDevice
 from phonograph.kernels.triton.launch import compile_helper
 from phonograph.kernels.triton.launch.precompile import begin_hashing, compile_only
 from phonograph.models.heads.audio_encoder import AudioEncoder
+from phonograph.models.heads.shared_weights import share
 from phonograph.models.layers.rotary import rotary_tables
 from phonograph.models.layers.torch_parts import TorchKernels
 from phonograph.models.layers.triton_parts import TritonKernels
@@ -105,7 +106,7 @@ class CudaPlatform:
         spec, batch_invariant = model.spec, plan.attention.batch_invariant
         with torch.inference_mode():
             taps = () if plan.draft is None else plan.draft.taps
-            states, kept = make_states(plan, model)
+            states, kept = make_states(plan, parts)
             workspace = _bind(plan, model, limits.max_num_logits, device, kept, self._ranks)
             make_inputs = CudaInputs if self._ranks is None else partial(CudaRankInputs, self._ranks)
             inputs = make_inputs(
@@ -129,7 +130,7 @@ class CudaPlatform:
             if parts.draft is not None:
                 if parts.draft.model.features is not None:
                     assert isinstance(model, Transformer), "a draft head has a decoder of ours"
-                    parts.draft.model.share(model)
+                    share(parts.draft.model, model)
                 static += _bind(plan, parts.draft.model, limits.max_num_seqs, device).tensors()
         runtime = self._make_runtime(device, static)
         in_steps, drafts = parts.draft is not None, make_suffix_drafts(plan, sampler)
@@ -173,6 +174,7 @@ class CudaPlatform:
                 batch_invariant=batch_invariant,
                 passes=passes,
                 states=parts.states,
+                drafts_read_last=_drafts_read_last(plan),
             ),
             sampling=CudaSampling(sampler, inputs, masked, ring, drafts, listed),
         )
@@ -186,7 +188,13 @@ class CudaPlatform:
         return DeviceParts(
             runtime=runtime,
             inputs=inputs,
-            program=StepProgram(model=parts.model, attention=attention, inputs=inputs, states=parts.states),
+            program=StepProgram(
+                model=parts.model,
+                attention=attention,
+                inputs=inputs,
+                states=parts.states,
+                drafts_read_last=_drafts_read_last(plan),
+            ),
             sampling=Pooling(parts.model, lookahead=LOOKAHEAD),
         )
 
@@ -224,6 +232,10 @@ def _bind(
     return workspace
 
 
+def _drafts_read_last(plan: EnginePlan) -> bool:
+    return plan.draft is not None and plan.model.num_layers in plan.draft.taps
+
+
 def _draft_passes(
     plan: EnginePlan,
     draft: DraftModelParts,
@@ -243,5 +255,4 @@ def _draft_passes(
         max_num_tokens=plan.limits.max_num_batched_tokens,
         max_model_len=plan.limits.max_model_len,
         states_TF=states if taps else None,
-        needs_all_rows=plan.model.num_layers in taps,
     )

@@ -13,6 +13,8 @@ from phonograph.attention.backend import AnyBackend, AttentionLayer
 from phonograph.engine.plan import EnginePlan
 from phonograph.engine.startup.static_memory import StaticMemory
 from phonograph.graphs.runtime import GraphRuntime
+from phonograph.kernels.ranks import Ranks
+from phonograph.models.heads.shared_weights import gather_shared
 from phonograph.models.modules.step_model import StepModel
 from phonograph.models.transformer import Transformer
 from phonograph.runner.step_attention import StepAttention
@@ -91,13 +93,21 @@ class Platform(Protocol):
         ...
 
 
-def make_states(plan: EnginePlan, model: StepModel) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+def make_states(plan: EnginePlan, parts: ModelParts) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
     """Return memory for the states that a draft head reads, and its parts by layer; see `Transformer.bind`."""
-    taps = () if plan.draft is None else plan.draft.taps
+    taps, model = () if plan.draft is None or parts.draft is None else plan.draft.taps, parts.model
     size = plan.limits.max_num_batched_tokens, len(taps) * model.spec.hidden_size
     states_TF = torch.empty(size, dtype=model.dtype, device=model.device)
-    parts = states_TF.chunk(max(len(taps), 1), 1)
-    return states_TF, {layer - 1: part for layer, part in zip(taps, parts, strict=False)}
+    of_layers = states_TF.chunk(max(len(taps), 1), 1)
+    return states_TF, {layer - 1: part for layer, part in zip(taps, of_layers, strict=False)}
+
+
+def gather_draft_weights(plan: EnginePlan, parts: ModelParts, ranks: Ranks) -> None:
+    """Copy what a draft head takes of its target from all ranks to rank 0, when these have their weights."""
+    features = None if plan.draft is None else plan.draft.model.features
+    if features is not None:
+        assert isinstance(parts.model, Transformer)
+        gather_shared(features, parts.model, ranks, None if parts.draft is None else parts.draft.model)
 
 
 def make_step_attention(plan: EnginePlan, parts: ModelParts, inputs: Inputs, runtime: GraphRuntime) -> StepAttention:

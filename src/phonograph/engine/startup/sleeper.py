@@ -80,7 +80,7 @@ class Sleeper:
         """
         start = time.perf_counter()
         if "weights" not in self.asleep or level == 2:
-            self._weights.release(_storages(_tensors(self._models)), keep=level == 1)
+            self._weights.release(_weights(*self._models), keep=level == 1)
             self.level = level
         if self._core is not None:
             self._core.scheduler.reset_prefix_cache()
@@ -106,7 +106,7 @@ class Sleeper:
                 try:
                     self._reload()
                 except BaseException:
-                    self._weights.release(_storages(_tensors(self._models)), keep=False)
+                    self._weights.release(_weights(*self._models), keep=False)
                     raise
             self._set(self.asleep - {"weights"})
         if "kv_cache" in self.asleep and "kv_cache" in tags:
@@ -136,9 +136,9 @@ class Sleeper:
         for load, model in zip(self._loads, self._models, strict=True):
             with load(make_empty=self._weights.empty) as loading:
                 loading.finish()
-            own = [one for one in _storages(_tensors(model)) if one.data_ptr() not in shared]
+            own = [one for one in _weights(model) if one.data_ptr() not in shared]
             shared.update(one.data_ptr() for one in own)
-            for old, new in zip(own, _storages(_tensors(loading.model)), strict=True):
+            for old, new in zip(own, _weights(loading.model), strict=True):
                 if old.data_ptr() != new.data_ptr():
                     old.copy_(new, non_blocking=False)
                     if new.resizable():  # A mapped file's storage is not.
@@ -154,6 +154,13 @@ def checked_sleeper(sleeper: Sleeper | None) -> Sleeper:
     if sleeper is None:
         raise ConfigError("enable_sleep_mode", False, "sleep and wake_up need enable_sleep_mode=True at the start")
     return sleeper
+
+
+def _weights(*models: StepModel) -> list[torch.UntypedStorage]:
+    """Return the memory of models' weights, without copies of those of other ranks, which stay in a sleep."""
+    copies = _storages(one for model in models if isinstance(model, Transformer) for one in model.gathered)
+    stay = {one.data_ptr() for one in copies}
+    return [one for one in _storages(_tensors(models)) if one.data_ptr() not in stay]
 
 
 def _storages(tensors: Collection[torch.Tensor] | Iterator[torch.Tensor]) -> list[torch.UntypedStorage]:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from phonograph.errors import UnsupportedModelError, WeightError
+from phonograph.kernels.torch import fp4
 from phonograph.models.quantization.grouped_weight import GroupedScheme, GroupedWeight, slices
 from phonograph.models.quantization.scheme import LinearWeight, Stored
 
@@ -220,6 +221,14 @@ def _q6_k(blocks: torch.Tensor) -> Numbers:
     return Numbers((low | high).flatten(1) + (128 - 32), (_half(blocks, 208).unsqueeze(-1) * scales).flatten(1), None)
 
 
+def _mxfp4(blocks: torch.Tensor) -> Numbers:
+    exponents = blocks[..., 0].float()
+    # Values are twice the numbers of the codes.
+    scales = torch.exp2(exponents - (fp4.OFFSET + 1)).masked_fill_(exponents == fp4.NOT_A_NUMBER, torch.nan)
+    values = torch.tensor([128 + int(2 * code) for code in fp4.CODES], dtype=torch.uint8, device=blocks.device)
+    return Numbers(values[_nibbles(blocks[..., 1:]).int()].flatten(1), scales, None)
+
+
 BLOCK_TYPES: Mapping[str, BlockType] = {
     "Q4_0": BlockType(inputs=32, nbytes=18, bits=4, group=32, offsets=False, unpack=_q4_0),
     "Q4_1": BlockType(inputs=32, nbytes=20, bits=4, group=32, offsets=True, unpack=_q4_1),
@@ -229,5 +238,6 @@ BLOCK_TYPES: Mapping[str, BlockType] = {
     "Q4_K": BlockType(inputs=256, nbytes=144, bits=4, group=32, offsets=True, unpack=_q4_k),
     "Q5_K": BlockType(inputs=256, nbytes=176, bits=8, group=32, offsets=True, unpack=_q5_k),
     "Q6_K": BlockType(inputs=256, nbytes=210, bits=8, group=16, offsets=False, unpack=_q6_k),
+    "MXFP4": BlockType(inputs=32, nbytes=17, bits=8, group=32, offsets=False, unpack=_mxfp4),
 }
-"""Supported types of blocks, by ggml's names."""
+"""Supported types of blocks, by ggml's names. Experts in MXFP4 alone are an `Mxfp4Scheme` in place of it."""

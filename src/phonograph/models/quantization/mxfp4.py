@@ -82,6 +82,18 @@ class Mxfp4Scheme:
         return WeightFormat(dtype, 4, fp4.GROUP, interleaved=True)
 
 
+def tensors_of_gguf(rows_OB: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return a module's tensors from rows of blocks of a GGUF file, uint8 [outputs, bytes].
+
+    A block is a scale and 16 bytes. The lower halves of the bytes are the codes of its first 16 inputs, and the upper
+    halves are the others.
+    """
+    blocks = rows_OB.unflatten(1, (-1, 1 + _BYTES))
+    halves = blocks[..., 1:]
+    codes = torch.cat([halves & 15, halves >> 4], -1)
+    return {"blocks": codes[..., 0::2] | codes[..., 1::2] << 4, "scales": blocks[..., 0]}
+
+
 def _in_order_of_gpu(device: torch.device) -> bool:
     """Return True if words and exponents are in the order of a GPU's kernels."""
     return device.type != "cpu"

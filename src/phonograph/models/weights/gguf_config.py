@@ -33,21 +33,14 @@ ARCHITECTURES: Mapping[str, str] = {
     "granitemoe": "GraniteMoeForCausalLM",
     "qwen35": "Qwen3_5ForCausalLM",
     "qwen35moe": "Qwen3_5MoeForCausalLM",
+    "gpt-oss": "GptOssForCausalLM",
 }
 """Architectures by `general.architecture`. Files of Mistral and Mixtral models mostly say "llama"."""
 INTERLEAVED = frozenset({"llama", "mistral", "granite", "granitemoe"})
 """Architectures whose files have the two halves of each head of queries and keys interleaved."""
 ROPE_FACTORS = "rope_freqs.weight"
-_END_TEXTS = (
-    "<|im_end|> <|endoftext|> <|eot_id|> <|eom_id|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> </s> "
-    "<EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response> <|fim_pad|> <fim-pad> "
-    "<fim_pad> <PAD> [PAD] <|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame> <|file_sep|> "
-    "<\uff5cend\u2581of\u2581sentence\uff5c>"
-)
-"""Texts of tokens at which llama.cpp ends a text or a turn, whatever the header says (`src/llama-vocab.cpp`)."""
 _LAYERS_OF_27B = 62
 """Layers by which llama.cpp knows Gemma 3 27B, whose scale of scores is another one."""
-_END_KEYS = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
 _REQUIRED = object()
 
 
@@ -105,6 +98,7 @@ _OWN_KEYS: Mapping[str, Mapping[str, _Key]] = {
     "qwen2moe": _QWEN2_MOE,
     "qwen3moe": _QWEN3_MOE,
     "olmoe": {"expert_count": _Key("num_experts", int, _REQUIRED), **_USED},
+    "gpt-oss": {"expert_count": _Key("num_local_experts", int, _REQUIRED), **_USED},
     "granite": _GRANITE,
     "granitemoe": {
         **_GRANITE,
@@ -203,6 +197,8 @@ def config_of_gguf(file: GgufFile) -> dict[str, Any]:
         config["sliding_window"] = window
     if name == "gemma3":
         config |= _of_gemma3(config, _read(file, f"{name}.attention.sliding_window", _Key("", int, _REQUIRED)))
+    if name == "gpt-oss":
+        config |= _of_gpt_oss(config, _read(file, f"{name}.attention.sliding_window", _Key("", int, _REQUIRED)))
     _check_keys(file, name, config)
     return config
 
@@ -217,6 +213,13 @@ def _of_gemma3(config: Mapping[str, Any], window: int) -> dict[str, Any]:
     }
 
 
+def _of_gpt_oss(config: Mapping[str, Any], window: int) -> dict[str, Any]:
+    """Return fields of gpt-oss in the spelling of its publisher, whose bounds of YaRN are not rounded to pairs."""
+    scaling = config.get("rope_scaling", {"rope_type": "default"})
+    rounding = {"truncate": False} if scaling["rope_type"] == "yarn" else {}
+    return {"sliding_window": window, "rope_scaling": {**scaling, **rounding}}
+
+
 def _of_qwen35(file: GgufFile, name: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """Return fields of Qwen3.5 that a header has in other units."""
     inner, rotated = (
@@ -227,18 +230,6 @@ def _of_qwen35(file: GgufFile, name: str, config: Mapping[str, Any]) -> dict[str
         "linear_value_head_dim": inner // max(config["linear_num_value_heads"], 1),
         "partial_rotary_factor": rotated / config["head_dim"],
     }
-
-
-def end_tokens_of_gguf(file: GgufFile) -> tuple[int, ...]:
-    """Return the tokens that end a text or a turn: those that the header names, and those with known texts."""
-    named = [file.values.get(f"tokenizer.ggml.{name}_token_id") for name in _END_KEYS]
-    texts = file.values.get("tokenizer.ggml.tokens")
-    ends = set(_END_TEXTS.split())
-    found = {text: token for token, text in enumerate(texts) if text in ends} if isinstance(texts, list) else {}
-    # In the format of gpt-oss this token only ends a message within an answer.
-    if "<|return|>" in found and "<|call|>" in found:
-        found.pop("<|end|>", None)
-    return tuple(dict.fromkeys(token for token in (*named, *found.values()) if type(token) is int))
 
 
 def quantization_of_gguf(file: GgufFile, layers: Sequence[LayerSpec]) -> Quantization | None:

@@ -1,7 +1,7 @@
 """Tensors of GGUF files for the router, the experts and the shared expert of a layer.
 
 A file has one tensor of all experts for gates, one for ups and one for outputs, whatever the names in transformers'
-checkpoints are. Each is a piece of a matrix of the model: some rows of each expert.
+checkpoints are, and such tensors of biases. Each is a piece of a matrix of the model: some rows of each expert.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import torch
 
 from phonograph.models.layer_spec import LayerMatrix, LayerSpec
 from phonograph.models.layers.expert_spec import LayerExperts
-from phonograph.models.quantization.gguf_blocks import FLOATS, GgufBlocks, fused_schemes
+from phonograph.models.quantization.gguf_blocks import FLOATS, fused_schemes
+from phonograph.models.quantization.mxfp4 import Mxfp4Scheme
+from phonograph.models.quantization.scheme import Scheme
 
 
 class ExpertPiece(NamedTuple):
@@ -25,6 +27,7 @@ class ExpertPiece(NamedTuple):
         matrix: the matrix.
         first: first row, in each expert.
         outputs: rows, of each expert.
+        bias: the tensor has the biases of the rows, and no weights.
     """
 
     layer: int
@@ -32,12 +35,13 @@ class ExpertPiece(NamedTuple):
     matrix: LayerMatrix
     first: int
     outputs: int
+    bias: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the tensor."""
         experts = () if self.matrix.num_experts is None else (self.matrix.num_experts,)
-        return *experts, self.outputs, self.matrix.num_inputs
+        return *experts, self.outputs, *(() if self.bias else (self.matrix.num_inputs,))
 
     @property
     def module(self) -> str:
@@ -47,6 +51,8 @@ class ExpertPiece(NamedTuple):
     def part(self, whole: ExpertPiece, rank: int, tensor: torch.Tensor) -> torch.Tensor:
         """Return a view of a rank's part of a tensor, [experts, outputs, numbers or bytes of the inputs].
 
+        Biases are [experts, outputs]; those of a sum over ranks are zeros in place of a view, but on rank 0.
+
         Args:
             whole: the piece of the file, of which this one is the rank's part.
             rank: the rank.
@@ -54,6 +60,9 @@ class ExpertPiece(NamedTuple):
         """
         rows = tensor.view(whole.matrix.num_experts or 1, whole.outputs, -1)
         sizes = (self.outputs, whole.outputs), (self.matrix.num_inputs, whole.matrix.num_inputs)
+        if self.bias:
+            rows, sizes = rows.squeeze(2), sizes[:1]
+            rows = torch.zeros_like(rows) if rank and self.matrix.partial else rows
         for dim, (own, size) in enumerate(sizes, start=1):
             length = rows.shape[dim] * own // size
             rows = rows.narrow(dim, rank * length % rows.shape[dim], length)
@@ -63,26 +72,31 @@ class ExpertPiece(NamedTuple):
 def expert_pieces(layers: Sequence[LayerSpec]) -> dict[str, ExpertPiece]:
     """Return the pieces by the names of their tensors, in the order of the matrices' rows."""
     return {
-        f"blk.{index}.{name}.weight": ExpertPiece(index, place, experts.matrices[place], first, outputs)
+        f"blk.{index}.{name}.{kind}": ExpertPiece(index, place, matrix, first, outputs, kind == "bias")
         for index, layer in enumerate(layers)
         if isinstance(experts := layer.feed_forward, LayerExperts)
         for place, name, first, outputs in _pieces_of(experts)
+        for matrix in (experts.matrices[place],)
+        for kind in ("weight", "bias")[: 1 + matrix.bias]
     }
 
 
-def expert_modules(layers: Sequence[LayerSpec]) -> set[str]:
-    """Return the names of the pieces' projections in checkpoints of transformers."""
+def expert_tensors(layers: Sequence[LayerSpec]) -> set[str]:
+    """Return the names of the same weights and biases in checkpoints of transformers."""
     return {
-        f"model.layers.{index}.{name}"
+        f"model.layers.{index}.{matrix.tensor_name(name, kind)}"
         for index, layer in enumerate(layers)
         if isinstance(layer.feed_forward, LayerExperts)
         for matrix in layer.feed_forward.matrices
         for name, _ in matrix.projections()
+        for kind in ("weight", "bias")
     }
 
 
-def expert_schemes(kinds: Mapping[str, str], layers: Sequence[LayerSpec]) -> dict[str, GgufBlocks]:
+def expert_schemes(kinds: Mapping[str, str], layers: Sequence[LayerSpec]) -> dict[str, Scheme]:
     """Return the weight format of each projection of a matrix whose pieces are all in blocks.
+
+    A matrix of experts whose pieces are all in MXFP4 has the format of gpt-oss's files.
 
     Args:
         kinds: types of the file's tensors by their names.
@@ -91,15 +105,17 @@ def expert_schemes(kinds: Mapping[str, str], layers: Sequence[LayerSpec]) -> dic
     matrices: dict[tuple[int, int], list[str]] = {}
     pieces = expert_pieces(layers)
     for name, piece in pieces.items():
-        matrices.setdefault((piece.layer, piece.place), []).append(name)
-    schemes: dict[str, GgufBlocks] = {}
+        if not piece.bias:
+            matrices.setdefault((piece.layer, piece.place), []).append(name)
+    schemes: dict[str, Scheme] = {}
     for (layer, _), names in matrices.items():
         matrix = pieces[names[0]].matrix
         own_kinds = [kinds[name] for name in names if name in kinds]
         # Loading reports missing pieces.
         if not matrix.quantizable or len(own_kinds) < len(names) or not FLOATS.keys().isdisjoint(own_kinds):
             continue
-        by_kind = fused_schemes(own_kinds)
+        only_mxfp4 = matrix.num_experts is not None and {*own_kinds} == {"MXFP4"}
+        by_kind = {"MXFP4": Mxfp4Scheme()} if only_mxfp4 else fused_schemes(own_kinds)
         for index, (name, _) in enumerate(matrix.projections()):
             schemes[f"model.layers.{layer}.{name}"] = by_kind[own_kinds[index % len(matrix.parts)]]
     return schemes

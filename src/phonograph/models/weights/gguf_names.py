@@ -40,9 +40,18 @@ _OF_STATES: Mapping[str, str] = {
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
 }
-_OWN: Mapping[str, Mapping[str, str]] = {"gemma3": _BOTH_NORMS, "qwen35": _OF_STATES, "qwen35moe": _OF_STATES}
+_OWN: Mapping[str, Mapping[str, str]] = {
+    "gemma3": _BOTH_NORMS,
+    "qwen35": _OF_STATES,
+    "qwen35moe": _OF_STATES,
+    "gpt-oss": {"post_attention_norm": "post_attention_layernorm"},
+}
 """Names of single architectures."""
-_WHOLE: Mapping[str, str] = {"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"}
+_WHOLE: Mapping[str, str] = {
+    "ssm_a": "linear_attn.A_log",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+    "attn_sinks.weight": "self_attn.sinks",
+}
 """Names of tensors of a layer that have other ends in checkpoints."""
 FUSED: Mapping[str, str] = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv"),

@@ -19,10 +19,11 @@ from phonograph.files.gguf_file import GgufFile, GgufTensor
 from phonograph.models.layers.linear import Linear
 from phonograph.models.quantization.block_embedding import BlockEmbedding
 from phonograph.models.quantization.gguf_blocks import BLOCK_TYPES, FLOATS, GgufBlocks, dequantize_rows
+from phonograph.models.quantization.mxfp4 import tensors_of_gguf
 from phonograph.models.quantization.scheme import QuantizedModule
 from phonograph.models.transformer import Transformer
 from phonograph.models.weights.gguf_config import INTERLEAVED, ROPE_FACTORS
-from phonograph.models.weights.gguf_experts import ExpertPiece, expert_modules, expert_pieces
+from phonograph.models.weights.gguf_experts import ExpertPiece, expert_pieces, expert_tensors
 from phonograph.models.weights.gguf_names import gguf_name, hugging_face_name
 from phonograph.models.weights.rank_tensors import RankTensors
 from phonograph.models.weights.staging import Copies
@@ -38,8 +39,8 @@ def load_gguf(model: Transformer, file: GgufFile, copies: Copies, cuts: RankTens
         WeightError: a tensor that is not a bias is missing; a tensor is unexpected, or has another shape; a vector is
             in blocks.
     """
-    pieces, of_experts = expert_pieces(model.spec.layers), expert_modules(model.spec.layers)
-    modules = [module for module in model.quantized_modules() if module.name not in of_experts]
+    pieces, of_experts = expert_pieces(model.spec.layers), expert_tensors(model.spec.layers)
+    modules = [module for module in model.quantized_modules() if module.tensor_name("weight") not in of_experts]
     architecture = str(file.values["general.architecture"])
     half = next(iter(model.spec.attentions.values())).head_size // 2
     rank, whole_pieces = (0, pieces) if cuts is None else (cuts.rank, expert_pieces(cuts.whole.layers))
@@ -67,7 +68,7 @@ def load_gguf(model: Transformer, file: GgufFile, copies: Copies, cuts: RankTens
             raise WeightError(
                 f"{shown} has shape {list(tensor.shape)}; the header's sizes of the model ask for {list(shapes[name])}"
             )
-        if tensor.kind not in FLOATS and len(tensor.shape) < 2:
+        if tensor.kind not in FLOATS and (len(tensor.shape) < 2 or name.endswith(".bias")):
             raise WeightError(f"{shown} is not a matrix, and has the type {tensor.kind}")
     required = [name for name in shapes if not name.endswith(".bias")]
     missing = [_shown(name, architecture) for name in required if name not in tensors]
@@ -95,6 +96,9 @@ def load_gguf(model: Transformer, file: GgufFile, copies: Copies, cuts: RankTens
                 partial(_dequantize, _shown(name, architecture), tensor.kind, rows, half if interleaved else 0, into)
             )
     for name, piece in pieces.items():
+        if name not in tensors:
+            copies.run(partial(_clear, _biases(model, piece)))
+            continue
         rows = piece.part(whole_pieces[name], rank, _rows(tensors[name]))
         _load_piece(model, name, piece, tensors[name].kind, rows, copies)
         _release(model, file)
@@ -110,8 +114,8 @@ def load_gguf(model: Transformer, file: GgufFile, copies: Copies, cuts: RankTens
 
 def num_copies(model: Transformer) -> int:
     """Return the number of copies that `load_gguf` starts."""
-    of_experts = expert_modules(model.spec.layers)
-    modules = sum(module.name not in of_experts for module in model.quantized_modules())
+    of_experts = expert_tensors(model.spec.layers)
+    modules = sum(module.tensor_name("weight") not in of_experts for module in model.quantized_modules())
     shapes = _without(model.spec.tensor_shapes(), of_experts)
     return len(shapes) + modules + len(expert_pieces(model.spec.layers))
 
@@ -119,9 +123,9 @@ def num_copies(model: Transformer) -> int:
 _Value = TypeVar("_Value")
 
 
-def _without(by_name: Mapping[str, _Value], modules: set[str]) -> dict[str, _Value]:
-    """Return the tensors of other modules than these."""
-    return {name: value for name, value in by_name.items() if name.rpartition(".")[0] not in modules}
+def _without(by_name: Mapping[str, _Value], names: set[str]) -> dict[str, _Value]:
+    """Return the tensors with other names than these."""
+    return {name: value for name, value in by_name.items() if name not in names}
 
 
 def _release(model: Transformer, file: GgufFile) -> None:
@@ -135,6 +139,9 @@ def _load_piece(
 ) -> None:
     """Start to load a piece of a matrix of experts, whose rows are [experts, outputs, numbers or bytes]."""
     linear = _linear(model, piece)
+    if piece.bias:
+        copies.add(name, _biases(model, piece), rows)
+        return
     if linear.spec.scheme is not None:
         copies.run(partial(_load_blocks, model, name, piece, kind, rows))
         return
@@ -151,15 +158,25 @@ def _linear(model: Transformer, piece: ExpertPiece) -> Linear:
     return weights.linears[piece.place]
 
 
+def _biases(model: Transformer, piece: ExpertPiece) -> torch.Tensor:
+    """Return the memory of a piece's biases, [experts, outputs]."""
+    bias_O = _linear(model, piece).bias_O
+    assert bias_O is not None
+    return bias_O.view(piece.matrix.num_experts or 1, -1)[:, piece.first : piece.first + piece.outputs]
+
+
 @torch.inference_mode()
 def _load_blocks(model: Transformer, name: str, piece: ExpertPiece, kind: str, rows: torch.Tensor) -> None:
     linear = _linear(model, piece)
-    assert isinstance(linear.spec.scheme, GgufBlocks)
-    # Pieces of several types have one layout in memory.
-    scheme, outputs = replace(linear.spec.scheme, kind=kind), linear.spec.expert_outputs
+    scheme, outputs = linear.spec.scheme, linear.spec.expert_outputs
+    if isinstance(scheme, GgufBlocks):
+        # Pieces of several types have one layout in memory.
+        scheme = replace(scheme, kind=kind)
+    assert scheme is not None
     for expert, own_rows in enumerate(rows):
         there = own_rows.to(linear.weight.device)
-        scheme.load(name.removesuffix(".weight"), {"weight": there}, linear.weight, expert * outputs + piece.first)
+        stored = {"weight": there} if isinstance(scheme, GgufBlocks) else tensors_of_gguf(there)
+        scheme.load(name.removesuffix(".weight"), stored, linear.weight, expert * outputs + piece.first)
     loaded = model.when_loaded(linear)
     if loaded is not None and piece.first + piece.outputs == outputs:
         loaded()

@@ -40,7 +40,6 @@ class DraftPasses:
         max_num_tokens: rows of the largest first pass.
         max_model_len: tokens of the longest sequence.
         states_TF: hidden states of the target in the step, for a draft head; None for a model of its own.
-        needs_all_rows: the states are those behind the target's last layer too.
     """
 
     def __init__(
@@ -56,10 +55,8 @@ class DraftPasses:
         max_num_tokens: int,
         max_model_len: int,
         states_TF: torch.Tensor | None = None,
-        needs_all_rows: bool = False,
     ) -> None:
-        self._states_TF, self.needs_all_rows = states_TF, needs_all_rows
-        self.model, self.layers = model, layers
+        self._states_TF, self.model, self.layers = states_TF, model, layers
         self._inputs = inputs
         self._block_size, self._max_model_len = block_size, max_model_len
         max_num_seqs, self._most_drafts = inputs.state.drafts.shape

@@ -19,7 +19,16 @@ from phonograph.engine.build import (
 )
 from phonograph.engine.plan import EnginePlan
 from phonograph.engine.process.ranks.lead_sleeper import try_verb
-from phonograph.engine.process.ranks.rank_step import Capture, Command, RankSleep, RankStep, RankWakeUp, Score
+from phonograph.engine.process.ranks.rank_step import (
+    Capture,
+    Command,
+    RankSleep,
+    RankStep,
+    RankWakeUp,
+    Score,
+    TimeDrafting,
+)
+from phonograph.engine.startup.platform import gather_draft_weights
 from phonograph.engine.startup.sleeper import Sleeper
 from phonograph.engine.startup.subject import make_subject
 from phonograph.graphs.verification import verify
@@ -45,7 +54,9 @@ class FollowingRunner(Runner):
             commons = self._writes.write_tokens(rows, step.token_ids, step.starts, step.key)
             self.prepare(commons, step.key)
             if step.key is None:
-                outputs = self._run_eager(commons[0], rows.num_logits, all_hidden=step.all_hidden, makes_drafts=False)
+                outputs = self._run_eager(
+                    commons[0], rows.num_logits, all_hidden=step.all_hidden, makes_drafts=step.makes_drafts
+                )
             else:
                 outputs = self.replay(step.key)
             self._hidden_TE = outputs.hidden
@@ -97,10 +108,13 @@ def serve_rank(plan: EnginePlan, ranks: Ranks, commands: Connection, answers: Co
         elif isinstance(command, Score):
             runner.score(command)
         elif isinstance(command, Capture):
+            gather_draft_weights(plan, parts, ranks)
             runner.capture()
         elif isinstance(command, RankSleep | RankWakeUp):
             assert sleeper is not None, "rank 0 has the same settings"
             answers.send(try_verb(sleeper, command, ranks.rank))
+        elif isinstance(command, TimeDrafting):
+            runner.time_drafting(lambda requests, drafts, seconds: None)
         else:
             with ranks.checking():
                 report = verify(make_subject(plan, parts, runner), num_replays=command.num_replays, seed=command.seed)

@@ -13,7 +13,7 @@ import torch
 
 from phonograph.attention.metadata import CommonMetadata
 from phonograph.core.batch import ScheduledBatch, StepOutput
-from phonograph.engine.process.ranks.rank_step import RankStep, Score
+from phonograph.engine.process.ranks.rank_step import RankStep, Score, TimeDrafting
 from phonograph.errors import RankError
 from phonograph.graphs.dispatch import Decision
 from phonograph.graphs.modes import GraphKey
@@ -59,6 +59,11 @@ class LeadRunner(Runner):
         """Free the graphs, for which NCCL waits when a connection ends. No step follows."""
         self._graphs.clear()
 
+    def time_drafting(self, learn: Callable[[int, int, float], None]) -> None:
+        with self._group.first_error():
+            self._group.send(TimeDrafting())
+            super().time_drafting(learn)
+
     def replay(self, key: GraphKey) -> StepOutputs:
         self._send(key)
         try:
@@ -73,7 +78,7 @@ class LeadRunner(Runner):
     def _run_eager(
         self, common: CommonMetadata, num_logits: int, *, all_hidden: bool = False, makes_drafts: bool
     ) -> StepOutputs:
-        self._send(None, all_hidden=all_hidden)
+        self._send(None, all_hidden=all_hidden, makes_drafts=makes_drafts)
         return super()._run_eager(common, num_logits, all_hidden=all_hidden, makes_drafts=makes_drafts)
 
     def _scorer(self, hidden_TE: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -87,9 +92,10 @@ class LeadRunner(Runner):
 
         return logits
 
-    def _send(self, key: GraphKey | None, *, all_hidden: bool = False) -> None:
+    def _send(self, key: GraphKey | None, *, all_hidden: bool = False, makes_drafts: bool = False) -> None:
         """Send a submitted step to the other ranks; batches of captures and of `verify` are drawn by each rank."""
         rows, self._submitted = self._submitted, None
         if rows is not None:
             token_ids_T = self._tokens.host_tokens(rows)
-            self._group.send(RankStep.of(rows, token_ids_T, key, all_hidden=all_hidden))
+            step = RankStep.of(rows, token_ids_T, key, all_hidden=all_hidden, makes_drafts=makes_drafts)
+            self._group.send(step)

@@ -29,6 +29,7 @@ class RankStep(NamedTuple):
             from, then the numbers of `StateCopy`.
         key: graph that runs the step; None for an eager step.
         all_hidden: an eager step computes all rows in the last layer.
+        makes_drafts: an eager step ends with the passes of a draft model on rank 0.
     """
 
     slots: np.ndarray
@@ -44,9 +45,12 @@ class RankStep(NamedTuple):
     states: np.ndarray
     key: GraphKey | None
     all_hidden: bool
+    makes_drafts: bool
 
     @classmethod
-    def of(cls, rows: StepRows, token_ids_T: np.ndarray, key: GraphKey | None, *, all_hidden: bool) -> RankStep:
+    def of(
+        cls, rows: StepRows, token_ids_T: np.ndarray, key: GraphKey | None, *, all_hidden: bool, makes_drafts: bool
+    ) -> RankStep:
         """Return a step of rank 0 for the others."""
         batch = rows.batch
         appends = [(one.slot, one.start, one.group, len(one.block_ids)) for one in batch.appends]
@@ -66,6 +70,7 @@ class RankStep(NamedTuple):
             states=np.array(states, np.int32).reshape(-1, 4),
             key=key,
             all_hidden=all_hidden,
+            makes_drafts=makes_drafts,
         )
 
     def rows(self) -> StepRows:
@@ -105,6 +110,10 @@ class Capture(NamedTuple):
     """Capture of all graphs, when all ranks have loaded the weights."""
 
 
+class TimeDrafting(NamedTuple):
+    """Replays of graphs that rank 0 times; see `Runner.time_drafting`."""
+
+
 class Verify(NamedTuple):
     """Comparison of each graph with eager runs; the answer is the list of mismatches."""
 
@@ -131,4 +140,4 @@ class Failed(NamedTuple):
     of_another: bool
 
 
-Command = RankStep | Score | Capture | Verify | RankSleep | RankWakeUp
+Command = RankStep | Score | Capture | TimeDrafting | Verify | RankSleep | RankWakeUp
