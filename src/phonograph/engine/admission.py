@@ -115,6 +115,20 @@ def refuse_generation(pooler: Pooler | None) -> None:
         raise RequestError("task", "generate", problem)
 
 
+def refuse_logits(mode: str, work: str) -> None:
+    """Check that the engine reports log-probabilities, for work that adds them up.
+
+    Args:
+        mode: `logprobs_mode` of the engine.
+        work: what the request asks for.
+
+    Raises:
+        RequestError: it reports logits.
+    """
+    if mode.endswith("logits"):
+        raise RequestError("logprobs_mode", mode, f"{work} adds up log-probabilities; raw_logprobs works")
+
+
 def admit_encoder_input(prompt: Prompt, encoder: AudioEncoder | TextEncoder | None, vocab_size: int) -> None:
     """Check that a prompt has input for the encoder of the model if it has one, and none else.
 

@@ -27,7 +27,7 @@ from phonograph.server.observe.load_report import LoadReports
 from phonograph.server.observe.logs import REQUEST_ID
 from phonograph.server.ollama import ollama_chat, ollama_models
 from phonograph.server.openai import chat_completions, completions, invocations, tokens
-from phonograph.server.pooling import embeddings, scores
+from phonograph.server.pooling import cohere, embeddings, scores
 from phonograph.server.responses import create_response, response_store
 from phonograph.server.speech import transcriptions
 
@@ -42,6 +42,7 @@ ROUTERS = (
     invocations.router,
     tokens.router,
     embeddings.router,
+    cohere.router,
     scores.router,
     transcriptions.router,
     status.router,

@@ -75,7 +75,12 @@ async def _answer(
 
 
 def _encoded(rows: np.ndarray, body: EmbeddingBody) -> list[Any] | str:
-    """Return numbers as lists, or as base64 of their bytes in float32, little endian."""
+    """Return numbers as lists, or as base64."""
     if body.encoding_format == "base64":
-        return base64.b64encode(rows.astype("<f4").tobytes()).decode()
+        return base64_of(rows)
     return rows.tolist()
+
+
+def base64_of(rows: np.ndarray) -> str:
+    """Return base64 of the bytes of numbers in float32, little endian."""
+    return base64.b64encode(rows.astype("<f4").tobytes()).decode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import operator
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -55,6 +56,7 @@ class PooledCall:
         *,
         head: tuple[str, str],
         num_prompts: int,
+        whole: Callable[[Mapping[str, Any], Mapping[str, Any]], Mapping[str, Any]] = operator.or_,
     ) -> Response:
         """Return the answer to a request.
 
@@ -63,6 +65,7 @@ class PooledCall:
             written: returns fields of the answer for the results of the prompts.
             head: prefix of the answer's id, and its object.
             num_prompts: prompts of the request.
+            whole: makes the answer of its head and its other fields, which are those of `written` and the usage.
 
         Raises:
             ApiError: the request is refused, or fails.
@@ -93,7 +96,7 @@ class PooledCall:
             raise api_error(error, self.names) from None
 
         def content() -> bytes:
-            return to_json({**fields, **written(rows), "usage": usage_of(call)})
+            return to_json(whole(fields, {**written(rows), "usage": usage_of(call)}))
 
         numbers = sum(row.size for row in rows)
         made = content() if numbers <= INLINE_NUMBERS else await asyncio.to_thread(content)
@@ -146,7 +149,7 @@ def admitted_call(
     """
     serving: Serving = request.app.state.serving
     headers = serving.admit(body, num_prompts=num_prompts, priority=body.priority or 0, pooled=field)
-    names, facts = {"prompt": field}, serving.engine.facts
+    names, facts = {**body.names, "prompt": field}, serving.engine.facts
     check_task(facts, pools=True, task=task)
     try:
         params = admitted_pooling(body.params(task), facts.pooler, facts.row_size)
