@@ -101,7 +101,7 @@ def admitted_pooling(params: PoolingParams, pooler: Pooler | None, size: int) ->
             raise RequestError("dimensions", params.dimensions, "is for embeddings; classes have none to cut")
         if params.dimensions > size:
             raise RequestError("dimensions", params.dimensions, f"the model has {size}; 1 to {size} work")
-    return replace(params, task=task)
+    return params if task == params.task else replace(params, task=task)
 
 
 def refuse_generation(pooler: Pooler | None) -> None:
@@ -173,7 +173,7 @@ def admitted_whole_prompt(
         token_ids = admitted_prompt(prompt, tokenizer, vocab_size)
         return token_ids[-most:] if keeps_last and most is not None else token_ids[:most]
     token_ids = tokenizer.encode_cut(prompt, most=most, special=special, keeps_last=keeps_last)
-    return admitted_token_ids(token_ids, vocab_size)
+    return _in_vocabulary(token_ids, vocab_size)
 
 
 def admit_stops(params: SamplingParams, tokenizer: Tokenizer | None) -> None:
@@ -216,7 +216,10 @@ def admitted_token_ids(prompt: Iterable[object], vocab_size: int) -> list[int]:
     # Long prompts of Python integers take no loop in Python.
     if set(map(type, items)) != {int}:
         items = [_integer(item) for item in items]
-    token_ids = cast("list[int]", items)
+    return _in_vocabulary(cast("list[int]", items), vocab_size)
+
+
+def _in_vocabulary(token_ids: list[int], vocab_size: int) -> list[int]:
     wrong = _unknown_token(token_ids, vocab_size)
     if wrong is not None:
         raise RequestError("prompt", wrong, f"the model's token ids are 0 to {vocab_size - 1}")

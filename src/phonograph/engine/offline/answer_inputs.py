@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -52,15 +53,14 @@ def answer_inputs(
     ahead = scheduler.limits.max_num_seqs if scheduler.policy == "fcfs" else len(inputs)
     with (
         deferred_interrupts() as interrupted,
-        ExitStack() as aborts,
+        _aborts(session, outputs),
+        _old_objects_frozen(len(inputs)),
         _progress_bar(len(inputs), use_tqdm) as report,
     ):
         while True:
             # Prompts are encoded between steps, so that the first step does not wait for the last prompt.
             while scheduler.num_waiting < ahead and not interrupted() and (output := next(queue, None)) is not None:
                 outputs.append(output)
-                # No effect on an answered request. If the call fails, each abort runs, even after one that raises.
-                aborts.callback(session.abort, output)
                 report([output], 0)
             if interrupted():
                 raise KeyboardInterrupt
@@ -108,15 +108,14 @@ def complete_outputs(session: Session, outputs: Sequence[RequestOutput], *, use_
     _check_progress(use_tqdm)
     with (
         deferred_interrupts() as interrupted,
-        ExitStack() as aborts,
+        _aborts(session, outputs),
         _progress_bar(len(outputs), use_tqdm) as report,
     ):
-        for output in outputs:
-            aborts.callback(session.abort, output)
-            report([output], 0)
+        report(outputs, 0)
+        waiting = {id(output) for output in outputs}
         while not interrupted() and not all(output.finished for output in outputs):
             changed = session.step()
-            report([output for output in outputs if any(output is one for one in changed)], len(changed))
+            report([output for output in changed if id(output) in waiting], len(changed))
     if interrupted():
         raise KeyboardInterrupt
 
@@ -173,26 +172,55 @@ def _prompts(
 
 
 @contextmanager
-def _progress_bar(total: int, use_tqdm: bool) -> Generator[Callable[[list[RequestOutput], int], None]]:
+def _aborts(session: Session, outputs: Sequence[RequestOutput]) -> Generator[None]:
+    """End the unfinished requests when the context ends. Each abort runs, even after one that raises."""
+    with ExitStack() as aborts:
+        try:
+            yield
+        finally:
+            aborts.callback(session.core.settle)
+            for output in outputs:
+                if not output.finished:
+                    aborts.callback(session.abort, output)
+
+
+@contextmanager
+def _old_objects_frozen(num_inputs: int) -> Generator[None]:
+    """Leave objects from before a call of many inputs out of the garbage collections of the call."""
+    freezes = num_inputs >= _TOGETHER and gc.isenabled() and not gc.get_freeze_count()
+    if freezes:
+        gc.collect(1)
+        gc.freeze()
+    try:
+        yield
+    finally:
+        if freezes:
+            gc.unfreeze()
+
+
+@contextmanager
+def _progress_bar(total: int, use_tqdm: bool) -> Generator[Callable[[Sequence[RequestOutput], int], None]]:
     """Show the number of answered requests and tokens per second on stderr, if that is a terminal.
 
     Yields:
         A function that takes the changed outputs and the number of their new tokens.
     """
-    console = Console(stderr=True)
+    console = Console(stderr=True) if use_tqdm else None
+    if console is None or not console.is_terminal:
+        yield lambda changed, new_tokens: None
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     start = time.perf_counter()
     done = tokens = 0
-    with Progress(*columns, console=console, disable=not (use_tqdm and console.is_terminal)) as bar:
+    with Progress(*columns, console=console) as bar:
         task = bar.add_task("requests", total=total)
 
-        def report(changed: list[RequestOutput], new_tokens: int) -> None:
+        def report(changed: Sequence[RequestOutput], new_tokens: int) -> None:
             nonlocal done, tokens
             done += sum(output.finished for output in changed)
             tokens += new_tokens
-            if not bar.disable:
-                speed = tokens / (time.perf_counter() - start)
-                bar.update(task, completed=done, description=f"requests, {speed:.0f} tok/s")
+            speed = tokens / (time.perf_counter() - start)
+            bar.update(task, completed=done, description=f"requests, {speed:.0f} tok/s")
 
         yield report
 
