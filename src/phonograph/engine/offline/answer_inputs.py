@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from phonograph.core.pooling_params import PoolingParams
 from phonograph.core.sampling_params import SamplingParams
-from phonograph.engine.admission import Prompt
+from phonograph.engine.admission import Prompt, tokenized_ahead
 from phonograph.engine.offline.interrupts import deferred_interrupts
 from phonograph.engine.offline.prompts import salt_of
 from phonograph.engine.outputs import RequestOutput
@@ -22,8 +22,8 @@ from phonograph.errors import RequestError, shortened
 
 Input = TypeVar("Input")
 Params = SamplingParams | PoolingParams
-_TOGETHER = 64
-"""Texts that are tokenized at the same time."""
+_MANY = 64
+"""Inputs of a call that takes longer than to set the garbage collector aside."""
 
 
 def answer_inputs(
@@ -157,18 +157,16 @@ def _queue(
 def _prompts(
     session: Session, inputs: Sequence[Input], encode: Callable[[Input], Prompt]
 ) -> Iterator[Prompt | RequestError]:
-    """Yield what `encode` returns or raises for each input. Texts are tokenized ahead, in several threads."""
-    for start in range(0, len(inputs), _TOGETHER):
-        prompts: list[Prompt | RequestError] = []
-        for item in inputs[start : start + _TOGETHER]:
+    """Return what `encode` returns or raises for each input. Texts are tokenized ahead, in several threads."""
+
+    def prompts() -> Iterator[Prompt | RequestError]:
+        for item in inputs:
             try:
-                prompts.append(encode(item))
+                yield encode(item)
             except RequestError as error:
-                prompts.append(error)
-        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        if session.tokenizer is not None and len(texts) > 1:
-            session.tokenizer.encode_ahead(texts)
-        yield from prompts
+                yield error
+
+    return tokenized_ahead(session.tokenizer, prompts())
 
 
 @contextmanager
@@ -187,7 +185,7 @@ def _aborts(session: Session, outputs: Sequence[RequestOutput]) -> Generator[Non
 @contextmanager
 def _old_objects_frozen(num_inputs: int) -> Generator[None]:
     """Leave objects from before a call of many inputs out of the garbage collections of the call."""
-    freezes = num_inputs >= _TOGETHER and gc.isenabled() and not gc.get_freeze_count()
+    freezes = num_inputs >= _MANY and gc.isenabled() and not gc.get_freeze_count()
     if freezes:
         gc.collect(1)
         gc.freeze()
