@@ -119,7 +119,7 @@ class CacheManager:
         found: list[tuple[BlockGroup, int, int, list[int]]] = []
         needed = reserve
         for index, group in enumerate(self._groups):
-            length, first, keys = num_tokens + ahead, group.first_block(num_cached), []
+            length, first, most, keys = num_tokens + ahead, group.first_block(num_cached), 0, list[bytes]()
             if index in self._cross:
                 length = table.encoder_len
                 most = group.most_blocks(length, 0)

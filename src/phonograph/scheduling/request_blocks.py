@@ -63,7 +63,7 @@ class RequestBlocks:
         *,
         enable_prefix_caching: bool,
     ) -> None:
-        self._checkpoints = checkpoints
+        self._caches, self._checkpoints = enable_prefix_caching, checkpoints
         self._restored: list[StateCopy] = []
         self._saved: list[StateCopy] = []
         self.groups = tuple(groups)
@@ -218,6 +218,8 @@ class RequestBlocks:
     def publish(self, request: Request) -> SequenceTable:
         """Put the full blocks whose tokens are scheduled and known into the prefix cache; return the block tables."""
         table = self.tables[request.request_id]
+        if not self._caches:
+            return table
         before = [one.num_published for one in table.groups] if self._draft_caches is not None else ()
         self.cache.publish(table, request.num_computed)
         if self._draft_caches is not None:
