@@ -34,6 +34,7 @@ from phonograph.server.speech import transcriptions
 ROUTERS = (
     completions.router,
     chat_completions.router,
+    embeddings.router,
     create_response.router,
     response_store.router,
     create_message.router,
@@ -41,7 +42,6 @@ ROUTERS = (
     ollama_models.router,
     invocations.router,
     tokens.router,
-    embeddings.router,
     cohere.router,
     scores.router,
     transcriptions.router,

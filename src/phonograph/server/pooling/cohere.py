@@ -30,8 +30,7 @@ async def create_cohere_embeddings(body: CohereEmbedBody, request: Request) -> R
         raise invalid("embedding_types", f"{bits[0]} needs a multiple of 8 numbers, and an embedding has {size}")
 
     def tokens() -> Iterator[list[int]]:
-        for text in texts:
-            token_ids = call.admitted(inputs.text(text, body.input_type))
+        for token_ids in call.admitted(inputs.text(text, body.input_type) for text in texts):
             if longest is not None and len(token_ids) > longest:
                 problem = (
                     f"a text has {len(token_ids)} tokens, and max_tokens is {longest}: set truncate to START or END"

@@ -69,7 +69,7 @@ async def _answer(
     inputs, special = call.serving.engine.pooled_inputs, body.add_special_tokens is not False
 
     def tokens() -> Iterator[list[int]]:
-        return (call.admitted(inputs.text(one, None), special=special) for one in body.input)
+        return call.admitted((inputs.text(one, None) for one in body.input), special=special)
 
     return await call.answer(tokens, written, head=head, num_prompts=num_prompts)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import operator
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -16,7 +16,7 @@ from pydantic_core import to_json
 from starlette.responses import Response
 
 from phonograph.core.pooling_params import PoolingParams, PoolingTask
-from phonograph.engine.admission import Prompt, admitted_pooling, admitted_whole_prompt
+from phonograph.engine.admission import Prompt, admitted_pooling, admitted_whole_prompt, tokenized_ahead
 from phonograph.errors import PhonographError, RequestError, RequestFailure
 from phonograph.server.chat.serving import Serving
 from phonograph.server.http.api_errors import api_error, invalid
@@ -102,17 +102,18 @@ class PooledCall:
         made = content() if numbers <= INLINE_NUMBERS else await asyncio.to_thread(content)
         return Response(made, media_type="application/json", headers=dict(self.headers))
 
-    def admitted(self, prompt: Prompt, *, special: bool = True) -> list[int]:
-        """Return the tokens of a prompt, cut as the request says.
+    def admitted(self, prompts: Iterable[Prompt], *, special: bool = True) -> Iterator[list[int]]:
+        """Yield the tokens of prompts, cut as the request says.
 
         Raises:
-            RequestError: the prompt cannot be served.
+            RequestError: a prompt cannot be served.
         """
         engine, keeps_last = self.serving.engine, self.body.keeps_last
         size, most = engine.facts.vocab_size, engine.facts.context_len
-        return admitted_whole_prompt(
-            prompt, self.params, engine.tokenizer, size, most, special=special, keeps_last=keeps_last
-        )
+        for prompt in tokenized_ahead(engine.tokenizer, prompts) if special else prompts:
+            yield admitted_whole_prompt(
+                prompt, self.params, engine.tokenizer, size, most, special=special, keeps_last=keeps_last
+            )
 
     def _check_lengths(self, prompts: Sequence[list[int]]) -> None:
         """Check the tokens of prompts, so that the engine is not sent those that it refuses."""
