@@ -114,17 +114,3 @@ def test_bodies_that_are_refused(
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["param"] == param, error
     assert all(part in error["message"] for part in parts), error
-
-
-def test_the_client_of_cohere(encoder: tuple[Server, PreTrainedModel]) -> None:
-    server, model = encoder
-    cohere = pytest.importorskip("cohere", reason="needs cohere, which no extra has")
-    client = cohere.ClientV2(api_key="none", base_url=server.url)
-    kinds = ["float", "binary", "ubinary", "base64"]
-    found = client.embed(model="demo", texts=TEXTS, input_type="search_query", embedding_types=kinds)
-    rows = np.array(found.embeddings.float_)
-    assert np.abs(rows - np.stack([expected(model, f"w80 w81 {text}") for text in TEXTS])).max() < 1e-5
-    assert np.array_equal(np.packbits(rows >= 0, axis=1), found.embeddings.ubinary)
-    assert found.meta.billed_units.input_tokens == sum(len(text.split()) + 4 for text in TEXTS)
-    with pytest.raises(cohere.BadRequestError, match="'ubinary'"):
-        client.embed(model="demo", texts=TEXTS, input_type="search_query", embedding_types=["int8"])
